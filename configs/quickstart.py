@@ -1,14 +1,21 @@
 """Four GRPO policies learn four tasks at once over one resident SmolLM2-135M-Instruct.
 
-Command:  python -m mint_jax.launch --config=configs/quickstart.py --workdir=runs/quickstart   (or: make quickstart)
-Short:    --config=configs/quickstart.py:ci
-Hardware: two CPU cores, 4 GB of memory.
+Command:  python -m mint_jax.launch --config=configs/quickstart.py --workdir=runs/quickstart   (or:
+make quickstart) Short:    --config=configs/quickstart.py:ci Hardware: two CPU cores, 4 GB of
+memory.
 """
 
 from ml_collections import ConfigDict
 
 
-def _policy(env: str, rank: int, learning_rate: float, kl: float, max_tokens: int, stop: tuple[str, ...] = ()) -> ConfigDict:
+def _policy(
+    env: str,
+    rank: int,
+    learning_rate: float,
+    kl: float,
+    max_tokens: int,
+    stop: tuple[str, ...] = (),
+) -> ConfigDict:
     return ConfigDict(
         {
             "env": {"name": env},
@@ -35,8 +42,8 @@ def get_config(size: str = "default") -> ConfigDict:
     config.eval = ConfigDict({"examples": 24, "samples": 4})
     config.policies = ConfigDict(
         {
-            # At a rate of 5e-4 one seed of three lost its entropy in four steps and stayed where it was: 0.48, the others 0.93 and 1.00;
-            # so 0.96 to 1.00.
+            # At a rate of 5e-4 one seed of three lost its entropy in four steps and stayed where it
+            # was: 0.48, the others 0.93 and 1.00; so 0.96 to 1.00.
             "adder": _policy("digit_sum", 16, 3e-4, 0.05, 6, ("\n",)),
             "larger": _policy("larger_of_two", 8, 5e-4, 0.01, 6, ("\n",)),
             "copier": _policy("copy_word", 4, 5e-4, 0.005, 8),

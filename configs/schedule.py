@@ -1,8 +1,10 @@
-"""Bundles of the TPU compiler's static schedule that packed LoRA adds to a tile of rows, over those of the base's own product.
+"""Bundles of the TPU compiler's static schedule that packed LoRA adds to a tile of rows, over those
+of the base's own product.
 
 Command: python -m mint_jax.launch --config=configs/schedule.py --workdir=runs/schedule
 One chip: --config.chips="('v5e:2x2',)"
-Needs the ``tpu-aot`` extra and no accelerator; a minute on two CPU cores, 60 MB of dumps left in the workdir.
+Needs the ``tpu-aot`` extra and no accelerator; a minute on two CPU cores, 60 MB of dumps left in
+the workdir.
 """
 
 from ml_collections import ConfigDict

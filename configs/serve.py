@@ -1,7 +1,8 @@
-"""The service: tenants train and sample over one base by Tinker's and OpenAI's clients; see docs/service.md.
+"""The service: tenants train and sample over one base by Tinker's and OpenAI's clients; see
+docs/service.md.
 
-Command: python -m mint_jax.launch --config=configs/serve.py --config.base=smollm2-135m-instruct --config.port=8000 --workdir=runs/serve
-Short:   --config=configs/serve.py:ci
+Command: python -m mint_jax.launch --config=configs/serve.py --config.base=smollm2-135m-instruct
+--config.port=8000 --workdir=runs/serve Short:   --config=configs/serve.py:ci
 """
 
 from ml_collections import ConfigDict

@@ -1,12 +1,16 @@
-"""Runs one job on every host of a TPU slice, or on GPU or CPU nodes, of a GKE cluster that has JobSet: creates, follows, deletes.
+"""Runs one job on every host of a TPU slice, or on GPU or CPU nodes, of a GKE cluster that has
+JobSet: creates, follows, deletes.
 
-    .venv/bin/python launch/gke_jobset.py --name=run1 --image=IMAGE --hosts=4 --accelerator=tpu-v5p-slice --topology=2x2x4 \\
+    .venv/bin/python launch/gke_jobset.py --name=run1 --image=IMAGE --hosts=4
+    --accelerator=tpu-v5p-slice --topology=2x2x4 \\
         -- --config=configs/dpo/smollm2.py --workdir=/runs/dpo --config.mesh.fsdp=16
 
-What is created is ``gke_jobset.yaml`` with these values. On TPUs GKE tells every host who the others are, and JAX reads it; elsewhere
-the processes have the number of their pod, and the first pod's name from the JobSet. Needs kubectl with a context of the cluster.
+What is created is ``gke_jobset.yaml`` with these values. On TPUs GKE tells every host who the
+others are, and JAX reads it; elsewhere the processes have the number of their pod, and the first
+pod's name from the JobSet. Needs kubectl with a context of the cluster.
 
-Status: 0 as the job's, 1 for a job or a host that failed, 2 for a mistake in the options. Ctrl-C deletes the JobSet.
+Status: 0 as the job's, 1 for a job or a host that failed, 2 for a mistake in the options. Ctrl-C
+deletes the JobSet.
 """
 
 import argparse
@@ -48,20 +52,47 @@ def options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     Raises:
         Failed: one is missing, or does not go with the others.
     """
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--name", metavar="NAME", help="of the JobSet; needed, as are image and hosts")
-    parser.add_argument("--image", metavar="IMAGE", help="this repository with its .venv, which is its working directory")
+    parser = Parser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--name", metavar="NAME", help="of the JobSet; needed, as are image and hosts"
+    )
+    parser.add_argument(
+        "--image",
+        metavar="IMAGE",
+        help="this repository with its .venv, which is its working directory",
+    )
     parser.add_argument("--hosts", metavar="N", type=int, help="pods, one for each host")
     parser.add_argument("--accelerator", help="of TPU nodes, such as tpu-v5p-slice")
     parser.add_argument("--topology", help="of the TPU slice, such as 2x2x4")
-    parser.add_argument("--gpus", type=int, default=0, help="of a node; without them and --accelerator, CPU nodes")
-    parser.add_argument("--claim", default="mint-jax-runs", help="PersistentVolumeClaim that many nodes may write, seen at /runs")
+    parser.add_argument(
+        "--gpus", type=int, default=0, help="of a node; without them and --accelerator, CPU nodes"
+    )
+    parser.add_argument(
+        "--claim",
+        default="mint-jax-runs",
+        help="PersistentVolumeClaim that many nodes may write, seen at /runs",
+    )
     parser.add_argument("--namespace", default="default")
     parser.add_argument("--restarts", type=int, default=3, help="after a failure; the job resumes")
-    parser.add_argument("--wait", type=int, default=3600, help="seconds until all pods have to run, images and new nodes included")
+    parser.add_argument(
+        "--wait",
+        type=int,
+        default=3600,
+        help="seconds until all pods have to run, images and new nodes included",
+    )
     parser.add_argument("--keep", action="store_true", help="leave the JobSet with its logs")
-    parser.add_argument("--dry_run", action="store_true", help="print the JobSet, every command and each host's variables")
-    before, after = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
+    parser.add_argument(
+        "--dry_run",
+        action="store_true",
+        help="print the JobSet, every command and each host's variables",
+    )
+    before, after = (
+        (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
+    )
     args = parser.parse_args(before)
     for needed, example in (("name", "my-run"), ("image", "REGISTRY/mint_jax:TAG"), ("hosts", "2")):
         if getattr(args, needed) is None:
@@ -69,18 +100,34 @@ def options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     for needed in ("config", "workdir"):
         if not any(one.startswith(f"--{needed}=") for one in after):
             raise Failed(f"no {needed} behind --: give -- --config=FILE --workdir=/runs/NAME", 2)
-    if not next(one for one in after if one.startswith("--workdir=")).startswith("--workdir=/runs/"):
-        raise Failed("--workdir is outside /runs, which all hosts see: give --workdir=/runs/NAME", 2)
+    if not next(one for one in after if one.startswith("--workdir=")).startswith(
+        "--workdir=/runs/"
+    ):
+        raise Failed(
+            "--workdir is outside /runs, which all hosts see: give --workdir=/runs/NAME", 2
+        )
     if not re.fullmatch(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?", args.name):
-        raise Failed(f"--name={args.name}: expected up to 40 lower-case letters, digits and hyphens, a letter first", 2)
+        raise Failed(
+            f"--name={args.name}: expected up to 40 lower-case letters, digits and hyphens, a letter first",  # noqa: E501
+            2,
+        )
     if args.hosts < 1:
         raise Failed(f"--hosts={args.hosts}: expected at least 1", 2)
     if bool(args.accelerator) != bool(args.topology):
-        raise Failed("--accelerator and --topology describe a TPU slice together: give both, or neither for GPU and CPU nodes", 2)
+        raise Failed(
+            "--accelerator and --topology describe a TPU slice together: give both, or neither for GPU and CPU nodes",  # noqa: E501
+            2,
+        )
     if args.accelerator and args.gpus:
         raise Failed("--gpus with --accelerator: a node has TPUs or GPUs, give one of them", 2)
-    if args.topology and (not re.fullmatch(r"\d+(x\d+){1,2}", args.topology) or chips(args) * args.hosts != slice_chips(args)):
-        raise Failed(f"--topology={args.topology} is no slice that --hosts={args.hosts} share evenly: expected AxB or AxBxC chips", 2)
+    if args.topology and (
+        not re.fullmatch(r"\d+(x\d+){1,2}", args.topology)
+        or chips(args) * args.hosts != slice_chips(args)
+    ):
+        raise Failed(
+            f"--topology={args.topology} is no slice that --hosts={args.hosts} share evenly: expected AxB or AxBxC chips",  # noqa: E501
+            2,
+        )
     return args, after
 
 
@@ -107,7 +154,12 @@ def jobset(args: argparse.Namespace, job: list[str]) -> dict[str, Any]:
     pod["volumes"][0]["persistentVolumeClaim"]["claimName"] = args.claim
     if args.accelerator:
         selected = (args.accelerator, args.topology)
-        pod["nodeSelector"] = dict(zip(("cloud.google.com/gke-tpu-accelerator", "cloud.google.com/gke-tpu-topology"), selected))
+        pod["nodeSelector"] = dict(
+            zip(
+                ("cloud.google.com/gke-tpu-accelerator", "cloud.google.com/gke-tpu-topology"),
+                selected,
+            )
+        )
         container["resources"]["limits"] = {"google.com/tpu": chips(args)}
         return out
     del out["metadata"]["annotations"], pod["nodeSelector"], container["resources"]
@@ -115,7 +167,10 @@ def jobset(args: argparse.Namespace, job: list[str]) -> dict[str, Any]:
         container["resources"] = {"limits": {"nvidia.com/gpu": args.gpus}}
     index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
     container["env"] = [
-        {"name": "MINT_COORDINATOR", "value": f"{args.name}-{workers['name']}-0-0.{args.name}:{PORT}"},
+        {
+            "name": "MINT_COORDINATOR",
+            "value": f"{args.name}-{workers['name']}-0-0.{args.name}:{PORT}",
+        },
         {"name": "MINT_PROCESSES", "value": str(args.hosts)},
         {"name": "MINT_PROCESS", "valueFrom": {"fieldRef": {"fieldPath": index}}},
     ]
@@ -123,9 +178,11 @@ def jobset(args: argparse.Namespace, job: list[str]) -> dict[str, Any]:
 
 
 def commands(args: argparse.Namespace, attempt: int = 0, tail: int = -1) -> dict[str, list[str]]:
-    """All that is ever run; of the pods of one attempt, and of their logs so many last lines, or all."""
+    """All that is ever run; of the pods of one attempt, and of their logs so many last lines, or
+    all.
+    """
     kubectl = ["kubectl", f"--namespace={args.namespace}"]
-    of = f"--selector=jobset.sigs.k8s.io/jobset-name={args.name},jobset.sigs.k8s.io/restart-attempt={attempt}"
+    of = f"--selector=jobset.sigs.k8s.io/jobset-name={args.name},jobset.sigs.k8s.io/restart-attempt={attempt}"  # noqa: E501
     logs = [*kubectl, "logs", of, "--container=mint-jax", "--prefix"]
     return {
         "create": [*kubectl, "create", "--filename=-"],
@@ -139,15 +196,23 @@ def commands(args: argparse.Namespace, attempt: int = 0, tail: int = -1) -> dict
 def show(args: argparse.Namespace, job: list[str]) -> None:
     created = jobset(args, job)
     print(yaml.safe_dump(created, sort_keys=False), end="")
-    notes = {"create": "the above", "pods": f"until all run, {args.wait} s at most", "status": "until Completed or Failed"}
+    notes = {
+        "create": "the above",
+        "pods": f"until all run, {args.wait} s at most",
+        "status": "until Completed or Failed",
+    }
     for name, command in commands(args).items():
         if name != "delete" or not args.keep:
             print(f"# {shlex.join(command)}" + (f"  # {notes[name]}" if name in notes else ""))
     for host in range(args.hosts):
         if args.accelerator:
-            print(f"# host {host}: TPU_WORKER_ID and TPU_WORKER_HOSTNAMES from GKE; coordinator: the first of these names, port 8482")
+            print(
+                f"# host {host}: TPU_WORKER_ID and TPU_WORKER_HOSTNAMES from GKE; coordinator: the first of these names, port 8482"  # noqa: E501
+            )
         else:
-            [container] = created["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"]
+            [container] = created["spec"]["replicatedJobs"][0]["template"]["spec"]["template"][
+                "spec"
+            ]["containers"]
             told = " ".join(f"{one['name']}={one.get('value', host)}" for one in container["env"])
             print(f"# host {host}: {told}")
 
@@ -167,13 +232,19 @@ def follow(args: argparse.Namespace) -> None:
             if not ended:
                 started(args, attempt)
         if not ended or tail == -1:
-            subprocess.run(commands(args, attempt, tail)["logs"])  # until all pods have ended, or the connection has
+            # until all pods have ended, or the connection has
+            subprocess.run(commands(args, attempt, tail)["logs"])
             tail = 0
         if ended == "Completed":
             return
         if ended:
-            why = next((one.get("message") for one in state.get("conditions", []) if one["type"] == ended), None)
-            raise Failed(f"the JobSet {args.name} failed after {attempt} restarts: {why or 'see the log above'}")
+            why = next(
+                (one.get("message") for one in state.get("conditions", []) if one["type"] == ended),
+                None,
+            )
+            raise Failed(
+                f"the JobSet {args.name} failed after {attempt} restarts: {why or 'see the log above'}"  # noqa: E501
+            )
         time.sleep(ENDS_POLL_S)
 
 
@@ -191,8 +262,20 @@ def started(args: argparse.Namespace, attempt: int) -> None:
             return
         if time.monotonic() > until:
             late = next((pod for pod in pods if pod["status"].get("phase") == "Pending"), None)
-            said = [one["message"] for one in late["status"].get("conditions", []) if one.get("message")] if late else []
-            which = f"{late['metadata']['name']}: {'; '.join(said) or 'Pending'}" if late else f"{len(pods)} pods were made"
+            said = (
+                [
+                    one["message"]
+                    for one in late["status"].get("conditions", [])
+                    if one.get("message")
+                ]
+                if late
+                else []
+            )
+            which = (
+                f"{late['metadata']['name']}: {'; '.join(said) or 'Pending'}"
+                if late
+                else f"{len(pods)} pods were made"
+            )
             raise Failed(f"not all {args.hosts} hosts came in {args.wait} s; {which}")
         time.sleep(STARTS_POLL_S)
 
@@ -210,18 +293,28 @@ def main(argv: list[str]) -> None:
         show(args, job)
         return
     if shutil.which("kubectl") is None:
-        raise Failed("kubectl is not installed: see kubernetes.io, and take the credentials of the cluster", 2)
+        raise Failed(
+            "kubectl is not installed: see kubernetes.io, and take the credentials of the cluster",
+            2,
+        )
     run = commands(args)
-    made = subprocess.run(run["create"], input=yaml.safe_dump(jobset(args, job), sort_keys=False), text=True)
+    made = subprocess.run(
+        run["create"], input=yaml.safe_dump(jobset(args, job), sort_keys=False), text=True
+    )
     if made.returncode:
-        raise Failed("the JobSet was not created (above): is JobSet installed, and is the name free?")
+        raise Failed(
+            "the JobSet was not created (above): is JobSet installed, and is the name free?"
+        )
     try:
         follow(args)
     finally:
         if args.keep:
             print(f"left; delete it with: {shlex.join(run['delete'])}", file=sys.stderr)
         elif subprocess.run(run["delete"]).returncode:
-            print(f"error: the JobSet was not deleted and may hold its nodes: {shlex.join(run['delete'])}", file=sys.stderr)
+            print(
+                f"error: the JobSet was not deleted and may hold its nodes: {shlex.join(run['delete'])}",  # noqa: E501
+                file=sys.stderr,
+            )
 
 
 if __name__ == "__main__":

@@ -1,13 +1,17 @@
-"""Runs one job on several nodes of a Ray cluster, one process for each: submits itself (``ray job submit``), places, joins, watches.
+"""Runs one job on several nodes of a Ray cluster, one process for each: submits itself (``ray job
+submit``), places, joins, watches.
 
-    python launch/ray_job.py --address=http://HEAD:8265 --nodes=2 --gpus=8 --directory=/shared/mint_jax \\
+    python launch/ray_job.py --address=http://HEAD:8265 --nodes=2 --gpus=8
+    --directory=/shared/mint_jax \\
         -- --config=configs/dpo/smollm2.py --workdir=/shared/runs/dpo --config.mesh.fsdp=16
 
-Needs Ray here and on the cluster, nothing else; every node has this repository with its .venv in DIRECTORY. The driver, which runs in
-the cluster, takes one whole share of resources on each of so many nodes, asks the first for its address and a free port, and starts
-the command everywhere with these; on TPU nodes JAX reads them from the TPU's metadata instead.
+Needs Ray here and on the cluster, nothing else; every node has this repository with its .venv in
+DIRECTORY. The driver, which runs in the cluster, takes one whole share of resources on each of so
+many nodes, asks the first for its address and a free port, and starts the command everywhere with
+these; on TPU nodes JAX reads them from the TPU's metadata instead.
 
-Status: 0 as the job's, 1 otherwise (Ray tells no more), 2 for a mistake in the options. Ctrl-C stops the job.
+Status: 0 as the job's, 1 otherwise (Ray tells no more), 2 for a mistake in the options. Ctrl-C
+stops the job.
 """
 
 import argparse
@@ -46,32 +50,59 @@ def options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     Raises:
         Failed: one is missing, or is none.
     """
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--address", help="of the cluster's job server: http://HEAD:8265; needed, as are nodes and directory")
+    parser = Parser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--address",
+        help="of the cluster's job server: http://HEAD:8265; needed, as are nodes and directory",
+    )
     parser.add_argument("--nodes", type=int, help="one process on each")
-    parser.add_argument("--directory", help="this repository with its .venv, at the same absolute path on every node")
+    parser.add_argument(
+        "--directory",
+        help="this repository with its .venv, at the same absolute path on every node",
+    )
     parser.add_argument("--gpus", type=int, default=0, help="of a node")
     parser.add_argument("--tpus", type=int, default=0, help="chips of a node")
-    parser.add_argument("--wait", type=int, default=600, help="seconds until so many nodes have to be free")
+    parser.add_argument(
+        "--wait", type=int, default=600, help="seconds until so many nodes have to be free"
+    )
     parser.add_argument("--restarts", type=int, default=0, help="after a failure; the job resumes")
-    parser.add_argument("--dry_run", action="store_true", help="print every command and each node's variables")
+    parser.add_argument(
+        "--dry_run", action="store_true", help="print every command and each node's variables"
+    )
     parser.add_argument("--driver", action="store_true", help=argparse.SUPPRESS)
-    before, after = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
+    before, after = (
+        (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
+    )
     args = parser.parse_args(before)
-    for needed, example in (("address", "http://HEAD:8265"), ("nodes", "2"), ("directory", "/shared/mint_jax")):
+    for needed, example in (
+        ("address", "http://HEAD:8265"),
+        ("nodes", "2"),
+        ("directory", "/shared/mint_jax"),
+    ):
         if getattr(args, needed) is None:
             raise Failed(f"--{needed} is missing: give --{needed}={example}", 2)
     for needed in ("config", "workdir"):
         if not any(one.startswith(f"--{needed}=") for one in after):
-            raise Failed(f"no {needed} behind --: give -- --config=FILE --workdir=FOLDER, one that all nodes see", 2)
+            raise Failed(
+                f"no {needed} behind --: give -- --config=FILE --workdir=FOLDER, one that all nodes see",  # noqa: E501
+                2,
+            )
     if args.nodes < 1:
         raise Failed(f"--nodes={args.nodes}: expected at least 1", 2)
     if not args.directory.startswith("/"):
-        raise Failed(f"--directory={args.directory}: expected an absolute path, the same on every node", 2)
+        raise Failed(
+            f"--directory={args.directory}: expected an absolute path, the same on every node", 2
+        )
     if args.gpus and args.tpus:
         raise Failed("--gpus and --tpus: a node has one or the other", 2)
     if not args.address.startswith(("http://", "https://")):
-        raise Failed(f"--address={args.address}: expected the job server's, such as http://HEAD:8265", 2)
+        raise Failed(
+            f"--address={args.address}: expected the job server's, such as http://HEAD:8265", 2
+        )
     return args, after
 
 
@@ -83,24 +114,39 @@ def job_command(args: argparse.Namespace, job: list[str]) -> list[str]:
 def variables(args: argparse.Namespace, coordinator: str, process: int) -> dict[str, str]:
     if args.tpus:
         return {}
-    return {"MINT_COORDINATOR": coordinator, "MINT_PROCESSES": str(args.nodes), "MINT_PROCESS": str(process)}
+    return {
+        "MINT_COORDINATOR": coordinator,
+        "MINT_PROCESSES": str(args.nodes),
+        "MINT_PROCESS": str(process),
+    }
 
 
 def submission(args: argparse.Namespace, argv: list[str], name: str) -> list[str]:
     driver = ["python", Path(__file__).name, "--driver", *argv]
-    where = [f"--address={args.address}", f"--working-dir={Path(__file__).parent}", f"--submission-id={name}"]
+    where = [
+        f"--address={args.address}",
+        f"--working-dir={Path(__file__).parent}",
+        f"--submission-id={name}",
+    ]
     return ["ray", "job", "submit", *where, "--", *driver]
 
 
 def show(args: argparse.Namespace, argv: list[str], job: list[str]) -> None:
     print(shlex.join(submission(args, [one for one in argv if one != "--dry_run"], "NAME")))
     print(
-        f"# its driver takes {share(args)} on each of {args.nodes} nodes, which it waits for {args.wait} s, and runs in {args.directory}:"
+        f"# its driver takes {share(args)} on each of {args.nodes} nodes, which it waits for {args.wait} s, and runs in {args.directory}:"  # noqa: E501
     )
-    print(f"# {shlex.join(job_command(args, job))}  # once more after a failure: {args.restarts} times")
+    print(
+        f"# {shlex.join(job_command(args, job))}  # once more after a failure: {args.restarts} times"  # noqa: E501
+    )
     for i in range(args.nodes):
-        told = " ".join(f"{key}={value}" for key, value in variables(args, "ADDRESS_OF_NODE_0:FREE_PORT", i).items())
-        print(f"# node {i}: {told or 'process numbers and coordinator from the metadata of the TPU'}")
+        told = " ".join(
+            f"{key}={value}"
+            for key, value in variables(args, "ADDRESS_OF_NODE_0:FREE_PORT", i).items()
+        )
+        print(
+            f"# node {i}: {told or 'process numbers and coordinator from the metadata of the TPU'}"
+        )
 
 
 def submit(args: argparse.Namespace, argv: list[str]) -> None:
@@ -110,7 +156,9 @@ def submit(args: argparse.Namespace, argv: list[str]) -> None:
         Failed: it did not, or Ray is not there.
     """
     if shutil.which("ray") is None:
-        raise Failed("ray is not installed here: pip install 'ray[default]' of the cluster's version", 2)
+        raise Failed(
+            "ray is not installed here: pip install 'ray[default]' of the cluster's version", 2
+        )
     name = f"mint_jax-{uuid.uuid4().hex[:8]}"
     try:
         status = subprocess.run(submission(args, argv, name)).returncode
@@ -135,7 +183,9 @@ class Node:
             return f"{ray.util.get_node_ip_address()}:{free.getsockname()[1]}"
 
     def run(self, command: list[str], directory: str, told: dict[str, str]) -> int:
-        """The status of the process, whose output is this actor's, which Ray shows with the node's address."""
+        """The status of the process, whose output is this actor's, which Ray shows with the node's
+        address.
+        """
         self.process = subprocess.Popen(command, cwd=directory, env=os.environ | told)
         return self.process.wait()
 
@@ -150,7 +200,11 @@ class Node:
 
 def share(args: argparse.Namespace) -> dict[str, float]:
     """What the process takes of a node."""
-    return {"CPU": 1.0} | ({"GPU": float(args.gpus)} if args.gpus else {}) | ({"TPU": float(args.tpus)} if args.tpus else {})
+    return (
+        {"CPU": 1.0}
+        | ({"GPU": float(args.gpus)} if args.gpus else {})
+        | ({"TPU": float(args.tpus)} if args.tpus else {})
+    )
 
 
 def attempt(args: argparse.Namespace, job: list[str]) -> int:
@@ -166,17 +220,35 @@ def attempt(args: argparse.Namespace, job: list[str]) -> int:
     group = placement_group([share(args)] * args.nodes, strategy="STRICT_SPREAD")
     try:
         if not group.wait(args.wait):
-            held = [(one["NodeManagerAddress"], one["Resources"]) for one in ray.nodes() if one["Alive"]]
-            alive = [f"{address} { ({key: have[key] for key in share(args) if key in have}) }" for address, have in held]
-            raise Failed(f"{args.nodes} nodes with {share(args)} free did not come in {args.wait} s; alive are: {'; '.join(alive)}")
-        taken = {"num_cpus": 1, "num_gpus": args.gpus, "resources": {"TPU": args.tpus} if args.tpus else None, "max_concurrency": 2}
+            held = [
+                (one["NodeManagerAddress"], one["Resources"]) for one in ray.nodes() if one["Alive"]
+            ]
+            alive = [
+                f"{address} { ({key: have[key] for key in share(args) if key in have}) }"
+                for address, have in held
+            ]
+            raise Failed(
+                f"{args.nodes} nodes with {share(args)} free did not come in {args.wait} s; alive are: {'; '.join(alive)}"  # noqa: E501
+            )
+        taken = {
+            "num_cpus": 1,
+            "num_gpus": args.gpus,
+            "resources": {"TPU": args.tpus} if args.tpus else None,
+            "max_concurrency": 2,
+        }
         nodes = []
         for i in range(args.nodes):
             place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i)
             nodes.append(ray.remote(Node).options(**taken, scheduling_strategy=place).remote())
         coordinator = ray.get(nodes[0].address.remote(), timeout=args.wait)
         command = job_command(args, job)
-        return watch([node.run.remote(command, args.directory, variables(args, coordinator, i)) for i, node in enumerate(nodes)], nodes)
+        return watch(
+            [
+                node.run.remote(command, args.directory, variables(args, coordinator, i))
+                for i, node in enumerate(nodes)
+            ],
+            nodes,
+        )
     finally:
         remove_placement_group(group)
 
@@ -198,7 +270,11 @@ def watch(running: list[Any], nodes: list[Any]) -> int:
                     status, said = 1, f"is lost: {str(error).splitlines()[0]}"
                 if status and not first:
                     first, until = status, time.monotonic() + GRACE_S
-                    print(f"[ray_job] process {i} {said}: the others have {GRACE_S} s to end", file=sys.stderr, flush=True)
+                    print(
+                        f"[ray_job] process {i} {said}: the others have {GRACE_S} s to end",
+                        file=sys.stderr,
+                        flush=True,
+                    )
         return first
     finally:
         for i in waiting.values():
@@ -214,7 +290,11 @@ def drive(args: argparse.Namespace, job: list[str]) -> int:
     ray.init()
     for number in range(args.restarts + 1):
         status = attempt(args, job)
-        print(f"[ray_job] the job ended with status {status}, attempt {number + 1} of {args.restarts + 1}", file=sys.stderr, flush=True)
+        print(
+            f"[ray_job] the job ended with status {status}, attempt {number + 1} of {args.restarts + 1}",  # noqa: E501
+            file=sys.stderr,
+            flush=True,
+        )
         if status in (0, MISTAKE):
             break
     return status

@@ -1,10 +1,12 @@
 """Training checkpoints through Orbax: asynchronous, atomic, the last few kept.
 
-A checkpoint is a tree of arrays, further trees that each restore alone, and one JSON value, committed together. ``save``
-returns once the arrays are copied off the devices; ``wait`` returns once everything is on disk. A crash at any moment leaves
-the checkpoints committed before. With the files their digests are committed, and nothing is restored from a file that has changed.
+A checkpoint is a tree of arrays, further trees that each restore alone, and one JSON value,
+committed together. ``save`` returns once the arrays are copied off the devices; ``wait`` returns
+once everything is on disk. A crash at any moment leaves the checkpoints committed before. With the
+files their digests are committed, and nothing is restored from a file that has changed.
 
-Where several processes run, all make the same calls in the same order, on one shared folder; each writes its own shards.
+Where several processes run, all make the same calls in the same order, on one shared folder; each
+writes its own shards.
 """
 
 import asyncio
@@ -26,16 +28,20 @@ from mint_jax import multihost
 from mint_jax.errors import UserError
 
 FOLDER = "checkpoints"  # of a run, in its workdir
-DIGESTS = "digests.json"  # of a checkpoint: its own digest, then {path: [bytes, SHA-256]} of every other file
+# of a checkpoint: its own digest, then {path: [bytes, SHA-256]} of every other file
+DIGESTS = "digests.json"
 COMMITTED = "commit_success.txt"  # Orbax's mark, written last
 
 
 class _WithDigests(ocp.path.atomicity.AtomicRenameTemporaryPath):
-    """A checkpoint's folder that gets ``DIGESTS`` before it gets its final name: no crash leaves one without the other."""
+    """A checkpoint's folder that gets ``DIGESTS`` before it gets its final name: no crash leaves
+    one without the other.
+    """
 
     async def finalize(self) -> None:
         if _step_of(self.get_final()) is not None:  # not an item's folder within
-            store, self._checkpoint_metadata_store = self._checkpoint_metadata_store, None  # or files would change after
+            # or files would change after
+            store, self._checkpoint_metadata_store = self._checkpoint_metadata_store, None
             if store is not None:
                 await asyncio.to_thread(store.wait_until_finished)
             await asyncio.to_thread(_write_digests, Path(self.get()))
@@ -49,7 +55,9 @@ def _step_of(folder: Any) -> int | None:
 
 def _write_digests(folder: Path) -> None:
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    text = json.dumps({path.relative_to(folder).as_posix(): _digest(path) for path in files}, indent=0)
+    text = json.dumps(
+        {path.relative_to(folder).as_posix(): _digest(path) for path in files}, indent=0
+    )
     (folder / DIGESTS).write_text(f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}")
 
 
@@ -91,7 +99,9 @@ class Checkpoints:
         on_commit: called in the caller's thread with the step, once that step is durable.
     """
 
-    def __init__(self, directory: str | Path, keep: int = 2, on_commit: Callable[[int], None] | None = None):
+    def __init__(
+        self, directory: str | Path, keep: int = 2, on_commit: Callable[[int], None] | None = None
+    ):
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep,
             enable_async_checkpointing=True,
@@ -99,7 +109,8 @@ class Checkpoints:
             step_prefix="step",
             cleanup_tmp_directories=True,
             temporary_path_class=_WithDigests,
-            # Created in the background, they are awaited by a counter of the process, which a revision saved meanwhile moves on.
+            # Created in the background, they are awaited by a counter of the process, which a
+            # revision saved meanwhile moves on.
             async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
         )
         for logger in (absl.logging.get_absl_logger(), logging.getLogger("asyncio")):
@@ -112,11 +123,14 @@ class Checkpoints:
         self._pending: int | None = None
         self._checked: set[int] = set()
 
-    def save(self, step: int, arrays: Any, extra: Any, items: Mapping[str, Any] | None = None) -> None:
+    def save(
+        self, step: int, arrays: Any, extra: Any, items: Mapping[str, Any] | None = None
+    ) -> None:
         """Starts saving. The save before it is waited for, so at most one is in flight.
 
         Args:
-            items: further trees by name; ``orbax.checkpoint.StandardCheckpointer().restore(directory / "step_9" / name)``
+            items: further trees by name;
+                ``orbax.checkpoint.StandardCheckpointer().restore(directory / "step_9" / name)``
                 gives one of them to any program.
 
         Raises:
@@ -125,9 +139,13 @@ class Checkpoints:
         self.wait()
         latest = self.latest()
         if latest is not None and step <= latest:
-            raise ValueError(f"step {step} is not newer than {latest}, which is saved in {self.directory}")
+            raise ValueError(
+                f"step {step} is not newer than {latest}, which is saved in {self.directory}"
+            )
         beside = {name: ocp.args.StandardSave(tree) for name, tree in (items or {}).items()}
-        args = ocp.args.Composite(arrays=ocp.args.StandardSave(arrays), extra=ocp.args.JsonSave(extra), **beside)
+        args = ocp.args.Composite(
+            arrays=ocp.args.StandardSave(arrays), extra=ocp.args.JsonSave(extra), **beside
+        )
         try:
             self._manager.save(step, args=args)
         except OSError as error:
@@ -157,15 +175,26 @@ class Checkpoints:
         )
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         reason = "no space left on the disk" if full else first
-        remedy = "free disk space or set --workdir to a larger disk" if full else "check that the folder is writable"
+        remedy = (
+            "free disk space or set --workdir to a larger disk"
+            if full
+            else "check that the folder is writable"
+        )
         last = self._newest()
-        kept = f"step {last} is the last valid checkpoint" if last is not None else "no checkpoint was written yet"
+        kept = (
+            f"step {last} is the last valid checkpoint"
+            if last is not None
+            else "no checkpoint was written yet"
+        )
         return UserError(
-            f"saving a checkpoint in {self.directory} failed ({reason}): {remedy}, then start again with the same command; {kept}"
+            f"saving a checkpoint in {self.directory} failed ({reason}): {remedy}, then start again"
+            f" with the same command; {kept}"
         )
 
     def latest(self) -> int | None:
-        """The newest step, or None: what process 0 sees of the folder. Whether its files are whole ``restore`` finds out."""
+        """The newest step, or None: what process 0 sees of the folder. Whether its files are whole
+        ``restore`` finds out.
+        """
         return multihost.agree("newest checkpoint", self._newest)
 
     def _newest(self) -> int | None:
@@ -173,7 +202,11 @@ class Checkpoints:
 
     def _steps(self) -> list[int]:
         """Of all folders with a checkpoint's final name, which Orbax gives to whole ones alone."""
-        return [step for path in self.directory.iterdir() if path.is_dir() and (step := _step_of(path)) is not None]
+        return [
+            step
+            for path in self.directory.iterdir()
+            if path.is_dir() and (step := _step_of(path)) is not None
+        ]
 
     def _check(self, step: int) -> None:
         """Every file of a checkpoint is what was saved: process 0's word.
@@ -185,15 +218,22 @@ class Checkpoints:
         def look() -> None:
             folder = self.directory / f"step_{step}"
             if not folder.is_dir():
-                raise UserError(f"checkpoint {step} is not in {self.directory}; it has {sorted(self._steps()) or 'none'}")
+                raise UserError(
+                    f"checkpoint {step} is not in {self.directory}; it has"
+                    f" {sorted(self._steps()) or 'none'}"
+                )
             if not (damage := _damage(folder)):
                 return
             older = sorted((s for s in self._steps() if s < step), reverse=True)
             whole = next((s for s in older if not _damage(self.directory / f"step_{s}")), None)
             remedy = (
-                f"restore it from a copy, or remove {folder} and start again with the same command to go on from step {whole}"
+                f"restore it from a copy, or remove {folder} and start again with the same command"
+                f" to go on from step {whole}"
                 if whole is not None
-                else f"restore it from a copy, or remove {self.directory} to begin anew; no older checkpoint is whole"
+                else (
+                    f"restore it from a copy, or remove {self.directory} to begin anew; no older"
+                    " checkpoint is whole"
+                )
             )
             raise UserError(f"checkpoint {step} is damaged: {damage}: {remedy}")
 
@@ -207,7 +247,8 @@ class Checkpoints:
         """Step, arrays and JSON value of a checkpoint, the newest by default.
 
         Args:
-            arrays: a tree of arrays or ``ShapeDtypeStruct`` with the shapes and shardings to restore into.
+            arrays: a tree of arrays or ``ShapeDtypeStruct`` with the shapes and shardings to
+                restore into.
 
         Raises:
             UserError: no checkpoint, one of another shape, or one with a damaged file.
@@ -221,21 +262,29 @@ class Checkpoints:
     def has(self, step: int, item: str) -> bool:
         """Whether a checkpoint has a further tree of this name: process 0's word."""
         self._check(step)
-        return multihost.agree("items of a checkpoint", lambda: (self.directory / f"step_{step}" / item).is_dir())
+        return multihost.agree(
+            "items of a checkpoint", lambda: (self.directory / f"step_{step}" / item).is_dir()
+        )
 
     def has_array(self, step: int, name: str) -> bool:
-        """Whether a checkpoint's arrays have this name anywhere in their paths: process 0's word."""
+        """Whether a checkpoint's arrays have this name anywhere in their paths: process 0's
+        word.
+        """
 
         def look() -> bool:
             with ocp.StandardCheckpointer() as checkpointer:
-                metadata: Any = checkpointer.metadata(self.directory / f"step_{step}" / "arrays").item_metadata
+                metadata: Any = checkpointer.metadata(
+                    self.directory / f"step_{step}" / "arrays"
+                ).item_metadata
             return name in _keys(metadata.tree)
 
         self._check(step)
         return multihost.agree("names in a checkpoint", look)
 
     def restore_item(self, step: int, item: str, arrays: Any) -> Any:
-        """One of the further trees of a checkpoint; arguments and errors as ``restore`` has them."""
+        """One of the further trees of a checkpoint; arguments and errors as ``restore`` has
+        them.
+        """
         return self._restore(step, **{item: _like(arrays)})[item]
 
     def _restore(self, step: int, **items: Any) -> Any:
@@ -245,8 +294,9 @@ class Checkpoints:
             return self._manager.restore(step, args=args)
         except Exception as error:
             raise UserError(
-                f"checkpoint {step} in {self.directory} does not fit this config ({str(error).splitlines()[0]}): "
-                "resume with the config saved beside it, or choose another --workdir"
+                f"checkpoint {step} in {self.directory} does not fit this config"
+                f" ({str(error).splitlines()[0]}): resume with the config saved beside it, or"
+                " choose another --workdir"
             ) from None
 
     def close(self) -> None:
@@ -261,25 +311,34 @@ def _like(arrays: Any) -> Any:
 
 def _keys(tree: Any) -> set[str]:
     """All keys of nested dicts."""
-    children = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ()
+    children = (
+        tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ()
+    )
     return set(tree if isinstance(tree, dict) else ()).union(*map(_keys, children))
 
 
 class _Others:
     """A hook for errors that no caller can catch, except those that ``wait`` raises.
 
-    A save that fails closes its event loop; TensorStore's other writes then report to it, with a stack trace for each.
+    A save that fails closes its event loop; TensorStore's other writes then report to it, with a
+    stack trace for each.
     """
 
     def __init__(self, hook: Callable[[Any], Any]):
         self._hook = hook
 
     def __call__(self, unraisable: Any) -> None:
-        if not (isinstance(unraisable.exc_value, RuntimeError) and str(unraisable.exc_value) == "Event loop is closed"):
+        if not (
+            isinstance(unraisable.exc_value, RuntimeError)
+            and str(unraisable.exc_value) == "Event loop is closed"
+        ):
             self._hook(unraisable)
 
 
 def _told_by_wait(record: logging.LogRecord) -> bool:
-    """Leaves out what is logged of errors in Orbax's threads and tasks, a stack trace for each array: ``wait`` raises one of them."""
-    where = record.pathname if record.name != "asyncio" else record.getMessage()  # which names the task that is awaited no more
+    """Leaves out what is logged of errors in Orbax's threads and tasks, a stack trace for each
+    array: ``wait`` raises one of them.
+    """
+    # which names the task that is awaited no more
+    where = record.pathname if record.name != "asyncio" else record.getMessage()
     return record.levelno < logging.ERROR or "/orbax/checkpoint/" not in where

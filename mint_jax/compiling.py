@@ -1,7 +1,9 @@
-"""Compiles programs in a thread while others run, and says what is being compiled: it may take a minute.
+"""Compiles programs in a thread while others run, and says what is being compiled: it may take a
+minute.
 
-JAX reports the start of each compilation as a scalar and its end as a duration of one event, with the program's name. What
-ends within ``AFTER_S``, as everything that comes from the compilation cache does, is not worth a line.
+JAX reports the start of each compilation as a scalar and its end as a duration of one event, with
+the program's name. What ends within ``AFTER_S``, as everything that comes from the compilation
+cache does, is not worth a line.
 """
 
 import contextlib
@@ -25,8 +27,10 @@ class Program(NamedTuple):
     Attributes:
         key: what ``Programs`` is asked for it by.
         name: for people.
-        build: lowers and compiles it, and runs nothing: jit finds it when it is called with such arguments.
-        urgency: 0 of what the first request needs, 1 of what makes others faster, 2 of what few ask for.
+        build: lowers and compiles it, and runs nothing: jit finds it when it is called with such
+            arguments.
+        urgency: 0 of what the first request needs, 1 of what makes others faster, 2 of what few ask
+            for.
     """
 
     key: Hashable
@@ -36,15 +40,17 @@ class Program(NamedTuple):
 
 
 class Programs:
-    """Programs compiled one after another in a thread of its own, the urgent ones first, while those that are ready run.
+    """Programs compiled one after another in a thread of its own, the urgent ones first, while
+    those that are ready run.
 
-    XLA releases the GIL while it compiles. ``close`` does not wait for the program that is being compiled, which nothing
-    can interrupt.
+    XLA releases the GIL while it compiles. ``close`` does not wait for the program that is being
+    compiled, which nothing can interrupt.
 
     Args:
         todo: all of them; keys are distinct.
         changed: called in the thread after each, and when one could not be compiled.
-        compiled: called with the name of each program before it is compiled, how many are ready, and how many there are.
+        compiled: called with the name of each program before it is compiled, how many are ready,
+            and how many there are.
 
     Attributes:
         total: how many there are.
@@ -123,9 +129,15 @@ class Programs:
 def abstract(tree: Any) -> Any:
     """Shapes and shardings of a tree's arrays, for compiling: the arrays may be donated meanwhile.
 
-    Arrays that are committed to no device have no sharding here: a call takes them to wherever the others are.
+    Arrays that are committed to no device have no sharding here: a call takes them to wherever the
+    others are.
     """
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding if x.committed else None), tree)
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=x.sharding if x.committed else None
+        ),
+        tree,
+    )
 
 
 class Announcer:
@@ -137,7 +149,8 @@ class Announcer:
 
     def __init__(self, after: float = AFTER_S, out: TextIO | None = None):
         self._after, self._out = after, out
-        self._waiting: dict[int, tuple[threading.Timer, threading.Event]] = {}  # by the thread that compiles
+        # by the thread that compiles
+        self._waiting: dict[int, tuple[threading.Timer, threading.Event]] = {}
 
     def started(self, event: str, value: float, **about: str | int) -> None:
         """A listener for scalars."""
@@ -171,7 +184,9 @@ class Announcer:
 
 @contextlib.contextmanager
 def compilations() -> Iterator[list[str]]:
-    """A list that grows by the name of every program compiled inside, from the disk's cache or not."""
+    """A list that grows by the name of every program compiled inside, from the disk's cache or
+    not.
+    """
     seen: list[str] = []
 
     def listen(event: str, duration_secs: float, **about: str | int) -> None:
@@ -186,7 +201,9 @@ def compilations() -> Iterator[list[str]]:
 
 
 def announce() -> None:
-    """From now on compilations of this process are announced, by the first process where there are several."""
+    """From now on compilations of this process are announced, by the first process where there are
+    several.
+    """
     if multihost.is_main():
         announcer = Announcer()
         jax.monitoring.register_scalar_listener(announcer.started)

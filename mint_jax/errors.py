@@ -7,7 +7,9 @@ _PACKAGE = str(Path(__file__).parent)
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C, or a signal that ends the program: a line says where it stands, and the exit status is 128 and the signal."""
+    """Ctrl-C, or a signal that ends the program: a line says where it stands, and the exit status
+    is 128 and the signal.
+    """
 
     def __init__(self, message: str, number: int):
         super().__init__(message)
@@ -15,7 +17,9 @@ class Interrupted(KeyboardInterrupt):
 
 
 class UserError(ValueError):
-    """A mistake in a config, a file or a request. ``launch`` prints it as one line, without a traceback."""
+    """A mistake in a config, a file or a request. ``launch`` prints it as one line, without a
+    traceback.
+    """
 
 
 def choice(what: str, value: object, choices: object) -> UserError:
@@ -24,13 +28,17 @@ def choice(what: str, value: object, choices: object) -> UserError:
 
 
 def own_traceback(error: BaseException) -> str:
-    """The traceback of an error in a user's code, this package's frames left out; of an error in ours alone, all of it."""
+    """The traceback of an error in a user's code, this package's frames left out; of an error in
+    ours alone, all of it.
+    """
     shown = traceback.TracebackException.from_exception(error)
     chain, one = [], shown
     while one is not None and one not in chain:
         chain.append(one)
         one = one.__cause__ or (None if one.__suppress_context__ else one.__context__)
-    kept = [[frame for frame in one.stack if not frame.filename.startswith(_PACKAGE)] for one in chain]
+    kept = [
+        [frame for frame in one.stack if not frame.filename.startswith(_PACKAGE)] for one in chain
+    ]
     if any(kept):
         for one, frames in zip(chain, kept):
             one.stack = traceback.StackSummary.from_list(frames)

@@ -1,4 +1,6 @@
-"""Dataclasses of settings that check the types of their values and show only what differs from the defaults."""
+"""Dataclasses of settings that check the types of their values and show only what differs from the
+defaults.
+"""
 
 import collections.abc
 import dataclasses
@@ -22,7 +24,11 @@ class Settings:
         vars(self).update(check(type(self), vars(self), type(self).__name__))
 
     def __repr__(self) -> str:
-        shown = [f"{f.name}={getattr(self, f.name)!r}" for f in dataclasses.fields(self) if getattr(self, f.name) != f.default]  # type: ignore[arg-type]
+        shown = [
+            f"{f.name}={getattr(self, f.name)!r}"
+            for f in dataclasses.fields(self)  # type: ignore[arg-type]
+            if getattr(self, f.name) != f.default
+        ]
         return f"{type(self).__name__}({', '.join(shown)})"
 
 
@@ -39,14 +45,21 @@ def check(cls: type, values: Mapping[str, Any], what: str) -> dict[str, Any]:
     for name in values:
         if name not in hints:
             raise unknown(f"{what} has no setting", name, hints)
-    return {n: value if _is_plainly(hints[n], value) else _checked(hints[n], value, f"{what}: {n}") for n, value in values.items()}
+    return {
+        n: value if _is_plainly(hints[n], value) else _checked(hints[n], value, f"{what}: {n}")
+        for n, value in values.items()
+    }
 
 
 def unknown(said: str, name: object, known: Iterable[str]) -> UserError:
     """The error for a name that is none of ``known``, with the nearest one."""
     known = list(known)
     near = difflib.get_close_matches(str(name), known, 1)
-    return UserError(f"{said} {name!r}" + (f", did you mean {near[0]!r}?" if near else "") + f"; choose from {', '.join(known)}")
+    return UserError(
+        f"{said} {name!r}"
+        + (f", did you mean {near[0]!r}?" if near else "")
+        + f"; choose from {', '.join(known)}"
+    )
 
 
 @functools.cache
@@ -56,7 +69,9 @@ def _hints(cls: type) -> dict[str, Any]:
 
 
 def _is_plainly(kind: Any, value: Any) -> bool:
-    """Whether a value is of a type beyond doubt; quick, for the catalog makes a million of these objects."""
+    """Whether a value is of a type beyond doubt; quick, for the catalog makes a million of these
+    objects.
+    """
     if type(value) is tuple:
         item = _item(kind)
         return item is not None and all(type(each) is item for each in value)
@@ -91,5 +106,7 @@ def _checked(kind: Any, value: Any, where: str) -> Any:
         if kind is plain and isinstance(value, abstract) and not isinstance(value, bool):
             return plain(value)  # type: ignore[call-overload]
     if (isinstance(kind, type) and not isinstance(value, kind)) or kind in (int, float):
-        raise UserError(f"{where} is {value!r:.80}; expected {_WORDS.get(kind, f'a {kind.__name__}')}")
+        raise UserError(
+            f"{where} is {value!r:.80}; expected {_WORDS.get(kind, f'a {kind.__name__}')}"
+        )
     return value

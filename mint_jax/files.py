@@ -1,4 +1,6 @@
-"""Files and folders that appear whole or not at all: written beside their place under another name, then renamed."""
+"""Files and folders that appear whole or not at all: written beside their place under another name,
+then renamed.
+"""
 
 import contextlib
 import errno
@@ -27,7 +29,8 @@ def write_file(target: Path, data: str | bytes, *, replace: bool = True) -> None
     target.parent.mkdir(parents=True, exist_ok=True)
     staging = _beside(target)
     try:
-        with open(staging, "xb") as file:  # unlike tempfile's, with the rights that the user's umask gives
+        # unlike tempfile's, with the rights that the user's umask gives
+        with open(staging, "xb") as file:
             file.write(data.encode() if isinstance(data, str) else data)
             file.flush()
             os.fsync(file.fileno())
@@ -41,7 +44,9 @@ def write_file(target: Path, data: str | bytes, *, replace: bool = True) -> None
 
 
 def link(source: Path, target: Path) -> None:
-    """Gives a file a second name, or copies it where that is not possible; on the disk when this returns."""
+    """Gives a file a second name, or copies it where that is not possible; on the disk when this
+    returns.
+    """
     try:
         os.link(source, target)
     except OSError as error:
@@ -62,13 +67,15 @@ def sync_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def new_directory(target: Path, proof: str = "") -> Iterator[Path]:
-    """Yields a folder that becomes ``target`` when the block ends; a crash leaves no ``target`` behind.
+    """Yields a folder that becomes ``target`` when the block ends; a crash leaves no ``target``
+    behind.
 
     An empty folder in its place is replaced.
 
     Args:
-        proof: a file that every whole ``target`` has. Where another process made the same ``target`` meanwhile, that one then stays,
-            and what stands there without this file is replaced.
+        proof: a file that every whole ``target`` has. Where another process made the same
+            ``target`` meanwhile, that one then stays, and what stands there without this file is
+            replaced.
 
     Raises:
         OSError: something else stands there.

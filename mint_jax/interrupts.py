@@ -1,8 +1,9 @@
 """Ends a program within seconds of SIGINT or SIGTERM, whatever its main thread is doing.
 
-Python runs signal handlers between bytecodes of the main thread, so a handler waits as long as XLA compiles or a program runs; an
-exception that a handler raises may also end in a callback that discards it. The kernel-side half of a handler writes the signal's
-number to a pipe at once. A thread reads it, says so, and ends the process if the orderly way out takes longer than ``GRACE_S``.
+Python runs signal handlers between bytecodes of the main thread, so a handler waits as long as XLA
+compiles or a program runs; an exception that a handler raises may also end in a callback that
+discards it. The kernel-side half of a handler writes the signal's number to a pipe at once. A
+thread reads it, says so, and ends the process if the orderly way out takes longer than ``GRACE_S``.
 Everything that has been acknowledged is on the disk by then, as it is for a process that is killed.
 """
 
@@ -29,10 +30,12 @@ _grace: list[float] = []  # of the blocks that are running, the last one counts
 
 
 def install(leave: Callable[[int, str], None]) -> None:
-    """Has both signals raise ``Interrupted`` in the main thread, which must call this, and end the process when that does not.
+    """Has both signals raise ``Interrupted`` in the main thread, which must call this, and end the
+    process when that does not.
 
     Args:
-        leave: called with exit status and message before the process is ended; it tells other processes of the run.
+        leave: called with exit status and message before the process is ended; it tells other
+            processes of the run.
     """
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
@@ -44,7 +47,9 @@ def install(leave: Callable[[int, str], None]) -> None:
 
 @contextlib.contextmanager
 def grace(seconds: float) -> Iterator[None]:
-    """Gives the orderly way out this long, if the first signal comes in the block: a server ends what it is answering."""
+    """Gives the orderly way out this long, if the first signal comes in the block: a server ends
+    what it is answering.
+    """
     _grace.append(seconds)
     try:
         yield
@@ -53,7 +58,9 @@ def grace(seconds: float) -> Iterator[None]:
 
 
 def restore() -> None:
-    """Puts back the handlers of both signals, which a native library has replaced: libtpu does as it is loaded."""
+    """Puts back the handlers of both signals, which a native library has replaced: libtpu does as
+    it is loaded.
+    """
     if threading.current_thread() is threading.main_thread():
         for number in SIGNALS:
             if (handler := signal.getsignal(number)) is not None:
@@ -61,12 +68,15 @@ def restore() -> None:
 
 
 def standing(where: Callable[[], str]) -> None:
-    """Registers what to say of a program that is ended: where the same command goes on. It is called from another thread."""
+    """Registers what to say of a program that is ended: where the same command goes on. It is
+    called from another thread.
+    """
     _standing.append(where)
 
 
 def interrupt(number: int, frame: FrameType | None) -> None:
-    """A handler that raises ``Interrupted``; where an exception would be discarded, as soon as that is over.
+    """A handler that raises ``Interrupted``; where an exception would be discarded, as soon as that
+    is over.
 
     JAX has a callback of the garbage collector: a Ctrl-C that met it was printed, and forgotten.
     """
@@ -88,7 +98,11 @@ def _deliver(number: int, main: int) -> None:
 def _watch(reading: int, leave: Callable[[int, str], None]) -> None:
     number = _next(reading)
     name, seconds = signal.Signals(number).name, _grace[-1] if _grace else GRACE_S
-    print(f"{name}: stopping within {seconds:.0f} s; once more stops at once", file=sys.stderr, flush=True)
+    print(
+        f"{name}: stopping within {seconds:.0f} s; once more stops at once",
+        file=sys.stderr,
+        flush=True,
+    )
     deadline = threading.Timer(seconds, _end, (number, leave))
     deadline.daemon = True
     deadline.start()

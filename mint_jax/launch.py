@@ -1,11 +1,14 @@
-"""``python -m mint_jax.launch --config=configs/<...>.py --workdir=DIR``: runs the job that the config names.
+"""``python -m mint_jax.launch --config=configs/<...>.py --workdir=DIR``: runs the job that the
+config names.
 
-``--config.x=y`` overrides a setting, whether the file spells it or not; a misspelt one is an error that names the nearest;
-``--config.policies.*.x=y`` sets it for all policies. Beside ``--config``, ``--help`` lists every setting of the job and ``--dry_run``
-says what would run and take. The resolved config is saved beside the results. Modules beside the config file can be imported.
+``--config.x=y`` overrides a setting, whether the file spells it or not; a misspelt one is an error
+that names the nearest; ``--config.policies.*.x=y`` sets it for all policies. Beside ``--config``,
+``--help`` lists every setting of the job and ``--dry_run`` says what would run and take. The
+resolved config is saved beside the results. Modules beside the config file can be imported.
 
-On several hosts the same command runs on every one: with ``--distributed`` where JAX finds the others by itself, elsewhere with
-the three environment variables of ``multihost``. ``launch/`` has programs that start it on TPU slices, GKE, SLURM and Ray.
+On several hosts the same command runs on every one: with ``--distributed`` where JAX finds the
+others by itself, elsewhere with the three environment variables of ``multihost``. ``launch/`` has
+programs that start it on TPU slices, GKE, SLURM and Ray.
 """
 
 import argparse
@@ -34,7 +37,8 @@ from mint_jax.jobs import ALONE, JOBS, preflight, settings
 from mint_jax.jobs.settings import Config
 
 FLAG = "--config."
-SHIPPED = Path(sysconfig.get_path("data")) / "share" / "mint_jax"  # what a wheel brings beside the package
+# what a wheel brings beside the package
+SHIPPED = Path(sysconfig.get_path("data")) / "share" / "mint_jax"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -45,17 +49,38 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser("mint_jax.launch", description=__doc__, add_help=False, allow_abbrev=False)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--config", metavar="FILE[:ARGUMENT]", help="config file, with an optional argument of its get_config")
-    parser.add_argument("--workdir", metavar="DIR", help="for checkpoints, metrics and results; under runs/ by default")
-    parser.add_argument("--dry_run", action="store_true", help="print the resolved config, what would run, and its bytes; run nothing")
-    about = "join the other hosts of this TPU pod, SLURM or MPI job; with N, refuse to run in any other number of processes"
+    parser.add_argument(
+        "--config",
+        metavar="FILE[:ARGUMENT]",
+        help="config file, with an optional argument of its get_config",
+    )
+    parser.add_argument(
+        "--workdir",
+        metavar="DIR",
+        help="for checkpoints, metrics and results; under runs/ by default",
+    )
+    parser.add_argument(
+        "--dry_run",
+        action="store_true",
+        help="print the resolved config, what would run, and its bytes; run nothing",
+    )
+    about = (
+        "join the other hosts of this TPU pod, SLURM or MPI job; with N, refuse to run in any other"
+        " number of processes"
+    )
     parser.add_argument("--distributed", metavar="N", nargs="?", type=int, const=0, help=about)
-    parser.add_argument("--help", action="store_true", help="this text and, beside --config, every setting of its job")
+    parser.add_argument(
+        "--help",
+        action="store_true",
+        help="this text and, beside --config, every setting of its job",
+    )
     return parser
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
-    """Arguments of the program, and changes ``(path, text)`` of the config: ``--config.x=y``, or ``--config.x y``."""
+    """Arguments of the program, and changes ``(path, text)`` of the config: ``--config.x=y``, or
+    ``--config.x y``.
+    """
     others, changes = [], []
     queue = list(argv)
     while queue:
@@ -96,12 +121,16 @@ def read_config(file: Path, argument: str | None) -> ConfigDict:
     except ValueError as error:
         raise UserError(str(error)) from error
     if not isinstance(config, ConfigDict):
-        raise UserError(f"get_config of {file} returned a {type(config).__name__}; expected an ml_collections.ConfigDict")
+        raise UserError(
+            f"get_config of {file} returned a {type(config).__name__}; expected an"
+            " ml_collections.ConfigDict"
+        )
     return config
 
 
 def load(name: str, changes: Sequence[tuple[str, str]] = ()) -> tuple[Config, type | None]:
-    """A config with every setting of its job and the command line's changes, not yet checked; and what declares the settings.
+    """A config with every setting of its job and the command line's changes, not yet checked; and
+    what declares the settings.
 
     Args:
         name: ``FILE`` or ``FILE:ARGUMENT``.
@@ -116,10 +145,16 @@ def load(name: str, changes: Sequence[tuple[str, str]] = ()) -> tuple[Config, ty
 
 
 def default_workdir(name: str, job: str) -> Path:
-    """``runs/`` and the config's path below a folder ``configs``; elsewhere the job and the file's name. Arguments are part of it."""
+    """``runs/`` and the config's path below a folder ``configs``; elsewhere the job and the file's
+    name. Arguments are part of it.
+    """
     file, _, argument = name.partition(":")
     parts = Path(file).expanduser().resolve().with_suffix("").parts
-    below = parts[len(parts) - parts[::-1].index("configs") :] if "configs" in parts[:-1] else (job, parts[-1])
+    below = (
+        parts[len(parts) - parts[::-1].index("configs") :]
+        if "configs" in parts[:-1]
+        else (job, parts[-1])
+    )
     return Path("runs", *below[:-1], "-".join(filter(None, [below[-1], argument])))
 
 
@@ -140,7 +175,9 @@ def main(argv: Sequence[str]) -> None:
     parser = _parser()
     args, extra = parser.parse_known_args(others)
     if extra:
-        raise UserError(f"unexpected argument {extra[0]!r}: settings are given as --config.name=value")
+        raise UserError(
+            f"unexpected argument {extra[0]!r}: settings are given as --config.name=value"
+        )
     if args.help:
         print(parser.format_help() + (usage(*load(args.config, changes)) if args.config else ""))
         return
@@ -149,9 +186,18 @@ def main(argv: Sequence[str]) -> None:
     config, declared = load(args.config, changes)
     settings.check(declared, config)
     config.lock()
-    workdir = Path(args.workdir).expanduser() if args.workdir else default_workdir(args.config, config.job)
+    workdir = (
+        Path(args.workdir).expanduser()
+        if args.workdir
+        else default_workdir(args.config, config.job)
+    )
     preflight.check(config, workdir)
-    print(f"[launch] {outline(config, args.config)}; {'dry run' if args.dry_run else f'results in {workdir}'}", file=sys.stderr, flush=True)
+    print(
+        f"[launch] {outline(config, args.config)};"
+        f" {'dry run' if args.dry_run else f'results in {workdir}'}",
+        file=sys.stderr,
+        flush=True,
+    )
     _with_jax(args, config, workdir)
 
 
@@ -168,7 +214,9 @@ def outline(config: Config, name: str) -> str:
 
 
 def _with_jax(args: argparse.Namespace, config: Config, workdir: Path) -> None:
-    """What follows once the command line and the config are known to be right: JAX takes seconds to import."""
+    """What follows once the command line and the config are known to be right: JAX takes seconds to
+    import.
+    """
     from mint_jax import compiling, host, multihost
     from mint_jax.models.names import cache_dir
 
@@ -185,7 +233,10 @@ def _with_jax(args: argparse.Namespace, config: Config, workdir: Path) -> None:
     if multihost.count() > 1:
         host.keep_stdout()
         if config.job in ALONE:
-            raise UserError(f"job {config.job!r} runs in one process, and {multihost.count()} have joined: start it on one host alone")
+            raise UserError(
+                f"job {config.job!r} runs in one process, and {multihost.count()} have joined:"
+                " start it on one host alone"
+            )
         hosts = multihost.topology()
         if multihost.is_main():
             print(f"[launch] {hosts}", file=sys.stderr, flush=True)
@@ -201,7 +252,9 @@ def _with_jax(args: argparse.Namespace, config: Config, workdir: Path) -> None:
 
 
 def show(config: Config, result: dict[str, Any], workdir: Path) -> None:
-    """Prints a result: a bench's as one JSON object, others' as tables and the place of the whole."""
+    """Prints a result: a bench's as one JSON object, others' as tables and the place of the
+    whole.
+    """
     from mint_jax.jobs import report
 
     if config.job == "bench":
@@ -213,7 +266,8 @@ def show(config: Config, result: dict[str, Any], workdir: Path) -> None:
 def run(config: Config, workdir: Path) -> dict[str, Any]:
     """Runs a checked config's job in this process; its result is in ``WORKDIR/result.json`` too.
 
-    The result of a job that has kernels (of the setting ``kernels``) tells which ones of this machine's chips were passed over, and why.
+    The result of a job that has kernels (of the setting ``kernels``) tells which ones of this
+    machine's chips were passed over, and why.
 
     Raises:
         UserError: a mistake in the config or in a file, or a full disk.
@@ -224,19 +278,28 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
     try:
         before = dispatch.fallen.copy()
         result = importlib.import_module(JOBS[str(config.job)]).run(config, workdir)
-        if "kernels" in config:  # a result that has them already keeps them: of other chips, or of a run that was finished before
-            result.setdefault("kernels_passed_over", dispatch.passed_over(before, dispatch.platform_here()))
+        # a result that has them already keeps them: of other chips, or of a run that was finished
+        # before
+        if "kernels" in config:
+            result.setdefault(
+                "kernels_passed_over", dispatch.passed_over(before, dispatch.platform_here())
+            )
         save_result(result, workdir, config)
         return result
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         place = error.filename or workdir
-        raise UserError(f"{place} cannot be written, the disk is full: free disk space, then start again with the same command") from None
+        raise UserError(
+            f"{place} cannot be written, the disk is full: free disk space, then start again with"
+            " the same command"
+        ) from None
 
 
 def _leave(status: int, reason: str) -> None:
-    """Ends a process of several, telling the others; returns in a single one, which is what it is until JAX has been imported."""
+    """Ends a process of several, telling the others; returns in a single one, which is what it is
+    until JAX has been imported.
+    """
     if (joined := sys.modules.get("mint_jax.multihost")) is not None and hasattr(joined, "leave"):
         joined.leave(status, reason)
 

@@ -1,7 +1,8 @@
 """The device mesh: axes ``data``, ``fsdp``, ``expert``, ``tensor``, always in this order.
 
-``data`` replicates the base and splits rows; ``fsdp`` splits rows and the base's embed dimension; ``expert`` splits rows;
-``tensor`` splits heads, ffw and vocabulary. Routed experts are split over the last three together.
+``data`` replicates the base and splits rows; ``fsdp`` splits rows and the base's embed dimension;
+``expert`` splits rows; ``tensor`` splits heads, ffw and vocabulary. Routed experts are split over
+the last three together.
 """
 
 import math
@@ -21,7 +22,8 @@ def make_mesh(sizes: Mapping[str, int] | None = None, devices: Sequence[Any] | N
     """A mesh over ``devices`` (all of them by default).
 
     Args:
-        sizes: axis -> size; absent axes are 1, and one axis may be -1: whatever is left. None: all on ``data``.
+        sizes: axis -> size; absent axes are 1, and one axis may be -1: whatever is left. None: all
+            on ``data``.
 
     Raises:
         UserError: an unknown axis, or sizes whose product is not the number of devices.
@@ -30,7 +32,9 @@ def make_mesh(sizes: Mapping[str, int] | None = None, devices: Sequence[Any] | N
     sizes = {"data": -1} if sizes is None else dict(sizes)
     unknown = set(sizes) - set(AXES)
     if unknown:
-        raise UserError(f"mesh axis {sorted(unknown)[0]!r} is unknown; the axes are {', '.join(AXES)}")
+        raise UserError(
+            f"mesh axis {sorted(unknown)[0]!r} is unknown; the axes are {', '.join(AXES)}"
+        )
     shape = [int(sizes.get(axis, 1)) for axis in AXES]
     if shape.count(-1) > 1:
         raise UserError(f"mesh sizes {dict(zip(AXES, shape))}: only one axis may be -1 (fill)")
@@ -39,8 +43,9 @@ def make_mesh(sizes: Mapping[str, int] | None = None, devices: Sequence[Any] | N
         shape[shape.index(-1)] = max(1, len(devices) // max(1, known))
     if min(shape) < 1 or math.prod(shape) != len(devices):
         raise UserError(
-            f"mesh {dict(zip(AXES, shape))} needs {math.prod(shape)} devices but {len(devices)} are here: "
-            f"set --config.mesh.<axis> so that the product is {len(devices)}, or one of them to -1"
+            f"mesh {dict(zip(AXES, shape))} needs {math.prod(shape)} devices but {len(devices)} are"
+            f" here: set --config.mesh.<axis> so that the product is {len(devices)}, or one of them"
+            " to -1"
         )
     return Mesh(np.array(devices).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 

@@ -1,8 +1,10 @@
-"""What process 0 tells the others while it alone decides: a word and some values, arrays among them.
+"""What process 0 tells the others while it alone decides: a word and some values, arrays among
+them.
 
-A message is the length of a JSON text, that text, and the bytes of the arrays, which the text names. Plans are wide tables of which a
-few columns are used, the rest being one number: of an array's last axis that end is sent as that one number, so that a plan is some
-kilobytes whatever the context and the vocabulary.
+A message is the length of a JSON text, that text, and the bytes of the arrays, which the text
+names. Plans are wide tables of which a few columns are used, the rest being one number: of an
+array's last axis that end is sent as that one number, so that a plan is some kilobytes whatever the
+context and the vocabulary.
 """
 
 import json
@@ -34,7 +36,9 @@ def hear(records: Mapping[str, type]) -> tuple[str, list[Any]]:
 
 
 def pack(value: Any) -> bytes:
-    """A message of numbers, texts, None, arrays, and lists, tuples, named tuples and dicts of such."""
+    """A message of numbers, texts, None, arrays, and lists, tuples, named tuples and dicts of
+    such.
+    """
     parts: list[bytes] = []
     text = json.dumps(_described(value, parts)).encode()
     return b"".join((struct.pack("<I", len(text)), text, *parts))
@@ -71,7 +75,11 @@ def _described(value: Any, parts: list[bytes]) -> Any:
     if isinstance(value, np.ndarray | np.generic):
         return _array(np.asarray(value), parts)
     if isinstance(value, dict):
-        return {"pairs": [[_described(key, parts), _described(one, parts)] for key, one in value.items()]}
+        return {
+            "pairs": [
+                [_described(key, parts), _described(one, parts)] for key, one in value.items()
+            ]
+        }
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return {"record": type(value).__name__, "values": [_described(one, parts) for one in value]}
     return [_described(one, parts) for one in value] if isinstance(value, list | tuple) else value
@@ -81,7 +89,8 @@ def _array(x: np.ndarray, parts: list[bytes]) -> dict[str, Any]:
     told: dict[str, Any] = {"dtype": x.dtype.name, "shape": list(x.shape)}
     if not x.size:
         return told
-    bits = np.ascontiguousarray(x).reshape(x.shape or (1,)).view(f"u{x.dtype.itemsize}")  # -0 is not 0, and NaN is itself
+    # -0 is not 0, and NaN is itself
+    bits = np.ascontiguousarray(x).reshape(x.shape or (1,)).view(f"u{x.dtype.itemsize}")
     rest = bits.reshape(-1)[-1]
     differs = (bits != rest).any(axis=tuple(range(bits.ndim - 1)))
     used = int(np.flatnonzero(differs)[-1]) + 1 if differs.any() else 0

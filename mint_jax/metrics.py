@@ -1,4 +1,5 @@
-"""What a run leaves to read: JSONL rows, TensorBoard scalars, progress lines with a rate and the time left.
+"""What a run leaves to read: JSONL rows, TensorBoard scalars, progress lines with a rate and the
+time left.
 
 Where several processes run, the first writes and prints; in the others the same calls do nothing.
 """
@@ -20,10 +21,11 @@ KEPT = 64  # last updates that the time left goes by
 
 
 class MetricsWriter:
-    """Appends rows to ``metrics.jsonl`` and their numbers to TensorBoard, both at once and in the calling thread.
+    """Appends rows to ``metrics.jsonl`` and their numbers to TensorBoard, both at once and in the
+    calling thread.
 
-    tensorboardX's own ``SummaryWriter`` writes in a thread; when that dies of a full disk, with a traceback, the eleventh call
-    after it waits for ever.
+    tensorboardX's own ``SummaryWriter`` writes in a thread; when that dies of a full disk, with a
+    traceback, the eleventh call after it waits for ever.
 
     Args:
         directory: the run's workdir.
@@ -53,7 +55,12 @@ class MetricsWriter:
         """One row ``{"step", "name", ...values}``."""
         if self._file is None:
             return
-        line = json.dumps({"step": step, "name": name, "time": round(time.time(), 3), **values}).encode() + b"\n"
+        line = (
+            json.dumps(
+                {"step": step, "name": name, "time": round(time.time(), 3), **values}
+            ).encode()
+            + b"\n"
+        )
         with self._told(self.path):
             while line:  # a disk that is nearly full takes a part
                 line = line[self._file.write(line) :]
@@ -61,10 +68,14 @@ class MetricsWriter:
             from tensorboardX.proto import event_pb2
             from tensorboardX.summary import scalar
 
-            numbers = {key: value for key, value in values.items() if isinstance(value, int | float)}
+            numbers = {
+                key: value for key, value in values.items() if isinstance(value, int | float)
+            }
             with self._told(self.path.parent / "tensorboard"):
                 for key, value in numbers.items():
-                    event = event_pb2.Event(wall_time=time.time(), step=step, summary=scalar(f"{name}/{key}", value))  # type: ignore[attr-defined]
+                    event = event_pb2.Event(  # type: ignore[arg-type]
+                        wall_time=time.time(), step=step, summary=scalar(f"{name}/{key}", value)
+                    )
                     self._board.write_event(event)
                 self._board.flush()
 
@@ -76,12 +87,15 @@ class MetricsWriter:
         except OSError as error:
             self._failed = True
             raise UserError(
-                f"{path} cannot be written ({error.strerror or error}): free or allow the space, and start the same command again, which "
-                "resumes; --config.tensorboard=false writes no event files"
+                f"{path} cannot be written ({error.strerror or error}): free or allow the space,"
+                " and start the same command again, which resumes; --config.tensorboard=false"
+                " writes no event files"
             ) from None
 
     def close(self) -> None:
-        """What was written is in the files. A second time, as when an interruption meets the end of a run, it does nothing."""
+        """What was written is in the files. A second time, as when an interruption meets the end of
+        a run, it does nothing.
+        """
         files, self._file, self._board = (self._file, self._board), None, None
         for file in files:
             if file is not None:
@@ -89,11 +103,15 @@ class MetricsWriter:
                     file.close()
                 except OSError as error:  # what a full disk did not take has been reported
                     if not self._failed:
-                        raise UserError(f"{self.path.parent} cannot be written ({error.strerror or error})") from None
+                        raise UserError(
+                            f"{self.path.parent} cannot be written ({error.strerror or error})"
+                        ) from None
 
 
 def truncate_rows(path: Path, keep: dict[str, int]) -> None:
-    """Drops the rows of each name at or after ``keep[name]``: a resumed run writes those steps again."""
+    """Drops the rows of each name at or after ``keep[name]``: a resumed run writes those steps
+    again.
+    """
     if not path.is_file():
         return
     rows = []
@@ -108,13 +126,14 @@ def truncate_rows(path: Path, keep: dict[str, int]) -> None:
 
 
 class Progress:
-    """Prints ``[what] done/total unit detail (elapsed, left)`` at most every ``every`` seconds, and at the end.
+    """Prints ``[what] done/total unit detail (elapsed, left)`` at most every ``every`` seconds, and
+    at the end.
 
     Args:
         total: all there is to do, in pieces.
         done: pieces that were done before.
-        per: pieces of one that is shown: 3 for steps that three policies take, 1e6 for bytes shown as MB. The time left goes
-            by pieces, and is not known before the second update.
+        per: pieces of one that is shown: 3 for steps that three policies take, 1e6 for bytes shown
+            as MB. The time left goes by pieces, and is not known before the second update.
         unit: what those are, in words.
     """
 
@@ -133,7 +152,8 @@ class Progress:
         self._start = time.monotonic()
         self._last = float("-inf")
         self._at = (0.0, done)  # seconds and pieces of the last update
-        self._paces: list[tuple[float, int]] = []  # seconds a piece and pieces, of each update but the first
+        # seconds a piece and pieces, of each update but the first
+        self._paces: list[tuple[float, int]] = []
         self._begun = False
 
     def update(self, done: int, detail: str = "") -> None:
@@ -146,14 +166,20 @@ class Progress:
         if done < self.total and now - self._last < self.every:
             return
         self._last = now
-        eta = f", {clock(self._pace() * (self.total - done))} left" if self._paces and done < self.total else ""
+        eta = (
+            f", {clock(self._pace() * (self.total - done))} left"
+            if self._paces and done < self.total
+            else ""
+        )
         total = math.ceil(self.total / self.per)
         shown = f"{total if done >= self.total else int(done // self.per)}/{total}"
         words = " ".join(word for word in (shown, self.unit, detail) if word)
         print(f"[{self.what}] {words} ({clock(elapsed)}{eta})", file=self.out, flush=True)
 
     def _note(self, elapsed: float, done: int) -> None:
-        """Keeps the pace since the last update. The first one is not kept: its programs were compiled on the way."""
+        """Keeps the pace since the last update. The first one is not kept: its programs were
+        compiled on the way.
+        """
         before, pieces = self._at[0], done - self._at[1]
         if pieces > 0:
             if self._begun:
@@ -162,7 +188,9 @@ class Progress:
             self._at, self._begun = (elapsed, done), True
 
     def _pace(self) -> float:
-        """Seconds a piece, the median over the pieces: steps that compiled something do not count."""
+        """Seconds a piece, the median over the pieces: steps that compiled something do not
+        count.
+        """
         half = sum(pieces for _, pieces in self._paces) / 2
         for pace, pieces in sorted(self._paces):
             half -= pieces

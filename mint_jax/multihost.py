@@ -1,13 +1,16 @@
-"""Several processes as one program: they join, hear process 0's decisions, and read arrays that span them.
+"""Several processes as one program: they join, hear process 0's decisions, and read arrays that
+span them.
 
-Every process runs the same code and makes the same device calls in the same order; JAX asks no more. What could differ from
-host to host (rewards, which phase is next, when to stop) is decided by process 0 and heard by the others through ``agree``,
-over the coordinator's key-value store: no device is involved and nothing compiles. Where process 0 alone decides what the devices do
-next, step by step, the others hear of each step in a row of messages (``post``, ``take``; ``messages.py`` says what is in one). Files
-are written by process 0, checkpoints by all together, on a folder that all hosts share. In a single process all of this does nothing.
+Every process runs the same code and makes the same device calls in the same order; JAX asks no
+more. What could differ from host to host (rewards, which phase is next, when to stop) is decided by
+process 0 and heard by the others through ``agree``, over the coordinator's key-value store: no
+device is involved and nothing compiles. Where process 0 alone decides what the devices do next,
+step by step, the others hear of each step in a row of messages (``post``, ``take``; ``messages.py``
+says what is in one). Files are written by process 0, checkpoints by all together, on a folder that
+all hosts share. In a single process all of this does nothing.
 
-Environment variables, for machines that JAX does not recognise: ``MINT_COORDINATOR`` (host:port of process 0),
-``MINT_PROCESSES`` (how many), ``MINT_PROCESS`` (which one this is, from 0).
+Environment variables, for machines that JAX does not recognise: ``MINT_COORDINATOR`` (host:port of
+process 0), ``MINT_PROCESSES`` (how many), ``MINT_PROCESS`` (which one this is, from 0).
 """
 
 import functools
@@ -32,20 +35,37 @@ from mint_jax import host
 from mint_jax.errors import UserError
 
 VARIABLES = ("MINT_COORDINATOR", "MINT_PROCESSES", "MINT_PROCESS")
-POLL_S = 5  # how often a waiting process looks whether another has failed; there is no limit on the wait, a reward may take hours
+# how often a waiting process looks whether another has failed; there is no limit on the wait, a
+# reward may take hours
+POLL_S = 5
 LEAVE_S = 10  # how long process 0, failing, waits for others that fail with it
 BARRIER_S = 3600  # how long processes wait for the slowest
-FORGET_EVERY = 1024  # of the agreements in the coordinator's memory, those before the last ``FORGET_EVERY`` are dropped
-POSTS = 256  # messages of a row that are dropped together, once every process has taken them; no more than twice as many wait
+# of the agreements in the coordinator's memory, those before the last ``FORGET_EVERY`` are dropped
+FORGET_EVERY = 1024
+# messages of a row that are dropped together, once every process has taken them; no more than twice
+# as many wait
+POSTS = 256
 FAILED = "mint/failed"
 
 T = TypeVar("T")
-# They name keys and barriers: the same in every process. Messages are posted by several threads of process 0.
-_agreements, _meetings, _posts, _posting = itertools.count(), itertools.count(), itertools.count(), threading.Lock()
+# They name keys and barriers: the same in every process. Messages are posted by several threads of
+# process 0.
+_agreements, _meetings, _posts, _posting = (
+    itertools.count(),
+    itertools.count(),
+    itertools.count(),
+    threading.Lock(),
+)
 
 
-def join(environment: Mapping[str, str] = os.environ, detect: bool = False, expected: int = 0, timeout_s: int = 300) -> None:
-    """Joins the other processes; before anything asks JAX for devices. Does nothing for a single process.
+def join(
+    environment: Mapping[str, str] = os.environ,
+    detect: bool = False,
+    expected: int = 0,
+    timeout_s: int = 300,
+) -> None:
+    """Joins the other processes; before anything asks JAX for devices. Does nothing for a single
+    process.
 
     Args:
         environment: where ``VARIABLES`` are looked up; all three or none.
@@ -54,9 +74,10 @@ def join(environment: Mapping[str, str] = os.environ, detect: bool = False, expe
         timeout_s: seconds to wait for the others.
 
     Raises:
-        UserError: variables that are missing or wrong, nothing to detect, no way to the coordinator, another number of processes than
-            expected. Where the others do not come, the process prints one line and ends with status 1, for they
-            may come when the job is started again: JAX does not return from that wait.
+        UserError: variables that are missing or wrong, nothing to detect, no way to the
+            coordinator, another number of processes than expected. Where the others do not come,
+            the process prints one line and ends with status 1, for they may come when the job is
+            started again: JAX does not return from that wait.
     """
     settings = _settings(environment)
     if settings is None and not detect:
@@ -74,27 +95,36 @@ def join(environment: Mapping[str, str] = os.environ, detect: bool = False, expe
         if host in ("localhost", "127.0.0.1"):  # JAX would listen on every interface
             options["coordinator_bind_address"] = f"127.0.0.1:{port}"
     logging.getLogger("jax._src.distributed").setLevel(logging.ERROR)
-    where = "the detected cluster" if settings is None else f"{settings[0]} as process {settings[2]} of {settings[1]}"
-    # JAX aborts the process, with a stack trace, when its own timeout is over: be there first, with a sentence.
-    watch = threading.Timer(timeout_s, _give_up, [_not_joined(where, f"the others did not come in {timeout_s} s")])
+    where = (
+        "the detected cluster"
+        if settings is None
+        else f"{settings[0]} as process {settings[2]} of {settings[1]}"
+    )
+    # JAX aborts the process, with a stack trace, when its own timeout is over: be there first, with
+    # a sentence.
+    watch = threading.Timer(
+        timeout_s, _give_up, [_not_joined(where, f"the others did not come in {timeout_s} s")]
+    )
     watch.daemon = True
     watch.start()
     try:
         jax.distributed.initialize(**options, initialization_timeout=timeout_s + 60)
     except ValueError as error:  # JAX names the first value that it could not find
         raise UserError(
-            f"--distributed found no TPU pod, SLURM or MPI job here ({str(error).rstrip('.')}): set {', '.join(VARIABLES)} on every host, "
-            "or leave --distributed out for a single process"
+            f"--distributed found no TPU pod, SLURM or MPI job here ({str(error).rstrip('.')}): set"
+            f" {', '.join(VARIABLES)} on every host, or leave --distributed out for a single"
+            " process"
         ) from None
     except RuntimeError as error:
         raise UserError(_not_joined(where, str(error).splitlines()[0])) from None
     finally:
         watch.cancel()
     require_same("the number of processes", count)
-    if expected and count() != expected:  # each of them would run the whole job, all into one workdir
+    # each of them would run the whole job, all into one workdir
+    if expected and count() != expected:
         raise UserError(
-            f"{count()} processes joined, and --distributed={expected} expected {expected}: give the number that is started, or see why "
-            f"{where} has another one"
+            f"{count()} processes joined, and --distributed={expected} expected {expected}: give"
+            f" the number that is started, or see why {where} has another one"
         )
 
 
@@ -102,18 +132,22 @@ def topology() -> str:
     """Every process's host with its number of devices, for a line of the log.
 
     Raises:
-        UserError: in every process, naming the first that has another number of devices than process 0.
+        UserError: in every process, naming the first that has another number of devices than
+            process 0.
     """
     number = next(_meetings)
-    _client().key_value_set(f"mint/host/{number}/{index()}", json.dumps([platform.node(), jax.local_device_count()]))
+    _client().key_value_set(
+        f"mint/host/{number}/{index()}", json.dumps([platform.node(), jax.local_device_count()])
+    )
 
     def compare() -> str:
         hosts = [json.loads(_wait_for(f"mint/host/{number}/{i}")) for i in range(count())]
         for i, (name, devices) in enumerate(hosts):
             if devices != hosts[0][1]:
                 raise UserError(
-                    f"process {i} on {name} has {devices} devices, process 0 on {hosts[0][0]} has {hosts[0][1]}: "
-                    "see whether that host's accelerators are healthy and given to this process"
+                    f"process {i} on {name} has {devices} devices, process 0 on {hosts[0][0]} has"
+                    f" {hosts[0][1]}: see whether that host's accelerators are healthy and given to"
+                    " this process"
                 )
         placed = ", ".join(f"{i} on {name}" for i, (name, _) in enumerate(hosts))
         return f"{count()} processes with {hosts[0][1]} devices each: {placed}"
@@ -123,8 +157,9 @@ def topology() -> str:
 
 def _not_joined(where: str, reason: str) -> str:
     return (
-        f"could not join {where} ({reason}): start every process with the same MINT_COORDINATOR and MINT_PROCESSES and a "
-        "MINT_PROCESS of its own, and see that the coordinator's port is free and reachable"
+        f"could not join {where} ({reason}): start every process with the same MINT_COORDINATOR and"
+        " MINT_PROCESSES and a MINT_PROCESS of its own, and see that the coordinator's port is"
+        " free and reachable"
     )
 
 
@@ -139,11 +174,17 @@ def _settings(environment: Mapping[str, str]) -> tuple[str, int, int] | None:
     if not found:
         return None
     if lacking := [name for name in VARIABLES if name not in found]:
-        raise UserError(f"{lacking[0]} is not set but {next(iter(found))} is: set all of {', '.join(VARIABLES)}, or none for one process")
+        raise UserError(
+            f"{lacking[0]} is not set but {next(iter(found))} is: set all of"
+            f" {', '.join(VARIABLES)}, or none for one process"
+        )
     coordinator = found["MINT_COORDINATOR"]
     host, _, port = coordinator.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise UserError(f"MINT_COORDINATOR is {coordinator!r}; expected host:port of process 0, such as 10.0.0.2:8476")
+        raise UserError(
+            f"MINT_COORDINATOR is {coordinator!r}; expected host:port of process 0, such as"
+            " 10.0.0.2:8476"
+        )
     numbers = {}
     for name in ("MINT_PROCESSES", "MINT_PROCESS"):
         if not found[name].isdecimal():
@@ -151,9 +192,14 @@ def _settings(environment: Mapping[str, str]) -> tuple[str, int, int] | None:
         numbers[name] = int(found[name])
     processes, process = numbers["MINT_PROCESSES"], numbers["MINT_PROCESS"]
     if processes < 1:
-        raise UserError(f"MINT_PROCESSES is {processes}; expected how many processes there are, at least 1")
+        raise UserError(
+            f"MINT_PROCESSES is {processes}; expected how many processes there are, at least 1"
+        )
     if process >= processes:
-        raise UserError(f"MINT_PROCESS is {process}; with MINT_PROCESSES={processes} expected 0 to {processes - 1}")
+        raise UserError(
+            f"MINT_PROCESS is {process}; with MINT_PROCESSES={processes} expected 0 to"
+            f" {processes - 1}"
+        )
     return coordinator, processes, process
 
 
@@ -182,7 +228,8 @@ def agree(name: str, make: Callable[[], T]) -> T:
         make: may return anything that JSON holds; tuples arrive as lists, floats bit for bit.
 
     Raises:
-        Whatever ``make`` raises, on process 0; a ``UserError`` also on all others, any other exception there as RuntimeError.
+        Whatever ``make`` raises, on process 0; a ``UserError`` also on all others, any other
+        exception there as RuntimeError.
     """
     if count() == 1:
         return make()
@@ -202,7 +249,9 @@ def _decide(key: str, name: str, make: Callable[[], T]) -> T:
         text = json.dumps(message | {"value": value})
     except BaseException as error:
         kind = "mistake" if isinstance(error, UserError) else "failure"
-        _client().key_value_set(key, json.dumps(message | {kind: str(error) or type(error).__name__}))
+        _client().key_value_set(
+            key, json.dumps(message | {kind: str(error) or type(error).__name__})
+        )
         raise
     _client().key_value_set(key, text)
     return value
@@ -211,7 +260,10 @@ def _decide(key: str, name: str, make: Callable[[], T]) -> T:
 def _hear(key: str, name: str) -> Any:
     message = json.loads(_wait_for(key))
     if message["name"] != name:
-        raise RuntimeError(f"process {index()} asks for {name!r} where process 0 decided {message['name']!r}: their programs differ")
+        raise RuntimeError(
+            f"process {index()} asks for {name!r} where process 0 decided {message['name']!r}:"
+            " their programs differ"
+        )
     if "mistake" in message:
         raise UserError(message["mistake"])
     if "failure" in message:
@@ -220,7 +272,8 @@ def _hear(key: str, name: str) -> Any:
 
 
 def _wait_for(key: str, kind: str = "") -> Any:
-    """The value of a key, once another process has set it; ``kind`` is ``_bytes`` for one that is no text.
+    """The value of a key, once another process has set it; ``kind`` is ``_bytes`` for one that is
+    no text.
 
     Raises:
         RuntimeError: a process failed, or process 0 is gone.
@@ -239,11 +292,13 @@ def _wait_for(key: str, kind: str = "") -> Any:
 
 
 def post(message: bytes) -> None:
-    """Sends a message to every other process, which ``take`` them in this order; for process 0, any thread of it.
+    """Sends a message to every other process, which ``take`` them in this order; for process 0, any
+    thread of it.
 
-    On loopback a message of up to 10 KB arrives after 0.35 ms, one of 100 KB after 1.3, of 1 MB after 11 (two busy cores).
-    ``multihost_utils.broadcast_one_to_all`` takes 0.95 ms up to 100 KB and 4 for 1 MB; but it is a collective of the devices, which
-    waits behind their work, wants all shapes known before, and leaves those who wait for work in a collective that times out.
+    On loopback a message of up to 10 KB arrives after 0.35 ms, one of 100 KB after 1.3, of 1 MB
+    after 11 (two busy cores). ``multihost_utils.broadcast_one_to_all`` takes 0.95 ms up to 100 KB
+    and 4 for 1 MB; but it is a collective of the devices, which waits behind their work, wants all
+    shapes known before, and leaves those who wait for work in a collective that times out.
     """
     with _posting:
         number = next(_posts)
@@ -308,7 +363,8 @@ def require_same(what: str, make: Callable[[], Any]) -> None:
         for other in range(1, count()):
             if _wait_for(f"mint/same/{number}/{other}") != digest:
                 raise UserError(
-                    f"{what} of process {other} differs from that of process 0: give every host the same command, files and seeds"
+                    f"{what} of process {other} differs from that of process 0: give every host the"
+                    " same command, files and seeds"
                 )
 
     agree(what, compare)
@@ -325,20 +381,27 @@ def barrier(name: str) -> None:
 
 
 def to_host(tree: Any) -> Any:
-    """Copies a tree of arrays to numpy, whole in every process; all processes must call it, with the same tree.
+    """Copies a tree of arrays to numpy, whole in every process; all processes must call it, with
+    the same tree.
 
-    An array that no process holds whole is first gathered on the devices, all of them by one program.
+    An array that no process holds whole is first gathered on the devices, all of them by one
+    program.
     """
     return jax.tree.map(np.asarray, jax.device_get(whole(tree)))
 
 
 def whole(tree: Any) -> Any:
-    """The arrays of a tree, each as one that this process holds whole; ``to_host``'s part on the devices, with the same rule.
+    """The arrays of a tree, each as one that this process holds whole; ``to_host``'s part on the
+    devices, with the same rule.
 
     ``jax.device_get`` then copies them to the host without the other processes, in any thread.
     """
     leaves, treedef = jax.tree.flatten(tree)
-    split = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated)]
+    split = [
+        i
+        for i, x in enumerate(leaves)
+        if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated)
+    ]
     if split:
         gathered = _gather(leaves[split[0]].sharding.mesh)([leaves[i] for i in split])
         for i, x in zip(split, gathered):
@@ -352,7 +415,9 @@ def _gather(mesh: Any) -> Callable[[list[jax.Array]], list[jax.Array]]:
 
 
 def replicate(tree: Any, mesh: Any) -> Any:
-    """Host arrays, equal in every process, as arrays on all devices of the mesh; in a single process they stay as they are."""
+    """Host arrays, equal in every process, as arrays on all devices of the mesh; in a single
+    process they stay as they are.
+    """
     if count() == 1:
         return tree
     everywhere = NamedSharding(mesh, PartitionSpec())
@@ -360,9 +425,11 @@ def replicate(tree: Any, mesh: Any) -> Any:
 
 
 def place(tree: Any, shardings: Any) -> Any:
-    """``jax.device_put`` of host arrays that are equal in every process: each puts its own parts, at a time of its own.
+    """``jax.device_put`` of host arrays that are equal in every process: each puts its own parts,
+    at a time of its own.
 
-    ``jax.device_put`` would compare the processes' values in a collective, which other threads' programs may not wait for.
+    ``jax.device_put`` would compare the processes' values in a collective, which other threads'
+    programs may not wait for.
     """
     if count() == 1:
         return jax.device_put(tree, shardings)
@@ -375,11 +442,13 @@ def place(tree: Any, shardings: Any) -> Any:
 
 
 def leave(status: int, reason: str) -> None:
-    """Ends a failed process where there are several; a single one only where it abandons a thread, see ``host.leave``.
+    """Ends a failed process where there are several; a single one only where it abandons a thread,
+    see ``host.leave``.
 
-    An ordinary exit would wait for the others, which may be waiting for this one. Process 0 has the key-value store, without
-    which the others abort: it gives those that fail for the same reason ``LEAVE_S`` seconds to say so. The rest hear the reason
-    where they next wait, or lose their connection, and end too.
+    An ordinary exit would wait for the others, which may be waiting for this one. Process 0 has the
+    key-value store, without which the others abort: it gives those that fail for the same reason
+    ``LEAVE_S`` seconds to say so. The rest hear the reason where they next wait, or lose their
+    connection, and end too.
     """
     if count() == 1:
         host.leave(status)
@@ -389,7 +458,11 @@ def leave(status: int, reason: str) -> None:
     try:
         _client().key_value_set(f"{FAILED}/{index()}", f"process {index()}: {reason}")
         deadline = time.monotonic() + LEAVE_S
-        while is_main() and time.monotonic() < deadline and len(_client().key_value_dir_get(FAILED)) < count():
+        while (
+            is_main()
+            and time.monotonic() < deadline
+            and len(_client().key_value_dir_get(FAILED)) < count()
+        ):
             time.sleep(0.1)
         if is_main():
             time.sleep(1)  # between their word and their end

@@ -1,4 +1,6 @@
-"""Nested dicts by path: ``{"dense": {"q": x}}`` and ``"dense/q"``. Without jax, so that programs which only look start at once."""
+"""Nested dicts by path: ``{"dense": {"q": x}}`` and ``"dense/q"``. Without jax, so that programs
+which only look start at once.
+"""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,7 +20,10 @@ def leaves_with_path(tree: Tree, prefix: str = "") -> Iterator[tuple[str, Any]]:
 def map_with_path(fn: Callable[[str, Any], Any], tree: Tree, prefix: str = "") -> Tree:
     """``fn(path, leaf)`` over a nested dict, in the same structure."""
     if isinstance(tree, dict):
-        return {name: map_with_path(fn, child, f"{prefix}/{name}" if prefix else name) for name, child in tree.items()}
+        return {
+            name: map_with_path(fn, child, f"{prefix}/{name}" if prefix else name)
+            for name, child in tree.items()
+        }
     return fn(prefix, tree)
 
 

@@ -1,7 +1,9 @@
-"""Sums of segments in an order of their own: on a GPU a scatter adds what it is given in whatever order its threads come.
+"""Sums of segments in an order of their own: on a GPU a scatter adds what it is given in whatever
+order its threads come.
 
-The same batch then gave an embedding's adapter other bits from run to run (an H100; two of 388 numbers, by one unit in the last place),
-and so it looked as if a neighbour's settings had changed a policy's step.
+The same batch then gave an embedding's adapter other bits from run to run (an H100; two of 388
+numbers, by one unit in the last place), and so it looked as if a neighbour's settings had changed a
+policy's step.
 """
 
 import functools
@@ -12,7 +14,9 @@ import jax.numpy as jnp
 
 
 def segment_sum(values: jax.Array, ids: jax.Array, many: int) -> jax.Array:
-    """``[many, ...]``: the sums of the values ``[N, ...]`` that have each id ``[N]``; of ids from ``many`` on nothing."""
+    """``[many, ...]``: the sums of the values ``[N, ...]`` that have each id ``[N]``; of ids from
+    ``many`` on nothing.
+    """
     out: Any = _segment_sum(values, ids, many)
     return out
 
@@ -20,7 +24,9 @@ def segment_sum(values: jax.Array, ids: jax.Array, many: int) -> jax.Array:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _segment_sum(values: jax.Array, ids: jax.Array, many: int) -> jax.Array:
     plain = functools.partial(jax.ops.segment_sum, num_segments=many)
-    return jax.lax.platform_dependent(values, ids, cuda=functools.partial(sorted_sum, many=many), default=plain)
+    return jax.lax.platform_dependent(
+        values, ids, cuda=functools.partial(sorted_sum, many=many), default=plain
+    )
 
 
 def _forward(values: jax.Array, ids: jax.Array, many: int) -> tuple[jax.Array, jax.Array]:
@@ -37,7 +43,11 @@ _segment_sum.defvjp(_forward, _backward)
 def sorted_sum(values: jax.Array, ids: jax.Array, many: int) -> jax.Array:
     """As ``segment_sum``, by a scan over the values in the order of their ids."""
     order = jnp.argsort(ids, stable=True)
-    mine, values, dtype = ids[order], values[order].astype(jnp.promote_types(values.dtype, jnp.float32)), values.dtype
+    mine, values, dtype = (
+        ids[order],
+        values[order].astype(jnp.promote_types(values.dtype, jnp.float32)),
+        values.dtype,
+    )
     changes = mine[1:] != mine[:-1]
     one = jnp.ones((1,), bool)
     leads = jnp.concatenate([one, changes]).reshape(-1, *(1,) * (values.ndim - 1))
@@ -47,7 +57,11 @@ def sorted_sum(values: jax.Array, ids: jax.Array, many: int) -> jax.Array:
 
     _, sums = jax.lax.associative_scan(meet, (leads, values))
     ends = jnp.concatenate([changes, one])
-    return jnp.zeros((many, *values.shape[1:]), dtype).at[jnp.where(ends, mine, many)].set(sums.astype(dtype), mode="drop")
+    return (
+        jnp.zeros((many, *values.shape[1:]), dtype)
+        .at[jnp.where(ends, mine, many)]
+        .set(sums.astype(dtype), mode="drop")
+    )
 
 
 @jax.custom_vjp
@@ -56,7 +70,9 @@ def columns(table_RV: jax.Array, ids_N: jax.Array) -> jax.Array:
     return table_RV[:, ids_N].T
 
 
-def _columns_forward(table_RV: jax.Array, ids_N: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+def _columns_forward(
+    table_RV: jax.Array, ids_N: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     return columns(table_RV, ids_N), (jnp.zeros((0, table_RV.shape[1]), table_RV.dtype), ids_N)
 
 

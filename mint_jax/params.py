@@ -1,6 +1,8 @@
-"""Parameter trees described before they exist: one tree of ``ParamSpec`` yields shapes, init, shardings and sizes.
+"""Parameter trees described before they exist: one tree of ``ParamSpec`` yields shapes, init,
+shardings and sizes.
 
-A model is a nested dict; layers of one kind are one tree whose leaves have a leading ``layers`` axis, scanned by the model.
+A model is a nested dict; layers of one kind are one tree whose leaves have a leading ``layers``
+axis, scanned by the model.
 """
 
 import dataclasses
@@ -10,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mint_jax.nested import Tree, leaves_with_path, map_with_path, nest  # noqa: F401 - the trees of this file's readers
+from mint_jax.nested import Tree, leaves_with_path, map_with_path, nest  # noqa: F401 - for readers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +35,10 @@ class ParamSpec:
 
     def __post_init__(self):
         if len(self.shape) != len(self.axes):
-            raise ValueError(f"shape {self.shape} has {len(self.shape)} dimensions but axes {self.axes} name {len(self.axes)}")
+            raise ValueError(
+                f"shape {self.shape} has {len(self.shape)} dimensions but axes {self.axes} name"
+                f" {len(self.axes)}"
+            )
 
     @property
     def size(self) -> int:
@@ -53,8 +58,12 @@ class ParamSpec:
 
 
 def init(specs: Tree, key: jax.Array) -> Tree:
-    """Random parameters; each leaf's key is folded from its path, so adding a leaf changes no other."""
-    return map_with_path(lambda path, spec: spec.materialise(jax.random.fold_in(key, path_seed(path))), specs)
+    """Random parameters; each leaf's key is folded from its path, so adding a leaf changes no
+    other.
+    """
+    return map_with_path(
+        lambda path, spec: spec.materialise(jax.random.fold_in(key, path_seed(path))), specs
+    )
 
 
 def path_seed(path: str) -> int:
@@ -69,7 +78,9 @@ def abstract(specs: Tree, shardings: Tree | None = None) -> Tree:
     """The same tree as ``ShapeDtypeStruct``, for ``jit.lower`` and restore targets."""
     if shardings is None:
         return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), specs)
-    return jax.tree.map(lambda s, sh: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sh), specs, shardings)
+    return jax.tree.map(
+        lambda s, sh: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sh), specs, shardings
+    )
 
 
 def count(specs: Tree) -> int:
@@ -79,4 +90,6 @@ def count(specs: Tree) -> int:
 
 def nbytes(tree: Tree) -> int:
     """Bytes of a tree of specs or arrays."""
-    return sum(math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree))
+    return sum(
+        math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree)
+    )

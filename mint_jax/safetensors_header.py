@@ -1,4 +1,6 @@
-"""The first part of a safetensors file, a u64 N and N bytes of JSON, whoever wrote it: read within a limit, and strictly."""
+"""The first part of a safetensors file, a u64 N and N bytes of JSON, whoever wrote it: read within
+a limit, and strictly.
+"""
 
 import json
 from typing import Any
@@ -32,17 +34,24 @@ def header_size(head: bytes, size: int, most: int, what: str) -> int:
         UserError: the file is of another format or cut off, or N is too large.
     """
     if len(head) < 8:
-        raise UserError(f"{what} is missing: the file has {size} bytes, which is less than the length of a header")
+        raise UserError(
+            f"{what} is missing: the file has {size} bytes, which is less than the length of a"
+            " header"
+        )
     count = int.from_bytes(head[:8], "little")
     if count > min(size - 8, most):
         if (other := other_format(head)) is not None:
             raise UserError(f"{what} is missing: the file is {other}")
-        raise UserError(f"{what} claims {count} bytes, the file has {size - 8} behind it and {most} are allowed")
+        raise UserError(
+            f"{what} claims {count} bytes, the file has {size - 8} behind it and {most} are allowed"
+        )
     return count
 
 
 def other_format(head: bytes) -> str | None:
-    """What a file that is no safetensors file is, in words, by its first 8 bytes; None where that is unknown."""
+    """What a file that is no safetensors file is, in words, by its first 8 bytes; None where that
+    is unknown.
+    """
     return next((what for start, what in _OTHERS if head.startswith(start)), None)
 
 
@@ -71,7 +80,9 @@ def parse_json(text: bytes | str, what: str) -> Any:
         raise
     except RecursionError:
         raise UserError(f"{what} is nested too deeply") from None
-    except ValueError as error:  # includes UnicodeDecodeError, JSONDecodeError and integers of thousands of digits
+    except (
+        ValueError
+    ) as error:  # includes UnicodeDecodeError, JSONDecodeError and integers of thousands of digits
         raise UserError(f"{what} is not JSON ({str(error)[:100]})") from None
 
 

@@ -1,6 +1,7 @@
 """The one table from logical axis names to mesh axes, and what follows from it.
 
-Everything else names logical axes. A mesh axis that is absent from the mesh, or has size 1, splits nothing.
+Everything else names logical axes. A mesh axis that is absent from the mesh, or has size 1, splits
+nothing.
 """
 
 import math
@@ -60,16 +61,20 @@ def ways(name: str | None, mesh: Any) -> int:
 
 
 def parts_here(size: int, name: str) -> int:
-    """Into how many parts the mesh that is set splits a dimension of ``size``; 1 where none is set."""
+    """Into how many parts the mesh that is set splits a dimension of ``size``; 1 where none is
+    set.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     return 1 if mesh.empty else math.gcd(size, ways(name, mesh))
 
 
 def cache_axes(heads: int | None) -> tuple[str, str | None]:
-    """Over which logical axes the mesh that is set splits a cache: its rows and pages, and its heads.
+    """Over which logical axes the mesh that is set splits a cache: its rows and pages, and its
+    heads.
 
-    Each device of a tensor group keeps a part of its own: some heads, or some rows where heads do not divide or are shared (four key
-    heads over eight devices, say, or latents). What travels in decoding is then queries and sums of values, never the cache.
+    Each device of a tensor group keeps a part of its own: some heads, or some rows where heads do
+    not divide or are shared (four key heads over eight devices, say, or latents). What travels in
+    decoding is then queries and sums of values, never the cache.
 
     Args:
         heads: K of keys and values; None for latents, which all heads share.
@@ -77,7 +82,11 @@ def cache_axes(heads: int | None) -> tuple[str, str | None]:
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or ways("kv_heads", mesh) == 1:
         return "batch", None
-    return ("batch", "kv_heads") if heads is not None and heads % ways("kv_heads", mesh) == 0 else ("cache_rows", None)
+    return (
+        ("batch", "kv_heads")
+        if heads is not None and heads % ways("kv_heads", mesh) == 0
+        else ("cache_rows", None)
+    )
 
 
 def partition(axes: Sequence[str | None], mesh: Mesh) -> PartitionSpec:
@@ -92,7 +101,10 @@ def partition(axes: Sequence[str | None], mesh: Mesh) -> PartitionSpec:
         present = mesh_axes(name, mesh)
         clash = used.intersection(present)
         if clash:
-            raise ValueError(f"axes {tuple(axes)} map mesh axis {sorted(clash)[0]!r} to two dimensions: change sharding.RULES")
+            raise ValueError(
+                f"axes {tuple(axes)} map mesh axis {sorted(clash)[0]!r} to two dimensions: change"
+                " sharding.RULES"
+            )
         used.update(present)
         out.append(present[0] if len(present) == 1 else (present or None))
     return PartitionSpec(*out)
@@ -111,8 +123,9 @@ def sharding_of(spec: ParamSpec, mesh: Mesh) -> NamedSharding:
             ways *= mesh.shape[axis]
         if size % ways:
             raise UserError(
-                f"mesh axis {entry!r} splits {ways} ways, which does not divide dimension {name!r} of size {size}: "
-                f"choose mesh sizes that divide it (--config.mesh.tensor, .fsdp, .expert)"
+                f"mesh axis {entry!r} splits {ways} ways, which does not divide dimension {name!r}"
+                f" of size {size}: choose mesh sizes that divide it (--config.mesh.tensor, .fsdp,"
+                " .expert)"
             )
     return NamedSharding(mesh, pspec)
 
@@ -125,7 +138,8 @@ def shardings(specs: Any, mesh: Mesh) -> Any:
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     """Pins the sharding of an activation inside ``jit``; does nothing where no mesh is set.
 
-    A dimension that its mesh axes do not divide (four key heads over eight devices, say) stays whole.
+    A dimension that its mesh axes do not divide (four key heads over eight devices, say) stays
+    whole.
     """
     mesh: Any = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
@@ -134,11 +148,16 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
 
 
 def fitting(shape: Sequence[int], *axes: str | None) -> tuple[str | None, ...]:
-    """Those of the axes over which the mesh that is set splits a dimension evenly; None in place of the others."""
+    """Those of the axes over which the mesh that is set splits a dimension evenly; None in place of
+    the others.
+    """
     mesh: Any = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return (None,) * len(axes)
-    return tuple(name if ways(name, mesh) > 1 and size % ways(name, mesh) == 0 else None for size, name in zip(shape, axes, strict=True))
+    return tuple(
+        name if ways(name, mesh) > 1 and size % ways(name, mesh) == 0 else None
+        for size, name in zip(shape, axes, strict=True)
+    )
 
 
 def one_device() -> bool:
@@ -147,11 +166,14 @@ def one_device() -> bool:
     return mesh.empty or mesh.size == 1
 
 
-def over_devices(fn: Callable[..., Any], args: Sequence[Any], specs: Sequence[Any], out_specs: Any) -> Any:
+def over_devices(
+    fn: Callable[..., Any], args: Sequence[Any], specs: Sequence[Any], out_specs: Any
+) -> Any:
     """``fn(*args)`` of each device's own parts; as it is where no mesh is set.
 
     Args:
-        specs: of each argument a tuple of logical axes, for all its leaves and shortened to their rank, or a tree of such.
+        specs: of each argument a tuple of logical axes, for all its leaves and shortened to their
+            rank, or a tree of such.
         out_specs: of the results, a tree of such.
     """
     mesh: Any = jax.sharding.get_abstract_mesh()

@@ -1,7 +1,9 @@
-"""What a server does, as a table that follows it: ``python -m mint_jax.top --url=http://127.0.0.1:8000 [--key=KEY] [--once]``.
+"""What a server does, as a table that follows it: ``python -m mint_jax.top
+--url=http://127.0.0.1:8000 [--key=KEY] [--once]``.
 
-Reads ``/debug/state`` and ``/metrics``, which need a key of scope ``admin`` where the server has keys. Tokens a second and shares of the
-devices are between two looks, costs since ever. A server that is gone is waited for. ``q`` or Ctrl-C ends it.
+Reads ``/debug/state`` and ``/metrics``, which need a key of scope ``admin`` where the server has
+keys. Tokens a second and shares of the devices are between two looks, costs since ever. A server
+that is gone is waited for. ``q`` or Ctrl-C ends it.
 """
 
 import argparse
@@ -24,7 +26,8 @@ from rich.table import Table
 from rich.text import Text
 
 TIMEOUT_S = 10.0
-NAMES = {"policy": "policy", "tenant": "tenant", "train": "training", "serve": "serving"}  # column -> what is said of a policy
+# column -> what is said of a policy
+NAMES = {"policy": "policy", "tenant": "tenant", "train": "training", "serve": "serving"}
 NUMBERS = ("queue", "sample", "tok/s", "share", "dev s")
 
 
@@ -52,12 +55,21 @@ class Look:
         """
         state = json.loads(_read(f"{url}/debug/state", key))
         families = text_string_to_metric_families(_read(f"{url}/metrics", key).decode())
-        counted = (s.value for family in families for s in family.samples if s.name == "mint_http_requests_total")
+        counted = (
+            s.value
+            for family in families
+            for s in family.samples
+            if s.name == "mint_http_requests_total"
+        )
         return cls(state, sum(counted))
 
     def since(self, before: "Look") -> float:
         """Seconds; 0 where the server was started anew between."""
-        return max(0.0, self.state["at"] - before.state["at"]) if self.state["up_s"] >= before.state["up_s"] else 0.0
+        return (
+            max(0.0, self.state["at"] - before.state["at"])
+            if self.state["up_s"] >= before.state["up_s"]
+            else 0.0
+        )
 
 
 def _read(url: str, key: str | None) -> bytes:
@@ -66,7 +78,11 @@ def _read(url: str, key: str | None) -> bytes:
         with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
             return answer.read()
     except urllib.error.HTTPError as error:
-        why = "give it a key of scope admin by --key" if error.code in (401, 403) else "is this a server of mint_jax?"
+        why = (
+            "give it a key of scope admin by --key"
+            if error.code in (401, 403)
+            else "is this a server of mint_jax?"
+        )
         raise Gone(f"{url} answers {error.code}: {why}") from error
     except (OSError, ValueError) as error:
         raise Gone(f"{url} does not answer: {getattr(error, 'reason', None) or error}") from error
@@ -74,7 +90,13 @@ def _read(url: str, key: str | None) -> bytes:
 
 def table_of(now: Look, before: Look) -> RenderableType:
     """All that is shown of two looks."""
-    return Group(Panel(_summary(now, before), title=Text(f"{now.state['base']}, up {_seconds(now.state['up_s'])}")), _policies(now, before))
+    return Group(
+        Panel(
+            _summary(now, before),
+            title=Text(f"{now.state['base']}, up {_seconds(now.state['up_s'])}"),
+        ),
+        _policies(now, before),
+    )
 
 
 def _summary(now: Look, before: Look) -> RenderableType:
@@ -86,14 +108,33 @@ def _summary(now: Look, before: Look) -> RenderableType:
     slots = sum(training["slots"].values())
     lines = {
         "state": f"{state['trouble'] or 'ready'}, devices {busy} busy, {asked} requests/s",
-        "sampling": f"rows {rows['running']}/{rows['most']}, {rows['waiting'] + rows['swapped']} waiting; "
-        f"pages {pages['count'] - pages['available']}/{pages['count']}, {pages['cached']} cached",
-        "training": f"{training['waiting']} requests; policies " + ", ".join(f"{n} in {where}" for where, n in sorted(places.items()))
-        if places
-        else f"{training['waiting']} requests, no policies; {slots} slots",
-        "adapters": f"{len(residency['resident'])} in slots, {residency['loads']['unfinished']} being loaded",
-        "memory": ", ".join([f"host {_bytes(state['memory']['rss'])}", *(_bytes(n) for n in state["memory"]["devices"] if n is not None)]),
-        "tokens in flight": ", ".join(f"{tenant} {count}" for tenant, count in sorted(state["tokens_in_flight"].items())) or "none",
+        "sampling": (
+            f"rows {rows['running']}/{rows['most']}, {rows['waiting'] + rows['swapped']} waiting;"
+            f" pages {pages['count'] - pages['available']}/{pages['count']}, {pages['cached']}"
+            " cached"
+        ),
+        "training": (
+            f"{training['waiting']} requests; policies "
+            + ", ".join(f"{n} in {where}" for where, n in sorted(places.items()))
+            if places
+            else f"{training['waiting']} requests, no policies; {slots} slots"
+        ),
+        "adapters": (
+            f"{len(residency['resident'])} in slots, {residency['loads']['unfinished']} being"
+            " loaded"
+        ),
+        "memory": ", ".join(
+            [
+                f"host {_bytes(state['memory']['rss'])}",
+                *(_bytes(n) for n in state["memory"]["devices"] if n is not None),
+            ]
+        ),
+        "tokens in flight": (
+            ", ".join(
+                f"{tenant} {count}" for tenant, count in sorted(state["tokens_in_flight"].items())
+            )
+            or "none"
+        ),
     }
     grid = Table.grid(padding=(0, 2))
     for name, line in lines.items():
@@ -107,13 +148,19 @@ def _policies(now: Look, before: Look) -> Table:
     left_out = now.state["policies_left_out"]
     table = Table(box=None, caption=f"and {left_out} more" if left_out else None)
     for column in NAMES:
-        table.add_column(column, overflow="fold", no_wrap=column != "policy", min_width=14 if column == "policy" else None)
+        table.add_column(
+            column,
+            overflow="fold",
+            no_wrap=column != "policy",
+            min_width=14 if column == "policy" else None,
+        )
     for column in NUMBERS:
         table.add_column(column, justify="right", no_wrap=True)
     for one in now.state["policies"]:
         was = were.get(one["policy"], one)
         table.add_row(
-            *(Text(one[name] or "-") for name in NAMES.values()),  # names are clients': no markup, and no emoji of ":train:"
+            # names are clients': no markup, and no emoji of ":train:"
+            *(Text(one[name] or "-") for name in NAMES.values()),
             str(one["queued"]),
             str(one["sampling"]),
             _rate(one["tokens"] - was["tokens"], passed, "{:.0f}"),
@@ -129,7 +176,9 @@ def _rate(change: float, by: float, form: str) -> str:
 
 def _seconds(seconds: float) -> str:
     minutes, seconds = divmod(int(seconds), 60)
-    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min {seconds} s"
+    return (
+        f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min {seconds} s"
+    )
 
 
 def _bytes(count: float) -> str:
@@ -148,15 +197,29 @@ def _keys() -> Iterator[Callable[[float], str]]:
     before = termios.tcgetattr(sys.stdin)
     tty.setcbreak(sys.stdin)
     try:
-        yield lambda seconds: sys.stdin.read(1) if select.select([sys.stdin], [], [], seconds)[0] else ""
+        yield (
+            lambda seconds: (
+                sys.stdin.read(1) if select.select([sys.stdin], [], [], seconds)[0] else ""
+            )
+        )
     finally:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
 
 
-def follow(url: str, key: str | None, interval_s: float, console: Console, ended: Callable[[], bool] = lambda: False) -> None:
+def follow(
+    url: str,
+    key: str | None,
+    interval_s: float,
+    console: Console,
+    ended: Callable[[], bool] = lambda: False,
+) -> None:
     """Shows the table until ``q``, Ctrl-C or ``ended``."""
     before: Look | None = None
-    with _keys() as wait, Live(console=console, auto_refresh=False) as live, contextlib.suppress(KeyboardInterrupt):
+    with (
+        _keys() as wait,
+        Live(console=console, auto_refresh=False) as live,
+        contextlib.suppress(KeyboardInterrupt),
+    ):
         while not ended():
             try:
                 now = Look.at(url, key)
@@ -171,7 +234,9 @@ def follow(url: str, key: str | None, interval_s: float, console: Console, ended
 
 def main(arguments: Sequence[str] | None = None, console: Console | None = None) -> int:
     """The command. Returns the exit status: 1 where ``--once`` finds no server."""
-    parser = argparse.ArgumentParser(prog="python -m mint_jax.top", description="What a server does, as a table that follows it.")
+    parser = argparse.ArgumentParser(
+        prog="python -m mint_jax.top", description="What a server does, as a table that follows it."
+    )
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="of the server")
     parser.add_argument("--key", help="of scope admin, where the server has keys")
     parser.add_argument("--interval", type=float, default=2.0, help="seconds between two looks")
@@ -179,7 +244,11 @@ def main(arguments: Sequence[str] | None = None, console: Console | None = None)
     given = parser.parse_args(arguments)
     console, url = console or Console(), given.url.rstrip("/")
     if not 0 < given.interval <= 3600 or not url.startswith(("http://", "https://")):
-        print(f"url is {given.url!r} and interval {given.interval}; expected http://HOST:PORT and seconds up to 3600", file=sys.stderr)
+        print(
+            f"url is {given.url!r} and interval {given.interval}; expected http://HOST:PORT and"
+            " seconds up to 3600",
+            file=sys.stderr,
+        )
         return 2
     if not given.once:
         follow(url, given.key, given.interval, console)

@@ -1,8 +1,10 @@
-"""The rows of ``metrics.jsonl`` in Weights & Biases and MLflow, for people who look at their runs there.
+"""The rows of ``metrics.jsonl`` in Weights & Biases and MLflow, for people who look at their runs
+there.
 
-Where to and as whom, each takes from its own environment (``WANDB_MODE``, ``WANDB_API_KEY``, ``MLFLOW_TRACKING_URI``). A
-resumed run goes on in the tracker's run that it had: its id is kept in the workdir. What a tracker does not take stands in
-``metrics.jsonl`` all the same, so an outage is said once and does not end a training.
+Where to and as whom, each takes from its own environment (``WANDB_MODE``, ``WANDB_API_KEY``,
+``MLFLOW_TRACKING_URI``). A resumed run goes on in the tracker's run that it had: its id is kept in
+the workdir. What a tracker does not take stands in ``metrics.jsonl`` all the same, so an outage is
+said once and does not end a training.
 """
 
 import functools
@@ -54,14 +56,20 @@ class Trackers:
             for kind, where in wanted.items():
                 begun = functools.partial(KINDS[kind], where, Path(workdir), ids.get(kind), config)
                 self._trackers[kind] = _usable(kind, where, begun)
-            write_file(self._file, json.dumps(ids | {kind: one.id for kind, one in self._trackers.items()}))
+            write_file(
+                self._file, json.dumps(ids | {kind: one.id for kind, one in self._trackers.items()})
+            )
 
         if wanted:
             multihost.agree("trackers", begin)
 
     def write(self, step: int, name: str, values: Mapping[str, Any]) -> None:
         """The numbers of one row, as ``name/metric``."""
-        numbers = {f"{name}/{key}": float(value) for key, value in values.items() if isinstance(value, int | float)}
+        numbers = {
+            f"{name}/{key}": float(value)
+            for key, value in values.items()
+            if isinstance(value, int | float)
+        }
         for kind, one in self._trackers.items():
             self._try(kind, lambda one=one: one.log(step, name, numbers))
 
@@ -74,10 +82,21 @@ class Trackers:
     def _try(self, kind: str, call: Callable[[], None]) -> None:
         try:
             call()
-        except Exception as error:  # a server's, a network's or the package's own: none of them is a reason to stop training
+        except Exception as error:
+            # a server's, a network's or the package's own: none of them is a reason to stop
+            # training
             if kind not in self._silent:
-                what = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
-                print(f"{kind} does not take metrics ({what}); they are in metrics.jsonl, and the run goes on", file=sys.stderr, flush=True)
+                what = (
+                    str(error).strip().splitlines()[0][:200]
+                    if str(error).strip()
+                    else type(error).__name__
+                )
+                print(
+                    f"{kind} does not take metrics ({what}); they are in metrics.jsonl, and the run"
+                    " goes on",
+                    file=sys.stderr,
+                    flush=True,
+                )
             self._silent.add(kind)
         else:
             if kind in self._silent:
@@ -86,7 +105,8 @@ class Trackers:
 
 
 def check(named: Mapping[str, str]) -> None:
-    """Refuses trackers that could not begin a run: to be called before anything is loaded or claimed.
+    """Refuses trackers that could not begin a run: to be called before anything is loaded or
+    claimed.
 
     Raises:
         UserError: a package is missing, W&B has no API key, or MLflow's server does not answer.
@@ -100,7 +120,9 @@ def _wandb_key() -> None:
     import wandb
 
     if os.environ.get("WANDB_MODE", "online") == "online" and not wandb.api.api_key:
-        raise ValueError("no API key: set WANDB_API_KEY, run wandb login, or set WANDB_MODE=offline")
+        raise ValueError(
+            "no API key: set WANDB_API_KEY, run wandb login, or set WANDB_MODE=offline"
+        )
 
 
 def _mlflow_answers() -> None:
@@ -114,10 +136,18 @@ def _usable(kind: str, where: str, call: Callable[[], T]) -> T:
     try:
         return call()
     except ImportError:
-        raise UserError(f"{kind}={where!r} needs a package that is not installed: pip install 'mint-jax[{kind}]'") from None
+        raise UserError(
+            f"{kind}={where!r} needs a package that is not installed: pip install"
+            f" 'mint-jax[{kind}]'"
+        ) from None
     except Exception as error:
-        what = str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
-        raise UserError(f"{kind}={where!r} cannot begin a run ({what}): check its address and key, or leave {kind} empty") from None
+        what = (
+            str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
+        )
+        raise UserError(
+            f"{kind}={where!r} cannot begin a run ({what}): check its address and key, or leave"
+            f" {kind} empty"
+        ) from None
 
 
 class _Wandb:
@@ -125,14 +155,20 @@ class _Wandb:
         import wandb
 
         self._run = wandb.init(
-            project=project, name=workdir.name, dir=str(workdir), id=id, resume="allow" if id else None, config=dict(config)
+            project=project,
+            name=workdir.name,
+            dir=str(workdir),
+            id=id,
+            resume="allow" if id else None,
+            config=dict(config),
         )
         self.id = self._run.id
         self._named: set[str] = set()
 
     def log(self, step: int, name: str, numbers: Mapping[str, float]) -> None:
-        # W&B's own step never goes back, and drops what is sent for an earlier one: a policy that another one is ahead of, as under
-        # the overlapped schedule, and what a resumed run does again. So each policy's step is a metric, which its others are drawn over.
+        # W&B's own step never goes back, and drops what is sent for an earlier one: a policy that
+        # another one is ahead of, as under the overlapped schedule, and what a resumed run does
+        # again. So each policy's step is a metric, which its others are drawn over.
         if name not in self._named:
             self._run.define_metric(f"{name}/*", step_metric=f"{name}/step")
             self._named.add(name)
@@ -152,7 +188,9 @@ class _Mlflow:
         self._client, self._metric = MlflowClient(), Metric
         if id is None:
             found = self._client.get_experiment_by_name(experiment)
-            number = self._client.create_experiment(experiment) if found is None else found.experiment_id
+            number = (
+                self._client.create_experiment(experiment) if found is None else found.experiment_id
+            )
             run = self._client.create_run(number, run_name=workdir.name)
             self._client.log_dict(run.info.run_id, dict(config), "config.json")
         else:
@@ -162,7 +200,11 @@ class _Mlflow:
 
     def log(self, step: int, name: str, numbers: Mapping[str, float]) -> None:
         now = int(1000 * time.time())
-        metrics = [self._metric(key, value, now, step) for key, value in numbers.items() if math.isfinite(value)]
+        metrics = [
+            self._metric(key, value, now, step)
+            for key, value in numbers.items()
+            if math.isfinite(value)
+        ]
         for start in range(0, len(metrics), self.MOST):
             self._client.log_batch(self.id, metrics=metrics[start : start + self.MOST])
 
@@ -170,5 +212,8 @@ class _Mlflow:
         self._client.set_terminated(self.id, "FINISHED" if finished else "FAILED")
 
 
-KINDS: dict[str, Callable[[str, Path, str | None, Mapping[str, Any]], Tracker]] = {"wandb": _Wandb, "mlflow": _Mlflow}
+KINDS: dict[str, Callable[[str, Path, str | None, Mapping[str, Any]], Tracker]] = {
+    "wandb": _Wandb,
+    "mlflow": _Mlflow,
+}
 CHECKS: dict[str, Callable[[], None]] = {"wandb": _wandb_key, "mlflow": _mlflow_answers}

@@ -1,7 +1,9 @@
-"""Runs notebooks and stores them with their outputs: ``python notebooks/store.py [NAME...]``, all by default.
+"""Runs notebooks and stores them with their outputs: ``python notebooks/store.py [NAME...]``, all
+by default.
 
-Stored are what cells print on stdout and the notebook's last picture, small enough that a page of a forge shows them at once. A digest of
-the code is kept too: a test compares it, so that outputs are those of the code above them.
+Stored are what cells print on stdout and the notebook's last picture, small enough that a page of a
+forge shows them at once. A digest of the code is kept too: a test compares it, so that outputs are
+those of the code above them.
 """
 
 import base64
@@ -19,7 +21,8 @@ from PIL import Image
 HERE = Path(__file__).parent
 WIDTH, COLOURS = 640, 48  # of the picture
 LINES, BYTES = 40, 100_000  # of a cell's text; of a notebook
-PRIVATE = re.compile(r"(?<![\w:/.])/(?!api|v1|health|ready|metrics)\w[\w.-]*/\w")  # an absolute path
+# an absolute path
+PRIVATE = re.compile(r"(?<![\w:/.])/(?!api|v1|health|ready|metrics)\w[\w.-]*/\w")
 
 
 def code_digest(notebook: nbformat.NotebookNode) -> str:
@@ -30,19 +33,34 @@ def code_digest(notebook: nbformat.NotebookNode) -> str:
 
 def pictures(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
     """Outputs that are pictures."""
-    return [out for cell in notebook.cells for out in cell.get("outputs", ()) if "image/png" in out.get("data", {})]
+    return [
+        out
+        for cell in notebook.cells
+        for out in cell.get("outputs", ())
+        if "image/png" in out.get("data", {})
+    ]
 
 
 def texts(notebook: nbformat.NotebookNode) -> list[str]:
     """What cells print, by output."""
-    return [out.text for cell in notebook.cells for out in cell.get("outputs", ()) if out.output_type == "stream"]
+    return [
+        out.text
+        for cell in notebook.cells
+        for out in cell.get("outputs", ())
+        if out.output_type == "stream"
+    ]
 
 
 def run(path: Path) -> nbformat.NotebookNode:
     """The notebook with all that its cells put out, on one CPU device, as its reader has."""
     notebook = nbformat.read(path, as_version=4)
     os.environ.pop("XLA_FLAGS", None)
-    nbclient.NotebookClient(notebook, timeout=1200, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}}).execute()
+    nbclient.NotebookClient(
+        notebook,
+        timeout=1200,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(path.parent)}},
+    ).execute()
     return notebook
 
 
@@ -53,7 +71,11 @@ def trim(notebook: nbformat.NotebookNode) -> None:
         cell.metadata.pop("execution", None)  # times of this run
         if cell.cell_type != "code":
             continue
-        kept = [out for out in cell.outputs if out in last or (out.output_type == "stream" and out.name == "stdout")]
+        kept = [
+            out
+            for out in cell.outputs
+            if out in last or (out.output_type == "stream" and out.name == "stdout")
+        ]
         for out in kept:
             if out.output_type == "stream":
                 lines = out.text.splitlines()
@@ -80,7 +102,9 @@ def main(names: list[str]) -> None:
             continue
         notebook = run(path)
         trim(notebook)
-        if found := [line for text in texts(notebook) for line in text.splitlines() if PRIVATE.search(line)]:
+        if found := [
+            line for text in texts(notebook) for line in text.splitlines() if PRIVATE.search(line)
+        ]:
             raise SystemExit(f"{path.name} prints a path of this machine: {found[0]}")
         nbformat.write(notebook, path)
         print(f"{path.name}: {path.stat().st_size:,} bytes", flush=True)

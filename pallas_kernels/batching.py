@@ -1,10 +1,12 @@
-"""Batching rules of the grouped products: ``vmap`` over policies makes more rows of one product, never more products.
+"""Batching rules of the grouped products: ``vmap`` over policies makes more rows of one product,
+never more products.
 
-JAX's own rule for the loop or the ragged product inside would copy matrices that all policies share, or run once a policy.
-These rules give the rows of all policies one order instead: by group where the matrices are shared, so that each group's
-rows of all policies meet its matrix together; by policy, then group, where every policy has matrices of its own.
-Each rule calls its own function again, so that ``vmap`` of ``vmap`` merges as well. What is batched here has no derivative:
-the ``custom_vjp`` of the products stands outside.
+JAX's own rule for the loop or the ragged product inside would copy matrices that all policies
+share, or run once a policy. These rules give the rows of all policies one order instead: by group
+where the matrices are shared, so that each group's rows of all policies meet its matrix together;
+by policy, then group, where every policy has matrices of its own. Each rule calls its own function
+again, so that ``vmap`` of ``vmap`` merges as well. What is batched here has no derivative: the
+``custom_vjp`` of the products stands outside.
 
 Axes: P policies, M rows of one policy, G groups, W matrices of one policy.
 """
@@ -17,7 +19,8 @@ import jax.numpy as jnp
 
 
 class Merged:
-    """The rows of P policies, each sorted by group, in one order; rows behind a policy's last group come last.
+    """The rows of P policies, each sorted by group, in one order; rows behind a policy's last group
+    come last.
 
     Args:
         sizes_PG: rows of each policy's groups.
@@ -34,15 +37,22 @@ class Merged:
         else:
             first_PG = _exclusive_sum(sizes_PG)
         first_P1 = _exclusive_sum(rest_P1) + jnp.sum(stop_PG[:, -1])
-        moved_PJ = jnp.concatenate([first_PG - (stop_PG - sizes_PG), first_P1 - stop_PG[:, -1:]], axis=1)  # J: G, and the rest
+        # J: G, and the rest
+        moved_PJ = jnp.concatenate(
+            [first_PG - (stop_PG - sizes_PG), first_P1 - stop_PG[:, -1:]], axis=1
+        )
         row_M = jnp.arange(M, dtype=jnp.int32)
         group_PM = jax.vmap(lambda stop_G: jnp.searchsorted(stop_G, row_M, side="right"))(stop_PG)
         self.place_PM = row_M[None] + jnp.take_along_axis(moved_PJ, group_PM, axis=1)
         source = jnp.arange(P * M, dtype=jnp.int32)
-        self.source = jnp.zeros_like(source).at[self.place_PM.reshape(-1)].set(source, unique_indices=True)
+        self.source = (
+            jnp.zeros_like(source).at[self.place_PM.reshape(-1)].set(source, unique_indices=True)
+        )
 
     def take(self, x: jax.Array, batched: bool) -> jax.Array:
-        """``[P, M, K]``, or ``[M, K]`` that all policies share, in the merged order ``[P * M, K]``."""
+        """``[P, M, K]``, or ``[M, K]`` that all policies share, in the merged order ``[P * M,
+        K]``.
+        """
         return x.reshape(-1, x.shape[-1])[self.source] if batched else x[self.source % x.shape[0]]
 
     def back(self, y: jax.Array) -> jax.Array:
@@ -67,7 +77,9 @@ def joined(x: jax.Array, batched: bool, P: int) -> jax.Array:
 
 
 def following(index: jax.Array | None, G: int, batched: bool = False) -> jax.Array:
-    """Which matrix each of G groups has, ``[G]``, of ``grouped_matmul``'s ``index``; ``[P, G]`` of ``batched`` ones."""
+    """Which matrix each of G groups has, ``[G]``, of ``grouped_matmul``'s ``index``; ``[P, G]`` of
+    ``batched`` ones.
+    """
     if index is not None and index.ndim > batched:
         return index
     places = jnp.arange(G, dtype=jnp.int32)
@@ -80,11 +92,15 @@ def _own_index(index: jax.Array, batched: bool, P: int, W: int) -> jax.Array:
 
 
 def batched_product(fn: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """``fn(x [M, K], w [W, K, N], sizes [G], index [G], a number or None) -> [M, N]``, see ``grouped.grouped_matmul``, with its rule."""
+    """``fn(x [M, K], w [W, K, N], sizes [G], index [G], a number or None) -> [M, N]``, see
+    ``grouped.grouped_matmul``, with its rule.
+    """
     call = jax.custom_batching.custom_vmap(fn)
 
     @call.def_vmap
-    def rule(P: int, batched: Any, x: jax.Array, w: jax.Array, sizes: jax.Array, index: jax.Array | None):
+    def rule(
+        P: int, batched: Any, x: jax.Array, w: jax.Array, sizes: jax.Array, index: jax.Array | None
+    ):
         of_x, of_w, of_sizes, of_index = batched
         sizes_PG, shared = each(sizes, of_sizes, P), not of_w and not of_index
         rows = Merged(sizes_PG, x.shape[-2], shared)
@@ -102,7 +118,9 @@ def batched_product(fn: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
 
 
 def batched_outer(fn: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """``fn(left [M, A], right [M, B], sizes [G]) -> [G, A, B]``, the gradient of the matrices, with its rule."""
+    """``fn(left [M, A], right [M, B], sizes [G]) -> [G, A, B]``, the gradient of the matrices, with
+    its rule.
+    """
     call = jax.custom_batching.custom_vmap(fn)
 
     @call.def_vmap

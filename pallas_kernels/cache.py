@@ -6,5 +6,7 @@ from pathlib import Path
 
 def folder() -> Path:
     """``MINT_JAX_CACHE``, or ``mint_jax`` in ``XDG_CACHE_HOME`` or ``~/.cache``."""
-    root = os.environ.get("MINT_JAX_CACHE") or os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "mint_jax")
+    root = os.environ.get("MINT_JAX_CACHE") or os.path.join(
+        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "mint_jax"
+    )
     return Path(root)

@@ -1,14 +1,19 @@
-"""What a call costs at least, counted from its shapes and, where they are given, the factors of its rows: operations, bytes, passes.
+"""What a call costs at least, counted from its shapes and, where they are given, the factors of its
+rows: operations, bytes, passes.
 
-Bytes are those that must move whatever computes it: a row that is read once, a result that is written once (read too, where it is added
-to), every distinct factor and every distinct expert's matrix once. What counts is who is *present* in the rows, not how many lie in the
-stacks. A multiply-add is two operations. Passes are what a TPU's matrix unit cannot avoid: it holds a square of weights, 128 or
-256 wide, which costs the same whether a product fills it or not; an adapter of rank 16 fills 16 columns of it.
+Bytes are those that must move whatever computes it: a row that is read once, a result that is
+written once (read too, where it is added to), every distinct factor and every distinct expert's
+matrix once. What counts is who is *present* in the rows, not how many lie in the stacks. A
+multiply-add is two operations. Passes are what a TPU's matrix unit cannot avoid: it holds a square
+of weights, 128 or 256 wide, which costs the same whether a product fills it or not; an adapter of
+rank 16 fills 16 columns of it.
 
-What adapters add to a base has two floors. Alone (``packed_lora`` as a call behind the base's) their rows are moved once more, and
-``Cost.nbytes`` is what moves. Inside the base's own product the rows and the results are there already, and ``Cost.weights`` is what moves
-besides. For Qwen3-30B-A3B in bfloat16, each token with 8 distinct experts drawn uniformly, gate, up and down, over the bytes of the base
-(its rows and its distinct experts' matrices), expected: (tokens, adapters, rank) -> inside, alone
+What adapters add to a base has two floors. Alone (``packed_lora`` as a call behind the base's)
+their rows are moved once more, and ``Cost.nbytes`` is what moves. Inside the base's own product the
+rows and the results are there already, and ``Cost.weights`` is what moves besides. For
+Qwen3-30B-A3B in bfloat16, each token with 8 distinct experts drawn uniformly, gate, up and down,
+over the bytes of the base (its rows and its distinct experts' matrices), expected: (tokens,
+adapters, rank) -> inside, alone
 
     64, 64, 16        +11.6 %  +12.4 %
     1,024, 8, 16      +21.1 %  +33.5 %
@@ -49,15 +54,24 @@ class Cost(NamedTuple):
         return Cost(*(mine + theirs for mine, theirs in zip(self, other)))
 
 
-def packed_lora(x: Any, a: Sequence[Any], b: Sequence[Any], onto: Sequence[Any], factor: Any = None, backward: bool = False) -> Cost:
+def packed_lora(
+    x: Any,
+    a: Sequence[Any],
+    b: Sequence[Any],
+    onto: Sequence[Any],
+    factor: Any = None,
+    backward: bool = False,
+) -> Cost:
     """Of ``packed_lora.packed_lora``, or of its gradients; arguments need a shape and a dtype only.
 
-    Backward reads x and the results' gradients, adds to the gradient of x, reads each present factor and writes its gradient; the zeros
-    that the gradients of the others are, a whole stack's where the caller wants one, are not counted.
+    Backward reads x and the results' gradients, adds to the gradient of x, reads each present
+    factor and writes its gradient; the zeros that the gradients of the others are, a whole stack's
+    where the caller wants one, are not counted.
 
     Args:
         x, a, b, onto: ``[M, D]``, ``[W, R, D]``, ``[W, R, F]`` and ``[M, F]`` of each projection.
-        factor: ``[M]``, concrete; without it every row has a factor, and there are as many as rows and stacks allow.
+        factor: ``[M]``, concrete; without it every row has a factor, and there are as many as rows
+            and stacks allow.
     """
     (M, D), (W, R) = x.shape, a[0].shape[:2]
     if factor is None:
@@ -71,15 +85,21 @@ def packed_lora(x: Any, a: Sequence[Any], b: Sequence[Any], onto: Sequence[Any],
     if backward:  # h, and the gradients of h, x, a and b
         flops = sum(2 * M * R * (3 * D + 2 * F) for F in widths)
         return Cost(flops, M * (3 * D * size_x + sum(widths) * size_y), 2 * weights)
-    return Cost(sum(2 * M * R * (D + F) for F in widths), M * (D * size_x + 2 * sum(widths) * size_y), weights)
+    return Cost(
+        sum(2 * M * R * (D + F) for F in widths),
+        M * (D * size_x + 2 * sum(widths) * size_y),
+        weights,
+    )
 
 
 def grouped(x: Any, w: Sequence[Any], sizes: Any = None, backward: bool = False) -> Cost:
-    """Of the base's grouped products that read the same rows; backward is the gradient of the rows alone, as the base is frozen.
+    """Of the base's grouped products that read the same rows; backward is the gradient of the rows
+    alone, as the base is frozen.
 
     Args:
         x, w: ``[M, D]``, and ``[E, D, F]`` of each projection; results have the dtype of x.
-        sizes: ``[E]`` rows of each expert, concrete; without them there are as many experts as rows and stacks allow.
+        sizes: ``[E]`` rows of each expert, concrete; without them there are as many experts as rows
+            and stacks allow.
     """
     M, D = x.shape
     if sizes is None:
@@ -88,30 +108,53 @@ def grouped(x: Any, w: Sequence[Any], sizes: Any = None, backward: bool = False)
         M, present = int(np.sum(sizes)), int(np.count_nonzero(sizes))
     widths = [one.shape[2] for one in w]
     size_x, size_w = np.dtype(x.dtype).itemsize, np.dtype(w[0].dtype).itemsize
-    return Cost(sum(2 * M * D * F for F in widths), M * (D + sum(widths)) * size_x, present * D * sum(widths) * size_w)
+    return Cost(
+        sum(2 * M * D * F for F in widths),
+        M * (D + sum(widths)) * size_x,
+        present * D * sum(widths) * size_w,
+    )
 
 
-def packed_matmul(x: Any, w: Sequence[Any], a: Sequence[Any], b: Sequence[Any], sizes: Any = None, factor: Any = None) -> Cost:
-    """Of ``packed_matmul.packed_matmul``: base and adapters, with rows read and results written once.
+def packed_matmul(
+    x: Any,
+    w: Sequence[Any],
+    a: Sequence[Any],
+    b: Sequence[Any],
+    sizes: Any = None,
+    factor: Any = None,
+) -> Cost:
+    """Of ``packed_matmul.packed_matmul``: base and adapters, with rows read and results written
+    once.
 
     Args:
         x, w, a, b, sizes, factor: as ``grouped`` and ``packed_lora`` take them.
     """
     base = grouped(x, w, sizes)
-    lora = packed_lora(x, a, b, [np.broadcast_to(np.zeros((), x.dtype), (x.shape[0], one.shape[2])) for one in w], factor)
+    lora = packed_lora(
+        x,
+        a,
+        b,
+        [np.broadcast_to(np.zeros((), x.dtype), (x.shape[0], one.shape[2])) for one in w],
+        factor,
+    )
     return base + lora._replace(rows=0)
 
 
 def passes(d_in: int, d_out: int, unit: int, rows: int = TILE) -> int:
-    """Rows times squares of weights that a product ``[rows, d_in] [d_in, d_out]`` takes in a matrix unit ``unit`` wide."""
+    """Rows times squares of weights that a product ``[rows, d_in] [d_in, d_out]`` takes in a matrix
+    unit ``unit`` wide.
+    """
     return rows * -(-d_in // unit) * -(-d_out // unit)
 
 
-def packed_lora_passes(factor: Any, rank: int, d_in: int, d_out: Sequence[int], unit: int, tile: int = TILE) -> int:
-    """Of the forward products of all tiles that have an adapter, a chunk of at most ``COLUMNS`` / R adapters after another.
+def packed_lora_passes(
+    factor: Any, rank: int, d_in: int, d_out: Sequence[int], unit: int, tile: int = TILE
+) -> int:
+    """Of the forward products of all tiles that have an adapter, a chunk of at most ``COLUMNS`` / R
+    adapters after another.
 
-    In the first product the columns of a chunk's adapters stand side by side for all projections; in the second each projection has its
-    own factors below each other.
+    In the first product the columns of a chunk's adapters stand side by side for all projections;
+    in the second each projection has its own factors below each other.
 
     Args:
         factor: ``[M]``, concrete, as ``packed_lora`` takes it.
@@ -121,10 +164,14 @@ def packed_lora_passes(factor: Any, rank: int, d_in: int, d_out: Sequence[int], 
 
     def of_chunk(adapters: int) -> int:
         n = adapters * rank
-        return passes(d_in, n * len(d_out), unit, tile) + sum(passes(n, F, unit, tile) for F in d_out)
+        return passes(d_in, n * len(d_out), unit, tile) + sum(
+            passes(n, F, unit, tile) for F in d_out
+        )
 
     total = 0
     for at in range(0, len(factor), tile):
         present = len(np.unique(factor[at : at + tile][factor[at : at + tile] >= 0]))
-        total += present // chunk * of_chunk(chunk) + (of_chunk(present % chunk) if present % chunk else 0)
+        total += present // chunk * of_chunk(chunk) + (
+            of_chunk(present % chunk) if present % chunk else 0
+        )
     return total

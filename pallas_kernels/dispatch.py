@@ -1,8 +1,10 @@
 """Which implementation of an op runs, and why not another one.
 
-Every op has a table, the best first. One that cannot serve says so before anything is computed, by a ``NotImplementedError`` with the
-reason, and the next is asked; the last serves everything. ``auto`` decides by the platform that a program is *lowered for*, inside it
-(``jax.lax.platform_dependent``): so a program compiled ahead of time for a TPU has the TPU's kernel wherever it is compiled.
+Every op has a table, the best first. One that cannot serve says so before anything is computed, by
+a ``NotImplementedError`` with the reason, and the next is asked; the last serves everything.
+``auto`` decides by the platform that a program is *lowered for*, inside it
+(``jax.lax.platform_dependent``): so a program compiled ahead of time for a TPU has the TPU's kernel
+wherever it is compiled.
 """
 
 import collections
@@ -31,7 +33,8 @@ class Fall(NamedTuple):
     reason: str
 
 
-fallen: collections.Counter[Fall] = collections.Counter()  # how often each was passed over, in this process
+# how often each was passed over, in this process
+fallen: collections.Counter[Fall] = collections.Counter()
 
 
 class Implementation(NamedTuple):
@@ -41,7 +44,8 @@ class Implementation(NamedTuple):
         name: for ``implementation=``.
         platform: what it is lowered for; None is any.
         call: of the op's arrays, with ``interpret`` where it is a kernel of Pallas'.
-        require: of the same arrays (or their shapes); raises ``NotImplementedError`` with the reason where it cannot serve them.
+        require: of the same arrays (or their shapes); raises ``NotImplementedError`` with the
+            reason where it cannot serve them.
     """
 
     name: str
@@ -51,7 +55,9 @@ class Implementation(NamedTuple):
 
 
 def platform_here() -> str:
-    """The platform that programs for this process's devices are lowered for, as ``Implementation`` has it."""
+    """The platform that programs for this process's devices are lowered for, as ``Implementation``
+    has it.
+    """
     backend = jax.default_backend()
     return "cuda" if backend == "gpu" else backend
 
@@ -77,13 +83,22 @@ def explain(table: Sequence[Implementation], *args: Any) -> list[tuple[str, str]
     return out
 
 
-def run(op: str, table: Sequence[Implementation], implementation: str, args: Sequence[Any], interpret: Any = None, **static: Any) -> Any:
+def run(
+    op: str,
+    table: Sequence[Implementation],
+    implementation: str,
+    args: Sequence[Any],
+    interpret: Any = None,
+    **static: Any,
+) -> Any:
     """The op of ``args``.
 
     Args:
         implementation: a name of the table, or ``auto``.
-        interpret: runs a kernel that is named in Pallas' interpreter; None: where it is lowered for a CPU.
-        static: what every implementation is given beside the arrays, and a program holds as constants.
+        interpret: runs a kernel that is named in Pallas' interpreter; None: where it is lowered for
+            a CPU.
+        static: what every implementation is given beside the arrays, and a program holds as
+            constants.
 
     Raises:
         ValueError: no such implementation, or one that was named cannot serve.
@@ -91,19 +106,28 @@ def run(op: str, table: Sequence[Implementation], implementation: str, args: Seq
     if implementation != "auto":
         named = [one for one in table if one.name == implementation]
         if not named:
-            raise ValueError(f"{op} has no implementation {implementation!r}; choose one of: auto, {', '.join(one.name for one in table)}")
+            raise ValueError(
+                f"{op} has no implementation {implementation!r}; choose one of: auto,"
+                f" {', '.join(one.name for one in table)}"
+            )
         try:
             named[0].require(*args)
         except NotImplementedError as reason:
-            others = ", ".join(name for name, told in explain(table, *args) if told.startswith("serves"))
-            raise ValueError(f"{op} by {implementation}: {reason}; choose auto or one of: {others}") from None
+            others = ", ".join(
+                name for name, told in explain(table, *args) if told.startswith("serves")
+            )
+            raise ValueError(
+                f"{op} by {implementation}: {reason}; choose auto or one of: {others}"
+            ) from None
         call = functools.partial(named[0].call, **static)
         if named[0].platform in (None, "cpu"):
             return call(*args)
         if interpret is not None:
             return call(*args, interpret=interpret)
         on_cpu = functools.partial(call, interpret=True)
-        return jax.lax.platform_dependent(*args, cpu=on_cpu, default=functools.partial(call, interpret=False))
+        return jax.lax.platform_dependent(
+            *args, cpu=on_cpu, default=functools.partial(call, interpret=False)
+        )
     forms: dict[str, Any] = {}
     for one in table:
         if (one.platform or "default") in forms:
@@ -119,17 +143,24 @@ def run(op: str, table: Sequence[Implementation], implementation: str, args: Seq
 
 
 def passed_over(since: collections.Counter[Fall], platform: str) -> list[dict[str, Any]]:
-    """The kernels of one platform that were passed over since, for reports: those of others were never wanted.
+    """The kernels of one platform that were passed over since, for reports: those of others were
+    never wanted.
 
     Args:
         since: a copy of ``fallen`` from then.
         platform: as in ``Implementation``, or another one, which has no kernels.
 
     Returns:
-        Of each kernel and reason ``op``, ``implementation``, ``reason`` and ``times``: how many calls, each traced once a program.
+        Of each kernel and reason ``op``, ``implementation``, ``reason`` and ``times``: how many
+        calls, each traced once a program.
     """
     return [
-        {"op": fall.op, "implementation": fall.implementation, "reason": fall.reason, "times": times}
+        {
+            "op": fall.op,
+            "implementation": fall.implementation,
+            "reason": fall.reason,
+            "times": times,
+        }
         for fall, times in (fallen - since).items()
         if fall.platform == platform
     ]

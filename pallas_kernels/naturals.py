@@ -1,7 +1,7 @@
 """Division of integers that are not negative, in kernels.
 
-``//`` and ``%`` of a traced number look at signs, and to lower a sign for a TPU Pallas must know which one it is: such a kernel could be
-lowered only where a TPU is attached or a topology is named.
+``//`` and ``%`` of a traced number look at signs, and to lower a sign for a TPU Pallas must know
+which one it is: such a kernel could be lowered only where a TPU is attached or a topology is named.
 """
 
 from typing import Any

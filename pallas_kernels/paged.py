@@ -1,10 +1,13 @@
-"""How rows' tokens lie in pages, and XLA's loop over them, which both attentions to a paged cache share.
+"""How rows' tokens lie in pages, and XLA's loop over them, which both attentions to a paged cache
+share.
 
-A pool ``[L, U, ..., PAGE, X]`` has pages of PAGE positions. A row's table lists its pages in two parts, the *prefix* and the row's *own*
-tokens, each of which begins with a new *run* of RUN positions. The loop reads one run of every row at a time, as far as the longest
-row reaches; the kernel of TPUs (``paged_tpu``) reads of each row what is there.
+A pool ``[L, U, ..., PAGE, X]`` has pages of PAGE positions. A row's table lists its pages in two
+parts, the *prefix* and the row's *own* tokens, each of which begins with a new *run* of RUN
+positions. The loop reads one run of every row at a time, as far as the longest row reaches; the
+kernel of TPUs (``paged_tpu``) reads of each row what is there.
 
-Axes: L layers, U pages, B rows, T new tokens, D table entries, X width, M queries of a row, S positions of a run.
+Axes: L layers, U pages, B rows, T new tokens, D table entries, X width, M queries of a row, S
+positions of a run.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,8 +29,9 @@ class Rows(NamedTuple):
 
     Attributes:
         layer: int32.
-        table: ``[B, D]`` int32 pages, D a multiple of RUN_PAGES: those of a row's prefix and, from a new run on, of its own tokens. Entries
-            behind a part's pages may name pages that are not there.
+        table: ``[B, D]`` int32 pages, D a multiple of RUN_PAGES: those of a row's prefix and, from
+            a new run on, of its own tokens. Entries behind a part's pages may name pages that are
+            not there.
         prefix, own: ``[B]`` int32, how many tokens each part has.
         first: ``[B]`` int32, the first run that is read.
     """
@@ -39,32 +43,45 @@ class Rows(NamedTuple):
     first: jax.Array
 
 
-# Attention of queries [B, ..., M, X] to one run: of pages [B, RUN_PAGES], seen [B, S] or, where keys are chosen, [B, tokens, S].
+# Attention of queries [B, ..., M, X] to one run: of pages [B, RUN_PAGES], seen [B, S] or, where
+# keys are chosen, [B, tokens, S].
 Score = Callable[[Any, jax.Array, jax.Array], Partial]
 
 
-def read(pool: jax.Array, layer: jax.Array, pages: jax.Array, width: int | None = None) -> jax.Array:
-    """A run of each row, ``[B, RUN_PAGES, ..., PAGE, X] -> [B, ..., S, X]``; of X the first ``width``."""
+def read(
+    pool: jax.Array, layer: jax.Array, pages: jax.Array, width: int | None = None
+) -> jax.Array:
+    """A run of each row, ``[B, RUN_PAGES, ..., PAGE, X] -> [B, ..., S, X]``; of X the first
+    ``width``.
+    """
     run = jnp.moveaxis(pool[layer, pages], 1, -3)
     return run.reshape(*run.shape[:-3], RUN, run.shape[-1])[..., :width]
 
 
 def clean(values: jax.Array, seen: jax.Array) -> jax.Array:
-    """Values ``[..., S, X]`` with zeros where no token is: what a page's last owner left may be NaN, and a weight of 0 does not hide it."""
+    """Values ``[..., S, X]`` with zeros where no token is: what a page's last owner left may be
+    NaN, and a weight of 0 does not hide it.
+    """
     return jnp.where(seen[..., None], values, jnp.zeros((), values.dtype))
 
 
 def seen_in_run(prefix: jax.Array, own: jax.Array, run_B: jax.Array) -> jax.Array:
     """``[B, S]``: which positions of a run hold a token."""
     runs_of_prefix = -(-prefix // RUN)
-    there = jnp.where(run_B < runs_of_prefix, prefix - RUN * run_B, own - RUN * (run_B - runs_of_prefix))
+    there = jnp.where(
+        run_B < runs_of_prefix, prefix - RUN * run_B, own - RUN * (run_B - runs_of_prefix)
+    )
     return jnp.arange(RUN)[None] < there[:, None]
 
 
 def run_pages(table: jax.Array, run_B: jax.Array) -> jax.Array:
-    """``[B, RUN_PAGES]``: the pages of one run of each row; those of the last run for a row that has not as many."""
+    """``[B, RUN_PAGES]``: the pages of one run of each row; those of the last run for a row that
+    has not as many.
+    """
     runs = table.reshape(table.shape[0], -1, RUN_PAGES)
-    return jnp.take_along_axis(runs, jnp.minimum(run_B, runs.shape[1] - 1)[:, None, None], axis=1)[:, 0]
+    return jnp.take_along_axis(runs, jnp.minimum(run_B, runs.shape[1] - 1)[:, None, None], axis=1)[
+        :, 0
+    ]
 
 
 def last_run(prefix: jax.Array, own: jax.Array) -> jax.Array:
@@ -88,7 +105,9 @@ def check_rows(B: int, rows: Rows) -> None:
     """Raises ValueError where these are not B rows, or a table ends within a run."""
     _, table, *of_rows = rows
     if table.ndim != 2 or table.shape[0] != B or table.shape[1] % RUN_PAGES:
-        raise ValueError(f"table has shape {table.shape}; expected [{B}, D], D a multiple of {RUN_PAGES}")
+        raise ValueError(
+            f"table has shape {table.shape}; expected [{B}, D], D a multiple of {RUN_PAGES}"
+        )
     if any(x.shape != (B,) for x in of_rows):
         told = " and ".join(str(x.shape) for x in of_rows)
         raise ValueError(f"prefix, own and first have shapes {told}; expected [{B}]")
@@ -107,9 +126,20 @@ def attend(score: Score, queries: Any, rows: Rows, chosen: jax.Array | None = No
 
     def step(i: jax.Array, total: Partial) -> Partial:
         run_B = first + i
-        return join(total, score(queries, run_pages(table, run_B), _mask(seen_in_run(prefix, own, run_B), chosen, run_B)))
+        return join(
+            total,
+            score(
+                queries,
+                run_pages(table, run_B),
+                _mask(seen_in_run(prefix, own, run_B), chosen, run_B),
+            ),
+        )
 
-    none = nothing(jax.eval_shape(score, queries, jnp.zeros((B, RUN_PAGES), jnp.int32), jnp.zeros((B, RUN), bool)))
+    none = nothing(
+        jax.eval_shape(
+            score, queries, jnp.zeros((B, RUN_PAGES), jnp.int32), jnp.zeros((B, RUN), bool)
+        )
+    )
     return jax.lax.fori_loop(0, jnp.max(last_run(prefix, own) - first), step, none)
 
 

@@ -1,15 +1,18 @@
-"""GPU kernel of attention to a paged cache: a program reads a part of one row's own pages for a block of one head's queries.
+"""GPU kernel of attention to a paged cache: a program reads a part of one row's own pages for a
+block of one head's queries.
 
-A row's runs are divided evenly among several programs, for a GPU has more than a hundred processors and a batch that decodes often fewer
-rows, and one long row would keep the others waiting. Each program leaves its part of the softmax; XLA joins a row's parts (Flash-Decoding,
-and FlashAttention, arXiv 2205.14135, section 3.1, Algorithm 1 line 12). How many parts there are follows from shapes, and where each ends
-from its row: a row's result is a function of the row alone.
+A row's runs are divided evenly among several programs, for a GPU has more than a hundred processors
+and a batch that decodes often fewer rows, and one long row would keep the others waiting. Each
+program leaves its part of the softmax; XLA joins a row's parts (Flash-Decoding, and FlashAttention,
+arXiv 2205.14135, section 3.1, Algorithm 1 line 12). How many parts there are follows from shapes,
+and where each ends from its row: a row's result is a function of the row alone.
 
-Pages are read where the pool lies, through the table, and positions that hold no token not at all: they stand as zeros, whatever a page's
-last owner left. As in ``paged_tpu`` scores are sums over several pools of keys, and one pool has the values.
+Pages are read where the pool lies, through the table, and positions that hold no token not at all:
+they stand as zeros, whatever a page's last owner left. As in ``paged_tpu`` scores are sums over
+several pools of keys, and one pool has the values.
 
-Axes: L layers, U pages, B rows, D table entries, K heads that have keys of their own, M queries of one, Q of a program, X width in the
-pool, V of values, S positions of a step, N parts.
+Axes: L layers, U pages, B rows, D table entries, K heads that have keys of their own, M queries of
+one, Q of a program, X width in the pool, V of values, S positions of a step, N parts.
 """
 
 import functools
@@ -26,7 +29,16 @@ from pallas_kernels import tuning
 from pallas_kernels.naturals import div, rem
 from pallas_kernels.paged import PAGE, RUN, Rows, key_of, op_of
 from pallas_kernels.partial import Partial, join_all
-from pallas_kernels.triton import Span, columns, pieces, power_of_two, read, require_shared_memory, unravel, write
+from pallas_kernels.triton import (
+    Span,
+    columns,
+    pieces,
+    power_of_two,
+    read,
+    require_shared_memory,
+    unravel,
+    write,
+)
 
 PROGRAMS = 8 * 132  # eight for each processor of an H200
 PARTS_BYTES = 16 << 20  # of the parts of all rows at most, where there are several
@@ -53,11 +65,15 @@ class Config(NamedTuple):
     stages: int
 
 
-def config(queries: Sequence[jax.Array], pools: Sequence[jax.Array], width: int, positions: int) -> Config:
-    """As measured, or else what the registers and the 227 KiB of shared memory of one of an H200's processors hold, by its compiler's word.
+def config(
+    queries: Sequence[jax.Array], pools: Sequence[jax.Array], width: int, positions: int
+) -> Config:
+    """As measured, or else what the registers and the 227 KiB of shared memory of one of an H200's
+    processors hold, by its compiler's word.
 
-    Triton keeps a step's keys and values under way only if it has stages left behind the table's entry: 3 stages hold one step of them,
-    5 two, which is what a block of few queries waits for. With 64 queries of 512 (latents) a third stage spills 8 bytes.
+    Triton keeps a step's keys and values under way only if it has stages left behind the table's
+    entry: 3 stages hold one step of them, 5 two, which is what a block of few queries waits for.
+    With 64 queries of 512 (latents) a third stage spills 8 bytes.
     """
     B, K, M, _ = queries[0].shape
     exact = pools[0].dtype == jnp.float32  # without matrix units: operands are in registers too
@@ -68,8 +84,20 @@ def config(queries: Sequence[jax.Array], pools: Sequence[jax.Array], width: int,
     while parts * programs < PROGRAMS and 2 * parts <= room:
         parts *= 2
     stages = 2 if wide else 3 if exact or Q > 32 else 5
-    rule = Config(Q, 32 if exact or wide else 64, 32 if exact else 512, parts, 8 if exact or Q * width > 64 * 128 or wide else 4, stages)
-    return tuning.chosen(op_of(queries), "cuda", f"{key_of(queries, pools)} positions {tuning.power(positions)}", rule)
+    rule = Config(
+        Q,
+        32 if exact or wide else 64,
+        32 if exact else 512,
+        parts,
+        8 if exact or Q * width > 64 * 128 or wide else 4,
+        stages,
+    )
+    return tuning.chosen(
+        op_of(queries),
+        "cuda",
+        f"{key_of(queries, pools)} positions {tuning.power(positions)}",
+        rule,
+    )
 
 
 def require(queries: Sequence[jax.Array], pools: Sequence[jax.Array], width: int) -> None:
@@ -80,7 +108,10 @@ def require(queries: Sequence[jax.Array], pools: Sequence[jax.Array], width: int
     """
     dtypes = {x.dtype for x in (*queries, *pools)}
     if len(dtypes) > 1 or not dtypes <= {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)}:
-        raise NotImplementedError(f"queries and pools are {sorted(map(str, dtypes))}; all bfloat16 or all float32 are served")
+        raise NotImplementedError(
+            f"queries and pools are {sorted(map(str, dtypes))}; all bfloat16 or all float32 are"
+            " served"
+        )
     if not all(x.size for x in (*queries, *pools)):
         raise NotImplementedError("no queries or no pages")
     if width > 192:
@@ -91,7 +122,9 @@ def _runs(tokens: jax.Array) -> jax.Array:
     return div(tokens + (RUN - 1), RUN)
 
 
-def _kernel(layer, table, prefix, own, first, *refs, keys: int, value: int, scale: float, how: Config) -> None:
+def _kernel(
+    layer, table, prefix, own, first, *refs, keys: int, value: int, scale: float, how: Config
+) -> None:
     queries, pools, (top, total, out) = refs[:keys], refs[keys:-3], refs[-3:]
     (_, K, M, _), (parts, *_, V), S = queries[0].shape, out.shape, how.keys
     b, part, head, block = unravel(pl.program_id(0), parts, K, pl.cdiv(M, how.queries))
@@ -116,7 +149,11 @@ def _kernel(layer, table, prefix, own, first, *refs, keys: int, value: int, scal
             across = at.at.start + jax.lax.iota(jnp.int32, at.at.size)
             mask = seen[:, None] if at.there is None else seen[:, None] & at.there[None]
             index = layer[...], page[:, None], head, place[:, None], across[None]
-            return triton.load(pool.at[index], mask=jnp.broadcast_to(mask, (S, at.at.size)), other=jnp.zeros((), pool.dtype))
+            return triton.load(
+                pool.at[index],
+                mask=jnp.broadcast_to(mask, (S, at.at.size)),
+                other=jnp.zeros((), pool.dtype),
+            )
 
         k = [[read_pages(pool, at) for at in spans] for pool, spans in zip(pools, of_keys)]
         v = k[value] if value < keys else [read_pages(pools[value], at) for at in of_values]
@@ -148,26 +185,40 @@ def attend(
     how: Config | None = None,
     interpret: Any = False,
 ) -> Partial:
-    """Attention of each row's queries to its runs from ``first`` on, ``[B, K, M, 1]`` twice and ``[B, K, M, width]``.
+    """Attention of each row's queries to its runs from ``first`` on, ``[B, K, M, 1]`` twice and
+    ``[B, K, M, width]``.
 
     Args:
-        queries: ``[B, K, M, H_i]`` for the keys of the pools of the same places; scores are the sum over them.
+        queries: ``[B, K, M, H_i]`` for the keys of the pools of the same places; scores are the sum
+            over them.
         pools: ``[L, U, K, PAGE, X_i]``, X_i at least H_i.
-        value: the pool of the values, of which the first ``width`` dimensions are summed: H_i where it is a pool of keys too.
+        value: the pool of the values, of which the first ``width`` dimensions are summed: H_i where
+            it is a pool of keys too.
     """
     (B, K, M, _), positions = queries[0].shape, rows.table.shape[1] * PAGE
     how = config(queries, pools, width, positions) if how is None else how
-    flops = 2 * B * K * M * positions * (sum(q.shape[3] for q in queries) + width)  # as many positions as there may be
+    # as many positions as there may be
+    flops = 2 * B * K * M * positions * (sum(q.shape[3] for q in queries) + width)
     nbytes = B * K * positions * sum(pool.shape[-1] * pool.dtype.itemsize for pool in pools)
     numbers = jax.ShapeDtypeStruct((how.parts, B, K, M), jnp.float32)
     top, total, out = pl.pallas_call(
         functools.partial(
-            _paged_attention if len(queries) == 1 else _latent_attention, keys=len(queries), value=value, scale=scale, how=how
+            _paged_attention if len(queries) == 1 else _latent_attention,
+            keys=len(queries),
+            value=value,
+            scale=scale,
+            how=how,
         ),
         grid=(B * how.parts * K * pl.cdiv(M, how.queries),),
-        out_shape=[numbers, numbers, jax.ShapeDtypeStruct((how.parts, B, K, M, width), jnp.float32)],
+        out_shape=[
+            numbers,
+            numbers,
+            jax.ShapeDtypeStruct((how.parts, B, K, M, width), jnp.float32),
+        ],
         compiler_params=triton.CompilerParams(num_warps=how.warps, num_stages=how.stages),
-        cost_estimate=pl.CostEstimate(flops=flops, bytes_accessed=nbytes, transcendentals=B * K * M * positions),
+        cost_estimate=pl.CostEstimate(
+            flops=flops, bytes_accessed=nbytes, transcendentals=B * K * M * positions
+        ),
         interpret=interpret,
     )(*rows, *queries, *pools)
     return join_all(Partial(top[..., None], total[..., None], out))

@@ -1,17 +1,21 @@
-"""TPU kernel of attention to a paged cache: each row walks its own pages, which are fetched from where the pool lies.
+"""TPU kernel of attention to a paged cache: each row walks its own pages, which are fetched from
+where the pool lies.
 
-A program of the grid is a row with all its queries. Its tokens come in chunks of a few runs, whose pages are copied side by side into
-one of several slots of a core's memory, while the chunks before are computed. The chunks of all rows are one stream: behind a row's
-last chunk comes the next row's first, so that a row of one page waits for memory no longer than any other. Pages that hold no token
-are not read, rows that have nothing to read are passed over, and tables are fetched a row at a time: as prefetched scalars those of
-128 rows of 65,536 tokens would be all of a core's 1 MiB. Statistics of chunks are merged as they come (FlashAttention, arXiv
-2205.14135, section 3.1, Algorithm 1).
+A program of the grid is a row with all its queries. Its tokens come in chunks of a few runs, whose
+pages are copied side by side into one of several slots of a core's memory, while the chunks before
+are computed. The chunks of all rows are one stream: behind a row's last chunk comes the next row's
+first, so that a row of one page waits for memory no longer than any other. Pages that hold no token
+are not read, rows that have nothing to read are passed over, and tables are fetched a row at a
+time: as prefetched scalars those of 128 rows of 65,536 tokens would be all of a core's 1 MiB.
+Statistics of chunks are merged as they come (FlashAttention, arXiv 2205.14135, section 3.1,
+Algorithm 1).
 
-Scores are sums over several pools of keys, and one pool has the values: keys and values of heads, or a latent that is both beside a
-rotary key that is not. What a page's last owner left where no token is may be NaN: scores are masked there, and values set to zero.
+Scores are sums over several pools of keys, and one pool has the values: keys and values of heads,
+or a latent that is both beside a rotary key that is not. What a page's last owner left where no
+token is may be NaN: scores are masked there, and values set to zero.
 
-Axes: L layers, U pages, B rows, D table entries, K heads that have keys of their own, M queries of one, X width in the pool, V of
-values, S positions of a chunk, N slots.
+Axes: L layers, U pages, B rows, D table entries, K heads that have keys of their own, M queries of
+one, X width in the pool, V of values, S positions of a chunk, N slots.
 """
 
 import functools
@@ -45,7 +49,8 @@ class Config(NamedTuple):
         chunk_bytes: of a chunk at most, where one run is not more.
         slots: chunks in a core's memory: one that is read, and others under way.
         rows: queries of one product at most.
-        parts: into which rows are split where their number divides: v4 and v5p have two cores that share a device's grid.
+        parts: into which rows are split where their number divides: v4 and v5p have two cores that
+            share a device's grid.
     """
 
     runs: int = 8
@@ -61,7 +66,9 @@ def sized(queries: Sequence[jax.Array], pools: Sequence[jax.Array]) -> Config:
 
 
 class _Sizes(NamedTuple):
-    """What follows from the shapes: runs of a chunk, heads and queries of one product, queries of a head with padding."""
+    """What follows from the shapes: runs of a chunk, heads and queries of one product, queries of a
+    head with padding.
+    """
 
     runs: int
     heads: int
@@ -76,12 +83,20 @@ def _sizes(queries: Sequence[jax.Array], pools: Sequence[jax.Array], config: Con
     runs = config.runs
     while runs > 1 and runs * run_bytes > config.chunk_bytes:
         runs //= 2
-    rows = max(n for n in range(SUBLANES, max(min(M, config.rows), SUBLANES) + 1, SUBLANES) if M % n == 0)
-    heads = max(n for n in range(1, K + 1) if K % n == 0 and (n == 1 or n * rows <= config.rows)) if rows == M else 1
+    rows = max(
+        n for n in range(SUBLANES, max(min(M, config.rows), SUBLANES) + 1, SUBLANES) if M % n == 0
+    )
+    heads = (
+        max(n for n in range(1, K + 1) if K % n == 0 and (n == 1 or n * rows <= config.rows))
+        if rows == M
+        else 1
+    )
     return _Sizes(runs, heads, rows, M)
 
 
-def require(queries: Sequence[jax.Array], pools: Sequence[jax.Array], value: int, width: int) -> None:
+def require(
+    queries: Sequence[jax.Array], pools: Sequence[jax.Array], value: int, width: int
+) -> None:
     """Whether ``attend`` can serve these.
 
     Args:
@@ -92,24 +107,40 @@ def require(queries: Sequence[jax.Array], pools: Sequence[jax.Array], value: int
     """
     dtypes = {x.dtype for x in (*queries, *pools)}
     if len(dtypes) > 1 or not dtypes <= {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)}:
-        raise NotImplementedError(f"queries and pools are {sorted(map(str, dtypes))}; all bfloat16 or all float32 are served")
+        raise NotImplementedError(
+            f"queries and pools are {sorted(map(str, dtypes))}; all bfloat16 or all float32 are"
+            " served"
+        )
     if wrong := [pool.shape[-1] for pool in pools if pool.shape[-1] % LANES]:
         raise NotImplementedError(f"a pool's width {wrong[0]} is no multiple of {LANES}")
     config = sized(queries, pools)
     sizes = _sizes(queries, pools, config)
 
     def nbytes(rows: int, columns: int, dtype: Any) -> int:
-        return -(-rows // SUBLANES) * SUBLANES * -(-columns // LANES) * LANES * jnp.dtype(dtype).itemsize
+        return (
+            -(-rows // SUBLANES)
+            * SUBLANES
+            * -(-columns // LANES)
+            * LANES
+            * jnp.dtype(dtype).itemsize
+        )
 
     K, S, M = queries[0].shape[1], sizes.runs * RUN, sizes.M
     held = config.slots * sum(K * nbytes(S, pool.shape[-1], pool.dtype) for pool in pools)
     held += 2 * K * sum(nbytes(M, q.shape[-1], q.dtype) for q in queries)
-    held += 2 * K * nbytes(M, width, jnp.float32) + 2 * nbytes(2, K * M, jnp.float32) + 2 * K * nbytes(M, LANES, jnp.float32)
+    held += (
+        2 * K * nbytes(M, width, jnp.float32)
+        + 2 * nbytes(2, K * M, jnp.float32)
+        + 2 * K * nbytes(M, LANES, jnp.float32)
+    )
     values = nbytes(LANES, K * M, jnp.float32) + sizes.heads * (
         3 * nbytes(sizes.rows, S, jnp.float32) + 2 * nbytes(sizes.rows, width, jnp.float32)
     )
     if held + values > ROOM:
-        raise NotImplementedError(f"queries and chunks need {(held + values) >> 20} MiB of a core's memory, and {ROOM >> 20} are there")
+        raise NotImplementedError(
+            f"queries and chunks need {(held + values) >> 20} MiB of a core's memory, and"
+            f" {ROOM >> 20} are there"
+        )
 
 
 def _runs(tokens: jax.Array) -> jax.Array:
@@ -137,16 +168,21 @@ class _Positions:
     def seen(self, b: jax.Array, position: jax.Array) -> jax.Array:
         """Whether positions hold a token."""
         begin = self.begin(b)
-        return (position < self.prefix[b]) | ((position >= begin) & (position < begin + self.own[b]))
+        return (position < self.prefix[b]) | (
+            (position >= begin) & (position < begin + self.own[b])
+        )
 
     def filled(self, b: jax.Array, position: jax.Array, count: int) -> jax.Array:
         """Whether so many positions from this one on all do, which begin and end with runs."""
         begin = self.begin(b)
-        return (position + count <= self.prefix[b]) | ((position >= begin) & (position + count <= begin + self.own[b]))
+        return (position + count <= self.prefix[b]) | (
+            (position >= begin) & (position + count <= begin + self.own[b])
+        )
 
 
 class _Stream:
-    """The chunks of rows ``[start, stop)`` one behind another: one is read while the next ones, of rows to come too, are under way.
+    """The chunks of rows ``[start, stop)`` one behind another: one is read while the next ones, of
+    rows to come too, are under way.
 
     Args:
         pools: ``[L, U, K, PAGE, X]`` and of each the slots ``[N, K, S, X]``.
@@ -154,7 +190,16 @@ class _Stream:
     """
 
     def __init__(
-        self, rows: _Positions, stop: jax.Array, layer: Any, table: Any, pools: Any, tables: Any, state: Any, sem: Any, table_sem: Any
+        self,
+        rows: _Positions,
+        stop: jax.Array,
+        layer: Any,
+        table: Any,
+        pools: Any,
+        tables: Any,
+        state: Any,
+        sem: Any,
+        table_sem: Any,
     ):
         self.rows, self.stop, self.layer, self.table, self.pools = rows, stop, layer, table, pools
         self.tables, self.state, self.sem, self.table_sem = tables, state, sem, table_sem
@@ -173,7 +218,9 @@ class _Stream:
             jax.lax.fori_loop(0, self.slots - 1, lambda i, _: self._start(), None)
 
     def take(self, b: jax.Array, chunk: jax.Array) -> jax.Array:
-        """Waits for the next chunk, which is this one, and starts another; the slot in which it is."""
+        """Waits for the next chunk, which is this one, and starts another; the slot in which it
+        is.
+        """
         slot = rem(self.state[TAKEN], self.slots)
         self._each_page(b, chunk, slot, "wait")
         self._start()
@@ -187,10 +234,14 @@ class _Stream:
         return jax.lax.while_loop(empty, lambda b: b + 1, b)
 
     def _table(self, b: jax.Array, slot: Any) -> Any:
-        return pltpu.make_async_copy(self.table.at[b], self.tables.at[slot], self.table_sem.at[slot])
+        return pltpu.make_async_copy(
+            self.table.at[b], self.tables.at[slot], self.table_sem.at[slot]
+        )
 
     def _enter(self, row: jax.Array) -> None:
-        """Chunks of this row are started from now on; its table is under way, the following row's is sent for."""
+        """Chunks of this row are started from now on; its table is under way, the following row's
+        is sent for.
+        """
         slot = rem(self.state[ENTERED], 2)
         self._table(row, slot).wait()
         following = self._following(row + 1)
@@ -234,7 +285,10 @@ class _Stream:
             page = self.tables[table, 0, div(position, PAGE) + j] if what == "start" else 0
             for n, (pool, slots) in enumerate(self.pools):
                 to = slots.at[slot, :, pl.ds(pl.multiple_of(j * PAGE, PAGE), PAGE)]
-                getattr(pltpu.make_async_copy(pool.at[self.layer[0], page], to, self.sem.at[slot, n]), what)()
+                getattr(
+                    pltpu.make_async_copy(pool.at[self.layer[0], page], to, self.sem.at[slot, n]),
+                    what,
+                )()
 
         @pl.when(full)
         def _all() -> None:
@@ -243,15 +297,24 @@ class _Stream:
                     one(j)
             else:  # for all at once
                 for n, (_pool, slots) in enumerate(self.pools):
-                    pltpu.make_async_copy(slots.at[slot], slots.at[slot], self.sem.at[slot, n]).wait()
+                    pltpu.make_async_copy(
+                        slots.at[slot], slots.at[slot], self.sem.at[slot, n]
+                    ).wait()
 
         @pl.when(~full)
         def _some() -> None:
             # Entries behind a part's pages may name a page that is not there.
-            jax.lax.fori_loop(0, pages, lambda j, _: pl.when(self.rows.seen(b, position + j * PAGE))(lambda: one(j)), None)
+            jax.lax.fori_loop(
+                0,
+                pages,
+                lambda j, _: pl.when(self.rows.seen(b, position + j * PAGE))(lambda: one(j)),
+                None,
+            )
 
 
-def _clean(rows: _Positions, b: jax.Array, position: jax.Array, values: Any, slot: jax.Array) -> None:
+def _clean(
+    rows: _Positions, b: jax.Array, position: jax.Array, values: Any, slot: jax.Array
+) -> None:
     """Zeros in a slot's values ``[K, S, X]`` where no token is."""
     S = values.shape[2]
 
@@ -266,14 +329,31 @@ def _clean(rows: _Positions, b: jax.Array, position: jax.Array, values: Any, slo
         jax.lax.fori_loop(0, S // PAGE, one, None)
 
 
-def _kernel(layer, prefix, own, first, *refs, value: int, scale: float, keys: int, pools: int, sizes: _Sizes) -> None:
+def _kernel(
+    layer, prefix, own, first, *refs, value: int, scale: float, keys: int, pools: int, sizes: _Sizes
+) -> None:
     queries, table, refs = refs[:keys], refs[keys], refs[keys + 1 :]
-    of_pools, (stats, out), slots, refs = refs[:pools], refs[pools : pools + 2], refs[pools + 2 : 2 * pools + 2], refs[2 * pools + 2 :]
+    of_pools, (stats, out), slots, refs = (
+        refs[:pools],
+        refs[pools : pools + 2],
+        refs[pools + 2 : 2 * pools + 2],
+        refs[2 * pools + 2 :],
+    )
     tables, state, top, total, sem, table_sem = refs
     each = pl.num_programs(1)
     b = pl.program_id(0) * each + pl.program_id(1)
     rows = _Positions(prefix, own, first, sizes.runs)
-    stream = _Stream(rows, (pl.program_id(0) + 1) * each, layer, table, [*zip(of_pools, slots)], tables, state, sem, table_sem)
+    stream = _Stream(
+        rows,
+        (pl.program_id(0) + 1) * each,
+        layer,
+        table,
+        [*zip(of_pools, slots)],
+        tables,
+        state,
+        sem,
+        table_sem,
+    )
 
     @pl.when(pl.program_id(1) == 0)
     def _first() -> None:
@@ -296,19 +376,23 @@ def _kernel(layer, prefix, own, first, *refs, value: int, scale: float, keys: in
             s = jnp.zeros((), jnp.float32)
             for q, key in zip(queries, slots):
                 s = s + dot(q[0, heads, mine], key[slot, heads, :, : q.shape[3]], (2, 2), 1)
-            s = jnp.where(seen, s * scale, -jnp.inf)  # the largest so far is finite: the weight of -inf is 0
+            # the largest so far is finite: the weight of -inf is 0
+            s = jnp.where(seen, s * scale, -jnp.inf)
             old = top[heads, mine]
             new = jnp.maximum(old, jnp.max(s, axis=2, keepdims=True))
             p, shrunk = jnp.exp(s - new[..., :1]), jnp.exp(old - new)
             top[heads, mine] = new
             total[heads, mine] = shrunk * total[heads, mine] + jnp.sum(p, axis=2, keepdims=True)
             v = slots[value][slot, heads, :, :V]
-            out[0, heads, mine] = shrunk[..., :1] * out[0, heads, mine] + dot(p.astype(v.dtype), v, (2, 1), 1)
+            out[0, heads, mine] = shrunk[..., :1] * out[0, heads, mine] + dot(
+                p.astype(v.dtype), v, (2, 1), 1
+            )
 
         jax.lax.fori_loop(0, K // sizes.heads * (M // sizes.rows), of_block, None)
 
     jax.lax.fori_loop(0, rows.chunks(b), of_chunk, None)
-    # A number of each query as a column would be padded to 128 lanes in the result: they leave as rows.
+    # A number of each query as a column would be padded to 128 lanes in the result: they leave as
+    # rows.
     for n, column in enumerate((top, total)):
         stats[0, n : n + 1] = column[...].reshape(K * M, LANES).T[:1]
 
@@ -324,10 +408,12 @@ def attend(
     config: Config | None = None,
     interpret: Any = False,
 ) -> Partial:
-    """Attention of each row's queries to its runs from ``first`` on, ``[B, K, M, 1]`` twice and ``[B, K, M, width]``.
+    """Attention of each row's queries to its runs from ``first`` on, ``[B, K, M, 1]`` twice and
+    ``[B, K, M, width]``.
 
     Args:
-        queries: ``[B, K, M, H_i]`` for the keys of the pools of the same places; scores are the sum over them.
+        queries: ``[B, K, M, H_i]`` for the keys of the pools of the same places; scores are the sum
+            over them.
         pools: ``[L, U, K, PAGE, X_i]``, X_i at least H_i.
         value: the pool of the values, of which the first ``width`` dimensions are summed.
     """
@@ -350,11 +436,17 @@ def attend(
     flops = 2 * B * K * sizes.M * positions * (sum(q.shape[3] for q in queries) + width)
     nbytes = B * K * positions * sum(pool.shape[-1] * pool.dtype.itemsize for pool in pools)
     stats, out = pl.pallas_call(
-        functools.partial(_kernel, value=value, scale=scale, keys=len(queries), pools=len(pools), sizes=sizes),
+        functools.partial(
+            _kernel, value=value, scale=scale, keys=len(queries), pools=len(pools), sizes=sizes
+        ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
             grid=(parts, each),
-            in_specs=[*(of_row(*q.shape[1:]) for q in queries), where_it_is, *(where_it_is for _ in pools)],
+            in_specs=[
+                *(of_row(*q.shape[1:]) for q in queries),
+                where_it_is,
+                *(where_it_is for _ in pools),
+            ],
             out_specs=[of_row(2, K * sizes.M), of_row(K, sizes.M, width)],
             scratch_shapes=[
                 *(pltpu.VMEM((config.slots, K, S, pool.shape[-1]), pool.dtype) for pool in pools),
@@ -365,13 +457,21 @@ def attend(
                 pltpu.SemaphoreType.DMA((2,)),
             ],
         ),
-        out_shape=[jax.ShapeDtypeStruct((B, 2, K * sizes.M), jnp.float32), jax.ShapeDtypeStruct((B, K, sizes.M, width), jnp.float32)],
-        # With checks of bounds a page's two copies are some 90 bundles of a v5p's program, without them 20, where attention to it is 40;
-        # pages are looked up for positions that hold a token alone.
+        out_shape=[
+            jax.ShapeDtypeStruct((B, 2, K * sizes.M), jnp.float32),
+            jax.ShapeDtypeStruct((B, K, sizes.M, width), jnp.float32),
+        ],
+        # With checks of bounds a page's two copies are some 90 bundles of a v5p's program, without
+        # them 20, where attention to it is 40; pages are looked up for positions that hold a token
+        # alone.
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT, disable_bounds_checks=True
+            dimension_semantics=("parallel", "arbitrary"),
+            vmem_limit_bytes=VMEM_LIMIT,
+            disable_bounds_checks=True,
         ),
-        cost_estimate=pl.CostEstimate(flops=flops, bytes_accessed=nbytes, transcendentals=B * K * sizes.M * positions),
+        cost_estimate=pl.CostEstimate(
+            flops=flops, bytes_accessed=nbytes, transcendentals=B * K * sizes.M * positions
+        ),
         interpret=interpret,
         name="paged_attention" if len(queries) == 1 else "latent_attention",
     )(layer.reshape(1), prefix, own, first, *queries, table[:, None], *pools)

@@ -1,11 +1,16 @@
-"""Tiles of rows that are sorted by group: small arrays that tell a loop or a kernel which rows to take, and for which group."""
+"""Tiles of rows that are sorted by group: small arrays that tell a loop or a kernel which rows to
+take, and for which group.
+"""
 
 import jax
 import jax.numpy as jnp
 
 
-def schedule(M: int, sizes: jax.Array, tile: int, first: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Tiles of rows sorted by group: of each its group and first row, in order; and how many there are.
+def schedule(
+    M: int, sizes: jax.Array, tile: int, first: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Tiles of rows sorted by group: of each its group and first row, in order; and how many there
+    are.
 
     Args:
         sizes, first: ``[G]`` rows and first row of each group.
@@ -19,9 +24,12 @@ def schedule(M: int, sizes: jax.Array, tile: int, first: jax.Array) -> tuple[jax
     return group_n, first_n, last_G[-1]
 
 
-def tiles(M: int, sizes: jax.Array, tile: int, first: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """As ``schedule``, for a grid, which has as many tiles as there can be at most: of each its group, its first row and the row where
-    its group ends; 0 for tiles that are not there."""
+def tiles(
+    M: int, sizes: jax.Array, tile: int, first: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """As ``schedule``, for a grid, which has as many tiles as there can be at most: of each its
+    group, its first row and the row where its group ends; 0 for tiles that are not there.
+    """
     group_V, first_V, total = schedule(M, sizes, tile, first)
     there = jnp.arange(group_V.shape[0], dtype=jnp.int32) < total
     return group_V, first_V, jnp.where(there, (first + sizes)[group_V], 0)

@@ -1,5 +1,6 @@
-"""The running softmax of the attention kernels of GPUs: a program's queries meet their keys block by block (FlashAttention, arXiv
-2205.14135, Algorithm 1), with values in pieces whose widths are powers of two.
+"""The running softmax of the attention kernels of GPUs: a program's queries meet their keys block
+by block (FlashAttention, arXiv 2205.14135, Algorithm 1), with values in pieces whose widths are
+powers of two.
 
 Axes: Q queries, S keys of a block, V width of a piece.
 """
@@ -31,7 +32,9 @@ class Running(NamedTuple):
 def begin(queries: int, values: Sequence[Span]) -> Running:
     """Attention to no key."""
     zero = jnp.zeros((queries,), jnp.float32)
-    return Running(zero + MASKED, zero, tuple(jnp.zeros((queries, one.at.size), jnp.float32) for one in values))
+    return Running(
+        zero + MASKED, zero, tuple(jnp.zeros((queries, one.at.size), jnp.float32) for one in values)
+    )
 
 
 def scores(queries: Sequence[jax.Array], keys: Sequence[jax.Array]) -> jax.Array:
@@ -41,9 +44,14 @@ def scores(queries: Sequence[jax.Array], keys: Sequence[jax.Array]) -> jax.Array
 
 
 def meet(so_far: Running, s: jax.Array, seen: jax.Array, values: Sequence[jax.Array]) -> Running:
-    """The queries go on to keys with scores ``s [Q, S]``, where ``seen``, and pieces of values ``[S, V]``."""
+    """The queries go on to keys with scores ``s [Q, S]``, where ``seen``, and pieces of values
+    ``[S, V]``.
+    """
     s = jnp.where(seen, s, -jnp.inf)  # the largest so far is finite: the weight of -inf is 0
     top = jnp.maximum(so_far.top, jnp.max(s, axis=1))
     p, shrunk = jnp.exp(s - top[:, None]), jnp.exp(so_far.top - top)
-    new = (shrunk[:, None] * old + dot(p.astype(v.dtype), v, (1, 0)) for old, v in zip(so_far.values, values, strict=True))
+    new = (
+        shrunk[:, None] * old + dot(p.astype(v.dtype), v, (1, 0))
+        for old, v in zip(so_far.values, values, strict=True)
+    )
     return Running(top, shrunk * so_far.total + jnp.sum(p, axis=1), tuple(new))

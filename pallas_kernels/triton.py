@@ -1,7 +1,8 @@
 """What the GPU kernels share: blocks of arrays by Triton through Pallas.
 
-Triton's blocks have powers of two as sizes, and its dots no side below 16. So a block may reach beyond its array or its rows: what lies
-there is not read, and stands as zeros. That is a select, never a product by 0, and what is not finite there stays there.
+Triton's blocks have powers of two as sizes, and its dots no side below 16. So a block may reach
+beyond its array or its rows: what lies there is not read, and stands as zeros. That is a select,
+never a product by 0, and what is not finite there stays there.
 
 Axes: T rows of a tile.
 """
@@ -17,11 +18,14 @@ from jax.experimental.pallas import triton
 from pallas_kernels.naturals import div, rem
 
 LEAST = 16  # rows and columns of a dot
-SMALL = {8.6, 8.9, 12.0, 12.1}  # compute capabilities that give a program 99 KiB of shared memory; others from 8.0 on 163 or 227
+# compute capabilities that give a program 99 KiB of shared memory; others from 8.0 on 163 or 227
+SMALL = {8.6, 8.9, 12.0, 12.1}
 
 
 def attached() -> list[float]:
-    """Compute capabilities of the GPUs that are attached; where there are none, what is compiled is for others, and unknown."""
+    """Compute capabilities of the GPUs that are attached; where there are none, what is compiled is
+    for others, and unknown.
+    """
     try:
         return [float(device.compute_capability) for device in jax.local_devices(backend="cuda")]
     except RuntimeError:
@@ -35,7 +39,10 @@ def require_shared_memory(what: str) -> None:
         NotImplementedError: a GPU is attached that has no more.
     """
     if small := sorted(SMALL.intersection(attached())):
-        raise NotImplementedError(f"this GPU is of compute capability {small[0]}, whose 99 KiB of shared memory do not hold {what}")
+        raise NotImplementedError(
+            f"this GPU is of compute capability {small[0]}, whose 99 KiB of shared memory do not"
+            f" hold {what}"
+        )
 
 
 def power_of_two(n: int, most: int) -> int:
@@ -57,7 +64,9 @@ class Span:
 
     @classmethod
     def of(cls, places: jax.Array, there: jax.Array) -> "Span":
-        """Places in any order; those that are not there have to be beyond the axis, where an interpreter drops what is stored."""
+        """Places in any order; those that are not there have to be beyond the axis, where an
+        interpreter drops what is stored.
+        """
         out = cls(0, places.shape[0])
         out.at, out.there = places, there
         return out
@@ -65,11 +74,17 @@ class Span:
     @property
     def places(self) -> jax.Array:
         """``[size]`` int32."""
-        return self.at if isinstance(self.at, jax.Array) else self.at.start + jax.lax.iota(jnp.int32, self.size)
+        return (
+            self.at
+            if isinstance(self.at, jax.Array)
+            else self.at.start + jax.lax.iota(jnp.int32, self.size)
+        )
 
 
 def unravel(program: jax.Array, *sizes: int) -> list[jax.Array]:
-    """Coordinates of a program in a grid of which all axes but the first have these sizes; the last one's vary fastest."""
+    """Coordinates of a program in a grid of which all axes but the first have these sizes; the last
+    one's vary fastest.
+    """
     out = []
     for size in reversed(sizes):
         out.append(rem(program, size))
@@ -83,10 +98,12 @@ def columns(block: Any, size: int, n: int) -> Span:
 
 
 def pieces(n: int, most: int, zero: Any) -> list[Span]:
-    """An axis of ``n`` as blocks of at most ``most`` side by side, so that 192 are 128 and 64 and not 256.
+    """An axis of ``n`` as blocks of at most ``most`` side by side, so that 192 are 128 and 64 and
+    not 256.
 
     Args:
-        zero: a 0 that is no constant: from JAX 0.12 on a constant start is refused if its block reaches beyond the array.
+        zero: a 0 that is no constant: from JAX 0.12 on a constant start is refused if its block
+            reaches beyond the array.
     """
     out, start = [], 0
     while start < n:
@@ -102,18 +119,27 @@ def _at_and_mask(index: tuple[Any, ...]) -> tuple[tuple[Any, ...], jax.Array | N
     def along(values: jax.Array, n: int) -> jax.Array:
         return jax.lax.expand_dims(values, [axis for axis in range(len(spans)) if axis != n])
 
-    if any(isinstance(one.at, jax.Array) for one in spans):  # then all are numbers: Pallas' interpreter has no blocks beside these
-        at = tuple(along(one.places, spans.index(one)) if isinstance(one, Span) else one for one in index)
+    # then all are numbers: Pallas' interpreter has no blocks beside these
+    if any(isinstance(one.at, jax.Array) for one in spans):
+        at = tuple(
+            along(one.places, spans.index(one)) if isinstance(one, Span) else one for one in index
+        )
     else:
         at = tuple(one.at if isinstance(one, Span) else one for one in index)
     masks = [along(span.there, n) for n, span in enumerate(spans) if span.there is not None]
-    return at, jnp.broadcast_to(functools.reduce(jnp.logical_and, masks), [one.size for one in spans]) if masks else None
+    return at, (
+        jnp.broadcast_to(functools.reduce(jnp.logical_and, masks), [one.size for one in spans])
+        if masks
+        else None
+    )
 
 
 def read(ref: Any, *index: Any, beyond: int = 0) -> jax.Array:
     """The block at the spans that end ``index``, ``beyond`` where it reaches beyond them."""
     at, mask = _at_and_mask(index)
-    return triton.load(ref.at[at], mask=mask, other=None if mask is None else jnp.full((), beyond, ref.dtype))
+    return triton.load(
+        ref.at[at], mask=mask, other=None if mask is None else jnp.full((), beyond, ref.dtype)
+    )
 
 
 def write(ref: Any, value: jax.Array, *index: Any) -> None:
@@ -123,12 +149,26 @@ def write(ref: Any, value: jax.Array, *index: Any) -> None:
 
 
 def cost(flops: int, *arrays: jax.Array) -> pl.CostEstimate:
-    """Of a kernel that reads or writes these once: for those who count what a program does, see ``aot/flops.py``."""
-    return pl.CostEstimate(flops=flops, bytes_accessed=sum(x.size * x.dtype.itemsize for x in arrays), transcendentals=0)
+    """Of a kernel that reads or writes these once: for those who count what a program does, see
+    ``aot/flops.py``.
+    """
+    return pl.CostEstimate(
+        flops=flops,
+        bytes_accessed=sum(x.size * x.dtype.itemsize for x in arrays),
+        transcendentals=0,
+    )
 
 
 def dot(x: jax.Array, y: jax.Array, contract: tuple[int, int]) -> jax.Array:
-    """The product over one axis of each, in float32; ``y`` as ``x`` is. Float32 goes through no TF32, whose 10 bits are too few."""
+    """The product over one axis of each, in float32; ``y`` as ``x`` is. Float32 goes through no
+    TF32, whose 10 bits are too few.
+    """
     exact = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     y = y.astype(x.dtype)
-    return jax.lax.dot_general(x, y, (((contract[0],), (contract[1],)), ((), ())), precision=exact, preferred_element_type=jnp.float32)
+    return jax.lax.dot_general(
+        x,
+        y,
+        (((contract[0],), (contract[1],)), ((), ())),
+        precision=exact,
+        preferred_element_type=jnp.float32,
+    )

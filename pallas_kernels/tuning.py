@@ -1,12 +1,15 @@
-"""Sizes of tiles that were measured: tables of each op and device, which come before a kernel's own rule.
+"""Sizes of tiles that were measured: tables of each op and device, which come before a kernel's own
+rule.
 
-A table is ``<op>/tuned/<device>.json``, of a device's kind as JAX names it: ``{key: {"config": {...}, ...}}``, where the key names what a
-call's speed depends on (platform, dtypes, shapes in powers of two) and what else stands beside the sizes is how they were measured.
-Tables under ``tuned/<op>`` in the cache (``cache.folder``) are this machine's own and come first. ``mint_jax/bench/tune_kernels.py``
-writes them.
+A table is ``<op>/tuned/<device>.json``, of a device's kind as JAX names it: ``{key: {"config":
+{...}, ...}}``, where the key names what a call's speed depends on (platform, dtypes, shapes in
+powers of two) and what else stands beside the sizes is how they were measured. Tables under
+``tuned/<op>`` in the cache (``cache.folder``) are this machine's own and come first.
+``mint_jax/bench/tune_kernels.py`` writes them.
 
-Sizes are looked up while a program is traced. Which device it is for, and sizes that are being tried, are part of the key of JAX's caches
-(``jax.make_user_context``), so that no program has another one's.
+Sizes are looked up while a program is traced. Which device it is for, and sizes that are being
+tried, are part of the key of JAX's caches (``jax.make_user_context``), so that no program has
+another one's.
 """
 
 import contextlib
@@ -85,12 +88,14 @@ def chosen(op: str, platform: str, key: str, rule: Sizes) -> Sizes:
     """The sizes of a call of an op's kernel.
 
     Args:
-        op: its name, as in ``trying`` and as its folder's, which a word may follow: ``packed_lora backward``.
+        op: its name, as in ``trying`` and as its folder's, which a word may follow: ``packed_lora
+            backward``.
         platform: what the kernel is lowered for; a device of another one has no table of it.
         rule: what is taken without a table; a ``NamedTuple`` of numbers and of such tuples.
     """
     asked, key = _asked.value, f"{platform} {key}"
-    if asked.op == op and type(asked.sizes) is type(rule):  # kernels of other platforms are asked too, whether they could serve
+    # kernels of other platforms are asked too, whether they could serve
+    if asked.op == op and type(asked.sizes) is type(rule):
         return asked.sizes
     device = asked.device or _attached(platform)
     entry = table(op, device).get(key) if device else None
@@ -125,7 +130,11 @@ def table(op: str, device: str) -> dict[str, Any]:
     Raises:
         ValueError: a table is no such table; the message names the file.
     """
-    return {key: entry for at in folders(op) for key, entry in _read(at / filename(device)).get(op, {}).items()}
+    return {
+        key: entry
+        for at in folders(op)
+        for key, entry in _read(at / filename(device)).get(op, {}).items()
+    }
 
 
 @functools.cache
@@ -139,12 +148,17 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
             for entry in entries.values():
                 entry["config"].items()
     except (ValueError, AttributeError, KeyError, TypeError) as wrong:
-        raise ValueError(f"{path} is no table of measured sizes ({type(wrong).__name__}: {wrong}): delete it, or measure again") from None
+        raise ValueError(
+            f"{path} is no table of measured sizes ({type(wrong).__name__}: {wrong}): delete it, or"
+            " measure again"
+        ) from None
     return held
 
 
 def write(op: str, device: str, entries: dict[str, Any], folder: Path) -> Path:
-    """Adds entries to an op's table in ``folder``, instead of those with the same keys; its path."""
+    """Adds entries to an op's table in ``folder``, instead of those with the same keys; its
+    path.
+    """
     path = folder / filename(device)
     held = dict(_read(path))
     held[op] = held.get(op, {}) | entries
@@ -158,14 +172,21 @@ def write(op: str, device: str, entries: dict[str, Any], folder: Path) -> Path:
 
 def as_dict(sizes: Any) -> Any:
     """Sizes as JSON has them."""
-    return {name: as_dict(value) for name, value in sizes._asdict().items()} if hasattr(sizes, "_asdict") else sizes
+    return (
+        {name: as_dict(value) for name, value in sizes._asdict().items()}
+        if hasattr(sizes, "_asdict")
+        else sizes
+    )
 
 
 def _like(rule: Any, held: Any) -> Any:
     if not hasattr(rule, "_fields"):
         return int(held)
     if set(held) != set(rule._fields):
-        raise ValueError(f"a table has sizes {sorted(held)} where the kernel has {sorted(rule._fields)}: measure again")
+        raise ValueError(
+            f"a table has sizes {sorted(held)} where the kernel has {sorted(rule._fields)}: measure"
+            " again"
+        )
     return type(rule)(*(_like(getattr(rule, name), held[name]) for name in rule._fields))
 
 

@@ -1,4 +1,6 @@
-"""``import mint_jax as mint``: the README's ten lines, and that its objects do what those of the jobs do."""
+"""``import mint_jax as mint``: the README's ten lines, and that its objects do what those of the
+jobs do.
+"""
 
 import ast
 import json
@@ -17,7 +19,11 @@ from mint_jax.lora.tree import AdapterConfig
 from mint_jax.train.state import OptimizerConfig
 from mint_jax.train.trainer import LossConfig, PolicyConfig, Trainer
 
-ROWS = [{"prompt": "2 + 2 =", "completion": " 4"}, {"text": "two and two are four"}, {"prompt": "3 + 4 =", "completion": " 7"}]
+ROWS = [
+    {"prompt": "2 + 2 =", "completion": " 4"},
+    {"text": "two and two are four"},
+    {"prompt": "3 + 4 =", "completion": " 7"},
+]
 
 
 @pytest.fixture
@@ -28,17 +34,29 @@ def model():
 def test_every_name_is_there_and_no_other():
     for name in mint.__all__:
         assert getattr(mint, name) is not None
-    assert {"load", "open", "Trainer", "Catalog", "AdapterConfig", "LossConfig", "ListEnvironment"} <= set(dir(mint))
+    assert {
+        "load",
+        "open",
+        "Trainer",
+        "Catalog",
+        "AdapterConfig",
+        "LossConfig",
+        "ListEnvironment",
+    } <= set(dir(mint))
     with pytest.raises(AttributeError, match="nothing"):
         mint.nothing  # noqa: B018
 
 
 def test_the_lines_of_the_readme_run(tmp_path, monkeypatch, capsys):
-    [code] = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[1] / "README.md").read_text(), re.S)
+    [code] = re.findall(
+        r"```python\n(.*?)```", (Path(__file__).parents[1] / "README.md").read_text(), re.S
+    )
     assert len(code.strip().splitlines()) <= 11
     monkeypatch.chdir(tmp_path)
     load = api.load
-    monkeypatch.setattr(api, "load", lambda name: load("tiny-random", mesh=mesh.single_device_mesh()))
+    monkeypatch.setattr(
+        api, "load", lambda name: load("tiny-random", mesh=mesh.single_device_mesh())
+    )
     exec(code, {})
     shown = capsys.readouterr().out.splitlines()
     assert len(shown) == 2
@@ -47,7 +65,9 @@ def test_the_lines_of_the_readme_run(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.long
 def test_the_lines_of_the_page_of_jobs_run(tmp_path, monkeypatch, capsys):
-    [code] = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[1] / "docs/jobs.md").read_text(), re.DOTALL)
+    [code] = re.findall(
+        r"```python\n(.*?)```", (Path(__file__).parents[1] / "docs/jobs.md").read_text(), re.DOTALL
+    )
     monkeypatch.chdir(tmp_path)
     exec(code.replace("smollm2-135m-instruct", "tiny-random").replace("steps=4", "steps=1"), {})
     policy, base = ast.literal_eval(capsys.readouterr().out.splitlines()[-1])
@@ -58,7 +78,12 @@ def test_the_lines_of_the_page_of_jobs_run(tmp_path, monkeypatch, capsys):
 
 def test_training_sampling_and_saving_are_those_of_the_jobs(model, tmp_path):
     mine = model.policy("a", 3, targets=("q", "down"), learning_rate=1e-2, seed=5)
-    config = PolicyConfig("a", AdapterConfig(3, 6.0, ("q", "down")), OptimizerConfig(1e-2), LossConfig("cross_entropy"))
+    config = PolicyConfig(
+        "a",
+        AdapterConfig(3, 6.0, ("q", "down")),
+        OptimizerConfig(1e-2),
+        LossConfig("cross_entropy"),
+    )
     config = PolicyConfig(**{**vars(config), "seed": model.trainer.policies["a"].seed})
     theirs = Trainer(model.base, [config])
     groups = supervised.weighted([sft.to_group(model.base, row, "row", True) for row in ROWS])
@@ -109,7 +134,9 @@ def test_a_policy_that_joins_leaves_the_others_as_they_are(model):
             policy.train_step(ROWS)
             policy.forward_backward(ROWS[:1])
         policy.optim_step()
-    chex.assert_trees_all_close(trainer.adapter("first"), alone.trainer.adapter("first"), rtol=1e-6, atol=1e-9)
+    chex.assert_trees_all_close(
+        trainer.adapter("first"), alone.trainer.adapter("first"), rtol=1e-6, atol=1e-9
+    )
     with pytest.raises(mint.UserError, match="'first' is in training already"):
         model.policy("first")
     with pytest.raises(mint.UserError, match="is empty: give at least one"):
@@ -118,7 +145,10 @@ def test_a_policy_that_joins_leaves_the_others_as_they_are(model):
 
 @pytest.mark.long
 def test_revisions_mixed_in_one_call_answer_as_each_does_alone(model, tmp_path):
-    with mint.open(tmp_path / "catalog", create=True) as store, mint.open(tmp_path / "other", create=True) as other:
+    with (
+        mint.open(tmp_path / "catalog", create=True) as store,
+        mint.open(tmp_path / "other", create=True) as other,
+    ):
         for name, rank in (("a", 2), ("b", 2), ("c", 9)):
             policy = model.policy(name, rank, learning_rate=3e-2)
             for _ in range(2):
@@ -127,7 +157,9 @@ def test_revisions_mixed_in_one_call_answer_as_each_does_alone(model, tmp_path):
         a, b, c = (store[name] for name in "abc")
         each = [a, None, b, c, a]
         mixed = model.completions(["3 + 4 ="] * 5, each, slots=1, max_tokens=6)
-        assert [completions[0].revision for completions in mixed] == [one and one.digest for one in each]
+        assert [completions[0].revision for completions in mixed] == [
+            one and one.digest for one in each
+        ]
         for one, [found] in zip(each, mixed):
             [[alone]] = model.completions(["3 + 4 ="], one, max_tokens=6)
             assert found.tokens == alone.tokens
@@ -144,14 +176,20 @@ def test_a_config_built_in_python_is_that_of_a_file_and_runs_as_launch_runs_it(t
     policies = {"a": {"data": {"env": "digit_sum"}, "adapter": {"rank": 2, "targets": ("q",)}}}
     plain = {"base": "tiny-random", "steps": 2, "tensorboard": False, "policies": policies}
     config = mint.config("sft", **plain)
-    file = f"from ml_collections import ConfigDict\n\n\ndef get_config():\n    return ConfigDict({ {'job': 'sft'} | plain!r})\n"
+    file = (
+        "from ml_collections import ConfigDict\n\n\ndef get_config():\n    return"
+        f" ConfigDict({ {'job': 'sft'} | plain!r})\n"
+    )
     (tmp_path / "mine.py").write_text(file)
     assert config.to_dict() == launch.load(str(tmp_path / "mine.py"))[0].to_dict()
     assert config.export_every == 10
     with pytest.raises(mint.UserError, match="stpes"):
         mint.config("sft", **plain, stpes=2)
     result = mint.run(config, tmp_path / "work")
-    assert json.loads((tmp_path / "work" / "result.json").read_text())["policies"] == result["policies"]
+    assert (
+        json.loads((tmp_path / "work" / "result.json").read_text())["policies"]
+        == result["policies"]
+    )
     with mint.open(tmp_path / "work" / "catalog") as store:
         assert store["a@latest"].digest == result["policies"][0]["revision"]
 

@@ -1,8 +1,8 @@
-"""A plugin of pytest: the name of a test that fails, and why, when it fails, for the report comes at the end, which may not come; and an
-end for a run that hangs, with the stacks of all its threads.
+"""A plugin of pytest: the name of a test that fails, and why, when it fails, for the report comes
+at the end, which may not come; and an end for a run that hangs, with the stacks of all its threads.
 
-``faulthandler_exit_on_timeout`` ends a test that hangs. Once a run hung for 75 minutes while no test ran: two processes had done theirs,
-and the third waited for its last one.
+``faulthandler_exit_on_timeout`` ends a test that hangs. Once a run hung for 75 minutes while no
+test ran: two processes had done theirs, and the third waited for its last one.
 """
 
 import contextlib
@@ -25,13 +25,20 @@ class FailuresAtOnce:
     @pytest.hookimpl(trylast=True)  # behind the letter
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
-            reason = getattr(getattr(report.longrepr, "reprcrash", None), "message", report.longreprtext).strip().split("\n")[0]
-            self.terminal.write_line(f"\n{report.when} of {report.nodeid}: {reason}"[:1000], red=True, bold=True)
+            reason = (
+                getattr(getattr(report.longrepr, "reprcrash", None), "message", report.longreprtext)
+                .strip()
+                .split("\n")[0]
+            )
+            self.terminal.write_line(
+                f"\n{report.when} of {report.nodeid}: {reason}"[:1000], red=True, bold=True
+            )
             self.terminal.flush()
 
 
 class NothingEnds:
-    """Ends a run in which no test has ended for longer than one may take, and prints what all processes are at.
+    """Ends a run in which no test has ended for longer than one may take, and prints what all
+    processes are at.
 
     Args:
         seconds: that a test may take.
@@ -55,10 +62,18 @@ class NothingEnds:
                 self._end()
 
     def _end(self) -> None:
-        os.write(self.stderr, f"\nno test has ended for {time.monotonic() - self.last:.0f} s; what all processes are at:\n".encode())
+        os.write(
+            self.stderr,
+            f"\nno test has ended for {time.monotonic() - self.last:.0f} s; what all processes are"
+            " at:\n".encode(),
+        )
         faulthandler.dump_traceback(self.stderr)
         session = self.config.pluginmanager.get_plugin("dsession")
-        workers = [] if session is None else [gateway._io.popen.pid for gateway in session.nodemanager.group]
+        workers = (
+            []
+            if session is None
+            else [gateway._io.popen.pid for gateway in session.nodemanager.group]
+        )
         for name in (signal.SIGUSR1, signal.SIGKILL):
             for pid in workers:
                 with contextlib.suppress(ProcessLookupError):  # it has ended
@@ -76,4 +91,6 @@ def pytest_configure(config: pytest.Config) -> None:
     if terminal is not None:
         config.pluginmanager.register(FailuresAtOnce(terminal))
     if config.getini("faulthandler_exit_on_timeout"):
-        config.pluginmanager.register(NothingEnds(config, float(config.getini("faulthandler_timeout"))))
+        config.pluginmanager.register(
+            NothingEnds(config, float(config.getini("faulthandler_timeout")))
+        )

@@ -1,4 +1,6 @@
-"""Training checkpoints: exact, the last few kept, atomic under kill -9, honest about what is committed and about a full disk."""
+"""Training checkpoints: exact, the last few kept, atomic under kill -9, honest about what is
+committed and about a full disk.
+"""
 
 import gc
 import json
@@ -22,15 +24,24 @@ from tests.disks import LIMITS, run_limited
 from tests.multihost_test import together
 
 SERVER = multiprocessing.get_context("forkserver")  # imports once, forks for every writer
-SERVER.set_forkserver_preload(["mint_jax.launch", "mint_jax.checkpoint", "mint_jax.catalog.lifecycle", "pytest"])
+SERVER.set_forkserver_preload(
+    ["mint_jax.launch", "mint_jax.checkpoint", "mint_jax.catalog.lifecycle", "pytest"]
+)
 ROOT = Path(__file__).parents[1]
 
 
 def tree(rng, n=30) -> dict:
     bits = rng.integers(0, 2**32, (3, n), dtype=np.uint32)
     return {
-        "8": {"a": jnp.asarray(bits.view(np.float32)), "b": jnp.asarray(rng.normal(size=(n, 2)), jnp.bfloat16)},
-        "16": {"steps": jnp.asarray(rng.integers(0, 99, n), jnp.int32), "key": jnp.asarray(bits[0]), "on": jnp.asarray(bits[1] % 2 == 0)},
+        "8": {
+            "a": jnp.asarray(bits.view(np.float32)),
+            "b": jnp.asarray(rng.normal(size=(n, 2)), jnp.bfloat16),
+        },
+        "16": {
+            "steps": jnp.asarray(rng.integers(0, 99, n), jnp.int32),
+            "key": jnp.asarray(bits[0]),
+            "on": jnp.asarray(bits[1] % 2 == 0),
+        },
         "scalar": jnp.float32(rng.normal()),
     }
 
@@ -57,7 +68,14 @@ def checkpoints(tmp_path):
 
 
 def test_arrays_and_json_come_back_exactly(rng, checkpoints):
-    arrays, extra = tree(rng), {"step": {"blue": 3, "日": 0}, "notes": [None, True, 0.1, "x"], "empty": {}}
+    arrays, extra = (
+        tree(rng),
+        {
+            "step": {"blue": 3, "日": 0},
+            "notes": [None, True, 0.1, "x"],
+            "empty": {},
+        },
+    )
     saved = checkpoints()
     saved.save(3, arrays, extra)
     saved.wait()
@@ -85,7 +103,9 @@ def test_arrays_are_restored_into_another_sharding(rng, checkpoints, mesh, mesh8
     saved = checkpoints()
     for step, (source, target) in enumerate([(split, whole), (whole, split)], 1):
         saved.save(step, {"x": jax.device_put(x, source)}, {})
-        _, found, _ = saved.restore({"x": jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=target)}, step)
+        _, found, _ = saved.restore(
+            {"x": jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=target)}, step
+        )
         np.testing.assert_array_equal(found["x"], x)
         assert found["x"].sharding.is_equivalent_to(target, 2)
 
@@ -99,7 +119,10 @@ def test_the_newest_are_kept(rng, tmp_path, checkpoints, keep):
         saved.save(step, arrays, {"at": step})
     saved.wait()
     assert saved.latest() == checkpoints(keep=keep).latest() == 21
-    assert sorted(int(p.name.removeprefix("step_")) for p in (tmp_path / "checkpoints").iterdir()) == steps[-keep:]
+    assert (
+        sorted(int(p.name.removeprefix("step_")) for p in (tmp_path / "checkpoints").iterdir())
+        == steps[-keep:]
+    )
     for step in steps[-keep:]:
         assert saved.restore(arrays, step)[::2] == (step, {"at": step})
 
@@ -152,7 +175,11 @@ def test_nothing_to_restore(rng, checkpoints):
 
 @pytest.mark.parametrize(
     "change",
-    [lambda t: t["8"].update(a=jnp.zeros((3, 31))), lambda t: t["8"].pop("a"), lambda t: t.update(new=jnp.zeros(2))],
+    [
+        lambda t: t["8"].update(a=jnp.zeros((3, 31))),
+        lambda t: t["8"].pop("a"),
+        lambda t: t.update(new=jnp.zeros(2)),
+    ],
     ids=["shape", "less", "more"],
 )
 def test_a_checkpoint_of_another_shape_is_refused(rng, checkpoints, change):
@@ -160,7 +187,13 @@ def test_a_checkpoint_of_another_shape_is_refused(rng, checkpoints, change):
     saved.save(4, arrays, {})
     saved.wait()
     change(arrays)
-    with pytest.raises(UserError, match=r"checkpoint 4 in .* does not fit this config .*: resume with the config saved beside it"):
+    with pytest.raises(
+        UserError,
+        match=(
+            r"checkpoint 4 in .* does not fit this config .*: resume with the config saved"
+            r" beside it"
+        ),
+    ):
         saved.restore(arrays)
 
 
@@ -196,7 +229,13 @@ def to_folder(path):
     path.mkdir()
 
 
-DAMAGES = {"cut": cut, "flipped": flip, "gone": Path.unlink, "empty": lambda path: path.write_bytes(b""), "a folder": to_folder}
+DAMAGES = {
+    "cut": cut,
+    "flipped": flip,
+    "gone": Path.unlink,
+    "empty": lambda path: path.write_bytes(b""),
+    "a folder": to_folder,
+}
 
 
 @pytest.mark.parametrize("how", DAMAGES)
@@ -207,7 +246,12 @@ def test_every_damaged_file_is_named_and_nothing_is_restored(how, rng, tmp_path,
     saved.wait()
     sound = shutil.copytree(folder / "step_7", tmp_path / "sound")
     files = sorted(path.relative_to(sound) for path in sound.rglob("*") if path.is_file())
-    assert {"digests.json", "_CHECKPOINT_METADATA", "commit_success.txt", "arrays/_METADATA"} <= set(map(str, files))
+    assert {
+        "digests.json",
+        "_CHECKPOINT_METADATA",
+        "commit_success.txt",
+        "arrays/_METADATA",
+    } <= set(map(str, files))
     calls = (
         lambda c: c.restore(arrays),
         lambda c: c.restore_item(7, "more", arrays["8"]),
@@ -218,14 +262,18 @@ def test_every_damaged_file_is_named_and_nothing_is_restored(how, rng, tmp_path,
         DAMAGES[how](folder / "step_7" / file)
         again = checkpoints()
         assert again.latest() == 7, "an older one is never taken unasked"
-        if str(file) == "commit_success.txt" and how in ("cut", "flipped", "empty"):  # a mark; what it says is not read
+        # a mark; what it says is not read
+        if str(file) == "commit_success.txt" and how in ("cut", "flipped", "empty"):
             assert_same(again.restore(arrays)[1], arrays)
         else:
             with pytest.raises(UserError) as error:
                 calls[number % len(calls)](again)
             message = str(error.value)
             assert message.startswith(f"checkpoint 7 is damaged: {folder / 'step_7' / file} ")
-            assert f"remove {folder / 'step_7'} and start again with the same command to go on from step 6" in message
+            assert (
+                f"remove {folder / 'step_7'} and start again with the same command to go on from"
+                " step 6" in message
+            )
             assert "config" not in message
         shutil.rmtree(folder / "step_7")
         shutil.copytree(sound, folder / "step_7")
@@ -235,7 +283,9 @@ def test_every_damaged_file_is_named_and_nothing_is_restored(how, rng, tmp_path,
     assert (step, extra) == (6, {"at": 6})
     assert_same(found, arrays)
     DAMAGES[how](folder / "step_6" / "arrays" / "_METADATA")
-    with pytest.raises(UserError, match=f"remove {folder} to begin anew; no older checkpoint is whole"):
+    with pytest.raises(
+        UserError, match=f"remove {folder} to begin anew; no older checkpoint is whole"
+    ):
         checkpoints().restore(arrays)
 
 
@@ -248,7 +298,10 @@ def test_a_step_whose_copy_was_broken_off_is_refused(rng, tmp_path, checkpoints,
     (folder / "step_11").mkdir()
     if part == "extra":
         shutil.copytree(folder / "step_7" / "extra", folder / "step_11" / "extra")
-    with pytest.raises(UserError, match=r"checkpoint 11 is damaged: .*step_11/digests.json is missing: .* go on from step 7"):
+    with pytest.raises(
+        UserError,
+        match=r"checkpoint 11 is damaged: .*step_11/digests.json is missing: .* go on from step 7",
+    ):
         checkpoints().restore(arrays)
     shutil.rmtree(folder / "step_11")
     assert checkpoints().restore(arrays)[::2] == (7, {"at": 7})
@@ -285,7 +338,7 @@ try:
 except UserError as error:
     says = str(error)
 print(json.dumps({"equal": equal, "extra": extra, "says": says}))
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.long
@@ -295,7 +348,11 @@ def test_two_processes_find_the_same_damage(tmp_path):
     one, other = (json.loads(e.out.splitlines()[-1]) for e in ended)
     assert one == other
     assert (one["equal"], one["extra"]) == (True, {"at": 2})
-    assert re.match(r"checkpoint 2 is damaged: .*/step_2/arrays/.* has changed since it was written: .* go on from step 1$", one["says"])
+    assert re.match(
+        r"checkpoint 2 is damaged: .*/step_2/arrays/.* has changed since it was written: .* go on"
+        r" from step 1$",
+        one["says"],
+    )
 
 
 def state_at(step: int) -> np.ndarray:
@@ -351,9 +408,17 @@ def fill_the_disk(directory: str):
     said, report = [], []
     saved = Checkpoints(directory, keep=2, on_commit=said.append)
     for step, n in ((1, 1000), (2, 2_000_000), (3, 1000)):
-        many = {f"y{i}": jnp.ones(50_000) for i in range(20)} if step == 2 else {}  # each fails in a task of its own
+        # each fails in a task of its own
+        many = {f"y{i}": jnp.ones(50_000) for i in range(20)} if step == 2 else {}
         try:
-            saved.save(step, {"x": jnp.asarray(np.random.default_rng(step).normal(size=n).astype(np.float32)), **many}, {"n": n})
+            saved.save(
+                step,
+                {
+                    "x": jnp.asarray(np.random.default_rng(step).normal(size=n).astype(np.float32)),
+                    **many,
+                },
+                {"n": n},
+            )
             saved.wait()
         except Exception as error:
             report.append([step, type(error).__name__, str(error), saved.latest()])
@@ -362,11 +427,25 @@ def fill_the_disk(directory: str):
     Late()
     again = Checkpoints(directory)
     step, found, extra = again.restore({"x": jnp.zeros(1000)})
-    np.testing.assert_array_equal(found["x"], np.random.default_rng(step).normal(size=1000).astype(np.float32))
-    print(json.dumps({"said": said, "report": report, "restored": [step, extra], "entries": sorted(os.listdir(directory))}))
+    np.testing.assert_array_equal(
+        found["x"], np.random.default_rng(step).normal(size=1000).astype(np.float32)
+    )
+    print(
+        json.dumps(
+            {
+                "said": said,
+                "report": report,
+                "restored": [step, extra],
+                "entries": sorted(os.listdir(directory)),
+            }
+        )
+    )
 
 
-REMEDIES = ("free disk space or set --workdir to a larger disk", "check that the folder is writable")
+REMEDIES = (
+    "free disk space or set --workdir to a larger disk",
+    "check that the folder is writable",
+)
 
 
 @pytest.mark.parametrize(("limit", "remedy"), zip(LIMITS, REMEDIES), ids=LIMITS)

@@ -75,7 +75,16 @@ def test_programs_are_compiled_by_urgency_and_first_what_somebody_waits_for():
         return Program(key, key, build, urgency)
 
     changed = threading.Semaphore(0)
-    programs = Programs([program("rare", 2), program("a", 1), program("b", 1), program("first", 0), program("c", 1)], changed.release)
+    programs = Programs(
+        [
+            program("rare", 2),
+            program("a", 1),
+            program("b", 1),
+            program("first", 0),
+            program("c", 1),
+        ],
+        changed.release,
+    )
     programs.start()
     assert entered.wait(10)
     assert not programs.want("rare")

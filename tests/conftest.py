@@ -1,6 +1,8 @@
-"""Shared fixtures. The CPU shows eight devices, implicit rank promotion is an error, compiled programs are cached.
+"""Shared fixtures. The CPU shows eight devices, implicit rank promotion is an error, compiled
+programs are cached.
 
-Random inputs are new in every session: the seed is printed at the top and repeated with ``MINT_TEST_SEED=n``.
+Random inputs are new in every session: the seed is printed at the top and repeated with
+``MINT_TEST_SEED=n``.
 """
 
 import gc
@@ -10,14 +12,17 @@ import time
 from tests.compiled import quickly
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Eight devices are eight threads: on a busy machine the last comes late to a sum, and XLA ends the process after 40 s.
+# Eight devices are eight threads: on a busy machine the last comes late to a sum, and XLA ends the
+# process after 40 s.
 if "xla_cpu_collective" not in os.environ.get("XLA_FLAGS", ""):  # workers inherit them
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + (
         " --xla_force_host_platform_device_count=8"
-        " --xla_cpu_collective_call_warn_stuck_timeout_seconds=300 --xla_cpu_collective_call_terminate_timeout_seconds=900" + quickly()
+        " --xla_cpu_collective_call_warn_stuck_timeout_seconds=300"
+        " --xla_cpu_collective_call_terminate_timeout_seconds=900" + quickly()
     )
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ.setdefault("MINT_TEST_SEED", str(int.from_bytes(os.urandom(3), "little")))  # workers inherit it
+# workers inherit it
+os.environ.setdefault("MINT_TEST_SEED", str(int.from_bytes(os.urandom(3), "little")))
 
 import zlib
 from pathlib import Path
@@ -33,17 +38,24 @@ from mint_jax.models import base as base_lib
 from tests.at_once import pytest_configure as pytest_configure
 from tests.marks import mark_long_cases
 
-# How long an example takes says how busy the machine is; examples are new in every run, and the one that failed is printed.
+# How long an example takes says how busy the machine is; examples are new in every run, and the one
+# that failed is printed.
 hypothesis.settings.register_profile(
-    "tests", deadline=None, database=None, print_blob=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    "tests",
+    deadline=None,
+    database=None,
+    print_blob=True,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("tests")
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 host.threads_for_simulated_devices()
 host.use_compilation_cache(base_lib.cache_dir() / "compiled-tests")
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # files share their bases, and most programs are small
-jax.devices()  # reads XLA_FLAGS once and for all: tests change the variable for processes that they start
+# files share their bases, and most programs are small
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+# reads XLA_FLAGS once and for all: tests change the variable for processes that they start
+jax.devices()
 
 LIGHT = {"catalog", "data", "envs", "bench", "aot", "service"}  # folders whose files take seconds
 
@@ -57,17 +69,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    """``MINT_TEST_UNTIL``, seconds of the epoch: what begins later is skipped, and counted as such."""
+    """``MINT_TEST_UNTIL``, seconds of the epoch: what begins later is skipped, and counted as
+    such.
+    """
     if time.time() > float(os.environ.get("MINT_TEST_UNTIL", "inf")):
         pytest.skip("the time for tests is up; make test-long runs all of them")
 
 
 def pytest_report_header() -> str:
-    return f"MINT_TEST_SEED={os.environ['MINT_TEST_SEED']} jax {jax.__version__}, {jax.device_count()} {jax.default_backend()} devices"
+    return (
+        f"MINT_TEST_SEED={os.environ['MINT_TEST_SEED']} jax {jax.__version__}, {jax.device_count()}"
+        f" {jax.default_backend()} devices"
+    )
 
 
 def pytest_collection_finish() -> None:
-    """What is imported stays: the collector need not look through torch, transformers and the tests again and again."""
+    """What is imported stays: the collector need not look through torch, transformers and the tests
+    again and again.
+    """
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 50, 100)  # with this a tenth of the tests' time
@@ -75,8 +94,9 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def forget_programs():
-    """Frees a file's programs behind it: some were traced under settings that its tests had replaced, and each keeps memory mapped,
-    of which a process may have only so many mappings."""
+    """Frees a file's programs behind it: some were traced under settings that its tests had
+    replaced, and each keeps memory mapped, of which a process may have only so many mappings.
+    """
     yield
     jax.clear_caches()
     gc.collect()
@@ -85,12 +105,16 @@ def forget_programs():
 @pytest.fixture
 def rng(request) -> np.random.Generator:
     """Fresh randomness: the session's seed and the test's name."""
-    return np.random.default_rng([int(os.environ["MINT_TEST_SEED"]), zlib.crc32(request.node.nodeid.encode())])
+    return np.random.default_rng(
+        [int(os.environ["MINT_TEST_SEED"]), zlib.crc32(request.node.nodeid.encode())]
+    )
 
 
 @pytest.fixture
 def form_of_accelerators(monkeypatch):
-    """Programs as accelerators run them, on the CPU: ``platform_dependent`` takes its default. Gives what it took."""
+    """Programs as accelerators run them, on the CPU: ``platform_dependent`` takes its default.
+    Gives what it took.
+    """
     taken = []
 
     def default_form(*args, default, **_):
@@ -118,8 +142,11 @@ def mesh8():
 
 @pytest.fixture(scope="session")
 def hf_dirs(tmp_path_factory):
-    """``hf_dirs(family)`` -> a directory with a tiny random transformers checkpoint; see ``oracles.TINY``."""
-    from tests import oracles  # torch and transformers: not in the process that only hands out tests
+    """``hf_dirs(family)`` -> a directory with a tiny random transformers checkpoint; see
+    ``oracles.TINY``.
+    """
+    # torch and transformers: not in the process that only hands out tests
+    from tests import oracles
 
     made: dict[str, Path] = {}
 

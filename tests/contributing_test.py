@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-STEP = re.compile(r"^\d\. `([\w/.]+)`, in `(\w+)`.*?```python\n(.*?)\n *```", re.DOTALL | re.MULTILINE)
+STEP = re.compile(
+    r"^\d\. `([\w/.]+)`, in `(\w+)`.*?```python\n(.*?)\n *```", re.DOTALL | re.MULTILINE
+)
 
 
 def steps() -> list[tuple[str, str, str]]:
@@ -22,7 +24,9 @@ def steps() -> list[tuple[str, str, str]]:
 def followed(to: Path, lines: list[str], only: str) -> str:
     """What the tests of losses say in a copy with these lines."""
     for name in ("mint_jax", "pallas_kernels", "tests"):
-        shutil.copytree(ROOT / name, to / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+        shutil.copytree(
+            ROOT / name, to / name, ignore=shutil.ignore_patterns("__pycache__", "*.so")
+        )
     shutil.copy(ROOT / "pyproject.toml", to)
     for (file, table, _), line in zip(steps(), lines, strict=True):
         text = (to / file).read_text()
@@ -40,11 +44,21 @@ def followed(to: Path, lines: list[str], only: str) -> str:
 def test_the_procedure_for_a_loss_ends_green_and_a_wrong_formula_does_not(tmp_path):
     found = steps()
     assert [Path(file).name for file, _, _ in found] == ["config.py", "losses.py", "losses_test.py"]
-    kinds = len(re.findall(r'^    "\w+": frozenset', (ROOT / "mint_jax/train/config.py").read_text(), re.MULTILINE))
+    kinds = len(
+        re.findall(
+            r'^    "\w+": frozenset', (ROOT / "mint_jax/train/config.py").read_text(), re.MULTILINE
+        )
+    )
     lines = [line for _, _, line in found]
     said = followed(tmp_path / "right", lines, "formula or they_read")
     assert f"\n{kinds + 2} passed" in said, said
-    wrong = followed(tmp_path / "wrong", [lines[0], lines[1].replace("tanh", "sinh"), lines[2]], "squashed")
+    wrong = followed(
+        tmp_path / "wrong", [lines[0], lines[1].replace("tanh", "sinh"), lines[2]], "squashed"
+    )
     assert re.search(r"FAILED .*\[squashed\]", wrong), wrong
-    unsaid = followed(tmp_path / "unsaid", [lines[0].replace('"advantages",', '"old_logp",'), *lines[1:]], "they_read")
+    unsaid = followed(
+        tmp_path / "unsaid",
+        [lines[0].replace('"advantages",', '"old_logp",'), *lines[1:]],
+        "they_read",
+    )
     assert "1 failed" in unsaid, unsaid

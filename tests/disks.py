@@ -13,9 +13,11 @@ LIMITS = ("full disk", "file size")
 
 
 def run_limited(limit: str, megabytes: int, module: str, directory: Path) -> str:
-    """Output of ``fill_the_disk(directory)`` of a test module, in a process that has so much room and prints no stack trace.
+    """Output of ``fill_the_disk(directory)`` of a test module, in a process that has so much room
+    and prints no stack trace.
 
-    ``full disk`` mounts a tmpfs, and skips the test where a user may not; ``file size`` works everywhere.
+    ``full disk`` mounts a tmpfs, and skips the test where a user may not; ``file size`` works
+    everywhere.
     """
     if limit == "full disk":
         shell = [
@@ -27,7 +29,10 @@ def run_limited(limit: str, megabytes: int, module: str, directory: Path) -> str
             "-c",
             f'mount -t tmpfs -o size={megabytes}m none "$0" && exec "$@"',
         ]
-        if not shutil.which("unshare") or subprocess.run([*shell, str(directory), "true"], capture_output=True).returncode:
+        if (
+            not shutil.which("unshare")
+            or subprocess.run([*shell, str(directory), "true"], capture_output=True).returncode
+        ):
             pytest.skip("no right to mount a tmpfs here")
     else:
         shell = ["sh", "-c", f'ulimit -f {megabytes * 1000} && exec "$@"']

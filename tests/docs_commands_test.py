@@ -1,4 +1,6 @@
-"""The commands of README and docs, run as they stand there, on a base of random weights and for fewer steps."""
+"""The commands of README and docs, run as they stand there, on a base of random weights and for
+fewer steps.
+"""
 
 import json
 import os
@@ -25,7 +27,11 @@ from tests.jobs.serve_test import Served
 ROOT = Path(__file__).parents[1]
 PYTHON = {".venv/bin/python": sys.executable}
 BLOCK = re.compile(r"^```(?P<kind>[^\n]*)\n(?P<text>.*?)^```$", re.M | re.S)
-SMALLER = {"smollm2-135m-instruct": "tiny-random", '"steps": 20': '"steps": 2', ".venv/bin/python": sys.executable}
+SMALLER = {
+    "smollm2-135m-instruct": "tiny-random",
+    '"steps": 20': '"steps": 2',
+    ".venv/bin/python": sys.executable,
+}
 
 
 def blocks(page: str, smaller: dict[str, str] = SMALLER) -> list[tuple[str, str]]:
@@ -48,7 +54,9 @@ def test_an_own_task_from_nothing_to_an_adapter_that_peft_loads(tmp_path):
             continue
         for command in text.splitlines():
             command += " --config.base=tiny-random" if "mint_jax.launch" in command else ""
-            done = subprocess.run(["bash", "-ec", command], cwd=tmp_path, env=env, capture_output=True, text=True)
+            done = subprocess.run(
+                ["bash", "-ec", command], cwd=tmp_path, env=env, capture_output=True, text=True
+            )
             assert done.returncode == 0, f"{command}\n{done.stderr[-3000:]}"
             commands += 1
     assert commands == 7
@@ -57,13 +65,27 @@ def test_an_own_task_from_nothing_to_an_adapter_that_peft_loads(tmp_path):
         assert first.origin.startswith("import of")
         assert later, "training went on from what was imported"
     assert (tmp_path / "runs" / "parity" / "rewards.png").is_file()
-    policy, base = (json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines())
+    policy, base = (
+        json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()
+    )
     assert policy["revision"] and not base["revision"]  # noqa: PT018
 
     for rows, config in (("rows.jsonl", "sft"), ("pairs.jsonl", "dpo")):
-        command = [sys.executable, "-m", "mint_jax.launch", f"--config=configs/tiny/{config}.py", f"--workdir={tmp_path / config}"]
-        settings = [f"--config.policies.*.data.path={rows}", "--config.policies.*.data.env=", "--config.steps=1"]
-        done = subprocess.run([*command, *settings], cwd=tmp_path, env=env, capture_output=True, text=True)
+        command = [
+            sys.executable,
+            "-m",
+            "mint_jax.launch",
+            f"--config=configs/tiny/{config}.py",
+            f"--workdir={tmp_path / config}",
+        ]
+        settings = [
+            f"--config.policies.*.data.path={rows}",
+            "--config.policies.*.data.env=",
+            "--config.steps=1",
+        ]
+        done = subprocess.run(
+            [*command, *settings], cwd=tmp_path, env=env, capture_output=True, text=True
+        )
         assert done.returncode == 0, done.stderr[-3000:]
 
     model = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "parity-peft")
@@ -74,20 +96,25 @@ def test_an_own_task_from_nothing_to_an_adapter_that_peft_loads(tmp_path):
 
 def commands_of(page: str, number: int = 0) -> str:
     """One fenced block of commands, with the tiny base in place of the packaged one."""
-    found = [one["text"] for one in BLOCK.finditer((ROOT / page).read_text()) if one["kind"] == "bash"]
+    found = [
+        one["text"] for one in BLOCK.finditer((ROOT / page).read_text()) if one["kind"] == "bash"
+    ]
     text = found[number]
     for long, short in ({"smollm2-135m-instruct": "tiny-random"} | PYTHON).items():
         text = text.replace(long, short)
     return text
 
 
-SHELLS = [name for name in ("bash", "dash", "zsh") if shutil.which(name)]  # a machine need not have all
+# a machine need not have all
+SHELLS = [name for name in ("bash", "dash", "zsh") if shutil.which(name)]
 
 
 def bash(text: str, folder: Path, shell: str = "bash") -> str:
     """What the commands print, all of which succeed."""
     env = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run([shell, "-e"], input=text, cwd=folder, env=env, capture_output=True, text=True)
+    done = subprocess.run(
+        [shell, "-e"], input=text, cwd=folder, env=env, capture_output=True, text=True
+    )
     assert done.returncode == 0, f"{text}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
     return done.stdout
 
@@ -96,17 +123,25 @@ def fenced() -> list[tuple[str, str]]:
     """Page and text of every block of commands."""
     found = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
     blocks = [(page, one) for page in found for one in BLOCK.finditer(page.read_text())]
-    return [(str(page.relative_to(ROOT)), one["text"]) for page, one in blocks if one["kind"] == "bash"]
+    return [
+        (str(page.relative_to(ROOT)), one["text"]) for page, one in blocks if one["kind"] == "bash"
+    ]
 
 
 def test_commands_can_be_pasted_into_any_shell():
-    """Interactive zsh knows no comments and fails on a pattern that matches no file; ``echo`` changes backslashes in some shells."""
+    """Interactive zsh knows no comments and fails on a pattern that matches no file; ``echo``
+    changes backslashes in some shells.
+    """
     assert len(fenced()) > 8
     for page, text in fenced():
         bare = re.sub(r"'[^']*'|\"[^\"]*\"", "''", text)  # what quotes hold is taken as it is
         assert not re.search(r"(^|\s)#", bare), f"{page} has a comment in {text}"
-        assert not re.search(r"[*?\[\]]|(?<!catalog)\(|=\(", bare), f"{page} has a pattern in {text}"
-        assert not re.search(r"^\s*(echo|alias|source|export|function)\b|\[\[|<<<|\$'", bare, re.M), f"{page} is not of every shell: {text}"
+        assert not re.search(r"[*?\[\]]|(?<!catalog)\(|=\(", bare), (
+            f"{page} has a pattern in {text}"
+        )
+        assert not re.search(
+            r"^\s*(echo|alias|source|export|function)\b|\[\[|<<<|\$'", bare, re.M
+        ), f"{page} is not of every shell: {text}"
         for shell in SHELLS:
             done = subprocess.run([shell, "-n"], input=text, capture_output=True, text=True)
             assert done.returncode == 0, f"{page}, {shell}: {done.stderr}"
@@ -130,15 +165,32 @@ def test_the_commands_of_the_readme_and_the_index_on_the_quickstarts_output(tmp_
     made = tmp_path / "made"
     made.mkdir()
     (made / "configs").symlink_to(ROOT / "configs")
-    settings = "--config.base=tiny-random --config.steps=3 --config.export_every=1 --config.eval.examples=4"
-    bash(f"{sys.executable} -m mint_jax.launch --config=configs/quickstart.py --workdir=runs/quickstart {settings}", made)
+    settings = (
+        "--config.base=tiny-random --config.steps=3 --config.export_every=1"
+        " --config.eval.examples=4"
+    )
+    bash(
+        f"{sys.executable} -m mint_jax.launch --config=configs/quickstart.py"
+        f" --workdir=runs/quickstart {settings}",
+        made,
+    )
     for shell in SHELLS:
         folder = tmp_path / shell
         shutil.copytree(made, folder, symlinks=True)
-        bash(commands_of("README.md", 1).replace("max_tokens=6", "max_tokens=6 --config.base=tiny-random"), folder, shell)
+        bash(
+            commands_of("README.md", 1).replace(
+                "max_tokens=6", "max_tokens=6 --config.base=tiny-random"
+            ),
+            folder,
+            shell,
+        )
         [answer] = (json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines())
         with Catalog.open(folder / "runs/quickstart/catalog") as catalog:
-            assert [entry.action for entry in catalog.history("adder")] == ["promote", "promote", "rollback"]
+            assert [entry.action for entry in catalog.history("adder")] == [
+                "promote",
+                "promote",
+                "rollback",
+            ]
             assert answer["revision"] == catalog.resolve("adder@2").digest
         assert (folder / "runs/adder-peft/adapter_config.json").is_file()
     listed = commands_of("docs/index.md").replace("make quickstart\n", "")
@@ -151,10 +203,17 @@ def test_the_commands_of_the_catalogs_page(tmp_path, rng):
     with Catalog.open(tmp_path / "runs/catalog") as catalog:
         for step in range(2):
             config = AdapterConfig(2, 4.0, ("q", "v"))
-            data = jax.tree.map(lambda s: rng.normal(0, 0.02, s.shape).astype(np.float32), tree.adapter_specs(base.specs, config))
+            data = jax.tree.map(
+                lambda s: rng.normal(0, 0.02, s.shape).astype(np.float32),
+                tree.adapter_specs(base.specs, config),
+            )
             catalog.export("chat", pack(data, Schema(base.fingerprint, config)), step, create=True)
         catalog.promote("chat", 2)
-    bash(f"{sys.executable} -m mint_jax.catalog --catalog=runs/catalog export chat@1 ADAPTERS/other --base=tiny-random", tmp_path)
+    bash(
+        f"{sys.executable} -m mint_jax.catalog --catalog=runs/catalog export chat@1 ADAPTERS/other"
+        " --base=tiny-random",
+        tmp_path,
+    )
     bash(commands_of("docs/catalog.md"), tmp_path)
     with Catalog.open(tmp_path / "runs/catalog") as catalog:
         assert [one.policy for one in catalog.policies()] == ["chat", "other"]
@@ -166,16 +225,31 @@ def test_the_commands_of_the_catalogs_page(tmp_path, rng):
 @pytest.mark.long
 def test_the_examples_of_the_services_page(tmp_path):
     """The official clients and curl, as they stand there, against the server of a smaller base."""
-    pages = [(kind, text) for kind, text in blocks("docs/service.md", {"smollm2-135m-instruct": "tiny-random"})]
+    pages = [
+        (kind, text)
+        for kind, text in blocks("docs/service.md", {"smollm2-135m-instruct": "tiny-random"})
+    ]
     served = Served(tmp_path / "serve", "--config.ranks=(32,)")
     try:
-        env = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu", "TINKER_TELEMETRY": "0"}
-        code = "\n".join(text for kind, text in pages if kind == "python").replace("http://127.0.0.1:8000", served.url)
-        done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
+        env = os.environ | {
+            "PYTHONPATH": str(ROOT),
+            "XLA_FLAGS": "",
+            "JAX_PLATFORMS": "cpu",
+            "TINKER_TELEMETRY": "0",
+        }
+        code = "\n".join(text for kind, text in pages if kind == "python").replace(
+            "http://127.0.0.1:8000", served.url
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True
+        )
         assert done.returncode == 0, done.stderr[-3000:]
         assert "grad_norm" in done.stdout
         [_, curls] = [text for kind, text in pages if kind == "bash"]
-        out = bash(curls.replace("http://127.0.0.1:8000", served.url).replace("curl -s", "curl -sf"), tmp_path)
+        out = bash(
+            curls.replace("http://127.0.0.1:8000", served.url).replace("curl -s", "curl -sf"),
+            tmp_path,
+        )
         assert '"text_completion"' in out
         assert "mint_http_requests_total" in out
     finally:
@@ -186,7 +260,11 @@ def test_the_examples_of_the_services_page(tmp_path):
 def test_the_commands_of_the_sweeps_page(tmp_path):
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     text = (ROOT / "docs/sweeps.md").read_text()
-    [commands] = [one["text"].replace("python ", f"{sys.executable} ") for one in BLOCK.finditer(text) if one["kind"] == "bash"]
+    [commands] = [
+        one["text"].replace("python ", f"{sys.executable} ")
+        for one in BLOCK.finditer(text)
+        if one["kind"] == "bash"
+    ]
     out = bash(commands, tmp_path)
     assert "0 of " in out.splitlines()[-1]
     assert (tmp_path / "runs/report/comparison.png").is_file()
@@ -200,7 +278,9 @@ def test_the_command_of_the_pods_page(tmp_path):
 
 def test_every_command_on_a_page_is_run_by_a_test():
     """Blocks by page: run above, by tests/api_test.py (Python), or by CI itself (make)."""
-    known = {"README.md": 2} | {f"docs/{name}.md": 1 for name in ("index", "catalog", "pods", "sweeps")}
+    known = {"README.md": 2} | {
+        f"docs/{name}.md": 1 for name in ("index", "catalog", "pods", "sweeps")
+    }
     known |= {"docs/own_task.md": 3, "docs/service.md": 2}
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
     found = {}

@@ -26,14 +26,26 @@ def test_the_readme_is_short():
 
 
 def test_what_was_run_on_accelerators_is_said_once():
-    """By the sentence made from the reports, the same on every page; no other sentence denies it."""
+    """By the sentence made from the reports, the same on every page; no other sentence denies
+    it.
+    """
     told = {}
     for page in PAGES:
         text = page.read_text()
-        for made in re.findall(r"<!-- figures:accelerators -->\n(.*?)<!-- /figures -->", text, re.S):
+        for made in re.findall(
+            r"<!-- figures:accelerators -->\n(.*?)<!-- /figures -->", text, re.S
+        ):
             told[page.name] = made
-        text = " ".join(re.sub(r"<!-- figures:accelerators -->.*?<!-- /figures -->", "", text, flags=re.S).split())
-        denied = re.search(r"(nothing|no figure|not)\b[^.;|]{0,40}\b(run|measured)\b[^.;|]{0,20}\baccelerator", text, re.I)
+        text = " ".join(
+            re.sub(
+                r"<!-- figures:accelerators -->.*?<!-- /figures -->", "", text, flags=re.S
+            ).split()
+        )
+        denied = re.search(
+            r"(nothing|no figure|not)\b[^.;|]{0,40}\b(run|measured)\b[^.;|]{0,20}\baccelerator",
+            text,
+            re.I,
+        )
         assert not denied, f"{page.name}: {denied[0]}"
     assert told.keys() == {"README.md", "numbers.md", "pods.md"}
     assert len(set(told.values())) == 1
@@ -47,7 +59,9 @@ def test_the_readme_says_for_whom_it_is_and_shows_one_figure_a_row():
     assert "vLLM" in text
     rows = [
         line.split(" | ")
-        for line in text.partition("figures:headline")[2].partition("<!-- /figures")[0].splitlines()[3:]
+        for line in (
+            text.partition("figures:headline")[2].partition("<!-- /figures")[0].splitlines()[3:]
+        )
         if line.startswith("|")
     ]
     assert 1 < len(rows) <= 6

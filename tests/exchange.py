@@ -1,4 +1,6 @@
-"""What the tests of adapter exchange share: our logits under one adapter, random adapters, a base's name tables, PEFT's files."""
+"""What the tests of adapter exchange share: our logits under one adapter, random adapters, a base's
+name tables, PEFT's files.
+"""
 
 import functools
 import json
@@ -22,13 +24,21 @@ from tests import oracles
 @functools.partial(jax.jit, static_argnames="cfg")
 def _logits(params, bound, tokens_BT, cfg):
     positions = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1])[None], tokens_BT.shape)
-    return transformer.logits(params, bound, transformer.hidden_states(params, bound, transformer.Inputs(tokens_BT, positions), cfg)[0])
+    return transformer.logits(
+        params,
+        bound,
+        transformer.hidden_states(params, bound, transformer.Inputs(tokens_BT, positions), cfg)[0],
+    )
 
 
 def our_logits(base, adapter, config, tokens_BT) -> np.ndarray:
     """``[B, T, V]`` with one adapter for all rows."""
     one_policy = jax.tree.map(lambda x: jnp.asarray(x)[:, None], adapter)
-    return np.asarray(_logits(base.params, tree.bind([(one_policy, jnp.array([config.scale]))]), tokens_BT, base.cfg))
+    return np.asarray(
+        _logits(
+            base.params, tree.bind([(one_policy, jnp.array([config.scale]))]), tokens_BT, base.cfg
+        )
+    )
 
 
 def tables(base):
@@ -46,14 +56,20 @@ def random_adapter(rng, base, config):
 def assert_same_logits(ours, theirs, bare):
     # float32 sums of 48 to 97 terms over 3 layers, in another order than torch's
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=5e-6 * np.abs(theirs).max())
-    assert np.abs(theirs - bare).max() > 1e-2, "the adapter does nothing, so the comparison says nothing"
+    assert np.abs(theirs - bare).max() > 1e-2, (
+        "the adapter does nothing, so the comparison says nothing"
+    )
 
 
 def peft_model(directory: str | Path, adapter: str | Path, trainable: bool = False) -> Any:
-    """A checkpoint with an adapter, loaded by PEFT; a module without its tensors is an error, where PEFT only warns."""
+    """A checkpoint with an adapter, loaded by PEFT; a module without its tensors is an error, where
+    PEFT only warns.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*[Mm]issing.*")
-        return peft.PeftModel.from_pretrained(oracles.torch_model(directory), adapter, is_trainable=trainable).eval()
+        return peft.PeftModel.from_pretrained(
+            oracles.torch_model(directory), adapter, is_trainable=trainable
+        ).eval()
 
 
 def randomise(model: Any) -> Any:
@@ -65,8 +81,12 @@ def randomise(model: Any) -> Any:
     return model
 
 
-def tokens_off_ties(model: Any, rng, shape: tuple[int, int] = (2, 9), chosen: int = 3) -> np.ndarray:
-    """Tokens ``[B, T]`` whose last chosen and first rejected expert are far apart: rounding cannot exchange them."""
+def tokens_off_ties(
+    model: Any, rng, shape: tuple[int, int] = (2, 9), chosen: int = 3
+) -> np.ndarray:
+    """Tokens ``[B, T]`` whose last chosen and first rejected expert are far apart: rounding cannot
+    exchange them.
+    """
     for _ in range(50):
         tokens_BT = rng.integers(0, 97, shape)
         with torch.no_grad():
@@ -77,8 +97,11 @@ def tokens_off_ties(model: Any, rng, shape: tuple[int, int] = (2, 9), chosen: in
     raise AssertionError("every draw has a tie between experts: are the router's weights zero?")
 
 
-def tokens_off_group_ties(model: Any, rng, experts: Any, shape: tuple[int, int] = (2, 9)) -> np.ndarray:
-    """The same where experts come from the best groups; the choice of groups must matter, or nothing is said about it.
+def tokens_off_group_ties(
+    model: Any, rng, experts: Any, shape: tuple[int, int] = (2, 9)
+) -> np.ndarray:
+    """The same where experts come from the best groups; the choice of groups must matter, or
+    nothing is said about it.
 
     Args:
         experts: ``ModelConfig.experts`` with sigmoid scores.
@@ -86,7 +109,12 @@ def tokens_off_group_ties(model: Any, rng, experts: Any, shape: tuple[int, int] 
     seen: list[tuple[np.ndarray, np.ndarray]] = []
 
     def keep(module, _, output):
-        logits = (output[0] if isinstance(output, tuple) else output).detach().numpy().reshape(-1, experts.count)
+        logits = (
+            (output[0] if isinstance(output, tuple) else output)
+            .detach()
+            .numpy()
+            .reshape(-1, experts.count)
+        )
         seen.append((1 / (1 + np.exp(-logits)), module.e_score_correction_bias.detach().numpy()))
 
     gates = [module for module in model.modules() if hasattr(module, "e_score_correction_bias")]
@@ -100,7 +128,9 @@ def tokens_off_group_ties(model: Any, rng, experts: Any, shape: tuple[int, int] 
             groups = scores.reshape(len(scores), experts.groups, -1)
             quality = np.sort(groups, axis=-1)[..., -2:].sum(-1)
             order = np.sort(quality, axis=-1)[:, ::-1]
-            inside = (quality >= order[:, experts.groups_chosen - 1 : experts.groups_chosen])[..., None]
+            inside = (quality >= order[:, experts.groups_chosen - 1 : experts.groups_chosen])[
+                ..., None
+            ]
             allowed = np.where(inside, groups, -np.inf).reshape(scores.shape)
             best, free = (np.sort(x, axis=-1)[:, ::-1] for x in (allowed, scores))
             group_margin = order[:, experts.groups_chosen - 1] - order[:, experts.groups_chosen]
@@ -114,11 +144,18 @@ def tokens_off_group_ties(model: Any, rng, experts: Any, shape: tuple[int, int] 
     raise AssertionError("every draw has a tie between experts: are the router's weights zero?")
 
 
-def peft_gradients(model: Any, names: dict[str, list[str]], rank: int, E: int, F: int) -> dict[str, np.ndarray]:
-    """PEFT's gradients by our path, modules in our order; the E experts of width F are cut out of its fused pairs row by row."""
+def peft_gradients(
+    model: Any, names: dict[str, list[str]], rank: int, E: int, F: int
+) -> dict[str, np.ndarray]:
+    """PEFT's gradients by our path, modules in our order; the E experts of width F are cut out of
+    its fused pairs row by row.
+    """
 
     def of(module):
-        return module.lora_A["default"].weight.grad.numpy(), module.lora_B["default"].weight.grad.numpy()
+        return (
+            module.lora_A["default"].weight.grad.numpy(),
+            module.lora_B["default"].weight.grad.numpy(),
+        )
 
     out = {}
     for path, modules in names.items():
@@ -135,12 +172,16 @@ def peft_gradients(model: Any, names: dict[str, list[str]], rank: int, E: int, F
                 a, b = of(down if last == "down_proj" else down.base_layer)
                 R = a.shape[0] // E
                 a, b = a[e * R : (e + 1) * R], b[:, e::E]
-                if last != "down_proj":  # gate has the first half of the rank and of the rows, up the second
+                # gate has the first half of the rank and of the rows, up the second
+                if last != "down_proj":
                     half = slice(0, rank) if last == "gate_proj" else slice(rank, None)
                     a, b = a[half], b[:F, half] if last == "gate_proj" else b[F:, half]
             pairs.append((a, b.T))
         if pairs:
-            out |= {f"{path}/a": np.stack([a for a, _ in pairs]), f"{path}/b": np.stack([b for _, b in pairs])}
+            out |= {
+                f"{path}/a": np.stack([a for a, _ in pairs]),
+                f"{path}/b": np.stack([b for _, b in pairs]),
+            }
     return out
 
 
@@ -153,4 +194,8 @@ def edit_tensors(directory: Path, change) -> None:
     """``change`` gets the dict of tensors and alters it in place."""
     tensors = load_file(directory / WEIGHTS)
     change(tensors)
-    save_file({name: np.array(x, order="C") for name, x in tensors.items()}, directory / WEIGHTS, metadata={"format": "pt"})
+    save_file(
+        {name: np.array(x, order="C") for name, x in tensors.items()},
+        directory / WEIGHTS,
+        metadata={"format": "pt"},
+    )

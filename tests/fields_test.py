@@ -21,16 +21,31 @@ from mint_jax.train.config import LossConfig, OptimizerConfig, PolicyConfig
         (lambda: LossConfig(dpo_beta=0.0), "loss.dpo_beta is 0.0"),
         (lambda: AdapterConfig("8"), "AdapterConfig: rank is '8'; expected a whole number"),
         (lambda: AdapterConfig(True), "rank is True"),
-        (lambda: AdapterConfig(8, targets="q"), r"targets is 'q'; expected a list or tuple: write \('q',\)"),
+        (
+            lambda: AdapterConfig(8, targets="q"),
+            r"targets is 'q'; expected a list or tuple: write \('q',\)",
+        ),
         (lambda: AdapterConfig(8, targets=[1]), "targets is 1; expected text"),
         (lambda: OptimizerConfig("1e-4"), "learning_rate is '1e-4'; expected a number"),
         (lambda: OptimizerConfig(warmup_steps=1.5), "warmup_steps is 1.5; expected a whole number"),
         (lambda: PolicyConfig("a", 8), "PolicyConfig: adapter is 8; expected a AdapterConfig"),
-        (lambda: PolicyConfig("a", AdapterConfig(8), loss="ppo"), "loss is 'ppo'; expected a LossConfig"),
-        (lambda: fields.check(Request, {"max_token": 3}, "sampling"), "has no setting 'max_token', did you mean 'max_tokens'"),
+        (
+            lambda: PolicyConfig("a", AdapterConfig(8), loss="ppo"),
+            "loss is 'ppo'; expected a LossConfig",
+        ),
+        (
+            lambda: fields.check(Request, {"max_token": 3}, "sampling"),
+            "has no setting 'max_token', did you mean 'max_tokens'",
+        ),
         (lambda: fields.check(Request, {"stop": "x"}, "sampling"), r"stop is 'x'.*write \('x',\)"),
-        (lambda: fields.check(Request, {"logit_bias": [(1, 2.0, 3)]}, "sampling"), "expected 2 values"),
-        (lambda: fields.check(Request, {"logit_bias": {1: 2.0}}, "sampling"), "expected a list or tuple"),
+        (
+            lambda: fields.check(Request, {"logit_bias": [(1, 2.0, 3)]}, "sampling"),
+            "expected 2 values",
+        ),
+        (
+            lambda: fields.check(Request, {"logit_bias": {1: 2.0}}, "sampling"),
+            "expected a list or tuple",
+        ),
     ],
 )
 def test_a_value_of_another_type_is_refused_with_what_is_expected(make, says):
@@ -41,9 +56,15 @@ def test_a_value_of_another_type_is_refused_with_what_is_expected(make, says):
 def test_values_that_mean_the_same_are_taken():
     config = AdapterConfig(np.int64(4), np.float32(2), ["q", "v"])
     assert config == AdapterConfig(4, 2.0, ("q", "v"))
-    assert [type(value) for value in (config.rank, config.alpha, config.targets)] == [int, float, tuple]
+    assert [type(value) for value in (config.rank, config.alpha, config.targets)] == [
+        int,
+        float,
+        tuple,
+    ]
     assert OptimizerConfig(learning_rate=1).learning_rate == 1.0
-    assert fields.check(Request, {"logit_bias": [[1, 2]]}, "sampling") == {"logit_bias": ((1, 2.0),)}
+    assert fields.check(Request, {"logit_bias": [[1, 2]]}, "sampling") == {
+        "logit_bias": ((1, 2.0),)
+    }
     assert LossConfig(clip_low=None).low == 0.2
 
 
@@ -51,5 +72,6 @@ def test_a_setting_shows_what_differs_from_its_default():
     assert repr(LossConfig()) == "LossConfig()"
     assert repr(LossConfig("gspo", clip_high=0.3)) == "LossConfig(kind='gspo', clip_high=0.3)"
     assert (
-        repr(PolicyConfig("a", AdapterConfig(4, targets=("q",)))) == "PolicyConfig(name='a', adapter=AdapterConfig(rank=4, targets=('q',)))"
+        repr(PolicyConfig("a", AdapterConfig(4, targets=("q",))))
+        == "PolicyConfig(name='a', adapter=AdapterConfig(rank=4, targets=('q',)))"
     )

@@ -11,8 +11,11 @@ import pytest
 
 
 def run(code: str, *args) -> list[str]:
-    users = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0", "XLA_FLAGS": ""}  # what takes a second to compile is kept
-    done = subprocess.run([sys.executable, "-c", code, *map(str, args)], capture_output=True, text=True, env=users)
+    # what takes a second to compile is kept
+    users = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0", "XLA_FLAGS": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, args)], capture_output=True, text=True, env=users
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.split()
 
@@ -29,13 +32,15 @@ for _ in range(2):
     ctypes.memset(p, 1, 64 << 20)
     libc.free(p)
     print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.long
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt is glibc's")
 def test_freed_memory_is_used_again_without_page_faults():
-    """The second block of 64 MiB costs no faults where the first was kept, and as many as the first otherwise."""
+    """The second block of 64 MiB costs no faults where the first was kept, and as many as the first
+    otherwise.
+    """
     kept, first, second = run(FAULTS, "keep")
     assert kept == "True"
     assert int(second) < int(first) / 10
@@ -55,7 +60,7 @@ for block in blocks:
 held = host.rss_bytes()
 libc.free(blocks[1])  # between the others: no end of the heap to be cut off
 print(held, host.rss_bytes(), host.give_back_freed_memory(), host.rss_bytes())
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="malloc_trim is glibc's")
@@ -99,7 +104,7 @@ for _ in range(2):
     slow(np.ones((8, 8), np.float32))
     print(len(hits))
     jax.clear_caches()
-"""
+"""  # noqa: E501
 
 
 def test_compiled_programs_are_found_again_on_disk(tmp_path):
@@ -120,7 +125,9 @@ print(host.peak_rss_bytes())
 
 @pytest.mark.long
 def test_resident_memory_follows_what_is_held():
-    """In a process of its own: what another test left, freed by a thread meanwhile, moved it by more than is held here."""
+    """In a process of its own: what another test left, freed by a thread meanwhile, moved it by
+    more than is held here.
+    """
     before, holding, peak, after = map(int, run(HELD))
     assert before + (120 << 20) < holding < before + (192 << 20)
     assert peak >= before + (100 << 20)  # the kernel's peak lags behind a little
@@ -136,16 +143,24 @@ print(jax.devices()[0].platform, jax.config.jax_platforms)
 """
 
 
-ACCELERATORS = glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*") or importlib.util.find_spec("jax_cuda13_plugin")
+ACCELERATORS = (
+    glob.glob("/dev/accel*")
+    or glob.glob("/dev/vfio/[0-9]*")
+    or importlib.util.find_spec("jax_cuda13_plugin")
+)
 
 
-@pytest.mark.skipif(bool(ACCELERATORS), reason="this machine has an accelerator, or a plugin that looks for one")
+@pytest.mark.skipif(
+    bool(ACCELERATORS), reason="this machine has an accelerator, or a plugin that looks for one"
+)
 @pytest.mark.parametrize("chosen", ["", "cpu"])
 def test_a_tpus_compiler_alone_is_not_asked_for_a_tpu(chosen):
     environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
     environment |= {"JAX_PLATFORMS": chosen} if chosen else {}
     assert importlib.util.find_spec("libtpu"), "the tests' set-up has it"
-    done = subprocess.run([sys.executable, "-c", ASK], capture_output=True, text=True, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-c", ASK], capture_output=True, text=True, env=environment
+    )
     assert (done.returncode, done.stdout.split()) == (0, ["cpu", "cpu"])
     assert "libtpu" not in done.stderr, "what it says when it looks for a TPU"
 
@@ -160,21 +175,35 @@ print(names.count("tf_XLAEigen"))
 """
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="threads' names are read from /proc")
+@pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="threads' names are read from /proc"
+)
 @pytest.mark.parametrize(
     ("flags", "others", "said"),
     [
-        ("--xla_force_host_platform_device_count=2 --xla_force_host_platform_device_count=24", {}, "96"),
+        (
+            "--xla_force_host_platform_device_count=2 --xla_force_host_platform_device_count=24",
+            {},
+            "96",
+        ),
         ("--xla_force_host_platform_device_count=24", {"PJRT_NPROC": "31"}, "None"),
         ("", {"JAX_NUM_CPU_DEVICES": "24"}, "96"),
         ("", {}, "None"),
     ],
 )
 def test_simulated_devices_have_threads_to_wait_in(flags, others, said):
-    """That they are enough is shown by what trains over meshes: isolation over expert=4 x tensor=2 stood still with eight threads."""
+    """That they are enough is shown by what trains over meshes: isolation over expert=4 x tensor=2
+    stood still with eight threads.
+    """
     unset = ("NPROC", "PJRT_NPROC", "JAX_NUM_CPU_DEVICES")
-    environment = {name: value for name, value in os.environ.items() if name not in unset} | {"XLA_FLAGS": flags} | others
-    done = subprocess.run([sys.executable, "-c", THREADS], capture_output=True, text=True, env=environment)
+    environment = (
+        {name: value for name, value in os.environ.items() if name not in unset}
+        | {"XLA_FLAGS": flags}
+        | others
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", THREADS], capture_output=True, text=True, env=environment
+    )
     assert done.returncode == 0, done.stderr
     expected = {"96": "96", "None": others.get("PJRT_NPROC", str(os.cpu_count()))}[said]
     assert done.stdout.split() == [said, expected]

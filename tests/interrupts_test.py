@@ -1,4 +1,6 @@
-"""SIGINT and SIGTERM end a program within seconds in every phase, and lose nothing that was acknowledged."""
+"""SIGINT and SIGTERM end a program within seconds in every phase, and lose nothing that was
+acknowledged.
+"""
 
 import json
 import os
@@ -34,13 +36,22 @@ PHASES = {  # what a main thread may be at; which of them end by themselves
     "bytecodes": ("while True: pass", True),
     "waiting": ("threading.Event().wait()", True),
     "a call into C, as XLA compiles": ("hashlib.pbkdf2_hmac('sha256', b'x', b'y', 10**9)", False),
-    "an error that is discarded": ("while True:\n    try:\n        time.sleep(60)\n    except BaseException:\n        pass", False),
+    "an error that is discarded": (
+        "while True:\n    try:\n        time.sleep(60)\n    except BaseException:\n        pass",
+        False,
+    ),
     "a callback that discards errors": (
-        "class Held:\n    def __del__(self):\n        time.sleep(1)\nheld = Held()\ndel held\ntime.sleep(60)",
+        (
+            "class Held:\n    def __del__(self):\n        time.sleep(1)\nheld = Held()\ndel"
+            " held\ntime.sleep(60)"
+        ),
         True,
     ),
     "a thread that does not end": (
-        "threading.Thread(target=time.sleep, args=(60,)).start()\ntry:\n    time.sleep(60)\nexcept KeyboardInterrupt:\n    pass",
+        (
+            "threading.Thread(target=time.sleep, args=(60,)).start()\ntry:\n   "
+            " time.sleep(60)\nexcept KeyboardInterrupt:\n    pass"
+        ),
         False,
     ),
 }
@@ -51,7 +62,9 @@ def test_a_signal_ends_a_program_whatever_its_main_thread_does(number):
     started = {}
     for phase, (code, _) in PHASES.items():
         command = [sys.executable, "-c", HEAD + code]
-        started[phase] = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        started[phase] = subprocess.Popen(
+            command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
     for process in started.values():
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
@@ -67,12 +80,20 @@ def test_a_signal_ends_a_program_whatever_its_main_thread_does(number):
         else:
             assert process.returncode == 128 + number, phase
             assert f"{number.name}: stopping within" in err, phase
-            assert err.splitlines()[-1] == f"interrupted: {number.name}; it goes on from step 7", phase
+            assert err.splitlines()[-1] == f"interrupted: {number.name}; it goes on from step 7", (
+                phase
+            )
 
 
 def test_a_second_signal_does_not_wait():
     code = HEAD.replace("1.5, 0.2", "600.0, 0.2") + PHASES["a call into C, as XLA compiles"][0]
-    process = subprocess.Popen([sys.executable, "-c", code], env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     assert process.stdout is not None
     process.stdout.readline()
     time.sleep(0.3)  # into the call
@@ -85,9 +106,20 @@ def test_a_second_signal_does_not_wait():
 
 @pytest.mark.long
 def test_libtpu_leaves_the_signals_alone():
-    """As it loads it puts its own handlers in the place of Python's, which print a stack trace and ask nobody."""
-    code = HEAD + "from mint_jax.aot import chips\nchips.target('v5e:2x2')\nprint('loaded', flush=True)\ntime.sleep(60)"
-    process = subprocess.Popen([sys.executable, "-c", code], env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    """As it loads it puts its own handlers in the place of Python's, which print a stack trace and
+    ask nobody.
+    """
+    code = (
+        HEAD + "from mint_jax.aot import chips\nchips.target('v5e:2x2')\nprint('loaded',"
+        " flush=True)\ntime.sleep(60)"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     assert process.stdout is not None
     assert [process.stdout.readline() for _ in range(2)] == ["ready\n", "loaded\n"]
     process.send_signal(signal.SIGTERM)
@@ -99,9 +131,16 @@ def test_libtpu_leaves_the_signals_alone():
 def test_a_server_has_the_time_that_it_asks_for():
     """Outside the block it has not."""
     waits = "hashlib.pbkdf2_hmac('sha256', b'x', b'y', 10**9)"
-    for code, seconds in ((f"with interrupts.grace(3.0):\n    {waits}", 3.0), (f"with interrupts.grace(600.0):\n    pass\n{waits}", 1.5)):
+    for code, seconds in (
+        (f"with interrupts.grace(3.0):\n    {waits}", 3.0),
+        (f"with interrupts.grace(600.0):\n    pass\n{waits}", 1.5),
+    ):
         process = subprocess.Popen(
-            [sys.executable, "-c", HEAD + code], env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            [sys.executable, "-c", HEAD + code],
+            env=ENVIRONMENT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         assert process.stdout is not None
         process.stdout.readline()
@@ -118,7 +157,14 @@ class Launched:
 
     def __init__(self, workdir: Path, *options: str):
         command = [sys.executable, "-m", "mint_jax.launch", f"--workdir={workdir}", *options]
-        self.process = subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=ENVIRONMENT,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         self.lines: list[str] = []
         self._news = threading.Condition()
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -133,7 +179,9 @@ class Launched:
 
     def wait_for(self, text: str, seconds: float = 300.0) -> None:
         with self._news:
-            assert self._news.wait_for(lambda: any(text in line for line in self.lines), seconds), self.lines[-20:]
+            assert self._news.wait_for(lambda: any(text in line for line in self.lines), seconds), (
+                self.lines[-20:]
+            )
 
     def interrupt(self, number: signal.Signals) -> float:
         """Sends the signal; seconds until the process has ended."""
@@ -167,7 +215,10 @@ def test_a_signal_while_jax_is_imported_ends_the_program(number, tmp_path):
         ((SFT, "--config.steps=100000"), "MB with gradients and optimizer state"),
         ((SFT, "--config.steps=100000"), "[sft] 1/"),
         ((SFT, "--config.steps=100000", "--config.checkpoint.every=1"), "[sft] 1/"),
-        (("--config=configs/tiny/grpo.py", "--config.steps=100000"), "held-out reward before training"),
+        (
+            ("--config=configs/tiny/grpo.py", "--config.steps=100000"),
+            "held-out reward before training",
+        ),
         (("--config=configs/tiny/grpo.py", "--config.steps=100000"), "[grpo] 1/"),
         ((SERVE, "--config.port=0"), "base tiny-random"),
     ],
@@ -184,14 +235,17 @@ def test_a_signal_ends_each_phase_of_a_job(options, phase, number, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("number", SIGNALS)
 def test_twenty_interruptions_at_random_moments_lose_nothing(number, tmp_path):
-    """The same command again and again: each start goes on where the last one said, and the end is that of a run in one go."""
+    """The same command again and again: each start goes on where the last one said, and the end is
+    that of a run in one go.
+    """
     options = (SFT, "--config.steps=200", "--config.checkpoint.every=7", "--config.export_every=50")
     whole = Launched(tmp_path / "whole", *options)
     assert whole.process.wait(900) == 0, whole.lines[-20:]
     workdir, said, interrupted = tmp_path / "parts", 0, 0
     moments = random.Random(int(os.environ["MINT_TEST_SEED"]))
     for n in range(20):
-        if n % 5 == 0:  # a run that begins is not like one that goes on, and one that is finished has few phases
+        # a run that begins is not like one that goes on, and one that is finished has few phases
+        if n % 5 == 0:
             shutil.rmtree(workdir, ignore_errors=True)
             said = 0
         run = Launched(workdir, *options)
@@ -212,7 +266,10 @@ def test_twenty_interruptions_at_random_moments_lose_nothing(number, tmp_path):
     assert interrupted >= 10
     run = Launched(workdir, *options)
     assert run.process.wait(900) == 0, run.lines[-20:]
-    one, parts = (json.loads((folder / "result.json").read_text())["policies"] for folder in (tmp_path / "whole", workdir))
+    one, parts = (
+        json.loads((folder / "result.json").read_text())["policies"]
+        for folder in (tmp_path / "whole", workdir)
+    )
     assert [p["revision"] for p in parts] == [p["revision"] for p in one], "bit for bit"
     with Catalog.open(workdir / "catalog") as catalog:
         for policy in catalog.policies():

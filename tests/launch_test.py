@@ -1,4 +1,6 @@
-"""The command line: every mistake of the user ends with a non-zero status and one line that names it, without a traceback."""
+"""The command line: every mistake of the user ends with a non-zero status and one line that names
+it, without a traceback.
+"""
 
 import importlib.util
 import json
@@ -16,12 +18,23 @@ from mint_jax import launch as launcher
 from mint_jax.errors import UserError
 
 SERVER = multiprocessing.get_context("forkserver")  # imports once, forks for every command
-SERVER.set_forkserver_preload(["mint_jax.launch", "mint_jax.checkpoint", "mint_jax.catalog.lifecycle", "pytest"])
+SERVER.set_forkserver_preload(
+    ["mint_jax.launch", "mint_jax.checkpoint", "mint_jax.catalog.lifecycle", "pytest"]
+)
 ROOT = Path(__file__).parents[1]
 CONFIGS = {
-    "unknown_job.py": "from ml_collections import ConfigDict\ndef get_config():\n    return ConfigDict({'job': 'cook'})\n",
-    "no_job.py": "from ml_collections import ConfigDict\ndef get_config():\n    return ConfigDict({'base': 'tiny-random'})\n",
-    "refuses.py": "from mint_jax.errors import UserError\ndef get_config(arg='x'):\n    raise UserError(f'size {arg} is too large')\n",
+    "unknown_job.py": (
+        "from ml_collections import ConfigDict\ndef get_config():\n    return ConfigDict({'job':"
+        " 'cook'})\n"
+    ),
+    "no_job.py": (
+        "from ml_collections import ConfigDict\ndef get_config():\n    return ConfigDict({'base':"
+        " 'tiny-random'})\n"
+    ),
+    "refuses.py": (
+        "from mint_jax.errors import UserError\ndef get_config(arg='x'):\n    raise"
+        " UserError(f'size {arg} is too large')\n"
+    ),
     "broken.py": "def get_config(:\n",
 }
 
@@ -68,7 +81,10 @@ FILES = ("--config.input=in.jsonl", "--config.output=out.jsonl")
         ((SCORE, "--config.job=cook"), "job is 'cook'"),
         (("--config=no_job.py",), "job"),
         ((SCORE,), "input is empty: set --config.input="),
-        ((SCORE, "--config.input=none.jsonl", "--config.output=out.jsonl"), "input none.jsonl does not exist"),
+        (
+            (SCORE, "--config.input=none.jsonl", "--config.output=out.jsonl"),
+            "input none.jsonl does not exist",
+        ),
         ((SCORE, *FILES, "--config.base=nowhere"), "base is 'nowhere'; choose one of: "),
         ((SCORE, *FILES, "--config.mesh.tensor=3"), "devices"),
         ((SCORE, *FILES, "--workdir=in.jsonl"), "workdir in.jsonl cannot be written"),
@@ -80,7 +96,11 @@ FILES = ("--config.input=in.jsonl", "--config.output=out.jsonl")
         ((SCORE, "--config.max_tokens=many"), "max_tokens is 'many'; expected a whole number"),
         ((SCORE, "--config.max_tokens"), "--config.max_tokens has no value"),
     ],
-    ids=lambda x: "+".join(a.split("/")[-1].removeprefix("--config.") for a in x) if isinstance(x, tuple) else "",
+    ids=lambda x: (
+        "+".join(a.split("/")[-1].removeprefix("--config.") for a in x)
+        if isinstance(x, tuple)
+        else ""
+    ),
 )
 def test_a_users_mistake_is_one_line(folder, args, message):
     status, stdout, stderr = launch(*args, cwd=folder)
@@ -108,12 +128,24 @@ def test_flags_that_cannot_be_parsed_are_named(folder, args, message):
 
 
 def in_time(args, cwd) -> tuple[int, str, float]:
-    """Status, stderr and seconds of CPU of a command in a process of its own, the interpreter's start among them."""
+    """Status, stderr and seconds of CPU of a command in a process of its own, the interpreter's
+    start among them.
+    """
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-m", "mint_jax.launch", *args], cwd=cwd, capture_output=True, text=True, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-m", "mint_jax.launch", *args],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return done.returncode, done.stderr, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return (
+        done.returncode,
+        done.stderr,
+        after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
+    )
 
 
 TRAIN = f"--config={ROOT / 'configs' / 'tiny' / 'sft.py'}"
@@ -130,17 +162,33 @@ EVALUATE = f"--config={ROOT / 'configs' / 'evaluate.py'}"
         ((TRAIN, "--config.base=random:nothing"), "base is 'random:nothing'; choose one of: "),
         ((TRAIN, "--config.dtype=float16"), "dtype is 'float16'; choose one of: float32, bfloat16"),
         ((TRAIN, "--config.quantise=int3"), "quantise is 'int3'; choose one of: "),
-        ((TRAIN, "--config.policies.*.data.path=none.jsonl"), "data file none.jsonl does not exist"),
-        ((TRAIN, "--config.policies.*.data.env=no_such_env"), "environment is 'no_such_env'; choose one of: "),
-        ((TRAIN, "--config.policies.*.data.env=nowhere:make"), "environment 'nowhere:make' could not be imported"),
+        (
+            (TRAIN, "--config.policies.*.data.path=none.jsonl"),
+            "data file none.jsonl does not exist",
+        ),
+        (
+            (TRAIN, "--config.policies.*.data.env=no_such_env"),
+            "environment is 'no_such_env'; choose one of: ",
+        ),
+        (
+            (TRAIN, "--config.policies.*.data.env=nowhere:make"),
+            "environment 'nowhere:make' could not be imported",
+        ),
         ((TRAIN, "--config.kernels.draw=triton"), "kernels.draw is 'triton'"),
         ((TRAIN, "--workdir=in.jsonl/x"), "workdir in.jsonl/x cannot be written"),
         ((EVALUATE, "--config.catalog=nowhere"), "catalog nowhere does not exist"),
-        ((SERVE, "--config.certificate=none.pem"), "certificate is 'none.pem'; expected a file that exists"),
+        (
+            (SERVE, "--config.certificate=none.pem"),
+            "certificate is 'none.pem'; expected a file that exists",
+        ),
         ((POD, "--config.topology=v5p-60"), "topology is 'v5p-60'; choose one of: v5p-8, v5p-16, "),
         ((SCORE, *FILES, "--config.slots=0"), "slots is 0"),
     ],
-    ids=lambda x: "+".join(a.split("/")[-1].removeprefix("--config.") for a in x) if isinstance(x, tuple) else "",
+    ids=lambda x: (
+        "+".join(a.split("/")[-1].removeprefix("--config.") for a in x)
+        if isinstance(x, tuple)
+        else ""
+    ),
 )
 def test_a_dry_run_refuses_what_the_run_refuses(folder, args, message, dry):
     status, stdout, stderr = launch(*args, *dry, cwd=folder)
@@ -165,11 +213,17 @@ def test_a_dry_run_refuses_what_the_run_refuses(folder, args, message, dry):
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
-def test_an_optional_package_is_looked_for_before_anything_is_claimed(folder, monkeypatch, package, args, extra):
+def test_an_optional_package_is_looked_for_before_anything_is_claimed(
+    folder, monkeypatch, package, args, extra
+):
     (folder / "rows.parquet").write_bytes(b"")
     monkeypatch.chdir(folder)
     known = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == package else known(name, *more))
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *more: None if name == package else known(name, *more),
+    )
     with pytest.raises(UserError, match=rf"needs .*\[{extra}\]"):
         launcher.main(args)
     assert not (folder / "runs").exists()
@@ -177,19 +231,30 @@ def test_an_optional_package_is_looked_for_before_anything_is_claimed(folder, mo
 
 def test_a_mistake_is_reported_before_jax_is_imported(folder):
     """Six seconds of CPU before: JAX and the job were imported first."""
-    for args in ((SCORE, "--config.typo=1"), (TRAIN, "--config.base=nowhere"), (SCORE, "--config.input=none.jsonl")):
+    for args in (
+        (SCORE, "--config.typo=1"),
+        (TRAIN, "--config.base=nowhere"),
+        (SCORE, "--config.input=none.jsonl"),
+    ):
         status, stderr, seconds = in_time(args, folder)
         assert status == 2
         assert stderr.startswith("error: ")
         assert seconds < 1.0, args
-    code = "import sys, mint_jax.launch; assert not {'jax', 'flax', 'optax', 'tensorstore', 'sqlalchemy'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    code = (
+        "import sys, mint_jax.launch; assert not {'jax', 'flax', 'optax', 'tensorstore',"
+        " 'sqlalchemy'} & set(sys.modules)"
+    )
+    subprocess.run(
+        [sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
 
 
 def test_a_run_says_at_once_what_it_does(folder):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "mint_jax.launch", TRAIN, "--workdir=work"]
-    with subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True, env=environment) as process:
+    with subprocess.Popen(
+        command, cwd=folder, stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
         assert process.stderr is not None
         first = process.stderr.readline()
         used = psutil.Process(process.pid).cpu_times()
@@ -199,10 +264,16 @@ def test_a_run_says_at_once_what_it_does(folder):
     assert used.user + used.system < 2.0
 
 
-@pytest.mark.parametrize("bench", sorted(path.stem for path in (ROOT / "configs" / "bench").glob("*.py")))
+@pytest.mark.parametrize(
+    "bench", sorted(path.stem for path in (ROOT / "configs" / "bench").glob("*.py"))
+)
 def test_every_bench_says_what_it_does(bench):
-    """Their settings are their own: ``policies`` is a count in one and several counts in another."""
-    spec = importlib.util.spec_from_file_location("config", ROOT / "configs" / "bench" / f"{bench}.py")
+    """Their settings are their own: ``policies`` is a count in one and several counts in
+    another.
+    """
+    spec = importlib.util.spec_from_file_location(
+        "config", ROOT / "configs" / "bench" / f"{bench}.py"
+    )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -213,7 +284,13 @@ def test_every_bench_says_what_it_does(bench):
 def test_a_run_prints_its_result_last_and_saves_it_with_its_config(folder, hf_dirs):
     args = [SCORE, *FILES, f"--config.base={hf_dirs('llama')}", "--config.max_tokens=64"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-m", "mint_jax.launch", *args], cwd=folder, capture_output=True, text=True, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-m", "mint_jax.launch", *args],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
     assert done.returncode == 0, done.stderr
     workdir = folder / "runs" / "score"  # the config's name
     *_, values, place = done.stdout.splitlines()

@@ -1,4 +1,6 @@
-"""Meshes from sizes: the fixed order of axes, one axis that takes what is left, and sizes that do not fit."""
+"""Meshes from sizes: the fixed order of axes, one axis that takes what is left, and sizes that do
+not fit.
+"""
 
 import jax
 import pytest
@@ -22,7 +24,8 @@ def test_sizes_become_axes_in_the_fixed_order(sizes, shape):
     mesh = make_mesh(sizes)
     assert mesh.axis_names == AXES == ("data", "fsdp", "expert", "tensor")
     assert mesh.devices.shape == shape
-    assert mesh.devices.ravel().tolist() == jax.devices()  # tensor, the axis that talks most, has neighbours
+    # tensor, the axis that talks most, has neighbours
+    assert mesh.devices.ravel().tolist() == jax.devices()
 
 
 def test_devices_may_be_chosen():
@@ -35,8 +38,20 @@ def test_devices_may_be_chosen():
 @pytest.mark.parametrize(
     ("sizes", "words"),
     [
-        ({"data": 4, "model": 2}, ["mesh axis 'model' is unknown", "the axes are data, fsdp, expert, tensor"]),
-        ({"data": 4}, ["'data': 4", "needs 4 devices but 8 are here", "--config.mesh.<axis>", "the product is 8", "to -1"]),
+        (
+            {"data": 4, "model": 2},
+            ["mesh axis 'model' is unknown", "the axes are data, fsdp, expert, tensor"],
+        ),
+        (
+            {"data": 4},
+            [
+                "'data': 4",
+                "needs 4 devices but 8 are here",
+                "--config.mesh.<axis>",
+                "the product is 8",
+                "to -1",
+            ],
+        ),
         ({"data": 16}, ["needs 16 devices but 8 are here"]),
         ({}, ["needs 1 devices but 8 are here"]),
         ({"data": 3, "tensor": -1}, ["but 8 are here", "the product is 8"]),

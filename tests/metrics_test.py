@@ -38,10 +38,17 @@ def test_rows_are_complete_lines_at_once_and_numbers_reach_tensorboard(tmp_path)
     writer.write(1, "red", {"loss": float("inf")})
     rows = read(tmp_path / "metrics.jsonl")  # before it is closed
     assert all(abs(row.pop("time") - before) < 3600 for row in rows)  # a clock of this hour
-    assert rows == [{"step": 0, "name": "blue", "loss": 0.5, "tokens": 7, "note": "日"}, {"step": 1, "name": "red", "loss": float("inf")}]
+    assert rows == [
+        {"step": 0, "name": "blue", "loss": 0.5, "tokens": 7, "note": "日"},
+        {"step": 1, "name": "red", "loss": float("inf")},
+    ]
     for _ in range(2):  # the second as when an interruption meets a run's end
         writer.close()
-    assert set(scalars(tmp_path / "tensorboard")) == {("blue/loss", 0, 0.5), ("blue/tokens", 0, 7.0), ("red/loss", 1, float("inf"))}
+    assert set(scalars(tmp_path / "tensorboard")) == {
+        ("blue/loss", 0, 0.5),
+        ("blue/tokens", 0, 7.0),
+        ("red/loss", 1, float("inf")),
+    }
 
 
 def test_a_second_writer_appends(tmp_path):
@@ -55,7 +62,10 @@ def test_a_second_writer_appends(tmp_path):
 
 def test_rows_at_or_after_a_policys_step_are_dropped(rng, tmp_path):
     path, keep = tmp_path / "metrics.jsonl", {"a": 3, "b": 0, "c": 9}
-    rows = [{"step": int(rng.integers(6)), "name": name, "loss": float(rng.normal())} for name in rng.choice(["a", "b", "c"], 60)]
+    rows = [
+        {"step": int(rng.integers(6)), "name": name, "loss": float(rng.normal())}
+        for name in rng.choice(["a", "b", "c"], 60)
+    ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     metrics.truncate_rows(path, keep)
     assert read(path) == [row for row in rows if row["step"] < keep[row["name"]]]
@@ -102,7 +112,8 @@ def test_progress_says_what_is_done_and_how_long_the_rest_takes(clock):
     progress.update(10)  # the end is always said
     assert out.getvalue().splitlines() == [
         "[train] 0/10 (0:00)",
-        "[train] 2/10 loss 0.5 (0:05)",  # its programs were compiled on the way: no pace is known yet
+        # its programs were compiled on the way: no pace is known yet
+        "[train] 2/10 loss 0.5 (0:05)",
         "[train] 5/10 loss 0.4 (1:15, 2:52 left)",
         "[train] 10/10 (1:15)",
     ]
@@ -119,7 +130,9 @@ def test_progress_of_a_resumed_run_rates_only_its_own_steps(clock):
 
 
 def test_the_time_left_leaves_compilations_out(clock):
-    """A first step of 200 s and a later one of 90 s compile; the others take 2 s, and so do those that are left."""
+    """A first step of 200 s and a later one of 90 s compile; the others take 2 s, and so do those
+    that are left.
+    """
     out = io.StringIO()
     progress = metrics.Progress("train", 20, out=out)
     for step, seconds in enumerate((200, 2, 2, 90, 2, 2, 2, 2, 2, 2), 1):
@@ -129,7 +142,9 @@ def test_the_time_left_leaves_compilations_out(clock):
 
 
 def test_progress_counts_what_users_count(clock):
-    """Three policies take 4 steps each: 12 pieces of work, 4 steps; the time left goes by the pieces."""
+    """Three policies take 4 steps each: 12 pieces of work, 4 steps; the time left goes by the
+    pieces.
+    """
     out = io.StringIO()
     steps, loaded = (
         metrics.Progress("grpo", 12, out=out, per=3, unit="steps"),
@@ -154,7 +169,9 @@ def test_progress_counts_what_users_count(clock):
 
 
 def fill_the_disk(directory):
-    """Writes rows until the room is used up, and then some; prints what came of it. Run by ``run_limited``."""
+    """Writes rows until the room is used up, and then some; prints what came of it. Run by
+    ``run_limited``.
+    """
     told = []
     writer = metrics.MetricsWriter(directory, tensorboard=True)
     for step in range(20_000):
@@ -172,13 +189,21 @@ def fill_the_disk(directory):
 def test_a_full_disk_is_one_line_and_nothing_hangs(limit, tmp_path):
     told = json.loads(run_limited(limit, 1, "tests.metrics_test", tmp_path))
     assert len(told) == 20
-    assert all(re.match(r"\S*(metrics\.jsonl|tensorboard) cannot be written \(.*\): free or allow the space", one) for one in told)
+    assert all(
+        re.match(
+            r"\S*(metrics\.jsonl|tensorboard) cannot be written \(.*\): free or allow the space",
+            one,
+        )
+        for one in told
+    )
     assert not any("\n" in one for one in told)
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "tensorboard").write_text("a file")
-    with pytest.raises(UserError, match=r"tensorboard cannot be written \(.*exists\).*--config\.tensorboard=false"):
+    with pytest.raises(
+        UserError, match=r"tensorboard cannot be written \(.*exists\).*--config\.tensorboard=false"
+    ):
         metrics.MetricsWriter(tmp_path)
     with pytest.raises(UserError, match=r"metrics\.jsonl cannot be written \(No such file"):
         metrics.MetricsWriter(tmp_path / "nothing")
@@ -190,7 +215,15 @@ def test_progress_goes_to_stderr(capsys):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(0, "0:00"), (59.9, "0:59"), (75.2, "1:15"), (3599, "59:59"), (3600, "1:00:00"), (90061, "25:01:01")]
+    ("seconds", "text"),
+    [
+        (0, "0:00"),
+        (59.9, "0:59"),
+        (75.2, "1:15"),
+        (3599, "59:59"),
+        (3600, "1:00:00"),
+        (90061, "25:01:01"),
+    ],
 )
 def test_clock(seconds, text):
     assert metrics.clock(seconds) == text

@@ -1,4 +1,6 @@
-"""Several processes are one program: here two with four CPU devices each, on the loopback interface."""
+"""Several processes are one program: here two with four CPU devices each, on the loopback
+interface.
+"""
 
 import dataclasses
 import json
@@ -41,25 +43,50 @@ class Ended:
     err: str
 
 
-def together(commands: list[list[str]], folder: Path, timeout: float, **environment: str) -> list[Ended]:
-    """Runs one process per command, joined if there are several; all are ended when ``timeout`` seconds are over.
+def together(
+    commands: list[list[str]], folder: Path, timeout: float, **environment: str
+) -> list[Ended]:
+    """Runs one process per command, joined if there are several; all are ended when ``timeout``
+    seconds are over.
 
-    The eight devices are shared out evenly. What the processes printed is shown by pytest when the test fails.
+    The eight devices are shared out evenly. What the processes printed is shown by pytest when the
+    test fails.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    shared = {k: v for k, v in os.environ.items() if not k.startswith("MINT_PROCESS") and k != "MINT_COORDINATOR"} | {
-        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={8 // len(commands)}",  # the last one counts
+    shared = {
+        k: v
+        for k, v in os.environ.items()
+        if not k.startswith("MINT_PROCESS") and k != "MINT_COORDINATOR"
+    } | {
+        # the last one counts
+        "XLA_FLAGS": (
+            f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={8 // len(commands)}"
+        ),
         "TF_CPP_MIN_LOG_LEVEL": "2",  # the partitioner's and gloo's remarks
         "PYTHONPATH": str(ROOT),
     }
     address = f"127.0.0.1:{free_port()}"
     running, files = [], []
     for i, command in enumerate(commands):
-        joined = {"MINT_COORDINATOR": address, "MINT_PROCESSES": str(len(commands)), "MINT_PROCESS": str(i)} if len(commands) > 1 else {}
+        joined = (
+            {
+                "MINT_COORDINATOR": address,
+                "MINT_PROCESSES": str(len(commands)),
+                "MINT_PROCESS": str(i),
+            }
+            if len(commands) > 1
+            else {}
+        )
         out, err = (folder / f"{name}{i}" for name in ("out", "err"))
         with out.open("w") as stdout, err.open("w") as stderr:
             running.append(
-                subprocess.Popen([sys.executable, *command], stdout=stdout, stderr=stderr, env=shared | joined | environment, cwd=folder)
+                subprocess.Popen(
+                    [sys.executable, *command],
+                    stdout=stdout,
+                    stderr=stderr,
+                    env=shared | joined | environment,
+                    cwd=folder,
+                )
             )
         files.append((out, err))
     deadline = time.monotonic() + timeout
@@ -74,8 +101,14 @@ def together(commands: list[list[str]], folder: Path, timeout: float, **environm
             process.wait()
         for i, pair in enumerate(files):
             for file in pair:
-                print(f"--- {file.name} of process {i}, status {running[i].returncode}\n{file.read_text()[-5000:]}")
-    return [Ended(p.returncode, out.read_text(), err.read_text()) for p, (out, err) in zip(running, files)]
+                print(
+                    f"--- {file.name} of process {i}, status"
+                    f" {running[i].returncode}\n{file.read_text()[-5000:]}"
+                )
+    return [
+        Ended(p.returncode, out.read_text(), err.read_text())
+        for p, (out, err) in zip(running, files)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -87,7 +120,10 @@ def together(commands: list[list[str]], folder: Path, timeout: float, **environm
         ({"MINT_COORDINATOR": "10.0.0.2"}, "MINT_COORDINATOR is '10.0.0.2'; expected host:port"),
         ({"MINT_COORDINATOR": "host:99999"}, "expected host:port"),
         ({"MINT_PROCESSES": "two"}, "MINT_PROCESSES is 'two'; expected a whole number"),
-        ({"MINT_PROCESSES": "0", "MINT_PROCESS": "0"}, "MINT_PROCESSES is 0; expected .* at least 1"),
+        (
+            {"MINT_PROCESSES": "0", "MINT_PROCESS": "0"},
+            "MINT_PROCESSES is 0; expected .* at least 1",
+        ),
         ({"MINT_PROCESS": "2"}, "MINT_PROCESS is 2; with MINT_PROCESSES=2 expected 0 to 1"),
         ({"MINT_PROCESS": "-1"}, "MINT_PROCESS is '-1'; expected a whole number"),
     ],
@@ -105,7 +141,11 @@ def test_join_hands_the_variables_to_jax_and_explains_its_errors(monkeypatch):
     multihost.join({})
     assert given == {}
     multihost.join(GOOD, detect=True)  # the variables come first
-    assert (given["coordinator_address"], given["num_processes"], given["process_id"]) == ("127.0.0.1:8476", 2, 1)
+    assert (given["coordinator_address"], given["num_processes"], given["process_id"]) == (
+        "127.0.0.1:8476",
+        2,
+        1,
+    )
     assert given["coordinator_bind_address"] == "127.0.0.1:8476"  # not on every interface
     given.clear()
     multihost.join(GOOD | {"MINT_COORDINATOR": "10.0.0.2:8476"})
@@ -118,10 +158,17 @@ def test_join_hands_the_variables_to_jax_and_explains_its_errors(monkeypatch):
         monkeypatch.setattr(jax.distributed, "initialize", initialize)
 
     refuse(ValueError("coordinator_address should be defined."))
-    with pytest.raises(UserError, match=r"found no TPU pod.*set MINT_COORDINATOR, MINT_PROCESSES, MINT_PROCESS"):
+    with pytest.raises(
+        UserError, match=r"found no TPU pod.*set MINT_COORDINATOR, MINT_PROCESSES, MINT_PROCESS"
+    ):
         multihost.join({}, detect=True)
     refuse(RuntimeError("UNKNOWN: Failed to start RPC server"))
-    with pytest.raises(UserError, match=r"could not join 127\.0\.0\.1:8476 as process 1 of 2 \(UNKNOWN.*the coordinator's port"):
+    with pytest.raises(
+        UserError,
+        match=(
+            r"could not join 127\.0\.0\.1:8476 as process 1 of 2 \(UNKNOWN.*the coordinator's port"
+        ),
+    ):
         multihost.join(GOOD)
 
 
@@ -129,13 +176,20 @@ def test_another_number_of_processes_than_were_started_is_refused(monkeypatch):
     """As where a cluster's variables are not seen: every host would run the whole job alone."""
     monkeypatch.setattr(jax.distributed, "initialize", lambda **_: None)
     multihost.join(GOOD, expected=1)
-    with pytest.raises(UserError, match="1 processes joined, and --distributed=2 expected 2: give the number that is started"):
+    with pytest.raises(
+        UserError,
+        match="1 processes joined, and --distributed=2 expected 2: give the number that is started",
+    ):
         multihost.join(GOOD, detect=True, expected=2)
 
 
 def test_a_process_whose_fellows_do_not_come_ends_with_one_line(tmp_path):
     code = "from mint_jax import multihost; multihost.join(timeout_s=1)"
-    alone = {"MINT_COORDINATOR": f"127.0.0.1:{free_port()}", "MINT_PROCESSES": "2", "MINT_PROCESS": "0"}
+    alone = {
+        "MINT_COORDINATOR": f"127.0.0.1:{free_port()}",
+        "MINT_PROCESSES": "2",
+        "MINT_PROCESS": "0",
+    }
     [ended] = together([["-c", code]], tmp_path, 60, **alone)
     assert ended.status == 1
     assert ended.err.startswith("error: could not join 127.0.0.1")
@@ -214,7 +268,7 @@ seen["unequal"] = attempt(multihost.topology)
 multihost.barrier("done")
 seen["parted"] = attempt(lambda: multihost.agree("left" if me else "right", lambda: 0))
 print(json.dumps(seen))
-"""
+"""  # noqa: E501
 
 
 def test_two_processes_agree_and_share_arrays(tmp_path):
@@ -226,7 +280,9 @@ def test_two_processes_agree_and_share_arrays(tmp_path):
         assert seen["agreed"] == {"who": 0, "x": 0.1 + 0.2, "pair": [1, None]}
         assert seen["mistake"] == ["UserError", "no such thing"]
         assert seen["differs"][0] == "UserError"
-        assert seen["differs"][1].startswith("the process of process 1 differs from that of process 0")
+        assert seen["differs"][1].startswith(
+            "the process of process 1 differs from that of process 0"
+        )
         assert seen["many"] == list(range(20))
         assert not seen["addressable"]
         assert seen["equal"] == [True] * 3
@@ -234,7 +290,10 @@ def test_two_processes_agree_and_share_arrays(tmp_path):
         assert seen["placed"] == [True] * 3
         assert re.fullmatch(r"2 processes with 4 devices each: 0 on (\S+), 1 on \1", seen["hosts"])
         assert seen["unequal"][0] == "UserError"
-        assert re.search(r"process 1 on \S+ has 3 devices, process 0 on \S+ has 4: see whether", seen["unequal"][1])
+        assert re.search(
+            r"process 1 on \S+ has 3 devices, process 0 on \S+ has 4: see whether",
+            seen["unequal"][1],
+        )
     assert main["failure"] == ["KeyError", "'gone'"]
     assert other["failure"] == ["RuntimeError", "process 0 failed at 'failure': 'gone'"]
     assert main["unsendable"][0] == "TypeError"
@@ -242,15 +301,28 @@ def test_two_processes_agree_and_share_arrays(tmp_path):
     assert other["taken"] == [[i, 255] for i in range(20)]
     assert main["heeded"] == [None, ["UserError", "process 1: it is broken"]]
     assert main["parted"] == 0
-    assert other["parted"] == ["RuntimeError", "process 1 asks for 'left' where process 0 decided 'right': their programs differ"]
+    assert other["parted"] == [
+        "RuntimeError",
+        "process 1 asks for 'left' where process 0 decided 'right': their programs differ",
+    ]
 
 
 @pytest.mark.long
 def test_a_mistake_ends_every_process_with_its_line(tmp_path):
     (tmp_path / "file").write_text("")
-    bad, good = (["-m", "mint_jax.launch", f"--config={TINY}", f"--workdir={tmp_path / place}"] for place in ("file/work", "work"))
+    bad, good = (
+        ["-m", "mint_jax.launch", f"--config={TINY}", f"--workdir={tmp_path / place}"]
+        for place in ("file/work", "work")
+    )
     other = [*good, "--config.steps=9"]
-    cases = ([bad] * 2, "error: ", "cannot be written"), ([good, other], "error in process {}: ", "the config of process 1 differs")
+    cases = (
+        ([bad] * 2, "error: ", "cannot be written"),
+        (
+            [good, other],
+            "error in process {}: ",
+            "the config of process 1 differs",
+        ),
+    )
     for commands, begins, says in cases:  # what each sees by itself is reported before they join
         for i, ended in enumerate(together(commands, tmp_path / "processes", 120)):
             assert ended.status == 2
@@ -260,7 +332,8 @@ def test_a_mistake_ends_every_process_with_its_line(tmp_path):
             assert says in ended.err
 
 
-# A reward that differs between completions, takes its time in no fixed order, and must not be asked outside process 0.
+# A reward that differs between completions, takes its time in no fixed order, and must not be asked
+# outside process 0.
 ENVIRONMENT = """
 import os, random, time
 from mint_jax.envs.env import Example, ListEnvironment
@@ -291,7 +364,8 @@ def tiny_grpo(*names: str, **changes):
     config.update({"export_every": 1, **changes})
     for policy in config.policies.values():
         policy.env = {"name": "varied:make"}
-        # eps 1 makes the update nearly proportional to the gradient; the usual 1e-8 would blow up the rounding of gradients near 0
+        # eps 1 makes the update nearly proportional to the gradient; the usual 1e-8 would blow up
+        # the rounding of gradients near 0
         policy.optimizer = {"learning_rate": 0.1, "eps": 1.0}
     return config
 
@@ -301,8 +375,8 @@ def write_config(config, folder: Path) -> Path:
     (folder / "varied.py").write_text(ENVIRONMENT)
     (folder / "config.json").write_text(config.to_json_best_effort())
     (folder / "config.py").write_text(
-        "import json, pathlib\nfrom ml_collections import ConfigDict\n"
-        "def get_config():\n    return ConfigDict(json.loads((pathlib.Path(__file__).parent / 'config.json').read_text()))\n"
+        "import json, pathlib\nfrom ml_collections import ConfigDict\ndef get_config():\n    return"
+        " ConfigDict(json.loads((pathlib.Path(__file__).parent / 'config.json').read_text()))\n"
     )
     return folder / "config.py"
 
@@ -315,14 +389,22 @@ def test_a_grpo_step_on_two_processes_is_that_of_one_device(tmp_path, monkeypatc
     config.mesh.update({"data": 2})
     file = write_config(config, tmp_path)
     command = ["-m", "mint_jax.launch", f"--config={file}", f"--workdir={tmp_path / 'two'}"]
-    environment = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "XLA_FLAGS": "", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    environment = {
+        "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}",
+        "XLA_FLAGS": "",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+    }
     ended = together([command] * 2, tmp_path / "processes", 300, **environment)
     assert [e.status for e in ended] == [0, 0]
     assert ended[1].out == ""
     result = json.loads((tmp_path / "two" / "result.json").read_text())
 
     made = mesh_lib.make_mesh
-    monkeypatch.setattr(mesh_lib, "make_mesh", lambda sizes=None, devices=None: made({}, devices or jax.devices()[:1]))
+    monkeypatch.setattr(
+        mesh_lib,
+        "make_mesh",
+        lambda sizes=None, devices=None: made({}, devices or jax.devices()[:1]),
+    )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "varied", raising=False)
     alone = grpo.run(config, one)
@@ -330,15 +412,25 @@ def test_a_grpo_step_on_two_processes_is_that_of_one_device(tmp_path, monkeypatc
     parts, whole = metrics_of(tmp_path / "two"), metrics_of(one)
     assert parts.keys() == whole.keys() == {(0, "ppo")}
     assert parts[0, "ppo"]["reward"] == whole[0, "ppo"]["reward"], "the same tokens were sampled"
-    for name in ("loss", "grad_norm", "logp"):  # float32 sums, in another order between devices than within one
-        np.testing.assert_allclose(parts[0, "ppo"][name], whole[0, "ppo"][name], rtol=1e-4, atol=1e-5)
+    # float32 sums, in another order between devices than within one
+    for name in ("loss", "grad_norm", "logp"):
+        np.testing.assert_allclose(
+            parts[0, "ppo"][name], whole[0, "ppo"][name], rtol=1e-4, atol=1e-5
+        )
     assert whole[0, "ppo"]["grad_norm"] > 1e-3
     adapters = []
     for workdir, done in ((tmp_path / "two", result), (one, alone)):
         with Catalog.open(workdir / "catalog") as catalog:
             adapters.append(unpack(catalog.load(done["policies"][0]["revision"]))[0])
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6), *adapters)
-    assert max(float(np.abs(x).max()) for path, x in params_lib.leaves_with_path(adapters[0]) if path.endswith("b")) > 1e-5
+    assert (
+        max(
+            float(np.abs(x).max())
+            for path, x in params_lib.leaves_with_path(adapters[0])
+            if path.endswith("b")
+        )
+        > 1e-5
+    )
 
 
 @pytest.mark.slow  # every program is compiled for two processes and for one
@@ -348,11 +440,18 @@ def test_grpo_on_two_processes_resumed_is_grpo_on_one(schedule, tmp_path):
     config = tiny_grpo(*names, schedule=schedule)
     config.mesh.update({"data": 2, "fsdp": 2, "tensor": 2})
     config.policies.cispo.sampling.stop = ("e", "a")
-    config.policies.ppo.adapter.rank = 3  # in the bucket of cispo's 4: the policies share their programs
+    # in the bucket of cispo's 4: the policies share their programs
+    config.policies.ppo.adapter.rank = 3
     file = write_config(config, tmp_path)
 
     def run(processes: int, steps: int, workdir: Path) -> dict:
-        command = ["-m", "mint_jax.launch", f"--config={file}", f"--workdir={workdir}", f"--config.steps={steps}"]
+        command = [
+            "-m",
+            "mint_jax.launch",
+            f"--config={file}",
+            f"--workdir={workdir}",
+            f"--config.steps={steps}",
+        ]
         path = f"{tmp_path}{os.pathsep}{ROOT}"
         ended = together([command] * processes, tmp_path / "processes", 900, PYTHONPATH=path)
         assert [e.status for e in ended] == [0] * processes
@@ -371,10 +470,13 @@ def test_grpo_on_two_processes_resumed_is_grpo_on_one(schedule, tmp_path):
 
     parts, whole = metrics_of(tmp_path / "two"), metrics_of(tmp_path / "one")
     assert sorted(parts) == sorted(whole) == sorted((s, n) for s in range(4) for n in names)
-    assert {key: parts[key] for key in first} == first, "the second start went on where the first had ended"
+    assert {key: parts[key] for key in first} == first, (
+        "the second start went on where the first had ended"
+    )
     for key, row in whole.items():
         assert parts[key]["reward"] == row["reward"], "the same tokens were sampled"
-        for name in ("loss", "grad_norm", "logp"):  # float32 sums, in another order between processes than within one
+        # float32 sums, in another order between processes than within one
+        for name in ("loss", "grad_norm", "logp"):
             np.testing.assert_allclose(parts[key][name], row[name], rtol=1e-4, atol=1e-5)
     assert len({row["reward"] for row in whole.values()}) > 2
 
@@ -382,12 +484,18 @@ def test_grpo_on_two_processes_resumed_is_grpo_on_one(schedule, tmp_path):
     for name in names:
         assert [revision.step for revision in catalogs[0].revisions(name)] == [1, 2, 3, 4]
     for name in names:
-        (mine, schema), (theirs, other) = unpack(catalogs[0].load(two[name])), unpack(catalogs[1].load(one[name]))
+        (mine, schema), (theirs, other) = (
+            unpack(catalogs[0].load(two[name])),
+            unpack(catalogs[1].load(one[name])),
+        )
         assert schema == other
         # the same reason; four updates of 0.1 times a gradient below 1
         chex.assert_trees_all_close(mine, theirs, rtol=1e-4, atol=1e-6)
         start, _ = unpack(catalogs[0].load(f"{name}@1"))
-        moved = max(float(np.abs(x - y).max()) for x, y in zip(jax.tree.leaves(mine), jax.tree.leaves(start)))
+        moved = max(
+            float(np.abs(x - y).max())
+            for x, y in zip(jax.tree.leaves(mine), jax.tree.leaves(start))
+        )
         assert moved > 1e-4, "the later steps moved the policy"
     for catalog in catalogs:
         catalog.close()

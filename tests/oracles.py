@@ -1,4 +1,6 @@
-"""What the tests compare with: tiny random transformers checkpoints, and their logits under torch."""
+"""What the tests compare with: tiny random transformers checkpoints, and their logits under
+torch.
+"""
 
 import contextlib
 import os
@@ -11,7 +13,8 @@ import numpy as np
 import torch
 import transformers
 
-torch.set_num_threads(1)  # its threads spin while they wait: on a busy machine one is faster than two
+# its threads spin while they wait: on a busy machine one is faster than two
+torch.set_num_threads(1)
 _COMMON = {
     "vocab_size": 97,
     "hidden_size": 48,
@@ -34,7 +37,12 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
-_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 _LATENT = {  # every width its own number; dense layers only
     "head_dim": 8,  # transformers means the rotary part of a head
     "num_key_value_heads": 4,
@@ -64,10 +72,14 @@ _EXPERTS = {  # one dense layer, then experts in groups, and a shared one
 }
 _WIDE = {"hidden_size": 128, "moe_intermediate_size": 128, "tie_word_embeddings": False}
 _MSCALE = _YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}
-TINY: dict[str, tuple[str, dict[str, Any]]] = {  # name -> (transformers config class, what differs from _COMMON)
+# name -> (transformers config class, what differs from _COMMON)
+TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {"tie_word_embeddings": False}),
     "llama_tied": ("LlamaConfig", {"tie_word_embeddings": True}),
-    "llama_bias": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False}),
+    "llama_bias": (
+        "LlamaConfig",
+        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False},
+    ),
     "llama_llama3": ("LlamaConfig", {"rope_parameters": _LLAMA3, "tie_word_embeddings": False}),
     "llama_yarn": ("LlamaConfig", {"rope_parameters": _YARN, "tie_word_embeddings": False}),
     "qwen2": ("Qwen2Config", {"tie_word_embeddings": False}),
@@ -78,7 +90,8 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {  # name -> (transformers config 
             "tie_word_embeddings": False,
             "num_experts": 8,
             "num_experts_per_tok": 3,
-            "moe_intermediate_size": 40,  # not half of the model's width: 2F == D would hide a transposition
+            # not half of the model's width: 2F == D would hide a transposition
+            "moe_intermediate_size": 40,
             "norm_topk_prob": True,
         },
     ),
@@ -86,21 +99,48 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {  # name -> (transformers config 
     "deepseek_v3_dense": ("DeepseekV3Config", _LATENT),
     "deepseek_v3_yarn_dense": ("DeepseekV3Config", _LATENT | {"rope_parameters": _MSCALE}),
     "deepseek_v3": ("DeepseekV3Config", _LATENT | _EXPERTS | {"rope_parameters": _MSCALE}),
-    "moonlight": ("DeepseekV3Config", _LATENT | _EXPERTS | {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "n_shared_experts": 2}),
+    "moonlight": (
+        "DeepseekV3Config",
+        _LATENT
+        | _EXPERTS
+        | {
+            "q_lora_rank": None,
+            "n_group": 1,
+            "topk_group": 1,
+            "n_shared_experts": 2,
+        },
+    ),
     "deepseek_v32_dense": ("DeepseekV32Config", _LATENT | _INDEXER),
-    "glm_dense": ("GlmMoeDsaConfig", _LATENT | _INDEXER | {"indexer_types": ["full", "shared", "full"]}),
+    "glm_dense": (
+        "GlmMoeDsaConfig",
+        _LATENT | _INDEXER | {"indexer_types": ["full", "shared", "full"]},
+    ),
     "deepseek_v32": ("DeepseekV32Config", _LATENT | _EXPERTS | _INDEXER),
-    "glm": ("GlmMoeDsaConfig", _LATENT | _EXPERTS | _INDEXER | {"indexer_types": ["full", "shared", "full"]}),
+    "glm": (
+        "GlmMoeDsaConfig",
+        _LATENT | _EXPERTS | _INDEXER | {"indexer_types": ["full", "shared", "full"]},
+    ),
     # Widths that the kernels of TPUs serve.
-    "qwen3_moe_wide": ("Qwen3MoeConfig", _WIDE | {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}),
-    "qwen3_wide": ("Qwen3Config", _WIDE | {"intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 8}),
-    "deepseek_v3_wide": ("DeepseekV3Config", _LATENT | _EXPERTS | _WIDE | {"n_routed_experts": 8, "num_experts_per_tok": 2}),
+    "qwen3_moe_wide": (
+        "Qwen3MoeConfig",
+        _WIDE | {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True},
+    ),
+    "qwen3_wide": (
+        "Qwen3Config",
+        _WIDE | {"intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 8},
+    ),
+    "deepseek_v3_wide": (
+        "DeepseekV3Config",
+        _LATENT | _EXPERTS | _WIDE | {"n_routed_experts": 8, "num_experts_per_tok": 2},
+    ),
     "moonlight_dense": ("DeepseekV3Config", _LATENT | {"q_lora_rank": None}),
 }
 
 
 def save_tiny(name: str, directory: Path, max_shard_size: str = "5GB") -> Path:
-    """Writes a random model of ``TINY``; every parameter is random, biases and norms too, so that none is hidden by a 0 or 1."""
+    """Writes a random model of ``TINY``; every parameter is random, biases and norms too, so that
+    none is hidden by a 0 or 1.
+    """
     cls, changes = TINY[name]
     config = getattr(transformers, cls)(**(_COMMON | changes))
     torch.manual_seed(int(os.environ["MINT_TEST_SEED"]))
@@ -122,7 +162,9 @@ def save_tiny(name: str, directory: Path, max_shard_size: str = "5GB") -> Path:
 
 def torch_model(directory: str | Path, dtype: torch.dtype = torch.float32) -> Any:
     """The checkpoint in transformers, eager attention, no dropout."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="eager")
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        directory, dtype=dtype, attn_implementation="eager"
+    )
     return model.eval()
 
 
@@ -144,22 +186,30 @@ def watched_topk() -> Iterator[list[tuple[torch.Tensor, int]]]:
 
         return record
 
-    with mock.patch.object(torch.Tensor, "topk", watch(torch.Tensor.topk)), mock.patch.object(torch, "topk", watch(torch.topk)):
+    with (
+        mock.patch.object(torch.Tensor, "topk", watch(torch.Tensor.topk)),
+        mock.patch.object(torch, "topk", watch(torch.topk)),
+    ):
         yield seen
 
 
 def decided(model: Any, tokens: Sequence[int], margin: float = 1e-5) -> int:
-    """How many leading tokens depend on no choice of keys or experts whose last chosen is within ``margin`` of the next.
+    """How many leading tokens depend on no choice of keys or experts whose last chosen is within
+    ``margin`` of the next.
 
-    There float32 may decide either way, and what it decides is seen by all tokens behind. Errors of scores are of size 1e-6.
+    There float32 may decide either way, and what it decides is seen by all tokens behind. Errors of
+    scores are of size 1e-6.
     """
     with watched_topk() as seen:
         torch_logits(model, np.array([tokens]))
     first = len(tokens)
     for scores, k in seen:
         if scores.shape[-1] > k:
-            best = scores.reshape(len(tokens), -1, scores.shape[-1]).sort(-1, descending=True).values
+            best = (
+                scores.reshape(len(tokens), -1, scores.shape[-1]).sort(-1, descending=True).values
+            )
             last = best[..., k - 1]
-            near = ((last - best[..., k] < margin) & (last > -1e30)).any(-1)  # below: masked, no choice
+            # below: masked, no choice
+            near = ((last - best[..., k] < margin) & (last > -1e30)).any(-1)
             first = min([first, *near.nonzero()[:1, 0].tolist()])
     return first

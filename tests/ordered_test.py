@@ -14,7 +14,8 @@ FORMS = {"a GPU's": ordered.sorted_sum, "here": ordered.segment_sum}
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 @pytest.mark.parametrize("shape", [(1,), (300,), (257, 5)], ids=str)
 def test_sums_are_those_of_float64(rng, form, shape):
-    values, ids, many = rng.normal(size=shape).astype(np.float32), rng.integers(0, 45, shape[0]), 40  # ids of 40 and more are nobody's
+    # ids of 40 and more are nobody's
+    values, ids, many = rng.normal(size=shape).astype(np.float32), rng.integers(0, 45, shape[0]), 40
     want = np.zeros((45, *shape[1:]))
     np.add.at(want, ids, values.astype(np.float64))
     made = form(jnp.array(values), jnp.array(ids), many)
@@ -37,12 +38,23 @@ def test_what_is_not_finite_stays_in_its_segment(rng, form):
 
 
 def test_gradients(rng):
-    values, ids, g = rng.normal(size=(50, 2)).astype(np.float32), rng.integers(0, 8, 50), rng.normal(size=(7, 2)).astype(np.float32)
+    values, ids, g = (
+        rng.normal(size=(50, 2)).astype(np.float32),
+        rng.integers(0, 8, 50),
+        rng.normal(size=(7, 2)).astype(np.float32),
+    )
     _, back = jax.vjp(lambda v: ordered.segment_sum(v, jnp.array(ids), 7), jnp.array(values))
-    np.testing.assert_array_equal(back(jnp.array(g))[0], np.where((ids < 7)[:, None], g[np.minimum(ids, 6)], 0))
-    table, g = rng.normal(size=(3, 11)).astype(np.float32), rng.normal(size=(40, 3)).astype(np.float32)
+    np.testing.assert_array_equal(
+        back(jnp.array(g))[0], np.where((ids < 7)[:, None], g[np.minimum(ids, 6)], 0)
+    )
+    table, g = (
+        rng.normal(size=(3, 11)).astype(np.float32),
+        rng.normal(size=(40, 3)).astype(np.float32),
+    )
     ids = rng.integers(0, 11, (2, 40))
-    out, back = jax.vjp(lambda a: jax.vmap(ordered.columns, (None, 0))(a, jnp.array(ids)), jnp.array(table))
+    out, back = jax.vjp(
+        lambda a: jax.vmap(ordered.columns, (None, 0))(a, jnp.array(ids)), jnp.array(table)
+    )
     np.testing.assert_array_equal(out, np.swapaxes(table[:, ids], 0, 1).swapaxes(1, 2))
     want = np.zeros((11, 3))
     for one in ids:

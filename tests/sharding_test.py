@@ -20,13 +20,25 @@ P = PartitionSpec
 @pytest.mark.parametrize(
     ("sizes", "axes", "want"),
     [
-        ({"data": 2, "fsdp": 2, "tensor": 2}, ("batch", "tokens", "act_embed"), P(("data", "fsdp"), None, None)),
+        (
+            {"data": 2, "fsdp": 2, "tensor": 2},
+            ("batch", "tokens", "act_embed"),
+            P(("data", "fsdp"), None, None),
+        ),
         ({"data": 4, "tensor": 2}, ("batch", "tokens"), P("data", None)),
         ({"fsdp": 8}, ("batch",), P("fsdp")),
         ({"tensor": 8}, ("batch", None), P(None, None)),
-        ({"data": 2, "fsdp": 2, "tensor": 2}, ("layers", "embed", "q_heads"), P(None, "fsdp", "tensor")),
+        (
+            {"data": 2, "fsdp": 2, "tensor": 2},
+            ("layers", "embed", "q_heads"),
+            P(None, "fsdp", "tensor"),
+        ),
         ({"data": 8}, ("layers", "embed", "q_heads"), P(None, None, None)),
-        ({"fsdp": 2, "expert": 4}, ("experts", "expert_embed", "expert_ffw"), P(("fsdp", "expert"), None, None)),
+        (
+            {"fsdp": 2, "expert": 4},
+            ("experts", "expert_embed", "expert_ffw"),
+            P(("fsdp", "expert"), None, None),
+        ),
         ({"fsdp": 4, "tensor": 2}, ("vocab", "embed"), P("tensor", "fsdp")),
         ({"fsdp": 4, "tensor": 2}, ("layers", "slots", "rank", None), P(None, None, None, None)),
     ],
@@ -36,28 +48,57 @@ def test_logical_axes_become_mesh_axes(sizes, axes, want):
 
 
 def test_a_mesh_axis_of_size_one_splits_nothing():
-    assert sharding.partition(("batch", "embed", "ffw"), single_device_mesh()) == P(None, None, None)
+    assert sharding.partition(("batch", "embed", "ffw"), single_device_mesh()) == P(
+        None, None, None
+    )
 
 
 def test_two_dimensions_on_one_mesh_axis_are_refused():
     mesh = make_mesh({"data": 4, "tensor": 2})
-    with pytest.raises(ValueError, match=r"\('q_heads', 'ffw'\) map mesh axis 'tensor' to two dimensions: change sharding.RULES"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"\('q_heads', 'ffw'\) map mesh axis 'tensor' to two dimensions: change sharding.RULES"
+        ),
+    ):
         sharding.partition(("q_heads", "ffw"), mesh)
     assert sharding.partition(("q_heads", "ffw"), make_mesh({"data": 8})) == P(None, None)
 
 
 def test_an_unknown_logical_axis_is_refused():
-    with pytest.raises(ValueError, match=r"logical axis 'heads' is not in sharding.RULES: add a line there"):
+    with pytest.raises(
+        ValueError, match=r"logical axis 'heads' is not in sharding.RULES: add a line there"
+    ):
         sharding.partition(("heads",), single_device_mesh())
 
 
 @pytest.mark.parametrize(
     ("sizes", "shape", "axes", "words"),
     [
-        ({"tensor": 8}, (30, 64), ("kv_heads", "embed"), ["'tensor' splits 8 ways", "'kv_heads' of size 30"]),
-        ({"fsdp": 4, "tensor": 2}, (3, 30, 64), ("layers", "embed", "ffw"), ["'fsdp' splits 4 ways", "'embed' of size 30"]),
-        ({"data": 2, "fsdp": 4}, (12,), ("batch",), ["('data', 'fsdp') splits 8 ways", "'batch' of size 12"]),
-        ({"expert": 8}, (12, 4, 4), ("experts", "expert_embed", "expert_ffw"), ["'expert' splits 8 ways", "'experts' of size 12"]),
+        (
+            {"tensor": 8},
+            (30, 64),
+            ("kv_heads", "embed"),
+            ["'tensor' splits 8 ways", "'kv_heads' of size 30"],
+        ),
+        (
+            {"fsdp": 4, "tensor": 2},
+            (3, 30, 64),
+            ("layers", "embed", "ffw"),
+            ["'fsdp' splits 4 ways", "'embed' of size 30"],
+        ),
+        (
+            {"data": 2, "fsdp": 4},
+            (12,),
+            ("batch",),
+            ["('data', 'fsdp') splits 8 ways", "'batch' of size 12"],
+        ),
+        (
+            {"expert": 8},
+            (12, 4, 4),
+            ("experts", "expert_embed", "expert_ffw"),
+            ["'expert' splits 8 ways", "'experts' of size 12"],
+        ),
     ],
 )
 def test_a_dimension_the_mesh_does_not_divide_is_refused(sizes, shape, axes, words):
@@ -65,19 +106,35 @@ def test_a_dimension_the_mesh_does_not_divide_is_refused(sizes, shape, axes, wor
         sharding.sharding_of(ParamSpec(shape, axes), make_mesh(sizes))
     assert all(word in str(error.value) for word in words), str(error.value)
     assert "does not divide dimension" in str(error.value)
-    assert "choose mesh sizes that divide it (--config.mesh.tensor, .fsdp, .expert)" in str(error.value)
+    assert "choose mesh sizes that divide it (--config.mesh.tensor, .fsdp, .expert)" in str(
+        error.value
+    )
 
 
-@pytest.mark.parametrize("sizes", [{"fsdp": 8}, {"fsdp": 4, "tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2}, {"data": 8}])
+@pytest.mark.parametrize(
+    "sizes",
+    [{"fsdp": 8}, {"fsdp": 4, "tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2}, {"data": 8}],
+)
 def test_a_base_is_split_over_fsdp_and_tensor_and_copied_over_data(sizes):
-    cfg = ModelConfig("llama", vocab_size=96, d_model=64, num_layers=2, num_heads=8, num_kv_heads=8, head_dim=8, d_ff=128)
+    cfg = ModelConfig(
+        "llama",
+        vocab_size=96,
+        d_model=64,
+        num_layers=2,
+        num_heads=8,
+        num_kv_heads=8,
+        head_dim=8,
+        d_ff=128,
+    )
     specs, mesh = transformer.abstract(cfg), make_mesh(sizes)
     placed = dict(params_lib.leaves_with_path(sharding.shardings(specs, mesh)))
     ways = sizes.get("fsdp", 1) * sizes.get("tensor", 1)
     matrices = 0
     for path, spec in params_lib.leaves_with_path(specs):
         is_norm = path.endswith("norm")
-        assert spec.size == np.prod(placed[path].shard_shape(spec.shape)) * (1 if is_norm else ways), path
+        assert spec.size == np.prod(placed[path].shard_shape(spec.shape)) * (
+            1 if is_norm else ways
+        ), path
         matrices += not is_norm
     assert matrices == 9
 
@@ -104,7 +161,8 @@ def test_constrain_pins_the_layout_where_a_mesh_is_set(rng):
     ("sizes", "heads", "want", "ways"),
     [
         ({"data": 2, "fsdp": 2, "tensor": 2}, 4, ("batch", "kv_heads"), 4),
-        ({"data": 2, "fsdp": 2, "tensor": 2}, 3, ("cache_rows", None), 8),  # heads that do not divide
+        # heads that do not divide
+        ({"data": 2, "fsdp": 2, "tensor": 2}, 3, ("cache_rows", None), 8),
         ({"data": 2, "fsdp": 2, "tensor": 2}, None, ("cache_rows", None), 8),  # latents have none
         ({"tensor": 8}, 8, ("batch", "kv_heads"), 1),
         ({"tensor": 8}, 4, ("cache_rows", None), 8),
@@ -112,7 +170,9 @@ def test_constrain_pins_the_layout_where_a_mesh_is_set(rng):
         ({"data": 4, "expert": 2}, None, ("batch", None), 8),
     ],
 )
-def test_each_device_of_a_tensor_group_keeps_heads_of_a_cache_or_rows_of_it(sizes, heads, want, ways):
+def test_each_device_of_a_tensor_group_keeps_heads_of_a_cache_or_rows_of_it(
+    sizes, heads, want, ways
+):
     mesh = make_mesh(sizes)
     with jax.set_mesh(mesh):
         assert sharding.cache_axes(heads) == want

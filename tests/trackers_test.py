@@ -1,4 +1,6 @@
-"""Metrics in Weights & Biases and MLflow: the packages themselves, without a server, and read back with their own readers."""
+"""Metrics in Weights & Biases and MLflow: the packages themselves, without a server, and read back
+with their own readers.
+"""
 
 import json
 import runpy
@@ -32,7 +34,9 @@ def curves_of_mlflow(experiment: str) -> tuple[str, dict[str, list[tuple[int, fl
     client = MlflowClient()
     [run] = client.search_runs([client.get_experiment_by_name(experiment).experiment_id])
     history = {key: client.get_metric_history(run.info.run_id, key) for key in run.data.metrics}
-    return run.info.status, {key: sorted((one.step, one.value) for one in found) for key, found in history.items()}
+    return run.info.status, {
+        key: sorted((one.step, one.value) for one in found) for key, found in history.items()
+    }
 
 
 def test_rows_reach_mlflow_and_a_resumed_run_goes_on_in_the_same_one(tmp_path, mlflow_store):
@@ -46,7 +50,10 @@ def test_rows_reach_mlflow_and_a_resumed_run_goes_on_in_the_same_one(tmp_path, m
     again = trackers.Trackers(tmp_path, named, config)
     again.write(2, "a", {"reward": 0.75})
     again.close()
-    assert curves_of_mlflow("taste") == ("FINISHED", expected | {"a/reward": [(0, 0.25), (1, 0.5), (2, 0.75)]})
+    assert curves_of_mlflow("taste") == (
+        "FINISHED",
+        expected | {"a/reward": [(0, 0.25), (1, 0.5), (2, 0.75)]},
+    )
 
 
 def test_rows_reach_wandb(tmp_path, monkeypatch):
@@ -59,7 +66,9 @@ def test_rows_reach_wandb(tmp_path, monkeypatch):
     for row in ROWS:
         made.write(*row)
     made.close()
-    wandb.teardown()  # the package's own process writes the file when it hears of the run's end, which nobody waits for otherwise
+    # the package's own process writes the file when it hears of the run's end, which nobody waits
+    # for otherwise
+    wandb.teardown()
     [file] = tmp_path.glob("wandb/offline-run-*/*.wandb")
     assert json.loads((tmp_path / "trackers.json").read_text())["wandb"] in file.name
     rows = history_of(file)
@@ -70,7 +79,9 @@ def test_rows_reach_wandb(tmp_path, monkeypatch):
 
 
 def history_of(file) -> list[dict]:
-    """What an offline run has kept: the package's own messages, in a log of 32 KiB blocks as LevelDB writes it."""
+    """What an offline run has kept: the package's own messages, in a log of 32 KiB blocks as
+    LevelDB writes it.
+    """
     from wandb.proto import wandb_internal_pb2
 
     data, at, message, found = file.read_bytes(), 7, b"", []
@@ -79,14 +90,20 @@ def history_of(file) -> list[dict]:
         if left < 7:
             at += left
             continue
-        length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]  # 1: a whole message; 2, 3, 4: its parts
+        # 1: a whole message; 2, 3, 4: its parts
+        length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
         message += data[at + 7 : at + 7 + length]
         at += 7 + length
         if kind in (1, 4):
             record, message = wandb_internal_pb2.Record.FromString(message), b""
             if record.WhichOneof("record_type") == "history":
-                items = {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
-                found.append({key: value for key, value in items.items() if not key.startswith("_")})
+                items = {
+                    item.key or ".".join(item.nested_key): json.loads(item.value_json)
+                    for item in record.history.item
+                }
+                found.append(
+                    {key: value for key, value in items.items() if not key.startswith("_")}
+                )
     return found
 
 
@@ -110,7 +127,11 @@ def test_an_outage_is_said_once_and_ends_nothing(tmp_path, monkeypatch, capsys):
     for row in ROWS:
         made.write(*row)
     told = capsys.readouterr().err
-    assert told == "wandb does not take metrics (no route to host); they are in metrics.jsonl, and the run goes on\n"
+    assert (
+        told
+        == "wandb does not take metrics (no route to host); they are in metrics.jsonl, and the run"
+        " goes on\n"
+    )
     Away.down = False
     made.write(2, "a", {"reward": 1.0})
     assert capsys.readouterr().err == "wandb takes metrics again\n"
@@ -122,8 +143,14 @@ def test_an_outage_is_said_once_and_ends_nothing(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("error", "told"),
     [
-        (ImportError("wandb"), r"wandb='p' needs a package that is not installed: pip install 'mint-jax\[wandb\]'"),
-        (RuntimeError("api_key not configured"), r"wandb='p' cannot begin a run \(api_key not configured\): check its address and key"),
+        (
+            ImportError("wandb"),
+            r"wandb='p' needs a package that is not installed: pip install 'mint-jax\[wandb\]'",
+        ),
+        (
+            RuntimeError("api_key not configured"),
+            r"wandb='p' cannot begin a run \(api_key not configured\): check its address and key",
+        ),
     ],
 )
 def test_a_tracker_that_cannot_begin_is_told_before_any_step(tmp_path, monkeypatch, error, told):
@@ -146,10 +173,16 @@ def test_none_is_asked_for_by_default(tmp_path):
     ("kind", "environment", "told"),
     [
         ("wandb", {"WANDB_MODE": "online", "WANDB_API_KEY": ""}, r"no API key: set WANDB_API_KEY"),
-        ("mlflow", {"MLFLOW_TRACKING_URI": "http://127.0.0.1:9", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}, "127.0.0.1"),
+        (
+            "mlflow",
+            {"MLFLOW_TRACKING_URI": "http://127.0.0.1:9", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"},
+            "127.0.0.1",
+        ),
     ],
 )
-def test_a_tracker_without_key_or_server_is_refused_before_anything_is_claimed(tmp_path, monkeypatch, kind, environment, told):
+def test_a_tracker_without_key_or_server_is_refused_before_anything_is_claimed(
+    tmp_path, monkeypatch, kind, environment, told
+):
     """The base is not loaded, the policies are not claimed, and a dry run says the same."""
     monkeypatch.setenv("HOME", str(tmp_path))  # no netrc of whoever runs the tests
     monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path))
@@ -158,7 +191,10 @@ def test_a_tracker_without_key_or_server_is_refused_before_anything_is_claimed(t
     monkeypatch.setattr(common, "open_base", lambda *_: pytest.fail("loaded"))
     config = runpy.run_path(str(ROOT / "configs" / "tiny" / "sft.py"))["get_config"]()
     config[kind] = "project"
-    for refuse in (lambda: sft.run(settings.complete(config), tmp_path / "work"), lambda: dry_run.describe(config, tmp_path / "work")):
+    for refuse in (
+        lambda: sft.run(settings.complete(config), tmp_path / "work"),
+        lambda: dry_run.describe(config, tmp_path / "work"),
+    ):
         with pytest.raises(UserError, match=rf"{kind}='project' cannot begin a run \(.*{told}"):
             refuse()
     assert not (tmp_path / "work").exists()

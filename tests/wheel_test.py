@@ -1,4 +1,6 @@
-"""A wheel, installed where there is no checkout: the package is whole, and finds the shipped configs."""
+"""A wheel, installed where there is no checkout: the package is whole, and finds the shipped
+configs.
+"""
 
 import os
 import shutil
@@ -27,23 +29,68 @@ def test_a_wheel_trains_outside_the_repository(tmp_path):
     elsewhere.mkdir()
     for name in PARTS:
         if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(
+                ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__")
+            )
         elif (ROOT / name).exists():
             shutil.copy(ROOT / name, source / name)
-    run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", tmp_path, source, cwd=tmp_path)
+    run(
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        tmp_path,
+        source,
+        cwd=tmp_path,
+    )
     [wheel] = tmp_path.glob("*.whl")
     venv.create(tmp_path / "venv", with_pip=True)
     python = tmp_path / "venv" / "bin" / "python"
     run(python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", wheel, cwd=elsewhere)
-    # its dependencies are those of this environment, whose own mint_jax is a checkout that this does not show
-    env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "XLA_FLAGS")}
-    here = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=elsewhere).strip()
+    # its dependencies are those of this environment, whose own mint_jax is a checkout that this
+    # does not show
+    env = {
+        name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "XLA_FLAGS")
+    }
+    here = run(
+        python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=elsewhere
+    ).strip()
     (Path(here) / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
     where = run(python, "-c", "import mint_jax; print(mint_jax.__file__)", cwd=elsewhere, env=env)
     assert Path(where.strip()).is_relative_to(tmp_path / "venv")
     console = ROOT / "mint_jax" / "service" / "console"
-    for path in sorted([*(ROOT / "mint_jax").rglob("*.py"), *console.glob("templates/*"), *console.glob("static/*")]):
-        assert (Path(here) / path.relative_to(ROOT)).is_file(), f"the wheel lacks {path.relative_to(ROOT)}"
-    run(python, "-m", "mint_jax.launch", "--config=configs/tiny/sft.py", "--workdir=work", "--config.steps=1", cwd=elsewhere, env=env)
-    listed = run(python, "-m", "mint_jax.catalog", "--catalog=work/catalog", "ls", "--json", cwd=elsewhere, env=env)
+    for path in sorted(
+        [
+            *(ROOT / "mint_jax").rglob("*.py"),
+            *console.glob("templates/*"),
+            *console.glob("static/*"),
+        ]
+    ):
+        assert (Path(here) / path.relative_to(ROOT)).is_file(), (
+            f"the wheel lacks {path.relative_to(ROOT)}"
+        )
+    run(
+        python,
+        "-m",
+        "mint_jax.launch",
+        "--config=configs/tiny/sft.py",
+        "--workdir=work",
+        "--config.steps=1",
+        cwd=elsewhere,
+        env=env,
+    )
+    listed = run(
+        python,
+        "-m",
+        "mint_jax.catalog",
+        "--catalog=work/catalog",
+        "ls",
+        "--json",
+        cwd=elsewhere,
+        env=env,
+    )
     assert '"adder"' in listed

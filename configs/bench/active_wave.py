@@ -1,8 +1,9 @@
-"""1 to 1,024 distinct adapters in one batch of decoding: what a step takes over one of the bare base, and whether rows stay themselves.
+"""1 to 1,024 distinct adapters in one batch of decoding: what a step takes over one of the bare
+base, and whether rows stay themselves.
 
-Command: python -m mint_jax.launch --config=configs/bench/active_wave.py --workdir=runs/bench/active_wave
-Short:   --config=configs/bench/active_wave.py:ci
-Default size: about eight minutes on two CPU cores, 12 GB of memory.
+Command: python -m mint_jax.launch --config=configs/bench/active_wave.py
+--workdir=runs/bench/active_wave Short:   --config=configs/bench/active_wave.py:ci Default size:
+about eight minutes on two CPU cores, 12 GB of memory.
 """
 
 from ml_collections import ConfigDict
@@ -23,7 +24,8 @@ def get_config(size: str = "default") -> ConfigDict:
             "large": {"rank": 8, "counts": (1, 8, 32, 64)},
         }
     )
-    config.shapes = (32, 64, 256, 1024)  # rows of a program; a batch has all rows of the smallest that holds its adapters
+    # rows of a program; a batch has all rows of the smallest that holds its adapters
+    config.shapes = (32, 64, 256, 1024)
     config.context = 96  # positions that each row has cached
     config.row_steps = 256  # rows times steps of a timed call, about
     config.checked = 4  # rows of each batch that are decoded alone too

@@ -1,10 +1,12 @@
-"""A catalog of a thousand to a hundred thousand revisions, or a million: names, cold loads, memory; and MLflow's registry beside it.
+"""A catalog of a thousand to a hundred thousand revisions, or a million: names, cold loads, memory;
+and MLflow's registry beside it.
 
-Command: python -m mint_jax.launch --config=configs/bench/catalog_scale.py --workdir=runs/bench/catalog_scale
-Short:   --config=configs/bench/catalog_scale.py:ci
-The peer needs `pip install mlflow-skinny`, here or in another environment: --config.peer.python=path/to/its/python
-Million: --config=configs/bench/catalog_scale.py:million  (nine minutes, 4 GB of disk, removed at the end; fewer requests)
-Default size: four minutes on two idle CPU cores, 1 GB of memory.
+Command: python -m mint_jax.launch --config=configs/bench/catalog_scale.py
+--workdir=runs/bench/catalog_scale Short:   --config=configs/bench/catalog_scale.py:ci The peer
+needs `pip install mlflow-skinny`, here or in another environment:
+--config.peer.python=path/to/its/python Million: --config=configs/bench/catalog_scale.py:million
+(nine minutes, 4 GB of disk, removed at the end; fewer requests) Default size: four minutes on two
+idle CPU cores, 1 GB of memory.
 """
 
 from ml_collections import ConfigDict
@@ -29,7 +31,9 @@ def get_config(size: str = "default") -> ConfigDict:
     config.disk_loads = 1_000
     config.lone_exports = 100
     # 0 entries: no peer
-    config.peer = ConfigDict({"python": "", "entries": 10_000, "seconds": 300.0, "samples": 500, "per_policy": 4})
+    config.peer = ConfigDict(
+        {"python": "", "entries": 10_000, "seconds": 300.0, "samples": 500, "per_policy": 4}
+    )
     if size == "ci":
         config.entries = (200, 1_000)
         config.requests = 500

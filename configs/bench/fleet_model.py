@@ -1,8 +1,9 @@
-"""Engines that a wave of 2,300 distinct policies of a million names needs, by a model of measured single engines.
+"""Engines that a wave of 2,300 distinct policies of a million names needs, by a model of measured
+single engines.
 
-Command: python -m mint_jax.launch --config=configs/bench/fleet_model.py --workdir=runs/bench/fleet_model
-Short:   --config=configs/bench/fleet_model.py:ci
-Seconds: nothing is measured, two reports are read.
+Command: python -m mint_jax.launch --config=configs/bench/fleet_model.py
+--workdir=runs/bench/fleet_model Short:   --config=configs/bench/fleet_model.py:ci Seconds: nothing
+is measured, two reports are read.
 """
 
 from ml_collections import ConfigDict
@@ -14,8 +15,10 @@ def get_config(size: str = "default") -> ConfigDict:
     config = ConfigDict()
     config.job = "bench"
     config.bench = "fleet_model"
-    config.active_wave = "notebooks/reports/cpu-2-cores/active_wave.json"  # of the bench or the sweep
-    config.cold_load = "notebooks/reports/cpu-2-cores/packed_load.json"  # of packed_load or cold_staircase, bench or sweep
+    # of the bench or the sweep
+    config.active_wave = "notebooks/reports/cpu-2-cores/active_wave.json"
+    # of packed_load or cold_staircase, bench or sweep
+    config.cold_load = "notebooks/reports/cpu-2-cores/packed_load.json"
     config.names = 1_000_000  # addressable; bound by the catalog, not by engines
     config.wave = 2_300 if size == "default" else 8  # distinct policies that decode at once
     config.rank = 1  # of all

@@ -1,10 +1,12 @@
-"""From an optimizer step to the next sampled token by four paths, for SmolLM2 and for a base of Qwen3-4B's shape.
+"""From an optimizer step to the next sampled token by four paths, for SmolLM2 and for a base of
+Qwen3-4B's shape.
 
 Command: python -m mint_jax.launch --config=configs/bench/handoff.py --workdir=runs/bench/handoff
 Short:   --config=configs/bench/handoff.py:ci   (two tiny bases)
 Long:    --config=configs/bench/handoff.py:long (64 tokens of the large base too, as of SmolLM2)
 Whole:   --config=configs/bench/handoff.py:gpu  (all 36 layers in bfloat16, made on the device)
-Default size: two of the 36 layers and 8 tokens of them, about four minutes on two CPU cores, 12 GB of memory.
+Default size: two of the 36 layers and 8 tokens of them, about four minutes on two CPU cores, 12 GB
+of memory.
 """
 
 from ml_collections import ConfigDict
@@ -48,7 +50,17 @@ def get_config(size: str = "default") -> ConfigDict:
         config.base = "tiny-random"
         config.n = 2
         config.new_tokens = 4
-        config.shape.update({"layers": 1, "vocab_size": 512, "d_model": 64, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32, "d_ff": 128})
+        config.shape.update(
+            {
+                "layers": 1,
+                "vocab_size": 512,
+                "d_model": 64,
+                "num_heads": 2,
+                "num_kv_heads": 1,
+                "head_dim": 32,
+                "d_ff": 128,
+            }
+        )
     elif size == "long":
         config.shape.new_tokens = 64
     elif size == "gpu":

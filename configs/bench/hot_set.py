@@ -1,4 +1,5 @@
-"""Hit rates of device slots and of the host cache over uniform, Zipf and bursty traffic, beside LRU and the optimal policy.
+"""Hit rates of device slots and of the host cache over uniform, Zipf and bursty traffic, beside LRU
+and the optimal policy.
 
 Command: python -m mint_jax.launch --config=configs/bench/hot_set.py --workdir=runs/bench/hot_set
 Short:   --config=configs/bench/hot_set.py:ci

@@ -1,4 +1,5 @@
-"""Training requests made durable, through the journal of futures against a row each in SQLite: requests a second of 1, 8 and 64 clients.
+"""Training requests made durable, through the journal of futures against a row each in SQLite:
+requests a second of 1, 8 and 64 clients.
 
 Command: python -m mint_jax.launch --config=configs/bench/journal.py --workdir=runs/bench/journal
 Short:   --config=configs/bench/journal.py:ci
@@ -16,7 +17,8 @@ def get_config(size: str = "default") -> ConfigDict:
     config.n = 5  # rounds; in each both sides have their turn
     config.threads = (1, 8, 64)  # clients
     config.requests = 100  # of a client in a round
-    config.rows = 256  # of all clients in a round, at most, in the database, which takes so much longer
+    # of all clients in a round, at most, in the database, which takes so much longer
+    config.rows = 256
     config.body_bytes = 8192
     config.result_bytes = 1024
     if size == "ci":

@@ -1,9 +1,11 @@
-"""Adapters of an expert's gate and up over the base's grouped product, by every implementation that runs here, beside the floor of bytes.
+"""Adapters of an expert's gate and up over the base's grouped product, by every implementation that
+runs here, beside the floor of bytes.
 
 Command: python -m mint_jax.launch --config=configs/bench/kernels.py --workdir=runs/bench/kernels
 Short:   --config=configs/bench/kernels.py:ci
-Real:    --config=configs/bench/kernels.py:qwen3 (Qwen3-30B-A3B's widths in bfloat16, for an accelerator with 32 GB)
-Default size: a small layer in float32, a minute and a half on two CPU cores, 4 GB of memory.
+Real:    --config=configs/bench/kernels.py:qwen3 (Qwen3-30B-A3B's widths in bfloat16, for an
+accelerator with 32 GB) Default size: a small layer in float32, a minute and a half on two CPU
+cores, 4 GB of memory.
 """
 
 from ml_collections import ConfigDict
@@ -21,8 +23,10 @@ def get_config(size: str = "default") -> ConfigDict:
     config.n = 5
     config.dtype = "float32"
     config.size = ConfigDict({"experts": 32, "per_token": 8, "d_model": 512, "width": 192})
-    config.most_ragged = 3e9  # multiply-adds of one factor by ragged_dot on a CPU; beyond, that cell stays empty
-    config.without = ()  # peers that are left out: a loop over thousands of groups takes an accelerator's host minutes
+    # multiply-adds of one factor by ragged_dot on a CPU; beyond, that cell stays empty
+    config.most_ragged = 3e9
+    # peers that are left out: a loop over thousands of groups takes an accelerator's host minutes
+    config.without = ()
     config.cells = ConfigDict(
         {
             "decode_1": _cell(64, 1, 16),

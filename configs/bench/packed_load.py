@@ -1,8 +1,9 @@
-"""File to device slot of an adapter shaped for Qwen3-30B-A3B at rank 1: 37,248 tensors, 672 tensors, or one packed object.
+"""File to device slot of an adapter shaped for Qwen3-30B-A3B at rank 1: 37,248 tensors, 672
+tensors, or one packed object.
 
-Command: python -m mint_jax.launch --config=configs/bench/packed_load.py --workdir=runs/bench/packed_load
-Short:   --config=configs/bench/packed_load.py:ci
-Default size: a few minutes on two CPU cores, 8 GB of memory, 2 GB of disk (removed at the end).
+Command: python -m mint_jax.launch --config=configs/bench/packed_load.py
+--workdir=runs/bench/packed_load Short:   --config=configs/bench/packed_load.py:ci Default size: a
+few minutes on two CPU cores, 8 GB of memory, 2 GB of disk (removed at the end).
 """
 
 from ml_collections import ConfigDict
@@ -20,17 +21,49 @@ def get_config(size: str = "default") -> ConfigDict:
     config.rank = 1
     config.dtype = "bfloat16"
     config.shape = ConfigDict(
-        {"layers": 48, "experts": 128, "per_token": 8, "d_model": 2048, "width": 768, "num_heads": 32, "num_kv_heads": 4, "head_dim": 128}
+        {
+            "layers": 48,
+            "experts": 128,
+            "per_token": 8,
+            "d_model": 2048,
+            "width": 768,
+            "num_heads": 32,
+            "num_kv_heads": 4,
+            "head_dim": 128,
+        }
     )
-    config.small = ConfigDict({"count": 2000, "d_model": 256, "layers": 2})  # many little adapters in the host cache
-    config.pause = ConfigDict({"layers": 6, "d_model": 768, "vocab_size": 16384, "rows": 16, "quiet": 32, "longest": 256, "windows": 9})
+    # many little adapters in the host cache
+    config.small = ConfigDict({"count": 2000, "d_model": 256, "layers": 2})
+    config.pause = ConfigDict(
+        {
+            "layers": 6,
+            "d_model": 768,
+            "vocab_size": 16384,
+            "rows": 16,
+            "quiet": 32,
+            "longest": 256,
+            "windows": 9,
+        }
+    )
     config.peft = ConfigDict({"layers": 8, "d_model": 512, "rank": 8})
     if size == "ci":
         config.n = 5
         config.host_fills = 1
-        config.shape.update({"layers": 4, "experts": 16, "d_model": 256, "width": 96, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64})
+        config.shape.update(
+            {
+                "layers": 4,
+                "experts": 16,
+                "d_model": 256,
+                "width": 96,
+                "num_heads": 4,
+                "num_kv_heads": 2,
+                "head_dim": 64,
+            }
+        )
         config.small.count = 500
-        config.pause.update({"layers": 2, "d_model": 128, "vocab_size": 512, "quiet": 10, "windows": 5})
+        config.pause.update(
+            {"layers": 2, "d_model": 128, "vocab_size": 512, "quiet": 10, "windows": 5}
+        )
         config.peft.update({"layers": 2, "d_model": 64})
     elif size != "default":
         raise ValueError(f"packed_load size {size!r}; expected default or ci")

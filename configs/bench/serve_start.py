@@ -1,8 +1,9 @@
-"""The first minutes of make serve: seconds to an open port, the first token, the first training step; with an empty cache, then again.
+"""The first minutes of make serve: seconds to an open port, the first token, the first training
+step; with an empty cache, then again.
 
-Command: python -m mint_jax.launch --config=configs/bench/serve_start.py --workdir=runs/bench/serve_start
-Short:   --config=configs/bench/serve_start.py:ci
-Default size: four minutes on two idle CPU cores.
+Command: python -m mint_jax.launch --config=configs/bench/serve_start.py
+--workdir=runs/bench/serve_start Short:   --config=configs/bench/serve_start.py:ci Default size:
+four minutes on two idle CPU cores.
 """
 
 from ml_collections import ConfigDict
@@ -21,7 +22,9 @@ def get_config(size: str = "default") -> ConfigDict:
     if size == "ci":
         config.base = "tiny-random"
         config.rank = 8
-        config.server = ConfigDict({"ranks": (8,), "slots": 2, "adapters": 2, "max_rows": 8, "shapes": ((1, 1, 64),)})
+        config.server = ConfigDict(
+            {"ranks": (8,), "slots": 2, "adapters": 2, "max_rows": 8, "shapes": ((1, 1, 64),)}
+        )
     elif size != "default":
         raise ValueError(f"serve_start size {size!r}; expected default or ci")
     return config

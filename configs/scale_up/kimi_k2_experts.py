@@ -1,10 +1,13 @@
-"""Kimi-K2 with 16 policies of rank 16 on every linear layer, those of all 384 experts too, on 128 TPU v5p chips.
+"""Kimi-K2 with 16 policies of rank 16 on every linear layer, those of all 384 experts too, on 128
+TPU v5p chips.
 
-10.3 billion parameters an adapter. Smaller pods were not compiled: on 64 chips what belongs to the experts doubles, which makes about 90
-of a chip's 102 GB before the first activation (20.7 GB of base and 32.9 of adapters, moments and gradients on 128).
+10.3 billion parameters an adapter. Smaller pods were not compiled: on 64 chips what belongs to the
+experts doubles, which makes about 90 of a chip's 102 GB before the first activation (20.7 GB of
+base and 32.9 of adapters, moments and gradients on 128).
 
-Command: python -m mint_jax.launch --config=configs/scale_up/kimi_k2_experts.py --workdir=runs/scale_up/kimi_k2_experts
-Needs the ``tpu-aot`` extra and no accelerator; many minutes on two CPU cores.
+Command: python -m mint_jax.launch --config=configs/scale_up/kimi_k2_experts.py
+--workdir=runs/scale_up/kimi_k2_experts Needs the ``tpu-aot`` extra and no accelerator; many minutes
+on two CPU cores.
 """
 
 from ml_collections import ConfigDict

@@ -1,7 +1,7 @@
 """Qwen3-30B-A3B, 128 experts, with 16 policies of rank 16 on eight TPU v5p chips.
 
-Command: python -m mint_jax.launch --config=configs/scale_up/qwen3_30b_a3b.py --workdir=runs/scale_up/qwen3_30b_a3b
-Smallest pod: --config.topology=smallest --config.chip=v5p
+Command: python -m mint_jax.launch --config=configs/scale_up/qwen3_30b_a3b.py
+--workdir=runs/scale_up/qwen3_30b_a3b Smallest pod: --config.topology=smallest --config.chip=v5p
 Needs the ``tpu-aot`` extra and no accelerator; several minutes on two CPU cores.
 """
 
@@ -19,8 +19,12 @@ def get_config() -> ConfigDict:
     config.margin = 0.05  # of the memory of each device, to stay free
     config.hlo = False  # write the compiled programs beside the result
     config.adapter = ConfigDict({"rank": 16, "alpha": 32.0, "targets": ("q", "k", "v", "o")})
-    config.train = ConfigDict({"policies": 16, "rows": 2, "tokens": 2048, "targets": 1024, "remat": "full"})
-    config.rollout = ConfigDict({"adapters": 16, "prompts": 32, "rollouts": 8, "prompt_tokens": 1024, "new_tokens": 1024})
+    config.train = ConfigDict(
+        {"policies": 16, "rows": 2, "tokens": 2048, "targets": 1024, "remat": "full"}
+    )
+    config.rollout = ConfigDict(
+        {"adapters": 16, "prompts": 32, "rollouts": 8, "prompt_tokens": 1024, "new_tokens": 1024}
+    )
     config.model = ConfigDict(  # fields of the model's config.json
         {
             "architectures": ["Qwen3MoeForCausalLM"],

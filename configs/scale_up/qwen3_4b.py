@@ -1,8 +1,8 @@
 """Qwen3-4B with 16 policies of rank 32 on four TPU v5p chips.
 
-Command: python -m mint_jax.launch --config=configs/scale_up/qwen3_4b.py --workdir=runs/scale_up/qwen3_4b
-Smallest pod: --config.topology=smallest --config.chip=v5p
-Needs the ``tpu-aot`` extra and no accelerator; several minutes on two CPU cores.
+Command: python -m mint_jax.launch --config=configs/scale_up/qwen3_4b.py
+--workdir=runs/scale_up/qwen3_4b Smallest pod: --config.topology=smallest --config.chip=v5p Needs
+the ``tpu-aot`` extra and no accelerator; several minutes on two CPU cores.
 """
 
 from ml_collections import ConfigDict
@@ -18,9 +18,15 @@ def get_config() -> ConfigDict:
     config.mesh = ConfigDict({"data": 1, "fsdp": -1, "expert": 1, "tensor": 2})
     config.margin = 0.05  # of the memory of each device, to stay free
     config.hlo = False  # write the compiled programs beside the result
-    config.adapter = ConfigDict({"rank": 32, "alpha": 64.0, "targets": ("q", "k", "v", "o", "gate", "up", "down")})
-    config.train = ConfigDict({"policies": 16, "rows": 2, "tokens": 2048, "targets": 1024, "remat": "full"})
-    config.rollout = ConfigDict({"adapters": 16, "prompts": 32, "rollouts": 8, "prompt_tokens": 1024, "new_tokens": 1024})
+    config.adapter = ConfigDict(
+        {"rank": 32, "alpha": 64.0, "targets": ("q", "k", "v", "o", "gate", "up", "down")}
+    )
+    config.train = ConfigDict(
+        {"policies": 16, "rows": 2, "tokens": 2048, "targets": 1024, "remat": "full"}
+    )
+    config.rollout = ConfigDict(
+        {"adapters": 16, "prompts": 32, "rollouts": 8, "prompt_tokens": 1024, "new_tokens": 1024}
+    )
     config.model = ConfigDict(  # fields of the model's config.json
         {
             "architectures": ["Qwen3ForCausalLM"],

@@ -18,9 +18,15 @@ def get_config() -> ConfigDict:
     config.mesh = ConfigDict({"data": 1, "fsdp": -1, "expert": 1, "tensor": 2})
     config.margin = 0.05  # of the memory of each device, to stay free
     config.hlo = False  # write the compiled programs beside the result
-    config.adapter = ConfigDict({"rank": 4, "alpha": 8.0, "targets": ("q", "k", "v", "o", "gate", "up", "down")})
-    config.train = ConfigDict({"policies": 2, "rows": 2, "tokens": 128, "targets": 64, "remat": "full"})
-    config.rollout = ConfigDict({"adapters": 2, "prompts": 4, "rollouts": 2, "prompt_tokens": 128, "new_tokens": 128})
+    config.adapter = ConfigDict(
+        {"rank": 4, "alpha": 8.0, "targets": ("q", "k", "v", "o", "gate", "up", "down")}
+    )
+    config.train = ConfigDict(
+        {"policies": 2, "rows": 2, "tokens": 128, "targets": 64, "remat": "full"}
+    )
+    config.rollout = ConfigDict(
+        {"adapters": 2, "prompts": 4, "rollouts": 2, "prompt_tokens": 128, "new_tokens": 128}
+    )
     config.model = ConfigDict(  # fields of the model's config.json
         {
             "architectures": ["Qwen3ForCausalLM"],

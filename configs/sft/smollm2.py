@@ -1,8 +1,9 @@
-"""Two SFT policies learn two answer styles at once over SmolLM2-135M-Instruct; the held-out loss of both falls.
+"""Two SFT policies learn two answer styles at once over SmolLM2-135M-Instruct; the held-out loss of
+both falls.
 
 Command:  python -m mint_jax.launch --config=configs/sft/smollm2.py --workdir=runs/sft
-Data:     --config.policies.<name>.data.path=rows.jsonl replaces an environment's prompts and answers.
-Hardware: two CPU cores; about two minutes.
+Data:     --config.policies.<name>.data.path=rows.jsonl replaces an environment's prompts and
+answers. Hardware: two CPU cores; about two minutes.
 """
 
 from ml_collections import ConfigDict
@@ -35,5 +36,7 @@ def get_config() -> ConfigDict:
     config.catalog = ""  # a folder or a database URL; WORKDIR/catalog by default
     config.export_every = 20
     config.checkpoint = ConfigDict({"every": 10, "keep": 2})
-    config.policies = ConfigDict({"bracket": _policy("bracket_word", 8, 5e-4), "adder": _policy("digit_sum", 16, 5e-4)})
+    config.policies = ConfigDict(
+        {"bracket": _policy("bracket_word", 8, 5e-4), "adder": _policy("digit_sum", 16, 5e-4)}
+    )
     return config

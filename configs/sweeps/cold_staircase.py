@@ -1,9 +1,12 @@
-"""1 to 64 requests for cold adapters at once, distinct ones and one and the same: when each has its slot.
+"""1 to 64 requests for cold adapters at once, distinct ones and one and the same: when each has its
+slot.
 
-Command: python -m mint_jax.launch --config=configs/sweeps/cold_staircase.py:cpu --workdir=runs/sweeps/cpu/cold_staircase
-Sizes:   configs/sweeps/cold_staircase.py:ci, configs/sweeps/cold_staircase.py:cpu, configs/sweeps/cold_staircase.py:gpu,
+Command: python -m mint_jax.launch --config=configs/sweeps/cold_staircase.py:cpu
+--workdir=runs/sweeps/cpu/cold_staircase Sizes:   configs/sweeps/cold_staircase.py:ci,
+configs/sweeps/cold_staircase.py:cpu, configs/sweeps/cold_staircase.py:gpu,
          configs/sweeps/cold_staircase.py:pod
-Size cpu: six of Qwen3-30B-A3B's 48 layers at rank 1 and 8; two minutes on two CPU cores, 8 GB of memory. gpu and pod: all layers.
+Size cpu: six of Qwen3-30B-A3B's 48 layers at rank 1 and 8; two minutes on two CPU cores, 8 GB of
+memory. gpu and pod: all layers.
 """
 
 from ml_collections import ConfigDict
@@ -22,19 +25,30 @@ def get_config(size: str = "cpu") -> ConfigDict:
     config.job = "sweep"
     config.sweep = "cold_staircase"
     config.size = size
-    config.claim = "Cold loads run side by side up to the machine's cores and share one load of the same adapter: no staircase."
+    config.claim = (
+        "Cold loads run side by side up to the machine's cores and share one load of the same"
+        " adapter: no staircase."
+    )
     options = (f"--config.counts={counts}", "--config.rank={rank}")
     config.grids = ConfigDict(
         {
             "at_once": {
                 "config": f"configs/bench/cold_staircase.py{':ci' if tiny else ''}",
-                "about": "Seconds to the first, the median and the last slot; over_one is the last over a single request's.",
+                "about": (
+                    "Seconds to the first, the median and the last slot; over_one is the last over"
+                    " a single request's."
+                ),
                 "axes": {"rank": (1,) if tiny else (1, 8)},
-                "options": options if size in ("ci", "cpu") else (*options, "--config.shape.layers=48"),
+                "options": (
+                    options if size in ("ci", "cpu") else (*options, "--config.shape.layers=48")
+                ),
                 "minutes": 0.2 if tiny else 1.0,
                 "each": {"kind": ("distinct", "identical"), "count": counts},
                 "figures": {
-                    **{name: f"points/name={{count}} {{kind}}/{name}" for name in ("first_s", "middle_s", "last_s", "over_one", "reads")},
+                    **{
+                        name: f"points/name={{count}} {{kind}}/{name}"
+                        for name in ("first_s", "middle_s", "last_s", "over_one", "reads")
+                    },
                     "adapter_bytes": "adapter_bytes",
                 },
             }
@@ -61,5 +75,7 @@ def get_config(size: str = "cpu") -> ConfigDict:
         }
     )
     lines = {"grid": "at_once", "x": "count", "by": ("kind",), "panels": "rank", "log": "xy"}
-    config.pictures = ConfigDict({"last": lines | {"y": "last_s"}, "over_one": lines | {"y": "over_one"}})
+    config.pictures = ConfigDict(
+        {"last": lines | {"y": "last_s"}, "over_one": lines | {"y": "over_one"}}
+    )
     return config

@@ -1,15 +1,23 @@
-"""GRPO of 1 to 32 policies over one base: one after another, overlapped, batched, where rewards take no time, 0.2 s and 1 s.
+"""GRPO of 1 to 32 policies over one base: one after another, overlapped, batched, where rewards
+take no time, 0.2 s and 1 s.
 
-Command: python -m mint_jax.launch --config=configs/sweeps/concurrent_grpo.py:cpu --workdir=runs/sweeps/cpu/concurrent_grpo
-Sizes:   configs/sweeps/concurrent_grpo.py:ci, configs/sweeps/concurrent_grpo.py:cpu, configs/sweeps/concurrent_grpo.py:gpu,
+Command: python -m mint_jax.launch --config=configs/sweeps/concurrent_grpo.py:cpu
+--workdir=runs/sweeps/cpu/concurrent_grpo Sizes:   configs/sweeps/concurrent_grpo.py:ci,
+configs/sweeps/concurrent_grpo.py:cpu, configs/sweeps/concurrent_grpo.py:gpu,
          configs/sweeps/concurrent_grpo.py:pod
-Size cpu: SmolLM2-135M, one step of 4 rollouts of 8 tokens each; 10 to 25 minutes on two CPU cores. gpu and pod have longer
-ones, of Qwen3-4B's and Qwen3-30B-A3B's shape with random weights made on the devices.
+Size cpu: SmolLM2-135M, one step of 4 rollouts of 8 tokens each; 10 to 25 minutes on two CPU cores.
+gpu and pod have longer ones, of Qwen3-4B's and Qwen3-30B-A3B's shape with random weights made on
+the devices.
 """
 
 from ml_collections import ConfigDict
 
-BASES = {"ci": "tiny-random", "cpu": "smollm2-135m-instruct", "gpu": "random:qwen3-4b", "pod": "random:qwen3-30b-a3b"}
+BASES = {
+    "ci": "tiny-random",
+    "cpu": "smollm2-135m-instruct",
+    "gpu": "random:qwen3-4b",
+    "pod": "random:qwen3-30b-a3b",
+}
 SCHEDULES = ("sequential", "overlapped", "batched")
 MINT = "arXiv 2605.13779, concurrent GRPO of three policies over one base"
 
@@ -32,9 +40,22 @@ def get_config(size: str = "cpu") -> ConfigDict:
         f"--config.dtype={'bfloat16' if large else 'float32'}",
         f"--config.n={2 if tiny else 5 if large else 3}",
         *(("--config.mesh.tensor=-1",) if size == "pod" else ()),
-        *(("--config.policy.sampling.max_tokens=256", "--config.policy.sampling.prompts=8", "--config.steps=2") if large else ()),
+        *(
+            (
+                "--config.policy.sampling.max_tokens=256",
+                "--config.policy.sampling.prompts=8",
+                "--config.steps=2",
+            )
+            if large
+            else ()
+        ),
     )
-    alone = ("--config.counts=()", "--config.waiting=()", "--config.memory=()", "--config.crossover=()")
+    alone = (
+        "--config.counts=()",
+        "--config.waiting=()",
+        "--config.memory=()",
+        "--config.crossover=()",
+    )
     all_three = "--config.schedules=('sequential','overlapped','batched')"
     many = (2,) if tiny else (1, 2, 4, 8, 16, 32)
     few = (2,) if tiny else many if large else (4, 8)
@@ -43,13 +64,16 @@ def get_config(size: str = "cpu") -> ConfigDict:
     config.sweep = "concurrent_grpo"
     config.size = size
     config.claim = (
-        "Steps of several policies in one program take less than one after another; overlapping gains where rewards are waited for."
+        "Steps of several policies in one program take less than one after another; overlapping"
+        " gains where rewards are waited for."
     )
     config.grids = ConfigDict(
         {
             "rewards_at_once": {
                 "config": bench,
-                "about": "Rewards take microseconds; speedup is over the policies one after another.",
+                "about": (
+                    "Rewards take microseconds; speedup is over the policies one after another."
+                ),
                 "axes": {"policies": many},
                 "options": (*shared, *alone, "--config.counts=({policies},)", all_three),
                 "minutes": 0.3 if tiny else 1.2,
@@ -59,9 +83,17 @@ def get_config(size: str = "cpu") -> ConfigDict:
             },
             "rewards_waiting": {
                 "config": bench,
-                "about": "A reward takes reward_s seconds, of a verifier elsewhere; the timelines show what the device does meanwhile.",
+                "about": (
+                    "A reward takes reward_s seconds, of a verifier elsewhere; the timelines show"
+                    " what the device does meanwhile."
+                ),
                 "axes": {"policies": few, "reward_s": (0.05,) if tiny else (0.2, 1.0)},
-                "options": (*shared, *alone, "--config.waiting=({policies},)", "--config.reward_s={reward_s}"),
+                "options": (
+                    *shared,
+                    *alone,
+                    "--config.waiting=({policies},)",
+                    "--config.reward_s={reward_s}",
+                ),
                 "minutes": 0.3 if tiny else 1.5,
                 "each": {"schedule": SCHEDULES},
                 "figures": _series("rewards_waiting"),
@@ -69,7 +101,10 @@ def get_config(size: str = "cpu") -> ConfigDict:
             },
             "crossover": {
                 "config": bench,
-                "about": "Sequential over batched time of a few policies, by the rollouts of each: where batching stops to pay.",
+                "about": (
+                    "Sequential over batched time of a few policies, by the rollouts of each: where"
+                    " batching stops to pay."
+                ),
                 "axes": {"rollouts": (2,) if tiny else (2, 4, 8, 16, 32) if large else (2, 8, 32)},
                 "options": (*shared, *alone, "--config.crossover=({rollouts},)"),
                 "minutes": 0.3 if tiny else 0.6,
@@ -82,7 +117,12 @@ def get_config(size: str = "cpu") -> ConfigDict:
                 "config": bench,
                 "about": "Peak memory of a schedule in a process of its own.",
                 "axes": {"policies": (2,) if tiny else (8,) if size == "cpu" else many},
-                "options": (*shared, *alone, "--config.memory=({policies},)", f"--config.memory_n={1 if tiny else 2}"),
+                "options": (
+                    *shared,
+                    *alone,
+                    "--config.memory=({policies},)",
+                    f"--config.memory_n={1 if tiny else 2}",
+                ),
                 "minutes": 0.3 if tiny else 1.0,
                 "each": {"schedule": ("sequential", "batched")},
                 "figures": {"peak_bytes": "memory_{policies}/peak_bytes/{schedule}"},
@@ -90,20 +130,53 @@ def get_config(size: str = "cpu") -> ConfigDict:
         }
     )
 
-    def reported(who: str, source: str, grid: str, settings: dict, figures: dict, note: str) -> dict:
-        return {"who": who, "source": source, "grid": grid, "settings": settings, "figures": figures, "note": note}
+    def reported(
+        who: str, source: str, grid: str, settings: dict, figures: dict, note: str
+    ) -> dict:
+        return {
+            "who": who,
+            "source": source,
+            "grid": grid,
+            "settings": settings,
+            "figures": figures,
+            "note": note,
+        }
 
     three = {"policies": 3, "schedule": "overlapped"}
     config.references = ConfigDict(
         {
             "mint_4b": reported(
-                "MinT 4B", MINT, "rewards_waiting", three, {"speedup": 1.77, "wall_s": 1736.1}, "3081.2 s one after another"
+                "MinT 4B",
+                MINT,
+                "rewards_waiting",
+                three,
+                {"speedup": 1.77, "wall_s": 1736.1},
+                "3081.2 s one after another",
             ),
             "mint_30b": reported(
-                "MinT 30B", MINT, "rewards_waiting", three, {"speedup": 1.45, "wall_s": 7008}, "10,130 s one after another"
+                "MinT 30B",
+                MINT,
+                "rewards_waiting",
+                three,
+                {"speedup": 1.45, "wall_s": 7008},
+                "10,130 s one after another",
             ),
-            "mint_4b_memory": reported("MinT 4B", MINT, "memory", three, {"peak_bytes": 65.6 * 2**30}, "the same one after another"),
-            "mint_30b_memory": reported("MinT 30B", MINT, "memory", three, {"peak_bytes": 68.0 * 2**30}, "the same one after another"),
+            "mint_4b_memory": reported(
+                "MinT 4B",
+                MINT,
+                "memory",
+                three,
+                {"peak_bytes": 65.6 * 2**30},
+                "the same one after another",
+            ),
+            "mint_30b_memory": reported(
+                "MinT 30B",
+                MINT,
+                "memory",
+                three,
+                {"peak_bytes": 68.0 * 2**30},
+                "the same one after another",
+            ),
             "c_lora": reported(
                 "C-LoRA",
                 "its own report",

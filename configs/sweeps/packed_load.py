@@ -1,16 +1,21 @@
 """File to device slot of adapters on routed experts, by experts, rank and layout.
 
-Command: python -m mint_jax.launch --config=configs/sweeps/packed_load.py:cpu --workdir=runs/sweeps/cpu/packed_load
-Sizes:   configs/sweeps/packed_load.py:ci, configs/sweeps/packed_load.py:cpu, configs/sweeps/packed_load.py:gpu,
+Command: python -m mint_jax.launch --config=configs/sweeps/packed_load.py:cpu
+--workdir=runs/sweeps/cpu/packed_load Sizes:   configs/sweeps/packed_load.py:ci,
+configs/sweeps/packed_load.py:cpu, configs/sweeps/packed_load.py:gpu,
          configs/sweeps/packed_load.py:pod
-Size cpu: four of Qwen3-30B-A3B's 48 layers, and all of them at 128 experts and rank 1; about two minutes on two CPU cores, 9 GB of memory.
+Size cpu: four of Qwen3-30B-A3B's 48 layers, and all of them at 128 experts and rank 1; about two
+minutes on two CPU cores, 9 GB of memory.
 """
 
 from ml_collections import ConfigDict
 
 SIZES = ("ci", "cpu", "gpu", "pod")
 LAYOUTS = ("per_tensor", "stacked_on_host", "middle", "packed")
-MINT = "arXiv 2605.13779, Qwen3-30B-A3B rank 1, read tensors and build the loader's objects, in PyTorch"
+MINT = (
+    "arXiv 2605.13779, Qwen3-30B-A3B rank 1, read tensors and build the loader's objects, in"
+    " PyTorch"
+)
 FIGURES = {
     "load_s": "seconds/{layout}",
     "tensors_unpacked": "tensors/unpacked",
@@ -40,7 +45,10 @@ def get_config(size: str = "cpu") -> ConfigDict:
     config.job = "sweep"
     config.sweep = "packed_load"
     config.size = size
-    config.claim = "One packed object a revision loads as fast as its bytes; a tensor for each expert's projection costs by their number."
+    config.claim = (
+        "One packed object a revision loads as fast as its bytes; a tensor for each expert's"
+        " projection costs by their number."
+    )
     config.grids = ConfigDict({"whole": whole})
     if not tiny:
         layers = 4 if size == "cpu" else 48
@@ -49,8 +57,14 @@ def get_config(size: str = "cpu") -> ConfigDict:
                 "config": bench,
                 "about": f"{layers} of 48 layers.",
                 "axes": {"experts": (8, 32, 128, 384), "rank": (1, 8, 32)},
-                "without": ({"experts": 384, "rank": 32},) if size == "cpu" else (),  # 0.9 GB an adapter, several times in memory
-                "options": (*loads, f"--config.shape.layers={layers}", "--config.shape.experts={experts}", "--config.rank={rank}"),
+                # 0.9 GB an adapter, several times in memory
+                "without": ({"experts": 384, "rank": 32},) if size == "cpu" else (),
+                "options": (
+                    *loads,
+                    f"--config.shape.layers={layers}",
+                    "--config.shape.experts={experts}",
+                    "--config.rank={rank}",
+                ),
                 "minutes": 0.5,
                 "each": {"layout": LAYOUTS},
                 "figures": FIGURES,
@@ -63,7 +77,12 @@ def get_config(size: str = "cpu") -> ConfigDict:
                 "source": MINT,
                 "grid": "whole",
                 "settings": {"experts": 128, "rank": 1, "layout": "per_tensor"},
-                "figures": {"load_s": 1.1209, "tensors_unpacked": 37_248, "bytes_unpacked": 110_750_000, "live_load_s": 1.363},
+                "figures": {
+                    "load_s": 1.1209,
+                    "tensors_unpacked": 37_248,
+                    "bytes_unpacked": 110_750_000,
+                    "live_load_s": 1.363,
+                },
                 "note": "0.3669 s to read and 0.7540 s to build; live load is of a burst of 4",
             },
             "mint_packed": {
@@ -71,11 +90,27 @@ def get_config(size: str = "cpu") -> ConfigDict:
                 "source": MINT,
                 "grid": "whole",
                 "settings": {"experts": 128, "rank": 1, "layout": "packed"},
-                "figures": {"load_s": 0.0323, "tensors_packed": 672, "bytes_packed": 105_580_000, "live_load_s": 0.156},
+                "figures": {
+                    "load_s": 0.0323,
+                    "tensors_packed": 672,
+                    "bytes_packed": 105_580_000,
+                    "live_load_s": 0.156,
+                },
                 "note": "0.0067 s to read and 0.0256 s to build; live load is of a burst of 4",
             },
         }
     )
     grid = "whole" if tiny else "experts"
-    config.pictures = ConfigDict({"load": {"grid": grid, "x": "experts", "y": "load_s", "by": ("layout",), "panels": "rank", "log": "xy"}})
+    config.pictures = ConfigDict(
+        {
+            "load": {
+                "grid": grid,
+                "x": "experts",
+                "y": "load_s",
+                "by": ("layout",),
+                "panels": "rank",
+                "log": "xy",
+            }
+        }
+    )
     return config

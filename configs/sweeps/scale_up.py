@@ -1,19 +1,37 @@
-"""Pods that are not attached: bytes, collectives and rooflines of every pod config, by adapters and rank, with our kernels and without.
+"""Pods that are not attached: bytes, collectives and rooflines of every pod config, by adapters and
+rank, with our kernels and without.
 
-Command: python -m mint_jax.launch --config=configs/sweeps/scale_up.py:cpu --workdir=runs/sweeps/cpu/scale_up
-Sizes:   configs/sweeps/scale_up.py:ci, configs/sweeps/scale_up.py:cpu, configs/sweeps/scale_up.py:gpu, configs/sweeps/scale_up.py:pod
-Needs the ``tpu-aot`` extra and no accelerator: all sizes run on a CPU. Size cpu: Qwen3-4B on four v5p, some six minutes; gpu:
-all configs on a machine with many cores, hours; pod: these, and the search for the smallest pod of each.
+Command: python -m mint_jax.launch --config=configs/sweeps/scale_up.py:cpu
+--workdir=runs/sweeps/cpu/scale_up Sizes:   configs/sweeps/scale_up.py:ci,
+configs/sweeps/scale_up.py:cpu, configs/sweeps/scale_up.py:gpu, configs/sweeps/scale_up.py:pod Needs
+the ``tpu-aot`` extra and no accelerator: all sizes run on a CPU. Size cpu: Qwen3-4B on four v5p,
+some six minutes; gpu: all configs on a machine with many cores, hours; pod: these, and the search
+for the smallest pod of each.
 """
 
 from ml_collections import ConfigDict
 
 SIZES = ("ci", "cpu", "gpu", "pod")
-BASES = ("qwen3_4b", "qwen3_30b_a3b", "qwen3_30b_a3b_experts", "qwen3_235b_a22b", "kimi_k2", "kimi_k2_experts", "glm_5")
+BASES = (
+    "qwen3_4b",
+    "qwen3_30b_a3b",
+    "qwen3_30b_a3b_experts",
+    "qwen3_235b_a22b",
+    "kimi_k2",
+    "kimi_k2_experts",
+    "glm_5",
+)
 GQA = "('q','k','v','o')"
 ALL = "('all-linear',)"
 PROGRAMS = ("train", "prefill", "decode")
-OURS = ("packed_lora", "slot_lora", "packed_attention", "paged_attention", "latent_attention", "packed_matmul")
+OURS = (
+    "packed_lora",
+    "slot_lora",
+    "packed_attention",
+    "paged_attention",
+    "latent_attention",
+    "packed_matmul",
+)
 
 
 def get_config(size: str = "cpu") -> ConfigDict:
@@ -38,7 +56,9 @@ def get_config(size: str = "cpu") -> ConfigDict:
     }
     compiled = {
         "config": "configs/scale_up/{base}.py",
-        "about": "Of a device and a call; times are lower bounds from datasheet peaks, nothing was run.",
+        "about": (
+            "Of a device and a call; times are lower bounds from datasheet peaks, nothing was run."
+        ),
         "axes": {"base": bases, "rank": (1,) if tiny else (1, 16), "targets": targets},
         "options": ("--config.adapter.rank={rank}", "--config.adapter.targets={targets}"),
         "minutes": 1.0 if tiny else 3.0,
@@ -46,7 +66,8 @@ def get_config(size: str = "cpu") -> ConfigDict:
         "figures": figures,
         "data": {"collectives": "{program}/collectives"},
     }
-    # latent attention has other projections, of which "all-linear" is the one name that holds for both
+    # latent attention has other projections, of which "all-linear" is the one name that holds for
+    # both
     latent = ("kimi_k2", "kimi_k2_experts", "glm_5")
     compiled["without"] = tuple({"base": base, "targets": GQA} for base in latent)
     grids = {"compiled": compiled}
@@ -69,7 +90,10 @@ def get_config(size: str = "cpu") -> ConfigDict:
     config.job = "sweep"
     config.sweep = "scale_up"
     config.size = size
-    config.claim = "What training and sampling of many policies takes of a pod's memory, links and time, from the programs compiled for it."
+    config.claim = (
+        "What training and sampling of many policies takes of a pod's memory, links and time, from"
+        " the programs compiled for it."
+    )
     config.grids = ConfigDict(grids)
     config.references = ConfigDict(
         {
@@ -85,7 +109,14 @@ def get_config(size: str = "cpu") -> ConfigDict:
     )
     config.pictures = ConfigDict(
         {
-            "step": {"grid": "compiled", "x": "rank", "y": "step_s", "by": ("base", "targets"), "panels": "program", "log": "xy"},
+            "step": {
+                "grid": "compiled",
+                "x": "rank",
+                "y": "step_s",
+                "by": ("base", "targets"),
+                "panels": "program",
+                "log": "xy",
+            },
             "memory": {
                 "grid": "compiled",
                 "x": "rank",

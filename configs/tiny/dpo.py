@@ -30,5 +30,7 @@ def get_config() -> ConfigDict:
     config.export_every = 3
     config.checkpoint = ConfigDict({"every": 3, "keep": 2})
     config.tensorboard = False
-    config.policies = ConfigDict({"adder": _policy("digit_sum", 2), "bracket": _policy("bracket_word", 5)})
+    config.policies = ConfigDict(
+        {"adder": _policy("digit_sum", 2), "bracket": _policy("bracket_word", 5)}
+    )
     return config

@@ -1,4 +1,5 @@
-"""Three concurrent GRPO policies on a random two-layer model: every part of the job in seconds; nothing is learned.
+"""Three concurrent GRPO policies on a random two-layer model: every part of the job in seconds;
+nothing is learned.
 
 Command: python -m mint_jax.launch --config=configs/tiny/grpo.py --workdir=runs/tiny/grpo
 """
@@ -38,7 +39,9 @@ def get_config() -> ConfigDict:
         {
             "ppo": _policy("digit_sum", 1, {"kind": "ppo", "kl_kind": "k3", "kl": 0.01}),
             "cispo": _policy("copy_word", 4, {"kind": "cispo", "clip_high": 0.28}),
-            "reinforce": _policy("larger_of_two", 3, {"kind": "reinforce", "kl_kind": "k1", "kl": 0.01}),
+            "reinforce": _policy(
+                "larger_of_two", 3, {"kind": "reinforce", "kl_kind": "k1", "kl": 0.01}
+            ),
         }
     )
     return config

@@ -1,10 +1,12 @@
-"""GRPO with LoRA on routed experts and latent attention: two policies over the tiny sparse base of pretrain_moe.py.
+"""GRPO with LoRA on routed experts and latent attention: two policies over the tiny sparse base of
+pretrain_moe.py.
 
 Command: python -m mint_jax.launch --config=configs/tiny/grpo_moe.py --workdir=runs/tiny/grpo_moe
-The experts that the sampler visited are replayed in training. To study it: --config.router_noise=0.3 gives the
-trainer routers whose weights differ from the sampler's, --config.dtype=bfloat16 --config.trainer_dtype=float32 gives the two
-different arithmetic, and '--config.policies.*.sampling.replay=False' trains on the trainer's own choice of experts.
-About two minutes on two CPU cores.
+The experts that the sampler visited are replayed in training. To study it:
+--config.router_noise=0.3 gives the trainer routers whose weights differ from the sampler's,
+--config.dtype=bfloat16 --config.trainer_dtype=float32 gives the two different arithmetic, and
+'--config.policies.*.sampling.replay=False' trains on the trainer's own choice of experts. About two
+minutes on two CPU cores.
 """
 
 from ml_collections import ConfigDict
@@ -28,7 +30,10 @@ def get_config() -> ConfigDict:
     config.eval = ConfigDict({"examples": 30, "samples": 4})
     config.tensorboard = False
     config.policies = ConfigDict()
-    for name, targets, rank in (("experts", ("gate", "up", "down"), 4), ("everything", ("all-linear",), 8)):
+    for name, targets, rank in (
+        ("experts", ("gate", "up", "down"), 4),
+        ("everything", ("all-linear",), 8),
+    ):
         config.policies[name] = ConfigDict(
             {
                 "env": {"name": "larger_of_two"},

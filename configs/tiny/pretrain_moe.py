@@ -1,8 +1,9 @@
-"""A random model of DeepSeek-V3's kind (latent attention, routed and shared experts) learns half of a small task.
+"""A random model of DeepSeek-V3's kind (latent attention, routed and shared experts) learns half of
+a small task.
 
-Command: python -m mint_jax.launch --config=configs/tiny/pretrain_moe.py --workdir=runs/tiny/pretrain_moe
-Then:    python -m mint_jax.launch --config=configs/tiny/grpo_moe.py --workdir=runs/tiny/grpo_moe
-About a minute on two CPU cores.
+Command: python -m mint_jax.launch --config=configs/tiny/pretrain_moe.py
+--workdir=runs/tiny/pretrain_moe Then:    python -m mint_jax.launch
+--config=configs/tiny/grpo_moe.py --workdir=runs/tiny/grpo_moe About a minute on two CPU cores.
 """
 
 from ml_collections import ConfigDict

@@ -1,7 +1,9 @@
-"""The TPU compiler's final schedule of a kernel, read from its dump: bundles, and which of them lie in loops and branches.
+"""The TPU compiler's final schedule of a kernel, read from its dump: bundles, and which of them lie
+in loops and branches.
 
-A bundle is what a core's units begin together in one cycle when nothing waits. How many there are is a static count and no time: it
-knows no copy that has not arrived and no stall. The dump's form is the compiler's own, and what cannot be read is an error.
+A bundle is what a core's units begin together in one cycle when nothing waits. How many there are
+is a static count and no time: it knows no copy that has not arrived and no stall. The dump's form
+is the compiler's own, and what cannot be read is an error.
 """
 
 import dataclasses
@@ -11,7 +13,8 @@ from collections.abc import Callable, Iterator
 
 from mint_jax.errors import UserError
 
-WORDS = {"vmatmul": "vmatmul", "vmatpush": "vmatpush", "spills": "_spill]"}  # what is counted beside bundles -> its word in the dump
+# what is counted beside bundles -> its word in the dump
+WORDS = {"vmatmul": "vmatmul", "vmatpush": "vmatpush", "spills": "_spill]"}
 
 _BUNDLE = re.compile(r"^ *(0x[0-9a-f]+|0)\s+(LB|LH|LE|PB|PF|CT)?: +>*\s*\{(.*)")
 _BRANCH = re.compile(r"sbr\.rel .*?target = \$region(\d+)")
@@ -46,9 +49,13 @@ class Part:
             yield from part.walk()
 
     def run(self, times: Callable[["Part"], int]) -> Counter[str]:
-        """Bundles and ``WORDS`` that run, where each part inside runs ``times(part)`` times whenever what it lies in runs once."""
+        """Bundles and ``WORDS`` that run, where each part inside runs ``times(part)`` times
+        whenever what it lies in runs once.
+        """
         total = Counter({"bundles": len(self.lines)})
-        total.update({name: sum(line.count(word) for line in self.lines) for name, word in WORDS.items()})
+        total.update(
+            {name: sum(line.count(word) for line in self.lines) for name, word in WORDS.items()}
+        )
         for part in self.parts:
             if n := times(part):
                 total.update({name: n * count for name, count in part.run(times).items()})
@@ -74,14 +81,23 @@ def parse(dump: str) -> Part:
     if not lines:
         raise UserError("the compiler's dump has no bundles: its form has changed")
     branches = [(at, int(n)) for at, line in enumerate(lines) for n in _BRANCH.findall(line)]
-    # Some bundles behind a branch still run before it is taken, four on most chips and one on a TPU7x: a block begins right behind them.
+    # Some bundles behind a branch still run before it is taken, four on most chips and one on a
+    # TPU7x: a block begins right behind them.
     late = min((block - at for at, _ in branches for block in blocks if block > at), default=1)
     kernel, spans = Part("kernel", 0, len(lines)), set()
     if len(lost := {n for _, n in branches} - set(regions)) > 1:
-        raise UserError(f"the compiler's dump has branches to regions {sorted(lost)}, which begin nowhere: its form has changed")
-    regions.update(dict.fromkeys(lost, len(lines)))  # one is the exit: the second core of a chip has nothing to do
+        raise UserError(
+            f"the compiler's dump has branches to regions {sorted(lost)}, which begin nowhere: its"
+            " form has changed"
+        )
+    # one is the exit: the second core of a chip has nothing to do
+    regions.update(dict.fromkeys(lost, len(lines)))
     for at, n in branches:
-        spans.add((at + late, regions[n], "branch") if regions[n] > at else (regions[n], at + late, "loop"))
+        spans.add(
+            (at + late, regions[n], "branch")
+            if regions[n] > at
+            else (regions[n], at + late, "loop")
+        )
     for first, behind, kind in sorted(spans, key=lambda span: (span[0], -span[1], span[2])):
         if behind > first:
             _insert(kernel, Part(kind, first, behind))
@@ -96,7 +112,10 @@ def _insert(whole: Part, part: Part) -> None:
             _insert(inner, part)
             return
         if part.first < inner.behind and inner.first < part.behind:
-            raise UserError(f"bundles {part.first} to {part.behind} and {inner.first} to {inner.behind} cross: the dump's form has changed")
+            raise UserError(
+                f"bundles {part.first} to {part.behind} and {inner.first} to {inner.behind} cross:"
+                " the dump's form has changed"
+            )
     whole.parts.append(part)
 
 

@@ -1,8 +1,10 @@
-"""Accelerators on paper: what a chip can do by its datasheet, and the devices of a named pod that is not attached.
+"""Accelerators on paper: what a chip can do by its datasheet, and the devices of a named pod that
+is not attached.
 
-A target is named by its torus, ``v5p:4x4x8`` (128 TPU v5p chips), or as clouds name the slice, ``v5p-256``; ``cuda:h200x8`` is one
-server of eight GPUs. The devices of a target compile programs and do nothing else: no array can be put on them. All rates are
-datasheet peaks, which no program reaches; estimates that use them are lower bounds.
+A target is named by its torus, ``v5p:4x4x8`` (128 TPU v5p chips), or as clouds name the slice,
+``v5p-256``; ``cuda:h200x8`` is one server of eight GPUs. The devices of a target compile programs
+and do nothing else: no array can be put on them. All rates are datasheet peaks, which no program
+reaches; estimates that use them are lower bounds.
 """
 
 import dataclasses
@@ -17,7 +19,8 @@ from mint_jax.errors import UserError, choice
 
 GIB = 1 << 30
 
-_QUIET = {  # what libtpu reads as it loads: no machine metadata, no log files, no lock against a second process
+# what libtpu reads as it loads: no machine metadata, no log files, no lock against a second process
+_QUIET = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_ACCELERATOR_TYPE": "v5p-8",
@@ -34,7 +37,8 @@ class Chip:
         hbm: bytes; the runtime keeps a few percent of them.
         flops: dense bfloat16 operations a second.
         hbm_rate: bytes a second.
-        link_rate: bytes a second that leave the chip over all its links together, half the bidirectional figure.
+        link_rate: bytes a second that leave the chip over all its links together, half the
+            bidirectional figure.
         slices: the pods that can be had, smallest first.
     """
 
@@ -58,7 +62,9 @@ CHIPS = {
 }
 
 
-IN_CLOUDS = {  # a cloud's name of a chip -> ours, and what the number behind it counts: TensorCores of a chip, or chips
+# a cloud's name of a chip -> ours, and what the number behind it counts: TensorCores of a chip, or
+# chips
+IN_CLOUDS = {
     "v4": ("v4", 2),
     "v5litepod": ("v5e", 1),
     "v5e": ("v5e", 1),
@@ -99,11 +105,14 @@ def names(kind: str) -> list[str]:
     """
     if kind not in CHIPS:
         raise choice("chip", kind, CHIPS)
-    return [f"{kind}{'x' if kind.startswith('cuda:') else ':'}{size}" for size in CHIPS[kind].slices]
+    return [
+        f"{kind}{'x' if kind.startswith('cuda:') else ':'}{size}" for size in CHIPS[kind].slices
+    ]
 
 
 def canonical(name: str) -> str:
-    """Our name of a pod that may be named as clouds do: ``v5p-64`` -> ``v5p:2x4x4``, ``v5litepod-16`` -> ``v5e:4x4``.
+    """Our name of a pod that may be named as clouds do: ``v5p-64`` -> ``v5p:2x4x4``,
+    ``v5litepod-16`` -> ``v5e:4x4``.
 
     Raises:
         UserError: an unknown name; for a known chip, with the sizes that there are.
@@ -115,23 +124,33 @@ def canonical(name: str) -> str:
     if cloud not in IN_CLOUDS:
         raise choice("topology", name, [*known, "smallest"])
     kind, counted = IN_CLOUDS[cloud]
-    by_cloud = {str(counted * _chips(kind, each)): each for each in names(kind)} | {each.split(":")[1]: each for each in names(kind)}
+    by_cloud = {str(counted * _chips(kind, each)): each for each in names(kind)} | {
+        each.split(":")[1]: each for each in names(kind)
+    }
     if size not in by_cloud:
-        raise choice("topology", name, [*(f"{cloud}-{n}" for n in by_cloud if n.isdecimal()), *names(kind), "smallest"])
+        raise choice(
+            "topology",
+            name,
+            [*(f"{cloud}-{n}" for n in by_cloud if n.isdecimal()), *names(kind), "smallest"],
+        )
     return by_cloud[size]
 
 
 def need_compiler(name: str) -> None:
-    """Refuses a pod (or a kind of chip) whose compiler is not installed; it is looked for, not loaded.
+    """Refuses a pod (or a kind of chip) whose compiler is not installed; it is looked for, not
+    loaded.
 
     Raises:
         UserError: with the extra to install.
     """
     cuda = name.startswith("cuda:")
-    if not any(importlib.util.find_spec(module) for module in (CUDA_PLUGINS if cuda else ("libtpu",))):
+    if not any(
+        importlib.util.find_spec(module) for module in (CUDA_PLUGINS if cuda else ("libtpu",))
+    ):
         what, extra = ("CUDA", "cuda") if cuda else ("TPU", "tpu-aot")
         raise UserError(
-            f"topology {name!r} needs the {what} compiler, which is not installed: pip install -e .[{extra}] (make setup EXTRAS={extra})"
+            f"topology {name!r} needs the {what} compiler, which is not installed: pip install -e"
+            f" .[{extra}] (make setup EXTRAS={extra})"
         )
 
 
@@ -152,8 +171,15 @@ def target(name: str) -> Target:
     cuda = kind.startswith("cuda:")
     devices = tuple(_cuda_devices(kind, chips) if cuda else _tpu_devices(name))
     share = chips / len(devices)
-    rates = (int(chip.hbm * share), chip.flops * share, chip.hbm_rate * share, chip.link_rate * share)
-    return Target(name, chips, devices, *rates, options={"xla_gpu_autotune_level": "0"} if cuda else {})
+    rates = (
+        int(chip.hbm * share),
+        chip.flops * share,
+        chip.hbm_rate * share,
+        chip.link_rate * share,
+    )
+    return Target(
+        name, chips, devices, *rates, options={"xla_gpu_autotune_level": "0"} if cuda else {}
+    )
 
 
 def _tpu_devices(name: str) -> Any:
@@ -170,8 +196,12 @@ def _cuda_devices(kind: str, chips: int) -> Any:
     from jax.experimental import topologies
 
     model = kind.removeprefix("cuda:")
-    config = _HOPPER.format(model=model.upper(), rate=int(CHIPS[kind].hbm_rate), memory=CHIPS[kind].hbm)
-    return topologies.get_topology_desc(platform="cuda", topology_name=model, topology=f"1x1x{chips}", target_config=config).devices
+    config = _HOPPER.format(
+        model=model.upper(), rate=int(CHIPS[kind].hbm_rate), memory=CHIPS[kind].hbm
+    )
+    return topologies.get_topology_desc(
+        platform="cuda", topology_name=model, topology=f"1x1x{chips}", target_config=config
+    ).devices
 
 
 _HOPPER = """gpu_device_info {{ threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
@@ -179,4 +209,4 @@ shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132 fpus
 block_dim_limit_y: 65535 block_dim_limit_z: 65535 memory_bandwidth: {rate} l2_cache_size: 52428800 clock_rate_ghz: 1.98
 device_memory_size: {memory} shared_memory_per_block_optin: 232448 cuda_compute_capability {{ major: 9 }}
 registers_per_core_limit: 65536 registers_per_block_limit: 65536 }} platform_name: "CUDA"
-dnn_version_info {{ major: 9 minor: 10 }} runtime_version {{ major: 13 }} device_description_str: "NVIDIA {model}" """
+dnn_version_info {{ major: 9 minor: 10 }} runtime_version {{ major: 13 }} device_description_str: "NVIDIA {model}" """  # noqa: E501

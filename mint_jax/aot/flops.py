@@ -1,7 +1,9 @@
-"""Matrix FLOPs of a function as it is written, counted in its jaxpr before any compiler or partitioning sees it.
+"""Matrix FLOPs of a function as it is written, counted in its jaxpr before any compiler or
+partitioning sees it.
 
-The count of all devices together; a scan multiplies its body by its length, a while loop counts its body once, of a
-conditional the dearest branch counts. Rematerialisation is in it; what partitioning computes more than once is not.
+The count of all devices together; a scan multiplies its body by its length, a while loop counts its
+body once, of a conditional the dearest branch counts. Rematerialisation is in it; what partitioning
+computes more than once is not.
 """
 
 import math
@@ -23,13 +25,19 @@ def _equation(eqn: Any, devices: int) -> float:
     name, params = eqn.primitive.name, eqn.params
     if name == "dot_general":
         (contracted, _), _ = params["dimension_numbers"]
-        return 2.0 * eqn.outvars[0].aval.size * math.prod(eqn.invars[0].aval.shape[d] for d in contracted)
+        return (
+            2.0
+            * eqn.outvars[0].aval.size
+            * math.prod(eqn.invars[0].aval.shape[d] for d in contracted)
+        )
     if name == "ragged_dot_general":
         (contracted, _), _ = params["ragged_dot_dimension_numbers"].dot_dimension_numbers
         lhs, rhs = eqn.invars[0].aval.shape, eqn.invars[1].aval.shape
-        if len(rhs) == len(lhs) + 1:  # [rows, K] x [groups, K, N]: a row meets the matrix of its group
+        # [rows, K] x [groups, K, N]: a row meets the matrix of its group
+        if len(rhs) == len(lhs) + 1:
             return 2.0 * eqn.outvars[0].aval.size * math.prod(lhs[d] for d in contracted)
-        return 2.0 * math.prod(lhs) * rhs[-1]  # [K, rows] x [rows, N]: a row adds to the matrix of its group
+        # [K, rows] x [rows, N]: a row adds to the matrix of its group
+        return 2.0 * math.prod(lhs) * rhs[-1]
     if name == "pallas_call":
         return float(getattr(params.get("cost_estimate"), "flops", 0))
     if name == "cond":

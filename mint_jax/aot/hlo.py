@@ -1,15 +1,18 @@
-"""What a compiled program does, read from its text: matrix FLOPs and collectives, loop bodies counted as often as they run.
+"""What a compiled program does, read from its text: matrix FLOPs and collectives, loop bodies
+counted as often as they run.
 
-``Compiled.cost_analysis`` counts the body of a loop once, however many layers it scans. Here the text of the optimised,
-partitioned module (one device's share) is walked from its entry, and every loop multiplies what is in it by its trip
-count: the one the compiler noted, or the constant that the loop's condition compares its counter with. Of a loop whose end
-depends on data the caller may say how often it runs, by the scopes it was traced in. Any other counts once, and what is in it is
-marked as a minimum; but for the one loop whose body is a call's step, as in a program that decodes until its caller stops it,
-and one pass of it is what is asked for.
+``Compiled.cost_analysis`` counts the body of a loop once, however many layers it scans. Here the
+text of the optimised, partitioned module (one device's share) is walked from its entry, and every
+loop multiplies what is in it by its trip count: the one the compiler noted, or the constant that
+the loop's condition compares its counter with. Of a loop whose end depends on data the caller may
+say how often it runs, by the scopes it was traced in. Any other counts once, and what is in it is
+marked as a minimum; but for the one loop whose body is a call's step, as in a program that decodes
+until its caller stops it, and one pass of it is what is asked for.
 
-Bytes of a collective are those that one device sends, by the ring algorithm, over a group of n: a shard of o bytes costs
-o (n - 1) to all-gather, o (n - 1) / n to reduce-scatter or all-to-all, twice that to all-reduce, o to permute. A TPU spreads
-a collective over fusions that compute meanwhile; each of them shows it, under one channel, and it counts once.
+Bytes of a collective are those that one device sends, by the ring algorithm, over a group of n: a
+shard of o bytes costs o (n - 1) to all-gather, o (n - 1) / n to reduce-scatter or all-to-all, twice
+that to all-reduce, o to permute. A TPU spreads a collective over fusions that compute meanwhile;
+each of them shows it, under one channel, and it counts once.
 """
 
 import dataclasses
@@ -53,7 +56,9 @@ class Instruction:
         return found[1] if found else ""
 
     def called(self, attribute: str) -> list[str]:
-        """Computations that an attribute names: ``calls=%a`` or ``branch_computations={%a, %b}``."""
+        """Computations that an attribute names: ``calls=%a`` or ``branch_computations={%a,
+        %b}``.
+        """
         found = re.search(rf"\b{attribute}=(\{{[^}}]*\}}|%?[\w.\-]+)", self.rest)
         return re.findall(r"[\w.\-]+", found[1]) if found else []
 
@@ -92,8 +97,9 @@ class Module:
 
     Args:
         steps: the entry's loop of unknown length that computes most is a call's step.
-        trips: turns of loops of unknown length, by the names of ``jax.named_scope`` around them, outermost first: ``"teams/runs"`` is a
-            loop of ``runs`` within ``teams``. Scopes that no key has do not matter.
+        trips: turns of loops of unknown length, by the names of ``jax.named_scope`` around them,
+            outermost first: ``"teams/runs"`` is a loop of ``runs`` within ``teams``. Scopes that no
+            key has do not matter.
     """
 
     def __init__(self, text: str, steps: bool = False, trips: Mapping[str, int] | None = None):
@@ -111,20 +117,40 @@ class Module:
                 self.entry = header[2] if header[1] else self.entry
             elif found := _INSTRUCTION.match(line):
                 operands, rest = _split_call(found[5])
-                current.append(Instruction(found[2], found[3], found[4], tuple(_names(operands)), rest, bool(found[1])))
+                current.append(
+                    Instruction(
+                        found[2], found[3], found[4], tuple(_names(operands)), rest, bool(found[1])
+                    )
+                )
                 self.types[found[2]] = found[3]
                 if found[4] == "constant":
                     self.types[found[2]] += f" = {operands}"
         self.channels = self._channels()
         self._step = ""
         if steps:
-            loops = [i for i in self.computations[self.entry] if i.op == "while" and self._trips(i) is None]
-            self._step = max(loops, key=lambda i: self._of(i.called("body")[0], False).flops).name if loops else ""
+            loops = [
+                i
+                for i in self.computations[self.entry]
+                if i.op == "while" and self._trips(i) is None
+            ]
+            self._step = (
+                max(loops, key=lambda i: self._of(i.called("body")[0], False).flops).name
+                if loops
+                else ""
+            )
 
     def _channels(self) -> dict[str, str]:
         """Channel of a collective inside fusions -> the one computation in which it counts."""
-        fused = {name for body in self.computations.values() for i in body if i.op == "fusion" for name in i.called("calls")}
-        return {i.channel: name for name in sorted(fused) for i in self.computations[name] if i.channel}
+        fused = {
+            name
+            for body in self.computations.values()
+            for i in body
+            if i.op == "fusion"
+            for name in i.called("calls")
+        }
+        return {
+            i.channel: name for name in sorted(fused) for i in self.computations[name] if i.channel
+        }
 
     def cost(self) -> Cost:
         """Of the entry computation."""
@@ -139,7 +165,9 @@ class Module:
         return total
 
     def _of_instruction(self, i: Instruction, scattered: bool) -> tuple[Cost, float]:
-        """The cost of an instruction and how often it counts; ``scattered``: an all-reduce here keeps one slice only."""
+        """The cost of an instruction and how often it counts; ``scattered``: an all-reduce here
+        keeps one slice only.
+        """
         kind = i.op.removesuffix("-start")
         if i.op == "while":
             trips = 1 if i.name == self._step else self._trips(i)
@@ -149,8 +177,16 @@ class Module:
                 cost.least = frozenset(cost.counts)
             return cost, 1
         if i.op == "conditional":
-            names = i.called("branch_computations") or i.called("true_computation") + i.called("false_computation")
-            return max((self._of(name, False) for name in names), key=lambda c: (c.flops, sum(c.bytes.values()))), 1
+            names = i.called("branch_computations") or i.called("true_computation") + i.called(
+                "false_computation"
+            )
+            return (
+                max(
+                    (self._of(name, False) for name in names),
+                    key=lambda c: (c.flops, sum(c.bytes.values())),
+                ),
+                1,
+            )
         if i.op in ("fusion", "call", "async-start"):
             cost = Cost()
             for name in i.called("calls") or i.called("to_apply"):
@@ -161,7 +197,9 @@ class Module:
             size = sum(nbytes(self.types[name]) for name in i.operands if name in self.types)
             return Cost(counts={kind: 1}, bytes={kind: _COLLECTIVES[kind](size, self._group(i))}), 1
         if i.op == "custom-call":
-            return Cost(kernels=1), float(any(f'custom_call_target="{kernel}"' in i.rest for kernel in _KERNELS))
+            return Cost(kernels=1), float(
+                any(f'custom_call_target="{kernel}"' in i.rest for kernel in _KERNELS)
+            )
         if i.op in ("dot", "convolution"):
             return Cost(flops=self._dot(i) if i.op == "dot" else self._convolution(i)), 1
         return Cost(), 0
@@ -186,7 +224,11 @@ class Module:
             if (trips := next((n for n in limits if n is not None), None)) is not None:
                 return trips
         scopes = re.search(r'op_name="([^"]*)"', loop.rest)
-        return self._said.get("/".join(name for name in scopes[1].split("/") if name in self._scopes)) if scopes else None
+        return (
+            self._said.get("/".join(name for name in scopes[1].split("/") if name in self._scopes))
+            if scopes
+            else None
+        )
 
     def _integer(self, name: str) -> int | None:
         found = re.search(r"^[su]\d+\[\].* = (\d+)$", self.types.get(name, ""))
@@ -195,30 +237,59 @@ class Module:
     def _dot(self, i: Instruction) -> float:
         found = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", i.rest)
         lhs = shape(self.types[i.operands[0]])
-        return 2.0 * math.prod(shape(i.type)) * math.prod(lhs[int(d)] for d in found[1].split(",") if d) if found else 0.0
+        return (
+            2.0
+            * math.prod(shape(i.type))
+            * math.prod(lhs[int(d)] for d in found[1].split(",") if d)
+            if found
+            else 0.0
+        )
 
     def _convolution(self, i: Instruction) -> float:
-        """TPUs compute dots as convolutions; a batch dimension is a dilated window that meets one input position each."""
+        """TPUs compute dots as convolutions; a batch dimension is a dilated window that meets one
+        input position each.
+        """
         labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", i.rest)
         assert labels, i.rest
-        lhs, kernel, out = (shape(t) for t in (self.types[i.operands[0]], self.types[i.operands[1]], i.type))
+        lhs, kernel, out = (
+            shape(t) for t in (self.types[i.operands[0]], self.types[i.operands[1]], i.type)
+        )
         window = re.search(r"window=\{([^}]*)\}", i.rest)
         fields = dict(part.split("=") for part in window[1].split()) if window else {}
-        products = float(out[labels[3].index("b")] * out[labels[3].index("f")] * kernel[labels[2].index("i")])
+        products = float(
+            out[labels[3].index("b")] * out[labels[3].index("f")] * kernel[labels[2].index("i")]
+        )
         for d in range(len(out) - 2):
-            sizes = lhs[labels[1].index(str(d))], kernel[labels[2].index(str(d))], out[labels[3].index(str(d))]
-            products *= _window_meetings(*sizes, **{name: value.split("x")[d] for name, value in fields.items() if name != "size"})
+            sizes = (
+                lhs[labels[1].index(str(d))],
+                kernel[labels[2].index(str(d))],
+                out[labels[3].index(str(d))],
+            )
+            products *= _window_meetings(
+                *sizes,
+                **{name: value.split("x")[d] for name, value in fields.items() if name != "size"},
+            )
         return 2 * products
 
 
-def _window_meetings(a: int, k: int, o: int, stride="1", pad="0_0", lhs_dilate="1", rhs_dilate="1", rhs_reversal="0") -> int:
-    """Pairs of an output and a window position that meet an input element rather than padding or a hole."""
-    at = np.arange(o)[:, None] * int(stride) + np.arange(k)[None] * int(rhs_dilate) - int(pad.split("_")[0])
+def _window_meetings(
+    a: int, k: int, o: int, stride="1", pad="0_0", lhs_dilate="1", rhs_dilate="1", rhs_reversal="0"
+) -> int:
+    """Pairs of an output and a window position that meet an input element rather than padding or a
+    hole.
+    """
+    at = (
+        np.arange(o)[:, None] * int(stride)
+        + np.arange(k)[None] * int(rhs_dilate)
+        - int(pad.split("_")[0])
+    )
     return int(np.sum((at >= 0) & (at <= (a - 1) * int(lhs_dilate)) & (at % int(lhs_dilate) == 0)))
 
 
 def _split_call(text: str) -> tuple[str, str]:
-    """``a, b), attributes`` -> operands and attributes: up to the parenthesis that closes the call."""
+    """``a, b), attributes`` -> operands and attributes: up to the parenthesis that closes the
+    call.
+    """
     depth = 1
     for k, letter in enumerate(text):
         depth += (letter in "([{") - (letter in ")]}")

@@ -1,7 +1,9 @@
-"""One program on one pod: compiled, then its bytes against the memory, its work against the datasheet's rates.
+"""One program on one pod: compiled, then its bytes against the memory, its work against the
+datasheet's rates.
 
-The times are estimates and lower bounds: datasheet peaks, all links busy, compute, memory and links perfectly overlapped,
-and of memory traffic only the arguments that a call reads, once, and the new outputs, written once.
+The times are estimates and lower bounds: datasheet peaks, all links busy, compute, memory and links
+perfectly overlapped, and of memory traffic only the arguments that a call reads, once, and the new
+outputs, written once.
 """
 
 import contextlib
@@ -33,20 +35,23 @@ class Measured:
         hbm: bytes of the device.
         arguments, temporaries, outputs, aliased: bytes; aliased outputs live in donated arguments.
         total: bytes needed at once.
-        flops: of matrix products: the larger of the compiled program's and the traced function's share.
-        flops_traced: the traced function's, divided by the devices: less than ``flops`` where devices repeat work.
+        flops: of matrix products: the larger of the compiled program's and the traced function's
+            share.
+        flops_traced: the traced function's, divided by the devices: less than ``flops`` where
+            devices repeat work.
         hbm_bytes: arguments but what a call leaves unread, and new outputs.
         counts, sent: collectives by kind: how many, and bytes sent.
         kernels: calls of kernels written by hand, whose FLOPs the compiled text does not state.
-        unknown_loops: loops whose length depends on data, counted once; that of ``decode`` whose body is a step is none of them, nor
-            are those whose turns the program states.
+        unknown_loops: loops whose length depends on data, counted once; that of ``decode`` whose
+            body is a step is none of them, nor are those whose turns the program states.
         least: kinds of collectives inside such loops: their counts and bytes are minima.
         compute_s, memory_s, links_s: each at the datasheet's rate.
         tokens: of all devices.
         compile_s: wall seconds.
         text: the compiled program.
         refused: the compiler's own words where memory did not suffice.
-        stated: whether it said how many bytes it lacks; else ``total`` counts as many temporaries as the memory has.
+        stated: whether it said how many bytes it lacks; else ``total`` counts as many temporaries
+            as the memory has.
     """
 
     program: str
@@ -89,7 +94,10 @@ class Measured:
             return f"{self.program} was refused by the compiler: {self.refused}"
         if self.refused or self.total > self.hbm:
             return f"{self.program} does not fit: it needs {needs}"
-        return f"{self.program} needs {needs}, which leaves {100 * self.free:.1f} % where {100 * margin:.0f} % are to stay free"
+        return (
+            f"{self.program} needs {needs}, which leaves {100 * self.free:.1f} % where"
+            f" {100 * margin:.0f} % are to stay free"
+        )
 
     @property
     def step_s(self) -> float:
@@ -98,11 +106,17 @@ class Measured:
     @property
     def bound(self) -> str:
         """Which of the three takes longest."""
-        return max((self.compute_s, "compute"), (self.memory_s, "memory"), (self.links_s, "links"))[1]
+        return max((self.compute_s, "compute"), (self.memory_s, "memory"), (self.links_s, "links"))[
+            1
+        ]
 
     def json(self, margin: float) -> dict[str, Any]:
         """What the job prints of it."""
-        out: dict[str, Any] = {"fits": int(self.fits(margin)), "free_hbm_fraction": round(self.free, 4), "bytes_per_device": self.total}
+        out: dict[str, Any] = {
+            "fits": int(self.fits(margin)),
+            "free_hbm_fraction": round(self.free, 4),
+            "bytes_per_device": self.total,
+        }
         if self.refused:
             return out | {"refused": self.refused}
         return out | {
@@ -114,7 +128,11 @@ class Measured:
             "flops_traced": self.flops_traced,
             "hbm_bytes": self.hbm_bytes,
             "collectives": {
-                kind: {"count": int(n), "bytes": int(self.sent[kind]), "at_least": kind in self.least}
+                kind: {
+                    "count": int(n),
+                    "bytes": int(self.sent[kind]),
+                    "at_least": kind in self.least,
+                }
                 for kind, n in sorted(self.counts.items())
             },
             "kernels": self.kernels,
@@ -133,12 +151,15 @@ class Measured:
 
 @dataclasses.dataclass(frozen=True)
 class Colocated:
-    """One process that trains and samples over one base: what is resident, and the most that any one program adds.
+    """One process that trains and samples over one base: what is resident, and the most that any
+    one program adds.
 
     Attributes:
         hbm: bytes of the device.
-        arguments: bytes resident on each device: the base once, training state, adapters in sampling, caches and batches.
-        temporaries: bytes of the program that needs most beside them, its temporaries and new outputs.
+        arguments: bytes resident on each device: the base once, training state, adapters in
+            sampling, caches and batches.
+        temporaries: bytes of the program that needs most beside them, its temporaries and new
+            outputs.
     """
 
     hbm: int
@@ -170,10 +191,11 @@ class Colocated:
 
 
 def colocated(measured: Sequence[Measured], base_bytes: int) -> Colocated:
-    """What ``train``, ``optim``, ``prefill`` and ``decode`` hold together, one of them running at a time.
+    """What ``train``, ``optim``, ``prefill`` and ``decode`` hold together, one of them running at a
+    time.
 
-    Resident are the arguments of ``train`` and of ``decode``, which both count the base. Those of ``prefill`` are ``decode``'s, but for
-    its plan, kilobytes that are left out.
+    Resident are the arguments of ``train`` and of ``decode``, which both count the base. Those of
+    ``prefill`` are ``decode``'s, but for its plan, kilobytes that are left out.
     """
     by = {m.program: m for m in measured}
     resident = by["train"].arguments + by["decode"].arguments - base_bytes
@@ -210,7 +232,10 @@ def measure(program: Program, mesh: Mesh, target: Target) -> Measured:
     m, cost = compiled.memory_analysis(), hlo.Module(text, program.steps, program.trips).cost()
     arguments, temporaries = m.argument_size_in_bytes, m.temp_size_in_bytes
     outputs, aliased = m.output_size_in_bytes, m.alias_size_in_bytes
-    flops, hbm_bytes = max(cost.flops, flops_traced), float(arguments - program.unread + outputs - aliased)
+    flops, hbm_bytes = (
+        max(cost.flops, flops_traced),
+        float(arguments - program.unread + outputs - aliased),
+    )
     return Measured(
         program=program.name,
         hbm=target.hbm,
@@ -238,7 +263,9 @@ def measure(program: Program, mesh: Mesh, target: Target) -> Measured:
 
 @contextlib.contextmanager
 def _not_cached() -> Iterator[None]:
-    """Keeps programs out of the compilation cache: those for devices that are not attached cannot be read back."""
+    """Keeps programs out of the compilation cache: those for devices that are not attached cannot
+    be read back.
+    """
     name = "jax_persistent_cache_min_compile_time_secs"
     before = getattr(jax.config, name)
     jax.config.update(name, math.inf)

@@ -1,10 +1,12 @@
-"""The programs of a job on a pod that is not attached: abstract arguments with shardings, and how each is compiled.
+"""The programs of a job on a pod that is not attached: abstract arguments with shardings, and how
+each is compiled.
 
-Nothing here allocates: parameters, training state, adapters and the pool of pages are ``ShapeDtypeStruct`` trees, laid out as the
-library lays out the real ones. Plans of sampling are the engine's own, of nobody: what they hold is data, their shapes are all.
+Nothing here allocates: parameters, training state, adapters and the pool of pages are
+``ShapeDtypeStruct`` trees, laid out as the library lays out the real ones. Plans of sampling are
+the engine's own, of nobody: what they hold is data, their shapes are all.
 
-Axes: P policies, B rows of a policy, T tokens, M targets of a row, N adapters, Q prompts, G rollouts of a prompt, S tokens of a prompt,
-C new tokens.
+Axes: P policies, B rows of a policy, T tokens, M targets of a row, N adapters, Q prompts, G
+rollouts of a prompt, S tokens of a prompt, C new tokens.
 """
 
 import dataclasses
@@ -51,8 +53,10 @@ class Program:
         donated: which arguments' buffers the outputs reuse.
         out: output shardings: donation needs them to equal those of the donated argument.
         tokens: tokens that one call takes through the model: read by it, or drawn.
-        steps: whether its outermost loop of unknown length takes one step in a call that is measured.
-        trips: turns of loops whose length is data, by the scopes that they are in; see ``hlo.Module``.
+        steps: whether its outermost loop of unknown length takes one step in a call that is
+            measured.
+        trips: turns of loops whose length is data, by the scopes that they are in; see
+            ``hlo.Module``.
         unread: bytes of each device's arguments that a call that is measured leaves alone.
     """
 
@@ -69,7 +73,9 @@ class Program:
     def trace(self, mesh: Mesh) -> Any:
         """The traced function, with its jaxpr and ``lower``."""
         with jax.set_mesh(mesh):
-            return jax.jit(self.fn, donate_argnums=self.donated, out_shardings=self.out).trace(*self.args)
+            return jax.jit(self.fn, donate_argnums=self.donated, out_shardings=self.out).trace(
+                *self.args
+            )
 
 
 class Plan:
@@ -86,12 +92,17 @@ class Plan:
         UserError: the mesh does not divide a dimension of the base or of the adapters.
     """
 
-    def __init__(self, cfg: ModelConfig, mesh: Mesh, dtype: Any, adapter: AdapterConfig, quantise: str = ""):
+    def __init__(
+        self, cfg: ModelConfig, mesh: Mesh, dtype: Any, adapter: AdapterConfig, quantise: str = ""
+    ):
         self.cfg, self.mesh, self.dtype, self.adapter = cfg, mesh, dtype, adapter
         self.specs = transformer.abstract(cfg, dtype, quantise)
         self.params = params_lib.abstract(self.specs, sharding.shardings(self.specs, mesh))
         factors = lora_tree.stack_specs(self.specs, adapter.targets, adapter.bucket, 1)
-        self.factors = {path: sharding.sharding_of(spec, mesh) for path, spec in params_lib.leaves_with_path(factors)}
+        self.factors = {
+            path: sharding.sharding_of(spec, mesh)
+            for path, spec in params_lib.leaves_with_path(factors)
+        }
 
     @property
     def base_bytes(self) -> int:
@@ -109,7 +120,9 @@ class Plan:
         P, bucket = shape.policies, self.adapter.bucket
         state = self._place(jax.eval_shape(lambda: state_lib.empty(self.specs, [self.adapter] * P)))
         slots = {bucket: self._whole((P,), jnp.int32)}
-        coefs = jax.tree.map(lambda x: self._whole(x.shape, x.dtype), stack_coefs([LossConfig()] * P))
+        coefs = jax.tree.map(
+            lambda x: self._whole(x.shape, x.dtype), stack_coefs([LossConfig()] * P)
+        )
         fn = functools.partial(step.forward_backward, cfg=self.cfg, remat=shape.remat)
         tokens = P * shape.rows * shape.tokens
         out = (_shardings(state), None, None)
@@ -120,38 +133,69 @@ class Plan:
         )
 
     def sampling(self, shape: RolloutShape) -> tuple[Program, Program]:
-        """``prefill`` of blocks of prompts and ``decode`` of all rollouts, with N adapters resident.
+        """``prefill`` of blocks of prompts and ``decode`` of all rollouts, with N adapters
+        resident.
 
-        What is measured of them is a call at full length: of prompts' last blocks, and of every rollout's last token.
+        What is measured of them is a call at full length: of prompts' last blocks, and of every
+        rollout's last token.
         """
         parts = device.page_parts(self.cfg, self.mesh)
         self._check_rows("rollout.prompts", shape.prompts, parts)
         rows, blocks = shape.prompts * shape.rollouts, parts * -(-shape.blocks // parts)
         bucket, table = self.adapter.bucket, longest_table(shape.prompt_tokens + shape.new_tokens)
         stacks = {bucket: self._place(jax.eval_shape(lambda: self._adapters(shape.adapters)))}
-        # A prompt's last token is the first own one of each rollout, whose last is drawn and never read.
+        # A prompt's last token is the first own one of each rollout, whose last is drawn and never
+        # read.
         shared, own = pages_for(shape.prompt_tokens - 1, PAGE), pages_for(shape.new_tokens, PAGE)
         held = shape.prompts * shared + rows * own
-        specs = device.pool_specs(self.cfg, held, jnp.dtype(self.dtype), False, device.lanes(self.mesh))
+        specs = device.pool_specs(
+            self.cfg, held, jnp.dtype(self.dtype), False, device.lanes(self.mesh)
+        )
         where = device.pool_shardings(self.cfg, specs, self.mesh)
-        pool = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), specs, where)
+        pool = jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), specs, where
+        )
         reading = self._plan(plans.blocks_plan([[]] * parts, blocks, table, stacks))
-        drawing = self._plan(plans.rows_plan([], rows, parts, table, self.cfg.vocab_size, stacks)[0])
+        drawing = self._plan(
+            plans.rows_plan([], rows, parts, table, self.cfg.vocab_size, stacks)[0]
+        )
         fill = functools.partial(device.prefill, cfg=self.cfg)
         draw = functools.partial(device.decode, cfg=self.cfg)
         past, own_runs = -(-(shape.prompt_tokens - 1) // RUN), -(-shape.new_tokens // RUN)
-        here, teams = rows // parts, shape.prompts // parts * -(-shape.rollouts // TEAM) if shape.rollouts > 1 else 0
+        here, teams = (
+            rows // parts,
+            (shape.prompts // parts * -(-shape.rollouts // TEAM) if shape.rollouts > 1 else 0),
+        )
         loops = {
             "runs": own_runs if teams else past + own_runs,
             "teams": -(-teams // teams_at_once(here, here)),
             "teams/runs": past,
             "indexer": past + own_runs,
         }
-        unread = device_bytes(pool) * (held - parts * shared) // held  # of prefill, which reads one prompt of each part at least
+        # of prefill, which reads one prompt of each part at least
+        unread = device_bytes(pool) * (held - parts * shared) // held
         args, reads = (self.params, stacks, pool), {"runs": past, "indexer": past}
         return (
-            Program("prefill", fill, (*args, reading), (2,), (where, None), blocks * PAGE, trips=reads, unread=unread),
-            Program("decode", draw, (*args, drawing, self._whole((), jnp.int32)), (2,), (where, None), rows, steps=True, trips=loops),
+            Program(
+                "prefill",
+                fill,
+                (*args, reading),
+                (2,),
+                (where, None),
+                blocks * PAGE,
+                trips=reads,
+                unread=unread,
+            ),
+            Program(
+                "decode",
+                draw,
+                (*args, drawing, self._whole((), jnp.int32)),
+                (2,),
+                (where, None),
+                rows,
+                steps=True,
+                trips=loops,
+            ),
         )
 
     def _adapters(self, slots: int) -> lora_tree.AdapterStack:
@@ -162,10 +206,16 @@ class Plan:
         policy_major = P % sharding.ways("batch", self.mesh) == 0
 
         def rows(width: int, dtype: Any = jnp.int32) -> Any:
-            axes = ("batch", None, None) if policy_major else (None, "batch" if B % sharding.ways("batch", self.mesh) == 0 else None, None)
+            axes = (
+                ("batch", None, None)
+                if policy_major
+                else (None, "batch" if B % sharding.ways("batch", self.mesh) == 0 else None, None)
+            )
             return self._split((P, B, width), axes, dtype)
 
-        weights, advantages, old_logp, ref_logp = (rows(shape.targets, jnp.float32) for _ in range(4))
+        weights, advantages, old_logp, ref_logp = (
+            rows(shape.targets, jnp.float32) for _ in range(4)
+        )
         pairs: Any = self._whole((P, 0), jnp.float32)
         loss = Targets(weights, advantages, old_logp, ref_logp, rows(shape.targets), pairs)
         tokens, positions, own, parent = (rows(shape.tokens) for _ in range(4))
@@ -174,10 +224,17 @@ class Plan:
     def _check_rows(self, what: str, rows: int, ways: int | None = None) -> None:
         ways = sharding.ways("batch", self.mesh) if ways is None else ways
         if rows % ways:
-            raise UserError(f"{what} is {rows} rows, which the mesh splits {ways} ways: choose a multiple, or a smaller fsdp")
+            raise UserError(
+                f"{what} is {rows} rows, which the mesh splits {ways} ways: choose a multiple, or a"
+                " smaller fsdp"
+            )
 
-    def _split(self, shape: tuple[int, ...], axes: tuple[str | None, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self.mesh, sharding.partition(axes, self.mesh)))
+    def _split(
+        self, shape: tuple[int, ...], axes: tuple[str | None, ...], dtype: Any
+    ) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(
+            shape, dtype, sharding=NamedSharding(self.mesh, sharding.partition(axes, self.mesh))
+        )
 
     def _whole(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         return self._split(shape, (None,) * len(shape), dtype)
@@ -187,13 +244,21 @@ class Plan:
         return jax.tree.map(lambda x: self._whole(np.shape(x), x.dtype), plan)
 
     def _place(self, tree: Tree) -> Tree:
-        """Abstract adapters or training state: factors, and what has their path, split like the base; the rest whole."""
+        """Abstract adapters or training state: factors, and what has their path, split like the
+        base; the rest whole.
+        """
         whole = NamedSharding(self.mesh, PartitionSpec())
 
         def place(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
-            spec = self.factors.get("/".join(k.key for k in path if isinstance(getattr(k, "key", None), str)), whole).spec
+            spec = self.factors.get(
+                "/".join(k.key for k in path if isinstance(getattr(k, "key", None), str)), whole
+            ).spec
             return jax.ShapeDtypeStruct(
-                leaf.shape, leaf.dtype, sharding=NamedSharding(self.mesh, PartitionSpec(*spec[max(0, len(spec) - leaf.ndim) :]))
+                leaf.shape,
+                leaf.dtype,
+                sharding=NamedSharding(
+                    self.mesh, PartitionSpec(*spec[max(0, len(spec) - leaf.ndim) :])
+                ),
             )
 
         return jax.tree_util.tree_map_with_path(place, tree)
@@ -201,7 +266,9 @@ class Plan:
 
 def device_bytes(tree: Tree) -> int:
     """Bytes of abstract arrays on each device."""
-    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
+    )
 
 
 def _shardings(tree: Tree) -> Tree:

@@ -35,7 +35,11 @@ def rows(measured: Sequence[Measured], together: Colocated, margin: float) -> li
     def sent(kind: str) -> Callable[[Measured], str]:
         def shown(m: Measured) -> str:
             least = "≥ " if kind in m.least else ""
-            return f"{least}{int(m.counts[kind])}: {least}{_number(m.sent[kind] / 1e9)} GB" if kind in m.counts else "0"
+            return (
+                f"{least}{int(m.counts[kind])}: {least}{_number(m.sent[kind] / 1e9)} GB"
+                if kind in m.counts
+                else "0"
+            )
 
         return shown
 
@@ -46,7 +50,10 @@ def rows(measured: Sequence[Measured], together: Colocated, margin: float) -> li
         memory("free HBM, %", lambda m: _number(100 * m.free)),
         memory("arguments, GiB", lambda m: _number(m.arguments / GIB)),
         memory("temporaries, GiB", lambda m: _number(m.temporaries / GIB)),
-        line("outputs - aliased, GiB", lambda m: f"{_number(m.outputs / GIB)} - {_number(m.aliased / GIB)}"),
+        line(
+            "outputs - aliased, GiB",
+            lambda m: f"{_number(m.outputs / GIB)} - {_number(m.aliased / GIB)}",
+        ),
         line("TFLOP", lambda m: _number(m.flops / 1e12)),
         line("HBM traffic, at least, GB", lambda m: _number(m.hbm_bytes / 1e9)),
         *(line(kind, sent(kind)) for kind in used),
@@ -64,7 +71,8 @@ def _number(value: float) -> str:
 
 
 def picture(title: Sequence[str], measured: Sequence[Measured], path: Path) -> None:
-    """Bytes of each device stacked against its memory, and the three terms of each program's estimated time.
+    """Bytes of each device stacked against its memory, and the three terms of each program's
+    estimated time.
 
     Args:
         title: lines, each broken where it is wider than the picture.
@@ -90,7 +98,11 @@ def picture(title: Sequence[str], measured: Sequence[Measured], path: Path) -> N
     left.set_xticks(at, labels)
     left.set_ylabel("GiB a device")
     left.legend(fontsize=8)
-    terms = {"compute": [m.compute_s for m in measured], "memory": [m.memory_s for m in measured], "links": [m.links_s for m in measured]}
+    terms = {
+        "compute": [m.compute_s for m in measured],
+        "memory": [m.memory_s for m in measured],
+        "links": [m.links_s for m in measured],
+    }
     for k, (name, values) in enumerate(terms.items()):
         right.bar([x + 0.27 * (k - 1) for x in at], [1e3 * v for v in values], 0.27, label=name)
     right.set_xticks(at, labels)
@@ -99,7 +111,8 @@ def picture(title: Sequence[str], measured: Sequence[Measured], path: Path) -> N
         right.set_ylim(1e3 * longest / 1e5, 2e3 * longest)
     right.set_ylabel("ms a call at datasheet peaks (estimate)")
     right.legend(fontsize=8)
-    lines = [part for line in title for part in textwrap.wrap(line, 130)]  # as many letters as 10 inches hold
+    # as many letters as 10 inches hold
+    lines = [part for line in title for part in textwrap.wrap(line, 130)]
     figure.set_figheight(3.2 + 0.2 * len(lines))
     figure.suptitle("\n".join(lines), fontsize=10)
     figure.tight_layout()

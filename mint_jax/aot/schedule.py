@@ -1,24 +1,30 @@
-"""What one tile of rows costs in the TPU compiler's static schedule: packed LoRA beside the base's own product of the same rows.
+"""What one tile of rows costs in the TPU compiler's static schedule: packed LoRA beside the base's
+own product of the same rows.
 
-The compiler dumps its final bundles when a flag asks for it as libtpu loads, so each chip's kernels are compiled in a process of their own:
-``python -m mint_jax.aot.schedule CHIP FOLDER``. The flags are undocumented; without a dump there is an error and no report.
+The compiler dumps its final bundles when a flag asks for it as libtpu loads, so each chip's kernels
+are compiled in a process of their own: ``python -m mint_jax.aot.schedule CHIP FOLDER``. The flags
+are undocumented; without a dump there is an error and no report.
 
-A tile is one turn of a kernel's grid, in the middle of a call, whose adapters come in one chunk and are finite, as are the rows. Of its
-bundles ``tile`` counts
+A tile is one turn of a kernel's grid, in the middle of a call, whose adapters come in one chunk and
+are finite, as are the rows. Of its bundles ``tile`` counts
 
-- once: those of the turn itself, which moves blocks of rows, and of the products: they are there twice, for at most half a chunk of
-  adapters and for more, and one of both runs;
-- as often as the tile has adapters: the loop that starts the copies of their factors, the loop that waits for them, and, backward,
-  the loop that starts the copies of their gradients and the loop that waits for them;
-- not at all: what fetches and computes further chunks, the second computation where something was not finite, what clears the
-  buffers at a call's first tile, and what a tile without an adapter does instead.
+- once: those of the turn itself, which moves blocks of rows, and of the products: they are there
+  twice, for at most half a chunk of adapters and for more, and one of both runs;
+- as often as the tile has adapters: the loop that starts the copies of their factors, the loop that
+  waits for them, and, backward, the loop that starts the copies of their gradients and the loop
+  that waits for them;
+- not at all: what fetches and computes further chunks, the second computation where something was
+  not finite, what clears the buffers at a call's first tile, and what a tile without an adapter
+  does instead.
 
-Of packed matmul a turn is a visit, a tile and an expert, and ``visit`` counts once the turn, the products with adapters and one of the two
-forms of the first of them; as often as the tile has adapters the loop that waits for their factors and the one that starts the copies of
-the next visit's, which has as many; and nothing that runs only again or for further chunks.
+Of packed matmul a turn is a visit, a tile and an expert, and ``visit`` counts once the turn, the
+products with adapters and one of the two forms of the first of them; as often as the tile has
+adapters the loop that waits for their factors and the one that starts the copies of the next
+visit's, which has as many; and nothing that runs only again or for further chunks.
 
-Instructions with a condition of their own count whether it holds or not, and set-up before and behind the grid is a call's, not a tile's.
-The base's product is megablox's grouped matmul with one matrix as its tile, once for each projection; backward, with the matrix transposed.
+Instructions with a condition of their own count whether it holds or not, and set-up before and
+behind the grid is a call's, not a tile's. The base's product is megablox's grouped matmul with one
+matrix as its tile, once for each projection; backward, with the matrix transposed.
 
 Axes: M rows, D in, F out, R rank, W factors, E experts.
 """
@@ -42,9 +48,11 @@ from mint_jax.errors import UserError, choice
 from pallas_kernels import cost
 
 TILE, TILES = 128, 4  # several: of one alone the compiler makes no loop
-D, F, E, RANK, W = 2048, 768, 128, 16, 128 * 64  # Qwen3-30B-A3B's gate and up; stacks too large to be kept in a core
+# Qwen3-30B-A3B's gate and up; stacks too large to be kept in a core
+D, F, E, RANK, W = 2048, 768, 128, 16, 128 * 64
 ADAPTERS = (1, 2, 4, 5, 8)  # of a tile
-CHIPS = {"v5e:2x2": 128, "v5p:2x2x1": 128, "v6e:2x2": 256, "tpu7x:2x2x1": 256}  # -> width of its matrix unit
+# -> width of its matrix unit
+CHIPS = {"v5e:2x2": 128, "v5p:2x2x1": 128, "v6e:2x2": 256, "tpu7x:2x2x1": 256}
 GOALS = {128: 0.3, 256: 0.5}  # bundles over the base's, up to GOAL_ADAPTERS in a tile
 GOAL_ADAPTERS = 4
 KERNELS = {  # -> name in the dump
@@ -61,7 +69,9 @@ _START = r"= dma\.(?!done)\w+"
 
 
 def _compile(folder: Path, chip: str) -> None:
-    """Compiles all kernels for a chip, each one's dump into a folder of its own, which libtpu must have been told of."""
+    """Compiles all kernels for a chip, each one's dump into a folder of its own, which libtpu must
+    have been told of.
+    """
     import functools
 
     import jax
@@ -78,22 +88,39 @@ def _compile(folder: Path, chip: str) -> None:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=SingleDeviceSharding(device))
 
     M = TILE * TILES
-    x, wide, factor, sizes = spec(M, D), [spec(M, F)] * 2, spec(M, dtype=jnp.int32), spec(E, dtype=jnp.int32)
+    x, wide, factor, sizes = (
+        spec(M, D),
+        [spec(M, F)] * 2,
+        spec(M, dtype=jnp.int32),
+        spec(E, dtype=jnp.int32),
+    )
     a, b, w = [spec(W, RANK, D)] * 2, [spec(W, RANK, F)] * 2, spec(E, D, F)
     product = functools.partial(gmm, preferred_element_type=jnp.bfloat16)
     calls: dict[str, tuple[Any, Any, Any]] = {
         "base": (functools.partial(product, tiling=(TILE, D, F)), (x, w, sizes), ()),
-        "base_backward": (functools.partial(product, tiling=(TILE, F, D), transpose_rhs=True), (wide[0], w, sizes), ()),
+        "base_backward": (
+            functools.partial(product, tiling=(TILE, F, D), transpose_rhs=True),
+            (wide[0], w, sizes),
+            (),
+        ),
         "add": (pallas_tpu.add, (x, a, b, wide, factor), 3),
         "backward": (pallas_tpu.backward, (x, a, b, wide, x, factor), 4),
-        "one_pass": (functools.partial(packed_matmul.matmul, how=pallas_tpu.Config(rows=TILE)), (x, [w, w], sizes, a, b, factor), ()),
+        "one_pass": (
+            functools.partial(packed_matmul.matmul, how=pallas_tpu.Config(rows=TILE)),
+            (x, [w, w], sizes, a, b, factor),
+            (),
+        ),
     }
     for name, (call, args, donated) in calls.items():
         before = set(folder.iterdir()) if folder.is_dir() else set()
         with jax.default_device(device):
             jax.jit(call, donate_argnums=donated).lower(*args).compile()
         new = [path for path in folder.iterdir() if path not in before] if folder.is_dir() else []
-        dumps = [path for path in new if re.search(rf"-{KERNELS[name]}[.\d]*-\d+-final_bundles\.txt$", path.name)]
+        dumps = [
+            path
+            for path in new
+            if re.search(rf"-{KERNELS[name]}[.\d]*-\d+-final_bundles\.txt$", path.name)
+        ]
         if len(dumps) == 1:
             dumps[0].rename(folder / f"{name}.txt")
 
@@ -105,22 +132,39 @@ def schedules(chip: str, folder: Path) -> dict[str, Part]:
         UserError: the compiler failed, or left no dump.
     """
     if importlib.util.find_spec("libtpu") is None:
-        raise UserError("the TPU compiler is not installed: pip install -e .[tpu-aot] (make setup EXTRAS=tpu-aot)")
+        raise UserError(
+            "the TPU compiler is not installed: pip install -e .[tpu-aot] (make setup"
+            " EXTRAS=tpu-aot)"
+        )
     folder = folder.resolve()
-    dump = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final_bundles"
+    dump = (
+        f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
+        " --xla_jf_dump_llo_pass_label_regex=final_bundles"
+    )
     given = os.environ.get("LIBTPU_INIT_ARGS", "")
     environment = dict(os.environ, LIBTPU_INIT_ARGS=f"{given} {dump}".strip(), JAX_PLATFORMS="cpu")
     folder.mkdir(parents=True, exist_ok=True)
-    done = subprocess.run([sys.executable, "-m", __name__, chip, str(folder)], env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", __name__, chip, str(folder)],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
     if done.returncode:
-        raise UserError(f"compiling the kernels for {chip} failed: {done.stderr.strip().splitlines()[-1:]}")
+        raise UserError(
+            f"compiling the kernels for {chip} failed: {done.stderr.strip().splitlines()[-1:]}"
+        )
     if missing := [name for name in KERNELS if not (folder / f"{name}.txt").is_file()]:
-        raise UserError(f"the compiler left no schedule of {', '.join(missing)} for {chip}: this libtpu does not know the flags, or others")
+        raise UserError(
+            f"the compiler left no schedule of {', '.join(missing)} for {chip}: this libtpu does"
+            " not know the flags, or others"
+        )
     return {name: bundles.parse((folder / f"{name}.txt").read_text()) for name in KERNELS}
 
 
 def tile(kernel: Part, adapters: int) -> Counter[str]:
-    """Bundles and instructions of one tile with so many adapters (none matters to the base's product).
+    """Bundles and instructions of one tile with so many adapters (none matters to the base's
+    product).
 
     Raises:
         UserError: the schedule is not of the form that the module's docstring describes.
@@ -131,12 +175,18 @@ def tile(kernel: Part, adapters: int) -> Counter[str]:
         once.append(inner[0])
         inner = _with_products(inner[0])
     products = once[-1]
-    if not _own_products(products):  # then two branches have them first: for at most half a chunk of adapters, and for more
+    # then two branches have them first: for at most half a chunk of adapters, and for more
+    if not _own_products(products):
         chosen = inner[0 if adapters <= cost.COLUMNS // RANK // 2 else 1]
         once.append(chosen)
-    copies = [part for part in products.walk() if part.kind == "loop" and part.has(_COPY) and not any(part in one.walk() for one in inner)]
+    copies = [
+        part
+        for part in products.walk()
+        if part.kind == "loop" and part.has(_COPY) and not any(part in one.walk() for one in inner)
+    ]
     starts = [part for part in copies if part.has(_START)]
-    each = [part for part in copies if part not in starts[1:2]]  # the second of them starts those of a further chunk
+    # the second of them starts those of a further chunk
+    each = [part for part in copies if part not in starts[1:2]]
 
     def times(part: Part) -> int:
         if part in once:
@@ -163,8 +213,12 @@ def visit(kernel: Part, adapters: int) -> Counter[str]:
     first = _with_products(products)[0 if adapters <= cost.COLUMNS // RANK // 2 else 1]
     copies = [part for part in products.parts if part.has(_COPY) and not part.has(_PRODUCT)]
     if len(copies) != 5:
-        raise UserError(f"a visit copies factors in {len(copies)} places and not in five: the kernel or the compiler has changed")
-    _, _, wait, start, _ = copies  # the others are for what is computed again, and for further chunks
+        raise UserError(
+            f"a visit copies factors in {len(copies)} places and not in five: the kernel or the"
+            " compiler has changed"
+        )
+    # the others are for what is computed again, and for further chunks
+    _, _, wait, start, _ = copies
 
     def times(part: Part) -> int:
         if any(part in one.walk() for one in (wait, start)):
@@ -178,9 +232,16 @@ def visit(kernel: Part, adapters: int) -> Counter[str]:
 
 def _grid(kernel: Part) -> Part:
     turns = [part for part in kernel.walk() if part.kind == "loop" and part.has(_PRODUCT)]
-    outer = [part for part in turns if not any(part in other.walk() for other in turns if other is not part)]
+    outer = [
+        part
+        for part in turns
+        if not any(part in other.walk() for other in turns if other is not part)
+    ]
     if len(outer) != 1:
-        raise UserError(f"the products lie in {len(outer)} loops and not in one, the grid's: the kernel or the compiler has changed")
+        raise UserError(
+            f"the products lie in {len(outer)} loops and not in one, the grid's: the kernel or the"
+            " compiler has changed"
+        )
     return outer[0]
 
 
@@ -193,11 +254,18 @@ def _own_products(part: Part) -> bool:
 
 
 def report(chip: str, folder: Path) -> dict[str, Any]:
-    """Counts of one tile on a chip, by adapters in the tile, over those of the base; the lanes' floor; whether the goal is met; and base
-    and adapters in one pass over base and adapters in two."""
+    """Counts of one tile on a chip, by adapters in the tile, over those of the base; the lanes'
+    floor; whether the goal is met; and base and adapters in one pass over base and adapters in
+    two.
+    """
     made, unit = schedules(chip, folder), CHIPS[chip]
-    base, back = ({name: 2 * n for name, n in tile(made[of], 0).items()} for of in ("base", "base_backward"))
-    forward = {str(n): _over(tile(made["add"], n), base) | {"lanes_over_base": round(_lanes(n, unit), 4)} for n in ADAPTERS}
+    base, back = (
+        {name: 2 * n for name, n in tile(made[of], 0).items()} for of in ("base", "base_backward")
+    )
+    forward = {
+        str(n): _over(tile(made["add"], n), base) | {"lanes_over_base": round(_lanes(n, unit), 4)}
+        for n in ADAPTERS
+    }
     two = {n: base["bundles"] + forward[str(n)]["bundles"] for n in ADAPTERS}
     together = {n: visit(made["one_pass"], n) for n in ADAPTERS}
     most = max(forward[str(n)]["over_base"] for n in ADAPTERS if n <= GOAL_ADAPTERS)
@@ -205,10 +273,18 @@ def report(chip: str, folder: Path) -> dict[str, Any]:
         "matrix_unit": unit,
         "base": base,
         "add": forward,
-        "goal": {"adapters": GOAL_ADAPTERS, "over_base": GOALS[unit], "reached": most, "met": most <= GOALS[unit]},
+        "goal": {
+            "adapters": GOAL_ADAPTERS,
+            "over_base": GOALS[unit],
+            "reached": most,
+            "met": most <= GOALS[unit],
+        },
         "base_backward": back,
         "backward": {str(n): _over(tile(made["backward"], n), back) for n in ADAPTERS},
-        "one_pass": {str(n): dict(of) | {"over_two": round(of["bundles"] / two[n], 4)} for n, of in together.items()},
+        "one_pass": {
+            str(n): dict(of) | {"over_two": round(of["bundles"] / two[n], 4)}
+            for n, of in together.items()
+        },
     }
 
 
@@ -230,7 +306,14 @@ def reports(names: Sequence[str], folder: Path) -> dict[str, Any]:
     """
     if unknown := [name for name in names if name not in CHIPS]:
         raise choice("chip", unknown[0], CHIPS)
-    shape = {"tile": TILE, "d_in": D, "d_out": [F, F], "rank": RANK, "factors": W, "dtype": "bfloat16"}
+    shape = {
+        "tile": TILE,
+        "d_in": D,
+        "d_out": [F, F],
+        "rank": RANK,
+        "factors": W,
+        "dtype": "bfloat16",
+    }
     chips_ = {name: report(name, folder / name.split(":")[0]) for name in names}
     return {"shape": shape, "libtpu": importlib.metadata.version("libtpu"), "chips": chips_}
 

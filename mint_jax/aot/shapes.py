@@ -24,7 +24,8 @@ class TrainShape:
 
 @dataclasses.dataclass(frozen=True)
 class RolloutShape:
-    """A pool that holds all rollouts at full length, and the ``prefill`` and ``decode`` that fill it.
+    """A pool that holds all rollouts at full length, and the ``prefill`` and ``decode`` that fill
+    it.
 
     Attributes:
         adapters: N that are resident; which row names which is data.
@@ -32,7 +33,8 @@ class RolloutShape:
         rollouts: G of each prompt, which share its pages; Q G rows decode together.
         prompt_tokens: S of each prompt.
         new_tokens: C of each rollout, at most.
-        blocks: of 32 tokens of prompts that one prefill reads, at least: as many in each part of the mesh.
+        blocks: of 32 tokens of prompts that one prefill reads, at least: as many in each part of
+            the mesh.
     """
 
     adapters: int

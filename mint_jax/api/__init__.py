@@ -1,11 +1,13 @@
-"""The Python face: a resident base, policies over it and a catalog, by the very objects that jobs use.
+"""The Python face: a resident base, policies over it and a catalog, by the very objects that jobs
+use.
 
     import mint_jax as mint
 
     base = mint.load("smollm2-135m-instruct")
     policy = base.policy("adder", rank=8, learning_rate=1e-3)
     for _ in range(8):
-        policy.train_step([{"prompt": "2 + 2 =", "completion": " 4"}, {"prompt": "3 + 4 =", "completion": " 7"}])
+        policy.train_step([{"prompt": "2 + 2 =", "completion": " 4"}, {"prompt": "3 + 4 =",
+        "completion": " 7"}])
     print(base.sample("3 + 5 ="), policy.sample("3 + 5 ="))
     with mint.open("runs/mine", create=True) as catalog:
         policy.save(catalog, why="first lesson")
@@ -31,10 +33,23 @@ from mint_jax.errors import UserError, choice
 from mint_jax.jobs import settings
 from mint_jax.models import base as base_lib
 
-__all__ = ["Evaluation", "Model", "Policy", "Store", "Stored", "config", "load", "open", "read_config", "run"]
+__all__ = [
+    "Evaluation",
+    "Model",
+    "Policy",
+    "Store",
+    "Stored",
+    "config",
+    "load",
+    "open",
+    "read_config",
+    "run",
+]
 
 
-def load(name: str, dtype: str = "float32", quantise: str = "", mesh: Mesh | None = None, seed: int = 0) -> Model:
+def load(
+    name: str, dtype: str = "float32", quantise: str = "", mesh: Mesh | None = None, seed: int = 0
+) -> Model:
     """Loads a base model onto all devices of this process, or onto those of ``mesh``.
 
     Args:
@@ -50,31 +65,38 @@ def load(name: str, dtype: str = "float32", quantise: str = "", mesh: Mesh | Non
         raise UserError(f"base is {name!r}; expected a directory, a packaged base or a hub's name")
     seed = as_seed(seed)
     prepare()
-    return Model(base_lib.load(str(name), mesh or mesh_lib.make_mesh(), dtype, quantise=quantise), seed)
+    return Model(
+        base_lib.load(str(name), mesh or mesh_lib.make_mesh(), dtype, quantise=quantise), seed
+    )
 
 
 def config(job: str, **values: Any) -> ConfigDict:
-    """Returns a job's config: every setting at its default but for those given, as a file's ``get_config`` returns it.
+    """Returns a job's config: every setting at its default but for those given, as a file's
+    ``get_config`` returns it.
 
         mint.config("sft", base="smollm2-135m-instruct", steps=20,
                     policies={"adder": {"data": {"env": "digit_sum"}, "adapter": {"rank": 8}}})
 
     Raises:
-        UserError: an unknown job or setting, or one that is missing; ``docs/settings.md`` has them all.
+        UserError: an unknown job or setting, or one that is missing; ``docs/settings.md`` has them
+            all.
     """
     return settings.complete(ConfigDict({"job": job, **values}))
 
 
 def read_config(name: str | Path, **changes: Any) -> ConfigDict:
-    """Reads a shipped config or one of yours, ``FILE`` or ``FILE:ARGUMENT``, as ``--config`` takes it, with settings changed.
+    """Reads a shipped config or one of yours, ``FILE`` or ``FILE:ARGUMENT``, as ``--config`` takes
+    it, with settings changed.
 
         mint.read_config("configs/bench/handoff.py:ci", n=3)
 
     Raises:
-        UserError: no such file, an argument that it refuses, an unknown setting, or a value of another type.
+        UserError: no such file, an argument that it refuses, an unknown setting, or a value of
+            another type.
     """
     config, declared = launch.load(str(name))
-    if declared is None and (unknown := [setting for setting in changes if setting not in config]):  # a bench's are those of its file
+    # a bench's are those of its file
+    if declared is None and (unknown := [setting for setting in changes if setting not in config]):
         raise choice("setting", unknown[0], list(config))
     try:
         config.update(changes)
@@ -84,13 +106,16 @@ def read_config(name: str | Path, **changes: Any) -> ConfigDict:
 
 
 def run(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
-    """Runs a job as ``python -m mint_jax.launch`` does, in this process; returns its result, which ``WORKDIR/result.json`` keeps.
+    """Runs a job as ``python -m mint_jax.launch`` does, in this process; returns its result, which
+    ``WORKDIR/result.json`` keeps.
 
     Raises:
         UserError: no config, or one that the job refuses.
     """
     if not isinstance(config, ConfigDict):
-        raise UserError(f"config is {config!r:.80}; expected what mint.config or mint.read_config returns")
+        raise UserError(
+            f"config is {config!r:.80}; expected what mint.config or mint.read_config returns"
+        )
     settings.complete(config)
     prepare()
     return launch.run(config, Path(workdir))

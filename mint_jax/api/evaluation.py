@@ -34,14 +34,17 @@ class Evaluation:
     completions: list[list[Completion]]
 
     def __repr__(self) -> str:
-        return f"Evaluation({self.mean:.4g} ± {self.standard_error:.2g}, {len(self.rewards)} prompts)"
+        return (
+            f"Evaluation({self.mean:.4g} ± {self.standard_error:.2g}, {len(self.rewards)} prompts)"
+        )
 
 
 def task_of(task: Any, prompts: Any) -> tuple[Any, list[Example]]:
     """The environment that a task means, and its held-out examples.
 
     Args:
-        task: an environment, the name of one, or a reward: a function of (completion's text, prompt).
+        task: an environment, the name of one, or a reward: a function of (completion's text,
+            prompt).
         prompts: for a function; for an environment in place of its own.
 
     Raises:
@@ -55,10 +58,16 @@ def task_of(task: Any, prompts: Any) -> tuple[Any, list[Example]]:
         fn = task
         task = ListEnvironment((), (), lambda text, example: fn(text, example.messages))
     elif not callable(getattr(task, "reward", None)) or not hasattr(task, "held_out"):
-        raise UserError(f"task is {task!r:.80}; expected a function of (text, prompt), an environment, or the name of one")
+        raise UserError(
+            f"task is {task!r:.80}; expected a function of (text, prompt), an environment, or the"
+            " name of one"
+        )
     if prompts is None:
         return task, list(task.held_out)
-    return task, [one if isinstance(one, Example) else Example(one, "") for one in one_by_one(prompts, "prompts")]
+    return task, [
+        one if isinstance(one, Example) else Example(one, "")
+        for one in one_by_one(prompts, "prompts")
+    ]
 
 
 def evaluate(
@@ -74,13 +83,20 @@ def evaluate(
         UserError: see ``task_of`` and ``scoring.score``.
     """
     env, held_out = task_of(task, prompts)
-    if examples is not None and (isinstance(examples, bool) or not isinstance(examples, int) or examples < 1):
-        raise UserError(f"examples is {examples!r}; expected how many held-out prompts are sampled, at least 1")
+    if examples is not None and (
+        isinstance(examples, bool) or not isinstance(examples, int) or examples < 1
+    ):
+        raise UserError(
+            f"examples is {examples!r}; expected how many held-out prompts are sampled, at least 1"
+        )
     held_out = held_out[:examples]
     if not held_out:
         raise UserError("the task has no held-out prompts: give prompts=[...]")
     completions = sample([one.messages for one in held_out])
-    rewards = [[scoring.score(who, env, c.text or "", example) for c in some] for some, example in zip(completions, held_out)]
+    rewards = [
+        [scoring.score(who, env, c.text or "", example) for c in some]
+        for some, example in zip(completions, held_out)
+    ]
     means = np.array([np.mean(mine) for mine in rewards], np.float64)
     error = float(means.std(ddof=1) / math.sqrt(len(means))) if len(means) > 1 else math.nan
     return Evaluation(float(means.mean()), error, rewards, completions)

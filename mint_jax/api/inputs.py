@@ -1,4 +1,6 @@
-"""What the Python face is given, checked before anything is computed: prompts, rows, losses, sampling settings and their seeds."""
+"""What the Python face is given, checked before anything is computed: prompts, rows, losses,
+sampling settings and their seeds.
+"""
 
 import dataclasses
 import math
@@ -19,11 +21,13 @@ from mint_jax.train.batch import Group, TrainSequence
 from mint_jax.train.config import LossConfig, known_kinds
 from mint_jax.train.losses import Tokens
 
-Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]  # text as it is, messages through the chat template, or token ids
+# text as it is, messages through the chat template, or token ids
+Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]
 Row = Mapping[str, Any]
 Rows = Sequence[Row] | Sequence[Group]
 Loss = str | LossConfig | Callable[[Tokens], Any]
-_OURS = ("prompt", "adapter", "revision", "version", "tenant")  # fields of a request that are no settings
+# fields of a request that are no settings
+_OURS = ("prompt", "adapter", "revision", "version", "tenant")
 SETTINGS = [f.name for f in dataclasses.fields(Request) if f.name not in _OURS]
 
 
@@ -33,8 +37,12 @@ def one_by_one(values: Any, what: str) -> list[Any]:
     Raises:
         UserError: one of them instead of a list, or none.
     """
-    if isinstance(values, str | Mapping | Path) or not isinstance(values, Sequence | np.ndarray | types.GeneratorType):
-        raise UserError(f"{what} is {values!r:.80}; expected a list: write [...] around a single one")
+    if isinstance(values, str | Mapping | Path) or not isinstance(
+        values, Sequence | np.ndarray | types.GeneratorType
+    ):
+        raise UserError(
+            f"{what} is {values!r:.80}; expected a list: write [...] around a single one"
+        )
     if not (values := list(values)):
         raise UserError(f"{what} is empty: give at least one")
     return values
@@ -48,8 +56,15 @@ def encoded(base: Base, prompts: Any) -> list[tuple[int, ...]]:
     """
     out = []
     for i, prompt in enumerate(one_by_one(prompts, "prompts")):
-        if isinstance(prompt, Sequence | np.ndarray) and not isinstance(prompt, str) and len(prompt):
-            if all(isinstance(token, int | np.integer) and not isinstance(token, bool) for token in prompt):
+        if (
+            isinstance(prompt, Sequence | np.ndarray)
+            and not isinstance(prompt, str)
+            and len(prompt)
+        ):
+            if all(
+                isinstance(token, int | np.integer) and not isinstance(token, bool)
+                for token in prompt
+            ):
                 out.append(tuple(int(token) for token in prompt))
                 continue
             fine = all(isinstance(message, Mapping) for message in prompt)
@@ -57,7 +72,8 @@ def encoded(base: Base, prompts: Any) -> list[tuple[int, ...]]:
             fine = isinstance(prompt, str)
         if not fine:
             raise UserError(
-                f"prompts[{i}] is {prompt!r:.80}; expected text, a list of messages with role and content, or a list of token ids"
+                f"prompts[{i}] is {prompt!r:.80}; expected text, a list of messages with role and"
+                " content, or a list of token ids"
             )
         out.append(tuple(common.encode(base, prompt)))
     return out
@@ -67,13 +83,17 @@ def sampling(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings of a request, greedy by default.
 
     Raises:
-        UserError: an unknown one, a value of another type, or several greedy samples, which would be equal.
+        UserError: an unknown one, a value of another type, or several greedy samples, which would
+            be equal.
     """
     if strange := [name for name in settings if name not in SETTINGS]:
         raise fields.unknown("there is no sampling setting", strange[0], SETTINGS)
     checked = {"temperature": 0.0} | fields.check(Request, settings, "sampling")
     if checked["temperature"] == 0 and checked.get("n", 1) > 1:
-        raise UserError(f"n is {checked['n']} at temperature 0, which gives equal completions: set temperature (1.0, say) or leave n out")
+        raise UserError(
+            f"n is {checked['n']} at temperature 0, which gives equal completions: set temperature"
+            " (1.0, say) or leave n out"
+        )
     return checked
 
 
@@ -82,9 +102,14 @@ def seeds(seed: int | None, fresh: Sequence[int], count: int) -> list[int]:
 
     Args:
         seed: what the caller set; None takes the next of ``fresh``.
-        fresh: the numbers that the seeds of an unseeded call derive from: the model's seed, a policy's, the number of the call.
+        fresh: the numbers that the seeds of an unseeded call derive from: the model's seed, a
+            policy's, the number of the call.
     """
-    return np.random.SeedSequence(list(fresh) if seed is None else [seed]).generate_state(count).tolist()
+    return (
+        np.random.SeedSequence(list(fresh) if seed is None else [seed])
+        .generate_state(count)
+        .tolist()
+    )
 
 
 def as_seed(seed: Any) -> int:
@@ -110,33 +135,44 @@ def as_loss(loss: Any) -> LossConfig:
         return LossConfig(loss)
     if callable(loss) and not isinstance(loss, type):
         return LossConfig(losses.name_of(loss))  # type: ignore[arg-type]
-    raise UserError(f"loss is {loss!r:.80}; expected a name ({', '.join(known_kinds())}), a LossConfig, or a function of mint.Tokens")
+    raise UserError(
+        f"loss is {loss!r:.80}; expected a name ({', '.join(known_kinds())}), a LossConfig, or a"
+        " function of mint.Tokens"
+    )
 
 
 def to_groups(base: Base, name: str, loss: LossConfig, rows: Any) -> list[Group]:
-    """One policy's groups with weights: rows of texts or pairs, whose loss is a mean over tokens or pairs; groups as they are.
+    """One policy's groups with weights: rows of texts or pairs, whose loss is a mean over tokens or
+    pairs; groups as they are.
 
     Raises:
-        UserError: a row without what is needed, or a group whose numbers do not fit or are not finite.
+        UserError: a row without what is needed, or a group whose numbers do not fit or are not
+            finite.
     """
     rows, what = one_by_one(rows, f"rows of policy {name!r}"), f"policy {name!r}"
     if isinstance(rows[0], Group):
         for i, group in enumerate(rows):
             if not isinstance(group, Group):
-                raise UserError(f"{what}: rows[{i}] is {group!r:.80}; expected groups all through, as the first row is one")
+                raise UserError(
+                    f"{what}: rows[{i}] is {group!r:.80}; expected groups all through, as the first"
+                    " row is one"
+                )
             _check_group(group, f"{what}, group {i}", base.cfg.vocab_size)
         return rows
     kind = dpo.DPO if loss.kind == "dpo" else sft.SFT
     if "advantages" in loss.needs or "old_logp" in loss.needs:
         raise UserError(
-            f"{what}: loss {loss.kind!r} needs {' and '.join(sorted(loss.needs - {'ref_logp'}))}, which rows of texts do not have: "
-            "train on groups (mint.groups makes them of completions and rewards), or give the policy loss 'cross_entropy'"
+            f"{what}: loss {loss.kind!r} needs {' and '.join(sorted(loss.needs - {'ref_logp'}))},"
+            " which rows of texts do not have: train on groups (mint.groups makes them of"
+            " completions and rewards), or give the policy loss 'cross_entropy'"
         )
     groups = []
     for i, row in enumerate(rows):
         if not isinstance(row, Mapping):
             forms = " or ".join("{" + ", ".join(map(repr, columns)) + "}" for columns in kind.forms)
-            raise UserError(f"{what}: rows[{i}] is {row!r:.80}; expected a dict with {forms}, or a Group")
+            raise UserError(
+                f"{what}: rows[{i}] is {row!r:.80}; expected a dict with {forms}, or a Group"
+            )
         groups.append(kind.to_group(base, dict(row), f"{what}: rows[{i}]", True))
     return supervised.weighted(groups)
 
@@ -146,7 +182,10 @@ def _check_group(group: Group, where: str, vocab: int) -> None:
     _numbers([group.temperature], f"{where}: temperature", 1)
     _numbers([group.pair_weight], f"{where}: pair_weight", 1)
     if not isinstance(group.sequences, list | tuple) or not group.sequences:
-        raise UserError(f"{where}: sequences is {group.sequences!r:.80}; expected a list of TrainSequence, at least one")
+        raise UserError(
+            f"{where}: sequences is {group.sequences!r:.80}; expected a list of TrainSequence, at"
+            " least one"
+        )
     for k, one in enumerate(group.sequences):
         if not isinstance(one, TrainSequence):
             raise UserError(f"{where}: sequences[{k}] is {one!r:.80}; expected a TrainSequence")
@@ -157,13 +196,21 @@ def _check_group(group: Group, where: str, vocab: int) -> None:
             if (values := getattr(one, name)) is not None:
                 _numbers(values, f"{what}: {name}", len(one.tokens), where=weights != 0)
     if not any(w for one in group.sequences for w in one.weights):
-        raise UserError(f"{where} has no token with a weight, so that there is nothing to learn: leave it out")
+        raise UserError(
+            f"{where} has no token with a weight, so that there is nothing to learn: leave it out"
+        )
 
 
 def _check_ids(ids: Any, what: str, vocab: int) -> None:
-    fine = isinstance(ids, list | tuple | np.ndarray) and len(ids) and all(isinstance(i, int | np.integer) for i in ids)
+    fine = (
+        isinstance(ids, list | tuple | np.ndarray)
+        and len(ids)
+        and all(isinstance(i, int | np.integer) for i in ids)
+    )
     if not fine or not all(0 <= i < vocab for i in ids):
-        raise UserError(f"{what} is {ids!r:.80}; expected token ids, at least one, from 0 to {vocab - 1}")
+        raise UserError(
+            f"{what} is {ids!r:.80}; expected token ids, at least one, from 0 to {vocab - 1}"
+        )
 
 
 def _numbers(values: Any, what: str, count: int, where: Any = True) -> np.ndarray:
@@ -175,7 +222,10 @@ def _numbers(values: Any, what: str, count: int, where: Any = True) -> np.ndarra
         raise UserError(f"{what} is {values!r:.80}; expected {count} numbers, one for each token")
     if not np.isfinite(array[np.broadcast_to(where, array.shape)]).all():
         wrong = next(float(x) for x in array if not math.isfinite(x))
-        raise UserError(f"{what} has {wrong}; expected finite numbers: leave the sequence out, or mend what made it")
+        raise UserError(
+            f"{what} has {wrong}; expected finite numbers: leave the sequence out, or mend what"
+            " made it"
+        )
     return array
 
 
@@ -191,6 +241,10 @@ def by_policy(rows: Any, known: Mapping[str, Any]) -> dict[str, Any]:
     for key, mine in rows.items():
         name: Any = key if isinstance(key, str) else getattr(key, "name", None)
         if name not in known or (not isinstance(key, str) and known[name] is not key):
-            raise choice("policy", key, list(known)) if known else UserError(f"policy is {key!r}; no policy is in training: make one first")
+            raise (
+                choice("policy", key, list(known))
+                if known
+                else UserError(f"policy is {key!r}; no policy is in training: make one first")
+            )
         out[name] = mine
     return out

@@ -1,4 +1,5 @@
-"""The Python face as one page, from signatures and docstrings: ``python -m mint_jax.api.reference > docs/api.md``.
+"""The Python face as one page, from signatures and docstrings: ``python -m mint_jax.api.reference >
+docs/api.md``.
 
 A test holds the two equal.
 """
@@ -17,7 +18,7 @@ Everything that `import mint_jax as mint` gives. [From Python](jobs.md#from-pyth
 a policy. A value that cannot be meant raises `mint.UserError`, which names the value, what was expected and the remedy.
 
 Generated from the docstrings in `mint_jax/`.
-"""
+"""  # noqa: E501
 EXAMPLES = """## Examples
 
 Several policies in one pass through the base, each with its own rank and loss:
@@ -67,28 +68,57 @@ base.policies["sums"].save_state("sums.state")    # base.resume("sums.state") go
 base.policies["sums"].export("sums-peft")         # a PEFT directory
 base.policy("again", start="sums-peft")
 ```
-"""
-FUNCTIONS = ("load", "open", "groups", "register_loss", "register_environment", "config", "read_config", "run")
+"""  # noqa: E501
+FUNCTIONS = (
+    "load",
+    "open",
+    "groups",
+    "register_loss",
+    "register_environment",
+    "config",
+    "read_config",
+    "run",
+)
 OBJECTS = ("Model", "Policy", "Evaluation", "Store", "Stored", "Completion")
-SETTINGS = ("LossConfig", "OptimizerConfig", "AdapterConfig", "PolicyConfig", "Request", "Tokens", "Group", "TrainSequence")
+SETTINGS = (
+    "LossConfig",
+    "OptimizerConfig",
+    "AdapterConfig",
+    "PolicyConfig",
+    "Request",
+    "Tokens",
+    "Group",
+    "TrainSequence",
+)
 BELOW = ("Catalog", "Trainer", "Engine", "Scorer", "Example", "ListEnvironment", "UserError")
-INTERNAL = {"join", "need_open", "need_trainer", "own_seed", "requests", "generate", "write_peft"}  # of one module of the face for another
+# of one module of the face for another
+INTERNAL = {"join", "need_open", "need_trainer", "own_seed", "requests", "generate", "write_peft"}
 
 
 def page() -> str:
     """The page's text."""
     parts = [HEAD, EXAMPLES]
-    for title, names in (("Functions", FUNCTIONS), ("Objects", OBJECTS), ("Settings and data", SETTINGS), ("Below", BELOW)):
+    for title, names in (
+        ("Functions", FUNCTIONS),
+        ("Objects", OBJECTS),
+        ("Settings and data", SETTINGS),
+        ("Below", BELOW),
+    ):
         parts.append(f"## {title}\n")
         for name in names:
-            parts += _entry(name, getattr(mint_jax, name), methods=title == "Objects", below=title == "Below")
+            parts += _entry(
+                name, getattr(mint_jax, name), methods=title == "Objects", below=title == "Below"
+            )
     return "\n".join(parts)
 
 
 def _entry(name: str, thing: Any, methods: bool, below: bool) -> Iterator[str]:
     yield f"### mint.{name}\n"
     if below:
-        yield f"`{thing.__module__}.{thing.__qualname__}`. {inspect.cleandoc(thing.__doc__ or '').partition(chr(10) * 2)[0]}\n"
+        yield (
+            f"`{thing.__module__}.{thing.__qualname__}`."
+            f" {inspect.cleandoc(thing.__doc__ or '').partition(chr(10) * 2)[0]}\n"
+        )
         return
     if not inspect.isclass(thing) or (dataclasses.is_dataclass(thing) and name in SETTINGS):
         yield f"```python\n{_signature(name, thing)}\n```\n"
@@ -110,7 +140,11 @@ def _signature(name: str, thing: Any) -> str:
     shown = [p for p in signature.parameters.values() if p.name != "self"]
     texts, star = [], False
     for p in shown:
-        if p.kind is p.KEYWORD_ONLY and not star and not any(q.kind is q.VAR_POSITIONAL for q in shown):
+        if (
+            p.kind is p.KEYWORD_ONLY
+            and not star
+            and not any(q.kind is q.VAR_POSITIONAL for q in shown)
+        ):
             texts.append("*")
             star = True
         texts.append(_short(str(p)))
@@ -118,11 +152,17 @@ def _signature(name: str, thing: Any) -> str:
     if signature.return_annotation not in (signature.empty, None):
         returns = f" -> {_short(inspect.formatannotation(signature.return_annotation))}"
     line = f"{name}({', '.join(texts)}){returns}"
-    return line if len(line) <= 100 else f"{name}(\n" + "".join(f"    {text},\n" for text in texts) + f"){returns}"
+    return (
+        line
+        if len(line) <= 100
+        else f"{name}(\n" + "".join(f"    {text},\n" for text in texts) + f"){returns}"
+    )
 
 
 def _short(text: str) -> str:
-    return re.sub(r"<factory>", "...", re.sub(r"\b(?:[a-z_]\w*\.)+([A-Za-z_]\w*)", r"\1", text)).replace("'", '"')
+    return re.sub(
+        r"<factory>", "...", re.sub(r"\b(?:[a-z_]\w*\.)+([A-Za-z_]\w*)", r"\1", text)
+    ).replace("'", '"')
 
 
 def _markdown(doc: str | None) -> str:

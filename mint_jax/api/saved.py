@@ -34,12 +34,16 @@ def save(file: str | Path, trainer: Trainer, name: str, fingerprint: str, draws:
     if reference is not None:
         config, adapter = reference
         notes["reference"] = dataclasses.asdict(config)
-        held = dataclasses.replace(held, parts={**held.parts, "reference": dict(params_lib.leaves_with_path(adapter))})
+        held = dataclasses.replace(
+            held, parts={**held.parts, "reference": dict(params_lib.leaves_with_path(adapter))}
+        )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         files.write_file(path, held.to_bytes(notes))
     except OSError as error:
-        raise UserError(f"file {path} cannot be written ({error.strerror or error}): choose another place") from None
+        raise UserError(
+            f"file {path} cannot be written ({error.strerror or error}): choose another place"
+        ) from None
     return path
 
 
@@ -50,7 +54,8 @@ class Saved:
     Attributes:
         config: of the policy.
         state: adapter, moments, gradients and counters.
-        reference: shape and factors of what KL terms and DPO compare with; None for the base or the start.
+        reference: shape and factors of what KL terms and DPO compare with; None for the base or the
+            start.
         draws: see ``Policy.draws``.
         shapes: padded sizes of the updates so far.
     """
@@ -83,23 +88,37 @@ def read(file: str | Path, fingerprint: str, base: str, loss: LossConfig | None)
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise UserError(f"file {path} cannot be read ({error.strerror or error}): give one that save_state wrote") from None
+        raise UserError(
+            f"file {path} cannot be read ({error.strerror or error}): give one that save_state"
+            " wrote"
+        ) from None
     held = Held.from_bytes(data, str(path))
     notes = notes_of(data)
     if not {"policy", "base", "draws", "shapes"} <= set(notes):
-        raise UserError(f"{path} is a training state of the service: give a file that save_state wrote")
+        raise UserError(
+            f"{path} is a training state of the service: give a file that save_state wrote"
+        )
     if notes["base"] != fingerprint:
-        raise UserError(f"{path} is of base {notes['base'][:12]}, this is {fingerprint[:12]} ({base}): load the base it trained on")
+        raise UserError(
+            f"{path} is of base {notes['base'][:12]}, this is {fingerprint[:12]} ({base}): load the"
+            " base it trained on"
+        )
     fields = notes["policy"]
     own = loss if loss is not None else LossConfig(**fields["loss"])
-    config = PolicyConfig(fields["name"], held.config, OptimizerConfig(**fields["optimizer"]), own, fields["seed"])
+    config = PolicyConfig(
+        fields["name"], held.config, OptimizerConfig(**fields["optimizer"]), own, fields["seed"]
+    )
     compared, reference = held.parts.get("reference"), None
     if compared is not None:
         adapter = notes["reference"]
         shape = AdapterConfig(**adapter | {"targets": tuple(adapter["targets"])})
         reference = shape, params_lib.nest(dict(compared))
-    state = dataclasses.replace(held, parts={name: part for name, part in held.parts.items() if name != "reference"})
-    return Saved(config, state, reference, notes["draws"], [tuple(shape) for shape in notes["shapes"]])
+    state = dataclasses.replace(
+        held, parts={name: part for name, part in held.parts.items() if name != "reference"}
+    )
+    return Saved(
+        config, state, reference, notes["draws"], [tuple(shape) for shape in notes["shapes"]]
+    )
 
 
 def _path(file: Any) -> Path:

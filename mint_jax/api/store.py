@@ -29,8 +29,8 @@ class Stored:
 class Store:
     """An open catalog, a context manager.
 
-    ``store["adder@latest"]`` looks a revision up by ``policy@alias``, ``policy@number`` or digest. ``store.catalog`` has everything
-    else: promote, roll back, list, tag, retire.
+    ``store["adder@latest"]`` looks a revision up by ``policy@alias``, ``policy@number`` or digest.
+    ``store.catalog`` has everything else: promote, roll back, list, tag, retire.
     """
 
     def __init__(self, place: JobCatalog):
@@ -63,7 +63,9 @@ class Store:
             UserError: an unknown name.
         """
         if not isinstance(name, str):
-            raise UserError(f"revision is {name!r}; expected a name, 'policy@latest', 'policy@3' or a digest")
+            raise UserError(
+                f"revision is {name!r}; expected a name, 'policy@latest', 'policy@3' or a digest"
+            )
         found = self.catalog.resolve(name)
         return Stored(self.place, f"{found.policy}@{found.number}", found.digest)
 
@@ -94,8 +96,15 @@ def open(place: str | Path, payloads: str = "", create: bool = False) -> Store:
     if not isinstance(place, str | Path) or not str(place):
         raise UserError(f"place is {place!r}; expected a catalog's folder or its database's URL")
     text = str(Path(place).expanduser()) if "://" not in str(place) else str(place)
-    file = Path(text.removeprefix("sqlite:///")) if text.startswith("sqlite:///") else Path(text) / "catalog.db"
+    file = (
+        Path(text.removeprefix("sqlite:///"))
+        if text.startswith("sqlite:///")
+        else Path(text) / "catalog.db"
+    )
     is_local = "://" not in text or text.startswith("sqlite:///")
     if not create and is_local and not file.is_file():
-        raise UserError(f"there is no catalog in {text}: check the path, or make a new one with mint.open({text!r}, create=True)")
+        raise UserError(
+            f"there is no catalog in {text}: check the path, or make a new one with"
+            f" mint.open({text!r}, create=True)"
+        )
     return Store(JobCatalog(text, payloads, create=True))

@@ -1,14 +1,17 @@
-"""Many adapters in one batch: what distinct adapters add to a step of decoding, from one of them to a thousand.
+"""Many adapters in one batch: what distinct adapters add to a step of decoding, from one of them to
+a thousand.
 
-Every row of a batch names an adapter, 1 to 1,024 distinct ones in turn, and all rows decode. A step of it is timed in turn with one
-of the bare base, which has no adapters resident at all, at the same number of rows: ``overhead`` is what it takes longer, as a
-share of the base's time. ``overhead_1``: all rows name one adapter of the larger rank; ``overhead_64`` and ``overhead_1024``: as many
-rows as adapters of the smaller. Beside each stands ``bytes_share``: the bytes of the distinct adapters over the base's, what
-they must cost where memory is the limit and all of it is read once.
+Every row of a batch names an adapter, 1 to 1,024 distinct ones in turn, and all rows decode. A step
+of it is timed in turn with one of the bare base, which has no adapters resident at all, at the same
+number of rows: ``overhead`` is what it takes longer, as a share of the base's time. ``overhead_1``:
+all rows name one adapter of the larger rank; ``overhead_64`` and ``overhead_1024``: as many rows as
+adapters of the smaller. Beside each stands ``bytes_share``: the bytes of the distinct adapters over
+the base's, what they must cost where memory is the limit and all of it is read once.
 
-``errors``: rows whose tokens or log-probabilities differ, in any bit, from those of the same adapter and token decoded alone in
-the same program. ``unchanged``: rows that their adapter does not change, for which this says nothing. A few rows of each batch are
-checked so, for each takes a batch's time (``checked``).
+``errors``: rows whose tokens or log-probabilities differ, in any bit, from those of the same
+adapter and token decoded alone in the same program. ``unchanged``: rows that their adapter does not
+change, for which this says nothing. A few rows of each batch are checked so, for each takes a
+batch's time (``checked``).
 """
 
 from collections.abc import Callable, Sequence
@@ -47,7 +50,10 @@ def run(config: Any, workdir: Path, open_base: Callable[[Any], Base], **_: Any) 
     waves = [wave for wave in config.waves.values() if wave.counts]
     most = {wave.rank: max(wave.counts) for wave in waves}
     if shapes[-1] < max(most.values()):
-        raise UserError(f"{max(most.values())} adapters need as many rows: the largest of config.shapes is {shapes[-1]}")
+        raise UserError(
+            f"{max(most.values())} adapters need as many rows: the largest of config.shapes is"
+            f" {shapes[-1]}"
+        )
     batches: dict[int, list[_Batch]] = {rows: [] for rows in shapes}
     for wave in waves:
         for count in wave.counts:
@@ -57,7 +63,9 @@ def run(config: Any, workdir: Path, open_base: Callable[[Any], Base], **_: Any) 
         adapter = AdapterConfig(rank, 2.0 * rank)
         stacks[rank] = {adapter.bucket: random_stack(base, adapter, slots, config.seed)}
     each = {rank: adapter_bytes(base, AdapterConfig(rank)) for rank in most}
-    found = {rows: _measure(config, base, rows, mine, stacks) for rows, mine in batches.items() if mine}
+    found = {
+        rows: _measure(config, base, rows, mine, stacks) for rows, mine in batches.items() if mine
+    }
 
     points = []
     for rows, (times, checked) in found.items():
@@ -80,7 +88,10 @@ def run(config: Any, workdir: Path, open_base: Callable[[Any], Base], **_: Any) 
     for rank, count in ((ranks[-1], 1), (ranks[0], 64), (ranks[0], 1024)):
         for point in points:
             if (point["rank"], point["distinct"]) == (rank, count):
-                headlines |= {f"overhead_{count}": point["overhead"], f"bytes_share_{count}": point["bytes_share"]}
+                headlines |= {
+                    f"overhead_{count}": point["overhead"],
+                    f"bytes_share_{count}": point["bytes_share"],
+                }
     report: dict[str, Any] = {
         "bench": "active_wave",
         "base": base.name,
@@ -110,7 +121,9 @@ def _steps(config: Any, rows: int) -> int:
 def _measure(
     config: Any, base: Base, rows: int, batches: Sequence[_Batch], stacks: dict[int, Stacks]
 ) -> tuple[dict[str, list[float]], dict[_Batch, dict[str, int]]]:
-    """Seconds of all batches of one number of rows, in turn with the bare base, and what is wrong with them."""
+    """Seconds of all batches of one number of rows, in turn with the bare base, and what is wrong
+    with them.
+    """
     count = _steps(config, rows)
     steps = Steps(base, rows, config.context + count, config.seed)
     bare = [None] * rows
@@ -123,7 +136,9 @@ def _measure(
         plan = jax.device_put(steps.plan(slots, mine, config.context))
         return lambda: steps.take(mine, plan, count)
 
-    sides = {"bare": side(bare, {})} | {batch.name: side(batch.slots(rows), stacks[batch.rank]) for batch in batches}
+    sides = {"bare": side(bare, {})} | {
+        batch.name: side(batch.slots(rows), stacks[batch.rank]) for batch in batches
+    }
     return timing.in_turn(f"{rows} rows", sides, config.n), checked
 
 
@@ -132,8 +147,12 @@ def _told(drawn: Drawn) -> np.ndarray:
     return np.stack([np.asarray(drawn.tokens), np.asarray(drawn.logprobs).view(np.int32)], axis=1)
 
 
-def _check(config: Any, steps: Steps, batch: _Batch, stacks: Stacks, count: int, plain: np.ndarray) -> dict[str, int]:
-    """Rows that differ from the same adapter alone, and rows that are as the bare base's, of those that are checked."""
+def _check(
+    config: Any, steps: Steps, batch: _Batch, stacks: Stacks, count: int, plain: np.ndarray
+) -> dict[str, int]:
+    """Rows that differ from the same adapter alone, and rows that are as the bare base's, of those
+    that are checked.
+    """
     slots = batch.slots(steps.rows)
     together = _told(steps.take(stacks, steps.plan(slots, stacks), count))
     chosen = np.unique(np.linspace(0, min(batch.count, steps.rows) - 1, config.checked).astype(int))
@@ -158,7 +177,13 @@ def _draw(report: dict[str, Any], path: Path) -> None:
         overheads = [100 * timing.value(point["overhead"]) for point in mine]
         [line] = ax.plot(counts, overheads, "o-", label=f"rank {rank}")
         shares = [100 * point["bytes_share"] for point in mine]
-        ax.plot(counts, shares, ":", color=line.get_color(), label=f"bytes of rank {rank} over the base's")
+        ax.plot(
+            counts,
+            shares,
+            ":",
+            color=line.get_color(),
+            label=f"bytes of rank {rank} over the base's",
+        )
     ax.set_xscale("log", base=2)
     ax.set_ylim(bottom=0)
     ax.set_xlabel("distinct adapters in the batch")

@@ -15,5 +15,7 @@ def alone(function: Callable[..., T], *arguments: object) -> T:
         BrokenProcessPool: the process died; a ``multiprocessing.Pool`` would wait for it for ever.
         Whatever the function raises.
     """
-    with concurrent.futures.ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+    with concurrent.futures.ProcessPoolExecutor(
+        1, mp_context=multiprocessing.get_context("spawn")
+    ) as pool:
         return pool.submit(function, *arguments).result()

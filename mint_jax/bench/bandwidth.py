@@ -1,4 +1,6 @@
-"""What reading memory reaches here: an array far larger than any cache of the processor, read whole."""
+"""What reading memory reaches here: an array far larger than any cache of the processor, read
+whole.
+"""
 
 import time
 from collections.abc import Callable
@@ -12,10 +14,11 @@ TRIES = 5
 
 
 class Bandwidth:
-    """As one side of ``timing.in_turn`` it shows how many bytes a second the machine can read or copy meanwhile.
+    """As one side of ``timing.in_turn`` it shows how many bytes a second the machine can read or
+    copy meanwhile.
 
-    Three ways are tried, the fastest one is used: a sum, a product with two columns, whose weights are read as a decoding step
-    reads its own, and a copy, whose bytes count twice.
+    Three ways are tried, the fastest one is used: a sum, a product with two columns, whose weights
+    are read as a decoding step reads its own, and a copy, whose bytes count twice.
 
     Attributes:
         way: which was the fastest.

@@ -1,8 +1,10 @@
-"""Catalogs to measure: many policies of a tiny base with real packed adapters, all different, a few KB each.
+"""Catalogs to measure: many policies of a tiny base with real packed adapters, all different, a few
+KB each.
 
-Entry ``k`` of a catalog of ``entries`` is revision ``k // policies + 1`` of policy ``k % policies``: every policy is exported once,
-then every policy again, as training does. The bytes of a batch follow from the seed and the batch's number, so that whoever
-reads them back knows what they must be.
+Entry ``k`` of a catalog of ``entries`` is revision ``k // policies + 1`` of policy ``k %
+policies``: every policy is exported once, then every policy again, as training does. The bytes of a
+batch follow from the seed and the batch's number, so that whoever reads them back knows what they
+must be.
 """
 
 import os
@@ -38,7 +40,9 @@ ROOM = 8192  # bytes of disk an entry may need, with its rows and the database's
 
 def base_specs() -> Any:
     """The tiny base, as shapes."""
-    return transformer.abstract(ModelConfig("qwen3", 64, 64, 2, num_heads=4, num_kv_heads=2, head_dim=16, d_ff=128))
+    return transformer.abstract(
+        ModelConfig("qwen3", 64, 64, 2, num_heads=4, num_kv_heads=2, head_dim=16, d_ff=128)
+    )
 
 
 class Plan(NamedTuple):
@@ -75,12 +79,17 @@ class Plan(NamedTuple):
 
 
 class Payloads:
-    """Packed adapters: one packed in earnest, then others with the same header and other numbers."""
+    """Packed adapters: one packed in earnest, then others with the same header and other
+    numbers.
+    """
 
     def __init__(self, seed: int):
         self._seed = seed
         wanted = lora_tree.adapter_specs(base_specs(), ADAPTER)
-        model = pack(jax.tree.map(lambda s: np.zeros(s.shape, np.float32), wanted), Schema(BASE, ADAPTER, DTYPE))
+        model = pack(
+            jax.tree.map(lambda s: np.zeros(s.shape, np.float32), wanted),
+            Schema(BASE, ADAPTER, DTYPE),
+        )
         size = params_lib.count(wanted)
         self._head = model[: -2 * size]
         self._size = size
@@ -89,14 +98,20 @@ class Payloads:
 
     def batch(self, number: int, count: int) -> list[bytes]:
         """``count`` objects; the same for the same number and count."""
-        values = np.random.default_rng((self._seed, number)).standard_normal((count, self._size), np.float32)
+        values = np.random.default_rng((self._seed, number)).standard_normal(
+            (count, self._size), np.float32
+        )
         rows = values.astype(ml_dtypes.bfloat16).view(np.uint8)
         return [self._head + row.tobytes() for row in rows]
 
 
 def open_catalog(folder: Path, database: str | None = None, actor: str = "trainer") -> Catalog:
     """The catalog of a folder, its records in a database elsewhere if one is named."""
-    return Catalog.open(folder, actor=actor) if database is None else Catalog.open(database, folder / "payloads", actor=actor)
+    return (
+        Catalog.open(folder, actor=actor)
+        if database is None
+        else Catalog.open(database, folder / "payloads", actor=actor)
+    )
 
 
 def fill(folder: Path, plan: Plan, database: str | None = None) -> dict[str, Any]:
@@ -115,15 +130,25 @@ def fill(folder: Path, plan: Plan, database: str | None = None) -> dict[str, Any
     with open_catalog(folder, database) as catalog:
         for number, batch in enumerate(plan.batches()):
             objects = payloads.batch(number, len(batch))
-            exports = [Export(plan.policy(k), data, 100 * (k // plan.policies + 1)) for k, data in zip(batch, objects, strict=True)]
+            exports = [
+                Export(plan.policy(k), data, 100 * (k // plan.policies + 1))
+                for k, data in zip(batch, objects, strict=True)
+            ]
             began, used = time.perf_counter(), time.process_time()
             catalog.export_many(exports, create=True)
             seconds.append(time.perf_counter() - began)
             work.append(time.process_time() - used)
             progress.update(batch.stop, f"{batch.stop / sum(seconds):.0f} entries/s")
         counts = catalog.stats()
-    if (counts["revisions"], counts["payloads"], counts["policies"]) != (plan.entries, plan.entries, plan.policies):
-        raise AssertionError(f"the catalog should have {plan.entries} different revisions of {plan.policies} policies, it has {counts}")
+    if (counts["revisions"], counts["payloads"], counts["policies"]) != (
+        plan.entries,
+        plan.entries,
+        plan.policies,
+    ):
+        raise AssertionError(
+            f"the catalog should have {plan.entries} different revisions of {plan.policies}"
+            f" policies, it has {counts}"
+        )
     last = max(1, len(seconds) // 10)  # batches
     done = sum(map(len, list(plan.batches())[-last:]))
     return {
@@ -150,5 +175,7 @@ def on_disk(folder: Path) -> dict[str, int]:
     return {
         "bytes": sum(sizes.values()),
         "files": len(files),
-        "database_bytes": sum(size for path, size in sizes.items() if path.name.startswith("catalog.db")),
+        "database_bytes": sum(
+            size for path, size in sizes.items() if path.name.startswith("catalog.db")
+        ),
     }

@@ -1,16 +1,21 @@
-"""A catalog of 10^3 to 10^6 revisions: what making it costs, and what names, cold loads and memory cost in it.
+"""A catalog of 10^3 to 10^6 revisions: what making it costs, and what names, cold loads and memory
+cost in it.
 
-Each size is made for real (see ``catalog_fill``) in a process of its own and measured in another, so that resident memory is
-that of a process which only reads. Measured there, each request timed alone:
+Each size is made for real (see ``catalog_fill``) in a process of its own and measured in another,
+so that resident memory is that of a process which only reads. Measured there, each request timed
+alone:
 
-- ``resolve``: ``policy@latest`` for names of each kind of ``traffic``, and ``policy@number`` for uniform revisions. Beside them runs
-  a ``control``: 0.1 ms of arithmetic. What its 99th percentile has beyond that, the machine took. ``undisturbed`` are the
-  requests (and their share) during which the kernel gave the core to no other thread; ``cpu`` is the thread's own time.
-- ``load``: name -> resolve -> read -> verify -> unpack -> admit -> device slot, through ``Residency`` with a small host cache
-  and few slots, for names of each kind; by where the bytes were found: storage (cold), host or device. ``load`` are the Zipf names,
-  ``loads`` all kinds. ``disk``: cold loads after the packs and the database were dropped from the page cache.
+- ``resolve``: ``policy@latest`` for names of each kind of ``traffic``, and ``policy@number`` for
+  uniform revisions. Beside them runs a ``control``: 0.1 ms of arithmetic. What its 99th percentile
+  has beyond that, the machine took. ``undisturbed`` are the requests (and their share) during which
+  the kernel gave the core to no other thread; ``cpu`` is the thread's own time.
+- ``load``: name -> resolve -> read -> verify -> unpack -> admit -> device slot, through
+  ``Residency`` with a small host cache and few slots, for names of each kind; by where the bytes
+  were found: storage (cold), host or device. ``load`` are the Zipf names, ``loads`` all kinds.
+  ``disk``: cold loads after the packs and the database were dropped from the page cache.
 - ``promote``: one alias after another moves by a revision.
-- ``errors``: requests that raised, or gave another revision than the name stands for. Whole batches are read back besides.
+- ``errors``: requests that raised, or gave another revision than the name stands for. Whole batches
+  are read back besides.
 
 ``mlflow``: its model registry beside ours, see ``registry_peer``; null where it is not installed.
 """
@@ -35,7 +40,18 @@ from rich.table import Table
 from mint_jax import host
 from mint_jax.bench import registry_peer, timing, traffic
 from mint_jax.bench.alone import alone
-from mint_jax.bench.catalog_fill import ADAPTER, BASE, DTYPE, TARGETS, Payloads, Plan, base_specs, fill, on_disk, open_catalog
+from mint_jax.bench.catalog_fill import (
+    ADAPTER,
+    BASE,
+    DTYPE,
+    TARGETS,
+    Payloads,
+    Plan,
+    base_specs,
+    fill,
+    on_disk,
+    open_catalog,
+)
 from mint_jax.bench.postgres_server import PostgresServer
 from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.packed import digest_of, unpack
@@ -47,7 +63,10 @@ from mint_jax.residency.residency import Residency
 from mint_jax.residency.slots import DeviceSlots
 
 PUBLISHED = {
-    "source": "MinT, arXiv 2605.13779: Qwen3-30B-A3B rank 1, 4 GPUs, 64 requests through the whole service; not the same measurement",
+    "source": (
+        "MinT, arXiv 2605.13779: Qwen3-30B-A3B rank 1, 4 GPUs, 64 requests through the whole"
+        " service; not the same measurement"
+    ),
     "names": [1_000, 10_000, 100_000],
     "warm_p95_s": [20.9, 12.2, 12.1],
     "cold_p95_s": [193, 191, 190],
@@ -75,7 +94,11 @@ COLUMNS = {
 
 def _percentiles(seconds: np.ndarray | list[float], what: str = "") -> dict[str, timing.Figure]:
     """Milliseconds."""
-    return {f"p{q}{what}_ms": timing.percentile(seconds, q, 1e3) for q in (50, 99)} if len(seconds) else {}
+    return (
+        {f"p{q}{what}_ms": timing.percentile(seconds, q, 1e3) for q in (50, 99)}
+        if len(seconds)
+        else {}
+    )
 
 
 def _spin() -> None:
@@ -85,13 +108,21 @@ def _spin() -> None:
         pass
 
 
-def resolves(catalog: Catalog, what: str, names: Iterable[tuple[str, int]], count: int) -> dict[str, Any]:
+def resolves(
+    catalog: Catalog, what: str, names: Iterable[tuple[str, int]], count: int
+) -> dict[str, Any]:
     """Resolves names one after the other.
 
     Args:
         names: each with the revision number that it stands for.
     """
-    wall, work, whole, control, errors = np.empty(count), np.empty(count), np.empty(count, bool), [], 0
+    wall, work, whole, control, errors = (
+        np.empty(count),
+        np.empty(count),
+        np.empty(count, bool),
+        [],
+        0,
+    )
     progress = Progress(what, count)
     for k, (name, number) in enumerate(names):
         others = _preemptions()
@@ -118,13 +149,16 @@ def resolves(catalog: Catalog, what: str, names: Iterable[tuple[str, int]], coun
 
 
 def _largest(resolved: Mapping[str, Mapping[str, Any]], key: str) -> Any:
-    """Of the kinds of names; None where none has it: on a busy machine the kernel may take the core in each of few resolutions."""
+    """Of the kinds of names; None where none has it: on a busy machine the kernel may take the core
+    in each of few resolutions.
+    """
     return max((of[key] for of in resolved.values() if key in of), key=timing.value, default=None)
 
 
 def _preemptions() -> int:
     """How often the kernel took the core from this thread."""
-    return resource.getrusage(getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)).ru_nivcsw  # the first is Linux
+    # the first is Linux
+    return resource.getrusage(getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)).ru_nivcsw
 
 
 class _Loads:
@@ -137,7 +171,15 @@ class _Loads:
         self._places: dict[str, Place] = {}  # of the request under way
         self._seen: set[str] = set()
         host_bytes = config.host_entries * object_bytes
-        self.residency = Residency(self._fetch, unpack, admission, slots, host_bytes, workers=os.cpu_count() or 1, niceness=0)
+        self.residency = Residency(
+            self._fetch,
+            unpack,
+            admission,
+            slots,
+            host_bytes,
+            workers=os.cpu_count() or 1,
+            niceness=0,
+        )
 
     def _fetch(self, digest: str) -> np.ndarray:
         return self._catalog.store.read(self._places[digest])  # verified by residency
@@ -148,7 +190,9 @@ class _Loads:
             self.residency.drop(digest)
         self._seen.clear()
 
-    def measure(self, what: str, names: Iterable[str], count: int, drop: bool = False) -> dict[str, Any]:
+    def measure(
+        self, what: str, names: Iterable[str], count: int, drop: bool = False
+    ) -> dict[str, Any]:
         """Loads one name after the other; seconds by tier, from the request to the written slot.
 
         Args:
@@ -168,7 +212,9 @@ class _Loads:
                 if future.done():
                     tier = "device"
                 [lease] = [future.result()] if future.done() else self.residency.wait_for([digest])
-                for array in self.residency.stacks[lease.slot.bucket].factors["dense"]["attn"]["q"].values():
+                for array in (
+                    self.residency.stacks[lease.slot.bucket].factors["dense"]["attn"]["q"].values()
+                ):
                     array.block_until_ready()
                 found[tier].append(time.perf_counter() - began)
                 lease.release()
@@ -190,7 +236,9 @@ class _Loads:
         }
 
 
-def measure(fields: dict[str, Any], folder: str, entries: int, database: str | None = None) -> dict[str, Any]:
+def measure(
+    fields: dict[str, Any], folder: str, entries: int, database: str | None = None
+) -> dict[str, Any]:
     """All requests to one catalog; for a fresh process."""
     config: Any = ConfigDict(fields)
     plan = Plan(entries, config.per_policy, config.batch, config.seed)
@@ -200,22 +248,34 @@ def measure(fields: dict[str, Any], folder: str, entries: int, database: str | N
     with open_catalog(Path(folder), database, actor="reader") as catalog:
         catalog.resolve(plan.policy(0))  # compiles the statements
         before = host.rss_bytes()
-        latest = lambda policies: ((f"{plan.policy(p)}@latest", plan.newest(p)) for p in policies.tolist())  # noqa: E731
+        latest = lambda policies: (  # noqa: E731
+            (f"{plan.policy(p)}@latest", plan.newest(p)) for p in policies.tolist()
+        )
         numbers = rng.integers(0, entries, requests).tolist()
-        numbered = ((f"{plan.policy(k)}@{k // plan.policies + 1}", k // plan.policies + 1) for k in numbers)
+        numbered = (
+            (f"{plan.policy(k)}@{k // plan.policies + 1}", k // plan.policies + 1) for k in numbers
+        )
         resolve = {
-            **{kind: resolves(catalog, f"{entries}: {kind} names", latest(drawn(kind, requests)), requests) for kind in config.traffic},
+            **{
+                kind: resolves(
+                    catalog, f"{entries}: {kind} names", latest(drawn(kind, requests)), requests
+                )
+                for kind in config.traffic
+            },
             "numbers": resolves(catalog, f"{entries}: revisions by number", numbered, requests),
         }
         after_resolves = host.rss_bytes()
         wrong = _read_back(catalog, plan, payloads, rng)
         loads = _Loads(catalog, config, payloads.nbytes)
         alias = lambda policies: (f"{plan.policy(p)}@latest" for p in policies.tolist())  # noqa: E731
-        loads.measure("warm-up", alias(drawn("uniform", config.slots)), config.slots)  # compiles the write
+        # compiles the write
+        loads.measure("warm-up", alias(drawn("uniform", config.slots)), config.slots)
         found = {}
         for kind in config.traffic:
             loads.empty()
-            found[kind] = loads.measure(f"{entries}: {kind} loads", alias(drawn(kind, config.loads)), config.loads)
+            found[kind] = loads.measure(
+                f"{entries}: {kind} loads", alias(drawn(kind, config.loads)), config.loads
+            )
         load = found["zipf" if "zipf" in found else config.traffic[0]]
         loads.empty()
         _drop_from_page_cache(Path(folder))
@@ -224,13 +284,17 @@ def measure(fields: dict[str, Any], folder: str, entries: int, database: str | N
         loads.residency.close()
         rss = host.rss_bytes()
         lone = _lone_exports(catalog, payloads, config.lone_exports)
-        promote = _promotes(catalog, plan, rng.permutation(plan.policies)[: config.promotions].tolist())
+        promote = _promotes(
+            catalog, plan, rng.permutation(plan.policies)[: config.promotions].tolist()
+        )
     names = (*config.traffic, "numbers")
     return {
         "requests": len(names) * requests,
         "resolve": resolve,
         **{f"resolve_{key}": _largest(resolve, key) for key in _RESOLVE},
-        "control_p99_ms": max((resolve[name]["control_p99_ms"] for name in names), key=timing.value),
+        "control_p99_ms": max(
+            (resolve[name]["control_p99_ms"] for name in names), key=timing.value
+        ),
         "load": load,
         "loads": found,
         "promote": promote,
@@ -242,8 +306,15 @@ def measure(fields: dict[str, Any], folder: str, entries: int, database: str | N
         "rss_bytes": rss,
         "rss_grown_by_resolves": after_resolves - before,
         "rss_after_resolves": after_resolves,
-        "errors": sum(resolve[name]["errors"] for name in names) + sum(one["errors"] for one in found.values()) + disk["errors"] + wrong,
-        "rows_bytes_per_entry": _rows(Path(folder) / "catalog.db", entries) if database is None else None,
+        "errors": (
+            sum(resolve[name]["errors"] for name in names)
+            + sum(one["errors"] for one in found.values())
+            + disk["errors"]
+            + wrong
+        ),
+        "rows_bytes_per_entry": (
+            _rows(Path(folder) / "catalog.db", entries) if database is None else None
+        ),
     }
 
 
@@ -255,9 +326,13 @@ def _read_back(catalog: Catalog, plan: Plan, payloads: Payloads, rng: np.random.
         batch = batches[number]
         expected = [digest_of(data) for data in payloads.batch(number, len(batch))]
         found = catalog.resolve_many([f"{plan.policy(k)}@{k // plan.policies + 1}" for k in batch])
-        wrong += sum(resolved.digest != digest for resolved, digest in zip(found, expected, strict=True))
+        wrong += sum(
+            resolved.digest != digest for resolved, digest in zip(found, expected, strict=True)
+        )
         data = catalog.store.read_many(resolved.place for resolved in found)
-        wrong += sum(digest_of(buffer) != digest for buffer, digest in zip(data, expected, strict=True))
+        wrong += sum(
+            digest_of(buffer) != digest for buffer, digest in zip(data, expected, strict=True)
+        )
     return wrong
 
 
@@ -294,38 +369,59 @@ def _drop_from_page_cache(folder: Path) -> None:
 
 
 def _rows(database: Path, entries: int) -> dict[str, float] | None:
-    """Bytes of each table and of its indexes, over the entries; None where SQLite was built without ``dbstat``."""
+    """Bytes of each table and of its indexes, over the entries; None where SQLite was built without
+    ``dbstat``.
+    """
     connection = sqlite3.connect(f"file:{database}?mode=ro", uri=True)
     try:
         found = connection.execute(
-            "SELECT m.tbl_name, m.type, sum(s.pgsize) FROM dbstat s JOIN sqlite_master m ON m.name = s.name GROUP BY 1, 2"
+            "SELECT m.tbl_name, m.type, sum(s.pgsize) FROM dbstat s JOIN sqlite_master m ON m.name"
+            " = s.name GROUP BY 1, 2"
         ).fetchall()
     except sqlite3.OperationalError:
         return None
     finally:
         connection.close()
-    rows = {f"{table}{'' if kind == 'table' else ' indexes'}": round(size / entries, 1) for table, kind, size in found}
+    rows = {
+        f"{table}{'' if kind == 'table' else ' indexes'}": round(size / entries, 1)
+        for table, kind, size in found
+    }
     return {name: size for name, size in sorted(rows.items()) if size >= 1}
 
 
 def run(config: Any, workdir: Path, **_: Any) -> dict[str, Any]:
     """Runs the bench; returns its report. The catalogs it makes are removed."""
     folder = workdir / "catalog_scale"
-    report: dict[str, Any] = {"bench": "catalog_scale", "device": timing.device(), "cores": os.cpu_count(), "published": PUBLISHED}
+    report: dict[str, Any] = {
+        "bench": "catalog_scale",
+        "device": timing.device(),
+        "cores": os.cpu_count(),
+        "published": PUBLISHED,
+    }
     rows: list[dict[str, Any]] = []
     try:
         for entries in config.entries:
             _fresh(folder)
             began, load_before = time.perf_counter(), os.getloadavg()[0]
             with _server(config.database) as (database, data):
-                row = alone(fill, folder, Plan(entries, config.per_policy, config.batch, config.seed), database)
+                row = alone(
+                    fill,
+                    folder,
+                    Plan(entries, config.per_policy, config.batch, config.seed),
+                    database,
+                )
                 row |= alone(measure, config.to_dict(), str(folder), entries, database)
-                row |= {} if data is None else {name: row[name] + more for name, more in on_disk(data).items()}
+                row |= (
+                    {}
+                    if data is None
+                    else {name: row[name] + more for name, more in on_disk(data).items()}
+                )
             row |= {"load_average": [round(load_before, 1), round(os.getloadavg()[0], 1)]}
             shutil.rmtree(folder)
             row["whole_s"] = round(time.perf_counter() - began, 1)
             rows = sorted([*rows, row], key=lambda row: row["entries"])
-            (workdir / "catalog_scale.json").write_text(json.dumps(rows, indent=1))  # what is measured stays, whatever comes
+            # what is measured stays, whatever comes
+            (workdir / "catalog_scale.json").write_text(json.dumps(rows, indent=1))
             _draw(rows, workdir / "catalog_scale.png")
             _show(rows)
         if config.peer.entries:
@@ -333,8 +429,18 @@ def run(config: Any, workdir: Path, **_: Any) -> dict[str, Any]:
             report |= registry_peer.compare(config.peer.to_dict(), folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    top = ("entries", "requests", *(f"resolve_{key}" for key in _RESOLVE), "control_p99_ms", "cold_p50_ms", "cold_p99_ms")
-    report |= {key: rows[-1][key] for key in (*top, "bytes", "files", "rss_bytes", "rows_bytes_per_entry", "entries_per_s")}
+    top = (
+        "entries",
+        "requests",
+        *(f"resolve_{key}" for key in _RESOLVE),
+        "control_p99_ms",
+        "cold_p50_ms",
+        "cold_p99_ms",
+    )
+    report |= {
+        key: rows[-1][key]
+        for key in (*top, "bytes", "files", "rss_bytes", "rows_bytes_per_entry", "entries_per_s")
+    }
     report["rss_over_smallest"] = rows[-1]["rss_after_resolves"] - rows[0]["rss_after_resolves"]
     report["errors"] = sum(row["errors"] for row in rows)
     return report | {"sizes": rows}
@@ -342,7 +448,8 @@ def run(config: Any, workdir: Path, **_: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _server(database: str) -> Iterator[tuple[str | None, Path | None]]:
-    """The URL of an empty database and the folder of its files; None for SQLite, which lies in the catalog's folder.
+    """The URL of an empty database and the folder of its files; None for SQLite, which lies in the
+    catalog's folder.
 
     Raises:
         UserError: another name, or PostgreSQL does not start.
@@ -373,7 +480,12 @@ def _show(rows: list[dict[str, Any]]) -> None:
         table.add_column(name, justify="right")
     for row in rows:
         shown = {key: timing.value(row[key]) for key in COLUMNS.values() if row[key] is not None}
-        table.add_row(*(str(round(shown[key] / 1e6) if key.endswith("bytes") else shown.get(key, "-")) for key in COLUMNS.values()))
+        table.add_row(
+            *(
+                str(round(shown[key] / 1e6) if key.endswith("bytes") else shown.get(key, "-"))
+                for key in COLUMNS.values()
+            )
+        )
     console = Console(stderr=True, highlight=False)
     console.width = max(console.width, 140)  # a log is no narrower than a terminal
     console.print(table)
@@ -387,16 +499,36 @@ def _draw(rows: list[dict[str, Any]], path: Path) -> None:
 
     sizes = [row["entries"] for row in rows]
     figure, axes = plt.subplots(1, 3, figsize=(12, 3.6))
-    for key, label in (("p50_ms", "p50"), ("p99_ms", "p99"), ("p99_undisturbed_ms", "p99, undisturbed")):
-        axes[0].plot(sizes, [timing.value(row[f"resolve_{key}"]) for row in rows], "o-", label=label)
-    axes[0].plot(sizes, [timing.value(row["control_p99_ms"]) for row in rows], "k:", label="p99 of 0.1 ms of arithmetic")
+    for key, label in (
+        ("p50_ms", "p50"),
+        ("p99_ms", "p99"),
+        ("p99_undisturbed_ms", "p99, undisturbed"),
+    ):
+        axes[0].plot(
+            sizes, [timing.value(row[f"resolve_{key}"]) for row in rows], "o-", label=label
+        )
+    axes[0].plot(
+        sizes,
+        [timing.value(row["control_p99_ms"]) for row in rows],
+        "k:",
+        label="p99 of 0.1 ms of arithmetic",
+    )
     axes[0].set_ylabel("resolve, ms")
     for key in ("p50_ms", "p99_ms"):
-        axes[1].plot(sizes, [timing.value(row[f"cold_{key}"]) for row in rows], "o-", label=f"cold {key[:3]}")
-        axes[1].plot(sizes, [timing.value(row["disk"].get(key)) for row in rows], "s--", label=f"from disk {key[:3]}")
+        axes[1].plot(
+            sizes, [timing.value(row[f"cold_{key}"]) for row in rows], "o-", label=f"cold {key[:3]}"
+        )
+        axes[1].plot(
+            sizes,
+            [timing.value(row["disk"].get(key)) for row in rows],
+            "s--",
+            label=f"from disk {key[:3]}",
+        )
     axes[1].set_ylabel("name to device slot, ms")
     axes[2].plot(sizes, [row["entries_per_s"] for row in rows], "o-", label="whole")
-    axes[2].plot(sizes, [row["entries_per_s_last_tenth"] for row in rows], "s--", label="last tenth")
+    axes[2].plot(
+        sizes, [row["entries_per_s_last_tenth"] for row in rows], "s--", label="last tenth"
+    )
     axes[2].set_ylabel("exports, entries/s")
     axes[2].set_ylim(bottom=0)
     for ax in axes:

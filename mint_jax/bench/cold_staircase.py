@@ -1,9 +1,11 @@
-"""Many requests for cold adapters at once: when each has its slot, for distinct adapters and for one and the same.
+"""Many requests for cold adapters at once: when each has its slot, for distinct adapters and for
+one and the same.
 
-All requests are made at once of a ``Residency`` opened as jobs do, whose slots hold all; the files are in the page cache. A loader that
-holds a lock over the whole load serves them one after another, a staircase: the k-th waits k loads. ``distinct`` and ``identical`` have,
-by number of requests, seconds to the first, the median and the last slot, ``over_one``, the last over that of a single request, and of
-identical requests the reads of storage.
+All requests are made at once of a ``Residency`` opened as jobs do, whose slots hold all; the files
+are in the page cache. A loader that holds a lock over the whole load serves them one after another,
+a staircase: the k-th waits k loads. ``distinct`` and ``identical`` have, by number of requests,
+seconds to the first, the median and the last slot, ``over_one``, the last over that of a single
+request, and of identical requests the reads of storage.
 """
 
 import shutil
@@ -38,14 +40,21 @@ def run(config: Any, workdir: Path, **_: Any) -> dict[str, Any]:
 
 
 def _run(config: Any, folder: Path) -> dict[str, Any]:
-    specs, adapter = transformer.abstract(shape_of(config.shape)), AdapterConfig(config.rank, 2.0 * config.rank, TARGETS)
+    specs, adapter = (
+        transformer.abstract(shape_of(config.shape)),
+        AdapterConfig(config.rank, 2.0 * config.rank, TARGETS),
+    )
     wanted = lora_tree.adapter_specs(specs, adapter)
     store, schema = Store(folder / "catalog"), Schema(BASE, adapter, config.dtype)
     values = np.random.default_rng(config.seed)
     most = max(config.counts)
     digests = store.add(pack(adapter_of(wanted, values, config.dtype), schema) for _ in range(most))
     residency = residency_of(store, specs, most)
-    sides = {f"{count} {kind}": _side(kind, count, digests) for kind in ("distinct", "identical") for count in {1, *config.counts}}
+    sides = {
+        f"{count} {kind}": _side(kind, count, digests)
+        for kind in ("distinct", "identical")
+        for count in {1, *config.counts}
+    }
     seconds: dict[str, list[list[float]]] = {name: [] for name in sides}
     reads: dict[str, int] = {}
     progress = Progress("cold at once", config.n + 1)

@@ -1,7 +1,8 @@
 """Steps of decoding without an engine around them, and stacks of random adapters to take them with.
 
-An engine's time has its host's part in it, and which rows decode is the schedule's doing. Here a plan is made once and its steps are
-taken as often as wanted: each call reads and writes the same places, so that all calls do the same work.
+An engine's time has its host's part in it, and which rows decode is the schedule's doing. Here a
+plan is made once and its steps are taken as often as wanted: each call reads and writes the same
+places, so that all calls do the same work.
 """
 
 from collections.abc import Sequence
@@ -25,7 +26,8 @@ from mint_jax.rollout.schedule import Prompt, Sample, longest_table
 
 
 class Steps:
-    """Rows with pages of their own on one device; each has a token of its own to begin with, and draws greedily.
+    """Rows with pages of their own on one device; each has a token of its own to begin with, and
+    draws greedily.
 
     Args:
         rows: of the program.
@@ -40,41 +42,77 @@ class Steps:
         self._first = np.random.default_rng(seed).integers(3, base.cfg.vocab_size, rows).tolist()
         self._pool: Any = device.empty_pool(base.cfg, base.mesh, rows * self._each, base.dtype)
 
-    def plan(self, slots: Sequence[Slot | None], stacks: Stacks, cached: int = 0, alone: int | None = None) -> Rows:
+    def plan(
+        self,
+        slots: Sequence[Slot | None],
+        stacks: Stacks,
+        cached: int = 0,
+        alone: int | None = None,
+    ) -> Rows:
         """Which rows decode, and with what.
 
         Args:
             slots: of each row; None is the bare base.
-            cached: positions that stand before each row's token; what they hold is whatever was written there, at first zeros.
+            cached: positions that stand before each row's token; what they hold is whatever was
+                written there, at first zeros.
             alone: the only row that decodes; None for all of them.
         """
         live: list[tuple[Sample, int]] = []
         for r, slot in enumerate(slots):
             request = Request((self._first[r],), slot, max_tokens=self.room, temperature=0.0)
             pages = list(range(r * self._each, (r + 1) * self._each))
-            live.append((Sample(Prompt(request, ("bench", None)), 0, r, pages=pages, tokens=[self._first[r]] * cached), self.room))
-        plan, places = plans.rows_plan(live, self.rows, 1, self._table, self.base.cfg.vocab_size, stacks)
+            live.append(
+                (
+                    Sample(
+                        Prompt(request, ("bench", None)),
+                        0,
+                        r,
+                        pages=pages,
+                        tokens=[self._first[r]] * cached,
+                    ),
+                    self.room,
+                )
+            )
+        plan, places = plans.rows_plan(
+            live, self.rows, 1, self._table, self.base.cfg.vocab_size, stacks
+        )
         if places != list(range(len(slots))):
             raise RuntimeError("samples stand in rows of their order")
         if alone is not None:
-            none, _ = plans.rows_plan([], self.rows, 1, self._table, self.base.cfg.vocab_size, stacks)
-            plan = jax.tree.map(lambda x, y: np.where((np.arange(self.rows) == alone).reshape(-1, *(1,) * (x.ndim - 1)), x, y), plan, none)
+            none, _ = plans.rows_plan(
+                [], self.rows, 1, self._table, self.base.cfg.vocab_size, stacks
+            )
+            plan = jax.tree.map(
+                lambda x, y: np.where(
+                    (np.arange(self.rows) == alone).reshape(-1, *(1,) * (x.ndim - 1)), x, y
+                ),
+                plan,
+                none,
+            )
         return plan
 
     def take(self, stacks: Stacks, plan: Rows, steps: int) -> Drawn:
         """Takes steps, at most ``device.STEPS``; done when it returns."""
         with jax.set_mesh(self.base.mesh):
-            self._pool, drawn = device.decode(self.base.params, stacks, self._pool, plan, np.int32(steps), cfg=self.base.cfg)
+            self._pool, drawn = device.decode(
+                self.base.params, stacks, self._pool, plan, np.int32(steps), cfg=self.base.cfg
+            )
             return jax.block_until_ready(drawn)
 
 
 def random_stack(base: Base, adapter: AdapterConfig, slots: int, seed: int) -> AdapterStack:
-    """A stack whose slots all hold adapters, each another, with factors that change what is drawn."""
-    specs = lora_tree.stack_specs(transformer.abstract(base.cfg), adapter.targets, adapter.bucket, slots)
+    """A stack whose slots all hold adapters, each another, with factors that change what is
+    drawn.
+    """
+    specs = lora_tree.stack_specs(
+        transformer.abstract(base.cfg), adapter.targets, adapter.bucket, slots
+    )
 
     def draw(path: str, spec: Any) -> jax.Array:
         spread = spec.shape[-1] ** -0.5 if path.endswith("/a") else 0.02
-        return spread * jax.random.normal(jax.random.fold_in(jax.random.key(seed), params_lib.path_seed(path)), spec.shape)
+        return spread * jax.random.normal(
+            jax.random.fold_in(jax.random.key(seed), params_lib.path_seed(path)), spec.shape
+        )
 
     make = jax.jit(lambda: params_lib.map_with_path(draw, specs))
     return AdapterStack(make(), jnp.full((slots,), adapter.scale), adapter.bucket)

@@ -1,4 +1,6 @@
-"""A program of ours in an interpreter that has what ours lacks, spoken to by lines of JSON: peers with environments of their own."""
+"""A program of ours in an interpreter that has what ours lacks, spoken to by lines of JSON: peers
+with environments of their own.
+"""
 
 import json
 import subprocess
@@ -11,8 +13,8 @@ class Elsewhere:
 
     Args:
         python: the interpreter.
-        program: a file that needs nothing of ours. It answers each line of its input with one, a JSON value each, after a first one with
-            its ``version``, and ends with its input.
+        program: a file that needs nothing of ours. It answers each line of its input with one, a
+            JSON value each, after a first one with its ``version``, and ends with its input.
         argument: given to it.
         log: file for what it prints besides.
 
@@ -23,8 +25,11 @@ class Elsewhere:
     def __init__(self, python: str, program: str, argument: str, log: Path):
         self._log = log
         with log.open("w") as out:
-            command = [python, "-I", program, argument]  # -I: not our packages, which its environment lacks
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=out, text=True)
+            # -I: not our packages, which its environment lacks
+            command = [python, "-I", program, argument]
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=out, text=True
+            )
         self.version = self._answer()["version"]
 
     def _answer(self) -> Any:
@@ -34,7 +39,8 @@ class Elsewhere:
             self._process.wait(60)
             words = self._log.read_text().strip().splitlines()
             raise RuntimeError(
-                f"the peer ended with status {self._process.returncode}: {words[-1] if words else 'no word'}; see {self._log}"
+                f"the peer ended with status {self._process.returncode}:"
+                f" {words[-1] if words else 'no word'}; see {self._log}"
             )
         return json.loads(line)
 

@@ -1,28 +1,35 @@
-"""The sampling engine: against torch and transformers, against what it would be without its parts, and against memory.
+"""The sampling engine: against torch and transformers, against what it would be without its parts,
+and against memory.
 
-``ratio_decode_R``: tokens a second of R rows, greedy, whose prompts are in the cache on both sides, over those of transformers on the
-same checkpoint (``torch_peer``, with its fastest options). Where the base stays in its checkpoint's blocks (``weights``),
-``ratio_decode_R_in_full`` is that of the engine on a base in float32, in the same rounds. ``ratio_prefill``: tokens of prompts a second
-to the first new token.
+``ratio_decode_R``: tokens a second of R rows, greedy, whose prompts are in the cache on both sides,
+over those of transformers on the same checkpoint (``torch_peer``, with its fastest options). Where
+the base stays in its checkpoint's blocks (``weights``), ``ratio_decode_R_in_full`` is that of the
+engine on a base in float32, in the same rounds. ``ratio_prefill``: tokens of prompts a second to
+the first new token.
 
-``ratio_continuous``: tokens a second on ragged lengths over those of a lockstep loop, which stands for the one that this engine had
-before: requests are sorted by the length of their prompts and taken in groups of as many as there are rows; all rows of a group go on
-until its last one has ended, and no group begins before that. ``ratio_continuous_idle_rows_free``: over a loop with the same groups
-whose ended rows are not computed, which on CPUs the kernels of this engine spare it. All run the same programs at the same number of
-rows. ``static_rows_busy`` is the share of these loops' rows and steps that draw a token. No request stops before its ``max_tokens``, by
-which the engine orders those that it is given at once: where completions stop earlier it knows less of them.
+``ratio_continuous``: tokens a second on ragged lengths over those of a lockstep loop, which stands
+for the one that this engine had before: requests are sorted by the length of their prompts and
+taken in groups of as many as there are rows; all rows of a group go on until its last one has
+ended, and no group begins before that. ``ratio_continuous_idle_rows_free``: over a loop with the
+same groups whose ended rows are not computed, which on CPUs the kernels of this engine spare it.
+All run the same programs at the same number of rows. ``static_rows_busy`` is the share of these
+loops' rows and steps that draw a token. No request stops before its ``max_tokens``, by which the
+engine orders those that it is given at once: where completions stop earlier it knows less of them.
 
-``ratio_prefix``: one request of n samples over n requests of other prompts of the same length, prompts and tokens together. No prompt
-is read twice in what compares prompts: each call has a tenant of its own, and tenants share nothing.
+``ratio_prefix``: one request of n samples over n requests of other prompts of the same length,
+prompts and tokens together. No prompt is read twice in what compares prompts: each call has a
+tenant of its own, and tenants share nothing.
 
-``bandwidth_share``: the bytes that a step must read, all weights once and what is cached of each row, over the time of a step
-of the engine, host and all; as a share of what reading memory reaches here, measured in turn with it. By the number of rows: with
-many of them products are the limit and not memory.
+``bandwidth_share``: the bytes that a step must read, all weights once and what is cached of each
+row, over the time of a step of the engine, host and all; as a share of what reading memory reaches
+here, measured in turn with it. By the number of rows: with many of them products are the limit and
+not memory.
 
-``compiles_after_warmup``: programs compiled by random mixtures of requests after ``Engine.warm``, of all settings, adapters and lengths,
-from a thread that serves and from ``generate``. ``differing_tokens``: tokens whose id or log-probabilities differ, in any bit, when
-the same requests are asked one by one; ``differing_tokens_preempted``: the same on an engine with so little cache that samples lose
-their pages on the way (``preempted``).
+``compiles_after_warmup``: programs compiled by random mixtures of requests after ``Engine.warm``,
+of all settings, adapters and lengths, from a thread that serves and from ``generate``.
+``differing_tokens``: tokens whose id or log-probabilities differ, in any bit, when the same
+requests are asked one by one; ``differing_tokens_preempted``: the same on an engine with so little
+cache that samples lose their pages on the way (``preempted``).
 """
 
 import dataclasses
@@ -58,7 +65,13 @@ def run(config: Any, workdir: Path, open_base: Callable[[Any], Base], **_: Any) 
         if part not in PARTS:
             raise choice("part of the bench", part, PARTS)
     base = open_base(config)
-    report: dict[str, Any] = {"bench": "engine", "base": base.name, "dtype": config.dtype, "device": timing.device(), "n": config.n}
+    report: dict[str, Any] = {
+        "bench": "engine",
+        "base": base.name,
+        "dtype": config.dtype,
+        "device": timing.device(),
+        "n": config.n,
+    }
     report["weights"] = base.weights
     for part in config.parts:
         rng = np.random.default_rng(config.seed)
@@ -81,32 +94,48 @@ def _fixed(base: Base, rows: int, **options: Any) -> Engine:
 # -- against transformers
 
 
-def _decode(config: Any, base: Base, rng: np.random.Generator, in_full: Base | None = None) -> dict[str, Any]:
+def _decode(
+    config: Any, base: Base, rng: np.random.Generator, in_full: Base | None = None
+) -> dict[str, Any]:
     part, out = config.decode, {}
     if part.context % PAGE:
-        raise UserError(f"config.decode.context is {part.context}: give a multiple of {PAGE}, whole pages stay in the cache")
+        raise UserError(
+            f"config.decode.context is {part.context}: give a multiple of {PAGE}, whole pages stay"
+            " in the cache"
+        )
     peer = TorchPeer(base.directory)
     reading = Bandwidth(config.read_bytes)
     shares: dict[str, timing.Figure] = {}
     for rows in part.rows:
         prompts = _prompts(base, rng, [part.context + 1] * rows)
-        tried = peer.fastest(lambda prompts=prompts: peer.decoder(np.array(prompts), part.trial_tokens))
+        tried = peer.fastest(
+            lambda prompts=prompts: peer.decoder(np.array(prompts), part.trial_tokens)
+        )
         draw = peer.decoder(np.array(prompts), part.tokens)
-        engines = {"ours": _fixed(base, rows)} | ({"in_full": _fixed(in_full, rows)} if in_full else {})
+        engines = {"ours": _fixed(base, rows)} | (
+            {"in_full": _fixed(in_full, rows)} if in_full else {}
+        )
         requests = [Request(prompt, max_tokens=part.tokens, temperature=0.0) for prompt in prompts]
         for engine in engines.values():
             engine.generate(requests)
         read = [engine.counts["prefilled_tokens"] for engine in engines.values()]
         last: dict[str, np.ndarray] = {}
 
-        def ours(name: str, engine: Engine, requests: Sequence[Request] = requests, last: dict[str, Any] = last) -> None:
+        def ours(
+            name: str,
+            engine: Engine,
+            requests: Sequence[Request] = requests,
+            last: dict[str, Any] = last,
+        ) -> None:
             last[name] = np.array([c.tokens for [c] in engine.generate(requests)])
 
         def peers(draw: Callable[[], np.ndarray] = draw, last: dict[str, Any] = last) -> None:
             last["peer"] = draw()
 
         sides = {name: functools.partial(ours, name, engine) for name, engine in engines.items()}
-        times = timing.in_turn(f"decoding {rows} rows", {**sides, "peer": peers, "read": reading}, config.n)
+        times = timing.in_turn(
+            f"decoding {rows} rows", {**sides, "peer": peers, "read": reading}, config.n
+        )
         if [engine.counts["prefilled_tokens"] for engine in engines.values()] != read:
             raise RuntimeError("prompts were to stay in the cache, and were read again")
         step = _step_bytes(base, rows, part.context + 1 + (part.tokens - 1) / 2)
@@ -127,13 +156,21 @@ def _decode(config: Any, base: Base, rng: np.random.Generator, in_full: Base | N
             out[f"ratio_decode_{rows}_in_full"] = timing.ratio(times, "peer", "in_full")
     first = shares[str(part.rows[0])]
     rates = {name: round(rate / 1e9, 2) for name, rate in reading.rates.items()}
-    return out | {"bandwidth_share": first, "bandwidth_shares": shares, "bandwidth_way": reading.way, "bandwidth_tried_gb_per_s": rates}
+    return out | {
+        "bandwidth_share": first,
+        "bandwidth_shares": shares,
+        "bandwidth_way": reading.way,
+        "bandwidth_tried_gb_per_s": rates,
+    }
 
 
 def _step_bytes(base: Base, rows: int, length: float) -> float:
-    """Bytes that a step of a dense base reads at least: weights that multiply, and ``length`` positions of each row."""
+    """Bytes that a step of a dense base reads at least: weights that multiply, and ``length``
+    positions of each row.
+    """
     cfg = base.cfg
-    table = 0 if cfg.tie_embeddings else cfg.vocab_size * cfg.d_model * base.dtype.itemsize  # of which a row reads one line
+    # of which a row reads one line
+    table = 0 if cfg.tie_embeddings else cfg.vocab_size * cfg.d_model * base.dtype.itemsize
     position = device.page_bytes(cfg, base.dtype, False) / PAGE
     return base.nbytes - table + rows * length * position
 
@@ -147,7 +184,9 @@ def _prefill(config: Any, base: Base, rng: np.random.Generator) -> dict[str, Any
 
     def ours() -> None:
         tenant = next(_tenants)
-        requests = [Request(prompt, max_tokens=1, temperature=0.0, tenant=tenant) for prompt in prompts]
+        requests = [
+            Request(prompt, max_tokens=1, temperature=0.0, tenant=tenant) for prompt in prompts
+        ]
         last["ours"] = np.array([c.tokens[0] for [c] in engine.generate(requests)])
 
     def peers() -> None:
@@ -168,7 +207,9 @@ def _prefill(config: Any, base: Base, rng: np.random.Generator) -> dict[str, Any
 
 
 def static_loop(engine: Engine, requests: Sequence[Request], rows: int) -> list[list[Completion]]:
-    """Answers requests of n = 1 in groups, each of which begins when all rows of the one before it have ended."""
+    """Answers requests of n = 1 in groups, each of which begins when all rows of the one before it
+    have ended.
+    """
     order = sorted(range(len(requests)), key=lambda i: len(requests[i].prompt))
     out: dict[int, list[Completion]] = {}
     for k in range(0, len(order), rows):
@@ -186,7 +227,10 @@ def _continuous(config: Any, base: Base, rng: np.random.Generator) -> dict[str, 
 
     def requests() -> list[Request]:
         tenant = next(_tenants)
-        return [Request(prompt, max_tokens=most, temperature=0.0, tenant=tenant) for prompt, most in zip(prompts, tokens)]
+        return [
+            Request(prompt, max_tokens=most, temperature=0.0, tenant=tenant)
+            for prompt, most in zip(prompts, tokens)
+        ]
 
     said: dict[str, list[list[int]]] = {}
 
@@ -201,11 +245,21 @@ def _continuous(config: Any, base: Base, rng: np.random.Generator) -> dict[str, 
     longest = {i: max(tokens[j] for j in group) for group in groups for i in group}
 
     def lockstep() -> None:
-        long = [dataclasses.replace(request, max_tokens=longest[i]) for i, request in enumerate(requests())]
-        said["lockstep"] = [c.tokens[:most] for [c], most in zip(static_loop(engine, long, part.rows), tokens)]
+        long = [
+            dataclasses.replace(request, max_tokens=longest[i])
+            for i, request in enumerate(requests())
+        ]
+        said["lockstep"] = [
+            c.tokens[:most] for [c], most in zip(static_loop(engine, long, part.rows), tokens)
+        ]
 
     engine.warm()
-    times = timing.in_turn("ragged lengths", {"continuous": continuous, "lockstep": lockstep, "static": static}, config.n, warm=0)
+    times = timing.in_turn(
+        "ragged lengths",
+        {"continuous": continuous, "lockstep": lockstep, "static": static},
+        config.n,
+        warm=0,
+    )
     steps = sum(longest.values())
     return {
         "ratio_continuous": timing.ratio(times, "lockstep", "continuous"),
@@ -223,14 +277,20 @@ def _prefix(config: Any, base: Base, rng: np.random.Generator) -> dict[str, Any]
     prompts = _prompts(base, rng, [part.prompt] * part.samples)
 
     def one() -> None:
-        engine.generate([Request(prompts[0], n=part.samples, max_tokens=part.tokens, tenant=next(_tenants))])
+        engine.generate(
+            [Request(prompts[0], n=part.samples, max_tokens=part.tokens, tenant=next(_tenants))]
+        )
 
     def distinct() -> None:
         tenant = next(_tenants)
-        engine.generate([Request(prompt, max_tokens=part.tokens, tenant=tenant) for prompt in prompts])
+        engine.generate(
+            [Request(prompt, max_tokens=part.tokens, tenant=tenant) for prompt in prompts]
+        )
 
     engine.warm()
-    times = timing.in_turn("samples of one prompt", {"one": one, "distinct": distinct}, config.n, warm=0)
+    times = timing.in_turn(
+        "samples of one prompt", {"one": one, "distinct": distinct}, config.n, warm=0
+    )
     return {
         "ratio_prefix": timing.ratio(times, "distinct", "one"),
         "prefix_seconds": timing.medians_of(times),
@@ -245,7 +305,9 @@ def _prefix(config: Any, base: Base, rng: np.random.Generator) -> dict[str, Any]
 
 def _mixture(part: Any, base: Base, rng: np.random.Generator, stacks: Stacks) -> list[Request]:
     """Requests of all kinds; about a third name no adapter."""
-    slots: list[Slot | None] = [Slot(bucket, i) for bucket, stack in stacks.items() for i in range(stack.slots)]
+    slots: list[Slot | None] = [
+        Slot(bucket, i) for bucket, stack in stacks.items() for i in range(stack.slots)
+    ]
     out = []
     for prompt in _prompts(base, rng, rng.integers(1, part.prompt + 1, part.requests).tolist()):
         out.append(
@@ -263,7 +325,11 @@ def _mixture(part: Any, base: Base, rng: np.random.Generator, stacks: Stacks) ->
                 logit_bias=((7, 1.5),) if rng.random() < 0.2 else (),
                 top_logprobs=int(rng.choice((0, 0, 5))),
                 seed=int(rng.integers(2**31)),
-                stop_ids=tuple(rng.integers(0, base.cfg.vocab_size, 50).tolist()) if rng.random() < 0.3 else (),
+                stop_ids=(
+                    tuple(rng.integers(0, base.cfg.vocab_size, 50).tolist())
+                    if rng.random() < 0.3
+                    else ()
+                ),
             )
         )
     return out
@@ -274,7 +340,17 @@ def _differing(one: Sequence[Sequence[Completion]], other: Sequence[Sequence[Com
     count = 0
     for mine, theirs in zip(one, other, strict=True):
         for x, y in zip(mine, theirs, strict=True):
-            told = (list(zip(c.tokens, c.logprobs, c.drawn_logprobs, c.top_logprobs or itertools.repeat(None))) for c in (x, y))
+            told = (
+                list(
+                    zip(
+                        c.tokens,
+                        c.logprobs,
+                        c.drawn_logprobs,
+                        c.top_logprobs or itertools.repeat(None),
+                    )
+                )
+                for c in (x, y)
+            )
             count += sum(a != b for a, b in itertools.zip_longest(*told))
     return count
 
@@ -308,8 +384,11 @@ def _company(config: Any, base: Base, rng: np.random.Generator) -> dict[str, Any
     together: list[Any] = [None] * len(requests)
     for i, completions in zip(order, engine.generate([requests[i] for i in order], stacks)):
         together[i] = completions
-    pages = max(map(pages_needed, requests)) + part.rows // 2  # the largest sample fits, and rows beside it soon lack pages
-    tight = _fixed(base, part.rows, cache_bytes=pages * device.page_bytes(base.cfg, base.dtype, False))
+    # the largest sample fits, and rows beside it soon lack pages
+    pages = max(map(pages_needed, requests)) + part.rows // 2
+    tight = _fixed(
+        base, part.rows, cache_bytes=pages * device.page_bytes(base.cfg, base.dtype, False)
+    )
     preempted = tight.generate(requests, stacks)
     return {
         "compiles_in_warmup": warm,

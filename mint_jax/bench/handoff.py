@@ -1,12 +1,14 @@
 """From an optimizer step to the next sampled token, by four paths.
 
-``merged_disk``: merge, write a checkpoint, sync, read it back, sample. ``merged_memory``: merge on the device, sample.
-``adapter_disk``: export a revision, sync, read and verify it, write it to a slot, sample. ``adapter_memory``: copy the
-training slot to a sampling slot on the device, sample. All programs are compiled before the clock starts. A handoff ends
-when the weights to sample with are ready; the first token is timed with it and after it.
+``merged_disk``: merge, write a checkpoint, sync, read it back, sample. ``merged_memory``: merge on
+the device, sample. ``adapter_disk``: export a revision, sync, read and verify it, write it to a
+slot, sample. ``adapter_memory``: copy the training slot to a sampling slot on the device, sample.
+All programs are compiled before the clock starts. A handoff ends when the weights to sample with
+are ready; the first token is timed with it and after it.
 
-``handoff_ratio`` compares the handoffs of ``merged_disk`` and ``adapter_memory``, ``step_ratio`` the handoff and 64 tokens. ``ratios`` are
-those of ``merged_disk`` over every path; ``steps`` has seconds and ratios of the handoff with each number of tokens.
+``handoff_ratio`` compares the handoffs of ``merged_disk`` and ``adapter_memory``, ``step_ratio``
+the handoff and 64 tokens. ``ratios`` are those of ``merged_disk`` over every path; ``steps`` has
+seconds and ratios of the handoff with each number of tokens.
 """
 
 import dataclasses
@@ -55,9 +57,13 @@ class _Paths:
     def __init__(self, base: Base, rank: int, folder: Path):
         self.base, self.folder = base, folder
         adapter = AdapterConfig(rank, 2.0 * rank)
-        self.trainer = Trainer(base, [PolicyConfig(POLICY, adapter, loss=LossConfig("cross_entropy"))])
+        self.trainer = Trainer(
+            base, [PolicyConfig(POLICY, adapter, loss=LossConfig("cross_entropy"))]
+        )
         self.slot = self.trainer.slots[POLICY]
-        self.serving, _ = lora_tree.stack_adapters(self.trainer.specs, {POLICY: (adapter, self.trainer.adapter(POLICY))})
+        self.serving, _ = lora_tree.stack_adapters(
+            self.trainer.specs, {POLICY: (adapter, self.trainer.adapter(POLICY))}
+        )
         self.flip = jax.jit(self._flip, donate_argnums=1)
         self.place = jax.jit(lora_tree.write_slot, donate_argnums=0)
         self.schema = Schema(base.fingerprint, adapter)
@@ -68,18 +74,26 @@ class _Paths:
     @staticmethod
     def _flip(source: Any, target: Any, slot: jax.Array) -> Any:
         """Copies a slot of one stack into slot 0 of another, on the device."""
-        copied = jax.tree.map(lambda t, s: t.at[:, 0].set(s[:, slot]), target.factors, source.factors)
-        return dataclasses.replace(target, factors=copied, scale=target.scale.at[0].set(source.scale[slot]))
+        copied = jax.tree.map(
+            lambda t, s: t.at[:, 0].set(s[:, slot]), target.factors, source.factors
+        )
+        return dataclasses.replace(
+            target, factors=copied, scale=target.scale.at[0].set(source.scale[slot])
+        )
 
     def step(self, rng: np.random.Generator) -> None:
         """One optimizer step, done when it returns."""
         tokens = rng.integers(3, self.base.cfg.vocab_size, 16).tolist()
-        self.trainer.update({POLICY: [Group(tokens[:1], [TrainSequence(tokens[1:], [1 / 15] * 15)])]})
+        self.trainer.update(
+            {POLICY: [Group(tokens[:1], [TrainSequence(tokens[1:], [1 / 15] * 15)])]}
+        )
         jax.block_until_ready(self.trainer.state)
 
     def adapter_memory(self) -> tuple[Base, Any]:
         source = self.trainer.stacks[self.slot.bucket]
-        self.serving[self.slot.bucket] = self.flip(source, self.serving[self.slot.bucket], jnp.int32(self.slot.index))
+        self.serving[self.slot.bucket] = self.flip(
+            source, self.serving[self.slot.bucket], jnp.int32(self.slot.index)
+        )
         self.bytes["adapter_memory"] = params_lib.nbytes(self.trainer.adapter(POLICY))
         return self.base, jax.block_until_ready(self.serving)
 
@@ -89,12 +103,18 @@ class _Paths:
         self.exported.append(revision.digest)
         adapter, schema = unpack(self.catalog.load(revision.digest))
         bucket = self.slot.bucket
-        self.serving[bucket] = self.place(self.serving[bucket], jnp.int32(0), adapter, jnp.float32(schema.config.scale))
+        self.serving[bucket] = self.place(
+            self.serving[bucket], jnp.int32(0), adapter, jnp.float32(schema.config.scale)
+        )
         self.bytes["adapter_disk"] = len(data)
         return self.base, jax.block_until_ready(self.serving)
 
     def _merged(self) -> Any:
-        return jax.block_until_ready(merged(self.base.params, self.trainer.stacks[self.slot.bucket], jnp.int32(self.slot.index)))
+        return jax.block_until_ready(
+            merged(
+                self.base.params, self.trainer.stacks[self.slot.bucket], jnp.int32(self.slot.index)
+            )
+        )
 
     def merged_memory(self) -> tuple[Base, Any]:
         params = self._merged()
@@ -110,14 +130,23 @@ class _Paths:
         with open(file, "rb+") as handle:
             os.fsync(handle.fileno())
         self.bytes["merged_disk"] = file.stat().st_size
-        return dataclasses.replace(self.base, params=hf.load(folder, cfg, self.base.mesh, self.base.dtype)), None
+        return (
+            dataclasses.replace(
+                self.base, params=hf.load(folder, cfg, self.base.mesh, self.base.dtype)
+            ),
+            None,
+        )
 
 
 PATHS = ("merged_disk", "merged_memory", "adapter_disk", "adapter_memory")
 
 
-def _measure(config: Any, base: Base, rank: int, tokens: tuple[int, ...], folder: Path, what: str) -> dict[str, Any]:
-    """All paths of one base, whose catalog and checkpoints are its own: a catalog holds adapters of a policy for one base only."""
+def _measure(
+    config: Any, base: Base, rank: int, tokens: tuple[int, ...], folder: Path, what: str
+) -> dict[str, Any]:
+    """All paths of one base, whose catalog and checkpoints are its own: a catalog holds adapters of
+    a policy for one base only.
+    """
     paths = _Paths(base, rank, folder)
     try:
         return _in_turn(config, paths, tokens, what)
@@ -131,7 +160,9 @@ def _in_turn(config: Any, paths: _Paths, tokens: tuple[int, ...], what: str) -> 
     prompt = tuple(rng.integers(3, paths.base.cfg.vocab_size, config.prompt).tolist())
     handoff: dict[str, list[float]] = {name: [] for name in PATHS}
     first: dict[str, list[float]] = {name: [] for name in PATHS}
-    whole: dict[int, dict[str, list[float]]] = {count: {name: [] for name in PATHS} for count in tokens}
+    whole: dict[int, dict[str, list[float]]] = {
+        count: {name: [] for name in PATHS} for count in tokens
+    }
     same = True
     progress = Progress(what, config.n + 1)
     for k in range(config.n + 1):  # the first round compiles and warms
@@ -156,7 +187,10 @@ def _in_turn(config: Any, paths: _Paths, tokens: tuple[int, ...], what: str) -> 
                 first[name].append(sampled - began)
             del base, engine
         same &= len(said) == 1
-        progress.update(k + 1, " ".join(f"{name} {values[-1]:.3f} s" for name, values in handoff.items() if values))
+        progress.update(
+            k + 1,
+            " ".join(f"{name} {values[-1]:.3f} s" for name, values in handoff.items() if values),
+        )
 
     new_tokens = tokens[0]
     return {
@@ -168,7 +202,10 @@ def _in_turn(config: Any, paths: _Paths, tokens: tuple[int, ...], what: str) -> 
         "handoff_s": timing.medians_of(handoff),
         "to_first_token_s": timing.medians_of(first),
         "handoff_and_tokens_s": timing.medians_of(whole[new_tokens]),
-        "steps": {str(count): {"seconds": timing.medians_of(times), "ratios": _over_each(times)} for count, times in whole.items()},
+        "steps": {
+            str(count): {"seconds": timing.medians_of(times), "ratios": _over_each(times)}
+            for count, times in whole.items()
+        },
         "bytes": dict(paths.bytes),
         "base_bytes": paths.base.nbytes,
         "same_first_token": same,
@@ -181,14 +218,18 @@ def _over_each(times: dict[str, list[float]]) -> dict[str, timing.Figure]:
 
 
 def run(config: Any, workdir: Path, open_base: Callable[[Any], Base], **_: Any) -> dict[str, Any]:
-    """Runs the bench; returns its report. The keys at the top are those of the base that the config names."""
+    """Runs the bench; returns its report. The keys at the top are those of the base that the config
+    names.
+    """
     if unknown := sorted({*config.parts} - {"base", "large"}):
         raise choice("a part", unknown[0], ("base", "large"))
     report: dict[str, Any] = {"bench": "handoff", "device": timing.device(), "n": config.n}
     if "base" in config.parts:
         base = open_base(config)
         tokens = (config.new_tokens, *config.more_tokens)
-        report |= {"base": base.name} | _measure(config, base, config.rank, tokens, workdir / "handoff", base.name)
+        report |= {"base": base.name} | _measure(
+            config, base, config.rank, tokens, workdir / "handoff", base.name
+        )
         del base
     if "large" not in config.parts:
         return report
@@ -209,5 +250,12 @@ def run(config: Any, workdir: Path, open_base: Callable[[Any], Base], **_: Any) 
     )
     large = _random_base(cfg, jnp.dtype(shape.dtype))
     name = f"{shape.name}, {shape.layers} of {shape.all_layers} layers"
-    found = _measure(config, large, shape.rank, (shape.new_tokens, *shape.more_tokens), workdir / "handoff_large", name)
+    found = _measure(
+        config,
+        large,
+        shape.rank,
+        (shape.new_tokens, *shape.more_tokens),
+        workdir / "handoff_large",
+        name,
+    )
     return report | {"large": {"base": name, "dtype": shape.dtype} | found}

@@ -1,9 +1,12 @@
-"""Hit rates of the slot table and of the host cache over traffic, beside those of LRU and of the best there could be.
+"""Hit rates of the slot table and of the host cache over traffic, beside those of LRU and of the
+best there could be.
 
-The product's own tables are asked, with a clock that moves by ``request_s`` a request, and nothing is loaded: a hit rate follows from
-the order of requests alone. ``lru`` evicts what was not used for longest (``OrderedDict``); ``optimal`` what is next used last (Belady
-1966, "A study of replacement algorithms for a virtual-storage computer"), which no policy that does not see the future can beat. All
-entries are equally large, as adapters of one rank and base are. A figure is the mean over ``n`` traces with its interval.
+The product's own tables are asked, with a clock that moves by ``request_s`` a request, and nothing
+is loaded: a hit rate follows from the order of requests alone. ``lru`` evicts what was not used for
+longest (``OrderedDict``); ``optimal`` what is next used last (Belady 1966, "A study of replacement
+algorithms for a virtual-storage computer"), which no policy that does not see the future can beat.
+All entries are equally large, as adapters of one rank and base are. A figure is the mean over ``n``
+traces with its interval.
 """
 
 import heapq
@@ -29,7 +32,12 @@ def run(config: Any, workdir: Path, **_: Any) -> dict[str, Any]:
     progress = Progress("hot set", len(config.traffic) * len(config.capacities) * config.n)
     for kind in config.traffic:
         seeds = np.random.SeedSequence(config.seed).spawn(config.n)
-        traces = [traffic.draws(kind, config.names, config.requests, config.zipf, np.random.default_rng(s)).tolist() for s in seeds]
+        traces = [
+            traffic.draws(
+                kind, config.names, config.requests, config.zipf, np.random.default_rng(s)
+            ).tolist()
+            for s in seeds
+        ]
         for capacity in config.capacities:
             rates: dict[str, list[float]] = {name: [] for name in POLICIES}
             for trace in traces:
@@ -37,7 +45,14 @@ def run(config: Any, workdir: Path, **_: Any) -> dict[str, Any]:
                     rates[name].append(policy(trace, capacity, config) / len(trace))
                 progress.update(len(points) * config.n + len(rates["lru"]), f"{kind} {capacity}")
             hits = {name: timing.mean(values) for name, values in rates.items()}
-            points.append({"name": f"{kind} {capacity}", "traffic": kind, "capacity": capacity, "hit_rate": hits})
+            points.append(
+                {
+                    "name": f"{kind} {capacity}",
+                    "traffic": kind,
+                    "capacity": capacity,
+                    "hit_rate": hits,
+                }
+            )
     return {
         "bench": "hot_set",
         "names": config.names,
@@ -50,7 +65,9 @@ def run(config: Any, workdir: Path, **_: Any) -> dict[str, Any]:
 def slots(trace: Sequence[int], capacity: int, config: Any) -> int:
     """Hits of the slot table."""
     now = [0.0]
-    table = SlotTable({BUCKET: capacity}, {BUCKET: 1}, half_life_s=config.half_life_s, clock=lambda: now[0])
+    table = SlotTable(
+        {BUCKET: capacity}, {BUCKET: 1}, half_life_s=config.half_life_s, clock=lambda: now[0]
+    )
     hits = 0
     for name in map(str, trace):
         now[0] += config.request_s
@@ -65,7 +82,9 @@ def slots(trace: Sequence[int], capacity: int, config: Any) -> int:
 def host(trace: Sequence[int], capacity: int, config: Any) -> int:
     """Hits of the host cache."""
     now, buffer = [0.0], np.zeros(64, np.uint8)
-    cache = HostCache(capacity * buffer.nbytes, half_life_s=config.half_life_s, clock=lambda: now[0])
+    cache = HostCache(
+        capacity * buffer.nbytes, half_life_s=config.half_life_s, clock=lambda: now[0]
+    )
     hits = 0
     for name in map(str, trace):
         now[0] += config.request_s
@@ -114,4 +133,9 @@ def optimal(trace: Sequence[int], capacity: int, config: Any) -> int:
     return hits
 
 
-POLICIES: dict[str, Callable[[Sequence[int], int, Any], int]] = {"slots": slots, "host": host, "lru": lru, "optimal": optimal}
+POLICIES: dict[str, Callable[[Sequence[int], int, Any], int]] = {
+    "slots": slots,
+    "host": host,
+    "lru": lru,
+    "optimal": optimal,
+}

@@ -1,13 +1,17 @@
-"""Training requests made durable: through the journal of futures, and as a row each in the catalog's database.
+"""Training requests made durable: through the journal of futures, and as a row each in the
+catalog's database.
 
-A client's thread sends a request, which is durable when it is accepted; the request is run, which takes no time here; its result
-is durable when the client has it. Then the next. ``journal``: ``mint_jax.service.futures``, one thread that runs what is ready;
-requests and results of all threads share syncs. ``sqlite``: ``begin_operation`` and ``finish_operation`` of the catalog, a
-transaction each in SQLite's write-ahead log, synced at every commit; the thread that began a request also finishes it.
+A client's thread sends a request, which is durable when it is accepted; the request is run, which
+takes no time here; its result is durable when the client has it. Then the next. ``journal``:
+``mint_jax.service.futures``, one thread that runs what is ready; requests and results of all
+threads share syncs. ``sqlite``: ``begin_operation`` and ``finish_operation`` of the catalog, a
+transaction each in SQLite's write-ahead log, synced at every commit; the thread that began a
+request also finishes it.
 
-The two run in turn, for several numbers of threads. ``per_s`` are requests a second, ``cpu_us`` microseconds of the process's CPU
-for a request, ``ratio`` is how many times longer a request takes in the database. ``sync_ms``: what the disk takes to append
-and sync 8 KB, which no single client can undercut.
+The two run in turn, for several numbers of threads. ``per_s`` are requests a second, ``cpu_us``
+microseconds of the process's CPU for a request, ``ratio`` is how many times longer a request takes
+in the database. ``sync_ms``: what the disk takes to append and sync 8 KB, which no single client
+can undercut.
 """
 
 import base64
@@ -59,7 +63,9 @@ class _Journal:
         for seq_id in range(1, requests + 1):
             id = self._futures.submit(model, seq_id, "forward_backward", self._body, wait_s=None)
             if self._futures.wait(id, WAIT_S) is None:
-                raise TimeoutError(f"request {seq_id} of {model} has no result within {WAIT_S:.0f} s")
+                raise TimeoutError(
+                    f"request {seq_id} of {model} has no result within {WAIT_S:.0f} s"
+                )
             self._futures.acknowledge([id])
 
     def close(self) -> None:
@@ -72,7 +78,11 @@ class _Rows:
     """Clients of the catalog's table of operations."""
 
     def __init__(self, folder: Path, body: bytes, result: bytes):
-        self._request, self._result, self._rounds = base64.b64encode(body).decode(), base64.b64encode(result).decode(), 0
+        self._request, self._result, self._rounds = (
+            base64.b64encode(body).decode(),
+            base64.b64encode(result).decode(),
+            0,
+        )
         self._catalog = Catalog.open(folder, timeout_s=WAIT_S)
 
     def prepare(self) -> None:
@@ -80,7 +90,9 @@ class _Rows:
 
     def client(self, number: int, requests: int) -> None:
         for seq_id in range(1, requests + 1):
-            operation, _ = self._catalog.begin_operation("forward_backward", f"{self._rounds}:{number}:{seq_id}", self._request)
+            operation, _ = self._catalog.begin_operation(
+                "forward_backward", f"{self._rounds}:{number}:{seq_id}", self._request
+            )
             self._catalog.finish_operation(operation.id, self._result)
 
     def close(self) -> None:
@@ -130,7 +142,11 @@ def run(config: Any, workdir: Path, **_: Any) -> dict[str, Any]:
     folder.mkdir(parents=True)
     rng = np.random.default_rng(config.seed)
     body, result = rng.bytes(config.body_bytes), rng.bytes(config.result_bytes)
-    report: dict[str, Any] = {"bench": "journal", "device": timing.device(), "cores": os.cpu_count()}
+    report: dict[str, Any] = {
+        "bench": "journal",
+        "device": timing.device(),
+        "cores": os.cpu_count(),
+    }
     report |= {"body_bytes": config.body_bytes, "result_bytes": config.result_bytes}
     sides: dict[str, _Journal | _Rows] = {}
     try:

@@ -1,6 +1,8 @@
-"""Others' grouped products, where they are installed and run on this process's devices: tokamax' ``ragged_dot`` and torch's ``grouped_mm``.
+"""Others' grouped products, where they are installed and run on this process's devices: tokamax'
+``ragged_dot`` and torch's ``grouped_mm``.
 
-Each multiplies base and adapters of one expert projection pair: rows sorted by group, an expert or an adapter's share of one.
+Each multiplies base and adapters of one expert projection pair: rows sorted by group, an expert or
+an adapter's share of one.
 
 Axes: M rows, D in, F out, R rank, E experts, G groups (expert, adapter).
 """
@@ -12,8 +14,10 @@ from typing import Any
 import jax
 import numpy as np
 
-MOST_GROUPS = 1023  # of torch's grouped_mm on a GPU: of 1,024 torch 2.11 says "Can't process more than 1024 groups"
-Product = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # ``x [M, D], w [G, D, F], sizes [G] -> [M, F]``
+# of torch's grouped_mm on a GPU: of 1,024 torch 2.11 says "Can't process more than 1024 groups"
+MOST_GROUPS = 1023
+# ``x [M, D], w [G, D, F], sizes [G] -> [M, F]``
+Product = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 def tokamax_dot() -> Product:
@@ -28,38 +32,61 @@ def tokamax_dot() -> Product:
     from absl import flags
 
     if not flags.FLAGS.is_parsed():
-        flags.FLAGS.mark_as_parsed()  # it would parse this process's command line, whose options it does not know
+        # it would parse this process's command line, whose options it does not know
+        flags.FLAGS.mark_as_parsed()
     return lambda x, w, sizes: tokamax.ragged_dot(x, w, sizes)
 
 
 class TorchGrouped:
-    """Base and adapters as products of torch's ``grouped_mm``, with autograd's gradients of rows and factors.
+    """Base and adapters as products of torch's ``grouped_mm``, with autograd's gradients of rows
+    and factors.
 
     Args:
-        x, w, a, b, g: ``[M, D]``, ``[E, D, F]``, ``[G, R, D]``, ``[G, R, F]`` and the results' gradients ``[M, F]`` of each projection.
+        x, w, a, b, g: ``[M, D]``, ``[E, D, F]``, ``[G, R, D]``, ``[G, R, F]`` and the results'
+            gradients ``[M, F]`` of each projection.
         sizes_E, sizes_G: rows of each expert, and of each group.
 
     Raises:
         NotImplementedError: torch is not installed, or has no device of this process's kind.
     """
 
-    def __init__(self, x: Any, w: Sequence[Any], a: Sequence[Any], b: Sequence[Any], g: Sequence[Any], sizes_E: Any, sizes_G: Any):
+    def __init__(
+        self,
+        x: Any,
+        w: Sequence[Any],
+        a: Sequence[Any],
+        b: Sequence[Any],
+        g: Sequence[Any],
+        sizes_E: Any,
+        sizes_G: Any,
+    ):
         if importlib.util.find_spec("torch") is None:
             raise NotImplementedError("torch is not installed: pip install torch==2.13.0")
         import torch
 
         here = {"cpu": "cpu", "gpu": "cuda"}.get(jax.default_backend())
         if here is None or (here == "cuda" and not torch.cuda.is_available()):
-            raise NotImplementedError(f"torch {torch.__version__} has no device here, where JAX computes on {jax.default_backend()}")
+            raise NotImplementedError(
+                f"torch {torch.__version__} has no device here, where JAX computes on"
+                f" {jax.default_backend()}"
+            )
         if here == "cuda" and len(sizes_G) > MOST_GROUPS:
-            raise NotImplementedError(f"{len(sizes_G)} groups; torch's grouped_mm takes {MOST_GROUPS} on a GPU")
+            raise NotImplementedError(
+                f"{len(sizes_G)} groups; torch's grouped_mm takes {MOST_GROUPS} on a GPU"
+            )
         self.cuda = here == "cuda"
 
         def moved(v: Any) -> Any:
             return torch.from_numpy(np.array(v, np.float32)).to(here, getattr(torch, str(v.dtype)))
 
-        self.x, self.w, self.a, self.b, self.g = moved(x), *([moved(v) for v in of] for of in (w, a, b, g))
-        self.ends_E, self.ends_G = (torch.from_numpy(np.cumsum(sizes).astype(np.int32)).to(here) for sizes in (sizes_E, sizes_G))
+        self.x, self.w, self.a, self.b, self.g = (
+            moved(x),
+            *([moved(v) for v in of] for of in (w, a, b, g)),
+        )
+        self.ends_E, self.ends_G = (
+            torch.from_numpy(np.cumsum(sizes).astype(np.int32)).to(here)
+            for sizes in (sizes_E, sizes_G)
+        )
         self.trained = [self.x, *self.a, *self.b]
 
     def forward(self) -> list[Any]:

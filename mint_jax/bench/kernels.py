@@ -1,15 +1,20 @@
-"""What adapters of one expert projection pair (gate and up) add to the base's grouped product, by every implementation that runs here.
+"""What adapters of one expert projection pair (gate and up) add to the base's grouped product, by
+every implementation that runs here.
 
-Cells are shapes of decoding, prefill and training (forward and backward, the base frozen). Of each cell the base's grouped product alone
-is one side; others are base and adapters: ``model``, what a model runs on this platform; each implementation of
-``pallas_kernels.packed_lora`` by its name, never interpreted; ``ragged``, the adapters as two ``ragged_dot`` over groups of (expert,
-adapter); ``tokamax`` and ``torch``, base and adapters by these libraries' grouped products, where they are installed (``kernel_peers``);
-``loop``, a Python loop over experts and their adapters with a product each. ``over_base`` is a side's time over the base's;
-``ratio_ragged``, ``ratio_tokamax``, ``ratio_torch`` and ``ratio_loop`` are theirs over the model's. ``floor_over_base`` is counted and no
-time: the least bytes of base and adapters over the base's, alone where the adapters' product is a call of its own, inside where it is
-part of the base's (``pallas_kernels.cost``). A side that cannot run is named under ``empty`` with the reason.
+Cells are shapes of decoding, prefill and training (forward and backward, the base frozen). Of each
+cell the base's grouped product alone is one side; others are base and adapters: ``model``, what a
+model runs on this platform; each implementation of ``pallas_kernels.packed_lora`` by its name,
+never interpreted; ``ragged``, the adapters as two ``ragged_dot`` over groups of (expert, adapter);
+``tokamax`` and ``torch``, base and adapters by these libraries' grouped products, where they are
+installed (``kernel_peers``); ``loop``, a Python loop over experts and their adapters with a product
+each. ``over_base`` is a side's time over the base's; ``ratio_ragged``, ``ratio_tokamax``,
+``ratio_torch`` and ``ratio_loop`` are theirs over the model's. ``floor_over_base`` is counted and
+no time: the least bytes of base and adapters over the base's, alone where the adapters' product is
+a call of its own, inside where it is part of the base's (``pallas_kernels.cost``). A side that
+cannot run is named under ``empty`` with the reason.
 
-Axes: M rows (a token and one of its experts), D in, F out, R rank, E experts, P adapters, G groups (expert, adapter).
+Axes: M rows (a token and one of its experts), D in, F out, R rank, E experts, P adapters, G groups
+(expert, adapter).
 """
 
 import functools
@@ -72,19 +77,28 @@ class _Cell:
         for backward in (False, True)[: 1 + self.backward]:
             lora += cost.packed_lora(self.x, self.a, self.b, self.g, self.factor, backward)
             base += cost.grouped(self.x, self.w, self.sizes_E, backward)
-        return {"alone": round(1 + lora.nbytes / base.nbytes, 4), "inside": round(1 + lora.weights / base.nbytes, 4)}
+        return {
+            "alone": round(1 + lora.nbytes / base.nbytes, 4),
+            "inside": round(1 + lora.weights / base.nbytes, 4),
+        }
 
-    def sides(self, most_ragged: float, without: Collection[str]) -> tuple[dict[str, Side], dict[str, str]]:
+    def sides(
+        self, most_ragged: float, without: Collection[str]
+    ) -> tuple[dict[str, Side], dict[str, str]]:
         """What runs here, and why the others do not; of peers those that are not left out."""
         factor, sizes = jnp.asarray(self.factor), jnp.asarray(self.sizes_E)
         sides, empty = {"base": self._side(lambda x, w: _base(x, w, sizes), self.x)}, {}
         args = self.x, self.a, self.b
-        sides["model"] = self._side(functools.partial(_model, sizes=sizes, groups=self._groups()), *args)
+        sides["model"] = self._side(
+            functools.partial(_model, sizes=sizes, groups=self._groups()), *args
+        )
         for one in packed_lora.ADD:
             if reason := self._reason(one):
                 empty[one.name] = reason
             else:
-                sides[one.name] = self._side(functools.partial(_named, sizes=sizes, factor=factor, name=one.name), *args)
+                sides[one.name] = self._side(
+                    functools.partial(_named, sizes=sizes, factor=factor, name=one.name), *args
+                )
         dots: dict[str, Callable[[], Products]] = {
             "ragged": lambda: Products(grouped_matmul, jax.lax.ragged_dot),
             "tokamax": lambda: Products(tokamax_dot(), tokamax_dot()),
@@ -95,16 +109,26 @@ class _Cell:
         for name, product in dots.items():
             if name in without:
                 continue
-            if jax.default_backend() == "cpu" and (steps := self.x.size * len(self.sizes_G) * self.a[0].shape[1]) > most_ragged:
-                empty[name] = f"{steps:.1g} multiply-adds for one factor: on a CPU ragged_dot multiplies every row by every group's"
+            if (
+                jax.default_backend() == "cpu"
+                and (steps := self.x.size * len(self.sizes_G) * self.a[0].shape[1]) > most_ragged
+            ):
+                empty[name] = (
+                    f"{steps:.1g} multiply-adds for one factor: on a CPU ragged_dot multiplies"
+                    " every row by every group's"
+                )
                 continue
             try:
-                sides[name] = self._side(functools.partial(_products, sizes=sizes, groups=groups, of=product()), *args)
+                sides[name] = self._side(
+                    functools.partial(_products, sizes=sizes, groups=groups, of=product()), *args
+                )
             except NotImplementedError as reason:
                 empty[name] = str(reason)
         if "torch" not in without:
             try:
-                torch = TorchGrouped(self.x, self.w, self.a, self.b, self.g, self.sizes_E, self.sizes_G)
+                torch = TorchGrouped(
+                    self.x, self.w, self.a, self.b, self.g, self.sizes_E, self.sizes_G
+                )
                 sides["torch"] = torch.both if self.backward else torch.forward
             except NotImplementedError as reason:
                 empty["torch"] = str(reason)
@@ -120,7 +144,9 @@ class _Cell:
         G = len(self.sizes_G)
         first = np.cumsum(self.sizes_G) - self.sizes_G
         return Groups(
-            *(jnp.asarray(v, jnp.int32) for v in (first, self.sizes_G, np.arange(G))), factor=jnp.asarray(self.factor), contiguous=True
+            *(jnp.asarray(v, jnp.int32) for v in (first, self.sizes_G, np.arange(G))),
+            factor=jnp.asarray(self.factor),
+            contiguous=True,
         )
 
     def _reason(self, one: dispatch.Implementation) -> str:
@@ -129,7 +155,9 @@ class _Cell:
             return f"a kernel for {one.platform}, and this is {here}"
         tables: list[Any] = [(packed_lora.ADD, (self.x, self.a, self.b, self.g, self.factor))]
         if self.backward:
-            tables.append((packed_lora.BACKWARD, (self.x, self.a, self.b, self.g, self.x, self.factor)))
+            tables.append(
+                (packed_lora.BACKWARD, (self.x, self.a, self.b, self.g, self.x, self.factor))
+            )
         for table, args in tables:
             told = dict(dispatch.explain(table, *args)).get(one.name, "has no gradients")
             if not told.startswith("serves"):
@@ -172,10 +200,16 @@ class _Cell:
         for k, y in enumerate(made):
             for m in rows:
                 g = int(self.factor[m])
-                x, w, a, b = (np.array(v, np.float64) for v in (self.x[m], self.w[k][g // self.adapters], self.a[k][g], self.b[k][g]))
+                x, w, a, b = (
+                    np.array(v, np.float64)
+                    for v in (self.x[m], self.w[k][g // self.adapters], self.a[k][g], self.b[k][g])
+                )
                 want = x @ w + (a @ x) @ b
                 row = y[m] if isinstance(y, jax.Array) else y[m].detach().float().cpu().numpy()
-                worst = max(worst, float(np.abs(np.array(row, np.float64) - want).max() / np.abs(want).max()))
+                worst = max(
+                    worst,
+                    float(np.abs(np.array(row, np.float64) - want).max() / np.abs(want).max()),
+                )
         return float(f"{worst:.2g}")
 
 
@@ -183,15 +217,21 @@ def _base(x: jax.Array, w: Any, sizes: jax.Array) -> list[jax.Array]:
     return [grouped_matmul(x, one, sizes) for one in w]
 
 
-def _model(x: jax.Array, a: Any, b: Any, w: Any, sizes: jax.Array, groups: Groups) -> list[jax.Array]:
+def _model(
+    x: jax.Array, a: Any, b: Any, w: Any, sizes: jax.Array, groups: Groups
+) -> list[jax.Array]:
     return project(x, [{"w": one} for one in w], sizes, [Adapters(groups, tuple(zip(a, b)))])
 
 
-def _named(x: jax.Array, a: Any, b: Any, w: Any, sizes: jax.Array, factor: jax.Array, name: str) -> list[jax.Array]:
+def _named(
+    x: jax.Array, a: Any, b: Any, w: Any, sizes: jax.Array, factor: jax.Array, name: str
+) -> list[jax.Array]:
     return list(packed_lora.packed_lora(x, a, b, _base(x, w, sizes), factor, implementation=name))
 
 
-def _products(x: jax.Array, a: Any, b: Any, w: Any, sizes: jax.Array, groups: jax.Array, of: Products) -> list[jax.Array]:
+def _products(
+    x: jax.Array, a: Any, b: Any, w: Any, sizes: jax.Array, groups: jax.Array, of: Products
+) -> list[jax.Array]:
     """Base and adapters by one grouped product each."""
 
     def delta(a_k: jax.Array, b_k: jax.Array) -> jax.Array:
@@ -229,7 +269,11 @@ def run(config: Any, workdir: Path, **_: Any) -> dict[str, Any]:
         "cells": [],
     }
     for name, cell in config.cells.items():
-        report["cells"].append({"name": name} | cell.to_dict() | _measured(name, _Cell(config.size, cell, dtype, config.seed), config))
+        report["cells"].append(
+            {"name": name}
+            | cell.to_dict()
+            | _measured(name, _Cell(config.size, cell, dtype, config.seed), config)
+        )
     return report
 
 

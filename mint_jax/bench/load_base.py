@@ -1,7 +1,8 @@
 """What loading a base costs in host memory, and what 8 bits cost in accuracy.
 
-A random sparse checkpoint of ``config.gigabytes`` in several files is written, then loaded in a process of its own, plain and
-quantised: peak resident memory over what the base itself takes. Then the logits of ``config.base`` in 8 bits against its own.
+A random sparse checkpoint of ``config.gigabytes`` in several files is written, then loaded in a
+process of its own, plain and quantised: peak resident memory over what the base itself takes. Then
+the logits of ``config.base`` in 8 bits against its own.
 """
 
 import json
@@ -28,17 +29,26 @@ from mint_jax.models.config import from_hf
 from mint_jax.models.precision import as_stored
 
 FILES = 8
-TEXT = "The capital of France is Paris. Water boils at one hundred degrees. Two and three make five, and five and seven make twelve."
+TEXT = (
+    "The capital of France is Paris. Water boils at one hundred degrees. Two and three make five,"
+    " and five and seven make twelve."
+)
 
 
 def write_checkpoint(directory: Path, fields: dict[str, Any], gigabytes: float) -> int:
-    """Writes an indexed bfloat16 checkpoint with as many layers as make about ``gigabytes``; returns its bytes."""
+    """Writes an indexed bfloat16 checkpoint with as many layers as make about ``gigabytes``;
+    returns its bytes.
+    """
 
     def size_of(layers: int) -> int:
-        return params.nbytes(transformer.abstract(from_hf(fields | {"num_hidden_layers": layers}), jnp.bfloat16))
+        return params.nbytes(
+            transformer.abstract(from_hf(fields | {"num_hidden_layers": layers}), jnp.bfloat16)
+        )
 
     layer = size_of(2) - size_of(1)
-    fields = fields | {"num_hidden_layers": max(1, round((gigabytes * 1e9 - (size_of(1) - layer)) / layer))}
+    fields = fields | {
+        "num_hidden_layers": max(1, round((gigabytes * 1e9 - (size_of(1) - layer)) / layer))
+    }
     cfg, rng = from_hf(fields), np.random.default_rng(0)
     files: list[dict[str, np.ndarray]] = [{} for _ in range(FILES)]
     for path, spec in params.leaves_with_path(transformer.abstract(cfg)):
@@ -57,7 +67,9 @@ def write_checkpoint(directory: Path, fields: dict[str, Any], gigabytes: float) 
 
 
 def load_here(directory: str, quantise: str) -> dict[str, float]:
-    """Loads onto one device of this process; bytes of the base, and of resident memory before and at the peak."""
+    """Loads onto one device of this process; bytes of the base, and of resident memory before and
+    at the peak.
+    """
     mesh = make_mesh({"data": 1}, jax.devices()[:1])
     jnp.ones(3).block_until_ready()
     before = host.rss_bytes()
@@ -66,7 +78,8 @@ def load_here(directory: str, quantise: str) -> dict[str, float]:
 
 
 def logits_error(base: Base, kind: str) -> dict[str, Any]:
-    """The quantised base's logits on a text against those of ``base``: root mean square over their spread, KL in nats, argmax.
+    """The quantised base's logits on a text against those of ``base``: root mean square over their
+    spread, KL in nats, argmax.
 
     The interval of the KL is over the text's tokens.
     """
@@ -78,7 +91,11 @@ def logits_error(base: Base, kind: str) -> dict[str, Any]:
     def run(tree: Any) -> jax.Array:
         with jax.set_mesh(base.mesh):
             return transformer.logits(
-                tree, None, transformer.hidden_states(tree, None, transformer.Inputs(tokens, positions), base.cfg)[0]
+                tree,
+                None,
+                transformer.hidden_states(
+                    tree, None, transformer.Inputs(tokens, positions), base.cfg
+                )[0],
             )[0]
 
     exact, rough = run(base.params), run(small.params)
@@ -92,25 +109,39 @@ def logits_error(base: Base, kind: str) -> dict[str, Any]:
     }
 
 
-def run(config: Any, workdir: Path, open_base: Callable[..., Base], make_grpo: Any) -> dict[str, Any]:
+def run(
+    config: Any, workdir: Path, open_base: Callable[..., Base], make_grpo: Any
+) -> dict[str, Any]:
     """Writes, loads, compares; see the module."""
     del make_grpo
     directory = workdir / "checkpoint"
     directory.mkdir(parents=True, exist_ok=True)
-    report: dict[str, Any] = {"bench": "load_base", "device": timing.device(), "loads": {}, "quantised": {}}
+    report: dict[str, Any] = {
+        "bench": "load_base",
+        "device": timing.device(),
+        "loads": {},
+        "quantised": {},
+    }
     kinds = ["", *quantised.KINDS]
     try:
-        report["checkpoint_bytes"] = write_checkpoint(directory, config.model.to_dict(), config.gigabytes)
+        report["checkpoint_bytes"] = write_checkpoint(
+            directory, config.model.to_dict(), config.gigabytes
+        )
         progress = Progress("loading", config.n * len(kinds))
         rows: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}
         for k in range(config.n):
             for kind, loads in rows.items():
                 loads.append(alone(load_here, str(directory), kind))
-                progress.update(k * len(kinds) + len([r for r in rows.values() if len(r) > k]), kind or "bfloat16")
+                progress.update(
+                    k * len(kinds) + len([r for r in rows.values() if len(r) > k]),
+                    kind or "bfloat16",
+                )
         for kind, loads in rows.items():
             report["loads"][kind or "bfloat16"] = {
                 "base_bytes": loads[0]["base_bytes"],
-                "rss_over_share": timing.median((row["rss_peak"] - row["rss_before"]) / row["base_bytes"] for row in loads),
+                "rss_over_share": timing.median(
+                    (row["rss_peak"] - row["rss_before"]) / row["base_bytes"] for row in loads
+                ),
             }
     finally:
         shutil.rmtree(directory, ignore_errors=True)

@@ -1,4 +1,6 @@
-"""Merged weights, as a baseline only: what systems without resident adapters hand from trainer to sampler."""
+"""Merged weights, as a baseline only: what systems without resident adapters hand from trainer to
+sampler.
+"""
 
 from typing import Any
 
@@ -14,13 +16,17 @@ from mint_jax.models.precision import as_stored
 @jax.jit
 @as_stored
 def merged(params: Any, stack: AdapterStack, slot: jax.Array) -> Any:
-    """A second copy of the base with one slot's deltas added, ``W + scale A^T B`` (``unembed`` and ``embed`` left alone).
+    """A second copy of the base with one slot's deltas added, ``W + scale A^T B`` (``unembed`` and
+    ``embed`` left alone).
 
     Raises:
         UserError: weights that are held in fewer bits than products have.
     """
     if any(w.ndim > 1 and w.dtype != params["final_norm"].dtype for w in jax.tree.leaves(params)):
-        raise UserError("merged weights need the base's in full: set --config.as_stored=False and --config.quantise=")
+        raise UserError(
+            "merged weights need the base's in full: set --config.as_stored=False and"
+            " --config.quantise="
+        )
     factors = dict(params_lib.leaves_with_path(stack.factors))
 
     def leaf(path: str, w: jax.Array) -> jax.Array:

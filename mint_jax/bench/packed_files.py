@@ -1,4 +1,6 @@
-"""One adapter of a given shape in all its forms on disk, and the ways to read those that are not packed."""
+"""One adapter of a given shape in all its forms on disk, and the ways to read those that are not
+packed.
+"""
 
 import functools
 from pathlib import Path
@@ -28,7 +30,11 @@ class Files:
         self.config = AdapterConfig(config.rank, 2.0 * config.rank, TARGETS)
         self.wanted = lora_tree.adapter_specs(self.specs, self.config)
         dtype = jnp.dtype(config.dtype)
-        self._values = np.random.default_rng(config.seed).standard_normal(params_lib.count(self.wanted), np.float32).astype(dtype)
+        self._values = (
+            np.random.default_rng(config.seed)
+            .standard_normal(params_lib.count(self.wanted), np.float32)
+            .astype(dtype)
+        )
         self.store = Store(folder / "catalog")
         schema = Schema(BASE, self.config, config.dtype)
         self.digests = self.store.add(pack(self.adapter(i), schema) for i in range(config.distinct))
@@ -36,9 +42,17 @@ class Files:
         peft.write_peft(folder / "unpacked", self.adapter(0), self.config, self.names)
         self.unpacked = folder / "unpacked" / peft.WEIGHTS
         self.middle = folder / "middle.safetensors"
-        middle = {f"{path}/{i}": row for path, leaf in params_lib.leaves_with_path(self.adapter(0)) for i, row in enumerate(leaf)}
+        middle = {
+            f"{path}/{i}": row
+            for path, leaf in params_lib.leaves_with_path(self.adapter(0))
+            for i, row in enumerate(leaf)
+        }
         save_file(middle, self.middle)
-        self.tensors = {"unpacked": 2 * sum(map(len, self.names.values())), "middle": len(middle), "packed": len(self.paths())}
+        self.tensors = {
+            "unpacked": 2 * sum(map(len, self.names.values())),
+            "middle": len(middle),
+            "packed": len(self.paths()),
+        }
 
     def paths(self) -> list[str]:
         return [path for path, _ in params_lib.leaves_with_path(self.wanted)]
@@ -57,8 +71,12 @@ class Files:
         flat = {}
         for path, modules in self.names.items():
             stack = at(self.wanted, path)
-            flat[f"{path}/a"] = np.stack([tensors[f"base_model.model.{m}.lora_A.weight"] for m in modules]).reshape(stack["a"].shape)
-            flat[f"{path}/b"] = np.stack([tensors[f"base_model.model.{m}.lora_B.weight"].T for m in modules]).reshape(stack["b"].shape)
+            flat[f"{path}/a"] = np.stack(
+                [tensors[f"base_model.model.{m}.lora_A.weight"] for m in modules]
+            ).reshape(stack["a"].shape)
+            flat[f"{path}/b"] = np.stack(
+                [tensors[f"base_model.model.{m}.lora_B.weight"].T for m in modules]
+            ).reshape(stack["b"].shape)
         return params_lib.nest(flat)
 
     def per_tensor(self) -> Any:
@@ -70,27 +88,54 @@ class Files:
             each = len(modules) // layers  # experts, or one
             for factor, letter in (("a", "A"), ("b", "B")):
                 names = [f"base_model.model.{module}.lora_{letter}.weight" for module in modules]
-                rows = [stack([arrays[name] for name in names[i * each : (i + 1) * each]], factor == "b") for i in range(layers)]
-                flat[f"{path}/{factor}"] = stack(rows, False).reshape(at(self.wanted, path)[factor].shape)
+                rows = [
+                    stack(
+                        [arrays[name] for name in names[i * each : (i + 1) * each]], factor == "b"
+                    )
+                    for i in range(layers)
+                ]
+                flat[f"{path}/{factor}"] = stack(rows, False).reshape(
+                    at(self.wanted, path)[factor].shape
+                )
         return params_lib.nest(flat)
 
     def read_middle(self) -> Any:
         """The file with one tensor per layer, projection and factor."""
         tensors = load_file(self.middle)
         layers = {path: spec.shape[0] for path, spec in params_lib.leaves_with_path(self.wanted)}
-        return params_lib.nest({path: np.stack([tensors[f"{path}/{i}"] for i in range(n)]) for path, n in layers.items()})
+        return params_lib.nest(
+            {
+                path: np.stack([tensors[f"{path}/{i}"] for i in range(n)])
+                for path, n in layers.items()
+            }
+        )
 
 
 def shape_of(shape: Any) -> ModelConfig:
     """The sparse base that a bench's section ``shape`` describes."""
-    heads = {"num_heads": shape.num_heads, "num_kv_heads": shape.num_kv_heads, "head_dim": shape.head_dim}
+    heads = {
+        "num_heads": shape.num_heads,
+        "num_kv_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+    }
     experts = Experts(shape.experts, shape.per_token, shape.width)
-    return ModelConfig("qwen3_moe", 64, shape.d_model, shape.layers, **heads, d_ff=shape.width, qk_norm=True, experts=experts)
+    return ModelConfig(
+        "qwen3_moe",
+        64,
+        shape.d_model,
+        shape.layers,
+        **heads,
+        d_ff=shape.width,
+        qk_norm=True,
+        experts=experts,
+    )
 
 
 def adapter_of(wanted: Any, rng: np.random.Generator, dtype: str) -> Any:
     """A random adapter of these specs."""
-    return jax.tree.map(lambda spec: rng.standard_normal(spec.shape, np.float32).astype(jnp.dtype(dtype)), wanted)
+    return jax.tree.map(
+        lambda spec: rng.standard_normal(spec.shape, np.float32).astype(jnp.dtype(dtype)), wanted
+    )
 
 
 def at(tree: Any, path: str) -> Any:

@@ -1,27 +1,32 @@
-"""File to device slot: one packed object against the same adapter in PEFT's tensors, and what residency makes of many.
+"""File to device slot: one packed object against the same adapter in PEFT's tensors, and what
+residency makes of many.
 
-All sides read the same values from files in the page cache and end when the slot is written. ``packed`` goes from a catalog
-through ``Residency`` as jobs do, opened by the same function with no setting of the bench's own; it verifies the digest and
-checks the layout, which the other sides do not do (values are searched for NaN when the catalog takes them in, and by no side
-here). It is compared with
+All sides read the same values from files in the page cache and end when the slot is written.
+``packed`` goes from a catalog through ``Residency`` as jobs do, opened by the same function with no
+setting of the bench's own; it verifies the digest and checks the layout, which the other sides do
+not do (values are searched for NaN when the catalog takes them in, and by no side here). It is
+compared with
 
-- ``ratio_packed``: loading as an engine does that keeps one array a module, as PEFT and vLLM do: safetensors ``load_file`` of
-  the 37,248 tensors, one device array for each (all handed over in one call), stacked on the device layer by layer into the
-  packed factors, written to the slot. MinT's own unpacked path took 0.367 s to read such a file and 0.754 s to build an
-  object for each tensor, on its machine and in PyTorch; that is quoted, not run.
-- ``ratio_stacked_on_host``: the cleverest straightforward way from the same file: tensors of a projection are stacked by numpy
-  on the host, and only the 14 stacks become device arrays.
-- ``ratio_672``: the same from a file in which experts are stacked already, one tensor per layer, projection and factor.
-- ``ratio_peft_load_adapter``: PEFT's real ``load_adapter`` into a torch model, of a small dense adapter (it finishes in
-  seconds there), against ours of the same adapter.
+- ``ratio_packed``: loading as an engine does that keeps one array a module, as PEFT and vLLM do:
+  safetensors ``load_file`` of the 37,248 tensors, one device array for each (all handed over in one
+  call), stacked on the device layer by layer into the packed factors, written to the slot. MinT's
+  own unpacked path took 0.367 s to read such a file and 0.754 s to build an object for each tensor,
+  on its machine and in PyTorch; that is quoted, not run.
+- ``ratio_stacked_on_host``: the cleverest straightforward way from the same file: tensors of a
+  projection are stacked by numpy on the host, and only the 14 stacks become device arrays.
+- ``ratio_672``: the same from a file in which experts are stacked already, one tensor per layer,
+  projection and factor.
+- ``ratio_peft_load_adapter``: PEFT's real ``load_adapter`` into a torch model, of a small dense
+  adapter (it finishes in seconds there), against ours of the same adapter.
 
-``cold_over_1``: ``distinct`` cold revisions at once over one. All is in memory, so this is a matter of cores: 16 loads that
-keep all cores busy, over one that keeps a single core busy, is ``cold_over_1_floor`` (from CPU times); where one load uses
-all cores, which makes both sides faster, the ratio is up to ``cold_over_1_cpu``.
+``cold_over_1``: ``distinct`` cold revisions at once over one. All is in memory, so this is a matter
+of cores: 16 loads that keep all cores busy, over one that keeps a single core busy, is
+``cold_over_1_floor`` (from CPU times); where one load uses all cores, which makes both sides
+faster, the ratio is up to ``cold_over_1_cpu``.
 
-``host_bytes_ratio``: growth of resident memory over the bytes that the host cache counts. ``cpu_seconds``, and the
-``cpu_ratio``s from them, are of all threads of the process: they hold also where others use the machine, which
-``load_average`` shows.
+``host_bytes_ratio``: growth of resident memory over the bytes that the host cache counts.
+``cpu_seconds``, and the ``cpu_ratio``s from them, are of all threads of the process: they hold also
+where others use the machine, which ``load_average`` shows.
 
 ``decode_pause_p99``: see ``decode_pause``.
 """
@@ -63,12 +68,18 @@ class _Plain:
         self.files = files
         bucket = files.config.bucket
         specs = lora_tree.stack_specs(files.specs, TARGETS, bucket, 1)
-        self.stack = AdapterStack(jax.tree.map(lambda s: jnp.zeros(s.shape, dtype), specs), jnp.zeros((1,), jnp.float32), bucket)
+        self.stack = AdapterStack(
+            jax.tree.map(lambda s: jnp.zeros(s.shape, dtype), specs),
+            jnp.zeros((1,), jnp.float32),
+            bucket,
+        )
         self._write = jax.jit(lora_tree.write_slot, donate_argnums=0)
 
     def load(self, read: Callable[[], Any]) -> None:
         adapter = jax.device_put(read())  # what is on the device already stays as it is
-        self.stack = jax.block_until_ready(self._write(self.stack, jnp.int32(0), adapter, jnp.float32(self.files.config.scale)))
+        self.stack = jax.block_until_ready(
+            self._write(self.stack, jnp.int32(0), adapter, jnp.float32(self.files.config.scale))
+        )
 
 
 def _loads(config: Any, files: Files) -> dict[str, Any]:
@@ -100,7 +111,9 @@ def _loads(config: Any, files: Files) -> dict[str, Any]:
             call()
             times.setdefault(name, []).append(time.perf_counter() - began)
             work.setdefault(name, []).append(time.process_time() - used)
-        progress.update(k + 1, " ".join(f"{name} {values[-1]:.3f} s" for name, values in times.items()))
+        progress.update(
+            k + 1, " ".join(f"{name} {values[-1]:.3f} s" for name, values in times.items())
+        )
     times, work = ({name: values[1:] for name, values in of.items()} for of in (times, work))
     same = _same(plain, residency, files)
     forget(residency, files.digests)
@@ -180,30 +193,49 @@ def _parts(config: Any, files: Files) -> dict[str, timing.Figure]:
 
 
 def _host_bytes(config: Any, files: Files, folder: Path) -> dict[str, Any]:
-    """Resident memory that a filled host cache takes, over the bytes it counts: large revisions, then many small ones."""
+    """Resident memory that a filled host cache takes, over the bytes it counts: large revisions,
+    then many small ones.
+    """
     small = config.small
     cfg = ModelConfig(
-        "qwen3", 64, small.d_model, small.layers, num_heads=4, num_kv_heads=2, head_dim=small.d_model // 4, d_ff=2 * small.d_model
+        "qwen3",
+        64,
+        small.d_model,
+        small.layers,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=small.d_model // 4,
+        d_ff=2 * small.d_model,
     )
     specs, adapter_config = transformer.abstract(cfg), AdapterConfig(1, 2.0, TARGETS)
     rng = np.random.default_rng(config.seed)
     wanted = lora_tree.adapter_specs(specs, adapter_config)
     little = Store(folder / "little")
     schema = Schema(BASE, adapter_config, config.dtype)
-    objects = [pack(jax.tree.map(lambda s: rng.standard_normal(s.shape, np.float32), wanted), schema) for _ in range(small.count)]
+    objects = [
+        pack(jax.tree.map(lambda s: rng.standard_normal(s.shape, np.float32), wanted), schema)
+        for _ in range(small.count)
+    ]
     digests = little.add(objects, together=True)
     del objects
     out: dict[str, Any] = {}
-    for name, store, shape, all_digests in (("", files.store, files.cfg, files.digests), ("_small", little, cfg, digests)):
+    for name, store, shape, all_digests in (
+        ("", files.store, files.cfg, files.digests),
+        ("_small", little, cfg, digests),
+    ):
         # each in a fresh process: no freed memory hides what is taken
-        fills = [alone(_fill_host, store.folder, shape, all_digests) for _ in range(config.host_fills)]
+        fills = [
+            alone(_fill_host, store.folder, shape, all_digests) for _ in range(config.host_fills)
+        ]
         out[f"host_bytes_ratio{name}"] = timing.median(grown / counted for grown, counted in fills)
         out[f"host_bytes{name}"] = fills[0][1]
     return out
 
 
 def _fill_host(folder: str, cfg: ModelConfig, digests: list[str]) -> tuple[int, int]:
-    """Growth of resident memory, and bytes counted, while revisions fill the host cache behind a slot that is taken."""
+    """Growth of resident memory, and bytes counted, while revisions fill the host cache behind a
+    slot that is taken.
+    """
     store = Store(folder)
     store.lease(digests)
     residency = residency_of(store, transformer.abstract(cfg), 1, depth=len(digests))
@@ -239,17 +271,39 @@ def _against_peft(config: Any, folder: Path) -> dict[str, Any]:
         "head_dim": size.d_model // heads,
         "tie_word_embeddings": False,
     }
-    cfg = ModelConfig("llama", 256, size.d_model, size.layers, heads, heads, size.d_model // heads, 3 * size.d_model, tie_embeddings=False)
-    specs, adapter_config = transformer.abstract(cfg), AdapterConfig(size.rank, 2.0 * size.rank, TARGETS)
+    cfg = ModelConfig(
+        "llama",
+        256,
+        size.d_model,
+        size.layers,
+        heads,
+        heads,
+        size.d_model // heads,
+        3 * size.d_model,
+        tie_embeddings=False,
+    )
+    specs, adapter_config = (
+        transformer.abstract(cfg),
+        AdapterConfig(size.rank, 2.0 * size.rank, TARGETS),
+    )
     rng = np.random.default_rng(config.seed)
-    adapter = jax.tree.map(lambda s: rng.standard_normal(s.shape, np.float32), lora_tree.adapter_specs(specs, adapter_config))
+    adapter = jax.tree.map(
+        lambda s: rng.standard_normal(s.shape, np.float32),
+        lora_tree.adapter_specs(specs, adapter_config),
+    )
     path = folder / "peft"
-    peft.write_peft(path, adapter, adapter_config, hf.module_names(cfg, lora_tree.projections(specs, TARGETS)))
+    peft.write_peft(
+        path, adapter, adapter_config, hf.module_names(cfg, lora_tree.projections(specs, TARGETS))
+    )
     store = Store(folder / "dense")
     [digest] = store.add([pack(adapter, Schema(BASE, adapter_config, "float32"))])
     residency = residency_of(store, specs, 1)
     torch.manual_seed(0)
-    model = PeftModel.from_pretrained(transformers.LlamaForCausalLM(transformers.LlamaConfig(**fields)), path, adapter_name="first")
+    model = PeftModel.from_pretrained(
+        transformers.LlamaForCausalLM(transformers.LlamaConfig(**fields)),
+        path,
+        adapter_name="first",
+    )
 
     def theirs() -> None:
         model.load_adapter(path, adapter_name="second")
@@ -275,7 +329,12 @@ def run(config: Any, workdir: Path, **_: Any) -> dict[str, Any]:
     folder = workdir / "packed_load"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    report: dict[str, Any] = {"bench": "packed_load", "device": timing.device(), "cores": os.cpu_count(), "n": config.n}
+    report: dict[str, Any] = {
+        "bench": "packed_load",
+        "device": timing.device(),
+        "cores": os.cpu_count(),
+        "n": config.n,
+    }
     try:
         files = Files(config, folder)
         report |= {

@@ -1,4 +1,6 @@
-"""What the benches of loading share: a catalog of packed adapters, and residency over it, opened as jobs open it."""
+"""What the benches of loading share: a catalog of packed adapters, and residency over it, opened as
+jobs open it.
+"""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -41,7 +43,11 @@ class Store:
             together: in one pack; else each has its own.
         """
         exports = (Export(f"p{len(self.found) + k}", data, 1) for k, data in enumerate(objects))
-        made = self.catalog.export_many(list(exports), create=True) if together else [self._export(one) for one in exports]
+        made = (
+            self.catalog.export_many(list(exports), create=True)
+            if together
+            else [self._export(one) for one in exports]
+        )
         return self.lease(revision.digest for revision in made)
 
     def _export(self, one: Export) -> Any:
@@ -64,12 +70,19 @@ class Store:
     def known(self) -> dict[str, Known]:
         """What the records say of all, as residency is opened with it."""
         schemas = {digest: Schema.from_json(found.schema) for digest, found in self.found.items()}
-        return {digest: Known(schema.config, schema.dtype, self.found[digest].finite) for digest, schema in schemas.items()}
+        return {
+            digest: Known(schema.config, schema.dtype, self.found[digest].finite)
+            for digest, schema in schemas.items()
+        }
 
 
 def residency_of(store: Store, specs: Any, slots: int, depth: int = 256) -> Residency:
-    """Residency over a store, with ``slots`` slots a bucket and all of the host's memory, and otherwise the settings of jobs."""
-    return open_residency(store.fetch, unpack, BASE, specs, store.known(), slots, 1 << 40, depth=depth)
+    """Residency over a store, with ``slots`` slots a bucket and all of the host's memory, and
+    otherwise the settings of jobs.
+    """
+    return open_residency(
+        store.fetch, unpack, BASE, specs, store.known(), slots, 1 << 40, depth=depth
+    )
 
 
 def load(residency: Residency, digests: list[str]) -> None:

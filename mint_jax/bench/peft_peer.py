@@ -1,9 +1,12 @@
-"""The peer: torch, transformers and PEFT training and sampling the same adapters on the same weights, in the same dtype.
+"""The peer: torch, transformers and PEFT training and sampling the same adapters on the same
+weights, in the same dtype.
 
-For each work the peer runs with the options that make it fastest here. They are tried one after another, on the work itself:
-fused or written-out attention, all threads or one, for sampling a cache that grows or one of fixed size, and ``torch.compile``
-of what the winner of these does. Compiling may take many minutes or fail, so it has a process and a time limit of its own, none by
-default; where it does not end in time, that is what the report says. Logits are computed only where a loss or a token needs them.
+For each work the peer runs with the options that make it fastest here. They are tried one after
+another, on the work itself: fused or written-out attention, all threads or one, for sampling a
+cache that grows or one of fixed size, and ``torch.compile`` of what the winner of these does.
+Compiling may take many minutes or fail, so it has a process and a time limit of its own, none by
+default; where it does not end in time, that is what the report says. Logits are computed only where
+a loss or a token needs them.
 """
 
 import multiprocessing
@@ -38,7 +41,11 @@ class Options(NamedTuple):
     compiled: bool = False
 
     def __str__(self) -> str:
-        words = [f"{self.attention} attention", f"{self.threads} thread{'s' if self.threads > 1 else ''}", f"{self.cache} cache"]
+        words = [
+            f"{self.attention} attention",
+            f"{self.threads} thread{'s' if self.threads > 1 else ''}",
+            f"{self.cache} cache",
+        ]
         return ", ".join([*words, *(["torch.compile"] if self.compiled else [])])
 
 
@@ -68,13 +75,17 @@ class PeftPeer:
 
         self._base = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
         (first, path), *others = adapters.items()
-        self.model = PeftModel.from_pretrained(self._base, path, adapter_name=first, is_trainable=True)
+        self.model = PeftModel.from_pretrained(
+            self._base, path, adapter_name=first, is_trainable=True
+        )
         for name, path in others:
             self.model.load_adapter(path, adapter_name=name, is_trainable=True)
         self.optimizers = {}
         for name in adapters:
             mine = [p for key, p in self.model.named_parameters() if f".{name}." in key]
-            self.optimizers[name] = torch.optim.AdamW(mine, lr=learning_rate, weight_decay=0.0, foreach=True)
+            self.optimizers[name] = torch.optim.AdamW(
+                mine, lr=learning_rate, weight_decay=0.0, foreach=True
+            )
         self._forward, self._compiled = self._base.forward, torch.compile(self._base.forward)
         self.use(Options())
 
@@ -87,8 +98,17 @@ class PeftPeer:
         self._base.forward = self._compiled if options.compiled else self._forward
         self.options = options
 
-    def update(self, name: str, tokens_BT: np.ndarray, prompt: int, advantages_B: np.ndarray, old_logp_BC: np.ndarray) -> float:
-        """One policy-gradient update of one adapter on rows of ``prompt`` + C tokens; returns the loss before it."""
+    def update(
+        self,
+        name: str,
+        tokens_BT: np.ndarray,
+        prompt: int,
+        advantages_B: np.ndarray,
+        old_logp_BC: np.ndarray,
+    ) -> float:
+        """One policy-gradient update of one adapter on rows of ``prompt`` + C tokens; returns the
+        loss before it.
+        """
         import torch
         import torch.nn.functional as F
 
@@ -109,8 +129,12 @@ class PeftPeer:
         """``update`` with one adapter's arguments after another; the sum of their losses."""
         return sum(self.update(*arguments) for arguments in each)
 
-    def generate(self, prompts_BT: np.ndarray, adapters: Sequence[str], new_tokens: int) -> np.ndarray:
-        """Greedy continuations ``[B, new_tokens]``, every row with its own adapter (PEFT's mixed batch)."""
+    def generate(
+        self, prompts_BT: np.ndarray, adapters: Sequence[str], new_tokens: int
+    ) -> np.ndarray:
+        """Greedy continuations ``[B, new_tokens]``, every row with its own adapter (PEFT's mixed
+        batch).
+        """
         import torch
 
         tokens = torch.tensor(prompts_BT, dtype=torch.long)
@@ -144,7 +168,8 @@ def _seconds(peer: PeftPeer, options: Options, work: Work) -> float:
 def fastest(
     peer: PeftPeer, made: tuple[Any, ...], works: Mapping[str, Work], compile_s: float
 ) -> tuple[dict[str, Options], dict[str, dict[str, Any]]]:
-    """The fastest options of each work, and what was tried: options -> seconds, or why there is no time.
+    """The fastest options of each work, and what was tried: options -> seconds, or why there is no
+    time.
 
     Args:
         peer: to try on; its adapters move.
@@ -170,7 +195,9 @@ def fastest(
         progress.update(len(best), str(best[name]))
     if compile_s <= 0:
         return best, tried
-    wanted = {name: (options._replace(compiled=True), works[name]) for name, options in best.items()}
+    wanted = {
+        name: (options._replace(compiled=True), works[name]) for name, options in best.items()
+    }
     for name, found in compiled_seconds(made, wanted, compile_s).items():
         options = wanted[name][0]
         if not isinstance(found, str) and found < min(tried[name].values()):
@@ -179,7 +206,9 @@ def fastest(
     return best, tried
 
 
-def compiled_seconds(made: tuple[Any, ...], wanted: Mapping[str, tuple[Options, Work]], limit_s: float) -> dict[str, float | str]:
+def compiled_seconds(
+    made: tuple[Any, ...], wanted: Mapping[str, tuple[Options, Work]], limit_s: float
+) -> dict[str, float | str]:
     """Seconds of each work as ``torch.compile`` makes it, or the reason why there are none."""
     spawn = multiprocessing.get_context("spawn")
     theirs, answer = spawn.Pipe(duplex=False)
@@ -199,11 +228,18 @@ def compiled_seconds(made: tuple[Any, ...], wanted: Mapping[str, tuple[Options, 
     return out
 
 
-def _compile(made: tuple[Any, ...], wanted: Mapping[str, tuple[Options, Work]], answer: Any) -> None:
+def _compile(
+    made: tuple[Any, ...], wanted: Mapping[str, tuple[Options, Work]], answer: Any
+) -> None:
     """``compiled_seconds`` in its process."""
     peer = PeftPeer(*made)
     for name, (options, work) in wanted.items():
         try:
             answer.send((name, round(_seconds(peer, options, work), 3)))
         except Exception as error:
-            answer.send((name, f"failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"))
+            answer.send(
+                (
+                    name,
+                    f"failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}",
+                )
+            )

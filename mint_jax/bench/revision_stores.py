@@ -1,18 +1,22 @@
-"""Where revisions lie: in packs, as the catalog keeps them, or each in an Orbax checkpoint, or in TensorStore's zarr3 or OCDBT.
+"""Where revisions lie: in packs, as the catalog keeps them, or each in an Orbax checkpoint, or in
+TensorStore's zarr3 or OCDBT.
 
-All stores get the same adapters, and a load ends with the same tree of arrays and the schema on the host. ``packs`` verifies
-the digest of what it read, which no other side does.
+All stores get the same adapters, and a load ends with the same tree of arrays and the schema on the
+host. ``packs`` verifies the digest of what it read, which no other side does.
 
-- ``packs``: ``PayloadStore``, 1,000 revisions a pack, as an import or an export of many writes them.
-- ``orbax``: a checkpoint per revision with the items of ``export --format=orbax``, by one ``Checkpointer`` for all of them.
-- ``zarr3``: TensorStore, an array per factor, 64 revisions under way at once; several files appear one by one, so a killed
-  writer leaves half a revision.
+- ``packs``: ``PayloadStore``, 1,000 revisions a pack, as an import or an export of many writes
+  them.
+- ``orbax``: a checkpoint per revision with the items of ``export --format=orbax``, by one
+  ``Checkpointer`` for all of them.
+- ``zarr3``: TensorStore, an array per factor, 64 revisions under way at once; several files appear
+  one by one, so a killed writer leaves half a revision.
 - ``ocdbt``: the same arrays in one OCDBT database, a transaction per 64 revisions.
 
-``one``: export and cold load of a single revision in an empty place. ``many``: ``entries`` of them; export is seconds a
-revision, over ``n`` batches. ``measured`` is how many revisions a store really held: packs all of them, the others fewer where
-the config says so, and nothing is extrapolated. Cold: the store is opened anew, and in a folder its files are dropped from the
-page cache (``posix_fadvise``; blocks that the kernel keeps all the same are warm for every side).
+``one``: export and cold load of a single revision in an empty place. ``many``: ``entries`` of them;
+export is seconds a revision, over ``n`` batches. ``measured`` is how many revisions a store really
+held: packs all of them, the others fewer where the config says so, and nothing is extrapolated.
+Cold: the store is opened anew, and in a folder its files are dropped from the page cache
+(``posix_fadvise``; blocks that the kernel keeps all the same are warm for every side).
 """
 
 import contextlib
@@ -86,12 +90,17 @@ class Orbax:
     def put(self, objects: Sequence[bytes]) -> None:
         for data in objects:
             adapter, schema = unpack(data)
-            items = ocp.args.Composite(adapter=ocp.args.StandardSave(adapter), revision=ocp.args.JsonSave(json.loads(schema.to_json())))
+            items = ocp.args.Composite(
+                adapter=ocp.args.StandardSave(adapter),
+                revision=ocp.args.JsonSave(json.loads(schema.to_json())),
+            )
             self._checkpointer.save(f"{self._url}/{self._count}", items)
             self._count += 1
 
     def get(self, index: int) -> tuple[Any, Schema]:
-        items = ocp.args.Composite(adapter=ocp.args.StandardRestore(), revision=ocp.args.JsonRestore())
+        items = ocp.args.Composite(
+            adapter=ocp.args.StandardRestore(), revision=ocp.args.JsonRestore()
+        )
         found = self._checkpointer.restore(f"{self._url}/{index}", items)
         return found["adapter"], Schema.from_json(json.dumps(found["revision"]))
 
@@ -120,21 +129,39 @@ class Zarr3:
             self._paths = list(flat[0])
             with ts.Transaction() if self._ocdbt else contextlib.nullcontext() as transaction:
                 opened = [
-                    (self._open(self._count + i, path, leaf, transaction), leaf) for i, one in enumerate(flat) for path, leaf in one.items()
+                    (self._open(self._count + i, path, leaf, transaction), leaf)
+                    for i, one in enumerate(flat)
+                    for path, leaf in one.items()
                 ]
                 writes = [array.result().write(leaf) for array, leaf in opened]
-                texts = self._files if transaction is None else self._files.with_transaction(transaction)
-                recorded = [texts.write(f"{self._count + i}/schema", schema.to_json().encode()) for i, (_, schema) in enumerate(some)]
+                texts = (
+                    self._files
+                    if transaction is None
+                    else self._files.with_transaction(transaction)
+                )
+                recorded = [
+                    texts.write(f"{self._count + i}/schema", schema.to_json().encode())
+                    for i, (_, schema) in enumerate(some)
+                ]
                 for future in recorded if self._ocdbt else [*writes, *recorded]:
                     future.result()
             self._count += len(some)
 
-    def _open(self, index: int, path: str, leaf: np.ndarray | None = None, transaction: Any = None) -> Any:
+    def _open(
+        self, index: int, path: str, leaf: np.ndarray | None = None, transaction: Any = None
+    ) -> Any:
         where = dict(self._kvstore) | {"path": f"{self._kvstore.get('path', '')}{index}/{path}/"}
         spec: dict[str, Any] = {"driver": "zarr3", "kvstore": where}
         if leaf is not None:
             grid = {"name": "regular", "configuration": {"chunk_shape": list(leaf.shape)}}
-            spec |= {"create": True, "metadata": {"shape": list(leaf.shape), "data_type": str(leaf.dtype), "chunk_grid": grid}}
+            spec |= {
+                "create": True,
+                "metadata": {
+                    "shape": list(leaf.shape),
+                    "data_type": str(leaf.dtype),
+                    "chunk_grid": grid,
+                },
+            }
         return ts.open(spec, context=self._context, transaction=transaction)
 
     def get(self, index: int) -> tuple[Any, Schema]:
@@ -173,7 +200,13 @@ class Adapters:
 
     def range(self, start: int, count: int) -> list[bytes]:
         rng = np.random.default_rng([self._seed, start])
-        return [pack(jax.tree.map(lambda s: rng.standard_normal(s.shape, np.float32), self._specs), self._schema) for _ in range(count)]
+        return [
+            pack(
+                jax.tree.map(lambda s: rng.standard_normal(s.shape, np.float32), self._specs),
+                self._schema,
+            )
+            for _ in range(count)
+        ]
 
 
 class Site:
@@ -202,7 +235,9 @@ class Site:
                 os.close(handle)
 
 
-def _measure(site: Site, config: Any, sizes: Mapping[str, int], loads: int, adapters: Adapters, what: str) -> dict[str, Any]:
+def _measure(
+    site: Site, config: Any, sizes: Mapping[str, int], loads: int, adapters: Adapters, what: str
+) -> dict[str, Any]:
     """One and many revisions in every store that works at this site."""
     out: dict[str, Any] = {}
     kinds, refused = _working(site, adapters)
@@ -218,7 +253,9 @@ def _measure(site: Site, config: Any, sizes: Mapping[str, int], loads: int, adap
             export[name].append(_timed(lambda store=store: store.put([lone])))
             load[name].append(_cold(site, where, store, [0]))
             taken[name] = _space(site, where, len(lone))
-    out["one"] = {name: taken[name] | _figures(export, load, name) for name in kinds} | _ratios(export, load)
+    out["one"] = {name: taken[name] | _figures(export, load, name) for name in kinds} | _ratios(
+        export, load
+    )
 
     stores = {name: make(site.url(f"many-{name}")) for name, make in kinds.items()}
     export, load = {name: [] for name in kinds}, {name: [] for name in kinds}
@@ -227,21 +264,39 @@ def _measure(site: Site, config: Any, sizes: Mapping[str, int], loads: int, adap
         for name, store in stores.items():
             count = sizes[name] // config.n
             objects = adapters.range(held[name] + 1, count)
-            export[name].append(_timed(lambda store=store, objects=objects: store.put(objects)) / count)
+            export[name].append(
+                _timed(lambda store=store, objects=objects: store.put(objects)) / count
+            )
             held[name] += count
-        progress.update(k + 1, " ".join(f"{name} {1e3 * seconds[-1]:.2f} ms" for name, seconds in export.items()))
+        progress.update(
+            k + 1,
+            " ".join(f"{name} {1e3 * seconds[-1]:.2f} ms" for name, seconds in export.items()),
+        )
     draw = random.Random(config.seed)
     for _ in range(config.n):
         for name, store in stores.items():
-            load[name].append(_cold(site, f"many-{name}", store, draw.sample(range(held[name]), min(loads, held[name]))))
+            load[name].append(
+                _cold(
+                    site,
+                    f"many-{name}",
+                    store,
+                    draw.sample(range(held[name]), min(loads, held[name])),
+                )
+            )
     many = {
-        name: {"measured": held[name]} | _space(site, f"many-{name}", held[name] * len(lone)) | _figures(export, load, name)
+        name: (
+            {"measured": held[name]}
+            | _space(site, f"many-{name}", held[name] * len(lone))
+            | _figures(export, load, name)
+        )
         for name in kinds
     }
     return out | {"many": many | _ratios(export, load)}
 
 
-def _working(site: Site, adapters: Adapters) -> tuple[dict[str, Callable[[str], Store]], dict[str, str]]:
+def _working(
+    site: Site, adapters: Adapters
+) -> tuple[dict[str, Callable[[str], Store]], dict[str, str]]:
     """The stores that give back here what they were given, and why others do not."""
     kinds, refused = {}, {}
     [data] = adapters.range(0, 1)
@@ -255,7 +310,9 @@ def _working(site: Site, adapters: Adapters) -> tuple[dict[str, Callable[[str], 
         except Exception as error:
             if name == "packs":
                 raise
-            refused[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:300] if str(error) else ''}"
+            refused[name] = (
+                f"{type(error).__name__}: {str(error).splitlines()[0][:300] if str(error) else ''}"
+            )
             continue
         assert recorded == schema, f"{name} gave back another schema"
         jax.tree.map(np.testing.assert_array_equal, found, wanted)
@@ -278,17 +335,31 @@ def _cold(site: Site, where: str, store: Store, indices: Sequence[int]) -> float
 
 def _space(site: Site, where: str, payload: int) -> dict[str, Any]:
     sizes = site.files(where)
-    return {"files": len(sizes), "bytes": sum(sizes), "bytes_over_payload": round(sum(sizes) / payload, 3)}
+    return {
+        "files": len(sizes),
+        "bytes": sum(sizes),
+        "bytes_over_payload": round(sum(sizes) / payload, 3),
+    }
 
 
-def _figures(export: Mapping[str, list[float]], load: Mapping[str, list[float]], name: str) -> dict[str, Any]:
-    return {"export_ms_each": timing.median(export[name], 1e3), "cold_load_ms": timing.median(load[name], 1e3)}
+def _figures(
+    export: Mapping[str, list[float]], load: Mapping[str, list[float]], name: str
+) -> dict[str, Any]:
+    return {
+        "export_ms_each": timing.median(export[name], 1e3),
+        "cold_load_ms": timing.median(load[name], 1e3),
+    }
 
 
 def _ratios(export: Mapping[str, list[float]], load: Mapping[str, list[float]]) -> dict[str, Any]:
     """How many times longer each store takes than packs."""
     sides = {"export": export, "cold_load": load}
-    return {f"ratio_{what}_{name}": timing.ratio(of, name, "packs") for what, of in sides.items() for name in of if name != "packs"}
+    return {
+        f"ratio_{what}_{name}": timing.ratio(of, name, "packs")
+        for what, of in sides.items()
+        for name in of
+        if name != "packs"
+    }
 
 
 @contextlib.contextmanager
@@ -311,16 +382,29 @@ def run(config: Any, workdir: Path, **_: Any) -> dict[str, Any]:
     adapters = Adapters(config)
     [data] = adapters.range(0, 1)
     began = time.monotonic()
-    report: dict[str, Any] = {"bench": "revision_stores", "device": timing.device(), "cores": os.cpu_count(), "n": config.n}
-    report |= {"revision_bytes": len(data), "arrays": len(list(nested.leaves_with_path(unpack(data)[0]))), "entries": config.entries}
+    report: dict[str, Any] = {
+        "bench": "revision_stores",
+        "device": timing.device(),
+        "cores": os.cpu_count(),
+        "n": config.n,
+    }
+    report |= {
+        "revision_bytes": len(data),
+        "arrays": len(list(nested.leaves_with_path(unpack(data)[0]))),
+        "entries": config.entries,
+    }
     try:
-        sizes: dict[str, int] = dict.fromkeys(KINDS, int(config.others)) | {"packs": int(config.entries)}
+        sizes: dict[str, int] = dict.fromkeys(KINDS, int(config.others)) | {
+            "packs": int(config.entries)
+        }
         report["folder"] = _measure(Site(folder), config, sizes, config.loads, adapters, "folder")
         with _bucket() as bucket:
             if isinstance(bucket, str):
                 report["s3"] = {"not measured": bucket}
             else:
-                sizes = dict.fromkeys(KINDS, int(config.s3.others)) | {"packs": int(config.s3.entries)}
+                sizes = dict.fromkeys(KINDS, int(config.s3.others)) | {
+                    "packs": int(config.s3.entries)
+                }
                 report["s3"] = _measure(bucket, config, sizes, config.s3.loads, adapters, "S3")
     finally:
         shutil.rmtree(folder, ignore_errors=True)

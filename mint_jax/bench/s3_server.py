@@ -15,13 +15,18 @@ START_S = 60.0
 
 def lacking() -> str | None:
     """What to install for it; None where all is there."""
-    missing = [name for name in ("moto", "boto3", "flask") if importlib.util.find_spec(name) is None]
-    return f"{', '.join(missing)} not installed: pip install 'moto[server]' boto3" if missing else None
+    missing = [
+        name for name in ("moto", "boto3", "flask") if importlib.util.find_spec(name) is None
+    ]
+    return (
+        f"{', '.join(missing)} not installed: pip install 'moto[server]' boto3" if missing else None
+    )
 
 
 @contextlib.contextmanager
 def serving() -> Iterator[str]:
-    """Runs the server for as long as the block does; gives ``s3://bucket``. The environment of this process points at it.
+    """Runs the server for as long as the block does; gives ``s3://bucket``. The environment of this
+    process points at it.
 
     Raises:
         RuntimeError: it does not start.
@@ -36,7 +41,8 @@ def serving() -> Iterator[str]:
         "AWS_SECRET_ACCESS_KEY": "secret",
         "AWS_REGION": "us-east-1",
         "AWS_EC2_METADATA_DISABLED": "true",
-        **dict.fromkeys(("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"), os.devnull),  # it complains where they are not
+        # it complains where they are not
+        **dict.fromkeys(("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"), os.devnull),
     }
     before = {name: os.environ.get(name) for name in keys}
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
@@ -44,7 +50,9 @@ def serving() -> Iterator[str]:
     try:
         os.environ.update(keys)
         _wait(port, server)
-        boto3.client("s3", endpoint_url=keys["AWS_ENDPOINT_URL"], region_name="us-east-1").create_bucket(Bucket=BUCKET)
+        boto3.client(
+            "s3", endpoint_url=keys["AWS_ENDPOINT_URL"], region_name="us-east-1"
+        ).create_bucket(Bucket=BUCKET)
         yield f"s3://{BUCKET}"
     finally:
         server.kill()
@@ -67,5 +75,11 @@ def objects() -> list[tuple[str, int]]:
     """Key and size of everything in the bucket."""
     import boto3
 
-    pages = boto3.client("s3", endpoint_url=os.environ["AWS_ENDPOINT_URL"], region_name="us-east-1").get_paginator("list_objects_v2")
-    return [(one["Key"], one["Size"]) for page in pages.paginate(Bucket=BUCKET) for one in page.get("Contents", [])]
+    pages = boto3.client(
+        "s3", endpoint_url=os.environ["AWS_ENDPOINT_URL"], region_name="us-east-1"
+    ).get_paginator("list_objects_v2")
+    return [
+        (one["Key"], one["Size"])
+        for page in pages.paginate(Bucket=BUCKET)
+        for one in page.get("Contents", [])
+    ]

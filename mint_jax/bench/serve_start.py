@@ -1,10 +1,14 @@
-"""The first minutes of ``make serve``: from the command to an open port, the first token, the first training step and all programs.
+"""The first minutes of ``make serve``: from the command to an open port, the first token, the first
+training step and all programs.
 
-Each start is a process of its own, as a user's: ``cold`` with an empty cache (base, kernels in C++ and programs are made), then ``warm``.
+Each start is a process of its own, as a user's: ``cold`` with an empty cache (base, kernels in C++
+and programs are made), then ``warm``.
 
-- ``listening_s``, ``token_s``, ``step_s``, ``ready_s``: seconds from the command until the port is open, a completion is there, a forward,
-  backward and update are done, and ``/ready`` is 200. Client and server share the machine.
-- ``..._cpu_s``: CPU time of the server and the compilers it started until then, of all cores: what other work beside does not change.
+- ``listening_s``, ``token_s``, ``step_s``, ``ready_s``: seconds from the command until the port is
+  open, a completion is there, a forward, backward and update are done, and ``/ready`` is 200.
+  Client and server share the machine.
+- ``..._cpu_s``: CPU time of the server and the compilers it started until then, of all cores: what
+  other work beside does not change.
 """
 
 import asyncio
@@ -39,7 +43,9 @@ async def _first(config: Any, url: str, at: Any) -> None:
         async with Client(url) as client:
             policy = Policy(client, await client.session(), 0)
             await policy.create(config.base, config.rank, 0)
-            await policy.do("forward_backward", forward_backward([list(range(10, 10 + config.tokens))]))
+            await policy.do(
+                "forward_backward", forward_backward([list(range(10, 10 + config.tokens))])
+            )
             await policy.do("optim_step", optim(1e-4))
         at("step")
 
@@ -49,7 +55,9 @@ async def _first(config: Any, url: str, at: Any) -> None:
 def _start(name: str, config: Any, folder: Path, cache: Path) -> dict[str, float]:
     began = time.perf_counter()
     options = {"base": config.base, "dtype": config.dtype, "port": 0, **config.server}
-    served = Served(config.program, "configs/serve.py", folder, options, {"MINT_JAX_CACHE": str(cache)})
+    served = Served(
+        config.program, "configs/serve.py", folder, options, {"MINT_JAX_CACHE": str(cache)}
+    )
     found: dict[str, float] = {}
     try:
         process = psutil.Process(served.process.pid)
@@ -57,8 +65,14 @@ def _start(name: str, config: Any, folder: Path, cache: Path) -> dict[str, float
         def at(what: str) -> None:
             times = process.cpu_times()
             found[f"{what}_s"] = round(time.perf_counter() - began, 1)
-            found[f"{what}_cpu_s"] = round(times.user + times.system + times.children_user + times.children_system, 1)
-            print(f"[serve_start] {name} start: {what} after {found[f'{what}_s']} s", file=sys.stderr, flush=True)
+            found[f"{what}_cpu_s"] = round(
+                times.user + times.system + times.children_user + times.children_system, 1
+            )
+            print(
+                f"[serve_start] {name} start: {what} after {found[f'{what}_s']} s",
+                file=sys.stderr,
+                flush=True,
+            )
 
         url = served.listening()
         at("listening")
@@ -77,7 +91,9 @@ def run(config: Any, workdir: Path, **_: Any) -> dict[str, Any]:
     cache = workdir / "cache"
     shutil.rmtree(cache, ignore_errors=True)
     try:
-        starts = {name: _start(name, config, workdir / "server", cache) for name in ("cold", "warm")}
+        starts = {
+            name: _start(name, config, workdir / "server", cache) for name in ("cold", "warm")
+        }
     finally:
         shutil.rmtree(cache, ignore_errors=True)
     return {
@@ -86,5 +102,8 @@ def run(config: Any, workdir: Path, **_: Any) -> dict[str, Any]:
         "dtype": config.dtype,
         "device": timing.device(),
         "load": round(os.getloadavg()[0], 1),
-        "starts": {name: {what: timing.median([value]) for what, value in start.items()} for name, start in starts.items()},
+        "starts": {
+            name: {what: timing.median([value]) for what, value in start.items()}
+            for name, start in starts.items()
+        },
     }

@@ -1,20 +1,27 @@
-"""Many tenants train and sample over one base, in one process, through what the service stands on: journal, queues and loop.
+"""Many tenants train and sample over one base, in one process, through what the service stands on:
+journal, queues and loop.
 
-- ``cpu_ratio_N``: seconds of CPU of N tenants' rounds one tenant after the other, over those of all at once. A round of a tenant is a
-  forward and backward of its data and an update. ``wall_ratio_N``: the same of seconds. ``cpu_round_N``: CPU seconds of a round of all
-  at once; ``flop_floor_round``: what the multiplications of a tenant's tokens alone cost, at the rate of a large matmul here.
-- ``flood_p95_ratio``: the 95th percentile of one tenant's rounds while another sends rounds without waiting, over that alone.
-- ``fair_p95_ratio_N``: of N tenants that are busy all the time, the worst one's 95th percentile of a round over a tenant's alone; N where
-  all get the same and sharing a step saves nothing.
-- ``unembedding_ratio``: a step and an update of policies whose adapters have the unembedding too (what Tinker's client asks for unless
-  told otherwise) over those of adapters without it.
-- ``gap_p50_ms``, ``gap_p90_ms``: how long rows that decode wait for a slice of training, beside the bound that was asked for
-  (``gap_bound_ms``) and the cheapest slice there is, below which no bound helps (``gap_least_ms``). ``decode_share``: tokens drawn a
-  second beside training over those without.
-- ``rss_a_tenant``: growth of resident memory for a tenant more than there are slots, over the bytes of its adapter and moments.
-- ``handoff_p50_ms``, ``handoff_p95_ms``: from the answer to an update until its weights can be sampled: the policy's adapter as a
-  durable revision of the catalog, and its load into a slot. It is the time to a first token, ``first_token_p50_ms``, less that of
-  another prompt of 8 tokens once the weights are there, ``prefill_p50_ms``. ``wrong_revisions``: answers that name another digest.
+- ``cpu_ratio_N``: seconds of CPU of N tenants' rounds one tenant after the other, over those of all
+  at once. A round of a tenant is a forward and backward of its data and an update.
+  ``wall_ratio_N``: the same of seconds. ``cpu_round_N``: CPU seconds of a round of all at once;
+  ``flop_floor_round``: what the multiplications of a tenant's tokens alone cost, at the rate of a
+  large matmul here.
+- ``flood_p95_ratio``: the 95th percentile of one tenant's rounds while another sends rounds without
+  waiting, over that alone.
+- ``fair_p95_ratio_N``: of N tenants that are busy all the time, the worst one's 95th percentile of
+  a round over a tenant's alone; N where all get the same and sharing a step saves nothing.
+- ``unembedding_ratio``: a step and an update of policies whose adapters have the unembedding too
+  (what Tinker's client asks for unless told otherwise) over those of adapters without it.
+- ``gap_p50_ms``, ``gap_p90_ms``: how long rows that decode wait for a slice of training, beside the
+  bound that was asked for (``gap_bound_ms``) and the cheapest slice there is, below which no bound
+  helps (``gap_least_ms``). ``decode_share``: tokens drawn a second beside training over those
+  without.
+- ``rss_a_tenant``: growth of resident memory for a tenant more than there are slots, over the bytes
+  of its adapter and moments.
+- ``handoff_p50_ms``, ``handoff_p95_ms``: from the answer to an update until its weights can be
+  sampled: the policy's adapter as a durable revision of the catalog, and its load into a slot. It
+  is the time to a first token, ``first_token_p50_ms``, less that of another prompt of 8 tokens once
+  the weights are there, ``prefill_p50_ms``. ``wrong_revisions``: answers that name another digest.
 - ``errors``: requests that failed.
 """
 
@@ -73,7 +80,10 @@ class _Tenants:
         for id in ids:
             try:
                 if self.durable.result(id, WAIT_S) is None:
-                    raise TimeoutError(f"a request has no result within {WAIT_S:.0f} s: {self.durable.failed or 'the machine is too slow'}")
+                    raise TimeoutError(
+                        f"a request has no result within {WAIT_S:.0f} s:"
+                        f" {self.durable.failed or 'the machine is too slow'}"
+                    )
             except (RuntimeError, ValueError):
                 self.errors += 1
         self.durable.futures.acknowledge(ids)
@@ -83,14 +93,18 @@ class _Tenants:
         c, number = self.config, len(self._sent)
         name = self.server.book.add_model(self.session, number, f"tenant {number}", {}).id
         self._sent[name] = 0
-        self.wait(self.send(name, Create(AdapterConfig(c.rank, 2.0 * c.rank, tuple(c.targets)), number)))
+        self.wait(
+            self.send(name, Create(AdapterConfig(c.rank, 2.0 * c.rank, tuple(c.targets)), number))
+        )
         return name
 
     def data(self) -> ForwardBackward:
         made = []
         for _ in range(self.config.sequences):
             with self._lock:
-                tokens = self._rng.integers(0, self.base.cfg.vocab_size, self.config.tokens + 1).astype(np.int32)
+                tokens = self._rng.integers(
+                    0, self.base.cfg.vocab_size, self.config.tokens + 1
+                ).astype(np.int32)
             made.append(Datum(tokens[:-1], tokens[1:], np.ones(self.config.tokens, np.float32)))
         return ForwardBackward(made, NO_LOSS)
 
@@ -110,7 +124,9 @@ class _Tenants:
             self.round(name)
 
 
-def _costs(sides: dict[str, Callable[[], None]], n: int, what: str) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+def _costs(
+    sides: dict[str, Callable[[], None]], n: int, what: str
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Seconds, and seconds of CPU, of every side in turn; the first round is not counted."""
     wall: dict[str, list[float]] = {name: [] for name in sides}
     cpu: dict[str, list[float]] = {name: [] for name in sides}
@@ -121,7 +137,9 @@ def _costs(sides: dict[str, Callable[[], None]], n: int, what: str) -> tuple[dic
             call()
             wall[name].append(time.perf_counter() - began)
             cpu[name].append(time.process_time() - used)
-        progress.update(k + 1, " ".join(f"{name} {values[-1]:.2f} s" for name, values in wall.items()))
+        progress.update(
+            k + 1, " ".join(f"{name} {values[-1]:.2f} s" for name, values in wall.items())
+        )
     return {k: v[1:] for k, v in wall.items()}, {k: v[1:] for k, v in cpu.items()}
 
 
@@ -129,7 +147,10 @@ def _shared(config: Any, tenants: _Tenants, names: Sequence[str]) -> dict[str, A
     out: dict[str, Any] = {}
     for count in config.tenants:
         mine = names[:count]
-        sides = {"alone": lambda m=mine: tenants.one_by_one(m), "together": lambda m=mine: tenants.together(m)}
+        sides = {
+            "alone": lambda m=mine: tenants.one_by_one(m),
+            "together": lambda m=mine: tenants.together(m),
+        }
         wall, cpu = _costs(sides, config.n, f"{count} tenants")
         out |= {
             f"cpu_ratio_{count}": timing.ratio(cpu, "alone", "together"),
@@ -192,8 +213,14 @@ def _fair(config: Any, tenants: _Tenants, names: Sequence[str]) -> dict[str, Any
     for count in [count for count in config.tenants if count > 1]:
         times: dict[str, list[float]] = {name: [] for name in ("alone", *names[:count])}
         busy(names[0], times["alone"])
-        told = [Progress(f"{count} busy tenants, rounds of one", config.fair_rounds), *[None] * (count - 1)]
-        threads = [threading.Thread(target=busy, args=(name, times[name], one)) for name, one in zip(names, told)]
+        told = [
+            Progress(f"{count} busy tenants, rounds of one", config.fair_rounds),
+            *[None] * (count - 1),
+        ]
+        threads = [
+            threading.Thread(target=busy, args=(name, times[name], one))
+            for name, one in zip(names, told)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -204,7 +231,9 @@ def _fair(config: Any, tenants: _Tenants, names: Sequence[str]) -> dict[str, Any
 
 
 def _unembedding(config: Any, base: Base) -> dict[str, Any]:
-    """Training with and without the unembedding among the targets: programs of their own, at the bench's widest step."""
+    """Training with and without the unembedding among the targets: programs of their own, at the
+    bench's widest step.
+    """
     shape = max((BlockShape(*shape) for shape in config.shapes), key=lambda shape: shape.size)
     adapter = AdapterConfig(config.rank, 2.0 * config.rank)
     rng = np.random.default_rng(config.seed)
@@ -213,7 +242,9 @@ def _unembedding(config: Any, base: Base) -> dict[str, Any]:
         live = Live(base, {adapter.bucket: shape.blocks}, targets, [shape])
         names = [f"{i}" for i in range(live.shapes[0].blocks)]
         for i, name in enumerate(names):
-            live.join(name, held.fresh(live.specs, dataclasses.replace(adapter, targets=live.targets), i))
+            live.join(
+                name, held.fresh(live.specs, dataclasses.replace(adapter, targets=live.targets), i)
+            )
         tokens = rng.integers(0, base.cfg.vocab_size, shape.tokens + 1).astype(np.int32)
         datum = Datum(tokens[:-1], tokens[1:], np.ones(shape.tokens, np.float32))
 
@@ -225,7 +256,10 @@ def _unembedding(config: Any, base: Base) -> dict[str, Any]:
 
     sides = {"with": side((*config.targets, "unembed")), "without": side(config.targets)}
     times = timing.in_turn("unembedding", sides, config.n)
-    return {"unembedding_ratio": timing.ratio(times, "with", "without"), "unembedding_step": list(shape)}
+    return {
+        "unembedding_ratio": timing.ratio(times, "with", "without"),
+        "unembedding_step": list(shape),
+    }
 
 
 def _gaps(config: Any, tenants: _Tenants, loop: Loop, names: Sequence[str]) -> dict[str, Any]:
@@ -233,9 +267,17 @@ def _gaps(config: Any, tenants: _Tenants, loop: Loop, names: Sequence[str]) -> d
     rng = np.random.default_rng(config.seed)
 
     def decode() -> float:
-        prompts = [tuple(rng.integers(0, tenants.base.cfg.vocab_size, 8).tolist()) for _ in range(config.decode.rows)]
+        prompts = [
+            tuple(rng.integers(0, tenants.base.cfg.vocab_size, 8).tolist())
+            for _ in range(config.decode.rows)
+        ]
         began = time.perf_counter()
-        loop.engine.generate([Request(p, max_tokens=config.decode.tokens, temperature=1.0, seed=i) for i, p in enumerate(prompts)])
+        loop.engine.generate(
+            [
+                Request(p, max_tokens=config.decode.tokens, temperature=1.0, seed=i)
+                for i, p in enumerate(prompts)
+            ]
+        )
         return config.decode.rows * config.decode.tokens / (time.perf_counter() - began)
 
     def train(name: str, ended: threading.Event) -> None:
@@ -276,7 +318,9 @@ def _handoff(config: Any, tenants: _Tenants, name: str) -> dict[str, Any]:
     def draw(digest: str) -> int:
         """Whether a token was drawn by other weights."""
         prompt = tuple(rng.integers(0, tenants.base.cfg.vocab_size, 8).tolist())
-        [answer] = server.engine.submit(Request(prompt, revision=digest, max_tokens=1, temperature=1.0, stop_ids=())).result(WAIT_S)
+        [answer] = server.engine.submit(
+            Request(prompt, revision=digest, max_tokens=1, temperature=1.0, stop_ids=())
+        ).result(WAIT_S)
         return answer.revision != digest
 
     progress = Progress("handoffs", config.handoffs + 1)
@@ -312,7 +356,10 @@ def _memory(config: Any, tenants: _Tenants, live: Live) -> dict[str, Any]:
         tenants.round(name)
         per.append(host.rss_bytes() - before)
     one = live.held(name)
-    return {"rss_a_tenant": timing.mean(x / one.nbytes for x in per), "tenant_mb": round(one.nbytes / 1e6, 1)}
+    return {
+        "rss_a_tenant": timing.mean(x / one.nbytes for x in per),
+        "tenant_mb": round(one.nbytes / 1e6, 1),
+    }
 
 
 def run(config: Any, workdir: Path, open_base: Callable[[Any], Base], **_: Any) -> dict[str, Any]:
@@ -334,8 +381,16 @@ def run(config: Any, workdir: Path, open_base: Callable[[Any], Base], **_: Any) 
         with server.running():
             tenants = _Tenants(config, server)
             names = [tenants.join() for _ in range(max(*config.tenants, 2))]
-            found = _shared(config, tenants, names) | _flood(config, tenants, *names[:2]) | _gaps(config, tenants, server.loop, names)
-            found |= _fair(config, tenants, names) | _handoff(config, tenants, names[0]) | _memory(config, tenants, server.live)
+            found = (
+                _shared(config, tenants, names)
+                | _flood(config, tenants, *names[:2])
+                | _gaps(config, tenants, server.loop, names)
+            )
+            found |= (
+                _fair(config, tenants, names)
+                | _handoff(config, tenants, names[0])
+                | _memory(config, tenants, server.live)
+            )
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     found |= _unembedding(config, base)
@@ -344,7 +399,8 @@ def run(config: Any, workdir: Path, open_base: Callable[[Any], Base], **_: Any) 
     seconds = timing.medians(timing.in_turn("matmul", {"matmul": multiply}, config.n))["matmul"]
     tokens = config.sequences * config.tokens
     weights = params_lib.count(transformer.abstract(base.cfg))
-    floor = 3 * 2 * weights * tokens / (multiply.flops / seconds)  # forward, and gradients of activations twice as much at most
+    # forward, and gradients of activations twice as much at most
+    floor = 3 * 2 * weights * tokens / (multiply.flops / seconds)
     return {
         "bench": "service",
         "base": config.base,
@@ -357,6 +413,11 @@ def run(config: Any, workdir: Path, open_base: Callable[[Any], Base], **_: Any) 
         "tokens_a_round": tokens,
         "flop_floor_round": float(f"{floor:.3g}"),
         "steps": live.counts["steps"],
-        "tokens_over_padded": round(live.counts["tokens"] / max(1, live.counts["padded_tokens"]), 3),
-        "costs_s": {f"{s.blocks} x {s.rows} x {s.tokens}{'' if b else ' forward'}": round(c, 3) for s, b, c in live.times},
+        "tokens_over_padded": round(
+            live.counts["tokens"] / max(1, live.counts["padded_tokens"]), 3
+        ),
+        "costs_s": {
+            f"{s.blocks} x {s.rows} x {s.tokens}{'' if b else ' forward'}": round(c, 3)
+            for s, b, c in live.times
+        },
     }

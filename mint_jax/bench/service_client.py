@@ -1,7 +1,8 @@
-"""A server in a process of its own, and clients of it over HTTP as light as they can be: Tinker's requests in JSON.
+"""A server in a process of its own, and clients of it over HTTP as light as they can be: Tinker's
+requests in JSON.
 
-A client asks again as the official one does: where there is no connection, at 408, 409, 429 and from 500 on; a training request under
-its own number, a sample that a restart took (410) anew.
+A client asks again as the official one does: where there is no connection, at 408, 409, 429 and
+from 500 on; a training request under its own number, a sample that a restart took (410) anew.
 """
 
 import asyncio
@@ -24,7 +25,8 @@ POLL_S = 45.0  # the official client's patience with one long poll
 
 
 class Served:
-    """The job ``serve`` in a process of its own; ``listening`` and ``ready`` wait for it, in this order.
+    """The job ``serve`` in a process of its own; ``listening`` and ``ready`` wait for it, in this
+    order.
 
     Args:
         program: the module that runs jobs.
@@ -34,14 +36,34 @@ class Served:
         environment: what differs from this process's.
     """
 
-    def __init__(self, program: str, config: str, workdir: Path, options: Mapping[str, Any], environment: Mapping[str, str] | None = None):
+    def __init__(
+        self,
+        program: str,
+        config: str,
+        workdir: Path,
+        options: Mapping[str, Any],
+        environment: Mapping[str, str] | None = None,
+    ):
         workdir.parent.mkdir(parents=True, exist_ok=True)
         self._workdir = workdir
         self._log = workdir.with_name(f"{workdir.name}.log")
         told = [f"--config.{name}={value}" for name, value in options.items()]
-        command = [sys.executable, "-m", program, f"--config={config}", f"--workdir={workdir}", *told]
+        command = [
+            sys.executable,
+            "-m",
+            program,
+            f"--config={config}",
+            f"--workdir={workdir}",
+            *told,
+        ]
         with self._log.open("w") as log:
-            self.process = subprocess.Popen(command, env=os.environ | (environment or {}), stdout=subprocess.PIPE, stderr=log, text=True)
+            self.process = subprocess.Popen(
+                command,
+                env=os.environ | (environment or {}),
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
 
     def listening(self) -> str:
         """Waits until its port is open; its URL.
@@ -72,7 +94,9 @@ class Served:
 
     def rss_bytes(self) -> int:
         """Resident memory, bytes."""
-        return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * os.sysconf(
+            "SC_PAGE_SIZE"
+        )
 
     def kill(self) -> None:
         """kill -9; nothing where it has ended."""
@@ -114,7 +138,14 @@ class Client:
     def __init__(self, url: str):
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         headers = {"x-api-key": "tml-bench"}  # and no TLS: certificates would be read for nothing
-        self._http = httpx.AsyncClient(base_url=url, timeout=POLL_S, limits=limits, headers=headers, trust_env=False, verify=False)
+        self._http = httpx.AsyncClient(
+            base_url=url,
+            timeout=POLL_S,
+            limits=limits,
+            headers=headers,
+            trust_env=False,
+            verify=False,
+        )
         self.again: collections.Counter[str] = collections.Counter()
 
     async def __aenter__(self) -> "Client":
@@ -172,7 +203,11 @@ class Client:
 
     async def session(self) -> str:
         """The id of a new session."""
-        return (await self.ask("create_session", {"tags": [], "sdk_version": "bench", "type": "create_session"}))["session_id"]
+        return (
+            await self.ask(
+                "create_session", {"tags": [], "sdk_version": "bench", "type": "create_session"}
+            )
+        )["session_id"]
 
 
 class Policy:
@@ -188,12 +223,22 @@ class Policy:
         self.id, self.sent = f"{session}:train:{place}", 0
 
     async def create(self, base: str, rank: int, seed: int) -> None:
-        told = {"session_id": self.session, "model_seq_id": self.place, "base_model": base, "lora_config": {"rank": rank, "seed": seed}}
+        told = {
+            "session_id": self.session,
+            "model_seq_id": self.place,
+            "base_model": base,
+            "lora_config": {"rank": rank, "seed": seed},
+        }
         await self.client.result((await self.client.ask("create_model", told))["request_id"])
 
     async def load(self, path: str) -> None:
         """Creates it from a training state."""
-        told = {"session_id": self.session, "model_seq_id": self.place, "path": path, "optimizer": True}
+        told = {
+            "session_id": self.session,
+            "model_seq_id": self.place,
+            "path": path,
+            "optimizer": True,
+        }
         await self.client.result((await self.client.ask("load_weights", told))["request_id"])
 
     async def send(self, path: str, told: Mapping[str, Any]) -> str:
@@ -203,7 +248,9 @@ class Policy:
 
     async def send_as(self, number: int, path: str, told: Mapping[str, Any]) -> str:
         """The id of the request of this number."""
-        return (await self.client.ask(path, {"model_id": self.id, "seq_id": number, **told}))["request_id"]
+        return (await self.client.ask(path, {"model_id": self.id, "seq_id": number, **told}))[
+            "request_id"
+        ]
 
     async def do(self, path: str, told: Mapping[str, Any]) -> Any:
         """What its next request gives."""
@@ -219,7 +266,12 @@ def forward_backward(rows: Sequence[Sequence[int]]) -> dict[str, Any]:
             "target_tokens": {"data": list(row[1:]), "dtype": "int64", "shape": [count]},
             "weights": {"data": [1.0] * count, "dtype": "float32", "shape": [count]},
         }
-        data.append({"model_input": {"chunks": [{"type": "encoded_text", "tokens": list(row[:-1])}]}, "loss_fn_inputs": inputs})
+        data.append(
+            {
+                "model_input": {"chunks": [{"type": "encoded_text", "tokens": list(row[:-1])}]},
+                "loss_fn_inputs": inputs,
+            }
+        )
     return {"forward_backward_input": {"data": data, "loss_fn": "cross_entropy"}}
 
 
@@ -243,15 +295,24 @@ class Sampler:
     async def create(self) -> None:
         await self.client.post("create_sampling_session", self._made)
 
-    async def sample(self, prompt: Sequence[int], max_tokens: int, temperature: float, **options: Any) -> Any:
-        """The answer to the session's next request; of one that the server lost, the answer when it was asked anew."""
+    async def sample(
+        self, prompt: Sequence[int], max_tokens: int, temperature: float, **options: Any
+    ) -> Any:
+        """The answer to the session's next request; of one that the server lost, the answer when it
+        was asked anew.
+        """
         number, self.sent = self.sent, self.sent + 1
         told = {
             "sampling_session_id": self.id,
             "seq_id": number,
             "num_samples": 1,
             "prompt": {"chunks": [{"type": "encoded_text", "tokens": list(prompt)}]},
-            "sampling_params": {"max_tokens": max_tokens, "temperature": temperature, "seed": number, "stop": []},
+            "sampling_params": {
+                "max_tokens": max_tokens,
+                "temperature": temperature,
+                "seed": number,
+                "stop": [],
+            },
             **options,
         }
         while True:

@@ -1,22 +1,29 @@
-"""Clients over HTTP of a server in a process of its own: more policies than training slots, more revisions than adapter slots.
+"""Clients over HTTP of a server in a process of its own: more policies than training slots, more
+revisions than adapter slots.
 
-The first ``policies`` clients train one policy each, and save it now and then; the others sample revisions that they choose at random.
-All send heartbeats. First each policy makes its share of the revisions; of each revision its greedy tokens are noted when it is new.
+The first ``policies`` clients train one policy each, and save it now and then; the others sample
+revisions that they choose at random. All send heartbeats. First each policy makes its share of the
+revisions; of each revision its greedy tokens are noted when it is new.
 
-- ``rounds``, ``saves``, ``samples``, ``heartbeats``: requests in the time of load that were answered; ``..._p50_ms``, ``..._p99_ms``:
-  from sending to the result, long polls included. A round is a forward and backward and an update, sent together; a save is one of
-  weights to sample from.
-- ``errors``: requests that were refused or failed; ``first_errors``: what the first of them were told. ``again``: how often something
-  was asked again, by status.
-- ``wrong_revisions``: of ``checked`` answers, every so many of a client's, those that another revision gave. Their tokens are scored once
-  more under the same path, the revision's greedy tokens are drawn once more, and where its training state was saved beside it
-  (``checked_in_training``) a policy is made from that and scores the tokens too. ``most_error``: of a log-probability between these,
-  nats; ``least_distance``: between the greedy tokens' log-probabilities of any two revisions, what an answer of another would show.
-- ``rss_mb_start``, ``rss_mb_end``: resident memory of the server when the load began and ended. ``rss_mb_grown``: by how much the
-  lowest memory of the last third of the load is above that of the second third, less what the caches of adapters and of idle
-  policies' states grew by meanwhile (``caches_mb_grown``); above ``growth_mb`` the bench fails.
-- ``decode_gap_ms``: quantiles of how long rows that decode waited for training, as ``/metrics`` has them.
-- ``made_s``: seconds that it took to make the revisions; ``revisions_after``: how many there were at the end.
+- ``rounds``, ``saves``, ``samples``, ``heartbeats``: requests in the time of load that were
+  answered; ``..._p50_ms``, ``..._p99_ms``: from sending to the result, long polls included. A round
+  is a forward and backward and an update, sent together; a save is one of weights to sample from.
+- ``errors``: requests that were refused or failed; ``first_errors``: what the first of them were
+  told. ``again``: how often something was asked again, by status.
+- ``wrong_revisions``: of ``checked`` answers, every so many of a client's, those that another
+  revision gave. Their tokens are scored once more under the same path, the revision's greedy tokens
+  are drawn once more, and where its training state was saved beside it (``checked_in_training``) a
+  policy is made from that and scores the tokens too. ``most_error``: of a log-probability between
+  these, nats; ``least_distance``: between the greedy tokens' log-probabilities of any two
+  revisions, what an answer of another would show.
+- ``rss_mb_start``, ``rss_mb_end``: resident memory of the server when the load began and ended.
+  ``rss_mb_grown``: by how much the lowest memory of the last third of the load is above that of the
+  second third, less what the caches of adapters and of idle policies' states grew by meanwhile
+  (``caches_mb_grown``); above ``growth_mb`` the bench fails.
+- ``decode_gap_ms``: quantiles of how long rows that decode waited for training, as ``/metrics`` has
+  them.
+- ``made_s``: seconds that it took to make the revisions; ``revisions_after``: how many there were
+  at the end.
 """
 
 import asyncio
@@ -36,12 +43,25 @@ import httpx
 import numpy as np
 
 from mint_jax.bench import timing
-from mint_jax.bench.service_client import Client, Failed, Gone, Policy, Sampler, Served, forward, forward_backward, optim
+from mint_jax.bench.service_client import (
+    Client,
+    Failed,
+    Gone,
+    Policy,
+    Sampler,
+    Served,
+    forward,
+    forward_backward,
+    optim,
+)
 from mint_jax.metrics import Progress
 
 VOCABULARY = 256  # ids that every base has
-LEARNING_RATE = 0.002  # of a round: revisions of one policy differ by far more than float32 does, and adapters stay small beside the base
-TOLERANCE = 5e-3  # nats between two scores of a token by the same weights, in float32, by two programs
+# of a round: revisions of one policy differ by far more than float32 does, and adapters stay small
+# beside the base
+LEARNING_RATE = 0.002
+# nats between two scores of a token by the same weights, in float32, by two programs
+TOLERANCE = 5e-3
 KINDS = ("round", "save", "sample", "heartbeat")
 
 
@@ -61,7 +81,9 @@ class _Revision(NamedTuple):
 
 
 class _Session:
-    """One client with connections of its own: its session, and a sampling session for each revision that it sampled."""
+    """One client with connections of its own: its session, and a sampling session for each revision
+    that it sampled.
+    """
 
     def __init__(self, load: "_Load", number: int, client: Client):
         self.load, self.number, self.client = load, number, client
@@ -87,9 +109,12 @@ class _Session:
     # -- what it does until the load ends
 
     async def heartbeats(self) -> None:
-        await asyncio.sleep(self.rng.uniform(0, self.load.config.heartbeat_s))  # clients do not begin together
+        # clients do not begin together
+        await asyncio.sleep(self.rng.uniform(0, self.load.config.heartbeat_s))
         while not self.load.over:
-            await self.load.timed("heartbeat", self.client.post("session_heartbeat", {"session_id": self.id}))
+            await self.load.timed(
+                "heartbeat", self.client.post("session_heartbeat", {"session_id": self.id})
+            )
             await asyncio.sleep(min(self.load.config.heartbeat_s, max(0.0, self.load.left_s)))
 
     async def sampling(self) -> None:
@@ -105,7 +130,9 @@ class _Session:
                 await load.check(self, revision, prompt, answer["sequences"][0])
 
     async def _sample(self, revision: _Revision, prompt: list[int]) -> Any:
-        return await (await self.sampler(revision.path)).sample(prompt, self.load.config.new_tokens, 1.0)
+        return await (await self.sampler(revision.path)).sample(
+            prompt, self.load.config.new_tokens, 1.0
+        )
 
     async def training(self, policy: Policy) -> None:
         load = self.load
@@ -115,13 +142,19 @@ class _Session:
                 return
             if await load.timed("round", self.round(policy)) is None:
                 return  # its next request would wait for the one that was refused
-            if count % load.config.save_every == 0 and (await load.timed("save", self.save(policy, f"load-{count}", False))) is None:
+            if (
+                count % load.config.save_every == 0
+                and (await load.timed("save", self.save(policy, f"load-{count}", False))) is None
+            ):
                 return
 
     async def round(self, policy: Policy) -> list[bytes]:
         c = self.load.config
         asked = [
-            ("forward_backward", forward_backward([self.row(c.tokens + 1) for _ in range(c.sequences)])),
+            (
+                "forward_backward",
+                forward_backward([self.row(c.tokens + 1) for _ in range(c.sequences)]),
+            ),
             ("optim_step", optim(LEARNING_RATE)),
         ]
         ids = [await policy.send(path, body) for path, body in asked]
@@ -150,14 +183,18 @@ class _Load:
 
     def __init__(self, config: Any, clients: Sequence[Client]):
         self.config, self.clients = config, clients
-        self.prompt = np.random.default_rng(config.seed).integers(1, VOCABULARY, config.prompt).tolist()
+        self.prompt = (
+            np.random.default_rng(config.seed).integers(1, VOCABULARY, config.prompt).tolist()
+        )
         self.revisions: list[_Revision] = []
         self.seconds: dict[str, list[float]] = {kind: [] for kind in (*KINDS, "check")}
         self.errors: list[str] = []
         self.checked = self.checked_in_training = self.wrong = 0
         self.most_error = 0.0
         self.rss: list[tuple[float, int, int]] = []  # seconds, resident bytes, bytes of caches
-        self._numbers: collections.defaultdict[str, Iterator[int]] = collections.defaultdict(itertools.count)
+        self._numbers: collections.defaultdict[str, Iterator[int]] = collections.defaultdict(
+            itertools.count
+        )
         self._progress = Progress("revisions", config.revisions)
 
     @property
@@ -186,26 +223,41 @@ class _Load:
         sampler = await session.sampler(path)
         return (await sampler.sample(self.prompt, self.config.new_tokens, 0.0))["sequences"][0]
 
-    async def check(self, session: _Session, revision: _Revision, prompt: list[int], answer: Any) -> None:
+    async def check(
+        self, session: _Session, revision: _Revision, prompt: list[int], answer: Any
+    ) -> None:
         """Whether an answer is its revision's; a request that fails here is an error too."""
         found = await self.timed("check", self._wrong(session, revision, prompt, answer))
         if found is not None:
             self.checked += 1
             self.wrong += found
 
-    async def _wrong(self, session: _Session, revision: _Revision, prompt: list[int], answer: Any) -> bool:
+    async def _wrong(
+        self, session: _Session, revision: _Revision, prompt: list[int], answer: Any
+    ) -> bool:
         whole = prompt + answer["tokens"]
-        told = await (await session.sampler(revision.path)).sample(whole, 1, 0.0, prompt_logprobs=True)
+        told = await (await session.sampler(revision.path)).sample(
+            whole, 1, 0.0, prompt_logprobs=True
+        )
         scores = [told["prompt_logprobs"][len(prompt) :]]
         if revision.state:
-            scores.append((await self._scored_in_training(session, revision, whole))[len(prompt) - 1 :])
+            scores.append(
+                (await self._scored_in_training(session, revision, whole))[len(prompt) - 1 :]
+            )
             self.checked_in_training += 1
         errors = [float(np.abs(np.subtract(one, answer["logprobs"])).max()) for one in scores]
         self.most_error = max(self.most_error, *errors)
-        return max(errors) > TOLERANCE or (await self.greedy(session, revision.path))["tokens"] != revision.tokens
+        return (
+            max(errors) > TOLERANCE
+            or (await self.greedy(session, revision.path))["tokens"] != revision.tokens
+        )
 
-    async def _scored_in_training(self, session: _Session, revision: _Revision, tokens: list[int]) -> list[float]:
-        """Log-probabilities of all tokens but the first, by a policy that is made from the revision's training state, and ended."""
+    async def _scored_in_training(
+        self, session: _Session, revision: _Revision, tokens: list[int]
+    ) -> list[float]:
+        """Log-probabilities of all tokens but the first, by a policy that is made from the
+        revision's training state, and ended.
+        """
         policy = Policy(session.client, session.id, 1 + next(self._numbers[session.id]))
         await policy.load(revision.state)
         told = await policy.do("forward", forward([tokens]))
@@ -215,7 +267,9 @@ class _Load:
     async def run(self, served: Served) -> dict[str, Any]:
         """Makes the revisions, then loads the server; what was found."""
         c = self.config
-        base = json.loads(await self.clients[0].get("/api/v1/get_server_capabilities"))["supported_models"][0]["model_name"]
+        base = json.loads(await self.clients[0].get("/api/v1/get_server_capabilities"))[
+            "supported_models"
+        ][0]["model_name"]
         sessions = [_Session(self, number, client) for number, client in enumerate(self.clients)]
         for session in sessions:
             await session.open()
@@ -234,10 +288,17 @@ class _Load:
             group.create_task(self._watch(served))
             for session in sessions:
                 group.create_task(session.heartbeats())
-                mine = session.training(policies[session.number]) if session.number < c.policies else session.sampling()
+                mine = (
+                    session.training(policies[session.number])
+                    if session.number < c.policies
+                    else session.sampling()
+                )
                 group.create_task(mine)
         took = time.perf_counter() - began
-        gaps = re.findall(r'mint_decode_gap_seconds\{quantile="([\d.]+)"\} (\S+)', await self.clients[0].get("/metrics"))
+        gaps = re.findall(
+            r'mint_decode_gap_seconds\{quantile="([\d.]+)"\} (\S+)',
+            await self.clients[0].get("/metrics"),
+        )
         return {
             **self._requests(took),
             "wrong_revisions": self.wrong,
@@ -258,15 +319,27 @@ class _Load:
         while not self.over:
             at = time.perf_counter() - began
             if at >= asked_at:
-                state, asked_at = json.loads(await self.clients[0].get("/debug/state")), at + self.config.seconds / 10
+                state, asked_at = (
+                    json.loads(await self.clients[0].get("/debug/state")),
+                    at + self.config.seconds / 10,
+                )
                 caches = state["residency"]["host"]["bytes"] + state["training"]["host_bytes"]
             self.rss.append((at, served.rss_bytes(), caches))
-            counts = ", ".join(f"{len(times)} {kind}s" for kind, times in self.seconds.items() if kind in KINDS)
-            progress.update(int(time.perf_counter() - began), f"{counts}, {len(self.errors)} errors, {self.rss[-1][1] / 1e6:.0f} MB")
+            counts = ", ".join(
+                f"{len(times)} {kind}s" for kind, times in self.seconds.items() if kind in KINDS
+            )
+            progress.update(
+                int(time.perf_counter() - began),
+                f"{counts}, {len(self.errors)} errors, {self.rss[-1][1] / 1e6:.0f} MB",
+            )
             await asyncio.sleep(1.0)
 
     def _requests(self, took: float) -> dict[str, Any]:
-        out: dict[str, Any] = {"load_s": round(took, 1), "errors": len(self.errors), "first_errors": self.errors[:3]}
+        out: dict[str, Any] = {
+            "load_s": round(took, 1),
+            "errors": len(self.errors),
+            "first_errors": self.errors[:3],
+        }
         out["again"] = dict(sum((client.again for client in self.clients), collections.Counter()))
         for kind in KINDS:
             times = self.seconds[kind]
@@ -278,20 +351,29 @@ class _Load:
     def _memory(self) -> dict[str, float]:
         """Megabytes when the load began and ended, and their growth in its last third."""
         grown, caches = growth(self.rss)
-        told = {"rss_mb_start": self.rss[0][1], "rss_mb_end": self.rss[-1][1], "rss_mb_grown": grown, "caches_mb_grown": caches}
+        told = {
+            "rss_mb_start": self.rss[0][1],
+            "rss_mb_end": self.rss[-1][1],
+            "rss_mb_grown": grown,
+            "caches_mb_grown": caches,
+        }
         return {name: round(float(size) / 1e6, 1) for name, size in told.items()}
 
 
 def growth(read: Sequence[tuple[float, int, int]]) -> tuple[int, int]:
-    """Bytes by which memory beyond the caches, and the caches, grew from the second third of a load to the last.
+    """Bytes by which memory beyond the caches, and the caches, grew from the second third of a load
+    to the last.
 
-    The lowest of each third counts: between two times at which freed memory is given back there is any amount of it.
+    The lowest of each third counts: between two times at which freed memory is given back there is
+    any amount of it.
 
     Args:
         read: seconds, resident bytes and bytes of caches.
     """
     end = read[-1][0]
-    thirds = [[row for row in read if end * part / 3 <= row[0] <= end * (part + 1) / 3] for part in (1, 2)]
+    thirds = [
+        [row for row in read if end * part / 3 <= row[0] <= end * (part + 1) / 3] for part in (1, 2)
+    ]
     if not all(thirds):
         return 0, 0
     before, after = (min(third, key=lambda row: row[1]) for third in thirds)
@@ -302,7 +384,10 @@ def growth(read: Sequence[tuple[float, int, int]]) -> tuple[int, int]:
 def least_distance(rows: list[list[float]]) -> float:
     """The smallest distance of any two rows, by their entries that differ most."""
     table = np.array(rows)
-    return min((float(np.abs(table[i + 1 :] - row).max(axis=1).min()) for i, row in enumerate(table[:-1])), default=0.0)
+    return min(
+        (float(np.abs(table[i + 1 :] - row).max(axis=1).min()) for i, row in enumerate(table[:-1])),
+        default=0.0,
+    )
 
 
 async def _loaded(config: Any, served: Served) -> dict[str, Any]:
@@ -327,8 +412,8 @@ def run(config: Any, workdir: Path, **_: Any) -> dict[str, Any]:
         shutil.rmtree(folder, ignore_errors=True)
     if found["rss_mb_grown"] > config.growth_mb:
         raise RuntimeError(
-            f"the server's memory grew by {found['rss_mb_grown']} MB beyond its caches in the last third of the load; expected "
-            f"{config.growth_mb} MB at most"
+            f"the server's memory grew by {found['rss_mb_grown']} MB beyond its caches in the last"
+            f" third of the load; expected {config.growth_mb} MB at most"
         )
     return {
         "bench": "service_load",

@@ -1,6 +1,7 @@
 """Where a figure comes from: the stamp that every result carries.
 
-The commit is the last one that changed what runs (``CODE``), so that a commit of reports or of prose does not age them.
+The commit is the last one that changed what runs (``CODE``), so that a commit of reports or of
+prose does not age them.
 """
 
 import datetime
@@ -23,7 +24,15 @@ from mint_jax.digest import blake3_of
 ROOT = Path(__file__).parents[2]
 CODE = ("mint_jax", "pallas_kernels", "configs", "pyproject.toml", "constraints")
 ALWAYS = ("jax", "jaxlib", "numpy")
-WHERE_USED = ("torch", "transformers", "peft", "libtpu", "psycopg", "orbax-checkpoint", "tensorstore")
+WHERE_USED = (
+    "torch",
+    "transformers",
+    "peft",
+    "libtpu",
+    "psycopg",
+    "orbax-checkpoint",
+    "tensorstore",
+)
 FIELDS = ("commit", "dirty", "date", "versions", "machine", "config")
 
 
@@ -43,24 +52,40 @@ def stamp(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def code() -> dict[str, Any]:
-    """The commit of what runs, and whether there are changes on top of it; None for both outside a checkout."""
+    """The commit of what runs, and whether there are changes on top of it; None for both outside a
+    checkout.
+    """
     commit = _git("log", "-1", "--format=%H", "--", *CODE)
-    return {"commit": commit, "dirty": bool(_git("status", "--porcelain", "--", *CODE)) if commit else None}
+    return {
+        "commit": commit,
+        "dirty": bool(_git("status", "--porcelain", "--", *CODE)) if commit else None,
+    }
 
 
 def changes() -> str | None:
-    """A digest of what runs here and no commit has; None without such changes, or outside a checkout."""
+    """A digest of what runs here and no commit has; None without such changes, or outside a
+    checkout.
+    """
     if not code()["dirty"]:
         return None
     added = (_git("ls-files", "--others", "--exclude-standard", "--", *CODE) or "").splitlines()
-    texts = [(_git("diff", "HEAD", "--", *CODE) or "").encode(), *((ROOT / name).read_bytes() for name in added)]
+    texts = [
+        (_git("diff", "HEAD", "--", *CODE) or "").encode(),
+        *((ROOT / name).read_bytes() for name in added),
+    ]
     return blake3_of(b"\0".join(texts))
 
 
 def versions() -> dict[str, str]:
-    """Of Python, of the packages that always compute, and of others that this process has imported."""
-    used = [name for name in WHERE_USED if name.replace("-", "_").split("_checkpoint")[0] in sys.modules]
-    return {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in (*ALWAYS, *used)}
+    """Of Python, of the packages that always compute, and of others that this process has
+    imported.
+    """
+    used = [
+        name for name in WHERE_USED if name.replace("-", "_").split("_checkpoint")[0] in sys.modules
+    ]
+    return {"python": platform.python_version()} | {
+        name: importlib.metadata.version(name) for name in (*ALWAYS, *used)
+    }
 
 
 def machine() -> dict[str, Any]:
@@ -75,7 +100,9 @@ def machine() -> dict[str, Any]:
 
 def _cpu() -> str:
     try:
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        found = re.search(
+            r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE
+        )
     except OSError:
         found = None
     return found[1].strip() if found else platform.processor() or platform.machine()
@@ -84,14 +111,18 @@ def _cpu() -> str:
 def _git(*arguments: str) -> str | None:
     """What git says about the checkout that this package lies in; None without one."""
     try:
-        done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, timeout=30)
+        done = subprocess.run(
+            ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, timeout=30
+        )
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
 
 
 def without_paths(tree: Any) -> Any:
-    """A report whose absolute paths are cut to their last part: what is committed names no machine's folders."""
+    """A report whose absolute paths are cut to their last part: what is committed names no
+    machine's folders.
+    """
     if isinstance(tree, dict):
         return {key: without_paths(child) for key, child in tree.items()}
     if isinstance(tree, list | tuple):

@@ -1,16 +1,19 @@
-"""Promotion and rollback while others read: how long a move of an alias takes, and whether anybody reads what is past.
+"""Promotion and rollback while others read: how long a move of an alias takes, and whether anybody
+reads what is past.
 
-A catalog of 10^4 revisions. One thread moves the alias ``serving`` of some policies, forward and back; threads of the same
-process and one other process resolve these policies' ``serving`` all the while, in turn with names of the whole catalog.
-Every move and every read notes when it began and ended, on the one monotonic clock that all processes of a machine share.
+A catalog of 10^4 revisions. One thread moves the alias ``serving`` of some policies, forward and
+back; threads of the same process and one other process resolve these policies' ``serving`` all the
+while, in turn with names of the whole catalog. Every move and every read notes when it began and
+ended, on the one monotonic clock that all processes of a machine share.
 
-The same moves are made before that without readers (``quiet``), and while only the other process does (``elsewhere``): what
-lies between is Python's, whose threads run one at a time.
+The same moves are made before that without readers (``quiet``), and while only the other process
+does (``elsewhere``): what lies between is Python's, whose threads run one at a time.
 
-A read is **stale** when it began after a move had returned and shows a revision from before that move: what it shows must be
-what the alias was at some time between the last move that ended before the read began and the last that began before it
-ended. ``decided`` are the reads for which that is one revision only; ``soon`` those that began within 5 milliseconds of the
-return of a move of their policy. ``sync``: appending 4 KB to a file and syncing it, which a commit cannot undercut.
+A read is **stale** when it began after a move had returned and shows a revision from before that
+move: what it shows must be what the alias was at some time between the last move that ended before
+the read began and the last that began before it ended. ``decided`` are the reads for which that is
+one revision only; ``soon`` those that began within 5 milliseconds of the return of a move of their
+policy. ``sync``: appending 4 KB to a file and syncing it, which a commit cannot undercut.
 
 ``postgres``: the same on a PostgreSQL server on loopback; null where there is none.
 """
@@ -67,10 +70,14 @@ def judge(moves: Sequence[Move], reads: np.ndarray, first: int) -> dict[str, int
     stale = decided = soon = 0
     for policy in np.unique(reads[:, 0]).tolist():
         mine = [move for move in moves if move.policy == policy]
-        began, ended = (np.array([getattr(move, name) for move in mine], np.int64) for name in ("began", "ended"))
+        began, ended = (
+            np.array([getattr(move, name) for move in mine], np.int64)
+            for name in ("began", "ended")
+        )
         numbers = np.array([first, *(move.number for move in mine)])
         rows = reads[reads[:, 0] == policy]
-        low = np.searchsorted(ended, rows[:, 1], side="right")  # moves that had returned: the newest of them is numbers[low]
+        # moves that had returned: the newest of them is numbers[low]
+        low = np.searchsorted(ended, rows[:, 1], side="right")
         high = np.searchsorted(began, rows[:, 2], side="left")  # moves that may have been seen
         one = low == high
         decided += int(one.sum())
@@ -82,12 +89,17 @@ def judge(moves: Sequence[Move], reads: np.ndarray, first: int) -> dict[str, int
     return {"stale_reads": stale, "decided": decided, "soon": soon}
 
 
-def _read(catalog: Catalog, plan: Plan, policies: Sequence[int], seed: int, stop: Any, ready: Any) -> tuple[array, array, int]:
+def _read(
+    catalog: Catalog, plan: Plan, policies: Sequence[int], seed: int, stop: Any, ready: Any
+) -> tuple[array, array, int]:
     """Resolves until stopped; reads of ``serving``, nanoseconds of the other requests, errors."""
     rng = np.random.default_rng(seed)
     reads, others, errors = array("q"), array("q"), 0
     while not stop.is_set():
-        hot, other = rng.integers(0, len(policies), 256).tolist(), rng.integers(0, plan.policies, 256).tolist()
+        hot, other = (
+            rng.integers(0, len(policies), 256).tolist(),
+            rng.integers(0, plan.policies, 256).tolist(),
+        )
         for k, policy in zip(hot, other, strict=True):
             try:
                 began = time.monotonic_ns()
@@ -104,7 +116,14 @@ def _read(catalog: Catalog, plan: Plan, policies: Sequence[int], seed: int, stop
     return reads, others, errors
 
 
-def _read_elsewhere(where: tuple[str, str | None], plan: Plan, policies: Sequence[int], stop: Any, ready: Any, answer: Any) -> None:
+def _read_elsewhere(
+    where: tuple[str, str | None],
+    plan: Plan,
+    policies: Sequence[int],
+    stop: Any,
+    ready: Any,
+    answer: Any,
+) -> None:
     """``_read`` in a process of its own."""
     with open_catalog(Path(where[0]), where[1], actor="another process") as catalog:
         reads, others, errors = _read(catalog, plan, policies, 1_000, stop, ready)
@@ -130,9 +149,19 @@ class _Writer:
         if back:
             stack.pop()
         else:
-            stack.append(int(self._rng.choice([n for n in range(1, self._plan.per_policy + 1) if n != stack[-1]])))
+            stack.append(
+                int(
+                    self._rng.choice(
+                        [n for n in range(1, self._plan.per_policy + 1) if n != stack[-1]]
+                    )
+                )
+            )
         began = time.monotonic_ns()
-        found = self._catalog.rollback(name, ALIAS) if back else self._catalog.promote(name, stack[-1], ALIAS)
+        found = (
+            self._catalog.rollback(name, ALIAS)
+            if back
+            else self._catalog.promote(name, stack[-1], ALIAS)
+        )
         ended = time.monotonic_ns()
         self.errors += found.number != stack[-1]
         self.moves.append(Move(k, began, ended, stack[-1], "rollback" if back else "promote"))
@@ -149,11 +178,16 @@ class _Writer:
 def _percentiles(nanoseconds: Any) -> dict[str, timing.Figure] | None:
     """Milliseconds."""
     values = np.asarray(nanoseconds)
-    return {f"p{q}_ms": timing.percentile(values, q, 1e-6) for q in (50, 99)} if values.size else None
+    return (
+        {f"p{q}_ms": timing.percentile(values, q, 1e-6) for q in (50, 99)} if values.size else None
+    )
 
 
 def _latency(moves: Sequence[Move]) -> dict[str, Any]:
-    return {kind: _percentiles([move.ended - move.began for move in moves if move.kind == kind]) for kind in ("promote", "rollback")}
+    return {
+        kind: _percentiles([move.ended - move.began for move in moves if move.kind == kind])
+        for kind in ("promote", "rollback")
+    }
 
 
 def _sync(folder: Path, count: int) -> dict[str, timing.Figure] | None:
@@ -170,7 +204,10 @@ def _sync(folder: Path, count: int) -> dict[str, timing.Figure] | None:
 
 def _wait(events: Sequence[Any]) -> None:
     if not all(event.wait(READY_S) for event in events):
-        raise UserError(f"no reader resolved {ALIAS!r} within {READY_S:.0f} s: look at what else this machine does")
+        raise UserError(
+            f"no reader resolved {ALIAS!r} within {READY_S:.0f} s: look at what else this machine"
+            " does"
+        )
 
 
 def measure(config: Any, folder: Path, database: str | None, what: str) -> dict[str, Any]:
@@ -181,7 +218,11 @@ def measure(config: Any, folder: Path, database: str | None, what: str) -> dict[
     """
     plan = Plan(config.entries, config.per_policy, config.batch, config.seed)
     filled = fill(folder, plan, database)
-    policies = np.random.default_rng(config.seed).choice(plan.policies, config.policies, replace=False).tolist()
+    policies = (
+        np.random.default_rng(config.seed)
+        .choice(plan.policies, config.policies, replace=False)
+        .tolist()
+    )
     sync = _sync(folder, 100)
     spawn = multiprocessing.get_context("spawn")
     stop, ready = spawn.Event(), spawn.Event()
@@ -192,10 +233,16 @@ def measure(config: Any, folder: Path, database: str | None, what: str) -> dict[
         writer = _Writer(catalog, plan, policies, config.seed)
         quiet = writer.run(config.moves // 2, f"{what}: moves without readers")
         others = [
-            threading.Thread(target=lambda i=i: found.append(_read(catalog, plan, policies, i, stop, started[i])))
+            threading.Thread(
+                target=lambda i=i: found.append(_read(catalog, plan, policies, i, stop, started[i]))
+            )
             for i in range(config.threads)
         ]
-        process = spawn.Process(target=_read_elsewhere, args=((str(folder), database), plan, policies, stop, ready, answer), daemon=True)
+        process = spawn.Process(
+            target=_read_elsewhere,
+            args=((str(folder), database), plan, policies, stop, ready, answer),
+            daemon=True,
+        )
         process.start()
         answer.close()
         try:
@@ -217,8 +264,11 @@ def measure(config: Any, folder: Path, database: str | None, what: str) -> dict[
         reads, rest, errors = theirs.recv()
         process.join(READY_S)
         elsewhere = np.frombuffer(reads, np.int64).reshape(-1, _FIELDS)
-        log = sum(1 for move in writer.moves if move.policy == 0)  # the audit log knows each of them
-        kept = len(catalog.history(plan.policy(policies[0]), ALIAS, limit=len(writer.moves) + 2)) - 1
+        # the audit log knows each of them
+        log = sum(1 for move in writer.moves if move.policy == 0)
+        kept = (
+            len(catalog.history(plan.policy(policies[0]), ALIAS, limit=len(writer.moves) + 2)) - 1
+        )
     here = [np.frombuffer(reads, np.int64).reshape(-1, _FIELDS) for reads, _, _ in found]
     first = busy[0].began
     both = np.concatenate([*here, elsewhere])
@@ -237,7 +287,11 @@ def measure(config: Any, folder: Path, database: str | None, what: str) -> dict[
         "reads_elsewhere": len(elsewhere),
         "reads_per_s": round(2 * len(during) / seconds),
         "read": _percentiles(during[:, 2] - during[:, 1]),
-        "other_reads": _percentiles(np.concatenate([np.frombuffer(values, np.int64) for values in (rest, *(o for _, o, _ in found))])),
+        "other_reads": _percentiles(
+            np.concatenate(
+                [np.frombuffer(values, np.int64) for values in (rest, *(o for _, o, _ in found))]
+            )
+        ),
         **verdict,
         "errors": errors + sum(e for _, _, e in found) + writer.errors + abs(log - kept),
         "fill_entries_per_s": filled["entries_per_s"],
@@ -247,13 +301,20 @@ def measure(config: Any, folder: Path, database: str | None, what: str) -> dict[
 def run(config: Any, workdir: Path, **_: Any) -> dict[str, Any]:
     """Runs the bench; returns its report. What it makes is removed."""
     folder = workdir / "switch"
-    report: dict[str, Any] = {"bench": "switch", "device": timing.device(), "cores": os.cpu_count(), "threads": config.threads}
+    report: dict[str, Any] = {
+        "bench": "switch",
+        "device": timing.device(),
+        "cores": os.cpu_count(),
+        "threads": config.threads,
+    }
 
     def on(what: str, database: str | None = None) -> dict[str, Any]:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         began = os.getloadavg()[0]
-        return measure(config, folder, database, what) | {"load_average": [round(began, 1), round(os.getloadavg()[0], 1)]}
+        return measure(config, folder, database, what) | {
+            "load_average": [round(began, 1), round(os.getloadavg()[0], 1)]
+        }
 
     try:
         report["sqlite"] = on("SQLite")
@@ -275,4 +336,6 @@ def run(config: Any, workdir: Path, **_: Any) -> dict[str, Any]:
     mine = report["sqlite"]
     for kind in ("promote", "rollback"):
         report |= {f"{kind}_{key}": value for key, value in mine[kind].items()}
-    return report | {key: sum(row[key] for row in both) for key in ("reads", "stale_reads", "errors")}
+    return report | {
+        key: sum(row[key] for row in both) for key in ("reads", "stale_reads", "errors")
+    }

@@ -1,9 +1,11 @@
-"""The tables of the README and of docs/numbers.md, made from the reports under ``notebooks/reports``.
+"""The tables of the README and of docs/numbers.md, made from the reports under
+``notebooks/reports``.
 
-Between ``<!-- figures:NAME -->`` and ``<!-- /figures -->`` of a page stands what ``TABLES[NAME]`` makes, and a test holds it so.
-A row's text and figure are templates: ``{path.to.field|format}`` is read from the row's report, ``{other:path|format}`` from
-another; an entry of a list is found by its ``name`` or as ``last``. Formats in ``MEASURED`` are for what was measured and show the interval
-and n of the figure in a column of their own; those in ``PLAIN`` are for what is counted or set.
+Between ``<!-- figures:NAME -->`` and ``<!-- /figures -->`` of a page stands what ``TABLES[NAME]``
+makes, and a test holds it so. A row's text and figure are templates: ``{path.to.field|format}`` is
+read from the row's report, ``{other:path|format}`` from another; an entry of a list is found by its
+``name`` or as ``last``. Formats in ``MEASURED`` are for what was measured and show the interval and
+n of the figure in a column of their own; those in ``PLAIN`` are for what is counted or set.
 
 ``python -m mint_jax.bench.tables`` writes the pages.
 """
@@ -18,8 +20,12 @@ from mint_jax.bench import stamp, timing
 
 CPU = stamp.ROOT / "notebooks" / "reports" / "cpu-2-cores"
 PODS = stamp.ROOT / "notebooks" / "reports" / "tpu-aot"
-UNSTAMPED = stamp.ROOT / "notebooks" / "reports" / "unstamped.txt"  # reports that are to be measured, from before stamps or new
-PAGES = (stamp.ROOT / "README.md", *(stamp.ROOT / "docs" / f"{name}.md" for name in ("numbers", "kernels", "pods")))
+# reports that are to be measured, from before stamps or new
+UNSTAMPED = stamp.ROOT / "notebooks" / "reports" / "unstamped.txt"
+PAGES = (
+    stamp.ROOT / "README.md",
+    *(stamp.ROOT / "docs" / f"{name}.md" for name in ("numbers", "kernels", "pods")),
+)
 BASES = {
     "qwen3_4b": "Qwen3-4B",
     "qwen3_30b_a3b": "Qwen3-30B-A3B",
@@ -55,57 +61,104 @@ def _bench(name: str, *rows: tuple[str, str], command: str = "") -> list[Row]:
 
 def _both(one: str, other: str, what: str) -> str:
     """Before and after of two policies."""
-    return ", ".join(f"{{policies.{name}.{what}_before|3}} → {{policies.{name}.{what}_after|3}}" for name in (one, other))
+    return ", ".join(
+        f"{{policies.{name}.{what}_before|3}} → {{policies.{name}.{what}_after|3}}"
+        for name in (one, other)
+    )
 
 
 ROWS = [
     *_bench(
         "handoff",
         (
-            "from an optimizer step to weights that can be sampled, SmolLM2 rank 8: merged checkpoint through disk / adapter in memory",
+            (
+                "from an optimizer step to weights that can be sampled, SmolLM2 rank 8: merged"
+                " checkpoint through disk / adapter in memory"
+            ),
             "{handoff_ratio|times}",
         ),
         ("the same for a random base of {large.base|text}, rank 32", "{large.handoff_ratio|times}"),
         (
-            "the same, SmolLM2: adapter through a file, as LoRA users save one and let the sampler load it / adapter in memory",
+            (
+                "the same, SmolLM2: adapter through a file, as LoRA users save one and let the"
+                " sampler load it / adapter in memory"
+            ),
             "{handoff_s.adapter_disk/handoff_s.adapter_memory|times}",
         ),
         (
-            "from an optimizer step to the first token of the new weights, SmolLM2: merged checkpoint through disk / adapter in memory",
+            (
+                "from an optimizer step to the first token of the new weights, SmolLM2: merged"
+                " checkpoint through disk / adapter in memory"
+            ),
             "{first_token_ratio|times}",
         ),
         (
             "the same: adapter through a file / adapter in memory",
             "{to_first_token_s.adapter_disk/to_first_token_s.adapter_memory|times}",
         ),
-        ("the same, SmolLM2, with the next {new_tokens|count} tokens, whose sampling is most of the time on a CPU", "{step_ratio|times}"),
-        ("bytes handed over, SmolLM2: merged checkpoint / adapter", "{bytes.merged_disk|count} / {bytes.adapter_memory|count}"),
+        (
+            (
+                "the same, SmolLM2, with the next {new_tokens|count} tokens, whose sampling is most"
+                " of the time on a CPU"
+            ),
+            "{step_ratio|times}",
+        ),
+        (
+            "bytes handed over, SmolLM2: merged checkpoint / adapter",
+            "{bytes.merged_disk|count} / {bytes.adapter_memory|count}",
+        ),
     ),
     *_bench(
         "concurrent_grpo",
-        ("GRPO of 3 policies over SmolLM2, 4 rollouts each, {steps|count} step(s): one after another / batched", "{ratio_3|times}"),
-        ("GRPO of 8 policies over SmolLM2, 4 rollouts each, {steps|count} step(s): one after another / batched", "{ratio_8|times}"),
         (
-            "the same of 3 policies where a reward takes 1 s: one after another / overlapped, / batched",
+            (
+                "GRPO of 3 policies over SmolLM2, 4 rollouts each, {steps|count} step(s): one after"
+                " another / batched"
+            ),
+            "{ratio_3|times}",
+        ),
+        (
+            (
+                "GRPO of 8 policies over SmolLM2, 4 rollouts each, {steps|count} step(s): one after"
+                " another / batched"
+            ),
+            "{ratio_8|times}",
+        ),
+        (
+            (
+                "the same of 3 policies where a reward takes 1 s: one after another / overlapped, /"
+                " batched"
+            ),
             "{ratio_3_waiting_overlapped|times}, {ratio_3_waiting|times}",
         ),
     ),
     *_bench(
         "concurrent_grpo",
-        ("peak memory of the batched schedule over the sequential one, 8 policies", "{memory_8.peak_memory_ratio|ratio}"),
+        (
+            "peak memory of the batched schedule over the sequential one, 8 policies",
+            "{memory_8.peak_memory_ratio|ratio}",
+        ),
         command="`configs/bench/concurrent_grpo.py`, `--config.memory=(8,)`, `--config.memory_n=5`",
     ),
     *_bench(
         "train_vs_peft",
         (
-            "one training step of {policies|count} policies, GRPO groups of {rows|count} × {tokens|count} tokens that share their prompt, "
-            "float32: torch + PEFT ({peer_options.train|text}), {policies|count} updates / ours",
+            (
+                "one training step of {policies|count} policies, GRPO groups of {rows|count} ×"
+                " {tokens|count} tokens that share their prompt, float32: torch + PEFT"
+                " ({peer_options.train|text}), {policies|count} updates / ours"
+            ),
             "{ratio_train|times}",
         ),
-        ("the same with rows that share nothing ({peer_options.train_distinct|text})", "{ratio_train_distinct|times}"),
         (
-            "sampling with {policies|count} adapters in one batch: PEFT's mixed batch ({peer_options.sample|text}) / ours; share of greedy "
-            "tokens that are equal",
+            "the same with rows that share nothing ({peer_options.train_distinct|text})",
+            "{ratio_train_distinct|times}",
+        ),
+        (
+            (
+                "sampling with {policies|count} adapters in one batch: PEFT's mixed batch"
+                " ({peer_options.sample|text}) / ours; share of greedy tokens that are equal"
+            ),
             "{ratio_sample|times}; {sample_same_tokens|share}",
         ),
         command="`configs/bench/train_vs_peft.py`, `--config.compile_s=75`",
@@ -113,53 +166,92 @@ ROWS = [
     *_bench(
         "engine",
         (
-            "decoding SmolLM2 greedily behind prompts that are cached, 1, 8, 32 rows: torch + transformers in float32 "
-            "({peer_options_decode_1|text}; {peer_options_decode_8|text}; {peer_options_decode_32|text}) / ours, the same numbers in the "
-            "checkpoint's blocks of 4 bits; ours in float32",
-            "{ratio_decode_1|times}, {ratio_decode_8|times}, {ratio_decode_32|times}; {ratio_decode_1_in_full|times}, "
-            "{ratio_decode_8_in_full|times}, {ratio_decode_32_in_full|times}",
+            (
+                "decoding SmolLM2 greedily behind prompts that are cached, 1, 8, 32 rows: torch +"
+                " transformers in float32 ({peer_options_decode_1|text};"
+                " {peer_options_decode_8|text}; {peer_options_decode_32|text}) / ours, the same"
+                " numbers in the checkpoint's blocks of 4 bits; ours in float32"
+            ),
+            (
+                "{ratio_decode_1|times}, {ratio_decode_8|times}, {ratio_decode_32|times};"
+                " {ratio_decode_1_in_full|times}, {ratio_decode_8_in_full|times},"
+                " {ratio_decode_32_in_full|times}"
+            ),
         ),
-        ("{prefill_tokens|count} tokens of prompts to the first new tokens: torch + transformers / ours", "{ratio_prefill|times}"),
         (
-            "{continuous_tokens|count} tokens of ragged lengths: groups in lockstep until their slowest row ends / continuous batching; "
-            "groups whose ended rows cost nothing / continuous batching",
+            (
+                "{prefill_tokens|count} tokens of prompts to the first new tokens: torch +"
+                " transformers / ours"
+            ),
+            "{ratio_prefill|times}",
+        ),
+        (
+            (
+                "{continuous_tokens|count} tokens of ragged lengths: groups in lockstep until their"
+                " slowest row ends / continuous batching; groups whose ended rows cost nothing /"
+                " continuous batching"
+            ),
             "{ratio_continuous|times}; {ratio_continuous_idle_rows_free|times}",
         ),
         (
-            "{prefix_samples|count} samples of {prefix_tokens|count} tokens behind prompts of {prefix_prompt|count}: a prompt each / one "
-            "prompt, read once",
+            (
+                "{prefix_samples|count} samples of {prefix_tokens|count} tokens behind prompts of"
+                " {prefix_prompt|count}: a prompt each / one prompt, read once"
+            ),
             "{ratio_prefix|times}",
         ),
         (
-            "bytes that a step must read over its time, as a share of what reading memory reaches: 1, 8, 32 rows",
+            (
+                "bytes that a step must read over its time, as a share of what reading memory"
+                " reaches: 1, 8, 32 rows"
+            ),
             "{bandwidth_shares.1|ratio}, {bandwidth_shares.8|ratio}, {bandwidth_shares.32|ratio}",
         ),
         (
-            "programs compiled by {mixtures|count} mixtures of requests once the engine is warm; of {company_tokens|count} tokens those "
-            "with another bit when asked alone, when samples lose their pages on the way",
-            "{compiles_after_warmup|count}; {differing_tokens|count}, {differing_tokens_preempted|count}",
+            (
+                "programs compiled by {mixtures|count} mixtures of requests once the engine is"
+                " warm; of {company_tokens|count} tokens those with another bit when asked alone,"
+                " when samples lose their pages on the way"
+            ),
+            (
+                "{compiles_after_warmup|count}; {differing_tokens|count},"
+                " {differing_tokens_preempted|count}"
+            ),
         ),
     ),
     *_bench(
         "decode_vs_vllm",
         (
-            "decoding 1, 8, 32 rows that name {adapters|count} adapters of rank 8 and the bare base in turn, SmolLM2, prompts cached: vLLM "
-            "{vllm|text} on CPUs, float32 / ours, the same numbers in blocks of 4 bits; vLLM in bfloat16 / ours",
-            "{ratio_1|times}, {ratio_8|times}, {ratio_32|times}; {ratio_1_bfloat16|times}, {ratio_8_bfloat16|times}, "
-            "{ratio_32_bfloat16|times}",
+            (
+                "decoding 1, 8, 32 rows that name {adapters|count} adapters of rank 8 and the bare"
+                " base in turn, SmolLM2, prompts cached: vLLM {vllm|text} on CPUs, float32 / ours,"
+                " the same numbers in blocks of 4 bits; vLLM in bfloat16 / ours"
+            ),
+            (
+                "{ratio_1|times}, {ratio_8|times}, {ratio_32|times}; {ratio_1_bfloat16|times},"
+                " {ratio_8_bfloat16|times}, {ratio_32_bfloat16|times}"
+            ),
         ),
         command="`configs/bench/decode_vs_vllm.py`, `--config.python=`",
     ),
     *_bench(
         "active_wave",
         (
-            "a step of decoding over the bare base's: 32 rows of one adapter of rank 8, 64 rows of 64 adapters of rank 1, 1,024 rows of "
-            "1,024",
+            (
+                "a step of decoding over the bare base's: 32 rows of one adapter of rank 8, 64 rows"
+                " of 64 adapters of rank 1, 1,024 rows of 1,024"
+            ),
             "{overhead_1|percent}, {overhead_64|percent}, {overhead_1024|percent}",
         ),
         (
-            "bytes of these adapters over the base's; rows of {checked|count} with another bit when decoded alone",
-            "{bytes_share_1|share}, {bytes_share_64|share}, {bytes_share_1024|share}; {errors|count}",
+            (
+                "bytes of these adapters over the base's; rows of {checked|count} with another bit"
+                " when decoded alone"
+            ),
+            (
+                "{bytes_share_1|share}, {bytes_share_64|share}, {bytes_share_1024|share};"
+                " {errors|count}"
+            ),
         ),
     ),
     Row(
@@ -175,7 +267,8 @@ ROWS = [
         "`configs/dpo/smollm2.py`",
     ),
     Row(
-        "GRPO with LoRA on routed experts of a tiny latent-attention base, held-out reward of two policies",
+        "GRPO with LoRA on routed experts of a tiny latent-attention base, held-out reward of two"
+        " policies",
         _both("experts", "everything", "reward"),
         "grpo_moe",
         "`configs/tiny/pretrain_moe.py`, then `grpo_moe.py`",
@@ -183,131 +276,222 @@ ROWS = [
     *_bench(
         "moe_step",
         (
-            "adapters of 1 / 8 / 64 policies, rank {rank|count}, on a layer of {size.experts|count} experts of Qwen3-30B-A3B's shape, "
-            "{size.rows|count} × {size.tokens|count} tokens: forward and backward over the bare base",
-            "{forward_backward_overhead.1|percent} / {forward_backward_overhead.8|percent} / {forward_backward_overhead.64|percent}",
+            (
+                "adapters of 1 / 8 / 64 policies, rank {rank|count}, on a layer of"
+                " {size.experts|count} experts of Qwen3-30B-A3B's shape, {size.rows|count} ×"
+                " {size.tokens|count} tokens: forward and backward over the bare base"
+            ),
+            (
+                "{forward_backward_overhead.1|percent} / {forward_backward_overhead.8|percent} /"
+                " {forward_backward_overhead.64|percent}"
+            ),
         ),
-        ("the same, forward alone", "{forward_overhead.1|percent} / {forward_overhead.8|percent} / {forward_overhead.64|percent}"),
         (
-            "adapters as `ragged_dot` over (expert, slot) groups / ours, 8 policies, on a smaller layer of "
-            "{ragged_size.experts|count} experts, {ragged_size.d_model|count} × {ragged_size.width|count}, "
-            "{ragged_size.rows|count} × {ragged_size.tokens|count} tokens",
+            "the same, forward alone",
+            (
+                "{forward_overhead.1|percent} / {forward_overhead.8|percent} /"
+                " {forward_overhead.64|percent}"
+            ),
+        ),
+        (
+            (
+                "adapters as `ragged_dot` over (expert, slot) groups / ours, 8 policies, on a"
+                " smaller layer of {ragged_size.experts|count} experts, {ragged_size.d_model|count}"
+                " × {ragged_size.width|count}, {ragged_size.rows|count} ×"
+                " {ragged_size.tokens|count} tokens"
+            ),
             "{ratio_ragged|times}",
         ),
         (
-            "a step of 1 / 8 / 32 rows over {decode_size.layers|count} layers of {decode_size.experts|count} experts, "
-            "{decode_size.d_model|count} × {decode_size.width|count}, {decode_size.per_token|count} a token: with experts as slices of "
-            "the scan over layers / ours",
-            "{decode_ratio_sliced.1|times} / {decode_ratio_sliced.8|times} / {decode_ratio_sliced.32|times}",
+            (
+                "a step of 1 / 8 / 32 rows over {decode_size.layers|count} layers of"
+                " {decode_size.experts|count} experts, {decode_size.d_model|count} ×"
+                " {decode_size.width|count}, {decode_size.per_token|count} a token: with experts as"
+                " slices of the scan over layers / ours"
+            ),
+            (
+                "{decode_ratio_sliced.1|times} / {decode_ratio_sliced.8|times} /"
+                " {decode_ratio_sliced.32|times}"
+            ),
         ),
     ),
     *_bench(
         "catalog_scale",
         (
-            "a catalog of {entries|count} revisions of 2.4 KB: made in / disk / files / memory of the process",
+            (
+                "a catalog of {entries|count} revisions of 2.4 KB: made in / disk / files / memory"
+                " of the process"
+            ),
             "{sizes.last.create_s|s} / {bytes|GB} / {files|count} / {rss_bytes|MB}",
         ),
         (
-            "resolving a name in a catalog of {entries|count} revisions, {requests|count} requests: median / 99th percentile / errors",
+            (
+                "resolving a name in a catalog of {entries|count} revisions, {requests|count}"
+                " requests: median / 99th percentile / errors"
+            ),
             "{resolve_p50_ms|ms} / {resolve_p99_ms|ms} / {errors|count}",
         ),
-        ("a cold load from it into a slot, files in the page cache: median / 99th percentile", "{cold_p50_ms|ms} / {cold_p99_ms|ms}"),
+        (
+            "a cold load from it into a slot, files in the page cache: median / 99th percentile",
+            "{cold_p50_ms|ms} / {cold_p99_ms|ms}",
+        ),
         ("the same from the disk", "{sizes.last.disk.p50_ms|ms} / {sizes.last.disk.p99_ms|ms}"),
         command="`configs/bench/catalog_scale.py:million`",
     ),
     *_bench(
         "switch",
         (
-            "promotions and rollbacks of {sqlite.entries|count} entries under traffic: stale reads on SQLite, of those that had "
-            "one right answer; on PostgreSQL",
-            "{sqlite.stale_reads|count} of {sqlite.decided|count}; {postgres.stale_reads|count} of {postgres.decided|count}",
+            (
+                "promotions and rollbacks of {sqlite.entries|count} entries under traffic: stale"
+                " reads on SQLite, of those that had one right answer; on PostgreSQL"
+            ),
+            (
+                "{sqlite.stale_reads|count} of {sqlite.decided|count}; {postgres.stale_reads|count}"
+                " of {postgres.decided|count}"
+            ),
         ),
-        ("median promotion on SQLite / PostgreSQL under that traffic", "{sqlite.promote.p50_ms|ms} / {postgres.promote.p50_ms|ms}"),
-        ("the same without traffic", "{sqlite.quiet.promote.p50_ms|ms} / {postgres.quiet.promote.p50_ms|ms}"),
+        (
+            "median promotion on SQLite / PostgreSQL under that traffic",
+            "{sqlite.promote.p50_ms|ms} / {postgres.promote.p50_ms|ms}",
+        ),
+        (
+            "the same without traffic",
+            "{sqlite.quiet.promote.p50_ms|ms} / {postgres.quiet.promote.p50_ms|ms}",
+        ),
     ),
     *_bench(
         "journal",
         (
-            "a training request of {body_bytes|count} bytes accepted, run and answered durably: two transactions in SQLite / the journal "
-            "of futures, 1, 8, 64 clients",
+            (
+                "a training request of {body_bytes|count} bytes accepted, run and answered durably:"
+                " two transactions in SQLite / the journal of futures, 1, 8, 64 clients"
+            ),
             "{ratio_1|times}, {ratio_8|times}, {ratio_64|times}",
         ),
         (
             "the same, requests a second: SQLite / the journal",
-            "{sqlite_per_s_1|count}, {sqlite_per_s_8|count}, {sqlite_per_s_64|count} / {journal_per_s_1|count}, {journal_per_s_8|count}, "
-            "{journal_per_s_64|count}",
+            (
+                "{sqlite_per_s_1|count}, {sqlite_per_s_8|count}, {sqlite_per_s_64|count} /"
+                " {journal_per_s_1|count}, {journal_per_s_8|count}, {journal_per_s_64|count}"
+            ),
         ),
     ),
     *_bench(
         "service",
         (
-            "a round of training of 1, 4 and 8 tenants ({tokens_a_round|count} tokens each, and an update), CPU time: one tenant after the "
-            "other / all at once",
+            (
+                "a round of training of 1, 4 and 8 tenants ({tokens_a_round|count} tokens each, and"
+                " an update), CPU time: one tenant after the other / all at once"
+            ),
             "{cpu_ratio_1|times}, {cpu_ratio_4|times}, {cpu_ratio_8|times}",
         ),
-        ("a tenant's rounds beside another that floods / alone, 95th percentile", "{flood_p95_ratio|times}"),
         (
-            "rows that decode wait for a slice of training, median and 90th percentile; asked for at most {gap_bound_ms|count} ms",
+            "a tenant's rounds beside another that floods / alone, 95th percentile",
+            "{flood_p95_ratio|times}",
+        ),
+        (
+            (
+                "rows that decode wait for a slice of training, median and 90th percentile; asked"
+                " for at most {gap_bound_ms|count} ms"
+            ),
             "{gap_p50_ms|count} ms, {gap_p90_ms|count} ms",
         ),
         (
-            "an update's answer to the first token of exactly these weights, median and 95th percentile; answers of other weights",
+            (
+                "an update's answer to the first token of exactly these weights, median and 95th"
+                " percentile; answers of other weights"
+            ),
             "{handoff_p50_ms|count} ms, {handoff_p95_ms|count} ms; {wrong_revisions|count}",
         ),
         (
-            "resident memory of a tenant without a slot over its adapter and moments; failed requests",
+            (
+                "resident memory of a tenant without a slot over its adapter and moments; failed"
+                " requests"
+            ),
             "{rss_a_tenant|ratio}; {errors|count}",
         ),
     ),
     *_bench(
         "service_load",
         (
-            "{clients|count} clients over HTTP, {policies|count} policies over {slots|count} training slots, {revisions|count} revisions "
-            "over {adapters|count} adapter slots, ten minutes: rounds of training, samples; of these failed; answers by another revision",
-            "{rounds|count}, {samples|count}; {errors|count}; {wrong_revisions|count} of {checked|count} that were scored again",
+            (
+                "{clients|count} clients over HTTP, {policies|count} policies over {slots|count}"
+                " training slots, {revisions|count} revisions over {adapters|count} adapter slots,"
+                " ten minutes: rounds of training, samples; of these failed; answers by another"
+                " revision"
+            ),
+            (
+                "{rounds|count}, {samples|count}; {errors|count}; {wrong_revisions|count} of"
+                " {checked|count} that were scored again"
+            ),
         ),
         (
             "a round, a sample, a heartbeat meanwhile: median, and 99th percentile",
-            "{round_p50_ms|count}, {sample_p50_ms|count}, {heartbeat_p50_ms|count} ms; {round_p99_ms|count}, {sample_p99_ms|count}, "
-            "{heartbeat_p99_ms|count} ms",
+            (
+                "{round_p50_ms|count}, {sample_p50_ms|count}, {heartbeat_p50_ms|count} ms;"
+                " {round_p99_ms|count}, {sample_p99_ms|count}, {heartbeat_p99_ms|count} ms"
+            ),
         ),
-        ("the server's resident memory when that began, and when it ended", "{rss_mb_start|count}, {rss_mb_end|count} MB"),
+        (
+            "the server's resident memory when that began, and when it ended",
+            "{rss_mb_start|count}, {rss_mb_end|count} MB",
+        ),
     ),
     *_bench(
         "packed_load",
         (
-            "a rank-1 adapter of Qwen3-30B-A3B's experts from file to device slot: {tensors.unpacked|count} tensors of a PEFT file, "
-            "an array for each / one packed object",
+            (
+                "a rank-1 adapter of Qwen3-30B-A3B's experts from file to device slot:"
+                " {tensors.unpacked|count} tensors of a PEFT file, an array for each / one packed"
+                " object"
+            ),
             "{ratio_packed|times}",
         ),
         (
-            "the same: tensors stacked on the host first / {tensors.middle|count} stacked tensors / a small dense adapter "
-            "by PEFT's `load_adapter`",
+            (
+                "the same: tensors stacked on the host first / {tensors.middle|count} stacked"
+                " tensors / a small dense adapter by PEFT's `load_adapter`"
+            ),
             "{ratio_stacked_on_host|times} / {ratio_672|times} / {ratio_peft_load_adapter|times}",
         ),
         (
-            "16 different cold adapters at once over one, which keeps both cores busy already; loads when one is asked for 16 times",
+            (
+                "16 different cold adapters at once over one, which keeps both cores busy already;"
+                " loads when one is asked for 16 times"
+            ),
             "{cold16_over_1|times}; {same16_loads|count}",
         ),
-        ("99th percentile of a decode step while adapters load, over that without", "{decode_pause_p99|ratio}"),
+        (
+            "99th percentile of a decode step while adapters load, over that without",
+            "{decode_pause_p99|ratio}",
+        ),
         ("bytes that the host cache takes, over those it counts", "{host_bytes_ratio|ratio}"),
     ),
     *_bench(
         "revision_stores",
         (
-            "exporting a revision of {revision_bytes|count} bytes into a folder, many at once: an Orbax checkpoint each / packs, "
-            "{entries|count} revisions in packs and {folder.many.orbax.measured|count} beside",
+            (
+                "exporting a revision of {revision_bytes|count} bytes into a folder, many at once:"
+                " an Orbax checkpoint each / packs, {entries|count} revisions in packs and"
+                " {folder.many.orbax.measured|count} beside"
+            ),
             "{folder.many.ratio_export_orbax|times}",
         ),
-        ("a cold load of one of them: an Orbax checkpoint / a pack", "{folder.many.ratio_cold_load_orbax|times}"),
+        (
+            "a cold load of one of them: an Orbax checkpoint / a pack",
+            "{folder.many.ratio_cold_load_orbax|times}",
+        ),
         (
             "bytes on the disk over those of the adapters: packs / Orbax",
-            "{folder.many.packs.bytes_over_payload|share} / {folder.many.orbax.bytes_over_payload|share}",
+            (
+                "{folder.many.packs.bytes_over_payload|share} /"
+                " {folder.many.orbax.bytes_over_payload|share}"
+            ),
         ),
     ),
     Row(
-        "MLflow's registry / ours at {mlflow.entries|count} entries on SQLite: register, resolve, move an alias "
-        "(ours also stores the payload)",
+        "MLflow's registry / ours at {mlflow.entries|count} entries on SQLite: register, resolve,"
+        " move an alias (ours also stores the payload)",
         "{mlflow.ratio_register|times}, {mlflow.ratio_resolve|times}, {mlflow.ratio_move|times}",
         "catalog_against_mlflow",
         "`configs/bench/catalog_scale.py` with `mlflow-skinny`, `--config.entries='(10000,)'`",
@@ -315,29 +499,48 @@ ROWS = [
     *_bench(
         "kernels",
         (
-            "an expert layer's gate and up with adapters of rank 16 over the bare base's: 512 rows of 64 adapters, 8,192 rows of 8, "
-            "forward and backward of these",
-            "{cells.decode_64.over_base.model|ratio}, {cells.prefill_8.over_base.model|ratio}, {cells.train_8.over_base.model|ratio}",
+            (
+                "an expert layer's gate and up with adapters of rank 16 over the bare base's: 512"
+                " rows of 64 adapters, 8,192 rows of 8, forward and backward of these"
+            ),
+            (
+                "{cells.decode_64.over_base.model|ratio}, {cells.prefill_8.over_base.model|ratio},"
+                " {cells.train_8.over_base.model|ratio}"
+            ),
         ),
         (
             "the same two forward by a Python loop over experts and adapters / ours",
             "{cells.decode_64.ratio_loop|times}, {cells.prefill_8.ratio_loop|times}",
         ),
         (
-            "the least bytes of these three, adapters as a call of their own, over the base's (counted)",
-            "{cells.decode_64.floor_over_base.alone|share}, {cells.prefill_8.floor_over_base.alone|share}, "
-            "{cells.train_8.floor_over_base.alone|share}",
+            (
+                "the least bytes of these three, adapters as a call of their own, over the base's"
+                " (counted)"
+            ),
+            (
+                "{cells.decode_64.floor_over_base.alone|share},"
+                " {cells.prefill_8.floor_over_base.alone|share},"
+                " {cells.train_8.floor_over_base.alone|share}"
+            ),
         ),
     ),
     *_bench(
         "load_base",
         (
-            "peak host memory while a {checkpoint_bytes|GB} indexed checkpoint loads / its bytes: bfloat16, int8, float8",
-            "{loads.bfloat16.rss_over_share|ratio}, {loads.int8.rss_over_share|ratio}, {loads.float8.rss_over_share|ratio}",
+            (
+                "peak host memory while a {checkpoint_bytes|GB} indexed checkpoint loads / its"
+                " bytes: bfloat16, int8, float8"
+            ),
+            (
+                "{loads.bfloat16.rss_over_share|ratio}, {loads.int8.rss_over_share|ratio},"
+                " {loads.float8.rss_over_share|ratio}"
+            ),
         ),
         (
-            "SmolLM2 with 8-bit matrices against float32 on {quantised.int8.tokens|count} tokens: KL of the next token in nats, "
-            "int8 / float8",
+            (
+                "SmolLM2 with 8-bit matrices against float32 on {quantised.int8.tokens|count}"
+                " tokens: KL of the next token in nats, int8 / float8"
+            ),
             "{quantised.int8.kl_nats|3} / {quantised.float8.kl_nats|3}",
         ),
     ),
@@ -346,7 +549,8 @@ ROWS = [
 # What the README shows: one ratio a row, in words that need no other page.
 HEADLINE = [
     Row(
-        "an update, then the first token with the new weights: adapter through a file, as LoRA tools do / in memory",
+        "an update, then the first token with the new weights: adapter through a file, as LoRA"
+        " tools do / in memory",
         "{to_first_token_s.adapter_disk/to_first_token_s.adapter_memory|times}",
         "handoff",
         "`configs/bench/handoff.py`",
@@ -358,7 +562,8 @@ HEADLINE = [
         "`configs/bench/concurrent_grpo.py`",
     ),
     Row(
-        "a training step of {policies|count} policies: torch + PEFT, {policies|count} updates / ours, one update",
+        "a training step of {policies|count} policies: torch + PEFT, {policies|count} updates /"
+        " ours, one update",
         "{ratio_train|times}",
         "train_vs_peft",
         "`configs/bench/train_vs_peft.py`",
@@ -370,7 +575,8 @@ HEADLINE = [
         "`configs/bench/train_vs_peft.py`",
     ),
     Row(
-        "decoding 8 rows with {adapters|count} adapters: vLLM for CPUs, bfloat16 / ours, the checkpoint's 4-bit blocks",
+        "decoding 8 rows with {adapters|count} adapters: vLLM for CPUs, bfloat16 / ours, the"
+        " checkpoint's 4-bit blocks",
         "{ratio_8_bfloat16|times}",
         "decode_vs_vllm",
         "`configs/bench/decode_vs_vllm.py`",
@@ -383,12 +589,25 @@ HEADLINE = [
     ),
 ]
 
-# How the trainer may differ from the sampler: name of the report (with ``_no_replay`` for the run without), words, options.
+# How the trainer may differ from the sampler: name of the report (with ``_no_replay`` for the run
+# without), words, options.
 MISMATCHES = (
     ("grpo_moe", "nothing", ()),
-    ("grpo_moe_noise", "router weights, noise of 0.3 of their spread", ("--config.router_noise=0.3",)),
-    ("grpo_moe_more_noise", "router weights, noise as large as they are", ("--config.router_noise=1.0",)),
-    ("grpo_moe_dtype", "arithmetic: sampler bfloat16, trainer float32", ("--config.dtype=bfloat16", "--config.trainer_dtype=float32")),
+    (
+        "grpo_moe_noise",
+        "router weights, noise of 0.3 of their spread",
+        ("--config.router_noise=0.3",),
+    ),
+    (
+        "grpo_moe_more_noise",
+        "router weights, noise as large as they are",
+        ("--config.router_noise=1.0",),
+    ),
+    (
+        "grpo_moe_dtype",
+        "arithmetic: sampler bfloat16, trainer float32",
+        ("--config.dtype=bfloat16", "--config.trainer_dtype=float32"),
+    ),
 )
 TASKS = {
     "adder": "sum of two digits, bare answer",
@@ -400,7 +619,13 @@ TASKS = {
 
 def _digits(x: float) -> str:
     """Three significant digits, thousands apart, whole from 100 on."""
-    return f"{x:,.0f}" if abs(x) >= 100 else f"{x:.3g}" if x == 0 or abs(x) >= 10 else f"{x:.{2 if abs(x) >= 1 else 3}f}"
+    return (
+        f"{x:,.0f}"
+        if abs(x) >= 100
+        else f"{x:.3g}"
+        if x == 0 or abs(x) >= 10
+        else f"{x:.{2 if abs(x) >= 1 else 3}f}"
+    )
 
 
 MEASURED: dict[str, tuple[Callable[[float], str], str]] = {  # format -> number, unit
@@ -437,7 +662,8 @@ class Reports:
         return (self.folder / f"{name}.json").is_file()
 
     def field(self, name: str, path: str) -> Any:
-        """The value behind ``path.to.field``, or the ratio of two medians behind ``one/other``, whose interval spans the ends of both.
+        """The value behind ``path.to.field``, or the ratio of two medians behind ``one/other``,
+        whose interval spans the ends of both.
 
         Raises:
             KeyError: with report and path.
@@ -464,7 +690,11 @@ class Reports:
             groups.setdefault(source(report), []).append(name)
         if len(groups) == 1:
             return f"Measured {next(iter(groups))}."
-        return "Measured " + "; ".join(f"{of} ({', '.join(names)})" for of, names in groups.items()) + "."
+        return (
+            "Measured "
+            + "; ".join(f"{of} ({', '.join(names)})" for of, names in groups.items())
+            + "."
+        )
 
 
 def _wrapped(text: str) -> str:
@@ -479,7 +709,10 @@ def source(report: Mapping[str, Any]) -> str:
     machine, versions = at["machine"], at["versions"]
     changed = " with changes" if at["dirty"] else ""
     cores, memory = machine["cores"], machine["memory_bytes"] / 1e9
-    return f"at `{at['commit'][:10]}`{changed} on {machine['cpu']}, {cores} cores, {memory:.0f} GB; jax {versions['jax']}"
+    return (
+        f"at `{at['commit'][:10]}`{changed} on {machine['cpu']}, {cores} cores, {memory:.0f} GB;"
+        f" jax {versions['jax']}"
+    )
 
 
 def _rows(rows: Iterable[Row]) -> str:
@@ -489,7 +722,9 @@ def _rows(rows: Iterable[Row]) -> str:
         if f"{CPU.name}/{row.report}" in unstamped() and not reports.has(row.report):
             continue  # has never been measured with a stamp, and not without
         spread: list[str] = []
-        text, figure = (_fill(template, row.report, reports, spread) for template in (row.text, row.figure))
+        text, figure = (
+            _fill(template, row.report, reports, spread) for template in (row.text, row.figure)
+        )
         lines.append(f"| {text} | {figure} | {' / '.join(spread)} | {row.command} |")
     lines += ["", _wrapped(reports.where())]
     return "\n".join(lines) + "\n"
@@ -498,11 +733,15 @@ def _rows(rows: Iterable[Row]) -> str:
 def _fill(template: str, report: str, reports: Reports, spread: list[str]) -> str:
     """A template with its fields; intervals and n go to ``spread``."""
 
-    return _FIELD.sub(lambda match: shown(reports.field(match[1] or report, match[2]), match[3], spread), template)
+    return _FIELD.sub(
+        lambda match: shown(reports.field(match[1] or report, match[2]), match[3], spread), template
+    )
 
 
 def shown(found: Any, kind: str, spread: list[str]) -> str:
-    """A number or figure in a format of ``MEASURED`` or ``PLAIN``; interval and n of one that was measured go to ``spread``."""
+    """A number or figure in a format of ``MEASURED`` or ``PLAIN``; interval and n of one that was
+    measured go to ``spread``.
+    """
     if kind in PLAIN:
         return PLAIN[kind](found)
     number, unit = MEASURED[kind]
@@ -517,10 +756,17 @@ def _accelerators() -> str:
     measured: dict[str, list[str]] = {}
     for file in sorted(CPU.parent.glob("*/*.json")):
         if file.parent not in (CPU, PODS):
-            measured.setdefault(stamp.load(file)["stamp"]["machine"]["devices"], []).append(file.stem)
-    ran = "; ".join(f"{', '.join(f'`{name}`' for name in names)} on {device}" for device, names in measured.items())
+            measured.setdefault(stamp.load(file)["stamp"]["machine"]["devices"], []).append(
+                file.stem
+            )
+    ran = "; ".join(
+        f"{', '.join(f'`{name}`' for name in names)} on {device}"
+        for device, names in measured.items()
+    )
     on_tpu = any("TPU" in device for device in measured)
-    tpu = "" if on_tpu else " Nothing was run on a TPU: programs for TPUs are compiled ahead of time."
+    tpu = (
+        "" if on_tpu else " Nothing was run on a TPU: programs for TPUs are compiled ahead of time."
+    )
     here = f"Measured on an accelerator: {ran}." if ran else "Nothing was run on an accelerator."
     return _wrapped(f"{here}{tpu} All other times are of a CPU.") + "\n"
 
@@ -529,13 +775,20 @@ def _quickstart() -> str:
     reports = Reports(CPU)
     report = reports["quickstart"]
     wall, memory = report["wall_s"], report["rss_bytes"]
-    in_full = Reports(CPU)["handoff"]["bytes"]["merged_memory"]  # bytes, not times: of SmolLM2 in float32, whenever that was run
+    # bytes, not times: of SmolLM2 in float32, whenever that was run
+    in_full = Reports(CPU)["handoff"]["bytes"]["merged_memory"]
     lines = [
-        f"{wall['n']} runs, seeds 0 and 1, from an empty compilation cache: {wall['interval'][0]:.0f} and {wall['interval'][1]:.0f} s, "
-        f"{max(memory['interval']) / 1e9:.1f} GB of",
+        (
+            f"{wall['n']} runs, seeds 0 and 1, from an empty compilation cache:"
+            f" {wall['interval'][0]:.0f} and {wall['interval'][1]:.0f} s,"
+            f" {max(memory['interval']) / 1e9:.1f} GB of"
+        ),
         "memory at most; rewards are means of the runs, in brackets smallest and largest:",
         "",
-        "| policy | task | rank | held-out reward, base | after | adapter bytes | of the base in float32 |",
+        (
+            "| policy | task | rank | held-out reward, base | after | adapter bytes | of the base"
+            " in float32 |"
+        ),
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for p in report["policies"]:
@@ -554,9 +807,16 @@ def _quickstart() -> str:
 
 
 def _replay() -> str:
-    """Routing replay: what trainer and sampler disagree on, and what is learned, with the sampler's experts and without."""
+    """Routing replay: what trainer and sampler disagree on, and what is learned, with the sampler's
+    experts and without.
+    """
     reports = Reports(CPU)
-    head = ("the trainer differs in", "replay", "gap of a token's log-probability", "choices out of the trainer's route")
+    head = (
+        "the trainer differs in",
+        "replay",
+        "gap of a token's log-probability",
+        "choices out of the trainer's route",
+    )
     head += ("held-out reward: experts", "everything")
     lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
 
@@ -568,9 +828,22 @@ def _replay() -> str:
     for name, words, _ in MISMATCHES:
         for replay in (True, False):
             report = name if replay else f"{name}_no_replay"
-            both = [[with_ends(report, f"policies.{p}.{what}") for p in ("experts", "everything")] for what in ("gap", "reward_after")]
-            strays = [with_ends(report, f"policies.{p}.out_of_route") for p in ("experts", "everything")] if replay else []
-            cells = (words if replay else "", "yes" if replay else "no", ", ".join(both[0]), ", ".join(strays), *both[1])
+            both = [
+                [with_ends(report, f"policies.{p}.{what}") for p in ("experts", "everything")]
+                for what in ("gap", "reward_after")
+            ]
+            strays = (
+                [with_ends(report, f"policies.{p}.out_of_route") for p in ("experts", "everything")]
+                if replay
+                else []
+            )
+            cells = (
+                words if replay else "",
+                "yes" if replay else "no",
+                ", ".join(both[0]),
+                ", ".join(strays),
+                *both[1],
+            )
             lines.append("| " + " | ".join(cells) + " |")
     return "\n".join([*lines, "", _wrapped(reports.where())]) + "\n"
 
@@ -645,7 +918,14 @@ def _pod_cells(p: Mapping[str, Any]) -> tuple[str, ...]:
 def _kernels() -> str:
     """Bundles of the TPU compiler's static schedule, packed LoRA over the base."""
     report = Reports(PODS)["kernels"]
-    columns = "chip", "base, bundles", "adapters in the tile", "forward, of the base's", "lanes' floor", "one pass, of two"
+    columns = (
+        "chip",
+        "base, bundles",
+        "adapters in the tile",
+        "forward, of the base's",
+        "lanes' floor",
+        "one pass, of two",
+    )
     lines = ["| " + " | ".join((*columns, "backward, of the base's")) + " |", "|" + " --- |" * 7]
 
     def percent(share: float) -> str:
@@ -659,16 +939,25 @@ def _kernels() -> str:
         for k, (adapters, add) in enumerate(chip["add"].items()):
             cells = (name, f"{chip['base']['bundles']:,}") if k == 0 else ("", "")
             of_base = [percent(add[floor]) for floor in ("over_base", "lanes_over_base")]
-            rest = percent(chip["one_pass"][adapters]["over_two"]), percent(chip["backward"][adapters]["over_base"])
+            rest = (
+                percent(chip["one_pass"][adapters]["over_two"]),
+                percent(chip["backward"][adapters]["over_base"]),
+            )
             lines.append("| " + " | ".join((*cells, adapters, *of_base, *rest)) + " |")
     shape = report["shape"]
     what = (
-        f"A tile of {shape['tile']} rows, {shape['d_in']} to {' and '.join(map(str, shape['d_out']))}, rank {shape['rank']}, "
-        f"{shape['dtype']}; libtpu {report['libtpu']}."
+        f"A tile of {shape['tile']} rows, {shape['d_in']} to"
+        f" {' and '.join(map(str, shape['d_out']))}, rank {shape['rank']}, {shape['dtype']}; libtpu"
+        f" {report['libtpu']}."
     )
     most = next(iter(report["chips"].values()))["goal"]["adapters"]
     goals = f"Goals, up to {most} adapters in a tile: {'; '.join(met)}."
-    return "\n".join([*lines, "", _wrapped(what), _wrapped(goals), _wrapped(f"Compiled {source(report)}.")]) + "\n"
+    return (
+        "\n".join(
+            [*lines, "", _wrapped(what), _wrapped(goals), _wrapped(f"Compiled {source(report)}.")]
+        )
+        + "\n"
+    )
 
 
 def unstamped() -> list[str]:
@@ -688,7 +977,9 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def render(text: str, made_by: Mapping[str, Callable[[], str]] = TABLES) -> str:
-    """A page with its tables made anew; those of replay and of the pods once all of their reports are measured with a stamp."""
+    """A page with its tables made anew; those of replay and of the pods once all of their reports
+    are measured with a stamp.
+    """
     parts = {"pods": f"{PODS.name}/", "replay": f"{CPU.name}/grpo_moe"}
 
     def made(match: re.Match) -> str:

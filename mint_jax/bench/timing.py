@@ -1,9 +1,12 @@
-"""How benches measure: sides run in turn in one process, medians with their intervals, and what a large matmul reaches here.
+"""How benches measure: sides run in turn in one process, medians with their intervals, and what a
+large matmul reaches here.
 
-A *figure* is ``{"median": m, "interval": [low, high], "n": n}``: what a report says of everything it measured. The interval of
-a sample's quantile has its ends at order statistics (95 % by the normal approximation of the binomial; at n = 5 smallest and
-largest, which hold the median of any continuous distribution with 94 %); that of a ratio of medians is the 95 % percentile
-bootstrap over rounds, in each of which both sides ran. Figures of a ``percentile``, ``mean`` or ``total`` name their value so.
+A *figure* is ``{"median": m, "interval": [low, high], "n": n}``: what a report says of everything
+it measured. The interval of a sample's quantile has its ends at order statistics (95 % by the
+normal approximation of the binomial; at n = 5 smallest and largest, which hold the median of any
+continuous distribution with 94 %); that of a ratio of medians is the 95 % percentile bootstrap over
+rounds, in each of which both sides ran. Figures of a ``percentile``, ``mean`` or ``total`` name
+their value so.
 """
 
 import math
@@ -23,8 +26,11 @@ VALUES = ("median", "mean", "percentile", "total")  # what the value of a figure
 BOOTSTRAPS = 4000
 
 
-def in_turn(what: str, sides: Mapping[str, Callable[[], Any]], n: int, warm: int = 1) -> dict[str, list[float]]:
-    """Seconds of every side, ``n`` times each, in turn, so that a slow spell of the machine meets all of them.
+def in_turn(
+    what: str, sides: Mapping[str, Callable[[], Any]], n: int, warm: int = 1
+) -> dict[str, list[float]]:
+    """Seconds of every side, ``n`` times each, in turn, so that a slow spell of the machine meets
+    all of them.
 
     Args:
         sides: each call must return only when its work is done.
@@ -40,7 +46,9 @@ def in_turn(what: str, sides: Mapping[str, Callable[[], Any]], n: int, warm: int
             began = time.perf_counter()
             call()
             out[name].append(time.perf_counter() - began)
-        progress.update(k + 1, " ".join(f"{name} {values[-1]:.2f} s" for name, values in out.items()))
+        progress.update(
+            k + 1, " ".join(f"{name} {values[-1]:.2f} s" for name, values in out.items())
+        )
     return out
 
 
@@ -69,13 +77,21 @@ def _quantile(values: Iterable[float], q: float, scale: float, name: str) -> Fig
     n = len(ordered)
     half = 1.96 * math.sqrt(n * q * (1 - q))
     low, high = max(0, math.floor(n * q - half)), min(n - 1, math.ceil(n * q + half))
-    return {name: _short(np.quantile(ordered, q)), "interval": [_short(ordered[low]), _short(ordered[high])], "n": n}
+    return {
+        name: _short(np.quantile(ordered, q)),
+        "interval": [_short(ordered[low]), _short(ordered[high])],
+        "n": n,
+    }
 
 
 def mean(values: Iterable[float]) -> Figure:
     """The mean of a sample with its 95 % bootstrap interval."""
     x = np.fromiter(values, np.float64)
-    return {"mean": _short(x.mean()), "interval": _ends(x[_draws(len(x))].mean(axis=1)), "n": len(x)}
+    return {
+        "mean": _short(x.mean()),
+        "interval": _ends(x[_draws(len(x))].mean(axis=1)),
+        "n": len(x),
+    }
 
 
 def total(values: Iterable[float]) -> Figure:
@@ -85,11 +101,17 @@ def total(values: Iterable[float]) -> Figure:
 
 
 def ratio(times: Mapping[str, list[float]], slow: str, fast: str, less: float = 0.0) -> Figure:
-    """How many times longer ``slow`` took than ``fast``, by their medians; ``less`` is subtracted (1 makes it an overhead)."""
+    """How many times longer ``slow`` took than ``fast``, by their medians; ``less`` is subtracted
+    (1 makes it an overhead).
+    """
     a, b = (np.array(times[name]) for name in (slow, fast))
     draws = _draws(len(a))
     ratios = np.median(a[draws], axis=1) / np.median(b[draws], axis=1)
-    return {"median": _short(np.median(a) / np.median(b) - less), "interval": _ends(ratios - less), "n": len(a)}
+    return {
+        "median": _short(np.median(a) / np.median(b) - less),
+        "interval": _ends(ratios - less),
+        "n": len(a),
+    }
 
 
 def percentile_ratio(times: Mapping[str, list[float]], slow: str, fast: str, q: float) -> Figure:
@@ -97,32 +119,51 @@ def percentile_ratio(times: Mapping[str, list[float]], slow: str, fast: str, q: 
     a, b = (np.array(times[name]) for name in (slow, fast))
     draws = _draws(len(a))
     ratios = np.percentile(a[draws], q, axis=1) / np.percentile(b[draws], q, axis=1)
-    return {"percentile": _short(np.percentile(a, q) / np.percentile(b, q)), "interval": _ends(ratios), "n": len(a)}
+    return {
+        "percentile": _short(np.percentile(a, q) / np.percentile(b, q)),
+        "interval": _ends(ratios),
+        "n": len(a),
+    }
 
 
 def merge(runs: Sequence[Any]) -> Any:
-    """Several runs' reports as one: what all of them say stays, numbers become figures (median, smallest and largest), and
-    other values lists."""
+    """Several runs' reports as one: what all of them say stays, numbers become figures (median,
+    smallest and largest), and other values lists.
+    """
     first = runs[0]
     if isinstance(first, dict):
         return {key: merge([run[key] for run in runs]) for key in first}
-    if isinstance(first, list) and all(isinstance(run, list) and len(run) == len(first) for run in runs):
+    if isinstance(first, list) and all(
+        isinstance(run, list) and len(run) == len(first) for run in runs
+    ):
         return [merge(items) for items in zip(*runs, strict=True)]
     if all(run == first for run in runs) and not isinstance(first, float):
         return first
     if all(isinstance(run, int | float) for run in runs):
-        return {"median": _short(statistics.median(runs)), "interval": [min(runs), max(runs)], "n": len(runs)}
+        return {
+            "median": _short(statistics.median(runs)),
+            "interval": [min(runs), max(runs)],
+            "n": len(runs),
+        }
     return list(runs)
 
 
 def value(figure: Any) -> float:
     """The number of a figure, or of a plain number."""
-    return next(figure[name] for name in VALUES if name in figure) if isinstance(figure, dict) else figure
+    return (
+        next(figure[name] for name in VALUES if name in figure)
+        if isinstance(figure, dict)
+        else figure
+    )
 
 
 def is_figure(tree: Any) -> bool:
     """Whether a part of a report is a figure."""
-    return isinstance(tree, dict) and {"interval", "n"} <= tree.keys() and any(name in tree for name in VALUES)
+    return (
+        isinstance(tree, dict)
+        and {"interval", "n"} <= tree.keys()
+        and any(name in tree for name in VALUES)
+    )
 
 
 def _draws(n: int) -> np.ndarray:
@@ -140,7 +181,9 @@ def _short(x: Any) -> float:
 
 
 class Matmul:
-    """A large square matmul on the default device: as one side of ``in_turn`` it shows what the machine can do meanwhile."""
+    """A large square matmul on the default device: as one side of ``in_turn`` it shows what the
+    machine can do meanwhile.
+    """
 
     def __init__(self, dtype: Any = jnp.float32, size: int = 2048):
         self.flops = 2 * size**3

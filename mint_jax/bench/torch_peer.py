@@ -1,8 +1,10 @@
-"""The peer of sampling without adapters: torch and transformers on the same checkpoint, with a cache of keys and values.
+"""The peer of sampling without adapters: torch and transformers on the same checkpoint, with a
+cache of keys and values.
 
-Its loop is written out here, greedy and nothing else, and its prompts are in the cache before the clock starts: what ``generate`` of
-transformers does around each step is not held against it. It runs with the options that make it fastest on the work itself: threads,
-attention, a cache that grows or one of fixed size.
+Its loop is written out here, greedy and nothing else, and its prompts are in the cache before the
+clock starts: what ``generate`` of transformers does around each step is not held against it. It
+runs with the options that make it fastest on the work itself: threads, attention, a cache that
+grows or one of fixed size.
 """
 
 import time
@@ -53,14 +55,17 @@ class TorchPeer:
         tokens = torch.tensor(tokens_BT, dtype=torch.long)
         with torch.inference_mode():
             cache = DynamicCache(config=self.model.config)
-            logits = self.model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+            logits = self.model(
+                tokens, past_key_values=cache, use_cache=True, logits_to_keep=1
+            ).logits
             return logits[:, -1].argmax(-1).numpy()
 
     def decoder(self, tokens_BT: np.ndarray, new_tokens: int) -> Callable[[], np.ndarray]:
         """Reads all but the last token of each prompt into a cache of this instance's options.
 
         Returns:
-            A call that draws ``[B, new_tokens]`` greedily behind the prompts, and forgets them again.
+            A call that draws ``[B, new_tokens]`` greedily behind the prompts, and forgets them
+            again.
         """
         import torch
         from transformers import DynamicCache, StaticCache
@@ -79,7 +84,13 @@ class TorchPeer:
             with torch.inference_mode():
                 for i in range(new_tokens):
                     places = torch.full((rows, 1), length - 1 + i)
-                    logits = self.model(at, past_key_values=cache, use_cache=True, logits_to_keep=1, position_ids=places).logits
+                    logits = self.model(
+                        at,
+                        past_key_values=cache,
+                        use_cache=True,
+                        logits_to_keep=1,
+                        position_ids=places,
+                    ).logits
                     at = logits[:, -1].argmax(-1, keepdim=True)
                     out.append(at)
                 if static:
@@ -91,7 +102,9 @@ class TorchPeer:
 
         return draw
 
-    def fastest(self, make: Callable[[], Callable[[], Any]], caches: tuple[str, ...] = CACHES) -> dict[str, float]:
+    def fastest(
+        self, make: Callable[[], Callable[[], Any]], caches: tuple[str, ...] = CACHES
+    ) -> dict[str, float]:
         """Takes the options with which a call is the fastest; what was tried, options -> seconds.
 
         Args:
@@ -100,13 +113,18 @@ class TorchPeer:
         """
         times: dict[Options, float] = {}
         for field, values in {"threads": THREADS, "attention": ATTENTION, "cache": caches}.items():
-            start = min(times, key=lambda options: times[options]) if times else Options(cache=caches[0])
+            start = (
+                min(times, key=lambda options: times[options])
+                if times
+                else Options(cache=caches[0])
+            )
             for value in values:
                 options = start._replace(**{field: value})
                 if options not in times:
                     self.use(options)
                     call = make()
-                    # The least of several: one call that the machine disturbed had chosen one thread for 32 rows.
+                    # The least of several: one call that the machine disturbed had chosen one
+                    # thread for 32 rows.
                     times[options] = min(_seconds(call) for _ in range(TRIALS))
         self.use(min(times, key=lambda options: times[options]))
         return {str(options): round(seconds, 3) for options, seconds in times.items()}

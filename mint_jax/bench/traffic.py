@@ -23,8 +23,9 @@ class Zipf:
 def draws(kind: str, n: int, count: int, exponent: float, rng: np.random.Generator) -> np.ndarray:
     """``count`` requests to ``n`` names, ``[count]``.
 
-    ``bursts``: ``SESSIONS`` sessions are open at once, each of a name drawn uniformly; a request is of a random one of them, which ends
-    after ``REQUESTS`` and is followed by that of another name. Every name is as popular as every other, and hot for a while.
+    ``bursts``: ``SESSIONS`` sessions are open at once, each of a name drawn uniformly; a request is
+    of a random one of them, which ends after ``REQUESTS`` and is followed by that of another name.
+    Every name is as popular as every other, and hot for a while.
 
     Raises:
         UserError: no such kind.

@@ -1,8 +1,10 @@
 """Many policies in one training step: what a further policy costs where the number of rows stays.
 
-Each side is forward, backward and optimizer step of rows of random tokens. ``together``: ``policies`` policies share the rows in one step.
-``one``: a single policy has all of them; ``overhead`` is what ``together`` takes longer, as a share of it. ``one_by_one``: a step for each
-policy with its part of the rows, up to ``one_by_one`` policies, since that takes as many steps; null beyond.
+Each side is forward, backward and optimizer step of rows of random tokens. ``together``:
+``policies`` policies share the rows in one step. ``one``: a single policy has all of them;
+``overhead`` is what ``together`` takes longer, as a share of it. ``one_by_one``: a step for each
+policy with its part of the rows, up to ``one_by_one`` policies, since that takes as many steps;
+null beyond.
 """
 
 from collections.abc import Callable
@@ -25,7 +27,9 @@ from mint_jax.train.trainer import Trainer
 def run(config: Any, workdir: Path, open_base: Callable[[Any], Base], **_: Any) -> dict[str, Any]:
     """Runs the bench; returns its report."""
     if config.policies > config.rows:
-        raise UserError(f"{config.policies} policies need as many rows: config.rows is {config.rows}")
+        raise UserError(
+            f"{config.policies} policies need as many rows: config.rows is {config.rows}"
+        )
     base = open_base(config)
     many, single = _trainer(config, base, config.policies), _trainer(config, base, 1)
     rng = np.random.default_rng(config.seed)
@@ -52,7 +56,9 @@ def run(config: Any, workdir: Path, open_base: Callable[[Any], Base], **_: Any) 
         "rows": config.rows,
         "tokens": config.tokens,
         "overhead": timing.ratio(times, "together", "one", less=1),
-        "ratio_one_by_one": timing.ratio(times, "one_by_one", "together") if "one_by_one" in times else None,
+        "ratio_one_by_one": (
+            timing.ratio(times, "one_by_one", "together") if "one_by_one" in times else None
+        ),
         "seconds": timing.medians_of(times),
         "state_bytes": params_lib.nbytes(many.state),
         "base_bytes": base.nbytes,
@@ -61,7 +67,9 @@ def run(config: Any, workdir: Path, open_base: Callable[[Any], Base], **_: Any) 
 
 def _trainer(config: Any, base: Base, policies: int) -> Trainer:
     adapter, loss = AdapterConfig(config.rank, 2.0 * config.rank), LossConfig("cross_entropy")
-    return Trainer(base, [PolicyConfig(f"p{i}", adapter, loss=loss, seed=i) for i in range(policies)])
+    return Trainer(
+        base, [PolicyConfig(f"p{i}", adapter, loss=loss, seed=i) for i in range(policies)]
+    )
 
 
 def _group(config: Any, base: Base, rng: np.random.Generator) -> Group:

@@ -1,7 +1,8 @@
-"""vLLM on CPUs, the peer of decoding with many adapters in one batch: the program that runs where it is installed, by ``elsewhere``.
+"""vLLM on CPUs, the peer of decoding with many adapters in one batch: the program that runs where
+it is installed, by ``elsewhere``.
 
-It needs nothing but the standard library and vLLM, reads batches of requests, a JSON object a line, and answers each with the tokens
-that it drew. It fetches nothing and reports nothing.
+It needs nothing but the standard library and vLLM, reads batches of requests, a JSON object a line,
+and answers each with the tokens that it drew. It fetches nothing and reports nothing.
 """
 
 import json
@@ -10,16 +11,22 @@ import sys
 from pathlib import Path
 from typing import Any
 
-QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+QUIET = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+}
 
 
 def serve(settings: dict[str, Any]) -> None:
-    """Answers batches until stdin ends: ``prompts``, of each the number and PEFT directory of its adapter (0 is the bare base), and how
-    many greedy ``tokens`` are wanted.
+    """Answers batches until stdin ends: ``prompts``, of each the number and PEFT directory of its
+    adapter (0 is the bare base), and how many greedy ``tokens`` are wanted.
 
     Args:
-        settings: ``directory`` of the checkpoint, ``dtype``, ``context`` and ``rows`` at most, ``adapters`` at once, their ``rank``,
-            ``compile`` (False: eager), ``cache_gb`` of keys and values.
+        settings: ``directory`` of the checkpoint, ``dtype``, ``context`` and ``rows`` at most,
+            ``adapters`` at once, their ``rank``, ``compile`` (False: eager), ``cache_gb`` of keys
+            and values.
     """
     os.environ |= QUIET | {"VLLM_CPU_KVCACHE_SPACE": str(settings["cache_gb"])}
     answers = os.fdopen(os.dup(1), "w")
@@ -41,11 +48,18 @@ def serve(settings: dict[str, Any]) -> None:
     print(json.dumps({"version": vllm.__version__}), file=answers, flush=True)
     for line in sys.stdin:
         batch = json.loads(line)
-        how = vllm.SamplingParams(temperature=0.0, max_tokens=batch["tokens"], ignore_eos=True, detokenize=False)
-        adapters = [LoRARequest(Path(path).name, number, path) if path else None for number, path in batch["adapters"]]
+        how = vllm.SamplingParams(
+            temperature=0.0, max_tokens=batch["tokens"], ignore_eos=True, detokenize=False
+        )
+        adapters = [
+            LoRARequest(Path(path).name, number, path) if path else None
+            for number, path in batch["adapters"]
+        ]
         prompts = [{"prompt_token_ids": prompt} for prompt in batch["prompts"]]
         told = engine.generate(prompts, how, lora_request=adapters, use_tqdm=False)
-        print(json.dumps([list(one.outputs[0].token_ids) for one in told]), file=answers, flush=True)
+        print(
+            json.dumps([list(one.outputs[0].token_ids) for one in told]), file=answers, flush=True
+        )
 
 
 if __name__ == "__main__":

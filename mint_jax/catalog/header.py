@@ -1,16 +1,17 @@
 """The header of a safetensors file, written aligned and read strictly.
 
-A safetensors file is a u64 N, N bytes of JSON and the tensors' bytes without a gap. The safetensors package writes no
-alignment beyond 8 bytes, reads only by copying every tensor, and says little about what is wrong with a damaged file,
-so the header is handled here (its first bytes and its JSON in ``mint_jax.safetensors_header``); the tests hold every file
-against the package.
+A safetensors file is a u64 N, N bytes of JSON and the tensors' bytes without a gap. The safetensors
+package writes no alignment beyond 8 bytes, reads only by copying every tensor, and says little
+about what is wrong with a damaged file, so the header is handled here (its first bytes and its JSON
+in ``mint_jax.safetensors_header``); the tests hold every file against the package.
 
-Written: the data begins at a multiple of 64 bytes. Tensors cannot have gaps between them, so they are ordered by how
-much of 64 divides their size: an array starts at a multiple of 64 when its size and those before it are multiples of
-64 (every factor of a real model is), and otherwise at a multiple of whatever power of two divides its own size.
+Written: the data begins at a multiple of 64 bytes. Tensors cannot have gaps between them, so they
+are ordered by how much of 64 divides their size: an array starts at a multiple of 64 when its size
+and those before it are multiples of 64 (every factor of a real model is), and otherwise at a
+multiple of whatever power of two divides its own size.
 
-Read: whatever a stranger may have put in the bytes ends in a ``UserError`` that says what is wrong, before anything
-larger than the header (at most ``MAX_HEADER``) is allocated.
+Read: whatever a stranger may have put in the bytes ends in a ``UserError`` that says what is wrong,
+before anything larger than the header (at most ``MAX_HEADER``) is allocated.
 """
 
 import json
@@ -26,10 +27,15 @@ from mint_jax.errors import UserError, choice
 from mint_jax.safetensors_header import header_size, parse_object, shown
 
 ALIGNMENT = 64
-MAX_HEADER = 1 << 20  # a packed adapter has tens of arrays; parsing hostile JSON costs some 25 times its size
+# a packed adapter has tens of arrays; parsing hostile JSON costs some 25 times its size
+MAX_HEADER = 1 << 20
 MAX_DIMS = 8
 MAX_NAME = 512
-DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
+DTYPES = {
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
 TAGS = {str(dtype): tag for tag, dtype in DTYPES.items()}  # "bfloat16" -> "BF16"
 _SEGMENT = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*")
 
@@ -49,7 +55,8 @@ def layout(arrays: Mapping[str, np.ndarray]) -> list[str]:
 
 
 def write(arrays: Mapping[str, np.ndarray], metadata: dict[str, str]) -> bytes:
-    """The header of arrays stored in the order of ``layout``; its length is a multiple of ``ALIGNMENT``.
+    """The header of arrays stored in the order of ``layout``; its length is a multiple of
+    ``ALIGNMENT``.
 
     Raises:
         UserError: a name or a dtype that ``read`` would refuse.
@@ -61,13 +68,20 @@ def write(arrays: Mapping[str, np.ndarray], metadata: dict[str, str]) -> bytes:
         if str(array.dtype) not in TAGS:
             raise choice(f"dtype of {name}", str(array.dtype), TAGS)
         end = begin + array.nbytes
-        fields[name] = {"dtype": TAGS[str(array.dtype)], "shape": list(array.shape), "data_offsets": [begin, end]}
+        fields[name] = {
+            "dtype": TAGS[str(array.dtype)],
+            "shape": list(array.shape),
+            "data_offsets": [begin, end],
+        }
         begin = end
     _check_names(arrays)
     text = json.dumps(fields, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
     if len(text) > MAX_HEADER:
-        raise UserError(f"{len(arrays)} arrays need a header of {len(text)} bytes; at most {MAX_HEADER}: stack them, one per projection")
+        raise UserError(
+            f"{len(arrays)} arrays need a header of {len(text)} bytes; at most {MAX_HEADER}: stack"
+            " them, one per projection"
+        )
     return len(text).to_bytes(8, "little") + text
 
 
@@ -75,12 +89,15 @@ def read(data: np.ndarray) -> tuple[dict[str, str], dict[str, Tensor], int]:
     """Metadata, tensors by name and where the data begins, from the uint8 bytes of a whole file.
 
     Raises:
-        UserError: the bytes are not exactly one safetensors file of known dtypes and harmless names.
+        UserError: the bytes are not exactly one safetensors file of known dtypes and harmless
+            names.
     """
     size = header_size(data[:8].tobytes(), data.size, MAX_HEADER, "its header")
     fields = parse_object(data[8 : 8 + size].tobytes(), "its header")
     metadata = fields.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+    if not isinstance(metadata, dict) or not all(
+        isinstance(value, str) for value in metadata.values()
+    ):
         raise UserError("its metadata is not a JSON object of strings")
     tensors = {name: _tensor(name, entry) for name, entry in fields.items()}
     _check_names(tensors)
@@ -101,12 +118,23 @@ def _tensor(name: str, entry: Any) -> Tensor:
     if not isinstance(tag, str) or tag not in DTYPES:
         raise UserError(f"{where} has dtype {shown(tag)}; known are {', '.join(DTYPES)}")
     if not isinstance(shape, list) or len(shape) > MAX_DIMS or not all(map(is_size, shape)):
-        raise UserError(f"{where} has shape {shown(shape)}; expected at most {MAX_DIMS} sizes that are not negative")
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(is_size, offsets)) or offsets[0] > offsets[1]:
+        raise UserError(
+            f"{where} has shape {shown(shape)}; expected at most {MAX_DIMS} sizes that are not"
+            " negative"
+        )
+    if (
+        not isinstance(offsets, list)
+        or len(offsets) != 2
+        or not all(map(is_size, offsets))
+        or offsets[0] > offsets[1]
+    ):
         raise UserError(f"{where} has offsets {shown(offsets)}; expected [begin, end]")
     needed = math.prod(shape) * DTYPES[tag].itemsize  # Python's integers do not overflow
     if needed != offsets[1] - offsets[0]:
-        raise UserError(f"{where} of shape {shown(shape)} needs {needed} bytes; its offsets give {offsets[1] - offsets[0]}")
+        raise UserError(
+            f"{where} of shape {shown(shape)} needs {needed} bytes; its offsets give"
+            f" {offsets[1] - offsets[0]}"
+        )
     return Tensor(DTYPES[tag], tuple(shape), offsets[0], offsets[1])
 
 
@@ -116,7 +144,10 @@ def _check_names(names: Mapping[str, object]) -> None:
     for name in names:
         segments = name.split("/")
         if len(name) > MAX_NAME or not all(_SEGMENT.fullmatch(segment) for segment in segments):
-            raise UserError(f"array name {shown(name)} is not a path of letters, digits and _ - . like dense/attn/q/a")
+            raise UserError(
+                f"array name {shown(name)} is not a path of letters, digits and _ - . like"
+                " dense/attn/q/a"
+            )
         folders |= {"/".join(segments[:i]) for i in range(1, len(segments))}
     if clash := folders & names.keys():
         raise UserError(f"{shown(min(clash))} is an array and a folder of arrays at once")
@@ -127,10 +158,17 @@ def _check_extents(tensors: dict[str, Tensor], size: int) -> None:
     end = 0
     for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
         if tensor.end > size:
-            raise UserError(f"array {shown(name)} ends at byte {tensor.end} of {size}: the file is cut off, or its header wrong")
+            raise UserError(
+                f"array {shown(name)} ends at byte {tensor.end} of {size}: the file is cut off, or"
+                " its header wrong"
+            )
         if tensor.begin != end:
-            kind = "overlaps the array before it" if tensor.begin < end else "leaves a gap before it"
-            raise UserError(f"array {shown(name)} begins at byte {tensor.begin}, expected {end}: it {kind}")
+            kind = (
+                "overlaps the array before it" if tensor.begin < end else "leaves a gap before it"
+            )
+            raise UserError(
+                f"array {shown(name)} begins at byte {tensor.begin}, expected {end}: it {kind}"
+            )
         end = tensor.end
     if end != size:
         raise UserError(f"its arrays end at byte {end}, its data at {size}")

@@ -3,12 +3,13 @@
     catalog = Catalog.open("runs/catalog")                      # SQLite and payloads in one folder
     catalog = Catalog.open("postgresql://db/mint", "s3://bucket/payloads")
     catalog.create_policy("chat", schema)
-    revision = catalog.export("chat", packed, step=100)         # durable and visible when it returns
-    catalog.promote("chat", revision.number, "serving", why="best of the sweep")
+    revision = catalog.export("chat", packed, step=100)         # durable and visible when it
+    returns catalog.promote("chat", revision.number, "serving", why="best of the sweep")
     catalog.resolve("chat@serving")                             # digest, place, schema
 
-Every change is one transaction with its entry in the audit log. All methods may be called from many threads, and many
-processes may open one catalog. Revisions are named as ``names`` says; errors are ``UserError``.
+Every change is one transaction with its entry in the audit log. All methods may be called from many
+threads, and many processes may open one catalog. Revisions are named as ``names`` says; errors are
+``UserError``.
 """
 
 import time
@@ -28,7 +29,9 @@ from mint_jax.errors import UserError
 
 
 class Catalog(Revisions, Aliases, Retention, Sessions, Leases, Work, Upkeep):
-    """Everything that can be done with a catalog; each class above is one kind of record, in a file of its own."""
+    """Everything that can be done with a catalog; each class above is one kind of record, in a file
+    of its own.
+    """
 
     @classmethod
     def open(
@@ -54,14 +57,20 @@ class Catalog(Revisions, Aliases, Retention, Sessions, Leases, Work, Upkeep):
         """
         if "://" in str(place):
             if payloads is None:
-                raise UserError(f"database {str(place).split('@')[-1]!r} needs a place for the payloads too: a folder, s3://… or gs://…")
+                raise UserError(
+                    f"database {str(place).split('@')[-1]!r} needs a place for the payloads too: a"
+                    " folder, s3://… or gs://…"
+                )
             url = str(place)
         else:
             folder = Path(place).absolute()
             try:
                 folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
-                raise UserError(f"catalog folder {folder} cannot be made ({error.strerror}): choose a writable place") from None
+                raise UserError(
+                    f"catalog folder {folder} cannot be made ({error.strerror}): choose a writable"
+                    " place"
+                ) from None
             url = "sqlite:///" + str(folder / "catalog.db")
             payloads = folder / "payloads" if payloads is None else payloads
         database = Database(url, timeout_s)

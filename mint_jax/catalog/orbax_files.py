@@ -1,13 +1,15 @@
 """A revision as an Orbax checkpoint, which any program with Orbax restores, without this package.
 
-Two items: ``adapter``, the factors in the layout of ``lora.tree``, and ``revision``, JSON with the packed object's ``schema``
-(base, rank, scale rule, targets, layout, dtype), its ``digest``, and what the catalog calls it::
+Two items: ``adapter``, the factors in the layout of ``lora.tree``, and ``revision``, JSON with the
+packed object's ``schema`` (base, rank, scale rule, targets, layout, dtype), its ``digest``, and
+what the catalog calls it::
 
-    restored = orbax.checkpoint.Checkpointer(orbax.checkpoint.CompositeCheckpointHandler()).restore(directory)
+    restored =
+    orbax.checkpoint.Checkpointer(orbax.checkpoint.CompositeCheckpointHandler()).restore(directory)
     restored.adapter["dense"]["attn"]["q"]["a"], restored.revision["schema"]["alpha"]
 
-In a folder. Packs are what buckets get: Orbax 0.12 refuses ``s3://`` paths for arrays ("should be absolute", with s3fs
-installed); ``gs://`` was not tried.
+In a folder. Packs are what buckets get: Orbax 0.12 refuses ``s3://`` paths for arrays ("should be
+absolute", with s3fs installed); ``gs://`` was not tried.
 """
 
 import json
@@ -47,28 +49,36 @@ def write(directory: str | Path, data: Buffer, about: Mapping[str, Any]) -> None
     import orbax.checkpoint as ocp  # seconds, which a look through folders need not wait for
 
     if "://" in str(directory):
-        raise UserError(f"output {str(directory)[:80]!r} is no folder: Orbax does not write arrays to s3://; write it to a folder")
+        raise UserError(
+            f"output {str(directory)[:80]!r} is no folder: Orbax does not write arrays to s3://;"
+            " write it to a folder"
+        )
     directory = Path(directory).absolute()
     if directory.exists():
         raise UserError(f"output {directory} exists: choose a new directory, or remove it")
     adapter, schema = unpack(data)
     about = {"schema": json.loads(schema.to_json()), "digest": digest_of(data), **about}
-    items = ocp.args.Composite(**{ADAPTER: ocp.args.StandardSave(adapter), REVISION: ocp.args.JsonSave(about)})
+    items = ocp.args.Composite(
+        **{ADAPTER: ocp.args.StandardSave(adapter), REVISION: ocp.args.JsonSave(about)}
+    )
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
             checkpointer.save(directory, items)
     except Exception as error:  # TensorStore's are ValueErrors, Orbax's of many kinds
         reason = str(error).splitlines()[0][:300] if str(error) else type(error).__name__
-        raise UserError(f"output {directory} cannot be written ({reason}): choose another place, or free disk space") from None
+        raise UserError(
+            f"output {directory} cannot be written ({reason}): choose another place, or free disk"
+            " space"
+        ) from None
 
 
 def read(directory: Path, max_bytes: int) -> bytes:
     """The packed object of a checkpoint, looked at before anything of its size is read.
 
     Raises:
-        UserError: no such checkpoint, one with links, more than ``max_bytes``, or factors that are not what its schema or
-            its digest says.
+        UserError: no such checkpoint, one with links, more than ``max_bytes``, or factors that are
+            not what its schema or its digest says.
     """
     import jax
     import orbax.checkpoint as ocp
@@ -79,7 +89,8 @@ def read(directory: Path, max_bytes: int) -> bytes:
     recorded = _revision(directory)
     schema = Schema.from_json(json.dumps(recorded.get("schema")))
     try:
-        handler, place = ocp.PyTreeCheckpointHandler(), cast(Any, directory / ADAPTER)  # declared with a class of its own for paths
+        # declared with a class of its own for paths
+        handler, place = ocp.PyTreeCheckpointHandler(), cast(Any, directory / ADAPTER)
         about = handler.metadata(place).tree
         leaves = jax.tree.leaves(about)
         needed = sum(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in leaves)
@@ -87,18 +98,26 @@ def read(directory: Path, max_bytes: int) -> bytes:
     except Exception as error:
         raise UserError(f"its item {ADAPTER!r} cannot be read ({_first_line(error)})") from None
     if needed > max_bytes:
-        raise UserError(f"its factors take {needed:,} bytes, and {max_bytes:,} are allowed: see --max-bytes")
+        raise UserError(
+            f"its factors take {needed:,} bytes, and {max_bytes:,} are allowed: see --max-bytes"
+        )
     if dtypes != {schema.dtype}:
-        raise UserError(f"its factors are {', '.join(sorted(dtypes)) or 'none'}, its schema says {schema.dtype}")
+        raise UserError(
+            f"its factors are {', '.join(sorted(dtypes)) or 'none'}, its schema says {schema.dtype}"
+        )
     try:
         as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), about)
         adapter = handler.restore(place, args=ocp.args.PyTreeRestore(restore_args=as_numpy))
     except Exception as error:
-        raise UserError(f"its factors cannot be read ({_first_line(error)}): the checkpoint is damaged") from None
+        raise UserError(
+            f"its factors cannot be read ({_first_line(error)}): the checkpoint is damaged"
+        ) from None
     data = pack(_nested(adapter), schema)
     if recorded.get("digest") not in (None, digest_of(data)):
         digests = digest_of(data)[:12], str(recorded["digest"])[:12]
-        raise UserError(f"its factors have digest {digests[0]}, it says {digests[1]}: the checkpoint is damaged")
+        raise UserError(
+            f"its factors have digest {digests[0]}, it says {digests[1]}: the checkpoint is damaged"
+        )
     return data
 
 

@@ -1,9 +1,10 @@
 """The packed object: one adapter revision as bytes.
 
-It is a valid safetensors file (see ``header``): the factors, one contiguous array per projection and A/B in the layout
-of ``lora.tree``, and one metadata entry ``schema`` that says base, rank, scale rule, targets, layout and dtype. Its BLAKE3
-hash (why: see ``mint_jax.digest``) is the revision's digest: it covers payload, schema and base, the same adapter always
-has the same bytes, and every load can verify it.
+It is a valid safetensors file (see ``header``): the factors, one contiguous array per projection
+and A/B in the layout of ``lora.tree``, and one metadata entry ``schema`` that says base, rank,
+scale rule, targets, layout and dtype. Its BLAKE3 hash (why: see ``mint_jax.digest``) is the
+revision's digest: it covers payload, schema and base, the same adapter always has the same bytes,
+and every load can verify it.
 
 Conversion to and from PEFT's per-expert tensors is ``lora.peft``'s.
 """
@@ -24,7 +25,8 @@ from mint_jax.lora.config import MAX_RANK, AdapterConfig
 from mint_jax.safetensors_header import parse_json
 
 FORMAT = "mint-adapter/2"
-LAYOUT = "layers-experts-rank-first"  # A [L, R, D] and B [L, R, F]; routed experts [L, E, R, D] and [L, E, R, F]
+# A [L, R, D] and B [L, R, F]; routed experts [L, E, R, D] and [L, E, R, F]
+LAYOUT = "layers-experts-rank-first"
 SCALES = {False: "alpha/rank", True: "alpha/sqrt(rank)"}
 MAX_TEXT = 1000  # characters of a base's fingerprint or a target's name
 
@@ -71,27 +73,45 @@ class Schema:
         if not isinstance(fields, dict):
             raise UserError("the schema is not a JSON object")
         if fields.get("format") != FORMAT:
-            raise UserError(f"its format is {str(fields.get('format'))[:40]!r}; this version reads {FORMAT!r}")
+            raise UserError(
+                f"its format is {str(fields.get('format'))[:40]!r}; this version reads {FORMAT!r}"
+            )
         scales = {rule: rslora for rslora, rule in SCALES.items()}
         names = {"format", "base", "rank", "alpha", "scale", "targets", "layout", "dtype"}
         if strange := sorted(fields.keys() ^ names):
             raise UserError(
-                f"the schema {'has' if strange[0] in fields else 'lacks'} {ascii(strange[0])[:60]}; expected {', '.join(sorted(names))}"
+                f"the schema {'has' if strange[0] in fields else 'lacks'} {ascii(strange[0])[:60]};"
+                f" expected {', '.join(sorted(names))}"
             )
-        base, rank, alpha, targets = fields["base"], fields["rank"], fields["alpha"], fields["targets"]
+        base, rank, alpha, targets = (
+            fields["base"],
+            fields["rank"],
+            fields["alpha"],
+            fields["targets"],
+        )
         checks = [
             ("base", _is_text(base), "a fingerprint"),
             ("rank", header.is_size(rank) and 1 <= rank <= MAX_RANK, f"1 to {MAX_RANK}"),
             ("alpha", type(alpha) is float and math.isfinite(alpha), "a finite number"),
             ("scale", fields["scale"] in list(scales), " or ".join(scales)),
-            ("targets", isinstance(targets, list) and len(targets) > 0 and all(map(_is_text, targets)), "a list of names"),
+            (
+                "targets",
+                isinstance(targets, list) and len(targets) > 0 and all(map(_is_text, targets)),
+                "a list of names",
+            ),
             ("layout", fields["layout"] == LAYOUT, LAYOUT),
             ("dtype", fields["dtype"] in list(header.TAGS), " or ".join(header.TAGS)),
         ]
         for name, good, expected in checks:
             if not good:
-                raise UserError(f"the schema's {name} is {ascii(fields[name])[:60]}; expected {expected}")
-        return cls(base, AdapterConfig(rank, alpha, tuple(targets), scales[fields["scale"]]), fields["dtype"])
+                raise UserError(
+                    f"the schema's {name} is {ascii(fields[name])[:60]}; expected {expected}"
+                )
+        return cls(
+            base,
+            AdapterConfig(rank, alpha, tuple(targets), scales[fields["scale"]]),
+            fields["dtype"],
+        )
 
 
 def _is_text(value: object) -> bool:
@@ -107,9 +127,14 @@ def pack(adapter: Any, schema: Schema) -> bytes:
     text = schema.to_json()
     Schema.from_json(text)
     dtype = header.DTYPES[header.TAGS[schema.dtype]]
-    arrays = {path: np.asarray(leaf, dtype=dtype, order="C") for path, leaf in nested.leaves_with_path(adapter)}
+    arrays = {
+        path: np.asarray(leaf, dtype=dtype, order="C")
+        for path, leaf in nested.leaves_with_path(adapter)
+    }
     head = header.write(arrays, {"schema": text})
-    return b"".join([head, *(arrays[path].reshape(-1).view(np.uint8).data for path in header.layout(arrays))])
+    return b"".join(
+        [head, *(arrays[path].reshape(-1).view(np.uint8).data for path in header.layout(arrays))]
+    )
 
 
 def unpack(data: Buffer) -> tuple[Any, Schema]:
@@ -122,7 +147,8 @@ def unpack(data: Buffer) -> tuple[Any, Schema]:
         A nested dict of read-only arrays that are views of ``data``, not copies, and the schema.
 
     Raises:
-        UserError: not a packed adapter, damaged, or of another version; nothing of the size it claims was allocated.
+        UserError: not a packed adapter, damaged, or of another version; nothing of the size it
+            claims was allocated.
     """
     view = as_bytes(data)
     try:
@@ -134,10 +160,14 @@ def unpack(data: Buffer) -> tuple[Any, Schema]:
             if str(tensor.dtype) != schema.dtype:
                 raise UserError(f"array {name} is {tensor.dtype}, its schema says {schema.dtype}")
     except UserError as error:
-        raise UserError(f"not a packed adapter revision ({error}): import PEFT directories with the import job") from None
+        raise UserError(
+            f"not a packed adapter revision ({error}): import PEFT directories with the import job"
+        ) from None
     flat = {}
     for name, tensor in sorted(tensors.items()):
-        flat[name] = view[start + tensor.begin : start + tensor.end].view(tensor.dtype).reshape(tensor.shape)
+        flat[name] = (
+            view[start + tensor.begin : start + tensor.end].view(tensor.dtype).reshape(tensor.shape)
+        )
     return nested.nest(flat), schema
 
 
@@ -157,7 +187,9 @@ def as_bytes(data: Buffer) -> np.ndarray:
     if isinstance(data, np.ndarray):
         view = np.asarray(data).reshape(-1).view(np.uint8) if data.flags.c_contiguous else None
         if view is None:
-            raise ValueError(f"an array of strides {data.strides} is not one run of bytes: copy it first")
+            raise ValueError(
+                f"an array of strides {data.strides} is not one run of bytes: copy it first"
+            )
         view = view.view()
     else:
         view = np.frombuffer(data, np.uint8)

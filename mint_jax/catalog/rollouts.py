@@ -1,7 +1,7 @@
 """The rollout object: what one policy sampled in one step, and which revision drew each token.
 
-A safetensors file without padding: prompts, tokens, log-probabilities and rewards end to end, lengths beside them, and per
-token the index of its revision in a list of digests.
+A safetensors file without padding: prompts, tokens, log-probabilities and rewards end to end,
+lengths beside them, and per token the index of its revision in a list of digests.
 """
 
 import dataclasses
@@ -35,7 +35,8 @@ class Rollouts:
     Attributes:
         policy, step: whose batch it was, and how many updates the policy had behind it.
         prompts: token ids of each prompt.
-        tokens, logprobs: ``[Q][G]`` lists, of the sampled tokens, under the revision that drew them.
+        tokens, logprobs: ``[Q][G]`` lists, of the sampled tokens, under the revision that drew
+            them.
         revisions: ``[Q][G]`` digests, one a token.
         rewards: ``[Q, G]``.
     """
@@ -71,7 +72,12 @@ def pack_rollouts(rollouts: Rollouts) -> bytes:
         "revision": [index[digest] for row in drawn for digest in row],
         "rewards": rollouts.rewards,
     }
-    about = {"format": FORMAT, "policy": rollouts.policy, "step": rollouts.step, "revisions": digests}
+    about = {
+        "format": FORMAT,
+        "policy": rollouts.policy,
+        "step": rollouts.step,
+        "revisions": digests,
+    }
     packed = {name: np.ascontiguousarray(values, _DTYPES[name]) for name, values in arrays.items()}
     return safetensors.numpy.save(packed, {"rollouts": json.dumps(about, sort_keys=True)})
 
@@ -86,19 +92,32 @@ def unpack_rollouts(data: Buffer) -> Rollouts:
     try:
         arrays = safetensors.numpy.load(raw)
         size = header_size(raw, len(raw), len(raw), "its header")
-        about = parse_object(parse_object(raw[8 : 8 + size], "its header")["__metadata__"]["rollouts"], "its description")
+        about = parse_object(
+            parse_object(raw[8 : 8 + size], "its header")["__metadata__"]["rollouts"],
+            "its description",
+        )
         if about["format"] != FORMAT:
-            raise UserError(f"rollouts of format {str(about['format'])[:40]!r}; this version reads {FORMAT!r}")
+            raise UserError(
+                f"rollouts of format {str(about['format'])[:40]!r}; this version reads {FORMAT!r}"
+            )
         lengths = arrays["lengths"]
         ends = np.cumsum(lengths.reshape(-1), dtype=np.int64).tolist()
-        if any(arrays[name].dtype != dtype for name, dtype in _DTYPES.items()) or (lengths < 0).any():
+        if (
+            any(arrays[name].dtype != dtype for name, dtype in _DTYPES.items())
+            or (lengths < 0).any()
+        ):
             raise ValueError("dtypes or lengths are wrong")
-        if not {arrays[n].size for n in ("tokens", "logprobs", "revision")} == {ends[-1] if ends else 0}:
+        if not {arrays[n].size for n in ("tokens", "logprobs", "revision")} == {
+            ends[-1] if ends else 0
+        }:
             raise ValueError("lengths do not add up to the tokens")
 
         def rows(values: list) -> list[list[list]]:
             cut = [values[end - n : end] for end, n in zip(ends, lengths.reshape(-1).tolist())]
-            return [cut[q * lengths.shape[1] : (q + 1) * lengths.shape[1]] for q in range(lengths.shape[0])]
+            return [
+                cut[q * lengths.shape[1] : (q + 1) * lengths.shape[1]]
+                for q in range(lengths.shape[0])
+            ]
 
         prompts = np.split(arrays["prompts"], np.cumsum(arrays["prompt_lengths"])[:-1])
         return Rollouts(
@@ -113,4 +132,6 @@ def unpack_rollouts(data: Buffer) -> Rollouts:
     except UserError:
         raise
     except (safetensors.SafetensorError, KeyError, IndexError, TypeError, ValueError) as error:
-        raise UserError(f"not a rollout object ({str(error)[:100]}): read one that Catalog.rollouts lists") from None
+        raise UserError(
+            f"not a rollout object ({str(error)[:100]}): read one that Catalog.rollouts lists"
+        ) from None

@@ -1,4 +1,6 @@
-"""A checkpoint's chat templates: where they are, and a sandboxed ``jinja2`` that renders one as transformers does."""
+"""A checkpoint's chat templates: where they are, and a sandboxed ``jinja2`` that renders one as
+transformers does.
+"""
 
 import datetime
 import json
@@ -14,24 +16,35 @@ Span = tuple[int, int]  # first character, and the one behind the last
 def read_templates(directory: Path, config: dict[str, Any]) -> dict[str, str]:
     """The text of each template by its name; the usual one is ``default``.
 
-    Files (``chat_template.jinja``, ``additional_chat_templates/NAME.jinja``) go before ``chat_template`` of
-    ``tokenizer_config.json``, which is one text, a list of names and texts, or a mapping.
+    Files (``chat_template.jinja``, ``additional_chat_templates/NAME.jinja``) go before
+    ``chat_template`` of ``tokenizer_config.json``, which is one text, a list of names and texts, or
+    a mapping.
 
     Raises:
         UserError: a template that is no text.
     """
     files = {"default": directory / "chat_template.jinja"}
-    files |= {path.stem: path for path in sorted((directory / "additional_chat_templates").glob("*.jinja"))}
-    if found := {name: path.read_text(encoding="utf-8") for name, path in files.items() if path.is_file()}:
+    files |= {
+        path.stem: path
+        for path in sorted((directory / "additional_chat_templates").glob("*.jinja"))
+    }
+    if found := {
+        name: path.read_text(encoding="utf-8") for name, path in files.items() if path.is_file()
+    }:
         return found
     given: Any = config.get("chat_template")
-    if isinstance(given, list) and all(isinstance(one, dict) and {"name", "template"} <= one.keys() for one in given):
+    if isinstance(given, list) and all(
+        isinstance(one, dict) and {"name", "template"} <= one.keys() for one in given
+    ):
         given = {one["name"]: one["template"] for one in given}
     if given is None:
         return {}
     templates: dict[str, Any] = given if isinstance(given, dict) else {"default": given}
     if not all(isinstance(text, str) for text in templates.values()):
-        raise UserError(f"chat_template in {directory / 'tokenizer_config.json'} is no text or named texts: fetch it again")
+        raise UserError(
+            f"chat_template in {directory / 'tokenizer_config.json'} is no text or named texts:"
+            " fetch it again"
+        )
     return templates
 
 
@@ -52,15 +65,26 @@ class Template:
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         self.marks = False
-        self._begin, self._end = (f"\N{NULL}{secrets.token_hex(16)}" for _ in range(2))  # no text holds these
+        # no text holds these
+        self._begin, self._end = (f"\N{NULL}{secrets.token_hex(16)}" for _ in range(2))
 
         def refuse(message: str) -> None:
             raise TemplateError(message)
 
         def to_json(
-            value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+            value: Any,
+            ensure_ascii: bool = False,
+            indent: int | None = None,
+            separators: Any = None,
+            sort_keys: bool = False,
         ) -> str:
-            return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+            return json.dumps(
+                value,
+                ensure_ascii=ensure_ascii,
+                indent=indent,
+                separators=separators,
+                sort_keys=sort_keys,
+            )
 
         def mark(text: str) -> Any:
             return nodes.Output([nodes.TemplateData(text)])
@@ -79,15 +103,21 @@ class Template:
             def parse(self, parser: Any) -> Any:
                 return parse_marked(parser)
 
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation])
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
+        )
         environment.filters["tojson"] = to_json
         environment.globals["raise_exception"] = refuse
-        environment.globals["strftime_now"] = lambda pattern: datetime.datetime.now().strftime(pattern)
+        environment.globals["strftime_now"] = lambda pattern: datetime.datetime.now().strftime(
+            pattern
+        )
         try:
             self._template = environment.from_string(source)
         except TemplateSyntaxError as error:
             where = f"line {error.lineno}: {error.message}"
-            raise UserError(f"the chat template is not valid jinja ({where}): fetch the checkpoint again") from None
+            raise UserError(
+                f"the chat template is not valid jinja ({where}): fetch the checkpoint again"
+            ) from None
 
     def render(self, **variables: Any) -> tuple[str, list[Span]]:
         """The text, and where the template marks replies in it."""

@@ -25,15 +25,18 @@ def read_rows(path: str | Path) -> list[Row]:
 
 
 def numbered_rows(path: str | Path) -> list[tuple[str, Row]]:
-    """All rows of a data file, each with its place: ``file:line`` as an editor counts, or the row's number.
+    """All rows of a data file, each with its place: ``file:line`` as an editor counts, or the row's
+    number.
 
-    The suffix names the form: one JSON object a line (``.jsonl``, ``.json``, ``.ndjson``; compressed where ``.gz``,
-    ``.bz2``, ``.xz`` or ``.zst`` follows), or a table (``.parquet``, ``.arrow``, ``.feather``). Tables give all rows the
-    same fields, null where a row has none: such fields are left out, at every depth, as JSONL leaves them out.
+    The suffix names the form: one JSON object a line (``.jsonl``, ``.json``, ``.ndjson``;
+    compressed where ``.gz``, ``.bz2``, ``.xz`` or ``.zst`` follows), or a table (``.parquet``,
+    ``.arrow``, ``.feather``). Tables give all rows the same fields, null where a row has none: such
+    fields are left out, at every depth, as JSONL leaves them out.
 
     Raises:
-        UserError: no such file, another suffix, damaged contents, a line that is no JSON object (one key twice and NaN
-            are no JSON), columns of one name, no rows, or a form that needs pyarrow without it.
+        UserError: no such file, another suffix, damaged contents, a line that is no JSON object
+            (one key twice and NaN are no JSON), columns of one name, no rows, or a form that needs
+            pyarrow without it.
     """
     path = Path(path)
     if not path.is_file():
@@ -47,7 +50,8 @@ def numbered_rows(path: str | Path) -> list[tuple[str, Row]]:
         rows = _table(path)
     else:
         raise UserError(
-            f"data file {path} has suffix {''.join(suffixes)!r}; expected .jsonl (or .jsonl.gz, .bz2, .xz, .zst), .parquet or .arrow"
+            f"data file {path} has suffix {''.join(suffixes)!r}; expected .jsonl (or .jsonl.gz,"
+            " .bz2, .xz, .zst), .parquet or .arrow"
         )
     if not rows:
         raise UserError(f"data file {path} has no rows: check that it was written completely")
@@ -59,7 +63,12 @@ def _open_zstd(path: Path) -> IO[bytes]:
     return io.BufferedReader(pyarrow.CompressedInputStream(str(path), "zstd"))
 
 
-OPENERS: dict[str, Callable[[Path], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _open_zstd}
+OPENERS: dict[str, Callable[[Path], Any]] = {
+    ".gz": gzip.open,
+    ".bz2": bz2.open,
+    ".xz": lzma.open,
+    ".zst": _open_zstd,
+}
 
 
 def _jsonl(path: Path, packed: str) -> Iterator[tuple[str, Row]]:
@@ -71,19 +80,25 @@ def _jsonl(path: Path, packed: str) -> Iterator[tuple[str, Row]]:
                 if text.strip():
                     yield f"{path}:{number}", _object(text, f"{path}:{number}")
     except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
-        raise UserError(f"{path} cannot be read beyond line {number} ({error}): write it again") from None
+        raise UserError(
+            f"{path} cannot be read beyond line {number} ({error}): write it again"
+        ) from None
 
 
 def _object(line: bytes, where: str) -> Row:
     """The JSON object that a line is."""
     try:
-        row = json.loads(line.decode(), object_pairs_hook=_pairs, parse_constant=_refuse, parse_float=_finite)
+        row = json.loads(
+            line.decode(), object_pairs_hook=_pairs, parse_constant=_refuse, parse_float=_finite
+        )
     except UnicodeDecodeError as error:
         says = "convert it, or name a compressed file so (.jsonl.gz)"
         raise UserError(f"{where} is not UTF-8 text ({error.reason}): {says}") from None
     except (ValueError, RecursionError) as error:
         says = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
-        raise UserError(f"{where} is not valid JSON ({says}): write one JSON object a line") from None
+        raise UserError(
+            f"{where} is not valid JSON ({says}): write one JSON object a line"
+        ) from None
     if not isinstance(row, dict):
         raise UserError(f"{where} is a {type(row).__name__}; expected one JSON object a line")
     return row
@@ -111,12 +126,16 @@ def _pyarrow(path: Path) -> Any:
     try:
         import pyarrow
     except ImportError:
-        raise UserError(f"reading {path} needs pyarrow: pip install 'mint-jax[data]', or convert it to .jsonl") from None
+        raise UserError(
+            f"reading {path} needs pyarrow: pip install 'mint-jax[data]', or convert it to .jsonl"
+        ) from None
     return pyarrow
 
 
 def _table(path: Path) -> list[tuple[str, Row]]:
-    """Rows of a parquet or Arrow file; pandas writes Arrow's file form, Hugging Face's datasets its stream."""
+    """Rows of a parquet or Arrow file; pandas writes Arrow's file form, Hugging Face's datasets its
+    stream.
+    """
     pyarrow = _pyarrow(path)
     try:
         from pyarrow import ipc, parquet
@@ -137,7 +156,9 @@ def _table(path: Path) -> list[tuple[str, Row]]:
     except Exception as error:  # pyarrow raises its own types
         raise UserError(f"{path} is not a readable {path.suffix[1:]} file ({error})") from None
     rows = zip(*columns, strict=True)
-    return [(f"{path} row {n}", _present(zip(names, row, strict=True))) for n, row in enumerate(rows, 1)]
+    return [
+        (f"{path} row {n}", _present(zip(names, row, strict=True))) for n, row in enumerate(rows, 1)
+    ]
 
 
 def _present(fields: Iterable[tuple[str, Any]]) -> Row:
@@ -145,12 +166,16 @@ def _present(fields: Iterable[tuple[str, Any]]) -> Row:
 
 
 def _reader(type_: Any) -> Callable[[Any], Any]:
-    """A function from Arrow's values to those of JSON: structs lose the fields that are null, and maps are objects."""
+    """A function from Arrow's values to those of JSON: structs lose the fields that are null, and
+    maps are objects.
+    """
     from pyarrow import types
 
     if types.is_struct(type_):
         inside = {field.name: _reader(field.type) for field in type_}
-        return lambda value: value and _present((name, read(value[name])) for name, read in inside.items())
+        return lambda value: (
+            value and _present((name, read(value[name])) for name, read in inside.items())
+        )
     if types.is_map(type_):
         item = _reader(type_.item_type)
         return lambda value: None if value is None else {key: item(one) for key, one in value}
@@ -170,7 +195,9 @@ def write_rows(path: str | Path, rows: Iterable[Row]) -> None:
     try:
         write_file(path, "".join(map(json_line, rows)))
     except OSError as error:
-        raise UserError(f"output {path} cannot be written ({error}): choose another path or free disk space") from None
+        raise UserError(
+            f"output {path} cannot be written ({error}): choose another path or free disk space"
+        ) from None
 
 
 def json_line(row: Row) -> str:

@@ -1,7 +1,7 @@
 """Builds a checkpoint's tokenizer from its files, with the tokens that transformers 5 gives.
 
-``tokenizer.json`` decides, with three exceptions. Truncation and padding that were saved with it are
-off. Tokens that only ``tokenizer_config.json`` (or the older ``special_tokens_map.json`` and
+``tokenizer.json`` decides, with three exceptions. Truncation and padding that were saved with it
+are off. Tokens that only ``tokenizer_config.json`` (or the older ``special_tokens_map.json`` and
 ``added_tokens.json``) names are added. And a ``tokenizer_class`` that builds its own normalizer and
 pre-tokenizer takes only vocabulary, merges and post-processor from the file.
 """
@@ -21,7 +21,8 @@ DEFAULTS = {  # special tokens of classes that build their own pipeline
     "GPT2Tokenizer": dict.fromkeys(("unk_token", "bos_token", "eos_token"), "<|endoftext|>"),
     "Qwen2Tokenizer": dict.fromkeys(("unk_token", "eos_token", "pad_token"), "<|endoftext|>"),
 }
-# Classes of transformers 5 that build their own pipeline too and belong to no family of models here.
+# Classes of transformers 5 that build their own pipeline too and belong to no family of models
+# here.
 OTHERS = re.compile(
     "(?:Albert|Bart|Barthez|Bert|BigBird|Blenderbot|CLIP|Camembert|CodeGen|CodeLlama|Cohere|Cpm|DPRContextEncoder"
     "|DPRQuestionEncoder|DPRReader|Deberta|DebertaV2|DistilBert|Esmc|Funnel|GPTNeoX|Gemma|Herbert|Lasr|LayoutLMv2"
@@ -30,7 +31,10 @@ OTHERS = re.compile(
     "|XGLM|XLMRoberta|XLNet)Tokenizer"
 )
 # The pre-tokenizer of Qwen2: contractions, words, single digits, punctuation, line ends, blanks.
-QWEN2_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+QWEN2_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 def read(directory: Path) -> tuple[Any, dict[str, str], dict[str, Any]]:
@@ -47,19 +51,30 @@ def read(directory: Path) -> tuple[Any, dict[str, str], dict[str, Any]]:
 
     path = directory / "tokenizer.json"
     if not path.is_file():
-        raise UserError(f"{path} does not exist: give token ids instead of text, or add the checkpoint's tokenizer.json")
+        raise UserError(
+            f"{path} does not exist: give token ids instead of text, or add the checkpoint's"
+            " tokenizer.json"
+        )
     try:
         source: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         trims = _keep_blanks(source.get("post_processor"))
         fast = Tokenizer.from_str(json.dumps(source)) if trims else Tokenizer.from_file(str(path))
     except Exception as error:  # the Rust library raises bare Exception
-        raise UserError(f"{path} is not a readable tokenizer ({error}): fetch the checkpoint again") from None
-    config, model = read_json(directory / "tokenizer_config.json"), read_json(directory / "config.json")
+        raise UserError(
+            f"{path} is not a readable tokenizer ({error}): fetch the checkpoint again"
+        ) from None
+    config, model = (
+        read_json(directory / "tokenizer_config.json"),
+        read_json(directory / "config.json"),
+    )
     kind = _class_of(config, model, source, directory)
     if kind:
         fast = _built(kind, source, fast, config, path)
     elif source.get("model", {}).get("dropout"):
-        raise UserError(f"{path} has dropout {source['model']['dropout']}, so that a text has other tokens each time: set it to null")
+        raise UserError(
+            f"{path} has dropout {source['model']['dropout']}, so that a text has other tokens each"
+            " time: set it to null"
+        )
     _check_cleanup(config, source, directory)
     fast.no_truncation()
     fast.no_padding()
@@ -74,12 +89,17 @@ def read_json(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise UserError(f"{path} is not valid JSON ({error}): fetch the checkpoint again") from None
     if not isinstance(found, dict):
-        raise UserError(f"{path} is a {type(found).__name__}; expected a JSON object: fetch the checkpoint again")
+        raise UserError(
+            f"{path} is a {type(found).__name__}; expected a JSON object: fetch the checkpoint"
+            " again"
+        )
     return found
 
 
 def _keep_blanks(part: Any) -> bool:
-    """Makes a post-processor count a token's blanks as its text in offsets; says whether it did not."""
+    """Makes a post-processor count a token's blanks as its text in offsets; says whether it did
+    not.
+    """
     if isinstance(part, list):
         return sum(map(_keep_blanks, part)) > 0
     if not isinstance(part, dict):
@@ -90,10 +110,16 @@ def _keep_blanks(part: Any) -> bool:
     return sum(map(_keep_blanks, list(part.values()))) + trims > 0
 
 
-def _class_of(config: dict[str, Any], model: dict[str, Any], source: dict[str, Any], directory: Path) -> str:
-    """Name of the class that transformers takes; empty for the one that takes ``tokenizer.json`` as it is."""
+def _class_of(
+    config: dict[str, Any], model: dict[str, Any], source: dict[str, Any], directory: Path
+) -> str:
+    """Name of the class that transformers takes; empty for the one that takes ``tokenizer.json`` as
+    it is.
+    """
     model_type = model.get("model_type", "")
-    named = str(config.get("tokenizer_class") or model.get("tokenizer_class") or "").removesuffix("Fast")
+    named = str(config.get("tokenizer_class") or model.get("tokenizer_class") or "").removesuffix(
+        "Fast"
+    )
     if model_type in FORCED:
         return FORCED[model_type]
     if named == "LlamaTokenizer" and '"ByteLevel"' in json.dumps(source):
@@ -101,34 +127,49 @@ def _class_of(config: dict[str, Any], model: dict[str, Any], source: dict[str, A
     kind = named or USUAL.get(model_type, "")
     if OTHERS.fullmatch(kind):
         raise UserError(
-            f"tokenizer_class in {directory / 'tokenizer_config.json'} is {kind}, which builds a pipeline of its own that "
-            "is not supported: set it to PreTrainedTokenizerFast to take tokenizer.json as it is"
+            f"tokenizer_class in {directory / 'tokenizer_config.json'} is {kind}, which builds a"
+            " pipeline of its own that is not supported: set it to PreTrainedTokenizerFast to take"
+            " tokenizer.json as it is"
         )
     return kind if kind in DEFAULTS else ""
 
 
 def _built(kind: str, source: dict[str, Any], fast: Any, config: dict[str, Any], path: Path) -> Any:
-    """The pipeline that a class builds around the vocabulary, merges and post-processor of the file."""
+    """The pipeline that a class builds around the vocabulary, merges and post-processor of the
+    file.
+    """
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     model = source["model"]
     if model.get("type") != "BPE":
         raise UserError(
-            f"{path} is a {model.get('type')} model, but its tokenizer_class {kind} is BPE: set tokenizer_class to "
-            "PreTrainedTokenizerFast in tokenizer_config.json to take the file as it is"
+            f"{path} is a {model.get('type')} model, but its tokenizer_class {kind} is BPE: set"
+            " tokenizer_class to PreTrainedTokenizerFast in tokenizer_config.json to take the file"
+            " as it is"
         )
-    merges: Any = [tuple(merge.split(" ") if isinstance(merge, str) else merge) for merge in model.get("merges", [])]
+    merges: Any = [
+        tuple(merge.split(" ") if isinstance(merge, str) else merge)
+        for merge in model.get("merges", [])
+    ]
     is_llama = kind == "LlamaTokenizer"
-    built: Any = Tokenizer(models.BPE(vocab=model["vocab"], merges=merges, fuse_unk=is_llama, byte_fallback=is_llama))
+    built: Any = Tokenizer(
+        models.BPE(vocab=model["vocab"], merges=merges, fuse_unk=is_llama, byte_fallback=is_llama)
+    )
     prefix = config.get("add_prefix_space")
     if is_llama:
         prefix = prefix is None or prefix
         scheme = "never" if not prefix else "always" if config.get("legacy", False) else "first"
-        built.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme=scheme, split=False)
+        built.pre_tokenizer = pre_tokenizers.Metaspace(
+            replacement="▁", prepend_scheme=scheme, split=False
+        )
         parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-        built.decoder = decoders.Sequence(parts + ([decoders.Strip(content=" ", left=1)] if prefix else []))
+        built.decoder = decoders.Sequence(
+            parts + ([decoders.Strip(content=" ", left=1)] if prefix else [])
+        )
     else:
-        bytes_: Any = pre_tokenizers.ByteLevel(add_prefix_space=bool(prefix), use_regex=kind == "GPT2Tokenizer")
+        bytes_: Any = pre_tokenizers.ByteLevel(
+            add_prefix_space=bool(prefix), use_regex=kind == "GPT2Tokenizer"
+        )
         if kind == "Qwen2Tokenizer":
             built.normalizer = normalizers.NFC()
             split = pre_tokenizers.Split(Regex(QWEN2_SPLIT), behavior="isolated", invert=False)
@@ -140,46 +181,67 @@ def _built(kind: str, source: dict[str, Any], fast: Any, config: dict[str, Any],
 
 
 def _check_cleanup(config: dict[str, Any], source: dict[str, Any], directory: Path) -> None:
-    """Refuses the removal of blanks from decoded text where transformers does it: not of BPE, unless forced."""
+    """Refuses the removal of blanks from decoded text where transformers does it: not of BPE,
+    unless forced.
+    """
     forced = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
     is_bpe = source.get("model", {}).get("type") == "BPE"
     if config.get("clean_up_tokenization_spaces") and (not is_bpe or config.get(forced)):
         raise UserError(
-            f"{directory / 'tokenizer_config.json'} sets clean_up_tokenization_spaces, which takes blanks out of decoded "
-            "text and is not supported: set it to false"
+            f"{directory / 'tokenizer_config.json'} sets clean_up_tokenization_spaces, which takes"
+            " blanks out of decoded text and is not supported: set it to false"
         )
 
 
 def _add_tokens(
-    fast: Any, kind: str, config: dict[str, Any], model: dict[str, Any], source: dict[str, Any], directory: Path
+    fast: Any,
+    kind: str,
+    config: dict[str, Any],
+    model: dict[str, Any],
+    source: dict[str, Any],
+    directory: Path,
 ) -> dict[str, str]:
-    """Adds the tokens that files beside ``tokenizer.json`` name, in the order that gives them transformers' ids.
+    """Adds the tokens that files beside ``tokenizer.json`` name, in the order that gives them
+    transformers' ids.
 
     Tokens that the model has no row for are left out: nothing could be computed from them.
 
     Returns:
-        The text of each named special token: of ``NAMED``, of the class, and others such as ``image_token``.
+        The text of each named special token: of ``NAMED``, of the class, and others such as
+        ``image_token``.
     """
     listed = config.get("added_tokens_decoder")
     if listed is None:
         config = config | read_json(directory / "special_tokens_map.json")
-    named = DEFAULTS.get(kind, {}) | {name: value for name, value in config.items() if name.endswith("_token")}
+    named = DEFAULTS.get(kind, {}) | {
+        name: value for name, value in config.items() if name.endswith("_token")
+    }
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
     if isinstance(extra, dict):
         named, extra = named | extra, []
-    named = {name: token for name, value in named.items() if (token := _token(value, special=True)) is not None}
+    named = {
+        name: token
+        for name, value in named.items()
+        if (token := _token(value, special=True)) is not None
+    }
     named = {name: named[name] for name in (*NAMED, *named) if name in named}
     extra = [token for value in extra if (token := _token(value, special=True)) is not None]
     specials = {token.content for token in (*named.values(), *extra)}
 
     if listed is None:
         legacy = read_json(directory / "added_tokens.json")
-        by_id = {id: {"content": text, "special": text in specials, "normalized": text not in specials} for text, id in legacy.items()}
+        by_id = {
+            id: {"content": text, "special": text in specials, "normalized": text not in specials}
+            for text, id in legacy.items()
+        }
         by_id |= {token["id"]: token for token in source.get("added_tokens", [])}
     else:
         by_id = {int(id): value for id, value in listed.items()}
     texts = {token.content for token in named.values()}
-    tokens = {value["content"]: _token(value, special=value["content"] in texts) for _, value in sorted(by_id.items())}
+    tokens = {
+        value["content"]: _token(value, special=value["content"] in texts)
+        for _, value in sorted(by_id.items())
+    }
     there = {token.content for token in fast.get_added_tokens_decoder().values()}
     for token in (*named.values(), *extra):
         if token.content not in there:
@@ -187,7 +249,10 @@ def _add_tokens(
     if kind == "Qwen2Tokenizer":
         tokens |= {text: _token(text, special=True) for text in tokens if text in specials}
 
-    rows, vocab = model.get("vocab_size") or (model.get("text_config") or {}).get("vocab_size"), fast.get_vocab()
+    rows, vocab = (
+        model.get("vocab_size") or (model.get("text_config") or {}).get("vocab_size"),
+        fast.get_vocab(),
+    )
     size, kept = max(vocab.values(), default=-1) + 1, []
     for text, token in tokens.items():
         is_new = text not in vocab
@@ -199,12 +264,18 @@ def _add_tokens(
 
 
 def _token(value: Any, special: bool) -> Any:
-    """A token that is given as text or with its flags, special if it is named so; None for any other value."""
+    """A token that is given as text or with its flags, special if it is named so; None for any
+    other value.
+    """
     from tokenizers import AddedToken
 
     if isinstance(value, str):
         return AddedToken(value, special=special)
     if not isinstance(value, dict) or not isinstance(value.get("content"), str):
         return None
-    flags = {name: value[name] for name in ("single_word", "lstrip", "rstrip", "normalized") if name in value}
+    flags = {
+        name: value[name]
+        for name in ("single_word", "lstrip", "rstrip", "normalized")
+        if name in value
+    }
     return AddedToken(value["content"], **flags, special=special or value.get("special", False))

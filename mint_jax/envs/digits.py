@@ -1,4 +1,6 @@
-"""One-digit arithmetic as text to be continued: what a 135M-parameter model can half do, so that learning starts at once."""
+"""One-digit arithmetic as text to be continued: what a 135M-parameter model can half do, so that
+learning starts at once.
+"""
 
 import itertools
 import random
@@ -10,7 +12,9 @@ HELD_OUT = 0.3  # of all pairs of digits
 
 
 def _bare_number(completion: str, example: Example) -> float:
-    """1 for the number alone, 0.2 for text in which it is the only number, 0.1 for one of several."""
+    """1 for the number alone, 0.2 for text in which it is the only number, 0.1 for one of
+    several.
+    """
     text = completion.strip()
     if text == example.answer:
         return 1.0
@@ -27,12 +31,16 @@ def _split(examples: list[Example], seed: int) -> ListEnvironment:
 
 
 def digit_sum(seed: int = 0) -> ListEnvironment:
-    """``1 + 1 = 2`` and then a sum of two digits to be completed; the rest of the line must be the bare number."""
+    """``1 + 1 = 2`` and then a sum of two digits to be completed; the rest of the line must be the
+    bare number.
+    """
     pairs = itertools.product(range(10), repeat=2)
     return _split([Example(f"1 + 1 = 2\n{a} + {b} =", str(a + b)) for a, b in pairs], seed)
 
 
 def larger_of_two(seed: int = 0) -> ListEnvironment:
-    """The larger of two different digits, after one example; the rest of the line must be the bare number."""
+    """The larger of two different digits, after one example; the rest of the line must be the bare
+    number.
+    """
     pairs = itertools.permutations(range(10), 2)
     return _split([Example(f"2 or 9: 9\n{a} or {b}:", str(max(a, b))) for a, b in pairs], seed)

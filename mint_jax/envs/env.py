@@ -1,6 +1,7 @@
 """The protocol between tasks and jobs: prompts with answers, and a reward for a completion's text.
 
-Rewards run on the host, in threads, while the devices work for other policies: they must be pure functions.
+Rewards run on the host, in threads, while the devices work for other policies: they must be pure
+functions.
 """
 
 import dataclasses
@@ -41,7 +42,8 @@ class Environment(Protocol):
         ...
 
 
-REGISTRY: dict[str, Any] = {  # config name -> "module:factory"; imported when used, for an environment may need an extra
+# config name -> "module:factory"; imported when used, for an environment may need an extra
+REGISTRY: dict[str, Any] = {
     "digit_sum": "mint_jax.envs.digits:digit_sum",
     "larger_of_two": "mint_jax.envs.digits:larger_of_two",
     "copy_word": "mint_jax.envs.words:copy_word",
@@ -53,7 +55,8 @@ NEEDS = {"reasoning_gym": "reasoning_gym"}  # name -> package of the ``data`` ex
 
 
 def register_environment(name: str, factory: Callable[..., Environment]) -> None:
-    """Adds an environment, which ``env.name`` in a config then names; its further settings are the factory's arguments.
+    """Adds an environment, which ``env.name`` in a config then names; its further settings are the
+    factory's arguments.
 
     A second factory of a name replaces the first.
 
@@ -61,11 +64,16 @@ def register_environment(name: str, factory: Callable[..., Environment]) -> None
         UserError: a shipped environment has the name, or the factory cannot be called.
     """
     if not isinstance(name, str) or not name or ":" in name:
-        raise UserError(f"name of an environment is {name!r}; expected text without a colon: 'my_task', say")
+        raise UserError(
+            f"name of an environment is {name!r}; expected text without a colon: 'my_task', say"
+        )
     if isinstance(REGISTRY.get(name), str):
         raise UserError(f"environment {name!r} is a shipped one: register yours by another name")
     if not callable(factory):
-        raise UserError(f"environment {name!r} is {factory!r:.80}; expected a function that returns an environment")
+        raise UserError(
+            f"environment {name!r} is {factory!r:.80}; expected a function that returns an"
+            " environment"
+        )
     REGISTRY[name] = factory
 
 
@@ -73,17 +81,27 @@ def check_options(name: str, **options: Any) -> Any:
     """The factory of an environment, which takes these options; it is not called.
 
     Raises:
-        UserError: an unknown name, options the factory does not take, or a package that it needs and that is not installed.
+        UserError: an unknown name, options the factory does not take, or a package that it needs
+            and that is not installed.
     """
     if (needed := NEEDS.get(name)) and importlib.util.find_spec(needed) is None:
-        raise UserError(f"environment {name!r} needs the package {needed}, which is not installed: pip install 'mint-jax[data]'")
+        raise UserError(
+            f"environment {name!r} needs the package {needed}, which is not installed: pip install"
+            " 'mint-jax[data]'"
+        )
     factory = _factory(name)
     if not callable(factory):
-        raise UserError(f"environment {name!r} is {_shown(factory)}; expected a function that returns an environment")
+        raise UserError(
+            f"environment {name!r} is {_shown(factory)}; expected a function that returns an"
+            " environment"
+        )
     try:
         inspect.signature(factory).bind(**options)
     except TypeError as error:
-        raise UserError(f"environment {name!r} does not take these options ({error}): set what {_signature(factory)} names") from None
+        raise UserError(
+            f"environment {name!r} does not take these options ({error}): set what"
+            f" {_signature(factory)} names"
+        ) from None
     except ValueError:  # a builtin without a signature
         pass
     return factory
@@ -93,7 +111,8 @@ def make(name: str, **options: Any) -> Environment:
     """The environment called ``name``, or ``module:factory`` of the user's own.
 
     Raises:
-        UserError: see ``check_options``; also a mistake in its code, with the traceback, or something that is no environment.
+        UserError: see ``check_options``; also a mistake in its code, with the traceback, or
+            something that is no environment.
     """
     factory = check_options(name, **options)
     try:
@@ -101,7 +120,10 @@ def make(name: str, **options: Any) -> Environment:
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"environment {name!r} raised {type(error).__name__}: {error}: mend it\n{own_traceback(error)}") from None
+        raise UserError(
+            f"environment {name!r} raised {type(error).__name__}: {error}: mend"
+            f" it\n{own_traceback(error)}"
+        ) from None
     _check(name, environment)
     return environment
 
@@ -117,18 +139,31 @@ def _factory(name: str) -> Any:
     try:
         found = importlib.import_module(module)
     except Exception as error:
-        if isinstance(error, ModuleNotFoundError) and error.name and f"{module}.".startswith(f"{error.name}."):
+        if (
+            isinstance(error, ModuleNotFoundError)
+            and error.name
+            and f"{module}.".startswith(f"{error.name}.")
+        ):
             raise UserError(
-                f"environment {name!r} could not be imported ({error}): check the module path; it is looked for beside the config, in "
-                "the present folder and among installed packages"
+                f"environment {name!r} could not be imported ({error}): check the module path; it"
+                " is looked for beside the config, in the present folder and among installed"
+                " packages"
             ) from None
         raise UserError(
-            f"environment {name!r} could not be imported ({type(error).__name__}: {error}): mend it, or install what it needs\n"
-            f"{own_traceback(error)}"
+            f"environment {name!r} could not be imported ({type(error).__name__}: {error}): mend"
+            f" it, or install what it needs\n{own_traceback(error)}"
         ) from None
     if not hasattr(found, factory):
-        have = ", ".join(n for n in vars(found) if not n.startswith("_") and callable(getattr(found, n))) or "nothing to call"
-        raise UserError(f"environment {name!r} could not be imported ({module} has no {factory!r}): it has {have}")
+        have = (
+            ", ".join(
+                n for n in vars(found) if not n.startswith("_") and callable(getattr(found, n))
+            )
+            or "nothing to call"
+        )
+        raise UserError(
+            f"environment {name!r} could not be imported ({module} has no {factory!r}): it has"
+            f" {have}"
+        )
     return getattr(found, factory)
 
 
@@ -137,22 +172,44 @@ def _check(name: str, environment: Any) -> None:
     if inspect.iscoroutine(environment):
         environment.close()
         raise UserError(f"environment {name!r} is made by an async function: make it a plain one")
-    expected = "expected an environment: an object with train, held_out and reward, such as envs.env.ListEnvironment"
+    expected = (
+        "expected an environment: an object with train, held_out and reward, such as"
+        " envs.env.ListEnvironment"
+    )
     for part in ("train", "held_out", "reward"):
         if not hasattr(environment, part):
-            raise UserError(f"environment {name!r} made {_shown(environment)}, which has no {part}; {expected}")
+            raise UserError(
+                f"environment {name!r} made {_shown(environment)}, which has no {part}; {expected}"
+            )
     for split in ("train", "held_out"):
         examples = getattr(environment, split)
-        if isinstance(examples, str | dict) or not (hasattr(examples, "__len__") and hasattr(examples, "__getitem__")):
-            raise UserError(f"{split} of environment {name!r} is {_shown(examples)}; expected a list of envs.env.Example")
+        if isinstance(examples, str | dict) or not (
+            hasattr(examples, "__len__") and hasattr(examples, "__getitem__")
+        ):
+            raise UserError(
+                f"{split} of environment {name!r} is {_shown(examples)}; expected a list of"
+                " envs.env.Example"
+            )
         if not len(examples):
-            raise UserError(f"environment {name!r} has no {split} examples: its dataset is empty, check its path and sizes")
+            raise UserError(
+                f"environment {name!r} has no {split} examples: its dataset is empty, check its"
+                " path and sizes"
+            )
         if not isinstance(examples[0], Example):
-            raise UserError(f"{split}[0] of environment {name!r} is {_shown(examples[0])}; expected an envs.env.Example")
+            raise UserError(
+                f"{split}[0] of environment {name!r} is {_shown(examples[0])}; expected an"
+                " envs.env.Example"
+            )
     if not callable(environment.reward):
-        raise UserError(f"reward of environment {name!r} is {_shown(environment.reward)}; expected a function of (completion, example)")
+        raise UserError(
+            f"reward of environment {name!r} is {_shown(environment.reward)}; expected a function"
+            " of (completion, example)"
+        )
     if inspect.iscoroutinefunction(environment.reward):
-        raise UserError(f"reward of environment {name!r} is async; rewards run in threads, several at once: make it a plain function")
+        raise UserError(
+            f"reward of environment {name!r} is async; rewards run in threads, several at once:"
+            " make it a plain function"
+        )
 
 
 def _shown(value: Any) -> str:

@@ -1,4 +1,6 @@
-"""Tasks of ``reasoning-gym`` (the ``data`` extra): procedurally generated, scored by its own verifiers."""
+"""Tasks of ``reasoning-gym`` (the ``data`` extra): procedurally generated, scored by its own
+verifiers.
+"""
 
 from typing import Any
 
@@ -7,13 +9,19 @@ from mint_jax.errors import UserError
 
 
 def reasoning_gym_task(
-    task: str, size: int = 512, held_out: int = 64, seed: int = 0, instruction: str = "Reply with the answer only.", **options: Any
+    task: str,
+    size: int = 512,
+    held_out: int = 64,
+    seed: int = 0,
+    instruction: str = "Reply with the answer only.",
+    **options: Any,
 ) -> ListEnvironment:
     """A ``reasoning_gym`` dataset.
 
     Args:
         task: its name, ``chain_sum`` say.
-        size, held_out: number of training and held-out items; seeds differ, and held-out questions are kept out of training.
+        size, held_out: number of training and held-out items; seeds differ, and held-out questions
+            are kept out of training.
         options: passed to ``reasoning_gym.create_dataset``.
 
     Raises:
@@ -22,12 +30,17 @@ def reasoning_gym_task(
     try:
         import reasoning_gym
     except ImportError:
-        raise UserError("environment 'reasoning_gym' needs the package reasoning-gym: pip install 'mint-jax[data]'") from None
+        raise UserError(
+            "environment 'reasoning_gym' needs the package reasoning-gym: pip install"
+            " 'mint-jax[data]'"
+        ) from None
     try:
         train = reasoning_gym.create_dataset(task, size=size, seed=seed, **options)
         test = reasoning_gym.create_dataset(task, size=held_out, seed=seed + 1_000_003, **options)
     except (ValueError, TypeError, AssertionError) as error:
-        raise UserError(f"reasoning_gym does not make task {task!r} with options {options} ({error})") from None
+        raise UserError(
+            f"reasoning_gym does not make task {task!r} with options {options} ({error})"
+        ) from None
 
     def example(item: dict[str, Any]) -> Example:
         messages = ({"role": "user", "content": f"{item['question']}\n{instruction}".strip()},)
@@ -36,4 +49,6 @@ def reasoning_gym_task(
     held = [example(item) for item in test]
     seen = {item["question"] for item in test}
     rows = [example(item) for item in train if item["question"] not in seen]
-    return ListEnvironment(rows, held, lambda completion, e: float(train.score_answer(completion.strip(), e.data)))
+    return ListEnvironment(
+        rows, held, lambda completion, e: float(train.score_answer(completion.strip(), e.data))
+    )

@@ -1,4 +1,6 @@
-"""Questions with answers from a file, as GSM8K has them: JSONL or parquet with ``question`` and ``answer``."""
+"""Questions with answers from a file, as GSM8K has them: JSONL or parquet with ``question`` and
+``answer``.
+"""
 
 import re
 
@@ -17,18 +19,28 @@ def final_answer(text: str) -> str:
 def last_number(text: str) -> str | None:
     """The last number of a text, without commas or zeros after its decimals."""
     found = _NUMBER.findall(text)
-    return re.sub(r"(\.\d*?)0+$", r"\1", found[-1].replace(",", "")).removesuffix(".") if found else None
+    return (
+        re.sub(r"(\.\d*?)0+$", r"\1", found[-1].replace(",", "")).removesuffix(".")
+        if found
+        else None
+    )
 
 
 def _score(completion: str, example: Example) -> float:
-    """1 if the last number is the answer; for answers that are no number, 1 if the text is the answer."""
+    """1 if the last number is the answer; for answers that are no number, 1 if the text is the
+    answer.
+    """
     if not _NUMBER.fullmatch(example.answer):
         return float(completion.strip() == example.answer)
     return float(last_number(completion) == last_number(example.answer))
 
 
 def questions(
-    path: str, held_out: int | str = 64, instruction: str = "", question: str = "question", answer: str = "answer"
+    path: str,
+    held_out: int | str = 64,
+    instruction: str = "",
+    question: str = "question",
+    answer: str = "answer",
 ) -> ListEnvironment:
     """Questions of a file.
 
@@ -36,7 +48,8 @@ def questions(
         path: a file that ``data.sources`` reads.
         held_out: this many first rows, or the path of a second file.
         instruction: appended to each question.
-        question, answer: the names of the columns; ``question`` may also hold a list of chat messages.
+        question, answer: the names of the columns; ``question`` may also hold a list of chat
+            messages.
 
     Raises:
         UserError: a missing file or column.
@@ -45,12 +58,21 @@ def questions(
     def example(row: dict, where: str) -> Example:
         for column in (question, answer):
             if row.get(column) is None:
-                raise UserError(f"{where} has no column {column!r}; it has {', '.join(row)}: set env.question and env.answer")
+                raise UserError(
+                    f"{where} has no column {column!r}; it has {', '.join(row)}: set env.question"
+                    " and env.answer"
+                )
         asked = row[question]
-        messages = tuple(asked) if isinstance(asked, list) else ({"role": "user", "content": f"{asked}\n{instruction}".strip()},)
+        messages = (
+            tuple(asked)
+            if isinstance(asked, list)
+            else ({"role": "user", "content": f"{asked}\n{instruction}".strip()},)
+        )
         return Example(messages, final_answer(str(row[answer])))
 
     rows = [example(row, where) for where, row in numbered_rows(path)]
     if isinstance(held_out, str):
-        return ListEnvironment(rows, [example(row, where) for where, row in numbered_rows(held_out)], _score)
+        return ListEnvironment(
+            rows, [example(row, where) for where, row in numbered_rows(held_out)], _score
+        )
     return ListEnvironment(rows[held_out:], rows[:held_out], _score)

@@ -1,7 +1,9 @@
-"""Rewards of completions: what a reward function may return, what is said of its mistakes, and a watch over slow ones.
+"""Rewards of completions: what a reward function may return, what is said of its mistakes, and a
+watch over slow ones.
 
-A thread cannot be ended from outside. So rewards run in threads that do not keep the process alive, each call says what it is
-at, and who waits for them looks at that: after some seconds it is shown, after a time-out the wait ends with an error.
+A thread cannot be ended from outside. So rewards run in threads that do not keep the process alive,
+each call says what it is at, and who waits for them looks at that: after some seconds it is shown,
+after a time-out the wait ends with an error.
 """
 
 import dataclasses
@@ -46,25 +48,43 @@ def score(who: str, env: Environment, completion: str, example: Example) -> floa
         who: the policy that drew it, for errors.
 
     Raises:
-        UserError: the reward function raised, with its traceback, or returned what is no finite number.
+        UserError: the reward function raised, with its traceback, or returned what is no finite
+            number.
     """
-    call = _running[threading.get_ident()] = _Call(who, completion, example.messages, time.monotonic())
+    call = _running[threading.get_ident()] = _Call(
+        who, completion, example.messages, time.monotonic()
+    )
     try:
         value: Any = env.reward(completion, example)
     except Exception as error:
         raise UserError(
-            f"the reward function raised {type(error).__name__}: {error}; {call}: mend it and resume\n{own_traceback(error)}"
+            f"the reward function raised {type(error).__name__}: {error}; {call}: mend it and"
+            f" resume\n{own_traceback(error)}"
         ) from None
     finally:
         _running.pop(threading.get_ident(), None)
     if inspect.iscoroutine(value):
         value.close()
-        raise UserError(f"the reward function is async, {call}: rewards run in threads, make it a plain function")
-    if isinstance(value, str | bool) or type(value).__name__ == "bool" or not hasattr(value, "__float__") or getattr(value, "ndim", 0):
+        raise UserError(
+            f"the reward function is async, {call}: rewards run in threads, make it a plain"
+            " function"
+        )
+    if (
+        isinstance(value, str | bool)
+        or type(value).__name__ == "bool"
+        or not hasattr(value, "__float__")
+        or getattr(value, "ndim", 0)
+    ):
         shown = f"{value!r:.80} ({type(value).__name__})"
-        raise UserError(f"the reward function returned {shown}; expected a number, such as float(...) of it; {call}: mend it and resume")
+        raise UserError(
+            f"the reward function returned {shown}; expected a number, such as float(...) of it;"
+            f" {call}: mend it and resume"
+        )
     if not math.isfinite(value := float(value)):
-        raise UserError(f"the reward function returned {value}; expected a finite number; {call}: mend it and resume")
+        raise UserError(
+            f"the reward function returned {value}; expected a finite number; {call}: mend it and"
+            " resume"
+        )
     return value
 
 
@@ -74,8 +94,15 @@ def check_timeout(timeout_s: float) -> None:
     Raises:
         UserError: naming it.
     """
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 <= timeout_s < math.inf:
-        raise UserError(f"reward_timeout is {timeout_s!r}; expected seconds that one completion's reward may take, or 0 for any time")
+    if (
+        isinstance(timeout_s, bool)
+        or not isinstance(timeout_s, int | float)
+        or not 0 <= timeout_s < math.inf
+    ):
+        raise UserError(
+            f"reward_timeout is {timeout_s!r}; expected seconds that one completion's reward may"
+            " take, or 0 for any time"
+        )
 
 
 class Watch:
@@ -102,25 +129,34 @@ class Watch:
             waiting: policies whose rewards are not there yet.
 
         Raises:
-            UserError: a reward has taken longer than the time-out, naming policy, prompt and completion.
+            UserError: a reward has taken longer than the time-out, naming policy, prompt and
+                completion.
         """
         now, calls = time.monotonic(), sorted(_running.values(), key=lambda call: call.began)
         if self.timeout_s and calls and now - calls[0].began > self.timeout_s:
             raise UserError(
-                f"a reward has taken {now - calls[0].began:.0f} s, {calls[0]}; reward_timeout is {self.timeout_s:g} s: mend the reward "
-                "function, or raise reward_timeout (0 is none), and resume"
+                f"a reward has taken {now - calls[0].began:.0f} s, {calls[0]}; reward_timeout is"
+                f" {self.timeout_s:g} s: mend the reward function, or raise reward_timeout (0 is"
+                " none), and resume"
             )
         if waited_s < self._waited:  # another wait
             self._due = SHOWN_S
         self._waited = waited_s
         if waited_s >= self._due:
             self._due = 2 * waited_s
-            longest = f"; the longest runs for {now - calls[0].began:.0f} s: {calls[0]}" if calls else ""
-            text = f"waiting for rewards for {waited_s:.0f} s: {waiting} to come, {len(calls)} completions at work{longest}"
+            longest = (
+                f"; the longest runs for {now - calls[0].began:.0f} s: {calls[0]}" if calls else ""
+            )
+            text = (
+                f"waiting for rewards for {waited_s:.0f} s: {waiting} to come, {len(calls)}"
+                f" completions at work{longest}"
+            )
             print(text, file=self._out or sys.stderr, flush=True)
 
     def over(self, call: Callable[[], T]) -> T:
-        """What ``call``, which computes rewards, returns; it runs in a thread of its own, under this watch."""
+        """What ``call``, which computes rewards, returns; it runs in a thread of its own, under
+        this watch.
+        """
         future, began = in_thread(call), time.monotonic()
         while not wait([future], LOOK_S).done:
             self.look(time.monotonic() - began, 1)

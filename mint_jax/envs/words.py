@@ -10,7 +10,7 @@ ribbon silver tunnel window anchor basket castle dragon feather guitar harbor in
 ocean pepper rabbit saddle ticket violin walnut yellow button circle dinner escape finger golden helmet indigo jewel
 knight letter monkey number office planet quiver rocket summer turtle valley winter camera doctor flower ginger hollow
 marble noodle parrot puzzle school shadow spider sugar table thunder tiger tomato travel velvet village whistle wizard
-"""
+"""  # noqa: E501
 _WORDS = tuple(_TEXT.split())
 HELD_OUT = 0.3
 
@@ -22,7 +22,9 @@ def _split(examples: list[Example], score, seed: int) -> ListEnvironment:
 
 
 def _says(completion: str, example: Example) -> float:
-    """1 for exactly the answer, 0.5 up to case and a final full stop, 0.1 for text that contains it."""
+    """1 for exactly the answer, 0.5 up to case and a final full stop, 0.1 for text that contains
+    it.
+    """
     text = completion.strip()
     if text == example.answer:
         return 1.0
@@ -38,7 +40,11 @@ def copy_word(seed: int = 0) -> ListEnvironment:
         {"role": "user", "content": "cat"},
         {"role": "assistant", "content": "cat"},
     )
-    return _split([Example((*opening, {"role": "user", "content": word}), word) for word in _WORDS], _says, seed)
+    return _split(
+        [Example((*opening, {"role": "user", "content": word}), word) for word in _WORDS],
+        _says,
+        seed,
+    )
 
 
 def bracket_word(seed: int = 0) -> ListEnvironment:
@@ -48,6 +54,10 @@ def bracket_word(seed: int = 0) -> ListEnvironment:
         text = completion.strip()
         if text == f"[{example.answer}]":
             return 1.0
-        return 0.1 * (example.answer in text) + 0.1 * text.startswith("[") + 0.1 * text.endswith("]")
+        return (
+            0.1 * (example.answer in text) + 0.1 * text.startswith("[") + 0.1 * text.endswith("]")
+        )
 
-    return _split([Example(f"cat -> [cat]\nfish -> [fish]\n{word} ->", word) for word in _WORDS], score, seed)
+    return _split(
+        [Example(f"cat -> [cat]\nfish -> [fish]\n{word} ->", word) for word in _WORDS], score, seed
+    )

@@ -1,4 +1,6 @@
-"""The programs that ``launch`` runs: config name -> module with ``run(config, workdir) -> result``."""
+"""The programs that ``launch`` runs: config name -> module with ``run(config, workdir) ->
+result``.
+"""
 
 JOBS = {
     "grpo": "mint_jax.jobs.grpo",
@@ -38,4 +40,5 @@ BENCHES = (  # modules of ``mint_jax.bench``
     "serve_start",
     "decode_vs_vllm",
 )
-ALONE = ("bench", "pretrain", "schedule", "sweep")  # run in one process: files in, files out, or a measurement of one machine
+# run in one process: files in, files out, or a measurement of one machine
+ALONE = ("bench", "pretrain", "schedule", "sweep")

@@ -26,7 +26,8 @@ from mint_jax.models.outline import peft_tables
 from mint_jax.residency.opening import Known
 from mint_jax.residency.pool import Entry, Pool
 
-LEASE_S = 86400.0  # payloads of later turns are kept from collection so long, and anew while turns go on
+# payloads of later turns are kept from collection so long, and anew while turns go on
+LEASE_S = 86400.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +49,8 @@ def read_adapter(name: str | Path, base: Base, catalog: JobCatalog | None = None
     """An adapter, checked against the base.
 
     Args:
-        name: a PEFT directory, or ``policy``, ``policy@alias``, ``policy@12``, a digest, each of ``catalog``.
+        name: a PEFT directory, or ``policy``, ``policy@alias``, ``policy@12``, a digest, each of
+            ``catalog``.
 
     Raises:
         UserError: nothing there, unreadable or corrupt, or made for another base.
@@ -62,7 +64,9 @@ def read_adapter(name: str | Path, base: Base, catalog: JobCatalog | None = None
         check_base(schema, str(revision), base)
         loaded = Loaded(adapter, schema.config, revision.digest, revision)
         # its numbers were looked at when the catalog took it in, or are now
-        bound = lora_tree.check_fits(adapter, schema.config, transformer.abstract(base.cfg), text, finite=not revision.finite)
+        bound = lora_tree.check_fits(
+            adapter, schema.config, transformer.abstract(base.cfg), text, finite=not revision.finite
+        )
     say(f"adapter {text}: rank {loaded.config.rank}, {bound} modules bound")
     return loaded
 
@@ -71,8 +75,14 @@ def _read_directory(text: str, base: Base) -> tuple[Loaded, int]:
     """A PEFT directory's adapter, and how many modules it binds."""
     names, shapes = peft_tables(base.cfg)
     adapter, config = peft.read_peft(Path(text), names, shapes)
-    bound = lora_tree.check_fits(adapter, config, transformer.abstract(base.cfg), text, finite=False)  # reading it looked at its numbers
-    return Loaded(adapter, config, digest_of(pack(adapter, Schema(base.fingerprint, config)))), bound
+    # reading it looked at its numbers
+    bound = lora_tree.check_fits(
+        adapter, config, transformer.abstract(base.cfg), text, finite=False
+    )
+    return (
+        Loaded(adapter, config, digest_of(pack(adapter, Schema(base.fingerprint, config)))),
+        bound,
+    )
 
 
 def is_directory(text: str) -> bool:
@@ -89,8 +99,8 @@ def need_catalog(text: str, catalog: JobCatalog | None) -> JobCatalog:
     """
     if catalog is None:
         raise UserError(
-            f"adapter {text} is no PEFT directory ({peft.CONFIG}), and no catalog is given to look it up in: check the path, or set "
-            "--config.catalog"
+            f"adapter {text} is no PEFT directory ({peft.CONFIG}), and no catalog is given to look"
+            " it up in: check the path, or set --config.catalog"
         )
     return catalog
 
@@ -99,14 +109,17 @@ def check_base(schema: Schema, revision: str, base: Base) -> None:
     """Refuses a revision that was trained on another base."""
     if schema.base != base.fingerprint:
         raise UserError(
-            f"revision {revision} was trained on base {schema.base[:12]}, this is {base.fingerprint[:12]} ({base.name}): load its own base"
+            f"revision {revision} was trained on base {schema.base[:12]}, this is"
+            f" {base.fingerprint[:12]} ({base.name}): load its own base"
         )
 
 
 class AdapterSource:
-    """What names in configs and data files stand for, for a ``Pool``: PEFT directories, and revisions of the catalog.
+    """What names in configs and data files stand for, for a ``Pool``: PEFT directories, and
+    revisions of the catalog.
 
-    Revisions are leased from ``look_up`` until ``let_go``: what the names stood for stays, whatever becomes of the names.
+    Revisions are leased from ``look_up`` until ``let_go``: what the names stood for stays, whatever
+    becomes of the names.
 
     Attributes:
         revisions: by name, of those that are the catalog's.
@@ -126,20 +139,31 @@ class AdapterSource:
         for name in names:
             if is_directory(name):
                 loaded, _ = _read_directory(name, self.base)
-                data = np.frombuffer(pack(loaded.adapter, Schema(self.base.fingerprint, loaded.config)), np.uint8)
+                data = np.frombuffer(
+                    pack(loaded.adapter, Schema(self.base.fingerprint, loaded.config)), np.uint8
+                )
                 self._given[loaded.digest] = data
-                found[name] = Entry(loaded.digest, Known(loaded.config, "float32", True), data.nbytes)
+                found[name] = Entry(
+                    loaded.digest, Known(loaded.config, "float32", True), data.nbytes
+                )
             else:
                 need_catalog(name, self._catalog)
                 named.append(name)
         if named:
-            for name, (*which, text, nbytes) in zip(named, multihost.agree("revisions", lambda: self._resolve(named))):
+            for name, (*which, text, nbytes) in zip(
+                named, multihost.agree("revisions", lambda: self._resolve(named))
+            ):
                 schema, revision = Schema.from_json(text), Named(*which)
                 check_base(schema, str(revision), self.base)
                 self.revisions[name] = revision
-                found[name] = Entry(revision.digest, Known(schema.config, schema.dtype, revision.finite), nbytes)
+                found[name] = Entry(
+                    revision.digest, Known(schema.config, schema.dtype, revision.finite), nbytes
+                )
             if multihost.count() == 1:  # several processes load all before they begin
-                digests, owner = sorted({found[name].digest for name in named}), f"turns of process {os.getpid()}"
+                digests, owner = (
+                    sorted({found[name].digest for name in named}),
+                    f"turns of process {os.getpid()}",
+                )
                 self._leases = dict(zip(digests, self._main.lease_many(digests, owner, LEASE_S)))
         return {name: found[name] for name in names}
 
@@ -149,7 +173,10 @@ class AdapterSource:
         return self._catalog.main
 
     def _resolve(self, named: Sequence[str]) -> list[list[Any]]:
-        return [[one.policy, one.number, one.digest, one.finite, one.schema, one.place.length] for one in self._main.resolve_many(named)]
+        return [
+            [one.policy, one.number, one.digest, one.finite, one.schema, one.place.length]
+            for one in self._main.resolve_many(named)
+        ]
 
     def fetch(self, digest: str) -> np.ndarray:
         if digest in self._given:
@@ -157,7 +184,11 @@ class AdapterSource:
         return self._main.read_leased(self._leases[digest], verified=False)  # residency does
 
     def load(self, name: str) -> tuple[AdapterConfig, Any]:
-        loaded = read_adapter(self.revisions[name].digest if name in self.revisions else name, self.base, self._catalog)
+        loaded = read_adapter(
+            self.revisions[name].digest if name in self.revisions else name,
+            self.base,
+            self._catalog,
+        )
         return loaded.config, loaded.adapter
 
     def renew(self) -> None:
@@ -171,6 +202,8 @@ class AdapterSource:
             self._main.release(*held)
 
 
-def pool_of(base: Base, names: Sequence[str | None], catalog: JobCatalog | None, slots: int) -> Pool:
+def pool_of(
+    base: Base, names: Sequence[str | None], catalog: JobCatalog | None, slots: int
+) -> Pool:
     """A pool of the adapters that a config or the rows of a file name; see ``Pool``."""
     return Pool(base, AdapterSource(base, catalog), names, slots, say)

@@ -14,7 +14,9 @@ from mint_jax.models.base import Base
 
 
 def open_base(config: Config | dict[str, Any]) -> Base:
-    """``common.open_base`` of a bench's config or of its plain form, which crosses to another process."""
+    """``common.open_base`` of a bench's config or of its plain form, which crosses to another
+    process.
+    """
     known, fields = [f.name for f in dataclasses.fields(options.OnBase)], ConfigDict(config)
     mine = ConfigDict({name: fields[name] for name in known if name in fields})
     settings.fill(options.OnBase, mine)
@@ -24,7 +26,9 @@ def open_base(config: Config | dict[str, Any]) -> Base:
 def make_grpo(fields: dict[str, Any], base: Base) -> grpo.ConcurrentGrpo:
     """The GRPO job of a plain config, which may have a bench's own settings besides."""
     known = [f.name for f in dataclasses.fields(options.Grpo)]
-    config = settings.complete(ConfigDict({name: fields[name] for name in known if name in fields} | {"job": "grpo"}))
+    config = settings.complete(
+        ConfigDict({name: fields[name] for name in known if name in fields} | {"job": "grpo"})
+    )
     return grpo.ConcurrentGrpo(config, base)
 
 

@@ -1,6 +1,8 @@
-"""The catalog that a job's config names: ``catalog`` (a folder or a database URL) and ``payloads`` (where they are not inside).
+"""The catalog that a job's config names: ``catalog`` (a folder or a database URL) and ``payloads``
+(where they are not inside).
 
-Of several processes the first alone has the database; payloads are read by all of them, where the first says they lie.
+Of several processes the first alone has the database; payloads are read by all of them, where the
+first says they lie.
 """
 
 import contextlib
@@ -49,8 +51,15 @@ class JobCatalog:
             self._store = PayloadStore(url)
 
     def _open(self, payloads: str, create: bool) -> str:
-        if not create and "://" not in self.place and not (Path(self.place) / "catalog.db").is_file():
-            raise UserError(f"catalog {self.place} does not exist: set --config.catalog to a catalog's folder or its database's URL")
+        if (
+            not create
+            and "://" not in self.place
+            and not (Path(self.place) / "catalog.db").is_file()
+        ):
+            raise UserError(
+                f"catalog {self.place} does not exist: set --config.catalog to a catalog's folder"
+                " or its database's URL"
+            )
         self._catalog = Catalog.open(self.place, payloads or None)
         return self._catalog.store.url
 
@@ -78,7 +87,9 @@ class JobCatalog:
         try:
             return self._store.read(Place(*place), digest), named
         except PackDamaged as error:
-            raise UserError(f"payload {digest[:12]} is damaged: {error}; export it again, or roll back") from None
+            raise UserError(
+                f"payload {digest[:12]} is damaged: {error}; export it again, or roll back"
+            ) from None
 
     def close(self) -> None:
         """Closes the database's connections."""

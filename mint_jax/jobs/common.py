@@ -1,4 +1,5 @@
-"""What every job does first: claim the workdir, open the base, and turn config sections into dataclasses.
+"""What every job does first: claim the workdir, open the base, and turn config sections into
+dataclasses.
 
 Where several processes run, all of them run the job; the first alone speaks and writes.
 """
@@ -68,7 +69,11 @@ def save_result(result: dict[str, Any], workdir: Path, config: Config) -> None:
     A result that has its stamp already, of a run that was finished before, keeps it.
     """
     if multihost.is_main():
-        write_file(workdir / "result.json", json.dumps(result | {"stamp": result.get("stamp") or stamp.stamp(plain(config))}) + "\n")
+        write_file(
+            workdir / "result.json",
+            json.dumps(result | {"stamp": result.get("stamp") or stamp.stamp(plain(config))})
+            + "\n",
+        )
 
 
 def save_config(config: Config, workdir: Path) -> None:
@@ -83,9 +88,13 @@ def save_config(config: Config, workdir: Path) -> None:
 
 def _write_config(config: Config, workdir: Path) -> None:
     try:
-        write_file(workdir / "config.json", json.dumps(plain(config), indent=1, sort_keys=True) + "\n")
+        write_file(
+            workdir / "config.json", json.dumps(plain(config), indent=1, sort_keys=True) + "\n"
+        )
     except OSError as error:
-        raise UserError(f"workdir {workdir} cannot be written ({error}): choose another --workdir") from None
+        raise UserError(
+            f"workdir {workdir} cannot be written ({error}): choose another --workdir"
+        ) from None
 
 
 def claim_workdir(config: Config, workdir: Path) -> None:
@@ -113,13 +122,17 @@ def claim_workdir(config: Config, workdir: Path) -> None:
 
 
 def _has_steps(workdir: Path) -> bool:
-    """Whether a run left anything that depends on its config: a row of metrics, which every step writes first, or a checkpoint."""
+    """Whether a run left anything that depends on its config: a row of metrics, which every step
+    writes first, or a checkpoint.
+    """
     rows = workdir / "metrics.jsonl"
     return (rows.is_file() and rows.stat().st_size > 0) or any(workdir.glob("checkpoints/*"))
 
 
 def _forget_start(file: Path) -> None:
-    """Keeps the run's identity, by which it takes back its policies; where they began was another config's."""
+    """Keeps the run's identity, by which it takes back its policies; where they began was another
+    config's.
+    """
     try:
         run = json.loads(file.read_text())
     except FileNotFoundError:
@@ -143,15 +156,20 @@ def _refuse_other_config(path: Path, mine: dict[str, Any], workdir: Path) -> Non
     def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
         if not isinstance(tree, dict):
             return {prefix: tree}
-        return {k: v for name, child in tree.items() for k, v in flat(child, f"{prefix}.{name}" if prefix else name).items()}
+        return {
+            k: v
+            for name, child in tree.items()
+            for k, v in flat(child, f"{prefix}.{name}" if prefix else name).items()
+        }
 
     # one that was saved before a setting existed has its default
     old, new = (flat(settings.filled(config)) for config in (json.loads(path.read_text()), mine))
     for key in sorted(old.keys() | new.keys()):
         if key.split(".")[0] not in FREE_TO_CHANGE and old.get(key) != new.get(key):
             raise UserError(
-                f"workdir {workdir} holds a run with {key}={old.get(key)!r}, this one has {new.get(key)!r}: "
-                "choose another --workdir, or remove that folder, or repeat its config to resume it"
+                f"workdir {workdir} holds a run with {key}={old.get(key)!r}, this one has"
+                f" {new.get(key)!r}: choose another --workdir, or remove that folder, or repeat its"
+                " config to resume it"
             )
 
 
@@ -170,14 +188,19 @@ def open_base(config: Config) -> Base:
     """Builds the mesh and loads the base, with progress.
 
     Raises:
-        UserError: the devices belong to more processes than have joined, or these have different bases.
+        UserError: the devices belong to more processes than have joined, or these have different
+            bases.
     """
     if jax.process_count() != multihost.count():
         raise UserError(
-            f"these devices belong to {jax.process_count()} processes, of which {multihost.count()} joined: start all with --distributed"
+            f"these devices belong to {jax.process_count()} processes, of which {multihost.count()}"
+            " joined: start all with --distributed"
         )
     if jax.process_index() != multihost.index():
-        raise UserError(f"MINT_PROCESS is {multihost.index()} on host {jax.process_index()} of this slice: use --distributed in its place")
+        raise UserError(
+            f"MINT_PROCESS is {multihost.index()} on host {jax.process_index()} of this slice: use"
+            " --distributed in its place"
+        )
     devices = mesh.make_mesh(dict(config.mesh))
     began, progress = time.monotonic(), None
 
@@ -186,18 +209,28 @@ def open_base(config: Config) -> Base:
         progress = progress or Progress("loading base", total, per=1e6, unit="MB")
         progress.update(done)
 
-    base = base_lib.load(config.base, devices, config.dtype, report, config.quantise, kernels_of(config), config.as_stored)
+    base = base_lib.load(
+        config.base,
+        devices,
+        config.dtype,
+        report,
+        config.quantise,
+        kernels_of(config),
+        config.as_stored,
+    )
     multihost.require_same("the base", lambda: base.fingerprint)
     processes = f" of {multihost.count()} processes" if multihost.count() > 1 else ""
     say(
-        f"base {base.name}: {base.nbytes / 1e6:.0f} MB in {base.weights} on {devices.size} device(s){processes} "
-        f"in {time.monotonic() - began:.1f} s, resident {host.rss_bytes() / 1e9:.2f} GB"
+        f"base {base.name}: {base.nbytes / 1e6:.0f} MB in {base.weights} on {devices.size}"
+        f" device(s){processes} in {time.monotonic() - began:.1f} s, resident"
+        f" {host.rss_bytes() / 1e9:.2f} GB"
     )
     return base
 
 
 def policy_seed(seed: int, name: str) -> int:
-    """A policy's own seed, 32 bits, from the run's seed and its name alone: which other policies a config names changes nothing.
+    """A policy's own seed, 32 bits, from the run's seed and its name alone: which other policies a
+    config names changes nothing.
 
     Raises:
         UserError: the run's seed is negative.
@@ -213,7 +246,10 @@ def policy_config(name: str, section: Config, seed: int) -> PolicyConfig:
     where = f"policies.{name}"
     adapter = build(AdapterConfig, section.get("adapter", {}), f"{where}.adapter")
     if not (math.isfinite(adapter.alpha) and adapter.alpha > 0):
-        raise UserError(f"{where}.adapter.alpha is {adapter.alpha}; expected a finite number above 0: the adapter's scale is alpha / rank")
+        raise UserError(
+            f"{where}.adapter.alpha is {adapter.alpha}; expected a finite number above 0: the"
+            " adapter's scale is alpha / rank"
+        )
     optimizer = build(OptimizerConfig, section.get("optimizer", {}), f"{where}.optimizer")
     loss = build(LossConfig, section.get("loss", {}), f"{where}.loss")
     return PolicyConfig(name, adapter, optimizer, loss, int(section.get("seed", seed)))
@@ -225,7 +261,8 @@ class PolicyData:
 
     Attributes:
         seed: of its order.
-        train, held_out: examples as its job takes them: prompts' token ids, or groups with their targets.
+        train, held_out: examples as its job takes them: prompts' token ids, or groups with their
+            targets.
         per_step: examples of an update.
     """
 
@@ -246,7 +283,9 @@ def seed_of(config: Config, name: str) -> int:
 
 
 def encode(base: Base, prompt: Any) -> list[int]:
-    """Token ids of a prompt: text as it is, messages through the chat template with the reply's opening."""
+    """Token ids of a prompt: text as it is, messages through the chat template with the reply's
+    opening.
+    """
     tokenizer = base.need_tokenizer()
     if isinstance(prompt, str):
         return tokenizer.encode(prompt)

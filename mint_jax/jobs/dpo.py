@@ -1,4 +1,6 @@
-"""Direct preference optimisation of many policies at once (arXiv 2305.18290); the reference is by default where each began."""
+"""Direct preference optimisation of many policies at once (arXiv 2305.18290); the reference is by
+default where each began.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +23,9 @@ KIND = "dpo"
 
 def to_group(base: Base, row: dict[str, Any], where: str, append_eos: bool) -> Group:
     """A pair that shares its prompt."""
-    return group_of(*chat.preference_row(base.need_tokenizer(), row, where, append_eos), pair_weight=1.0)
+    return group_of(
+        *chat.preference_row(base.need_tokenizer(), row, where, append_eos), pair_weight=1.0
+    )
 
 
 def from_env(examples: Sequence[Example]) -> list[dict[str, Any]]:
@@ -37,7 +41,9 @@ def from_env(examples: Sequence[Example]) -> list[dict[str, Any]]:
 
 
 def measure(trainer: Trainer, data: dict[str, PolicyData]) -> dict[str, dict[str, float]]:
-    """Held-out reward margin ``beta ((c - c_ref) - (j - j_ref))`` and the share of pairs with a positive one."""
+    """Held-out reward margin ``beta ((c - c_ref) - (j - j_ref))`` and the share of pairs with a
+    positive one.
+    """
     out = {}
     for name, one in data.items():
         beta = trainer.policies[name].loss.dpo_beta

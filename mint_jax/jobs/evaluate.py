@@ -1,11 +1,13 @@
 """Rewards of adapters, and of the bare base, on the held-out examples of an environment.
 
-Each adapter is sampled twice: alone, and in one batch with others, as it would be served: with all, or as many as ``config.slots``
-of them; what both drew is scored once more with the adapter alone. The first is its score; where the second is not the same (see
-``agreement``) there is no score. Scores of the catalog's revisions are recorded there.
+Each adapter is sampled twice: alone, and in one batch with others, as it would be served: with all,
+or as many as ``config.slots`` of them; what both drew is scored once more with the adapter alone.
+The first is its score; where the second is not the same (see ``agreement``) there is no score.
+Scores of the catalog's revisions are recorded there.
 
-A revision is sampled as it was trained, as far as ``config.sampling`` does not say otherwise: by the settings that its record in the
-catalog says. What has none (the base, a PEFT directory) is sampled as the first revision that has some, or by the defaults of training.
+A revision is sampled as it was trained, as far as ``config.sampling`` does not say otherwise: by
+the settings that its record in the catalog says. What has none (the base, a PEFT directory) is
+sampled as the first revision that has some, or by the defaults of training.
 """
 
 import dataclasses
@@ -40,7 +42,8 @@ BASE = ""  # the adapter's name where the bare base is meant
 
 
 def run(config: Config, workdir: Path) -> dict[str, Any]:
-    """Evaluates ``config.adapters`` (label -> revision or PEFT directory, or "" for the base); returns the result it prints.
+    """Evaluates ``config.adapters`` (label -> revision or PEFT directory, or "" for the base);
+    returns the result it prints.
 
     Raises:
         UserError: an adapter's score in the shared batch is not its own; nothing is recorded then.
@@ -58,14 +61,24 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
         source = AdapterSource(base, catalog)
         with Pool(base, source, names, config.slots, common.say) as pool:
             samplings = _samplings(config, names, source.revisions, catalog)
-            requests = {text: _requests(config, base, sampling, examples) for text, (sampling, _) in samplings.items()}
+            requests = {
+                text: _requests(config, base, sampling, examples)
+                for text, (sampling, _) in samplings.items()
+            }
             alone, among, scores = _sample(config, requests, pool, source.revisions, catalog)
 
         def judge() -> dict[str, tuple[list[float], list[float]]]:
             def rewards(label: str, results: Sequence[list[Completion]]) -> list[float]:
-                return [checked_reward(label, environment, c, e) for e, group in zip(examples, results) for c in group]
+                return [
+                    checked_reward(label, environment, c, e)
+                    for e, group in zip(examples, results)
+                    for c in group
+                ]
 
-            return {label: (rewards(label, alone[text]), rewards(label, among[text])) for label, text in config.adapters.items()}
+            return {
+                label: (rewards(label, alone[text]), rewards(label, among[text]))
+                for label, text in config.adapters.items()
+            }
 
         watch = scoring.Watch(config.reward_timeout)
         judged = multihost.agree("rewards", lambda: watch.over(judge))
@@ -73,12 +86,19 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
         for label, text in config.adapters.items():
             own, served = (
                 agreement.Sampled([c for group in found[text] for c in group], scored, rewards)
-                for found, scored, rewards in zip((alone, among), scores[text], judged[label], strict=True)
+                for found, scored, rewards in zip(
+                    (alone, among), scores[text], judged[label], strict=True
+                )
             )
-            verdict = agreement.compare(own, served, np.dtype(base.dtype).name, samplings[text][0].temperature)
+            verdict = agreement.compare(
+                own, served, np.dtype(base.dtype).name, samplings[text][0].temperature
+            )
             if not verdict.holds:
                 who = f"{label!r} ({text or 'the base'})"
-                raise UserError(f"{who}: {verdict}; nothing is recorded: find which of the two serves another adapter")
+                raise UserError(
+                    f"{who}: {verdict}; nothing is recorded: find which of the two serves another"
+                    " adapter"
+                )
             verdicts[label] = verdict
         about = {
             "renderer": _digest(base.need_tokenizer().sources),
@@ -91,18 +111,42 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
             verdict, values = verdicts[label], judged[label][0]
             error = float(np.std(values, ddof=1) / len(values) ** 0.5) if len(values) > 1 else 0.0
             row = {"name": label, "adapter": text, "revision": pool.digests.get(text)}
-            row |= {"reward": round(verdict.isolated, 4), "shared": round(verdict.shared, 4), "standard_error": round(error, 4)}
-            row |= {"rows": verdict.rows, "rows_differ": verdict.differ, "rows_may_differ": verdict.allowed, "logprob_gap": verdict.gap}
+            row |= {
+                "reward": round(verdict.isolated, 4),
+                "shared": round(verdict.shared, 4),
+                "standard_error": round(error, 4),
+            }
+            row |= {
+                "rows": verdict.rows,
+                "rows_differ": verdict.differ,
+                "rows_may_differ": verdict.allowed,
+                "logprob_gap": verdict.gap,
+            }
             row |= {"shared_error": verdict.error, "shared_error_may_be": verdict.allowed_error}
-            row |= {"worst_row_error": verdict.worst, "worst_row_error_may_be": verdict.allowed_worst}
+            row |= {
+                "worst_row_error": verdict.worst,
+                "worst_row_error_may_be": verdict.allowed_worst,
+            }
             row |= {"sampling": samplings[text][0].drawing, "sampling_from": samplings[text][1]}
             rows.append(row)
             if catalog is not None and text in source.revisions:
-                _record(catalog, source.revisions[text], verdict, row | {"samples": config.samples}, about)
+                _record(
+                    catalog,
+                    source.revisions[text],
+                    verdict,
+                    row | {"samples": config.samples},
+                    about,
+                )
     if multihost.is_main():
         columns = ("name", "reward", "shared", "standard_error", "rows_differ")
         report.table(f"{name}, held out", columns, [[r[c] for c in columns] for r in rows])
-    shown = {"job": "evaluate", "env": name, "examples": len(examples), "samples": config.samples, "base": base.fingerprint}
+    shown = {
+        "job": "evaluate",
+        "env": name,
+        "examples": len(examples),
+        "samples": config.samples,
+        "base": base.fingerprint,
+    }
     return shown | about | {"results": rows}
 
 
@@ -122,9 +166,16 @@ def _samplings(
 
     def recorded() -> dict[str, dict[str, Any] | None]:
         assert catalog is not None or not revisions
-        return {text: catalog.main.revision(named.policy, named.number).sampling for text, named in revisions.items()}  # type: ignore[union-attr]
+        return {
+            text: catalog.main.revision(named.policy, named.number).sampling  # type: ignore[arg-type]
+            for text, named in revisions.items()
+        }
 
-    trained = {text: values for text, values in multihost.agree("how revisions were sampled", recorded).items() if values is not None}
+    trained = {
+        text: values
+        for text, values in multihost.agree("how revisions were sampled", recorded).items()
+        if values is not None
+    }
     first, given = next(iter(trained), None), _given(config)
     out = {}
     for text in (*names, BASE):
@@ -135,16 +186,26 @@ def _samplings(
             where = "its training" if source == text else f"the training of {source}"
         if given:
             where = f"the config ({', '.join(sorted(given))}), else {where}"
-        out[text] = common.build(GrpoSampling, (trained[source] if source is not None else {}) | given, "sampling"), where
+        out[text] = (
+            common.build(
+                GrpoSampling, (trained[source] if source is not None else {}) | given, "sampling"
+            ),
+            where,
+        )
     return out
 
 
-def _requests(config: Config, base: Base, sampling: GrpoSampling, examples: Sequence[Example]) -> list[Request]:
+def _requests(
+    config: Config, base: Base, sampling: GrpoSampling, examples: Sequence[Example]
+) -> list[Request]:
     """One for every example, for the bare base."""
     n, first, ends = config.samples, config.seed, base.need_tokenizer().eos_ids
     prompts = [tuple(common.encode(base, example.messages)) for example in examples]
     multihost.require_same("the prompts", lambda: prompts)
-    return [Request(**sampling.drawing, prompt=p, n=n, seed=first + i * n, stop_ids=ends) for i, p in enumerate(prompts)]
+    return [
+        Request(**sampling.drawing, prompt=p, n=n, seed=first + i * n, stop_ids=ends)
+        for i, p in enumerate(prompts)
+    ]
 
 
 Completions = dict[str, list[list[Completion]]]
@@ -158,18 +219,26 @@ def _sample(
     revisions: Mapping[str, Named],
     catalog: JobCatalog | None,
 ) -> tuple[Completions, Completions, Scores]:
-    """Completions of every adapter, and of the base: each alone, and as many as there are slots for in one batch; scores of both.
+    """Completions of every adapter, and of the base: each alone, and as many as there are slots for
+    in one batch; scores of both.
 
-    The scores are log-probabilities of the tokens drawn alone and of those drawn among others, one array a row, both by teacher
-    forcing with the adapter alone. Alone it is loaded once more, into the only slot of a pool of its own: nothing that put it
-    into the wrong slot of the shared batch is at work there.
+    The scores are log-probabilities of the tokens drawn alone and of those drawn among others, one
+    array a row, both by teacher forcing with the adapter alone. Alone it is loaded once more, into
+    the only slot of a pool of its own: nothing that put it into the wrong slot of the shared batch
+    is at work there.
     """
     base, names = pool.base, list(pool.digests)
-    parties = [[*names[k : k + config.slots], BASE] for k in range(0, max(1, len(names)), config.slots)]  # a lone adapter has the base
+    # a lone adapter has the base
+    parties = [
+        [*names[k : k + config.slots], BASE] for k in range(0, max(1, len(names)), config.slots)
+    ]
     names.append(BASE)
     progress = Progress("evaluate", len(parties) + 2 * len(names))
     decode = base.need_tokenizer().decode
-    engine, scorer = Engine(base, decode, config.max_rows, cache_bytes=common.cache_bytes(config)), Scorer(base)
+    engine, scorer = (
+        Engine(base, decode, config.max_rows, cache_bytes=common.cache_bytes(config)),
+        Scorer(base),
+    )
     among: Completions = {}
     for k, party in enumerate(parties):
         with pool.hold(party) as held:
@@ -178,12 +247,17 @@ def _sample(
     alone: Completions = {}
     scores: Scores = {}
     for k, text in enumerate(names):
-        name = revisions[text].digest if text in revisions else text  # it may stand for another revision by now
+        # it may stand for another revision by now
+        name = revisions[text].digest if text in revisions else text
         with Pool(base, AdapterSource(base, catalog), [name], 1) as own, own.hold([name]) as held:
             slot = held.slot(name)
-            alone |= sample_together(engine, requests, Held({text: slot} if slot else {}, held.stacks), [text], "alone")
+            alone |= sample_together(
+                engine, requests, Held({text: slot} if slot else {}, held.stacks), [text], "alone"
+            )
             progress.update(len(parties) + 2 * k + 1, f"{text or 'base'} alone")
-            scores[text] = _scores(scorer, requests[text], (alone[text], among[text]), slot, held.stacks)
+            scores[text] = _scores(
+                scorer, requests[text], (alone[text], among[text]), slot, held.stacks
+            )
             progress.update(len(parties) + 2 * k + 2, f"{text or 'base'} scored")
     return alone, among, scores
 
@@ -195,33 +269,66 @@ def _scores(
     slot: Slot | None,
     stacks: Stacks,
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Log-probabilities of the sampled tokens of both batches; a row that both have is scored once."""
-    rows = [[(r.prompt, tuple(c.tokens)) for r, group in zip(requests, groups, strict=True) for c in group] for groups in sampled]
+    """Log-probabilities of the sampled tokens of both batches; a row that both have is scored
+    once.
+    """
+    rows = [
+        [
+            (r.prompt, tuple(c.tokens))
+            for r, group in zip(requests, groups, strict=True)
+            for c in group
+        ]
+        for groups in sampled
+    ]
     apart = list(dict.fromkeys([*rows[0], *rows[1]]))
-    values = scorer.logprobs([(*prompt, *tokens) for prompt, tokens in apart], [slot] * len(apart), stacks)
+    values = scorer.logprobs(
+        [(*prompt, *tokens) for prompt, tokens in apart], [slot] * len(apart), stacks
+    )
     found = {row: row_values[len(row[0]) - 1 :] for row, row_values in zip(apart, values)}
     return [found[row] for row in rows[0]], [found[row] for row in rows[1]]
 
 
 def sample_together(
-    engine: Engine, requests: Mapping[str, Sequence[Request]], held: Held, names: Sequence[str], tenant: str
+    engine: Engine,
+    requests: Mapping[str, Sequence[Request]],
+    held: Held,
+    names: Sequence[str],
+    tenant: str,
 ) -> Completions:
     """Completions of each of several adapters' requests, in one batch.
 
-    The requests of one example stand side by side, so that every group of rows that runs together is mixed. Under a tenant of its own a
-    call reads its prompts itself: what another left of them in the cache would not be judged again.
+    The requests of one example stand side by side, so that every group of rows that runs together
+    is mixed. Under a tenant of its own a call reads its prompts itself: what another left of them
+    in the cache would not be judged again.
     """
-    asked = [(text, request) for same in zip(*(requests[text] for text in names), strict=True) for text, request in zip(names, same)]
-    mixed = [dataclasses.replace(request, adapter=held.slot(text), tenant=tenant) for text, request in asked]
+    asked = [
+        (text, request)
+        for same in zip(*(requests[text] for text in names), strict=True)
+        for text, request in zip(names, same)
+    ]
+    mixed = [
+        dataclasses.replace(request, adapter=held.slot(text), tenant=tenant)
+        for text, request in asked
+    ]
     out: Completions = {text: [] for text in names}
     for (text, _), completions in zip(asked, engine.generate(mixed, held.stacks)):
         out[text].append(completions)
     return out
 
 
-def _record(catalog: JobCatalog, revision: Named, verdict: agreement.Agreement, metrics: dict[str, Any], about: dict[str, Any]) -> None:
+def _record(
+    catalog: JobCatalog,
+    revision: Named,
+    verdict: agreement.Agreement,
+    metrics: dict[str, Any],
+    about: dict[str, Any],
+) -> None:
     def record() -> None:
-        scores = {"isolated": verdict.isolated, "shared": verdict.shared, "tolerance": verdict.tolerance}
+        scores = {
+            "isolated": verdict.isolated,
+            "shared": verdict.shared,
+            "tolerance": verdict.tolerance,
+        }
         catalog.main.record_evaluation(str(revision), metrics=metrics, **scores, **about)
 
     multihost.agree("evaluation", record)

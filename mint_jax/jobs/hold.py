@@ -1,7 +1,9 @@
-"""One process at a time runs in a workdir: it holds a lock on a file there, which its end releases, however it comes.
+"""One process at a time runs in a workdir: it holds a lock on a file there, which its end releases,
+however it comes.
 
-The kernel is the judge of who lives: a process that was killed holds nothing. Where the folder is on a network and the
-holder was another machine, its lock may not be seen from here; then its sessions in the catalog show whether it lives (``recorder``).
+The kernel is the judge of who lives: a process that was killed holds nothing. Where the folder is
+on a network and the holder was another machine, its lock may not be seen from here; then its
+sessions in the catalog show whether it lives (``recorder``).
 """
 
 import fcntl
@@ -17,12 +19,17 @@ from mint_jax import multihost
 from mint_jax.errors import UserError
 
 FILE = "run.lock"
-LOOK_S = 1.0  # a process that only looks has the lock for a moment, and a holder's name is there a moment after its lock
-_BOOT = Path("/proc/sys/kernel/random/boot_id")  # distinguishes machines of one name, and a machine from itself before a reboot
+# a process that only looks has the lock for a moment, and a holder's name is there a moment after
+# its lock
+LOOK_S = 1.0
+# distinguishes machines of one name, and a machine from itself before a reboot
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Process(NamedTuple):
-    """Who has a workdir; ``since`` is a time in UTC, ``machine`` names the host since it was started."""
+    """Who has a workdir; ``since`` is a time in UTC, ``machine`` names the host since it was
+    started.
+    """
 
     host: str
     pid: int
@@ -38,7 +45,8 @@ class Hold:
 
     Attributes:
         me: this process.
-        sure: whether all others of this machine that had it are known to be gone; not on a file system without locks.
+        sure: whether all others of this machine that had it are known to be gone; not on a file
+            system without locks.
 
     Raises:
         UserError: a living process has it, which is named; or the workdir cannot be written.
@@ -46,7 +54,9 @@ class Hold:
 
     def __init__(self, workdir: Path):
         host = socket.gethostname()
-        self.me = Process(host, os.getpid(), time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime()), _machine(host))
+        self.me = Process(
+            host, os.getpid(), time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime()), _machine(host)
+        )
         self._file = -1
         try:
             workdir.mkdir(parents=True, exist_ok=True)
@@ -57,7 +67,9 @@ class Hold:
             os.pwrite(self._file, json.dumps(self.me._asdict()).encode(), 0)
         except OSError as error:
             self.release()
-            raise UserError(f"workdir {workdir} cannot be written ({error}): choose another --workdir") from None
+            raise UserError(
+                f"workdir {workdir} cannot be written ({error}): choose another --workdir"
+            ) from None
         except BaseException:
             self.release()
             raise
@@ -84,7 +96,9 @@ class Hold:
 
 
 def refuse_if_held(workdir: Path) -> None:
-    """Raises what ``Hold`` would where a living process has the workdir; changes nothing. All processes call it."""
+    """Raises what ``Hold`` would where a living process has the workdir; changes nothing. All
+    processes call it.
+    """
 
     def look() -> None:
         try:
@@ -108,7 +122,10 @@ def _taken(handle: int, workdir: Path) -> UserError:
         holder = str(Process(**json.loads(os.pread(handle, 4096, 0))))
     except (OSError, ValueError, TypeError):
         holder = "a process that has just started"
-    return UserError(f"workdir {workdir} is in use by {holder}: wait until it ends, stop it, or choose another --workdir")
+    return UserError(
+        f"workdir {workdir} is in use by {holder}: wait until it ends, stop it, or choose another"
+        " --workdir"
+    )
 
 
 def _machine(host: str) -> str:
@@ -126,4 +143,5 @@ def _let_go() -> None:
         one.release()
 
 
-os.register_at_fork(after_in_child=_let_go)  # a child that outlives a killed run must not keep the lock
+# a child that outlives a killed run must not keep the lock
+os.register_at_fork(after_in_child=_let_go)

@@ -1,6 +1,8 @@
-"""What the config of each job may have, as frozen dataclasses; ``settings`` reads, checks and describes them.
+"""What the config of each job may have, as frozen dataclasses; ``settings`` reads, checks and
+describes them.
 
-Imports no jax, nor anything else that takes long: a mistake on the command line is reported before JAX is imported.
+Imports no jax, nor anything else that takes long: a mistake on the command line is reported before
+JAX is imported.
 """
 
 import dataclasses
@@ -65,7 +67,8 @@ class OnBase:
         base: a checkpoint directory, a hub's name for one, or the name of a packaged base.
         dtype: storage and compute of the base: float32 or bfloat16.
         quantise: int8 or float8 stores the matrices of the layers in 8 bits; empty: as dtype says.
-        as_stored: weights that the checkpoint has in 16 bits, or in blocks of 8 and 4, stay so on one CPU: the same numbers in fewer bytes.
+        as_stored: weights that the checkpoint has in 16 bits, or in blocks of 8 and 4, stay so on
+            one CPU: the same numbers in fewer bytes.
         mesh: how the devices are divided.
         kernels: which implementation each of our own kernels has.
     """
@@ -116,14 +119,17 @@ class Training(WithCatalog):
     """What grpo, sft and dpo have.
 
     Attributes:
-        seed: of data order, adapters and sampling; each policy's own derives from it and the policy's name.
+        seed: of data order, adapters and sampling; each policy's own derives from it and the
+            policy's name.
         steps: updates of each policy.
         remat: what the backward pass keeps: a name in models.transformer.REMAT.
-        max_tokens_per_pass: tokens of one forward and backward pass; larger updates take several, of as many policies at once as fit, and
-            have temporaries for the gradients of those alone.
+        max_tokens_per_pass: tokens of one forward and backward pass; larger updates take several,
+            of as many policies at once as fit, and have temporaries for the gradients of those
+            alone.
         tenant: whose the policies are in the catalog.
         export_every: steps from one revision to the next; the last step always exports.
-        eval_every: steps from one measurement on held-out data to the next, the best of which the alias best names; 0: none on the way.
+        eval_every: steps from one measurement on held-out data to the next, the best of which the
+            alias best names; 0: none on the way.
         checkpoint: when training is saved.
         tensorboard: whether metrics are written for TensorBoard too.
         wandb: a Weights & Biases project that gets them too; empty: none.
@@ -179,12 +185,16 @@ class GrpoSampling:
         prompts: prompts a step.
         group_size: rollouts a prompt.
         max_tokens, stop: see ``rollout.request.Request``.
-        temperature: above 0 in training, which is of the distribution that is sampled: log-probabilities of ``logits / temperature``.
-        top_k, top_p, min_p: off in training. A filter's support moves with the policy, so that the gradient of what it draws is not that of
-            the renormalised probabilities: such rollouts cannot train.
+        temperature: above 0 in training, which is of the distribution that is sampled:
+            log-probabilities of ``logits / temperature``.
+        top_k, top_p, min_p: off in training. A filter's support moves with the policy, so that the
+            gradient of what it draws is not that of the renormalised probabilities: such rollouts
+            cannot train.
         baseline, divide_by_std, normalisation: see ``train.advantages``.
-        updates: optimizer updates on the same rollouts; more than 1 makes the later ones off-policy.
-        replay: train through the experts that the sampler visited (R3); without effect on a base that has none.
+        updates: optimizer updates on the same rollouts; more than 1 makes the later ones
+            off-policy.
+        replay: train through the experts that the sampler visited (R3); without effect on a base
+            that has none.
     """
 
     prompts: int = 8
@@ -203,9 +213,12 @@ class GrpoSampling:
 
     def __post_init__(self):
         if min(self.prompts, self.group_size, self.max_tokens, self.updates) < 1:
-            raise UserError(f"{self}: prompts, group_size, max_tokens and updates must be at least 1")
+            raise UserError(
+                f"{self}: prompts, group_size, max_tokens and updates must be at least 1"
+            )
         check_ranges(self, "sampling.")
-        advantages.group_advantages(np.zeros((1, self.group_size)), self.baseline)  # refuses now what it would refuse later
+        # refuses now what it would refuse later
+        advantages.group_advantages(np.zeros((1, self.group_size)), self.baseline)
         advantages.token_weights([1], self.normalisation)
 
     def check_trains(self) -> None:
@@ -222,14 +235,18 @@ class GrpoSampling:
         for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
             if getattr(self, name) != off:
                 raise UserError(
-                    f"sampling.{name} is {getattr(self, name)}; rollouts that train are drawn from the whole distribution, a filter's "
-                    f"choice has no gradient: leave {name} at {off}, and lower the temperature for likelier tokens"
+                    f"sampling.{name} is {getattr(self, name)}; rollouts that train are drawn from"
+                    f" the whole distribution, a filter's choice has no gradient: leave {name} at"
+                    f" {off}, and lower the temperature for likelier tokens"
                 )
 
     @property
     def drawing(self) -> dict[str, Any]:
         """What decides how tokens are drawn."""
-        return {name: getattr(self, name) for name in ("max_tokens", "temperature", "top_k", "top_p", "min_p", "stop")}
+        return {
+            name: getattr(self, name)
+            for name in ("max_tokens", "temperature", "top_k", "top_p", "min_p", "stop")
+        }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -239,7 +256,8 @@ class GrpoPolicy(Policy):
     Attributes:
         env: its task.
         sampling: how its rollouts are drawn and turned into a batch.
-        rollout_revision: a revision or PEFT directory that its rollouts are drawn from; empty: the policy as it is.
+        rollout_revision: a revision or PEFT directory that its rollouts are drawn from; empty: the
+            policy as it is.
     """
 
     env: Env
@@ -249,7 +267,10 @@ class GrpoPolicy(Policy):
     def __post_init__(self):
         self.sampling.check_trains()
         if "advantages" not in self.loss.needs:
-            raise UserError(f"loss.kind is {self.loss.kind!r}, which rewards do not enter: choose ppo, say, or job sft or dpo")
+            raise UserError(
+                f"loss.kind is {self.loss.kind!r}, which rewards do not enter: choose ppo, say, or"
+                " job sft or dpo"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -270,16 +291,20 @@ class Grpo(Training):
     """What the job has.
 
     Attributes:
-        schedule: how steps of different policies share the devices: sequential, overlapped or batched.
+        schedule: how steps of different policies share the devices: sequential, overlapped or
+            batched.
         cohorts: groups of policies that take turns, with schedule batched.
         reward_workers: threads that compute rewards.
         reward_timeout: seconds that the reward of one completion may take; 0: any time.
         max_rows: rows that are sampled together.
-        cache_gib: of the sampler's cache, GiB at most; 0: one on a CPU, most of the free memory elsewhere.
+        cache_gib: of the sampler's cache, GiB at most; 0: one on a CPU, most of the free memory
+            elsewhere.
         keep_rollouts: rollouts of this many last steps are kept in the catalog; 0 keeps none.
         eval: how policies are evaluated before and after training.
-        router_noise: spread of the noise on the weights of the trainer's routers, for studies of replay.
-        trainer_dtype: of a base of the trainer's own, where it is to differ from the sampler's, for the same studies.
+        router_noise: spread of the noise on the weights of the trainer's routers, for studies of
+            replay.
+        trainer_dtype: of a base of the trainer's own, where it is to differ from the sampler's, for
+            the same studies.
         trainer_quantise: of that base: int8, float8, or empty for none; not set: as the sampler's.
         policies: by name.
     """
@@ -303,12 +328,15 @@ class Data(Open):
     """What a policy learns from: a file, or an environment, whose options are further
 
     Attributes:
-        path: file of a form that ``data.sources`` reads, .jsonl or .parquet say, with rows as ``data.chat`` reads them.
+        path: file of a form that ``data.sources`` reads, .jsonl or .parquet say, with rows as
+            ``data.chat`` reads them.
         held_out: this many first rows are not learned but measured; a tenth by default.
         env: where no path is given: a name in envs.env.REGISTRY, or module:factory.
-        append_eos: end texts, and replies to prompts that are text, with the checkpoint's end token; chat templates end theirs.
+        append_eos: end texts, and replies to prompts that are text, with the checkpoint's end
+            token; chat templates end theirs.
         max_tokens: of a row, prompt and answer together; 0: what the base's context holds.
-        too_long: what becomes of a longer row: refuse ends the run before it begins, cut drops what is beyond, drop the whole row.
+        too_long: what becomes of a longer row: refuse ends the run before it begins, cut drops what
+            is beyond, drop the whole row.
     """
 
     path: Place = ""
@@ -322,17 +350,26 @@ class Data(Open):
         if self.too_long not in TOO_LONG:
             raise choice("too_long", self.too_long, TOO_LONG)
         if not self.path and not self.env:
-            raise UserError("there is neither path nor env; expected path (a .jsonl or .parquet file) or env (an environment's name)")
+            raise UserError(
+                "there is neither path nor env; expected path (a .jsonl or .parquet file) or env"
+                " (an environment's name)"
+            )
 
 
 def _only(loss: LossConfig, kind: str, job: str) -> None:
-    """Refuses a loss that the job's data cannot feed: it has its own, and SFT registered ones of log-probabilities alone.
+    """Refuses a loss that the job's data cannot feed: it has its own, and SFT registered ones of
+    log-probabilities alone.
 
     Raises:
         UserError: with the job that has it.
     """
-    if loss.kind != kind and (loss.kind in KINDS or not loss.needs <= {"ref_logp"} or kind != "cross_entropy"):
-        raise UserError(f"loss.kind is {loss.kind!r}, but job {job} minimises {kind!r}: drop loss.kind, or choose another job")
+    if loss.kind != kind and (
+        loss.kind in KINDS or not loss.needs <= {"ref_logp"} or kind != "cross_entropy"
+    ):
+        raise UserError(
+            f"loss.kind is {loss.kind!r}, but job {job} minimises {kind!r}: drop loss.kind, or"
+            " choose another job"
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -378,7 +415,8 @@ class DpoPolicy(SupervisedPolicy):
     """What a policy of this job has.
 
     Attributes:
-        loss: of pairs. ``dpo_beta`` says how far the policy may leave its reference: the larger, the less.
+        loss: of pairs. ``dpo_beta`` says how far the policy may leave its reference: the larger,
+            the less.
     """
 
     loss: LossConfig = LossConfig(kind="dpo")
@@ -406,17 +444,23 @@ class LineSampling:
         max_tokens: new tokens at most.
         temperature: 0 is greedy.
         top_k, top_p, min_p: filters, see ``rollout.sample.SamplingParams``.
-        repetition_penalty: divides logits above 0, and multiplies others, of all tokens of prompt and completion; 1: none.
-        frequency_penalty, presence_penalty: subtracted from the logit of a token for each time that the completion has it, and once.
+        repetition_penalty: divides logits above 0, and multiplies others, of all tokens of prompt
+            and completion; 1: none.
+        frequency_penalty, presence_penalty: subtracted from the logit of a token for each time that
+            the completion has it, and once.
         ignore_eos: go on behind the checkpoint's end tokens.
-        top_logprobs: of so many of the likeliest tokens at each place the log-probabilities are written too.
+        top_logprobs: of so many of the likeliest tokens at each place the log-probabilities are
+            written too.
         prompt_logprobs: the log-probabilities of the prompt's tokens are written too.
         top_prompt_logprobs: as ``top_logprobs``, at each place of the prompt.
-        prompt_alternatives: so many tokens are drawn at each place of the prompt, and written with their log-probabilities.
-        json_schema: the completion is JSON that this schema describes; a line may give it as an object.
+        prompt_alternatives: so many tokens are drawn at each place of the prompt, and written with
+            their log-probabilities.
+        json_schema: the completion is JSON that this schema describes; a line may give it as an
+            object.
         regex: the completion matches this regular expression as a whole.
         choice: the completion is one of these texts.
-        seed: completion i draws from a hash of seed and i; the same seed gives the same tokens in any batch.
+        seed: completion i draws from a hash of seed and i; the same seed gives the same tokens in
+            any batch.
         n: completions of a line.
         stop: strings that end a completion.
         stop_ids: token ids that end a completion, beside the checkpoint's own.
@@ -456,7 +500,8 @@ class Sample(WithCatalog):
         output: JSONL file of completions.
         slots: adapters on the device at once, of each rank bucket; more take turns.
         max_rows: rows that are sampled together.
-        cache_gib: of the sampler's cache, GiB at most; 0: one on a CPU, most of the free memory elsewhere.
+        cache_gib: of the sampler's cache, GiB at most; 0: one on a CPU, most of the free memory
+            elsewhere.
         sampling: of lines that do not say otherwise.
     """
 
@@ -497,7 +542,8 @@ class Evaluate(WithCatalog):
         adapters: label -> policy@alias, policy@12, a digest or a PEFT directory; empty is the base.
         sampling: how completions are drawn.
         max_rows: rows that are sampled together.
-        cache_gib: of the sampler's cache, GiB at most; 0: one on a CPU, most of the free memory elsewhere.
+        cache_gib: of the sampler's cache, GiB at most; 0: one on a CPU, most of the free memory
+            elsewhere.
         slots: adapters in one batch, and on the device at once.
         reward_timeout: seconds that the reward of one completion may take; 0: any time.
     """
@@ -519,42 +565,55 @@ class Serve(WithCatalog):
     """What the job has.
 
     Attributes:
-        host: where it listens; other places than loopback need keys, and a certificate or a proxy that has one.
+        host: where it listens; other places than loopback need keys, and a certificate or a proxy
+            that has one.
         port: 0: any that is free.
         name: what clients call the base; empty: as base says.
-        tokenizer: what Tinker's clients load the tokenizer by, a hub's name or a folder that they see; empty: the base's name.
+        tokenizer: what Tinker's clients load the tokenizer by, a hub's name or a folder that they
+            see; empty: the base's name.
         peft_folder: below which /v1/load_lora_adapter may read PEFT adapters; empty: nowhere.
-        api_keys: folder of API keys, which python -m mint_jax.service.keys makes; empty: everybody may do everything, on loopback alone.
-        hosts: names by which a server without keys is reached beside localhost and its addresses, behind a proxy say; requests whose
-            Host header has another are refused.
+        api_keys: folder of API keys, which python -m mint_jax.service.keys makes; empty: everybody
+            may do everything, on loopback alone.
+        hosts: names by which a server without keys is reached beside localhost and its addresses,
+            behind a proxy say; requests whose Host header has another are refused.
         certificate: file of a TLS certificate with its chain; empty: no TLS.
         private_key: its file, where the certificate's has none.
         behind_tls: a proxy before the server encrypts.
         ranks: of policies: each takes the next of these, powers of two.
-        slots: of policies in training on the device, for each of ranks; further ones wait in memory and on the disk.
+        slots: of policies in training on the device, for each of ranks; further ones wait in memory
+            and on the disk.
         adapters: of revisions to be sampled on the device, for each of ranks.
-        shapes: blocks, rows, tokens and targets a position of the training steps there are; empty: those that suit the devices.
+        shapes: blocks, rows, tokens and targets a position of the training steps there are; empty:
+            those that suit the devices.
         max_rows: rows that are sampled together.
-        cache_gib: of the sampler's cache, GiB at most; 0: one on a CPU, most of the free memory elsewhere.
-        reuse_decoded: prompts that begin with what was drawn before, a chat's next turn say, are not read again as far as the cache has
-            them; log-probabilities behind it then depend on that in the last bits (by 2e-5 at most in float32).
+        cache_gib: of the sampler's cache, GiB at most; 0: one on a CPU, most of the free memory
+            elsewhere.
+        reuse_decoded: prompts that begin with what was drawn before, a chat's next turn say, are
+            not read again as far as the cache has them; log-probabilities behind it then depend on
+            that in the last bits (by 2e-5 at most in float32).
         host_gib: of idle policies' states in host memory, and of cached adapters, each.
-        gap_s: seconds that rows which decode wait for a training step at most, where any is as short.
+        gap_s: seconds that rows which decode wait for a training step at most, where any is as
+            short.
         idle_gap_s: the same while none decode.
-        precompile: background: requests are served as soon as their own programs are compiled, the others are compiled meanwhile;
-            before: none is served before all are; only: compiles all into the cache and ends, for images and later starts.
+        precompile: background: requests are served as soon as their own programs are compiled, the
+            others are compiled meanwhile; before: none is served before all are; only: compiles all
+            into the cache and ends, for images and later starts.
         snapshot_every: updates of a policy between two snapshots of its state.
         snapshot_s: seconds after which one is taken all the same.
-        session_s: seconds without a request of its client after which a session ends, and its policies leave training; only time in which
-            the server runs counts, from its start at the earliest.
-        openai_limits: what OpenAI's API refuses is refused: a temperature above 2, more than 5 logprobs of completions, more than 4 stop
-            strings, roles that it does not have; False: what the engine can do is taken.
+        session_s: seconds without a request of its client after which a session ends, and its
+            policies leave training; only time in which the server runs counts, from its start at
+            the earliest.
+        openai_limits: what OpenAI's API refuses is refused: a temperature above 2, more than 5
+            logprobs of completions, more than 4 stop strings, roles that it does not have; False:
+            what the engine can do is taken.
         body_mb: of a request's body, MB at most; on paths that take no data a body may have 1 MB.
-        bodies_gib: of memory for the bodies of all requests in flight, as sent and as parsed, GiB; where there is no room a request gets
-            429 and is asked again, one that is larger by itself 413.
+        bodies_gib: of memory for the bodies of all requests in flight, as sent and as parsed, GiB;
+            where there is no room a request gets 429 and is asked again, one that is larger by
+            itself 413.
         tenant_requests: of one tenant in flight; more are told to come back.
-        tenant_tokens: of one tenant's samples and training requests in flight, likewise; 0: any number. This and the next two are of
-            tenants of which quotas.json, beside the keys, says nothing else.
+        tenant_tokens: of one tenant's samples and training requests in flight, likewise; 0: any
+            number. This and the next two are of tenants of which quotas.json, beside the keys, says
+            nothing else.
         tenant_policies: of one tenant in training; 0: any number.
         tenant_gib: of one tenant's named checkpoints and training states, GiB; 0: any number.
     """
@@ -628,7 +687,8 @@ class ScaleUp:
         job: what to run.
         base: what to call the model.
         dtype: of the base: float32 or bfloat16.
-        topology: a pod, such as v5p:2x2x1 or v5p-8, as clouds name it, or smallest: the smallest of a chip's pods that holds everything.
+        topology: a pod, such as v5p:2x2x1 or v5p-8, as clouds name it, or smallest: the smallest of
+            a chip's pods that holds everything.
         chip: whose pods smallest tries.
         mesh: how the devices are divided.
         kernels: which implementation each of our own kernels has.

@@ -1,7 +1,9 @@
-"""The output of a batch job: each row on disk as it is done, the whole file when all are, and the way on after an interruption.
+"""The output of a batch job: each row on disk as it is done, the whole file when all are, and the
+way on after an interruption.
 
-Rows come in the order in which turns and groups end. They are appended to ``OUTPUT.part``, which begins with what they are made from; a
-job that finds one goes on with the rows that it lacks. ``OUTPUT`` appears whole, in the order of the input, and the part goes.
+Rows come in the order in which turns and groups end. They are appended to ``OUTPUT.part``, which
+begins with what they are made from; a job that finds one goes on with the rows that it lacks.
+``OUTPUT`` appears whole, in the order of the input, and the part goes.
 """
 
 import contextlib
@@ -30,8 +32,10 @@ class Output:
         rows: what is done, by its index in the input.
 
     Raises:
-        UserError: the folder cannot be written, another process writes there, or a part is there that was made from something else.
-        Interrupted: leaving the context on Ctrl-C or SIGTERM; one line says how many rows are done and how to go on.
+        UserError: the folder cannot be written, another process writes there, or a part is there
+            that was made from something else.
+        Interrupted: leaving the context on Ctrl-C or SIGTERM; one line says how many rows are done
+            and how to go on.
     """
 
     def __init__(self, path: Path, total: int, made_from: Mapping[str, Any]):
@@ -55,14 +59,18 @@ class Output:
         interrupts.standing(self._done)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, *_: object
+    ) -> None:
         if self._file is not None:
             with contextlib.suppress(OSError):  # a full disk has been reported
                 self._file.close()
             if not self.rows:
                 self.part.unlink(missing_ok=True)
         if isinstance(error, KeyboardInterrupt):
-            raise Interrupted(f"{str(error) or 'SIGINT'}; {self._done()}", getattr(error, "number", signal.SIGINT)) from None
+            raise Interrupted(
+                f"{str(error) or 'SIGINT'}; {self._done()}", getattr(error, "number", signal.SIGINT)
+            ) from None
 
     def begin(self, made_from: Mapping[str, Any]) -> None:
         """Notes what the rows are made from, as far as it is known by now.
@@ -74,8 +82,9 @@ class Output:
         for key, value in mine.items():
             if self.rows and (old := self._made_from.get(key, value)) != value:
                 raise UserError(
-                    f"{self.part} holds {len(self.rows)} of {self.total} rows of a run with {key} {old!r}, this one has {value!r}: repeat "
-                    "the former to go on with them, remove that file to begin anew, or choose another output"
+                    f"{self.part} holds {len(self.rows)} of {self.total} rows of a run with {key}"
+                    f" {old!r}, this one has {value!r}: repeat the former to go on with them,"
+                    " remove that file to begin anew, or choose another output"
                 )
         if new := {key: value for key, value in mine.items() if key not in self._made_from}:
             self._made_from |= new
@@ -83,7 +92,10 @@ class Output:
 
     def add(self, results: Mapping[int, Row]) -> None:
         """Appends rows that are done; they are on disk when this returns."""
-        multihost.agree("output", lambda: self._append([{"row": n, "result": row} for n, row in results.items()]))
+        multihost.agree(
+            "output",
+            lambda: self._append([{"row": n, "result": row} for n, row in results.items()]),
+        )
         self.rows |= results
 
     def finish(self) -> None:
@@ -103,24 +115,35 @@ class Output:
             lines = whole[: whole.rfind(b"\n") + 1].splitlines()
             self._file.truncate(whole.rfind(b"\n") + 1)  # the last one may be cut short
         except OSError as error:
-            raise UserError(f"output {self.path} cannot be written ({error}): choose another path or free disk space") from None
+            raise UserError(
+                f"output {self.path} cannot be written ({error}): choose another path or free disk"
+                " space"
+            ) from None
         try:
             entries = [json.loads(line) for line in lines]
             if not all(("row" in e and "result" in e) or "made_from" in e for e in entries):
                 raise ValueError("other entries")
         except (ValueError, TypeError):
-            raise UserError(f"{self.part} is not what an interrupted job leaves: remove it, or choose another output") from None
+            raise UserError(
+                f"{self.part} is not what an interrupted job leaves: remove it, or choose another"
+                " output"
+            ) from None
         if not any("row" in entry for entry in entries):
             self._file.truncate(0)
             return []
         return entries
 
     def _hold(self) -> None:
-        """Refuses an output that another process is writing: two would leave each other's rows in one part."""
+        """Refuses an output that another process is writing: two would leave each other's rows in
+        one part.
+        """
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(f"output {self.path} is being written by another process: wait until it ends, or choose another") from None
+            raise UserError(
+                f"output {self.path} is being written by another process: wait until it ends, or"
+                " choose another"
+            ) from None
         except OSError:
             pass  # a file system without locks
 
@@ -130,7 +153,10 @@ class Output:
             self._file.flush()
             os.fsync(self._file.fileno())
         except OSError as error:
-            raise UserError(f"output {self.part} cannot be written ({error}): {self._done()}, once there is space") from None
+            raise UserError(
+                f"output {self.part} cannot be written ({error}): {self._done()}, once there is"
+                " space"
+            ) from None
 
     def _finish(self) -> None:
         write_rows(self.path, (self.rows[n] for n in range(self.total)))
@@ -139,4 +165,7 @@ class Output:
     def _done(self) -> str:
         if not self.rows:
             return f"none of {self.total} rows is done; the same command begins anew"
-        return f"{len(self.rows)} of {self.total} rows are in {self.part}; the same command goes on with the others"
+        return (
+            f"{len(self.rows)} of {self.total} rows are in {self.part}; the same command goes on"
+            " with the others"
+        )

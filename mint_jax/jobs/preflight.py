@@ -1,6 +1,8 @@
-"""Checks what a config names outside itself (bases, files, folders, packages, pods) before JAX is imported or anything is written.
+"""Checks what a config names outside itself (bases, files, folders, packages, pods) before JAX is
+imported or anything is written.
 
-``launch`` and ``--dry_run`` run the same checks. What needs the base, the devices or a data file's rows is checked by the job.
+``launch`` and ``--dry_run`` run the same checks. What needs the base, the devices or a data file's
+rows is checked by the job.
 """
 
 import importlib.util
@@ -66,7 +68,8 @@ def check(config: Any, workdir: Path) -> None:
 
 
 def need_package(module: str, extra: str, what: str) -> None:
-    """Refuses what needs an optional package that is not installed; the package is looked for, not imported.
+    """Refuses what needs an optional package that is not installed; the package is looked for, not
+    imported.
 
     Raises:
         UserError: with the extra to install.
@@ -76,16 +79,24 @@ def need_package(module: str, extra: str, what: str) -> None:
     except ModuleNotFoundError:  # a parent package is missing
         found = None
     if found is None:
-        raise UserError(f"{what} needs the package {module}, which is not installed: pip install 'mint-jax[{extra}]'")
+        raise UserError(
+            f"{what} needs the package {module}, which is not installed: pip install"
+            f" 'mint-jax[{extra}]'"
+        )
 
 
 def _workdir(workdir: Path) -> None:
     """Refuses a workdir that cannot be made or written; makes nothing."""
     there = next(folder for folder in (workdir, *workdir.absolute().parents) if folder.exists())
     if not there.is_dir():
-        raise UserError(f"workdir {workdir} cannot be written ({there} is no folder): choose another --workdir")
+        raise UserError(
+            f"workdir {workdir} cannot be written ({there} is no folder): choose another --workdir"
+        )
     if not os.access(there, os.W_OK | os.X_OK):
-        raise UserError(f"workdir {workdir} cannot be written (no permission in {there}): choose another --workdir")
+        raise UserError(
+            f"workdir {workdir} cannot be written (no permission in {there}): choose another"
+            " --workdir"
+        )
 
 
 def _catalog(config: Any, made_here: bool) -> None:
@@ -93,8 +104,16 @@ def _catalog(config: Any, made_here: bool) -> None:
     place = config.catalog
     if place.startswith(("postgres://", "postgresql")):
         need_package("psycopg", "postgres", "a catalog in PostgreSQL")
-    if place and not made_here and "://" not in place and not (Path(place) / "catalog.db").is_file():
-        raise UserError(f"catalog {place} does not exist: set --config.catalog to a catalog's folder or its database's URL")
+    if (
+        place
+        and not made_here
+        and "://" not in place
+        and not (Path(place) / "catalog.db").is_file()
+    ):
+        raise UserError(
+            f"catalog {place} does not exist: set --config.catalog to a catalog's folder or its"
+            " database's URL"
+        )
 
 
 def _policy(where: str, section: Any) -> None:
@@ -111,7 +130,9 @@ def _policy(where: str, section: Any) -> None:
 
 
 def _environment(where: str, name: str, **own: Any) -> None:
-    """An environment that can be imported and takes these options; of the shipped one that reads a file, that file."""
+    """An environment that can be imported and takes these options; of the shipped one that reads a
+    file, that file.
+    """
     env_lib.check_options(name, **own)
     if name == "jsonl":
         _data(f"{where}.path", Path(own["path"]))
@@ -143,4 +164,7 @@ def files(config: Any) -> tuple[Path, Path]:
 def _existing(config: Any, settings: Iterable[str], test: Any, kind: str) -> None:
     for name in settings:
         if config[name] and not test(Path(config[name])):
-            raise UserError(f"{name} is {config[name]!r}; expected a {kind} that exists: set --config.{name}, or leave it empty")
+            raise UserError(
+                f"{name} is {config[name]!r}; expected a {kind} that exists: set --config.{name},"
+                " or leave it empty"
+            )

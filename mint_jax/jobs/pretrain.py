@@ -1,7 +1,9 @@
-"""A small base of any supported family, trained from random weights on environments' answers, as a checkpoint directory.
+"""A small base of any supported family, trained from random weights on environments' answers, as a
+checkpoint directory.
 
-No package brings real weights of a sparse model, so this is where tests and examples get one that can do something. All
-parameters train, on one device and in float32; the tokenizer has one token per character.
+No package brings real weights of a sparse model, so this is where tests and examples get one that
+can do something. All parameters train, on one device and in float32; the tokenizer has one token
+per character.
 """
 
 import functools
@@ -38,8 +40,8 @@ def write_tokenizer(directory: Path) -> int:
 
     vocab = {token: i for i, token in enumerate([END, UNKNOWN, *ALPHABET])}
     tokenizer = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token=UNKNOWN))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")  # type: ignore[assignment]
-    tokenizer.decoder = decoders.Fuse()  # type: ignore[assignment]
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens([END])
     tokenizer.save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": END}))
@@ -47,16 +49,24 @@ def write_tokenizer(directory: Path) -> int:
 
 
 def encode_rows(examples: list[Example]) -> tuple[np.ndarray, np.ndarray]:
-    """Prompt, a space, the answer and a line end as ids, ``[rows, T]`` filled up with ``END``; and which of them are to be learned."""
+    """Prompt, a space, the answer and a line end as ids, ``[rows, T]`` filled up with ``END``; and
+    which of them are to be learned.
+    """
     ids = {token: i for i, token in enumerate([END, UNKNOWN, *ALPHABET])}
     pairs = []
     for example in examples:
         prompt, answer = example.messages, f" {example.answer}\n"
         if not isinstance(prompt, str) or not set(prompt + answer) <= set(ALPHABET):
-            raise UserError(f"prompt {prompt!r} and answer {answer!r}: pretraining needs plain text in ASCII: choose another environment")
+            raise UserError(
+                f"prompt {prompt!r} and answer {answer!r}: pretraining needs plain text in ASCII:"
+                " choose another environment"
+            )
         pairs.append((prompt, answer))
     width = max(len(prompt) + len(answer) for prompt, answer in pairs)
-    tokens, learn = np.zeros((len(pairs), width), np.int32), np.zeros((len(pairs), width), np.float32)
+    tokens, learn = (
+        np.zeros((len(pairs), width), np.int32),
+        np.zeros((len(pairs), width), np.float32),
+    )
     for row, (prompt, answer) in enumerate(pairs):
         tokens[row, : len(prompt) + len(answer)] = [ids[c] for c in prompt + answer]
         learn[row, len(prompt) : len(prompt) + len(answer)] = 1.0
@@ -64,12 +74,16 @@ def encode_rows(examples: list[Example]) -> tuple[np.ndarray, np.ndarray]:
 
 
 @as_stored
-def mean_loss(params: Any, tokens_BT: jax.Array, learn_BT: jax.Array, cfg: ModelConfig) -> jax.Array:
+def mean_loss(
+    params: Any, tokens_BT: jax.Array, learn_BT: jax.Array, cfg: ModelConfig
+) -> jax.Array:
     """Mean cross-entropy, in nats, of the tokens that are to be learned."""
     inputs = tokens_BT[:, :-1]
     positions = jnp.broadcast_to(jnp.arange(inputs.shape[1], dtype=jnp.int32), inputs.shape)
     h, _ = transformer.hidden_states(params, None, transformer.Inputs(inputs, positions), cfg)
-    losses = optax.softmax_cross_entropy_with_integer_labels(transformer.logits(params, None, h), tokens_BT[:, 1:])
+    losses = optax.softmax_cross_entropy_with_integer_labels(
+        transformer.logits(params, None, h), tokens_BT[:, 1:]
+    )
     return jnp.sum(losses * learn_BT[:, 1:]) / jnp.sum(learn_BT[:, 1:])
 
 
@@ -82,13 +96,18 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
     fields = {**config.model.to_dict(), "vocab_size": len(ALPHABET) + 2, "eos_token_id": 0}
     cfg = from_hf(fields)
     environments = [env_lib.make(**dict(section)) for section in config.envs]
-    examples, held_out = ([e for env in environments for e in part(env)] for part in (lambda v: v.train, lambda v: v.held_out))
+    examples, held_out = (
+        [e for env in environments for e in part(env)]
+        for part in (lambda v: v.train, lambda v: v.held_out)
+    )
     tokens, learn = encode_rows([*examples, *held_out])
     seen, new = slice(0, len(examples)), slice(len(examples), None)
     common.save_config(config, workdir)
 
     params = params_lib.init(transformer.abstract(cfg), jax.random.key(config.seed))
-    optimizer = optax.adamw(optax.cosine_decay_schedule(config.learning_rate, config.steps), weight_decay=0.01)
+    optimizer = optax.adamw(
+        optax.cosine_decay_schedule(config.learning_rate, config.steps), weight_decay=0.01
+    )
     loss = jax.jit(functools.partial(mean_loss, cfg=cfg))
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
@@ -99,7 +118,10 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
         return optax.apply_updates(params, updates), opt, value
 
     before = float(loss(params, tokens[new], learn[new]))
-    say(f"{params_lib.count(params):,} parameters in {', '.join(f'{n} {kind} layers' for kind, n in cfg.stacks.items())}")
+    say(
+        f"{params_lib.count(params):,} parameters in"
+        f" {', '.join(f'{n} {kind} layers' for kind, n in cfg.stacks.items())}"
+    )
     opt, rng = jax.jit(optimizer.init)(params), np.random.default_rng(config.seed)
     progress = metrics.Progress("pretraining", config.steps)
     for n in range(config.steps):

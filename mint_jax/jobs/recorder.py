@@ -1,13 +1,16 @@
-"""A run's side of the catalog: it claims its policies, and one thread beside the training writes what the run leaves.
+"""A run's side of the catalog: it claims its policies, and one thread beside the training writes
+what the run leaves.
 
-The run's identity is in its workdir, so a run that was killed takes its own policies back at once, and another run of the same
-policies is refused until this one has ended. Was it killed on another machine, which cannot be asked, the run waits until its
-sessions have expired, ``SESSION_S`` seconds after it last renewed them; one that goes on renewing them is alive. Where a policy
-began, and what its rollouts are drawn from, is looked up once: a run that is killed and started again does not begin elsewhere
-because an alias moved meanwhile.
+The run's identity is in its workdir, so a run that was killed takes its own policies back at once,
+and another run of the same policies is refused until this one has ended. Was it killed on another
+machine, which cannot be asked, the run waits until its sessions have expired, ``SESSION_S`` seconds
+after it last renewed them; one that goes on renewing them is alive. Where a policy began, and what
+its rollouts are drawn from, is looked up once: a run that is killed and started again does not
+begin elsewhere because an alias moved meanwhile.
 
-The thread writes revisions, checkpoints and rollouts, and renews the sessions. What waits is taken together, so revisions that
-came while a slow storage wrote the ones before go out as one pack and one transaction. Process 0 alone has a recorder.
+The thread writes revisions, checkpoints and rollouts, and renews the sessions. What waits is taken
+together, so revisions that came while a slow storage wrote the ones before go out as one pack and
+one transaction. Process 0 alone has a recorder.
 """
 
 import dataclasses
@@ -43,8 +46,9 @@ POLL_S = 1.0  # between looks at a session that another machine may hold
 
 
 class Snapshot:
-    """An adapter as it was at one moment: its own arrays on the devices. Its version is known at once; its bytes and their digest are
-    made on the host when first asked for, by the thread that asks: the recorder's.
+    """An adapter as it was at one moment: its own arrays on the devices. Its version is known at
+    once; its bytes and their digest are made on the host when first asked for, by the thread that
+    asks: the recorder's.
 
     Args:
         arrays: each whole in this process, their copies to the host under way.
@@ -78,7 +82,9 @@ class Snapshot:
 
 @dataclasses.dataclass(frozen=True)
 class _Export:
-    """Revisions to be made, by policy. ``final``: ``latest`` is to name them, even if the catalog has them and newer ones."""
+    """Revisions to be made, by policy. ``final``: ``latest`` is to name them, even if the catalog
+    has them and newer ones.
+    """
 
     snapshots: Mapping[str, Snapshot]
     step: int
@@ -88,7 +94,8 @@ class _Export:
 
 
 class Recorder:
-    """See the module. Steps are the run's; the records count on from the revision that a policy began with.
+    """See the module. Steps are the run's; the records count on from the revision that a policy
+    began with.
 
     Args:
         sessions: the right to write each policy, by the catalog's full names.
@@ -100,30 +107,49 @@ class Recorder:
         final: digest and number of the final revisions.
     """
 
-    def __init__(self, catalog: Catalog, sessions: Mapping[str, Session], leases: list[Lease], start: Mapping[str, Mapping[str, Any]]):
+    def __init__(
+        self,
+        catalog: Catalog,
+        sessions: Mapping[str, Session],
+        leases: list[Lease],
+        start: Mapping[str, Mapping[str, Any]],
+    ):
         self.catalog, self.sessions, self.leases = catalog, dict(sessions), leases
-        self.numbers = {policy: start[policy]["number"] if policy in start else 0 for policy in sessions}
-        self._before = {policy: start[policy]["step"] if policy in start else 0 for policy in sessions}
+        self.numbers = {
+            policy: start[policy]["number"] if policy in start else 0 for policy in sessions
+        }
+        self._before = {
+            policy: start[policy]["step"] if policy in start else 0 for policy in sessions
+        }
         self.final: dict[str, tuple[str, int]] = {}
-        self._made: set[tuple[str, int, str]] = set()  # (policy, step, digest) of records from before an interruption
+        # (policy, step, digest) of records from before an interruption
+        self._made: set[tuple[str, int, str]] = set()
         self._error: BaseException | None = None
         self._queue: queue.Queue[_Export | Callable[[], None] | None] = queue.Queue(WAITING)
         self._thread = threading.Thread(target=self._work, name="catalog", daemon=True)
         self._thread.start()
 
     def resume(self, numbers: Mapping[str, int]) -> None:
-        """Looks up what this run recorded before it was interrupted, so that repeated steps make no second record.
+        """Looks up what this run recorded before it was interrupted, so that repeated steps make no
+        second record.
 
         Args:
             numbers: of the newest revisions that the checkpoint knows; without a checkpoint, empty.
         """
         for policy in self.sessions:
             self.numbers[policy] = numbers.get(policy, self.numbers[policy])
-            after = max(0, self.numbers[policy] - 1)  # the newest one too: it may be of the checkpoint's step, which is exported again
+            # the newest one too: it may be of the checkpoint's step, which is exported again
+            after = max(0, self.numbers[policy] - 1)
             while page := self.catalog.revisions(policy, after):
-                self._made |= {(policy, revision.step, revision.digest) for revision in page if revision.state == "live"}
+                self._made |= {
+                    (policy, revision.step, revision.digest)
+                    for revision in page
+                    if revision.state == "live"
+                }
                 after = page[-1].number
-            self._made |= {(policy, old.step, old.digest) for old in self.catalog.rollouts(policy, 1000)}
+            self._made |= {
+                (policy, old.step, old.digest) for old in self.catalog.rollouts(policy, 1000)
+            }
 
     def export(
         self,
@@ -140,7 +166,9 @@ class Recorder:
         """
         self._put(_Export(snapshots, step, origin, sampling, final))
 
-    def rollout(self, policy: str, step: int, make: Callable[[int], tuple[bytes, int, float]], keep: int) -> None:
+    def rollout(
+        self, policy: str, step: int, make: Callable[[int], tuple[bytes, int, float]], keep: int
+    ) -> None:
         """Records a rollout object, later, and forgets those from ``keep`` steps ago and before.
 
         Args:
@@ -152,7 +180,9 @@ class Recorder:
             data, tokens, mean_reward = make(recorded)
             if (policy, recorded, digest_of(data)) not in self._made:
                 session = self.sessions[policy]
-                self.catalog.rollout(policy, recorded, data, tokens=tokens, mean_reward=mean_reward, session=session)
+                self.catalog.rollout(
+                    policy, recorded, data, tokens=tokens, mean_reward=mean_reward, session=session
+                )
             if step >= keep:
                 self.catalog.drop_rollouts(policy, recorded + 1 - keep)
 
@@ -167,7 +197,8 @@ class Recorder:
         self._put(work)
 
     def checkpoint(self, place: str, steps: Mapping[str, int], keep: int | None = None) -> None:
-        """Records a durable checkpoint of policies at these steps, later, unless it is recorded already.
+        """Records a durable checkpoint of policies at these steps, later, unless it is recorded
+        already.
 
         Args:
             keep: of how many newest ones the files are kept; records of others go.
@@ -176,8 +207,13 @@ class Recorder:
         def work() -> None:
             for policy, step in steps.items():
                 step += self._before[policy]
-                if all((old.step, old.place) != (step, place) for old in self.catalog.checkpoints(policy, 10)):
-                    self.catalog.checkpoint(policy, step, place, session=self.sessions[policy], keep=keep)
+                if all(
+                    (old.step, old.place) != (step, place)
+                    for old in self.catalog.checkpoints(policy, 10)
+                ):
+                    self.catalog.checkpoint(
+                        policy, step, place, session=self.sessions[policy], keep=keep
+                    )
 
         self._put(work)
 
@@ -193,13 +229,16 @@ class Recorder:
         """Returns when all that was submitted is durable.
 
         Raises:
-            Whatever went wrong: a ``UserError`` where the storage refuses, or another owner took a policy over.
+            Whatever went wrong: a ``UserError`` where the storage refuses, or another owner took a
+            policy over.
         """
         self._queue.join()
         self._check()
 
     def stop(self) -> None:
-        """Finishes what waits, gives the sessions and leases back, and ends the thread. Raises nothing of the work's."""
+        """Finishes what waits, gives the sessions and leases back, and ends the thread. Raises
+        nothing of the work's.
+        """
         self._queue.put(None)
         self._thread.join()
 
@@ -237,10 +276,17 @@ class Recorder:
             return taken
 
     def _export(self, exports: list[_Export]) -> None:
-        wanted = [(e, policy, e.step + self._before[policy], s) for e in exports for policy, s in e.snapshots.items()]
+        wanted = [
+            (e, policy, e.step + self._before[policy], s)
+            for e in exports
+            for policy, s in e.snapshots.items()
+        ]
         wanted = [w for w in wanted if w[0].final or (*w[1:3], w[3].digest) not in self._made]
         made = self.catalog.export_many(
-            [Export(p, s.data, step, self.sessions[p], e.origin, sampling=e.sampling.get(p)) for e, p, step, s in wanted]
+            [
+                Export(p, s.data, step, self.sessions[p], e.origin, sampling=e.sampling.get(p))
+                for e, p, step, s in wanted
+            ]
         )
         for (export, policy, _, _), revision in zip(wanted, made):
             self.numbers[policy] = max(self.numbers[policy], revision.number)
@@ -254,11 +300,15 @@ class Recorder:
 
     def _give_back(self) -> None:
         ends = [functools.partial(self.catalog.release, lease) for lease in self.leases]
-        ends += [functools.partial(self.catalog.close_session, session) for session in self.sessions.values()]
+        ends += [
+            functools.partial(self.catalog.close_session, session)
+            for session in self.sessions.values()
+        ]
         for end in ends:
             try:
                 end()
-            except UserError as error:  # fenced off, or the database is gone: the others are given back all the same
+            except UserError as error:
+                # fenced off, or the database is gone: the others are given back all the same
                 self._error = self._error or error
 
 
@@ -266,7 +316,8 @@ class Claimed(NamedTuple):
     """What ``claim_policies`` found.
 
     Attributes:
-        start: digest of the revision from which a policy goes on, by the catalog's names; none for a new policy.
+        start: digest of the revision from which a policy goes on, by the catalog's names; none for
+            a new policy.
         fixed: digest or PEFT directory that a policy's rollouts are drawn from.
         references: that of the reference of its loss.
         recorder: process 0's, holding a session per policy; None elsewhere.
@@ -295,8 +346,8 @@ def claim_policies(
         hold: process 0's, on the folder of ``file``.
 
     Raises:
-        UserError: a policy is trained by another run, or by this one on another machine; it is retired, or of another base or
-            adapter config; an unknown revision.
+        UserError: a policy is trained by another run, or by this one on another machine; it is
+            retired, or of another base or adapter config; an unknown revision.
     """
     recorder: Recorder | None = None
 
@@ -315,14 +366,23 @@ def claim_policies(
         leases: list[Lease] = []
         try:
             for name in schemas:
-                sessions[name] = _open_session(main, name, owner, f"run {run['id']} ", mine if hold.sure else None, why)
+                sessions[name] = _open_session(
+                    main, name, owner, f"run {run['id']} ", mine if hold.sure else None, why
+                )
             if "start" not in run:
                 fixed = {name: _digest(main, text) for name, text in rollout_revisions.items()}
                 referred = {name: _digest(main, text) for name, text in (references or {}).items()}
-                run = _write(file, run | {"start": _newest(main, schemas), "fixed": fixed, "references": referred})
+                run = _write(
+                    file,
+                    run | {"start": _newest(main, schemas), "fixed": fixed, "references": referred},
+                )
             named = run.get("references", {})
             needed = [*run["fixed"].values(), *named.values()]
-            leases += [main.lease(d, owner, SESSION_S) for d in dict.fromkeys(needed) if not peft.is_peft(Path(d))]
+            leases += [
+                main.lease(d, owner, SESSION_S)
+                for d in dict.fromkeys(needed)
+                if not peft.is_peft(Path(d))
+            ]
             recorder = Recorder(main, sessions, leases, run["start"])
         except BaseException:
             for lease in leases:
@@ -336,11 +396,15 @@ def claim_policies(
     return Claimed(start, fixed, named, recorder)
 
 
-def _open_session(main: Catalog, name: str, owner: str, mine: str, gone: str | None, why: str) -> Session:
-    """A policy's session. Where this very run has it on another machine, waits until that one proves dead, or alive.
+def _open_session(
+    main: Catalog, name: str, owner: str, mine: str, gone: str | None, why: str
+) -> Session:
+    """A policy's session. Where this very run has it on another machine, waits until that one
+    proves dead, or alive.
 
     Args:
-        mine: what the names of all owners of this run begin with; ``gone``: of those that are known to have ended.
+        mine: what the names of all owners of this run begin with; ``gone``: of those that are known
+            to have ended.
     """
     until: float | None = None
     while True:
@@ -348,10 +412,16 @@ def _open_session(main: Catalog, name: str, owner: str, mine: str, gone: str | N
             return main.open_session(name, owner, SESSION_S, instead_of=gone, why=why)
         except UserError:
             record = main.policy(name)
-            if not (record.session_owner or mine).startswith(mine) or until not in (None, record.session_expires or until):
+            if not (record.session_owner or mine).startswith(mine) or until not in (
+                None,
+                record.session_expires or until,
+            ):
                 raise
             if until is None:
-                common.say(f"policy {name} is held by {record.session_owner}: waiting up to {SESSION_S:.0f} s for a sign of life of it")
+                common.say(
+                    f"policy {name} is held by {record.session_owner}: waiting up to"
+                    f" {SESSION_S:.0f} s for a sign of life of it"
+                )
                 until = record.session_expires
         time.sleep(POLL_S)
 
@@ -365,15 +435,15 @@ def _check_record(main: Catalog, name: str, schema: Schema, why: str) -> None:
     there = Schema.from_json(record.schema)
     if there.base != schema.base:
         raise UserError(
-            f"policy {name!r} of the catalog is of base {there.base[:12]}, this run's is {schema.base[:12]}: choose another name, tenant "
-            "or catalog"
+            f"policy {name!r} of the catalog is of base {there.base[:12]}, this run's is"
+            f" {schema.base[:12]}: choose another name, tenant or catalog"
         )
     for field in dataclasses.fields(schema.config):
         had, wanted = getattr(there.config, field.name), getattr(schema.config, field.name)
         if had != wanted:
             raise UserError(
-                f"policy {name!r} of the catalog has {field.name} {had!r}, this config says {wanted!r}: repeat the former, or choose "
-                "another name, tenant or catalog"
+                f"policy {name!r} of the catalog has {field.name} {had!r}, this config says"
+                f" {wanted!r}: repeat the former, or choose another name, tenant or catalog"
             )
 
 
@@ -397,7 +467,9 @@ def _read(file: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except ValueError:
-        raise UserError(f"{file} is damaged: it names this run to the catalog; choose another --workdir") from None
+        raise UserError(
+            f"{file} is damaged: it names this run to the catalog; choose another --workdir"
+        ) from None
 
 
 def _write(file: Path, run: dict[str, Any]) -> dict[str, Any]:

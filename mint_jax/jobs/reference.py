@@ -1,4 +1,6 @@
-"""Every setting of every job as one page: ``python -m mint_jax.jobs.reference > docs/settings.md``; a test holds the two equal."""
+"""Every setting of every job as one page: ``python -m mint_jax.jobs.reference > docs/settings.md``;
+a test holds the two equal.
+"""
 
 import dataclasses
 import importlib
@@ -16,7 +18,7 @@ be given, `(not set)` means that the job decides. Sections are joined by dots, a
 Benches declare theirs in their files, in `configs/bench/`.
 
 Generated from the dataclasses in `mint_jax/jobs/`.
-"""
+"""  # noqa: E501
 
 
 def page() -> str:
@@ -25,9 +27,12 @@ def page() -> str:
     for job, module in JOBS.items():
         cls = settings.settings_of(job)
         if cls is not None:
-            about = (importlib.import_module(module).__doc__ or "").split("\n\n")[0].replace("\n", " ")
+            about = (
+                (importlib.import_module(module).__doc__ or "").split("\n\n")[0].replace("\n", " ")
+            )
             parts.append(
-                f"## {job}\n\n{about}\n\n| setting | default | type | meaning |\n| --- | --- | --- | --- |\n" + "\n".join(_rows(cls))
+                f"## {job}\n\n{about}\n\n| setting | default | type | meaning |\n| --- | --- | ---"
+                " | --- |\n" + "\n".join(_rows(cls))
             )
     return "\n".join(parts) + "\n"
 
@@ -35,7 +40,11 @@ def page() -> str:
 def _rows(cls: type) -> Iterator[str]:
     """A table row for every setting; ``NAME`` stands for a policy's name."""
     hints = typing.get_type_hints(cls, include_extras=True)
-    named = [name for name, kind in hints.items() if typing.get_origin(kind) is dict and dataclasses.is_dataclass(typing.get_args(kind)[1])]
+    named = [
+        name
+        for name, kind in hints.items()
+        if typing.get_origin(kind) is dict and dataclasses.is_dataclass(typing.get_args(kind)[1])
+    ]
     config = ConfigDict({name: {"NAME": {}} for name in named})
     settings.fill(cls, config, strict=False)
     required = set(_required(cls))

@@ -15,14 +15,21 @@ from mint_jax.envs.env import Example
 _console = Console(stderr=True, highlight=False)
 
 
-def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], console: Console | None = None) -> None:
-    """Prints a table, on stderr if no console says otherwise; numbers are right-aligned and never broken.
+def table(
+    title: str,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[Any]],
+    console: Console | None = None,
+) -> None:
+    """Prints a table, on stderr if no console says otherwise; numbers are right-aligned and never
+    broken.
 
     Columns that do not fit beside the others go to a further table, behind the first column again.
     """
     console = console or _console
     shown: list[int] = []
-    anything = console.options.update(max_width=1 << 16)  # a measure is cut to the width that is asked for
+    # a measure is cut to the width that is asked for
+    anything = console.options.update(max_width=1 << 16)
     for i in range(len(columns)):
         wider = _table(title, columns, rows, [*shown, i])
         if len(shown) > 1 and Measurement.get(console, anything, wider).minimum > console.width:
@@ -32,42 +39,70 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], con
     console.print(_table(title, columns, rows, shown))
 
 
-def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], shown: Sequence[int]) -> Table:
+def _table(
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], shown: Sequence[int]
+) -> Table:
     out = Table(title=title or None, title_justify="left")
     for i in shown:
         numeric = all(isinstance(row[i], int | float) for row in rows)
-        out.add_column(columns[i], justify="right" if numeric else "left", no_wrap=numeric, overflow="fold")
+        out.add_column(
+            columns[i], justify="right" if numeric else "left", no_wrap=numeric, overflow="fold"
+        )
     for row in rows:
-        out.add_row(*(f"{row[i]:.3f}" if isinstance(row[i], float) else escape(str(row[i])) for i in shown))
+        out.add_row(
+            *(f"{row[i]:.3f}" if isinstance(row[i], float) else escape(str(row[i])) for i in shown)
+        )
     return out
 
 
 def result(found: Mapping[str, Any], file: Path) -> None:
-    """Prints a job's result on stdout: each list of records as a table, then the single values, and where all of it is."""
-    records = {key: value for key, value in found.items() if isinstance(value, list) and value and isinstance(value[0], dict)}
+    """Prints a job's result on stdout: each list of records as a table, then the single values, and
+    where all of it is.
+    """
+    records = {
+        key: value
+        for key, value in found.items()
+        if isinstance(value, list) and value and isinstance(value[0], dict)
+    }
     for key, rows in records.items():
         shown = [_named(row) for row in rows]
         columns = [name for name, value in shown[0].items() if isinstance(value, int | float | str)]
         cells = [[row.get(name, "") for name in columns] for row in shown]
         table(f"{found.get('job', '')} {key}".strip(), columns, cells, Console(highlight=False))
-    single = [f"{key} {value}" for key, value in found.items() if isinstance(value, int | float | str) and key != "job"]
-    for line in textwrap.wrap(", ".join(single), 120, break_long_words=False, break_on_hyphens=False):
+    single = [
+        f"{key} {value}"
+        for key, value in found.items()
+        if isinstance(value, int | float | str) and key != "job"
+    ]
+    for line in textwrap.wrap(
+        ", ".join(single), 120, break_long_words=False, break_on_hyphens=False
+    ):
         print(line)
     print(f"result: {file}", flush=True)
 
 
 def _named(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A record whose revision goes by the name that commands take, ``policy@3``, in place of digest and number."""
+    """A record whose revision goes by the name that commands take, ``policy@3``, in place of digest
+    and number.
+    """
     if {"name", "number", "revision"} <= row.keys():
-        return {key: value for key, value in row.items() if key != "number"} | {"revision": f"{row['name']}@{row['number']}"}
+        return {key: value for key, value in row.items() if key != "number"} | {
+            "revision": f"{row['name']}@{row['number']}"
+        }
     return dict(row)
 
 
-def completions(name: str, examples: Sequence[Example], before: Sequence[str], after: Sequence[str], count: int) -> None:
+def completions(
+    name: str, examples: Sequence[Example], before: Sequence[str], after: Sequence[str], count: int
+) -> None:
     """A policy's first completions, before training and after."""
     rows = []
     for example, old, new in list(zip(examples, before, after))[:count]:
-        asked = example.messages if isinstance(example.messages, str) else example.messages[-1]["content"]
+        asked = (
+            example.messages
+            if isinstance(example.messages, str)
+            else example.messages[-1]["content"]
+        )
         rows.append((asked, old, new, example.answer))
     table(f"{name}: sample completions", ("prompt", "before", "after", "answer"), rows)
 
@@ -96,16 +131,25 @@ def _pyplot() -> Any:
     return plt
 
 
-def reward_curves(history: dict[str, list[float]], held_out: dict[str, tuple[float, float]], path: Path) -> None:
-    """One panel a policy: training reward a step, its moving mean, and the held-out reward before and after."""
+def reward_curves(
+    history: dict[str, list[float]], held_out: dict[str, tuple[float, float]], path: Path
+) -> None:
+    """One panel a policy: training reward a step, its moving mean, and the held-out reward before
+    and after.
+    """
     plt = _pyplot()
     columns = min(4, len(history))
     lines = -(-len(history) // columns)
-    figure, axes = plt.subplots(lines, columns, figsize=(3.4 * columns, 2.8 * lines), squeeze=False, sharey=True)
+    figure, axes = plt.subplots(
+        lines, columns, figsize=(3.4 * columns, 2.8 * lines), squeeze=False, sharey=True
+    )
     for ax, (name, rewards) in zip(axes.flat, history.items()):
         steps = range(1, len(rewards) + 1)
         ax.plot(steps, rewards, lw=0.8, alpha=0.5, color="C0")
-        smooth = [sum(rewards[max(0, i - 4) : i + 1]) / len(rewards[max(0, i - 4) : i + 1]) for i in range(len(rewards))]
+        smooth = [
+            sum(rewards[max(0, i - 4) : i + 1]) / len(rewards[max(0, i - 4) : i + 1])
+            for i in range(len(rewards))
+        ]
         ax.plot(steps, smooth, lw=1.8, color="C0", label="training, mean of 5")
         before, after = held_out[name]
         ax.plot([0, len(rewards)], [before, after], "o", color="C3", label="held out")

@@ -1,8 +1,10 @@
-"""Would this base, with this many policies, fit that pod, and what would bound a step? Compiled, not run: no device is needed.
+"""Would this base, with this many policies, fit that pod, and what would bound a step? Compiled,
+not run: no device is needed.
 
-The training step, the optimizer step, prefill of some blocks and one token of decode are compiled for the named pod from shapes alone;
-the compiler's own memory figures, FLOPs, collectives and a roofline estimate are printed, drawn and saved; so is what one
-process holds that both trains and samples.
+The training step, the optimizer step, prefill of some blocks and one token of decode are compiled
+for the named pod from shapes alone; the compiler's own memory figures, FLOPs, collectives and a
+roofline estimate are printed, drawn and saved; so is what one process holds that both trains and
+samples.
 """
 
 from collections.abc import Iterator
@@ -44,7 +46,13 @@ class Question:
         self.rollout = common.build(RolloutShape, config.rollout, "rollout")
 
     def plan(self, target: chips.Target) -> Plan:
-        return Plan(self.cfg, mesh_lib.make_mesh(self.sizes, list(target.devices)), self.dtype, self.adapter, self.quantise)
+        return Plan(
+            self.cfg,
+            mesh_lib.make_mesh(self.sizes, list(target.devices)),
+            self.dtype,
+            self.adapter,
+            self.quantise,
+        )
 
     def measured(self, plan: Plan, target: chips.Target) -> Iterator[Measured]:
         """Each program as it is compiled, with a line before and after."""
@@ -60,7 +68,9 @@ class Question:
 
 
 def run(config: Config, workdir: Path) -> dict[str, Any]:
-    """Compiles for ``config.topology``, or for ever larger pods of ``config.chip`` until one holds everything."""
+    """Compiles for ``config.topology``, or for ever larger pods of ``config.chip`` until one holds
+    everything.
+    """
     question = Question(config)
     if config.topology == "smallest":
         chips.names(config.chip)
@@ -81,7 +91,9 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
     return result
 
 
-def _smallest(question: Question, chip: str) -> tuple[chips.Target, Plan, list[Measured], dict[str, str]]:
+def _smallest(
+    question: Question, chip: str
+) -> tuple[chips.Target, Plan, list[Measured], dict[str, str]]:
     """The first pod whose programs all fit, and why each smaller one does not do."""
     tried: dict[str, str] = {}
     for name in chips.names(chip):
@@ -89,8 +101,14 @@ def _smallest(question: Question, chip: str) -> tuple[chips.Target, Plan, list[M
         try:
             plan = question.plan(target)
             if plan.base_bytes > (1 - question.margin) * target.hbm:
-                needs = f"weights alone are {plan.base_bytes / GIB:.1f} of {target.hbm / GIB:.1f} GiB a device"
-                tried[name] = f"does not fit: {needs}, of which {100 * question.margin:.0f} % are to stay free"
+                needs = (
+                    f"weights alone are {plan.base_bytes / GIB:.1f} of {target.hbm / GIB:.1f} GiB a"
+                    " device"
+                )
+                tried[name] = (
+                    f"does not fit: {needs}, of which {100 * question.margin:.0f} % are to stay"
+                    " free"
+                )
                 say(f"{name}: {tried[name]}")
                 continue
             measured = []
@@ -105,11 +123,17 @@ def _smallest(question: Question, chip: str) -> tuple[chips.Target, Plan, list[M
             tried[name] = str(error)
             say(f"{name}: {error}")
     reasons = "; ".join(f"{name}: {why}" for name, why in tried.items())
-    raise UserError(f"no {chip} slice holds {question.name}: change --config.mesh, .train or .rollout, or another --config.chip. {reasons}")
+    raise UserError(
+        f"no {chip} slice holds {question.name}: change --config.mesh, .train or .rollout, or"
+        f" another --config.chip. {reasons}"
+    )
 
 
-def _result(question: Question, plan: Plan, target: chips.Target, measured: list[Measured]) -> dict[str, Any]:
-    base = params_lib.count(transformer.abstract(question.cfg))  # in 8 bits it has scales too, which are none
+def _result(
+    question: Question, plan: Plan, target: chips.Target, measured: list[Measured]
+) -> dict[str, Any]:
+    # in 8 bits it has scales too, which are none
+    base = params_lib.count(transformer.abstract(question.cfg))
     one = params_lib.count(lora_tree.adapter_specs(plan.specs, question.adapter))
     return {
         "job": "scale_up",
@@ -124,28 +148,55 @@ def _result(question: Question, plan: Plan, target: chips.Target, measured: list
         "base_bytes_per_device": plan.base_bytes,
         "adapter_parameters": one,
         "adapter_percent_of_base": round(100 * one / base, 4),
-        "adapter": {"rank": question.adapter.rank, "alpha": question.adapter.alpha, "targets": list(question.adapter.targets)},
+        "adapter": {
+            "rank": question.adapter.rank,
+            "alpha": question.adapter.alpha,
+            "targets": list(question.adapter.targets),
+        },
         "policies": question.train.policies,
         "adapters": question.rollout.adapters,
         "fits": int(all(m.fits(question.margin) for m in measured)),
         "colocated": colocated(measured, plan.base_bytes).json(question.margin),
-        "kernels_passed_over": dispatch.passed_over(question.fallen, "cuda" if target.name.startswith("cuda:") else "tpu"),
+        "kernels_passed_over": dispatch.passed_over(
+            question.fallen, "cuda" if target.name.startswith("cuda:") else "tpu"
+        ),
     } | {m.program: m.json(question.margin) for m in measured}
 
 
-def _show(question: Question, result: dict[str, Any], measured: list[Measured], workdir: Path) -> None:
-    mesh = " x ".join(f"{axis} {size}" for axis, size in result["mesh"].items() if size > 1) or "one device"
-    base = f"{question.name}, {result['parameters'] / 1e9:.4g}B parameters, {result['base_bytes_per_device'] / GIB:.3g} GiB a device"
+def _show(
+    question: Question, result: dict[str, Any], measured: list[Measured], workdir: Path
+) -> None:
+    mesh = (
+        " x ".join(f"{axis} {size}" for axis, size in result["mesh"].items() if size > 1)
+        or "one device"
+    )
+    base = (
+        f"{question.name}, {result['parameters'] / 1e9:.4g}B parameters,"
+        f" {result['base_bytes_per_device'] / GIB:.3g} GiB a device"
+    )
     pod = f"{result['topology']}: {result['chips']} chips, {mesh}"
     adapters = (
-        f"{question.train.policies} policies in training, {question.rollout.adapters} adapters in sampling, "
-        f"rank {question.adapter.rank} on {', '.join(question.adapter.targets)}, {result['adapter_percent_of_base']} % of the base each"
+        f"{question.train.policies} policies in training, {question.rollout.adapters} adapters in"
+        f" sampling, rank {question.adapter.rank} on {', '.join(question.adapter.targets)},"
+        f" {result['adapter_percent_of_base']} % of the base each"
     )
     together = colocated(measured, result["base_bytes_per_device"])
-    report.table(f"{base}\n{pod}\n{adapters}", aot_report.columns(measured), aot_report.rows(measured, together, question.margin))
-    say("colocated: base, training state, adapters in sampling and caches resident together, and the largest temporaries of one program")
-    say("times are lower bounds: datasheet peaks, memory traffic of arguments and new outputs alone")
+    report.table(
+        f"{base}\n{pod}\n{adapters}",
+        aot_report.columns(measured),
+        aot_report.rows(measured, together, question.margin),
+    )
+    say(
+        "colocated: base, training state, adapters in sampling and caches resident together, and"
+        " the largest temporaries of one program"
+    )
+    say(
+        "times are lower bounds: datasheet peaks, memory traffic of arguments and new outputs alone"
+    )
     for one in result["kernels_passed_over"]:
-        say(f"{one['op']}: {one['implementation']} was passed over {one['times']} times: {one['reason']}")
+        say(
+            f"{one['op']}: {one['implementation']} was passed over {one['times']} times:"
+            f" {one['reason']}"
+        )
     say("prefill is a call with the last blocks of prompts, decode the last token of every row")
     aot_report.picture((base, pod, adapters), measured, workdir / "scale_up.png")

@@ -1,9 +1,10 @@
 """Log-probabilities of given tokens: JSONL in, JSONL out, base and adapters mixed.
 
-A line is ``{"tokens": [...]}`` or ``{"text": "..."}``, with an optional ``id`` and ``adapter`` (a PEFT directory, or a
-revision of ``config.catalog``). A result is ``{"id", "tokens", "logprobs"}`` with ``logprobs[i] = log p(tokens[i] | tokens[:i])`` and
-``logprobs[0] = null``, in the order of the input. More adapters than ``config.slots`` take turns. A run that was interrupted is
-resumed by the same command; see ``output``.
+A line is ``{"tokens": [...]}`` or ``{"text": "..."}``, with an optional ``id`` and ``adapter`` (a
+PEFT directory, or a revision of ``config.catalog``). A result is ``{"id", "tokens", "logprobs"}``
+with ``logprobs[i] = log p(tokens[i] | tokens[:i])`` and ``logprobs[0] = null``, in the order of the
+input. More adapters than ``config.slots`` take turns. A run that was interrupted is resumed by the
+same command; see ``output``.
 """
 
 import difflib
@@ -34,17 +35,25 @@ def check_row(row: dict[str, Any], keys: Sequence[str], where: str) -> None:
     for key in row:
         if key not in keys:
             near = difflib.get_close_matches(key, keys, 1)
-            raise UserError(f"{where} has {key!r}, which means nothing{f'; {near[0]!r}?' if near else ''}: a line has {', '.join(keys)}")
+            raise UserError(
+                f"{where} has {key!r}, which means nothing{f'; {near[0]!r}?' if near else ''}: a"
+                f" line has {', '.join(keys)}"
+            )
     name = row.get("adapter")
     if name is not None and not isinstance(name, str):
-        raise UserError(f"{where}: adapter is {name!r}; expected a PEFT directory or a revision's name, or null for the bare base")
+        raise UserError(
+            f"{where}: adapter is {name!r}; expected a PEFT directory or a revision's name, or null"
+            " for the bare base"
+        )
 
 
 def tokens_of(base: Base, row: dict[str, Any], where: str) -> list[int]:
     """The token ids of a line that gives ``tokens`` or ``text``."""
     if "tokens" in row:
         tokens = row["tokens"]
-        if not isinstance(tokens, list) or not all(isinstance(t, int) and not isinstance(t, bool) for t in tokens):
+        if not isinstance(tokens, list) or not all(
+            isinstance(t, int) and not isinstance(t, bool) for t in tokens
+        ):
             raise UserError(f"{where}: tokens is {str(tokens)[:80]}; expected a list of token ids")
         return tokens
     if "text" in row:
@@ -57,8 +66,12 @@ def tokens_of(base: Base, row: dict[str, Any], where: str) -> list[int]:
 def made_from(config: Config, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """What decides a batch job's results: its input, base and, where it has any, sampling."""
     settings = {name: config[name] for name in ("base", "dtype", "quantise")}
-    settings |= {f"sampling.{name}": value for name, value in dict(config.get("sampling", {})).items()}
-    return {"input with digest": digest_of(json.dumps(rows, sort_keys=True).encode())[:12]} | settings
+    settings |= {
+        f"sampling.{name}": value for name, value in dict(config.get("sampling", {})).items()
+    }
+    return {
+        "input with digest": digest_of(json.dumps(rows, sort_keys=True).encode())[:12]
+    } | settings
 
 
 def run(config: Config, workdir: Path) -> dict[str, Any]:
@@ -83,13 +96,29 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
             mine = [todo[i] for i in turn.rows]
 
             def done(results: dict[int, np.ndarray]) -> None:
-                output.add({mine[i]: _result(rows[mine[i]], mine[i], sequences[mine[i]], values) for i, values in results.items()})
+                output.add(
+                    {
+                        mine[i]: _result(rows[mine[i]], mine[i], sequences[mine[i]], values)
+                        for i, values in results.items()
+                    }
+                )
                 progress.update(len(output.rows), "sequences")
 
-            return scorer.logprobs([sequences[n] for n in mine], [turn.slot(names[i]) for i in turn.rows], turn.stacks, done)
+            return scorer.logprobs(
+                [sequences[n] for n in mine],
+                [turn.slot(names[i]) for i in turn.rows],
+                turn.stacks,
+                done,
+            )
 
-        with catalogs.reading(config) as catalog, adapters.pool_of(base, names, catalog, config.slots) as pool:
-            output.begin({"base's fingerprint": base.fingerprint} | {f"adapter {n}": d for n, d in pool.digests.items()})
+        with (
+            catalogs.reading(config) as catalog,
+            adapters.pool_of(base, names, catalog, config.slots) as pool,
+        ):
+            output.begin(
+                {"base's fingerprint": base.fingerprint}
+                | {f"adapter {n}": d for n, d in pool.digests.items()}
+            )
             began = time.monotonic()
             pool.run(scored)
             spent = time.monotonic() - began

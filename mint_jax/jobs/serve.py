@@ -1,8 +1,10 @@
-"""Serves one base: many tenants train adapters over it and sample from them, by Tinker's and OpenAI's clients.
+"""Serves one base: many tenants train adapters over it and sample from them, by Tinker's and
+OpenAI's clients.
 
-It prints ``{"listening": true, "url": ...}`` before it loads the base, ``{"ready": true, "url": ...}`` when everything is compiled, and
-serves until SIGTERM or Ctrl-C. Requests are served as soon as what they need is compiled. What was acknowledged is in the workdir: the
-same command goes on with it.
+It prints ``{"listening": true, "url": ...}`` before it loads the base, ``{"ready": true, "url":
+...}`` when everything is compiled, and serves until SIGTERM or Ctrl-C. Requests are served as soon
+as what they need is compiled. What was acknowledged is in the workdir: the same command goes on
+with it.
 """
 
 import contextlib
@@ -30,8 +32,15 @@ def sizes_of(config: Config) -> Any:
 
     shapes = []
     for shape in config.shapes:
-        if not isinstance(shape, list | tuple) or len(shape) not in (3, 4) or not all(type(n) is int and n > 0 for n in shape):
-            raise UserError(f"shapes has {shape!r}; expected blocks, rows and tokens of a step, and targets a position, as in (4, 1, 1024)")
+        if (
+            not isinstance(shape, list | tuple)
+            or len(shape) not in (3, 4)
+            or not all(type(n) is int and n > 0 for n in shape)
+        ):
+            raise UserError(
+                f"shapes has {shape!r}; expected blocks, rows and tokens of a step, and targets a"
+                " position, as in (4, 1, 1024)"
+            )
         shapes.append(BlockShape(*shape))
     if not config.ranks:
         raise UserError("ranks is empty; expected the ranks that policies may have, as in (8, 32)")
@@ -52,14 +61,20 @@ def sizes_of(config: Config) -> Any:
     )
 
 
-STOP_S = 5.0  # for a server that is being opened when the program is told to stop; its journal is then as after a kill
+# for a server that is being opened when the program is told to stop; its journal is then as after a
+# kill
+STOP_S = 5.0
 
 
 def run(config: Config, workdir: Path) -> dict[str, Any]:
-    """Serves until it is told to stop; with ``precompile=only`` it fills the compilation cache and returns."""
+    """Serves until it is told to stop; with ``precompile=only`` it fills the compilation cache and
+    returns.
+    """
     settings.complete(config)
     if (count := multihost.count()) > 1:
-        raise UserError(f"the service is of one process, here are {count}: start one over all its devices")
+        raise UserError(
+            f"the service is of one process, here are {count}: start one over all its devices"
+        )
     try:
         from mint_jax.service import app, binding, gate
         from mint_jax.service.keys import Keys
@@ -74,10 +89,16 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
     binding.check_hosts(config.hosts)
     sizes = sizes_of(config)
     default = Quota(
-        tokens=config.tenant_tokens or None, policies=config.tenant_policies or None, bytes=int(config.tenant_gib * 2**30) or None
+        tokens=config.tenant_tokens or None,
+        policies=config.tenant_policies or None,
+        bytes=int(config.tenant_gib * 2**30) or None,
     )
     quotas = Quotas(default, Path(config.api_keys) if config.api_keys else None)
-    limits = gate.Limits(body_bytes=config.body_mb << 20, tenant=config.tenant_requests, held_bytes=int(config.bodies_gib * 2**30))
+    limits = gate.Limits(
+        body_bytes=config.body_mb << 20,
+        tenant=config.tenant_requests,
+        held_bytes=int(config.bodies_gib * 2**30),
+    )
     bars: list[Progress] = []
 
     def compiling(name: str, done: int, total: int) -> None:
@@ -89,9 +110,22 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
         base = common.open_base(config)
         named = {"name": config.name or None, "tokenizer": config.tokenizer or None}
         folder = Path(config.peft_folder) if config.peft_folder else None
-        return Server(base, workdir, sizes, config.catalog or None, config.payloads or None, **named, peft_folder=folder, quotas=quotas)
+        return Server(
+            base,
+            workdir,
+            sizes,
+            config.catalog or None,
+            config.payloads or None,
+            **named,
+            peft_folder=folder,
+            quotas=quotas,
+        )
 
-    tls = {"ssl_certfile": config.certificate, "ssl_keyfile": config.private_key or None} if config.certificate else {}
+    tls = (
+        {"ssl_certfile": config.certificate, "ssl_keyfile": config.private_key or None}
+        if config.certificate
+        else {}
+    )
     url = ""
     opening = threading.Lock()
     opened = contextlib.ExitStack()
@@ -143,7 +177,10 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
         with contextlib.suppress(SystemExit):  # uvicorn's word for a port that cannot be had
             web.run()
         if not web.started:
-            raise UserError(f"port {config.port} of {config.host} cannot be used: choose another --config.port, or 0 for any that is free")
+            raise UserError(
+                f"port {config.port} of {config.host} cannot be used: choose another --config.port,"
+                " or 0 for any that is free"
+            )
         if opening.acquire(timeout=STOP_S):
             opened.close()
     finally:

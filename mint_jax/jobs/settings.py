@@ -1,13 +1,17 @@
 """Reads, checks, changes and lists the settings that ``options`` declares as frozen dataclasses.
 
-``launch`` fills what a config file leaves out, applies the command line's changes and checks the whole. What an annotation means:
+``launch`` fills what a config file leaves out, applies the command line's changes and checks the
+whole. What an annotation means:
 
-- a dataclass is a section; one that derives from ``Open`` also takes names that only its reader knows, such as an environment's;
-- ``dict[str, SomeDataclass]`` is a section for each name that the file gives, ``dict[str, T]`` takes any name;
+- a dataclass is a section; one that derives from ``Open`` also takes names that only its reader
+  knows, such as an environment's;
+- ``dict[str, SomeDataclass]`` is a section for each name that the file gives, ``dict[str, T]``
+  takes any name;
 - ``T | None = None`` is left out of the config until it is set: the job decides;
 - ``Place`` is a path, whose ``~`` is expanded; ``Count`` is at least 1, ``Natural`` at least 0.
 
-Without a class (a bench) the file itself is the declaration: its names, with the types of its values.
+Without a class (a bench) the file itself is the declaration: its names, with the types of its
+values.
 """
 
 import ast
@@ -47,7 +51,9 @@ def settings_of(job: Any) -> type | None:
 
 
 def complete(config: Config) -> Config:
-    """Fills and checks a config in place; what ``launch`` does with one that has no changes from the command line."""
+    """Fills and checks a config in place; what ``launch`` does with one that has no changes from
+    the command line.
+    """
     cls = settings_of(config.get("job"))
     fill(cls, config)
     check(cls, config)
@@ -55,7 +61,9 @@ def complete(config: Config) -> Config:
 
 
 def filled(plain: dict[str, Any]) -> dict[str, Any]:
-    """A saved config with the defaults of what it leaves out; names that are no setting (any more) stay."""
+    """A saved config with the defaults of what it leaves out; names that are no setting (any more)
+    stay.
+    """
     config = ConfigDict(plain)
     fill(settings_of(plain.get("job")), config, strict=False)
     return json.loads(config.to_json_best_effort())
@@ -90,19 +98,27 @@ def fill(cls: Any, config: Config, where: str = "", given: Any = None, strict: b
                     config[name] = ConfigDict()
                 elif not isinstance(config[name], ConfigDict):
                     config[name] = ConfigDict(_section(config[name], where + name))
-                fill(kind, config[name], f"{where}{name}.", default if dataclasses.is_dataclass(default) else None, strict)
+                fill(
+                    kind,
+                    config[name],
+                    f"{where}{name}.",
+                    default if dataclasses.is_dataclass(default) else None,
+                    strict,
+                )
             elif name not in config and default is not dataclasses.MISSING:
                 config[name] = default
 
 
 def check(cls: Any, config: Config, where: str = "") -> Any:
-    """Checks every value of a config and gives it its declared type, in place: paths are expanded, lists become tuples.
+    """Checks every value of a config and gives it its declared type, in place: paths are expanded,
+    lists become tuples.
 
     Returns:
         the dataclass, or what stands for it in a section without one.
 
     Raises:
-        UserError: a setting that is missing, unknown or of another type, or that its dataclass refuses.
+        UserError: a setting that is missing, unknown or of another type, or that its dataclass
+            refuses.
     """
     cls = _bare(cls)
     values: dict[str, Any] = {}
@@ -123,7 +139,10 @@ def check(cls: Any, config: Config, where: str = "") -> Any:
     for name, (kind, default) in known.items():
         if name not in values and default is dataclasses.MISSING and not _optional(kind):
             about = _lines(cls).get(name, "")
-            raise UserError(f"{where}{name} is not set ({about}): give it to the config file, or set --config.{where}{name}=...")
+            raise UserError(
+                f"{where}{name} is not set ({about}): give it to the config file, or set"
+                f" --config.{where}{name}=..."
+            )
     try:
         return cls(**{name: value for name, value in values.items() if name in known})  # type: ignore[operator]
     except UserError as error:
@@ -131,7 +150,8 @@ def check(cls: Any, config: Config, where: str = "") -> Any:
 
 
 def change(cls: Any, config: Config, path: str, text: str, where: str = "") -> None:
-    """Sets one setting from the command line's text; ``*`` in place of a policy's name means all of them.
+    """Sets one setting from the command line's text; ``*`` in place of a policy's name means all of
+    them.
 
     Raises:
         UserError: no such setting, with the nearest name; or text that is not of its type.
@@ -156,13 +176,17 @@ def change(cls: Any, config: Config, path: str, text: str, where: str = "") -> N
             change(kind, config[name], rest, text, full + ".")
         elif _is_section(kind):
             names = ", ".join(_names(kind, config.get(name, {}))) or "NAME"
-            raise UserError(f"{full} is a section, not a value: set --config.{full}.<name>=...; it has {names}")
+            raise UserError(
+                f"{full} is a section, not a value: set --config.{full}.<name>=...; it has {names}"
+            )
         else:
             config[name] = _value(kind, text, full, text=True)
 
 
 def describe(cls: Any, config: Config, where: str = "") -> Iterator[tuple[str, str, Any, str]]:
-    """Every setting of a completed config: path, type in words, present value (None: not set), and its line."""
+    """Every setting of a completed config: path, type in words, present value (None: not set), and
+    its line.
+    """
     cls = _bare(cls)
     names = _names(cls, config)
     lines = _lines(cls) if dataclasses.is_dataclass(cls) else {}
@@ -200,7 +224,9 @@ def _lines(cls: type) -> dict[str, str]:
     out: dict[str, str] = {}
     for each in reversed(cls.__mro__):
         _, _, text = inspect.cleandoc(each.__doc__ or "").partition("Attributes:\n")
-        for names, line in re.findall(r"^ {4}(\w[\w, ]*): (.*(?:\n {5,}.*)*)", text.split("\n\n")[0], re.M):
+        for names, line in re.findall(
+            r"^ {4}(\w[\w, ]*): (.*(?:\n {5,}.*)*)", text.split("\n\n")[0], re.M
+        ):
             out |= dict.fromkeys(names.split(", "), " ".join(line.split()))
     return out
 
@@ -230,7 +256,9 @@ def _section(value: Any, path: str) -> Config:
 def _takes_any_name(cls: Any) -> bool:
     if dataclasses.is_dataclass(cls):
         return issubclass(cls, Open)  # type: ignore[arg-type]
-    return typing.get_origin(cls) is dict and not dataclasses.is_dataclass(_bare(typing.get_args(cls)[1]))
+    return typing.get_origin(cls) is dict and not dataclasses.is_dataclass(
+        _bare(typing.get_args(cls)[1])
+    )
 
 
 def _sections(cls: Any, config: Config) -> list[tuple[str, Any]]:
@@ -245,11 +273,19 @@ def _names(cls: Any, config: Config) -> list[str]:
 
 
 def _kind(cls: Any, config: Config, name: str, where: str) -> Any:
-    """The annotation of a name in a section; of an undeclared one ``Any``, or None for a section that the file declares."""
+    """The annotation of a name in a section; of an undeclared one ``Any``, or None for a section
+    that the file declares.
+    """
     if dataclasses.is_dataclass(cls) and name in _fields(cls):
         return _fields(cls)[name][0]
     if cls is None and name in config:
-        return None if isinstance(config[name], ConfigDict) else Any if config[name] is None else type(config[name])
+        return (
+            None
+            if isinstance(config[name], ConfigDict)
+            else Any
+            if config[name] is None
+            else type(config[name])
+        )
     if not _takes_any_name(cls) and (dataclasses.is_dataclass(cls) or name not in config):
         raise _unknown(where, name, _names(cls, config))
     item = typing.get_args(cls)[1] if typing.get_origin(cls) is dict else Any
@@ -260,7 +296,11 @@ def _kind(cls: Any, config: Config, name: str, where: str) -> Any:
 
 def _unknown(where: str, name: str, known: Any) -> UserError:
     near = difflib.get_close_matches(name, [*known], n=1, cutoff=0.5)
-    hint = f"did you mean {where}{near[0]}?" if near else f"{where.rstrip('.') or 'the config'} has {', '.join(known) or 'none'}"
+    hint = (
+        f"did you mean {where}{near[0]}?"
+        if near
+        else f"{where.rstrip('.') or 'the config'} has {', '.join(known) or 'none'}"
+    )
     return UserError(f"{where}{name} is no setting: {hint} (--help lists all)")
 
 
@@ -274,7 +314,9 @@ def _words(kind: Any) -> str:
     if kind in (tuple, list) or typing.get_origin(kind) is tuple:
         item = (typing.get_args(kind) or (Any,))[0]
         return f"tuple of {_words(item)}s" if item is not Any else "tuple"
-    return {int: "whole number", float: "number", bool: "True or False", str: "text"}.get(kind, "value")
+    return {int: "whole number", float: "number", bool: "True or False", str: "text"}.get(
+        kind, "value"
+    )
 
 
 def _value(kind: Any, value: Any, path: str, text: bool = False) -> Any:
@@ -299,7 +341,11 @@ def _value(kind: Any, value: Any, path: str, text: bool = False) -> Any:
         return os.path.expanduser(out) if "path" in marks else out
     if kind is Any:
         value = _literal(value) if text else value
-        return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~/") else value
+        return (
+            os.path.expanduser(value)
+            if isinstance(value, str) and value.startswith("~/")
+            else value
+        )
     if kind in (tuple, list) or typing.get_origin(kind) is tuple:
         return _tuple((typing.get_args(kind) or (Any,))[0], value, path, text, refused)
     if kind is bool and text:

@@ -25,24 +25,41 @@ def to_group(base: Base, row: dict[str, Any], where: str, append_eos: bool) -> G
 
 
 def group_of(*marked: chat.Marked, pair_weight: float = 0.0) -> Group:
-    """Texts of one prompt; its tokens may differ at the end, where one straddles the prompt and a reply."""
+    """Texts of one prompt; its tokens may differ at the end, where one straddles the prompt and a
+    reply.
+    """
     most = min(m.first for m in marked)
     first = next((i for i in range(most) if len({m.tokens[i] for m in marked}) > 1), most)
-    sequences = [TrainSequence(m.tokens[first:], [float(learn) for learn in m.learn[first:]]) for m in marked]
+    sequences = [
+        TrainSequence(m.tokens[first:], [float(learn) for learn in m.learn[first:]]) for m in marked
+    ]
     return Group(marked[0].tokens[:first], sequences, pair_weight)
 
 
 def from_env(examples: Sequence[Example]) -> list[dict[str, Any]]:
-    """Prompts and answers of an environment; text prompts are continued by the answer and a line end."""
-    return [{"prompt": e.messages, "completion": f" {e.answer}\n" if isinstance(e.messages, str) else e.answer} for e in examples]
+    """Prompts and answers of an environment; text prompts are continued by the answer and a line
+    end.
+    """
+    return [
+        {
+            "prompt": e.messages,
+            "completion": f" {e.answer}\n" if isinstance(e.messages, str) else e.answer,
+        }
+        for e in examples
+    ]
 
 
-def sequence_logprobs(trainer: Trainer, name: str, groups: Sequence[Group], reference: bool = False) -> list[list[np.ndarray]]:
+def sequence_logprobs(
+    trainer: Trainer, name: str, groups: Sequence[Group], reference: bool = False
+) -> list[list[np.ndarray]]:
     """Logprobs of the targets of each group's sequences, under the policy or its reference."""
     stacks, places = trainer.references() if reference else (trainer.stacks, trainer.slots)
     texts = [g.prefix + s.tokens for g in groups for s in g.sequences]
     scores = iter(Scorer(trainer.base).logprobs(texts, [places.get(name)] * len(texts), stacks))
-    return [[next(scores)[len(g.prefix) - 1 :][np.flatnonzero(s.weights)] for s in g.sequences] for g in groups]
+    return [
+        [next(scores)[len(g.prefix) - 1 :][np.flatnonzero(s.weights)] for s in g.sequences]
+        for g in groups
+    ]
 
 
 def measure(trainer: Trainer, data: dict[str, PolicyData]) -> dict[str, dict[str, float]]:

@@ -1,7 +1,8 @@
-"""Training on given answers: what SFT and DPO share. Each policy has its own data, rank, loss and optimizer.
+"""Training on given answers: what SFT and DPO share. Each policy has its own data, rank, loss and
+optimizer.
 
-``policies.<name>.data`` is ``{"path": file}`` with rows as ``data.chat`` reads them, or ``{"env": name, ...}``: the prompts
-and answers of an environment.
+``policies.<name>.data`` is ``{"path": file}`` with rows as ``data.chat`` reads them, or ``{"env":
+name, ...}``: the prompts and answers of an environment.
 """
 
 import dataclasses
@@ -32,7 +33,8 @@ class Kind:
     """What differs between SFT and DPO.
 
     Attributes:
-        to_group: one data row, its place for errors, and ``Data.append_eos`` -> a group with weights 1.
+        to_group: one data row, its place for errors, and ``Data.append_eos`` -> a group with
+            weights 1.
         from_env: an environment's examples -> data rows.
         forms: the columns of rows.
         measure: held-out metrics of every policy, with its adapter or as it began.
@@ -55,7 +57,8 @@ def rows_of(section: Config, kind: Kind) -> tuple[list[Located], list[Located]]:
     """Training rows and held-out rows of a policy's data.
 
     Raises:
-        UserError: an unknown environment, an unreadable file, or a row without the columns that are needed.
+        UserError: an unknown environment, an unreadable file, or a row without the columns that are
+            needed.
     """
     options = dict(section)
     path, name, held = options.pop("path"), options.pop("env"), options.pop("held_out", None)
@@ -64,34 +67,57 @@ def rows_of(section: Config, kind: Kind) -> tuple[list[Located], list[Located]]:
     if not path:
         environment = env_lib.make(name, **options)
         parts = kind.from_env(environment.train), kind.from_env(environment.held_out)
-        train, held_out = ([(f"{name} row {n}", row) for n, row in enumerate(rows, 1)] for rows in parts)
+        train, held_out = (
+            [(f"{name} row {n}", row) for n, row in enumerate(rows, 1)] for rows in parts
+        )
         return train, held_out
     if options and not name:
-        raise UserError(f"data.{next(iter(options))} is no setting of a file: drop it, or name an environment in data.env")
+        raise UserError(
+            f"data.{next(iter(options))} is no setting of a file: drop it, or name an environment"
+            " in data.env"
+        )
     rows = numbered_rows(path)
     held = max(1, len(rows) // 10) if held is None else held
     if held >= len(rows):
         raise UserError(f"data.held_out is {held} but {path} has {len(rows)} rows: lower it")
-    others = (column for where, row in rows for column in row if column not in (*chat.form_of(row, kind.forms, where), *chat.OF_CHATS))
+    others = (
+        column
+        for where, row in rows
+        for column in row
+        if column not in (*chat.form_of(row, kind.forms, where), *chat.OF_CHATS)
+    )
     if unused := dict.fromkeys(others):
         common.say(f"{path}: columns {', '.join(unused)} are not used")
     return rows[held:], rows[:held]
 
 
-def data_of(config: Config, base: Base, kind: Kind, rows: dict[str, tuple[list[Located], list[Located]]]) -> dict[str, PolicyData]:
+def data_of(
+    config: Config, base: Base, kind: Kind, rows: dict[str, tuple[list[Located], list[Located]]]
+) -> dict[str, PolicyData]:
     """Every policy's data (of ``rows_of``), encoded and checked before anything runs."""
     found = {}
     for name, section in config.policies.items():
         train, held_out = (_encoded(name, section.data, base, kind, part) for part in rows[name])
-        found[name] = PolicyData(name, common.seed_of(config, name), train, held_out, section.batch_size)
-    multihost.require_same("the data", lambda: {name: dataclasses.asdict(one) for name, one in found.items()})
+        found[name] = PolicyData(
+            name, common.seed_of(config, name), train, held_out, section.batch_size
+        )
+    multihost.require_same(
+        "the data", lambda: {name: dataclasses.asdict(one) for name, one in found.items()}
+    )
     return found
 
 
-def _encoded(name: str, data: Config, base: Base, kind: Kind, rows: Sequence[Located]) -> list[Group]:
-    """Rows as groups; those that are too long are shortened or left out where ``data.too_long`` says so, and counted."""
+def _encoded(
+    name: str, data: Config, base: Base, kind: Kind, rows: Sequence[Located]
+) -> list[Group]:
+    """Rows as groups; those that are too long are shortened or left out where ``data.too_long``
+    says so, and counted.
+    """
     if data.max_tokens > base.cfg.context:
-        raise UserError(f"policy {name!r}: data.max_tokens is {data.max_tokens}, but the base's context is {base.cfg.context}: lower it")
+        raise UserError(
+            f"policy {name!r}: data.max_tokens is {data.max_tokens}, but the base's context is"
+            f" {base.cfg.context}: lower it"
+        )
     limit = data.max_tokens or base.cfg.context
     groups, cut, dropped = [], 0, 0
     for where, row in rows:
@@ -101,34 +127,50 @@ def _encoded(name: str, data: Config, base: Base, kind: Kind, rows: Sequence[Loc
             if data.too_long == "refuse":
                 what = f"data.max_tokens, {limit}" if data.max_tokens else f"the context of {limit}"
                 raise UserError(
-                    f"policy {name!r}: {where} has {longest} tokens, which exceeds {what}: shorten it, or set data.too_long to cut or drop"
+                    f"policy {name!r}: {where} has {longest} tokens, which exceeds {what}: shorten"
+                    " it, or set data.too_long to cut or drop"
                 )
             group = _cut(group, limit) if data.too_long == "cut" else None
             cut, dropped = cut + (group is not None), dropped + (group is None)
         if group is not None:
             groups.append(group)
     if cut or dropped:
-        common.say(f"policy {name!r}: of {len(rows)} rows {cut} were cut to {limit} tokens and {dropped} left out")
+        common.say(
+            f"policy {name!r}: of {len(rows)} rows {cut} were cut to {limit} tokens and {dropped}"
+            " left out"
+        )
     if rows and not groups:
-        raise UserError(f"policy {name!r}: all {len(rows)} rows have more than {limit} tokens: raise data.max_tokens")
+        raise UserError(
+            f"policy {name!r}: all {len(rows)} rows have more than {limit} tokens: raise"
+            " data.max_tokens"
+        )
     return groups
 
 
 def _cut(group: Group, limit: int) -> Group | None:
-    """A group whose sequences end where the limit is; None where a sequence would have no target left."""
+    """A group whose sequences end where the limit is; None where a sequence would have no target
+    left.
+    """
     left = limit - len(group.prefix)
-    sequences = [dataclasses.replace(s, tokens=s.tokens[:left], weights=s.weights[:left]) for s in group.sequences]
+    sequences = [
+        dataclasses.replace(s, tokens=s.tokens[:left], weights=s.weights[:left])
+        for s in group.sequences
+    ]
     if left < 1 or not all(any(s.weights) for s in sequences):
         return None
     return dataclasses.replace(group, sequences=sequences)
 
 
 def weighted(groups: Sequence[Group]) -> list[Group]:
-    """The groups of one update with weights that make the loss a mean over target tokens, or over pairs."""
+    """The groups of one update with weights that make the loss a mean over target tokens, or over
+    pairs.
+    """
     tokens = sum(w != 0 for g in groups for s in g.sequences for w in s.weights)
     out = []
     for group in groups:
-        sequences = [dataclasses.replace(s, weights=[w / tokens for w in s.weights]) for s in group.sequences]
+        sequences = [
+            dataclasses.replace(s, weights=[w / tokens for w in s.weights]) for s in group.sequences
+        ]
         out.append(Group(group.prefix, sequences, group.pair_weight / len(groups)))
     return out
 
@@ -164,12 +206,19 @@ def _run(
     history = run.notes["history"]
     first = set(run.step.values())
     if len(first) > 1:
-        raise UserError(f"policies resume at different steps {sorted(first)}: the checkpoint is not of this job")
+        raise UserError(
+            f"policies resume at different steps {sorted(first)}: the checkpoint is not of this job"
+        )
 
     with run.stepping():
         for step in range(first.pop(), config.steps):
-            order = multihost.agree("data order", lambda step=step: {name: one.chosen(step) for name, one in data.items()})
-            groups = {name: weighted([one.train[i] for i in order[name]]) for name, one in data.items()}
+            order = multihost.agree(
+                "data order",
+                lambda step=step: {name: one.chosen(step) for name, one in data.items()},
+            )
+            groups = {
+                name: weighted([one.train[i] for i in order[name]]) for name, one in data.items()
+            }
             with run.updating():
                 rows = trainer.update(groups)
                 for name, row in rows.items():
@@ -180,7 +229,11 @@ def _run(
                         rows[name] |= {f"held_out_{key}": value for key, value in values.items()}
                         scores[name] = values[headline] if kind.higher else -values[headline]
                 run.record(
-                    step, rows, f"step {step + 1}: {headline} " + " ".join(f"{n}={r[headline]:.3f}" for n, r in rows.items()), scores
+                    step,
+                    rows,
+                    f"step {step + 1}: {headline} "
+                    + " ".join(f"{n}={r[headline]:.3f}" for n, r in rows.items()),
+                    scores,
                 )
 
     revisions = run.close()
@@ -193,7 +246,14 @@ def _run(
         rank = trainer.policies[name].adapter.rank
         digest, number = revisions[name]
         rows.append(
-            {"name": name, "rank": rank, **measured, "adapter_bytes": run.adapter_bytes(name), "revision": digest, "number": number}
+            {
+                "name": name,
+                "rank": rank,
+                **measured,
+                "adapter_bytes": run.adapter_bytes(name),
+                "revision": digest,
+                "number": number,
+            }
         )
     if multihost.is_main():
         report.curves(history, headline, workdir / f"{headline}.png")

@@ -1,6 +1,8 @@
-"""A sweep: a grid of points over other jobs, each a process of its own, in one report beside what others measured.
+"""A sweep: a grid of points over other jobs, each a process of its own, in one report beside what
+others measured.
 
-Resumable point by point: the same command runs what is not done, and again what failed. The parts are in ``mint_jax/sweeps``.
+Resumable point by point: the same command runs what is not done, and again what failed. The parts
+are in ``mint_jax/sweeps``.
 """
 
 import dataclasses
@@ -15,7 +17,8 @@ from mint_jax.sweeps import grid, pictures, report, rows, runner
 
 
 def run(config: Config, workdir: Path) -> dict[str, Any]:
-    """Runs the points that are not done, then writes ``report.json``, ``report.md`` and the pictures.
+    """Runs the points that are not done, then writes ``report.json``, ``report.md`` and the
+    pictures.
 
     Raises:
         UserError: a grid, reference or picture that does not fit the others.
@@ -39,14 +42,19 @@ def _run(made: options.Sweep, points: list[grid.Point], workdir: Path) -> dict[s
         "sweep": made.sweep,
         "size": made.size,
         "claim": made.claim,
-        "grids": {name: {"about": one.about, "config": one.config} for name, one in made.grids.items()},
+        "grids": {
+            name: {"about": one.about, "config": one.config} for name, one in made.grids.items()
+        },
         "points": stamp.without_paths(entries),
         "references": [dataclasses.asdict(one) for one in made.references.values()],
         "failed": failed,
     }
     whole["pictures"] = pictures.draw(made.pictures, whole, workdir)
     report.write(whole, workdir)
-    say(f"[sweep] {made.sweep}: {len(entries) - failed} points done, {failed} failed; {workdir / 'report.md'}")
+    say(
+        f"[sweep] {made.sweep}: {len(entries) - failed} points done, {failed} failed;"
+        f" {workdir / 'report.md'}"
+    )
     for entry in entries:
         if entry["state"] == "failed":
             say(f"[sweep] {entry['name']} failed: {entry['reason']}")

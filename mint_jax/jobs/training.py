@@ -1,7 +1,9 @@
-"""The side of a training job that survives it: metrics, checkpoints, revisions and rollouts in the catalog, resuming, progress.
+"""The side of a training job that survives it: metrics, checkpoints, revisions and rollouts in the
+catalog, resuming, progress.
 
-Everything a step does follows from the config, its number and the adapters, so what must be saved is the training state
-and where each policy stands. Of several processes the first writes metrics and the catalog; checkpoints are written by all.
+Everything a step does follows from the config, its number and the adapters, so what must be saved
+is the training state and where each policy stands. Of several processes the first writes metrics
+and the catalog; checkpoints are written by all.
 """
 
 import contextlib
@@ -37,25 +39,29 @@ ADAPTERS = "adapters"  # the item of a checkpoint that restores without the rest
 
 
 class TrainingRun:
-    """Bookkeeping of one run, a context manager: the workdir is this process's until it ends; where it fails, the policies are given back.
+    """Bookkeeping of one run, a context manager: the workdir is this process's until it ends; where
+    it fails, the policies are given back.
 
     Args:
-        config: of a training job, complete; where it names no ``catalog``, that is ``workdir/catalog``.
+        config: of a training job, complete; where it names no ``catalog``, that is
+            ``workdir/catalog``.
         workdir: claimed already.
         trainer: its state is saved and restored here.
-        shapes: the books of padded sizes that each policy goes by: padding decides the order of sums, so an exact resume needs
-            them too, as they were when the policy's last update was done. Policies that are always updated together may share.
+        shapes: the books of padded sizes that each policy goes by: padding decides the order of
+            sums, so an exact resume needs them too, as they were when the policy's last update was
+            done. Policies that are always updated together may share.
         sampling: how a policy's rollouts are drawn; its revisions record it.
 
     Attributes:
         step: updates done by each policy.
         notes: anything JSON that the job wants back after a resume.
         catalog: where the policies' records are.
-        fixed: digest or PEFT directory that a policy samples from, for those whose config has ``rollout_revision``.
+        fixed: digest or PEFT directory that a policy samples from, for those whose config has
+            ``rollout_revision``.
 
     Raises:
-        UserError: another process has the workdir, a policy is trained by another run, or the catalog's record of it is of
-            another base or adapter config.
+        UserError: another process has the workdir, a policy is trained by another run, or the
+            catalog's record of it is of another base or adapter config.
     """
 
     def __init__(
@@ -74,14 +80,17 @@ class TrainingRun:
         self._recorder: Recorder | None = None
         self._snapshots: dict[str, Snapshot] = {}
         self._steps_at: dict[int, dict[str, int]] = {}  # by checkpoint, until it is recorded
-        self._seen: dict[str, list[list[tuple[int, ...]]]] = {}  # what the books held after each policy's last update
+        # what the books held after each policy's last update
+        self._seen: dict[str, list[list[tuple[int, ...]]]] = {}
         self._durable: dict[str, int] | None = None  # steps of the newest checkpoint on the disk
         self._signal = 0  # that asked for an end
         self._updating = False
         self._hold: Hold | None = None
         multihost.agree("the workdir", self._take_workdir)
         try:
-            self.catalog = JobCatalog(config.catalog or workdir / "catalog", config.payloads, create=True)
+            self.catalog = JobCatalog(
+                config.catalog or workdir / "catalog", config.payloads, create=True
+            )
             try:
                 self._begin()
             except BaseException:
@@ -101,9 +110,17 @@ class TrainingRun:
     def _begin(self) -> None:
         config, workdir = self.config, self.workdir
         schemas = {full: self._schema(name) for name, full in self.names.items()}
-        wanted = {n: s.rollout_revision for n, s in config.policies.items() if s.get("rollout_revision", "")}
+        wanted = {
+            n: s.rollout_revision
+            for n, s in config.policies.items()
+            if s.get("rollout_revision", "")
+        }
         losses = {n: p.loss for n, p in self.trainer.policies.items() if p.loss.needs_reference}
-        named = {n: loss.reference for n, loss in losses.items() if loss.reference not in ("start", "base")}
+        named = {
+            n: loss.reference
+            for n, loss in losses.items()
+            if loss.reference not in ("start", "base")
+        }
         start, self.fixed, references, self._recorder = claim_policies(
             self.catalog, schemas, workdir / "run.json", wanted, self._hold, named
         )
@@ -116,21 +133,28 @@ class TrainingRun:
         for name, text in references.items():
             loaded = adapters.read_adapter(text, self.trainer.base, self.catalog)
             self.trainer.refer(name, loaded.config, loaded.adapter)
-        multihost.agree("metrics.jsonl", lambda: metrics.truncate_rows(workdir / "metrics.jsonl", self.step))
+        multihost.agree(
+            "metrics.jsonl", lambda: metrics.truncate_rows(workdir / "metrics.jsonl", self.step)
+        )
         self._writer = metrics.MetricsWriter(workdir, config.tensorboard)
         done = self.resumed and min(self.step.values()) >= config.steps
         named = {} if done else {"wandb": config.wandb, "mlflow": config.mlflow}
         self._trackers = trackers.Trackers(workdir, named, common.plain(config))
         self._remember_shapes(self.step)
         self._progress = metrics.Progress(
-            config.job, config.steps * len(self.step), done=sum(self.step.values()), per=len(self.step), unit="steps"
+            config.job,
+            config.steps * len(self.step),
+            done=sum(self.step.values()),
+            per=len(self.step),
+            unit="steps",
         )
         self._due = min(self.step.values()) + config.checkpoint.every
         for name in self.trainer.policies:
             self._introduce(name)
         if self.resumed:
             self._committed(sum(self.step.values()))
-        for name, step in self.step.items():  # a checkpoint does not wait for the revisions of its own step
+        # a checkpoint does not wait for the revisions of its own step
+        for name, step in self.step.items():
             if step and self._exports(step):
                 self._export([name], step)
 
@@ -138,12 +162,15 @@ class TrainingRun:
         interrupts.standing(self._resumes)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, *_: object
+    ) -> None:
         try:
             if kind is not None:
                 self._writer.close()
                 self._trackers.close(finished=False)
-                if multihost.count() == 1 or isinstance(error, KeyboardInterrupt):  # otherwise the others may be gone
+                # otherwise the others may be gone
+                if multihost.count() == 1 or isinstance(error, KeyboardInterrupt):
                     with contextlib.suppress(UserError):  # the error that is on its way comes first
                         self._saved.close()  # a checkpoint in flight is finished
                 self._give_up()
@@ -151,22 +178,36 @@ class TrainingRun:
             self._leave_workdir()
         if isinstance(error, KeyboardInterrupt):
             name = str(error) or "SIGINT"
-            raise Interrupted(f"{name}; {self._resumes()}", getattr(error, "number", signal.SIGINT)) from None
+            raise Interrupted(
+                f"{name}; {self._resumes()}", getattr(error, "number", signal.SIGINT)
+            ) from None
 
     def _resumes(self) -> str:
         """Where the same command goes on."""
         if self._durable is None:
-            return f"no checkpoint was written yet: the same command starts from the beginning in {self.workdir}"
+            return (
+                "no checkpoint was written yet: the same command starts from the beginning in"
+                f" {self.workdir}"
+            )
         steps = sorted(set(self._durable.values()))
-        where = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]} of its policies"
-        return f"the same command goes on from {where} of {self.config.steps}, which is saved in {self._saved.directory}"
+        where = (
+            f"step {steps[0]}"
+            if len(steps) == 1
+            else f"steps {steps[0]} to {steps[-1]} of its policies"
+        )
+        return (
+            f"the same command goes on from {where} of {self.config.steps}, which is saved in"
+            f" {self._saved.directory}"
+        )
 
     @contextlib.contextmanager
     def stepping(self) -> Iterator[None]:
-        """In this block Ctrl-C and SIGTERM save what the steps so far have learned; a second one does not wait for that.
+        """In this block Ctrl-C and SIGTERM save what the steps so far have learned; a second one
+        does not wait for that.
 
-        An update that is under way ends first, as does the whole step where several processes must agree. What else a step does
-        (rollouts, rewards) is dropped, for the same command does it again; ``interrupts`` bounds all of it.
+        An update that is under way ends first, as does the whole step where several processes must
+        agree. What else a step does (rollouts, rewards) is dropped, for the same command does it
+        again; ``interrupts`` bounds all of it.
 
         Raises:
             Interrupted: after the checkpoint.
@@ -193,7 +234,9 @@ class TrainingRun:
 
     @contextlib.contextmanager
     def updating(self) -> Iterator[None]:
-        """From the update of a step until its ``record``: in between no checkpoint could be written, and no signal interrupts."""
+        """From the update of a step until its ``record``: in between no checkpoint could be
+        written, and no signal interrupts.
+        """
         self._updating = True
         yield
         self._updating = False
@@ -213,36 +256,61 @@ class TrainingRun:
         self.catalog.close()
 
     def _schema(self, name: str) -> Schema:
-        return Schema(self.trainer.base.fingerprint, spelled_out(self.trainer.policies[name].adapter, self.trainer.specs))
+        return Schema(
+            self.trainer.base.fingerprint,
+            spelled_out(self.trainer.policies[name].adapter, self.trainer.specs),
+        )
 
     def _adapters(self) -> dict[str, Any]:
-        """What a checkpoint has as its item ``adapters``: stacks by bucket. ``_where`` names the policy of each slot."""
+        """What a checkpoint has as its item ``adapters``: stacks by bucket. ``_where`` names the
+        policy of each slot.
+        """
         return {str(bucket): stack.adapters for bucket, stack in self.trainer.state.items()}
 
     def _arrays(self) -> dict[str, Any]:
         """The rest of the training state: moments, gradient sums, counters."""
         rest = [field.name for field in dataclasses.fields(TrainStack) if field.name != ADAPTERS]
-        return {str(bucket): {name: getattr(stack, name) for name in rest} for bucket, stack in self.trainer.state.items()}
+        return {
+            str(bucket): {name: getattr(stack, name) for name in rest}
+            for bucket, stack in self.trainer.state.items()
+        }
 
     def _where(self) -> dict[str, Any]:
-        """For programs that read the item ``adapters`` alone: a policy's stack, slot (axis 1) and schema, with the true rank."""
+        """For programs that read the item ``adapters`` alone: a policy's stack, slot (axis 1) and
+        schema, with the true rank.
+        """
         schemas = {name: json.loads(self._schema(name).to_json()) for name in self.trainer.policies}
         slots = self.trainer.slots
-        return {name: {"bucket": str(slots[name].bucket), "slot": slots[name].index, "schema": schemas[name]} for name in schemas}
+        return {
+            name: {
+                "bucket": str(slots[name].bucket),
+                "slot": slots[name].index,
+                "schema": schemas[name],
+            }
+            for name in schemas
+        }
 
     def _restore(self) -> dict[str, int] | None:
-        """Takes up the newest checkpoint; the revisions that each policy had then, None without a checkpoint."""
+        """Takes up the newest checkpoint; the revisions that each policy had then, None without a
+        checkpoint.
+        """
         if (number := self._saved.latest()) is None:
             return None
         wanted, apart = self._arrays(), self._saved.has(number, ADAPTERS)
         if not apart:  # written before adapters were an item of their own
-            wanted = {bucket: rest | {ADAPTERS: self.trainer.state[int(bucket)].adapters} for bucket, rest in wanted.items()}
+            wanted = {
+                bucket: rest | {ADAPTERS: self.trainer.state[int(bucket)].adapters}
+                for bucket, rest in wanted.items()
+            }
         injected = self._saved.has_array(number, "inner_state")
         if injected:
             wanted = {bucket: rest | {"opt": _injected(rest)} for bucket, rest in wanted.items()}
         _, arrays, extra = self._saved.restore(wanted, number)
         if injected:
-            arrays = {bucket: rest | {"opt": rest["opt"]["inner_state"]} for bucket, rest in arrays.items()}
+            arrays = {
+                bucket: rest | {"opt": rest["opt"]["inner_state"]}
+                for bucket, rest in arrays.items()
+            }
         if apart:
             found = self._saved.restore_item(number, ADAPTERS, self._adapters())
             arrays = {bucket: rest | {ADAPTERS: found[bucket]} for bucket, rest in arrays.items()}
@@ -250,19 +318,31 @@ class TrainingRun:
         self._steps_at[number] = extra["step"]
         self.step, self.notes = extra["step"], extra["notes"]
         for name, books in self.shapes.items():
-            shapes = extra["shapes"]  # in checkpoints of before a list, that of updates first: all policies shared their books
+            # in checkpoints of before a list, that of updates first: all policies shared their
+            # books
+            shapes = extra["shapes"]
             held = shapes[::-1] if isinstance(shapes, list) else shapes[name]
-            for book, seen in zip(books, held[-len(books) :]):  # those of sampling came first, as long as it had some
+            # those of sampling came first, as long as it had some
+            for book, seen in zip(books, held[-len(books) :]):
                 book.seen = [tuple(shape) for shape in seen]
         at = sorted(set(self.step.values()))
-        policies = "" if len(at) == 1 else ": " + ", ".join(f"{n} at step {s}" for n, s in self.step.items())
-        common.say(f"resumed at step {' to '.join(map(str, at[:: max(1, len(at) - 1)]))} of {self.config.steps}{policies}")
+        policies = (
+            ""
+            if len(at) == 1
+            else ": " + ", ".join(f"{n} at step {s}" for n, s in self.step.items())
+        )
+        common.say(
+            f"resumed at step {' to '.join(map(str, at[:: max(1, len(at) - 1)]))} of"
+            f" {self.config.steps}{policies}"
+        )
         return extra["exported"]
 
     def _continue(self, start: dict[str, str]) -> None:
-        """Policies that the catalog had before this run go on from their last revision, with a fresh optimizer.
+        """Policies that the catalog had before this run go on from their last revision, with a
+        fresh optimizer.
 
-        A resumed run has its state already; where its reference is that revision, it is looked up again.
+        A resumed run has its state already; where its reference is that revision, it is looked up
+        again.
         """
         for name, full in self.names.items():
             policy = self.trainer.policies[name]
@@ -273,7 +353,10 @@ class TrainingRun:
             if self.resumed:
                 self.trainer.refer(name, loaded.config, loaded.adapter)
             else:
-                common.say(f"policy {name} exists in the catalog: it continues from revision {loaded.revision}")
+                common.say(
+                    f"policy {name} exists in the catalog: it continues from revision"
+                    f" {loaded.revision}"
+                )
                 self.trainer.load_adapter(name, loaded.adapter)
 
     def _introduce(self, name: str) -> None:
@@ -281,8 +364,9 @@ class TrainingRun:
         size, stack = self.adapter_bytes(name), self.trainer.state[bucket]
         share = 100 * size / self.trainer.base.full_bytes
         common.say(
-            f"policy {name}: rank {config.rank}, adapter {size / 1e6:.2f} MB ({share:.2f} % of the base), "
-            f"{params_lib.nbytes(stack) / stack.steps.shape[0] / 1e6:.2f} MB with gradients and optimizer state"
+            f"policy {name}: rank {config.rank}, adapter {size / 1e6:.2f} MB ({share:.2f} % of the"
+            f" base), {params_lib.nbytes(stack) / stack.steps.shape[0] / 1e6:.2f} MB with gradients"
+            " and optimizer state"
         )
 
     def adapter_bytes(self, name: str) -> int:
@@ -290,31 +374,46 @@ class TrainingRun:
         return params_lib.nbytes(self.trainer.adapter(name))
 
     def snapshot(self, name: str) -> Snapshot:
-        """A policy's present adapter; one copy for all who ask between two updates. All processes must call it."""
+        """A policy's present adapter; one copy for all who ask between two updates. All processes
+        must call it.
+        """
         if name not in self._snapshots:
-            self._snapshots[name] = Snapshot(self.trainer.snapshot(name), self._schema(name), self.trainer.versions[name])
+            self._snapshots[name] = Snapshot(
+                self.trainer.snapshot(name), self._schema(name), self.trainer.versions[name]
+            )
         return self._snapshots[name]
 
     @property
     def finished(self) -> bool:
         """Whether an earlier start of the same command did every step and left its result."""
         done = self.resumed and min(self.step.values()) >= self.config.steps
-        return multihost.agree("whether the run is finished", lambda: done and (self.workdir / "result.json").is_file())
+        return multihost.agree(
+            "whether the run is finished", lambda: done and (self.workdir / "result.json").is_file()
+        )
 
     def result(self) -> dict[str, Any]:
-        """The result that the finished run left; nothing is written, and ``latest`` stays where it is."""
+        """The result that the finished run left; nothing is written, and ``latest`` stays where it
+        is.
+        """
         self._saved.close()
         self._writer.close()
         self._give_up()
-        common.say(f"all {self.config.steps} steps were done before: this is their result; set --config.steps higher to train on")
-        return multihost.agree("the result", lambda: json.loads((self.workdir / "result.json").read_text()))
+        common.say(
+            f"all {self.config.steps} steps were done before: this is their result; set"
+            " --config.steps higher to train on"
+        )
+        return multihost.agree(
+            "the result", lambda: json.loads((self.workdir / "result.json").read_text())
+        )
 
     @property
     def keeps_rollouts(self) -> bool:
         """Whether ``keep`` is wanted."""
         return self.config.keep_rollouts > 0
 
-    def keep(self, name: str, step: int, drawn_by: Snapshot | str, rollouts: Callable[[str], Rollouts]) -> None:
+    def keep(
+        self, name: str, step: int, drawn_by: Snapshot | str, rollouts: Callable[[str], Rollouts]
+    ) -> None:
         """Records a policy's rollouts of a step, off this thread.
 
         Args:
@@ -338,12 +437,19 @@ class TrainingRun:
         """Whether policies are measured on held-out data after this step."""
         return self.config.eval_every > 0 and (step + 1) % self.config.eval_every == 0
 
-    def record(self, step: int, rows: dict[str, dict[str, Any]], detail: str, scores: Mapping[str, float] = MappingProxyType({})) -> None:
-        """Notes one update of some policies: metrics, progress, and exports and a checkpoint when they are due.
+    def record(
+        self,
+        step: int,
+        rows: dict[str, dict[str, Any]],
+        detail: str,
+        scores: Mapping[str, float] = MappingProxyType({}),
+    ) -> None:
+        """Notes one update of some policies: metrics, progress, and exports and a checkpoint when
+        they are due.
 
         Args:
-            scores: on held-out data after the update, higher is better. A policy's best so far becomes the revision that its alias
-                ``best`` names.
+            scores: on held-out data after the update, higher is better. A policy's best so far
+                becomes the revision that its alias ``best`` names.
         """
         for name, row in rows.items():
             self.step[name] = step + 1
@@ -351,14 +457,22 @@ class TrainingRun:
             self._writer.write(step, name, row)
             self._trackers.write(step, name, row)
             if row.get("skipped"):
-                common.say(f"policy {name}: the gradient of step {step + 1} was not finite; the update was skipped")
+                common.say(
+                    f"policy {name}: the gradient of step {step + 1} was not finite; the update was"
+                    " skipped"
+                )
         self._remember_shapes(rows)
         self._progress.update(sum(self.step.values()), detail)
         due = min(self.step.values()) >= self._due
         if due and self._recorder is not None:
-            self._recorder.drain()  # a resumed run does not come back to the steps before its checkpoint
+            # a resumed run does not come back to the steps before its checkpoint
+            self._recorder.drain()
         best = self.notes.setdefault("best", {})
-        better = {name: score for name, score in scores.items() if name not in best or score > best[name][0]}
+        better = {
+            name: score
+            for name, score in scores.items()
+            if name not in best or score > best[name][0]
+        }
         if self._exports(step + 1):
             self._export(rows, step + 1)
         elif better:
@@ -367,13 +481,20 @@ class TrainingRun:
             best[name] = [score, step + 1]
             snapshot = self.snapshot(name)
             if self._recorder is not None:
-                self._recorder.promote(self.names[name], snapshot, "best", f"best on held-out data so far, after step {step + 1}")
+                self._recorder.promote(
+                    self.names[name],
+                    snapshot,
+                    "best",
+                    f"best on held-out data so far, after step {step + 1}",
+                )
         if due:
             self.save()
             self._due = min(self.step.values()) + self.config.checkpoint.every
 
     def _remember_shapes(self, names: Iterable[str]) -> None:
-        """A checkpoint comes while other policies' rollouts are under way: these are done again, so their sizes must be forgotten."""
+        """A checkpoint comes while other policies' rollouts are under way: these are done again, so
+        their sizes must be forgotten.
+        """
         for name in names:
             self._seen[name] = [list(book.seen) for book in self.shapes[name]]
 
@@ -385,7 +506,13 @@ class TrainingRun:
         snapshots = {name: self.snapshot(name) for name in names}
         if self._recorder is not None:
             origin = f"{self.config.job} in {self.workdir}"
-            self._recorder.export({self.names[name]: s for name, s in snapshots.items()}, step, origin, self._sampling, final)
+            self._recorder.export(
+                {self.names[name]: s for name, s in snapshots.items()},
+                step,
+                origin,
+                self._sampling,
+                final,
+            )
 
     def save(self) -> None:
         """Starts a checkpoint of all policies, unless this very state is saved already."""
@@ -393,19 +520,35 @@ class TrainingRun:
         self._saved.wait()
         if number and self._saved.latest() != number:
             exported = self._recorder.numbers if self._recorder is not None else {}
-            extra = {"step": self.step, "notes": self.notes, "shapes": self._seen, "exported": exported, ADAPTERS: self._where()}
+            extra = {
+                "step": self.step,
+                "notes": self.notes,
+                "shapes": self._seen,
+                "exported": exported,
+                ADAPTERS: self._where(),
+            }
             self._steps_at[number] = dict(self.step)
-            self._saved.save(number, self._arrays(), json.loads(json.dumps(extra)), {ADAPTERS: self._adapters()})
+            self._saved.save(
+                number, self._arrays(), json.loads(json.dumps(extra)), {ADAPTERS: self._adapters()}
+            )
 
     def _committed(self, number: int) -> None:
-        """Records a checkpoint that is durable. It is of all policies; its number is the sum of their steps."""
+        """Records a checkpoint that is durable. It is of all policies; its number is the sum of
+        their steps.
+        """
         steps = self._durable = self._steps_at.pop(number)
         if self._recorder is not None:
             place = str(self._saved.directory / f"step_{number}")
-            self._recorder.checkpoint(place, {self.names[name]: step for name, step in steps.items()}, self.config.checkpoint.keep)
+            self._recorder.checkpoint(
+                place,
+                {self.names[name]: step for name, step in steps.items()},
+                self.config.checkpoint.keep,
+            )
 
     def close(self) -> dict[str, tuple[str, int]]:
-        """Saves, waits for everything in flight, gives the policies back, and returns digest and number of each final revision."""
+        """Saves, waits for everything in flight, gives the policies back, and returns digest and
+        number of each final revision.
+        """
         self.save()
         self._saved.close()
         for step in sorted(set(self.step.values())):
@@ -424,7 +567,14 @@ class TrainingRun:
 
 
 def _injected(rest: Mapping[str, Any]) -> dict[str, Any]:
-    """The optimizer's state as checkpoints had it while ``optax.inject_hyperparams`` kept its numbers a second time."""
+    """The optimizer's state as checkpoints had it while ``optax.inject_hyperparams`` kept its
+    numbers a second time.
+    """
     names = ("learning_rate", "b1", "b2", "eps", "weight_decay", "max_grad_norm")
     numbers = {name: getattr(rest["hyper"], name) for name in names}
-    return {"count": rest["steps"], "hyperparams": numbers, "hyperparams_states": {}, "inner_state": rest["opt"]}
+    return {
+        "count": rest["steps"],
+        "hyperparams": numbers,
+        "hyperparams_states": {},
+        "inner_state": rest["opt"],
+    }

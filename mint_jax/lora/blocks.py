@@ -1,4 +1,6 @@
-"""Rows of many adapters -> blocks of equal size: how a mixed batch is ordered so that the device sees only blocks."""
+"""Rows of many adapters -> blocks of equal size: how a mixed batch is ordered so that the device
+sees only blocks.
+"""
 
 import dataclasses
 from collections.abc import Sequence
@@ -18,7 +20,8 @@ class BlockPlan:
     """An order of rows in which each block of ``size`` consecutive rows has one adapter.
 
     Attributes:
-        order: indices of the given rows, blocks by bucket and slot, rows without an adapter last; None is padding.
+        order: indices of the given rows, blocks by bucket and slot, rows without an adapter last;
+            None is padding.
         size: rows of a block.
         slots: per bucket the slot of each block.
         base_blocks: trailing blocks without an adapter.
@@ -33,8 +36,8 @@ class BlockPlan:
 def plan_blocks(adapters: Sequence[Slot | None], row_multiple: int = 1) -> BlockPlan:
     """Plans rows that each name an adapter.
 
-    Blocks are as large as the numbers of rows allow. The number of blocks of each bucket is rounded up, so that batches of
-    changing composition share few compiled shapes.
+    Blocks are as large as the numbers of rows allow. The number of blocks of each bucket is rounded
+    up, so that batches of changing composition share few compiled shapes.
 
     Args:
         row_multiple: the number of rows in all is a multiple of this (the data axes of a mesh).
@@ -42,8 +45,9 @@ def plan_blocks(adapters: Sequence[Slot | None], row_multiple: int = 1) -> Block
     members: dict[Slot | None, list[int]] = {}
     for row, slot in enumerate(adapters):
         members.setdefault(slot, []).append(row)
-    # Larger blocks are larger products: their size is the greatest that divides every adapter's number of rows. Rollouts of equal
-    # groups give blocks of a group; requests that each name another adapter give blocks of one row.
+    # Larger blocks are larger products: their size is the greatest that divides every adapter's
+    # number of rows. Rollouts of equal groups give blocks of a group; requests that each name
+    # another adapter give blocks of one row.
     size = int(np.gcd.reduce([len(rows) for rows in members.values()]))
     order: list[int | None] = []
     slots: dict[int, np.ndarray] = {}

@@ -1,4 +1,6 @@
-"""What defines an adapter's shape and scale. Without jax: the catalog reads it of a million adapters and needs no device."""
+"""What defines an adapter's shape and scale. Without jax: the catalog reads it of a million
+adapters and needs no device.
+"""
 
 import dataclasses
 
@@ -15,8 +17,8 @@ class AdapterConfig(Settings):
 
     Attributes:
         rank: R, at least 1.
-        alpha: scale numerator: the delta is ``alpha / rank * B A x``, or ``alpha / sqrt(rank)`` with ``rslora``
-            (arXiv 2312.03732).
+        alpha: scale numerator: the delta is ``alpha / rank * B A x``, or ``alpha / sqrt(rank)``
+            with ``rslora`` (arXiv 2312.03732).
         targets: short names of the adapted projections, or ``all-linear``.
         rslora: see ``alpha``.
     """
@@ -42,5 +44,8 @@ def bucket_of(rank: int) -> int:
         UserError: a rank below 1 or above ``MAX_RANK``.
     """
     if not 1 <= rank <= MAX_RANK:
-        raise UserError(f"rank is {rank}; expected 1 to {MAX_RANK} (a policy without an adapter is the base itself)")
+        raise UserError(
+            f"rank is {rank}; expected 1 to {MAX_RANK} (a policy without an adapter is the base"
+            " itself)"
+        )
     return 1 << (rank - 1).bit_length()

@@ -1,8 +1,10 @@
-"""Whether stored numbers are finite, at the speed of memory: floats compared as the integers they are stored as.
+"""Whether stored numbers are finite, at the speed of memory: floats compared as the integers they
+are stored as.
 
-The bits of an IEEE float, read as an integer, grow with its magnitude; infinities and NaNs are at the top, from one pattern
-on (all exponent bits set, mantissa 0). So two maxima decide, one over signed integers (numbers >= 0) and one over unsigned
-ones (numbers < 0), without a temporary. ``numpy.isfinite`` of 53 M bfloat16 takes ten times as long.
+The bits of an IEEE float, read as an integer, grow with its magnitude; infinities and NaNs are at
+the top, from one pattern on (all exponent bits set, mantissa 0). So two maxima decide, one over
+signed integers (numbers >= 0) and one over unsigned ones (numbers < 0), without a temporary.
+``numpy.isfinite`` of 53 M bfloat16 takes ten times as long.
 """
 
 import numpy as np

@@ -1,4 +1,6 @@
-"""The rank and the scale that PEFT gives each module or parameter: ``r`` and ``lora_alpha`` with their patterns."""
+"""The rank and the scale that PEFT gives each module or parameter: ``r`` and ``lora_alpha`` with
+their patterns.
+"""
 
 import re
 from collections.abc import Mapping
@@ -18,7 +20,9 @@ class Patterns:
 
     def __init__(self, config: Mapping[str, Any]):
         self.rank_default: int = DEFAULT_RANK if config.get("r") is None else config["r"]
-        self.alpha_default: float = DEFAULT_ALPHA if config.get("lora_alpha") is None else config["lora_alpha"]
+        self.alpha_default: float = (
+            DEFAULT_ALPHA if config.get("lora_alpha") is None else config["lora_alpha"]
+        )
         self.rslora = bool(config.get("use_rslora", False))
         self._ranks: Mapping[str, int] = config.get("rank_pattern") or {}
         self._alphas: Mapping[str, float] = config.get("alpha_pattern") or {}

@@ -1,9 +1,11 @@
-"""PEFT adapter directories <-> adapter trees, exactly. Module names come in as a table; none is known here.
+"""PEFT adapter directories <-> adapter trees, exactly. Module names come in as a table; none is
+known here.
 
-``lora_A`` is our ``a`` as it is, ``lora_B`` is our ``b`` transposed; embeddings spell theirs ``lora_embedding_A`` and
-``lora_embedding_B``. One rank and one scale hold for a tree: a directory with ``rank_pattern`` or ``alpha_pattern`` is
-brought to its largest rank, and differing scales are folded into B. Routed experts are written expert by expert, which
-every program reads, and read in that form or fused (``fused.py``).
+``lora_A`` is our ``a`` as it is, ``lora_B`` is our ``b`` transposed; embeddings spell theirs
+``lora_embedding_A`` and ``lora_embedding_B``. One rank and one scale hold for a tree: a directory
+with ``rank_pattern`` or ``alpha_pattern`` is brought to its largest rank, and differing scales are
+folded into B. Routed experts are written expert by expert, which every program reads, and read in
+that form or fused (``fused.py``).
 """
 
 import json
@@ -18,19 +20,43 @@ from safetensors.numpy import load_file, save_file
 from mint_jax import params as params_lib
 from mint_jax.errors import UserError
 from mint_jax.files import new_directory
-from mint_jax.lora.fused import Found, Fused, Pair, fused_parameters, is_targeted, read_fused, target_fields
+from mint_jax.lora.fused import (
+    Found,
+    Fused,
+    Pair,
+    fused_parameters,
+    is_targeted,
+    read_fused,
+    target_fields,
+)
 from mint_jax.lora.patterns import DEFAULT_RANK, Patterns
 from mint_jax.lora.tree import AdapterConfig, Projection, check_finite
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-_MLP = {"gate_proj", "up_proj", "down_proj"}  # what PEFT takes for projections of experts in a model type that knows them
+# what PEFT takes for projections of experts in a model type that knows them
+_MLP = {"gate_proj", "up_proj", "down_proj"}
 # Every field of ``peft.LoraConfig`` is read, in ONLY or in NO_EFFECT.
 READ = (
-    *("peft_type", "peft_version", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"),
-    *("target_modules", "exclude_modules", "layers_to_transform", "target_parameters", "modules_to_save"),
+    *(
+        "peft_type",
+        "peft_version",
+        "r",
+        "lora_alpha",
+        "use_rslora",
+        "rank_pattern",
+        "alpha_pattern",
+    ),
+    *(
+        "target_modules",
+        "exclude_modules",
+        "layers_to_transform",
+        "target_parameters",
+        "modules_to_save",
+    ),
 )
-ONLY: dict[str, tuple[Any, ...]] = {  # fields that change what is computed -> the values that are computed here
+# fields that change what is computed -> the values that are computed here
+ONLY: dict[str, tuple[Any, ...]] = {
     "use_dora": (False, None),
     "bias": ("none", None),
     "lora_bias": (False, None),
@@ -39,8 +65,11 @@ ONLY: dict[str, tuple[Any, ...]] = {  # fields that change what is computed -> t
     "alora_invocation_tokens": (None, []),
     "megatron_config": (None, {}),
     "ensure_weight_tying": (False, None),  # factors of the embedding that also adapt the head
-    "init_lora_weights": (None, True, False, "gaussian", "eva", "orthogonal", "mica"),  # others change the base's weights
-    **dict.fromkeys(("use_qalora", "use_bdlora", "kasa_config", "monteclora_config"), (None, False, {})),
+    # others change the base's weights
+    "init_lora_weights": (None, True, False, "gaussian", "eva", "orthogonal", "mica"),
+    **dict.fromkeys(
+        ("use_qalora", "use_bdlora", "kasa_config", "monteclora_config"), (None, False, {})
+    ),
     **dict.fromkeys(("velora_config", "arrow_config"), (None, False, {})),
 }
 NO_EFFECT = {  # field -> why the outputs of a finished adapter do not depend on it
@@ -50,7 +79,10 @@ NO_EFFECT = {  # field -> why the outputs of a finished adapter do not depend on
     "revision": "a name",
     "inference_mode": "whether factors get gradients",
     "lora_dropout": "training alone",
-    "fan_in_fan_out": "how a Conv1D stores its weight; PEFT sets it back for linear layers, and factors are the same",
+    "fan_in_fan_out": (
+        "how a Conv1D stores its weight; PEFT sets it back for linear layers, and factors are the"
+        " same"
+    ),
     "layers_pattern": "where layers_to_transform finds numbers; a file names its layers",
     "megatron_core": "a module's name, used with megatron_config",
     "loftq_config": "used by init_lora_weights",
@@ -61,14 +93,16 @@ NO_EFFECT = {  # field -> why the outputs of a finished adapter do not depend on
     "runtime_config": "never saved",
 }
 
-Names = Mapping[str, Sequence[str]]  # projection path -> module name per layer, or per layer and expert
+# projection path -> module name per layer, or per layer and expert
+Names = Mapping[str, Sequence[str]]
 
 
 class BaseNames(dict[str, list[str]]):
     """``Names`` of a base that can be asked about its own weights, which some adapter files carry.
 
     Attributes:
-        holds: whether the base's tensor of a name has these values; None where there is no such tensor.
+        holds: whether the base's tensor of a name has these values; None where there is no such
+            tensor.
     """
 
     def __init__(self, holds: Callable[[str, np.ndarray], bool | None]):
@@ -88,16 +122,23 @@ def is_peft(directory: str | Path) -> bool:
 
 
 def write_peft(
-    directory: str | Path, adapter: Any, config: AdapterConfig, names: Names, base_name: str = "", moe_type: bool = False
+    directory: str | Path,
+    adapter: Any,
+    config: AdapterConfig,
+    names: Names,
+    base_name: str = "",
+    moe_type: bool = False,
 ) -> None:
-    """Writes an adapter so that PEFT loads it with the same outputs; the directory appears whole or not at all.
+    """Writes an adapter so that PEFT loads it with the same outputs; the directory appears whole or
+    not at all.
 
     PEFT cannot load one that has only gate or only up of routed experts, and says so.
 
     Args:
         names: modules of every projection.
         base_name: what other programs open the base by.
-        moe_type: whether transformers' class of the base knows routed experts, also where all its layers are dense.
+        moe_type: whether transformers' class of the base knows routed experts, also where all its
+            layers are dense.
 
     Raises:
         UserError: the directory exists and is not empty.
@@ -131,28 +172,49 @@ def write_peft(
     with new_directory(directory) as staging:
         save_file(tensors, staging / WEIGHTS, metadata={"format": "pt"})
         (staging / CONFIG).write_text(json.dumps(fields, indent=2))
-        (staging / WEIGHTS).chmod((staging / CONFIG).stat().st_mode)  # safetensors writes for the owner alone
+        # safetensors writes for the owner alone
+        (staging / WEIGHTS).chmod((staging / CONFIG).stat().st_mode)
 
 
-def _targets(flat: Mapping[str, Any], config: AdapterConfig, names: Names, moe_type: bool) -> dict[str, Any]:
+def _targets(
+    flat: Mapping[str, Any], config: AdapterConfig, names: Names, moe_type: bool
+) -> dict[str, Any]:
     """The fields that name the modules to adapt.
 
-    Last names of modules, as everybody reads them. PEFT turns those of routed experts into parameters that stack gate and
-    up at twice the rank, which goes wrong twice: the same names no longer adapt dense layers and shared experts, whose
-    factors are then dropped without a word, and under rslora the scale of gate and up grows by sqrt(2). There the
-    parameters are named outright. PEFT goes by the type of the model: it does so also where no layer has experts.
+    Last names of modules, as everybody reads them. PEFT turns those of routed experts into
+    parameters that stack gate and up at twice the rank, which goes wrong twice: the same names no
+    longer adapt dense layers and shared experts, whose factors are then dropped without a word, and
+    under rslora the scale of gate and up grows by sqrt(2). There the parameters are named outright.
+    PEFT goes by the type of the model: it does so also where no layer has experts.
     """
-    routed = {leaf.rsplit("/", 1)[0]: np.shape(factor)[:2] for leaf, factor in flat.items() if np.ndim(factor) == 4}
-    modules = {path: {module.rsplit(".", 1)[-1] for module in names[path]} for path in sorted({leaf.rsplit("/", 1)[0] for leaf in flat})}
+    routed = {
+        leaf.rsplit("/", 1)[0]: np.shape(factor)[:2]
+        for leaf, factor in flat.items()
+        if np.ndim(factor) == 4
+    }
+    modules = {
+        path: {module.rsplit(".", 1)[-1] for module in names[path]}
+        for path in sorted({leaf.rsplit("/", 1)[0] for leaf in flat})
+    }
     of_experts = {last for path in routed for last in modules[path]} | (_MLP if moe_type else set())
     beside = [path for path in modules if path not in routed and modules[path] & of_experts]
     if not beside and not (routed and config.rslora):
         return {"target_modules": sorted(set().union(*modules.values()))}
     stacks = {path: Projection(stack, 0, 0, ()) for path, stack in routed.items()}
-    fused = [f for of_layer in fused_parameters({path: names[path] for path in routed}, stacks).values() for f in of_layer.values()]
-    parameters = [one.name for one in fused] + [f"{module}.weight" for path in beside for module in names[path]]
+    fused = [
+        f
+        for of_layer in fused_parameters({path: names[path] for path in routed}, stacks).values()
+        for f in of_layer.values()
+    ]
+    parameters = [one.name for one in fused] + [
+        f"{module}.weight" for path in beside for module in names[path]
+    ]
     return {
-        "target_modules": sorted(set().union(*(modules[path] for path in modules if path not in routed and path not in beside))),
+        "target_modules": sorted(
+            set().union(
+                *(modules[path] for path in modules if path not in routed and path not in beside)
+            )
+        ),
         "target_parameters": sorted(parameters),
         **target_fields(fused, config.rank, config.alpha, config.rslora),
     }
@@ -173,18 +235,20 @@ def read_peft(
     """Reads a PEFT adapter.
 
     Args:
-        names: modules of every projection of the base that could be adapted. ``BaseNames`` compare weights of the base
-            that the file carries (``modules_to_save``, an adapted embedding's own); with others these are refused.
+        names: modules of every projection of the base that could be adapted. ``BaseNames`` compare
+            weights of the base that the file carries (``modules_to_save``, an adapted embedding's
+            own); with others these are refused.
         projections: those projections.
         finite: refuse NaN and infinite weights.
 
     Returns:
-        The factors, float32, and their config. Layers that the directory leaves out are zero, as are dense layers and
-        shared experts beside routed ones of the same name.
+        The factors, float32, and their config. Layers that the directory leaves out are zero, as
+        are dense layers and shared experts beside routed ones of the same name.
 
     Raises:
-        UserError: not a PEFT LoRA directory, a feature this does not cover, a tensor of no known projection, a wrong
-            shape, a layer with some of its experts only, NaN weights, or nothing that binds.
+        UserError: not a PEFT LoRA directory, a feature this does not cover, a tensor of no known
+            projection, a wrong shape, a layer with some of its experts only, NaN weights, or
+            nothing that binds.
     """
     directory = Path(directory)
     config = _read_config(directory)
@@ -201,7 +265,9 @@ def read_peft(
     def take(module: str, path: str = "") -> tuple[np.ndarray, np.ndarray] | None:
         name_a, name_b = _tensor_names(path, module)
         if (name_a in tensors) != (name_b in tensors):
-            raise UserError(f"{directory}: {module} has only one of lora_A and lora_B; the file is incomplete")
+            raise UserError(
+                f"{directory}: {module} has only one of lora_A and lora_B; the file is incomplete"
+            )
         return (tensors.pop(name_a), tensors.pop(name_b)) if name_a in tensors else None
 
     found = _find(take, config, names, projections, directory)
@@ -209,11 +275,15 @@ def read_peft(
         _take_base_weights(tensors, names, directory)
     if tensors:
         raise UserError(
-            f"{directory}: tensor {next(iter(tensors))!r} is no LoRA factor of this base: the adapter was trained on "
-            "another model, or the file has weights that the base's files do not have"
+            f"{directory}: tensor {next(iter(tensors))!r} is no LoRA factor of this base: the"
+            " adapter was trained on another model, or the file has weights that the base's files"
+            " do not have"
         )
     if not found:
-        raise UserError(f"{directory}: no module of the adapter binds to this base: the adapter was trained on another model")
+        raise UserError(
+            f"{directory}: no module of the adapter binds to this base: the adapter was trained on"
+            " another model"
+        )
 
     rank = max(pair.a.shape[0] for pairs in found.values() for pair in pairs.values())
     alpha = float(Patterns(config).alpha_default)
@@ -224,11 +294,17 @@ def read_peft(
         pairs = found.get(path, {})
         stack, D, F, _ = projections[path]
         count = len(names[path])
-        a_all, b_all = np.zeros((count, rank, D), np.float32), np.zeros((count, rank, F), np.float32)
+        a_all, b_all = (
+            np.zeros((count, rank, D), np.float32),
+            np.zeros((count, rank, F), np.float32),
+        )
         for i, (a, b, scale) in pairs.items():
             a_all[i, : a.shape[0]] = a
             b_all[i, : a.shape[0]] = b.T.astype(np.float32) * np.float32(scale / mine.scale)
-        flat |= {f"{path}/a": a_all.reshape(*stack, rank, D), f"{path}/b": b_all.reshape(*stack, rank, F)}
+        flat |= {
+            f"{path}/a": a_all.reshape(*stack, rank, D),
+            f"{path}/b": b_all.reshape(*stack, rank, F),
+        }
     adapter = params_lib.nest(flat)
     if finite:
         check_finite(adapter, str(directory))
@@ -236,33 +312,46 @@ def read_peft(
 
 
 def _take_base_weights(tensors: dict[str, np.ndarray], base: BaseNames, directory: Path) -> None:
-    """Takes the weights of the base out of a file: PEFT saves them beside an adapted embedding, and for modules_to_save.
+    """Takes the weights of the base out of a file: PEFT saves them beside an adapted embedding, and
+    for modules_to_save.
 
     Raises:
-        UserError: they differ from the base's, over which the adapter would not be what was trained.
+        UserError: they differ from the base's, over which the adapter would not be what was
+            trained.
     """
     for name in list(tensors):
-        plain = name.removeprefix(_PREFIX).replace(".base_layer.", ".").replace(".modules_to_save.", ".")
+        plain = (
+            name.removeprefix(_PREFIX)
+            .replace(".base_layer.", ".")
+            .replace(".modules_to_save.", ".")
+        )
         if ".lora_" in name or (same := base.holds(plain, tensors[name])) is None:
             continue
         if not same:
             raise UserError(
-                f"{directory}: {name!r} differs from the base's {plain}: the adapter was trained over other weights, or "
-                "trained them too, and adapters alone are supported here; use a base with these weights, or train without "
-                "modules_to_save and without changing the embedding"
+                f"{directory}: {name!r} differs from the base's {plain}: the adapter was trained"
+                " over other weights, or trained them too, and adapters alone are supported here;"
+                " use a base with these weights, or train without modules_to_save and without"
+                " changing the embedding"
             )
         del tensors[name]
 
 
 def _check_targeted(module: str, config: Mapping[str, Any], directory: Path) -> None:
-    """A module that has factors is among those that the config's lists name; PEFT would drop the factors of any other.
+    """A module that has factors is among those that the config's lists name; PEFT would drop the
+    factors of any other.
 
-    A regular expression, which a stranger may have written, is not run: the file's tensors say what is adapted.
+    A regular expression, which a stranger may have written, is not run: the file's tensors say what
+    is adapted.
     """
 
     def named(field: str) -> bool | None:
         value = config.get(field)
-        return any(f".{module}".endswith(f".{one}") for one in value) if isinstance(value, list) else None
+        return (
+            any(f".{module}".endswith(f".{one}") for one in value)
+            if isinstance(value, list)
+            else None
+        )
 
     layers = config.get("layers_to_transform")
     layers = [layers] if isinstance(layers, int) else layers
@@ -271,12 +360,16 @@ def _check_targeted(module: str, config: Mapping[str, Any], directory: Path) -> 
         ("target_modules", named("target_modules") is False),
         ("exclude_modules", named("exclude_modules") is True),
         ("modules_to_save", named("modules_to_save") is True),
-        ("layers_to_transform", layers and isinstance(config.get("target_modules"), list) and number not in layers),
+        (
+            "layers_to_transform",
+            layers and isinstance(config.get("target_modules"), list) and number not in layers,
+        ),
     ):
         if wrong:
             raise UserError(
-                f"{directory}: the file has factors of {module}, but {field} in {CONFIG} is {str(config[field])[:200]}, "
-                "which leaves it out: config and weights do not belong together"
+                f"{directory}: the file has factors of {module}, but {field} in {CONFIG} is"
+                f" {str(config[field])[:200]}, which leaves it out: config and weights do not"
+                " belong together"
             )
 
 
@@ -288,7 +381,11 @@ def _find(
     directory: Path,
 ) -> Found:
     """Takes the factors of all known modules out of a file."""
-    targets, patterns, fused = config.get("target_parameters") or (), Patterns(config), fused_parameters(names, projections)
+    targets, patterns, fused = (
+        config.get("target_parameters") or (),
+        Patterns(config),
+        fused_parameters(names, projections),
+    )
     _check_target_parameters(targets, names, fused, directory)
     found = read_fused(take, fused, patterns, config.get("peft_version"), str(directory))
     for path, modules in names.items():
@@ -296,7 +393,10 @@ def _find(
             if (pair := take(module, path)) is None:
                 continue
             if i in found.get(path, {}):
-                raise UserError(f"{directory}: {module} has factors of its own beside the fused ones of all experts; keep one of the two")
+                raise UserError(
+                    f"{directory}: {module} has factors of its own beside the fused ones of all"
+                    " experts; keep one of the two"
+                )
             # a matrix that is targeted as a parameter goes by that name in the patterns, too
             key = f"{module}.weight" if is_targeted(f"{module}.weight", targets) else module
             if key == module and not (targets and len(projections[path].stack) == 2):
@@ -307,46 +407,68 @@ def _find(
         if len(projections[path].stack) == 2:
             _check_experts(pairs, names[path], projections[path].stack[1], directory)
     for parameter in (p for of_layer in fused.values() for p in of_layer.values()):
-        if is_targeted(parameter.name, targets) and (lacking := [p for p in parameter.paths if parameter.first not in found.get(p, {})]):
-            raise UserError(f"{directory}: target_parameters names {parameter.name}, but the file has no factors of {lacking[0]} for it")
+        if is_targeted(parameter.name, targets) and (
+            lacking := [p for p in parameter.paths if parameter.first not in found.get(p, {})]
+        ):
+            raise UserError(
+                f"{directory}: target_parameters names {parameter.name}, but the file has no"
+                f" factors of {lacking[0]} for it"
+            )
     return found
 
 
-def _check_target_parameters(targets: Sequence[str], names: Names, fused: Mapping[str, Mapping[str, Fused]], directory: Path) -> None:
+def _check_target_parameters(
+    targets: Sequence[str], names: Names, fused: Mapping[str, Mapping[str, Fused]], directory: Path
+) -> None:
     known = [parameter.name for of_layer in fused.values() for parameter in of_layer.values()]
-    known += [f"{module}.weight" for path, modules in names.items() if path != "embed" for module in modules]
+    known += [
+        f"{module}.weight"
+        for path, modules in names.items()
+        if path != "embed"
+        for module in modules
+    ]
     for target in targets:
         if not any(is_targeted(name, [target]) for name in known):
             raise UserError(
-                f"{directory / CONFIG}: target_parameters is {sorted(targets)!r}, of which {target!r} is none that can be adapted in this "
-                f"base, like {known[0]!r}: the adapter was trained on another model"
+                f"{directory / CONFIG}: target_parameters is {sorted(targets)!r}, of which"
+                f" {target!r} is none that can be adapted in this base, like {known[0]!r}: the"
+                " adapter was trained on another model"
             )
 
 
-def _check_pair(a: np.ndarray, b: np.ndarray, module: str, projection: Projection, rank: int, directory: Path) -> int:
+def _check_pair(
+    a: np.ndarray, b: np.ndarray, module: str, projection: Projection, rank: int, directory: Path
+) -> int:
     """The rank of a module's factors."""
     if a.ndim != 2 or b.ndim != 2 or not a.shape[0]:
-        raise UserError(f"{directory}: {module} has lora_A {a.shape} and lora_B {b.shape}; expected two matrices of rank 1 or more")
+        raise UserError(
+            f"{directory}: {module} has lora_A {a.shape} and lora_B {b.shape}; expected two"
+            " matrices of rank 1 or more"
+        )
     r, D, F = a.shape[0], projection.d_in, projection.d_out
     if a.shape != (r, D) or b.shape != (F, r):
         raise UserError(
-            f"{directory}: {module} has lora_A {a.shape} and lora_B {b.shape}; this base needs ({r}, {D}) and ({F}, {r}): "
-            "the adapter was trained on another model"
+            f"{directory}: {module} has lora_A {a.shape} and lora_B {b.shape}; this base needs"
+            f" ({r}, {D}) and ({F}, {r}): the adapter was trained on another model"
         )
     if rank != r:
         raise UserError(
-            f"{module} has rank {r} but {CONFIG} says {rank} (if nothing, {DEFAULT_RANK}): config and weights do not belong together"
+            f"{module} has rank {r} but {CONFIG} says {rank} (if nothing, {DEFAULT_RANK}): config"
+            " and weights do not belong together"
         )
     return r
 
 
-def _check_experts(pairs: Mapping[int, Pair], modules: Sequence[str], experts: int, directory: Path) -> None:
+def _check_experts(
+    pairs: Mapping[int, Pair], modules: Sequence[str], experts: int, directory: Path
+) -> None:
     """All experts of a layer, or none."""
     for first in sorted({i // experts * experts for i in pairs}):
         if lacking := [i for i in range(first, first + experts) if i not in pairs]:
             raise UserError(
-                f"{directory}: {modules[lacking[0]]} is missing, though {experts - len(lacking)} of the {experts} experts of its layer are "
-                "there: the file is incomplete; write all of them, with zeros where one is not adapted"
+                f"{directory}: {modules[lacking[0]]} is missing, though {experts - len(lacking)} of"
+                f" the {experts} experts of its layer are there: the file is incomplete; write all"
+                " of them, with zeros where one is not adapted"
             )
 
 
@@ -355,20 +477,32 @@ def _read_config(directory: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text())
     except FileNotFoundError:
-        raise UserError(f"{path} does not exist: a PEFT adapter is a directory with {CONFIG} and {WEIGHTS}") from None
+        raise UserError(
+            f"{path} does not exist: a PEFT adapter is a directory with {CONFIG} and {WEIGHTS}"
+        ) from None
     except ValueError as error:
         raise UserError(f"{path} is not valid JSON ({error})") from None
     if not isinstance(config, dict):
-        raise UserError(f"{path} holds a {type(config).__name__}; expected an object with peft_type, r and lora_alpha")
+        raise UserError(
+            f"{path} holds a {type(config).__name__}; expected an object with peft_type, r and"
+            " lora_alpha"
+        )
     if config.get("peft_type") != "LORA":
-        raise UserError(f"{path}: peft_type is {config.get('peft_type')!r}; only LORA adapters can be imported")
+        raise UserError(
+            f"{path}: peft_type is {config.get('peft_type')!r}; only LORA adapters can be imported"
+        )
     for field, value in config.items():
         if field in ONLY and value not in ONLY[field]:
-            raise UserError(f"{path}: {field} is {value!r}, which is not supported; train or merge it without")
-        # A new feature of PEFT is switched on by true or by an object; numbers and names are parameters of one.
-        if field not in (*READ, *ONLY, *NO_EFFECT) and (value is True or (isinstance(value, dict | list) and value)):
             raise UserError(
-                f"{path}: {field} is {str(value)[:200]}, which is not known here: remove the field if the outputs of "
-                "the adapter do not depend on it"
+                f"{path}: {field} is {value!r}, which is not supported; train or merge it without"
+            )
+        # A new feature of PEFT is switched on by true or by an object; numbers and names are
+        # parameters of one.
+        if field not in (*READ, *ONLY, *NO_EFFECT) and (
+            value is True or (isinstance(value, dict | list) and value)
+        ):
+            raise UserError(
+                f"{path}: {field} is {str(value)[:200]}, which is not known here: remove the field"
+                " if the outputs of the adapter do not depend on it"
             )
     return config

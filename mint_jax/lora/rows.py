@@ -1,22 +1,29 @@
-"""LoRA deltas of rows that each name a slot: which adapters a batch has, and how many, is data of one compiled program.
+"""LoRA deltas of rows that each name a slot: which adapters a batch has, and how many, is data of
+one compiled program.
 
-``apply.py`` has blocks of rows with one adapter each, whose number is part of the program: right for training, whose batches repeat,
-and wrong for serving, where every mixture of adapters would be a program of its own. Here the stacks stay where they are, ``[L, S, R,
-D]``, and a row's slot is an index into them. A projection then has one of three forms, chosen on the device by the rows there are:
+``apply.py`` has blocks of rows with one adapter each, whose number is part of the program: right
+for training, whose batches repeat, and wrong for serving, where every mixture of adapters would be
+a program of its own. Here the stacks stay where they are, ``[L, S, R, D]``, and a row's slot is an
+index into them. A projection then has one of three forms, chosen on the device by the rows there
+are:
 
     no row names an adapter      nothing
     all that do name one slot    one product for blocks of up to 32 rows: the adapter is read once
     several slots                a product for each row with factors gathered for it
 
-SmolLM2-135M's linear layers at 32 rows of rank 8, over the bare base: one slot 0.99 by the second form and 1.44 by the third, 22
-distinct slots 1.46 by the third. The forms give the same bits: on a CPU a product of 2 to 32 rows sums alike whatever their number, so
-the third form gives each row a twin, and rank 1, whose products would be of a matrix and a vector, a row of zeros.
+SmolLM2-135M's linear layers at 32 rows of rank 8, over the bare base: one slot 0.99 by the second
+form and 1.44 by the third, 22 distinct slots 1.46 by the third. The forms give the same bits: on a
+CPU a product of 2 to 32 rows sums alike whatever their number, so the third form gives each row a
+twin, and rank 1, whose products would be of a matrix and a vector, a row of zeros.
 
-On TPUs, NVIDIA's GPUs and CPUs a kernel (``pallas_kernels.slot_lora``) adds to the base's result where it can serve: every distinct
-adapter is read once, from where it lies. Of 32 rows of eight adapters the third form reads each adapter four times, writes the copies
-and reads these. The three forms are for what the kernels leave: other dtypes, meshes that split inputs, a CPU without a C++ compiler.
+On TPUs, NVIDIA's GPUs and CPUs a kernel (``pallas_kernels.slot_lora``) adds to the base's result
+where it can serve: every distinct adapter is read once, from where it lies. Of 32 rows of eight
+adapters the third form reads each adapter four times, writes the copies and reads these. The three
+forms are for what the kernels leave: other dtypes, meshes that split inputs, a CPU without a C++
+compiler.
 
-Axes: B rows, T tokens, L layers, S slots, P blocks, R rank, D in, F out, E experts, C distinct adapters of a batch.
+Axes: B rows, T tokens, L layers, S slots, P blocks, R rank, D in, F out, E experts, C distinct
+adapters of a batch.
 """
 
 import dataclasses
@@ -36,8 +43,14 @@ from pallas_kernels.slot_lora.pallas_gpu import Turn
 
 Ends = tuple[str | None, str | None]  # logical axes of a projection's in and out dimension
 
-KERNELS = ("pallas_tpu", "tpu", slot_lora.pallas_tpu), ("pallas_gpu", "cuda", slot_lora.pallas_gpu), ("cpu", "cpu", slot_lora.cpu)
-BLOCK = 32  # rows of a block where all rows name one slot; more would be another class of products, with other bits
+KERNELS = (
+    ("pallas_tpu", "tpu", slot_lora.pallas_tpu),
+    ("pallas_gpu", "cuda", slot_lora.pallas_gpu),
+    ("cpu", "cpu", slot_lora.cpu),
+)
+# rows of a block where all rows name one slot; more would be another class of products, with other
+# bits
+BLOCK = 32
 
 
 @struct.dataclass
@@ -45,13 +58,15 @@ class RowBucket:
     """What the rows name of one rank bucket.
 
     Attributes:
-        factors: a tree of ``[L, S, (E,) R, D]`` and ``[L, S, (E,) R, F]``, or what is below a name of it.
+        factors: a tree of ``[L, S, (E,) R, D]`` and ``[L, S, (E,) R, F]``, or what is below a name
+            of it.
         scale: ``[S]`` float32.
         slots: ``[B]`` int32; -1 for rows that name none of this bucket.
         form: scalar int32: 0 no row names a slot, 1 one slot, 2 several.
         distinct: ``[C]`` int32, the slots that rows name, each once; repeats of 0 behind them.
         order: ``[B]`` int32, where a row's slot stands in ``distinct``.
-        turn: of the tokens of all rows the kernel's own order, see ``slot_lora.pallas_gpu``; None: it is made where it is needed.
+        turn: of the tokens of all rows the kernel's own order, see ``slot_lora.pallas_gpu``; None:
+            it is made where it is needed.
     """
 
     factors: Any
@@ -79,14 +94,21 @@ class RowAdapters:
 
     def at(self, name: str) -> "RowAdapters":
         """The adapters below one name of the tree; buckets without it become empty."""
-        return dataclasses.replace(self, buckets=tuple(dataclasses.replace(b, factors=b.factors.get(name, {})) for b in self.buckets))
+        return dataclasses.replace(
+            self,
+            buckets=tuple(
+                dataclasses.replace(b, factors=b.factors.get(name, {})) for b in self.buckets
+            ),
+        )
 
     def in_layer(self, layer: jax.Array) -> "RowAdapters":
         """Those of one layer."""
         return dataclasses.replace(self, layer=layer)
 
     def in_turn(self, T: int) -> "RowAdapters":
-        """Those of rows of T tokens, with what the kernel of GPUs needs of them for every layer and step: made here, it is made once."""
+        """Those of rows of T tokens, with what the kernel of GPUs needs of them for every layer and
+        step: made here, it is made once.
+        """
         if self.kernel not in ("auto", "pallas_gpu") or not sharding.one_device():
             return self
 
@@ -96,9 +118,13 @@ class RowAdapters:
             if self.kernel == "auto":
 
                 def none(slot_M: jax.Array) -> Turn:
-                    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(make, slot_M))
+                    return jax.tree.map(
+                        lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(make, slot_M)
+                    )
 
-                return dataclasses.replace(bucket, turn=jax.lax.platform_dependent(slot_M, cuda=make, default=none))
+                return dataclasses.replace(
+                    bucket, turn=jax.lax.platform_dependent(slot_M, cuda=make, default=none)
+                )
             return dataclasses.replace(bucket, turn=make(slot_M))
 
         return dataclasses.replace(self, buckets=tuple(map(of, self.buckets)))
@@ -119,14 +145,18 @@ class RowAdapters:
         return sum(self.blocks) + 1
 
     def block_of_rows(self, rows: int) -> jax.Array:
-        """``[B]`` int32: the number of each row's adapter, through all buckets; the last is none."""
+        """``[B]`` int32: the number of each row's adapter, through all buckets; the last is
+        none.
+        """
         out, first = jnp.full((rows,), self.total_blocks - 1, jnp.int32), 0
         for bucket, count in zip(self.buckets, self.blocks):
             out = jnp.where(bucket.slots >= 0, first + bucket.order, out)
             first += count
         return out
 
-    def onto(self, fn: Callable[[Any, jax.Array], jax.Array], x: jax.Array, y: jax.Array, ends: Ends) -> jax.Array:
+    def onto(
+        self, fn: Callable[[Any, jax.Array], jax.Array], x: jax.Array, y: jax.Array, ends: Ends
+    ) -> jax.Array:
         """A projection's result with its adapters' deltas: ``y [B, T, F]`` of ``x [B, T, D]``.
 
         Args:
@@ -135,10 +165,17 @@ class RowAdapters:
         """
 
         def plain(x: jax.Array, y: jax.Array, bucket: RowBucket, layer: jax.Array) -> jax.Array:
-            return y + dataclasses.replace(self, layer=layer)._of_bucket(bucket, fn, x, y.shape[-1], y.dtype, 1)
+            return y + dataclasses.replace(self, layer=layer)._of_bucket(
+                bucket, fn, x, y.shape[-1], y.dtype, 1
+            )
 
         table = tuple(
-            Implementation(name, on, functools.partial(_by_kernel, ends=ends, op=op), functools.partial(_require, ends=ends, op=op))
+            Implementation(
+                name,
+                on,
+                functools.partial(_by_kernel, ends=ends, op=op),
+                functools.partial(_require, ends=ends, op=op),
+            )
             for name, on, op in KERNELS
         )
         table = *table, Implementation("xla", None, plain, dispatch.anything)
@@ -148,29 +185,48 @@ class RowAdapters:
                 y = dispatch.run("slot_lora", table, self.kernel, (x, y, bucket, layer))
         return y
 
-    def over(self, fn: Callable[[Any, jax.Array], jax.Array], x: jax.Array, d_out: int, dtype: Any, fan: int = 1) -> jax.Array | None:
-        """Applies ``fn(factors, x[P, rows, T, ...]) -> [P, rows, T, d_out]`` to the rows of every adapter; zeros for the others.
+    def over(
+        self,
+        fn: Callable[[Any, jax.Array], jax.Array],
+        x: jax.Array,
+        d_out: int,
+        dtype: Any,
+        fan: int = 1,
+    ) -> jax.Array | None:
+        """Applies ``fn(factors, x[P, rows, T, ...]) -> [P, rows, T, d_out]`` to the rows of every
+        adapter; zeros for the others.
 
         Args:
             x: ``[B, T, ...]``.
-            fan: rows of ``fn``'s products for each of ``x``: heads, where these are absorbed factor by factor.
+            fan: rows of ``fn``'s products for each of ``x``: heads, where these are absorbed factor
+                by factor.
 
         Returns:
             ``[B, T, d_out]``, or None when no bucket targets this projection.
         """
-        parts = [self._of_bucket(bucket, fn, x, d_out, dtype, fan) for bucket in self.buckets if bucket.factors]
+        parts = [
+            self._of_bucket(bucket, fn, x, d_out, dtype, fan)
+            for bucket in self.buckets
+            if bucket.factors
+        ]
         return sum(parts[1:], parts[0]) if parts else None
 
-    def _of_bucket(self, bucket: RowBucket, fn: Any, x: jax.Array, d_out: int, dtype: Any, fan: int) -> jax.Array:
+    def _of_bucket(
+        self, bucket: RowBucket, fn: Any, x: jax.Array, d_out: int, dtype: Any, fan: int
+    ) -> jax.Array:
         B, T = x.shape[:2]
 
         def none() -> jax.Array:
             return jnp.zeros((B, T, d_out), dtype)
 
         def one() -> jax.Array:
-            P = -(-B // (BLOCK if fan == 1 else 2))  # with heads both forms have 2 fan rows, or they would be of two classes
-            rows = -(-B // P)  # two at least, where there are: a row alone would be another class of products
-            x_PW = jnp.pad(x, [(0, P * rows - B)] + [(0, 0)] * (x.ndim - 1)).reshape(P, rows, *x.shape[1:])
+            # with heads both forms have 2 fan rows, or they would be of two classes
+            P = -(-B // (BLOCK if fan == 1 else 2))
+            # two at least, where there are: a row alone would be another class of products
+            rows = -(-B // P)
+            x_PW = jnp.pad(x, [(0, P * rows - B)] + [(0, 0)] * (x.ndim - 1)).reshape(
+                P, rows, *x.shape[1:]
+            )
             factors = self._take(bucket, jnp.broadcast_to(jnp.max(bucket.slots), (P,)), x.dtype)
             return fn(factors, x_PW).reshape(P * rows, T, d_out)[:B]
 
@@ -189,20 +245,25 @@ class RowAdapters:
         mesh: Any = jax.sharding.get_abstract_mesh()
         if sharding.one_device():
             return self._take(bucket, jnp.maximum(bucket.slots, 0), dtype)
-        # Over a mesh the distinct slots travel, each once, and are dealt to the rows where these are: gathered for the rows first, they
-        # travel once for every row (Qwen3-4B, 1,024 rows of 8 adapters on four chips: 24 GB of collectives in a step).
+        # Over a mesh the distinct slots travel, each once, and are dealt to the rows where these
+        # are: gathered for the rows first, they travel once for every row (Qwen3-4B, 1,024 rows of
+        # 8 adapters on four chips: 24 GB of collectives in a step).
         rows = sharding.partition(("batch",), mesh)[0]
 
         def dealt(x: jax.Array) -> jax.Array:
             free = jax.sharding.PartitionSpec.UNCONSTRAINED
             x = jax.lax.with_sharding_constraint(x, jax.sharding.PartitionSpec(None, None, free))
             even = rows if bucket.slots.shape[0] % sharding.ways("batch", mesh) == 0 else None
-            return jax.lax.with_sharding_constraint(x[bucket.order], jax.sharding.PartitionSpec(even, None, free))
+            return jax.lax.with_sharding_constraint(
+                x[bucket.order], jax.sharding.PartitionSpec(even, None, free)
+            )
 
         return jax.tree.map(dealt, self._take(bucket, bucket.distinct, dtype))
 
     def _take(self, bucket: RowBucket, slots: jax.Array, dtype: Any) -> Any:
-        """The factors of slots, ``[P, R, D]`` and ``[P, R, F]`` with the scale in the second, of rank 2 at least."""
+        """The factors of slots, ``[P, R, D]`` and ``[P, R, F]`` with the scale in the second, of
+        rank 2 at least.
+        """
         layer = 0 if self.layer is None else self.layer
         a, b = bucket.factors["a"][layer, slots], bucket.factors["b"][layer, slots]
         b = b * bucket.scale[slots][:, None, None]
@@ -210,15 +271,23 @@ class RowAdapters:
         return {"a": a.astype(dtype), "b": b.astype(dtype)}
 
     def embedded(self, tokens_BT: jax.Array, d_out: int, dtype: Any) -> jax.Array | None:
-        """The deltas of the embedding, ``[B, T, D]``: of ``A [R, V]`` each row reads its tokens' columns alone."""
+        """The deltas of the embedding, ``[B, T, D]``: of ``A [R, V]`` each row reads its tokens'
+        columns alone.
+        """
         parts = []
         for bucket in self.buckets:
             if bucket.factors:
                 slots = jnp.maximum(bucket.slots, 0)
                 h_BTR = bucket.factors["a"][0, slots[:, None], :, tokens_BT].astype(dtype)
-                b_BRF = (bucket.factors["b"][0, slots] * bucket.scale[slots][:, None, None]).astype(dtype)
-                delta = jnp.einsum("BTR,BRF->BTF", h_BTR, b_BRF, preferred_element_type=jnp.float32).astype(dtype)
-                parts.append(jnp.where((bucket.slots >= 0)[:, None, None], delta, jnp.zeros((), dtype)))
+                b_BRF = (bucket.factors["b"][0, slots] * bucket.scale[slots][:, None, None]).astype(
+                    dtype
+                )
+                delta = jnp.einsum(
+                    "BTR,BRF->BTF", h_BTR, b_BRF, preferred_element_type=jnp.float32
+                ).astype(dtype)
+                parts.append(
+                    jnp.where((bucket.slots >= 0)[:, None, None], delta, jnp.zeros((), dtype))
+                )
         return sum(parts[1:], parts[0]) if parts else None
 
 
@@ -230,8 +299,9 @@ class _Split(NamedTuple):
 
     Attributes:
         rows, inward, outward: of rows, inputs and outputs.
-        swap_in, swap_out: mesh axes that split rows and also inputs, or outputs (``fsdp``). Whole rows of a device become parts of
-            the rows of all that share these axes, which is what the factors are split for, and afterwards whole again.
+        swap_in, swap_out: mesh axes that split rows and also inputs, or outputs (``fsdp``). Whole
+            rows of a device become parts of the rows of all that share these axes, which is what
+            the factors are split for, and afterwards whole again.
     """
 
     rows: str | None
@@ -245,11 +315,16 @@ def _split(x: jax.Array, y: jax.Array, ends: Ends) -> _Split:
     mesh: Any = jax.sharding.get_abstract_mesh()
     rows, inward, outward = sharding.fitting((x.shape[0], x.shape[-1], y.shape[-1]), "batch", *ends)
     of_rows = sharding.mesh_axes(rows, mesh)
-    swap_in, swap_out = (tuple(axis for axis in sharding.mesh_axes(wide, mesh) if axis in of_rows) for wide in (inward, outward))
+    swap_in, swap_out = (
+        tuple(axis for axis in sharding.mesh_axes(wide, mesh) if axis in of_rows)
+        for wide in (inward, outward)
+    )
     return _Split(rows, inward, outward, swap_in, swap_out)
 
 
-def _require(x: jax.Array, y: jax.Array, bucket: RowBucket, layer: jax.Array, ends: Ends, op: Any) -> None:
+def _require(
+    x: jax.Array, y: jax.Array, bucket: RowBucket, layer: jax.Array, ends: Ends, op: Any
+) -> None:
     """Whether the kernels of ``op`` can serve each device's part.
 
     Raises:
@@ -262,19 +337,27 @@ def _require(x: jax.Array, y: jax.Array, bucket: RowBucket, layer: jax.Array, en
         raise NotImplementedError(f"mesh axis {min(both)} splits inputs and outputs")
     for swapped, axes in ((split.swap_in, inward), (split.swap_out, outward)):
         if swapped and swapped != axes:
-            raise NotImplementedError(f"mesh axes {axes} split inputs or outputs, and {swapped} of them rows too")
+            raise NotImplementedError(
+                f"mesh axes {axes} split inputs or outputs, and {swapped} of them rows too"
+            )
     a, b = bucket.factors["a"], bucket.factors["b"]
     M = x[..., 0].size // (sharding.ways(split.rows, mesh) if split.rows else 1)
     D, F = (
-        size // (sharding.ways(axis, mesh) if axis else 1) for size, axis in ((x.shape[-1], split.inward), (y.shape[-1], split.outward))
+        size // (sharding.ways(axis, mesh) if axis else 1)
+        for size, axis in ((x.shape[-1], split.inward), (y.shape[-1], split.outward))
     )
     W, R = a.shape[0] * a.shape[1], a.shape[2]
 
     def wide(n: int, like: jax.Array, swapped: tuple[str, ...]) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((M * math.prod(mesh.shape[axis] for axis in swapped), n), like.dtype)
+        return jax.ShapeDtypeStruct(
+            (M * math.prod(mesh.shape[axis] for axis in swapped), n), like.dtype
+        )
 
     x_MD, y_MF = wide(D, x, split.swap_in), wide(F, y, split.swap_out)
-    a_WRD, b_WRF = jax.ShapeDtypeStruct((W, R, D), a.dtype), jax.ShapeDtypeStruct((W, R, F), b.dtype)
+    a_WRD, b_WRF = (
+        jax.ShapeDtypeStruct((W, R, D), a.dtype),
+        jax.ShapeDtypeStruct((W, R, F), b.dtype),
+    )
     if split.inward is None and not split.swap_out:
         op.require_add(x_MD, a_WRD, b_WRF, y_MF)
     else:
@@ -282,39 +365,80 @@ def _require(x: jax.Array, y: jax.Array, bucket: RowBucket, layer: jax.Array, en
         op.require_expand(b_WRF, y_MF)
 
 
-def _by_kernel(x: jax.Array, y: jax.Array, bucket: RowBucket, layer: jax.Array, ends: Ends, op: Any, interpret: Any = False) -> jax.Array:
+def _by_kernel(
+    x: jax.Array,
+    y: jax.Array,
+    bucket: RowBucket,
+    layer: jax.Array,
+    ends: Ends,
+    op: Any,
+    interpret: Any = False,
+) -> jax.Array:
     rows, inward, outward, swap_in, swap_out = _split(x, y, ends)
 
     def shrunk(x_MD: jax.Array, a: jax.Array, slot_M: jax.Array, first: jax.Array) -> jax.Array:
-        """``[M, R]``, where each device has a part of the inputs: what travels is the inner product, R numbers a row."""
+        """``[M, R]``, where each device has a part of the inputs: what travels is the inner
+        product, R numbers a row.
+        """
         if not swap_in:
             h_MR = op.shrink(x_MD, a, slot_M, first, interpret=interpret)
             over = sharding.mesh_axes(inward, jax.sharding.get_abstract_mesh())
             return jax.lax.psum(h_MR, over) if over else h_MR
         slots = jax.lax.all_gather(slot_M, swap_in, tiled=True)
         parts = jax.lax.all_to_all(x_MD, swap_in, 1, 0, tiled=True)
-        return jax.lax.psum_scatter(op.shrink(parts, a, slots, first, interpret=interpret), swap_in, tiled=True)
+        return jax.lax.psum_scatter(
+            op.shrink(parts, a, slots, first, interpret=interpret), swap_in, tiled=True
+        )
 
-    def expanded(h_MR: jax.Array, b: jax.Array, y_MF: jax.Array, slot_M: jax.Array, first: jax.Array) -> jax.Array:
+    def expanded(
+        h_MR: jax.Array, b: jax.Array, y_MF: jax.Array, slot_M: jax.Array, first: jax.Array
+    ) -> jax.Array:
         if not swap_out:
             return op.expand(h_MR, b, y_MF, slot_M, first, interpret=interpret)
         h_MR, slot_M = (jax.lax.all_gather(one, swap_out, tiled=True) for one in (h_MR, slot_M))
         parts = jax.lax.all_to_all(y_MF, swap_out, 1, 0, tiled=True)
-        return jax.lax.all_to_all(op.expand(h_MR, b, parts, slot_M, first, interpret=interpret), swap_out, 0, 1, tiled=True)
+        return jax.lax.all_to_all(
+            op.expand(h_MR, b, parts, slot_M, first, interpret=interpret),
+            swap_out,
+            0,
+            1,
+            tiled=True,
+        )
 
     def local(x_BTD, y_BTF, a_LSRD, b_LSRF, scale_S, slots_B, layer):
         T, S = x_BTD.shape[1], scale_S.shape[0]
         x_MD, y_MF = x_BTD.reshape(-1, x_BTD.shape[-1]), y_BTF.reshape(-1, y_BTF.shape[-1])
         a, b = (w.reshape(-1, *w.shape[2:]) for w in (a_LSRD, b_LSRF))
-        slot_M, scale_M, first = jnp.repeat(slots_B, T), jnp.repeat(scale_S[jnp.maximum(slots_B, 0)], T), layer * S
+        slot_M, scale_M, first = (
+            jnp.repeat(slots_B, T),
+            jnp.repeat(scale_S[jnp.maximum(slots_B, 0)], T),
+            layer * S,
+        )
         if inward is None and not swap_out:
             turn = bucket.turn if op is slot_lora.pallas_gpu else None
             known = {} if turn is None or turn.rows.shape != slot_M.shape else {"order": turn}
-            return op.add(x_MD, a, b, y_MF, slot_M, scale_M, first, interpret=interpret, **known).reshape(y_BTF.shape)
+            return op.add(
+                x_MD, a, b, y_MF, slot_M, scale_M, first, interpret=interpret, **known
+            ).reshape(y_BTF.shape)
         h_MR = shrunk(x_MD, a, slot_M, first) * scale_M[:, None]
         return expanded(h_MR, b, y_MF, slot_M, first).reshape(y_BTF.shape)
 
     args = x, y, bucket.factors["a"], bucket.factors["b"], bucket.scale, bucket.slots, layer
-    of_x, of_y = (rows, None, None if swap_in else inward), (rows, None, None if swap_out else outward)
-    specs = of_x, of_y, (None, None, None, inward), (None, None, None, outward), (None,), (rows,), ()
+    of_x, of_y = (
+        (rows, None, None if swap_in else inward),
+        (
+            rows,
+            None,
+            None if swap_out else outward,
+        ),
+    )
+    specs = (
+        of_x,
+        of_y,
+        (None, None, None, inward),
+        (None, None, None, outward),
+        (None,),
+        (rows,),
+        (),
+    )
     return sharding.over_devices(local, args, specs, of_y)

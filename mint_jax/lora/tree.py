@@ -1,10 +1,12 @@
-"""Adapters as pytrees: what a base can be adapted in, one policy's factors, and stacks of policies by rank bucket.
+"""Adapters as pytrees: what a base can be adapted in, one policy's factors, and stacks of policies
+by rank bucket.
 
-One policy's *adapter* is ``{"dense": {"attn": {"q": {"a": [L, R, D], "b": [L, R, F]}}}}``, at its true rank; leaves
-outside layers (``embed``, ``unembed``) have L = 1, and those of routed experts are packed, ``[L, E, R, D]``: one array
-for all experts of all layers. A *stack* holds S slots of one bucket, ``[L, S, R, D]`` or ``[L, S, E, R, D]``: the slot
-axis is 1 everywhere. A rank-r policy lives in the bucket of the next power of two; the padded rank rows are zero, get a
-zero gradient and stay zero. A policy that does not target a projection has zeros there, which stay zero likewise.
+One policy's *adapter* is ``{"dense": {"attn": {"q": {"a": [L, R, D], "b": [L, R, F]}}}}``, at its
+true rank; leaves outside layers (``embed``, ``unembed``) have L = 1, and those of routed experts
+are packed, ``[L, E, R, D]``: one array for all experts of all layers. A *stack* holds S slots of
+one bucket, ``[L, S, R, D]`` or ``[L, S, E, R, D]``: the slot axis is 1 everywhere. A rank-r policy
+lives in the bucket of the next power of two; the padded rank rows are zero, get a zero gradient and
+stay zero. A policy that does not target a projection has zeros there, which stay zero likewise.
 
 Axes: L layers, S slots, E experts, R rank, D in, F out. Hu et al. 2021, arXiv 2106.09685.
 """
@@ -24,12 +26,13 @@ from mint_jax import params as params_lib
 from mint_jax import sharding
 from mint_jax.errors import UserError
 from mint_jax.lora.apply import TABLES, BoundAdapters, SlotBlocks
-from mint_jax.lora.config import LINEAR_TARGETS, MAX_RANK, AdapterConfig, bucket_of  # noqa: F401 - others import them from here
+from mint_jax.lora.config import LINEAR_TARGETS, MAX_RANK, AdapterConfig, bucket_of  # noqa: F401
 from mint_jax.lora.finite import all_finite
 from mint_jax.lora.rows import RowAdapters, RowBucket
 from mint_jax.params import ParamSpec
 
-ALL_LINEAR = "all-linear"  # every projection but embedding, unembedding and router, whatever the base calls them
+# every projection but embedding, unembedding and router, whatever the base calls them
+ALL_LINEAR = "all-linear"
 UNUSUAL = (*TABLES, "router")  # adapted only where a config names them
 SLOT_AXIS = 1
 
@@ -43,7 +46,9 @@ class Slot:
 
 
 def target_paths(base_specs: Any) -> dict[str, list[str]]:
-    """Short target name -> paths of the projections it names, from the stacked ``ParamSpec`` tree of a base."""
+    """Short target name -> paths of the projections it names, from the stacked ``ParamSpec`` tree
+    of a base.
+    """
     out: dict[str, list[str]] = {}
     for path, spec in params_lib.leaves_with_path(base_specs):
         if path.endswith("/w"):
@@ -80,29 +85,45 @@ def projections(base_specs: Any, targets: Iterable[str]) -> dict[str, Projection
     if not targets:
         raise UserError(f"targets is empty: name at least one of {', '.join(known)}")
     found = {}
-    wanted = [t for target in targets for t in ([n for n in known if n not in UNUSUAL] if target == ALL_LINEAR else [target])]
+    wanted = [
+        t
+        for target in targets
+        for t in ([n for n in known if n not in UNUSUAL] if target == ALL_LINEAR else [target])
+    ]
     for target in wanted:
         if target not in known:
-            raise UserError(f"target {target!r} is not a projection of this base; choose from {ALL_LINEAR}, {', '.join(known)}")
+            raise UserError(
+                f"target {target!r} is not a projection of this base; choose from {ALL_LINEAR},"
+                f" {', '.join(known)}"
+            )
         for path in known[target]:
             found[path] = _projection_at(base_specs, path)
     return found
 
 
 def spelled_out(config: AdapterConfig, base_specs: Any) -> AdapterConfig:
-    """The same adapter with its targets named one by one, in the base's order: equal for all ways to say them.
+    """The same adapter with its targets named one by one, in the base's order: equal for all ways
+    to say them.
 
     Raises:
         UserError: a target the base does not have.
     """
     chosen = projections(base_specs, config.targets)
-    targets = (name for name, paths in target_paths(base_specs).items() if any(path in chosen for path in paths))
+    targets = (
+        name
+        for name, paths in target_paths(base_specs).items()
+        if any(path in chosen for path in paths)
+    )
     return dataclasses.replace(config, targets=tuple(targets))
 
 
 def _projection_at(base_specs: Any, path: str) -> Projection:
     if path in TABLES:
-        vocab, width = (base_specs["unembed"] if path == "unembed" and "unembed" in base_specs else base_specs["embed"])["w"].shape
+        vocab, width = (
+            base_specs["unembed"]
+            if path == "unembed" and "unembed" in base_specs
+            else base_specs["embed"]
+        )["w"].shape
         ends = (vocab, width), ("vocab", "embed")
         (d_in, d_out), axes = ends if path == "embed" else (ends[0][::-1], ends[1][::-1])
         return Projection((1,), d_in, d_out, ("layers", *axes))
@@ -129,7 +150,10 @@ def _factors(base_specs: Any, targets: Iterable[str], rank: int, slots: tuple[in
     for path, p in projections(base_specs, targets).items():
         shape = (p.stack[0], *slots, *p.stack[1:], rank)
         ends = {"a": p.d_in, "b": p.d_out}
-        flat[path] = {f: ParamSpec((*shape, end), _factor_axes(p, f, bool(slots)), jnp.float32, "zeros") for f, end in ends.items()}
+        flat[path] = {
+            f: ParamSpec((*shape, end), _factor_axes(p, f, bool(slots)), jnp.float32, "zeros")
+            for f, end in ends.items()
+        }
     return params_lib.nest(flat)
 
 
@@ -140,7 +164,8 @@ def _factor_axes(p: Projection, factor: str, stacked: bool) -> tuple[str | None,
 
 
 def constrain(tree: Any, base_specs: Any) -> Any:
-    """Pins every stacked factor of a tree, and what has a factor's path (moments, gradients), to the shards of its projection.
+    """Pins every stacked factor of a tree, and what has a factor's path (moments, gradients), to
+    the shards of its projection.
 
     Does nothing where no mesh is set.
     """
@@ -150,16 +175,19 @@ def constrain(tree: Any, base_specs: Any) -> Any:
         owner, _, factor = path.rpartition("/")
         if factor not in ("a", "b") or leaf.ndim < 4:
             return leaf
-        return sharding.constrain(leaf, *_factor_axes(_projection_at(base_specs, owner), factor, True))
+        return sharding.constrain(
+            leaf, *_factor_axes(_projection_at(base_specs, owner), factor, True)
+        )
 
     return jax.tree_util.tree_map_with_path(pin, tree)
 
 
 def init_adapter(base_specs: Any, config: AdapterConfig, key: jax.Array) -> Any:
-    """A fresh adapter as PEFT makes it: A uniform in ±1/sqrt(D), B zero; for ``embed`` A zero, B normal.
+    """A fresh adapter as PEFT makes it: A uniform in ±1/sqrt(D), B zero; for ``embed`` A zero, B
+    normal.
 
-    Each factor's randomness comes from ``key`` and its path only: the same seed gives the same adapter on any mesh and
-    with any other targets.
+    Each factor's randomness comes from ``key`` and its path only: the same seed gives the same
+    adapter on any mesh and with any other targets.
     """
 
     def draw(path: str, spec: ParamSpec) -> jax.Array:
@@ -197,9 +225,13 @@ Stacks = dict[int, AdapterStack]  # bucket rank -> stack
 
 
 def empty_stack(base_specs: Any, targets: Iterable[str], rank: int, slots: int) -> AdapterStack:
-    """A stack of empty slots for one bucket; ``targets`` is the union over the policies it will hold."""
+    """A stack of empty slots for one bucket; ``targets`` is the union over the policies it will
+    hold.
+    """
     specs = stack_specs(base_specs, targets, rank, slots)
-    return AdapterStack(params_lib.init(specs, jax.random.key(0)), jnp.zeros((slots,), jnp.float32), rank)
+    return AdapterStack(
+        params_lib.init(specs, jax.random.key(0)), jnp.zeros((slots,), jnp.float32), rank
+    )
 
 
 def _pad_rank(leaf: jax.Array, rank: int) -> jax.Array:
@@ -208,7 +240,9 @@ def _pad_rank(leaf: jax.Array, rank: int) -> jax.Array:
     return jnp.pad(leaf, pad)
 
 
-def write_slot(stack: AdapterStack, slot: jax.Array | int, adapter: Any, scale: jax.Array | float) -> AdapterStack:
+def write_slot(
+    stack: AdapterStack, slot: jax.Array | int, adapter: Any, scale: jax.Array | float
+) -> AdapterStack:
     """Puts one policy's adapter into a slot; projections it does not target become zero.
 
     Raises:
@@ -217,35 +251,54 @@ def write_slot(stack: AdapterStack, slot: jax.Array | int, adapter: Any, scale: 
     mine = dict(params_lib.leaves_with_path(adapter))
     held = dict(params_lib.leaves_with_path(stack.factors))
     if missing := sorted(set(mine) - set(held)):
-        raise ValueError(f"the stack of rank {stack.rank} has no {missing[0]!r}: make it with the union of all targets")
+        raise ValueError(
+            f"the stack of rank {stack.rank} has no {missing[0]!r}: make it with the union of all"
+            " targets"
+        )
 
     def put(path: str, leaf: jax.Array) -> jax.Array:
         if path not in mine:
             return leaf.at[:, slot].set(0.0)
         return leaf.at[:, slot].set(_pad_rank(jnp.asarray(mine[path], leaf.dtype), stack.rank))
 
-    return dataclasses.replace(stack, factors=params_lib.map_with_path(put, stack.factors), scale=stack.scale.at[slot].set(scale))
+    return dataclasses.replace(
+        stack,
+        factors=params_lib.map_with_path(put, stack.factors),
+        scale=stack.scale.at[slot].set(scale),
+    )
 
 
-def read_slot(stack: AdapterStack, slot: jax.Array | int, rank: int | None = None, targets: Any = None) -> Any:
-    """One slot's adapter at its true rank, restricted to the tree of ``targets`` when given (an adapter's spec tree)."""
+def read_slot(
+    stack: AdapterStack, slot: jax.Array | int, rank: int | None = None, targets: Any = None
+) -> Any:
+    """One slot's adapter at its true rank, restricted to the tree of ``targets`` when given (an
+    adapter's spec tree).
+    """
     rank = stack.rank if rank is None else rank
     adapter = jax.tree.map(lambda x: x[:, slot, ..., :rank, :], stack.factors)
     return adapter if targets is None else _restrict(adapter, targets)
 
 
 def _restrict(tree: Any, like: Any) -> Any:
-    return {name: _restrict(tree[name], child) for name, child in like.items()} if isinstance(like, dict) else tree
+    return (
+        {name: _restrict(tree[name], child) for name, child in like.items()}
+        if isinstance(like, dict)
+        else tree
+    )
 
 
-def stack_adapters(base_specs: Any, adapters: Mapping[str, tuple[AdapterConfig, Any]]) -> tuple[Stacks, dict[str, Slot]]:
+def stack_adapters(
+    base_specs: Any, adapters: Mapping[str, tuple[AdapterConfig, Any]]
+) -> tuple[Stacks, dict[str, Slot]]:
     """Makes adapters resident: stacks with one slot each, and which slot each name got."""
     targets: dict[int, list[str]] = {}
     slots: dict[str, Slot] = {}
     counts: dict[int, int] = {}
     for name, (config, _) in adapters.items():
         bucket = config.bucket
-        targets.setdefault(bucket, []).extend(t for t in config.targets if t not in targets.get(bucket, []))
+        targets.setdefault(bucket, []).extend(
+            t for t in config.targets if t not in targets.get(bucket, [])
+        )
         slots[name] = Slot(bucket, counts.get(bucket, 0))
         counts[bucket] = slots[name].index + 1
     stacks = {b: empty_stack(base_specs, targets[b], b, counts[b]) for b in sorted(counts)}
@@ -261,22 +314,32 @@ def check_resident(slot: Slot | None, stacks: "Stacks") -> None:
     Raises:
         UserError: naming the slot.
     """
-    if slot is not None and (slot.bucket not in stacks or not 0 <= slot.index < stacks[slot.bucket].slots):
+    if slot is not None and (
+        slot.bucket not in stacks or not 0 <= slot.index < stacks[slot.bucket].slots
+    ):
         raise UserError(f"{slot} is not resident: load the adapter before asking for it")
 
 
 def take_slots(tree: Any, slots: jax.Array) -> Any:
-    """The slots of a stacked tree, ``[L, S, ...] -> [L, P, ...]``; one beyond the last, of padding, reads the last."""
+    """The slots of a stacked tree, ``[L, S, ...] -> [L, P, ...]``; one beyond the last, of padding,
+    reads the last.
+    """
     return jax.tree.map(lambda x: jnp.take(x, slots, axis=SLOT_AXIS, mode="clip"), tree)
 
 
-def bind_slots(stacks: "Stacks", slots: dict[int, jax.Array], base_blocks: int = 0, dtype: Any = jnp.float32) -> BoundAdapters:
+def bind_slots(
+    stacks: "Stacks", slots: dict[int, jax.Array], base_blocks: int = 0, dtype: Any = jnp.float32
+) -> BoundAdapters:
     """Binds blocks to resident slots, each bucket's blocks to ``slots[bucket]``."""
-    parts = [(take_slots(stacks[b].factors, slots[b]), stacks[b].scale[slots[b]]) for b in sorted(slots)]
+    parts = [
+        (take_slots(stacks[b].factors, slots[b]), stacks[b].scale[slots[b]]) for b in sorted(slots)
+    ]
     return bind(parts, base_blocks, dtype)
 
 
-def bind(parts: Iterable[tuple[Any, jax.Array]], base_blocks: int = 0, dtype: Any = jnp.float32) -> BoundAdapters:
+def bind(
+    parts: Iterable[tuple[Any, jax.Array]], base_blocks: int = 0, dtype: Any = jnp.float32
+) -> BoundAdapters:
     """Binds factors of consecutive blocks to a batch.
 
     Args:
@@ -289,18 +352,27 @@ def bind(parts: Iterable[tuple[Any, jax.Array]], base_blocks: int = 0, dtype: An
 
         def scaled(path: str, leaf: jax.Array, scale: jax.Array = scale) -> jax.Array:
             if path.endswith("/b"):
-                leaf = leaf * jnp.expand_dims(scale, [i for i in range(leaf.ndim) if i != SLOT_AXIS])
+                leaf = leaf * jnp.expand_dims(
+                    scale, [i for i in range(leaf.ndim) if i != SLOT_AXIS]
+                )
             return leaf.astype(dtype)
 
         tree = params_lib.map_with_path(scaled, factors)
-        tree = {name: jax.tree.map(lambda x: x[0], sub) if name in TABLES else sub for name, sub in tree.items()}
+        tree = {
+            name: jax.tree.map(lambda x: x[0], sub) if name in TABLES else sub
+            for name, sub in tree.items()
+        }
         buckets.append(tree)
         blocks.append(scale.shape[0])
     return BoundAdapters(tuple(buckets), tuple(blocks), base_blocks)
 
 
 def bind_layers(
-    stacks: "Stacks", slots: dict[int, jax.Array], taps: dict[int, Any] | None = None, base_blocks: int = 0, dtype: Any = jnp.float32
+    stacks: "Stacks",
+    slots: dict[int, jax.Array],
+    taps: dict[int, Any] | None = None,
+    base_blocks: int = 0,
+    dtype: Any = jnp.float32,
 ) -> SlotBlocks:
     """``bind_slots``, a layer at a time.
 
@@ -318,16 +390,27 @@ def bind_layers(
         return jax.tree.map(jnp.add, taken, {name: taps[b][name] for name in mine})
 
     def of_products(path: Any, tap: jax.Array, scale: jax.Array) -> jax.Array:
-        """Zeros still; but gradients become the products' own, which are of factors in ``dtype``, of B with the scale."""
-        return (tap * scale.reshape(1, -1, *(1,) * (tap.ndim - 2)) if path[-1].key == "b" else tap).astype(dtype)
+        """Zeros still; but gradients become the products' own, which are of factors in ``dtype``,
+        of B with the scale.
+        """
+        return (
+            tap * scale.reshape(1, -1, *(1,) * (tap.ndim - 2)) if path[-1].key == "b" else tap
+        ).astype(dtype)
 
-    below = (jax.tree_util.tree_map_with_path(functools.partial(of_products, scale=one), taps[b]) for b, one in zip(ranks, scale))
+    below = (
+        jax.tree_util.tree_map_with_path(functools.partial(of_products, scale=one), taps[b])
+        for b, one in zip(ranks, scale)
+    )
     of_tables = bind(((tables(b), one) for b, one in zip(ranks, scale)), base_blocks, dtype)
-    return SlotBlocks(tuple(factors), tuple(slots[b] for b in ranks), tuple(scale), tuple(below), of_tables)
+    return SlotBlocks(
+        tuple(factors), tuple(slots[b] for b in ranks), tuple(scale), tuple(below), of_tables
+    )
 
 
 def taps_of(stacks: "Stacks", slots: dict[int, jax.Array]) -> dict[int, Any]:
-    """Zeros ``[L, P, ...]`` for each bucket, whose gradient is that of the blocks' factors: see ``SlotBlocks``."""
+    """Zeros ``[L, P, ...]`` for each bucket, whose gradient is that of the blocks' factors: see
+    ``SlotBlocks``.
+    """
 
     def zeros(slots_P: jax.Array) -> Any:
         return lambda x: jnp.zeros((x.shape[0], *slots_P.shape, *x.shape[2:]), x.dtype)
@@ -335,7 +418,9 @@ def taps_of(stacks: "Stacks", slots: dict[int, jax.Array]) -> dict[int, Any]:
     return {b: jax.tree.map(zeros(slots[b]), stacks[b].factors) for b in slots}
 
 
-def name_slots(stacks: "Stacks", slots: Mapping[int, jax.Array], kernel: str = "xla", tokens: int = 1) -> RowAdapters | None:
+def name_slots(
+    stacks: "Stacks", slots: Mapping[int, jax.Array], kernel: str = "xla", tokens: int = 1
+) -> RowAdapters | None:
     """Resident adapters for rows that each name a slot; None without any stack.
 
     Args:
@@ -345,7 +430,10 @@ def name_slots(stacks: "Stacks", slots: Mapping[int, jax.Array], kernel: str = "
     """
     if not stacks:
         return None
-    return RowAdapters(tuple(_row_bucket(stacks[bucket], slots[bucket]) for bucket in sorted(stacks)), kernel=kernel).in_turn(tokens)
+    return RowAdapters(
+        tuple(_row_bucket(stacks[bucket], slots[bucket]) for bucket in sorted(stacks)),
+        kernel=kernel,
+    ).in_turn(tokens)
 
 
 def _row_bucket(stack: AdapterStack, slots_B: jax.Array) -> RowBucket:
@@ -356,9 +444,12 @@ def _row_bucket(stack: AdapterStack, slots_B: jax.Array) -> RowBucket:
     number = jnp.cumsum(leads) - 1
     distinct = jnp.zeros((C,), jnp.int32).at[jnp.where(leads, number, C)].set(slots_B, mode="drop")
     form = jnp.minimum(jnp.sum(leads), 2).astype(jnp.int32)
-    # A few numbers, and each device has them all: split by whatever the rows are, they were gathered and summed in parts, and for a mesh
-    # of experts and heads (16 x 4 chips of a v5p, one block of a prompt on each part) the TPU's compiler ended the process.
-    distinct, order = (sharding.constrain(x, None) for x in (distinct, number[first].astype(jnp.int32)))
+    # A few numbers, and each device has them all: split by whatever the rows are, they were
+    # gathered and summed in parts, and for a mesh of experts and heads (16 x 4 chips of a v5p, one
+    # block of a prompt on each part) the TPU's compiler ended the process.
+    distinct, order = (
+        sharding.constrain(x, None) for x in (distinct, number[first].astype(jnp.int32))
+    )
     return RowBucket(stack.factors, stack.scale, slots_B, form, distinct, order)
 
 
@@ -367,8 +458,11 @@ def adapter_nbytes(base_specs: Any, config: AdapterConfig) -> int:
     return params_lib.nbytes(adapter_specs(base_specs, config))
 
 
-def check_fits(adapter: Any, config: AdapterConfig, base_specs: Any, what: str, finite: bool = True) -> int:
-    """Admission: the adapter's projections, ranks and shapes are those its config asks of this base.
+def check_fits(
+    adapter: Any, config: AdapterConfig, base_specs: Any, what: str, finite: bool = True
+) -> int:
+    """Admission: the adapter's projections, ranks and shapes are those its config asks of this
+    base.
 
     Args:
         finite: refuse NaN and infinite values too; reads every number.
@@ -379,17 +473,26 @@ def check_fits(adapter: Any, config: AdapterConfig, base_specs: Any, what: str, 
     Raises:
         UserError: naming the first that does not fit, or that nothing binds.
     """
-    wanted = {path: spec.shape for path, spec in params_lib.leaves_with_path(adapter_specs(base_specs, config))}
+    wanted = {
+        path: spec.shape
+        for path, spec in params_lib.leaves_with_path(adapter_specs(base_specs, config))
+    }
     found = {path: tuple(np.shape(leaf)) for path, leaf in params_lib.leaves_with_path(adapter)}
     if not found:
         raise UserError(f"{what}: no module binds; the adapter is empty")
     if strange := sorted(set(found) - set(wanted)):
-        raise UserError(f"{what}: {strange[0]} is not among the targets {', '.join(config.targets)} of this base")
+        raise UserError(
+            f"{what}: {strange[0]} is not among the targets {', '.join(config.targets)} of this"
+            " base"
+        )
     if lacking := sorted(set(wanted) - set(found)):
         raise UserError(f"{what}: {lacking[0]} is missing, though its config targets it")
     for path, shape in found.items():
         if shape != wanted[path]:
-            raise UserError(f"{what}: {path} has shape {shape}; this base and rank {config.rank} need {wanted[path]}")
+            raise UserError(
+                f"{what}: {path} has shape {shape}; this base and rank {config.rank} need"
+                f" {wanted[path]}"
+            )
     if finite:
         check_finite(adapter, what)
     return sum(math.prod(shape[:-2]) for path, shape in found.items() if path.endswith("/a"))
@@ -403,4 +506,7 @@ def check_finite(adapter: Any, what: str) -> None:
     """
     for path, leaf in params_lib.leaves_with_path(adapter):
         if not all_finite(np.asarray(leaf)):
-            raise UserError(f"{what}: {path} has NaN or infinite values; the run that wrote it has diverged, take an earlier revision")
+            raise UserError(
+                f"{what}: {path} has NaN or infinite values; the run that wrote it has diverged,"
+                " take an earlier revision"
+            )

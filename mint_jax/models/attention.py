@@ -1,12 +1,15 @@
-"""Grouped-query attention (Ainslie et al. 2023, arXiv 2305.13245) over packed rows; ``paged.py`` has that over a cache.
+"""Grouped-query attention (Ainslie et al. 2023, arXiv 2305.13245) over packed rows; ``paged.py``
+has that over a cache.
 
-A row may hold several segments. A token attends to earlier tokens of its own segment and of its *parent* segment: with
-a prompt as the parent of its rollouts, a GRPO group keeps its prompt once. Scores are computed in blocks of queries
-against only the keys before them, and recomputed in the backward pass (FlashAttention, arXiv 2205.14135, section 3.1). On TPUs
-and GPUs kernels of ``pallas_kernels`` do that in a core's memory; XLA writes every block's scores to the device's and reads them again.
+A row may hold several segments. A token attends to earlier tokens of its own segment and of its
+*parent* segment: with a prompt as the parent of its rollouts, a GRPO group keeps its prompt once.
+Scores are computed in blocks of queries against only the keys before them, and recomputed in the
+backward pass (FlashAttention, arXiv 2205.14135, section 3.1). On TPUs and GPUs kernels of
+``pallas_kernels`` do that in a core's memory; XLA writes every block's scores to the device's and
+reads them again.
 
-Axes: B rows, T query tokens, S key positions, N query heads, K kv heads, G query heads per kv head, H head dim of queries
-and keys, V head dim of values, M = G T queries of a kv head.
+Axes: B rows, T query tokens, S key positions, N query heads, K kv heads, G query heads per kv head,
+H head dim of queries and keys, V head dim of values, M = G T queries of a kv head.
 """
 
 import functools
@@ -23,12 +26,14 @@ from pallas_kernels import packed_attention as kernels
 from pallas_kernels.dispatch import Implementation, anything, run
 from pallas_kernels.partial import MASKED, partial_softmax
 
-# Static query blocks of a row: each sees only the keys before its end, so that half of the scores are never computed. Forward and
-# backward, 4 rows of 1,024 tokens, 9 heads of 64, two AVX-512 cores: 1 block 479 ms, 2 348, 4 268, 8 220, 16 204. Each block is code
-# of its own in every layer's program.
+# Static query blocks of a row: each sees only the keys before its end, so that half of the scores
+# are never computed. Forward and backward, 4 rows of 1,024 tokens, 9 heads of 64, two AVX-512
+# cores: 1 block 479 ms, 2 348, 4 268, 8 220, 16 204. Each block is code of its own in every layer's
+# program.
 MAX_CAUSAL_BLOCKS = 8
 MIN_BLOCK = 64
-SCORE_BYTES = 256 << 20  # bound on one device's scores of a block; larger ones are computed in slices
+# bound on one device's scores of a block; larger ones are computed in slices
+SCORE_BYTES = 256 << 20
 
 
 class Segments(NamedTuple):
@@ -68,7 +73,8 @@ def packed_attention(
     """Causal attention within segments and their parents; ``[B, T, N, V]`` in the dtype of ``q``.
 
     Args:
-        chosen: the keys that each query may see at all, ``[B, T, ceil(T / 8)]`` as ``pack_keys`` packs them; None for all.
+        chosen: the keys that each query may see at all, ``[B, T, ceil(T / 8)]`` as ``pack_keys``
+            packs them; None for all.
         kernel: see ``config.Kernels``.
     """
     chex.assert_rank([q_BTNH, v_BTKV], 4)
@@ -78,9 +84,12 @@ def packed_attention(
     chex.assert_shape(list(segments), (B, T))
     q = q_BTNH.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4)  # B K G T H
     q = checkpoint_name(sharding.constrain(q, "batch", "kv_heads", None, "tokens", None), "query")
-    k, v = (sharding.constrain(x.transpose(0, 2, 1, 3), "batch", "kv_heads", "tokens", None) for x in (k_BTKH, v_BTKV))
+    k, v = (
+        sharding.constrain(x.transpose(0, 2, 1, 3), "batch", "kv_heads", "tokens", None)
+        for x in (k_BTKH, v_BTKV)
+    )
     k, v = checkpoint_name(k, "key"), checkpoint_name(v, "value")
-    o: jax.Array = _attended(q, k, v, segments.own, segments.parent, chosen, scale, kernel)  # type: ignore[assignment]
+    o: jax.Array = _attended(q, k, v, segments.own, segments.parent, chosen, scale, kernel)
     return o.transpose(0, 3, 1, 2, 4).reshape(B, T, N, V)
 
 
@@ -90,7 +99,9 @@ def causal(T: int) -> jax.Array:
 
 
 def pack_keys(mask: jax.Array) -> jax.Array:
-    """``[..., S]`` bool -> ``[..., ceil(S / 8)]`` uint8: what a layer keeps for its backward pass is a bit a pair."""
+    """``[..., S]`` bool -> ``[..., ceil(S / 8)]`` uint8: what a layer keeps for its backward pass
+    is a bit a pair.
+    """
     return jnp.packbits(mask, axis=-1)
 
 
@@ -107,14 +118,20 @@ def _attended(q, k, v, own, parent, chosen, scale, kernel):
 
 def _attended_forward(q, k, v, own, parent, chosen, scale, kernel):
     o, lse = run("packed_attention", FORWARD, kernel, (q, k, v, own, parent, chosen), scale=scale)
-    # Kept for the backward pass are the output and one number a query. The weights, which JAX's own derivative of a softmax
-    # would keep, are t times S numbers a head, and are computed again from these.
+    # Kept for the backward pass are the output and one number a query. The weights, which JAX's own
+    # derivative of a softmax would keep, are t times S numbers a head, and are computed again from
+    # these.
     o, lse = checkpoint_name(o, "attended"), checkpoint_name(lse, "logsumexp")
     return o, (q, k, v, own, parent, chosen, o, lse)
 
 
 def _attended_backward(scale, kernel, residuals, g):
-    return *run("packed_attention backward", BACKWARD, kernel, (*residuals, g), scale=scale), None, None, None
+    return (
+        *run("packed_attention backward", BACKWARD, kernel, (*residuals, g), scale=scale),
+        None,
+        None,
+        None,
+    )
 
 
 _attended.defvjp(_attended_forward, _attended_backward)
@@ -136,14 +153,21 @@ def _slices(q, S):
 
 
 def slice_count(n: int, nbytes: int) -> int:
-    """The least divisor of ``n`` that cuts ``nbytes`` into slices of at most ``SCORE_BYTES``; ``n`` where none does."""
+    """The least divisor of ``n`` that cuts ``nbytes`` into slices of at most ``SCORE_BYTES``; ``n``
+    where none does.
+    """
     wanted = math.ceil(nbytes / SCORE_BYTES)
     return next((count for count in range(max(1, wanted), n + 1) if n % count == 0), n)
 
 
 def _scores(q, k, own_q, parent_q, own_k, chosen, start, scale):
     B, K, G, t, H = q.shape
-    s = jnp.einsum("BKMH,BKSH->BKMS", q.reshape(B, K, G * t, H), k, preferred_element_type=jnp.float32) * scale
+    s = (
+        jnp.einsum(
+            "BKMH,BKSH->BKMS", q.reshape(B, K, G * t, H), k, preferred_element_type=jnp.float32
+        )
+        * scale
+    )
     allowed = seen(own_q, parent_q, own_k, start)
     if chosen is not None:
         allowed &= unpack_keys(chosen, k.shape[2])
@@ -153,22 +177,33 @@ def _scores(q, k, own_q, parent_q, own_k, chosen, start, scale):
 def _slice_forward(q, k, v, own_q, parent_q, own_k, chosen, start, scale):
     s = _scores(q, k, own_q, parent_q, own_k, chosen, start, scale)
     top, total, value = partial_softmax(
-        s, lambda p: jnp.einsum("BKMS,BKSV->BKMV", p.astype(v.dtype), v, preferred_element_type=jnp.float32)
+        s,
+        lambda p: jnp.einsum(
+            "BKMS,BKSV->BKMV", p.astype(v.dtype), v, preferred_element_type=jnp.float32
+        ),
     )
-    return (value / total).reshape(*q.shape[:-1], -1).astype(q.dtype), (top + jnp.log(total)).reshape(*q.shape[:-1], 1)
+    return (value / total).reshape(*q.shape[:-1], -1).astype(q.dtype), (
+        top + jnp.log(total)
+    ).reshape(*q.shape[:-1], 1)
 
 
 def _slice_backward(q, k, v, own_q, parent_q, own_k, chosen, start, scale, o, lse, g):
     # P = exp(S - lse), dV = P^T dO, dP = dO V^T, dS = P (dP - rowsum(dO O)), dQ = dS K, dK = dS^T Q
     B, K, G, t, H = q.shape
-    p = jnp.exp(_scores(q, k, own_q, parent_q, own_k, chosen, start, scale) - lse.reshape(B, K, G * t, 1))
+    p = jnp.exp(
+        _scores(q, k, own_q, parent_q, own_k, chosen, start, scale) - lse.reshape(B, K, G * t, 1)
+    )
     g_flat, o_flat = (x.reshape(B, K, G * t, -1) for x in (g, o))
-    dv = jnp.einsum("BKMS,BKMV->BKSV", p.astype(v.dtype), g_flat, preferred_element_type=jnp.float32)
+    dv = jnp.einsum(
+        "BKMS,BKMV->BKSV", p.astype(v.dtype), g_flat, preferred_element_type=jnp.float32
+    )
     dp = jnp.einsum("BKMV,BKSV->BKMS", g_flat, v, preferred_element_type=jnp.float32)
     along = jnp.sum(g_flat.astype(jnp.float32) * o_flat.astype(jnp.float32), axis=-1, keepdims=True)
     ds = (p * (dp - along) * scale).astype(k.dtype)
     dq = jnp.einsum("BKMS,BKSH->BKMH", ds, k, preferred_element_type=jnp.float32).reshape(q.shape)
-    dk = jnp.einsum("BKMS,BKMH->BKSH", ds, q.reshape(B, K, G * t, H), preferred_element_type=jnp.float32)
+    dk = jnp.einsum(
+        "BKMS,BKMH->BKSH", ds, q.reshape(B, K, G * t, H), preferred_element_type=jnp.float32
+    )
     return dq.astype(q.dtype), dk, dv
 
 
@@ -192,7 +227,9 @@ def _split_queries(own_q, parent_q, chosen, start, n):
 
 
 def _blocks(q, own, parent, chosen):
-    """``(start, stop, own, parent, chosen)`` of each block of queries, with the bits of the keys before its end."""
+    """``(start, stop, own, parent, chosen)`` of each block of queries, with the bits of the keys
+    before its end.
+    """
     T = q.shape[3]
     size = max(MIN_BLOCK, -(-T // MAX_CAUSAL_BLOCKS))
     for start in range(0, T, size):
@@ -204,17 +241,28 @@ def _blocks(q, own, parent, chosen):
 def _forward_by_xla(q, k, v, own, parent, chosen, *, scale):
     out = []
     for start, stop, own_q, parent_q, bits in _blocks(q, own, parent, chosen):
-        q_block, k_block, v_block, own_k = q[:, :, :, start:stop], k[:, :, :stop], v[:, :, :stop], own[:, :stop]
+        q_block, k_block, v_block, own_k = (
+            q[:, :, :, start:stop],
+            k[:, :, :stop],
+            v[:, :, :stop],
+            own[:, :stop],
+        )
         n = _slices(q_block, stop)
         if n == 1:
-            out.append(_slice_forward(q_block, k_block, v_block, own_q, parent_q, own_k, bits, start, scale))
+            out.append(
+                _slice_forward(
+                    q_block, k_block, v_block, own_q, parent_q, own_k, bits, start, scale
+                )
+            )
             continue
 
         def one(slices, k=k_block, v=v_block, own_k=own_k):
             q, (own, parent, bits, at) = slices
             return _slice_forward(q, k, v, own, parent, own_k, bits, at, scale)
 
-        parts = jax.lax.map(one, (split(q_block, n, 3), _split_queries(own_q, parent_q, bits, start, n)))
+        parts = jax.lax.map(
+            one, (split(q_block, n, 3), _split_queries(own_q, parent_q, bits, start, n))
+        )
         out.append(tuple(unsplit(x, 3) for x in parts))
     o, lse = out[0] if len(out) == 1 else (jnp.concatenate(parts, axis=3) for parts in zip(*out))
     return o, lse[..., 0]
@@ -228,21 +276,32 @@ def _backward_by_xla(q, k, v, own, parent, chosen, o, lse, g, *, scale):
         n = _slices(rows[0], stop)
         if n == 1:
             q_block, *kept = rows
-            one, dk_block, dv_block = _slice_backward(q_block, k_block, v_block, own_q, parent_q, own_k, bits, start, scale, *kept)
+            one, dk_block, dv_block = _slice_backward(
+                q_block, k_block, v_block, own_q, parent_q, own_k, bits, start, scale, *kept
+            )
         else:
 
             def add(sums, slices, k=k_block, v=v_block, own_k=own_k):
                 q, o, lse, g, (own, parent, bits, at) = slices
-                dq, dk, dv = _slice_backward(q, k, v, own, parent, own_k, bits, at, scale, o, lse, g)
+                dq, dk, dv = _slice_backward(
+                    q, k, v, own, parent, own_k, bits, at, scale, o, lse, g
+                )
                 return (sums[0] + dk, sums[1] + dv), dq
 
-            slices = *(split(x, n, 3) for x in rows), _split_queries(own_q, parent_q, bits, start, n)
+            slices = (
+                *(split(x, n, 3) for x in rows),
+                _split_queries(own_q, parent_q, bits, start, n),
+            )
             none = jnp.zeros(k_block.shape, jnp.float32), jnp.zeros(v_block.shape, jnp.float32)
             (dk_block, dv_block), one = jax.lax.scan(add, none, slices)
             one = unsplit(one, 3)
         dq.append(one)
         dk, dv = dk.at[:, :, :stop].add(dk_block), dv.at[:, :, :stop].add(dv_block)
-    return dq[0] if len(dq) == 1 else jnp.concatenate(dq, axis=3), dk.astype(k.dtype), dv.astype(v.dtype)
+    return (
+        dq[0] if len(dq) == 1 else jnp.concatenate(dq, axis=3),
+        dk.astype(k.dtype),
+        dv.astype(v.dtype),
+    )
 
 
 # By a kernel.
@@ -259,7 +318,9 @@ def _backward_by_kernel(q, k, v, own, parent, chosen, o, lse, g, *, scale, kerne
     rows, heads = sharding.fitting(k.shape[:2], "batch", "kv_heads")
     specs = *((rows, heads),) * 3, (rows,), (rows,), *((rows, heads),) * 3
     local = functools.partial(kernel.backward, scale=scale, interpret=interpret)
-    return sharding.over_devices(local, (q, k, v, own, parent, o, lse, g), specs, ((rows, heads),) * 3)
+    return sharding.over_devices(
+        local, (q, k, v, own, parent, o, lse, g), specs, ((rows, heads),) * 3
+    )
 
 
 def _by(name: str, platform: str, call, kernel) -> Implementation:

@@ -56,7 +56,11 @@ class Base:
     @property
     def weights(self) -> str:
         """How the matrices are held, for reports: ``blocks``, see ``stored.py``, or dtypes."""
-        kinds = {leaf.dtype.name for path, leaf in params_lib.leaves_with_path(self.params) if path.endswith("/w")}
+        kinds = {
+            leaf.dtype.name
+            for path, leaf in params_lib.leaves_with_path(self.params)
+            if path.endswith("/w")
+        }
         return "blocks" if "uint8" in kinds else " and ".join(sorted(kinds))
 
     @property
@@ -76,12 +80,16 @@ class Base:
     def need_tokenizer(self) -> Tokenizer:
         """The tokenizer, or an error that says what to do without one."""
         if self.tokenizer is None:
-            raise UserError(f"{self.directory} has no tokenizer.json: give token ids instead of text or messages")
+            raise UserError(
+                f"{self.directory} has no tokenizer.json: give token ids instead of text or"
+                " messages"
+            )
         return self.tokenizer
 
 
 def resolve(name: str) -> Path:
-    """The checkpoint directory behind a base name: a directory, a packaged model, or a hub repository; of random weights all but these.
+    """The checkpoint directory behind a base name: a directory, a packaged model, or a hub
+    repository; of random weights all but these.
 
     Raises:
         UserError: none of the three, with what was tried.
@@ -97,9 +105,11 @@ def resolve(name: str) -> Path:
 
 
 def public_name(name: str) -> str:
-    """What other programs open the base of a name by: an absolute directory, or its name on the hub.
+    """What other programs open the base of a name by: an absolute directory, or its name on the
+    hub.
 
-    The packaged base is named as the hub calls it; there lie its full weights, here those of a 4-bit GGUF file.
+    The packaged base is named as the hub calls it; there lie its full weights, here those of a
+    4-bit GGUF file.
     """
     if Path(name).is_dir():
         return str(Path(name).resolve())
@@ -117,7 +127,8 @@ def _unpack(name: str) -> Path:
         return target
     found = importlib.util.find_spec(module) is not None
     if there and not (found and os.access(target.parent, os.W_OK)):
-        return target  # converted before blocks were kept, and not ours to convert again: it is held in full
+        # converted before blocks were kept, and not ours to convert again: it is held in full
+        return target
     return gguf.convert(base_names.need_package(name) / file, target)
 
 
@@ -137,7 +148,9 @@ def _make_random(name: str) -> Path:
 
 
 def _outline_of_random(name: str) -> Path:
-    """A directory with the ``config.json`` of a base that is made on the devices, and the packaged model's tokenizer where there is one."""
+    """A directory with the ``config.json`` of a base that is made on the devices, and the packaged
+    model's tokenizer where there is one.
+    """
     fields = base_names.shape(name)
     target = cache_dir() / "bases" / f"random-{made.fingerprint(fields)[:16]}"
     if (target / "config.json").is_file():
@@ -164,8 +177,8 @@ def _download(name: str) -> Path:
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(
-            f"base {name!r} is no directory here and the hub did not give it ({reason}): "
-            f"check the name and the network, or use a local directory or one of: {', '.join(PACKAGED)}"
+            f"base {name!r} is no directory here and the hub did not give it ({reason}): check the"
+            f" name and the network, or use a local directory or one of: {', '.join(PACKAGED)}"
         ) from None
 
 
@@ -182,11 +195,14 @@ def load(
 
     Args:
         dtype: ``float32`` or ``bfloat16``: storage and compute of the base.
-        quantise: ``int8`` or ``float8`` stores the layers' matrices in 8 bits, see ``quantised.py``; empty: as ``dtype`` says.
-        as_stored: whether weights that the checkpoint has in fewer bits than float32 stay so where that serves, see ``stored.py``.
+        quantise: ``int8`` or ``float8`` stores the layers' matrices in 8 bits, see
+            ``quantised.py``; empty: as ``dtype`` says.
+        as_stored: whether weights that the checkpoint has in fewer bits than float32 stay so where
+            that serves, see ``stored.py``.
 
     Raises:
-        UserError: see ``resolve`` and ``hf.load``; also a tokenizer with more ids than the model has rows.
+        UserError: see ``resolve`` and ``hf.load``; also a tokenizer with more ids than the model
+            has rows.
     """
     if dtype not in DTYPES:
         raise choice("dtype", dtype, DTYPES)
@@ -197,17 +213,23 @@ def load(
     tokenizer = Tokenizer(directory) if (directory / "tokenizer.json").is_file() else None
     if tokenizer is not None and tokenizer.vocab_size > cfg.vocab_size:
         raise UserError(
-            f"the tokenizer in {directory} has ids up to {tokenizer.vocab_size - 1} but the model has {cfg.vocab_size} rows: "
-            "tokenizer and weights do not belong together"
+            f"the tokenizer in {directory} has ids up to {tokenizer.vocab_size - 1} but the model"
+            f" has {cfg.vocab_size} rows: tokenizer and weights do not belong together"
         )
     if base_names.is_random(name):
         params = made.params(cfg, mesh, DTYPES[dtype], quantise, progress)
         return Base(name, directory, cfg, params, mesh, tokenizer, fingerprint(name, directory))
-    as_stored = as_stored and not stored.why_not(DTYPES[dtype], quantise, list(mesh.devices.flat), kernels.layer_matmul)
+    as_stored = as_stored and not stored.why_not(
+        DTYPES[dtype], quantise, list(mesh.devices.flat), kernels.layer_matmul
+    )
     params = hf.load(directory, cfg, mesh, DTYPES[dtype], progress, quantise, as_stored)
     return Base(name, directory, cfg, params, mesh, tokenizer, fingerprint(name, directory))
 
 
 def fingerprint(name: str, directory: Path) -> str:
     """The hex digest of a base by its name and where ``resolve`` found it."""
-    return made.fingerprint(base_names.shape(name)) if base_names.is_random(name) else hf.fingerprint(directory)
+    return (
+        made.fingerprint(base_names.shape(name))
+        if base_names.is_random(name)
+        else hf.fingerprint(directory)
+    )

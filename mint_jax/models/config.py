@@ -1,7 +1,7 @@
 """``ModelConfig``: what the model functions need to know, read from a Hugging Face ``config.json``.
 
-A model is described by these fields, never by testing its name; families differ only in the mapping below and in the
-name table of ``models/hf.py``.
+A model is described by these fields, never by testing its name; families differ only in the mapping
+below and in the name table of ``models/hf.py``.
 """
 
 import dataclasses
@@ -21,8 +21,8 @@ from mint_jax.models.kernels import Kernels
 class RopeScaling:
     """Frequency scaling of rotary embeddings beyond the trained context.
 
-    ``llama3``: Llama 3.1 report (arXiv 2407.21783) section 3.4.2 and its released code; ``yarn``: arXiv 2309.00071,
-    sections 3.1 to 3.3; ``linear``: positions divided by ``factor``.
+    ``llama3``: Llama 3.1 report (arXiv 2407.21783) section 3.4.2 and its released code; ``yarn``:
+    arXiv 2309.00071, sections 3.1 to 3.3; ``linear``: positions divided by ``factor``.
     """
 
     kind: str
@@ -47,11 +47,12 @@ class Experts:
         per_token: X experts that each token visits.
         width: F of one expert.
         shared: experts that every token visits, kept as one MLP of ``shared * width``.
-        scores: ``softmax`` over all experts, or ``sigmoid`` of each with a bias that only the choice sees (DeepSeek-V3,
-            arXiv 2412.19437, section 2.1.2).
+        scores: ``softmax`` over all experts, or ``sigmoid`` of each with a bias that only the
+            choice sees (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
         normalise: the chosen weights are divided by their sum.
         scale: factor on the weights after that.
-        groups, groups_chosen: experts come from the best ``groups_chosen`` of ``groups`` equal groups.
+        groups, groups_chosen: experts come from the best ``groups_chosen`` of ``groups`` equal
+            groups.
     """
 
     count: int
@@ -70,9 +71,11 @@ class Latent:
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1).
 
     Attributes:
-        q_latent: width of the query's bottleneck; 0 where queries come straight from the residual stream.
+        q_latent: width of the query's bottleneck; 0 where queries come straight from the residual
+            stream.
         kv_latent: C, width of the latent from which keys and values are expanded.
-        nope, rope: dimensions of a head's key without and with rotary position; the rotary part is shared by the heads.
+        nope, rope: dimensions of a head's key without and with rotary position; the rotary part is
+            shared by the heads.
         value: dimensions of a head's value.
     """
 
@@ -91,7 +94,8 @@ class Indexer:
         heads, width: I heads of this many dimensions.
         topk: keys that a query attends to.
         interleaved: rotary pairs are neighbours; otherwise the halves of the head.
-        full: per layer, whether it has an indexer; the others reuse the choice of the last layer that has one.
+        full: per layer, whether it has an indexer; the others reuse the choice of the last layer
+            that has one.
     """
 
     heads: int
@@ -103,10 +107,12 @@ class Indexer:
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """Dimensions and switches of a decoder. Letters as in the style of this code base: D, F, N, K, H, V, L.
+    """Dimensions and switches of a decoder. Letters as in the style of this code base: D, F, N, K,
+    H, V, L.
 
-    ``latent`` replaces grouped-query attention, ``experts`` the MLP of all but the first ``dense_layers`` layers.
-    ``directory`` is the checkpoint that it was read with, for questions about its files; it is no part of equality.
+    ``latent`` replaces grouped-query attention, ``experts`` the MLP of all but the first
+    ``dense_layers`` layers. ``directory`` is the checkpoint that it was read with, for questions
+    about its files; it is no part of equality.
     """
 
     family: str
@@ -137,11 +143,17 @@ class ModelConfig:
     def stacks(self) -> dict[str, int]:
         """Layer kind -> number of layers, in the order they run."""
         dense = self.num_layers if self.experts is None else self.dense_layers
-        return {kind: layers for kind, layers in (("dense", dense), ("moe", self.num_layers - dense)) if layers}
+        return {
+            kind: layers
+            for kind, layers in (("dense", dense), ("moe", self.num_layers - dense))
+            if layers
+        }
 
     @property
     def routed(self) -> bool:
-        """Whether any layer has experts: one with a prefix of dense layers may have nothing behind it."""
+        """Whether any layer has experts: one with a prefix of dense layers may have nothing behind
+        it.
+        """
         return "moe" in self.stacks
 
     def layers_of(self, kind: str) -> range:
@@ -158,7 +170,8 @@ class ModelConfig:
         return dataclasses.replace(self, **changes)
 
 
-# Every field of config.json that is read -> its value where the file lacks it: the default of the transformers class.
+# Every field of config.json that is read -> its value where the file lacks it: the default of the
+# transformers class.
 _GROUPED = {
     "vocab_size": 151936,
     "hidden_size": 4096,
@@ -203,58 +216,67 @@ _INDEXED = _LATENT | {
     "index_n_heads": 64,
 }
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": _GROUPED
-    | {
-        "vocab_size": 32000,
-        "intermediate_size": 11008,
-        "num_key_value_heads": None,
-        "max_position_embeddings": 2048,
-        "attention_bias": False,
-        "mlp_bias": False,
-    },
+    "llama": (
+        _GROUPED
+        | {
+            "vocab_size": 32000,
+            "intermediate_size": 11008,
+            "num_key_value_heads": None,
+            "max_position_embeddings": 2048,
+            "attention_bias": False,
+            "mlp_bias": False,
+        }
+    ),
     "qwen2": _GROUPED,
     "qwen3": _GROUPED | {"head_dim": 128, "attention_bias": False},
-    "qwen3_moe": _GROUPED
-    | {
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "moe_intermediate_size": 768,
-        "num_hidden_layers": 24,
-        "num_key_value_heads": 4,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "norm_topk_prob": False,
-        "attention_bias": False,
-    },
+    "qwen3_moe": (
+        _GROUPED
+        | {
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "moe_intermediate_size": 768,
+            "num_hidden_layers": 24,
+            "num_key_value_heads": 4,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": False,
+            "attention_bias": False,
+        }
+    ),
     "deepseek_v3": _LATENT,
     "deepseek_v32": _INDEXED,
-    "glm_moe_dsa": _INDEXED
-    | {
-        "vocab_size": 154880,
-        "hidden_size": 6144,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 78,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 64,
-        "q_lora_rank": 2048,
-        "v_head_dim": 256,
-        "qk_nope_head_dim": 192,
-        "n_group": 1,
-        "topk_group": 1,
-        "max_position_embeddings": 202752,
-        "rms_norm_eps": 1e-5,
-        "index_n_heads": 32,
-        "indexer_types": None,
-    },
+    "glm_moe_dsa": (
+        _INDEXED
+        | {
+            "vocab_size": 154880,
+            "hidden_size": 6144,
+            "intermediate_size": 12288,
+            "num_hidden_layers": 78,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 64,
+            "q_lora_rank": 2048,
+            "v_head_dim": 256,
+            "qk_nope_head_dim": 192,
+            "n_group": 1,
+            "topk_group": 1,
+            "max_position_embeddings": 202752,
+            "rms_norm_eps": 1e-5,
+            "index_n_heads": 32,
+            "indexer_types": None,
+        }
+    ),
 }
 _OFF, _ONE = (None, False), (None, 1)
-# Fields that change the forward pass, in the transformers class or in the code of a model's makers -> the values that
-# are computed here. Any other value is refused. Fields in neither table have no effect in the transformers class.
+# Fields that change the forward pass, in the transformers class or in the code of a model's makers
+# -> the values that are computed here. Any other value is refused. Fields in neither table have no
+# effect in the transformers class.
 ONLY: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
     "is_causal": (None, True),
     "per_layer_config": (None,),
-    **dict.fromkeys(("use_sliding_window", "alibi", "use_bidirectional_attention", "rope_interleaved"), _OFF),
+    **dict.fromkeys(
+        ("use_sliding_window", "alibi", "use_bidirectional_attention", "rope_interleaved"), _OFF
+    ),
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "logits_soft_cap"), _OFF),
     **dict.fromkeys(("attention_chunk_size", "query_pre_attn_scalar"), _OFF),
     **dict.fromkeys(("no_rope_layers", "no_rope_layer_interval"), (None, [], 0)),
@@ -288,22 +310,25 @@ _ROPE_NEEDS = {  # rope_type -> keys that its formula needs
 
 
 def _rope(fields: dict[str, Any], context: int) -> tuple[float, RopeScaling | None]:
-    """Base and scaling of the rotary embedding, from any of the spellings that transformers 5 reads.
+    """Base and scaling of the rotary embedding, from any of the spellings that transformers 5
+    reads.
 
-    ``rope_scaling`` (old) replaces ``rope_parameters`` (new) where both are there; a ``rope_theta`` in the one that
-    counts goes before the one beside it; ``original_max_position_embeddings`` beside it goes before the one inside.
+    ``rope_scaling`` (old) replaces ``rope_parameters`` (new) where both are there; a ``rope_theta``
+    in the one that counts goes before the one beside it; ``original_max_position_embeddings``
+    beside it goes before the one inside.
     """
     raw = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
     if not isinstance(raw, dict) or any(isinstance(value, dict) for value in raw.values()):
         raise UserError(
-            f"config.json: the rope parameters are {raw!r}; expected one object of numbers for all layers: "
-            "rotary embeddings that differ by layer are not supported"
+            f"config.json: the rope parameters are {raw!r}; expected one object of numbers for all"
+            " layers: rotary embeddings that differ by layer are not supported"
         )
     theta = _number(float, {"rope_theta": fields.get("rope_theta", 10000.0)} | raw, "rope_theta")
     kind = raw.get("rope_type", raw.get("type", "default"))
     if kind not in _ROPE_NEEDS:
         raise UserError(
-            f"rope scaling {kind!r} is not supported; expected {', '.join(_ROPE_NEEDS)}: take a checkpoint of the model without it"
+            f"rope scaling {kind!r} is not supported; expected {', '.join(_ROPE_NEEDS)}: take a"
+            " checkpoint of the model without it"
         )
     if raw.get("partial_rotary_factor") not in _ONE:
         raise UserError(
@@ -311,7 +336,9 @@ def _rope(fields: dict[str, Any], context: int) -> tuple[float, RopeScaling | No
             "supported: all dimensions of a head rotate"
         )
     if lacking := [key for key in _ROPE_NEEDS[kind] if key not in raw]:
-        raise UserError(f"config.json: rope scaling {kind!r} has no {lacking[0]}: fetch the file again")
+        raise UserError(
+            f"config.json: rope scaling {kind!r} has no {lacking[0]}: fetch the file again"
+        )
     if kind == "default":
         return theta, None
     lengths = {"original_max_position_embeddings": context} | raw
@@ -320,7 +347,13 @@ def _rope(fields: dict[str, Any], context: int) -> tuple[float, RopeScaling | No
     original = _number(int, lengths, "original_max_position_embeddings")
     numbers = {
         key: _number(float, raw, key)
-        for key in ("low_freq_factor", "high_freq_factor", "attention_factor", "mscale", "mscale_all_dim")
+        for key in (
+            "low_freq_factor",
+            "high_freq_factor",
+            "attention_factor",
+            "mscale",
+            "mscale_all_dim",
+        )
         if raw.get(key) is not None
     }
     numbers |= {key: _number(float, raw, key) for key in ("beta_fast", "beta_slow") if raw.get(key)}
@@ -333,9 +366,17 @@ def _rope(fields: dict[str, Any], context: int) -> tuple[float, RopeScaling | No
 def _number(cast: type, fields: dict[str, Any], name: str) -> Any:
     """A numeric field."""
     value = fields[name]
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or cast(value) != value:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not math.isfinite(value)
+        or cast(value) != value
+    ):
         wanted = "an integer" if cast is int else "a number"
-        raise UserError(f"config.json: {name} is {value!r}; expected {wanted}: take a complete checkpoint directory")
+        raise UserError(
+            f"config.json: {name} is {value!r}; expected {wanted}: take a complete checkpoint"
+            " directory"
+        )
     return cast(value)
 
 
@@ -347,7 +388,10 @@ def _decoder_fields(fields: dict[str, Any]) -> dict[str, Any]:
         fields = fields | {"num_key_value_heads": heads}
     kv_heads = _number(int, fields, "num_key_value_heads")
     if heads < 1 or kv_heads < 1 or heads % kv_heads:
-        raise UserError(f"num_attention_heads is {heads}, which num_key_value_heads {kv_heads} does not divide: config.json is damaged")
+        raise UserError(
+            f"num_attention_heads is {heads}, which num_key_value_heads {kv_heads} does not divide:"
+            " config.json is damaged"
+        )
     if fields["head_dim"] is None:
         fields = fields | {"head_dim": width // heads}
     theta, scaling = _rope(fields, context)
@@ -371,13 +415,21 @@ def _one_of(given: dict[str, Any], fields: dict[str, Any], *names: str) -> int:
     """A number that has several names; the default is that of the first."""
     found = {name: given[name] for name in names if given.get(name) is not None}
     if len(set(map(repr, found.values()))) > 1:
-        raise UserError(f"config.json gives one number under several names, and they differ: {found}")
+        raise UserError(
+            f"config.json gives one number under several names, and they differ: {found}"
+        )
     return _number(int, {names[0]: next(iter(found.values()), fields[names[0]])}, names[0])
 
 
 def _llama(given: dict[str, Any], fields: dict[str, Any]) -> ModelConfig:
     bias = bool(fields["attention_bias"])
-    return ModelConfig("llama", **_decoder_fields(fields), qkv_bias=bias, o_bias=bias, mlp_bias=bool(fields["mlp_bias"]))
+    return ModelConfig(
+        "llama",
+        **_decoder_fields(fields),
+        qkv_bias=bias,
+        o_bias=bias,
+        mlp_bias=bool(fields["mlp_bias"]),
+    )
 
 
 def _qwen2(given: dict[str, Any], fields: dict[str, Any]) -> ModelConfig:
@@ -402,17 +454,24 @@ def _qwen3_moe(given: dict[str, Any], fields: dict[str, Any]) -> ModelConfig:
 
 def _checked(experts: Experts) -> Experts:
     if not 1 <= experts.per_token <= experts.count:
-        raise UserError(f"num_experts_per_tok is {experts.per_token}, of {experts.count} experts: config.json is damaged")
+        raise UserError(
+            f"num_experts_per_tok is {experts.per_token}, of {experts.count} experts: config.json"
+            " is damaged"
+        )
     if experts.count % experts.groups or not 1 <= experts.groups_chosen <= experts.groups:
         raise UserError(
-            f"{experts.count} experts in {experts.groups} groups of which {experts.groups_chosen} are chosen: the groups must be equal, "
-            "config.json is damaged"
+            f"{experts.count} experts in {experts.groups} groups of which {experts.groups_chosen}"
+            " are chosen: the groups must be equal, config.json is damaged"
         )
     return experts
 
 
-def _deepseek(given: dict[str, Any], fields: dict[str, Any], family: str, *more_names: str) -> ModelConfig:
-    """DeepSeek-V3 and its kin (Kimi-K2, Moonlight): latent attention, sigmoid routing, shared experts, dense first layers."""
+def _deepseek(
+    given: dict[str, Any], fields: dict[str, Any], family: str, *more_names: str
+) -> ModelConfig:
+    """DeepSeek-V3 and its kin (Kimi-K2, Moonlight): latent attention, sigmoid routing, shared
+    experts, dense first layers.
+    """
     if fields["n_shared_experts"] is None:
         fields = fields | {"n_shared_experts": 0}
     experts = Experts(
@@ -438,26 +497,41 @@ def _deepseek(given: dict[str, Any], fields: dict[str, Any], family: str, *more_
     dense = types.count("dense") if types else _number(int, fields, "first_k_dense_replace")
     if types and types != ["dense"] * dense + ["sparse"] * (decoder["num_layers"] - dense):
         raise UserError(
-            f"mlp_layer_types is {types}; expected {decoder['num_layers']} entries, 'dense' and then 'sparse': "
-            "only a dense prefix is supported"
+            f"mlp_layer_types is {types}; expected {decoder['num_layers']} entries, 'dense' and"
+            " then 'sparse': only a dense prefix is supported"
         )
     dense = min(dense, decoder["num_layers"])
-    return ModelConfig(family, **decoder, experts=_checked(experts), dense_layers=dense, latent=latent)
+    return ModelConfig(
+        family, **decoder, experts=_checked(experts), dense_layers=dense, latent=latent
+    )
 
 
 def _deepseek_v3(given: dict[str, Any], fields: dict[str, Any]) -> ModelConfig:
     if (head := fields["head_dim"]) is not None and head != fields["qk_rope_head_dim"]:
-        raise UserError(f"config.json: head_dim is {head}; expected none, or qk_rope_head_dim, which is {fields['qk_rope_head_dim']}")
+        raise UserError(
+            f"config.json: head_dim is {head}; expected none, or qk_rope_head_dim, which is"
+            f" {fields['qk_rope_head_dim']}"
+        )
     return _deepseek(given, fields, "deepseek_v3")
 
 
-def _with_indexer(cfg: ModelConfig, fields: dict[str, Any], interleaved: bool, full: tuple[bool, ...]) -> ModelConfig:
+def _with_indexer(
+    cfg: ModelConfig, fields: dict[str, Any], interleaved: bool, full: tuple[bool, ...]
+) -> ModelConfig:
     if not cfg.latent or not cfg.latent.q_latent:
-        raise UserError("q_lora_rank is null: the indexer reads the query's latent, which this checkpoint does not have")
+        raise UserError(
+            "q_lora_rank is null: the indexer reads the query's latent, which this checkpoint does"
+            " not have"
+        )
     if len(full) != cfg.num_layers or not full[0]:
-        raise UserError(f"indexer_types has {len(full)} entries for {cfg.num_layers} layers, of which the first must be 'full'")
+        raise UserError(
+            f"indexer_types has {len(full)} entries for {cfg.num_layers} layers, of which the first"
+            " must be 'full'"
+        )
     heads, width = (_number(int, fields, name) for name in ("index_n_heads", "index_head_dim"))
-    return cfg.replace(indexer=Indexer(heads, width, _number(int, fields, "index_topk"), interleaved, full))
+    return cfg.replace(
+        indexer=Indexer(heads, width, _number(int, fields, "index_topk"), interleaved, full)
+    )
 
 
 def _deepseek_v32(given: dict[str, Any], fields: dict[str, Any]) -> ModelConfig:
@@ -473,13 +547,19 @@ def _glm_moe_dsa(given: dict[str, Any], fields: dict[str, Any]) -> ModelConfig:
     if types is None:
         every = max(_number(int, {"index_topk_freq": 1} | given, "index_topk_freq"), 1)
         offset = _number(int, {"index_skip_topk_offset": 2} | given, "index_skip_topk_offset")
-        types = ["full" if max(i - offset + 1, 0) % every == 0 else "shared" for i in range(cfg.num_layers)]
+        types = [
+            "full" if max(i - offset + 1, 0) % every == 0 else "shared"
+            for i in range(cfg.num_layers)
+        ]
     if unknown := sorted(set(map(str, types)) - {"full", "shared"}):
-        raise UserError(f"indexer_types has {unknown[0]!r}; expected 'full' or 'shared' for each layer")
+        raise UserError(
+            f"indexer_types has {unknown[0]!r}; expected 'full' or 'shared' for each layer"
+        )
     return _with_indexer(cfg, fields, True, tuple(kind == "full" for kind in types))
 
 
-FAMILIES: dict[str, tuple[str, Callable[..., ModelConfig]]] = {  # `architectures` entry -> model_type and mapping
+# `architectures` entry -> model_type and mapping
+FAMILIES: dict[str, tuple[str, Callable[..., ModelConfig]]] = {
     "LlamaForCausalLM": ("llama", _llama),
     "Qwen2ForCausalLM": ("qwen2", _qwen2),
     "Qwen3ForCausalLM": ("qwen3", _qwen3),
@@ -493,41 +573,52 @@ FAMILIES: dict[str, tuple[str, Callable[..., ModelConfig]]] = {  # `architecture
 def from_hf(given: dict[str, Any]) -> ModelConfig:
     """``ModelConfig`` from the contents of a ``config.json``.
 
-    A field that is absent has the default of its transformers class (``DEFAULTS``). A field that would change the
-    forward pass in a way that is not implemented is refused (``ONLY``); all others have no effect.
+    A field that is absent has the default of its transformers class (``DEFAULTS``). A field that
+    would change the forward pass in a way that is not implemented is refused (``ONLY``); all others
+    have no effect.
 
     Raises:
-        UserError: an architecture, an activation, a rotary embedding or an attention option that is not implemented.
+        UserError: an architecture, an activation, a rotary embedding or an attention option that is
+            not implemented.
     """
-    names = given.get("architectures") or [name for name, (kind, _) in FAMILIES.items() if kind == given.get("model_type")]
+    names = given.get("architectures") or [
+        name for name, (kind, _) in FAMILIES.items() if kind == given.get("model_type")
+    ]
     if not names or names[0] not in FAMILIES:
-        raise UserError(f"architectures is {names or ['(none)']!r}; supported: {', '.join(FAMILIES)}")
+        raise UserError(
+            f"architectures is {names or ['(none)']!r}; supported: {', '.join(FAMILIES)}"
+        )
     family, mapping = FAMILIES[names[0]]
     if given.get("model_type") in set(DEFAULTS) - {family}:
         raise UserError(
-            f"config.json: architectures is {names!r} but model_type is {given['model_type']!r}; transformers "
-            "goes by model_type: correct the one that is wrong"
+            f"config.json: architectures is {names!r} but model_type is {given['model_type']!r};"
+            " transformers goes by model_type: correct the one that is wrong"
         )
     keys = ("quantization_config", "compression_config", "quantization")  # the last is MLX's
     if quantised := next((given[key] for key in keys if given.get(key)), None):
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
         raise UserError(
-            f"the checkpoint is quantised (quant_method {method!r}), which is not read: take the unquantised "
-            "checkpoint, or write one with transformers (from_pretrained, dequantize, save_pretrained)"
+            f"the checkpoint is quantised (quant_method {method!r}), which is not read: take the"
+            " unquantised checkpoint, or write one with transformers (from_pretrained, dequantize,"
+            " save_pretrained)"
         )
     for field, values in (ONLY | FAMILY_ONLY[family]).items():
         if field in given and not any(given[field] == value for value in values):
             raise UserError(
-                f"config.json: {field} is {given[field]!r}; only {' or '.join(map(repr, values))} is supported "
-                f"in {names[0]}: take another checkpoint, or remove the field if the model was trained without it"
+                f"config.json: {field} is {given[field]!r}; only {' or '.join(map(repr, values))}"
+                f" is supported in {names[0]}: take another checkpoint, or remove the field if the"
+                " model was trained without it"
             )
     if not set(given.get("layer_types") or ()) <= {"full_attention", "indexed_attention"}:
         raise UserError(
-            f"config.json: layer_types is {given['layer_types']!r}; only full_attention is supported: sliding-window attention is not"
+            f"config.json: layer_types is {given['layer_types']!r}; only full_attention is"
+            " supported: sliding-window attention is not"
         )
     cfg = mapping(given, DEFAULTS[family] | given)
     if cfg.rope_dim % 2:
-        raise UserError(f"config.json: {cfg.rope_dim} dimensions of a head rotate; expected an even number")
+        raise UserError(
+            f"config.json: {cfg.rope_dim} dimensions of a head rotate; expected an even number"
+        )
     return cfg
 
 
@@ -539,18 +630,27 @@ def read_config(directory: str | Path) -> ModelConfig:
     """
     path = Path(directory) / "config.json"
     if not path.is_file():
-        raise UserError(f"{path} does not exist: a base is a directory with config.json and *.safetensors")
+        raise UserError(
+            f"{path} does not exist: a base is a directory with config.json and *.safetensors"
+        )
     try:
         fields = json.loads(path.read_text())
     except ValueError as error:
         raise UserError(f"{path} is not valid JSON ({error}): fetch the checkpoint again") from None
     if not isinstance(fields, dict):
-        raise UserError(f"{path} holds a {type(fields).__name__}; expected an object: fetch the checkpoint again")
+        raise UserError(
+            f"{path} holds a {type(fields).__name__}; expected an object: fetch the checkpoint"
+            " again"
+        )
     return from_hf(fields)
 
 
-def rope_frequencies(dim: int, theta: float, scaling: RopeScaling | None) -> tuple[np.ndarray, float]:
-    """Inverse frequencies ``[dim / 2]`` (float64) and the factor by which cos and sin are multiplied."""
+def rope_frequencies(
+    dim: int, theta: float, scaling: RopeScaling | None
+) -> tuple[np.ndarray, float]:
+    """Inverse frequencies ``[dim / 2]`` (float64) and the factor by which cos and sin are
+    multiplied.
+    """
     exponent = np.arange(0, dim, 2, dtype=np.float64) / dim
     inv = theta**-exponent
     if scaling is None:
@@ -559,12 +659,19 @@ def rope_frequencies(dim: int, theta: float, scaling: RopeScaling | None) -> tup
         return inv / scaling.factor, 1.0
     if scaling.kind == "llama3":
         wavelength = 2 * math.pi / inv
-        smooth = (scaling.original_context / wavelength - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+        smooth = (scaling.original_context / wavelength - scaling.low_freq_factor) / (
+            scaling.high_freq_factor - scaling.low_freq_factor
+        )
         smooth = np.clip(smooth, 0.0, 1.0)
         return (1 - smooth) * inv / scaling.factor + smooth * inv, 1.0
 
-    def turns_at(rotations: float) -> float:  # the dimension that makes this many turns over the original context
-        return dim * math.log(scaling.original_context / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+    # the dimension that makes this many turns over the original context
+    def turns_at(rotations: float) -> float:
+        return (
+            dim
+            * math.log(scaling.original_context / (rotations * 2 * math.pi))
+            / (2 * math.log(theta))
+        )
 
     low, high = turns_at(scaling.beta_fast), turns_at(scaling.beta_slow)
     if scaling.truncate:
@@ -575,7 +682,9 @@ def rope_frequencies(dim: int, theta: float, scaling: RopeScaling | None) -> tup
     if scaling.attention_factor is not None:
         return inv, scaling.attention_factor
     if scaling.mscale and scaling.mscale_all_dim:
-        return inv, yarn_mscale(scaling.factor, scaling.mscale) / yarn_mscale(scaling.factor, scaling.mscale_all_dim)
+        return inv, yarn_mscale(scaling.factor, scaling.mscale) / yarn_mscale(
+            scaling.factor, scaling.mscale_all_dim
+        )
     return inv, yarn_mscale(scaling.factor, 1.0)
 
 

@@ -1,16 +1,19 @@
-"""The lightning indexer of DeepSeek sparse attention: which keys a query of latent attention may see at all.
+"""The lightning indexer of DeepSeek sparse attention: which keys a query of latent attention may
+see at all.
 
-DeepSeek-V3.2 (arXiv 2512.02556, section 2.1): ``score_ts = sum_i w_ti relu(q_ti . k_s)``, with queries from the latent of
-the attention's queries, one key a token, and weights from the residual stream; the ``topk`` best of the keys that a token
-could see are chosen. In GLM-5 not every layer has an indexer: a layer without one reuses the choice of the last that
-has, through stacks of either kind, so the choice travels with the residual stream. It is kept as a bit a pair, one array
-for packed rows, one per part where there is a cache; None as long as ``topk`` keys are all there are.
+DeepSeek-V3.2 (arXiv 2512.02556, section 2.1): ``score_ts = sum_i w_ti relu(q_ti . k_s)``, with
+queries from the latent of the attention's queries, one key a token, and weights from the residual
+stream; the ``topk`` best of the keys that a token could see are chosen. In GLM-5 not every layer
+has an indexer: a layer without one reuses the choice of the last that has, through stacks of either
+kind, so the choice travels with the residual stream. It is kept as a bit a pair, one array for
+packed rows, one per part where there is a cache; None as long as ``topk`` keys are all there are.
 
-Nothing here has a gradient. The parameters are bare arrays, not projections with a ``w``: no adapter can target them.
-Where several keys score as the last one chosen does, all of them are chosen, whatever part of a cache they are in.
+Nothing here has a gradient. The parameters are bare arrays, not projections with a ``w``: no
+adapter can target them. Where several keys score as the last one chosen does, all of them are
+chosen, whatever part of a cache they are in.
 
-Axes: B rows, T query tokens, S key positions, D model width, C the query's latent, I heads, H their width, U pages, and Q and W rows
-in two axes.
+Axes: B rows, T query tokens, S key positions, D model width, C the query's latent, I heads, H their
+width, U pages, and Q and W rows in two axes.
 """
 
 from typing import Any, NamedTuple
@@ -22,18 +25,29 @@ from jax.ad_checkpoint import checkpoint_name
 
 from mint_jax import sharding
 from mint_jax.models import paged
-from mint_jax.models.attention import Context, Segments, causal, pack_keys, seen, slice_count, split, unsplit
+from mint_jax.models.attention import (
+    Context,
+    Segments,
+    causal,
+    pack_keys,
+    seen,
+    slice_count,
+    split,
+    unsplit,
+)
 from mint_jax.models.config import Indexer, ModelConfig
 from mint_jax.models.rope import rotate, rotate_pairs
 from mint_jax.params import ParamSpec
 from pallas_kernels.paged import last_run, read, run_pages, seen_in_run
 
 KEY_NORM_EPS = 1e-6
-Chosen = tuple[jax.Array, ...] | None  # bits [B, T, ceil(S / 8)] of each part, the row's own tokens last
+# bits [B, T, ceil(S / 8)] of each part, the row's own tokens last
+Chosen = tuple[jax.Array, ...] | None
 
 
 class Turn(NamedTuple):
-    """Where one layer stands among its stack's indexers; before the scan, with a leading layer axis.
+    """Where one layer stands among its stack's indexers; before the scan, with a leading layer
+    axis.
 
     Attributes:
         nth: int32, the position of its indexer.
@@ -45,14 +59,18 @@ class Turn(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """The indexers of a stack of layers, ``[L_full, ...]``, and one layer's turn; ``stack`` is None where no layer has one."""
+    """The indexers of a stack of layers, ``[L_full, ...]``, and one layer's turn; ``stack`` is None
+    where no layer has one.
+    """
 
     stack: Any
     turn: Turn
 
 
 def specs(cfg: ModelConfig, kind: str, dtype: Any) -> dict[str, Any]:
-    """``{"indexer": ...}`` for the layers of one kind that have an indexer; ``{}`` where none has."""
+    """``{"indexer": ...}`` for the layers of one kind that have an indexer; ``{}`` where none
+    has.
+    """
     if cfg.indexer is None:
         return {}
     assert cfg.latent is not None
@@ -62,7 +80,9 @@ def specs(cfg: ModelConfig, kind: str, dtype: Any) -> dict[str, Any]:
         "bias": ParamSpec((L, ix.width), ("layers", "norm"), dtype, "zeros"),
     }
     leaves = {
-        "q": ParamSpec((L, cfg.latent.q_latent, ix.heads * ix.width), ("layers", "latent", "q_heads"), dtype),
+        "q": ParamSpec(
+            (L, cfg.latent.q_latent, ix.heads * ix.width), ("layers", "latent", "q_heads"), dtype
+        ),
         "k": ParamSpec((L, cfg.d_model, ix.width), ("layers", "embed", None), dtype),
         "k_norm": norm,
         "weights": ParamSpec((L, cfg.d_model, ix.heads), ("layers", "embed", None), dtype),
@@ -76,14 +96,18 @@ def _full(cfg: ModelConfig, kind: str) -> list[bool]:
 
 
 def detach(layers: Any) -> tuple[Any, Any]:
-    """The parameters of a stack without its indexers, which are fewer than its layers, and those."""
+    """The parameters of a stack without its indexers, which are fewer than its layers, and
+    those.
+    """
     attn = dict(layers["attn"])
     stack = attn.pop("indexer", None)
     return layers | {"attn": attn}, stack
 
 
 def turns(cfg: ModelConfig, kind: str) -> Turn | None:
-    """What the layers of one kind do, to be scanned with their parameters; None for a model without indexers."""
+    """What the layers of one kind do, to be scanned with their parameters; None for a model without
+    indexers.
+    """
     if cfg.indexer is None:
         return None
     full = np.array(_full(cfg, kind))
@@ -92,7 +116,9 @@ def turns(cfg: ModelConfig, kind: str) -> Turn | None:
 
 
 def undecided(B: int, T: int, view: paged.View | None, cfg: ModelConfig) -> Chosen:
-    """What the first layer is given: the shape of a choice, or None where there is nothing to choose; ``view`` is the cache's."""
+    """What the first layer is given: the shape of a choice, or None where there is nothing to
+    choose; ``view`` is the cache's.
+    """
     sizes = [*(() if view is None else (view.capacity,)), T]
     if cfg.indexer is None or sum(sizes) <= cfg.indexer.topk:
         return None
@@ -116,12 +142,14 @@ def select(
     """
     assert cfg.indexer is not None
     ix = cfg.indexer
-    # Which keys are the best has no derivative, and indexers are frozen here: without the stop the backward pass would keep, and go
-    # through, products that cannot contribute.
+    # Which keys are the best has no derivative, and indexers are frozen here: without the stop the
+    # backward pass would keep, and go through, products that cannot contribute.
     h_BTD, q_latent_BTC, stack = jax.lax.stop_gradient((h_BTD, q_latent_BTC, layer.stack))
 
     def weights() -> Any:
-        return jax.tree.map(lambda w: jax.lax.dynamic_index_in_dim(w, layer.turn.nth, keepdims=False), stack)
+        return jax.tree.map(
+            lambda w: jax.lax.dynamic_index_in_dim(w, layer.turn.nth, keepdims=False), stack
+        )
 
     def keys() -> jax.Array:
         return _keys(h_BTD, weights(), ctx, ix, cfg)
@@ -130,11 +158,16 @@ def select(
         return jnp.zeros((*h_BTD.shape[:2], ix.width), h_BTD.dtype)
 
     def where_full(decide: Any, otherwise: Any) -> Any:
-        # Which layers have an indexer is data of the scan. As a condition the layers without one pay nothing for it; were
-        # both sides computed and one selected, every layer would score all keys.
+        # Which layers have an indexer is data of the scan. As a condition the layers without one
+        # pay nothing for it; were both sides computed and one selected, every layer would score all
+        # keys.
         if stack is None:
             return otherwise()
-        return decide() if layer.turn.full is None else jax.lax.cond(layer.turn.full, decide, otherwise)
+        return (
+            decide()
+            if layer.turn.full is None
+            else jax.lax.cond(layer.turn.full, decide, otherwise)
+        )
 
     with jax.named_scope("indexer"):
         k_BTH = where_full(keys, no_keys)
@@ -161,20 +194,32 @@ def _write(cache: paged.Cache, k_BTH: jax.Array) -> jax.Array:
         return paged.write(pool, layer, k, view)
 
     specs = pages, (rows, None, None), (), (rows, None)
-    return sharding.over_devices(local, (cache.pool["index"], k_BTH, cache.layer, cache.view), specs, pages)
+    return sharding.over_devices(
+        local, (cache.pool["index"], k_BTH, cache.layer, cache.view), specs, pages
+    )
 
 
 def _keys(h_BTD, p, ctx: Context, ix: Indexer, cfg: ModelConfig) -> jax.Array:
-    k = jnp.einsum("BTD,DH->BTH", h_BTD, p["k"], preferred_element_type=jnp.float32).astype(h_BTD.dtype)
+    k = jnp.einsum("BTD,DH->BTH", h_BTD, p["k"], preferred_element_type=jnp.float32).astype(
+        h_BTD.dtype
+    )
     k = _layer_norm(k, p["k_norm"])
     return _with_position(k[:, :, None], ctx, ix, cfg)[:, :, 0]
 
 
-def _queries(h_BTD, q_latent_BTC, p, ctx: Context, ix: Indexer, cfg: ModelConfig) -> tuple[jax.Array, jax.Array]:
-    """Queries ``[B, T, I, H]`` and float32 weights ``[B, T, I]`` with every constant factor in them."""
+def _queries(
+    h_BTD, q_latent_BTC, p, ctx: Context, ix: Indexer, cfg: ModelConfig
+) -> tuple[jax.Array, jax.Array]:
+    """Queries ``[B, T, I, H]`` and float32 weights ``[B, T, I]`` with every constant factor in
+    them.
+    """
     B, T, _ = h_BTD.shape
-    q = jnp.einsum("BTC,CF->BTF", q_latent_BTC, p["q"], preferred_element_type=jnp.float32).astype(h_BTD.dtype)
-    w = jnp.einsum("BTD,DI->BTI", h_BTD, p["weights"], preferred_element_type=jnp.float32).astype(h_BTD.dtype)
+    q = jnp.einsum("BTC,CF->BTF", q_latent_BTC, p["q"], preferred_element_type=jnp.float32).astype(
+        h_BTD.dtype
+    )
+    w = jnp.einsum("BTD,DI->BTI", h_BTD, p["weights"], preferred_element_type=jnp.float32).astype(
+        h_BTD.dtype
+    )
     q_BTIH = _with_position(q.reshape(B, T, ix.heads, ix.width), ctx, ix, cfg)
     return q_BTIH, w.astype(jnp.float32) * (ix.heads * ix.width) ** -0.5
 
@@ -196,34 +241,45 @@ def _with_position(x_BTIH: jax.Array, ctx: Context, ix: Indexer, cfg: ModelConfi
 
 
 def _scores(q_QWTIH: jax.Array, w_QWTI: jax.Array, k_QSH: jax.Array) -> jax.Array:
-    """``sum_i w_i relu(q_i . k)``, ``[Q, W, T, S]`` float32; as many heads at once as ``SCORE_BYTES`` allows."""
+    """``sum_i w_i relu(q_i . k)``, ``[Q, W, T, S]`` float32; as many heads at once as
+    ``SCORE_BYTES`` allows.
+    """
     (*rows, heads), S = w_QWTI.shape, k_QSH.shape[1]
     n = slice_count(heads, 4 * w_QWTI.size * S // sharding.parts_here(len(w_QWTI), "batch"))
 
     def group(q, w):
-        s = jax.nn.relu(jnp.einsum("QWTIH,QSH->QWTIS", q, k_QSH, preferred_element_type=jnp.float32))
+        s = jax.nn.relu(
+            jnp.einsum("QWTIH,QSH->QWTIS", q, k_QSH, preferred_element_type=jnp.float32)
+        )
         return jnp.einsum("QWTIS,QWTI->QWTS", s, w, preferred_element_type=jnp.float32)
 
     if n == 1:
         return group(q_QWTIH, w_QWTI)
     groups = split(q_QWTIH, n, 3), split(w_QWTI, n, 3)
-    return jax.lax.scan(lambda sums, qw: (sums + group(*qw), None), jnp.zeros((*rows, S), jnp.float32), groups)[0]
+    return jax.lax.scan(
+        lambda sums, qw: (sums + group(*qw), None), jnp.zeros((*rows, S), jnp.float32), groups
+    )[0]
 
 
 def _best(parts: list[jax.Array], topk: int) -> tuple[jax.Array, ...]:
-    """The bits of the ``topk`` largest over all parts ``[B, T, S]``: those not below the last of them.
+    """The bits of the ``topk`` largest over all parts ``[B, T, S]``: those not below the last of
+    them.
 
-    A query with fewer keys than ``topk`` gets them all, and some that it may not see: attention has its own mask.
+    A query with fewer keys than ``topk`` gets them all, and some that it may not see: attention has
+    its own mask.
     """
-    # The parts of a cache are split over devices by position. The best of each part are few and may travel; the scores of all
-    # positions stay where they are, and each part is then cut at the one threshold.
+    # The parts of a cache are split over devices by position. The best of each part are few and may
+    # travel; the scores of all positions stay where they are, and each part is then cut at the one
+    # threshold.
     tops = [jax.lax.top_k(s, min(topk, s.shape[-1]))[0] for s in parts]
     last = jax.lax.top_k(jnp.concatenate(tops, axis=-1), topk)[0][..., -1:]
     return tuple(pack_keys(s >= last) for s in parts)
 
 
 def _choose_packed(q_BTIH, w_BTI, k_BSH, segments: Segments, topk: int) -> jax.Array:
-    """The choice of packed rows, in slices of queries so that never are all scores there at once."""
+    """The choice of packed rows, in slices of queries so that never are all scores there at
+    once.
+    """
     T = q_BTIH.shape[1]
     n = slice_count(T, 4 * w_BTI.size * T // sharding.parts_here(len(w_BTI), "batch"))
 
@@ -239,12 +295,15 @@ def _choose_packed(q_BTIH, w_BTI, k_BSH, segments: Segments, topk: int) -> jax.A
 
 
 def _choose_cached(q_BTIH, w_BTI, k_BTH, cache: paged.Cache, topk: int) -> Chosen:
-    """The choice over a cache's positions, prefix and own in the order of the row's table, and the new tokens' own keys."""
+    """The choice over a cache's positions, prefix and own in the order of the row's table, and the
+    new tokens' own keys.
+    """
 
     def local(q_BTIH, w_BTI, k_BTH, pool, layer, view):
         B, T = w_BTI.shape[:2]
 
-        def fill(run, scores):  # every row reads its prefix itself: which keys a query may see is its own
+        # every row reads its prefix itself: which keys a query may see is its own
+        def fill(run, scores):
             run_B = jnp.full((B,), run, jnp.int32)
             k_BSH = read(pool, layer, run_pages(view.table, run_B), k_BTH.shape[-1])
             s = _scores(q_BTIH[:, None], w_BTI[:, None], k_BSH)[:, 0]
@@ -253,10 +312,19 @@ def _choose_cached(q_BTIH, w_BTI, k_BTH, cache: paged.Cache, topk: int) -> Chose
 
         nothing = jnp.full((B, T, view.capacity), -jnp.inf, jnp.float32)
         past = jax.lax.fori_loop(0, jnp.max(last_run(view.prefix, view.own)), fill, nothing)
-        own = jnp.where(causal(T)[None], _scores(q_BTIH[:, None], w_BTI[:, None], k_BTH)[:, 0], -jnp.inf)
+        own = jnp.where(
+            causal(T)[None], _scores(q_BTIH[:, None], w_BTI[:, None], k_BTH)[:, 0], -jnp.inf
+        )
         return _best([past, own], topk)
 
     rows, _ = sharding.cache_axes(None)
-    specs = (rows, None, None, None), (rows, None, None), (rows, None, None), (None, rows, None, None), (), (rows, None)
+    specs = (
+        (rows, None, None, None),
+        (rows, None, None),
+        (rows, None, None),
+        (None, rows, None, None),
+        (),
+        (rows, None),
+    )
     args = q_BTIH, w_BTI, k_BTH, cache.pool["index"], cache.layer, cache.view
     return sharding.over_devices(local, args, specs, ((rows, None, None),) * 2)

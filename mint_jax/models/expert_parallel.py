@@ -1,16 +1,19 @@
-"""Routed experts over a mesh: tokens travel to the experts, no expert and no adapter of one ever travels.
+"""Routed experts over a mesh: tokens travel to the experts, no expert and no adapter of one ever
+travels.
 
-Each device owns whole experts, and the adapters' share of them. Few tokens (decoding) are gathered by everybody and the
-results summed; many (training, prefill) are exchanged all-to-all, each token once per visit. A round has capacity for somewhat
-more tokens than equally loaded experts need; tokens beyond it go in further rounds, so none is ever dropped. Wherever sums
-depend on the round in which a token travels, each block of rows has capacity of its own: another policy's routing must not
+Each device owns whole experts, and the adapters' share of them. Few tokens (decoding) are gathered
+by everybody and the results summed; many (training, prefill) are exchanged all-to-all, each token
+once per visit. A round has capacity for somewhat more tokens than equally loaded experts need;
+tokens beyond it go in further rounds, so none is ever dropped. Wherever sums depend on the round in
+which a token travels, each block of rows has capacity of its own: another policy's routing must not
 change in which order a policy's numbers are added.
 
-The backward pass is written out, for how many rounds there are is data and JAX has no reverse of such a loop: it exchanges
-gradients the same way and recomputes the experts' inner activations.
+The backward pass is written out, for how many rounds there are is data and JAX has no reverse of
+such a loop: it exchanges gradients the same way and recomputes the experts' inner activations.
 
-Axes: B rows, T tokens, D model width, X experts of a token, N tokens of a device, M token-expert pairs, W devices of an
-exchange, C capacity of a block between two of them, K keys: blocks, or devices and blocks.
+Axes: B rows, T tokens, D model width, X experts of a token, N tokens of a device, M token-expert
+pairs, W devices of an exchange, C capacity of a block between two of them, K keys: blocks, or
+devices and blocks.
 """
 
 import functools
@@ -50,13 +53,18 @@ class Visits(NamedTuple):
 
 
 def routed(
-    x_BTD: jax.Array, ids_BTX: jax.Array, weights_BTX: jax.Array, p: Any, lora: AnyAdapters | None, kernels: Kernels = Kernels()
+    x_BTD: jax.Array,
+    ids_BTX: jax.Array,
+    weights_BTX: jax.Array,
+    p: Any,
+    lora: AnyAdapters | None,
+    kernels: Kernels = Kernels(),
 ) -> jax.Array:
     """The weighted sum of each token's experts, ``[B, T, D]``.
 
     Args:
-        p: ``{"gate": {"w": [E, D, F]}, "up": ..., "down": ...}``, E sharded as ``sharding.RULES`` says; or of all layers, with the
-            layer's number, see ``expert_mlp``.
+        p: ``{"gate": {"w": [E, D, F]}, "up": ..., "down": ...}``, E sharded as ``sharding.RULES``
+            says; or of all layers, with the layer's number, see ``expert_mlp``.
         lora: adapters of the experts, ``[P, E, R, D]`` and ``[P, E, R, F]``, E sharded likewise.
         kernels: see ``packed_lora.project``.
     """
@@ -67,7 +75,11 @@ def routed(
     ways = sharding.ways("batch", mesh)
     pad = -B % ways
     block_B = jnp.zeros((B,), jnp.int32) if lora is None else lora.block_of_rows(B)
-    of_block = None if isinstance(lora, RowAdapters) else B // (1 if lora is None else lora.total_blocks) * T
+    of_block = (
+        None
+        if isinstance(lora, RowAdapters)
+        else B // (1 if lora is None else lora.total_blocks) * T
+    )
 
     def flat(x: jax.Array, fill: int = 0) -> jax.Array:
         x = jnp.pad(x, [(0, pad)] + [(0, 0)] * (x.ndim - 1), constant_values=fill) if pad else x
@@ -78,7 +90,9 @@ def routed(
     if mesh.empty or mesh.size == 1:
         y = _here(visits, p, lora, kernels)
     else:
-        y: jax.Array = _sharded(visits.x, visits.weights, lora, visits.ids, block, p, of_block, kernels)  # type: ignore[assignment]
+        y: jax.Array = _sharded(
+            visits.x, visits.weights, lora, visits.ids, block, p, of_block, kernels
+        )
     return y.reshape(B + pad, T, D)[:B]
 
 
@@ -87,7 +101,9 @@ def _here(v: Visits, p: Any, lora: AnyAdapters | None, kernels: Kernels) -> jax.
     N, X = v.ids.shape
     token = jnp.arange(N * X, dtype=jnp.int32) // X
     y_MD = expert_mlp(v.x, X, v.ids.reshape(-1), v.block[token], p, lora, kernels)
-    return jnp.einsum("NXD,NX->ND", y_MD.reshape(N, X, -1), v.weights, preferred_element_type=jnp.float32).astype(v.x.dtype)
+    return jnp.einsum(
+        "NXD,NX->ND", y_MD.reshape(N, X, -1), v.weights, preferred_element_type=jnp.float32
+    ).astype(v.x.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
@@ -99,11 +115,17 @@ def _specs(mesh: Any, lora: AnyAdapters | None, p: Any) -> tuple[PartitionSpec, 
     """How tokens, adapters and experts are sharded."""
     axes = sharding.partition(("experts",), mesh)
     rows = sharding.partition(("batch",), mesh)
-    # Factors are packed by expert, ``[P, E, R, D]`` and, of rows that name slots, ``[L, S, E, R, D]``; the rest are numbers.
+    # Factors are packed by expert, ``[P, E, R, D]`` and, of rows that name slots, ``[L, S, E, R,
+    # D]``; the rest are numbers.
     spec_of = {4: PartitionSpec(None, *axes), 5: PartitionSpec(None, None, *axes)}
-    # Experts are ``[E, D, F]``, of all layers ``[L, E, D, F]`` with one number; scales are ``[E, F]``.
+    # Experts are ``[E, D, F]``, of all layers ``[L, E, D, F]`` with one number; scales are ``[E,
+    # F]``.
     spec_of_p = {0: PartitionSpec(), 4: spec_of[4]}
-    return rows, jax.tree.map(lambda x: spec_of.get(x.ndim, PartitionSpec()), lora), jax.tree.map(lambda x: spec_of_p.get(x.ndim, axes), p)
+    return (
+        rows,
+        jax.tree.map(lambda x: spec_of.get(x.ndim, PartitionSpec()), lora),
+        jax.tree.map(lambda x: spec_of_p.get(x.ndim, axes), p),
+    )
 
 
 def _over_mesh(fn, mesh, in_specs, out_specs):
@@ -115,10 +137,14 @@ def _forward(x, weights, lora, ids, block, p, of_block, kernels):
     rows, lora_spec, p_spec = _specs(mesh, lora, p)
 
     def local(x, weights, lora, ids, block, p):
-        exchange = _exchange(mesh, x.shape[0], ids.shape[1], p["gate"]["w"].shape[-3], of_block, kernels)
+        exchange = _exchange(
+            mesh, x.shape[0], ids.shape[1], p["gate"]["w"].shape[-3], of_block, kernels
+        )
         return exchange.run(Visits(x, ids, weights, block), p, lora)
 
-    y = _over_mesh(local, mesh, (rows, rows, lora_spec, rows, rows, p_spec), rows)(x, weights, lora, ids, block, p)
+    y = _over_mesh(local, mesh, (rows, rows, lora_spec, rows, rows, p_spec), rows)(
+        x, weights, lora, ids, block, p
+    )
     return y, (x, weights, lora, ids, block, p)
 
 
@@ -126,19 +152,26 @@ def _backward(of_block, kernels, residuals, g):
     x, weights, lora, ids, block, p = residuals
     mesh = jax.sharding.get_abstract_mesh()
     rows, lora_spec, p_spec = _specs(mesh, lora, p)
-    replicas = tuple(a for a in sharding.mesh_axes("batch", mesh) if a not in sharding.mesh_axes("experts", mesh))
+    replicas = tuple(
+        a for a in sharding.mesh_axes("batch", mesh) if a not in sharding.mesh_axes("experts", mesh)
+    )
 
     def local(x, weights, lora, ids, block, p, g):
-        exchange = _exchange(mesh, x.shape[0], ids.shape[1], p["gate"]["w"].shape[-3], of_block, kernels)
+        exchange = _exchange(
+            mesh, x.shape[0], ids.shape[1], p["gate"]["w"].shape[-3], of_block, kernels
+        )
         dx, dw, dlora = exchange.back(Visits(x, ids, weights, block), p, lora, g)
-        # An expert's adapters lie on one device of the experts' axes and once on each of the others that hold rows: their
-        # gradients are of different rows, and the copies stay equal only if each gets the sum.
+        # An expert's adapters lie on one device of the experts' axes and once on each of the others
+        # that hold rows: their gradients are of different rows, and the copies stay equal only if
+        # each gets the sum.
         if replicas:
             dlora = jax.lax.psum(dlora, replicas)
         return dx.astype(x.dtype), dw, dlora
 
     specs = (rows, rows, lora_spec, rows, rows, p_spec, rows)
-    dx, dw, dlora = _over_mesh(local, mesh, specs, (rows, rows, lora_spec))(x, weights, lora, ids, block, p, g)
+    dx, dw, dlora = _over_mesh(local, mesh, specs, (rows, rows, lora_spec))(
+        x, weights, lora, ids, block, p, g
+    )
     return dx, dw, dlora, None, None, None
 
 
@@ -146,27 +179,44 @@ _sharded.defvjp(_forward, _backward)
 
 
 def _exchange(
-    mesh: Any, tokens: int, per_token: int, experts: int, of_block: int | None, kernels: Kernels = Kernels()
+    mesh: Any,
+    tokens: int,
+    per_token: int,
+    experts: int,
+    of_block: int | None,
+    kernels: Kernels = Kernels(),
 ) -> "Gather | AllToAll":
-    """The cheaper way for ``tokens`` tokens of each device, ``of_block`` consecutive ones a block; None: in any order, forward only."""
+    """The cheaper way for ``tokens`` tokens of each device, ``of_block`` consecutive ones a block;
+    None: in any order, forward only.
+    """
     axes = sharding.mesh_axes("experts", mesh)
-    split = tuple(a for a in axes if a in sharding.mesh_axes("batch", mesh))  # axes over which tokens differ
+    # axes over which tokens differ
+    split = tuple(a for a in axes if a in sharding.mesh_axes("batch", mesh))
     same = tuple(a for a in axes if a not in split)  # axes over which devices hold the same tokens
-    # Gathering brings every token to every device, which needs no capacity for what chance does to the routing; its bytes grow
-    # with the tokens of all devices, those of an exchange with a device's own, times its visits and SLACK.
+    # Gathering brings every token to every device, which needs no capacity for what chance does to
+    # the routing; its bytes grow with the tokens of all devices, those of an exchange with a
+    # device's own, times its visits and SLACK.
     gathered = tokens * math.prod(mesh.shape[a] for a in split)
     ways = math.prod(mesh.shape[a] for a in axes)
     if of_block is None or gathered <= GATHER_TOKENS:
         of_block = of_block or tokens
-        capacity = _capacity(gathered * per_token, ways), _capacity(min(of_block, gathered) * per_token, ways)
+        capacity = (
+            _capacity(gathered * per_token, ways),
+            _capacity(min(of_block, gathered) * per_token, ways),
+        )
         return Gather(axes, split, same, *capacity, experts, kernels)
     copies = math.prod(mesh.shape[a] for a in same)
     share = -(-tokens // copies)
     ways_of_rows, starts = sharding.ways("batch", mesh), range(0, tokens, share)
-    shares = [(n * tokens + start, n * tokens + min(start + share, tokens) - 1) for n, start in product(range(ways_of_rows), starts)]
+    shares = [
+        (n * tokens + start, n * tokens + min(start + share, tokens) - 1)
+        for n, start in product(range(ways_of_rows), starts)
+    ]
     blocks = max(last // of_block - first // of_block + 1 for first, last in shares)
     capacity = _capacity(min(of_block, share) * per_token, ways)
-    return AllToAll(axes, same, copies, ways, blocks, capacity, experts, kernels, tuple(mesh.axis_names))
+    return AllToAll(
+        axes, same, copies, ways, blocks, capacity, experts, kernels, tuple(mesh.axis_names)
+    )
 
 
 def _capacity(pairs: int, ways: int) -> int:
@@ -198,8 +248,9 @@ class Plan(NamedTuple):
 
     def round(self, r: jax.Array, capacity: int) -> tuple[jax.Array, jax.Array]:
         """The pairs of round r, ``[K * capacity]``, and which of them are real."""
-        # Capacity that a key does not fill is clipped to some pair that exists. What it computes is thrown away by ``real``, and
-        # with a select: that pair may be another policy's, whose numbers may be NaN, and NaN times 0 is NaN.
+        # Capacity that a key does not fill is clipped to some pair that exists. What it computes is
+        # thrown away by ``real``, and with a select: that pair may be another policy's, whose
+        # numbers may be NaN, and NaN times 0 is NaN.
         nth = r * capacity + jnp.arange(capacity, dtype=jnp.int32)[None]
         at = jnp.clip(self.first[:, None] + nth, 0, self.order.shape[0] - 1)
         return self.order[at].reshape(-1), (nth < self.count[:, None]).reshape(-1)
@@ -207,14 +258,17 @@ class Plan(NamedTuple):
 
 def _weighted(x_ND, token_M, expert_M, block_M, weight_M, p, lora, kernels):
     """Rows times their weights, float32 ``[M, D]``."""
-    return expert_mlp(x_ND, token_M, expert_M, block_M, p, lora, kernels).astype(jnp.float32) * weight_M[:, None]
+    return (
+        expert_mlp(x_ND, token_M, expert_M, block_M, p, lora, kernels).astype(jnp.float32)
+        * weight_M[:, None]
+    )
 
 
 class Gather(NamedTuple):
     """Every device sees all tokens and computes what its own experts owe them.
 
-    Forward the blocks share their capacity: a token's pairs are added in their order, whatever the round. Backward each has
-    its own, for the gradient of its adapter is a sum over rounds.
+    Forward the blocks share their capacity: a token's pairs are added in their order, whatever the
+    round. Backward each has its own, for the gradient of its adapter is a sum over rounds.
 
     Attributes:
         axes: mesh axes over which experts are split.
@@ -239,7 +293,11 @@ class Gather(NamedTuple):
 
     def _own(self, x: jax.Array) -> jax.Array:
         """Sums over the devices; each keeps its own tokens."""
-        x = jax.lax.psum_scatter(x, self.split, scatter_dimension=0, tiled=True) if self.split else x
+        x = (
+            jax.lax.psum_scatter(x, self.split, scatter_dimension=0, tiled=True)
+            if self.split
+            else x
+        )
         return jax.lax.psum(x, self.same) if self.same else x
 
     def _plan(self, v: Visits, block_M: jax.Array, blocks: int) -> tuple[Plan, jax.Array]:
@@ -255,14 +313,30 @@ class Gather(NamedTuple):
         def body(r, y):
             pair, real = plan.round(r, self.capacity)
             token, expert = pair // v.ids.shape[1], jnp.where(real, local[pair], -1)
-            # A token's experts here may be in different rounds and the same row is added to twice: in float32, in the order of its
-            # pairs, so that the sum does not depend on who else is in the round.
-            return y.at[token].add(_weighted(v.x, token, expert, v.block[token], v.weights.reshape(-1)[pair], p, lora, self.kernels))
+            # A token's experts here may be in different rounds and the same row is added to twice:
+            # in float32, in the order of its pairs, so that the sum does not depend on who else is
+            # in the round.
+            return y.at[token].add(
+                _weighted(
+                    v.x,
+                    token,
+                    expert,
+                    v.block[token],
+                    v.weights.reshape(-1)[pair],
+                    p,
+                    lora,
+                    self.kernels,
+                )
+            )
 
-        y = jax.lax.fori_loop(0, plan.rounds(self.capacity), body, jnp.zeros(v.x.shape, jnp.float32))
+        y = jax.lax.fori_loop(
+            0, plan.rounds(self.capacity), body, jnp.zeros(v.x.shape, jnp.float32)
+        )
         return self._own(y.astype(v.x.dtype))
 
-    def back(self, v: Visits, p: Any, lora: AnyAdapters | None, g: jax.Array) -> tuple[jax.Array, jax.Array, Any]:
+    def back(
+        self, v: Visits, p: Any, lora: AnyAdapters | None, g: jax.Array
+    ) -> tuple[jax.Array, jax.Array, Any]:
         v, g = self._all((v, g))
         blocks = 1 if lora is None else lora.total_blocks
         plan, local = self._plan(v, jnp.repeat(v.block, v.ids.shape[1]), blocks)
@@ -273,18 +347,31 @@ class Gather(NamedTuple):
             pair, real = plan.round(r, self.capacity_back)
             token, expert = pair // v.ids.shape[1], jnp.where(real, local[pair], -1)
             x, block, weight = v.x[token], v.block[token], v.weights.reshape(-1)[pair]
-            _, vjp = jax.vjp(lambda x, w, lora: _weighted(x, row, expert, block, w, p, lora, self.kernels), x, weight, lora)
+            _, vjp = jax.vjp(
+                lambda x, w, lora: _weighted(x, row, expert, block, w, p, lora, self.kernels),
+                x,
+                weight,
+                lora,
+            )
             dx, dw, dlora = vjp(g[token].astype(jnp.float32))
             dw = jnp.where(expert >= 0, dw, 0.0)
             dlora_sum = jax.tree.map(lambda s, d: s + d.astype(s.dtype), dlora_sum, dlora)
             return dx_sum.at[token].add(dx.astype(jnp.float32)), dw_sum.at[pair].add(dw), dlora_sum
 
-        dx, dw, dlora = jax.lax.fori_loop(0, plan.rounds(self.capacity_back), body, _zero_sums(v, lora))
-        return self._own(dx.astype(v.x.dtype)), self._own(dw.reshape(v.ids.shape)), _like(dlora, lora)
+        dx, dw, dlora = jax.lax.fori_loop(
+            0, plan.rounds(self.capacity_back), body, _zero_sums(v, lora)
+        )
+        return (
+            self._own(dx.astype(v.x.dtype)),
+            self._own(dw.reshape(v.ids.shape)),
+            _like(dlora, lora),
+        )
 
 
 def _zero_sums(v: Visits, lora: AnyAdapters | None) -> tuple[jax.Array, jax.Array, Any]:
-    """Float32 zeros, in which the gradients of activations, of every pair's weight and of adapters are summed over rounds."""
+    """Float32 zeros, in which the gradients of activations, of every pair's weight and of adapters
+    are summed over rounds.
+    """
     dlora = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), lora)
     return jnp.zeros(v.x.shape, jnp.float32), jnp.zeros((v.ids.size,), jnp.float32), dlora
 
@@ -294,7 +381,8 @@ def _like(tree: Any, other: Any) -> Any:
 
 
 class AllToAll(NamedTuple):
-    """Each token goes to the devices of its experts, ``capacity`` pairs of a block between two devices a round.
+    """Each token goes to the devices of its experts, ``capacity`` pairs of a block between two
+    devices a round.
 
     Attributes:
         axes: mesh axes over which experts are split.
@@ -323,11 +411,17 @@ class AllToAll(NamedTuple):
         if not self.same:
             return x
         size = -(-x.shape[0] // self.copies)
-        x = jnp.pad(x, [(0, size * self.copies - x.shape[0])] + [(0, 0)] * (x.ndim - 1), constant_values=fill)
+        x = jnp.pad(
+            x,
+            [(0, size * self.copies - x.shape[0])] + [(0, 0)] * (x.ndim - 1),
+            constant_values=fill,
+        )
         return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(self.same) * size, size)
 
     def _share_visits(self, v: Visits) -> Visits:
-        return Visits(self._share(v.x), self._share(v.ids, -1), self._share(v.weights), self._share(v.block))
+        return Visits(
+            self._share(v.x), self._share(v.ids, -1), self._share(v.weights), self._share(v.block)
+        )
 
     def _whole(self, x: jax.Array, tokens: int) -> jax.Array:
         return jax.lax.all_gather(x, self.same, axis=0, tiled=True)[:tokens] if self.same else x
@@ -335,21 +429,30 @@ class AllToAll(NamedTuple):
     def _plan(self, v: Visits) -> tuple[Plan, jax.Array]:
         """Pairs by device and block, and the rounds they need."""
         keys, ids = self.ways * self.blocks, v.ids.reshape(-1)
-        block = jnp.repeat(v.block - v.block[0], v.ids.shape[1])  # among those here, which are consecutive
+        # among those here, which are consecutive
+        block = jnp.repeat(v.block - v.block[0], v.ids.shape[1])
         plan = Plan.of(jnp.where(ids >= 0, ids // self.experts * self.blocks + block, keys), keys)
-        # The most that any device needs, over axes that take no part in this exchange too: a device that left the loop
-        # earlier would be missed in the collectives of the others, which then wait for ever.
+        # The most that any device needs, over axes that take no part in this exchange too: a device
+        # that left the loop earlier would be missed in the collectives of the others, which then
+        # wait for ever.
         return plan, jax.lax.pmax(plan.rounds(self.capacity), self.all_axes)
 
     def _swap(self, tree: Any) -> Any:
-        """``[W * blocks * C, ...]``: what is for device w goes there, what comes from w stands at its place."""
-        return jax.tree.map(lambda x: jax.lax.all_to_all(x, self.axes, split_axis=0, concat_axis=0, tiled=True), tree)
+        """``[W * blocks * C, ...]``: what is for device w goes there, what comes from w stands at
+        its place.
+        """
+        return jax.tree.map(
+            lambda x: jax.lax.all_to_all(x, self.axes, split_axis=0, concat_axis=0, tiled=True),
+            tree,
+        )
 
     def _send(self, v: Visits, pair: jax.Array, real: jax.Array) -> Any:
         """Rows for the experts of other devices: activations, local expert or -1, block, weight."""
         token = pair // v.ids.shape[1]
         expert = jnp.where(real, v.ids.reshape(-1)[pair] % self.experts, -1)
-        return self._swap((v.x[token], expert, v.block[token], jnp.where(real, v.weights.reshape(-1)[pair], 0.0)))
+        return self._swap(
+            (v.x[token], expert, v.block[token], jnp.where(real, v.weights.reshape(-1)[pair], 0.0))
+        )
 
     def run(self, v: Visits, p: Any, lora: AnyAdapters | None) -> jax.Array:
         tokens, dtype = v.x.shape[0], v.x.dtype
@@ -360,13 +463,19 @@ class AllToAll(NamedTuple):
         def body(r, y):
             pair, real = plan.round(r, self.capacity)
             x, expert, block, weight = self._send(v, pair, real)
-            back = self._swap(_weighted(x, row, expert, block, weight, p, lora, self.kernels).astype(dtype))
-            return y.at[pair // v.ids.shape[1]].add(jnp.where(real[:, None], back, 0).astype(jnp.float32))
+            back = self._swap(
+                _weighted(x, row, expert, block, weight, p, lora, self.kernels).astype(dtype)
+            )
+            return y.at[pair // v.ids.shape[1]].add(
+                jnp.where(real[:, None], back, 0).astype(jnp.float32)
+            )
 
         y = jax.lax.fori_loop(0, rounds, body, jnp.zeros(v.x.shape, jnp.float32))
         return self._whole(y.astype(dtype), tokens)
 
-    def back(self, v: Visits, p: Any, lora: AnyAdapters | None, g: jax.Array) -> tuple[jax.Array, jax.Array, Any]:
+    def back(
+        self, v: Visits, p: Any, lora: AnyAdapters | None, g: jax.Array
+    ) -> tuple[jax.Array, jax.Array, Any]:
         tokens = v.x.shape[0]
         v, g = self._share_visits(v), self._share(g)
         plan, rounds = self._plan(v)
@@ -378,12 +487,25 @@ class AllToAll(NamedTuple):
             token = pair // v.ids.shape[1]
             x, expert, block, weight = self._send(v, pair, real)
             g_row = self._swap(jnp.where(real[:, None], g[token], 0))
-            _, vjp = jax.vjp(lambda x, w, lora: _weighted(x, row, expert, block, w, p, lora, self.kernels), x, weight, lora)
+            _, vjp = jax.vjp(
+                lambda x, w, lora: _weighted(x, row, expert, block, w, p, lora, self.kernels),
+                x,
+                weight,
+                lora,
+            )
             dx, dw, dlora = vjp(g_row.astype(jnp.float32))
             dx, dw = self._swap((dx, dw))
             dx_sum = dx_sum.at[token].add(jnp.where(real[:, None], dx, 0).astype(jnp.float32))
             dw_sum = dw_sum.at[pair].add(jnp.where(real, dw, 0.0))
-            return dx_sum, dw_sum, jax.tree.map(lambda s, d: s + d.astype(s.dtype), dlora_sum, dlora)
+            return (
+                dx_sum,
+                dw_sum,
+                jax.tree.map(lambda s, d: s + d.astype(s.dtype), dlora_sum, dlora),
+            )
 
         dx, dw, dlora = jax.lax.fori_loop(0, rounds, body, _zero_sums(v, lora))
-        return self._whole(dx.astype(v.x.dtype), tokens), self._whole(dw.reshape(v.ids.shape), tokens), _like(dlora, lora)
+        return (
+            self._whole(dx.astype(v.x.dtype), tokens),
+            self._whole(dw.reshape(v.ids.shape), tokens),
+            _like(dlora, lora),
+        )

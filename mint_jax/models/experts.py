@@ -1,10 +1,13 @@
-"""Routed experts with packed adapters: rows sorted by (expert, adapter), base and deltas as grouped matmuls.
+"""Routed experts with packed adapters: rows sorted by (expert, adapter), base and deltas as grouped
+matmuls.
 
-Every token is computed by every expert that it was routed to. The base multiplies each expert's rows of all adapters
-together; an adapter of rank r adds rank-r work for its own rows only, however many adapters are resident.
+Every token is computed by every expert that it was routed to. The base multiplies each expert's
+rows of all adapters together; an adapter of rank r adds rank-r work for its own rows only, however
+many adapters are resident.
 
-Axes: N tokens, M rows (a token and one of its experts), E experts held here, D model width, F expert width, P blocks of a rank
-bucket, R rank. Adapter factors are packed, ``[P, E, R, D]`` and ``[P, E, R, F]``, one array per projection and factor.
+Axes: N tokens, M rows (a token and one of its experts), E experts held here, D model width, F
+expert width, P blocks of a rank bucket, R rank. Adapter factors are packed, ``[P, E, R, D]`` and
+``[P, E, R, F]``, one array per projection and factor.
 """
 
 import functools
@@ -37,31 +40,45 @@ def specs(L: int, E: int, D: int, F: int, dtype: Any) -> dict[str, Any]:
 
 
 def detach(layers: Any) -> tuple[Any, Any]:
-    """The parameters of a stack of layers without its experts' matrices, and those; None where there are none.
+    """The parameters of a stack of layers without its experts' matrices, and those; None where
+    there are none.
 
-    A scan over layers slices what it is given, which is a copy, and a layer's experts are most of a model: as the scan's inputs all of
-    them were read and written in every step of decoding, also those that no token visits (Qwen3-30B-A3B's 128 are 1.2 GB a layer in
-    bfloat16, and a row visits 8). Two cores, six layers of 64 experts of 512 x 384, float32, 4 visited: a step of 1, 8 and 32 rows took
-    105 to 138, 143 to 148 and 214 to 228 ms as slices, and 6.5 to 8.4, 51 to 53 and 105 to 132 so. So the loop closes over whole stacks,
-    and products begin at a layer's first expert (``attach``).
+    A scan over layers slices what it is given, which is a copy, and a layer's experts are most of a
+    model: as the scan's inputs all of them were read and written in every step of decoding, also
+    those that no token visits (Qwen3-30B-A3B's 128 are 1.2 GB a layer in bfloat16, and a row visits
+    8). Two cores, six layers of 64 experts of 512 x 384, float32, 4 visited: a step of 1, 8 and 32
+    rows took 105 to 138, 143 to 148 and 214 to 228 ms as slices, and 6.5 to 8.4, 51 to 53 and 105
+    to 132 so. So the loop closes over whole stacks, and products begin at a layer's first expert
+    (``attach``).
     """
     if "moe" not in layers:
         return layers, None
     experts = layers["moe"]["experts"]
-    left = {name: {key: x for key, x in leaf.items() if key != "w"} for name, leaf in experts.items()}
-    return layers | {"moe": layers["moe"] | {"experts": left}}, {name: leaf["w"] for name, leaf in experts.items()}
+    left = {
+        name: {key: x for key, x in leaf.items() if key != "w"} for name, leaf in experts.items()
+    }
+    return layers | {"moe": layers["moe"] | {"experts": left}}, {
+        name: leaf["w"] for name, leaf in experts.items()
+    }
 
 
 def attach(layer: Any, stacks: Any, number: jax.Array) -> Any:
-    """One layer's parameters with its experts as ``expert_mlp`` takes them, whole stacks and the layer's number."""
+    """One layer's parameters with its experts as ``expert_mlp`` takes them, whole stacks and the
+    layer's number.
+    """
     if stacks is None:
         return layer
-    experts = {name: leaf | {"w": stacks[name], "layer": number} for name, leaf in layer["moe"]["experts"].items()}
+    experts = {
+        name: leaf | {"w": stacks[name], "layer": number}
+        for name, leaf in layer["moe"]["experts"].items()
+    }
     return layer | {"moe": layer["moe"] | {"experts": experts}}
 
 
 def _of_layer(leaf: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """A projection's matrices as ``packed_lora.project`` takes them: those of all layers behind each other."""
+    """A projection's matrices as ``packed_lora.project`` takes them: those of all layers behind
+    each other.
+    """
     if "layer" not in leaf:
         return leaf
     w = leaf["w"]
@@ -88,16 +105,19 @@ class Order(NamedTuple):
 def sort_rows(expert_M: jax.Array, block_M: jax.Array, E: int, blocks: int) -> Order:
     """Sorts rows; an expert outside ``0 .. E - 1`` is held elsewhere."""
     here = (expert_M >= 0) & (expert_M < E)
-    # By expert, then by block: the base's product meets all rows of an expert in one piece, whoever they belong to, and within it
-    # each adapter's rows are one piece too. Stable, so that a policy's rows keep their order among themselves, and its sums
-    # theirs, whatever other policies send to the same expert (law 3).
+    # By expert, then by block: the base's product meets all rows of an expert in one piece, whoever
+    # they belong to, and within it each adapter's rows are one piece too. Stable, so that a
+    # policy's rows keep their order among themselves, and its sums theirs, whatever other policies
+    # send to the same expert (law 3).
     key = jnp.where(here, expert_M * blocks + block_M, E * blocks).astype(jnp.int32)
     order = jnp.argsort(key, stable=True)
     rank = jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0], dtype=order.dtype))
     counts = jnp.zeros((E * blocks + 1,), jnp.int32).at[key].add(1)[:-1].reshape(E, blocks)
     sorted_key = key[order]
     held = sorted_key < E * blocks
-    return Order(order, rank, counts, sorted_key // blocks, jnp.where(held, sorted_key % blocks, blocks))
+    return Order(
+        order, rank, counts, sorted_key // blocks, jnp.where(held, sorted_key % blocks, blocks)
+    )
 
 
 def expert_mlp(
@@ -109,29 +129,42 @@ def expert_mlp(
     lora: AnyAdapters | None,
     kernels: Kernels = Kernels(),
 ) -> jax.Array:
-    """``down(silu(gate x) * up x)`` of each row's expert with its block's adapter, ``[M, D]``; zeros for no expert.
+    """``down(silu(gate x) * up x)`` of each row's expert with its block's adapter, ``[M, D]``;
+    zeros for no expert.
 
     Args:
         x_ND: tokens.
-        token_M: which token each row is; or how many rows every token has, which then follow each other.
+        token_M: which token each row is; or how many rows every token has, which then follow each
+            other.
         expert_M: expert of each row, 0 to E - 1; anything else is none.
         block_M: block of each row, see its ``block_of_rows``.
-        p: ``{"gate": {"w": [E, D, F]}, "up": ..., "down": {"w": [E, F, D]}}``; with ``"layer"`` in each, its number, ``w`` is of all
-            layers, ``[L, E, D, F]``.
+        p: ``{"gate": {"w": [E, D, F]}, "up": ..., "down": {"w": [E, F, D]}}``; with ``"layer"`` in
+            each, its number, ``w`` is of all layers, ``[L, E, D, F]``.
         lora: this layer's adapters of the experts.
         kernels: see ``packed_lora.project``.
     """
     chex.assert_rank([x_ND, expert_M], [2, 1])
-    chex.assert_equal_shape([expert_M, block_M] if isinstance(token_M, int) else [token_M, expert_M, block_M])
+    chex.assert_equal_shape(
+        [expert_M, block_M] if isinstance(token_M, int) else [token_M, expert_M, block_M]
+    )
     blocks = 1 if lora is None else lora.total_blocks
     order = sort_rows(expert_M, block_M, p["gate"]["w"].shape[-3], blocks)
-    x: Any = _rows_of(x_ND, order.order, order.inverse, token_M) if isinstance(token_M, int) else x_ND[token_M[order.order]]
+    x: Any = (
+        _rows_of(x_ND, order.order, order.inverse, token_M)
+        if isinstance(token_M, int)
+        else x_ND[token_M[order.order]]
+    )
     gate, up = _project(x, p, lora, ("gate", "up"), order, kernels)
     gate, up = checkpoint_name(gate, "expert_gate"), checkpoint_name(up, "expert_up")
-    return _put_back(_project(swiglu(gate, up), p, lora, ("down",), order, kernels)[0], order.order, order.inverse)
+    return _put_back(
+        _project(swiglu(gate, up), p, lora, ("down",), order, kernels)[0],
+        order.order,
+        order.inverse,
+    )
 
 
-# Gradients of what is moved are gathered: a scatter is slower, and on a GPU it adds a token's rows in whatever order its threads come.
+# Gradients of what is moved are gathered: a scatter is slower, and on a GPU it adds a token's rows
+# in whatever order its threads come.
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -140,8 +173,16 @@ def _rows_of(x_ND: jax.Array, order_M: jax.Array, inverse_M: jax.Array, each: in
     return x_ND[order_M // each]
 
 
-def _rows_backward(each: int, inverse_M: jax.Array, g_MD: jax.Array) -> tuple[jax.Array, None, None]:
-    return jnp.sum(g_MD[inverse_M].reshape(-1, each, g_MD.shape[1]), axis=1, dtype=jnp.float32).astype(g_MD.dtype), None, None
+def _rows_backward(
+    each: int, inverse_M: jax.Array, g_MD: jax.Array
+) -> tuple[jax.Array, None, None]:
+    return (
+        jnp.sum(g_MD[inverse_M].reshape(-1, each, g_MD.shape[1]), axis=1, dtype=jnp.float32).astype(
+            g_MD.dtype
+        ),
+        None,
+        None,
+    )
 
 
 _rows_of.defvjp(lambda x, order, inverse, each: (x[order // each], inverse), _rows_backward)
@@ -153,41 +194,86 @@ def _put_back(y_MD: jax.Array, order_M: jax.Array, inverse_M: jax.Array) -> jax.
     return y_MD[inverse_M]
 
 
-_put_back.defvjp(lambda y, order, inverse: (y[inverse], order), lambda order, g: (g[order], None, None))
+_put_back.defvjp(
+    lambda y, order, inverse: (y[inverse], order), lambda order, g: (g[order], None, None)
+)
 
 
-def _project(x_MD: jax.Array, p: Any, lora: AnyAdapters | None, names: tuple[str, ...], order: Order, kernels: Kernels) -> list[jax.Array]:
+def _project(
+    x_MD: jax.Array,
+    p: Any,
+    lora: AnyAdapters | None,
+    names: tuple[str, ...],
+    order: Order,
+    kernels: Kernels,
+) -> list[jax.Array]:
     """The projections ``names`` of the same rows."""
     adapters, first = [], 0
     layer = lora.layer if isinstance(lora, RowAdapters) else None
     for bucket, blocks in zip(lora.buckets, lora.blocks) if lora is not None else ():
         tree, place, scale_P = _placed(bucket, blocks, layer)
-        pairs = [tree.get(name) and tuple(tree[name][f].reshape(-1, *tree[name][f].shape[-2:]) for f in "ab") for name in names]
+        pairs = [
+            tree.get(name)
+            and tuple(tree[name][f].reshape(-1, *tree[name][f].shape[-2:]) for f in "ab")
+            for name in names
+        ]
         if any(pairs):
             mine = jnp.clip(order.block - first, 0, blocks - 1)
-            scale_M = None if scale_P is None else jnp.where(order.block < first + blocks, scale_P[mine], 1.0)
-            adapters.append(Adapters(groups_of(order, first, place), tuple(pair or None for pair in pairs), scale_M))
+            scale_M = (
+                None
+                if scale_P is None
+                else jnp.where(order.block < first + blocks, scale_P[mine], 1.0)
+            )
+            adapters.append(
+                Adapters(
+                    groups_of(order, first, place), tuple(pair or None for pair in pairs), scale_M
+                )
+            )
         first += blocks
     with jax.named_scope("_".join(names)):
-        return packed_lora.project(x_MD, [_of_layer(p[name]) for name in names], jnp.sum(order.counts, axis=1), adapters, kernels)
+        return packed_lora.project(
+            x_MD,
+            [_of_layer(p[name]) for name in names],
+            jnp.sum(order.counts, axis=1),
+            adapters,
+            kernels,
+        )
 
 
-def _placed(bucket: Any, blocks: int, layer: jax.Array | None) -> tuple[Any, jax.Array, jax.Array | None]:
-    """A bucket's factors with all in front of an expert's ``[R, .]`` to be one axis, of each block the place of its adapter there in
-    adapters, and its scale where B does not hold it."""
+def _placed(
+    bucket: Any, blocks: int, layer: jax.Array | None
+) -> tuple[Any, jax.Array, jax.Array | None]:
+    """A bucket's factors with all in front of an expert's ``[R, .]`` to be one axis, of each block
+    the place of its adapter there in adapters, and its scale where B does not hold it.
+    """
     if not isinstance(bucket, RowBucket):
         return bucket, jnp.arange(blocks, dtype=jnp.int32), None
-    # Whole stacks of all layers: a slice of this layer's would be a copy of every resident adapter, in every step.
+    # Whole stacks of all layers: a slice of this layer's would be a copy of every resident adapter,
+    # in every step.
     S = bucket.scale.shape[0]
-    return bucket.factors, (0 if layer is None else layer) * S + bucket.distinct, bucket.scale[bucket.distinct]
+    return (
+        bucket.factors,
+        (0 if layer is None else layer) * S + bucket.distinct,
+        bucket.scale[bucket.distinct],
+    )
 
 
 def groups_of(order: Order, first: int, place_P: jax.Array) -> Groups:
-    """The rows of one rank bucket, whose blocks are ``first .. first + P - 1`` and whose adapters have these places."""
+    """The rows of one rank bucket, whose blocks are ``first .. first + P - 1`` and whose adapters
+    have these places.
+    """
     (E, blocks), P = order.counts.shape, place_P.shape[0]
     begin = (jnp.cumsum(order.counts.reshape(-1)) - order.counts.reshape(-1)).reshape(E, blocks)
     index = place_P[None] * E + jnp.arange(E, dtype=jnp.int32)[:, None]
     mine = (order.block >= first) & (order.block < first + P)
-    factor = jnp.where(mine, place_P[jnp.clip(order.block - first, 0, P - 1)] * E + order.expert, -1)
+    factor = jnp.where(
+        mine, place_P[jnp.clip(order.block - first, 0, P - 1)] * E + order.expert, -1
+    )
     rows = slice(first, first + P)
-    return Groups(begin[:, rows].reshape(-1), order.counts[:, rows].reshape(-1), index.reshape(-1), factor, contiguous=blocks == P)
+    return Groups(
+        begin[:, rows].reshape(-1),
+        order.counts[:, rows].reshape(-1),
+        index.reshape(-1),
+        factor,
+        contiguous=blocks == P,
+    )

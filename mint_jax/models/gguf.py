@@ -1,7 +1,8 @@
-"""GGUF files -> a Hugging Face checkpoint directory, dequantised here with ``gguf``, and the blocks of 4 and 8 bits beside it.
+"""GGUF files -> a Hugging Face checkpoint directory, dequantised here with ``gguf``, and the blocks
+of 4 and 8 bits beside it.
 
-Covers the ``llama`` architecture with a byte-level BPE tokenizer (SmolLM2 and its like). llama.cpp permutes the rows of
-q and k for its interleaved rotary embedding; this undoes it.
+Covers the ``llama`` architecture with a byte-level BPE tokenizer (SmolLM2 and its like). llama.cpp
+permutes the rows of q and k for its interleaved rotary embedding; this undoes it.
 """
 
 import json
@@ -27,18 +28,34 @@ _LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_READ = {  # fields of llama.* that are read or checked; another one may change the forward pass (scaled rope, experts, windows)
-    *("block_count", "context_length", "embedding_length", "feed_forward_length", "vocab_size", "rope.freq_base"),
-    *("rope.dimension_count", "attention.head_count", "attention.head_count_kv", "attention.key_length"),
+# fields of llama.* that are read or checked; another one may change the forward pass (scaled rope,
+# experts, windows)
+_READ = {
+    *(
+        "block_count",
+        "context_length",
+        "embedding_length",
+        "feed_forward_length",
+        "vocab_size",
+        "rope.freq_base",
+    ),
+    *(
+        "rope.dimension_count",
+        "attention.head_count",
+        "attention.head_count_kv",
+        "attention.key_length",
+    ),
     *("attention.value_length", "attention.layer_norm_rms_epsilon"),
 }
 _SPECIAL_TOKEN = 3  # gguf token_type of control tokens
 
 
 def convert(file: str | Path, directory: str | Path) -> Path:
-    """Writes ``config.json``, ``model.safetensors`` (float32), ``model.blocks`` and the tokenizer of a GGUF file.
+    """Writes ``config.json``, ``model.safetensors`` (float32), ``model.blocks`` and the tokenizer
+    of a GGUF file.
 
-    The directory appears whole or not at all, so a crash half-way leaves nothing that a later run would trust.
+    The directory appears whole or not at all, so a crash half-way leaves nothing that a later run
+    would trust.
 
     Raises:
         UserError: not a GGUF file, or an architecture or tokenizer that is not covered.
@@ -53,16 +70,21 @@ def convert(file: str | Path, directory: str | Path) -> Path:
     fields = {name: field.contents() for name, field in reader.fields.items()}
     if fields["general.architecture"] != "llama" or fields.get("tokenizer.ggml.model") != "gpt2":
         raise UserError(
-            f"{file} has architecture {fields['general.architecture']!r} and tokenizer {fields.get('tokenizer.ggml.model')!r}; "
-            "only 'llama' with a byte-level BPE ('gpt2') is covered: use the safetensors checkpoint instead"
+            f"{file} has architecture {fields['general.architecture']!r} and tokenizer"
+            f" {fields.get('tokenizer.ggml.model')!r}; only 'llama' with a byte-level BPE ('gpt2')"
+            " is covered: use the safetensors checkpoint instead"
         )
     _check_fields(fields)
     _check_names(reader)
     tokenizer = _tokenizer(fields)
     with new_directory(directory, stored.FILE) as staging:
         tokenizer.save(str(staging / "tokenizer.json"))
-        (staging / "tokenizer_config.json").write_text(json.dumps(_tokenizer_config(fields), indent=1))
-        save_file(_tensors(reader, fields), staging / "model.safetensors", metadata={"format": "pt"})
+        (staging / "tokenizer_config.json").write_text(
+            json.dumps(_tokenizer_config(fields), indent=1)
+        )
+        save_file(
+            _tensors(reader, fields), staging / "model.safetensors", metadata={"format": "pt"}
+        )
         (staging / "config.json").write_text(json.dumps(_config(fields, reader), indent=1))
         stored.save(_blocks(reader, fields), hf.fingerprint(staging), staging)
     return directory
@@ -96,7 +118,9 @@ def _tensors(reader: Any, fields: dict[str, Any]) -> dict[str, np.ndarray]:
     from gguf.quants import dequantize
 
     return {
-        _hf_name(tensor.name): _rows_in_order(np.array(dequantize(tensor.data, tensor.tensor_type), np.float32), tensor.name, fields)
+        _hf_name(tensor.name): _rows_in_order(
+            np.array(dequantize(tensor.data, tensor.tensor_type), np.float32), tensor.name, fields
+        )
         for tensor in reader.tensors
     }
 
@@ -104,7 +128,10 @@ def _tensors(reader: Any, fields: dict[str, Any]) -> dict[str, np.ndarray]:
 def _blocks(reader: Any, fields: dict[str, Any]) -> dict[str, tuple[str, np.ndarray]]:
     """Kind and rows of bytes of the tensors that come in blocks which a base may stay in."""
     return {
-        _hf_name(tensor.name): (tensor.tensor_type.name, _rows_in_order(np.asarray(tensor.data), tensor.name, fields))
+        _hf_name(tensor.name): (
+            tensor.tensor_type.name,
+            _rows_in_order(np.asarray(tensor.data), tensor.name, fields),
+        )
         for tensor in reader.tensors
         if tensor.tensor_type.name in KINDS
     }
@@ -125,7 +152,11 @@ def _hf_name(name: str) -> str:
     if stem == name:
         raise ValueError(name)
     if stem in ("token_embd", "output_norm", "output"):
-        return {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}[stem] + ".weight"
+        return {
+            "token_embd": "model.embed_tokens",
+            "output_norm": "model.norm",
+            "output": "lm_head",
+        }[stem] + ".weight"
     _, layer, kind = stem.split(".")  # blk.{i}.{kind}
     return f"model.layers.{layer}.{_LAYER_NAMES[kind]}.weight"
 
@@ -141,7 +172,10 @@ def _check_fields(fields: dict[str, Any]) -> None:
     for name, value in fields.items():
         unread = name.startswith("llama.") and name.removeprefix("llama.") not in _READ
         if unread or value != only.get(name, value):
-            raise UserError(f"GGUF field {name!r} is {value!r}, which is not covered: use the safetensors checkpoint instead")
+            raise UserError(
+                f"GGUF field {name!r} is {value!r}, which is not covered: use the safetensors"
+                " checkpoint instead"
+            )
 
 
 def _check_names(reader: Any) -> None:
@@ -149,7 +183,10 @@ def _check_names(reader: Any) -> None:
         try:
             _hf_name(tensor.name)
         except (KeyError, ValueError):
-            raise UserError(f"GGUF tensor {tensor.name!r} is not covered: use the safetensors checkpoint instead") from None
+            raise UserError(
+                f"GGUF tensor {tensor.name!r} is not covered: use the safetensors checkpoint"
+                " instead"
+            ) from None
 
 
 def _undo_rope_permutation(w: np.ndarray, heads: int) -> np.ndarray:
@@ -163,16 +200,26 @@ def _tokenizer(fields: dict[str, Any]) -> Any:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     if fields.get("tokenizer.ggml.pre") != "smollm":
-        raise UserError(f"GGUF pre-tokenizer {fields.get('tokenizer.ggml.pre')!r} is not covered; expected 'smollm'")
+        raise UserError(
+            f"GGUF pre-tokenizer {fields.get('tokenizer.ggml.pre')!r} is not covered; expected"
+            " 'smollm'"
+        )
     tokens = fields["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
     tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     kinds = fields["tokenizer.ggml.token_type"]
-    special = [AddedToken(t, special=True, normalized=False) for t, kind in zip(tokens, kinds) if kind == _SPECIAL_TOKEN]
+    special = [
+        AddedToken(t, special=True, normalized=False)
+        for t, kind in zip(tokens, kinds)
+        if kind == _SPECIAL_TOKEN
+    ]
     tokenizer.add_special_tokens(special)
     return tokenizer
 

@@ -1,11 +1,13 @@
-"""Grouped matmul: rows sorted by group, each group with a matrix of its own; rows behind the last group give zeros.
+"""Grouped matmul: rows sorted by group, each group with a matrix of its own; rows behind the last
+group give zeros.
 
-On accelerators this is a product of ``pallas_kernels.grouped_matmul``: on TPUs ``jax.lax.ragged_dot``, on NVIDIA's GPUs a kernel. XLA's
-CPU form of the former multiplies every row by every matrix, so there the product runs in tiles of one group's rows, in a loop as long as
-there are tiles: exact for any distribution of rows.
+On accelerators this is a product of ``pallas_kernels.grouped_matmul``: on TPUs
+``jax.lax.ragged_dot``, on NVIDIA's GPUs a kernel. XLA's CPU form of the former multiplies every row
+by every matrix, so there the product runs in tiles of one group's rows, in a loop as long as there
+are tiles: exact for any distribution of rows.
 
-No group reads another's rows or matrix, though a product by 0 would hide them as long as they are finite: 0 times NaN is
-NaN. Tiles mask both operands.
+No group reads another's rows or matrix, though a product by 0 would hide them as long as they are
+finite: 0 times NaN is NaN. Tiles mask both operands.
 
 Axes: M rows, G groups, W matrices, K in, N out.
 """
@@ -25,11 +27,12 @@ from pallas_kernels.dispatch import named
 from pallas_kernels.grouped_matmul.xla import finite, group_of_rows
 from pallas_kernels.schedule import schedule
 
-# Rows of a tile on CPU: a multiple of STEP, about MAX_TILE at most. A tile costs a pass over its matrix, so many small ones read the
-# experts again and again; rows beyond a group's last are computed in vain. On two AVX-512 cores, float32, 2,048 rows and matrices of
-# 512 x 256: of 128 experts tiles of 24 rows (chosen here) take 17 ms, of 8 rows 27, of 160 rows 33, of 512 rows 70; of 16 experts
-# tiles of 152 rows (chosen) 5 ms, of 8 rows 14, of 512 rows 9. ``ragged_dot``, which XLA's CPU form runs as every row by
-# every matrix, takes 518 and 88 ms.
+# Rows of a tile on CPU: a multiple of STEP, about MAX_TILE at most. A tile costs a pass over its
+# matrix, so many small ones read the experts again and again; rows beyond a group's last are
+# computed in vain. On two AVX-512 cores, float32, 2,048 rows and matrices of 512 x 256: of 128
+# experts tiles of 24 rows (chosen here) take 17 ms, of 8 rows 27, of 160 rows 33, of 512 rows 70;
+# of 16 experts tiles of 152 rows (chosen) 5 ms, of 8 rows 14, of 512 rows 9. ``ragged_dot``, which
+# XLA's CPU form runs as every row by every matrix, takes 518 and 88 ms.
 STEP, MAX_TILE = 8, 160
 
 
@@ -47,13 +50,13 @@ def grouped_matmul(
         x_MK: rows, those of group 0 first.
         w_WKN: matrices, of the dtype of ``x`` or a smaller one; ``[W, N, K]`` when ``transposed``.
         sizes_G: int32 rows of each group, zero allowed; their sum is at most M.
-        index_G: which matrix each group has; one number: group g has matrix ``index + g``, of a stack of which a slice would be a copy;
-            None: group g has matrix g.
+        index_G: which matrix each group has; one number: group g has matrix ``index + g``, of a
+            stack of which a slice would be a copy; None: group g has matrix g.
         kernel: ``config.Kernels.grouped_matmul``.
     """
     chex.assert_rank([x_MK, w_WKN, sizes_G], [2, 3, 1])
     chex.assert_axis_dimension(w_WKN, 2 if transposed else 1, x_MK.shape[1])
-    return _grouped(x_MK, w_WKN, sizes_G, index_G, transposed, kernel)  # type: ignore[return-value]
+    return _grouped(x_MK, w_WKN, sizes_G, index_G, transposed, kernel)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
@@ -62,8 +65,11 @@ def _grouped(x, w, sizes, index, transposed, kernel):
 
 
 def _forward(x, w, sizes, index, transposed, kernel):
-    trained = (True,) if w.perturbed else ()  # as structure, not as a value: a frozen base costs no product backwards
-    x, w, sizes, index = jax.tree.map(lambda arg: arg.value, (x, w, sizes, index), is_leaf=lambda arg: hasattr(arg, "perturbed"))
+    # as structure, not as a value: a frozen base costs no product backwards
+    trained = (True,) if w.perturbed else ()
+    x, w, sizes, index = jax.tree.map(
+        lambda arg: arg.value, (x, w, sizes, index), is_leaf=lambda arg: hasattr(arg, "perturbed")
+    )
     return _product(transposed, kernel)(x, w, sizes, index), (x, w, sizes, index, trained)
 
 
@@ -80,7 +86,9 @@ _grouped.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def in_place(dw_G: jax.Array, w: jax.Array, index: jax.Array | None) -> jax.Array:
-    """Groups' gradients as that of ``w``, with zeros for matrices that no group has: each layer of a base that learns pays for all."""
+    """Groups' gradients as that of ``w``, with zeros for matrices that no group has: each layer of
+    a base that learns pays for all.
+    """
     if index is not None:
         dw_G = jnp.zeros(w.shape, jnp.float32).at[following(index, dw_G.shape[0])].add(dw_G)
     return dw_G.astype(w.dtype)
@@ -89,7 +97,9 @@ def in_place(dw_G: jax.Array, w: jax.Array, index: jax.Array | None) -> jax.Arra
 @batched_outer
 def outer(left_MA: jax.Array, right_MB: jax.Array, sizes_G: jax.Array) -> jax.Array:
     """Each group's sum of outer products of its rows, ``[G, A, B]`` float32."""
-    return jax.lax.platform_dependent(left_MA, right_MB, sizes_G, cpu=_outer_tiles, default=_outer_ragged)
+    return jax.lax.platform_dependent(
+        left_MA, right_MB, sizes_G, cpu=_outer_tiles, default=_outer_ragged
+    )
 
 
 @functools.cache
@@ -100,22 +110,30 @@ def _product(transposed: bool, kernel: str) -> Callable[..., jax.Array]:
     if named(kernel):
         return batched_product(product)
     tiles = functools.partial(tiled_matmul, transposed=transposed)
-    return batched_product(lambda *args: jax.lax.platform_dependent(*args, cpu=tiles, default=product))
+    return batched_product(
+        lambda *args: jax.lax.platform_dependent(*args, cpu=tiles, default=product)
+    )
 
 
-_OUTER = jax.lax.RaggedDotDimensionNumbers((([0], [0]), ([], [])), lhs_ragged_dimensions=[0], rhs_group_dimensions=[])
+_OUTER = jax.lax.RaggedDotDimensionNumbers(
+    (([0], [0]), ([], [])), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
+)
 
 
 def _outer_ragged(left_MA, right_MB, sizes):
     (left_MA, bad_left), (right_MB, bad_right) = finite(left_MA), finite(right_MB)
-    sums = jax.lax.ragged_dot_general(left_MA, right_MB, sizes, _OUTER, preferred_element_type=jnp.float32)
+    sums = jax.lax.ragged_dot_general(
+        left_MA, right_MB, sizes, _OUTER, preferred_element_type=jnp.float32
+    )
     group_M = group_of_rows(left_MA.shape[0], sizes)
     bad_G = jnp.zeros(sizes.shape, bool).at[group_M].max(bad_left | bad_right, mode="drop")
     return jnp.where(bad_G[:, None, None], jnp.nan, sums)
 
 
 def tile_rows(rows: int, groups: int) -> int:
-    """Rows of a tile: most groups of average size, give or take what chance does to it, fill a whole number of tiles."""
+    """Rows of a tile: most groups of average size, give or take what chance does to it, fill a
+    whole number of tiles.
+    """
     average = rows / max(1, groups)
     most = average + 2 * average**0.5
     tiles = max(1, math.ceil(most / MAX_TILE))
@@ -123,7 +141,9 @@ def tile_rows(rows: int, groups: int) -> int:
 
 
 class Tile:
-    """One tile of a group's rows inside a loop: reads and writes that leave rows of other groups alone."""
+    """One tile of a group's rows inside a loop: reads and writes that leave rows of other groups
+    alone.
+    """
 
     def __init__(self, first: jax.Array, stop: jax.Array, rows: int, M: int):
         self.start, self.rows = jnp.minimum(first, M - rows), rows
@@ -140,10 +160,18 @@ class Tile:
     def add(self, x: jax.Array, part: jax.Array) -> jax.Array:
         """Adds ``part`` to this tile's own rows of ``x``."""
         old = self.read(x)
-        return jax.lax.dynamic_update_slice_in_dim(x, jnp.where(self.mine, (old + part).astype(x.dtype), old), self.start, 0)
+        return jax.lax.dynamic_update_slice_in_dim(
+            x, jnp.where(self.mine, (old + part).astype(x.dtype), old), self.start, 0
+        )
 
 
-def over_tiles(body: Callable[[Tile, jax.Array, Any], Any], carry: Any, M: int, sizes: jax.Array, first: jax.Array | None = None) -> Any:
+def over_tiles(
+    body: Callable[[Tile, jax.Array, Any], Any],
+    carry: Any,
+    M: int,
+    sizes: jax.Array,
+    first: jax.Array | None = None,
+) -> Any:
     """``body(tile, group, carry)`` over all tiles, in order; see ``schedule``."""
     rows = min(tile_rows(M, sizes.shape[0]), M)
     first_G = jnp.cumsum(sizes) - sizes if first is None else first
@@ -157,9 +185,12 @@ def over_tiles(body: Callable[[Tile, jax.Array, Any], Any], carry: Any, M: int, 
 
 
 def blank(shape: tuple[int, ...], dtype: Any, sizes: jax.Array, key: int) -> jax.Array:
-    """Zeros for a loop to write into. Each needs a ``key`` of its own: equal constants are merged, and then copied for every loop."""
-    # What XLA cannot know to be zero it does not merge. With ``jnp.zeros`` the backward pass of two projections of 32 experts with
-    # adapters takes 13 % longer: each loop first copies the shared constant into the buffer that it may write.
+    """Zeros for a loop to write into. Each needs a ``key`` of its own: equal constants are merged,
+    and then copied for every loop.
+    """
+    # What XLA cannot know to be zero it does not merge. With ``jnp.zeros`` the backward pass of two
+    # projections of 32 experts with adapters takes 13 % longer: each loop first copies the shared
+    # constant into the buffer that it may write.
     never = jnp.sum(sizes) < -key
     return jnp.broadcast_to(jnp.where(never, 1, 0).astype(dtype), shape)
 
@@ -172,7 +203,9 @@ def at(w: jax.Array, i: jax.Array) -> jax.Array:
 def dot(left: jax.Array, right: jax.Array, contract: tuple[int, int]) -> jax.Array:
     """The product over one dimension of each, accumulated in float32."""
     numbers = (((contract[0],), (contract[1],)), ((), ()))
-    return jax.lax.dot_general(left, right.astype(left.dtype), numbers, preferred_element_type=jnp.float32)
+    return jax.lax.dot_general(
+        left, right.astype(left.dtype), numbers, preferred_element_type=jnp.float32
+    )
 
 
 def tiled_matmul(
@@ -197,7 +230,11 @@ def tiled_matmul(
     index = None if index is None else following(index, sizes.shape[0])
 
     def body(tile, group, y):
-        out = dot(tile.read(x), at(w, group if index is None else index[group]), (1, 1 if transposed else 0))
+        out = dot(
+            tile.read(x),
+            at(w, group if index is None else index[group]),
+            (1, 1 if transposed else 0),
+        )
         return tile.add(y, out if scaled is None else scaled(group, out))
 
     return over_tiles(body, y, M, sizes)
@@ -208,4 +245,9 @@ def _outer_tiles(left_MA, right_MB, sizes):
         part = dot(tile.own(left_MA), tile.own(right_MB), (0, 0))
         return jax.lax.dynamic_update_index_in_dim(sums, at(sums, group) + part, group, 0)
 
-    return over_tiles(body, blank((sizes.shape[0], left_MA.shape[1], right_MB.shape[1]), jnp.float32, sizes, 0), left_MA.shape[0], sizes)
+    return over_tiles(
+        body,
+        blank((sizes.shape[0], left_MA.shape[1], right_MB.shape[1]), jnp.float32, sizes, 0),
+        left_MA.shape[0],
+        sizes,
+    )

@@ -1,8 +1,8 @@
 """Hugging Face checkpoints: safetensors -> sharded parameters, and back.
 
-Each process reads only what its shards need, leaf by leaf: host memory peaks at one leaf's shard, never a second copy
-of the model. Names of tensors live here and nowhere else; a new family is one table below and one mapping in
-``models/config.py``.
+Each process reads only what its shards need, leaf by leaf: host memory peaks at one leaf's shard,
+never a second copy of the model. Names of tensors live here and nowhere else; a new family is one
+table below and one mapping in ``models/config.py``.
 """
 
 import dataclasses
@@ -78,8 +78,14 @@ _MOE = {  # {e} is the expert
     "moe/norm": "post_attention_layernorm.weight",
     "moe/router/w": "mlp.gate.weight",
     "moe/router/choice_bias": "mlp.gate.e_score_correction_bias",
-    **{f"moe/experts/{name}/w": f"mlp.experts.{{e}}.{name}_proj.weight" for name in ("gate", "up", "down")},
-    **{f"moe/shared/{name}/w": f"mlp.shared_experts.{name}_proj.weight" for name in ("gate", "up", "down")},
+    **{
+        f"moe/experts/{name}/w": f"mlp.experts.{{e}}.{name}_proj.weight"
+        for name in ("gate", "up", "down")
+    },
+    **{
+        f"moe/shared/{name}/w": f"mlp.shared_experts.{name}_proj.weight"
+        for name in ("gate", "up", "down")
+    },
 }
 LAYER_NAMES: dict[str, dict[str, str]] = {
     **dict.fromkeys(("llama", "qwen2", "qwen3"), _DECODER),
@@ -94,7 +100,11 @@ PREFIXES = {  # what stands before the decoder's names in a file -> before the h
     "language_model.model.": "language_model.",  # of the text part of models of images and text
     "model.language_model.": "",
 }
-GLOBAL_NAMES = {"embed/w": "model.embed_tokens.weight", "unembed/w": "lm_head.weight", "final_norm": "model.norm.weight"}
+GLOBAL_NAMES = {
+    "embed/w": "model.embed_tokens.weight",
+    "unembed/w": "lm_head.weight",
+    "final_norm": "model.norm.weight",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,17 +134,24 @@ def source_of(path: str, spec: ParamSpec, cfg: ModelConfig) -> Source:
         layers = (layer for layer in layers if cfg.indexer.full[layer])
     depth = 2 if "{e}" in name else 1
     experts = range(spec.shape[1]) if depth == 2 else (0,)
-    names = tuple(f"model.layers.{layer}.{name.replace('{e}', str(e))}" for layer in layers for e in experts)
-    return Source(names, spec.shape[:depth], len(spec.shape) > depth + 1)  # matrices are transposed, vectors are as they are
+    names = tuple(
+        f"model.layers.{layer}.{name.replace('{e}', str(e))}" for layer in layers for e in experts
+    )
+    # matrices are transposed, vectors are as they are
+    return Source(names, spec.shape[:depth], len(spec.shape) > depth + 1)
 
 
 def is_moe_type(cfg: ModelConfig) -> bool:
-    """Whether transformers' class of this base knows routed experts, though all of its layers may be dense."""
+    """Whether transformers' class of this base knows routed experts, though all of its layers may
+    be dense.
+    """
     return _MOE.items() <= LAYER_NAMES[cfg.family].items()
 
 
 def module_names(cfg: ModelConfig, paths: Iterable[str]) -> BaseNames:
-    """Projection path -> its Hugging Face module names, one per layer, or per layer and expert (PEFT names adapters by them)."""
+    """Projection path -> its Hugging Face module names, one per layer, or per layer and expert
+    (PEFT names adapters by them).
+    """
     specs = dict(params_lib.leaves_with_path(transformer.abstract(cfg)))
     out = BaseNames(functools.partial(_holds, cfg))
     for path in paths:
@@ -147,17 +164,19 @@ def module_names(cfg: ModelConfig, paths: Iterable[str]) -> BaseNames:
 
 
 class Checkpoint:
-    """The tensors of a checkpoint directory, opened lazily, under the names that transformers gives them.
+    """The tensors of a checkpoint directory, opened lazily, under the names that transformers gives
+    them.
 
-    ``model.safetensors`` is read where it exists; else the files of ``model.safetensors.index.json``; else all
-    ``*.safetensors``. The first two are transformers' order.
+    ``model.safetensors`` is read where it exists; else the files of
+    ``model.safetensors.index.json``; else all ``*.safetensors``. The first two are transformers'
+    order.
 
     Args:
         tied: the head is the embedding, so either of them stands for both.
 
     Raises:
-        UserError: no weights, a file that is missing or damaged, an index that contradicts its files, or two files with
-            different tensors of one name.
+        UserError: no weights, a file that is missing or damaged, an index that contradicts its
+            files, or two files with different tensors of one name.
     """
 
     def __init__(self, directory: str | Path, tied: bool = False):
@@ -170,12 +189,17 @@ class Checkpoint:
             claimed = _weight_map(index)
             paths = [self.directory / file for file in sorted(set(claimed.values()))]
         else:
-            paths = [p for p in sorted(self.directory.glob("*.safetensors")) if p.name != "adapter_model.safetensors"]
+            paths = [
+                p
+                for p in sorted(self.directory.glob("*.safetensors"))
+                if p.name != "adapter_model.safetensors"
+            ]
         if not paths:
             pickles = sorted(p.name for p in self.directory.glob("*.bin"))[:1]
             raise UserError(
-                f"{self.directory} has no *.safetensors{f', only {pickles[0]}, which is not read' if pickles else ''}: "
-                "convert the checkpoint with save_pretrained(safe_serialization=True)"
+                f"{self.directory} has no"
+                f" *.safetensors{f', only {pickles[0]}, which is not read' if pickles else ''}:"
+                " convert the checkpoint with save_pretrained(safe_serialization=True)"
             )
         self.stored: dict[str, str] = {}  # name in the file -> file
         for path in paths:
@@ -186,8 +210,13 @@ class Checkpoint:
         for name, file in claimed.items():
             if name not in self._open(file).keys():  # noqa: SIM118
                 found = f"; it is in {self.stored[name]}" if name in self.stored else ""
-                raise UserError(f"{index} says that {file} holds {name!r}, which it does not{found}: fetch the checkpoint again")
-        prefix = next((p for p in PREFIXES if f"{p}layers.0.input_layernorm.weight" in self.stored), "model.")
+                raise UserError(
+                    f"{index} says that {file} holds {name!r}, which it does not{found}: fetch the"
+                    " checkpoint again"
+                )
+        prefix = next(
+            (p for p in PREFIXES if f"{p}layers.0.input_layernorm.weight" in self.stored), "model."
+        )
         self._names = {_plain_name(name, prefix): name for name in self.stored}
         embed, head = GLOBAL_NAMES["embed/w"], GLOBAL_NAMES["unembed/w"]
         if tied and embed not in self._names and head in self._names:
@@ -197,17 +226,21 @@ class Checkpoint:
     def _open(self, file: str) -> Any:
         path = self.directory / file
         if not path.is_file():
-            raise UserError(f"{path} is named by {INDEX} but does not exist: fetch the checkpoint again")
+            raise UserError(
+                f"{path} is named by {INDEX} but does not exist: fetch the checkpoint again"
+            )
         try:
             return safe_open(path, framework="numpy")
         except SafetensorError as error:
-            raise UserError(f"{path} is not a readable safetensors file ({error}): fetch the checkpoint again") from None
+            raise UserError(
+                f"{path} is not a readable safetensors file ({error}): fetch the checkpoint again"
+            ) from None
 
     def _check_same(self, name: str, one: str, other: str) -> None:
         if not same_values(*(self._open(file).get_slice(name) for file in (one, other))):
             raise UserError(
-                f"{self.directory / one} and {other} both hold {name!r}, and the two differ: remove the file that does "
-                "not belong to the checkpoint"
+                f"{self.directory / one} and {other} both hold {name!r}, and the two differ: remove"
+                " the file that does not belong to the checkpoint"
             )
 
     def tensor(self, name: str) -> Any:
@@ -219,7 +252,10 @@ class Checkpoint:
         if name not in self.files:
             near = [n for n in self.files if n.split(".")[-2:] == name.split(".")[-2:]][:2]
             hint = f" (it has {', '.join(near)})" if near else ""
-            raise UserError(f"{self.directory} has no tensor {name!r}{hint}: config.json and weights do not belong together")
+            raise UserError(
+                f"{self.directory} has no tensor {name!r}{hint}: config.json and weights do not"
+                " belong together"
+            )
         return self._open(self.files[name]).get_slice(self._names[name])
 
 
@@ -230,7 +266,9 @@ def _weight_map(index: Path) -> dict[str, str]:
         if not found or any(not file or Path(file).name != file for file in found.values()):
             raise ValueError("weight_map names no files beside it")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{index} is not a safetensors index ({error!r}): fetch the checkpoint again") from None
+        raise UserError(
+            f"{index} is not a safetensors index ({error!r}): fetch the checkpoint again"
+        ) from None
     return found
 
 
@@ -242,13 +280,18 @@ def _plain_name(stored: str, prefix: str) -> str:
 
 
 def same_values(one: Any, other: Any) -> bool:
-    """Whether two tensors, lazy or not, are equal in shape and numbers; of different dtypes in the coarser of the two."""
+    """Whether two tensors, lazy or not, are equal in shape and numbers; of different dtypes in the
+    coarser of the two.
+    """
     shapes = [tuple(x.get_shape() if hasattr(x, "get_shape") else x.shape) for x in (one, other)]
     if shapes[0] != shapes[1]:
         return False
-    rows = max(1, (8 << 20) // max(1, math.prod(shapes[0][1:])))  # read in pieces: an embedding is gigabytes
+    # read in pieces: an embedding is gigabytes
+    rows = max(1, (8 << 20) // max(1, math.prod(shapes[0][1:])))
     count = shapes[0][0] if shapes[0] else 0
-    parts = [slice(at, min(at + rows, count)) for at in range(0, count, rows)] if shapes[0] else [()]
+    parts = (
+        [slice(at, min(at + rows, count)) for at in range(0, count, rows)] if shapes[0] else [()]
+    )
     for part in parts:
         a, b = np.asarray(one[part]), np.asarray(other[part])
         coarse = min((a.dtype, b.dtype), key=lambda dtype: dtype.itemsize)
@@ -258,7 +301,8 @@ def same_values(one: Any, other: Any) -> bool:
 
 
 def read_model(directory: str | Path) -> ModelConfig:
-    """``config.read_config``, and a head that differs from the embedding is used, as transformers does, tied or not.
+    """``config.read_config``, and a head that differs from the embedding is used, as transformers
+    does, tied or not.
 
     Raises:
         UserError: see ``read_config`` and ``Checkpoint``.
@@ -270,7 +314,11 @@ def read_model(directory: str | Path) -> ModelConfig:
     embed, head = GLOBAL_NAMES["embed/w"], GLOBAL_NAMES["unembed/w"]
     if not {embed, head} <= ckpt.files.keys() or same_values(ckpt.tensor(embed), ckpt.tensor(head)):
         return cfg
-    _log.warning("%s: tie_word_embeddings is true, but %s differs from the embedding and is used", directory, head)
+    _log.warning(
+        "%s: tie_word_embeddings is true, but %s differs from the embedding and is used",
+        directory,
+        head,
+    )
     return cfg.replace(tie_embeddings=False)
 
 
@@ -286,8 +334,12 @@ def _read(ckpt: Checkpoint, source: Source, index: tuple[slice, ...], dtype: Any
     return _stack(source, index, one)
 
 
-def _stack(source: Source, index: tuple[slice, ...], one: Callable[[str, tuple[slice, ...]], np.ndarray]) -> np.ndarray:
-    """The part ``index`` of a stacked leaf, from ``one(name, index of a single tensor)``, held once and one tensor at a time."""
+def _stack(
+    source: Source, index: tuple[slice, ...], one: Callable[[str, tuple[slice, ...]], np.ndarray]
+) -> np.ndarray:
+    """The part ``index`` of a stacked leaf, from ``one(name, index of a single tensor)``, held once
+    and one tensor at a time.
+    """
     if not source.stack:
         return one(source.names[0], index)
     depth = len(source.stack)
@@ -303,20 +355,28 @@ def _stack(source: Source, index: tuple[slice, ...], one: Callable[[str, tuple[s
 
 
 def _aligned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """An empty array that begins at a multiple of 64 bytes: on CPU it becomes the device's own, without a second copy."""
+    """An empty array that begins at a multiple of 64 bytes: on CPU it becomes the device's own,
+    without a second copy.
+    """
     nbytes = math.prod(shape) * np.dtype(dtype).itemsize
     buffer = np.empty(nbytes + 64, np.uint8)
     start = -buffer.ctypes.data % 64
     return buffer[start : start + nbytes].view(dtype).reshape(shape)
 
 
-def _read_quantised(ckpt: Checkpoint, source: Source, kind: str, leaf: str, index: tuple[slice, ...]) -> np.ndarray:
-    """The part ``index`` of a quantised projection's ``w`` or ``scale``; a channel's scale needs all of the channel."""
+def _read_quantised(
+    ckpt: Checkpoint, source: Source, kind: str, leaf: str, index: tuple[slice, ...]
+) -> np.ndarray:
+    """The part ``index`` of a quantised projection's ``w`` or ``scale``; a channel's scale needs
+    all of the channel.
+    """
 
     def one(name: str, index: tuple[slice, ...]) -> np.ndarray:
         rows, channels = index if leaf == "w" else (slice(None), index[0])
         single = Source((name,), (), source.transposed)
-        values, scale = quantised.quantise(_read(ckpt, single, (slice(None), channels), np.float32), kind)
+        values, scale = quantised.quantise(
+            _read(ckpt, single, (slice(None), channels), np.float32), kind
+        )
         return values[rows] if leaf == "w" else scale
 
     return _stack(source, index, one)
@@ -328,7 +388,9 @@ def _read_held(held: stored.BlockFile, source: Source, index: tuple[slice, ...])
 
 
 def _check_tensors(ckpt: Checkpoint, specs: Any, cfg: ModelConfig) -> None:
-    """Every tensor that the model needs is there, in its shape and in a dtype that is read; and every other is harmless."""
+    """Every tensor that the model needs is there, in its shape and in a dtype that is read; and
+    every other is harmless.
+    """
     wanted = set()
     for path, spec in params_lib.leaves_with_path(specs):
         source = source_of(path, spec, cfg)
@@ -338,38 +400,56 @@ def _check_tensors(ckpt: Checkpoint, specs: Any, cfg: ModelConfig) -> None:
         for name in source.names:
             part = ckpt.tensor(name)
             if (found := tuple(part.get_shape())) != expected:
-                raise UserError(f"tensor {name!r} has shape {found} but config.json asks for {expected}: the two do not belong together")
+                raise UserError(
+                    f"tensor {name!r} has shape {found} but config.json asks for {expected}: the"
+                    " two do not belong together"
+                )
             if (dtype := part.get_dtype()) not in FLOATS:
                 raise UserError(
-                    f"tensor {name!r} is stored as {dtype}; expected one of {', '.join(FLOATS)}: take the unquantised checkpoint"
+                    f"tensor {name!r} is stored as {dtype}; expected one of {', '.join(FLOATS)}:"
+                    " take the unquantised checkpoint"
                 )
         wanted.update(source.names)
     unread = [name for name in ckpt.files if name not in wanted and not _harmless(name, ckpt, cfg)]
     if unread:
         raise UserError(
-            f"{ckpt.directory}: this model does not read {len(unread)} of the tensors, the first is {min(unread)!r}: config.json "
-            "and weights do not belong together, or the checkpoint has a part that is not supported; remove the tensors "
-            "if the model runs without them"
+            f"{ckpt.directory}: this model does not read {len(unread)} of the tensors, the first is"
+            f" {min(unread)!r}: config.json and weights do not belong together, or the checkpoint"
+            " has a part that is not supported; remove the tensors if the model runs without them"
         )
     if beyond := sum(_layer_beyond(name, ckpt, cfg) for name in ckpt.files):
-        _log.warning("%s: %d tensors of layers after the last (multi-token prediction) are not read", ckpt.directory, beyond)
+        _log.warning(
+            "%s: %d tensors of layers after the last (multi-token prediction) are not read",
+            ckpt.directory,
+            beyond,
+        )
 
 
 def _layer_beyond(name: str, ckpt: Checkpoint, cfg: ModelConfig) -> bool:
-    """Whether a tensor belongs to a layer of multi-token prediction, which speculative decoding alone uses."""
+    """Whether a tensor belongs to a layer of multi-token prediction, which speculative decoding
+    alone uses.
+    """
     layer = re.match(r"model\.layers\.(\d+)\.", name)
-    return layer is not None and int(layer[1]) >= cfg.num_layers and f"{layer[0]}eh_proj.weight" in ckpt.files
+    return (
+        layer is not None
+        and int(layer[1]) >= cfg.num_layers
+        and f"{layer[0]}eh_proj.weight" in ckpt.files
+    )
 
 
 def _harmless(name: str, ckpt: Checkpoint, cfg: ModelConfig) -> bool:
     """Whether logits are the same without a tensor."""
-    if name.endswith(".rotary_emb.inv_freq"):  # follows from config.json; old releases of transformers saved it
+    # follows from config.json; old releases of transformers saved it
+    if name.endswith(".rotary_emb.inv_freq"):
         return True
-    if name.startswith("v_head."):  # a value head of TRL's PPO: reads the last hidden state, returns no logits
+    # a value head of TRL's PPO: reads the last hidden state, returns no logits
+    if name.startswith("v_head."):
         return True
     if name == GLOBAL_NAMES["unembed/w"] and cfg.tie_embeddings:
         return same_values(ckpt.tensor(name), ckpt.tensor(GLOBAL_NAMES["embed/w"]))
-    if cfg.indexer is not None and (found := re.match(r"model\.layers\.(\d+)\.self_attn\.indexer\.", name)):
+    if cfg.indexer is not None and (
+        found := re.match(r"model\.layers\.(\d+)\.self_attn\.indexer\.", name)
+    ):
         layer = int(found[1])  # a layer that takes over the choice of the one before
         return layer >= cfg.num_layers or not cfg.indexer.full[layer]
     return _layer_beyond(name, ckpt, cfg)
@@ -389,18 +469,22 @@ def load(
     Args:
         dtype: dtype of the resident base.
         quantise: a key of ``quantised.KINDS``: the layers' matrices in 8 bits.
-        as_stored: whether weights stay as they are stored, see ``stored.py``; of float32 on one CPU.
+        as_stored: whether weights stay as they are stored, see ``stored.py``; of float32 on one
+            CPU.
         progress: called with (bytes done, bytes in all) after each leaf.
 
     Raises:
-        UserError: a tensor that is missing, of a wrong shape or dtype, or read by nothing; found before anything is loaded.
+        UserError: a tensor that is missing, of a wrong shape or dtype, or read by nothing; found
+            before anything is loaded.
     """
     ckpt, in_full = Checkpoint(directory, cfg.tie_embeddings), transformer.abstract(cfg, dtype)
     _check_tensors(ckpt, in_full, cfg)
     specs, held = resident_specs(directory, cfg, dtype, quantise, as_stored)
     plain = dict(params_lib.leaves_with_path(in_full))
     if (index := ckpt.directory / INDEX).is_file() and set(ckpt.files.values()) == {SINGLE}:
-        _log.warning("%s is read; the files of %s beside it are not", ckpt.directory / SINGLE, index.name)
+        _log.warning(
+            "%s is read; the files of %s beside it are not", ckpt.directory / SINGLE, index.name
+        )
     total, done = params_lib.nbytes(specs), 0
 
     def leaf(path: str, spec: ParamSpec) -> jax.Array:
@@ -414,7 +498,9 @@ def load(
             owner, _, part = path.rpartition("/")
             source = source_of(f"{owner}/w", plain[f"{owner}/w"], cfg)
             read = functools.partial(_read_quantised, ckpt, source, quantise, part)
-        array = jax.make_array_from_callback(spec.shape, target, lambda index, read=read: read(index=index or ()))
+        array = jax.make_array_from_callback(
+            spec.shape, target, lambda index, read=read: read(index=index or ())
+        )
         array.block_until_ready()  # one leaf's host copy at a time
         done += spec.nbytes
         if progress is not None:
@@ -430,16 +516,33 @@ def resident_specs(
     """The specs of a base as it is held; and the checkpoint's blocks, if it stays in these.
 
     Raises:
-        UserError: a missing tensor, see ``Checkpoint``, or blocks of other weights, see ``stored.BlockFile``.
+        UserError: a missing tensor, see ``Checkpoint``, or blocks of other weights, see
+            ``stored.BlockFile``.
     """
     directory, specs = Path(directory), transformer.abstract(cfg, dtype, quantise)
     if not as_stored:
         return specs, None
     if (directory / stored.FILE).is_file():
         held = stored.BlockFile(directory, fingerprint(directory))
-        return stored.specs_in_blocks(specs, lambda path, spec: {held.kinds.get(n, "") for n in source_of(path, spec, cfg).names}), held
+        return (
+            stored.specs_in_blocks(
+                specs,
+                lambda path, spec: {
+                    held.kinds.get(n, "") for n in source_of(path, spec, cfg).names
+                },
+            ),
+            held,
+        )
     ckpt = Checkpoint(directory, cfg.tie_embeddings)
-    return stored.specs(specs, lambda path, spec: {ckpt.tensor(name).get_dtype() for name in source_of(path, spec, cfg).names}), None
+    return (
+        stored.specs(
+            specs,
+            lambda path, spec: {
+                ckpt.tensor(name).get_dtype() for name in source_of(path, spec, cfg).names
+            },
+        ),
+        None,
+    )
 
 
 def tensors(params: Any, cfg: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
@@ -452,7 +555,9 @@ def tensors(params: Any, cfg: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def _holds(cfg: ModelConfig, name: str, value: np.ndarray) -> bool | None:
-    """Whether the base's tensor of this name has these values; None where its files, if any, have no such tensor."""
+    """Whether the base's tensor of this name has these values; None where its files, if any, have
+    no such tensor.
+    """
     if cfg.directory is None or not any(Path(cfg.directory).glob("*.safetensors")):
         return None
     ckpt = Checkpoint(cfg.directory, cfg.tie_embeddings)
@@ -462,16 +567,19 @@ def _holds(cfg: ModelConfig, name: str, value: np.ndarray) -> bool | None:
 
 
 def save(params: Any, cfg: ModelConfig, directory: str | Path) -> None:
-    """Writes ``model.safetensors`` under the family's names. For tools and tests: training never saves a base."""
+    """Writes ``model.safetensors`` under the family's names. For tools and tests: training never
+    saves a base.
+    """
     Path(directory).mkdir(parents=True, exist_ok=True)
     save_file(dict(tensors(params, cfg)), Path(directory) / SINGLE, metadata={"format": "pt"})
 
 
 def fingerprint(directory: str | Path) -> str:
-    """A hex digest that identifies a base: config fields, tensor names, shapes, dtypes and samples of every tensor's bytes.
+    """A hex digest that identifies a base: config fields, tensor names, shapes, dtypes and samples
+    of every tensor's bytes.
 
-    It reads 12 KiB of each tensor instead of all of it, so that a terabyte base takes seconds: made to catch a wrong
-    base, not an attacker.
+    It reads 12 KiB of each tensor instead of all of it, so that a terabyte base takes seconds: made
+    to catch a wrong base, not an attacker.
     """
     directory = Path(directory)
     config = json.loads((directory / "config.json").read_text())
@@ -489,11 +597,15 @@ def fingerprint(directory: str | Path) -> str:
 
 
 def _spans(directory: Path) -> Iterator[tuple[str, dict[str, Any], tuple[Path, int, int]]]:
-    """Name, header and byte range of every tensor (safetensors format: u64 header size, JSON header, data)."""
+    """Name, header and byte range of every tensor (safetensors format: u64 header size, JSON
+    header, data).
+    """
     stored_in = Checkpoint(directory).stored
     for path in sorted({directory / file for file in stored_in.values()}):
         with open(path, "rb") as file:
-            size = header_size(file.read(8), path.stat().st_size, MAX_HEADER, f"the header of {path}")
+            size = header_size(
+                file.read(8), path.stat().st_size, MAX_HEADER, f"the header of {path}"
+            )
             header = parse_object(file.read(size), f"the header of {path}")
         for name, entry in header.items():
             if name != "__metadata__" and stored_in[name] == path.name:

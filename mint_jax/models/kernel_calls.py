@@ -1,4 +1,6 @@
-"""Calls of the ops of ``pallas_kernels`` in the shapes of real models: to be compiled, or measured with random arguments."""
+"""Calls of the ops of ``pallas_kernels`` in the shapes of real models: to be compiled, or measured
+with random arguments.
+"""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -10,7 +12,16 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from mint_jax.models import attention
-from pallas_kernels import dispatch, grouped_matmul, latent_attention, layer_matmul, packed_lora, packed_matmul, paged_attention, slot_lora
+from pallas_kernels import (
+    dispatch,
+    grouped_matmul,
+    latent_attention,
+    layer_matmul,
+    packed_lora,
+    packed_matmul,
+    paged_attention,
+    slot_lora,
+)
 from pallas_kernels.grouped_matmul import shapes as grouped_shapes
 from pallas_kernels.latent_attention import shapes as latent_shapes
 from pallas_kernels.layer_matmul import shapes as layer_shapes
@@ -23,7 +34,8 @@ from pallas_kernels.slot_lora import shapes as slot_shapes
 
 PAGES = 4096  # of a pool
 
-Numbers = Callable[[np.random.Generator], tuple[Any, ...]]  # a call's integers, in the order of its arguments' leaves
+# a call's integers, in the order of its arguments' leaves
+Numbers = Callable[[np.random.Generator], tuple[Any, ...]]
 
 
 class Call(NamedTuple):
@@ -52,7 +64,10 @@ class Call(NamedTuple):
 
     def arguments(self, rng: np.random.Generator) -> tuple[Any, ...]:
         """Random ones, on the default device."""
-        numbers, keys = iter(self.numbers(rng)), iter(jax.random.split(jax.random.key(int(rng.integers(2**31))), 64))
+        numbers, keys = (
+            iter(self.numbers(rng)),
+            iter(jax.random.split(jax.random.key(int(rng.integers(2**31))), 64)),
+        )
 
         def one(x: jax.ShapeDtypeStruct) -> jax.Array:
             if x.dtype == jnp.int32:
@@ -62,13 +77,17 @@ class Call(NamedTuple):
                 return made
             if x.dtype == jnp.int8:
                 return jax.random.randint(next(keys), x.shape, -127, 128, jnp.int8)
-            return jax.jit(lambda key: (0.1 * jax.random.normal(key, x.shape)).astype(x.dtype))(next(keys))
+            return jax.jit(lambda key: (0.1 * jax.random.normal(key, x.shape)).astype(x.dtype))(
+                next(keys)
+            )
 
         return jax.tree.map(one, self.args)
 
 
 def calls(device: Any, platform: str) -> Iterator[Call]:
-    """The ops that have a kernel of this platform, ``tpu`` or ``cuda``, for a program on this device."""
+    """The ops that have a kernel of this platform, ``tpu`` or ``cuda``, for a program on this
+    device.
+    """
     place = SingleDeviceSharding(device)
 
     def spec(*dims: int, dtype: str) -> jax.ShapeDtypeStruct:
@@ -93,9 +112,20 @@ def _rows_of_groups(rng: np.random.Generator, rows: int, groups: int) -> np.ndar
 def _grouped(spec: Spec) -> Iterator[Call]:
     for s in grouped_shapes.SHAPES:
         w = (s.d_out, s.d_in) if s.transposed else (s.d_in, s.d_out)
-        args = spec(s.rows, s.d_in, dtype=s.dtype), spec(s.groups, *w, dtype=s.stored), spec(s.groups, dtype="int32")
+        args = (
+            spec(s.rows, s.d_in, dtype=s.dtype),
+            spec(s.groups, *w, dtype=s.stored),
+            spec(s.groups, dtype="int32"),
+        )
         fn = functools.partial(grouped_matmul.grouped_matmul, transposed=s.transposed)
-        yield Call("grouped_matmul", s, fn, args, (), lambda rng, s=s: (_rows_of_groups(rng, s.rows, s.groups),))
+        yield Call(
+            "grouped_matmul",
+            s,
+            fn,
+            args,
+            (),
+            lambda rng, s=s: (_rows_of_groups(rng, s.rows, s.groups),),
+        )
 
 
 def _packed_matmul(spec: Spec) -> Iterator[Call]:
@@ -107,8 +137,22 @@ def _packed_matmul(spec: Spec) -> Iterator[Call]:
         of = functools.partial(spec, dtype="bfloat16")
         w, W = [of(s.experts, s.d_in, F) for F in s.d_out], s.experts * s.adapters
         a, b = [of(W, s.rank, s.d_in) for _ in s.d_out], [of(W, s.rank, F) for F in s.d_out]
-        args = of(s.rows, s.d_in), w, spec(s.experts, dtype="int32"), a, b, spec(s.rows, dtype="int32")
-        yield Call("packed_matmul", s, packed_matmul.packed_matmul, args, (), functools.partial(numbers, s=s))
+        args = (
+            of(s.rows, s.d_in),
+            w,
+            spec(s.experts, dtype="int32"),
+            a,
+            b,
+            spec(s.rows, dtype="int32"),
+        )
+        yield Call(
+            "packed_matmul",
+            s,
+            packed_matmul.packed_matmul,
+            args,
+            (),
+            functools.partial(numbers, s=s),
+        )
 
 
 def _packed_lora(spec: Spec) -> Iterator[Call]:
@@ -122,17 +166,34 @@ def _packed_lora(spec: Spec) -> Iterator[Call]:
             ("packed_lora backward", packed_lora.BACKWARD, (x, a, b, wide, x, factor), 4),
         ):
             fn = lambda *args, table=table: dispatch.run("packed_lora", table, "auto", args)  # noqa: E731
-            yield Call(op, s, fn, args, (onto,), lambda rng, s=s: (np.sort(rng.integers(0, s.factors, s.rows)),))
+            yield Call(
+                op,
+                s,
+                fn,
+                args,
+                (onto,),
+                lambda rng, s=s: (np.sort(rng.integers(0, s.factors, s.rows)),),
+            )
 
 
 def _layer_matmul(spec: Spec) -> Iterator[Call]:
     for s in layer_shapes.SHAPES:
-        x, w = spec(s.rows, s.d_in, dtype="bfloat16"), spec(s.layers, s.d_in, s.d_out, dtype=s.stored)
+        x, w = (
+            spec(s.rows, s.d_in, dtype="bfloat16"),
+            spec(s.layers, s.d_in, s.d_out, dtype=s.stored),
+        )
 
         def fn(x: jax.Array, w: jax.Array, layer: jax.Array) -> tuple[jax.Array, ...]:
             return layer_matmul.layer_matmul(x, (w,), layer)
 
-        yield Call("layer_matmul", s, fn, (x, w, spec(dtype="int32")), (), lambda rng, s=s: (rng.integers(s.layers),))
+        yield Call(
+            "layer_matmul",
+            s,
+            fn,
+            (x, w, spec(dtype="int32")),
+            (),
+            lambda rng, s=s: (rng.integers(s.layers),),
+        )
 
 
 def _slot_lora(spec: Spec, platform: str) -> Iterator[Call]:
@@ -142,10 +203,18 @@ def _slot_lora(spec: Spec, platform: str) -> Iterator[Call]:
         return (rng.integers(0, s.factors, s.rows),)
 
     for s in (*slot_shapes.DECODE, *slot_shapes.PREFILL):
-        x, onto, (F,) = spec(s.rows, s.d_in, dtype=s.dtype), spec(s.rows, *s.d_out, dtype=s.dtype), s.d_out
+        x, onto, (F,) = (
+            spec(s.rows, s.d_in, dtype=s.dtype),
+            spec(s.rows, *s.d_out, dtype=s.dtype),
+            s.d_out,
+        )
         a, b = (spec(s.factors, s.rank, n, dtype=s.dtype) for n in (s.d_in, F))
         factor, of = spec(s.rows, dtype="int32"), functools.partial(numbers, s=s)
-        op, form = ("packed_lora", slot_lora.pallas_tpu) if platform == "tpu" else ("slot_lora", slot_lora.pallas_gpu)
+        op, form = (
+            ("packed_lora", slot_lora.pallas_tpu)
+            if platform == "tpu"
+            else ("slot_lora", slot_lora.pallas_gpu)
+        )
         yield Call(op, s, form.add, (x, a, b, onto, factor), (3,), of)
 
 
@@ -156,13 +225,22 @@ def _packed_attention(spec: Spec) -> Iterator[Call]:
 
     for s in attention_shapes.TRAIN:
         of_k, scale = (s.B, s.K), s.H**-0.5
-        q, out, k, v = (spec(*of_k, *dims, dtype=s.dtype) for dims in ((s.G, s.T, s.H), (s.G, s.T, s.V), (s.T, s.H), (s.T, s.V)))
+        q, out, k, v = (
+            spec(*of_k, *dims, dtype=s.dtype)
+            for dims in ((s.G, s.T, s.H), (s.G, s.T, s.V), (s.T, s.H), (s.T, s.V))
+        )
         own, lse = spec(s.B, s.T, dtype="int32"), spec(*of_k, s.G, s.T, dtype="float32")
         for op, table, args in (
             ("packed_attention", attention.FORWARD, (q, k, v, own, own, None)),
-            ("packed_attention backward", attention.BACKWARD, (q, k, v, own, own, None, out, lse, out)),
+            (
+                "packed_attention backward",
+                attention.BACKWARD,
+                (q, k, v, own, own, None, out, lse, out),
+            ),
         ):
-            fn = lambda *args, op=op, table=table, scale=scale: dispatch.run(op, table, "auto", args, scale=scale)  # noqa: E731
+            fn = lambda *args, op=op, table=table, scale=scale: dispatch.run(  # noqa: E731
+                op, table, "auto", args, scale=scale
+            )
             yield Call(op, s, fn, args, (), functools.partial(numbers, s=s))
 
 
@@ -175,8 +253,17 @@ def _paged(spec: Spec) -> Iterator[Call]:
 
     def numbers(rng: np.random.Generator, s: Any) -> tuple[Any, ...]:
         """Half a table of prefix behind which up to a quarter is the rows' own."""
-        prefix, own = np.full(s.rows, s.positions // 2 // RUN * RUN), rng.integers(1, s.positions // 4, s.rows)
-        return 0, rng.integers(0, PAGES, (s.rows, s.positions // PAGE)), prefix, own, np.zeros(s.rows)
+        prefix, own = (
+            np.full(s.rows, s.positions // 2 // RUN * RUN),
+            rng.integers(1, s.positions // 4, s.rows),
+        )
+        return (
+            0,
+            rng.integers(0, PAGES, (s.rows, s.positions // PAGE)),
+            prefix,
+            own,
+            np.zeros(s.rows),
+        )
 
     for s in (*paged_shapes.DECODE, *paged_shapes.TEAMS, *paged_shapes.PREFILL):
         pool = spec(2, PAGES, s.heads, PAGE, s.width, dtype=s.dtype)
@@ -187,4 +274,11 @@ def _paged(spec: Spec) -> Iterator[Call]:
         queries = (spec(s.rows, s.queries, n, dtype=s.dtype) for n in (s.latent, s.rope))
         pools = (spec(2, PAGES, PAGE, n, dtype=s.dtype) for n in (s.latent, s.width))
         fn = functools.partial(latent_attention.latent_attention, scale=s.latent**-0.5)
-        yield Call("latent_attention", s, fn, (*queries, *pools, rows(s)), (), functools.partial(numbers, s=s))
+        yield Call(
+            "latent_attention",
+            s,
+            fn,
+            (*queries, *pools, rows(s)),
+            (),
+            functools.partial(numbers, s=s),
+        )

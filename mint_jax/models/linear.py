@@ -26,26 +26,36 @@ AXES: dict[str, Ends] = {  # logical axes of every projection's in and out dimen
 }
 
 
-def matrix(name: str, L: int, d_in: int, d_out: int, dtype: Any, bias: bool = False) -> dict[str, ParamSpec]:
-    """The specs of one projection in ``L`` stacked layers: ``w [L, in, out]`` and, if asked for, ``b [L, out]``."""
+def matrix(
+    name: str, L: int, d_in: int, d_out: int, dtype: Any, bias: bool = False
+) -> dict[str, ParamSpec]:
+    """The specs of one projection in ``L`` stacked layers: ``w [L, in, out]`` and, if asked for,
+    ``b [L, out]``.
+    """
     leaf = {"w": ParamSpec((L, d_in, d_out), ("layers", *AXES[name]), dtype)}
     if bias:
         leaf["b"] = ParamSpec((L, d_out), ("layers", AXES[name][1]), dtype, "zeros")
     return leaf
 
 
-def project(x_BTD: jax.Array, params: dict[str, Any], lora: AnyAdapters | None, name: str) -> jax.Array:
+def project(
+    x_BTD: jax.Array, params: dict[str, Any], lora: AnyAdapters | None, name: str
+) -> jax.Array:
     """``x W + bias + delta``, ``[B, T, F]``.
 
-    The base product runs once over all rows of all policies; ``params[name]`` is ``{"w": [D, F]}``, or
-    ``stacked.LayerOf``, with an optional ``"b": [F]``, or as ``quantised.py`` or ``stored.py`` has it, and ``lora`` holds this layer's
-    adapters.
+    The base product runs once over all rows of all policies; ``params[name]`` is ``{"w": [D, F]}``,
+    or ``stacked.LayerOf``, with an optional ``"b": [F]``, or as ``quantised.py`` or ``stored.py``
+    has it, and ``lora`` holds this layer's adapters.
     """
     return project_each(x_BTD, params, lora, (name,))[0]
 
 
-def project_each(x_BTD: jax.Array, params: dict[str, Any], lora: AnyAdapters | None, names: tuple[str, ...]) -> list[jax.Array]:
-    """``project`` by several projections of the same rows, in one call where their matrices are read from stacks."""
+def project_each(
+    x_BTD: jax.Array, params: dict[str, Any], lora: AnyAdapters | None, names: tuple[str, ...]
+) -> list[jax.Array]:
+    """``project`` by several projections of the same rows, in one call where their matrices are
+    read from stacks.
+    """
     whole: dict[str, jax.Array] = {}
     if all(isinstance(params[name]["w"], LayerOf) for name in names):
         whole = dict(zip(names, products(x_BTD, [params[name]["w"] for name in names])))
@@ -56,7 +66,11 @@ def project_each(x_BTD: jax.Array, params: dict[str, Any], lora: AnyAdapters | N
             if whole:
                 y = quantised.scaled(whole[name], leaf)
             else:
-                y = stored.matmul(x_BTD, leaf["w"]) if stored.narrower(leaf["w"], x_BTD) else quantised.matmul(x_BTD, leaf)
+                y = (
+                    stored.matmul(x_BTD, leaf["w"])
+                    if stored.narrower(leaf["w"], x_BTD)
+                    else quantised.matmul(x_BTD, leaf)
+                )
             y = y.astype(x_BTD.dtype)
             if "b" in leaf:
                 y = y + leaf["b"].astype(y.dtype)[None, None]

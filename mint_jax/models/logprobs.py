@@ -1,10 +1,13 @@
-"""Log-probabilities of given tokens, in slices over positions: one definition for training, scoring and rollout checks.
+"""Log-probabilities of given tokens, in slices over positions: one definition for training, scoring
+and rollout checks.
 
-The unembedding is frozen, so with ``p = softmax(W h / T)`` the gradient of ``log p[y]`` with respect to ``h`` is
-``(W[y] - p W) / T``: it needs nothing from later in the loss. The forward pass of a training step computes it while the logits
-of a slice are at hand, and the backward pass is one multiplication: no logits are kept and none are computed twice.
+The unembedding is frozen, so with ``p = softmax(W h / T)`` the gradient of ``log p[y]`` with
+respect to ``h`` is ``(W[y] - p W) / T``: it needs nothing from later in the loss. The forward pass
+of a training step computes it while the logits of a slice are at hand, and the backward pass is one
+multiplication: no logits are kept and none are computed twice.
 
-Axes: B rows, M target positions of a row, V vocab, D model width, C positions of a slice, N = B C, K targets of a position.
+Axes: B rows, M target positions of a row, V vocab, D model width, C positions of a slice, N = B C,
+K targets of a position.
 """
 
 from typing import Any
@@ -18,7 +21,8 @@ from mint_jax.lora.apply import AnyAdapters, SlotBlocks
 from mint_jax.models import stored
 from mint_jax.models.transformer import logits, unembed_held, unembed_shape, unembed_table
 
-SLICE_BYTES = 64 << 20  # bound on one device's float32 logits of a slice, which has one position of every row at least
+# bound on one device's float32 logits of a slice, which has one position of every row at least
+SLICE_BYTES = 64 << 20
 PART_BYTES = 8 << 20  # of a table held in fewer bits, what is in float32 at once
 
 
@@ -29,16 +33,19 @@ def target_logprobs(
     targets_BM: jax.Array,
     inverse_temperature_BM: jax.Array | None = None,
 ) -> jax.Array:
-    """``log p(target | h)`` in float32, ``[B, M]``; differentiable in ``h`` and in adapters of ``unembed``.
+    """``log p(target | h)`` in float32, ``[B, M]``; differentiable in ``h`` and in adapters of
+    ``unembed``.
 
-    Memory is bounded by ``SLICE_BYTES``, or one position of every row, whatever M and V are. A table that is held in fewer bits than it
-    is multiplied in comes in parts of ``PART_BYTES``, each read once, with the softmax summed as they come: neither it nor the logits are
-    ever there whole (SmolLM2's are 113 MB, and 25 for 128 positions).
+    Memory is bounded by ``SLICE_BYTES``, or one position of every row, whatever M and V are. A
+    table that is held in fewer bits than it is multiplied in comes in parts of ``PART_BYTES``, each
+    read once, with the softmax summed as they come: neither it nor the logits are ever there whole
+    (SmolLM2's are 113 MB, and 25 for 128 positions).
 
     Args:
-        targets_BM: or ``[B, M, K]``, several of one distribution (soft targets): one pass over the vocabulary serves all of a
-            position, and the result is ``[B, M, K]``.
-        inverse_temperature_BM: float32, above 0: the distribution is that of ``logits / temperature``; None is 1 everywhere.
+        targets_BM: or ``[B, M, K]``, several of one distribution (soft targets): one pass over the
+            vocabulary serves all of a position, and the result is ``[B, M, K]``.
+        inverse_temperature_BM: float32, above 0: the distribution is that of ``logits /
+            temperature``; None is 1 everywhere.
     """
     chex.assert_rank(targets_BM, {2, 3})
     chex.assert_shape(h_BMD, (*targets_BM.shape[:2], unembed_shape(params)[1]))
@@ -73,16 +80,25 @@ def _sliced(x: jax.Array, n: int, axis: int) -> jax.Array:
     size = -(-x.shape[axis] // n)
     pad = [(0, 0)] * x.ndim
     pad[axis] = (0, n * size - x.shape[axis])
-    return jnp.moveaxis(jnp.pad(x, pad).reshape(*x.shape[:axis], n, size, *x.shape[axis + 1 :]), axis, 0)
+    return jnp.moveaxis(
+        jnp.pad(x, pad).reshape(*x.shape[:axis], n, size, *x.shape[axis + 1 :]), axis, 0
+    )
 
 
-def _log_softmax_at(z_BCV: jax.Array, y_BC: jax.Array, sharp_BC: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """``log softmax(sharp z)[y]``, like ``y``, and of all positions ``exp(sharp (z - max z))`` with its sum; ``z`` is not written anew."""
+def _log_softmax_at(
+    z_BCV: jax.Array, y_BC: jax.Array, sharp_BC: jax.Array | None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """``log softmax(sharp z)[y]``, like ``y``, and of all positions ``exp(sharp (z - max z))`` with
+    its sum; ``z`` is not written anew.
+    """
     z_NV = z_BCV.reshape(-1, z_BCV.shape[-1])
     picked_NK = jnp.take_along_axis(z_NV, y_BC.reshape(len(z_NV), -1), axis=-1)
-    # What is picked is at most the maximum. But so it must be picked first, the exponentials are the last to read z, and take its memory;
-    # two arrays of one shape can. Else XLA picks at the end, and a slice's logits are in memory twice.
-    top_N1 = jnp.maximum(jnp.max(z_NV, axis=-1, keepdims=True), jnp.max(picked_NK, axis=-1, keepdims=True))
+    # What is picked is at most the maximum. But so it must be picked first, the exponentials are
+    # the last to read z, and take its memory; two arrays of one shape can. Else XLA picks at the
+    # end, and a slice's logits are in memory twice.
+    top_N1 = jnp.maximum(
+        jnp.max(z_NV, axis=-1, keepdims=True), jnp.max(picked_NK, axis=-1, keepdims=True)
+    )
     top_N1 = jax.lax.stop_gradient(top_N1)
     sharp_N1 = 1.0 if sharp_BC is None else sharp_BC.reshape(-1, 1)
     e_NV = jnp.exp((z_NV - top_N1) * sharp_N1)
@@ -109,7 +125,9 @@ def _logits_width(table, h):
 
 
 def _over_slices(one, inputs, vocab):
-    """``one((h[B, C, D], y[B, C], sharp[B, C]))`` over slices of the positions; the results put together again, ``[B, M, ...]``."""
+    """``one((h[B, C, D], y[B, C], sharp[B, C]))`` over slices of the positions; the results put
+    together again, ``[B, M, ...]``.
+    """
     B, M = inputs[1].shape[:2]
     n = _slice_count(B, M, vocab)
     with jax.named_scope("unembed"):
@@ -123,7 +141,9 @@ def _mapped(one, inputs, n):
 
 
 def _by_parts(h_BCD, table, y_BC, sharp_BC, with_mean) -> tuple[jax.Array, Any]:
-    """``_log_probs_and_mean`` of a table that comes in parts; the mean is None where it is not asked for."""
+    """``_log_probs_and_mean`` of a table that comes in parts; the mean is None where it is not
+    asked for.
+    """
     V, D = stored.table_shape(table)
     rows = _part_rows(table)
     h_ND = h_BCD.reshape(-1, D)
@@ -132,7 +152,9 @@ def _by_parts(h_BCD, table, y_BC, sharp_BC, with_mean) -> tuple[jax.Array, Any]:
     sharp_N1 = jnp.ones((N, 1), jnp.float32) if sharp_BC is None else sharp_BC.reshape(N, 1)
 
     def add(first, part, sums):
-        """Takes the part whose first row is ``first`` into the sums, which are relative to the greatest logit so far."""
+        """Takes the part whose first row is ``first`` into the sums, which are relative to the
+        greatest logit so far.
+        """
         top_N1, total_N1, picked_NK, mean_ND = sums
         w_VD = stored.table(part, h_ND.dtype)
         z_NV = jnp.einsum("ND,VD->NV", h_ND, w_VD, preferred_element_type=jnp.float32)
@@ -144,30 +166,47 @@ def _by_parts(h_BCD, table, y_BC, sharp_BC, with_mean) -> tuple[jax.Array, Any]:
         e_NV = jnp.exp((z_NV - new_N1) * sharp_N1)
         total_N1 = total_N1 * before_N1 + jnp.sum(e_NV, axis=-1, keepdims=True)
         if mean_ND is not None:
-            mean_ND = mean_ND * before_N1 + jnp.einsum("NV,VD->ND", e_NV, w_VD, preferred_element_type=jnp.float32)
+            mean_ND = mean_ND * before_N1 + jnp.einsum(
+                "NV,VD->ND", e_NV, w_VD, preferred_element_type=jnp.float32
+            )
         return new_N1, total_N1, picked_NK, mean_ND
 
     each = table.shape[0] * rows // V  # panels, or rows
     whole = V // rows
     zero_N1 = jnp.zeros((N, 1), jnp.float32)
-    sums = zero_N1 - jnp.inf, zero_N1, jnp.zeros(y_NK.shape, jnp.float32), jnp.zeros((N, D), jnp.float32) if with_mean else None
-    sums = jax.lax.fori_loop(0, whole, lambda i, s: add(i * rows, jax.lax.dynamic_slice_in_dim(table, i * each, each), s), sums)
+    sums = (
+        zero_N1 - jnp.inf,
+        zero_N1,
+        jnp.zeros(y_NK.shape, jnp.float32),
+        jnp.zeros((N, D), jnp.float32) if with_mean else None,
+    )
+    sums = jax.lax.fori_loop(
+        0,
+        whole,
+        lambda i, s: add(i * rows, jax.lax.dynamic_slice_in_dim(table, i * each, each), s),
+        sums,
+    )
     if V % rows:
         sums = add(whole * rows, table[whole * each :], sums)
     top_N1, total_N1, picked_NK, mean_ND = sums
     logp_NK = (picked_NK - top_N1) * sharp_N1 - jnp.log(total_N1)
-    return logp_NK.reshape(y_BC.shape), None if mean_ND is None else (mean_ND / total_N1).reshape(h_BCD.shape)
+    return logp_NK.reshape(y_BC.shape), (
+        None if mean_ND is None else (mean_ND / total_N1).reshape(h_BCD.shape)
+    )
 
 
 def _log_probs_and_mean(h_BCD, table, y_BC, sharp_BC):
-    """The log-probabilities of a slice, and ``p W``, the mean row of the table under the model's own distribution, while the slice's
-    exponentials are there: the second of the two products of this pass, and what the backward pass would otherwise have to compute the
-    logits again for."""
+    """The log-probabilities of a slice, and ``p W``, the mean row of the table under the model's
+    own distribution, while the slice's exponentials are there: the second of the two products of
+    this pass, and what the backward pass would otherwise have to compute the logits again for.
+    """
     if _in_parts(table, h_BCD):
         return _by_parts(h_BCD, table, y_BC, sharp_BC, with_mean=True)
     z_BCV = jnp.einsum("BCD,VD->BCV", h_BCD, table, preferred_element_type=jnp.float32)
     logp_BC, e_NV, total_N1 = _log_softmax_at(z_BCV, y_BC, sharp_BC)
-    mean_ND = jnp.einsum("NV,VD->ND", e_NV.astype(table.dtype), table, preferred_element_type=jnp.float32)
+    mean_ND = jnp.einsum(
+        "NV,VD->ND", e_NV.astype(table.dtype), table, preferred_element_type=jnp.float32
+    )
     return logp_BC, (mean_ND / total_N1).reshape(h_BCD.shape)
 
 
@@ -176,7 +215,9 @@ def _frozen_forward(h_BMD, table, targets_BM, sharp_BM):
         h_BCD, y_BC, sharp_BC = slice_
         logp_BC, mean_BCD = _log_probs_and_mean(h_BCD, table, y_BC, sharp_BC)
         dh_BCD = stored.rows(table, y_BC, jnp.float32) - mean_BCD
-        return logp_BC, (dh_BCD if sharp_BC is None else dh_BCD * sharp_BC[..., None]).astype(h_BCD.dtype)
+        return logp_BC, (dh_BCD if sharp_BC is None else dh_BCD * sharp_BC[..., None]).astype(
+            h_BCD.dtype
+        )
 
     return _over_slices(one, (h_BMD, targets_BM, sharp_BM), _logits_width(table, h_BMD))
 
@@ -199,7 +240,9 @@ def _many_forward(h_BMD, table, targets_BMK, sharp_BM):
         logp_BCK, mean_BCD = _log_probs_and_mean(h_BCD, table, y_BCK, sharp_BC)
         return logp_BCK, mean_BCD.astype(h_BCD.dtype)
 
-    logp_BMK, mean_BMD = _over_slices(one, (h_BMD, targets_BMK, sharp_BM), _logits_width(table, h_BMD))
+    logp_BMK, mean_BMD = _over_slices(
+        one, (h_BMD, targets_BMK, sharp_BM), _logits_width(table, h_BMD)
+    )
     return logp_BMK, (mean_BMD, table, targets_BMK, sharp_BM)
 
 
@@ -214,7 +257,8 @@ def _many_backward(kept, g_BMK):
 
     K, D = targets_BMK.shape[-1], mean_BMD.shape[-1]
     inputs = mean_BMD, targets_BMK, g_BMK, sharp_BM
-    n = _slice_count(targets_BMK.shape[0], targets_BMK.shape[1], K * D)  # of the table's rows at the targets
+    # of the table's rows at the targets
+    n = _slice_count(targets_BMK.shape[0], targets_BMK.shape[1], K * D)
     return (one(inputs) if n == 1 else _mapped(one, inputs, n)), None, None, None
 
 
@@ -222,10 +266,13 @@ _frozen_many.defvjp(_many_forward, _many_backward)
 
 
 def _with_adapters(params, lora, h_BMD, targets_BM, sharp_BM):
-    """Adapters on the unembedding need the logits' own gradient: slices over positions, recomputed backwards."""
+    """Adapters on the unembedding need the logits' own gradient: slices over positions, recomputed
+    backwards.
+    """
     n = _slice_count(h_BMD.shape[0], h_BMD.shape[1], unembed_shape(params)[0])
 
-    params = {"unembed": {"w": unembed_table(params, h_BMD.dtype)}}  # unpacked once, not for every slice
+    # unpacked once, not for every slice
+    params = {"unembed": {"w": unembed_table(params, h_BMD.dtype)}}
 
     @jax.checkpoint
     def one(slice_):

@@ -1,4 +1,5 @@
-"""Bases of random weights in the shapes of real models, made on the devices: nothing is downloaded or read.
+"""Bases of random weights in the shapes of real models, made on the devices: nothing is downloaded
+or read.
 
 For benches, rehearsals and programs at real sizes. What they say is noise.
 """
@@ -24,16 +25,23 @@ from mint_jax.params import ParamSpec
 
 def fingerprint(fields: dict[str, Any]) -> str:
     """A hex digest that identifies random weights of this shape; of no trained base."""
-    return hashlib.sha256(b"random weights of seed 0 " + json.dumps(fields, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(
+        b"random weights of seed 0 " + json.dumps(fields, sort_keys=True).encode()
+    ).hexdigest()
 
 
 def params(
-    cfg: ModelConfig, mesh: Mesh, dtype: Any, quantise: str = "", progress: Callable[[int, int], None] | None = None
+    cfg: ModelConfig,
+    mesh: Mesh,
+    dtype: Any,
+    quantise: str = "",
+    progress: Callable[[int, int], None] | None = None,
 ) -> params_lib.Tree:
-    """Random parameters where they are to be, sharded; the same on every mesh, but for the last bit where platforms differ.
+    """Random parameters where they are to be, sharded; the same on every mesh, but for the last bit
+    where platforms differ.
 
-    A leaf is one program without temporaries of its size. In 8 bits weights are drawn as such, with the scale that keeps their spread:
-    the matrix is never there in full.
+    A leaf is one program without temporaries of its size. In 8 bits weights are drawn as such, with
+    the scale that keeps their spread: the matrix is never there in full.
 
     Args:
         quantise: as of ``base.load``.
@@ -48,7 +56,9 @@ def params(
         key = jax.random.fold_in(jax.random.key(0), params_lib.path_seed(path))
         make = spec.materialise
         if quantise and (path not in plain or plain[path].dtype != spec.dtype):
-            make = functools.partial(_in_8_bits, plain[f"{path.rpartition('/')[0]}/w"], spec, quantise)
+            make = functools.partial(
+                _in_8_bits, plain[f"{path.rpartition('/')[0]}/w"], spec, quantise
+            )
         out = jax.jit(make, out_shardings=sharding.sharding_of(spec, mesh))(key)
         out.block_until_ready()
         done += spec.nbytes
@@ -60,13 +70,17 @@ def params(
 
 
 def _in_8_bits(plain: ParamSpec, spec: ParamSpec, kind: str, key: jax.Array) -> jax.Array:
-    """A quantised matrix, or its scales: four deviations of a normal distribution are the largest number there is."""
+    """A quantised matrix, or its scales: four deviations of a normal distribution are the largest
+    number there is.
+    """
     top, deviations = quantised.KINDS[kind][1], 4
     if spec.dtype == jnp.float32:
         fan_in = plain.fan_in if plain.fan_in is not None else plain.shape[-2]
         return jnp.full(spec.shape, deviations / top * fan_in**-0.5, jnp.float32)
     drawn = jnp.clip(jax.random.normal(key, spec.shape) * (top / deviations), -top, top)
-    return (jnp.round(drawn) if jnp.issubdtype(spec.dtype, jnp.integer) else drawn).astype(spec.dtype)
+    return (jnp.round(drawn) if jnp.issubdtype(spec.dtype, jnp.integer) else drawn).astype(
+        spec.dtype
+    )
 
 
 def refuse_peers(name: str) -> None:
@@ -76,4 +90,7 @@ def refuse_peers(name: str) -> None:
         UserError: random weights are in no file.
     """
     if is_random(name):
-        raise UserError(f"base {name!r} is made on the devices and in no file that another program could read: use a checkpoint")
+        raise UserError(
+            f"base {name!r} is made on the devices and in no file that another program could read:"
+            " use a checkpoint"
+        )

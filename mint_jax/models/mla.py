@@ -1,14 +1,16 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): keys and values of all heads from one latent.
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): keys and values of all
+heads from one latent.
 
-A token's keys and values are ``W_kv_b c`` of a latent ``c`` of C dimensions, plus one rotary key that the heads share.
-Rows without a cache expand the latents and attend as any other model does. A cache holds only latents and rotary keys:
-there the key half of ``W_kv_b`` is absorbed into the query and the value half into the output (section 2.1.2),
-``q^T (W_k c) = (W_k^T q)^T c``. An adapter on ``kv_b`` is absorbed factor by factor, ``W_k + B_k A`` giving
-``W_k^T q + A^T (B_k^T q)``, so that no policy's merged weights ever exist. ``dsa.py`` may narrow the keys of either form.
+A token's keys and values are ``W_kv_b c`` of a latent ``c`` of C dimensions, plus one rotary key
+that the heads share. Rows without a cache expand the latents and attend as any other model does. A
+cache holds only latents and rotary keys: there the key half of ``W_kv_b`` is absorbed into the
+query and the value half into the output (section 2.1.2), ``q^T (W_k c) = (W_k^T q)^T c``. An
+adapter on ``kv_b`` is absorbed factor by factor, ``W_k + B_k A`` giving ``W_k^T q + A^T (B_k^T
+q)``, so that no policy's merged weights ever exist. ``dsa.py`` may narrow the keys of either form.
 
-Axes: B rows, T tokens, S key positions, N heads, C latent, H dimensions of a head's key without position (in ``q_BTNH``
-whole: with the rotary ones), J rotary dimensions, V of a head's value, P blocks of rows with one adapter, R rank, M = T N queries
-of a row, U pages.
+Axes: B rows, T tokens, S key positions, N heads, C latent, H dimensions of a head's key without
+position (in ``q_BTNH`` whole: with the rotary ones), J rotary dimensions, V of a head's value, P
+blocks of rows with one adapter, R rank, M = T N queries of a row, U pages.
 """
 
 from typing import Any
@@ -33,7 +35,9 @@ LATENT_EPS = 1e-6  # of the norms on latents, whatever the epsilon of the residu
 
 
 def specs(cfg: ModelConfig, L: int, dtype: Any) -> dict[str, Any]:
-    """The attention parameters of ``L`` stacked layers; ``q`` takes the place of ``q_a``, ``q_b`` where queries have no latent."""
+    """The attention parameters of ``L`` stacked layers; ``q`` takes the place of ``q_a``, ``q_b``
+    where queries have no latent.
+    """
     D, N, m = cfg.d_model, cfg.num_heads, _latent(cfg)
     width = N * (m.nope + m.rope)
     attn: dict[str, Any] = {"norm": ParamSpec((L, D), ("layers", "norm"), dtype, "ones")}
@@ -57,7 +61,9 @@ def _latent(cfg: ModelConfig) -> Latent:
 
 
 def scale(cfg: ModelConfig) -> float:
-    """The factor on scores: ``(nope + rope)^-1/2``, times the square of YaRN's temperature where the config asks for it."""
+    """The factor on scores: ``(nope + rope)^-1/2``, times the square of YaRN's temperature where
+    the config asks for it.
+    """
     m, scaling = _latent(cfg), cfg.rope_scaling
     plain = (m.nope + m.rope) ** -0.5
     if scaling is None or not scaling.mscale_all_dim:
@@ -79,7 +85,8 @@ def latent_attention(
 
     Args:
         h_BTD: the normalised residual stream.
-        cache: ``{"latent": [L, U, PAGE, C], "rope": [L, U, PAGE, J]}``, with ``index`` where there are indexers; None without one.
+        cache: ``{"latent": [L, U, PAGE, C], "rope": [L, U, PAGE, J]}``, with ``index`` where there
+            are indexers; None without one.
         indexer: the stack's indexers, where ``cfg`` has them.
         chosen: the keys that the layer before chose, see ``dsa.undecided``.
 
@@ -100,10 +107,12 @@ def latent_attention(
     if indexer is not None:
         assert q_latent is not None
         chosen, cache = dsa.select(h_BTD, q_latent, indexer, cache, ctx, cfg, chosen)
-    # Two forms of one product. Expanded, each head has keys and values of its own: fewer operations per pair of tokens (nope + rope +
-    # value numbers instead of 2 latent + rope), which is what counts where all tokens are new. Absorbed, the expansion moves
-    # from the keys to the query: a cache keeps latent + rope numbers of a token (576 in DeepSeek-V3) where expanded keys
-    # and values would be heads times (nope + rope + value), 40,960, and decoding reads the whole cache for one token.
+    # Two forms of one product. Expanded, each head has keys and values of its own: fewer operations
+    # per pair of tokens (nope + rope + value numbers instead of 2 latent + rope), which is what
+    # counts where all tokens are new. Absorbed, the expansion moves from the keys to the query: a
+    # cache keeps latent + rope numbers of a token (576 in DeepSeek-V3) where expanded keys and
+    # values would be heads times (nope + rope + value), 40,960, and decoding reads the whole cache
+    # for one token.
     pool = None
     if cache is None:
         out_BTNV = _expanded(q_BTNH, q_BTNJ, latent_BTC, rope_BTJ, p, lora, ctx, cfg, chosen)
@@ -113,7 +122,17 @@ def latent_attention(
     return project(out_BTNV.reshape(B, T, -1), p, lora, "o"), pool, chosen
 
 
-def _expanded(q_BTNH, q_BTNJ, latent_BTC, rope_BTJ, p, lora, ctx: Context, cfg: ModelConfig, chosen: dsa.Chosen):
+def _expanded(
+    q_BTNH,
+    q_BTNJ,
+    latent_BTC,
+    rope_BTJ,
+    p,
+    lora,
+    ctx: Context,
+    cfg: ModelConfig,
+    chosen: dsa.Chosen,
+):
     """Attention within packed rows, over every head's own keys and values."""
     B, T, N, _ = q_BTNH.shape
     m = _latent(cfg)
@@ -121,18 +140,28 @@ def _expanded(q_BTNH, q_BTNJ, latent_BTC, rope_BTJ, p, lora, ctx: Context, cfg: 
     kv = project(latent_BTC, p, lora, "kv_b").reshape(B, T, N, m.nope + m.value)
     k_BTNH, v_BTNV = jnp.split(kv, [m.nope], axis=-1)
     shared_BTNJ = jnp.broadcast_to(rope_BTJ[:, :, None], (B, T, N, m.rope))
-    q, k = jnp.concatenate([q_BTNH, q_BTNJ], axis=-1), jnp.concatenate([k_BTNH, shared_BTNJ], axis=-1)
+    q, k = (
+        jnp.concatenate([q_BTNH, q_BTNJ], axis=-1),
+        jnp.concatenate([k_BTNH, shared_BTNJ], axis=-1),
+    )
     bits = None if chosen is None else chosen[0]
-    kernel = cfg.kernels.packed_attention if chosen is None else "auto"  # what is chosen no kernel serves
+    # what is chosen no kernel serves
+    kernel = cfg.kernels.packed_attention if chosen is None else "auto"
     return packed_attention(q, k, v_BTNV, ctx.segments, scale(cfg), bits, kernel)
 
 
-def _absorbed(q_BTNH, q_BTNJ, new, cache: paged.Cache, p, lora, cfg: ModelConfig, chosen: dsa.Chosen):
-    """Attention to cached latents and, causally, to the new tokens' own; and the cache with those in it."""
+def _absorbed(
+    q_BTNH, q_BTNJ, new, cache: paged.Cache, p, lora, cfg: ModelConfig, chosen: dsa.Chosen
+):
+    """Attention to cached latents and, causally, to the new tokens' own; and the cache with those
+    in it.
+    """
     m = _latent(cfg)
     w_CNF = p["kv_b"]["w"].reshape(m.kv_latent, cfg.num_heads, m.nope + m.value)
     adapters = None if lora is None else lora.at("kv_b")
-    q_BTNC = sharding.constrain(_absorb_key(q_BTNH, w_CNF[..., : m.nope], adapters, m), "batch", None, "q_heads", None)
+    q_BTNC = sharding.constrain(
+        _absorb_key(q_BTNH, w_CNF[..., : m.nope], adapters, m), "batch", None, "q_heads", None
+    )
     factor = scale(cfg)
 
     def local(q_BTNC, q_BTNJ, new, pool, layer, view, chosen):
@@ -143,22 +172,35 @@ def _absorbed(q_BTNH, q_BTNJ, new, cache: paged.Cache, p, lora, cfg: ModelConfig
         def read(queries, rows, chosen):
             q_C, q_J = queries
             args = q_C, q_J, pool["latent"], pool["rope"], rows, chosen
-            kernel = cfg.kernels.latent_attention if chosen is None else "auto"  # what is chosen no kernel serves
+            # what is chosen no kernel serves
+            kernel = cfg.kernels.latent_attention if chosen is None else "auto"
             return latent_kernels.latent_attention(*args, scale=factor, implementation=kernel)
 
         past, own_seen = None, causal(T)[None]
         if chosen is not None:
             past = unpack_keys(chosen[0], view.capacity).reshape(B, T, -1, paged.RUN)
             own_seen = own_seen & unpack_keys(chosen[1], T)
-        own = latent_kernels.xla.scored(*queries, new["latent"], new["rope"], jnp.broadcast_to(own_seen, (B, T, T)), factor)
+        own = latent_kernels.xla.scored(
+            *queries, new["latent"], new["rope"], jnp.broadcast_to(own_seen, (B, T, T)), factor
+        )
         whole = join(paged.attend(view, jnp.int32(layer), queries, read, past), own)
         return (whole.value / whole.total).astype(q_BTNC.dtype).reshape(q_BTNC.shape), pool
 
     rows, _ = sharding.cache_axes(None)
     of_rows, of_pages = (rows, None, None, None), (None, rows, None, None)
-    args = q_BTNC, q_BTNJ, new, {name: cache.pool[name] for name in new}, cache.layer, cache.view, chosen
+    args = (
+        q_BTNC,
+        q_BTNJ,
+        new,
+        {name: cache.pool[name] for name in new},
+        cache.layer,
+        cache.view,
+        chosen,
+    )
     specs = of_rows, of_rows, (rows, None, None), of_pages, (), (rows, None), (rows, None, None)
-    o_BTNC, pool = sharding.over_devices(local, args, specs, (of_rows, dict.fromkeys(new, of_pages)))
+    o_BTNC, pool = sharding.over_devices(
+        local, args, specs, (of_rows, dict.fromkeys(new, of_pages))
+    )
     o_BTNC = sharding.constrain(o_BTNC, "batch", None, "q_heads", None)
     return _absorb_value(o_BTNC, w_CNF[..., m.nope :], adapters, m), cache.pool | pool
 
@@ -166,27 +208,46 @@ def _absorbed(q_BTNH, q_BTNJ, new, cache: paged.Cache, p, lora, cfg: ModelConfig
 def _absorb_key(q_BTNH, w_CNH, adapters: AnyAdapters | None, m: Latent):
     """``W_k^T q`` and its adapters' share, ``[B, T, N, C]``: what a latent is multiplied by."""
     B, T, N, _ = q_BTNH.shape
-    out = jnp.einsum("BTNH,CNH->BTNC", q_BTNH, w_CNH, preferred_element_type=jnp.float32).astype(q_BTNH.dtype)
+    out = jnp.einsum("BTNH,CNH->BTNC", q_BTNH, w_CNH, preferred_element_type=jnp.float32).astype(
+        q_BTNH.dtype
+    )
 
     def delta(factors, q_PWTNH):
         b_PRNH = _heads(factors["b"], N)[..., : m.nope]
-        z = jnp.einsum("PWTNH,PRNH->PWTNR", q_PWTNH, b_PRNH, preferred_element_type=jnp.float32).astype(out.dtype)
-        return jnp.einsum("PWTNR,PRC->PWTNC", z, factors["a"], preferred_element_type=jnp.float32).astype(out.dtype)
+        z = jnp.einsum(
+            "PWTNH,PRNH->PWTNR", q_PWTNH, b_PRNH, preferred_element_type=jnp.float32
+        ).astype(out.dtype)
+        return jnp.einsum(
+            "PWTNR,PRC->PWTNC", z, factors["a"], preferred_element_type=jnp.float32
+        ).astype(out.dtype)
 
-    return _add(out, None if adapters is None else adapters.over(delta, q_BTNH, N * m.kv_latent, out.dtype, N))
+    return _add(
+        out,
+        None if adapters is None else adapters.over(delta, q_BTNH, N * m.kv_latent, out.dtype, N),
+    )
 
 
 def _absorb_value(o_BTNC, w_CNV, adapters: AnyAdapters | None, m: Latent):
-    """``W_v o`` and its adapters' share, ``[B, T, N, V]``: the values behind a weighted sum of latents."""
+    """``W_v o`` and its adapters' share, ``[B, T, N, V]``: the values behind a weighted sum of
+    latents.
+    """
     B, T, N, _ = o_BTNC.shape
-    out = jnp.einsum("BTNC,CNV->BTNV", o_BTNC, w_CNV, preferred_element_type=jnp.float32).astype(o_BTNC.dtype)
+    out = jnp.einsum("BTNC,CNV->BTNV", o_BTNC, w_CNV, preferred_element_type=jnp.float32).astype(
+        o_BTNC.dtype
+    )
 
     def delta(factors, o_PWTNC):
         b_PRNV = _heads(factors["b"], N)[..., m.nope :]
-        z = jnp.einsum("PWTNC,PRC->PWTNR", o_PWTNC, factors["a"], preferred_element_type=jnp.float32).astype(out.dtype)
-        return jnp.einsum("PWTNR,PRNV->PWTNV", z, b_PRNV, preferred_element_type=jnp.float32).astype(out.dtype)
+        z = jnp.einsum(
+            "PWTNC,PRC->PWTNR", o_PWTNC, factors["a"], preferred_element_type=jnp.float32
+        ).astype(out.dtype)
+        return jnp.einsum(
+            "PWTNR,PRNV->PWTNV", z, b_PRNV, preferred_element_type=jnp.float32
+        ).astype(out.dtype)
 
-    return _add(out, None if adapters is None else adapters.over(delta, o_BTNC, N * m.value, out.dtype, N))
+    return _add(
+        out, None if adapters is None else adapters.over(delta, o_BTNC, N * m.value, out.dtype, N)
+    )
 
 
 def _heads(b_PRF: jax.Array, N: int) -> jax.Array:

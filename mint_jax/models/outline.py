@@ -48,7 +48,8 @@ def peft_tables(cfg: ModelConfig) -> tuple[BaseNames, dict[str, Projection]]:
 
 
 def outline(name: str, fingerprint: str | None = None) -> Outline:
-    """A base by the name or directory that ``base.load`` takes. Reads ``config.json`` and 12 KiB of each tensor, no more.
+    """A base by the name or directory that ``base.load`` takes. Reads ``config.json`` and 12 KiB of
+    each tensor, no more.
 
     Args:
         fingerprint: what the base's weights have, where only its ``config.json`` is at hand.
@@ -61,12 +62,21 @@ def outline(name: str, fingerprint: str | None = None) -> Outline:
     if is_random(name) or any(directory.glob("*.safetensors")):
         found = _fingerprint(name, directory)
         if fingerprint is not None and fingerprint != found:
-            raise UserError(f"base {name!r} has fingerprint {found[:12]}, not {fingerprint[:12]}: it is another base")
+            raise UserError(
+                f"base {name!r} has fingerprint {found[:12]}, not {fingerprint[:12]}: it is another"
+                " base"
+            )
         return Outline(name, cfg, found)
     if fingerprint is None:
-        raise UserError(f"base {name!r} has no *.safetensors in {directory}, from which its fingerprint is taken: give the fingerprint too")
+        raise UserError(
+            f"base {name!r} has no *.safetensors in {directory}, from which its fingerprint is"
+            " taken: give the fingerprint too"
+        )
     if not re.fullmatch("[0-9a-f]{64}", fingerprint):
-        raise UserError(f"fingerprint {fingerprint[:80]!r} is not one: it has 64 hex digits, as `show` of a policy of this base says")
+        raise UserError(
+            f"fingerprint {fingerprint[:80]!r} is not one: it has 64 hex digits, as `show` of a"
+            " policy of this base says"
+        )
     return Outline(name, cfg, fingerprint)
 
 
@@ -74,4 +84,6 @@ def _fingerprint(name: str, directory: Path) -> str:
     try:
         return base_lib.fingerprint(name, directory)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"the weights in {directory} cannot be read ({error}): fetch the checkpoint again") from None
+        raise UserError(
+            f"the weights in {directory} cannot be read ({error}): fetch the checkpoint again"
+        ) from None

@@ -1,13 +1,16 @@
-"""Projections of routed experts with packed adapters: the base's grouped matmul plus each row's own low-rank product.
+"""Projections of routed experts with packed adapters: the base's grouped matmul plus each row's own
+low-rank product.
 
-``y[m] = x[m] W[e] + (x[m] A[g]^T) B[g]`` with rows sorted by expert e and group g = (expert, adapter), for all projections that
-read the same rows. On TPUs and NVIDIA's GPUs the adapters' part is a kernel of ``pallas_kernels``, where it can serve; on other
-accelerators, and where it cannot, each product is a grouped matmul. On CPU the products with few columns (``x A^T``,
-backward ``dy B^T`` and the factors' gradients) run in one loop over tiles of a group's rows that reads the wide rows once; the
-products with few terms are sums over the rank, added to the base's result in one fused pass over it, which is all that is
-read and written twice for the adapters' sake.
+``y[m] = x[m] W[e] + (x[m] A[g]^T) B[g]`` with rows sorted by expert e and group g = (expert,
+adapter), for all projections that read the same rows. On TPUs and NVIDIA's GPUs the adapters' part
+is a kernel of ``pallas_kernels``, where it can serve; on other accelerators, and where it cannot,
+each product is a grouped matmul. On CPU the products with few columns (``x A^T``, backward ``dy
+B^T`` and the factors' gradients) run in one loop over tiles of a group's rows that reads the wide
+rows once; the products with few terms are sums over the rank, added to the base's result in one
+fused pass over it, which is all that is read and written twice for the adapters' sake.
 
-Axes: M rows, E experts, G groups, W adapter factors, D in, F out, R rank. Hu et al. 2021, arXiv 2106.09685, section 4.1.
+Axes: M rows, E experts, G groups, W adapter factors, D in, F out, R rank. Hu et al. 2021, arXiv
+2106.09685, section 4.1.
 """
 
 import functools
@@ -20,18 +23,30 @@ from flax import struct
 from jax.custom_derivatives import SymbolicZero
 
 from mint_jax.models.config import Kernels
-from mint_jax.models.grouped import at, blank, dot, grouped_matmul, in_place, outer, over_tiles, tiled_matmul
+from mint_jax.models.grouped import (
+    at,
+    blank,
+    dot,
+    grouped_matmul,
+    in_place,
+    outer,
+    over_tiles,
+    tiled_matmul,
+)
 from pallas_kernels import packed_lora as op
 from pallas_kernels import packed_matmul
 from pallas_kernels.batching import Merged, each, following, joined
 from pallas_kernels.dispatch import Implementation, anything, named, run
 
-# Up to this rank ``h B`` is a sum over the rank, fused into one pass over the wide result; above it a second loop over tiles. On two
-# AVX-512 cores, 2,048 rows, 32 experts of 512 x 512, four adapters: base alone 9 to 11 ms; with rank 4 / 8 / 16 the sum takes
-# 10.3 / 12.3 / 11.6 ms and the loop 10.9 / 12.7 / 11.8; with rank 32 / 64 the sum 15.2 / 15.7 and the loop 12.5 / 12.4.
+# Up to this rank ``h B`` is a sum over the rank, fused into one pass over the wide result; above it
+# a second loop over tiles. On two AVX-512 cores, 2,048 rows, 32 experts of 512 x 512, four
+# adapters: base alone 9 to 11 ms; with rank 4 / 8 / 16 the sum takes
+# 10.3 / 12.3 / 11.6 ms and the loop 10.9 / 12.7 / 11.8; with rank 32 / 64 the sum 15.2 / 15.7 and
+# the loop 12.5 / 12.4.
 FEW_TERMS = 16
-# Rows of an expert, on average, up to which packed matmul on a TPU is for rows without adapters too: a tile of it. By reasoning, no TPU
-# has measured it: with fewer the copy that ``ragged_dot`` needs is more bytes than the rows.
+# Rows of an expert, on average, up to which packed matmul on a TPU is for rows without adapters
+# too: a tile of it. By reasoning, no TPU has measured it: with fewer the copy that ``ragged_dot``
+# needs is more bytes than the rows.
 FEW_ROWS = 128
 
 
@@ -63,7 +78,8 @@ class Adapters(NamedTuple):
     Attributes:
         groups: their rows.
         factors: of each projection; None where these adapters have none.
-        scale: ``[M]`` float32 of each row's adapter, where B does not hold it already: forward only.
+        scale: ``[M]`` float32 of each row's adapter, where B does not hold it already: forward
+            only.
     """
 
     groups: Groups
@@ -90,13 +106,13 @@ def project(
 
     Args:
         x_MD: rows, those of expert 0 first.
-        bases: of each projection ``{"w": [E, D, F]}`` and, quantised, ``"scale": [E, F]``; with ``"index"``, a number, w has more
-            matrices, and expert 0's stands at that place.
+        bases: of each projection ``{"w": [E, D, F]}`` and, quantised, ``"scale": [E, F]``; with
+            ``"index"``, a number, w has more matrices, and expert 0's stands at that place.
         sizes_E: int32 rows of each expert.
         adapters: rank buckets.
         kernels: of the experts' products and of the adapters', see ``config.Kernels``.
     """
-    return list(_project(kernels, x_MD, tuple(bases), sizes_E, tuple(adapters)))  # type: ignore[arg-type]
+    return list(_project(kernels, x_MD, tuple(bases), sizes_E, tuple(adapters)))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -105,10 +121,15 @@ def _project(kernels, x, bases, sizes, adapters):
 
 
 def _forward(kernels, x, bases, sizes, adapters):
-    # Whether the base learns is known while tracing, and kept as the structure of the residuals: a frozen base, which is the rule, then
-    # has no product for its own gradient in the compiled program. As a value it would be a branch with both sides in it.
+    # Whether the base learns is known while tracing, and kept as the structure of the residuals: a
+    # frozen base, which is the rule, then has no product for its own gradient in the compiled
+    # program. As a value it would be a branch with both sides in it.
     trained = tuple((True,) if base["w"].perturbed else () for base in bases)
-    args = jax.tree.map(lambda arg: arg.value, (x, bases, sizes, adapters), is_leaf=lambda arg: hasattr(arg, "perturbed"))
+    args = jax.tree.map(
+        lambda arg: arg.value,
+        (x, bases, sizes, adapters),
+        is_leaf=lambda arg: hasattr(arg, "perturbed"),
+    )
     return _products(kernels)(*args), (*args, trained)
 
 
@@ -116,7 +137,10 @@ def _backward(kernels, residuals, g):
     x, bases, sizes, adapters, trained = residuals
     g = tuple(_dense(one) for one in g)
     dx, dfactors = _gradients(kernels)(x, bases, sizes, adapters, g)
-    dbases = tuple(_base_gradient(x, one, sizes, base) if learns else None for base, one, learns in zip(bases, g, trained))
+    dbases = tuple(
+        _base_gradient(x, one, sizes, base) if learns else None
+        for base, one, learns in zip(bases, g, trained)
+    )
     return dx, dbases, None, tuple(Adapters(None, one) for one in dfactors)  # type: ignore[arg-type]
 
 
@@ -150,7 +174,9 @@ def _gradients(kernels: Kernels) -> Any:
 
     @jax.custom_batching.custom_vmap
     def call(x, bases, sizes, adapters, g):
-        return _by_platform(kernels, _gradients_tiles, _gradients_kernels)(x, bases, sizes, adapters, g)
+        return _by_platform(kernels, _gradients_tiles, _gradients_kernels)(
+            x, bases, sizes, adapters, g
+        )
 
     @call.def_vmap
     def rule(P, batched, x, bases, sizes, adapters, g):
@@ -164,9 +190,15 @@ def _gradients(kernels: Kernels) -> Any:
 
 def _by_platform(kernels: Kernels, tiles: Any, products: Any) -> Any:
     # A kernel that is named runs on a CPU too, if only in an interpreter.
-    of_kernels = any(map(named, (kernels.packed_lora, kernels.grouped_matmul, kernels.packed_matmul)))
+    of_kernels = any(
+        map(named, (kernels.packed_lora, kernels.grouped_matmul, kernels.packed_matmul))
+    )
     default = functools.partial(products, kernels=kernels)
-    return default if of_kernels else lambda *args: jax.lax.platform_dependent(*args, cpu=tiles, default=default)
+    return (
+        default
+        if of_kernels
+        else lambda *args: jax.lax.platform_dependent(*args, cpu=tiles, default=default)
+    )
 
 
 def _merge(P, batched, x, bases, sizes, adapters):
@@ -185,21 +217,35 @@ def _merge(P, batched, x, bases, sizes, adapters):
         groups = jax.tree.map(lambda v, of: each(v, of, P), groups, of_groups)
         own = W * jnp.arange(P, dtype=jnp.int32)[:, None]
         factor = jnp.where(groups.factor < 0, -1, groups.factor + own)
-        first = jnp.take_along_axis(rows.place_PM, jnp.minimum(groups.first, x.shape[-2] - 1), axis=1).reshape(-1)
+        first = jnp.take_along_axis(
+            rows.place_PM, jnp.minimum(groups.first, x.shape[-2] - 1), axis=1
+        ).reshape(-1)
         order = jnp.argsort(first, stable=True)
         sizes_G, index_G = groups.sizes.reshape(-1)[order], (groups.index + own).reshape(-1)[order]
-        merged = Groups(first[order], sizes_G, index_G, rows.take(factor[..., None], True)[:, 0], groups.contiguous)
-        out.append(Adapters(merged, jax.tree.map(lambda w, of: joined(w, of, P), factors, of_factors)))
+        merged = Groups(
+            first[order],
+            sizes_G,
+            index_G,
+            rows.take(factor[..., None], True)[:, 0],
+            groups.contiguous,
+        )
+        out.append(
+            Adapters(merged, jax.tree.map(lambda w, of: joined(w, of, P), factors, of_factors))
+        )
     return rows, rows.take(x, of_x), bases, sizes, tuple(out)
 
 
-def _of_policies(base: dict[str, jax.Array], batched: dict[str, bool], P: int, E: int) -> dict[str, jax.Array]:
+def _of_policies(
+    base: dict[str, jax.Array], batched: dict[str, bool], P: int, E: int
+) -> dict[str, jax.Array]:
     """Matrices of single policies, where each has its own."""
     index, of_index = base.get("index"), batched.get("index", False)
     of_groups = each(following(index, E, of_index), of_index, P)
     W = base["w"].shape[-3]
     own = {"index": (of_groups + W * jnp.arange(P, dtype=jnp.int32)[:, None]).reshape(-1)}
-    return {name: joined(leaf, batched[name], P) for name, leaf in base.items() if name != "index"} | own
+    return {
+        name: joined(leaf, batched[name], P) for name, leaf in base.items() if name != "index"
+    } | own
 
 
 def _base_gradient(x, g, sizes, base):
@@ -210,12 +256,16 @@ def _base_gradient(x, g, sizes, base):
 # On accelerators: grouped matmuls over rows that are contiguous by group.
 
 
-def _grouped(x: jax.Array, w: jax.Array, groups: Groups, transposed: bool, kernel: str) -> jax.Array:
-    # A ragged product wants the rows of its groups back to back from the first on. Rows of the bare base between them (a batch in
-    # which some rows have no adapter) are moved behind, by a stable sort that keeps the groups' order, and their zeros back.
+def _grouped(
+    x: jax.Array, w: jax.Array, groups: Groups, transposed: bool, kernel: str
+) -> jax.Array:
+    # A ragged product wants the rows of its groups back to back from the first on. Rows of the bare
+    # base between them (a batch in which some rows have no adapter) are moved behind, by a stable
+    # sort that keeps the groups' order, and their zeros back.
     if groups.contiguous:
         return grouped_matmul(x, w, groups.sizes, groups.index, transposed, kernel)
-    front = jnp.argsort(groups.factor < 0, stable=True)  # the rows of groups, still sorted, then the others
+    # the rows of groups, still sorted, then the others
+    front = jnp.argsort(groups.factor < 0, stable=True)
     back = jnp.zeros_like(front).at[front].set(jnp.arange(front.shape[0], dtype=front.dtype))
     return grouped_matmul(x[front], w, groups.sizes, groups.index, transposed, kernel)[back]
 
@@ -235,7 +285,9 @@ def _base_grouped(x, base, sizes, transposed, kernel):
 def _add_grouped(x, a, b, onto, factor, scale=None, *, groups, kernel):
     h = [_grouped(x, one, groups, True, kernel) for one in a]
     h = h if scale is None else [(one * scale[:, None]).astype(one.dtype) for one in h]
-    return tuple(y + _grouped(one, w, groups, False, kernel).astype(y.dtype) for y, one, w in zip(onto, h, b))
+    return tuple(
+        y + _grouped(one, w, groups, False, kernel).astype(y.dtype) for y, one, w in zip(onto, h, b)
+    )
 
 
 def _back_grouped(x, a, b, g, dx, factor, *, groups, kernel):
@@ -249,8 +301,12 @@ def _back_grouped(x, a, b, g, dx, factor, *, groups, kernel):
     return dx, tuple(da), tuple(db)
 
 
-def _table(table: Sequence[Implementation], grouped: Any, groups: Groups, kernels: Kernels) -> tuple[Implementation, ...]:
-    """The kernels of accelerators, and in place of the loop over runs, which is slow where there are many, grouped products."""
+def _table(
+    table: Sequence[Implementation], grouped: Any, groups: Groups, kernels: Kernels
+) -> tuple[Implementation, ...]:
+    """The kernels of accelerators, and in place of the loop over runs, which is slow where there
+    are many, grouped products.
+    """
     form = functools.partial(grouped, groups=groups, kernel=kernels.grouped_matmul)
     return (*(one for one in table if one.platform), Implementation("xla", None, form, anything))
 
@@ -261,35 +317,68 @@ def _products_kernels(x, bases, sizes, adapters, kernels):
     if kernel == "xla" or (first is None and not _reads_few(x, bases, sizes)):
         out = [_base_grouped(x, base, sizes, False, kernels.grouped_matmul) for base in bases]
         return tuple(_add(x, out, adapters, kernels))
-    # A bucket with factors of all projections in the base's pass, or one whose factors no row has; others are added to what it makes.
+    # A bucket with factors of all projections in the base's pass, or one whose factors no row has;
+    # others are added to what it makes.
     mine = adapters.pop(first) if first is not None else None
-    factor, scale = (jnp.full(x.shape[:1], -1, jnp.int32), None) if mine is None else (mine.groups.factor, mine.scale)
+    factor, scale = (
+        (jnp.full(x.shape[:1], -1, jnp.int32), None)
+        if mine is None
+        else (mine.groups.factor, mine.scale)
+    )
     a, b = _nobodys(x, bases) if mine is None else _present(mine.factors)[1]
 
     def two_passes(x, w, sizes, a, b, factor, scale, place, w_scale):
         index = {} if place is None else {"index": place}
         scales = [{}] * len(w) if w_scale is None else [{"scale": one} for one in w_scale]
-        base = [_base_grouped(x, {"w": one} | index | of, sizes, False, kernels.grouped_matmul) for one, of in zip(w, scales)]
-        return tuple(_add(x, base, [] if mine is None else [Adapters(mine.groups, tuple(zip(a, b)), scale)], kernels))
+        base = [
+            _base_grouped(x, {"w": one} | index | of, sizes, False, kernels.grouped_matmul)
+            for one, of in zip(w, scales)
+        ]
+        return tuple(
+            _add(
+                x,
+                base,
+                [] if mine is None else [Adapters(mine.groups, tuple(zip(a, b)), scale)],
+                kernels,
+            )
+        )
 
-    table = (*(one for one in packed_matmul.MATMUL if one.platform), Implementation("xla", None, two_passes, anything))
+    table = (
+        *(one for one in packed_matmul.MATMUL if one.platform),
+        Implementation("xla", None, two_passes, anything),
+    )
     w_scale = [base["scale"] for base in bases] if "scale" in bases[0] else None
-    args = x, [base["w"] for base in bases], sizes, a, b, factor, scale, bases[0].get("index"), w_scale
+    args = (
+        x,
+        [base["w"] for base in bases],
+        sizes,
+        a,
+        b,
+        factor,
+        scale,
+        bases[0].get("index"),
+        w_scale,
+    )
     return tuple(_add(x, list(run("packed_matmul", table, kernel, args)), adapters, kernels))
 
 
 def _reads_few(x: jax.Array, bases: Sequence[dict[str, jax.Array]], sizes: jax.Array) -> bool:
-    """Whether the kernel is for the base alone too: it takes whole stacks, and matrices of 8 bits as they are, where a ragged product gets
-    a copy of a layer's experts, in the dtype of ``x``.
+    """Whether the kernel is for the base alone too: it takes whole stacks, and matrices of 8 bits
+    as they are, where a ragged product gets a copy of a layer's experts, in the dtype of ``x``.
 
-    With many rows of each expert that copy is little beside the product, whose tiles are then the larger ones.
+    With many rows of each expert that copy is little beside the product, whose tiles are then the
+    larger ones.
     """
     return not {"index", "scale"}.isdisjoint(bases[0]) and x.shape[0] <= FEW_ROWS * sizes.shape[0]
 
 
-def _nobodys(x: jax.Array, bases: Sequence[dict[str, jax.Array]]) -> tuple[list[jax.Array], list[jax.Array]]:
+def _nobodys(
+    x: jax.Array, bases: Sequence[dict[str, jax.Array]]
+) -> tuple[list[jax.Array], list[jax.Array]]:
     """Factors of one adapter of rank 8 for each projection; zeros."""
-    return tuple([jnp.zeros((1, 8, base["w"].shape[axis]), x.dtype) for base in bases] for axis in (1, 2))  # type: ignore[return-value]
+    return tuple(
+        [jnp.zeros((1, 8, base["w"].shape[axis]), x.dtype) for base in bases] for axis in (1, 2)
+    )  # type: ignore[return-value]
 
 
 def _one_pass(kernels: Kernels, bases: Sequence[dict[str, jax.Array]]) -> str:
@@ -301,9 +390,16 @@ def _one_pass(kernels: Kernels, bases: Sequence[dict[str, jax.Array]]) -> str:
     kernel = kernels.packed_matmul
     if any("index" in base and base["index"].ndim for base in bases):
         if named(kernel):
-            raise ValueError(f"packed_matmul by {kernel}: experts' matrices are of single policies; choose auto or xla")
+            raise ValueError(
+                f"packed_matmul by {kernel}: experts' matrices are of single policies; choose auto"
+                " or xla"
+            )
         return "xla"
-    return "xla" if kernel == "auto" and {kernels.packed_lora, kernels.grouped_matmul} != {"auto"} else kernel
+    return (
+        "xla"
+        if kernel == "auto" and {kernels.packed_lora, kernels.grouped_matmul} != {"auto"}
+        else kernel
+    )
 
 
 def _add(x, out, adapters, kernels):
@@ -319,11 +415,27 @@ def _add(x, out, adapters, kernels):
 
 
 def _gradients_kernels(x, bases, sizes, adapters, g, kernels):
-    dx = functools.reduce(jnp.add, [_base_grouped(one, base, sizes, True, kernels.grouped_matmul) for base, one in zip(bases, g)])
+    dx = functools.reduce(
+        jnp.add,
+        [
+            _base_grouped(one, base, sizes, True, kernels.grouped_matmul)
+            for base, one in zip(bases, g)
+        ],
+    )
     grads = []
     for groups, factors, _ in adapters:
         mine, (a, b) = _present(factors)
-        table, args = _table(op.BACKWARD, _back_grouped, groups, kernels), (x, a, b, [g[k] for k in mine], dx, groups.factor)
+        table, args = (
+            _table(op.BACKWARD, _back_grouped, groups, kernels),
+            (
+                x,
+                a,
+                b,
+                [g[k] for k in mine],
+                dx,
+                groups.factor,
+            ),
+        )
         dx, da, db = run("packed_lora backward", table, kernels.packed_lora, args)
         given = dict(zip(mine, zip(da, db)))
         grads.append(tuple(given.get(k) for k in range(len(bases))))
@@ -346,7 +458,11 @@ def _products_tiles(x, bases, sizes, adapters):
         inner.append([None if pair is None else _scaled(next(h), scale) for pair in factors])
     out = []
     for k, base in enumerate(bases):
-        terms = [_Terms(h[k], one.factors[k][1], one.groups) for h, one in zip(inner, adapters) if one.factors[k]]
+        terms = [
+            _Terms(h[k], one.factors[k][1], one.groups)
+            for h, one in zip(inner, adapters)
+            if one.factors[k]
+        ]
         out.append(_with_terms_tiles(x, base, sizes, terms, None, False, k))
     return tuple(out)
 
@@ -359,13 +475,19 @@ def _gradients_tiles(x, bases, sizes, adapters, g):
     back, grads = [], []
     for groups, factors, _ in adapters:
         mine, _ = _present(factors)
-        backs, dfactors = _backward_tiles(x, [factors[k] for k in mine], groups, [g[k] for k in mine])
+        backs, dfactors = _backward_tiles(
+            x, [factors[k] for k in mine], groups, [g[k] for k in mine]
+        )
         back.append(dict(zip(mine, backs)))
         given = dict(zip(mine, dfactors))
         grads.append(tuple(given.get(k) for k in range(len(bases))))
     dx = None
     for k, base in enumerate(bases):
-        terms = [_Terms(b[k], one.factors[k][0], one.groups) for b, one in zip(back, adapters) if one.factors[k]]
+        terms = [
+            _Terms(b[k], one.factors[k][0], one.groups)
+            for b, one in zip(back, adapters)
+            if one.factors[k]
+        ]
         dx = _with_terms_tiles(g[k], base, sizes, terms, dx, True, k)
     return dx, tuple(grads)
 
@@ -382,30 +504,44 @@ def _inner_tiles(x, a, groups):
 def _with_terms_tiles(x, base, sizes, terms, onto, transposed, key):
     if "scale" in base and transposed:
         x = _scale_rows(x, base["scale"], sizes)
-    scaled = None if transposed or "scale" not in base else lambda group, out: out * at(base["scale"], group)[None]
+    scaled = (
+        None
+        if transposed or "scale" not in base
+        else lambda group, out: out * at(base["scale"], group)[None]
+    )
     y = tiled_matmul(x, base["w"], sizes, base.get("index"), transposed, onto, scaled, key)
     for h, w, groups in (one for one in terms if one.w.shape[1] > FEW_TERMS):
         y = over_tiles(
-            lambda tile, group, y, h=h, w=w, groups=groups: tile.add(y, dot(tile.read(h), at(w, groups.index[group]), (1, 0))),
+            lambda tile, group, y, h=h, w=w, groups=groups: tile.add(
+                y, dot(tile.read(h), at(w, groups.index[group]), (1, 0))
+            ),
             *(y, y.shape[0], groups.sizes, groups.first),
         )
     if few := [one for one in terms if one.w.shape[1] <= FEW_TERMS]:
-        # Backwards in a loop of one turn: in place, once. Outside a loop XLA fuses the sum into each of its consumers and computes, or
-        # stores, it for every one of them: 8 % of the backward pass of two projections. The turn's number comes from the
-        # data (``sizes``), or XLA would simplify the loop away.
+        # Backwards in a loop of one turn: in place, once. Outside a loop XLA fuses the sum into
+        # each of its consumers and computes, or stores, it for every one of them: 8 % of the
+        # backward pass of two projections. The turn's number comes from the data (``sizes``), or
+        # XLA would simplify the loop away.
         def add(zero, y):
             return functools.reduce(functools.partial(_add_terms, zero), few, y)
 
-        y = jax.lax.fori_loop(jnp.where(jnp.sum(sizes) > 0, 0, 1), 1, add, y) if transposed else add(0, y)
+        y = (
+            jax.lax.fori_loop(jnp.where(jnp.sum(sizes) > 0, 0, 1), 1, add, y)
+            if transposed
+            else add(0, y)
+        )
     return y
 
 
 def _add_terms(zero: jax.Array, y: jax.Array, terms: _Terms) -> jax.Array:
-    """The sum over the rank, row by row; ``zero`` comes from the loop and keeps the terms inside it."""
+    """The sum over the rank, row by row; ``zero`` comes from the loop and keeps the terms inside
+    it.
+    """
     h, factor = terms.h.astype(jnp.float32), terms.groups.factor
     R, N = terms.w.shape[1:]
     rows_WN, first = terms.w.reshape(-1, N), jnp.maximum(factor, 0) * R + zero
-    mine = (factor >= 0)[:, None]  # a select, not a product with 0: another policy's factors may be NaN
+    # a select, not a product with 0: another policy's factors may be NaN
+    mine = (factor >= 0)[:, None]
     out = y.astype(jnp.float32)
     for r in range(R):
         out = out + jnp.where(mine, h[:, r, None] * rows_WN[first + r].astype(jnp.float32), 0.0)
@@ -414,21 +550,30 @@ def _add_terms(zero: jax.Array, y: jax.Array, terms: _Terms) -> jax.Array:
 
 def _backward_tiles(x, factors, groups, g):
     def body(tile, group, carry):
-        rows, i = tile.own(x), groups.index[group]  # a neighbour's row may be NaN: both sides of a sum over rows have zeros there
+        # a neighbour's row may be NaN: both sides of a sum over rows have zeros there
+        rows, i = tile.own(x), groups.index[group]
         new_back, new_grads = [], []
         for (a, b), g_MF, total, (da, db) in zip(factors, g, *carry):
             g_t = tile.own(g_MF)
-            # Computed again from rows that are read anyway: kept from the forward pass it is [M, R] of each projection and bucket.
+            # Computed again from rows that are read anyway: kept from the forward pass it is [M, R]
+            # of each projection and bucket.
             h = jnp.where(tile.mine, dot(rows, at(a, i), (1, 1)), 0.0).astype(x.dtype)
             mine = jnp.where(tile.mine, dot(g_t, at(b, i), (1, 1)), 0.0).astype(x.dtype)
             new_back.append(tile.add(total, mine))
-            new_grads.append((_add_at(da, i, dot(mine, rows, (0, 0))), _add_at(db, i, dot(h, g_t, (0, 0)))))
+            new_grads.append(
+                (_add_at(da, i, dot(mine, rows, (0, 0))), _add_at(db, i, dot(h, g_t, (0, 0))))
+            )
         return new_back, new_grads
 
     back = [jnp.zeros((x.shape[0], a.shape[1]), x.dtype) for a, _ in factors]
-    grads = [tuple(blank(w.shape, jnp.float32, groups.sizes, 2 * k + i) for i, w in enumerate(pair)) for k, pair in enumerate(factors)]
+    grads = [
+        tuple(blank(w.shape, jnp.float32, groups.sizes, 2 * k + i) for i, w in enumerate(pair))
+        for k, pair in enumerate(factors)
+    ]
     back, grads = over_tiles(body, (back, grads), x.shape[0], groups.sizes, groups.first)
-    return back, [(da.astype(a.dtype), db.astype(b.dtype)) for (da, db), (a, b) in zip(grads, factors)]
+    return back, [
+        (da.astype(a.dtype), db.astype(b.dtype)) for (da, db), (a, b) in zip(grads, factors)
+    ]
 
 
 def _add_at(total: jax.Array, i: jax.Array, part: jax.Array) -> jax.Array:

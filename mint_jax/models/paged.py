@@ -1,20 +1,23 @@
 """A cache in pages, and attention to it: how the decoder reads tokens that earlier calls have left.
 
-The pool is a tree of arrays ``[L, U, ..., PAGE, X]``: a page holds PAGE positions of one row, of one kind of cache entry, in all
-layers. A row's *table* lists its pages. It has two parts: the *prefix*, the prompt but its last token, written by prefill and shared by
-all samples of the prompt; and the row's *own* tokens, from the prompt's last one on. Each begins with a new *run* of RUN positions,
-the unit in which attention reads (``pallas_kernels.paged``), so that no context length is a shape.
+The pool is a tree of arrays ``[L, U, ..., PAGE, X]``: a page holds PAGE positions of one row, of
+one kind of cache entry, in all layers. A row's *table* lists its pages. It has two parts: the
+*prefix*, the prompt but its last token, written by prefill and shared by all samples of the prompt;
+and the row's *own* tokens, from the prompt's last one on. Each begins with a new *run* of RUN
+positions, the unit in which attention reads (``pallas_kernels.paged``), so that no context length
+is a shape.
 
-Samples of one prompt stand in *teams*: a team reads its prompt's runs once, all its rows' queries in one product, and each row then
-reads its own tokens. Which rows are in teams is data too.
+Samples of one prompt stand in *teams*: a team reads its prompt's runs once, all its rows' queries
+in one product, and each row then reads its own tokens. Which rows are in teams is data too.
 
-New tokens are written first. One token a row is then read from its page as those before it are; those of a page see each other from the
-arrays at hand, causally. Nothing here concatenates, slices by layer or copies a pool: it rides in the carry of the layer scan, and reads
-are gathers of (layer, page). Over a mesh each device has pages of its own, and a row's pages are where the row is
+New tokens are written first. One token a row is then read from its page as those before it are;
+those of a page see each other from the arrays at hand, causally. Nothing here concatenates, slices
+by layer or copies a pool: it rides in the carry of the layer scan, and reads are gathers of (layer,
+page). Over a mesh each device has pages of its own, and a row's pages are where the row is
 (``sharding.cache_axes``): page numbers count within a device, and no page travels.
 
-Axes: L layers, U pages, B rows, T new tokens, D table entries, X width, M queries of a row (heads and tokens), H heads that have keys of
-their own, S positions of a run, Z teams, W rows of a team.
+Axes: L layers, U pages, B rows, T new tokens, D table entries, X width, M queries of a row (heads
+and tokens), H heads that have keys of their own, S positions of a run, Z teams, W rows of a team.
 """
 
 from collections.abc import Callable
@@ -43,7 +46,8 @@ class Teams(NamedTuple):
         rows: ``[Z, W]`` int32; -1 is none.
         table: ``[Z, D]`` pages of the prompt.
         prefix: ``[Z]`` positions of it.
-        place: ``[B]`` team times W and place in it of each row; -1 for a row that reads its prompt itself.
+        place: ``[B]`` team times W and place in it of each row; -1 for a row that reads its prompt
+            itself.
     """
 
     rows: jax.Array
@@ -60,7 +64,8 @@ class View(NamedTuple):
         prefix, own: ``[B]`` int32 positions of the two parts that are there.
         first: ``[B]`` int32, the first run that the row reads itself.
         page: ``[B]`` int32, where new tokens go; a page that is not there means nowhere.
-        at: ``[B]`` int32, at which position of that page (T = 1); None: T = PAGE tokens are the whole page.
+        at: ``[B]`` int32, at which position of that page (T = 1); None: T = PAGE tokens are the
+            whole page.
         teams: None where no row is in one.
         used: int32, how many of the B x T new tokens are any, the first ones; None: all.
     """
@@ -93,24 +98,35 @@ class Cache(NamedTuple):
     view: View
 
 
-# Attention of a tree of queries [B, ..., M, X] to what rows read, of which keys may be chosen: see ``pallas_kernels.paged.attend``.
+# Attention of a tree of queries [B, ..., M, X] to what rows read, of which keys may be chosen: see
+# ``pallas_kernels.paged.attend``.
 Attend = Callable[[Any, Rows, jax.Array | None], Partial]
 
 
 def write(pool: jax.Array, layer: jax.Array, new: jax.Array, view: View) -> jax.Array:
-    """Puts ``new [B, ..., T, X]`` of one layer into a pool ``[L, U, ..., PAGE, X]``, whose X may be larger: see ``device.lanes``."""
-    new = jnp.pad(new.astype(pool.dtype), ((0, 0),) * (new.ndim - 1) + ((0, pool.shape[-1] - new.shape[-1]),))
+    """Puts ``new [B, ..., T, X]`` of one layer into a pool ``[L, U, ..., PAGE, X]``, whose X may be
+    larger: see ``device.lanes``.
+    """
+    new = jnp.pad(
+        new.astype(pool.dtype), ((0, 0),) * (new.ndim - 1) + ((0, pool.shape[-1] - new.shape[-1]),)
+    )
     if view.at is None:  # whole pages
         return pool.at[layer, view.page].set(new, mode="drop")
     if pool.ndim == 4:
         return pool.at[layer, view.page, view.at].set(new[..., 0, :], mode="drop")
-    # Heads are indexed too: where a write is of several heads at one position, a TPU wants them side by side and turns the pool.
+    # Heads are indexed too: where a write is of several heads at one position, a TPU wants them
+    # side by side and turns the pool.
     heads = jnp.arange(pool.shape[2], dtype=jnp.int32)[None]
-    return pool.at[layer, view.page[:, None], heads, view.at[:, None]].set(new[..., 0, :], mode="drop")
+    return pool.at[layer, view.page[:, None], heads, view.at[:, None]].set(
+        new[..., 0, :], mode="drop"
+    )
 
 
-def attend(view: View, layer: jax.Array, queries: Any, read: Attend, chosen: jax.Array | None = None) -> Partial:
-    """Attention of each row's queries to what its table holds, before it is merged with the new tokens' own.
+def attend(
+    view: View, layer: jax.Array, queries: Any, read: Attend, chosen: jax.Array | None = None
+) -> Partial:
+    """Attention of each row's queries to what its table holds, before it is merged with the new
+    tokens' own.
 
     Args:
         queries: a tree of ``[B, ..., M, X]``.
@@ -123,9 +139,15 @@ def attend(view: View, layer: jax.Array, queries: Any, read: Attend, chosen: jax
         return total
     teams = view.teams
     with jax.named_scope("teams"):
-        # Where no row is in a team, which is every batch of single samples, not even their queries are gathered.
+        # Where no row is in a team, which is every batch of single samples, not even their queries
+        # are gathered.
         there = jnp.any(teams.place >= 0)
-        return jax.lax.cond(there, lambda total: join(_of_teams(teams, layer, queries, read, chosen), total), lambda total: total, total)
+        return jax.lax.cond(
+            there,
+            lambda total: join(_of_teams(teams, layer, queries, read, chosen), total),
+            lambda total: total,
+            total,
+        )
 
 
 def teams_at_once(teams: int, rows: int) -> int:
@@ -133,7 +155,9 @@ def teams_at_once(teams: int, rows: int) -> int:
     return min(teams, max(4, rows // TEAM))
 
 
-def _of_teams(teams: Teams, layer: jax.Array, queries: Any, read: Attend, chosen: jax.Array | None) -> Partial:
+def _of_teams(
+    teams: Teams, layer: jax.Array, queries: Any, read: Attend, chosen: jax.Array | None
+) -> Partial:
     """The rows' attention to their teams' prompts; none for a row without a team."""
     (Z, W), B = teams.rows.shape, teams.place.shape[0]
     at_once = teams_at_once(Z, B)
@@ -149,16 +173,21 @@ def _of_teams(teams: Teams, layer: jax.Array, queries: Any, read: Attend, chosen
         with jax.named_scope("runs"):
             rows = Rows(layer, part(teams.table), part(teams.prefix), none, none)
             one = read(jax.tree.map(part, mine), rows, None if bits is None else part(bits))
-        return jax.tree.map(lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, g * at_once, 0), all_, one)
+        return jax.tree.map(
+            lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, g * at_once, 0), all_, one
+        )
 
     used = jnp.max(jnp.where(jnp.any(teams.rows >= 0, axis=1), jnp.arange(Z), -1)) + 1
     nobody = jnp.zeros((Z,), jnp.int32)
-    none = nothing(jax.eval_shape(read, mine, Rows(layer, teams.table, nobody, nobody, nobody), bits))
+    none = nothing(
+        jax.eval_shape(read, mine, Rows(layer, teams.table, nobody, nobody, nobody), bits)
+    )
     total = jax.lax.fori_loop(0, -(-used // at_once), group, none)
     place = jnp.maximum(teams.place, 0)
 
     def of_rows(x: jax.Array, none: float) -> jax.Array:
-        x = x.reshape(*x.shape[:-2], W, x.shape[-2] // W, x.shape[-1])  # [Z, .., W M, X] -> [Z, .., W, M, X] -> [Z W, .., M, X]
+        # [Z, .., W M, X] -> [Z, .., W, M, X] -> [Z W, .., M, X]
+        x = x.reshape(*x.shape[:-2], W, x.shape[-2] // W, x.shape[-1])
         x = jnp.moveaxis(x, -3, 1).reshape(Z * W, *x.shape[1:-3], *x.shape[-2:])[place]
         return jnp.where(teams.place.reshape(-1, *(1,) * (x.ndim - 1)) >= 0, x, none)
 
@@ -180,7 +209,8 @@ def grouped_query_attention(
     scale: float,
     kernel: str = "auto",
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Attention of T new tokens to what is in the cache and causally to each other; ``[B, T, N, H]``, and the pool with them in it.
+    """Attention of T new tokens to what is in the cache and causally to each other; ``[B, T, N,
+    H]``, and the pool with them in it.
 
     Args:
         new: ``k`` and ``v`` of the new tokens, ``[B, K, T, H]``.
@@ -195,31 +225,48 @@ def grouped_query_attention(
         q_BKMH = q_BTNH.reshape(B, T, K, N // K, H).transpose(0, 2, 1, 3, 4).reshape(B, K, -1, H)
 
         def read(q_BKMH, rows, chosen):
-            return paged_attention(q_BKMH, pool["k"], pool["v"], rows, scale=scale, implementation=kernel)
+            return paged_attention(
+                q_BKMH, pool["k"], pool["v"], rows, scale=scale, implementation=kernel
+            )
 
         if T == 1:  # it is in its page by now; a row that is none has none and reads nothing
             there = (view.page < pool["k"].shape[1]).astype(jnp.int32)
             whole = attend(view._replace(own=view.own + there), jnp.int32(layer), q_BKMH, read)
         else:
-            own = xla.scored(q_BKMH, new["k"], new["v"], jnp.repeat(causal(T), N // K, axis=0)[None, None], scale)
+            own = xla.scored(
+                q_BKMH, new["k"], new["v"], jnp.repeat(causal(T), N // K, axis=0)[None, None], scale
+            )
             whole = join(attend(view, jnp.int32(layer), q_BKMH, read), own)
         o_BKMH = (whole.value / jnp.where(whole.total == 0, 1.0, whole.total)).astype(q_BTNH.dtype)
         return o_BKMH.reshape(B, K, T, N // K, H).transpose(0, 2, 1, 3, 4).reshape(B, T, N, H), pool
 
     rows, heads = sharding.cache_axes(new["k"].shape[1])
     q_heads = heads and "q_heads"
-    specs = (rows, None, q_heads, None), (rows, heads, None, None), (None, rows, heads, None, None), (), (rows, None)
+    specs = (
+        (rows, None, q_heads, None),
+        (rows, heads, None, None),
+        (None, rows, heads, None, None),
+        (),
+        (rows, None),
+    )
     out_specs = (rows, None, q_heads, None), dict.fromkeys(pool, specs[2])
     out, pool = sharding.over_devices(local, (q_BTNH, new, pool, layer, view), specs, out_specs)
     return sharding.constrain(out, "batch", None, q_heads, None), pool
 
 
 def record(pool: jax.Array, ids_BTX: jax.Array, cache: Cache, heads: int | None) -> jax.Array:
-    """The experts of new tokens, written where the tokens are; ``heads`` are those of the cache's keys."""
+    """The experts of new tokens, written where the tokens are; ``heads`` are those of the cache's
+    keys.
+    """
     rows, _ = sharding.cache_axes(heads)
     spec = None, rows, None, None
 
     def local(pool: jax.Array, ids: jax.Array, layer: jax.Array, view: View) -> jax.Array:
         return write(pool, layer, ids, view)
 
-    return sharding.over_devices(local, (pool, ids_BTX, cache.layer, cache.view), (spec, (rows, None, None), (), (rows, None)), spec)
+    return sharding.over_devices(
+        local,
+        (pool, ids_BTX, cache.layer, cache.view),
+        (spec, (rows, None, None), (), (rows, None)),
+        spec,
+    )

@@ -1,10 +1,13 @@
-"""A frozen base in 8 bits: matrices of the layers as int8 or float8 with one scale per output channel.
+"""A frozen base in 8 bits: matrices of the layers as int8 or float8 with one scale per output
+channel.
 
-``w[:, f] ~ q[:, f] * scale[f]`` with ``scale[f] = max |w[:, f]| / top``, rounded to nearest. The base is never trained, so the
-scale multiplies the product's result, and gradients pass through as through any constant matrix. The router, whose
-choices are discrete, and the latents' expansion, which attention absorbs, stay as they are.
+``w[:, f] ~ q[:, f] * scale[f]`` with ``scale[f] = max |w[:, f]| / top``, rounded to nearest. The
+base is never trained, so the scale multiplies the product's result, and gradients pass through as
+through any constant matrix. The router, whose choices are discrete, and the latents' expansion,
+which attention absorbs, stay as they are.
 
-Axes: D in, F out. Source of the scheme: LLM.int8() (arXiv 2208.07339) section 2.1, without its outlier path.
+Axes: D in, F out. Source of the scheme: LLM.int8() (arXiv 2208.07339) section 2.1, without its
+outlier path.
 """
 
 from typing import Any
@@ -18,12 +21,16 @@ from mint_jax import params as params_lib
 from mint_jax.errors import choice
 from mint_jax.params import ParamSpec
 
-KINDS: dict[str, tuple[Any, float]] = {"int8": (np.dtype(np.int8), 127.0), "float8": (np.dtype(ml_dtypes.float8_e4m3fn), 448.0)}
+KINDS: dict[str, tuple[Any, float]] = {
+    "int8": (np.dtype(np.int8), 127.0),
+    "float8": (np.dtype(ml_dtypes.float8_e4m3fn), 448.0),
+}
 KEPT = ("router", "kv_b")  # projections that stay in the base's dtype
 
 
 def specs(tree: Any, kind: str) -> Any:
-    """The specs of a base whose layers' matrices are quantised: ``{"w": [..., D, F] 8 bit, "scale": [..., F] float32}``.
+    """The specs of a base whose layers' matrices are quantised: ``{"w": [..., D, F] 8 bit, "scale":
+    [..., F] float32}``.
 
     Raises:
         UserError: an unknown kind.
@@ -35,14 +42,18 @@ def specs(tree: Any, kind: str) -> Any:
         owner, _, leaf = path.rpartition("/")
         if leaf == "w" and spec.axes[0] == "layers" and owner.rsplit("/", 1)[-1] not in KEPT:
             flat[path] = ParamSpec(spec.shape, spec.axes, KINDS[kind][0])
-            flat[f"{owner}/scale"] = ParamSpec((*spec.shape[:-2], spec.shape[-1]), (*spec.axes[:-2], spec.axes[-1]), jnp.float32)
+            flat[f"{owner}/scale"] = ParamSpec(
+                (*spec.shape[:-2], spec.shape[-1]), (*spec.axes[:-2], spec.axes[-1]), jnp.float32
+            )
         else:
             flat[path] = spec
     return params_lib.nest(flat)
 
 
 def quantise(w: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
-    """``w [..., D, F]`` -> 8-bit values in the same shape, and scales ``[..., F]`` float32; a zero channel has scale 1."""
+    """``w [..., D, F]`` -> 8-bit values in the same shape, and scales ``[..., F]`` float32; a zero
+    channel has scale 1.
+    """
     dtype, top = KINDS[kind]
     w = np.asarray(w, np.float32)
     scale = np.max(np.abs(w), axis=-2) / np.float32(top)
@@ -54,14 +65,19 @@ def quantise(w: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
 def matmul(x_BTD: jax.Array, leaf: dict[str, Any]) -> jax.Array:
     """``x W`` in float32, ``[B, T, F]``, of a plain or quantised projection."""
     w = leaf["w"]
-    y = jnp.einsum("BTD,DF->BTF", x_BTD, w.astype(x_BTD.dtype) if "scale" in leaf else w, preferred_element_type=jnp.float32)
+    y = jnp.einsum(
+        "BTD,DF->BTF",
+        x_BTD,
+        w.astype(x_BTD.dtype) if "scale" in leaf else w,
+        preferred_element_type=jnp.float32,
+    )
     return scaled(y, leaf)
 
 
 def scaled(y: jax.Array, leaf: dict[str, Any]) -> jax.Array:
     """A product with the matrix as it is stored, made that of the matrix.
 
-    The scale is one number a column, so it may wait until after the product: F multiplications a row in place of D times F, and the
-    matrix is read in 8 bits, converted as it is read.
+    The scale is one number a column, so it may wait until after the product: F multiplications a
+    row in place of D times F, and the matrix is read in 8 bits, converted as it is read.
     """
     return y * leaf["scale"][None, None] if "scale" in leaf else y

@@ -1,8 +1,9 @@
 """Which experts a token visits, and with what weights.
 
-``softmax``: the best X of a softmax over all experts, renormalised (Qwen3-MoE; Shazeer et al. 2017, arXiv 1701.06538).
-``sigmoid``: each expert's own score; a bias enters the choice but not the weight, and experts come from the best groups,
-a group being as good as the sum of its two best (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
+``softmax``: the best X of a softmax over all experts, renormalised (Qwen3-MoE; Shazeer et al. 2017,
+arXiv 1701.06538). ``sigmoid``: each expert's own score; a bias enters the choice but not the
+weight, and experts come from the best groups, a group being as good as the sum of its two best
+(DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
 
 Axes: B rows, T tokens, D model width, E experts, X experts of a token.
 """
@@ -32,7 +33,8 @@ class Route(NamedTuple):
     Attributes:
         ids: int32 ``[B, T, X]``.
         weights: float32 ``[B, T, X]``.
-        missed: float32 ``[B, T]``, the share of the router's own choice that a replayed record does not have; 0 without one.
+        missed: float32 ``[B, T]``, the share of the router's own choice that a replayed record does
+            not have; 0 without one.
     """
 
     ids: jax.Array
@@ -40,24 +42,38 @@ class Route(NamedTuple):
     missed: jax.Array
 
 
-def route(h_BTD: jax.Array, p: Any, lora: AnyAdapters | None, experts: Experts, replay_BTX: jax.Array | None = None) -> Route:
+def route(
+    h_BTD: jax.Array,
+    p: Any,
+    lora: AnyAdapters | None,
+    experts: Experts,
+    replay_BTX: jax.Array | None = None,
+) -> Route:
     """Chooses each token's experts.
 
     Args:
         p: holds ``router``.
-        replay_BTX: ids recorded by the sampler, -1 for a token without any: they take the place of the choice, and the
-            weights are this router's own scores of them (R3, arXiv 2510.11370), so that gradients flow as if it had chosen.
+        replay_BTX: ids recorded by the sampler, -1 for a token without any: they take the place of
+            the choice, and the weights are this router's own scores of them (R3, arXiv 2510.11370),
+            so that gradients flow as if it had chosen.
     """
     with jax.named_scope("router"):
-        # In float32 whatever the base's dtype: experts are chosen by comparison, and rounding to 8 bits of mantissa makes ties of
-        # scores that differ, which sampler and trainer may then break differently.
+        # In float32 whatever the base's dtype: experts are chosen by comparison, and rounding to 8
+        # bits of mantissa makes ties of scores that differ, which sampler and trainer may then
+        # break differently.
         logits = project(h_BTD.astype(jnp.float32), p, lora, "router")
-        scores = jax.nn.sigmoid(logits) if experts.scores == "sigmoid" else jax.nn.softmax(logits, axis=-1)
+        scores = (
+            jax.nn.sigmoid(logits)
+            if experts.scores == "sigmoid"
+            else jax.nn.softmax(logits, axis=-1)
+        )
         ids = choose(jax.lax.stop_gradient(scores), p["router"].get("choice_bias"), experts)
         missed = jnp.zeros(ids.shape[:-1], jnp.float32)
         if replay_BTX is not None:
             recorded = replay_BTX.astype(jnp.int32)
-            strange = ~jnp.any(ids[..., None] == recorded[..., None, :], axis=-1) & (recorded[..., :1] >= 0)
+            strange = ~jnp.any(ids[..., None] == recorded[..., None, :], axis=-1) & (
+                recorded[..., :1] >= 0
+            )
             missed = jnp.mean(strange.astype(jnp.float32), axis=-1)
             ids = jnp.where(recorded >= 0, recorded, ids)
         weights = jnp.take_along_axis(scores, ids, axis=-1)
@@ -80,7 +96,8 @@ def choose(scores_BTE: jax.Array, bias_E: jax.Array | None, experts: Experts) ->
 
 
 def perturb(params: Any, std: float, key: jax.Array) -> Any:
-    """The base with normal noise on its routers' weights, for studies of replay: it moves the choice of experts and their weights.
+    """The base with normal noise on its routers' weights, for studies of replay: it moves the
+    choice of experts and their weights.
 
     Replay undoes the first and not the second (R3, arXiv 2510.11370, replays the choice alone).
 

@@ -1,9 +1,11 @@
-"""A sampler's frozen matrices as the whole stack of all layers: products begin at a layer, and nothing is copied for it.
+"""A sampler's frozen matrices as the whole stack of all layers: products begin at a layer, and
+nothing is copied for it.
 
-A scan over layers slices what it is given. On TPUs the slice is part of the product; on CPUs and GPUs it is a copy of every layer in
-every step. So on one device the loop of a sampler closes over the stacks and ``pallas_kernels.layer_matmul`` reads from where a layer
-lies. Training keeps the scan's slices: many rows share one, and the gradient of the products is XLA's. A mesh keeps them too: there
-XLA divides the products.
+A scan over layers slices what it is given. On TPUs the slice is part of the product; on CPUs and
+GPUs it is a copy of every layer in every step. So on one device the loop of a sampler closes over
+the stacks and ``pallas_kernels.layer_matmul`` reads from where a layer lies. Training keeps the
+scan's slices: many rows share one, and the gradient of the products is XLA's. A mesh keeps them
+too: there XLA divides the products.
 
 Axes: L layers, D in, F out.
 """
@@ -15,7 +17,8 @@ import jax
 
 from pallas_kernels.layer_matmul import blocks, layer_matmul
 
-KEPT = ("router", "kv_b")  # small, and in float32; absorbed into queries and values, by products of another shape
+# small, and in float32; absorbed into queries and values, by products of another shape
+KEPT = ("router", "kv_b")
 
 
 class LayerOf(NamedTuple):
@@ -41,7 +44,9 @@ def products(x: jax.Array, matrices: Sequence[LayerOf]) -> tuple[jax.Array, ...]
 
 
 def detach(layers: Any, name: str = "") -> tuple[Any, Any]:
-    """The parameters of a stack of layers without its dense matrices, and these: ``{name: {..., name: [L, D, F]}}``."""
+    """The parameters of a stack of layers without its dense matrices, and these: ``{name: {...,
+    name: [L, D, F]}}``.
+    """
     left, taken = {}, {}
     for key, leaf in layers.items():
         if key == "w" and name not in KEPT and (leaf.ndim == 3 or blocks.are(leaf)):
@@ -59,5 +64,9 @@ def attach(layer: Any, taken: Any, number: jax.Array, kernel: str, used: jax.Arr
     """One layer's parameters with its matrices in their places, as ``LayerOf``."""
     whole = dict(layer)
     for key, leaf in taken.items():
-        whole[key] = attach(layer[key], leaf, number, kernel, used) if isinstance(leaf, dict) else LayerOf(leaf, number, kernel, used)
+        whole[key] = (
+            attach(layer[key], leaf, number, kernel, used)
+            if isinstance(leaf, dict)
+            else LayerOf(leaf, number, kernel, used)
+        )
     return whole

@@ -1,11 +1,15 @@
-"""A float32 base whose weights stay as its checkpoint has them: a half or a sixth of the bytes, and bit for bit the same numbers.
+"""A float32 base whose weights stay as its checkpoint has them: a half or a sixth of the bytes, and
+bit for bit the same numbers.
 
-Most checkpoints have bfloat16. One converted from 4 bits (``gguf.py``) has its weights in float32, for everyone, and beside them
-``model.blocks`` with the same in the blocks that they came in. One CPU with the kernels of ``pallas_kernels.layer_matmul`` holds these:
-decoding is bound by the bytes of the weights. Products are float32's, so norms, the router, the latents' expansion and routed experts are
-held in that. A training step unpacks each layer when it comes to it, where it would copy it out of the stack.
+Most checkpoints have bfloat16. One converted from 4 bits (``gguf.py``) has its weights in float32,
+for everyone, and beside them ``model.blocks`` with the same in the blocks that they came in. One
+CPU with the kernels of ``pallas_kernels.layer_matmul`` holds these: decoding is bound by the bytes
+of the weights. Products are float32's, so norms, the router, the latents' expansion and routed
+experts are held in that. A training step unpacks each layer when it comes to it, where it would
+copy it out of the stack.
 
-Axes: B rows, T tokens, L layers, D in, F out, V vocab, P and N panels and blocks, see ``pallas_kernels.layer_matmul.blocks``.
+Axes: B rows, T tokens, L layers, D in, F out, V vocab, P and N panels and blocks, see
+``pallas_kernels.layer_matmul.blocks``.
 """
 
 import dataclasses
@@ -39,8 +43,15 @@ def save(tensors: Mapping[str, tuple[str, np.ndarray]], fingerprint: str, direct
         tensors: name -> kind and uint8 ``[F, N * row]``, as ``blocks.pack`` takes it.
         fingerprint: of the checkpoint that it belongs to.
     """
-    about = {"kinds": json.dumps({name: kind for name, (kind, _) in tensors.items()}), "fingerprint": fingerprint}
-    save_file({name: np.ascontiguousarray(rows) for name, (_, rows) in tensors.items()}, directory / FILE, metadata=about)
+    about = {
+        "kinds": json.dumps({name: kind for name, (kind, _) in tensors.items()}),
+        "fingerprint": fingerprint,
+    }
+    save_file(
+        {name: np.ascontiguousarray(rows) for name, (_, rows) in tensors.items()},
+        directory / FILE,
+        metadata=about,
+    )
 
 
 class BlockFile:
@@ -55,10 +66,16 @@ class BlockFile:
         try:
             self._file = safe_open(self.path, framework="numpy")
         except (SafetensorError, OSError) as error:
-            raise UserError(f"{self.path} cannot be read ({error}): remove it, and the weights beside it are held in full") from None
+            raise UserError(
+                f"{self.path} cannot be read ({error}): remove it, and the weights beside it are"
+                " held in full"
+            ) from None
         about = self._file.metadata() or {}
         if about.get("fingerprint") != fingerprint:
-            raise UserError(f"{self.path} is of other weights than those beside it: remove it, and these are held in full")
+            raise UserError(
+                f"{self.path} is of other weights than those beside it: remove it, and these are"
+                " held in full"
+            )
         self.kinds: dict[str, str] = json.loads(about["kinds"])
 
     def tensor(self, name: str) -> np.ndarray:
@@ -67,7 +84,9 @@ class BlockFile:
 
 
 def why_not(dtype: Any, quantise: str, devices: Sequence[Any], kernel: str) -> str:
-    """Why this machine and these settings hold a base's weights in full; empty where they may stay as they are stored."""
+    """Why this machine and these settings hold a base's weights in full; empty where they may stay
+    as they are stored.
+    """
     if quantise or dtype != jnp.float32 or kernel == "xla":
         return "settings ask for other weights or products"
     if len(devices) > 1 or devices[0].platform != "cpu":
@@ -81,11 +100,16 @@ def why_not(dtype: Any, quantise: str, devices: Sequence[Any], kernel: str) -> s
 
 def _matrices(flat: Mapping[str, ParamSpec]) -> set[str]:
     """Paths of the layers' dense matrices."""
-    return {path for path, spec in flat.items() if path.endswith("/w") and len(spec.shape) == 3 and path.split("/")[-2] not in KEPT}
+    return {
+        path
+        for path, spec in flat.items()
+        if path.endswith("/w") and len(spec.shape) == 3 and path.split("/")[-2] not in KEPT
+    }
 
 
 def specs(tree: Any, kind_of: Callable[[str, ParamSpec], set[str]]) -> Any:
-    """The specs of a base in 16 bits: all matrices of the layers, if all come in them, and each table that does.
+    """The specs of a base in 16 bits: all matrices of the layers, if all come in them, and each
+    table that does.
 
     Args:
         tree: the specs in float32.
@@ -102,7 +126,8 @@ def specs(tree: Any, kind_of: Callable[[str, ParamSpec], set[str]]) -> Any:
 
 
 def specs_in_blocks(tree: Any, kind_of: Callable[[str, ParamSpec], set[str]]) -> Any:
-    """The specs of a base in blocks: all matrices of the layers, if all come in blocks that fit, and each table that does.
+    """The specs of a base in blocks: all matrices of the layers, if all come in blocks that fit,
+    and each table that does.
 
     Args:
         tree: the specs in float32.
@@ -110,12 +135,17 @@ def specs_in_blocks(tree: Any, kind_of: Callable[[str, ParamSpec], set[str]]) ->
     """
     flat = dict(params_lib.leaves_with_path(tree))
     matrices = _matrices(flat)
-    if not all(kind_of(path, flat[path]) == {MATRIX} and blocks.fit(*flat[path].shape[1:]) for path in matrices):
+    if not all(
+        kind_of(path, flat[path]) == {MATRIX} and blocks.fit(*flat[path].shape[1:])
+        for path in matrices
+    ):
         matrices = set()
     for path, spec in flat.items():
         if path in matrices:
             L, D, F = spec.shape
-            flat[path] = ParamSpec((L, *blocks.blocks_shape(D, F, MATRIX)), ("layers", None, None, None), np.uint8)
+            flat[path] = ParamSpec(
+                (L, *blocks.blocks_shape(D, F, MATRIX)), ("layers", None, None, None), np.uint8
+            )
         elif path in TABLES and kind_of(path, spec) == {TABLE} and blocks.fit(*spec.shape[::-1]):
             V, D = spec.shape
             flat[path] = ParamSpec(blocks.blocks_shape(D, V, TABLE), (None, None, None), np.uint8)
@@ -123,13 +153,17 @@ def specs_in_blocks(tree: Any, kind_of: Callable[[str, ParamSpec], set[str]]) ->
 
 
 def narrower(w: jax.Array, x: jax.Array) -> bool:
-    """Whether a matrix is held in fewer bits than the float32 that it is multiplied in, and without a scale: see ``quantised.py``."""
+    """Whether a matrix is held in fewer bits than the float32 that it is multiplied in, and without
+    a scale: see ``quantised.py``.
+    """
     return blocks.are(w) or (w.dtype == jnp.bfloat16 and x.dtype == jnp.float32)
 
 
 @jax.custom_vjp
 def matmul(x_BTD: jax.Array, w: jax.Array) -> jax.Array:
-    """``x W`` in float32, ``[B, T, F]``, of one layer's matrix as it is held; put in full again for the gradient, not kept."""
+    """``x W`` in float32, ``[B, T, F]``, of one layer's matrix as it is held; put in full again for
+    the gradient, not kept.
+    """
     return jnp.einsum("BTD,DF->BTF", x_BTD, _full(w), preferred_element_type=jnp.float32)
 
 
@@ -147,7 +181,9 @@ matmul.defvjp(lambda x, w: (matmul(x, w), w), _backward)
 
 def table(w: jax.Array, dtype: Any) -> jax.Array:
     """The table ``[V, D]`` of an embedding as it is held, in ``dtype`` at least."""
-    return unpack(w, transposed=True) if blocks.are(w) else w.astype(jnp.promote_types(w.dtype, dtype))
+    return (
+        unpack(w, transposed=True) if blocks.are(w) else w.astype(jnp.promote_types(w.dtype, dtype))
+    )
 
 
 def table_shape(w: jax.Array) -> tuple[int, int]:

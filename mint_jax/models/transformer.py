@@ -1,9 +1,12 @@
-"""The decoder as pure functions over a parameter tree: ``abstract(cfg)``, ``hidden_states``, ``logits``.
+"""The decoder as pure functions over a parameter tree: ``abstract(cfg)``, ``hidden_states``,
+``logits``.
 
-Leaves LoRA to ``linear.project``, attention to ``attention.py`` and ``mla.py``, sampling and losses to others. All policies' rows run
-through the base together; nothing here knows how many policies there are.
+Leaves LoRA to ``linear.project``, attention to ``attention.py`` and ``mla.py``, sampling and losses
+to others. All policies' rows run through the base together; nothing here knows how many policies
+there are.
 
-Axes: B rows, T tokens, L layers, V vocab, D model width, F ffw width, N query heads, K kv heads, H head dim.
+Axes: B rows, T tokens, L layers, V vocab, D model width, F ffw width, N query heads, K kv heads, H
+head dim.
 """
 
 from typing import Any
@@ -27,13 +30,15 @@ from mint_jax.params import ParamSpec
 from mint_jax.sharding import constrain
 from pallas_kernels.layer_matmul import blocks, layer_matmul
 
-# Of so many rows, those in use, a CPU's kernel multiplies the unembedding. SmolLM2-135M's, which XLA's product of 8 rows reads at 23 GB/s:
-# of XLA's speed 0.9 to 1.0 at 1 row, 1.3 to 1.7 at 8, 1.1 to 1.3 at 16, 0.8 to 1.0 at 24 and 32, 0.6 at 128 (four runs on two cores).
+# Of so many rows, those in use, a CPU's kernel multiplies the unembedding. SmolLM2-135M's, which
+# XLA's product of 8 rows reads at 23 GB/s: of XLA's speed 0.9 to 1.0 at 1 row, 1.3 to 1.7 at 8, 1.1
+# to 1.3 at 16, 0.8 to 1.0 at 24 and 32, 0.6 at 128 (four runs on two cores).
 FEW_ROWS = 32
 
-# What the backward pass keeps of each layer. SmolLM2-135M, 4 rows of 256 tokens, float32, two cores, forward and backward: "none"
-# 804 MiB of temporaries and 2.40 s, "names" 736 MiB and 2.36 s, "full" 140 MiB and 2.68 s, for it runs every layer twice. On
-# accelerators "names" is what keeps large products from being computed twice while norms and activations are.
+# What the backward pass keeps of each layer. SmolLM2-135M, 4 rows of 256 tokens, float32, two
+# cores, forward and backward: "none" 804 MiB of temporaries and 2.40 s, "names" 736 MiB and 2.36 s,
+# "full" 140 MiB and 2.68 s, for it runs every layer twice. On accelerators "names" is what keeps
+# large products from being computed twice while norms and activations are.
 REMAT = {
     "none": None,
     "names": jax.checkpoint_policies.save_only_these_names(
@@ -45,20 +50,33 @@ REMAT = {
 
 
 def abstract(cfg: ModelConfig, dtype: Any = jnp.float32, quantise: str = "") -> Any:
-    """The ``ParamSpec`` tree of a base: ``{"embed", <layer kind>: {"attn", "mlp" or "moe"}, ..., "final_norm", "unembed"}``.
+    """The ``ParamSpec`` tree of a base: ``{"embed", <layer kind>: {"attn", "mlp" or "moe"}, ...,
+    "final_norm", "unembed"}``.
 
     ``quantise``: a key of ``quantised.KINDS`` for 8-bit matrices in the layers.
     """
     D = cfg.d_model
-    specs: dict[str, Any] = {"embed": {"w": ParamSpec((cfg.vocab_size, D), ("vocab", "embed"), dtype, fan_in=D)}}
+    specs: dict[str, Any] = {
+        "embed": {"w": ParamSpec((cfg.vocab_size, D), ("vocab", "embed"), dtype, fan_in=D)}
+    }
     for kind, L in cfg.stacks.items():
-        attn = attention_specs(cfg, L, dtype) if cfg.latent is None else mla.specs(cfg, L, dtype) | dsa.specs(cfg, kind, dtype)
+        attn = (
+            attention_specs(cfg, L, dtype)
+            if cfg.latent is None
+            else mla.specs(cfg, L, dtype) | dsa.specs(cfg, kind, dtype)
+        )
         sparse = kind == "moe"
-        ffw = {"moe": moe.specs(cfg, L, dtype)} if sparse else {"mlp": mlp.specs(L, D, cfg.d_ff, dtype, cfg.mlp_bias)}
+        ffw = (
+            {"moe": moe.specs(cfg, L, dtype)}
+            if sparse
+            else {"mlp": mlp.specs(L, D, cfg.d_ff, dtype, cfg.mlp_bias)}
+        )
         specs[kind] = {"attn": attn} | ffw
     specs["final_norm"] = ParamSpec((D,), ("norm",), dtype, "ones")
     if not cfg.tie_embeddings:
-        specs["unembed"] = {"w": ParamSpec((cfg.vocab_size, D), ("vocab", "embed"), dtype, fan_in=D)}
+        specs["unembed"] = {
+            "w": ParamSpec((cfg.vocab_size, D), ("vocab", "embed"), dtype, fan_in=D)
+        }
     return quantised.specs(specs, quantise) if quantise else specs
 
 
@@ -73,12 +91,17 @@ def attention_specs(cfg: ModelConfig, L: int, dtype: Any) -> dict[str, Any]:
         "o": matrix("o", L, cfg.num_heads * H, D, dtype, cfg.o_bias),
     }
     if cfg.qk_norm:
-        attn |= {name: ParamSpec((L, H), ("layers", "norm"), dtype, "ones") for name in ("q_norm", "k_norm")}
+        attn |= {
+            name: ParamSpec((L, H), ("layers", "norm"), dtype, "ones")
+            for name in ("q_norm", "k_norm")
+        }
     return attn
 
 
 def unembed_table(params: Any, dtype: Any) -> jax.Array:
-    """``[V, D]`` in ``dtype`` at least: the output matrix, which is the embedding when they are tied."""
+    """``[V, D]`` in ``dtype`` at least: the output matrix, which is the embedding when they are
+    tied.
+    """
     return stored.table(unembed_held(params), dtype)
 
 
@@ -97,10 +120,14 @@ def cache_heads(cfg: ModelConfig) -> int | None:
     return cfg.num_kv_heads if cfg.latent is None else None
 
 
-def cache_specs(cfg: ModelConfig, pages: int, dtype: Any = jnp.float32, routes: bool = False) -> Any:
-    """The shapes of a cache of ``pages`` pages: ``{"dense": {"k": [L, U, K, PAGE, H], "v": ...}, "moe": ...}``.
+def cache_specs(
+    cfg: ModelConfig, pages: int, dtype: Any = jnp.float32, routes: bool = False
+) -> Any:
+    """The shapes of a cache of ``pages`` pages: ``{"dense": {"k": [L, U, K, PAGE, H], "v": ...},
+    "moe": ...}``.
 
-    Under latent attention ``{"latent": [L, U, PAGE, C], "rope": [L, U, PAGE, J]}``, with ``index`` where keys are chosen.
+    Under latent attention ``{"latent": [L, U, PAGE, C], "rope": [L, U, PAGE, J]}``, with ``index``
+    where keys are chosen.
 
     Args:
         routes: with ``routes [L, U, PAGE, X]`` of MoE layers, for replay in training (R3).
@@ -110,13 +137,17 @@ def cache_specs(cfg: ModelConfig, pages: int, dtype: Any = jnp.float32, routes: 
         return lambda L: jax.ShapeDtypeStruct((L, pages, *heads, paged.PAGE, width), dtype)
 
     if cfg.latent is None:
-        names = {"k": entry(cfg.head_dim, cfg.num_kv_heads), "v": entry(cfg.head_dim, cfg.num_kv_heads)}
+        names = {
+            "k": entry(cfg.head_dim, cfg.num_kv_heads),
+            "v": entry(cfg.head_dim, cfg.num_kv_heads),
+        }
     else:
         names = {"latent": entry(cfg.latent.kv_latent), "rope": entry(cfg.latent.rope)}
         names |= {} if cfg.indexer is None else {"index": entry(cfg.indexer.width)}
     out = {kind: {name: make(L) for name, make in names.items()} for kind, L in cfg.stacks.items()}
     if routes and cfg.routed and cfg.experts is not None:
-        kind = jnp.uint8 if cfg.experts.count <= 256 else jnp.uint16  # the smallest that holds an expert's number
+        # the smallest that holds an expert's number
+        kind = jnp.uint8 if cfg.experts.count <= 256 else jnp.uint16
         out["moe"]["routes"] = entry(cfg.experts.per_token, dtype=kind)(cfg.stacks["moe"])
     return out
 
@@ -128,7 +159,8 @@ class Inputs:
     Attributes:
         tokens_BT, positions_BT: int32.
         segments: how rows are packed; by default each row is one segment. Without a cache only.
-        pool: the cache, ``{"dense": {name: [L, U, ..., PAGE, X]}}`` as ``cache_specs`` says; the current tokens follow it.
+        pool: the cache, ``{"dense": {name: [L, U, ..., PAGE, X]}}`` as ``cache_specs`` says; the
+            current tokens follow it.
         view: each row's pages in it.
         replay: recorded experts of every MoE layer, ``[L, B, T, X]``, see ``router.route``.
     """
@@ -154,14 +186,22 @@ def hidden_states(
 
     Args:
         lora: adapters bound to the rows; None for the bare base.
-        keep_routes: without a cache, also return the experts that were used. A cache with ``routes`` keeps them itself.
+        keep_routes: without a cache, also return the experts that were used. A cache with
+            ``routes`` keeps them itself.
         remat: a key of ``REMAT``.
 
     Returns:
-        ``[B, T, D]``; and per layer kind the pool with the current tokens in it or, without a cache, for MoE layers what was asked
-        for: ``"routes"``, int32 ``[L, B, T, X]``, and ``"missed"``, see ``router.Route``.
+        ``[B, T, D]``; and per layer kind the pool with the current tokens in it or, without a
+        cache, for MoE layers what was asked for: ``"routes"``, int32 ``[L, B, T, X]``, and
+        ``"missed"``, see ``router.Route``.
     """
-    tokens_BT, positions_BT, segments, view, replay = inputs.tokens_BT, inputs.positions_BT, inputs.segments, inputs.view, inputs.replay
+    tokens_BT, positions_BT, segments, view, replay = (
+        inputs.tokens_BT,
+        inputs.positions_BT,
+        inputs.segments,
+        inputs.view,
+        inputs.replay,
+    )
     chex.assert_rank([tokens_BT, positions_BT], 2)
     chex.assert_equal_shape([tokens_BT, positions_BT, *(segments or ())])
     chex.assert_rank([] if replay is None else [replay], 4)
@@ -177,29 +217,51 @@ def hidden_states(
     for kind in cfg.stacks:
         scanned, indexers = dsa.detach(params[kind])
         scanned, stacks = experts.detach(scanned)
-        scanned, matrices = stacked.detach(scanned) if view is not None and sharding.one_device() else (scanned, {})
+        scanned, matrices = (
+            stacked.detach(scanned) if view is not None and sharding.one_device() else (scanned, {})
+        )
 
         mine = _below(lora, kind)
 
-        def layer(carry, layer_inputs, indexers=indexers, stacks=stacks, matrices=matrices, mine=mine):
+        def layer(
+            carry, layer_inputs, indexers=indexers, stacks=stacks, matrices=matrices, mine=mine
+        ):
             x, chosen, pool = carry
             p, a, number, turn, routes = layer_inputs
             used = None if view is None else view.used
-            p = experts.attach(stacked.attach(p, matrices, number, cfg.kernels.layer_matmul, used), stacks, number)
+            p = experts.attach(
+                stacked.attach(p, matrices, number, cfg.kernels.layer_matmul, used), stacks, number
+            )
             a = _of_layer(mine, number, a)
             indexer = None if turn is None else dsa.Layer(indexers, turn)
             cache = None if view is None else paged.Cache(pool, number, view)
             x, chosen, pool, route = _layer(x, chosen, p, a, cache, indexer, routes, ctx, cfg)
-            return (x, chosen, pool), {"routes": route.ids, "missed": route.missed} if keep_routes and route else {}
+            return (x, chosen, pool), (
+                {"routes": route.ids, "missed": route.missed} if keep_routes and route else {}
+            )
 
         if REMAT[remat] is not None:
-            # Inside a scan XLA cannot merge the second computation with the first, so the barriers against that are left out.
+            # Inside a scan XLA cannot merge the second computation with the first, so the barriers
+            # against that are left out.
             layer = jax.checkpoint(layer, policy=REMAT[remat], prevent_cse=False)
-        # The pool is carried, not scanned over: as the scan's inputs and outputs it is a copy of the cache in every step (387 MB of
-        # temporaries where this has 17), and so are stacks of adapters, of which rows need some.
+        # The pool is carried, not scanned over: as the scan's inputs and outputs it is a copy of
+        # the cache in every step (387 MB of temporaries where this has 17), and so are stacks of
+        # adapters, of which rows need some.
         pool = None if view is None else inputs.pool[kind]
-        below = mine.taps if isinstance(mine, SlotBlocks) else None if isinstance(mine, RowAdapters) else mine
-        xs = scanned, below, jnp.arange(cfg.stacks[kind]), dsa.turns(cfg, kind), replay if kind == "moe" else None
+        below = (
+            mine.taps
+            if isinstance(mine, SlotBlocks)
+            else None
+            if isinstance(mine, RowAdapters)
+            else mine
+        )
+        xs = (
+            scanned,
+            below,
+            jnp.arange(cfg.stacks[kind]),
+            dsa.turns(cfg, kind),
+            replay if kind == "moe" else None,
+        )
         (x, chosen, pool), kept[kind] = jax.lax.scan(layer, (x, chosen, pool), xs)
         if view is not None:
             kept[kind] = pool
@@ -208,10 +270,19 @@ def hidden_states(
     return x, kept
 
 
-def _layer(x, chosen, p, lora, cache: paged.Cache | None, indexer, replay, ctx: Context, cfg: ModelConfig):
+def _layer(
+    x, chosen, p, lora, cache: paged.Cache | None, indexer, replay, ctx: Context, cfg: ModelConfig
+):
     x = constrain(checkpoint_name(x, "residual"), "batch", "tokens", "act_embed")
     with jax.named_scope("attn"):
-        inputs = rms_norm(x, p["attn"]["norm"], cfg.norm_eps), p["attn"], _below(lora, "attn"), cache, ctx, cfg
+        inputs = (
+            rms_norm(x, p["attn"]["norm"], cfg.norm_eps),
+            p["attn"],
+            _below(lora, "attn"),
+            cache,
+            ctx,
+            cfg,
+        )
         if cfg.latent is None:
             out, pool = _attention(*inputs)
         else:
@@ -219,9 +290,17 @@ def _layer(x, chosen, p, lora, cache: paged.Cache | None, indexer, replay, ctx: 
         x = constrain(checkpoint_name(x + out, "residual"), "batch", "tokens", "act_embed")
     if "moe" in p:
         with jax.named_scope("moe"):
-            out, route = moe.moe(rms_norm(x, p["moe"]["norm"], cfg.norm_eps), p["moe"], _below(lora, "moe"), cfg, replay)
+            out, route = moe.moe(
+                rms_norm(x, p["moe"]["norm"], cfg.norm_eps),
+                p["moe"],
+                _below(lora, "moe"),
+                cfg,
+                replay,
+            )
             if cache is not None and pool is not None and "routes" in pool:
-                pool = pool | {"routes": paged.record(pool["routes"], route.ids, cache, cache_heads(cfg))}
+                pool = pool | {
+                    "routes": paged.record(pool["routes"], route.ids, cache, cache_heads(cfg))
+                }
             return x + out, chosen, pool, route
     with jax.named_scope("mlp"):
         out = mlp.mlp(rms_norm(x, p["mlp"]["norm"], cfg.norm_eps), p["mlp"], _below(lora, "mlp"))
@@ -229,7 +308,9 @@ def _layer(x, chosen, p, lora, cache: paged.Cache | None, indexer, replay, ctx: 
 
 
 def _of_layer(lora: Any, number: jax.Array, sliced: Any) -> AnyAdapters | None:
-    """The adapters of one layer: taken by its number from stacks that stay where they are, or as the scan has sliced them."""
+    """The adapters of one layer: taken by its number from stacks that stay where they are, or as
+    the scan has sliced them.
+    """
     if isinstance(lora, RowAdapters):
         return lora.in_layer(number)
     return lora.in_layer(number, sliced) if isinstance(lora, SlotBlocks) else sliced
@@ -241,7 +322,9 @@ def _below(lora: Any, name: str) -> Any:
 
 def _attention(h_BTD, p, lora, cache: paged.Cache | None, ctx: Context, cfg: ModelConfig):
     B, T, _ = h_BTD.shape
-    q, k, v = (y.reshape(B, T, -1, cfg.head_dim) for y in project_each(h_BTD, p, lora, ("q", "k", "v")))
+    q, k, v = (
+        y.reshape(B, T, -1, cfg.head_dim) for y in project_each(h_BTD, p, lora, ("q", "k", "v"))
+    )
     if cfg.qk_norm:
         q, k = rms_norm(q, p["q_norm"], cfg.norm_eps), rms_norm(k, p["k_norm"], cfg.norm_eps)
     q, k = rotate(q, ctx.cos, ctx.sin), rotate(k, ctx.cos, ctx.sin)
@@ -250,10 +333,13 @@ def _attention(h_BTD, p, lora, cache: paged.Cache | None, ctx: Context, cfg: Mod
         assert ctx.segments is not None
         out = packed_attention(q, k, v, ctx.segments, scale, kernel=cfg.kernels.packed_attention)
     else:
-        # Heads before positions: a decode step reads one head's keys of all positions, which then lie in one piece of memory.
+        # Heads before positions: a decode step reads one head's keys of all positions, which then
+        # lie in one piece of memory.
         new = {"k": k.swapaxes(1, 2), "v": v.swapaxes(1, 2)}
         own = {name: cache.pool[name] for name in new}
-        out, kv = paged.grouped_query_attention(q, new, own, cache.layer, cache.view, scale, cfg.kernels.paged_attention)
+        out, kv = paged.grouped_query_attention(
+            q, new, own, cache.layer, cache.view, scale, cfg.kernels.paged_attention
+        )
         pool = cache.pool | kv
     return project(out.reshape(B, T, -1), p, lora, "o"), pool
 
@@ -262,17 +348,24 @@ def embed(params: Any, lora: AnyAdapters | SlotBlocks | None, tokens_BT: jax.Arr
     """Token embeddings ``[B, T, D]``, with the deltas of adapters that target ``embed``."""
     table = params["embed"]["w"]
     x = stored.rows(table, tokens_BT, params["final_norm"].dtype)
-    delta = None if lora is None else embedding_delta(tokens_BT, lora.at("embed"), x.shape[-1], x.dtype)
+    delta = (
+        None if lora is None else embedding_delta(tokens_BT, lora.at("embed"), x.shape[-1], x.dtype)
+    )
     return x if delta is None else x + delta
 
 
 def logits(
-    params: Any, lora: AnyAdapters | SlotBlocks | None, h_BTD: jax.Array, kernel: str = "xla", used: jax.Array | None = None
+    params: Any,
+    lora: AnyAdapters | SlotBlocks | None,
+    h_BTD: jax.Array,
+    kernel: str = "xla",
+    used: jax.Array | None = None,
 ) -> jax.Array:
     """``[B, T, V]`` float32, with the deltas of adapters that target ``unembed``.
 
     Args:
-        kernel: which implementation of ``layer_matmul`` serves few rows on one device. Only XLA's has a gradient.
+        kernel: which implementation of ``layer_matmul`` serves few rows on one device. Only XLA's
+            has a gradient.
         used: int32, how many of the B x T tokens are any, the first ones; None: all.
     """
     table = unembed_held(params)
@@ -280,9 +373,20 @@ def logits(
     with jax.named_scope("unembed"):
         if kernel != "xla" and blocks.are(table):
             (out,) = layer_matmul(h_BTD, (table[None],), jnp.int32(0), used, implementation=kernel)
-        elif kernel != "xla" and h_BTD.shape[0] * h_BTD.shape[1] <= FEW_ROWS and sharding.one_device():
-            (out,) = layer_matmul(h_BTD, (table[None],), jnp.int32(0), used, transposed=True, implementation=kernel)
+        elif (
+            kernel != "xla"
+            and h_BTD.shape[0] * h_BTD.shape[1] <= FEW_ROWS
+            and sharding.one_device()
+        ):
+            (out,) = layer_matmul(
+                h_BTD, (table[None],), jnp.int32(0), used, transposed=True, implementation=kernel
+            )
         else:
-            out = jnp.einsum("BTD,VD->BTV", h_BTD, stored.table(table, h_BTD.dtype), preferred_element_type=jnp.float32)
+            out = jnp.einsum(
+                "BTD,VD->BTV",
+                h_BTD,
+                stored.table(table, h_BTD.dtype),
+                preferred_element_type=jnp.float32,
+            )
         delta = None if lora is None else batch_delta(h_BTD, lora.at("unembed"), out.shape[-1])
         return out if delta is None else out + delta.astype(jnp.float32)

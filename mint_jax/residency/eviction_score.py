@@ -1,13 +1,17 @@
-"""The score by which copies are kept: (seconds to bring one back x how often it is asked for) / bytes it takes, and a clock.
+"""The score by which copies are kept: (seconds to bring one back x how often it is asked for) /
+bytes it takes, and a clock.
 
-This is GreedyDual-Size-Frequency (Cherkasova 1998, "Improving WWW proxies performance with greedy-dual-size-frequency
-caching policy", HP Labs HPL-98-69). The score of a use u is added to the clock of that moment, and the clock is raised to what each
-victim had: so copies age by what others are evicted after them. The frequency also halves every ``half_life_s``:
+This is GreedyDual-Size-Frequency (Cherkasova 1998, "Improving WWW proxies performance with
+greedy-dual-size-frequency caching policy", HP Labs HPL-98-69). The score of a use u is added to the
+clock of that moment, and the clock is raised to what each victim had: so copies age by what others
+are evicted after them. The frequency also halves every ``half_life_s``:
 
-    F(u) = sum over uses v up to u of 2^-((u - v) / half_life)          key = clock(u) + seconds F(u) / bytes
+    F(u) = sum over uses v up to u of 2^-((u - v) / half_life)          key = clock(u) + seconds
+    F(u) / bytes
 
-Without the clock, by time alone, a session that ended kept its slot for minutes while new ones evicted each other: 64 slots under bursts
-of 32 requests hit 0.03 of them, and 0.73 with it (LRU 0.91; under Zipf's law 0.37, 0.32 and 0.25: ``configs/bench/hot_set.py``).
+Without the clock, by time alone, a session that ended kept its slot for minutes while new ones
+evicted each other: 64 slots under bursts of 32 requests hit 0.03 of them, and 0.73 with it (LRU
+0.91; under Zipf's law 0.37, 0.32 and 0.25: ``configs/bench/hot_set.py``).
 """
 
 import dataclasses
@@ -45,7 +49,8 @@ class EvictionScore:
 
 
 class Ranking:
-    """Copies that may be evicted, by score: over all, and within a tenant. Adding and removing cost O(log n).
+    """Copies that may be evicted, by score: over all, and within a tenant. Adding and removing cost
+    O(log n).
 
     Attributes:
         clock: the key of the last victim.
@@ -73,12 +78,15 @@ class Ranking:
                 self._heaps[owner] = self._living(heap, owner)
 
     def remove(self, digest: str) -> None:
-        """Takes a copy out (it is leased, pinned or gone); its entries in the heaps are skipped later."""
+        """Takes a copy out (it is leased, pinned or gone); its entries in the heaps are skipped
+        later.
+        """
         self._keys.pop(digest, None)
 
     def evict(self, digest: str) -> None:
-        """Takes a victim out, whose key the clock is from now on. That of a tenant's own, which goes for its quota, may be above others'
-        keys, and says nothing of their age."""
+        """Takes a victim out, whose key the clock is from now on. That of a tenant's own, which
+        goes for its quota, may be above others' keys, and says nothing of their age.
+        """
         key, _ = self._keys[digest]
         lowest = self.lowest()
         if lowest is not None and self._keys[lowest][0] >= key:

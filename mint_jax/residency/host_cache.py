@@ -1,8 +1,8 @@
 """The host cache: packed adapters in host memory, one buffer a revision, within a budget of bytes.
 
-Nothing is unpacked here: the views of the tensors are made at each transfer and forgotten after it. Large buffers are kept
-as they come, memory-mapped for instance; what would hold more memory than its own bytes (a small mapping, a slice of a
-large read) is copied.
+Nothing is unpacked here: the views of the tensors are made at each transfer and forgotten after it.
+Large buffers are kept as they come, memory-mapped for instance; what would hold more memory than
+its own bytes (a small mapping, a slice of a large read) is copied.
 """
 
 import dataclasses
@@ -16,7 +16,8 @@ import numpy as np
 from mint_jax.residency.eviction_score import EvictionScore, Ranking
 from mint_jax.residency.quotas import Quotas, Use, within
 
-COPY_BELOW = 1 << 20  # a mapping costs the kernel whole pages and one of the 65,530 that a process may have
+# a mapping costs the kernel whole pages and one of the 65,530 that a process may have
+COPY_BELOW = 1 << 20
 
 
 @dataclasses.dataclass(slots=True)
@@ -93,26 +94,31 @@ class HostCache:
                 self._rank(digest, entry)
 
     def reserve(self, digest: str, buffer: np.ndarray, tenant: str) -> np.ndarray | None:
-        """Takes in a buffer that was just fetched, leased and not yet to be seen: ``confirm`` or ``discard`` must follow.
+        """Takes in a buffer that was just fetched, leased and not yet to be seen: ``confirm`` or
+        ``discard`` must follow.
 
         Others are evicted for it, those of the same tenant where its quota demands that.
 
         Returns:
-            The buffer as it is kept; None when it cannot be kept, because all that could go is leased or pinned, or it
-            is here already.
+            The buffer as it is kept; None when it cannot be kept, because all that could go is
+            leased or pinned, or it is here already.
         """
         n = buffer.nbytes
         with self._lock:
             if digest in self._entries or not self._make_room(n, tenant):
                 return None
             kept = _compact(buffer)
-            self._entries[digest] = _Entry(kept, tenant, EvictionScore(n, 0.0, 1.0, self._clock()), leases=1)
+            self._entries[digest] = _Entry(
+                kept, tenant, EvictionScore(n, 0.0, 1.0, self._clock()), leases=1
+            )
             self._bytes += n
             self._use.add(tenant, n)
             return kept
 
     def confirm(self, digest: str, seconds: float) -> None:
-        """Makes a reserved buffer visible: it is verified. ``seconds`` is what bringing it here took."""
+        """Makes a reserved buffer visible: it is verified. ``seconds`` is what bringing it here
+        took.
+        """
         with self._lock:
             entry = self._entries[digest]
             entry.ready = True
@@ -139,7 +145,9 @@ class HostCache:
                 self._rank(digest, entry)
 
     def drop(self, digest: str) -> bool:
-        """Removes a revision, pinned or not; a leased one goes when its last lease ends. Whether it is gone now."""
+        """Removes a revision, pinned or not; a leased one goes when its last lease ends. Whether it
+        is gone now.
+        """
         with self._lock:
             self._pinned.discard(digest)
             entry = self._entries.get(digest)
@@ -165,12 +173,18 @@ class HostCache:
     def _make_room(self, n: int, tenant: str) -> bool:
         """Evicts what must go; evicts nothing where that would not be enough."""
         quota, used, idle = self._quotas.of(tenant), self._use, self._idle_use
-        held = (used.entries(tenant) - idle.entries(tenant) + 1, used.bytes(tenant) - idle.bytes(tenant) + n)
+        held = (
+            used.entries(tenant) - idle.entries(tenant) + 1,
+            used.bytes(tenant) - idle.bytes(tenant) + n,
+        )
         if not (within(held[0], quota.host_entries) and within(held[1], quota.host_bytes)):
             return False
         if self._bytes - self._idle_bytes + n > self.budget_bytes:
             return False
-        while not (within(used.entries(tenant) + 1, quota.host_entries) and within(used.bytes(tenant) + n, quota.host_bytes)):
+        while not (
+            within(used.entries(tenant) + 1, quota.host_entries)
+            and within(used.bytes(tenant) + n, quota.host_bytes)
+        ):
             self._evict(self._idle.lowest(tenant))
         while self._bytes + n > self.budget_bytes:
             self._evict(self._idle.lowest())
@@ -209,7 +223,9 @@ def _compact(buffer: np.ndarray) -> np.ndarray:
     while isinstance(owner.base, np.ndarray):
         owner = owner.base
     if owner.base is None or isinstance(owner.base, bytes | bytearray | memoryview):
-        wasteful = (owner.nbytes if owner.base is None else memoryview(owner.base).nbytes) > 1.1 * buffer.nbytes
+        wasteful = (
+            owner.nbytes if owner.base is None else memoryview(owner.base).nbytes
+        ) > 1.1 * buffer.nbytes
     else:  # a mapping: pages that are not read cost nothing
         wasteful = buffer.nbytes < COPY_BELOW
     if wasteful:

@@ -13,8 +13,10 @@ from mint_jax.residency.admission import Admission, verify
 from mint_jax.residency.host_cache import HostCache
 from mint_jax.residency.metrics import Metrics
 
-Fetch = Callable[[str], np.ndarray]  # digest -> the packed object, uint8, read-only; it must not change later
-Unpack = Callable[[np.ndarray], tuple[Any, Any]]  # packed object -> tree of views into it, schema (.base, .config)
+# digest -> the packed object, uint8, read-only; it must not change later
+Fetch = Callable[[str], np.ndarray]
+# packed object -> tree of views into it, schema (.base, .config)
+Unpack = Callable[[np.ndarray], tuple[Any, Any]]
 
 
 class Unpacked(NamedTuple):
@@ -36,8 +38,8 @@ class Unpacked(NamedTuple):
 class HostTier:
     """The host cache and the way into it.
 
-    Bytes are verified and admitted once, on their way from storage; what the cache has is taken as it is. An object that
-    the cache cannot keep is used and forgotten.
+    Bytes are verified and admitted once, on their way from storage; what the cache has is taken as
+    it is. An object that the cache cannot keep is used and forgotten.
     """
 
     def __init__(
@@ -76,7 +78,9 @@ class HostTier:
                 self.cache.release(digest)
 
     def offer(self, digest: str, buffer: np.ndarray, tenant: str) -> bool:
-        """Gives the cache a revision that is in memory already; whether it has it. What does not fit in is told when it is asked for."""
+        """Gives the cache a revision that is in memory already; whether it has it. What does not
+        fit in is told when it is asked for.
+        """
         if self.cache.lease(digest) is None:
             try:
                 if not self._admitted(digest, buffer, tenant, self._clock())[-1]:
@@ -90,7 +94,9 @@ class HostTier:
         began = self._clock()
         return self._admitted(digest, self._fetch(digest), tenant, began)
 
-    def _admitted(self, digest: str, fetched: np.ndarray, tenant: str, began: float) -> tuple[np.ndarray, Any, Any, bool]:
+    def _admitted(
+        self, digest: str, fetched: np.ndarray, tenant: str, began: float
+    ) -> tuple[np.ndarray, Any, Any, bool]:
         """Bytes, views, schema, and whether the cache keeps them; then they are leased."""
         buffer = self.cache.reserve(digest, fetched, tenant)
         kept = buffer is not None

@@ -6,7 +6,8 @@ from mint_jax.lora.tree import Slot
 
 
 class Lease:
-    """A revision's slot, its own until ``release``. A context manager; releasing twice is releasing once.
+    """A revision's slot, its own until ``release``. A context manager; releasing twice is releasing
+    once.
 
     Attributes:
         digest: the revision.

@@ -1,8 +1,10 @@
-"""The queue of cold loads: bounded, one load a revision however many ask, several at a time, each in a worker's thread.
+"""The queue of cold loads: bounded, one load a revision however many ask, several at a time, each
+in a worker's thread.
 
-What a load does is a function given to the queue. The order is: what only waits to be finished, what the host cache has,
-what must come from storage, prefetches; first come first served within each. A full queue drops a waiting prefetch, and
-otherwise refuses with the time after which to ask again.
+What a load does is a function given to the queue. The order is: what only waits to be finished,
+what the host cache has, what must come from storage, prefetches; first come first served within
+each. A full queue drops a waiting prefetch, and otherwise refuses with the time after which to ask
+again.
 """
 
 import dataclasses
@@ -44,7 +46,8 @@ class Load:
         priority: COLD, ...; a request that joins a prefetch raises it.
         nbytes: as far as known.
         waiting: the requests, each with its tenant's future.
-        submitted_at, started_at: seconds of the queue's clock; a load starts once, also if it pauses for a slot.
+        submitted_at, started_at: seconds of the queue's clock; a load starts once, also if it
+            pauses for a slot.
         queued: it waits for a worker.
         cold, seconds: whether its bytes came from storage, and what staging them took.
         slot, staged, modules: what its owner keeps with it.
@@ -90,14 +93,21 @@ class ColdLoads:
         niceness: int = 10,
     ):
         self.workers, self.depth, self._work, self._clock = workers, depth, work, clock
-        self._quotas, self._size_of, self._niceness = quotas or Quotas(), size_of or (lambda digest: None), niceness
+        self._quotas, self._size_of, self._niceness = (
+            quotas or Quotas(),
+            size_of or (lambda digest: None),
+            niceness,
+        )
         self.bytes_per_s, self._mean_bytes = bytes_per_s, 0.0
         self._lock = threading.Condition()
         self._loads: dict[str, Load] = {}
         self._heap: list[tuple[int, int, Load]] = []
         self._numbers = itertools.count()
         self._closed = False
-        self._threads = [threading.Thread(target=self._run, name=f"cold-load-{i}", daemon=True) for i in range(workers)]
+        self._threads = [
+            threading.Thread(target=self._run, name=f"cold-load-{i}", daemon=True)
+            for i in range(workers)
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -131,22 +141,37 @@ class ColdLoads:
                         self._push(load)
                 return load, None
             limit = self._quotas.of(tenant).loads
-            if limit is not None and sum(load.tenant == tenant for load in self._loads.values()) >= limit:
-                raise self._full(f"tenant {tenant!r} has {limit} unfinished loads, its quota", "tenant_quota")
+            if (
+                limit is not None
+                and sum(load.tenant == tenant for load in self._loads.values()) >= limit
+            ):
+                raise self._full(
+                    f"tenant {tenant!r} has {limit} unfinished loads, its quota", "tenant_quota"
+                )
             dropped = None
             if len(self._loads) >= self.depth:
-                idle = [load for load in self._loads.values() if load.priority == PREFETCH and load.queued]
+                idle = [
+                    load
+                    for load in self._loads.values()
+                    if load.priority == PREFETCH and load.queued
+                ]
                 if priority == PREFETCH or not idle:
-                    raise self._full(f"{len(self._loads)} loads are unfinished, as many as may be", "queue_full")
+                    raise self._full(
+                        f"{len(self._loads)} loads are unfinished, as many as may be", "queue_full"
+                    )
                 dropped = max(idle, key=lambda load: load.number)
                 self._remove(dropped)
-            load = Load(digest, tenant, priority, next(self._numbers), self._clock(), self._size_of(digest))
+            load = Load(
+                digest, tenant, priority, next(self._numbers), self._clock(), self._size_of(digest)
+            )
             self._loads[digest] = load
             self._push(load)
             return load, dropped
 
     def _full(self, message: str, reason: str) -> QueueFull:
-        wait = max(0.001, sum(self._remaining(load) for load in self._loads.values()) / self.workers / 2)
+        wait = max(
+            0.001, sum(self._remaining(load) for load in self._loads.values()) / self.workers / 2
+        )
         return QueueFull(f"{message}; ask again in {wait:.3g} s", wait, reason)
 
     def resume(self, load: Load) -> None:
@@ -162,8 +187,14 @@ class ColdLoads:
             if load.cold and load.nbytes and load.seconds:
                 rate = load.nbytes / load.seconds
                 first = not self._mean_bytes
-                self.bytes_per_s = rate if first else (1 - _SMOOTH) * self.bytes_per_s + _SMOOTH * rate
-                self._mean_bytes = load.nbytes if first else (1 - _SMOOTH) * self._mean_bytes + _SMOOTH * load.nbytes
+                self.bytes_per_s = (
+                    rate if first else (1 - _SMOOTH) * self.bytes_per_s + _SMOOTH * rate
+                )
+                self._mean_bytes = (
+                    load.nbytes
+                    if first
+                    else (1 - _SMOOTH) * self._mean_bytes + _SMOOTH * load.nbytes
+                )
 
     def withdraw(self, load: Load) -> bool:
         """Forgets a load that no worker has begun; whether there was time."""
@@ -174,10 +205,16 @@ class ColdLoads:
             return idle
 
     def eta(self, load: Load) -> float:
-        """Seconds until a load should be ready, if no slot has to be waited for: bytes ahead and its own at the measured rate."""
+        """Seconds until a load should be ready, if no slot has to be waited for: bytes ahead and
+        its own at the measured rate.
+        """
         with self._lock:
             mine = (load.priority, load.number)
-            ahead = sum(self._remaining(other) for other in self._loads.values() if (other.priority, other.number) < mine)
+            ahead = sum(
+                self._remaining(other)
+                for other in self._loads.values()
+                if (other.priority, other.number) < mine
+            )
             waiting = ahead / self.workers if load.queued else 0.0
             return waiting + self._remaining(load)
 
@@ -199,7 +236,11 @@ class ColdLoads:
     def _remaining(self, load: Load) -> float:
         """Seconds of a worker's time that a load still takes."""
         whole = (load.nbytes or self._mean_bytes) / self.bytes_per_s
-        return whole if load.started_at is None else max(0.0, whole - (self._clock() - load.started_at))
+        return (
+            whole
+            if load.started_at is None
+            else max(0.0, whole - (self._clock() - load.started_at))
+        )
 
     def _push(self, load: Load) -> None:
         heapq.heappush(self._heap, (load.priority, load.number, load))
@@ -216,7 +257,8 @@ class ColdLoads:
             while not self._closed:
                 while self._heap:
                     priority, _, load = heapq.heappop(self._heap)
-                    if load.queued and priority == load.priority:  # else removed, or pushed again with another priority
+                    # else removed, or pushed again with another priority
+                    if load.queued and priority == load.priority:
                         load.queued = False
                         if load.started_at is None:
                             load.started_at = self._clock()
@@ -226,6 +268,7 @@ class ColdLoads:
 
     def _run(self) -> None:
         if sys.platform.startswith("linux") and self._niceness:
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._niceness)  # of this thread only
+            # of this thread only
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._niceness)
         while (load := self._next()) is not None:
             self._work(load)

@@ -12,10 +12,12 @@ class Metrics:
         registry: where they are registered; None keeps them to this object.
 
     Attributes:
-        hits, misses: by tier, ``device`` (a request found its slot) and ``host`` (a load found the packed bytes).
+        hits, misses: by tier, ``device`` (a request found its slot) and ``host`` (a load found the
+            packed bytes).
         joined: requests that joined a load under way.
         queue_wait: seconds from a request to the start of its load.
-        load_time: seconds from that start until the adapter can be written to its slot, by source: ``storage`` or ``host``.
+        load_time: seconds from that start until the adapter can be written to its slot, by source:
+            ``storage`` or ``host``.
         bytes: by tier, in use now.
         evictions: by tier.
         refusals: by reason: ``queue_full``, ``tenant_quota``, ``prefetch_dropped``, ``failed``.
@@ -29,11 +31,30 @@ class Metrics:
 
         self.hits = Counter(name("hits"), "Found in a tier.", ["tier"], registry=registry)
         self.misses = Counter(name("misses"), "Not found in a tier.", ["tier"], registry=registry)
-        self.joined = Counter(name("joined"), "Requests that joined a load under way.", registry=registry)
-        self.queue_wait = Histogram(name("queue_wait_seconds"), "Request to start of load.", buckets=_SECONDS, registry=registry)
-        self.load_time = Histogram(name("load_seconds"), "Start of load to staged.", ["source"], buckets=_SECONDS, registry=registry)
+        self.joined = Counter(
+            name("joined"), "Requests that joined a load under way.", registry=registry
+        )
+        self.queue_wait = Histogram(
+            name("queue_wait_seconds"),
+            "Request to start of load.",
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self.load_time = Histogram(
+            name("load_seconds"),
+            "Start of load to staged.",
+            ["source"],
+            buckets=_SECONDS,
+            registry=registry,
+        )
         self.bytes = Gauge(name("bytes"), "Bytes in use.", ["tier"], registry=registry)
-        self.evictions = Counter(name("evictions"), "Copies that were evicted.", ["tier"], registry=registry)
-        self.refusals = Counter(name("refusals"), "Loads refused, dropped or failed.", ["reason"], registry=registry)
-        self.uncached = Counter(name("uncached"), "Loads that the host cache could not keep.", registry=registry)
+        self.evictions = Counter(
+            name("evictions"), "Copies that were evicted.", ["tier"], registry=registry
+        )
+        self.refusals = Counter(
+            name("refusals"), "Loads refused, dropped or failed.", ["reason"], registry=registry
+        )
+        self.uncached = Counter(
+            name("uncached"), "Loads that the host cache could not keep.", registry=registry
+        )
         self.unfinished = Gauge(name("unfinished_loads"), "Loads under way.", registry=registry)

@@ -1,4 +1,5 @@
-"""Residency as jobs open it: slots that hold what is to be loaded as it is stored, and loads that use the machine.
+"""Residency as jobs open it: slots that hold what is to be loaded as it is stored, and loads that
+use the machine.
 
 Benches of loading call this too, with nothing of their own, so that they measure what a job does.
 """
@@ -20,7 +21,9 @@ from mint_jax.residency.residency import Residency
 from mint_jax.residency.slots import DeviceSlots
 
 NICENESS = 10  # of the loaders' threads: decoding goes first
-PIECE_BYTES = 4 << 20  # of a large adapter at a time between two decode steps, a millisecond's work; each piece costs 0.1 ms of its own
+# of a large adapter at a time between two decode steps, a millisecond's work; each piece costs 0.1
+# ms of its own
+PIECE_BYTES = 4 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,8 +54,9 @@ def open_residency(
 ) -> Residency:
     """Residency for given revisions, by digest.
 
-    Slots have the dtype in which the revisions are stored (the narrowest that holds all of them without rounding): half the
-    bytes to write where that has 16 bits, and sampling multiplies by the same numbers.
+    Slots have the dtype in which the revisions are stored (the narrowest that holds all of them
+    without rounding): half the bytes to write where that has 16 bits, and sampling multiplies by
+    the same numbers.
 
     Args:
         base: fingerprint of the base.
@@ -60,9 +64,31 @@ def open_residency(
         host_bytes, depth: see ``Residency``.
     """
     counts = Counter(known.config.bucket for known in revisions.values())
-    targets = dict.fromkeys(target for known in revisions.values() for target in known.config.targets)
-    dtype = functools.reduce(jnp.promote_types, (jnp.dtype(known.dtype) for known in revisions.values()))
-    device = DeviceSlots(base_specs, {bucket: min(count, slots) for bucket, count in counts.items()}, targets, dtype, mesh, PIECE_BYTES)
+    targets = dict.fromkeys(
+        target for known in revisions.values() for target in known.config.targets
+    )
+    dtype = functools.reduce(
+        jnp.promote_types, (jnp.dtype(known.dtype) for known in revisions.values())
+    )
+    device = DeviceSlots(
+        base_specs,
+        {bucket: min(count, slots) for bucket, count in counts.items()},
+        targets,
+        dtype,
+        mesh,
+        PIECE_BYTES,
+    )
     finite = {digest for digest, known in revisions.items() if known.finite}
-    admission = Admission(base, base_specs, {bucket: device.targets(bucket) for bucket in counts}, finite)
-    return Residency(fetch, unpack, admission, device, host_bytes, workers=os.cpu_count() or 1, depth=depth, niceness=NICENESS)
+    admission = Admission(
+        base, base_specs, {bucket: device.targets(bucket) for bucket in counts}, finite
+    )
+    return Residency(
+        fetch,
+        unpack,
+        admission,
+        device,
+        host_bytes,
+        workers=os.cpu_count() or 1,
+        depth=depth,
+        niceness=NICENESS,
+    )

@@ -1,12 +1,14 @@
-"""Residency where several processes share one mesh: process 0 decides what is loaded, into which slot and when, the others do the same.
+"""Residency where several processes share one mesh: process 0 decides what is loaded, into which
+slot and when, the others do the same.
 
     process 0                                   every other process
-    a loader stages, ``staging``   --stage-->   a thread fetches, verifies and stages the same revision
-    waits                          <-report--   it is there, or why not
-    between two steps: a piece     --write-->   the same piece, before the plan of the next step
+    a loader stages, ``staging``   --stage-->   a thread fetches, verifies and stages the same
+    revision waits                          <-report--   it is there, or why not between two steps:
+    a piece     --write-->   the same piece, before the plan of the next step
 
-Each process reads the storage itself, so its payloads must be where all of them see them; no adapter travels between processes. What
-one of them cannot load fails in process 0, to those who asked for it there.
+Each process reads the storage itself, so its payloads must be where all of them see them; no
+adapter travels between processes. What one of them cannot load fails in process 0, to those who
+asked for it there.
 """
 
 import contextlib
@@ -57,14 +59,23 @@ def abandon(number: int) -> None:
 
 
 class Others:
-    """Residency of a process that is not the first, over slots like those of process 0; a context that ends its threads.
+    """Residency of a process that is not the first, over slots like those of process 0; a context
+    that ends its threads.
 
     Args:
         fetch, unpack, admission, slots, host_bytes: see ``Residency``.
         workers: threads that load.
     """
 
-    def __init__(self, fetch: Fetch, unpack: Unpack, admission: Admission, slots: DeviceSlots, host_bytes: int, workers: int = 4):
+    def __init__(
+        self,
+        fetch: Fetch,
+        unpack: Unpack,
+        admission: Admission,
+        slots: DeviceSlots,
+        host_bytes: int,
+        workers: int = 4,
+    ):
         self.slots = slots
         self._tier = HostTier(HostCache(host_bytes), fetch, unpack, admission, Metrics())
         self._staged: dict[int, Future[Staged]] = {}
@@ -95,7 +106,9 @@ class Others:
         elif word == "abandon":
             self._staged.pop(values[0]).cancel()
         else:
-            raise RuntimeError(f"process 0 tells {word!r}, which no process knows: their programs differ")
+            raise RuntimeError(
+                f"process 0 tells {word!r}, which no process knows: their programs differ"
+            )
 
     def _stage(self, number: int, digest: str, bucket: int, index: int) -> Staged:
         try:

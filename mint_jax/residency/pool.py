@@ -1,12 +1,15 @@
-"""Named adapters over the slots of one base: the one way by which jobs bring adapters to the devices.
+"""Named adapters over the slots of one base: the one way by which jobs bring adapters to the
+devices.
 
-    names --source.look_up--> digests, configs, bytes      checked against the base before anything runs
-    hold(names)  --residency--> slots, leased for a block   what comes next is fetched meanwhile
-    run(call)                                               rows of any number of adapters, in turns of as many as fit
+    names --source.look_up--> digests, configs, bytes      checked against the base before anything
+    runs hold(names)  --residency--> slots, leased for a block   what comes next is fetched
+    meanwhile run(call)                                               rows of any number of
+    adapters, in turns of as many as fit
 
-Which rows run together depends on the input alone, not on how fast anything loads. Of several processes each has all adapters in
-its host's memory, for scores and samples of a block are called in all of them, and a load has no leader there (``others``); a
-block's adapters then become stacks of their own.
+Which rows run together depends on the input alone, not on how fast anything loads. Of several
+processes each has all adapters in its host's memory, for scores and samples of a block are called
+in all of them, and a load has no leader there (``others``); a block's adapters then become stacks
+of their own.
 """
 
 import contextlib
@@ -115,10 +118,26 @@ class Pool:
         UserError: an unknown name, or an adapter for another base.
     """
 
-    def __init__(self, base: Base, source: Source, names: Sequence[str | None], slots: int, say: Callable[[str], None] = lambda text: None):
+    def __init__(
+        self,
+        base: Base,
+        source: Source,
+        names: Sequence[str | None],
+        slots: int,
+        say: Callable[[str], None] = lambda text: None,
+    ):
         if isinstance(slots, bool) or not isinstance(slots, int) or slots < 1:
-            raise UserError(f"slots is {slots!r}; expected how many adapters of a rank bucket may be on the device at once, at least 1")
-        self.base, self.names, self._source, self._slots, self._say = base, [name or None for name in names], source, slots, say
+            raise UserError(
+                f"slots is {slots!r}; expected how many adapters of a rank bucket may be on the"
+                " device at once, at least 1"
+            )
+        self.base, self.names, self._source, self._slots, self._say = (
+            base,
+            [name or None for name in names],
+            source,
+            slots,
+            say,
+        )
         self._specs = transformer.abstract(base.cfg)
         self._residency: Residency | None = None
         self._announced: set[str] = set()
@@ -145,13 +164,17 @@ class Pool:
         self._source.let_go(list(self.digests.values()))
 
     def run(self, call: Callable[[Turn], Sequence[Result]]) -> list[Result]:
-        """Every row's result, in the order of the rows; ``call`` gives those of a turn's, in theirs.
+        """Every row's result, in the order of the rows; ``call`` gives those of a turn's, in
+        theirs.
 
         Raises:
             UserError: a payload that is damaged or does not fit.
         """
         if len(self._plan) > 1:
-            self._say(f"{len(self._known)} adapters take {len(self._plan)} turns over {self._slots} slots of each rank bucket")
+            self._say(
+                f"{len(self._known)} adapters take {len(self._plan)} turns over {self._slots} slots"
+                " of each rank bucket"
+            )
         results: dict[int, Result] = {}
         plan = self._plan or [[]]
         turn_of = {digest: k for k, digests in enumerate(plan) for digest in digests}
@@ -159,7 +182,9 @@ class Pool:
         for i, name in enumerate(self.names):  # those of the bare base come first
             rows_of[0 if name is None else turn_of[self.digests[name]]].append(i)
         for k, (digests, rows) in enumerate(zip(plan, rows_of)):
-            with self.hold([self.names[i] for i in rows], self._plan[k + 1] if k + 1 < len(self._plan) else ()) as held:
+            with self.hold(
+                [self.names[i] for i in rows], self._plan[k + 1] if k + 1 < len(self._plan) else ()
+            ) as held:
                 turn = Turn(held.slots, held.stacks, rows, len(results))
                 results.update(zip(rows, call(turn), strict=True))
             self._source.let_go(digests)
@@ -173,17 +198,23 @@ class Pool:
             following: digests to fetch meanwhile.
 
         Raises:
-            UserError: a payload that is damaged or does not fit; more adapters of a rank bucket than there are slots.
+            UserError: a payload that is damaged or does not fit; more adapters of a rank bucket
+                than there are slots.
         """
         wanted = [name for name in dict.fromkeys(names) if name]
         if self._whole or not wanted:
-            stacks, slots = lora_tree.stack_adapters(self._specs, {name: self._whole[name] for name in wanted})
+            stacks, slots = lora_tree.stack_adapters(
+                self._specs, {name: self._whole[name] for name in wanted}
+            )
             yield Held(slots, multihost.replicate(stacks, self.base.mesh))
             return
         digests = list(dict.fromkeys(self.digests[name] for name in wanted))
         counts = Counter(self._known[digest].known.config.bucket for digest in digests)
         if counts and max(counts.values()) > self._slots:
-            raise UserError(f"{max(counts.values())} adapters of one rank bucket are asked for together, slots is {self._slots}: set more")
+            raise UserError(
+                f"{max(counts.values())} adapters of one rank bucket are asked for together, slots"
+                f" is {self._slots}: set more"
+            )
         residency = self._open()
         self._source.renew()
         leases = {lease.digest: lease for lease in residency.wait_for(digests)}
@@ -201,7 +232,9 @@ class Pool:
                 lease.release()
 
     def _turns(self) -> list[list[str]]:
-        """Digests of each turn: of every rank bucket as many as there are slots, in the order in which rows name them."""
+        """Digests of each turn: of every rank bucket as many as there are slots, in the order in
+        which rows name them.
+        """
         plan: list[list[str]] = []
         seen: Counter[int] = Counter()
         for digest, entry in self._known.items():
@@ -216,10 +249,27 @@ class Pool:
     def _open(self) -> Residency:
         """Residency with as many slots as are needed and allowed; its host cache has two turns."""
         if self._residency is None:
-            base, known = self.base.fingerprint, {digest: entry.known for digest, entry in self._known.items()}
-            host_bytes = 2 * max(sum(self._known[digest].nbytes for digest in digests) for digests in self._plan)
-            depth, fetch, unpack = 1 + 2 * max(map(len, self._plan)), self._source.fetch, self._source.unpack
+            base, known = (
+                self.base.fingerprint,
+                {digest: entry.known for digest, entry in self._known.items()},
+            )
+            host_bytes = 2 * max(
+                sum(self._known[digest].nbytes for digest in digests) for digests in self._plan
+            )
+            depth, fetch, unpack = (
+                1 + 2 * max(map(len, self._plan)),
+                self._source.fetch,
+                self._source.unpack,
+            )
             self._residency = open_residency(
-                fetch, unpack, base, self._specs, known, self._slots, host_bytes, mesh=self.base.mesh, depth=depth
+                fetch,
+                unpack,
+                base,
+                self._specs,
+                known,
+                self._slots,
+                host_bytes,
+                mesh=self.base.mesh,
+                depth=depth,
             )
         return self._residency

@@ -11,9 +11,10 @@ class Quota:
     A copy counts for the tenant whose request brought it in, also while others use it.
 
     Attributes:
-        host_bytes, host_entries: of the host cache. Beyond them its own copies of the lowest score go; where those are in use,
-            the new one is loaded without being kept.
-        slots: device slots over all buckets. Beyond them its own go; where those are in use, the load waits.
+        host_bytes, host_entries: of the host cache. Beyond them its own copies of the lowest score
+            go; where those are in use, the new one is loaded without being kept.
+        slots: device slots over all buckets. Beyond them its own go; where those are in use, the
+            load waits.
         loads: unfinished loads. Beyond them it is refused with ``retry_after_s``.
     """
 

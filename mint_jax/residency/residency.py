@@ -1,12 +1,14 @@
-"""Residency: device slot <- host cache <- storage. Asked for a revision, it gives a lease on a slot, now or when loaded.
+"""Residency: device slot <- host cache <- storage. Asked for a revision, it gives a lease on a
+slot, now or when loaded.
 
     request              acquire(digest) -> Future[Lease]
     loader's thread      fetch, verify, admit -> host cache; reserve a slot; transfer -> staged
     engine's thread      commit_ready(), between two steps: staged -> slot; futures resolve
     request              lease.slot while it runs, lease.release() at its end
 
-Storage is a function, ``fetch(digest)``, and so is the packed format, ``unpack(buffer)``. A load that finds every slot of its
-bucket leased waits for one without holding a worker, device memory or a place in the host cache.
+Storage is a function, ``fetch(digest)``, and so is the packed format, ``unpack(buffer)``. A load
+that finds every slot of its bucket leased waits for one without holding a worker, device memory or
+a place in the host cache.
 """
 
 import contextlib
@@ -35,7 +37,8 @@ from mint_jax.residency.slots import DeviceSlots
 
 
 class Residency:
-    """The three tiers of one base on one engine. All but ``commit_ready`` and ``wait_for`` may be called from any thread.
+    """The three tiers of one base on one engine. All but ``commit_ready`` and ``wait_for`` may be
+    called from any thread.
 
     Args:
         fetch, unpack: storage and format.
@@ -45,9 +48,11 @@ class Residency:
         workers, depth, size_of, niceness: see ``ColdLoads``.
         half_life_s: after so long a use counts half.
         metrics: where to count.
-        digest_of: the revision digest of packed bytes; by default BLAKE3, on all cores while the engine waits for loads or where
-            the workers have no niceness, else in the worker's thread, whose priority it keeps.
-        wrote: called with (digest, tenant, seconds) for each piece of an adapter once it is in its slot; the loop waits for that.
+        digest_of: the revision digest of packed bytes; by default BLAKE3, on all cores while the
+            engine waits for loads or where the workers have no niceness, else in the worker's
+            thread, whose priority it keeps.
+        wrote: called with (digest, tenant, seconds) for each piece of an adapter once it is in its
+            slot; the loop waits for that.
     """
 
     def __init__(
@@ -73,7 +78,9 @@ class Residency:
         self.metrics = metrics or Metrics()
         self._clock = clock
         evicted = self.metrics.evictions
-        self.host = HostCache(host_bytes, quotas, half_life_s, clock, lambda digest: evicted.labels("host").inc())
+        self.host = HostCache(
+            host_bytes, quotas, half_life_s, clock, lambda digest: evicted.labels("host").inc()
+        )
         self._niceness, self._idle = niceness, 0  # the second counts engines that wait
         self._admission = admission
         digest_of = digest_of or self._blake3
@@ -81,12 +88,22 @@ class Residency:
         self.slots = slots
         capacities = {bucket: stack.slots for bucket, stack in slots.stacks.items()}
         sizes = {bucket: slots.slot_bytes(bucket) for bucket in capacities}
-        self.table = SlotTable(capacities, sizes, quotas, half_life_s, clock, lambda digest: evicted.labels("device").inc())
-        self._lock = threading.RLock()  # of the table, the lists below and the loads' futures; taken before any other
+        self.table = SlotTable(
+            capacities,
+            sizes,
+            quotas,
+            half_life_s,
+            clock,
+            lambda digest: evicted.labels("device").inc(),
+        )
+        # of the table, the lists below and the loads' futures; taken before any other
+        self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)  # something became ready, or a load ended
         self._ready: deque[Load] = deque()  # staged, waiting for commit_ready
         self._parked: list[tuple[int, Load]] = []  # (bucket, load) waiting for a slot, in order
-        self.loads = ColdLoads(self._stage, workers, depth, quotas, clock, size_of, niceness=niceness)
+        self.loads = ColdLoads(
+            self._stage, workers, depth, quotas, clock, size_of, niceness=niceness
+        )
         self.metrics.bytes.labels("host").set_function(lambda: self.host.nbytes)
         self.metrics.bytes.labels("device").set_function(self._device_bytes)
         self.metrics.unfinished.set_function(lambda: len(self.loads))
@@ -97,10 +114,11 @@ class Residency:
         return self.slots.stacks
 
     def acquire(self, digest: str, tenant: str = "default") -> "Future[Lease]":
-        """A lease on a revision's slot: at once when it is resident, else when its load is committed.
+        """A lease on a revision's slot: at once when it is resident, else when its load is
+        committed.
 
-        Cancelling the future withdraws the request. The future raises what ``fetch``, the verification or the admission
-        raise; nothing of a failed load stays.
+        Cancelling the future withdraws the request. The future raises what ``fetch``, the
+        verification or the admission raise; nothing of a failed load stays.
 
         Raises:
             QueueFull: ask again in ``retry_after_s``.
@@ -120,7 +138,9 @@ class Residency:
         return future
 
     def prefetch(self, digest: str, tenant: str = "default") -> bool:
-        """A hint: brings a revision to the host, and to a slot if one is free. False where the queue is full."""
+        """A hint: brings a revision to the host, and to a slot if one is free. False where the
+        queue is full.
+        """
         with self._lock:
             if self.table.find(digest) is None:
                 try:
@@ -130,11 +150,15 @@ class Residency:
         return True
 
     def offer(self, digest: str, buffer: np.ndarray, tenant: str = "default") -> bool:
-        """A hint with the packed bytes, which must not change later: as ``prefetch``, and nothing is fetched. Whether the host has them."""
+        """A hint with the packed bytes, which must not change later: as ``prefetch``, and nothing
+        is fetched. Whether the host has them.
+        """
         return self._tier.offer(digest, buffer, tenant) and self.prefetch(digest, tenant)
 
     def pin(self, digest: str, tenant: str = "default") -> bool:
-        """Brings a revision to host and slot and keeps it there. False where the queue is full: the pin then holds from its arrival."""
+        """Brings a revision to host and slot and keeps it there. False where the queue is full: the
+        pin then holds from its arrival.
+        """
         with self._lock:
             self.host.pin(digest)
             self.table.pin(digest)
@@ -153,14 +177,18 @@ class Residency:
             self._pump()
 
     def drop(self, digest: str) -> bool:
-        """Removes a revision from slot and host; a leased one goes when its requests have ended. Whether it is gone now."""
+        """Removes a revision from slot and host; a leased one goes when its requests have ended.
+        Whether it is gone now.
+        """
         with self._lock:
             gone = self.host.drop(digest) & self.table.drop(digest)
             self._pump()
             return gone
 
     def eta(self, digest: str) -> float:
-        """Seconds until a revision should be ready to commit: 0 for a resident one, an estimate for any other."""
+        """Seconds until a revision should be ready to commit: 0 for a resident one, an estimate for
+        any other.
+        """
         with self._lock:
             if self.table.find(digest) is not None:
                 return 0.0
@@ -168,11 +196,12 @@ class Residency:
             return self.loads.eta_of_new(digest) if load is None else self.loads.eta(load)
 
     def commit_ready(self, budget_bytes: int | None = None) -> int:
-        """Writes what is staged into its slots and resolves the requests. For the engine's thread, between two steps.
+        """Writes what is staged into its slots and resolves the requests. For the engine's thread,
+        between two steps.
 
         Args:
-            budget_bytes: write at most this many, but at least one piece; what is left, also the rest of a large adapter, waits for the
-                next call.
+            budget_bytes: write at most this many, but at least one piece; what is left, also the
+                rest of a large adapter, waits for the next call.
 
         Returns:
             How many revisions became resident.
@@ -201,7 +230,9 @@ class Residency:
 
     def _lease(self, digest: str) -> Lease | None:
         slot = self.table.lease(digest)
-        return None if slot is None else Lease(digest, slot, self.table.modules(digest), self._release)
+        return (
+            None if slot is None else Lease(digest, slot, self.table.modules(digest), self._release)
+        )
 
     def _blake3(self, buffer: np.ndarray) -> str:
         return (blake3_alone if self._niceness and not self._idle else blake3_of)(buffer)
@@ -242,7 +273,8 @@ class Residency:
             future.set_result(lease)
 
     def wait_for(self, digests: Sequence[str], tenant: str = "default") -> list[Lease]:
-        """Leases on several revisions, committing meanwhile: for a job that has nothing else to run on the device.
+        """Leases on several revisions, committing meanwhile: for a job that has nothing else to run
+        on the device.
 
         Raises:
             QueueFull, UserError: of the first that fails; no lease is left then.
@@ -262,13 +294,16 @@ class Residency:
             raise
 
     def wait_ready(self, pending: Sequence[Future], timeout: float = 1.0) -> bool:
-        """Sleeps until something can be committed, or one of these requests has ended, or for ``timeout`` seconds.
+        """Sleeps until something can be committed, or one of these requests has ended, or for
+        ``timeout`` seconds.
 
         Returns:
             Whether ``commit_ready`` has something to do.
         """
         with self._waiting(), self._changed:
-            self._changed.wait_for(lambda: self._ready or any(future.done() for future in pending), timeout)
+            self._changed.wait_for(
+                lambda: self._ready or any(future.done() for future in pending), timeout
+            )
             return bool(self._ready)
 
     def state(self) -> dict[str, Any]:
@@ -278,7 +313,11 @@ class Residency:
                 "host": self.host.state(),
                 "slots": self.table.state(),
                 "device_bytes": self.table.nbytes,
-                "loads": {"unfinished": len(self.loads), "ready": len(self._ready), "waiting_for_slot": len(self._parked)},
+                "loads": {
+                    "unfinished": len(self.loads),
+                    "ready": len(self._ready),
+                    "waiting_for_slot": len(self._parked),
+                },
                 "bytes_per_s": self.loads.bytes_per_s,
                 "resident": sorted(self.table.resident()),
             }
@@ -292,7 +331,9 @@ class Residency:
         try:
             load, dropped = self.loads.submit(digest, tenant, priority)
         except QueueFull as full:
-            self.metrics.refusals.labels("prefetch_dropped" if priority == PREFETCH else full.reason).inc()
+            self.metrics.refusals.labels(
+                "prefetch_dropped" if priority == PREFETCH else full.reason
+            ).inc()
             raise
         if dropped is not None:
             self.metrics.refusals.labels("prefetch_dropped").inc()
@@ -327,7 +368,9 @@ class Residency:
             self._changed.notify_all()
 
     def _slot_for(self, load: Load, bucket: int) -> Slot | None:
-        """The slot that a load is to fill; None where it waits for one, or ends because no request waits for it."""
+        """The slot that a load is to fill; None where it waits for one, or ends because no request
+        waits for it.
+        """
         with self._lock:
             if load.slot is None:
                 wanted = bool(load.waiting) or self.table.is_pinned(load.digest)
@@ -345,7 +388,9 @@ class Residency:
         for bucket, load in waiting:
             try:
                 load.slot = self.table.reserve(bucket, load.digest, load.tenant)
-            except UserError:  # there will be none: a worker finds that again and fails the waiting requests, without our lock
+            except UserError:
+                # there will be none: a worker finds that again and fails the waiting requests,
+                # without our lock
                 self.loads.resume(load)
                 continue
             if load.slot is None:
@@ -374,7 +419,9 @@ class Residency:
             self._changed.notify_all()
 
     def _withdraw(self, load: Load, future: "Future[Lease]") -> None:
-        """Takes a cancelled request out; a load that no request waits for is forgotten where it has not begun."""
+        """Takes a cancelled request out; a load that no request waits for is forgotten where it has
+        not begun.
+        """
         if not future.cancelled():
             return
         with self._lock:

@@ -1,6 +1,8 @@
-"""Which revision is in which device slot, who uses it, and which goes when another needs its slot. No arrays here.
+"""Which revision is in which device slot, who uses it, and which goes when another needs its slot.
+No arrays here.
 
-A slot is free, filling (reserved for a revision whose bytes are on the way) or resident. Only resident ones are leased.
+A slot is free, filling (reserved for a revision whose bytes are on the way) or resident. Only
+resident ones are leased.
 """
 
 import dataclasses
@@ -45,7 +47,12 @@ class SlotTable:
         on_evict: Callable[[str], None] | None = None,
     ):
         self.capacities, self.half_life_s = dict(capacities), half_life_s
-        self._slot_bytes, self._quotas, self._clock, self._on_evict = slot_bytes, quotas or Quotas(), clock, on_evict
+        self._slot_bytes, self._quotas, self._clock, self._on_evict = (
+            slot_bytes,
+            quotas or Quotas(),
+            clock,
+            on_evict,
+        )
         self._free = {bucket: list(range(n))[::-1] for bucket, n in capacities.items()}
         self._occupants: dict[str, _Occupant] = {}
         self._pinned: set[str] = set()
@@ -58,7 +65,9 @@ class SlotTable:
         return None if occupant is None or occupant.filling else occupant.slot
 
     def lease(self, digest: str) -> Slot | None:
-        """The slot where a revision is resident, which stays its own until ``release``; None when there is none."""
+        """The slot where a revision is resident, which stays its own until ``release``; None when
+        there is none.
+        """
         occupant = self._occupants.get(digest)
         if occupant is None or occupant.filling:
             return None
@@ -80,15 +89,18 @@ class SlotTable:
         return not occupant.leases
 
     def reserve(self, bucket: int, digest: str, tenant: str, evict: bool = True) -> Slot | None:
-        """A slot to fill with a revision: a free one, or that of the lowest score among those without lease or pin.
+        """A slot to fill with a revision: a free one, or that of the lowest score among those
+        without lease or pin.
 
-        Where the tenant's quota of slots is used up, only its own go. ``fill`` or ``abandon`` must follow.
+        Where the tenant's quota of slots is used up, only its own go. ``fill`` or ``abandon`` must
+        follow.
 
         Returns:
             None when a lease must end first, or, without ``evict``, when none is free.
 
         Raises:
-            UserError: no such slot will ever be free: the bucket has none, all are pinned, or the tenant may have none.
+            UserError: no such slot will ever be free: the bucket has none, all are pinned, or the
+                tenant may have none.
         """
         assert digest not in self._occupants, f"{digest} has a slot"
         self._check_possible(bucket, tenant)
@@ -101,19 +113,29 @@ class SlotTable:
             if self._on_evict is not None:
                 self._on_evict(victim)
         slot = Slot(bucket, self._free[bucket].pop())
-        self._occupants[digest] = _Occupant(slot, tenant, EvictionScore(self._slot_bytes[bucket], 0.0, 1.0, self._clock()))
+        self._occupants[digest] = _Occupant(
+            slot, tenant, EvictionScore(self._slot_bytes[bucket], 0.0, 1.0, self._clock())
+        )
         self._use.add(tenant, self._slot_bytes[bucket])
         return slot
 
     def _victims(self, bucket: int, tenant: str) -> list[str] | None:
-        """Who must go so that a tenant gets a slot of a bucket; None when what would have to go is leased or pinned."""
+        """Who must go so that a tenant gets a slot of a bucket; None when what would have to go is
+        leased or pinned.
+        """
         victims = []
         if not within(self._use.entries(tenant) + 1, self._quotas.of(tenant).slots):
-            own = (self._idle[b].lowest(tenant) for b in sorted(self.capacities, key=lambda b: b != bucket))  # this bucket's first
+            # this bucket's first
+            own = (
+                self._idle[b].lowest(tenant)
+                for b in sorted(self.capacities, key=lambda b: b != bucket)
+            )
             if (victim := next((digest for digest in own if digest), None)) is None:
                 return None
             victims.append(victim)
-        if not self._free[bucket] and bucket not in (self._occupants[v].slot.bucket for v in victims):
+        if not self._free[bucket] and bucket not in (
+            self._occupants[v].slot.bucket for v in victims
+        ):
             if (victim := self._idle[bucket].lowest()) is None:
                 return None
             victims.append(victim)
@@ -122,15 +144,27 @@ class SlotTable:
     def _check_possible(self, bucket: int, tenant: str) -> None:
         if not self.capacities.get(bucket):
             have = ", ".join(str(b) for b, n in sorted(self.capacities.items()) if n) or "none"
-            raise UserError(f"an adapter of rank bucket {bucket} needs a slot, and there are slots for {have}: configure some")
+            raise UserError(
+                f"an adapter of rank bucket {bucket} needs a slot, and there are slots for {have}:"
+                " configure some"
+            )
         if self._quotas.of(tenant).slots == 0:
             raise UserError(f"tenant {tenant!r} has a quota of 0 device slots: raise it")
-        pinned = sum(1 for digest in self._pinned if (o := self._occupants.get(digest)) and o.slot.bucket == bucket)
+        pinned = sum(
+            1
+            for digest in self._pinned
+            if (o := self._occupants.get(digest)) and o.slot.bucket == bucket
+        )
         if pinned >= self.capacities[bucket]:
-            raise UserError(f"all {pinned} slots of rank bucket {bucket} are pinned: unpin one or configure more")
+            raise UserError(
+                f"all {pinned} slots of rank bucket {bucket} are pinned: unpin one or configure"
+                " more"
+            )
 
     def fill(self, digest: str, seconds: float, modules: int = 0) -> None:
-        """The reserved slot holds its revision now, of ``modules`` modules; ``seconds`` is what bringing it there took."""
+        """The reserved slot holds its revision now, of ``modules`` modules; ``seconds`` is what
+        bringing it there took.
+        """
         occupant = self._occupants[digest]
         occupant.filling, occupant.modules = False, modules
         occupant.score.seconds = seconds
@@ -161,7 +195,9 @@ class SlotTable:
         return self._occupants[digest].modules
 
     def drop(self, digest: str) -> bool:
-        """Clears a revision's slot, pinned or not; a leased one when its last lease ends. Whether it is gone now."""
+        """Clears a revision's slot, pinned or not; a leased one when its last lease ends. Whether
+        it is gone now.
+        """
         self._pinned.discard(digest)
         occupant = self._occupants.get(digest)
         if occupant is None or occupant.filling:

@@ -1,11 +1,14 @@
-"""Device slots: the stacks that engines sample from, and how an adapter's arrays get into one of their slots.
+"""Device slots: the stacks that engines sample from, and how an adapter's arrays get into one of
+their slots.
 
-``stage`` runs in a loader's thread: one transfer for each contiguous array, and, the first time an adapter of its shapes
-comes, the compilation of the program that writes it. ``write`` runs in the engine's thread between two steps: it hands the
-staged arrays to that program, which updates the donated stack in place: the bytes are read once and written once. (105 MB,
-the rank-1 adapter of Qwen3-30B-A3B, on one core of a CPU: staging 1.1 ms, writing 16.7; memcpy of as many bytes 12. A program
-for each array took 18, for two adapters at once 15.5 an adapter, threads 21.) A write may be cut into pieces of layers, so that
-no gap between two steps has to hold a whole large adapter; no request is given the slot before the last piece.
+``stage`` runs in a loader's thread: one transfer for each contiguous array, and, the first time an
+adapter of its shapes comes, the compilation of the program that writes it. ``write`` runs in the
+engine's thread between two steps: it hands the staged arrays to that program, which updates the
+donated stack in place: the bytes are read once and written once. (105 MB, the rank-1 adapter of
+Qwen3-30B-A3B, on one core of a CPU: staging 1.1 ms, writing 16.7; memcpy of as many bytes 12. A
+program for each array took 18, for two adapters at once 15.5 an adapter, threads 21.) A write may
+be cut into pieces of layers, so that no gap between two steps has to hold a whole large adapter; no
+request is given the slot before the last piece.
 
 Axes: L layers, S slots, E experts, R rank of the bucket, D in or out.
 """
@@ -60,8 +63,8 @@ class DeviceSlots:
         targets: the union of what the adapters may target.
         dtype: of the stacks; adapters stored in another are converted on the device.
         mesh: the base's; None is the default device.
-        piece_bytes: a write of more bytes (as stored) is cut into pieces of about this many, where a bucket has several slots; None
-            never cuts.
+        piece_bytes: a write of more bytes (as stored) is cut into pieces of about this many, where
+            a bucket has several slots; None never cuts.
     """
 
     def __init__(
@@ -81,10 +84,15 @@ class DeviceSlots:
             specs = lora_tree.stack_specs(base_specs, targets, bucket, count)
             self._specs[bucket] = jax.tree.map(lambda s: dataclasses.replace(s, dtype=dtype), specs)
             factors = jax.tree.map(self._zeros, self._specs[bucket])
-            self.stacks[bucket] = AdapterStack(factors, self._zeros(ParamSpec((count,), (None,), jnp.float32)), bucket)
+            self.stacks[bucket] = AdapterStack(
+                factors, self._zeros(ParamSpec((count,), (None,), jnp.float32)), bucket
+            )
         self._scalar = self._sharding(ParamSpec((), ()))
         self._where = {  # bucket -> path -> the devices that hold one slot's part of a factor
-            bucket: {path: self._sharding(_without_slots(spec)) for path, spec in params_lib.leaves_with_path(specs)}
+            bucket: {
+                path: self._sharding(_without_slots(spec))
+                for path, spec in params_lib.leaves_with_path(specs)
+            }
             for bucket, specs in self._specs.items()
         }
 
@@ -95,21 +103,30 @@ class DeviceSlots:
 
     def targets(self, bucket: int) -> set[str]:
         """Paths of the projections that the slots of a bucket hold."""
-        return {path.rsplit("/", 1)[0] for path, _ in params_lib.leaves_with_path(self._specs[bucket])}
+        return {
+            path.rsplit("/", 1)[0] for path, _ in params_lib.leaves_with_path(self._specs[bucket])
+        }
 
     def stage(self, slot: Slot, adapter: Any, config: AdapterConfig) -> Staged:
-        """Brings an admitted adapter to the device; returns when it is there. Any thread may call it.
+        """Brings an admitted adapter to the device; returns when it is there. Any thread may call
+        it.
 
         Args:
-            adapter: host arrays ``[L, (E,) r, D]``; read until the write is done, so they must not change.
+            adapter: host arrays ``[L, (E,) r, D]``; read until the write is done, so they must not
+                change.
         """
         paths = dict(params_lib.leaves_with_path(adapter))
         numbers = (np.float32(config.scale), np.int32(slot.index))
-        where = ({path: self._where[slot.bucket][path] for path in paths}, (self._scalar, self._scalar))
-        arrays, (scale, index) = multihost.place((paths, numbers), where)  # one call; on a CPU aligned pages are taken as they are
+        where = (
+            {path: self._where[slot.bucket][path] for path in paths},
+            (self._scalar, self._scalar),
+        )
+        # one call; on a CPU aligned pages are taken as they are
+        arrays, (scale, index) = multihost.place((paths, numbers), where)
         nbytes = params_lib.nbytes(arrays)
-        # The only slot of a bucket is written whole: XLA on CPU copies a stack of one slot of 16-bit numbers at each piece (4.8 MB
-        # in 25 pieces: 12 ms; in one 0.3; of two slots 25 pieces 3.8).
+        # The only slot of a bucket is written whole: XLA on CPU copies a stack of one slot of
+        # 16-bit numbers at each piece (4.8 MB in 25 pieces: 12 ms; in one 0.3; of two slots 25
+        # pieces 3.8).
         cut = self.piece_bytes if self.stacks[slot.bucket].slots > 1 else None
         pieces = 1 if cut is None else max(1, -(-nbytes // cut))
         program = self._program(slot.bucket, arrays, pieces)
@@ -121,10 +138,12 @@ class DeviceSlots:
 
         The stack's arrays are donated: what held the old ones must read ``stacks`` again.
         """
-        # Donated, the write touches its piece alone. A stack that is not is copied whole for every piece: on two cores a write into
-        # 256 MB took 79 ms so, and 0.03 ms in place.
+        # Donated, the write touches its piece alone. A stack that is not is copied whole for every
+        # piece: on two cores a write into 256 MB took 79 ms so, and 0.03 ms in place.
         bucket = staged.slot.bucket
-        self.stacks[bucket] = staged.program(self.stacks[bucket], staged.arrays, staged.scale, staged.index, np.int32(staged.written))
+        self.stacks[bucket] = staged.program(
+            self.stacks[bucket], staged.arrays, staged.scale, staged.index, np.int32(staged.written)
+        )
         staged.written += 1
         return staged.written == staged.pieces
 
@@ -134,20 +153,37 @@ class DeviceSlots:
 
     def _program(self, bucket: int, arrays: Mapping[str, jax.Array], pieces: int) -> Any:
         """The compiled write of adapters of these shapes, compiled once, in the calling thread."""
-        numbers = [jax.ShapeDtypeStruct((), t, sharding=self._scalar) for t in (jnp.float32, jnp.int32, jnp.int32)]
-        given = {path: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for path, x in arrays.items()}
+        numbers = [
+            jax.ShapeDtypeStruct((), t, sharding=self._scalar)
+            for t in (jnp.float32, jnp.int32, jnp.int32)
+        ]
+        given = {
+            path: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+            for path, x in arrays.items()
+        }
         shapes, structure = jax.tree.flatten((self._abstract(bucket), given, *numbers))
-        with _COMPILING:  # the cache below does not make a second thread wait that asks for the same: both would compile it
+        # the cache below does not make a second thread wait that asks for the same: both would
+        # compile it
+        with _COMPILING:
             return _compiled(structure, tuple(shapes), pieces)
 
     def _abstract(self, bucket: int) -> AdapterStack:
-        factors = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=self._sharding(s)), self._specs[bucket])
+        factors = jax.tree.map(
+            lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=self._sharding(s)),
+            self._specs[bucket],
+        )
         shape = (self.stacks[bucket].slots,)
-        scale = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=self._sharding(ParamSpec(shape, (None,))))
+        scale = jax.ShapeDtypeStruct(
+            shape, jnp.float32, sharding=self._sharding(ParamSpec(shape, (None,)))
+        )
         return AdapterStack(factors, scale, bucket)  # type: ignore[arg-type]
 
     def _sharding(self, spec: ParamSpec) -> Any:
-        return SingleDeviceSharding(jax.devices()[0]) if self.mesh is None else sharding.sharding_of(spec, self.mesh)
+        return (
+            SingleDeviceSharding(jax.devices()[0])
+            if self.mesh is None
+            else sharding.sharding_of(spec, self.mesh)
+        )
 
     def _zeros(self, spec: ParamSpec) -> jax.Array:
         return jnp.zeros(spec.shape, spec.dtype, device=self._sharding(spec))
@@ -158,11 +194,15 @@ _COMPILING = threading.Lock()
 
 @functools.lru_cache(maxsize=128)
 def _compiled(structure: Any, shapes: tuple[jax.ShapeDtypeStruct, ...], pieces: int) -> Any:
-    """``write_piece`` for these shapes and shardings: one program for all slots of a process that look alike."""
+    """``write_piece`` for these shapes and shardings: one program for all slots of a process that
+    look alike.
+    """
     stack, given, *numbers = jax.tree.unflatten(structure, shapes)
     out = jax.tree.map(lambda s: s.sharding, stack)
     return (
-        jax.jit(functools.partial(write_piece, pieces=pieces), donate_argnums=0, out_shardings=out).lower(stack, given, *numbers).compile()
+        jax.jit(functools.partial(write_piece, pieces=pieces), donate_argnums=0, out_shardings=out)
+        .lower(stack, given, *numbers)
+        .compile()
     )
 
 
@@ -174,12 +214,20 @@ def _without_slots(spec: ParamSpec) -> ParamSpec:
 
 
 def write_piece(
-    stack: AdapterStack, arrays: Mapping[str, jax.Array], scale: jax.Array, slot: jax.Array, piece: jax.Array, *, pieces: int
+    stack: AdapterStack,
+    arrays: Mapping[str, jax.Array],
+    scale: jax.Array,
+    slot: jax.Array,
+    piece: jax.Array,
+    *,
+    pieces: int,
 ) -> AdapterStack:
-    """Writes one of ``pieces`` ranges of layers of an adapter into a slot, in place where the stack is donated.
+    """Writes one of ``pieces`` ranges of layers of an adapter into a slot, in place where the stack
+    is donated.
 
-    Numbers of 16 bits are moved as integers: XLA on CPU takes three times as long for bfloat16 (24 MiB: 17 against 5.4 ms).
-    Rank rows beyond the adapter's, and projections that it does not target, become zero. The scale comes with every piece.
+    Numbers of 16 bits are moved as integers: XLA on CPU takes three times as long for bfloat16 (24
+    MiB: 17 against 5.4 ms). Rank rows beyond the adapter's, and projections that it does not
+    target, become zero. The scale comes with every piece.
 
     Args:
         arrays: path -> ``[L, (E,) r, D]``, r at most the stack's rank.
@@ -196,11 +244,13 @@ def write_piece(
         def update(bits: jax.Array, part: jax.Array, first_rank: int) -> jax.Array:
             zero = jnp.int32(0)
             part = _bits(part.astype(factor.dtype))
-            return jax.lax.dynamic_update_slice(bits, part, (at, slot, *[zero] * (factor.ndim - 4), jnp.int32(first_rank), zero))
+            return jax.lax.dynamic_update_slice(
+                bits, part, (at, slot, *[zero] * (factor.ndim - 4), jnp.int32(first_rank), zero)
+            )
 
         bits = _bits(factor)
-        # The slot may have held an adapter of a larger rank or of more projections: what the new one does not cover must be zero,
-        # or it would be added to its results.
+        # The slot may have held an adapter of a larger rank or of more projections: what the new
+        # one does not cover must be zero, or it would be added to its results.
         if rank < R:
             bits = update(bits, jnp.zeros((*one[:-2], R - rank, one[-1]), factor.dtype), rank)
         if leaf is not None:
@@ -208,7 +258,11 @@ def write_piece(
             bits = update(bits, jnp.expand_dims(part, SLOT_AXIS), 0)
         return jax.lax.bitcast_convert_type(bits, factor.dtype)
 
-    return dataclasses.replace(stack, factors=params_lib.map_with_path(put, stack.factors), scale=stack.scale.at[slot].set(scale))
+    return dataclasses.replace(
+        stack,
+        factors=params_lib.map_with_path(put, stack.factors),
+        scale=stack.scale.at[slot].set(scale),
+    )
 
 
 def _bits(x: jax.Array) -> jax.Array:

@@ -34,7 +34,8 @@ def _scores(prompt: Prompt) -> dict[str, Any]:
     request, first = prompt.request, prompt.request.first_scored
     if first is None:
         return {}
-    # By place: log-probabilities of the targets, ids and log-probabilities of the likeliest, those of the drawn.
+    # By place: log-probabilities of the targets, ids and log-probabilities of the likeliest, those
+    # of the drawn.
     places: list[Any] = [None] * first
     if prompt.scores:
         told = [place for i in sorted(prompt.scores) for place in zip(*prompt.scores[i])]
@@ -43,16 +44,23 @@ def _scores(prompt: Prompt) -> dict[str, Any]:
         places += [None] * (prompt.length - first)
     out: dict[str, Any] = {}
     if request.prompt_logprobs:
-        out["prompt_logprobs"] = [float("nan") if place is None else place[0][0] for place in places]
+        out["prompt_logprobs"] = [
+            float("nan") if place is None else place[0][0] for place in places
+        ]
     if k := request.top_prompt_logprobs:
-        out["top_prompt_logprobs"] = [[] if place is None else list(zip(place[1][:k], place[2][:k])) for place in places]
+        out["top_prompt_logprobs"] = [
+            [] if place is None else list(zip(place[1][:k], place[2][:k])) for place in places
+        ]
     if (targets := request.target_prompt_logprobs) is not None:
         pairs = zip(places, targets, strict=True)
         out["target_prompt_logprobs"] = [
-            [] if place is None else [0.0 if i < 0 else p for i, p in zip(ids, place[0][1:])] for place, ids in pairs
+            [] if place is None else [0.0 if i < 0 else p for i, p in zip(ids, place[0][1:])]
+            for place, ids in pairs
         ]
     if k := request.prompt_alternatives:
-        out["prompt_alternatives"] = [[] if place is None else list(zip(place[3][:k], place[4][:k])) for place in places]
+        out["prompt_alternatives"] = [
+            [] if place is None else list(zip(place[3][:k], place[4][:k])) for place in places
+        ]
     return out
 
 
@@ -76,6 +84,10 @@ def heard(message: Mapping[str, Any], routes: Mapping[int, np.ndarray]) -> Compl
     """``told`` of another process as the completion it was."""
     out: dict[str, Any] = dict(message)
     out |= {name: out[name].tolist() for name in NUMBERS}
-    out |= {name: [[tuple(pair) for pair in place] for place in out[name]] for name in PAIRS if out[name] is not None}
+    out |= {
+        name: [[tuple(pair) for pair in place] for place in out[name]]
+        for name in PAIRS
+        if out[name] is not None
+    }
     out |= {name: None if out[name] is None else routes[out[name]] for name in ROUTES}
     return Completion(**out)

@@ -23,7 +23,9 @@ SWAP_PAGES = 8  # pages of a part that go to or from the host in one call
 
 
 class Kept(NamedTuple):
-    """Contents of pages on the host: their number, see ``calls``, and the part that they were read of."""
+    """Contents of pages on the host: their number, see ``calls``, and the part that they were read
+    of.
+    """
 
     number: int
     part: int
@@ -48,19 +50,26 @@ class Cache:
     def __init__(self, base: Base, rows: int, calls: Calls, nbytes: int | None):
         self.base, self.calls, self.rows = base, calls, rows
         self.parts = device.page_parts(base.cfg, base.mesh)
-        self.pages, self.most = 0, multihost.agree("pages of the cache", lambda: self._count(nbytes))
+        self.pages, self.most = (
+            0,
+            multihost.agree("pages of the cache", lambda: self._count(nbytes)),
+        )
 
     def hold(self, requests: Sequence[Request] | None) -> bool:
-        """Makes it as large as it may be, or large enough for as many samples of these requests as there are rows; whether it was made
-        anew, empty.
+        """Makes it as large as it may be, or large enough for as many samples of these requests as
+        there are rows; whether it was made anew, empty.
 
         One that is large enough stays, and the sizes are few, for each is a shape of the programs.
         """
         wanted = self.most
         if requests is not None:
-            # Samples of a prompt share its pages: of a request's samples one brings them, and the others their own. (Counted for each,
-            # 32 samples of 8 prompts of SmolLM2 took 189 MB where 94 hold them.)
-            longest = sorted((size for r in requests for size in (pages_needed(r), *[own_pages(r)] * (r.n - 1))), reverse=True)[: self.rows]
+            # Samples of a prompt share its pages: of a request's samples one brings them, and the
+            # others their own. (Counted for each, 32 samples of 8 prompts of SmolLM2 took 189 MB
+            # where 94 hold them.)
+            longest = sorted(
+                (size for r in requests for size in (pages_needed(r), *[own_pages(r)] * (r.n - 1))),
+                reverse=True,
+            )[: self.rows]
             needed = max(LEAST_PAGES, sum(longest[:: self.parts]) + max(longest, default=0))
             power = 1 << (needed - 1).bit_length()
             wanted = min(wanted, power // 4 * 3 if needed <= power // 4 * 3 else power)
@@ -76,14 +85,18 @@ class Cache:
 
     def restore(self, kept: Kept, part: int, pages: Sequence[int]) -> None:
         """Puts them into as many pages of any part; they are no longer kept."""
-        self.calls.restore(kept.number, self._ids(part, pages, plans.NOWHERE), (part - kept.part) * SWAP_PAGES)
+        self.calls.restore(
+            kept.number, self._ids(part, pages, plans.NOWHERE), (part - kept.part) * SWAP_PAGES
+        )
 
     def forget(self, kept: Kept) -> None:
         """Keeps them no longer."""
         self.calls.forget(kept.number)
 
     def move(self, part: int, moves: Sequence[tuple[int, int, int, int, int]]) -> None:
-        """Makes pages of one part of others of it, each ``(low, high, begin, cut, to)`` as ``device.Moves`` has them."""
+        """Makes pages of one part of others of it, each ``(low, high, begin, cut, to)`` as
+        ``device.Moves`` has them.
+        """
         for i in range(0, max(1, len(moves)), SWAP_PAGES):  # a call at least, which compiles
             plan = np.zeros((5, self.parts * SWAP_PAGES), np.int32)
             plan[4] = plans.NOWHERE
@@ -93,14 +106,18 @@ class Cache:
 
     def routes(self, part: int, pages: Sequence[int], count: int) -> np.ndarray:
         """The experts of the first ``count`` tokens of pages, ``[count, L, X]``."""
-        return self.calls.routes(self._ids(part, pages[: pages_for(count, PAGE)], 0), part * SWAP_PAGES, count)
+        return self.calls.routes(
+            self._ids(part, pages[: pages_for(count, PAGE)], 0), part * SWAP_PAGES, count
+        )
 
     def nowhere(self) -> np.ndarray:
         """Numbers of pages for one call, all of pages that are not there."""
         return self._ids(0, [], plans.NOWHERE)[0]
 
     def _ids(self, part: int, pages: Sequence[int], none: int) -> list[np.ndarray]:
-        """Numbers of pages for calls of SWAP_PAGES each, one at least, the other parts' beside them."""
+        """Numbers of pages for calls of SWAP_PAGES each, one at least, the other parts' beside
+        them.
+        """
         out = []
         for i in range(0, max(1, len(pages)), SWAP_PAGES):
             ids, some = np.full(self.parts * SWAP_PAGES, none, np.int32), pages[i : i + SWAP_PAGES]
@@ -112,11 +129,22 @@ class Cache:
         """Pages of each part that so many bytes hold."""
         mesh, cfg = self.base.mesh, self.base.cfg
         if nbytes is None:
-            stats = None if mesh.devices.flat[0].platform == "cpu" else jax.local_devices()[0].memory_stats()
-            nbytes = int(CACHE_SHARE * (stats["bytes_limit"] - stats["bytes_in_use"])) * mesh.size if stats else CACHE_BYTES
+            stats = (
+                None
+                if mesh.devices.flat[0].platform == "cpu"
+                else jax.local_devices()[0].memory_stats()
+            )
+            nbytes = (
+                int(CACHE_SHARE * (stats["bytes_limit"] - stats["bytes_in_use"])) * mesh.size
+                if stats
+                else CACHE_BYTES
+            )
         one = device.page_bytes(cfg, self.base.dtype, self.calls.keep_routes, device.lanes(mesh))
         count = nbytes // one // self.parts
         if count < 2:
-            raise UserError(f"a cache of {nbytes:,} bytes has not two pages of {one:,} for each of {self.parts} parts: give more")
+            raise UserError(
+                f"a cache of {nbytes:,} bytes has not two pages of {one:,} for each of {self.parts}"
+                " parts: give more"
+            )
         # No more than all rows can fill, and as much again for prompts that are kept.
         return min(count, 2 * -(-self.rows // self.parts) * (pages_for(cfg.context, PAGE) + 2))

@@ -1,19 +1,23 @@
 """Text of sampled tokens, decoded behind their prompt.
 
-A token's text depends on the tokens before it: SentencePiece-like tokenizers drop the blank of a text's first word, and one
-character may be split over several tokens. So the text of a completion is what its tokens add to the text of the prompt.
+A token's text depends on the tokens before it: SentencePiece-like tokenizers drop the blank of a
+text's first word, and one character may be split over several tokens. So the text of a completion
+is what its tokens add to the text of the prompt.
 """
 
 from collections.abc import Callable, Sequence
 
 HALF = "\N{REPLACEMENT CHARACTER}"  # what part of a character decodes to
-CONTEXT = 8  # tokens of a prompt that are decoded with a completion; more where these are no whole character
+# tokens of a prompt that are decoded with a completion; more where these are no whole character
+CONTEXT = 8
 
 Decode = Callable[[list[int]], str]
 
 
 def context_of(decode: Decode, prompt: Sequence[int]) -> list[int]:
-    """Returns the end of a prompt that decodes to at least one whole character; the whole prompt if it has none."""
+    """Returns the end of a prompt that decodes to at least one whole character; the whole prompt if
+    it has none.
+    """
     count = CONTEXT
     while count < len(prompt):
         if decode(list(prompt[-count:])).strip(HALF):
@@ -23,7 +27,9 @@ def context_of(decode: Decode, prompt: Sequence[int]) -> list[int]:
 
 
 def text_behind(decode: Decode, context: Sequence[int], tokens: Sequence[int]) -> str:
-    """Returns the text that tokens add behind a context; a character that they complete is theirs."""
+    """Returns the text that tokens add behind a context; a character that they complete is
+    theirs.
+    """
     known, whole = decode(list(context)), decode([*context, *tokens])
     if whole.startswith(known):
         return whole[len(known) :]
@@ -32,7 +38,8 @@ def text_behind(decode: Decode, context: Sequence[int], tokens: Sequence[int]) -
 
 
 class Detokenizer:
-    """Text of one completion while it grows; each call decodes the new tokens and a few before them.
+    """Text of one completion while it grows; each call decodes the new tokens and a few before
+    them.
 
     Args:
         decode: text of token ids.

@@ -1,14 +1,18 @@
-"""The engine's device part: a cache in pages, prefill of blocks of prompts, decoding of rows, and pages to and from the host.
+"""The engine's device part: a cache in pages, prefill of blocks of prompts, decoding of rows, and
+pages to and from the host.
 
-Every program is a pure function of the parameters, the adapters' stacks, the pool and a *plan*: a record of small arrays that says all
-the rest, which rows there are, where their pages lie, which adapter each names, how far it may go. What a plan says is data: the
-shapes of programs are numbers of rows and of prefill blocks alone, so that no mixture of requests compiles anything.
+Every program is a pure function of the parameters, the adapters' stacks, the pool and a *plan*: a
+record of small arrays that says all the rest, which rows there are, where their pages lie, which
+adapter each names, how far it may go. What a plan says is data: the shapes of programs are numbers
+of rows and of prefill blocks alone, so that no mixture of requests compiles anything.
 
-A prompt's tokens but the last are prefilled in blocks of PAGE tokens, one page each, as many blocks at once as the program has, of any
-prompts; every block reads the pages before it, those that the same call wrote among them. The last token of a prompt is the
-first one that decoding reads: prefill computes no logits, and all samples of a prompt, however many, start alike.
+A prompt's tokens but the last are prefilled in blocks of PAGE tokens, one page each, as many blocks
+at once as the program has, of any prompts; every block reads the pages before it, those that the
+same call wrote among them. The last token of a prompt is the first one that decoding reads: prefill
+computes no logits, and all samples of a prompt, however many, start alike.
 
-Axes: R rows, C blocks of prefill, D table entries, U pages, K steps of a dispatch, V vocab, n stop ids or biases, A alternatives.
+Axes: R rows, C blocks of prefill, D table entries, U pages, K steps of a dispatch, V vocab, n stop
+ids or biases, A alternatives.
 """
 
 import functools
@@ -29,13 +33,26 @@ from mint_jax.models.config import ModelConfig
 from mint_jax.models.paged import PAGE, Teams, View
 from mint_jax.models.precision import as_stored
 from mint_jax.models.transformer import Inputs, cache_heads, cache_specs, hidden_states, logits
-from mint_jax.rollout.sample import Changes, Penalties, SamplingParams, alternatives, penalised, sample
+from mint_jax.rollout.sample import (
+    Changes,
+    Penalties,
+    SamplingParams,
+    alternatives,
+    penalised,
+    sample,
+)
 
-STEPS = 16  # tokens that a row draws in one dispatch at most: between two dispatches the host learns what was drawn
-SCORE_PARTS = 4  # a prompt's logits are computed in so many slices of its positions: all are 310 MB of 16 blocks and 152k tokens
-ALTERNATIVES = 20  # tokens whose log-probabilities are told at each place at most, as many as OpenAI's API tells
+# tokens that a row draws in one dispatch at most: between two dispatches the host learns what was
+# drawn
+STEPS = 16
+# a prompt's logits are computed in so many slices of its positions: all are 310 MB of 16 blocks and
+# 152k tokens
+SCORE_PARTS = 4
+# tokens whose log-probabilities are told at each place at most, as many as OpenAI's API tells
+ALTERNATIVES = 20
 
-Pool = dict[str, Any]  # {"tokens": [1, U, PAGE, 1] int32, "dense": {"k": [L, U, K, PAGE, H], "v": ...}, ...}
+# {"tokens": [1, U, PAGE, 1] int32, "dense": {"k": [L, U, K, PAGE, H], "v": ...}, ...}
+Pool = dict[str, Any]
 
 
 class Blocks(NamedTuple):
@@ -47,8 +64,10 @@ class Blocks(NamedTuple):
         page: ``[C]`` where it goes; a page that is not there for a block that is none.
         table: ``[C, D]`` the prompt's pages.
         slots: by rank bucket ``[C]`` slot of the adapter; -1 none.
-        used: int32, how many of the C x PAGE places come before the last token, with that one: CPUs spend nothing on those behind.
-        asked: what is to be told of the tokens that may stand behind each one; None for blocks that are only written.
+        used: int32, how many of the C x PAGE places come before the last token, with that one: CPUs
+            spend nothing on those behind.
+        asked: what is to be told of the tokens that may stand behind each one; None for blocks that
+            are only written.
     """
 
     tokens: jax.Array
@@ -64,7 +83,8 @@ class Asked(NamedTuple):
     """What is to be told of a prefill's places.
 
     Attributes:
-        targets: ``[C, PAGE, 1 + A]`` int32: the token that stands behind, and others; what is told of ids of -1 means nothing.
+        targets: ``[C, PAGE, 1 + A]`` int32: the token that stands behind, and others; what is told
+            of ids of -1 means nothing.
         draws: ``[C]`` int32, how many tokens are to be drawn at each place, at most A.
         seed: ``[C]`` uint32 of these draws.
     """
@@ -79,7 +99,8 @@ class Scores(NamedTuple):
 
     Attributes:
         logprobs: ``[C, PAGE, 1 + A]`` float32, of the targets.
-        top_ids, top_logprobs: ``[C, PAGE, A]`` of the likeliest tokens at each place, the likeliest first.
+        top_ids, top_logprobs: ``[C, PAGE, A]`` of the likeliest tokens at each place, the likeliest
+            first.
         drawn_ids, drawn_logprobs: ``[C, PAGE, A]`` of the tokens that were drawn there.
     """
 
@@ -96,14 +117,18 @@ class Rows(NamedTuple):
     Attributes:
         token: ``[R]`` int32, what each row reads first.
         table: ``[R, D]`` pages: the prefix's, from a new run on the row's own.
-        prefix, own: ``[R]`` tokens that are cached of each part; position and number of the next draw follow from them.
+        prefix, own: ``[R]`` tokens that are cached of each part; position and number of the next
+            draw follow from them.
         first: ``[R]`` the first run that the row reads itself; beyond its prefix for one in a team.
-        until: ``[R]`` how many own tokens the row's pages and this dispatch allow; rows that are none have 0.
+        until: ``[R]`` how many own tokens the row's pages and this dispatch allow; rows that are
+            none have 0.
         limit: ``[R]`` how many it may have at all.
         stop_ids: ``[R, n]`` padded with -1.
         top: ``[R]`` bool, who wants alternatives.
-        allowed: ``[R, ceil(V / 32)]`` uint32, a bit for each token that may come next, for ``bound`` rows.
-        bound: ``[R]`` bool, whose next token a grammar binds; such a row draws one token a dispatch.
+        allowed: ``[R, ceil(V / 32)]`` uint32, a bit for each token that may come next, for
+            ``bound`` rows.
+        bound: ``[R]`` bool, whose next token a grammar binds; such a row draws one token a
+            dispatch.
         slots: as in ``Blocks``.
         sampling: see ``rollout.sample``.
         teams: rows that read their prompt together.
@@ -126,7 +151,8 @@ class Rows(NamedTuple):
 
 
 class Moves(NamedTuple):
-    """Pages that are made of two others: ``to[p] = low[begin + p]`` before position ``cut``, ``high[p - cut]`` from there on.
+    """Pages that are made of two others: ``to[p] = low[begin + p]`` before position ``cut``,
+    ``high[p - cut]`` from there on.
 
     Attributes:
         low, high, begin, cut, to: ``[n]`` int32; a page ``to`` that is not there is none.
@@ -161,34 +187,48 @@ class Drawn(NamedTuple):
 def lanes(mesh: Mesh) -> int:
     """Of what the widths of a pool's keys are multiples.
 
-    A TPU keeps arrays whose last dimension is none of 128 by their pages, and turns the whole pool at each call: for heads of 64, two
-    copies of twice its bytes.
+    A TPU keeps arrays whose last dimension is none of 128 by their pages, and turns the whole pool
+    at each call: for heads of 64, two copies of twice its bytes.
     """
     return 128 if mesh.devices.flat[0].platform == "tpu" else 1
 
 
 def pool_specs(cfg: ModelConfig, pages: int, dtype: Any, routes: bool, lanes: int = 1) -> Any:
-    """Shapes of a pool of ``pages`` pages; see ``transformer.cache_specs``, whose widths are rounded up to ``lanes``."""
+    """Shapes of a pool of ``pages`` pages; see ``transformer.cache_specs``, whose widths are
+    rounded up to ``lanes``.
+    """
 
     def of(x: Any) -> Any:
         wide = lanes if jnp.issubdtype(x.dtype, jnp.floating) else 1
         return jax.ShapeDtypeStruct((*x.shape[:-1], -(-x.shape[-1] // wide) * wide), x.dtype)
 
-    return {"tokens": jax.ShapeDtypeStruct((1, pages, PAGE, 1), jnp.int32)} | jax.tree.map(of, cache_specs(cfg, pages, dtype, routes))
+    return {"tokens": jax.ShapeDtypeStruct((1, pages, PAGE, 1), jnp.int32)} | jax.tree.map(
+        of, cache_specs(cfg, pages, dtype, routes)
+    )
 
 
 def page_bytes(cfg: ModelConfig, dtype: Any, routes: bool, lanes: int = 1) -> int:
     """Bytes of one page in all layers."""
-    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(pool_specs(cfg, 1, jnp.dtype(dtype), routes, lanes)))
+    return sum(
+        math.prod(leaf.shape) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(pool_specs(cfg, 1, jnp.dtype(dtype), routes, lanes))
+    )
 
 
 def pool_shardings(cfg: ModelConfig, specs: Any, mesh: Mesh) -> Any:
-    """Where each part of a pool is: pages with the rows that they belong to, heads of keys as the projections are."""
+    """Where each part of a pool is: pages with the rows that they belong to, heads of keys as the
+    projections are.
+    """
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         rows, heads = sharding.cache_axes(cache_heads(cfg))
 
     def of(leaf: Any) -> NamedSharding:
-        return NamedSharding(mesh, sharding.partition((None, rows, *((heads,) if leaf.ndim == 5 else ()), None, None), mesh))
+        return NamedSharding(
+            mesh,
+            sharding.partition(
+                (None, rows, *((heads,) if leaf.ndim == 5 else ()), None, None), mesh
+            ),
+        )
 
     return jax.tree.map(of, specs)
 
@@ -199,16 +239,27 @@ def empty_pool(cfg: ModelConfig, mesh: Mesh, pages: int, dtype: Any, routes: boo
         return _maker(cfg, mesh, pages, jnp.dtype(dtype), routes)()
 
 
-def abstract_pool(cfg: ModelConfig, mesh: Mesh, pages: int, dtype: Any, routes: bool = False) -> Pool:
+def abstract_pool(
+    cfg: ModelConfig, mesh: Mesh, pages: int, dtype: Any, routes: bool = False
+) -> Pool:
     """Shapes and shardings of ``empty_pool``'s, for compiling."""
     specs = pool_specs(cfg, pages * page_parts(cfg, mesh), jnp.dtype(dtype), routes, lanes(mesh))
-    return jax.tree.map(lambda s, at: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=at), specs, pool_shardings(cfg, specs, mesh))
+    return jax.tree.map(
+        lambda s, at: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=at),
+        specs,
+        pool_shardings(cfg, specs, mesh),
+    )
 
 
 @functools.lru_cache(16)  # an engine that gives its cache's memory back asks in every call
-def _maker(cfg: ModelConfig, mesh: Mesh, pages: int, dtype: Any, routes: bool) -> Callable[[], Pool]:
+def _maker(
+    cfg: ModelConfig, mesh: Mesh, pages: int, dtype: Any, routes: bool
+) -> Callable[[], Pool]:
     specs = pool_specs(cfg, pages * page_parts(cfg, mesh), dtype, routes, lanes(mesh))
-    return jax.jit(lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), specs), out_shardings=pool_shardings(cfg, specs, mesh))
+    return jax.jit(
+        lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), specs),
+        out_shardings=pool_shardings(cfg, specs, mesh),
+    )
 
 
 def page_parts(cfg: ModelConfig, mesh: Mesh) -> int:
@@ -219,7 +270,9 @@ def page_parts(cfg: ModelConfig, mesh: Mesh) -> int:
 
 @functools.partial(jax.jit, static_argnames=("cfg",), donate_argnames=("pool",))
 @as_stored
-def prefill(params: Any, stacks: Stacks, pool: Pool, blocks: Blocks, *, cfg: ModelConfig) -> tuple[Pool, Scores | None]:
+def prefill(
+    params: Any, stacks: Stacks, pool: Pool, blocks: Blocks, *, cfg: ModelConfig
+) -> tuple[Pool, Scores | None]:
     """Writes blocks of prompts into their pages; tells what is asked of them."""
     C, T = blocks.tokens.shape
     chex.assert_shape([blocks.start, blocks.page], (C,))
@@ -240,23 +293,34 @@ def prefill(params: Any, stacks: Stacks, pool: Pool, blocks: Blocks, *, cfg: Mod
         top, ids = jax.lax.top_k(logp_CTV, min(ALTERNATIVES, cfg.vocab_size))
         return Scores(told, ids, top, *_draws(logp_CTV, positions_CT, asked))
 
-    parts = jax.lax.map(some, tuple(split(x, SCORE_PARTS, 1) for x in (h, asked.targets, positions)))
+    parts = jax.lax.map(
+        some, tuple(split(x, SCORE_PARTS, 1) for x in (h, asked.targets, positions))
+    )
     return kept, Scores(*(unsplit(x, 1) for x in parts))
 
 
-def _draws(logp_CTV: jax.Array, positions_CT: jax.Array, asked: Asked) -> tuple[jax.Array, jax.Array]:
+def _draws(
+    logp_CTV: jax.Array, positions_CT: jax.Array, asked: Asked
+) -> tuple[jax.Array, jax.Array]:
     """Tokens drawn at each place, ``[C, T, A]``, at temperature 1, and their log-probabilities."""
     C, T, V = logp_CTV.shape
     one, nothing = jnp.ones((C * T,), jnp.float32), jnp.zeros((C * T,), jnp.float32)
-    params = SamplingParams(one, jnp.zeros((C * T,), jnp.int32), one, nothing, jnp.repeat(asked.seed, T))
+    params = SamplingParams(
+        one, jnp.zeros((C * T,), jnp.int32), one, nothing, jnp.repeat(asked.seed, T)
+    )
     z_NV, first_N = logp_CTV.reshape(C * T, V), positions_CT.reshape(-1) * ALTERNATIVES
 
     def draw(j: jax.Array, drawn: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         ids, logprobs, _ = sample(z_NV, params, first_N + j)
         return drawn[0].at[:, j].set(ids), drawn[1].at[:, j].set(logprobs)
 
-    none = jnp.zeros((C * T, ALTERNATIVES), jnp.int32), jnp.zeros((C * T, ALTERNATIVES), jnp.float32)
-    ids, logprobs = jax.lax.fori_loop(0, jnp.minimum(jnp.max(asked.draws), ALTERNATIVES), draw, none)
+    none = (
+        jnp.zeros((C * T, ALTERNATIVES), jnp.int32),
+        jnp.zeros((C * T, ALTERNATIVES), jnp.float32),
+    )
+    ids, logprobs = jax.lax.fori_loop(
+        0, jnp.minimum(jnp.max(asked.draws), ALTERNATIVES), draw, none
+    )
     return ids.reshape(C, T, -1), logprobs.reshape(C, T, -1)
 
 
@@ -266,12 +330,16 @@ def _nowhere(pool: Pool) -> int:
 
 
 def _in_use(live: jax.Array) -> jax.Array:
-    """How many rows come before the last that is live, and that one: int32. Plans put those in use first, of one device."""
+    """How many rows come before the last that is live, and that one: int32. Plans put those in use
+    first, of one device.
+    """
     return jnp.max(jnp.where(live, jnp.arange(1, len(live) + 1, dtype=jnp.int32), 0))
 
 
 def _write_tokens(pool: jax.Array, tokens_BT: jax.Array, view: View, cfg: ModelConfig) -> jax.Array:
-    return paged.record(pool, tokens_BT[..., None], paged.Cache({}, jnp.int32(0), view), cache_heads(cfg))
+    return paged.record(
+        pool, tokens_BT[..., None], paged.Cache({}, jnp.int32(0), view), cache_heads(cfg)
+    )
 
 
 class _State(NamedTuple):
@@ -287,8 +355,12 @@ class _State(NamedTuple):
 
 @functools.partial(jax.jit, static_argnames=("cfg",), donate_argnames=("pool",))
 @as_stored
-def decode(params: Any, stacks: Stacks, pool: Pool, rows: Rows, steps: jax.Array, *, cfg: ModelConfig) -> tuple[Pool, Drawn]:
-    """Draws up to ``steps`` tokens of every row, at most STEPS; ends early when no row may go on."""
+def decode(
+    params: Any, stacks: Stacks, pool: Pool, rows: Rows, steps: jax.Array, *, cfg: ModelConfig
+) -> tuple[Pool, Drawn]:
+    """Draws up to ``steps`` tokens of every row, at most STEPS; ends early when no row may go
+    on.
+    """
     R, A = rows.token.shape[0], min(ALTERNATIVES, cfg.vocab_size)
     lora = name_slots(stacks, rows.slots, cfg.kernels.slot_lora, 1)
     runs_of_prefix = -(-rows.prefix // paged.RUN)
@@ -296,28 +368,49 @@ def decode(params: Any, stacks: Stacks, pool: Pool, rows: Rows, steps: jax.Array
 
     def view_of(own: jax.Array, live: jax.Array) -> View:
         entry = runs_of_prefix * paged.RUN_PAGES + own // PAGE
-        page = jnp.take_along_axis(rows.table, jnp.minimum(entry, rows.table.shape[1] - 1)[:, None], axis=1)[:, 0]
-        return View(rows.table, rows.prefix, own, rows.first, jnp.where(live, page, nowhere), own % PAGE, rows.teams, _in_use(live))
+        page = jnp.take_along_axis(
+            rows.table, jnp.minimum(entry, rows.table.shape[1] - 1)[:, None], axis=1
+        )[:, 0]
+        return View(
+            rows.table,
+            rows.prefix,
+            own,
+            rows.first,
+            jnp.where(live, page, nowhere),
+            own % PAGE,
+            rows.teams,
+            _in_use(live),
+        )
 
     def body(s: _State) -> _State:
         view = view_of(s.own, s.live)
         inputs = Inputs(s.token[:, None], (rows.prefix + s.own)[:, None], pool=s.pool, view=view)
         h, kept = hidden_states(params, lora, inputs, cfg)
         kept["tokens"] = _write_tokens(s.pool["tokens"], s.token[:, None], view, cfg)
-        z_RV = sharding.constrain(logits(params, lora, h, cfg.kernels.layer_matmul, view.used)[:, 0], "batch", "vocab")
+        z_RV = sharding.constrain(
+            logits(params, lora, h, cfg.kernels.layer_matmul, view.used)[:, 0], "batch", "vocab"
+        )
 
         def change(z_RV: jax.Array) -> jax.Array:
             z_RV = _penalised(z_RV, rows.sampling, kept["tokens"], view, cfg)
             return jax.lax.cond(jnp.any(rows.bound), lambda z: _allowed(z, rows), lambda z: z, z_RV)
 
         changes = Changes(_has_penalties(rows.sampling) | rows.bound, change)
-        token, logprob, drawn_logprob = sample(z_RV, rows.sampling, s.own, changes, view.used, cfg.kernels.draw)
+        token, logprob, drawn_logprob = sample(
+            z_RV, rows.sampling, s.own, changes, view.used, cfg.kernels.draw
+        )
         wanted = rows.top & s.live
         none = jnp.zeros((R, A), jnp.int32), jnp.zeros((R, A), jnp.float32)
-        top = jax.lax.cond(jnp.any(wanted), lambda: alternatives(z_RV, A, view.used, cfg.kernels.draw), lambda: none)
+        top = jax.lax.cond(
+            jnp.any(wanted),
+            lambda: alternatives(z_RV, A, view.used, cfg.kernels.draw),
+            lambda: none,
+        )
 
         def put(all_: jax.Array, one: jax.Array) -> jax.Array:
-            return all_.at[:, s.step].set(jnp.where(s.live.reshape(R, *(1,) * (one.ndim - 1)), one, all_[:, s.step]))
+            return all_.at[:, s.step].set(
+                jnp.where(s.live.reshape(R, *(1,) * (one.ndim - 1)), one, all_[:, s.step])
+            )
 
         hit = jnp.any(token[:, None] == rows.stop_ids, axis=-1) & s.live
         own = s.own + s.live
@@ -338,8 +431,23 @@ def decode(params: Any, stacks: Stacks, pool: Pool, rows: Rows, steps: jax.Array
         return jnp.zeros((R, STEPS, *more), dtype)
 
     f32, i32 = jnp.float32, jnp.int32
-    drawn = Drawn(zeros(i32), zeros(f32), zeros(f32), jnp.zeros((R,), i32), jnp.zeros((R,), bool), zeros(i32, A), zeros(f32, A))
-    state = _State(jnp.int32(0), pool, rows.token, rows.own, rows.own < jnp.minimum(rows.limit, rows.until), drawn)
+    drawn = Drawn(
+        zeros(i32),
+        zeros(f32),
+        zeros(f32),
+        jnp.zeros((R,), i32),
+        jnp.zeros((R,), bool),
+        zeros(i32, A),
+        zeros(f32, A),
+    )
+    state = _State(
+        jnp.int32(0),
+        pool,
+        rows.token,
+        rows.own,
+        rows.own < jnp.minimum(rows.limit, rows.until),
+        drawn,
+    )
     until = jnp.minimum(steps, STEPS)
     state = jax.lax.while_loop(lambda s: (s.step < until) & jnp.any(s.live), body, state)
     return state.pool, state.drawn
@@ -351,8 +459,12 @@ def _allowed(z_RV: jax.Array, rows: Rows) -> jax.Array:
     return jnp.where((may == 1) | ~rows.bound[:, None], z_RV, -jnp.inf)
 
 
-def _penalised(z_RV: jax.Array, sampling: SamplingParams, tokens: jax.Array, view: View, cfg: ModelConfig) -> jax.Array:
-    """The logits with what penalties and biases make of them; the tokens so far stand in the pages."""
+def _penalised(
+    z_RV: jax.Array, sampling: SamplingParams, tokens: jax.Array, view: View, cfg: ModelConfig
+) -> jax.Array:
+    """The logits with what penalties and biases make of them; the tokens so far stand in the
+    pages.
+    """
     penalties = sampling.penalties
     assert penalties is not None
     rows, _ = sharding.cache_axes(cache_heads(cfg))
@@ -360,12 +472,14 @@ def _penalised(z_RV: jax.Array, sampling: SamplingParams, tokens: jax.Array, vie
     def local(z_RV: jax.Array, penalties: Penalties, tokens: jax.Array, view: View) -> jax.Array:
         ids = tokens[0, view.table].reshape(len(z_RV), -1)  # [R, D PAGE]
         place = jnp.arange(view.capacity)[None]
-        own = place - (-(-view.prefix // paged.RUN) * paged.RUN)[:, None]  # the first own token is the prompt's last
+        # the first own token is the prompt's last
+        own = place - (-(-view.prefix // paged.RUN) * paged.RUN)[:, None]
         prompt = (place < view.prefix[:, None]) | (own == 0)
         return penalised(z_RV, penalties, ids, prompt, (own > 0) & (own <= view.own[:, None]))
 
     def changed() -> jax.Array:
-        # Where the row's pages are: over a pod the tokens of long contexts are more than the logits.
+        # Where the row's pages are: over a pod the tokens of long contexts are more than the
+        # logits.
         specs = (rows, None), (rows, None), (None, rows, None, None), (rows, None)
         out = sharding.over_devices(local, (z_RV, penalties, tokens, view), specs, (rows, None))
         return sharding.constrain(out, "batch", "vocab")
@@ -383,10 +497,17 @@ def _has_penalties(sampling: SamplingParams) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames=("cfg",))
 def read_pages(pool: Pool, pages: jax.Array, *, cfg: ModelConfig) -> Pool:
-    """The contents of pages, ``[L, n, ...]``; ``pages [n]`` int32, equally many of each part of the mesh."""
+    """The contents of pages, ``[L, n, ...]``; ``pages [n]`` int32, equally many of each part of the
+    mesh.
+    """
     rows, heads = sharding.cache_axes(cache_heads(cfg))
     specs = jax.tree.map(lambda x: _axes(x, rows, heads), pool)
-    return sharding.over_devices(lambda pool, pages: jax.tree.map(lambda x: x[:, pages], pool), (pool, pages), (specs, (rows,)), specs)
+    return sharding.over_devices(
+        lambda pool, pages: jax.tree.map(lambda x: x[:, pages], pool),
+        (pool, pages),
+        (specs, (rows,)),
+        specs,
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("cfg",), donate_argnames=("pool",))
@@ -407,15 +528,20 @@ def move_pages(pool: Pool, moves: Moves, *, cfg: ModelConfig) -> Pool:
     rows, heads = sharding.cache_axes(cache_heads(cfg))
     specs = jax.tree.map(lambda x: _axes(x, rows, heads), pool)
 
-    def rolled(x: jax.Array, by: jax.Array) -> jax.Array:  # [L, n, ..., PAGE, X], each page by another number of positions
-        return jax.vmap(lambda page, by: jnp.roll(page, by, axis=-2), in_axes=(1, 0), out_axes=1)(x, by)
+    # [L, n, ..., PAGE, X], each page by another number of positions
+    def rolled(x: jax.Array, by: jax.Array) -> jax.Array:
+        return jax.vmap(lambda page, by: jnp.roll(page, by, axis=-2), in_axes=(1, 0), out_axes=1)(
+            x, by
+        )
 
     def move(pool: Pool, moves: Moves) -> Pool:
         before = jnp.arange(PAGE)[None] < moves.cut[:, None]  # [n, PAGE]
 
         def of(x: jax.Array) -> jax.Array:
             chosen = before.reshape(1, len(before), *(1,) * (x.ndim - 4), PAGE, 1)
-            made = jnp.where(chosen, rolled(x[:, moves.low], -moves.begin), rolled(x[:, moves.high], moves.cut))
+            made = jnp.where(
+                chosen, rolled(x[:, moves.low], -moves.begin), rolled(x[:, moves.high], moves.cut)
+            )
             return x.at[:, moves.to].set(made, mode="drop")
 
         return jax.tree.map(of, pool)

@@ -1,21 +1,26 @@
-"""The sampling engine: continuous batching over pages, any mixture of adapters, the same bits in any company.
+"""The sampling engine: continuous batching over pages, any mixture of adapters, the same bits in
+any company.
 
     generate(requests)              runs the loop in the caller's thread until all are answered
     with engine.serving(...):       runs it in a thread of its own
-        engine.submit(request)      from any thread: a stream of tokens, with a result, to be cancelled
+        engine.submit(request)      from any thread: a stream of tokens, with a result, to be
+        cancelled
 
-One turn of the loop: adapters that have arrived are written into slots; waiting samples get rows and pages; blocks of prompts are
-prefilled; all rows decode some steps. ``schedule.py`` decides, ``plans.py`` says it to the device, ``device.py`` does it.
+One turn of the loop: adapters that have arrived are written into slots; waiting samples get rows
+and pages; blocks of prompts are prefilled; all rows decode some steps. ``schedule.py`` decides,
+``plans.py`` says it to the device, ``device.py`` does it.
 
-Of several processes over one mesh the first runs the loop, and tells the others each call of the devices before it makes it
-(``calls.py``): one schedule, one clock, and requests that come, are cancelled or wait for adapters when they do. ``generate`` and
-``warm`` are called in all of them and return the same; while process 0 serves, the others ``follow``.
+Of several processes over one mesh the first runs the loop, and tells the others each call of the
+devices before it makes it (``calls.py``): one schedule, one clock, and requests that come, are
+cancelled or wait for adapters when they do. ``generate`` and ``warm`` are called in all of them and
+return the same; while process 0 serves, the others ``follow``.
 
-A request and its seed give the same tokens and log-probabilities, bit for bit, at one number of rows, whatever the other rows, their
-order, the pages, hits of the prompts' cache (but with ``reuse_decoded``), when its blocks are prefilled, preemption and the
-steps of a dispatch. Programs of different numbers of rows may round differently (on a CPU products of 2 to 32 rows sum alike); an
-engine with one entry in ``rows`` has but one. Which of them runs depends on how many rows there are and, while programs are compiled
-beside the loop (``compiled``), on which are ready.
+A request and its seed give the same tokens and log-probabilities, bit for bit, at one number of
+rows, whatever the other rows, their order, the pages, hits of the prompts' cache (but with
+``reuse_decoded``), when its blocks are prefilled, preemption and the steps of a dispatch. Programs
+of different numbers of rows may round differently (on a CPU products of 2 to 32 rows sum alike); an
+engine with one entry in ``rows`` has but one. Which of them runs depends on how many rows there are
+and, while programs are compiled beside the loop (``compiled``), on which are ready.
 """
 
 import contextlib
@@ -54,14 +59,21 @@ from mint_jax.rollout.stops import Stops
 from mint_jax.rollout.stream import Piece, Stream
 
 ROWS = (8, 32, 128)  # shapes of decoding: the smallest that holds the rows there are is run
-# Blocks of a prefill, in pages: one number, for programs of different ones round differently, and how many blocks wait at once is a
-# matter of company (SmolLM2's keys of its second layer differ by 5e-6 between 4 and 16). On a CPU 128 tokens: 512 at once would take
+# Blocks of a prefill, in pages: one number, for programs of different ones round differently, and
+# how many blocks wait at once is a matter of company (SmolLM2's keys of its second layer differ by
+# 5e-6 between 4 and 16). On a CPU 128 tokens: 512 at once would take
 # 0.8 of their time, and 3.2 times as long for a prompt of 30.
 CPU_BLOCKS, BLOCKS = 4, 16
-DRAWN = 2  # what a token that is drawn counts beside one that is prefilled, where tenants share (arXiv 2401.00588, section 3.1)
-READS = 4  # calls of prefill between two dispatches while the engine serves: 512 tokens on a CPU, 2,048 elsewhere
-COUNTS = ("prefills", "prefilled_tokens", "reused_tokens", "decodes", "drawn_tokens", "preempted")  # all are shown from the start, as 0
-LOOK_S = 0.02  # how long new requests may go unseen while all that are there wait for adapters or programs
+# what a token that is drawn counts beside one that is prefilled, where tenants share (arXiv
+# 2401.00588, section 3.1)
+DRAWN = 2
+# calls of prefill between two dispatches while the engine serves: 512 tokens on a CPU, 2,048
+# elsewhere
+READS = 4
+# all are shown from the start, as 0
+COUNTS = ("prefills", "prefilled_tokens", "reused_tokens", "decodes", "drawn_tokens", "preempted")
+# how long new requests may go unseen while all that are there wait for adapters or programs
+LOOK_S = 0.02
 
 
 class Lease(Protocol):
@@ -101,7 +113,12 @@ class Beside(Protocol):
 
     def spent(self, seconds: float, tokens: Mapping[str, float]) -> None: ...
 
-    def took(self, kind: Literal["prefill", "decode"], seconds: float, tokens: Mapping[tuple[str, str | None], int]) -> None: ...
+    def took(
+        self,
+        kind: Literal["prefill", "decode"],
+        seconds: float,
+        tokens: Mapping[tuple[str, str | None], int],
+    ) -> None: ...
 
 
 @dataclasses.dataclass(eq=False)
@@ -120,21 +137,28 @@ class Engine:
 
     Args:
         base: the resident base.
-        decode: text of token ids, for stop strings and ``Completion.text``; None without a tokenizer.
+        decode: text of token ids, for stop strings and ``Completion.text``; None without a
+            tokenizer.
         max_rows: rows decoded together at most.
-        rows: the numbers of rows that are programs, instead of those of ``ROWS`` below ``max_rows`` and that itself.
+        rows: the numbers of rows that are programs, instead of those of ``ROWS`` below ``max_rows``
+            and that itself.
         keep_routes: record the experts that every token visits, for replay in training (R3).
         cache_bytes: of the cache, over all devices; None: see ``cache.CACHE_BYTES``.
         steps: tokens of a row between two looks of the host, 1 to STEPS.
-        reuse_decoded: prompts may begin with what was drawn before, a conversation's turns say, and are not read again as far as the
-            cache has them. What decoding wrote differs in the last bits from what prefill would write, and so do log-probabilities
-            behind it (by at most 2e-5 in float32, which ``tests/rollout/decoded_test.py`` holds): they depend on what was asked before.
-        keep_cache: False: the cache's memory is free between two calls of ``generate``, and what prompts left there is gone; for those
-            who train in between, with weights that nobody samples again. Beside a step of 8 policies over SmolLM2 it was 94 MB.
+        reuse_decoded: prompts may begin with what was drawn before, a conversation's turns say, and
+            are not read again as far as the cache has them. What decoding wrote differs in the last
+            bits from what prefill would write, and so do log-probabilities behind it (by at most
+            2e-5 in float32, which ``tests/rollout/decoded_test.py`` holds): they depend on what was
+            asked before.
+        keep_cache: False: the cache's memory is free between two calls of ``generate``, and what
+            prompts left there is gone; for those who train in between, with weights that nobody
+            samples again. Beside a step of 8 policies over SmolLM2 it was 94 MB.
 
     Attributes:
-        counts: what was done so far: tokens prefilled, reused and drawn, dispatches, samples preempted.
-        compiled: while it is compiled what ``programs`` lists, which of these may be run; None: any, compiled where it is called.
+        counts: what was done so far: tokens prefilled, reused and drawn, dispatches, samples
+            preempted.
+        compiled: while it is compiled what ``programs`` lists, which of these may be run; None:
+            any, compiled where it is called.
 
     Raises:
         UserError: ``keep_routes`` with a base that has no experts; sizes out of their range.
@@ -153,17 +177,22 @@ class Engine:
         keep_cache: bool = True,
     ):
         if keep_routes and not base.cfg.routed:
-            raise UserError(f"replay asks for routes, but {base.name} has no experts: switch it off")
+            raise UserError(
+                f"replay asks for routes, but {base.name} has no experts: switch it off"
+            )
         if not 1 <= steps <= STEPS:
             raise UserError(f"steps is {steps}; expected 1 to {STEPS}")
         if max_rows < 1 or (rows is not None and (not rows or min(rows) < 1)):
-            raise UserError(f"max_rows is {max_rows} and rows {rows}; expected numbers of rows, at least 1")
+            raise UserError(
+                f"max_rows is {max_rows} and rows {rows}; expected numbers of rows, at least 1"
+            )
         self.base, self.decode, self.keep_routes, self.steps = base, decode, keep_routes, steps
         self.reuse_decoded, self.keep_cache = reuse_decoded, keep_cache
         self.parts = device.page_parts(base.cfg, base.mesh)
         even = math.lcm(self.parts, base.row_multiple)
         wanted = rows if rows is not None else (*(r for r in ROWS if r < max_rows), max_rows)
-        # One row alone on a device, with others on other devices, would be another class of products; a program of one row has no others.
+        # One row alone on a device, with others on other devices, would be another class of
+        # products; a program of one row has no others.
         least = 2 * base.row_multiple if base.row_multiple > 1 else 1
         self.rows = tuple(sorted({-(-max(r, least) // even) * even for r in wanted}))
         wanted_blocks = CPU_BLOCKS if base.mesh.devices.flat[0].platform == "cpu" else BLOCKS
@@ -178,7 +207,8 @@ class Engine:
         self._residency: Residents | None = None
         self._beside: Beside | None = None
         self._tokens: Counter[str] = Counter()  # of each tenant in this turn
-        self._read: Counter[tuple[str, str | None]] = Counter()  # tokens prefilled in this turn, of each tenant and revision
+        # tokens prefilled in this turn, of each tenant and revision
+        self._read: Counter[tuple[str, str | None]] = Counter()
         self._read_from = 0.0  # when the first of them went to the devices
         self._commit_bytes: int | None = None
         self._jobs: list[_Job] = []
@@ -187,7 +217,8 @@ class Engine:
         self._running = threading.Lock()  # one thread at a time drives the device
         self._thread: threading.Thread | None = None
         self._stopping = False
-        self._calls, self._asked = 0, itertools.count()  # a count is one step: any thread may take a number
+        # a count is one step: any thread may take a number
+        self._calls, self._asked = 0, itertools.count()
 
     # -- the doors
 
@@ -199,7 +230,11 @@ class Engine:
         """
         requests_.check(request, self.base, stacks, self.decode is not None)
         self._grammars.matcher(request)
-        require_fit(pages_needed(request), self.cache.most, f"a prompt of {len(request.prompt)} tokens with {request.max_tokens} new ones")
+        require_fit(
+            pages_needed(request),
+            self.cache.most,
+            f"a prompt of {len(request.prompt)} tokens with {request.max_tokens} new ones",
+        )
 
     def generate(
         self,
@@ -213,16 +248,22 @@ class Engine:
 
         Args:
             stacks: resident adapters, by bucket rank.
-            between_steps: called before each turn of the loop, while the device has nothing under way: the place to write other
-                slots of ``stacks`` than those that requests name. Of several processes, in the first.
-            progress: called with (requests done, requests) as they end; of several processes, in the others once all have.
-            finished: called with the completions of requests that ended, by their indices; as ``progress``.
+            between_steps: called before each turn of the loop, while the device has nothing under
+                way: the place to write other slots of ``stacks`` than those that requests name. Of
+                several processes, in the first.
+            progress: called with (requests done, requests) as they end; of several processes, in
+                the others once all have.
+            finished: called with the completions of requests that ended, by their indices; as
+                ``progress``.
 
         Raises:
-            UserError: see ``check``: for all requests before the first is run. While the engine serves, also what ``submit`` raises;
-                ``stacks`` and ``between_steps`` are then the loop's own.
+            UserError: see ``check``: for all requests before the first is run. While the engine
+                serves, also what ``submit`` raises; ``stacks`` and ``between_steps`` are then the
+                loop's own.
         """
-        if not requests:  # in every process; a pool would be made for none (94 MB and 18 ms in GRPO of eight policies on SmolLM2)
+        # in every process; a pool would be made for none (94 MB and 18 ms in GRPO of eight policies
+        # on SmolLM2)
+        if not requests:
             return []
         stacks = self.calls.stacks if self._thread is not None else {} if stacks is None else stacks
         for request in requests:
@@ -241,7 +282,8 @@ class Engine:
             jobs = [self._job(request, Stream(request)) for request in requests]
             self._hold(requests)
             try:
-                # The largest limits first (Graham 1969, "longest processing time"): what is begun last is then done soon.
+                # The largest limits first (Graham 1969, "longest processing time"): what is begun
+                # last is then done soon.
                 for job in sorted(jobs, key=lambda job: -job.prompt.request.max_tokens):
                     self._begin(job)
                 left = dict(enumerate(jobs))
@@ -264,7 +306,9 @@ class Engine:
                 self.calls.release()
         return found
 
-    def _wait_for(self, requests: Sequence[Request], progress: Any, finished: Any) -> list[list[Completion]]:
+    def _wait_for(
+        self, requests: Sequence[Request], progress: Any, finished: Any
+    ) -> list[list[Completion]]:
         """``generate`` through the loop that serves."""
         streams: list[Stream] = []
         try:
@@ -290,23 +334,33 @@ class Engine:
         commit_bytes: int | None = None,
         beside: Beside | None = None,
     ) -> Iterator["Engine"]:
-        """Runs the loop in a thread of its own, for ``submit``, until the block ends; what has not ended then is cancelled.
+        """Runs the loop in a thread of its own, for ``submit``, until the block ends; what has not
+        ended then is cancelled.
 
         Of several processes the first serves; the others call ``follow`` meanwhile.
 
         Args:
             stacks: adapters that are there; or
             residency: brings those that requests name by ``revision``, while others decode.
-            commit_bytes: bytes written into slots between two turns, about; None is all that is there.
-            beside: has a turn of its own between two of the loop's, in the loop's thread; ``wake`` tells that it has something to do.
+            commit_bytes: bytes written into slots between two turns, about; None is all that is
+                there.
+            beside: has a turn of its own between two of the loop's, in the loop's thread; ``wake``
+                tells that it has something to do.
 
         Raises:
             UserError: this is not process 0.
         """
         if not multihost.is_main():
-            raise UserError(f"process {multihost.index()} cannot serve, process 0 does: call follow here")
+            raise UserError(
+                f"process {multihost.index()} cannot serve, process 0 does: call follow here"
+            )
         with self._driving(residency.stacks if residency is not None else stacks or {}):
-            self._residency, self._commit_bytes, self._beside, self._stopping = residency, commit_bytes, beside, False
+            self._residency, self._commit_bytes, self._beside, self._stopping = (
+                residency,
+                commit_bytes,
+                beside,
+                False,
+            )
             self._hold(None)
             self._thread = threading.Thread(target=self._serve, name="engine", daemon=True)
             self._thread.start()
@@ -331,13 +385,19 @@ class Engine:
 
     def in_flight(self) -> Counter[tuple[str, str | None]]:
         """Requests that have not ended, by tenant and revision; from any thread."""
-        return Counter((job.stream.request.tenant, job.stream.request.revision) for job in [*self._jobs, *self._inbox])
+        return Counter(
+            (job.stream.request.tenant, job.stream.request.revision)
+            for job in [*self._jobs, *self._inbox]
+        )
 
     def state(self) -> dict[str, Any]:
         """How much is under way and how much there is room for; from any thread."""
         schedule = self._schedule
         rows = {name: len(getattr(schedule, name)) for name in ("running", "waiting", "swapped")}
-        pages = {name: sum(getattr(part, name) for part in schedule.pages) for name in ("count", "available", "cached")}
+        pages = {
+            name: sum(getattr(part, name) for part in schedule.pages)
+            for name in ("count", "available", "cached")
+        }
         return {"rows": rows | {"most": self.rows[-1]}, "pages": pages}
 
     def wake(self) -> None:
@@ -356,9 +416,14 @@ class Engine:
             QueueFull: residency's, with the time after which to ask again.
         """
         if self._thread is None:
-            raise UserError("the engine does not serve: submit inside `with engine.serving(...)`, or call generate")
+            raise UserError(
+                "the engine does not serve: submit inside `with engine.serving(...)`, or call"
+                " generate"
+            )
         self.check(request, self.calls.stacks)
-        job = self._job(request, Stream(request, None if deadline_s is None else time.monotonic() + deadline_s))
+        job = self._job(
+            request, Stream(request, None if deadline_s is None else time.monotonic() + deadline_s)
+        )
         if self._residency is not None and request.revision is not None and request.adapter is None:
             job.lease = self._residency.acquire(request.revision, request.tenant)
         with self._wake:
@@ -370,7 +435,8 @@ class Engine:
         return job.stream
 
     def follow(self, stacks: Stacks | None = None, residency: Obeys | None = None) -> None:
-        """Does what process 0 tells as long as it serves; for every other process, with the same arguments as ``serving`` there.
+        """Does what process 0 tells as long as it serves; for every other process, with the same
+        arguments as ``serving`` there.
 
         Args:
             residency: this process's side of it, ``residency.others.Others``.
@@ -387,11 +453,15 @@ class Engine:
         with self._driving(stacks):
             return self.calls.follow(residency)
 
-    def warm(self, stacks: Stacks | None = None, progress: Callable[[str, int, int], None] | None = None) -> None:
-        """Makes the cache as large as it may be, and compiles every program, so that no request waits for one.
+    def warm(
+        self, stacks: Stacks | None = None, progress: Callable[[str, int, int], None] | None = None
+    ) -> None:
+        """Makes the cache as large as it may be, and compiles every program, so that no request
+        waits for one.
 
         Args:
-            progress: called with (what, done, in all) before each; of several processes, in the first.
+            progress: called with (what, done, in all) before each; of several processes, in the
+                first.
         """
         stacks = {} if stacks is None else stacks
         if multihost.is_main():
@@ -407,7 +477,9 @@ class Engine:
     def programs(self, stacks: Stacks) -> list[Program]:
         """Every program of an engine that serves over these stacks."""
         cfg, params, shapes, cache = self.base.cfg, self.base.params, abstract(stacks), self.cache
-        pool = device.abstract_pool(cfg, self.base.mesh, cache.most, self.base.dtype, self.keep_routes)
+        pool = device.abstract_pool(
+            cfg, self.base.mesh, cache.most, self.base.dtype, self.keep_routes
+        )
 
         def lowered(function: Any, *args: Any) -> None:
             with jax.set_mesh(self.base.mesh):
@@ -436,7 +508,12 @@ class Engine:
         return [
             Program("prefill", f"prefill of {self.blocks * PAGE} tokens", prefill, 0),
             *(
-                Program(("decode", r), f"decoding of {r} rows", functools.partial(decode, r), 0 if r == self.rows[0] else 1)
+                Program(
+                    ("decode", r),
+                    f"decoding of {r} rows",
+                    functools.partial(decode, r),
+                    0 if r == self.rows[0] else 1,
+                )
                 for r in self.rows
             ),
             Program("pages", "pages to and from the host", pages, 0),
@@ -448,7 +525,10 @@ class Engine:
     @contextlib.contextmanager
     def _driving(self, stacks: Stacks, answered: bool = False) -> Iterator[None]:
         if not self._running.acquire(blocking=False):
-            raise UserError("the engine is at work in another thread: submit to it there, or make an engine of your own")
+            raise UserError(
+                "the engine is at work in another thread: submit to it there, or make an engine of"
+                " your own"
+            )
         try:
             self.calls.stacks = stacks
             with jax.set_mesh(self.base.mesh):
@@ -470,16 +550,28 @@ class Engine:
             with jax.set_mesh(self.base.mesh):
                 while True:
                     with self._wake:
-                        while not (self._inbox or self._jobs or self._stopping or (self._beside is not None and self._beside.waiting)):
+                        while not (
+                            self._inbox
+                            or self._jobs
+                            or self._stopping
+                            or (self._beside is not None and self._beside.waiting)
+                        ):
                             self._wake.wait()
                         if self._stopping:
                             break
                         new, self._inbox = self._inbox, []
                     for job in new:
                         self._begin(job)
-                    worked = self._turn() if self._beside is None else self._turn_beside(self._beside)
-                    if not worked and self._residency is not None:  # nothing to do but to wait for adapters or programs
-                        coming = [job.lease for job in self._jobs if job.lease is not None and not job.lease.done()]
+                    worked = (
+                        self._turn() if self._beside is None else self._turn_beside(self._beside)
+                    )
+                    # nothing to do but to wait for adapters or programs
+                    if not worked and self._residency is not None:
+                        coming = [
+                            job.lease
+                            for job in self._jobs
+                            if job.lease is not None and not job.lease.done()
+                        ]
                         self._residency.wait_ready(coming, LOOK_S)
         except BaseException as failure:
             error = failure
@@ -488,7 +580,9 @@ class Engine:
         with self._wake:
             self._stopping = True
             left, self._inbox = [*self._jobs, *self._inbox], []
-        self._clear(left, error or UserError("the engine was stopped before this request ended: ask again"))
+        self._clear(
+            left, error or UserError("the engine was stopped before this request ended: ask again")
+        )
 
     def _turn_beside(self, beside: Beside) -> bool:
         """One turn, and one of what is beside it."""
@@ -508,9 +602,19 @@ class Engine:
             version = None
         elif request.version is not None:
             version = request.version
-        else:  # a slot whose weights have no name, and may be others for the next call: its prompts are shared within this one
-            version = self._calls if self._thread is None else next(self._asked), request.adapter, self._thread is None
-        return _Job(stream, Prompt(asked, (request.tenant, version)), matcher=self._grammars.matcher(request))
+        else:
+            # a slot whose weights have no name, and may be others for the next call: its prompts
+            # are shared within this one
+            version = (
+                self._calls if self._thread is None else next(self._asked),
+                request.adapter,
+                self._thread is None,
+            )
+        return _Job(
+            stream,
+            Prompt(asked, (request.tenant, version)),
+            matcher=self._grammars.matcher(request),
+        )
 
     def _begin(self, job: _Job) -> None:
         self._jobs.append(job)
@@ -521,7 +625,9 @@ class Engine:
             sample.matcher = None if job.matcher is None else job.matcher.deep_copy()
             if job.prompt.request.stop:
                 assert self.decode is not None, "checked at the door"
-                sample.stops = Stops(self.decode, job.prompt.request.stop, job.prompt.request.prompt)
+                sample.stops = Stops(
+                    self.decode, job.prompt.request.stop, job.prompt.request.prompt
+                )
 
     def _turn(self) -> bool:
         """One turn of the loop; whether anything was done."""
@@ -535,9 +641,12 @@ class Engine:
         before = len(self._schedule.running)
         self._schedule.admit(self._restore, self.steps, self._loaded)
         reads = 0
-        # Prompts are read before rows decode: a step costs the same with rows that are idle. While the engine serves, somebody looks at
-        # the rows that decode, and long prompts are read beside them.
-        while any(todo := self._schedule.to_prefill(self.blocks // self.parts, loaded=self._loaded)):
+        # Prompts are read before rows decode: a step costs the same with rows that are idle. While
+        # the engine serves, somebody looks at the rows that decode, and long prompts are read
+        # beside them.
+        while any(
+            todo := self._schedule.to_prefill(self.blocks // self.parts, loaded=self._loaded)
+        ):
             self._prefill(todo)
             reads += 1
             if self._thread is not None and reads == READS:
@@ -545,7 +654,8 @@ class Engine:
         while any(todo := self._schedule.to_prefill(self.blocks // self.parts, scored=True)):
             self._prefill(todo, score=True)
             reads += 1
-        if self._read and self._beside is not None:  # their seconds must not be told as those of rows that decode next
+        # their seconds must not be told as those of rows that decode next
+        if self._read and self._beside is not None:
             self.calls.settle()
             self._beside.took("prefill", time.perf_counter() - self._read_from, self._read)
         rows = self._schedule.to_decode(self.steps, self._preempt)
@@ -555,7 +665,9 @@ class Engine:
         return bool(reads or rows or len(self._schedule.running) != before)
 
     def _usable(self) -> list[int]:
-        """The numbers of rows that can be decoded; none before all that any request needs is compiled."""
+        """The numbers of rows that can be decoded; none before all that any request needs is
+        compiled.
+        """
         if self.compiled is None:
             return list(self.rows)
         if not (self.compiled.has("prefill") and self.compiled.has("pages")):
@@ -565,24 +677,39 @@ class Engine:
     def _drop_cancelled(self) -> None:
         now = time.monotonic()
         for job in list(self._jobs):
-            if job.lease is not None and job.lease.done() and (error := job.lease.exception()) is not None:
+            if (
+                job.lease is not None
+                and job.lease.done()
+                and (error := job.lease.exception()) is not None
+            ):
                 self._clear([job], error)
-            elif job.stream.cancelled or (job.stream.deadline is not None and now > job.stream.deadline):
+            elif job.stream.cancelled or (
+                job.stream.deadline is not None and now > job.stream.deadline
+            ):
                 for sample in job.samples:
                     if sample.finish is None:
                         self._finish(sample, "cancelled")
 
     def _loaded(self, sample: Sample) -> bool:
-        """Whether a sample's adapter is in a slot, which it fills in, and what it needs is compiled."""
+        """Whether a sample's adapter is in a slot, which it fills in, and what it needs is
+        compiled.
+        """
         job: _Job = sample.owner
-        if self.compiled is not None and sample.prompt.scored_from is not None and not self.compiled.want("scores"):
+        if (
+            self.compiled is not None
+            and sample.prompt.scored_from is not None
+            and not self.compiled.want("scores")
+        ):
             return False
         if job.lease is None:
             return True
-        if not job.lease.done() or job.lease.exception() is not None:  # a failure is told at the next turn
+        # a failure is told at the next turn
+        if not job.lease.done() or job.lease.exception() is not None:
             return False
         if job.prompt.request.adapter is None:
-            job.prompt.request = dataclasses.replace(job.prompt.request, adapter=job.lease.result().slot)
+            job.prompt.request = dataclasses.replace(
+                job.prompt.request, adapter=job.lease.result().slot
+            )
         return True
 
     # -- calls of the device
@@ -601,16 +728,24 @@ class Engine:
         for prompt, i in itertools.chain(*todo):
             self.counts["prefilled_tokens"] += len(prompt.blocks[i].tokens)
             self._tokens[prompt.request.tenant] += len(prompt.blocks[i].tokens)
-            self._read[prompt.request.tenant, prompt.request.revision] += len(prompt.blocks[i].tokens)
+            self._read[prompt.request.tenant, prompt.request.revision] += len(
+                prompt.blocks[i].tokens
+            )
 
     def _decode(self, running: list[tuple[Sample, int]], rows: int) -> None:
-        plan, places = plans.rows_plan(running, rows, self.parts, self.table, self.base.cfg.vocab_size, self.calls.stacks)
+        plan, places = plans.rows_plan(
+            running, rows, self.parts, self.table, self.base.cfg.vocab_size, self.calls.stacks
+        )
         steps = 1 if any(sample.matcher is not None for sample, _ in running) else self.steps
         if self._schedule.waiting or self._schedule.swapped:
-            # Someone can have the row that is the first to reach its limit. Where training follows each dispatch, half of the rows: of 16
-            # rows that began one after another each dispatch would draw a token a row, and then wait for a slice.
+            # Someone can have the row that is the first to reach its limit. Where training follows
+            # each dispatch, half of the rows: of 16 rows that began one after another each dispatch
+            # would draw a token a row, and then wait for a slice.
             left = sorted(sample.limit - sample.own for sample, _ in running)
-            steps = min(steps, left[len(left) // 2 if self._beside is not None and self._beside.waiting else 0])
+            steps = min(
+                steps,
+                left[len(left) // 2 if self._beside is not None and self._beside.waiting else 0],
+            )
         began = time.perf_counter()
         drawn = self.calls.decode(plan, steps)
         seconds, tokens = time.perf_counter() - began, Counter[tuple[str, str | None]]()
@@ -626,18 +761,26 @@ class Engine:
             sample.drawn_logprobs += drawn.drawn_logprobs[r, :n].tolist()
             top = None
             if kept:
-                pairs = zip(drawn.top_ids[r, :n, :kept].tolist(), drawn.top_logprobs[r, :n, :kept].tolist())
+                pairs = zip(
+                    drawn.top_ids[r, :n, :kept].tolist(), drawn.top_logprobs[r, :n, :kept].tolist()
+                )
                 top = [list(zip(*pair)) for pair in pairs]
                 sample.top += top
-            sample.owner.stream.put(Piece(sample.number, new, sample.logprobs[len(sample.logprobs) - n :], top))
+            sample.owner.stream.put(
+                Piece(sample.number, new, sample.logprobs[len(sample.logprobs) - n :], top)
+            )
         if self._beside is not None and running:
             self._beside.took("decode", seconds, tokens)
         failed: dict[_Job, UserError] = {}
         for (sample, _), r in zip(running, places):
             if sample.matcher is not None and not drawn.stopped[r]:
                 sample.matcher.consume_token(sample.tokens[-1])
-            if sample.matcher is not None and (error := sample.matcher.get_error()):  # its last mask may have been no mask
-                failed[sample.owner] = UserError(f"its grammar cannot be followed any further: {reason_of(error)}; give a simpler one")
+            # its last mask may have been no mask
+            if sample.matcher is not None and (error := sample.matcher.get_error()):
+                failed[sample.owner] = UserError(
+                    f"its grammar cannot be followed any further: {reason_of(error)}; give a"
+                    " simpler one"
+                )
                 continue
             end, text = (None, None) if sample.stops is None else sample.stops.look(sample.tokens)
             if end is not None:
@@ -656,7 +799,9 @@ class Engine:
 
     def _restore(self, sample: Sample) -> None:
         if sample.swapped is not None:
-            self.cache.restore(sample.swapped, sample.prompt.part, sample.pages[: pages_for(sample.own, PAGE)])
+            self.cache.restore(
+                sample.swapped, sample.prompt.part, sample.pages[: pages_for(sample.own, PAGE)]
+            )
             sample.swapped = None
 
     # -- ends
@@ -666,12 +811,18 @@ class Engine:
         if self.keep_routes and sample.tokens and sample in self._schedule.running:
             self._keep_routes(sample)
         # Weights without a name are those of this call, and nobody asks for them later.
-        if self.reuse_decoded and sample in self._schedule.running and not isinstance(job.prompt.key[1], tuple):
+        if (
+            self.reuse_decoded
+            and sample in self._schedule.running
+            and not isinstance(job.prompt.key[1], tuple)
+        ):
             self._schedule.extend(sample, self.cache.move)
         self._take_out(sample)
         sample.finish = why
         if self.decode is not None and sample.text is None:
-            sample.text = text_behind(self.decode, context_of(self.decode, job.prompt.request.prompt), sample.tokens)
+            sample.text = text_behind(
+                self.decode, context_of(self.decode, job.prompt.request.prompt), sample.tokens
+            )
         if all(s.finish is not None for s in job.samples):
             self.counts["reused_tokens"] += job.prompt.reused or 0
             if self._thread is not None and isinstance(job.prompt.key[1], tuple):
@@ -695,10 +846,14 @@ class Engine:
         prompt = sample.prompt
         sample.routes = self.cache.routes(prompt.part, sample.pages, len(sample.tokens))
         if prompt.routes is None:
-            prompt.routes = self.cache.routes(prompt.part, [block.page for block in prompt.blocks], prompt.length)
+            prompt.routes = self.cache.routes(
+                prompt.part, [block.page for block in prompt.blocks], prompt.length
+            )
 
     def _clear(self, jobs: Sequence[_Job], error: BaseException | None = None) -> None:
-        """Takes jobs that have not ended out of the engine, and forgets the prompts that nobody can ask for again."""
+        """Takes jobs that have not ended out of the engine, and forgets the prompts that nobody can
+        ask for again.
+        """
         for job in jobs:
             if job in self._jobs:
                 self._remove(job)
@@ -723,4 +878,7 @@ class Engine:
     def _hold(self, requests: Sequence[Request] | None) -> None:
         """Makes the cache large enough for requests, or as large as it may be."""
         if self.cache.hold(requests):
-            self._schedule = Schedule([Pages(self.cache.pages, PAGE) for _ in range(self.parts)], self.rows[-1] // self.parts)
+            self._schedule = Schedule(
+                [Pages(self.cache.pages, PAGE) for _ in range(self.parts)],
+                self.rows[-1] // self.parts,
+            )

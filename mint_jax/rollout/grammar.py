@@ -1,7 +1,9 @@
-"""Completions that follow a JSON schema, a regular expression or a list of choices: which tokens may come next.
+"""Completions that follow a JSON schema, a regular expression or a list of choices: which tokens
+may come next.
 
-``llguidance`` (Rust) computes the mask on the host in tens of microseconds a token, so a batch with such a row decodes one token a
-dispatch; what other rows draw is the same, bit for bit, as a dispatch's steps are never more than data.
+``llguidance`` (Rust) computes the mask on the host in tens of microseconds a token, so a batch with
+such a row decodes one token a dispatch; what other rows draw is the same, bit for bit, as a
+dispatch's steps are never more than data.
 """
 
 import json
@@ -20,14 +22,18 @@ from mint_jax.models.base import Base
 from mint_jax.rollout.request import BadField, Request
 from mint_jax.rollout.schemas import has_finite_value
 
-# JSON as ``json.dumps`` writes it: where white space is free, a model at a high temperature may write nothing else. A schema that has
-# this key says itself how it is.
-LAYOUT = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
+# JSON as ``json.dumps`` writes it: where white space is free, a model at a high temperature may
+# write nothing else. A schema that has this key says itself how it is.
+LAYOUT = {
+    "x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+}
 KEPT = 256  # grammars that are compiled once for all requests that name them
-# A mask is computed in the engine's thread. With the default limit (1,000,000) one for (a{1000}){1000} takes 2 s; with this one 0.03 s.
+# A mask is computed in the engine's thread. With the default limit (1,000,000) one for
+# (a{1000}){1000} takes 2 s; with this one 0.03 s.
 FUEL = 200_000
-# llguidance follows references by recursion, and a stack that overflows ends the process: chains of 1,500 do in 8 MiB. Schemas of at
-# most LONGEST characters are compiled in a thread whose stack (of which only used pages take memory) holds the longest chain in them.
+# llguidance follows references by recursion, and a stack that overflows ends the process: chains of
+# 1,500 do in 8 MiB. Schemas of at most LONGEST characters are compiled in a thread whose stack (of
+# which only used pages take memory) holds the longest chain in them.
 LONGEST, STACK = 1 << 18, 512 << 20
 
 Matcher = Any  # llguidance.LLMatcher
@@ -43,7 +49,9 @@ def grammar_of(request: Request) -> tuple[str, str] | None:
     given = {"json_schema": request.json_schema, "regex": request.regex, "choice": choice}
     named = [(kind, text) for kind, text in given.items() if text is not None]
     if len(named) > 1:
-        raise UserError(f"a request has {' and '.join(kind for kind, _ in named)}: give one of them")
+        raise UserError(
+            f"a request has {' and '.join(kind for kind, _ in named)}: give one of them"
+        )
     return named[0] if named else None
 
 
@@ -60,7 +68,8 @@ class Grammars:
         """A new matcher at its beginning; None for a request without a grammar.
 
         Raises:
-            UserError: a grammar that no text fits or that cannot be compiled, or a base without a tokenizer.
+            UserError: a grammar that no text fits or that cannot be compiled, or a base without a
+                tokenizer.
         """
         named = grammar_of(request)
         if named is None:
@@ -78,14 +87,24 @@ class Grammars:
 
     def _compile(self, kind: str, text: str) -> Matcher:
         if len(text) > LONGEST:
-            raise BadField(kind, f"{kind} has {len(text)} characters; at most {LONGEST} are possible")
+            raise BadField(
+                kind, f"{kind} has {len(text)} characters; at most {LONGEST} are possible"
+            )
         try:
-            return _on_large_stack(lambda: _matcher(self._tokens(kind), kind, text, self._base.cfg.vocab_size))
+            return _on_large_stack(
+                lambda: _matcher(self._tokens(kind), kind, text, self._base.cfg.vocab_size)
+            )
         except UserError:
             raise
         except (ValueError, RecursionError) as error:
-            reason = "it is nested too deeply" if isinstance(error, RecursionError) else reason_of(str(error))
-        raise BadField(kind, f"{kind} {text[:200]!r} cannot be used: {reason}; give one that some text fits")
+            reason = (
+                "it is nested too deeply"
+                if isinstance(error, RecursionError)
+                else reason_of(str(error))
+            )
+        raise BadField(
+            kind, f"{kind} {text[:200]!r} cannot be used: {reason}; give one that some text fits"
+        )
 
     def _tokens(self, kind: str) -> Any:
         """Returns llguidance's own tokenizer, made once."""
@@ -94,8 +113,13 @@ class Grammars:
             if self._tokenizer is None:
                 end = tokenizer.eos_id
                 if end is None:
-                    raise UserError(f"{kind} needs an end token, and the tokenizer in {self._base.directory} names none")
-                self._tokenizer = llguidance.LLTokenizer(tokenizer.sources[0], n_vocab=self._base.cfg.vocab_size, eos_token=end)
+                    raise UserError(
+                        f"{kind} needs an end token, and the tokenizer in {self._base.directory}"
+                        " names none"
+                    )
+                self._tokenizer = llguidance.LLTokenizer(
+                    tokenizer.sources[0], n_vocab=self._base.cfg.vocab_size, eos_token=end
+                )
             return self._tokenizer
 
 
@@ -156,7 +180,9 @@ def words(vocab: int) -> int:
 
 
 def mask_of(matcher: Matcher, vocab: int) -> np.ndarray:
-    """Which tokens may come next: ``[words]`` uint32, token i at bit ``i % 32`` of word ``i // 32``."""
+    """Which tokens may come next: ``[words]`` uint32, token i at bit ``i % 32`` of word ``i //
+    32``.
+    """
     out = llguidance.numpy.allocate_token_bitmask(1, vocab)
     llguidance.numpy.fill_next_token_bitmask(matcher, out, 0)
     return out[0].view(np.uint32)

@@ -1,10 +1,13 @@
-"""Which pages of one part of the cache are free, which hold what, and which prompts' blocks can be used again. No arrays.
+"""Which pages of one part of the cache are free, which hold what, and which prompts' blocks can be
+used again. No arrays.
 
-A *block* is one page of a prompt: PAGE tokens behind those of its parent, under one tenant and one version of the weights. Whole
-blocks are indexed by that chain, and the tokens themselves are compared, never a hash alone (law 7): a prompt that begins as
-another did takes its pages as they are. Prefill writes a block alike whatever is beside it, so that a hit changes no bit; blocks of
-what decoding wrote (``extend``) differ in the last bits from what prefill would write, and are there only where that was asked for. A block
-that nobody uses stays until its page is wanted, the least recently used one first, and never before its children.
+A *block* is one page of a prompt: PAGE tokens behind those of its parent, under one tenant and one
+version of the weights. Whole blocks are indexed by that chain, and the tokens themselves are
+compared, never a hash alone (law 7): a prompt that begins as another did takes its pages as they
+are. Prefill writes a block alike whatever is beside it, so that a hit changes no bit; blocks of
+what decoding wrote (``extend``) differ in the last bits from what prefill would write, and are
+there only where that was asked for. A block that nobody uses stays until its page is wanted, the
+least recently used one first, and never before its children.
 """
 
 import itertools
@@ -15,7 +18,9 @@ from mint_jax.errors import UserError
 
 
 class Root:
-    """The empty prompt of one tenant and version: where chains begin. ``closed``: its blocks are not to be used again."""
+    """The empty prompt of one tenant and version: where chains begin. ``closed``: its blocks are
+    not to be used again.
+    """
 
     def __init__(self, key: Hashable) -> None:
         self.key, self.closed = key, False
@@ -35,8 +40,16 @@ class Block:
 
     __slots__ = ("children", "indexed", "page", "parent", "ready", "root", "tokens", "users")
 
-    def __init__(self, parent: "Block | Root", root: Root, tokens: tuple[int, ...], page: int, indexed: bool):
-        self.parent, self.root, self.tokens, self.page, self.indexed = parent, root, tokens, page, indexed
+    def __init__(
+        self, parent: "Block | Root", root: Root, tokens: tuple[int, ...], page: int, indexed: bool
+    ):
+        self.parent, self.root, self.tokens, self.page, self.indexed = (
+            parent,
+            root,
+            tokens,
+            page,
+            indexed,
+        )
         self.users, self.ready = 1, False
         self.children: dict[tuple[int, ...], Block] = {}
 
@@ -53,7 +66,8 @@ class Pages:
         self.count, self.size = count, size
         self._free = list(range(count - 1, -1, -1))
         self._roots: dict[Hashable, Root] = {}  # those that have blocks
-        self._idle: OrderedDict[Block, None] = OrderedDict()  # nobody's, the least recently used first
+        # nobody's, the least recently used first
+        self._idle: OrderedDict[Block, None] = OrderedDict()
 
     @property
     def available(self) -> int:
@@ -79,7 +93,9 @@ class Pages:
         if len(self._free) > self.count:
             raise RuntimeError("a page was given back twice")
 
-    def open(self, key: Hashable, tokens: Sequence[int], spare: int = 0, shared: int | None = None) -> tuple[list[Block], int] | None:
+    def open(
+        self, key: Hashable, tokens: Sequence[int], spare: int = 0, shared: int | None = None
+    ) -> tuple[list[Block], int] | None:
         """The blocks of a prompt: those that are there, and new ones for the rest.
 
         Args:
@@ -88,7 +104,8 @@ class Pages:
             shared: how many blocks may be found, now and by others; None: all.
 
         Returns:
-            The blocks, in order, and how many of them were there; None, and nothing changed, where there are too few pages.
+            The blocks, in order, and how many of them were there; None, and nothing changed, where
+            there are too few pages.
         """
         root = self._roots.get(key) or Root(key)
         pieces = [tuple(tokens[i : i + self.size]) for i in range(0, len(tokens), self.size)]
@@ -118,15 +135,21 @@ class Pages:
             at = block
         return blocks, len(found)
 
-    def extend(self, key: Hashable, tokens: Sequence[int], begin: int) -> tuple[list[Block], list[tuple[int, Block]]]:
-        """Blocks of tokens that are cached elsewhere, behind a prompt's: as many as there are pages for.
+    def extend(
+        self, key: Hashable, tokens: Sequence[int], begin: int
+    ) -> tuple[list[Block], list[tuple[int, Block]]]:
+        """Blocks of tokens that are cached elsewhere, behind a prompt's: as many as there are pages
+        for.
 
         Args:
-            tokens: of a prompt that is open, and behind it; a last piece that is no whole page is left out.
-            begin: how many whole blocks the prompt has; nothing is done where others could not find them.
+            tokens: of a prompt that is open, and behind it; a last piece that is no whole page is
+                left out.
+            begin: how many whole blocks the prompt has; nothing is done where others could not find
+                them.
 
         Returns:
-            Blocks that are held, to be closed; and of these the new ones with their numbers, which are to be written and made ready.
+            Blocks that are held, to be closed; and of these the new ones with their numbers, which
+            are to be written and made ready.
         """
         root = self._roots.get(key) or Root(key)
         held: list[Block] = []
@@ -182,7 +205,8 @@ class Pages:
         self.give([block.page])
 
     def check(self, held: Sequence[int], users: Mapping[Block, int] | None = None) -> None:
-        """Whether every page is free, held by ``held``, or in a block, once, and whether idle blocks may be dropped in their order.
+        """Whether every page is free, held by ``held``, or in a block, once, and whether idle
+        blocks may be dropped in their order.
 
         Args:
             held: what ``take`` gave, and the pages of blocks that no prompt can find.
@@ -199,18 +223,30 @@ class Pages:
             stack.extend(children)
         pages = sorted([*self._free, *held, *(block.page for block in blocks)])
         if pages != list(range(self.count)):
-            wrong = sorted(set(range(self.count)) ^ set(pages)) or [p for p, q in itertools.pairwise(pages) if p == q]
+            wrong = sorted(set(range(self.count)) ^ set(pages)) or [
+                p for p, q in itertools.pairwise(pages) if p == q
+            ]
             raise RuntimeError(f"pages {wrong} are lost or held twice")
         turn = {block: i for i, block in enumerate(self._idle)}
         if set(turn) != {block for block in blocks if block.users == 0}:
             raise RuntimeError("idle blocks are not those without users")
-        if any(not block.ready or any(turn.get(child, len(turn)) > i for child in block.children.values()) for block, i in turn.items()):
-            raise RuntimeError("an idle block is not written, or would be dropped before its children")
-        if any(child.ready and not block.ready for block in blocks for child in block.children.values()):
+        if any(
+            not block.ready
+            or any(turn.get(child, len(turn)) > i for child in block.children.values())
+            for block, i in turn.items()
+        ):
+            raise RuntimeError(
+                "an idle block is not written, or would be dropped before its children"
+            )
+        if any(
+            child.ready and not block.ready for block in blocks for child in block.children.values()
+        ):
             raise RuntimeError("a block is written and its parent is not")
         if any(not root.children or root.closed for root in self._roots.values()):
             raise RuntimeError("an empty chain is kept")
-        if users is not None and any(block.users != users.get(block, 0) for block in {*blocks, *users}):
+        if users is not None and any(
+            block.users != users.get(block, 0) for block in {*blocks, *users}
+        ):
             raise RuntimeError("a block's users are not those who hold it")
 
 

@@ -1,6 +1,7 @@
 """From who runs next to the small arrays that say so to the device.
 
-Rows and blocks of each part of a mesh stand together, and numbers of pages and rows count within a part.
+Rows and blocks of each part of a mesh stand together, and numbers of pages and rows count within a
+part.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,7 +21,11 @@ NOWHERE = 2**30  # a page that no device has
 
 
 def blocks_plan(
-    todo: Sequence[Sequence[tuple[Prompt, int]]], count: int, table: int, buckets: Iterable[int], scored: bool = False
+    todo: Sequence[Sequence[tuple[Prompt, int]]],
+    count: int,
+    table: int,
+    buckets: Iterable[int],
+    scored: bool = False,
 ) -> Blocks:
     """The plan of a prefill.
 
@@ -31,7 +36,10 @@ def blocks_plan(
         buckets: rank buckets that are resident.
         scored: whether these are blocks whose places are asked about.
     """
-    tokens, targets = np.zeros((count, PAGE), np.int32), np.full((count, PAGE, 1 + ALTERNATIVES), -1, np.int32)
+    tokens, targets = (
+        np.zeros((count, PAGE), np.int32),
+        np.full((count, PAGE, 1 + ALTERNATIVES), -1, np.int32),
+    )
     draws, seed = np.zeros(count, np.int32), np.zeros(count, np.uint32)
     start, page = np.zeros(count, np.int32), np.full(count, NOWHERE, np.int32)
     tables = np.zeros((count, table), np.int32)
@@ -53,11 +61,24 @@ def blocks_plan(
             adapters[c] = prompt.request.adapter
             used = max(used, c * PAGE + len(block.tokens))
     asked: Any = Asked(targets, draws, seed) if scored else None  # type: ignore[arg-type]
-    return Blocks(tokens, start, page, tables, _slots(adapters, buckets), np.array(used, np.int32), asked)  # type: ignore[arg-type]
+    return Blocks(
+        tokens,  # type: ignore[arg-type]
+        start,  # type: ignore[arg-type]
+        page,  # type: ignore[arg-type]
+        tables,  # type: ignore[arg-type]
+        _slots(adapters, buckets),
+        np.array(used, np.int32),  # type: ignore[arg-type]
+        asked,
+    )
 
 
 def rows_plan(
-    running: Sequence[tuple[Sample, int]], rows: int, parts: int, table: int, vocab: int, buckets: Iterable[int]
+    running: Sequence[tuple[Sample, int]],
+    rows: int,
+    parts: int,
+    table: int,
+    vocab: int,
+    buckets: Iterable[int],
 ) -> tuple[Rows, list[int]]:
     """The plan of some steps, and the row of each sample.
 
@@ -95,7 +116,12 @@ def rows_plan(
         first=np.where(np.asarray(teams.place) >= 0, -(-prefix // RUN), 0).astype(np.int32),  # type: ignore[arg-type]
         until=until,  # type: ignore[arg-type]
         limit=limit,  # type: ignore[arg-type]
-        stop_ids=_padded((() if s is None else s.prompt.request.stop_ids for s in samples), MAX_STOP_IDS, -1, np.int32),  # type: ignore[arg-type]
+        stop_ids=_padded(
+            (() if s is None else s.prompt.request.stop_ids for s in samples),
+            MAX_STOP_IDS,
+            -1,
+            np.int32,
+        ),  # type: ignore[arg-type]
         top=column(bool, lambda s: s.prompt.request.top_logprobs > 0),
         allowed=allowed,  # type: ignore[arg-type]
         bound=column(bool, lambda s: s.matcher is not None),
@@ -107,7 +133,10 @@ def rows_plan(
 
 
 def _slots(adapters: Sequence[Slot | None], buckets: Iterable[int]) -> dict[int, Any]:
-    return {b: np.array([-1 if a is None or a.bucket != b else a.index for a in adapters], np.int32) for b in buckets}
+    return {
+        b: np.array([-1 if a is None or a.bucket != b else a.index for a in adapters], np.int32)
+        for b in buckets
+    }
 
 
 def _padded(lists: Iterable[Sequence[Any]], width: int, fill: Any, dtype: type) -> np.ndarray:
@@ -119,7 +148,9 @@ def _padded(lists: Iterable[Sequence[Any]], width: int, fill: Any, dtype: type) 
 
 
 def _teams(samples: Sequence[Sample | None], per_part: int, tables: np.ndarray) -> Teams:
-    """The teams of each part; a row's place in its team is its number among the request's samples."""
+    """The teams of each part; a row's place in its team is its number among the request's
+    samples.
+    """
     Z = len(samples)
     rows, table = np.full((Z, TEAM), -1, np.int32), np.zeros_like(tables)
     prefix, place = np.zeros(Z, np.int32), np.full(Z, -1, np.int32)
@@ -144,11 +175,18 @@ def _sampling(samples: Sequence[Sample | None]) -> SamplingParams:
     def column(dtype: type, name: str) -> Any:
         return np.array([getattr(r, name) for r in asked], dtype)
 
-    # A sample's noise follows from its request's seed and its number there, not from its place in this batch.
-    seeds = np.array([0 if s is None else seed_of(s.prompt.request.seed, s.number) for s in samples], np.uint32)
-    bias_ids = _padded(([token for token, _ in r.logit_bias] for r in asked), MAX_BIASES, -1, np.int32)
+    # A sample's noise follows from its request's seed and its number there, not from its place in
+    # this batch.
+    seeds = np.array(
+        [0 if s is None else seed_of(s.prompt.request.seed, s.number) for s in samples], np.uint32
+    )
+    bias_ids = _padded(
+        ([token for token, _ in r.logit_bias] for r in asked), MAX_BIASES, -1, np.int32
+    )
     bias = _padded(([value for _, value in r.logit_bias] for r in asked), MAX_BIASES, 0, np.float32)
-    changes = (column(np.float32, f"{name}_penalty") for name in ("repetition", "frequency", "presence"))
+    changes = (
+        column(np.float32, f"{name}_penalty") for name in ("repetition", "frequency", "presence")
+    )
     return SamplingParams(
         temperature=column(np.float32, "temperature"),
         top_k=column(np.int32, "top_k"),

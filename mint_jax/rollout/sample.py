@@ -1,12 +1,13 @@
 """Choosing the next token on the device: greedy, temperature, top-k, top-p, min-p, one seed a row.
 
-The draw itself is ``pallas_kernels.draw``: a function of a row's logits, its seed, the position and the token's id alone, so that batching,
-other rows and padding change nothing.
+The draw itself is ``pallas_kernels.draw``: a function of a row's logits, its seed, the position and
+the token's id alone, so that batching, other rows and padding change nothing.
 
-Filters are applied in this order, each on what the one before kept: temperature, top-k, top-p, min-p. Ties at the edge
-of a filter are kept, and the likeliest token passes every filter. Biases and then the three penalties come before all of
-them, see ``penalised``. Any settings within ``rollout.ranges.RANGES`` give finite log-probabilities and a token that
-passes the filters: a temperature that float32 cannot divide by (below 1.2e-38) is greedy.
+Filters are applied in this order, each on what the one before kept: temperature, top-k, top-p,
+min-p. Ties at the edge of a filter are kept, and the likeliest token passes every filter. Biases
+and then the three penalties come before all of them, see ``penalised``. Any settings within
+``rollout.ranges.RANGES`` give finite log-probabilities and a token that passes the filters: a
+temperature that float32 cannot divide by (below 1.2e-38) is greedy.
 
 Axes: B rows, V vocab, C tokens drawn so far, n biases of a row, K alternatives of a token.
 """
@@ -22,16 +23,20 @@ import jax.numpy as jnp
 from mint_jax.sharding import one_device
 from pallas_kernels.draw import draw
 
-FILTER_ROWS = 8  # that one CPU filters at once: it makes five arrays like their logits, of 32 rows of SmolLM2 19 MB more
+# that one CPU filters at once: it makes five arrays like their logits, of 32 rows of SmolLM2 19 MB
+# more
+FILTER_ROWS = 8
 
 
 class Penalties(NamedTuple):
     """Per-row changes of logits by the tokens that were there before, and by token.
 
     Attributes:
-        repetition: ``[B]``; of every token of the prompt or drawn, a logit above 0 is divided by it and one below multiplied: CTRL
-            (Keskar et al. 2019, arXiv:1909.05858, section 4.1), as transformers has it. 1: none.
-        frequency: ``[B]``; subtracted once for each time that a token was drawn, as OpenAI's API has it.
+        repetition: ``[B]``; of every token of the prompt or drawn, a logit above 0 is divided by it
+            and one below multiplied: CTRL (Keskar et al. 2019, arXiv:1909.05858, section 4.1), as
+            transformers has it. 1: none.
+        frequency: ``[B]``; subtracted once for each time that a token was drawn, as OpenAI's API
+            has it.
         presence: ``[B]``; subtracted once where a token was drawn at all.
         bias_ids, bias: ``[B, n]``; added to the logits of these tokens; ids of -1 are none.
     """
@@ -63,23 +68,38 @@ class SamplingParams(NamedTuple):
     penalties: Penalties | None = None
 
 
-def penalised(logits_BV: jax.Array, penalties: Penalties, tokens_BC: jax.Array, prompt_BC: jax.Array, drawn_BC: jax.Array) -> jax.Array:
+def penalised(
+    logits_BV: jax.Array,
+    penalties: Penalties,
+    tokens_BC: jax.Array,
+    prompt_BC: jax.Array,
+    drawn_BC: jax.Array,
+) -> jax.Array:
     """The logits that tokens are drawn from, float32.
 
     Args:
         tokens_BC: int32, what each row has read and drawn, at any places.
-        prompt_BC, drawn_BC: bool, at which of them stands a token of the prompt, and one that was drawn.
+        prompt_BC, drawn_BC: bool, at which of them stands a token of the prompt, and one that was
+            drawn.
     """
     chex.assert_equal_shape([tokens_BC, prompt_BC, drawn_BC])
     chex.assert_equal_shape([penalties.bias_ids, penalties.bias])
     V, row = logits_BV.shape[1], jnp.arange(logits_BV.shape[0])[:, None]
     prompt_BV = jnp.zeros(logits_BV.shape, bool).at[row, tokens_BC].max(prompt_BC)
-    drawn_BV = jnp.zeros(logits_BV.shape, jnp.float32).at[row, tokens_BC].add(drawn_BC.astype(jnp.float32))
+    drawn_BV = (
+        jnp.zeros(logits_BV.shape, jnp.float32).at[row, tokens_BC].add(drawn_BC.astype(jnp.float32))
+    )
     ids = jnp.where(penalties.bias_ids < 0, V, penalties.bias_ids)
     z_BV = logits_BV.at[row, ids].add(penalties.bias, mode="drop")
     again = penalties.repetition[:, None]
-    z_BV = jnp.where(prompt_BV | (drawn_BV > 0), jnp.where(z_BV > 0, z_BV / again, z_BV * again), z_BV)
-    return z_BV - penalties.frequency[:, None] * drawn_BV - penalties.presence[:, None] * (drawn_BV > 0)
+    z_BV = jnp.where(
+        prompt_BV | (drawn_BV > 0), jnp.where(z_BV > 0, z_BV / again, z_BV * again), z_BV
+    )
+    return (
+        z_BV
+        - penalties.frequency[:, None] * drawn_BV
+        - penalties.presence[:, None] * (drawn_BV > 0)
+    )
 
 
 class Changes(NamedTuple):
@@ -105,29 +125,35 @@ def sample(
     """Draws one token a row.
 
     Args:
-        logits_BV: float32. A row with a NaN draws token 0, and so does one with plus infinity that is not greedy; neither has a finite
-            log-probability.
-        position: scalar or ``[B]`` int32, number of the token being drawn; with the seed it names the random draw.
+        logits_BV: float32. A row with a NaN draws token 0, and so does one with plus infinity that
+            is not greedy; neither has a finite log-probability.
+        position: scalar or ``[B]`` int32, number of the token being drawn; with the seed it names
+            the random draw.
         changes: what tokens are drawn from in place of the logits.
-        rows: int32, how many rows are in use, the first ones; what the others draw is of no use. None: all.
+        rows: int32, how many rows are in use, the first ones; what the others draw is of no use.
+            None: all.
         kernel: which implementation of ``draw``.
 
     Returns:
-        Tokens ``[B]`` int32; their log-probabilities ``[B]`` under the model itself (temperature 1, no filter); and those under the
-        distribution that was drawn from, which are what a trainer's importance ratio needs. The two are equal where the temperature
-        is 1 and nothing filters, and where decoding is greedy.
+        Tokens ``[B]`` int32; their log-probabilities ``[B]`` under the model itself (temperature 1,
+        no filter); and those under the distribution that was drawn from, which are what a trainer's
+        importance ratio needs. The two are equal where the temperature is 1 and nothing filters,
+        and where decoding is greedy.
     """
     chex.assert_rank(logits_BV, 2)
     chex.assert_shape(list(params[:5]), logits_BV.shape[:1])
     keys = _keys(params.seed, position)
-    hot = params.temperature >= jnp.finfo(jnp.float32).tiny  # XLA takes smaller ones for 0, and other kernels do not
+    # XLA takes smaller ones for 0, and other kernels do not
+    hot = params.temperature >= jnp.finfo(jnp.float32).tiny
     params = params._replace(temperature=jnp.where(hot, params.temperature, 0.0))
     filtered = hot & ((params.top_k > 0) | (params.top_p < 1) | (params.min_p > 0))
     changed = filtered if changes is None else filtered | changes.rows
     take = functools.partial(draw, keys=keys, rows=rows, implementation=kernel)
     over = jnp.where(hot, params.temperature, 1.0)[:, None]
 
-    def filter_(z_BV: jax.Array, over: jax.Array, filtered: jax.Array, params: SamplingParams) -> jax.Array:
+    def filter_(
+        z_BV: jax.Array, over: jax.Array, filtered: jax.Array, params: SamplingParams
+    ) -> jax.Array:
         kept = _filter(z_BV, over, params)
         return jnp.where(filtered[:, None] & (kept == -jnp.inf), -jnp.inf, z_BV)
 
@@ -137,7 +163,9 @@ def sample(
 
         return jax.lax.map(one, (z_BV, *of_rows), batch_size=FILTER_ROWS)
 
-    def of_all(total: jax.Array, temperature: jax.Array, keep: Any = filter_) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def of_all(
+        total: jax.Array, temperature: jax.Array, keep: Any = filter_
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         z_BV = logits_BV if changes is None else changes.apply(logits_BV)
         of_rows = over, filtered, params._replace(penalties=None)
         z_BV = jax.lax.cond(jnp.any(filtered), keep, lambda z, *_: z, z_BV, *of_rows)
@@ -152,8 +180,9 @@ def sample(
         return token, logprob, jax.lax.cond(jnp.all(plain), lambda z: logprob, of_drawn, z_BV)
 
     def of_changed() -> tuple[jax.Array, jax.Array, jax.Array]:
-        # Rows that nothing changes have drawn already: what others ask for does not decide by which arithmetic a row is drawn. Noise is
-        # made once for each row, a tenth of the time without: of those that something changes the first draw gives the total alone.
+        # Rows that nothing changes have drawn already: what others ask for does not decide by which
+        # arithmetic a row is drawn. Noise is made once for each row, a tenth of the time without:
+        # of those that something changes the first draw gives the total alone.
         first = take(logits_BV, jnp.where(changed, 0.0, params.temperature))
         at = _at(logits_BV, first.token)
         logprob = at - first.total
@@ -167,16 +196,25 @@ def sample(
 
         return jax.lax.cond(jnp.any(changed), others, lambda: plain)
 
-    # CPUs spare the passes over the vocabulary that no row asks for by a branch around them: greedy, eight rows of 49,152 logits took
-    # 0.64 ms though one was in use, now 0.17, and 32 that are drawn 20 to 32 ms, now 4. For TPUs libtpu 0.0.42.1 ends itself over a branch
-    # in a branch (assignment of memory, Qwen3-30B-A3B on 4 x 4 chips).
-    return jax.lax.platform_dependent(cpu=of_changed, default=lambda: of_all(jax.nn.logsumexp(logits_BV, axis=-1), params.temperature))
+    # CPUs spare the passes over the vocabulary that no row asks for by a branch around them:
+    # greedy, eight rows of 49,152 logits took
+    # 0.64 ms though one was in use, now 0.17, and 32 that are drawn 20 to 32 ms, now 4. For TPUs
+    # libtpu 0.0.42.1 ends itself over a branch in a branch (assignment of memory, Qwen3-30B-A3B on
+    # 4 x 4 chips).
+    return jax.lax.platform_dependent(
+        cpu=of_changed,
+        default=lambda: of_all(jax.nn.logsumexp(logits_BV, axis=-1), params.temperature),
+    )
 
 
-def alternatives(logits_BV: jax.Array, count: int, rows: jax.Array | None = None, kernel: str = "xla") -> tuple[jax.Array, jax.Array]:
-    """The likeliest tokens of each row, ``[B, count]`` int32, and their log-probabilities under the model itself, the largest first.
+def alternatives(
+    logits_BV: jax.Array, count: int, rows: jax.Array | None = None, kernel: str = "xla"
+) -> tuple[jax.Array, jax.Array]:
+    """The likeliest tokens of each row, ``[B, count]`` int32, and their log-probabilities under the
+    model itself, the largest first.
 
-    ``rows`` and ``kernel`` as of ``sample``: a token that was drawn has the log-probability that it was drawn with, bit for bit.
+    ``rows`` and ``kernel`` as of ``sample``: a token that was drawn has the log-probability that it
+    was drawn with, bit for bit.
     """
     B = logits_BV.shape[0]
     top_BK, ids_BK = jax.lax.top_k(logits_BV, count)
@@ -188,7 +226,9 @@ def _keys(seed_B: jax.Array, position: jax.Array) -> jax.Array:
     """``[B, 2]`` uint32, data of the keys of each row's draw."""
 
     def of(seed: jax.Array, position: jax.Array) -> jax.Array:
-        return jax.random.key_data(jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), position))
+        return jax.random.key_data(
+            jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), position)
+        )
 
     return jax.vmap(of)(seed_B, jnp.broadcast_to(position, seed_B.shape))
 
@@ -207,12 +247,15 @@ def _filter(z_BV: jax.Array, over_B1: jax.Array, params: SamplingParams) -> jax.
 
 
 def _keep_above(z_BV: jax.Array, mass_BV: jax.Array, goal_B: jax.Array) -> jax.Array:
-    """Keeps the largest logits: the fewest (with ties), at least one, whose mass reaches ``goal``; the rest become -inf.
+    """Keeps the largest logits: the fewest (with ties), at least one, whose mass reaches ``goal``;
+    the rest become -inf.
 
-    The order is that of logits before the temperature: a large one makes unequal logits equal in float32.
+    The order is that of logits before the temperature: a large one makes unequal logits equal in
+    float32.
 
-    A binary search over the 32 bits of a monotone integer image of the logits finds the exact threshold without a sort: 32 passes
-    over the row, and a sixteenth of a sort's time (32 rows of 49,152 logits on two cores: 22 ms against 356).
+    A binary search over the 32 bits of a monotone integer image of the logits finds the exact
+    threshold without a sort: 32 passes over the row, and a sixteenth of a sort's time (32 rows of
+    49,152 logits on two cores: 22 ms against 356).
     """
     key = _ordered(z_BV)
 
@@ -222,7 +265,8 @@ def _keep_above(z_BV: jax.Array, mass_BV: jax.Array, goal_B: jax.Array) -> jax.A
         return jnp.where(mass >= goal_B, trial, low)
 
     threshold = jax.lax.fori_loop(0, 32, narrow, jnp.zeros(z_BV.shape[0], jnp.uint32))
-    threshold = jnp.minimum(threshold, jnp.max(key, axis=-1))  # a goal that rounds to 0 is reached by no token
+    # a goal that rounds to 0 is reached by no token
+    threshold = jnp.minimum(threshold, jnp.max(key, axis=-1))
     return jnp.where(key >= threshold[:, None], z_BV, -jnp.inf)
 
 

@@ -1,17 +1,21 @@
-"""Who runs next: sequences, their pages, and the order in which prompts are read and rows decode. No arrays, no device.
+"""Who runs next: sequences, their pages, and the order in which prompts are read and rows decode.
+No arrays, no device.
 
     waiting --admit--> running --finish--> gone
                           |  ^
-                   preempt|  |admit       no page is left for an older row: the youngest gives its own pages up,
+                   preempt|  |admit       no page is left for an older row: the youngest gives its
+                   own pages up,
                           v  |            whose contents wait in the host's memory
                         swapped
 
-A sequence is one sample of a request. Its prompt's blocks are held as long as any of the request's samples run; its own pages are
-taken as it grows. Older sequences come first in everything, so that each one that is admitted ends: the oldest of a part can have
-every page of it, and a request that would not fit then is refused at the door.
+A sequence is one sample of a request. Its prompt's blocks are held as long as any of the request's
+samples run; its own pages are taken as it grows. Older sequences come first in everything, so that
+each one that is admitted ends: the oldest of a part can have every page of it, and a request that
+would not fit then is refused at the door.
 
-A call of prefill costs the same with places that are empty. Blocks of prompts that wait are read *ahead* in those that running ones
-leave, and are given up before anyone goes without a page for them.
+A call of prefill costs the same with places that are empty. Blocks of prompts that wait are read
+*ahead* in those that running ones leave, and are given up before anyone goes without a page for
+them.
 """
 
 import dataclasses
@@ -62,7 +66,9 @@ class Prompt:
 
     @property
     def scored_from(self) -> int | None:
-        """The first of the blocks whose places are scored; they are not shared, for what is found in the cache has no scores."""
+        """The first of the blocks whose places are scored; they are not shared, for what is found
+        in the cache has no scores.
+        """
         first = self.request.first_scored
         return None if first is None else first // PAGE
 
@@ -116,7 +122,9 @@ class Sample:
 
     @property
     def team(self) -> int | None:
-        """Which team of its prompt's it reads with; a matter of the request alone, for forms of a product may differ in their bits."""
+        """Which team of its prompt's it reads with; a matter of the request alone, for forms of a
+        product may differ in their bits.
+        """
         return self.number // TEAM if self.prompt.request.n > 1 and self.prompt.length else None
 
     def table(self) -> list[int]:
@@ -155,7 +163,9 @@ class Schedule:
         """Orders those that wait by their tenants, and those of one as they came."""
         if len(tenants) > 1:
             place = {tenant: i for i, tenant in enumerate(tenants)}
-            self.waiting = deque(sorted(self.waiting, key=lambda s: (place[s.prompt.request.tenant], s.order)))
+            self.waiting = deque(
+                sorted(self.waiting, key=lambda s: (place[s.prompt.request.tenant], s.order))
+            )
 
     def add(self, prompt: Prompt, owner: Any) -> list[Sample]:
         """Queues the samples of a request."""
@@ -163,13 +173,20 @@ class Schedule:
         self.waiting.extend(new)
         return new
 
-    def admit(self, restore: Callable[[Sample], None], steps: int, loaded: Callable[[Sample], bool] = lambda s: True) -> None:
-        """Lets sequences run as long as there are rows and pages: those that were preempted first, then the oldest that wait.
+    def admit(
+        self,
+        restore: Callable[[Sample], None],
+        steps: int,
+        loaded: Callable[[Sample], bool] = lambda s: True,
+    ) -> None:
+        """Lets sequences run as long as there are rows and pages: those that were preempted first,
+        then the oldest that wait.
 
         Args:
             restore: writes a preempted sequence's contents into the pages that it has now.
             steps: tokens that a sequence should have pages for at once.
-            loaded: whether a waiting sequence's adapter is there; those whose is not are passed over.
+            loaded: whether a waiting sequence's adapter is there; those whose is not are passed
+                over.
         """
         for sequence in sorted(self.swapped, key=lambda s: s.order):
             if not self._place(sequence, sequence.own + 1):
@@ -187,12 +204,22 @@ class Schedule:
         self.waiting.extendleft(reversed(passed))
 
     def _place(self, sequence: Sample, tokens: int) -> bool:
-        """Gives a sequence a row, its prompt and pages for ``tokens`` of its own; whether there were any."""
+        """Gives a sequence a row, its prompt and pages for ``tokens`` of its own; whether there
+        were any.
+        """
         prompt = sequence.prompt
-        parts = [prompt.part] if prompt.users else sorted(range(len(self.pages)), key=lambda p: (self.rows_of(p), -self.pages[p].available))
+        parts = (
+            [prompt.part]
+            if prompt.users
+            else sorted(
+                range(len(self.pages)), key=lambda p: (self.rows_of(p), -self.pages[p].available)
+            )
+        )
         wanted = pages_for(tokens, PAGE)
         for part in parts:
-            if self.rows_of(part) >= self.rows or not (prompt.users or self._open(prompt, part, wanted)):
+            if self.rows_of(part) >= self.rows or not (
+                prompt.users or self._open(prompt, part, wanted)
+            ):
                 continue
             if (pages := self._take(part, wanted, prompt)) is None:
                 continue
@@ -206,12 +233,16 @@ class Schedule:
         return False
 
     def _open(self, prompt: Prompt, part: int, spare: int, give_up: bool = True) -> bool:
-        """Gives a prompt its blocks in a part, if it has not got them there; whether there are pages for them, and ``spare`` more."""
+        """Gives a prompt its blocks in a part, if it has not got them there; whether there are
+        pages for them, and ``spare`` more.
+        """
         if prompt in self.ahead:
             if prompt.part == part:
                 return True
             self._close(prompt)
-        while (opened := self.pages[part].open(prompt.key, prompt.prefix, spare, prompt.scored_from)) is None:
+        while (
+            opened := self.pages[part].open(prompt.key, prompt.prefix, spare, prompt.scored_from)
+        ) is None:
             if not (give_up and self._give_up(part)):
                 return False
         prompt.part, (prompt.blocks, found) = part, opened
@@ -226,15 +257,26 @@ class Schedule:
             self.ahead.remove(prompt)
 
     def _take(self, part: int, count: int, but: Prompt | None = None) -> list[int] | None:
-        """Pages of a part, also of what was read ahead of ``but``; None where there are not as many."""
+        """Pages of a part, also of what was read ahead of ``but``; None where there are not as
+        many.
+        """
         while (pages := self.pages[part].take(count)) is None:
             if not self._give_up(part, but):
                 return None
         return pages
 
     def _give_up(self, part: int, but: Prompt | None = None) -> bool:
-        """Gives up the last prompt that a part has ahead; its whole blocks that are read can still be found. Whether there was one."""
-        last = next((prompt for prompt in reversed(self.ahead) if prompt.part == part and prompt is not but), None)
+        """Gives up the last prompt that a part has ahead; its whole blocks that are read can still
+        be found. Whether there was one.
+        """
+        last = next(
+            (
+                prompt
+                for prompt in reversed(self.ahead)
+                if prompt.part == part and prompt is not but
+            ),
+            None,
+        )
         if last is not None:
             self._close(last)
         return last is not None
@@ -246,10 +288,12 @@ class Schedule:
     def to_prefill(
         self, count: int, scored: bool = False, loaded: Callable[[Sample], bool] = lambda s: True
     ) -> list[list[tuple[Prompt, int]]]:
-        """Of each part up to ``count`` blocks that are to be written next, each as its prompt and number; they count as written.
+        """Of each part up to ``count`` blocks that are to be written next, each as its prompt and
+        number; they count as written.
 
         Args:
-            scored: those whose places are scored, as soon as all before them are written, or the others.
+            scored: those whose places are scored, as soon as all before them are written, or the
+                others.
             loaded: as of ``admit``.
         """
         out: list[list[tuple[Prompt, int]]] = [[] for _ in self.pages]
@@ -263,15 +307,22 @@ class Schedule:
             self._read_ahead(out, count, loaded)
         return out
 
-    def _read_ahead(self, out: list[list[tuple[Prompt, int]]], count: int, loaded: Callable[[Sample], bool]) -> None:
-        """Fills what is left of a call, with those that wait in their order, up to the first that the pages do not suffice for."""
+    def _read_ahead(
+        self, out: list[list[tuple[Prompt, int]]], count: int, loaded: Callable[[Sample], bool]
+    ) -> None:
+        """Fills what is left of a call, with those that wait in their order, up to the first that
+        the pages do not suffice for.
+        """
         for sequence in itertools.islice((s for s in self.waiting if loaded(s)), self.rows):
             prompt = sequence.prompt
-            if prompt.users or not prompt.length or prompt.scored_from == 0:  # none of its blocks is read by this program
+            # none of its blocks is read by this program
+            if prompt.users or not prompt.length or prompt.scored_from == 0:
                 continue
             if prompt not in self.ahead:
                 part = min(range(len(out)), key=lambda p: len(out[p]))
-                if len(out[part]) == count or not self._open(prompt, part, self.rows_of(part), give_up=False):
+                if len(out[part]) == count or not self._open(
+                    prompt, part, self.rows_of(part), give_up=False
+                ):
                     return
                 self.ahead.append(prompt)
             _write(prompt, range(len(prompt.blocks))[: prompt.scored_from], out[prompt.part], count)
@@ -279,7 +330,8 @@ class Schedule:
     def to_decode(self, steps: int, preempt: Callable[[Sample], Any]) -> list[tuple[Sample, int]]:
         """The rows that decode next, and how many own tokens each may reach.
 
-        A row without a page for its next token takes the youngest's; one with less than ``steps`` goes as far as it can.
+        A row without a page for its next token takes the youngest's; one with less than ``steps``
+        goes as far as it can.
 
         Args:
             preempt: reads the contents of a sequence's pages, which it then loses.
@@ -289,14 +341,18 @@ class Schedule:
             if sequence not in self.running or not sequence.prompt.ready:
                 continue
             part = sequence.prompt.part
-            goal = min(sequence.own + (1 if sequence.matcher is not None else steps), sequence.limit)
+            goal = min(
+                sequence.own + (1 if sequence.matcher is not None else steps), sequence.limit
+            )
             while (lacking := pages_for(goal, PAGE) - len(sequence.pages)) > 0:
                 if (pages := self._take(part, lacking)) is not None:
                     sequence.pages += pages
                 elif sequence.room > sequence.own:
                     goal = sequence.room
                 else:
-                    victim = max((s for s in self.running if s.prompt.part == part), key=lambda s: s.order)
+                    victim = max(
+                        (s for s in self.running if s.prompt.part == part), key=lambda s: s.order
+                    )
                     self._preempt(victim, preempt)
                     if victim is sequence:
                         break
@@ -317,14 +373,20 @@ class Schedule:
             self.swapped.remove(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
-            if sequence.prompt in self.ahead and all(s.prompt is not sequence.prompt for s in self.waiting):
+            if sequence.prompt in self.ahead and all(
+                s.prompt is not sequence.prompt for s in self.waiting
+            ):
                 self._close(sequence.prompt)
         sequence.swapped = None
 
-    def extend(self, sequence: Sample, move: Callable[[int, Sequence[tuple[int, int, int, int, int]]], Any]) -> None:
-        """Lets later prompts find what a sequence that runs has drawn: copies of its whole blocks behind its prompt's.
+    def extend(
+        self, sequence: Sample, move: Callable[[int, Sequence[tuple[int, int, int, int, int]]], Any]
+    ) -> None:
+        """Lets later prompts find what a sequence that runs has drawn: copies of its whole blocks
+        behind its prompt's.
 
-        A prompt's page that is not full and the sequence's own, which begin with a page of their own, become pages without a gap.
+        A prompt's page that is not full and the sequence's own, which begin with a page of their
+        own, become pages without a gap.
 
         Args:
             move: makes pages of a part of others, see ``device.Moves``.
@@ -335,12 +397,18 @@ class Schedule:
         tokens = (*prompt.request.prompt, *sequence.tokens)[: prompt.length + own]
         pool, (begin, cut) = self.pages[prompt.part], divmod(prompt.length, PAGE)
         held, new = pool.extend(prompt.key, tokens, begin)
-        # own position o stands at cut + o behind the whole blocks: page j of them has the end of own page j - 1 and the beginning of j
+        # own position o stands at cut + o behind the whole blocks: page j of them has the end of
+        # own page j - 1 and the beginning of j
         moves = []
         for i, block in new:
             j = i - begin
-            low, first = (sequence.pages[j - 1], PAGE - cut) if j else (prompt.blocks[begin].page if cut else 0, 0)
-            high = sequence.pages[j] if j < len(sequence.pages) else 0  # its last page may end within the page before
+            low, first = (
+                (sequence.pages[j - 1], PAGE - cut)
+                if j
+                else (prompt.blocks[begin].page if cut else 0, 0)
+            )
+            # its last page may end within the page before
+            high = sequence.pages[j] if j < len(sequence.pages) else 0
             moves.append((low, high, first, cut, block.page))
         if moves:
             move(prompt.part, moves)
@@ -366,18 +434,27 @@ class Schedule:
             mine = [s for s in self.running if s.prompt.part == part]
             prompts = Counter(s.prompt for s in mine)
             if len(mine) > self.rows or any(prompt.users != n for prompt, n in prompts.items()):
-                raise RuntimeError(f"part {part} has more rows than there are, or a prompt other users than its samples that run")
+                raise RuntimeError(
+                    f"part {part} has more rows than there are, or a prompt other users than its"
+                    " samples that run"
+                )
             ahead = [prompt for prompt in self.ahead if prompt.part == part]
             users = Counter(b for prompt in (*prompts, *ahead) for b in prompt.blocks)
             unseen = [b.page for b in users if not b.indexed or b.root.closed]
             pool.check([page for s in mine for page in s.pages] + unseen, users)
         if any(s.pages or s.finish for s in (*self.waiting, *self.swapped)):
             raise RuntimeError("a sequence that does not run has pages, or has ended")
-        if any(prompt.users for prompt in self.ahead) or not {*self.ahead} <= {s.prompt for s in self.waiting}:
-            raise RuntimeError("a prompt is read ahead that runs already, or that nobody waits with")
+        if any(prompt.users for prompt in self.ahead) or not {*self.ahead} <= {
+            s.prompt for s in self.waiting
+        }:
+            raise RuntimeError(
+                "a prompt is read ahead that runs already, or that nobody waits with"
+            )
 
 
-def _write(prompt: Prompt, numbers: Iterable[int], into: list[tuple[Prompt, int]], count: int) -> None:
+def _write(
+    prompt: Prompt, numbers: Iterable[int], into: list[tuple[Prompt, int]], count: int
+) -> None:
     """Adds those of a prompt's blocks that are not written, until there are ``count``."""
     for i in numbers:
         if not prompt.blocks[i].ready and len(into) < count:

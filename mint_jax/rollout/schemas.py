@@ -1,7 +1,7 @@
 """Whether some JSON of finite length fits a JSON schema that refers to itself.
 
-``llguidance`` refuses other schemas that nothing fits; ``{"type": "array", "items": {"$ref": "#"}, "minItems": 1}`` it takes, and a
-completion under it never ends.
+``llguidance`` refuses other schemas that nothing fits; ``{"type": "array", "items": {"$ref": "#"},
+"minItems": 1}`` it takes, and a completion under it never ends.
 """
 
 import urllib.parse
@@ -13,9 +13,11 @@ MOST_STEPS = 200_000  # parts of schemas that are looked at
 
 
 def has_finite_value(schema: Any) -> bool:
-    """Returns whether a value exists in which no part has to contain itself; True for what a schema leaves open.
+    """Returns whether a value exists in which no part has to contain itself; True for what a schema
+    leaves open.
 
-    The references that have such a value are the least fixed point of: all that the value must contain has one.
+    The references that have such a value are the least fixed point of: all that the value must
+    contain has one.
 
     Raises:
         UserError: the schema refers to itself in too many ways.
@@ -50,10 +52,16 @@ def has_finite_value(schema: Any) -> bool:
 
 
 def _contained(part: dict[str, Any]) -> list[Any]:
-    """Returns the schemas of the values that every value of an object's or an array's schema contains."""
+    """Returns the schemas of the values that every value of an object's or an array's schema
+    contains.
+    """
     if part.get("type") == "object" and isinstance(part.get("required"), list):
         named, other = part.get("properties"), part.get("additionalProperties", True)
-        return [named.get(name, other) if isinstance(named, dict) else other for name in part["required"] if isinstance(name, str)]
+        return [
+            named.get(name, other) if isinstance(named, dict) else other
+            for name in part["required"]
+            if isinstance(name, str)
+        ]
     if part.get("type") == "array" and isinstance(least := part.get("minItems"), int) and least > 0:
         first = part.get("prefixItems")
         first = first if isinstance(first, list) else []

@@ -26,7 +26,9 @@ from mint_jax.models.transformer import Inputs, hidden_states
 
 @functools.partial(jax.jit, static_argnames=("cfg",))
 @as_stored
-def next_token_logprobs(params: Any, lora: BoundAdapters | None, tokens_BT: jax.Array, *, cfg: ModelConfig) -> jax.Array:
+def next_token_logprobs(
+    params: Any, lora: BoundAdapters | None, tokens_BT: jax.Array, *, cfg: ModelConfig
+) -> jax.Array:
     """``log p(tokens[t + 1] | tokens[:t + 1])``, ``[B, T - 1]`` float32."""
     B, T = tokens_BT.shape
     inputs = sharding.constrain(tokens_BT[:, :-1], "batch", "tokens")
@@ -60,7 +62,8 @@ class Scorer:
             done: called after each batch with the results of its sequences, by their indices.
 
         Raises:
-            UserError: an empty sequence, one longer than the context, or ids outside the vocabulary; checked first.
+            UserError: an empty sequence, one longer than the context, or ids outside the
+                vocabulary; checked first.
         """
         for n, sequence in enumerate(sequences):
             self.check(sequence, f"sequence {n}")
@@ -68,14 +71,23 @@ class Scorer:
         for slot in adapters:
             check_resident(slot, stacks or {})
         out: list[np.ndarray] = [np.zeros(0, np.float32)] * len(sequences)
-        todo = sorted((i for i, s in enumerate(sequences) if len(s) > 1), key=lambda i: len(sequences[i]), reverse=True)
+        todo = sorted(
+            (i for i, s in enumerate(sequences) if len(s) > 1),
+            key=lambda i: len(sequences[i]),
+            reverse=True,
+        )
         if done is not None and len(todo) < len(sequences):
             done({i: out[i] for i, s in enumerate(sequences) if len(s) == 1})
         while todo:
             longest = len(sequences[todo[0]])
             rows = max(1, self.max_tokens // longest)
             group, todo = todo[:rows], todo[rows:]
-            for i, row in zip(group, self._run([sequences[i] for i in group], [adapters[i] for i in group], stacks or {})):
+            for i, row in zip(
+                group,
+                self._run(
+                    [sequences[i] for i in group], [adapters[i] for i in group], stacks or {}
+                ),
+            ):
                 out[i] = row[: len(sequences[i]) - 1]
             if done is not None:
                 done({i: out[i] for i in group})
@@ -87,12 +99,19 @@ class Scorer:
         if not sequence:
             raise UserError(f"{where} has no tokens: give at least one")
         if len(sequence) > cfg.context:
-            raise UserError(f"{where} has {len(sequence)} tokens, more than the context of {cfg.context}: split it")
+            raise UserError(
+                f"{where} has {len(sequence)} tokens, more than the context of {cfg.context}:"
+                " split it"
+            )
         if min(sequence) < 0 or max(sequence) >= cfg.vocab_size:
             wrong = next(token for token in sequence if not 0 <= token < cfg.vocab_size)
-            raise UserError(f"{where} has token id {wrong}; this base has ids 0 to {cfg.vocab_size - 1}")
+            raise UserError(
+                f"{where} has token id {wrong}; this base has ids 0 to {cfg.vocab_size - 1}"
+            )
 
-    def _run(self, sequences: list[Sequence[int]], adapters: list[Slot | None], stacks: Stacks) -> list[np.ndarray]:
+    def _run(
+        self, sequences: list[Sequence[int]], adapters: list[Slot | None], stacks: Stacks
+    ) -> list[np.ndarray]:
         plan = plan_blocks(adapters, self.base.row_multiple)
         (T,) = self._shapes.fit((max(map(len, sequences)),), least=(16,))
         tokens = np.zeros((len(plan.order), min(T, self.base.cfg.context)), np.int32)
@@ -101,7 +120,9 @@ class Scorer:
             tokens[row, : len(sequences[i])] = sequences[i]
         with jax.set_mesh(self.base.mesh):
             lora = bind_blocks(plan, stacks, self.base.dtype)
-            values = multihost.to_host(next_token_logprobs(self.base.params, lora, tokens, cfg=self.base.cfg))
+            values = multihost.to_host(
+                next_token_logprobs(self.base.params, lora, tokens, cfg=self.base.cfg)
+            )
         out: list[np.ndarray] = [np.zeros(0, np.float32)] * len(sequences)
         for row, i in placed:
             out[i] = values[row]

@@ -21,7 +21,8 @@ class Stops:
         self.detokenizer, self._stops = Detokenizer(decode, prompt), stops
 
     def look(self, tokens: list[int]) -> tuple[int | None, str | None]:
-        """Returns how many tokens complete the first stop string, and the text before it; None twice if there is none.
+        """Returns how many tokens complete the first stop string, and the text before it; None
+        twice if there is none.
 
         Args:
             tokens: all tokens of the completion: those of the last call and more.
@@ -38,8 +39,9 @@ class Stops:
             self.detokenizer.settle(tokens, added)
             return None, None
         low, high = self.detokenizer.count + 1, len(tokens)
-        # Bisects for the shortest prefix whose text holds a stop string: a token may complete several characters, or a part of one, so
-        # the place of the string does not say which token completed it; every longer prefix holds it too.
+        # Bisects for the shortest prefix whose text holds a stop string: a token may complete
+        # several characters, or a part of one, so the place of the string does not say which token
+        # completed it; every longer prefix holds it too.
         while low < high:
             middle = (low + high) // 2
             if holds(seen + self.detokenizer.added(tokens, middle)):

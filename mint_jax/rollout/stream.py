@@ -10,7 +10,9 @@ from mint_jax.rollout.request import Completion, Request
 
 
 class Piece(NamedTuple):
-    """Tokens of one sample, as they come; ``logprobs`` and ``top`` as ``Completion``'s ``logprobs`` and ``top_logprobs``."""
+    """Tokens of one sample, as they come; ``logprobs`` and ``top`` as ``Completion``'s ``logprobs``
+    and ``top_logprobs``.
+    """
 
     sample: int
     tokens: list[int]
@@ -19,7 +21,8 @@ class Piece(NamedTuple):
 
 
 class Stream:
-    """One request's answers: an iterator of ``Piece`` until all samples have ended, and then ``result``.
+    """One request's answers: an iterator of ``Piece`` until all samples have ended, and then
+    ``result``.
 
     Pieces go to one reader: whoever iterates, or who ``listen``s.
 
@@ -53,13 +56,17 @@ class Stream:
         return self._done.done()
 
     def when_done(self, call: Callable[["Stream"], None]) -> None:
-        """Calls this once ``result`` no longer waits, in the loop's thread or, where that is so already, here; it must not wait."""
+        """Calls this once ``result`` no longer waits, in the loop's thread or, where that is so
+        already, here; it must not wait.
+        """
         self._done.add_done_callback(lambda _: call(self))
 
     def listen(self, call: "Callable[[Piece | None], None]") -> None:
-        """Calls this with each piece, in order and once, and with None when ``result`` no longer waits.
+        """Calls this with each piece, in order and once, and with None when ``result`` no longer
+        waits.
 
-        What came before is told here, what comes later in the engine's thread, behind it. The call must neither wait nor raise.
+        What came before is told here, what comes later in the engine's thread, behind it. The call
+        must neither wait nor raise.
         """
         with self._lock:
             while not self._pieces.empty():

@@ -1,4 +1,6 @@
-"""Which adapters are where, under vLLM's names, so that routers which read those know where a request need not wait."""
+"""Which adapters are where, under vLLM's names, so that routers which read those know where a
+request need not wait.
+"""
 
 import time
 from collections.abc import Callable, Iterable
@@ -10,9 +12,11 @@ from mint_jax.residency.residency import Residency
 
 
 class AdapterMetrics(Collector):
-    """``vllm:lora_requests_info``: its labels name adapters, its value is the time, seconds since 1970.
+    """``vllm:lora_requests_info``: its labels name adapters, its value is the time, seconds since
+    1970.
 
-    An adapter counts as running while it is in a slot, for then no request waits for it, and as waiting while it is loaded.
+    An adapter counts as running while it is in a slot, for then no request waits for it, and as
+    waiting while it is loaded.
 
     Args:
         names_of: the names by which requests ask for a digest: see ``Weights.names_of``.
@@ -23,7 +27,11 @@ class AdapterMetrics(Collector):
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
         labels = ["running_lora_adapters", "waiting_lora_adapters", "max_lora"]
-        family = GaugeMetricFamily("vllm:lora_requests_info", "Adapters in slots, adapters on their way, and slots.", labels=labels)
+        family = GaugeMetricFamily(
+            "vllm:lora_requests_info",
+            "Adapters in slots, adapters on their way, and slots.",
+            labels=labels,
+        )
         resident = self._residency.state()["resident"]
         waiting = sorted(set(self._residency.loads.digests()) - set(resident))
         slots = sum(self._residency.table.capacities.values())

@@ -18,15 +18,23 @@ MOST_LISTED = 1000
 
 
 class CostMetrics(Collector):
-    """Seconds and tokens since the process began, by tenant and kind. Of policies there may be a million: see ``/admin/costs``."""
+    """Seconds and tokens since the process began, by tenant and kind. Of policies there may be a
+    million: see ``/admin/costs``.
+    """
 
     def __init__(self, costs: Costs):
         self._costs = costs
 
     def collect(self) -> Iterable[CounterMetricFamily]:
         labels = ["tenant", "kind"]
-        seconds = CounterMetricFamily("mint_device_seconds", "Seconds of the devices, by who asked and what for.", labels=labels)
-        tokens = CounterMetricFamily("mint_device_tokens", "Tokens that these served.", labels=labels)
+        seconds = CounterMetricFamily(
+            "mint_device_seconds",
+            "Seconds of the devices, by who asked and what for.",
+            labels=labels,
+        )
+        tokens = CounterMetricFamily(
+            "mint_device_tokens", "Tokens that these served.", labels=labels
+        )
         for tenant, cost in sorted(self._costs.since_start().items()):
             told = dataclasses.asdict(cost)
             for kind in KINDS:
@@ -37,7 +45,9 @@ class CostMetrics(Collector):
 
 
 def routes(costs: Costs) -> list[Route]:
-    """``GET /admin/costs?by=policy|tenant&tenant=T&limit=N&offset=N``: what each has cost since ever, the dearest first."""
+    """``GET /admin/costs?by=policy|tenant&tenant=T&limit=N&offset=N``: what each has cost since
+    ever, the dearest first.
+    """
 
     async def listed(request: Request) -> Response:
         asked = request.query_params
@@ -46,7 +56,10 @@ def routes(costs: Costs) -> list[Route]:
             raise choice("by", by[:80], ("policy", "tenant"))
         if by == "tenant" and tenant is not None:
             raise UserError("tenant is given with by=tenant: leave one of them out")
-        limit, offset = _number("limit", asked.get("limit", "100"), 1, MOST_LISTED), _number("offset", asked.get("offset", "0"), 0, 10**9)
+        limit, offset = (
+            _number("limit", asked.get("limit", "100"), 1, MOST_LISTED),
+            _number("offset", asked.get("offset", "0"), 0, 10**9),
+        )
         found = await run_in_threadpool(lambda: costs.listed(by, tenant, limit + 1, offset))
         page = [{by: name} | cost.told() for name, cost in found.items()]
         told = {"costs": page[:limit], "has_more": len(page) > limit}

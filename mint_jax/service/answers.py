@@ -1,8 +1,9 @@
 """Answers that live as long as the process: samples, and whatever else needs no journal.
 
-A client asks again for what a restart took. An answer is kept until it is acknowledged, or ``keep_s`` seconds after it was delivered, or
-``forgotten_s`` after it came where nobody fetches it; sooner where all of them together have more than ``kept_bytes``. Who polls for a
-whole group, a sampler's requests say, learns in the order of a cursor which of them have ended.
+A client asks again for what a restart took. An answer is kept until it is acknowledged, or
+``keep_s`` seconds after it was delivered, or ``forgotten_s`` after it came where nobody fetches it;
+sooner where all of them together have more than ``kept_bytes``. Who polls for a whole group, a
+sampler's requests say, learns in the order of a cursor which of them have ended.
 
 All but ``end`` are called in the event loop; ``end`` from any thread.
 """
@@ -58,8 +59,13 @@ def group_of(tenant: str, whose: str, clone: int = 0) -> str:
 
 
 def unknown(id: str) -> Gone:
-    """The error for an id of which nothing is known, or nothing may be told: the two have the same words."""
-    return Gone(f"request {id[:80]!r} is not kept here: the server was started anew, or its answer was delivered; ask again")
+    """The error for an id of which nothing is known, or nothing may be told: the two have the same
+    words.
+    """
+    return Gone(
+        f"request {id[:80]!r} is not kept here: the server was started anew, or its answer was"
+        " delivered; ask again"
+    )
 
 
 class Answers:
@@ -67,8 +73,8 @@ class Answers:
 
     Args:
         clock: monotonic seconds.
-        start: number of this start of the server, above those of all earlier ones. A client's cursor outlives a restart, so places
-            go on behind all that an earlier process gave out.
+        start: number of this start of the server, above those of all earlier ones. A client's
+            cursor outlives a restart, so places go on behind all that an earlier process gave out.
     """
 
     def __init__(
@@ -79,7 +85,13 @@ class Answers:
         start: int = 0,
         kept_bytes: int = KEPT_BYTES,
     ):
-        self._clock, self.keep_s, self.forgotten_s, self.kept_bytes, self._nbytes = clock, keep_s, forgotten_s, kept_bytes, 0
+        self._clock, self.keep_s, self.forgotten_s, self.kept_bytes, self._nbytes = (
+            clock,
+            keep_s,
+            forgotten_s,
+            kept_bytes,
+            0,
+        )
         self._lock = threading.Lock()
         self._waker = Waker()
         self._answers: dict[str, Answer] = {}
@@ -94,15 +106,22 @@ class Answers:
         """The answer to a request, and whether it is new.
 
         Args:
-            number: the request's own in its group; a number that is there is the same request sent again. None: never sent again.
+            number: the request's own in its group; a number that is there is the same request sent
+                again. None: never sent again.
 
         Raises:
             Conflict: another request had this number.
         """
         with self._lock:
-            if number is not None and (found := self._answers.get(self._numbers.get((group, number), ""))) is not None:
+            if (
+                number is not None
+                and (found := self._answers.get(self._numbers.get((group, number), ""))) is not None
+            ):
                 if found.body != body:
-                    raise Conflict(f"request {number} of {group!r} was another one: give a new request a new number")
+                    raise Conflict(
+                        f"request {number} of {group!r} was another one: give a new request a new"
+                        " number"
+                    )
                 return found, False
             answer = Answer(PREFIX + uuid.uuid4().hex, group, number, body)
             self._answers[answer.id] = answer
@@ -115,14 +134,26 @@ class Answers:
         with self._lock:
             self._drop(answer)
 
-    def end(self, answer: Answer, value: Any = None, failure: BaseException | None = None, nbytes: int = 0) -> None:
-        """Ends a request; once. Answers that ended before it go where all together have too many bytes, delivered ones first.
+    def end(
+        self,
+        answer: Answer,
+        value: Any = None,
+        failure: BaseException | None = None,
+        nbytes: int = 0,
+    ) -> None:
+        """Ends a request; once. Answers that ended before it go where all together have too many
+        bytes, delivered ones first.
 
         Args:
             nbytes: that ``value`` takes in memory.
         """
         with self._lock:
-            answer.value, answer.failure, answer.ended, answer.what = value, failure, self._clock(), None
+            answer.value, answer.failure, answer.ended, answer.what = (
+                value,
+                failure,
+                self._clock(),
+                None,
+            )
             if answer.id in self._answers:
                 answer.nbytes = nbytes
                 self._nbytes += nbytes
@@ -135,8 +166,12 @@ class Answers:
     def _make_room(self, newest: Answer) -> None:
         if self._nbytes <= self.kept_bytes:
             return
-        ended = [one for one in self._answers.values() if one.ended is not None and one is not newest]
-        for one in sorted(ended, key=lambda one: (one.delivered is None, one.delivered or one.ended)):
+        ended = [
+            one for one in self._answers.values() if one.ended is not None and one is not newest
+        ]
+        for one in sorted(
+            ended, key=lambda one: (one.delivered is None, one.delivered or one.ended)
+        ):
             if self._nbytes <= self.kept_bytes * 3 // 4:  # not at every answer from now on
                 break
             self._drop(one)
@@ -167,8 +202,12 @@ class Answers:
                 await self._waker.sleep_task(sleeper, timeout_s)
         return found if found.ended is not None else None
 
-    async def wait_group(self, group: str, cursor: int, timeout_s: float) -> tuple[list[Answer], int]:
-        """What of a group ended behind a cursor, and the next cursor; empty where nothing did in time."""
+    async def wait_group(
+        self, group: str, cursor: int, timeout_s: float
+    ) -> tuple[list[Answer], int]:
+        """What of a group ended behind a cursor, and the next cursor; empty where nothing did in
+        time.
+        """
         with self._waker.register(group, task=True) as sleeper:
             if not (found := self._behind(group, cursor)) and timeout_s > 0:
                 await self._waker.sleep_task(sleeper, timeout_s)
@@ -198,7 +237,10 @@ class Answers:
                 one
                 for one in self._answers.values()
                 if one.ended is not None
-                and (now - one.ended > self.forgotten_s or (one.delivered is not None and now - one.delivered > self.keep_s))
+                and (
+                    now - one.ended > self.forgotten_s
+                    or (one.delivered is not None and now - one.delivered > self.keep_s)
+                )
             ]
             for one in gone:
                 self._drop(one)

@@ -43,7 +43,8 @@ from mint_jax.service.tinker_sessions import Sessions
 from mint_jax.service.tokens import Tokens
 from mint_jax.service.watch import Source, Watch, gaps_of
 
-STATUSES: dict[type[Exception], int] = {  # the first that fits; 429 and 503 are for load alone, since clients ask again then
+# the first that fits; 429 and 503 are for load alone, since clients ask again then
+STATUSES: dict[type[Exception], int] = {
     NotFound: 404,
     Conflict: 409,
     Gone: 410,
@@ -67,7 +68,12 @@ class _Openai:
     """A server as ``openai.py`` asks for one."""
 
     def __init__(self, server: Server, bounds: Bounds):
-        self.engine, self.base, self.weights, self.submit = server.engine, server.base, server.weights, server.submit
+        self.engine, self.base, self.weights, self.submit = (
+            server.engine,
+            server.base,
+            server.weights,
+            server.submit,
+        )
         self.bounds = bounds
 
     def tenant(self, request: Request) -> str:
@@ -91,19 +97,41 @@ async def told(request: Request, error: Exception) -> Response:
 async def unrouted(request: Request, error: Exception) -> Response:
     """A path or a method that no route has."""
     assert isinstance(error, HTTPException)
-    what = "there is no such path here: look at its spelling" if error.status_code == 404 else "this path takes another method"
+    what = (
+        "there is no such path here: look at its spelling"
+        if error.status_code == 404
+        else "this path takes another method"
+    )
     told = f"{request.method} {request.url.path[:200]}: {what}"
     headers = error.headers
     if error.status_code == 405:  # starlette tells the methods of the first route of a path alone
-        routes = [route for route in request.app.routes if isinstance(route, Route) and route.matches(request.scope)[0] != Match.NONE]
-        headers = {"allow": ", ".join(sorted({method for route in routes for method in route.methods or ()}))}
+        routes = [
+            route
+            for route in request.app.routes
+            if isinstance(route, Route) and route.matches(request.scope)[0] != Match.NONE
+        ]
+        headers = {
+            "allow": ", ".join(
+                sorted({method for route in routes for method in route.methods or ()})
+            )
+        }
     if request.url.path.startswith(openai.PREFIXES):
         code = "unknown_url" if error.status_code == 404 else None
-        return JSONResponse({"error": openai.shape(told, "invalid_request_error", None, code)}, error.status_code, headers)
+        return JSONResponse(
+            {"error": openai.shape(told, "invalid_request_error", None, code)},
+            error.status_code,
+            headers,
+        )
     return JSONResponse({"detail": told}, error.status_code, headers)
 
 
-def make(server: Server, keys: Keys | None = None, limits: Limits | None = None, hosts: Iterable[str] = (), bounds: Bounds = OPENAI) -> Any:
+def make(
+    server: Server,
+    keys: Keys | None = None,
+    limits: Limits | None = None,
+    hosts: Iterable[str] = (),
+    bounds: Bounds = OPENAI,
+) -> Any:
     """The ASGI application of a server that is running.
 
     Args:
@@ -115,35 +143,64 @@ def make(server: Server, keys: Keys | None = None, limits: Limits | None = None,
         [
             Source("engine", "counter", "What the engine did.", lambda: engine.counts),
             Source("training", "counter", "What live training did.", lambda: live.counts),
-            gaps_of("decode_gap_seconds", "How long rows that decode waited for training.", lambda: list(loop.gaps)),
+            gaps_of(
+                "decode_gap_seconds",
+                "How long rows that decode waited for training.",
+                lambda: list(loop.gaps),
+            ),
         ],
         ready=server.readiness,
         state=functools.partial(status.state_of, server),
         registry=server.metrics,
     )
     browsers, serves = Browsers(keys), _Openai(server, bounds)
-    of_tinker = [route for made in (Tinker, Sampling, Futures, Sessions, Rest, MintExtras) for route in made(server).routes()]
+    of_tinker = [
+        route
+        for made in (Tinker, Sampling, Futures, Sessions, Rest, MintExtras)
+        for route in made(server).routes()
+    ]
     tokens = _exchange(Tokens() if keys is None else keys.tokens)
-    of_operators = [*watch.routes(), *admin.routes(server.costs), openapi.route(server.base.cfg.context, bounds)]
+    of_operators = [
+        *watch.routes(),
+        *admin.routes(server.costs),
+        openapi.route(server.base.cfg.context, bounds),
+    ]
     of_people = Console(server, browsers, serves).routes()
     routes = [tokens, *of_tinker, *openai.routes(serves), *of_operators, *of_people]
-    app = Starlette(routes=routes, exception_handlers={**dict.fromkeys(STATUSES, told), HTTPException: unrouted})  # type: ignore[arg-type]
-    return watch.around(Gate(app, keys, limits, quotas=server.quotas, sessions=None if keys is None else browsers, hosts=hosts))
+    app = Starlette(
+        routes=routes, exception_handlers={**dict.fromkeys(STATUSES, told), HTTPException: unrouted}
+    )
+    return watch.around(
+        Gate(
+            app,
+            keys,
+            limits,
+            quotas=server.quotas,
+            sessions=None if keys is None else browsers,
+            hosts=hosts,
+        )
+    )
 
 
 def _exchange(tokens: Tokens) -> Route:
-    """Where a key is exchanged for a token. A token is not: one that was found would renew itself for ever."""
+    """Where a key is exchanged for a token. A token is not: one that was found would renew itself
+    for ever.
+    """
 
     async def exchanged(request: Request) -> Response:
         if getattr(request.state, "by_token", False):
-            return JSONResponse({"detail": "this is a token already: send the API key, for which there are others"}, 403)
+            return JSONResponse(
+                {"detail": "this is a token already: send the API key, for which there are others"},
+                403,
+            )
         return JSONResponse({"jwt": tokens.make(getattr(request.state, "key", "-"))})
 
     return Route("/api/v1/auth/token", exchanged, methods=["POST"])
 
 
 class Web(uvicorn.Server):
-    """Serves an application until a signal or ``should_exit`` says to stop: what is being answered ends, long polls end at once.
+    """Serves an application until a signal or ``should_exit`` says to stop: what is being answered
+    ends, long polls end at once.
 
     Args:
         server: whose ``end_waits`` ends long polls: a ``Server`` or a ``Starting``.
@@ -156,10 +213,26 @@ class Web(uvicorn.Server):
     """
 
     def __init__(
-        self, server: Server | Starting, app: Any, host: str, port: int, started: Callable[[int], None] = lambda port: None, **options: Any
+        self,
+        server: Server | Starting,
+        app: Any,
+        host: str,
+        port: int,
+        started: Callable[[int], None] = lambda port: None,
+        **options: Any,
     ):
-        settings = {"log_config": None, "access_log": False, "http": connections.timed(), "ws": "none", "lifespan": "off"} | options
-        super().__init__(uvicorn.Config(app, host, port, timeout_graceful_shutdown=DRAIN_S, backlog=2048, **settings))
+        settings = {
+            "log_config": None,
+            "access_log": False,
+            "http": connections.timed(),
+            "ws": "none",
+            "lifespan": "off",
+        } | options
+        super().__init__(
+            uvicorn.Config(
+                app, host, port, timeout_graceful_shutdown=DRAIN_S, backlog=2048, **settings
+            )
+        )
         self._server, self._when_started, self.stopped_by = server, started, ""
 
     async def startup(self, sockets: Any = None) -> None:
@@ -173,7 +246,9 @@ class Web(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Unlike uvicorn's own it does not raise the signal again: the program ends in its own way."""
+        """Unlike uvicorn's own it does not raise the signal again: the program ends in its own
+        way.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield
             return

@@ -21,7 +21,9 @@ def tenant_of(request: Asked) -> str:
 
 
 def reason_of(error: BaseException) -> str:
-    """What a client hears of an error; cut, for it may name what was sent, and that is as long as a client likes."""
+    """What a client hears of an error; cut, for it may name what was sent, and that is as long as a
+    client likes.
+    """
     return str(error)[:LONGEST_REASON]
 
 

@@ -1,4 +1,6 @@
-"""Where a server may listen, and which names it answers to without keys: loopback's, and those that a setting adds."""
+"""Where a server may listen, and which names it answers to without keys: loopback's, and those that
+a setting adds.
+"""
 
 import ipaddress
 import re
@@ -17,18 +19,20 @@ def check_binding(host: str, keys: Keys | None, tls: bool) -> None:
         tls: connections are encrypted, by the server or by a proxy before it.
 
     Raises:
-        UserError: other machines could use it without a key, or keys would pass the network in the clear.
+        UserError: other machines could use it without a key, or keys would pass the network in the
+            clear.
     """
     if is_loopback(host):
         return
     if keys is None:
         raise UserError(
-            f"the server would listen at {host!r} without keys, for everybody; listen at 127.0.0.1, or make keys with "
-            "python -m mint_jax.service.keys add"
+            f"the server would listen at {host!r} without keys, for everybody; listen at 127.0.0.1,"
+            " or make keys with python -m mint_jax.service.keys add"
         )
     if not tls:
         raise UserError(
-            f"keys would be sent to {host!r} in the clear; give the server a certificate, or say that a proxy before it encrypts"
+            f"keys would be sent to {host!r} in the clear; give the server a certificate, or say"
+            " that a proxy before it encrypts"
         )
 
 
@@ -46,7 +50,9 @@ def is_loopback(host: str) -> bool:
 
 
 def host_of(authority: str) -> str:
-    """Returns the host of a Host header or an origin, in lower case, without port, brackets and a final dot; empty if malformed."""
+    """Returns the host of a Host header or an origin, in lower case, without port, brackets and a
+    final dot; empty if malformed.
+    """
     found = _AUTHORITY.fullmatch(authority)
     return found[1].strip("[]").lower().removesuffix(".") if found else ""
 
@@ -54,8 +60,8 @@ def host_of(authority: str) -> str:
 def is_ours(authority: str, hosts: Collection[str] = ()) -> bool:
     """Returns whether a Host header names loopback or one of ``hosts``.
 
-    A page of another site can point its own name at this machine (DNS rebinding), and then reads whatever a server answers. The name
-    in the Host header is still the site's.
+    A page of another site can point its own name at this machine (DNS rebinding), and then reads
+    whatever a server answers. The name in the Host header is still the site's.
     """
     host = host_of(authority)
     return bool(host) and (is_loopback(host) or host in hosts)
@@ -69,9 +75,13 @@ def check_hosts(names: Iterable[str]) -> frozenset[str]:
     """
     hosts = set()
     for name in names:
-        plain = name if name.startswith("[") or ":" not in name else f"[{name}]"  # an IPv6 address needs no brackets here
+        # an IPv6 address needs no brackets here
+        plain = name if name.startswith("[") or ":" not in name else f"[{name}]"
         host = host_of(plain)
         if not host or host != name.strip("[]").lower().removesuffix("."):
-            raise UserError(f"hosts has {name!r}; expected a host's name or address alone, such as 'box.example', without scheme or port")
+            raise UserError(
+                f"hosts has {name!r}; expected a host's name or address alone, such as"
+                " 'box.example', without scheme or port"
+            )
         hosts.add(host)
     return frozenset(hosts)

@@ -1,10 +1,12 @@
 """Who is served: sessions, models, samplers and checkpoints, as rows of one SQLite database.
 
-What they hold lies elsewhere: training states in the journal's folder, adapters in the catalog, checkpoints in files. A row of another
-tenant is as if it were not there; only a published checkpoint is seen by all. Whatever creates a row may be sent again, and finds it.
+What they hold lies elsewhere: training states in the journal's folder, adapters in the catalog,
+checkpoints in files. A row of another tenant is as if it were not there; only a published
+checkpoint is seen by all. Whatever creates a row may be sent again, and finds it.
 
-Rows are in the order in which they were made (SQLite's ``rowid``), whatever the clock said then. Times of day are shown to people, and
-end what has a time to live; they come from ``steady``, so that a clock which is set while the server runs moves none of them.
+Rows are in the order in which they were made (SQLite's ``rowid``), whatever the clock said then.
+Times of day are shown to people, and end what has a time to live; they come from ``steady``, so
+that a clock which is set while the server runs moves none of them.
 """
 
 import contextlib
@@ -73,7 +75,8 @@ CHECKPOINTS = sa.Table(
     sa.Column("expires", sa.Float),
     sa.Column("public", sa.Boolean, nullable=False),
 )  # fmt: skip
-# Bytes that a removed row named. They are deleted once no row names them, and so are their rows here.
+# Bytes that a removed row named. They are deleted once no row names them, and so are their rows
+# here.
 RECLAIM = sa.Table(
     "reclaim", META,
     sa.Column("digest", sa.String, primary_key=True),
@@ -98,7 +101,9 @@ class NotFound(UserError):
 
 @dataclasses.dataclass(frozen=True)
 class Session:
-    """A client's session; ``told`` is what the client says of it: tags, metadata, a display name."""
+    """A client's session; ``told`` is what the client says of it: tags, metadata, a display
+    name.
+    """
 
     id: str
     tenant: str
@@ -109,7 +114,9 @@ class Session:
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A policy that is or was trained; ``told`` has its rank, what it adapts and the user's metadata."""
+    """A policy that is or was trained; ``told`` has its rank, what it adapts and the user's
+    metadata.
+    """
 
     id: str
     session: str
@@ -120,7 +127,9 @@ class Model:
 
 
 class Point(NamedTuple):
-    """An update of a policy: the loss of a target before it, None where there was none or it was not finite; the gradient's norm."""
+    """An update of a policy: the loss of a target before it, None where there was none or it was
+    not finite; the gradient's norm.
+    """
 
     at: float
     loss: float | None
@@ -170,7 +179,9 @@ class Checkpoint:
 
     @property
     def policy(self) -> str:
-        """The catalog's policy whose revision a sampler checkpoint is; a copy's is that of its source."""
+        """The catalog's policy whose revision a sampler checkpoint is; a copy's is that of its
+        source.
+        """
         return self.told.get("policy") or f"{self.tenant}/{self.model}"
 
 
@@ -206,7 +217,10 @@ class Book:
                 yield connection
         except exc.OperationalError as error:
             place = self._engine.url.database
-            raise DatabaseFailed(f"{place} cannot be written ({error.orig}): nothing was changed; free space on its disk") from error
+            raise DatabaseFailed(
+                f"{place} cannot be written ({error.orig}): nothing was changed; free space on its"
+                " disk"
+            ) from error
 
     # -- sessions
 
@@ -226,13 +240,21 @@ class Book:
     def tell_session(self, session: Session, **more: Any) -> None:
         """Adds to what the client says of a session."""
         with self._write() as connection:
-            told = connection.execute(sa.select(SESSIONS.c.told).where(SESSIONS.c.id == session.id)).scalar_one()
-            connection.execute(SESSIONS.update().where(SESSIONS.c.id == session.id).values(told=told | more))
+            told = connection.execute(
+                sa.select(SESSIONS.c.told).where(SESSIONS.c.id == session.id)
+            ).scalar_one()
+            connection.execute(
+                SESSIONS.update().where(SESSIONS.c.id == session.id).values(told=told | more)
+            )
 
     def end_session(self, id: str) -> list[str]:
         """Ends a session, and returns its models that had not ended."""
         with self._write() as connection:
-            connection.execute(SESSIONS.update().where(SESSIONS.c.id == id, SESSIONS.c.ended.is_(None)).values(ended=self.clock()))
+            connection.execute(
+                SESSIONS.update()
+                .where(SESSIONS.c.id == id, SESSIONS.c.ended.is_(None))
+                .values(ended=self.clock())
+            )
             mine = (MODELS.c.session == id, MODELS.c.ended.is_(None))
             found = list(connection.scalars(sa.select(MODELS.c.id).where(*mine)))
             connection.execute(MODELS.update().where(*mine).values(ended=self.clock()))
@@ -254,7 +276,9 @@ class Book:
     def add_model(self, session: str, number: int, tenant: str, told: Mapping[str, Any]) -> Model:
         """A session's model of this number, which is made unless it is there."""
         id = f"{session}:train:{number}"
-        self._insert(MODELS, id=id, session=session, tenant=tenant, told=dict(told), created=self.clock())
+        self._insert(
+            MODELS, id=id, session=session, tenant=tenant, told=dict(told), created=self.clock()
+        )
         return self.model(tenant, id)
 
     def model(self, tenant: str, id: str) -> Model:
@@ -264,7 +288,9 @@ class Book:
         """Whose a model is."""
         if (tenant := self._owners.get(model)) is None:
             with self._engine.connect() as connection:
-                tenant = connection.execute(sa.select(MODELS.c.tenant).where(MODELS.c.id == model)).scalar()
+                tenant = connection.execute(
+                    sa.select(MODELS.c.tenant).where(MODELS.c.id == model)
+                ).scalar()
             if tenant is None:
                 raise NotFound(f"there is no model {model[:200]!r}")
             self._owners[model] = tenant
@@ -276,7 +302,11 @@ class Book:
 
     def end_model(self, id: str) -> None:
         with self._write() as connection:
-            connection.execute(MODELS.update().where(MODELS.c.id == id, MODELS.c.ended.is_(None)).values(ended=self.clock()))
+            connection.execute(
+                MODELS.update()
+                .where(MODELS.c.id == id, MODELS.c.ended.is_(None))
+                .values(ended=self.clock())
+            )
 
     def has_ended(self, model: str) -> bool:
         """Whether a model has ended; True for one that is not there."""
@@ -287,10 +317,14 @@ class Book:
     def living(self, tenant: str) -> list[Model]:
         """A tenant's models that have not ended."""
         with self._engine.connect() as connection:
-            rows = connection.execute(sa.select(MODELS).where(MODELS.c.tenant == tenant, MODELS.c.ended.is_(None)))
+            rows = connection.execute(
+                sa.select(MODELS).where(MODELS.c.tenant == tenant, MODELS.c.ended.is_(None))
+            )
             return [Model(**row._mapping) for row in rows]
 
-    def models(self, tenant: str, limit: int, offset: int, project: str | None = None) -> list[Model]:
+    def models(
+        self, tenant: str, limit: int, offset: int, project: str | None = None
+    ) -> list[Model]:
         """The newest first; of one project's sessions, or of all."""
         return self._page(Model, MODELS, tenant, limit, offset, *_in_project(project))
 
@@ -308,21 +342,33 @@ class Book:
         with self._write() as connection:
             for model, some in points.items():
                 start = connection.execute(last.where(POINTS.c.model == model)).scalar_one() + 1
-                rows = [{"model": model, "number": start + i, **point._asdict()} for i, point in enumerate(some)]
+                rows = [
+                    {"model": model, "number": start + i, **point._asdict()}
+                    for i, point in enumerate(some)
+                ]
                 connection.execute(POINTS.insert(), rows)
 
     def points(self, model: str, most: int) -> list[tuple[int, Point]]:
-        """A model's updates with their numbers from 1, evenly thinned to at most ``most`` and the last one."""
+        """A model's updates with their numbers from 1, evenly thinned to at most ``most`` and the
+        last one.
+        """
         mine = POINTS.c.model == model
         with self._engine.connect() as connection:
-            last = connection.execute(sa.select(sa.func.max(POINTS.c.number)).where(mine)).scalar() or 0
+            last = (
+                connection.execute(sa.select(sa.func.max(POINTS.c.number)).where(mine)).scalar()
+                or 0
+            )
             kept = sa.or_(POINTS.c.number % max(1, -(-last // most)) == 0, POINTS.c.number == last)
-            found = connection.execute(sa.select(POINTS).where(mine, kept).order_by(POINTS.c.number))
+            found = connection.execute(
+                sa.select(POINTS).where(mine, kept).order_by(POINTS.c.number)
+            )
             return [(row.number, Point(row.at, row.loss, row.grad_norm)) for row in found]
 
     # -- samplers
 
-    def add_sampler(self, session: str, number: int, tenant: str, path: str | None, digest: str | None) -> Sampler:
+    def add_sampler(
+        self, session: str, number: int, tenant: str, path: str | None, digest: str | None
+    ) -> Sampler:
         """A session's sampler of this number, which is made unless it is there."""
         id = f"{session}:sample:{number}"
         made = {"path": path, "digest": digest, "clients": 1, "created": self.clock()}
@@ -336,20 +382,38 @@ class Book:
         """The number of one more client of a sampler."""
         self.sampler(tenant, id)
         with self._write() as connection:
-            query = SAMPLERS.update().where(SAMPLERS.c.id == id).values(clients=SAMPLERS.c.clients + 1).returning(SAMPLERS.c.clients)
+            query = (
+                SAMPLERS.update()
+                .where(SAMPLERS.c.id == id)
+                .values(clients=SAMPLERS.c.clients + 1)
+                .returning(SAMPLERS.c.clients)
+            )
             return connection.execute(query).scalar_one() - 1
 
     def samplers_of(self, tenant: str, session: str) -> list[str]:
         return self._ids(SAMPLERS, tenant, session)
 
     def remove_snapshots(self, seconds: float, limit: int = 256) -> int:
-        """Removes samplers of unnamed weights whose session ended more than ``seconds`` ago, at most ``limit``; returns how many."""
+        """Removes samplers of unnamed weights whose session ended more than ``seconds`` ago, at
+        most ``limit``; returns how many.
+        """
         query = sa.select(SAMPLERS.c.id).join(SESSIONS, SAMPLERS.c.session == SESSIONS.c.id)
-        query = query.where(SESSIONS.c.ended < self.clock() - seconds, SAMPLERS.c.path.is_(None), SAMPLERS.c.digest.is_not(None))
+        query = query.where(
+            SESSIONS.c.ended < self.clock() - seconds,
+            SAMPLERS.c.path.is_(None),
+            SAMPLERS.c.digest.is_not(None),
+        )
         with self._write() as connection:
-            gone = SAMPLERS.delete().where(SAMPLERS.c.id.in_(query.limit(limit))).returning(SAMPLERS.c.digest)
+            gone = (
+                SAMPLERS.delete()
+                .where(SAMPLERS.c.id.in_(query.limit(limit)))
+                .returning(SAMPLERS.c.digest)
+            )
             digests = list(connection.scalars(gone))
-            self._offer(connection, [{"digest": one, "policy": "", "kind": "sampler_weights"} for one in digests])
+            self._offer(
+                connection,
+                [{"digest": one, "policy": "", "kind": "sampler_weights"} for one in digests],
+            )
         return len(digests)
 
     # -- checkpoints
@@ -360,22 +424,37 @@ class Book:
             UserError: the name is taken by what another request saved.
         """
         with self._engine.connect() as connection:
-            found = connection.execute(sa.select(CHECKPOINTS.c.request).where(*_key(model, kind, name))).first()
+            found = connection.execute(
+                sa.select(CHECKPOINTS.c.request).where(*_key(model, kind, name))
+            ).first()
         if found is not None and found.request != request:
-            raise UserError(f"tinker://{model}/{kind}/{name} exists already: choose another name, or save with overwrite")
+            raise UserError(
+                f"tinker://{model}/{kind}/{name} exists already: choose another name, or save with"
+                " overwrite"
+            )
 
     def add_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Adds a row, or replaces the one of its name; the replaced row's bytes may then be reclaimed.
+        """Adds a row, or replaces the one of its name; the replaced row's bytes may then be
+        reclaimed.
 
-        The caller checks with ``need_free`` whether it may replace a row, and runs one save of a model after another.
+        The caller checks with ``need_free`` whether it may replace a row, and runs one save of a
+        model after another.
         """
-        gone = CHECKPOINTS.delete().where(*_key(checkpoint.model, checkpoint.kind, checkpoint.name)).returning(CHECKPOINTS)
+        gone = (
+            CHECKPOINTS.delete()
+            .where(*_key(checkpoint.model, checkpoint.kind, checkpoint.name))
+            .returning(CHECKPOINTS)
+        )
         with self._write() as connection:
             replaced = [Checkpoint(**row._mapping) for row in connection.execute(gone).all()]
             connection.execute(CHECKPOINTS.insert().values(**dataclasses.asdict(checkpoint)))
-            self._offer(connection, [_reclaim(row) for row in replaced if row.digest != checkpoint.digest])
+            self._offer(
+                connection, [_reclaim(row) for row in replaced if row.digest != checkpoint.digest]
+            )
 
-    def checkpoint(self, tenant: str, model: str, kind: str, name: str, published: bool = False) -> Checkpoint:
+    def checkpoint(
+        self, tenant: str, model: str, kind: str, name: str, published: bool = False
+    ) -> Checkpoint:
         """One of the tenant's own; or, with ``published``, anybody's that is public.
 
         Raises:
@@ -385,36 +464,66 @@ class Book:
             row = connection.execute(sa.select(CHECKPOINTS).where(*_key(model, kind, name))).first()
         found = None if row is None else Checkpoint(**row._mapping)
         expired = found is not None and found.expires is not None and found.expires <= self.clock()
-        if found is None or expired or (found.tenant != tenant and not (published and found.public)):
+        if (
+            found is None
+            or expired
+            or (found.tenant != tenant and not (published and found.public))
+        ):
             raise NotFound(f"there is no checkpoint {f'tinker://{model}/{kind}/{name}'[:200]}")
         return found
 
-    def checkpoints(self, tenant: str, model: str | None = None, limit: int | None = None, offset: int = 0) -> list[Checkpoint]:
+    def checkpoints(
+        self, tenant: str, model: str | None = None, limit: int | None = None, offset: int = 0
+    ) -> list[Checkpoint]:
         """The newest first; of one model, or of all."""
         query = sa.select(CHECKPOINTS).where(*self._mine(tenant, model)).order_by(_ROWID.desc())
         with self._engine.connect() as connection:
-            return [Checkpoint(**row._mapping) for row in connection.execute(query.limit(limit).offset(offset))]
+            return [
+                Checkpoint(**row._mapping)
+                for row in connection.execute(query.limit(limit).offset(offset))
+            ]
 
     def checkpoint_bytes(self, tenant: str) -> int:
         """Of all that a tenant has, each content once."""
-        each = sa.select(CHECKPOINTS.c.digest, CHECKPOINTS.c.nbytes).where(*self._mine(tenant, None)).distinct().subquery()
+        each = (
+            sa.select(CHECKPOINTS.c.digest, CHECKPOINTS.c.nbytes)
+            .where(*self._mine(tenant, None))
+            .distinct()
+            .subquery()
+        )
         with self._engine.connect() as connection:
-            return connection.execute(sa.select(sa.func.coalesce(sa.func.sum(each.c.nbytes), 0))).scalar_one()
+            return connection.execute(
+                sa.select(sa.func.coalesce(sa.func.sum(each.c.nbytes), 0))
+            ).scalar_one()
 
     def checkpoint_totals(self, tenant: str, session: str) -> tuple[int, int]:
         """How many checkpoints a session's models have, and their bytes."""
-        models = sa.select(MODELS.c.id).where(MODELS.c.tenant == tenant, MODELS.c.session == session)
-        query = sa.select(sa.func.count(), sa.func.coalesce(sa.func.sum(CHECKPOINTS.c.nbytes), 0)).select_from(CHECKPOINTS)
+        models = sa.select(MODELS.c.id).where(
+            MODELS.c.tenant == tenant, MODELS.c.session == session
+        )
+        query = sa.select(
+            sa.func.count(), sa.func.coalesce(sa.func.sum(CHECKPOINTS.c.nbytes), 0)
+        ).select_from(CHECKPOINTS)
         with self._engine.connect() as connection:
-            return tuple(connection.execute(query.where(CHECKPOINTS.c.tenant == tenant, CHECKPOINTS.c.model.in_(models))).one())  # type: ignore[return-value]
+            return tuple(
+                connection.execute(
+                    query.where(CHECKPOINTS.c.tenant == tenant, CHECKPOINTS.c.model.in_(models))
+                ).one()
+            )  # type: ignore[return-value]
 
     def count_checkpoints(self, tenant: str) -> int:
         with self._engine.connect() as connection:
-            return connection.execute(sa.select(sa.func.count()).select_from(CHECKPOINTS).where(*self._mine(tenant, None))).scalar_one()
+            return connection.execute(
+                sa.select(sa.func.count()).select_from(CHECKPOINTS).where(*self._mine(tenant, None))
+            ).scalar_one()
 
     def _mine(self, tenant: str, model: str | None) -> list[Any]:
         living = sa.or_(CHECKPOINTS.c.expires.is_(None), CHECKPOINTS.c.expires > self.clock())
-        return [CHECKPOINTS.c.tenant == tenant, living, *([] if model is None else [CHECKPOINTS.c.model == model])]
+        return [
+            CHECKPOINTS.c.tenant == tenant,
+            living,
+            *([] if model is None else [CHECKPOINTS.c.model == model]),
+        ]
 
     def change_checkpoint(self, checkpoint: Checkpoint, **values: Any) -> None:
         """Sets ``expires`` or ``public`` of the tenant's checkpoint of this path.
@@ -422,19 +531,26 @@ class Book:
         Raises:
             NotFound: it was removed, or has expired.
         """
-        key = (*_key(checkpoint.model, checkpoint.kind, checkpoint.name), *self._mine(checkpoint.tenant, None))
+        key = (
+            *_key(checkpoint.model, checkpoint.kind, checkpoint.name),
+            *self._mine(checkpoint.tenant, None),
+        )
         with self._write() as connection:
             changed = connection.execute(CHECKPOINTS.update().where(*key).values(**values)).rowcount
         if not changed:
             raise NotFound(f"there is no checkpoint {checkpoint.path[:200]}")
 
     def remove_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Removes the tenant's checkpoint of this path, whatever was saved under it last. Its bytes may then be reclaimed.
+        """Removes the tenant's checkpoint of this path, whatever was saved under it last. Its bytes
+        may then be reclaimed.
 
         Raises:
             NotFound: there is none.
         """
-        key = (*_key(checkpoint.model, checkpoint.kind, checkpoint.name), CHECKPOINTS.c.tenant == checkpoint.tenant)
+        key = (
+            *_key(checkpoint.model, checkpoint.kind, checkpoint.name),
+            CHECKPOINTS.c.tenant == checkpoint.tenant,
+        )
         if not self._remove(*key):
             raise NotFound(f"there is no checkpoint {checkpoint.path[:200]}")
 
@@ -443,16 +559,25 @@ class Book:
         return self._remove(CHECKPOINTS.c.expires <= self.clock())
 
     def _remove(self, *where: Any) -> int:
-        """One transaction: a row that is saved or kept for longer meanwhile is seen as it is then."""
+        """One transaction: a row that is saved or kept for longer meanwhile is seen as it is
+        then.
+        """
         with self._write() as connection:
-            found = connection.execute(CHECKPOINTS.delete().where(*where).returning(CHECKPOINTS)).all()
+            found = connection.execute(
+                CHECKPOINTS.delete().where(*where).returning(CHECKPOINTS)
+            ).all()
             self._offer(connection, [_reclaim(Checkpoint(**row._mapping)) for row in found])
         return len(found)
 
     def unused(self, digest: str) -> bool:
         """Whether no checkpoint and no sampler names these bytes."""
         with self._engine.connect() as connection:
-            return connection.execute(sa.select(sa.literal(1)).where(_unnamed(sa.literal(digest)))).first() is not None
+            return (
+                connection.execute(
+                    sa.select(sa.literal(1)).where(_unnamed(sa.literal(digest)))
+                ).first()
+                is not None
+            )
 
     def named(self) -> set[str]:
         """The digests of all checkpoints."""
@@ -460,15 +585,21 @@ class Book:
             return set(connection.scalars(sa.select(CHECKPOINTS.c.digest).distinct()))
 
     def reclaimable(self) -> list[tuple[str, str, str]]:
-        """Digest, policy and kind of removed checkpoints whose bytes no row names now; a sampler's weights may have no policy."""
-        query = sa.select(RECLAIM.c.digest, RECLAIM.c.policy, RECLAIM.c.kind).where(_unnamed(RECLAIM.c.digest))
+        """Digest, policy and kind of removed checkpoints whose bytes no row names now; a sampler's
+        weights may have no policy.
+        """
+        query = sa.select(RECLAIM.c.digest, RECLAIM.c.policy, RECLAIM.c.kind).where(
+            _unnamed(RECLAIM.c.digest)
+        )
         with self._engine.connect() as connection:
-            return [tuple(row) for row in connection.execute(query)]  # type: ignore[misc]
+            return [tuple(row) for row in connection.execute(query)]
 
     def reclaimed(self, digest: str, policy: str) -> None:
         """Notes that bytes are deleted."""
         with self._write() as connection:
-            connection.execute(RECLAIM.delete().where(RECLAIM.c.digest == digest, RECLAIM.c.policy == policy))
+            connection.execute(
+                RECLAIM.delete().where(RECLAIM.c.digest == digest, RECLAIM.c.policy == policy)
+            )
 
     @staticmethod
     def _offer(connection: sa.Connection, rows: list[dict[str, str]]) -> None:
@@ -479,15 +610,23 @@ class Book:
 
     def add_costs(self, costs: Mapping[tuple[str, str], Mapping[str, float]]) -> None:
         """Adds to what (tenant, policy) have cost: all of it, or nothing where this raises."""
-        rows = [{"tenant": tenant, "policy": policy, **sums} for (tenant, policy), sums in costs.items()]
+        rows = [
+            {"tenant": tenant, "policy": policy, **sums} for (tenant, policy), sums in costs.items()
+        ]
         query = sqlite.insert(COSTS)
         sums = {name: COSTS.c[name] + query.excluded[name] for name in SUMS}
         with self._write() as connection:
-            connection.execute(query.on_conflict_do_update(index_elements=["tenant", "policy"], set_=sums), rows)
+            connection.execute(
+                query.on_conflict_do_update(index_elements=["tenant", "policy"], set_=sums), rows
+            )
 
-    def costs(self, by: str, tenant: str | None, limit: int | None, offset: int) -> list[tuple[str, dict[str, Any]]]:
+    def costs(
+        self, by: str, tenant: str | None, limit: int | None, offset: int
+    ) -> list[tuple[str, dict[str, Any]]]:
         """Sums by ``tenant`` or ``policy``, the largest first; of all tenants, or of one."""
-        query = _sums(COSTS.c[by]).order_by(_SECONDS.desc(), COSTS.c[by]).limit(limit).offset(offset)
+        query = (
+            _sums(COSTS.c[by]).order_by(_SECONDS.desc(), COSTS.c[by]).limit(limit).offset(offset)
+        )
         return self._named(query if tenant is None else query.where(COSTS.c.tenant == tenant))
 
     def costs_of(self, policies: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
@@ -507,31 +646,53 @@ class Book:
 
     def _one(self, kind: Any, table: sa.Table, what: str, tenant: str, *where: Any) -> Any:
         with self._engine.connect() as connection:
-            row = connection.execute(sa.select(table).where(table.c.tenant == tenant, *where)).first()
+            row = connection.execute(
+                sa.select(table).where(table.c.tenant == tenant, *where)
+            ).first()
         if row is None:
             raise NotFound(f"there is no {what[:200]}")
         return kind(**row._mapping)
 
-    def _page(self, kind: Any, table: sa.Table, tenant: str, limit: int | None, offset: int, *where: Any) -> list[Any]:
-        query = sa.select(table).where(table.c.tenant == tenant, *where).order_by(_ROWID.desc()).limit(limit).offset(offset)
+    def _page(
+        self, kind: Any, table: sa.Table, tenant: str, limit: int | None, offset: int, *where: Any
+    ) -> list[Any]:
+        query = (
+            sa.select(table)
+            .where(table.c.tenant == tenant, *where)
+            .order_by(_ROWID.desc())
+            .limit(limit)
+            .offset(offset)
+        )
         with self._engine.connect() as connection:
             return [kind(**row._mapping) for row in connection.execute(query)]
 
     def _ids(self, table: sa.Table, tenant: str, session: str) -> list[str]:
-        query = sa.select(table.c.id).where(table.c.tenant == tenant, table.c.session == session).order_by(_ROWID)
+        query = (
+            sa.select(table.c.id)
+            .where(table.c.tenant == tenant, table.c.session == session)
+            .order_by(_ROWID)
+        )
         with self._engine.connect() as connection:
             return list(connection.scalars(query))
 
     def _count(self, table: sa.Table, tenant: str, *where: Any) -> int:
         with self._engine.connect() as connection:
-            return connection.execute(sa.select(sa.func.count()).select_from(table).where(table.c.tenant == tenant, *where)).scalar_one()
+            return connection.execute(
+                sa.select(sa.func.count())
+                .select_from(table)
+                .where(table.c.tenant == tenant, *where)
+            ).scalar_one()
 
 
 def _in_project(project: str | None) -> tuple[Any, ...]:
     """The condition that a model's session is of a project."""
     if project is None:
         return ()
-    return (MODELS.c.session.in_(sa.select(SESSIONS.c.id).where(SESSIONS.c.told["project_id"].as_string() == project)),)
+    return (
+        MODELS.c.session.in_(
+            sa.select(SESSIONS.c.id).where(SESSIONS.c.told["project_id"].as_string() == project)
+        ),
+    )
 
 
 _ROWID = sa.literal_column("rowid")
@@ -552,11 +713,17 @@ def _reclaim(row: Checkpoint) -> dict[str, str]:
 
 def _unnamed(digest: Any) -> Any:
     """Whether no checkpoint and no sampler names a digest."""
-    return sa.and_(*(~sa.exists().where(table.c.digest == digest) for table in (CHECKPOINTS, SAMPLERS)))
+    return sa.and_(
+        *(~sa.exists().where(table.c.digest == digest) for table in (CHECKPOINTS, SAMPLERS))
+    )
 
 
-def steady(wall: Callable[[], float] = time.time, monotonic: Callable[[], float] = time.monotonic) -> Callable[[], float]:
-    """A clock of seconds since 1970 that reads the system's clock once, now, and counts on by itself."""
+def steady(
+    wall: Callable[[], float] = time.time, monotonic: Callable[[], float] = time.monotonic
+) -> Callable[[], float]:
+    """A clock of seconds since 1970 that reads the system's clock once, now, and counts on by
+    itself.
+    """
     offset = wall() - monotonic()
     return lambda: offset + monotonic()
 

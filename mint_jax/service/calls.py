@@ -1,6 +1,8 @@
-"""What the journal keeps of a training request, and of its result: a name and bytes, from which the call is made again after a restart.
+"""What the journal keeps of a training request, and of its result: a name and bytes, from which the
+call is made again after a restart.
 
-Arrays of all data stand behind each other in a safetensors file, whose metadata has the rest as JSON.
+Arrays of all data stand behind each other in a safetensors file, whose metadata has the rest as
+JSON.
 """
 
 import dataclasses
@@ -34,8 +36,8 @@ class ForwardBackward:
     """See ``training.Training.forward_backward``.
 
     Attributes:
-        columns: for each datum whose targets are told in another shape than they have here, ``[N, K]`` int32: which target of its row
-            is each cell's; else None.
+        columns: for each datum whose targets are told in another shape than they have here, ``[N,
+            K]`` int32: which target of its row is each cell's; else None.
     """
 
     data: Sequence[Datum]
@@ -49,7 +51,10 @@ class ForwardBackward:
             return trained
 
         def spread(arrays: list[np.ndarray]) -> list[np.ndarray]:
-            return [x if c is None else np.take_along_axis(x, c, 1) for x, c in zip(arrays, self.columns or (), strict=True)]
+            return [
+                x if c is None else np.take_along_axis(x, c, 1)
+                for x, c in zip(arrays, self.columns or (), strict=True)
+            ]
 
         elementwise = None if trained.elementwise is None else spread(trained.elementwise)
         return Trained(spread(trained.logprobs), trained.loss, elementwise)
@@ -102,13 +107,16 @@ class Save:
 
 @dataclasses.dataclass(frozen=True)
 class Refused:
-    """A request whose content cannot be used: its number is used up all the same, and the reason is its outcome."""
+    """A request whose content cannot be used: its number is used up all the same, and the reason is
+    its outcome.
+    """
 
     reason: str
 
 
 Call = Create | ForwardBackward | Optim | Load | Save | Refused
-PLAIN: dict[str, Any] = {"load": Load, "save": Save, "refused": Refused}  # those of JSON's own types
+# those of JSON's own types
+PLAIN: dict[str, Any] = {"load": Load, "save": Save, "refused": Refused}
 
 
 def encode(call: Call) -> tuple[str, bytes]:
@@ -123,7 +131,9 @@ def encode(call: Call) -> tuple[str, bytes]:
     assert isinstance(call, ForwardBackward)
     told = {"loss": [float(x) for x in call.loss], "backward": call.backward}
     columns = {name: [getattr(d, name) for d in call.data] for name in ARRAYS}
-    return "forward_backward", _packed(told, columns | ({} if call.columns is None else {"columns": call.columns}))
+    return "forward_backward", _packed(
+        told, columns | ({} if call.columns is None else {"columns": call.columns})
+    )
 
 
 def decode(name: str, body: bytes) -> Call:
@@ -140,21 +150,30 @@ def decode(name: str, body: bytes) -> Call:
         return Optim(OptimizerConfig(**json.loads(body)))
     if name in PLAIN:
         fields = json.loads(body)
-        return PLAIN[name](**{key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()})
+        return PLAIN[name](
+            **{
+                key: tuple(value) if isinstance(value, list) else value
+                for key, value in fields.items()
+            }
+        )
     if name != "forward_backward":
-        raise UserError(f"there is no training request {name!r}: the journal is of another version of mint_jax")
+        raise UserError(
+            f"there is no training request {name!r}: the journal is of another version of mint_jax"
+        )
     told, columns = _unpacked(body)
     kind, low, high, kl_kind, *others = told["loss"]
     loss = LossCoefs(int(kind), low, high, int(kl_kind), *others)  # type: ignore[arg-type]
     spread = columns.pop("columns", None)
-    data = [Datum(**dict(zip(columns, row))) for row in zip(*columns.values(), strict=True)]  # type: ignore[arg-type]
+    data = [Datum(**dict(zip(columns, row))) for row in zip(*columns.values(), strict=True)]
     return ForwardBackward(data, loss, told["backward"], spread)
 
 
 def encode_result(result: Any) -> bytes:
     """Bytes of what a call gave: ``Trained``, or numbers by name."""
     if isinstance(result, Trained):
-        columns = {"logprobs": result.logprobs} | ({} if result.elementwise is None else {"elementwise": result.elementwise})
+        columns = {"logprobs": result.logprobs} | (
+            {} if result.elementwise is None else {"elementwise": result.elementwise}
+        )
         return b"t" + _packed({"loss": result.loss}, columns)
     return b"j" + _json(result)
 
@@ -177,7 +196,9 @@ def _packed(told: Mapping[str, Any], columns: Mapping[str, Sequence[np.ndarray |
     for name, arrays in columns.items():
         there = [array for array in arrays if array is not None]
         if there:
-            tensors[name] = np.concatenate([np.ascontiguousarray(array).reshape(-1) for array in there])
+            tensors[name] = np.concatenate(
+                [np.ascontiguousarray(array).reshape(-1) for array in there]
+            )
             shapes[name] = [None if array is None else array.shape for array in arrays]
     return safetensors.numpy.save(tensors, {"told": json.dumps([told, shapes])})
 

@@ -1,8 +1,10 @@
-"""Chats: messages and tools to a prompt through the checkpoint's chat template, and calls of tools out of an answer.
+"""Chats: messages and tools to a prompt through the checkpoint's chat template, and calls of tools
+out of an answer.
 
-Calls are read in the form in which the template writes them (``tool_calls.py``). A template that has no place for tools gets them as
-text: a list of them in the system message, earlier calls in the assistant's content, and results in messages of the user. A call that
-the caller demands is drawn under a JSON schema instead.
+Calls are read in the form in which the template writes them (``tool_calls.py``). A template that
+has no place for tools gets them as text: a list of them in the system message, earlier calls in the
+assistant's content, and results in messages of the user. A call that the caller demands is drawn
+under a JSON schema instead.
 """
 
 import dataclasses
@@ -16,7 +18,8 @@ from mint_jax.service import fields, tool_calls
 from mint_jax.service.fields import BadRequest, wrong
 from mint_jax.service.tool_calls import END, MARKER, Call, Form
 
-OWN = {"messages", "generation_prompt", "add_generation_prompt", "tools", "documents"}  # what a template is given by other fields
+# what a template is given by other fields
+OWN = {"messages", "generation_prompt", "add_generation_prompt", "tools", "documents"}
 ROLES = ("developer", "system", "user", "assistant", "tool", "function")  # OpenAI's
 
 SHOWN = """# Tools
@@ -41,7 +44,8 @@ class Tools:
         shown: for the template.
         schemas: JSON schemas of the parameters, by name.
         form: of calls in the answer; None where a call is demanded.
-        forced: the tool that must be called; empty: any one of them; None: the model may call or not.
+        forced: the tool that must be called; empty: any one of them; None: the model may call or
+            not.
         schema: JSON schema of a demanded call.
         parallel: an answer may have more than one call.
     """
@@ -59,7 +63,9 @@ class Tools:
         return MARKER if self.forced is None else ""
 
     def calls_in(self, answer: str) -> tuple[str, list[Call]]:
-        """Returns an answer's content and its calls; all of it is content where a call cannot be read."""
+        """Returns an answer's content and its calls; all of it is content where a call cannot be
+        read.
+        """
         if self.form is not None:
             content, calls = tool_calls.read(answer, self.form, self.schemas)
             return content, calls if self.parallel else calls[:1]
@@ -93,28 +99,51 @@ def tools_of(body: dict[str, Any], tokenizer: Tokenizer) -> Tools | None:
     if choice == "none":
         return None
     if choice is None or choice == "auto":
-        form = tool_calls.form_of(tokenizer.sources[1] or "") if takes_tools(tokenizer) else tool_calls.json_object
+        form = (
+            tool_calls.form_of(tokenizer.sources[1] or "")
+            if takes_tools(tokenizer)
+            else tool_calls.json_object
+        )
         if form is None:
             raise BadRequest(
                 "tools",
-                f"this model's chat template writes calls of tools in a form that is not read here (read are {MARKER} with JSON, "
-                "Qwen3-Coder's and GLM's): leave tools out, or demand a call by tool_choice, which is drawn under a schema",
+                "this model's chat template writes calls of tools in a form that is not read here"
+                f" (read are {MARKER} with JSON, Qwen3-Coder's and GLM's): leave tools out, or"
+                " demand a call by tool_choice, which is drawn under a schema",
             )
         return Tools(given, functions, form, parallel=parallel)
     if choice == "required":
-        return Tools(given, functions, None, "", {"anyOf": [_call_schema(name, schema) for name, schema in functions.items()]})
+        return Tools(
+            given,
+            functions,
+            None,
+            "",
+            {"anyOf": [_call_schema(name, schema) for name, schema in functions.items()]},
+        )
     named = choice.get("function") if isinstance(choice, dict) else None
     name = named.get("name") if isinstance(named, dict) else None
     if not isinstance(name, str) or name not in functions:
-        raise wrong("tool_choice", choice, "none, auto, required, or a function that is among tools")
+        raise wrong(
+            "tool_choice", choice, "none, auto, required, or a function that is among tools"
+        )
     return Tools(given, functions, None, name, functions[name])
 
 
 def _function(tool: Any) -> tuple[str, dict[str, Any]]:
     """Returns name and parameters' schema of one tool."""
-    function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
-        raise wrong("tools", tool, 'functions, {"type": "function", "function": {"name": ..., "parameters": {...}}}')
+    function = (
+        tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+    )
+    if (
+        not isinstance(function, dict)
+        or not isinstance(function.get("name"), str)
+        or not function["name"]
+    ):
+        raise wrong(
+            "tools",
+            tool,
+            'functions, {"type": "function", "function": {"name": ..., "parameters": {...}}}',
+        )
     parameters = function.get("parameters") or {"type": "object"}
     if not isinstance(parameters, dict):
         raise wrong("tools", parameters, f"a JSON schema as the parameters of {function['name']!r}")
@@ -123,10 +152,17 @@ def _function(tool: Any) -> tuple[str, dict[str, Any]]:
 
 def _call_schema(name: str, parameters: dict[str, Any]) -> dict[str, Any]:
     properties = {"name": {"const": name}, "arguments": parameters}
-    return {"type": "object", "properties": properties, "required": ["name", "arguments"], "additionalProperties": False}
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": ["name", "arguments"],
+        "additionalProperties": False,
+    }
 
 
-def prompt_of(body: dict[str, Any], tokenizer: Tokenizer, tools: Tools | None, strict: bool = True) -> list[int]:
+def prompt_of(
+    body: dict[str, Any], tokenizer: Tokenizer, tools: Tools | None, strict: bool = True
+) -> list[int]:
     """Returns the token ids of a body's messages with the reply's opening.
 
     Args:
@@ -141,9 +177,16 @@ def prompt_of(body: dict[str, Any], tokenizer: Tokenizer, tools: Tools | None, s
         raise wrong("messages", given, 'a list of messages, [{"role": "user", "content": "..."}]')
     variables = fields.mapping(body, "chat_template_kwargs") or {}
     if taken := OWN & variables.keys():
-        raise BadRequest("chat_template_kwargs", f"chat_template_kwargs has {sorted(taken)[0]}, which has a field of its own: leave it out")
+        raise BadRequest(
+            "chat_template_kwargs",
+            f"chat_template_kwargs has {sorted(taken)[0]}, which has a field of its own: leave"
+            " it out",
+        )
     template = tokenizer.sources[1] or ""
-    messages = [_message(one, f"messages[{i}]", strict, "developer" in template) for i, one in enumerate(given)]
+    messages = [
+        _message(one, f"messages[{i}]", strict, "developer" in template)
+        for i, one in enumerate(given)
+    ]
     if not takes_tools(tokenizer):
         messages = as_text(messages, None if tools is None else tools.shown)
     elif tools is not None:
@@ -154,13 +197,18 @@ def prompt_of(body: dict[str, Any], tokenizer: Tokenizer, tools: Tools | None, s
 
 
 def as_text(messages: Sequence[Message], tools: Sequence[Any] | None) -> list[Message]:
-    """Returns messages with tools, calls and results written as text, for a template that knows none of them."""
+    """Returns messages with tools, calls and results written as text, for a template that knows
+    none of them.
+    """
     out: list[Message] = []
     for message in messages:
         message = dict(message)
         calls = message.pop("tool_calls", None)
         if calls:
-            made = [{"name": call["function"]["name"], "arguments": call["function"]["arguments"]} for call in calls]
+            made = [
+                {"name": call["function"]["name"], "arguments": call["function"]["arguments"]}
+                for call in calls
+            ]
             written = [f"{MARKER}\n{json.dumps(call, ensure_ascii=False)}\n{END}" for call in made]
             message["content"] = "\n".join(filter(None, [message["content"], *written]))
         if message["role"] in ("tool", "function"):
@@ -180,7 +228,9 @@ def as_text(messages: Sequence[Message], tools: Sequence[Any] | None) -> list[Me
 
 
 def _message(given: Any, where: str, strict: bool, has_developer: bool) -> Message:
-    """Reads one message; ``developer`` is ``system`` to templates that do not know it. A null is a field that is not there."""
+    """Reads one message; ``developer`` is ``system`` to templates that do not know it. A null is a
+    field that is not there.
+    """
     if not isinstance(given, dict) or not isinstance(role := given.get("role"), str):
         raise wrong("messages", given, 'messages with a role, {"role": "user", "content": "..."}')
     if strict and role not in ROLES:
@@ -191,12 +241,18 @@ def _message(given: Any, where: str, strict: bool, has_developer: bool) -> Messa
     content = given.get("content")
     if content is None and isinstance(refusal, str):
         content = refusal
-    message = {key: value for key, value in given.items() if value is not None and key not in ("refusal", "tool_calls")}
+    message = {
+        key: value
+        for key, value in given.items()
+        if value is not None and key not in ("refusal", "tool_calls")
+    }
     message |= {"role": role, "content": _content(content, bool(calls), f"{where}.content")}
     if calls:
         if not isinstance(calls, list):
             raise wrong(f"{where}.tool_calls", calls, "a list as a message's tool_calls")
-        message["tool_calls"] = [_made(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
+        message["tool_calls"] = [
+            _made(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)
+        ]
     return message
 
 
@@ -204,22 +260,39 @@ def _content(content: Any, calls: bool, where: str) -> str:
     """Returns a message's text; parts that are text are joined."""
     if isinstance(content, list):
         parts = [part if isinstance(part, dict) else {} for part in content]
-        texts = [part.get(part["type"]) if part.get("type") in ("text", "refusal") else None for part in parts]
+        texts = [
+            part.get(part["type"]) if part.get("type") in ("text", "refusal") else None
+            for part in parts
+        ]
         if not all(isinstance(text, str) for text in texts):
-            raise wrong(where, content, "content of text alone: parts of other types cannot be read by this model")
+            raise wrong(
+                where,
+                content,
+                "content of text alone: parts of other types cannot be read by this model",
+            )
         return "\n".join(filter(None, texts))
     if content is None and calls:
         return ""
     if not isinstance(content, str):
-        raise wrong(where, content, "text, or a list of parts that are text, as a message's content")
+        raise wrong(
+            where, content, "text, or a list of parts that are text, as a message's content"
+        )
     return content
 
 
 def _made(call: Any, where: str) -> dict[str, Any]:
-    """Reads an earlier call as templates want it: its arguments, which are JSON text in OpenAI's API, as an object."""
+    """Reads an earlier call as templates want it: its arguments, which are JSON text in OpenAI's
+    API, as an object.
+    """
     function = call.get("function") if isinstance(call, dict) else None
     arguments = function.get("arguments") if isinstance(function, dict) else None
     value = tool_calls.value_of(arguments or "{}") if isinstance(arguments, str) else arguments
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not isinstance(value, dict):
-        raise wrong(where, call, 'calls of tools, {"function": {"name": ..., "arguments": "{...}"}}')
+    if (
+        not isinstance(function, dict)
+        or not isinstance(function.get("name"), str)
+        or not isinstance(value, dict)
+    ):
+        raise wrong(
+            where, call, 'calls of tools, {"function": {"name": ..., "arguments": "{...}"}}'
+        )
     return {**call, "function": {**function, "arguments": value}}

@@ -1,16 +1,19 @@
-"""Checkpoints of policies in training, by the paths that Tinker gives them: ``tinker://<model>/<kind>/<name>``.
+"""Checkpoints of policies in training, by the paths that Tinker gives them:
+``tinker://<model>/<kind>/<name>``.
 
     weights             the state without pending gradients, a file named by its digest
-    sampler_weights     the adapter, a revision of the catalog's policy that is called as the model is
-    external_weights    the adapter as PEFT has it, for other engines: see ``external.py``
+    sampler_weights     the adapter, a revision of the catalog's policy that is called as the model
+    is external_weights    the adapter as PEFT has it, for other engines: see ``external.py``
 
-A sampler's weights are a revision too, whether they have a name or not: what is sampled never changes, and is found after a restart.
+A sampler's weights are a revision too, whether they have a name or not: what is sampled never
+changes, and is found after a restart.
 
-Several rows may name the same bytes: checkpoints of equal states, copies, samplers. Two rules keep a reader and a writer that run beside
-a removal safe. Whoever writes or reads bytes marks their digest as in use, from before it looks for them until the row that names them is
-committed. Bytes are deleted under the lock of these marks, and only where no row names them and nobody uses them. A removal is therefore
-two steps: one transaction takes the row away and notes its bytes, which is all that a client waits for; ``reclaim`` deletes the bytes,
-now or in a later pass.
+Several rows may name the same bytes: checkpoints of equal states, copies, samplers. Two rules keep
+a reader and a writer that run beside a removal safe. Whoever writes or reads bytes marks their
+digest as in use, from before it looks for them until the row that names them is committed. Bytes
+are deleted under the lock of these marks, and only where no row names them and nobody uses them. A
+removal is therefore two steps: one transaction takes the row away and notes its bytes, which is all
+that a client waits for; ``reclaim`` deletes the bytes, now or in a later pass.
 """
 
 import collections
@@ -46,7 +49,8 @@ from mint_jax.train.held import Held
 
 log = logging.getLogger("mint_jax.service")
 SCHEME = "tinker://"
-KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}  # and what Tinker calls their types
+# and what Tinker calls their types
+KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 SNAPSHOTS_S = 86400.0
 SHORTEST_S, LONGEST_S = 3600, 10 * 366 * 86400  # of a time to live
 
@@ -70,7 +74,10 @@ def parse(path: str) -> Path_:
     """
     parts = path.removeprefix(SCHEME).split("/")
     if not path.startswith(SCHEME) or len(parts) != 3 or parts[1] not in KINDS or not all(parts):
-        raise UserError(f"path is {path[:200]!r}; expected {SCHEME}MODEL/KIND/NAME with a kind of {', '.join(KINDS)}")
+        raise UserError(
+            f"path is {path[:200]!r}; expected {SCHEME}MODEL/KIND/NAME with a kind of"
+            f" {', '.join(KINDS)}"
+        )
     return Path_(*parts)
 
 
@@ -86,7 +93,10 @@ def check_name(name: Any) -> str:
         UserError: it is none.
     """
     if not isinstance(name, str) or not name or "\\" in name or "?" in name or "#" in name:
-        raise UserError(f"a checkpoint's name is {str(name)[:80]!r}; expected one segment of a path, as in step-100")
+        raise UserError(
+            f"a checkpoint's name is {str(name)[:80]!r}; expected one segment of a path, as in"
+            " step-100"
+        )
     return names.clean("a checkpoint's name", name)
 
 
@@ -99,7 +109,10 @@ def check_ttl(seconds: Any) -> int | None:
     if seconds is None:
         return None
     if type(seconds) is not int or not SHORTEST_S <= seconds <= LONGEST_S:
-        raise UserError(f"ttl_seconds is {str(seconds)[:40]}; expected {SHORTEST_S} to {LONGEST_S}, or none for ever")
+        raise UserError(
+            f"ttl_seconds is {str(seconds)[:40]}; expected {SHORTEST_S} to {LONGEST_S}, or none for"
+            " ever"
+        )
     return seconds
 
 
@@ -111,8 +124,8 @@ class Checkpoints:
         book: their rows.
         catalog: of revisions.
         base: that all are of.
-        offer: (digest, packed bytes, tenant) of weights that are about to be sampled, told before they are written: their way to the
-            device does not wait for the disk.
+        offer: (digest, packed bytes, tenant) of weights that are about to be sampled, told before
+            they are written: their way to the device does not wait for the disk.
         need_room: (tenant, bytes more) -> refuses what is beyond a quota.
 
     Attributes:
@@ -129,20 +142,29 @@ class Checkpoints:
         offer: Callable[[str, np.ndarray, str], Any] | None = None,
         need_room: Callable[[str, int], None] = lambda tenant, more: None,
     ):
-        self.folder, self.book, self.catalog, self.base, self.need_room = folder, book, catalog, base, need_room
+        self.folder, self.book, self.catalog, self.base, self.need_room = (
+            folder,
+            book,
+            catalog,
+            base,
+            need_room,
+        )
         self._offer = offer
         self.specs = transformer.abstract(base.cfg)
         self.naming = threading.Lock()
         self.writing: dict[str, str] = {}
         self._marks = threading.Lock()  # of ``_in_use``; bytes are deleted under it
-        self._in_use: collections.Counter[str] = collections.Counter()  # digests, and policies that are exported to
+        # digests, and policies that are exported to
+        self._in_use: collections.Counter[str] = collections.Counter()
         folder.mkdir(parents=True, exist_ok=True)
 
     # -- who uses which bytes: see the module
 
     @contextlib.contextmanager
     def using(self, *keys: str) -> Iterator[None]:
-        """Keeps the bytes of digests, and the revisions of policies, from being deleted until the block ends."""
+        """Keeps the bytes of digests, and the revisions of policies, from being deleted until the
+        block ends.
+        """
         with self._marks:
             self._in_use.update(keys)
         try:
@@ -152,7 +174,8 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def reading(self, tenant: str, path: str) -> Iterator[Checkpoint]:
-        """Yields the row of a path, one of the tenant's or a public one, and keeps its bytes until the block ends.
+        """Yields the row of a path, one of the tenant's or a public one, and keeps its bytes until
+        the block ends.
 
         Raises:
             NotFound, UserError: there is none, or the path is malformed.
@@ -179,7 +202,8 @@ class Checkpoints:
         """Keeps a state; what the client hears.
 
         Raises:
-            UserError: the name is taken, weights to be sampled are not finite, or the tenant has no room for them.
+            UserError: the name is taken, weights to be sampled are not finite, or the tenant has no
+                room for them.
         """
         tenant = self.book.owner(model)
         if call.name is None:
@@ -197,16 +221,25 @@ class Checkpoints:
         except NotFound:
             return 0
 
-    def _keep(self, model: str, tenant: str, request: str, call: Save, held: Held) -> dict[str, Any]:
+    def _keep(
+        self, model: str, tenant: str, request: str, call: Save, held: Held
+    ) -> dict[str, Any]:
         policy = f"{tenant}/{model}"
         if call.kind == "weights":
             data = held.to_bytes()
             digest, nbytes = blake3_of(data), len(data)
             write = functools.partial(files.write_file, self._file(digest), data)
         elif call.kind == "sampler_weights":
-            data = as_bytes(pack(held.adapter(), Schema(self.base.fingerprint, lora_tree.spelled_out(held.config, self.specs))))
+            data = as_bytes(
+                pack(
+                    held.adapter(),
+                    Schema(self.base.fingerprint, lora_tree.spelled_out(held.config, self.specs)),
+                )
+            )
             digest, nbytes = digest_of(data), data.nbytes
-            write = functools.partial(self._export, policy, model, digest, data, held.steps, soon=call.sampler is not None)
+            write = functools.partial(
+                self._export, policy, model, digest, data, held.steps, soon=call.sampler is not None
+            )
         else:
             contents = external.files_of(held, self.base, self.specs, call.recipients)
             digest, nbytes = external.digest_of(contents), sum(map(len, contents.values()))
@@ -216,22 +249,43 @@ class Checkpoints:
                 write()
                 if call.sampler is not None:
                     session, number = call.sampler.rsplit(":sample:", 1)
-                    return {"sampling_session_id": self.book.add_sampler(session, int(number), tenant, None, digest).id}
+                    return {
+                        "sampling_session_id": (
+                            self.book.add_sampler(session, int(number), tenant, None, digest).id
+                        )
+                    }
                 now = self.book.clock()
-                told = {"config": dataclasses.asdict(held.config), "base": self.base.fingerprint, "metadata": call.metadata}
+                told = {
+                    "config": dataclasses.asdict(held.config),
+                    "base": self.base.fingerprint,
+                    "metadata": call.metadata,
+                }
                 expires = None if call.ttl_s is None else now + call.ttl_s
                 row = Checkpoint(
-                    model, call.kind, call.name or "", tenant, digest, nbytes, request, told | {"policy": policy}, now, expires, False
+                    model,
+                    call.kind,
+                    call.name or "",
+                    tenant,
+                    digest,
+                    nbytes,
+                    request,
+                    told | {"policy": policy},
+                    now,
+                    expires,
+                    False,
                 )
                 self.book.add_checkpoint(row)
         except BaseException:
-            with contextlib.suppress(Exception):  # the save's own failure is what the client hears; ``sweep`` finds what is left
+            # the save's own failure is what the client hears; ``sweep`` finds what is left
+            with contextlib.suppress(Exception):
                 self._delete(digest, policy, call.kind)
             raise
         self.reclaim()  # what it replaced
         return {"path": row.path}
 
-    def _export(self, policy: str, model: str, digest: str, data: np.ndarray, steps: int, soon: bool) -> None:
+    def _export(
+        self, policy: str, model: str, digest: str, data: np.ndarray, steps: int, soon: bool
+    ) -> None:
         """Makes the adapter a revision. ``soon``: it is going to be sampled at once."""
         self.writing[digest] = model
         try:
@@ -245,27 +299,31 @@ class Checkpoints:
         """The state that a path names, with its moments or without.
 
         Args:
-            kept: where the state is kept as well, as ``kept-DIGEST``, on the disk when this returns. What is there already is loaded again,
-                whatever became of the path.
+            kept: where the state is kept as well, as ``kept-DIGEST``, on the disk when this
+                returns. What is there already is loaded again, whatever became of the path.
 
         Raises:
             UserError: there is none, it is no training state, or of another base.
         """
         if parse(call.path).kind != "weights":
             raise UserError(
-                f"{call.path} are weights to sample from; training goes on from tinker://MODEL/weights/NAME, which save_state makes"
+                f"{call.path} are weights to sample from; training goes on from"
+                " tinker://MODEL/weights/NAME, which save_state makes"
             )
         if (file := next(kept.parent.glob(f"{kept.name}-*"), None)) is None:
             with self.reading(call.tenant, call.path) as row:
                 if row.told["base"] != self.base.fingerprint:
                     raise UserError(
-                        f"{call.path} is of base {row.told['base'][:12]}, this is {self.base.fingerprint[:12]}: load it where its own is"
+                        f"{call.path} is of base {row.told['base'][:12]}, this is"
+                        f" {self.base.fingerprint[:12]}: load it where its own is"
                     )
                 file = kept.with_name(f"{kept.name}-{row.digest}")
                 files.link(self._file(row.digest), file)
         data, digest = file.read_bytes(), file.name.removeprefix(f"{kept.name}-")
         if blake3_of(data) != digest:
-            raise UserError(f"{call.path} is damaged: its digest is not {digest}; load another checkpoint")
+            raise UserError(
+                f"{call.path} is damaged: its digest is not {digest}; load another checkpoint"
+            )
         held = Held.from_bytes(data, call.path)
         return held if call.optimizer else held.fresh()
 
@@ -286,7 +344,9 @@ class Checkpoints:
         """
         where = parse(path)
         if where.kind != "sampler_weights":
-            raise UserError(f"{path[:200]} cannot be sampled; save_weights_for_sampler makes paths that can")
+            raise UserError(
+                f"{path[:200]} cannot be sampled; save_weights_for_sampler makes paths that can"
+            )
         return self.book.checkpoint(tenant, *where, published=True).digest
 
     def add_sampler(self, session: str, number: int, tenant: str, path: str) -> Sampler:
@@ -312,15 +372,24 @@ class Checkpoints:
             expires = None if ttl_s is None else now + ttl_s
             self.book.need_free(model, row.kind, row.name, request)
             self.need_room(tenant, 0 if row.tenant == tenant else row.nbytes)
-            told = row.told | {"policy": row.policy}  # whose revision a sampler checkpoint is stays the source's
+            # whose revision a sampler checkpoint is stays the source's
+            told = row.told | {"policy": row.policy}
             made = dataclasses.replace(
-                row, model=model, tenant=tenant, request=request, told=told, created=now, expires=expires, public=False
+                row,
+                model=model,
+                tenant=tenant,
+                request=request,
+                told=told,
+                created=now,
+                expires=expires,
+                public=False,
             )
             self.book.add_checkpoint(made)
         return made.path
 
     def remove(self, row: Checkpoint) -> None:
-        """Removes the tenant's checkpoint of a row's path. Where its bytes cannot be deleted now, a later ``reclaim`` does it.
+        """Removes the tenant's checkpoint of a row's path. Where its bytes cannot be deleted now, a
+        later ``reclaim`` does it.
 
         Raises:
             NotFound: there is none any more; then nothing is changed.
@@ -331,15 +400,18 @@ class Checkpoints:
     def expire(self) -> int:
         """Removes what has outlived its time, and returns how many rows that were.
 
-        Weights that were saved to be sampled at once go ``SNAPSHOTS_S`` after the end of their session: no call of Tinker's deletes
-        them, and a run of reinforcement learning makes one at each step.
+        Weights that were saved to be sampled at once go ``SNAPSHOTS_S`` after the end of their
+        session: no call of Tinker's deletes them, and a run of reinforcement learning makes one at
+        each step.
         """
         count = self.book.remove_expired() + self.book.remove_snapshots(SNAPSHOTS_S)
         self.reclaim()
         return count
 
     def reclaim(self) -> None:
-        """Deletes the bytes of removed checkpoints that no row names and nobody uses. A failure is logged: a later pass tries again."""
+        """Deletes the bytes of removed checkpoints that no row names and nobody uses. A failure is
+        logged: a later pass tries again.
+        """
         try:
             for digest, policy, kind in self.book.reclaimable():
                 if self._delete(digest, policy, kind):
@@ -363,14 +435,22 @@ class Checkpoints:
         return True
 
     def leftovers(self) -> list[Path]:
-        """What a process that was killed left: half-written files, and bytes whose row was never committed."""
+        """What a process that was killed left: half-written files, and bytes whose row was never
+        committed.
+        """
         named = self.book.named()
         found = [*self.folder.iterdir(), *(self.folder / "external").glob("*")]
         digests = [(path, path.name.removesuffix(".safetensors")) for path in found]
-        return [path for path, digest in digests if path.name.startswith(".") or (is_digest(digest) and digest not in named)]
+        return [
+            path
+            for path, digest in digests
+            if path.name.startswith(".") or (is_digest(digest) and digest not in named)
+        ]
 
     def sweep(self, leftovers: Iterable[Path]) -> None:
-        """Deletes ``leftovers`` that were listed before anything was saved, but for those that are named or used by now."""
+        """Deletes ``leftovers`` that were listed before anything was saved, but for those that are
+        named or used by now.
+        """
         for path in leftovers:
             with self._marks:
                 digest = path.name.removesuffix(".safetensors")
@@ -382,18 +462,32 @@ class Checkpoints:
                     path.unlink(missing_ok=True)
 
     def _retire(self, policy: str, digest: str) -> None:
-        """Retires a policy's revisions of a digest, but for those that a person gave an alias, and the last that the policy has."""
+        """Retires a policy's revisions of a digest, but for those that a person gave an alias, and
+        the last that the policy has.
+        """
         try:
-            named = {alias.number for alias in self.catalog.aliases(policy) if alias.name != names.LATEST}
+            named = {
+                alias.number for alias in self.catalog.aliases(policy) if alias.name != names.LATEST
+            }
         except (DatabaseFailed, StorageFailed):
             raise
         except UserError:  # the policy was deleted
             return
         live = [revision for revision in self._revisions(policy) if revision.state == "live"]
-        going = [revision.number for revision in live if revision.digest == digest and revision.number not in named]
-        staying = sorted({revision.number for revision in live} - set(going)) or [going.pop()] if going else []
+        going = [
+            revision.number
+            for revision in live
+            if revision.digest == digest and revision.number not in named
+        ]
+        staying = (
+            sorted({revision.number for revision in live} - set(going)) or [going.pop()]
+            if going
+            else []
+        )
         if going:
-            self.catalog.promote(policy, staying[-1], names.LATEST, by="service", why="its checkpoint was removed")
+            self.catalog.promote(
+                policy, staying[-1], names.LATEST, by="service", why="its checkpoint was removed"
+            )
         for number in going:
             self.catalog.retire(policy, number, by="service", why="its checkpoint was removed")
 
@@ -404,7 +498,9 @@ class Checkpoints:
             page = self.catalog.revisions(policy, after=page[-1].number)
 
     def _policy_of(self, digest: str) -> str:
-        """The policy of a model of this server's that has a live revision of a digest; empty where there is none."""
+        """The policy of a model of this server's that has a live revision of a digest; empty where
+        there is none.
+        """
         try:
             model = self.catalog.resolve(digest).policy.rpartition("/")[2]
             return f"{self.book.owner(model)}/{model}"

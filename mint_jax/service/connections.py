@@ -1,7 +1,9 @@
-"""Connections that clients may not hold for nothing: uvicorn's protocol with two time limits that it has not.
+"""Connections that clients may not hold for nothing: uvicorn's protocol with two time limits that
+it has not.
 
-The head of a request has to arrive within seconds, from the connection's or the head's first byte on; and a client to whom an answer is
-sent has to read it. Bodies are timed by ``gate.py``, idle connections by uvicorn's ``timeout_keep_alive``.
+The head of a request has to arrive within seconds, from the connection's or the head's first byte
+on; and a client to whom an answer is sent has to read it. Bodies are timed by ``gate.py``, idle
+connections by uvicorn's ``timeout_keep_alive``.
 """
 
 import asyncio
@@ -40,7 +42,9 @@ def timed(head_s: float = 10.0, stall_s: float = 60.0) -> type[H11Protocol]:
                 self._watch_reader()
 
         def _watch_reader(self) -> None:
-            """Ends the connection if nothing is read of what waits now; one large answer may take several such times."""
+            """Ends the connection if nothing is read of what waits now; one large answer may take
+            several such times.
+            """
             waiting = self.transport.get_write_buffer_size()
 
             def late() -> None:

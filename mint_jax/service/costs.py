@@ -1,10 +1,13 @@
-"""What policies and tenants have cost: seconds of the devices, split over the policies that a dispatch served.
+"""What policies and tenants have cost: seconds of the devices, split over the policies that a
+dispatch served.
 
-The loop measures each dispatch until its results are on the host, and says which tokens it had of whom. Each token bears the same part
-of its dispatch: all rows of a step wait for its longest, all read the base's weights once, and what a row's own adapter adds is small
-beside that, so that nothing that a policy decides itself costs more than its number of tokens. Padding and idle rows are borne by those
-who are there, in the same proportion. An update is split over its policies alike, and what brings a policy or a revision to its slot is
-that one's alone. The parts of a dispatch sum to what was measured; seconds in which the devices have nothing to do are nobody's.
+The loop measures each dispatch until its results are on the host, and says which tokens it had of
+whom. Each token bears the same part of its dispatch: all rows of a step wait for its longest, all
+read the base's weights once, and what a row's own adapter adds is small beside that, so that
+nothing that a policy decides itself costs more than its number of tokens. Padding and idle rows are
+borne by those who are there, in the same proportion. An update is split over its policies alike,
+and what brings a policy or a revision to its slot is that one's alone. The parts of a dispatch sum
+to what was measured; seconds in which the devices have nothing to do are nobody's.
 
     charge      the loop, at each dispatch: additions to a dict
     flush       the server, every few seconds: what was added goes to the book, in one transaction
@@ -89,7 +92,9 @@ class Costs:
         self.measured_s = 0.0
 
     def charge(self, kind: Kind, seconds: float, shares: Mapping[Payer, float]) -> None:
-        """Splits what a dispatch took over its payers, by their shares of it, tokens where the kind is in ``COUNTED``."""
+        """Splits what a dispatch took over its payers, by their shares of it, tokens where the kind
+        is in ``COUNTED``.
+        """
         total, counted = sum(shares.values()), kind in COUNTED
         with self._lock:
             self.measured_s += seconds
@@ -130,8 +135,11 @@ class Costs:
                         self._new.setdefault(payer, Cost()).add(cost)
                 raise
 
-    def by_policy(self, tenant: str | None = None, limit: int | None = None, offset: int = 0) -> dict[str, Cost]:
-        """Of each policy, the dearest first: a model's id, ``TENANT/NAME`` in the catalog, a digest of neither, or ``BASE``.
+    def by_policy(
+        self, tenant: str | None = None, limit: int | None = None, offset: int = 0
+    ) -> dict[str, Cost]:
+        """Of each policy, the dearest first: a model's id, ``TENANT/NAME`` in the catalog, a digest
+        of neither, or ``BASE``.
 
         Args:
             tenant: who asked for it; None: all together.
@@ -145,9 +153,13 @@ class Costs:
     def of(self, policies: Sequence[str]) -> dict[str, Cost]:
         """Of these policies, of all tenants together."""
         self.flush()
-        return {name: Cost() for name in policies} | {name: Cost(**sums) for name, sums in self._book.costs_of(policies)}
+        return {name: Cost() for name in policies} | {
+            name: Cost(**sums) for name, sums in self._book.costs_of(policies)
+        }
 
-    def listed(self, by: str, tenant: str | None, limit: int | None, offset: int) -> dict[str, Cost]:
+    def listed(
+        self, by: str, tenant: str | None, limit: int | None, offset: int
+    ) -> dict[str, Cost]:
         """By ``policy`` or ``tenant``, whose costs are written down before they are told."""
         self.flush()
         return {name: Cost(**sums) for name, sums in self._book.costs(by, tenant, limit, offset)}

@@ -1,7 +1,9 @@
-"""How the training of each policy goes: its loss and its gradient's norm at every update, for charts.
+"""How the training of each policy goes: its loss and its gradient's norm at every update, for
+charts.
 
-The thread that owns the devices tells of each request as it ends, which costs it some additions; the server writes down what is new
-every few seconds. A crash takes the points since then: charts have a gap there, and nothing else depends on them.
+The thread that owns the devices tells of each request as it ends, which costs it some additions;
+the server writes down what is new every few seconds. A crash takes the points since then: charts
+have a gap there, and nothing else depends on them.
 """
 
 import collections
@@ -26,11 +28,14 @@ class Curves:
     def __init__(self, book: Book):
         self._book = book
         self._lock = threading.Lock()
-        self._sums: dict[str, tuple[float, float]] = {}  # since a policy's last update: its loss, and the weights that it is a sum over
+        # since a policy's last update: its loss, and the weights that it is a sum over
+        self._sums: dict[str, tuple[float, float]] = {}
         self._new: collections.defaultdict[str, list[Point]] = collections.defaultdict(list)
 
     def heard(self, model: str, call: Call, result: object) -> None:
-        """A request of a policy has ended with this result; requests of one policy come in their order."""
+        """A request of a policy has ended with this result; requests of one policy come in their
+        order.
+        """
         if isinstance(call, ForwardBackward) and call.backward:
             weight = sum(float(np.abs(datum.weights).sum()) for datum in call.data)
             with self._lock:
@@ -40,7 +45,9 @@ class Curves:
             with self._lock:
                 loss, weight = self._sums.pop(model, (0.0, 0.0))
                 mean = loss / weight if weight else math.nan
-                self._new[model].append(Point(self._book.clock(), _finite(mean), _finite(result["grad_norm"])))  # type: ignore[index]
+                self._new[model].append(
+                    Point(self._book.clock(), _finite(mean), _finite(result["grad_norm"]))  # type: ignore[arg-type]
+                )
 
     def flush(self) -> None:
         """Writes down what is new; what could not be written is tried again with the next."""
@@ -57,7 +64,9 @@ class Curves:
             raise
 
     def of(self, model: str) -> list[tuple[int, Point]]:
-        """The numbers of a policy's updates and what is known of each, at most ``MOST`` and the last."""
+        """The numbers of a policy's updates and what is known of each, at most ``MOST`` and the
+        last.
+        """
         self.flush()
         return self._book.points(model, MOST)
 

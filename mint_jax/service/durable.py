@@ -1,17 +1,23 @@
-"""Training that survives its process: accepted requests are in the journal before anyone hears of them, and states are kept as snapshots.
+"""Training that survives its process: accepted requests are in the journal before anyone hears of
+them, and states are kept as snapshots.
 
-    submit ─→ futures (journal) ─→ executor's thread ─→ training (the loop's) ─→ finisher's thread ─→ futures (journal) ─→ wait
-                                                                                         └─→ snapshots
+    submit ─→ futures (journal) ─→ executor's thread ─→ training (the loop's) ─→ finisher's thread
+    ─→ futures (journal) ─→ wait
+                                                                                         └─→
+                                                                                         snapshots
 
-A snapshot is one policy's state, pending gradients and all, between two of its requests; with it stands the place in the journal up to
-which it has everything. After a restart every policy has the state of its snapshot, and what was done behind it is done again in the
-same order: then its state is what it was, but for the order of float32 sums, since the requests of others that it shared a step with
-may be others now. Nothing that was accepted is lost, and nothing runs twice as far as a client can see.
+A snapshot is one policy's state, pending gradients and all, between two of its requests; with it
+stands the place in the journal up to which it has everything. After a restart every policy has the
+state of its snapshot, and what was done behind it is done again in the same order: then its state
+is what it was, but for the order of float32 sums, since the requests of others that it shared a
+step with may be others now. Nothing that was accepted is lost, and nothing runs twice as far as a
+client can see.
 
-While a disk refuses writes, new requests are refused and accepted ones go on: their results are told once they are written, and snapshots
-are tried again with the next request of their policy. Requests of one policy also save in their order, and a load follows the saves that
-were asked for before it. What a load has read is kept under ``loads`` until a snapshot has it: a restart that loads again finds it there,
-whatever became of the checkpoint.
+While a disk refuses writes, new requests are refused and accepted ones go on: their results are
+told once they are written, and snapshots are tried again with the next request of their policy.
+Requests of one policy also save in their order, and a load follows the saves that were asked for
+before it. What a load has read is kept under ``loads`` until a snapshot has it: a restart that
+loads again finds it there, whatever became of the checkpoint.
 """
 
 import collections
@@ -40,7 +46,8 @@ from mint_jax.train import held as held_lib
 from mint_jax.train.held import Held
 
 log = logging.getLogger("mint_jax.service")
-LOOK_S = 0.5  # how long the executor's thread sleeps where nothing wakes it: it looks whether it is to end
+# how long the executor's thread sleeps where nothing wakes it: it looks whether it is to end
+LOOK_S = 0.5
 
 
 class Unavailable(UserError):
@@ -78,7 +85,10 @@ class Snapshot:
         data = path.read_bytes()
         digest, data = data[:32].hex(), data[32:]
         if blake3_of(data) != digest:
-            raise UserError(f"{path} is damaged: its digest is not {digest}; restore it, or delete it to give the policy up")
+            raise UserError(
+                f"{path} is damaged: its digest is not {digest}; restore it, or delete it to give"
+                " the policy up"
+            )
         notes = held_lib.notes_of(data)
         return cls(notes["model"], notes["place"], Held.from_bytes(data, str(path)))
 
@@ -93,8 +103,10 @@ class _Policy:
     """What the threads know of one policy.
 
     Attributes:
-        running: what was handed to training and has not been finished, in order, with its outcome once there is one.
-        held_back: what waits for a snapshot to be taken, or for a save to be written that it may load.
+        running: what was handed to training and has not been finished, in order, with its outcome
+            once there is one.
+        held_back: what waits for a snapshot to be taken, or for a save to be written that it may
+            load.
         since, at: updates since the last snapshot, and when that was.
         loads: ids of the load requests since then.
     """
@@ -117,17 +129,22 @@ class Durable:
         every_s: seconds after which one is taken at its next request's end all the same.
         clock: monotonic seconds.
         store: of checkpoints; None refuses to load and to save.
-        ended: called with a policy and the number of its request that has ended; with None when all have, because it was forgotten.
-        tenant_of: whom a policy's time is charged to; each policy is a tenant of its own where nothing is said.
-        heard: told, in the loop's thread, of each call that ended well, with its model and result; not of one that runs again.
+        ended: called with a policy and the number of its request that has ended; with None when all
+            have, because it was forgotten.
+        tenant_of: whom a policy's time is charged to; each policy is a tenant of its own where
+            nothing is said.
+        heard: told, in the loop's thread, of each call that ended well, with its model and result;
+            not of one that runs again.
         futures: options of ``Futures``.
 
     Attributes:
         futures: ids, results and what is kept of them.
-        restored: policies that were there when it was opened, and how many requests each runs again or at last.
+        restored: policies that were there when it was opened, and how many requests each runs again
+            or at last.
 
     Raises:
-        JournalBusy, JournalDamaged, JournalFailed, UserError: see ``Futures``; a snapshot is damaged.
+        JournalBusy, JournalDamaged, JournalFailed, UserError: see ``Futures``; a snapshot is
+            damaged.
     """
 
     def __init__(
@@ -144,7 +161,10 @@ class Durable:
         **futures: Any,
     ):
         if every < 1 or every_s <= 0:
-            raise UserError(f"every is {every} and every_s {every_s}; expected an update at least, and seconds above 0")
+            raise UserError(
+                f"every is {every} and every_s {every_s}; expected an update at least, and seconds"
+                " above 0"
+            )
         self.training, self.every, self.every_s, self._clock = training, every, every_s, clock
         self.store, self.tenant_of, self._heard, self._ended = store, tenant_of, heard, ended
         self._saving = ThreadPoolExecutor(2, "saving")
@@ -158,13 +178,22 @@ class Durable:
             if not self.futures.is_needed(path.name.partition("-")[0]):
                 path.unlink()
         for snapshot in found:
-            training.do(snapshot.model, lambda live, s=snapshot: live.join(s.model, s.held), tenant_of(snapshot.model))
-        self._policies: collections.defaultdict[str, _Policy] = collections.defaultdict(lambda: _Policy(at=clock()))
+            training.do(
+                snapshot.model,
+                lambda live, s=snapshot: live.join(s.model, s.held),
+                tenant_of(snapshot.model),
+            )
+        self._policies: collections.defaultdict[str, _Policy] = collections.defaultdict(
+            lambda: _Policy(at=clock())
+        )
         self._lock = threading.Lock()  # of the policies
         self._ends: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._closing = False
         self.failed: BaseException | None = None
-        self._threads = [threading.Thread(target=run, name=name, daemon=True) for name, run in self._jobs().items()]
+        self._threads = [
+            threading.Thread(target=run, name=name, daemon=True)
+            for name, run in self._jobs().items()
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -188,7 +217,9 @@ class Durable:
 
     def _encoded(self, call: Call) -> tuple[str, bytes]:
         if self.failed is not None or self._closing:
-            raise Unavailable(f"this server takes no more requests: {self.failed or 'it is being closed'}")
+            raise Unavailable(
+                f"this server takes no more requests: {self.failed or 'it is being closed'}"
+            )
         return calls.encode(call)
 
     def result(self, id: str, timeout_s: float = 0.0) -> Any:
@@ -242,9 +273,13 @@ class Durable:
             self._fail(failure)
 
     def _start_ready(self, policy: _Policy) -> None:
-        """Hands training what may be started now: nothing while a snapshot is wanted, and no load before the saves that it follows."""
+        """Hands training what may be started now: nothing while a snapshot is wanted, and no load
+        before the saves that it follows.
+        """
         while policy.held_back and not policy.wanted:
-            if policy.held_back[0].call == "load" and any(request.call == "save" for request, _ in policy.running):
+            if policy.held_back[0].call == "load" and any(
+                request.call == "save" for request, _ in policy.running
+            ):
                 break
             self._start(policy, policy.held_back.popleft())
 
@@ -256,7 +291,11 @@ class Durable:
             call = calls.decode(request.call, request.body)
             future = self._asked(request, call)
             if not request.again:
-                future.add_done_callback(lambda future: future.exception() or self._heard(request.model, call, future.result()))
+                future.add_done_callback(
+                    lambda future: (
+                        future.exception() or self._heard(request.model, call, future.result())
+                    )
+                )
         except (UserError, OSError) as reason:
             future = Future()
             future.set_exception(reason)
@@ -265,7 +304,10 @@ class Durable:
     def _asked(self, request: Request, call: Call) -> "Future[Any]":
         model, training, tenant = request.model, self.training, self.tenant_of(request.model)
         if isinstance(call, calls.ForwardBackward):
-            return _then(training.forward_backward(model, call.data, call.loss, tenant, call.backward), call.told)
+            return _then(
+                training.forward_backward(model, call.data, call.loss, tenant, call.backward),
+                call.told,
+            )
         if isinstance(call, calls.Optim):
             return training.optim(model, call.numbers, tenant)
         if isinstance(call, calls.Refused):
@@ -275,7 +317,10 @@ class Durable:
         if isinstance(call, Load):
             if self.store is None:
                 raise UserError("this server keeps no checkpoints: there is nothing to load")
-            held, told = _of_store(lambda: self.store.load(call, self.loads / request.id)), {"path": call.path}  # type: ignore[union-attr]
+            held, told = (
+                _of_store(lambda: self.store.load(call, self.loads / request.id)),  # type: ignore[arg-type]
+                {"path": call.path},
+            )
         else:
             held, told = held_lib.fresh(training.live.specs, call.config, call.seed), {}
 
@@ -289,7 +334,8 @@ class Durable:
         return training.do(model, begin, tenant)
 
     def _saved(self, request: Request, call: Save, tenant: str) -> "Future[Any]":
-        """Reads the policy in its turn, and writes the checkpoint beside the loop, after the policy's saves before it.
+        """Reads the policy in its turn, and writes the checkpoint beside the loop, after the
+        policy's saves before it.
 
         Once is enough: ``again`` it is there already.
         """
@@ -303,12 +349,18 @@ class Durable:
         def write(asked: "Future[Held]") -> None:
             try:
                 held = asked.result()
-                saved.set_result(_of_store(lambda: store.save(request.model, request.id, call, held)))
+                saved.set_result(
+                    _of_store(lambda: store.save(request.model, request.id, call, held))
+                )
             except BaseException as reason:
                 saved.set_exception(reason)
 
         def read(live: Any) -> Held:
-            return live.held(request.model).without_gradients() if call.kind == "weights" else live.adapter(request.model)
+            return (
+                live.held(request.model).without_gradients()
+                if call.kind == "weights"
+                else live.adapter(request.model)
+            )
 
         asked = self.training.do(request.model, read, tenant)
         before = self._last_saves.get(request.model)
@@ -337,7 +389,9 @@ class Durable:
             self._fail(failure)
 
     def _note(self, model: str, running: list[Any], future: "Future[Any]") -> None:
-        """Finishes what has ended of a policy, in its order, and takes a snapshot where one is due."""
+        """Finishes what has ended of a policy, in its order, and takes a snapshot where one is
+        due.
+        """
         running[1] = future
         with self._lock:
             policy = self._policies[model]
@@ -346,15 +400,21 @@ class Durable:
                 ended.append(policy.running.popleft())
             for request, done in ended:
                 # What a checkpoint gave is kept at once: it may be gone when it is asked for again.
-                policy.since += self.every if request.call == "load" else request.call in ("optim", "create")
+                policy.since += (
+                    self.every if request.call == "load" else request.call in ("optim", "create")
+                )
                 policy.loads += [request.id] if request.call == "load" else []
                 if not isinstance(done.exception(), (UserError, OSError, type(None))):
-                    raise done.exception()  # nobody's mistake: what is not finished runs again when the journal is opened next
+                    # nobody's mistake: what is not finished runs again when the journal is opened
+                    # next
+                    raise done.exception()
         for request, done in ended:
             self.futures.finish(request.id, outcome_of(done))
             self._ended(model, request.seq_id)
         with self._lock:
-            due = policy.since >= self.every or (policy.since and self._clock() - policy.at >= self.every_s)
+            due = policy.since >= self.every or (
+                policy.since and self._clock() - policy.at >= self.every_s
+            )
             policy.wanted = policy.wanted or bool(due)
             if policy.wanted and not policy.running:
                 try:
@@ -366,16 +426,19 @@ class Durable:
             self._start_ready(policy)
 
     def _keep(self, policy: _Policy, snapshot: Snapshot, loads: Sequence[str]) -> None:
-        """Writes a snapshot, unless its policy was forgotten meanwhile: what stood there again would come back with a restart.
+        """Writes a snapshot, unless its policy was forgotten meanwhile: what stood there again
+        would come back with a restart.
 
-        Where the disk refuses, the snapshot before stays, and the end of the policy's next request tries again.
+        Where the disk refuses, the snapshot before stays, and the end of the policy's next request
+        tries again.
         """
         try:
             snapshot.write(self.states)
             with self._lock:
                 forgotten = self._policies.get(snapshot.model) is not policy
             if forgotten:
-                self.futures.place(snapshot.model)  # a restart knows that it was forgotten, and needs no snapshot
+                # a restart knows that it was forgotten, and needs no snapshot
+                self.futures.place(snapshot.model)
                 path_of(self.states, snapshot.model).unlink(missing_ok=True)
                 return
             self.futures.snapshot(snapshot.model, snapshot.place)
@@ -393,7 +456,9 @@ class Durable:
                 path.unlink(missing_ok=True)
 
     def _take_snapshot(self, model: str, policy: _Policy) -> None:
-        """Asks for the state between what has ended and what is to be started: nothing of the policy is under way."""
+        """Asks for the state between what has ended and what is to be started: nothing of the
+        policy is under way.
+        """
         place = self.futures.place(model)
         loads, policy.loads = policy.loads, []
 
@@ -401,7 +466,9 @@ class Durable:
             if future.exception() is None:
                 self._ends.put((policy, Snapshot(model, place, future.result()), loads))
 
-        self.training.do(model, lambda live: live.held(model), self.tenant_of(model)).add_done_callback(told)
+        self.training.do(
+            model, lambda live: live.held(model), self.tenant_of(model)
+        ).add_done_callback(told)
 
     def _fail(self, failure: BaseException) -> None:
         self.failed = failure
@@ -417,7 +484,9 @@ def outcome_of(future: "Future[Any]") -> Outcome:
 
 
 def _of_store(call: Callable[[], Any]) -> Any:
-    """What a store gives. A failure of it, a database that is busy say, is that of one request: no state has changed."""
+    """What a store gives. A failure of it, a database that is busy say, is that of one request: no
+    state has changed.
+    """
     try:
         return call()
     except (DatabaseFailed, StorageFailed) as reason:  # no mistake of who asked

@@ -1,4 +1,6 @@
-"""What passes between the gate and one client: the body as it comes, the answer with its id, and a refusal in place of one."""
+"""What passes between the gate and one client: the body as it comes, the answer with its id, and a
+refusal in place of one.
+"""
 
 import asyncio
 import contextlib
@@ -6,14 +8,22 @@ import json
 import traceback
 from typing import Any
 
-LINGER_S = 2.0  # for which the body of a refused request is read and thrown away, so that the answer is not lost in a reset
-_TYPES = {401: ("authentication_error", "invalid_api_key"), 403: ("permission_error", None), 429: ("rate_limit_error", None)}
+# for which the body of a refused request is read and thrown away, so that the answer is not lost in
+# a reset
+LINGER_S = 2.0
+_TYPES = {
+    401: ("authentication_error", "invalid_api_key"),
+    403: ("permission_error", None),
+    429: ("rate_limit_error", None),
+}
 
 
 class Refusal(Exception):
     """A request ends here, with this status."""
 
-    def __init__(self, status: int, message: str, headers: dict[str, str] | None = None, close: bool = False):
+    def __init__(
+        self, status: int, message: str, headers: dict[str, str] | None = None, close: bool = False
+    ):
         super().__init__(message)
         self.status, self.message, self.headers, self.close = status, message, headers or {}, close
 
@@ -45,7 +55,9 @@ class Source:
         return part
 
     async def drained(self, headers: list[tuple[bytes, bytes]], limit: int) -> bool:
-        """Reads what is left of a refused body, for a short time and at most ``limit`` bytes; whether that was all."""
+        """Reads what is left of a refused body, for a short time and at most ``limit`` bytes;
+        whether that was all.
+        """
         if values(headers, b"expect"):
             return self.whole  # the client waits to be told to send it
         with contextlib.suppress(TimeoutError):
@@ -56,7 +68,8 @@ class Source:
 
 
 class Reply:
-    """``send`` of one request: adds its id, counts, and keeps a 500 back until it is known whether an exception comes behind it.
+    """``send`` of one request: adds its id, counts, and keeps a 500 back until it is known whether
+    an exception comes behind it.
 
     Starlette sends its own 500 before it passes an exception on.
 
@@ -74,7 +87,11 @@ class Reply:
     async def __call__(self, message: Any) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            headers = [(name, value) for name, value in message.get("headers", []) if name.lower() != b"x-request-id"]
+            headers = [
+                (name, value)
+                for name, value in message.get("headers", [])
+                if name.lower() != b"x-request-id"
+            ]
             message = {**message, "headers": [*headers, (b"x-request-id", self.id.encode())]}
             if self.status == 500:
                 self._kept.append(message)
@@ -97,14 +114,24 @@ class Reply:
             await self._pass(message)
 
     async def refuse(self, refusal: Refusal, close: bool) -> None:
-        """Answers with an error, unless an answer has begun: that one stays cut off, and the server closes the connection."""
+        """Answers with an error, unless an answer has begun: that one stays cut off, and the server
+        closes the connection.
+        """
         if self._started:
             return
         self._kept = []
-        kind, code = _TYPES.get(refusal.status, ("server_error" if refusal.status >= 500 else "invalid_request_error", None))
+        kind, code = _TYPES.get(
+            refusal.status,
+            ("server_error" if refusal.status >= 500 else "invalid_request_error", None),
+        )
         error = {"error": {"message": refusal.message, "type": kind, "param": None, "code": code}}
         body = json.dumps(error if self._openai else {"detail": refusal.message}).encode()
-        headers = {"content-type": "application/json", "content-length": str(len(body)), **refusal.headers, "x-request-id": self.id}
+        headers = {
+            "content-type": "application/json",
+            "content-length": str(len(body)),
+            **refusal.headers,
+            "x-request-id": self.id,
+        }
         if close:
             headers["connection"] = "close"
         self._started, self.status = True, refusal.status
@@ -124,10 +151,12 @@ def replay(body: bytes, receive: Any) -> Any:
 
 
 def release(error: BaseException) -> None:
-    """Lets go of what the functions that raised an error have in their variables, the request's body and all that it was parsed into.
+    """Lets go of what the functions that raised an error have in their variables, the request's
+    body and all that it was parsed into.
 
-    An exception keeps them through its traceback, and a task whose exception it is keeps the exception: a cycle, which stays until the
-    garbage collector looks at the oldest objects. Three refused requests of 64 MB had taken a gigabyte.
+    An exception keeps them through its traceback, and a task whose exception it is keeps the
+    exception: a cycle, which stays until the garbage collector looks at the oldest objects. Three
+    refused requests of 64 MB had taken a gigabyte.
     """
     reason: BaseException | None = error
     while reason is not None:

@@ -1,6 +1,8 @@
-"""Adapters for other engines: a PEFT directory, encrypted to age keys where a client asks for it, and links to its files that expire.
+"""Adapters for other engines: a PEFT directory, encrypted to age keys where a client asks for it,
+and links to its files that expire.
 
-A link carries what it opens and until when, signed with a key of the server: who follows it needs no other right.
+A link carries what it opens and until when, signed with a key of the server: who follows it needs
+no other right.
 """
 
 import base64
@@ -27,7 +29,9 @@ LINK_S = 3600.0
 SUFFIX = ".age"
 
 
-def files_of(held: Held, base: Base, specs: Any, recipients: Sequence[str] = ()) -> dict[str, bytes]:
+def files_of(
+    held: Held, base: Base, specs: Any, recipients: Sequence[str] = ()
+) -> dict[str, bytes]:
     """The files of an adapter as PEFT has it, by name; each encrypted where there are recipients.
 
     Raises:
@@ -36,18 +40,35 @@ def files_of(held: Held, base: Base, specs: Any, recipients: Sequence[str] = ())
     with tempfile.TemporaryDirectory() as made:
         paths = list(lora_tree.projections(specs, held.config.targets))
         name, plain = public_name(base.name), Path(made) / "plain"
-        peft.write_peft(plain, held.adapter(), held.config, hf.module_names(base.cfg, paths), name, hf.is_moe_type(base.cfg))
+        peft.write_peft(
+            plain,
+            held.adapter(),
+            held.config,
+            hf.module_names(base.cfg, paths),
+            name,
+            hf.is_moe_type(base.cfg),
+        )
         contents = {path.name: path.read_bytes() for path in sorted(plain.iterdir())}
-    return {name + SUFFIX: _encrypted(data, recipients) for name, data in contents.items()} if recipients else contents
+    return (
+        {name + SUFFIX: _encrypted(data, recipients) for name, data in contents.items()}
+        if recipients
+        else contents
+    )
 
 
 def digest_of(contents: Mapping[str, bytes]) -> str:
     """The digest of an adapter's files, by which its folder is named."""
-    return blake3_of(b"".join(blake3_of(name.encode() + b"\0" + data).encode() for name, data in contents.items()))
+    return blake3_of(
+        b"".join(
+            blake3_of(name.encode() + b"\0" + data).encode() for name, data in contents.items()
+        )
+    )
 
 
 def write(folder: Path, digest: str, contents: Mapping[str, bytes]) -> None:
-    """Writes an adapter's files into ``folder / digest``; they are on the disk when this returns."""
+    """Writes an adapter's files into ``folder / digest``; they are on the disk when this
+    returns.
+    """
     if (folder / digest).exists():
         return
     with files.new_directory(folder / digest, proof=next(iter(contents))) as new:
@@ -64,7 +85,10 @@ def _encrypted(data: bytes, recipients: Sequence[str]) -> bytes:
     try:
         keys = [pyrage.x25519.Recipient.from_str(text) for text in recipients]
     except pyrage.RecipientError as reason:
-        raise UserError(f"age_encryption_recipients has what is no age public key ({reason}): give keys that begin with age1") from None
+        raise UserError(
+            f"age_encryption_recipients has what is no age public key ({reason}): give keys that"
+            " begin with age1"
+        ) from None
     return pyrage.encrypt(data, keys)
 
 

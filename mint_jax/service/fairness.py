@@ -1,8 +1,10 @@
-"""Whose turn it is: virtual counters of what each tenant was served (Sheng et al. 2024, arXiv 2401.00588, algorithm 2).
+"""Whose turn it is: virtual counters of what each tenant was served (Sheng et al. 2024, arXiv
+2401.00588, algorithm 2).
 
-Who was served least, by weight, comes next. A tenant that comes back after a pause is lifted to the least of those who are busy, so that
-a pause saves nothing up. With n tenants that always have work, what any two were served differs by two slices at most (theorem 4.4), and
-each gets at least 1/n. Service is counted in seconds of the device, which prefill, decode and training have in common.
+Who was served least, by weight, comes next. A tenant that comes back after a pause is lifted to the
+least of those who are busy, so that a pause saves nothing up. With n tenants that always have work,
+what any two were served differs by two slices at most (theorem 4.4), and each gets at least 1/n.
+Service is counted in seconds of the device, which prefill, decode and training have in common.
 """
 
 import collections
@@ -30,7 +32,9 @@ class Counters:
         self._weights = dict(weights or {})
         for tenant, weight in self._weights.items():
             if not (weight > 0 and math.isfinite(weight)):
-                raise UserError(f"the weight of tenant {tenant!r} is {weight}; expected a number above 0")
+                raise UserError(
+                    f"the weight of tenant {tenant!r} is {weight}; expected a number above 0"
+                )
         self._lock = threading.Lock()
         self._counters: collections.defaultdict[str, float] = collections.defaultdict(float)
         self._busy: collections.Counter[str] = collections.Counter()  # requests not ended
@@ -42,7 +46,9 @@ class Counters:
         with self._lock:
             if not self._busy[tenant]:
                 others = [self._counters[t] for t, n in self._busy.items() if n]
-                self._counters[tenant] = max(self._counters[tenant], min(others) if others else self._last)
+                self._counters[tenant] = max(
+                    self._counters[tenant], min(others) if others else self._last
+                )
             self._busy[tenant] += 1
 
     def end(self, tenant: str) -> None:
@@ -54,7 +60,9 @@ class Counters:
                 self._last = self._counters[tenant]
 
     def charge(self, seconds: float, shares: Mapping[str, float]) -> None:
-        """What a dispatch took, split over tenants by their shares of it, which sum to anything above 0."""
+        """What a dispatch took, split over tenants by their shares of it, which sum to anything
+        above 0.
+        """
         total = sum(shares.values())
         with self._lock:
             for tenant, share in shares.items():

@@ -1,4 +1,6 @@
-"""Fields of a JSON body, read by name and type: what is wrong is told with the field's name. Null is as if it were not there."""
+"""Fields of a JSON body, read by name and type: what is wrong is told with the field's name. Null
+is as if it were not there.
+"""
 
 import math
 from typing import Any
@@ -70,14 +72,28 @@ def whole(body: dict[str, Any], name: str, default: Any, low: int, high: int) ->
     return value
 
 
-def number(body: dict[str, Any], name: str, default: float, low: float, high: float = math.inf, above: bool = False) -> float:
+def number(
+    body: dict[str, Any],
+    name: str,
+    default: float,
+    low: float,
+    high: float = math.inf,
+    above: bool = False,
+) -> float:
     """A finite number in a range; ``above``: not its lower end."""
     value = body.get(name)
     if value is None:
         return default
-    fits = not isinstance(value, bool) and isinstance(value, int | float) and abs(value) < 1e30 and low <= value <= high
+    fits = (
+        not isinstance(value, bool)
+        and isinstance(value, int | float)
+        and abs(value) < 1e30
+        and low <= value <= high
+    )
     if not fits or (above and value == low):
-        limits = f"{'above' if above else 'at least'} {low:g}" + ("" if high == math.inf else f" and at most {high:g}")
+        limits = f"{'above' if above else 'at least'} {low:g}" + (
+            "" if high == math.inf else f" and at most {high:g}"
+        )
         raise wrong(name, value, f"a number {limits}")
     return float(value)
 
@@ -89,12 +105,16 @@ def texts(body: dict[str, Any], name: str) -> tuple[str, ...]:
         return ()
     if not isinstance(value, str | list):
         raise wrong(name, value, "a string or a list of strings")
-    return tuple(text(name, one, empty=False) for one in ([value] if isinstance(value, str) else value))
+    return tuple(
+        text(name, one, empty=False) for one in ([value] if isinstance(value, str) else value)
+    )
 
 
 def ids(name: str, value: Any) -> tuple[int, ...]:
     """A list of token ids."""
-    if not isinstance(value, list) or not all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i < 2**31 for i in value):
+    if not isinstance(value, list) or not all(
+        isinstance(i, int) and not isinstance(i, bool) and 0 <= i < 2**31 for i in value
+    ):
         raise wrong(name, value, "a list of token ids")
     return tuple(value)
 
@@ -107,7 +127,14 @@ def mapping(body: dict[str, Any], name: str) -> dict[str, Any] | None:
 
 
 def _kind(value: Any) -> str:
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
+    names = {
+        dict: "an object",
+        list: "a list",
+        str: "a string",
+        bool: "a boolean",
+        int: "a number",
+        float: "a number",
+    }
     return names.get(type(value), "null")
 
 

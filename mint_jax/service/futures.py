@@ -1,21 +1,27 @@
-"""Futures of training requests that outlive the process: accepted once, run in order, their results kept until they have arrived.
+"""Futures of training requests that outlive the process: accepted once, run in order, their results
+kept until they have arrived.
 
-A request is (model, seq_id, call, body). ``submit`` returns its id when it is in the journal; the same request again gets the
-same id and is not run again, the same number with another body is a ``Conflict``. ``take`` hands requests to the executor, each
-model's in the order of its numbers, from 1 and without gaps; ``finish`` takes a result, which others see when it is in the
-journal too. ``wait`` and ``wait_task`` return it. It is kept until ``acknowledge``, or until ``keep_s`` after the last
-``delivered``; whoever asks later gets ``Gone``, and so does a repeated request of which only its number is still known.
+A request is (model, seq_id, call, body). ``submit`` returns its id when it is in the journal; the
+same request again gets the same id and is not run again, the same number with another body is a
+``Conflict``. ``take`` hands requests to the executor, each model's in the order of its numbers,
+from 1 and without gaps; ``finish`` takes a result, which others see when it is in the journal too.
+``wait`` and ``wait_task`` return it. It is kept until ``acknowledge``, or until ``keep_s`` after
+the last ``delivered``; whoever asks later gets ``Gone``, and so does a repeated request of which
+only its number is still known.
 
-**Restart.** Somebody else keeps the models' states. A snapshot of a model's state goes with ``place(model)``, taken by the
-executor between two requests of it: the state holds what was done by exactly those requests whose results lie before that
-place. Once the snapshot is durable, ``snapshot(model, place)`` says so. Whoever opens the journal again says which places the
-snapshots that it has loaded go with; ``take`` then first gives the requests that ended behind their model's place (``again``:
-the state needs them, their results are known and stay as they are; those that failed had no effect and are left out), in the
-order in which they ended, and then those that were accepted and have not ended. Calls must depend on nothing but state and body.
+**Restart.** Somebody else keeps the models' states. A snapshot of a model's state goes with
+``place(model)``, taken by the executor between two requests of it: the state holds what was done by
+exactly those requests whose results lie before that place. Once the snapshot is durable,
+``snapshot(model, place)`` says so. Whoever opens the journal again says which places the snapshots
+that it has loaded go with; ``take`` then first gives the requests that ended behind their model's
+place (``again``: the state needs them, their results are known and stay as they are; those that
+failed had no effect and are left out), in the order in which they ended, and then those that were
+accepted and have not ended. Calls must depend on nothing but state and body.
 
-``trim`` deletes segments of which every request is *settled*: its result is acknowledged or expired, and it failed or lies
-behind a snapshot. Of settled requests the numbers are known for ever, their ids are not. A result that nobody fetches keeps
-its segment and all later ones; ``forget`` ends a model with all that it has.
+``trim`` deletes segments of which every request is *settled*: its result is acknowledged or
+expired, and it failed or lies behind a snapshot. Of settled requests the numbers are known for
+ever, their ids are not. A result that nobody fetches keeps its segment and all later ones;
+``forget`` ends a model with all that it has.
 """
 
 import asyncio
@@ -50,8 +56,12 @@ class Gone(UserError):
 
 
 def unknown(id: str) -> Gone:
-    """The error for an id of which nothing is known, or nothing may be told: the two have the same words."""
-    return Gone(f"future {id[:80]!r} is not kept here: it was never given out, or its result was delivered")
+    """The error for an id of which nothing is known, or nothing may be told: the two have the same
+    words.
+    """
+    return Gone(
+        f"future {id[:80]!r} is not kept here: it was never given out, or its result was delivered"
+    )
 
 
 class Futures:
@@ -59,14 +69,16 @@ class Futures:
 
     Args:
         places: of each model with a snapshot, the place that goes with the one that was loaded.
-        forget: models that are ended first, because their snapshots are lost and the journal alone cannot bring them back.
+        forget: models that are ended first, because their snapshots are lost and the journal alone
+            cannot bring them back.
         keep_s: seconds for which a result is kept after it has arrived.
         clock: monotonic seconds. After a restart the time to keep a delivered result begins anew.
         journal: options of ``Journal``.
 
     Raises:
         JournalBusy, JournalDamaged, JournalFailed: as ``Journal``.
-        UserError: a snapshot is older than what was deleted behind another one, or of a place that the journal has not reached.
+        UserError: a snapshot is older than what was deleted behind another one, or of a place that
+            the journal has not reached.
     """
 
     def __init__(
@@ -87,7 +99,8 @@ class Futures:
         self._models: dict[str, Model] = {}
         self._ids: dict[str, Entry] = {}
         self._unsettled: dict[int, Entry] = {}  # by place, in its order
-        self._delivered: collections.OrderedDict[str, Entry] = collections.OrderedDict()  # the earliest first
+        # the earliest first
+        self._delivered: collections.OrderedDict[str, Entry] = collections.OrderedDict()
         self._ready: collections.deque[Entry] = collections.deque()
         self._journal = Journal(folder, **journal)
         try:
@@ -102,11 +115,14 @@ class Futures:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def submit(self, model: str, seq_id: int, call: str, body: bytes, *, wait_s: float | None = 0.0) -> str:
+    def submit(
+        self, model: str, seq_id: int, call: str, body: bytes, *, wait_s: float | None = 0.0
+    ) -> str:
         """The id of a request, which is in the journal when this returns.
 
         Args:
-            wait_s: seconds to wait where the journal's queue is full; 0 refuses at once, None waits however long it takes.
+            wait_s: seconds to wait where the journal's queue is full; 0 refuses at once, None waits
+                however long it takes.
 
         Raises:
             Conflict: another request had this number.
@@ -122,7 +138,9 @@ class Futures:
             except Overloaded:
                 if give_up is not None and time.monotonic() >= give_up:
                     raise
-                self._journal.wait_for_room(OVERHEAD + len(body), None if give_up is None else give_up - time.monotonic())
+                self._journal.wait_for_room(
+                    OVERHEAD + len(body), None if give_up is None else give_up - time.monotonic()
+                )
         if (ticket := entry.ticket) is not None:
             ticket.result()
         return entry.id
@@ -135,7 +153,8 @@ class Futures:
         return entry.id
 
     def take(self, timeout_s: float = 0.0) -> Request | None:
-        """The next request to run, in the order of its model's numbers; None when there is none in time, or no more at all.
+        """The next request to run, in the order of its model's numbers; None when there is none in
+        time, or no more at all.
 
         A model's next request may be taken before the last one has finished.
         """
@@ -149,10 +168,12 @@ class Futures:
             return Request(entry.id, entry.model, entry.seq_id, entry.call, body, entry.again)
 
     def finish(self, id: str, outcome: Outcome) -> None:
-        """Says how a request ended that was taken, in the order of its model's; others see it when it is in the journal.
+        """Says how a request ended that was taken, in the order of its model's; others see it when
+        it is in the journal.
 
-        Waits while the journal's queue is full. While the disk refuses records the outcome is kept, and seen once it is written. Of a
-        request that is run ``again`` nothing is kept, and of a model that was forgotten meanwhile neither.
+        Waits while the journal's queue is full. While the disk refuses records the outcome is kept,
+        and seen once it is written. Of a request that is run ``again`` nothing is kept, and of a
+        model that was forgotten meanwhile neither.
 
         Raises:
             ValueError: it was not taken, or one before it has not finished.
@@ -164,7 +185,10 @@ class Futures:
                 return
             running = self._models[entry.model].running
             if not entry.taken or running[0] is not entry:
-                raise ValueError(f"request {entry.seq_id} of {entry.model!r} is not the one to finish now: finish them as they were taken")
+                raise ValueError(
+                    f"request {entry.seq_id} of {entry.model!r} is not the one to finish now:"
+                    " finish them as they were taken"
+                )
             entry.taken = False
             if entry.again:
                 running.popleft()
@@ -220,9 +244,11 @@ class Futures:
             return entry is not None and (entry.again or entry.state is not State.ENDED)
 
     def delivered(self, id: str) -> None:
-        """Says that the outcome has arrived at the client: from now on it is kept for ``keep_s`` only.
+        """Says that the outcome has arrived at the client: from now on it is kept for ``keep_s``
+        only.
 
-        The journal learns of it with its next write; what a crash makes it forget is kept until it is delivered again.
+        The journal learns of it with its next write; what a crash makes it forget is kept until it
+        is delivered again.
         """
         with self._lock:
             entry = self._ids.get(id)
@@ -232,20 +258,29 @@ class Futures:
             entry.delivered_at = self._clock()
             self._delivered[id] = entry
             self._delivered.move_to_end(id)
-            self._journal.append(encode(Record(Kind.DELIVERED, id)), bounded=False, lazy=True, keep=True)
+            self._journal.append(
+                encode(Record(Kind.DELIVERED, id)), bounded=False, lazy=True, keep=True
+            )
 
     def acknowledge(self, ids: Iterable[str]) -> None:
-        """Says that the client has these outcomes and will not ask again. Unknown ids are fine: they were acknowledged before.
+        """Says that the client has these outcomes and will not ask again. Unknown ids are fine:
+        they were acknowledged before.
 
         Raises:
             UserError: one has not ended yet.
         """
         with self._lock:
-            entries = [self._ids[id] for id in dict.fromkeys(ids) if id in self._ids and not self._ids[id].released]
+            entries = [
+                self._ids[id]
+                for id in dict.fromkeys(ids)
+                if id in self._ids and not self._ids[id].released
+            ]
             for entry in entries:
                 self._must_have_ended(entry)
             for entry in entries:
-                self._journal.append(encode(Record(Kind.ACKNOWLEDGED, entry.id)), bounded=False, lazy=True, keep=True)
+                self._journal.append(
+                    encode(Record(Kind.ACKNOWLEDGED, entry.id)), bounded=False, lazy=True, keep=True
+                )
                 self._release(entry)
 
     def expire(self) -> int:
@@ -255,7 +290,8 @@ class Futures:
         return self.trim()
 
     def place(self, model: str) -> int:
-        """The place that goes with the model's state as it is now; everything before it is on the disk when this returns.
+        """The place that goes with the model's state as it is now; everything before it is on the
+        disk when this returns.
 
         To be called by the executor between two requests of the model.
         """
@@ -266,7 +302,8 @@ class Futures:
         return self._journal.flush()
 
     def snapshot(self, model: str, place: int) -> None:
-        """Says that a snapshot of the model's state at a place is durable: what ended before is not run again.
+        """Says that a snapshot of the model's state at a place is durable: what ended before is not
+        run again.
 
         Raises:
             UserError: the journal has not reached this place.
@@ -279,23 +316,28 @@ class Futures:
                 self._settle(entry)
 
     def forget(self, model: str, then: Callable[[], None] = lambda: None) -> None:
-        """Ends a model: its requests that wait are not run, its outcomes are gone, its name is as if never used.
+        """Ends a model: its requests that wait are not run, its outcomes are gone, its name is as
+        if never used.
 
         Args:
-            then: called when a restart knows of it too, in any thread. Until then the model's snapshot is needed to open the journal.
+            then: called when a restart knows of it too, in any thread. Until then the model's
+                snapshot is needed to open the journal.
         """
         with self._lock:
             if model not in self._models:
                 then()
                 return
-            ticket = self._journal.append(encode(Record(Kind.FORGOTTEN, model=model)), bounded=False, keep=True)
+            ticket = self._journal.append(
+                encode(Record(Kind.FORGOTTEN, model=model)), bounded=False, keep=True
+            )
             gone = self._drop(model)
             self._ready = collections.deque(entry for entry in self._ready if entry.model != model)
         self._waker.wake(gone)
         ticket.add_done_callback(lambda ticket: ticket.exception() or then())
 
     def trim(self) -> int:
-        """Deletes the segments whose requests are all settled; returns how many. Waits for the disk where there is one.
+        """Deletes the segments whose requests are all settled; returns how many. Waits for the disk
+        where there is one.
 
         Raises:
             JournalFailed: the disk refuses.
@@ -304,7 +346,9 @@ class Futures:
             needed = next(iter(self._unsettled), self._journal.end)
             if not self._journal.releases(needed):
                 return 0
-            known = {name: [m.floor, m.place, *sorted(m.settled)] for name, m in self._models.items()}
+            known = {
+                name: [m.floor, m.place, *sorted(m.settled)] for name, m in self._models.items()
+            }
             record = Record(Kind.CHECKPOINT, body=json.dumps(known).encode())
             ticket = self._journal.append(encode(record), bounded=False)
         ticket.result()
@@ -320,7 +364,9 @@ class Futures:
         self._waker.wake_all()
 
     def close(self) -> None:
-        """Writes what is queued, and ends all waits: those for outcomes that are not there return None."""
+        """Writes what is queued, and ends all waits: those for outcomes that are not there return
+        None.
+        """
         with self._lock:
             self._closed = True
             self._some_ready.notify_all()
@@ -345,18 +391,28 @@ class Futures:
             found = mine.entries.get(seq_id) if mine is not None else None
             if found is not None:
                 if (found.digest, found.call) != (digest, call):
-                    raise Conflict(f"request {seq_id} of {model!r} was {found.call!r} with another body: give a new request a new seq_id")
+                    raise Conflict(
+                        f"request {seq_id} of {model!r} was {found.call!r} with another body: give"
+                        " a new request a new seq_id"
+                    )
                 return found
             if mine is not None and mine.is_settled(seq_id):
-                raise Gone(f"request {seq_id} of {model!r} has run, and its result was delivered: give a new request a new seq_id")
+                raise Gone(
+                    f"request {seq_id} of {model!r} has run, and its result was delivered: give a"
+                    " new request a new seq_id"
+                )
             ticket = self._journal.append(payload, checksum=checksum)
             entry = Entry(id, model, seq_id, call, digest, ticket.start, ticket, body)
-            self._model(model).entries[seq_id] = self._ids[id] = self._unsettled[entry.start] = entry
+            self._model(model).entries[seq_id] = self._ids[id] = self._unsettled[entry.start] = (
+                entry
+            )
         ticket.add_done_callback(functools.partial(self._accepted, entry))
         return entry
 
     def _accepted(self, entry: Entry, ticket: Future[int]) -> None:
-        """A request is in the journal: it and those that waited for it become ready. One that the disk refused leaves no trace."""
+        """A request is in the journal: it and those that waited for it become ready. One that the
+        disk refused leaves no trace.
+        """
         if ticket.exception() is not None:
             self._withdraw(entry)
             return
@@ -368,7 +424,9 @@ class Futures:
                 self._some_ready.notify_all()
 
     def _withdraw(self, entry: Entry) -> None:
-        """Takes a request out of all tables. Its place may be another's by now: the journal goes on behind what it acknowledged."""
+        """Takes a request out of all tables. Its place may be another's by now: the journal goes on
+        behind what it acknowledged.
+        """
         with self._lock:
             self._untrack(entry)
             mine = self._models.get(entry.model)
@@ -411,12 +469,17 @@ class Futures:
     @staticmethod
     def _must_have_ended(entry: Entry) -> None:
         if entry.state is not State.ENDED:
-            raise UserError(f"future {entry.id!r} has not ended: nothing of it can have been delivered")
+            raise UserError(
+                f"future {entry.id!r} has not ended: nothing of it can have been delivered"
+            )
 
     def _must_have_reached(self, model: str, place: int) -> None:
         end = self._journal.end
         if place > end:
-            raise UserError(f"snapshot of {model!r} is of place {place}, but the journal ends at {end}: it is of another journal")
+            raise UserError(
+                f"snapshot of {model!r} is of place {place}, but the journal ends at {end}: it is"
+                " of another journal"
+            )
 
     def _release(self, entry: Entry) -> None:
         entry.released, entry.outcome = True, None
@@ -431,8 +494,12 @@ class Futures:
             self._expire(entry)
 
     def _expire(self, entry: Entry) -> None:
-        """Releases an outcome whose time is over; the record keeps a restart from beginning that time anew."""
-        self._journal.append(encode(Record(Kind.ACKNOWLEDGED, entry.id)), bounded=False, lazy=True, keep=True)
+        """Releases an outcome whose time is over; the record keeps a restart from beginning that
+        time anew.
+        """
+        self._journal.append(
+            encode(Record(Kind.ACKNOWLEDGED, entry.id)), bounded=False, lazy=True, keep=True
+        )
         self._release(entry)
 
     def _expired(self, entry: Entry) -> bool:
@@ -470,7 +537,10 @@ class Futures:
                 else:
                     self._load_record(record, found, places)
             except ValueError as error:
-                raise JournalDamaged(f"journal {self._journal.folder} has at place {found.start} what is no record: {error}") from None
+                raise JournalDamaged(
+                    f"journal {self._journal.folder} has at place {found.start} what is no record:"
+                    f" {error}"
+                ) from None
         for name in forget:
             if name in self._models or name in known:
                 self._journal.append(encode(Record(Kind.FORGOTTEN, model=name)))
@@ -481,8 +551,9 @@ class Futures:
         for name, (floor, place, *settled) in known.items():
             if places.get(name, 0) < place:
                 raise UserError(
-                    f"snapshot of {name!r} is of place {places.get(name, 0)}, but what lies before {place} is needed no more, and some of "
-                    "it is deleted: load the newest snapshot, or forget the model if that is lost"
+                    f"snapshot of {name!r} is of place {places.get(name, 0)}, but what lies before"
+                    f" {place} is needed no more, and some of it is deleted: load the newest"
+                    " snapshot, or forget the model if that is lost"
                 )
             mine = self._model(name)
             gone = [seq_id for seq_id in mine.entries if seq_id < floor or seq_id in settled]
@@ -494,7 +565,9 @@ class Futures:
         for name, mine in self._models.items():
             mine.place = places.get(name, 0)
             for entry in list(mine.entries.values()):
-                entry.again = entry.state is State.ENDED and not entry.failed and entry.ended > mine.place
+                entry.again = (
+                    entry.state is State.ENDED and not entry.failed and entry.ended > mine.place
+                )
                 if not entry.again and entry.state is State.ENDED:
                     entry.body = None
                     self._settle(entry)
@@ -504,13 +577,28 @@ class Futures:
                 ready.append((0, entry.ended_at, entry) if entry.again else (1, latest, entry))
         ready.sort(key=lambda turn: turn[:2])  # stable: the numbers of a model stay in order
         self._ready.extend(entry for _, _, entry in ready)
-        delivered = [entry for entry in self._ids.values() if entry.delivered_at is not None and not entry.released]
+        delivered = [
+            entry
+            for entry in self._ids.values()
+            if entry.delivered_at is not None and not entry.released
+        ]
         self._delivered.update((entry.id, entry) for entry in delivered)
 
     def _load_record(self, record: Record, found: Found, places: dict[str, int]) -> None:
         if record.kind is Kind.REQUEST:
-            entry = Entry(record.id, record.model, record.seq_id, record.call, record.digest, found.start, None, record.body)
-            self._model(record.model).entries[record.seq_id] = self._ids[record.id] = self._unsettled[found.start] = entry
+            entry = Entry(
+                record.id,
+                record.model,
+                record.seq_id,
+                record.call,
+                record.digest,
+                found.start,
+                None,
+                record.body,
+            )
+            self._model(record.model).entries[record.seq_id] = self._ids[
+                record.id
+            ] = self._unsettled[found.start] = entry
             return
         entry = self._ids.get(record.id)
         if entry is None:

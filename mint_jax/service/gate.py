@@ -1,12 +1,14 @@
-"""Before every request: who asks, whether they may, and how much. A pure ASGI middleware around the whole app.
+"""Before every request: who asks, whether they may, and how much. A pure ASGI middleware around the
+whole app.
 
-It knows keys and scopes, bytes, seconds and counts; what a request means is left to the app. A body is read whole, and decompressed,
-before the app is called: the app's first ``receive`` gives all of it. The app finds in ``scope["state"]`` the strings ``tenant``, ``key``
-(its id), ``session`` and ``request_id``, the tuple ``scopes``, and ``by_token``: whether a token was shown for the key. Time limits on
-heads of requests and on clients that do not read are in ``connections.py``.
+It knows keys and scopes, bytes, seconds and counts; what a request means is left to the app. A body
+is read whole, and decompressed, before the app is called: the app's first ``receive`` gives all of
+it. The app finds in ``scope["state"]`` the strings ``tenant``, ``key`` (its id), ``session`` and
+``request_id``, the tuple ``scopes``, and ``by_token``: whether a token was shown for the key. Time
+limits on heads of requests and on clients that do not read are in ``connections.py``.
 
-A refusal is ``{"detail": ...}``, or ``{"error": {message, type, param, code}}`` on the paths of OpenAI's API. Statuses 408 and 429 are
-for load alone, since clients ask again then.
+A refusal is ``{"detail": ...}``, or ``{"error": {message, type, param, code}}`` on the paths of
+OpenAI's API. Statuses 408 and 429 are for load alone, since clients ask again then.
 """
 
 import asyncio
@@ -71,11 +73,22 @@ class Limits:
     waits: Callable[[str], bool] = waits
 
     def __post_init__(self):
-        for field in ("body_bytes", "small_body_bytes", "open_body_bytes", "body_s", "tenant", "total", "held_bytes"):
+        for field in (
+            "body_bytes",
+            "small_body_bytes",
+            "open_body_bytes",
+            "body_s",
+            "tenant",
+            "total",
+            "held_bytes",
+        ):
             if not getattr(self, field) > 0:
                 raise UserError(f"{field} is {getattr(self, field)}; expected a number above 0")
         if self.held_bytes < self.body_bytes:
-            raise UserError(f"held_bytes is {self.held_bytes}, less than one body of {self.body_bytes} bytes: give it several times that")
+            raise UserError(
+                f"held_bytes is {self.held_bytes}, less than one body of {self.body_bytes} bytes:"
+                " give it several times that"
+            )
 
 
 @dataclasses.dataclass
@@ -112,10 +125,15 @@ class Share:
             if self._ended:
                 raise Left
             if self._held + count > budget.limit:
-                told = f"the request would take {self._held + count} bytes of memory, of at most {budget.limit}"
+                told = (
+                    f"the request would take {self._held + count} bytes of memory, of at most"
+                    f" {budget.limit}"
+                )
                 raise Refusal(413, f"{told}: send fewer data in a request")
             if budget.held + count > budget.limit:
-                raise _busy(f"the server holds {budget.held} bytes of requests, of at most {budget.limit}")
+                raise _busy(
+                    f"the server holds {budget.held} bytes of requests, of at most {budget.limit}"
+                )
             budget.held += count
             self._held += count
 
@@ -152,13 +170,16 @@ class Gate:
     """The middleware. One event loop calls it.
 
     Args:
-        app: an ASGI app; an exception that leaves it is logged, and answered with 500 and no more than the request's id.
-        keys: None lets everybody in as tenant ``default`` with all scopes: for a server on loopback, see ``binding.py``. Requests must
-            then name this machine in ``Host``, on every path.
+        app: an ASGI app; an exception that leaves it is logged, and answered with 500 and no more
+            than the request's id.
+        keys: None lets everybody in as tenant ``default`` with all scopes: for a server on
+            loopback, see ``binding.py``. Requests must then name this machine in ``Host``, on every
+            path.
         table: what each path needs.
         quotas: of requests in flight by tenant.
         sessions: of browsers; None: there are none.
-        hosts: names that requests without keys may have in ``Host`` and ``Origin`` beside those of loopback.
+        hosts: names that requests without keys may have in ``Host`` and ``Origin`` beside those of
+            loopback.
     """
 
     def __init__(
@@ -171,7 +192,13 @@ class Gate:
         sessions: Sessions | None = None,
         hosts: Iterable[str] = (),
     ):
-        self.app, self.keys, self.limits, self.table, self.sessions = app, keys, limits or Limits(), table, sessions
+        self.app, self.keys, self.limits, self.table, self.sessions = (
+            app,
+            keys,
+            limits or Limits(),
+            table,
+            sessions,
+        )
         self.quotas, self.hosts = quotas or Quotas(), check_hosts(hosts)
         self.in_flight: collections.Counter[str] = collections.Counter()  # by tenant
         self.budget = Budget(self.limits.held_bytes)
@@ -191,20 +218,40 @@ class Gate:
             rule = self.table.find(scope["method"], path)
             is_open = rule is not None and rule.open
             try:
-                if not path.startswith("/"):  # an absolute URI, whose host would count in place of the header's, or `*`
-                    raise Refusal(400, f"the request is for {path[:80]!r}; send a path that begins with '/', and the host in Host")
+                # an absolute URI, whose host would count in place of the header's, or `*`
+                if not path.startswith("/"):
+                    raise Refusal(
+                        400,
+                        f"the request is for {path[:80]!r}; send a path that begins with '/', and"
+                        " the host in Host",
+                    )
                 who = _Who() if is_open and self.keys is not None else self._who(scope, path)
                 self._check_scope(rule, who, scope["method"], path)
-                with self._counted(None if is_open or self.limits.waits(path) else who.tenant), Share(self.budget) as share:
+                with (
+                    self._counted(None if is_open or self.limits.waits(path) else who.tenant),
+                    Share(self.budget) as share,
+                ):
                     body = await self._body(scope["headers"], source, self._most(rule), share)
                     await self._weigh(body, rule, scope["headers"], share)
-                    state = {"tenant": who.tenant, "scopes": who.scopes, "key": who.key, "by_token": who.by_token, "session": who.session}
+                    state = {
+                        "tenant": who.tenant,
+                        "scopes": who.scopes,
+                        "key": who.key,
+                        "by_token": who.by_token,
+                        "session": who.session,
+                    }
                     state = {**scope.get("state", {}), **state, "request_id": reply.id}
-                    inner = {**scope, "headers": _plain(scope["headers"], len(body)), "state": state}
+                    inner = {
+                        **scope,
+                        "headers": _plain(scope["headers"], len(body)),
+                        "state": state,
+                    }
                     await self.app(inner, replay(body, receive), reply)
                     await reply.flush()
             except Refusal as refusal:
-                close = refusal.close or not await source.drained(scope["headers"], self.limits.body_bytes)
+                close = refusal.close or not await source.drained(
+                    scope["headers"], self.limits.body_bytes
+                )
                 await reply.refuse(refusal, close)
         except Left:
             pass
@@ -246,27 +293,40 @@ class Gate:
         with _readable():
             key = self.keys.find(secret := shown.pop())
         if key is None:
-            # The SDK fetches another token when it reads this, also where the server's clock was moved past the old one's end.
-            raise _unknown("the API key is unknown, revoked or expired: ask the server's operator for another", ' error="invalid_token"')
+            # The SDK fetches another token when it reads this, also where the server's clock was
+            # moved past the old one's end.
+            raise _unknown(
+                "the API key is unknown, revoked or expired: ask the server's operator for another",
+                ' error="invalid_token"',
+            )
         return _Who(key.tenant, key.scopes, key.id, is_token(secret), key.id)
 
     def _check_local(self, headers: list[tuple[bytes, bytes]]) -> None:
-        """Refuses browsers' requests for pages of other sites, whatever name these have given to this machine."""
+        """Refuses browsers' requests for pages of other sites, whatever name these have given to
+        this machine.
+        """
         named = values(headers, b"host")
         if len(named) != 1 or not is_ours(named[0], self.hosts):
             told = ", ".join(named)[:80]
             others = "".join(f", {host}" for host in sorted(self.hosts))
             raise Refusal(
                 403,
-                f"Host is {told!r}; a server without keys answers to localhost, 127.0.0.1, [::1]{others} alone: ask for it there, "
-                "add the name to its setting hosts, or give it keys",
+                f"Host is {told!r}; a server without keys answers to localhost, 127.0.0.1,"
+                f" [::1]{others} alone: ask for it there, add the name to its setting hosts, or"
+                " give it keys",
             )
         for origin in values(headers, b"origin"):
             if not is_ours(origin.partition("://")[2], self.hosts):
-                raise Refusal(403, "a server without keys takes no requests from pages of other sites: give it keys")
+                raise Refusal(
+                    403,
+                    "a server without keys takes no requests from pages of other sites: give it"
+                    " keys",
+                )
 
     def _of_session(self, scope: Any, sessions: Sessions) -> _Who:
-        """Whose a browser's request is. Its key is looked up each time: it may have been revoked."""
+        """Whose a browser's request is. Its key is looked up each time: it may have been
+        revoked.
+        """
         assert self.keys is not None, "there are no sessions without keys"
         if (found := sessions.find(scope["headers"])) is None:
             raise sessions.refusal(scope)
@@ -280,7 +340,11 @@ class Gate:
         needed = rule.scopes if rule is not None else ()
         if needed and not set(needed) & set(who.scopes):
             has = ", ".join(who.scopes)
-            raise Refusal(403, f"{method} {path} needs scope {' or '.join(needed)}, and this key has {has}: use another key")
+            raise Refusal(
+                403,
+                f"{method} {path} needs scope {' or '.join(needed)}, and this key has {has}: use"
+                " another key",
+            )
 
     @contextlib.contextmanager
     def _counted(self, tenant: str | None) -> Iterator[None]:
@@ -307,41 +371,69 @@ class Gate:
         if rule is not None and rule.open:
             return self.limits.open_body_bytes
         has_data = rule is not None and rule.data
-        return self.limits.body_bytes if has_data else min(self.limits.small_body_bytes, self.limits.body_bytes)
+        return (
+            self.limits.body_bytes
+            if has_data
+            else min(self.limits.small_body_bytes, self.limits.body_bytes)
+        )
 
-    async def _weigh(self, body: bytes, rule: Rule | None, headers: list[tuple[bytes, bytes]], share: Share) -> None:
+    async def _weigh(
+        self, body: bytes, rule: Rule | None, headers: list[tuple[bytes, bytes]], share: Share
+    ) -> None:
         """Holds what the body takes once it is parsed, before it is.
 
         Raises:
             Refusal: it is too much, or more than there is room for now.
         """
-        protobuf = rule is not None and rule.protobuf and any(map(is_protobuf, values(headers, b"content-type")[:1]))
+        protobuf = (
+            rule is not None
+            and rule.protobuf
+            and any(map(is_protobuf, values(headers, b"content-type")[:1]))
+        )
         weigh = weight.of_protobuf if protobuf else weight.of_json
         try:
-            share.take(await asyncio.to_thread(weigh, body) if len(body) > _OFF_LOOP else weigh(body))
+            share.take(
+                await asyncio.to_thread(weigh, body) if len(body) > _OFF_LOOP else weigh(body)
+            )
         except TooLarge as error:
             raise Refusal(413, str(error)) from error
         except UserError as error:
             raise Refusal(400, str(error)) from error
 
-    async def _body(self, headers: list[tuple[bytes, bytes]], source: Source, limit: int, share: Share) -> bytes:
+    async def _body(
+        self, headers: list[tuple[bytes, bytes]], source: Source, limit: int, share: Share
+    ) -> bytes:
         """Returns the body, decompressed."""
         for length in values(headers, b"content-length"):
             if not re.fullmatch("[0-9]{1,18}", length):
-                raise Refusal(400, f"Content-Length is {length[:20]!r}; expected a number of bytes", close=True)
+                raise Refusal(
+                    400,
+                    f"Content-Length is {length[:20]!r}; expected a number of bytes",
+                    close=True,
+                )
             if int(length) > limit:
-                raise Refusal(413, f"the body has {length} bytes; send at most {limit} in a request")
-        whole = io.BytesIO()  # a list of parts would take 40 bytes for each, and a part may have one
+                raise Refusal(
+                    413, f"the body has {length} bytes; send at most {limit} in a request"
+                )
+        # a list of parts would take 40 bytes for each, and a part may have one
+        whole = io.BytesIO()
         try:
             async with asyncio.timeout(self.limits.body_s):
                 while not source.whole:
                     part = await source.read()
                     if source.bytes > limit:
-                        raise Refusal(413, f"the body has more than {limit} bytes: send fewer data in a request")
+                        raise Refusal(
+                            413,
+                            f"the body has more than {limit} bytes: send fewer data in a request",
+                        )
                     share.take(len(part))
                     whole.write(part)
         except TimeoutError:
-            raise Refusal(408, f"the body did not arrive within {self.limits.body_s} s: send it again", close=True) from None
+            raise Refusal(
+                408,
+                f"the body did not arrive within {self.limits.body_s} s: send it again",
+                close=True,
+            ) from None
         body = whole.getvalue()
         codings = [value.strip().lower() for value in values(headers, b"content-encoding")]
         codings = [coding for coding in codings if coding not in ("", "identity")]
@@ -360,9 +452,20 @@ class Gate:
 
 
 def _plain(headers: list[tuple[bytes, bytes]], size: int) -> list[tuple[bytes, bytes]]:
-    """Headers of a request whose body is whole and not compressed; without its key, which the app has no use for."""
-    gone = (b"content-encoding", b"content-length", b"transfer-encoding", b"x-api-key", b"authorization")
-    return [*((name, value) for name, value in headers if name not in gone), (b"content-length", str(size).encode())]
+    """Headers of a request whose body is whole and not compressed; without its key, which the app
+    has no use for.
+    """
+    gone = (
+        b"content-encoding",
+        b"content-length",
+        b"transfer-encoding",
+        b"x-api-key",
+        b"authorization",
+    )
+    return [
+        *((name, value) for name, value in headers if name not in gone),
+        (b"content-length", str(size).encode()),
+    ]
 
 
 def _request_id(headers: list[tuple[bytes, bytes]]) -> str:
@@ -384,7 +487,9 @@ def _readable() -> Iterator[None]:
         yield
     except UserError as error:
         log.error("keys: %s", error)
-        raise Refusal(503, "the server cannot read its keys now: ask its operator", {"retry-after": "5"}) from error
+        raise Refusal(
+            503, "the server cannot read its keys now: ask its operator", {"retry-after": "5"}
+        ) from error
 
 
 def _unknown(message: str, why: str = "") -> Refusal:

@@ -20,21 +20,30 @@ class TokenTexts:
         source = json.loads(tokenizer.sources[0])
         vocab: Any = source["model"]["vocab"]
         self._pieces: dict[int, str] = (
-            {i: piece for piece, i in vocab.items()} if isinstance(vocab, dict) else {i: entry[0] for i, entry in enumerate(vocab)}
+            {i: piece for piece, i in vocab.items()}
+            if isinstance(vocab, dict)
+            else {i: entry[0] for i, entry in enumerate(vocab)}
         )
-        self._bytes: dict[int, bytes] = {token["id"]: token["content"].encode() for token in source["added_tokens"]}
+        self._bytes: dict[int, bytes] = {
+            token["id"]: token["content"].encode() for token in source["added_tokens"]
+        }
         self._is_byte_level = "ByteLevel" in json.dumps(source.get("decoder"))
         self._decode, self._before = tokenizer.decode, tokenizer.encode("a", special=False)[-1:]
         self.special = set(tokenizer.special_ids.values())
 
     def bytes_of(self, token: int) -> bytes:
-        """Returns a token's bytes behind other text; empty for an id that the tokenizer does not have."""
+        """Returns a token's bytes behind other text; empty for an id that the tokenizer does not
+        have.
+        """
         if token not in self._bytes:
             piece = self._pieces.get(token)
             if piece is None:
                 return b""
             if self._is_byte_level:
-                data = b"".join(bytes((_ALPHABET[char],)) if char in _ALPHABET else char.encode() for char in piece)
+                data = b"".join(
+                    bytes((_ALPHABET[char],)) if char in _ALPHABET else char.encode()
+                    for char in piece
+                )
             elif (byte := _BYTE.fullmatch(piece)) is not None:
                 data = bytes.fromhex(byte[1])
             else:
@@ -43,7 +52,9 @@ class TokenTexts:
         return self._bytes[token]
 
     def text_of(self, token: int) -> str:
-        """Returns a token's text; ``bytes:\\xe6\\x97`` for part of a character, as OpenAI's completions write it."""
+        """Returns a token's text; ``bytes:\\xe6\\x97`` for part of a character, as OpenAI's
+        completions write it.
+        """
         data = self.bytes_of(token)
         try:
             return data.decode()
@@ -58,7 +69,8 @@ class Places:
         shown: special tokens are part of the text, as they are of a prompt's.
 
     Attributes:
-        begins: the place of each token's first character; of the rest of a split character, the place behind it.
+        begins: the place of each token's first character; of the rest of a split character, the
+            place behind it.
         chars: the character that each token's first byte belongs to.
     """
 
@@ -71,14 +83,18 @@ class Places:
         """Places further tokens.
 
         Args:
-            text: all of the text that is known, which tells the blanks and special tokens that it has.
+            text: all of the text that is known, which tells the blanks and special tokens that it
+                has.
         """
         for token in tokens:
             data = self._texts.bytes_of(token)
-            if token in self._texts.special and not (self._shown and data.decode() in text[self._next : self._next + len(data) + 1]):
+            if token in self._texts.special and not (
+                self._shown and data.decode() in text[self._next : self._next + len(data) + 1]
+            ):
                 data = b""
             part = data.decode(errors="replace")
-            if HALF not in part and not text.startswith(part, self._next):  # blanks come and go at the beginning of words
+            # blanks come and go at the beginning of words
+            if HALF not in part and not text.startswith(part, self._next):
                 if text.startswith(" " + part, self._next):
                     self._next += 1
                 elif part.startswith(" ") and text.startswith(part[1:], self._next):
@@ -97,11 +113,12 @@ def _begins_character(byte: bytes) -> bool:
 
 
 class Growing:
-    """One completion's text while it grows. Text that was told is never taken back: neither part of a character is told, nor
-    text that may turn out to be the beginning of a stop string.
+    """One completion's text while it grows. Text that was told is never taken back: neither part of
+    a character is told, nor text that may turn out to be the beginning of a stop string.
 
-    All text that was told is the completion's whole text. (A byte-fallback tokenizer decodes all bytes of a run as unknown if the last
-    ones are part of a character: of a completion that is cut off there, earlier characters of the run were told as they are.)
+    All text that was told is the completion's whole text. (A byte-fallback tokenizer decodes all
+    bytes of a run as unknown if the last ones are part of a character: of a completion that is cut
+    off there, earlier characters of the run were told as they are.)
 
     Args:
         decode: text of token ids.
@@ -111,10 +128,19 @@ class Growing:
         marker: text that is kept for ``end`` from there on; empty: all of it.
     """
 
-    def __init__(self, decode: Decode, texts: TokenTexts, prompt: Sequence[int] = (), stop: Sequence[str] = (), marker: str | None = None):
+    def __init__(
+        self,
+        decode: Decode,
+        texts: TokenTexts,
+        prompt: Sequence[int] = (),
+        stop: Sequence[str] = (),
+        marker: str | None = None,
+    ):
         self._decode, self._marker = decode, marker
         self._stops = Stops(decode, stop, prompt) if stop else None
-        self._detokenizer = self._stops.detokenizer if self._stops is not None else Detokenizer(decode, prompt)
+        self._detokenizer = (
+            self._stops.detokenizer if self._stops is not None else Detokenizer(decode, prompt)
+        )
         self._withheld = tuple(stop) if not marker else (*stop, marker)
         self._ended: str | None = None  # the text before a stop string
         self.tokens: list[int] = []  # without those behind the one that completes a stop string
@@ -135,11 +161,16 @@ class Growing:
         self.places.add(self.tokens[len(self.places.begins) : settled], known)
         found = -1 if self._marker is None else known.find(self._marker, len(self.told))
         limit = len(known) if found < 0 else found
-        return self._tell(known[: limit if self._ended is not None else min(limit, len(known) - self._open(known))])
+        return self._tell(
+            known[
+                : limit if self._ended is not None else min(limit, len(known) - self._open(known))
+            ]
+        )
 
     def end(self, text: str) -> str:
         """Returns what was not told yet of the whole text."""
-        if not text.startswith(self.told):  # see the class; the bytes behind what was told are unknown
+        # see the class; the bytes behind what was told are unknown
+        if not text.startswith(self.told):
             text = self.told + self._decode(self.tokens[self._detokenizer.count :])
         return self._tell(text)[1]
 
@@ -161,7 +192,9 @@ def _unicode_of_bytes() -> dict[str, int]:
     """GPT-2's alphabet: printable bytes are themselves, the others follow from 256 on."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in plain]
-    return {chr(byte): byte for byte in plain} | {chr(256 + n): byte for n, byte in enumerate(others)}
+    return {chr(byte): byte for byte in plain} | {
+        chr(256 + n): byte for n, byte in enumerate(others)
+    }
 
 
 _ALPHABET = _unicode_of_bytes()

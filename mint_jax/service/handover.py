@@ -1,4 +1,5 @@
-"""From the engine's thread into an event loop: one call into the loop for all that has come since the last one ran.
+"""From the engine's thread into an event loop: one call into the loop for all that has come since
+the last one ran.
 
 Crossing into a loop writes to its pipe: a dispatch of a hundred rows would do so a hundred times.
 """
@@ -20,7 +21,9 @@ class Handover:
         self._due: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
 
     def give(self, call: Callable[..., Any], *args: Any) -> None:
-        """Has the loop make a call; one of a loop that is closed is dropped, for nobody is left to see it."""
+        """Has the loop make a call; one of a loop that is closed is dropped, for nobody is left to
+        see it.
+        """
         with self._lock:
             self._due.append((call, args))
             if len(self._due) > 1:
@@ -54,7 +57,9 @@ class Inbox:
         self._came.set()
 
     async def take(self) -> list[tuple[int, Piece | None]]:
-        """All that has come since the last call, at least one: (number of its stream, piece), None where a stream has ended."""
+        """All that has come since the last call, at least one: (number of its stream, piece), None
+        where a stream has ended.
+        """
         await self._came.wait()
         self._came.clear()
         pieces, self._pieces = self._pieces, []

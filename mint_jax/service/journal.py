@@ -1,26 +1,34 @@
-"""An append-only journal in a folder: a record is on the disk before anybody is told so, and one sync serves many.
+"""An append-only journal in a folder: a record is on the disk before anybody is told so, and one
+sync serves many.
 
 ::
 
-    segment  <16 hex digits>.journal, named by the place of its first record:  header, record, record, ...
-    header   "mint-journal/2\n\0" | first place u64 | synced place u64 | CRC-32 of these
-    record   payload's length u32 | payload's CRC-32 | CRC-32 of place, length and payload's CRC-32 | payload
+    segment  <16 hex digits>.journal, named by the place of its first record:  header, record,
+    record, ... header   "mint-journal/2\n\0" | first place u64 | synced place u64 | CRC-32 of these
+    record   payload's length u32 | payload's CRC-32 | CRC-32 of place, length and payload's CRC-32
+    | payload
 
-All little-endian. A *place* counts the bytes of all records from the journal's beginning, headers left out: it grows for ever,
-while segments at the front are deleted. A record's own place is in its checksum, so that what lies elsewhere is noticed.
+All little-endian. A *place* counts the bytes of all records from the journal's beginning, headers
+left out: it grows for ever, while segments at the front are deleted. A record's own place is in its
+checksum, so that what lies elsewhere is noticed.
 
-Callers queue records; one thread takes all that are queued, writes them, syncs the file once and only then resolves their
-tickets. Before it does, it notes in the segment's header how far the file is synced. The note tells a torn end from damage:
-what is not whole *behind* it was never acknowledged, a crash has left it, and it is cut when the journal is opened; what is
-not whole *before* it was acknowledged, and is told as ``JournalDamaged`` with file and offset. The note itself reaches the disk
-with the next sync, so after a loss of power it may be one sync old, never ahead.
+Callers queue records; one thread takes all that are queued, writes them, syncs the file once and
+only then resolves their tickets. Before it does, it notes in the segment's header how far the file
+is synced. The note tells a torn end from damage: what is not whole *behind* it was never
+acknowledged, a crash has left it, and it is cut when the journal is opened; what is not whole
+*before* it was acknowledged, and is told as ``JournalDamaged`` with file and offset. The note
+itself reaches the disk with the next sync, so after a loss of power it may be one sync old, never
+ahead.
 
-A write or sync that fails, on a full disk say, refuses the records that are on their way: they are not acknowledged, and nothing of them
-stays. Further ones are refused too until the disk takes writes again, which the journal's thread tries every ``RETRY_S`` seconds: it cuts
-the newest segment back to what was acknowledged, as opening does, and writes and syncs a probe. A failed sync is never repeated over the
-same bytes, for the kernel may have dropped what it could not write and report success the second time (Rebello et al. 2020, "Can
-Applications Recover from fsync Failures?"); for the same reason opening writes anew whatever it keeps behind the note. Records that note
-what has happened already cannot be refused: with ``keep`` they wait, in their order, until the disk takes them.
+A write or sync that fails, on a full disk say, refuses the records that are on their way: they are
+not acknowledged, and nothing of them stays. Further ones are refused too until the disk takes
+writes again, which the journal's thread tries every ``RETRY_S`` seconds: it cuts the newest segment
+back to what was acknowledged, as opening does, and writes and syncs a probe. A failed sync is never
+repeated over the same bytes, for the kernel may have dropped what it could not write and report
+success the second time (Rebello et al. 2020, "Can Applications Recover from fsync Failures?"); for
+the same reason opening writes anew whatever it keeps behind the note. Records that note what has
+happened already cannot be refused: with ``keep`` they wait, in their order, until the disk takes
+them.
 """
 
 import bisect
@@ -45,18 +53,23 @@ from mint_jax.files import sync_folder, write_file
 MAGIC = b"mint-journal/2\n\0"
 HEADER = struct.Struct("<16sQQI")
 FRAME = struct.Struct("<III")
-LONGEST = 1 << 30  # bytes of a payload: no accepted length makes a reader take more memory than this
+# bytes of a payload: no accepted length makes a reader take more memory than this
+LONGEST = 1 << 30
 RETRY_S = 1.0  # between two tries whether a disk that refused takes writes again
 PROBE = 64 << 10  # bytes that it has to take, or as many as wait to be written
-GROUP = 8 << 20  # bytes of one write and sync, so that a large group does not keep the first waiting
+# bytes of one write and sync, so that a large group does not keep the first waiting
+GROUP = 8 << 20
 _PLACED = struct.Struct("<QII")
 _SYNCED_AT = 24  # offset of the note in the header
 _SUFFIX = ".journal"
-_STAGED = re.compile(r"\.[0-9a-f]{16}\.journal-[0-9a-f]{32}")  # what a crash may leave of ``write_file``
+# what a crash may leave of ``write_file``
+_STAGED = re.compile(r"\.[0-9a-f]{16}\.journal-[0-9a-f]{32}")
 
 
 class JournalFailed(UserError):
-    """The disk refused a write or a sync, or the journal is closed: the record is not in the journal."""
+    """The disk refused a write or a sync, or the journal is closed: the record is not in the
+    journal.
+    """
 
 
 class JournalDamaged(UserError):
@@ -120,9 +133,11 @@ class Journal:
     """One journal, open for writing; all of it may be called from any thread.
 
     Args:
-        folder: is made where it is missing. Of what is made above it, only the nearest is sure to outlast a loss of power.
+        folder: is made where it is missing. Of what is made above it, only the nearest is sure to
+            outlast a loss of power.
         segment_bytes: of a file at most, unless one record alone is larger.
-        queue_bytes: that may wait to be written; a record that would exceed this waits or is refused.
+        queue_bytes: that may wait to be written; a record that would exceed this waits or is
+            refused.
 
     Attributes:
         end: the place behind the last record.
@@ -139,8 +154,10 @@ class Journal:
         self.folder, self.segment_bytes, self.queue_bytes = folder, segment_bytes, queue_bytes
         self.cut, self.trouble = 0, ""
         self._lock = threading.Lock()
-        self._work = threading.Condition(self._lock)  # something is queued, or the journal is closed
-        self._room = threading.Condition(self._lock)  # something was written, or the disk refuses, or takes records again
+        # something is queued, or the journal is closed
+        self._work = threading.Condition(self._lock)
+        # something was written, or the disk refuses, or takes records again
+        self._room = threading.Condition(self._lock)
         self._releasing = threading.Lock()
         self._queue: collections.deque[Ticket] = collections.deque()
         self._queued = 0  # bytes, those that are being written among them
@@ -160,7 +177,8 @@ class Journal:
         except BaseException:
             os.close(self._guard)
             raise
-        self._written = self._told = self.end  # on the disk; and behind the last whose ticket is resolved
+        # on the disk; and behind the last whose ticket is resolved
+        self._written = self._told = self.end
         self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
         self._thread.start()
 
@@ -180,32 +198,48 @@ class Journal:
         lazy: bool = False,
         keep: bool = False,
     ) -> Ticket:
-        """Queues a record and returns at once where there is room; its ticket is resolved when it is on the disk.
+        """Queues a record and returns at once where there is room; its ticket is resolved when it
+        is on the disk.
 
         Records lie in the order of the calls.
 
         Args:
-            checksum: the payload's CRC-32, where the caller has made it already, outside of a lock of its own.
+            checksum: the payload's CRC-32, where the caller has made it already, outside of a lock
+                of its own.
             wait_s: seconds to wait for room; 0 refuses at once, None waits however long it takes.
-            bounded: whether a full queue counts; for small notes of work that was accepted long ago it need not.
-            lazy: the record is worth no sync of its own: it goes with the next one, or with ``flush`` or ``close``.
-            keep: a disk that refuses delays the record, whose ticket is resolved later; without this it is refused.
+            bounded: whether a full queue counts; for small notes of work that was accepted long ago
+                it need not.
+            lazy: the record is worth no sync of its own: it goes with the next one, or with
+                ``flush`` or ``close``.
+            keep: a disk that refuses delays the record, whose ticket is resolved later; without
+                this it is refused.
 
         Raises:
             Overloaded: there was no room.
             JournalFailed: the disk refuses, or the journal is closed.
         """
         if len(payload) > LONGEST:
-            raise UserError(f"a record of {len(payload)} bytes is too long: at most {LONGEST} are kept; split the request")
+            raise UserError(
+                f"a record of {len(payload)} bytes is too long: at most {LONGEST} are kept; split"
+                " the request"
+            )
         ticket = Ticket(payload, zlib.crc32(payload) if checksum is None else checksum, keep)
         with self._lock:
             self._check(keep)
             if bounded and not self._fits(ticket.size):
                 if wait_s != 0:
-                    self._room.wait_for(lambda: self._failed is not None or self.trouble or self._fits(ticket.size), wait_s)
+                    self._room.wait_for(
+                        lambda: self._failed is not None or self.trouble or self._fits(ticket.size),
+                        wait_s,
+                    )
                     self._check(keep)
-                if not self._fits(ticket.size) and not self.trouble:  # else it is kept, and would wait for the disk here
-                    raise Overloaded(f"{self._queued} bytes wait for the disk, of at most {self.queue_bytes}: ask again", self._group_s)
+                # else it is kept, and would wait for the disk here
+                if not self._fits(ticket.size) and not self.trouble:
+                    raise Overloaded(
+                        f"{self._queued} bytes wait for the disk, of at most {self.queue_bytes}:"
+                        " ask again",
+                        self._group_s,
+                    )
             self.end = ticket.place_at(self.end)
             self._queue.append(ticket)
             self._queued += ticket.size
@@ -214,9 +248,14 @@ class Journal:
         return ticket
 
     def wait_for_room(self, nbytes: int, wait_s: float | None) -> None:
-        """Returns when a payload of so many bytes would go into the queue or be refused, or when the time is over; None is for ever."""
+        """Returns when a payload of so many bytes would go into the queue or be refused, or when
+        the time is over; None is for ever.
+        """
         with self._lock:
-            self._room.wait_for(lambda: self._failed is not None or self.trouble or self._fits(FRAME.size + nbytes), wait_s)
+            self._room.wait_for(
+                lambda: self._failed is not None or self.trouble or self._fits(FRAME.size + nbytes),
+                wait_s,
+            )
 
     def flush(self) -> int:
         """Waits until everything that was appended is on the disk; returns the place behind it.
@@ -228,14 +267,24 @@ class Journal:
             end, refusals = self.end, self._refusals
             if self._queue:
                 self._hurry()
-            self._room.wait_for(lambda: self._failed is not None or self._refusals > refusals or self.trouble or self._told >= end)
+            self._room.wait_for(
+                lambda: (
+                    self._failed is not None
+                    or self._refusals > refusals
+                    or self.trouble
+                    or self._told >= end
+                )
+            )
             if self._told < end:
                 self._check(keep=False)
-                raise JournalFailed(f"the disk refused what was appended to the journal {self.folder} last")
+                raise JournalFailed(
+                    f"the disk refused what was appended to the journal {self.folder} last"
+                )
         return end
 
     def records(self) -> Iterator[Found]:
-        """All records that were there when the journal was opened, in order; to be read before anything is appended.
+        """All records that were there when the journal was opened, in order; to be read before
+        anything is appended.
 
         Raises:
             JournalDamaged: a record is not what was written, or a segment is missing.
@@ -272,7 +321,8 @@ class Journal:
         return found.payload
 
     def release(self, place: int) -> int:
-        """Deletes the segments of which nothing lies at or behind a place, from the front; returns how many.
+        """Deletes the segments of which nothing lies at or behind a place, from the front; returns
+        how many.
 
         Raises:
             JournalFailed: a file cannot be deleted; the journal goes on.
@@ -282,7 +332,8 @@ class Journal:
             while self.releases(place):
                 with self._explained("delete"):
                     self._path(self._firsts[0]).unlink()
-                    sync_folder(self.folder)  # so that after a loss of power no gap lies between those that are left
+                    # so that after a loss of power no gap lies between those that are left
+                    sync_folder(self.folder)
                 with self._lock:
                     self._firsts.pop(0)
                 deleted += 1
@@ -329,7 +380,10 @@ class Journal:
         try:
             yield
         except OSError as error:
-            raise JournalFailed(f"cannot {doing} the journal {self.folder} ({error.strerror or error}): check the disk") from error
+            raise JournalFailed(
+                f"cannot {doing} the journal {self.folder} ({error.strerror or error}): check the"
+                " disk"
+            ) from error
 
     # opening
 
@@ -337,7 +391,10 @@ class Journal:
         try:
             fcntl.flock(self._guard, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise JournalBusy(f"journal {self.folder} is open already: end the other process, or choose another folder") from None
+            raise JournalBusy(
+                f"journal {self.folder} is open already: end the other process, or choose another"
+                " folder"
+            ) from None
 
     def _list(self) -> list[int]:
         """First places of the segments, in order."""
@@ -350,7 +407,9 @@ class Journal:
         return sorted(firsts)
 
     def _open_newest(self) -> int:
-        """The handle of the newest segment, its torn end cut off, everything in it on the disk; sets ``end``."""
+        """The handle of the newest segment, its torn end cut off, everything in it on the disk;
+        sets ``end``.
+        """
         if not self._firsts:
             self.end = 0
             handle = self._create(0)
@@ -409,26 +468,42 @@ class Journal:
                     self._told = self._written
                     self._room.notify_all()
             self._fail(JournalFailed(self.trouble), [])
-        except BaseException as error:  # a defect of ours, or damage: nothing more may be acknowledged
-            self._fail(JournalFailed(f"the journal {self.folder} has failed ({error!r}): open it again"), group)
+        except (
+            BaseException
+        ) as error:  # a defect of ours, or damage: nothing more may be acknowledged
+            self._fail(
+                JournalFailed(f"the journal {self.folder} has failed ({error!r}): open it again"),
+                group,
+            )
 
     def _next(self) -> list[Ticket]:
-        """What one write takes: all that is queued and goes into a segment; nothing once the journal is closed."""
+        """What one write takes: all that is queued and goes into a segment; nothing once the
+        journal is closed.
+        """
         with self._lock:
             self._work.wait_for(lambda: (self._queue and self._hasty) or self._guard < 0)
             group: list[Ticket] = []
             while self._queue:
                 end = self._queue[0].end
-                if group and (end - group[0].start > GROUP or end - self._segment_for(group[0]) > self.segment_bytes):
+                if group and (
+                    end - group[0].start > GROUP
+                    or end - self._segment_for(group[0]) > self.segment_bytes
+                ):
                     break
                 group.append(self._queue.popleft())
             self._hasty = bool(self._queue)
             return group
 
     def _segment_for(self, ticket: Ticket) -> int:
-        """First place of the segment that a record goes into: the newest, or one that begins with it."""
+        """First place of the segment that a record goes into: the newest, or one that begins with
+        it.
+        """
         first = self._firsts[-1]
-        return ticket.start if ticket.start > first and ticket.end - first > self.segment_bytes else first
+        return (
+            ticket.start
+            if ticket.start > first and ticket.end - first > self.segment_bytes
+            else first
+        )
 
     def _commit(self, group: list[Ticket]) -> None:
         first = self._segment_for(group[0])
@@ -445,7 +520,9 @@ class Journal:
         self._written = group[-1].end
 
     def _refuse(self, error: OSError, group: list[Ticket]) -> None:
-        """After a write that failed: what may be refused is, and the rest has the places from what was acknowledged on."""
+        """After a write that failed: what may be refused is, and the rest has the places from what
+        was acknowledged on.
+        """
         with self._lock:
             queued = [*group, *self._queue]
             self.trouble, self.end = self._why(error), self._written
@@ -460,11 +537,16 @@ class Journal:
                 ticket.set_exception(JournalFailed(self.trouble))
 
     def _why(self, error: OSError) -> str:
-        why = f"cannot write the journal {self.folder} ({error.strerror or error}): free space on its disk, or mend it"
+        why = (
+            f"cannot write the journal {self.folder} ({error.strerror or error}): free space on its"
+            " disk, or mend it"
+        )
         return f"{why}; it goes on by itself then"
 
     def _recovered(self) -> bool:
-        """Waits until the disk takes writes again; False once the journal is closed and it still does not."""
+        """Waits until the disk takes writes again; False once the journal is closed and it still
+        does not.
+        """
         while True:
             with self._lock:
                 closing = self._work.wait_for(lambda: self._guard < 0, RETRY_S)
@@ -482,7 +564,9 @@ class Journal:
             return True
 
     def _cut(self) -> None:
-        """Leaves of the newest segment what was acknowledged, and looks whether there is room behind it."""
+        """Leaves of the newest segment what was acknowledged, and looks whether there is room
+        behind it.
+        """
         first = self._firsts[-1]
         end = HEADER.size + self._written - first
         for begun in self._list():
@@ -491,7 +575,8 @@ class Journal:
         os.ftruncate(self._handle, end)
         start = max(HEADER.size, end - mmap.PAGESIZE)
         probe = bytes(max(PROBE, self._queued))
-        _write(self._handle, os.pread(self._handle, end - start, start) + probe, start)  # the last page may have been dropped
+        # the last page may have been dropped
+        _write(self._handle, os.pread(self._handle, end - start, start) + probe, start)
         os.fsync(self._handle)
         os.ftruncate(self._handle, end)
         self._note(self._handle, first, self._written)
@@ -523,19 +608,31 @@ def _check_header(path: Path, data: bytes, first: int) -> int:
         magic, mine, synced, checksum = HEADER.unpack_from(data)
         if checksum == zlib.crc32(data[: HEADER.size - 4]):
             if magic != MAGIC:
-                raise UserError(f"{path} is a journal of another version ({magic!r}; this is {MAGIC!r}): open it with that one")
+                raise UserError(
+                    f"{path} is a journal of another version ({magic!r}; this is {MAGIC!r}): open"
+                    " it with that one"
+                )
             if mine == first and synced >= first:
                 return synced
-    raise JournalDamaged(f"{path} is damaged at offset 0: its header is not what was written; restore the file from a copy")
+    raise JournalDamaged(
+        f"{path} is damaged at offset 0: its header is not what was written; restore the file from"
+        " a copy"
+    )
 
 
 def _scan(data: bytes, first: int, offset: int = HEADER.size) -> Iterator[Found]:
-    """Records of a segment's bytes from an offset, whose place is ``first``, up to the first that is not whole."""
+    """Records of a segment's bytes from an offset, whose place is ``first``, up to the first that
+    is not whole.
+    """
     base = first - offset
     while offset + FRAME.size <= len(data):
         length, checksum, placed = FRAME.unpack_from(data, offset)
         end = offset + FRAME.size + length
-        if placed != zlib.crc32(_PLACED.pack(base + offset, length, checksum)) or length > LONGEST or end > len(data):
+        if (
+            placed != zlib.crc32(_PLACED.pack(base + offset, length, checksum))
+            or length > LONGEST
+            or end > len(data)
+        ):
             return
         payload = data[offset + FRAME.size : end]
         if zlib.crc32(payload) != checksum:
@@ -546,7 +643,10 @@ def _scan(data: bytes, first: int, offset: int = HEADER.size) -> Iterator[Found]
 
 def _damaged(path: Path, place: int, first: int, expected: str) -> JournalDamaged:
     offset = HEADER.size + place - first
-    return JournalDamaged(f"{path} is damaged at offset {offset}: no whole record there, yet {expected}; restore the file from a copy")
+    return JournalDamaged(
+        f"{path} is damaged at offset {offset}: no whole record there, yet {expected}; restore the"
+        " file from a copy"
+    )
 
 
 def _write(handle: int, data: bytes, offset: int) -> None:

@@ -1,10 +1,14 @@
-"""API keys: who may ask for what. ``python -m mint_jax.service.keys add|list|revoke --folder DIR ...``
+"""API keys: who may ask for what. ``python -m mint_jax.service.keys add|list|revoke --folder DIR
+...``
 
-A key is 32 random bytes, shown once as a prefix and 43 characters of base64url. The file ``keys.json`` has its SHA-256, and no salt or
-slow hash: those make guessing of passwords dear, while nobody guesses 256 random bits, whatever a guess costs. Checking looks at the
-last 43 characters alone, since clients differ in the prefix that they accept (the Tinker SDK takes ``tml-``, others ``sk-``).
+A key is 32 random bytes, shown once as a prefix and 43 characters of base64url. The file
+``keys.json`` has its SHA-256, and no salt or slow hash: those make guessing of passwords dear,
+while nobody guesses 256 random bits, whatever a guess costs. Checking looks at the last 43
+characters alone, since clients differ in the prefix that they accept (the Tinker SDK takes
+``tml-``, others ``sk-``).
 
-A server reads the file again when it has changed. What the commands write appears whole, for its owner alone, and one at a time.
+A server reads the file again when it has changed. What the commands write appears whole, for its
+owner alone, and one at a time.
 """
 
 import argparse
@@ -59,14 +63,20 @@ class Key:
 
     def __post_init__(self):
         if not NAME.fullmatch(self.tenant):
-            raise UserError(f"tenant is {self.tenant!r}; expected 1 to 64 letters, digits, '.', '_' or '-', the first a letter or digit")
+            raise UserError(
+                f"tenant is {self.tenant!r}; expected 1 to 64 letters, digits, '.', '_' or '-', the"
+                " first a letter or digit"
+            )
         if not self.scopes:
             raise UserError(f"key {self.id!r} has no scope; give it some of: {', '.join(SCOPES)}")
         for scope in self.scopes:
             if scope not in SCOPES:
                 raise choice("scope", scope, SCOPES)
         if not re.fullmatch("[0-9a-f]{64}", self.hash):
-            raise UserError(f"key {self.id!r} has a hash that is not a SHA-256 in hexadecimal: revoke it and add another")
+            raise UserError(
+                f"key {self.id!r} has a hash that is not a SHA-256 in hexadecimal: revoke it and"
+                " add another"
+            )
         for what in ("created", "expires"):
             _seconds(self, what)
 
@@ -83,10 +93,16 @@ class Keys:
         monotonic: seconds, for how often the file is looked at.
 
     Raises:
-        UserError: the file is missing, cannot be read or understood, or others than its owner may write it.
+        UserError: the file is missing, cannot be read or understood, or others than its owner may
+            write it.
     """
 
-    def __init__(self, folder: Path, clock: Callable[[], float] = time.time, monotonic: Callable[[], float] = time.monotonic):
+    def __init__(
+        self,
+        folder: Path,
+        clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+    ):
         self.path = folder / FILE
         self._clock, self._monotonic = clock, monotonic
         self._version: tuple[int, ...] = ()
@@ -99,10 +115,12 @@ class Keys:
         self.tokens = Tokens(folder, clock)
 
     def find(self, secret: str) -> Key | None:
-        """The key that a client showed, or one of whose tokens it did; None if it is unknown, revoked or expired.
+        """The key that a client showed, or one of whose tokens it did; None if it is unknown,
+        revoked or expired.
 
-        Hashes are compared in constant time. They are looked up by their first four bytes, which tells nothing of a key: who asks
-        can compute the hash of a guess, but cannot find a guess for a hash.
+        Hashes are compared in constant time. They are looked up by their first four bytes, which
+        tells nothing of a key: who asks can compute the hash of a guess, but cannot find a guess
+        for a hash.
 
         Raises:
             UserError: as at construction, of a file that has changed since. No key is good then.
@@ -142,7 +160,9 @@ class Keys:
             raise UserError(self._problem)
 
     def _look(self) -> None:
-        """Reads the file if it is another than before. A file that cannot be used leaves no key that is good."""
+        """Reads the file if it is another than before. A file that cannot be used leaves no key
+        that is good.
+        """
         self._looked = self._monotonic()
         folder = self.path.parent
         try:
@@ -152,16 +172,24 @@ class Keys:
                 return
             self._by_start, self._by_id, self._version, self._problem = {}, {}, (), ""
             if stat.S_IMODE(status.st_mode) & (stat.S_IWGRP | stat.S_IWOTH):
-                raise UserError(f"{self.path} may be written by others (mode {stat.S_IMODE(status.st_mode):o}): chmod 600 {self.path}")
+                raise UserError(
+                    f"{self.path} may be written by others (mode {stat.S_IMODE(status.st_mode):o}):"
+                    f" chmod 600 {self.path}"
+                )
             for key in read(folder):
                 self._by_start.setdefault(bytes.fromhex(key.hash)[:4], []).append(key)
                 self._by_id[key.id] = key
             self._version = version
         except FileNotFoundError:
-            command = f"python -m mint_jax.service.keys add --folder {folder} --tenant T --scopes sample,train"
+            command = (
+                f"python -m mint_jax.service.keys add --folder {folder} --tenant T --scopes"
+                " sample,train"
+            )
             self._fail(f"there is no {self.path}; make a key with: {command}")
         except OSError as error:
-            self._fail(f"{self.path} cannot be read ({error.strerror}): let the server's user read it")
+            self._fail(
+                f"{self.path} cannot be read ({error.strerror}): let the server's user read it"
+            )
         except UserError as error:
             self._fail(str(error))
 
@@ -182,12 +210,20 @@ def read(folder: Path) -> list[Key]:
         entries = json.loads(data)
         keys = [Key(**{**entry, "scopes": tuple(entry["scopes"])}) for entry in entries]
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise UserError(f"{path} is not a list of keys ({error}): mend it, or put back a copy of it") from error
+        raise UserError(
+            f"{path} is not a list of keys ({error}): mend it, or put back a copy of it"
+        ) from error
     return keys
 
 
 def add(
-    folder: Path, tenant: str, scopes: Iterable[str], *, days: float | None = None, note: str = "", prefix: str = PREFIX
+    folder: Path,
+    tenant: str,
+    scopes: Iterable[str],
+    *,
+    days: float | None = None,
+    note: str = "",
+    prefix: str = PREFIX,
 ) -> tuple[Key, str]:
     """Makes a key and keeps its hash.
 
@@ -210,7 +246,15 @@ def add(
     secret = prefix + secrets.token_urlsafe(32)
     digest = _digest(secret)
     assert digest is not None
-    key = Key(secrets.token_hex(6), tenant, tuple(dict.fromkeys(scopes)), digest.hex(), now.isoformat(), expires, note)
+    key = Key(
+        secrets.token_hex(6),
+        tenant,
+        tuple(dict.fromkeys(scopes)),
+        digest.hex(),
+        now.isoformat(),
+        expires,
+        note,
+    )
     with alone(folder):
         _write(folder, [*(read(folder) if (folder / FILE).exists() else []), key])
     return key, secret
@@ -228,12 +272,21 @@ def revoke(folder: Path, id: str) -> Key:
             if key.id == id:
                 _write(folder, [other for other in keys if other.id != id])
                 return key
-    raise UserError(f"{folder / FILE} has no key {id!r}: see python -m mint_jax.service.keys list --folder {folder}")
+    raise UserError(
+        f"{folder / FILE} has no key {id!r}: see python -m mint_jax.service.keys list --folder"
+        f" {folder}"
+    )
 
 
 def _digest(secret: str) -> bytes | None:
-    """Hash of a key's last characters, whatever stands before them; None of what cannot be a key."""
-    return hashlib.sha256(secret[-CHARACTERS:].encode()).digest() if _SECRET.fullmatch(secret) else None
+    """Hash of a key's last characters, whatever stands before them; None of what cannot be a
+    key.
+    """
+    return (
+        hashlib.sha256(secret[-CHARACTERS:].encode()).digest()
+        if _SECRET.fullmatch(secret)
+        else None
+    )
 
 
 def _seconds(key: Key, what: str) -> float:
@@ -244,15 +297,22 @@ def _seconds(key: Key, what: str) -> float:
     try:
         moment = datetime.datetime.fromisoformat(value)
     except (ValueError, TypeError) as error:
-        raise UserError(f"{what} of key {key.id!r} is {value!r}; expected a time such as 2027-01-31T12:00:00+00:00") from error
+        raise UserError(
+            f"{what} of key {key.id!r} is {value!r}; expected a time such as"
+            " 2027-01-31T12:00:00+00:00"
+        ) from error
     if moment.tzinfo is None:
-        raise UserError(f"{what} of key {key.id!r} is {value!r}, without a zone; write it as {value}+00:00")
+        raise UserError(
+            f"{what} of key {key.id!r} is {value!r}, without a zone; write it as {value}+00:00"
+        )
     return moment.timestamp()
 
 
 @contextlib.contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """One change at a time, over all processes: a key that was revoked meanwhile must not come back."""
+    """One change at a time, over all processes: a key that was revoked meanwhile must not come
+    back.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     handle = os.open(folder, os.O_RDONLY)
     try:
@@ -263,23 +323,34 @@ def alone(folder: Path) -> Iterator[None]:
 
 
 def _write(folder: Path, keys: list[Key]) -> None:
-    before = os.umask(0o077)  # of the whole process: what others write in this moment is closed to others too, never open
+    # of the whole process: what others write in this moment is closed to others too, never open
+    before = os.umask(0o077)
     try:
-        write_file(folder / FILE, json.dumps([dataclasses.asdict(key) for key in keys], indent=1) + "\n")
+        write_file(
+            folder / FILE, json.dumps([dataclasses.asdict(key) for key in keys], indent=1) + "\n"
+        )
     finally:
         os.umask(before)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The commands. Prints a new key once, alone on its line. Returns the exit status: 2 for a user's mistake."""
-    parser = argparse.ArgumentParser(prog="python -m mint_jax.service.keys", description="API keys of a server.")
+    """The commands. Prints a new key once, alone on its line. Returns the exit status: 2 for a
+    user's mistake.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m mint_jax.service.keys", description="API keys of a server."
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     adding = commands.add_parser("add", help="make a key and print it, once")
     adding.add_argument("--tenant", required=True, help="whose requests are made with it")
     adding.add_argument("--scopes", required=True, help=f"some of {','.join(SCOPES)}")
     adding.add_argument("--days", type=float, help="after which it is no longer good")
     adding.add_argument("--note", default="", help="what it is for")
-    adding.add_argument("--prefix", default=PREFIX, help="what it begins with: tml-... for the Tinker SDK, sk-... for others")
+    adding.add_argument(
+        "--prefix",
+        default=PREFIX,
+        help="what it begins with: tml-... for the Tinker SDK, sk-... for others",
+    )
     listing = commands.add_parser("list", help="print what is kept of each key")
     revoking = commands.add_parser("revoke", help="remove a key")
     revoking.add_argument("id", help="as `list` prints it")
@@ -289,15 +360,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if given.command == "add":
             scopes = [scope.strip() for scope in given.scopes.split(",")]
-            key, secret = add(given.folder, given.tenant, scopes, days=given.days, note=given.note, prefix=given.prefix)
-            print(f"key {key.id} of tenant {key.tenant}: {', '.join(key.scopes)}; it is shown this once", file=sys.stderr)
+            key, secret = add(
+                given.folder,
+                given.tenant,
+                scopes,
+                days=given.days,
+                note=given.note,
+                prefix=given.prefix,
+            )
+            print(
+                f"key {key.id} of tenant {key.tenant}: {', '.join(key.scopes)}; it is shown this"
+                " once",
+                file=sys.stderr,
+            )
             print(secret)
         elif given.command == "revoke":
             key = revoke(given.folder, given.id)
             print(f"revoked key {key.id} of tenant {key.tenant}")
         else:
             for key in read(given.folder):
-                print(key.id, key.tenant, ",".join(key.scopes), key.created, key.expires or "-", key.note, sep="\t")
+                print(
+                    key.id,
+                    key.tenant,
+                    ",".join(key.scopes),
+                    key.created,
+                    key.expires or "-",
+                    key.note,
+                    sep="\t",
+                )
     except (UserError, OSError) as error:
         print(error, file=sys.stderr)
         return 2

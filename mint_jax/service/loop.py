@@ -1,8 +1,11 @@
-"""One thread owns the devices: adapters that have arrived are written into slots, rows decode, at most one slice of training, again.
+"""One thread owns the devices: adapters that have arrived are written into slots, rows decode, at
+most one slice of training, again.
 
-Sampling is the engine's, training that of ``training.Training``; both charge what they take to the same counters, by which tenants get
-their turns. A slice is the largest whose measured cost is within a bound, so that rows that decode wait no longer than that for their
-next tokens. While none decode the bound is a larger one: a request that arrives then waits for its first token as long as that.
+Sampling is the engine's, training that of ``training.Training``; both charge what they take to the
+same counters, by which tenants get their turns. A slice is the largest whose measured cost is
+within a bound, so that rows that decode wait no longer than that for their next tokens. While none
+decode the bound is a larger one: a request that arrives then waits for its first token as long as
+that.
 """
 
 import collections
@@ -37,7 +40,8 @@ class Loop:
 
     Attributes:
         training: takes requests from any thread while the loop runs.
-        gaps: seconds from the end of one dispatch of rows to the beginning of the next where rows were there in between.
+        gaps: seconds from the end of one dispatch of rows to the beginning of the next where rows
+            were there in between.
 
     Raises:
         UserError: bounds that are not above 0; engine and live training over different bases.
@@ -55,9 +59,14 @@ class Loop:
         costs: Costs | None = None,
     ):
         if not 0 < gap_s <= idle_gap_s:
-            raise UserError(f"gap_s is {gap_s} and idle_gap_s {idle_gap_s}; expected seconds above 0, the second not below the first")
+            raise UserError(
+                f"gap_s is {gap_s} and idle_gap_s {idle_gap_s}; expected seconds above 0, the"
+                " second not below the first"
+            )
         if engine.base is not live.base:
-            raise UserError("the engine's base is another than that of live training: make both over one")
+            raise UserError(
+                "the engine's base is another than that of live training: make both over one"
+            )
         self.engine, self.residency, self.counters = engine, residency, counters or Counters()
         self.gap_s, self.idle_gap_s, self.commit_bytes = gap_s, idle_gap_s, commit_bytes
         self.costs = costs
@@ -66,12 +75,18 @@ class Loop:
 
     @contextlib.contextmanager
     def running(self) -> Iterator["Loop"]:
-        """Runs the loop in a thread of its own until the block ends; training requests that have not ended then are refused."""
+        """Runs the loop in a thread of its own until the block ends; training requests that have
+        not ended then are refused.
+        """
         try:
-            with self.engine.serving(residency=self.residency, commit_bytes=self.commit_bytes, beside=self):
+            with self.engine.serving(
+                residency=self.residency, commit_bytes=self.commit_bytes, beside=self
+            ):
                 yield self
         finally:
-            self.training.close(UserError("the server was stopped before this request ended: ask again"))
+            self.training.close(
+                UserError("the server was stopped before this request ended: ask again")
+            )
 
     # -- what the engine asks (rollout.engine.Beside)
 
@@ -98,6 +113,18 @@ class Loop:
     def spent(self, seconds: float, tokens: Mapping[str, float]) -> None:
         self.counters.charge(seconds, tokens)
 
-    def took(self, kind: Literal["prefill", "decode"], seconds: float, tokens: Mapping[tuple[str, str | None], int]) -> None:
+    def took(
+        self,
+        kind: Literal["prefill", "decode"],
+        seconds: float,
+        tokens: Mapping[tuple[str, str | None], int],
+    ) -> None:
         if self.costs is not None:
-            self.costs.charge(kind, seconds, {Payer(tenant, digest or BASE): count for (tenant, digest), count in tokens.items()})
+            self.costs.charge(
+                kind,
+                seconds,
+                {
+                    Payer(tenant, digest or BASE): count
+                    for (tenant, digest), count in tokens.items()
+                },
+            )

@@ -1,8 +1,9 @@
 """What MinT's own client, ``mindlab-toolkit``, asks beside Tinker's API: sums of sampler weights.
 
-Its other request, forward and backward of the reverse KL to a reference, is refused: there the loss at each place is a sum over the
-vocabulary, ``sum_v p(v) (log p(v) - log q(v))``, which no training step here computes. With the log-probabilities of sampled tokens alone
-it could only be estimated, and where tokens were not sampled from the policy itself not even that.
+Its other request, forward and backward of the reverse KL to a reference, is refused: there the loss
+at each place is a sum over the vocabulary, ``sum_v p(v) (log p(v) - log q(v))``, which no training
+step here computes. With the log-probabilities of sampled tokens alone it could only be estimated,
+and where tokens were not sampled from the policy itself not even that.
 """
 
 import asyncio
@@ -28,9 +29,10 @@ from mint_jax.service.wire.reading import integer, number, sequence, text
 
 MAX_SOURCES = 16
 NO_REVERSE_KL = (
-    "forward_backward_reverse_kl needs the whole distribution of policy and reference at every token, which this server does not compute; "
-    "for tokens that the policy sampled send forward_backward with importance_sampling: advantages are the reference's log-probabilities "
-    "(compute_logprobs of a sampling client of it) minus the policy's"
+    "forward_backward_reverse_kl needs the whole distribution of policy and reference at every"
+    " token, which this server does not compute; for tokens that the policy sampled send"
+    " forward_backward with importance_sampling: advantages are the reference's log-probabilities"
+    " (compute_logprobs of a sampling client of it) minus the policy's"
 )
 
 
@@ -48,16 +50,34 @@ class MintExtras:
         ]
 
     async def interpolate(self, request: Asked) -> Response:
-        """Answers with a future. The same request again makes the same checkpoint again: a name is taken only for others."""
+        """Answers with a future. The same request again makes the same checkpoint again: a name is
+        taken only for others.
+        """
         told, tenant = await told_in(request), tenant_of(request)
         if told.get("output_checkpoint_type", "sampler") != "sampler":
-            raise UserError(f"output_checkpoint_type is {str(told['output_checkpoint_type'])[:40]!r}; expected sampler")
-        paths = [text(path, "source_paths") for path in sequence(told.get("source_paths"), "source_paths")]
-        coefficients = [number(one, "coefficients") for one in sequence(told.get("coefficients"), "coefficients")]
+            raise UserError(
+                f"output_checkpoint_type is {str(told['output_checkpoint_type'])[:40]!r}; expected"
+                " sampler"
+            )
+        paths = [
+            text(path, "source_paths")
+            for path in sequence(told.get("source_paths"), "source_paths")
+        ]
+        coefficients = [
+            number(one, "coefficients")
+            for one in sequence(told.get("coefficients"), "coefficients")
+        ]
         if not 1 <= len(paths) == len(coefficients) <= MAX_SOURCES:
-            raise UserError(f"there are {len(paths)} source_paths and {len(coefficients)} coefficients; expected 1 to {MAX_SOURCES} pairs")
+            raise UserError(
+                f"there are {len(paths)} source_paths and {len(coefficients)} coefficients;"
+                f" expected 1 to {MAX_SOURCES} pairs"
+            )
         digest = blake3_of(await request.body())
-        name = f"interpolated-{digest[:12]}" if told.get("output_path") is None else checkpoints.check_name(told["output_path"])
+        name = (
+            f"interpolated-{digest[:12]}"
+            if told.get("output_path") is None
+            else checkpoints.check_name(told["output_path"])
+        )
         rows = [self._source(tenant, path, published=i > 0) for i, path in enumerate(paths)]
         answer, _ = self.server.answers.begin(f"{tenant}/{rows[0].model}", None, digest)
         task = asyncio.create_task(self._end(answer, rows, coefficients, name))
@@ -66,20 +86,28 @@ class MintExtras:
         return JSONResponse({"request_id": answer.id, "model_id": rows[0].model})
 
     def _source(self, tenant: str, path: str, published: bool) -> Checkpoint:
-        """The row of sampler weights; the first has to be the caller's own, whose model the sum goes to.
+        """The row of sampler weights; the first has to be the caller's own, whose model the sum
+        goes to.
 
         Raises:
             NotFound, UserError: there are none; they are something else, or of another base.
         """
         where = checkpoints.parse(path)
         if where.kind != "sampler_weights":
-            raise UserError(f"{path} is no path of sampler weights; save_weights_for_sampler makes them")
+            raise UserError(
+                f"{path} is no path of sampler weights; save_weights_for_sampler makes them"
+            )
         row = self.server.book.checkpoint(tenant, *where, published=published)
         if row.told["base"] != self.server.base.fingerprint:
-            raise UserError(f"{path} is of another base, {row.told['base'][:12]}: sum what is of {self.server.name}")
+            raise UserError(
+                f"{path} is of another base, {row.told['base'][:12]}: sum what is of"
+                f" {self.server.name}"
+            )
         return row
 
-    async def _end(self, answer: Answer, rows: list[Checkpoint], coefficients: list[float], name: str) -> None:
+    async def _end(
+        self, answer: Answer, rows: list[Checkpoint], coefficients: list[float], name: str
+    ) -> None:
         """Ends the answer, whatever happens."""
         try:
             value = await asyncio.to_thread(self._summed, answer.body, rows, coefficients, name)
@@ -88,15 +116,24 @@ class MintExtras:
             return
         self.server.answers.end(answer, value)
 
-    def _summed(self, request: str, rows: list[Checkpoint], coefficients: list[float], name: str) -> dict[str, Any]:
+    def _summed(
+        self, request: str, rows: list[Checkpoint], coefficients: list[float], name: str
+    ) -> dict[str, Any]:
         """Makes the checkpoint; what the client hears."""
         server, paths = self.server, [row.path for row in rows]
         unpacked = [unpack(server.checkpoints.fetch(row.digest)) for row in rows]
         sources = [(adapter, schema.config) for adapter, schema in unpacked]
         # A rank that there are slots for: the smallest in which the sum is exact, or the largest.
         ranks, whole = sorted(server.sizes.adapters), sum(config.rank for _, config in sources)
-        made = interpolate(sources, coefficients, server.specs, next((rank for rank in ranks if rank >= whole), ranks[-1]))
-        row = self._keep(request, rows[0], name, made, {"source_paths": paths, "coefficients": coefficients})
+        made = interpolate(
+            sources,
+            coefficients,
+            server.specs,
+            next((rank for rank in ranks if rank >= whole), ranks[-1]),
+        )
+        row = self._keep(
+            request, rows[0], name, made, {"source_paths": paths, "coefficients": coefficients}
+        )
         return {
             "type": "mint_interpolate_checkpoints",
             "path": row.path,
@@ -108,20 +145,48 @@ class MintExtras:
             "relative_error": made.error,
         }
 
-    def _keep(self, request: str, first: Checkpoint, name: str, made: Interpolated, metadata: dict[str, Any]) -> Checkpoint:
-        """The row of a sum. Its revision is of a policy apart: all revisions of one have one rank, and sums may have others."""
+    def _keep(
+        self,
+        request: str,
+        first: Checkpoint,
+        name: str,
+        made: Interpolated,
+        metadata: dict[str, Any],
+    ) -> Checkpoint:
+        """The row of a sum. Its revision is of a policy apart: all revisions of one have one rank,
+        and sums may have others.
+        """
         server = self.server
         schema = Schema(server.base.fingerprint, made.config)
         policy = f"{first.tenant}/{first.model}:sums:{blake3_of(schema.to_json().encode())[:16]}"
         data = pack(params_lib.nest(made.factors), schema)
         digest = digest_of(data)
-        told = {"config": dataclasses.asdict(made.config), "base": server.base.fingerprint, "metadata": metadata, "policy": policy}
+        told = {
+            "config": dataclasses.asdict(made.config),
+            "base": server.base.fingerprint,
+            "metadata": metadata,
+            "policy": policy,
+        }
         now = server.book.clock()
-        row = Checkpoint(first.model, "sampler_weights", name, first.tenant, digest, len(data), request, told, now, None, False)
+        row = Checkpoint(
+            first.model,
+            "sampler_weights",
+            name,
+            first.tenant,
+            digest,
+            len(data),
+            request,
+            told,
+            now,
+            None,
+            False,
+        )
         with server.checkpoints.naming, server.checkpoints.using(digest, policy):
             server.book.need_free(row.model, row.kind, row.name, request)
             server.checkpoints.need_room(first.tenant, len(data))
-            server.catalog.export(policy, data, 0, create=True, by="service", origin="sum of sampler weights")
+            server.catalog.export(
+                policy, data, 0, create=True, by="service", origin="sum of sampler weights"
+            )
             server.book.add_checkpoint(row)
         return row
 

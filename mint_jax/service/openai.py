@@ -1,13 +1,15 @@
-"""OpenAI's API over one engine, with vLLM's fields and its endpoints for adapters, under ``/v1`` and ``/oai/api/v1``.
+"""OpenAI's API over one engine, with vLLM's fields and its endpoints for adapters, under ``/v1``
+and ``/oai/api/v1``.
 
-    GET  /models  /models/{name}                          the base, loaded adapters, the tenant's policies
-    POST /completions  /chat/completions  /responses      one body, or server-sent events
-    GET, DELETE /responses/{id}                           responses that were kept
-    POST /load_lora_adapter  /unload_lora_adapter         vLLM's
+    GET  /models  /models/{name}                          the base, loaded adapters, the tenant's
+    policies POST /completions  /chat/completions  /responses      one body, or server-sent events
+    GET, DELETE /responses/{id}                           responses that were kept POST
+    /load_lora_adapter  /unload_lora_adapter         vLLM's
 
-A name is resolved once a request; the answer names the revision in ``mint_revision`` and ``x-mint-revision`` (``base`` for the bare
-base). Handlers are plain ASGI: a body is read, resolved, tokenised and checked in a thread, the rest costs the loop one wake-up for
-all that a dispatch of the engine brought. Who leaves cancels what it asked for.
+A name is resolved once a request; the answer names the revision in ``mint_revision`` and
+``x-mint-revision`` (``base`` for the bare base). Handlers are plain ASGI: a body is read, resolved,
+tokenised and checked in a thread, the rest costs the loop one wake-up for all that a dispatch of
+the engine brought. Who leaves cancels what it asked for.
 """
 
 import asyncio
@@ -52,7 +54,8 @@ MOST_LISTED = 1000
 HEADER = "x-mint-revision"
 
 
-Make = Callable[[dict[str, Any], Model, str], Answer | Response]  # of a body, the model that it names, and the tenant
+# of a body, the model that it names, and the tenant
+Make = Callable[[dict[str, Any], Model, str], Answer | Response]
 
 
 class Serves(Protocol):
@@ -92,17 +95,25 @@ def routes(serves: Serves) -> list[Route]:
         ("/load_lora_adapter", "POST", api.load),
         ("/unload_lora_adapter", "POST", api.unload),
     ]
-    return [Route(prefix + path, _Endpoint(call), methods=[method]) for prefix in PREFIXES for path, method, call in endpoints]
+    return [
+        Route(prefix + path, _Endpoint(call), methods=[method])
+        for prefix in PREFIXES
+        for path, method, call in endpoints
+    ]
 
 
 def sampling(serves: Serves) -> "tuple[_Endpoint, _Endpoint]":
-    """ASGI apps of ``/completions`` and ``/chat/completions``, for other paths than those of the API."""
+    """ASGI apps of ``/completions`` and ``/chat/completions``, for other paths than those of the
+    API.
+    """
     api = _Api(serves)
     return _Endpoint(api.completions), _Endpoint(api.chats)
 
 
 class _Endpoint:
-    """An ASGI app of a function that answers by itself, or returns what is to be answered; errors become OpenAI's."""
+    """An ASGI app of a function that answers by itself, or returns what is to be answered; errors
+    become OpenAI's.
+    """
 
     def __init__(self, call: Callable[..., Any]):
         self._call = call
@@ -133,14 +144,28 @@ class _Endpoint:
 def failure(error: Exception) -> JSONResponse:
     """What a caller is told of an error."""
     release(error)
-    status, kind, param, code, headers = 400, "invalid_request_error", getattr(error, "param", None), None, {}
+    status, kind, param, code, headers = (
+        400,
+        "invalid_request_error",
+        getattr(error, "param", None),
+        None,
+        {},
+    )
     if isinstance(error, NotFound):
         status, param, code = 404, "model", "model_not_found"
     elif isinstance(error, QueueFull):
         status, kind, code = 429, "rate_limit_error", error.reason
-        headers = {"retry-after": str(math.ceil(error.retry_after_s)), "retry-after-ms": str(math.ceil(1000 * error.retry_after_s))}
+        headers = {
+            "retry-after": str(math.ceil(error.retry_after_s)),
+            "retry-after-ms": str(math.ceil(1000 * error.retry_after_s)),
+        }
     elif isinstance(error, Busy):
-        status, kind, code, headers = 429, "rate_limit_error", "tokens", {"retry-after": str(math.ceil(error.retry_after_s))}
+        status, kind, code, headers = (
+            429,
+            "rate_limit_error",
+            "tokens",
+            {"retry-after": str(math.ceil(error.retry_after_s))},
+        )
     elif isinstance(error, OverQuota):
         status, kind, code = 403, "permission_error", "insufficient_quota"
     elif isinstance(error, DatabaseFailed | StorageFailed | Unavailable):
@@ -207,13 +232,16 @@ class _Api:
     def _response(self, body: dict[str, Any], model: Model, tenant: str) -> Response:
         asked = responses.asked_of(body, tenant, self._store)
         try:
-            return Response(self._answer(openai_types.chat_of, asked.chat, model), asked, tenant, self._store)
+            return Response(
+                self._answer(openai_types.chat_of, asked.chat, model), asked, tenant, self._store
+            )
         except fields.BadRequest as error:
             raise responses.own_names(error) from None
 
     def _answer(self, read: Callable[..., Asked], body: dict[str, Any], model: Model) -> Answer:
         base, engine = self._serves.base, self._serves.engine
-        # of an answer without a limit: what the cache holds of one sample, a page for each of its two ends left out
+        # of an answer without a limit: what the cache holds of one sample, a page for each of its
+        # two ends left out
         room = min(base.cfg.context, max(1, engine.cache.most - 2) * PAGE)
         assert self._texts is not None, "there is a tokenizer"
         tokenizer = base.need_tokenizer()
@@ -226,7 +254,9 @@ class _Api:
         try:
             job = await asyncio.shield(beginning)
         except asyncio.CancelledError:
-            beginning.add_done_callback(lambda begun: begun.cancelled() or begun.exception() or begun.result().cancel())
+            beginning.add_done_callback(
+                lambda begun: begun.cancelled() or begun.exception() or begun.result().cancel()
+            )
             raise
         async with _watched(job, request.receive):
             if job.asked.stream:
@@ -234,7 +264,9 @@ class _Api:
                 return None
             await self._ended(job)
             body = job.answer.whole([stream.result(0) for stream in job.streams])
-        return HttpResponse(json.dumps(body), headers={HEADER: job.header}, media_type="application/json")
+        return HttpResponse(
+            json.dumps(body), headers={HEADER: job.header}, media_type="application/json"
+        )
 
     def _begin(self, raw: bytes, tenant: str, make: Make) -> _Job:
         """Reads a body and asks the engine; in a thread.
@@ -258,15 +290,25 @@ class _Api:
         try:
             for prompt in asked.prompts:
                 seed = asked.request.seed if asked.seeded else secrets.randbits(32)
-                made = dataclasses.replace(asked.request, prompt=prompt.tokens, seed=seed, revision=model.digest, tenant=tenant)
+                made = dataclasses.replace(
+                    asked.request,
+                    prompt=prompt.tokens,
+                    seed=seed,
+                    revision=model.digest,
+                    tenant=tenant,
+                )
                 streams.append(self._serves.submit(made))
         except BaseException as error:
             for stream in streams:
                 stream.cancel()
             if isinstance(error, BadField):
                 code = TOO_LONG if isinstance(error, ContextExceeded) else None
-                refused = fields.BadRequest(asked.names.get(error.field, error.field), str(error), code)
-                raise (responses.own_names(refused) if isinstance(answer, Response) else refused) from None
+                refused = fields.BadRequest(
+                    asked.names.get(error.field, error.field), str(error), code
+                )
+                raise (
+                    responses.own_names(refused) if isinstance(answer, Response) else refused
+                ) from None
             raise
         return _Job(asked, answer, streams)
 
@@ -293,7 +335,9 @@ class _Api:
         await ended
 
     async def _stream(self, job: _Job, send: Send) -> None:
-        """Sends chunks as they come. The response begins with the first of them, so that what fails before has its status."""
+        """Sends chunks as they come. The response begins with the first of them, so that what fails
+        before has its status.
+        """
         answer, inbox, left = job.answer, Inbox(self._hand()), len(job.streams)
         for number, stream in enumerate(job.streams):
             inbox.follow(number, stream)
@@ -305,22 +349,31 @@ class _Api:
             except Exception as error:
                 if not begun:
                     raise
-                await _send(send, job, answer.failed(json.loads(bytes(failure(error).body))["error"]))
+                await _send(
+                    send, job, answer.failed(json.loads(bytes(failure(error).body))["error"])
+                )
                 break
             left -= ended
             if not begun:
-                headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+                headers = [
+                    (b"content-type", b"text/event-stream; charset=utf-8"),
+                    (b"cache-control", b"no-cache"),
+                ]
                 headers.append((HEADER.encode(), job.header.encode()))
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
                 begun = True
             await _send(send, job, chunks)
         else:
             if job.asked.usage:
-                await _send(send, job, [answer.usage_chunk([stream.result(0) for stream in job.streams])])
+                await _send(
+                    send, job, [answer.usage_chunk([stream.result(0) for stream in job.streams])]
+                )
         await send({"type": "http.response.body", "body": answer.end.encode(), "more_body": False})
 
     async def response(self, request: Request, _: Send) -> HttpResponse:
-        return JSONResponse(self._store.get(self._serves.tenant(request), request.path_params["id"])[0])
+        return JSONResponse(
+            self._store.get(self._serves.tenant(request), request.path_params["id"])[0]
+        )
 
     async def delete_response(self, request: Request, _: Send) -> HttpResponse:
         id = request.path_params["id"]
@@ -333,21 +386,31 @@ class _Api:
         limit, after = request.query_params.get("limit", "100"), request.query_params.get("after")
         if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= MOST_LISTED):
             raise fields.wrong("limit", limit, f"an integer from 1 to {MOST_LISTED}")
-        page = await asyncio.to_thread(self._serves.weights.page, self._serves.tenant(request), after, int(limit))
+        page = await asyncio.to_thread(
+            self._serves.weights.page, self._serves.tenant(request), after, int(limit)
+        )
         ids = [card["id"] for card in page.cards]
-        edges = {"first_id": ids[0], "last_id": ids[-1]} if ids else {"first_id": None, "last_id": None}
+        edges = (
+            {"first_id": ids[0], "last_id": ids[-1]} if ids else {"first_id": None, "last_id": None}
+        )
         return JSONResponse({"object": "list", "data": page.cards, "has_more": page.more} | edges)
 
     async def model(self, request: Request, _: Send) -> HttpResponse:
         name = request.path_params["name"]
-        return JSONResponse(await asyncio.to_thread(self._serves.weights.card, name, self._serves.tenant(request)))
+        return JSONResponse(
+            await asyncio.to_thread(self._serves.weights.card, name, self._serves.tenant(request))
+        )
 
     async def load(self, request: Request, _: Send) -> HttpResponse:
         body = fields.parse(await request.body())
-        name, path = (fields.text(key, body.get(key), empty=False) for key in ("lora_name", "lora_path"))
+        name, path = (
+            fields.text(key, body.get(key), empty=False) for key in ("lora_name", "lora_path")
+        )
         inplace = fields.flag(body, "load_inplace")
         try:
-            model = await asyncio.to_thread(self._serves.weights.load, name, path, self._serves.tenant(request), inplace)
+            model = await asyncio.to_thread(
+                self._serves.weights.load, name, path, self._serves.tenant(request), inplace
+            )
         except Taken as taken:
             raise fields.BadRequest("lora_name", str(taken)) from None
         return PlainTextResponse(f"Success: adapter {name!r} is loaded, revision {model.digest}.")
@@ -376,7 +439,9 @@ async def _send(send: Send, job: _Job, chunks: Sequence[dict[str, Any]]) -> None
 
 @contextlib.asynccontextmanager
 async def _watched(job: _Job, receive: Receive) -> AsyncIterator[None]:
-    """Cancels a job's streams as soon as who asked has left, and what is left of them when the block ends."""
+    """Cancels a job's streams as soon as who asked has left, and what is left of them when the
+    block ends.
+    """
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":

@@ -16,7 +16,8 @@ from mint_jax.service.weights import Model
 FINISH = {"cancelled": "abort"}  # vLLM's word; no word of OpenAI's fits
 
 
-Entry = tuple[int, float | None, Sequence[tuple[int, float]]]  # a token, its log-probability, the likeliest tokens of its place
+# a token, its log-probability, the likeliest tokens of its place
+Entry = tuple[int, float | None, Sequence[tuple[int, float]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +45,14 @@ class Answer:
         fingerprint: of what serves, for ``system_fingerprint``.
     """
 
-    def __init__(self, asked: Asked, model: Model, texts: TokenTexts, decode: Callable[[list[int]], str], fingerprint: str = ""):
+    def __init__(
+        self,
+        asked: Asked,
+        model: Model,
+        texts: TokenTexts,
+        decode: Callable[[list[int]], str],
+        fingerprint: str = "",
+    ):
         self.asked, self.model, self._texts, self._fingerprint = asked, model, texts, fingerprint
         self.id = f"{'chatcmpl' if asked.chat else 'cmpl'}-{secrets.token_hex(12)}"
         self.created = int(time.time())
@@ -66,7 +74,11 @@ class Answer:
             choice = self._choice(index, prompt, self._part(done), done)
             if self.asked.chat:
                 content, calls = self._calls(index, done)
-                message: dict[str, Any] = {"role": "assistant", "content": content if content or not calls else None, "refusal": None}
+                message: dict[str, Any] = {
+                    "role": "assistant",
+                    "content": content if content or not calls else None,
+                    "refusal": None,
+                }
                 choice["message"] = message | ({"tool_calls": calls} if calls else {})
             choice["finish_reason"] = self._finish(index, done)
             choices.append(choice)
@@ -75,7 +87,9 @@ class Answer:
             body |= self._of_prompt(self.asked.prompts[0], results[0][0])
         return body | {"usage": self._usage(results), "mint_revision": self.model.digest}
 
-    def _all(self, results: Sequence[Sequence[Completion]]) -> Iterator[tuple[int, Prompt, Completion]]:
+    def _all(
+        self, results: Sequence[Sequence[Completion]]
+    ) -> Iterator[tuple[int, Prompt, Completion]]:
         for k, (prompt, some) in enumerate(zip(self.asked.prompts, results, strict=True)):
             for i, done in enumerate(some):
                 yield k * self.asked.request.n + i, prompt, done
@@ -88,27 +102,43 @@ class Answer:
         places = Places(self._texts)
         places.add(done.tokens, done.text)
         named = slice(told, self._named(done, places))
-        return Part(done.text, done.tokens[told:], _entries(done.tokens, done.logprobs, done.top_logprobs)[named], places.begins[named])
+        return Part(
+            done.text,
+            done.tokens[told:],
+            _entries(done.tokens, done.logprobs, done.top_logprobs)[named],
+            places.begins[named],
+        )
 
     def _named(self, done: Completion, places: Places) -> int:
         """Returns how many of a completion's tokens ``logprobs`` names.
 
-        As in OpenAI's API they end where the text ends: an end token, or tokens of a stop string, are not among them. Callers that
-        score tokens, who ask for ``echo`` or for ids, get every token.
+        As in OpenAI's API they end where the text ends: an end token, or tokens of a stop string,
+        are not among them. Callers that score tokens, who ask for ``echo`` or for ids, get every
+        token.
         """
         scores = self.asked.echo or self.asked.token_ids or self.asked.as_ids
-        return len(done.tokens) if scores or done.finish != "stop" else places.within(len(done.text or ""))
+        return (
+            len(done.tokens)
+            if scores or done.finish != "stop"
+            else places.within(len(done.text or ""))
+        )
 
     # -- as it comes
 
     def chunks(self, pieces: Sequence[tuple[int, Piece]]) -> list[dict[str, Any]]:
-        """Chunks for what has come: (number of the prompt, piece); one for each choice that has something to tell."""
+        """Chunks for what has come: (number of the prompt, piece); one for each choice that has
+        something to tell.
+        """
         came: dict[int, Part] = {}
         if self.asked.whole or self.asked.silent:
             return []
         for number, piece in pieces:
             index = number * self.asked.request.n + piece.sample
-            growing, drawn, before = self._growing[index], self._drawn[index], came.get(index, Part("", []))
+            growing, drawn, before = (
+                self._growing[index],
+                self._drawn[index],
+                came.get(index, Part("", [])),
+            )
             drawn += _entries(piece.tokens, piece.logprobs, piece.top)
             count, text = growing.add(piece.tokens)
             told = slice(growing.tokens_told - count, growing.tokens_told)
@@ -119,7 +149,12 @@ class Answer:
                 [*before.begins, *growing.places.begins[told]],
             )
         wanted = self.asked.logprobs or self.asked.token_ids
-        return [chunk for index, part in came.items() if part.text or (wanted and part.tokens) for chunk in self._chunks(index, part)]
+        return [
+            chunk
+            for index, part in came.items()
+            if part.text or (wanted and part.tokens)
+            for chunk in self._chunks(index, part)
+        ]
 
     def last_chunks(self, number: int, results: Sequence[Completion]) -> list[dict[str, Any]]:
         """The last chunks of a prompt's choices."""
@@ -133,22 +168,35 @@ class Answer:
                 part = dataclasses.replace(part, text=content)
             else:
                 growing = self._growing[index]
-                content, calls = self._calls(index, done) if self.asked.chat else (done.text or "", [])
-                part = dataclasses.replace(self._part(done, growing.tokens_told), text=growing.end(content))
+                content, calls = (
+                    self._calls(index, done) if self.asked.chat else (done.text or "", [])
+                )
+                part = dataclasses.replace(
+                    self._part(done, growing.tokens_told), text=growing.end(content)
+                )
             out += self._chunks(index, part, done, calls)
         return out
 
     def usage_chunk(self, results: Sequence[Sequence[Completion]]) -> dict[str, Any]:
         """The chunk behind all others, where it is asked for."""
-        return self._frame(self._chunk, []) | {"usage": self._usage(results), "mint_revision": self.model.digest}
+        return self._frame(self._chunk, []) | {
+            "usage": self._usage(results),
+            "mint_revision": self.model.digest,
+        }
 
     @property
     def _chunk(self) -> str:
         return "chat.completion.chunk" if self.asked.chat else "text_completion"
 
-    def _chunks(self, index: int, part: Part, done: Completion | None = None, calls: Sequence[Any] = ()) -> list[dict[str, Any]]:
+    def _chunks(
+        self, index: int, part: Part, done: Completion | None = None, calls: Sequence[Any] = ()
+    ) -> list[dict[str, Any]]:
         """A choice's next chunk, behind the one that opens a chat's."""
-        prompt, first, out = self.asked.prompts[index // self.asked.request.n], index not in self._begun, []
+        prompt, first, out = (
+            self.asked.prompts[index // self.asked.request.n],
+            index not in self._begun,
+            [],
+        )
         self._begun.add(index)
         extra: dict[str, Any] = {}
         if self.asked.chat and first:
@@ -163,7 +211,9 @@ class Answer:
         if self.asked.chat:
             choice["delta"] = {"content": part.text} if part.text or not calls else {}
             if calls:
-                choice["delta"] |= {"tool_calls": [{"index": i, **call} for i, call in enumerate(calls)]}
+                choice["delta"] |= {
+                    "tool_calls": [{"index": i, **call} for i, call in enumerate(calls)]
+                }
         choice["finish_reason"] = None if done is None else self._finish(index, done)
         if done is not None:
             extra["mint_revision"] = self.model.digest
@@ -182,11 +232,17 @@ class Answer:
     # -- parts
 
     def _frame(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.asked.model, "choices": choices} | {
-            "system_fingerprint": self._fingerprint
-        }
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.asked.model,
+            "choices": choices,
+        } | {"system_fingerprint": self._fingerprint}
 
-    def _choice(self, index: int, prompt: Prompt, part: Part, done: Completion | None, first: bool = True) -> dict[str, Any]:
+    def _choice(
+        self, index: int, prompt: Prompt, part: Part, done: Completion | None, first: bool = True
+    ) -> dict[str, Any]:
         """What a choice has in both forms of answer; ``first``: nothing of it was told before."""
         asked = self.asked
         choice: dict[str, Any] = {"index": index}
@@ -194,7 +250,9 @@ class Answer:
             choice["token_ids"] = list(part.tokens)
         if asked.chat:
             told = [self._token(*entry) for entry in part.entries]
-            return choice | {"logprobs": {"content": told, "refusal": None} if asked.logprobs else None}
+            return choice | {
+                "logprobs": {"content": told, "refusal": None} if asked.logprobs else None
+            }
         if first:
             choice |= self._of_prompt(prompt, done)
         choice["text"] = (prompt.text if asked.echo and first else "") + part.text
@@ -202,7 +260,9 @@ class Answer:
         if asked.logprobs:
             entries, begins = part.entries, part.begins
             if asked.echo:
-                assert done is not None, "log-probabilities of prompts come with the whole completion"
+                assert done is not None, (
+                    "log-probabilities of prompts come with the whole completion"
+                )
                 places = Places(self._texts, shown=True)
                 places.add(prompt.tokens, prompt.text)
                 entries = [*self._prompt_entries(prompt, done), *entries]
@@ -211,9 +271,15 @@ class Answer:
         return choice
 
     def _prompt_entries(self, prompt: Prompt, done: Completion) -> list[Entry]:
-        logprobs, top = done.prompt_logprobs or [], done.top_prompt_logprobs or [[]] * (len(prompt.tokens) - 1)
+        logprobs, top = (
+            done.prompt_logprobs or [],
+            done.top_prompt_logprobs or [[]] * (len(prompt.tokens) - 1),
+        )
         k = self.asked.request.top_logprobs
-        rest = ((token, p, some[:k]) for token, p, some in zip(prompt.tokens[1:], logprobs, top, strict=True))
+        rest = (
+            (token, p, some[:k])
+            for token, p, some in zip(prompt.tokens[1:], logprobs, top, strict=True)
+        )
         return [(prompt.tokens[0], None, []), *rest]
 
     def _name(self, token: int) -> str:
@@ -229,7 +295,9 @@ class Answer:
             "text_offset": list(begins),
         }
 
-    def _likeliest(self, token: int, logprob: float, some: Sequence[tuple[int, float]]) -> dict[str, float]:
+    def _likeliest(
+        self, token: int, logprob: float, some: Sequence[tuple[int, float]]
+    ) -> dict[str, float]:
         """By text, the likeliest of each; the token itself is among them."""
         out: dict[str, float] = {}
         for other, p in some:
@@ -237,21 +305,46 @@ class Answer:
         out[self._name(token)] = logprob
         return out
 
-    def _token(self, token: int, logprob: float | None, some: Sequence[tuple[int, float]]) -> dict[str, Any]:
+    def _token(
+        self, token: int, logprob: float | None, some: Sequence[tuple[int, float]]
+    ) -> dict[str, Any]:
         """A token as chats tell it."""
-        others = [{"token": self._name(i), "logprob": p, "bytes": list(self._texts.bytes_of(i))} for i, p in some]
-        return {"token": self._name(token), "logprob": logprob, "bytes": list(self._texts.bytes_of(token)), "top_logprobs": others}
+        others = [
+            {"token": self._name(i), "logprob": p, "bytes": list(self._texts.bytes_of(i))}
+            for i, p in some
+        ]
+        return {
+            "token": self._name(token),
+            "logprob": logprob,
+            "bytes": list(self._texts.bytes_of(token)),
+            "top_logprobs": others,
+        }
 
     def _of_prompt(self, prompt: Prompt, done: Completion | None) -> dict[str, Any]:
-        """vLLM's fields: the prompt's ids, and what is asked of its tokens: by id, with the rank where it is known."""
-        out: dict[str, Any] = {"prompt_token_ids": list(prompt.tokens)} if self.asked.token_ids else {}
+        """vLLM's fields: the prompt's ids, and what is asked of its tokens: by id, with the rank
+        where it is known.
+        """
+        out: dict[str, Any] = (
+            {"prompt_token_ids": list(prompt.tokens)} if self.asked.token_ids else {}
+        )
         if (k := self.asked.prompt_top) is None or done is None:
             return out
         places: list[Any] = [None]
-        for token, p, some in zip(prompt.tokens[1:], done.prompt_logprobs or [], done.top_prompt_logprobs or [[]] * len(prompt.tokens)):
-            ranked: dict[int, tuple[float, int | None]] = {i: (q, rank) for rank, (i, q) in enumerate(some[:k], 1)}
+        for token, p, some in zip(
+            prompt.tokens[1:],
+            done.prompt_logprobs or [],
+            done.top_prompt_logprobs or [[]] * len(prompt.tokens),
+        ):
+            ranked: dict[int, tuple[float, int | None]] = {
+                i: (q, rank) for rank, (i, q) in enumerate(some[:k], 1)
+            }
             ranked[token] = p, ranked.get(token, (p, None))[1]
-            places.append({str(i): {"logprob": q, "rank": rank, "decoded_token": self._name(i)} for i, (q, rank) in ranked.items()})
+            places.append(
+                {
+                    str(i): {"logprob": q, "rank": rank, "decoded_token": self._name(i)}
+                    for i, (q, rank) in ranked.items()
+                }
+            )
         return out | {"prompt_logprobs": places}
 
     def _calls(self, index: int, done: Completion) -> tuple[str, list[dict[str, Any]]]:
@@ -261,7 +354,11 @@ class Answer:
             return text, []
         content, calls = self.asked.tools.calls_in(text)
         made = [
-            {"id": f"{self.id}-{index}-{i}", "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            {
+                "id": f"{self.id}-{index}-{i}",
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
             for i, call in enumerate(calls)
         ]
         return content, made
@@ -273,11 +370,22 @@ class Answer:
 
     def _usage(self, results: Sequence[Sequence[Completion]]) -> dict[str, Any]:
         prompt = sum(len(one.tokens) for one in self.asked.prompts)
-        drawn = 0 if self.asked.silent else sum(len(done.tokens) for some in results for done in some)
+        drawn = (
+            0 if self.asked.silent else sum(len(done.tokens) for some in results for done in some)
+        )
         reused = sum(some[0].reused for some in results)
         details = {"cached_tokens": reused}
-        return {"prompt_tokens": prompt, "completion_tokens": drawn, "total_tokens": prompt + drawn, "prompt_tokens_details": details}
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": drawn,
+            "total_tokens": prompt + drawn,
+            "prompt_tokens_details": details,
+        }
 
 
-def _entries(tokens: Sequence[int], logprobs: Sequence[float], top: Sequence[Sequence[tuple[int, float]]] | None) -> list[Entry]:
+def _entries(
+    tokens: Sequence[int],
+    logprobs: Sequence[float],
+    top: Sequence[Sequence[tuple[int, float]]] | None,
+) -> list[Entry]:
     return list(zip(tokens, logprobs, [[]] * len(tokens) if top is None else top, strict=True))

@@ -1,6 +1,8 @@
-"""What a body of ``/completions`` or ``/chat/completions`` asks for: every field that OpenAI's API and vLLM have and we do.
+"""What a body of ``/completions`` or ``/chat/completions`` asks for: every field that OpenAI's API
+and vLLM have and we do.
 
-Fields that are not known are ignored; known ones that would change the answer, and cannot be had, are refused.
+Fields that are not known are ignored; known ones that would change the answer, and cannot be had,
+are refused.
 """
 
 import dataclasses
@@ -16,9 +18,11 @@ from mint_jax.service import chat, fields
 from mint_jax.service.chat import Tools
 from mint_jax.service.fields import BadRequest, flag, number, whole, wrong
 
-MOST_SAMPLES, MOST_PROMPTS, MOST_CHOICES = 128, 2048, 4096  # of a prompt, of a body, of a body's prompts together
+# of a prompt, of a body, of a body's prompts together
+MOST_SAMPLES, MOST_PROMPTS, MOST_CHOICES = 128, 2048, 4096
 DEFAULT_TOKENS = 16  # of completions, as OpenAI's API has it
-START = "<|endoftext|>"  # what OpenAI's API takes for a prompt that is not there or empty: the beginning of a document
+# what OpenAI's API takes for a prompt that is not there or empty: the beginning of a document
+START = "<|endoftext|>"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +42,8 @@ class Bounds:
     strict: bool = True
 
 
-OPENAI, WIDE = Bounds(), Bounds(math.inf, ALTERNATIVES, 1 << 20, False)  # OpenAI's own; those of the engine
+# OpenAI's own; those of the engine
+OPENAI, WIDE = Bounds(), Bounds(math.inf, ALTERNATIVES, 1 << 20, False)
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {  # field -> values that mean "not used"
     "suffix": (None, ""),
     "use_beam_search": (None, False),
@@ -84,7 +89,8 @@ class Asked:
         echo: prompts are told before their completions.
         silent: the completions themselves are not told, max_tokens is 0.
         logprobs: those of tokens are told.
-        prompt_top: alternatives told at each place of a prompt by vLLM's ``prompt_logprobs``; None: it is not asked for.
+        prompt_top: alternatives told at each place of a prompt by vLLM's ``prompt_logprobs``; None:
+            it is not asked for.
         token_ids: told beside text.
         as_ids: tokens beside log-probabilities are told by their ids.
         usage: the last chunk of a stream tells it.
@@ -110,7 +116,9 @@ class Asked:
 
     @property
     def whole(self) -> bool:
-        """What is asked for is known at a completion's end only, so that a stream has it as one piece."""
+        """What is asked for is known at a completion's end only, so that a stream has it as one
+        piece.
+        """
         return self.prompt_top is not None or (self.echo and self.logprobs)
 
 
@@ -130,7 +138,9 @@ def refuse_used(body: dict[str, Any], unsupported: Mapping[str, tuple[Any, ...]]
             raise BadRequest(name, f"{name} is not supported: leave it out")
 
 
-def completion_of(body: dict[str, Any], tokenizer: Tokenizer, context: int, bounds: Bounds = OPENAI) -> Asked:
+def completion_of(
+    body: dict[str, Any], tokenizer: Tokenizer, context: int, bounds: Bounds = OPENAI
+) -> Asked:
     """A body of ``/completions``.
 
     Raises:
@@ -141,22 +151,39 @@ def completion_of(body: dict[str, Any], tokenizer: Tokenizer, context: int, boun
     settings = _settings(body, tokenizer, bounds)
     tokens = whole(body, "max_tokens", DEFAULT_TOKENS, 0 if echo else 1, context)
     if (best := whole(body, "best_of", None, 1, MOST_SAMPLES)) not in (None, settings["n"]):
-        raise wrong("best_of", best, "as many as n: all samples are told, ranking them is the caller's")
+        raise wrong(
+            "best_of", best, "as many as n: all samples are told, ranking them is the caller's"
+        )
     named, schema = _format(body)
     shown = _shown(body, settings, top is not None, top or 0, echo)
     request = Request((), max_tokens=max(1, tokens), **settings, **schema)
     prompts = _prompts(body, tokenizer)
     if len(prompts) * request.n > MOST_CHOICES:
-        raise wrong("n", request.n, f"at most {MOST_CHOICES} completions of all {len(prompts)} prompts together")
+        raise wrong(
+            "n",
+            request.n,
+            f"at most {MOST_CHOICES} completions of all {len(prompts)} prompts together",
+        )
     names = NAMES | dict.fromkeys(schema, named)
-    return Asked(prompts=prompts, request=request, chat=False, echo=echo, silent=tokens == 0, names=names, **shown)
+    return Asked(
+        prompts=prompts,
+        request=request,
+        chat=False,
+        echo=echo,
+        silent=tokens == 0,
+        names=names,
+        **shown,
+    )
 
 
-def chat_of(body: dict[str, Any], tokenizer: Tokenizer, context: int, bounds: Bounds = OPENAI) -> Asked:
+def chat_of(
+    body: dict[str, Any], tokenizer: Tokenizer, context: int, bounds: Bounds = OPENAI
+) -> Asked:
     """A body of ``/chat/completions``.
 
     Args:
-        context: tokens of prompt and answer at most; an answer without a limit of its own may take what the prompt leaves.
+        context: tokens of prompt and answer at most; an answer without a limit of its own may take
+            what the prompt leaves.
 
     Raises:
         BadRequest: naming the field that is wrong.
@@ -169,32 +196,54 @@ def chat_of(body: dict[str, Any], tokenizer: Tokenizer, context: int, bounds: Bo
         raise wrong("echo", body["echo"], "nothing: a chat's prompt is told by completions alone")
     settings: dict[str, Any] = _settings(body, tokenizer, bounds)
     named, schema = _format(body)
-    limit = [whole(body, name, None, 1, context) for name in ("max_completion_tokens", "max_tokens")]
+    limit = [
+        whole(body, name, None, 1, context) for name in ("max_completion_tokens", "max_tokens")
+    ]
     tools = chat.tools_of(body, tokenizer)
     if tools is not None and tools.schema is not None:
         if schema:
-            raise BadRequest("tool_choice", "tool_choice demands a call, and the body another form of answer: give one of the two")
+            raise BadRequest(
+                "tool_choice",
+                "tool_choice demands a call, and the body another form of answer: give one of"
+                " the two",
+            )
         named, schema = "tools", dict[str, Any](json_schema=json.dumps(tools.schema))
     shown = _shown(body, settings, logprobs, top, False)
     tokens = tuple(chat.prompt_of(body, tokenizer, tools, bounds.strict))
     if len(tokens) >= context:
-        raise BadRequest("messages", f"messages are {len(tokens)} tokens, and the context has {context}: shorten them", TOO_LONG)
+        raise BadRequest(
+            "messages",
+            f"messages are {len(tokens)} tokens, and the context has {context}: shorten them",
+            TOO_LONG,
+        )
     most = next((value for value in limit if value is not None), context - len(tokens))
     request = Request((), max_tokens=most, **settings, **schema)
     names = NAMES | {"prompt": "messages"} | dict.fromkeys(schema, named)
-    return Asked(prompts=[Prompt(tokens, "")], request=request, chat=True, tools=tools, names=names, **shown)
+    return Asked(
+        prompts=[Prompt(tokens, "")], request=request, chat=True, tools=tools, names=names, **shown
+    )
 
 
-def _shown(body: dict[str, Any], settings: dict[str, Any], logprobs: bool, top: int, echo: bool) -> dict[str, Any]:
-    """What is told of an answer, and what of it the engine must be asked for, which goes to ``settings``."""
+def _shown(
+    body: dict[str, Any], settings: dict[str, Any], logprobs: bool, top: int, echo: bool
+) -> dict[str, Any]:
+    """What is told of an answer, and what of it the engine must be asked for, which goes to
+    ``settings``.
+    """
     refuse_used(body, UNSUPPORTED)
     stream, options = flag(body, "stream"), fields.mapping(body, "stream_options")
     if options is not None and not stream:
-        raise BadRequest("stream_options", "stream_options are given, but stream is not true: leave them out, or stream")
+        raise BadRequest(
+            "stream_options",
+            "stream_options are given, but stream is not true: leave them out, or stream",
+        )
     prompt_top = whole(body, "prompt_logprobs", None, 0, ALTERNATIVES)
     settings["top_logprobs"] = top
     if prompt_top is not None or (echo and logprobs):
-        settings |= {"prompt_logprobs": True, "top_prompt_logprobs": max(prompt_top or 0, top if echo else 0)}
+        settings |= {
+            "prompt_logprobs": True,
+            "top_prompt_logprobs": max(prompt_top or 0, top if echo else 0),
+        }
     return {
         "model": model_of(body),
         "seeded": body.get("seed") is not None,
@@ -210,7 +259,11 @@ def _shown(body: dict[str, Any], settings: dict[str, Any], logprobs: bool, top: 
 def _settings(body: dict[str, Any], tokenizer: Tokenizer, bounds: Bounds) -> dict[str, Any]:
     """Settings of ``Request`` that completions and chats share."""
     ends = () if flag(body, "ignore_eos") else tokenizer.eos_ids
-    stop_ids = () if body.get("stop_token_ids") is None else fields.ids("stop_token_ids", body["stop_token_ids"])
+    stop_ids = (
+        ()
+        if body.get("stop_token_ids") is None
+        else fields.ids("stop_token_ids", body["stop_token_ids"])
+    )
     if len(stop_ids) > MAX_STOP_IDS // 2:
         raise wrong("stop_token_ids", body["stop_token_ids"], f"at most {MAX_STOP_IDS // 2} ids")
     if len(stops := fields.texts(body, "stop")) > bounds.stops:
@@ -239,14 +292,25 @@ def _biases(body: dict[str, Any]) -> tuple[tuple[int, float], ...]:
     for key, value in given.items():
         if not (key.isascii() and key.isdigit() and len(key) < 10):
             raise BadRequest("logit_bias", f"logit_bias has {key[:40]!a}; expected token ids")
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or not -100 <= value <= 100:
-            raise BadRequest("logit_bias", f"logit_bias of token {key} is {str(value)[:40]!a}; expected a number from -100 to 100")
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not math.isfinite(value)
+            or not -100 <= value <= 100
+        ):
+            raise BadRequest(
+                "logit_bias",
+                f"logit_bias of token {key} is {str(value)[:40]!a}; expected a number from -100"
+                " to 100",
+            )
         out[int(key)] = float(value)
     return tuple(out.items())
 
 
 def _format(body: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The field that has the grammar of an answer, OpenAI's or one of vLLM's, and the grammar by the names of ``Request``."""
+    """The field that has the grammar of an answer, OpenAI's or one of vLLM's, and the grammar by
+    the names of ``Request``.
+    """
     found: dict[str, dict[str, Any]] = {}
     if (given := fields.mapping(body, "response_format")) is not None:
         kind = given.get("type")
@@ -256,8 +320,13 @@ def _format(body: dict[str, Any]) -> tuple[str, dict[str, Any]]:
             found["response_format"] = {"json_schema": '{"type": "object"}'}
         elif kind == "json_schema":
             named = fields.mapping(given, "json_schema") or {}
-            found["response_format"] = {"json_schema": _schema("response_format.json_schema.schema", named.get("schema"))}
-    for prefix, source in (("guided_", body), ("", fields.mapping(body, "structured_outputs") or {})):
+            found["response_format"] = {
+                "json_schema": _schema("response_format.json_schema.schema", named.get("schema"))
+            }
+    for prefix, source in (
+        ("guided_", body),
+        ("", fields.mapping(body, "structured_outputs") or {}),
+    ):
         where = prefix or "structured_outputs."
         for key in ("json", "regex", "choice"):
             if (value := source.get(prefix + key)) is not None:
@@ -269,7 +338,11 @@ def _format(body: dict[str, Any]) -> tuple[str, dict[str, Any]]:
 
 def _grammar(name: str, kind: str, value: Any) -> dict[str, Any]:
     if kind == "json":
-        return {"json_schema": _schema(name, fields.parse(value.encode()) if isinstance(value, str) else value)}
+        return {
+            "json_schema": _schema(
+                name, fields.parse(value.encode()) if isinstance(value, str) else value
+            )
+        }
     if kind == "regex":
         return {"regex": fields.text(name, value, empty=False)}
     if not isinstance(value, list) or not value:
@@ -288,8 +361,16 @@ def _prompts(body: dict[str, Any], tokenizer: Tokenizer) -> list[Prompt]:
     given = "" if given is None else given
     if isinstance(given, str):
         return [_from_text(given, body, tokenizer)]
-    if not isinstance(given, list) or not given or (isinstance(given[0], str | list) and len(given) > MOST_PROMPTS):
-        raise wrong("prompt", given, f"text, token ids, or a list of either with 1 to {MOST_PROMPTS} prompts")
+    if (
+        not isinstance(given, list)
+        or not given
+        or (isinstance(given[0], str | list) and len(given) > MOST_PROMPTS)
+    ):
+        raise wrong(
+            "prompt",
+            given,
+            f"text, token ids, or a list of either with 1 to {MOST_PROMPTS} prompts",
+        )
     if isinstance(given[0], str):
         return [_from_text(one, body, tokenizer) for one in given]
     lists = given if isinstance(given[0], list) else [given]
@@ -305,7 +386,10 @@ def _from_text(given: Any, body: dict[str, Any], tokenizer: Tokenizer) -> Prompt
 
 def _start(tokenizer: Tokenizer) -> list[int]:
     """Returns the token that a document begins with, for an empty prompt."""
-    start = tokenizer.encode("") or [id for id in (tokenizer.special_ids.get(START), tokenizer.eos_id) if id is not None][:1]
+    start = (
+        tokenizer.encode("")
+        or [id for id in (tokenizer.special_ids.get(START), tokenizer.eos_id) if id is not None][:1]
+    )
     if not start:
         raise wrong("prompt", "", "text: this tokenizer has no token that begins a document")
     return start

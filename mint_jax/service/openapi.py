@@ -1,7 +1,8 @@
 """``/openapi.json``: what the routes take and answer, as OpenAPI 3.1.
 
-OpenAI's fields are told whole, with their limits. Of Tinker's training and sampling requests the places alone are (which session, model,
-number), since whatever else is wrong with one is told by its future; their binary forms are in ``wire/``.
+OpenAI's fields are told whole, with their limits. Of Tinker's training and sampling requests the
+places alone are (which session, model, number), since whatever else is wrong with one is told by
+its future; their binary forms are in ``wire/``.
 """
 
 from typing import Any
@@ -15,12 +16,25 @@ from mint_jax.rollout.request import MAX_BIASES, MAX_STOP_IDS
 from mint_jax.service import checkpoints
 from mint_jax.service.admin import MOST_LISTED
 from mint_jax.service.chat import ROLES
-from mint_jax.service.openai_types import MOST_CHOICES, MOST_PROMPTS, MOST_SAMPLES, OPENAI, UNSUPPORTED, Bounds
+from mint_jax.service.openai_types import (
+    MOST_CHOICES,
+    MOST_PROMPTS,
+    MOST_SAMPLES,
+    OPENAI,
+    UNSUPPORTED,
+    Bounds,
+)
 from mint_jax.service.responses import UNSUPPORTED as OF_RESPONSES
 
 Schema = dict[str, Any]
 
-TEXT, NAME, FLAG, ANY, OBJECT = {"type": "string"}, {"type": "string", "minLength": 1}, {"type": "boolean"}, {}, {"type": "object"}
+TEXT, NAME, FLAG, ANY, OBJECT = (
+    {"type": "string"},
+    {"type": "string", "minLength": 1},
+    {"type": "boolean"},
+    {},
+    {"type": "object"},
+)
 ID = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}
 PLACE = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}  # a number in a session
 NUMBER = PLACE | {"minimum": 1}  # a training request's
@@ -61,16 +75,35 @@ def document(context: int, bounds: Bounds = OPENAI) -> Schema:
     for under in ("/v1", "/oai/api/v1"):
         for path, methods in _openai(context, bounds).items():
             paths[under + path] = methods
-    paths |= {f"/api/v1/{path}": methods for path, methods in {**_tinker(), **_tinker_rest()}.items()} | _operators()
+    paths |= {
+        f"/api/v1/{path}": methods for path, methods in {**_tinker(), **_tinker_rest()}.items()
+    } | _operators()
     for path, methods in paths.items():
         if names := _parameters(path):
             methods["parameters"] = names
-    info = {"title": "mint_jax", "version": "1", "description": "Training and sampling of LoRA policies over one resident base."}
-    keys = {"bearer": {"type": "http", "scheme": "bearer"}, "header": {"type": "apiKey", "in": "header", "name": "X-API-Key"}}
-    failures = {f"{name}{code}": _failure(code, schema) for name, schema in FAILURES.items() for code in STATUSES}
+    info = {
+        "title": "mint_jax",
+        "version": "1",
+        "description": "Training and sampling of LoRA policies over one resident base.",
+    }
+    keys = {
+        "bearer": {"type": "http", "scheme": "bearer"},
+        "header": {"type": "apiKey", "in": "header", "name": "X-API-Key"},
+    }
+    failures = {
+        f"{name}{code}": _failure(code, schema)
+        for name, schema in FAILURES.items()
+        for code in STATUSES
+    }
     parts = {"securitySchemes": keys, "responses": failures}
     security: list[Schema] = [{}, {"bearer": []}, {"header": []}]
-    return {"openapi": "3.1.0", "info": info, "paths": paths, "components": parts, "security": security}
+    return {
+        "openapi": "3.1.0",
+        "info": info,
+        "paths": paths,
+        "components": parts,
+        "security": security,
+    }
 
 
 # -- parts
@@ -79,7 +112,11 @@ def document(context: int, bounds: Bounds = OPENAI) -> Schema:
 def _or_null(schema: Schema) -> Schema:
     if "enum" in schema:
         return schema | {"enum": [*schema["enum"], None]}
-    return schema | {"type": [schema["type"], "null"]} if "type" in schema else {"anyOf": [schema, {"type": "null"}]}
+    return (
+        schema | {"type": [schema["type"], "null"]}
+        if "type" in schema
+        else {"anyOf": [schema, {"type": "null"}]}
+    )
 
 
 def _whole(low: int, high: int) -> Schema:
@@ -91,7 +128,9 @@ def _number(low: float, high: float = 1e30, above: bool = False) -> Schema:
 
 
 def _list(items: Schema, low: int = 0, high: int | None = None) -> Schema:
-    return {"type": "array", "items": items, "minItems": low} | ({} if high is None else {"maxItems": high})
+    return {"type": "array", "items": items, "minItems": low} | (
+        {} if high is None else {"maxItems": high}
+    )
 
 
 def _fields(required: Schema, **optional: Schema) -> Schema:
@@ -101,7 +140,13 @@ def _fields(required: Schema, **optional: Schema) -> Schema:
 
 FAILURES = {
     "Detail": _fields({"detail": TEXT}),
-    "Error": _fields({"error": _fields({"message": TEXT, "type": TEXT, "param": _or_null(TEXT), "code": _or_null(TEXT)})}),
+    "Error": _fields(
+        {
+            "error": _fields(
+                {"message": TEXT, "type": TEXT, "param": _or_null(TEXT), "code": _or_null(TEXT)}
+            )
+        }
+    ),
 }
 
 
@@ -134,14 +179,24 @@ def _operation(
         binary: the body may be protobuf too.
     """
     told = {kind: {"schema": answer} if kind == "application/json" else {} for kind in kinds}
-    responses: Schema = {str(status): {"description": "As asked."} | ({} if status in (204, 302) else {"content": told})}
-    responses |= {str(code): {"$ref": f"#/components/responses/{failure}{code}"} for code in STATUSES}
+    responses: Schema = {
+        str(status): (
+            {"description": "As asked."} | ({} if status in (204, 302) else {"content": told})
+        )
+    }
+    responses |= {
+        str(code): {"$ref": f"#/components/responses/{failure}{code}"} for code in STATUSES
+    }
     out: Schema = {"summary": summary, "tags": [tag], "responses": responses}
     if body is not None:
-        content: Schema = {"application/json": {"schema": body}} | ({"application/x-protobuf": {}} if binary else {})
+        content: Schema = {"application/json": {"schema": body}} | (
+            {"application/x-protobuf": {}} if binary else {}
+        )
         out["requestBody"] = {"required": True, "content": content}
     if query:
-        out["parameters"] = [{"name": name, "in": "query", "schema": schema} for name, schema in query.items()]
+        out["parameters"] = [
+            {"name": name, "in": "query", "schema": schema} for name, schema in query.items()
+        ]
     return out
 
 
@@ -163,24 +218,58 @@ def _openai(context: int, bounds: Bounds) -> Schema:
         return _operation(summary, "OpenAI", answer, failure="Error", **more)
 
     return {
-        "/models": {"get": told("Models that can be named: the base, loaded adapters, policies.", MODELS, query=limits)},
+        "/models": {
+            "get": told(
+                "Models that can be named: the base, loaded adapters, policies.",
+                MODELS,
+                query=limits,
+            )
+        },
         "/models/{name}": {"get": told("One model.", MODEL)},
-        "/completions": {"post": told("Completes prompts.", COMPLETION, body=_completion(context, bounds), kinds=streamed)},
-        "/chat/completions": {"post": told("Answers a chat.", CHAT, body=_chat(context, bounds), kinds=streamed)},
-        "/responses": {"post": told("Answers input with items.", RESPONSE, body=_response(context, bounds), kinds=streamed)},
-        "/responses/{id}": {"get": told("A response that is kept.", RESPONSE), "delete": told("Forgets one.", DELETED)},
-        "/load_lora_adapter": {"post": told("Names a revision, as vLLM does.", body=loaded, kinds=("text/plain",))},
-        "/unload_lora_adapter": {"post": told("Takes a name back.", body=_fields({"lora_name": NAME}), kinds=("text/plain",))},
+        "/completions": {
+            "post": told(
+                "Completes prompts.", COMPLETION, body=_completion(context, bounds), kinds=streamed
+            )
+        },
+        "/chat/completions": {
+            "post": told("Answers a chat.", CHAT, body=_chat(context, bounds), kinds=streamed)
+        },
+        "/responses": {
+            "post": told(
+                "Answers input with items.",
+                RESPONSE,
+                body=_response(context, bounds),
+                kinds=streamed,
+            )
+        },
+        "/responses/{id}": {
+            "get": told("A response that is kept.", RESPONSE),
+            "delete": told("Forgets one.", DELETED),
+        },
+        "/load_lora_adapter": {
+            "post": told("Names a revision, as vLLM does.", body=loaded, kinds=("text/plain",))
+        },
+        "/unload_lora_adapter": {
+            "post": told(
+                "Takes a name back.", body=_fields({"lora_name": NAME}), kinds=("text/plain",)
+            )
+        },
     }
 
 
 def _sampling(context: int, bounds: Bounds) -> Schema:
     """Fields of completions and chats; null is as if one were not there."""
-    bias = OBJECT | {"propertyNames": {"pattern": "^[0-9]{1,9}$"}, "additionalProperties": _number(-100, 100), "maxProperties": MAX_BIASES}
+    bias = OBJECT | {
+        "propertyNames": {"pattern": "^[0-9]{1,9}$"},
+        "additionalProperties": _number(-100, 100),
+        "maxProperties": MAX_BIASES,
+    }
     schema = {"anyOf": [OBJECT, TEXT]}
     kinds = {"type": {"enum": ["text", "json_object", "json_schema"]}}
     wanted = {
-        **dict.fromkeys(("stream", "ignore_eos", "return_token_ids", "return_tokens_as_token_ids"), FLAG),
+        **dict.fromkeys(
+            ("stream", "ignore_eos", "return_token_ids", "return_tokens_as_token_ids"), FLAG
+        ),
         "stream_options": _fields({}, include_usage=_or_null(FLAG)),
         "n": _whole(1, MOST_SAMPLES),
         "seed": _whole(-(2**63), 2**64 - 1),
@@ -196,13 +285,20 @@ def _sampling(context: int, bounds: Bounds) -> Schema:
         "stop_token_ids": _list(ID, 0, MAX_STOP_IDS // 2),
         "max_tokens": _whole(1, context),
         "prompt_logprobs": _whole(0, ALTERNATIVES),
-        "response_format": _fields(kinds, json_schema=_or_null(_fields({}, schema=_or_null(OBJECT)))),
+        "response_format": _fields(
+            kinds, json_schema=_or_null(_fields({}, schema=_or_null(OBJECT)))
+        ),
         "guided_json": schema,
         "guided_regex": NAME,
         "guided_choice": _list(NAME, 1),
-        "structured_outputs": _fields({}, json=_or_null(schema), regex=_or_null(NAME), choice=_or_null(_list(NAME, 1))),
+        "structured_outputs": _fields(
+            {}, json=_or_null(schema), regex=_or_null(NAME), choice=_or_null(_list(NAME, 1))
+        ),
     }
-    unused = {name: {"enum": list(values), "description": "Not supported: leave it out."} for name, values in UNSUPPORTED.items()}
+    unused = {
+        name: {"enum": list(values), "description": "Not supported: leave it out."}
+        for name, values in UNSUPPORTED.items()
+    }
     return {name: _or_null(schema) for name, schema in wanted.items()} | unused
 
 
@@ -210,14 +306,19 @@ def _completion(context: int, bounds: Bounds) -> Schema:
     ids = _list(ID, 1)
     prompt = {"anyOf": [TEXT, _list(TEXT, 1, MOST_PROMPTS), ids, _list(ids, 1, MOST_PROMPTS)]}
     own = {
-        "max_tokens": _whole(0, context) | {"description": "0 with echo alone: the prompt is told and nothing is drawn."},
+        "max_tokens": (
+            _whole(0, context)
+            | {"description": "0 with echo alone: the prompt is told and nothing is drawn."}
+        ),
         "logprobs": _whole(0, bounds.logprobs),
         "echo": FLAG,
         "add_special_tokens": FLAG,
         "best_of": _whole(1, MOST_SAMPLES) | {"description": "As n."},
     }
     optional = _sampling(context, bounds) | {name: _or_null(schema) for name, schema in own.items()}
-    optional["n"] = optional["n"] | {"description": f"At most {MOST_CHOICES} completions of all prompts together."}
+    optional["n"] = optional["n"] | {
+        "description": f"At most {MOST_CHOICES} completions of all prompts together."
+    }
     return _fields({"model": NAME}, prompt=_or_null(prompt), **optional)
 
 
@@ -225,7 +326,12 @@ def _chat(context: int, bounds: Bounds) -> Schema:
     part = _fields({"type": {"const": "text"}, "text": TEXT})
     content = {"anyOf": [TEXT, _list(part)]}
     role = {"enum": list(ROLES)} if bounds.strict else TEXT
-    message = {"anyOf": [_fields({"role": role, "content": content}), _fields({"role": role, "tool_calls": _list(MADE, 1)})]}
+    message = {
+        "anyOf": [
+            _fields({"role": role, "content": content}),
+            _fields({"role": role, "tool_calls": _list(MADE, 1)}),
+        ]
+    }
     function = _fields({"name": NAME}, parameters=_or_null(OBJECT))
     own = {
         "logprobs": FLAG,
@@ -245,8 +351,20 @@ def _chat(context: int, bounds: Bounds) -> Schema:
 def _response(context: int, bounds: Bounds) -> Schema:
     shared = _sampling(context, bounds)
     part = _fields({"type": {"enum": ["input_text", "output_text"]}, "text": TEXT})
-    message = _fields({"role": {"enum": list(ROLES)} if bounds.strict else TEXT, "content": {"anyOf": [TEXT, _list(part)]}})
-    call = _fields({"type": {"const": "function_call"}, "call_id": TEXT, "name": NAME, "arguments": {"const": "{}"}})
+    message = _fields(
+        {
+            "role": {"enum": list(ROLES)} if bounds.strict else TEXT,
+            "content": {"anyOf": [TEXT, _list(part)]},
+        }
+    )
+    call = _fields(
+        {
+            "type": {"const": "function_call"},
+            "call_id": TEXT,
+            "name": NAME,
+            "arguments": {"const": "{}"},
+        }
+    )
     output = _fields({"type": {"const": "function_call_output"}, "call_id": TEXT, "output": TEXT})
     asked = {
         "instructions": TEXT,
@@ -254,27 +372,65 @@ def _response(context: int, bounds: Bounds) -> Schema:
         "metadata": OBJECT,
         "previous_response_id": NAME,
         "store": FLAG,
-        "tools": _list(_fields({"type": {"const": "function"}, "name": NAME}, parameters=_or_null(OBJECT))),
+        "tools": _list(
+            _fields({"type": {"const": "function"}, "name": NAME}, parameters=_or_null(OBJECT))
+        ),
         "tool_choice": {"anyOf": [{"enum": ["none", "auto", "required"]}, OBJECT]},
         "parallel_tool_calls": FLAG,
-        "text": _fields({}, format=_or_null(_fields({"type": {"enum": ["text", "json_object", "json_schema"]}}, schema=_or_null(OBJECT)))),
+        "text": _fields(
+            {},
+            format=_or_null(
+                _fields(
+                    {"type": {"enum": ["text", "json_object", "json_schema"]}},
+                    schema=_or_null(OBJECT),
+                )
+            ),
+        ),
         "include": _list(TEXT),
         "top_logprobs": _whole(0, ALTERNATIVES),
     }
-    unused = {name: {"enum": list(values), "description": "Not supported: leave it out."} for name, values in OF_RESPONSES.items()}
+    unused = {
+        name: {"enum": list(values), "description": "Not supported: leave it out."}
+        for name, values in OF_RESPONSES.items()
+    }
     optional = {name: shared[name] for name in ("stream", "temperature", "top_p")} | unused
     items = _list({"anyOf": [message, call, output]}, 1)
-    return _fields({"model": NAME, "input": {"anyOf": [TEXT, items]}}, **optional, **{k: _or_null(v) for k, v in asked.items()})
+    return _fields(
+        {"model": NAME, "input": {"anyOf": [TEXT, items]}},
+        **optional,
+        **{k: _or_null(v) for k, v in asked.items()},
+    )
 
 
 EDGE = _or_null(TEXT)
-MODEL = _fields({"id": TEXT, "object": {"const": "model"}, "created": {"type": "integer"}, "owned_by": TEXT, "mint_revision": EDGE})
-MODELS = _fields({"object": {"const": "list"}, "data": _list(MODEL), "has_more": FLAG, "first_id": EDGE, "last_id": EDGE})
+MODEL = _fields(
+    {
+        "id": TEXT,
+        "object": {"const": "model"},
+        "created": {"type": "integer"},
+        "owned_by": TEXT,
+        "mint_revision": EDGE,
+    }
+)
+MODELS = _fields(
+    {
+        "object": {"const": "list"},
+        "data": _list(MODEL),
+        "has_more": FLAG,
+        "first_id": EDGE,
+        "last_id": EDGE,
+    }
+)
 COUNT = {"type": "integer", "minimum": 0}
 LOGPROB = _or_null({"type": "number", "maximum": 1e-3})  # rounding alone is above 0
 REASON = {"enum": ["stop", "length", "tool_calls", "abort"]}
 USAGE = _fields(
-    {"prompt_tokens": COUNT, "completion_tokens": COUNT, "total_tokens": COUNT, "prompt_tokens_details": _fields({"cached_tokens": COUNT})}
+    {
+        "prompt_tokens": COUNT,
+        "completion_tokens": COUNT,
+        "total_tokens": COUNT,
+        "prompt_tokens_details": _fields({"cached_tokens": COUNT}),
+    }
 )
 LIKELIEST = OBJECT | {"additionalProperties": LOGPROB}
 TABLE = _fields(
@@ -286,10 +442,26 @@ TABLE = _fields(
     }
 )
 TOKEN = {"token": TEXT, "logprob": LOGPROB, "bytes": _list(_whole(0, 255))}
-CALL = _fields({"id": TEXT, "type": {"const": "function"}, "function": _fields({"name": TEXT, "arguments": TEXT})})
+CALL = _fields(
+    {
+        "id": TEXT,
+        "type": {"const": "function"},
+        "function": _fields({"name": TEXT, "arguments": TEXT}),
+    }
+)
 MADE = _fields({"function": _fields({"name": TEXT, "arguments": {"anyOf": [TEXT, OBJECT]}})})
-MESSAGE = _fields({"role": {"const": "assistant"}, "content": _or_null(TEXT), "refusal": {"const": None}}, tool_calls=_list(CALL))
-CONTENT = _or_null(_fields({"content": _list(_fields(TOKEN | {"top_logprobs": _list(_fields(TOKEN))})), "refusal": {"const": None}}))
+MESSAGE = _fields(
+    {"role": {"const": "assistant"}, "content": _or_null(TEXT), "refusal": {"const": None}},
+    tool_calls=_list(CALL),
+)
+CONTENT = _or_null(
+    _fields(
+        {
+            "content": _list(_fields(TOKEN | {"top_logprobs": _list(_fields(TOKEN))})),
+            "refusal": {"const": None},
+        }
+    )
+)
 
 
 def _body(kind: str, **choice: Schema) -> Schema:
@@ -310,7 +482,13 @@ COMPLETION = _body("text_completion", text=TEXT, logprobs=_or_null(TABLE))
 CHAT = _body("chat.completion", message=MESSAGE, logprobs=CONTENT)
 ITEM = _fields({"id": TEXT, "type": {"enum": ["message", "function_call"]}, "status": TEXT})
 RESPONSE = _fields(
-    {"id": TEXT, "object": {"const": "response"}, "created_at": COUNT, "status": {"enum": ["completed", "incomplete"]}, "model": TEXT}
+    {
+        "id": TEXT,
+        "object": {"const": "response"},
+        "created_at": COUNT,
+        "status": {"enum": ["completed", "incomplete"]},
+        "model": TEXT,
+    }
     | {"output": _list(ITEM), "usage": OBJECT, "mint_revision": EDGE}
 )
 DELETED = _fields({"id": TEXT, "object": {"const": "response"}, "deleted": {"const": True}})
@@ -323,7 +501,13 @@ def _tinker() -> Schema:
     model, session, request = {"model_id": NAME}, {"session_id": NAME}, {"request_id": TEXT}
     trained = _fields(request | {"model_id": TEXT})
 
-    def post(summary: str, required: Schema | None = None, answer: Schema = OBJECT, binary: bool = False, **optional: Schema) -> Schema:
+    def post(
+        summary: str,
+        required: Schema | None = None,
+        answer: Schema = OBJECT,
+        binary: bool = False,
+        **optional: Schema,
+    ) -> Schema:
         body = None if required is None else _fields(required, **optional)
         return {"post": _operation(summary, "Tinker", answer, body=body, binary=binary)}
 
@@ -333,13 +517,25 @@ def _tinker() -> Schema:
     def get(summary: str) -> Schema:
         return {"get": _operation(summary, "Tinker")}
 
-    names: dict[str, Any] = {name: _or_null(NAME) for name in ("display_name", "project_id", "sdk_version")}
+    names: dict[str, Any] = {
+        name: _or_null(NAME) for name in ("display_name", "project_id", "sdk_version")
+    }
     notes: dict[str, Any] = {"tags": _or_null(_list(ANY)), "user_metadata": _or_null(OBJECT)}
     target = _fields({"sampling_session_id": NAME}, cloned_sampler_id=PLACE)
-    acknowledged = {"retrieved_request_ids": _or_null(_list(NAME)), "prev_cursor": _whole(0, 2**63 - 1), "timeout": ANY}
+    acknowledged = {
+        "retrieved_request_ids": _or_null(_list(NAME)),
+        "prev_cursor": _whole(0, 2**63 - 1),
+        "timeout": ANY,
+    }
     places = session | {"sampling_session_seq_id": PLACE}
     summed = {"source_paths": _list(NAME, 1), "coefficients": _list({"type": "number"}, 1)}
-    result = {"post": _operation("Waits for a result.", "Tinker", body=_fields({"request_id": NAME}, allow_metadata_only=FLAG))}
+    result = {
+        "post": _operation(
+            "Waits for a result.",
+            "Tinker",
+            body=_fields({"request_id": NAME}, allow_metadata_only=FLAG),
+        )
+    }
     result["post"]["responses"]["200"]["content"]["application/x-protobuf"] = {}
     return {
         "healthz": get("The process lives."),
@@ -349,25 +545,52 @@ def _tinker() -> Schema:
         "client/config": post("Options of the SDK."),
         "client/dynamic_config": post("Options of the SDK that may change."),
         "telemetry": post("Taken and dropped."),
-        "create_session": post("Opens a session.", {}, _fields({"session_id": TEXT}), **names, **notes),
+        "create_session": post(
+            "Opens a session.", {}, _fields({"session_id": TEXT}), **names, **notes
+        ),
         "session_heartbeat": post("The session goes on.", session),
         "sessions/{session}/finish": post("Ends a session."),
-        "create_model": post("Makes a policy.", session | {"model_seq_id": PLACE}, trained, lora_config=ANY, user_metadata=ANY),
-        "load_weights": post("Loads a state into a new policy of a session, or into a living one.", {}, path=ANY),
+        "create_model": post(
+            "Makes a policy.",
+            session | {"model_seq_id": PLACE},
+            trained,
+            lora_config=ANY,
+            user_metadata=ANY,
+        ),
+        "load_weights": post(
+            "Loads a state into a new policy of a session, or into a living one.", {}, path=ANY
+        ),
         "get_info": post("A policy's base and rank.", model),
         "unload_model": post("Ends a policy.", model, trained),
         "forward": numbered("Log-probabilities and losses.", True, forward_input=ANY),
         "forward_backward": numbered("Gradients are added up.", True, forward_backward_input=ANY),
         "optim_step": numbered("An update by AdamW.", adam_params=ANY),
         "save_weights": numbered("Keeps a training state.", path=ANY, ttl_seconds=ANY),
-        "save_weights_for_sampler": numbered("Makes a revision to sample.", path=ANY, sampling_session_seq_id=ANY),
-        "save_weights_external": numbered("Writes encrypted weights to download.", path=ANY, age_encryption_recipients=ANY),
-        "create_sampling_session": post("Names what is sampled.", places, model_path=_or_null(NAME), base_model=_or_null(NAME)),
+        "save_weights_for_sampler": numbered(
+            "Makes a revision to sample.", path=ANY, sampling_session_seq_id=ANY
+        ),
+        "save_weights_external": numbered(
+            "Writes encrypted weights to download.", path=ANY, age_encryption_recipients=ANY
+        ),
+        "create_sampling_session": post(
+            "Names what is sampled.", places, model_path=_or_null(NAME), base_model=_or_null(NAME)
+        ),
         "join_sampling_session": post("A further copy of a client.", {"sampling_session_id": NAME}),
-        "asample": post("Samples.", {}, _fields(request), sampling_session_id=_or_null(NAME), prompt=ANY, sampling_params=ANY),
+        "asample": post(
+            "Samples.",
+            {},
+            _fields(request),
+            sampling_session_id=_or_null(NAME),
+            prompt=ANY,
+            sampling_params=ANY,
+        ),
         "retrieve_future": result,
-        "retrieve_futures": post("Waits for any of a sampler's results.", {"target": target}, **acknowledged),
-        "cancel_future": post("Cancels samples.", {}, request_id=_or_null(NAME), request_ids=_or_null(_list(NAME))),
+        "retrieve_futures": post(
+            "Waits for any of a sampler's results.", {"target": target}, **acknowledged
+        ),
+        "cancel_future": post(
+            "Cancels samples.", {}, request_id=_or_null(NAME), request_ids=_or_null(_list(NAME))
+        ),
         "mint/checkpoints/interpolate": post("Sums adapters.", summed),
         "mint/forward_backward_reverse_kl": post("Refused, through its future.", model),
     }
@@ -380,26 +603,65 @@ def _tinker_rest() -> Schema:
     page = {"limit": _whole(0, 10**18 - 1), "offset": _whole(0, 10**18 - 1)}
     checkpoint = "training_runs/{model}/checkpoints/{kind}/{name}"
     life = _or_null(_whole(checkpoints.SHORTEST_S, checkpoints.LONGEST_S))
-    copied = _fields({"source_path": NAME}, ttl_seconds=life, destination_project_id=ANY, session_id=ANY, model_seq_id=ANY)
-    searched = ("session_id", "project_ids", "user_metadata", "display_name", "owner", "statuses", "limit", "cursor")
+    copied = _fields(
+        {"source_path": NAME},
+        ttl_seconds=life,
+        destination_project_id=ANY,
+        session_id=ANY,
+        model_seq_id=ANY,
+    )
+    searched = (
+        "session_id",
+        "project_ids",
+        "user_metadata",
+        "display_name",
+        "owner",
+        "statuses",
+        "limit",
+        "cursor",
+    )
     return {
         "training_runs": {"get": of("A tenant's policies.", query=page | {"project_id": TEXT})},
         "training_runs/{model}": {"get": of("One policy.")},
         "training_runs/{model}/checkpoints": {"get": of("Its checkpoints.")},
         "checkpoints": {"get": of("A tenant's checkpoints.", query=page)},
         checkpoint: {"delete": of("Removes a checkpoint.", status=204)},
-        f"{checkpoint}/publish": {"post": of("Other tenants may load it."), "delete": of("They may no more.")},
-        f"{checkpoint}/ttl": {"put": of("How long it is kept.", body=_fields({}, ttl_seconds=life))},
-        f"{checkpoint}/external_weights_urls": {"get": of("Where external weights are for an hour.")},
-        f"{checkpoint}/archive": {"get": of("Where a tar of an adapter is for an hour.", status=302)},
-        "files/{token}": {"get": of("A file of a link.", kinds=("application/octet-stream", "application/x-tar", "application/json"))},
-        "weights_info": {"post": of("What a checkpoint is of.", body=_fields({"tinker_path": NAME}))},
+        f"{checkpoint}/publish": {
+            "post": of("Other tenants may load it."),
+            "delete": of("They may no more."),
+        },
+        f"{checkpoint}/ttl": {
+            "put": of("How long it is kept.", body=_fields({}, ttl_seconds=life))
+        },
+        f"{checkpoint}/external_weights_urls": {
+            "get": of("Where external weights are for an hour.")
+        },
+        f"{checkpoint}/archive": {
+            "get": of("Where a tar of an adapter is for an hour.", status=302)
+        },
+        "files/{token}": {
+            "get": of(
+                "A file of a link.",
+                kinds=("application/octet-stream", "application/x-tar", "application/json"),
+            )
+        },
+        "weights_info": {
+            "post": of("What a checkpoint is of.", body=_fields({"tinker_path": NAME}))
+        },
         "copy_weights": {"post": of("Copies a checkpoint.", body=copied)},
         "sessions": {"get": of("A tenant's sessions.", query=page)},
         "sessions/{session}": {"get": of("One session.")},
-        "sessions/{session}/project": {"put": of("Moves a session into a project.", body=_fields({"project_id": NAME}))},
-        "sessions/{session}/trace_export": {"get": of("Where a session's timeline is for an hour.")},
-        "sessions/search": {"post": of("A tenant's sessions that match.", body=_fields({}, **dict.fromkeys(searched, ANY)))},
+        "sessions/{session}/project": {
+            "put": of("Moves a session into a project.", body=_fields({"project_id": NAME}))
+        },
+        "sessions/{session}/trace_export": {
+            "get": of("Where a session's timeline is for an hour.")
+        },
+        "sessions/search": {
+            "post": of(
+                "A tenant's sessions that match.", body=_fields({}, **dict.fromkeys(searched, ANY))
+            )
+        },
     }
 
 
@@ -410,7 +672,12 @@ def _operators() -> Schema:
     def get(summary: str, **more: Any) -> Schema:
         return {"get": _operation(summary, "operators", **more)}
 
-    costs = {"by": {"enum": ["policy", "tenant"]}, "tenant": TEXT, "limit": _whole(1, MOST_LISTED), "offset": _whole(0, 10**9)}
+    costs = {
+        "by": {"enum": ["policy", "tenant"]},
+        "tenant": TEXT,
+        "limit": _whole(1, MOST_LISTED),
+        "offset": _whole(0, 10**9),
+    }
     ready = get("Whether requests would be served now.")
     why = {"application/json": {"schema": _fields({"status": TEXT})}}
     ready["get"]["responses"]["503"] = {"description": "Not now, and why.", "content": why}

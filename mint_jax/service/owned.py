@@ -1,4 +1,6 @@
-"""What tenants own against what they may own: policies in training, and bytes of these and of checkpoints."""
+"""What tenants own against what they may own: policies in training, and bytes of these and of
+checkpoints.
+"""
 
 import threading
 from collections.abc import Callable, Mapping
@@ -15,12 +17,15 @@ class Owned:
         state_bytes: of the training state of a policy, by its rank and the families that it trains.
     """
 
-    def __init__(self, book: Book, quotas: Quotas, state_bytes: Callable[[int, Mapping[str, bool]], int]):
+    def __init__(
+        self, book: Book, quotas: Quotas, state_bytes: Callable[[int, Mapping[str, bool]], int]
+    ):
         self._book, self._quotas, self._state_bytes = book, quotas, state_bytes
         self._adding = threading.Lock()  # from what there are to one more
 
     def add_model(self, session: str, place: int, tenant: str, told: Mapping[str, Any]) -> Model:
-        """A session's model of this number, which is made unless it is there. One that says no rank cannot be trained, and counts not.
+        """A session's model of this number, which is made unless it is there. One that says no rank
+        cannot be trained, and counts not.
 
         Raises:
             OverQuota: the tenant has as many as it may.
@@ -31,8 +36,9 @@ class Owned:
                 others = [model for model in self._trained(tenant) if model.id != id]
                 if quota.policies is not None and len(others) >= quota.policies:
                     raise OverQuota(
-                        f"tenant {tenant} has {len(others)} policies in training, of {quota.policies}: unload one, or finish a session "
-                        "that is no longer needed; its checkpoints stay"
+                        f"tenant {tenant} has {len(others)} policies in training, of"
+                        f" {quota.policies}: unload one, or finish a session that is no longer"
+                        " needed; its checkpoints stay"
                     )
                 self._check_room(tenant, self._state_bytes(told["rank"], told["train"]), others)
             return self._book.add_model(session, place, tenant, told)
@@ -51,9 +57,11 @@ class Owned:
     def _check_room(self, tenant: str, more: int, trained: list[Model]) -> None:
         if (most := self._quotas.of(tenant).bytes) is None:
             return
-        has = self._book.checkpoint_bytes(tenant) + sum(self._state_bytes(one.told["rank"], one.told["train"]) for one in trained)
+        has = self._book.checkpoint_bytes(tenant) + sum(
+            self._state_bytes(one.told["rank"], one.told["train"]) for one in trained
+        )
         if has + more > most:
             raise OverQuota(
-                f"tenant {tenant} has {has} bytes of checkpoints and training states and asks for {more} more, of {most}: delete "
-                "checkpoints, or unload policies"
+                f"tenant {tenant} has {has} bytes of checkpoints and training states and asks for"
+                f" {more} more, of {most}: delete checkpoints, or unload policies"
             )

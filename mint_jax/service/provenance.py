@@ -1,4 +1,6 @@
-"""Routes of sampled sequences, replayed in training on them (R3): a client's provenance spans name sequences that were sampled here."""
+"""Routes of sampled sequences, replayed in training on them (R3): a client's provenance spans name
+sequences that were sampled here.
+"""
 
 import collections
 import dataclasses
@@ -15,7 +17,8 @@ KEPT_BYTES = 1 << 28  # of sampled sequences' routes that are kept for training 
 
 
 class Sequences:
-    """Completions that were sampled here, by their ids: the newest, within ``most_bytes`` of routes.
+    """Completions that were sampled here, by their ids: the newest, within ``most_bytes`` of
+    routes.
 
     Args:
         routed: whether the base has experts; without, nothing is kept and nothing found.
@@ -29,7 +32,11 @@ class Sequences:
 
     @staticmethod
     def _size(completion: Completion) -> int:
-        return sum(array.nbytes for array in (completion.routes, completion.prompt_routes) if array is not None)
+        return sum(
+            array.nbytes
+            for array in (completion.routes, completion.prompt_routes)
+            if array is not None
+        )
 
     def add(self, id: str, tenant: str, completion: Completion) -> None:
         """Keeps a sequence for its tenant; the oldest ones go. From any thread."""
@@ -48,25 +55,43 @@ class Sequences:
             owner, found = self._held.get(id, (None, None))
         return found if owner == tenant else None
 
-    def with_routes(self, call: ForwardBackward, spans: Sequence[Sequence[Any]], tenant: str) -> ForwardBackward:
-        """A request whose data replay the experts that sampling visited, as far as their spans tell and routes are kept.
+    def with_routes(
+        self, call: ForwardBackward, spans: Sequence[Sequence[Any]], tenant: str
+    ) -> ForwardBackward:
+        """A request whose data replay the experts that sampling visited, as far as their spans tell
+        and routes are kept.
 
         Args:
-            spans: of each datum, in its order; each names a part of a sequence's prompt or of its tokens, as (kind, id, offset, length).
+            spans: of each datum, in its order; each names a part of a sequence's prompt or of its
+                tokens, as (kind, id, offset, length).
         """
-        routes = [self._routes_of(mine, datum.tokens.size, tenant) for datum, mine in zip(call.data, spans)]
+        routes = [
+            self._routes_of(mine, datum.tokens.size, tenant)
+            for datum, mine in zip(call.data, spans)
+        ]
         if not any(one is not None for one in routes):
             return call
-        return dataclasses.replace(call, data=[dataclasses.replace(datum, routes=one) for datum, one in zip(call.data, routes)])
+        return dataclasses.replace(
+            call,
+            data=[dataclasses.replace(datum, routes=one) for datum, one in zip(call.data, routes)],
+        )
 
     def _routes_of(self, spans: Sequence[Any], count: int, tenant: str) -> np.ndarray | None:
-        """Experts that a datum's ``count`` tokens visited when they were sampled here, ``[N, L, X]``, -1 where that is not known."""
+        """Experts that a datum's ``count`` tokens visited when they were sampled here, ``[N, L,
+        X]``, -1 where that is not known.
+        """
         if not self.routed or not spans:
             return None
         parts = []
         for kind, id, offset, length in spans:
             found = self.find(id, tenant)
-            whole = None if found is None else _of_prompt(found) if kind == "prompt" else _of_tokens(found)
+            whole = (
+                None
+                if found is None
+                else _of_prompt(found)
+                if kind == "prompt"
+                else _of_tokens(found)
+            )
             parts.append((length, None if whole is None else whole[offset : offset + length]))
         if (like := next((part for _, part in parts if part is not None), None)) is None:
             return None

@@ -1,11 +1,14 @@
-"""What a tenant may have, at once and in all. ``python -m mint_jax.service.quotas set|list --folder DIR ...``
+"""What a tenant may have, at once and in all. ``python -m mint_jax.service.quotas set|list --folder
+DIR ...``
 
-Load comes and goes: requests and tokens in flight beyond a quota are ``Busy``, 429, and clients ask again by themselves. What is owned
-stays until its owner lets go: policies in training and bytes beyond a quota are ``OverQuota``, 403, at which clients stop (the Tinker SDK
-asks again for minutes after 409, 429 and 5xx, and for an hour after 402). A request that would never fit is ``OverQuota`` too.
+Load comes and goes: requests and tokens in flight beyond a quota are ``Busy``, 429, and clients ask
+again by themselves. What is owned stays until its owner lets go: policies in training and bytes
+beyond a quota are ``OverQuota``, 403, at which clients stop (the Tinker SDK asks again for minutes
+after 409, 429 and 5xx, and for an hour after 402). A request that would never fit is ``OverQuota``
+too.
 
-The file ``quotas.json`` lies beside ``keys.json``. A server reads it again when it has changed; one that it cannot read then is
-logged, and the quotas of before hold.
+The file ``quotas.json`` lies beside ``keys.json``. A server reads it again when it has changed; one
+that it cannot read then is logged, and the quotas of before hold.
 """
 
 import argparse
@@ -29,7 +32,16 @@ log = logging.getLogger("mint_jax.service")
 
 FILE = "quotas.json"
 RETRY_S = 1.0
-UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+UNITS = {
+    "k": 10**3,
+    "m": 10**6,
+    "g": 10**9,
+    "t": 10**12,
+    "ki": 2**10,
+    "mi": 2**20,
+    "gi": 2**30,
+    "ti": 2**40,
+}
 
 
 class Busy(UserError):
@@ -39,7 +51,9 @@ class Busy(UserError):
 
 
 class OverQuota(UserError):
-    """A quota of what is owned is used up, or a request larger than one; asking again does not help."""
+    """A quota of what is owned is used up, or a request larger than one; asking again does not
+    help.
+    """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,9 +62,11 @@ class Quota:
 
     Attributes:
         requests: HTTP requests in flight, long polls not counted.
-        tokens: in flight: of samples the prompts and all that may be drawn, of training the data, until they have ended.
+        tokens: in flight: of samples the prompts and all that may be drawn, of training the data,
+            until they have ended.
         policies: in training, until they are unloaded or their session ends.
-        bytes: of checkpoints that have names, each content once, and of the training states (weights and two moments) of policies.
+        bytes: of checkpoints that have names, each content once, and of the training states
+            (weights and two moments) of policies.
     """
 
     requests: int | None = None
@@ -61,16 +77,22 @@ class Quota:
     def __post_init__(self):
         for name, value in dataclasses.asdict(self).items():
             if value is not None and (type(value) is not int or value < 0):
-                raise UserError(f"quota {name} is {value!r}; expected a whole number, 0 or more, or null for no limit")
+                raise UserError(
+                    f"quota {name} is {value!r}; expected a whole number, 0 or more, or null for no"
+                    " limit"
+                )
 
     def over(self, other: "Quota") -> "Quota":
         """This one, with the other's limits where it has none."""
-        mine = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+        mine = {
+            name: value for name, value in dataclasses.asdict(self).items() if value is not None
+        }
         return dataclasses.replace(other, **mine)
 
 
 class Quotas:
-    """The quotas of all tenants, and who has how many tokens in flight; may be called from any thread.
+    """The quotas of all tenants, and who has how many tokens in flight; may be called from any
+    thread.
 
     Args:
         default: of a tenant that the file does not name, and of what it leaves open.
@@ -84,8 +106,17 @@ class Quotas:
         UserError: the file cannot be read or understood.
     """
 
-    def __init__(self, default: Quota | None = None, folder: Path | None = None, monotonic: Callable[[], float] = time.monotonic):
-        self.default, self._path, self._monotonic = default or Quota(), None if folder is None else folder / FILE, monotonic
+    def __init__(
+        self,
+        default: Quota | None = None,
+        folder: Path | None = None,
+        monotonic: Callable[[], float] = time.monotonic,
+    ):
+        self.default, self._path, self._monotonic = (
+            default or Quota(),
+            None if folder is None else folder / FILE,
+            monotonic,
+        )
         self._lock = threading.Lock()
         self._held: dict[Hashable, tuple[str, int]] = {}
         self.tokens: collections.Counter[str] = collections.Counter()
@@ -114,7 +145,9 @@ class Quotas:
         except FileNotFoundError:
             version = ()
         except OSError as error:
-            raise UserError(f"{self._path} cannot be read ({error.strerror}): let the server's user read it") from error
+            raise UserError(
+                f"{self._path} cannot be read ({error.strerror}): let the server's user read it"
+            ) from error
         if version != self._version:
             self._version = version
             self._named = read(self._path.parent)
@@ -124,8 +157,8 @@ class Quotas:
     def begin(self, key: Hashable, tenant: str, tokens: int) -> bool:
         """Counts tokens as in flight, under a key once; whether they were not counted before.
 
-        A training request that all others of its model wait for is let in whatever is in flight: refused, it would hold up those that
-        have to end first.
+        A training request that all others of its model wait for is let in whatever is in flight:
+        refused, it would hold up those that have to end first.
 
         Args:
             key: of a training request its model and number, of anything else what is no tuple.
@@ -137,22 +170,34 @@ class Quotas:
         most = self.of(tenant).tokens
         if most is not None and tokens > most:
             raise OverQuota(
-                f"the request has {tokens} tokens, what it may draw included; tenant {tenant} may have {most} in flight: "
-                "ask for fewer at once, or ask the server's operator for a larger quota"
+                f"the request has {tokens} tokens, what it may draw included; tenant {tenant} may"
+                f" have {most} in flight: ask for fewer at once, or ask the server's operator for a"
+                " larger quota"
             )
         with self._lock:
             if key in self._held:
                 return False
-            if most is not None and self.tokens[tenant] + tokens > most and not self._is_waited_for(key):
+            if (
+                most is not None
+                and self.tokens[tenant] + tokens > most
+                and not self._is_waited_for(key)
+            ):
                 has = self.tokens[tenant]
-                raise Busy(f"tenant {tenant} has {has} tokens in flight and asks for {tokens} more, of {most}: ask again later")
+                raise Busy(
+                    f"tenant {tenant} has {has} tokens in flight and asks for {tokens} more, of"
+                    f" {most}: ask again later"
+                )
             self._held[key] = tenant, tokens
             if tokens:
                 self.tokens[tenant] += tokens
         return True
 
     def _is_waited_for(self, key: Hashable) -> bool:
-        numbers = [held[1] for held in self._held if isinstance(held, tuple) and held[0] == key[0]] if isinstance(key, tuple) else []
+        numbers = (
+            [held[1] for held in self._held if isinstance(held, tuple) and held[0] == key[0]]
+            if isinstance(key, tuple)
+            else []
+        )
         return bool(numbers) and key[1] < min(numbers)  # type: ignore[index]
 
     def end(self, key: Hashable) -> None:
@@ -180,23 +225,33 @@ def read(folder: Path) -> dict[str, Quota]:
     """
     path = folder / FILE
     try:
-        return {str(tenant): Quota(**told) for tenant, told in json.loads(path.read_bytes()).items()}
+        return {
+            str(tenant): Quota(**told) for tenant, told in json.loads(path.read_bytes()).items()
+        }
     except FileNotFoundError:
         return {}
     except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}): let the server's user read it") from error
+        raise UserError(
+            f"{path} cannot be read ({error.strerror}): let the server's user read it"
+        ) from error
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(f"{path} has no quotas by tenant ({error}): mend it, or put back a copy of it") from error
+        raise UserError(
+            f"{path} has no quotas by tenant ({error}): mend it, or put back a copy of it"
+        ) from error
 
 
 def set_quota(folder: Path, tenant: str, **limits: int | None) -> Quota:
-    """Gives a tenant these limits beside those it has; None takes one away. A running server follows within a second or two.
+    """Gives a tenant these limits beside those it has; None takes one away. A running server
+    follows within a second or two.
 
     Raises:
         UserError: a bad tenant, limit or file.
     """
     if not NAME.fullmatch(tenant):
-        raise UserError(f"tenant is {tenant!r}; expected 1 to 64 letters, digits, '.', '_' or '-', the first a letter or digit")
+        raise UserError(
+            f"tenant is {tenant!r}; expected 1 to 64 letters, digits, '.', '_' or '-', the first a"
+            " letter or digit"
+        )
     with alone(folder):
         quotas = read(folder)
         quotas[tenant] = dataclasses.replace(quotas.get(tenant, Quota()), **limits)
@@ -217,16 +272,26 @@ def _number(text: str) -> int | None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The commands. Returns the exit status: 2 for a user's mistake."""
-    parser = argparse.ArgumentParser(prog="python -m mint_jax.service.quotas", description="What tenants of a server may have.")
+    parser = argparse.ArgumentParser(
+        prog="python -m mint_jax.service.quotas", description="What tenants of a server may have."
+    )
     commands = parser.add_subparsers(dest="command", required=True)
-    setting = commands.add_parser("set", help="change a tenant's limits: numbers such as 20, 100k or 4Gi, or none")
+    setting = commands.add_parser(
+        "set", help="change a tenant's limits: numbers such as 20, 100k or 4Gi, or none"
+    )
     setting.add_argument("--tenant", required=True, help="whose they are")
-    helps = {"requests": "HTTP requests in flight", "tokens": "tokens in flight", "policies": "policies in training"}
+    helps = {
+        "requests": "HTTP requests in flight",
+        "tokens": "tokens in flight",
+        "policies": "policies in training",
+    }
     for name, what in (helps | {"bytes": "bytes of checkpoints and training states"}).items():
         setting.add_argument(f"--{name}", help=what)
     listing = commands.add_parser("list", help="print each tenant's limits")
     for command in (setting, listing):
-        command.add_argument("--folder", type=Path, required=True, help="the server's folder of keys")
+        command.add_argument(
+            "--folder", type=Path, required=True, help="the server's folder of keys"
+        )
     given = parser.parse_args(arguments)
     try:
         found: dict[str, Any] = read(given.folder)
@@ -235,7 +300,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             limits = {name: _number(text) for name, text in wanted.items() if text is not None}
             found = {given.tenant: set_quota(given.folder, given.tenant, **limits)}
         for tenant, quota in found.items():
-            limits = (f"{name}={'-' if value is None else value}" for name, value in dataclasses.asdict(quota).items())
+            limits = (
+                f"{name}={'-' if value is None else value}"
+                for name, value in dataclasses.asdict(quota).items()
+            )
             print(tenant, *limits, sep="\t")
     except (UserError, OSError) as error:
         print(error, file=sys.stderr)

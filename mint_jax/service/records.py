@@ -28,7 +28,8 @@ class Kind(enum.IntEnum):
     DELIVERED: the result has arrived at the client.
     ACKNOWLEDGED: the client needs the result no more: it said so, or the time to keep it is over.
     FORGOTTEN: ``model`` and all that was asked of it are gone.
-    CHECKPOINT: ``body`` is what is still to be known of requests whose own records may be deleted, JSON by model.
+    CHECKPOINT: ``body`` is what is still to be known of requests whose own records may be deleted,
+    JSON by model.
     """
 
     REQUEST = 1

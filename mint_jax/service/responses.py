@@ -1,7 +1,8 @@
-"""OpenAI's Responses API: bodies become bodies of chats, and answers of chats become responses or their events.
+"""OpenAI's Responses API: bodies become bodies of chats, and answers of chats become responses or
+their events.
 
-Text, function tools, structured output, streams and ``previous_response_id`` are served. What is known and cannot be had (other tools,
-background, conversations, reasoning) is refused by name.
+Text, function tools, structured output, streams and ``previous_response_id`` are served. What is
+known and cannot be had (other tools, background, conversations, reasoning) is refused by name.
 """
 
 import collections
@@ -29,8 +30,26 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {  # field -> values that mean "not us
     "context_management": (None, []),
 }
 KEPT = (  # fields that chats call the same, vLLM's among them
-    *("model", "stream", "temperature", "top_p", "parallel_tool_calls", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos"),
-    *("logit_bias", "presence_penalty", "frequency_penalty", "repetition_penalty", "chat_template_kwargs"),
+    *(
+        "model",
+        "stream",
+        "temperature",
+        "top_p",
+        "parallel_tool_calls",
+        "top_k",
+        "min_p",
+        "seed",
+        "stop",
+        "stop_token_ids",
+        "ignore_eos",
+    ),
+    *(
+        "logit_bias",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "chat_template_kwargs",
+    ),
 )
 NAMES = {  # what chats call fields of responses
     "max_completion_tokens": "max_output_tokens",
@@ -46,11 +65,16 @@ class Unknown(BadRequest):
     """A response is not kept here."""
 
     def __init__(self, id: str, param: str | None = None):
-        super().__init__(param, f"response {id[:100]!r} is not kept here: it was deleted, is too old, or the server was started anew")
+        super().__init__(
+            param,
+            f"response {id[:100]!r} is not kept here: it was deleted, is too old, or the server was"
+            " started anew",
+        )
 
 
 class Store:
-    """Responses that were asked to be kept, the newest ``STORE_BYTES`` of them, in memory. From any thread.
+    """Responses that were asked to be kept, the newest ``STORE_BYTES`` of them, in memory. From any
+    thread.
 
     Args:
         most_bytes: of all tenants together.
@@ -58,7 +82,9 @@ class Store:
 
     def __init__(self, most_bytes: int = STORE_BYTES):
         self._most, self._bytes, self._lock = most_bytes, 0, threading.Lock()
-        self._kept: collections.OrderedDict[tuple[str, str], tuple[str, int]] = collections.OrderedDict()
+        self._kept: collections.OrderedDict[tuple[str, str], tuple[str, int]] = (
+            collections.OrderedDict()
+        )
 
     def put(self, tenant: str, response: Mapping[str, Any], messages: Messages) -> None:
         """Keeps a response and the conversation that it ends."""
@@ -69,7 +95,9 @@ class Store:
             while self._bytes > self._most:
                 self._bytes -= self._kept.popitem(last=False)[1][1]
 
-    def get(self, tenant: str, id: str, param: str | None = None) -> tuple[dict[str, Any], Messages]:
+    def get(
+        self, tenant: str, id: str, param: str | None = None
+    ) -> tuple[dict[str, Any], Messages]:
         """Returns a tenant's response and the conversation that it ends.
 
         Raises:
@@ -118,13 +146,17 @@ def asked_of(body: dict[str, Any], tenant: str, store: Store) -> Asked:
     instructions, previous = body.get("instructions"), body.get("previous_response_id")
     messages: Messages = []
     if previous is not None:
-        messages = store.get(tenant, fields.text("previous_response_id", previous), "previous_response_id")[1]
+        messages = store.get(
+            tenant, fields.text("previous_response_id", previous), "previous_response_id"
+        )[1]
     messages += _messages(body.get("input"))
     chat = {name: body[name] for name in KEPT if name in body}
     chat["messages"] = copy.deepcopy(messages)
     if instructions is not None:
         system = fields.text("instructions", instructions)
-        if (first := messages[0])["role"] in ("system", "developer") and isinstance(first["content"], str):
+        if (first := messages[0])["role"] in ("system", "developer") and isinstance(
+            first["content"], str
+        ):
             chat["messages"][0]["content"] = f"{system}\n\n{first['content']}"
         else:
             chat["messages"].insert(0, {"role": "system", "content": system})
@@ -166,7 +198,9 @@ def own_names(error: BadRequest) -> BadRequest:
     """Returns an error about a chat's body with the names that the fields have in responses."""
     for name, own in NAMES.items():
         if error.param is not None and error.param.startswith(name):
-            return BadRequest(own + error.param[len(name) :], str(error).replace(name, own), error.code)
+            return BadRequest(
+                own + error.param[len(name) :], str(error).replace(name, own), error.code
+            )
     return error
 
 
@@ -174,7 +208,11 @@ def _tool(tool: Any, where: str) -> dict[str, Any]:
     if not isinstance(tool, dict) or tool.get("type") != "function":
         kind = tool.get("type") if isinstance(tool, dict) else tool
         raise wrong(f"{where}.type", kind, "function: tools of other types are not served here")
-    function = {key: tool[key] for key in ("name", "description", "parameters", "strict") if tool.get(key) is not None}
+    function = {
+        key: tool[key]
+        for key in ("name", "description", "parameters", "strict")
+        if tool.get(key) is not None
+    }
     return {"type": "function", "function": function}
 
 
@@ -198,7 +236,12 @@ def _messages(given: Any) -> Messages:
             raise wrong(where, item, "an item")
         kind = item.get("type", "message")
         if kind == "message":
-            out.append({"role": item.get("role"), "content": _text(item.get("content"), f"{where}.content")})
+            out.append(
+                {
+                    "role": item.get("role"),
+                    "content": _text(item.get("content"), f"{where}.content"),
+                }
+            )
         elif kind == "function_call":
             function = {"name": item.get("name"), "arguments": item.get("arguments")}
             call = {"id": item.get("call_id"), "type": "function", "function": function}
@@ -209,7 +252,11 @@ def _messages(given: Any) -> Messages:
             content = _text(item.get("output"), f"{where}.output")
             out.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
         else:
-            raise wrong(f"{where}.type", kind, "message, function_call or function_call_output: others are not served here")
+            raise wrong(
+                f"{where}.type",
+                kind,
+                "message, function_call or function_call_output: others are not served here",
+            )
     return out
 
 
@@ -221,7 +268,9 @@ def _text(content: Any, where: str) -> Any:
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else part
         if kind not in ("input_text", "output_text", "refusal"):
-            raise wrong(f"{where}.type", kind, "parts that are text: others cannot be read by this model")
+            raise wrong(
+                f"{where}.type", kind, "parts that are text: others cannot be read by this model"
+            )
         texts.append(fields.text(where, part.get("refusal" if kind == "refusal" else "text")))
     return "\n".join(texts)
 
@@ -236,7 +285,11 @@ class Response:
 
     def __init__(self, answer: Answer, asked: Asked, tenant: str, store: Store):
         self._answer, self._asked, self._tenant, self._store = answer, asked, tenant, store
-        self.asked, self.model, self.id = answer.asked, answer.model, "resp_" + secrets.token_hex(16)
+        self.asked, self.model, self.id = (
+            answer.asked,
+            answer.model,
+            "resp_" + secrets.token_hex(16),
+        )
         self._sent = 0
         self._output: list[dict[str, Any]] = []  # of a stream
         self._logprobs: list[Any] = []
@@ -252,7 +305,9 @@ class Response:
         output += [self._call(call) for call in message.get("tool_calls", [])]
         return self._ended(output, choice["finish_reason"], answer["usage"])
 
-    def _ended(self, output: list[dict[str, Any]], finish: str, usage: Mapping[str, Any]) -> dict[str, Any]:
+    def _ended(
+        self, output: list[dict[str, Any]], finish: str, usage: Mapping[str, Any]
+    ) -> dict[str, Any]:
         body = self._body("incomplete" if finish in ("length", "abort") else "completed", output)
         if finish == "length":
             body["incomplete_details"] = {"reason": "max_output_tokens"}
@@ -261,7 +316,10 @@ class Response:
                     item["status"] = "incomplete"
         body["usage"] = {
             "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": {"cached_tokens": usage["prompt_tokens_details"]["cached_tokens"], "cache_write_tokens": 0},
+            "input_tokens_details": {
+                "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
+                "cache_write_tokens": 0,
+            },
             "output_tokens": usage["completion_tokens"],
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": usage["total_tokens"],
@@ -291,17 +349,30 @@ class Response:
 
     def _message(self, text: str, logprobs: Sequence[Any], status: str) -> dict[str, Any]:
         part = {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
-        return {"id": f"msg_{self.id[5:]}", "type": "message", "status": status, "role": "assistant", "content": [part]}
+        return {
+            "id": f"msg_{self.id[5:]}",
+            "type": "message",
+            "status": status,
+            "role": "assistant",
+            "content": [part],
+        }
 
     def _call(self, call: Mapping[str, Any]) -> dict[str, Any]:
-        made = {"id": f"fc_{call['id']}", "type": "function_call", "status": "completed", "call_id": call["id"]}
+        made = {
+            "id": f"fc_{call['id']}",
+            "type": "function_call",
+            "status": "completed",
+            "call_id": call["id"],
+        }
         return made | {"name": call["function"]["name"], "arguments": call["function"]["arguments"]}
 
     # -- as it comes
 
     def chunks(self, pieces: Sequence[tuple[int, Piece]]) -> list[dict[str, Any]]:
         """Returns the events for what has come."""
-        return self._begin() + [event for chunk in self._answer.chunks(pieces) for event in self._deltas(chunk)]
+        return self._begin() + [
+            event for chunk in self._answer.chunks(pieces) for event in self._deltas(chunk)
+        ]
 
     def last_chunks(self, number: int, results: Sequence[Completion]) -> list[dict[str, Any]]:
         """Returns the last events."""
@@ -341,14 +412,22 @@ class Response:
     def _begin(self) -> list[dict[str, Any]]:
         if self._sent:
             return []
-        return [self._event(f"response.{kind}", response=self._body("in_progress", [])) for kind in ("created", "in_progress")]
+        return [
+            self._event(f"response.{kind}", response=self._body("in_progress", []))
+            for kind in ("created", "in_progress")
+        ]
 
     def _open(self) -> list[dict[str, Any]]:
         """The events that begin the message."""
         item = self._message("", [], "in_progress")
         self._output.append(item)
-        added = self._event("response.output_item.added", output_index=0, item=item | {"content": []})
-        return [added, self._event("response.content_part.added", **self._place(), part=item["content"][0])]
+        added = self._event(
+            "response.output_item.added", output_index=0, item=item | {"content": []}
+        )
+        return [
+            added,
+            self._event("response.content_part.added", **self._place(), part=item["content"][0]),
+        ]
 
     def _place(self) -> dict[str, Any]:
         return {"item_id": self._output[0]["id"], "output_index": 0, "content_index": 0}
@@ -365,7 +444,12 @@ class Response:
         part["text"] += text
         logprobs, self._logprobs = self._logprobs, []
         part["logprobs"] += logprobs
-        return [*out, self._event("response.output_text.delta", **self._place(), delta=text, logprobs=logprobs)]
+        return [
+            *out,
+            self._event(
+                "response.output_text.delta", **self._place(), delta=text, logprobs=logprobs
+            ),
+        ]
 
     def _close(self, finish: str) -> list[dict[str, Any]]:
         """The events that end the message."""
@@ -374,7 +458,12 @@ class Response:
         part["logprobs"] += self._logprobs
         item["status"] = "incomplete" if finish == "length" else "completed"
         return [
-            self._event("response.output_text.done", **self._place(), text=part["text"], logprobs=part["logprobs"]),
+            self._event(
+                "response.output_text.done",
+                **self._place(),
+                text=part["text"],
+                logprobs=part["logprobs"],
+            ),
             self._event("response.content_part.done", **self._place(), part=part),
             self._event("response.output_item.done", output_index=0, item=item),
         ]
@@ -385,9 +474,16 @@ class Response:
         self._output.append(item)
         begun = item | {"arguments": "", "status": "in_progress"}
         return [
-            self._event("response.output_item.added", output_index=place["output_index"], item=begun),
+            self._event(
+                "response.output_item.added", output_index=place["output_index"], item=begun
+            ),
             self._event("response.function_call_arguments.delta", **place, delta=item["arguments"]),
-            self._event("response.function_call_arguments.done", **place, name=item["name"], arguments=item["arguments"]),
+            self._event(
+                "response.function_call_arguments.done",
+                **place,
+                name=item["name"],
+                arguments=item["arguments"],
+            ),
             self._event("response.output_item.done", output_index=place["output_index"], item=item),
         ]
 

@@ -2,9 +2,10 @@
 
 FOLDER/server.db     sessions, models, samplers, checkpoints' rows (book.py)
 FOLDER/training/     the journal of accepted training requests, and states of policies (durable.py)
-FOLDER/checkpoints/  training states that were saved, and adapters for other engines (checkpoints.py)
-FOLDER/catalog/      revisions: all that can be sampled, unless a catalog elsewhere is named
-FOLDER/spilled/      states of policies that are idle; nothing of it is needed after a restart
+FOLDER/checkpoints/  training states that were saved, and adapters for other engines
+(checkpoints.py) FOLDER/catalog/      revisions: all that can be sampled, unless a catalog elsewhere
+is named FOLDER/spilled/      states of policies that are idle; nothing of it is needed after a
+restart
 """
 
 import contextlib
@@ -62,7 +63,9 @@ from mint_jax.service.weights import Weights
 from mint_jax.train.config import BlockShape
 from mint_jax.train.live import Live
 
-ALPHA = 32.0  # of every adapter: its delta is scaled by 32 / rank, whatever its rank (Schulman et al. 2025, "LoRA without regret")
+# of every adapter: its delta is scaled by 32 / rank, whatever its rank (Schulman et al. 2025, "LoRA
+# without regret")
+ALPHA = 32.0
 PIECE_BYTES = 4 << 20  # of an adapter written into a slot between two turns of the loop
 MAINTENANCE_S = 5.0
 TRIM_S = 60.0  # between two times at which freed memory goes back to the kernel
@@ -114,7 +117,8 @@ class Server:
         catalog: a folder or a database's URL; None: inside ``folder``.
         payloads: see ``Catalog.open``.
         name: what clients call the base, beside the name that it was loaded by.
-        tokenizer: what clients load the tokenizer by: a name on the hub, or a folder that they see too.
+        tokenizer: what clients load the tokenizer by: a name on the hub, or a folder that they see
+            too.
         peft_folder: below which PEFT adapters may be loaded by path; None: none may.
         quotas: what tenants may have.
     """
@@ -137,12 +141,29 @@ class Server:
         self.specs = transformer.abstract(base.cfg)
         self.families = families(self.specs)
         every = [target for members in self.families.values() for target in members]
-        self.live = Live(base, sizes.slots, every, sizes.shapes, host_bytes=sizes.host_bytes, folder=folder / "spilled")
+        self.live = Live(
+            base,
+            sizes.slots,
+            every,
+            sizes.shapes,
+            host_bytes=sizes.host_bytes,
+            folder=folder / "spilled",
+        )
         with contextlib.ExitStack() as opened:
             self.book = opened.enter_context(contextlib.closing(Book(folder / "server.db")))
-            self.catalog = opened.enter_context(contextlib.closing(Catalog.open(catalog or folder / "catalog", payloads, actor="service")))
-            slots = DeviceSlots(self.specs, dict(sizes.adapters), every, mesh=base.mesh, piece_bytes=PIECE_BYTES)
-            admission = Admission(base.fingerprint, self.specs, {bucket: slots.targets(bucket) for bucket in slots.stacks})
+            self.catalog = opened.enter_context(
+                contextlib.closing(
+                    Catalog.open(catalog or folder / "catalog", payloads, actor="service")
+                )
+            )
+            slots = DeviceSlots(
+                self.specs, dict(sizes.adapters), every, mesh=base.mesh, piece_bytes=PIECE_BYTES
+            )
+            admission = Admission(
+                base.fingerprint,
+                self.specs,
+                {bucket: slots.targets(bucket) for bucket in slots.stacks},
+            )
             self.owned = Owned(self.book, self.quotas, self._state_bytes)
             self.costs = Costs(self.book, self.policy_of)
             self.checkpoints = Checkpoints(
@@ -170,7 +191,9 @@ class Server:
                 sizes.host_bytes,
                 workers=os.cpu_count() or 1,
                 metrics=Metrics(self.metrics),
-                wrote=lambda digest, tenant, seconds: self.costs.charge("load", seconds, {Payer(tenant, digest): 1}),
+                wrote=lambda digest, tenant, seconds: self.costs.charge(
+                    "load", seconds, {Payer(tenant, digest): 1}
+                ),
             )
             opened.callback(self.residency.close)
             self.metrics.register(CostMetrics(self.costs))
@@ -181,14 +204,29 @@ class Server:
             cache = {"cache_bytes": sizes.cache_bytes, "reuse_decoded": sizes.reuse_decoded}
             self.engine = Engine(base, decode, sizes.max_rows, keep_routes=routed, **cache)
             self.counters = Counters()
-            self.loop = Loop(self.engine, self.live, self.residency, self.counters, sizes.gap_s, sizes.idle_gap_s, PIECE_BYTES, self.costs)
+            self.loop = Loop(
+                self.engine,
+                self.live,
+                self.residency,
+                self.counters,
+                sizes.gap_s,
+                sizes.idle_gap_s,
+                PIECE_BYTES,
+                self.costs,
+            )
             self.answers, self.sequences = Answers(start=self.book.count_start()), Sequences(routed)
-            self.sampler = functools.lru_cache(SAMPLERS)(self.book.sampler)  # of tenant and id: rows that never change
+            # of tenant and id: rows that never change
+            self.sampler = functools.lru_cache(SAMPLERS)(self.book.sampler)
             self.curves = Curves(self.book)
-            self.links = external.Links(folder / "checkpoints" / "external", external.key_of(folder / "links.key"), self.book.clock)
+            self.links = external.Links(
+                folder / "checkpoints" / "external",
+                external.key_of(folder / "links.key"),
+                self.book.clock,
+            )
             self._opened = opened.pop_all()
         self.monotonic: Callable[[], float] = time.monotonic
-        self._contacts: dict[str, tuple[str, float]] = {}  # of open sessions: tenant and the last contact, monotonic seconds
+        # of open sessions: tenant and the last contact, monotonic seconds
+        self._contacts: dict[str, tuple[str, float]] = {}
         self._contacts_lock = threading.Lock()
         self.ready, self.started = False, self.monotonic()
         self.programs: Programs | None = None
@@ -196,7 +234,9 @@ class Server:
 
     # -- its life
 
-    def warm(self, progress: Callable[[str, int, int], None] = lambda name, done, total: None) -> int:
+    def warm(
+        self, progress: Callable[[str, int, int], None] = lambda name, done, total: None
+    ) -> int:
         """Compiles every program, before ``running``; how many there are.
 
         Args:
@@ -208,8 +248,11 @@ class Server:
             program.build()
         return len(todo)
 
-    def compile_beside(self, progress: Callable[[str, int, int], None] = lambda name, done, total: None) -> Programs:
-        """Compiles every program in a thread of its own while ``running`` serves: requests wait for what they need, and for no more.
+    def compile_beside(
+        self, progress: Callable[[str, int, int], None] = lambda name, done, total: None
+    ) -> Programs:
+        """Compiles every program in a thread of its own while ``running`` serves: requests wait for
+        what they need, and for no more.
 
         Args:
             progress: as of ``warm``; called in that thread.
@@ -228,7 +271,9 @@ class Server:
 
     @contextlib.contextmanager
     def running(self) -> Iterator["Server"]:
-        """Serves until the block ends. Training that has not ended then goes on when the folder is served again."""
+        """Serves until the block ends. Training that has not ended then goes on when the folder is
+        served again.
+        """
         leftovers = self.checkpoints.leftovers()
         durable = Durable(
             self.folder / "training",
@@ -238,14 +283,18 @@ class Server:
             store=self.checkpoints,
             tenant_of=self.book.owner,
             heard=self.curves.heard,
-            ended=lambda model, number: self.quotas.end_all(model) if number is None else self.quotas.end((model, number)),
+            ended=lambda model, number: (
+                self.quotas.end_all(model) if number is None else self.quotas.end((model, number))
+            ),
         )
         self.durable = durable
-        # Only now is it certain that no other process has the folder. The loop, which may spill states, does not run yet.
+        # Only now is it certain that no other process has the folder. The loop, which may spill
+        # states, does not run yet.
         shutil.rmtree(self.folder / "spilled", ignore_errors=True)
         (self.folder / "spilled").mkdir(parents=True)
         self.checkpoints.sweep(leftovers)
-        for model in durable.restored:  # a crash came between the end of a session and that of its models' training
+        # a crash came between the end of a session and that of its models' training
+        for model in durable.restored:
             if self.book.has_ended(model):
                 durable.forget(model)
         keeper = threading.Thread(target=self._maintain, name="maintenance", daemon=True)
@@ -261,7 +310,8 @@ class Server:
                         self.programs.close()
                     self._ending.set()
                     keeper.join()
-                    durable.close()  # before the loop: what it leaves undone did not fail, and runs again
+                    # before the loop: what it leaves undone did not fail, and runs again
+                    durable.close()
                     _attempt(self.curves.flush)
             _attempt(self.costs.flush)
         finally:
@@ -272,18 +322,25 @@ class Server:
         while not self._ending.wait(MAINTENANCE_S):
             self.maintain()
             if time.monotonic() - trimmed >= TRIM_S:
-                # The heap keeps what was freed (`host.keep_freed_memory`), and long-lived states and adapters between temporaries make
-                # holes that the next temporaries do not fit: it grew by 140 MB a minute under load, all of it free.
+                # The heap keeps what was freed (`host.keep_freed_memory`), and long-lived states
+                # and adapters between temporaries make holes that the next temporaries do not fit:
+                # it grew by 140 MB a minute under load, all of it free.
                 host.give_back_freed_memory()
                 trimmed = time.monotonic()
 
     def maintain(self) -> None:
-        """Lets go of what has outlived its time, and writes down what is new; called again and again.
+        """Lets go of what has outlived its time, and writes down what is new; called again and
+        again.
 
-        A step that fails, because of a full disk say, is logged and tried again with the next call; the others go on, for some of them
-        free space.
+        A step that fails, because of a full disk say, is logged and tried again with the next call;
+        the others go on, for some of them free space.
         """
-        steps = (self.durable.futures.expire, self.answers.expire, self.checkpoints.expire, self._end_silent)
+        steps = (
+            self.durable.futures.expire,
+            self.answers.expire,
+            self.checkpoints.expire,
+            self._end_silent,
+        )
         for step in (*steps, self.curves.flush, self.costs.flush):
             _attempt(step)
 
@@ -292,29 +349,40 @@ class Server:
             self.end_session(session)
 
     def _silent(self) -> list[str]:
-        """Open sessions that nobody was in contact with for ``session_s``. Time in which no server ran does not count, nor does what
-        the clock of the machine says: a session from before this start counts from the first time that it is seen here."""
+        """Open sessions that nobody was in contact with for ``session_s``. Time in which no server
+        ran does not count, nor does what the clock of the machine says: a session from before this
+        start counts from the first time that it is seen here.
+        """
         now, tenants = self.monotonic(), self.book.open_sessions()
         with self._contacts_lock:
             for ended in self._contacts.keys() - tenants.keys():
                 del self._contacts[ended]
-            last = [(id, self._contacts.setdefault(id, (tenant, now))[1]) for id, tenant in tenants.items()]
+            last = [
+                (id, self._contacts.setdefault(id, (tenant, now))[1])
+                for id, tenant in tenants.items()
+            ]
         return [id for id, at in last if now - at >= self.sizes.session_s]
 
     def readiness(self) -> dict[str, Any]:
-        """``status`` is ``ready`` once everything is compiled, else what is missing; and what can be served meanwhile."""
+        """``status`` is ``ready`` once everything is compiled, else what is missing; and what can
+        be served meanwhile.
+        """
         found: dict[str, Any] = {"status": self.trouble()}
         if (programs := self.programs) is not None:
             if not found["status"] and not programs.done:
-                found["status"] = f"compiling {programs.now}: {programs.ready} of {programs.total} programs are ready"
+                found["status"] = (
+                    f"compiling {programs.now}: {programs.ready} of {programs.total} programs are"
+                    " ready"
+                )
             found |= {"programs_ready": programs.ready, "programs": programs.total}
             found |= {"samples": self.engine.able, "trains": self.live.able}
         found["status"] = found["status"] or "ready"
         return found
 
     def trouble(self, sampling: bool = False) -> str:
-        """Why requests would not be served now, or once their programs are compiled; empty if they would. ``sampling``: of samples
-        alone, which need no disk."""
+        """Why requests would not be served now, or once their programs are compiled; empty if they
+        would. ``sampling``: of samples alone, which need no disk.
+        """
         if not self.ready:
             return "it is starting or being stopped"
         if self.durable.failed is not None:
@@ -366,14 +434,18 @@ class Server:
         """
         if not checkpoints_.is_digest(policy):
             return policy
-        if (name := self._named.get(policy) or self.checkpoints.writing.get(policy)) is None and (name := self._in_catalog(policy)):
+        if (name := self._named.get(policy) or self.checkpoints.writing.get(policy)) is None and (
+            name := self._in_catalog(policy)
+        ):
             self._named[policy] = name
             if len(self._named) > NAMED:
                 self._named.pop(next(iter(self._named)), None)
         return name or policy
 
     def _in_catalog(self, digest: str) -> str | None:
-        """A model's id, or another policy's full name; None of an adapter of a folder, or what is retired."""
+        """A model's id, or another policy's full name; None of an adapter of a folder, or what is
+        retired.
+        """
         try:
             name = self.catalog.resolve(digest).policy
         except (DatabaseFailed, StorageFailed):
@@ -399,10 +471,13 @@ class Server:
             UserError: another base than the one that is here.
         """
         if name is not None and not self.is_base(name):
-            raise UserError(f"base_model is {name[:100]!r}; this server has {self.name}: ask for that")
+            raise UserError(
+                f"base_model is {name[:100]!r}; this server has {self.name}: ask for that"
+            )
 
     def adapter_config(self, rank: int, train: Mapping[str, bool]) -> AdapterConfig:
-        """The adapter of a rank over families of projections (``train_attn``, ``train_mlp``, ``train_unembed``).
+        """The adapter of a rank over families of projections (``train_attn``, ``train_mlp``,
+        ``train_unembed``).
 
         Raises:
             UserError: a rank that there are no slots for, or nothing to train.
@@ -410,14 +485,22 @@ class Server:
         most = max(self.sizes.slots)
         if type(rank) is not int or not 1 <= rank <= most:
             raise UserError(f"rank is {str(rank)[:40]}; this server trains ranks from 1 to {most}")
-        targets = [target for family, members in self.families.items() if train.get(family, True) for target in members]
+        targets = [
+            target
+            for family, members in self.families.items()
+            if train.get(family, True)
+            for target in members
+        ]
         if not targets:
             raise UserError(f"nothing is to be trained: set one of {', '.join(self.families)}")
         return AdapterConfig(rank, ALPHA, tuple(targets))
 
     def trained_families(self, config: AdapterConfig) -> dict[str, bool]:
         """Which families of projections an adapter has."""
-        return {family: any(target in config.targets for target in members) for family, members in self.families.items()}
+        return {
+            family: any(target in config.targets for target in members)
+            for family, members in self.families.items()
+        }
 
     def copy(self, tenant: str, source: str, session: str, place: int, ttl_s: int | None) -> str:
         """The path of a copy of a checkpoint, of a model that is not in training.
@@ -429,7 +512,12 @@ class Server:
         self.book.session(tenant, session)
         row = self.book.checkpoint(tenant, *checkpoints_.parse(source), published=True)
         config = self.checkpoints.config(row)
-        told = {"rank": config.rank, "train": self.trained_families(config), "metadata": row.told.get("metadata"), "copy_of": source}
+        told = {
+            "rank": config.rank,
+            "train": self.trained_families(config),
+            "metadata": row.told.get("metadata"),
+            "copy_of": source,
+        }
         model = self.book.add_model(session, place, tenant, told)
         if model.told.get("copy_of") != source:
             raise Conflict(f"model {model.id!r} is another one: give a copy a new model_seq_id")
@@ -455,7 +543,8 @@ class Server:
         return stream
 
     async def submit_training(self, model: str, tenant: str, number: int, call: Call) -> str:
-        """The id of a training request, within the tenant's quota of tokens; one that would never fit fails through its future.
+        """The id of a training request, within the tenant's quota of tokens; one that would never
+        fit fails through its future.
 
         Raises:
             Busy: see ``Quotas.begin``.
@@ -478,7 +567,9 @@ class Server:
 
     def _state_bytes(self, rank: int, train: Mapping[str, bool]) -> int:
         """Of the weights and the two moments of a policy."""
-        return 3 * params_lib.nbytes(lora_tree.adapter_specs(self.specs, self.adapter_config(rank, train)))
+        return 3 * params_lib.nbytes(
+            lora_tree.adapter_specs(self.specs, self.adapter_config(rank, train))
+        )
 
     def request(self, request: Request, digest: str | None, tenant: str) -> Request:
         """A request for the bare base, of the weights that a digest names."""
@@ -493,9 +584,13 @@ def _attempt(step: Callable[[], Any]) -> None:
 
 
 def families(specs: Any) -> dict[str, tuple[str, ...]]:
-    """Tinker's three families of projections of a base: experts are of the MLP; embedding and router of none."""
+    """Tinker's three families of projections of a base: experts are of the MLP; embedding and
+    router of none.
+    """
     out: dict[str, list[str]] = {"train_attn": [], "train_mlp": [], "train_unembed": ["unembed"]}
     for target, paths in lora_tree.target_paths(specs).items():
         if target not in lora_tree.UNUSUAL:
-            out["train_attn" if any("attn" in path.split("/") for path in paths) else "train_mlp"].append(target)
+            out[
+                "train_attn" if any("attn" in path.split("/") for path in paths) else "train_mlp"
+            ].append(target)
     return {family: tuple(targets) for family, targets in out.items()}

@@ -1,7 +1,8 @@
-"""What a port answers before its server is there: ``/health`` and ``/ready``, and 503 with the reason to everything else.
+"""What a port answers before its server is there: ``/health`` and ``/ready``, and 503 with the
+reason to everything else.
 
-Loading a base takes seconds, a large one minutes. Clients that come meanwhile are told to ask again, as they do for any 503, and
-whoever started the program sees that it lives and what it does.
+Loading a base takes seconds, a large one minutes. Clients that come meanwhile are told to ask
+again, as they do for any 503, and whoever started the program sees that it lives and what it does.
 """
 
 import json
@@ -12,7 +13,8 @@ from typing import Any
 from mint_jax.service.exchange import Left, Refusal, Reply, Source, path_of
 
 RETRY_S = 2
-BODY_BYTES = 1 << 20  # of a refused request, read and thrown away so that its answer is not lost in a reset
+# of a refused request, read and thrown away so that its answer is not lost in a reset
+BODY_BYTES = 1 << 20
 
 
 class Starting:
@@ -49,12 +51,18 @@ class Starting:
     async def _told(self, path: str, send: Any) -> None:
         status, found = (200, "ok") if path == "/health" else (503, self.doing)
         body = json.dumps({"status": found}).encode() + b"\n"
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+        ]
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
     async def _refused(self, path: str, headers: Any, receive: Any, send: Any) -> None:
-        source, reply = Source(receive), Reply(send, uuid.uuid4().hex, path.startswith(("/v1/", "/oai/")))
+        source, reply = (
+            Source(receive),
+            Reply(send, uuid.uuid4().hex, path.startswith(("/v1/", "/oai/"))),
+        )
         try:
             whole = await source.drained(headers, BODY_BYTES)
         except Left:

@@ -1,4 +1,6 @@
-"""``/debug/state``: what a server has under way, where its policies are, and what they cost; in JSON."""
+"""``/debug/state``: what a server has under way, where its policies are, and what they cost; in
+JSON.
+"""
 
 import collections
 import contextlib
@@ -38,17 +40,22 @@ def state_of(server: Server) -> dict[str, Any]:
         "residency": server.residency.state(),
         "tokens_in_flight": dict(server.quotas.tokens),
         "measured_s": server.costs.measured_s,
-        "memory": {"rss": psutil.Process().memory_info().rss, "devices": [one.get("bytes_in_use") for one in memory]},
+        "memory": {
+            "rss": psutil.Process().memory_info().rss,
+            "devices": [one.get("bytes_in_use") for one in memory],
+        },
         "policies": shown,
         "policies_left_out": left_out,
     }
 
 
 def policies_of(server: Server) -> tuple[list[dict[str, Any]], int]:
-    """The policies that are in training, in slots or asked for, the busiest first, and how many more there are.
+    """The policies that are in training, in slots or asked for, the busiest first, and how many
+    more there are.
 
-    Of each: ``training``, where its state is (slot, host, disk); ``serving``, where the nearest of its revisions is (slot, or host where
-    one is asked for that is not in a slot yet); ``queued`` training requests, ``sampling`` requests, and its costs since ever.
+    Of each: ``training``, where its state is (slot, host, disk); ``serving``, where the nearest of
+    its revisions is (slot, or host where one is asked for that is not in a slot yet); ``queued``
+    training requests, ``sampling`` requests, and its costs since ever.
     """
     found: dict[str, dict[str, Any]] = collections.defaultdict(
         lambda: {"tenant": "", "training": "", "serving": "", "queued": 0, "sampling": 0}
@@ -65,8 +72,19 @@ def policies_of(server: Server) -> tuple[list[dict[str, Any]], int]:
         one = found[server.policy_of(digest or BASE)]
         one["tenant"] = one["tenant"] or tenant
         one["sampling"] += count
-        one["serving"] = one["serving"] or ("slot" if digest is None else "host" if digest in server.residency.host else "store")
-    order = sorted(found, key=lambda name: (-found[name]["queued"] - found[name]["sampling"], found[name]["training"] != "slot", name))
+        one["serving"] = one["serving"] or (
+            "slot" if digest is None else "host" if digest in server.residency.host else "store"
+        )
+    order = sorted(
+        found,
+        key=lambda name: (
+            -found[name]["queued"] - found[name]["sampling"],
+            found[name]["training"] != "slot",
+            name,
+        ),
+    )
     shown = order[:MOST_SHOWN]
     costs = server.costs.of(shown)
-    return [{"policy": name} | found[name] | costs[name].told() for name in shown], len(order) - len(shown)
+    return [{"policy": name} | found[name] | costs[name].told() for name in shown], len(
+        order
+    ) - len(shown)

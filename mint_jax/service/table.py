@@ -1,4 +1,6 @@
-"""Requests that are not settled, and what is known of their models: plain data, changed by ``futures`` under its lock."""
+"""Requests that are not settled, and what is known of their models: plain data, changed by
+``futures`` under its lock.
+"""
 
 import collections
 import dataclasses
@@ -8,7 +10,8 @@ from typing import NamedTuple
 
 from mint_jax.service.journal import Ticket
 
-IN_MEMORY = 64 << 10  # bytes of a result that is kept in memory; longer ones are read back from the journal
+# bytes of a result that is kept in memory; longer ones are read back from the journal
+IN_MEMORY = 64 << 10
 
 
 class Category(enum.StrEnum):
@@ -95,7 +98,9 @@ class Entry:
         """Notes an outcome, whose record lies at ``[start, end)``."""
         self.state, self.ended_at, self.ended = State.ENDED, start, end
         self.failed = isinstance(outcome, Failed)
-        self.outcome = outcome if isinstance(outcome, Failed) or len(outcome.result) <= IN_MEMORY else None
+        self.outcome = (
+            outcome if isinstance(outcome, Failed) or len(outcome.result) <= IN_MEMORY else None
+        )
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -129,7 +134,9 @@ class Model:
             self.floor += 1
 
     def advance(self) -> list[Entry]:
-        """Makes ready what may run, in order, and returns it; what had its effect already is passed over."""
+        """Makes ready what may run, in order, and returns it; what had its effect already is passed
+        over.
+        """
         ready = []
         self.next = max(self.next, self.floor)
         while (entry := self.entries.get(self.next)) is not None or self.is_settled(self.next):

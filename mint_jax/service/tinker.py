@@ -1,8 +1,10 @@
-"""Tinker's HTTP interface: sessions, models and training. Beside it are ``tinker_sampling.py``, ``tinker_futures.py`` with what
-becomes of requests, and ``tinker_rest.py``, which lists and manages what was saved.
+"""Tinker's HTTP interface: sessions, models and training. Beside it are ``tinker_sampling.py``,
+``tinker_futures.py`` with what becomes of requests, and ``tinker_rest.py``, which lists and manages
+what was saved.
 
-A training request that can be placed (its model and its number are known) is accepted whatever is wrong with its content: its number is
-used up, and its future says why. What cannot be placed is a 400, what is not there or another tenant's a 404.
+A training request that can be placed (its model and its number are known) is accepted whatever is
+wrong with its content: its number is used up, and its future says why. What cannot be placed is a
+400, what is not there or another tenant's a 404.
 """
 
 import asyncio
@@ -19,7 +21,15 @@ from starlette.routing import Route
 from mint_jax.errors import UserError
 from mint_jax.service import calls, checkpoints
 from mint_jax.service.answers import group_of
-from mint_jax.service.asking import LONGEST_REASON, Handler, beside, given, reason_of, tenant_of, told_in
+from mint_jax.service.asking import (
+    LONGEST_REASON,
+    Handler,
+    beside,
+    given,
+    reason_of,
+    tenant_of,
+    told_in,
+)
 from mint_jax.service.book import Model, NotFound
 from mint_jax.service.calls import Call, Create, Load, Refused, Save
 from mint_jax.service.futures import Conflict
@@ -30,12 +40,17 @@ from mint_jax.service.wire.reading import boolean, integer, mapping, number, seq
 from mint_jax.train.config import OptimizerConfig
 
 CLIENT_CONFIG = {
-    "pjwt_auth_enabled": True,  # a key is exchanged for a token first; one that the SDK would not send otherwise, sk-..., too
+    # a key is exchanged for a token first; one that the SDK would not send otherwise, sk-..., too
+    "pjwt_auth_enabled": True,
     "proto_compress_fwdbwd": True,
     "sample_use_retrieve_futures": True,
     "sample_join_sampling_session": False,
 }
-DYNAMIC_CONFIG = {"refresh_interval_sec": 300, "sample_cancel_enabled": True, "sample_cancel_max_batch_size": 64}
+DYNAMIC_CONFIG = {
+    "refresh_interval_sec": 300,
+    "sample_cancel_enabled": True,
+    "sample_cancel_max_batch_size": 64,
+}
 LARGEST_NOTE = 1 << 16  # bytes of JSON that the user may put beside a thing
 
 
@@ -68,9 +83,9 @@ class Tinker:
             "healthz": self.healthz,
             "get_server_capabilities": self.capabilities,
         }
-        return [Route(f"/api/v1/{path}", handler, methods=["POST"]) for path, handler in posts.items()] + [
-            Route(f"/api/v1/{path}", handler, methods=["GET"]) for path, handler in gets.items()
-        ]
+        return [
+            Route(f"/api/v1/{path}", handler, methods=["POST"]) for path, handler in posts.items()
+        ] + [Route(f"/api/v1/{path}", handler, methods=["GET"]) for path, handler in gets.items()]
 
     # -- handshake and sessions
 
@@ -87,15 +102,24 @@ class Tinker:
         return JSONResponse({"status": "accepted"})
 
     async def capabilities(self, request: Asked) -> Response:
-        model = {"max_context_length": self.server.base.cfg.context, "trainable": True, "sampleable": True}
+        model = {
+            "max_context_length": self.server.base.cfg.context,
+            "trainable": True,
+            "sampleable": True,
+        }
         return JSONResponse({"supported_models": [{"model_name": self.server.name} | model]})
 
     async def create_session(self, request: Asked) -> Response:
         told = await told_in(request)
-        kept: dict[str, Any] = {name: given(told, name, text) for name in ("display_name", "project_id", "sdk_version")}
+        kept: dict[str, Any] = {
+            name: given(told, name, text) for name in ("display_name", "project_id", "sdk_version")
+        }
         kept |= {"tags": given(told, "tags", sequence), "user_metadata": _metadata(told)}
         if len(json.dumps(kept)) > 2 * LARGEST_NOTE:
-            raise UserError(f"{', '.join(kept)} have more than {2 * LARGEST_NOTE} bytes of JSON together: say less of the session")
+            raise UserError(
+                f"{', '.join(kept)} have more than {2 * LARGEST_NOTE} bytes of JSON together: say"
+                " less of the session"
+            )
         id = await asyncio.to_thread(self.server.book.open_session, tenant_of(request), kept)
         return JSONResponse({"type": "create_session", "session_id": id})
 
@@ -111,7 +135,9 @@ class Tinker:
         reason = (given(told, "reason", mapping) or {}).get("type")
         if reason in REASONS:
             detail = str(told.get("detail") or "")[:LONGEST_REASON]
-            await asyncio.to_thread(self.server.book.tell_session, session, finished=reason, detail=detail or None)
+            await asyncio.to_thread(
+                self.server.book.tell_session, session, finished=reason, detail=detail or None
+            )
         await asyncio.to_thread(self.server.end_session, session.id)
         return JSONResponse({})
 
@@ -129,11 +155,17 @@ class Tinker:
             self.server.need_base(given(told, "base_model", text))
             _need_adam(told.get("optimizer_config"))
             lora = mapping(told.get("lora_config") or {}, "lora_config")
-            train = {family: boolean(lora.get(family, True), family) for family in self.server.families}
+            train = {
+                family: boolean(lora.get(family, True), family) for family in self.server.families
+            }
             config = self.server.adapter_config(lora.get("rank", 32), train)
             about.update(rank=config.rank, train=train)
             # The same request sent again is the same: a seed that nobody told is the model's name.
-            seed = zlib.crc32(id.encode()) if lora.get("seed") is None else integer(lora["seed"], "seed", -(2**63), 2**63 - 1)
+            seed = (
+                zlib.crc32(id.encode())
+                if lora.get("seed") is None
+                else integer(lora["seed"], "seed", -(2**63), 2**63 - 1)
+            )
             return Create(config, seed)
 
         call = _call(wanted)
@@ -159,7 +191,11 @@ class Tinker:
     def _load_of(self, told: Mapping[str, Any], tenant: str) -> Call:
         self.server.need_base(given(told, "base_model", text))
         _need_adam(told.get("optimizer_config"))
-        call = Load(text(told.get("path"), "path"), boolean(told.get("optimizer", False), "optimizer"), tenant)
+        call = Load(
+            text(told.get("path"), "path"),
+            boolean(told.get("optimizer", False), "optimizer"),
+            tenant,
+        )
         self.server.book.checkpoint(tenant, *checkpoints.parse(call.path), published=True)
         return call
 
@@ -170,10 +206,23 @@ class Tinker:
             raise Conflict(f"model {model.id!r} has ended: give a new one a new model_seq_id")
 
     async def get_info(self, request: Asked) -> Response:
-        model = self._model(tenant_of(request), text((await told_in(request)).get("model_id"), "model_id"))
+        model = self._model(
+            tenant_of(request), text((await told_in(request)).get("model_id"), "model_id")
+        )
         name, rank = self.server.name, model.told.get("rank")
-        data = {"model_name": name, "tokenizer_id": self.server.tokenizer, "arch": self.server.base.cfg.family}
-        told = {"type": "get_info", "model_id": model.id, "model_data": data, "is_lora": True, "lora_rank": rank, "model_name": name}
+        data = {
+            "model_name": name,
+            "tokenizer_id": self.server.tokenizer,
+            "arch": self.server.base.cfg.family,
+        }
+        told = {
+            "type": "get_info",
+            "model_id": model.id,
+            "model_data": data,
+            "is_lora": True,
+            "lora_rank": rank,
+            "model_name": name,
+        }
         return JSONResponse(told | {"optimizer_config": {"type": "adamw"}})
 
     async def unload_model(self, request: Asked) -> Response:
@@ -188,13 +237,17 @@ class Tinker:
     def _model(self, tenant: str, id: str) -> Model:
         model = self.server.book.model(tenant, id)
         if model.ended is not None:
-            raise NotFound(f"model {id!r} has ended with its session: load a checkpoint of it into a new one")
+            raise NotFound(
+                f"model {id!r} has ended with its session: load a checkpoint of it into a new one"
+            )
         self.server.is_open(tenant, model.session)  # a contact with the session, as a heartbeat is
         return model
 
     # -- training
 
-    async def _train(self, told: Mapping[str, Any], tenant: str, wanted: Callable[[], Call]) -> Response:
+    async def _train(
+        self, told: Mapping[str, Any], tenant: str, wanted: Callable[[], Call]
+    ) -> Response:
         """Accepts a request of JSON."""
         model = self._model(tenant, text(told.get("model_id"), "model_id"))
         place = integer(told.get("seq_id"), "seq_id", 1)
@@ -213,7 +266,9 @@ class Tinker:
 
         def wanted() -> Call:
             asked = message.asked()
-            return self.server.sequences.with_routes(asked.call, [one.model_input for one in asked.spans], tenant)
+            return self.server.sequences.with_routes(
+                asked.call, [one.model_input for one in asked.spans], tenant
+            )
 
         call = await beside(len(body), lambda: _call(wanted))
         return await self._accepted(model.id, tenant, message.seq_id, call)
@@ -242,7 +297,10 @@ class Tinker:
 
         def wanted() -> Call:
             if told.get("kind", "snapshot") != "snapshot":
-                raise UserError(f"kind is {str(told['kind'])[:40]!r}; this server makes snapshots: leave it out, and save again to go on")
+                raise UserError(
+                    f"kind is {str(told['kind'])[:40]!r}; this server makes snapshots: leave it"
+                    " out, and save again to go on"
+                )
             if told.get("sampling_session_seq_id") is None:
                 return _save("sampler_weights", told)
             place = integer(told["sampling_session_seq_id"], "sampling_session_seq_id", 0)
@@ -275,17 +333,24 @@ def _metadata(told: Mapping[str, Any]) -> dict[str, Any] | None:
     """The user's own words on what is made."""
     metadata = given(told, "user_metadata", mapping)
     if metadata is not None and len(json.dumps(metadata)) > LARGEST_NOTE:
-        raise UserError(f"user_metadata has more than {LARGEST_NOTE} bytes of JSON: keep it elsewhere, and name the place")
+        raise UserError(
+            f"user_metadata has more than {LARGEST_NOTE} bytes of JSON: keep it elsewhere, and name"
+            " the place"
+        )
     return None if metadata is None else dict(metadata)
 
 
 def _need_adam(told: Any) -> None:
     kind = "adamw" if told is None else mapping(told, "optimizer_config").get("type", "adamw")
     if kind != "adamw":
-        raise UserError(f"the optimizer's type is {str(kind)[:40]!r}; this server has adamw: leave it out, and send AdamParams")
+        raise UserError(
+            f"the optimizer's type is {str(kind)[:40]!r}; this server has adamw: leave it out, and"
+            " send AdamParams"
+        )
 
 
-ADAM = {  # name -> the optimizer's own, Tinker's default, smallest value, and the one that it must stay below
+# name -> the optimizer's own, Tinker's default, smallest value, and the one that it must stay below
+ADAM = {
     "learning_rate": ("learning_rate", 1e-4, 0.0, math.inf),
     "beta1": ("b1", 0.9, 0.0, 1.0),
     "beta2": ("b2", 0.95, 0.0, 1.0),
@@ -302,7 +367,8 @@ def _adam(told: Mapping[str, Any]) -> OptimizerConfig:
         value = default if told.get(name) is None else number(told[name], name)
         if not low <= value < high:
             raise UserError(
-                f"{name} is {value}; expected {low:g} or more" + (", and a finite number" if high == math.inf else f", below {high:g}")
+                f"{name} is {value}; expected {low:g} or more"
+                + (", and a finite number" if high == math.inf else f", below {high:g}")
             )
         out[own] = value
     return OptimizerConfig(**out)

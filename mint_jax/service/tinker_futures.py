@@ -1,4 +1,6 @@
-"""Tinker's futures: what became of a request, waited for one by one or for a whole sampler, and requests that nobody waits for any more."""
+"""Tinker's futures: what became of a request, waited for one by one or for a whole sampler, and
+requests that nobody waits for any more.
+"""
 
 import math
 from typing import Any
@@ -23,7 +25,8 @@ from mint_jax.service.wire.reading import boolean, integer, mapping, number, seq
 
 POLL_S = 40.0  # the SDK gives up after 45
 GROUP_POLL_S = 30.0
-LARGE = 1 << 20  # bytes of a result from which a client is told its size first, where it asks for that
+# bytes of a result from which a client is told its size first, where it asks for that
+LARGE = 1 << 20
 PROTOBUF = "application/x-protobuf"
 
 
@@ -39,7 +42,9 @@ class Futures:
             "retrieve_futures": self.retrieve_futures,
             "cancel_future": self.cancel_future,
         }
-        return [Route(f"/api/v1/{path}", handler, methods=["POST"]) for path, handler in posts.items()]
+        return [
+            Route(f"/api/v1/{path}", handler, methods=["POST"]) for path, handler in posts.items()
+        ]
 
     async def retrieve_future(self, request: Asked) -> Response:
         told, tenant = await told_in(request), tenant_of(request)
@@ -57,10 +62,17 @@ class Futures:
             return _not_yet()
         then = BackgroundTask(futures.delivered, id)
         if isinstance(outcome, Failed):
-            return JSONResponse({"error": outcome.error, "category": outcome.category.value}, background=then)
+            return JSONResponse(
+                {"error": outcome.error, "category": outcome.category.value}, background=then
+            )
         if call != "forward_backward":
-            return JSONResponse(_result(call, model, calls.decode_result(outcome.result)), background=then)
-        body = await beside(len(outcome.result), lambda: wire_training.encode(calls.decode_result(outcome.result), protobuf))
+            return JSONResponse(
+                _result(call, model, calls.decode_result(outcome.result)), background=then
+            )
+        body = await beside(
+            len(outcome.result),
+            lambda: wire_training.encode(calls.decode_result(outcome.result), protobuf),
+        )
         return _payload(body, protobuf, small, then)
 
     async def _answer(self, id: str, tenant: str, protobuf: bool, small: bool) -> Response:
@@ -71,7 +83,9 @@ class Futures:
         then = BackgroundTask(answers.delivered, answer)
         if answer.failure is not None:
             category = Category.USER if isinstance(answer.failure, UserError) else Category.SERVER
-            return JSONResponse({"error": reason_of(answer.failure), "category": category.value}, background=then)
+            return JSONResponse(
+                {"error": reason_of(answer.failure), "category": category.value}, background=then
+            )
         if isinstance(answer.value, dict):
             return JSONResponse(answer.value, background=then)
         asked, completions = answer.value
@@ -88,20 +102,37 @@ class Futures:
     async def retrieve_futures(self, request: Asked) -> Response:
         told, tenant = await told_in(request), tenant_of(request)
         target = mapping(told.get("target"), "target")
-        sampler = self.server.sampler(tenant, text(target.get("sampling_session_id"), "sampling_session_id")).id
-        group = group_of(tenant, sampler, integer(target.get("cloned_sampler_id", 0), "cloned_sampler_id", 0))
+        sampler = self.server.sampler(
+            tenant, text(target.get("sampling_session_id"), "sampling_session_id")
+        ).id
+        group = group_of(
+            tenant, sampler, integer(target.get("cloned_sampler_id", 0), "cloned_sampler_id", 0)
+        )
         answers = self.server.answers
-        mine = [text(id, "retrieved_request_ids") for id in given(told, "retrieved_request_ids", sequence) or ()]
+        mine = [
+            text(id, "retrieved_request_ids")
+            for id in given(told, "retrieved_request_ids", sequence) or ()
+        ]
         answers.acknowledge(id for id in mine if answers.is_in(id, group))
         cursor = integer(told.get("prev_cursor", 0), "prev_cursor", 0, 2**63 - 1)
-        timeout = GROUP_POLL_S if told.get("timeout") is None else min(GROUP_POLL_S, number(told["timeout"], "timeout"))
+        timeout = (
+            GROUP_POLL_S
+            if told.get("timeout") is None
+            else min(GROUP_POLL_S, number(told["timeout"], "timeout"))
+        )
         ended, cursor = await answers.wait_group(group, cursor, timeout)
-        found = [{"request_id": one.id, "state": "finished" if one.failure is None else "failed"} for one in ended]
+        found = [
+            {"request_id": one.id, "state": "finished" if one.failure is None else "failed"}
+            for one in ended
+        ]
         return JSONResponse({"completions": found, "cursor": cursor})
 
     async def cancel_future(self, request: Asked) -> Response:
         told, tenant = await told_in(request), tenant_of(request)
-        single, several = given(told, "request_id", text), given(told, "request_ids", sequence) or []
+        single, several = (
+            given(told, "request_id", text),
+            given(told, "request_ids", sequence) or [],
+        )
         ids = [text(id, "request_ids") for id in several] + ([] if single is None else [single])
         for answer in [self._own(id, tenant) for id in ids]:
             if isinstance(answer.what, Stream):
@@ -130,5 +161,9 @@ def _result(call: str, model: str, told: dict[str, Any]) -> dict[str, Any]:
     if call == "optim":  # JSON has no infinity; that the gradient had one is what ``skipped`` says
         return {"metrics": {name: value for name, value in told.items() if math.isfinite(value)}}
     kind = checkpoints.parse(told["path"]).kind if "path" in told else "sampler_weights"
-    names = {"weights": "save_weights", "sampler_weights": "save_weights_for_sampler", "external_weights": "save_weights_external"}
+    names = {
+        "weights": "save_weights",
+        "sampler_weights": "save_weights_for_sampler",
+        "external_weights": "save_weights_external",
+    }
     return {"type": names[kind]} | told

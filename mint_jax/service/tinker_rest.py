@@ -1,4 +1,6 @@
-"""Tinker's REST part: what was trained and saved, by pages; names, times to live, copies and downloads of checkpoints."""
+"""Tinker's REST part: what was trained and saved, by pages; names, times to live, copies and
+downloads of checkpoints.
+"""
 
 import asyncio
 import io
@@ -25,7 +27,8 @@ from mint_jax.train.held import Held
 
 PAGE = 20
 LONGEST_PAGE = 1000
-ARCHIVE = "archive.tar"  # of a link: no file of this name lies anywhere, it is made for who follows it
+# of a link: no file of this name lies anywhere, it is made for who follows it
+ARCHIVE = "archive.tar"
 _CHECKPOINT = "training_runs/{model}/checkpoints/{kind}/{name}"
 
 
@@ -53,7 +56,9 @@ class Rest:
             ("GET", "sessions", self.sessions),
             ("GET", "sessions/{session}", self.session),
         ]
-        return [Route(f"/api/v1/{path}", handler, methods=[method]) for method, path, handler in table]
+        return [
+            Route(f"/api/v1/{path}", handler, methods=[method]) for method, path, handler in table
+        ]
 
     # -- runs and sessions
 
@@ -62,16 +67,25 @@ class Rest:
         book, tenant = self.server.book, tenant_of(request)
         project = request.query_params.get("project_id")
         found = [self._run(model, tenant) for model in book.models(tenant, limit, offset, project)]
-        cursor = {"offset": offset, "limit": limit, "total_count": book.count_models(tenant, project)}
+        cursor = {
+            "offset": offset,
+            "limit": limit,
+            "total_count": book.count_models(tenant, project),
+        }
         return JSONResponse({"training_runs": found, "cursor": cursor})
 
     async def run(self, request: Asked) -> Response:
         tenant = tenant_of(request)
-        return JSONResponse(self._run(self.server.book.model(tenant, request.path_params["model"]), tenant))
+        return JSONResponse(
+            self._run(self.server.book.model(tenant, request.path_params["model"]), tenant)
+        )
 
     def _run(self, model: Model, tenant: str) -> dict[str, Any]:
         saved = self.server.book.checkpoints(tenant, model.id)
-        newest = {kind: next((_shown(row) for row in saved if row.kind == kind), None) for kind in checkpoints.KINDS}
+        newest = {
+            kind: next((_shown(row) for row in saved if row.kind == kind), None)
+            for kind in checkpoints.KINDS
+        }
         heard = max([model.created, *(row.created for row in saved)])
         return {
             "training_run_id": model.id,
@@ -93,7 +107,10 @@ class Rest:
     async def session(self, request: Asked) -> Response:
         book, tenant = self.server.book, tenant_of(request)
         found = book.session(tenant, request.path_params["session"])
-        told = {"user_metadata": found.told.get("user_metadata"), "display_name": found.told.get("display_name")}
+        told = {
+            "user_metadata": found.told.get("user_metadata"),
+            "display_name": found.told.get("display_name"),
+        }
         runs, samplers = book.models_of(tenant, found.id), book.samplers_of(tenant, found.id)
         return JSONResponse({"training_run_ids": runs, "sampler_ids": samplers} | told)
 
@@ -109,11 +126,15 @@ class Rest:
     async def checkpoints_of(self, request: Asked) -> Response:
         book, tenant = self.server.book, tenant_of(request)
         model = book.model(tenant, request.path_params["model"])
-        return JSONResponse({"checkpoints": [_shown(row) for row in book.checkpoints(tenant, model.id)]})
+        return JSONResponse(
+            {"checkpoints": [_shown(row) for row in book.checkpoints(tenant, model.id)]}
+        )
 
     def _row(self, request: Asked) -> Checkpoint:
         asked = request.path_params
-        return self.server.book.checkpoint(tenant_of(request), asked["model"], asked["kind"], asked["name"])
+        return self.server.book.checkpoint(
+            tenant_of(request), asked["model"], asked["kind"], asked["name"]
+        )
 
     async def delete(self, request: Asked) -> Response:
         await asyncio.to_thread(self.server.checkpoints.remove, self._row(request))
@@ -137,19 +158,28 @@ class Rest:
     async def urls(self, request: Asked) -> Response:
         row, links = self._row(request), self.server.links
         if row.kind != "external_weights":
-            raise UserError(f"{row.path} has no files to download; save_weights_external makes some")
+            raise UserError(
+                f"{row.path} has no files to download; save_weights_external makes some"
+            )
         try:
             found = external.names(links.folder, row.digest)
         except FileNotFoundError:  # removed since its row was read
             raise NotFound(f"there is no checkpoint {row.path}") from None
-        made = {name: str(request.url_for("file", token=links.make(row.digest, name))) for name in found}
-        return JSONResponse({"urls": made, "expires": iso(self.server.book.clock() + external.LINK_S)})
+        made = {
+            name: str(request.url_for("file", token=links.make(row.digest, name))) for name in found
+        }
+        return JSONResponse(
+            {"urls": made, "expires": iso(self.server.book.clock() + external.LINK_S)}
+        )
 
     async def archive(self, request: Asked) -> Response:
         """Old SDKs: where a tar of the adapter is for the next hour, as PEFT has it."""
         row, links = self._row(request), self.server.links
         if row.kind != "sampler_weights":
-            raise UserError(f"{row.path} has no archive; sampler weights have one, which save_weights_for_sampler makes")
+            raise UserError(
+                f"{row.path} has no archive; sampler weights have one, which"
+                " save_weights_for_sampler makes"
+            )
         where = request.url_for("file", token=links.make(row.digest, ARCHIVE))
         until = formatdate(self.server.book.clock() + external.LINK_S, usegmt=True)
         return Response(status_code=302, headers={"location": str(where), "expires": until})
@@ -168,10 +198,14 @@ class Rest:
     async def file(self, request: Asked) -> Response:
         path = self.server.links.follow(request.path_params["token"])
         if path.name == TRACE:
-            made = await asyncio.to_thread(trace_of, self.server, path.parent.parent.name, path.parent.name)
+            made = await asyncio.to_thread(
+                trace_of, self.server, path.parent.parent.name, path.parent.name
+            )
             return Response(made, media_type="application/json")
         if path.name == ARCHIVE:
-            return Response(await asyncio.to_thread(self._tar, path.parent.name), media_type="application/x-tar")
+            return Response(
+                await asyncio.to_thread(self._tar, path.parent.name), media_type="application/x-tar"
+            )
         if not path.is_file():
             raise NotFound("the checkpoint of this link was deleted: save another one")
         return FileResponse(path, media_type="application/octet-stream", filename=path.name)
@@ -180,19 +214,33 @@ class Rest:
         path = checkpoints.parse(text((await told_in(request)).get("tinker_path"), "tinker_path"))
         row = self.server.book.checkpoint(tenant_of(request), *path, published=True)
         config = self.server.checkpoints.config(row)
-        told = {"base_model": self.server.name, "is_lora": True, "lora_rank": config.rank, "optimizer_config": {"type": "adamw"}}
+        told = {
+            "base_model": self.server.name,
+            "is_lora": True,
+            "lora_rank": config.rank,
+            "optimizer_config": {"type": "adamw"},
+        }
         return JSONResponse(told | self.server.trained_families(config))
 
     async def copy(self, request: Asked) -> Response:
-        """Into a session that is named; or, as the SDK asks for it, into a new one of a project, which is a label here."""
+        """Into a session that is named; or, as the SDK asks for it, into a new one of a project,
+        which is a label here.
+        """
         told, tenant = await told_in(request), tenant_of(request)
-        source, ttl_s = text(told.get("source_path"), "source_path"), checkpoints.check_ttl(told.get("ttl_seconds"))
+        source, ttl_s = (
+            text(told.get("source_path"), "source_path"),
+            checkpoints.check_ttl(told.get("ttl_seconds")),
+        )
         if told.get("session_id") is None:
             project = text(told.get("destination_project_id"), "destination_project_id")
             self.server.book.checkpoint(tenant, *checkpoints.parse(source), published=True)
             key = request.headers.get("x-idempotency-key")
-            again = None if key is None else blake3_of(json.dumps([tenant, source, key]).encode())[:32]
-            session = await asyncio.to_thread(self.server.book.open_session, tenant, {"project_id": project}, again)
+            again = (
+                None if key is None else blake3_of(json.dumps([tenant, source, key]).encode())[:32]
+            )
+            session = await asyncio.to_thread(
+                self.server.book.open_session, tenant, {"project_id": project}, again
+            )
             place = 0
         else:
             session = text(told["session_id"], "session_id")

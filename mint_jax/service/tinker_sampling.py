@@ -1,4 +1,6 @@
-"""Tinker's sampling: sessions of a base or of weights that were saved, and samples, which are answers of this process."""
+"""Tinker's sampling: sessions of a base or of weights that were saved, and samples, which are
+answers of this process.
+"""
 
 import asyncio
 import zlib
@@ -38,7 +40,9 @@ class Sampling:
             "asample": self.asample,
         }
         found = Route("/api/v1/samplers/{sampler}", self.sampler, methods=["GET"])
-        return [Route(f"/api/v1/{path}", handler, methods=["POST"]) for path, handler in posts.items()] + [found]
+        return [
+            Route(f"/api/v1/{path}", handler, methods=["POST"]) for path, handler in posts.items()
+        ] + [found]
 
     async def create_sampling_session(self, request: Asked) -> Response:
         told, tenant = await told_in(request), tenant_of(request)
@@ -48,11 +52,18 @@ class Sampling:
         path = given(told, "model_path", text)
         digest = self._weights(tenant, path, given(told, "base_model", text))
         if path is None:
-            sampler = await asyncio.to_thread(self.server.book.add_sampler, session, place, tenant, None, None)
+            sampler = await asyncio.to_thread(
+                self.server.book.add_sampler, session, place, tenant, None, None
+            )
         else:
-            sampler = await asyncio.to_thread(self.server.checkpoints.add_sampler, session, place, tenant, path)
+            sampler = await asyncio.to_thread(
+                self.server.checkpoints.add_sampler, session, place, tenant, path
+            )
         if (sampler.path, sampler.digest) != (path, digest):
-            raise Conflict(f"sampling session {sampler.id!r} is of {sampler.path or self.server.name}: give another a new number")
+            raise Conflict(
+                f"sampling session {sampler.id!r} is of {sampler.path or self.server.name}: give"
+                " another a new number"
+            )
         return JSONResponse({"type": "create_sampling_session", "sampling_session_id": sampler.id})
 
     def _weights(self, tenant: str, path: str | None, base_model: str | None) -> str | None:
@@ -71,7 +82,9 @@ class Sampling:
 
     async def sampler(self, request: Asked) -> Response:
         found = self.server.sampler(tenant_of(request), request.path_params["sampler"])
-        return JSONResponse({"sampler_id": found.id, "base_model": self.server.name, "model_path": found.path})
+        return JSONResponse(
+            {"sampler_id": found.id, "base_model": self.server.name, "model_path": found.path}
+        )
 
     async def asample(self, request: Asked) -> Response:
         body, tenant, server = await request.body(), tenant_of(request), self.server
@@ -97,10 +110,13 @@ class Sampling:
         ids = [f"{answer.id}.{i}" for i in range(answer.count)]
         return JSONResponse({"request_id": answer.id, "sample_sequence_ids": ids})
 
-    def _sample(self, answer: Answer, message: wire_samples.Message, tenant: str, digest: str | None) -> None:
+    def _sample(
+        self, answer: Answer, message: wire_samples.Message, tenant: str, digest: str | None
+    ) -> None:
         server = self.server
         eos = () if server.base.tokenizer is None else server.base.tokenizer.eos_ids
-        # Of a sample without a limit: what the cache holds, a page for each of its two ends left out.
+        # Of a sample without a limit: what the cache holds, a page for each of its two ends left
+        # out.
         room = min(server.base.cfg.context, max(1, server.engine.cache.most - 2) * PAGE)
         # The same request sent again is another answer's: what nobody seeded may differ.
         asked = message.asked(room, eos, zlib.crc32(answer.id.encode()))
@@ -114,18 +130,44 @@ class Sampling:
                 server.answers.end(answer, failure=failure)
                 return
             if any(completion.finish == "cancelled" for completion in completions):
-                server.answers.end(answer, failure=UserError("this sample was cancelled before it was done: ask again"))
+                server.answers.end(
+                    answer,
+                    failure=UserError("this sample was cancelled before it was done: ask again"),
+                )
                 return
             for i, completion in enumerate(completions):
                 server.sequences.add(f"{answer.id}.{i}", tenant, completion)
-            server.answers.end(answer, (asked, completions), nbytes=sum(map(_bytes_of, completions)) + 40 * len(asked.request.prompt))
+            server.answers.end(
+                answer,
+                (asked, completions),
+                nbytes=sum(map(_bytes_of, completions)) + 40 * len(asked.request.prompt),
+            )
 
         stream.when_done(ended)
 
 
 def _bytes_of(completion: Completion) -> int:
-    """Returns about how many bytes a completion takes in memory, its numbers as Python's objects."""
-    numbers = len(completion.tokens) + len(completion.logprobs) + len(completion.drawn_logprobs) + len(completion.prompt_logprobs or ())
-    pairs = (completion.top_logprobs, completion.top_prompt_logprobs, completion.target_prompt_logprobs, completion.prompt_alternatives)
-    routes = sum(array.nbytes for array in (completion.routes, completion.prompt_routes) if array is not None)
-    return 1000 + 40 * numbers + 120 * sum(len(place) for places in pairs for place in places or ()) + routes
+    """Returns about how many bytes a completion takes in memory, its numbers as Python's
+    objects.
+    """
+    numbers = (
+        len(completion.tokens)
+        + len(completion.logprobs)
+        + len(completion.drawn_logprobs)
+        + len(completion.prompt_logprobs or ())
+    )
+    pairs = (
+        completion.top_logprobs,
+        completion.top_prompt_logprobs,
+        completion.target_prompt_logprobs,
+        completion.prompt_alternatives,
+    )
+    routes = sum(
+        array.nbytes for array in (completion.routes, completion.prompt_routes) if array is not None
+    )
+    return (
+        1000
+        + 40 * numbers
+        + 120 * sum(len(place) for places in pairs for place in places or ())
+        + routes
+    )

@@ -1,8 +1,11 @@
-"""Short-lived tokens for API keys: Tinker's SDKs exchange the key that they were given for one, and renew it before it ends.
+"""Short-lived tokens for API keys: Tinker's SDKs exchange the key that they were given for one, and
+renew it before it ends.
 
-A token is a JSON Web Token (RFC 7519) that names a key by its id, signed with HMAC and SHA-256 (``HS256``). It says nothing of what its key
-may do: that is looked up with every request, so that a token ends with its key. What signs them is 32 random bytes in a file beside the
-keys, so that tokens outlive a restart; where the server has no keys, they are of this process, and nobody reads them.
+A token is a JSON Web Token (RFC 7519) that names a key by its id, signed with HMAC and SHA-256
+(``HS256``). It says nothing of what its key may do: that is looked up with every request, so that a
+token ends with its key. What signs them is 32 random bytes in a file beside the keys, so that
+tokens outlive a restart; where the server has no keys, they are of this process, and nobody reads
+them.
 """
 
 import base64
@@ -36,17 +39,24 @@ class Tokens:
     """
 
     def __init__(self, folder: Path | None = None, clock: Callable[[], float] = time.time):
-        self._secret, self._clock = secrets.token_bytes(32) if folder is None else _kept(folder / FILE), clock
+        self._secret, self._clock = (
+            (secrets.token_bytes(32) if folder is None else _kept(folder / FILE)),
+            clock,
+        )
 
     def make(self, key: str) -> str:
         """A token for the key with this id, good for ``LIFE_S`` seconds."""
         now = int(self._clock())
         told = {"sub": key, "iat": now, "exp": now + LIFE_S}
-        signed = b".".join(map(_encode, (_HEADER, json.dumps(told, separators=(",", ":")).encode())))
+        signed = b".".join(
+            map(_encode, (_HEADER, json.dumps(told, separators=(",", ":")).encode()))
+        )
         return b".".join((signed, _encode(self._sign(signed)))).decode()
 
     def key_of(self, token: str) -> str | None:
-        """The id of the key that a token is for; None where it was not signed here, or its time is over."""
+        """The id of the key that a token is for; None where it was not signed here, or its time is
+        over.
+        """
         signed, _, signature = token[: MOST + 1].encode().rpartition(b".")
         if len(token) > MOST or not hmac.compare_digest(_encode(self._sign(signed)), signature):
             return None
@@ -71,7 +81,9 @@ def _decode(data: bytes) -> Any:
 
 
 def _kept(path: Path) -> bytes:
-    """What signs, which is made where it is not there; it appears whole, and a second server that makes it too has the first one's."""
+    """What signs, which is made where it is not there; it appears whole, and a second server that
+    makes it too has the first one's.
+    """
     try:
         if not path.exists():
             made = path.with_name(f".{FILE}.{secrets.token_hex(8)}")
@@ -86,10 +98,18 @@ def _kept(path: Path) -> bytes:
                 os.close(handle)
                 made.unlink()
         if path.stat().st_mode & 0o077:
-            raise UserError(f"{path} may be read or written by others (mode {path.stat().st_mode & 0o777:o}): chmod 600 {path}")
+            raise UserError(
+                f"{path} may be read or written by others (mode {path.stat().st_mode & 0o777:o}):"
+                f" chmod 600 {path}"
+            )
         data = path.read_bytes()
     except OSError as error:
-        raise UserError(f"{path} cannot be read or made ({error.strerror}): let the server's user write in its folder") from error
+        raise UserError(
+            f"{path} cannot be read or made ({error.strerror}): let the server's user write in its"
+            " folder"
+        ) from error
     if len(data) != 32:
-        raise UserError(f"{path} has {len(data)} bytes; expected 32: delete it, and clients ask for new tokens")
+        raise UserError(
+            f"{path} has {len(data)} bytes; expected 32: delete it, and clients ask for new tokens"
+        )
     return data

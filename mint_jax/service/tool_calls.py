@@ -1,10 +1,12 @@
 """Calls of tools in an answer, read in the form in which the model's chat template writes them.
 
-    json        <tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>                Hermes, Qwen2.5, Qwen3
-    xml         <tool_call><function=f><parameter=x>1</parameter></function></tool_call>   Qwen3-Coder
-    key_value   <tool_call>f<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>       GLM-4.5 and later
+    json        <tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>                Hermes,
+    Qwen2.5, Qwen3 xml
+    <tool_call><function=f><parameter=x>1</parameter></function></tool_call>   Qwen3-Coder key_value
+    <tool_call>f<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>       GLM-4.5 and later
 
-A call ends where its own syntax ends, not at the next ``</tool_call>``, which may be part of an argument.
+A call ends where its own syntax ends, not at the next ``</tool_call>``, which may be part of an
+argument.
 """
 
 import dataclasses
@@ -30,7 +32,8 @@ class Unreadable(ValueError):
     """A call begins here, and cannot be read: it was cut off, or the model made a mistake."""
 
 
-# A form reads the call behind a marker. It returns the call and where its syntax ends, or None if the marker is part of a sentence.
+# A form reads the call behind a marker. It returns the call and where its syntax ends, or None if
+# the marker is part of a sentence.
 Form = Callable[[str, int, Schemas], "tuple[Call, int] | None"]
 
 
@@ -44,7 +47,9 @@ def form_of(template: str) -> Form | None:
 
 
 def read(answer: str, form: Form, schemas: Schemas) -> tuple[str, list[Call]]:
-    """Returns an answer's content and its calls. All of it is content if one of its calls cannot be read."""
+    """Returns an answer's content and its calls. All of it is content if one of its calls cannot be
+    read.
+    """
     calls: list[Call] = []
     outside, at, end = [""], 0, 0
     while (begin := answer.find(MARKER, at)) >= 0:
@@ -86,7 +91,11 @@ def call_of(value: Mapping[str, Any]) -> Call | None:
     name, arguments = value.get("name"), value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, str):
         arguments = value_of(arguments)
-    return _call(name, arguments) if isinstance(name, str) and name and isinstance(arguments, dict) else None
+    return (
+        _call(name, arguments)
+        if isinstance(name, str) and name and isinstance(arguments, dict)
+        else None
+    )
 
 
 def _call(name: str, arguments: dict[str, Any]) -> Call:
@@ -100,7 +109,8 @@ def _refuse(name: str) -> Any:
     raise ValueError(name)
 
 
-_DECODER = json.JSONDecoder(strict=False, parse_constant=_refuse)  # models write line ends as they are
+# models write line ends as they are
+_DECODER = json.JSONDecoder(strict=False, parse_constant=_refuse)
 
 
 def json_object(answer: str, at: int, _: Schemas) -> tuple[Call, int] | None:
@@ -113,25 +123,37 @@ def json_object(answer: str, at: int, _: Schemas) -> tuple[Call, int] | None:
     except ValueError:
         raise Unreadable from None
     rest = answer[end:].lstrip()
-    if (call := call_of(value)) is None or not (rest.startswith((END, MARKER)) or END.startswith(rest)):
+    if (call := call_of(value)) is None or not (
+        rest.startswith((END, MARKER)) or END.startswith(rest)
+    ):
         raise Unreadable
     return call, end
 
 
 _SPACE = re.compile(r"\s*")
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>")
-_PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>(.*?)</parameter>(?=\s*(?:<parameter=[^>\n]+>|</function>))", re.DOTALL)
+_PARAMETER = re.compile(
+    r"\s*<parameter=([^>\n]+)>(.*?)</parameter>(?=\s*(?:<parameter=[^>\n]+>|</function>))",
+    re.DOTALL,
+)
 _FUNCTION_END = re.compile(r"\s*</function>")
 
 
 def xml(answer: str, at: int, schemas: Schemas) -> tuple[Call, int] | None:
     """A function with its parameters; a line end on both sides of a value is not part of it."""
     named = _FUNCTION.match(answer, at)
-    return None if named is None else _pairs(answer, named, _PARAMETER, _FUNCTION_END, schemas, lines=True)
+    return (
+        None
+        if named is None
+        else _pairs(answer, named, _PARAMETER, _FUNCTION_END, schemas, lines=True)
+    )
 
 
 _NAME = re.compile(r"\s*([^\s<>{}\[\]\"]+)\s*(?=<arg_key>|</tool_call>)")
-_PAIR = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>(?=\s*(?:<arg_key>|</tool_call>))", re.DOTALL)
+_PAIR = re.compile(
+    r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>(?=\s*(?:<arg_key>|</tool_call>))",
+    re.DOTALL,
+)
 _PAIRS_END = re.compile(r"\s*(?=</tool_call>)")
 
 
@@ -142,7 +164,12 @@ def key_value(answer: str, at: int, schemas: Schemas) -> tuple[Call, int] | None
 
 
 def _pairs(
-    answer: str, named: re.Match[str], pair: re.Pattern[str], end: re.Pattern[str], schemas: Schemas, lines: bool = False
+    answer: str,
+    named: re.Match[str],
+    pair: re.Pattern[str],
+    end: re.Pattern[str],
+    schemas: Schemas,
+    lines: bool = False,
 ) -> tuple[Call, int]:
     name, at, arguments = named[1].strip(), named.end(), {}
     properties = schemas.get(name, {}).get("properties")
@@ -170,7 +197,9 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 def _typed(text: str, schema: Any) -> Any:
-    """Returns the JSON value that a text is where the schema takes its type and the type is no string; else the text."""
+    """Returns the JSON value that a text is where the schema takes its type and the type is no
+    string; else the text.
+    """
     taken = _types_of(schema)
     try:
         value = _PYTHON[text.strip()] if text.strip() in _PYTHON else _DECODER.decode(text)
@@ -182,7 +211,10 @@ def _typed(text: str, schema: Any) -> Any:
 
 
 def _is_one(value: Any, names: set[str]) -> bool:
-    return any(isinstance(value, _TYPES[name]) and isinstance(value, bool) == (name == "boolean") for name in names)
+    return any(
+        isinstance(value, _TYPES[name]) and isinstance(value, bool) == (name == "boolean")
+        for name in names
+    )
 
 
 def _types_of(schema: Any) -> set[str]:
@@ -190,8 +222,18 @@ def _types_of(schema: Any) -> set[str]:
     if not isinstance(schema, dict):
         return set()
     if (named := schema.get("type")) is not None:
-        return {name for name in (named if isinstance(named, list) else [named]) if isinstance(name, str) and name in _TYPES}
-    values = schema["enum"] if isinstance(schema.get("enum"), list) else [schema["const"]] if "const" in schema else []
+        return {
+            name
+            for name in (named if isinstance(named, list) else [named])
+            if isinstance(name, str) and name in _TYPES
+        }
+    values = (
+        schema["enum"]
+        if isinstance(schema.get("enum"), list)
+        else [schema["const"]]
+        if "const" in schema
+        else []
+    )
     found = {name for value in values for name in _TYPES if _is_one(value, {name})}
     for key in ("anyOf", "oneOf"):
         for part in schema[key] if isinstance(schema.get(key), list) else []:

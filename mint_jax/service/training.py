@@ -1,8 +1,9 @@
 """Training requests of many policies, run a slice at a time by the thread that owns the devices.
 
-Each policy's requests run in the order in which they came: a forward and backward never overtakes an update, nor an update a forward
-and backward. Requests of different policies that are ready together go in one step, and so do several of one policy with no update
-between, whose gradients add up. A request's future completes with its own last slice. Who was served least comes first
+Each policy's requests run in the order in which they came: a forward and backward never overtakes
+an update, nor an update a forward and backward. Requests of different policies that are ready
+together go in one step, and so do several of one policy with no update between, whose gradients add
+up. A request's future completes with its own last slice. Who was served least comes first
 (``fairness.py``).
 """
 
@@ -27,7 +28,8 @@ from mint_jax.train.losses import LossCoefs
 
 
 class Trained(NamedTuple):
-    """What a forward and backward gives: of each datum the log-probabilities of its targets, and the loss, a sum.
+    """What a forward and backward gives: of each datum the log-probabilities of its targets, and
+    the loss, a sum.
 
     ``elementwise``: of cross-entropy each target's own part of the loss.
     """
@@ -37,12 +39,18 @@ class Trained(NamedTuple):
     elementwise: list[np.ndarray] | None = None
 
     @classmethod
-    def of(cls, data: Sequence[Datum], loss: LossCoefs, logprobs: list[np.ndarray], total: float) -> "Trained":
+    def of(
+        cls, data: Sequence[Datum], loss: LossCoefs, logprobs: list[np.ndarray], total: float
+    ) -> "Trained":
         """What a request gives whose log-probabilities are there."""
         if KINDS[int(loss.kind)] != "cross_entropy":
             return cls(logprobs, total)
-        with np.errstate(invalid="ignore", over="ignore"):  # a weight of 0 times minus infinity, or of 3e38 times some
-            elementwise = [np.where(d.weights == 0, 0, -d.weights * logp).astype(np.float32) for d, logp in zip(data, logprobs)]
+        # a weight of 0 times minus infinity, or of 3e38 times some
+        with np.errstate(invalid="ignore", over="ignore"):
+            elementwise = [
+                np.where(d.weights == 0, 0, -d.weights * logp).astype(np.float32)
+                for d, logp in zip(data, logprobs)
+            ]
         return cls(logprobs, total, elementwise)
 
 
@@ -68,12 +76,19 @@ class Training:
         costs: told what policies took.
     """
 
-    def __init__(self, live: Live, counters: Counters, woken: Callable[[], None] = lambda: None, costs: Costs | None = None):
+    def __init__(
+        self,
+        live: Live,
+        counters: Counters,
+        woken: Callable[[], None] = lambda: None,
+        costs: Costs | None = None,
+    ):
         self.live, self.counters, self.costs = live, counters, costs
         self._woken = woken
         self._lock = threading.Lock()
         self._inbox: list[_Operation] = []
-        self._queues: dict[str, collections.deque[_Operation]] = {}  # of policies with something to do; the thread's own
+        # of policies with something to do; the thread's own
+        self._queues: dict[str, collections.deque[_Operation]] = {}
         self._count = 0
         self._update_s = 0.0  # an update of one policy, as measured last
         self._closed: BaseException | None = None
@@ -81,11 +96,18 @@ class Training:
     # -- from any thread
 
     def forward_backward(
-        self, policy: str, data: Sequence[Datum], loss: LossCoefs, tenant: str = "", backward: bool = True
+        self,
+        policy: str,
+        data: Sequence[Datum],
+        loss: LossCoefs,
+        tenant: str = "",
+        backward: bool = True,
     ) -> "Future[Trained]":
-        """Adds the gradient of a loss over these data to the policy's; without ``backward`` it only tells what it would be.
+        """Adds the gradient of a loss over these data to the policy's; without ``backward`` it only
+        tells what it would be.
 
-        What cannot be trained on fails through the future, with a ``UserError``, before anything of it is computed.
+        What cannot be trained on fails through the future, with a ``UserError``, before anything of
+        it is computed.
         """
         refused: UserError | None = None
         try:
@@ -95,16 +117,21 @@ class Training:
             refused = reason
         return self._ask(_Operation(policy, tenant, Work(policy, data, loss, backward)), refused)
 
-    def optim(self, policy: str, numbers: OptimizerConfig, tenant: str = "") -> "Future[dict[str, float]]":
+    def optim(
+        self, policy: str, numbers: OptimizerConfig, tenant: str = ""
+    ) -> "Future[dict[str, float]]":
         """Updates a policy by the gradients that were added before, with these numbers."""
         return self._ask(_Operation(policy, tenant, numbers))
 
     def do(self, policy: str, call: Callable[[Live], Any], tenant: str = "") -> "Future[Any]":
-        """Calls this in the policy's order, between steps: to let it join or leave, to save or to load it."""
+        """Calls this in the policy's order, between steps: to let it join or leave, to save or to
+        load it.
+        """
         return self._ask(_Operation(policy, tenant, call))
 
     def _ask(self, operation: _Operation, refused: BaseException | None = None) -> "Future[Any]":
-        operation.future.set_running_or_notify_cancel()  # what was asked for is done: training is not cancelled
+        # what was asked for is done: training is not cancelled
+        operation.future.set_running_or_notify_cancel()
         with self._lock:
             refused = refused or self._closed
             if refused is None:
@@ -129,10 +156,11 @@ class Training:
     # -- the thread that owns the devices
 
     def turn(self, bound_s: float | None = None) -> bool:
-        """Computes one slice, of at most about ``bound_s`` seconds where any is that short; whether there was anything to do for which
-        the programs are compiled.
+        """Computes one slice, of at most about ``bound_s`` seconds where any is that short; whether
+        there was anything to do for which the programs are compiled.
 
-        A failure that is nobody's mistake ends all requests, and is raised: what is on the devices may be lost.
+        A failure that is nobody's mistake ends all requests, and is raised: what is on the devices
+        may be lost.
         """
         with self._lock:
             new, self._inbox = self._inbox, []
@@ -160,25 +188,37 @@ class Training:
         heads = [queue[0] for queue in self._queues.values() if self._can_start(queue[0])]
         if not heads:
             return False
-        place = {tenant: i for i, tenant in enumerate(self.counters.order(head.tenant for head in heads))}
+        place = {
+            tenant: i for i, tenant in enumerate(self.counters.order(head.tenant for head in heads))
+        }
         heads.sort(key=lambda head: place[head.tenant])
         first = heads[0]
         try:
             if isinstance(first.what, Work):
                 self._step([head for head in heads if isinstance(head.what, Work)], bound_s)
             elif isinstance(first.what, OptimizerConfig):
-                many = len(heads) if bound_s is None or not self._update_s else max(1, int(bound_s / self._update_s))
-                self._update([head for head in heads if isinstance(head.what, OptimizerConfig)][:many])
+                many = (
+                    len(heads)
+                    if bound_s is None or not self._update_s
+                    else max(1, int(bound_s / self._update_s))
+                )
+                self._update(
+                    [head for head in heads if isinstance(head.what, OptimizerConfig)][:many]
+                )
             else:
                 self._call(first, first.what)
-        except StateLost as lost:  # before anything was computed: the requests of other policies have another turn
+        except (
+            StateLost
+        ) as lost:  # before anything was computed: the requests of other policies have another turn
             self._fail(self._queues[lost.policy][0], lost)
         if first.policy in self._queues:  # behind the other policies of its tenant
             self._queues[first.policy] = self._queues.pop(first.policy)
         return True
 
     def _can_start(self, operation: _Operation) -> bool:
-        """Whether what it needs is compiled; calls need nothing, for before the first step every policy is on the host."""
+        """Whether what it needs is compiled; calls need nothing, for before the first step every
+        policy is on the host.
+        """
         if isinstance(operation.what, Work):
             return self.live.can_move() and self.live.can_start(operation.what)
         return not isinstance(operation.what, OptimizerConfig) or self.live.can_move()
@@ -207,11 +247,16 @@ class Training:
         """Those whose policy is in training; of the others the future fails."""
         for one in ready:
             if one.policy not in self.live:
-                self._fail(one, UserError(f"policy {one.policy!r} is not in training: create or load it first"))
+                self._fail(
+                    one,
+                    UserError(f"policy {one.policy!r} is not in training: create or load it first"),
+                )
         return [one for one in ready if one.policy in self.live]
 
     def _until_update(self, head: _Operation) -> list[_Operation]:
-        """The forward and backward passes of a policy that may run in any order: those before the next of its other requests."""
+        """The forward and backward passes of a policy that may run in any order: those before the
+        next of its other requests.
+        """
         found: list[_Operation] = []
         for one in self._queues[head.policy]:
             if not isinstance(one.what, Work):
@@ -234,7 +279,9 @@ class Training:
             self._end(one, told[one.policy])
 
     def _charge(self, operations: Sequence[_Operation]) -> float:
-        """Tells what it took to bring policies to their slots; how long that was of all together."""
+        """Tells what it took to bring policies to their slots; how long that was of all
+        together.
+        """
         payers, moved = {one.policy: _payer(one) for one in operations}, self.live.brought()
         if self.costs is not None:
             for policy, seconds in moved.items():

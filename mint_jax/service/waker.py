@@ -1,7 +1,9 @@
-"""Waits for something that ends once, by threads and asyncio tasks alike; nobody looks again and again.
+"""Waits for something that ends once, by threads and asyncio tasks alike; nobody looks again and
+again.
 
-A thread sleeps on a lock of its own, a task on a future of its loop. ``wake`` hands each loop one call for all tasks that ended
-since the last one ran: crossing into a loop writes to its pipe, which five thousand times in a row would stall the loop.
+A thread sleeps on a lock of its own, a task on a future of its loop. ``wake`` hands each loop one
+call for all tasks that ended since the last one ran: crossing into a loop writes to its pipe, which
+five thousand times in a row would stall the loop.
 """
 
 import asyncio
@@ -35,7 +37,8 @@ class Waker:
     def register(self, key: str, task: bool = False) -> Iterator[_Sleeper]:
         """A place in the list of those that ``wake(key)`` wakes; leaving the block gives it up.
 
-        Whoever checks before registering whether there is anything to wait for does both under the lock under which it ends.
+        Whoever checks before registering whether there is anything to wait for does both under the
+        lock under which it ends.
 
         Args:
             task: to be awaited in the running loop; else a thread's.

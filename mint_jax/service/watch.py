@@ -1,7 +1,9 @@
-"""What operators see of a server: Prometheus metrics, whether it lives, whether it is ready, and its state in JSON.
+"""What operators see of a server: Prometheus metrics, whether it lives, whether it is ready, and
+its state in JSON.
 
-Routes are labelled by their templates in ``rules.TABLE`` and ``other``, so that no client can add a series. What other parts count is
-read when it is asked for: a ``Source`` is a function, and nothing is copied between.
+Routes are labelled by their templates in ``rules.TABLE`` and ``other``, so that no client can add a
+series. What other parts count is read when it is asked for: a ``Source`` is a function, and nothing
+is copied between.
 """
 
 import dataclasses
@@ -11,7 +13,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    generate_latest,
+)
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
@@ -33,8 +42,8 @@ class Source:
     Attributes:
         name: of the metric, behind ``mint_``; a counter's gets ``_total``.
         read: gives the numbers by key, from any thread; a counter's only grow.
-        label: of which the keys are values: one series for each, hence of keys that are few. Empty: each key is a metric of its own,
-            ``mint_<name>_<key>``.
+        label: of which the keys are values: one series for each, hence of keys that are few. Empty:
+            each key is a metric of its own, ``mint_<name>_<key>``.
     """
 
     name: str
@@ -63,7 +72,8 @@ class Source:
 
 
 def gaps_of(name: str, what: str, seconds: Callable[[], Iterable[float]]) -> Source:
-    """Quantiles of the last so many durations, as gauges: half, 95 %, 99 % and all of them are not longer. None where there are none.
+    """Quantiles of the last so many durations, as gauges: half, 95 %, 99 % and all of them are not
+    longer. None where there are none.
 
     Args:
         seconds: gives them, in any order; ``lambda: list(loop.gaps)``.
@@ -98,7 +108,8 @@ class Watch:
         sources: what else is shown.
         ready: what ``/ready`` answers: 200 where its ``status`` is ``ready``, else 503.
         state: for ``/debug/state``: what can be written as JSON, called in a thread.
-        registry: where metrics are registered; give the same one to ``residency.metrics.Metrics`` and both are shown as one.
+        registry: where metrics are registered; give the same one to ``residency.metrics.Metrics``
+            and both are shown as one.
         table: the templates by which requests are labelled.
     """
 
@@ -110,20 +121,48 @@ class Watch:
         registry: CollectorRegistry | None = None,
         table: Table = TABLE,
     ):
-        self.registry, self._ready, self._state, self.table = registry or CollectorRegistry(), ready, state, table
-        self.registry.register(_Sources(sources))  # type: ignore[arg-type]
-        labels = ["route", "status"]
-        self.requests = Counter("mint_http_requests", "Requests answered.", labels, registry=self.registry)
-        self.seconds = Histogram("mint_http_seconds", "Request to end of answer.", labels, buckets=SECONDS, registry=self.registry)
-        self.first_seconds = Histogram(
-            "mint_http_first_byte_seconds", "Request to start of answer.", ["route"], buckets=SECONDS, registry=self.registry
+        self.registry, self._ready, self._state, self.table = (
+            registry or CollectorRegistry(),
+            ready,
+            state,
+            table,
         )
-        self.in_flight = Gauge("mint_http_in_flight", "Requests not answered.", ["route"], registry=self.registry)
-        self.received = Counter("mint_http_received_bytes", "Bytes of requests' bodies.", ["route"], registry=self.registry)
-        self.sent = Counter("mint_http_sent_bytes", "Bytes of answers' bodies.", ["route"], registry=self.registry)
+        self.registry.register(_Sources(sources))
+        labels = ["route", "status"]
+        self.requests = Counter(
+            "mint_http_requests", "Requests answered.", labels, registry=self.registry
+        )
+        self.seconds = Histogram(
+            "mint_http_seconds",
+            "Request to end of answer.",
+            labels,
+            buckets=SECONDS,
+            registry=self.registry,
+        )
+        self.first_seconds = Histogram(
+            "mint_http_first_byte_seconds",
+            "Request to start of answer.",
+            ["route"],
+            buckets=SECONDS,
+            registry=self.registry,
+        )
+        self.in_flight = Gauge(
+            "mint_http_in_flight", "Requests not answered.", ["route"], registry=self.registry
+        )
+        self.received = Counter(
+            "mint_http_received_bytes",
+            "Bytes of requests' bodies.",
+            ["route"],
+            registry=self.registry,
+        )
+        self.sent = Counter(
+            "mint_http_sent_bytes", "Bytes of answers' bodies.", ["route"], registry=self.registry
+        )
 
     def around(self, app: Any) -> Any:
-        """An ASGI app that counts what passes; to be put around the gate, so that refusals are counted."""
+        """An ASGI app that counts what passes; to be put around the gate, so that refusals are
+        counted.
+        """
 
         async def watched(scope: Any, receive: Any, send: Any) -> None:
             if scope["type"] != "http":
@@ -132,7 +171,11 @@ class Watch:
             rule = self.table.find(scope["method"], path_of(scope))
             route = "other" if rule is None else f"{scope['method']} {rule.template}"
             began, status = time.perf_counter(), 0
-            received, sent, first = self.received.labels(route), self.sent.labels(route), self.first_seconds.labels(route)
+            received, sent, first = (
+                self.received.labels(route),
+                self.sent.labels(route),
+                self.first_seconds.labels(route),
+            )
 
             async def counted_receive() -> Any:
                 message = await receive()
@@ -152,17 +195,23 @@ class Watch:
                 try:
                     await app(scope, counted_receive, counted_send)
                 finally:
-                    labels = (route, str(status or 499))  # 499: the client left before there was an answer
+                    # 499: the client left before there was an answer
+                    labels = (route, str(status or 499))
                     self.requests.labels(*labels).inc()
                     self.seconds.labels(*labels).observe(time.perf_counter() - began)
 
         return watched
 
     def routes(self) -> list[Route]:
-        """``/metrics``, ``/health`` (the process lives), ``/ready`` (503 and why, while it is not) and ``/debug/state``."""
+        """``/metrics``, ``/health`` (the process lives), ``/ready`` (503 and why, while it is not)
+        and ``/debug/state``.
+        """
 
         async def metrics(_: Request) -> Response:
-            return Response(await run_in_threadpool(generate_latest, self.registry), media_type=CONTENT_TYPE_LATEST)
+            return Response(
+                await run_in_threadpool(generate_latest, self.registry),
+                media_type=CONTENT_TYPE_LATEST,
+            )
 
         async def health(_: Request) -> Response:
             return _json({"status": "ok"})

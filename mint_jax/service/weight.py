@@ -1,8 +1,10 @@
-"""Memory that a body takes once it is parsed, estimated from its bytes before anything of it is built.
+"""Memory that a body takes once it is parsed, estimated from its bytes before anything of it is
+built.
 
-A list in JSON has two characters and takes 64 bytes in Python, an empty message of protobuf two bytes and 40; so bounds on the bytes of
-a body bound its memory only within a factor of thirty. The constants are sizes of CPython 3.11's objects and of upb's messages; an
-estimate is an upper bound, `tests/service/weight_test.py` measures by how much.
+A list in JSON has two characters and takes 64 bytes in Python, an empty message of protobuf two
+bytes and 40; so bounds on the bytes of a body bound its memory only within a factor of thirty. The
+constants are sizes of CPython 3.11's objects and of upb's messages; an estimate is an upper bound,
+`tests/service/weight_test.py` measures by how much.
 """
 
 import functools
@@ -15,8 +17,11 @@ from mint_jax.service.wire import messages
 
 VALUES = 1 << 22  # of JSON in a body: eight times what Tinker's SDKs put into one
 FIELDS = 1 << 20  # of protobuf: 25 times that
-_OBJECT, _LIST, _NUMBER, _KEY, _QUOTE = 200, 100, 96, 48, 32  # bytes, a number read once more into an array or a tuple included
-_FIELD, _ROW = 128, 1024  # bytes of a protobuf field, and of a message of the outermost lists: it becomes a datum with its arrays
+# bytes, a number read once more into an array or a tuple included
+_OBJECT, _LIST, _NUMBER, _KEY, _QUOTE = 200, 100, 96, 48, 32
+# bytes of a protobuf field, and of a message of the outermost lists: it becomes a datum with its
+# arrays
+_FIELD, _ROW = 128, 1024
 
 
 def of_json(body: bytes) -> int:
@@ -29,10 +34,21 @@ def of_json(body: bytes) -> int:
     """
     objects, lists, commas, quotes = (body.count(mark) for mark in (b"{", b"[", b",", b'"'))
     if max(objects + lists + commas, quotes // 4) > VALUES:
-        raise TooLarge(f"the JSON has more than {VALUES} values: send fewer in a request, or protobuf where the path takes it")
-    # Text of one character beyond ASCII may take four bytes for each of its characters, in the decoded body and in the string.
+        raise TooLarge(
+            f"the JSON has more than {VALUES} values: send fewer in a request, or protobuf where"
+            " the path takes it"
+        )
+    # Text of one character beyond ASCII may take four bytes for each of its characters, in the
+    # decoded body and in the string.
     copies = 3 if body.isascii() and b"\\u" not in body else 9
-    return copies * len(body) + _OBJECT * objects + _LIST * lists + _NUMBER * commas + _KEY * body.count(b":") + _QUOTE * quotes
+    return (
+        copies * len(body)
+        + _OBJECT * objects
+        + _LIST * lists
+        + _NUMBER * commas
+        + _KEY * body.count(b":")
+        + _QUOTE * quotes
+    )
 
 
 def of_protobuf(body: bytes, message: str = "ForwardBackwardRequest") -> int:
@@ -47,7 +63,8 @@ def of_protobuf(body: bytes, message: str = "ForwardBackwardRequest") -> int:
     """
     outermost = inner = _inner(message)
     count, rows, at, end = 0, 0, 0, len(body)
-    above: list[tuple[int, Mapping[int, Any]]] = []  # ends and fields of the messages around this one
+    # ends and fields of the messages around this one
+    above: list[tuple[int, Mapping[int, Any]]] = []
     try:
         while at < end or above:
             if at == end:
@@ -72,13 +89,20 @@ def of_protobuf(body: bytes, message: str = "ForwardBackwardRequest") -> int:
             elif form in (1, 5):
                 at += 8 if form == 1 else 4
             else:
-                raise UserError(f"the body is no {message} (it has a field of wire type {form}): send the message whole")
+                raise UserError(
+                    f"the body is no {message} (it has a field of wire type {form}): send the"
+                    " message whole"
+                )
             if at > end:
                 raise IndexError
             if count > FIELDS:
-                raise TooLarge(f"the message has more than {FIELDS} fields: send fewer data in a request")
+                raise TooLarge(
+                    f"the message has more than {FIELDS} fields: send fewer data in a request"
+                )
     except IndexError:
-        raise UserError(f"the body is no {message} (it ends within a field): send the message whole") from None
+        raise UserError(
+            f"the body is no {message} (it ends within a field): send the message whole"
+        ) from None
     return 4 * len(body) + _FIELD * count + _ROW * rows
 
 
@@ -87,7 +111,9 @@ _NUMBERS: Mapping[int, Any] = {-1: None}  # of a field of many numbers
 
 @functools.cache
 def _inner(message: str) -> Mapping[int, Any]:
-    """Returns what fields of a message hold messages or many numbers, by their numbers, each with the same of what it holds."""
+    """Returns what fields of a message hold messages or many numbers, by their numbers, each with
+    the same of what it holds.
+    """
     found: dict[int, Any] = {}
     for row in messages.MESSAGES[message].split(","):
         number, _, kind = row.split()

@@ -5,8 +5,8 @@
     a name given by ``load``               what it stood for then, until ``unload``
     policy, policy@serving, policy@12      what the catalog says now; also a digest
 
-A request asks once and keeps the digest, so that a promotion moves later requests only. What is unknown, retired or another
-tenant's is ``NotFound``, in the same words.
+A request asks once and keeps the digest, so that a promotion moves later requests only. What is
+unknown, retired or another tenant's is ``NotFound``, in the same words.
 """
 
 import dataclasses
@@ -40,7 +40,9 @@ class NotFound(book.NotFound):
     """No model of that name, for this tenant."""
 
     def __init__(self, name: str):
-        super().__init__(f"model {name[:200]!r} does not exist here: list the models, or load the adapter first")
+        super().__init__(
+            f"model {name[:200]!r} does not exist here: list the models, or load the adapter first"
+        )
 
 
 class Taken(UserError):
@@ -72,12 +74,14 @@ class Page:
 
 
 class Weights:
-    """The names of one server. All methods may be called from any thread; they read databases and files.
+    """The names of one server. All methods may be called from any thread; they read databases and
+    files.
 
     Args:
         base: what is resident; it goes by ``base.name`` and ``also``.
         catalog: of policies; None: there are none.
-        sampler: (tenant, path) -> digest of ``tinker://`` paths; raises a ``UserError`` for a path that the tenant does not have.
+        sampler: (tenant, path) -> digest of ``tinker://`` paths; raises a ``UserError`` for a path
+            that the tenant does not have.
         folder: below which ``load`` reads PEFT folders; None: it reads none.
         below: where ``fetch`` goes for what was not loaded from a folder.
         clock: seconds since 1970.
@@ -99,7 +103,8 @@ class Weights:
         self._folder = None if folder is None else Path(os.path.realpath(folder))
         self._clock, self._began = clock, clock()
         self._lock = threading.Lock()  # of the two below
-        self._loaded: dict[tuple[str, str], tuple[Model, str, float]] = {}  # (tenant, name) -> model, path, when
+        # (tenant, name) -> model, path, when
+        self._loaded: dict[tuple[str, str], tuple[Model, str, float]] = {}
         self._bytes: dict[str, np.ndarray] = {}  # of PEFT folders, by digest
 
     def resolve(self, name: str, tenant: str) -> Model:
@@ -133,21 +138,30 @@ class Weights:
         """Gives a revision a name of this tenant's, until ``unload``.
 
         Args:
-            path: a revision's name or digest, a ``tinker://`` path, or a PEFT folder below the server's.
+            path: a revision's name or digest, a ``tinker://`` path, or a PEFT folder below the
+                server's.
             inplace: the name may have been given before.
 
         Raises:
             Taken: the name stands for something already.
             NotFound: no such path.
-            UserError: a name that is none, or a folder that cannot be read as an adapter of this base.
+            UserError: a name that is none, or a folder that cannot be read as an adapter of this
+                base.
         """
         name = clean("lora_name", name)
         with self._lock:
             there = (tenant, name) in self._loaded
         if (there and not inplace) or (not there and self._stands(name, tenant)):
-            raise Taken(f"lora_name {name!r} is taken: unload it first, say load_inplace, or choose another name")
+            raise Taken(
+                f"lora_name {name!r} is taken: unload it first, say load_inplace, or choose another"
+                " name"
+            )
         data = self._read_folder(path)
-        model = Model(name, digest_of(data)) if data is not None else dataclasses.replace(self._stored(path, tenant), name=name)
+        model = (
+            Model(name, digest_of(data))
+            if data is not None
+            else dataclasses.replace(self._stored(path, tenant), name=name)
+        )
         assert model.digest is not None
         with self._lock:
             if data is not None:
@@ -182,12 +196,21 @@ class Weights:
         return self._below(digest)
 
     def names_of(self, digest: str) -> list[str]:
-        """The names that ``load`` gave a revision, in all tenants; its digest where there is none."""
+        """The names that ``load`` gave a revision, in all tenants; its digest where there is
+        none.
+        """
         with self._lock:
-            return sorted({name for (_, name), (model, _, _) in self._loaded.items() if model.digest == digest}) or [digest]
+            return sorted(
+                {
+                    name
+                    for (_, name), (model, _, _) in self._loaded.items()
+                    if model.digest == digest
+                }
+            ) or [digest]
 
     def page(self, tenant: str, after: str | None = None, limit: int = 100) -> Page:
-        """A page of models: the base, names that were loaded, and policies with a revision to sample, by name.
+        """A page of models: the base, names that were loaded, and policies with a revision to
+        sample, by name.
 
         Args:
             after: the last page's last id.
@@ -196,7 +219,9 @@ class Weights:
             UserError: ``after`` is no name.
         """
         with self._lock:
-            mine = sorted((name, *what) for (owner, name), what in self._loaded.items() if owner == tenant)
+            mine = sorted(
+                (name, *what) for (owner, name), what in self._loaded.items() if owner == tenant
+            )
         cards = [self._card(name, self._began) for name in self.names]
         cards += [self._card(name, when, path, model) for name, model, path, when in mine]
         ids = [card["id"] for card in cards]
@@ -205,7 +230,12 @@ class Weights:
         elif after is not None:
             cards = []
         while len(cards) <= limit and self._catalog is not None:
-            some = self._catalog.policies(tenant, None if after is None else full_name(tenant, after), limit + 1, state="active")
+            some = self._catalog.policies(
+                tenant,
+                None if after is None else full_name(tenant, after),
+                limit + 1,
+                state="active",
+            )
             if not some:
                 break
             after = some[-1].name
@@ -214,7 +244,11 @@ class Weights:
                     model = self.resolve(policy.name, tenant)
                 except NotFound:  # nothing of it can be sampled
                     continue
-                cards.append(self._card(policy.name, policy.created_at, f"{policy.policy}@{model.number}", model))
+                cards.append(
+                    self._card(
+                        policy.name, policy.created_at, f"{policy.policy}@{model.number}", model
+                    )
+                )
         return Page(cards[:limit], len(cards) > limit)
 
     def card(self, name: str, tenant: str) -> dict[str, Any]:
@@ -228,9 +262,16 @@ class Weights:
             _, path, when = self._loaded.get((tenant, name), (None, None, self._began))
         if model.digest is None:
             return self._card(name, when)
-        return self._card(name, when, path or (name if model.policy is None else f"{model.policy}@{model.number}"), model)
+        return self._card(
+            name,
+            when,
+            path or (name if model.policy is None else f"{model.policy}@{model.number}"),
+            model,
+        )
 
-    def _card(self, name: str, created: float, root: str | None = None, model: Model | None = None) -> dict[str, Any]:
+    def _card(
+        self, name: str, created: float, root: str | None = None, model: Model | None = None
+    ) -> dict[str, Any]:
         return {
             "id": name,
             "object": "model",
@@ -260,7 +301,9 @@ class Weights:
         try:
             return packed_object(Source(real, True, self._folder), base, "keep", False, MAX_BYTES)
         except OSError as error:
-            raise UserError(f"lora_path {path!r} cannot be read ({error.strerror or error}): check the folder") from None
+            raise UserError(
+                f"lora_path {path!r} cannot be read ({error.strerror or error}): check the folder"
+            ) from None
 
     def _forget_unnamed(self) -> None:
         """Drops the bytes of folders whose names are gone."""

@@ -1,7 +1,9 @@
-"""Two reports side by side: of two runs, or ours and what others report; a difference outside of the intervals is flagged.
+"""Two reports side by side: of two runs, or ours and what others report; a difference outside of
+the intervals is flagged.
 
-A figure is found in the other report by its name and by the settings of its row. What was counted has no interval: any difference is one.
-Of two figures with intervals a difference is flagged where these do not overlap, which at 95 % each is stricter than a test at 95 %.
+A figure is found in the other report by its name and by the settings of its row. What was counted
+has no interval: any difference is one. Of two figures with intervals a difference is flagged where
+these do not overlap, which at 95 % each is stricter than a test at 95 %.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -51,29 +53,51 @@ def two(a: Mapping[str, Any], b: Mapping[str, Any], who: str = "B") -> list[Line
         UserError: there are none.
     """
     others = {(where, name): figure for where, name, figure in figures_of(b)}
-    lines = [Line(where, name, mine, others[where, name], who) for where, name, mine in figures_of(a) if (where, name) in others]
+    lines = [
+        Line(where, name, mine, others[where, name], who)
+        for where, name, mine in figures_of(a)
+        if (where, name) in others
+    ]
     if not lines:
-        raise UserError("the two reports have no figure in common: they must be of one sweep or one bench, and of common settings")
+        raise UserError(
+            "the two reports have no figure in common: they must be of one sweep or one bench, and"
+            " of common settings"
+        )
     return lines
 
 
 def with_references(report: Mapping[str, Any]) -> list[Line]:
-    """Our figures beside those that others report of the same settings; a setting that one side does not name is not compared."""
+    """Our figures beside those that others report of the same settings; a setting that one side
+    does not name is not compared.
+    """
     lines = []
     for one in report.get("references", ()):
         for where, settings, figures in _rows(report):
             shared = settings.keys() & one["settings"].keys()
-            if where.split(":")[0] == one["grid"] and all(settings[name] == one["settings"][name] for name in shared):
-                both = (name for name, value in one["figures"].items() if _is_number(value) and _is_number(figures.get(name)))
-                lines += [Line(where, name, figures[name], one["figures"][name], one["who"]) for name in both]
+            if where.split(":")[0] == one["grid"] and all(
+                settings[name] == one["settings"][name] for name in shared
+            ):
+                both = (
+                    name
+                    for name, value in one["figures"].items()
+                    if _is_number(value) and _is_number(figures.get(name))
+                )
+                lines += [
+                    Line(where, name, figures[name], one["figures"][name], one["who"])
+                    for name in both
+                ]
     return lines
 
 
 def figures_of(report: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
-    """Grid and settings, name and value of each figure; of a bench's report all that has an interval, by its path."""
+    """Grid and settings, name and value of each figure; of a bench's report all that has an
+    interval, by its path.
+    """
     if "points" in report and "sweep" in report:
         for where, _, figures in _rows(report):
-            yield from ((where, name, figure) for name, figure in figures.items() if _is_number(figure))
+            yield from (
+                (where, name, figure) for name, figure in figures.items() if _is_number(figure)
+            )
     else:
         yield from (("", path, figure) for path, figure in _walk(report, ""))
 
@@ -103,7 +127,9 @@ def _ends(figure: Any) -> tuple[float, float]:
 
 
 def _is_number(figure: Any) -> bool:
-    return timing.is_figure(figure) or (isinstance(figure, int | float) and not isinstance(figure, bool))
+    return timing.is_figure(figure) or (
+        isinstance(figure, int | float) and not isinstance(figure, bool)
+    )
 
 
 def table(lines: Sequence[Line], a: str, b: str) -> str:
@@ -112,12 +138,17 @@ def table(lines: Sequence[Line], a: str, b: str) -> str:
     for line in lines:
         ratio = "" if line.ratio is None else f"{line.ratio:.3g}"
         other = shown(line.b) if line.who == b else f"{shown(line.b)}, {line.who}"
-        out.append(f"| {line.where} | {line.name} | {shown(line.a)} | {other} | {ratio} | {'outside' if line.outside else ''} |")
+        out.append(
+            f"| {line.where} | {line.name} | {shown(line.a)} | {other} | {ratio} |"
+            f" {'outside' if line.outside else ''} |"
+        )
     return "\n".join(out)
 
 
 def draw(lines: Sequence[Line], a: str, b: str, path: Path) -> None:
-    """b over a of each figure, with what its intervals allow; filled where it is outside of them."""
+    """b over a of each figure, with what its intervals allow; filled where it is outside of
+    them.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -130,9 +161,17 @@ def draw(lines: Sequence[Line], a: str, b: str, path: Path) -> None:
         (low_a, high_a), (low_b, high_b) = _ends(line.a), _ends(line.b)
         if low_a > 0 and low_b > 0:
             ax.plot([low_b / high_a, high_b / low_a], [k, k], color="C0", lw=1)
-        ax.plot([ratio], [k], "o", color="C3" if line.outside else "C0", mfc="C3" if line.outside else "w")
+        ax.plot(
+            [ratio],
+            [k],
+            "o",
+            color="C3" if line.outside else "C0",
+            mfc="C3" if line.outside else "w",
+        )
     ax.axvline(1.0, color="grey", lw=0.8)
-    ax.set_yticks(range(len(chosen)), [f"{line.where} {line.name}"[-70:] for line, _ in chosen], fontsize=6)
+    ax.set_yticks(
+        range(len(chosen)), [f"{line.where} {line.name}"[-70:] for line, _ in chosen], fontsize=6
+    )
     ax.invert_yaxis()
     ax.set_xscale("log")
     ax.set_xlabel(f"{b} / {a}; filled: outside of the intervals")

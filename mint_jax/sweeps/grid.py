@@ -1,7 +1,9 @@
-"""A sweep as data: grids of points over existing jobs, what others report of the same, and what is drawn.
+"""A sweep as data: grids of points over existing jobs, what others report of the same, and what is
+drawn.
 
-A *point* is one combination of a grid's axes: one command line, or one for each seed. What it prints is a job's result, of which the grid
-says where its figures stand. So a sweep measures nothing itself.
+A *point* is one combination of a grid's axes: one command line, or one for each seed. What it
+prints is a job's result, of which the grid says where its figures stand. So a sweep measures
+nothing itself.
 """
 
 import dataclasses
@@ -18,15 +20,19 @@ class Grid:
     """Points over one job.
 
     Attributes:
-        config: of the job that every point runs, with its size, such as configs/bench/handoff.py:ci; {setting} as in options.
+        config: of the job that every point runs, with its size, such as
+            configs/bench/handoff.py:ci; {setting} as in options.
         about: what the grid shows, in a line.
         axes: setting and its values; there is a point for each combination.
         without: combinations that are left out: settings of an axis or several, by name.
-        options: of the command line; {setting} is a point's value, {workdir} the sweep's folder, {beside} the one that it lies in.
+        options: of the command line; {setting} is a point's value, {workdir} the sweep's folder,
+            {beside} the one that it lies in.
         seeds: one run each, whose numbers are merged; none: one run without a seed.
         minutes: that a run takes, roughly; the time left goes by it.
-        each: setting and values that one run measures together; the report has a row for each combination.
-        figures: name of a figure and where it stands in the run's result: a/b, where name=value finds an entry of a list.
+        each: setting and values that one run measures together; the report has a row for each
+            combination.
+        figures: name of a figure and where it stands in the run's result: a/b, where name=value
+            finds an entry of a list.
         data: the same for what is drawn and is no figure.
         curve: a column of the run's metrics.jsonl that is kept step by step.
         curve_of: whose rows of it, by name.
@@ -75,7 +81,8 @@ class Picture:
 
     Attributes:
         grid: whose rows.
-        kind: lines (a figure over a setting), curves (over steps, with bands) or timeline (a lane a policy).
+        kind: lines (a figure over a setting), curves (over steps, with bands) or timeline (a lane a
+            policy).
         x: setting on the horizontal axis of lines.
         y: figure on the vertical one of lines; of timeline the name of the data.
         by: settings that part the rows into lines; all others must be of one value, or are panels.
@@ -115,7 +122,10 @@ class Point(NamedTuple):
         """Config and options of the command line, with places still to be filled in."""
         places = {"workdir": "{workdir}", "beside": "{beside}"}
         templates = (f"--config={self.of.config}", *self.of.options)
-        return [_fill(template, self.settings | places, f"grids.{self.grid}.options") for template in templates]
+        return [
+            _fill(template, self.settings | places, f"grids.{self.grid}.options")
+            for template in templates
+        ]
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """The settings of each row that the point's run measures."""
@@ -134,9 +144,16 @@ def points_of(grids: Mapping[str, Grid]) -> list[Point]:
         for where, axes in (("axes", grid.axes), ("each", grid.each)):
             for axis, values in axes.items():
                 if not isinstance(values, tuple | list) or not values:
-                    raise UserError(f"grids.{name}.{where}.{axis} is {values!r}; expected a tuple with at least one value")
+                    raise UserError(
+                        f"grids.{name}.{where}.{axis} is {values!r}; expected a tuple with at least"
+                        " one value"
+                    )
         whole = [dict(zip(grid.axes, values)) for values in itertools.product(*grid.axes.values())]
-        points += [Point(name, grid, one) for one in whole if not any(dict(w).items() <= one.items() for w in grid.without)]
+        points += [
+            Point(name, grid, one)
+            for one in whole
+            if not any(dict(w).items() <= one.items() for w in grid.without)
+        ]
     for point in points:
         point.arguments()
         for row in point.rows():
@@ -152,7 +169,8 @@ def figure_at(result: Any, path: str, settings: Mapping[str, Any]) -> Any:
     """What stands in a result.
 
     Args:
-        path: names joined by ``/``; ``name=value`` is the first such entry of a list, and ``{setting}`` a value of the row's.
+        path: names joined by ``/``; ``name=value`` is the first such entry of a list, and
+            ``{setting}`` a value of the row's.
 
     Raises:
         KeyError: nothing does.
@@ -175,4 +193,7 @@ def _fill(template: str, values: Mapping[str, Any], where: str) -> str:
     try:
         return template.format(**values)
     except (KeyError, IndexError) as error:
-        raise UserError(f"{where} has {template!r}, but there is no setting {error}: there are {', '.join(values)}") from None
+        raise UserError(
+            f"{where} has {template!r}, but there is no setting {error}: there are"
+            f" {', '.join(values)}"
+        ) from None

@@ -17,13 +17,16 @@ def entry_of(point: Point, records: Mapping[str, dict[str, Any]], workdir: Path)
     """A point as the report has it.
 
     Returns:
-        ``name``, ``grid``, ``settings``, ``state``, ``reason``, ``command``, ``seconds``; of one that is done also ``rows`` (settings,
-        figures, data) and where they come from: ``commit``, ``dirty``, ``date``, ``machine``, ``versions``, ``config``.
+        ``name``, ``grid``, ``settings``, ``state``, ``reason``, ``command``, ``seconds``; of one
+        that is done also ``rows`` (settings, figures, data) and where they come from: ``commit``,
+        ``dirty``, ``date``, ``machine``, ``versions``, ``config``.
     """
     runs = runs_of([point])
     mine = [records[run.name] for run in runs]
     failed = [
-        f"{run.name}: {one['reason']}" if len(runs) > 1 else one["reason"] for run, one in zip(runs, mine) if one["state"] == "failed"
+        f"{run.name}: {one['reason']}" if len(runs) > 1 else one["reason"]
+        for run, one in zip(runs, mine)
+        if one["state"] == "failed"
     ]
     entry = {
         "name": point.name,
@@ -47,20 +50,39 @@ def entry_of(point: Point, records: Mapping[str, dict[str, Any]], workdir: Path)
     return entry | {"rows": rows} | extra | {name: stamps[-1][name] for name in STAMP}
 
 
-def _row(point: Point, settings: dict[str, Any], results: Sequence[Any], runs: Sequence[Run], workdir: Path) -> dict[str, Any]:
-    figures = {name: merged([figure_at(result, path, settings) for result in results]) for name, path in point.of.figures.items()}
+def _row(
+    point: Point,
+    settings: dict[str, Any],
+    results: Sequence[Any],
+    runs: Sequence[Run],
+    workdir: Path,
+) -> dict[str, Any]:
+    figures = {
+        name: merged([figure_at(result, path, settings) for result in results])
+        for name, path in point.of.figures.items()
+    }
     row: dict[str, Any] = {"settings": settings, "figures": figures}
     if point.of.data:
-        row["data"] = {name: figure_at(results[-1], path, settings) for name, path in point.of.data.items()}
+        row["data"] = {
+            name: figure_at(results[-1], path, settings) for name, path in point.of.data.items()
+        }
     if point.of.curve:
         name = point.of.curve_of.format(**settings)
-        row["curve"] = band([_column(run.folder(workdir) / "metrics.jsonl", name, point.of.curve) for run in runs])
+        row["curve"] = band(
+            [_column(run.folder(workdir) / "metrics.jsonl", name, point.of.curve) for run in runs]
+        )
     return row
 
 
 def merged(values: Sequence[Any]) -> Any:
-    """One run's figure as it is; of several the median of their values, and smallest and largest."""
-    return values[0] if len(values) == 1 else timing.merge([float(timing.value(value)) for value in values])
+    """One run's figure as it is; of several the median of their values, and smallest and
+    largest.
+    """
+    return (
+        values[0]
+        if len(values) == 1
+        else timing.merge([float(timing.value(value)) for value in values])
+    )
 
 
 def band(columns: Sequence[Mapping[int, float]]) -> dict[str, list[float] | int]:

@@ -1,10 +1,13 @@
 """Runs points one after another, each as a process of its own, and goes on where it was stopped.
 
-A process of its own has its own memory, devices and compiled programs, so that a point's figures do not depend on those before it, and
-a point that dies ends nothing else. It is the command that a user would give. A run's folder below ``WORKDIR/points`` has its log and the
-job's output; ``record.json``, written whole or not at all, says how it ended and under which key: config, options, seed, commit, changes
-on top of it, and the files that it reads. Of the same key a run that ended well is not repeated, one that failed is, in its folder, where a
-training job finds its checkpoint. One that ended well keeps none: 58 runs of ``learning`` left 17 GB of them and filled a disk.
+A process of its own has its own memory, devices and compiled programs, so that a point's figures do
+not depend on those before it, and a point that dies ends nothing else. It is the command that a
+user would give. A run's folder below ``WORKDIR/points`` has its log and the job's output;
+``record.json``, written whole or not at all, says how it ended and under which key: config,
+options, seed, commit, changes on top of it, and the files that it reads. Of the same key a run that
+ended well is not repeated, one that failed is, in its folder, where a training job finds its
+checkpoint. One that ended well keeps none: 58 runs of ``learning`` left 17 GB of them and filled a
+disk.
 """
 
 import json
@@ -25,11 +28,13 @@ from mint_jax.files import write_file
 from mint_jax.metrics import clock
 from mint_jax.sweeps.grid import Point
 
-# A program that is started, not a module that is imported: what it imports, it imports in its own process.
+# A program that is started, not a module that is imported: what it imports, it imports in its own
+# process.
 PROGRAM = (sys.executable, "-m", f"{__name__.partition('.')[0]}.launch")
 GRACE_S = 60.0  # for a job to write its checkpoint when the sweep is stopped
-# A sweep that is killed leaves no process that goes on measuring beside the next start. The child asks for it itself (prctl's
-# PR_SET_PDEATHSIG is 1): a function between fork and exec may not run where JAX has threads.
+# A sweep that is killed leaves no process that goes on measuring beside the next start. The child
+# asks for it itself (prctl's PR_SET_PDEATHSIG is 1): a function between fork and exec may not run
+# where JAX has threads.
 _ASK = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execv(sys.argv[1], sys.argv[1:])"
 _WITH_PARENT = (sys.executable, "-S", "-c", _ASK) if sys.platform == "linux" else ()
 
@@ -62,24 +67,39 @@ def runs_of(points: Sequence[Point]) -> list[Run]:
     return [Run(point, seed) for point in points for seed in point.of.seeds or (None,)]
 
 
-def run_all(points: Sequence[Point], workdir: Path, say: Callable[[str], None], program: Sequence[str] = PROGRAM) -> dict[str, Any]:
+def run_all(
+    points: Sequence[Point],
+    workdir: Path,
+    say: Callable[[str], None],
+    program: Sequence[str] = PROGRAM,
+) -> dict[str, Any]:
     """Runs what is not done.
 
     Args:
         program: that takes ``--config``, ``--workdir`` and options, and writes ``result.json``.
 
     Returns:
-        By name of a run its record: ``state`` (done or failed), ``reason``, ``seconds``, ``key``, ``command``.
+        By name of a run its record: ``state`` (done or failed), ``reason``, ``seconds``, ``key``,
+        ``command``.
     """
     runs, code = runs_of(points), [stamp.code(), stamp.changes()]
     records = {run.name: _record(run, workdir, code) for run in runs}
     todo = [run for run in runs if records[run.name] is None]
     if len(todo) < len(runs):
-        say(f"{len(runs) - len(todo)} of {len(runs)} runs are done already, in {workdir / 'points'}")
+        say(
+            f"{len(runs) - len(todo)} of {len(runs)} runs are done already, in {workdir / 'points'}"
+        )
     expected, spent = 0.0, 0.0
     for k, run in enumerate(todo):
-        left = 60 * sum(one.point.of.minutes for one in todo[k:]) * (spent / expected if spent else 1.0)
-        say(f"[sweep] {len(runs) - len(todo) + k + 1}/{len(runs)} {run.name} ({clock(spent)}, about {clock(left)} left)")
+        left = (
+            60
+            * sum(one.point.of.minutes for one in todo[k:])
+            * (spent / expected if spent else 1.0)
+        )
+        say(
+            f"[sweep] {len(runs) - len(todo) + k + 1}/{len(runs)} {run.name} ({clock(spent)}, about"
+            f" {clock(left)} left)"
+        )
         records[run.name] = record = _run(run, workdir, code, program)
         expected, spent = expected + 60 * run.point.of.minutes, spent + record["seconds"]
         if record["state"] == "failed":
@@ -131,7 +151,9 @@ def _run(run: Run, workdir: Path, code: Any, program: Sequence[str]) -> dict[str
 
 def _wait(command: list[str], log: Any) -> int:
     """The exit status of a process that does not outlive this one."""
-    process = subprocess.Popen([*_WITH_PARENT, *command], stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+    process = subprocess.Popen(
+        [*_WITH_PARENT, *command], stdin=subprocess.DEVNULL, stdout=log, stderr=log
+    )
     try:
         return process.wait()
     except BaseException:
@@ -154,7 +176,9 @@ def _reason(status: int, log: Path) -> str:
 
 
 def _placed(text: str, workdir: Path) -> str:
-    return text.replace("{workdir}", str(workdir)).replace("{beside}", str(workdir.resolve().parent))
+    return text.replace("{workdir}", str(workdir)).replace(
+        "{beside}", str(workdir.resolve().parent)
+    )
 
 
 def _digest(path: Path) -> str:
@@ -171,4 +195,6 @@ def result_of(run: Run, workdir: Path) -> dict[str, Any]:
     try:
         return stamp.load(path)
     except ValueError as error:
-        raise UserError(f"{path} is no JSON ({error}): remove the folder, and start the sweep again") from None
+        raise UserError(
+            f"{path} is no JSON ({error}): remove the folder, and start the sweep again"
+        ) from None

@@ -15,20 +15,27 @@ NORMALISATIONS = ("sequence", "token", "constant", "sum")
 
 
 def group_advantages(
-    rewards_QG: np.ndarray, baseline: str = "group_mean", divide_by_std: bool | None = None, eps: float = 1e-4
+    rewards_QG: np.ndarray,
+    baseline: str = "group_mean",
+    divide_by_std: bool | None = None,
+    eps: float = 1e-4,
 ) -> np.ndarray:
     """Advantages ``[Q, G]`` float32 of each prompt's rollouts against each other.
 
     Args:
-        baseline: ``group_mean`` (GRPO, arXiv 2402.03300 section 4.1.2), ``leave_one_out`` (RLOO, arXiv 2402.14740 eq. 9) or ``none``.
-        divide_by_std: GRPO's division by the group's (population) standard deviation; False is Dr. GRPO (arXiv 2503.20783 section 3.2).
-            None is as the baseline's paper has it: ``group_mean`` is divided, ``leave_one_out`` and ``none`` are not.
+        baseline: ``group_mean`` (GRPO, arXiv 2402.03300 section 4.1.2), ``leave_one_out`` (RLOO,
+            arXiv 2402.14740 eq. 9) or ``none``.
+        divide_by_std: GRPO's division by the group's (population) standard deviation; False is Dr.
+            GRPO (arXiv 2503.20783 section 3.2). None is as the baseline's paper has it:
+            ``group_mean`` is divided, ``leave_one_out`` and ``none`` are not.
         eps: added to the standard deviation.
 
-    Rewards of a group that are equal up to rounding give exactly 0 (without a baseline: themselves).
+    Rewards of a group that are equal up to rounding give exactly 0 (without a baseline:
+    themselves).
 
     Raises:
-        UserError: an unknown baseline, a reward that is not finite or too large for float32, or a group too small for its baseline.
+        UserError: an unknown baseline, a reward that is not finite or too large for float32, or a
+            group too small for its baseline.
     """
     given = np.asarray(rewards_QG)
     rewards = given.astype(np.float64)
@@ -37,12 +44,14 @@ def group_advantages(
     if not np.isfinite(rewards).all():
         where = tuple(int(i) for i in np.argwhere(~np.isfinite(rewards))[0])
         raise UserError(
-            f"reward at (prompt, rollout) {where} is {rewards[where]}; rewards must be finite numbers: mend the reward function"
+            f"reward at (prompt, rollout) {where} is {rewards[where]}; rewards must be finite"
+            " numbers: mend the reward function"
         )
     group = rewards.shape[1]
     if group < 2 and baseline != "none":
         raise UserError(
-            f"baseline {baseline!r} needs at least 2 rollouts a prompt, there is {group}: raise group_size or use baseline 'none'"
+            f"baseline {baseline!r} needs at least 2 rollouts a prompt, there is {group}: raise"
+            " group_size or use baseline 'none'"
         )
     # The mean of equal numbers is off by rounding, and an advantage of 1e-17 is a full step for
     # Adam. So rewards count from the group's first, a spread of a few roundings counts as none,
@@ -65,16 +74,19 @@ def group_advantages(
             advantages = advantages * unit
         result = advantages.astype(np.float32)
     if not np.isfinite(result).all():
-        raise UserError(f"rewards of up to {size.max():g} give advantages beyond float32: scale them down")
+        raise UserError(
+            f"rewards of up to {size.max():g} give advantages beyond float32: scale them down"
+        )
     return result
 
 
 def token_weights(lengths: Sequence[int], normalisation: str, max_tokens: int = 1) -> list[float]:
-    """The weight of every token of each sequence, given the lengths of all sequences of one policy's update.
+    """The weight of every token of each sequence, given the lengths of all sequences of one
+    policy's update.
 
-    ``sequence``: mean over each sequence, then over sequences (GRPO eq. 3). ``token``: mean over all tokens (DAPO,
-    arXiv 2503.14476 section 3.3). ``constant``: sum over tokens divided by ``max_tokens`` and the number of sequences (Dr.
-    GRPO, arXiv 2503.20783). ``sum``: weight 1.
+    ``sequence``: mean over each sequence, then over sequences (GRPO eq. 3). ``token``: mean over
+    all tokens (DAPO, arXiv 2503.14476 section 3.3). ``constant``: sum over tokens divided by
+    ``max_tokens`` and the number of sequences (Dr. GRPO, arXiv 2503.20783). ``sum``: weight 1.
     """
     if normalisation not in NORMALISATIONS:
         raise choice("normalisation", normalisation, NORMALISATIONS)

@@ -1,11 +1,13 @@
 """Sequences of many policies -> one padded batch.
 
-A *group* is a prefix and the sequences that continue it: a prompt and its rollouts, a prompt with a chosen and a rejected
-answer, or nothing and one text. A row keeps the prefix once; each sequence is a segment whose parent is the prefix
-segment. A sequence of c target tokens enters as c tokens, the last of the prefix first, so that every target is predicted
-from the position before it. Only target positions reach the unembedding.
+A *group* is a prefix and the sequences that continue it: a prompt and its rollouts, a prompt with a
+chosen and a rejected answer, or nothing and one text. A row keeps the prefix once; each sequence is
+a segment whose parent is the prefix segment. A sequence of c target tokens enters as c tokens, the
+last of the prefix first, so that every target is predicted from the position before it. Only target
+positions reach the unembedding.
 
-Axes: P policies, B rows of a policy, T tokens of a row, M target positions of a row, Z pairs of a policy.
+Axes: P policies, B rows of a policy, T tokens of a row, M target positions of a row, Z pairs of a
+policy.
 """
 
 import dataclasses
@@ -30,8 +32,10 @@ class TrainSequence:
         tokens: the continuation of the group's prefix.
         weights: 0 for tokens that are no target (they are still read).
         advantages, old_logp, ref_logp: default 0.
-        first_logp: of the trainer before the first update on these tokens; None before it, and the trainer puts it here then.
-        routes: experts that the token before each target visited when it was sampled, ``[tokens, L, X]``; -1 for none.
+        first_logp: of the trainer before the first update on these tokens; None before it, and the
+            trainer puts it here then.
+        routes: experts that the token before each target visited when it was sampled, ``[tokens, L,
+            X]``; -1 for none.
     """
 
     tokens: list[int]
@@ -48,9 +52,11 @@ class Group:
     """A prefix of at least one token, and the sequences that continue it.
 
     Attributes:
-        pair_weight: for DPO: the weight of the pair (chosen, rejected) that the two sequences form; 0 is no pair.
+        pair_weight: for DPO: the weight of the pair (chosen, rejected) that the two sequences form;
+            0 is no pair.
         routes: experts that the prefix but its last token visited, ``[prefix - 1, L, X]``.
-        temperature: at which the sequences were drawn, above 0: all their log-probabilities are of ``logits / temperature``.
+        temperature: at which the sequences were drawn, above 0: all their log-probabilities are of
+            ``logits / temperature``.
     """
 
     prefix: list[int]
@@ -65,12 +71,16 @@ class Batch:
     """Rows of P policies.
 
     Attributes:
-        tokens, positions, own, parent: ``[P, B, T]`` int32; ``own`` and ``parent`` are segments, 0 is padding.
+        tokens, positions, own, parent: ``[P, B, T]`` int32; ``own`` and ``parent`` are segments, 0
+            is padding.
         index: ``[P, B, M]`` position in the row whose hidden state predicts the target.
-        target: ``[P, B, M]`` token ids; or ``[P, B, M, K]``, several of one distribution, whose losses' numbers are ``[P, B, M K]``.
-        routes: recorded experts to replay, int16 ``[L, P, B, T, X]``, -1 for a token without; None: the router chooses.
+        target: ``[P, B, M]`` token ids; or ``[P, B, M, K]``, several of one distribution, whose
+            losses' numbers are ``[P, B, M K]``.
+        routes: recorded experts to replay, int16 ``[L, P, B, T, X]``, -1 for a token without; None:
+            the router chooses.
         loss: targets of the loss, ``[P, B, M]`` and ``[P, Z]``.
-        inverse_temperature: of each target's distribution, float32 ``[P, B, M]``; None is 1 everywhere.
+        inverse_temperature: of each target's distribution, float32 ``[P, B, M]``; None is 1
+            everywhere.
     """
 
     tokens: jax.Array
@@ -101,7 +111,8 @@ class Place:
 
 @dataclasses.dataclass
 class _Row:
-    pieces: list[tuple[Group, list[tuple[int, TrainSequence]]]]  # (group, [(sequence number, sequence)])
+    # (group, [(sequence number, sequence)])
+    pieces: list[tuple[Group, list[tuple[int, TrainSequence]]]]
     tokens: int
     targets: int
 
@@ -118,8 +129,11 @@ def padded_tokens(groups: Sequence[Group]) -> int:
 
 
 def _capacity(groups: Iterable[Group]) -> int:
-    """Tokens of a row in which every group has room: as many as a row will be padded to, so that short groups share one."""
-    # 256 groups of 4 tokens took 256 rows of 16, and so four times as long, while a row was as long as its largest group.
+    """Tokens of a row in which every group has room: as many as a row will be padded to, so that
+    short groups share one.
+    """
+    # 256 groups of 4 tokens took 256 rows of 16, and so four times as long, while a row was as long
+    # as its largest group.
     return round_up(max(map(cost, groups)), LEAST[1])
 
 
@@ -134,8 +148,8 @@ def pack(
 
     Args:
         shapes: keeps (B, T, M, Z) among few values.
-        row_tokens: length of a row; by default that of the largest group, rounded up as it will be. A larger group is split, its
-            prefix repeated.
+        row_tokens: length of a row; by default that of the largest group, rounded up as it will be.
+            A larger group is split, its prefix repeated.
         context: refuse a sequence that, with its prefix, is longer.
         row_multiple: rows of a policy are a multiple of this (the data axes of a mesh).
 
@@ -143,19 +157,29 @@ def pack(
         The batch, and per policy the place of each sequence in the order given.
 
     Raises:
-        UserError: no sequences, an empty prefix, a policy with pairs and a group that is not two sequences, or a sequence
-            longer than ``context``.
+        UserError: no sequences, an empty prefix, a policy with pairs and a group that is not two
+            sequences, or a sequence longer than ``context``.
     """
     if not policies or any(not any(g.sequences for g in groups) for groups in policies):
-        raise UserError("a policy has no sequences to train on: its dataset or its rollouts are empty")
+        raise UserError(
+            "a policy has no sequences to train on: its dataset or its rollouts are empty"
+        )
     for groups in policies:
         paired = any(g.pair_weight for g in groups)
         for group in groups:
             _check(group, context, paired)
-    longest = max(len(g.prefix) - 1 + len(s.tokens) for groups in policies for g in groups for s in g.sequences)
+    longest = max(
+        len(g.prefix) - 1 + len(s.tokens)
+        for groups in policies
+        for g in groups
+        for s in g.sequences
+    )
     capacity = max(longest, row_tokens or _capacity(g for groups in policies for g in groups))
     packed = [_rows(groups, capacity) for groups in policies]
-    pairs = [[g.pair_weight for g in groups] if any(g.pair_weight for g in groups) else [] for groups in policies]
+    pairs = [
+        [g.pair_weight for g in groups] if any(g.pair_weight for g in groups) else []
+        for groups in policies
+    ]
     most = max(len(rows) for rows in packed)
     needed = (
         -(-most // row_multiple),
@@ -172,23 +196,29 @@ def pack(
 
 def _check(group: Group, context: int | None, paired: bool) -> None:
     if not group.prefix:
-        raise UserError("a group has an empty prefix: the first token needs one before it (a bos token, say)")
+        raise UserError(
+            "a group has an empty prefix: the first token needs one before it (a bos token, say)"
+        )
     if not 1e-30 <= group.temperature <= 1e30:  # its inverse is a factor in float32
         raise UserError(
-            f"a group was drawn at temperature {group.temperature}; expected 1e-30 to 1e30: greedy tokens (temperature 0) were not drawn"
+            f"a group was drawn at temperature {group.temperature}; expected 1e-30 to 1e30: greedy"
+            " tokens (temperature 0) were not drawn"
         )
     if paired and len(group.sequences) != 2:
         raise UserError(
-            f"a preference pair has {len(group.sequences)} sequences; expected 2, the chosen and the rejected answer, "
-            "in every group of a policy that has pairs"
+            f"a preference pair has {len(group.sequences)} sequences; expected 2, the chosen and"
+            " the rejected answer, in every group of a policy that has pairs"
         )
     for s in group.sequences:
         if not s.tokens or len(s.weights) != len(s.tokens):
-            raise UserError(f"a sequence has {len(s.tokens)} tokens and {len(s.weights)} weights; expected the same number, at least 1")
+            raise UserError(
+                f"a sequence has {len(s.tokens)} tokens and {len(s.weights)} weights; expected the"
+                " same number, at least 1"
+            )
         if context is not None and len(group.prefix) + len(s.tokens) > context:
             raise UserError(
-                f"a prompt of {len(group.prefix)} and a continuation of {len(s.tokens)} tokens exceed the context of {context}: "
-                "shorten them or drop the example"
+                f"a prompt of {len(group.prefix)} and a continuation of {len(s.tokens)} tokens"
+                f" exceed the context of {context}: shorten them or drop the example"
             )
 
 
@@ -219,11 +249,18 @@ def _rows(groups: Sequence[Group], capacity: int) -> list[_Row]:
     return rows
 
 
-def _fill(packed: list[list[_Row]], shape: tuple[int, int, int, int, int], pairs: list[list[float]]) -> tuple[Batch, list[list[Place]]]:
+def _fill(
+    packed: list[list[_Row]], shape: tuple[int, int, int, int, int], pairs: list[list[float]]
+) -> tuple[Batch, list[list[Place]]]:
     P, B, T, M, Z = shape
-    ints = {name: np.zeros((P, B, T), np.int32) for name in ("tokens", "positions", "own", "parent")}
+    ints = {
+        name: np.zeros((P, B, T), np.int32) for name in ("tokens", "positions", "own", "parent")
+    }
     index, target, sequence = (np.zeros((P, B, M), np.int32) for _ in range(3))
-    floats = {name: np.zeros((P, B, M), np.float32) for name in ("weights", "advantages", "old_logp", "ref_logp", "first_logp")}
+    floats = {
+        name: np.zeros((P, B, M), np.float32)
+        for name in ("weights", "advantages", "old_logp", "ref_logp", "first_logp")
+    }
     sharp = np.ones((P, B, M), np.float32)
     weights_PZ = np.zeros((P, Z), np.float32)
     routes = _no_routes(packed, (P, B, T))
@@ -257,8 +294,9 @@ def _fill(packed: list[list[_Row]], shape: tuple[int, int, int, int, int], pairs
                     to = slice(out, out + len(chosen))
                     index[p, b, to] = at + chosen
                     target[p, b, to] = np.asarray(s.tokens)[chosen]
-                    # Pairs go by their place in the batch; other sequences are numbered among those that have a target, as many as
-                    # there are targets at most, which is what the loss has segments for.
+                    # Pairs go by their place in the batch; other sequences are numbered among those
+                    # that have a target, as many as there are targets at most, which is what the
+                    # loss has segments for.
                     sequence[p, b, to] = number if pairs[p] else scored
                     scored += len(chosen) > 0
                     for name, array in floats.items():
@@ -273,12 +311,21 @@ def _fill(packed: list[list[_Row]], shape: tuple[int, int, int, int, int], pairs
         places.append([found[i] for i in sorted(found)])
         weights_PZ[p, : len(pairs[p])] = pairs[p]
     loss = Targets(**floats, sequence=sequence, pair_weights=weights_PZ)  # type: ignore[arg-type]
-    return Batch(**ints, index=index, target=target, loss=loss, routes=routes, inverse_temperature=sharp), places  # type: ignore[arg-type]
+    return Batch(
+        **ints,  # type: ignore[arg-type]
+        index=index,  # type: ignore[arg-type]
+        target=target,  # type: ignore[arg-type]
+        loss=loss,
+        routes=routes,  # type: ignore[arg-type]
+        inverse_temperature=sharp,  # type: ignore[arg-type]
+    ), places
 
 
 def _no_routes(packed: list[list[_Row]], rows: tuple[int, int, int]) -> np.ndarray | None:
     """Space for the routes of a batch, -1 everywhere; None where no sequence has any."""
-    sequences = (s for policy in packed for row in policy for _, members in row.pieces for _, s in members)
+    sequences = (
+        s for policy in packed for row in policy for _, members in row.pieces for _, s in members
+    )
     known = next((s.routes for s in sequences if s.routes is not None), None)
     return None if known is None else np.full((known.shape[1], *rows, known.shape[2]), -1, np.int16)
 
@@ -295,9 +342,15 @@ def mask_unrouted(groups: Sequence[Group]) -> tuple[list[Group], int]:
 
     def routed_only(s: TrainSequence) -> TrainSequence:
         nonlocal masked
-        known = [False] * len(s.tokens) if s.routes is None else np.all(s.routes >= 0, axis=(1, 2)).tolist()
+        known = (
+            [False] * len(s.tokens)
+            if s.routes is None
+            else np.all(s.routes >= 0, axis=(1, 2)).tolist()
+        )
         weights = [w if k else 0.0 for w, k in zip(s.weights, known)]
         masked += sum(1 for old, new in zip(s.weights, weights) if old and not new)
         return dataclasses.replace(s, weights=weights)
 
-    return [dataclasses.replace(g, sequences=[routed_only(s) for s in g.sequences]) for g in groups], masked
+    return [
+        dataclasses.replace(g, sequences=[routed_only(s) for s in g.sequences]) for g in groups
+    ], masked

@@ -43,7 +43,9 @@ def known_kinds() -> tuple[str, ...]:
 
 
 def needs(kind: str) -> frozenset[str]:
-    """What a loss needs of the data: among ``advantages``, ``old_logp``, ``ref_logp`` and ``pairs``."""
+    """What a loss needs of the data: among ``advantages``, ``old_logp``, ``ref_logp`` and
+    ``pairs``.
+    """
     if kind not in known_kinds():
         raise choice("loss", kind, known_kinds())
     return BUILT_IN[kind] if kind in BUILT_IN else registered[kind].needs
@@ -55,15 +57,16 @@ class LossConfig(Settings):
 
     Attributes:
         kind: a name in ``KINDS``, or that of a loss registered with ``mint_jax.register_loss``.
-        clip_low, clip_high: how far below and above 1 the ratio of PPO, GSPO and CISPO may go. ``clip_low`` is by default 1, an
-            open side, for CISPO and 0.2 for the others; 1 + ``clip_high`` and 1 - ``clip_low`` are the bounds.
+        clip_low, clip_high: how far below and above 1 the ratio of PPO, GSPO and CISPO may go.
+            ``clip_low`` is by default 1, an open side, for CISPO and 0.2 for the others; 1 +
+            ``clip_high`` and 1 - ``clip_low`` are the bounds.
         kl_kind, kl: KL to the reference.
-        band_low, band_high: tokens whose probability ratio of trainer to sampler is outside are masked; ``inf`` above and 0 below
-            switch it off.
+        band_low, band_high: tokens whose probability ratio of trainer to sampler is outside are
+            masked; ``inf`` above and 0 below switch it off.
         dpo_beta: DPO only.
         dro_beta: DRO only.
-        reference: what KL and DPO compare with: ``start``, the adapter that the policy began with (a fresh one is the base);
-            ``base``; or a revision's name.
+        reference: what KL and DPO compare with: ``start``, the adapter that the policy began with
+            (a fresh one is the base); ``base``; or a revision's name.
     """
 
     kind: str = "ppo"
@@ -80,20 +83,34 @@ class LossConfig(Settings):
     def __post_init__(self):
         super().__post_init__()
         if not self.reference:
-            raise UserError("loss.reference is empty; expected 'start', 'base' or a revision's name")
+            raise UserError(
+                "loss.reference is empty; expected 'start', 'base' or a revision's name"
+            )
         if self.kind not in known_kinds():
             raise choice("loss", self.kind, known_kinds())
         if self.kl_kind not in KL_KINDS:
             raise choice("kl_kind", self.kl_kind, KL_KINDS)
-        sizes = {"clip_low": 0 <= self.low <= 1, "clip_high": self.clip_high >= 0, "kl": 0 <= self.kl < math.inf}
-        sizes |= {"band_low": 0 <= self.band_low <= self.band_high, "dpo_beta": self.dpo_beta > 0, "dro_beta": self.dro_beta >= 0}
+        sizes = {
+            "clip_low": 0 <= self.low <= 1,
+            "clip_high": self.clip_high >= 0,
+            "kl": 0 <= self.kl < math.inf,
+        }
+        sizes |= {
+            "band_low": 0 <= self.band_low <= self.band_high,
+            "dpo_beta": self.dpo_beta > 0,
+            "dro_beta": self.dro_beta >= 0,
+        }
         if wrong := [name for name, fine in sizes.items() if not fine]:
             raise UserError(
-                f"loss.{wrong[0]} is {getattr(self, wrong[0])}; expected 0 <= clip_low <= 1, clip_high >= 0, a finite kl >= 0, "
-                "0 <= band_low <= band_high, dpo_beta > 0, dro_beta >= 0"
+                f"loss.{wrong[0]} is {getattr(self, wrong[0])}; expected 0 <= clip_low <= 1,"
+                " clip_high >= 0, a finite kl >= 0, 0 <= band_low <= band_high, dpo_beta > 0,"
+                " dro_beta >= 0"
             )
         if self.kl_kind == "k1" and "advantages" not in needs(self.kind):
-            raise UserError(f"kl_kind 'k1' adjusts advantages, which loss {self.kind!r} has none of: use 'k3' or 'none'")
+            raise UserError(
+                f"kl_kind 'k1' adjusts advantages, which loss {self.kind!r} has none of: use 'k3'"
+                " or 'none'"
+            )
 
     @property
     def low(self) -> float:
@@ -102,7 +119,9 @@ class LossConfig(Settings):
 
     @property
     def needs(self) -> frozenset[str]:
-        """What the loss needs of the data, among ``advantages``, ``old_logp``, ``ref_logp`` and ``pairs``."""
+        """What the loss needs of the data, among ``advantages``, ``old_logp``, ``ref_logp`` and
+        ``pairs``.
+        """
         also = {"ref_logp"} if self.kl_kind != "none" and self.kl != 0.0 else set()
         return needs(self.kind) | also | ({"old_logp"} if self.is_banded else set())
 
@@ -133,7 +152,8 @@ class OptimizerConfig(Settings):
         weight_decay: decoupled, times the learning rate.
         warmup_steps: linear from 0.
         total_steps: where ``schedule`` ends.
-        schedule: after warm-up: ``constant``, or ``linear`` / ``cosine`` down to ``final_fraction`` of the peak at ``total_steps``.
+        schedule: after warm-up: ``constant``, or ``linear`` / ``cosine`` down to ``final_fraction``
+            of the peak at ``total_steps``.
         final_fraction: see ``schedule``.
         max_grad_norm: clip the policy's own global gradient norm; 0 switches it off.
     """
@@ -187,8 +207,21 @@ class BlockShape(NamedTuple):
         return self.blocks * self.rows * self.tokens
 
 
-# Shapes of live training's steps, on accelerators and on CPUs. On a CPU a token of a long row costs the same in any company: of rows of
-# 256, 5.3 ms alone and 4.8 in fours (CPU time; SmolLM2, two cores), and steps beyond a server's ``idle_gap_s`` are never chosen. Short
-# rows gain: one of 64 alone 7.5 ms a token, eight 4.8.
-SHAPES = (BlockShape(1, 1, 256), BlockShape(8, 1, 256), BlockShape(1, 1, 1024), BlockShape(4, 1, 1024), BlockShape(1, 1, 1024, 32))
-CPU_SHAPES = (BlockShape(1, 1, 64), BlockShape(8, 1, 64), BlockShape(1, 1, 256), BlockShape(1, 1, 1024), BlockShape(1, 1, 1024, 32))
+# Shapes of live training's steps, on accelerators and on CPUs. On a CPU a token of a long row costs
+# the same in any company: of rows of 256, 5.3 ms alone and 4.8 in fours (CPU time; SmolLM2, two
+# cores), and steps beyond a server's ``idle_gap_s`` are never chosen. Short rows gain: one of 64
+# alone 7.5 ms a token, eight 4.8.
+SHAPES = (
+    BlockShape(1, 1, 256),
+    BlockShape(8, 1, 256),
+    BlockShape(1, 1, 1024),
+    BlockShape(4, 1, 1024),
+    BlockShape(1, 1, 1024, 32),
+)
+CPU_SHAPES = (
+    BlockShape(1, 1, 64),
+    BlockShape(8, 1, 64),
+    BlockShape(1, 1, 256),
+    BlockShape(1, 1, 1024),
+    BlockShape(1, 1, 1024, 32),
+)

@@ -1,7 +1,9 @@
-"""One policy's training state off the device: adapter, AdamW's moments and what has accumulated, at the adapter's own rank and targets.
+"""One policy's training state off the device: adapter, AdamW's moments and what has accumulated, at
+the adapter's own rank and targets.
 
-What is zero is not kept: moments before the first update, gradients where none are pending. It lies in host memory or in a file, and
-comes back to any slot whose stack has its targets, with the same bits.
+What is zero is not kept: moments before the first update, gradients where none are pending. It lies
+in host memory or in a file, and comes back to any slot whose stack has its targets, with the same
+bits.
 """
 
 import dataclasses
@@ -49,7 +51,9 @@ class Held:
 
     def without_gradients(self) -> "Held":
         """As a checkpoint keeps it: pending gradients are no part of one."""
-        return dataclasses.replace(self, parts={name: part for name, part in self.parts.items() if name != "grad"})
+        return dataclasses.replace(
+            self, parts={name: part for name, part in self.parts.items() if name != "grad"}
+        )
 
     def fresh(self) -> "Held":
         """The same adapter before its first update."""
@@ -61,10 +65,15 @@ class Held:
         Args:
             notes: JSON that goes with it, for ``notes_of``.
         """
-        tensors = {f"{name}/{path}": np.ascontiguousarray(array) for name, part in self.parts.items() for path, array in part.items()}
+        tensors = {
+            f"{name}/{path}": np.ascontiguousarray(array)
+            for name, part in self.parts.items()
+            for path, array in part.items()
+        }
         told = {"config": dataclasses.asdict(self.config), "notes": dict(notes or {})}
         told |= {name: getattr(self, name) for name in ("count", "steps", "skipped")}
-        # One entry: of several, safetensors writes now this and now that one first, and equal states would have different bytes.
+        # One entry: of several, safetensors writes now this and now that one first, and equal
+        # states would have different bytes.
         return safetensors.numpy.save(tensors, {"training_state": json.dumps(told)})
 
     @classmethod
@@ -78,7 +87,9 @@ class Held:
             told = json.loads(_metadata(data)["training_state"])
             tensors = safetensors.numpy.load(data)
         except (ValueError, KeyError, TypeError, safetensors.SafetensorError) as reason:
-            raise UserError(f"{what} is no training state of mint_jax ({reason}): give a file that it wrote") from None
+            raise UserError(
+                f"{what} is no training state of mint_jax ({reason}): give a file that it wrote"
+            ) from None
         config, _ = told.pop("config"), told.pop("notes")
         parts: dict[str, dict[str, np.ndarray]] = {}
         for name, array in tensors.items():
@@ -97,18 +108,26 @@ def _metadata(data: bytes) -> dict[str, str]:
 
 
 def fresh(base_specs: Any, config: AdapterConfig, seed: int) -> Held:
-    """A new policy's state: A uniform in ±1/sqrt(D), B zero; for ``embed`` A zero, B normal, as ``lora.tree.init_adapter`` has them.
+    """A new policy's state: A uniform in ±1/sqrt(D), B zero; for ``embed`` A zero, B normal, as
+    ``lora.tree.init_adapter`` has them.
 
-    The numbers are drawn on the host from the seed and each factor's path (Philox): ranks and targets that no policy had before compile
-    nothing. They are not those that ``init_adapter`` draws on the device from the same seed.
+    The numbers are drawn on the host from the seed and each factor's path (Philox): ranks and
+    targets that no policy had before compile nothing. They are not those that ``init_adapter``
+    draws on the device from the same seed.
     """
     factors = {}
     for path, spec in params_lib.leaves_with_path(adapter_specs(base_specs, config)):
-        draw = np.random.Generator(np.random.Philox(key=np.array([seed & 0xFFFFFFFFFFFFFFFF, params_lib.path_seed(path)], np.uint64)))
+        draw = np.random.Generator(
+            np.random.Philox(
+                key=np.array([seed & 0xFFFFFFFFFFFFFFFF, params_lib.path_seed(path)], np.uint64)
+            )
+        )
         if path == "embed/b":
             factors[path] = draw.standard_normal(spec.shape, np.float32)
         elif path.endswith("/a") and path != "embed/a":
-            factors[path] = (2 * draw.random(spec.shape, np.float32) - 1) * np.float32(spec.shape[-1] ** -0.5)
+            factors[path] = (2 * draw.random(spec.shape, np.float32) - 1) * np.float32(
+                spec.shape[-1] ** -0.5
+            )
         else:
             factors[path] = np.zeros(spec.shape, np.float32)
     return Held(config, {"factors": factors})
@@ -141,5 +160,8 @@ class Spilled:
         """
         data = self.path.read_bytes()
         if blake3_of(data) != self.digest:
-            raise UserError(f"{self.path} is damaged: its digest is not {self.digest}; restore the policy from a checkpoint")
+            raise UserError(
+                f"{self.path} is damaged: its digest is not {self.digest}; restore the policy from"
+                " a checkpoint"
+            )
         return Held.from_bytes(data, str(self.path))

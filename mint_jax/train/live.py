@@ -1,11 +1,14 @@
-"""Live training: policies join, leave and change while others train, and nothing is compiled for it.
+"""Live training: policies join, leave and change while others train, and nothing is compiled for
+it.
 
-All that varies is data. The programs are those of declared shapes (``blocks.BlockShape``), a stack of slots for each declared rank, and
-one each to write and to read a slot. A policy of a rank between has the next larger slot, with zeros that stay zero. A policy that is
-not at work may be anywhere: in its slot, in host memory, in a file. It is brought to a slot when something is computed for it, and the
-one that was not used for longest goes.
+All that varies is data. The programs are those of declared shapes (``blocks.BlockShape``), a stack
+of slots for each declared rank, and one each to write and to read a slot. A policy of a rank
+between has the next larger slot, with zeros that stay zero. A policy that is not at work may be
+anywhere: in its slot, in host memory, in a file. It is brought to a slot when something is computed
+for it, and the one that was not used for longest goes.
 
-One thread owns a ``Live``. It orders nothing: who calls it says what is computed next (``service/loop.py``).
+One thread owns a ``Live``. It orders nothing: who calls it says what is computed next
+(``service/loop.py``).
 
 Axes: S slots, P blocks, B rows, T tokens, K targets of a position.
 """
@@ -45,7 +48,16 @@ from mint_jax.train.step_times import StepTimes
 
 log = logging.getLogger("mint_jax.train")
 SPILL_RETRY_S = 5.0  # after the disk refused a state
-COUNTS = ("steps", "tokens", "padded_tokens", "slots_written", "slots_read", "spills_written", "spills_read")  # shown from the start, as 0
+# shown from the start, as 0
+COUNTS = (
+    "steps",
+    "tokens",
+    "padded_tokens",
+    "slots_written",
+    "slots_read",
+    "spills_written",
+    "spills_read",
+)
 NO_LOSS = LossCoefs(KINDS.index("cross_entropy"), 0.0, np.inf, 0, 0.0, 0.0, np.inf, 0.0)  # type: ignore[arg-type]
 
 
@@ -62,12 +74,16 @@ class StateLost(UserError):
     """
 
     def __init__(self, policy: str, reason: Exception):
-        super().__init__(f"the state of policy {policy!r} cannot be read ({reason}): load a checkpoint into it")
+        super().__init__(
+            f"the state of policy {policy!r} cannot be read ({reason}): load a checkpoint into it"
+        )
         self.policy = policy
 
 
 class Step(NamedTuple):
-    """What one step took: its shape, the blocks in it, and the seconds until its results were on the host."""
+    """What one step took: its shape, the blocks in it, and the seconds until its results were on
+    the host.
+    """
 
     shape: BlockShape
     blocks: list[Block]
@@ -91,19 +107,23 @@ class Live:
         base: the resident base; read, never written.
         slots: of each rank bucket, a power of two, how many policies are on the device at once.
         targets: what policies may adapt; every slot has room for all of it.
-        shapes: of the steps there are; none: ``shapes_for``; blocks are added until a mesh splits their rows evenly.
+        shapes: of the steps there are; none: ``shapes_for``; blocks are added until a mesh splits
+            their rows evenly.
         remat: what the backward pass keeps, a key of ``transformer.REMAT``.
-        host_bytes: of states in host memory; beyond them the ones not used for longest are written to files.
+        host_bytes: of states in host memory; beyond them the ones not used for longest are written
+            to files.
         folder: for these files; None keeps all in memory.
 
     Attributes:
-        counts: steps, tokens (padding counted and not), slots written and read, states written to files and read again.
+        counts: steps, tokens (padding counted and not), slots written and read, states written to
+            files and read again.
         times: seconds of a step of each shape, as measured.
-        compiled: while it is compiled what ``programs`` lists, which of these may be run; None: any, compiled where it is called.
+        compiled: while it is compiled what ``programs`` lists, which of these may be run; None:
+            any, compiled where it is called.
 
     Raises:
-        UserError: a bucket that is no power of two, no shape for plain targets, a target that the base does not have; there are several
-            processes.
+        UserError: a bucket that is no power of two, no shape for plain targets, a target that the
+            base does not have; there are several processes.
     """
 
     def __init__(
@@ -119,17 +139,36 @@ class Live:
         if remat not in transformer.REMAT:
             raise choice("remat", remat, transformer.REMAT)
         if (count := multihost.count()) > 1:
-            raise UserError(f"live training is of one process, here are {count}: start one over all its devices, or train by a job")
+            raise UserError(
+                f"live training is of one process, here are {count}: start one over all its"
+                " devices, or train by a job"
+            )
         if not slots or any(b != lora_tree.bucket_of(b) or n < 1 for b, n in slots.items()):
-            raise UserError(f"slots is {dict(slots)}; expected numbers of slots by rank, ranks that are powers of two")
+            raise UserError(
+                f"slots is {dict(slots)}; expected numbers of slots by rank, ranks that are powers"
+                " of two"
+            )
         shapes = shapes or shapes_for(base.mesh)
         if any(min(shape) < 1 for shape in shapes) or all(shape.width > 1 for shape in shapes):
-            raise UserError(f"shapes is {list(shapes)}; expected sizes of at least 1, one of them for plain targets")
-        # The mesh splits rows: of a shape with fewer blocks than it has parts for them there are more.
-        even = [shape._replace(blocks=_round_up(shape.blocks, shape.rows, base.row_multiple)) for shape in shapes]
-        self.base, self.shapes, self.remat = base, tuple(sorted(dict.fromkeys(even), key=lambda s: s.size)), remat
+            raise UserError(
+                f"shapes is {list(shapes)}; expected sizes of at least 1, one of them for plain"
+                " targets"
+            )
+        # The mesh splits rows: of a shape with fewer blocks than it has parts for them there are
+        # more.
+        even = [
+            shape._replace(blocks=_round_up(shape.blocks, shape.rows, base.row_multiple))
+            for shape in shapes
+        ]
+        self.base, self.shapes, self.remat = (
+            base,
+            tuple(sorted(dict.fromkeys(even), key=lambda s: s.size)),
+            remat,
+        )
         self.specs = transformer.abstract(base.cfg)
-        self.targets = lora_tree.spelled_out(AdapterConfig(1, targets=tuple(targets)), self.specs).targets
+        self.targets = lora_tree.spelled_out(
+            AdapterConfig(1, targets=tuple(targets)), self.specs
+        ).targets
         self.slots = dict(sorted(slots.items()))
         self.host_bytes, self.folder = host_bytes, folder
         self.counts: collections.Counter[str] = collections.Counter(dict.fromkeys(COUNTS, 0))
@@ -171,10 +210,16 @@ class Live:
         config = held.config
         bucket = next((b for b in self.slots if b >= config.rank), None)
         if bucket is None:
-            raise UserError(f"policy {name!r} has rank {config.rank}; this server trains ranks up to {max(self.slots)}")
+            raise UserError(
+                f"policy {name!r} has rank {config.rank}; this server trains ranks up to"
+                f" {max(self.slots)}"
+            )
         targets = lora_tree.spelled_out(config, self.specs).targets
         if strange := [t for t in targets if t not in self.targets]:
-            raise UserError(f"policy {name!r} adapts {strange[0]!r}; this server trains {', '.join(self.targets)}")
+            raise UserError(
+                f"policy {name!r} adapts {strange[0]!r}; this server trains"
+                f" {', '.join(self.targets)}"
+            )
         lora_tree.check_fits(held.adapter(), config, self.specs, f"policy {name!r}")
         self._clock += 1
         return _Policy(config, bucket, held, pending="grad" in held.parts, used=self._clock)
@@ -194,7 +239,10 @@ class Live:
 
     def _known(self, name: str) -> _Policy:
         if name not in self._policies:
-            raise UserError(f"policy {name!r} is not in training; policies are {', '.join(self._policies) or 'none'}")
+            raise UserError(
+                f"policy {name!r} is not in training; policies are"
+                f" {', '.join(self._policies) or 'none'}"
+            )
         return self._policies[name]
 
     def __contains__(self, name: str) -> bool:
@@ -206,7 +254,13 @@ class Live:
     def where(self, name: str) -> str:
         """``slot``, ``host`` or ``disk``."""
         policy = self._known(name)
-        return "slot" if policy.slot is not None else "host" if isinstance(policy.held, Held) else "disk"
+        return (
+            "slot"
+            if policy.slot is not None
+            else "host"
+            if isinstance(policy.held, Held)
+            else "disk"
+        )
 
     def names(self) -> list[str]:
         return list(self._policies)
@@ -218,27 +272,41 @@ class Live:
     @property
     def held_bytes(self) -> int:
         """Bytes of the states in host memory."""
-        return sum(policy.held.nbytes for policy in list(self._policies.values()) if isinstance(policy.held, Held))
+        return sum(
+            policy.held.nbytes
+            for policy in list(self._policies.values())
+            if isinstance(policy.held, Held)
+        )
 
     # -- what is computed
 
-    def choose(self, works: Sequence[Work], bound_s: float | None = None) -> tuple[BlockShape, list[Block]]:
-        """The shape of the next step and the blocks in it: among those that cost at most ``bound_s``, as measured, the one with the
-        most tokens a second; the cheapest that serves the first work where none does.
+    def choose(
+        self, works: Sequence[Work], bound_s: float | None = None
+    ) -> tuple[BlockShape, list[Block]]:
+        """The shape of the next step and the blocks in it: among those that cost at most
+        ``bound_s``, as measured, the one with the most tokens a second; the cheapest that serves
+        the first work where none does.
 
         Args:
             works: the first is served for certain; the others where they fit beside it.
 
         Raises:
-            UserError: nothing is left of the first, or it was not checked: no shape is long and wide enough.
+            UserError: nothing is left of the first, or it was not checked: no shape is long and
+                wide enough.
         """
         first = works[0]
         if not first.left:
-            raise UserError(f"the request of policy {first.policy!r} is done: nothing is left of it")
+            raise UserError(
+                f"the request of policy {first.policy!r} is done: nothing is left of it"
+            )
         alike, names = [], set[str]()
         for work in works:
             if work.left and self._kind(work) == self._kind(first):
-                names |= {work.policy} if len(names) < self.slots[self._known(first.policy).bucket] else set()
+                names |= (
+                    {work.policy}
+                    if len(names) < self.slots[self._known(first.policy).bucket]
+                    else set()
+                )
                 alike += [work] if work.policy in names else []
         found = []
         for shape in self.shapes:
@@ -247,7 +315,10 @@ class Live:
                 if any(block.work is first for block in made):
                     found.append((self.times.seconds(shape, first.backward), shape, made))
         if not found:
-            raise UserError(f"no step takes what is left of the request of policy {first.policy!r}: see blocks.check")
+            raise UserError(
+                f"no step takes what is left of the request of policy {first.policy!r}: see"
+                " blocks.check"
+            )
         cheap = [one for one in found if bound_s is not None and one[0] <= bound_s]
         if bound_s is not None and not cheap:
             cheap = [min(found, key=lambda one: one[0])]
@@ -259,23 +330,42 @@ class Live:
         return self._known(work.policy).bucket, work.backward, work.width > 1, work.routed
 
     def can_start(self, work: Work) -> bool:
-        """Whether a step that is compiled takes a part of what is left of a request; where none does the smallest such is compiled next."""
+        """Whether a step that is compiled takes a part of what is left of a request; where none
+        does the smallest such is compiled next.
+        """
         if self.compiled is None or work.policy not in self or not work.left:
             return True
         shortest = min(work.data[i].tokens.size for i in work.left)
-        fit = [s for s in self.shapes if (s.width > 1) == (work.width > 1) and s.width >= work.width and s.tokens >= shortest]
-        return not fit or any(self._has(work, shape) for shape in fit) or self.compiled.want(self._key(work, fit[0]))
+        fit = [
+            s
+            for s in self.shapes
+            if (s.width > 1) == (work.width > 1) and s.width >= work.width and s.tokens >= shortest
+        ]
+        return (
+            not fit
+            or any(self._has(work, shape) for shape in fit)
+            or self.compiled.want(self._key(work, fit[0]))
+        )
 
     def can_move(self) -> bool:
         """Whether policies can be brought to slots and updated without compiling anything."""
-        return self.compiled is None or all(self.compiled.has(("update", bucket)) for bucket in self.slots)
+        return self.compiled is None or all(
+            self.compiled.has(("update", bucket)) for bucket in self.slots
+        )
 
     @property
     def able(self) -> bool:
         """Whether a policy of each rank can be trained, by some step; from any thread."""
-        keys = (("step", bucket, shape, True, False) for bucket in self.slots for shape in self.shapes if shape.width == 1)
+        keys = (
+            ("step", bucket, shape, True, False)
+            for bucket in self.slots
+            for shape in self.shapes
+            if shape.width == 1
+        )
         compiled = self.compiled
-        return compiled is None or (self.can_move() and {key[1] for key in keys if compiled.has(key)} == set(self.slots))
+        return compiled is None or (
+            self.can_move() and {key[1] for key in keys if compiled.has(key)} == set(self.slots)
+        )
 
     def _key(self, work: Work, shape: BlockShape) -> tuple[Any, ...]:
         return "step", self._known(work.policy).bucket, shape, work.backward, work.routed
@@ -284,7 +374,8 @@ class Live:
         return self.compiled is None or self.compiled.has(self._key(work, shape))
 
     def step(self, works: Sequence[Work], bound_s: float | None = None) -> Step:
-        """Computes a part of what is left of these requests, the first of them for certain, and hands them their results.
+        """Computes a part of what is left of these requests, the first of them for certain, and
+        hands them their results.
 
         Gradients add to those of their policies. See ``choose``.
         """
@@ -295,7 +386,9 @@ class Live:
         slots = np.full(shape.blocks, self.slots[bucket], np.int32)
         slots[: len(made)] = [at[block.work.policy].index for block in made]
         began = time.perf_counter()
-        logp, losses = self._run(bucket, batch, [block.work.coefs for block in made], slots, made[0].work.backward)
+        logp, losses = self._run(
+            bucket, batch, [block.work.coefs for block in made], slots, made[0].work.backward
+        )
         seconds = time.perf_counter() - began
         self.times.add(shape, made[0].work.backward, seconds)
         if made[0].work.backward:
@@ -307,25 +400,36 @@ class Live:
         self.counts["padded_tokens"] += shape.size
         return Step(shape, made, seconds)
 
-    def _run(self, bucket: int, batch: Any, coefs: Sequence[LossCoefs], slots: np.ndarray, backward: bool) -> tuple[np.ndarray, np.ndarray]:
+    def _run(
+        self, bucket: int, batch: Any, coefs: Sequence[LossCoefs], slots: np.ndarray, backward: bool
+    ) -> tuple[np.ndarray, np.ndarray]:
         column = _column(coefs, len(slots))
         with jax.set_mesh(self.base.mesh):
             if backward:
                 stack = {bucket: self.state.pop(bucket)}  # donated
                 new, logp, metrics = step_lib.forward_backward(
-                    self.base.params, stack, batch, column, {bucket: slots}, cfg=self.base.cfg, remat=self.remat
+                    self.base.params,
+                    stack,
+                    batch,
+                    column,
+                    {bucket: slots},
+                    cfg=self.base.cfg,
+                    remat=self.remat,
                 )
                 self.state |= new
                 logp, losses = jax.device_get((logp, metrics["loss"]))
             else:
                 stacks = {bucket: self.state[bucket].adapters}
                 logp, losses = jax.device_get(
-                    step_lib.score_losses(self.base.params, batch, column, stacks, {bucket: slots}, cfg=self.base.cfg)
+                    step_lib.score_losses(
+                        self.base.params, batch, column, stacks, {bucket: slots}, cfg=self.base.cfg
+                    )
                 )
         return np.asarray(logp), np.asarray(losses)
 
     def optim(self, updates: Mapping[str, OptimizerConfig]) -> dict[str, dict[str, float]]:
-        """An update of each named policy by its gradients and these numbers; the gradients are used up.
+        """An update of each named policy by its gradients and these numbers; the gradients are used
+        up.
 
         A policy whose gradient is not finite keeps its state, and ``skipped`` is 1.
 
@@ -339,19 +443,28 @@ class Live:
                 out |= self._optim(bucket, mine[i : i + self.slots[bucket]], updates)
         return {name: out[name] for name in updates}
 
-    def _optim(self, bucket: int, names: list[str], updates: Mapping[str, OptimizerConfig]) -> dict[str, dict[str, float]]:
+    def _optim(
+        self, bucket: int, names: list[str], updates: Mapping[str, OptimizerConfig]
+    ) -> dict[str, dict[str, float]]:
         S, at = self.slots[bucket], self.hold(names)
         slots = np.full(S, S, np.int32)
         slots[: len(names)] = [at[name].index for name in names]
-        rows = [Hyper.of(updates[name]) for name in names] + [Hyper.of(OptimizerConfig())] * (S - len(names))
+        rows = [Hyper.of(updates[name]) for name in names] + [Hyper.of(OptimizerConfig())] * (
+            S - len(names)
+        )
         hyper = jax.tree.map(lambda *values: np.stack(values), *rows)
         with jax.set_mesh(self.base.mesh):
-            self.state[bucket], metrics = step_lib.optim_step_with(self.state.pop(bucket), slots, np.int32(len(names)), hyper)
+            self.state[bucket], metrics = step_lib.optim_step_with(
+                self.state.pop(bucket), slots, np.int32(len(names)), hyper
+            )
         host = jax.device_get(metrics)
         for name in names:
             self._policies[name].pending = False
         self.state = dict(sorted(self.state.items()))
-        return {name: {key: float(values[i]) for key, values in host.items()} for i, name in enumerate(names)}
+        return {
+            name: {key: float(values[i]) for key, values in host.items()}
+            for i, name in enumerate(names)
+        }
 
     def forget_gradients(self, name: str) -> None:
         """Drops a policy's pending gradients: those of a request that failed must not stay."""
@@ -370,7 +483,10 @@ class Live:
         wanted = dict.fromkeys(names)
         for bucket, count in self.slots.items():
             if (many := sum(self._known(n).bucket == bucket for n in wanted)) > count:
-                raise UserError(f"{many} policies of rank {bucket} are asked for at once; there are {count} slots: ask for fewer")
+                raise UserError(
+                    f"{many} policies of rank {bucket} are asked for at once; there are {count}"
+                    " slots: ask for fewer"
+                )
         self._clock += 1
         for name in wanted:
             self._known(name).used = self._clock
@@ -381,10 +497,14 @@ class Live:
                     self._bring(self._policies[name])
                 except (OSError, UserError) as reason:
                     raise StateLost(name, reason) from reason
-                jax.block_until_ready(self.state[self._policies[name].bucket])  # not to be measured as a part of what is computed next
+                # not to be measured as a part of what is computed next
+                jax.block_until_ready(self.state[self._policies[name].bucket])
                 self._brought[name] += time.perf_counter() - began
         self._spill()
-        return {name: Slot(self._policies[name].bucket, self._policies[name].slot) for name in wanted}  # type: ignore[arg-type]
+        return {
+            name: Slot(self._policies[name].bucket, self._policies[name].slot)  # type: ignore[arg-type]
+            for name in wanted
+        }
 
     def brought(self) -> dict[str, float]:
         """Seconds in which policies were brought to slots since this was asked last."""
@@ -394,7 +514,11 @@ class Live:
     def _bring(self, policy: _Policy) -> None:
         free = self._free[policy.bucket]
         if not free:
-            here = [p for p in self._policies.values() if p.bucket == policy.bucket and p.slot is not None]
+            here = [
+                p
+                for p in self._policies.values()
+                if p.bucket == policy.bucket and p.slot is not None
+            ]
             idle = min(here, key=lambda p: p.used)
             idle.held = self._taken(idle)
             free.append(idle.slot)  # type: ignore[arg-type]
@@ -407,7 +531,9 @@ class Live:
         slot = free.pop()
         with jax.set_mesh(self.base.mesh):
             one = one_slot.padded(policy.held, self.state[policy.bucket])
-            self.state[policy.bucket] = one_slot.write(self.state.pop(policy.bucket), np.int32(slot), one, cfg=self.base.cfg)
+            self.state[policy.bucket] = one_slot.write(
+                self.state.pop(policy.bucket), np.int32(slot), one, cfg=self.base.cfg
+            )
         self.state = dict(sorted(self.state.items()))
         policy.slot, policy.held = slot, None
         if spilled is not None:
@@ -415,12 +541,19 @@ class Live:
         self.counts["slots_written"] += 1
 
     def _taken(self, policy: _Policy, parts_of: Sequence[str] = PARTS) -> Held:
-        """The state of a policy in a slot, read to the host; of ``PARTS`` those that are asked for."""
+        """The state of a policy in a slot, read to the host; of ``PARTS`` those that are asked
+        for.
+        """
         assert policy.slot is not None
         with jax.set_mesh(self.base.mesh):
             one = one_slot.read(self.state[policy.bucket], np.int32(policy.slot))
         self.counts["slots_read"] += 1
-        return one_slot.taken(one, policy.config, self.specs, [name for name in parts_of if name != "grad" or policy.pending])
+        return one_slot.taken(
+            one,
+            policy.config,
+            self.specs,
+            [name for name in parts_of if name != "grad" or policy.pending],
+        )
 
     def held(self, name: str) -> Held:
         """A copy of a policy's state, wherever it is."""
@@ -432,22 +565,34 @@ class Live:
     def adapter(self, name: str) -> Held:
         """``held`` without moments and gradients: only the adapter is read from the device."""
         policy = self._known(name)
-        return self._taken(policy, ("factors",)) if policy.slot is not None else self.held(name).fresh()
+        return (
+            self._taken(policy, ("factors",))
+            if policy.slot is not None
+            else self.held(name).fresh()
+        )
 
     def _spill(self) -> None:
-        """Writes states to files until those in memory are within their bytes. While the disk refuses them they stay in memory."""
+        """Writes states to files until those in memory are within their bytes. While the disk
+        refuses them they stay in memory.
+        """
         if self.folder is None or time.monotonic() < self._spills_from:
             return
-        here = sorted((p for p in self._policies.values() if isinstance(p.held, Held)), key=lambda p: -p.used)
+        here = sorted(
+            (p for p in self._policies.values() if isinstance(p.held, Held)), key=lambda p: -p.used
+        )
         total = 0
         for policy in here:
             assert isinstance(policy.held, Held)
             total += policy.held.nbytes
             if total > self.host_bytes:
                 try:
-                    policy.held = Spilled.write(policy.held, self.folder / f"{uuid.uuid4().hex}.safetensors")
+                    policy.held = Spilled.write(
+                        policy.held, self.folder / f"{uuid.uuid4().hex}.safetensors"
+                    )
                 except OSError as reason:
-                    log.warning("states beyond %d bytes stay in memory: %s", self.host_bytes, reason)
+                    log.warning(
+                        "states beyond %d bytes stay in memory: %s", self.host_bytes, reason
+                    )
                     self._spills_from = time.monotonic() + SPILL_RETRY_S
                     return
                 self.counts["spills_written"] += 1
@@ -464,8 +609,9 @@ class Live:
             program.build()
 
     def programs(self) -> list[Program]:
-        """Every program: the updates of each rank, and its steps with and without a backward pass; with experts to replay, too, where
-        the base has some."""
+        """Every program: the updates of each rank, and its steps with and without a backward pass;
+        with experts to replay, too, where the base has some.
+        """
         out = []
         smallest = next(shape for shape in self.shapes if shape.width == 1)
         for bucket in self.slots:
@@ -476,41 +622,81 @@ class Live:
                     for shape in self.shapes:
                         what = "forward and backward" if backward else "forward"
                         sizes = f"{shape.blocks} x {shape.rows} rows of {shape.tokens}"
-                        also = (f", {shape.width} targets a position" if shape.width > 1 else "") + (", with routes" if routed else "")
-                        urgency = 2 if shape.width > 1 or routed else 0 if backward and shape == smallest else 1
-                        build = functools.partial(self._compile_step, bucket, abstract(self.state[bucket]), shape, backward, routed)
+                        also = (
+                            f", {shape.width} targets a position" if shape.width > 1 else ""
+                        ) + (", with routes" if routed else "")
+                        urgency = (
+                            2
+                            if shape.width > 1 or routed
+                            else 0
+                            if backward and shape == smallest
+                            else 1
+                        )
+                        build = functools.partial(
+                            self._compile_step,
+                            bucket,
+                            abstract(self.state[bucket]),
+                            shape,
+                            backward,
+                            routed,
+                        )
                         key = "step", bucket, shape, backward, routed
-                        out.append(Program(key, f"{what}, rank {bucket}, {sizes}{also}", build, urgency))
+                        out.append(
+                            Program(key, f"{what}, rank {bucket}, {sizes}{also}", build, urgency)
+                        )
         return out
 
     def _compile_update(self, bucket: int, stack: Any) -> None:
         count = self.slots[bucket]
-        hyper = jax.tree.map(lambda x: np.zeros((count, *x.shape), x.dtype), Hyper.of(OptimizerConfig()))
+        hyper = jax.tree.map(
+            lambda x: np.zeros((count, *x.shape), x.dtype), Hyper.of(OptimizerConfig())
+        )
         with jax.set_mesh(self.base.mesh):
-            step_lib.optim_step_with.lower(stack, np.full(count, count, np.int32), np.int32(0), hyper).compile()
+            step_lib.optim_step_with.lower(
+                stack, np.full(count, count, np.int32), np.int32(0), hyper
+            ).compile()
             one_slot.read.lower(stack, np.int32(0)).compile()
-            one = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), jax.eval_shape(one_slot.in_bucket, stack, np.int32(0)))
+            one = jax.tree.map(
+                lambda x: np.zeros(x.shape, x.dtype),
+                jax.eval_shape(one_slot.in_bucket, stack, np.int32(0)),
+            )
             one_slot.write.lower(stack, np.int32(0), one, cfg=self.base.cfg).compile()
 
-    def _compile_step(self, bucket: int, stack: Any, shape: BlockShape, backward: bool, routed: bool) -> None:
+    def _compile_step(
+        self, bucket: int, stack: Any, shape: BlockShape, backward: bool, routed: bool
+    ) -> None:
         cfg, params = self.base.cfg, self.base.params
         batch, _ = blocks_lib.fill([], shape)
         if routed:
             like = transformer.cache_specs(cfg, 1, routes=True)["moe"]["routes"]
-            batch = dataclasses.replace(batch, routes=np.full((like.shape[0], *shape[:3], like.shape[-1]), -1, np.int16))  # type: ignore[arg-type]
-        column, slots = _column([], shape.blocks), {bucket: np.full(shape.blocks, self.slots[bucket], np.int32)}
+            batch = dataclasses.replace(
+                batch, routes=np.full((like.shape[0], *shape[:3], like.shape[-1]), -1, np.int16)
+            )
+        column, slots = (
+            _column([], shape.blocks),
+            {bucket: np.full(shape.blocks, self.slots[bucket], np.int32)},
+        )
         with jax.set_mesh(self.base.mesh):
             if backward:
-                step_lib.forward_backward.lower(params, {bucket: stack}, batch, column, slots, cfg=cfg, remat=self.remat).compile()
+                step_lib.forward_backward.lower(
+                    params, {bucket: stack}, batch, column, slots, cfg=cfg, remat=self.remat
+                ).compile()
             else:
-                step_lib.score_losses.lower(params, batch, column, {bucket: stack.adapters}, slots, cfg=cfg).compile()
+                step_lib.score_losses.lower(
+                    params, batch, column, {bucket: stack.adapters}, slots, cfg=cfg
+                ).compile()
 
 
 def _column(coefs: Sequence[LossCoefs], count: int) -> LossCoefs:
     """The losses of the blocks of a step, ``[count]`` each; padding behind them has none."""
     columns = zip(*[*coefs, *[NO_LOSS] * (count - len(coefs))])
     kinds = ("kind", "kl_kind")
-    return LossCoefs(*(np.array(c, np.int32 if n in kinds else np.float32) for n, c in zip(LossCoefs._fields, columns)))  # type: ignore[arg-type]
+    return LossCoefs(
+        *(  # type: ignore[arg-type]
+            np.array(c, np.int32 if n in kinds else np.float32)
+            for n, c in zip(LossCoefs._fields, columns)
+        )
+    )
 
 
 def _round_up(blocks: int, rows: int, parts: int) -> int:

@@ -1,35 +1,45 @@
-"""Losses of one policy, all with one signature; which one applies is data, so that policies of one step may differ.
+"""Losses of one policy, all with one signature; which one applies is data, so that policies of one
+step may differ.
 
-Every loss is a sum over target tokens of ``weight * per-token loss`` (or over pairs, for DPO). Weights carry the
-normalisation, computed on the host when the batch is built (``advantages.token_weights``), so that a gradient
-accumulated over micro-batches equals that of the whole batch.
+Every loss is a sum over target tokens of ``weight * per-token loss`` (or over pairs, for DPO).
+Weights carry the normalisation, computed on the host when the batch is built
+(``advantages.token_weights``), so that a gradient accumulated over micro-batches equals that of the
+whole batch.
 
-A loss is one function, ``Tokens -> per-token loss [B, M]``. The built-in ones are in ``BUILT_IN``; ``register_loss`` adds others at
-run time. What a loss needs of the data is found by tracing it once: the fields of ``Tokens`` that it reads.
+A loss is one function, ``Tokens -> per-token loss [B, M]``. The built-in ones are in ``BUILT_IN``;
+``register_loss`` adds others at run time. What a loss needs of the data is found by tracing it
+once: the fields of ``Tokens`` that it reads.
 
-A token's log-probability is known three times: of the *sampler* when it was drawn (``old_logp``), of the trainer before the
-*first* update on it (``first_logp``; in that update itself it is the present one), and of the trainer now. With
-k = exp(first_logp - old_logp), r = exp(logp - first_logp), A the advantage, sg the stopped gradient:
+A token's log-probability is known three times: of the *sampler* when it was drawn (``old_logp``),
+of the trainer before the *first* update on it (``first_logp``; in that update itself it is the
+present one), and of the trainer now. With k = exp(first_logp - old_logp), r = exp(logp -
+first_logp), A the advantage, sg the stopped gradient:
 
     cross_entropy          -logp
     reinforce              -A logp                                            Williams 1992
-    importance_sampling    -k A r                                             off-policy REINFORCE; k r = exp(logp - old_logp)
-    ppo                    -k min(r A, clip(r, 1 - low, 1 + high) A)          arXiv 1707.06347 eq. 7; GRPO arXiv 2402.03300
-                                                                              eq. 3; low != high: DAPO arXiv 2503.14476 eq. 10
-    cispo                  -k sg(clip(r, 1 - low, 1 + high)) A logp           MiniMax-M1 arXiv 2506.13585 eq. 4
-    gspo                   as ppo, with one s = exp(mean(logp - first_logp))  arXiv 2507.18071 eqs. 5 and 13: the gradient at a
-                           of the whole sequence for r                        token is s times that of its logp
-    dro                    -(A logp - beta/2 (logp - old_logp)^2)             arXiv 2405.19107 eq. 6, its value given as A
-    dpo                    -log sigmoid(beta ((c - c_ref) - (j - j_ref)))     arXiv 2305.18290 eq. 7, on pairs of sequences
+    importance_sampling    -k A r                                             off-policy REINFORCE;
+    k r = exp(logp - old_logp) ppo                    -k min(r A, clip(r, 1 - low, 1 + high) A)
+    arXiv 1707.06347 eq. 7; GRPO arXiv 2402.03300
+                                                                              eq. 3; low != high:
+                                                                              DAPO arXiv 2503.14476
+                                                                              eq. 10
+    cispo                  -k sg(clip(r, 1 - low, 1 + high)) A logp           MiniMax-M1 arXiv
+    2506.13585 eq. 4 gspo                   as ppo, with one s = exp(mean(logp - first_logp))  arXiv
+    2507.18071 eqs. 5 and 13: the gradient at a
+                           of the whole sequence for r                        token is s times that
+                           of its logp
+    dro                    -(A logp - beta/2 (logp - old_logp)^2)             arXiv 2405.19107 eq.
+    6, its value given as A dpo                    -log sigmoid(beta ((c - c_ref) - (j - j_ref)))
+    arXiv 2305.18290 eq. 7, on pairs of sequences
 
-So the clip bounds what updates do to the policy, and k corrects for who drew the tokens: another engine, or an older policy
-(decoupled PPO, arXiv 2110.00641). A token whose k leaves [band_low, band_high] has weight zero (IcePop, Ring-1T,
-arXiv 2510.18855): later updates do not move it in or out of the band. PPO as first written, clipped against the
-sampler, is ``first_logp = old_logp``.
+So the clip bounds what updates do to the policy, and k corrects for who drew the tokens: another
+engine, or an older policy (decoupled PPO, arXiv 2110.00641). A token whose k leaves [band_low,
+band_high] has weight zero (IcePop, Ring-1T, arXiv 2510.18855): later updates do not move it in or
+out of the band. PPO as first written, clipped against the sampler, is ``first_logp = old_logp``.
 
-KL to the reference, ``ref_logp``: ``k1`` subtracts ``kl * sg(logp - ref_logp)`` from the advantage (its gradient is then that
-of the KL; the estimator itself has a zero-mean gradient), ``k3`` adds ``kl * (exp(d) - d - 1)``, d = ref_logp - logp
-(Schulman 2020; GRPO eq. 4).
+KL to the reference, ``ref_logp``: ``k1`` subtracts ``kl * sg(logp - ref_logp)`` from the advantage
+(its gradient is then that of the KL; the estimator itself has a zero-mean gradient), ``k3`` adds
+``kl * (exp(d) - d - 1)``, d = ref_logp - logp (Schulman 2020; GRPO eq. 4).
 
 Axes: B rows, M target positions of a row, Z pairs.
 """
@@ -55,8 +65,10 @@ class LossCoefs(NamedTuple):
     """One policy's loss as data: scalars here, ``[P]`` in a batch.
 
     Attributes:
-        kind: index into ``KINDS``; beyond it, into the registered functions that ``policy_loss`` is given.
-        ratio_low, ratio_high: bounds of the ratio r, or of s; a ``ratio_low`` of 0 leaves the lower side open.
+        kind: index into ``KINDS``; beyond it, into the registered functions that ``policy_loss`` is
+            given.
+        ratio_low, ratio_high: bounds of the ratio r, or of s; a ``ratio_low`` of 0 leaves the lower
+            side open.
         kl_kind: index into ``KL_KINDS``.
         kl: weight of the KL to the reference.
         band_low, band_high: tokens whose k is outside are masked; 0 and inf switch it off.
@@ -75,19 +87,24 @@ class LossCoefs(NamedTuple):
 
 @struct.dataclass
 class Targets:
-    """What the loss of one policy is computed from, all ``[B, M]`` unless said; padding has weight 0.
+    """What the loss of one policy is computed from, all ``[B, M]`` unless said; padding has weight
+    0.
 
-    Tokens of weight 0 are left out of loss, gradient and metrics, whatever stands there, infinities and NaN included.
+    Tokens of weight 0 are left out of loss, gradient and metrics, whatever stands there, infinities
+    and NaN included.
 
     Attributes:
         weights: float32, normalised.
         advantages: float32.
         old_logp: of the sampler, when the tokens were drawn.
         ref_logp: of the reference.
-        sequence: int32, which sequence of the policy's batch a token is in; pair z is sequences 2z (chosen), 2z + 1.
+        sequence: int32, which sequence of the policy's batch a token is in; pair z is sequences 2z
+            (chosen), 2z + 1.
         pair_weights: ``[Z]``, 0 where there is no pair.
-        first_logp: of the trainer before the first update on these tokens; NaN where this is the first, None where it is for all.
-        in_ratio: 1 for tokens that count in their sequence's ratio s, 0 for others, which have s too; None: all of weight other than 0.
+        first_logp: of the trainer before the first update on these tokens; NaN where this is the
+            first, None where it is for all.
+        in_ratio: 1 for tokens that count in their sequence's ratio s, 0 for others, which have s
+            too; None: all of weight other than 0.
     """
 
     weights: jax.Array
@@ -101,21 +118,25 @@ class Targets:
 
 
 class Tokens(NamedTuple):
-    """What a loss function reads: one policy's tokens. Arrays are float32 ``[B, M]`` unless said; padding has ``mask`` 0.
+    """What a loss function reads: one policy's tokens. Arrays are float32 ``[B, M]`` unless said;
+    padding has ``mask`` 0.
 
     Attributes:
-        logp: log-probability of each target under the policy now. Gradients flow through it and the two ratios.
+        logp: log-probability of each target under the policy now. Gradients flow through it and the
+            two ratios.
         advantages: of each token, less the KL penalty where ``kl_kind`` is ``k1``.
         old_logp: log-probability under the sampler that drew the token.
         first_logp: log-probability under the policy before the first update on these tokens.
         ref_logp: log-probability under the reference.
         ratio: ``exp(logp - first_logp)``; 1 in the first update.
-        sequence_ratio: ``exp`` of the mean of ``logp - first_logp`` over the token's sequence; its gradient at a token is
-            that of ``ratio`` times itself.
-        sampler_ratio: ``exp(first_logp - old_logp)``, the correction for tokens that another policy drew.
+        sequence_ratio: ``exp`` of the mean of ``logp - first_logp`` over the token's sequence; its
+            gradient at a token is that of ``ratio`` times itself.
+        sampler_ratio: ``exp(first_logp - old_logp)``, the correction for tokens that another policy
+            drew.
         mask: 1 at target tokens, 0 elsewhere.
         sequence: int32, the number of the token's sequence.
-        coefs: the numbers of the policy's ``LossConfig``: ``ratio_low``, ``ratio_high``, ``beta`` and others.
+        coefs: the numbers of the policy's ``LossConfig``: ``ratio_low``, ``ratio_high``, ``beta``
+            and others.
     """
 
     logp: jax.Array
@@ -139,7 +160,9 @@ def _clipped(ratio: jax.Array, c: LossCoefs) -> jax.Array:
 
 
 def _ppo(ratio: jax.Array, t: Tokens) -> jax.Array:
-    return -t.sampler_ratio * jnp.minimum(ratio * t.advantages, _clipped(ratio, t.coefs) * t.advantages)
+    return -t.sampler_ratio * jnp.minimum(
+        ratio * t.advantages, _clipped(ratio, t.coefs) * t.advantages
+    )
 
 
 def _dro(t: Tokens) -> jax.Array:
@@ -151,7 +174,14 @@ BUILT_IN: dict[str, LossFn] = {
     "reinforce": lambda t: -t.advantages * t.logp,
     "importance_sampling": lambda t: -t.sampler_ratio * t.advantages * t.ratio,
     "ppo": lambda t: _ppo(t.ratio, t),
-    "cispo": lambda t: -t.sampler_ratio * jax.lax.stop_gradient(_clipped(t.ratio, t.coefs)) * t.advantages * t.logp,
+    "cispo": (
+        lambda t: (
+            -t.sampler_ratio
+            * jax.lax.stop_gradient(_clipped(t.ratio, t.coefs))
+            * t.advantages
+            * t.logp
+        )
+    ),
     "dpo": lambda t: jnp.zeros_like(t.logp),  # its loss is of pairs: see policy_loss
     "gspo": lambda t: _ppo(t.sequence_ratio, t),
     "dro": _dro,
@@ -160,34 +190,48 @@ CLIPPING = ("ppo", "gspo", "cispo")  # whose metrics count the tokens at which a
 
 
 def register_loss(name: str, fn: LossFn) -> None:
-    """Adds a loss, which ``LossConfig(name)`` and ``loss.kind`` in a config then name. A second function of a name replaces the first.
+    """Adds a loss, which ``LossConfig(name)`` and ``loss.kind`` in a config then name. A second
+    function of a name replaces the first.
 
         def clipped_reinforce(t):  # t is a Tokens; returns the loss of each token, [B, M]
             return -jnp.clip(t.advantages, -1, 1) * t.logp
 
         mint.register_loss("clipped_reinforce", clipped_reinforce)
 
-    The policy's loss is the sum over its target tokens of weight times what ``fn`` returns. ``fn`` is traced by JAX and must use
-    ``jax.numpy``. What it reads of its argument decides what its policies must be given: ``advantages``, ``old_logp`` (also
-    through ``sampler_ratio``), or a reference for ``ref_logp``.
+    The policy's loss is the sum over its target tokens of weight times what ``fn`` returns. ``fn``
+    is traced by JAX and must use ``jax.numpy``. What it reads of its argument decides what its
+    policies must be given: ``advantages``, ``old_logp`` (also through ``sampler_ratio``), or a
+    reference for ``ref_logp``.
 
     Raises:
         UserError: a built-in loss has the name, or ``fn`` is not such a function.
     """
     if not isinstance(name, str) or not re.fullmatch(r"\w[\w.-]*", name):
-        raise UserError(f"name of a loss is {name!r}; expected text of letters, digits and _: 'my_loss', say")
+        raise UserError(
+            f"name of a loss is {name!r}; expected text of letters, digits and _: 'my_loss', say"
+        )
     if name in BUILT_IN:
         raise UserError(f"loss {name!r} is built in: register yours by another name")
     if not callable(fn):
-        raise UserError(f"loss {name!r} is {fn!r:.80}; expected a function of mint.Tokens that returns the loss of each token")
+        raise UserError(
+            f"loss {name!r} is {fn!r:.80}; expected a function of mint.Tokens that returns the loss"
+            " of each token"
+        )
     try:
         found = reads(fn)
     except Exception as error:
         if isinstance(error, UserError):
             raise UserError(f"loss {name!r} {error}") from None
-        what = f"loss {name!r} raised {type(error).__name__}: {error}: expected a function of mint.Tokens, in jax.numpy"
+        what = (
+            f"loss {name!r} raised {type(error).__name__}: {error}: expected a function of"
+            " mint.Tokens, in jax.numpy"
+        )
         raise UserError(f"{what}\n{own_traceback(error)}") from None
-    needed = {"old_logp" if read == "sampler_ratio" else read for read in found} & {"advantages", "old_logp", "ref_logp"}
+    needed = {"old_logp" if read == "sampler_ratio" else read for read in found} & {
+        "advantages",
+        "old_logp",
+        "ref_logp",
+    }
     registered[name] = Registered(fn, frozenset(needed))
 
 
@@ -198,7 +242,11 @@ def name_of(fn: LossFn) -> str:
             return name
     own = re.sub(r"\W", "", getattr(fn, "__name__", "")) or type(fn).__name__
     own = "loss" if own == "lambda" else own
-    name = next(n for n in (own, *(f"{own}_{i}" for i in range(2, len(registered) + 4))) if n not in known_kinds())
+    name = next(
+        n
+        for n in (own, *(f"{own}_{i}" for i in range(2, len(registered) + 4)))
+        if n not in known_kinds()
+    )
     register_loss(name, fn)
     return name
 
@@ -233,41 +281,68 @@ def reads(fn: LossFn) -> frozenset[str]:
             return getattr(self._tokens, name)
 
     shape = (2, 3)
-    floats: dict[str, Any] = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name in Tokens._fields}
-    scalars: dict[str, Any] = {name: jax.ShapeDtypeStruct((), jnp.int32 if "kind" in name else jnp.float32) for name in LossCoefs._fields}
-    tokens = Tokens(**floats | {"sequence": jax.ShapeDtypeStruct(shape, jnp.int32), "coefs": LossCoefs(**scalars)})
+    floats: dict[str, Any] = {
+        name: jax.ShapeDtypeStruct(shape, jnp.float32) for name in Tokens._fields
+    }
+    scalars: dict[str, Any] = {
+        name: jax.ShapeDtypeStruct((), jnp.int32 if "kind" in name else jnp.float32)
+        for name in LossCoefs._fields
+    }
+    tokens = Tokens(
+        **floats
+        | {
+            "sequence": jax.ShapeDtypeStruct(shape, jnp.int32),
+            "coefs": LossCoefs(**scalars),
+        }
+    )
     out = jax.eval_shape(lambda t: fn(Recorder(t)), tokens)  # type: ignore[arg-type]
     if getattr(out, "shape", None) != shape or not jnp.issubdtype(out.dtype, jnp.floating):
-        what = f"{out.dtype} of shape {out.shape}" if hasattr(out, "dtype") else f"{type(out).__name__}"
-        raise UserError(f"returns {what} for tokens of shape {shape}; expected a float for each token: leave the sum to the trainer")
+        what = (
+            f"{out.dtype} of shape {out.shape}"
+            if hasattr(out, "dtype")
+            else f"{type(out).__name__}"
+        )
+        raise UserError(
+            f"returns {what} for tokens of shape {shape}; expected a float for each token: leave"
+            " the sum to the trainer"
+        )
     return frozenset(found)
 
 
 def policy_loss(
     logp_BM: jax.Array, targets: Targets, coefs: LossCoefs, custom: tuple[LossFn, ...] = ()
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The loss of one policy and its metrics; ``jax.vmap`` over a leading axis of the first three gives many.
+    """The loss of one policy and its metrics; ``jax.vmap`` over a leading axis of the first three
+    gives many.
 
     Args:
         custom: registered functions, which kinds beyond ``KINDS`` stand for.
 
     Returns:
-        A scalar, and float32 scalars that sum over micro-batches: ``tokens`` counts target tokens, and names ending in
-        ``_sum`` are sums over them: ``clipped`` counts those that a clip binds, ``gap`` is |log k|; ``max_gap`` is a maximum.
+        A scalar, and float32 scalars that sum over micro-batches: ``tokens`` counts target tokens,
+        and names ending in ``_sum`` are sums over them: ``clipped`` counts those that a clip binds,
+        ``gap`` is |log k|; ``max_gap`` is a maximum.
     """
     chex.assert_rank(logp_BM, 2)
     t = targets
     chex.assert_equal_shape([logp_BM, t.weights, t.advantages, t.old_logp, t.ref_logp, t.sequence])
     live = t.weights != 0
 
-    def used(x: jax.Array) -> jax.Array:  # 0 * inf is NaN, also backwards: nothing is computed from what has no weight
+    # 0 * inf is NaN, also backwards: nothing is computed from what has no weight
+    def used(x: jax.Array) -> jax.Array:
         return jnp.where(live, x, 0.0)
 
-    logp_BM, advantages, old_logp, ref_logp = map(used, (logp_BM, t.advantages, t.old_logp, t.ref_logp))
+    logp_BM, advantages, old_logp, ref_logp = map(
+        used, (logp_BM, t.advantages, t.old_logp, t.ref_logp)
+    )
     is_kind = {kind: coefs.kind == i for i, kind in enumerate(KINDS)}
     mask = live.astype(jnp.float32)
     present = jax.lax.stop_gradient(logp_BM)
-    first = present if t.first_logp is None else jnp.where(jnp.isnan(t.first_logp), present, used(t.first_logp))
+    first = (
+        present
+        if t.first_logp is None
+        else jnp.where(jnp.isnan(t.first_logp), present, used(t.first_logp))
+    )
     log_gap = first - old_logp
     is_sampled = ~is_kind["cross_entropy"] & ~is_kind["dpo"]
     gap = jnp.exp(jnp.clip(log_gap, -MAX_LOG_RATIO, MAX_LOG_RATIO))  # k
@@ -282,12 +357,20 @@ def policy_loss(
     advantage = advantages + jnp.where(uses_k1, coefs.kl * jax.lax.stop_gradient(to_ref), 0.0)
 
     counted = mask if t.in_ratio is None else used(t.in_ratio)
-    whole = _of_sequences(log_ratio, counted, t.sequence)  # s, with the gradient of each token's own logp
+    # s, with the gradient of each token's own logp
+    whole = _of_sequences(log_ratio, counted, t.sequence)
     keep = jnp.where(is_sampled, inside, True)
-    tokens = Tokens(logp_BM, advantage, old_logp, first, ref_logp, ratio, whole, gap, mask, t.sequence, coefs)
-    per_token = [_applied(fn, tokens, live & keep & (coefs.kind == i)) for i, fn in enumerate((*map(BUILT_IN.__getitem__, KINDS), *custom))]
+    tokens = Tokens(
+        logp_BM, advantage, old_logp, first, ref_logp, ratio, whole, gap, mask, t.sequence, coefs
+    )
+    per_token = [
+        _applied(fn, tokens, live & keep & (coefs.kind == i))
+        for i, fn in enumerate((*map(BUILT_IN.__getitem__, KINDS), *custom))
+    ]
     token_loss = jax.lax.select_n(coefs.kind, *per_token)
-    token_loss = token_loss + jnp.where(uses_k3, coefs.kl * _k3(jnp.where(uses_k3, to_ref, 0.0)), 0.0)
+    token_loss = token_loss + jnp.where(
+        uses_k3, coefs.kl * _k3(jnp.where(uses_k3, to_ref, 0.0)), 0.0
+    )
     loss = jnp.sum(t.weights * jnp.where(live & keep, token_loss, 0.0))
     clipped, whole_clipped = _clipped(ratio, coefs), _clipped(whole, coefs)
     binds = (
@@ -325,15 +408,20 @@ def policy_loss(
 def _applied(fn: LossFn, t: Tokens, applies: jax.Array) -> jax.Array:
     """A loss at the tokens that it applies to; numbers without a meaning elsewhere.
 
-    Other policies' tokens, and padding, enter it as constants: its derivative may be infinite at their values, and zero times
-    infinity would become their gradient.
+    Other policies' tokens, and padding, enter it as constants: its derivative may be infinite at
+    their values, and zero times infinity would become their gradient.
     """
-    logp, ratio, whole = (jnp.where(applies, x, safe) for x, safe in ((t.logp, -1.0), (t.ratio, 1.0), (t.sequence_ratio, 1.0)))
+    logp, ratio, whole = (
+        jnp.where(applies, x, safe)
+        for x, safe in ((t.logp, -1.0), (t.ratio, 1.0), (t.sequence_ratio, 1.0))
+    )
     return fn(t._replace(logp=logp, ratio=ratio, sequence_ratio=whole)).astype(jnp.float32)
 
 
 def _of_sequences(log_ratio: jax.Array, mask: jax.Array, sequence: jax.Array) -> jax.Array:
-    """``exp`` of each sequence's mean log-ratio over its places in the mask, at each of its places ``[B, M]``."""
+    """``exp`` of each sequence's mean log-ratio over its places in the mask, at each of its places
+    ``[B, M]``.
+    """
     many = mask.size  # as many sequences as there are places at most
     counted = jnp.where(mask != 0, jax.lax.stop_gradient(log_ratio), 0.0)
     total = ordered.segment_sum(counted.ravel(), sequence.ravel(), many)

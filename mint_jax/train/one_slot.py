@@ -1,4 +1,6 @@
-"""One policy's training state between its slot of a stack and the host: read, write, and conversion to and from ``Held``."""
+"""One policy's training state between its slot of a stack and the host: read, write, and conversion
+to and from ``Held``.
+"""
 
 import dataclasses
 import functools
@@ -34,7 +36,10 @@ class OneSlot(NamedTuple):
 
 def in_bucket(stack: TrainStack, slot: jax.Array) -> OneSlot:
     """The leaves of one slot; ``read`` is the compiled form."""
-    of = functools.partial(jax.tree.map, lambda x: jax.lax.dynamic_index_in_dim(x, slot, state_lib.slot_axis(x), keepdims=False))
+    of = functools.partial(
+        jax.tree.map,
+        lambda x: jax.lax.dynamic_index_in_dim(x, slot, state_lib.slot_axis(x), keepdims=False),
+    )
     opt = {name: optax.tree.get(stack.opt, name) for name in ("mu", "nu", "count")}
     return OneSlot(
         of(stack.adapters.factors), of(opt["mu"]), of(opt["nu"]), of(stack.grad_sum),
@@ -51,14 +56,23 @@ def write(stack: TrainStack, slot: jax.Array, one: OneSlot, cfg: ModelConfig) ->
 
     def put(all_: Any, mine: Any) -> Any:
         return jax.tree.map(
-            lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y.astype(x.dtype), slot, state_lib.slot_axis(x)), all_, mine
+            lambda x, y: jax.lax.dynamic_update_index_in_dim(
+                x, y.astype(x.dtype), slot, state_lib.slot_axis(x)
+            ),
+            all_,
+            mine,
         )
 
-    opt = {name: put(optax.tree.get(stack.opt, name), getattr(one, name)) for name in ("mu", "nu", "count")}
+    opt = {
+        name: put(optax.tree.get(stack.opt, name), getattr(one, name))
+        for name in ("mu", "nu", "count")
+    }
     new = dataclasses.replace(
         stack,
         adapters=dataclasses.replace(
-            stack.adapters, factors=put(stack.adapters.factors, one.factors), scale=put(stack.adapters.scale, one.scale)
+            stack.adapters,
+            factors=put(stack.adapters.factors, one.factors),
+            scale=put(stack.adapters.scale, one.scale),
         ),
         opt=optax.tree.set(stack.opt, **opt),
         grad_sum=put(stack.grad_sum, one.grad),
@@ -87,13 +101,26 @@ def padded(held: Held, stack: TrainStack) -> OneSlot:
     return OneSlot(factors, mu, nu, grad, np.float32(held.config.scale), *counts)
 
 
-def taken(one: OneSlot, config: AdapterConfig, base_specs: Any, parts_of: Sequence[str] = PARTS) -> Held:
-    """A slot's leaves as a state on the host, with these of ``PARTS``; moments only where an update has made them."""
-    paths = {path for path, _ in params_lib.leaves_with_path(lora_tree.adapter_specs(base_specs, config))}
+def taken(
+    one: OneSlot, config: AdapterConfig, base_specs: Any, parts_of: Sequence[str] = PARTS
+) -> Held:
+    """A slot's leaves as a state on the host, with these of ``PARTS``; moments only where an update
+    has made them.
+    """
+    paths = {
+        path for path, _ in params_lib.leaves_with_path(lora_tree.adapter_specs(base_specs, config))
+    }
     count, steps, skipped = (int(x) for x in jax.device_get((one.count, one.steps, one.skipped)))
     parts = {}
     for name in parts_of:
         if name not in ("mu", "nu") or count:
-            mine = {path: leaf for path, leaf in params_lib.leaves_with_path(getattr(one, name)) if path in paths}
-            parts[name] = {path: np.array(leaf)[..., : config.rank, :].copy() for path, leaf in jax.device_get(mine).items()}
+            mine = {
+                path: leaf
+                for path, leaf in params_lib.leaves_with_path(getattr(one, name))
+                if path in paths
+            }
+            parts[name] = {
+                path: np.array(leaf)[..., : config.rank, :].copy()
+                for path, leaf in jax.device_get(mine).items()
+            }
     return Held(config, parts, count, steps, skipped)

@@ -1,11 +1,14 @@
-"""Who works when: steps of many policies through rollout (device), reward (host) and update (device).
+"""Who works when: steps of many policies through rollout (device), reward (host) and update
+(device).
 
-Policies are grouped in *units*; a unit's rollout and its update are one device call each. ``sequential``: one policy a
-unit, the device waits for its rewards. ``overlapped``: one policy a unit, the device takes another unit meanwhile.
-``batched``: all policies in ``cohorts`` units, overlapped. What a policy computes does not depend on its unit, so the
-three give the same results and differ in time only.
+Policies are grouped in *units*; a unit's rollout and its update are one device call each.
+``sequential``: one policy a unit, the device waits for its rewards. ``overlapped``: one policy a
+unit, the device takes another unit meanwhile. ``batched``: all policies in ``cohorts`` units,
+overlapped. What a policy computes does not depend on its unit, so the three give the same results
+and differ in time only.
 
-Where several processes run, process 0 waits for its rewards and decides what is next; the others follow.
+Where several processes run, process 0 waits for its rewards and decides what is next; the others
+follow.
 """
 
 import concurrent.futures as futures
@@ -49,7 +52,10 @@ def check_workers(workers: int) -> None:
         UserError: naming it.
     """
     if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
-        raise UserError(f"reward_workers is {workers!r}; expected how many policies' rewards are computed at once, at least 1")
+        raise UserError(
+            f"reward_workers is {workers!r}; expected how many policies' rewards are computed at"
+            " once, at least 1"
+        )
 
 
 @dataclasses.dataclass
@@ -79,7 +85,9 @@ class Unit:
     _pending: dict[str, futures.Future] | None = None  # rewards on their way
 
     def score(self, reward: Callable[[str, Any], Any], samples: Mapping[str, Any]) -> None:
-        """Has ``reward(name, samples[name])`` computed for each policy, in worker threads that the process does not wait for."""
+        """Has ``reward(name, samples[name])`` computed for each policy, in worker threads that the
+        process does not wait for.
+        """
         self._pending = {name: self._submit(reward, name, samples[name]) for name in self.names}
 
     def scored(self) -> dict[str, Any]:
@@ -92,7 +100,8 @@ class Unit:
 
 
 class Phases:
-    """What the devices do next, one phase of one unit after another; a context manager that ends the reward threads.
+    """What the devices do next, one phase of one unit after another; a context manager that ends
+    the reward threads.
 
         with Phases(units, first_step, steps, overlap=True) as phases:
             for phase, unit in phases:
@@ -101,14 +110,16 @@ class Phases:
                 else:
                     update(unit.scored(), unit.step)
 
-    The body is one device call. An update's rewards are all there; a reward that failed raises before its unit's update.
+    The body is one device call. An update's rewards are all there; a reward that failed raises
+    before its unit's update.
 
     Args:
         first_step: where each policy starts; policies of a unit must agree.
         steps: where all end.
         overlap: take up another unit while rewards are computed.
         workers: rewards that are computed at once.
-        look: ``(seconds waited, rewards to come)``, called before each phase, and every second in which the devices wait; may raise.
+        look: ``(seconds waited, rewards to come)``, called before each phase, and every second in
+            which the devices wait; may raise.
 
     Attributes:
         timing: of the phases so far; of the whole once all are done.
@@ -131,7 +142,9 @@ class Phases:
         self._ending = contextlib.ExitStack()
         firsts = [_first_of(names, first_step) for names in units]
         submit = self._ending.enter_context(_daemons(workers))
-        self._idle = deque(Unit(list(names), first, submit) for names, first in zip(units, firsts) if first < steps)
+        self._idle = deque(
+            Unit(list(names), first, submit) for names, first in zip(units, firsts) if first < steps
+        )
 
     def __enter__(self) -> "Phases":
         return self
@@ -143,7 +156,9 @@ class Phases:
         began, idle, waiting = time.perf_counter(), self._idle, []
         while idle or waiting:
             may_start = bool(idle) and (self._overlap or not waiting)
-            scored = multihost.agree("next phase", lambda may_start=may_start: _next(waiting, may_start, self._look))
+            scored = multihost.agree(
+                "next phase", lambda may_start=may_start: _next(waiting, may_start, self._look)
+            )
             since = time.perf_counter()
             if scored is None:
                 unit = idle.popleft()
@@ -164,16 +179,21 @@ def _first_of(names: Sequence[str], first_step: Mapping[str, int]) -> int:
     """The step at which all policies of a unit start."""
     firsts = {first_step[name] for name in names}
     if len(firsts) > 1:
-        raise UserError(f"policies {list(names)} resume at different steps {sorted(firsts)}: use the schedule they were started with")
+        raise UserError(
+            f"policies {list(names)} resume at different steps {sorted(firsts)}: use the schedule"
+            " they were started with"
+        )
     return firsts.pop()
 
 
 @contextlib.contextmanager
 def _daemons(workers: int) -> Iterator[Callable[..., futures.Future]]:
-    """Threads that compute what is submitted; the process does not wait for a function that hangs, nor does the end of the block.
+    """Threads that compute what is submitted; the process does not wait for a function that hangs,
+    nor does the end of the block.
 
-    ``ThreadPoolExecutor`` would: it could then be interrupted by nothing but a signal. Threads without work end with the block: one that
-    has yet to wake when the process ends makes it abort ("exception not rethrown").
+    ``ThreadPoolExecutor`` would: it could then be interrupted by nothing but a signal. Threads
+    without work end with the block: one that has yet to wake when the process ends makes it abort
+    ("exception not rethrown").
     """
     tasks: queue.SimpleQueue[tuple[futures.Future, Callable, tuple] | None] = queue.SimpleQueue()
     closed = threading.Event()
@@ -195,7 +215,9 @@ def _daemons(workers: int) -> Iterator[Callable[..., futures.Future]]:
         tasks.put((future, call, arguments))
         return future
 
-    threads = [threading.Thread(target=work, name=f"reward-{k}", daemon=True) for k in range(workers)]
+    threads = [
+        threading.Thread(target=work, name=f"reward-{k}", daemon=True) for k in range(workers)
+    ]
     for thread in threads:
         thread.start()
     try:
@@ -209,8 +231,11 @@ def _daemons(workers: int) -> Iterator[Callable[..., futures.Future]]:
                 thread.join(1.0)
 
 
-def _next(waiting: Sequence[Unit], may_start: bool, look: Callable[[float, int], None] | None) -> int | None:
-    """Which waiting unit to update, or None to roll out an idle one if that ``may_start``; blocks until there is something to do.
+def _next(
+    waiting: Sequence[Unit], may_start: bool, look: Callable[[float, int], None] | None
+) -> int | None:
+    """Which waiting unit to update, or None to roll out an idle one if that ``may_start``; blocks
+    until there is something to do.
 
     Raises:
         Whatever a reward of that unit, or ``look``, raised: here, where every process hears of it.

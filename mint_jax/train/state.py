@@ -1,7 +1,8 @@
-"""Training state of many policies: adapters, AdamW moments, gradient sums and counters, stacked by rank bucket.
+"""Training state of many policies: adapters, AdamW moments, gradient sums and counters, stacked by
+rank bucket.
 
-Only policies in training are here. Everything of one policy is one slot of one bucket, so that resuming, switching or
-dropping a policy is a slot operation, and the base appears nowhere.
+Only policies in training are here. Everything of one policy is one slot of one bucket, so that
+resuming, switching or dropping a policy is a slot operation, and the base appears nowhere.
 
 Axes: L layers, S slots, R rank, D in, F out.
 """
@@ -78,24 +79,38 @@ class TrainStack:
 State = dict[int, TrainStack]  # bucket rank -> stack
 
 
-def optimizer(hyper: Hyper, learning_rate: jax.Array | float) -> optax.GradientTransformationExtraArgs:
-    """AdamW of one policy, or of one of its factors. Its numbers may be traced: as data of the update's program, other ones compile
-    nothing, and the optimizer's own state is two moments and a count."""
-    adamw = optax.adamw(learning_rate, b1=hyper.b1, b2=hyper.b2, eps=hyper.eps, weight_decay=hyper.weight_decay)
+def optimizer(
+    hyper: Hyper, learning_rate: jax.Array | float
+) -> optax.GradientTransformationExtraArgs:
+    """AdamW of one policy, or of one of its factors. Its numbers may be traced: as data of the
+    update's program, other ones compile nothing, and the optimizer's own state is two moments and a
+    count.
+    """
+    adamw = optax.adamw(
+        learning_rate, b1=hyper.b1, b2=hyper.b2, eps=hyper.eps, weight_decay=hyper.weight_decay
+    )
     return optax.chain(optax.identity(), adamw)  # checkpoints have its state in second place
 
 
 def clip_factor(hyper: Hyper, norm: jax.Array) -> jax.Array:
-    """What a policy's gradient of this global norm is multiplied by, so that its norm is at most ``max_grad_norm``."""
+    """What a policy's gradient of this global norm is multiplied by, so that its norm is at most
+    ``max_grad_norm``.
+    """
     return jnp.where(norm < hyper.max_grad_norm, 1.0, hyper.max_grad_norm / norm)
 
 
 def by_leaf(opt: Any, factors: Any) -> Any:
-    """The optimizer's state of every factor, in a tree like theirs: its moments, and what all of them share, the count."""
+    """The optimizer's state of every factor, in a tree like theirs: its moments, and what all of
+    them share, the count.
+    """
     tree = jax.tree.structure(factors)
 
     def of(i: int) -> Any:
-        return jax.tree.map(lambda x: tree.flatten_up_to(x)[i] if _like(tree, x) else x, opt, is_leaf=functools.partial(_like, tree))
+        return jax.tree.map(
+            lambda x: tree.flatten_up_to(x)[i] if _like(tree, x) else x,
+            opt,
+            is_leaf=functools.partial(_like, tree),
+        )
 
     return jax.tree.unflatten(tree, [of(i) for i in range(tree.num_leaves)])
 
@@ -119,13 +134,19 @@ def slot_axis(leaf: jax.Array) -> int:
     return lora_tree.SLOT_AXIS if leaf.ndim > 1 else 0
 
 
-def empty(base_specs: Any, configs: list[AdapterConfig], slots: dict[int, int] | None = None) -> State:
-    """A state with slots for these adapters, one slot each unless ``slots`` says how many a bucket has."""
+def empty(
+    base_specs: Any, configs: list[AdapterConfig], slots: dict[int, int] | None = None
+) -> State:
+    """A state with slots for these adapters, one slot each unless ``slots`` says how many a bucket
+    has.
+    """
     counts: dict[int, int] = {}
     targets: dict[int, list[str]] = {}
     for config in configs:
         counts[config.bucket] = counts.get(config.bucket, 0) + 1
-        targets.setdefault(config.bucket, []).extend(t for t in config.targets if t not in targets.get(config.bucket, []))
+        targets.setdefault(config.bucket, []).extend(
+            t for t in config.targets if t not in targets.get(config.bucket, [])
+        )
     out = {}
     for bucket in sorted(counts):
         count = (slots or counts)[bucket]
@@ -135,7 +156,9 @@ def empty(base_specs: Any, configs: list[AdapterConfig], slots: dict[int, int] |
         fresh = optimizer(Hyper.of(OptimizerConfig()), 0.0).init(one_slot)
         opt = jax.tree.map(functools.partial(_spread, count), fresh)
         counters = jnp.zeros((count,), jnp.int32)
-        out[bucket] = TrainStack(stack, opt, zeros, Hyper.zeros(count), counters, jnp.zeros_like(counters))
+        out[bucket] = TrainStack(
+            stack, opt, zeros, Hyper.zeros(count), counters, jnp.zeros_like(counters)
+        )
     return out
 
 
@@ -146,7 +169,9 @@ def _spread(slots: int, leaf: Any) -> jax.Array:
     return jnp.zeros((*leaf.shape[:axis], slots, *leaf.shape[axis:]), leaf.dtype)
 
 
-def start(stack: TrainStack, slot: jax.Array | int, adapter: Any, scale: jax.Array | float, hyper: Hyper) -> TrainStack:
+def start(
+    stack: TrainStack, slot: jax.Array | int, adapter: Any, scale: jax.Array | float, hyper: Hyper
+) -> TrainStack:
     """Puts a policy into a slot with fresh moments and counters; all other slots stay as they are.
 
     Everything but the stack's shapes is data, so that one program starts any policy of a bucket.

@@ -1,9 +1,12 @@
-"""The multi-policy step: one forward and backward through the base for all policies' rows, then each policy's own update.
+"""The multi-policy step: one forward and backward through the base for all policies' rows, then
+each policy's own update.
 
-``forward_backward`` adds to the policies' gradient sums and returns logprobs and metrics; ``optim_step`` applies AdamW with
-each policy's own hyperparameters. The base is an argument that is read; no gradient of it is ever formed.
+``forward_backward`` adds to the policies' gradient sums and returns logprobs and metrics;
+``optim_step`` applies AdamW with each policy's own hyperparameters. The base is an argument that is
+read; no gradient of it is ever formed.
 
-Rows of a batch are policy blocks ordered as ``slots`` lists them: buckets by rank, then slots as given.
+Rows of a batch are policy blocks ordered as ``slots`` lists them: buckets by rank, then slots as
+given.
 
 Axes: P policies, B rows of a policy, T tokens, M targets of a row, S slots.
 """
@@ -36,9 +39,10 @@ Slots = dict[int, jax.Array]  # bucket rank -> [n] int32, distinct slots
 def batch_logprobs(
     params: Any, lora: SlotBlocks | None, batch: Batch, cfg: ModelConfig, remat: str = "none"
 ) -> tuple[jax.Array, jax.Array | None]:
-    """``log p(target)`` of every target of a batch at its temperature, float32 ``[P, B, M]``, or ``[P, B, M K]`` of several targets
-    a position; with recorded routes also how far
-    the router's own choice before each target strays from them, ``[P, B, M]``, a share averaged over layers."""
+    """``log p(target)`` of every target of a batch at its temperature, float32 ``[P, B, M]``, or
+    ``[P, B, M K]`` of several targets a position; with recorded routes also how far the router's
+    own choice before each target strays from them, ``[P, B, M]``, a share averaged over layers.
+    """
     P, B, T, M = batch.shape
     rows = P * B
 
@@ -46,9 +50,13 @@ def batch_logprobs(
         return sharding.constrain(x.reshape(rows, x.shape[-1]), "batch", "tokens")
 
     segments = Segments(flat(batch.own), flat(batch.parent))
-    replay = None if batch.routes is None else batch.routes.reshape(batch.routes.shape[0], rows, T, -1)
+    replay = (
+        None if batch.routes is None else batch.routes.reshape(batch.routes.shape[0], rows, T, -1)
+    )
     inputs = transformer.Inputs(flat(batch.tokens), flat(batch.positions), segments, replay=replay)
-    h, kept = transformer.hidden_states(params, lora, inputs, cfg, keep_routes=replay is not None, remat=remat)
+    h, kept = transformer.hidden_states(
+        params, lora, inputs, cfg, keep_routes=replay is not None, remat=remat
+    )
     picked = jnp.take_along_axis(h, flat(batch.index)[..., None], axis=1)
     sharp = None if batch.inverse_temperature is None else flat(batch.inverse_temperature)
     targets = batch.target.reshape(rows, *batch.target.shape[2:])
@@ -61,16 +69,24 @@ def batch_logprobs(
 
 @functools.partial(jax.jit, static_argnames=("cfg",))
 @as_stored
-def score(params: Any, batch: Batch, stacks: Stacks, slots: Slots, *, cfg: ModelConfig) -> jax.Array:
-    """Logprobs of a batch under frozen adapters, or the bare base: the reference of KL terms and DPO costs no second model.
+def score(
+    params: Any, batch: Batch, stacks: Stacks, slots: Slots, *, cfg: ModelConfig
+) -> jax.Array:
+    """Logprobs of a batch under frozen adapters, or the bare base: the reference of KL terms and
+    DPO costs no second model.
 
     Args:
-        batch: P policies, first those of ``slots`` in their order, then those whose reference is the bare base.
+        batch: P policies, first those of ``slots`` in their order, then those whose reference is
+            the bare base.
         stacks: the frozen adapters; empty where every reference is the bare base.
         slots: which slot of ``stacks`` each policy's reference is.
     """
     bare = batch.shape[0] - sum(s.shape[0] for s in slots.values())
-    lora = lora_tree.bind_layers(stacks, slots, base_blocks=bare, dtype=params["final_norm"].dtype) if slots else None
+    lora = (
+        lora_tree.bind_layers(stacks, slots, base_blocks=bare, dtype=params["final_norm"].dtype)
+        if slots
+        else None
+    )
     return batch_logprobs(params, lora, batch, cfg)[0]
 
 
@@ -79,7 +95,9 @@ def score(params: Any, batch: Batch, stacks: Stacks, slots: Slots, *, cfg: Model
 def score_losses(
     params: Any, batch: Batch, coefs: LossCoefs, stacks: Stacks, slots: Slots, *, cfg: ModelConfig
 ) -> tuple[jax.Array, jax.Array]:
-    """``forward_backward`` without the backward half: log-probabilities, and each block's loss ``[P]``."""
+    """``forward_backward`` without the backward half: log-probabilities, and each block's loss
+    ``[P]``.
+    """
     lora = lora_tree.bind_layers(stacks, slots, dtype=params["final_norm"].dtype)
     logp, _ = batch_logprobs(params, lora, batch, cfg)
     return logp, jax.vmap(policy_loss)(logp, batch.loss, coefs)[0]
@@ -105,8 +123,8 @@ def forward_backward(
         state: only ``grad_sum`` changes. Donated.
         batch: P policies in the order of ``slots``.
         coefs: ``[P]`` each.
-        slots: which slot each policy is; one may stand several times, its gradients add up, and one beyond the last is padding, whose
-            gradient is dropped.
+        slots: which slot each policy is; one may stand several times, its gradients add up, and one
+            beyond the last is padding, whose gradient is dropped.
         remat: a key of ``transformer.REMAT``.
         custom: registered losses that ``coefs`` name.
 
@@ -120,41 +138,59 @@ def forward_backward(
 
     def loss(taps):
         taps = lora_tree.constrain(taps, specs)  # and so are their gradients
-        logp, missed = batch_logprobs(params, lora_tree.bind_layers(stacks, slots, taps, dtype=dtype), batch, cfg, remat)
-        losses, metrics = jax.vmap(functools.partial(policy_loss, custom=custom))(logp, batch.loss, coefs)
+        logp, missed = batch_logprobs(
+            params, lora_tree.bind_layers(stacks, slots, taps, dtype=dtype), batch, cfg, remat
+        )
+        losses, metrics = jax.vmap(functools.partial(policy_loss, custom=custom))(
+            logp, batch.loss, coefs
+        )
         if missed is not None:
             is_target = jnp.any(batch.loss.weights.reshape(*missed.shape, -1) != 0, axis=-1)
             metrics["out_of_route_sum"] = jnp.sum(missed * is_target, axis=(1, 2))
-        # A policy's loss depends on its own adapter only, so the gradient of the sum is every policy's own gradient: one
-        # backward pass of the base for all of them, where a gradient per policy would be as many.
+        # A policy's loss depends on its own adapter only, so the gradient of the sum is every
+        # policy's own gradient: one backward pass of the base for all of them, where a gradient per
+        # policy would be as many.
         return jnp.sum(losses), (logp, metrics | {"loss": losses})
 
     grads, (logp, metrics) = jax.grad(loss, has_aux=True)(lora_tree.taps_of(stacks, slots))
     new = dict(state)
     for b in buckets:
-        new[b] = dataclasses.replace(state[b], grad_sum=_added(state[b].grad_sum, grads[b], slots[b]))
+        new[b] = dataclasses.replace(
+            state[b], grad_sum=_added(state[b].grad_sum, grads[b], slots[b])
+        )
     return lora_tree.constrain(new, specs), logp, metrics
 
 
 def _added(sums: Any, parts: Any, slots: jax.Array) -> Any:
-    """The sums with each policy's part added to its slot's, one after the other: a scatter takes all parts in another order of axes, which
-    is as much memory again as they are (of four policies of rank 8 on SmolLM2 39 MB)."""
+    """The sums with each policy's part added to its slot's, one after the other: a scatter takes
+    all parts in another order of axes, which is as much memory again as they are (of four policies
+    of rank 8 on SmolLM2 39 MB).
+    """
 
     def add(n: jax.Array, total: jax.Array, part: jax.Array) -> jax.Array:
         old = jax.lax.dynamic_index_in_dim(total, slots[n], lora_tree.SLOT_AXIS)
         one = jax.lax.dynamic_index_in_dim(part, n, lora_tree.SLOT_AXIS).astype(total.dtype)
         return jax.lax.dynamic_update_slice_in_dim(
-            total, jnp.where(slots[n] < total.shape[lora_tree.SLOT_AXIS], old + one, old), slots[n], lora_tree.SLOT_AXIS
+            total,
+            jnp.where(slots[n] < total.shape[lora_tree.SLOT_AXIS], old + one, old),
+            slots[n],
+            lora_tree.SLOT_AXIS,
         )
 
-    return jax.lax.fori_loop(0, slots.shape[0], lambda n, sums: jax.tree.map(functools.partial(add, n), sums, parts), sums)
+    return jax.lax.fori_loop(
+        0,
+        slots.shape[0],
+        lambda n, sums: jax.tree.map(functools.partial(add, n), sums, parts),
+        sums,
+    )
 
 
 @functools.partial(jax.jit, donate_argnames=("stack",))
 def optim_step_with(
     stack: state_lib.TrainStack, slots: jax.Array, count: jax.Array, hyper: Hyper
 ) -> tuple[state_lib.TrainStack, dict[str, jax.Array]]:
-    """``optim_step`` of one bucket, by numbers that come with the call; which slots and how many is data.
+    """``optim_step`` of one bucket, by numbers that come with the call; which slots and how many is
+    data.
 
     Args:
         slots: ``[S]`` int32, the first ``count`` of them distinct, the others beyond the last slot.
@@ -169,21 +205,26 @@ def optim_step_with(
 
 @functools.partial(jax.jit, donate_argnames=("state",))
 def optim_step(state: State, slots: Slots) -> tuple[State, dict[str, jax.Array]]:
-    """Updates the named policies from their gradient sums and clears these; every other slot is untouched.
+    """Updates the named policies from their gradient sums and clears these; every other slot is
+    untouched.
 
-    A policy whose gradient is not finite keeps its adapter and moments, and its ``skipped`` count rises.
+    A policy whose gradient is not finite keeps its adapter and moments, and its ``skipped`` count
+    rises.
 
     Returns:
-        The state, and ``[P]`` metrics in the order of ``slots``: ``grad_norm`` (before clipping), ``learning_rate``, ``skipped``.
+        The state, and ``[P]`` metrics in the order of ``slots``: ``grad_norm`` (before clipping),
+        ``learning_rate``, ``skipped``.
     """
     new, rows = dict(state), []
     for b in sorted(slots):
-        # One policy after the other: AdamW is bound by memory, and this way its temporaries are one policy's; ``vmap``'s are as many times
-        # that as there are policies.
+        # One policy after the other: AdamW is bound by memory, and this way its temporaries are one
+        # policy's; ``vmap``'s are as many times that as there are policies.
         policies = slots[b].shape[0]
         _, one = jax.eval_shape(_update_slot, state[b], slots[b][0])
         zeros = {name: jnp.zeros((policies,), x.dtype) for name, x in one.items()}
-        new[b], metrics = jax.lax.fori_loop(0, policies, functools.partial(_update_nth, slots[b]), (state[b], zeros))
+        new[b], metrics = jax.lax.fori_loop(
+            0, policies, functools.partial(_update_nth, slots[b]), (state[b], zeros)
+        )
         rows.append(metrics)
     return new, jax.tree.map(lambda *parts: jnp.concatenate(parts), *rows)
 
@@ -194,9 +235,13 @@ def _update_nth(slots: jax.Array, n: jax.Array, carry: tuple[Any, Any]) -> tuple
     return stack, jax.tree.map(lambda all_, one: all_.at[n].set(one), rows, metrics)
 
 
-def _update_slot(stack: state_lib.TrainStack, slot: jax.Array) -> tuple[state_lib.TrainStack, dict[str, jax.Array]]:
-    """AdamW for one slot of a stack, in place, leaf by leaf: temporaries are of one factor (of all of them they were 71 MB in SmolLM2 at
-    rank 8, and of several policies at once as many times more)."""
+def _update_slot(
+    stack: state_lib.TrainStack, slot: jax.Array
+) -> tuple[state_lib.TrainStack, dict[str, jax.Array]]:
+    """AdamW for one slot of a stack, in place, leaf by leaf: temporaries are of one factor (of all
+    of them they were 71 MB in SmolLM2 at rank 8, and of several policies at once as many times
+    more).
+    """
 
     def at(x: jax.Array, slot: jax.Array = slot) -> jax.Array:
         return jax.lax.dynamic_index_in_dim(x, slot, state_lib.slot_axis(x), keepdims=False)
@@ -210,7 +255,11 @@ def _update_slot(stack: state_lib.TrainStack, slot: jax.Array) -> tuple[state_li
 
     def update(slot: jax.Array, factor: jax.Array, grad: jax.Array, opt: Any) -> Any:
         change, new = optimizer.update(grad * kept, opt, factor)
-        factor, opt = jax.tree.map(lambda n, o: jnp.where(fine, n, o), (optax.apply_updates(factor, change), new), (factor, opt))
+        factor, opt = jax.tree.map(
+            lambda n, o: jnp.where(fine, n, o),
+            (optax.apply_updates(factor, change), new),
+            (factor, opt),
+        )
         return slot, (factor, jnp.zeros_like(grad), opt)
 
     def put(slot: jax.Array, old: jax.Array, part: jax.Array) -> jax.Array:
@@ -218,17 +267,23 @@ def _update_slot(stack: state_lib.TrainStack, slot: jax.Array) -> tuple[state_li
 
     def in_place(slot: jax.Array, leaf: Any) -> Any:
         mine = jax.tree.map(functools.partial(at, slot=slot), leaf)
-        # Behind a condition that always holds. XLA would fuse the reads above with the writes below, see that they overlap, and copy
-        # the whole stack first. It does not fuse across a branch; so the zeros come through it too, for the norm reads what they replace.
-        # And so does the slot: the next leaf, which waits for it, is not read before. Nor, by the barrier, before this one is written: on
-        # TPUs all new leaves were there at once (Qwen3-4B, 16 policies of rank 32 on v5p:2x2x1: temporaries of 873 MB, with it 238).
+        # Behind a condition that always holds. XLA would fuse the reads above with the writes
+        # below, see that they overlap, and copy the whole stack first. It does not fuse across a
+        # branch; so the zeros come through it too, for the norm reads what they replace. And so
+        # does the slot: the next leaf, which waits for it, is not read before. Nor, by the barrier,
+        # before this one is written: on TPUs all new leaves were there at once (Qwen3-4B, 16
+        # policies of rank 32 on v5p:2x2x1: temporaries of 873 MB, with it 238).
         slot, new = jax.lax.cond(slot >= 0, update, lambda *x: _zeros_like(update, *x), slot, *mine)
-        return jax.lax.optimization_barrier((slot, jax.tree.map(functools.partial(put, slot), leaf, new)))
+        return jax.lax.optimization_barrier(
+            (slot, jax.tree.map(functools.partial(put, slot), leaf, new))
+        )
 
     factors = stack.adapters.factors
     tree = jax.tree.structure(factors)
     done, turn = [], slot
-    for leaf in zip(*map(tree.flatten_up_to, (factors, stack.grad_sum, state_lib.by_leaf(stack.opt, factors)))):
+    for leaf in zip(
+        *map(tree.flatten_up_to, (factors, stack.grad_sum, state_lib.by_leaf(stack.opt, factors)))
+    ):
         turn, new = in_place(turn, leaf)
         done.append(new)
     new_factors, grads, opts = (jax.tree.unflatten(tree, part) for part in zip(*done))
@@ -255,5 +310,9 @@ def scheduled_rate(hyper: Hyper, steps: jax.Array) -> jax.Array:
     progress = jnp.clip((step - 1.0 - hyper.warmup_steps) / span, 0.0, 1.0)
     cosine = 0.5 * (1 + jnp.cos(jnp.pi * progress))
     kind = hyper.schedule
-    shape = jnp.where(kind == SCHEDULES.index("linear"), 1 - progress, jnp.where(kind == SCHEDULES.index("cosine"), cosine, 1.0))
+    shape = jnp.where(
+        kind == SCHEDULES.index("linear"),
+        1 - progress,
+        jnp.where(kind == SCHEDULES.index("cosine"), cosine, 1.0),
+    )
     return hyper.learning_rate * warm * (hyper.final_fraction + (1 - hyper.final_fraction) * shape)

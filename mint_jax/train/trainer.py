@@ -1,7 +1,8 @@
-"""Many policies in training over one resident base: names to slots, groups to batches, batches to updates.
+"""Many policies in training over one resident base: names to slots, groups to batches, batches to
+updates.
 
-The host-side object that jobs, benches and the service share. It owns the training state and nothing else: no files, no
-prompts, no rewards.
+The host-side object that jobs, benches and the service share. It owns the training state and
+nothing else: no files, no prompts, no rewards.
 """
 
 import functools
@@ -25,7 +26,15 @@ from mint_jax.models.config import ModelConfig
 from mint_jax.train import losses, one_slot
 from mint_jax.train import state as state_lib
 from mint_jax.train import step as step_lib
-from mint_jax.train.batch import Batch, Group, Place, TrainSequence, mask_unrouted, pack, padded_tokens
+from mint_jax.train.batch import (
+    Batch,
+    Group,
+    Place,
+    TrainSequence,
+    mask_unrouted,
+    pack,
+    padded_tokens,
+)
 from mint_jax.train.config import KL_KINDS, LossConfig, PolicyConfig
 from mint_jax.train.held import Held
 from mint_jax.train.losses import LossCoefs, LossFn
@@ -45,11 +54,15 @@ def stack_coefs(configs: Sequence[LossConfig], custom: tuple[LossFn, ...] = ()) 
 
     rows = [_coefs(c, custom) for c in configs]
     kinds = ("kind", "kl_kind")
-    columns = (np.array([getattr(row, name) for row in rows], np.int32 if name in kinds else np.float32) for name in LossCoefs._fields)
+    columns = (
+        np.array([getattr(row, name) for row in rows], np.int32 if name in kinds else np.float32)
+        for name in LossCoefs._fields
+    )
     return LossCoefs(*columns)  # type: ignore[arg-type]
 
 
-# A version of weights: a number that no other weights of this process have, known at once; their digest takes a copy to the host.
+# A version of weights: a number that no other weights of this process have, known at once; their
+# digest takes a copy to the host.
 _versions = itertools.count(1)
 
 
@@ -61,11 +74,18 @@ def _empty(cfg: ModelConfig, adapters: tuple[AdapterConfig, ...]) -> State:
 
 @functools.partial(jax.jit, static_argnames=("cfg", "adapter"), donate_argnames=("stack",))
 def _started(
-    stack: TrainStack, weights: Any, slot: jax.Array, scale: jax.Array, hyper: Hyper, cfg: ModelConfig, adapter: AdapterConfig
+    stack: TrainStack,
+    weights: Any,
+    slot: jax.Array,
+    scale: jax.Array,
+    hyper: Hyper,
+    cfg: ModelConfig,
+    adapter: AdapterConfig,
 ) -> TrainStack:
     """``state.start`` with given weights or, where they are a seed, fresh ones.
 
-    A program for each rank and targets, and not one for all policies at once: compiling that took 0.7 s a policy.
+    A program for each rank and targets, and not one for all policies at once: compiling that took
+    0.7 s a policy.
     """
     specs = transformer.abstract(cfg)
     if not isinstance(weights, dict):
@@ -75,12 +95,16 @@ def _started(
 
 @functools.partial(jax.jit, static_argnames=("cfg", "adapter"))
 def _read(stack: AdapterStack, slot: jax.Array, cfg: ModelConfig, adapter: AdapterConfig) -> Any:
-    return lora_tree.read_slot(stack, slot, adapter.rank, lora_tree.adapter_specs(transformer.abstract(cfg), adapter))
+    return lora_tree.read_slot(
+        stack, slot, adapter.rank, lora_tree.adapter_specs(transformer.abstract(cfg), adapter)
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("cfg",), donate_argnames=("larger",))
 def _grown(larger: TrainStack, stack: TrainStack, cfg: ModelConfig) -> TrainStack:
-    """A larger stack whose first slots are those of ``stack``; what that one does not hold stays zero."""
+    """A larger stack whose first slots are those of ``stack``; what that one does not hold stays
+    zero.
+    """
     held = dict(jax.tree_util.tree_leaves_with_path(stack))
 
     def put(path: Any, new: jax.Array) -> jax.Array:
@@ -88,7 +112,9 @@ def _grown(larger: TrainStack, stack: TrainStack, cfg: ModelConfig) -> TrainStac
             return new
         return jax.lax.dynamic_update_slice(new, old, (0,) * new.ndim)
 
-    return lora_tree.constrain(jax.tree_util.tree_map_with_path(put, larger), transformer.abstract(cfg))
+    return lora_tree.constrain(
+        jax.tree_util.tree_map_with_path(put, larger), transformer.abstract(cfg)
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("index", "cfg"))
@@ -104,8 +130,8 @@ class Trainer:
     Args:
         base: the resident base; read, never written.
         policies: names must differ.
-        max_tokens: tokens of one forward and backward, rows filled up to the longest of a policy; larger updates accumulate
-            over several.
+        max_tokens: tokens of one forward and backward, rows filled up to the longest of a policy;
+            larger updates accumulate over several.
         remat: what the backward pass keeps, a key of ``transformer.REMAT``.
 
     Attributes:
@@ -115,7 +141,13 @@ class Trainer:
         UserError: duplicate names, a rank or target the base cannot have.
     """
 
-    def __init__(self, base: Base, policies: Sequence[PolicyConfig], max_tokens: int = 16384, remat: str = "names"):
+    def __init__(
+        self,
+        base: Base,
+        policies: Sequence[PolicyConfig],
+        max_tokens: int = 16384,
+        remat: str = "names",
+    ):
         if remat not in transformer.REMAT:
             raise choice("remat", remat, transformer.REMAT)
         names = [p.name for p in policies]
@@ -130,7 +162,8 @@ class Trainer:
         self.slots = self._assign(policies)
         self.versions: dict[str, int] = {}
         self._references: dict[str, tuple[AdapterConfig, Any]] = {}
-        self._resident: tuple[Stacks, dict[str, Slot]] | None = None  # of the references, made when first used
+        # of the references, made when first used
+        self._resident: tuple[Stacks, dict[str, Slot]] | None = None
         with jax.set_mesh(base.mesh):
             self.state = _empty(cfg=base.cfg, adapters=tuple(p.adapter for p in policies))
             for p in policies:
@@ -150,8 +183,9 @@ class Trainer:
         self.versions |= {name: next(_versions) for name in names}
 
     def join(self, policy: PolicyConfig) -> None:
-        """Takes one more policy into training; the others keep their state. Only the stack of its rank bucket is made anew, larger, and
-        only programs in which that stack takes part are compiled again.
+        """Takes one more policy into training; the others keep their state. Only the stack of its
+        rank bucket is made anew, larger, and only programs in which that stack takes part are
+        compiled again.
 
         Raises:
             UserError: the name is taken, or a rank or target the base cannot have.
@@ -160,7 +194,10 @@ class Trainer:
             raise UserError(f"policy {policy.name!r} is in training already: choose another name")
         policies, bucket = [*self.policies.values(), policy], policy.adapter.bucket
         with jax.set_mesh(self.base.mesh):
-            larger = _empty(cfg=self.base.cfg, adapters=tuple(p.adapter for p in policies if p.adapter.bucket == bucket))[bucket]
+            larger = _empty(
+                cfg=self.base.cfg,
+                adapters=tuple(p.adapter for p in policies if p.adapter.bucket == bucket),
+            )[bucket]
             if bucket in self.state:
                 larger = _grown(larger, self.state[bucket], cfg=self.base.cfg)
             self._state = dict(sorted((self.state | {bucket: larger}).items()))
@@ -169,7 +206,8 @@ class Trainer:
             self._start(policy, np.uint32(policy.seed & 0xFFFFFFFF))
 
     def leave(self, name: str) -> None:
-        """Takes a policy out of training and frees its slot; the others keep their state, those behind it in a slot one lower.
+        """Takes a policy out of training and frees its slot; the others keep their state, those
+        behind it in a slot one lower.
 
         Raises:
             UserError: an unknown policy.
@@ -190,7 +228,9 @@ class Trainer:
             self._resident = None
 
     def held(self, name: str) -> Held:
-        """A copy of a policy's state on the host: adapter, moments, the gradients that have accumulated, counters."""
+        """A copy of a policy's state on the host: adapter, moments, the gradients that have
+        accumulated, counters.
+        """
         return one_slot.taken(self._one(name), self.policies[name].adapter, self.specs)
 
     def restore(self, name: str, held: Held) -> None:
@@ -200,22 +240,35 @@ class Trainer:
             UserError: an unknown policy, or a state that does not fit its config.
         """
         self._order([name])
-        lora_tree.check_fits(held.adapter(), self.policies[name].adapter, self.specs, f"policy {name!r}")
+        lora_tree.check_fits(
+            held.adapter(), self.policies[name].adapter, self.specs, f"policy {name!r}"
+        )
         self._put(name, one_slot.padded(held, self.state[self.slots[name].bucket]))
 
     def gradient(self, name: str) -> Any:
-        """The gradients that have accumulated since a policy's last update, a tree like ``adapter``."""
+        """The gradients that have accumulated since a policy's last update, a tree like
+        ``adapter``.
+        """
         held = one_slot.taken(self._one(name), self.policies[name].adapter, self.specs, ["grad"])
         return params_lib.nest(dict(held.parts["grad"]))
 
-    def gradients(self, groups: Mapping[str, Sequence[Group]]) -> tuple[dict[str, Any], dict[str, dict[str, float]]]:
-        """The gradients of these groups alone, and their metrics, by policy; the state stays as it is."""
-        before, versions = {name: self._one(name) for name in self._order(list(groups))}, dict(self.versions)
+    def gradients(
+        self, groups: Mapping[str, Sequence[Group]]
+    ) -> tuple[dict[str, Any], dict[str, dict[str, float]]]:
+        """The gradients of these groups alone, and their metrics, by policy; the state stays as it
+        is.
+        """
+        before, versions = (
+            {name: self._one(name) for name in self._order(list(groups))},
+            dict(self.versions),
+        )
         try:
             for name, one in before.items():
                 self._put(name, one._replace(grad=jax.tree.map(np.zeros_like, one.grad)))
             totals = self.forward_backward(groups)
-            return {name: self.gradient(name) for name in before}, {name: summarise(totals[name]) for name in before}
+            return {name: self.gradient(name) for name in before}, {
+                name: summarise(totals[name]) for name in before
+            }
         finally:
             for name, one in before.items():
                 self._put(name, one)
@@ -230,7 +283,12 @@ class Trainer:
     def _put(self, name: str, one: one_slot.OneSlot) -> None:
         at = self.slots[name]
         with jax.set_mesh(self.base.mesh):
-            self._state = {**self.state, at.bucket: one_slot.write(self.state[at.bucket], np.int32(at.index), one, cfg=self.base.cfg)}
+            self._state = {
+                **self.state,
+                at.bucket: one_slot.write(
+                    self.state[at.bucket], np.int32(at.index), one, cfg=self.base.cfg
+                ),
+            }
         self._renew([name])
 
     def _start(self, policy: PolicyConfig, weights: Any) -> None:
@@ -240,7 +298,10 @@ class Trainer:
         shape = AdapterConfig(config.rank, targets=config.targets)  # the scale is data
         where = np.int32(at.index), np.float32(config.scale)
         self._renew([policy.name])
-        self._state = {**self.state, at.bucket: _started(stack, weights, *where, numbers, cfg=self.base.cfg, adapter=shape)}
+        self._state = {
+            **self.state,
+            at.bucket: _started(stack, weights, *where, numbers, cfg=self.base.cfg, adapter=shape),
+        }
 
     @staticmethod
     def _assign(policies: Sequence[PolicyConfig]) -> dict[str, Slot]:
@@ -254,7 +315,9 @@ class Trainer:
 
     @property
     def stacks(self) -> Stacks:
-        """The adapters as the sampling engine takes them: the very arrays that training updates, no copy."""
+        """The adapters as the sampling engine takes them: the very arrays that training updates, no
+        copy.
+        """
         return {bucket: stack.adapters for bucket, stack in self.state.items()}
 
     def _order(self, names: Sequence[str]) -> list[str]:
@@ -263,19 +326,30 @@ class Trainer:
             raise UserError("no policies are named: give at least one")
         unknown = [n for n in names if n not in self.slots]
         if unknown:
-            raise UserError(f"policy {unknown[0]!r} is not in training; policies are {', '.join(self.slots)}")
+            raise UserError(
+                f"policy {unknown[0]!r} is not in training; policies are {', '.join(self.slots)}"
+            )
         return sorted(names, key=lambda name: self.slots[name])
 
     def _slot_arrays(self, ordered: Sequence[str]) -> dict[int, np.ndarray]:
         buckets = sorted({self.slots[n].bucket for n in ordered})
-        return {b: np.array([self.slots[n].index for n in ordered if self.slots[n].bucket == b], np.int32) for b in buckets}
+        return {
+            b: np.array(
+                [self.slots[n].index for n in ordered if self.slots[n].bucket == b], np.int32
+            )
+            for b in buckets
+        }
 
-    def _passes(self, groups: Mapping[str, Sequence[Group]], ordered: Sequence[str]) -> Iterator[dict[str, list[Group]]]:
-        """Micro-batches, each with groups of some policies, within ``max_tokens`` if single groups allow it.
+    def _passes(
+        self, groups: Mapping[str, Sequence[Group]], ordered: Sequence[str]
+    ) -> Iterator[dict[str, list[Group]]]:
+        """Micro-batches, each with groups of some policies, within ``max_tokens`` if single groups
+        allow it.
 
-        A policy that has no room beside the others waits for a pass of its own: were every policy in every pass, with fewer of its
-        groups, each pass would make the gradients of all and add them to sums. A power of two of them are together, so that lengths,
-        which vary from step to step, ask for few programs.
+        A policy that has no room beside the others waits for a pass of its own: were every policy
+        in every pass, with fewer of its groups, each pass would make the gradients of all and add
+        them to sums. A power of two of them are together, so that lengths, which vary from step to
+        step, ask for few programs.
         """
         room = self.max_tokens // max(padded_tokens(groups[n]) for n in ordered)
         together = len(ordered) if room >= len(ordered) else 1 << max(0, room.bit_length() - 1)
@@ -285,15 +359,21 @@ class Trainer:
             while any(queues.values()):
                 taken: dict[str, list[Group]] = {n: [] for n in queues}
                 for n, queue in queues.items():
-                    while queue and (not taken[n] or padded_tokens([*taken[n], queue[0]]) <= budget):
+                    while queue and (
+                        not taken[n] or padded_tokens([*taken[n], queue[0]]) <= budget
+                    ):
                         taken[n].append(queue.pop(0))
-                yield {n: mine for n, mine in taken.items() if mine}  # a policy with fewer groups sits later passes out
+                # a policy with fewer groups sits later passes out
+                yield {n: mine for n, mine in taken.items() if mine}
 
     def _pack(self, chunk: list[list[Group]], shapes: ShapeBook) -> tuple[Batch, list[list[Place]]]:
-        return pack(chunk, shapes, context=self.base.cfg.context, row_multiple=self.base.row_multiple)
+        return pack(
+            chunk, shapes, context=self.base.cfg.context, row_multiple=self.base.row_multiple
+        )
 
     def refer(self, name: str, config: AdapterConfig, adapter: Any) -> None:
-        """Sets the frozen adapter that a policy's reference logprobs are of; without one they are the bare base's.
+        """Sets the frozen adapter that a policy's reference logprobs are of; without one they are
+        the bare base's.
 
         Raises:
             UserError: an unknown policy, or weights that do not fit their config.
@@ -304,55 +384,80 @@ class Trainer:
         self._resident = None
 
     def reference(self, name: str) -> tuple[AdapterConfig, Any] | None:
-        """The frozen adapter that ``refer`` set for a policy; None where it is compared with the bare base."""
+        """The frozen adapter that ``refer`` set for a policy; None where it is compared with the
+        bare base.
+        """
         self._order([name])
         return self._references.get(name)
 
     def references(self) -> tuple[Stacks, dict[str, Slot]]:
-        """The frozen adapters of the references, and which slot each policy's is; a policy without one has the bare base.
+        """The frozen adapters of the references, and which slot each policy's is; a policy without
+        one has the bare base.
 
         Raises:
             UserError: a policy's loss names a revision that ``refer`` was not given.
         """
         for name, p in self.policies.items():
-            if p.loss.needs_reference and p.loss.reference not in ("start", "base") and name not in self._references:
-                raise UserError(f"policy {name!r}: its loss refers to {p.loss.reference!r}, whose adapter was not given: call refer()")
+            if (
+                p.loss.needs_reference
+                and p.loss.reference not in ("start", "base")
+                and name not in self._references
+            ):
+                raise UserError(
+                    f"policy {name!r}: its loss refers to {p.loss.reference!r}, whose adapter was"
+                    " not given: call refer()"
+                )
         if self._resident is None:
             stacks, slots = lora_tree.stack_adapters(self.specs, self._references)
             self._resident = multihost.replicate(stacks, self.base.mesh), slots
         return self._resident
 
     def _reference(self, missing: Mapping[str, list[Group]], shapes: ShapeBook) -> None:
-        """Fills each ``ref_logp`` that a pass lacks with the reference's logprobs (0 at tokens that are no target)."""
+        """Fills each ``ref_logp`` that a pass lacks with the reference's logprobs (0 at tokens that
+        are no target).
+        """
         stacks, all_slots = self.references()
         adapted = sorted((n for n in missing if n in all_slots), key=lambda n: all_slots[n])
         order = adapted + [n for n in missing if n not in all_slots]
         buckets = sorted({all_slots[n].bucket for n in adapted})
-        slots = {b: np.array([all_slots[n].index for n in adapted if all_slots[n].bucket == b], np.int32) for b in buckets}
+        slots = {
+            b: np.array([all_slots[n].index for n in adapted if all_slots[n].bucket == b], np.int32)
+            for b in buckets
+        }
         groups = [missing[n] for n in order]
-        batch, places = self._pack(groups, shapes)  # in the shape that training has: nothing more to compile as lengths vary
+        # in the shape that training has: nothing more to compile as lengths vary
+        batch, places = self._pack(groups, shapes)
         with jax.set_mesh(self.base.mesh):
             used = {b: stacks[b] for b in buckets}
-            logp = multihost.to_host(step_lib.score(self.base.params, batch, used, slots, cfg=self.base.cfg))
+            logp = multihost.to_host(
+                step_lib.score(self.base.params, batch, used, slots, cfg=self.base.cfg)
+            )
         for chunk, where in zip(groups, places):
             for s, values in _of_sequences(chunk, where, logp, 0.0):
                 if s.ref_logp is None:
                     s.ref_logp = values
 
-    def forward_backward(self, groups: Mapping[str, Sequence[Group]], shapes: ShapeBook | None = None) -> dict[str, dict[str, float]]:
-        """Adds the gradients of each policy's groups to its sum; metrics per policy, summed over its tokens.
+    def forward_backward(
+        self, groups: Mapping[str, Sequence[Group]], shapes: ShapeBook | None = None
+    ) -> dict[str, dict[str, float]]:
+        """Adds the gradients of each policy's groups to its sum; metrics per policy, summed over
+        its tokens.
 
-        Reference logprobs are computed here for policies whose loss needs them and whose sequences lack them. Sequences
-        that a sampler drew and that have no ``first_logp`` are given theirs: later updates on them are measured by it.
+        Reference logprobs are computed here for policies whose loss needs them and whose sequences
+        lack them. Sequences that a sampler drew and that have no ``first_logp`` are given theirs:
+        later updates on them are measured by it.
 
         Args:
-            shapes: the book of padded sizes to go by, where results must not depend on what else was trained here.
+            shapes: the book of padded sizes to go by, where results must not depend on what else
+                was trained here.
         """
         shapes = shapes or self.shapes
         ordered = self._order(list(groups))
         for name in ordered:
             if not groups[name]:
-                raise UserError(f"policy {name!r} has no sequences to train on: leave it out of this update")
+                raise UserError(
+                    f"policy {name!r} has no sequences to train on: leave it out of this update"
+                )
             _check_needs(name, self.policies[name].loss, groups[name])
         totals: dict[str, dict[str, float]] = {n: {} for n in ordered}
         routed: dict[str, list[Group]] = {}
@@ -362,28 +467,45 @@ class Trainer:
                 totals[name]["unrouted"] = float(masked)
         for live in self._passes(routed, ordered):
             names = list(live)
-            if missing := {n: g for n, g in live.items() if self.policies[n].loss.needs_reference and _lacks_reference(g)}:
+            if missing := {
+                n: g
+                for n, g in live.items()
+                if self.policies[n].loss.needs_reference and _lacks_reference(g)
+            }:
                 self._reference(missing, shapes)
             batch, places = self._pack(list(live.values()), shapes)
             custom = losses.functions_of(self.policies[n].loss.kind for n in names)
-            coefs, slots = stack_coefs([self.policies[n].loss for n in names], custom), self._slot_arrays(names)
+            coefs, slots = (
+                stack_coefs([self.policies[n].loss for n in names], custom),
+                self._slot_arrays(names),
+            )
             static: dict[str, Any] = {"cfg": self.base.cfg, "remat": self.remat, "custom": custom}
             with jax.set_mesh(self.base.mesh):
-                self._state, logp, metrics = step_lib.forward_backward(self.base.params, self.state, batch, coefs, slots, **static)
+                self._state, logp, metrics = step_lib.forward_backward(
+                    self.base.params, self.state, batch, coefs, slots, **static
+                )
             sampled = any(self.policies[n].loss.samples for n in names)
             logp, metrics = multihost.to_host((logp if sampled else None, metrics))
             for (name, chunk_), where in zip(live.items(), places):
-                for s, values in _of_sequences(chunk_, where, logp, np.nan) if self.policies[name].loss.samples else ():
+                for s, values in (
+                    _of_sequences(chunk_, where, logp, np.nan)
+                    if self.policies[name].loss.samples
+                    else ()
+                ):
                     if s.first_logp is None:
                         s.first_logp = values
             for key, values in metrics.items():
                 for name, value in zip(names, values):
                     old = totals[name].get(key, 0.0)
-                    totals[name][key] = max(old, float(value)) if key == "max_gap" else old + float(value)
+                    totals[name][key] = (
+                        max(old, float(value)) if key == "max_gap" else old + float(value)
+                    )
         for name in ordered:  # masked sequences are copies
             for s, mine in zip(_sequences(groups[name]), _sequences(routed[name])):
                 s.ref_logp, s.first_logp = mine.ref_logp, mine.first_logp
-        return {name: _of_loss(totals[name], self.policies[name].loss, groups[name]) for name in ordered}
+        return {
+            name: _of_loss(totals[name], self.policies[name].loss, groups[name]) for name in ordered
+        }
 
     def optim_step(self, names: Sequence[str]) -> dict[str, dict[str, float]]:
         """Applies the accumulated gradients of these policies."""
@@ -394,7 +516,9 @@ class Trainer:
         host = multihost.to_host(metrics)
         return {name: {key: float(host[key][i]) for key in host} for i, name in enumerate(ordered)}
 
-    def update(self, groups: Mapping[str, Sequence[Group]], shapes: ShapeBook | None = None) -> dict[str, dict[str, float]]:
+    def update(
+        self, groups: Mapping[str, Sequence[Group]], shapes: ShapeBook | None = None
+    ) -> dict[str, dict[str, float]]:
         """One optimizer update of every named policy from its groups; mean metrics per policy."""
         totals = self.forward_backward(groups, shapes)
         steps = self.optim_step(list(groups))
@@ -405,21 +529,32 @@ class Trainer:
         return jax.tree.map(np.asarray, jax.device_get(self.snapshot(name)))
 
     def snapshot(self, name: str) -> Any:
-        """``adapter`` on the devices: arrays of its own, which later updates leave alone, whole in every process.
+        """``adapter`` on the devices: arrays of its own, which later updates leave alone, whole in
+        every process.
 
-        Their copies to the host are under way when it returns, so that ``jax.device_get`` in another thread only waits.
+        Their copies to the host are under way when it returns, so that ``jax.device_get`` in
+        another thread only waits.
         """
         self._order([name])
         config, slot = self.policies[name].adapter, self.slots[name]
-        arrays = multihost.whole(_read(self.state[slot.bucket].adapters, np.int32(slot.index), cfg=self.base.cfg, adapter=config))
+        arrays = multihost.whole(
+            _read(
+                self.state[slot.bucket].adapters,
+                np.int32(slot.index),
+                cfg=self.base.cfg,
+                adapter=config,
+            )
+        )
         for array in jax.tree.leaves(arrays):
             array.copy_to_host_async()
         return arrays
 
     def load_adapter(self, name: str, adapter: Any) -> None:
-        """Starts a policy from given weights, with fresh optimizer state. They are its reference where that is ``start``.
+        """Starts a policy from given weights, with fresh optimizer state. They are its reference
+        where that is ``start``.
 
-        The arrays of its stack are donated, as by an update: what held the old ones must read ``stacks`` again.
+        The arrays of its stack are donated, as by an update: what held the old ones must read
+        ``stacks`` again.
 
         Raises:
             UserError: an unknown policy, or weights that do not fit its config.
@@ -440,10 +575,14 @@ def _sequences(groups: Sequence[Group]) -> list[TrainSequence]:
 def _of_sequences(
     groups: Sequence[Group], places: Sequence[Place], values_PBM: np.ndarray, other: float
 ) -> Iterator[tuple[TrainSequence, list[float]]]:
-    """Each sequence of a packed chunk and its values, one a token, ``other`` at tokens that are no target."""
+    """Each sequence of a packed chunk and its values, one a token, ``other`` at tokens that are no
+    target.
+    """
     for s, place in zip(_sequences(groups), places, strict=True):
         values = np.full(len(s.tokens), other, np.float32)
-        values[np.flatnonzero(s.weights)] = values_PBM[place.policy, place.row, place.start : place.start + place.count]
+        values[np.flatnonzero(s.weights)] = values_PBM[
+            place.policy, place.row, place.start : place.start + place.count
+        ]
         yield s, values.tolist()
 
 
@@ -452,7 +591,8 @@ def _lacks_reference(groups: Sequence[Group]) -> bool:
 
 
 def _check_needs(name: str, loss: LossConfig, groups: Sequence[Group]) -> None:
-    """Refuses groups that lack what the loss is computed from: it would train nothing, or something else.
+    """Refuses groups that lack what the loss is computed from: it would train nothing, or something
+    else.
 
     Raises:
         UserError: naming what is missing.
@@ -462,20 +602,28 @@ def _check_needs(name: str, loss: LossConfig, groups: Sequence[Group]) -> None:
         for i, s in enumerate(_sequences(groups)):
             if getattr(s, field) is None:
                 raise UserError(
-                    f"policy {name!r}: loss {loss.kind!r} needs {' and '.join(what[f] for f in sorted(loss.needs & set(what)))}, and "
-                    f"sequence {i} has no {field}: train on scored completions (mint_jax.groups makes groups of them), or give the "
-                    "policy loss 'cross_entropy' to learn from texts"
+                    f"policy {name!r}: loss {loss.kind!r} needs"
+                    f" {' and '.join(what[f] for f in sorted(loss.needs & set(what)))}, and"
+                    f" sequence {i} has no {field}: train on scored completions (mint_jax.groups"
+                    " makes groups of them), or give the policy loss 'cross_entropy' to learn from"
+                    " texts"
                 )
     if "pairs" in loss.needs and not all(g.pair_weight for g in groups):
         raise UserError(
-            f"policy {name!r}: loss {loss.kind!r} needs pairs of a chosen and a rejected answer, and a group has no pair_weight: give "
-            "rows with prompt, chosen and rejected, or the policy another loss"
+            f"policy {name!r}: loss {loss.kind!r} needs pairs of a chosen and a rejected answer,"
+            " and a group has no pair_weight: give rows with prompt, chosen and rejected, or the"
+            " policy another loss"
         )
     if "pairs" not in loss.needs and any(g.pair_weight for g in groups):
-        raise UserError(f"policy {name!r}: loss {loss.kind!r} has no use for the pairs of these groups: give the policy loss 'dpo'")
+        raise UserError(
+            f"policy {name!r}: loss {loss.kind!r} has no use for the pairs of these groups: give"
+            " the policy loss 'dpo'"
+        )
 
 
-def _of_loss(totals: dict[str, float], loss: LossConfig, groups: Sequence[Group]) -> dict[str, float]:
+def _of_loss(
+    totals: dict[str, float], loss: LossConfig, groups: Sequence[Group]
+) -> dict[str, float]:
     """The metrics that mean something for a loss and its data."""
     drawn = loss.samples and all(s.old_logp is not None for s in _sequences(groups))
     means = {
@@ -485,13 +633,24 @@ def _of_loss(totals: dict[str, float], loss: LossConfig, groups: Sequence[Group]
         "gap_sum": drawn,
         "max_gap": drawn,
     }
-    means |= dict.fromkeys(("pairs", "margin_sum", "chosen_sum", "rejected_sum", "preferred_sum"), "pairs" in loss.needs)
+    means |= dict.fromkeys(
+        ("pairs", "margin_sum", "chosen_sum", "rejected_sum", "preferred_sum"),
+        "pairs" in loss.needs,
+    )
     return {name: value for name, value in totals.items() if means.get(name, True)}
 
 
 def summarise(totals: dict[str, float]) -> dict[str, float]:
     """Sums over tokens and pairs -> means."""
-    of_pairs, as_they_are = ("margin", "preferred", "chosen", "rejected"), ("loss", "tokens", "unrouted", "max_gap")
+    of_pairs, as_they_are = (
+        ("margin", "preferred", "chosen", "rejected"),
+        (
+            "loss",
+            "tokens",
+            "unrouted",
+            "max_gap",
+        ),
+    )
     out = {name: totals[name] for name in as_they_are if name in totals}
     for key, total in totals.items():
         if key.endswith("_sum"):

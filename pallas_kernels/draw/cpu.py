@@ -1,4 +1,6 @@
-"""By the kernel for CPUs (``native/draw.cc``): two passes over the rows in use, where XLA has ten over all rows of a program."""
+"""By the kernel for CPUs (``native/draw.cc``): two passes over the rows in use, where XLA has ten
+over all rows of a program.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +9,9 @@ from pallas_kernels import native
 from pallas_kernels.draw.results import Drawn
 
 
-def require(z: jax.Array, temperature: jax.Array, keys: jax.Array, rows: jax.Array | None = None) -> None:
+def require(
+    z: jax.Array, temperature: jax.Array, keys: jax.Array, rows: jax.Array | None = None
+) -> None:
     """Whether ``draw`` can serve these, or their shapes.
 
     Raises:
@@ -19,8 +23,16 @@ def require(z: jax.Array, temperature: jax.Array, keys: jax.Array, rows: jax.Arr
     native.require()
 
 
-def draw(z: jax.Array, temperature: jax.Array, keys: jax.Array, rows: jax.Array | None = None) -> Drawn:
+def draw(
+    z: jax.Array, temperature: jax.Array, keys: jax.Array, rows: jax.Array | None = None
+) -> Drawn:
     """See ``pallas_kernels.draw.draw``; rows that are not in use get zeros."""
-    results = [jax.ShapeDtypeStruct(z.shape[:1], dtype) for dtype in (jnp.int32, *[jnp.float32] * 3)]
+    results = [
+        jax.ShapeDtypeStruct(z.shape[:1], dtype) for dtype in (jnp.int32, *[jnp.float32] * 3)
+    ]
     count = z.shape[0] if rows is None else rows
-    return Drawn(*native.call("mint_draw", results, z, temperature.astype(jnp.float32), keys, jnp.int32(count)))
+    return Drawn(
+        *native.call(
+            "mint_draw", results, z, temperature.astype(jnp.float32), keys, jnp.int32(count)
+        )
+    )

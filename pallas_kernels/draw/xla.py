@@ -6,29 +6,43 @@ import jax.numpy as jnp
 from pallas_kernels.draw.results import Drawn
 
 
-def draw(z: jax.Array, temperature: jax.Array, keys: jax.Array, rows: jax.Array | None = None) -> Drawn:
+def draw(
+    z: jax.Array, temperature: jax.Array, keys: jax.Array, rows: jax.Array | None = None
+) -> Drawn:
     """See ``pallas_kernels.draw.draw``; what is not asked of the result is not computed."""
     hot = temperature > 0
     top = jnp.max(z, axis=-1, keepdims=True)
     warm = (z - top) / jnp.where(hot, temperature, 1.0)[:, None]
-    score = jax.lax.cond(jnp.any(hot), lambda z: jnp.exp(z) / exponential(keys, z.shape[1]), lambda z: z, warm)
+    score = jax.lax.cond(
+        jnp.any(hot), lambda z: jnp.exp(z) / exponential(keys, z.shape[1]), lambda z: z, warm
+    )
     token = first_of_largest(jnp.where(hot[:, None], score, z))
-    return Drawn(token, top[:, 0], jax.nn.logsumexp(z, axis=-1), jnp.log(jnp.sum(jnp.exp(warm), axis=-1)))
+    return Drawn(
+        token, top[:, 0], jax.nn.logsumexp(z, axis=-1), jnp.log(jnp.sum(jnp.exp(warm), axis=-1))
+    )
 
 
 def exponential(keys: jax.Array, vocab: int) -> jax.Array:
-    """``[R, V]`` standard exponential noise, each entry a function of its row's key and of its token's id alone."""
+    """``[R, V]`` standard exponential noise, each entry a function of its row's key and of its
+    token's id alone.
+    """
 
-    def bits(key: jax.Array) -> jax.Array:  # threefry's counter is the token's id: a longer vocabulary begins with the same bits
-        return jax.random.bits(jax.random.wrap_key_data(key, impl="threefry2x32"), (vocab,), jnp.uint32)
+    # threefry's counter is the token's id: a longer vocabulary begins with the same bits
+    def bits(key: jax.Array) -> jax.Array:
+        return jax.random.bits(
+            jax.random.wrap_key_data(key, impl="threefry2x32"), (vocab,), jnp.uint32
+        )
 
     u = (jax.vmap(bits)(keys).astype(jnp.float32) + 0.5) * jnp.float32(2**-32)
     return -jnp.log1p(-jnp.minimum(u, jnp.float32(1 - 2**-24)))
 
 
 def first_of_largest(z: jax.Array) -> jax.Array:
-    """``[R]`` int32; 0 in a row with a NaN. Two plain reductions: on a CPU XLA's own argmax takes five times as long."""
+    """``[R]`` int32; 0 in a row with a NaN. Two plain reductions: on a CPU XLA's own argmax takes
+    five times as long.
+    """
     V = z.shape[1]
-    # XLA's max over rows of 4,099 numbers left a NaN out on a CPU, so that it says itself where the row's token is.
+    # XLA's max over rows of 4,099 numbers left a NaN out on a CPU, so that it says itself where the
+    # row's token is.
     token = jnp.where(jnp.isnan(z), 0, jnp.arange(V, dtype=jnp.int32))
     return jnp.min(jnp.where(z < jnp.max(z, axis=-1, keepdims=True), V, token), axis=-1)

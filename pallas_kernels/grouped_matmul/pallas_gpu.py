@@ -1,7 +1,9 @@
-"""GPU kernel of grouped matmul: a program makes a block of columns of one tile of rows, all of the same group.
+"""GPU kernel of grouped matmul: a program makes a block of columns of one tile of rows, all of the
+same group.
 
-Tiles begin where groups begin, so that no result depends on how many rows other groups have. Rows behind the last group have tiles too,
-which are written as zeros. Programs that follow each other share a tile's rows and a group's matrix in the second-level cache.
+Tiles begin where groups begin, so that no result depends on how many rows other groups have. Rows
+behind the last group have tiles too, which are written as zeros. Programs that follow each other
+share a tile's rows and a group's matrix in the second-level cache.
 
 Axes: M rows, T rows of a tile, G groups, W matrices, K in, N out, V tiles.
 """
@@ -38,14 +40,21 @@ class Config(NamedTuple):
 
 
 def config(x: jax.Array, w: jax.Array, sizes: jax.Array, transposed: bool) -> Config:
-    """As measured, or else tiles of about an average group, and loads of 96 KiB at most. Compiled for an H200 none spills registers."""
+    """As measured, or else tiles of about an average group, and loads of 96 KiB at most. Compiled
+    for an H200 none spills registers.
+    """
     exact = x.dtype == jnp.float32  # without matrix units: operands are in registers too
     rows = power_of_two(-(-x.shape[0] // sizes.shape[0]), 64 if exact else 128)
     wide = power_of_two(w.shape[1 if transposed else 2], 64 if exact or rows < 64 else 128)
     deep = power_of_two(x.shape[1], 32 if exact else 128 if rows < 64 else 64)
     (M, K), back = x.shape, " transposed" * transposed
-    key = f"{x.dtype} rows {tuning.power(M)} {K}>{w.shape[1 if transposed else 2]}{back} {w.dtype} groups {sizes.shape[0]}"
-    return tuning.chosen("grouped_matmul", "cuda", key, Config(rows, wide, deep, 8 if exact or rows == 128 else 4))
+    key = (
+        f"{x.dtype} rows {tuning.power(M)} {K}>{w.shape[1 if transposed else 2]}{back} {w.dtype}"
+        f" groups {sizes.shape[0]}"
+    )
+    return tuning.chosen(
+        "grouped_matmul", "cuda", key, Config(rows, wide, deep, 8 if exact or rows == 128 else 4)
+    )
 
 
 def require(x: jax.Array, w: jax.Array, sizes: jax.Array, index: jax.Array | None) -> None:
@@ -57,21 +66,32 @@ def require(x: jax.Array, w: jax.Array, sizes: jax.Array, index: jax.Array | Non
     if x.dtype not in (jnp.bfloat16, jnp.float32):
         raise NotImplementedError(f"rows are {x.dtype}; bfloat16 and float32 are served")
     if w.dtype not in (jnp.bfloat16, jnp.float32, jnp.int8, jnp.float8_e4m3fn):
-        raise NotImplementedError(f"matrices are {w.dtype}; bfloat16, float32, int8 and float8_e4m3fn are served")
+        raise NotImplementedError(
+            f"matrices are {w.dtype}; bfloat16, float32, int8 and float8_e4m3fn are served"
+        )
     if _overflows(w) and (index is None or index.ndim):
-        raise NotImplementedError("matrices of one byte an element are between 2 and 4 GiB: places in them overflow")
+        raise NotImplementedError(
+            "matrices of one byte an element are between 2 and 4 GiB: places in them overflow"
+        )
     if w.dtype == jnp.float8_e4m3fn and (least := min(attached(), default=8.9)) < 8.9:
-        raise NotImplementedError(f"this GPU is of compute capability {least}, and float8 is read from 8.9 on")  # Triton would abort
+        # Triton would abort
+        raise NotImplementedError(
+            f"this GPU is of compute capability {least}, and float8 is read from 8.9 on"
+        )
     if not x.size or not sizes.size:
         raise NotImplementedError("no rows or no groups")
 
 
 def _overflows(w: jax.Array) -> bool:
-    """Whether places in it are none: Pallas counts elements in 32 bits up to 4 GiB of an array, and Triton takes them as signed."""
+    """Whether places in it are none: Pallas counts elements in 32 bits up to 4 GiB of an array, and
+    Triton takes them as signed.
+    """
     return w.dtype.itemsize == 1 and 1 << 31 <= w.size <= 1 << 32
 
 
-def _grouped_matmul(matrix: Any, first: Any, stop: Any, x: Any, w: Any, y: Any, *, transposed: bool, how: Config) -> None:
+def _grouped_matmul(
+    matrix: Any, first: Any, stop: Any, x: Any, w: Any, y: Any, *, transposed: bool, how: Config
+) -> None:
     (K, N), blocks = (x.shape[1], y.shape[1]), pl.cdiv(y.shape[1], how.columns)
     program = pl.program_id(0)
     tile = jax.lax.div(program, blocks)
@@ -83,14 +103,26 @@ def _grouped_matmul(matrix: Any, first: Any, stop: Any, x: Any, w: Any, y: Any, 
         part = read(w, g, across, inner) if transposed else read(w, g, inner, across)
         return sums + dot(read(x, rows, inner), part, (1, 1 if transposed else 0))
 
-    steps = (g >= 0).astype(jnp.int32) * pl.cdiv(K, how.depth)  # Pallas 0.10 makes a select between two constants one of booleans
-    write(y, jax.lax.fori_loop(0, steps, step, jnp.zeros((how.rows, how.columns), jnp.float32)), rows, across)
+    # Pallas 0.10 makes a select between two constants one of booleans
+    steps = (g >= 0).astype(jnp.int32) * pl.cdiv(K, how.depth)
+    write(
+        y,
+        jax.lax.fori_loop(0, steps, step, jnp.zeros((how.rows, how.columns), jnp.float32)),
+        rows,
+        across,
+    )
 
 
-def _tiles(M: int, sizes: jax.Array, index: jax.Array | None, tile: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _tiles(
+    M: int, sizes: jax.Array, index: jax.Array | None, tile: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """As ``schedule.tiles``, with a tile's matrix for its group: -1 behind the last one."""
-    index = jnp.arange(sizes.shape[0], dtype=jnp.int32) if index is None else index.astype(jnp.int32)
-    sizes = jnp.concatenate([sizes.astype(jnp.int32), M - jnp.sum(sizes, keepdims=True, dtype=jnp.int32)])
+    index = (
+        jnp.arange(sizes.shape[0], dtype=jnp.int32) if index is None else index.astype(jnp.int32)
+    )
+    sizes = jnp.concatenate(
+        [sizes.astype(jnp.int32), M - jnp.sum(sizes, keepdims=True, dtype=jnp.int32)]
+    )
     group_V, first_V, stop_V = tiles(M, sizes, tile, jnp.cumsum(sizes) - sizes)
     return jnp.concatenate([index, jnp.full((1,), -1, jnp.int32)])[group_V], first_V, stop_V
 
@@ -118,6 +150,10 @@ def grouped_matmul(
         grid=(of_tiles[0].shape[0] * pl.cdiv(N, how.columns),),
         out_shape=jax.ShapeDtypeStruct((M, N), x.dtype),
         compiler_params=triton.CompilerParams(num_warps=how.warps, num_stages=how.stages),
-        cost_estimate=cost(2 * x.size * N, x, jax.ShapeDtypeStruct((min(M, sizes.shape[0], w.shape[0]), *w.shape[1:]), w.dtype)),
+        cost_estimate=cost(
+            2 * x.size * N,
+            x,
+            jax.ShapeDtypeStruct((min(M, sizes.shape[0], w.shape[0]), *w.shape[1:]), w.dtype),
+        ),
         interpret=interpret,
     )(*of_tiles, x, w)

@@ -5,13 +5,18 @@ from typing import Any
 import numpy as np
 
 
-def grouped_matmul(x: Any, w: Any, sizes: Any, index: Any = None, transposed: bool = False) -> np.ndarray:
+def grouped_matmul(
+    x: Any, w: Any, sizes: Any, index: Any = None, transposed: bool = False
+) -> np.ndarray:
     """As ``grouped_matmul.grouped_matmul``."""
     x, w = np.asarray(x, np.float64), np.asarray(w, np.float64)
     w = w.swapaxes(1, 2) if transposed else w
     y, first = np.zeros((x.shape[0], w.shape[2])), 0
     for group, size in enumerate(np.asarray(sizes)):
         rows = slice(first, first + size)
-        y[rows] = x[rows] @ w[group if index is None else index + group if np.ndim(index) == 0 else index[group]]
+        y[rows] = (
+            x[rows]
+            @ w[group if index is None else index + group if np.ndim(index) == 0 else index[group]]
+        )
         first += size
     return y

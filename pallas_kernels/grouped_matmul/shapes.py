@@ -23,7 +23,8 @@ class Shape(NamedTuple):
     stored: str = "bfloat16"
 
 
-# Qwen3-30B-A3B (2048 x 768, 128 experts) and Kimi-K2 (7168 x 2048, 384 experts, of which a device of 32 has 12).
+# Qwen3-30B-A3B (2048 x 768, 128 experts) and Kimi-K2 (7168 x 2048, 384 experts, of which a device
+# of 32 has 12).
 SHAPES = (
     Shape(512, 2048, 768, 128),
     Shape(512, 768, 2048, 128),

@@ -1,9 +1,11 @@
-"""Latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1.2) of each row's absorbed queries to the latents in its pages.
+"""Latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1.2) of each row's absorbed queries to
+the latents in its pages.
 
-A token's latent is the key of all heads and, weighted, their value: it is read once for both. Beside it lies a rotary key.
+A token's latent is the key of all heads and, weighted, their value: it is read once for both.
+Beside it lies a rotary key.
 
-Axes: L layers, U pages, B rows, T new tokens, M queries of a row (T times heads), C latent, J rotary dimensions, D table entries,
-S positions of a run.
+Axes: L layers, U pages, B rows, T new tokens, M queries of a row (T times heads), C latent, J
+rotary dimensions, D table entries, S positions of a run.
 """
 
 from typing import Any
@@ -35,13 +37,16 @@ def latent_attention(
     implementation: str = "auto",
     interpret: Any = None,
 ) -> Partial:
-    """Attention to what is in the cache, ``[B, M, 1]`` twice and ``[B, M, C]`` float32; MASKED, 0 and 0 where there is nothing.
+    """Attention to what is in the cache, ``[B, M, 1]`` twice and ``[B, M, C]`` float32; MASKED, 0
+    and 0 where there is nothing.
 
     Args:
         q_latent, q_rope: ``[B, M, C]`` and ``[B, M, J]``.
-        latent, rope: ``[L, U, PAGE, C']`` and ``[L, U, PAGE, J']``, at least C and J; what lies beyond is not looked at.
+        latent, rope: ``[L, U, PAGE, C']`` and ``[L, U, PAGE, J']``, at least C and J; what lies
+            beyond is not looked at.
         rows: what each row reads.
-        chosen: ``[B, T, D / RUN_PAGES, S]`` bool, positions that a token may see at all; None for all.
+        chosen: ``[B, T, D / RUN_PAGES, S]`` bool, positions that a token may see at all; None for
+            all.
         scale: of scores.
         implementation: ``auto``, ``xla``, ``pallas_tpu`` or ``pallas_gpu``, see ``dispatch``.
         interpret: run a kernel that is named in Pallas' interpreter; None: on a CPU.
@@ -50,8 +55,13 @@ def latent_attention(
         ValueError: shapes that do not fit, or an implementation that cannot serve them.
     """
     queries, pools = (q_latent.shape, q_rope.shape), (latent.shape, rope.shape)
-    if queries[0][:2] != queries[1][:2] or any(len(x) != 4 or x[2] != PAGE or x[3] < q[2] for x, q in zip(pools, queries)):
-        raise ValueError(f"queries have shapes {queries}, latents and rotary keys {pools}; expected [B, M, C] and [L, U, {PAGE}, C]")
+    if queries[0][:2] != queries[1][:2] or any(
+        len(x) != 4 or x[2] != PAGE or x[3] < q[2] for x, q in zip(pools, queries)
+    ):
+        raise ValueError(
+            f"queries have shapes {queries}, latents and rotary keys {pools}; expected [B, M, C]"
+            f" and [L, U, {PAGE}, C]"
+        )
     paged.check_rows(q_latent.shape[0], rows)
     args = q_latent, q_rope, latent, rope, rows, chosen
     return dispatch.run("latent_attention", ATTEND, implementation, args, interpret, scale=scale)

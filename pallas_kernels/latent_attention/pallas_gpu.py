@@ -1,4 +1,6 @@
-"""GPU kernel of latent attention to a paged cache: that of ``paged_gpu`` with one head, whose latents are keys and values at once."""
+"""GPU kernel of latent attention to a paged cache: that of ``paged_gpu`` with one head, whose
+latents are keys and values at once.
+"""
 
 from typing import Any
 

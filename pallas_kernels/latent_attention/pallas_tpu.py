@@ -1,4 +1,6 @@
-"""TPU kernel of latent attention to a paged cache: that of ``paged_tpu`` with one head, whose latents are keys and values at once."""
+"""TPU kernel of latent attention to a paged cache: that of ``paged_tpu`` with one head, whose
+latents are keys and values at once.
+"""
 
 from typing import Any
 
@@ -25,7 +27,9 @@ def require(
     """
     if chosen is not None:
         raise NotImplementedError("which keys a query sees is chosen")
-    heads = [jax.ShapeDtypeStruct((x.shape[0], 1, *x.shape[1:]), x.dtype) for x in (q_latent, q_rope)]
+    heads = [
+        jax.ShapeDtypeStruct((x.shape[0], 1, *x.shape[1:]), x.dtype) for x in (q_latent, q_rope)
+    ]
     paged_tpu.require(heads, [latent, rope], 0, q_latent.shape[2])  # type: ignore[arg-type]
 
 

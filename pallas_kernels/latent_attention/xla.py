@@ -1,6 +1,8 @@
-"""Latent attention to a paged cache in plain XLA: a run of all rows at a time, as far as the longest reaches.
+"""Latent attention to a paged cache in plain XLA: a run of all rows at a time, as far as the
+longest reaches.
 
-Axes: B rows, T new tokens, M queries of a row (T times heads), C latent, J rotary dimensions, S positions of a run.
+Axes: B rows, T new tokens, M queries of a row (T times heads), C latent, J rotary dimensions, S
+positions of a run.
 """
 
 import jax
@@ -11,14 +13,28 @@ from pallas_kernels.paged import Rows
 from pallas_kernels.partial import MASKED, Partial, partial_softmax
 
 
-def scored(q_BMC: jax.Array, q_BMJ: jax.Array, latent_BSC: jax.Array, rope_BSJ: jax.Array, seen_BTS: jax.Array, scale: float) -> Partial:
-    """Attention to latents at hand; the queries of a token, or of a team's rows together, see the same of them."""
+def scored(
+    q_BMC: jax.Array,
+    q_BMJ: jax.Array,
+    latent_BSC: jax.Array,
+    rope_BSJ: jax.Array,
+    seen_BTS: jax.Array,
+    scale: float,
+) -> Partial:
+    """Attention to latents at hand; the queries of a token, or of a team's rows together, see the
+    same of them.
+    """
     s = jnp.einsum("BMC,BSC->BMS", q_BMC, latent_BSC, preferred_element_type=jnp.float32)
     s += jnp.einsum("BMJ,BSJ->BMS", q_BMJ, rope_BSJ, preferred_element_type=jnp.float32)
     s = (s * scale).reshape(len(s), seen_BTS.shape[1], -1, s.shape[-1])
     return partial_softmax(
         jnp.where(seen_BTS[:, :, None], s, MASKED).reshape(len(s), -1, s.shape[-1]),
-        lambda w: jnp.einsum("BMS,BSC->BMC", w.astype(latent_BSC.dtype), latent_BSC, preferred_element_type=jnp.float32),
+        lambda w: jnp.einsum(
+            "BMS,BSC->BMC",
+            w.astype(latent_BSC.dtype),
+            latent_BSC,
+            preferred_element_type=jnp.float32,
+        ),
     )
 
 
@@ -35,8 +51,13 @@ def attend(
     """See ``latent_attention``."""
 
     def score(queries: tuple[jax.Array, jax.Array], pages: jax.Array, seen: jax.Array) -> Partial:
-        latent_BSC, rope_BSJ = (paged.read(pool, rows.layer, pages, q.shape[-1]) for pool, q in zip((latent, rope), queries))
+        latent_BSC, rope_BSJ = (
+            paged.read(pool, rows.layer, pages, q.shape[-1])
+            for pool, q in zip((latent, rope), queries)
+        )
         seen_BTS = seen[:, None] if seen.ndim == 2 else seen
-        return scored(*queries, paged.clean(latent_BSC, jnp.any(seen_BTS, axis=1)), rope_BSJ, seen_BTS, scale)
+        return scored(
+            *queries, paged.clean(latent_BSC, jnp.any(seen_BTS, axis=1)), rope_BSJ, seen_BTS, scale
+        )
 
     return paged.attend(score, (q_latent, q_rope), rows, chosen)

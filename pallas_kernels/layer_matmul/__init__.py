@@ -1,6 +1,8 @@
-"""Rows times one layer's matrices of stacks: what the frozen projections of a scan over layers are, and an unembedding. Forward only.
+"""Rows times one layer's matrices of stacks: what the frozen projections of a scan over layers are,
+and an unembedding. Forward only.
 
-Axes: M rows, L layers, D in, F out, P and N panels and blocks of a matrix in 4 or 8 bits, see ``blocks``.
+Axes: M rows, L layers, D in, F out, P and N panels and blocks of a matrix in 4 or 8 bits, see
+``blocks``.
 """
 
 import functools
@@ -14,19 +16,35 @@ from pallas_kernels.layer_matmul import blocks, cpu, pallas_gpu, xla
 
 def table(transposed: bool) -> tuple[Implementation, ...]:
     """Implementations of ``layer_matmul``."""
-    require, of_gpu = (functools.partial(form.require, transposed=transposed) for form in (cpu, pallas_gpu))
+    require, of_gpu = (
+        functools.partial(form.require, transposed=transposed) for form in (cpu, pallas_gpu)
+    )
     return (
         Implementation("cpu", "cpu", functools.partial(cpu.matmul, transposed=transposed), require),
-        Implementation("pallas_gpu", "cuda", functools.partial(pallas_gpu.matmul, transposed=transposed), of_gpu),
-        Implementation("xla", None, functools.partial(xla.matmul, transposed=transposed), dispatch.anything),
+        Implementation(
+            "pallas_gpu",
+            "cuda",
+            functools.partial(pallas_gpu.matmul, transposed=transposed),
+            of_gpu,
+        ),
+        Implementation(
+            "xla", None, functools.partial(xla.matmul, transposed=transposed), dispatch.anything
+        ),
     )
 
 
 def unpacking(transposed: bool) -> tuple[Implementation, ...]:
     """Implementations of ``unpack``."""
     return (
-        Implementation("cpu", "cpu", functools.partial(blocks.unpack_by_cpu, transposed=transposed), blocks.require_cpu),
-        Implementation("xla", None, functools.partial(blocks.unpack, transposed=transposed), dispatch.anything),
+        Implementation(
+            "cpu",
+            "cpu",
+            functools.partial(blocks.unpack_by_cpu, transposed=transposed),
+            blocks.require_cpu,
+        ),
+        Implementation(
+            "xla", None, functools.partial(blocks.unpack, transposed=transposed), dispatch.anything
+        ),
     )
 
 
@@ -43,10 +61,12 @@ def layer_matmul(
 
     Args:
         x: ``[..., D]`` float32 or bfloat16.
-        stacks: ``[L, D, F]`` of one dtype, float32, bfloat16, int8 or float8_e4m3fn, each with its own F, or all of them in blocks of one
-            kind, ``[L, P, N, bytes]`` uint8; ``[L, F, D]`` when ``transposed``, of which only XLA serves 8 bits.
+        stacks: ``[L, D, F]`` of one dtype, float32, bfloat16, int8 or float8_e4m3fn, each with its
+            own F, or all of them in blocks of one kind, ``[L, P, N, bytes]`` uint8; ``[L, F, D]``
+            when ``transposed``, of which only XLA serves 8 bits.
         layer: int32, at most L - 1.
-        rows: int32, how many of x are in use, the first ones; what the others get is of no use, and CPUs spend nothing on it. None: all.
+        rows: int32, how many of x are in use, the first ones; what the others get is of no use, and
+            CPUs spend nothing on it. None: all.
         implementation: ``auto``, ``xla``, ``cpu`` or ``pallas_gpu``, see ``dispatch``.
 
     Raises:
@@ -54,14 +74,23 @@ def layer_matmul(
     """
     for w in stacks:
         shape = _shape(w)
-        if len(shape) != 3 or x.shape[-1] != shape[2 if transposed else 1] or layer.shape or (transposed and blocks.are(w)):
+        if (
+            len(shape) != 3
+            or x.shape[-1] != shape[2 if transposed else 1]
+            or layer.shape
+            or (transposed and blocks.are(w))
+        ):
             wanted = "[L, F, D]" if transposed else "[L, D, F]"
-            raise ValueError(f"x has shape {x.shape}, w {shape}, layer {layer.shape}; expected [..., D], {wanted} and a scalar")
+            raise ValueError(
+                f"x has shape {x.shape}, w {shape}, layer {layer.shape}; expected [..., D],"
+                f" {wanted} and a scalar"
+            )
     return dispatch.run("layer_matmul", table(transposed), implementation, (x, stacks, layer, rows))
 
 
 def unpack(w: jax.Array, *, transposed: bool = False, implementation: str = "auto") -> jax.Array:
-    """The matrix ``[D, F]`` float32 of blocks ``[P, N, bytes]``, or its transpose; every implementation gives the same bits.
+    """The matrix ``[D, F]`` float32 of blocks ``[P, N, bytes]``, or its transpose; every
+    implementation gives the same bits.
 
     Raises:
         ValueError: an implementation that cannot serve.

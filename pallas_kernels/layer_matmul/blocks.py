@@ -1,11 +1,13 @@
-"""Matrices as a checkpoint of 4 or 8 bits has them: blocks of 32 numbers with a scale, a sixth or a quarter of float32's bytes.
+"""Matrices as a checkpoint of 4 or 8 bits has them: blocks of 32 numbers with a scale, a sixth or a
+quarter of float32's bytes.
 
-A weight of 4 bits is ``q d + m``, with d and m float16, one of 8 bits ``q d``: the numbers of ggml's ``Q4_1`` and ``Q8_0``. The products
-are exact in float32 and the sum is rounded once, so a weight is bit for bit what the dequantised checkpoint has, wherever it is unpacked.
+A weight of 4 bits is ``q d + m``, with d and m float16, one of 8 bits ``q d``: the numbers of
+ggml's ``Q4_1`` and ``Q8_0``. The products are exact in float32 and the sum is rounded once, so a
+weight is bit for bit what the dequantised checkpoint has, wherever it is unpacked.
 
-A matrix ``[D, F]`` is uint8 ``[F / 64, D / 32, bytes]``: panels of 64 columns, each a row of blocks, which a thread reads as one stream.
-A block has d of its 64 columns, with 4 bits m too, and then for every input 64 bytes, with 4 bits for every two, the first input in the
-lower half.
+A matrix ``[D, F]`` is uint8 ``[F / 64, D / 32, bytes]``: panels of 64 columns, each a row of
+blocks, which a thread reads as one stream. A block has d of its 64 columns, with 4 bits m too, and
+then for every input 64 bytes, with 4 bits for every two, the first input in the lower half.
 
 Axes: L layers, D in, F out, P panels of F, N blocks of D.
 """
@@ -25,8 +27,8 @@ class Kind(NamedTuple):
     """A format.
 
     Attributes:
-        row: bytes of one output's block in a checkpoint: d, m where there is one, and the numbers; of 4 bits those of inputs j and
-            j + 16 in byte j.
+        row: bytes of one output's block in a checkpoint: d, m where there is one, and the numbers;
+            of 4 bits those of inputs j and j + 16 in byte j.
         scales: how many float16 it begins with.
     """
 
@@ -63,7 +65,9 @@ def matrix_shape(blocks: jax.Array) -> tuple[int, int]:
 
 
 def pack(rows: np.ndarray, kind: str) -> np.ndarray:
-    """uint8 ``[P, N, bytes]`` of a checkpoint's matrix, uint8 ``[F, N * row]``: for every output its blocks."""
+    """uint8 ``[P, N, bytes]`` of a checkpoint's matrix, uint8 ``[F, N * row]``: for every output
+    its blocks.
+    """
     row, scales = KINDS[kind]
     F, N = rows.shape[0], rows.shape[1] // row
     rows = rows.reshape(F // COLUMNS, COLUMNS, N, row).transpose(0, 2, 1, 3)  # [P, N, 64, row]
@@ -72,7 +76,9 @@ def pack(rows: np.ndarray, kind: str) -> np.ndarray:
         numbers = np.concatenate([numbers & 15, numbers >> 4], axis=-1)
         numbers = numbers[..., 0::2] | numbers[..., 1::2] << 4
     parts = *(rows[..., 2 * i : 2 * i + 2] for i in range(scales)), numbers.swapaxes(2, 3)
-    return np.concatenate([np.ascontiguousarray(part).reshape(*rows.shape[:2], -1) for part in parts], axis=-1)
+    return np.concatenate(
+        [np.ascontiguousarray(part).reshape(*rows.shape[:2], -1) for part in parts], axis=-1
+    )
 
 
 def _halves(part: jax.Array) -> jax.Array:
@@ -85,18 +91,30 @@ def _weights(blocks: jax.Array) -> jax.Array:
     """float32 ``[..., 32, 64]`` of blocks ``[..., bytes]``."""
     rest = blocks.shape[:-1]
     if blocks.shape[-1] == KINDS["Q8_0"].bytes:
-        q = jax.lax.bitcast_convert_type(blocks[..., 2 * COLUMNS :], jnp.int8).reshape(*rest, DEPTH, COLUMNS)
+        q = jax.lax.bitcast_convert_type(blocks[..., 2 * COLUMNS :], jnp.int8).reshape(
+            *rest, DEPTH, COLUMNS
+        )
         return q.astype(jnp.float32) * _halves(blocks[..., : 2 * COLUMNS])
     d, m = _halves(blocks[..., : 2 * COLUMNS]), _halves(blocks[..., 2 * COLUMNS : 4 * COLUMNS])
     q = blocks[..., 4 * COLUMNS :].reshape(*rest, DEPTH // 2, 1, COLUMNS)
-    return jnp.concatenate([q & 15, q >> 4], axis=-2).reshape(*rest, DEPTH, COLUMNS).astype(jnp.float32) * d + m
+    return (
+        jnp.concatenate([q & 15, q >> 4], axis=-2)
+        .reshape(*rest, DEPTH, COLUMNS)
+        .astype(jnp.float32)
+        * d
+        + m
+    )
 
 
 def unpack(blocks: jax.Array, transposed: bool = False) -> jax.Array:
     """The matrix ``[D, F]`` float32 of ``[P, N, bytes]``, or ``[F, D]``, by XLA."""
     D, F = matrix_shape(blocks)
     w_PNKC = _weights(blocks)
-    return w_PNKC.transpose(0, 3, 1, 2).reshape(F, D) if transposed else w_PNKC.transpose(1, 2, 0, 3).reshape(D, F)
+    return (
+        w_PNKC.transpose(0, 3, 1, 2).reshape(F, D)
+        if transposed
+        else w_PNKC.transpose(1, 2, 0, 3).reshape(D, F)
+    )
 
 
 def unpack_by_cpu(blocks: jax.Array, transposed: bool = False) -> jax.Array:
@@ -113,10 +131,14 @@ def require_cpu(blocks: jax.Array) -> None:
 
 
 def columns(blocks: jax.Array, at: jax.Array) -> jax.Array:
-    """Columns of a matrix in 8 bits, ``[..., D]`` float32 of int32 ``[...]``: rows of the table whose transpose it is."""
+    """Columns of a matrix in 8 bits, ``[..., D]`` float32 of int32 ``[...]``: rows of the table
+    whose transpose it is.
+    """
     P, N, _ = blocks.shape
     panel, column = at // COLUMNS, at % COLUMNS
     q = blocks[..., 2 * COLUMNS :].reshape(P, N, DEPTH, COLUMNS)[panel, :, :, column]
     d = blocks[..., : 2 * COLUMNS].reshape(P, N, COLUMNS, 2)[panel, :, column]
     d = jax.lax.bitcast_convert_type(d, jnp.float16).astype(jnp.float32)
-    return (jax.lax.bitcast_convert_type(q, jnp.int8).astype(jnp.float32) * d[..., None]).reshape(*at.shape, -1)
+    return (jax.lax.bitcast_convert_type(q, jnp.int8).astype(jnp.float32) * d[..., None]).reshape(
+        *at.shape, -1
+    )

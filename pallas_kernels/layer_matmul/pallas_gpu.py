@@ -1,11 +1,14 @@
-"""GPU kernel of a layer's matrices read from where they lie in their stacks, for rows as few as decoding has.
+"""GPU kernel of a layer's matrices read from where they lie in their stacks, for rows as few as
+decoding has.
 
-XLA's form copies a layer out of its stack before it multiplies: compiled for an H200 a step of Qwen3-4B's decoding reads 8 GB, writes them
-and reads them again (an H100 took 13.2 ms for 64 rows, where 8 GB alone take 2.7). Here a program multiplies all rows by a block of columns
-of a part of the depth; parts are as many as keep all processors busy, since few rows leave few blocks. XLA adds the parts up, in order, as
-it reads them. Weights in 8 bits are read as they are stored.
+XLA's form copies a layer out of its stack before it multiplies: compiled for an H200 a step of
+Qwen3-4B's decoding reads 8 GB, writes them and reads them again (an H100 took 13.2 ms for 64 rows,
+where 8 GB alone take 2.7). Here a program multiplies all rows by a block of columns of a part of
+the depth; parts are as many as keep all processors busy, since few rows leave few blocks. XLA adds
+the parts up, in order, as it reads them. Weights in 8 bits are read as they are stored.
 
-Float32 rows are XLA's, whose products follow ``jax_default_matmul_precision``, as those of training do.
+Float32 rows are XLA's, whose products follow ``jax_default_matmul_precision``, as those of training
+do.
 
 Axes: M rows, L layers, D in, F out, S parts of D.
 """
@@ -46,7 +49,9 @@ class Config(NamedTuple):
 
 
 def config(x: jax.Array, w: jax.Array, transposed: bool) -> Config:
-    """As measured, or else the rule: tiles of up to 64 rows, and parts of 256 of the depth at least."""
+    """As measured, or else the rule: tiles of up to 64 rows, and parts of 256 of the depth at
+    least.
+    """
     (M, D), F = x.shape, w.shape[1 if transposed else 2]
     rows, wide, deep = power_of_two(M, 64), power_of_two(F, 64), power_of_two(D, 64)
     blocks = pl.cdiv(M, rows) * pl.cdiv(F, wide)
@@ -55,7 +60,13 @@ def config(x: jax.Array, w: jax.Array, transposed: bool) -> Config:
     return tuning.chosen("layer_matmul", "cuda", key, Config(rows, wide, deep, parts, 4))
 
 
-def require(x: jax.Array, stacks: tuple[jax.Array, ...], layer: jax.Array, rows: jax.Array | None = None, transposed: bool = False) -> None:
+def require(
+    x: jax.Array,
+    stacks: tuple[jax.Array, ...],
+    layer: jax.Array,
+    rows: jax.Array | None = None,
+    transposed: bool = False,
+) -> None:
     """Whether ``matmul`` can serve these, or their shapes.
 
     Raises:
@@ -68,18 +79,28 @@ def require(x: jax.Array, stacks: tuple[jax.Array, ...], layer: jax.Array, rows:
         raise NotImplementedError(f"{M} rows; 1 to {MOST} are served")
     for w in stacks:
         if w.dtype not in (jnp.bfloat16, jnp.int8, jnp.float8_e4m3fn):
-            raise NotImplementedError(f"weights are {w.dtype}; bfloat16, int8 and float8_e4m3fn are served")
+            raise NotImplementedError(
+                f"weights are {w.dtype}; bfloat16, int8 and float8_e4m3fn are served"
+            )
         if w.dtype.itemsize == 1 and 1 << 31 <= w.size <= 1 << 32:  # as of grouped matmul
-            raise NotImplementedError("a stack of one byte an element is between 2 and 4 GiB: places in it overflow")
+            raise NotImplementedError(
+                "a stack of one byte an element is between 2 and 4 GiB: places in it overflow"
+            )
         if w.dtype == jnp.float8_e4m3fn and (least := min(attached(), default=8.9)) < 8.9:
-            raise NotImplementedError(f"this GPU is of compute capability {least}, and float8 is read from 8.9 on")  # Triton would abort
+            # Triton would abort
+            raise NotImplementedError(
+                f"this GPU is of compute capability {least}, and float8 is read from 8.9 on"
+            )
     native.require_one_device()
 
 
-def _layer_matmul(layer: Any, used: Any, x: Any, w: Any, out: Any, *, transposed: bool, how: Config) -> None:
+def _layer_matmul(
+    layer: Any, used: Any, x: Any, w: Any, out: Any, *, transposed: bool, how: Config
+) -> None:
     (M, D), F = x.shape, out.shape[2]
     tiles, blocks = pl.cdiv(M, how.rows), pl.cdiv(F, how.columns)
-    program = pl.program_id(0)  # those of the same block of columns, which read the same weights, follow each other
+    # those of the same block of columns, which read the same weights, follow each other
+    program = pl.program_id(0)
     tile = jax.lax.rem(program, tiles)
     block = jax.lax.rem(jax.lax.div(program, tiles), blocks)
     share = jax.lax.div(program, tiles * blocks)
@@ -110,16 +131,27 @@ def matmul(
 ) -> tuple[jax.Array, ...]:
     """See ``layer_matmul``; tiles of rows that are not in use get zeros."""
     x_MD = x.reshape(-1, x.shape[-1])
-    scalars = [jnp.reshape(jnp.int32(one), 1) for one in (layer, x_MD.shape[0] if rows is None else rows)]
+    scalars = [
+        jnp.reshape(jnp.int32(one), 1) for one in (layer, x_MD.shape[0] if rows is None else rows)
+    ]
 
     def product(w: jax.Array) -> jax.Array:
-        sizes, (M, D), F = config(x_MD, w, transposed) if how is None else how, x_MD.shape, w.shape[1 if transposed else 2]
+        sizes, (M, D), F = (
+            config(x_MD, w, transposed) if how is None else how,
+            x_MD.shape,
+            w.shape[1 if transposed else 2],
+        )
         parts = pl.pallas_call(
             functools.partial(_layer_matmul, transposed=transposed, how=sizes),
             grid=(pl.cdiv(M, sizes.rows) * pl.cdiv(F, sizes.columns) * sizes.parts,),
             out_shape=jax.ShapeDtypeStruct((sizes.parts, M, F), jnp.float32),
             compiler_params=triton.CompilerParams(num_warps=sizes.warps, num_stages=sizes.stages),
-            cost_estimate=cost(2 * M * D * F, x_MD, jax.ShapeDtypeStruct((D, F), w.dtype), jax.ShapeDtypeStruct((M, F), jnp.float32)),
+            cost_estimate=cost(
+                2 * M * D * F,
+                x_MD,
+                jax.ShapeDtypeStruct((D, F), w.dtype),
+                jax.ShapeDtypeStruct((M, F), jnp.float32),
+            ),
             interpret=interpret,
         )(*scalars, x_MD, w)
         return jnp.sum(parts, axis=0).reshape(*x.shape[:-1], F)

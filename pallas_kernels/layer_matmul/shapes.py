@@ -1,4 +1,6 @@
-"""Shapes of real models' dense projections as decoding has them, for tests and benches: Qwen3-4B's of 1 to 256 rows."""
+"""Shapes of real models' dense projections as decoding has them, for tests and benches: Qwen3-4B's
+of 1 to 256 rows.
+"""
 
 from typing import NamedTuple
 

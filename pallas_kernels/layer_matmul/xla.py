@@ -1,4 +1,6 @@
-"""A layer's matrix by XLA, which on TPUs reads it inside the product, and on CPUs and GPUs copies it first."""
+"""A layer's matrix by XLA, which on TPUs reads it inside the product, and on CPUs and GPUs copies
+it first.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -7,16 +9,27 @@ from pallas_kernels.layer_matmul import blocks
 
 
 def matmul(
-    x: jax.Array, stacks: tuple[jax.Array, ...], layer: jax.Array, rows: jax.Array | None = None, transposed: bool = False
+    x: jax.Array,
+    stacks: tuple[jax.Array, ...],
+    layer: jax.Array,
+    rows: jax.Array | None = None,
+    transposed: bool = False,
 ) -> tuple[jax.Array, ...]:
     """See ``layer_matmul``; all rows are multiplied."""
     none, sums = jnp.int32(0), "...D,FD->...F" if transposed else "...D,DF->...F"
 
     def of_layer(w: jax.Array) -> jax.Array:
-        return jax.lax.squeeze(jax.lax.dynamic_slice(w, (layer, *(none,) * (w.ndim - 1)), (1, *w.shape[1:])), (0,))
+        return jax.lax.squeeze(
+            jax.lax.dynamic_slice(w, (layer, *(none,) * (w.ndim - 1)), (1, *w.shape[1:])), (0,)
+        )
 
     def product(w: jax.Array) -> jax.Array:
         one = blocks.unpack(of_layer(w)) if blocks.are(w) else of_layer(w)
-        return jnp.einsum(sums, x, one.astype(x.dtype) if one.dtype.itemsize == 1 else one, preferred_element_type=jnp.float32)
+        return jnp.einsum(
+            sums,
+            x,
+            one.astype(x.dtype) if one.dtype.itemsize == 1 else one,
+            preferred_element_type=jnp.float32,
+        )
 
     return tuple(map(product, stacks))

@@ -1,10 +1,13 @@
-"""Kernels for CPUs in C++, called by XLA through its foreign functions: compiled once for this machine's own processor, on first use.
+"""Kernels for CPUs in C++, called by XLA through its foreign functions: compiled once for this
+machine's own processor, on first use.
 
-XLA's form of these ops copies what it reads before it multiplies: a layer's matrices out of the stack, the pages of a row's context, an
-adapter for every row. A step of decoding is little else than reading, so these kernels read from where things lie. They are compiled
-where they run, for the vectors that are there; a machine without a C++ compiler has XLA's forms, and ``dispatch`` says why.
+XLA's form of these ops copies what it reads before it multiplies: a layer's matrices out of the
+stack, the pages of a row's context, an adapter for every row. A step of decoding is little else
+than reading, so these kernels read from where things lie. They are compiled where they run, for the
+vectors that are there; a machine without a C++ compiler has XLA's forms, and ``dispatch`` says why.
 
-``CXX`` names the compiler. What it made is kept beside the other caches, in ``MINT_JAX_CACHE`` or ``~/.cache/mint_jax``.
+``CXX`` names the compiler. What it made is kept beside the other caches, in ``MINT_JAX_CACHE`` or
+``~/.cache/mint_jax``.
 """
 
 import ctypes
@@ -28,21 +31,46 @@ from pallas_kernels import cache
 _HERE = Path(__file__).parent
 SOURCES = ("layer_matmul.cc", "block_matmul.cc", "slot_lora.cc", "paged_attention.cc", "draw.cc")
 HEADERS = ("products.h", "threads.h", "vectors.h")
-TARGETS = ("mint_layer_matmul", "mint_block_matmul", "mint_block_unpack", "mint_slot_lora", "mint_paged_attention", "mint_draw")
-# No -ffast-math: a NaN has to stay one, and sums are in the order that they are written in. What is fused says so (multiply_add): left to
-# the compiler it is fused in some loops and not in others, and a row's bits depend on which loop had it.
-FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-w")
+TARGETS = (
+    "mint_layer_matmul",
+    "mint_block_matmul",
+    "mint_block_unpack",
+    "mint_slot_lora",
+    "mint_paged_attention",
+    "mint_draw",
+)
+# No -ffast-math: a NaN has to stay one, and sums are in the order that they are written in. What is
+# fused says so (multiply_add): left to the compiler it is fused in some loops and not in others,
+# and a row's bits depend on which loop had it.
+FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-shared",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-ffp-contract=off",
+    "-w",
+)
 SECONDS = 300  # a compiler that takes longer hangs
 
 
-def call(target: str, results: Any, *args: jax.Array, aliases: dict[int, int] | None = None, **attributes: Any) -> Any:
+def call(
+    target: str,
+    results: Any,
+    *args: jax.Array,
+    aliases: dict[int, int] | None = None,
+    **attributes: Any,
+) -> Any:
     """One of ``TARGETS`` of arrays, as ``jax.ffi.ffi_call`` has it.
 
     Raises:
         NotImplementedError: see ``require``.
     """
     require()
-    return jax.ffi.ffi_call(target, results, input_output_aliases=aliases or {})(*args, **attributes)
+    return jax.ffi.ffi_call(target, results, input_output_aliases=aliases or {})(
+        *args, **attributes
+    )
 
 
 def require() -> None:
@@ -57,9 +85,15 @@ def require() -> None:
 
 
 def require_one_device() -> None:
-    """Raises NotImplementedError where XLA would divide a call over devices, of which it knows nothing."""
+    """Raises NotImplementedError where XLA would divide a call over devices, of which it knows
+    nothing.
+    """
     mesh = jax.sharding.get_abstract_mesh()
-    split = {name: size for name, size in dict(mesh.shape).items() if size > 1 and name not in mesh.manual_axes}
+    split = {
+        name: size
+        for name, size in dict(mesh.shape).items()
+        if size > 1 and name not in mesh.manual_axes
+    }
     if split:
         raise NotImplementedError(f"a mesh of {split} divides rows and matrices")
 
@@ -87,19 +121,37 @@ def _built() -> Path:
     """The library for these sources, this compiler, this processor and this jaxlib."""
     compiler = shlex.split(_compiler())
     native = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
-    command = [*compiler, *FLAGS, native, *(["-undefined", "dynamic_lookup"] if platform.system() == "Darwin" else [])]
-    about = [*command, jaxlib.__version__, platform.machine(), _processor(), _told([*compiler, "--version"])]
+    command = [
+        *compiler,
+        *FLAGS,
+        native,
+        *(["-undefined", "dynamic_lookup"] if platform.system() == "Darwin" else []),
+    ]
+    about = [
+        *command,
+        jaxlib.__version__,
+        platform.machine(),
+        _processor(),
+        _told([*compiler, "--version"]),
+    ]
     digest = hashlib.blake2b(digest_size=12)
-    for part in (*(word.encode() for word in about), *((_HERE / name).read_bytes() for name in (*SOURCES, *HEADERS))):
+    for part in (
+        *(word.encode() for word in about),
+        *((_HERE / name).read_bytes() for name in (*SOURCES, *HEADERS)),
+    ):
         digest.update(len(part).to_bytes(8, "little") + part)
     made = cache.folder() / "native" / f"kernels-{digest.hexdigest()}.so"
     if made.is_file():
         return made
     made.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=made.parent) as folder:  # several processes may do this at once, and each ends with a whole file
+    # several processes may do this at once, and each ends with a whole file
+    with tempfile.TemporaryDirectory(dir=made.parent) as folder:
         whole = Path(folder) / "kernels.so"
         objects = [str(Path(folder) / f"{name}.o") for name in SOURCES]
-        each = [[*command, "-isystem", jax.ffi.include_dir(), "-c", str(_HERE / name), "-o", o] for name, o in zip(SOURCES, objects)]
+        each = [
+            [*command, "-isystem", jax.ffi.include_dir(), "-c", str(_HERE / name), "-o", o]
+            for name, o in zip(SOURCES, objects)
+        ]
         with ThreadPoolExecutor() as pool:
             list(pool.map(_told, each))
         _told([*command, *objects, "-o", str(whole)])
@@ -110,13 +162,20 @@ def _built() -> Path:
 def _told(command: list[str]) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
     if done.returncode:
-        raise OSError(f"{shlex.join(command[:1])} ended with {done.returncode}: {done.stderr.strip()[-800:]}")
+        raise OSError(
+            f"{shlex.join(command[:1])} ended with {done.returncode}: {done.stderr.strip()[-800:]}"
+        )
     return done.stdout
 
 
 def _processor() -> str:
-    """What the processor can do, as far as the system tells: a home on a network may serve machines of several kinds."""
+    """What the processor can do, as far as the system tells: a home on a network may serve machines
+    of several kinds.
+    """
     info = Path("/proc/cpuinfo")
     if not info.is_file():
         return platform.processor()
-    return next((line for line in info.read_text().splitlines() if line.startswith(("flags", "Features"))), platform.processor())
+    return next(
+        (line for line in info.read_text().splitlines() if line.startswith(("flags", "Features"))),
+        platform.processor(),
+    )

@@ -1,12 +1,15 @@
-"""GPU kernels of attention within packed rows: a program's block of queries walks the blocks of keys that it may see.
+"""GPU kernels of attention within packed rows: a program's block of queries walks the blocks of
+keys that it may see.
 
-Which these are is listed beforehand, so that the loop has no branches: what is above the diagonal and what belongs to other texts is
-neither computed nor read. The forward pass keeps running maxima and sums (FlashAttention, arXiv 2205.14135, Algorithm 1). The backward
-pass is two kernels, one of blocks of queries that sums over keys, and one of blocks of keys that sums over the queries of all heads of
-their group (section B.4): nothing is added to by two programs. Widths that are no powers of two are cut into pieces that are.
+Which these are is listed beforehand, so that the loop has no branches: what is above the diagonal
+and what belongs to other texts is neither computed nor read. The forward pass keeps running maxima
+and sums (FlashAttention, arXiv 2205.14135, Algorithm 1). The backward pass is two kernels, one of
+blocks of queries that sums over keys, and one of blocks of keys that sums over the queries of all
+heads of their group (section B.4): nothing is added to by two programs. Widths that are no powers
+of two are cut into pieces that are.
 
-Axes: B rows, K kv heads, G query heads of each, T tokens, H width of queries and keys, V of values, Q queries and S keys of a block,
-I blocks of queries, J blocks of keys.
+Axes: B rows, K kv heads, G query heads of each, T tokens, H width of queries and keys, V of values,
+Q queries and S keys of a block, I blocks of queries, J blocks of keys.
 """
 
 import functools
@@ -21,10 +24,20 @@ from jax.experimental.pallas import triton
 from pallas_kernels import softmax_gpu as softmax
 from pallas_kernels import tuning
 from pallas_kernels.packed_attention.segments import key_of, meeting
-from pallas_kernels.triton import Span, columns, dot, pieces, read, require_shared_memory, unravel, write
+from pallas_kernels.triton import (
+    Span,
+    columns,
+    dot,
+    pieces,
+    read,
+    require_shared_memory,
+    unravel,
+    write,
+)
 
 WIDEST = 256
-NO_QUERY, NO_KEY = -1, -2  # segments of what is beyond a row: they see nothing and are seen by nothing
+# segments of what is beyond a row: they see nothing and are seen by nothing
+NO_QUERY, NO_KEY = -1, -2
 
 
 class Block(NamedTuple):
@@ -57,15 +70,21 @@ class Config(NamedTuple):
 
 
 def config(op: str, q: jax.Array, v: jax.Array) -> Config:
-    """Of ``packed_attention`` or ``packed_attention backward``: what was measured, or else the rule."""
+    """Of ``packed_attention`` or ``packed_attention backward``: what was measured, or else the
+    rule.
+    """
     return tuning.chosen(op, "cuda", key_of(q, v), _rule(q, v))
 
 
 def _rule(q: jax.Array, v: jax.Array) -> Config:
-    """What the registers and the 227 KiB of shared memory of one of an H200's processors hold, by what its compiler says."""
+    """What the registers and the 227 KiB of shared memory of one of an H200's processors hold, by
+    what its compiler says.
+    """
     wide = max(q.shape[-1], v.shape[-1])
     if q.dtype == jnp.float32:  # without matrix units: operands are in registers too
-        return Config(32, Block(32, 32, 8, 2), Block(32, 32, 8, 2), Block(32, 32 if wide <= 128 else 16, 8, 2))
+        return Config(
+            32, Block(32, 32, 8, 2), Block(32, 32, 8, 2), Block(32, 32 if wide <= 128 else 16, 8, 2)
+        )
     if wide > 192:
         return Config(WIDEST, Block(64, 64, 8, 2), Block(64, 32, 8, 2), Block(32, 32, 8, 2))
     if wide > 128:
@@ -80,7 +99,10 @@ def require(q: jax.Array, k: jax.Array, v: jax.Array, *rest: Any) -> None:
         NotImplementedError: with the reason.
     """
     if len({x.dtype for x in (q, k, v)}) > 1 or q.dtype not in (jnp.bfloat16, jnp.float32):
-        raise NotImplementedError(f"queries, keys and values are {q.dtype}, {k.dtype}, {v.dtype}; all bfloat16 or all float32 are served")
+        raise NotImplementedError(
+            f"queries, keys and values are {q.dtype}, {k.dtype}, {v.dtype}; all bfloat16 or all"
+            " float32 are served"
+        )
     if wrong := [n for n in (q.shape[-1], v.shape[-1]) if n > WIDEST]:
         raise NotImplementedError(f"heads are {wrong[0]} wide; up to {WIDEST} are served")
     if not (q.size and v.size):
@@ -89,8 +111,12 @@ def require(q: jax.Array, k: jax.Array, v: jax.Array, *rest: Any) -> None:
         require_shared_memory(f"blocks of heads {wide} wide")
 
 
-def _visits(own: jax.Array, parent: jax.Array, how: Block, of_keys: bool) -> tuple[jax.Array, jax.Array]:
-    """Of each block of queries the blocks of keys that it visits in their order, ``[B, I, J]``, and how many; or the other way around."""
+def _visits(
+    own: jax.Array, parent: jax.Array, how: Block, of_keys: bool
+) -> tuple[jax.Array, jax.Array]:
+    """Of each block of queries the blocks of keys that it visits in their order, ``[B, I, J]``, and
+    how many; or the other way around.
+    """
     T, wider = own.shape[1], max(how.queries, how.keys)
     padding = ((0, 0), (0, -T % wider))
     # Beyond the row a block's ranges are as without it.
@@ -98,8 +124,11 @@ def _visits(own: jax.Array, parent: jax.Array, how: Block, of_keys: bool) -> tup
     meet = meeting(own, parent, how.queries, how.keys)
     visited, size = (meet.swapaxes(1, 2), how.queries) if of_keys else (meet, how.keys)
     blocks = jnp.arange(visited.shape[2], dtype=jnp.int32)
-    visited &= (blocks * size < T)[None, None]  # where the other kind's blocks are wider, some may lie beyond the row
-    return jnp.sort(jnp.where(visited, blocks, len(blocks)), axis=2), jnp.sum(visited, axis=2, dtype=jnp.int32)
+    # where the other kind's blocks are wider, some may lie beyond the row
+    visited &= (blocks * size < T)[None, None]
+    return jnp.sort(jnp.where(visited, blocks, len(blocks)), axis=2), jnp.sum(
+        visited, axis=2, dtype=jnp.int32
+    )
 
 
 class _Row:
@@ -110,12 +139,22 @@ class _Row:
         zero: see ``pieces``.
     """
 
-    def __init__(self, own: Any, parent: Any, b: jax.Array, most: int, widths: tuple[int, int], zero: jax.Array):
+    def __init__(
+        self,
+        own: Any,
+        parent: Any,
+        b: jax.Array,
+        most: int,
+        widths: tuple[int, int],
+        zero: jax.Array,
+    ):
         self.own, self.parent, self.b = own, parent, b
         self.H, self.V = (pieces(n, most, zero) for n in widths)
 
     def queries(self, at: Span) -> tuple[jax.Array, jax.Array]:
-        return read(self.own, self.b, at, beyond=NO_QUERY), read(self.parent, self.b, at, beyond=NO_QUERY)
+        return read(self.own, self.b, at, beyond=NO_QUERY), read(
+            self.parent, self.b, at, beyond=NO_QUERY
+        )
 
     def keys(self, at: Span) -> jax.Array:
         return read(self.own, self.b, at, beyond=NO_KEY)
@@ -127,7 +166,9 @@ def _parts(ref: Any, *index: Any) -> list[jax.Array]:
     return [read(ref, *index, at) for at in spans]
 
 
-def _seen(own_q: jax.Array, parent_q: jax.Array, own_k: jax.Array, queries: Span, keys: Span, axis: int) -> jax.Array:
+def _seen(
+    own_q: jax.Array, parent_q: jax.Array, own_k: jax.Array, queries: Span, keys: Span, axis: int
+) -> jax.Array:
     """Which keys each query sees; queries lie along this axis."""
     position = [one.at.start + jax.lax.iota(jnp.int32, one.at.size) for one in (queries, keys)]
     (own_q, parent_q, at_q), (own_k, at_k) = (
@@ -137,7 +178,9 @@ def _seen(own_q: jax.Array, parent_q: jax.Array, own_k: jax.Array, queries: Span
     return ((own_q == own_k) | (parent_q == own_k)) & (at_q >= at_k)
 
 
-def _packed_attention(visits, counts, own, parent, q, k, v, out, lse, *, scale: float, most: int, how: Block) -> None:
+def _packed_attention(
+    visits, counts, own, parent, q, k, v, out, lse, *, scale: float, most: int, how: Block
+) -> None:
     (B, K, G, T, H), V = q.shape, v.shape[3]
     i, b, h, g = unravel(pl.program_id(0), B, K, G)
     i = pl.cdiv(T, how.queries) - 1 - i  # the last ones see most: they begin first
@@ -147,27 +190,52 @@ def _packed_attention(visits, counts, own, parent, q, k, v, out, lse, *, scale: 
     def step(n: jax.Array, so_far: softmax.Running) -> softmax.Running:
         at = columns(visits[b, i, n], how.keys, T)
         s = softmax.scores(q_parts, _parts(k, b, h, at, row.H)) * scale
-        return softmax.meet(so_far, s, _seen(*of_q, row.keys(at), mine, at, 0), _parts(v, b, h, at, row.V))
+        return softmax.meet(
+            so_far, s, _seen(*of_q, row.keys(at), mine, at, 0), _parts(v, b, h, at, row.V)
+        )
 
     made = jax.lax.fori_loop(0, counts[b, i], step, softmax.begin(how.queries, row.V))
     write(lse, made.top + jnp.log(made.total), b, h, g, mine)
     for one, at in zip(made.values, row.V):
-        write(out, one / made.total[:, None], b, h, g, mine, at)  # every query sees itself: no sum is 0
+        # every query sees itself: no sum is 0
+        write(out, one / made.total[:, None], b, h, g, mine, at)
 
 
-def _packed_attention_queries(visits, counts, own, parent, q, k, v, g_out, lse, along, dq, *, scale: float, most: int, how: Block) -> None:
+def _packed_attention_queries(
+    visits,
+    counts,
+    own,
+    parent,
+    q,
+    k,
+    v,
+    g_out,
+    lse,
+    along,
+    dq,
+    *,
+    scale: float,
+    most: int,
+    how: Block,
+) -> None:
     (B, K, G, T, H), V = q.shape, v.shape[3]
     i, b, h, g = unravel(pl.program_id(0), B, K, G)
     i = pl.cdiv(T, how.queries) - 1 - i
     row, mine = _Row(own, parent, b, most, (H, V), 0 * i), columns(i, how.queries, T)
-    of_q, q_parts, g_parts = row.queries(mine), _parts(q, b, h, g, mine, row.H), _parts(g_out, b, h, g, mine, row.V)
+    of_q, q_parts, g_parts = (
+        row.queries(mine),
+        _parts(q, b, h, g, mine, row.H),
+        _parts(g_out, b, h, g, mine, row.V),
+    )
     lse, along = read(lse, b, h, g, mine)[:, None], read(along, b, h, g, mine)[:, None]
 
     def step(n: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         at = columns(visits[b, i, n], how.keys, T)
         seen, k_parts = _seen(*of_q, row.keys(at), mine, at, 0), _parts(k, b, h, at, row.H)
         p = jnp.where(seen, jnp.exp(softmax.scores(q_parts, k_parts) * scale - lse), 0.0)
-        ds = jnp.where(seen, p * (softmax.scores(g_parts, _parts(v, b, h, at, row.V)) - along) * scale, 0.0).astype(k.dtype)
+        ds = jnp.where(
+            seen, p * (softmax.scores(g_parts, _parts(v, b, h, at, row.V)) - along) * scale, 0.0
+        ).astype(k.dtype)
         return tuple(total + dot(ds, one, (1, 0)) for total, one in zip(sums, k_parts))
 
     zeros = tuple(jnp.zeros((how.queries, at.at.size), jnp.float32) for at in row.H)
@@ -175,11 +243,32 @@ def _packed_attention_queries(visits, counts, own, parent, q, k, v, g_out, lse, 
         write(dq, one, b, h, g, mine, at)
 
 
-def _packed_attention_keys(visits, counts, own, parent, q, k, v, g_out, lse, along, dk, dv, *, scale: float, most: int, how: Block) -> None:
+def _packed_attention_keys(
+    visits,
+    counts,
+    own,
+    parent,
+    q,
+    k,
+    v,
+    g_out,
+    lse,
+    along,
+    dk,
+    dv,
+    *,
+    scale: float,
+    most: int,
+    how: Block,
+) -> None:
     (B, K, G, T, H), V = q.shape, v.shape[3]
     j, b, h = unravel(pl.program_id(0), B, K)  # the first ones are seen by most
     row, mine = _Row(own, parent, b, most, (H, V), 0 * j), columns(j, how.keys, T)
-    of_k, k_parts, v_parts = row.keys(mine), _parts(k, b, h, mine, row.H), _parts(v, b, h, mine, row.V)
+    of_k, k_parts, v_parts = (
+        row.keys(mine),
+        _parts(k, b, h, mine, row.H),
+        _parts(v, b, h, mine, row.V),
+    )
     count = counts[b, j]
 
     def step(n: jax.Array, sums: Any) -> Any:
@@ -187,28 +276,52 @@ def _packed_attention_keys(visits, counts, own, parent, q, k, v, g_out, lse, alo
         at = columns(visits[b, j, n - g * count], how.queries, T)
         seen = _seen(*row.queries(at), of_k, at, mine, 1)
         q_parts, g_parts = _parts(q, b, h, g, at, row.H), _parts(g_out, b, h, g, at, row.V)
-        p = jnp.where(seen, jnp.exp(softmax.scores(k_parts, q_parts) * scale - read(lse, b, h, g, at)[None]), 0.0)  # [S, Q]
+        # [S, Q]
+        p = jnp.where(
+            seen,
+            jnp.exp(softmax.scores(k_parts, q_parts) * scale - read(lse, b, h, g, at)[None]),
+            0.0,
+        )
         dp = softmax.scores(v_parts, g_parts) - read(along, b, h, g, at)[None]
         ds = jnp.where(seen, p * dp * scale, 0.0).astype(q.dtype)
         return (
             tuple(total + dot(ds, one, (1, 0)) for total, one in zip(sums[0], q_parts)),
-            tuple(total + dot(p.astype(g_out.dtype), one, (1, 0)) for total, one in zip(sums[1], g_parts)),
+            tuple(
+                total + dot(p.astype(g_out.dtype), one, (1, 0))
+                for total, one in zip(sums[1], g_parts)
+            ),
         )
 
-    zeros = tuple(tuple(jnp.zeros((how.keys, at.at.size), jnp.float32) for at in spans) for spans in (row.H, row.V))
-    for ref, sums, spans in zip((dk, dv), jax.lax.fori_loop(0, G * count, step, zeros), (row.H, row.V)):
+    zeros = tuple(
+        tuple(jnp.zeros((how.keys, at.at.size), jnp.float32) for at in spans)
+        for spans in (row.H, row.V)
+    )
+    for ref, sums, spans in zip(
+        (dk, dv), jax.lax.fori_loop(0, G * count, step, zeros), (row.H, row.V)
+    ):
         for one, at in zip(sums, spans):
             write(ref, one, b, h, mine, at)
 
 
-def _call(kernel: Any, programs: int, flops: int, how: Block, args: Sequence[jax.Array], out: Any, interpret: Any, **static: Any) -> Any:
+def _call(
+    kernel: Any,
+    programs: int,
+    flops: int,
+    how: Block,
+    args: Sequence[jax.Array],
+    out: Any,
+    interpret: Any,
+    **static: Any,
+) -> Any:
     nbytes = sum(x.size * x.dtype.itemsize for x in (*args, *out))
     return pl.pallas_call(
         functools.partial(kernel, how=how, **static),
         grid=(programs,),
         out_shape=out,
         compiler_params=triton.CompilerParams(num_warps=how.warps, num_stages=how.stages),
-        cost_estimate=pl.CostEstimate(flops=flops, bytes_accessed=nbytes, transcendentals=flops // 256),
+        cost_estimate=pl.CostEstimate(
+            flops=flops, bytes_accessed=nbytes, transcendentals=flops // 256
+        ),
         interpret=interpret,
     )(*args)
 
@@ -225,13 +338,22 @@ def forward(
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
     """As ``pallas_tpu.forward``."""
-    (B, K, G, T, H), V, how = q.shape, v.shape[3], config("packed_attention", q, v) if how is None else how
+    (B, K, G, T, H), V, how = (
+        q.shape,
+        v.shape[3],
+        config("packed_attention", q, v) if how is None else how,
+    )
     one = how.forward
-    out = jax.ShapeDtypeStruct((B, K, G, T, V), q.dtype), jax.ShapeDtypeStruct((B, K, G, T), jnp.float32)
+    out = (
+        jax.ShapeDtypeStruct((B, K, G, T, V), q.dtype),
+        jax.ShapeDtypeStruct((B, K, G, T), jnp.float32),
+    )
     args = *_visits(own, parent, one, False), own, parent, q, k, v
     flops = B * K * G * T * T * (H + V)  # half of the pairs
     programs = B * K * G * pl.cdiv(T, one.queries)
-    made, lse = _call(_packed_attention, programs, flops, one, args, out, interpret, scale=scale, most=how.most)
+    made, lse = _call(
+        _packed_attention, programs, flops, one, args, out, interpret, scale=scale, most=how.most
+    )
     return made, lse
 
 
@@ -250,15 +372,29 @@ def backward(
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """As ``pallas_tpu.backward``."""
-    (B, K, G, T, H), V, how = q.shape, v.shape[3], config("packed_attention backward", q, v) if how is None else how
+    (B, K, G, T, H), V, how = (
+        q.shape,
+        v.shape[3],
+        config("packed_attention backward", q, v) if how is None else how,
+    )
     along = jnp.sum(g.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
     wide = own, parent, q, k, v, g.astype(q.dtype), lse, along
     pairs, like = B * K * G * T * T, lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
     static = {"interpret": interpret, "scale": scale, "most": how.most}
     one, args = how.of_queries, (*_visits(own, parent, how.of_queries, False), *wide)
     programs = B * K * G * pl.cdiv(T, one.queries)
-    [dq] = _call(_packed_attention_queries, programs, pairs * (2 * H + V), one, args, [like(q)], **static)
+    [dq] = _call(
+        _packed_attention_queries, programs, pairs * (2 * H + V), one, args, [like(q)], **static
+    )
     one, args = how.of_keys, (*_visits(own, parent, how.of_keys, True), *wide)
     programs = B * K * pl.cdiv(T, one.keys)
-    dk, dv = _call(_packed_attention_keys, programs, 2 * pairs * (H + V), one, args, [like(k), like(v)], **static)
+    dk, dv = _call(
+        _packed_attention_keys,
+        programs,
+        2 * pairs * (H + V),
+        one,
+        args,
+        [like(k), like(v)],
+        **static,
+    )
     return dq, dk, dv

@@ -1,12 +1,15 @@
-"""TPU kernels of attention within packed rows: blocks of queries against blocks of keys, scores in a core's memory alone.
+"""TPU kernels of attention within packed rows: blocks of queries against blocks of keys, scores in
+a core's memory alone.
 
-Blocks above the diagonal are neither computed nor fetched, and those whose segments have nothing to do with each other are passed over:
-a row of eight texts costs what its texts cost. The forward pass keeps running maxima and sums (FlashAttention, arXiv 2205.14135,
-Algorithm 1). The backward pass is two kernels, one that sums over keys, for the queries' gradient, and one that sums over queries and
-heads of a group, for keys and values (section B.4); the latter computes scores transposed, so that numbers of queries are rows.
+Blocks above the diagonal are neither computed nor fetched, and those whose segments have nothing to
+do with each other are passed over: a row of eight texts costs what its texts cost. The forward pass
+keeps running maxima and sums (FlashAttention, arXiv 2205.14135, Algorithm 1). The backward pass is
+two kernels, one that sums over keys, for the queries' gradient, and one that sums over queries and
+heads of a group, for keys and values (section B.4); the latter computes scores transposed, so that
+numbers of queries are rows.
 
-Axes: B rows, K kv heads, G query heads of each, N = K G, T tokens, H width of queries and keys, V of values, Q queries and S keys of
-a block.
+Axes: B rows, K kv heads, G query heads of each, N = K G, T tokens, H width of queries and keys, V
+of values, Q queries and S keys of a block.
 """
 
 import functools
@@ -39,7 +42,9 @@ class Config(NamedTuple):
 
 
 def config(op: str, q: jax.Array, v: jax.Array) -> Config:
-    """Of ``packed_attention`` or ``packed_attention backward``: what was measured, or else the rule."""
+    """Of ``packed_attention`` or ``packed_attention backward``: what was measured, or else the
+    rule.
+    """
     return tuning.chosen(op, "tpu", key_of(q, v), Config())
 
 
@@ -50,9 +55,14 @@ def require(q: jax.Array, k: jax.Array, v: jax.Array, *rest: Any) -> None:
         NotImplementedError: with the reason.
     """
     if len({x.dtype for x in (q, k, v)}) > 1 or q.dtype not in (jnp.bfloat16, jnp.float32):
-        raise NotImplementedError(f"queries, keys and values are {q.dtype}, {k.dtype}, {v.dtype}; all bfloat16 or all float32 are served")
+        raise NotImplementedError(
+            f"queries, keys and values are {q.dtype}, {k.dtype}, {v.dtype}; all bfloat16 or all"
+            " float32 are served"
+        )
     if wrong := [n for n in (q.shape[-1], v.shape[-1]) if n % 8 or n > WIDEST]:
-        raise NotImplementedError(f"heads are {wrong[0]} wide; multiples of 8 up to {WIDEST} are served")
+        raise NotImplementedError(
+            f"heads are {wrong[0]} wide; multiples of 8 up to {WIDEST} are served"
+        )
 
 
 class _Blocks:
@@ -65,7 +75,9 @@ class _Blocks:
 
     def __init__(self, T: int, config: Config):
         tiles = -(-T // LANES)
-        self.size = LANES * max(n for n in range(1, config.block // LANES + 1) if tiles % n == 0 or n == 1)
+        self.size = LANES * max(
+            n for n in range(1, config.block // LANES + 1) if tiles % n == 0 or n == 1
+        )
         self.count, self.padding = tiles * LANES // self.size, tiles * LANES - T
 
     def padded(self, x: jax.Array, axis: int, fill: int = 0) -> jax.Array:
@@ -74,14 +86,25 @@ class _Blocks:
         return jnp.pad(x, pads, constant_values=fill) if self.padding else x
 
 
-def _segments(blocks: _Blocks, own: jax.Array, parent: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Segments ``[B, 1, T]`` twice, and ``[B, blocks, blocks]`` which blocks of queries may see something of which keys."""
-    own, parent = (blocks.padded(x.astype(jnp.int32), 1, fill=-1) for x in (own, parent))  # padding sees itself
-    return own[:, None], parent[:, None], meeting(own, parent, blocks.size, blocks.size).astype(jnp.int32)
+def _segments(
+    blocks: _Blocks, own: jax.Array, parent: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Segments ``[B, 1, T]`` twice, and ``[B, blocks, blocks]`` which blocks of queries may see
+    something of which keys.
+    """
+    # padding sees itself
+    own, parent = (blocks.padded(x.astype(jnp.int32), 1, fill=-1) for x in (own, parent))
+    return (
+        own[:, None],
+        parent[:, None],
+        meeting(own, parent, blocks.size, blocks.size).astype(jnp.int32),
+    )
 
 
 def _column(row: jax.Array) -> jax.Array:
-    """``[1, Q] -> [Q, 1]``: in memory numbers of queries are rows of lanes, for as columns they would be padded to 128 lanes."""
+    """``[1, Q] -> [Q, 1]``: in memory numbers of queries are rows of lanes, for as columns they
+    would be padded to 128 lanes.
+    """
     return jnp.broadcast_to(row, (LANES, row.shape[1])).T[:, :1]
 
 
@@ -90,14 +113,20 @@ def _row(column: jax.Array) -> jax.Array:
     return jnp.broadcast_to(column, (column.shape[0], LANES)).T[:1]
 
 
-def _seen(own_q: jax.Array, parent_q: jax.Array, own_k: jax.Array, i: jax.Array, j: jax.Array, axis: int) -> jax.Array:
-    """Which keys of block j each query of block i sees; queries are columns ``[Q, 1]`` with axis 0, and rows with axis 1."""
+def _seen(
+    own_q: jax.Array, parent_q: jax.Array, own_k: jax.Array, i: jax.Array, j: jax.Array, axis: int
+) -> jax.Array:
+    """Which keys of block j each query of block i sees; queries are columns ``[Q, 1]`` with axis 0,
+    and rows with axis 1.
+    """
     size = own_q.size
     query, key = (jax.lax.broadcasted_iota(jnp.int32, (size, size), n) for n in (axis, 1 - axis))
     return ((own_q == own_k) | (parent_q == own_k)) & (i * size + query >= j * size + key)
 
 
-def _forward_kernel(meet, own_q, parent_q, own_k, q, k, v, out, lse, top, total, acc, *, scale: float) -> None:
+def _forward_kernel(
+    meet, own_q, parent_q, own_k, q, k, v, out, lse, top, total, acc, *, scale: float
+) -> None:
     i, j = pl.program_id(2), pl.program_id(3)
 
     @pl.when(j == 0)
@@ -112,7 +141,8 @@ def _forward_kernel(meet, own_q, parent_q, own_k, q, k, v, out, lse, top, total,
         s = jnp.where(seen, dot(q[0, 0], k[0, 0], (1, 1)) * scale, MASKED)
         old = top[...]
         new = jnp.maximum(old, jnp.max(s, axis=1, keepdims=True))
-        # A select: a query that has seen none of its keys yet has the masked score as its largest, whose weight would be 1.
+        # A select: a query that has seen none of its keys yet has the masked score as its largest,
+        # whose weight would be 1.
         p, shrunk = jnp.where(seen, jnp.exp(s - new[:, :1]), 0.0), jnp.exp(old - new)
         top[...] = new
         total[...] = shrunk * total[...] + jnp.sum(p, axis=1, keepdims=True)
@@ -120,11 +150,14 @@ def _forward_kernel(meet, own_q, parent_q, own_k, q, k, v, out, lse, top, total,
 
     @pl.when(j == pl.num_programs(3) - 1)
     def _last() -> None:
-        out[0, 0] = (acc[...] / total[:, :1]).astype(out.dtype)  # every query sees itself: no sum is 0
+        # every query sees itself: no sum is 0
+        out[0, 0] = (acc[...] / total[:, :1]).astype(out.dtype)
         lse[0, 0] = _row((top[...] + jnp.log(total[...]))[:, :1])
 
 
-def _queries_kernel(meet, own_q, parent_q, own_k, q, k, v, g, lse, along, dq, acc, *, scale: float) -> None:
+def _queries_kernel(
+    meet, own_q, parent_q, own_k, q, k, v, g, lse, along, dq, acc, *, scale: float
+) -> None:
     i, j = pl.program_id(2), pl.program_id(3)
 
     @pl.when(j == 0)
@@ -134,8 +167,12 @@ def _queries_kernel(meet, own_q, parent_q, own_k, q, k, v, g, lse, along, dq, ac
     @pl.when(meet[0, 0, j] > 0)
     def _block() -> None:
         seen = _seen(_column(own_q[0]), _column(parent_q[0]), own_k[0], i, j, 0)
-        p = jnp.where(seen, jnp.exp(dot(q[0, 0], k[0, 0], (1, 1)) * scale - _column(lse[0, 0])), 0.0)
-        ds = jnp.where(seen, p * (dot(g[0, 0], v[0, 0], (1, 1)) - _column(along[0, 0])) * scale, 0.0)
+        p = jnp.where(
+            seen, jnp.exp(dot(q[0, 0], k[0, 0], (1, 1)) * scale - _column(lse[0, 0])), 0.0
+        )
+        ds = jnp.where(
+            seen, p * (dot(g[0, 0], v[0, 0], (1, 1)) - _column(along[0, 0])) * scale, 0.0
+        )
         acc[...] += dot(ds.astype(k.dtype), k[0, 0], (1, 0))
 
     @pl.when(j == pl.num_programs(3) - 1)
@@ -143,7 +180,25 @@ def _queries_kernel(meet, own_q, parent_q, own_k, q, k, v, g, lse, along, dq, ac
         dq[0, 0] = acc[...].astype(dq.dtype)
 
 
-def _keys_kernel(meet, own_q, parent_q, own_k, q, k, v, g, lse, along, dk, dv, dk_acc, dv_acc, *, scale: float, blocks: int) -> None:
+def _keys_kernel(
+    meet,
+    own_q,
+    parent_q,
+    own_k,
+    q,
+    k,
+    v,
+    g,
+    lse,
+    along,
+    dk,
+    dv,
+    dk_acc,
+    dv_acc,
+    *,
+    scale: float,
+    blocks: int,
+) -> None:
     j, t = pl.program_id(2), pl.program_id(3)
     i = rem(t, blocks)
 
@@ -175,15 +230,26 @@ def _rows(blocks: _Blocks, x: jax.Array) -> jax.Array:
     return blocks.padded(x.reshape(x.shape[0], -1, 1, x.shape[3]), 3)
 
 
-def _call(kernel: Any, grid: tuple[int, ...], flops: int, args: tuple[jax.Array, ...], interpret: Any, name: str, **how: Any) -> Any:
+def _call(
+    kernel: Any,
+    grid: tuple[int, ...],
+    flops: int,
+    args: tuple[jax.Array, ...],
+    interpret: Any,
+    name: str,
+    **how: Any,
+) -> Any:
     nbytes = sum(x.nbytes for x in args) + sum(x.size * x.dtype.itemsize for x in how["out_shape"])
     return pl.pallas_call(
         kernel,
         grid=grid,
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT
+            dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
+            vmem_limit_bytes=VMEM_LIMIT,
         ),
-        cost_estimate=pl.CostEstimate(flops=flops, bytes_accessed=nbytes, transcendentals=flops // 256),
+        cost_estimate=pl.CostEstimate(
+            flops=flops, bytes_accessed=nbytes, transcendentals=flops // 256
+        ),
         interpret=interpret,
         name=name,
         **how,
@@ -191,16 +257,30 @@ def _call(kernel: Any, grid: tuple[int, ...], flops: int, args: tuple[jax.Array,
 
 
 def _specs(blocks: _Blocks, G: int, H: int, V: int) -> tuple[list[Any], Any, Any]:
-    """Of segments and which blocks meet, q, k and v, where the grid is (row, query head, block of queries, block of keys)."""
-    size, last = blocks.size, lambda i, j: jnp.minimum(i, j)  # what is above the diagonal is not fetched
+    """Of segments and which blocks meet, q, k and v, where the grid is (row, query head, block of
+    queries, block of keys).
+    """
+    # what is above the diagonal is not fetched
+    size, last = blocks.size, lambda i, j: jnp.minimum(i, j)
     metas = [
-        pl.BlockSpec((1, 1, blocks.count), lambda b, n, i, j: (b * blocks.count + i, 0, 0), memory_space=pltpu.SMEM),
+        pl.BlockSpec(
+            (1, 1, blocks.count),
+            lambda b, n, i, j: (b * blocks.count + i, 0, 0),
+            memory_space=pltpu.SMEM,
+        ),
         *(pl.BlockSpec((1, 1, size), lambda b, n, i, j: (b, 0, i)),) * 2,
         pl.BlockSpec((1, 1, size), lambda b, n, i, j: (b, 0, last(i, j))),
     ]
-    wide = [pl.BlockSpec((1, 1, size, n), lambda b, h, i, j: (b, div(h, G), last(i, j), 0)) for n in (H, V)]
+    wide = [
+        pl.BlockSpec((1, 1, size, n), lambda b, h, i, j: (b, div(h, G), last(i, j), 0))
+        for n in (H, V)
+    ]
     of_queries = lambda n: pl.BlockSpec((1, 1, size, n), lambda b, h, i, j: (b, h, i, 0))  # noqa: E731
-    return [*metas, of_queries(H), *wide], of_queries, pl.BlockSpec((1, 1, 1, size), lambda b, h, i, j: (b, h, 0, i))
+    return (
+        [*metas, of_queries(H), *wide],
+        of_queries,
+        pl.BlockSpec((1, 1, 1, size), lambda b, h, i, j: (b, h, 0, i)),
+    )
 
 
 def forward(
@@ -214,19 +294,29 @@ def forward(
     how: Config | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """``[B, K, G, T, V]`` in the dtype of ``q``, and the logarithm of each query's sum of weights ``[B, K, G, T]`` float32.
+    """``[B, K, G, T, V]`` in the dtype of ``q``, and the logarithm of each query's sum of weights
+    ``[B, K, G, T]`` float32.
 
     Args:
         q: ``[B, K, G, T, H]``.
         k, v: ``[B, K, T, H]`` and ``[B, K, T, V]``.
-        own, parent: ``[B, T]`` int32, at least 0: the segment of each token, and the one whose tokens it sees beside its own.
+        own, parent: ``[B, T]`` int32, at least 0: the segment of each token, and the one whose
+            tokens it sees beside its own.
     """
     (B, K, G, T, H), V = q.shape, v.shape[3]
     blocks = _Blocks(T, how or config("packed_attention", q, v))
     own, parent, meet = _segments(blocks, own, parent)
     specs, of_queries, of_numbers = _specs(blocks, G, H, V)
     N, S = K * G, blocks.size
-    args = meet.reshape(-1, 1, blocks.count), own, parent, own, _heads(blocks, q), blocks.padded(k, 2), blocks.padded(v, 2)
+    args = (
+        meet.reshape(-1, 1, blocks.count),
+        own,
+        parent,
+        own,
+        _heads(blocks, q),
+        blocks.padded(k, 2),
+        blocks.padded(v, 2),
+    )
     full = blocks.count * S
     out, lse = _call(
         functools.partial(_forward_kernel, scale=scale),
@@ -237,8 +327,14 @@ def forward(
         "packed_attention",
         in_specs=specs,
         out_specs=[of_queries(V), of_numbers],
-        out_shape=[jax.ShapeDtypeStruct((B, N, full, V), q.dtype), jax.ShapeDtypeStruct((B, N, 1, full), jnp.float32)],
-        scratch_shapes=[*(pltpu.VMEM((S, LANES), jnp.float32),) * 2, pltpu.VMEM((S, V), jnp.float32)],
+        out_shape=[
+            jax.ShapeDtypeStruct((B, N, full, V), q.dtype),
+            jax.ShapeDtypeStruct((B, N, 1, full), jnp.float32),
+        ],
+        scratch_shapes=[
+            *(pltpu.VMEM((S, LANES), jnp.float32),) * 2,
+            pltpu.VMEM((S, V), jnp.float32),
+        ],
     )
     return out[:, :, :T].reshape(B, K, G, T, V), lse[:, :, 0, :T].reshape(B, K, G, T)
 
@@ -269,7 +365,15 @@ def backward(
     along = jnp.sum(g.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
     own, parent, meet = _segments(blocks, own, parent)
     specs, of_queries, of_numbers = _specs(blocks, G, H, V)
-    wide = own, parent, own, _heads(blocks, q), blocks.padded(k, 2), blocks.padded(v, 2), _heads(blocks, g.astype(q.dtype))
+    wide = (
+        own,
+        parent,
+        own,
+        _heads(blocks, q),
+        blocks.padded(k, 2),
+        blocks.padded(v, 2),
+        _heads(blocks, g.astype(q.dtype)),
+    )
     numbers = _rows(blocks, lse), _rows(blocks, along)
     vmem = lambda n: pltpu.VMEM((S, n), jnp.float32)  # noqa: E731
     [dq] = _call(
@@ -299,7 +403,11 @@ def backward(
         interpret,
         "packed_attention_keys",
         in_specs=[
-            pl.BlockSpec((1, 1, blocks.count), lambda b, n, j, t: (b * blocks.count + j, 0, 0), memory_space=pltpu.SMEM),
+            pl.BlockSpec(
+                (1, 1, blocks.count),
+                lambda b, n, j, t: (b * blocks.count + j, 0, 0),
+                memory_space=pltpu.SMEM,
+            ),
             *(of_segments,) * 2,
             pl.BlockSpec((1, 1, S), lambda b, n, j, t: (b, 0, j)),
             *(of_q(H), of_k(H), of_k(V), of_q(V), row, row),

@@ -5,13 +5,17 @@ from typing import Any
 import numpy as np
 
 
-def attention(q: Any, k: Any, v: Any, own: Any, parent: Any, scale: float) -> tuple[np.ndarray, np.ndarray]:
+def attention(
+    q: Any, k: Any, v: Any, own: Any, parent: Any, scale: float
+) -> tuple[np.ndarray, np.ndarray]:
     """``[B, K, G, T, V]``, and the logarithms of the sums of weights ``[B, K, G, T]``."""
     p, lse = _weights(q, k, own, parent, scale)
     return np.einsum("bkgts,bksv->bkgtv", p, _wide(v)), lse
 
 
-def gradients(q: Any, k: Any, v: Any, own: Any, parent: Any, scale: float, g: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def gradients(
+    q: Any, k: Any, v: Any, own: Any, parent: Any, scale: float, g: Any
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Of q, k and v, where ``g [B, K, G, T, V]`` is that of the result."""
     p, _ = _weights(q, k, own, parent, scale)
     q, k, v, g = _wide(q), _wide(k), _wide(v), _wide(g)
@@ -29,7 +33,9 @@ def _weights(q: Any, k: Any, own: Any, parent: Any, scale: float) -> tuple[np.nd
     T = own.shape[1]
     seen = (own[:, :, None] == own[:, None]) | (parent[:, :, None] == own[:, None])
     seen = seen & (np.arange(T)[:, None] >= np.arange(T)[None])
-    s = np.where(seen[:, None, None], np.einsum("bkgth,bksh->bkgts", _wide(q), _wide(k)) * scale, -np.inf)
+    s = np.where(
+        seen[:, None, None], np.einsum("bkgth,bksh->bkgts", _wide(q), _wide(k)) * scale, -np.inf
+    )
     top = s.max(-1, keepdims=True)
     total = np.exp(s - top).sum(-1, keepdims=True)
     return np.exp(s - top) / total, (top + np.log(total))[..., 0]

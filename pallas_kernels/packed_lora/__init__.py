@@ -1,7 +1,9 @@
-"""Packed LoRA: each row's own adapter, of many that lie in stacks, added to what the base made of the row.
+"""Packed LoRA: each row's own adapter, of many that lie in stacks, added to what the base made of
+the row.
 
-``onto_k[m] + (x[m] a_k[w]^T) b_k[w]`` with ``w`` the row's factor: an adapter, or an adapter's share of one expert. The projections k read
-the same rows (an expert's gate and up), which are read once for all of them.
+``onto_k[m] + (x[m] a_k[w]^T) b_k[w]`` with ``w`` the row's factor: an adapter, or an adapter's
+share of one expert. The projections k read the same rows (an expert's gate and up), which are read
+once for all of them.
 
 Axes: M rows, D in, F out, R rank, W factors, K projections of the same rows.
 """
@@ -34,7 +36,13 @@ BACKWARD = (
 
 
 def packed_lora(
-    x: jax.Array, a: Stacks, b: Stacks, onto: Stacks, factor: jax.Array, implementation: str = "auto", interpret: Any = None
+    x: jax.Array,
+    a: Stacks,
+    b: Stacks,
+    onto: Stacks,
+    factor: jax.Array,
+    implementation: str = "auto",
+    interpret: Any = None,
 ) -> tuple[jax.Array, ...]:
     """``onto_k + (x a_k^T) b_k`` by each row's factor, ``[M, F_k]`` of each projection.
 
@@ -53,10 +61,19 @@ def packed_lora(
     """
     for a_k, b_k, y in zip(a, b, onto, strict=True):
         shapes = x.shape, a_k.shape, b_k.shape, y.shape
-        if a_k.shape[2] != x.shape[1] or a_k.shape[:2] != b_k.shape[:2] or y.shape != (x.shape[0], b_k.shape[2]):
-            raise ValueError(f"x, a, b and onto have shapes {shapes}; expected [M, D], [W, R, D], [W, R, F] and [M, F]")
+        if (
+            a_k.shape[2] != x.shape[1]
+            or a_k.shape[:2] != b_k.shape[:2]
+            or y.shape != (x.shape[0], b_k.shape[2])
+        ):
+            raise ValueError(
+                f"x, a, b and onto have shapes {shapes}; expected [M, D], [W, R, D], [W, R, F] and"
+                " [M, F]"
+            )
     if factor.shape != x.shape[:1]:
-        raise ValueError(f"factor has shape {factor.shape}; expected one for each of {x.shape[0]} rows")
+        raise ValueError(
+            f"factor has shape {factor.shape}; expected one for each of {x.shape[0]} rows"
+        )
     return _packed((implementation, interpret), x, tuple(a), tuple(b), tuple(onto), factor)
 
 
@@ -86,7 +103,9 @@ def _add(how: tuple[str, Any]) -> Any:
     @call.def_vmap
     def rule(P: int, batched: Any, x: Any, a: Any, b: Any, onto: Any, factor: Any) -> Any:
         of_x, of_a, of_b, of_onto, of_factor = batched
-        a, b, factor = of_policies(P, (a, b, factor), (of_a, of_b, of_factor), shared=not any((*of_a, *of_b)))
+        a, b, factor = of_policies(
+            P, (a, b, factor), (of_a, of_b, of_factor), shared=not any((*of_a, *of_b))
+        )
         x, onto = jax.tree.map(lambda v, of: joined(v, of, P), (x, onto), (of_x, of_onto))
         out = tuple(y.reshape(P, -1, y.shape[-1]) for y in call(x, a, b, onto, factor))
         return out, jax.tree.map(lambda _: True, out)
@@ -95,19 +114,29 @@ def _add(how: tuple[str, Any]) -> Any:
 
 
 def gradients(how: tuple[str, Any]) -> Any:
-    """``(x, a, b, g, dx_onto, factor) -> dx, da, db`` by the implementation and ``interpret`` of ``how``, with its rule for ``vmap``."""
+    """``(x, a, b, g, dx_onto, factor) -> dx, da, db`` by the implementation and ``interpret`` of
+    ``how``, with its rule for ``vmap``.
+    """
 
     @jax.custom_batching.custom_vmap
     def call(x: Any, a: Any, b: Any, g: Any, dx_onto: Any, factor: Any) -> Any:
-        return dispatch.run("packed_lora backward", BACKWARD, how[0], (x, a, b, g, dx_onto, factor), how[1])
+        return dispatch.run(
+            "packed_lora backward", BACKWARD, how[0], (x, a, b, g, dx_onto, factor), how[1]
+        )
 
     @call.def_vmap
-    def rule(P: int, batched: Any, x: Any, a: Any, b: Any, g: Any, dx_onto: Any, factor: Any) -> Any:
+    def rule(
+        P: int, batched: Any, x: Any, a: Any, b: Any, g: Any, dx_onto: Any, factor: Any
+    ) -> Any:
         of_x, of_a, of_b, of_g, of_onto, of_factor = batched
         # Gradients are each policy's own, those of factors that all share too.
         a, b, factor = of_policies(P, (a, b, factor), (of_a, of_b, of_factor), shared=False)
-        x, g, dx_onto = jax.tree.map(lambda v, of: joined(v, of, P), (x, g, dx_onto), (of_x, of_g, of_onto))
-        out = jax.tree.map(lambda v: v.reshape(P, -1, *v.shape[1:]), call(x, a, b, g, dx_onto, factor))
+        x, g, dx_onto = jax.tree.map(
+            lambda v, of: joined(v, of, P), (x, g, dx_onto), (of_x, of_g, of_onto)
+        )
+        out = jax.tree.map(
+            lambda v: v.reshape(P, -1, *v.shape[1:]), call(x, a, b, g, dx_onto, factor)
+        )
         return out, jax.tree.map(lambda _: True, out)
 
     return call

@@ -1,11 +1,15 @@
-"""GPU kernels of packed LoRA: a program has rows of one run alone, so that no adapter meets another's rows.
+"""GPU kernels of packed LoRA: a program has rows of one run alone, so that no adapter meets
+another's rows.
 
-Tiles begin where runs of rows with the same factor begin, and rows beyond a run are masked when they are read and written: no product has
-two adapters' operands, and no result depends on where other rows lie. Forward one program makes a tile's ``x A^T`` and adds its product
-with B to the rows, block of columns by block. Backward a first kernel does the same with A and B exchanged and keeps ``x A^T`` and
-``g B^T``, which are ``[M, R]``; the others sum a run's outer products tile by tile, in order: nothing is added to by two programs.
+Tiles begin where runs of rows with the same factor begin, and rows beyond a run are masked when
+they are read and written: no product has two adapters' operands, and no result depends on where
+other rows lie. Forward one program makes a tile's ``x A^T`` and adds its product with B to the
+rows, block of columns by block. Backward a first kernel does the same with A and B exchanged and
+keeps ``x A^T`` and ``g B^T``, which are ``[M, R]``; the others sum a run's outer products tile by
+tile, in order: nothing is added to by two programs.
 
-Axes: M rows, T rows of a tile, D in, F out, R rank, K projections of the same rows, W factors, V tiles, J runs.
+Axes: M rows, T rows of a tile, D in, F out, R rank, K projections of the same rows, W factors, V
+tiles, J runs.
 """
 
 import functools
@@ -50,20 +54,36 @@ def config(op: str, x: jax.Array, a: Sequence[jax.Array]) -> Config:
         x, a: rows, and the factors of all projections that are as wide.
     """
     (M, D), (W, R, _) = x.shape, a[0].shape
-    key = f"{x.dtype} rows {tuning.power(M)} {D} {a[0].dtype} x {len(a)} rank {R} factors {tuning.power(W)}"
+    key = (
+        f"{x.dtype} rows {tuning.power(M)} {D} {a[0].dtype} x {len(a)} rank {R} factors"
+        f" {tuning.power(W)}"
+    )
     return tuning.chosen(op, "cuda", key, _rule(x, a))
 
 
 def _rule(x: jax.Array, a: Sequence[jax.Array]) -> Config:
-    """Tiles of about an average run, and loads of 96 KiB at most. Compiled for an H200 float32 spills up to 8 bytes, bfloat16 none."""
+    """Tiles of about an average run, and loads of 96 KiB at most. Compiled for an H200 float32
+    spills up to 8 bytes, bfloat16 none.
+    """
     (W, R, _), K, M = a[0].shape, len(a), x.shape[0]
-    exact, R = x.dtype == jnp.float32, power_of_two(R, MOST)  # exact: without matrix units, operands are in registers too
+    # exact: without matrix units, operands are in registers too
+    exact, R = x.dtype == jnp.float32, power_of_two(R, MOST)
     most = (8192 if exact else 16384) // (K * R)  # sums of a program are 32 or 64 KiB of registers
     rows = max(LEAST, min(power_of_two(-(-M // min(W, M)), 32 if exact else 64), most))
     stages = 3 if R <= 64 else 2
     depths = (64, 32, 16) if exact and rows > 16 else (128, 64, 32, 16)
-    depth = next(d for d in depths if (rows + K * R) * d * x.dtype.itemsize * stages <= 96 << 10 or d == LEAST)
-    return Config(rows, depth, max(LEAST, min(64 if exact else 128, most)), 8 if K * rows * R >= 8192 or exact else 4, stages)
+    depth = next(
+        d
+        for d in depths
+        if (rows + K * R) * d * x.dtype.itemsize * stages <= 96 << 10 or d == LEAST
+    )
+    return Config(
+        rows,
+        depth,
+        max(LEAST, min(64 if exact else 128, most)),
+        8 if K * rows * R >= 8192 or exact else 4,
+        stages,
+    )
 
 
 def require_add(x: jax.Array, a: Sequence[jax.Array], b: Sequence[jax.Array], *rest: Any) -> None:
@@ -95,11 +115,14 @@ def _tile(of_tiles: Sequence[Any], how: Config) -> tuple[jax.Array, Span, jax.Ar
 
 
 def _ranks(R: int, w: jax.Array) -> Span:
-    # The start is 0, but of ``w``, not a constant: from JAX 0.12 on a constant one is refused if the block reaches beyond its array.
+    # The start is 0, but of ``w``, not a constant: from JAX 0.12 on a constant one is refused if
+    # the block reaches beyond its array.
     return columns(0 * w, power_of_two(R, MOST), R)
 
 
-def _shrink(x: Any, rows: Span, stacks: Sequence[Any], w: jax.Array, how: Config) -> tuple[jax.Array, ...]:
+def _shrink(
+    x: Any, rows: Span, stacks: Sequence[Any], w: jax.Array, how: Config
+) -> tuple[jax.Array, ...]:
     """``[T, R]`` float32: the rows times factor w of each stack ``[W, R, D]``."""
     R, D = stacks[0].shape[1:]
     ranks = _ranks(R, w)
@@ -109,17 +132,33 @@ def _shrink(x: Any, rows: Span, stacks: Sequence[Any], w: jax.Array, how: Config
         part = read(x, rows, at)
         return tuple(h + dot(part, read(one, w, ranks, at), (1, 1)) for h, one in zip(sums, stacks))
 
-    return jax.lax.fori_loop(0, pl.cdiv(D, how.depth), step, (jnp.zeros((how.rows, ranks.at.size), jnp.float32),) * len(stacks))
+    return jax.lax.fori_loop(
+        0,
+        pl.cdiv(D, how.depth),
+        step,
+        (jnp.zeros((how.rows, ranks.at.size), jnp.float32),) * len(stacks),
+    )
 
 
-def _expand(terms: Sequence[tuple[jax.Array, Any]], rows: Span, w: jax.Array, old: Any, new: Any, how: Config) -> None:
-    """``new = old + `` the sum over ``terms`` of ``h [T, R]`` times factor w of a stack ``[W, R, F]``, in these rows."""
+def _expand(
+    terms: Sequence[tuple[jax.Array, Any]],
+    rows: Span,
+    w: jax.Array,
+    old: Any,
+    new: Any,
+    how: Config,
+) -> None:
+    """``new = old + `` the sum over ``terms`` of ``h [T, R]`` times factor w of a stack ``[W, R,
+    F]``, in these rows.
+    """
     R, F = terms[0][1].shape[1:]
     ranks = _ranks(R, w)
 
     def step(i: jax.Array, _: None) -> None:
         at = columns(i, how.depth, F)
-        delta = functools.reduce(jnp.add, [dot(h, read(stack, w, ranks, at), (1, 0)) for h, stack in terms])
+        delta = functools.reduce(
+            jnp.add, [dot(h, read(stack, w, ranks, at), (1, 0)) for h, stack in terms]
+        )
         write(new, read(old, rows, at).astype(jnp.float32) + delta, rows, at)
 
     jax.lax.fori_loop(0, pl.cdiv(F, how.depth), step, None)
@@ -133,9 +172,15 @@ def _packed_lora(*refs: Any, K: int, how: Config, scaled: bool) -> None:
 
     @pl.when(there)
     def _some() -> None:
-        s = None if scale is None else triton.load(scale.at[rows.at], mask=rows.there, other=0.0)[:, None]
+        s = (
+            None
+            if scale is None
+            else triton.load(scale.at[rows.at], mask=rows.there, other=0.0)[:, None]
+        )
         for k, h in enumerate(_shrink(x, rows, a, w, how)):
-            _expand([((h if s is None else h * s).astype(x.dtype), b[k])], rows, w, onto[k], out[k], how)
+            _expand(
+                [((h if s is None else h * s).astype(x.dtype), b[k])], rows, w, onto[k], out[k], how
+            )
 
 
 def _tiles_of(factor: jax.Array, W: int, how: Config) -> tuple[Any, Any]:
@@ -169,7 +214,9 @@ def add(
         out_shape=[_like(y) for y in onto],
         input_output_aliases={4 + len(scales) + 2 * K + k: k for k in range(K)},
         compiler_params=triton.CompilerParams(num_warps=how.warps, num_stages=how.stages),
-        cost_estimate=cost(2 * x.shape[0] * sum(w.size // w.shape[0] for w in (*a, *b)), x, *a, *b, *onto, *onto),
+        cost_estimate=cost(
+            2 * x.shape[0] * sum(w.size // w.shape[0] for w in (*a, *b)), x, *a, *b, *onto, *onto
+        ),
         interpret=interpret,
     )(*of_tiles, x, *scales, *a, *b, *onto)
     return tuple(out)
@@ -204,7 +251,9 @@ def _packed_lora_factors(*refs: Any, K: int, how: Config) -> None:
     def step(i: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         rows = Span(first + i * how.rows, how.rows, stop)
         part = read(right, rows, at)
-        return tuple(total + dot(read(one, rows, ranks), part, (0, 0)) for total, one in zip(sums, left))
+        return tuple(
+            total + dot(read(one, rows, ranks), part, (0, 0)) for total, one in zip(sums, left)
+        )
 
     @pl.when(stop > first)
     def _some() -> None:
@@ -214,8 +263,17 @@ def _packed_lora_factors(*refs: Any, K: int, how: Config) -> None:
             write(one, total, w, ranks, at)
 
 
-def _outer(of_runs: Any, left: Sequence[jax.Array], right: jax.Array, like: Sequence[jax.Array], how: Config, interpret: Any) -> Any:
-    """Each run's sum of outer products of its rows ``[M, R]`` and ``[M, N]``, at its factor's place in zeros like ``[W, R, N]``."""
+def _outer(
+    of_runs: Any,
+    left: Sequence[jax.Array],
+    right: jax.Array,
+    like: Sequence[jax.Array],
+    how: Config,
+    interpret: Any,
+) -> Any:
+    """Each run's sum of outer products of its rows ``[M, R]`` and ``[M, N]``, at its factor's place
+    in zeros like ``[W, R, N]``.
+    """
     K = len(left)
     return pl.pallas_call(
         functools.partial(_packed_lora_factors, K=K, how=how),
@@ -238,8 +296,14 @@ def backward(
     how: Config | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-    """Gradients of ``add``: of x, added to ``dx_onto [M, D]``, and of the factors, zeros where no row names them."""
-    K, (W, R, _), how = len(a), a[0].shape, config("packed_lora backward", x, a) if how is None else how
+    """Gradients of ``add``: of x, added to ``dx_onto [M, D]``, and of the factors, zeros where no
+    row names them.
+    """
+    K, (W, R, _), how = (
+        len(a),
+        a[0].shape,
+        config("packed_lora backward", x, a) if how is None else how,
+    )
     of_tiles, of_runs = _tiles_of(factor, W, how)
     narrow = jax.ShapeDtypeStruct((x.shape[0], R), x.dtype)
     dx, *inner = pl.pallas_call(
@@ -248,7 +312,9 @@ def backward(
         out_shape=[_like(dx_onto), *[narrow] * (2 * K)],
         input_output_aliases={4: 0},
         compiler_params=triton.CompilerParams(num_warps=how.warps, num_stages=how.stages),
-        cost_estimate=cost(2 * x.shape[0] * sum(w.size // W for w in (*a, *a, *b)), x, *g, *a, *b, dx_onto, dx_onto),
+        cost_estimate=cost(
+            2 * x.shape[0] * sum(w.size // W for w in (*a, *a, *b)), x, *g, *a, *b, dx_onto, dx_onto
+        ),
         interpret=interpret,
     )(*of_tiles, x, dx_onto, *g, *a, *b)
     da = _outer(of_runs, inner[K:], x, a, how, interpret)

@@ -1,19 +1,26 @@
-"""TPU kernels of packed LoRA: rows in tiles, the adapters of a tile side by side in the matrix unit.
+"""TPU kernels of packed LoRA: rows in tiles, the adapters of a tile side by side in the matrix
+unit.
 
-A tile's runs come in chunks of as many adapters as fill 128 columns: eight of rank 16. Their factors are fetched from where the stacks
-lie, the next chunk's while this one is computed; rows are multiplied by all of a chunk's adapters at once, and what is not a row's own
-is set to zero before it goes on. So the work follows the runs that are there, and nothing is made of the size of a stack.
+A tile's runs come in chunks of as many adapters as fill 128 columns: eight of rank 16. Their
+factors are fetched from where the stacks lie, the next chunk's while this one is computed; rows are
+multiplied by all of a chunk's adapters at once, and what is not a row's own is set to zero before
+it goes on. So the work follows the runs that are there, and nothing is made of the size of a stack.
 
-Projections of the same rows share the first product. A chunk's columns of two of them fill a matrix unit that is 256 wide; where a tile has
-no more than half a chunk of adapters, theirs fill one that is 128 wide, and the product takes half as many squares. Backward they share the
-rows' gradient, of one product as deep as both, and the one of all their A; and with half a chunk sums are made of as many runs.
+Projections of the same rows share the first product. A chunk's columns of two of them fill a matrix
+unit that is 256 wide; where a tile has no more than half a chunk of adapters, theirs fill one that
+is 128 wide, and the product takes half as many squares. Backward they share the rows' gradient, of
+one product as deep as both, and the one of all their A; and with half a chunk sums are made of as
+many runs.
 
-Side by side, 0 x NaN is NaN: an adapter's NaN would reach its neighbours in the second product, and a row's NaN its neighbours' gradients.
-For the same reason it reaches all rows of such a product, and the first eight tell of it. A tile where they are not finite is computed
-again with zeros for what is not finite, and NaN is put where it belongs. Sums that were finite are the same then, bit for
-bit: only terms are replaced that were zero. (-0.0 may become 0.0 in rows without an adapter beside others that have one.)
+Side by side, 0 x NaN is NaN: an adapter's NaN would reach its neighbours in the second product, and
+a row's NaN its neighbours' gradients. For the same reason it reaches all rows of such a product,
+and the first eight tell of it. A tile where they are not finite is computed again with zeros for
+what is not finite, and NaN is put where it belongs. Sums that were finite are the same then, bit
+for bit: only terms are replaced that were zero. (-0.0 may become 0.0 in rows without an adapter
+beside others that have one.)
 
-Axes: M rows, T rows of a tile, D in, F out, R rank, C adapters of a chunk, K projections of the same rows, W factors.
+Axes: M rows, T rows of a tile, D in, F out, R rank, C adapters of a chunk, K projections of the
+same rows, W factors.
 """
 
 import functools
@@ -33,7 +40,13 @@ from pallas_kernels.packed_lora.tpu_tiles import Config
 from pallas_kernels.products import dot
 
 
-def require_add(x: jax.Array, a: Sequence[jax.Array], b: Sequence[jax.Array], onto: Sequence[jax.Array], *rest: Any) -> None:
+def require_add(
+    x: jax.Array,
+    a: Sequence[jax.Array],
+    b: Sequence[jax.Array],
+    onto: Sequence[jax.Array],
+    *rest: Any,
+) -> None:
     """Whether ``add`` can serve these.
 
     Raises:
@@ -42,11 +55,21 @@ def require_add(x: jax.Array, a: Sequence[jax.Array], b: Sequence[jax.Array], on
     tiles.require(x, a, b, pairs=True)
     config = tiles.config("packed_lora", x, a, b)
     tile = tiles.tile_rows(x, config)
-    tiles.require_room(_add_scratch(x, a, b, config), [(tile, y.shape[1], y.dtype) for y in (x, *onto, *onto)], x, config=config)
+    tiles.require_room(
+        _add_scratch(x, a, b, config),
+        [(tile, y.shape[1], y.dtype) for y in (x, *onto, *onto)],
+        x,
+        config=config,
+    )
 
 
 def require_backward(
-    x: jax.Array, a: Sequence[jax.Array], b: Sequence[jax.Array], g: Sequence[jax.Array], dx_onto: jax.Array, *rest: Any
+    x: jax.Array,
+    a: Sequence[jax.Array],
+    b: Sequence[jax.Array],
+    g: Sequence[jax.Array],
+    dx_onto: jax.Array,
+    *rest: Any,
 ) -> None:
     """Whether ``backward`` can serve these.
 
@@ -57,10 +80,14 @@ def require_backward(
     config = tiles.config("packed_lora backward", x, a, b)
     tile, R = tiles.tile_rows(x, config), tiles.held_rank(a)
     blocks = [(tile, y.shape[1], y.dtype) for y in (x, *g, dx_onto, dx_onto)]
-    tiles.require_room(_back_scratch(x, a, b, config), blocks, x, len(a) * tiles.chunk_size(R) * R, config)
+    tiles.require_room(
+        _back_scratch(x, a, b, config), blocks, x, len(a) * tiles.chunk_size(R) * R, config
+    )
 
 
-def _add_kernel(meta, local, x, *refs, K: int, C: int, R: int, columns: int, scaled: bool, pairs: bool) -> None:
+def _add_kernel(
+    meta, local, x, *refs, K: int, C: int, R: int, columns: int, scaled: bool, pairs: bool
+) -> None:
     scale, refs = (tiles.as_column(refs[0][0], x.shape[0]), refs[1:]) if scaled else (None, refs)
     a, b, onto, out = (refs[i * K : (i + 1) * K] for i in range(4))
     a_buf, b_buf = refs[4 * K : 5 * K], refs[5 * K : 6 * K]
@@ -79,19 +106,38 @@ def _add_kernel(meta, local, x, *refs, K: int, C: int, R: int, columns: int, sca
     def computed(chunk: jax.Array, first: bool, safe: bool, halves: bool) -> jax.Array:
         slot, strange = rem(chunk, 2), jnp.zeros((8, tiles.LANES), jnp.float32)
         if halves:
-            own, factors = [rows.own(chunk, k) for k in range(K)], [[one.at[:, : C // 2]] * 2 for one in b_buf]
-            h = tiles.shrink(x, [one.at[:, : C // 2] for one in a_buf], slot, own[0] | own[1], columns, scale) * 2
+            own, factors = (
+                [rows.own(chunk, k) for k in range(K)],
+                [[one.at[:, : C // 2]] * 2 for one in b_buf],
+            )
+            h = (
+                tiles.shrink(
+                    x, [one.at[:, : C // 2] for one in a_buf], slot, own[0] | own[1], columns, scale
+                )
+                * 2
+            )
         else:
             own, factors = [rows.own(chunk)] * K, [[one] for one in b_buf]
             h = tiles.shrink(x, a_buf, slot, own[0], columns, scale)
         for k in range(K):
             h_refs[k][...] = jnp.where(own[k], h[k], 0.0).astype(x.dtype)
-            strange += tiles.expand(h_refs[k], factors[k], [own[k]], slot, onto[k] if first else out[k], out[k], columns, safe)
+            strange += tiles.expand(
+                h_refs[k],
+                factors[k],
+                [own[k]],
+                slot,
+                onto[k] if first else out[k],
+                out[k],
+                columns,
+                safe,
+            )
         return tiles.not_finite(strange)
 
     def chunk_of(chunk: jax.Array, first: bool, safe: bool) -> jax.Array:
         if first and K == 2 and C > 1:
-            both = [functools.partial(computed, chunk, first, safe, halves) for halves in (True, False)]
+            both = [
+                functools.partial(computed, chunk, first, safe, halves) for halves in (True, False)
+            ]
             return jax.lax.cond(count <= C // 2, *both)
         return computed(chunk, first, safe, False)
 
@@ -105,15 +151,22 @@ def _add_kernel(meta, local, x, *refs, K: int, C: int, R: int, columns: int, sca
 
 
 def _of_pairs(runs: Runs, tile: int) -> Runs:
-    """Runs whose factors come with a neighbour: a row's number is that of its own of its run's two columns."""
+    """Runs whose factors come with a neighbour: a row's number is that of its own of its run's two
+    columns.
+    """
     second = jnp.take_along_axis(runs.meta[..., :tile], jnp.maximum(runs.local, 0), axis=2) % 2
     return runs._replace(local=jnp.where(runs.local < 0, -1, 2 * runs.local + second))
 
 
-def _add_scratch(x: jax.Array, a: Sequence[jax.Array], b: Sequence[jax.Array], config: Config) -> list[Any]:
+def _add_scratch(
+    x: jax.Array, a: Sequence[jax.Array], b: Sequence[jax.Array], config: Config
+) -> list[Any]:
     R = tiles.held_rank(a)
     buffers = [pltpu.VMEM((2, tiles.chunk_size(R), R, w.shape[2]), w.dtype) for w in (*a, *b)]
-    return [*buffers, *(pltpu.VMEM((tiles.tile_rows(x, config), tiles.chunk_size(R) * R), x.dtype) for _ in a)]
+    return [
+        *buffers,
+        *(pltpu.VMEM((tiles.tile_rows(x, config), tiles.chunk_size(R) * R), x.dtype) for _ in a),
+    ]
 
 
 def add(
@@ -140,15 +193,33 @@ def add(
     runs = grouping(jnp.minimum(factor, a[0].shape[0] - 1), tile)
     if pairs:
         runs = _of_pairs(runs, tile)
-    widths, scratch, stacks = [w.shape[2] for w in b], _add_scratch(x, a, b, config), [w[:, 0] if pairs else w for w in (*a, *b)]
-    scales = [] if scale is None else [jnp.pad(scale.astype(jnp.float32), (0, runs.local.size - M)).reshape(runs.local.shape)]
-    kernel = functools.partial(_add_kernel, K=K, C=C, R=R, columns=config.columns, scaled=scale is not None, pairs=pairs)
+    widths, scratch, stacks = (
+        [w.shape[2] for w in b],
+        _add_scratch(x, a, b, config),
+        [w[:, 0] if pairs else w for w in (*a, *b)],
+    )
+    scales = (
+        []
+        if scale is None
+        else [
+            jnp.pad(scale.astype(jnp.float32), (0, runs.local.size - M)).reshape(runs.local.shape)
+        ]
+    )
+    kernel = functools.partial(
+        _add_kernel, K=K, C=C, R=R, columns=config.columns, scaled=scale is not None, pairs=pairs
+    )
     anywhere = [pl.BlockSpec(memory_space=pl.ANY)] * (2 * K)
     per_row = [pl.BlockSpec((1, 1, tile), lambda t: (t, 0, 0))] * len(scales)
     out = pl.pallas_call(
         kernel,
         grid=(runs.local.shape[0],),
-        in_specs=[*tiles.meta_specs(tile, runs.meta), *tiles.row_specs(tile, [D]), *per_row, *anywhere, *tiles.row_specs(tile, widths)],
+        in_specs=[
+            *tiles.meta_specs(tile, runs.meta),
+            *tiles.row_specs(tile, [D]),
+            *per_row,
+            *anywhere,
+            *tiles.row_specs(tile, widths),
+        ],
         out_specs=tiles.row_specs(tile, widths),
         out_shape=[jax.ShapeDtypeStruct(y.shape, y.dtype) for y in onto],
         scratch_shapes=[*scratch, pltpu.SemaphoreType.DMA((2,))],
@@ -162,10 +233,12 @@ def add(
 
 
 class _Sums:
-    """Gradients of one projection's factors: summed over the rows of a run, over tiles where it is longer.
+    """Gradients of one projection's factors: summed over the rows of a run, over tiles where it is
+    longer.
 
     Args:
-        carry: ``[2, R, N]`` float32 of the run that comes from the tile before, and of the one that goes on in the next.
+        carry: ``[2, R, N]`` float32 of the run that comes from the tile before, and of the one that
+            goes on in the next.
         stage: ``[C, R, N]`` of a chunk, on its way out.
         pairs: sums of a run come with its neighbour's, which are zeros.
     """
@@ -184,17 +257,32 @@ class _Sums:
             runs = [one[:1] + one[1:] for one in runs]
         if first:
             runs[0] = jnp.where(self.comes > 0, runs[0] + self.before[:, at], runs[0])
-        self.stage[: len(runs), :, at] = jnp.concatenate(runs).reshape(len(runs), *self.stage.shape[1:2], -1).astype(self.stage.dtype)
-        # The tile's last run, should it go on; the last chunk writes last. A choice between registers, for with all runs as float32 in
-        # memory, from where one can be read, a fifth of the kernel's stores was of them.
+        self.stage[: len(runs), :, at] = (
+            jnp.concatenate(runs)
+            .reshape(len(runs), *self.stage.shape[1:2], -1)
+            .astype(self.stage.dtype)
+        )
+        # The tile's last run, should it go on; the last chunk writes last. A choice between
+        # registers, for with all runs as float32 in memory, from where one can be read, a fifth of
+        # the kernel's stores was of them.
         last = self.count - 1 - chunk * self.stage.shape[0]
-        self.behind[:, at] = functools.reduce(lambda held, c: jnp.where(last == c, runs[c], held), range(1, len(runs)), runs[0])
+        self.behind[:, at] = functools.reduce(
+            lambda held, c: jnp.where(last == c, runs[c], held), range(1, len(runs)), runs[0]
+        )
 
 
 def _outer(
-    sums: Sequence[_Sums], chunk: jax.Array, first: bool, left_ref: Any, right_ref: Any, own: jax.Array, columns: int, safe: bool
+    sums: Sequence[_Sums],
+    chunk: jax.Array,
+    first: bool,
+    left_ref: Any,
+    right_ref: Any,
+    own: jax.Array,
+    columns: int,
+    safe: bool,
 ) -> jax.Array:
-    """A chunk's sums of rows' outer products; returned is what ``not_finite`` tells from whether all of ``right_ref`` was finite.
+    """A chunk's sums of rows' outer products; returned is what ``not_finite`` tells from whether
+    all of ``right_ref`` was finite.
 
     Args:
         sums: of factors that have the same right side.
@@ -210,7 +298,9 @@ def _outer(
             mine = jnp.where(own, 1.0, 0.0).astype(right.dtype)
             bad = dot(mine, jnp.where(tiles.fine(right), 0.0, 1.0).astype(right.dtype), (1, 0))
             spoilt = jnp.where(tiles.fine(left), 0.0, 1.0).astype(left.dtype)
-            bad = jnp.concatenate([bad] * len(sums)) + dot(spoilt, jnp.ones(right.shape, right.dtype), (1, 0))
+            bad = jnp.concatenate([bad] * len(sums)) + dot(
+                spoilt, jnp.ones(right.shape, right.dtype), (1, 0)
+            )
             left, right = tiles.cleaned(left), tiles.cleaned(right)
         made = dot(left, right, (1, 0))
         held = jnp.where(bad > 0, jnp.nan, made) if safe else made
@@ -218,11 +308,17 @@ def _outer(
             one.put(chunk, first, held[k * n : (k + 1) * n], at)
         return strange + tiles.folded(made[:8])
 
-    return tiles.over(N, tiles.block_of(N, tiles.narrower(columns, left_ref.shape[0])), part, jnp.zeros((8, tiles.LANES), jnp.float32))
+    return tiles.over(
+        N,
+        tiles.block_of(N, tiles.narrower(columns, left_ref.shape[0])),
+        part,
+        jnp.zeros((8, tiles.LANES), jnp.float32),
+    )
 
 
 class _Sends:
-    """Puts gradients where they belong: every run of a chunk that ends in this tile, of all factors.
+    """Puts gradients where they belong: every run of a chunk that ends in this tile, of all
+    factors.
 
     Args:
         pairs: outputs ``[W, R, N]``, zeros where nothing is put, and stages ``[C, R, N]``.
@@ -249,7 +345,8 @@ class _Sends:
 
 def _back_kernel(meta, local, x, *refs, K: int, C: int, R: int, columns: int, pairs: bool) -> None:
     g, refs = refs[:K], refs[K:]
-    a, b, dx_onto, refs = refs[:K], refs[K : 2 * K], refs[2 * K], refs[4 * K + 1 :]  # behind it zeros, which the sums begin as
+    # behind it zeros, which the sums begin as
+    a, b, dx_onto, refs = refs[:K], refs[K : 2 * K], refs[2 * K], refs[4 * K + 1 :]
     dx, grads, refs = refs[0], refs[1 : 1 + 2 * K], refs[1 + 2 * K :]
     buffers, carries, stages = (refs[2 * K * i : 2 * K * (i + 1)] for i in range(3))
     dh_ref, turned, in_sem, out_sem = refs[6 * K :]
@@ -271,21 +368,36 @@ def _back_kernel(meta, local, x, *refs, K: int, C: int, R: int, columns: int, pa
         slot, held = rem(chunk, 2), C // 2 if halves else C
         n, m = C * R, held * R
         if halves and K == 2:  # both projections' columns beside each other
-            a_buf, mine = [one.at[:, :held] for one in buffers[:K]], [rows.own(chunk, k) for k in range(K)]
+            a_buf, mine = (
+                [one.at[:, :held] for one in buffers[:K]],
+                [rows.own(chunk, k) for k in range(K)],
+            )
             own = [mine[0] | mine[1]]
-            dh = [sum(tiles.shrink(g[k], [buffers[K + k].at[:, :held]] * 2, slot, mine[k], columns)[0] for k in range(K))]
+            dh = [
+                sum(
+                    tiles.shrink(g[k], [buffers[K + k].at[:, :held]] * 2, slot, mine[k], columns)[0]
+                    for k in range(K)
+                )
+            ]
         else:
             a_buf, own = buffers[:K], [rows.own(chunk)] * K
             dh = [tiles.shrink(g[k], [buffers[K + k]], slot, own[k], columns)[0] for k in range(K)]
         for k, one in enumerate(dh):
             dh_ref[:, k * n : (k + 1) * n] = one.astype(x.dtype)
-        # Of nine orders of these and of what follows none took fewer bundles on v6e and TPU7x: what is turned is not waited for.
+        # Of nine orders of these and of what follows none took fewer bundles on v6e and TPU7x: what
+        # is turned is not waited for.
         _turn(dh, dh_left, K * m)
         _turn(tiles.shrink(x, a_buf, slot, own[0], columns), h_left, K * m)
-        across = div(jax.lax.broadcasted_iota(jnp.int32, (m, T), 0), of) + chunk * numbers * C == local[0]
+        across = (
+            div(jax.lax.broadcasted_iota(jnp.int32, (m, T), 0), of) + chunk * numbers * C
+            == local[0]
+        )
         outer = functools.partial(_outer, own=across, columns=columns, safe=safe)
         strange = outer(sums[:K], chunk, first, dh_left.at[: K * m], x)
-        strange += sum(outer([sums[K + k]], chunk, first, h_left.at[k * m : (k + 1) * m], g[k]) for k in range(K))
+        strange += sum(
+            outer([sums[K + k]], chunk, first, h_left.at[k * m : (k + 1) * m], g[k])
+            for k in range(K)
+        )
         h = dh_ref.at[:, : len(dh) * n]
         strange += tiles.expand(h, a_buf, own, slot, dx_onto if first else dx, dx, columns, safe)
         return tiles.not_finite(strange)
@@ -294,7 +406,9 @@ def _back_kernel(meta, local, x, *refs, K: int, C: int, R: int, columns: int, pa
         if not first:
             sends.wait(chunk - 1)
         if first and C > 1:
-            both = [functools.partial(computed, chunk, first, safe, halves) for halves in (True, False)]
+            both = [
+                functools.partial(computed, chunk, first, safe, halves) for halves in (True, False)
+            ]
             strange = jax.lax.cond(count <= C // 2, *both)
         else:
             strange = computed(chunk, first, safe, False)
@@ -316,13 +430,17 @@ def _back_kernel(meta, local, x, *refs, K: int, C: int, R: int, columns: int, pa
 
 
 def _turn(sheets: Sequence[jax.Array], out_ref: Any, n: int) -> None:
-    """``[T, .]`` float32 each, the other way round below each other in the first n rows; 32-bit entries alone can be turned."""
+    """``[T, .]`` float32 each, the other way round below each other in the first n rows; 32-bit
+    entries alone can be turned.
+    """
     each = n // len(sheets)
     for k, one in enumerate(sheets):
         out_ref[k * each : (k + 1) * each] = one.T[:each].astype(out_ref.dtype)
 
 
-def _back_scratch(x: jax.Array, a: Sequence[jax.Array], b: Sequence[jax.Array], config: Config) -> list[Any]:
+def _back_scratch(
+    x: jax.Array, a: Sequence[jax.Array], b: Sequence[jax.Array], config: Config
+) -> list[Any]:
     K, R, vmem, factors, sums = len(a), tiles.held_rank(a), pltpu.VMEM, [*a, *b], _sums_dtype(a)
     C, tile = tiles.chunk_size(R), tiles.tile_rows(x, config)
     return [
@@ -335,7 +453,9 @@ def _back_scratch(x: jax.Array, a: Sequence[jax.Array], b: Sequence[jax.Array], 
 
 
 def _sums_dtype(a: Sequence[jax.Array]) -> Any:
-    """Of factors that come in pairs sums leave as float32: of bfloat16 a copy to one would write its neighbour."""
+    """Of factors that come in pairs sums leave as float32: of bfloat16 a copy to one would write
+    its neighbour.
+    """
     return jnp.float32 if tiles.in_pairs(a) else a[0].dtype
 
 
@@ -349,7 +469,9 @@ def backward(
     config: Config | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-    """Gradients of ``add``: of x, added to ``dx_onto [M, D]``, and of the factors, zeros where no row names them."""
+    """Gradients of ``add``: of x, added to ``dx_onto [M, D]``, and of the factors, zeros where no
+    row names them.
+    """
     config = config or tiles.config("packed_lora backward", x, a, b)
     D, K, R, pairs = x.shape[1], len(a), tiles.held_rank(a), tiles.in_pairs(a)
     C, tile = tiles.chunk_size(R), tiles.tile_rows(x, config)
@@ -357,7 +479,10 @@ def backward(
     if pairs:
         runs = _of_pairs(runs, tile)
     widths, factors = [w.shape[2] for w in b], [*a, *b]
-    zeros, stacks = [jnp.zeros(w.shape, _sums_dtype(a)) for w in factors], [w[:, 0] if pairs else w for w in factors]
+    zeros, stacks = (
+        [jnp.zeros(w.shape, _sums_dtype(a)) for w in factors],
+        [w[:, 0] if pairs else w for w in factors],
+    )
     anywhere = [pl.BlockSpec(memory_space=pl.ANY)] * (2 * K)
     semaphores = [pltpu.SemaphoreType.DMA((2,)), pltpu.SemaphoreType.DMA(())]
     kernel = functools.partial(_back_kernel, K=K, C=C, R=R, columns=config.columns, pairs=pairs)

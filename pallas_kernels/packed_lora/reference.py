@@ -6,7 +6,9 @@ from typing import Any
 import numpy as np
 
 
-def packed_lora(x: Any, a: Sequence[Any], b: Sequence[Any], onto: Sequence[Any], factor: Any, scale: Any = None) -> list[np.ndarray]:
+def packed_lora(
+    x: Any, a: Sequence[Any], b: Sequence[Any], onto: Sequence[Any], factor: Any, scale: Any = None
+) -> list[np.ndarray]:
     """As ``packed_lora.packed_lora``."""
     x, a, b, onto = _wide(x), [_wide(w) for w in a], [_wide(w) for w in b], [_wide(y) for y in onto]
     for m, w in enumerate(np.asarray(factor)):

@@ -1,7 +1,8 @@
 """Which adapters rows meet: small arrays that tell a kernel what to fetch and which rows it is for.
 
-A *run* is the rows of a tile that have one factor. Where equal factors stand together (``runs_of``) a run may go on in the next tile;
-where they stand in any order (``slots_of``) each tile has its own.
+A *run* is the rows of a tile that have one factor. Where equal factors stand together (``runs_of``)
+a run may go on in the next tile; where they stand in any order (``slots_of``) each tile has its
+own.
 
 Axes: M rows, N tiles, T rows of a tile, W factors, J whole runs.
 """
@@ -11,7 +12,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-# Behind a tile's ids: how many runs it has; whether the first comes from the tile before, and the last goes on in the next.
+# Behind a tile's ids: how many runs it has; whether the first comes from the tile before, and the
+# last goes on in the next.
 COUNT, BEFORE, BEHIND = range(3)
 EXTRA = 3
 
@@ -20,7 +22,8 @@ class Runs(NamedTuple):
     """Rows with the same factor, tile by tile.
 
     Attributes:
-        meta: ``[N, 1, T + EXTRA]`` int32: the factor of each run of a tile, and behind them three numbers.
+        meta: ``[N, 1, T + EXTRA]`` int32: the factor of each run of a tile, and behind them three
+            numbers.
         local: ``[N, 1, T]`` int32: which run of its tile each row is in; -1 for rows of none.
     """
 
@@ -40,11 +43,20 @@ def runs_of(factor_M: jax.Array, tile: int) -> Runs:
     local = jnp.where(there, jnp.cumsum(begins, axis=1, dtype=jnp.int32) - 1, -1)
     factor = factor.reshape(N, tile)
     ids = (
-        jnp.zeros((N, tile), jnp.int32).at[jnp.arange(N, dtype=jnp.int32)[:, None], jnp.where(begins, local, tile)].set(factor, mode="drop")
+        jnp.zeros((N, tile), jnp.int32)
+        .at[jnp.arange(N, dtype=jnp.int32)[:, None], jnp.where(begins, local, tile)]
+        .set(factor, mode="drop")
     )
     goes_on = there[:, 0] & same[:, 0]
     behind = jnp.concatenate([goes_on[1:], jnp.zeros((1,), bool)])
-    last = jnp.stack([jnp.sum(begins, axis=1, dtype=jnp.int32), goes_on.astype(jnp.int32), behind.astype(jnp.int32)], axis=1)
+    last = jnp.stack(
+        [
+            jnp.sum(begins, axis=1, dtype=jnp.int32),
+            goes_on.astype(jnp.int32),
+            behind.astype(jnp.int32),
+        ],
+        axis=1,
+    )
     return Runs(jnp.concatenate([ids, last], axis=1)[:, None], local[:, None])
 
 
@@ -52,13 +64,15 @@ def slots_of(slot_M: jax.Array, tile: int, first: jax.Array | int = 0) -> Runs:
     """The distinct slots of each tile, whose rows stand in any order; -1 is none.
 
     Args:
-        first: the factor of slot 0. Where a loop over layers changes this alone, all else is computed once and before it.
+        first: the factor of slot 0. Where a loop over layers changes this alone, all else is
+            computed once and before it.
     """
     M = slot_M.shape[0]
     N = -(-M // tile)
     slot = jnp.pad(slot_M.astype(jnp.int32), (0, N * tile - M), constant_values=-1).reshape(N, tile)
     # tile x tile comparisons: of 128 rows less than a sort takes, and no loop.
-    leader = jnp.argmax(slot[:, :, None] == slot[:, None], axis=2).astype(jnp.int32)  # of the rows with the same slot
+    # of the rows with the same slot
+    leader = jnp.argmax(slot[:, :, None] == slot[:, None], axis=2).astype(jnp.int32)
     leads = (leader == jnp.arange(tile, dtype=jnp.int32)[None]) & (slot >= 0)
     number = jnp.cumsum(leads, axis=1, dtype=jnp.int32) - 1
     local = jnp.where(slot >= 0, jnp.take_along_axis(number, leader, axis=1), -1)
@@ -70,7 +84,8 @@ def slots_of(slot_M: jax.Array, tile: int, first: jax.Array | int = 0) -> Runs:
 
 
 def whole_runs(factor_M: jax.Array, W: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The runs, not cut, ``[J]`` each with J the most that there can be: the factor, first row and rows of each; no rows where no run is.
+    """The runs, not cut, ``[J]`` each with J the most that there can be: the factor, first row and
+    rows of each; no rows where no run is.
 
     Args:
         factor_M: equal ones stand together, -1 is none.
@@ -78,7 +93,8 @@ def whole_runs(factor_M: jax.Array, W: int) -> tuple[jax.Array, jax.Array, jax.A
     """
     M = factor_M.shape[0]
     J, row = min(W, M), jnp.arange(M, dtype=jnp.int32)
-    factor = jnp.minimum(factor_M.astype(jnp.int32), W - 1)  # numbers beyond the stack are its last one's, as XLA has it
+    # numbers beyond the stack are its last one's, as XLA has it
+    factor = jnp.minimum(factor_M.astype(jnp.int32), W - 1)
     none = jnp.full((1,), -1, jnp.int32)
     begins = (factor >= 0) & (factor != jnp.concatenate([none, factor[:-1]]))
     ends = (factor >= 0) & (factor != jnp.concatenate([factor[1:], none]))

@@ -1,4 +1,5 @@
-"""What the TPU kernels of packed LoRA do with one tile of rows and one chunk of its adapters; see ``pallas_tpu``.
+"""What the TPU kernels of packed LoRA do with one tile of rows and one chunk of its adapters; see
+``pallas_tpu``.
 
 Axes: T rows of a tile, D in, F out, R rank, C adapters of a chunk.
 """
@@ -20,11 +21,16 @@ from pallas_kernels.products import dot
 LANES = 128
 
 VMEM_LIMIT = 56 << 20  # of 64 MiB a core on a TPU7x, the smallest
-ROOM = 54 << 20  # of it by our own count: what needed 51 MiB compiled for all chips, what needed 55 did not for a TPU7x
+# of it by our own count: what needed 51 MiB compiled for all chips, what needed 55 did not for a
+# TPU7x
+ROOM = 54 << 20
 
-# No copy leaves its array, for numbers beyond a stack are its last one's: the compiler's check of each one's ends was 57 of the 77
-# bundles that start an adapter's copies (v5e's static schedule, gate and up of Qwen3-30B-A3B).
-PARAMS = pltpu.CompilerParams(dimension_semantics=("arbitrary",), vmem_limit_bytes=VMEM_LIMIT, disable_bounds_checks=True)
+# No copy leaves its array, for numbers beyond a stack are its last one's: the compiler's check of
+# each one's ends was 57 of the 77 bundles that start an adapter's copies (v5e's static schedule,
+# gate and up of Qwen3-30B-A3B).
+PARAMS = pltpu.CompilerParams(
+    dimension_semantics=("arbitrary",), vmem_limit_bytes=VMEM_LIMIT, disable_bounds_checks=True
+)
 
 
 class Config(NamedTuple):
@@ -47,13 +53,21 @@ def config(op: str, x: jax.Array, a: Sequence[jax.Array], b: Sequence[jax.Array]
 def key_of(x: jax.Array, a: Sequence[jax.Array], b: Sequence[jax.Array]) -> str:
     """What a call's speed depends on, for tables of ``tuning``."""
     (M, D), (W, R, _), widths = x.shape, a[0].shape, "+".join(str(one.shape[2]) for one in b)
-    return f"{x.dtype} rows {tuning.power(M)} {D}>{widths} {a[0].dtype} rank {R} factors {tuning.power(W)}"
+    return (
+        f"{x.dtype} rows {tuning.power(M)} {D}>{widths} {a[0].dtype} rank {R} factors"
+        f" {tuning.power(W)}"
+    )
 
 
 def require_room(
-    scratch: Sequence[Any], blocks: Sequence[tuple[int, int, Any]], x: jax.Array, made: int = 0, config: Config = Config()
+    scratch: Sequence[Any],
+    blocks: Sequence[tuple[int, int, Any]],
+    x: jax.Array,
+    made: int = 0,
+    config: Config = Config(),
 ) -> None:
-    """Memory of a core for the scratch, for blocks of rows, of which one is computed while another travels, and for values on the way.
+    """Memory of a core for the scratch, for blocks of rows, of which one is computed while another
+    travels, and for values on the way.
 
     Args:
         made: rows of the products' results, if more than a tile's.
@@ -65,17 +79,29 @@ def require_room(
     def nbytes(shape: Sequence[int], dtype: Any) -> int:
         size = jnp.dtype(dtype).itemsize
         *outer, rows, columns = shape
-        return math.prod(outer) * (-(-rows // (32 // size)) * (32 // size)) * (-(-columns // LANES) * LANES) * size
+        return (
+            math.prod(outer)
+            * (-(-rows // (32 // size)) * (32 // size))
+            * (-(-columns // LANES) * LANES)
+            * size
+        )
 
-    held = sum(nbytes(one.shape, one.dtype) for one in scratch) + 2 * sum(nbytes(block[:2], block[2]) for block in blocks)
+    held = sum(nbytes(one.shape, one.dtype) for one in scratch) + 2 * sum(
+        nbytes(block[:2], block[2]) for block in blocks
+    )
     made = max(made, tile_rows(x, config))
     values = 3 * nbytes((made, narrower(config.columns, made)), jnp.float32)
     if held + values > ROOM:
-        raise NotImplementedError(f"tiles and factors need {(held + values) >> 20} MiB of a core's memory, and {ROOM >> 20} are there")
+        raise NotImplementedError(
+            f"tiles and factors need {(held + values) >> 20} MiB of a core's memory, and"
+            f" {ROOM >> 20} are there"
+        )
 
 
 def in_pairs(a: Sequence[jax.Array]) -> bool:
-    """Whether factors are fetched two at a time, see ``Fetch``: an even number of rank 1 in bfloat16."""
+    """Whether factors are fetched two at a time, see ``Fetch``: an even number of rank 1 in
+    bfloat16.
+    """
     W, R, _ = a[0].shape
     return R == 1 and W % 2 == 0 and a[0].dtype == jnp.bfloat16
 
@@ -85,7 +111,9 @@ def held_rank(a: Sequence[jax.Array]) -> int:
     return 2 if in_pairs(a) else a[0].shape[1]
 
 
-def require(x: jax.Array, a: Sequence[jax.Array], b: Sequence[jax.Array], pairs: bool = False) -> None:
+def require(
+    x: jax.Array, a: Sequence[jax.Array], b: Sequence[jax.Array], pairs: bool = False
+) -> None:
     """What the kernels need.
 
     Args:
@@ -97,17 +125,25 @@ def require(x: jax.Array, a: Sequence[jax.Array], b: Sequence[jax.Array], pairs:
     D, R = x.shape[1], a[0].shape[1]
     if x.dtype not in (jnp.bfloat16, jnp.float32):
         raise NotImplementedError(f"rows are {x.dtype}; bfloat16 and float32 are served")
-    if any(w.dtype != a[0].dtype for w in (*a, *b)) or a[0].dtype not in (jnp.bfloat16, jnp.float32):
-        raise NotImplementedError("factors are of several dtypes, or of one that is neither bfloat16 nor float32")
+    if any(w.dtype != a[0].dtype for w in (*a, *b)) or a[0].dtype not in (
+        jnp.bfloat16,
+        jnp.float32,
+    ):
+        raise NotImplementedError(
+            "factors are of several dtypes, or of one that is neither bfloat16 nor float32"
+        )
     if any(w.shape[1] != R for w in (*a, *b)):
         raise NotImplementedError("projections of the same rows have several ranks")
     if R == 1 and a[0].dtype == jnp.bfloat16 and not (pairs and in_pairs(a)):
-        # XLA keeps these with W in the place of the rank; a kernel's operand would be a copy of the whole stack, in every call.
+        # XLA keeps these with W in the place of the rank; a kernel's operand would be a copy of the
+        # whole stack, in every call.
         raise NotImplementedError("rank 1 in bfloat16 would be copied whole")
-    if R & (R - 1) and R % 8:  # of rank 12 XLA keeps stacks in another order, and copies them whole before each call
+    # of rank 12 XLA keeps stacks in another order, and copies them whole before each call
+    if R & (R - 1) and R % 8:
         raise NotImplementedError(f"rank {R} is neither a power of two nor a multiple of 8")
-    # A block of 64 columns behind whole ones compiles, for the 576 columns of Kimi-K2's latents and rotated keys say. But compilers for v5p
-    # and TPU7x keep stacks of such a width with another axis innermost, and copy them whole before each call.
+    # A block of 64 columns behind whole ones compiles, for the 576 columns of Kimi-K2's latents and
+    # rotated keys say. But compilers for v5p and TPU7x keep stacks of such a width with another
+    # axis innermost, and copy them whole before each call.
     if wrong := [n for n in (D, *(w.shape[2] for w in b)) if n % LANES]:
         raise NotImplementedError(f"width {wrong[0]} is no multiple of {LANES}")
 
@@ -143,13 +179,20 @@ def block_of(n: int, most: int) -> int:
 
 
 def narrower(columns: int, rows: int) -> int:
-    """Columns of blocks of so many rows, of high ranks fewer: no more values on their way than of 256 rows."""
+    """Columns of blocks of so many rows, of high ranks fewer: no more values on their way than of
+    256 rows.
+    """
     return columns * 2 * LANES // max(rows, 2 * LANES)
 
 
 def over(n: int, block: int, body: Any, carry: Any = None) -> Any:
     """``body(slice, carry)`` over blocks of columns."""
-    return jax.lax.fori_loop(0, n // block, lambda i, carry: body(pl.ds(pl.multiple_of(i * block, block), block), carry), carry)
+    return jax.lax.fori_loop(
+        0,
+        n // block,
+        lambda i, carry: body(pl.ds(pl.multiple_of(i * block, block), block), carry),
+        carry,
+    )
 
 
 def fine(x: jax.Array) -> jax.Array:
@@ -161,7 +204,9 @@ def cleaned(x: jax.Array) -> jax.Array:
 
 
 def as_column(row_1T: jax.Array, T: int) -> jax.Array:
-    """``[1, T] -> [T, 1]``: in memory numbers of rows are rows of lanes, for as columns they would be padded to 128 lanes."""
+    """``[1, T] -> [T, 1]``: in memory numbers of rows are rows of lanes, for as columns they would
+    be padded to 128 lanes.
+    """
     return jnp.broadcast_to(row_1T, (LANES, T)).T[:, :1]
 
 
@@ -180,41 +225,65 @@ class Rows:
         """``[T, C R]``: whether a column of the chunk is the row's own.
 
         Args:
-            half: the columns hold the chunk's first C / 2 adapters twice, and only this half of them is meant.
+            half: the columns hold the chunk's first C / 2 adapters twice, and only this half of
+                them is meant.
         """
-        column, held = div(jax.lax.broadcasted_iota(jnp.int32, (self.T, self.C * self.R), 1), self.R), self.C
+        column, held = (
+            div(jax.lax.broadcasted_iota(jnp.int32, (self.T, self.C * self.R), 1), self.R),
+            self.C,
+        )
         if half is not None:
             held = self.C // 2
-            column = jnp.where(div(column, held) == half, rem(column, held), self.C)  # none of the first half's
+            # none of the first half's
+            column = jnp.where(div(column, held) == half, rem(column, held), self.C)
         return column + chunk * self.C == self.run
 
 
 class Fetch:
     """The factors of chunks, the next one's under way while one is read.
 
-    Stacks of rank 1 in bfloat16 come as ``[W, .]``, which is how XLA keeps them. A word of memory holds two rows there, so that a factor's
-    neighbour comes with it, and buffers are as of rank 2.
+    Stacks of rank 1 in bfloat16 come as ``[W, .]``, which is how XLA keeps them. A word of memory
+    holds two rows there, so that a factor's neighbour comes with it, and buffers are as of rank 2.
 
     Args:
         pairs: stacks ``[W, R, .]`` and buffers ``[2, C, R, .]``.
         begin: the buffers' half that chunk 0 comes to.
     """
 
-    def __init__(self, meta: Any, pairs: Sequence[tuple[Any, Any]], sem: Any, C: int, count: jax.Array, begin: jax.Array | int = 0):
-        self.meta, self.pairs, self.sem, self.C, self.count, self.begin = meta, pairs, sem, C, count, begin
+    def __init__(
+        self,
+        meta: Any,
+        pairs: Sequence[tuple[Any, Any]],
+        sem: Any,
+        C: int,
+        count: jax.Array,
+        begin: jax.Array | int = 0,
+    ):
+        self.meta, self.pairs, self.sem, self.C, self.count, self.begin = (
+            meta,
+            pairs,
+            sem,
+            C,
+            count,
+            begin,
+        )
 
     def slot(self, chunk: jax.Array) -> jax.Array:
         """The half of a chunk."""
         return rem(chunk + self.begin, 2)
 
     def clear(self) -> None:
-        """At the first tile: columns that a chunk leaves unused would hold what was in memory, and NaN there is right but slow."""
+        """At the first tile: columns that a chunk leaves unused would hold what was in memory, and
+        NaN there is right but slow.
+        """
 
         @pl.when(pl.program_id(0) == 0)
         def _first() -> None:
             def one(i: jax.Array, _: None) -> None:
                 for _stack, buffer in self.pairs:
-                    buffer[div(i, self.C), rem(i, self.C)] = jnp.zeros(buffer.shape[2:], buffer.dtype)
+                    buffer[div(i, self.C), rem(i, self.C)] = jnp.zeros(
+                        buffer.shape[2:], buffer.dtype
+                    )
 
             jax.lax.fori_loop(0, 2 * self.C, one, None)
 
@@ -237,17 +306,29 @@ class Fetch:
         self._each(chunk, "wait")
 
 
-def shrink(x_ref: Any, w: Sequence[Any], slot: jax.Array, own: jax.Array, columns: int, scale: jax.Array | None = None) -> list[jax.Array]:
-    """Rows times all adapters of the buffers ``w [2, C, R, D]``, side by side, cut into pieces as wide as ``own [T, n]``.
+def shrink(
+    x_ref: Any,
+    w: Sequence[Any],
+    slot: jax.Array,
+    own: jax.Array,
+    columns: int,
+    scale: jax.Array | None = None,
+) -> list[jax.Array]:
+    """Rows times all adapters of the buffers ``w [2, C, R, D]``, side by side, cut into pieces as
+    wide as ``own [T, n]``.
 
-    Zeros where a piece's column is not the row's own, times ``scale [T, 1]``; ``[T, n]`` float32 each.
+    Zeros where a piece's column is not the row's own, times ``scale [T, 1]``; ``[T, n]`` float32
+    each.
     """
     (T, D), n = x_ref.shape, own.shape[1]
     pieces = sum(math.prod(one.shape[1:3]) for one in w) // n
 
     def part(at: Any, h: list[jax.Array]) -> list[jax.Array]:
-        rows = jnp.concatenate([one[slot, :, :, at].reshape(-1, at.size).astype(x_ref.dtype) for one in w])
-        # Two products with the zeros set between them and their sum: as one sum, a TPU7x left one of its two matrix units idle.
+        rows = jnp.concatenate(
+            [one[slot, :, :, at].reshape(-1, at.size).astype(x_ref.dtype) for one in w]
+        )
+        # Two products with the zeros set between them and their sum: as one sum, a TPU7x left one
+        # of its two matrix units idle.
         middle = at.size // LANES // 2 * LANES
         for columns in (slice(0, middle), slice(middle, None)) if middle else (slice(None),):
             made = dot(x_ref[:, at][:, columns], rows[:, columns], (1, 1))
@@ -259,9 +340,17 @@ def shrink(x_ref: Any, w: Sequence[Any], slot: jax.Array, own: jax.Array, column
 
 
 def expand(
-    h_ref: Any, factors: Sequence[Any], own: Sequence[jax.Array], slot: jax.Array, old_ref: Any, out_ref: Any, columns: int, safe: bool
+    h_ref: Any,
+    factors: Sequence[Any],
+    own: Sequence[jax.Array],
+    slot: jax.Array,
+    old_ref: Any,
+    out_ref: Any,
+    columns: int,
+    safe: bool,
 ) -> jax.Array:
-    """Adds h times a chunk's factors, those of all buffers below each other, to ``old``; what ``not_finite`` tells a factor's from.
+    """Adds h times a chunk's factors, those of all buffers below each other, to ``old``; what
+    ``not_finite`` tells a factor's from.
 
     Args:
         h_ref: ``[T, n]``, zeros where a column is not the row's own.
@@ -272,9 +361,13 @@ def expand(
     F = out_ref.shape[1]
 
     def part(at: Any, strange: jax.Array) -> jax.Array:
-        w = jnp.concatenate([one[slot, :, :, at].reshape(-1, at.size).astype(h_ref.dtype) for one in factors])
+        w = jnp.concatenate(
+            [one[slot, :, :, at].reshape(-1, at.size).astype(h_ref.dtype) for one in factors]
+        )
         if safe:
-            mine = jnp.concatenate([jnp.where(one, 1.0, 0.0).astype(w.dtype) for one in own], axis=1)
+            mine = jnp.concatenate(
+                [jnp.where(one, 1.0, 0.0).astype(w.dtype) for one in own], axis=1
+            )
             bad = dot(mine, jnp.where(fine(w), 0.0, 1.0).astype(w.dtype), (1, 0))
             w = cleaned(w)
         delta = dot(h_ref[...], w, (1, 0))
@@ -282,22 +375,32 @@ def expand(
         out_ref[:, at] = (jnp.where(bad > 0, jnp.nan, new) if safe else new).astype(out_ref.dtype)
         return strange + folded(delta[:8])
 
-    return over(F, block_of(F, narrower(columns, h_ref.shape[1])), part, jnp.zeros((8, LANES), jnp.float32))
+    return over(
+        F, block_of(F, narrower(columns, h_ref.shape[1])), part, jnp.zeros((8, LANES), jnp.float32)
+    )
 
 
 def folded(made: jax.Array) -> jax.Array:
     """``[8, 128]`` sum of ``[T, n]``."""
-    parts = [made[i : i + 8, j : j + LANES] for i in range(0, made.shape[0], 8) for j in range(0, made.shape[1], LANES)]
+    parts = [
+        made[i : i + 8, j : j + LANES]
+        for i in range(0, made.shape[0], 8)
+        for j in range(0, made.shape[1], LANES)
+    ]
     return functools.reduce(jnp.add, parts)
 
 
 def not_finite(strange: jax.Array) -> jax.Array:
-    """1 if a sum of products' first eight rows is not finite: what is not finite on a product's right side reaches every row."""
+    """1 if a sum of products' first eight rows is not finite: what is not finite on a product's
+    right side reaches every row.
+    """
     return jnp.where(fine(jnp.sum(strange)), 0, 1)
 
 
 def over_chunks(count: jax.Array, C: int, fetch: Fetch, body: Any) -> Any:
-    """``body(chunk, first) -> int32`` over the chunks of a tile, while the next one's factors are fetched; the sum."""
+    """``body(chunk, first) -> int32`` over the chunks of a tile, while the next one's factors are
+    fetched; the sum.
+    """
     chunks = div(count + C - 1, C)
 
     def one(chunk: jax.Array, first: bool) -> jax.Array:

@@ -1,4 +1,6 @@
-"""Packed LoRA in plain XLA, a run of rows at a time: serves every shape, makes nothing large, and is slow where there are many runs."""
+"""Packed LoRA in plain XLA, a run of rows at a time: serves every shape, makes nothing large, and
+is slow where there are many runs.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -31,7 +33,9 @@ def _padded(x: jax.Array, tile: int) -> jax.Array:
 
 def _own(x: jax.Array, row: jax.Array, own: jax.Array) -> jax.Array:
     """A tile with zeros in rows of other runs: theirs may be NaN, and 0 x NaN is NaN."""
-    return jnp.where(own, jax.lax.dynamic_slice_in_dim(x, row, own.shape[0]), jnp.zeros((), x.dtype))
+    return jnp.where(
+        own, jax.lax.dynamic_slice_in_dim(x, row, own.shape[0]), jnp.zeros((), x.dtype)
+    )
 
 
 def _at(w: jax.Array, i: jax.Array) -> jax.Array:
@@ -40,7 +44,9 @@ def _at(w: jax.Array, i: jax.Array) -> jax.Array:
 
 def _put(y: jax.Array, row: jax.Array, own: jax.Array, delta: jax.Array) -> jax.Array:
     old = jax.lax.dynamic_slice_in_dim(y, row, own.shape[0])
-    return jax.lax.dynamic_update_slice_in_dim(y, jnp.where(own, (old + delta).astype(y.dtype), old), row, 0)
+    return jax.lax.dynamic_update_slice_in_dim(
+        y, jnp.where(own, (old + delta).astype(y.dtype), old), row, 0
+    )
 
 
 def add(
@@ -69,7 +75,12 @@ def add(
 
 
 def backward(
-    x: jax.Array, a: Sequence[jax.Array], b: Sequence[jax.Array], g: Sequence[jax.Array], dx_onto: jax.Array, factor: jax.Array
+    x: jax.Array,
+    a: Sequence[jax.Array],
+    b: Sequence[jax.Array],
+    g: Sequence[jax.Array],
+    dx_onto: jax.Array,
+    factor: jax.Array,
 ) -> tuple[jax.Array, tuple[jax.Array, ...], tuple[jax.Array, ...]]:
     """Gradients of ``add``: of x, added to ``dx_onto``, and of the factors, in their dtypes."""
     M, tile = x.shape[0], min(TILE, x.shape[0])
@@ -83,7 +94,10 @@ def backward(
         rows, new_a, new_b, delta = _own(x, row, own), [], [], jnp.zeros((), jnp.float32)
         for a_k, b_k, g_k, sum_a, sum_b in zip(a, b, g, da, db):
             mine = _own(g_k, row, own)
-            h, dh = dot(rows, _at(a_k, w), (1, 1)).astype(x.dtype), dot(mine, _at(b_k, w), (1, 1)).astype(x.dtype)
+            h, dh = (
+                dot(rows, _at(a_k, w), (1, 1)).astype(x.dtype),
+                dot(mine, _at(b_k, w), (1, 1)).astype(x.dtype),
+            )
             h, dh = (jnp.where(own, part, jnp.zeros((), x.dtype)) for part in (h, dh))
             new_a.append(added(sum_a, w, dot(dh, rows, (0, 0))))
             new_b.append(added(sum_b, w, dot(h, mine, (0, 0))))

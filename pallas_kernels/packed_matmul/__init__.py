@@ -1,8 +1,11 @@
-"""Packed matmul: rows sorted by expert, each times its expert's frozen matrix and by its own adapter, in one pass.
+"""Packed matmul: rows sorted by expert, each times its expert's frozen matrix and by its own
+adapter, in one pass.
 
-``y_k[m] = x[m] w_k[e] + (x[m] a_k[f]^T) b_k[f]`` with ``e`` the row's expert and ``f`` its factor, for all projections k of the same rows.
-It is ``grouped_matmul`` and then ``packed_lora``, with rows read once and results written once. Gradients are by the kernels of these two:
-in one kernel with the base's product that of x needs inner products that the factors' gradients need again, see docs/kernels.md.
+``y_k[m] = x[m] w_k[e] + (x[m] a_k[f]^T) b_k[f]`` with ``e`` the row's expert and ``f`` its factor,
+for all projections k of the same rows. It is ``grouped_matmul`` and then ``packed_lora``, with rows
+read once and results written once. Gradients are by the kernels of these two: in one kernel with
+the base's product that of x needs inner products that the factors' gradients need again, see
+docs/kernels.md.
 
 Axes: M rows, E experts, D in, F out, R rank, W factors, K projections of the same rows.
 """
@@ -38,9 +41,11 @@ def packed_matmul(
     implementation: str = "auto",
     interpret: Any = None,
 ) -> tuple[jax.Array, ...]:
-    """``x w_k + (x a_k^T) b_k`` by each row's expert and factor, ``[M, F_k]`` of each projection; zeros behind the last expert.
+    """``x w_k + (x a_k^T) b_k`` by each row's expert and factor, ``[M, F_k]`` of each projection;
+    zeros behind the last expert.
 
-    Differentiable in x, a and b, for the base is frozen; under ``vmap`` it is one product of all rows.
+    Differentiable in x, a and b, for the base is frozen; under ``vmap`` it is one product of all
+    rows.
 
     Args:
         x: ``[M, D]``, rows of expert 0 first.
@@ -52,15 +57,21 @@ def packed_matmul(
         interpret: run a kernel that is named in Pallas' interpreter; None: on a CPU.
 
     Raises:
-        ValueError: shapes that do not fit, an implementation that cannot serve them, or a gradient of ``w``.
+        ValueError: shapes that do not fit, an implementation that cannot serve them, or a gradient
+            of ``w``.
     """
     for w_k, a_k, b_k in zip(w, a, b, strict=True):
         (E, D, F), (W, R, _) = w_k.shape, a_k.shape
         if (x.shape[1], a_k.shape[2], b_k.shape) != (D, D, (W, R, F)) or sizes.shape != (E,):
             shapes = x.shape, w_k.shape, sizes.shape, a_k.shape, b_k.shape
-            raise ValueError(f"x, w, sizes, a and b have shapes {shapes}; expected [M, D], [E, D, F], [E], [W, R, D] and [W, R, F]")
+            raise ValueError(
+                f"x, w, sizes, a and b have shapes {shapes}; expected [M, D], [E, D, F], [E], [W,"
+                " R, D] and [W, R, F]"
+            )
     if factor.shape != x.shape[:1]:
-        raise ValueError(f"factor has shape {factor.shape}; expected one for each of {x.shape[0]} rows")
+        raise ValueError(
+            f"factor has shape {factor.shape}; expected one for each of {x.shape[0]} rows"
+        )
     return _packed((implementation, interpret), x, tuple(w), sizes, tuple(a), tuple(b), factor)
 
 
@@ -72,7 +83,11 @@ def _packed(how: tuple[str, Any], x: Any, w: Any, sizes: Any, a: Any, b: Any, fa
 def _forward(how: Any, x: Any, w: Any, sizes: Any, a: Any, b: Any, factor: Any) -> Any:
     if any(one.perturbed for one in w):
         raise ValueError("a gradient of the experts' matrices was asked for; they are frozen")
-    args = jax.tree.map(lambda arg: arg.value, (x, w, sizes, a, b, factor), is_leaf=lambda arg: hasattr(arg, "perturbed"))
+    args = jax.tree.map(
+        lambda arg: arg.value,
+        (x, w, sizes, a, b, factor),
+        is_leaf=lambda arg: hasattr(arg, "perturbed"),
+    )
     return _matmul(how)(*args), args
 
 
@@ -102,7 +117,9 @@ def _matmul(how: tuple[str, Any]) -> Any:
             sizes = jnp.sum(sizes_PE, axis=0, dtype=sizes.dtype)
         else:
             w, sizes = tuple(joined(one, of, P) for one, of in zip(w, of_w)), sizes_PE.reshape(-1)
-        a, b, factor = packed_lora.of_policies(P, (a, b, factor), (of_a, of_b, of_factor), shared=not any((*of_a, *of_b)))
+        a, b, factor = packed_lora.of_policies(
+            P, (a, b, factor), (of_a, of_b, of_factor), shared=not any((*of_a, *of_b))
+        )
         factor = rows.take(factor[:, None], True)[:, 0]
         out = tuple(rows.back(y) for y in call(rows.take(x, of_x), w, sizes, a, b, factor))
         return out, (True,) * len(out)

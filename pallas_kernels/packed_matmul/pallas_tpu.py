@@ -1,16 +1,21 @@
-"""TPU kernel of packed matmul: experts' matrices and the adapters of their rows in one pass over the rows.
+"""TPU kernel of packed matmul: experts' matrices and the adapters of their rows in one pass over
+the rows.
 
-Rows are cut into tiles, and a tile meets its experts one after another (``visits``). The matrices of a visit are blocks that Pallas fetches
-a visit ahead, once for visits of the same expert that follow each other. The factors of a visit's adapters come in chunks that fill 128
-columns, as in ``packed_lora``, the first of them while the visit before is computed. A visit's product and that of its first chunk are
-one sum, which is written once, into the rows that are the expert's own. Matrices of 8 bits travel so, and are converted in the core's
-memory: as an operand of a product outside they would be written in 16 bits, all experts of a layer, and read again.
+Rows are cut into tiles, and a tile meets its experts one after another (``visits``). The matrices
+of a visit are blocks that Pallas fetches a visit ahead, once for visits of the same expert that
+follow each other. The factors of a visit's adapters come in chunks that fill 128 columns, as in
+``packed_lora``, the first of them while the visit before is computed. A visit's product and that of
+its first chunk are one sum, which is written once, into the rows that are the expert's own.
+Matrices of 8 bits travel so, and are converted in the core's memory: as an operand of a product
+outside they would be written in 16 bits, all experts of a layer, and read again.
 
-Side by side 0 x NaN is NaN: an adapter's NaN in B would reach all rows of its visit. The sum of all that a visit makes shows it. Then the
-visit is computed once more by the same code, with zeros in place of what is not finite in B, and NaN is put where it belongs: other rows
-have the bits that they would have without it. Rows of other experts are never written.
+Side by side 0 x NaN is NaN: an adapter's NaN in B would reach all rows of its visit. The sum of all
+that a visit makes shows it. Then the visit is computed once more by the same code, with zeros in
+place of what is not finite in B, and NaN is put where it belongs: other rows have the bits that
+they would have without it. Rows of other experts are never written.
 
-Axes: M rows, T rows of a tile, E experts, D in, F out, R rank, C adapters of a chunk, K projections of the same rows, W factors.
+Axes: M rows, T rows of a tile, E experts, D in, F out, R rank, C adapters of a chunk, K projections
+of the same rows, W factors.
 """
 
 import functools
@@ -31,16 +36,23 @@ from pallas_kernels.packed_matmul.visits import visits_of
 from pallas_kernels.products import dot
 
 Arrays = Sequence[jax.Array]
-EIGHT = (jnp.dtype(jnp.int8), jnp.dtype(jnp.float8_e4m3fn))  # what matrices may be stored in beside the rows' dtype
+# what matrices may be stored in beside the rows' dtype
+EIGHT = (jnp.dtype(jnp.int8), jnp.dtype(jnp.float8_e4m3fn))
 MOST_VISITS = 1 << 16  # two numbers of each in 1 MiB of scalars
 
 
 def config(x: jax.Array, w: Arrays, sizes: jax.Array, a: Arrays, b: Arrays) -> Config:
-    """As measured, or else tiles of 128 rows, and smaller ones for experts of few rows, down to 32: a visit multiplies all rows of its
-    tile."""
+    """As measured, or else tiles of 128 rows, and smaller ones for experts of few rows, down to 32:
+    a visit multiplies all rows of its tile.
+    """
     average = -(-x.shape[0] // sizes.shape[0])
     rule = Config(rows=min(128, max(32, pl.next_power_of_2(2 * average))))
-    return tuning.chosen("packed_matmul", "tpu", f"{tiles.key_of(x, a, b)} {w[0].dtype} experts {sizes.shape[0]}", rule)
+    return tuning.chosen(
+        "packed_matmul",
+        "tpu",
+        f"{tiles.key_of(x, a, b)} {w[0].dtype} experts {sizes.shape[0]}",
+        rule,
+    )
 
 
 def require(
@@ -62,14 +74,26 @@ def require(
     tiles.require(x, a, b)
     for one in w:
         if w_scale is None and one.dtype != x.dtype:
-            raise NotImplementedError(f"experts' matrices are {one.dtype} and rows {x.dtype}; without scales equal ones are served")
+            raise NotImplementedError(
+                f"experts' matrices are {one.dtype} and rows {x.dtype}; without scales equal ones"
+                " are served"
+            )
         if w_scale is not None and one.dtype not in EIGHT:
-            raise NotImplementedError(f"experts' matrices are {one.dtype} and have scales; int8 and float8_e4m3fn are served")
+            raise NotImplementedError(
+                f"experts' matrices are {one.dtype} and have scales; int8 and float8_e4m3fn are"
+                " served"
+            )
     how, M = config(x, w, sizes, a, b), x.shape[0]
     tile = tiles.tile_rows(x, how)
     if not M or -(-M // tile) + min(M, sizes.shape[0]) > MOST_VISITS:
-        raise NotImplementedError(f"{M} rows of {sizes.shape[0]} experts; from 1 row to {MOST_VISITS} visits are served")
-    blocks = [*((tile, one.shape[2], x.dtype) for one in w), (tile, x.shape[1], x.dtype), *((*one.shape[1:], one.dtype) for one in w)]
+        raise NotImplementedError(
+            f"{M} rows of {sizes.shape[0]} experts; from 1 row to {MOST_VISITS} visits are served"
+        )
+    blocks = [
+        *((tile, one.shape[2], x.dtype) for one in w),
+        (tile, x.shape[1], x.dtype),
+        *((*one.shape[1:], one.dtype) for one in w),
+    ]
     tiles.require_room(_scratch(x, a, b, how), blocks, x, config=how)
 
 
@@ -83,14 +107,32 @@ def _scratch(x: jax.Array, a: Arrays, b: Arrays, how: Config) -> list[Any]:
     ]
 
 
-def _kernel(tile_V, expert_V, first, meta, ahead, local, *refs, K: int, C: int, R: int, columns: int, scaled: bool, eight: bool) -> None:
+def _kernel(
+    tile_V,
+    expert_V,
+    first,
+    meta,
+    ahead,
+    local,
+    *refs,
+    K: int,
+    C: int,
+    R: int,
+    columns: int,
+    scaled: bool,
+    eight: bool,
+) -> None:
     del expert_V, first
     T = local.shape[2]
     scale, refs = (tiles.as_column(refs[0][0], T), refs[1:]) if scaled else (None, refs)
-    x, [w, *w_scales, a, b, out, a_buf, b_buf, h_refs, bad_refs] = refs[0], [refs[1 + K * i : 1 + K * (i + 1)] for i in range(8 + eight)]
+    x, [w, *w_scales, a, b, out, a_buf, b_buf, h_refs, bad_refs] = (
+        refs[0],
+        [refs[1 + K * i : 1 + K * (i + 1)] for i in range(8 + eight)],
+    )
     sem, begin = refs[-2:]
     v, of = pl.program_id(0), tiles.Rows(local, T, C, R)
-    fresh = (v == 0) | (tile_V[v] != tile_V[jnp.maximum(v - 1, 0)])  # nothing is written in the tile yet
+    # nothing is written in the tile yet
+    fresh = (v == 0) | (tile_V[v] != tile_V[jnp.maximum(v - 1, 0)])
     mine = of.run >= -1
     count, pairs = meta[0, 0, T + COUNT], [*zip(a, a_buf), *zip(b, b_buf)]
     chunks = div(count + C - 1, C)
@@ -115,7 +157,9 @@ def _kernel(tile_V, expert_V, first, meta, ahead, local, *refs, K: int, C: int, 
         return out[k][:, at].astype(jnp.float32)
 
     def write(k: int, at: Any, new: jax.Array, fresh: jax.Array | bool) -> None:
-        out[k][:, at] = jnp.where(mine, new, jnp.where(fresh, 0.0, made(k, at))).astype(out[k].dtype)
+        out[k][:, at] = jnp.where(mine, new, jnp.where(fresh, 0.0, made(k, at))).astype(
+            out[k].dtype
+        )
 
     @pl.when(count == 0)
     def _none() -> None:
@@ -133,7 +177,9 @@ def _kernel(tile_V, expert_V, first, meta, ahead, local, *refs, K: int, C: int, 
 
         def halves() -> None:
             first, second = of.own(chunk, 0), of.own(chunk, 1)
-            [both] = tiles.shrink(x, [one.at[:, : C // 2] for one in a_buf], slot, first | second, columns, scale)
+            [both] = tiles.shrink(
+                x, [one.at[:, : C // 2] for one in a_buf], slot, first | second, columns, scale
+            )
             # Turned, the second one's columns lie where its adapters' B do.
             for ref, h in zip(h_refs, (both, pltpu.roll(both, C * R // 2, 1))):
                 ref[...] = jnp.where(first, h, 0.0).astype(ref.dtype)
@@ -148,8 +194,13 @@ def _kernel(tile_V, expert_V, first, meta, ahead, local, *refs, K: int, C: int, 
         slot = fetch.slot(chunk)
 
         def part(at: Any, total: jax.Array) -> jax.Array:
-            # The small product first: behind the large one it took 480 bundles more on a v5e, 9 % of the base's.
-            delta = dot(h_refs[k][...], b_buf[k][slot, :, :, at].reshape(C * R, at.size).astype(x.dtype), (1, 0))
+            # The small product first: behind the large one it took 480 bundles more on a v5e, 9 %
+            # of the base's.
+            delta = dot(
+                h_refs[k][...],
+                b_buf[k][slot, :, :, at].reshape(C * R, at.size).astype(x.dtype),
+                (1, 0),
+            )
             new = delta + base(k, at)
             write(k, at, new, fresh)
             return total + tiles.folded(new)
@@ -157,20 +208,29 @@ def _kernel(tile_V, expert_V, first, meta, ahead, local, *refs, K: int, C: int, 
         return blocks(k, part, jnp.zeros((8, tiles.LANES), jnp.float32))
 
     def clean(chunk: jax.Array) -> None:
-        """Zeros for what is not finite in the chunk's B, and in ``bad_refs`` where a row's own was."""
+        """Zeros for what is not finite in the chunk's B, and in ``bad_refs`` where a row's own
+        was.
+        """
         slot, own = fetch.slot(chunk), jnp.where(of.own(chunk), 1.0, 0.0)
         for k in range(K):
 
             def part(at: Any, _: None, k: int = k) -> None:
                 held = b_buf[k][slot, :, :, at]
-                bad_refs[k][:, at] = dot(own, jnp.where(tiles.fine(held), 0.0, 1.0).reshape(C * R, at.size), (1, 0))
+                bad_refs[k][:, at] = dot(
+                    own, jnp.where(tiles.fine(held), 0.0, 1.0).reshape(C * R, at.size), (1, 0)
+                )
                 b_buf[k][slot, :, :, at] = tiles.cleaned(held)
 
             blocks(k, part)
 
     def poison() -> None:
         for k in range(K):
-            blocks(k, lambda at, _, k=k: write(k, at, jnp.where(bad_refs[k][:, at] > 0, jnp.nan, made(k, at)), False))
+            blocks(
+                k,
+                lambda at, _, k=k: write(
+                    k, at, jnp.where(bad_refs[k][:, at] > 0, jnp.nan, made(k, at)), False
+                ),
+            )
 
     def one(chunk: jax.Array, again: jax.Array, base: Any, fresh: jax.Array | bool) -> jax.Array:
         @pl.when(chunk + 1 < chunks)
@@ -198,7 +258,9 @@ def _kernel(tile_V, expert_V, first, meta, ahead, local, *refs, K: int, C: int, 
             fetch.start(jnp.int32(0))
 
         strange = one(jnp.int32(0), again, based, fresh)
-        strange = jax.lax.fori_loop(1, chunks, lambda chunk, strange: strange + one(chunk, again, made, False), strange)
+        strange = jax.lax.fori_loop(
+            1, chunks, lambda chunk, strange: strange + one(chunk, again, made, False), strange
+        )
         pl.when(again)(lambda: coming.start(jnp.int32(0)))
         return strange
 
@@ -206,7 +268,12 @@ def _kernel(tile_V, expert_V, first, meta, ahead, local, *refs, K: int, C: int, 
     def _some() -> None:
         # One copy of the code for both turns: another might add in another order.
         jax.lax.fori_loop(
-            0, 2, lambda turn, strange: jax.lax.cond((turn == 0) | (strange > 0), computed, jnp.zeros_like, turn), jnp.int32(0)
+            0,
+            2,
+            lambda turn, strange: jax.lax.cond(
+                (turn == 0) | (strange > 0), computed, jnp.zeros_like, turn
+            ),
+            jnp.int32(0),
         )
 
     begin[0] = fetch.slot(chunks)
@@ -229,8 +296,9 @@ def matmul(
 
     Args:
         scale: ``[M]`` of each row.
-        first: int32, where the first expert's matrix stands in ``w``, which may have those of other layers too: a slice of it would be a
-            copy of every expert, the ones that nobody visits among them.
+        first: int32, where the first expert's matrix stands in ``w``, which may have those of other
+            layers too: a slice of it would be a copy of every expert, the ones that nobody visits
+            among them.
         w_scale: ``[E, F_k]`` float32, of matrices of 8 bits: what ``x w_k`` is multiplied by.
     """
     how = how or config(x, w, sizes, a, b)
@@ -241,15 +309,31 @@ def matmul(
     N, last = -(-M // T), visits.tile.shape[0] - 1
     place = jnp.reshape(0 if first is None else first, (1,)).astype(jnp.int32)
     here = [jax.ShapeDtypeStruct((sizes.shape[0], *one.shape[1:]), one.dtype) for one in w]
-    scales = [] if scale is None else [jnp.pad(scale.astype(jnp.float32), (0, N * T - M)).reshape(N, 1, T)]
+    scales = (
+        []
+        if scale is None
+        else [jnp.pad(scale.astype(jnp.float32), (0, N * T - M)).reshape(N, 1, T)]
+    )
     rows, *results = (pl.BlockSpec((T, n), lambda v, tile, *_: (tile[v], 0)) for n in (D, *widths))
     w_scales = [] if w_scale is None else [one.astype(jnp.float32)[:, None] for one in w_scale]
 
     def runs(step: int) -> Any:
-        return pl.BlockSpec((1, 1, visits.meta.shape[2]), lambda v, *_: (jnp.minimum(v + step, last), 0, 0), memory_space=pltpu.SMEM)
+        return pl.BlockSpec(
+            (1, 1, visits.meta.shape[2]),
+            lambda v, *_: (jnp.minimum(v + step, last), 0, 0),
+            memory_space=pltpu.SMEM,
+        )
 
     made = pl.pallas_call(
-        functools.partial(_kernel, K=K, C=C, R=R, columns=how.columns, scaled=scale is not None, eight=w_scale is not None),
+        functools.partial(
+            _kernel,
+            K=K,
+            C=C,
+            R=R,
+            columns=how.columns,
+            scaled=scale is not None,
+            eight=w_scale is not None,
+        ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
             grid=(visits.total,),
@@ -259,17 +343,45 @@ def matmul(
                 pl.BlockSpec((1, 1, T), lambda v, *_: (v, 0, 0)),
                 *(pl.BlockSpec((1, 1, T), lambda v, tile, *_: (tile[v], 0, 0)) for _ in scales),
                 rows,
-                *(pl.BlockSpec((None, *one.shape[1:]), lambda v, tile, expert, first: (expert[v] + first[0], 0, 0)) for one in w),
-                *(pl.BlockSpec((None, 1, one.shape[2]), lambda v, tile, expert, first: (expert[v], 0, 0)) for one in w_scales),
+                *(
+                    pl.BlockSpec(
+                        (None, *one.shape[1:]),
+                        lambda v, tile, expert, first: (expert[v] + first[0], 0, 0),
+                    )
+                    for one in w
+                ),
+                *(
+                    pl.BlockSpec(
+                        (None, 1, one.shape[2]), lambda v, tile, expert, first: (expert[v], 0, 0)
+                    )
+                    for one in w_scales
+                ),
                 *[pl.BlockSpec(memory_space=pl.ANY)] * (2 * K),
             ],
             out_specs=results,
-            scratch_shapes=[*_scratch(x, a, b, how), pltpu.SemaphoreType.DMA((2,)), pltpu.SMEM((1,), jnp.int32)],
+            scratch_shapes=[
+                *_scratch(x, a, b, how),
+                pltpu.SemaphoreType.DMA((2,)),
+                pltpu.SMEM((1,), jnp.int32),
+            ],
         ),
         out_shape=[jax.ShapeDtypeStruct((M, n), x.dtype) for n in widths],
         compiler_params=tiles.PARAMS,
         cost_estimate=tiles.estimate(cost.packed_matmul(x, here, a, b)),
         interpret=interpret,
         name="packed_matmul",
-    )(visits.tile, visits.expert, place, visits.meta, visits.meta, visits.local, *scales, x, *w, *w_scales, *a, *b)
+    )(
+        visits.tile,
+        visits.expert,
+        place,
+        visits.meta,
+        visits.meta,
+        visits.local,
+        *scales,
+        x,
+        *w,
+        *w_scales,
+        *a,
+        *b,
+    )
     return tuple(made)

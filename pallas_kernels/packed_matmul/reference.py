@@ -10,18 +10,36 @@ from pallas_kernels.packed_lora import reference as lora
 
 
 def packed_matmul(
-    x: Any, w: Sequence[Any], sizes: Any, a: Sequence[Any], b: Sequence[Any], factor: Any, scale: Any = None
+    x: Any,
+    w: Sequence[Any],
+    sizes: Any,
+    a: Sequence[Any],
+    b: Sequence[Any],
+    factor: Any,
+    scale: Any = None,
 ) -> list[np.ndarray]:
     """As ``packed_matmul.packed_matmul``."""
-    return lora.packed_lora(x, a, b, [grouped_matmul(x, one, sizes) for one in w], inside(factor, sizes), scale)
+    return lora.packed_lora(
+        x, a, b, [grouped_matmul(x, one, sizes) for one in w], inside(factor, sizes), scale
+    )
 
 
 def gradients(
-    x: Any, w: Sequence[Any], sizes: Any, a: Sequence[Any], b: Sequence[Any], g: Sequence[Any], factor: Any
+    x: Any,
+    w: Sequence[Any],
+    sizes: Any,
+    a: Sequence[Any],
+    b: Sequence[Any],
+    g: Sequence[Any],
+    factor: Any,
 ) -> tuple[np.ndarray, list[np.ndarray], list[np.ndarray]]:
     """Of x, a and b, where ``g`` are those of the results."""
     dx, da, db = lora.gradients(x, a, b, g, inside(factor, sizes))
-    return dx + sum(grouped_matmul(one, matrix, sizes, transposed=True) for one, matrix in zip(g, w)), da, db
+    return (
+        dx + sum(grouped_matmul(one, matrix, sizes, transposed=True) for one, matrix in zip(g, w)),
+        da,
+        db,
+    )
 
 
 def inside(factor: Any, sizes: Any) -> np.ndarray:

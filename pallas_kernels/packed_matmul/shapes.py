@@ -1,4 +1,6 @@
-"""Shapes of real models, for tests: Qwen3-30B-A3B (2048 x 768, 128 experts), whole or on one of eight devices."""
+"""Shapes of real models, for tests: Qwen3-30B-A3B (2048 x 768, 128 experts), whole or on one of
+eight devices.
+"""
 
 from typing import NamedTuple
 

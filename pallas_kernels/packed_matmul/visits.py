@@ -1,7 +1,9 @@
-"""Which expert and which adapters a tile of rows meets: small arrays that tell the TPU's kernel what to fetch, turn by turn.
+"""Which expert and which adapters a tile of rows meets: small arrays that tell the TPU's kernel
+what to fetch, turn by turn.
 
-A *visit* is the rows of one tile that one expert has. A tile with rows of several experts is visited once for each, the visits of a tile
-behind each other; one that has none is visited once, to be written. Within a visit runs of rows with one factor count from 0.
+A *visit* is the rows of one tile that one expert has. A tile with rows of several experts is
+visited once for each, the visits of a tile behind each other; one that has none is visited once, to
+be written. Within a visit runs of rows with one factor count from 0.
 
 Axes: M rows, N tiles, T rows of a tile, E experts, V visits.
 """
@@ -19,9 +21,12 @@ class Visits(NamedTuple):
 
     Attributes:
         total: ``[]`` int32, how many there are.
-        tile, expert: ``[V]`` int32; where a visit has no rows, the expert before, whose matrices are there already.
-        meta: ``[V, 1, T + EXTRA]`` int32: the factor of each run, and at ``T + COUNT`` how many there are.
-        local: ``[V, 1, T]`` int32: the run of each row; -1 for rows of the expert without an adapter, -2 for rows of other experts.
+        tile, expert: ``[V]`` int32; where a visit has no rows, the expert before, whose matrices
+            are there already.
+        meta: ``[V, 1, T + EXTRA]`` int32: the factor of each run, and at ``T + COUNT`` how many
+            there are.
+        local: ``[V, 1, T]`` int32: the run of each row; -1 for rows of the expert without an
+            adapter, -2 for rows of other experts.
     """
 
     total: jax.Array
@@ -43,7 +48,9 @@ def visits_of(sizes_E: jax.Array, factor_M: jax.Array, tile: int) -> Visits:
     runs = runs_of(factor_M, T)
     expert = _count_up(jnp.cumsum(sizes_E, dtype=jnp.int32), N * T).reshape(N, T)
     here = expert < E
-    begins = here & (expert != jnp.concatenate([jnp.full((N, 1), -1, jnp.int32), expert[:, :-1]], axis=1))
+    begins = here & (
+        expert != jnp.concatenate([jnp.full((N, 1), -1, jnp.int32), expert[:, :-1]], axis=1)
+    )
     visit = jnp.where(here, jnp.cumsum(begins, axis=1, dtype=jnp.int32) - 1, -1)
     visits_N = jnp.maximum(1, jnp.sum(begins, axis=1, dtype=jnp.int32))
     stop_N = jnp.cumsum(visits_N, dtype=jnp.int32)
@@ -55,10 +62,20 @@ def visits_of(sizes_E: jax.Array, factor_M: jax.Array, tile: int) -> Visits:
     adapted = mine & (run >= 0)
     low = jnp.min(jnp.where(adapted, run, T), axis=1, keepdims=True)
     local = jnp.where(adapted, run - low, jnp.where(mine, -1, -2))
-    ids = jnp.take_along_axis(runs.meta[tile_V, 0, :T], jnp.minimum(low + jnp.arange(T, dtype=jnp.int32)[None], T - 1), axis=1)
+    ids = jnp.take_along_axis(
+        runs.meta[tile_V, 0, :T],
+        jnp.minimum(low + jnp.arange(T, dtype=jnp.int32)[None], T - 1),
+        axis=1,
+    )
     count = jnp.maximum(0, jnp.max(local, axis=1, keepdims=True) + 1)
     behind = jnp.zeros((V, EXTRA), jnp.int32).at[:, COUNT].set(count[:, 0])
-    return Visits(stop_N[-1], tile_V, expert_V, jnp.concatenate([ids, behind], axis=1)[:, None], local[:, None])
+    return Visits(
+        stop_N[-1],
+        tile_V,
+        expert_V,
+        jnp.concatenate([ids, behind], axis=1)[:, None],
+        local[:, None],
+    )
 
 
 def _count_up(stop: jax.Array, n: int) -> jax.Array:

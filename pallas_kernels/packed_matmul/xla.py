@@ -1,4 +1,6 @@
-"""Packed matmul as two passes in plain XLA: grouped matmul, then packed LoRA's sum. Serves every shape."""
+"""Packed matmul as two passes in plain XLA: grouped matmul, then packed LoRA's sum. Serves every
+shape.
+"""
 
 from collections.abc import Sequence
 

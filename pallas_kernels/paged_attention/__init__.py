@@ -1,6 +1,8 @@
-"""Grouped-query attention (arXiv 2305.13245) of each row's queries to what its table of pages holds.
+"""Grouped-query attention (arXiv 2305.13245) of each row's queries to what its table of pages
+holds.
 
-Axes: L layers, U pages, B rows, K kv heads, M queries of one (heads of its group times new tokens), H head dim, X width in the pool.
+Axes: L layers, U pages, B rows, K kv heads, M queries of one (heads of its group times new tokens),
+H head dim, X width in the pool.
 """
 
 from typing import Any
@@ -31,14 +33,16 @@ def paged_attention(
     implementation: str = "auto",
     interpret: Any = None,
 ) -> Partial:
-    """Attention to what is in the cache, ``[B, K, M, 1]`` twice and ``[B, K, M, H]`` float32; MASKED, 0 and 0 where there is nothing.
+    """Attention to what is in the cache, ``[B, K, M, 1]`` twice and ``[B, K, M, H]`` float32;
+    MASKED, 0 and 0 where there is nothing.
 
     Args:
         q: ``[B, K, M, H]``.
         k, v: ``[L, U, K, PAGE, X]``, X at least H; what lies beyond H is not looked at.
         rows: what each row reads.
         scale: of scores.
-        implementation: ``auto``, ``xla``, ``pallas_tpu``, ``pallas_gpu`` or ``cpu``, see ``dispatch``.
+        implementation: ``auto``, ``xla``, ``pallas_tpu``, ``pallas_gpu`` or ``cpu``, see
+            ``dispatch``.
         interpret: run a kernel that is named in Pallas' interpreter; None: on a CPU.
 
     Raises:
@@ -46,6 +50,11 @@ def paged_attention(
     """
     (B, K, _, H), pools = q.shape, (k.shape, v.shape)
     if any(len(pool) != 5 or pool[2:4] != (K, PAGE) or pool[4] < H for pool in pools):
-        raise ValueError(f"q has shape {q.shape}, k and v {pools}; expected [B, K, M, H] and [L, U, K, {PAGE}, X], X at least H")
+        raise ValueError(
+            f"q has shape {q.shape}, k and v {pools}; expected [B, K, M, H] and [L, U, K, {PAGE},"
+            " X], X at least H"
+        )
     paged.check_rows(B, rows)
-    return dispatch.run("paged_attention", ATTEND, implementation, (q, k, v, rows), interpret, scale=scale)
+    return dispatch.run(
+        "paged_attention", ATTEND, implementation, (q, k, v, rows), interpret, scale=scale
+    )

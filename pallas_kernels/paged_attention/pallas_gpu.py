@@ -1,4 +1,6 @@
-"""GPU kernel of grouped-query attention to a paged cache: that of ``paged_gpu`` with pools of keys and of values."""
+"""GPU kernel of grouped-query attention to a paged cache: that of ``paged_gpu`` with pools of keys
+and of values.
+"""
 
 from typing import Any
 
@@ -20,7 +22,14 @@ def require(q: jax.Array, k: jax.Array, v: jax.Array, *rest: Any) -> None:
 
 
 def attend(
-    q: jax.Array, k: jax.Array, v: jax.Array, rows: Rows, *, scale: float, how: Config | None = None, interpret: Any = False
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    rows: Rows,
+    *,
+    scale: float,
+    how: Config | None = None,
+    interpret: Any = False,
 ) -> Partial:
     """See ``paged_attention``."""
     return paged_gpu.attend([q], [k, v], 1, q.shape[3], rows, scale, how, interpret)

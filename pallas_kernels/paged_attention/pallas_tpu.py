@@ -1,4 +1,6 @@
-"""TPU kernel of grouped-query attention to a paged cache: that of ``paged_tpu`` with pools of keys and of values."""
+"""TPU kernel of grouped-query attention to a paged cache: that of ``paged_tpu`` with pools of keys
+and of values.
+"""
 
 from typing import Any
 

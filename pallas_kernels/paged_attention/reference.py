@@ -1,4 +1,6 @@
-"""Grouped-query attention to a paged cache row by row in float64: what the others are compared with."""
+"""Grouped-query attention to a paged cache row by row in float64: what the others are compared
+with.
+"""
 
 from typing import Any
 

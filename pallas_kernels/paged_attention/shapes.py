@@ -24,7 +24,8 @@ class Shape(NamedTuple):
     dtype: str = "bfloat16"
 
 
-# Qwen3-30B-A3B (32 heads over 4), Qwen3-4B (32 over 8), SmolLM2-135M (9 over 3, of 64); one head of keys is a device's of several.
+# Qwen3-30B-A3B (32 heads over 4), Qwen3-4B (32 over 8), SmolLM2-135M (9 over 3, of 64); one head of
+# keys is a device's of several.
 DECODE = (
     Shape(128, 4, 8, 128, 128, 8192),
     Shape(8, 4, 8, 128, 128, 32768),
@@ -35,7 +36,11 @@ DECODE = (
     Shape(32, 3, 3, 64, 128, 8192, "float32"),
     Shape(7, 4, 8, 128, 128, 8192, "float32"),
 )
-TEAMS = (Shape(16, 4, 8 * 8, 128, 128, 8192), Shape(4, 8, 4 * 8, 128, 128, 32768), Shape(4, 3, 3 * 8, 64, 128, 8192))
+TEAMS = (
+    Shape(16, 4, 8 * 8, 128, 128, 8192),
+    Shape(4, 8, 4 * 8, 128, 128, 32768),
+    Shape(4, 3, 3 * 8, 64, 128, 8192),
+)
 PREFILL = (
     Shape(16, 4, 8 * 32, 128, 128, 8192),
     Shape(16, 8, 4 * 32, 128, 128, 32768, "float32"),

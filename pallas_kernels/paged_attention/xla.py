@@ -1,4 +1,5 @@
-"""Grouped-query attention to a paged cache in plain XLA: a run of all rows at a time, as far as the longest reaches.
+"""Grouped-query attention to a paged cache in plain XLA: a run of all rows at a time, as far as the
+longest reaches.
 
 Axes: B rows, K kv heads, M queries of one, H head dim, S positions of a run.
 """
@@ -11,12 +12,16 @@ from pallas_kernels.paged import Rows
 from pallas_kernels.partial import MASKED, Partial, partial_softmax
 
 
-def scored(q_BKMH: jax.Array, k_BKSH: jax.Array, v_BKSH: jax.Array, seen: jax.Array, scale: float) -> Partial:
+def scored(
+    q_BKMH: jax.Array, k_BKSH: jax.Array, v_BKSH: jax.Array, seen: jax.Array, scale: float
+) -> Partial:
     """Attention to keys at hand; ``seen`` broadcasts to ``[B, K, M, S]``."""
     s = jnp.einsum("BKMH,BKSH->BKMS", q_BKMH, k_BKSH, preferred_element_type=jnp.float32) * scale
     return partial_softmax(
         jnp.where(seen, s, MASKED),
-        lambda p: jnp.einsum("BKMS,BKSH->BKMH", p.astype(v_BKSH.dtype), v_BKSH, preferred_element_type=jnp.float32),
+        lambda p: jnp.einsum(
+            "BKMS,BKSH->BKMH", p.astype(v_BKSH.dtype), v_BKSH, preferred_element_type=jnp.float32
+        ),
     )
 
 
@@ -32,6 +37,8 @@ def attend(
 
     def score(q_BKMH: jax.Array, pages: jax.Array, seen_BS: jax.Array) -> Partial:
         k_BKSH, v_BKSH = (paged.read(pool, rows.layer, pages, q_BKMH.shape[-1]) for pool in (k, v))
-        return scored(q_BKMH, k_BKSH, paged.clean(v_BKSH, seen_BS[:, None]), seen_BS[:, None, None], scale)
+        return scored(
+            q_BKMH, k_BKSH, paged.clean(v_BKSH, seen_BS[:, None]), seen_BS[:, None, None], scale
+        )
 
     return paged.attend(score, q, rows)

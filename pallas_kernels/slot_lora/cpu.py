@@ -1,6 +1,8 @@
-"""Slot LoRA on CPUs (``native/slot_lora.cc``): rows of one slot together, each distinct adapter read once, nothing gathered.
+"""Slot LoRA on CPUs (``native/slot_lora.cc``): rows of one slot together, each distinct adapter
+read once, nothing gathered.
 
-Float32 alone, and both products at once: over a mesh whose devices have parts of the inputs the caller's form remains.
+Float32 alone, and both products at once: over a mesh whose devices have parts of the inputs the
+caller's form remains.
 """
 
 from typing import Any
@@ -18,7 +20,9 @@ def require_add(x: jax.Array, a: jax.Array, b: jax.Array, onto: jax.Array) -> No
         NotImplementedError: with the reason.
     """
     if any(one.dtype != jnp.float32 for one in (x, a, b, onto)):
-        raise NotImplementedError(f"dtypes {x.dtype}, {a.dtype}, {b.dtype} and {onto.dtype}, and not float32")
+        raise NotImplementedError(
+            f"dtypes {x.dtype}, {a.dtype}, {b.dtype} and {onto.dtype}, and not float32"
+        )
     native.require()
 
 
@@ -46,4 +50,6 @@ def add(
     del interpret
     scale = jnp.ones(x.shape[:1], jnp.float32) if scale is None else scale
     out = jax.ShapeDtypeStruct(onto.shape, jnp.float32)
-    return native.call("mint_slot_lora", out, x, a, b, onto, slot, scale, jnp.int32(first), aliases={3: 0})
+    return native.call(
+        "mint_slot_lora", out, x, a, b, onto, slot, scale, jnp.int32(first), aliases={3: 0}
+    )

@@ -1,10 +1,13 @@
-"""Slot LoRA on GPUs: two kernels that fetch and store rows by their numbers, so that nothing is sorted or copied but these numbers.
+"""Slot LoRA on GPUs: two kernels that fetch and store rows by their numbers, so that nothing is
+sorted or copied but these numbers.
 
-Tiles have rows of one slot alone, as those of packed LoRA's kernels: no product has two adapters' operands, and no result depends on
-where other rows lie. Which rows a tile has (``Turn``) follows from the slots alone; a sampler makes it once for all layers and steps. The
-inner products are made in parts of the depth, and a row's outputs block by block, each by a program of its own: a decoding batch has few
-tiles, and a GPU more than a hundred processors. One program for both products of a tile, which walked all of D and then all of F, took an
-H100 12 ms of a step of Qwen3-4B's 36 layers, as long as the bare base took; the rows' order, made anew for each projection, was in it.
+Tiles have rows of one slot alone, as those of packed LoRA's kernels: no product has two adapters'
+operands, and no result depends on where other rows lie. Which rows a tile has (``Turn``) follows
+from the slots alone; a sampler makes it once for all layers and steps. The inner products are made
+in parts of the depth, and a row's outputs block by block, each by a program of its own: a decoding
+batch has few tiles, and a GPU more than a hundred processors. One program for both products of a
+tile, which walked all of D and then all of F, took an H100 12 ms of a step of Qwen3-4B's 36 layers,
+as long as the bare base took; the rows' order, made anew for each projection, was in it.
 
 Axes: M rows, T rows of a tile, D in, F out, R rank, W slots, V tiles, S parts of D.
 """
@@ -51,8 +54,8 @@ class Turn:
 
     Attributes:
         rows: ``[M]`` int32, row numbers in the order of their slots.
-        slot, first, stop: ``[V]`` int32, of each tile its slot, and where in ``rows`` it begins and its slot's rows end; tiles that are not
-            there begin and end at 0.
+        slot, first, stop: ``[V]`` int32, of each tile its slot, and where in ``rows`` it begins and
+            its slot's rows end; tiles that are not there begin and end at 0.
         tile: T.
     """
 
@@ -71,7 +74,10 @@ def turn(slot: jax.Array, W: int) -> Turn:
     mine = slot[rows]
     leads = jnp.concatenate([jnp.ones((min(M, 1),), bool), mine[1:] != mine[:-1]])
     begins = jax.lax.cummax(jnp.where(leads, number, 0))
-    ends = jax.lax.cummin(jnp.where(jnp.concatenate([leads[1:], jnp.ones((min(M, 1),), bool)]), number + 1, M), reverse=True)
+    ends = jax.lax.cummin(
+        jnp.where(jnp.concatenate([leads[1:], jnp.ones((min(M, 1),), bool)]), number + 1, M),
+        reverse=True,
+    )
     starts = (mine >= 0) & ((number - begins) % tile == 0)
     V = M // tile + min(W, M)
     place = jnp.where(starts, jnp.cumsum(starts) - 1, V)
@@ -86,12 +92,21 @@ def config(x: jax.Array, a: jax.Array, F: int, how: Turn) -> Config:
     """As measured, or else the rule."""
     (M, D), (W, R, _) = x.shape, a.shape
     exact, R = x.dtype == jnp.float32, power_of_two(R, MOST)
-    depth = next(d for d in (128, 64, 32, 16) if (how.tile + R) * d * x.dtype.itemsize * 3 <= 96 << 10 or d == 16)
+    depth = next(
+        d
+        for d in (128, 64, 32, 16)
+        if (how.tile + R) * d * x.dtype.itemsize * 3 <= 96 << 10 or d == 16
+    )
     across = max(16, min(64 if exact else 128, (8192 if exact else 16384) // R))
     tiles = max(1, min(how.slot.shape[0], M))
     parts = max(1, min(PROGRAMS // tiles, D // 256))
-    key = f"{x.dtype} rows {tuning.power(M)} {D}>{F} {a.dtype} rank {a.shape[1]} factors {tuning.power(W)}"
-    return tuning.chosen("slot_lora", "cuda", key, Config(min(depth, power_of_two(D, 128)), parts, across, 4))
+    key = (
+        f"{x.dtype} rows {tuning.power(M)} {D}>{F} {a.dtype} rank {a.shape[1]} factors"
+        f" {tuning.power(W)}"
+    )
+    return tuning.chosen(
+        "slot_lora", "cuda", key, Config(min(depth, power_of_two(D, 128)), parts, across, 4)
+    )
 
 
 def require_add(x: jax.Array, a: jax.Array, b: jax.Array, onto: jax.Array) -> None:
@@ -121,7 +136,8 @@ def _mine(order: Any, of_tiles: Any, v: jax.Array, tile: int) -> tuple[Span, jax
 
 
 def _ranks(R: int, w: jax.Array) -> Span:
-    # The start is 0, but of ``w``, not a constant: from JAX 0.12 on a constant one is refused if the block reaches beyond its array.
+    # The start is 0, but of ``w``, not a constant: from JAX 0.12 on a constant one is refused if
+    # the block reaches beyond its array.
     return columns(0 * w, power_of_two(R, MOST), R)
 
 
@@ -141,7 +157,13 @@ def _slot_lora_shrink(order: Any, *refs: Any, tile: int, how: Config) -> None:
             return sums + dot(read(x, rows, deep), read(a, w, ranks, deep), (1, 1))
 
         begin, end = share * each, jnp.minimum((share + 1) * each, steps)
-        write(h, jax.lax.fori_loop(begin, end, step, jnp.zeros((tile, ranks.size), jnp.float32)), share, rows, ranks)
+        write(
+            h,
+            jax.lax.fori_loop(begin, end, step, jnp.zeros((tile, ranks.size), jnp.float32)),
+            share,
+            rows,
+            ranks,
+        )
 
 
 def _slot_lora_expand(order: Any, *refs: Any, tile: int, how: Config) -> None:
@@ -150,18 +172,31 @@ def _slot_lora_expand(order: Any, *refs: Any, tile: int, how: Config) -> None:
     blocks, program = pl.cdiv(F, how.columns), pl.program_id(0)
     v = jax.lax.div(program, blocks)
     rows, slot, there = _mine(order, of_tiles, v, tile)
-    w, across, ranks = slot + first[0], columns(program - v * blocks, how.columns, F), _ranks(R, slot)
+    w, across, ranks = (
+        slot + first[0],
+        columns(program - v * blocks, how.columns, F),
+        _ranks(R, slot),
+    )
 
     @pl.when(there)
     def _some() -> None:
-        inner = jax.lax.fori_loop(0, parts, lambda s, total: total + read(h, s, rows, ranks), jnp.zeros((tile, ranks.size), jnp.float32))
+        inner = jax.lax.fori_loop(
+            0,
+            parts,
+            lambda s, total: total + read(h, s, rows, ranks),
+            jnp.zeros((tile, ranks.size), jnp.float32),
+        )
         inner = inner * read(scale, rows)[:, None]
         delta = dot(inner.astype(onto.dtype), read(b, w, ranks, across), (1, 0))
         write(out, read(onto, rows, across).astype(jnp.float32) + delta, rows, across)
 
 
-def _parts(x: jax.Array, a: jax.Array, order: Turn, first: jax.Array | int, how: Config, interpret: Any) -> jax.Array:
-    """``[S, M, R]`` float32: of each row the inner product with its factor, in parts; nothing is written for rows of none."""
+def _parts(
+    x: jax.Array, a: jax.Array, order: Turn, first: jax.Array | int, how: Config, interpret: Any
+) -> jax.Array:
+    """``[S, M, R]`` float32: of each row the inner product with its factor, in parts; nothing is
+    written for rows of none.
+    """
     M, R = x.shape[0], a.shape[1]
     return pl.pallas_call(
         functools.partial(_slot_lora_shrink, tile=order.tile, how=how),
@@ -219,16 +254,25 @@ def add(
     order = turn(slot, a.shape[0]) if order is None else order
     how = config(x, a, onto.shape[1], order) if how is None else how
     scale = jnp.ones((x.shape[0],), jnp.float32) if scale is None else scale.astype(jnp.float32)
-    return _onto(_parts(x, a, order, first, how, interpret), b, onto, scale, order, first, how, interpret)
+    return _onto(
+        _parts(x, a, order, first, how, interpret), b, onto, scale, order, first, how, interpret
+    )
 
 
 def shrink(
-    x: jax.Array, a: jax.Array, slot: jax.Array, first: jax.Array | int = 0, how: Config | None = None, interpret: Any = False
+    x: jax.Array,
+    a: jax.Array,
+    slot: jax.Array,
+    first: jax.Array | int = 0,
+    how: Config | None = None,
+    interpret: Any = False,
 ) -> jax.Array:
     """As ``pallas_tpu.shrink``."""
     order = turn(slot, a.shape[0])
     how = config(x, a, 0, order) if how is None else how
-    return jnp.where((slot >= 0)[:, None], jnp.sum(_parts(x, a, order, first, how, interpret), axis=0), 0.0)
+    return jnp.where(
+        (slot >= 0)[:, None], jnp.sum(_parts(x, a, order, first, how, interpret), axis=0), 0.0
+    )
 
 
 def expand(
@@ -243,4 +287,6 @@ def expand(
     """As ``pallas_tpu.expand``."""
     order = turn(slot, b.shape[0])
     how = config(onto, b, 0, order) if how is None else how
-    return _onto(h[None], b, onto, jnp.ones((h.shape[0],), jnp.float32), order, first, how, interpret)
+    return _onto(
+        h[None], b, onto, jnp.ones((h.shape[0],), jnp.float32), order, first, how, interpret
+    )

@@ -1,4 +1,5 @@
-"""TPU kernels of slot LoRA, made of those of packed LoRA: the runs of a tile are its distinct slots, whatever the order of its rows.
+"""TPU kernels of slot LoRA, made of those of packed LoRA: the runs of a tile are its distinct
+slots, whatever the order of its rows.
 
 Axes: M rows, T rows of a tile, D in, F out, R rank, C adapters of a chunk, W slots.
 """
@@ -38,7 +39,11 @@ def require_shrink(x: jax.Array, a: jax.Array) -> None:
 def require_expand(b: jax.Array, onto: jax.Array) -> None:
     """As ``require_add``, of ``expand``."""
     tiles.require(onto, [b], [])
-    tiles.require_room(_expand_scratch(b, onto, Config()), [(tiles.tile_rows(onto, Config()), onto.shape[1], onto.dtype)] * 2, onto)
+    tiles.require_room(
+        _expand_scratch(b, onto, Config()),
+        [(tiles.tile_rows(onto, Config()), onto.shape[1], onto.dtype)] * 2,
+        onto,
+    )
 
 
 def add(
@@ -62,7 +67,17 @@ def add(
         scale: ``[M]`` float32.
         first: where slot 0 is in the stacks.
     """
-    return packed.add(x, [a], [b], [onto], slot, scale, config, interpret, functools.partial(slots_of, first=first))[0]
+    return packed.add(
+        x,
+        [a],
+        [b],
+        [onto],
+        slot,
+        scale,
+        config,
+        interpret,
+        functools.partial(slots_of, first=first),
+    )[0]
 
 
 def _fold(n: int, R: int) -> jax.Array:
@@ -88,7 +103,9 @@ def _shrink_kernel(meta, local, x, a, out, a_buf, sem, *, C: int, R: int, column
         tiles.over_chunks(count, C, fetch, chunk_of)
 
 
-def _expand_kernel(meta, local, h, b, onto, out, b_buf, h_ref, sem, *, C: int, R: int, columns: int) -> None:
+def _expand_kernel(
+    meta, local, h, b, onto, out, b_buf, h_ref, sem, *, C: int, R: int, columns: int
+) -> None:
     T = h.shape[0]
     count, rows = meta[0, 0, T + COUNT], tiles.Rows(local, T, C, R)
     fetch = tiles.Fetch(meta, [(b, b_buf)], sem, C, count)
@@ -102,7 +119,11 @@ def _expand_kernel(meta, local, h, b, onto, out, b_buf, h_ref, sem, *, C: int, R
         across = dot(h[...], _fold(C * R, R), (1, 1))
         own = rows.own(chunk)
         h_ref[...] = jnp.where(own, across, 0.0).astype(h_ref.dtype)
-        return tiles.not_finite(tiles.expand(h_ref, [b_buf], [own], rem(chunk, 2), onto if first else out, out, columns, safe))
+        return tiles.not_finite(
+            tiles.expand(
+                h_ref, [b_buf], [own], rem(chunk, 2), onto if first else out, out, columns, safe
+            )
+        )
 
     @pl.when(count > 0)
     def _some() -> None:
@@ -123,7 +144,12 @@ def _expand_scratch(b: jax.Array, onto: jax.Array, config: Config) -> list[Any]:
 
 
 def shrink(
-    x: jax.Array, a: jax.Array, slot: jax.Array, first: jax.Array | int = 0, config: Config = Config(), interpret: Any = False
+    x: jax.Array,
+    a: jax.Array,
+    slot: jax.Array,
+    first: jax.Array | int = 0,
+    config: Config = Config(),
+    interpret: Any = False,
 ) -> jax.Array:
     """``x a^T`` of each row's slot, ``[M, R]`` float32; zeros for none."""
     (M, D), R, tile = x.shape, a.shape[1], tiles.tile_rows(x, config)
@@ -155,7 +181,9 @@ def expand(
     config: Config = Config(),
     interpret: Any = False,
 ) -> jax.Array:
-    """``onto + h b`` of each row's slot, ``[M, F]``; ``h [M, R]`` float32 is rounded to the dtype of ``onto`` first."""
+    """``onto + h b`` of each row's slot, ``[M, F]``; ``h [M, R]`` float32 is rounded to the dtype
+    of ``onto`` first.
+    """
     F, R, tile = onto.shape[1], b.shape[1], tiles.tile_rows(onto, config)
     kernel = functools.partial(_expand_kernel, C=tiles.chunk_size(R), R=R, columns=config.columns)
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
@@ -191,9 +219,14 @@ def _call(
 ) -> jax.Array:
     rows, factors, *onto = args
     tile = in_specs[0].block_shape[0]
-    runs = slots_of(jnp.minimum(slot, factors.shape[0] - 1), tile, first)  # numbers beyond the stack are its last one's
+    # numbers beyond the stack are its last one's
+    runs = slots_of(jnp.minimum(slot, factors.shape[0] - 1), tile, first)
     # Of factors at most one a row is read, whatever lies in the stack.
-    moved = rows.nbytes + min(factors.nbytes, rows.shape[0] * factors.nbytes // factors.shape[0]) + 2 * sum(y.nbytes for y in onto)
+    moved = (
+        rows.nbytes
+        + min(factors.nbytes, rows.shape[0] * factors.nbytes // factors.shape[0])
+        + 2 * sum(y.nbytes for y in onto)
+    )
     flops = 2 * rows.shape[0] * factors.shape[1] * factors.shape[2]
     return pl.pallas_call(
         kernel,

@@ -18,7 +18,10 @@ def test_names_grow():
         assert sizes == sorted(set(sizes)), kind
 
 
-@pytest.mark.parametrize(("name", "kind"), [("v5p:3x3", "v5p-64, .*v5p:2x2x1, "), ("v9:2x2", "tpu7x:4x8x8"), ("h200x8", "cuda:h200x8")])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("v5p:3x3", "v5p-64, .*v5p:2x2x1, "), ("v9:2x2", "tpu7x:4x8x8"), ("h200x8", "cuda:h200x8")],
+)
 def test_an_unknown_name_lists_the_known(name, kind):
     with pytest.raises(UserError, match=f"topology is '{name}'; choose one of: .*{kind}"):
         chips.target(name)
@@ -47,17 +50,24 @@ def test_names_of_clouds(cloud, ours):
 
 
 def test_a_size_that_no_cloud_has_lists_those_of_the_chip():
-    with pytest.raises(UserError, match=r"topology is 'v5p-60'; choose one of: v5p-8, v5p-16, .*v5p:2x2x1"):
+    with pytest.raises(
+        UserError, match=r"topology is 'v5p-60'; choose one of: v5p-8, v5p-16, .*v5p:2x2x1"
+    ):
         chips.canonical("v5p-60")
 
 
-@pytest.mark.parametrize(("name", "per_chip"), [("v5e:2x2", 1), ("tpu7x:2x2x1", 2), ("v5p:2x2x1", 1)])
+@pytest.mark.parametrize(
+    ("name", "per_chip"), [("v5e:2x2", 1), ("tpu7x:2x2x1", 2), ("v5p:2x2x1", 1)]
+)
 def test_a_chip_may_show_as_two_devices(name, per_chip):
     target = chips.target(name)
     chip = chips.CHIPS[name.split(":")[0]]
     assert (target.chips, len(target.devices)) == (4, 4 * per_chip)
     assert (target.hbm * per_chip, target.flops * per_chip) == (chip.hbm, chip.flops)
-    assert (target.hbm_rate * per_chip, target.link_rate * per_chip) == (chip.hbm_rate, chip.link_rate)
+    assert (target.hbm_rate * per_chip, target.link_rate * per_chip) == (
+        chip.hbm_rate,
+        chip.link_rate,
+    )
     assert jax.default_backend() == "cpu"
 
 
@@ -65,5 +75,7 @@ def test_a_missing_compiler_names_its_extra(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install -e \.\[tpu-aot\]"):
         chips.target("v5e:2x2")
-    with pytest.raises(UserError, match=r"'cuda:h200x8' needs the CUDA compiler, .*pip install -e \.\[cuda\]"):
+    with pytest.raises(
+        UserError, match=r"'cuda:h200x8' needs the CUDA compiler, .*pip install -e \.\[cuda\]"
+    ):
         chips.target("cuda:h200x8")

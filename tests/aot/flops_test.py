@@ -1,4 +1,6 @@
-"""FLOPs counted in a jaxpr: loops, branches, gradients, rematerialisation, grouped products, ``shard_map``."""
+"""FLOPs counted in a jaxpr: loops, branches, gradients, rematerialisation, grouped products,
+``shard_map``.
+"""
 
 import functools
 
@@ -25,8 +27,14 @@ def scanned(x, w, length=5):
 def test_loops_and_branches():
     assert count(jnp.matmul, X, W) == ONE
     assert count(scanned, X, W) == 5 * ONE
-    assert count(lambda x, w: jax.lax.cond(x[0, 0] > 0, lambda: x @ w @ w, lambda: x @ w), X, W) == 2 * ONE
-    assert count(lambda x, w: jax.lax.while_loop(lambda x: x[0, 0] > 0, lambda x: x @ w, x), X, W) == ONE
+    assert (
+        count(lambda x, w: jax.lax.cond(x[0, 0] > 0, lambda: x @ w @ w, lambda: x @ w), X, W)
+        == 2 * ONE
+    )
+    assert (
+        count(lambda x, w: jax.lax.while_loop(lambda x: x[0, 0] > 0, lambda x: x @ w, x), X, W)
+        == ONE
+    )
 
 
 def test_gradients_of_frozen_weights_and_rematerialisation():
@@ -47,11 +55,16 @@ def test_grouped_products(argument, times):
     def loss(x, w, sizes):
         return jnp.sum(jnp.sin(fn(x, w, sizes)))
 
-    assert count(fn if argument is None else jax.grad(loss, argument), X, groups, sizes) == times * ONE
+    assert (
+        count(fn if argument is None else jax.grad(loss, argument), X, groups, sizes) == times * ONE
+    )
 
 
 def test_shapes_inside_shard_map_are_those_of_one_device(mesh8):
     split = functools.partial(
-        jax.shard_map, mesh=mesh8, in_specs=(P(("data", "fsdp", "tensor")), P()), out_specs=P(("data", "fsdp", "tensor"))
+        jax.shard_map,
+        mesh=mesh8,
+        in_specs=(P(("data", "fsdp", "tensor")), P()),
+        out_specs=P(("data", "fsdp", "tensor")),
     )
     assert count(split(jnp.matmul), X, W, devices=8) == ONE

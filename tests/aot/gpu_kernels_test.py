@@ -1,4 +1,6 @@
-"""What ``ptxas`` tells of the GPU kernels; where the CUDA wheels are installed, one of each op is compiled."""
+"""What ``ptxas`` tells of the GPU kernels; where the CUDA wheels are installed, one of each op is
+compiled.
+"""
 
 import jax
 import pytest
@@ -41,5 +43,8 @@ def test_an_h200s_compiler_takes_the_kernels(tmp_path):
         assert all(one.name.startswith("_" + name.split()[0]) for one in made)
         assert not any(one.spilled for one in made)
         # Parts of rows; a number of each query.
-        assert temporaries < {"paged_attention": 16 << 20, "packed_attention backward": 4 << 20}.get(name, 1 << 20)
+        assert temporaries < {
+            "paged_attention": 16 << 20,
+            "packed_attention backward": 4 << 20,
+        }.get(name, 1 << 20)
     assert jax.default_backend() == "cpu"

@@ -1,4 +1,6 @@
-"""The reader of compiled text: trip counts, FLOPs and collectives of snippets as compilers write them, and of a real program."""
+"""The reader of compiled text: trip counts, FLOPs and collectives of snippets as compilers write
+them, and of a real program.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -44,14 +46,14 @@ ENTRY %main (x: bf16[4,64,32]) -> bf16[4,64,32] {
   %loop = (s32[], bf16[4,64,32]{2,1,0}) while(%start), condition=%test, body=%body, metadata={op_name="jit(f)/while"}NOTED
   ROOT %got = bf16[4,64,32]{2,1,0} get-tuple-element(%loop), index=1
 }
-"""
+"""  # noqa: E501
 PLAIN = """%test (c: (s32[], bf16[4,64,32])) -> pred[] {
   %limit = s32[]{:T(128)} constant(5)
   %c = (s32[]{:T(128)}, bf16[4,64,32]{2,1,0}) parameter(0)
   %n = s32[]{:T(128)} get-tuple-element(%c), index=0
   ROOT %lt = pred[]{:T(512)} compare(%n, %limit), direction=LT, metadata={op_name="jit(f)/while/cond/lt"}
 }
-"""
+"""  # noqa: E501
 FUSED = """%compared (f0: s32[], f1: s32[]) -> pred[] {
   %f0 = s32[] parameter(0)
   %f1 = s32[] parameter(1)
@@ -99,11 +101,19 @@ def test_collectives_count_as_often_as_their_loop_runs(condition, noted, trips, 
 
 
 @pytest.mark.parametrize(
-    ("target", "kernels"), [("tpu_custom_call", 5), ("__gpu$xla.gpu.triton", 5), ("__cublas$gemm", 0), ("Sharding", 0)]
+    ("target", "kernels"),
+    [("tpu_custom_call", 5), ("__gpu$xla.gpu.triton", 5), ("__cublas$gemm", 0), ("Sharding", 0)],
 )
 def test_kernels_are_counted_and_what_the_compiler_calls_by_itself_is_not(target, kernels):
-    line = f'  %k = f32[256]{{0}} custom-call(%y), custom_call_target="{target}", operand_layout_constraints={{f32[256]{{0}}}}\n'
-    text = LOOP.replace("CONDITION", PLAIN).replace("NOTED", "").replace("  %done =", line + "  %done =")
+    line = (
+        f'  %k = f32[256]{{0}} custom-call(%y), custom_call_target="{target}",'
+        " operand_layout_constraints={f32[256]{0}}\n"
+    )
+    text = (
+        LOOP.replace("CONDITION", PLAIN)
+        .replace("NOTED", "")
+        .replace("  %done =", line + "  %done =")
+    )
     assert hlo.Module(text).cost().kernels == kernels
 
 
@@ -127,7 +137,13 @@ ENTRY %main (a: bf16[8], b: bf16[8]) -> f32[8] {
             "dot(%a, %b), lhs_batch_dims={0}, lhs_contracting_dims={2}, rhs_batch_dims={0}",
             6 * 50 * 30 * 70,
         ),
-        ("8,20,30", "1,30,70", "8,20,70", "convolution(%a, %b), window={size=1}, dim_labels=0bf_0io->0bf", 8 * 20 * 30 * 70),
+        (
+            "8,20,30",
+            "1,30,70",
+            "8,20,70",
+            "convolution(%a, %b), window={size=1}, dim_labels=0bf_0io->0bf",
+            8 * 20 * 30 * 70,
+        ),
         (
             "4,50,30",
             "4,30,70",
@@ -139,10 +155,19 @@ ENTRY %main (a: bf16[8], b: bf16[8]) -> f32[8] {
             "8,4,50,30",
             "8,4,70,30",
             "8,4,50,70",
-            "convolution(%a, %b), window={size=8x4 stride=7x3 lhs_dilate=8x4}, dim_labels=01bf_01oi->01bf",
+            (
+                "convolution(%a, %b), window={size=8x4 stride=7x3 lhs_dilate=8x4},"
+                " dim_labels=01bf_01oi->01bf"
+            ),
             8 * 4 * 50 * 30 * 70,
         ),
-        ("2,3,9", "2,4,3", "2,4,10", "convolution(%a, %b), window={size=2 pad=1_1}, dim_labels=bf0_0oi->bf0", 2 * 3 * 4 * 18),
+        (
+            "2,3,9",
+            "2,4,3",
+            "2,4,10",
+            "convolution(%a, %b), window={size=2 pad=1_1}, dim_labels=bf0_0oi->bf0",
+            2 * 3 * 4 * 18,
+        ),
     ],
     ids=["dot", "plain", "batch", "two batch", "padded"],
 )
@@ -160,12 +185,20 @@ def test_a_collective_that_several_fusions_carry_on_counts_once():
   ROOT %g{k} = f32[32]{{0}} all-gather(%a{k}), channel_id=7, replica_groups=[1,4]<=[4], dimensions={{0}}
 }}
 
-"""
+"""  # noqa: E501
         for k in range(3)
     )
-    calls = "".join(f"  %f{k} = f32[32]{{0}} fusion(%x, %y), kind=kCustom, calls=%part.{k}\n" for k in range(3))
-    other = "  ROOT %h = f32[32]{0} all-gather(%x), channel_id=8, replica_groups=[1,4]<=[4], dimensions={0}\n"
-    entry = "ENTRY %main (x: f32[8], y: f32[4,4]) -> f32[32] {\n  %x = f32[8]{0} parameter(0)\n  %y = f32[4,4]{1,0} parameter(1)\n"
+    calls = "".join(
+        f"  %f{k} = f32[32]{{0}} fusion(%x, %y), kind=kCustom, calls=%part.{k}\n" for k in range(3)
+    )
+    other = (
+        "  ROOT %h = f32[32]{0} all-gather(%x), channel_id=8, replica_groups=[1,4]<=[4],"
+        " dimensions={0}\n"
+    )
+    entry = (
+        "ENTRY %main (x: f32[8], y: f32[4,4]) -> f32[32] {\n  %x = f32[8]{0} parameter(0)\n  %y ="
+        " f32[4,4]{1,0} parameter(1)\n"
+    )
     cost = hlo.Module(f"HloModule jit_k\n\n{parts}{entry}{calls}{other}}}\n").cost()
     assert (cost.counts, cost.bytes) == ({"all-gather": 2}, {"all-gather": 2 * 32 * 3})
     assert cost.flops == 3 * 2 * 4**3
@@ -196,7 +229,9 @@ def test_types():
     assert hlo.shape("bf16[4,32]{1,0:T(8,128)(2,1)}") == (4, 32)
     assert hlo.shape("f32[]") == ()
     assert hlo.nbytes("(bf16[4,32]{1,0:T(8,128)(2,1)}, u32[]{:S(2)})") == 4 * 32 * 2 + 4
-    assert hlo.nbytes("(s4[8]{0}, pred[3]{0}, f8e4m3fn[5]{0}, /*index=3*/c64[2]{0})") == 4 + 3 + 5 + 16
+    assert (
+        hlo.nbytes("(s4[8]{0}, pred[3]{0}, f8e4m3fn[5]{0}, /*index=3*/c64[2]{0})") == 4 + 3 + 5 + 16
+    )
 
 
 def test_a_scan_over_sharded_layers(mesh8):
@@ -212,7 +247,11 @@ def test_a_scan_over_sharded_layers(mesh8):
         return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh8, P(*axes)))
 
     rows = ("data", "fsdp")
-    args = array((B, D), rows), array((L, D, F), None, None, "tensor"), array((L, F, D), None, "tensor")
+    args = (
+        array((B, D), rows),
+        array((L, D, F), None, None, "tensor"),
+        array((L, F, D), None, "tensor"),
+    )
     compiled = jax.jit(fn, out_shardings=args[0].sharding).lower(*args).compile()
     cost = hlo.Module(compiled.as_text()).cost()
     assert cost.unknown_loops == 0
@@ -231,7 +270,9 @@ def test_collectives_in_a_loop_of_unknown_length_are_minima_but_in_a_step():
 
     def nested(x):
         def body(carry):
-            return jax.lax.while_loop(lambda y: jnp.sum(y) < 9, lambda y: jax.lax.psum(y, "i") + 1, carry)
+            return jax.lax.while_loop(
+                lambda y: jnp.sum(y) < 9, lambda y: jax.lax.psum(y, "i") + 1, carry
+            )
 
         return jax.lax.while_loop(lambda y: jnp.sum(y) < 5, lambda y: body(y @ y), x)
 
@@ -244,11 +285,19 @@ def test_collectives_in_a_loop_of_unknown_length_are_minima_but_in_a_step():
 
 @pytest.mark.parametrize(
     ("scopes", "said", "trips"),
-    [("runs", {"runs": 6}, 6), ("teams/while/body/runs", {"runs": 6, "teams": 2, "teams/runs": 9}, 9), ("runs", {"teams/runs": 9}, None)],
+    [
+        ("runs", {"runs": 6}, 6),
+        ("teams/while/body/runs", {"runs": 6, "teams": 2, "teams/runs": 9}, 9),
+        ("runs", {"teams/runs": 9}, None),
+    ],
     ids=["one", "nested", "not said"],
 )
 def test_turns_of_a_loop_of_unknown_length_may_be_stated_by_its_scopes(scopes, said, trips):
-    text = LOOP.replace("CONDITION", DATA).replace("NOTED", "").replace("jit(f)/while", f"jit(f)/attn/{scopes}/while")
+    text = (
+        LOOP.replace("CONDITION", DATA)
+        .replace("NOTED", "")
+        .replace("jit(f)/while", f"jit(f)/attn/{scopes}/while")
+    )
     once, cost = hlo.Module(text).cost(), hlo.Module(text, trips=said).cost()
     assert cost.unknown_loops == (trips is None)
     assert cost.least == (frozenset(once.counts) if trips is None else frozenset())

@@ -1,4 +1,6 @@
-"""Bundles of the compiler's static schedule: how a dump is read, and that the counts of real kernels are what shapes say."""
+"""Bundles of the compiler's static schedule: how a dump is read, and that the counts of real
+kernels are what shapes say.
+"""
 
 import pytest
 
@@ -48,7 +50,10 @@ def test_loops_and_branches_of_a_dump():
     ("dump", "says"),
     [
         ("nothing of the kind", "has no bundles"),
-        (DUMP.replace("$region2 ", "$region77 "), r"branches to regions \[4, 77\], which begin nowhere"),
+        (
+            DUMP.replace("$region2 ", "$region77 "),
+            r"branches to regions \[4, 77\], which begin nowhere",
+        ),
         (DUMP.replace("target = $region4", "target = $region5"), "cross"),
     ],
 )
@@ -71,18 +76,28 @@ def test_counts_of_real_kernels_are_what_shapes_say(tmp_path):
         pytest.skip(str(reason))  # no compiler, or one that does not know the undocumented flags
     chip = result["chips"]["v5e:2x2"]
     # An instruction of v5e multiplies 16 rows by a square of 128. Backward all products are of both
-    # projections: first ones, one of the rows' gradient, outer ones, whose rows are the columns of the first.
+    # projections: first ones, one of the rows' gradient, outer ones, whose rows are the columns of
+    # the first.
     assert chip["base"]["vmatmul"] == 2 * (2048 // 128) * (768 // 128) * 128 // 16
     for n, squares in ((1, 16), (4, 16), (5, 32), (8, 32)):
         assert chip["add"][str(n)]["vmatmul"] == (squares + 2 * 6) * 128 // 16
-        assert chip["add"][str(n)]["lanes_over_base"] == pytest.approx((squares + 2 * 6) / (2 * 96), abs=1e-4)
-        assert chip["one_pass"][str(n)]["vmatmul"] == chip["base"]["vmatmul"] + (squares + 2 * 6) * 128 // 16
+        assert chip["add"][str(n)]["lanes_over_base"] == pytest.approx(
+            (squares + 2 * 6) / (2 * 96), abs=1e-4
+        )
+        assert (
+            chip["one_pass"][str(n)]["vmatmul"]
+            == chip["base"]["vmatmul"] + (squares + 2 * 6) * 128 // 16
+        )
         two_passes = chip["base"]["bundles"] + chip["add"][str(n)]["bundles"]
-        assert chip["one_pass"][str(n)]["bundles"] <= 1.01 * two_passes, "one pass is the default, for the bytes that it saves"
+        assert chip["one_pass"][str(n)]["bundles"] <= 1.01 * two_passes, (
+            "one pass is the default, for the bytes that it saves"
+        )
     an_adapter = chip["add"]["2"]["bundles"] - chip["add"]["1"]["bundles"]
     assert chip["add"]["4"]["bundles"] == chip["add"]["1"]["bundles"] + 3 * an_adapter
     assert an_adapter >= 8, "four copies are started and waited for"
-    assert chip["add"]["4"]["bundles"] > chip["add"]["4"]["lanes_over_base"] * chip["base"]["bundles"]
+    assert (
+        chip["add"]["4"]["bundles"] > chip["add"]["4"]["lanes_over_base"] * chip["base"]["bundles"]
+    )
     assert chip["goal"]["met"] == (chip["add"]["4"]["over_base"] <= 0.3)
     assert chip["goal"]["met"], "a kernel that costs more than it did"
     for n, chunk in ((1, 1), (4, 1), (5, 2), (8, 2)):  # in 128 columns

@@ -1,4 +1,6 @@
-"""Every door of the Python face refuses what it cannot mean with a UserError, before anything is computed."""
+"""Every door of the Python face refuses what it cannot mean with a UserError, before anything is
+computed.
+"""
 
 import contextlib
 import dataclasses
@@ -34,7 +36,10 @@ def group(**changes):
 
 
 WRONG = {
-    "a str for prompts": (lambda m, p, s: p.completions("2"), r"prompts is '2'; expected a list: write \[\.\.\.\]"),
+    "a str for prompts": (
+        lambda m, p, s: p.completions("2"),
+        r"prompts is '2'; expected a list: write \[\.\.\.\]",
+    ),
     "a dict for prompts": (lambda m, p, s: m.completions({"a": 1}), "prompts is .*expected a list"),
     "no prompts": (lambda m, p, s: m.completions([]), "prompts is empty"),
     "a number": (lambda m, p, s: m.completions([3]), r"prompts\[0\] is 3; expected text"),
@@ -47,17 +52,41 @@ WRONG = {
         "'temprature', did you mean 'temperature'.*choose from n, max_tokens",
     ),
     "ours": (lambda m, p, s: p.sample("2", tenant="x"), "no sampling setting 'tenant'"),
-    "a str of a number": (lambda m, p, s: p.sample("2", temperature="1"), "temperature is '1'; expected a number"),
-    "a stop": (lambda m, p, s: p.sample("2", stop="x"), r"stop is 'x'; expected a list or tuple: write \('x',\)"),
-    "n": (lambda m, p, s: p.completions(["2"], n=8), "n is 8 at temperature 0, which gives equal completions: set temperature"),
-    "a float n": (lambda m, p, s: p.completions(["2"], n=1.5, temperature=1.0), "n is 1.5; expected a whole number"),
-    "seed": (lambda m, p, s: p.completions(["2"], seed="x"), "seed is 'x'; expected a whole number"),
+    "a str of a number": (
+        lambda m, p, s: p.sample("2", temperature="1"),
+        "temperature is '1'; expected a number",
+    ),
+    "a stop": (
+        lambda m, p, s: p.sample("2", stop="x"),
+        r"stop is 'x'; expected a list or tuple: write \('x',\)",
+    ),
+    "n": (
+        lambda m, p, s: p.completions(["2"], n=8),
+        "n is 8 at temperature 0, which gives equal completions: set temperature",
+    ),
+    "a float n": (
+        lambda m, p, s: p.completions(["2"], n=1.5, temperature=1.0),
+        "n is 1.5; expected a whole number",
+    ),
+    "seed": (
+        lambda m, p, s: p.completions(["2"], seed="x"),
+        "seed is 'x'; expected a whole number",
+    ),
     "negative seed": (lambda m, p, s: m.completions(["2"], seed=-1), "seed is -1"),
     "max_tokens": (lambda m, p, s: m.completions(["2"], max_tokens=10**6), "exceed the context"),
-    "a name for a revision": (lambda m, p, s: m.sample("2", "p@latest"), r"revision is 'p@latest'; expected what store\['policy@latest'\]"),
-    "names for revisions": (lambda m, p, s: m.completions(["2"], ["p@latest"]), "revision is 'p@latest'"),
+    "a name for a revision": (
+        lambda m, p, s: m.sample("2", "p@latest"),
+        r"revision is 'p@latest'; expected what store\['policy@latest'\]",
+    ),
+    "names for revisions": (
+        lambda m, p, s: m.completions(["2"], ["p@latest"]),
+        "revision is 'p@latest'",
+    ),
     "slots": (lambda m, p, s: m.completions(["2"], slots="x"), "slots is 'x'"),
-    "a dict for rows": (lambda m, p, s: p.train_step(ROWS[0]), r"rows of policy 'p' is .*expected a list: write \[\.\.\.\]"),
+    "a dict for rows": (
+        lambda m, p, s: p.train_step(ROWS[0]),
+        r"rows of policy 'p' is .*expected a list: write \[\.\.\.\]",
+    ),
     "a str for rows": (lambda m, p, s: p.train_step("rows"), "expected a list"),
     "no rows": (lambda m, p, s: p.train_step([]), "rows of policy 'p' is empty: give at least one"),
     "strings for rows": (
@@ -65,21 +94,66 @@ WRONG = {
         r"rows\[0\] is 'x'; expected a dict with {'messages'} or {'prompt', 'completion'}",
     ),
     "another column": (lambda m, p, s: p.train_step([{"promt": "x"}]), r"rows\[0\]"),
-    "a number in a row": (lambda m, p, s: p.train_step([{"prompt": "x", "completion": 4}]), r"rows\[0\]"),
-    "None in a row": (lambda m, p, s: p.train_step([{"prompt": None, "completion": "x"}]), r"rows\[0\]"),
-    "a row and a group": (lambda m, p, s: p.train_step([group(), ROWS[0]]), r"rows\[1\] is .*expected groups all through"),
-    "a group and a row": (lambda m, p, s: p.train_step([ROWS[0], group()]), r"rows\[1\] is .*expected a dict"),
-    "NaN weight": (lambda m, p, s: p.train_step([group(weights=[NAN, 1.0])]), "group 0, sequence 0: weights has nan; expected finite"),
-    "NaN advantage": (lambda m, p, s: p.train_step([group(advantages=[NAN, 1.0])]), "advantages has nan"),
-    "infinite old_logp": (lambda m, p, s: p.train_step([group(old_logp=[-1.0, -math.inf])]), "old_logp has -inf"),
-    "one weight": (lambda m, p, s: p.train_step([group(weights=[1.0])]), r"weights is \[1.0\]; expected 2 numbers"),
-    "one advantage": (lambda m, p, s: p.train_step([group(advantages=[1.0])]), "advantages is .*expected 2 numbers"),
-    "a str of weights": (lambda m, p, s: p.train_step([group(weights="ab")]), "weights is 'ab'; expected 2 numbers"),
-    "no weights": (lambda m, p, s: p.train_step([group(weights=[0.0, 0.0])]), "has no token with a weight"),
-    "an id of text": (lambda m, p, s: p.train_step([group(tokens=["a", "b"])]), "tokens is .*expected token ids"),
-    "an id beyond, to learn": (lambda m, p, s: p.train_step([group(tokens=[5, 10**6])]), "from 0 to 49151"),
-    "an empty prefix": (lambda m, p, s: p.train_step([mint.Group([], group().sequences)]), "prefix is .*expected token ids"),
-    "no sequences": (lambda m, p, s: p.train_step([mint.Group([3], [])]), "sequences is .*at least one"),
+    "a number in a row": (
+        lambda m, p, s: p.train_step([{"prompt": "x", "completion": 4}]),
+        r"rows\[0\]",
+    ),
+    "None in a row": (
+        lambda m, p, s: p.train_step([{"prompt": None, "completion": "x"}]),
+        r"rows\[0\]",
+    ),
+    "a row and a group": (
+        lambda m, p, s: p.train_step([group(), ROWS[0]]),
+        r"rows\[1\] is .*expected groups all through",
+    ),
+    "a group and a row": (
+        lambda m, p, s: p.train_step([ROWS[0], group()]),
+        r"rows\[1\] is .*expected a dict",
+    ),
+    "NaN weight": (
+        lambda m, p, s: p.train_step([group(weights=[NAN, 1.0])]),
+        "group 0, sequence 0: weights has nan; expected finite",
+    ),
+    "NaN advantage": (
+        lambda m, p, s: p.train_step([group(advantages=[NAN, 1.0])]),
+        "advantages has nan",
+    ),
+    "infinite old_logp": (
+        lambda m, p, s: p.train_step([group(old_logp=[-1.0, -math.inf])]),
+        "old_logp has -inf",
+    ),
+    "one weight": (
+        lambda m, p, s: p.train_step([group(weights=[1.0])]),
+        r"weights is \[1.0\]; expected 2 numbers",
+    ),
+    "one advantage": (
+        lambda m, p, s: p.train_step([group(advantages=[1.0])]),
+        "advantages is .*expected 2 numbers",
+    ),
+    "a str of weights": (
+        lambda m, p, s: p.train_step([group(weights="ab")]),
+        "weights is 'ab'; expected 2 numbers",
+    ),
+    "no weights": (
+        lambda m, p, s: p.train_step([group(weights=[0.0, 0.0])]),
+        "has no token with a weight",
+    ),
+    "an id of text": (
+        lambda m, p, s: p.train_step([group(tokens=["a", "b"])]),
+        "tokens is .*expected token ids",
+    ),
+    "an id beyond, to learn": (
+        lambda m, p, s: p.train_step([group(tokens=[5, 10**6])]),
+        "from 0 to 49151",
+    ),
+    "an empty prefix": (
+        lambda m, p, s: p.train_step([mint.Group([], group().sequences)]),
+        "prefix is .*expected token ids",
+    ),
+    "no sequences": (
+        lambda m, p, s: p.train_step([mint.Group([3], [])]),
+        "sequences is .*at least one",
+    ),
     "a sequence of ids": (
         lambda m, p, s: p.train_step([mint.Group([3], [[5, 6]])]),
         r"sequences\[0\] is \[5, 6\]; expected a TrainSequence",
@@ -89,39 +163,87 @@ WRONG = {
         "temperature 0.0; expected",
     ),
     "gradients of text": (lambda m, p, s: p.gradients("rows"), "expected a list"),
-    "rows for a model": (lambda m, p, s: m.train_step(ROWS), "rows is .*expected a dict from a policy's name to its rows"),
-    "rows of nobody": (lambda m, p, s: m.train_step({"nobody": ROWS}), "policy is 'nobody'; choose one of: p"),
+    "rows for a model": (
+        lambda m, p, s: m.train_step(ROWS),
+        "rows is .*expected a dict from a policy's name to its rows",
+    ),
+    "rows of nobody": (
+        lambda m, p, s: m.train_step({"nobody": ROWS}),
+        "policy is 'nobody'; choose one of: p",
+    ),
     "rows of a number": (lambda m, p, s: m.train_step({3: ROWS}), "policy is 3"),
-    "an optim_step of text": (lambda m, p, s: m.optim_step("p"), "policies is 'p'; expected a list"),
+    "an optim_step of text": (
+        lambda m, p, s: m.optim_step("p"),
+        "policies is 'p'; expected a list",
+    ),
     "remove nobody": (lambda m, p, s: m.remove("nobody"), "policy is 'nobody'"),
-    "a taken name": (lambda m, p, s: m.policy("p"), "policy 'p' is in training already: choose another name"),
+    "a taken name": (
+        lambda m, p, s: m.policy("p"),
+        "policy 'p' is in training already: choose another name",
+    ),
     "a number for a name": (lambda m, p, s: m.policy(3), "policy name is int; a name is text"),
     "an empty name": (lambda m, p, s: m.policy(""), "policy name"),
     "rank 0": (lambda m, p, s: m.policy("x", 0), "rank is 0; expected 1 to"),
     "rank of text": (lambda m, p, s: m.policy("x", "8"), "rank is '8'; expected a whole number"),
-    "alpha": (lambda m, p, s: m.policy("x", alpha=-1.0), "alpha is -1.0; expected a finite number above 0"),
-    "a target of text": (lambda m, p, s: m.policy("x", targets="q"), r"targets is 'q'; expected a list or tuple: write \('q',\)"),
-    "an unknown target": (lambda m, p, s: m.policy("x", targets=["qq"]), "target 'qq' is not a projection of this base; choose from"),
+    "alpha": (
+        lambda m, p, s: m.policy("x", alpha=-1.0),
+        "alpha is -1.0; expected a finite number above 0",
+    ),
+    "a target of text": (
+        lambda m, p, s: m.policy("x", targets="q"),
+        r"targets is 'q'; expected a list or tuple: write \('q',\)",
+    ),
+    "an unknown target": (
+        lambda m, p, s: m.policy("x", targets=["qq"]),
+        "target 'qq' is not a projection of this base; choose from",
+    ),
     "no target": (lambda m, p, s: m.policy("x", targets=[]), "targets is empty"),
-    "a rate of text": (lambda m, p, s: m.policy("x", learning_rate="1e-4"), "learning_rate is '1e-4'; expected a number"),
-    "two rates": (lambda m, p, s: m.policy("x", learning_rate=1e-4, optimizer=mint.OptimizerConfig()), "both given"),
-    "an optimizer of numbers": (lambda m, p, s: m.policy("x", optimizer=1e-4), "optimizer is 0.0001; expected a OptimizerConfig"),
-    "an unknown loss": (lambda m, p, s: m.policy("x", loss="grpo"), "loss is 'grpo'; choose one of: cross_entropy"),
+    "a rate of text": (
+        lambda m, p, s: m.policy("x", learning_rate="1e-4"),
+        "learning_rate is '1e-4'; expected a number",
+    ),
+    "two rates": (
+        lambda m, p, s: m.policy("x", learning_rate=1e-4, optimizer=mint.OptimizerConfig()),
+        "both given",
+    ),
+    "an optimizer of numbers": (
+        lambda m, p, s: m.policy("x", optimizer=1e-4),
+        "optimizer is 0.0001; expected a OptimizerConfig",
+    ),
+    "an unknown loss": (
+        lambda m, p, s: m.policy("x", loss="grpo"),
+        "loss is 'grpo'; choose one of: cross_entropy",
+    ),
     "a number for a loss": (lambda m, p, s: m.policy("x", loss=3), "loss is 3; expected a name"),
     "a class for a loss": (lambda m, p, s: m.policy("x", loss=mint.LossConfig), "expected a name"),
-    "a function that is no loss": (lambda m, p, s: m.policy("x", loss=lambda a, b: a), "raised TypeError"),
-    "start nowhere": (lambda m, p, s: m.policy("x", start="nowhere"), "start is 'nowhere', which is no PEFT directory"),
+    "a function that is no loss": (
+        lambda m, p, s: m.policy("x", loss=lambda a, b: a),
+        "raised TypeError",
+    ),
+    "start nowhere": (
+        lambda m, p, s: m.policy("x", start="nowhere"),
+        "start is 'nowhere', which is no PEFT directory",
+    ),
     "start of a number": (lambda m, p, s: m.policy("x", start=3), "start is 3; expected"),
     "a reference of nothing": (
         lambda m, p, s: m.policy("x", loss=mint.LossConfig("dpo", reference="a@3")),
         "loss.reference is 'a@3'; give",
     ),
-    "reference nowhere": (lambda m, p, s: m.policy("x", reference="nowhere"), "reference is 'nowhere'"),
-    "resume nothing": (lambda m, p, s: m.resume("nothing.state"), "nothing.state cannot be read .*save_state"),
+    "reference nowhere": (
+        lambda m, p, s: m.policy("x", reference="nowhere"),
+        "reference is 'nowhere'",
+    ),
+    "resume nothing": (
+        lambda m, p, s: m.resume("nothing.state"),
+        "nothing.state cannot be read .*save_state",
+    ),
     "resume of a number": (lambda m, p, s: m.resume(3), "file is 3; expected a path"),
     "save to a number": (lambda m, p, s: p.save(3), "place is 3; expected a catalog's folder"),
     "export to a number": (lambda m, p, s: p.export(3), "directory is 3"),
-    "export of a name": (lambda m, p, s: m.export("p@latest", "out"), "revision is 'p@latest', which is no PEFT directory"),
+    "export of a name": (
+        lambda m, p, s: m.export("p@latest", "out"),
+        "revision is 'p@latest', which is no PEFT directory",
+    ),
     "a revision by number": (lambda m, p, s: s[3], "revision is 3; expected a name"),
     "an unknown revision": (lambda m, p, s: s["nobody@latest"], "nobody"),
     "open a number": (lambda m, p, s: mint.open(3), "place is 3"),
@@ -129,14 +251,19 @@ WRONG = {
     "load nothing": (lambda m, p, s: mint.load("no-such-base/anywhere/else"), "no-such-base"),
     "load with a seed of text": (lambda m, p, s: mint.load("tiny-random", seed="x"), "seed is 'x'"),
     "load in another dtype": (lambda m, p, s: mint.load("tiny-random", dtype="float8"), "float8"),
-    "run a dict": (lambda m, p, s: mint.run({"job": "sft"}, "w"), "config is .*expected what mint.config"),
+    "run a dict": (
+        lambda m, p, s: mint.run({"job": "sft"}, "w"),
+        "config is .*expected what mint.config",
+    ),
     "encode a number": (lambda m, p, s: m.encode(3), "text is 3"),
     "decode text": (lambda m, p, s: m.decode("x"), "tokens is 'x'"),
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_cannot_be_meant_is_refused_before_anything_is_computed(name, model, policy, store, monkeypatch):
+def test_what_cannot_be_meant_is_refused_before_anything_is_computed(
+    name, model, policy, store, monkeypatch
+):
     def computed(*args, **settings):
         raise AssertionError("something was computed")
 
@@ -154,7 +281,13 @@ PLAIN = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_si
 KEYS = st.sampled_from(["prompt", "completion", "text", "messages", "role", "content"])
 
 
-@given(st.recursive(PLAIN, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3), max_leaves=6))
+@given(
+    st.recursive(
+        PLAIN,
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3),
+        max_leaves=6,
+    )
+)
 @settings(max_examples=150)
 def test_any_value_is_rows_and_prompts_or_a_user_error(model, policy, value):
     for check in (
@@ -173,7 +306,11 @@ def test_any_value_is_rows_and_prompts_or_a_user_error(model, policy, value):
 
 def test_a_place_that_is_not_there_is_no_catalog(tmp_path):
     with pytest.raises(
-        mint.UserError, match=r"there is no catalog in .*typo: check the path, or make a new one with mint\.open\(.*create=True\)"
+        mint.UserError,
+        match=(
+            r"there is no catalog in .*typo: check the path, or make a new one with"
+            r" mint\.open\(.*create=True\)"
+        ),
     ):
         mint.open(tmp_path / "typo")
     assert not (tmp_path / "typo").exists()
@@ -197,12 +334,17 @@ def test_a_closed_model_says_so(load):
         assert repr(policy) == "Policy('a', rank 2, cross_entropy, 0 steps)"
         assert len(repr(base.base)) < 300
     for use in (
-        lambda: base.sample("2"), lambda: base.policy("b"), lambda: base.train_step({"a": ROWS}), lambda: policy.sample("2"),
-        lambda: policy.train_step(ROWS), lambda: base.resume("x"), lambda: base.encode("x"), lambda: policy.save("x"), lambda: policy.steps,
+        lambda: base.sample("2"), lambda: base.policy("b"), lambda: base.train_step({"a": ROWS}), lambda: policy.sample("2"),  # noqa: E501
+        lambda: policy.train_step(ROWS), lambda: base.resume("x"), lambda: base.encode("x"), lambda: policy.save("x"), lambda: policy.steps,  # noqa: E501
     ):  # fmt: skip
-        with pytest.raises(mint.UserError, match="the model 'tiny-random' was closed: load it again"):
+        with pytest.raises(
+            mint.UserError, match="the model 'tiny-random' was closed: load it again"
+        ):
             use()
-    assert (repr(base), repr(policy)) == ("Model('tiny-random', closed)", "Policy('a', not in training)")
+    assert (repr(base), repr(policy)) == (
+        "Model('tiny-random', closed)",
+        "Policy('a', not in training)",
+    )
     base.close()
 
 

@@ -31,7 +31,9 @@ def test_every_name_of_the_package_is_on_the_page_and_every_entry_has_a_text():
 def test_its_examples_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     load = api.load
-    monkeypatch.setattr(api, "load", lambda name: load("tiny-random", mesh=mesh.single_device_mesh()))
+    monkeypatch.setattr(
+        api, "load", lambda name: load("tiny-random", mesh=mesh.single_device_mesh())
+    )
     code = "\n".join(re.findall(r"```python\n(.*?)```", reference.EXAMPLES, re.DOTALL))
     names = {"mint": mint}
     exec(code, names)

@@ -22,7 +22,10 @@ def test_samples_are_new_in_each_call_and_follow_from_the_seed(load):
         drawn = {"n": 3, "temperature": 1.0, "max_tokens": 6}
         first, second = (tokens(model.completions([PROMPT, PROMPT], **drawn)) for _ in range(2))
         third, fourth = (tokens(policy.completions([PROMPT, PROMPT], **drawn)) for _ in range(2))
-        seeded = [tokens(one.completions([PROMPT, PROMPT], seed=5, **drawn)) for one in (model, model, policy)]
+        seeded = [
+            tokens(one.completions([PROMPT, PROMPT], seed=5, **drawn))
+            for one in (model, model, policy)
+        ]
         return [first, second, third, fourth], seeded, policy.draws
 
     found, seeded, draws = calls()
@@ -34,14 +37,18 @@ def test_samples_are_new_in_each_call_and_follow_from_the_seed(load):
     assert calls() == (found, seeded, 2)
     others, same, _ = calls(seed=1)
     assert same == seeded
-    assert not {tuple(sample) for call in others for prompt in call for sample in prompt} & set(every)
+    assert not {tuple(sample) for call in others for prompt in call for sample in prompt} & set(
+        every
+    )
 
 
 def test_each_call_draws_anew_unless_a_seed_is_given(model):
     drawn = {"n": 2, "temperature": 1.0, "max_tokens": 4}
     first, second = (tokens(model.completions([PROMPT], **drawn)) for _ in range(2))
     assert len({tuple(sample) for [call] in (first, second) for sample in call}) == 4
-    assert tokens(model.completions([PROMPT], seed=7, **drawn)) == tokens(model.completions([PROMPT], seed=7, **drawn))
+    assert tokens(model.completions([PROMPT], seed=7, **drawn)) == tokens(
+        model.completions([PROMPT], seed=7, **drawn)
+    )
 
 
 def test_prompts_are_text_messages_or_token_ids(model):
@@ -72,17 +79,28 @@ def test_evaluation_is_the_mean_over_prompts_with_its_standard_error(model, monk
     means = np.array(found.rewards).mean(axis=1)
     assert found.mean == pytest.approx(means.mean())
     assert found.standard_error == pytest.approx(means.std(ddof=1) / 2)
-    assert [[c.text for c in some] for some in found.completions] == np.array(seen)[:, 0].reshape(4, 2).tolist()
-    assert policy.evaluate(reward, prompts, **drawn).rewards == found.rewards, "two evaluations draw alike"
+    assert [[c.text for c in some] for some in found.completions] == np.array(seen)[:, 0].reshape(
+        4, 2
+    ).tolist()
+    assert policy.evaluate(reward, prompts, **drawn).rewards == found.rewards, (
+        "two evaluations draw alike"
+    )
     assert policy.draws == 0
-    assert model.evaluate(reward, prompts, **drawn).rewards == found.rewards, "a fresh adapter changes nothing"
+    assert model.evaluate(reward, prompts, **drawn).rewards == found.rewards, (
+        "a fresh adapter changes nothing"
+    )
     assert model.evaluate(reward, prompts, examples=3, max_tokens=2).standard_error > 0
     assert np.isnan(model.evaluate(reward, prompts[:1], max_tokens=2).standard_error)
-    environment = ListEnvironment([], [Example(p, "4") for p in prompts], lambda text, example: float(example.answer == "4"))
+    environment = ListEnvironment(
+        [], [Example(p, "4") for p in prompts], lambda text, example: float(example.answer == "4")
+    )
     assert repr(model.evaluate(environment, max_tokens=2)) == "Evaluation(1 ± 0, 4 prompts)"
     assert 0 <= model.evaluate("digit_sum", examples=2, max_tokens=2).mean <= 1
     mint.register_environment(
-        "own_task", lambda size=4: ListEnvironment(environment.held_out, environment.held_out[:size], environment.score)
+        "own_task",
+        lambda size=4: ListEnvironment(
+            environment.held_out, environment.held_out[:size], environment.score
+        ),
     )
     assert env_lib.make("own_task", size=2).held_out == environment.held_out[:2]
     for call, says in (
@@ -91,7 +109,10 @@ def test_evaluation_is_the_mean_over_prompts_with_its_standard_error(model, monk
         (lambda: model.evaluate("digit_sums"), "environment is 'digit_sums'"),
         (lambda: model.evaluate(reward, "2 + 2 ="), "prompts is '2 . 2 ='; expected a list"),
         (lambda: model.evaluate(lambda text, prompt: None, prompts, max_tokens=2), "returned None"),
-        (lambda: model.evaluate(lambda text, prompt: 1 / 0, [[5, 6]], max_tokens=2), "ZeroDivisionError"),
+        (
+            lambda: model.evaluate(lambda text, prompt: 1 / 0, [[5, 6]], max_tokens=2),
+            "ZeroDivisionError",
+        ),
         (lambda: model.evaluate(reward, prompts, examples=0), "examples is 0"),
         (lambda: mint.register_environment("digit_sum", reward), "'digit_sum' is a shipped one"),
         (lambda: mint.register_environment("x", 3), "environment 'x' is 3"),
@@ -104,14 +125,18 @@ def test_evaluation_is_the_mean_over_prompts_with_its_standard_error(model, monk
 @pytest.mark.long
 def test_grpo_by_hand_raises_the_reward(hf_dirs, mesh):
     base = mint.load(str(hf_dirs("llama")), mesh=mesh)  # no tokenizer: token ids in, token ids out
-    policy = base.policy("low", 4, targets=["q", "v", "unembed"], loss=mint.LossConfig("ppo"), learning_rate=3e-2)
+    policy = base.policy(
+        "low", 4, targets=["q", "v", "unembed"], loss=mint.LossConfig("ppo"), learning_rate=3e-2
+    )
 
     def score(completion):
         return float(np.mean([token < 48 for token in completion.tokens]))  # of 97
 
     rewards = []
     for _ in range(10):
-        completions = policy.completions([[5, 9, 33], [70, 12]], n=16, temperature=1.0, max_tokens=4)
+        completions = policy.completions(
+            [[5, 9, 33], [70, 12]], n=16, temperature=1.0, max_tokens=4
+        )
         scores = [[score(c) for c in some] for some in completions]
         groups = mint.groups(completions, scores)
         metrics = policy.train_step(groups)
@@ -131,7 +156,9 @@ def test_turns_of_an_episode_learn_what_the_policy_wrote_and_read_what_the_envir
     replies = [model.encode(reply) for reply in (" wrong, again:", " no:")]
     prompts = [[*c.request.prompt, *c.tokens, *reply] for c, reply in zip(firsts, replies)]
     seconds = [c for [c] in policy.completions(prompts, **drawn)]
-    [group] = mint.groups([[[a, b] for a, b in zip(firsts, seconds)]], [[1.0, 0.0]], normalisation="sequence")
+    [group] = mint.groups(
+        [[[a, b] for a, b in zip(firsts, seconds)]], [[1.0, 0.0]], normalisation="sequence"
+    )
     assert group.prefix == list(firsts[0].request.prompt)
     assert group.temperature == 0.7
     for a, b, reply, sequence, sign in zip(firsts, seconds, replies, group.sequences, (1, -1)):
@@ -140,22 +167,36 @@ def test_turns_of_an_episode_learn_what_the_policy_wrote_and_read_what_the_envir
         assert [w != 0 for w in sequence.weights] == [bool(m) for m in mask]
         assert sum(sequence.weights) == pytest.approx(0.5), "a mean over what it wrote"
         assert np.sign(sequence.advantages[0]) == sign
-        np.testing.assert_array_equal(np.array(sequence.old_logp)[np.array(mask) == 1], a.drawn_logprobs + b.drawn_logprobs)
+        np.testing.assert_array_equal(
+            np.array(sequence.old_logp)[np.array(mask) == 1], a.drawn_logprobs + b.drawn_logprobs
+        )
     metrics = policy.train_step([group])
     assert metrics["tokens"] == 12
-    assert metrics["max_gap"] < 1e-3, "each token's log-probability is of the whole episode before it"
-    with pytest.raises(mint.UserError, match="the prompt of turn 2 does not begin with the tokens of the turns before it"):
+    assert metrics["max_gap"] < 1e-3, (
+        "each token's log-probability is of the whole episode before it"
+    )
+    with pytest.raises(
+        mint.UserError,
+        match="the prompt of turn 2 does not begin with the tokens of the turns before it",
+    ):
         mint.groups([[[firsts[0], seconds[1]], firsts[1]]], [[1.0, 0.0]])
     policy.remove()
 
 
 @pytest.mark.long
-def test_episodes_of_a_routed_base_are_trained_through_the_experts_that_the_sampler_visited(hf_dirs, mesh):
+def test_episodes_of_a_routed_base_are_trained_through_the_experts_that_the_sampler_visited(
+    hf_dirs, mesh
+):
     base = mint.load(str(hf_dirs("qwen3_moe")), mesh=mesh)
     policy = base.policy("routed", 2, targets=["q"], loss="ppo")
     drawn = {"temperature": 1.0, "max_tokens": 3}
     [firsts] = policy.completions([[5, 9, 33]], n=2, **drawn)
-    seconds = [c for [c] in policy.completions([[*c.request.prompt, *c.tokens, 70, 12] for c in firsts], **drawn)]
+    seconds = [
+        c
+        for [c] in policy.completions(
+            [[*c.request.prompt, *c.tokens, 70, 12] for c in firsts], **drawn
+        )
+    ]
     [group] = mint.groups([[[a, b] for a, b in zip(firsts, seconds)]], [[1.0, 0.0]])
     for a, b, sequence in zip(firsts, seconds, group.sequences):
         assert sequence.routes.shape == (len(sequence.tokens), *a.routes.shape[1:])

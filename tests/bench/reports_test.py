@@ -1,4 +1,6 @@
-"""What the pages say is what the reports say, and reports say where they come from: stamps, n, intervals, tables."""
+"""What the pages say is what the reports say, and reports say where they come from: stamps, n,
+intervals, tables.
+"""
 
 import json
 import math
@@ -11,9 +13,17 @@ from mint_jax import figures
 from mint_jax.bench import stamp, tables, timing
 from mint_jax.errors import UserError
 
-REPORTS = {f"{folder.name}/{path.stem}": path for folder in (tables.CPU, tables.PODS) for path in sorted(folder.glob("*.json"))}
+REPORTS = {
+    f"{folder.name}/{path.stem}": path
+    for folder in (tables.CPU, tables.PODS)
+    for path in sorted(folder.glob("*.json"))
+}
 UNSTAMPED = tables.unstamped()
-RUNS = {f"{run.folder.name}/{run.name}": run for run in (*figures.RUNS, *figures.POD_RUNS) if run.committed}
+RUNS = {
+    f"{run.folder.name}/{run.name}": run
+    for run in (*figures.RUNS, *figures.POD_RUNS)
+    if run.committed
+}
 
 
 def leaves(tree):
@@ -56,12 +66,18 @@ GPU = sorted((stamp.ROOT / "notebooks" / "reports" / "nvidia-h100").glob("*.json
 
 @pytest.mark.parametrize("path", GPU, ids=lambda path: path.stem)
 def test_a_gpus_report_says_where_it_comes_from(path):
-    """Of a machine that is lent now and then: changes on top of the commit are told, not refused."""
+    """Of a machine that is lent now and then: changes on top of the commit are told, not
+    refused.
+    """
     report = json.loads(path.read_text())
     assert re.fullmatch(r"[0-9a-f]{40}", report["stamp"]["commit"])
     assert "H100" in report["stamp"]["machine"]["devices"]
     assert not [x for x in leaves(report) if isinstance(x, str) and stamp.absolute_path(x)]
-    assert all(x["interval"][0] <= timing.value(x) <= x["interval"][1] for x in leaves(report) if timing.is_figure(x))
+    assert all(
+        x["interval"][0] <= timing.value(x) <= x["interval"][1]
+        for x in leaves(report)
+        if timing.is_figure(x)
+    )
 
 
 def test_every_report_can_be_measured_again():
@@ -89,12 +105,16 @@ def test_every_measured_field_of_a_page_has_its_interval():
 def test_a_row_shows_value_interval_and_n(tmp_path):
     report = {
         "ratio": {"median": 366.912, "interval": [339.2, 390.04], "n": 5},
-        "parts": [{"name": "a", "ms": {"percentile": 0.373, "interval": [0.36, 0.41], "n": 100_000}}],
+        "parts": [
+            {"name": "a", "ms": {"percentile": 0.373, "interval": [0.36, 0.41], "n": 100_000}}
+        ],
         "bytes": 538_090_408,
     }
     (tmp_path / "x.json").write_text(json.dumps(report))
     spread: list[str] = []
-    said = tables._fill("{ratio|times} of {parts.a.ms|ms}, {x:bytes|count}", "x", tables.Reports(tmp_path), spread)
+    said = tables._fill(
+        "{ratio|times} of {parts.a.ms|ms}, {x:bytes|count}", "x", tables.Reports(tmp_path), spread
+    )
     assert said == "367× of 0.37 ms, 538,090,408"
     assert spread == ["339 to 390, 5", "0.36 to 0.41, 100,000"]
     with pytest.raises(KeyError, match=r"report x has no parts\.b"):
@@ -103,7 +123,11 @@ def test_a_row_shows_value_interval_and_n(tmp_path):
 
 def test_a_table_names_each_commit_that_it_quotes(tmp_path):
     machine = {"cpu": "A CPU", "cores": 2, "memory_bytes": 24e9, "devices": "1 x cpu"}
-    for name, commit, dirty in (("x", "a" * 40, False), ("y", "b" * 40, True), ("z", "a" * 40, False)):
+    for name, commit, dirty in (
+        ("x", "a" * 40, False),
+        ("y", "b" * 40, True),
+        ("z", "a" * 40, False),
+    ):
         at = {"commit": commit, "dirty": dirty, "machine": machine, "versions": {"jax": "0.10.2"}}
         (tmp_path / f"{name}.json").write_text(json.dumps({"stamp": at}))
     one, two = tables.Reports(tmp_path), tables.Reports(tmp_path)
@@ -111,7 +135,9 @@ def test_a_table_names_each_commit_that_it_quotes(tmp_path):
     assert one.where() == "Measured at `aaaaaaaaaa` on A CPU, 2 cores, 24 GB; jax 0.10.2."
     assert [two["x"], two["y"], two["z"]]
     assert "`aaaaaaaaaa` on A CPU" in two.where()
-    assert two.where().endswith("`bbbbbbbbbb` with changes on A CPU, 2 cores, 24 GB; jax 0.10.2 (y).")
+    assert two.where().endswith(
+        "`bbbbbbbbbb` with changes on A CPU, 2 cores, 24 GB; jax 0.10.2 (y)."
+    )
 
 
 def test_the_table_of_pods_says_what_was_compiled_and_what_are_minima(tmp_path, monkeypatch):
@@ -121,7 +147,13 @@ def test_the_table_of_pods_says_what_was_compiled_and_what_are_minima(tmp_path, 
             "all-reduce": {"count": 1, "bytes": int(1e9), "at_least": False},
         }
         estimate = {"bound": "compute", "step_s": 0.873}
-        return {"argument_bytes": 1e9, "temporary_bytes": 2e9, "free_hbm_fraction": 0.5, "collectives": sent, "estimate": estimate}
+        return {
+            "argument_bytes": 1e9,
+            "temporary_bytes": 2e9,
+            "free_hbm_fraction": 0.5,
+            "collectives": sent,
+            "estimate": estimate,
+        }
 
     report = {
         "topology": "v5p:2x2x1",
@@ -141,9 +173,14 @@ def test_the_table_of_pods_says_what_was_compiled_and_what_are_minima(tmp_path, 
     (tmp_path / "kimi_k2_smallest.json").write_text(json.dumps({"tried": tried}))
     monkeypatch.setattr(tables, "PODS", tmp_path)
     said = tables.TABLES["pods"]()
-    row = "| Qwen3-4B | v5p:2x2x1 | 4 | 4 G | 16, 1.6 % | 32: q, o | train | 1.0 GB | 2.0 GB | 50 % | ≥ 3.0 GB | compute, 873 ms |"
+    row = (
+        "| Qwen3-4B | v5p:2x2x1 | 4 | 4 G | 16, 1.6 % | 32: q, o | train | 1.0 GB | 2.0 GB | 50 % |"
+        " ≥ 3.0 GB | compute, 873 ms |"
+    )
     assert row in said
-    assert "|  |  |  |  |  |  | prefill | 1.0 GB | 2.0 GB | 50 % | 3.0 GB | compute, 873 ms |" in said
+    assert (
+        "|  |  |  |  |  |  | prefill | 1.0 GB | 2.0 GB | 50 % | 3.0 GB | compute, 873 ms |" in said
+    )
     assert "decode |  |  | -50 % |  | refused by the compiler |" in said
     assert "`v5p:2x2x1`: the mesh needs 8 devices; `v5p:2x2x2`: fits." in said
 
@@ -172,37 +209,61 @@ def test_a_ratio_is_of_medians_and_its_interval_is_paired(rng):
 
 
 def test_runs_merge_into_figures():
-    policies = [{"name": "a", "loss": loss, "bytes": 7, "revision": name} for loss, name in ((3.0, "x"), (1.0, "y"))]
+    policies = [
+        {"name": "a", "loss": loss, "bytes": 7, "revision": name}
+        for loss, name in ((3.0, "x"), (1.0, "y"))
+    ]
     runs = [{"job": "sft", "policies": [policy]} for policy in policies]
-    merged = {"name": "a", "loss": {"median": 2.0, "interval": [1.0, 3.0], "n": 2}, "bytes": 7, "revision": ["x", "y"]}
+    merged = {
+        "name": "a",
+        "loss": {"median": 2.0, "interval": [1.0, 3.0], "n": 2},
+        "bytes": 7,
+        "revision": ["x", "y"],
+    }
     assert timing.merge(runs) == {"job": "sft", "policies": [merged]}
     assert timing.mean([1.0, 2.0, 3.0, 4.0])["mean"] == 2.5
 
 
 def test_paths_of_a_machine_stay_out_of_reports():
-    report = {"catalog": "/home/somebody/runs/catalog", "stamp": {"config": {"base": ["~/bases/x", "runs/y"]}}}
-    assert stamp.without_paths(report) == {"catalog": "catalog", "stamp": {"config": {"base": ["x", "runs/y"]}}}
+    report = {
+        "catalog": "/home/somebody/runs/catalog",
+        "stamp": {"config": {"base": ["~/bases/x", "runs/y"]}},
+    }
+    assert stamp.without_paths(report) == {
+        "catalog": "catalog",
+        "stamp": {"config": {"base": ["x", "runs/y"]}},
+    }
 
 
 @pytest.fixture
 def at(tmp_path, monkeypatch):
-    """A place for reports; jobs are made up: each returns its seed, at the commit of ``at.code``."""
+    """A place for reports; jobs are made up: each returns its seed, at the commit of
+    ``at.code``.
+    """
     place = tmp_path / "reports"
     calls: list[str] = []
     code = {"commit": "a" * 40, "dirty": False}
 
     def run(arguments, cwd, env, stdout, stderr):
-        [folder] = [figures.Path(a.removeprefix("--workdir=")) for a in arguments if a.startswith("--workdir=")]
+        [folder] = [
+            figures.Path(a.removeprefix("--workdir="))
+            for a in arguments
+            if a.startswith("--workdir=")
+        ]
         calls.append(f"{folder.parent.name}/{folder.name}")
         seed = next((int(a.split("=")[1]) for a in arguments if a.startswith("--config.seed=")), 0)
-        (folder / "result.json").write_text(json.dumps({"loss": 1.0 + seed, "catalog": str(folder), "stamp": dict(code)}))
+        (folder / "result.json").write_text(
+            json.dumps({"loss": 1.0 + seed, "catalog": str(folder), "stamp": dict(code)})
+        )
         (folder / "curve.png").write_bytes(b"picture")
         return type("Done", (), {"returncode": int(folder.parent.name == "bad")})
 
     monkeypatch.setattr(figures.subprocess, "run", run)
     monkeypatch.setattr(stamp, "code", lambda: code)
     monkeypatch.setattr(tables, "write", lambda: calls.append("tables"))
-    return type("At", (), {"place": place, "calls": calls, "code": code, "workdir": tmp_path / "work"})
+    return type(
+        "At", (), {"place": place, "calls": calls, "code": code, "workdir": tmp_path / "work"}
+    )
 
 
 def test_all_figures_are_measured_once_at_a_commit_and_published(at, tmp_path, capsys, monkeypatch):
@@ -210,7 +271,14 @@ def test_all_figures_are_measured_once_at_a_commit_and_published(at, tmp_path, c
     listed.write_text("reports/one\nreports/other\n")
     monkeypatch.setattr(figures.publish, "__defaults__", (listed,))
     runs = (
-        figures.Run("one", "quickstart.py", 1.0, seeds=(0, 2), pictures=(("curve.png", "one.png"),), folder=at.place),
+        figures.Run(
+            "one",
+            "quickstart.py",
+            1.0,
+            seeds=(0, 2),
+            pictures=(("curve.png", "one.png"),),
+            folder=at.place,
+        ),
         figures.Run("two", "bench/handoff.py", 2.0, folder=at.place),
     )
     figures.run_all(runs, at.workdir)

@@ -1,4 +1,6 @@
-"""Growth of a server's memory under load: what caches take is no growth, nor what is freed later."""
+"""Growth of a server's memory under load: what caches take is no growth, nor what is freed
+later.
+"""
 
 from mint_jax.bench.service_load import growth
 
@@ -8,7 +10,8 @@ def read(rss, caches=lambda at: 0):
 
 
 def test_steady_growth_is_seen_and_a_warm_up_is_not():
-    assert growth(read(lambda at: 1000 + 5 * at)) == (300, 0)  # 5 a second over the sixty seconds of a third
+    # 5 a second over the sixty seconds of a third
+    assert growth(read(lambda at: 1000 + 5 * at)) == (300, 0)
     assert growth(read(lambda at: 1000 + 10 * min(at, 60))) == (0, 0)
 
 
@@ -20,7 +23,8 @@ def test_memory_that_is_given_back_now_and_then_has_not_grown():
 def test_caches_may_grow():
     assert growth(read(lambda at: 1000 + 5 * at, lambda at: 5 * at)) == (0, 300)
     assert growth(read(lambda at: 1000 + 5 * at, lambda at: 4 * at)) == (60, 240)
-    assert growth(read(lambda at: 1000 + 5 * at, lambda at: 900 - at)) == (300, -60)  # what they let go hides nothing
+    # what they let go hides nothing
+    assert growth(read(lambda at: 1000 + 5 * at, lambda at: 900 - at)) == (300, -60)
 
 
 def test_a_load_that_was_read_once_has_no_growth():

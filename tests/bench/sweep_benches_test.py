@@ -1,4 +1,6 @@
-"""What the sweeps' benches compute without a device: traffic, hit rates against a search of all policies, the fleet's model."""
+"""What the sweeps' benches compute without a device: traffic, hit rates against a search of all
+policies, the fleet's model.
+"""
 
 import functools
 import json
@@ -18,7 +20,9 @@ CLOCK = SimpleNamespace(request_s=0.01, half_life_s=600.0)
 
 def test_traffic_is_what_it_is_called(rng):
     n, count = 50, 20_000
-    uniform, zipf, bursts = (Counter(traffic.draws(kind, n, count, 1.0, rng).tolist()) for kind in traffic.KINDS)
+    uniform, zipf, bursts = (
+        Counter(traffic.draws(kind, n, count, 1.0, rng).tolist()) for kind in traffic.KINDS
+    )
     for found in (uniform, zipf, bursts):
         assert sum(found.values()) == count
         assert set(found) <= set(range(n))
@@ -73,13 +77,18 @@ def test_where_all_are_used_alike_ours_evict_as_lru_does():
 CURVE = [(1, 0.1), (11, 0.2), (21, 0.4)]
 
 
-@pytest.mark.parametrize(("limit", "held"), [(0.05, 0), (0.1, 1), (0.151, 6), (0.2, 11), (0.301, 16), (0.4, 21), (9.0, 21)])
+@pytest.mark.parametrize(
+    ("limit", "held"),
+    [(0.05, 0), (0.1, 1), (0.151, 6), (0.2, 11), (0.301, 16), (0.4, 21), (9.0, 21)],
+)
 def test_the_most_adapters_within_a_step(limit, held):
     assert fleet_model.fastest(CURVE, limit) == held
 
 
 def test_engines_are_the_most_of_three_bounds():
-    asked = ConfigDict({"wave": 100, "tokens_per_s": 5.0, "tokens": 50, "cold_rate": 0.5, "load_share": 0.5})
+    asked = ConfigDict(
+        {"wave": 100, "tokens_per_s": 5.0, "tokens": 50, "cold_rate": 0.5, "load_share": 0.5}
+    )
     found = fleet_model.engines(asked, CURVE, 0.2)
     assert found["adapters_an_engine"] == 11
     assert found["cold_loads_per_s"] == 5.0
@@ -94,18 +103,32 @@ def test_the_model_names_what_it_read_and_refuses_what_is_missing(tmp_path):
     config = load("configs/bench/fleet_model.py")
     report = fleet_model.run(config, tmp_path)
     read = report["read"]
-    assert [read[name]["config"] for name in ("active_wave", "cold_load")] == ["active_wave", "packed_load"]
+    assert [read[name]["config"] for name in ("active_wave", "cold_load")] == [
+        "active_wave",
+        "packed_load",
+    ]
     assert all(read[name]["commit"] for name in ("active_wave", "cold_load"))
-    assert report["engines"]["interval"][0] <= report["engines"]["median"] <= report["engines"]["interval"][1]
+    assert (
+        report["engines"]["interval"][0]
+        <= report["engines"]["median"]
+        <= report["engines"]["interval"][1]
+    )
     with pytest.raises(UserError, match="has no step with adapters of rank 3"):
         fleet_model.run(load("configs/bench/fleet_model.py", "--config.rank=3"), tmp_path)
     for name in ("active_wave", "cold_load"):
         with pytest.raises(UserError, match="run that sweep or bench first"):
-            fleet_model.run(load("configs/bench/fleet_model.py", f"--config.{name}={tmp_path / 'none.json'}"), tmp_path)
+            fleet_model.run(
+                load("configs/bench/fleet_model.py", f"--config.{name}={tmp_path / 'none.json'}"),
+                tmp_path,
+            )
     failed = tmp_path / "failed.json"
-    failed.write_text(json.dumps({"sweep": "cold_staircase", "points": [{"grid": "at_once", "rows": []}]}))
+    failed.write_text(
+        json.dumps({"sweep": "cold_staircase", "points": [{"grid": "at_once", "rows": []}]})
+    )
     with pytest.raises(UserError, match="all of its points failed"):
-        fleet_model.run(load("configs/bench/fleet_model.py", f"--config.cold_load={failed}"), tmp_path)
+        fleet_model.run(
+            load("configs/bench/fleet_model.py", f"--config.cold_load={failed}"), tmp_path
+        )
 
 
 def test_steps_and_loads_of_sweeps_are_read(rng):
@@ -113,10 +136,17 @@ def test_steps_and_loads_of_sweeps_are_read(rng):
     figure = {"median": middle, "interval": [low, high], "n": 5}
     rows = [{"settings": {"rank": 1, "distinct": 8}, "figures": {"step_s": figure}}]
     rows += [{"settings": {"rank": 8, "distinct": 4}, "figures": {"step_s": figure}}]
-    wave = {"points": [{"grid": "decode", "rows": rows}, {"grid": "train", "rows": [{"settings": {}, "figures": {}}]}]}
+    wave = {
+        "points": [
+            {"grid": "decode", "rows": rows},
+            {"grid": "train", "rows": [{"settings": {}, "figures": {}}]},
+        ]
+    }
     assert fleet_model._steps(wave, 1) == {8: figure}
     cold = [
-        {"settings": {"kind": kind, "count": count}, "figures": {"last_s": count}} for kind in ("identical", "distinct") for count in (4, 1)
+        {"settings": {"kind": kind, "count": count}, "figures": {"last_s": count}}
+        for kind in ("identical", "distinct")
+        for count in (4, 1)
     ]
     assert fleet_model._load({"points": [{"rows": cold}]}) == 1
     assert fleet_model._load({"points": []}) is None

@@ -1,4 +1,6 @@
-"""An S3 server on loopback (moto) behind a proxy that fails on demand: it answers with errors, stalls, or hangs up."""
+"""An S3 server on loopback (moto) behind a proxy that fails on demand: it answers with errors,
+stalls, or hangs up.
+"""
 
 import contextlib
 import http.client
@@ -12,12 +14,15 @@ import boto3
 from moto.server import ThreadedMotoServer
 
 BUCKET = "payloads"
-Fault = Callable[[str, str], int | str | float | None]  # of method and path: a status, "hang up", "cut", "lost", seconds, or nothing
+# of method and path: a status, "hang up", "cut", "lost", seconds, or nothing
+Fault = Callable[[str, str], int | str | float | None]
 NAMES = {403: "AccessDenied", 500: "InternalError", 503: "SlowDown"}
 
 
 class Proxy(ThreadingHTTPServer):
-    """Passes requests on to ``target``; ``fault`` may be set at any time, ``requests`` lists what came."""
+    """Passes requests on to ``target``; ``fault`` may be set at any time, ``requests`` lists what
+    came.
+    """
 
     daemon_threads = True
 
@@ -47,7 +52,11 @@ class _Handler(BaseHTTPRequestHandler):
             return
         if type(fault) is int:
             name = NAMES[fault]
-            self._answer(fault, {}, f"<Error><Code>{name}</Code><Message>told to fail</Message></Error>".encode())
+            self._answer(
+                fault,
+                {},
+                f"<Error><Code>{name}</Code><Message>told to fail</Message></Error>".encode(),
+            )
             return
         connection = http.client.HTTPConnection(self.server.target, timeout=60)
         connection.request(self.command, self.path, body, dict(self.headers))
@@ -65,9 +74,19 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, status: int, headers: dict[str, str], data: bytes, cut: bool = False) -> None:
         self.send_response(status)
         for name, value in headers.items():
-            if name.lower() not in ("content-length", "connection", "server", "date", "transfer-encoding"):
+            if name.lower() not in (
+                "content-length",
+                "connection",
+                "server",
+                "date",
+                "transfer-encoding",
+            ):
                 self.send_header(name, value)
-        length = headers.get("Content-Length", str(len(data))) if self.command == "HEAD" else str(len(data))
+        length = (
+            headers.get("Content-Length", str(len(data)))
+            if self.command == "HEAD"
+            else str(len(data))
+        )
         self.send_header("Content-Length", length)
         self.end_headers()
         self.wfile.write(data[: len(data) // 2] if cut else data)
@@ -87,7 +106,11 @@ def s3_server() -> Iterator[Proxy]:
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
-    keys = {"aws_access_key_id": "key", "aws_secret_access_key": "secret", "region_name": "us-east-1"}
+    keys = {
+        "aws_access_key_id": "key",
+        "aws_secret_access_key": "secret",
+        "region_name": "us-east-1",
+    }
     boto3.client("s3", endpoint_url=f"http://{host}:{port}", **keys).create_bucket(Bucket=BUCKET)
     proxy = Proxy(f"{host}:{port}")
     thread = threading.Thread(target=proxy.serve_forever, daemon=True)

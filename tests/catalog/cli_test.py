@@ -1,4 +1,6 @@
-"""The command line: what every command prints, as a table and as JSON, its exit status, and what it says of mistakes."""
+"""The command line: what every command prints, as a table and as JSON, its exit status, and what it
+says of mistakes.
+"""
 
 import json
 import os
@@ -22,7 +24,9 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    """A catalog with a policy of three revisions, ``serving`` moved twice, and one with another tenant's."""
+    """A catalog with a policy of three revisions, ``serving`` moved twice, and one with another
+    tenant's.
+    """
     with Catalog.open(tmp_path / "catalog", actor="tester") as catalog:
         for i in range(3):
             catalog.export("chat", packed(i), 10 * i, create=True, origin="a run")
@@ -87,7 +91,9 @@ def test_ls_shows_where_aliases_point_and_finds_names(run, told):
     assert shown["chat"] == ["latest@3", "serving@2"]
     assert "serving@2" in run("ls")[1]
     assert [one["policy"] for one in told("ls", "--match=ha")["policies"]] == ["chat"]
-    assert [one["policy"] for one in told("ls", "--match=o", "--tenant=acme")["policies"]] == ["acme/bot"]
+    assert [one["policy"] for one in told("ls", "--match=o", "--tenant=acme")["policies"]] == [
+        "acme/bot"
+    ]
     for nothing in ("%", "_", "acme"):  # no pattern; a tenant is not its policies' name
         assert told("ls", f"--match={nothing}")["policies"] == []
 
@@ -96,18 +102,29 @@ def test_rollouts_are_listed_newest_first(run, told, folder):
     assert told("rollouts", "chat") == {"rollouts": []}
     with Catalog.open(folder) as catalog:
         for step in (1, 2):
-            catalog.rollout("chat", step, b"rollout %d" % step, tokens=10 * step, mean_reward=step / 4)
+            catalog.rollout(
+                "chat", step, b"rollout %d" % step, tokens=10 * step, mean_reward=step / 4
+            )
     found = told("rollouts", "chat")["rollouts"]
-    assert [(one["step"], one["tokens"], one["mean_reward"]) for one in found] == [(2, 20, 0.5), (1, 10, 0.25)]
+    assert [(one["step"], one["tokens"], one["mean_reward"]) for one in found] == [
+        (2, 20, 0.5),
+        (1, 10, 0.25),
+    ]
     assert len(told("rollouts", "chat", "--limit=1")["rollouts"]) == 1
     assert "0.25" in run("rollouts", "chat")[1]
     assert "'nobody' is not in the catalog" in refused(run, "rollouts", "nobody")
 
 
 def test_ls_of_a_policy_lists_its_revisions(run, told):
-    assert [(one["number"], one["step"]) for one in told("ls", "chat")["revisions"]] == [(1, 0), (2, 10), (3, 20)]
+    assert [(one["number"], one["step"]) for one in told("ls", "chat")["revisions"]] == [
+        (1, 0),
+        (2, 10),
+        (3, 20),
+    ]
     page = told("ls", "chat", "--limit=2")
-    assert [one["number"] for one in told("ls", "chat", f"--after={page['next']}")["revisions"]] == [3]
+    assert [
+        one["number"] for one in told("ls", "chat", f"--after={page['next']}")["revisions"]
+    ] == [3]
     assert "--after 2" in run("ls", "chat", "--limit=2")[1]
     assert "--after is 'x'" in refused(run, "ls", "chat", "--after=x")
     assert "leave --tenant" in refused(run, "ls", "chat", "--tenant=acme")
@@ -116,13 +133,20 @@ def test_ls_of_a_policy_lists_its_revisions(run, told):
 def test_show_a_policy_and_a_revision(run, told, folder):
     shown = told("show", "chat")
     assert shown["policy"]["state"] == "active"
-    assert [(alias["name"], alias["number"]) for alias in shown["aliases"]] == [("latest", 3), ("serving", 2)]
+    assert [(alias["name"], alias["number"]) for alias in shown["aliases"]] == [
+        ("latest", 3),
+        ("serving", 2),
+    ]
     assert [one["number"] for one in told("show", "chat", "--limit=2")["revisions"]] == [2, 3]
     one = told("show", "chat@serving")
     assert one["revision"]["number"] == 2
     assert [alias["name"] for alias in one["aliases"]] == ["serving"]
     digest = one["revision"]["digest"]
-    assert told("show", digest[:12])["revision"] == one["revision"] == told("show", "chat@2")["revision"]
+    assert (
+        told("show", digest[:12])["revision"]
+        == one["revision"]
+        == told("show", "chat@2")["revision"]
+    )
     assert digest in run("show", "chat@2")[1]
     with Catalog.open(folder) as catalog:
         catalog.open_session("chat", "trainer-7", 3600)
@@ -141,9 +165,18 @@ def test_history_and_audit_tell_who_why_and_when(run, told):
     assert told("history", "chat", f"--at={moves[1]['at'] + 1}")["alias"]["number"] == 2
     assert "never had an alias 'nightly'" in refused(run, "history", "chat", "nightly")
     entries = told("audit", "chat")["entries"]
-    assert [entry["action"] for entry in entries] == ["create", "export", "export", "export", "promote", "promote"]
+    assert [entry["action"] for entry in entries] == [
+        "create",
+        "export",
+        "export",
+        "export",
+        "promote",
+        "promote",
+    ]
     assert len(told("audit")["entries"]) == len(entries) + 2
-    assert [e["id"] for e in told("audit", f"--after={entries[0]['id']}", "--limit=2")["entries"]] == [e["id"] for e in entries[1:3]]
+    assert [
+        e["id"] for e in told("audit", f"--after={entries[0]['id']}", "--limit=2")["entries"]
+    ] == [e["id"] for e in entries[1:3]]
     assert "better" in run("audit")[1]
 
 
@@ -155,7 +188,10 @@ def test_moves_name_their_author(told, folder):
     assert told("promote", "chat@candidate")["alias"]["number"] == 2
     with Catalog.open(folder) as catalog:
         moves = catalog.history("chat")
-        assert [(move.actor, move.why) for move in moves[2:4]] == [("bob", "try it"), ("bob", "worse")]
+        assert [(move.actor, move.why) for move in moves[2:4]] == [
+            ("bob", "try it"),
+            ("bob", "worse"),
+        ]
 
 
 def test_branch_retire_restore_pin(run, told, folder):
@@ -191,22 +227,37 @@ def test_gc_says_what_it_removes_and_a_dry_run_removes_nothing(run, told, folder
     assert [one["number"] for one in told("ls", "chat")["revisions"]] == [1, 2, 3]
     assert "would be removed" in run("gc", "--dry-run")[1]
     done = told("gc", "--grace=0")
-    assert (done["revisions"], done["payload_bytes"]) == (foretold["revisions"], foretold["payload_bytes"])
+    assert (done["revisions"], done["payload_bytes"]) == (
+        foretold["revisions"],
+        foretold["payload_bytes"],
+    )
     assert [one["number"] for one in told("ls", "chat")["revisions"]] == [2, 3]
 
 
 def test_retention_is_set_and_lifted(run, told):
     told("branch", "chat-2", "chat@1")
-    assert "the last 1, and what aliases, pins, leases and branches name of chat" in run("keep-last", "chat", "1")[1]
+    assert (
+        "the last 1, and what aliases, pins, leases and branches name of chat"
+        in run("keep-last", "chat", "1")[1]
+    )
     kept = told("keep-last", "chat", "1")["kept_beyond"]
-    assert kept == [{"number": 1, "because": ["parent of chat-2"]}, {"number": 2, "because": ["alias serving"]}]
+    assert kept == [
+        {"number": 1, "because": ["parent of chat-2"]},
+        {"number": 2, "because": ["alias serving"]},
+    ]
     assert "parent of chat-2" in run("keep-last", "chat", "1")[1]
     assert told("gc", "--dry-run", "--grace=0")["revisions"] == []
     told("retire", "chat-2")
     assert told("keep-last", "chat", "2")["kept_beyond"] == kept[:1]
     told("branch", "other", "acme/bot@1")
-    assert told("keep-last", "acme/bot", "1")["kept_beyond"] == [], "the newest stays for what it is"
-    assert told("keep-last", "chat", "all") == {"policy": "chat", "keep_last": None, "kept_beyond": []}
+    assert told("keep-last", "acme/bot", "1")["kept_beyond"] == [], (
+        "the newest stays for what it is"
+    )
+    assert told("keep-last", "chat", "all") == {
+        "policy": "chat",
+        "keep_last": None,
+        "kept_beyond": [],
+    }
     assert told("gc", "--dry-run", "--grace=0")["revisions"] == []
     assert "policy 'nobody' is not in the catalog" in refused(run, "keep-last", "nobody", "3")
 
@@ -223,17 +274,24 @@ def test_a_lost_database_is_told_and_its_adapters_recovered(run, told, folder):
     assert len(digests) == 4
     assert told("ls")["policies"] == []
     assert "recovered: 4" in run("recover", "--grace=0", "--policy=again-{digest}", "--why=lost")[1]
-    assert {one["policy"] for one in told("ls")["policies"]} == {f"again-{digest[:32]}" for digest in digests}
+    assert {one["policy"] for one in told("ls")["policies"]} == {
+        f"again-{digest[:32]}" for digest in digests
+    }
     assert told("gc", "--grace=0", "--accept-losses")["payloads"] == 0
     assert run("verify")[0] == 0
 
 
 def test_verify_names_what_is_damaged(run, folder):
     code, out, _ = run("verify", "--json")
-    assert (code, json.loads(out)) == (0, {"payloads": 4, "bytes": 4 * len(packed(0)), "findings": []})
+    assert (code, json.loads(out)) == (
+        0,
+        {"payloads": 4, "bytes": 4 * len(packed(0)), "findings": []},
+    )
     with Catalog.open(folder) as catalog:
         found = catalog.resolve("chat@2")
-    (pack_file,) = [path for path in (folder / "payloads").rglob("*.pack") if found.place.pack in path.name]
+    (pack_file,) = [
+        path for path in (folder / "payloads").rglob("*.pack") if found.place.pack in path.name
+    ]
     data = bytearray(pack_file.read_bytes())
     data[found.place.offset + found.place.length - 1] ^= 1
     pack_file.chmod(0o600)
@@ -241,7 +299,11 @@ def test_verify_names_what_is_damaged(run, folder):
     code, out, _ = run("verify", "--json")
     assert code == 1
     (finding,) = json.loads(out)["findings"]
-    assert (finding["kind"], finding["digest"], finding["revisions"]) == ("payload", found.digest, ["chat@2"])
+    assert (finding["kind"], finding["digest"], finding["revisions"]) == (
+        "payload",
+        found.digest,
+        ["chat@2"],
+    )
     code, out, err = run("verify")
     assert code == 1
     assert "chat@2" in out
@@ -257,10 +319,16 @@ def test_stats_and_evaluations(told, run, folder):
     assert told("evaluations", "chat") == {"evaluations": []}
     with Catalog.open(folder) as catalog:
         score = {"metrics": {"reward": 0.5, "n": 3}, "isolated": 0.5, "shared": 0.5}
-        catalog.record_evaluation("chat@2", renderer="plain", scorer="exact", dataset="ab" * 32, seed=3, **score)
+        catalog.record_evaluation(
+            "chat@2", renderer="plain", scorer="exact", dataset="ab" * 32, seed=3, **score
+        )
     (found,) = told("evaluations", "chat")["evaluations"]
     assert (found["number"], found["metrics"], found["seed"]) == (2, {"reward": 0.5, "n": 3}, 3)
-    assert told("evaluations", "chat@2")["evaluations"] == [found] == told("show", "chat@2")["evaluations"]
+    assert (
+        told("evaluations", "chat@2")["evaluations"]
+        == [found]
+        == told("show", "chat@2")["evaluations"]
+    )
     assert "n 3, reward 0.5" in run("show", "chat")[1]
 
 
@@ -271,8 +339,14 @@ def adapter_bytes(a, b, alpha: float = 2.0, path: str = "q") -> bytes:
 
 
 def test_diff_compares_products_not_factors(told, run, folder, rng):
-    a1, b1 = rng.normal(size=(3, 2, 40)).astype(np.float32), rng.normal(size=(3, 2, 24)).astype(np.float32)
-    a2, b2 = rng.normal(size=(3, 5, 40)).astype(np.float32), rng.normal(size=(3, 5, 24)).astype(np.float32)
+    a1, b1 = (
+        rng.normal(size=(3, 2, 40)).astype(np.float32),
+        rng.normal(size=(3, 2, 24)).astype(np.float32),
+    )
+    a2, b2 = (
+        rng.normal(size=(3, 5, 40)).astype(np.float32),
+        rng.normal(size=(3, 5, 24)).astype(np.float32),
+    )
     with Catalog.open(folder) as catalog:
         catalog.export("one", adapter_bytes(a1, b1, 3.0), 1, create=True)
         catalog.export("two", adapter_bytes(a2, b2, 7.0), 1, create=True)
@@ -282,11 +356,17 @@ def test_diff_compares_products_not_factors(told, run, folder, rng):
     found = told("diff", "one@1", "two")
     m1 = 1.5 * np.einsum("lrd,lrf->ldf", a1.astype(np.float64), b1)
     m2 = 1.4 * np.einsum("lrd,lrf->ldf", a2.astype(np.float64), b2)
-    expected = [np.linalg.norm(m1), np.linalg.norm(m2), np.linalg.norm(m1 - m2), (m1 * m2).sum() / np.linalg.norm(m1) / np.linalg.norm(m2)]
+    expected = [
+        np.linalg.norm(m1),
+        np.linalg.norm(m2),
+        np.linalg.norm(m1 - m2),
+        (m1 * m2).sum() / np.linalg.norm(m1) / np.linalg.norm(m2),
+    ]
     for row, name in zip(found["projections"], ("dense/attn/q", "all"), strict=True):
         assert row["projection"] == name
         values = [row[key] for key in ("norm_a", "norm_b", "norm_difference", "cosine")]
-        np.testing.assert_allclose(values, expected, rtol=1e-10)  # double precision, a few hundred terms
+        # double precision, a few hundred terms
+        np.testing.assert_allclose(values, expected, rtol=1e-10)
     assert found["schema"] == {"alpha": [3.0, 7.0], "rank": [2, 5]}
     row = told("diff", "one", "same")["projections"][0]  # other factors, one product
     assert row["norm_difference"] < 1e-12 * row["norm_a"]
@@ -307,7 +387,8 @@ def test_diff_of_close_revisions_does_not_cancel(rng):
     moved = b.copy()
     moved[0, 0, 0] += 1e-10
     row = diff.compare({"q": {"a": a, "b": b}}, 1.0, {"q": {"a": a, "b": moved}}, 1.0)[0]
-    # rounding is 1e-16 of the norms (about 50); a difference of Gram matrices would leave 1e-8 of them
+    # rounding is 1e-16 of the norms (about 50); a difference of Gram matrices would leave 1e-8 of
+    # them
     assert row["norm_difference"] == pytest.approx(1e-10 * np.linalg.norm(a[0, 0]), rel=1e-3)
 
 
@@ -344,7 +425,10 @@ def test_mistakes_are_one_line_and_status_2(run, argv, message):
     assert message in refused(run, *argv)
 
 
-@pytest.mark.parametrize("argv", [[], ["fly"], ["promote"], ["ls", "--limit=0"], ["ls", "--limit=many"], ["gc", "--grace=-1"]])
+@pytest.mark.parametrize(
+    "argv",
+    [[], ["fly"], ["promote"], ["ls", "--limit=0"], ["ls", "--limit=many"], ["gc", "--grace=-1"]],
+)
 def test_arguments_that_are_not_understood_end_with_status_2(folder, capsys, argv):
     with pytest.raises(SystemExit) as stopped:
         main([f"--catalog={folder}", *argv])
@@ -387,30 +471,50 @@ def environment() -> dict[str, str]:
 def test_as_a_program_it_needs_no_jax_to_look(folder):
     with Catalog.open(folder) as catalog:
         catalog.create_policy("höflich", SCHEMA)
-    command = [sys.executable, "-X", "importtime", "-m", "mint_jax.catalog", "ls", f"--catalog={folder}"]
+    command = [
+        sys.executable,
+        "-X",
+        "importtime",
+        "-m",
+        "mint_jax.catalog",
+        "ls",
+        f"--catalog={folder}",
+    ]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "chat" in done.stdout
     assert "h\\xf6flich" in done.stdout  # where the terminal has no such letter
-    imported = {line.rsplit("|", 1)[-1].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+    imported = {
+        line.rsplit("|", 1)[-1].strip()
+        for line in done.stderr.splitlines()
+        if line.startswith("import time:")
+    }
     assert "mint_jax.catalog.lifecycle" in imported
     assert not imported & {"jax", "flax", "tensorstore", "torch", "orbax"}
     command = [sys.executable, "-m", "mint_jax.catalog", f"--catalog={folder}", "show", "nobody"]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 2
-    assert done.stderr == "error: policy 'nobody' is not in the catalog: list the policies, or create it\n"
+    assert (
+        done.stderr
+        == "error: policy 'nobody' is not in the catalog: list the policies, or create it\n"
+    )
 
 
 def test_a_reader_that_stops_early_is_no_error(folder):
     command = [sys.executable, "-m", "mint_jax.catalog", f"--catalog={folder}", "audit", "--json"]
-    process = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
     process.stdout.close()
     assert process.stderr.read() == b""
     assert process.wait(300) == 0
 
 
 def test_tags_names_and_the_end_of_a_policy(run, told, folder):
-    assert told("tag", "chat", "team=a", "use=tests", "--why=order") == {"name": "chat", "tags": {"team": "a", "use": "tests"}}
+    assert told("tag", "chat", "team=a", "use=tests", "--why=order") == {
+        "name": "chat",
+        "tags": {"team": "a", "use": "tests"},
+    }
     assert told("tag", "chat@2", "best=yes")["tags"] == {"best": "yes"}
     assert told("tag", "chat", "--remove=use")["tags"] == {"team": "a"}
     assert "team=a" in run("ls")[1]
@@ -419,7 +523,9 @@ def test_tags_names_and_the_end_of_a_policy(run, told, folder):
     assert told("show", "chat")["tags"] == {"team": "a"}
     assert told("show", "chat@serving")["tags"] == {"best": "yes"}
     assert "give KEY=VALUE" in refused(run, "tag", "chat")
-    assert "'team' is to be set and removed" in refused(run, "tag", "chat", "team=b", "--remove=team")
+    assert "'team' is to be set and removed" in refused(
+        run, "tag", "chat", "team=b", "--remove=team"
+    )
     with pytest.raises(SystemExit):
         run("tag", "chat", "team")
 
@@ -429,4 +535,6 @@ def test_tags_names_and_the_end_of_a_policy(run, told, folder):
     assert run("retire", "talk")[0] == 0
     assert told("delete", "talk", "--why=done") == {"policy": "talk", "is": "deleted"}
     assert [one["policy"] for one in told("ls")["policies"]] == ["acme/bot"]
-    assert [one["name"].split("@")[0] for one in told("ls", "--state=deleted")["policies"]] == ["talk"]
+    assert [one["name"].split("@")[0] for one in told("ls", "--state=deleted")["policies"]] == [
+        "talk"
+    ]

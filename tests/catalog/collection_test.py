@@ -25,9 +25,22 @@ def collect(catalog, **options):
     """``gc``, having checked that the dry run foretold it and changed nothing."""
     before = (catalog.stats(), catalog.audit(), {pack.name for pack in catalog.store.packs()})
     told = catalog.gc(dry_run=True, **options)
-    assert (catalog.stats(), catalog.audit(), {pack.name for pack in catalog.store.packs()}) == before
+    assert (
+        catalog.stats(),
+        catalog.audit(),
+        {pack.name for pack in catalog.store.packs()},
+    ) == before
     done = catalog.gc(**options)
-    for field in ("revisions", "payloads", "payload_bytes", "leases", "operations", "packs", "pack_bytes", "abandoned"):
+    for field in (
+        "revisions",
+        "payloads",
+        "payload_bytes",
+        "leases",
+        "operations",
+        "packs",
+        "pack_bytes",
+        "abandoned",
+    ):
         assert getattr(told, field) == getattr(done, field), field
     return done
 
@@ -52,7 +65,8 @@ def test_retention_keeps_the_last(ten):
     with pytest.raises(UserError, match="no digest begins so"):
         ten.resolve(blake3(packed(1)).hexdigest())
     assert collect(ten, compact=False).revisions == []
-    assert ten.export("p", packed(1), 1).number == 11  # bytes that went can come again, numbers are not given twice
+    # bytes that went can come again, numbers are not given twice
+    assert ten.export("p", packed(1), 1).number == 11
     entry = next(entry for entry in ten.audit("p") if entry.action == "remove revisions")
     assert entry.details["digests"][0] == blake3(packed(7)).hexdigest()
 
@@ -64,7 +78,9 @@ def test_a_collection_tells_how_far_it_is(ten, clock):
     ten.export("p", packed(11), 11)
     report = ten.gc(progress=lambda *at: told.append(at))
     assert [at for at in told if at[0] == "policies"] == [("policies", 1, 1)]
-    assert [at for at in told if at[0] == "dead packs"] == [("dead packs", k, 8) for k in range(1, 9)]
+    assert [at for at in told if at[0] == "dead packs"] == [
+        ("dead packs", k, 8) for k in range(1, 9)
+    ]
     assert (report.packs, report.waiting) == (7, 1)
     assert ("joins of packs", 1, 1) in told
 
@@ -103,7 +119,9 @@ def test_a_lease_ends_by_itself(ten, clock):
     assert numbers(ten) == [8, 9, 10]
     with pytest.raises(UserError, match=r"the lease of 'request 9' .* expired: take a new one"):
         ten.renew_lease(lease)
-    with pytest.raises(UserError, match="length of a lease is 0 seconds; expected a positive number"):
+    with pytest.raises(
+        UserError, match="length of a lease is 0 seconds; expected a positive number"
+    ):
         ten.lease("p", "x", 0)
 
 
@@ -137,8 +155,12 @@ def test_shared_bytes_stay_as_long_as_anything_names_them(ten):
 
 
 def test_evaluations_outlive_their_revision(ten):
-    ten.record_evaluation("p@1", renderer="r", scorer="s", dataset="d", seed=0, metrics={}, isolated=1, shared=1)
-    ten.record_evaluation("p@10", renderer="r", scorer="s", dataset="d", seed=0, metrics={}, isolated=1, shared=1)
+    ten.record_evaluation(
+        "p@1", renderer="r", scorer="s", dataset="d", seed=0, metrics={}, isolated=1, shared=1
+    )
+    ten.record_evaluation(
+        "p@10", renderer="r", scorer="s", dataset="d", seed=0, metrics={}, isolated=1, shared=1
+    )
     collect(ten)
     assert [score.number for score in ten.evaluations("p")] == [10]
     assert ten.stats()["evaluations"] == 2
@@ -217,7 +239,9 @@ def test_a_writer_whose_pack_was_swept_stores_again(place, monkeypatch):
     assert same_bytes(catalog.load(revision.digest), packed(1))
     assert list(catalog.verify()) == []
     monkeypatch.setattr(catalog.store, "put", lambda *args: (swept.clear(), put(*args))[1])
-    with pytest.raises(UserError, match="were removed 5 times while they were written: lengthen gc's grace period"):
+    with pytest.raises(
+        UserError, match="were removed 5 times while they were written: lengthen gc's grace period"
+    ):
         catalog.export("p", packed(2), 2)
     assert numbers(catalog) == [1]
 
@@ -242,7 +266,9 @@ def test_a_pack_that_lost_a_race_goes_at_once_and_a_killed_writers_is_offered(pl
         return places
 
     monkeypatch.setattr(catalog.store, "put", put_again)
-    monkeypatch.setattr(catalog.store, "delete", lambda pack: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(
+        catalog.store, "delete", lambda pack: (_ for _ in ()).throw(KeyboardInterrupt)
+    )
     with pytest.raises(KeyboardInterrupt):
         catalog.export("q", packed(2), 2)
     assert numbers(other, "q") == [1, 2], "it was committed before"
@@ -294,7 +320,11 @@ def test_small_packs_are_joined(catalog, clock):
     old = catalog.resolve("p0")
     told = catalog.compact(dry_run=True)
     done = catalog.compact()
-    assert (done.moved, done.moved_bytes) == (told.moved, told.moved_bytes) == (20, 20 * len(packed(0)))
+    assert (
+        (done.moved, done.moved_bytes)
+        == (told.moved, told.moved_bytes)
+        == (20, 20 * len(packed(0)))
+    )
     assert catalog.resolve("p0").place != old.place
     assert same_bytes(catalog.store.read(old.place), packed(0))
     clock.now += HOUR
@@ -363,7 +393,9 @@ def test_damage_is_named_and_stays_with_its_revisions(catalog, place):
     bad = catalog.resolve("p3")
     damage(place, bad.place)
     findings = list(catalog.verify())
-    assert [(f.kind, f.digest, f.revisions) for f in findings] == [("payload", bad.digest, ("p3@1", "twin@1"))]
+    assert [(f.kind, f.digest, f.revisions) for f in findings] == [
+        ("payload", bad.digest, ("p3@1", "twin@1"))
+    ]
     assert [f.digest for f in catalog.verify("twin")] == [bad.digest]
     assert list(catalog.verify("p1")) == []
     with pytest.raises(UserError, match=f"payload {bad.digest[:12]} is damaged"):
@@ -388,15 +420,24 @@ def test_a_wrong_row_is_named(catalog):
     other = dataclasses.replace(SCHEMA, base=OTHER.base)
     catalog.create_policy("other", other)
     first = "(SELECT digest FROM payloads ORDER BY digest LIMIT 1)"
-    execute(catalog, f"UPDATE payloads SET schema_id = (SELECT max(id) FROM schemas) WHERE digest = {first}")
+    execute(
+        catalog,
+        f"UPDATE payloads SET schema_id = (SELECT max(id) FROM schemas) WHERE digest = {first}",
+    )
     execute(catalog, "UPDATE aliases SET version = 9 WHERE policy_id = 1")
     execute(catalog, "UPDATE policies SET last_number = 0 WHERE name = 'p2'")
     findings = list(catalog.verify())
-    assert sorted((f.kind, f.what) for f in findings)[0] == ("alias", "alias p0@latest is not where the audit log says")
-    assert {f.kind for f in findings} == {"alias", "policy", "payload", "revision"}  # a revision names its schema
+    assert sorted((f.kind, f.what) for f in findings)[0] == (
+        "alias",
+        "alias p0@latest is not where the audit log says",
+    )
+    # a revision names its schema
+    assert {f.kind for f in findings} == {"alias", "policy", "payload", "revision"}
     assert any("another schema than the database says" in f.what for f in findings)
     execute(
-        catalog, 'UPDATE payloads SET "offset" = "offset" + 64 WHERE digest = (SELECT digest FROM payloads ORDER BY digest DESC LIMIT 1)'
+        catalog,
+        'UPDATE payloads SET "offset" = "offset" + 64 WHERE digest = (SELECT digest FROM payloads'
+        " ORDER BY digest DESC LIMIT 1)",
     )
     assert sum(f.kind == "payload" for f in catalog.verify()) == 2
 
@@ -404,7 +445,12 @@ def test_a_wrong_row_is_named(catalog):
 def test_stats_count(ten):
     ten.retire("p", 1)
     stats = ten.stats()
-    assert (stats["policies"], stats["revisions"], stats["retired_revisions"], stats["open_sessions"]) == (1, 10, 1, 0)
+    assert (
+        stats["policies"],
+        stats["revisions"],
+        stats["retired_revisions"],
+        stats["open_sessions"],
+    ) == (1, 10, 1, 0)
     assert stats["payload_bytes"] == 10 * len(packed(1))
     assert stats["pack_bytes"] == sum(pack.bytes for pack in ten.store.packs())
     assert np.all([isinstance(value, int) for value in stats.values()])

@@ -18,14 +18,22 @@ from tests.catalog.postgres import Server
 from tests.marks import has_value
 
 DATABASES = ("sqlite", "postgres")
-# Files that show on PostgreSQL what they show on SQLite: there in `make test-long`. Lifecycle, lookup and the tables are in `make test`.
-LONG_ON_POSTGRES = {f"{name}_test" for name in ("collection", "damage", "exports", "hostile", "kill", "places", "sessions", "tags")}
+# Files that show on PostgreSQL what they show on SQLite: there in `make test-long`. Lifecycle,
+# lookup and the tables are in `make test`.
+LONG_ON_POSTGRES = {
+    f"{name}_test"
+    for name in ("collection", "damage", "exports", "hostile", "kill", "places", "sessions", "tags")
+}
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if "catalog" in item.path.parts and item.path.stem in LONG_ON_POSTGRES and has_value(item, "postgres"):
+        if (
+            "catalog" in item.path.parts
+            and item.path.stem in LONG_ON_POSTGRES
+            and has_value(item, "postgres")
+        ):
             item.add_marker(pytest.mark.long)
 
 
@@ -50,14 +58,19 @@ class Place:
 
 @pytest.fixture(scope="session")
 def postgres_server():
-    """The server. Its ``catalog_url`` is a database with a catalog, which ``place`` empties for every test."""
+    """The server. Its ``catalog_url`` is a database with a catalog, which ``place`` empties for
+    every test.
+    """
     try:
         server = Server()
         server.catalog_url = server.new_database()
         Database(server.catalog_url).close()
     except Exception as error:
         red = "\033[1;31m{}\033[0m" if sys.stderr.isatty() else "{}"
-        print(red.format(f"\nNO POSTGRESQL: half of the catalog's tests cannot run. {error}"), file=sys.stderr)
+        print(
+            red.format(f"\nNO POSTGRESQL: half of the catalog's tests cannot run. {error}"),
+            file=sys.stderr,
+        )
         raise
     yield server
     server.stop()
@@ -91,8 +104,11 @@ def empty(url: str) -> None:
     """Removes all rows of a catalog on PostgreSQL: much faster than a new database."""
     engine = sa.create_engine(url, poolclass=sa.NullPool)
     with engine.begin() as connection:
-        connection.execute(sa.text("SET lock_timeout = '20s'"))  # what an earlier test left open is an error here
-        connection.execute(sa.text(f"TRUNCATE {', '.join(tables.metadata.tables)} RESTART IDENTITY CASCADE"))
+        # what an earlier test left open is an error here
+        connection.execute(sa.text("SET lock_timeout = '20s'"))
+        connection.execute(
+            sa.text(f"TRUNCATE {', '.join(tables.metadata.tables)} RESTART IDENTITY CASCADE")
+        )
 
 
 @pytest.fixture

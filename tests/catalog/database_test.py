@@ -48,11 +48,19 @@ def columns(url: str) -> dict:
     look = sa.inspect(engine_of(url))
     return {
         table: {
-            "columns": [(c["name"], str(c["type"]), c["nullable"], c.get("autoincrement")) for c in look.get_columns(table)],
+            "columns": [
+                (c["name"], str(c["type"]), c["nullable"], c.get("autoincrement"))
+                for c in look.get_columns(table)
+            ],
             "key": look.get_pk_constraint(table)["constrained_columns"],
             "unique": sorted(u["column_names"] for u in look.get_unique_constraints(table)),
-            "foreign": sorted((f["constrained_columns"], f["referred_table"], f["options"]) for f in look.get_foreign_keys(table)),
-            "indexes": sorted((i["name"], i["column_names"], bool(i["unique"])) for i in look.get_indexes(table)),
+            "foreign": sorted(
+                (f["constrained_columns"], f["referred_table"], f["options"])
+                for f in look.get_foreign_keys(table)
+            ),
+            "indexes": sorted(
+                (i["name"], i["column_names"], bool(i["unique"])) for i in look.get_indexes(table)
+            ),
         }
         for table in sorted(look.get_table_names())
         if table != tables.VERSION_TABLE
@@ -72,14 +80,18 @@ def test_the_migrations_end_where_the_tables_are(blank, request, tmp_path):
     assert columns(blank) == columns(made)
     assert len(columns(made)) == len(tables.metadata.tables)
     with engine_of(blank).connect() as connection:
-        context = MigrationContext.configure(connection, opts={"version_table": tables.VERSION_TABLE, "compare_type": True})
+        context = MigrationContext.configure(
+            connection, opts={"version_table": tables.VERSION_TABLE, "compare_type": True}
+        )
         assert compare_metadata(context, tables.metadata) == []
 
 
 def test_an_old_database_is_upgraded_with_its_rows(blank, tmp_path):
     upgrade_to(blank, "0001")
     with engine_of(blank).begin() as connection:
-        connection.execute(sa.text("INSERT INTO schemas (digest, json) VALUES (:d, '{}')"), {"d": b"x" * 32})
+        connection.execute(
+            sa.text("INSERT INTO schemas (digest, json) VALUES (:d, '{}')"), {"d": b"x" * 32}
+        )
     with Catalog.open(blank, tmp_path / "payloads") as catalog:
         assert catalog.stats()["schemas"] == 1
         catalog.export("p", packed(1), 1, create=True)
@@ -93,14 +105,22 @@ def test_a_newer_database_is_refused(blank, version):
     Database(blank).close()
     with engine_of(blank).begin() as connection:
         connection.execute(sa.text(f"UPDATE {tables.VERSION_TABLE} SET version_num = '{version}'"))
-    with pytest.raises(UserError, match=f"is at version {version}, this code knows versions up to {tables.HEAD}: upgrade mint-jax"):
+    with pytest.raises(
+        UserError,
+        match=(
+            f"is at version {version}, this code knows versions up to {tables.HEAD}: upgrade"
+            " mint-jax"
+        ),
+    ):
         Database(blank)
 
 
 def test_somebody_elses_database_is_refused(blank):
     with engine_of(blank).begin() as connection:
         connection.execute(sa.text("CREATE TABLE policies (id INTEGER)"))
-    with pytest.raises(UserError, match="has tables policies that are not a catalog's: choose an empty database"):
+    with pytest.raises(
+        UserError, match="has tables policies that are not a catalog's: choose an empty database"
+    ):
         Database(blank)
 
 
@@ -110,7 +130,9 @@ def test_a_failed_upgrade_leaves_the_old_version(blank, monkeypatch, tmp_path):
     script = database_lib.MIGRATIONS / "versions" / "0002_work_records.py"
     folder = tmp_path / "migrations"
     shutil.copytree(database_lib.MIGRATIONS, folder)
-    (folder / "versions" / script.name).write_text(script.read_text() + "    op.execute('SELECT nothing FROM nowhere')\n")
+    (folder / "versions" / script.name).write_text(
+        script.read_text() + "    op.execute('SELECT nothing FROM nowhere')\n"
+    )
     monkeypatch.setattr(database_lib, "MIGRATIONS", folder)
     with pytest.raises((sa.exc.DBAPIError, UserError)):
         Database(blank)
@@ -141,10 +163,16 @@ def test_many_may_open_a_new_database_at_once(blank):
 @pytest.mark.parametrize(
     ("url", "reason"),
     [
-        ("mysql://root:secret@host/db", "is not supported: give a folder, sqlite:///path or postgresql://"),
+        (
+            "mysql://root:secret@host/db",
+            "is not supported: give a folder, sqlite:///path or postgresql://",
+        ),
         ("nonsense", "is not a database URL"),
         ("sqlite://", "lives in memory: a catalog must outlive its process"),
-        ("postgresql://me:secret@127.0.0.1:1/db", "check that the server runs, the address, and the user's rights"),
+        (
+            "postgresql://me:secret@127.0.0.1:1/db",
+            "check that the server runs, the address, and the user's rights",
+        ),
     ],
 )
 def test_a_wrong_address_says_so_and_hides_the_password(url, reason):
@@ -161,7 +189,11 @@ def test_a_database_url_needs_a_place_for_payloads(blank, tmp_path):
 def test_a_folder_is_enough(tmp_path):
     with Catalog.open(tmp_path / "new" / "folder") as catalog:
         catalog.export("p", packed(1), 1, create=True)
-    assert sorted(path.name for path in (tmp_path / "new" / "folder").iterdir()) == ["catalog.db", "catalog.db.seen", "payloads"]
+    assert sorted(path.name for path in (tmp_path / "new" / "folder").iterdir()) == [
+        "catalog.db",
+        "catalog.db.seen",
+        "payloads",
+    ]
     (tmp_path / "file").write_text("x")
     with pytest.raises(UserError, match="cannot be made"):
         Catalog.open(tmp_path / "file" / "folder")
@@ -195,12 +227,18 @@ connection.execute("COMMIT")
 def test_a_lock_held_by_another_process_is_waited_for(tmp_path):
     catalog, hasty = Catalog.open(tmp_path), Catalog.open(tmp_path, timeout_s=0.3)
     catalog.export("p", packed(1), 1, create=True)
-    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path / "catalog.db")], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path / "catalog.db")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
     assert holder.stdin is not None
     assert holder.stdout is not None
     try:
         assert holder.stdout.readline() == b"locked\n"
-        with pytest.raises(UserError, match="database is locked: another process holds the write lock"):
+        with pytest.raises(
+            UserError, match="database is locked: another process holds the write lock"
+        ):
             hasty.promote("p", 1)
         assert hasty.resolve("p").number == 1
         waiting = threading.Thread(target=lambda: catalog.promote("p", 1))
@@ -245,7 +283,11 @@ def test_a_damaged_file_is_named(tmp_path, how):
             raise AssertionError([str(finding) for finding in catalog.verify()])
 
     with pytest.raises(
-        UserError, match=r"catalog\.db: .*(not a database|malformed|disk I/O).*: .*(restore it from a backup|check the disk)"
+        UserError,
+        match=(
+            r"catalog\.db: .*(not a database|malformed|disk I/O).*: .*(restore it from a"
+            r" backup|check the disk)"
+        ),
     ):
         use()
 
@@ -290,7 +332,12 @@ def test_a_read_only_disk_is_named(tmp_path):
         pytest.skip("no right to mount here")
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
     places = [str(tmp_path / name) for name in ("held", "bare", "new")]
-    done = subprocess.run([*shell, sys.executable, "-c", READ_ONLY, *places], capture_output=True, text=True, env=environment)
+    done = subprocess.run(
+        [*shell, sys.executable, "-c", READ_ONLY, *places],
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     lines = done.stdout.splitlines()
     assert len(lines) == 3, done.stdout
@@ -300,17 +347,24 @@ def test_a_read_only_disk_is_named(tmp_path):
 
 
 def test_retries_until_a_transaction_is_through(postgres_server):
-    """Two transactions that take two rows in opposite order: PostgreSQL kills one, which is run again."""
+    """Two transactions that take two rows in opposite order: PostgreSQL kills one, which is run
+    again.
+    """
     database = Database(postgres_server.new_database())
     with database.engine.begin() as connection:
-        connection.execute(tables.schemas.insert(), [{"digest": bytes([i]) * 32, "json": "0"} for i in (1, 2)])
+        connection.execute(
+            tables.schemas.insert(), [{"digest": bytes([i]) * 32, "json": "0"} for i in (1, 2)]
+        )
     barrier, runs = threading.Barrier(2), []
 
     def work(order):
         def body(connection):
             runs.append(order)
             for number, row in enumerate(order):
-                bump = sa.text("UPDATE schemas SET json = CAST(CAST(json AS integer) + 1 AS text) WHERE id = :id")
+                bump = sa.text(
+                    "UPDATE schemas SET json = CAST(CAST(json AS integer) + 1 AS text) WHERE id"
+                    " = :id"
+                )
                 connection.execute(bump, {"id": row})
                 if number == 0 and len(runs) <= 2:
                     barrier.wait(20)
@@ -323,7 +377,9 @@ def test_retries_until_a_transaction_is_through(postgres_server):
     for thread in threads:
         thread.join(60)
     assert len(runs) == 3
-    assert [row.json for row in database.read(lambda c: c.execute(tables.schemas.select()).all())] == ["2", "2"]
+    assert [
+        row.json for row in database.read(lambda c: c.execute(tables.schemas.select()).all())
+    ] == ["2", "2"]
     database.close()
 
 
@@ -333,7 +389,9 @@ class TestLostServer:
     @pytest.fixture
     def catalog(self, postgres_server, tmp_path):
         empty(postgres_server.catalog_url)
-        with Catalog.open(postgres_server.catalog_url, tmp_path / "payloads", timeout_s=20) as catalog:
+        with Catalog.open(
+            postgres_server.catalog_url, tmp_path / "payloads", timeout_s=20
+        ) as catalog:
             catalog.export("p", packed(1), 1, create=True)
             yield catalog
 
@@ -351,7 +409,9 @@ class TestLostServer:
         runs = []
 
         def body(connection):
-            runs.append(connection.execute(tables.schemas.insert(), {"digest": b"x" * 32, "json": "{}"}))
+            runs.append(
+                connection.execute(tables.schemas.insert(), {"digest": b"x" * 32, "json": "{}"})
+            )
             if len(runs) == 1:
                 self.crash(postgres_server)
             connection.execute(tables.schemas.insert(), {"digest": b"y" * 32, "json": "{}"})
@@ -362,7 +422,9 @@ class TestLostServer:
 
     @pytest.mark.parametrize("committed", [True, False])
     def test_during_the_commit(self, postgres_server, catalog, committed):
-        """The connection breaks while COMMIT is under way: the change is made once, whichever way it went."""
+        """The connection breaks while COMMIT is under way: the change is made once, whichever way
+        it went.
+        """
         runs, crashes = [], []
 
         def break_commit(connection):
@@ -377,7 +439,9 @@ class TestLostServer:
 
             def body(connection):
                 runs.append(1)
-                connection.execute(tables.schemas.insert(), {"digest": bytes([len(runs)]) * 32, "json": "{}"})
+                connection.execute(
+                    tables.schemas.insert(), {"digest": bytes([len(runs)]) * 32, "json": "{}"}
+                )
                 audit.append(connection, audit.row(audit.Author("me", "", 0.0), "test"))
                 return len(runs)
 
@@ -419,5 +483,11 @@ catalog.promote("p", 1, "parent")
 print([alias.name for alias in catalog.aliases("p")])
 """
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, env=environment, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=120,
+    )
     assert done.stdout == "['child', 'latest', 'parent']\n", done.stderr[-2000:]

@@ -50,7 +50,8 @@ def test_nothing_is_visible_before_the_bytes_are_durable(place, monkeypatch):
         for ready in prepared:
             assert same_bytes(catalog.store.read(places[ready.digest]), packed(1))
         made = real_commit(connection, author, prepared, places, create)
-        if place.database.startswith("postgresql"):  # SQLite's readers see the same, but its writer would wait for `visible`
+        # SQLite's readers see the same, but its writer would wait for `visible`
+        if place.database.startswith("postgresql"):
             assert visible(place) == before
         return made
 
@@ -77,7 +78,9 @@ def test_an_export_that_breaks_leaves_nothing_visible(place, monkeypatch, where)
             real(*arguments)
         fail()
 
-    monkeypatch.setattr(*((catalog.store, "put", fail) if where == "put" else (exports, "commit", commit)))
+    monkeypatch.setattr(
+        *((catalog.store, "put", fail) if where == "put" else (exports, "commit", commit))
+    )
     with pytest.raises(UserError, match="disk full"):
         catalog.export_many([Export("p", packed(1), 1), Export("new", packed(2), 1)], create=True)
     assert visible(place) == before
@@ -86,39 +89,56 @@ def test_an_export_that_breaks_leaves_nothing_visible(place, monkeypatch, where)
 
 
 def test_threads_export_one_policy(place):
-    """Forty exports of one policy, among them equal ones, by eight threads: forty numbers in a line."""
+    """Forty exports of one policy, among them equal ones, by eight threads: forty numbers in a
+    line.
+    """
     catalog = place.open()
     catalog.create_policy("p", SCHEMA)
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         made = list(pool.map(lambda step: catalog.export("p", packed(step % 7), step), range(40)))
     assert sorted(revision.number for revision in made) == list(range(1, 41))
     history = catalog.history("p", "latest")
-    assert [(e.before or 0, e.after) for e in history] == [(number - 1, number) for number in range(1, 41)]
+    assert [(e.before or 0, e.after) for e in history] == [
+        (number - 1, number) for number in range(1, 41)
+    ]
     assert catalog.stats()["payloads"] == 7
     assert list(catalog.verify()) == []
 
 
 def test_threads_create_the_same_policies(place):
-    """All export the same new policies at once: each is made once, and everybody's revision is there."""
+    """All export the same new policies at once: each is made once, and everybody's revision is
+    there.
+    """
     catalog = place.open()
     barrier = threading.Barrier(6)
 
     def work(worker: int) -> list:
         barrier.wait()
         order = sorted(range(5), key=lambda i: (i * (worker + 1)) % 5)
-        return catalog.export_many([Export(f"p{i}", packed(worker), worker) for i in order], create=True)
+        return catalog.export_many(
+            [Export(f"p{i}", packed(worker), worker) for i in order], create=True
+        )
 
     with concurrent.futures.ThreadPoolExecutor(6) as pool:
         made = [revision for some in pool.map(work, range(6)) for revision in some]
-    assert collections.Counter(revision.policy for revision in made) == {f"p{i}": 6 for i in range(5)}
+    assert collections.Counter(revision.policy for revision in made) == {
+        f"p{i}": 6 for i in range(5)
+    }
     for i in range(5):
         assert sorted(r.number for r in made if r.policy == f"p{i}") == list(range(1, 7))
-    assert collections.Counter(entry.action for entry in catalog.audit()) == {"create": 5, "export": 30}
+    assert collections.Counter(entry.action for entry in catalog.audit()) == {
+        "create": 5,
+        "export": 30,
+    }
     assert list(catalog.verify()) == []
 
 
-def test_a_policy_that_another_made_between_the_look_and_the_insert_is_exported_to(place, monkeypatch):
-    """The look of the export sees nothing, as before the other's commit; its insert then finds the policy there."""
+def test_a_policy_that_another_made_between_the_look_and_the_insert_is_exported_to(
+    place, monkeypatch
+):
+    """The look of the export sees nothing, as before the other's commit; its insert then finds the
+    policy there.
+    """
     catalog, select, looks = place.open(), exports._select_policies, []
     catalog.export("p", packed(0), 1, create=True)
 
@@ -128,7 +148,10 @@ def test_a_policy_that_another_made_between_the_look_and_the_insert_is_exported_
 
     monkeypatch.setattr(exports, "_select_policies", blind)
     assert catalog.export("p", packed(1), 2, create=True).number == 2
-    assert collections.Counter(entry.action for entry in catalog.audit()) == {"create": 1, "export": 2}
+    assert collections.Counter(entry.action for entry in catalog.audit()) == {
+        "create": 1,
+        "export": 2,
+    }
     assert catalog.resolve("p").number == 2
     assert list(catalog.verify()) == []
 
@@ -138,7 +161,11 @@ def export_all(database: str, payloads: str, worker: int, start, count: int) -> 
         start.wait(60)
         for step in range(count):
             catalog.export_many(
-                [Export("shared", packed(1000 * worker + step), step), Export(f"own{worker}", packed(step), step)], create=True
+                [
+                    Export("shared", packed(1000 * worker + step), step),
+                    Export(f"own{worker}", packed(step), step),
+                ],
+                create=True,
             )
 
 
@@ -154,7 +181,10 @@ def promote_all(database: str, payloads: str, worker: int, start, count: int) ->
 
 def run_two(place, target, count: int) -> None:
     start = SERVER.Barrier(2)
-    workers = [SERVER.Process(target=target, args=(place.database, place.payloads, number, start, count)) for number in range(2)]
+    workers = [
+        SERVER.Process(target=target, args=(place.database, place.payloads, number, start, count))
+        for number in range(2)
+    ]
     for worker in workers:
         worker.start()
     for worker in workers:
@@ -168,9 +198,14 @@ def test_two_processes_export_the_same_policy(place):
     revisions = catalog.revisions("shared")
     assert [revision.number for revision in revisions] == list(range(1, 25))
     assert {revision.digest for revision in revisions} == {
-        blake3(packed(1000 * worker + step)).hexdigest() for worker in range(2) for step in range(12)
+        blake3(packed(1000 * worker + step)).hexdigest()
+        for worker in range(2)
+        for step in range(12)
     }
-    assert {entry.actor for entry in catalog.history("shared", "latest")} == {"worker 0", "worker 1"}
+    assert {entry.actor for entry in catalog.history("shared", "latest")} == {
+        "worker 0",
+        "worker 1",
+    }
     assert list(catalog.verify()) == []
 
 
@@ -191,7 +226,9 @@ def test_two_processes_promote_one_alias(place):
 
 
 def test_readers_see_whole_exports_only(place):
-    """While bulk exports go on, every name that resolves loads, and the policies of one call appear together."""
+    """While bulk exports go on, every name that resolves loads, and the policies of one call appear
+    together.
+    """
     catalog, other = place.open(), place.open()
     for group in range(3):
         catalog.export_many([Export(f"g{group}-{i}", packed(0), 0) for i in range(8)], create=True)
@@ -204,7 +241,8 @@ def test_readers_see_whole_exports_only(place):
             steps = other.database.read(
                 lambda c: c.execute(
                     sa.text(
-                        "SELECT max(r.step), min(r.step) FROM aliases a JOIN revisions r ON r.id = a.revision_id GROUP BY a.policy_id % 1"
+                        "SELECT max(r.step), min(r.step) FROM aliases a JOIN revisions r ON r.id ="
+                        " a.revision_id GROUP BY a.policy_id % 1"
                     )
                 ).all()
             )
@@ -216,24 +254,36 @@ def test_readers_see_whole_exports_only(place):
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         readers = [pool.submit(read) for _ in range(2)]
         for step in range(1, 12):
-            catalog.export_many([Export(f"g{group}-{i}", packed(step), step) for group in range(3) for i in range(8)])
+            catalog.export_many(
+                [
+                    Export(f"g{group}-{i}", packed(step), step)
+                    for group in range(3)
+                    for i in range(8)
+                ]
+            )
         stop.set()
         assert sum(reader.result() for reader in readers) > 0
     assert torn == []
 
 
 def test_everything_at_once(place, monkeypatch):
-    """Exporters, a promoter and a collector that gives no grace: what is named loads, and nothing is damaged."""
+    """Exporters, a promoter and a collector that gives no grace: what is named loads, and nothing
+    is damaged.
+    """
     catalog = place.open()
     for policy in range(3):
         catalog.create_policy(f"p{policy}", SCHEMA, keep_last=2)
         catalog.export(f"p{policy}", packed(0), 0)
-    monkeypatch.setattr(catalog.store, "sweep", lambda *_: [])  # it would remove what is being written, if it gave no grace
+    # it would remove what is being written, if it gave no grace
+    monkeypatch.setattr(catalog.store, "sweep", lambda *_: [])
     stop = threading.Event()
 
     def export(worker: int) -> None:
         for step in range(1, 15):
-            items = [Export(f"p{policy}", packed((worker + step) % 4), 100 * worker + step) for policy in range(3)]
+            items = [
+                Export(f"p{policy}", packed((worker + step) % 4), 100 * worker + step)
+                for policy in range(3)
+            ]
             made = catalog.export_many(items[worker:] + items[:worker])
             for revision in made:
                 lease = catalog.lease(f"{revision.policy}@latest", "reader")
@@ -270,12 +320,15 @@ def test_everything_at_once(place, monkeypatch):
 
 
 def test_every_way_in_looks_at_the_numbers_and_the_record_tells(place, tmp_path):
-    """What loads go by: finite where the export found it so, not where it was forced, and not where nobody looked."""
+    """What loads go by: finite where the export found it so, not where it was forced, and not where
+    nobody looked.
+    """
     catalog = place.open()
     good, bad = packed(1), packed(float("nan"))
     catalog.export("good", good, 1, create=True)
     catalog.export("bad", bad, 1, create=True, force=True)
-    catalog.rollout("good", 1, packed(2), tokens=1, mean_reward=0.0)  # these bytes come in as no adapter
+    # these bytes come in as no adapter
+    catalog.rollout("good", 1, packed(2), tokens=1, mean_reward=0.0)
     catalog.export("good", packed(2), 2)
     catalog.branch("twig", "bad@1")
     found = {name: catalog.resolve(name).finite for name in ("good@1", "good@2", "bad", "twig")}
@@ -287,8 +340,15 @@ def test_every_way_in_looks_at_the_numbers_and_the_record_tells(place, tmp_path)
         connection.execute(sa.text("UPDATE policies SET parent_revision = NULL"))
         for table in ("audit", "aliases", "rollouts", "revisions", "payloads"):
             connection.execute(sa.text(f"DELETE FROM {table}"))
-    recovered = {str(one["digest"]): catalog.resolve(str(one["digest"])).finite for one in catalog.recover(grace_s=-1.0).revisions}
-    assert recovered == {blake3(good).hexdigest(): True, blake3(packed(2)).hexdigest(): True, blake3(bad).hexdigest(): False}
+    recovered = {
+        str(one["digest"]): catalog.resolve(str(one["digest"])).finite
+        for one in catalog.recover(grace_s=-1.0).revisions
+    }
+    assert recovered == {
+        blake3(good).hexdigest(): True,
+        blake3(packed(2)).hexdigest(): True,
+        blake3(bad).hexdigest(): False,
+    }
     with catalog.database.engine.begin() as connection:
         connection.execute(sa.text("UPDATE payloads SET finite = NULL"))  # as before the column was
     assert not any(catalog.resolve(digest).finite for digest in recovered)
@@ -305,7 +365,10 @@ def test_a_leased_payload_is_read_without_a_digest_where_the_caller_has_one(cata
     catalog.export("p", packed(1), 1, create=True)
     lease = catalog.lease("p", "test")
     hashed = []
-    monkeypatch.setattr("mint_jax.catalog.storage.payloads.digest_of", lambda data: hashed.append(data) or blake3(data).hexdigest())
+    monkeypatch.setattr(
+        "mint_jax.catalog.storage.payloads.digest_of",
+        lambda data: hashed.append(data) or blake3(data).hexdigest(),
+    )
     assert same_bytes(catalog.read_leased(lease, verified=False), packed(1))
     assert hashed == []
     assert same_bytes(catalog.read_leased(lease), packed(1))

@@ -1,4 +1,6 @@
-"""Import in bulk: exact, resumable after a kill, and strangers' files are refused one by one, each with its reason."""
+"""Import in bulk: exact, resumable after a kill, and strangers' files are refused one by one, each
+with its reason.
+"""
 
 import dataclasses
 import json
@@ -83,15 +85,26 @@ def test_import_then_export_gives_the_same_files(run, base, many, tmp_path):
     for name in "ab":
         code, _, _ = run("export", name, tmp_path / "out" / name)
         assert code == 0
-        theirs, ours = load_file(many / name / WEIGHTS), load_file(tmp_path / "out" / name / WEIGHTS)
+        theirs, ours = (
+            load_file(many / name / WEIGHTS),
+            load_file(tmp_path / "out" / name / WEIGHTS),
+        )
         assert theirs.keys() == ours.keys()
         for key, value in theirs.items():
-            assert (value.dtype, value.shape, value.tobytes()) == (ours[key].dtype, ours[key].shape, ours[key].tobytes())
-        assert json.loads((many / name / CONFIG).read_text()) == json.loads((tmp_path / "out" / name / CONFIG).read_text())
+            assert (value.dtype, value.shape, value.tobytes()) == (
+                ours[key].dtype,
+                ours[key].shape,
+                ours[key].tobytes(),
+            )
+        assert json.loads((many / name / CONFIG).read_text()) == json.loads(
+            (tmp_path / "out" / name / CONFIG).read_text()
+        )
     with Catalog.open(tmp_path / "catalog") as catalog:
         adapter, schema = unpack(catalog.load("b"))
     assert sorted(schema.config.targets) == sorted(config.targets)  # in the base's order
-    assert schema == Schema(base.fingerprint, dataclasses.replace(config, targets=schema.config.targets))
+    assert schema == Schema(
+        base.fingerprint, dataclasses.replace(config, targets=schema.config.targets)
+    )
     for path, value in nested.leaves_with_path(random_factors(base, 2, config)):
         np.testing.assert_array_equal(dict(nested.leaves_with_path(adapter))[path], value)
 
@@ -111,13 +124,17 @@ def test_routed_experts_import_and_export_per_expert(run, hf_dirs, many, tmp_pat
 
 
 def to_dtype(directory: Path, dtype) -> None:
-    save_file({name: value.astype(dtype) for name, value in load_file(directory / WEIGHTS).items()}, directory / WEIGHTS)
+    save_file(
+        {name: value.astype(dtype) for name, value in load_file(directory / WEIGHTS).items()},
+        directory / WEIGHTS,
+    )
 
 
 def test_halves_stay_halves_where_that_is_exact(run, base, many, tmp_path):
     to_dtype(write_adapter(many / "half", base, 1), ml_dtypes.bfloat16)
     to_dtype(write_adapter(many / "scaled", base, 1), ml_dtypes.bfloat16)
-    edit_config(many / "scaled", alpha_pattern={"model.layers.0.self_attn.q_proj": 4.1})  # brought to one scale, in float32
+    # brought to one scale, in float32
+    edit_config(many / "scaled", alpha_pattern={"model.layers.0.self_attn.q_proj": 4.1})
     code, told, _ = run("import", many)
     assert (code, told["imported"]) == (0, 2)
     with Catalog.open(tmp_path / "catalog") as catalog:
@@ -155,7 +172,11 @@ def test_import_resumes_on_either_database(place, many, capsys):
         told = json.loads(capsys.readouterr().out)
         assert (told["imported"], told["present"]) == (imported, present)
     assert main([*command, "ls", "--limit=3"]) == 0
-    assert [one["policy"] for one in json.loads(capsys.readouterr().out)["policies"]] == ["acme/a0", "acme/a1", "acme/a2"]
+    assert [one["policy"] for one in json.loads(capsys.readouterr().out)["policies"]] == [
+        "acme/a0",
+        "acme/a1",
+        "acme/a2",
+    ]
 
 
 def test_names_come_from_the_template(run, base, many, tmp_path):
@@ -164,7 +185,15 @@ def test_names_come_from_the_template(run, base, many, tmp_path):
     code, told, _ = run("import", many)
     assert (code, told["imported"]) == (1, 1)
     assert "is that of" in told["refused"][0]["reason"]
-    code, told, _ = run("import", many, "--policy={parent}-{name}", "--tenant=acme", "--step=30", "--by=ann", "--why=moving house")
+    code, told, _ = run(
+        "import",
+        many,
+        "--policy={parent}-{name}",
+        "--tenant=acme",
+        "--step=30",
+        "--by=ann",
+        "--why=moving house",
+    )
     assert (code, told["imported"]) == (0, 2)
     assert policies(tmp_path) == {"best": 1, "acme/x-best": 1, "acme/y-best": 1}
     with Catalog.open(tmp_path / "catalog") as catalog:
@@ -208,7 +237,9 @@ def test_a_dry_run_writes_nothing_and_foretells_refusals(run, base, many, tmp_pa
     told_dry, told_done = run("import", many, "--dry-run")[1], run("import", many)[1]
     assert (told_dry["imported"], len(told_dry["refused"])) == (1, 2)
     assert told_dry["refused"] == told_done["refused"]
-    assert any("has rank 2, the exported adapter has 3" in one["reason"] for one in told_done["refused"])
+    assert any(
+        "has rank 2, the exported adapter has 3" in one["reason"] for one in told_done["refused"]
+    )
     assert policies(tmp_path) == {"a": 2, "c": 1}
 
 
@@ -287,7 +318,9 @@ def with_config(**fields):
 
 
 def with_header(size: int):
-    return lambda path: (path / WEIGHTS).write_bytes(size.to_bytes(8, "little") + (path / WEIGHTS).read_bytes()[8:])
+    return lambda path: (path / WEIGHTS).write_bytes(
+        size.to_bytes(8, "little") + (path / WEIGHTS).read_bytes()[8:]
+    )
 
 
 def cut(path: Path) -> None:
@@ -295,20 +328,32 @@ def cut(path: Path) -> None:
 
 
 HOSTILE = {
-    "pickle": (as_pickle, "adapter_model.bin is a pickle, which can run code when it is read: save the adapter with"),
+    "pickle": (
+        as_pickle,
+        "adapter_model.bin is a pickle, which can run code when it is read: save the adapter with",
+    ),
     "zip bomb": (as_zip, "is a zip archive"),
     "named pipe": (as_pipe, "is no regular file"),
     "directory": (as_directory, "is no regular file"),
     "terabyte": (as_sparse, "--max-bytes"),
     "link": (as_link, "is a symbolic link out of the folder"),
     "no weights": (lambda path: (path / WEIGHTS).unlink(), "cannot be read (No such file"),
-    "weights alone": (lambda path: (path / CONFIG).unlink(), "there is no adapter_config.json beside it"),
+    "weights alone": (
+        lambda path: (path / CONFIG).unlink(),
+        "there is no adapter_config.json beside it",
+    ),
     "huge header": (with_header(1 << 62), "its header claims"),
     "negative header": (with_header((1 << 64) - 1), "its header claims"),
     "cut off": (cut, "cannot be read"),
-    "empty": (lambda path: (path / WEIGHTS).write_bytes(b""), "its header is missing: the file has 0 bytes"),
+    "empty": (
+        lambda path: (path / WEIGHTS).write_bytes(b""),
+        "its header is missing: the file has 0 bytes",
+    ),
     "config is a list": (lambda path: (path / CONFIG).write_text("[]"), "is not a JSON object"),
-    "config is nested": (lambda path: (path / CONFIG).write_text("[" * 200_000), "nested too deeply"),
+    "config is nested": (
+        lambda path: (path / CONFIG).write_text("[" * 200_000),
+        "nested too deeply",
+    ),
     "config is bytes": (lambda path: (path / CONFIG).write_bytes(b"\xff\xfe\0"), "is not JSON"),
     "config is huge": (lambda path: (path / CONFIG).write_text(" " * (5 << 20)), "--max-bytes"),
     "rank is text": (with_config(r="8"), "r is '8'; expected 1 to 1024"),
@@ -339,10 +384,16 @@ def test_hostile_directories_are_refused_beside_good_ones(run, base, many, tmp_p
 def test_a_small_file_cannot_ask_for_much_memory(run, base, many):
     """One layer of rank 1,024: all other layers would be allocated at that rank, too."""
     directory = write_adapter(many / "a", base, 1, AdapterConfig(1024, 4.0, ("q",)))
-    tensors = {name: value for name, value in load_file(directory / WEIGHTS).items() if ".layers.0." in name}
+    tensors = {
+        name: value
+        for name, value in load_file(directory / WEIGHTS).items()
+        if ".layers.0." in name
+    }
     save_file(tensors, directory / WEIGHTS)
     size = (directory / WEIGHTS).stat().st_size
-    assert "in all layers of its projections takes" in refusal(run, many, f"--max-bytes={int(1.5 * size)}")
+    assert "in all layers of its projections takes" in refusal(
+        run, many, f"--max-bytes={int(1.5 * size)}"
+    )
     assert run("import", many, f"--max-bytes={3 * size}")[0] == 0
 
 
@@ -375,7 +426,9 @@ def test_pickles_and_strange_files_by_name(run, many):
     assert "there is no PEFT directory, no safetensors file" in err
 
 
-@pytest.mark.parametrize("name", ["deadbeef", " blank ", "a\u202eb", "x" * 201, os.fsdecode(b"\xff\xfe")])
+@pytest.mark.parametrize(
+    "name", ["deadbeef", " blank ", "a\u202eb", "x" * 201, os.fsdecode(b"\xff\xfe")]
+)
 def test_names_that_cannot_be_policies(run, base, many, name):
     write_adapter(many / "tmp", base, 1)
     (many / "tmp").rename(many / name)
@@ -387,11 +440,15 @@ def test_another_base_or_none_is_refused(run, base, many, tmp_path, hf_dirs):
     write_adapter(many / "a", base, 1)
     assert "trained on another model" in refusal(run, many, base_name=str(hf_dirs("llama")))
     (tmp_path / "config_only").mkdir()
-    (tmp_path / "config_only" / "config.json").write_bytes((Path(base.name) / "config.json").read_bytes())
+    (tmp_path / "config_only" / "config.json").write_bytes(
+        (Path(base.name) / "config.json").read_bytes()
+    )
     code, _, err = run("import", many, base_name=str(tmp_path / "config_only"))
     assert code == 2
     assert "give the fingerprint too" in err
-    code, told, _ = run("import", many, f"--fingerprint={base.fingerprint}", base_name=str(tmp_path / "config_only"))
+    code, told, _ = run(
+        "import", many, f"--fingerprint={base.fingerprint}", base_name=str(tmp_path / "config_only")
+    )
     assert (code, told["imported"]) == (0, 1)
     assert run("export", "a", tmp_path / "out")[0] == 0  # the very base
     code, _, err = run("export", "a", many / "a" / CONFIG / "below")
@@ -413,22 +470,36 @@ def test_three_hundred_adapters_killed_in_the_middle_and_run_again(base, many, t
     broken = [f"a{i:03}" for i in range(0, 300, 50)]
     for name in broken:
         os.truncate(many / name / WEIGHTS, 100)
-    command = [sys.executable, "-m", "mint_jax.catalog", f"--catalog={tmp_path / 'catalog'}", "import", str(many), f"--base={base.name}"]
+    command = [
+        sys.executable,
+        "-m",
+        "mint_jax.catalog",
+        f"--catalog={tmp_path / 'catalog'}",
+        "import",
+        str(many),
+        f"--base={base.name}",
+    ]
     env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    process = subprocess.Popen([*command, "--batch=10", "--json"], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        [*command, "--batch=10", "--json"], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
     deadline = time.monotonic() + 300
-    while process.poll() is None and packs_of(tmp_path / "catalog") < 2:  # the first batch is committed then
+    # the first batch is committed then
+    while process.poll() is None and packs_of(tmp_path / "catalog") < 2:
         assert time.monotonic() < deadline, "no batch was committed"
         time.sleep(0.002)
     process.send_signal(signal.SIGKILL)
     process.communicate()
     assert process.returncode == -signal.SIGKILL, "it ended before it could be killed"
-    with Catalog.open(tmp_path / "catalog") as catalog:  # whole batches, and every one of them sound
+    # whole batches, and every one of them sound
+    with Catalog.open(tmp_path / "catalog") as catalog:
         count = catalog.stats()["revisions"]
         assert 0 < count < 294
         assert count % 10 == 0
         assert list(catalog.verify()) == []
-    done = subprocess.run([*command, "--json"], env=env, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        [*command, "--json"], env=env, capture_output=True, text=True, timeout=600
+    )
     assert done.returncode == 1, done.stderr
     told = json.loads(done.stdout)
     assert (told["imported"], told["present"]) == (294 - count, count)
@@ -436,7 +507,9 @@ def test_three_hundred_adapters_killed_in_the_middle_and_run_again(base, many, t
     assert "import: 300 of 300" in done.stderr
     with Catalog.open(tmp_path / "catalog") as catalog:
         found = catalog.policies(limit=1000)
-        assert {one.policy: one.revisions for one in found} == {f"a{i:03}": 1 for i in range(300) if f"a{i:03}" not in broken}
+        assert {one.policy: one.revisions for one in found} == {
+            f"a{i:03}": 1 for i in range(300) if f"a{i:03}" not in broken
+        }
         assert list(catalog.verify()) == []
         for i in (1, 299):
             expected = pack(random_factors(base, i), Schema(base.fingerprint, peft_dirs.CONFIG))
@@ -469,7 +542,9 @@ sys.exit(main(argv))
 
 @pytest.mark.long
 def test_two_imports_of_one_folder_at_once_leave_no_second_copy(base, many, tmp_path):
-    """Both have stored their bytes before either commits; who comes second has a pack that nothing will ever name."""
+    """Both have stored their bytes before either commits; who comes second has a pack that nothing
+    will ever name.
+    """
     for i in range(4):
         write_adapter(many / f"a{i}", base, i)
     (tmp_path / "signs").mkdir()
@@ -477,7 +552,10 @@ def test_two_imports_of_one_folder_at_once_leave_no_second_copy(base, many, tmp_
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [f"--catalog={tmp_path / 'catalog'}", "import", str(many), f"--base={base.name}"]
     both = [
-        subprocess.Popen([sys.executable, "-c", TOGETHER, str(tmp_path / "signs"), name, *command], env=environment)
+        subprocess.Popen(
+            [sys.executable, "-c", TOGETHER, str(tmp_path / "signs"), name, *command],
+            env=environment,
+        )
         for name in ("one", "two")
     ]
     try:
@@ -487,13 +565,17 @@ def test_two_imports_of_one_folder_at_once_leave_no_second_copy(base, many, tmp_
             process.kill()
     assert len(list((tmp_path / "signs").iterdir())) == 2
     with Catalog.open(tmp_path / "catalog") as catalog:
-        assert {policy.policy: policy.revisions for policy in catalog.policies()} == {f"a{i}": 1 for i in range(4)}
+        assert {policy.policy: policy.revisions for policy in catalog.policies()} == {
+            f"a{i}": 1 for i in range(4)
+        }
         assert len(list(catalog.store.packs())) == 1
         assert catalog.stats()["dead_packs"] == 0
         assert list(catalog.verify()) == []
 
 
-def test_an_export_has_the_users_rights_and_names_a_base_that_opens(run, base, many, tmp_path, monkeypatch):
+def test_an_export_has_the_users_rights_and_names_a_base_that_opens(
+    run, base, many, tmp_path, monkeypatch
+):
     write_adapter(many / "a", base, 1)
     assert run("import", many)[0] == 0
     umask = os.umask(0o027)
@@ -502,10 +584,15 @@ def test_an_export_has_the_users_rights_and_names_a_base_that_opens(run, base, m
         assert run("export", "a", f"--packed={tmp_path / 'packed'}")[0] == 0
     finally:
         os.umask(umask)
-    modes = {path.name: path.stat().st_mode & 0o777 for path in [tmp_path / "out" / "one", *(tmp_path / "out" / "one").iterdir()]}
+    modes = {
+        path.name: path.stat().st_mode & 0o777
+        for path in [tmp_path / "out" / "one", *(tmp_path / "out" / "one").iterdir()]
+    }
     assert modes == {"one": 0o750, CONFIG: 0o640, WEIGHTS: 0o640}
     assert (tmp_path / "packed").stat().st_mode & 0o777 == 0o640
-    named = lambda name: json.loads((tmp_path / "out" / name / CONFIG).read_text())["base_model_name_or_path"]  # noqa: E731
+    named = lambda name: json.loads((tmp_path / "out" / name / CONFIG).read_text())[  # noqa: E731
+        "base_model_name_or_path"
+    ]
     assert Path(named("one")).is_absolute()
     assert Path(named("one")).samefile(base.name)
     monkeypatch.chdir(Path(base.name).parent)
@@ -525,7 +612,19 @@ def test_a_tilde_is_the_home_folder_everywhere(base, many, tmp_path, monkeypatch
     (tmp_path / "base").symlink_to(base.name)
     assert home != tmp_path
     assert main(["--catalog=~/c", "--payloads=~/p", "import", "~/many", "--base=~/base"]) == 0
-    assert main(["--catalog=sqlite:///~/c/catalog.db", "--payloads=file://~/p", "export", "a", "~/out", "--base=~/base"]) == 0
+    assert (
+        main(
+            [
+                "--catalog=sqlite:///~/c/catalog.db",
+                "--payloads=file://~/p",
+                "export",
+                "a",
+                "~/out",
+                "--base=~/base",
+            ]
+        )
+        == 0
+    )
     assert main(["--catalog=~/c", "--payloads=~/p", "export", "a", "--packed=~/packed"]) == 0
     capsys.readouterr()
     assert {path.name for path in tmp_path.iterdir()} == {"many", "base", "c", "p", "out", "packed"}
@@ -542,7 +641,15 @@ def test_auto_peft_opens_an_export_by_what_it_names(run, hf_dirs, many, tmp_path
     model = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out")
     found = oracles.torch_logits(model.eval(), np.array([[1, 2, 3]]))
     wanted = oracles.torch_logits(peft_model(directory, many / "a"), np.array([[1, 2, 3]]))
-    # Another attention kernel of torch's sums in another order: in float32 44 ulps of the largest logit were seen on one of many
-    # random adapters, four times that is allowed; without the adapter it would be a thousand times as much.
-    np.testing.assert_allclose(found, wanted, rtol=0, atol=176 * np.finfo(np.float32).eps * np.abs(wanted).max())
-    assert np.abs(wanted - oracles.torch_logits(oracles.torch_model(directory), np.array([[1, 2, 3]]))).max() > 1e-2
+    # Another attention kernel of torch's sums in another order: in float32 44 ulps of the largest
+    # logit were seen on one of many random adapters, four times that is allowed; without the
+    # adapter it would be a thousand times as much.
+    np.testing.assert_allclose(
+        found, wanted, rtol=0, atol=176 * np.finfo(np.float32).eps * np.abs(wanted).max()
+    )
+    assert (
+        np.abs(
+            wanted - oracles.torch_logits(oracles.torch_model(directory), np.array([[1, 2, 3]]))
+        ).max()
+        > 1e-2
+    )

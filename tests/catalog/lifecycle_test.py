@@ -21,19 +21,55 @@ def sha(data: bytes) -> str:
 
 def test_an_export_is_named_resolved_and_loaded(catalog, clock):
     made = catalog.create_policy("chat", SCHEMA, keep_last=3, by="ann", why="a try")
-    assert (made.policy, made.tenant, made.base, made.schema) == ("chat", "default", SCHEMA.base, SCHEMA.to_json())
-    assert (made.state, made.keep_last, made.parent, made.revisions, made.created_at) == ("active", 3, None, 0, clock.now)
+    assert (made.policy, made.tenant, made.base, made.schema) == (
+        "chat",
+        "default",
+        SCHEMA.base,
+        SCHEMA.to_json(),
+    )
+    assert (made.state, made.keep_last, made.parent, made.revisions, made.created_at) == (
+        "active",
+        3,
+        None,
+        0,
+        clock.now,
+    )
     clock.now += 5
     revision = catalog.export("chat", packed(1), 10, origin="sweep 3")
-    assert (revision.policy, revision.number, revision.step, revision.origin) == ("chat", 1, 10, "sweep 3")
-    assert (revision.digest, revision.bytes, revision.created_at) == (sha(packed(1)), len(packed(1)), clock.now)
-    for name in ("chat", "chat@latest", "chat@1", "default/chat", revision.digest, revision.digest[:8]):
+    assert (revision.policy, revision.number, revision.step, revision.origin) == (
+        "chat",
+        1,
+        10,
+        "sweep 3",
+    )
+    assert (revision.digest, revision.bytes, revision.created_at) == (
+        sha(packed(1)),
+        len(packed(1)),
+        clock.now,
+    )
+    for name in (
+        "chat",
+        "chat@latest",
+        "chat@1",
+        "default/chat",
+        revision.digest,
+        revision.digest[:8],
+    ):
         found = catalog.resolve(name)
-        assert (found.policy, found.number, found.digest, found.schema) == ("chat", 1, revision.digest, SCHEMA.to_json())
+        assert (found.policy, found.number, found.digest, found.schema) == (
+            "chat",
+            1,
+            revision.digest,
+            SCHEMA.to_json(),
+        )
         assert same_bytes(catalog.load(name), packed(1))
     assert not catalog.load("chat").flags.writeable
     assert catalog.policy("chat") == dataclasses.replace(made, revisions=1, touched_at=clock.now)
-    assert catalog.revisions("chat") == [revision] == [catalog.revision("chat", which) for which in (1,)]
+    assert (
+        catalog.revisions("chat")
+        == [revision]
+        == [catalog.revision("chat", which) for which in (1,)]
+    )
 
 
 def test_a_reopened_catalog_is_the_same(place, clock):
@@ -49,7 +85,9 @@ def test_a_reopened_catalog_is_the_same(place, clock):
 
 def test_numbers_count_in_each_policy(catalog):
     made = catalog.export_many([Export(f"p{i % 3}", packed(i), i) for i in range(9)], create=True)
-    assert [(revision.policy, revision.number) for revision in made] == [(f"p{i % 3}", i // 3 + 1) for i in range(9)]
+    assert [(revision.policy, revision.number) for revision in made] == [
+        (f"p{i % 3}", i // 3 + 1) for i in range(9)
+    ]
     assert [r.number for r in catalog.revisions("p1")] == [1, 2, 3]
     assert [r.number for r in catalog.revisions("p1", after=1, limit=1)] == [2]
     assert catalog.resolve("p2").number == 3
@@ -69,9 +107,14 @@ def test_export_many_is_one_pack_and_one_call(catalog):
 def test_export_many_is_all_or_nothing(catalog):
     catalog.create_policy("a", SCHEMA)
     catalog.create_policy("b", OTHER)
-    with pytest.raises(UserError, match=r"policy 'b' has base 'cdcd.*the exported adapter has 'abab"):
+    with pytest.raises(
+        UserError, match=r"policy 'b' has base 'cdcd.*the exported adapter has 'abab"
+    ):
         catalog.export_many([Export("a", packed(1), 1), Export("b", packed(2), 1)])
-    with pytest.raises(UserError, match="policy 'new' is not in the catalog: create it first, or export with create=True"):
+    with pytest.raises(
+        UserError,
+        match="policy 'new' is not in the catalog: create it first, or export with create=True",
+    ):
         catalog.export_many([Export("a", packed(1), 1), Export("new", packed(2), 1)])
     assert catalog.revisions("a") == catalog.revisions("b") == []
     assert catalog.stats()["payloads"] == 0
@@ -105,9 +148,12 @@ def test_a_repeated_export_is_the_same_revision(catalog):
     assert catalog.export("a", packed(1), 1) == first
     assert len(catalog.history("a", "latest")) == 1
     catalog.export("a", packed(2), 2)
-    assert catalog.export("a", packed(1), 1) == first  # a job that was set back exports its steps again
+    # a job that was set back exports its steps again
+    assert catalog.export("a", packed(1), 1) == first
     assert catalog.resolve("a").number == 1
-    assert catalog.export_many([Export("a", packed(2), 2), Export("a", packed(2), 2)])[1].number == 2
+    assert (
+        catalog.export_many([Export("a", packed(2), 2), Export("a", packed(2), 2)])[1].number == 2
+    )
     assert [entry.after for entry in catalog.history("a", "latest")] == [1, 2, 1, 2]
     assert catalog.stats()["revisions"] == 2
 
@@ -136,7 +182,11 @@ def test_promotion_and_rollback(catalog, clock):
         (None, 1), (1, 2), (2, 3), (3, 2), (2, 1), (1, 3), (3, 1), (1, 2), (2, 1)
     ]  # fmt: skip
     assert [entry.version for entry in history] == list(range(1, 10))
-    assert (history[3].actor, history[3].why, history[3].action) == ("bob", "bad answers", "rollback")
+    assert (history[3].actor, history[3].why, history[3].action) == (
+        "bob",
+        "bad answers",
+        "rollback",
+    )
     assert {pack.name for pack in catalog.store.packs()} == before
     assert catalog.history("p", after=history[6].id) == history[7:]
     assert catalog.history("p", limit=2) == history[:2]
@@ -221,7 +271,12 @@ def test_a_branch_begins_with_the_bytes_of_its_parent(catalog):
     catalog.export("p", packed(1), 7, create=True)
     catalog.export("p", packed(2), 8)
     made = catalog.branch("lab/q", "p@1", keep_last=2, why="try another reward")
-    assert (made.policy, made.parent, made.keep_last, made.schema) == ("lab/q", "p@1", 2, SCHEMA.to_json())
+    assert (made.policy, made.parent, made.keep_last, made.schema) == (
+        "lab/q",
+        "p@1",
+        2,
+        SCHEMA.to_json(),
+    )
     assert (catalog.resolve("lab/q").digest, catalog.resolve("lab/q").number) == (sha(packed(1)), 1)
     assert catalog.revision("lab/q", 1).origin == "branch of p@1"
     assert catalog.export("lab/q", packed(3), 8).number == 2
@@ -261,7 +316,9 @@ def test_bytes_of_a_rollout_may_become_a_revision(catalog):
 def test_what_is_retired_does_not_resolve(catalog):
     for step in (1, 2):
         catalog.export("p", packed(step), step, create=True)
-    with pytest.raises(UserError, match="revision p@2 is named by latest: promote another or roll back first"):
+    with pytest.raises(
+        UserError, match="revision p@2 is named by latest: promote another or roll back first"
+    ):
         catalog.retire("p", 2)
     catalog.retire("p", 1, why="leaks")
     for name in ("p@1", sha(packed(1)), sha(packed(1))[:12]):
@@ -293,7 +350,15 @@ def test_what_is_retired_does_not_resolve(catalog):
     catalog.restore("p")
     assert catalog.resolve("p").number == 2
     actions = [entry.action for entry in catalog.audit("p")]
-    assert actions == ["create", "export", "export", "retire revision", "restore revision", "retire", "restore"]
+    assert actions == [
+        "create",
+        "export",
+        "export",
+        "retire revision",
+        "restore revision",
+        "retire",
+        "restore",
+    ]
 
 
 def test_bytes_of_a_retired_revision_resolve_where_another_has_them(catalog):
@@ -305,7 +370,12 @@ def test_bytes_of_a_retired_revision_resolve_where_another_has_them(catalog):
 
 
 def test_prefixes_of_digests(catalog):
-    digests = [revision.digest for revision in catalog.export_many([Export("p", packed(i), i) for i in range(300)], create=True)]
+    digests = [
+        revision.digest
+        for revision in catalog.export_many(
+            [Export("p", packed(i), i) for i in range(300)], create=True
+        )
+    ]
     for digest in digests[::37]:
         for length in (8, 9, 31, 63, 64):
             assert catalog.resolve(digest[:length]).digest == digest
@@ -327,15 +397,26 @@ def execute_prefix_clash(catalog, digest: str) -> None:
 
     other = bytes.fromhex(digest)[:-1] + bytes([bytes.fromhex(digest)[-1] ^ 1])
     with catalog.database.engine.begin() as c:
-        row = c.execute(payloads.select().where(payloads.c.digest == bytes.fromhex(digest))).one()._mapping
+        row = (
+            c.execute(payloads.select().where(payloads.c.digest == bytes.fromhex(digest)))
+            .one()
+            ._mapping
+        )
         c.execute(payloads.insert(), {**row, "digest": other})
-        row = dict(c.execute(revisions.select().where(revisions.c.digest == bytes.fromhex(digest))).one()._mapping)
+        row = dict(
+            c.execute(revisions.select().where(revisions.c.digest == bytes.fromhex(digest)))
+            .one()
+            ._mapping
+        )
         del row["id"]
         c.execute(revisions.insert(), {**row, "number": 1000, "digest": other})
 
 
 def test_tenants_do_not_see_each_other(catalog):
-    catalog.export_many([Export("red/p", packed(1), 1), Export("blue/p", packed(2), 1), Export("p", packed(3), 1)], create=True)
+    catalog.export_many(
+        [Export("red/p", packed(1), 1), Export("blue/p", packed(2), 1), Export("p", packed(3), 1)],
+        create=True,
+    )
     digest = sha(packed(1))
     assert catalog.resolve("p", tenant="red").digest == digest == catalog.resolve("red/p").digest
     assert catalog.resolve("p").digest == sha(packed(3))
@@ -393,7 +474,9 @@ def test_a_name_is_taken_once(catalog):
 
 def test_a_revision_of_another_policy_cannot_be_promoted(catalog):
     catalog.export_many([Export("p", packed(1), 1), Export("q", packed(2), 1)], create=True)
-    with pytest.raises(UserError, match="revision 'q@1' is not of policy 'p': branch from it instead"):
+    with pytest.raises(
+        UserError, match="revision 'q@1' is not of policy 'p': branch from it instead"
+    ):
         catalog.promote("p", "q@1")
     with pytest.raises(UserError, match="policy 'p' has no revision"):
         catalog.promote("p", sha(packed(2)))
@@ -401,20 +484,37 @@ def test_a_revision_of_another_policy_cannot_be_promoted(catalog):
 
 def test_evaluations_name_what_produced_them(catalog, clock):
     catalog.export("p", packed(1), 1, create=True)
-    score = {"renderer": "qwen3", "scorer": "exact/2", "dataset": "ef" * 32, "seed": 7, "metrics": {"n": 100, "by level": [0.5, 0.25]}}
+    score = {
+        "renderer": "qwen3",
+        "scorer": "exact/2",
+        "dataset": "ef" * 32,
+        "seed": 7,
+        "metrics": {"n": 100, "by level": [0.5, 0.25]},
+    }
     made = catalog.record_evaluation("p@1", **score, isolated=0.5, shared=0.5)
-    assert (made.policy, made.number, made.digest, made.base) == ("p", 1, sha(packed(1)), SCHEMA.base)
+    assert (made.policy, made.number, made.digest, made.base) == (
+        "p",
+        1,
+        sha(packed(1)),
+        SCHEMA.base,
+    )
     assert {field: getattr(made, field) for field in score} == score
     assert (made.isolated, made.shared, made.created_at) == (0.5, 0.5, clock.now)
-    close = catalog.record_evaluation(sha(packed(1)), **score, isolated=0.5, shared=0.51, tolerance=0.02)
+    close = catalog.record_evaluation(
+        sha(packed(1)), **score, isolated=0.5, shared=0.51, tolerance=0.02
+    )
     assert catalog.evaluations("p@latest") == catalog.evaluations("p") == [made, close]
     for isolated, shared in ((0.5, 0.51), (0.5, float("nan")), (float("inf"), float("inf"))):
         with pytest.raises(UserError, match=r"loaded alone and .* in a shared batch"):
             catalog.record_evaluation("p", **score, isolated=isolated, shared=shared)
     with pytest.raises(UserError, match="metrics of p@1 are not JSON"):
-        catalog.record_evaluation("p", **{**score, "metrics": {"loss": float("nan")}}, isolated=1, shared=1)
+        catalog.record_evaluation(
+            "p", **{**score, "metrics": {"loss": float("nan")}}, isolated=1, shared=1
+        )
     assert len(catalog.evaluations("p")) == 2
-    assert [entry.details["scorer"] for entry in catalog.audit("p") if entry.action == "evaluate"] == ["exact/2"] * 2
+    assert [
+        entry.details["scorer"] for entry in catalog.audit("p") if entry.action == "evaluate"
+    ] == ["exact/2"] * 2
 
 
 def test_an_operation_is_done_once(catalog, clock):
@@ -429,7 +529,9 @@ def test_an_operation_is_done_once(catalog, clock):
     clock.now += 2
     ended = catalog.finish_operation(made.id, {"revision": "ab"})
     assert (ended.state, ended.result, ended.finished_at) == ("done", {"revision": "ab"}, clock.now)
-    assert catalog.finish_operation(made.id, {"revision": "ab"}) == catalog.operation(made.id) == ended
+    assert (
+        catalog.finish_operation(made.id, {"revision": "ab"}) == catalog.operation(made.id) == ended
+    )
     assert catalog.begin_operation("export", "key-1", {"policy": "p", "step": 3}) == (ended, False)
     with pytest.raises(UserError, match="has ended already as done"):
         catalog.finish_operation(made.id, error="no")
@@ -464,7 +566,12 @@ def test_training_leaves_checkpoints_and_rollouts(catalog):
     assert catalog.drop_rollouts("p", 5) == 0
     assert catalog.drop_rollouts("p", 6) == 1
     assert catalog.rollouts("p") == []
-    assert [entry.action for entry in catalog.audit("p")] == ["create", *["checkpoint"] * 3, "rollout", "drop rollouts"]
+    assert [entry.action for entry in catalog.audit("p")] == [
+        "create",
+        *["checkpoint"] * 3,
+        "rollout",
+        "drop rollouts",
+    ]
 
 
 def test_the_log_tells_every_change_and_its_author(catalog):
@@ -476,7 +583,7 @@ def test_the_log_tells_every_change_and_its_author(catalog):
     catalog.keep_last("p", 4)
     told = [(entry.actor, entry.action, entry.why) for entry in catalog.audit()]
     assert told == [
-        ("ann", "create", "first"), ("job 7", "export", ""), ("bob", "pin", ""), ("tester", "unpin", ""), ("tester", "keep_last", "")
+        ("ann", "create", "first"), ("job 7", "export", ""), ("bob", "pin", ""), ("tester", "unpin", ""), ("tester", "keep_last", "")  # noqa: E501
     ]  # fmt: skip
     assert catalog.audit("p") == catalog.audit()
     assert catalog.audit(after=catalog.audit()[2].id, limit=1) == [catalog.audit()[3]]

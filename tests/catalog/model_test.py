@@ -1,7 +1,7 @@
 """The catalog against a model of it: a few dicts and lists that say what every call must answer.
 
-Hypothesis makes sequences of calls with valid and invalid arguments; after each, names, histories and bytes must be those of
-the model, and a refused call must have changed nothing.
+Hypothesis makes sequences of calls with valid and invalid arguments; after each, names, histories
+and bytes must be those of the model, and a refused call must have changed nothing.
 """
 
 import dataclasses
@@ -11,7 +11,14 @@ import pytest
 from blake3 import blake3
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
 
 from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.records.exports import Export
@@ -37,15 +44,18 @@ class Revision:
 class Policy:
     revisions: dict[int, Revision] = dataclasses.field(default_factory=dict)
     count: int = 0
-    moves: dict[str, list[tuple[int | None, int]]] = dataclasses.field(default_factory=dict)  # alias -> (before, after)
-    stacks: dict[str, list[int]] = dataclasses.field(default_factory=dict)  # alias -> what a rollback goes back through
+    # alias -> (before, after)
+    moves: dict[str, list[tuple[int | None, int]]] = dataclasses.field(default_factory=dict)
+    # alias -> what a rollback goes back through
+    stacks: dict[str, list[int]] = dataclasses.field(default_factory=dict)
     keep_last: int | None = None
     retired: bool = False
     parent: tuple[str, int] | None = None
     session: int = 0
     owner: str | None = None
     began: int | None = None
-    tags: dict[tuple[int, str], str] = dataclasses.field(default_factory=dict)  # (number or 0, key) -> value
+    # (number or 0, key) -> value
+    tags: dict[tuple[int, str], str] = dataclasses.field(default_factory=dict)
 
     def move(self, alias: str, number: int) -> None:
         stack = self.stacks.setdefault(alias, [])
@@ -78,7 +88,9 @@ class Machine(RuleBasedStateMachine):
         self.trained: dict[tuple[int, int], Policy] = {}  # whose a session is
 
     def opened(self) -> Catalog:
-        return Catalog.open(self.place or self.folder, f"{self.folder}/payloads", clock=self.clock, actor="model")
+        return Catalog.open(
+            self.place or self.folder, f"{self.folder}/payloads", clock=self.clock, actor="model"
+        )
 
     @property
     def catalog(self) -> Catalog:
@@ -90,7 +102,9 @@ class Machine(RuleBasedStateMachine):
         assert list(self.catalog.verify()) == []
         for name, policy in self.policies.items():
             for alias, moves in policy.moves.items():
-                assert [(entry.before, entry.after) for entry in self.catalog.history(name, alias)] == moves
+                assert [
+                    (entry.before, entry.after) for entry in self.catalog.history(name, alias)
+                ] == moves
             for number, revision in policy.revisions.items():
                 if self.active(name) and not revision.retired:
                     assert same_bytes(self.catalog.load(f"{name}@{number}"), BYTES[revision.digest])
@@ -122,7 +136,9 @@ class Machine(RuleBasedStateMachine):
         revision = None if policy is None else policy.revisions.get(number)
         return None if revision is None or revision.retired else revision
 
-    @initialize(values=st.lists(VALUES, min_size=4, max_size=4), keep_last=st.sampled_from([None, 1, 2]))
+    @initialize(
+        values=st.lists(VALUES, min_size=4, max_size=4), keep_last=st.sampled_from([None, 1, 2])
+    )
     def begin(self, values, keep_last):
         """Most calls need a policy with a past."""
         self.create("p", keep_last)
@@ -138,11 +154,20 @@ class Machine(RuleBasedStateMachine):
         self.catalog.create_policy(name, SCHEMA, keep_last=keep_last)
         self.policies[name] = Policy(keep_last=keep_last)
 
-    @rule(items=st.lists(st.tuples(st.sampled_from(NAMES), VALUES, st.integers(0, 2)), min_size=1, max_size=4), create=st.booleans())
+    @rule(
+        items=st.lists(
+            st.tuples(st.sampled_from(NAMES), VALUES, st.integers(0, 2)), min_size=1, max_size=4
+        ),
+        create=st.booleans(),
+    )
     def export(self, items, create):
         exports = [Export(name, packed(value), step) for name, value, step in items]
         possible = all(
-            (create or name in self.policies) and (name not in self.policies or (self.active(name) and self.policies[name].owner is None))
+            (create or name in self.policies)
+            and (
+                name not in self.policies
+                or (self.active(name) and self.policies[name].owner is None)
+            )
             for name, _, _ in items
         )
         if not possible:
@@ -150,11 +175,18 @@ class Machine(RuleBasedStateMachine):
             return
         made = self.catalog.export_many(exports, create=create)
         for (name, value, step), revision in zip(items, made):
-            assert (revision.number, revision.digest) == (self.add(name, value, step), digest_of(value))
+            assert (revision.number, revision.digest) == (
+                self.add(name, value, step),
+                digest_of(value),
+            )
 
     def add(self, name, value, step) -> int:
         policy = self.policies.setdefault(name, Policy())
-        same = [n for n, r in policy.revisions.items() if (r.digest, r.step, r.retired) == (digest_of(value), step, False)]
+        same = [
+            n
+            for n, r in policy.revisions.items()
+            if (r.digest, r.step, r.retired) == (digest_of(value), step, False)
+        ]
         # Bytes may be there twice at one step only where one was retired and restored since.
         number = same[-1] if same else policy.count + 1
         if not same:
@@ -195,12 +227,18 @@ class Machine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(NAMES), source=st.sampled_from(NAMES), number=NUMBERS)
     def branch(self, name, source, number):
-        if name in self.policies or self.active(source) is None or self.live(source, number) is None:
+        if (
+            name in self.policies
+            or self.active(source) is None
+            or self.live(source, number) is None
+        ):
             self.refused(self.catalog.branch, name, f"{source}@{number}")
             return
         assert self.catalog.branch(name, f"{source}@{number}").parent == f"{source}@{number}"
         begin = self.policies[source].revisions[number]
-        policy = self.policies[name] = Policy(parent=(source, number), count=1, revisions={1: Revision(begin.digest, begin.step)})
+        policy = self.policies[name] = Policy(
+            parent=(source, number), count=1, revisions={1: Revision(begin.digest, begin.step)}
+        )
         policy.move("latest", 1)
 
     @rule(name=st.sampled_from(NAMES[1:]), restore=st.booleans())
@@ -247,7 +285,12 @@ class Machine(RuleBasedStateMachine):
             self.catalog.release(lease)
         self.leases = []
 
-    @rule(target=sessions, name=st.sampled_from(NAMES), owner=st.sampled_from(["a", "b"]), force=st.booleans())
+    @rule(
+        target=sessions,
+        name=st.sampled_from(NAMES),
+        owner=st.sampled_from(["a", "b"]),
+        force=st.booleans(),
+    )
     def open_session(self, name, owner, force):
         policy = self.active(name)
         if policy is None or (policy.owner not in (None, owner) and not force):
@@ -255,7 +298,10 @@ class Machine(RuleBasedStateMachine):
             return None
         session = self.catalog.open_session(name, owner, 1e6, force=force)
         policy.session += 1
-        policy.owner, policy.began = owner, policy.stacks["latest"][-1] if "latest" in policy.stacks else None
+        policy.owner, policy.began = (
+            owner,
+            (policy.stacks["latest"][-1] if "latest" in policy.stacks else None),
+        )
         assert (session.number, session.start) == (policy.session, policy.began)
         self.trained[session.policy_id, session.number] = policy
         return session
@@ -276,12 +322,16 @@ class Machine(RuleBasedStateMachine):
         elif not current or policy.retired:
             self.refused(self.catalog.export, session.policy, packed(value), step, session=session)
         else:
-            assert self.catalog.export(session.policy, packed(value), step, session=session).number == self.add(session.policy, value, step)
+            assert self.catalog.export(
+                session.policy, packed(value), step, session=session
+            ).number == self.add(session.policy, value, step)
 
     @rule(
         name=st.sampled_from(NAMES),
         number=st.integers(0, 4),
-        changes=st.dictionaries(st.sampled_from(["team", "use"]), st.sampled_from([None, "a", "b"]), min_size=1),
+        changes=st.dictionaries(
+            st.sampled_from(["team", "use"]), st.sampled_from([None, "a", "b"]), min_size=1
+        ),
     )
     def tag(self, name, number, changes):
         policy, named = self.policies.get(name), f"{name}@{number}" if number else name
@@ -292,7 +342,9 @@ class Machine(RuleBasedStateMachine):
             policy.tags.pop((number, key), None)
             if value is not None:
                 policy.tags[number, key] = value
-        assert self.catalog.tag(named, changes) == {key: value for (of, key), value in policy.tags.items() if of == number}
+        assert self.catalog.tag(named, changes) == {
+            key: value for (of, key), value in policy.tags.items() if of == number
+        }
 
     @rule(name=st.sampled_from(NAMES), new=st.sampled_from(NAMES))
     def rename(self, name, new):
@@ -318,7 +370,10 @@ class Machine(RuleBasedStateMachine):
             or not policy.retired
             or policy.owner is not None
             or leased & {revision.digest for revision in policy.revisions.values()}
-            or any(other.parent is not None and other.parent[0] == name for other in self.policies.values())
+            or any(
+                other.parent is not None and other.parent[0] == name
+                for other in self.policies.values()
+            )
         ):
             self.refused(self.catalog.delete, name)
             return
@@ -337,20 +392,38 @@ class Machine(RuleBasedStateMachine):
         for name, policy in self.policies.items():
             newer = 0
             for number, revision in sorted(policy.revisions.items(), reverse=True):
-                beyond = revision.retired or (policy.keep_last is not None and newer >= policy.keep_last)
+                beyond = revision.retired or (
+                    policy.keep_last is not None and newer >= policy.keep_last
+                )
                 newer += not revision.retired
                 named = number in [stack[-1] for stack in policy.stacks.values()]
-                held = revision.pinned or named or revision.digest in leased or (name, number) in parents or number == policy.began
+                held = (
+                    revision.pinned
+                    or named
+                    or revision.digest in leased
+                    or (name, number) in parents
+                    or number == policy.began
+                )
                 if beyond and not held:
                     expected.append((name, number))
         told = self.catalog.gc(dry_run=True, compact=False)
         done = self.catalog.gc(compact=compact)
         assert sorted(done.revisions) == sorted(f"{name}@{number}" for name, number in expected)
-        assert (told.revisions, told.payloads, told.packs) == (done.revisions, done.payloads, done.packs)
+        assert (told.revisions, told.payloads, told.packs) == (
+            done.revisions,
+            done.payloads,
+            done.packs,
+        )
         for name, number in expected:
             del self.policies[name].revisions[number]
-            self.policies[name].tags = {key: value for key, value in self.policies[name].tags.items() if key[0] != number}
-        used = {revision.digest for policy in self.policies.values() for revision in policy.revisions.values()} | leased
+            self.policies[name].tags = {
+                key: value for key, value in self.policies[name].tags.items() if key[0] != number
+            }
+        used = {
+            revision.digest
+            for policy in self.policies.values()
+            for revision in policy.revisions.values()
+        } | leased
         assert self.catalog.stats()["payloads"] == len(used)
 
     @invariant()
@@ -359,25 +432,31 @@ class Machine(RuleBasedStateMachine):
         for name, policy in self.policies.items():
             found = {revision.number: revision for revision in self.catalog.revisions(name)}
             assert {n: (r.digest, r.step, r.pinned, r.state) for n, r in found.items()} == {
-                n: (r.digest, r.step, r.pinned, "retired" if r.retired else "live") for n, r in policy.revisions.items()
+                n: (r.digest, r.step, r.pinned, "retired" if r.retired else "live")
+                for n, r in policy.revisions.items()
             }
             for number in [0, *policy.revisions]:
                 expected = {key: value for (of, key), value in policy.tags.items() if of == number}
                 assert self.catalog.tags(f"{name}@{number}" if number else name) == expected
-            assert {a.name: a.number for a in self.catalog.aliases(name)} == {alias: s[-1] for alias, s in policy.stacks.items()}
+            assert {a.name: a.number for a in self.catalog.aliases(name)} == {
+                alias: s[-1] for alias, s in policy.stacks.items()
+            }
             for alias, stack in policy.stacks.items():
                 if policy.retired:
                     with pytest.raises(UserError, match="is retired"):
                         self.catalog.resolve(f"{name}@{alias}")
                 else:
-                    digest = policy.revisions[stack[-1]].digest  # an alias never names what is gone or retired
+                    # an alias never names what is gone or retired
+                    digest = policy.revisions[stack[-1]].digest
                     assert self.catalog.resolve(f"{name}@{alias}").digest == digest
 
 
 @pytest.mark.parametrize("database", ["sqlite", pytest.param("postgres", marks=pytest.mark.long)])
 def test_the_catalog_is_its_model(request, tmp_path, database):
     class Here(Machine):
-        place = "" if database == "sqlite" else request.getfixturevalue("postgres_server").catalog_url
+        place = (
+            "" if database == "sqlite" else request.getfixturevalue("postgres_server").catalog_url
+        )
         folder = str(tmp_path / "catalog")
 
     checks = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]

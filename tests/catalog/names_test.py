@@ -38,8 +38,38 @@ def test_what_a_text_means(text, meaning):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "@", "@latest", "p@", "/p", "lab/", "a/b/c", "p@a@b", "p@a/b", "p@123456789012", "../p", "..", ".hidden", "lab/../p"]
-    + ["p\n", "\tp", " p", "p ", "p\0", "a\x1bb", "a\u200bb", "a\u202eb", "a\u2028b", "\ud800", "\ufeffp", "x" * 201, "\u3000p", "é" * 201]
+    [
+        "",
+        "@",
+        "@latest",
+        "p@",
+        "/p",
+        "lab/",
+        "a/b/c",
+        "p@a@b",
+        "p@a/b",
+        "p@123456789012",
+        "../p",
+        "..",
+        ".hidden",
+        "lab/../p",
+    ]
+    + [
+        "p\n",
+        "\tp",
+        " p",
+        "p ",
+        "p\0",
+        "a\x1bb",
+        "a\u200bb",
+        "a\u202eb",
+        "a\u2028b",
+        "\ud800",
+        "\ufeffp",
+        "x" * 201,
+        "\u3000p",
+        "é" * 201,
+    ]
     + ["deadbeef/p@x", "lab/deadbeef", "12345678/abcdef1234"][1:],
 )
 def test_other_text_is_refused(text):
@@ -55,7 +85,14 @@ def test_only_text_is_a_name(value):
 
 
 def test_a_huge_name_is_refused_at_once_and_told_in_short():
-    for text in ("x" * 100_000, "a\u0301" * 50_000, "\u0300" * 100_000, "x@" * 50_000, "/" * 100_000, "0" * 100_000):
+    for text in (
+        "x" * 100_000,
+        "a\u0301" * 50_000,
+        "\u0300" * 100_000,
+        "x@" * 50_000,
+        "/" * 100_000,
+        "0" * 100_000,
+    ):
         start = time.process_time()
         with pytest.raises(UserError) as raised:
             parse_revision(text)
@@ -110,7 +147,12 @@ def test_an_alias_is_not_a_number(catalog):
 
 
 # No st.text(): its table of all characters takes a quarter of a minute to make.
-TEXT = st.text(st.sampled_from(list("aZ09f/@.~ _-\0\n\x7f\u0301\u00e9\u200b\u202e\u2028\u3000\ud800日🐈\u1100\u1161\ufb01")), max_size=220)
+TEXT = st.text(
+    st.sampled_from(
+        list("aZ09f/@.~ _-\0\n\x7f\u0301\u00e9\u200b\u202e\u2028\u3000\ud800日🐈\u1100\u1161\ufb01")
+    ),
+    max_size=220,
+)
 
 
 @given(TEXT)

@@ -1,6 +1,7 @@
 """A catalog that an earlier commit made opens, says what it said, and goes on.
 
-``files/catalog_of_33b0373.json`` is its database as SQL, its packs, and what every name stood for, written by that commit's code.
+``files/catalog_of_33b0373.json`` is its database as SQL, its packs, and what every name stood for,
+written by that commit's code.
 """
 
 import base64
@@ -25,7 +26,10 @@ def old(request, tmp_path):
     kept = json.loads(request.param.read_text())
     database = sqlite3.connect(tmp_path / "catalog.db")
     database.executescript("\n".join(kept["sql"]))
-    assert database.execute(f"SELECT version_num FROM {tables.VERSION_TABLE}").fetchone()[0] < tables.HEAD
+    assert (
+        database.execute(f"SELECT version_num FROM {tables.VERSION_TABLE}").fetchone()[0]
+        < tables.HEAD
+    )
     database.close()
     for name, data in kept["packs"].items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -41,14 +45,18 @@ def test_an_old_catalog_says_what_it_said(old):
             assert (found.number, found.digest) == (number, digest)
             assert catalog.load(name).size > 0  # its digest verified
         assert same_bytes(catalog.load("chat@1"), packed(0))
-        assert [[e.action, e.before, e.after, e.why] for e in catalog.history("chat")] == kept["history"]
+        assert [[e.action, e.before, e.after, e.why] for e in catalog.history("chat")] == kept[
+            "history"
+        ]
         assert len(catalog.audit(limit=10_000)) == kept["audit"]
         assert list(catalog.verify()) == []
         assert catalog.revision("chat", 2).pinned
         assert catalog.policy("child").parent == "chat@2"
         assert catalog.revision("lab/math", 4).sampling == {"temperature": 0.5}
         assert [one.metrics for one in catalog.evaluations("chat@3")] == [{"score": 1.5}]
-        assert [(one.step, one.place) for one in catalog.checkpoints("chat")] == [(3, "/checkpoints/3")]
+        assert [(one.step, one.place) for one in catalog.checkpoints("chat")] == [
+            (3, "/checkpoints/3")
+        ]
         [rollout] = catalog.rollouts("chat")
         assert same_bytes(catalog.read_rollout(rollout), packed(99))
         assert catalog.begin_operation("train", "key", {"a": 1})[1] is False
@@ -70,4 +78,6 @@ def test_an_old_catalog_goes_on(old):
         catalog.restore("chat")
         catalog.gc(grace_s=0.0)
         assert list(catalog.verify()) == []
-        assert same_bytes(catalog.load("chat@serving"), packed(kept["names"]["chat@serving"][0] - 1))
+        assert same_bytes(
+            catalog.load("chat@serving"), packed(kept["names"]["chat@serving"][0] - 1)
+        )

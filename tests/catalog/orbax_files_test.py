@@ -1,4 +1,6 @@
-"""Revisions as Orbax checkpoints: plain Orbax restores them, they come back with their digest, and strangers' are looked at first."""
+"""Revisions as Orbax checkpoints: plain Orbax restores them, they come back with their digest, and
+strangers' are looked at first.
+"""
 
 import json
 import os
@@ -50,11 +52,18 @@ print(json.dumps(out))
 
 
 def adapters_of(family, hf_dirs, rng):
-    """Packed adapters of a family at ranks 1, 3 and 8, each in another dtype, with a few values that are not numbers."""
+    """Packed adapters of a family at ranks 1, 3 and 8, each in another dtype, with a few values
+    that are not numbers.
+    """
     specs = transformer.abstract(read_config(hf_dirs(family)))
     for rank, dtype in ((1, "float32"), (3, "bfloat16"), (8, "float16")):
-        config = tree.spelled_out(AdapterConfig(rank, 5.0, ("all-linear",), rslora=rank == 3), specs)
-        factors = jax.tree.map(lambda spec: rng.normal(size=spec.shape).astype(np.float32), tree.adapter_specs(specs, config))
+        config = tree.spelled_out(
+            AdapterConfig(rank, 5.0, ("all-linear",), rslora=rank == 3), specs
+        )
+        factors = jax.tree.map(
+            lambda spec: rng.normal(size=spec.shape).astype(np.float32),
+            tree.adapter_specs(specs, config),
+        )
         jax.tree.leaves(factors)[0].flat[:3] = np.nan, np.inf, -0.0
         yield pack(factors, Schema("ab" * 32, config, dtype))
 
@@ -69,9 +78,17 @@ def test_plain_orbax_restores_every_family_and_the_digest_comes_back(rng, hf_dir
             assert digest_of(again) == digest_of(data)
             made[str(directory)] = data
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run([sys.executable, "-c", PLAIN, *made], capture_output=True, text=True, env=environment, cwd=tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", PLAIN, *made],
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=tmp_path,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
-    for directory, data, found in zip(made, made.values(), json.loads(done.stdout.splitlines()[-1]), strict=True):
+    for directory, data, found in zip(
+        made, made.values(), json.loads(done.stdout.splitlines()[-1]), strict=True
+    ):
         adapter, schema = orbax_files.unpack(data)
         assert found["revision"]["schema"] == json.loads(schema.to_json())
         assert found["revision"]["digest"] == digest_of(data)
@@ -86,16 +103,33 @@ def test_export_and_import_on_the_command_line(tmp_path, capsys):
     with Catalog.open(tmp_path / "catalog") as catalog:
         digest = catalog.export("chat", packed(3), 7, create=True).digest
     out = tmp_path / "out" / "chat"
-    assert main([f"--catalog={tmp_path / 'catalog'}", "export", "chat", str(out), "--format=orbax"]) == 0
+    assert (
+        main([f"--catalog={tmp_path / 'catalog'}", "export", "chat", str(out), "--format=orbax"])
+        == 0
+    )
     assert digest in capsys.readouterr().out
     shutil.copytree(out, tmp_path / "out" / "again")
     assert main([f"--catalog={tmp_path / 'other'}", "import", str(tmp_path / "out"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["imported"] == 2
     with Catalog.open(tmp_path / "other") as other:
         assert other.resolve("chat").digest == other.resolve("again").digest == digest
-    assert main([f"--catalog={tmp_path / 'catalog'}", "export", "chat", str(out), "--format=orbax"]) == 2
+    assert (
+        main([f"--catalog={tmp_path / 'catalog'}", "export", "chat", str(out), "--format=orbax"])
+        == 2
+    )
     assert "exists: choose a new directory" in capsys.readouterr().err
-    assert main([f"--catalog={tmp_path / 'catalog'}", "export", "chat", "s3://bucket/x", "--format=orbax"]) == 2
+    assert (
+        main(
+            [
+                f"--catalog={tmp_path / 'catalog'}",
+                "export",
+                "chat",
+                "s3://bucket/x",
+                "--format=orbax",
+            ]
+        )
+        == 2
+    )
     assert "is no folder" in capsys.readouterr().err
     umask = os.umask(0)
     os.umask(umask)
@@ -117,7 +151,9 @@ def other_digest(directory):
 
 def other_dtype(directory):
     told = json.loads((directory / "revision" / "metadata").read_text())
-    (directory / "revision" / "metadata").write_text(json.dumps(told | {"schema": told["schema"] | {"dtype": "bfloat16"}}))
+    (directory / "revision" / "metadata").write_text(
+        json.dumps(told | {"schema": told["schema"] | {"dtype": "bfloat16"}})
+    )
 
 
 def link(directory):
@@ -143,10 +179,25 @@ def test_a_strangers_checkpoint_is_refused_with_its_reason(change, says, tmp_pat
 
 
 def test_a_large_one_is_refused_unread(tmp_path):
-    zeros = {"dense": {"attn": {"q": {"a": np.zeros((1, 1, 1 << 20), np.float32), "b": np.zeros((1, 1, 8), np.float32)}}}}
+    zeros = {
+        "dense": {
+            "attn": {
+                "q": {
+                    "a": np.zeros((1, 1, 1 << 20), np.float32),
+                    "b": np.zeros((1, 1, 8), np.float32),
+                }
+            }
+        }
+    }
     told = {"schema": json.loads(Schema("ab" * 32, AdapterConfig(1, 2.0, ("q",))).to_json())}
-    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:  # by anybody's program, without a digest
-        checkpointer.save(tmp_path / "it", ocp.args.Composite(adapter=ocp.args.StandardSave(zeros), revision=ocp.args.JsonSave(told)))
+    # by anybody's program, without a digest
+    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
+        checkpointer.save(
+            tmp_path / "it",
+            ocp.args.Composite(
+                adapter=ocp.args.StandardSave(zeros), revision=ocp.args.JsonSave(told)
+            ),
+        )
     with pytest.raises(UserError, match="4,194,336 bytes, and 4,000,000 are allowed"):
         orbax_files.read(tmp_path / "it", 4_000_000)
     assert len(orbax_files.read(tmp_path / "it", 5_000_000)) > 4_194_336

@@ -1,4 +1,6 @@
-"""The packed object: aligned, read without a copy, and strict with whatever a stranger put in it."""
+"""The packed object: aligned, read without a copy, and strict with whatever a stranger put in
+it.
+"""
 
 import io
 import json
@@ -23,12 +25,19 @@ from mint_jax.errors import UserError
 from mint_jax.lora.tree import AdapterConfig
 
 SCHEMA = Schema("ab" * 32, AdapterConfig(3, 6.0, ("q", "gate")))
-SHAPES = {"dense/attn/q/a": (2, 3, 40), "dense/attn/q/b": (2, 3, 8), "moe/mlp/gate/a": (2, 5, 3, 16), "moe/mlp/gate/b": (2, 5, 3, 7)}
+SHAPES = {
+    "dense/attn/q/a": (2, 3, 40),
+    "dense/attn/q/b": (2, 3, 8),
+    "moe/mlp/gate/a": (2, 5, 3, 16),
+    "moe/mlp/gate/b": (2, 5, 3, 7),
+}
 RNG = np.random.default_rng(0)
 
 
 def adapter(shapes=SHAPES, rng=RNG) -> dict:
-    return params_lib.nest({path: rng.normal(size=shape).astype(np.float32) for path, shape in shapes.items()})
+    return params_lib.nest(
+        {path: rng.normal(size=shape).astype(np.float32) for path, shape in shapes.items()}
+    )
 
 
 def flat(tree) -> dict:
@@ -36,10 +45,16 @@ def flat(tree) -> dict:
 
 
 def spans(data: bytes) -> dict[str, tuple[int, int]]:
-    """Name -> where its bytes lie in the file, from the header as the format's page describes it."""
+    """Name -> where its bytes lie in the file, from the header as the format's page describes
+    it.
+    """
     size = int.from_bytes(data[:8], "little")
     fields = json.loads(data[8 : 8 + size])
-    return {name: tuple(8 + size + o for o in entry["data_offsets"]) for name, entry in fields.items() if name != "__metadata__"}
+    return {
+        name: tuple(8 + size + o for o in entry["data_offsets"])
+        for name, entry in fields.items()
+        if name != "__metadata__"
+    }
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
@@ -59,14 +74,20 @@ def test_the_safetensors_package_reads_what_we_write(dtype):
     tree = adapter()
     data = pack(tree, Schema("base", SCHEMA.config, dtype))
     found = {name: bytes(tensor["data"]) for name, tensor in safetensors.deserialize(data)}
-    assert found == {path: leaf.astype(jnp.dtype(dtype)).tobytes() for path, leaf in flat(tree).items()}
+    assert found == {
+        path: leaf.astype(jnp.dtype(dtype)).tobytes() for path, leaf in flat(tree).items()
+    }
 
 
 def test_we_read_what_the_safetensors_package_writes():
     tree = adapter()
-    found, schema = unpack(safetensors.numpy.save(flat(tree), metadata={"schema": SCHEMA.to_json()}))
+    found, schema = unpack(
+        safetensors.numpy.save(flat(tree), metadata={"schema": SCHEMA.to_json()})
+    )
     assert schema == SCHEMA
-    assert {path: leaf.tobytes() for path, leaf in flat(found).items()} == {path: leaf.tobytes() for path, leaf in flat(tree).items()}
+    assert {path: leaf.tobytes() for path, leaf in flat(found).items()} == {
+        path: leaf.tobytes() for path, leaf in flat(tree).items()
+    }
 
 
 def holders(data: bytes, tmp_path):
@@ -94,7 +115,14 @@ def test_reading_is_exact_and_copies_nothing(tmp_path, kind, dtype):
     for path, leaf in flat(found).items():
         assert leaf.dtype == jnp.dtype(dtype)
         assert leaf.tobytes() == flat(tree)[path].astype(jnp.dtype(dtype)).tobytes()
-        assert np.shares_memory(leaf, np.asarray(holder) if isinstance(holder, np.ndarray) else np.frombuffer(holder, np.uint8))
+        assert np.shares_memory(
+            leaf,
+            (
+                np.asarray(holder)
+                if isinstance(holder, np.ndarray)
+                else np.frombuffer(holder, np.uint8)
+            ),
+        )
         with pytest.raises(ValueError, match="read-only"):
             leaf[...] = 0
     assert digest_of(holder) == digest_of(data)
@@ -108,7 +136,12 @@ def test_a_strided_array_is_no_buffer():
 def file_of(fields, data=b"", metadata=None) -> bytes:
     """A file with any header: JSON text, or fields to which the schema is added."""
     if isinstance(fields, dict):
-        fields = json.dumps({"__metadata__": {"schema": SCHEMA.to_json()} if metadata is None else metadata, **fields})
+        fields = json.dumps(
+            {
+                "__metadata__": {"schema": SCHEMA.to_json()} if metadata is None else metadata,
+                **fields,
+            }
+        )
     text = fields if isinstance(fields, bytes) else fields.encode()
     return struct.pack("<Q", len(text)) + text + data
 
@@ -134,7 +167,10 @@ HOSTILE = {
     "nothing": (b"", "0 bytes"),
     "seven bytes": (b"\0" * 7, "7 bytes"),
     "header beyond the file": (struct.pack("<Q", 100) + b"{}", "claims 100 bytes"),
-    "header of 2^63": (struct.pack("<Q", 1 << 63) + b"{}" * 100, "claims 9223372036854775808 bytes"),
+    "header of 2^63": (
+        struct.pack("<Q", 1 << 63) + b"{}" * 100,
+        "claims 9223372036854775808 bytes",
+    ),
     "header of -1": (struct.pack("<q", -1) + b"{}" * 100, "claims 18446744073709551615 bytes"),
     "header of 2 MiB": (file_of(b"{" + b" " * (2 << 20) + b"}"), "1048576 are allowed"),
     "no JSON": (file_of("{not JSON}"), "is not JSON"),
@@ -148,30 +184,51 @@ HOSTILE = {
     "metadata no object": (file_of({"a": entry()}, DATA, [1]), "metadata"),
     "metadata of numbers": (file_of({"a": entry()}, DATA, {"schema": 1}), "metadata"),
     "schema no JSON": (file_of({"a": entry()}, DATA, {"schema": "{"}), "the schema is not JSON"),
-    "schema nested": (file_of({"a": entry()}, DATA, {"schema": "[" * 100_000}), "nested too deeply|is not JSON"),
+    "schema nested": (
+        file_of({"a": entry()}, DATA, {"schema": "[" * 100_000}),
+        "nested too deeply|is not JSON",
+    ),
     "entry no object": (file_of({"a": 3}), "not described"),
     "entry with more": (file_of({"a": entry(more=1)}, DATA), "not described"),
     "entry with less": (file_of({"a": {"dtype": "F32", "shape": [2]}}, DATA), "not described"),
     "twice": (
-        file_of(f'{{"__metadata__":{{"schema":{SCHEMA_TEXT}}},"a":{json.dumps(entry())},"a":{json.dumps(entry())}}}', DATA),
+        file_of(
+            f'{{"__metadata__":{{"schema":{SCHEMA_TEXT}}},"a":{json.dumps(entry())},"a":{json.dumps(entry())}}}',
+            DATA,
+        ),
         "'a' twice",
     ),
     "dtype unknown": (file_of({"a": entry(dtype="F99")}, DATA), "dtype 'F99'"),
     "dtype of no float": (file_of({"a": entry(dtype="I32")}, DATA), "dtype 'I32'"),
     "dtype a list": (file_of({"a": entry(dtype=[1])}, DATA), "dtype"),
-    "dtype not the schema's": (file_of({"a": entry(shape=(4,), dtype="F16")}, DATA), "its schema says float32"),
+    "dtype not the schema's": (
+        file_of({"a": entry(shape=(4,), dtype="F16")}, DATA),
+        "its schema says float32",
+    ),
     "size negative": (file_of({"a": entry(shape=(-2, -1))}, DATA), "shape"),
     "size a float": (file_of({"a": entry(shape=(2.0,))}, DATA), "shape"),
     "size a bool": (file_of({"a": entry(0, 4, shape=(True,))}, DATA[:4]), "shape"),
-    "product overflows": (file_of({"a": entry(shape=(1 << 62, 4, 2))}, DATA), "needs 147573952589676412928 bytes"),
-    "product wraps to the truth": (file_of({"a": entry(shape=(1 << 62, 4), begin=0, end=0)}), "needs"),
+    "product overflows": (
+        file_of({"a": entry(shape=(1 << 62, 4, 2))}, DATA),
+        "needs 147573952589676412928 bytes",
+    ),
+    "product wraps to the truth": (
+        file_of({"a": entry(shape=(1 << 62, 4), begin=0, end=0)}),
+        "needs",
+    ),
     "size of 2^63": (file_of({"a": entry(shape=(1 << 63, 0), begin=0, end=0)}), "shape"),
     "many dimensions": (file_of({"a": entry(shape=[1] * 64 + [2])}, DATA), "shape"),
     "terabytes": (file_of({"a": entry(0, 4 << 40, shape=(1 << 40,))}, DATA), "ends at byte"),
     "offsets negative": (file_of({"a": entry(-8, 0)}, DATA), "offsets"),
     "offsets backwards": (file_of({"a": entry(8, 0)}, DATA), "offsets"),
-    "offsets three": (file_of({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8, 8]}}, DATA), "offsets"),
-    "offsets a text": (file_of({"a": {"dtype": "F32", "shape": [2], "data_offsets": "08"}}, DATA), "offsets"),
+    "offsets three": (
+        file_of({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8, 8]}}, DATA),
+        "offsets",
+    ),
+    "offsets a text": (
+        file_of({"a": {"dtype": "F32", "shape": [2], "data_offsets": "08"}}, DATA),
+        "offsets",
+    ),
     "too short for its shape": (file_of({"a": entry(0, 4)}, DATA), "needs 8 bytes"),
     "out of range": (file_of({"a": entry(0, 8), "b": entry(8, 16)}, DATA), "ends at byte 16 of 8"),
     "overlap": (file_of({"a": entry(0, 8), "b": entry(4, 12)}, DATA + DATA), "overlaps"),
@@ -191,7 +248,10 @@ HOSTILE = {
     "not ASCII": (file_of({"\u202eab": entry()}, DATA), "not a path"),
     "surrogate": (file_of('{"\\ud800": 1}'), "not described"),
     "long name": (file_of({"a" * 100_000: entry()}, DATA), r"\(100002 characters\)"),
-    "array and folder": (file_of({"a": entry(0, 8), "a/b": entry(8, 16)}, DATA * 2), "'a' is an array and a folder"),
+    "array and folder": (
+        file_of({"a": entry(0, 8), "a/b": entry(8, 16)}, DATA * 2),
+        "'a' is an array and a folder",
+    ),
     "zip": (zipped(), "zip archive"),
     "gzip": (b"\x1f\x8b\x08" + bytes(100), "gzip"),
     **{f"pickle {p}": (pickled(p), "a pickle") for p in (2, 3, 4, 5)},
@@ -265,7 +325,9 @@ def test_a_schema_is_read_strictly(text, reason):
 
 
 def test_a_schema_tells_everything_that_reading_needs():
-    fields = json.loads(Schema("f" * 64, AdapterConfig(4, 8, ("q", "down"), rslora=True), "bfloat16").to_json())
+    fields = json.loads(
+        Schema("f" * 64, AdapterConfig(4, 8, ("q", "down"), rslora=True), "bfloat16").to_json()
+    )
     assert fields == {
         "format": FORMAT,
         "base": "f" * 64,
@@ -300,12 +362,17 @@ def check(data: bytes) -> None:
         found, schema = unpack(data)
     except UserError:
         return
-    expected = {name: (bytes(tensor["data"]), tuple(tensor["shape"])) for name, tensor in safetensors.deserialize(data)}
+    expected = {
+        name: (bytes(tensor["data"]), tuple(tensor["shape"]))
+        for name, tensor in safetensors.deserialize(data)
+    }
     assert {name: (leaf.tobytes(), leaf.shape) for name, leaf in flat(found).items()} == expected
     assert {str(leaf.dtype) for leaf in flat(found).values()} <= {schema.dtype}
     again, same = unpack(pack(found, schema))
     assert same == schema
-    assert {n: x.tobytes() for n, x in flat(again).items()} == {n: x.tobytes() for n, x in flat(found).items()}
+    assert {n: x.tobytes() for n, x in flat(again).items()} == {
+        n: x.tobytes() for n, x in flat(found).items()
+    }
 
 
 GOOD = pack(adapter({"attn/q/a": (2, 3, 4), "attn/q/b": (2, 3, 5), "empty": (0,)}), SCHEMA)
@@ -317,7 +384,9 @@ fuzz = settings(max_examples=300)
 @fuzz
 @given(
     st.dictionaries(
-        st.sampled_from(["q/a", "q/b", "moe/gate/a", "moe/gate/b", "embed/a"]), st.lists(st.integers(0, 9), max_size=4), min_size=1
+        st.sampled_from(["q/a", "q/b", "moe/gate/a", "moe/gate/b", "embed/a"]),
+        st.lists(st.integers(0, 9), max_size=4),
+        min_size=1,
     ),
     st.sampled_from(["float32", "float16", "bfloat16"]),
     st.integers(0, 1 << 30),
@@ -325,9 +394,14 @@ fuzz = settings(max_examples=300)
 def test_any_adapter_comes_back_bit_by_bit(shapes, dtype, seed):
     bits = np.random.default_rng(seed)
     kind = header.DTYPES[header.TAGS[dtype]]
-    tree = {n: np.frombuffer(bits.bytes(math.prod(s) * kind.itemsize), kind).reshape(s) for n, s in shapes.items()}
+    tree = {
+        n: np.frombuffer(bits.bytes(math.prod(s) * kind.itemsize), kind).reshape(s)
+        for n, s in shapes.items()
+    }
     found, _ = unpack(pack(params_lib.nest(tree), Schema("base", SCHEMA.config, dtype)))
-    assert {n: (x.shape, x.tobytes()) for n, x in flat(found).items()} == {n: (x.shape, x.tobytes()) for n, x in tree.items()}
+    assert {n: (x.shape, x.tobytes()) for n, x in flat(found).items()} == {
+        n: (x.shape, x.tobytes()) for n, x in tree.items()
+    }
     check(pack(found, Schema("base", SCHEMA.config, dtype)))
 
 
@@ -345,7 +419,10 @@ def test_any_header_is_refused_or_read_exactly(text, data):
 
 
 @fuzz
-@given(st.lists(st.tuples(st.integers(0, len(GOOD) - 1), st.integers(1, 255)), min_size=1, max_size=4), st.integers(-20, 20))
+@given(
+    st.lists(st.tuples(st.integers(0, len(GOOD) - 1), st.integers(1, 255)), min_size=1, max_size=4),
+    st.integers(-20, 20),
+)
 def test_any_damage_is_refused_or_read_exactly(flips, longer):
     data = bytearray(GOOD)
     for at, bits in flips:
@@ -353,23 +430,36 @@ def test_any_damage_is_refused_or_read_exactly(flips, longer):
     check(bytes(data[:longer] if longer < 0 else data + b"\0" * longer))
 
 
-scalars = st.none() | st.booleans() | st.integers(-(1 << 70), 1 << 70) | st.floats() | st.text(max_size=5)
+scalars = (
+    st.none() | st.booleans() | st.integers(-(1 << 70), 1 << 70) | st.floats() | st.text(max_size=5)
+)
 values = st.recursive(
-    scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3), max_leaves=5
+    scalars,
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+    ),
+    max_leaves=5,
 )
 sizes = st.integers(0, 6) | scalars
 entries = st.fixed_dictionaries(
     {
         "dtype": st.sampled_from(["F32", "F16", "BF16", "I8", "f32"]) | values,
         "shape": st.lists(sizes, max_size=3) | values,
-        "data_offsets": st.lists(st.sampled_from([0, 4, 8, 16, 24, 48]) | sizes, min_size=2, max_size=2) | values,
+        "data_offsets": (
+            st.lists(st.sampled_from([0, 4, 8, 16, 24, 48]) | sizes, min_size=2, max_size=2)
+            | values
+        ),
     }
 )
 names = st.sampled_from(["a", "a/b", "b", "..", "__metadata__", ""]) | st.text(max_size=4)
 
 
 @fuzz
-@given(st.dictionaries(names, entries | values, max_size=3), st.integers(0, 64), values | st.just(SCHEMA.to_json()))
+@given(
+    st.dictionaries(names, entries | values, max_size=3),
+    st.integers(0, 64),
+    values | st.just(SCHEMA.to_json()),
+)
 def test_any_well_formed_header_is_refused_or_read_exactly(fields, size, schema):
     fields.setdefault("__metadata__", {"schema": schema})
     text = json.dumps(fields).encode()

@@ -1,4 +1,6 @@
-"""Packs in a folder, in memory and in a bucket: exact, whole or not there, damage named, failures explained."""
+"""Packs in a folder, in memory and in a bucket: exact, whole or not there, damage named, failures
+explained.
+"""
 
 import json
 import multiprocessing
@@ -17,7 +19,13 @@ from blake3 import blake3
 
 from mint_jax.catalog.storage import bucket, pack_format, payloads
 from mint_jax.catalog.storage.pack_format import Name
-from mint_jax.catalog.storage.payloads import PackDamaged, PackMissing, PayloadStore, Place, StorageFailed
+from mint_jax.catalog.storage.payloads import (
+    PackDamaged,
+    PackMissing,
+    PayloadStore,
+    Place,
+    StorageFailed,
+)
 from mint_jax.errors import UserError
 from tests.catalog import buckets
 from tests.disks import LIMITS, run_limited
@@ -73,13 +81,17 @@ def random_objects(rng, count, largest=30_000) -> list[bytes]:
 
 
 def keys(store) -> list[str]:
-    return [key for prefix in ("packs/", "parts/", "staging/") for key in store._storage.list(prefix)]
+    return [
+        key for prefix in ("packs/", "parts/", "staging/") for key in store._storage.list(prefix)
+    ]
 
 
 def tamper(store, key, change):
     """Rewrites a stored object behind the store's back."""
     if isinstance(store._storage, bucket.Bucket):
-        store._storage._store.write(key, change(store._storage._store.read(key).result().value)).result()
+        store._storage._store.write(
+            key, change(store._storage._store.read(key).result().value)
+        ).result()
     else:
         path = Path(store.url) / key
         path.write_bytes(change(path.read_bytes()))
@@ -93,8 +105,12 @@ def test_what_is_put_can_be_read(rng, store):
         reopened = PayloadStore(store.url, timeout=20.0)
         assert [reopened.read(place).tobytes() for place in places] == objects
         order = rng.permutation(len(places))
-        assert [data.tobytes() for data in store.read_many(places[i] for i in order)] == [objects[i] for i in order]
-        assert store.index(places[0].pack) == [(sha(data), place) for data, place in zip(objects, places)]
+        assert [data.tobytes() for data in store.read_many(places[i] for i in order)] == [
+            objects[i] for i in order
+        ]
+        assert store.index(places[0].pack) == [
+            (sha(data), place) for data, place in zip(objects, places)
+        ]
         assert store.exists(places[0].pack)
         for data, place in zip(objects, places):
             assert not store.read(place, sha(data)).flags.writeable
@@ -103,7 +119,9 @@ def test_what_is_put_can_be_read(rng, store):
 def test_any_buffer_can_be_put(rng, store):
     data = rng.bytes(1000)
     array = np.frombuffer(data, np.uint8)
-    places = store.put(iter([data, bytearray(data), memoryview(data), array, array.view(np.float64)]))
+    places = store.put(
+        iter([data, bytearray(data), memoryview(data), array, array.view(np.float64)])
+    )
     assert {store.read(place).tobytes() for place in places} == {data}
     assert store.put([]) == store.put(iter([])) == []
     assert len(list(store.packs())) == 1
@@ -112,7 +130,9 @@ def test_any_buffer_can_be_put(rng, store):
 def test_digests_that_are_known_are_not_computed_again(rng, store):
     objects = random_objects(rng, 3)
     known = [sha(data) for data in objects]
-    assert [digest for digest, _ in store.index(store.put(iter(objects), iter(known))[0].pack)] == known
+    assert [
+        digest for digest, _ in store.index(store.put(iter(objects), iter(known))[0].pack)
+    ] == known
     for wrong in (known[:2], [*known, known[0]], ["ab"] * 3):
         with pytest.raises(ValueError, match=r"zip|64 hex digits"):
             store.put(objects, wrong)
@@ -125,7 +145,11 @@ def test_parts_of_any_size_are_one_pack(rng, url_of, monkeypatch, kind, part):
     monkeypatch.setattr(bucket, "PART", part)
     store = PayloadStore(url_of(kind))
     for total in (1, part - 200, part - 97, part - 96, part, 2 * part + 1):
-        objects = [rng.bytes(total)] if total % 2 else [rng.bytes(total // 2), rng.bytes(total - total // 2)]
+        objects = (
+            [rng.bytes(total)]
+            if total % 2
+            else [rng.bytes(total // 2), rng.bytes(total - total // 2)]
+        )
         places = store.put(objects)
         assert [data.tobytes() for data in store.read_many(places)] == objects
         assert [digest for digest, _ in store.index(places[0].pack)] == list(map(sha, objects))
@@ -156,12 +180,16 @@ def test_large_objects_in_a_folder_are_mapped(rng, url_of):
     assert maps.count(places[0].pack) == len(held)
     assert [data.tobytes() for data in held[:5]] == objects
     store.delete(places[0].pack)
-    assert [data.tobytes() for data in held[-5:]] == objects, "deleting takes nothing from who has read"
+    assert [data.tobytes() for data in held[-5:]] == objects, (
+        "deleting takes nothing from who has read"
+    )
     with pytest.raises(PackMissing):
         store.read(places[0])
     view = held[0][5:10]
     del held
-    assert Path("/proc/self/maps").read_text().count(places[0].pack) == 1, "a view keeps its map, and only its own"
+    assert Path("/proc/self/maps").read_text().count(places[0].pack) == 1, (
+        "a view keeps its map, and only its own"
+    )
     assert view.tobytes() == objects[0][5:10]
 
 
@@ -175,7 +203,11 @@ def test_deleting_takes_a_pack_and_nothing_else(rng, store):
     assert [info.name for info in store.packs()] == [second[0].pack]
     assert not store.exists(first[0].pack)
     assert store.exists(second[0].pack)
-    for failing in (lambda: store.read(first[0]), lambda: store.index(first[0].pack), lambda: store.copy(first)):
+    for failing in (
+        lambda: store.read(first[0]),
+        lambda: store.index(first[0].pack),
+        lambda: store.copy(first),
+    ):
         with pytest.raises(PackMissing, match=r"is not in .*resolve the revision again"):
             failing()
     assert len(list(store.read_many(second))) == 5
@@ -191,7 +223,9 @@ def test_packs_are_listed_with_size_and_time(rng, store):
         assert info.bytes == Name.parse(info.name).size
         assert start - 2 <= info.mtime <= time.time() + 2
         name = Name.parse(info.name)
-        assert sum(len(data) for data in store._storage.read(name.pieces(0, name.size))) == info.bytes
+        assert (
+            sum(len(data) for data in store._storage.read(name.pieces(0, name.size))) == info.bytes
+        )
 
 
 def test_strange_objects_are_no_packs(rng, store):
@@ -213,13 +247,34 @@ def test_strange_objects_are_no_packs(rng, store):
     assert [info.name for info in store.packs()] == [place.pack]
 
 
-HOSTILE = ["", "..", "../../etc/passwd", "a" * 32, f"{'a' * 32}-0", f"{'a' * 32}-05", f"{'A' * 32}-5", f"{'a' * 32}-5/", f"{'a' * 32}-5\n"]
-HOSTILE += [f"{'a' * 32}-{10**15}", f"{'a' * 32}-{10**14}-1", f"{'a' * 32}--5", f"{'a' * 32}-5-0", "x" * 100_000]
+HOSTILE = [
+    "",
+    "..",
+    "../../etc/passwd",
+    "a" * 32,
+    f"{'a' * 32}-0",
+    f"{'a' * 32}-05",
+    f"{'A' * 32}-5",
+    f"{'a' * 32}-5/",
+    f"{'a' * 32}-5\n",
+]
+HOSTILE += [
+    f"{'a' * 32}-{10**15}",
+    f"{'a' * 32}-{10**14}-1",
+    f"{'a' * 32}--5",
+    f"{'a' * 32}-5-0",
+    "x" * 100_000,
+]
 
 
 @pytest.mark.parametrize("name", HOSTILE, ids=range(len(HOSTILE)))
 def test_a_name_that_is_none_is_refused(store, name):
-    for call in (store.delete, store.index, store.exists, lambda pack: store.read(Place(pack, 0, 1))):
+    for call in (
+        store.delete,
+        store.index,
+        store.exists,
+        lambda pack: store.read(Place(pack, 0, 1)),
+    ):
         with pytest.raises(UserError, match=r"is not the name of a pack") as caught:
             call(name)
         assert len(str(caught.value)) < 300
@@ -233,15 +288,23 @@ def test_a_name_that_promises_much_takes_no_memory(store):
     else:
         Path(store.url, key).parent.mkdir(parents=True)
         Path(store.url, key).write_bytes(b"x" * 100)
-    for call in (lambda: store.index(pack), lambda: store.read(Place(pack, 0, 10**14)), lambda: store.read(Place(pack, 50, 2**40))):
+    for call in (
+        lambda: store.index(pack),
+        lambda: store.read(Place(pack, 0, 10**14)),
+        lambda: store.read(Place(pack, 50, 2**40)),
+    ):
         with pytest.raises(PackDamaged, match=r"cut off|shorter than"):
             call()
 
 
-@pytest.mark.parametrize("change", [{"offset": None}, {"length": "8"}, {"pack": None}, {"offset": 1.5}, {"pack": b"x"}])
+@pytest.mark.parametrize(
+    "change", [{"offset": None}, {"length": "8"}, {"pack": None}, {"offset": 1.5}, {"pack": b"x"}]
+)
 def test_a_place_that_a_damaged_row_tells_is_refused(store, change):
     [place] = store.put([b"12345678"])
-    with pytest.raises(PackDamaged, match="is not a place in a pack: the database that says so is damaged"):
+    with pytest.raises(
+        PackDamaged, match="is not a place in a pack: the database that says so is damaged"
+    ):
         store.read(place._replace(**change))
 
 
@@ -254,7 +317,9 @@ def test_a_place_outside_its_pack_is_refused(store, offset, length):
 
 def hits(places, flipped):
     """Which objects a changed byte lies in."""
-    return {i for i, place in enumerate(places) if place.offset <= flipped < place.offset + place.length}
+    return {
+        i for i, place in enumerate(places) if place.offset <= flipped < place.offset + place.length
+    }
 
 
 def damaged(store, places, digests):
@@ -285,7 +350,11 @@ def test_a_flipped_bit_is_found_and_hits_only_what_it_is_in(rng, store):
         at = int(rng.integers(body)) if trial % 3 else int(rng.integers(body, name.size))
         key, begin = place_in_storage(store, name, at)
         bit = 1 << int(rng.integers(8))
-        tamper(store, key, lambda data: data[:begin] + bytes([data[begin] ^ bit]) + data[begin + 1 :])  # noqa: B023 - called here
+        tamper(
+            store,
+            key,
+            lambda data: data[:begin] + bytes([data[begin] ^ bit]) + data[begin + 1 :],  # noqa: B023
+        )
         assert damaged(store, places, digests) == hits(places, at)
         in_trailer = at >= -(-body // 64) * 64
         if in_trailer:
@@ -294,12 +363,22 @@ def test_a_flipped_bit_is_found_and_hits_only_what_it_is_in(rng, store):
         else:
             assert store.index(str(name)) == list(zip(digests, places))
         if hits(places, at):
-            with pytest.raises(PackDamaged, match=rf"revision {digests[min(hits(places, at))][:12]} is damaged: .* have digest"):
+            with pytest.raises(
+                PackDamaged,
+                match=rf"revision {digests[min(hits(places, at))][:12]} is damaged: .* have digest",
+            ):
                 store.copy(places)
         elif not in_trailer:
             assert damaged(store, store.copy(places), digests) == set()
         good = [i for i in range(len(objects)) if i not in hits(places, at)]
-        assert damaged(store, store.copy([places[i] for i in good], [digests[i] for i in good]), [digests[i] for i in good]) == set()
+        assert (
+            damaged(
+                store,
+                store.copy([places[i] for i in good], [digests[i] for i in good]),
+                [digests[i] for i in good],
+            )
+            == set()
+        )
 
 
 def test_a_cut_pack_is_found_and_what_lies_before_the_cut_is_read(rng, store):
@@ -311,7 +390,9 @@ def test_a_cut_pack_is_found_and_what_lies_before_the_cut_is_read(rng, store):
         key, begin = place_in_storage(store, name, at)
         assert key == name.key
         tamper(store, key, lambda data: data[:begin])  # noqa: B023 - called here
-        assert damaged(store, places, digests) == {i for i, place in enumerate(places) if place.offset + place.length > at}
+        assert damaged(store, places, digests) == {
+            i for i, place in enumerate(places) if place.offset + place.length > at
+        }
         with pytest.raises(PackDamaged, match=r"cut off|shorter"):
             store.index(str(name))
 
@@ -347,15 +428,21 @@ def test_two_packs_swapped_are_found(rng, store):
 def test_copying_gathers_objects_of_many_packs(rng, store):
     packs = [random_objects(rng, 6) for _ in range(5)]
     places = [store.put(objects) for objects in packs]
-    chosen = [(places[p][i], packs[p][i]) for p, i in rng.permutation([(p, i) for p in range(5) for i in range(6)])[:17]]
+    chosen = [
+        (places[p][i], packs[p][i])
+        for p, i in rng.permutation([(p, i) for p in range(5) for i in range(6)])[:17]
+    ]
     copied = store.copy([place for place, _ in chosen])
     assert len({place.pack for place in copied}) == 1
     for of_one in places:
         store.delete(of_one[0].pack)
     assert [data.tobytes() for data in store.read_many(copied)] == [data for _, data in chosen]
-    assert store.index(copied[0].pack) == [(sha(data), place) for (_, data), place in zip(chosen, copied)]
+    assert store.index(copied[0].pack) == [
+        (sha(data), place) for (_, data), place in zip(chosen, copied)
+    ]
     assert store.copy([]) == []
-    # Objects stand at multiples of 64 bytes: 64 further on may be another of the same size, and once in 140 draws was.
+    # Objects stand at multiples of 64 bytes: 64 further on may be another of the same size, and
+    # once in 140 draws was.
     other = copied[0]._replace(offset=copied[0].offset + 1)
     with pytest.raises(PackDamaged, match="is not in the trailer"):
         store.copy([other])
@@ -397,7 +484,9 @@ def test_leftovers_are_swept_and_living_writers_are_not(rng, store):
     assert store.sweep(older_s=-10) == []
 
 
-def test_a_put_that_took_so_long_that_it_may_have_been_swept_commits_nothing(rng, store, monkeypatch):
+def test_a_put_that_took_so_long_that_it_may_have_been_swept_commits_nothing(
+    rng, store, monkeypatch
+):
     now = [1000.0]
     monkeypatch.setattr(payloads.time, "monotonic", lambda: now[0])
 
@@ -418,7 +507,18 @@ def test_memory_is_one_place_for_all_who_name_it(rng):
     assert not PayloadStore(f"{url}er").exists(place.pack)
 
 
-@pytest.mark.parametrize("url", ["http://host/x", "s3://", "gs:///path", "file://host/path", "file://", "memory://", "ftp://x/y"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://host/x",
+        "s3://",
+        "gs:///path",
+        "file://host/path",
+        "file://",
+        "memory://",
+        "ftp://x/y",
+    ],
+)
 def test_a_url_of_another_kind_is_refused(url):
     with pytest.raises(UserError, match=r"write "):
         PayloadStore(url)
@@ -427,7 +527,12 @@ def test_a_url_of_another_kind_is_refused(url):
 def test_a_folder_has_several_spellings(tmp_path, monkeypatch):
     place = PayloadStore(tmp_path / "my folder").put([b"x"])[0]
     monkeypatch.chdir(tmp_path)
-    for url in ("my folder", f"file://{tmp_path}/my%20folder", f"file://localhost{tmp_path}/my folder", str(tmp_path / "my folder/")):
+    for url in (
+        "my folder",
+        f"file://{tmp_path}/my%20folder",
+        f"file://localhost{tmp_path}/my folder",
+        str(tmp_path / "my folder/"),
+    ):
         assert PayloadStore(url).read(place).tobytes() == b"x"
 
 
@@ -470,7 +575,9 @@ print(host.peak_rss_bytes() - before, len(places))
 @pytest.mark.parametrize(("kind", "count"), [("folder", 50), ("s3", 25)])
 def test_a_stream_is_never_held_whole(url_of, kind, count):
     command = [sys.executable, "-c", STREAM, url_of(kind), str(count)]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     grown, written = map(int, done.stdout.split())
     assert written == count
@@ -502,11 +609,15 @@ def check_what_killed_writers_left(store, said, read_before=()):
     for pack in sorted(set(listed) - set(read_before)):
         found = store.index(pack)
         assert told.get(pack, found) == found
-        for (digest, _), data in zip(found, store.read_many(place for _, place in found), strict=True):
+        for (digest, _), data in zip(
+            found, store.read_many(place for _, place in found), strict=True
+        ):
             assert sha(data) == digest
     left = store.sweep(older_s=-10)
     assert [info.name for info in store.packs()] == listed
-    assert {pack_format.stem_of(key) for key in keys(store)} == {Name.parse(pack).stem for pack in listed}
+    assert {pack_format.stem_of(key) for key in keys(store)} == {
+        Name.parse(pack).stem for pack in listed
+    }
     return listed, left
 
 
@@ -514,7 +625,9 @@ def kill_writers(rng, url, times, part=bucket.PART):
     store, said, listed, swept = PayloadStore(url), [], [], 0
     for i in range(times):
         receiver, sender = SERVER.Pipe(duplex=False)
-        process = SERVER.Process(target=put_for_ever, args=(url, sender, machine(), part, int(rng.integers(1 << 30))))
+        process = SERVER.Process(
+            target=put_for_ever, args=(url, sender, machine(), part, int(rng.integers(1 << 30)))
+        )
         process.start()
         sender.close()
         told = []
@@ -531,20 +644,28 @@ def kill_writers(rng, url, times, part=bucket.PART):
         listed, left = check_what_killed_writers_left(store, told, listed)
         said += told
         swept += bool(left)
-        assert len(listed) <= len(said) + i + 1, "at most one that was committed and not yet acknowledged, per kill"
+        assert len(listed) <= len(said) + i + 1, (
+            "at most one that was committed and not yet acknowledged, per kill"
+        )
     assert len(said) >= times
     check_what_killed_writers_left(store, said)
     return swept
 
 
 @pytest.mark.long
-def test_killed_at_any_moment_in_a_folder_nothing_acknowledged_is_lost_and_nothing_half_is_listed(rng, url_of):
+def test_killed_at_any_moment_in_a_folder_nothing_acknowledged_is_lost_and_nothing_half_is_listed(
+    rng, url_of
+):
     assert kill_writers(rng, url_of("folder"), 16) > 0, "no kill hit a writer in the middle"
 
 
 @pytest.mark.slow
-def test_killed_at_any_moment_in_a_bucket_nothing_acknowledged_is_lost_and_nothing_half_is_listed(rng, url_of):
-    assert kill_writers(rng, url_of("s3"), 12, part=100_000) > 0, "no kill hit a writer in the middle"
+def test_killed_at_any_moment_in_a_bucket_nothing_acknowledged_is_lost_and_nothing_half_is_listed(
+    rng, url_of
+):
+    assert kill_writers(rng, url_of("s3"), 12, part=100_000) > 0, (
+        "no kill hit a writer in the middle"
+    )
 
 
 def put_some(url: str, channel, environment: dict, seed: int):
@@ -561,7 +682,10 @@ def put_some(url: str, channel, environment: dict, seed: int):
 def test_two_processes_and_threads_put_at_once(rng, url_of, kind):
     url = url_of(kind)
     pipes = [SERVER.Pipe(duplex=False) for _ in range(2)]
-    writers = [SERVER.Process(target=put_some, args=(url, sender, machine(), int(rng.integers(1 << 30)))) for _, sender in pipes]
+    writers = [
+        SERVER.Process(target=put_some, args=(url, sender, machine(), int(rng.integers(1 << 30))))
+        for _, sender in pipes
+    ]
     for writer, (_, sender) in zip(writers, pipes):
         writer.start()
         sender.close()
@@ -598,10 +722,16 @@ def fill_the_disk(directory: str):
     for pack in listed:
         for digest, place in store.index(pack):
             store.read(place, digest)
-    print(json.dumps({"report": report, "listed": listed, "left": list(store._storage.list("staging/"))}))
+    print(
+        json.dumps(
+            {"report": report, "listed": listed, "left": list(store._storage.list("staging/"))}
+        )
+    )
 
 
-@pytest.mark.parametrize(("limit", "reason"), zip(LIMITS, ["No space left", "File too large"]), ids=LIMITS)
+@pytest.mark.parametrize(
+    ("limit", "reason"), zip(LIMITS, ["No space left", "File too large"]), ids=LIMITS
+)
 def test_a_full_disk_is_an_error_of_one_line_and_leaves_nothing(tmp_path, limit, reason):
     """9 MB where there is room for 1."""
     result = json.loads(run_limited(limit, 1, "tests.catalog.payloads_test", tmp_path))
@@ -644,8 +774,15 @@ def test_a_folder_that_may_only_be_read_is_read_and_says_so(open_folder, rng, re
     assert [data.tobytes() for data in reader.read_many(places)] == objects
     assert [info.name for info in reader.packs()] == [places[0].pack]
     assert reader.index(places[0].pack)
-    for call in (lambda: reader.put([b"x"]), lambda: reader.delete(places[0].pack), lambda: PayloadStore(open_folder / "new").put([b"x"])):
-        with pytest.raises(StorageFailed, match=rf"cannot (write|delete) payloads in {open_folder}.*read-only for this user"):
+    for call in (
+        lambda: reader.put([b"x"]),
+        lambda: reader.delete(places[0].pack),
+        lambda: PayloadStore(open_folder / "new").put([b"x"]),
+    ):
+        with pytest.raises(
+            StorageFailed,
+            match=rf"cannot (write|delete) payloads in {open_folder}.*read-only for this user",
+        ):
             call()
 
 
@@ -704,7 +841,12 @@ def test_a_bucket_that_goes_on_failing_is_an_error_in_time(rng, url_of, s3, faul
     store = PayloadStore(url_of("s3"), timeout=2.0)
     place = store.put([b"data"])[0]
     s3.fault = lambda method, path: fault
-    for call in (lambda: store.put([b"more"]), lambda: store.read(place), lambda: list(store.packs()), lambda: store.delete(place.pack)):
+    for call in (
+        lambda: store.put([b"more"]),
+        lambda: store.read(place),
+        lambda: list(store.packs()),
+        lambda: store.delete(place.pack),
+    ):
         with pytest.raises(StorageFailed, match=reason) as caught:
             call()
         assert f"s3://{buckets.BUCKET}/" in str(caught.value)
@@ -729,7 +871,9 @@ def test_a_long_pack_that_fails_in_the_middle_is_not_listed(rng, url_of, s3, mon
 
 
 def test_an_answer_that_is_lost_leaves_no_half_pack(rng, url_of, s3, monkeypatch):
-    """The last request arrives, its answer does not: the pack is whole, though nobody was told of it."""
+    """The last request arrives, its answer does not: the pack is whole, though nobody was told of
+    it.
+    """
     monkeypatch.setattr(bucket, "PART", 50_000)
     store = PayloadStore(url_of("s3"), timeout=2.0)
     data = rng.bytes(120_000)
@@ -746,12 +890,18 @@ def test_an_answer_that_is_lost_leaves_no_half_pack(rng, url_of, s3, monkeypatch
 def test_a_bucket_that_is_not_there_is_explained(url_of, s3, monkeypatch):
     store = PayloadStore("s3://no-such-bucket/path", timeout=3.0)
     for call in (lambda: store.put([b"x"]), lambda: list(store.packs())):
-        with pytest.raises(StorageFailed, match=r"s3://no-such-bucket/path.*NoSuchBucket.*create the bucket, or correct the URL"):
+        with pytest.raises(
+            StorageFailed,
+            match=r"s3://no-such-bucket/path.*NoSuchBucket.*create the bucket, or correct the URL",
+        ):
             call()
     with pytest.raises(StorageFailed, match="Invalid S3 bucket name"):
         PayloadStore("s3://No_Bucket!/path")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    with pytest.raises(StorageFailed, match=r"127.0.0.1:9.*Could not connect.*check the network and AWS_ENDPOINT_URL"):
+    with pytest.raises(
+        StorageFailed,
+        match=r"127.0.0.1:9.*Could not connect.*check the network and AWS_ENDPOINT_URL",
+    ):
         PayloadStore(f"s3://{buckets.BUCKET}", timeout=3.0).put([b"x"])
 
 

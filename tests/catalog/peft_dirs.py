@@ -19,7 +19,11 @@ CONFIG = AdapterConfig(2, 4.0, ("q", "v"))
 
 def make_base(directory: Path) -> Outline:
     """Random weights of two layers."""
-    fields = base_lib.RANDOM["tiny-random"] | {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48}
+    fields = base_lib.RANDOM["tiny-random"] | {
+        "vocab_size": 97,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+    }
     cfg = from_hf(fields)
     hf.save(params_lib.init(transformer.abstract(cfg), jax.random.key(0)), cfg, directory)
     (directory / "config.json").write_text(json.dumps(fields))
@@ -28,10 +32,17 @@ def make_base(directory: Path) -> Outline:
 
 def random_factors(base: Outline, seed: int, config: AdapterConfig = CONFIG):
     rng = np.random.default_rng(seed)
-    return jax.tree.map(lambda spec: rng.normal(size=spec.shape).astype(np.float32), tree.adapter_specs(base.specs, config))
+    return jax.tree.map(
+        lambda spec: rng.normal(size=spec.shape).astype(np.float32),
+        tree.adapter_specs(base.specs, config),
+    )
 
 
-def write_adapter(directory: Path, base: Outline, seed: int, config: AdapterConfig = CONFIG) -> Path:
+def write_adapter(
+    directory: Path, base: Outline, seed: int, config: AdapterConfig = CONFIG
+) -> Path:
     """A PEFT directory."""
-    peft.write_peft(directory, random_factors(base, seed, config), config, base.tables[0], base.name)
+    peft.write_peft(
+        directory, random_factors(base, seed, config), config, base.tables[0], base.name
+    )
     return directory

@@ -15,7 +15,12 @@ class Server(PostgresServer):
     """
 
     def __init__(self):
-        quick = {"fsync": "off", "full_page_writes": "off", "shared_buffers": "32MB", "max_connections": 200}
+        quick = {
+            "fsync": "off",
+            "full_page_writes": "off",
+            "shared_buffers": "32MB",
+            "max_connections": 200,
+        }
         super().__init__(quick, options=("--no-sync", "-k"), folder=_roomy("/dev/shm"))
         self._made = 0
         self.catalog_url = ""
@@ -25,14 +30,18 @@ class Server(PostgresServer):
         self._made += 1
         name = f"test_{self._made}"
         address = f"postgresql+psycopg://postgres@127.0.0.1:{self.port}"
-        engine = sa.create_engine(f"{address}/postgres", isolation_level="AUTOCOMMIT", poolclass=sa.NullPool)
+        engine = sa.create_engine(
+            f"{address}/postgres", isolation_level="AUTOCOMMIT", poolclass=sa.NullPool
+        )
         with engine.connect() as connection:
             connection.execute(sa.text(f"CREATE DATABASE {name}"))
         return f"{address}/{name}"
 
 
 def _roomy(folder: str) -> str | None:
-    """The folder if it has half a gigabyte: in memory the server is faster than on a disk that others use."""
+    """The folder if it has half a gigabyte: in memory the server is faster than on a disk that
+    others use.
+    """
     if not os.access(folder, os.W_OK):
         return None
     found = os.statvfs(folder)

@@ -1,4 +1,6 @@
-"""A catalog that this user may only read is listed, exported and sampled from, and says no to changes."""
+"""A catalog that this user may only read is listed, exported and sampled from, and says no to
+changes.
+"""
 
 import json
 import os
@@ -17,8 +19,9 @@ from tests.catalog import peft_dirs
 from tests.marks import first
 
 ROOT = Path(__file__).parents[2]
-# To root nothing is read-only: such a process first gives up the right to write what a mode forbids (CAP_DAC_OVERRIDE), and that
-# alone. As another user it could not import from a checkout that is closed to others.
+# To root nothing is read-only: such a process first gives up the right to write what a mode forbids
+# (CAP_DAC_OVERRIDE), and that alone. As another user it could not import from a checkout that is
+# closed to others.
 READER = """
 import ctypes, os, runpy, sys
 from pathlib import Path
@@ -77,19 +80,48 @@ def test_a_catalog_of_others_is_listed_and_sampled_from(writer, open_folder):
     out = open_folder / "out"
     out.mkdir()
     out.chmod(0o777)
-    (out / "in.jsonl").write_text(json.dumps({"tokens": [1, 2, 3], "adapter": "chat@latest"}) + "\n")
+    (out / "in.jsonl").write_text(
+        json.dumps({"tokens": [1, 2, 3], "adapter": "chat@latest"}) + "\n"
+    )
     close_off(open_folder / "catalog")
     for path in (open_folder / "base").rglob("*"):
         path.chmod(stat.S_IMODE(path.stat().st_mode) | 0o444)
-    commands = ["ls", "show chat@1", "verify", "promote chat@1", f"export chat --packed={out}/packed"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "HOME": str(out), "XDG_CACHE_HOME": str(out / "cache"), "XLA_FLAGS": ""}
-    command = [sys.executable, "-c", READER, str(open_folder / "catalog"), str(open_folder / "base"), str(out), *commands]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=300)
+    commands = [
+        "ls",
+        "show chat@1",
+        "verify",
+        "promote chat@1",
+        f"export chat --packed={out}/packed",
+    ]
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "HOME": str(out),
+        "XDG_CACHE_HOME": str(out / "cache"),
+        "XLA_FLAGS": "",
+    }
+    command = [
+        sys.executable,
+        "-c",
+        READER,
+        str(open_folder / "catalog"),
+        str(open_folder / "base"),
+        str(out),
+        *commands,
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=300
+    )
     catalog.close()
     lines = done.stdout.splitlines()
     assert done.returncode == 0, done.stderr[-3000:]
     assert lines[0] == "may not write"
-    assert [line for line in lines if line.startswith("status")] == ["status 0", "status 0", "status 0", "status 2", "status 0"]
+    assert [line for line in lines if line.startswith("status")] == [
+        "status 0",
+        "status 0",
+        "status 0",
+        "status 2",
+        "status 0",
+    ]
     assert "readonly database: make the file and its folder writable" in done.stderr
     assert lines[-1] == "sampled 3"
     assert (out / "packed").read_bytes() == data
@@ -97,15 +129,29 @@ def test_a_catalog_of_others_is_listed_and_sampled_from(writer, open_folder):
 
 @pytest.mark.long
 def test_commits_in_a_log_that_cannot_be_read_are_no_silence(open_folder):
-    """A copy of the files without the log's index: as it is, the newest commits would be missing."""
+    """A copy of the files without the log's index: as it is, the newest commits would be
+    missing.
+    """
     base = peft_dirs.make_base(open_folder / "base")
     with Catalog.open(open_folder / "catalog") as catalog:
-        catalog.export("chat", pack(peft_dirs.random_factors(base, 1), Schema(base.fingerprint, peft_dirs.CONFIG)), 1, create=True)
+        catalog.export(
+            "chat",
+            pack(peft_dirs.random_factors(base, 1), Schema(base.fingerprint, peft_dirs.CONFIG)),
+            1,
+            create=True,
+        )
         shutil.copytree(open_folder / "catalog", open_folder / "copy")
     (open_folder / "copy" / "catalog.db-shm").unlink()
     close_off(open_folder / "copy")
     code = READER[: READER.index("config = ")]
     command = [sys.executable, "-c", code, str(open_folder / "copy"), "", "", "ls"]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}, cwd=ROOT, timeout=300)
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        cwd=ROOT,
+        timeout=300,
+    )
     assert done.stdout.splitlines() == ["may not write", "status 2"], done.stderr[-2000:]
     assert "has commits in catalog.db-wal that cannot be read" in done.stderr

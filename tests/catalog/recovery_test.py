@@ -1,4 +1,6 @@
-"""What lies in packs and is in no record: found again, told apart from what is no adapter, and made once."""
+"""What lies in packs and is in no record: found again, told apart from what is no adapter, and made
+once.
+"""
 
 import shutil
 from pathlib import Path
@@ -31,7 +33,9 @@ def test_a_lost_database_costs_the_names_only(tmp_path):
         assert any("are gone" in finding.what for finding in catalog.verify())
         with pytest.raises(UserError, match="nothing was removed"):
             catalog.gc(grace_s=0.0)
-        assert catalog.recover(dry_run=True, grace_s=HOUR).revisions == [], "a writer may be about to commit them"
+        assert catalog.recover(dry_run=True, grace_s=HOUR).revisions == [], (
+            "a writer may be about to commit them"
+        )
         foretold = catalog.recover(dry_run=True, grace_s=-1.0)
         assert catalog.stats()["revisions"] == 0
         report = catalog.recover(grace_s=-1.0, why="the disk of the database died")
@@ -81,7 +85,9 @@ def test_damage_is_left_and_named(tmp_path):
     with Catalog.open(tmp_path) as catalog:
         report = catalog.recover(grace_s=-1.0)
         assert [one["digest"] for one in report.revisions] == [digest(2)]
-        assert sorted(what.split(":")[0] for what in report.left) == sorted([digest(0)[:12], f"pack {packs[1].pack}"])
+        assert sorted(what.split(":")[0] for what in report.left) == sorted(
+            [digest(0)[:12], f"pack {packs[1].pack}"]
+        )
         assert np.array_equal(catalog.load(digest(2)), np.frombuffer(packed(2), np.uint8))
 
 

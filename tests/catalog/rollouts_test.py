@@ -11,11 +11,18 @@ from mint_jax.errors import UserError
 
 
 def example(rng, prompts=3, group=2) -> Rollouts:
-    tokens = [[rng.integers(0, 2**31 - 1, rng.integers(0, 6)).tolist() for _ in range(group)] for _ in range(prompts)]
-    logprobs = [[(-rng.exponential(size=len(row))).astype(np.float32).tolist() for row in g] for g in tokens]
+    tokens = [
+        [rng.integers(0, 2**31 - 1, rng.integers(0, 6)).tolist() for _ in range(group)]
+        for _ in range(prompts)
+    ]
+    logprobs = [
+        [(-rng.exponential(size=len(row))).astype(np.float32).tolist() for row in g] for g in tokens
+    ]
     revisions = [[[f"{t % 3:064x}" for t in row] for row in g] for g in tokens]
     texts = [rng.integers(0, 97, rng.integers(1, 5)).tolist() for _ in range(prompts)]
-    return Rollouts("team/p", 7, texts, tokens, logprobs, revisions, rng.normal(size=(prompts, group)))
+    return Rollouts(
+        "team/p", 7, texts, tokens, logprobs, revisions, rng.normal(size=(prompts, group))
+    )
 
 
 @pytest.mark.parametrize(("prompts", "group"), [(3, 2), (1, 1), (4, 8)])
@@ -40,7 +47,17 @@ def test_it_is_compact(rng):
 def test_every_token_has_a_revision(rng):
     made = example(rng)
     with pytest.raises(ValueError, match="one revision"):
-        pack_rollouts(Rollouts("p", 1, made.prompts, [[[1]] * 2] * 3, [[[0.0]] * 2] * 3, [[[]] * 2] * 3, made.rewards))
+        pack_rollouts(
+            Rollouts(
+                "p",
+                1,
+                made.prompts,
+                [[[1]] * 2] * 3,
+                [[[0.0]] * 2] * 3,
+                [[[]] * 2] * 3,
+                made.rewards,
+            )
+        )
 
 
 @pytest.mark.parametrize("how", ["empty", "text", "tensors", "cut", "format", "lengths"])

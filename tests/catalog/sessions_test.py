@@ -1,4 +1,6 @@
-"""One writer per policy: fencing does not depend on clocks, expiry decides only who may take over."""
+"""One writer per policy: fencing does not depend on clocks, expiry decides only who may take
+over.
+"""
 
 import pytest
 
@@ -27,7 +29,9 @@ def test_a_session_writes_and_closes(catalog):
     catalog.rollout("p", 1, b"rollout", tokens=1, mean_reward=0.0, session=session)
     assert catalog.policy("p").session_owner == "job 1"
     for write in writes(catalog, None)[:3]:
-        with pytest.raises(UserError, match="policy 'p' is being trained by 'job 1': write through that session"):
+        with pytest.raises(
+            UserError, match="policy 'p' is being trained by 'job 1': write through that session"
+        ):
             write()
     catalog.close_session(session)
     for write in writes(catalog, session):
@@ -35,14 +39,23 @@ def test_a_session_writes_and_closes(catalog):
             write()
     assert catalog.export("p", packed(2), 2).number == 2
     assert catalog.open_session("p", "job 2").start == 2
-    assert [e.action for e in catalog.audit("p")][-3:] == ["close session", "export", "open session"]
+    assert [e.action for e in catalog.audit("p")][-3:] == [
+        "close session",
+        "export",
+        "open session",
+    ]
 
 
 def test_another_owner_waits_for_the_expiry(catalog, clock):
     catalog.create_policy("p", SCHEMA)
     first = catalog.open_session("p", "a", 60)
     clock.now += 59
-    with pytest.raises(UserError, match="'p' is being trained by 'a' for 1 s more: wait, close that session, or open with force"):
+    with pytest.raises(
+        UserError,
+        match=(
+            "'p' is being trained by 'a' for 1 s more: wait, close that session, or open with force"
+        ),
+    ):
         catalog.open_session("p", "b")
     first = catalog.renew_session(first, 60)
     clock.now += 59
@@ -51,7 +64,9 @@ def test_another_owner_waits_for_the_expiry(catalog, clock):
     clock.now += 1
     second = catalog.open_session("p", "b")
     for write in writes(catalog, first):
-        with pytest.raises(UserError, match="session 1 of policy 'p' by 'a' was fenced off by session 2 of 'b'"):
+        with pytest.raises(
+            UserError, match="session 1 of policy 'p' by 'a' was fenced off by session 2 of 'b'"
+        ):
             write()
     assert catalog.export("p", packed(1), 1, session=second).number == 1
     assert catalog.audit("p")[-2].details["fenced"] == "a"
@@ -119,7 +134,9 @@ def test_one_fenced_export_of_many_refuses_them_all(catalog):
     assert catalog.revisions("q") == []
 
 
-@pytest.mark.parametrize(("owner", "seconds"), [("", 60), ("a", 0), ("a", -1), ("a", float("nan")), ("a", 1e12)])
+@pytest.mark.parametrize(
+    ("owner", "seconds"), [("", 60), ("a", 0), ("a", -1), ("a", float("nan")), ("a", 1e12)]
+)
 def test_nonsense_is_refused(catalog, owner, seconds):
     catalog.create_policy("p", SCHEMA)
     with pytest.raises(UserError, match=r"a session needs an owner|length of a session is"):

@@ -20,16 +20,32 @@ def filled(catalog):
 
 
 def test_tags_are_set_changed_removed_and_found(filled):
-    assert filled.tag("p", {"team": "chat", "language": "español"}) == {"language": "español", "team": "chat"}
-    assert filled.tag("p", {"team": "search"}, by="ann", why="moved") == {"language": "español", "team": "search"}
+    assert filled.tag("p", {"team": "chat", "language": "español"}) == {
+        "language": "español",
+        "team": "chat",
+    }
+    assert filled.tag("p", {"team": "search"}, by="ann", why="moved") == {
+        "language": "español",
+        "team": "search",
+    }
     assert filled.tag("q", {"team": "search"}) == {"team": "search"}
     assert [one.policy for one in filled.policies(tagged={"team": "search"})] == ["p", "q"]
-    assert [one.policy for one in filled.policies(tagged={"team": "search", "language": "español"})] == ["p"]
+    assert [
+        one.policy for one in filled.policies(tagged={"team": "search", "language": "español"})
+    ] == ["p"]
     assert filled.policies(tagged={"team": "chat"}) == []
-    assert filled.tags_of(filled.policies()) == {"p": {"language": "español", "team": "search"}, "q": {"team": "search"}}
+    assert filled.tags_of(filled.policies()) == {
+        "p": {"language": "español", "team": "search"},
+        "q": {"team": "search"},
+    }
     assert filled.tag("p", {"team": None, "absent": None}) == {"language": "español"}
     entry = filled.audit("p")[-2]
-    assert (entry.action, entry.actor, entry.why, entry.details) == ("tag", "ann", "moved", {"tags": {"team": "search"}})
+    assert (entry.action, entry.actor, entry.why, entry.details) == (
+        "tag",
+        "ann",
+        "moved",
+        {"tags": {"team": "search"}},
+    )
     length = len(filled.audit())
     assert filled.tag("p", {"language": "español"}) == {"language": "español"}, "nothing changed"
     assert len(filled.audit()) == length
@@ -79,16 +95,34 @@ def test_what_cannot_be_tagged(filled, name, changes, told):
 @pytest.mark.parametrize(
     ("statement", "told"),
     [
-        ("UPDATE tags SET value = 'y' WHERE number = 0", ["p has tag team='y', the audit log says 'x'"]),
+        (
+            "UPDATE tags SET value = 'y' WHERE number = 0",
+            ["p has tag team='y', the audit log says 'x'"],
+        ),
         ("DELETE FROM tags WHERE number = 2", ["p@2 has tag best=None, the audit log says 'yes'"]),
         (
             "UPDATE policies SET name = 'r' WHERE name = 'p'",
-            ["policy r was made as p, says the audit log", "policy r is not what its checksum says"],
+            [
+                "policy r was made as p, says the audit log",
+                "policy r is not what its checksum says",
+            ],
         ),
-        ("UPDATE policies SET state = 'deleted' WHERE name = 'p'", ["policy p has state 'deleted', the audit log says 'active'"]),
-        ("UPDATE policies SET checksum = 1 WHERE name = 'p'", ["policy p is not what its checksum says"]),
-        ("UPDATE revisions SET checksum = checksum + 1 WHERE number = 2 AND policy_id = 1", ["revision p@2 is not what its checksum says"]),
-        ("UPDATE aliases SET checksum = NULL WHERE name = 'latest' AND policy_id = 1", ["alias p@latest is not what its checksum says"]),
+        (
+            "UPDATE policies SET state = 'deleted' WHERE name = 'p'",
+            ["policy p has state 'deleted', the audit log says 'active'"],
+        ),
+        (
+            "UPDATE policies SET checksum = 1 WHERE name = 'p'",
+            ["policy p is not what its checksum says"],
+        ),
+        (
+            "UPDATE revisions SET checksum = checksum + 1 WHERE number = 2 AND policy_id = 1",
+            ["revision p@2 is not what its checksum says"],
+        ),
+        (
+            "UPDATE aliases SET checksum = NULL WHERE name = 'latest' AND policy_id = 1",
+            ["alias p@latest is not what its checksum says"],
+        ),
     ],
 )
 def test_a_row_that_was_changed_behind_the_catalogs_back_is_found(filled, statement, told):
@@ -100,7 +134,9 @@ def test_a_row_that_was_changed_behind_the_catalogs_back_is_found(filled, statem
 
 def test_a_policy_gets_another_name(filled):
     filled.branch("child", "p@2")
-    filled.record_evaluation("p@2", renderer="r", scorer="s", dataset="d", seed=0, metrics={}, isolated=1.0, shared=1.0)
+    filled.record_evaluation(
+        "p@2", renderer="r", scorer="s", dataset="d", seed=0, metrics={}, isolated=1.0, shared=1.0
+    )
     digest = filled.resolve("p@serving").digest
     assert filled.rename("p", "chat", by="ann", why="what it does").policy == "chat"
     assert filled.resolve("chat@serving").digest == digest
@@ -109,7 +145,11 @@ def test_a_policy_gets_another_name(filled):
     with pytest.raises(UserError, match="policy 'p' is not in the catalog"):
         filled.resolve("p@serving")
     entry = filled.audit("chat")[-1]
-    assert (entry.action, entry.details, entry.why) == ("rename", {"before": "p", "after": "chat"}, "what it does")
+    assert (entry.action, entry.details, entry.why) == (
+        "rename",
+        {"before": "p", "after": "chat"},
+        "what it does",
+    )
     filled.create_policy("p", SCHEMA)  # the name is free
     assert filled.policy("p").revisions == 0
     assert filled.rename("chat", "chat").policy == "chat"
@@ -174,7 +214,9 @@ def test_a_policy_is_deleted_and_its_name_begins_anew(filled):
     filled.checkpoint("p", 1, "/somewhere")
     filled.rollout("p", 1, packed(77), tokens=1, mean_reward=0.0)
     filled.export("p", packed(88), 5)
-    score = filled.record_evaluation("p@4", renderer="r", scorer="s", dataset="d", seed=0, metrics={}, isolated=1.0, shared=1.0)
+    score = filled.record_evaluation(
+        "p@4", renderer="r", scorer="s", dataset="d", seed=0, metrics={}, isolated=1.0, shared=1.0
+    )
     with pytest.raises(UserError, match="policy 'p' is active: retire it first"):
         filled.delete("p")
     filled.retire("p")
@@ -185,11 +227,20 @@ def test_a_policy_is_deleted_and_its_name_begins_anew(filled):
     [stone] = filled.policies(state="deleted")
     assert stone.name.startswith("p@deleted-")
     entry = filled.audit()[-1]
-    assert (entry.action, entry.policy, entry.actor, entry.why) == ("delete", stone.policy, "ann", "superseded")
+    assert (entry.action, entry.policy, entry.actor, entry.why) == (
+        "delete",
+        stone.policy,
+        "ann",
+        "superseded",
+    )
     assert entry.details["policy"] == "p"
     assert entry.details["revisions"] == [1, 2, 3, 4]
-    assert [(one.policy, one.number, one.digest) for one in filled.evaluations_of(score.digest)] == [(None, None, score.digest)]
-    assert filled.gc(grace_s=0.0).payloads == 2, "the rollout and revision 4; q has the bytes of the others"
+    assert [
+        (one.policy, one.number, one.digest) for one in filled.evaluations_of(score.digest)
+    ] == [(None, None, score.digest)]
+    assert filled.gc(grace_s=0.0).payloads == 2, (
+        "the rollout and revision 4; q has the bytes of the others"
+    )
     assert same_bytes(filled.load("q@1"), packed(0))
     assert filled.export("p", packed(0), 0, create=True).number == 1
     assert filled.tags("p") == {}

@@ -1,10 +1,13 @@
-"""The console in a real browser, headless Chromium: ``make test-console`` runs it in an environment of its own.
+"""The console in a real browser, headless Chromium: ``make test-console`` runs it in an environment
+of its own.
 
     python console_browser.py --server PYTHON [--chromium FILE] [--pictures FOLDER]
 
-Every page is looked at in light, dark and narrow, by axe-core too (WCAG 2.1 A and AA: labels, roles, contrast), with no error in the
-browser's console and nothing wider than the window. Then what people do: sign in, search, promote and roll back, keys alone, charts, two
-answers side by side, a policy whose name is a script. Chromium is no Python package: Debian's ``chromium`` is looked for.
+Every page is looked at in light, dark and narrow, by axe-core too (WCAG 2.1 A and AA: labels,
+roles, contrast), with no error in the browser's console and nothing wider than the window. Then
+what people do: sign in, search, promote and roll back, keys alone, charts, two answers side by
+side, a policy whose name is a script. Chromium is no Python package: Debian's ``chromium`` is
+looked for.
 """
 
 import argparse
@@ -33,7 +36,9 @@ def server(python: str, base: str) -> Iterator[dict]:
     """What ``tests.service.console_server`` says, while it runs."""
     with tempfile.TemporaryDirectory() as folder:
         command = [python, "-m", "tests.service.console_server", folder, base]
-        process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         assert process.stdin is not None
         assert process.stdout is not None
         try:
@@ -50,8 +55,15 @@ class Person:
         width, height = SIZES[kind]
         theme = "dark" if kind == "dark" else "light"
         self.told, self.wrong = told, []
-        self.page: Page = browser.new_context(color_scheme=theme, viewport={"width": width, "height": height}).new_page()
-        self.page.on("console", lambda message: message.type in ("error", "warning") and self.wrong.append(message.text))
+        self.page: Page = browser.new_context(
+            color_scheme=theme, viewport={"width": width, "height": height}
+        ).new_page()
+        self.page.on(
+            "console",
+            lambda message: (
+                message.type in ("error", "warning") and self.wrong.append(message.text)
+            ),
+        )
         self.page.on("pageerror", lambda error: self.wrong.append(str(error)))
         self.page.on("dialog", lambda dialog: self.wrong.append(f"a script ran: {dialog.message}"))
         self.go("/console")
@@ -66,9 +78,13 @@ class Person:
     def check(self, what: str) -> None:
         """Nothing went wrong here, axe finds nothing, and the page is no wider than its window."""
         assert not self.wrong, f"{what}: {self.wrong}"
-        found = Axe().run(self.page, options={"runOnly": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa"]})
+        found = Axe().run(
+            self.page, options={"runOnly": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa"]}
+        )
         assert found.violations_count == 0, f"{what}: {found.generate_report()}"
-        wide, window = self.page.evaluate("[document.documentElement.scrollWidth, document.documentElement.clientWidth]")
+        wide, window = self.page.evaluate(
+            "[document.documentElement.scrollWidth, document.documentElement.clientWidth]"
+        )
         assert wide <= window, f"{what} is {wide} pixels wide in a window of {window}"
 
 
@@ -104,7 +120,9 @@ def moves(browser: Browser, told: dict) -> None:
     """Promotes and rolls back, with a reason and not without."""
     person = Person(browser, told, "ann")
     page = person.go("/console/policies/ann/chat")
-    form = page.locator("form[action*='/promote/']", has=page.locator("input[name=revision][value='2']"))
+    form = page.locator(
+        "form[action*='/promote/']", has=page.locator("input[name=revision][value='2']")
+    )
     page.locator("tr", has=form).locator("summary").click()
     form.get_by_role("button").click()
     assert page.url.endswith("/ann/chat"), "the browser wants a reason"
@@ -122,7 +140,9 @@ def moves(browser: Browser, told: dict) -> None:
     person.check("after moves")
 
     stale = Person(browser, told, "ann")
-    old = stale.go("/console/policies/ann/chat").locator("tr", has=stale.page.get_by_role("rowheader", name="serving", exact=True))
+    old = stale.go("/console/policies/ann/chat").locator(
+        "tr", has=stale.page.get_by_role("rowheader", name="serving", exact=True)
+    )
     old.locator("summary").click()
     old.get_by_label("Reason").fill("also me")
     page.locator("tr", has=form).locator("summary").click()
@@ -161,7 +181,13 @@ def with_keys_alone(browser: Browser, told: dict) -> None:
     expect(page.locator(".skip")).to_be_focused()
     page.keyboard.press("Enter")
     expect(page.locator("#main")).to_be_focused()
-    for key, path in {"s": "server", "c": "costs", "l": "playground", "t": "training", "p": "policies"}.items():
+    for key, path in {
+        "s": "server",
+        "c": "costs",
+        "l": "playground",
+        "t": "training",
+        "p": "policies",
+    }.items():
         page.keyboard.press("g")
         page.keyboard.press(key)
         expect(page).to_have_url(re.compile(f"/console/{path}$"))
@@ -172,7 +198,9 @@ def with_keys_alone(browser: Browser, told: dict) -> None:
     page.get_by_role("button", name="Use the dark theme").press("Enter")
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 23, 26)"
     page.reload()
-    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 23, 26)", "the next page has it too"
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 23, 26)", (
+        "the next page has it too"
+    )
     person.check("keys")
     print("keys", flush=True)
 
@@ -181,7 +209,9 @@ def lives(browser: Browser, told: dict) -> None:
     """The server's page looks again, until it is told to pause."""
     person = Person(browser, told, "root")
     page = person.go("/console/server")
-    with page.expect_response(lambda response: response.url.endswith("/console/server"), timeout=8000):
+    with page.expect_response(
+        lambda response: response.url.endswith("/console/server"), timeout=8000
+    ):
         pass
     page.get_by_role("button", name="Pause").click()
     asked: list[str] = []
@@ -201,12 +231,18 @@ def plays(browser: Browser, told: dict, pictures: Path | None) -> None:
     page.get_by_role("button", name="Sample").click()
     said = page.get_by_role("status").filter(has_text=re.compile("alike|differ"))
     expect(said).to_be_visible(timeout=120_000)
-    expect(page.locator("[data-side=a] .told")).to_contain_text(re.compile(r"revision base; \d+ tokens"))
-    expect(page.locator("[data-side=b] .told")).to_contain_text(re.compile(r"revision [0-9a-f]{12}; \d+ tokens"))
+    expect(page.locator("[data-side=a] .told")).to_contain_text(
+        re.compile(r"revision base; \d+ tokens")
+    )
+    expect(page.locator("[data-side=b] .told")).to_contain_text(
+        re.compile(r"revision [0-9a-f]{12}; \d+ tokens")
+    )
     person.check("playground")
     if pictures is not None:
         page.screenshot(path=pictures / "playground-sampled.png")
-    page.get_by_role("combobox", name="Right").fill(page.get_by_role("combobox", name="Left").input_value())
+    page.get_by_role("combobox", name="Right").fill(
+        page.get_by_role("combobox", name="Left").input_value()
+    )
     page.get_by_role("textbox", name="Prompt").press("Control+Enter")
     expect(said).to_have_text("Both answers are alike.", timeout=120_000)
     page.get_by_role("combobox", name="Right").fill("bob/secret")
@@ -238,12 +274,19 @@ def leaves(browser: Browser, told: dict) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--server", required=True, help="the Python that has mint_jax")
-    parser.add_argument("--chromium", default=shutil.which("chromium") or shutil.which("chromium-browser"), help="its program")
+    parser.add_argument(
+        "--chromium",
+        default=shutil.which("chromium") or shutil.which("chromium-browser"),
+        help="its program",
+    )
     parser.add_argument("--base", default="tiny-random", help="what is served")
     parser.add_argument("--pictures", type=Path, help="folder for screenshots")
     given = parser.parse_args()
     if given.chromium is None:
-        sys.exit("there is no chromium: install it (Debian: apt-get install chromium), or name it with --chromium")
+        sys.exit(
+            "there is no chromium: install it (Debian: apt-get install chromium), or name it with"
+            " --chromium"
+        )
     if given.pictures is not None:
         given.pictures.mkdir(parents=True, exist_ok=True)
     with server(given.server, given.base) as told, sync_playwright() as playwright:

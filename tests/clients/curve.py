@@ -1,4 +1,5 @@
-"""Reward of the cookbook's arithmetic recipe, step by step, as run.py left it in its workdir -> a JSON and a PNG file in a folder.
+"""Reward of the cookbook's arithmetic recipe, step by step, as run.py left it in its workdir -> a
+JSON and a PNG file in a folder.
 
 Command: python tests/clients/curve.py runs/clients notebooks/reports/cpu-2-cores/clients
 """
@@ -13,16 +14,31 @@ import matplotlib
 
 from mint_jax.bench import stamp
 
-NAMES = {"reward": "env/all/reward/total", "right": "env/all/correct", "ended": "env/all/format", "wall_s": "time/total"}
+NAMES = {
+    "reward": "env/all/reward/total",
+    "right": "env/all/correct",
+    "ended": "env/all/format",
+    "wall_s": "time/total",
+}
 
 
 def report(workdir: Path) -> dict[str, Any]:
-    """Per step: mean reward, share of right sums, share of ended answers, seconds; and what gave them."""
+    """Per step: mean reward, share of right sums, share of ended answers, seconds; and what gave
+    them.
+    """
     folder = next(workdir.glob("*/logs/arithmetic"))
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     rows = [row for row in rows if NAMES["reward"] in row]  # the last one is of the whole run
     recipe = json.loads((folder / "config.json").read_text())
-    kept = ("learning_rate", "lora_rank", "loss_fn", "max_tokens", "max_steps", "temperature", "dataset_builder")
+    kept = (
+        "learning_rate",
+        "lora_rank",
+        "loss_fn",
+        "max_tokens",
+        "max_steps",
+        "temperature",
+        "dataset_builder",
+    )
     server = json.loads((folder.parents[1] / "server" / "config.json").read_text())
     steps = {name: [row[theirs] for row in rows] for name, theirs in NAMES.items()}
     return {
@@ -44,7 +60,11 @@ def draw(told: dict[str, Any], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(5, 3), layout="constrained")
-    for name, label in ("reward", "mean reward"), ("ended", "share of answers that end"), ("right", "share of right sums"):
+    for name, label in (
+        ("reward", "mean reward"),
+        ("ended", "share of answers that end"),
+        ("right", "share of right sums"),
+    ):
         axes.plot(told["steps"][name], label=label, marker=".")
     axes.set_xlabel("training step")
     axes.set_title("Cookbook's arithmetic RL on SmolLM2-135M-Instruct", fontsize=9)

@@ -1,12 +1,15 @@
-"""Evaluation harnesses, a fuzzer and a load generator of others against a server of ours over loopback: ``make test-evals``.
+"""Evaluation harnesses, a fuzzer and a load generator of others against a server of ours over
+loopback: ``make test-evals``.
 
-Each is in an environment of its own, with the versions of ``constraints/evals-NAME-py311.txt``. One line tells of each what held, the
-last line is a JSON object of all; the exit code is 1 where one failed.
+Each is in an environment of its own, with the versions of ``constraints/evals-NAME-py311.txt``. One
+line tells of each what held, the last line is a JSON object of all; the exit code is 1 where one
+failed.
 
 lm_eval        choices, rolling and generated texts: scores and texts are those of our own model
-inspect_ai     a task over the ``openai-api`` provider: answers are ours, with log-probabilities; the accuracy is known before
-schemathesis   requests by /openapi.json, right and wrong ones: no 5xx, no answer that the document does not have
-aiperf         chats, streamed, by several users at once: no error
+inspect_ai     a task over the ``openai-api`` provider: answers are ours, with log-probabilities;
+the accuracy is known before schemathesis   requests by /openapi.json, right and wrong ones: no 5xx,
+no answer that the document does not have aiperf         chats, streamed, by several users at once:
+no error
 """
 
 import argparse
@@ -40,14 +43,34 @@ CHECKS: dict[str, Callable[[Foreign], str]] = {
 
 
 def interpreter(folder: Path, name: str) -> Path:
-    """The Python of a client's environment, which is made where there is none or where its versions are others."""
-    home, wanted = folder / name, ROOT / "constraints" / f"evals-{name}-py{sys.version_info.major}{sys.version_info.minor}.txt"
+    """The Python of a client's environment, which is made where there is none or where its versions
+    are others.
+    """
+    home, wanted = (
+        folder / name,
+        ROOT
+        / "constraints"
+        / f"evals-{name}-py{sys.version_info.major}{sys.version_info.minor}.txt",
+    )
     python, stamp = home / "bin" / "python", home / "installed"
     if not wanted.exists():
         raise Failed(f"there is no {wanted.name}: run it with Python 3.11")
     if not stamp.exists() or stamp.read_text() != wanted.read_text():
         subprocess.run([sys.executable, "-m", "venv", "--clear", home], check=True)
-        subprocess.run([python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile", "-r", wanted], check=True)
+        subprocess.run(
+            [
+                python,
+                "-m",
+                "pip",
+                "install",
+                "--quiet",
+                "--disable-pip-version-check",
+                "--no-compile",
+                "-r",
+                wanted,
+            ],
+            check=True,
+        )
         stamp.write_text(wanted.read_text())
     return python
 
@@ -58,7 +81,9 @@ def served(folder: Path) -> Iterator[str]:
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     with open(folder / "server.log", "wb") as log:
         command = [sys.executable, *SERVE, f"--workdir={folder / 'server'}"]
-        server = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=log)
+        server = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=log
+        )
         assert server.stdout is not None
         try:
             first = server.stdout.readline()
@@ -66,7 +91,9 @@ def served(folder: Path) -> Iterator[str]:
                 raise Failed(f"the server is not ready: see {folder / 'server.log'}")
             yield json.loads(first)["url"]
             if server.poll() is not None:
-                raise Failed(f"the server ended with {server.returncode}: see {folder / 'server.log'}")
+                raise Failed(
+                    f"the server ended with {server.returncode}: see {folder / 'server.log'}"
+                )
         finally:
             server.terminate()
             server.communicate()
@@ -74,7 +101,9 @@ def served(folder: Path) -> Iterator[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--environments", type=Path, required=True, help="folder of the clients' environments")
+    parser.add_argument(
+        "--environments", type=Path, required=True, help="folder of the clients' environments"
+    )
     parser.add_argument("--workdir", type=Path, required=True)
     parser.add_argument("clients", nargs="*", help=f"of {', '.join(CHECKS)}; all by default")
     asked = parser.parse_args()
@@ -91,7 +120,10 @@ def main() -> int:
             (workdir / name).mkdir()
             begun = time.monotonic()
             try:
-                held, ok = CHECKS[name](Foreign(pythons[name], url, workdir / name, BASE, resolve(BASE))), True
+                held, ok = (
+                    CHECKS[name](Foreign(pythons[name], url, workdir / name, BASE, resolve(BASE))),
+                    True,
+                )
             except (Failed, OSError, KeyError, IndexError, ValueError) as failure:
                 held, ok = f"{type(failure).__name__}: {failure}", False
             wall_s = time.monotonic() - begun

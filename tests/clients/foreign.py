@@ -30,13 +30,20 @@ class Foreign:
     tokenizer: Path
 
     def call(self, *command: object, allowed: tuple[int, ...] = (0,), **environment: str) -> str:
-        """Runs a module of the client to its end; what it printed, which is kept in the folder as well.
+        """Runs a module of the client to its end; what it printed, which is kept in the folder as
+        well.
 
         Raises:
             Failed: it ended otherwise than ``allowed``, or not in time.
         """
         told = self.folder / f"{time.monotonic_ns()}.log"
-        quiet = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(self.folder / "hf"), "PYTHONPATH": "", "OMP_NUM_THREADS": "1", "COLUMNS": "160"}
+        quiet = {
+            "HF_HUB_OFFLINE": "1",
+            "HF_HOME": str(self.folder / "hf"),
+            "PYTHONPATH": "",
+            "OMP_NUM_THREADS": "1",
+            "COLUMNS": "160",
+        }
         with open(told, "wb") as log:
             process = subprocess.Popen(
                 [str(self.python), "-m", *map(str, command)],

@@ -1,4 +1,5 @@
-"""A task for inspect-ai: ``inspect eval inspect_ai_task.py -T data=FILE``. Each line of FILE has an input and the target that is right.
+"""A task for inspect-ai: ``inspect eval inspect_ai_task.py -T data=FILE``. Each line of FILE has an
+input and the target that is right.
 
 It runs in the harness's own environment, and imports nothing of ours.
 """

@@ -1,6 +1,8 @@
-"""lm-eval's ``local-completions`` over a server: choices, rolling and generating tasks of our own, compared with our own scores.
+"""lm-eval's ``local-completions`` over a server: choices, rolling and generating tasks of our own,
+compared with our own scores.
 
-The harness sends token ids with ``echo`` and ``logprobs`` for the first two, and ids with stop strings for the third.
+The harness sends token ids with ``echo`` and ``logprobs`` for the first two, and ids with stop
+strings for the third.
 """
 
 import json
@@ -15,17 +17,37 @@ from mint_jax.rollout.score import Scorer
 
 CLOSE = 2e-3  # of a sum of log-probabilities: float32, in batches of other shapes
 CHOICES = [
-    {"question": "The capital of France is", "choices": ["Paris", "a long way from the sea", "42"], "label": 0},
+    {
+        "question": "The capital of France is",
+        "choices": ["Paris", "a long way from the sea", "42"],
+        "label": 0,
+    },
     {"question": "Two and two make", "choices": ["four", "five", "日本"], "label": 0},
-    {"question": "Snow is\n\nusually", "choices": ["white", "black", "of another colour than milk"], "label": 0},
+    {
+        "question": "Snow is\n\nusually",
+        "choices": ["white", "black", "of another colour than milk"],
+        "label": 0,
+    },
 ]
-TEXTS = [{"text": "A stone that lies in the river does not move."}, {"text": "one two three four five six seven"}]
-PROMPTS = [{"prompt": "The river"}, {"prompt": "Once upon a time there was"}, {"prompt": "def main():"}]
+TEXTS = [
+    {"text": "A stone that lies in the river does not move."},
+    {"text": "one two three four five six seven"},
+]
+PROMPTS = [
+    {"prompt": "The river"},
+    {"prompt": "Once upon a time there was"},
+    {"prompt": "def main():"},
+]
 STOPS, TOKENS = ["\n\n", "the", "."], 12
 TASKS: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
     "mint_choice": (
         CHOICES,
-        {"output_type": "multiple_choice", "doc_to_text": "{{question}}", "doc_to_choice": "{{choices}}", "doc_to_target": "{{label}}"}
+        {
+            "output_type": "multiple_choice",
+            "doc_to_text": "{{question}}",
+            "doc_to_choice": "{{choices}}",
+            "doc_to_target": "{{label}}",
+        }
         | {"metric_list": [{"metric": "acc"}]},
     ),
     "mint_rolling": (
@@ -35,7 +57,12 @@ TASKS: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
     ),
     "mint_generate": (
         PROMPTS,
-        {"output_type": "generate_until", "doc_to_text": "{{prompt}}", "doc_to_target": "", "metric_list": [{"metric": "exact_match"}]}
+        {
+            "output_type": "generate_until",
+            "doc_to_text": "{{prompt}}",
+            "doc_to_target": "",
+            "metric_list": [{"metric": "exact_match"}],
+        }
         | {"generation_kwargs": {"until": STOPS, "max_gen_toks": TOKENS, "do_sample": False}},
     ),
 }
@@ -47,23 +74,47 @@ def check(client: Foreign) -> str:
     found = {name: _samples(client.folder, name) for name in TASKS}
     model = mint.load(client.base)
     encode = model.base.need_tokenizer().encode
-    pairs = [(argument["arg_0"], argument["arg_1"], response) for argument, response in found["mint_choice"]]
-    need(len(pairs) == sum(len(row["choices"]) for row in CHOICES), f"{len(pairs)} choices were scored")
+    pairs = [
+        (argument["arg_0"], argument["arg_1"], response)
+        for argument, response in found["mint_choice"]
+    ]
+    need(
+        len(pairs) == sum(len(row["choices"]) for row in CHOICES),
+        f"{len(pairs)} choices were scored",
+    )
     rolled = [("", argument["arg_0"], response) for argument, response in found["mint_rolling"]]
     need(len(rolled) == len(TEXTS), f"{len(rolled)} texts were scored")
-    [begin] = encode(json.loads((client.tokenizer / "tokenizer_config.json").read_text())["bos_token"])  # the harness puts it before a text
-    sequences = [encode(context + more) for context, more, _ in pairs] + [[begin, *encode(text)] for _, text, _ in rolled]
+    # the harness puts it before a text
+    [begin] = encode(
+        json.loads((client.tokenizer / "tokenizer_config.json").read_text())["bos_token"]
+    )
+    sequences = [encode(context + more) for context, more, _ in pairs] + [
+        [begin, *encode(text)] for _, text, _ in rolled
+    ]
     starts = [len(encode(context)) for context, _, _ in pairs] + [1] * len(rolled)
     apart = 0.0
-    for (context, more, told), scores, start in zip(pairs + rolled, Scorer(model.base).logprobs(sequences), starts, strict=True):
-        value, wanted = float(told[0] if isinstance(told, list) else told), float(scores[start - 1 :].sum())
-        need(abs(value - wanted) < CLOSE, f"{context!r} + {more!r} scores {value}, and our own score is {wanted}")
+    for (context, more, told), scores, start in zip(
+        pairs + rolled, Scorer(model.base).logprobs(sequences), starts, strict=True
+    ):
+        value, wanted = (
+            float(told[0] if isinstance(told, list) else told),
+            float(scores[start - 1 :].sum()),
+        )
+        need(
+            abs(value - wanted) < CLOSE,
+            f"{context!r} + {more!r} scores {value}, and our own score is {wanted}",
+        )
         apart = max(apart, abs(value - wanted))
     generated = {argument["arg_0"]: response for argument, response in found["mint_generate"]}
-    texts = model.completions([row["prompt"] for row in PROMPTS], max_tokens=TOKENS, stop=tuple(STOPS))
+    texts = model.completions(
+        [row["prompt"] for row in PROMPTS], max_tokens=TOKENS, stop=tuple(STOPS)
+    )
     own = {row["prompt"]: done[0].text for row, done in zip(PROMPTS, texts, strict=True)}
     need(generated == own, f"generated {generated}, and our own are {own}")
-    return f"{len(pairs)} choices and {len(rolled)} texts score as ours do, at most {apart:.1e} apart; {len(own)} texts are ours"
+    return (
+        f"{len(pairs)} choices and {len(rolled)} texts score as ours do, at most {apart:.1e} apart;"
+        f" {len(own)} texts are ours"
+    )
 
 
 def _run(client: Foreign) -> None:
@@ -72,12 +123,30 @@ def _run(client: Foreign) -> None:
     for name, (rows, task) in TASKS.items():
         data = folder / f"{name}.jsonl"
         data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        source = {"task": name, "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data)}}, "test_split": "test"}
+        source = {
+            "task": name,
+            "dataset_path": "json",
+            "dataset_kwargs": {"data_files": {"test": str(data)}},
+            "test_split": "test",
+        }
         (folder / f"{name}.yaml").write_text(json.dumps(source | task))  # JSON is YAML
-    options = {"model": client.base, "base_url": f"{client.url}/v1/completions", "tokenizer": client.tokenizer}
+    options = {
+        "model": client.base,
+        "base_url": f"{client.url}/v1/completions",
+        "tokenizer": client.tokenizer,
+    }
     options |= {"num_concurrent": 2, "max_retries": 1, "max_length": 512}
     given = ",".join(f"{name}={value}" for name, value in options.items())
-    told = ["--model_args", given, "--tasks", ",".join(TASKS), "--include_path", folder, "--output_path", folder / "out"]
+    told = [
+        "--model_args",
+        given,
+        "--tasks",
+        ",".join(TASKS),
+        "--include_path",
+        folder,
+        "--output_path",
+        folder / "out",
+    ]
     client.call("lm_eval", "run", "--model", "local-completions", *told, "--log_samples")
 
 
@@ -86,5 +155,8 @@ def _samples(folder: Path, name: str) -> list[tuple[dict[str, str], Any]]:
     [path] = (folder / "out").rglob(f"samples_{name}_*.jsonl")
     out = []
     for row in map(json.loads, path.read_text().splitlines()):
-        out += [(row["arguments"][f"gen_args_{i}"], response[0]) for i, response in enumerate(row["resps"])]
+        out += [
+            (row["arguments"][f"gen_args_{i}"], response[0])
+            for i, response in enumerate(row["resps"])
+        ]
     return out

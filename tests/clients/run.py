@@ -1,18 +1,25 @@
-"""Recipes of the official cookbook, as they are, against a server of ours over loopback: ``make test-clients``.
+"""Recipes of the official cookbook, as they are, against a server of ours over loopback: ``make
+test-clients``.
 
-A recipe is a process of the clients' own environment, in a folder with local datasets (``data.py``). One line tells of each what held,
-the last line is a JSON object of all; the exit code is 1 where one failed.
+A recipe is a process of the clients' own environment, in a folder with local datasets
+(``data.py``). One line tells of each what held, the last line is a JSON object of all; the exit
+code is 1 where one failed.
 
-sl_loop        killed, and the server started again: the same command goes on at its checkpoint's step and repeats the same losses (so
-               weights, moments and data are what they were); the loss falls; both checkpoints are there
-chat_sl        killed: the same command goes on at its checkpoint's step, and the loss with it; the loss falls. It saves behind updates
+sl_loop        killed, and the server started again: the same command goes on at its checkpoint's
+step and repeats the same losses (so
+               weights, moments and data are what they were); the loss falls; both checkpoints are
+               there
+chat_sl        killed: the same command goes on at its checkpoint's step, and the loss with it; the
+loss falls. It saves behind updates
                that were submitted ahead, so that losses are not repeated
 dpo            the loss falls below log 2, where it begins; chosen answers win
 guess_number   episodes of several turns; the sampler's log-probabilities are those of training
 download       weights of sl_loop's last checkpoint: rank 8, and trained
-rl_loop        goes on from a checkpoint of chat_sl, which imitated the form of answers, and on SmolLM2 too: some answers are right and
+rl_loop        goes on from a checkpoint of chat_sl, which imitated the form of answers, and on
+SmolLM2 too: some answers are right and
                some wrong, and training steps with gradients are made of them
-arithmetic     on SmolLM2: the reward rises over that of the base: 1 for the right sum, -0.1 where an answer has no end
+arithmetic     on SmolLM2: the reward rises over that of the base: 1 for the right sum, -0.1 where
+an answer has no end
 """
 
 import argparse
@@ -40,7 +47,9 @@ ROOT = Path(__file__).parents[2]
 READY_S = 900.0
 RECIPE_S = 3600.0
 STEPS = 16  # of arithmetic
-COMMON = ("--config.idle_gap_s=30.0",) + tuple(f"--config.{setting}={data.NAME}" for setting in ("name", "tokenizer"))
+COMMON = ("--config.idle_gap_s=30.0",) + tuple(
+    f"--config.{setting}={data.NAME}" for setting in ("name", "tokenizer")
+)
 SERVERS = {  # base -> what fits two cores; some recipes have no option of the rank, and take 32
     "tiny-random": (
         "--config.ranks=(8,32)",
@@ -88,7 +97,14 @@ class Run:
 
     def start(self) -> None:
         """Starts the server, again where it ran before, and waits until it is ready."""
-        command = [sys.executable, "-m", "mint_jax.launch", "--config=configs/serve.py", f"--config.base={self.base}", "--config.port=0"]
+        command = [
+            sys.executable,
+            "-m",
+            "mint_jax.launch",
+            "--config=configs/serve.py",
+            f"--config.base={self.base}",
+            "--config.port=0",
+        ]
         out = self.folder / "server.out"
         with open(out, "wb") as told, open(self.folder / "server.log", "ab") as log:
             self.server = subprocess.Popen(
@@ -100,7 +116,11 @@ class Run:
             )
         end = time.monotonic() + READY_S
         while time.monotonic() < end and self.server.poll() is None:
-            ready = [json.loads(line) for line in out.read_text().splitlines() if line.startswith('{"ready"')]
+            ready = [
+                json.loads(line)
+                for line in out.read_text().splitlines()
+                if line.startswith('{"ready"')
+            ]
             if ready:
                 self.url = ready[0]["url"]
                 return
@@ -111,7 +131,10 @@ class Run:
         """Ends the server, and checks that it ended well."""
         if self.server is not None and self.server.poll() is None:
             self.server.send_signal(signal.SIGTERM)
-            need(self.server.wait(120) == 0, f"the server ended with {self.server.returncode}: see {self.folder / 'server.log'}")
+            need(
+                self.server.wait(120) == 0,
+                f"the server ended with {self.server.returncode}: see {self.folder / 'server.log'}",
+            )
 
     def log(self, name: str) -> Path:
         """The folder of a recipe's own logs."""
@@ -130,12 +153,18 @@ class Run:
             "OMP_NUM_THREADS": "1",
         }
         with open(self.folder / "logs" / f"{name}.log", "ab") as log:
-            return subprocess.Popen([self.python, *command], cwd=self.folder, env=environment, stdout=log, stderr=log)
+            return subprocess.Popen(
+                [self.python, *command], cwd=self.folder, env=environment, stdout=log, stderr=log
+            )
 
     def recipe(self, name: str, module: str, options: dict[str, Any]) -> list[str]:
         """The command of a recipe with its options."""
         told = {"model_name": data.NAME, "log_path": self.log(name)} | options
-        return ["-m", f"tinker_cookbook.recipes.{module}", *(f"{key}={value}" for key, value in told.items())]
+        return [
+            "-m",
+            f"tinker_cookbook.recipes.{module}",
+            *(f"{key}={value}" for key, value in told.items()),
+        ]
 
     def whole(self, name: str, *command: str) -> None:
         """Runs a process to its end."""
@@ -153,7 +182,10 @@ class Run:
         return [json.loads(line) for line in lines]
 
     def checkpoints(self, name: str) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.log(name) / "checkpoints.jsonl").read_text().splitlines()]
+        return [
+            json.loads(line)
+            for line in (self.log(name) / "checkpoints.jsonl").read_text().splitlines()
+        ]
 
 
 def series(rows: Sequence[dict[str, float]], name: str) -> list[float]:
@@ -182,7 +214,14 @@ def kill_after(run: Run, name: str, command: Sequence[str], steps: int) -> list[
 
 
 def sl_loop(run: Run) -> str:
-    options = {"batch_size": 16, "lora_rank": 8, "learning_rate": 3e-3, "max_steps": 12, "save_every": 5, "max_length": 256}
+    options = {
+        "batch_size": 16,
+        "lora_rank": 8,
+        "learning_rate": 3e-3,
+        "max_steps": 12,
+        "save_every": 5,
+        "max_length": 256,
+    }
     command = run.recipe("sl_loop", "sl_loop", options)
     first = kill_after(run, "sl_loop", command, 8)
     kept = run.checkpoints("sl_loop")[-1]["batch"]
@@ -191,19 +230,36 @@ def sl_loop(run: Run) -> str:
     run.whole("sl_loop", *command)
     second = run.metrics("sl_loop")[len(first) :]
     steps = [int(row["step"]) for row in second]
-    need(kept == 5 and steps == list(range(5, 12)), f"it went on at steps {steps}, with the checkpoint of step {kept}")
+    need(
+        kept == 5 and steps == list(range(5, 12)),
+        f"it went on at steps {steps}, with the checkpoint of step {kept}",
+    )
     pairs = list(zip(series(first[5:], "train_mean_nll"), series(second, "train_mean_nll")))
     apart = max(abs(before - after) for before, after in pairs)
     need(len(pairs) >= 3 and apart < 1e-3, f"the repeated steps have losses {pairs}")
     losses = series([*first[:5], *second], "train_mean_nll")
     need(losses[-1] < 0.7 * losses[0], f"losses {losses}")
     ended(run, "sl_loop")
-    return f"loss {losses[0]:.2f} -> {losses[-1]:.2f} in 12 steps; killed, went on at 5, {len(pairs)} repeated losses {apart:.1e} apart"
+    return (
+        f"loss {losses[0]:.2f} -> {losses[-1]:.2f} in 12 steps; killed, went on at 5, {len(pairs)}"
+        f" repeated losses {apart:.1e} apart"
+    )
 
 
 def chat_sl(run: Run) -> str:
-    options = {"dataset": data.CHATS, "renderer_name": "qwen3_instruct", "behavior_if_log_dir_exists": "resume", "batch_size": 16}
-    options |= {"lora_rank": 8, "learning_rate": 3e-3, "max_length": 256, "save_every": 4, "eval_every": 0}
+    options = {
+        "dataset": data.CHATS,
+        "renderer_name": "qwen3_instruct",
+        "behavior_if_log_dir_exists": "resume",
+        "batch_size": 16,
+    }
+    options |= {
+        "lora_rank": 8,
+        "learning_rate": 3e-3,
+        "max_length": 256,
+        "save_every": 4,
+        "eval_every": 0,
+    }
     command = run.recipe("chat_sl", "chat_sl.train", options)
     first = kill_after(run, "chat_sl", command, 6)
     kept = run.checkpoints("chat_sl")[-1]["batch"]
@@ -212,14 +268,23 @@ def chat_sl(run: Run) -> str:
     need(kept > 0 and rows[:kept] == first[:kept], f"the first {kept} steps ran again")
     need([int(row["step"]) for row in rows] == list(range(16)), f"steps {series(rows, 'step')}")
     losses = series(rows, "train_mean_nll")
-    need(losses[kept] <= first[kept - 1]["train_mean_nll"], f"it went on at loss {losses[kept]}, and was at {first[kept - 1]}")
+    need(
+        losses[kept] <= first[kept - 1]["train_mean_nll"],
+        f"it went on at loss {losses[kept]}, and was at {first[kept - 1]}",
+    )
     need(losses[-1] < 0.7 * losses[0], f"losses {losses}")
     ended(run, "chat_sl")
     return f"loss {losses[0]:.2f} -> {losses[-1]:.2f} in 16 steps; killed, went on at {kept}"
 
 
 def dpo(run: Run) -> str:
-    options = {"renderer_name": "qwen3_instruct", "batch_size": 8, "learning_rate": 1e-3, "max_steps": 8, "max_length": 256}
+    options = {
+        "renderer_name": "qwen3_instruct",
+        "batch_size": 8,
+        "learning_rate": 1e-3,
+        "max_steps": 8,
+        "max_length": 256,
+    }
     run.whole("dpo", *run.recipe("dpo", "preference.dpo.train", options))
     rows = run.metrics("dpo")
     losses, right = series(rows, "dpo_loss"), series(rows, "accuracy")
@@ -230,8 +295,17 @@ def dpo(run: Run) -> str:
 
 
 def guess_number(run: Run) -> str:
-    options = {"renderer_name": "qwen3_instruct", "group_size": 2, "batch_size": 2, "max_tokens": 8, "max_steps": 2, "eval_every": 0}
-    run.whole("guess_number", *run.recipe("guess_number", "multiplayer_rl.guess_number.train", options))
+    options = {
+        "renderer_name": "qwen3_instruct",
+        "group_size": 2,
+        "batch_size": 2,
+        "max_tokens": 8,
+        "max_steps": 2,
+        "eval_every": 0,
+    }
+    run.whole(
+        "guess_number", *run.recipe("guess_number", "multiplayer_rl.guess_number.train", options)
+    )
     rows = run.metrics("guess_number")
     turns = series(rows, "env/all/turns_per_episode")
     need(len(turns) == 2 and min(turns) > 1, f"turns of an episode {turns}")
@@ -241,7 +315,9 @@ def guess_number(run: Run) -> str:
 
 
 def same_policy(rows: Sequence[dict[str, float]]) -> float:
-    """Half the mean squared difference of sampled tokens' log-probabilities in sampling and in training, the largest of all steps."""
+    """Half the mean squared difference of sampled tokens' log-probabilities in sampling and in
+    training, the largest of all steps.
+    """
     apart = max(series(rows, "optim/kl_sample_train_v2"), default=math.inf)
     need(apart < 1e-4, f"sampler and trainer disagree by {apart}")
     return apart
@@ -249,36 +325,70 @@ def same_policy(rows: Sequence[dict[str, float]]) -> float:
 
 def download(run: Run) -> str:
     path, out = run.checkpoints("sl_loop")[-1]["state_path"], run.folder / "downloaded"
-    program = "import sys; from tinker_cookbook import weights; weights.download(tinker_path=sys.argv[1], output_dir=sys.argv[2])"
+    program = (
+        "import sys; from tinker_cookbook import weights; weights.download(tinker_path=sys.argv[1],"
+        " output_dir=sys.argv[2])"
+    )
     run.whole("download", "-c", program, path, str(out))
     config = json.loads((out / "adapter_config.json").read_text())
     arrays = load_file(out / "adapter_model.safetensors")
     need(config["r"] == 8, f"the rank is {config['r']}")
     trained = [name for name, array in arrays.items() if "lora_B" in name and array.any()]
-    need(len(trained) * 2 == len(arrays), f"of {len(arrays)} arrays {len(trained)} are trained B factors")
+    need(
+        len(trained) * 2 == len(arrays),
+        f"of {len(arrays)} arrays {len(trained)} are trained B factors",
+    )
     return f"{', '.join(sorted(file.name for file in out.iterdir()))}; {len(arrays)} arrays"
 
 
 def rl_loop(run: Run) -> str:
-    options = {"dataset": data.BOXED, "renderer_name": "qwen3_instruct", "batch_size": 16, "lora_rank": 8}
+    options = {
+        "dataset": data.BOXED,
+        "renderer_name": "qwen3_instruct",
+        "batch_size": 16,
+        "lora_rank": 8,
+    }
     options |= {"save_every": 0, "eval_every": 0, "max_length": 256} | IMITATION[run.base]
     run.whole("imitation", *run.recipe("imitation", "chat_sl.train", options))
     begun = {"name": "imitation", "batch": 0, "state_path": ended(run, "imitation")["state_path"]}
     run.log("rl_loop").mkdir()
     (run.log("rl_loop") / "checkpoints.jsonl").write_text(json.dumps(begun) + "\n")
-    options = {"batch_size": 2, "group_size": 8, "learning_rate": 4e-4, "max_steps": 4, "save_every": 2, "max_tokens": 8}
-    run.whole("rl_loop", *run.recipe("rl_loop", "rl_loop", options | {"loss_fn": "importance_sampling"}))
+    options = {
+        "batch_size": 2,
+        "group_size": 8,
+        "learning_rate": 4e-4,
+        "max_steps": 4,
+        "save_every": 2,
+        "max_tokens": 8,
+    }
+    run.whole(
+        "rl_loop", *run.recipe("rl_loop", "rl_loop", options | {"loss_fn": "importance_sampling"})
+    )
     rows = run.metrics("rl_loop")
     rewards, steps = series(rows, "reward/total"), series(rows, "grad_norm")
     need(len(rewards) == 4 and 0 < statistics.mean(rewards) < 1, f"rewards {rewards}")
     need(bool(steps) and all(0 < norm < math.inf for norm in steps), f"norms of gradients {steps}")
     ended(run, "rl_loop")
-    return f"rewards {', '.join(f'{reward:.2f}' for reward in rewards)}; {len(steps)} training steps"
+    return (
+        f"rewards {', '.join(f'{reward:.2f}' for reward in rewards)}; {len(steps)} training steps"
+    )
 
 
 def arithmetic(run: Run) -> str:
-    options = {"renderer_name": "qwen3_instruct", "env": "arithmetic", "group_size": 8, "groups_per_batch": 4, "max_steps": STEPS}
-    options |= {"lora_rank": 8, "learning_rate": 4e-4, "loss_fn": "importance_sampling", "eval_every": 0, "save_every": 0}
+    options = {
+        "renderer_name": "qwen3_instruct",
+        "env": "arithmetic",
+        "group_size": 8,
+        "groups_per_batch": 4,
+        "max_steps": STEPS,
+    }
+    options |= {
+        "lora_rank": 8,
+        "learning_rate": 4e-4,
+        "loss_fn": "importance_sampling",
+        "eval_every": 0,
+        "save_every": 0,
+    }
     run.whole("arithmetic", *run.recipe("arithmetic", "math_rl.train", options))
     rows = run.metrics("arithmetic")
     rewards = series(rows, "env/all/reward/total")
@@ -286,7 +396,10 @@ def arithmetic(run: Run) -> str:
     need(len(rewards) == STEPS and after > before + 0.03, f"rewards {rewards}")
     apart = same_policy(rows)
     ended(run, "arithmetic")
-    return f"reward {before:.3f} -> {after:.3f} in {len(rewards)} steps, sampler and trainer {apart:.1e} apart"
+    return (
+        f"reward {before:.3f} -> {after:.3f} in {len(rewards)} steps, sampler and trainer"
+        f" {apart:.1e} apart"
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -298,9 +411,9 @@ class Recipe:
 
 
 TINY, SMOL = SERVERS
-RECIPES = [Recipe(TINY, call) for call in (sl_loop, chat_sl, rl_loop, dpo, guess_number, download)] + [
-    Recipe(SMOL, call) for call in (arithmetic, rl_loop)
-]
+RECIPES = [
+    Recipe(TINY, call) for call in (sl_loop, chat_sl, rl_loop, dpo, guess_number, download)
+] + [Recipe(SMOL, call) for call in (arithmetic, rl_loop)]
 
 
 @contextlib.contextmanager
@@ -323,17 +436,27 @@ def served(base: str, folder: Path, python: str) -> Iterator[Run]:
 def main() -> int:
     names = [recipe.call.__name__ for recipe in RECIPES]
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--python", required=True, help="the interpreter of the clients' environment")
+    parser.add_argument(
+        "--python", required=True, help="the interpreter of the clients' environment"
+    )
     parser.add_argument("--workdir", type=Path, required=True)
-    parser.add_argument("--base", choices=list(SERVERS), help="over which recipes run; each by default")
-    parser.add_argument("recipes", nargs="*", help=f"of {', '.join(names)}; all by default. download needs sl_loop")
+    parser.add_argument(
+        "--base", choices=list(SERVERS), help="over which recipes run; each by default"
+    )
+    parser.add_argument(
+        "recipes", nargs="*", help=f"of {', '.join(names)}; all by default. download needs sl_loop"
+    )
     asked = parser.parse_args()
     if unknown := set(asked.recipes) - set(names):
         parser.error(f"{', '.join(sorted(unknown))}: expected some of {', '.join(names)}")
     python = os.path.abspath(asked.python)  # a link into the environment must stay one
     told: dict[str, dict[str, Any]] = {}
     for base in [asked.base] if asked.base else SERVERS:
-        mine = [recipe.call for recipe in RECIPES if recipe.base == base and (not asked.recipes or recipe.call.__name__ in asked.recipes)]
+        mine = [
+            recipe.call
+            for recipe in RECIPES
+            if recipe.base == base and (not asked.recipes or recipe.call.__name__ in asked.recipes)
+        ]
         if not mine:
             continue
         begun = time.monotonic()
@@ -344,11 +467,24 @@ def main() -> int:
                     begun = time.monotonic()
                     try:
                         held, ok = call(run), True
-                    except (Failed, OSError, KeyError, IndexError, subprocess.TimeoutExpired) as failure:
+                    except (
+                        Failed,
+                        OSError,
+                        KeyError,
+                        IndexError,
+                        subprocess.TimeoutExpired,
+                    ) as failure:
                         held, ok = f"{type(failure).__name__}: {failure}", False
                     wall_s = time.monotonic() - begun
-                    told[f"{call.__name__} over {base}"] = {"ok": ok, "told": held, "wall_s": round(wall_s, 1)}
-                    print(f"{call.__name__:14}{'ok    ' if ok else 'FAILED'} {wall_s:7.1f} s  {held}", flush=True)
+                    told[f"{call.__name__} over {base}"] = {
+                        "ok": ok,
+                        "told": held,
+                        "wall_s": round(wall_s, 1),
+                    }
+                    print(
+                        f"{call.__name__:14}{'ok    ' if ok else 'FAILED'} {wall_s:7.1f} s  {held}",
+                        flush=True,
+                    )
         except Failed as failure:
             told[f"server over {base}"] = {"ok": False, "told": str(failure)}
     ok = all(one["ok"] for one in told.values())

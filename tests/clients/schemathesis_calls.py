@@ -1,6 +1,8 @@
-"""schemathesis over a server: it reads ``/openapi.json``, makes requests by it, right ones and wrong ones, and checks the answers by it.
+"""schemathesis over a server: it reads ``/openapi.json``, makes requests by it, right ones and
+wrong ones, and checks the answers by it.
 
-Twice: wrong requests by the document as it is; right ones by a copy that names the base as the only model, and draws few tokens.
+Twice: wrong requests by the document as it is; right ones by a copy that names the base as the only
+model, and draws few tokens.
 """
 
 import copy
@@ -13,8 +15,9 @@ from foreign import Foreign
 from run import need
 
 SEED, EXAMPLES, MOST = "1", "12", 3
-# A right request may still be refused for what a schema cannot say: a token that the vocabulary does not have, a regular expression that
-# is none, best_of that is not n. That a wrong one is refused is checked.
+# A right request may still be refused for what a schema cannot say: a token that the vocabulary
+# does not have, a regular expression that is none, best_of that is not n. That a wrong one is
+# refused is checked.
 LEFT_OUT = "positive_data_acceptance"
 LONG = "/retrieve_futures?$"  # a request that waits for as long as nothing happens
 
@@ -27,16 +30,39 @@ def check(client: Foreign) -> str:
     for mode, shown in (("negative", document), ("positive", narrowed(document, client.base))):
         path = client.folder / f"{mode}.json"
         path.write_text(json.dumps(shown))
-        asked = ["--url", client.url, "--mode", mode, "--max-examples", EXAMPLES, "--seed", SEED, "--request-timeout", "120"]
-        asked += ["--exclude-checks", LEFT_OUT, "--exclude-path-regex", LONG, "--phases", "examples,coverage,fuzzing"]
+        asked = [
+            "--url",
+            client.url,
+            "--mode",
+            mode,
+            "--max-examples",
+            EXAMPLES,
+            "--seed",
+            SEED,
+            "--request-timeout",
+            "120",
+        ]
+        asked += [
+            "--exclude-checks",
+            LEFT_OUT,
+            "--exclude-path-regex",
+            LONG,
+            "--phases",
+            "examples,coverage,fuzzing",
+        ]
         asked += ["--continue-on-failure", "--no-color", "--suppress-health-check", "all"]
         out = client.call("schemathesis.cli", "run", path, *asked)
         counted = re.search(r"(\d+) generated", out)
-        need(counted is not None, f"schemathesis did not say how many requests it made: {out[-300:]}")
+        need(
+            counted is not None, f"schemathesis did not say how many requests it made: {out[-300:]}"
+        )
         assert counted is not None
         told.append(f"{counted[1]} {mode} requests")
     for path in ("/v1/completions", "/v1/chat/completions"):
-        need(answered(client.url, path) > 0, f"no request of {path} was answered with 200: the document asks for what is refused")
+        need(
+            answered(client.url, path) > 0,
+            f"no request of {path} was answered with 200: the document asks for what is refused",
+        )
     return f"{', '.join(told)}: no 5xx, and no answer that the document does not have"
 
 
@@ -45,7 +71,9 @@ def answered(url: str, path: str) -> float:
     with urllib.request.urlopen(f"{url}/metrics") as answer:
         lines = answer.read().decode().splitlines()
     return sum(
-        float(line.split()[-1]) for line in lines if line.startswith(f'mint_http_requests_total{{route="POST {path}",status="200"}}')
+        float(line.split()[-1])
+        for line in lines
+        if line.startswith(f'mint_http_requests_total{{route="POST {path}",status="200"}}')
     )
 
 
@@ -53,10 +81,14 @@ def narrowed(document: dict[str, Any], base: str) -> dict[str, Any]:
     """The document, whose completions are of the base and short."""
     out = copy.deepcopy(document)
     for path in (path for path in out["paths"] if path.endswith("completions")):
-        fields = out["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]["properties"]
+        fields = out["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"][
+            "properties"
+        ]
         fields["model"] = {"const": base}
         for name in ("max_tokens", "max_completion_tokens", "n", "best_of"):
             if name in fields:
                 fields[name] = {"type": "integer", "minimum": 1, "maximum": MOST}
-        out["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]["required"].append("max_tokens")
+        out["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"][
+            "required"
+        ].append("max_tokens")
     return out

@@ -40,7 +40,11 @@ def test_a_shape_fits_and_wastes_little_and_is_reused(needs, least, waste):
         shape = book.fit(needed, least)
         assert all(a >= b for a, b in zip(shape, needed, strict=True))
         assert math.prod(shape) <= waste * math.prod(fresh)
-        fitting = [s for s in given_out if all(a >= b for a, b in zip(s, needed)) and math.prod(s) <= waste * math.prod(fresh)]
+        fitting = [
+            s
+            for s in given_out
+            if all(a >= b for a, b in zip(s, needed)) and math.prod(s) <= waste * math.prod(fresh)
+        ]
         if fitting:  # the smallest shape seen before that is small enough, else a new one
             assert shape in given_out
             assert math.prod(shape) == min(map(math.prod, fitting))

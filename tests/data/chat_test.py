@@ -34,8 +34,13 @@ def turn(role, content) -> dict:
 
 def runs(tokenizer, marked) -> list[tuple[bool, str]]:
     """Consecutive tokens with the same mark, as text."""
-    pairs = itertools.groupby(zip(marked.learn, marked.tokens, strict=True), key=lambda pair: pair[0])
-    return [(learn, tokenizer.decode([token for _, token in group], skip_special=False)) for learn, group in pairs]
+    pairs = itertools.groupby(
+        zip(marked.learn, marked.tokens, strict=True), key=lambda pair: pair[0]
+    )
+    return [
+        (learn, tokenizer.decode([token for _, token in group], skip_special=False))
+        for learn, group in pairs
+    ]
 
 
 letters = st.characters(
@@ -51,16 +56,22 @@ def test_exactly_the_assistants_turns_are_learned(tokenizer, theirs):
     @given(contents, st.none() | text, st.none() | text)
     def check(pairs, system, last):
         messages = [turn("system", system)] if system is not None else []
-        messages += [m for user, reply in pairs for m in (turn("user", user), turn("assistant", reply))]
-        marked = chat.conversation(tokenizer, messages + ([turn("user", last)] if last is not None else []))
+        messages += [
+            m for user, reply in pairs for m in (turn("user", user), turn("assistant", reply))
+        ]
+        marked = chat.conversation(
+            tokenizer, messages + ([turn("user", last)] if last is not None else [])
+        )
         found = runs(tokenizer, marked)
-        rendered = theirs.apply_chat_template(messages, tokenize=False)  # a last turn that nobody answers is left out
+        # a last turn that nobody answers is left out
+        rendered = theirs.apply_chat_template(messages, tokenize=False)
         assert "".join(part for _, part in found) == rendered
         learned = [part for learn, part in found if learn]
         assert len(learned) == len(pairs)
         for part, (_, reply) in zip(learned, pairs):
             assert part.endswith(reply + END)
-            # A token is learned if any of its characters is the reply's: blanks join the end of the line before them.
+            # A token is learned if any of its characters is the reply's: blanks join the end of the
+            # line before them.
             assert part == reply + END or (part == "\n" + reply + END and reply[0].isspace())
         assert [part for learn, part in found if not learn][-1] == "\n"
         assert marked.first == marked.learn.index(True)
@@ -68,7 +79,11 @@ def test_exactly_the_assistants_turns_are_learned(tokenizer, theirs):
     check()
 
 
-KINDS = {"bytes": (byte_level, CHATML), "sentence piece": (sentence_piece, ZEPHYR), "metaspace": (metaspace, ZEPHYR)}
+KINDS = {
+    "bytes": (byte_level, CHATML),
+    "sentence piece": (sentence_piece, ZEPHYR),
+    "metaspace": (metaspace, ZEPHYR),
+}
 
 
 @pytest.fixture(params=KINDS)
@@ -79,11 +94,24 @@ def pair(request, tmp_path):
     return Tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
 
 
-WORDS = ["blue", " blue", "two plus", "\n\n", "", "The colour is blue.", "日本", " ", "a\nb", "Paris"]
+WORDS = [
+    "blue",
+    " blue",
+    "two plus",
+    "\n\n",
+    "",
+    "The colour is blue.",
+    "日本",
+    " ",
+    "a\nb",
+    "Paris",
+]
 
 
 def test_conversations_are_encoded_as_one_text(pair, rng):
-    """Their tokens are those of transformers, and so are the prompt's in front of the reply; what is learned is the reply's text."""
+    """Their tokens are those of transformers, and so are the prompt's in front of the reply; what
+    is learned is the reply's text.
+    """
     mine, theirs = pair
     for _ in range(40):
         count = int(rng.integers(1, 4))
@@ -96,11 +124,15 @@ def test_conversations_are_encoded_as_one_text(pair, rng):
         for part, reply in zip(found, said[1::2]):
             assert part.strip() == (reply + theirs.eos_token).strip()
         prompt = mine.encode_chat(messages[:-1])
-        assert prompt == theirs.apply_chat_template(messages[:-1], add_generation_prompt=True, return_dict=False)
+        assert prompt == theirs.apply_chat_template(
+            messages[:-1], add_generation_prompt=True, return_dict=False
+        )
 
 
 def test_what_is_sampled_is_what_is_learned(pair, rng):
-    """Where the prompt's tokens begin the whole text's, the tokens after them are the targets: SFT learns what a sampler draws."""
+    """Where the prompt's tokens begin the whole text's, the tokens after them are the targets: SFT
+    learns what a sampler draws.
+    """
     mine, _ = pair
     consistent = 0
     for _ in range(60):
@@ -111,7 +143,9 @@ def test_what_is_sampled_is_what_is_learned(pair, rng):
             consistent += 1
             last = len(marked.learn) - marked.learn[::-1].index(True)
             assert marked.learn[:last] == [False] * len(prompt) + [True] * (last - len(prompt))
-        plain = chat.supervised_row(mine, {"prompt": "The colour is" + said, "completion": reply + " x"}, "row")
+        plain = chat.supervised_row(
+            mine, {"prompt": "The colour is" + said, "completion": reply + " x"}, "row"
+        )
         asked = mine.encode("The colour is" + said)
         if plain.tokens[: len(asked)] == asked:
             consistent += 1
@@ -121,7 +155,12 @@ def test_what_is_sampled_is_what_is_learned(pair, rng):
 
 def test_a_prompt_and_its_completion_are_one_text(pair):
     mine, theirs = pair
-    for prompt, completion in [("two plus two is", " four"), ("two plus two is ", "four"), ("Say\n", "\nblue"), ("日", "本")]:
+    for prompt, completion in [
+        ("two plus two is", " four"),
+        ("two plus two is ", "four"),
+        ("Say\n", "\nblue"),
+        ("日", "本"),
+    ]:
         marked = chat.supervised_row(mine, {"prompt": prompt, "completion": completion}, "row")
         assert marked.tokens == [*theirs(prompt + completion).input_ids, theirs.eos_token_id]
         learned = [part for learn, part in runs(mine, marked) if learn]
@@ -135,9 +174,15 @@ def test_an_end_that_the_tokenizer_writes_is_learned_once(tmp_path, append_eos):
     source = sentence_piece()
     end = {"SpecialToken": {"id": "</s>", "type_id": 0}}
     source["post_processor"]["single"].append(end)
-    source["post_processor"]["special_tokens"]["</s>"] = {"id": "</s>", "ids": [2], "tokens": ["</s>"]}
+    source["post_processor"]["special_tokens"]["</s>"] = {
+        "id": "</s>",
+        "ids": [2],
+        "tokens": ["</s>"],
+    }
     mine = Tokenizer(save(tmp_path, source))
-    marked = chat.supervised_row(mine, {"prompt": "two plus", "completion": " two"}, "row", append_eos)
+    marked = chat.supervised_row(
+        mine, {"prompt": "two plus", "completion": " two"}, "row", append_eos
+    )
     assert marked.tokens == AutoTokenizer.from_pretrained(tmp_path)("two plus two").input_ids
     assert marked.tokens.count(2) == 1
     assert marked.learn == [False] * (len(marked.tokens) - 2) + [True, append_eos]
@@ -148,7 +193,9 @@ def test_a_token_that_straddles_prompt_and_reply_belongs_to_the_reply(tmp_path):
     [straddling] = mine.encode(" two")
     marked = chat.supervised_row(mine, {"prompt": "one t", "completion": "wo four"}, "row")
     assert marked.first == marked.tokens.index(straddling)
-    chosen, rejected = chat.preference_row(mine, {"prompt": "one t", "chosen": "wo four", "rejected": "!"}, "row")
+    chosen, rejected = chat.preference_row(
+        mine, {"prompt": "one t", "chosen": "wo four", "rejected": "!"}, "row"
+    )
     assert chosen.tokens[: chosen.first] != rejected.tokens[: rejected.first]
     group = sft.group_of(chosen, rejected, pair_weight=1.0)
     assert group.prefix == mine.encode("one")
@@ -158,13 +205,21 @@ def test_a_token_that_straddles_prompt_and_reply_belongs_to_the_reply(tmp_path):
 
 
 GENERATION = {
-    "content": "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>"
-    "{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}",
-    "some": "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' and m.content != 'two plus' %}{% generation %}"
-    "{{- m.content ~ eos_token -}}{% endgeneration %}{% else %}{{ m.content }}{% endif %};{% endfor %}",
-    "in a macro": "{% macro say(m) %}{{ m.content }}<|im_end|>{% endmacro %}{% for m in messages %}{{ m.role }}\n"
-    "{% if m.role == 'assistant' %}{% set x = 1 %}{% generation %}{{ say(m) }}{{ x }}{% endgeneration %}{% else %}{{ say(m) }}{% endif %}"
-    "{% endfor %}",
+    "content": (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{%"
+        " generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% else %}{{ m.content"
+        " }}<|im_end|>{% endif %}\n{% endfor %}"
+    ),
+    "some": (
+        "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' and m.content != 'two"
+        " plus' %}{% generation %}{{- m.content ~ eos_token -}}{% endgeneration %}{% else %}{{"
+        " m.content }}{% endif %};{% endfor %}"
+    ),
+    "in a macro": (
+        "{% macro say(m) %}{{ m.content }}<|im_end|>{% endmacro %}{% for m in messages %}{{ m.role"
+        " }}\n{% if m.role == 'assistant' %}{% set x = 1 %}{% generation %}{{ say(m) }}{{ x }}{%"
+        " endgeneration %}{% else %}{{ say(m) }}{% endif %}{% endfor %}"
+    ),
 }
 
 
@@ -173,13 +228,16 @@ GENERATION = {
 def test_replies_that_the_template_marks_are_learned(tmp_path, rng, template, kind):
     source = KINDS[kind][0]()
     if kind == "bytes":
-        source["post_processor"]["trim_offsets"] = False  # transformers loses a reply's first blank otherwise
+        # transformers loses a reply's first blank otherwise
+        source["post_processor"]["trim_offsets"] = False
     save(tmp_path, source, chat_template=template)
     mine, theirs = Tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
     for _ in range(30):
         said = ["two", "one", *rng.choice([w for w in WORDS if w.isascii()], 2).tolist()]
         messages = [turn(("user", "assistant")[i % 2], text) for i, text in enumerate(said)]
-        wanted = theirs.apply_chat_template(messages, return_assistant_tokens_mask=True, return_dict=True)
+        wanted = theirs.apply_chat_template(
+            messages, return_assistant_tokens_mask=True, return_dict=True
+        )
         marked = chat.conversation(mine, messages)
         assert marked.tokens == wanted["input_ids"]
         assert marked.learn == [bool(x) for x in wanted["assistant_masks"]]
@@ -189,16 +247,22 @@ def test_replies_that_the_template_marks_are_learned(tmp_path, rng, template, ki
 def test_a_template_that_marks_nothing_has_nothing_to_learn(tmp_path):
     save(tmp_path, byte_level(), chat_template=GENERATION["some"])
     with pytest.raises(UserError, match=r"row 3: .*nothing to learn"):
-        chat.conversation(Tokenizer(tmp_path), [turn("user", "q"), turn("assistant", "two plus")], "row 3")
+        chat.conversation(
+            Tokenizer(tmp_path), [turn("user", "q"), turn("assistant", "two plus")], "row 3"
+        )
 
 
 TOOLED = (
-    "{% if tools %}Tools: {{ tools | tojson }}\n{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}<tool>{{ c.function.name }} {{ c.function.arguments | tojson }}</tool>{% endfor %}<|im_end|>\n"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
-    "{% if enable_thinking is false %}<think></think>{% endif %}{% endif %}"
+    "{% if tools %}Tools: {{ tools | tojson }}\n{% endif %}{% for m in messages %}<|im_start|>{{"
+    " m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}<tool>{{ c.function.name }} {{"
+    " c.function.arguments | tojson }}</tool>{% endfor %}<|im_end|>\n{% endfor %}{% if"
+    " add_generation_prompt %}<|im_start|>assistant\n{% if enable_thinking is false"
+    " %}<think></think>{% endif %}{% endif %}"
 )
-TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"type": "object", "properties": {}}},
+}
 
 
 @pytest.fixture
@@ -207,7 +271,11 @@ def tooled(tmp_path):
 
 
 def call(arguments):
-    return {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": arguments}}]}
+    return {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": arguments}}],
+    }
 
 
 @pytest.mark.parametrize("as_json", [False, True])
@@ -226,7 +294,9 @@ def test_tools_and_arguments_reach_the_template_as_objects(tooled, as_json):
         learned = [part for learn, part in runs(tooled, marked) if learn]
         assert learned == ['<tool>add {"a": 2, "b": {"c": "\\"x\\""}}</tool>' + END, "4" + END]
     reply = {"prompt": messages[:1], "completion": messages[1:2], "tools": [TOOL]}
-    assert chat.supervised_row(tooled, reply, "row") == chat.supervised_row(tooled, {"messages": messages[:2], "tools": [TOOL]}, "row")
+    assert chat.supervised_row(tooled, reply, "row") == chat.supervised_row(
+        tooled, {"messages": messages[:2], "tools": [TOOL]}, "row"
+    )
     pair = {"prompt": messages[:1], "chosen": messages[1], "rejected": "4", "tools": [TOOL]}
     chosen, rejected = chat.preference_row(tooled, pair, "row")
     assert [part for learn, part in runs(tooled, chosen) if learn] == learned[:1]
@@ -235,12 +305,19 @@ def test_tools_and_arguments_reach_the_template_as_objects(tooled, as_json):
 
 def test_prompts_to_sample_are_those_that_are_learned(tooled):
     """Tools, variables and arguments as JSON text, in front of the reply's opening."""
-    row = {"messages": [turn("user", "q"), call('{"a": 1}'), {"role": "tool", "content": "4"}], "tools": [TOOL]}
+    row = {
+        "messages": [turn("user", "q"), call('{"a": 1}'), {"role": "tool", "content": "4"}],
+        "tools": [TOOL],
+    }
     prompt = chat.prompt_tokens(tooled, row, "row")
-    marked = chat.supervised_row(tooled, row | {"messages": [*row["messages"], turn("assistant", "four")]}, "row")
+    marked = chat.supervised_row(
+        tooled, row | {"messages": [*row["messages"], turn("assistant", "four")]}, "row"
+    )
     assert marked.tokens[: len(prompt)] == prompt
     assert prompt != chat.prompt_tokens(tooled, row | {"tools": None}, "row")
-    bare = chat.prompt_tokens(tooled, row | {"chat_template_kwargs": {"enable_thinking": False}}, "row")
+    bare = chat.prompt_tokens(
+        tooled, row | {"chat_template_kwargs": {"enable_thinking": False}}, "row"
+    )
     assert tooled.decode(bare).endswith("<think></think>")
     assert bare[: len(prompt)] == prompt
 
@@ -248,22 +325,34 @@ def test_prompts_to_sample_are_those_that_are_learned(tooled):
 def test_nulls_of_messages_are_absent_and_those_of_arguments_are_not(tooled):
     """As in a table; a template would write None."""
     null = [turn("user", "q") | {"name": None, "tool_calls": None}, call({"a": None})]
-    text = tooled.decode(chat.supervised_row(tooled, {"messages": null}, "row").tokens, skip_special=False)
+    text = tooled.decode(
+        chat.supervised_row(tooled, {"messages": null}, "row").tokens, skip_special=False
+    )
     assert '{"a": null}' in text
     assert "None" not in text
-    plain = Tokenizer.render(tooled, chat.messages_of([{"role": "assistant", "content": None}], "messages", "row"), False)
+    plain = Tokenizer.render(
+        tooled, chat.messages_of([{"role": "assistant", "content": None}], "messages", "row"), False
+    )
     assert plain == "<|im_start|>assistant\n<|im_end|>\n"
 
 
 def test_a_template_s_refusal_names_the_row(tmp_path):
     save(tmp_path, byte_level(), chat_template="{{ raise_exception('no system turns') }}")
-    with pytest.raises(UserError, match=r"rows.jsonl:7: the chat template refuses .*no system turns"):
-        chat.supervised_row(Tokenizer(tmp_path), {"messages": [turn("user", "q"), turn("assistant", "a")]}, "rows.jsonl:7")
+    with pytest.raises(
+        UserError, match=r"rows.jsonl:7: the chat template refuses .*no system turns"
+    ):
+        chat.supervised_row(
+            Tokenizer(tmp_path),
+            {"messages": [turn("user", "q"), turn("assistant", "a")]},
+            "rows.jsonl:7",
+        )
 
 
 def test_arguments_are_decoded_once(tooled):
     """A text that is JSON inside of the arguments stays text."""
-    marked = chat.supervised_row(tooled, {"messages": [turn("user", "q"), call('{"a": "{\\"b\\": 1}"}')]}, "row")
+    marked = chat.supervised_row(
+        tooled, {"messages": [turn("user", "q"), call('{"a": "{\\"b\\": 1}"}')]}, "row"
+    )
     assert '{"a": "{\\"b\\": 1}"}' in tooled.decode(marked.tokens)
 
 
@@ -271,17 +360,22 @@ def test_rows_give_the_template_variables(tmp_path):
     template = TOOLED.replace("assistant\n{% if", "assistant\n{{ mood }}{% if")
     template = template.replace(
         "{{ m.content }}",
-        "{% if m.role == 'assistant' %}{{ mood }}{% if enable_thinking is false %}<think></think>{% endif %}{% endif %}{{ m.content }}",
+        "{% if m.role == 'assistant' %}{{ mood }}{% if enable_thinking is false %}<think></think>{%"
+        " endif %}{% endif %}{{ m.content }}",
     )
     mine = Tokenizer(save(tmp_path, byte_level(), chat_template=template))
     row = {"messages": [turn("user", "q"), turn("assistant", "a")]}
-    marked = chat.supervised_row(mine, row | {"chat_template_kwargs": {"enable_thinking": False, "mood": "x"}}, "row")
+    marked = chat.supervised_row(
+        mine, row | {"chat_template_kwargs": {"enable_thinking": False, "mood": "x"}}, "row"
+    )
     assert [part for _, part in runs(mine, marked)] == [
         "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\nx<think></think>",
         "a" + END,
         "\n",
     ]
-    assert marked == chat.supervised_row(mine, row | {"chat_template_kwargs": '{"enable_thinking": false, "mood": "x"}'}, "row")
+    assert marked == chat.supervised_row(
+        mine, row | {"chat_template_kwargs": '{"enable_thinking": false, "mood": "x"}'}, "row"
+    )
     assert marked != chat.supervised_row(mine, row, "row")
 
 
@@ -289,21 +383,45 @@ def test_rows_give_the_template_variables(tmp_path):
     ("row", "message"),
     [
         ({"text": "a b", "tools": [TOOL]}, "row 5 has tools beside plain text"),
-        ({"prompt": "a", "completion": "b", "chat_template_kwargs": {"x": 1}}, "row 5 has chat_template_kwargs beside plain text"),
-        ({"messages": [turn("user", "q"), turn("assistant", "a")], "tools": "add"}, "row 5: tools has 'add'; expected a list, or its JSON"),
-        ({"messages": [turn("user", "q"), turn("assistant", "a")], "tools": [3]}, "row 5: tools has '3'; expected an object"),
         (
-            {"messages": [turn("user", "q"), turn("assistant", "a")], "chat_template_kwargs": {"tools": []}},
+            {"prompt": "a", "completion": "b", "chat_template_kwargs": {"x": 1}},
+            "row 5 has chat_template_kwargs beside plain text",
+        ),
+        (
+            {"messages": [turn("user", "q"), turn("assistant", "a")], "tools": "add"},
+            "row 5: tools has 'add'; expected a list, or its JSON",
+        ),
+        (
+            {"messages": [turn("user", "q"), turn("assistant", "a")], "tools": [3]},
+            "row 5: tools has '3'; expected an object",
+        ),
+        (
+            {
+                "messages": [turn("user", "q"), turn("assistant", "a")],
+                "chat_template_kwargs": {"tools": []},
+            },
             "row 5: chat_template_kwargs has 'tools'",
         ),
-        ({"messages": [turn("user", "q"), call("[1]")]}, r"row 5: a call of add has '\[1\]'; expected an object"),
-        ({"messages": [turn("user", "q"), call("no json")]}, "row 5: a call of add has 'no json'; expected an object"),
-        ({"messages": [turn("user", "q"), {"role": "assistant", "tool_calls": ["x"]}]}, "row 5: tool_calls has 'x'; expected"),
+        (
+            {"messages": [turn("user", "q"), call("[1]")]},
+            r"row 5: a call of add has '\[1\]'; expected an object",
+        ),
+        (
+            {"messages": [turn("user", "q"), call("no json")]},
+            "row 5: a call of add has 'no json'; expected an object",
+        ),
+        (
+            {"messages": [turn("user", "q"), {"role": "assistant", "tool_calls": ["x"]}]},
+            "row 5: tool_calls has 'x'; expected",
+        ),
         (
             {"prompt": [turn("user", "q")], "completion": [turn("user", "a")]},
             "row 5: completion is .*; expected a string, or messages of the",
         ),
-        ({"prompt": "q", "completion": [turn("assistant", "a"), turn("assistant", "b")]}, "row 5: the reply to a prompt that is text"),
+        (
+            {"prompt": "q", "completion": [turn("assistant", "a"), turn("assistant", "b")]},
+            "row 5: the reply to a prompt that is text",
+        ),
     ],
 )
 def test_what_rows_say_of_chats_is_checked(tooled, row, message):
@@ -315,7 +433,9 @@ def test_tools_without_a_place_in_the_template_are_refused(tokenizer):
     row = {"messages": [turn("user", "q"), turn("assistant", "a")], "tools": [TOOL]}
     with pytest.raises(UserError, match=r"row 5 has tools, but .* has no place for them"):
         chat.supervised_row(tokenizer, row, "row 5")
-    assert chat.supervised_row(tokenizer, row | {"tools": []}, "row 5") == chat.supervised_row(tokenizer, row | {"tools": None}, "row 5")
+    assert chat.supervised_row(tokenizer, row | {"tools": []}, "row 5") == chat.supervised_row(
+        tokenizer, row | {"tools": None}, "row 5"
+    )
 
 
 def test_parts_that_are_text_are_joined(tokenizer):
@@ -326,7 +446,9 @@ def test_parts_that_are_text_are_joined(tokenizer):
     )
 
 
-@pytest.mark.parametrize("messages", [[], [turn("user", "a")], [turn("system", "a"), turn("user", "b")]])
+@pytest.mark.parametrize(
+    "messages", [[], [turn("user", "a")], [turn("system", "a"), turn("user", "b")]]
+)
 def test_a_conversation_without_a_reply_is_refused(tokenizer, messages):
     with pytest.raises(UserError, match="line 7 has no assistant turn"):
         chat.conversation(tokenizer, messages, "line 7")
@@ -335,12 +457,18 @@ def test_a_conversation_without_a_reply_is_refused(tokenizer, messages):
 @pytest.mark.parametrize(
     "template",
     [
-        "{% for m in messages %}{% if loop.last or m.role != 'assistant' %}{{ m.content }};{% endif %}{% endfor %}",  # drops old replies
+        # drops old replies
+        (
+            "{% for m in messages %}{% if loop.last or m.role != 'assistant' %}{{ m.content }};{%"
+            " endif %}{% endfor %}"
+        ),
         "{{ messages | length }}{% for m in messages %}{{ m.content }};{% endfor %}",
     ],
 )
 def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer, tmp_path, template):
-    (tmp_path / "tokenizer.json").write_bytes((base_lib.resolve("smollm2-135m-instruct") / "tokenizer.json").read_bytes())
+    (tmp_path / "tokenizer.json").write_bytes(
+        (base_lib.resolve("smollm2-135m-instruct") / "tokenizer.json").read_bytes()
+    )
     (tmp_path / "chat_template.jinja").write_text(template)
     messages = [turn(role, f"{role} {i}") for i in range(2) for role in ("user", "assistant")]
     with pytest.raises(UserError, match="line 3: the chat template rewrites earlier turns"):
@@ -353,21 +481,31 @@ def test_plain_text_is_learned_after_its_first_token_with_its_end(tokenizer, the
     assert marked.learn == [False] + [True] * (len(marked.tokens) - 1)
 
 
-@pytest.mark.parametrize("row", [{"text": "Once"}, {"prompt": "2 + 2 =", "completion": " 4"}], ids=["text", "completion"])
+@pytest.mark.parametrize(
+    "row", [{"text": "Once"}, {"prompt": "2 + 2 =", "completion": " 4"}], ids=["text", "completion"]
+)
 def test_the_end_token_comes_once_or_not_at_all(tokenizer, theirs, row):
     *_, last = row
     whole = chat.supervised_row(tokenizer, row | {last: row[last] + " there"}, "row")
-    bare = chat.supervised_row(tokenizer, row | {last: row[last] + " there"}, "row", append_eos=False)
+    bare = chat.supervised_row(
+        tokenizer, row | {last: row[last] + " there"}, "row", append_eos=False
+    )
     assert whole.tokens == [*bare.tokens, theirs.eos_token_id]
     assert whole.learn == [*bare.learn, True]
-    spelt = chat.supervised_row(tokenizer, row | {last: row[last] + " there" + theirs.eos_token}, "row")
+    spelt = chat.supervised_row(
+        tokenizer, row | {last: row[last] + " there" + theirs.eos_token}, "row"
+    )
     assert spelt == whole
     messages = {"messages": [turn("user", "q"), turn("assistant", "a")]}
-    assert chat.supervised_row(tokenizer, messages, "row") == chat.supervised_row(tokenizer, messages, "row", append_eos=False)
+    assert chat.supervised_row(tokenizer, messages, "row") == chat.supervised_row(
+        tokenizer, messages, "row", append_eos=False
+    )
 
 
 def test_a_checkpoint_without_an_end_token_says_so(tmp_path):
-    (tmp_path / "tokenizer.json").write_bytes((base_lib.resolve("smollm2-135m-instruct") / "tokenizer.json").read_bytes())
+    (tmp_path / "tokenizer.json").write_bytes(
+        (base_lib.resolve("smollm2-135m-instruct") / "tokenizer.json").read_bytes()
+    )
     row = {"text": "Once upon a time"}
     with pytest.raises(UserError, match=r"no end token .*data\.append_eos=False"):
         chat.supervised_row(Tokenizer(tmp_path), row, "row")
@@ -380,14 +518,21 @@ def test_a_prompt_and_its_completion_as_text_and_as_chat(tokenizer):
     messages = [turn("user", "2 + 2?"), turn("assistant", "4")]
     whole = chat.supervised_row(tokenizer, {"messages": messages}, "row")
     for reply in ("4", messages[1], [messages[1]]):
-        assert chat.supervised_row(tokenizer, {"prompt": messages[:1], "completion": reply}, "row") == whole
+        assert (
+            chat.supervised_row(tokenizer, {"prompt": messages[:1], "completion": reply}, "row")
+            == whole
+        )
 
 
 @pytest.mark.parametrize(
     "row",
     [
         {"prompt": [turn("user", "q")], "chosen": "good", "rejected": "bad one"},
-        {"prompt": [turn("user", "q")], "chosen": [turn("assistant", "good")], "rejected": [turn("assistant", "bad one")]},
+        {
+            "prompt": [turn("user", "q")],
+            "chosen": [turn("assistant", "good")],
+            "rejected": [turn("assistant", "bad one")],
+        },
         {
             "chosen": [turn("user", "q"), turn("assistant", "good")],
             "rejected": [turn("user", "q"), turn("assistant", "bad one")],
@@ -405,11 +550,26 @@ def test_preferences_share_their_prompt(tokenizer, row):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"chosen": [turn("user", "q"), turn("assistant", "a")], "rejected": [turn("user", "r"), turn("assistant", "a")]}, "same prompt"),
-        ({"prompt": "q", "chosen": "a"}, "columns prompt, chosen; expected prompt, chosen and rejected"),
+        (
+            {
+                "chosen": [turn("user", "q"), turn("assistant", "a")],
+                "rejected": [turn("user", "r"), turn("assistant", "a")],
+            },
+            "same prompt",
+        ),
+        (
+            {"prompt": "q", "chosen": "a"},
+            "columns prompt, chosen; expected prompt, chosen and rejected",
+        ),
         ({"rejected": "a"}, "expected prompt, chosen and rejected"),
-        ({"prompt": 5, "chosen": "a", "rejected": "b"}, "prompt is '5'; expected a list of messages"),
-        ({"prompt": "q", "chosen": "a", "rejected": ["b", "c"]}, "rejected is .*; expected a string"),
+        (
+            {"prompt": 5, "chosen": "a", "rejected": "b"},
+            "prompt is '5'; expected a list of messages",
+        ),
+        (
+            {"prompt": "q", "chosen": "a", "rejected": ["b", "c"]},
+            "rejected is .*; expected a string",
+        ),
         ({"chosen": "a", "rejected": "b"}, "chosen is 'a'; expected a list of messages"),
         ({"prompt": "q", "chosen": "", "rejected": "a"}, "nothing|no .*learn|empty"),
     ],
@@ -433,7 +593,10 @@ def test_bad_preferences_are_refused(tokenizer, row, message):
         ({"messages": ["hi"]}, "row 5: messages is .*; expected a list of messages"),
         ({"messages": []}, "row 5: messages is .*; expected a list of messages"),
         ({"prompt": "q", "completion": 5}, "row 5: completion is '5'; expected a string"),
-        ({"prompt": None, "completion": "a"}, "row 5: prompt is 'None'; expected a list of messages"),
+        (
+            {"prompt": None, "completion": "a"},
+            "row 5: prompt is 'None'; expected a list of messages",
+        ),
         ({"text": ["a"]}, "row 5: text is .*; expected a string"),
     ],
 )

@@ -16,15 +16,23 @@ from mint_jax.data.sources import numbered_rows, read_rows, write_rows
 from mint_jax.errors import UserError
 
 values = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**60), 2**60) | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=10),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**60), 2**60)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=10),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
     max_leaves=6,
 )
 
 
 def test_what_is_written_is_read_back(tmp_path):
     @settings(max_examples=60)
-    @given(st.lists(st.dictionaries(st.text(max_size=5), values, max_size=4), min_size=1, max_size=5))
+    @given(
+        st.lists(st.dictionaries(st.text(max_size=5), values, max_size=4), min_size=1, max_size=5)
+    )
     def check(rows):
         write_rows(tmp_path / "new" / "rows.jsonl", rows)
         assert read_rows(tmp_path / "new" / "rows.jsonl") == rows
@@ -45,7 +53,11 @@ def test_blank_lines_and_foreign_line_ends_are_skipped(tmp_path, suffix):
 
 SMALL = st.none() | st.booleans() | st.integers(-9, 9) | st.text("ab", max_size=2)
 NESTED = st.recursive(
-    SMALL, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("abc"), inner, max_size=3), max_leaves=8
+    SMALL,
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("abc"), inner, max_size=3)
+    ),
+    max_leaves=8,
 )
 
 
@@ -56,7 +68,12 @@ def without_nulls(value):
 
 
 def table_of(rows):
-    return pyarrow.table({name: [row.get(name) for row in rows] for name in dict.fromkeys(key for row in rows for key in row)})
+    return pyarrow.table(
+        {
+            name: [row.get(name) for row in rows]
+            for name in dict.fromkeys(key for row in rows for key in row)
+        }
+    )
 
 
 def write_table(path, table):
@@ -65,17 +82,29 @@ def write_table(path, table):
     elif path.suffix == ".feather":
         feather.write_feather(table, str(path))
     else:
-        with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as stream:
+        with (
+            pyarrow.OSFile(str(path), "wb") as file,
+            pyarrow.ipc.new_stream(file, table.schema) as stream,
+        ):
             stream.write_table(table)
 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".arrow", ".feather"])
 def test_tables_give_the_rows_that_were_written(tmp_path, suffix):
-    """Arrow gives every row the fields of all, null where there was none; a row of JSONL has only its own."""
+    """Arrow gives every row the fields of all, null where there was none; a row of JSONL has only
+    its own.
+    """
     path = tmp_path / f"rows{suffix}"
 
-    @settings(max_examples=60, suppress_health_check=[HealthCheck.filter_too_much])  # most columns mix types
-    @given(st.lists(st.dictionaries(st.sampled_from("xyz"), NESTED, min_size=1, max_size=3), min_size=1, max_size=4))
+    # most columns mix types
+    @settings(max_examples=60, suppress_health_check=[HealthCheck.filter_too_much])
+    @given(
+        st.lists(
+            st.dictionaries(st.sampled_from("xyz"), NESTED, min_size=1, max_size=3),
+            min_size=1,
+            max_size=4,
+        )
+    )
     def check(rows):
         try:
             table = table_of(rows)
@@ -96,7 +125,12 @@ def test_calls_of_tools_have_their_own_arguments_alone(tmp_path, suffix):
         return {"role": "assistant", "tool_calls": [{"type": "function", "function": function}]}
 
     rows = [
-        {"messages": [{"role": "user", "content": "weather?"}, call("weather", city="Rome", days=[1, None])]},
+        {
+            "messages": [
+                {"role": "user", "content": "weather?"},
+                call("weather", city="Rome", days=[1, None]),
+            ]
+        },
         {"messages": [call("add", a=2, b={"c": [{"d": 1}, {"e": 2}]})], "tools": [{"x": 1}]},
         {"messages": [{"role": "user", "content": ""}], "tools": []},
     ]
@@ -109,9 +143,14 @@ def test_calls_of_tools_have_their_own_arguments_alone(tmp_path, suffix):
 def test_maps_are_objects_and_their_nulls_were_written(tmp_path):
     inner = pyarrow.struct([("a", pyarrow.int64()), ("b", pyarrow.string())])
     schema = pyarrow.schema(
-        [("args", pyarrow.map_(pyarrow.string(), inner)), ("kind", pyarrow.dictionary(pyarrow.int8(), pyarrow.string()))]
+        [
+            ("args", pyarrow.map_(pyarrow.string(), inner)),
+            ("kind", pyarrow.dictionary(pyarrow.int8(), pyarrow.string())),
+        ]
     )
-    table = pyarrow.table({"args": [[("k", {"a": 1}), ("l", None)], None, []], "kind": ["x", "y", "x"]}, schema=schema)
+    table = pyarrow.table(
+        {"args": [[("k", {"a": 1}), ("l", None)], None, []], "kind": ["x", "y", "x"]}, schema=schema
+    )
     write_table(tmp_path / "rows.parquet", table)
     assert read_rows(tmp_path / "rows.parquet") == [
         {"args": {"k": {"a": 1}, "l": None}, "kind": "x"},
@@ -130,13 +169,18 @@ COMPRESSORS = {
 
 @pytest.mark.parametrize("suffix", COMPRESSORS)
 def test_compressed_lines_are_read_and_damage_is_told(tmp_path, suffix):
-    path, lines = tmp_path / f"rows.jsonl{suffix}", [json.dumps({"a": f"{i} 日"}) + "\r\n" for i in range(20_000)]
+    path, lines = (
+        tmp_path / f"rows.jsonl{suffix}",
+        [json.dumps({"a": f"{i} 日"}) + "\r\n" for i in range(20_000)],
+    )
     data = COMPRESSORS[suffix]("".join(lines).encode())
     path.write_bytes(data)
     assert [row for _, row in numbered_rows(path)] == [{"a": f"{i} 日"} for i in range(20_000)]
     assert numbered_rows(path)[2][0] == f"{path}:3"
     path.write_bytes(data[: len(data) // 2])
-    with pytest.raises(UserError, match=rf"rows.jsonl{suffix}(:\d+ is not valid JSON| cannot be read beyond line)"):
+    with pytest.raises(
+        UserError, match=rf"rows.jsonl{suffix}(:\d+ is not valid JSON| cannot be read beyond line)"
+    ):
         read_rows(path)
     path.write_bytes(b"not compressed")
     with pytest.raises(UserError, match=rf"rows.jsonl{suffix} cannot be read beyond line 0"):
@@ -158,12 +202,28 @@ def test_a_byte_order_mark_is_no_text(tmp_path):
         ("rows.gz", b"", "suffix '.gz'; expected .jsonl"),
         ("rows.csv.gz", b"", "suffix '.csv.gz'; expected .jsonl"),
         ("rows.parquet.gz", b"", "suffix '.parquet.gz'; expected .jsonl"),
-        ("rows.jsonl", b'{"a": 1}\n{"a": 1, "b": {"c": 1, "d": 2, "c": 3}}', r"rows.jsonl:2 is not valid JSON \(key 'c' stands twice\)"),
+        (
+            "rows.jsonl",
+            b'{"a": 1}\n{"a": 1, "b": {"c": 1, "d": 2, "c": 3}}',
+            r"rows.jsonl:2 is not valid JSON \(key 'c' stands twice\)",
+        ),
         ("rows.jsonl", b'{"a": NaN}', r"rows.jsonl:1 is not valid JSON \(NaN is no JSON number"),
-        ("rows.jsonl", b'{"a": [-Infinity]}', r"rows.jsonl:1 is not valid JSON \(-Infinity is no JSON number"),
+        (
+            "rows.jsonl",
+            b'{"a": [-Infinity]}',
+            r"rows.jsonl:1 is not valid JSON \(-Infinity is no JSON number",
+        ),
         ("rows.jsonl", b'{"a": 1e999}', r"rows.jsonl:1 is not valid JSON \(1e999 is too large"),
-        ("rows.jsonl", b'{"a": ' + b"1" * 5000 + b"}", r"rows.jsonl:1 is not valid JSON \(Exceeds the limit"),
-        ("rows.jsonl", b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", r"rows.jsonl:1 is not valid JSON \(.*recursion"),
+        (
+            "rows.jsonl",
+            b'{"a": ' + b"1" * 5000 + b"}",
+            r"rows.jsonl:1 is not valid JSON \(Exceeds the limit",
+        ),
+        (
+            "rows.jsonl",
+            b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+            r"rows.jsonl:1 is not valid JSON \(.*recursion",
+        ),
         ("rows.jsonl", '{"a": 1}'.encode("utf-16"), "rows.jsonl:1 is not UTF-8 text"),
         ("rows.jsonl", b'{"a": 1}\r{"a": 2}\r', "rows.jsonl:1 is not valid JSON"),
         ("rows.arrow", b"ARROW1 and no more", "rows.arrow is not a readable arrow file"),
@@ -176,8 +236,13 @@ def test_a_byte_order_mark_is_no_text(tmp_path):
         ("rows.jsonl", b'{"a": 1}\n[1, 2]\n', r"rows.jsonl:2 is a list; expected one JSON object"),
         ("rows.jsonl", b'{"a": 1}\n{}\n"x"', r"rows.jsonl:3 is a str"),
         ("rows.jsonl", b'{"a": 1} {"a": 2}\n', r"rows.jsonl:1 is not valid JSON"),
-        ("rows.jsonl", b'{"a": 1}\n{"a": "caf\xe9"}\n', r"rows.jsonl.*UTF-8|rows.jsonl.*utf-8"),  # latin-1
-        ("rows.jsonl", gzip.compress(b'{"a": 1}\n', mtime=0), r"rows.jsonl.*UTF-8|rows.jsonl.*utf-8"),
+        # latin-1
+        ("rows.jsonl", b'{"a": 1}\n{"a": "caf\xe9"}\n', r"rows.jsonl.*UTF-8|rows.jsonl.*utf-8"),
+        (
+            "rows.jsonl",
+            gzip.compress(b'{"a": 1}\n', mtime=0),
+            r"rows.jsonl.*UTF-8|rows.jsonl.*utf-8",
+        ),
         ("rows.parquet", b"PAR1 and no more", "rows.parquet is not a readable parquet file"),
         ("rows.parquet", b"", "rows.parquet is not a readable parquet file"),
     ],
@@ -189,7 +254,9 @@ def test_bad_files_are_refused(tmp_path, name, data, message):
         read_rows(tmp_path / name)
 
 
-@pytest.mark.parametrize(("suffix", "says"), [(".parquet", "Multiple matches"), (".arrow", "two columns 'a'")])
+@pytest.mark.parametrize(
+    ("suffix", "says"), [(".parquet", "Multiple matches"), (".arrow", "two columns 'a'")]
+)
 def test_columns_of_one_name_are_refused(tmp_path, suffix, says):
     write_table(tmp_path / f"rows{suffix}", pyarrow.table([[1], [2]], names=["a", "a"]))
     with pytest.raises(UserError, match=says):
@@ -199,7 +266,9 @@ def test_columns_of_one_name_are_refused(tmp_path, suffix, says):
 def test_a_folder_and_an_empty_table_are_refused(tmp_path):
     with pytest.raises(UserError, match="does not exist"):
         read_rows(tmp_path)
-    parquet.write_table(pyarrow.table({"a": pyarrow.array([], pyarrow.int32())}), tmp_path / "rows.parquet")
+    parquet.write_table(
+        pyarrow.table({"a": pyarrow.array([], pyarrow.int32())}), tmp_path / "rows.parquet"
+    )
     with pytest.raises(UserError, match="has no rows"):
         read_rows(tmp_path / "rows.parquet")
 
@@ -224,7 +293,9 @@ def test_rows_that_fail_half_way_leave_the_old_file(tmp_path):
 
 
 def test_half_of_a_character_that_was_read_can_be_written(tmp_path):
-    """JSON may hold one (``"\\ud83d"``); results that repeat an input's id must not be lost over it."""
+    """JSON may hold one (``"\\ud83d"``); results that repeat an input's id must not be lost over
+    it.
+    """
     path = tmp_path / "rows.jsonl"
     path.write_text('{"id": "\\ud83d"}\n')
     rows = read_rows(path)

@@ -1,4 +1,6 @@
-"""Tiny tokenizers of the two usual kinds, trained on a few sentences, and the directories that hold them."""
+"""Tiny tokenizers of the two usual kinds, trained on a few sentences, and the directories that hold
+them.
+"""
 
 import functools
 import json
@@ -14,12 +16,12 @@ CORPUS = [
     "Please say a colour. The colour is blue.\n\nuser assistant system tool",
 ] * 20
 CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' +"
+    " '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 ZEPHYR = (
-    "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] + eos_token + '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] + eos_token + '\n' }}{%"
+    " endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
 )
 
 
@@ -30,33 +32,56 @@ def _byte_level() -> str:
     made.decoder = decoders.ByteLevel()
     made.post_processor = processors.ByteLevel(trim_offsets=True)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    made.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=340, initial_alphabet=alphabet, show_progress=False))
-    made.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")])
+    made.train_from_iterator(
+        CORPUS, trainers.BpeTrainer(vocab_size=340, initial_alphabet=alphabet, show_progress=False)
+    )
+    made.add_special_tokens(
+        [
+            AddedToken(text, special=True, normalized=False)
+            for text in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+        ]
+    )
     made.add_tokens([AddedToken("<tool>", special=False, normalized=False)])
     return made.to_str()
 
 
 @functools.cache
 def _sentence_piece() -> str:
-    """As Llama 2's: a normalizer that writes blanks as ▁ and one in front, bytes for unknown characters, ``<s>`` in front."""
+    """As Llama 2's: a normalizer that writes blanks as ▁ and one in front, bytes for unknown
+    characters, ``<s>`` in front.
+    """
     made: Any = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
-    made.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="always")  # words, for training alone
+    # words, for training alone
+    made.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="always")
     special = ["<unk>", "<s>", "</s>"]
     trainer = trainers.BpeTrainer(
-        vocab_size=420, special_tokens=special + [f"<0x{i:02X}>" for i in range(256)], initial_alphabet=["▁"], show_progress=False
+        vocab_size=420,
+        special_tokens=special + [f"<0x{i:02X}>" for i in range(256)],
+        initial_alphabet=["▁"],
+        show_progress=False,
     )
     made.train_from_iterator(CORPUS, trainer)
     source = json.loads(made.to_str())
     source["pre_tokenizer"] = None
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
-    source["normalizer"] = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"}, replace]}
+    source["normalizer"] = {
+        "type": "Sequence",
+        "normalizers": [{"type": "Prepend", "prepend": "▁"}, replace],
+    }
     strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
     back = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
-    source["decoder"] = {"type": "Sequence", "decoders": [back, {"type": "ByteFallback"}, {"type": "Fuse"}, strip]}
+    source["decoder"] = {
+        "type": "Sequence",
+        "decoders": [back, {"type": "ByteFallback"}, {"type": "Fuse"}, strip],
+    }
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    source["added_tokens"] = [{"id": i, "content": text, **flags, "special": True} for i, text in enumerate(special)]
+    source["added_tokens"] = [
+        {"id": i, "content": text, **flags, "special": True} for i, text in enumerate(special)
+    ]
     made = Tokenizer.from_str(json.dumps(source))
-    made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    made.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
     return made.to_str()
 
 
@@ -74,10 +99,16 @@ def metaspace() -> dict[str, Any]:
     return sentence_piece() | {"normalizer": None, "pre_tokenizer": blanks}
 
 
-def save(directory: Path, source: dict[str, Any], model: dict[str, Any] | None = None, **config: Any) -> Path:
+def save(
+    directory: Path, source: dict[str, Any], model: dict[str, Any] | None = None, **config: Any
+) -> Path:
     """Writes the three files of a checkpoint that tokenizers come from."""
     directory.mkdir(parents=True, exist_ok=True)
-    end = "<|im_end|>" if any(token["content"] == "<|im_end|>" for token in source["added_tokens"]) else "</s>"
+    end = (
+        "<|im_end|>"
+        if any(token["content"] == "<|im_end|>" for token in source["added_tokens"])
+        else "</s>"
+    )
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end} | config
     (directory / "tokenizer.json").write_text(json.dumps(source))
     (directory / "tokenizer_config.json").write_text(json.dumps(config))

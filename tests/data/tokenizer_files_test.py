@@ -1,4 +1,6 @@
-"""What files can do to text beyond encoding it, against transformers' AutoTokenizer on the same directory."""
+"""What files can do to text beyond encoding it, against transformers' AutoTokenizer on the same
+directory.
+"""
 
 import importlib
 import json
@@ -35,7 +37,20 @@ PIECES = [
         " ,",
         " n't",
     ),
-    *("<s>", "</s>", "<unk>", "<|im_end|>", "<|im_start|>", "<|endoftext|>", "<tool>", "<|new|>", "<extra>", "[PAD]", "▁", "<0x0A>"),
+    *(
+        "<s>",
+        "</s>",
+        "<unk>",
+        "<|im_end|>",
+        "<|im_start|>",
+        "<|endoftext|>",
+        "<tool>",
+        "<|new|>",
+        "<extra>",
+        "[PAD]",
+        "▁",
+        "<0x0A>",
+    ),
 ]
 FIXED = [
     "",
@@ -58,7 +73,9 @@ def assert_same(directory, rng, **ours):
             assert mine.encode(text, special) == ids, (text, special)
             assert mine.encode_spans(text, [], special)[0] == ids
         for skip in (True, False):
-            assert mine.decode(ids, skip_special=skip) == theirs.decode(ids, skip_special_tokens=skip), text
+            assert mine.decode(ids, skip_special=skip) == theirs.decode(
+                ids, skip_special_tokens=skip
+            ), text
     assert mine.vocab_size == max(theirs.get_vocab().values()) + 1
     assert mine.eos_id == theirs.eos_token_id
     specials = {token.content for token in theirs.added_tokens_decoder.values() if token.special}
@@ -85,7 +102,12 @@ def with_token(source, text, **flags):
     """The flags of an added token, or one more at the end."""
     others = [token for token in source["added_tokens"] if token["content"] != text]
     ids = [token["id"] for token in source["added_tokens"] if token["content"] == text]
-    last = max([*source["model"]["vocab"].values(), *(token["id"] for token in source["added_tokens"])]) + 1
+    last = (
+        max(
+            [*source["model"]["vocab"].values(), *(token["id"] for token in source["added_tokens"])]
+        )
+        + 1
+    )
     token = {"id": ids[0] if ids else last, **added(text, **flags)}
     return source | {"added_tokens": sorted([*others, token], key=lambda token: token["id"])}
 
@@ -104,28 +126,45 @@ ENDS = {
         {"SpecialToken": {"id": "</s>", "type_id": 0}},
     ],
     "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
-    "special_tokens": {text: {"id": text, "ids": [i], "tokens": [text]} for text, i in (("<s>", 1), ("</s>", 2))},
+    "special_tokens": {
+        text: {"id": text, "ids": [i], "tokens": [text]} for text, i in (("<s>", 1), ("</s>", 2))
+    },
 }
 FILES = {
     "as it is": lambda: byte_level(),
     "sentence piece": lambda: sentence_piece(),
     "metaspace": lambda: metaspace(),
     "truncation": lambda: with_part(byte_level(), truncation=TRUNCATION),
-    "truncation left": lambda: with_part(sentence_piece(), truncation=TRUNCATION | {"direction": "Left", "stride": 1}),
+    "truncation left": lambda: with_part(
+        sentence_piece(), truncation=TRUNCATION | {"direction": "Left", "stride": 1}
+    ),
     "padding": lambda: with_part(sentence_piece(), padding=PADDING),
     "padding left": lambda: with_part(sentence_piece(), padding=LEFT, truncation=TRUNCATION),
     "lower case": lambda: with_part(byte_level(), normalizer={"type": "Lowercase"}),
     "nfkc": lambda: with_part(byte_level(), normalizer={"type": "NFKC"}),
-    "strip": lambda: with_part(byte_level(), normalizer={"type": "Strip", "strip_left": True, "strip_right": True}),
+    "strip": lambda: with_part(
+        byte_level(), normalizer={"type": "Strip", "strip_left": True, "strip_right": True}
+    ),
     "begin and end": lambda: with_part(sentence_piece(), post_processor=ENDS),
     "no post-processor": lambda: with_part(sentence_piece(), post_processor=None),
     "blanks in front": lambda: with_part(
-        byte_level(), pre_tokenizer={"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
+        byte_level(),
+        pre_tokenizer={
+            "type": "ByteLevel",
+            "add_prefix_space": True,
+            "trim_offsets": True,
+            "use_regex": True,
+        },
     ),
     "lstrip": lambda: with_token(byte_level(), "<|im_end|>", lstrip=True),
     "rstrip": lambda: with_token(byte_level(), "<tool>", rstrip=True, special=False),
     "single word": lambda: with_token(byte_level(), "<tool>", single_word=True, special=False),
-    "normalized": lambda: with_token(with_part(byte_level(), normalizer={"type": "Lowercase"}), "PARIS", normalized=True, special=False),
+    "normalized": lambda: with_token(
+        with_part(byte_level(), normalizer={"type": "Lowercase"}),
+        "PARIS",
+        normalized=True,
+        special=False,
+    ),
     "in blanks' place": lambda: with_token(sentence_piece(), "<extra>", normalized=True),
     "ignore merges": lambda: with_model(byte_level(), ignore_merges=True),
     "unknown bytes": lambda: with_model(sentence_piece(), byte_fallback=False),
@@ -145,17 +184,37 @@ CONFIGS = {
     "clean up, which is not for BPE": {"clean_up_tokenization_spaces": True},
     "a new end": {"eos_token": "<|new|>"},
     "an end in the vocabulary": {"eos_token": "four"},
-    "with flags": {"eos_token": {"__type": "AddedToken", **added("<|new|>", lstrip=True, special=False)}},
-    "known with other flags": {"eos_token": {"__type": "AddedToken", **added("<|im_end|>", lstrip=True)}},
+    "with flags": {
+        "eos_token": {"__type": "AddedToken", **added("<|new|>", lstrip=True, special=False)}
+    },
+    "known with other flags": {
+        "eos_token": {"__type": "AddedToken", **added("<|im_end|>", lstrip=True)}
+    },
     "further": {"extra_special_tokens": ["<|new|>", "<extra>"]},
-    "further, by the older name": {"additional_special_tokens": ["<extra>", {"__type": "AddedToken", **added("<|new|>", rstrip=True)}]},
-    "further, by name": {"extra_special_tokens": {"image_token": "<extra>", "sound_token": "<|new|>"}},
+    "further, by the older name": {
+        "additional_special_tokens": [
+            "<extra>",
+            {"__type": "AddedToken", **added("<|new|>", rstrip=True)},
+        ]
+    },
+    "further, by name": {
+        "extra_special_tokens": {"image_token": "<extra>", "sound_token": "<|new|>"}
+    },
     "of a kind of model": {"image_token": "<extra>"},
     "list": {
-        "added_tokens_decoder": {"344": added("<extra>", lstrip=True), "341": added("<|im_start|>"), "345": added("two", special=False)}
+        "added_tokens_decoder": {
+            "344": added("<extra>", lstrip=True),
+            "341": added("<|im_start|>"),
+            "345": added("two", special=False),
+        }
     },
-    "list with changes": {"added_tokens_decoder": {"342": added("<|im_end|>", rstrip=True), "343": added("<tool>")}},
-    "a named one in the list": {"added_tokens_decoder": {"344": added("<|new|>", special=False, lstrip=True)}, "pad_token": "<|new|>"},
+    "list with changes": {
+        "added_tokens_decoder": {"342": added("<|im_end|>", rstrip=True), "343": added("<tool>")}
+    },
+    "a named one in the list": {
+        "added_tokens_decoder": {"344": added("<|new|>", special=False, lstrip=True)},
+        "pad_token": "<|new|>",
+    },
 }
 
 
@@ -163,13 +222,20 @@ CONFIGS = {
 @pytest.mark.parametrize("name", CONFIGS)
 def test_configs_give_the_tokens_of_transformers(tmp_path, rng, name, kind):
     theirs, mine = assert_same(save(tmp_path, kind(), **CONFIGS[name]), rng)
-    template = "{{ bos_token }} {{ eos_token }} {{ pad_token }} {{ image_token }} {{ unk_token is defined }}"
+    template = (
+        "{{ bos_token }} {{ eos_token }} {{ pad_token }} {{ image_token }} {{ unk_token is"
+        " defined }}"
+    )
     (tmp_path / "chat_template.jinja").write_text(template)
     theirs = AutoTokenizer.from_pretrained(tmp_path)
-    assert Tokenizer(tmp_path).render([]) == theirs.apply_chat_template([{"role": "user", "content": ""}], tokenize=False)
+    assert Tokenizer(tmp_path).render([]) == theirs.apply_chat_template(
+        [{"role": "user", "content": ""}], tokenize=False
+    )
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3", None])
+@pytest.mark.parametrize(
+    "model_type", ["llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3", None]
+)
 @pytest.mark.parametrize("kind", [byte_level, sentence_piece, metaspace])
 @pytest.mark.parametrize(
     "config",
@@ -180,7 +246,11 @@ def test_configs_give_the_tokens_of_transformers(tmp_path, rng, name, kind):
         {"tokenizer_class": "GPT2Tokenizer"},
         {"tokenizer_class": "GPT2TokenizerFast", "add_prefix_space": True, "unk_token": None},
         {"tokenizer_class": "Qwen2Tokenizer", "extra_special_tokens": ["<extra>"]},
-        {"tokenizer_class": "Qwen2TokenizerFast", "pad_token": None, "added_tokens_decoder": {"340": added("<|endoftext|>", lstrip=True)}},
+        {
+            "tokenizer_class": "Qwen2TokenizerFast",
+            "pad_token": None,
+            "added_tokens_decoder": {"340": added("<|endoftext|>", lstrip=True)},
+        },
         {"tokenizer_class": "PreTrainedTokenizerFast"},
         {"tokenizer_class": "TokenizersBackend"},
         {"tokenizer_class": "NoSuchTokenizer"},
@@ -189,29 +259,58 @@ def test_configs_give_the_tokens_of_transformers(tmp_path, rng, name, kind):
     ids=lambda config: "-".join(map(str, config.values())),
 )
 def test_classes_give_the_tokens_of_transformers(tmp_path, rng, model_type, kind, config):
-    assert_same(save(tmp_path, kind(), {"model_type": model_type} if model_type else {"model_type": ""}, **config), rng)
+    assert_same(
+        save(
+            tmp_path,
+            kind(),
+            {"model_type": model_type} if model_type else {"model_type": ""},
+            **config,
+        ),
+        rng,
+    )
 
 
-@pytest.mark.parametrize("files", [("special_tokens_map",), ("added_tokens",), ("special_tokens_map", "added_tokens")], ids=str)
+@pytest.mark.parametrize(
+    "files",
+    [("special_tokens_map",), ("added_tokens",), ("special_tokens_map", "added_tokens")],
+    ids=str,
+)
 @pytest.mark.parametrize("listed", [False, True])
 @pytest.mark.parametrize("class_", ["PreTrainedTokenizerFast", "Qwen2Tokenizer"])
 def test_older_files_give_the_tokens_of_transformers(tmp_path, rng, files, listed, class_):
-    config = {"added_tokens_decoder": {"340": added("<|endoftext|>"), "342": added("<|im_end|>")}} if listed else {}
+    config = (
+        {"added_tokens_decoder": {"340": added("<|endoftext|>"), "342": added("<|im_end|>")}}
+        if listed
+        else {}
+    )
     save(tmp_path, byte_level(), tokenizer_class=class_, **config)
     if "special_tokens_map" in files:
-        told = {"pad_token": "<extra>", "eos_token": added("<|new|>", lstrip=True), "additional_special_tokens": ["[PAD]"]}
+        told = {
+            "pad_token": "<extra>",
+            "eos_token": added("<|new|>", lstrip=True),
+            "additional_special_tokens": ["[PAD]"],
+        }
         told["eos_token"].pop("special")
         (tmp_path / "special_tokens_map.json").write_text(json.dumps(told))
     if "added_tokens" in files:
-        (tmp_path / "added_tokens.json").write_text(json.dumps({"<|im_end|>": 342, "<|im_start|>": 341, "<|new|>": 344, "▁": 345}))
+        (tmp_path / "added_tokens.json").write_text(
+            json.dumps({"<|im_end|>": 342, "<|im_start|>": 341, "<|new|>": 344, "▁": 345})
+        )
     assert_same(tmp_path, rng)
 
 
 def test_dropout_is_refused_where_transformers_would_draw(tmp_path, rng):
     save(tmp_path / "drawn", with_model(byte_level(), dropout=0.1))
-    with pytest.raises(UserError, match=r"dropout 0.1, so that a text has other tokens each time: set it to null"):
+    with pytest.raises(
+        UserError, match=r"dropout 0.1, so that a text has other tokens each time: set it to null"
+    ):
         Tokenizer(tmp_path / "drawn")
-    assert_same(save(tmp_path / "not", with_model(byte_level(), dropout=0.1), tokenizer_class="GPT2Tokenizer"), rng)
+    assert_same(
+        save(
+            tmp_path / "not", with_model(byte_level(), dropout=0.1), tokenizer_class="GPT2Tokenizer"
+        ),
+        rng,
+    )
 
 
 @pytest.mark.parametrize(
@@ -224,16 +323,23 @@ def test_dropout_is_refused_where_transformers_would_draw(tmp_path, rng):
         ),
         (
             byte_level,
-            {"clean_up_tokenization_spaces": True, "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output": True},
+            {
+                "clean_up_tokenization_spaces": True,
+                "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output": True,
+            },
             "sets clean_up_tokenization_spaces, .* set it to false",
         ),
         (
-            lambda: with_part(byte_level(), model={"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}),
+            lambda: with_part(
+                byte_level(), model={"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}
+            ),
             {"clean_up_tokenization_spaces": True},
             "clean_up",
         ),
         (
-            lambda: with_part(byte_level(), model={"type": "Unigram", "vocab": [["a", 0.0]], "unk_id": 0}),
+            lambda: with_part(
+                byte_level(), model={"type": "Unigram", "vocab": [["a", 0.0]], "unk_id": 0}
+            ),
             {"tokenizer_class": "LlamaTokenizer"},
             "ByteLevel|Unigram",
         ),
@@ -250,7 +356,13 @@ def test_what_is_not_supported_is_refused(tmp_path, source, config, says):
 
 def test_tokens_that_the_model_has_no_row_for_are_not_added(tmp_path):
     rows = Tokenizer(save(tmp_path / "one", byte_level())).vocab_size
-    directory = save(tmp_path / "two", byte_level(), {"vocab_size": rows + 1}, pad_token="<extra>", extra_special_tokens=["<|new|>"])
+    directory = save(
+        tmp_path / "two",
+        byte_level(),
+        {"vocab_size": rows + 1},
+        pad_token="<extra>",
+        extra_special_tokens=["<|new|>"],
+    )
     mine = Tokenizer(directory)
     assert mine.vocab_size == rows + 1
     assert mine.encode("<extra>") == [rows]
@@ -269,7 +381,11 @@ def test_every_class_with_a_pipeline_of_its_own_is_known():
             found = getattr(importlib.import_module(f"transformers.models.{module}"), name, None)
         except ImportError:
             continue
-        if isinstance(found, type) and issubclass(found, TokenizersBackend) and "__init__" in found.__dict__:
+        if (
+            isinstance(found, type)
+            and issubclass(found, TokenizersBackend)
+            and "__init__" in found.__dict__
+        ):
             stem = found.__name__.removesuffix("Fast")
             if stem not in tokenizer_files.DEFAULTS and not tokenizer_files.OTHERS.fullmatch(stem):
                 unknown.append(name)
@@ -292,7 +408,10 @@ def test_a_token_that_straddles_a_span_is_in_it(tmp_path, rng):
         ids, [inside] = mine.encode_spans(text, [(begin, end)])
         pieces = [mine.decode([i], skip_special=False) for i in ids]
         if begin < end:
-            assert text[begin:end] in mine.decode([ids[i] for i in inside]) or "\N{REPLACEMENT CHARACTER}" in pieces
+            assert (
+                text[begin:end] in mine.decode([ids[i] for i in inside])
+                or "\N{REPLACEMENT CHARACTER}" in pieces
+            )
         before = mine.decode(ids[: inside.start]) if inside else ""
         assert text[:begin].startswith(before)
     assert mine.encode_spans("two", [(1, 1)])[1] == [range(0)]

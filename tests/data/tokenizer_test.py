@@ -17,7 +17,11 @@ from mint_jax.models import base as base_lib
 TOOLS = [
     {
         "type": "function",
-        "function": {"name": "weather", "description": "Wetter in 東京 <b>&", "parameters": {"type": "object", "properties": {}}},
+        "function": {
+            "name": "weather",
+            "description": "Wetter in 東京 <b>&",
+            "parameters": {"type": "object", "properties": {}},
+        },
     }
 ]
 CHAT = [
@@ -60,18 +64,32 @@ def change_config(directory, **fields):
     "template",
     [
         "{% if tools %}tools{% elif tools is none %}none{% endif %}{{ messages[0].content }}",
-        "{% if tools is defined %}defined{% if tools is not none %} {{ tools | length }}{% endif %}{% endif %}",
-        "{%- if not tools is defined %}{%- set tools = none %}{%- endif %}{{ tools is none }} {{ documents is none }}",
+        (
+            "{% if tools is defined %}defined{% if tools is not none %} {{ tools | length }}{%"
+            " endif %}{% endif %}"
+        ),
+        (
+            "{%- if not tools is defined %}{%- set tools = none %}{%- endif %}{{ tools is none }}"
+            " {{ documents is none }}"
+        ),
         "{{ tools | tojson }} {{ documents | tojson }}",
-        "{{ bos_token is defined }} {{ pad_token is defined }} {{ mask_token is defined }} {{ eos_token }}[{{ cls_token }}]",
-        "{% if builtin_tools is defined or tools is not none %}Environment: ipython{% endif %}{{ messages | length }}",
+        (
+            "{{ bos_token is defined }} {{ pad_token is defined }} {{ mask_token is defined }} {{"
+            " eos_token }}[{{ cls_token }}]"
+        ),
+        (
+            "{% if builtin_tools is defined or tools is not none %}Environment: ipython{% endif"
+            " %}{{ messages | length }}"
+        ),
     ],
 )
 @pytest.mark.parametrize("tools", [None, TOOLS], ids=["no tools", "tools"])
 def test_templates_see_tools_and_tokens_as_in_transformers(copy, template, tools):
     change_config(copy, chat_template=template)
     theirs = AutoTokenizer.from_pretrained(copy)
-    wanted = theirs.apply_chat_template(CHAT, tools=tools, tokenize=False, add_generation_prompt=True)
+    wanted = theirs.apply_chat_template(
+        CHAT, tools=tools, tokenize=False, add_generation_prompt=True
+    )
     given = {} if tools is None else {"tools": tools}
     assert Tokenizer(copy).render(CHAT, generation_prompt=True, **given) == wanted
 
@@ -84,7 +102,9 @@ def test_text_encodes_and_decodes_as_in_transformers(ours, theirs):
         assert ids == theirs(text).input_ids
         assert ours.encode(text, special=False) == theirs(text, add_special_tokens=False).input_ids
         for skip in (True, False):
-            assert ours.decode(ids, skip_special=skip) == theirs.decode(ids, skip_special_tokens=skip)
+            assert ours.decode(ids, skip_special=skip) == theirs.decode(
+                ids, skip_special_tokens=skip
+            )
 
     check()
 
@@ -114,7 +134,9 @@ def test_any_ids_decode_as_in_transformers(rng, ours, theirs):
     for _ in range(50):
         ids = rng.integers(0, ours.vocab_size, 20).tolist() + [0, 1, 2]
         for skip in (True, False):
-            assert ours.decode(ids, skip_special=skip) == theirs.decode(ids, skip_special_tokens=skip)
+            assert ours.decode(ids, skip_special=skip) == theirs.decode(
+                ids, skip_special_tokens=skip
+            )
 
 
 def test_sizes_and_end_tokens(ours, theirs):
@@ -128,23 +150,46 @@ def test_sizes_and_end_tokens(ours, theirs):
 def test_chats_render_as_in_transformers(ours, theirs, messages, generation):
     text = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation)
     assert ours.render(messages, generation) == text
-    ids = theirs.apply_chat_template(messages, tokenize=True, add_generation_prompt=generation, return_dict=True)["input_ids"]
+    ids = theirs.apply_chat_template(
+        messages, tokenize=True, add_generation_prompt=generation, return_dict=True
+    )["input_ids"]
     assert ours.encode_chat(messages, generation) == ids
 
 
 TEMPLATES = {
-    "tools": "{% for t in tools %}{{ t | tojson }}\n{{ t | tojson(indent=2) }}\n{% endfor %}{{ messages[0].content }}",
+    "tools": (
+        "{% for t in tools %}{{ t | tojson }}\n{{ t | tojson(indent=2) }}\n{% endfor %}{{"
+        " messages[0].content }}"
+    ),
     "compact json": "{{ tools | tojson(separators=(',', ':')) }}",
     "sorted json": "{{ tools | tojson(sort_keys=True) }}",
     "ascii json": "{{ tools | tojson(ensure_ascii=True) }}",
-    "loops": "{% for m in messages %}{% if m.role == 'user' %}{% continue %}{% endif %}{{ m }}{% break %}{% endfor %}",
-    "blocks": "\n  {% for m in messages %}\n    {{- m.content | trim }}\n  {% endfor %}\n  {# a comment #}\n end",
-    "tokens": "{{ bos_token }}{{ eos_token }}{{ pad_token }}{{ unk_token }}{{ eos_token + messages[0]['content'] }}",
-    "variables": "{% if thinking is defined and thinking %}<think>{% endif %}{{ messages | length }}",
-    "namespace": "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
-    "generation": "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
+    "loops": (
+        "{% for m in messages %}{% if m.role == 'user' %}{% continue %}{% endif %}{{ m }}{% break"
+        " %}{% endfor %}"
+    ),
+    "blocks": (
+        "\n  {% for m in messages %}\n    {{- m.content | trim }}\n  {% endfor %}\n  {# a comment"
+        " #}\n end"
+    ),
+    "tokens": (
+        "{{ bos_token }}{{ eos_token }}{{ pad_token }}{{ unk_token }}{{ eos_token +"
+        " messages[0]['content'] }}"
+    ),
+    "variables": (
+        "{% if thinking is defined and thinking %}<think>{% endif %}{{ messages | length }}"
+    ),
+    "namespace": (
+        "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor"
+        " %}{{ ns.n }}"
+    ),
+    "generation": (
+        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    ),
     "date": "{{ strftime_now('%Y-%m-%d') }}",
-    "optional date": "{% if strftime_now is defined %}{{ strftime_now('%Y') }}{% else %}2024{% endif %}",
+    "optional date": (
+        "{% if strftime_now is defined %}{{ strftime_now('%Y') }}{% else %}2024{% endif %}"
+    ),
 }
 
 
@@ -159,7 +204,13 @@ def test_what_templates_use_renders_as_in_transformers(copy, template):
 
 
 def test_a_template_file_goes_before_the_config_and_a_list_gives_its_default(copy):
-    change_config(copy, chat_template=[{"name": "rag", "template": "no"}, {"name": "default", "template": "yes {{ messages[0].role }}"}])
+    change_config(
+        copy,
+        chat_template=[
+            {"name": "rag", "template": "no"},
+            {"name": "default", "template": "yes {{ messages[0].role }}"},
+        ],
+    )
     assert Tokenizer(copy).render(CHAT) == "yes system"
     (copy / "chat_template.jinja").write_text("file")
     assert Tokenizer(copy).render(CHAT) == "file"
@@ -173,17 +224,23 @@ NAMED = {"default": "plain {{ messages[0].role }}", "tool_use": "{{ tools | leng
 def test_named_templates_are_taken_as_in_transformers(copy, form):
     """``tool_use`` where there are tools, else ``default``."""
     if form == "list":
-        change_config(copy, chat_template=[{"name": name, "template": text} for name, text in NAMED.items()])
+        change_config(
+            copy, chat_template=[{"name": name, "template": text} for name, text in NAMED.items()]
+        )
     elif form == "mapping":
         change_config(copy, chat_template=NAMED)
     else:
-        change_config(copy, chat_template=[{"name": "default", "template": "no"}] if "over" in form else None)
+        change_config(
+            copy, chat_template=[{"name": "default", "template": "no"}] if "over" in form else None
+        )
         (copy / "chat_template.jinja").write_text(NAMED["default"])
         (copy / "additional_chat_templates").mkdir()
         (copy / "additional_chat_templates" / "tool_use.jinja").write_text(NAMED["tool_use"])
     mine, theirs = Tokenizer(copy), AutoTokenizer.from_pretrained(copy)
     for tools in (None, TOOLS):
-        wanted = theirs.apply_chat_template(CHAT, tools=tools, tokenize=False, add_generation_prompt=True)
+        wanted = theirs.apply_chat_template(
+            CHAT, tools=tools, tokenize=False, add_generation_prompt=True
+        )
         assert mine.render(CHAT, True, tools=tools) == wanted
     assert mine.render(CHAT, tools=TOOLS) == "1 tools"
     assert set((mine.sources[1] or "").split("\n")) == set(NAMED.values())
@@ -202,17 +259,26 @@ def test_a_post_processor_adds_its_tokens_unless_told_not_to(tmp_path):
     vocab = {"<s>": 0, "</s>": 1, "a": 2, "b": 3, "[UNK]": 4}
     fast = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="[UNK]"))
     fast.pre_tokenizer = pre_tokenizers.Whitespace()
-    fast.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)])
+    fast.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
     fast.add_special_tokens(["<s>", "</s>"])
     fast.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(
-        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": {"__type": "AddedToken", "content": "</s>"}})
+        json.dumps(
+            {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "eos_token": {"__type": "AddedToken", "content": "</s>"},
+            }
+        )
     )
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "eos_token_id": 3}))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 3]}))
     mine, hf = Tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
     for special in (True, False):
-        assert mine.encode("a b zzz", special) == hf("a b zzz", add_special_tokens=special).input_ids
+        assert (
+            mine.encode("a b zzz", special) == hf("a b zzz", add_special_tokens=special).input_ids
+        )
     assert mine.encode("a b") == [0, 2, 3, 1]
     assert mine.decode([0, 2, 3, 1]) == "a b"
     assert mine.vocab_size == 5

@@ -1,4 +1,6 @@
-"""One-digit arithmetic: every prompt is right, the splits are apart, rewards on cases written by hand."""
+"""One-digit arithmetic: every prompt is right, the splits are apart, rewards on cases written by
+hand.
+"""
 
 import re
 
@@ -8,7 +10,9 @@ from mint_jax.envs import digits
 from mint_jax.envs.env import Example
 
 
-@pytest.mark.parametrize(("factory", "count"), [(digits.digit_sum, 100), (digits.larger_of_two, 90)])
+@pytest.mark.parametrize(
+    ("factory", "count"), [(digits.digit_sum, 100), (digits.larger_of_two, 90)]
+)
 @pytest.mark.parametrize("seed", [0, 7])
 def test_splits_are_apart_and_complete(factory, count, seed):
     env = factory(seed=seed)

@@ -15,10 +15,9 @@ from mint_jax.errors import UserError
 def own(tmp_path, monkeypatch) -> str:
     """A module of the user's own, importable by the name returned."""
     (tmp_path / "own_envs_for_test.py").write_text(
-        "from mint_jax.envs.env import Example, ListEnvironment\n"
-        "def task(n=2, held=1):\n"
-        "    score = lambda text, e: float(text == e.answer)\n"
-        "    return ListEnvironment([Example('q', str(i)) for i in range(n)], [Example('h', 'h')] * held, score)\n"
+        "from mint_jax.envs.env import Example, ListEnvironment\ndef task(n=2, held=1):\n    score"
+        " = lambda text, e: float(text == e.answer)\n    return ListEnvironment([Example('q',"
+        " str(i)) for i in range(n)], [Example('h', 'h')] * held, score)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     return "own_envs_for_test"
@@ -47,7 +46,11 @@ def test_options_reach_the_factory(tmp_path, own):
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("digit_sums", {}, "environment is 'digit_sums'; choose one of: digit_sum, .*module:factory"),
+        (
+            "digit_sums",
+            {},
+            "environment is 'digit_sums'; choose one of: digit_sum, .*module:factory",
+        ),
         ("", {}, "environment is ''"),
         ("digit_sum", {"sed": 1}, "'digit_sum' does not take these options .*sed"),
         ("jsonl", {}, "'jsonl' does not take these options .*path"),
@@ -79,11 +82,29 @@ async def reward(completion, example):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"train": None}, r"train of environment 'own_made_for_test:make' is None \(NoneType\); expected a list of"),
+        (
+            {"train": None},
+            (
+                r"train of environment 'own_made_for_test:make' is None \(NoneType\); expected a"
+                r" list of"
+            ),
+        ),
         ({"train": {"q": 1}}, r"train of environment .* \(dict\); expected a list of"),
-        ({"held_out": [("q", "a")]}, r"held_out\[0\] of environment .* \(tuple\); expected an envs.env.Example"),
-        ({"reward": 3}, r"reward of environment .* is 3 \(int\); expected a function of \(completion, example\)"),
-        ({"reward": staticmethod(reward)}, "reward of environment .* is async; .*make it a plain function"),
+        (
+            {"held_out": [("q", "a")]},
+            r"held_out\[0\] of environment .* \(tuple\); expected an envs.env.Example",
+        ),
+        (
+            {"reward": 3},
+            (
+                r"reward of environment .* is 3 \(int\); expected a function of \(completion,"
+                r" example\)"
+            ),
+        ),
+        (
+            {"reward": staticmethod(reward)},
+            "reward of environment .* is async; .*make it a plain function",
+        ),
         ({"held_out": ()}, "has no held_out examples"),
     ],
 )
@@ -99,15 +120,30 @@ def test_what_breaks_the_protocol_is_refused(monkeypatch, changes, message):
 def test_a_factory_must_make_an_environment(monkeypatch, part):
     module = types.ModuleType("own_made_for_test")
     monkeypatch.setitem(sys.modules, "own_made_for_test", module)
-    whole = {"train": Bare.train, "held_out": Bare.held_out, "reward": lambda completion, example: 1.0}
-    module.make = lambda: types.SimpleNamespace(**{name: value for name, value in whole.items() if name != part})
-    with pytest.raises(UserError, match=rf"made namespace.* \(SimpleNamespace\), which has no {part}; expected an environment"):
+    whole = {
+        "train": Bare.train,
+        "held_out": Bare.held_out,
+        "reward": lambda completion, example: 1.0,
+    }
+    module.make = lambda: types.SimpleNamespace(
+        **{name: value for name, value in whole.items() if name != part}
+    )
+    with pytest.raises(
+        UserError,
+        match=(
+            rf"made namespace.* \(SimpleNamespace\), which has no {part}; expected an environment"
+        ),
+    ):
         env_lib.make("own_made_for_test:make")
     module.make = lambda: [1]
-    with pytest.raises(UserError, match=r"made \[1\] \(list\), which has no train; expected an environment"):
+    with pytest.raises(
+        UserError, match=r"made \[1\] \(list\), which has no train; expected an environment"
+    ):
         env_lib.make("own_made_for_test:make")
     module.make = 3
-    with pytest.raises(UserError, match=r"is 3 \(int\); expected a function that returns an environment"):
+    with pytest.raises(
+        UserError, match=r"is 3 \(int\); expected a function that returns an environment"
+    ):
         env_lib.make("own_made_for_test:make")
 
 

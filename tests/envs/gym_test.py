@@ -11,7 +11,9 @@ OPTIONS = {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 2}
 
 def test_items_and_scores_are_the_packages(rng):
     seed = int(rng.integers(10_000))
-    env = reasoning_gym_task("chain_sum", size=40, held_out=10, seed=seed, instruction="Only the number.", **OPTIONS)
+    env = reasoning_gym_task(
+        "chain_sum", size=40, held_out=10, seed=seed, instruction="Only the number.", **OPTIONS
+    )
     theirs = reasoning_gym.create_dataset("chain_sum", size=40, seed=seed, **OPTIONS)
     answers = {f"{item['question']}\nOnly the number.": item["answer"] for item in theirs}
     assert len(env.held_out) == 10
@@ -29,7 +31,16 @@ def test_items_and_scores_are_the_packages(rng):
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_splits_are_apart_even_for_a_task_with_few_questions(seed):
-    env = reasoning_gym_task("chain_sum", size=300, held_out=30, seed=seed, min_terms=2, max_terms=2, min_digits=1, max_digits=1)
+    env = reasoning_gym_task(
+        "chain_sum",
+        size=300,
+        held_out=30,
+        seed=seed,
+        min_terms=2,
+        max_terms=2,
+        min_digits=1,
+        max_digits=1,
+    )
     train, held = ({e.messages[0]["content"] for e in split} for split in (env.train, env.held_out))
     assert held
     assert train
@@ -37,7 +48,9 @@ def test_splits_are_apart_even_for_a_task_with_few_questions(seed):
 
 
 def test_the_same_seed_gives_the_same_items():
-    one, two, other = (reasoning_gym_task("spell_backward", size=20, held_out=5, seed=s) for s in (3, 3, 4))
+    one, two, other = (
+        reasoning_gym_task("spell_backward", size=20, held_out=5, seed=s) for s in (3, 3, 4)
+    )
     assert one.train == two.train
     assert one.held_out == two.held_out
     assert one.train != other.train

@@ -21,7 +21,10 @@ def env(tmp_path):
 
 
 def rows(n, first=0) -> list[dict]:
-    return [{"question": f"{i} + 1?", "answer": f"{i} + 1 = {i + 1}\n#### {i + 1}"} for i in range(first, first + n)]
+    return [
+        {"question": f"{i} + 1?", "answer": f"{i} + 1 = {i + 1}\n#### {i + 1}"}
+        for i in range(first, first + n)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -90,7 +93,9 @@ def test_the_first_rows_are_held_out(env):
 
 
 def test_a_second_file_is_held_out(env, tmp_path):
-    (tmp_path / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(2, first=100)))
+    (tmp_path / "test.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows(2, first=100))
+    )
     e = env(rows(3), held_out=str(tmp_path / "test.jsonl"))
     assert [len(e.train), len(e.held_out)] == [3, 2]
     assert e.held_out[0].answer == "101"
@@ -98,13 +103,21 @@ def test_a_second_file_is_held_out(env, tmp_path):
 
 def test_other_columns_and_whole_chats(env):
     chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
-    e = env([{"prompt": chat, "gold": 5}], held_out=0, question="prompt", answer="gold", instruction="not for chats")
+    e = env(
+        [{"prompt": chat, "gold": 5}],
+        held_out=0,
+        question="prompt",
+        answer="gold",
+        instruction="not for chats",
+    )
     assert e.train == [Example(tuple(chat), "5")]
 
 
 @pytest.mark.parametrize("row", [{"answer": "1"}, {"question": "q"}])
 def test_missing_columns_are_refused(env, row):
-    with pytest.raises(UserError, match=r"has no column '(question|answer)'; it has (question|answer)"):
+    with pytest.raises(
+        UserError, match=r"has no column '(question|answer)'; it has (question|answer)"
+    ):
         env([*rows(2), row])
 
 
@@ -112,4 +125,7 @@ def test_missing_columns_are_refused(env, row):
 def test_missing_files_are_refused(tmp_path, path, held_out):
     (tmp_path / "rows.jsonl").write_text(json.dumps(rows(1)[0]))
     with pytest.raises(UserError, match=r"none\.jsonl does not exist"):
-        questions(str(tmp_path / path), held_out=str(tmp_path / held_out) if isinstance(held_out, str) else held_out)
+        questions(
+            str(tmp_path / path),
+            held_out=str(tmp_path / held_out) if isinstance(held_out, str) else held_out,
+        )

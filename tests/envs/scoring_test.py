@@ -1,4 +1,6 @@
-"""What a reward may return, whose traceback is shown, and what becomes of a reward that is slow or never ends."""
+"""What a reward may return, whose traceback is shown, and what becomes of a reward that is slow or
+never ends.
+"""
 
 import io
 import subprocess
@@ -15,7 +17,9 @@ from mint_jax.envs import scoring
 from mint_jax.envs.env import Example, ListEnvironment
 from mint_jax.errors import UserError
 
-EXAMPLE = Example(({"role": "system", "content": "s"}, {"role": "user", "content": "what is 2 + 2?"}), "4")
+EXAMPLE = Example(
+    ({"role": "system", "content": "s"}, {"role": "user", "content": "what is 2 + 2?"}), "4"
+)
 OWN = """
 from mint_jax.envs.env import Example, ListEnvironment
 
@@ -48,7 +52,10 @@ def test_a_mistake_in_a_reward_keeps_the_users_frames_and_none_of_ours(own):
     with pytest.raises(UserError) as caught:
         scoring.score("ada", env_lib.make(f"{own}:task"), "four", EXAMPLE)
     first, *rest = str(caught.value).splitlines()
-    assert "raised TypeError: object of type 'int' has no len(); policy 'ada', completion 'four' of prompt 'what is 2 + 2?'" in first
+    assert (
+        "raised TypeError: object of type 'int' has no len(); policy 'ada', completion 'four' of"
+        " prompt 'what is 2 + 2?'" in first
+    )
     text = "\n".join(rest)
     assert f"{own}.py" in text
     assert "return helper(5)" in text
@@ -57,14 +64,21 @@ def test_a_mistake_in_a_reward_keeps_the_users_frames_and_none_of_ours(own):
 
 
 def test_a_mistake_in_an_environment_keeps_the_users_frames(own, tmp_path):
-    with pytest.raises(UserError, match=rf"(?s)'{own}:broken' raised TypeError: .*no len\(\).*: mend it.*return len\(value\)") as caught:
+    with pytest.raises(
+        UserError,
+        match=rf"(?s)'{own}:broken' raised TypeError: .*no len\(\).*: mend it.*return len\(value\)",
+    ) as caught:
         env_lib.make(f"{own}:broken")
     assert "mint_jax" not in str(caught.value)
     (tmp_path / "own_import_for_test.py").write_text("import os\nos.no_such_thing\n")
-    with pytest.raises(UserError, match=r"(?s)could not be imported \(AttributeError: .*no_such_thing.*line 2"):
+    with pytest.raises(
+        UserError, match=r"(?s)could not be imported \(AttributeError: .*no_such_thing.*line 2"
+    ):
         env_lib.make("own_import_for_test:task")
     (tmp_path / "own_needs_for_test.py").write_text("import no_such_package_here\n")
-    with pytest.raises(UserError, match=r"(?s)ModuleNotFoundError: .*no_such_package_here.*own_needs_for_test\.py"):
+    with pytest.raises(
+        UserError, match=r"(?s)ModuleNotFoundError: .*no_such_package_here.*own_needs_for_test\.py"
+    ):
         env_lib.make("own_needs_for_test:task")
 
 
@@ -73,7 +87,9 @@ def test_an_error_of_ours_alone_is_shown_whole():
         scoring.score("ada", ListEnvironment([EXAMPLE], [EXAMPLE], {}.__getitem__), "", EXAMPLE)
 
 
-@pytest.mark.parametrize("value", [1, 0.5, -2, np.float32(0.25), np.int64(3), np.array(0.5), Fraction(1, 2)])
+@pytest.mark.parametrize(
+    "value", [1, 0.5, -2, np.float32(0.25), np.int64(3), np.array(0.5), Fraction(1, 2)]
+)
 def test_numbers_are_rewards(value):
     assert scoring.score("ada", env_of(lambda text, example: value), "x", EXAMPLE) == float(value)
 
@@ -92,7 +108,13 @@ def test_numbers_are_rewards(value):
     ],
 )
 def test_what_is_no_number_is_refused(value, told):
-    with pytest.raises(UserError, match=rf"{told}.*policy 'ada', completion 'text' of prompt 'what is 2 \+ 2\?'.*mend it and resume"):
+    with pytest.raises(
+        UserError,
+        match=(
+            rf"{told}.*policy 'ada', completion 'text' of prompt 'what is 2 \+ 2\?'.*mend it and"
+            r" resume"
+        ),
+    ):
         scoring.score("ada", env_of(lambda text, example: value), "text", EXAMPLE)
 
 
@@ -100,7 +122,9 @@ def test_an_async_reward_is_refused_where_it_shows():
     async def reward(text, example):
         return 1.0
 
-    with pytest.raises(UserError, match=r"reward function is async, policy 'ada'.*make it a plain function"):
+    with pytest.raises(
+        UserError, match=r"reward function is async, policy 'ada'.*make it a plain function"
+    ):
         scoring.score("ada", env_of(reward), "x", EXAMPLE)
 
 
@@ -118,14 +142,23 @@ def test_a_slow_reward_is_shown_and_one_that_hangs_ends_at_the_timeout(monkeypat
     out = io.StringIO()
     began = time.monotonic()
     try:
-        with pytest.raises(UserError, match=r"a reward has taken .*'ada', completion 'hm' of prompt 'what.*reward_timeout is 0\.5 s"):
+        with pytest.raises(
+            UserError,
+            match=(
+                r"a reward has taken .*'ada', completion 'hm' of prompt 'what.*reward_timeout is"
+                r" 0\.5 s"
+            ),
+        ):
             scoring.Watch(0.5, out).over(lambda: scoring.score("ada", env, "hm", EXAMPLE))
         assert time.monotonic() - began < 30
     finally:
         ended.set()
     shown = out.getvalue().splitlines()
     assert 1 <= len(shown) <= 6, "each time the wait has doubled"
-    assert "1 to come, 1 completions at work; the longest runs for 0 s: policy 'ada', completion 'hm'" in shown[0]
+    assert (
+        "1 to come, 1 completions at work; the longest runs for 0 s: policy 'ada', completion 'hm'"
+        in shown[0]
+    )
 
 
 def test_no_timeout_waits_and_what_is_raised_or_returned_arrives(monkeypatch):
@@ -154,7 +187,9 @@ except UserError as error:
 
 
 def test_the_process_does_not_wait_for_a_reward_that_hangs():
-    done = subprocess.run([sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     assert "a reward has taken" in done.stdout
     assert "policy 'a', completion '' of prompt 'prompt'" in done.stdout

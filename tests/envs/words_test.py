@@ -65,4 +65,5 @@ def test_copy_rewards(completion, reward):
     ],
 )
 def test_bracket_rewards(completion, reward):
-    assert words.bracket_word().reward(completion, Example("", "apple")) == pytest.approx(reward)  # sums of 0.1
+    # sums of 0.1
+    assert words.bracket_word().reward(completion, Example("", "apple")) == pytest.approx(reward)

@@ -1,4 +1,6 @@
-"""Every bench runs: the short form of each here, its other sizes as short as they can be made among the slow tests."""
+"""Every bench runs: the short form of each here, its other sizes as short as they can be made among
+the slow tests.
+"""
 
 import json
 import os
@@ -30,25 +32,54 @@ SHORT = {  # what makes another size short: fewer repetitions, not other shapes
         "--config.company.rounds=2",
         "--config.decode.tokens=16",
     ),
-    "packed_load": ("--config.n=5", "--config.distinct=2", "--config.small.count=50", "--config.pause.windows=2"),
-    "revision_stores": ("--config.entries=50", "--config.others=50", "--config.loads=5", "--config.s3.entries=50", "--config.s3.others=10"),
-    "service": ("--config.n=1", "--config.tenants=(1, 2)", "--config.flood_rounds=3", "--config.handoffs=2", "--config.memory_tenants=1"),
-    "service_load": ("--config.clients=6", "--config.policies=4", "--config.revisions=8", "--config.seconds=10.0"),
+    "packed_load": (
+        "--config.n=5",
+        "--config.distinct=2",
+        "--config.small.count=50",
+        "--config.pause.windows=2",
+    ),
+    "revision_stores": (
+        "--config.entries=50",
+        "--config.others=50",
+        "--config.loads=5",
+        "--config.s3.entries=50",
+        "--config.s3.others=10",
+    ),
+    "service": (
+        "--config.n=1",
+        "--config.tenants=(1, 2)",
+        "--config.flood_rounds=3",
+        "--config.handoffs=2",
+        "--config.memory_tenants=1",
+    ),
+    "service_load": (
+        "--config.clients=6",
+        "--config.policies=4",
+        "--config.revisions=8",
+        "--config.seconds=10.0",
+    ),
     "switch": ("--config.entries=200", "--config.moves=20"),
     "train_vs_peft": ("--config.n=1", "--config.compile_s=1.0"),
 }
 NOT_ON_CPUS = {"tune_kernels"}  # reports are empty there, and say why
-GPU_ONLY = {"handoff:gpu", "moe_step:gpu", "kernels:qwen3"}  # 36 layers of a 4B model, 16,384 tokens
+# 36 layers of a 4B model, 16,384 tokens
+GPU_ONLY = {"handoff:gpu", "moe_step:gpu", "kernels:qwen3"}
 
 
 def sizes(name):
     """Sizes that a config's docstring names, besides the short one; the first is the default."""
     named = re.findall(rf"{name}\.py(:\w+)?", (FOLDER / f"{name}.py").read_text())
-    return [name + size for size in dict.fromkeys(named) if size != ":ci" and name + size not in GPU_ONLY]
+    return [
+        name + size
+        for size in dict.fromkeys(named)
+        if size != ":ci" and name + size not in GPU_ONLY
+    ]
 
 
 def run(name, folder, *options):
-    config = load(f"configs/bench/{name.replace(':', '.py:') if ':' in name else name + '.py'}", *options)
+    config = load(
+        f"configs/bench/{name.replace(':', '.py:') if ':' in name else name + '.py'}", *options
+    )
     report = bench.run(config, folder)
     assert json.loads(json.dumps(report)) == report
     assert report["bench"] == name.split(":")[0]
@@ -91,8 +122,14 @@ def check_packed_load(report):
 
 
 def check_engine(report):
-    """Nothing compiles once it is warm, and no token depends on its company, though samples lost their pages on the way."""
-    assert (report["compiles_after_warmup"], report["differing_tokens"], report["differing_tokens_preempted"]) == (0, 0, 0)
+    """Nothing compiles once it is warm, and no token depends on its company, though samples lost
+    their pages on the way.
+    """
+    assert (
+        report["compiles_after_warmup"],
+        report["differing_tokens"],
+        report["differing_tokens_preempted"],
+    ) == (0, 0, 0)
     assert report["compiles_in_warmup"] > 0
     assert report["preempted"] > 0
     assert report["continuous_same_tokens"]
@@ -112,7 +149,9 @@ def check_service(report):
 
 
 def check_service_load(report):
-    """Nothing failed, every answer that was checked is its revision's, and another's would have shown."""
+    """Nothing failed, every answer that was checked is its revision's, and another's would have
+    shown.
+    """
     assert report["errors"] == report["wrong_revisions"] == 0, report["first_errors"]
     assert report["checked"] > 0
     assert report["least_distance"] > 10 * report["most_error"]
@@ -143,6 +182,8 @@ def test_the_short_form_of_a_bench_runs(name, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [size for name in NAMES if name not in NOT_ON_CPUS for size in sizes(name)])
+@pytest.mark.parametrize(
+    "name", [size for name in NAMES if name not in NOT_ON_CPUS for size in sizes(name)]
+)
 def test_every_size_of_a_bench_runs(name, tmp_path):
     assert figures(run(name, tmp_path, *SHORT.get(name.split(":")[0], ("--config.n=1",))))

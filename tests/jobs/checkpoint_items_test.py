@@ -1,4 +1,6 @@
-"""What a training checkpoint is to other programs: its adapters restore alone with plain Orbax; and those of before still open."""
+"""What a training checkpoint is to other programs: its adapters restore alone with plain Orbax; and
+those of before still open.
+"""
 
 import json
 import runpy
@@ -47,7 +49,10 @@ def tiny(**changes):
 
 
 def newest(workdir: Path) -> Path:
-    return max((workdir / "checkpoints").glob("step_*"), key=lambda path: int(path.name.removeprefix("step_")))
+    return max(
+        (workdir / "checkpoints").glob("step_*"),
+        key=lambda path: int(path.name.removeprefix("step_")),
+    )
 
 
 def final(workdir: Path, result: dict) -> dict[str, np.ndarray]:
@@ -56,7 +61,10 @@ def final(workdir: Path, result: dict) -> dict[str, np.ndarray]:
     with Catalog.open(workdir / "catalog") as catalog:
         for policy in result["policies"]:
             tree = unpack(catalog.load(policy["revision"]))[0]
-            out |= {f"{policy['name']}/{path}": np.array(leaf) for path, leaf in nested.leaves_with_path(tree)}
+            out |= {
+                f"{policy['name']}/{path}": np.array(leaf)
+                for path, leaf in nested.leaves_with_path(tree)
+            }
     return out
 
 
@@ -76,7 +84,9 @@ def test_adapters_restore_alone_and_checkpoints_of_before_still_open(tmp_path, m
     for write in (whole, injected):
         old = tmp_path / write.__name__
         with monkeypatch.context() as patched:
-            patched.setattr(training, "Checkpoints", type("Before", (training.Checkpoints,), {"save": write}))
+            patched.setattr(
+                training, "Checkpoints", type("Before", (training.Checkpoints,), {"save": write})
+            )
             sft.run(tiny(steps=2), old)
         assert ("adapters" in {path.name for path in newest(old).iterdir()}) == (write is injected)
         resumed = sft.run(tiny(steps=3), old)
@@ -89,10 +99,15 @@ def test_adapters_restore_alone_and_checkpoints_of_before_still_open(tmp_path, m
 
 
 def whole(self, step, arrays, extra, items=None):
-    """One tree with everything, as it was written until adapters became an item, and the shapes in lists."""
+    """One tree with everything, as it was written until adapters became an item, and the shapes in
+    lists.
+    """
     del extra["adapters"]
     extra["shapes"] = next(iter(extra["shapes"].values()))
-    stacks = {bucket: training.TrainStack(adapters=items["adapters"][bucket], **rest) for bucket, rest in with_numbers(arrays).items()}
+    stacks = {
+        bucket: training.TrainStack(adapters=items["adapters"][bucket], **rest)
+        for bucket, rest in with_numbers(arrays).items()
+    }
     Checkpoints.save(self, step, stacks, extra)
 
 
@@ -107,5 +122,9 @@ def with_numbers(arrays):
     out = {}
     for bucket, rest in arrays.items():
         numbers = {name: getattr(rest["hyper"], name) for name in names}
-        out[bucket] = rest | {"opt": optax.schedules.InjectStatefulHyperparamsState(rest["steps"], numbers, {}, rest["opt"])}
+        out[bucket] = rest | {
+            "opt": optax.schedules.InjectStatefulHyperparamsState(
+                rest["steps"], numbers, {}, rest["opt"]
+            )
+        }
     return out

@@ -9,4 +9,8 @@ from mint_jax import mesh
 @pytest.fixture(autouse=True)
 def one_device(monkeypatch):
     made = mesh.make_mesh
-    monkeypatch.setattr(mesh, "make_mesh", lambda sizes=None, devices=None: made(sizes, devices or jax.devices()[:1]))
+    monkeypatch.setattr(
+        mesh,
+        "make_mesh",
+        lambda sizes=None, devices=None: made(sizes, devices or jax.devices()[:1]),
+    )

@@ -22,13 +22,25 @@ def dry_run(capsys, *options: str) -> dict:
 
 def test_bytes_are_those_of_the_base_and_the_trainer(capsys, tmp_path):
     base = base_lib.load("tiny-random", mesh.make_mesh({"data": 1}, jax.devices()[:1]), "bfloat16")
-    said = dry_run(capsys, "--config.dtype=bfloat16", "--config.policies.ppo.adapter.rank=7", f"--workdir={tmp_path / 'work'}")
+    said = dry_run(
+        capsys,
+        "--config.dtype=bfloat16",
+        "--config.policies.ppo.adapter.rank=7",
+        f"--workdir={tmp_path / 'work'}",
+    )
     config = settings.complete(launch.read_config(TINY, None))
     config.policies.ppo.adapter.rank = 7
-    trainer = Trainer(base, [common.policy_config(n, section, 0) for n, section in config.policies.items()])
-    assert said["bytes"]["devices"] == {"base": base.nbytes, "policies_in_training": params.nbytes(trainer.state)}
+    trainer = Trainer(
+        base, [common.policy_config(n, section, 0) for n, section in config.policies.items()]
+    )
+    assert said["bytes"]["devices"] == {
+        "base": base.nbytes,
+        "policies_in_training": params.nbytes(trainer.state),
+    }
     assert said["bytes"]["disk"]["checkpoint"] == params.nbytes(trainer.state)
-    assert said["bytes"]["disk"]["revision"] == {name: params.nbytes(trainer.adapter(name)) for name in config.policies}
+    assert said["bytes"]["disk"]["revision"] == {
+        name: params.nbytes(trainer.adapter(name)) for name in config.policies
+    }
     assert said["config"]["policies"]["ppo"]["adapter"]["rank"] == 7
     assert said["config"]["max_rows"] == config.max_rows
     assert said["runs"].startswith("mint_jax.jobs.grpo: Concurrent GRPO")
@@ -37,10 +49,14 @@ def test_bytes_are_those_of_the_base_and_the_trainer(capsys, tmp_path):
 
 def test_a_base_in_blocks_has_the_bytes_of_these_on_one_cpu(capsys, smollm2, monkeypatch):
     name = "--config.base=smollm2-135m-instruct"
-    assert dry_run(capsys, name)["bytes"]["devices"]["base"] == 4 * 134_515_008  # over the eight devices of these tests
+    # over the eight devices of these tests
+    assert dry_run(capsys, name)["bytes"]["devices"]["base"] == 4 * 134_515_008
     monkeypatch.setattr(jax, "devices", lambda one=jax.devices()[:1]: one)
     assert dry_run(capsys, name)["bytes"]["devices"]["base"] == smollm2.nbytes < 134_515_008
-    assert dry_run(capsys, name, "--config.as_stored=False")["bytes"]["devices"]["base"] == 4 * 134_515_008
+    assert (
+        dry_run(capsys, name, "--config.as_stored=False")["bytes"]["devices"]["base"]
+        == 4 * 134_515_008
+    )
 
 
 def test_a_base_that_is_not_here_is_not_fetched(capsys, monkeypatch):

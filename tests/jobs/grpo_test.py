@@ -1,4 +1,6 @@
-"""The GRPO job: what a policy computes is its own, whoever else trains and wherever the run was interrupted."""
+"""The GRPO job: what a policy computes is its own, whoever else trains and wherever the run was
+interrupted.
+"""
 
 import runpy
 import sys
@@ -30,22 +32,35 @@ def tiny(policies: dict, **changes):
     config.update({"tensorboard": False, "export_every": 1, **changes})
     usual = config.policies.ppo.to_dict()
     with config.unlocked():
-        config.policies = {name: usual | {"env": {"name": "own_rewards:make"}} | change for name, change in policies.items()}
+        config.policies = {
+            name: usual | {"env": {"name": "own_rewards:make"}} | change
+            for name, change in policies.items()
+        }
     return config
 
 
 @pytest.fixture
 def lengths(monkeypatch):
-    """Prompts of the lengths that ``lengths[policy]`` lists, in the order of the steps; a prompt is its length, spelled out."""
+    """Prompts of the lengths that ``lengths[policy]`` lists, in the order of the steps; a prompt is
+    its length, spelled out.
+    """
     wanted: dict[str, list[int]] = {}
-    monkeypatch.setattr(common, "encode", lambda base, prompt: np.random.default_rng(int(prompt)).integers(3, 200, int(prompt)).tolist())
+    monkeypatch.setattr(
+        common,
+        "encode",
+        lambda base, prompt: (
+            np.random.default_rng(int(prompt)).integers(3, 200, int(prompt)).tolist()
+        ),
+    )
 
     def make(policy):
         mine = wanted[policy]
         order = epoch_indices(len(mine), len(mine), common.policy_seed(0, policy), 0)
         placed = dict(zip(order, mine))
         examples = [Example(str(placed[i]), "") for i in range(len(mine))]
-        return ListEnvironment(examples, [Example("9", "")], lambda text, example: float(len(text) % 7))
+        return ListEnvironment(
+            examples, [Example("9", "")], lambda text, example: float(len(text) % 7)
+        )
 
     module = types.ModuleType("own_rewards")
     module.make = make  # type: ignore[attr-defined]
@@ -55,7 +70,9 @@ def lengths(monkeypatch):
 
 @pytest.fixture
 def sampled(monkeypatch):
-    """``(policies, step)`` and what each call of the device has of its rollout: rows of the program, rows in use, tokens so far."""
+    """``(policies, step)`` and what each call of the device has of its rollout: rows of the
+    program, rows in use, tokens so far.
+    """
     seen: dict[tuple, list] = {}
     now = [("evaluation",)]
     rollout, decode = grpo.ConcurrentGrpo.rollout, Engine._decode
@@ -88,24 +105,44 @@ def revisions(result):
 @pytest.mark.users  # the last bits of a rollout
 def test_another_policy_beside_it_changes_nothing_of_a_policy_s_run(lengths, sampled, tmp_path):
     lengths.update({"b": [28, 22], "a": [24, 30], "z": [26, 24]})
-    alone = grpo.run(tiny({"b": section("b", 8)}, schedule="sequential", steps=2), tmp_path / "alone")
+    alone = grpo.run(
+        tiny({"b": section("b", 8)}, schedule="sequential", steps=2), tmp_path / "alone"
+    )
     shapes = {key: sampled[key] for key in (("b", 0), ("b", 1))}
     sampled.clear()
     names = {"a": 9, "b": 8, "z": 8}
-    among = grpo.run(tiny({n: section(n, tokens) for n, tokens in names.items()}, schedule="sequential", steps=2), tmp_path / "among")
+    among = grpo.run(
+        tiny(
+            {n: section(n, tokens) for n, tokens in names.items()}, schedule="sequential", steps=2
+        ),
+        tmp_path / "among",
+    )
     assert {key: sampled[key] for key in shapes} == shapes
     assert revisions(among)["b"] == revisions(alone)["b"]
     assert len(set(revisions(among).values())) == 3
 
 
 @pytest.mark.long
-def test_an_overlapped_run_resumed_is_the_run_uninterrupted(lengths, sampled, tmp_path, monkeypatch):
+def test_an_overlapped_run_resumed_is_the_run_uninterrupted(
+    lengths, sampled, tmp_path, monkeypatch
+):
     """At the checkpoint two rollouts are under way. Done again, each is what it was."""
     lengths.update({"a": [28, 22], "b": [16, 16], "c": [100, 24]})
-    # whose reward waits for whose rollout: a checkpoint is due with b's first update, while second rollouts of a and c are out
-    waits = {("a", 0): ("c", 0), ("c", 0): ("a", 1), ("b", 0): ("c", 1), ("a", 1): ("b", 1), ("c", 1): ("b", 1)}
+    # whose reward waits for whose rollout: a checkpoint is due with b's first update, while second
+    # rollouts of a and c are out
+    waits = {
+        ("a", 0): ("c", 0),
+        ("c", 0): ("a", 1),
+        ("b", 0): ("c", 1),
+        ("a", 1): ("b", 1),
+        ("c", 1): ("b", 1),
+    }
     begun = {}
-    rollout, reward, update = grpo.ConcurrentGrpo.rollout, grpo.ConcurrentGrpo.reward, grpo.ConcurrentGrpo.update
+    rollout, reward, update = (
+        grpo.ConcurrentGrpo.rollout,
+        grpo.ConcurrentGrpo.reward,
+        grpo.ConcurrentGrpo.update,
+    )
     order, interrupt = [], [False]
 
     def gated_rollout(self, names, step):
@@ -118,7 +155,9 @@ def test_an_overlapped_run_resumed_is_the_run_uninterrupted(lengths, sampled, tm
 
     def gated_reward(self, name, drawn):
         gate = waits.get((name, drawn.step))
-        assert gate is None or begun.setdefault(gate, threading.Event()).wait(WAIT_S), f"{name} {drawn.step} waited for {gate}"
+        assert gate is None or begun.setdefault(gate, threading.Event()).wait(WAIT_S), (
+            f"{name} {drawn.step} waited for {gate}"
+        )
         return reward(self, name, drawn)
 
     def counted_update(self, scored):
@@ -128,14 +167,22 @@ def test_an_overlapped_run_resumed_is_the_run_uninterrupted(lengths, sampled, tm
         order.append(("update", name, scored[name][0].step))
         return update(self, scored)
 
-    for name, function in {"rollout": gated_rollout, "reward": gated_reward, "update": counted_update}.items():
+    for name, function in {
+        "rollout": gated_rollout,
+        "reward": gated_reward,
+        "update": counted_update,
+    }.items():
         monkeypatch.setattr(grpo.ConcurrentGrpo, name, function)
 
     def run(workdir):
         begun.clear()
         order.clear()
         sampled.clear()
-        config = tiny({"a": section("a", 8), "b": section("b", 8), "c": section("c", 9)}, schedule="overlapped", steps=2)
+        config = tiny(
+            {"a": section("a", 8), "b": section("b", 8), "c": section("c", 9)},
+            schedule="overlapped",
+            steps=2,
+        )
         config.checkpoint.every = 1
         config.reward_workers = 3
         return revisions(grpo.run(config, workdir))
@@ -146,23 +193,35 @@ def test_an_overlapped_run_resumed_is_the_run_uninterrupted(lengths, sampled, tm
     with pytest.raises(ZeroDivisionError):
         run(tmp_path / "parts")
     at = order.index(("update", "b", 0))
-    assert {("rollout", "a", 1), ("rollout", "c", 1)} <= set(order[:at]), "their rollouts are under way at the checkpoint"
+    assert {("rollout", "a", 1), ("rollout", "c", 1)} <= set(order[:at]), (
+        "their rollouts are under way at the checkpoint"
+    )
     assert not {("update", "a", 1), ("update", "c", 1)} & set(order)
     interrupt[0] = False
     assert run(tmp_path / "parts") == whole
     assert {step for _, _, step in order} == {1}, "it resumed from the checkpoint"
-    assert {key: sampled[key] for key in sampled if key[-1] == 1} == {key: shapes[key] for key in shapes if key[-1] == 1}
+    assert {key: sampled[key] for key in sampled if key[-1] == 1} == {
+        key: shapes[key] for key in shapes if key[-1] == 1
+    }
 
 
 def test_metrics_of_rollouts():
     def drawn(tokens, finish):
-        return Completion(list(range(tokens)), [0.0] * tokens, [-0.5 * (tokens + 1)] * tokens, finish, "")
+        return Completion(
+            list(range(tokens)), [0.0] * tokens, [-0.5 * (tokens + 1)] * tokens, finish, ""
+        )
 
-    completions = [[drawn(1, "stop"), drawn(3, "length")], [drawn(2, "stop"), drawn(2, "stop")], [drawn(4, "length"), drawn(4, "length")]]
+    completions = [
+        [drawn(1, "stop"), drawn(3, "length")],
+        [drawn(2, "stop"), drawn(2, "stop")],
+        [drawn(4, "length"), drawn(4, "length")],
+    ]
     rollout = grpo.Rollout([], [], completions)
     rewards = np.array([[1.0, 0.0], [0.5, 0.5], [0.0, 0.0]])
     without_baseline = grpo.rollout_metrics(GrpoSampling(baseline="none"), rollout, rewards)
-    assert without_baseline["zero_advantage"] == pytest.approx(1 / 3), "there equal rewards are advantages, unless they are 0"
+    assert without_baseline["zero_advantage"] == pytest.approx(1 / 3), (
+        "there equal rewards are advantages, unless they are 0"
+    )
     assert grpo.rollout_metrics(GrpoSampling(), rollout, rewards) == pytest.approx(
         {
             "reward": 2 / 6,
@@ -188,7 +247,11 @@ def test_metrics_of_rollouts():
 )
 def test_a_trainer_whose_base_is_stored_otherwise_has_one_of_its_own(monkeypatch, settings, own):
     sampler = types.SimpleNamespace(
-        dtype=jnp.dtype("float32"), mesh=None, cfg=types.SimpleNamespace(kernels=None), name="sampler", nbytes=0
+        dtype=jnp.dtype("float32"),
+        mesh=None,
+        cfg=types.SimpleNamespace(kernels=None),
+        name="sampler",
+        nbytes=0,
     )
     loaded = types.SimpleNamespace(**vars(sampler) | {"name": "own"})
     asked = []
@@ -198,6 +261,15 @@ def test_a_trainer_whose_base_is_stored_otherwise_has_one_of_its_own(monkeypatch
         return loaded
 
     monkeypatch.setattr(grpo.base_lib, "load", load)
-    config = ConfigDict({"base": "b", "dtype": "float32", "quantise": "int8", "trainer_dtype": "", "router_noise": 0.0} | settings)
+    config = ConfigDict(
+        {
+            "base": "b",
+            "dtype": "float32",
+            "quantise": "int8",
+            "trainer_dtype": "",
+            "router_noise": 0.0,
+        }
+        | settings
+    )
     found = grpo.trained_through(sampler, config)
     assert (found, asked) == ((loaded, [own]) if own else (sampler, []))

@@ -1,4 +1,6 @@
-"""Two processes and one workdir: the second is refused and told who has it, until the first is dead; then it goes on at once."""
+"""Two processes and one workdir: the second is refused and told who has it, until the first is
+dead; then it goes on at once.
+"""
 
 import multiprocessing
 import os
@@ -22,15 +24,24 @@ TINY = ROOT / "configs" / "tiny" / "sft.py"
 
 def test_a_living_holder_is_named_and_a_dead_one_followed_at_once(tmp_path, monkeypatch):
     code = (
-        "import sys, time, pathlib; from mint_jax.jobs.hold import Hold; h = Hold(pathlib.Path(sys.argv[1])); print('has it', flush=True)"
+        "import sys, time, pathlib; from mint_jax.jobs.hold import Hold; h ="
+        " Hold(pathlib.Path(sys.argv[1])); print('has it', flush=True)"
     )
     code += "; time.sleep(600)"
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True, env=environment) as holder:
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    ) as holder:
         try:
             assert holder.stdout is not None
             assert holder.stdout.readline() == "has it\n"
-            said = rf"in use by process {holder.pid} on host {re.escape(socket.gethostname())}, there since 20\d\d-.* UTC"
+            said = (
+                rf"in use by process {holder.pid} on host {re.escape(socket.gethostname())}, there"
+                r" since 20\d\d-.* UTC"
+            )
             for attempt in (Hold, hold.refuse_if_held, Hold):
                 with pytest.raises(UserError, match=said):
                     attempt(tmp_path)
@@ -77,9 +88,18 @@ def test_a_child_that_outlives_the_holder_does_not_keep_the_lock(tmp_path):
 
 
 def train(workdir: Path, err: Path) -> subprocess.Popen:
-    command = [sys.executable, "-m", "mint_jax.launch", f"--config={TINY}", f"--workdir={workdir}", "--config.steps=100000"]
+    command = [
+        sys.executable,
+        "-m",
+        "mint_jax.launch",
+        f"--config={TINY}",
+        f"--workdir={workdir}",
+        "--config.steps=100000",
+    ]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=err.open("w"), env=environment, cwd=ROOT)
+    return subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=err.open("w"), env=environment, cwd=ROOT
+    )
 
 
 def wait_for(line: str, file: Path, process: subprocess.Popen) -> None:
@@ -92,7 +112,9 @@ def wait_for(line: str, file: Path, process: subprocess.Popen) -> None:
 
 @pytest.mark.long
 def test_the_same_command_twice_leaves_the_first_training(tmp_path):
-    """Real processes: the second is refused while the first lives, and takes over at once when it was killed."""
+    """Real processes: the second is refused while the first lives, and takes over at once when it
+    was killed.
+    """
     workdir, running = tmp_path / "work", []
     try:
         running.append(first := train(workdir, tmp_path / "first"))

@@ -23,7 +23,9 @@ from tests.rollout.score_test import random_adapters
 
 @pytest.fixture
 def stored(rng, tiny_base, tmp_path):
-    """A catalog's folder with one revision ``name@1`` of each random adapter, and of each a PEFT directory."""
+    """A catalog's folder with one revision ``name@1`` of each random adapter, and of each a PEFT
+    directory.
+    """
     base = tiny_base("llama")
     specs = transformer.abstract(base.cfg)
     adapters = {}
@@ -47,29 +49,48 @@ def leases(place: JobCatalog) -> int:
 def test_one_slot_serves_all_and_each_is_itself(stored, hf_dirs, rng, tmp_path):
     place, names, folder = stored
     owners = [*names, None, names[0], str(folder / names[1]), None, names[-1]]
-    rows = [{"id": i, "tokens": rng.integers(3, 97, 4 + i).tolist(), "adapter": a} for i, a in enumerate(owners)]
+    rows = [
+        {"id": i, "tokens": rng.integers(3, 97, 4 + i).tolist(), "adapter": a}
+        for i, a in enumerate(owners)
+    ]
     write_lines(tmp_path / "in.jsonl", rows)
-    fields = {"base": str(hf_dirs("llama")), "input": str(tmp_path / "in.jsonl"), "catalog": place.place}
+    fields = {
+        "base": str(hf_dirs("llama")),
+        "input": str(tmp_path / "in.jsonl"),
+        "catalog": place.place,
+    }
     out = {}
     for slots in (1, 64):
-        result = score.run(config_of("score", **fields, slots=slots, output=str(tmp_path / f"{slots}")), tmp_path / "work")
+        result = score.run(
+            config_of("score", **fields, slots=slots, output=str(tmp_path / f"{slots}")),
+            tmp_path / "work",
+        )
         assert result["adapters"] == len(names) + 1
         out[slots] = read_lines(tmp_path / f"{slots}")
     for row, one, many in zip(rows, out[1], out[64], strict=True):
         assert one["id"] == many["id"] == row["id"]
-        owner = None if row["adapter"] is None else str(folder / str(row["adapter"]).rsplit("/", 1)[-1])
-        np.testing.assert_allclose(one["logprobs"][1:], torch_logprobs(hf_dirs("llama"), owner, row["tokens"]), atol=ATOL)
-        np.testing.assert_allclose(one["logprobs"][1:], many["logprobs"][1:], atol=1e-5)  # batches of other rows
+        owner = (
+            None if row["adapter"] is None else str(folder / str(row["adapter"]).rsplit("/", 1)[-1])
+        )
+        np.testing.assert_allclose(
+            one["logprobs"][1:], torch_logprobs(hf_dirs("llama"), owner, row["tokens"]), atol=ATOL
+        )
+        # batches of other rows
+        np.testing.assert_allclose(one["logprobs"][1:], many["logprobs"][1:], atol=1e-5)
     sampling = {"max_tokens": 4, "temperature": 0.0}
     fields |= {"output": str(tmp_path / "sampled"), "sampling": sampling, "max_rows": 8}
     sample.run(config_of("sample", **fields, slots=1), tmp_path / "work")
     for row, line in zip(rows, read_lines(tmp_path / "sampled"), strict=True):
-        owner = None if row["adapter"] is None else str(folder / str(row["adapter"]).rsplit("/", 1)[-1])
+        owner = (
+            None if row["adapter"] is None else str(folder / str(row["adapter"]).rsplit("/", 1)[-1])
+        )
         name = None if row["adapter"] is None else owner.rsplit("/", 1)[-1]
         assert line["revision"] == (None if name is None else place.main.resolve(name).digest)
         [completion] = line["completions"]
         expected = torch_logprobs(hf_dirs("llama"), owner, row["tokens"] + completion["tokens"])
-        np.testing.assert_allclose(completion["logprobs"], expected[len(row["tokens"]) - 1 :], atol=ATOL)
+        np.testing.assert_allclose(
+            completion["logprobs"], expected[len(row["tokens"]) - 1 :], atol=ATOL
+        )
     assert leases(place) == 0
 
 
@@ -86,8 +107,14 @@ def test_turns_hold_no_more_than_the_room_and_serve_each_row_once(stored, tiny_b
         assert len(set(used)) == len(used)
         for name, slot in turn.slots.items():
             adapter, schema = unpack(place.main.load(name))
-            found = lora_tree.read_slot(turn.stacks[slot.bucket], slot.index, schema.config.rank, adapter)
-            for (_, mine), (_, theirs) in zip(params_lib.leaves_with_path(found), params_lib.leaves_with_path(adapter), strict=True):
+            found = lora_tree.read_slot(
+                turn.stacks[slot.bucket], slot.index, schema.config.rank, adapter
+            )
+            for (_, mine), (_, theirs) in zip(
+                params_lib.leaves_with_path(found),
+                params_lib.leaves_with_path(adapter),
+                strict=True,
+            ):
                 np.testing.assert_array_equal(mine, theirs)
         return [rows[i] for i in turn.rows]
 
@@ -120,7 +147,10 @@ def test_what_was_named_is_served_whatever_becomes_of_the_name(stored, tiny_base
     assert not any(place.main.holds(list(digests.items()))), "then they may go"
 
 
-@pytest.mark.parametrize(("stored_as", "slots_of"), [("float32",) * 2, ("bfloat16",) * 2, (("bfloat16", "float16"), "float32")])
+@pytest.mark.parametrize(
+    ("stored_as", "slots_of"),
+    [("float32",) * 2, ("bfloat16",) * 2, (("bfloat16", "float16"), "float32")],
+)
 def test_slots_hold_adapters_as_they_are_stored(tiny_base, rng, tmp_path, stored_as, slots_of):
     """In the narrowest dtype that rounds none of them."""
     base = tiny_base("llama")
@@ -128,13 +158,21 @@ def test_slots_hold_adapters_as_they_are_stored(tiny_base, rng, tmp_path, stored
     with contextlib.closing(JobCatalog(tmp_path, create=True)) as place:
         dtypes = dict(enumerate([stored_as] if isinstance(stored_as, str) else stored_as))
         for k, dtype in dtypes.items():
-            place.main.export(f"p{k}", pack(adapter, Schema(base.fingerprint, config, dtype)), 1, create=True)
+            place.main.export(
+                f"p{k}", pack(adapter, Schema(base.fingerprint, config, dtype)), 1, create=True
+            )
 
         def look(turn):
             for name, slot in turn.slots.items():
                 stored, _ = unpack(place.main.load(name))
-                found = lora_tree.read_slot(turn.stacks[slot.bucket], slot.index, config.rank, stored)
-                for (_, mine), (_, theirs) in zip(params_lib.leaves_with_path(found), params_lib.leaves_with_path(stored), strict=True):
+                found = lora_tree.read_slot(
+                    turn.stacks[slot.bucket], slot.index, config.rank, stored
+                )
+                for (_, mine), (_, theirs) in zip(
+                    params_lib.leaves_with_path(found),
+                    params_lib.leaves_with_path(stored),
+                    strict=True,
+                ):
                     assert mine.dtype == slots_of
                     np.testing.assert_array_equal(mine, np.asarray(theirs).astype(mine.dtype))
             return turn.rows
@@ -143,16 +181,26 @@ def test_slots_hold_adapters_as_they_are_stored(tiny_base, rng, tmp_path, stored
             pool.run(look)
 
 
-def test_loads_are_verified_once_and_searched_for_nan_only_where_no_record_says_that_there_is_none(stored, tiny_base, monkeypatch):
+def test_loads_are_verified_once_and_searched_for_nan_only_where_no_record_says_that_there_is_none(
+    stored, tiny_base, monkeypatch
+):
     place, names, _ = stored
     base = tiny_base("llama")
     adapter, schema = unpack(place.main.load(names[0]))
     bad = jax.tree.map(lambda x: np.full_like(x, np.nan), adapter)
     place.main.export("bad", pack(bad, schema), 1, create=True, force=True)
     searched, hashed = [], []
-    monkeypatch.setattr("mint_jax.lora.tree.all_finite", lambda x: searched.append(x) or bool(np.isfinite(x).all()))
-    for where in ("catalog.storage.payloads.digest_of", "residency.residency.blake3_of", "residency.residency.blake3_alone"):
-        monkeypatch.setattr(f"mint_jax.{where}", lambda data: hashed.append(data) or digest_of(data))
+    monkeypatch.setattr(
+        "mint_jax.lora.tree.all_finite", lambda x: searched.append(x) or bool(np.isfinite(x).all())
+    )
+    for where in (
+        "catalog.storage.payloads.digest_of",
+        "residency.residency.blake3_of",
+        "residency.residency.blake3_alone",
+    ):
+        monkeypatch.setattr(
+            f"mint_jax.{where}", lambda data: hashed.append(data) or digest_of(data)
+        )
     with pool_of(base, names, place, 64) as pool:
         pool.run(lambda turn: turn.rows)
     assert len(hashed) == len(names)
@@ -160,7 +208,10 @@ def test_loads_are_verified_once_and_searched_for_nan_only_where_no_record_says_
     for name in names:
         adapters.read_adapter(name, base, place)
     assert searched == []
-    with pytest.raises(UserError, match="NaN or infinite"), pool_of(base, ["bad"], place, 64) as pool:
+    with (
+        pytest.raises(UserError, match="NaN or infinite"),
+        pool_of(base, ["bad"], place, 64) as pool,
+    ):
         pool.run(lambda turn: turn.rows)
     with pytest.raises(UserError, match="NaN or infinite"):
         adapters.read_adapter("bad", base, place)
@@ -178,13 +229,22 @@ def test_a_job_that_fails_leaves_no_lease(stored, tiny_base):
     assert leases(place) == 0
 
 
-def test_what_records_tell_is_refused_before_anything_runs(stored, tiny_base, hf_dirs, rng, tmp_path):
+def test_what_records_tell_is_refused_before_anything_runs(
+    stored, tiny_base, hf_dirs, rng, tmp_path
+):
     place, names, _ = stored
     base = tiny_base("llama")
     config, adapter = random_adapters(rng, base.cfg)["eight"]
     place.main.export("foreign", pack(adapter, Schema("ab" * 32, config)), 1, create=True)
     absent = Schema(base.fingerprint, dataclasses.replace(config, targets=("router",)))
-    router = {"dense": {"router": {"a": np.zeros((1, config.rank, 4), np.float32), "b": np.zeros((1, config.rank, 4), np.float32)}}}
+    router = {
+        "dense": {
+            "router": {
+                "a": np.zeros((1, config.rank, 4), np.float32),
+                "b": np.zeros((1, config.rank, 4), np.float32),
+            }
+        }
+    }
     place.main.export("router", pack(router, absent), 1, create=True)
     for wrong, told in [
         ("foreign", r"foreign@1 was trained on base abababababab.*load its own base"),
@@ -197,7 +257,11 @@ def test_what_records_tell_is_refused_before_anything_runs(stored, tiny_base, hf
     with pytest.raises(UserError, match=r"no catalog is given.*--config\.catalog"):
         pool_of(base, ["p@1"], None, 1)
     write_lines(tmp_path / "in.jsonl", [{"tokens": [1, 2]}])
-    fields = {"base": str(hf_dirs("llama")), "input": str(tmp_path / "in.jsonl"), "output": str(tmp_path / "out")}
+    fields = {
+        "base": str(hf_dirs("llama")),
+        "input": str(tmp_path / "in.jsonl"),
+        "output": str(tmp_path / "out"),
+    }
     with pytest.raises(UserError, match="slots is 0; expected"):
         score.run(config_of("score", **fields, slots=0), tmp_path / "work")
     write_lines(tmp_path / "in.jsonl", [{"tokens": [1, 2]}, {"tokens": [1, 2, 97]}])

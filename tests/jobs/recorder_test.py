@@ -1,4 +1,6 @@
-"""A run and the catalog: one writer per policy, taking up again after a kill, records that are not made twice."""
+"""A run and the catalog: one writer per policy, taking up again after a kill, records that are not
+made twice.
+"""
 
 import dataclasses
 import os
@@ -20,7 +22,9 @@ NAMES = ("p", "team/q")
 
 
 def snapshot(value: float) -> Snapshot:
-    return Snapshot({"dense": {"q": {"a": np.full((1, 1, 8), value, np.float32)}}}, SCHEMA, version=1)
+    return Snapshot(
+        {"dense": {"q": {"a": np.full((1, 1, 8), value, np.float32)}}}, SCHEMA, version=1
+    )
 
 
 @pytest.fixture
@@ -35,18 +39,30 @@ def claimed(catalog, folder, names=NAMES, schema=SCHEMA, fixed=()):
     folder.mkdir(exist_ok=True)
     hold = Hold(folder)
     hold.release()
-    return recorder.claim_policies(catalog, dict.fromkeys(names, schema), folder / "run.json", dict(fixed), hold)
+    return recorder.claim_policies(
+        catalog, dict.fromkeys(names, schema), folder / "run.json", dict(fixed), hold
+    )
 
 
 def export(recorder, step, value, final=False, names=NAMES):
-    recorder.export({name: snapshot(value + i) for i, name in enumerate(names)}, step, "a test", final=final)
+    recorder.export(
+        {name: snapshot(value + i) for i, name in enumerate(names)}, step, "a test", final=final
+    )
 
 
 def test_one_run_at_a_time_writes_a_policy(catalog, tmp_path):
     first = claimed(catalog, tmp_path / "a").recorder
-    with pytest.raises(UserError, match=rf"policy 'p' is being trained by 'run [0-9a-f]{{32}} on .*process {os.getpid()} on host"):
+    with pytest.raises(
+        UserError,
+        match=(
+            rf"policy 'p' is being trained by 'run [0-9a-f]{{32}} on .*process {os.getpid()} on"
+            r" host"
+        ),
+    ):
         claimed(catalog, tmp_path / "b", names=("other", "p"))
-    assert catalog.main.policy("other").session_owner is None, "the refused run gave back what it had"
+    assert catalog.main.policy("other").session_owner is None, (
+        "the refused run gave back what it had"
+    )
     export(first, 1, 10.0)
     first.drain()
     again = claimed(catalog, tmp_path / "a").recorder  # the same workdir, as after a kill
@@ -70,7 +86,12 @@ def test_repeated_steps_make_no_second_record_and_latest_does_not_go_back(catalo
     rollouts = {}
 
     def roll(recorder, step):
-        recorder.rollout("p", step, lambda recorded: rollouts.setdefault(step, (b"tokens of %d" % recorded, 3, 0.5)), keep=3)
+        recorder.rollout(
+            "p",
+            step,
+            lambda recorded: rollouts.setdefault(step, (b"tokens of %d" % recorded, 3, 0.5)),
+            keep=3,
+        )
 
     for step in range(1, 6):
         export(first, step, 10.0 * step)
@@ -78,7 +99,8 @@ def test_repeated_steps_make_no_second_record_and_latest_does_not_go_back(catalo
     first.checkpoint("step_4", {"p": 2, "team/q": 2})
     first.drain()  # and then it is killed
     again = claimed(catalog, tmp_path / "a").recorder
-    again.resume({"p": 2, "team/q": 2})  # its checkpoint is of step 2, whose revisions may be recorded already, as here
+    # its checkpoint is of step 2, whose revisions may be recorded already, as here
+    again.resume({"p": 2, "team/q": 2})
     again.checkpoint("step_4", {"p": 2, "team/q": 2})
     for step in range(2, 8):
         export(again, step, 10.0 * step)
@@ -120,7 +142,9 @@ def test_a_policy_of_the_catalog_goes_on_and_its_steps_count_on(catalog, tmp_pat
     export(second.recorder, 1, 5.0)
     second.recorder.drain()
     killed = claimed(catalog, tmp_path / "b")
-    assert killed.start == second.start, "a restart begins where the run began, not at what the run itself made"
+    assert killed.start == second.start, (
+        "a restart begins where the run began, not at what the run itself made"
+    )
     killed.recorder.stop()
     second.recorder.stop()
     assert [r.step for r in catalog.main.revisions("p")] == [24, 25]
@@ -165,7 +189,9 @@ def test_an_unknown_source_of_rollouts_is_refused(catalog, tmp_path):
     assert catalog.main.policy("p").session_owner is None
 
 
-def test_a_run_of_another_machine_is_waited_for_until_it_proves_dead_or_alive(catalog, tmp_path, monkeypatch):
+def test_a_run_of_another_machine_is_waited_for_until_it_proves_dead_or_alive(
+    catalog, tmp_path, monkeypatch
+):
     monkeypatch.setattr(recorder, "SESSION_S", 1.0)
     monkeypatch.setattr(recorder, "POLL_S", 0.05)
     monkeypatch.setattr(hold, "_machine", lambda host: "elsewhere/1")
@@ -179,7 +205,9 @@ def test_a_run_of_another_machine_is_waited_for_until_it_proves_dead_or_alive(ca
         sleep(seconds)
 
     monkeypatch.setattr(recorder.time, "sleep", sleep_while_it_renews)
-    with pytest.raises(UserError, match=r"being trained by 'run [0-9a-f]{32} on elsewhere/1, process"):
+    with pytest.raises(
+        UserError, match=r"being trained by 'run [0-9a-f]{32} on elsewhere/1, process"
+    ):
         claimed(catalog, tmp_path / "a")
     monkeypatch.setattr(recorder.time, "sleep", sleep)
     catalog.main.renew_session(session, 0.3)  # its last: from here it is dead

@@ -7,8 +7,29 @@ from rich.console import Console
 
 from mint_jax.jobs import report
 
-COLUMNS = ("policy", "rank", "margin_before", "margin_after", "preferred_before", "preferred_after", "adapter_bytes", "note")
-ROWS = [(f"policy{i}", 8 * i, 0.0, 1234.56789 + i, 0.5, 0.987, 123456789 + i, "some words that may wrap") for i in range(3)]
+COLUMNS = (
+    "policy",
+    "rank",
+    "margin_before",
+    "margin_after",
+    "preferred_before",
+    "preferred_after",
+    "adapter_bytes",
+    "note",
+)
+ROWS = [
+    (
+        f"policy{i}",
+        8 * i,
+        0.0,
+        1234.56789 + i,
+        0.5,
+        0.987,
+        123456789 + i,
+        "some words that may wrap",
+    )
+    for i in range(3)
+]
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 100, 200])
@@ -23,13 +44,28 @@ def test_a_table_fits_the_terminal(width, monkeypatch):
     for column in COLUMNS:
         assert column in text.replace("\n", " ")
     blocks = text.count("policy2")
-    assert (blocks == 1) == (width >= 200) if width in (40, 60, 200) else blocks >= 1, "further columns stand behind the name again"
+    assert (blocks == 1) == (width >= 200) if width in (40, 60, 200) else blocks >= 1, (
+        "further columns stand behind the name again"
+    )
     assert text.count("held out") == 1
 
 
 def test_a_result_is_a_table_with_the_names_of_revisions(capsys, tmp_path):
-    row = {"name": "adder", "rank": 2, "reward_before": 0.25, "reward_after": 0.75, "revision": "ab" * 32, "number": 3}
-    found = {"job": "grpo", "policies": [row], "wall_s": 1.5, "kernels_passed_over": [], "stamp": {"config": {}}}
+    row = {
+        "name": "adder",
+        "rank": 2,
+        "reward_before": 0.25,
+        "reward_after": 0.75,
+        "revision": "ab" * 32,
+        "number": 3,
+    }
+    found = {
+        "job": "grpo",
+        "policies": [row],
+        "wall_s": 1.5,
+        "kernels_passed_over": [],
+        "stamp": {"config": {}},
+    }
     report.result(found, tmp_path / "result.json")
     out = capsys.readouterr().out
     assert "adder@3" in out

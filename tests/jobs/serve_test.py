@@ -1,5 +1,6 @@
-"""The job ``serve`` as a user starts it: one line says where it is, the official client trains and samples, SIGTERM ends it, and the same
-command goes on."""
+"""The job ``serve`` as a user starts it: one line says where it is, the official client trains and
+samples, SIGTERM ends it, and the same command goes on.
+"""
 
 import os
 import socket
@@ -22,7 +23,11 @@ WAIT_S = 120
 def served(workdir, environment=None, **options) -> Served:
     """The command in a process of its own."""
     return Served(
-        "mint_jax.launch", "configs/serve.py:ci", workdir, options, {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""} | (environment or {})
+        "mint_jax.launch",
+        "configs/serve.py:ci",
+        workdir,
+        options,
+        {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""} | (environment or {}),
     )
 
 
@@ -43,11 +48,15 @@ def test_a_server_is_started_used_stopped_and_started_again(tmp_path, monkeypatc
         losses = []
         for _ in range(4):
             forward = trained.forward_backward(data, "cross_entropy")
-            updated = trained.optim_step(types.AdamParams(learning_rate=0.01))  # of 8 first factors all fall; at 0.05 one rose
+            # of 8 first factors all fall; at 0.05 one rose
+            updated = trained.optim_step(types.AdamParams(learning_rate=0.01))
             losses.append(forward.result().metrics["loss:sum"])
             assert updated.result().metrics["skipped"] == 0
         assert losses[-1] < losses[0]
-        state, weights = trained.save_state("one").result().path, trained.save_weights_for_sampler("one").result().path
+        state, weights = (
+            trained.save_state("one").result().path,
+            trained.save_weights_for_sampler("one").result().path,
+        )
         sampler = client.create_sampling_client(model_path=weights).result()
         tokens = sampler.sample(prompt, 1, greedy).result().sequences[0].tokens
         expected = trained.forward(data, "cross_entropy").result().metrics["loss:sum"]
@@ -62,14 +71,19 @@ def test_a_server_is_started_used_stopped_and_started_again(tmp_path, monkeypatc
         sampler = client.create_sampling_client(model_path=weights).result()
         assert sampler.sample(prompt, 1, greedy).result().sequences[0].tokens == tokens
         resumed = client.create_training_client_from_state_with_optimizer(state).result()
-        assert resumed.forward(data, "cross_entropy").result().metrics["loss:sum"] == pytest.approx(expected, rel=1e-5)  # another company
+        # another company
+        assert resumed.forward(data, "cross_entropy").result().metrics["loss:sum"] == pytest.approx(
+            expected, rel=1e-5
+        )
     finally:
         again.stop()
 
 
 @pytest.mark.long
 def test_a_server_that_compiles_listens_and_ends_at_once(tmp_path):
-    """With an empty compilation cache; what XLA compiles cannot be interrupted, and is left behind."""
+    """With an empty compilation cache; what XLA compiles cannot be interrupted, and is left
+    behind.
+    """
     for made in ("bases", "native"):  # these take their time, too
         if (cache_dir() / made).exists():
             (tmp_path / "cache").mkdir(exist_ok=True)
@@ -105,6 +119,9 @@ def test_settings_that_cannot_be_are_refused_before_anything_is_served(options, 
 
 
 def test_a_port_that_is_taken_is_told_before_the_base_is_loaded(tmp_path, capfd):
-    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UserError, match=r"port \d+ of 127.0.0.1 cannot be used"):
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        pytest.raises(UserError, match=r"port \d+ of 127.0.0.1 cannot be used"),
+    ):
         serve.run(load("configs/serve.py:ci", f"--config.port={taken.getsockname()[1]}"), tmp_path)
     assert "loading base" not in capfd.readouterr().err

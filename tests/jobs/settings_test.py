@@ -1,4 +1,6 @@
-"""A config of one's own: every setting of its job exists, can be changed from the command line, is listed, and is checked."""
+"""A config of one's own: every setting of its job exists, can be changed from the command line, is
+listed, and is checked.
+"""
 
 import dataclasses
 from pathlib import Path
@@ -21,12 +23,14 @@ def get_config():
     config.steps = 4
     config.policies = ConfigDict({n: {"data": {"env": "digit_sum"}, "adapter": {"rank": 2}} for n in ("adder", "v2")})
     return config
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture
 def own(tmp_path):
-    """Loads a config file of the user's own with changes, as ``launch`` does; the file's text can be given."""
+    """Loads a config file of the user's own with changes, as ``launch`` does; the file's text can
+    be given.
+    """
 
     def load(*changes, text=TEN_LINES, name="own.py"):
         (tmp_path / name).write_text(text)
@@ -39,7 +43,12 @@ def own(tmp_path):
 
 def test_what_a_file_leaves_out_has_its_default_and_can_be_set(own):
     config = own()
-    assert (config.dtype, config.mesh.data, config.checkpoint.every, config.policies.adder.batch_size) == ("float32", -1, 10, 8)
+    assert (
+        config.dtype,
+        config.mesh.data,
+        config.checkpoint.every,
+        config.policies.adder.batch_size,
+    ) == ("float32", -1, 10, 8)
     assert "seed" not in config.policies.adder, "derived, unless somebody sets it"
     config = own(
         "--config.catalog=runs/catalog",
@@ -67,13 +76,38 @@ def test_what_a_file_leaves_out_has_its_default_and_can_be_set(own):
     [
         ("configs/sft/smollm2.py", "--config.policies.bracket.data.path=rows.jsonl"),
         ("configs/dpo/smollm2.py", "--config.policies.adder.data.path=pairs.jsonl"),
-        ("configs/sample.py", "--config.catalog=runs/q/catalog", "--config.input=p.jsonl", "--config.sampling.max_tokens=6"),
-        ("configs/evaluate.py", "--config.catalog=runs/quickstart/catalog", "--config.adapters.policy=adder@latest"),
+        (
+            "configs/sample.py",
+            "--config.catalog=runs/q/catalog",
+            "--config.input=p.jsonl",
+            "--config.sampling.max_tokens=6",
+        ),
+        (
+            "configs/evaluate.py",
+            "--config.catalog=runs/quickstart/catalog",
+            "--config.adapters.policy=adder@latest",
+        ),
         ("configs/evaluate.py", "--config.adapters.adder-v1=adder@1", "--config.env.seed=3"),
-        ("configs/quickstart.py", "--config.schedule=overlapped", "--config.policies.adder.env.count=12"),
-        ("configs/tiny/grpo_moe.py", "--config.router_noise=0.3", "--config.policies.*.sampling.replay=False"),
-        ("configs/scale_up/tiny.py", "--config.topology=smallest", "--config.model.sliding_window=128"),
-        ("configs/bench/catalog_scale.py", "--config.entries=(10000,)", "--config.peer.python=~/peer/bin/python"),
+        (
+            "configs/quickstart.py",
+            "--config.schedule=overlapped",
+            "--config.policies.adder.env.count=12",
+        ),
+        (
+            "configs/tiny/grpo_moe.py",
+            "--config.router_noise=0.3",
+            "--config.policies.*.sampling.replay=False",
+        ),
+        (
+            "configs/scale_up/tiny.py",
+            "--config.topology=smallest",
+            "--config.model.sliding_window=128",
+        ),
+        (
+            "configs/bench/catalog_scale.py",
+            "--config.entries=(10000,)",
+            "--config.peer.python=~/peer/bin/python",
+        ),
     ],
     ids=lambda c: "+".join(c).replace("--config.", "").replace("configs/", ""),
 )
@@ -107,7 +141,10 @@ def test_commands_of_figures_are_taken(run, tmp_path):
         ("polices.adder.seed=3", "polices is no setting: did you mean policies?"),
         ("policies.addr.seed=3", "policies.addr is no setting: did you mean policies.adder?"),
         ("policies.adder.adaptor.rank=3", "did you mean policies.adder.adapter?"),
-        ("policies.adder.optimizer.warmup=3", "did you mean policies.adder.optimizer.warmup_steps?"),
+        (
+            "policies.adder.optimizer.warmup=3",
+            "did you mean policies.adder.optimizer.warmup_steps?",
+        ),
         ("mesh.tensr=3", "did you mean mesh.tensor?"),
         ("qqqq=3", "qqqq is no setting: the config has job, base, "),
         ("steps.more=3", "steps is a value, not a section: set --config.steps=3"),
@@ -133,8 +170,14 @@ def test_a_misspelt_setting_is_refused_with_the_nearest(own, change, says):
         ("policies.adder.batch_size=-8", "policies.adder.batch_size is -8; expected"),
         ("policies.adder.seed=-1", "policies.adder.seed is -1; expected"),
         ("tensorboard=maybe", "tensorboard is 'maybe'; expected True or False"),
-        ("policies.adder.optimizer.learning_rate=fast", "learning_rate is 'fast'; expected a number"),
-        ("policies.adder.optimizer.schedule=steps", "policies.adder.optimizer: schedule is 'steps'; choose one of"),
+        (
+            "policies.adder.optimizer.learning_rate=fast",
+            "learning_rate is 'fast'; expected a number",
+        ),
+        (
+            "policies.adder.optimizer.schedule=steps",
+            "policies.adder.optimizer: schedule is 'steps'; choose one of",
+        ),
         ("policies.adder.adapter.targets=(1, 2)", r"targets is .*; expected a tuple of texts"),
         ("policies.adder.data.held_out=few", "held_out is 'few'; expected a whole number"),
     ],
@@ -146,7 +189,9 @@ def test_a_value_of_another_type_is_refused(own, change, says):
 
 def test_a_single_text_is_a_tuple_of_one(tmp_path):
     def stops(*changes):
-        config, declared = launch.load(str(ROOT / "configs" / "sample.py"), launch.split(changes)[1])
+        config, declared = launch.load(
+            str(ROOT / "configs" / "sample.py"), launch.split(changes)[1]
+        )
         settings.check(declared, config)
         return config.sampling.stop
 
@@ -162,11 +207,19 @@ def test_a_single_text_is_a_tuple_of_one(tmp_path):
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [
-        ('config.base = "tiny-random"', "pass", "base is not set .*: give it to the config file, or set --config.base="),
+        (
+            'config.base = "tiny-random"',
+            "pass",
+            "base is not set .*: give it to the config file, or set --config.base=",
+        ),
         ("config.steps = 4", "pass", "steps is not set"),
         ('{"rank": 2}', "{}", "policies.adder.adapter.rank is not set"),
         ('"adapter": {"rank": 2}', '"batch_size": 2', "policies.adder.adapter.rank is not set"),
-        ('"adapter": {"rank": 2}', '"adapter": 2', "policies.adder.adapter is 2; expected a section"),
+        (
+            '"adapter": {"rank": 2}',
+            '"adapter": 2',
+            "policies.adder.adapter is 2; expected a section",
+        ),
         ("config.steps = 4", "config.step = 4", "step is no setting: did you mean steps"),
         ("config.steps = 4", "config.steps = 4.0", "steps is 4.0; expected a whole number"),
         ("config.steps = 4", "config.steps = True", "steps is True; expected a whole number"),
@@ -189,23 +242,46 @@ def test_an_argument_that_nobody_takes_is_refused(own, tmp_path):
 
 def test_home_is_expanded_in_every_path(own, monkeypatch):
     monkeypatch.setenv("HOME", "/home/somebody")
-    config = own("--config.base=~/b", "--config.catalog=~/c", "--config.payloads=~/p", "--config.policies.adder.data.path=~/d.jsonl")
-    assert (config.base, config.catalog, config.payloads) == ("/home/somebody/b", "/home/somebody/c", "/home/somebody/p")
+    config = own(
+        "--config.base=~/b",
+        "--config.catalog=~/c",
+        "--config.payloads=~/p",
+        "--config.policies.adder.data.path=~/d.jsonl",
+    )
+    assert (config.base, config.catalog, config.payloads) == (
+        "/home/somebody/b",
+        "/home/somebody/c",
+        "/home/somebody/p",
+    )
     assert config.policies.adder.data.path == "/home/somebody/d.jsonl"
-    changes = launch.split(["--config.adapters.mine=~/adapter", "--config.env.path=~/q.jsonl", "--config.env.pattern=a~/b"])[1]
+    changes = launch.split(
+        [
+            "--config.adapters.mine=~/adapter",
+            "--config.env.path=~/q.jsonl",
+            "--config.env.pattern=a~/b",
+        ]
+    )[1]
     config, declared = launch.load(str(ROOT / "configs" / "evaluate.py"), changes)
     settings.check(declared, config)
-    assert (config.adapters.mine, config.env.path) == ("/home/somebody/adapter", "/home/somebody/q.jsonl")
+    assert (config.adapters.mine, config.env.path) == (
+        "/home/somebody/adapter",
+        "/home/somebody/q.jsonl",
+    )
     assert config.env.pattern == "a~/b"
     for job in JOBS:
         declared = settings.settings_of(job)
         places = {f.name: f.type for f in dataclasses.fields(declared)} if declared else {}
-        assert all(places[name] is options.Place for name in places.keys() & {"input", "output", "revision"}), job
+        assert all(
+            places[name] is options.Place
+            for name in places.keys() & {"input", "output", "revision"}
+        ), job
 
 
 def test_modules_beside_the_config_can_be_imported(own, tmp_path):
     (tmp_path / "my_ranks.py").write_text("RANK = 32\n")
-    text = TEN_LINES.replace('{"rank": 2}', '{"rank": RANK}').replace("def get", "from my_ranks import RANK\ndef get")
+    text = TEN_LINES.replace('{"rank": 2}', '{"rank": RANK}').replace(
+        "def get", "from my_ranks import RANK\ndef get"
+    )
     assert own(text=text).policies.adder.adapter.rank == 32
 
 
@@ -225,9 +301,15 @@ def test_every_setting_has_a_line(job):
 
 
 def test_help_lists_every_setting_with_its_present_value(capsys):
-    launch.main([f"--config={ROOT / 'configs' / 'sft' / 'smollm2.py'}", "--config.seed=12", "--help"])
+    launch.main(
+        [f"--config={ROOT / 'configs' / 'sft' / 'smollm2.py'}", "--config.seed=12", "--help"]
+    )
     text = capsys.readouterr().out
-    for line in ("--config.seed=12\n", "--config.catalog=\n", "--config.policies.bracket.optimizer.warmup_steps=2\n"):
+    for line in (
+        "--config.seed=12\n",
+        "--config.catalog=\n",
+        "--config.policies.bracket.optimizer.warmup_steps=2\n",
+    ):
         assert f"  {line}" in text
     assert "--config.policies.adder.seed=\n" in text
     assert "--config.policies.adder.data.NAME=" in text
@@ -250,11 +332,18 @@ def test_default_workdirs_differ_where_configs_do(tmp_path):
         )
     }
     assert len(runs) == 7
-    assert {Path("runs/sft/smollm2"), Path("runs/quickstart"), Path("runs/quickstart-ci"), Path("runs/dpo/own")} <= runs
+    assert {
+        Path("runs/sft/smollm2"),
+        Path("runs/quickstart"),
+        Path("runs/quickstart-ci"),
+        Path("runs/dpo/own"),
+    } <= runs
 
 
 def test_a_file_without_declared_settings_is_its_own_declaration():
-    config = ConfigDict({"job": "bench", "n": 3, "rate": 1.0, "sizes": (1, 2), "shape": {"layers": 2}})
+    config = ConfigDict(
+        {"job": "bench", "n": 3, "rate": 1.0, "sizes": (1, 2), "shape": {"layers": 2}}
+    )
     settings.change(None, config, "shape.layers", "4")
     settings.change(None, config, "sizes", "(3,)")
     settings.change(None, config, "rate", "2")

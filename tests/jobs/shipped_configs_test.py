@@ -1,4 +1,6 @@
-"""Every config of a job runs: the small ones here, one after another as a user would, the others for one step among the slow."""
+"""Every config of a job runs: the small ones here, one after another as a user would, the others
+for one step among the slow.
+"""
 
 import importlib
 import json
@@ -38,7 +40,12 @@ def test_what_training_leaves_is_sampled_scored_and_evaluated(tmp_path):
     with Catalog.open(tmp_path / "catalog") as opened:
         opened.branch("again", "adder@latest")
     asked = tmp_path / "in.jsonl"
-    asked.write_text("".join(json.dumps({"prompt": "1 + 2 =", "adapter": adapter}) + "\n" for adapter in ("adder@latest", "again@latest")))
+    asked.write_text(
+        "".join(
+            json.dumps({"prompt": "1 + 2 =", "adapter": adapter}) + "\n"
+            for adapter in ("adder@latest", "again@latest")
+        )
+    )
     files = (f"--config.input={asked}", f"--config.output={tmp_path / 'out.jsonl'}")
     run(
         "configs/sample.py",
@@ -55,7 +62,12 @@ def test_what_training_leaves_is_sampled_scored_and_evaluated(tmp_path):
     asked.write_text(json.dumps({"text": "1 + 2 = 3", "adapter": "again@latest"}) + "\n")
     files = (f"--config.input={asked}", f"--config.output={tmp_path / 'scores.jsonl'}")
     assert run("configs/score.py", tmp_path / "score", base, catalog, *files)["sequences"] == 1
-    few = ("--config.examples=2", "--config.samples=1", "--config.adapters.policy=again@latest", "--config.sampling.max_tokens=4")
+    few = (
+        "--config.examples=2",
+        "--config.samples=1",
+        "--config.adapters.policy=again@latest",
+        "--config.sampling.max_tokens=4",
+    )
     assert run("configs/evaluate.py", tmp_path / "evaluate", base, catalog, *few)
 
 

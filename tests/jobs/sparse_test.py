@@ -1,4 +1,6 @@
-"""Learning on a sparse base: a tiny model with latent attention and experts is pretrained, then GRPO trains LoRA on its experts."""
+"""Learning on a sparse base: a tiny model with latent attention and experts is pretrained, then
+GRPO trains LoRA on its experts.
+"""
 
 import runpy
 from pathlib import Path
@@ -39,9 +41,11 @@ def test_the_base_is_a_checkpoint_that_learned(made, mesh):
 
 @pytest.mark.slow  # two whole trainings; what is exact about replay is told by train/replay_test.py
 def test_rewards_rise_on_experts_whose_router_differs_and_replay_narrows_the_gap(made, tmp_path):
-    """Router weights of trainer and sampler differ: replay takes the choice out of the gap, and leaves the weights of what was chosen.
+    """Router weights of trainer and sampler differ: replay takes the choice out of the gap, and
+    leaves the weights of what was chosen.
 
-    Of learning without replay nothing is asked: at this noise and size it learned as much (the table is in docs/numbers.md).
+    Of learning without replay nothing is asked: at this noise and size it learned as much (the
+    table is in docs/numbers.md).
     """
     run = {}
     for replay in (True, False):

@@ -1,4 +1,6 @@
-"""Data and losses of sft and dpo: what rows may be, and that a policy's own loss settings reach its trainer."""
+"""Data and losses of sft and dpo: what rows may be, and that a policy's own loss settings reach its
+trainer.
+"""
 
 import dataclasses
 import json
@@ -22,7 +24,9 @@ JOBS = {"sft": (sft, sft.SFT), "dpo": (dpo, dpo.DPO)}
 
 def config_of(job: str, policy: dict | None = None) -> ConfigDict:
     one = {"data": {"env": "digit_sum"}, "adapter": {"rank": 2}} | (policy or {})
-    return settings.complete(ConfigDict({"job": job, "base": "tiny-random", "steps": 1, "policies": {"a": one}}))
+    return settings.complete(
+        ConfigDict({"job": job, "base": "tiny-random", "steps": 1, "policies": {"a": one}})
+    )
 
 
 @pytest.fixture(scope="module")
@@ -40,10 +44,15 @@ def test_a_registered_loss_is_one_of_the_jobs_that_can_feed_it(monkeypatch):
 
     def of_rollouts(kind):
         one = grpo | {"loss": {"kind": kind}}
-        return settings.complete(ConfigDict({"job": "grpo", "base": "tiny-random", "steps": 1, "policies": {"a": one}}))
+        return settings.complete(
+            ConfigDict({"job": "grpo", "base": "tiny-random", "steps": 1, "policies": {"a": one}})
+        )
 
     assert of_rollouts("of_rewards").policies.a.loss.kind == "of_rewards"
-    for refused in (lambda: config_of("sft", {"loss": {"kind": "of_rewards"}}), lambda: config_of("dpo", {"loss": {"kind": "focal"}})):
+    for refused in (
+        lambda: config_of("sft", {"loss": {"kind": "of_rewards"}}),
+        lambda: config_of("dpo", {"loss": {"kind": "focal"}}),
+    ):
         with pytest.raises(UserError, match=r"but job (sft|dpo) minimises"):
             refused()
     for kind in ("focal", "cross_entropy", "dpo"):
@@ -60,7 +69,10 @@ def test_a_registered_loss_is_one_of_the_jobs_that_can_feed_it(monkeypatch):
     ],
 )
 def test_another_loss_is_refused(job, loss, kind):
-    with pytest.raises(UserError, match=rf"policies.a: loss.kind is '{loss['kind']}', but job {job} minimises '{kind}'"):
+    with pytest.raises(
+        UserError,
+        match=rf"policies.a: loss.kind is '{loss['kind']}', but job {job} minimises '{kind}'",
+    ):
         config_of(job, {"loss": loss})
 
 
@@ -91,7 +103,9 @@ def test_kl_of_sft_keeps_the_policy_near(base):
     groups = supervised.weighted(student.train[:2])
     norms = {}
     for kl in (0.0, 5.0):
-        own = config_of("sft", {"loss": {"kl_kind": "k3", "kl": kl}, "optimizer": {"learning_rate": 0.1}})
+        own = config_of(
+            "sft", {"loss": {"kl_kind": "k3", "kl": kl}, "optimizer": {"learning_rate": 0.1}}
+        )
         trainer = Trainer(base, [common.policy_config("a", own.policies.a, 0)])
         rows = [trainer.update({"a": groups})["a"] for _ in range(2)]
         assert ("kl" in rows[1]) == (kl > 0)
@@ -124,7 +138,10 @@ def write(path, rows, blank_at=()):
     return str(path)
 
 
-GOOD = {"sft": {"prompt": "a", "completion": " b"}, "dpo": {"prompt": "a", "chosen": " b", "rejected": " c"}}
+GOOD = {
+    "sft": {"prompt": "a", "completion": " b"},
+    "dpo": {"prompt": "a", "chosen": " b", "rejected": " c"},
+}
 
 
 @pytest.mark.parametrize("job", JOBS)
@@ -132,28 +149,46 @@ GOOD = {"sft": {"prompt": "a", "completion": " b"}, "dpo": {"prompt": "a", "chos
     ("bad", "says"),
     [
         ({"messages": "hi", "chosen": 1, "rejected": 2}, "expected a list of messages"),
-        ({"prompt": 5, "completion": " b", "chosen": " b", "rejected": " c"}, "prompt is '5'; expected a list of messages"),
-        ({"prompt": "a", "completion": 5, "chosen": 5, "rejected": " c"}, "is '5'; expected a string"),
+        (
+            {"prompt": 5, "completion": " b", "chosen": " b", "rejected": " c"},
+            "prompt is '5'; expected a list of messages",
+        ),
+        (
+            {"prompt": "a", "completion": 5, "chosen": 5, "rejected": " c"},
+            "is '5'; expected a string",
+        ),
         ({"question": "a"}, "has columns question; expected"),
-        ({"prompt": "a", "completion": " b" * 600, "chosen": " b" * 600, "rejected": " c"}, "tokens, which exceeds the context of 512"),
+        (
+            {"prompt": "a", "completion": " b" * 600, "chosen": " b" * 600, "rejected": " c"},
+            "tokens, which exceeds the context of 512",
+        ),
     ],
     ids=["messages", "prompt", "reply", "columns", "long"],
 )
 def test_a_bad_row_is_named_by_its_line(job, bad, says, base, tmp_path, monkeypatch):
     monkeypatch.setattr(common, "open_base", lambda config: base)
-    file = write(tmp_path / "rows.jsonl", [GOOD[job]] * 12 + [bad], blank_at=(3, 5))  # two empty lines before it: line 15
+    # two empty lines before it: line 15
+    file = write(tmp_path / "rows.jsonl", [GOOD[job]] * 12 + [bad], blank_at=(3, 5))
     with pytest.raises(UserError, match=rf"rows\.jsonl:15\b.*{says}"):
         JOBS[job][0].run(config_of(job, {"data": {"path": file}}), tmp_path / "work")
 
 
-LONG = {"sft": {"prompt": "a", "completion": " b" * 600}, "dpo": {"prompt": "a", "chosen": " b" * 600, "rejected": " c"}}
-NO_ROOM = {"sft": {"prompt": "a " * 600, "completion": " b"}, "dpo": {"prompt": "a " * 600, "chosen": " b", "rejected": " c"}}
+LONG = {
+    "sft": {"prompt": "a", "completion": " b" * 600},
+    "dpo": {"prompt": "a", "chosen": " b" * 600, "rejected": " c"},
+}
+NO_ROOM = {
+    "sft": {"prompt": "a " * 600, "completion": " b"},
+    "dpo": {"prompt": "a " * 600, "chosen": " b", "rejected": " c"},
+}
 
 
 def data_of(job, base, **data):
     config = config_of(job, {"data": data})
     kind = JOBS[job][1]
-    return supervised.data_of(config, base, kind, {"a": supervised.rows_of(config.policies.a.data, kind)})["a"].train
+    return supervised.data_of(
+        config, base, kind, {"a": supervised.rows_of(config.policies.a.data, kind)}
+    )["a"].train
 
 
 @pytest.mark.parametrize("job", JOBS)
@@ -165,14 +200,22 @@ def test_long_rows_are_cut_or_left_out_where_the_data_says_so(job, limit, base, 
     assert "of 4 rows 0 were cut" in capsys.readouterr().err
     assert len(whole) == 2
     cut = data_of(job, base, **options, too_long="cut")
-    assert f"of 4 rows 1 were cut to {limit or base.cfg.context} tokens and 1 left out" in capsys.readouterr().err
-    assert [dataclasses.asdict(group) for group in (cut[0], cut[2])] == [dataclasses.asdict(group) for group in whole]
+    assert (
+        f"of 4 rows 1 were cut to {limit or base.cfg.context} tokens and 1 left out"
+        in capsys.readouterr().err
+    )
+    assert [dataclasses.asdict(group) for group in (cut[0], cut[2])] == [
+        dataclasses.asdict(group) for group in whole
+    ]
     long = cut[1]
     assert len(long.prefix) + len(long.sequences[0].tokens) == (limit or base.cfg.context)
     full = JOBS[job][1].to_group(base, LONG[job], "row", True)
     assert long.prefix == full.prefix
     for short, one in zip(long.sequences, full.sequences, strict=True):
-        assert (short.tokens, short.weights) == (one.tokens[: len(short.tokens)], one.weights[: len(short.tokens)])
+        assert (short.tokens, short.weights) == (
+            one.tokens[: len(short.tokens)],
+            one.weights[: len(short.tokens)],
+        )
 
 
 def test_how_long_rows_may_be_is_checked_first(base, tmp_path):
@@ -181,7 +224,9 @@ def test_how_long_rows_may_be_is_checked_first(base, tmp_path):
         data_of("sft", base, path=file, too_long="trim")
     with pytest.raises(UserError, match=r"data.max_tokens is 513, but the base's context is 512"):
         data_of("sft", base, path=file, max_tokens=513)
-    with pytest.raises(UserError, match=r"exceeds data.max_tokens, 1: shorten it, or set data.too_long"):
+    with pytest.raises(
+        UserError, match=r"exceeds data.max_tokens, 1: shorten it, or set data.too_long"
+    ):
         data_of("sft", base, path=file, max_tokens=1)
     with pytest.raises(UserError, match=r"rows have more than 1 tokens: raise data.max_tokens"):
         data_of("sft", base, path=file, max_tokens=1, too_long="cut")
@@ -198,7 +243,10 @@ def test_columns_that_nobody_reads_are_named(tmp_path, capsys):
     ("policy", "says"),
     [
         ({"data": {}}, "policies.a.data: there is neither path nor env; expected path"),
-        ({"data": {"path": "a.jsonl", "held_out": -1}}, "held_out is -1; expected a whole number, at least 0"),
+        (
+            {"data": {"path": "a.jsonl", "held_out": -1}},
+            "held_out is -1; expected a whole number, at least 0",
+        ),
         ({"adapter": {}}, "policies.a.adapter.rank is not set"),
         ({"batch_size": 0}, "policies.a.batch_size is 0; expected"),
         ({"beta": 0.1}, "policies.a.beta is no setting"),
@@ -213,7 +261,9 @@ def test_a_bad_policy_is_refused_before_anything_runs(job, policy, says):
 def test_a_missing_file_is_refused_before_the_base_is_loaded(tmp_path, monkeypatch):
     monkeypatch.setattr(common, "open_base", lambda config: pytest.fail("loaded"))
     with pytest.raises(UserError, match="does not exist"):
-        sft.run(config_of("sft", {"data": {"path": str(tmp_path / "none.jsonl")}}), tmp_path / "work")
+        sft.run(
+            config_of("sft", {"data": {"path": str(tmp_path / "none.jsonl")}}), tmp_path / "work"
+        )
     assert not (tmp_path / "work").exists()
     with pytest.raises(UserError, match=r"data\.size is no setting of a file"):
         sft.run(config_of("sft", {"data": {"path": "none.jsonl", "size": 3}}), tmp_path / "work")

@@ -1,4 +1,6 @@
-"""grpo, sft and dpo: tiny jobs from their configs, their schedules, and what they refuse before computing."""
+"""grpo, sft and dpo: tiny jobs from their configs, their schedules, and what they refuse before
+computing.
+"""
 
 import json
 import runpy
@@ -79,22 +81,32 @@ def test_schedules_give_the_same_policies(own_env, tmp_path):
         workdir = tmp_path / f"{schedule}{cohorts}"
         result = grpo.run(config, workdir)
         with Catalog.open(workdir / "catalog") as catalog:
-            results[schedule, cohorts] = {p["name"]: unpack(catalog.load(p["revision"]))[0] for p in result["policies"]}
-            assert [catalog.resolve(p["name"]).digest for p in result["policies"]] == [p["revision"] for p in result["policies"]]
+            results[schedule, cohorts] = {
+                p["name"]: unpack(catalog.load(p["revision"]))[0] for p in result["policies"]
+            }
+            assert [catalog.resolve(p["name"]).digest for p in result["policies"]] == [
+                p["revision"] for p in result["policies"]
+            ]
         for p in result["policies"]:
             assert p["adapter_bytes"] > 0
         rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
-        assert sorted((r["step"], r["name"]) for r in rows) == [(s, n) for s in range(2) for n in ("cispo", "ppo")]
+        assert sorted((r["step"], r["name"]) for r in rows) == [
+            (s, n) for s in range(2) for n in ("cispo", "ppo")
+        ]
         assert (workdir / "rewards.png").stat().st_size > 1000
     first = jax.tree.leaves(results["sequential", 1])
     assert any(np.abs(x).max() > 0 for x in first)
     for other in results.values():
         for a, b in zip(first, jax.tree.leaves(other)):
-            # float32 sums in another order; Adam divides by the gradient's own size, so a step of 1e-4 may differ in part
+            # float32 sums in another order; Adam divides by the gradient's own size, so a step of
+            # 1e-4 may differ in part
             np.testing.assert_allclose(a, b, atol=2e-5)
 
 
-@pytest.mark.parametrize(("factory", "says"), [(raises, "division by zero"), (returns_nan, "nan"), (returns_text, "'good'")])
+@pytest.mark.parametrize(
+    ("factory", "says"),
+    [(raises, "division by zero"), (returns_nan, "nan"), (returns_text, "'good'")],
+)
 def test_a_bad_reward_names_policy_and_remedy(factory, says, own_env, tmp_path):
     config = only(tiny("grpo"), "ppo")
     config.policies.ppo.env.name = own_env(factory)
@@ -110,11 +122,19 @@ def test_a_reward_that_hangs_ends_the_run_at_its_timeout(where, own_env, tmp_pat
     release = threading.Event()
     examples = [Example(f"{i} is", "hangs" if where == "in training" else "") for i in range(4)]
     held_out = [Example("9 is", "hangs" if where == "held out" else "")]
-    env = ListEnvironment(examples, held_out, lambda text, example: float(not example.answer or release.wait(120)))
+    env = ListEnvironment(
+        examples, held_out, lambda text, example: float(not example.answer or release.wait(120))
+    )
     config = only(tiny("grpo", reward_timeout=0.5), "ppo")
     config.policies.ppo.env.name = own_env(lambda: env)
     try:
-        with pytest.raises(UserError, match=r"a reward has taken .*'ppo', completion .* of prompt '\d is'.*reward_timeout is 0\.5 s"):
+        with pytest.raises(
+            UserError,
+            match=(
+                r"a reward has taken .*'ppo', completion .* of prompt '\d is'.*reward_timeout is"
+                r" 0\.5 s"
+            ),
+        ):
             grpo.run(config, tmp_path)
     finally:
         release.set()
@@ -131,7 +151,9 @@ def test_another_runs_workdir_is_refused(tmp_path):
     sft.run(tiny("sft", steps=1), tmp_path)
     other = tiny("sft", steps=1)
     other.policies.adder.optimizer.learning_rate = 0.5
-    with pytest.raises(UserError, match=r"learning_rate=0\.01.*this one has 0\.5.*another --workdir"):
+    with pytest.raises(
+        UserError, match=r"learning_rate=0\.01.*this one has 0\.5.*another --workdir"
+    ):
         sft.run(other, tmp_path)
     saved = json.loads((tmp_path / "config.json").read_text())
     assert saved["policies"]["adder"]["optimizer"]["learning_rate"] == 0.01
@@ -141,7 +163,10 @@ def test_another_runs_workdir_is_refused(tmp_path):
     ("change", "says"),
     [
         (lambda p: p.adapter.update({"rank": 0}), "rank is 0"),
-        (lambda p: p.adapter.update({"targets": ("q", "router")}), "'router' is not a projection.*choose from"),
+        (
+            lambda p: p.adapter.update({"targets": ("q", "router")}),
+            "'router' is not a projection.*choose from",
+        ),
         (lambda p: p.adapter.update({"ranc": 3}), "adapter.ranc is no setting.*rank"),
         (lambda p: p.update({"optimiser": {}}), "policies.ppo.optimiser is no setting.*optimizer"),
         (lambda p: p.loss.update({"kind": "grpo"}), "loss is 'grpo'; choose one of"),
@@ -170,7 +195,12 @@ def test_a_bad_policy_is_refused_before_anything_is_sampled(change, says, tmp_pa
         ('{"prompt": "a", "completion": "b"}\n', "held_out is 1 but .* has 1 rows"),
         ('{"question": "a"}\n' * 20, "expected messages, or prompt and completion, or text"),
         ('{"prompt": "a", "completion": "b"}\nnot json\n', ":2 is not valid JSON"),
-        (json.dumps({"prompt": "a", "completion": "word " * 600}) + "\n" + '{"text": "a b c"}\n' * 20, "exceeds the context of 512"),
+        (
+            json.dumps({"prompt": "a", "completion": "word " * 600})
+            + "\n"
+            + '{"text": "a b c"}\n' * 20,
+            "exceeds the context of 512",
+        ),
         ('{"messages": [{"role": "user", "content": "a"}]}\n' * 20, "no assistant turn"),
     ],
 )

@@ -1,4 +1,6 @@
-"""The programs of ``launch/`` against stand-ins of gcloud, SLURM, kubectl and Ray: what they would do, what they do, how they end."""
+"""The programs of ``launch/`` against stand-ins of gcloud, SLURM, kubectl and Ray: what they would
+do, what they do, how they end.
+"""
 
 import json
 import os
@@ -25,7 +27,8 @@ TPU = ["bash", LAUNCH / "tpu_pod.sh", "--name=run1", *WHERE]
 SLURM = ["bash", "launch/slurm.sbatch", "--nodes=2", "--gpus-per-node=0"]
 GKE = [sys.executable, LAUNCH / "gke_jobset.py", "--name=run1", "--image=here", "--hosts=2"]
 RAY = [sys.executable, LAUNCH / "ray_job.py", "--address=http://head:8265", "--nodes=2"]
-# What runs in place of mint_jax.launch: says who it is and ends with what the file "status" says, which it moves on.
+# What runs in place of mint_jax.launch: says who it is and ends with what the file "status" says,
+# which it moves on.
 TOLD = 'echo "$MINT_PROCESS$SLURM_PROCID of $MINT_PROCESSES$SLURM_NTASKS got $*"'
 
 
@@ -39,7 +42,9 @@ def place(tmp_path):
 def launch(place: Path, command: list, **settings) -> subprocess.CompletedProcess[str]:
     env = stand_ins.install(place, **settings) | {"RAY_NODES": str(settings.get("nodes", 2))}
     cwd = place / "home" / "mint_jax"
-    return subprocess.run([str(one) for one in command], cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        [str(one) for one in command], cwd=cwd, env=env, capture_output=True, text=True, timeout=120
+    )
 
 
 def hosts_run(place: Path, line: str) -> None:
@@ -57,22 +62,42 @@ def verbs(place: Path) -> list[str]:
         (
             [*TPU, "--setup=make it", "--collect=out", "--restarts=1", "--create_flag=--spot"],
             [
-                "gcloud compute tpus queued-resources create run1 --node-id=run1 --project=p --zone=z --accelerator-type=v5p-16 "
-                "--runtime-version=v2 --spot --quiet",
+                (
+                    "gcloud compute tpus queued-resources create run1 --node-id=run1 --project=p"
+                    " --zone=z --accelerator-type=v5p-16 --runtime-version=v2 --spot --quiet"
+                ),
                 "--worker=all --ssh-flag=-tt --quiet --command=make\\ it",
-                "mint_jax.launch\\ --distributed=2\\ --config=configs/tiny/sft.py\\ --workdir=/runs/it\\\\\\'s\\\\\\ one",
+                (
+                    "mint_jax.launch\\ --distributed=2\\ --config=configs/tiny/sft.py\\"
+                    " --workdir=/runs/it\\\\\\'s\\\\\\ one"
+                ),
                 "# once more after a failure: 1 times",
-                "gcloud compute tpus tpu-vm scp --recurse run1:/runs/it\\'s\\ one out --project=p --zone=z --worker=0",
-                "gcloud compute tpus queued-resources delete run1 --project=p --zone=z --force --quiet",
+                (
+                    "gcloud compute tpus tpu-vm scp --recurse run1:/runs/it\\'s\\ one out"
+                    " --project=p --zone=z --worker=0"
+                ),
+                (
+                    "gcloud compute tpus queued-resources delete run1 --project=p --zone=z --force"
+                    " --quiet"
+                ),
                 "# host 1: process 1 of 2",
             ],
         ),
         (
             ["bash", "launch/slurm.sbatch", "--nodes=2", "--gpus-per-node=2", "--partition=x"],
             [
-                "sbatch --nodes=2 --ntasks=4 --ntasks-per-node=2 --gpus-per-node=2 --partition=x launch/slurm.sbatch -- --config=",
-                "srun --kill-on-bad-exit=1 --wait=60 .venv/bin/python -u -m mint_jax.launch --distributed=4 --config=",
-                "# process 3, on node 1: SLURM_PROCID=3 SLURM_NTASKS=4 SLURM_LOCALID=1; coordinator: node 0",
+                (
+                    "sbatch --nodes=2 --ntasks=4 --ntasks-per-node=2 --gpus-per-node=2"
+                    " --partition=x launch/slurm.sbatch -- --config="
+                ),
+                (
+                    "srun --kill-on-bad-exit=1 --wait=60 .venv/bin/python -u -m mint_jax.launch"
+                    " --distributed=4 --config="
+                ),
+                (
+                    "# process 3, on node 1: SLURM_PROCID=3 SLURM_NTASKS=4 SLURM_LOCALID=1;"
+                    " coordinator: node 0"
+                ),
             ],
         ),
         (
@@ -80,26 +105,41 @@ def verbs(place: Path) -> list[str]:
             [
                 "kubectl --namespace=default create --filename=-",
                 "kubectl --namespace=default delete jobset run1",
-                "# host 1: MINT_COORDINATOR=run1-workers-0-0.run1:8476 MINT_PROCESSES=2 MINT_PROCESS=1",
+                (
+                    "# host 1: MINT_COORDINATOR=run1-workers-0-0.run1:8476 MINT_PROCESSES=2"
+                    " MINT_PROCESS=1"
+                ),
             ],
         ),
         (
             [*GKE, "--accelerator=tpu-v5p-slice", "--topology=2x2x2"],
-            ["google.com/tpu: 4", "gke-tpu-topology: 2x2x2", "# host 1: TPU_WORKER_ID and TPU_WORKER_HOSTNAMES from GKE"],
+            [
+                "google.com/tpu: 4",
+                "gke-tpu-topology: 2x2x2",
+                "# host 1: TPU_WORKER_ID and TPU_WORKER_HOSTNAMES from GKE",
+            ],
         ),
         (
             [*RAY, "--directory=/r", "--gpus=8"],
             [
                 "ray job submit --address=http://head:8265",
-                "-- python ray_job.py --driver --address=http://head:8265 --nodes=2 --directory=/r --gpus=8 -- --config=",
+                (
+                    "-- python ray_job.py --driver --address=http://head:8265 --nodes=2"
+                    " --directory=/r --gpus=8 -- --config="
+                ),
                 "{'CPU': 1.0, 'GPU': 8.0} on each of 2 nodes",
-                "# node 1: MINT_COORDINATOR=ADDRESS_OF_NODE_0:FREE_PORT MINT_PROCESSES=2 MINT_PROCESS=1",
+                (
+                    "# node 1: MINT_COORDINATOR=ADDRESS_OF_NODE_0:FREE_PORT MINT_PROCESSES=2"
+                    " MINT_PROCESS=1"
+                ),
             ],
         ),
     ],
     ids=["tpu", "slurm", "gke", "gke-tpu", "ray"],
 )
-def test_a_dry_run_prints_the_commands_and_what_each_host_is_told_and_runs_nothing(place, command, says):
+def test_a_dry_run_prints_the_commands_and_what_each_host_is_told_and_runs_nothing(
+    place, command, says
+):
     done = launch(place, [*command, "--dry_run", *JOB])
     assert (done.returncode, done.stderr) == (0, "")
     assert [one for one in says if one not in done.stdout] == []
@@ -111,7 +151,10 @@ def test_a_dry_run_prints_the_commands_and_what_each_host_is_told_and_runs_nothi
     [
         ([*TPU[:2], "--name=a", *JOB], "--project is missing: give --project=PROJECT"),
         ([*TPU[:3], *WHERE[:1], *JOB], "--zone is missing"),
-        ([*TPU[:3], *WHERE[:3], *JOB], "--runtime_version is missing: give --runtime_version=v2-alpha-tpuv5"),
+        (
+            [*TPU[:3], *WHERE[:3], *JOB],
+            "--runtime_version is missing: give --runtime_version=v2-alpha-tpuv5",
+        ),
         ([*TPU, "--accelerator_type=h100-8", *JOB], "--accelerator_type=h100-8: expected v2-"),
         ([*TPU, "--name=Run_1", *JOB], "--name=Run_1: expected lower-case letters"),
         ([*TPU, "--wait=soon", *JOB], "--wait=soon: expected a whole number"),
@@ -119,12 +162,21 @@ def test_a_dry_run_prints_the_commands_and_what_each_host_is_told_and_runs_nothi
         (TPU, "no command: give -- --config=FILE --workdir="),
         ([*TPU, "--", "--config=x"], "no workdir behind --"),
         ([*SLURM[:3], *JOB], "--gpus-per-node=: give the GPUs of a node"),
-        ([*SLURM[:2], "--gpus-per-node=8", *JOB], "--nodes=: give the number of nodes, such as --nodes=2"),
+        (
+            [*SLURM[:2], "--gpus-per-node=8", *JOB],
+            "--nodes=: give the number of nodes, such as --nodes=2",
+        ),
         ([*SLURM, "--", "--workdir=x"], "no config behind --: give --config=FILE"),
         ([*SLURM, "--workdir=x"], "--workdir=x stands before --"),
         ([*GKE[:3], "--hosts=2", *JOB], "--image is missing: give --image=REGISTRY/mint_jax:TAG"),
-        ([*GKE, "--topology=2x2x4", *JOB], "--accelerator and --topology describe a TPU slice together"),
-        ([*GKE, "--accelerator=a", "--topology=3x3", *JOB], "--topology=3x3 is no slice that --hosts=2 share evenly"),
+        (
+            [*GKE, "--topology=2x2x4", *JOB],
+            "--accelerator and --topology describe a TPU slice together",
+        ),
+        (
+            [*GKE, "--accelerator=a", "--topology=3x3", *JOB],
+            "--topology=3x3 is no slice that --hosts=2 share evenly",
+        ),
         ([*GKE, "--", "--config=x", "--workdir=runs/x"], "--workdir is outside /runs"),
         ([*GKE, "--imaeg=x", *JOB], "unrecognized arguments: --imaeg=x"),
         ([*RAY, *JOB], "--directory is missing: give --directory=/shared/mint_jax"),
@@ -144,10 +196,25 @@ def test_a_tpu_slice_is_made_used_collected_and_deleted(place):
     hosts_run(place, f"{TOLD}; mkdir -p out && touch out/result.json")
     job = ["--", "--config=x.py", "--workdir=out", "--config.name=it's two"]
     states = [["WAITING_FOR_RESOURCES", "PROVISIONING", "ACTIVE"]]
-    done = launch(place, [*TPU, "--setup=touch ready", f"--collect={place / 'kept'}", *job], states=states)
+    done = launch(
+        place, [*TPU, "--setup=touch ready", f"--collect={place / 'kept'}", *job], states=states
+    )
     assert done.returncode == 0, done.stderr
-    assert verbs(place) == ["list", "create", "list", "list", "list", "describe", "ssh", "ssh", "scp", "delete"]
-    told = "-u -m mint_jax.launch --distributed=2 --config=x.py --workdir=out --config.name=it's two"
+    assert verbs(place) == [
+        "list",
+        "create",
+        "list",
+        "list",
+        "list",
+        "describe",
+        "ssh",
+        "ssh",
+        "scp",
+        "delete",
+    ]
+    told = (
+        "-u -m mint_jax.launch --distributed=2 --config=x.py --workdir=out --config.name=it's two"
+    )
     assert sorted(done.stdout.splitlines()) == [f"{i} of 2 got {told}" for i in range(2)]
     assert (place / "home" / "ready").exists()
     assert (place / "kept" / "out" / "result.json").exists()
@@ -156,9 +223,30 @@ def test_a_tpu_slice_is_made_used_collected_and_deleted(place):
 @pytest.mark.parametrize(
     ("settings", "options", "line", "status", "says", "called"),
     [
-        ({"states": [["FAILED"]]}, [], "exit 0", 1, "became FAILED: is there quota for v5p-16 in z?", "list create list delete"),
-        ({"states": [["CREATING"]]}, ["--wait=0"], "exit 0", 1, "is CREATING after 0 s: give a longer --wait", "list create list delete"),
-        ({"states": [["ACTIVE"]], "described": "READY\t1"}, [], "", 1, "not all its 2 hosts", "list create list describe delete"),
+        (
+            {"states": [["FAILED"]]},
+            [],
+            "exit 0",
+            1,
+            "became FAILED: is there quota for v5p-16 in z?",
+            "list create list delete",
+        ),
+        (
+            {"states": [["CREATING"]]},
+            ["--wait=0"],
+            "exit 0",
+            1,
+            "is CREATING after 0 s: give a longer --wait",
+            "list create list delete",
+        ),
+        (
+            {"states": [["ACTIVE"]], "described": "READY\t1"},
+            [],
+            "",
+            1,
+            "not all its 2 hosts",
+            "list create list describe delete",
+        ),
         # a process fails on a slice that is then preempted: a new one, and no third
         (
             {"states": [["ACTIVE", "SUSPENDED"], ["ACTIVE"]]},
@@ -168,15 +256,55 @@ def test_a_tpu_slice_is_made_used_collected_and_deleted(place):
             "the job ended with status 7",
             "list create list describe ssh ssh list delete create list describe ssh ssh delete",
         ),
-        ({"states": [["ACTIVE"]]}, ["--restarts=2"], "exit 2", 2, "status 2", "list create list describe ssh delete"),
-        ({"states": [["ACTIVE"]]}, ["--setup=exit 3"], "exit 0", 1, "the setup failed", "list create list describe ssh delete"),
-        ({"states": [["ACTIVE"]]}, ["--keep"], "exit 0", 0, "run1 is left; delete it with: gcloud", "list create list describe ssh"),
+        (
+            {"states": [["ACTIVE"]]},
+            ["--restarts=2"],
+            "exit 2",
+            2,
+            "status 2",
+            "list create list describe ssh delete",
+        ),
+        (
+            {"states": [["ACTIVE"]]},
+            ["--setup=exit 3"],
+            "exit 0",
+            1,
+            "the setup failed",
+            "list create list describe ssh delete",
+        ),
+        (
+            {"states": [["ACTIVE"]]},
+            ["--keep"],
+            "exit 0",
+            0,
+            "run1 is left; delete it with: gcloud",
+            "list create list describe ssh",
+        ),
         ({"states": [["ACTIVE"]], "found": True}, [], "exit 0", 0, "status 0", "list describe ssh"),
-        ({"states": [["CREATING"]], "found": True}, [], "exit 0", 1, "is CREATING, made by another", "list"),
+        (
+            {"states": [["CREATING"]], "found": True},
+            [],
+            "exit 0",
+            1,
+            "is CREATING, made by another",
+            "list",
+        ),
     ],
-    ids=["no quota", "no slice", "a host less", "preempted", "mistake", "setup", "keep", "found", "another's"],
+    ids=[
+        "no quota",
+        "no slice",
+        "a host less",
+        "preempted",
+        "mistake",
+        "setup",
+        "keep",
+        "found",
+        "another's",
+    ],
 )
-def test_however_it_ends_a_slice_that_was_made_is_deleted(place, settings, options, line, status, says, called):
+def test_however_it_ends_a_slice_that_was_made_is_deleted(
+    place, settings, options, line, status, says, called
+):
     hosts_run(place, line)
     done = launch(place, [*TPU, *options, *JOB], **settings)
     assert done.returncode == status, done.stderr
@@ -187,8 +315,11 @@ def test_however_it_ends_a_slice_that_was_made_is_deleted(place, settings, optio
 def test_an_interrupt_ends_the_hosts_and_deletes_the_slice(place):
     hosts_run(place, "touch begun$MINT_PROCESS; exec /bin/sleep 600")
     env = stand_ins.install(place, states=[["ACTIVE"]])
-    command = ["env", "--default-signal=INT", *map(str, TPU), *JOB]  # a shell that was started in the background ignores it
-    process = subprocess.Popen(command, cwd=place, env=env, start_new_session=True, stderr=subprocess.PIPE, text=True)
+    # a shell that was started in the background ignores it
+    command = ["env", "--default-signal=INT", *map(str, TPU), *JOB]
+    process = subprocess.Popen(
+        command, cwd=place, env=env, start_new_session=True, stderr=subprocess.PIPE, text=True
+    )
     while not all((place / "home" / "mint_jax" / f"begun{i}").exists() for i in range(2)):
         assert process.poll() is None
         time.sleep(0.05)
@@ -220,7 +351,11 @@ GONE = object()
         ((*POD, "volumes"), [], "mounts runs, and volumes are []"),
         ((*POD, "containers", 0, "args"), "--x", "'--x' is not of type 'array'"),
         ((*POD, "containers", 0, "name"), "other", "names container mint-jax"),
-        ((*POD, "containers", 0, "resources", "limits", "google.com/tpu"), "four", "'four' is not valid"),
+        (
+            (*POD, "containers", 0, "resources", "limits", "google.com/tpu"),
+            "four",
+            "'four' is not valid",
+        ),
     ],
 )
 def test_the_check_of_jobsets_refuses_what_a_server_refuses(path, value, says):
@@ -238,13 +373,19 @@ def test_the_check_of_jobsets_refuses_what_a_server_refuses(path, value, says):
     assert any(says in one for one in found), found
 
 
-@pytest.mark.parametrize("nodes", [[], ["--gpus=8"], ["--accelerator=tpu-v6e-slice", "--topology=2x4"]], ids=["cpu", "gpu", "tpu"])
+@pytest.mark.parametrize(
+    "nodes",
+    [[], ["--gpus=8"], ["--accelerator=tpu-v6e-slice", "--topology=2x4"]],
+    ids=["cpu", "gpu", "tpu"],
+)
 def test_the_jobsets_that_are_made_pass_the_check(place, nodes):
     done = launch(place, [*GKE, *nodes, "--claim=mine", "--restarts=5", "--dry_run", *JOB])
     jobset = yaml.safe_load(done.stdout)
     assert jobset_schema.problems(jobset) == []
     assert jobset["spec"]["failurePolicy"]["maxRestarts"] == 5
-    [container] = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"]
+    [container] = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"][
+        "containers"
+    ]
     assert container["args"] == ["--distributed=2", *JOB[1:]]
     assert ("env" in container) == (not nodes or "gpus" in nodes[0])
 
@@ -252,7 +393,13 @@ def test_the_jobsets_that_are_made_pass_the_check(place, nodes):
 @pytest.mark.parametrize(
     ("line", "restarts", "status", "says", "attempts"),
     [
-        (f"[ -e first ] || {{ touch first; exit 1; }}; {TOLD}", 1, 0, "1 of 2 got -u -m mint_jax.launch --distributed=2", 2),
+        (
+            f"[ -e first ] || {{ touch first; exit 1; }}; {TOLD}",
+            1,
+            0,
+            "1 of 2 got -u -m mint_jax.launch --distributed=2",
+            2,
+        ),
         ("exit 1", 1, 1, "the JobSet run1 failed after 1 restarts: a pod ended with status 1", 2),
         ("exit 2", 1, 1, "the JobSet run1 failed after 0 restarts: a pod ended with status 2", 1),
     ],
@@ -278,9 +425,21 @@ def test_pods_that_do_not_start_are_named_in_bounded_time_and_deleted(place):
     ("line", "options", "status", "says", "attempts"),
     [
         (TOLD, [], 0, "1 of 2 got -u -m mint_jax.launch --distributed=2", 1),
-        ("[ $MINT_PROCESS = 0 ] && exec /bin/sleep 1; exit 7", ["--restarts=1"], 1, "process 1 ended with status 7", 2),
+        (
+            "[ $MINT_PROCESS = 0 ] && exec /bin/sleep 1; exit 7",
+            ["--restarts=1"],
+            1,
+            "process 1 ended with status 7",
+            2,
+        ),
         ("exit 2", ["--restarts=1"], 1, "the job ended with status 2, attempt 1 of 2", 1),
-        (TOLD, ["--nodes=3", "--wait=1"], 1, "3 nodes with {'CPU': 1.0} free did not come in 1 s; alive are: 10.0.0.0 {'CPU': 1.0}", 0),
+        (
+            TOLD,
+            ["--nodes=3", "--wait=1"],
+            1,
+            "3 nodes with {'CPU': 1.0} free did not come in 1 s; alive are: 10.0.0.0 {'CPU': 1.0}",
+            0,
+        ),
     ],
     ids=["well", "failure", "mistake", "no nodes"],
 )
@@ -324,19 +483,33 @@ def get_config():
     config.checkpoint.every = 1
     config.policies.adder.optimizer = {"learning_rate": 0.1, "eps": 1.0}  # steps nearly proportional to the gradient
     return config
-"""
+"""  # noqa: E501
 
 
-def train(place: Path, command: list, workdir: Path, devices: int, dies: bool = False) -> subprocess.CompletedProcess[str]:
-    """The launcher, or the job itself, over a repository whose .venv is this one's; its processes have so many CPU devices."""
+def train(
+    place: Path, command: list, workdir: Path, devices: int, dies: bool = False
+) -> subprocess.CompletedProcess[str]:
+    """The launcher, or the job itself, over a repository whose .venv is this one's; its processes
+    have so many CPU devices.
+    """
     home = stand_ins.repository(place / "home", f'exec {sys.executable} "$@"')
     (place / "config.py").write_text(CONFIG)
     if not dies:
         (place / "died").touch()
-    quick = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "MINT_JAX_CACHE": str(place.parent / "cache"), "RAY_NODES": "2"}
-    env = stand_ins.install(place, states=[["ACTIVE"]]) | quick | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+    quick = {
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        "MINT_JAX_CACHE": str(place.parent / "cache"),
+        "RAY_NODES": "2",
+    }
+    env = (
+        stand_ins.install(place, states=[["ACTIVE"]])
+        | quick
+        | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+    )
     job = ["--config=" + str(place / "config.py"), f"--workdir={workdir}"]
-    return subprocess.run([*map(str, command), *job], cwd=home, env=env, capture_output=True, text=True, timeout=600)
+    return subprocess.run(
+        [*map(str, command), *job], cwd=home, env=env, capture_output=True, text=True, timeout=600
+    )
 
 
 def learned(workdir: Path) -> tuple[list[tuple], np.ndarray]:
@@ -344,7 +517,9 @@ def learned(workdir: Path) -> tuple[list[tuple], np.ndarray]:
     rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
     with Catalog.open(workdir / "catalog") as catalog:
         leaves = jax.tree.leaves(unpack(catalog.load("adder"))[0])
-    return [(row["step"], row["loss"], row["grad_norm"]) for row in rows], np.concatenate([np.ravel(x) for x in leaves])
+    return [(row["step"], row["loss"], row["grad_norm"]) for row in rows], np.concatenate(
+        [np.ravel(x) for x in leaves]
+    )
 
 
 @pytest.fixture(scope="module")
@@ -358,18 +533,30 @@ def alone(tmp_path_factory):
 
 @pytest.mark.long
 @pytest.mark.parametrize("where", ["tpu", "slurm", "gke", "ray"])
-def test_two_processes_started_by_the_launcher_learn_what_one_with_two_devices_does(where, tmp_path, alone):
-    commands = {"tpu": TPU, "slurm": SLURM, "gke": GKE, "ray": [*RAY, f"--directory={tmp_path / 'home' / 'mint_jax'}"]}
+def test_two_processes_started_by_the_launcher_learn_what_one_with_two_devices_does(
+    where, tmp_path, alone
+):
+    commands = {
+        "tpu": TPU,
+        "slurm": SLURM,
+        "gke": GKE,
+        "ray": [*RAY, f"--directory={tmp_path / 'home' / 'mint_jax'}"],
+    }
     workdir = tmp_path / "runs" / "x"
     dies = where == "gke"
-    done = train(tmp_path, [*commands[where], "--"], Path("/runs/x") if where == "gke" else workdir, 1, dies)
+    done = train(
+        tmp_path, [*commands[where], "--"], Path("/runs/x") if where == "gke" else workdir, 1, dies
+    )
     assert done.returncode == 0, done.stderr
     said = done.stdout + done.stderr
     assert "[launch] 2 processes with 1 devices each: 0 on" in said
     assert (tmp_path / "died").exists()
-    assert said.count("resumed at step") == dies, "a JobSet starts again where the last checkpoint was"
+    assert said.count("resumed at step") == dies, (
+        "a JobSet starts again where the last checkpoint was"
+    )
     steps, adapter = learned(workdir)
     expected, whole = alone
     assert len(expected) == 2
-    np.testing.assert_allclose(steps, expected, rtol=1e-4, atol=1e-5)  # float32 sums, in another order between processes
+    # float32 sums, in another order between processes
+    np.testing.assert_allclose(steps, expected, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(adapter, whole, rtol=1e-4, atol=1e-6)

@@ -1,7 +1,9 @@
-"""What the launchers talk to, on this machine: gcloud, sbatch, srun, kubectl and ray, each as far as a launcher uses it.
+"""What the launchers talk to, on this machine: gcloud, sbatch, srun, kubectl and ray, each as far
+as a launcher uses it.
 
-``install`` puts them on a PATH. They write every call to ``calls.jsonl`` of their folder, keep their state there, and start the
-processes of "hosts" here, told who they are in the way of the real one. A folder ``home`` has the repository (``repository``).
+``install`` puts them on a PATH. They write every call to ``calls.jsonl`` of their folder, keep
+their state there, and start the processes of "hosts" here, told who they are in the way of the real
+one. A folder ``home`` has the repository (``repository``).
 """
 
 import json
@@ -26,12 +28,24 @@ def install(folder: Path, **settings: Any) -> dict[str, str]:
     """The environment in which the stand-ins are found first; settings are read by them."""
     (folder / "bin").mkdir(parents=True)
     for name in NAMES:
-        script(folder / "bin" / name, f'exec {sys.executable} {"" if name == "kubectl" else "-S"} {__file__} {name} "$@"')
-    script(folder / "bin" / "sleep", "exec /bin/sleep 0.05")  # launchers wait half a minute between two looks
+        script(
+            folder / "bin" / name,
+            f'exec {sys.executable} {"" if name == "kubectl" else "-S"} {__file__} {name} "$@"',
+        )
+    # launchers wait half a minute between two looks
+    script(folder / "bin" / "sleep", "exec /bin/sleep 0.05")
     script(folder / "bin" / "python", f'exec {sys.executable} "$@"')
     (folder / "settings.json").write_text(json.dumps(settings))
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("MINT_PROCESS", "MINT_COORDINATOR", "SLURM_", "RAY_", "TPU_"))}
-    return kept | {"PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}", FOLDER: str(folder), "PYTHONPATH": str(ROOT)}
+    kept = {
+        k: v
+        for k, v in os.environ.items()
+        if not k.startswith(("MINT_PROCESS", "MINT_COORDINATOR", "SLURM_", "RAY_", "TPU_"))
+    }
+    return kept | {
+        "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
+        FOLDER: str(folder),
+        "PYTHONPATH": str(ROOT),
+    }
 
 
 def repository(home: Path, python: str) -> Path:
@@ -64,9 +78,14 @@ def free_port(least: int = 20000, most: int = 30000) -> int:
     raise RuntimeError("no free port")
 
 
-def start(command: Sequence[str], told: Sequence[dict[str, str]], **options: Any) -> list[subprocess.Popen]:
+def start(
+    command: Sequence[str], told: Sequence[dict[str, str]], **options: Any
+) -> list[subprocess.Popen]:
     """One process for each host, in groups of their own."""
-    return [subprocess.Popen(command, env=os.environ | one, start_new_session=True, **options) for one in told]
+    return [
+        subprocess.Popen(command, env=os.environ | one, start_new_session=True, **options)
+        for one in told
+    ]
 
 
 def end(processes: Sequence[subprocess.Popen]) -> None:
@@ -89,7 +108,10 @@ def until_one_fails(processes: Sequence[subprocess.Popen]) -> int:
 
 
 def variables(coordinator: str, hosts: int) -> list[dict[str, str]]:
-    return [{"MINT_COORDINATOR": coordinator, "MINT_PROCESSES": str(hosts), "MINT_PROCESS": str(i)} for i in range(hosts)]
+    return [
+        {"MINT_COORDINATOR": coordinator, "MINT_PROCESSES": str(hosts), "MINT_PROCESS": str(i)}
+        for i in range(hosts)
+    ]
 
 
 class Folder:
@@ -109,7 +131,9 @@ class Folder:
 
 
 def gcloud(folder: Folder, argv: list[str]) -> int:
-    """Setting ``states``: what a queued resource is at each look, a list for each one that is made. ``found``: one that was there."""
+    """Setting ``states``: what a queued resource is at each look, a list for each one that is made.
+    ``found``: one that was there.
+    """
     flags = dict(one[2:].split("=", 1) for one in argv if one.startswith("--") and "=" in one)
     verb, home = argv[3], folder.path / "home"
     made, looks = folder.read("made", 0), folder.read("looks", 0)
@@ -129,7 +153,9 @@ def gcloud(folder: Folder, argv: list[str]) -> int:
         print(folder.settings.get("described", "READY\t2"))
     elif verb == "ssh":
         # Stands for the metadata server, which tells each TPU host the same.
-        hosts = start(["bash", "-c", flags["command"]], variables(f"127.0.0.1:{free_port()}", 2), cwd=home)
+        hosts = start(
+            ["bash", "-c", flags["command"]], variables(f"127.0.0.1:{free_port()}", 2), cwd=home
+        )
         try:
             return next((status for status in [process.wait() for process in hosts] if status), 0)
         except KeyboardInterrupt:
@@ -151,15 +177,25 @@ def sbatch(folder: Folder, argv: list[str]) -> int:
     batch = next(i for i, one in enumerate(argv) if not one.startswith("--"))
     spooled = shutil.copy(argv[batch], folder.path / "slurm_script")
     port = free_port(61440, 65535)
-    allocation = {"SLURM_JOB_ID": str(port - 61440 + 4096), "SLURM_NTASKS": flags["ntasks"], "SLURM_JOB_NUM_NODES": flags["nodes"]}
-    return subprocess.run(["bash", spooled, *argv[batch + 1 :]], env=os.environ | allocation).returncode
+    allocation = {
+        "SLURM_JOB_ID": str(port - 61440 + 4096),
+        "SLURM_NTASKS": flags["ntasks"],
+        "SLURM_JOB_NUM_NODES": flags["nodes"],
+    }
+    return subprocess.run(
+        ["bash", spooled, *argv[batch + 1 :]], env=os.environ | allocation
+    ).returncode
 
 
 def srun(folder: Folder, argv: list[str]) -> int:
     assert "--kill-on-bad-exit=1" in argv
     command = argv[next(i for i, one in enumerate(argv) if not one.startswith("--")) :]
     tasks = int(os.environ["SLURM_NTASKS"])
-    step = {"SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_STEP_NUM_NODES": str(tasks), "SLURM_LOCALID": "0"}
+    step = {
+        "SLURM_STEP_NODELIST": "127.0.0.1",
+        "SLURM_STEP_NUM_NODES": str(tasks),
+        "SLURM_LOCALID": "0",
+    }
     return until_one_fails(start(command, [step | {"SLURM_PROCID": str(i)} for i in range(tasks)]))
 
 
@@ -169,11 +205,19 @@ def ray(folder: Folder, argv: list[str]) -> int:
         return 0
     where = next(one.split("=", 1)[1] for one in argv if one.startswith("--working-dir="))
     path = os.pathsep.join([str(Path(__file__).parent / "ray_module"), os.environ["PYTHONPATH"]])
-    return 1 if subprocess.run(argv[argv.index("--") + 1 :], cwd=where, env=os.environ | {"PYTHONPATH": path}).returncode else 0
+    return (
+        1
+        if subprocess.run(
+            argv[argv.index("--") + 1 :], cwd=where, env=os.environ | {"PYTHONPATH": path}
+        ).returncode
+        else 0
+    )
 
 
 def kubectl(folder: Folder, argv: list[str]) -> int:
-    """The API server's part; ``controller`` runs the pods. Setting ``pending``: pods that never start."""
+    """The API server's part; ``controller`` runs the pods. Setting ``pending``: pods that never
+    start.
+    """
     verb, *words = [one for one in argv if not one.startswith("--")]
     state = folder.read("jobset.json")
     if verb == "create":
@@ -187,7 +231,12 @@ def kubectl(folder: Folder, argv: list[str]) -> int:
             return 1
         folder.write("jobset.json", {"jobset": jobset, "status": {}, "phases": []})
         with (folder.path / "controller.log").open("w") as log:
-            made = subprocess.Popen([sys.executable, __file__, "controller"], start_new_session=True, stdout=log, stderr=log)
+            made = subprocess.Popen(
+                [sys.executable, __file__, "controller"],
+                start_new_session=True,
+                stdout=log,
+                stderr=log,
+            )
         folder.write("controller.pid", made.pid)
         while not folder.read("jobset.json")["phases"]:
             time.sleep(0.05)
@@ -197,13 +246,20 @@ def kubectl(folder: Folder, argv: list[str]) -> int:
     elif verb == "get" and words[0] == "jobset":
         print(json.dumps({"status": state["status"]}))
     elif verb == "get":
-        pods = [{"metadata": {"name": f"pod-{i}"}, "status": {"phase": phase}} for i, phase in enumerate(state["phases"])]
+        pods = [
+            {"metadata": {"name": f"pod-{i}"}, "status": {"phase": phase}}
+            for i, phase in enumerate(state["phases"])
+        ]
         for pod in pods[:1] if folder.settings.get("pending") else []:
-            pod["status"]["conditions"] = [{"type": "PodScheduled", "message": "0/3 nodes are available"}]
+            pod["status"]["conditions"] = [
+                {"type": "PodScheduled", "message": "0/3 nodes are available"}
+            ]
         print(json.dumps({"items": pods}))
     elif verb == "logs":
         attempt = next(one for one in argv if "restart-attempt" in one).split("=")[-1]
-        while "Running" in folder.read("jobset.json")["phases"] and int(attempt) == folder.read("jobset.json")["status"].get("restarts", 0):
+        while "Running" in folder.read("jobset.json")["phases"] and int(attempt) == folder.read(
+            "jobset.json"
+        )["status"].get("restarts", 0):
             time.sleep(0.2)
         if "--tail=-1" in argv:
             for file in sorted(folder.path.glob(f"pod-{attempt}-*.log")):
@@ -217,15 +273,22 @@ def kubectl(folder: Folder, argv: list[str]) -> int:
 
 
 def controller(folder: Folder, argv: list[str]) -> int:
-    """Starts the pods' containers as processes, in the repository that stands for the image; again after a failure, as JobSet does."""
+    """Starts the pods' containers as processes, in the repository that stands for the image; again
+    after a failure, as JobSet does.
+    """
     state = folder.read("jobset.json")
     spec = state["jobset"]["spec"]
     job = spec["replicatedJobs"][0]["template"]["spec"]
     [container] = job["template"]["spec"]["containers"]
     [volume] = container["volumeMounts"]
     local = str(folder.path / "runs")  # stands for the claim
-    command = [one.replace(f"={volume['mountPath']}/", f"={local}/") for one in [*container["command"], *container["args"]]]
-    mistakes = [code for rule in job["podFailurePolicy"]["rules"] for code in rule["onExitCodes"]["values"]]
+    command = [
+        one.replace(f"={volume['mountPath']}/", f"={local}/")
+        for one in [*container["command"], *container["args"]]
+    ]
+    mistakes = [
+        code for rule in job["podFailurePolicy"]["rules"] for code in rule["onExitCodes"]["values"]
+    ]
     pods: list[subprocess.Popen] = []
 
     def stop(*_: object) -> None:
@@ -235,24 +298,40 @@ def controller(folder: Folder, argv: list[str]) -> int:
     signal.signal(signal.SIGTERM, stop)
 
     def report(phase: str, **status: Any) -> None:
-        folder.write("jobset.json", state | {"phases": [phase] * job["completions"], "status": status})
+        folder.write(
+            "jobset.json", state | {"phases": [phase] * job["completions"], "status": status}
+        )
 
     for attempt in range(spec["failurePolicy"]["maxRestarts"] + 1):
         if folder.settings.get("pending"):
             report("Pending")
             time.sleep(600)
-        # All pods are on this machine: process 0's name becomes the loopback address, with a port of its own.
-        name = f"{state['jobset']['metadata']['name']}-workers-0-0.{state['jobset']['metadata']['name']}:8476"
+        # All pods are on this machine: process 0's name becomes the loopback address, with a port
+        # of its own.
+        name = f"{state['jobset']['metadata']['name']}-workers-0-0.{state['jobset']['metadata']['name']}:8476"  # noqa: E501
         address = f"127.0.0.1:{free_port()}"
         told = []
         for i in range(job["completions"]):
-            values = {one["name"]: one.get("value", str(i)).replace(name, address) for one in container["env"]}
-            assert all("completion-index" in one["valueFrom"]["fieldRef"]["fieldPath"] for one in container["env"] if "value" not in one)
+            values = {
+                one["name"]: one.get("value", str(i)).replace(name, address)
+                for one in container["env"]
+            }
+            assert all(
+                "completion-index" in one["valueFrom"]["fieldRef"]["fieldPath"]
+                for one in container["env"]
+                if "value" not in one
+            )
             told.append(values)
         pods[:] = []
         for i, one in enumerate(told):
             with (folder.path / f"pod-{attempt}-{i}.log").open("w") as log:
-                pods += start(command, [one], cwd=folder.path / "home" / "mint_jax", stdout=log, stderr=subprocess.STDOUT)
+                pods += start(
+                    command,
+                    [one],
+                    cwd=folder.path / "home" / "mint_jax",
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                )
         folder.write("pods.json", [pod.pid for pod in pods])
         report("Running", restarts=attempt)
         status = until_one_fails(pods)
@@ -272,7 +351,14 @@ def main(name: str, argv: list[str]) -> int:
     if name != "controller":
         with (folder.path / "calls.jsonl").open("a") as file:
             file.write(json.dumps([name, *argv]) + "\n")
-    parts = {"gcloud": gcloud, "sbatch": sbatch, "srun": srun, "ray": ray, "kubectl": kubectl, "controller": controller}
+    parts = {
+        "gcloud": gcloud,
+        "sbatch": sbatch,
+        "srun": srun,
+        "ray": ray,
+        "kubectl": kubectl,
+        "controller": controller,
+    }
     return parts[name](folder, argv)
 
 

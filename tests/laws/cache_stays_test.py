@@ -1,9 +1,12 @@
-"""The cache stays where it is: prefill and decoding neither copy its pages, nor turn them, nor send them to another device.
+"""The cache stays where it is: prefill and decoding neither copy its pages, nor turn them, nor send
+them to another device.
 
-Key heads that a mesh divides and such that it does not, latents that all heads share, and latents with an indexer, whose keys are
-read inside a condition: on eight CPU devices, where tokens are compared too, and ahead of time on TPUs.
+Key heads that a mesh divides and such that it does not, latents that all heads share, and latents
+with an indexer, whose keys are read inside a condition: on eight CPU devices, where tokens are
+compared too, and ahead of time on TPUs.
 
-Axes: L layers, U pages, Q prompts, G rollouts of a prompt, K kv heads, T prompt tokens, C new tokens.
+Axes: L layers, U pages, Q prompts, G rollouts of a prompt, K kv heads, T prompt tokens, C new
+tokens.
 """
 
 import math
@@ -32,7 +35,15 @@ from mint_jax.rollout.schedule import Prompt, Schedule, longest_table
 pytestmark = pytest.mark.bits
 
 MOVES = ("copy", "transpose")
-SENDS = ("all-gather", "all-reduce", "all-to-all", "reduce-scatter", "collective-permute", "collective-broadcast", "ragged-all-to-all")
+SENDS = (
+    "all-gather",
+    "all-reduce",
+    "all-to-all",
+    "reduce-scatter",
+    "collective-permute",
+    "collective-broadcast",
+    "ragged-all-to-all",
+)
 
 
 def keys_of(pool):
@@ -45,13 +56,19 @@ def shard(x):
 
 
 def large(text, least, ops):
-    """Instructions of these kinds, in fusions too, that make or take an array of at least so many bytes."""
+    """Instructions of these kinds, in fusions too, that make or take an array of at least so many
+    bytes.
+    """
     module = hlo.Module(text)
     found = []
     for body in module.computations.values():
         for i in body:
             sizes = [hlo.nbytes(module.types[name]) for name in i.operands if name in module.types]
-            if i.op in ops or (i.op.endswith("-start") and i.op.removesuffix("-start") in ops and i.op != "copy-start"):
+            if i.op in ops or (
+                i.op.endswith("-start")
+                and i.op.removesuffix("-start") in ops
+                and i.op != "copy-start"
+            ):
                 found += [f"{i.op} {i.type}"] if max([hlo.nbytes(i.type), *sizes]) >= least else []
     return found
 
@@ -59,23 +76,45 @@ def large(text, least, ops):
 def copied(text, pool):
     """Copies, those that go on beside others too, of a whole part of the pool on a device."""
     shapes = {shard(x) for x in keys_of(pool)}
-    made = [i for body in hlo.Module(text).computations.values() for i in body if i.op.startswith("copy")]
-    return [f"{i.op} {i.type}" for i in made if any(hlo.shape(found) in shapes for found in hlo.arrays(i.type))]
+    made = [
+        i
+        for body in hlo.Module(text).computations.values()
+        for i in body
+        if i.op.startswith("copy")
+    ]
+    return [
+        f"{i.op} {i.type}"
+        for i in made
+        if any(hlo.shape(found) in shapes for found in hlo.arrays(i.type))
+    ]
 
 
 def sent(text, pool):
-    """Collectives of arrays that end as pages or runs do, or that are as large as a tenth of the pool."""
+    """Collectives of arrays that end as pages or runs do, or that are as large as a tenth of the
+    pool.
+    """
     ends = {(positions, x.shape[-1]) for x in keys_of(pool) for positions in (PAGE, RUN)}
     module, out = hlo.Module(text), []
-    for i in (i for body in module.computations.values() for i in body if i.op.removesuffix("-start") in SENDS):
+    for i in (
+        i
+        for body in module.computations.values()
+        for i in body
+        if i.op.removesuffix("-start") in SENDS
+    ):
         types = [i.type, *(module.types[name] for name in i.operands if name in module.types)]
         paged = any(hlo.shape(array)[-2:] in ends for type_ in types for array in hlo.arrays(type_))
-        out += [f"{i.op} {i.type}"] if paged or max(map(hlo.nbytes, types)) >= programs.device_bytes(pool) / 10 else []
+        out += (
+            [f"{i.op} {i.type}"]
+            if paged or max(map(hlo.nbytes, types)) >= programs.device_bytes(pool) / 10
+            else []
+        )
     return out
 
 
 def check(text, pool):
-    """No copy of a part of the pool, and nothing of the size of one layer's smallest part moved or sent."""
+    """No copy of a part of the pool, and nothing of the size of one layer's smallest part moved or
+    sent.
+    """
     least = min(math.prod(shard(x)[1:]) * x.dtype.itemsize for x in keys_of(pool))
     assert not copied(text, pool)
     assert not large(text, least, MOVES)
@@ -84,28 +123,51 @@ def check(text, pool):
 
 T, C = 300, 200
 SIZES = {"vocab_size": 64, "d_model": 32, "num_layers": 2, "d_ff": 64}
-LATENT = {"num_heads": 8, "num_kv_heads": 8, "head_dim": 56, "latent": Latent(q_latent=40, kv_latent=48, nope=16, rope=40, value=16)}
+LATENT = {
+    "num_heads": 8,
+    "num_kv_heads": 8,
+    "head_dim": 56,
+    "latent": Latent(q_latent=40, kv_latent=48, nope=16, rope=40, value=16),
+}
 FAMILIES = {
-    "heads divided": ModelConfig("qwen3", **SIZES, num_heads=16, num_kv_heads=8, head_dim=32, qk_norm=True),
-    "heads whole": ModelConfig("qwen3", **SIZES, num_heads=16, num_kv_heads=4, head_dim=32, qk_norm=True),
+    "heads divided": ModelConfig(
+        "qwen3", **SIZES, num_heads=16, num_kv_heads=8, head_dim=32, qk_norm=True
+    ),
+    "heads whole": ModelConfig(
+        "qwen3", **SIZES, num_heads=16, num_kv_heads=4, head_dim=32, qk_norm=True
+    ),
     "latents": ModelConfig("deepseek_v3", **SIZES, **LATENT),
-    "indexer": ModelConfig("glm_moe_dsa", **SIZES, **LATENT, indexer=Indexer(4, 64, 100, True, (True, False))),
+    "indexer": ModelConfig(
+        "glm_moe_dsa", **SIZES, **LATENT, indexer=Indexer(4, 64, 100, True, (True, False))
+    ),
 }
 
 
 def planned(cfg, mesh, prompts, G):
-    """The plans of prefills and one decode as the engine makes them, pages of each part, and the row of each sample."""
+    """The plans of prefills and one decode as the engine makes them, pages of each part, and the
+    row of each sample.
+    """
     parts, table = device.page_parts(cfg, mesh), longest_table(T + C)
     here = -(-len(prompts) // parts)
-    count = 4 * here * (pages_for(T, PAGE) + G * pages_for(C, PAGE))  # more than is asked for: temporaries are of the rows, not of the pool
+    # more than is asked for: temporaries are of the rows, not of the pool
+    count = 4 * here * (pages_for(T, PAGE) + G * pages_for(C, PAGE))
     schedule = Schedule([Pages(count, PAGE) for _ in range(parts)], here * G)
     for prompt in prompts:
-        schedule.add(Prompt(Request(tuple(prompt), max_tokens=C, temperature=0, n=G), ("", None)), None)
+        schedule.add(
+            Prompt(Request(tuple(prompt), max_tokens=C, temperature=0, n=G), ("", None)), None
+        )
     schedule.admit(lambda sample: None, C)
     blocks = []
     while any(todo := schedule.to_prefill(16 // parts)):
         blocks.append(plans.blocks_plan(todo, 16, table, ()))
-    rows, places = plans.rows_plan(schedule.to_decode(C, lambda sample: None), parts * here * G, parts, table, cfg.vocab_size, ())
+    rows, places = plans.rows_plan(
+        schedule.to_decode(C, lambda sample: None),
+        parts * here * G,
+        parts,
+        table,
+        cfg.vocab_size,
+        (),
+    )
     assert len(places) == len(prompts) * G
     return blocks, rows, count, places
 
@@ -123,7 +185,8 @@ def planned(cfg, mesh, prompts, G):
 )
 def test_eight_devices_sample_as_one_and_keep_their_part_of_the_cache(family, G):
     cfg, Q = FAMILIES[family], 16
-    rng = np.random.default_rng(7)  # fixed, and so are the weights: greedy, lest two logits be nearly equal
+    # fixed, and so are the weights: greedy, lest two logits be nearly equal
+    rng = np.random.default_rng(7)
     specs = transformer.abstract(cfg)
     params = multihost.to_host(params_lib.init(specs, jax.random.key(7)))
     prompts = [rng.integers(0, cfg.vocab_size, n).tolist() for n in rng.integers(T // 2, T, Q)]
@@ -132,7 +195,9 @@ def test_eight_devices_sample_as_one_and_keep_their_part_of_the_cache(family, G)
         placed = jax.device_put(params, sharding.shardings(specs, mesh))
         blocks, rows, count, places = planned(cfg, mesh, prompts, G)
         pool = device.empty_pool(cfg, mesh, count, jnp.float32)
-        assert all(leaf.size == mesh.size * leaf.addressable_shards[0].data.size for leaf in keys_of(pool))
+        assert all(
+            leaf.size == mesh.size * leaf.addressable_shards[0].data.size for leaf in keys_of(pool)
+        )
         bytes_here = programs.device_bytes(pool)
         with jax.set_mesh(mesh):
             compiled = device.prefill.lower(placed, {}, pool, blocks[0], cfg=cfg).compile()
@@ -146,13 +211,20 @@ def test_eight_devices_sample_as_one_and_keep_their_part_of_the_cache(family, G)
             for plan in blocks:
                 pool, _ = device.prefill(placed, {}, pool, plan, cfg=cfg)
             pool, drawn = device.decode(placed, {}, pool, rows, np.int32(9), cfg=cfg)
-            jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s, x.ndim) or pytest.fail(f"{x.shape} has moved"), pool, where)
+            jax.tree.map(
+                lambda x, s: (
+                    x.sharding.is_equivalent_to(s, x.ndim) or pytest.fail(f"{x.shape} has moved")
+                ),
+                pool,
+                where,
+            )
         drawn = jax.device_get(drawn)
         assert (drawn.count[places] == 9).all()
         results.append((drawn.tokens[places, :9], drawn.logprobs[places, :9]))
     (tokens, one), (tokens8, eight) = results
     np.testing.assert_array_equal(tokens8, tokens)
-    np.testing.assert_allclose(eight, one, atol=1e-5 * max(1, np.abs(one).max()))  # float32 sums in parts
+    # float32 sums in parts
+    np.testing.assert_allclose(eight, one, atol=1e-5 * max(1, np.abs(one).max()))
 
 
 POD = {"vocab_size": 1024, "d_model": 256, "num_layers": 2, "d_ff": 256}
@@ -167,24 +239,42 @@ LATENT_POD |= {"latent": Latent(q_latent=128, kv_latent=256, nope=64, rope=64, v
         ModelConfig("qwen3", **POD, num_heads=16, num_kv_heads=4, head_dim=128),
         ModelConfig("qwen3", **POD, num_heads=16, num_kv_heads=8, head_dim=64),
         ModelConfig("deepseek_v3", **POD, **LATENT_POD),
-        ModelConfig("glm_moe_dsa", **POD, **LATENT_POD, indexer=Indexer(8, 128, 512, True, (True, False))),
+        ModelConfig(
+            "glm_moe_dsa", **POD, **LATENT_POD, indexer=Indexer(8, 128, 512, True, (True, False))
+        ),
     ],
     ids=["four heads", "eight narrow heads", "latents", "indexer"],
 )
 def test_a_pod_samples_without_moving_the_cache(cfg):
-    """Eight TPU chips, ahead of time: heads, rows and widths whose tiles the compiler might want in another order."""
+    """Eight TPU chips, ahead of time: heads, rows and widths whose tiles the compiler might want in
+    another order.
+    """
     target = chips.target("v5e:2x4")
-    plan = programs.Plan(cfg, make_mesh({"tensor": 8}, list(target.devices)), jnp.bfloat16, AdapterConfig(4, targets=("o",)))
-    for program in plan.sampling(programs.RolloutShape(adapters=2, prompts=16, rollouts=8, prompt_tokens=2048, new_tokens=2048)):
+    plan = programs.Plan(
+        cfg,
+        make_mesh({"tensor": 8}, list(target.devices)),
+        jnp.bfloat16,
+        AdapterConfig(4, targets=("o",)),
+    )
+    for program in plan.sampling(
+        programs.RolloutShape(
+            adapters=2, prompts=16, rollouts=8, prompt_tokens=2048, new_tokens=2048
+        )
+    ):
         pool = program.args[2]
         here = programs.device_bytes(pool)
-        assert programs.device_bytes(keys_of(pool)) == sum(math.prod(x.shape) * x.dtype.itemsize for x in keys_of(pool)) / 8
+        assert (
+            programs.device_bytes(keys_of(pool))
+            == sum(math.prod(x.shape) * x.dtype.itemsize for x in keys_of(pool)) / 8
+        )
         m = measure(program, plan.mesh, target)
         check(m.text, pool)
         assert m.aliased >= here, "the pool is written where it is"
         assert m.temporaries < here / 8
         assert m.unknown_loops == 0, "the turns of each loop over runs are stated"
-        assert any(f"%{kind}_attention" in m.text for kind in ("paged", "latent")) == (cfg.indexer is None), "read by the kernel"
+        assert any(f"%{kind}_attention" in m.text for kind in ("paged", "latent")) == (
+            cfg.indexer is None
+        ), "read by the kernel"
 
 
 def test_the_check_sees_a_pool_that_moves():
@@ -192,7 +282,9 @@ def test_the_check_sees_a_pool_that_moves():
     cfg = FAMILIES["latents"]
     specs = device.pool_specs(cfg, 64, jnp.float32, False)
     where = device.pool_shardings(cfg, specs, mesh)
-    pool = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), specs, where)
+    pool = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), specs, where
+    )
     latent = pool["dense"]["latent"]
     whole = jax.NamedSharding(mesh, jax.sharding.PartitionSpec())
     gathered = jax.jit(lambda x: x * 2, out_shardings=whole).lower(latent).compile().as_text()
@@ -200,7 +292,13 @@ def test_the_check_sees_a_pool_that_moves():
     with pytest.raises(AssertionError):  # jaxlib 0.12 turns what it gathers first
         check(gathered, pool)
     with pytest.raises(AssertionError, match="copy"):
-        check(jax.jit(lambda x: (x.at[0, 0].set(1.0), x[0, 0, 0, 0])).lower(latent).compile().as_text(), pool)
+        check(
+            jax.jit(lambda x: (x.at[0, 0].set(1.0), x[0, 0, 0, 0]))
+            .lower(latent)
+            .compile()
+            .as_text(),
+            pool,
+        )
 
 
 PODS = ("glm_5", "kimi_k2", "qwen3_235b_a22b", "qwen3_30b_a3b", "qwen3_4b")
@@ -225,7 +323,9 @@ def check_prefill(config):
 @pytest.mark.long
 @pytest.mark.parametrize("name", [*PODS, "kimi_k2_experts", "qwen3_30b_a3b_experts"])
 def test_prompts_are_read_on_every_pod(name):
-    """With five layers: of a mesh of experts and heads the TPU's compiler once ended the process, at any number of layers."""
+    """With five layers: of a mesh of experts and heads the TPU's compiler once ended the process,
+    at any number of layers.
+    """
     config = config_of(name)
     config.model.num_hidden_layers = 5
     check_prefill(config)
@@ -243,12 +343,14 @@ def test_a_thousand_rows_of_eight_thousand_tokens_decode_on_every_pod(name):
     config = config_of(name)
     question, target = scale_up.Question(config), chips.target(config.topology)
     plan = question.plan(target)
-    # Four chips cannot hold 4,096 tokens of each row beside the prompts: there nearly all of the context is shared.
+    # Four chips cannot hold 4,096 tokens of each row beside the prompts: there nearly all of the
+    # context is shared.
     lengths = (7936, 256) if name == "qwen3_4b" else (4096, 4096)
     decode = plan.sampling(programs.RolloutShape(16, 128, 8, *lengths))[1]
     m = measure(decode, plan.mesh, target)
     assert m.fits(0.05), m.reason(0.05)
-    # Weights and adapters of this size are larger than a layer's pages, and some of them are turned or gathered.
+    # Weights and adapters of this size are larger than a layer's pages, and some of them are turned
+    # or gathered.
     assert not copied(m.text, decode.args[2])
     assert not sent(m.text, decode.args[2])
     assert m.aliased >= programs.device_bytes(decode.args[2])

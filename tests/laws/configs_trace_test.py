@@ -1,4 +1,6 @@
-"""Every config loads as ``launch`` loads it, is locked, builds into dataclasses, and its programs trace at its own shapes."""
+"""Every config loads as ``launch`` loads it, is locked, builds into dataclasses, and its programs
+trace at its own shapes.
+"""
 
 import re
 import types
@@ -17,7 +19,22 @@ from mint_jax.data.buckets import ShapeBook
 from mint_jax.data.tokenizer import Tokenizer
 from mint_jax.envs import env as env_lib
 from mint_jax.errors import UserError
-from mint_jax.jobs import JOBS, bench, common, dpo, grpo, options, pretrain, sample, scale_up, serve, settings, sft, supervised, sweep
+from mint_jax.jobs import (
+    JOBS,
+    bench,
+    common,
+    dpo,
+    grpo,
+    options,
+    pretrain,
+    sample,
+    scale_up,
+    serve,
+    settings,
+    sft,
+    supervised,
+    sweep,
+)
 from mint_jax.models import base as base_lib
 from mint_jax.models import config as config_lib
 from mint_jax.models import transformer
@@ -36,7 +53,9 @@ ROOT = Path(__file__).parents[2]
 def variants(path: Path) -> list[str]:
     """A config and its variants, as its docstring names them: ``configs/quickstart.py:ci``."""
     named = re.findall(rf"{path.name}:\w+", path.read_text())
-    return [f"{path.parent.relative_to(ROOT)}/{name}" for name in dict.fromkeys([path.name, *named])]
+    return [
+        f"{path.parent.relative_to(ROOT)}/{name}" for name in dict.fromkeys([path.name, *named])
+    ]
 
 
 NAMES = [name for path in sorted((ROOT / "configs").rglob("*.py")) for name in variants(path)]
@@ -52,14 +71,20 @@ def load(name, *overrides):
 
 @pytest.fixture(scope="session")
 def pretrained(tmp_path_factory):
-    """Another config's output as a base: what ``configs/tiny/pretrain_moe.py`` leaves, after one step."""
+    """Another config's output as a base: what ``configs/tiny/pretrain_moe.py`` leaves, after one
+    step.
+    """
     config = load("configs/tiny/pretrain_moe.py", "--config.steps=1")
     return pretrain.run(config, tmp_path_factory.mktemp("pretrain_moe"))["base"]
 
 
 def abstract_base(config, pretrained):
     """The config's base with shapes in place of weights."""
-    directory = Path(pretrained) if config.base == "runs/tiny/pretrain_moe/base" else base_lib.resolve(config.base)
+    directory = (
+        Path(pretrained)
+        if config.base == "runs/tiny/pretrain_moe/base"
+        else base_lib.resolve(config.base)
+    )
     cfg = config_lib.read_config(directory)
     params = params_lib.abstract(transformer.abstract(cfg, base_lib.DTYPES[config.dtype]))
     devices = mesh.make_mesh(dict(config.mesh), jax.devices()[:1])
@@ -72,11 +97,18 @@ def training_groups(config, base):
         out = {}
         for m in grpo.members_of(config, base):
             tokens = [5] * m.sampling.max_tokens
-            sampled = TrainSequence(tokens, [1.0] * len(tokens), [0.5] * len(tokens), [-1.0] * len(tokens))
-            out[m.name] = [Group(prompt, [sampled] * m.sampling.group_size) for prompt in m.train[: m.sampling.prompts]]
+            sampled = TrainSequence(
+                tokens, [1.0] * len(tokens), [0.5] * len(tokens), [-1.0] * len(tokens)
+            )
+            out[m.name] = [
+                Group(prompt, [sampled] * m.sampling.group_size)
+                for prompt in m.train[: m.sampling.prompts]
+            ]
         return out
     kind = {"sft": sft.SFT, "dpo": dpo.DPO}[config.job]
-    data = {name: supervised.rows_of(section.data, kind) for name, section in config.policies.items()}
+    data = {
+        name: supervised.rows_of(section.data, kind) for name, section in config.policies.items()
+    }
     students = supervised.data_of(config, base, kind, data)
     return {name: supervised.weighted(s.train[: s.per_step]) for name, s in students.items()}
 
@@ -92,7 +124,9 @@ def test_config_loads_and_is_whole(name):
         assert load(name, f"--config.base={config.base}x").base == config.base + "x"
     with pytest.raises(UserError, match="baze is no setting"):
         load(name, "--config.baze=tiny-random")
-    assert f"--config={name.split(':')[0]}" in (ROOT / name.split(":")[0]).read_text(), "the docstring gives the command"
+    assert f"--config={name.split(':')[0]}" in (ROOT / name.split(":")[0]).read_text(), (
+        "the docstring gives the command"
+    )
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if load(n).job in TRAINING])
@@ -100,7 +134,10 @@ def test_training_config_traces(name, pretrained):
     config = load(name)
     base = abstract_base(config, pretrained)
     specs = transformer.abstract(base.cfg)
-    policies = {n: common.policy_config(n, section, i) for i, (n, section) in enumerate(config.policies.items())}
+    policies = {
+        n: common.policy_config(n, section, i)
+        for i, (n, section) in enumerate(config.policies.items())
+    }
     groups = training_groups(config, base)
     assert set(groups) == set(policies)
 
@@ -124,8 +161,13 @@ def test_training_config_traces(name, pretrained):
         blocks = plans.blocks_plan([[]], BLOCKS, table, stacks)
         rows, _ = plans.rows_plan([], samples, 1, table, base.cfg.vocab_size, stacks)
         args = base.params, stacks, pool
-        assert jax.eval_shape(lambda *a: device.prefill(*a, cfg=base.cfg), *args, blocks) == (pool, None)
-        new, drawn = jax.eval_shape(lambda *a: device.decode(*a, cfg=base.cfg), *args, rows, jnp.int32(8))
+        assert jax.eval_shape(lambda *a: device.prefill(*a, cfg=base.cfg), *args, blocks) == (
+            pool,
+            None,
+        )
+        new, drawn = jax.eval_shape(
+            lambda *a: device.decode(*a, cfg=base.cfg), *args, rows, jnp.int32(8)
+        )
         assert (new, drawn.tokens.shape) == (pool, (samples, device.STEPS))
 
 
@@ -137,7 +179,12 @@ def test_other_configs_build():
         elif config.job == "evaluate":
             environment = env_lib.make(**config.env)
             assert len(environment.held_out) >= config.examples
-            Request(**common.build(options.GrpoSampling, config.get("sampling", {}), "sampling").drawing, prompt=(1,))
+            Request(
+                **common.build(
+                    options.GrpoSampling, config.get("sampling", {}), "sampling"
+                ).drawing,
+                prompt=(1,),
+            )
         elif config.job == "scale_up" and config.model.architectures[0] in config_lib.FAMILIES:
             question = scale_up.Question(config)
             devices = mesh.make_mesh(dict.fromkeys(config.mesh, 1), jax.devices()[:1])
@@ -153,6 +200,13 @@ def test_other_configs_build():
         elif config.job == "schedule":
             assert set(config.chips) == set(schedule.CHIPS)
         elif config.job == "pretrain":
-            assert config_lib.from_hf({**config.model.to_dict(), "vocab_size": 10}).experts is not None
+            assert (
+                config_lib.from_hf({**config.model.to_dict(), "vocab_size": 10}).experts is not None
+            )
         else:
-            assert config.job in TRAINING | {"score", "export", "import", "scale_up"}, f"{name}: say here what its config builds into"
+            assert config.job in TRAINING | {
+                "score",
+                "export",
+                "import",
+                "scale_up",
+            }, f"{name}: say here what its config builds into"

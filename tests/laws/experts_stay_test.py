@@ -1,8 +1,8 @@
 """Law: tokens travel to the experts, never an expert to the tokens; and no expert is copied.
 
-In the compiled training step of a tiny Qwen3-MoE over eight devices no collective carries an array as large as one layer's
-expert matrices of one device, nor one that has both dimensions of such a matrix. The dimensions are chosen so that every
-activation and every adapter is smaller than these.
+In the compiled training step of a tiny Qwen3-MoE over eight devices no collective carries an array
+as large as one layer's expert matrices of one device, nor one that has both dimensions of such a
+matrix. The dimensions are chosen so that every activation and every adapter is smaller than these.
 """
 
 import math
@@ -25,25 +25,47 @@ from mint_jax.train import step
 from mint_jax.train.batch import Batch
 from mint_jax.train.losses import LossCoefs, Targets
 
-SHAPE = {"vocab_size": 96, "d_model": 48, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "d_ff": 80, "qk_norm": True}
+SHAPE = {
+    "vocab_size": 96,
+    "d_model": 48,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 16,
+    "d_ff": 80,
+    "qk_norm": True,
+}
 CFG = ModelConfig("qwen3_moe", **SHAPE, experts=Experts(count=16, per_token=2, width=112))
 SIZES = {"fsdp": 2, "expert": 2, "tensor": 2}
 P, B, T, M = 2, 4, 7, 3  # policies, rows of each, tokens and targets of a row
-COLLECTIVES = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter|collective-broadcast"
+COLLECTIVES = (
+    "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter|collective-broadcast"
+)
 
 
 def collectives(text: str) -> list[tuple[str, tuple[int, ...]]]:
     """(name, shape) of everything that collectives of a compiled program read or write."""
-    shapes = {name: _shapes(kind) for name, kind in re.findall(r"%([\w.-]+) = (\([^)]*\)|\S+) ", text)}
+    shapes = {
+        name: _shapes(kind) for name, kind in re.findall(r"%([\w.-]+) = (\([^)]*\)|\S+) ", text)
+    }
     out = []
-    for kind, name, operands in re.findall(rf" = (\([^)]*\)|\S+) ({COLLECTIVES})(?:-start)?\(([^)]*)\)", text):
-        read = [shape for operand in re.findall(r"%([\w.-]+)", operands) for shape in shapes.get(operand, [])]
+    for kind, name, operands in re.findall(
+        rf" = (\([^)]*\)|\S+) ({COLLECTIVES})(?:-start)?\(([^)]*)\)", text
+    ):
+        read = [
+            shape
+            for operand in re.findall(r"%([\w.-]+)", operands)
+            for shape in shapes.get(operand, [])
+        ]
         out += [(name, shape) for shape in _shapes(kind) + read]
     return out
 
 
 def _shapes(text: str) -> list[tuple[int, ...]]:
-    return [tuple(map(int, filter(None, dims.split(",")))) for dims in re.findall(r"\w+\[([\d,]*)\]", text)]
+    return [
+        tuple(map(int, filter(None, dims.split(","))))
+        for dims in re.findall(r"\w+\[([\d,]*)\]", text)
+    ]
 
 
 def _compiled() -> str:
@@ -54,25 +76,52 @@ def _compiled() -> str:
     def struct(dtype, *shape):
         return jax.ShapeDtypeStruct((P, *shape), dtype)
 
-    ints, floats, tokens = struct(jnp.int32, B, M), struct(jnp.float32, B, M), struct(jnp.int32, B, T)
-    batch = Batch(tokens, tokens, tokens, tokens, ints, ints, Targets(floats, floats, floats, floats, ints, struct(jnp.float32, 0)))
-    coefs = LossCoefs(*(struct(jnp.int32 if name in ("kind", "kl_kind") else jnp.float32) for name in LossCoefs._fields))
+    ints, floats, tokens = (
+        struct(jnp.int32, B, M),
+        struct(jnp.float32, B, M),
+        struct(jnp.int32, B, T),
+    )
+    batch = Batch(
+        tokens,
+        tokens,
+        tokens,
+        tokens,
+        ints,
+        ints,
+        Targets(floats, floats, floats, floats, ints, struct(jnp.float32, 0)),
+    )
+    coefs = LossCoefs(
+        *(
+            struct(jnp.int32 if name in ("kind", "kl_kind") else jnp.float32)
+            for name in LossCoefs._fields
+        )
+    )
     slots = {1: jax.ShapeDtypeStruct((P,), jnp.int32)}
     with jax.set_mesh(mesh):
         step.forward_backward.clear_cache()
-        return step.forward_backward.lower(params, state, batch, coefs, slots, cfg=CFG, remat="names").compile().as_text()
+        return (
+            step.forward_backward.lower(params, state, batch, coefs, slots, cfg=CFG, remat="names")
+            .compile()
+            .as_text()
+        )
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("limit", "travels"), [(1 << 30, "all-gather"), (0, "all-to-all")], ids=["gather", "all_to_all"])
+@pytest.mark.parametrize(
+    ("limit", "travels"), [(1 << 30, "all-gather"), (0, "all-to-all")], ids=["gather", "all_to_all"]
+)
 def test_no_collective_carries_an_expert(limit, travels, monkeypatch):
     monkeypatch.setattr(expert_parallel, "GATHER_TOKENS", limit)
     assert CFG.experts is not None
     D, F, here = CFG.d_model, CFG.experts.width, CFG.experts.count // math.prod(SIZES.values())
     tokens = P * B * T
-    assert tokens * CFG.experts.per_token * D < here * D * F, "an activation must not be mistaken for an expert"
+    assert tokens * CFG.experts.per_token * D < here * D * F, (
+        "an activation must not be mistaken for an expert"
+    )
     text = _compiled()
-    assert re.search(rf"\[(?:\d+,)?{here},{D},{F}\]", text), "a device holds whole experts, and its share of them only"
+    assert re.search(rf"\[(?:\d+,)?{here},{D},{F}\]", text), (
+        "a device holds whole experts, and its share of them only"
+    )
     carried = collectives(text)
     assert any(name == travels and D in shape for name, shape in carried), "tokens travel"
     for name, shape in carried:
@@ -89,16 +138,21 @@ def made(text: str, shape: tuple[int, ...]) -> list[str]:
         f"{i.op} {i.type}"
         for body in module.computations.values()
         for i in body
-        if i.op not in ours and any(tuple(n for n in hlo.shape(a) if n != 1) == shape for a in hlo.arrays(i.type))
+        if i.op not in ours
+        and any(tuple(n for n in hlo.shape(a) if n != 1) == shape for a in hlo.arrays(i.type))
     ]
 
 
 def test_decoding_copies_no_layer_of_experts():
-    """In the scan over layers a layer's experts are not sliced out of their stack: that is a copy of all, and a row visits a few."""
+    """In the scan over layers a layer's experts are not sliced out of their stack: that is a copy
+    of all, and a row visits a few.
+    """
     assert CFG.experts is not None
     mesh = single_device_mesh()
     plan = programs.Plan(CFG, mesh, jnp.float32, AdapterConfig(4))
-    program = plan.sampling(programs.RolloutShape(adapters=2, prompts=2, rollouts=2, prompt_tokens=40, new_tokens=40))[1]
+    program = plan.sampling(
+        programs.RolloutShape(adapters=2, prompts=2, rollouts=2, prompt_tokens=40, new_tokens=40)
+    )[1]
     with jax.set_mesh(mesh):
         text = program.trace(mesh).lower().compile().as_text()
     E, D, F = CFG.experts.count, CFG.d_model, CFG.experts.width
@@ -108,39 +162,94 @@ def test_decoding_copies_no_layer_of_experts():
 
 def test_the_check_sees_a_layer_that_is_copied():
     w = jax.ShapeDtypeStruct((2, 16, 48, 112), jnp.float32)
-    text = jax.jit(lambda w: jax.lax.scan(lambda c, x: (c + x, None), jnp.zeros((16, 48, 112)), w)[0]).lower(w).compile().as_text()
+    text = (
+        jax.jit(lambda w: jax.lax.scan(lambda c, x: (c + x, None), jnp.zeros((16, 48, 112)), w)[0])
+        .lower(w)
+        .compile()
+        .as_text()
+    )
     assert made(text, (16, 48, 112))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("quantise", ["", "int8", "float8"])
-@pytest.mark.parametrize("targets", [("all-linear",), ("q", "o")], ids=["adapters of experts", "of attention"])
+@pytest.mark.parametrize(
+    "targets", [("all-linear",), ("q", "o")], ids=["adapters of experts", "of attention"]
+)
 def test_a_tpu_reads_experts_from_where_they_are(targets, quantise):
-    """Ahead of time: the kernel takes the whole stack, so that a step of decoding has no room for a layer's experts."""
-    D, F, E = 2048, 768, 128  # so large that the compiler does not bring a stack into a core's memory
-    shape = {"vocab_size": 1024, "d_model": D, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2, "head_dim": 128, "d_ff": 256}
-    cfg = ModelConfig("qwen3_moe", **shape, qk_norm=True, experts=Experts(count=E, per_token=4, width=F))
+    """Ahead of time: the kernel takes the whole stack, so that a step of decoding has no room for a
+    layer's experts.
+    """
+    # so large that the compiler does not bring a stack into a core's memory
+    D, F, E = 2048, 768, 128
+    shape = {
+        "vocab_size": 1024,
+        "d_model": D,
+        "num_layers": 3,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 128,
+        "d_ff": 256,
+    }
+    cfg = ModelConfig(
+        "qwen3_moe", **shape, qk_norm=True, experts=Experts(count=E, per_token=4, width=F)
+    )
     target = chips.target("v5e:2x4")
-    plan = programs.Plan(cfg, make_mesh({"expert": 8}, list(target.devices)), jnp.bfloat16, AdapterConfig(4, targets=targets), quantise)
-    decode = plan.sampling(programs.RolloutShape(adapters=2, prompts=8, rollouts=2, prompt_tokens=128, new_tokens=128))[1]
+    plan = programs.Plan(
+        cfg,
+        make_mesh({"expert": 8}, list(target.devices)),
+        jnp.bfloat16,
+        AdapterConfig(4, targets=targets),
+        quantise,
+    )
+    decode = plan.sampling(
+        programs.RolloutShape(adapters=2, prompts=8, rollouts=2, prompt_tokens=128, new_tokens=128)
+    )[1]
     m = measure(decode, plan.mesh, target)
     assert "packed_matmul" in m.text
     assert not made(m.text, (E // 8, D, F)) + made(m.text, (E // 8, F, D))
-    assert m.temporaries < 3 * E // 8 * D * F * 2 / 10, "a tenth of a layer's experts, which were 71 % when they were sliced"
+    assert m.temporaries < 3 * E // 8 * D * F * 2 / 10, (
+        "a tenth of a layer's experts, which were 71 % when they were sliced"
+    )
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("targets", [("all-linear",), ("q", "o")], ids=["adapters of experts", "of attention"])
+@pytest.mark.parametrize(
+    "targets", [("all-linear",), ("q", "o")], ids=["adapters of experts", "of attention"]
+)
 def test_a_tpus_training_step_copies_no_stack_of_experts(targets):
-    """Ahead of time, three layers: backward each layer's matrices are turned, and never those of all layers at once."""
+    """Ahead of time, three layers: backward each layer's matrices are turned, and never those of
+    all layers at once.
+    """
     D, F, E, L = 2048, 768, 128, 3
-    shape = {"vocab_size": 1024, "d_model": D, "num_layers": L, "num_heads": 4, "num_kv_heads": 2, "head_dim": 128, "d_ff": 256}
-    cfg = ModelConfig("qwen3_moe", **shape, qk_norm=True, experts=Experts(count=E, per_token=4, width=F))
+    shape = {
+        "vocab_size": 1024,
+        "d_model": D,
+        "num_layers": L,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 128,
+        "d_ff": 256,
+    }
+    cfg = ModelConfig(
+        "qwen3_moe", **shape, qk_norm=True, experts=Experts(count=E, per_token=4, width=F)
+    )
     target = chips.target("v5e:2x4")
-    plan = programs.Plan(cfg, make_mesh({"expert": 8}, list(target.devices)), jnp.bfloat16, AdapterConfig(4, targets=targets))
-    m = measure(plan.training(programs.TrainShape(policies=4, rows=2, tokens=256, targets=128))[0], plan.mesh, target)
+    plan = programs.Plan(
+        cfg,
+        make_mesh({"expert": 8}, list(target.devices)),
+        jnp.bfloat16,
+        AdapterConfig(4, targets=targets),
+    )
+    m = measure(
+        plan.training(programs.TrainShape(policies=4, rows=2, tokens=256, targets=128))[0],
+        plan.mesh,
+        target,
+    )
     stacks = [(*many, *one) for many in ((L, E // 8), (L * E // 8,)) for one in ((D, F), (F, D))]
-    text = "\n".join(line for line in m.text.splitlines() if " while(" not in line and " tuple(" not in line)
+    text = "\n".join(
+        line for line in m.text.splitlines() if " while(" not in line and " tuple(" not in line
+    )
     assert not [one for stack in stacks for one in made(text, stack)]
 
 
@@ -148,5 +257,15 @@ def test_the_check_sees_an_expert_that_travels():
     mesh = make_mesh(SIZES)
     split = jax.NamedSharding(mesh, sharding.partition(("experts",), mesh))
     w = jax.ShapeDtypeStruct((16, 48, 112), jnp.float32, sharding=split)
-    text = jax.jit(lambda w: w * 2, out_shardings=jax.NamedSharding(mesh, jax.sharding.PartitionSpec())).lower(w).compile().as_text()
-    assert any({48, 112} <= set(shape) and math.prod(shape) == 16 * 48 * 112 for _, shape in collectives(text))
+    text = (
+        jax.jit(
+            lambda w: w * 2, out_shardings=jax.NamedSharding(mesh, jax.sharding.PartitionSpec())
+        )
+        .lower(w)
+        .compile()
+        .as_text()
+    )
+    assert any(
+        {48, 112} <= set(shape) and math.prod(shape) == 16 * 48 * 112
+        for _, shape in collectives(text)
+    )

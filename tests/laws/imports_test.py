@@ -1,4 +1,6 @@
-"""Imports point one way: down the list of levels; names on one level stay strangers, except inside a folder and among root files."""
+"""Imports point one way: down the list of levels; names on one level stay strangers, except inside
+a folder and among root files.
+"""
 
 import ast
 import re
@@ -60,7 +62,9 @@ FILES = sorted((ROOT / "mint_jax").rglob("*.py"))
 
 
 def imported(path: Path) -> set[str]:
-    """Full names of all modules that a file imports, also inside functions and by name (``importlib``, registries)."""
+    """Full names of all modules that a file imports, also inside functions and by name
+    (``importlib``, registries).
+    """
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -68,7 +72,11 @@ def imported(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path} has a relative import: spell it out"
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and re.match(r"mint_jax\.\w+(\.\w*)*(:\w+)?$", node.value):
+        elif (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and re.match(r"mint_jax\.\w+(\.\w*)*(:\w+)?$", node.value)
+        ):
             names.add(node.value.split(":")[0])
     return names
 

@@ -1,7 +1,8 @@
-"""Law 3: whatever one policy does, all others stay bit-identical; a policy whose gradient is not finite skips its own update.
+"""Law 3: whatever one policy does, all others stay bit-identical; a policy whose gradient is not
+finite skips its own update.
 
-On every family of bases, in the form of the CPU and in that of accelerators (on the CPU, chosen by hand), and over a mesh;
-in training and in sampling.
+On every family of bases, in the form of the CPU and in that of accelerators (on the CPU, chosen by
+hand), and over a mesh; in training and in sampling.
 """
 
 import copy
@@ -37,16 +38,28 @@ def make(base, optimizer=USUAL, loss=LossConfig("importance_sampling")) -> Train
     """Policy a as said, b and c as always."""
     others = OptimizerConfig(learning_rate=3e-3), LossConfig("reinforce")
     chosen = {n: (optimizer, loss) if n == "a" else others for n in RANKS}
-    return Trainer(base, [PolicyConfig(n, AdapterConfig(r), *chosen[n], seed=i) for i, (n, r) in enumerate(RANKS.items())])
+    return Trainer(
+        base,
+        [
+            PolicyConfig(n, AdapterConfig(r), *chosen[n], seed=i)
+            for i, (n, r) in enumerate(RANKS.items())
+        ],
+    )
 
 
 def random_groups(rng, vocab, prompts=2, lengths=(6, 4)):
     def sequence(n):
         return TrainSequence(
-            rng.integers(3, vocab, n).tolist(), [0.1] * n, rng.normal(size=n).tolist(), (-rng.exponential(size=n)).tolist()
+            rng.integers(3, vocab, n).tolist(),
+            [0.1] * n,
+            rng.normal(size=n).tolist(),
+            (-rng.exponential(size=n)).tolist(),
         )
 
-    return [Group(rng.integers(3, vocab, 4).tolist(), [sequence(n) for n in lengths]) for _ in range(prompts)]
+    return [
+        Group(rng.integers(3, vocab, 4).tolist(), [sequence(n) for n in lengths])
+        for _ in range(prompts)
+    ]
 
 
 def poisoned(groups, value):
@@ -57,9 +70,13 @@ def poisoned(groups, value):
 
 
 def slot(trainer, name):
-    """Everything the training state has of one policy, copied: factors, moments, gradient sum, hyperparameters, counters."""
+    """Everything the training state has of one policy, copied: factors, moments, gradient sum,
+    hyperparameters, counters.
+    """
     at = trainer.slots[name]
-    return jax.tree.map(lambda x: np.array(x).take(at.index, state_lib.slot_axis(x)), trainer.state[at.bucket])
+    return jax.tree.map(
+        lambda x: np.array(x).take(at.index, state_lib.slot_axis(x)), trainer.state[at.bucket]
+    )
 
 
 def bits(tree):
@@ -74,41 +91,79 @@ def assert_same_bits(x, y):
 def scores(trainer, texts):
     """Logprobs of the texts under a, b, c and the base, in one batch."""
     owners = [*trainer.slots.values(), None]
-    return dict(zip([*RANKS, "base"], Scorer(trainer.base).logprobs(texts[: len(owners)], owners, trainer.stacks)))
+    return dict(
+        zip(
+            [*RANKS, "base"],
+            Scorer(trainer.base).logprobs(texts[: len(owners)], owners, trainer.stacks),
+        )
+    )
 
 
-TARGETS = (ALL_LINEAR, "embed", "unembed")  # and the router: every product that a policy takes part in
+# and the router: every product that a policy takes part in
+TARGETS = (ALL_LINEAR, "embed", "unembed")
 EXTREMES = {
     "weight decay": {"optimizer": OptimizerConfig(learning_rate=1e-2, weight_decay=50.0)},
     "huge rate": {"optimizer": OptimizerConfig(learning_rate=1e9)},
-    "no clipping, rate beyond float32": {"optimizer": OptimizerConfig(learning_rate=1e30, max_grad_norm=0.0)},
+    "no clipping, rate beyond float32": {
+        "optimizer": OptimizerConfig(learning_rate=1e30, max_grad_norm=0.0)
+    },
     "tight clipping": {"optimizer": OptimizerConfig(learning_rate=1e-2, max_grad_norm=1e-12)},
     "odd moments": {"optimizer": OptimizerConfig(b1=0.0, b2=0.5, eps=1e3, warmup_steps=5)},
     "another loss": {"loss": LossConfig("cispo", band_low=0.9, band_high=1.1)},
-    "another way to sample": {"sampling": {"temperature": 0.3, "top_k": 5, "top_p": 0.6, "min_p": 0.1, "max_tokens": 3, "seed": 4}},
-    "penalties": {"sampling": {"frequency_penalty": 1e6, "presence_penalty": -2.0, "logit_bias": ((1, -1e30),), "seed": 4}},
+    "another way to sample": {
+        "sampling": {
+            "temperature": 0.3,
+            "top_k": 5,
+            "top_p": 0.6,
+            "min_p": 0.1,
+            "max_tokens": 3,
+            "seed": 4,
+        }
+    },
+    "penalties": {
+        "sampling": {
+            "frequency_penalty": 1e6,
+            "presence_penalty": -2.0,
+            "logit_bias": ((1, -1e30),),
+            "seed": 4,
+        }
+    },
     "nan advantage": {"advantage": np.nan},
     "infinite advantage": {"advantage": np.inf},
     "nan weights": {"weights": lambda factor: factor.fill(np.nan)},
-    "one infinite weight": {"weights": lambda factor: factor[0].reshape(-1, factor.shape[-1])[0].fill(np.inf)},
-    "weights that overflow activations": {"weights": lambda factor: np.multiply(factor, np.float32(1e30), out=factor)},
+    "one infinite weight": {
+        "weights": lambda factor: factor[0].reshape(-1, factor.shape[-1])[0].fill(np.inf)
+    },
+    "weights that overflow activations": {
+        "weights": lambda factor: np.multiply(factor, np.float32(1e30), out=factor)
+    },
 }
-SKIPS = {"nan advantage", "infinite advantage", "nan weights", "one infinite weight"}  # every update of a
+# every update of a
+SKIPS = {"nan advantage", "infinite advantage", "nan weights", "one infinite weight"}
 
 
 class Company:
-    """Policies a, b and c in training, with random adapters, and what b, c and the base get beside an a that does as it is told."""
+    """Policies a, b and c in training, with random adapters, and what b, c and the base get beside
+    an a that does as it is told.
+    """
 
     def __init__(self, base, rng, ranks=RANKS):
-        vocab, targets = base.cfg.vocab_size, TARGETS if "moe" not in base.cfg.stacks else (*TARGETS, "router")
+        vocab, targets = (
+            base.cfg.vocab_size,
+            (TARGETS if "moe" not in base.cfg.stacks else (*TARGETS, "router")),
+        )
         configs = {n: AdapterConfig(r, targets=targets) for n, r in ranks.items()}
         others = {"optimizer": OptimizerConfig(learning_rate=3e-3), "loss": LossConfig("reinforce")}
         usual = {"optimizer": USUAL, "loss": LossConfig("importance_sampling")}
         self.usual = PolicyConfig("a", configs["a"], **usual)
-        self.trainer = Trainer(base, [self.usual if n == "a" else PolicyConfig(n, c, **others) for n, c in configs.items()])
+        self.trainer = Trainer(
+            base,
+            [self.usual if n == "a" else PolicyConfig(n, c, **others) for n, c in configs.items()],
+        )
         self.shardings = jax.tree.map(lambda x: x.sharding, self.trainer.state)
         self.start = jax.tree.map(np.array, self.trainer.state)
-        for name, rank in ranks.items():  # B is not zero, so that every product matters; rows behind the true rank stay zero
+        # B is not zero, so that every product matters; rows behind the true rank stay zero
+        for name, rank in ranks.items():
             at = self.trainer.slots[name]
             for factor in jax.tree.leaves(self.start[at.bucket].adapters.factors):
                 mine = factor[:, at.index, ..., :rank, :]
@@ -122,7 +177,9 @@ class Company:
         trainer, at = self.trainer, self.trainer.slots["a"]
         trainer.policies["a"] = dataclasses.replace(self.usual, loss=loss or self.usual.loss)
         state = jax.tree.map(np.copy, self.start)
-        hyper = jax.tree.map(jnp.asarray, state[at.bucket].hyper).put(at.index, state_lib.Hyper.of(optimizer))
+        hyper = jax.tree.map(jnp.asarray, state[at.bucket].hyper).put(
+            at.index, state_lib.Hyper.of(optimizer)
+        )
         mine = dataclasses.replace(state[at.bucket], hyper=hyper)
         if weights is not None:
             for factor in jax.tree.leaves(mine.adapters.factors):
@@ -131,15 +188,21 @@ class Company:
         seen = {name: [] for name in (*trainer.slots, "base")}
         skipped = []
         for groups in self.steps:
-            given = groups if advantage is None else groups | {"a": poisoned(groups["a"], advantage)}
-            for metrics in (trainer.forward_backward(given), trainer.optim_step(list(given))):  # gradient sums; the rest
+            given = (
+                groups if advantage is None else groups | {"a": poisoned(groups["a"], advantage)}
+            )
+            # gradient sums; the rest
+            for metrics in (trainer.forward_backward(given), trainer.optim_step(list(given))):
                 for name in given:
                     seen[name].append((metrics[name], slot(trainer, name)))
             skipped.append(metrics["a"]["skipped"])
         owners = dict(trainer.slots) | {"base": None}
         how = {"n": 2, "max_tokens": 6, "temperature": 1.0, "seed": 3}
         own = {"a": sampling or {}}
-        requests = [Request(tuple(text[:5]), owners[n], **(how | own.get(n, {}))) for text, n in zip(self.texts, owners, strict=True)]
+        requests = [
+            Request(tuple(text[:5]), owners[n], **(how | own.get(n, {})))
+            for text, n in zip(self.texts, owners, strict=True)
+        ]
         sampled = self.engine.generate(requests, trainer.stacks)
         scored = self.scorer.logprobs(self.texts, list(owners.values()), trainer.stacks)
         for name, completions, values in zip(owners, sampled, scored):
@@ -164,7 +227,9 @@ class Company:
 MARKS = {"qwen3_moe": (), "llama": pytest.mark.long}
 
 
-@pytest.mark.parametrize("family", [pytest.param(f, marks=MARKS.get(f, pytest.mark.slow)) for f in oracles.TINY])
+@pytest.mark.parametrize(
+    "family", [pytest.param(f, marks=MARKS.get(f, pytest.mark.slow)) for f in oracles.TINY]
+)
 def test_a_policy_of_the_same_batch_changes_no_bit_of_the_others(family, tiny_base, rng):
     Company(tiny_base(family), rng).check(EXTREMES)
 
@@ -185,7 +250,10 @@ def over_mesh(family, name, way, tmp_path, monkeypatch):
     return base_lib.load(save_checkpoint(family, tmp_path), make_mesh(MESHES[name]))
 
 
-WAYS = [("dense", "gather"), *((family, way) for family in ("experts", "indexed") for way in ("gather", "all_to_all"))]
+WAYS = [
+    ("dense", "gather"),
+    *((family, way) for family in ("experts", "indexed") for way in ("gather", "all_to_all")),
+]
 
 
 @pytest.mark.slow
@@ -209,7 +277,9 @@ def test_a_gradient_that_is_not_finite_skips_its_own_update_only(tiny_base, rng,
     after = slot(trainer, "a")
     assert (after.steps, after.skipped) == (1, 1)
     assert (slot(trainer, "b").steps, slot(trainer, "b").skipped) == (2, 0)
-    assert_same_bits((after.adapters, after.opt, after.grad_sum), (before.adapters, before.opt, before.grad_sum))
+    assert_same_bits(
+        (after.adapters, after.opt, after.grad_sum), (before.adapters, before.opt, before.grad_sum)
+    )
     for groups in good:  # the next update is what it would have been
         unharmed.update(groups)
     assert trainer.update(good[1])["a"]["skipped"] == 0.0
@@ -240,24 +310,35 @@ def test_stepping_one_policy_leaves_what_others_have_accumulated(tiny_base, rng)
 
 def test_policies_together_are_policies_one_by_one(tiny_base, rng):
     base = tiny_base("llama")
-    groups = {n: random_groups(rng, base.cfg.vocab_size, prompts) for n, prompts in (("a", 2), ("b", 2), ("c", 1))}
+    groups = {
+        n: random_groups(rng, base.cfg.vocab_size, prompts)
+        for n, prompts in (("a", 2), ("b", 2), ("c", 1))
+    }
     together, alone = make(base), make(base)
     metrics = together.forward_backward(groups)
     for name in RANKS:
         mine = alone.forward_backward({name: groups[name]})[name]
         for key, value in mine.items():
-            # float32 sums over other numbers of rows are ordered otherwise: a few units of the last place, of terms up to about 1
-            np.testing.assert_allclose(metrics[name][key], value, rtol=1e-4, atol=1e-5, err_msg=f"{name} {key}")
+            # float32 sums over other numbers of rows are ordered otherwise: a few units of the last
+            # place, of terms up to about 1
+            np.testing.assert_allclose(
+                metrics[name][key], value, rtol=1e-4, atol=1e-5, err_msg=f"{name} {key}"
+            )
     for name in RANKS:
-        pairs = zip(jax.tree.leaves(slot(together, name).grad_sum), jax.tree.leaves(slot(alone, name).grad_sum))
+        pairs = zip(
+            jax.tree.leaves(slot(together, name).grad_sum),
+            jax.tree.leaves(slot(alone, name).grad_sum),
+        )
         largest = max(np.abs(x).max() for x in jax.tree.leaves(slot(alone, name).grad_sum))
         for x, y in pairs:  # as above, relative to the policy's largest gradient
             np.testing.assert_allclose(x, y, rtol=0, atol=1e-5 * largest)
-    alone.state = jax.tree.map(np.array, together.state)  # the same gradient sums, so that the updates can be compared closely
+    # the same gradient sums, so that the updates can be compared closely
+    alone.state = jax.tree.map(np.array, together.state)
     together.optim_step(list(RANKS))
     for name in RANKS:
         alone.optim_step([name])
-    for name in RANKS:  # 1e-5: the clipping norm sums squares in another order, and Adam divides by their root
+    # 1e-5: the clipping norm sums squares in another order, and Adam divides by their root
+    for name in RANKS:
         chex.assert_trees_all_close(slot(together, name), slot(alone, name), rtol=1e-5, atol=1e-9)
 
 
@@ -277,4 +358,6 @@ def test_in_short_no_bit_changes_in_the_form_of_accelerators(tiny_base, form_of_
 
 @pytest.mark.long
 def test_in_short_no_bit_changes_over_a_mesh(tmp_path, monkeypatch, rng):
-    Company(over_mesh("experts", "expert4_tensor2", "all_to_all", tmp_path, monkeypatch), rng, PAIR).check(EXTREMES)
+    Company(
+        over_mesh("experts", "expert4_tensor2", "all_to_all", tmp_path, monkeypatch), rng, PAIR
+    ).check(EXTREMES)

@@ -1,4 +1,6 @@
-"""Laws 1 and 4: P policies cost adapter and optimizer bytes only, and no program makes or returns an array of a base weight's shape."""
+"""Laws 1 and 4: P policies cost adapter and optimizer bytes only, and no program makes or returns
+an array of a base weight's shape.
+"""
 
 import gc
 import re
@@ -22,7 +24,17 @@ from mint_jax.train.batch import Group, TrainSequence, pack
 from mint_jax.train.trainer import LossConfig, PolicyConfig, ShapeBook, Trainer, stack_coefs
 
 RANKS = (1, 3, 3)  # buckets 1, 4, 4
-LAYOUT = {"transpose", "reshape", "squeeze", "broadcast_in_dim", "slice", "dynamic_slice", "convert_element_type", "copy", "stop_gradient"}
+LAYOUT = {
+    "transpose",
+    "reshape",
+    "squeeze",
+    "broadcast_in_dim",
+    "slice",
+    "dynamic_slice",
+    "convert_element_type",
+    "copy",
+    "stop_gradient",
+}
 
 
 def random_groups(rng, vocab, lengths=(6, 4)):
@@ -30,10 +42,15 @@ def random_groups(rng, vocab, lengths=(6, 4)):
 
     def sequence(n):
         return TrainSequence(
-            rng.integers(3, vocab, n).tolist(), [0.1] * n, rng.normal(size=n).tolist(), (-rng.exponential(size=n)).tolist()
+            rng.integers(3, vocab, n).tolist(),
+            [0.1] * n,
+            rng.normal(size=n).tolist(),
+            (-rng.exponential(size=n)).tolist(),
         )
 
-    return [Group(rng.integers(3, vocab, 4).tolist(), [sequence(n) for n in lengths]) for _ in range(2)]
+    return [
+        Group(rng.integers(3, vocab, 4).tolist(), [sequence(n) for n in lengths]) for _ in range(2)
+    ]
 
 
 def device_bytes() -> int:
@@ -42,35 +59,52 @@ def device_bytes() -> int:
 
 
 def adapter_bytes(cfg, bucket: int) -> int:
-    """Float32 bytes of all seven projections' A [L, R, D] and B [L, R, F], from the model's dimensions."""
-    D, q, kv, F = cfg.d_model, cfg.num_heads * cfg.head_dim, cfg.num_kv_heads * cfg.head_dim, cfg.d_ff
+    """Float32 bytes of all seven projections' A [L, R, D] and B [L, R, F], from the model's
+    dimensions.
+    """
+    D, q, kv, F = (
+        cfg.d_model,
+        cfg.num_heads * cfg.head_dim,
+        cfg.num_kv_heads * cfg.head_dim,
+        cfg.d_ff,
+    )
     in_and_out = [(D, q), (D, kv), (D, kv), (q, D), (D, F), (D, F), (F, D)]
     return 4 * cfg.num_layers * bucket * sum(d_in + d_out for d_in, d_out in in_and_out)
 
 
 @pytest.fixture
 def trainer(tiny_base):
-    return Trainer(tiny_base("llama"), [PolicyConfig(f"p{i}", AdapterConfig(r), seed=i) for i, r in enumerate(RANKS)])
+    return Trainer(
+        tiny_base("llama"),
+        [PolicyConfig(f"p{i}", AdapterConfig(r), seed=i) for i, r in enumerate(RANKS)],
+    )
 
 
 @pytest.mark.parametrize("policies", [1, 12])
 def test_policies_in_training_cost_four_times_their_adapters(tiny_base, policies):
     base = tiny_base("llama")
     before = device_bytes()
-    trainer = Trainer(base, [PolicyConfig(f"p{i}", AdapterConfig(3), seed=i) for i in range(policies)])
-    expected = 4 * policies * adapter_bytes(base.cfg, 4)  # factors, gradient sum, two moments, at the bucket of rank 3
+    trainer = Trainer(
+        base, [PolicyConfig(f"p{i}", AdapterConfig(3), seed=i) for i in range(policies)]
+    )
+    # factors, gradient sum, two moments, at the bucket of rank 3
+    expected = 4 * policies * adapter_bytes(base.cfg, 4)
     # 1 %: scales, hyperparameters and counters are a few dozen numbers a policy
     assert expected <= device_bytes() - before <= 1.01 * expected
     held = device_bytes()
     Engine(base).generate([Request((5, 6), trainer.slots["p0"], max_tokens=2)], trainer.stacks)
-    # the sampler reads the trainer's own stacks: what is left of its call is small constants, no copy of an adapter
+    # the sampler reads the trainer's own stacks: what is left of its call is small constants, no
+    # copy of an adapter
     assert device_bytes() - held < adapter_bytes(base.cfg, 4) // 10
 
 
 def test_resident_policies_have_no_optimizer_state(tiny_base, rng):
     cfg = tiny_base("llama").cfg
     specs = transformer.abstract(cfg)
-    adapters = {f"p{i}": (c, lora_tree.init_adapter(specs, c, jax.random.key(i))) for i, c in enumerate([AdapterConfig(3)] * 9)}
+    adapters = {
+        f"p{i}": (c, lora_tree.init_adapter(specs, c, jax.random.key(i)))
+        for i, c in enumerate([AdapterConfig(3)] * 9)
+    }
     before = device_bytes()
     stacks, slots = lora_tree.stack_adapters(specs, adapters)
     expected = 9 * adapter_bytes(cfg, 4)
@@ -93,11 +127,17 @@ def programs(trainer, rng):
     )  # not as many as layers, whose keys are as wide as a page is long
     rows, _ = plans.rows_plan([], 2 * P, 1, table, cfg.vocab_size, trainer.stacks)
     return {
-        "forward_backward": (lambda *a: step.forward_backward(*a, cfg=cfg, remat="names"), (params, trainer.state, batch, coefs, slots)),
+        "forward_backward": (
+            lambda *a: step.forward_backward(*a, cfg=cfg, remat="names"),
+            (params, trainer.state, batch, coefs, slots),
+        ),
         "optim_step": (step.optim_step, (trainer.state, slots)),
         "score": (lambda *a: step.score(*a, cfg=cfg), (params, batch, trainer.stacks, slots)),
         "score of the base": (lambda *a: step.score(*a, cfg=cfg), (params, batch, {}, {})),
-        "next_token_logprobs": (lambda *a: next_token_logprobs(*a, cfg=cfg), (params, lora, np.full((P, 11), 3, np.int32))),
+        "next_token_logprobs": (
+            lambda *a: next_token_logprobs(*a, cfg=cfg),
+            (params, lora, np.full((P, 11), 3, np.int32)),
+        ),
         "prefill": (lambda *a: device.prefill(*a, cfg=cfg), (*sampling, blocks)),
         "prefill with scores": (lambda *a: device.prefill(*a, cfg=cfg), (*sampling, scored)),
         "decode": (lambda *a: device.decode(*a, cfg=cfg), (*sampling, rows, jnp.int32(6))),
@@ -106,20 +146,35 @@ def programs(trainer, rng):
 
 def test_no_program_makes_or_returns_a_base_weight(trainer, rng):
     weights = {x.shape for x in jax.tree.leaves(trainer.base.params) if x.ndim > 1}
-    matrices = {(*s[:-2], *pair) for s in weights for pair in (s[-2:], s[-2:][::-1]) if s[-2] > trainer.base.cfg.num_layers}
+    matrices = {
+        (*s[:-2], *pair)
+        for s in weights
+        for pair in (s[-2:], s[-2:][::-1])
+        if s[-2] > trainer.base.cfg.num_layers
+    }
     matrices |= {s[-2:] for s in matrices}  # of one layer
     for name, (fn, args) in programs(trainer, rng).items():
         jaxpr, out = jax.make_jaxpr(fn, return_shape=True)(*args)
-        assert not {x.shape for x in jax.tree.leaves(out)} & (weights | matrices), f"{name} returns an array of a base weight's shape"
-        for results, primitive in re.findall(r"((?:\w+:\w+\[[\d,]*\] )+)= (\w+)", str(jaxpr)):  # inner jaxprs are printed too
-            shapes = {tuple(map(int, dims.split(","))) for dims in re.findall(r"\[([\d,]+)\]", results)}
-            # W + B A or a gradient of W would be a result of W's shape; relabelling W itself is none
-            assert primitive in LAYOUT or not shapes & matrices, f"{name}: {primitive} makes an array of a base weight's shape, {results}"
+        assert not {x.shape for x in jax.tree.leaves(out)} & (weights | matrices), (
+            f"{name} returns an array of a base weight's shape"
+        )
+        # inner jaxprs are printed too
+        for results, primitive in re.findall(r"((?:\w+:\w+\[[\d,]*\] )+)= (\w+)", str(jaxpr)):
+            shapes = {
+                tuple(map(int, dims.split(","))) for dims in re.findall(r"\[([\d,]+)\]", results)
+            }
+            # W + B A or a gradient of W would be a result of W's shape; relabelling W itself is
+            # none
+            assert primitive in LAYOUT or not shapes & matrices, (
+                f"{name}: {primitive} makes an array of a base weight's shape, {results}"
+            )
 
 
 def test_training_and_sampling_leave_the_base_as_it_was(trainer, rng):
     base = trainer.base
     before = jax.device_get(base.params)
     trainer.update({name: random_groups(rng, base.cfg.vocab_size) for name in trainer.slots})
-    Engine(base).generate([Request((5, 6), slot, max_tokens=2) for slot in trainer.slots.values()], trainer.stacks)
+    Engine(base).generate(
+        [Request((5, 6), slot, max_tokens=2) for slot in trainer.slots.values()], trainer.stacks
+    )
     chex.assert_trees_all_equal(jax.device_get(base.params), before)

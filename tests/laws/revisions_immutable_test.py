@@ -1,4 +1,6 @@
-"""Laws 5, 6 and 9: a revision is its bytes, is there whole or not at all, never changes, and is refused where it does not fit."""
+"""Laws 5, 6 and 9: a revision is its bytes, is there whole or not at all, never changes, and is
+refused where it does not fit.
+"""
 
 import dataclasses
 import signal
@@ -40,10 +42,15 @@ def random_adapter(base, config, rng):
 def random_groups(rng, vocab, lengths=(6, 4)):
     def sequence(n):
         return TrainSequence(
-            rng.integers(3, vocab, n).tolist(), [0.1] * n, rng.normal(size=n).tolist(), (-rng.exponential(size=n)).tolist()
+            rng.integers(3, vocab, n).tolist(),
+            [0.1] * n,
+            rng.normal(size=n).tolist(),
+            (-rng.exponential(size=n)).tolist(),
         )
 
-    return [Group(rng.integers(3, vocab, 4).tolist(), [sequence(n) for n in lengths]) for _ in range(2)]
+    return [
+        Group(rng.integers(3, vocab, 4).tolist(), [sequence(n) for n in lengths]) for _ in range(2)
+    ]
 
 
 @pytest.fixture
@@ -55,11 +62,18 @@ def catalog(tmp_path):
 def files(catalog) -> dict[str, tuple]:
     """Inode and time of every payload file."""
     found = (p.stat() for p in sorted(payloads(catalog)))
-    return {str(path): (f.st_ino, f.st_mtime_ns, f.st_size) for path, f in zip(sorted(payloads(catalog)), found)}
+    return {
+        str(path): (f.st_ino, f.st_mtime_ns, f.st_size)
+        for path, f in zip(sorted(payloads(catalog)), found)
+    }
 
 
 def payloads(catalog) -> list[Path]:
-    return [path for path in Path(catalog.store.url.removeprefix("file://")).rglob("*.pack") if path.is_file()]
+    return [
+        path
+        for path in Path(catalog.store.url.removeprefix("file://")).rglob("*.pack")
+        if path.is_file()
+    ]
 
 
 def test_digest_covers_payload_schema_and_base(tiny_base, rng, catalog):
@@ -70,15 +84,23 @@ def test_digest_covers_payload_schema_and_base(tiny_base, rng, catalog):
     assert made.digest == digest_of(data) == digest_of(catalog.load("p"))
     before = files(catalog)
     assert len(before) == 1
-    backwards = jax.tree.map(np.asfortranarray, adapter)  # neither memory layout nor who holds the array matters
-    again = catalog.export("other", pack(backwards, Schema("base one", AdapterConfig(3))), 7, create=True)
+    # neither memory layout nor who holds the array matters
+    backwards = jax.tree.map(np.asfortranarray, adapter)
+    again = catalog.export(
+        "other", pack(backwards, Schema("base one", AdapterConfig(3))), 7, create=True
+    )
     assert again.digest == made.digest
     assert files(catalog) == before, "the same bytes are not written again"
     one_bit = jax.tree.map(np.array, adapter)
     one_bit["dense"]["attn"]["q"]["a"].view(np.int32)[0, 0, 0] ^= 1
     others = [pack(one_bit, schema), pack(adapter, Schema("base two", CONFIG))]
-    others += [pack(adapter, Schema("base one", dataclasses.replace(CONFIG, **change))) for change in ({"alpha": 17.0}, {"rslora": True})]
-    digests = [catalog.export(f"p{i}", other, 1, create=True).digest for i, other in enumerate(others)]
+    others += [
+        pack(adapter, Schema("base one", dataclasses.replace(CONFIG, **change)))
+        for change in ({"alpha": 17.0}, {"rslora": True})
+    ]
+    digests = [
+        catalog.export(f"p{i}", other, 1, create=True).digest for i, other in enumerate(others)
+    ]
     assert len({made.digest, *digests}) == 5
     loaded, found = unpack(catalog.load(made.digest))
     chex.assert_trees_all_equal(loaded, adapter)
@@ -110,26 +132,41 @@ def test_loading_verifies_the_bytes(tiny_base, rng, catalog, damage):
 @pytest.mark.long
 def test_a_revision_samples_the_same_tokens_while_its_policy_trains_on(tiny_base, rng, catalog):
     base = tiny_base("llama")
-    usual = PolicyConfig("a", CONFIG, OptimizerConfig(learning_rate=0.1), LossConfig("importance_sampling"))
-    trainer = Trainer(base, [usual, dataclasses.replace(usual, name="b", seed=1), PolicyConfig("c", AdapterConfig(1))])
+    usual = PolicyConfig(
+        "a", CONFIG, OptimizerConfig(learning_rate=0.1), LossConfig("importance_sampling")
+    )
+    trainer = Trainer(
+        base,
+        [usual, dataclasses.replace(usual, name="b", seed=1), PolicyConfig("c", AdapterConfig(1))],
+    )
     trainer.load_adapter("a", random_adapter(base, CONFIG, rng))
     engine = Engine(base)
     prompt = tuple(rng.integers(3, base.cfg.vocab_size, 7).tolist())
 
     def sample(slot, stacks):
-        requests = [Request(prompt, slot, n=2, max_tokens=12, seed=5), Request(prompt[:4], slot, n=2, max_tokens=8, temperature=0.0)]
+        requests = [
+            Request(prompt, slot, n=2, max_tokens=12, seed=5),
+            Request(prompt[:4], slot, n=2, max_tokens=8, temperature=0.0),
+        ]
         return engine.generate(requests, stacks)
 
     def load(digest):
         adapter, schema = unpack(catalog.load(digest))
-        assert lora_tree.check_fits(adapter, schema.config, trainer.specs, digest) == 7 * base.cfg.num_layers
+        assert (
+            lora_tree.check_fits(adapter, schema.config, trainer.specs, digest)
+            == 7 * base.cfg.num_layers
+        )
         stacks, slots = lora_tree.stack_adapters(trainer.specs, {"r": (schema.config, adapter)})
         return slots["r"], stacks
 
-    digest = catalog.export("a", pack(trainer.adapter("a"), Schema(base.fingerprint, CONFIG)), 0, create=True).digest
+    digest = catalog.export(
+        "a", pack(trainer.adapter("a"), Schema(base.fingerprint, CONFIG)), 0, create=True
+    ).digest
     resident = load(digest)
     first = sample(*resident)
-    assert first == sample(trainer.slots["a"], trainer.stacks), "by file as by the trainer's own slot"
+    assert first == sample(trainer.slots["a"], trainer.stacks), (
+        "by file as by the trainer's own slot"
+    )
     for _ in range(2):
         trainer.update({name: random_groups(rng, base.cfg.vocab_size) for name in "abc"})
         trainer.forward_backward({"a": random_groups(rng, base.cfg.vocab_size)})
@@ -145,12 +182,25 @@ def test_a_revision_samples_the_same_tokens_while_its_policy_trains_on(tiny_base
 def test_a_snapshot_is_not_touched_by_later_updates(tiny_base, rng):
     """Also where it is a whole stack: one slot, a rank that fills its bucket."""
     base = tiny_base("llama")
-    trainer = Trainer(base, [PolicyConfig("a", AdapterConfig(4), OptimizerConfig(learning_rate=0.1), LossConfig("importance_sampling"))])
+    trainer = Trainer(
+        base,
+        [
+            PolicyConfig(
+                "a",
+                AdapterConfig(4),
+                OptimizerConfig(learning_rate=0.1),
+                LossConfig("importance_sampling"),
+            )
+        ],
+    )
     before, taken = trainer.adapter("a"), trainer.snapshot("a")
     for _ in range(2):
         trainer.update({"a": random_groups(rng, base.cfg.vocab_size)})
     chex.assert_trees_all_equal(jax.device_get(taken), before)
-    assert any(np.any(x != y) for x, y in zip(jax.tree.leaves(trainer.adapter("a")), jax.tree.leaves(before)))
+    assert any(
+        np.any(x != y)
+        for x, y in zip(jax.tree.leaves(trainer.adapter("a")), jax.tree.leaves(before))
+    )
 
 
 WRITER = """
@@ -187,10 +237,14 @@ def test_killed_at_any_moment_every_acknowledged_revision_loads(kills, rng, tmp_
                 assert (adapter["dense"]["q"]["a"] == i).all()
                 assert catalog.revision("p", int(number)).digest == digest
             visible = catalog.revisions("p")
-            assert len(visible) <= len(acknowledged) + 5, "at most the one that was committed but not yet acknowledged, per kill"
+            assert len(visible) <= len(acknowledged) + 5, (
+                "at most the one that was committed but not yet acknowledged, per kill"
+            )
             for revision in visible:
                 catalog.load(revision.digest)
-            assert len({revision.step for revision in visible}) == len(visible), "a repeated export made no second revision"
+            assert len({revision.step for revision in visible}) == len(visible), (
+                "a repeated export made no second revision"
+            )
             assert catalog.resolve("p@latest").number == visible[-1].number
             assert not list(catalog.verify())
             swept = catalog.gc(grace_s=0.0)  # what the kill left
@@ -242,9 +296,14 @@ def test_an_adapter_that_does_not_fit_is_refused_with_the_reason(tiny_base, rng,
     base = tiny_base("llama")
     config = AdapterConfig(**GOOD)
     adapter = random_adapter(base, config, rng)
-    assert lora_tree.check_fits(adapter, config, transformer.abstract(base.cfg), "it") == 2 * base.cfg.num_layers
+    assert (
+        lora_tree.check_fits(adapter, config, transformer.abstract(base.cfg), "it")
+        == 2 * base.cfg.num_layers
+    )
     jobs = JobCatalog(tmp_path, create=True)
-    jobs.main.export("p", pack(spoil(adapter, how), Schema(base.fingerprint, config)), 1, create=True, force=True)
+    jobs.main.export(
+        "p", pack(spoil(adapter, how), Schema(base.fingerprint, config)), 1, create=True, force=True
+    )
     with pytest.raises(UserError, match=REASONS[how]):
         read_adapter("p@1", base, jobs)
 
@@ -258,12 +317,18 @@ def test_an_adapter_of_another_base_is_refused(tiny_base, rng, tmp_path):
         loaded = read_adapter(name, mine, jobs)
         chex.assert_trees_all_equal(loaded.adapter, adapter)
         assert (loaded.digest, str(loaded.revision)) == (made.digest, "p@1")
-    with pytest.raises(UserError, match=f"was trained on base {mine.fingerprint[:12]}, this is {other.fingerprint[:12]}"):
+    with pytest.raises(
+        UserError,
+        match=f"was trained on base {mine.fingerprint[:12]}, this is {other.fingerprint[:12]}",
+    ):
         read_adapter(made.digest, other, jobs)  # every shape would fit
 
 
 def test_a_target_the_base_lacks_is_refused(tiny_base):
     with pytest.raises(UserError, match="'router' is not a projection of this base"):
         lora_tree.check_fits(
-            {"x": np.zeros(1)}, AdapterConfig(2, targets=("q", "router")), transformer.abstract(tiny_base("llama").cfg), "it"
+            {"x": np.zeros(1)},
+            AdapterConfig(2, targets=("q", "router")),
+            transformer.abstract(tiny_base("llama").cfg),
+            "it",
         )

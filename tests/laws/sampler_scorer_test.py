@@ -1,4 +1,6 @@
-"""Law 8: the sampler's log-probabilities are those of the scorer and of the trainer, for adapters of mixed rank in one batch."""
+"""Law 8: the sampler's log-probabilities are those of the scorer and of the trainer, for adapters
+of mixed rank in one batch.
+"""
 
 import jax
 import numpy as np
@@ -13,8 +15,9 @@ from mint_jax.rollout.score import Scorer
 from mint_jax.train.batch import Group, TrainSequence
 from mint_jax.train.trainer import LossConfig, PolicyConfig, Trainer
 
-# Float32: decoding adds up the same products as the full forward, in another order. A logit is a sum of up to D = 576 terms behind
-# 30 layers, each with a relative rounding error of 6e-8; the largest gaps seen are 4e-6 (tiny) and 6e-5 (SmolLM2).
+# Float32: decoding adds up the same products as the full forward, in another order. A logit is a
+# sum of up to D = 576 terms behind 30 layers, each with a relative rounding error of 6e-8; the
+# largest gaps seen are 4e-6 (tiny) and 6e-5 (SmolLM2).
 GAP = 1e-4
 RANKS = {"one": 1, "three": 3, "also three": 3}
 SAMPLING = [  # the base and each policy meet each of these
@@ -27,12 +30,18 @@ SAMPLING = [  # the base and each policy meet each of these
 
 def trainer_with_random_adapters(base, rng) -> Trainer:
     specs = transformer.abstract(base.cfg)
-    policies = [PolicyConfig(name, AdapterConfig(rank, 2.0 * rank), loss=LossConfig("ppo")) for name, rank in RANKS.items()]
+    policies = [
+        PolicyConfig(name, AdapterConfig(rank, 2.0 * rank), loss=LossConfig("ppo"))
+        for name, rank in RANKS.items()
+    ]
     trainer = Trainer(base, policies)
     for p in policies:
         shapes = lora_tree.adapter_specs(specs, p.adapter)
-        # about as large as after a long run: h B with h of order 1 then adds about 0.05 to every projection
-        factors = jax.tree.map(lambda s: (rng.normal(size=s.shape) * 0.03).astype(np.float32), shapes)
+        # about as large as after a long run: h B with h of order 1 then adds about 0.05 to every
+        # projection
+        factors = jax.tree.map(
+            lambda s: (rng.normal(size=s.shape) * 0.03).astype(np.float32), shapes
+        )
         trainer.load_adapter(p.name, factors)
     return trainer
 
@@ -58,24 +67,37 @@ def test_sampler_scorer_and_trainer_agree(model, tiny_base, rng, request):
             requests.append(Request(prompt, slot, n=2, max_tokens=10 - i, seed=17 * i + k, **how))
     results = Engine(base).generate(requests, trainer.stacks)
 
-    texts = [[*r.prompt, *c.tokens] for r, completions in zip(requests, results) for c in completions]
+    texts = [
+        [*r.prompt, *c.tokens] for r, completions in zip(requests, results) for c in completions
+    ]
     slots = [r.adapter for r in requests for _ in range(2)]
     sampled = [np.array(c.logprobs) for completions in results for c in completions]
-    scored = [s[-len(x) :] for s, x in zip(Scorer(base).logprobs(texts, slots, trainer.stacks), sampled)]
+    scored = [
+        s[-len(x) :] for s, x in zip(Scorer(base).logprobs(texts, slots, trainer.stacks), sampled)
+    ]
     for x, y in zip(sampled, scored):
         np.testing.assert_allclose(x, y, rtol=0, atol=GAP)
 
     groups = {name: [] for name in RANKS}
     for k, name in enumerate(RANKS):
         for r, completions in zip(requests[4 * k : 4 * k + 4], results[4 * k : 4 * k + 4]):
-            sequences = [TrainSequence(c.tokens, [1.0] * len(c.tokens), [0.0] * len(c.tokens), c.logprobs) for c in completions]
+            sequences = [
+                TrainSequence(c.tokens, [1.0] * len(c.tokens), [0.0] * len(c.tokens), c.logprobs)
+                for c in completions
+            ]
             groups[name].append(Group(list(r.prompt), sequences))
-    rows = trainer.forward_backward(groups)  # prompts packed with their rollouts, policies in one batch
+    # prompts packed with their rollouts, policies in one batch
+    rows = trainer.forward_backward(groups)
     for k, name in enumerate(RANKS):
         assert rows[name]["tokens"] == sum(map(len, sampled[8 * k : 8 * k + 8]))
         assert rows[name]["max_gap"] <= GAP
 
     bare = [s[-len(x) :] for s, x in zip(Scorer(base).logprobs(texts), sampled)]
-    moved = [max(np.abs(x - y).max() for x, y in zip(sampled[8 * k : 8 * k + 8], bare[8 * k : 8 * k + 8])) for k in range(len(owners))]
+    moved = [
+        max(
+            np.abs(x - y).max() for x, y in zip(sampled[8 * k : 8 * k + 8], bare[8 * k : 8 * k + 8])
+        )
+        for k in range(len(owners))
+    ]
     assert min(moved[:-1]) > 100 * GAP, "the adapters change too little to tell them from the base"
     assert moved[-1] <= GAP

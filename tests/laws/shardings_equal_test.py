@@ -1,4 +1,6 @@
-"""A mesh changes where things are computed, never what: training and sampling on eight devices equal those on one."""
+"""A mesh changes where things are computed, never what: training and sampling on eight devices
+equal those on one.
+"""
 
 import json
 import os
@@ -71,13 +73,15 @@ MESHES = {
     "tensor2_fsdp2_data2": {"tensor": 2, "fsdp": 2, "data": 2},
     "expert4_tensor2": {"expert": 4, "tensor": 2},
 }
-SPLITS = {"data8": 1, "fsdp8": 8, "tensor2_fsdp2_data2": 4, "expert4_tensor2": 2}  # into how many parts a dense projection falls
+# into how many parts a dense projection falls
+SPLITS = {"data8": 1, "fsdp8": 8, "tensor2_fsdp2_data2": 4, "expert4_tensor2": 2}
 CASES = [
     pytest.param("dense", "data8", marks=pytest.mark.long),
     pytest.param("dense", "fsdp8", marks=pytest.mark.long),
     pytest.param("dense", "tensor2_fsdp2_data2", marks=pytest.mark.long),
     pytest.param("experts", "expert4_tensor2", marks=pytest.mark.long),
-    pytest.param("latent", "expert4_tensor2", marks=pytest.mark.slow),  # all that it has, indexed has too
+    # all that it has, indexed has too
+    pytest.param("latent", "expert4_tensor2", marks=pytest.mark.slow),
     pytest.param("indexed", "expert4_tensor2", marks=pytest.mark.long),
 ]
 
@@ -88,40 +92,61 @@ def adapters_of(family):
 
 
 def seed_of(family):
-    """Sparse families choose experts and keys: of two that are nearly equal another sum may take the other, so their seed is fixed."""
+    """Sparse families choose experts and keys: of two that are nearly equal another sum may take
+    the other, so their seed is fixed.
+    """
     return int(os.environ["MINT_TEST_SEED"]) if family == "dense" else 7
 
 
 def save_checkpoint(family, directory):
     cfg = from_hf(FAMILIES[family])
-    hf.save(params_lib.init(transformer.abstract(cfg), jax.random.key(seed_of(family))), cfg, directory)
+    hf.save(
+        params_lib.init(transformer.abstract(cfg), jax.random.key(seed_of(family))), cfg, directory
+    )
     (directory / "config.json").write_text(json.dumps(FAMILIES[family]))
     return str(directory)
 
 
 def outcome(base, configs, adapters, groups, requests):
     """What one update of every policy, scoring and greedy sampling give on this base's mesh."""
-    # eps 1 makes the update nearly proportional to the gradient; the usual 1e-8 would blow up the rounding of gradients near 0
+    # eps 1 makes the update nearly proportional to the gradient; the usual 1e-8 would blow up the
+    # rounding of gradients near 0
     optimizer = OptimizerConfig(learning_rate=0.1, eps=1.0, weight_decay=0.1)
-    policies = [PolicyConfig(n, c, optimizer, LossConfig("ppo", kl_kind="k3", kl=0.1)) for n, c in configs.items()]
+    policies = [
+        PolicyConfig(n, c, optimizer, LossConfig("ppo", kl_kind="k3", kl=0.1))
+        for n, c in configs.items()
+    ]
     trainer = Trainer(base, policies)
     for name, adapter in adapters.items():
         trainer.load_adapter(name, adapter)
     out = {"train": trainer.forward_backward(groups)}
-    out["gradients"] = {b: jax.tree.map(np.array, stack.grad_sum) for b, stack in trainer.state.items()}
+    out["gradients"] = {
+        b: jax.tree.map(np.array, stack.grad_sum) for b, stack in trainer.state.items()
+    }
     out["update"] = trainer.optim_step(list(configs))
     out["adapters"] = {name: trainer.adapter(name) for name in configs}
-    requests = [Request(prompt, trainer.slots.get(name), n=2, max_tokens=9, temperature=0.0) for name, prompt in requests]
+    requests = [
+        Request(prompt, trainer.slots.get(name), n=2, max_tokens=9, temperature=0.0)
+        for name, prompt in requests
+    ]
     completions = [c for cs in Engine(base).generate(requests, trainer.stacks) for c in cs]
-    out["tokens"], out["sampled"] = [c.tokens for c in completions], [c.logprobs for c in completions]
+    out["tokens"], out["sampled"] = (
+        [c.tokens for c in completions],
+        [c.logprobs for c in completions],
+    )
     texts = [r.prompt for r in requests]
-    out["scores"] = [x.tolist() for x in Scorer(base).logprobs(texts, [r.adapter for r in requests], trainer.stacks)]
+    out["scores"] = [
+        x.tolist()
+        for x in Scorer(base).logprobs(texts, [r.adapter for r in requests], trainer.stacks)
+    ]
     return out
 
 
 @pytest.fixture(scope="module")
 def problem(tmp_path_factory):
-    """``problem(family)`` -> a checkpoint, adapters, groups and prompts, and what one device makes of them."""
+    """``problem(family)`` -> a checkpoint, adapters, groups and prompts, and what one device makes
+    of them.
+    """
     made = {}
 
     def get(family):
@@ -142,11 +167,16 @@ def pose(family, checkpoint):
         return rng.integers(3, DENSE["vocab_size"], n).tolist()
 
     def sequence(n):
-        return TrainSequence(ids(n), [0.1] * n, rng.normal(size=n).tolist(), (-rng.exponential(size=n)).tolist())
+        return TrainSequence(
+            ids(n), [0.1] * n, rng.normal(size=n).tolist(), (-rng.exponential(size=n)).tolist()
+        )
 
     specs = transformer.abstract(base.cfg)
     shapes = {n: lora_tree.adapter_specs(specs, c) for n, c in configs.items()}
-    adapters = {n: jax.tree.map(lambda s: (0.1 * rng.normal(size=s.shape)).astype(np.float32), tree) for n, tree in shapes.items()}
+    adapters = {
+        n: jax.tree.map(lambda s: (0.1 * rng.normal(size=s.shape)).astype(np.float32), tree)
+        for n, tree in shapes.items()
+    }
     groups = {n: [Group(ids(4), [sequence(6), sequence(4)]) for _ in range(2)] for n in configs}
     requests = [(n, tuple(ids(k))) for n, k in (("a", 5), ("a", 7), ("c", 3), (None, 6))]
     args = configs, adapters, groups, requests
@@ -163,13 +193,19 @@ def test_eight_devices_equal_one(family, name, problem):
             assert len(projection.sharding.device_set) == 8
             assert projection.size == parts * projection.addressable_shards[0].data.size
     many = outcome(base, *args)
-    assert many["tokens"] == one["tokens"]  # greedy; two logits within 1e-6 of each other are not expected in 72 tokens
-    # float32: parts summed on several devices are added in another order, units of the last place of terms up to about 10
+    # greedy; two logits within 1e-6 of each other are not expected in 72 tokens
+    assert many["tokens"] == one["tokens"]
+    # float32: parts summed on several devices are added in another order, units of the last place
+    # of terms up to about 10
     for key in ("sampled", "scores", "train", "update"):
         chex.assert_trees_all_close(many[key], one[key], rtol=1e-4, atol=2e-5)
-    # Parts of the largest gradient: a unit in the last place of every weight moves the indexed family's by 4e-6; the dense family's differ
-    # by 2e-6 in the median of 40 seeds, 1.2e-5 in the worst of them and 3.2e-5 in another run, where terms cancel.
+    # Parts of the largest gradient: a unit in the last place of every weight moves the indexed
+    # family's by 4e-6; the dense family's differ by 2e-6 in the median of 40 seeds, 1.2e-5 in the
+    # worst of them and 3.2e-5 in another run, where terms cancel.
     rounding = 1e-4 * max(np.abs(x).max() for x in jax.tree.leaves(one["gradients"]))
     chex.assert_trees_all_close(many["gradients"], one["gradients"], rtol=0, atol=rounding)
-    # with eps 1 an update moves by at most the learning rate times the difference of two gradients; then units of the last place
-    chex.assert_trees_all_close(many["adapters"], one["adapters"], rtol=1e-5, atol=0.1 * rounding + 1e-6)
+    # with eps 1 an update moves by at most the learning rate times the difference of two gradients;
+    # then units of the last place
+    chex.assert_trees_all_close(
+        many["adapters"], one["adapters"], rtol=1e-5, atol=0.1 * rounding + 1e-6
+    )

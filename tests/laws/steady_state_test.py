@@ -1,4 +1,6 @@
-"""Law 11: once the buckets of shapes are warm, training, sampling, scoring and exporting compile nothing, whatever the lengths."""
+"""Law 11: once the buckets of shapes are warm, training, sampling, scoring and exporting compile
+nothing, whatever the lengths.
+"""
 
 import chex
 import jax
@@ -24,7 +26,8 @@ RANKS = {"a": 3, "b": 3, "c": 1}
 
 
 def grpo_step(trainer, engine, scorer, rng, lengths) -> None:
-    """Each policy samples two prompts, two rollouts each; all is scored and updated; then all are exported.
+    """Each policy samples two prompts, two rollouts each; all is scored and updated; then all are
+    exported.
 
     Args:
         lengths: draws the tokens of a prompt and how many are sampled.
@@ -32,22 +35,39 @@ def grpo_step(trainer, engine, scorer, rng, lengths) -> None:
     vocab = trainer.base.cfg.vocab_size
     requests, owners = [], []
     for name in 2 * list(RANKS):
-        prompt, new = lengths() if name in owners else (12, 10)  # one of a policy's two has full length, so the buckets stay
-        how = {"n": 2, "max_tokens": new, "seed": int(rng.integers(2**31)), "temperature": float(rng.uniform(0.5, 1.5))}
-        requests.append(Request(tuple(rng.integers(3, vocab, prompt).tolist()), trainer.slots[name], **how))
+        # one of a policy's two has full length, so the buckets stay
+        prompt, new = lengths() if name in owners else (12, 10)
+        how = {
+            "n": 2,
+            "max_tokens": new,
+            "seed": int(rng.integers(2**31)),
+            "temperature": float(rng.uniform(0.5, 1.5)),
+        }
+        requests.append(
+            Request(tuple(rng.integers(3, vocab, prompt).tolist()), trainer.slots[name], **how)
+        )
         owners.append(name)
     groups = {name: [] for name in RANKS}
-    for name, request, completions in zip(owners, requests, engine.generate(requests, trainer.stacks)):
-        sequences = [TrainSequence(c.tokens, [0.1] * len(c.tokens), [rng.normal()] * len(c.tokens), c.logprobs) for c in completions]
+    for name, request, completions in zip(
+        owners, requests, engine.generate(requests, trainer.stacks)
+    ):
+        sequences = [
+            TrainSequence(
+                c.tokens, [0.1] * len(c.tokens), [rng.normal()] * len(c.tokens), c.logprobs
+            )
+            for c in completions
+        ]
         groups[name].append(Group(list(request.prompt), sequences))
     scorer.logprobs([r.prompt for r in requests], [r.adapter for r in requests], trainer.stacks)
     trainer.update(groups)
     for name in RANKS:
-        pack(trainer.adapter(name), Schema(trainer.base.fingerprint, trainer.policies[name].adapter))
+        pack(
+            trainer.adapter(name), Schema(trainer.base.fingerprint, trainer.policies[name].adapter)
+        )
 
 
-# What the model's programs are traced through -> how often: by training and the base's score; by decoding at each of
-# two numbers of rows, and by the scores of prompts; by scoring.
+# What the model's programs are traced through -> how often: by training and the base's score; by
+# decoding at each of two numbers of rows, and by the scores of prompts; by scoring.
 ONCE_A_PROGRAM = {(step, "batch_logprobs"): 2, (device, "sample"): 3, (score, "target_logprobs"): 1}
 
 
@@ -62,8 +82,15 @@ def traced_once(monkeypatch):
 
 @pytest.mark.usefixtures("traced_once")
 def test_steady_state_compiles_nothing(tiny_base, rng):
-    base, loss = tiny_base("llama"), LossConfig(kl_kind="k3", kl=0.1)  # the base's logprobs are needed, too
-    trainer = Trainer(base, [PolicyConfig(n, AdapterConfig(r), loss=loss, seed=i) for i, (n, r) in enumerate(RANKS.items())])
+    # the base's logprobs are needed, too
+    base, loss = tiny_base("llama"), LossConfig(kl_kind="k3", kl=0.1)
+    trainer = Trainer(
+        base,
+        [
+            PolicyConfig(n, AdapterConfig(r), loss=loss, seed=i)
+            for i, (n, r) in enumerate(RANKS.items())
+        ],
+    )
     engine = Engine(base, rows=(8, 32))
     engine.warm(trainer.stacks)
     parts = trainer, engine, Scorer(base), rng
@@ -79,18 +106,34 @@ def test_steady_state_compiles_nothing(tiny_base, rng):
 @pytest.mark.long
 def test_a_changing_subset_of_policies_compiles_each_subset_once(tiny_base, rng):
     base = tiny_base("llama")
-    trainer = Trainer(base, [PolicyConfig(n, AdapterConfig(r), seed=i) for i, (n, r) in enumerate(RANKS.items())])
+    trainer = Trainer(
+        base, [PolicyConfig(n, AdapterConfig(r), seed=i) for i, (n, r) in enumerate(RANKS.items())]
+    )
 
     def update(names):
         def sequence():
-            return TrainSequence(rng.integers(3, base.cfg.vocab_size, 6).tolist(), [0.1] * 6, rng.normal(size=6).tolist(), [-1.0] * 6)
+            return TrainSequence(
+                rng.integers(3, base.cfg.vocab_size, 6).tolist(),
+                [0.1] * 6,
+                rng.normal(size=6).tolist(),
+                [-1.0] * 6,
+            )
 
-        trainer.update({n: [Group(rng.integers(3, base.cfg.vocab_size, 4).tolist(), [sequence()]) for _ in range(2)] for n in names})
+        trainer.update(
+            {
+                n: [
+                    Group(rng.integers(3, base.cfg.vocab_size, 4).tolist(), [sequence()])
+                    for _ in range(2)
+                ]
+                for n in names
+            }
+        )
 
     update(["a"])
     update(["a", "c"])
     with compilations() as seen:
-        for names in (["b"], ["c", "b"], ["a"], ["b", "c"], ["c", "a"]):  # another slot of the same bucket is the same program
+        # another slot of the same bucket is the same program
+        for names in (["b"], ["c", "b"], ["a"], ["b", "c"], ["c", "a"]):
             update(names)
     assert seen == []
     assert np.array_equal(trainer.state[4].steps, [4, 3])
@@ -99,7 +142,10 @@ def test_a_changing_subset_of_policies_compiles_each_subset_once(tiny_base, rng)
 @pytest.mark.long
 def test_sampling_with_routes_and_training_that_replays_them_compile_nothing(tiny_base, rng):
     base = tiny_base("qwen3_moe")
-    engine, live = Engine(base, rows=(8,), keep_routes=True, cache_bytes=1 << 20), Live(base, {4: 1}, shapes=[BlockShape(1, 1, 32)])
+    engine, live = (
+        Engine(base, rows=(8,), keep_routes=True, cache_bytes=1 << 20),
+        Live(base, {4: 1}, shapes=[BlockShape(1, 1, 32)]),
+    )
     engine.warm()
     live.warm()
     live.join("a", held.fresh(live.specs, AdapterConfig(3, 6.0, ("q", "v")), 0))
@@ -107,7 +153,9 @@ def test_sampling_with_routes_and_training_that_replays_them_compile_nothing(tin
         [[drawn]] = engine.generate([Request(tuple(rng.integers(3, 97, 9).tolist()), max_tokens=8)])
         routes = np.concatenate([drawn.prompt_routes, drawn.routes])
         tokens = rng.integers(3, 97, len(routes)).astype(np.int32)
-        data = [Datum(tokens, tokens, np.ones(len(tokens), np.float32), routes=routes.astype(np.int16))]
+        data = [
+            Datum(tokens, tokens, np.ones(len(tokens), np.float32), routes=routes.astype(np.int16))
+        ]
         for backward in (True, False):
             work = Work("a", data, coefs("cross_entropy"), backward)
             live.step([work])

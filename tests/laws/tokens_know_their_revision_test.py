@@ -1,4 +1,6 @@
-"""Law 7 (with 5 and 12): every sampled token of a job names the revision that drew it, and what that revision is called may move on."""
+"""Law 7 (with 5 and 12): every sampled token of a job names the revision that drew it, and what
+that revision is called may move on.
+"""
 
 import contextlib
 import json
@@ -33,18 +35,26 @@ from mint_jax.envs.env import Example, ListEnvironment
 def make():
     examples = [Example(str(i * 7919), "") for i in range(100, 112)]
     return ListEnvironment(examples[2:], examples[:2], lambda completion, example: sum(map(ord, completion)) % 7 / 7)
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture
 def run_job(tmp_path, monkeypatch):
-    """Runs two steps of GRPO into one catalog; ``(workdir, policies, changes of a policy) -> config``."""
+    """Runs two steps of GRPO into one catalog; ``(workdir, policies, changes of a policy) ->
+    config``.
+    """
     made = mesh.make_mesh
-    monkeypatch.setattr(mesh, "make_mesh", lambda sizes=None, devices=None: made(sizes, devices or jax.devices()[:1]))
+    monkeypatch.setattr(
+        mesh,
+        "make_mesh",
+        lambda sizes=None, devices=None: made(sizes, devices or jax.devices()[:1]),
+    )
     digest_of = recorder.digest_of
 
     def off_the_loop(data):
-        assert threading.current_thread() is not threading.main_thread(), "the job's thread goes on with the version"
+        assert threading.current_thread() is not threading.main_thread(), (
+            "the job's thread goes on with the version"
+        )
         return digest_of(data)
 
     monkeypatch.setattr(recorder, "digest_of", off_the_loop)
@@ -57,7 +67,13 @@ def run_job(tmp_path, monkeypatch):
         for name in list(config.policies):
             if name not in names:
                 del config.policies[name]
-        settings = {"steps": 2, "export_every": 1, "tensorboard": False, "catalog": str(tmp_path / "catalog"), "tenant": tenant}
+        settings = {
+            "steps": 2,
+            "export_every": 1,
+            "tensorboard": False,
+            "catalog": str(tmp_path / "catalog"),
+            "tenant": tenant,
+        }
         config.update(settings)
         for policy in config.policies.values():
             policy.unlock()
@@ -72,14 +88,21 @@ def run_job(tmp_path, monkeypatch):
 
 def records(catalog, policy):
     """Step -> rollout object."""
-    return {record.step: unpack_rollouts(catalog.read_rollout(record)) for record in catalog.rollouts(policy)}
+    return {
+        record.step: unpack_rollouts(catalog.read_rollout(record))
+        for record in catalog.rollouts(policy)
+    }
 
 
 def scores(base, catalog, digest, rollouts):
     """Log-probabilities of the sampled tokens under a revision, end to end."""
     adapter, schema = unpack(catalog.load(digest))
-    stacks, slots = lora_tree.stack_adapters(transformer.abstract(base.cfg), {"r": (schema.config, adapter)})
-    texts = [(len(p), p + row) for p, group in zip(rollouts.prompts, rollouts.tokens) for row in group]
+    stacks, slots = lora_tree.stack_adapters(
+        transformer.abstract(base.cfg), {"r": (schema.config, adapter)}
+    )
+    texts = [
+        (len(p), p + row) for p, group in zip(rollouts.prompts, rollouts.tokens) for row in group
+    ]
     found = Scorer(base).logprobs([text for _, text in texts], [slots["r"]] * len(texts), stacks)
     return np.concatenate([values[length - 1 :] for values, (length, _) in zip(found, texts)])
 
@@ -95,15 +118,24 @@ def test_every_sampled_token_names_the_revision_that_drew_it(run_job, tmp_path):
             kept = records(catalog, policy)
             assert sorted(kept) == [0, 1]
             for step, rollouts in kept.items():
-                digests = {digest for group in rollouts.revisions for row in group for digest in row}
+                digests = {
+                    digest for group in rollouts.revisions for row in group for digest in row
+                }
                 assert len(digests) == 1
-                assert [len(row) for g in rollouts.revisions for row in g] == [len(row) for g in rollouts.tokens for row in g]
+                assert [len(row) for g in rollouts.revisions for row in g] == [
+                    len(row) for g in rollouts.tokens for row in g
+                ]
                 assert (digests == {by_step[1]}) == (step == 1)
             sampled = np.concatenate([row for group in kept[1].logprobs for row in group])
-            np.testing.assert_allclose(scores(base, catalog, by_step[1], kept[1]), sampled, atol=ATOL)
-            assert np.abs(scores(base, catalog, by_step[2], kept[1]) - sampled).max() > 10 * ATOL, "the policy did not move"
+            np.testing.assert_allclose(
+                scores(base, catalog, by_step[1], kept[1]), sampled, atol=ATOL
+            )
+            assert np.abs(scores(base, catalog, by_step[2], kept[1]) - sampled).max() > 10 * ATOL, (
+                "the policy did not move"
+            )
 
-        # off-policy: both steps are drawn from ppo@1, with its logprobs, while another policy trains on them
+        # off-policy: both steps are drawn from ppo@1, with its logprobs, while another policy
+        # trains on them
         digest = catalog.resolve("ppo@1").digest
         kept = records(catalog, "off/ppo")
         assert sorted(kept) == [0, 1]
@@ -113,8 +145,13 @@ def test_every_sampled_token_names_the_revision_that_drew_it(run_job, tmp_path):
             assert {d for group in rollouts.revisions for row in group for d in row} == {digest}
             sampled = np.concatenate([row for group in rollouts.logprobs for row in group])
             np.testing.assert_allclose(scores(base, catalog, digest, rollouts), sampled, atol=ATOL)
-        rows = [json.loads(line) for line in (tmp_path / "off" / "metrics.jsonl").read_text().splitlines()]
-        assert all(row["max_gap"] > 10 * ATOL for row in rows), "importance weights come from the revision that drew the tokens"
+        rows = [
+            json.loads(line)
+            for line in (tmp_path / "off" / "metrics.jsonl").read_text().splitlines()
+        ]
+        assert all(row["max_gap"] > 10 * ATOL for row in rows), (
+            "importance weights come from the revision that drew the tokens"
+        )
 
     with contextlib.closing(JobCatalog(tmp_path / "catalog")) as jobs:
         loaded = adapters.read_adapter(digest, base, jobs)
@@ -125,7 +162,9 @@ def test_every_sampled_token_names_the_revision_that_drew_it(run_job, tmp_path):
 
 def check_fixed(job, base, loaded, digest, kept):
     """A job's rollouts of a fixed revision are those that the revision alone samples."""
-    stacks, slots = lora_tree.stack_adapters(transformer.abstract(base.cfg), {"r": (loaded.config, loaded.adapter)})
+    stacks, slots = lora_tree.stack_adapters(
+        transformer.abstract(base.cfg), {"r": (loaded.config, loaded.adapter)}
+    )
     engine, member = Engine(base, base.need_tokenizer().decode), job.members["ppo"]
     for step, rollouts in kept.items():
         asked = [

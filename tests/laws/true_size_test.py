@@ -1,4 +1,6 @@
-"""Law 4: a policy of rank r costs work of rank r, and slots that are not in the batch cost nothing."""
+"""Law 4: a policy of rank r costs work of rank r, and slots that are not in the batch cost
+nothing.
+"""
 
 import functools
 
@@ -27,7 +29,16 @@ from tests.laws.vmap_one_matmul_test import equations
 from tests.marks import first
 
 # One layer, for XLA's count takes the body of a loop once whatever its length.
-CFG = ModelConfig("llama", vocab_size=40, d_model=48, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=16, d_ff=80)
+CFG = ModelConfig(
+    "llama",
+    vocab_size=40,
+    d_model=48,
+    num_layers=1,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    d_ff=80,
+)
 IN_PLUS_OUT = 2 * (48 + 64) + 2 * (48 + 32) + 3 * (48 + 80)  # q o, k v, gate up down
 MOE = CFG.replace(experts=Experts(count=6, per_token=2, width=56))
 B, T, M = 2, 24, 8
@@ -42,10 +53,17 @@ def counts(ranks):
 
 @functools.cache
 def compiled(program, ranks, resident=(), cfg=CFG):
-    """One of ``PROGRAMS`` over policies of these ranks, B rows each; ``resident`` says how many slots each bucket has."""
+    """One of ``PROGRAMS`` over policies of these ranks, B rows each; ``resident`` says how many
+    slots each bucket has.
+    """
     specs = transformer.abstract(cfg)
-    params, slots = params_lib.abstract(specs), {b: jax.ShapeDtypeStruct((n,), jnp.int32) for b, n in counts(ranks).items()}
-    state = jax.eval_shape(lambda: state_lib.empty(specs, [AdapterConfig(r) for r in ranks], dict(resident)))
+    params, slots = (
+        params_lib.abstract(specs),
+        {b: jax.ShapeDtypeStruct((n,), jnp.int32) for b, n in counts(ranks).items()},
+    )
+    state = jax.eval_shape(
+        lambda: state_lib.empty(specs, [AdapterConfig(r) for r in ranks], dict(resident))
+    )
 
     if program == "optim_step":
         return step.optim_step.lower(state, slots).compile()
@@ -60,15 +78,37 @@ def compiled(program, ranks, resident=(), cfg=CFG):
 def traced(ranks, resident, cfg, dtype=jnp.float32):
     """A step's forward and backward."""
     specs = transformer.abstract(cfg, dtype)
-    params, slots = params_lib.abstract(specs), {b: jax.ShapeDtypeStruct((n,), jnp.int32) for b, n in counts(ranks).items()}
-    state = jax.eval_shape(lambda: state_lib.empty(specs, [AdapterConfig(r) for r in ranks], dict(resident)))
+    params, slots = (
+        params_lib.abstract(specs),
+        {b: jax.ShapeDtypeStruct((n,), jnp.int32) for b, n in counts(ranks).items()},
+    )
+    state = jax.eval_shape(
+        lambda: state_lib.empty(specs, [AdapterConfig(r) for r in ranks], dict(resident))
+    )
 
     def struct(dtype, *shape):
         return jax.ShapeDtypeStruct((len(ranks), *shape), dtype)
 
-    ints, floats, tokens = struct(jnp.int32, B, M), struct(jnp.float32, B, M), struct(jnp.int32, B, T)
-    batch = Batch(tokens, tokens, tokens, tokens, ints, ints, Targets(floats, floats, floats, floats, ints, struct(jnp.float32, 0)))
-    coefs = LossCoefs(*(struct(jnp.int32 if name in ("kind", "kl_kind") else jnp.float32) for name in LossCoefs._fields))
+    ints, floats, tokens = (
+        struct(jnp.int32, B, M),
+        struct(jnp.float32, B, M),
+        struct(jnp.int32, B, T),
+    )
+    batch = Batch(
+        tokens,
+        tokens,
+        tokens,
+        tokens,
+        ints,
+        ints,
+        Targets(floats, floats, floats, floats, ints, struct(jnp.float32, 0)),
+    )
+    coefs = LossCoefs(
+        *(
+            struct(jnp.int32 if name in ("kind", "kl_kind") else jnp.float32)
+            for name in LossCoefs._fields
+        )
+    )
     return step.forward_backward.trace(params, state, batch, coefs, slots, cfg=cfg, remat="names")
 
 
@@ -76,39 +116,59 @@ def flops(*args) -> float:
     return compiled(*args).cost_analysis()["flops"]
 
 
-# x A^T and h B are 2 R (D + F) flops a token; backward again twice that, for the factors' and for the inputs' gradients
+# x A^T and h B are 2 R (D + F) flops a token; backward again twice that, for the factors' and for
+# the inputs' gradients
 @pytest.mark.parametrize(("program", "per_weight"), [("forward_backward", 6), ("score", 2)])
 def test_flops_of_a_policy_follow_its_rank(program, per_weight):
-    low, high, mixed, odd = (flops(program, ranks) for ranks in ((1, 1, 1, 1), (64, 64, 64, 64), (1, 1, 1, 64), (1, 1, 3, 33)))
+    low, high, mixed, odd = (
+        flops(program, ranks)
+        for ranks in ((1, 1, 1, 1), (64, 64, 64, 64), (1, 1, 1, 64), (1, 1, 3, 33))
+    )
     per_rank = (high - low) / (4 * 63)
     # 10 %: the gradient of the first layer's input is not needed, and additions are counted too
     assert per_rank == pytest.approx(per_weight * B * T * IN_PLUS_OUT, rel=0.1)
-    # 10 % of the adapters' own work: joining the buckets' rows and adding their parts costs a little more than one bucket
-    assert mixed - low == pytest.approx(63 * per_rank, rel=0.1), "rank 1 next to rank 64 pays for its own rank only"
-    assert odd - mixed == pytest.approx(3 * per_rank, abs=0.1 * 63 * per_rank), "rank 3 pays for bucket 4, rank 33 for bucket 64"
+    # 10 % of the adapters' own work: joining the buckets' rows and adding their parts costs a
+    # little more than one bucket
+    assert mixed - low == pytest.approx(63 * per_rank, rel=0.1), (
+        "rank 1 next to rank 64 pays for its own rank only"
+    )
+    assert odd - mixed == pytest.approx(3 * per_rank, abs=0.1 * 63 * per_rank), (
+        "rank 3 pays for bucket 4, rank 33 for bucket 64"
+    )
 
 
 def test_flops_of_an_update_follow_the_rank():
-    low, high, mixed = (flops("optim_step", ranks) for ranks in ((1,), (64,), (1, 64)))  # a bucket is one loop over its policies
-    assert mixed == pytest.approx(low + high, rel=0.01), "rank 1 next to rank 64 pays for its own rank only"
+    # a bucket is one loop over its policies
+    low, high, mixed = (flops("optim_step", ranks) for ranks in ((1,), (64,), (1, 64)))
+    assert mixed == pytest.approx(low + high, rel=0.01), (
+        "rank 1 next to rank 64 pays for its own rank only"
+    )
     assert high == pytest.approx(64 * low, rel=0.2)  # what does not depend on the rank is small
 
 
 @pytest.mark.parametrize("program", ["forward_backward", "optim_step"])
 def test_slots_that_are_not_in_the_batch_cost_nothing(program):
     few, many = (compiled(program, (1, 1, 1, 64), ((1, 3), (64, n))) for n in (2, 30))
-    assert many.cost_analysis()["flops"] == pytest.approx(few.cost_analysis()["flops"], rel=1e-3)  # clamping a few indices is counted
+    # clamping a few indices is counted
+    assert many.cost_analysis()["flops"] == pytest.approx(few.cost_analysis()["flops"], rel=1e-3)
     one_slot = 4 * 64 * IN_PLUS_OUT  # bytes of one more policy's factors
-    in_place = many.memory_analysis().alias_size_in_bytes - few.memory_analysis().alias_size_in_bytes
+    in_place = (
+        many.memory_analysis().alias_size_in_bytes - few.memory_analysis().alias_size_in_bytes
+    )
     assert in_place >= 28 * 4 * one_slot, "the state is updated where it is"
     copied = many.memory_analysis().temp_size_in_bytes - few.memory_analysis().temp_size_in_bytes
-    assert copied < one_slot, f"28 slots that nobody steps cost {copied / one_slot:.0f} times an adapter in copies"
+    assert copied < one_slot, (
+        f"28 slots that nobody steps cost {copied / one_slot:.0f} times an adapter in copies"
+    )
 
 
 def test_a_step_has_its_policies_gradients_beside_their_factors_and_no_copy_of_these():
     """Bound before the layers, all policies' factors were a second array of the gradients' size."""
     cfg = CFG.replace(num_layers=12)
-    low, high = (compiled("forward_backward", (rank,) * 4, (), cfg).memory_analysis().temp_size_in_bytes for rank in (1, 64))
+    low, high = (
+        compiled("forward_backward", (rank,) * 4, (), cfg).memory_analysis().temp_size_in_bytes
+        for rank in (1, 64)
+    )
     factors = 4 * 4 * 63 * IN_PLUS_OUT * cfg.num_layers / CFG.num_layers
     # a quarter: a layer's own factors, and the rank-wide products of the rows
     assert factors <= high - low < 1.25 * factors, f"{(high - low) / factors:.2f} times the factors"
@@ -117,7 +177,9 @@ def test_a_step_has_its_policies_gradients_beside_their_factors_and_no_copy_of_t
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("cfg", [CFG, MOE], ids=["dense", "experts"])
 def test_all_layers_gradients_are_in_the_bases_dtype_until_they_are_summed(cfg, dtype):
-    """In float32 they were twice the bytes beside a bfloat16 base: 1.6 GB a device of Qwen3-4B's training step on v5p."""
+    """In float32 they were twice the bytes beside a bfloat16 base: 1.6 GB a device of Qwen3-4B's
+    training step on v5p.
+    """
     cfg, policies, rank = cfg.replace(num_layers=3), 5, 7  # sizes that nothing else has
 
     slots = ((bucket_of(rank), policies + 1),)  # the sums have another shape then, and are float32
@@ -138,9 +200,13 @@ def test_sampling_costs_the_same_however_many_adapters_are_resident(program, cfg
     params, pool = params_lib.abstract(specs), device.pool_specs(cfg, 8, jnp.float32, routes=False)
 
     def cost(resident):
-        stacks = jax.eval_shape(lambda: {4: lora_tree.empty_stack(specs, lora_tree.LINEAR_TARGETS, 4, resident)})
+        stacks = jax.eval_shape(
+            lambda: {4: lora_tree.empty_stack(specs, lora_tree.LINEAR_TARGETS, 4, resident)}
+        )
         if program == "prefill":
-            lowered = device.prefill.lower(params, stacks, pool, plans.blocks_plan([[]], 2, table, stacks), cfg=cfg)
+            lowered = device.prefill.lower(
+                params, stacks, pool, plans.blocks_plan([[]], 2, table, stacks), cfg=cfg
+            )
         else:
             rows, _ = plans.rows_plan([], 2, 1, table, cfg.vocab_size, stacks)
             lowered = device.decode.lower(params, stacks, pool, rows, jnp.int32(1), cfg=cfg)
@@ -148,19 +214,25 @@ def test_sampling_costs_the_same_however_many_adapters_are_resident(program, cfg
         return compiled.cost_analysis(), compiled.memory_analysis()
 
     (few, few_memory), (many, many_memory) = cost(2), cost(16)
-    assert many["flops"] == pytest.approx(few["flops"], rel=1e-3)  # clamping a few indices is counted
-    # XLA counts a lookup as a read of the whole table, though it reads the two slots: all else must read the same
+    # clamping a few indices is counted
+    assert many["flops"] == pytest.approx(few["flops"], rel=1e-3)
+    # XLA counts a lookup as a read of the whole table, though it reads the two slots: all else must
+    # read the same
     lookup = many_memory.argument_size_in_bytes - few_memory.argument_size_in_bytes
     assert many["bytes accessed"] - few["bytes accessed"] <= 1.01 * lookup
     one_slot = params_lib.nbytes(lora_tree.stack_specs(specs, lora_tree.LINEAR_TARGETS, 4, 1))
     assert lookup == 14 * one_slot + 14 * 4  # factors and scales
-    assert many_memory.temp_size_in_bytes - few_memory.temp_size_in_bytes < one_slot, "nothing is copied for adapters that nobody uses"
+    assert many_memory.temp_size_in_bytes - few_memory.temp_size_in_bytes < one_slot, (
+        "nothing is copied for adapters that nobody uses"
+    )
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("topology", ["v5p:2x2x1", "v5e:2x4"])
 def test_a_pods_optimizer_changes_its_state_in_place_factor_by_factor(topology):
-    """Sixteen policies of rank 32 on Qwen3-4B, ahead of time: temporaries are less than half of what one policy has on a device."""
+    """Sixteen policies of rank 32 on Qwen3-4B, ahead of time: temporaries are less than half of
+    what one policy has on a device.
+    """
     question = scale_up.Question(load("configs/scale_up/qwen3_4b.py"))
     target = chips.target(topology)
     plan = question.plan(target)

@@ -1,6 +1,8 @@
-"""Law 2: a function of one policy under ``vmap`` makes one base matmul over all rows, in the jaxpr and in the compiled program.
+"""Law 2: a function of one policy under ``vmap`` makes one base matmul over all rows, in the jaxpr
+and in the compiled program.
 
-Every dimension of the tiny base, the rows and the ranks differ, so that a shape says what an array is.
+Every dimension of the tiny base, the rows and the ranks differ, so that a shape says what an array
+is.
 """
 
 import dataclasses
@@ -37,30 +39,51 @@ def struct(dtype, *shape):
 
 def matrices(cfg) -> dict[frozenset[int], int]:
     """{in, out} of the projections of a layer -> how many have these dimensions."""
-    D, q, kv, F = cfg.d_model, cfg.num_heads * cfg.head_dim, cfg.num_kv_heads * cfg.head_dim, cfg.d_ff
+    D, q, kv, F = (
+        cfg.d_model,
+        cfg.num_heads * cfg.head_dim,
+        cfg.num_kv_heads * cfg.head_dim,
+        cfg.d_ff,
+    )
     return {frozenset((D, q)): 2, frozenset((D, kv)): 2, frozenset((D, F)): 3}
 
 
 def base_matmuls_of_hlo(text: str, cfg) -> list[tuple[frozenset[int], int]]:
-    """({in, out} of the base operand, rows of the result) of every product with a base matrix; custom calls count as products.
+    """({in, out} of the base operand, rows of the result) of every product with a base matrix;
+    custom calls count as products.
 
     The kernel of CPUs is given whole stacks of layers, of each of which it multiplies one.
     """
-    shapes = {name: tuple(map(int, dims.split(","))) for name, dims in re.findall(r"%([\w.-]+) = \w+\[([\d,]+)\]", text)}
-    calls = re.findall(r"%([\w.-]+) = \(?\w+\[[\d,]+\].* (?:dot|convolution|custom-call)\(([^)]*)\)(.*)", text)
+    shapes = {
+        name: tuple(map(int, dims.split(",")))
+        for name, dims in re.findall(r"%([\w.-]+) = \w+\[([\d,]+)\]", text)
+    }
+    calls = re.findall(
+        r"%([\w.-]+) = \(?\w+\[[\d,]+\].* (?:dot|convolution|custom-call)\(([^)]*)\)(.*)", text
+    )
     products = []
     for name, operands, rest in calls:
         of = [shapes.get(x, ()) for x in re.findall(r"%([\w.-]+)", operands)]
         if "mint_layer_matmul" in rest:
             x, _layer, _rows_in_use, *stacks = of
-            products += [([x, stack[-2:]], (x[0], stack[-1] if stack[-2] == x[1] else stack[-2])) for stack in stacks]
+            products += [
+                ([x, stack[-2:]], (x[0], stack[-1] if stack[-2] == x[1] else stack[-2]))
+                for stack in stacks
+            ]
         else:
             products.append((of, shapes.get(name, ())))
     return base_matmuls(products, cfg)
 
 
 def base_matmuls_of_jaxpr(jaxpr, cfg) -> list[tuple[frozenset[int], int]]:
-    return base_matmuls([([x.aval.shape for x in e.invars], e.outvars[0].aval.shape) for e in equations(jaxpr) if is_matmul(e)], cfg)
+    return base_matmuls(
+        [
+            ([x.aval.shape for x in e.invars], e.outvars[0].aval.shape)
+            for e in equations(jaxpr)
+            if is_matmul(e)
+        ],
+        cfg,
+    )
 
 
 def is_matmul(equation) -> bool:
@@ -68,7 +91,9 @@ def is_matmul(equation) -> bool:
 
 
 def base_matmuls(products, cfg) -> list[tuple[frozenset[int], int]]:
-    """Of (operand shapes, result shape), those where an operand is one base matrix; a stack of copies is none."""
+    """Of (operand shapes, result shape), those where an operand is one base matrix; a stack of
+    copies is none.
+    """
     known = {*matrices(cfg), frozenset((cfg.vocab_size, cfg.d_model))}
     out = []
     for operands, result in products:
@@ -83,23 +108,33 @@ def equations(jaxpr):
     """All equations, those of inner jaxprs too."""
     for equation in jaxpr.eqns:
         yield equation
-        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
+        for inner in jax.tree.leaves(
+            list(equation.params.values()),
+            is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr"),
+        ):
             if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
                 yield from equations(getattr(inner, "jaxpr", inner))
 
 
 def check(fn, args, cfg, rows: int, passes: int, unembed: Counter) -> None:
-    """Each projection is one product over all ``rows`` a pass; ``unembed`` counts the rows of products with the unembedding."""
+    """Each projection is one product over all ``rows`` a pass; ``unembed`` counts the rows of
+    products with the unembedding.
+    """
     expected = Counter({(dims, rows): count * passes for dims, count in matrices(cfg).items()})
-    expected += Counter({(frozenset((cfg.vocab_size, cfg.d_model)), n): count for n, count in unembed.items()})
+    expected += Counter(
+        {(frozenset((cfg.vocab_size, cfg.d_model)), n): count for n, count in unembed.items()}
+    )
     traced = fn.trace(*args)
     assert Counter(base_matmuls_of_jaxpr(traced.jaxpr.jaxpr, cfg)) == expected
     text = traced.lower().compile().as_text()
     assert Counter(base_matmuls_of_hlo(text, cfg)) == expected
-    for dims in set(re.findall(r"\w+\[([\d,]+)\]", text)):  # no base matrix once for each policy, wherever the axis is
+    # no base matrix once for each policy, wherever the axis is
+    for dims in set(re.findall(r"\w+\[([\d,]+)\]", text)):
         shape = tuple(map(int, dims.split(",")))
         for matrix in (*matrices(cfg), frozenset((cfg.vocab_size, cfg.d_model))):
-            assert not (matrix <= set(shape) and math.prod(shape) >= P * math.prod(matrix)), f"[{dims}] is a base matrix for every policy"
+            assert not (matrix <= set(shape) and math.prod(shape) >= P * math.prod(matrix)), (
+                f"[{dims}] is a base matrix for every policy"
+            )
 
 
 def test_vmap_of_one_policy_is_one_base_matmul(tiny_base):
@@ -109,14 +144,20 @@ def test_vmap_of_one_policy_is_one_base_matmul(tiny_base):
     def f(params, adapter, tokens_BT):
         bound = lora_tree.bind([(jax.tree.map(lambda x: x[:, None], adapter), jnp.ones(1))])
         positions_BT = jnp.broadcast_to(jnp.arange(T), tokens_BT.shape)
-        return transformer.hidden_states(params, bound, transformer.Inputs(tokens_BT, positions_BT), cfg)[0]
+        return transformer.hidden_states(
+            params, bound, transformer.Inputs(tokens_BT, positions_BT), cfg
+        )[0]
 
     one = lora_tree.adapter_specs(specs, AdapterConfig(4))
     adapters = jax.tree.map(lambda s: struct(s.dtype, P, *s.shape), one)
     args = params_lib.abstract(specs), adapters, struct(jnp.int32, P, B, T)
     many = jax.jit(jax.vmap(f, in_axes=(None, 0, 0)))
     check(many, args, cfg, rows=P * B * T, passes=1, unembed=Counter())
-    deltas = [e.outvars[0].aval.shape for e in equations(many.trace(*args).jaxpr.jaxpr) if is_matmul(e) and 4 in e.outvars[0].aval.shape]
+    deltas = [
+        e.outvars[0].aval.shape
+        for e in equations(many.trace(*args).jaxpr.jaxpr)
+        if is_matmul(e) and 4 in e.outvars[0].aval.shape
+    ]
     assert len(deltas) == 7, "one product with A for all policies, a projection"
     assert all(math.prod(shape) == P * B * T * 4 for shape in deltas)
 
@@ -138,36 +179,51 @@ def training_args(cfg):
 def test_training_step_is_one_base_matmul_forward_and_one_backward(tiny_base):
     cfg = tiny_base("llama").cfg
     fn = jax.jit(lambda *args: step.forward_backward(*args, cfg=cfg, remat="names"))
-    # the forward pass of the unembedding also makes its gradient: logits, and the mean row under them
+    # the forward pass of the unembedding also makes its gradient: logits, and the mean row under
+    # them
     check(fn, training_args(cfg), cfg, rows=P * B * T, passes=2, unembed=Counter({P * B * M: 2}))
 
 
 def check_experts(fn, args, cfg, backward: bool = True, remat: str = "none") -> Counter:
-    """Every projection of the experts meets the rows of all policies at once. Returns how many other matmuls there are, by primitive."""
-    E, D, F, rows = cfg.experts.count, cfg.d_model, cfg.experts.width, P * B * T * cfg.experts.per_token
-    # Into F: gate and up forward, down backward; into D: down forward, gate and up backward. Weights of experts that the router
-    # learns need what down gave, which "names" does not keep.
+    """Every projection of the experts meets the rows of all policies at once. Returns how many
+    other matmuls there are, by primitive.
+    """
+    E, D, F, rows = (
+        cfg.experts.count,
+        cfg.d_model,
+        cfg.experts.width,
+        P * B * T * cfg.experts.per_token,
+    )
+    # Into F: gate and up forward, down backward; into D: down forward, gate and up backward.
+    # Weights of experts that the router learns need what down gave, which "names" does not keep.
     into = {F: 2 + backward, D: 1 + 2 * backward + (backward and remat == "names")}
     traced = fn.trace(*args)
     grouped, others = Counter(), Counter()
-    for e in equations(traced.jaxpr.jaxpr):  # the form of accelerators; that of the CPU stands beside it
+    # the form of accelerators; that of the CPU stands beside it
+    for e in equations(traced.jaxpr.jaxpr):
         if e.primitive.name == "ragged_dot_general" and set(e.invars[1].aval.shape) == {E, D, F}:
             grouped[e.invars[0].aval.shape] += 1
         elif is_matmul(e):
             others[e.primitive.name] += 1
     assert grouped == {(rows, D): into[F], (rows, F): into[D]}
     text = traced.lower().compile().as_text()
-    shapes = {name: tuple(map(int, dims.split(","))) for name, dims in re.findall(r"%([\w.-]+) = \w+\[([\d,]+)\]", text)}
+    shapes = {
+        name: tuple(map(int, dims.split(",")))
+        for name, dims in re.findall(r"%([\w.-]+) = \w+\[([\d,]+)\]", text)
+    }
     calls = re.findall(r"%([\w.-]+) = \w+\[[\d,]+\]\S* (?:dot|custom-call)\(([^)]*)\)", text)
     tiles = Counter()
-    for name, operands in calls:  # on CPU a loop over tiles, each a product with one expert's matrix
+    # on CPU a loop over tiles, each a product with one expert's matrix
+    for name, operands in calls:
         if any({D, F} == set(shapes.get(x, ())) - {1} for x in re.findall(r"%([\w.-]+)", operands)):
             tiles[shapes[name]] += 1
     tile = tile_rows(rows, E)
     assert tiles == {(tile, F): into[F], (tile, D): into[D]}
     for dims in set(re.findall(r"\w+\[([\d,]+)\]", text)):
         shape = tuple(map(int, dims.split(",")))
-        assert not ({D, F} <= set(shape) and math.prod(shape) >= P * E * D * F), f"[{dims}] is the experts for every policy"
+        assert not ({D, F} <= set(shape) and math.prod(shape) >= P * E * D * F), (
+            f"[{dims}] is the experts for every policy"
+        )
     return others
 
 
@@ -178,20 +234,29 @@ def test_training_step_is_one_grouped_matmul_of_the_experts_forward_and_one_back
 
 
 def one_policy(cfg, remat="none"):
-    """``f(params, adapter, tokens [B, T], replay [L, B, T, X] or None)``: hidden states and routes, written without a thought of others."""
+    """``f(params, adapter, tokens [B, T], replay [L, B, T, X] or None)``: hidden states and routes,
+    written without a thought of others.
+    """
 
     def f(params, adapter, tokens_BT, replay=None):
         bound = lora_tree.bind([(jax.tree.map(lambda x: x[:, None], adapter), jnp.ones(1))])
         positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
         return transformer.hidden_states(
-            params, bound, transformer.Inputs(tokens_BT, positions_BT, replay=replay), cfg, remat=remat, keep_routes=True
+            params,
+            bound,
+            transformer.Inputs(tokens_BT, positions_BT, replay=replay),
+            cfg,
+            remat=remat,
+            keep_routes=True,
         )
 
     return f
 
 
 def adapters_of(cfg, rank: int, policies: int):
-    one = lora_tree.adapter_specs(transformer.abstract(cfg), AdapterConfig(rank, targets=(lora_tree.ALL_LINEAR,)))
+    one = lora_tree.adapter_specs(
+        transformer.abstract(cfg), AdapterConfig(rank, targets=(lora_tree.ALL_LINEAR,))
+    )
     return jax.tree.map(lambda s: struct(s.dtype, policies, *s.shape), one)
 
 
@@ -201,35 +266,65 @@ def test_vmap_of_one_policy_is_one_grouped_matmul_of_the_experts(remat, tiny_bas
     """A user's own ``vmap``: as many products as for one policy, each over the rows of all."""
     cfg = tiny_base("qwen3_moe").cfg
     forward = one_policy(cfg, remat)
-    gradient = jax.value_and_grad(lambda params, adapter, tokens: jnp.sum(forward(params, adapter, tokens)[0] ** 2), 1)
-    many = (jax.jit(jax.vmap(f, in_axes=(None, 0, 0))) for f in (lambda *args: forward(*args)[0], gradient))
+    gradient = jax.value_and_grad(
+        lambda params, adapter, tokens: jnp.sum(forward(params, adapter, tokens)[0] ** 2), 1
+    )
+    many = (
+        jax.jit(jax.vmap(f, in_axes=(None, 0, 0)))
+        for f in (lambda *args: forward(*args)[0], gradient)
+    )
     alone = (jax.jit(f) for f in (lambda *args: forward(*args)[0], gradient))
     params = params_lib.abstract(transformer.abstract(cfg))
     args = params, adapters_of(cfg, 4, P), struct(jnp.int32, P, B, T)
-    one = params, jax.tree.map(lambda s: struct(s.dtype, *s.shape[1:]), args[1]), struct(jnp.int32, P * B, T)
+    one = (
+        params,
+        jax.tree.map(lambda s: struct(s.dtype, *s.shape[1:]), args[1]),
+        struct(jnp.int32, P * B, T),
+    )
     for fn, single, backward in zip(many, alone, (False, True)):
         merged = check_experts(fn, args, cfg, backward, remat)
-        assert merged == check_experts(single, one, cfg, backward, remat), "adapters, attention: as many products as one policy has"
+        assert merged == check_experts(single, one, cfg, backward, remat), (
+            "adapters, attention: as many products as one policy has"
+        )
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("form", ["pallas_tpu", "pallas_gpu"])
 def test_vmap_of_one_policy_calls_as_many_kernels_as_one_policy(form, tiny_base):
-    """Forward and backward: adapters of experts, attention, and experts' matrices on GPUs; each over the rows of all policies."""
+    """Forward and backward: adapters of experts, attention, and experts' matrices on GPUs; each
+    over the rows of all policies.
+    """
     own = {"packed_attention": form} | ({"grouped_matmul": form} if form == "pallas_gpu" else {})
     cfg = tiny_base("qwen3_moe_wide").cfg
-    cfg = cfg.replace(kernels=Kernels(**{field.name: "xla" for field in dataclasses.fields(Kernels)} | {"packed_lora": form} | own))
+    cfg = cfg.replace(
+        kernels=Kernels(
+            **{field.name: "xla" for field in dataclasses.fields(Kernels)}
+            | {"packed_lora": form}
+            | own
+        )
+    )
     forward = one_policy(cfg)
-    gradient = jax.value_and_grad(lambda params, adapter, tokens: jnp.sum(forward(params, adapter, tokens)[0] ** 2), 1)
+    gradient = jax.value_and_grad(
+        lambda params, adapter, tokens: jnp.sum(forward(params, adapter, tokens)[0] ** 2), 1
+    )
     params = params_lib.abstract(transformer.abstract(cfg))
     args = params, adapters_of(cfg, 4, P), struct(jnp.int32, P, B, T)
-    one = params, jax.tree.map(lambda s: struct(s.dtype, *s.shape[1:]), args[1]), struct(jnp.int32, B, T)
+    one = (
+        params,
+        jax.tree.map(lambda s: struct(s.dtype, *s.shape[1:]), args[1]),
+        struct(jnp.int32, B, T),
+    )
 
     def calls(fn, args) -> Counter:
-        found = (e for e in equations(fn.trace(*args).jaxpr.jaxpr) if e.primitive.name == "pallas_call")
+        found = (
+            e for e in equations(fn.trace(*args).jaxpr.jaxpr) if e.primitive.name == "pallas_call"
+        )
         return Counter(len(e.invars) for e in found)  # which kernel it is
 
-    many, alone = (calls(jax.jit(fn), of) for fn, of in ((jax.vmap(gradient, in_axes=(None, 0, 0)), args), (gradient, one)))
+    many, alone = (
+        calls(jax.jit(fn), of)
+        for fn, of in ((jax.vmap(gradient, in_axes=(None, 0, 0)), args), (gradient, one))
+    )
     assert many == alone
     assert sum(alone.values()) >= 5, "two of adapters forward and two backward, and one more"
 
@@ -239,7 +334,9 @@ def test_vmap_of_one_policy_equals_each_alone(tiny_base, rng):
     base = tiny_base("deepseek_v3")  # dense layers, then routed and shared experts
     cfg, policies = base.cfg, 3
     forward = one_policy(cfg, "names")
-    adapters = jax.tree.map(lambda s: jnp.asarray(rng.normal(0, 0.3, s.shape), s.dtype), adapters_of(cfg, 2, policies))
+    adapters = jax.tree.map(
+        lambda s: jnp.asarray(rng.normal(0, 0.3, s.shape), s.dtype), adapters_of(cfg, 2, policies)
+    )
     tokens = jnp.asarray(rng.integers(0, cfg.vocab_size, (policies, B, T)), jnp.int32)
     weight = jnp.asarray(rng.normal(size=(B, T, cfg.d_model)), jnp.float32)
 
@@ -253,14 +350,26 @@ def test_vmap_of_one_policy_equals_each_alone(tiny_base, rng):
         alone.append(single(base.params, jax.tree.map(lambda x, p=p: x[p], adapters), tokens[p]))
     want = jax.tree.map(lambda *x: np.stack(x), *alone)
     routes = jnp.asarray(want[0][1][1]["routes"])
-    # Each policy takes the experts that it took alone: another order of summation could exchange two that are nearly as good.
-    got = jax.jit(jax.vmap(gradient, in_axes=(None, 0, 0, 0)))(base.params, adapters, tokens, routes)
+    # Each policy takes the experts that it took alone: another order of summation could exchange
+    # two that are nearly as good.
+    got = jax.jit(jax.vmap(gradient, in_axes=(None, 0, 0, 0)))(
+        base.params, adapters, tokens, routes
+    )
     np.testing.assert_array_equal(got[0][1][1]["routes"], routes)
-    assert np.mean(got[0][1][1]["missed"]) < 0.02, "and its own choice is the same but for such ties"
+    assert np.mean(got[0][1][1]["missed"]) < 0.02, (
+        "and its own choice is the same but for such ties"
+    )
 
     def close(path, ours, theirs):
-        # float32 through 3 layers, tiles of rows cut elsewhere; relative to the largest entry. 3.2e-5 was drawn once.
-        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4 * np.abs(theirs).max(), err_msg=jax.tree_util.keystr(path))
+        # float32 through 3 layers, tiles of rows cut elsewhere; relative to the largest entry.
+        # 3.2e-5 was drawn once.
+        np.testing.assert_allclose(
+            ours,
+            theirs,
+            rtol=0,
+            atol=1e-4 * np.abs(theirs).max(),
+            err_msg=jax.tree_util.keystr(path),
+        )
 
     jax.tree_util.tree_map_with_path(close, (got[0][1][0], got[1]), (want[0][1][0], want[1]))
     assert all(np.abs(g).max() > 1e-3 for g in jax.tree.leaves(want[1]))
@@ -270,19 +379,32 @@ def test_vmap_of_one_policy_equals_each_alone(tiny_base, rng):
 def test_sampling_is_one_base_matmul_a_token(tiny_base, kernel):
     """Rows of any adapters: which there are is data, so that this is so for every mixture."""
     cfg = tiny_base("llama").cfg
-    cfg = cfg.replace(kernels=dataclasses.replace(cfg.kernels, layer_matmul="auto" if kernel == "cpu" else kernel))
+    cfg = cfg.replace(
+        kernels=dataclasses.replace(cfg.kernels, layer_matmul="auto" if kernel == "cpu" else kernel)
+    )
     cfg = cfg.replace(head_dim=18)  # two heads of 16 would be as wide as a page is long
     rows, blocks, table = 10, 6, longest_table(64)
     specs = transformer.abstract(cfg)
-    made = lambda: {b: lora_tree.empty_stack(specs, lora_tree.LINEAR_TARGETS, b, n) for b, n in {1: 1, 4: 2, 8: 2}.items()}  # noqa: E731
+    made = lambda: {  # noqa: E731
+        b: lora_tree.empty_stack(specs, lora_tree.LINEAR_TARGETS, b, n)
+        for b, n in {1: 1, 4: 2, 8: 2}.items()
+    }
     stacks = jax.eval_shape(made)
     args = params_lib.abstract(specs), stacks, device.pool_specs(cfg, 64, jnp.float32, routes=False)
     prefill = jax.jit(lambda *args: device.prefill(*args, cfg=cfg))
     reading = plans.blocks_plan([[]], blocks, table, stacks)
-    check(prefill, (*args, reading), cfg, rows=blocks * PAGE, passes=1, unembed=Counter())  # a prompt's last token is decoding's
+    # a prompt's last token is decoding's
+    check(prefill, (*args, reading), cfg, rows=blocks * PAGE, passes=1, unembed=Counter())
     decode = jax.jit(lambda *args: device.decode(*args, cfg=cfg))
     drawing, _ = plans.rows_plan([], rows, 1, table, cfg.vocab_size, stacks)
-    check(decode, (*args, drawing, struct(jnp.int32)), cfg, rows=rows, passes=1, unembed=Counter({rows: 1}))
+    check(
+        decode,
+        (*args, drawing, struct(jnp.int32)),
+        cfg,
+        rows=rows,
+        passes=1,
+        unembed=Counter({rows: 1}),
+    )
     text = decode.lower(*args, drawing, struct(jnp.int32)).compile().as_text()
     # the three of attention's inputs, its output, the MLP's two, its output; and the unembedding
     assert text.count('custom_call_target="mint_layer_matmul"') == (5 if kernel == "cpu" else 0)

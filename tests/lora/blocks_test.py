@@ -1,4 +1,6 @@
-"""Planning of mixed batches: properties over any list of rows, and the factors that each block gets."""
+"""Planning of mixed batches: properties over any list of rows, and the factors that each block
+gets.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -12,20 +14,34 @@ from mint_jax.lora.blocks import bind_blocks, plan_blocks
 from mint_jax.lora.tree import AdapterConfig, Slot
 from mint_jax.params import ParamSpec
 
-SLOTS = st.none() | st.builds(Slot, st.sampled_from([1, 2, 8]), st.integers(1, 5))  # slot 0 is not in use: padding must not name it
+# slot 0 is not in use: padding must not name it
+SLOTS = st.none() | st.builds(Slot, st.sampled_from([1, 2, 8]), st.integers(1, 5))
 FEW = st.lists(SLOTS, min_size=1, max_size=8).map(lambda rows: [r for r in rows for _ in range(6)])
-MANY = st.lists(st.builds(Slot, st.just(8), st.integers(1, 5)), min_size=17, max_size=60)  # of one bucket: blocks get padded
+# of one bucket: blocks get padded
+MANY = st.lists(st.builds(Slot, st.just(8), st.integers(1, 5)), min_size=17, max_size=60)
 ROWS = st.lists(SLOTS, min_size=1, max_size=40) | FEW | MANY
-SPECS = {"dense": {"attn": {"q": {"w": ParamSpec((2, 5, 6), (None,) * 3)}, "k": {"w": ParamSpec((2, 5, 4), (None,) * 3)}}}}
+SPECS = {
+    "dense": {
+        "attn": {
+            "q": {"w": ParamSpec((2, 5, 6), (None,) * 3)},
+            "k": {"w": ParamSpec((2, 5, 4), (None,) * 3)},
+        }
+    }
+}
 
 
 def random_adapter(rng, config):
-    return jax.tree.map(lambda spec: rng.normal(size=spec.shape).astype(np.float32), tree.adapter_specs(SPECS, config))
+    return jax.tree.map(
+        lambda spec: rng.normal(size=spec.shape).astype(np.float32),
+        tree.adapter_specs(SPECS, config),
+    )
 
 
 def owners(plan):
     """The adapter of every block, as the device will see it: buckets in order, then the base."""
-    resident = [Slot(bucket, int(index)) for bucket in sorted(plan.slots) for index in plan.slots[bucket]]
+    resident = [
+        Slot(bucket, int(index)) for bucket in sorted(plan.slots) for index in plan.slots[bucket]
+    ]
     return resident + [None] * plan.base_blocks
 
 
@@ -59,10 +75,25 @@ def test_equal_policies_make_one_block_each_and_the_base_comes_last():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_blocks_get_the_factors_of_their_slot_with_the_scale_in_b(dtype, rng):
-    configs = {"x": AdapterConfig(3, 5.0, ("q",)), "y": AdapterConfig(4, 2.0, ("q", "k")), "z": AdapterConfig(1, 3.0, ("k",), rslora=True)}
+    configs = {
+        "x": AdapterConfig(3, 5.0, ("q",)),
+        "y": AdapterConfig(4, 2.0, ("q", "k")),
+        "z": AdapterConfig(1, 3.0, ("k",), rslora=True),
+    }
     made = {name: (config, random_adapter(rng, config)) for name, config in configs.items()}
     stacks, slots = tree.stack_adapters(SPECS, made)
-    adapters = [slots["y"], None, slots["x"], slots["x"], slots["z"], slots["y"], slots["x"], slots["y"], slots["x"], None]
+    adapters = [
+        slots["y"],
+        None,
+        slots["x"],
+        slots["x"],
+        slots["z"],
+        slots["y"],
+        slots["x"],
+        slots["y"],
+        slots["x"],
+        None,
+    ]
     plan = plan_blocks(adapters)
     bound = bind_blocks(plan, stacks, dtype)
     assert bound.blocks == tuple(len(plan.slots[b]) for b in sorted(plan.slots))

@@ -1,4 +1,6 @@
-"""Fused adapters of routed experts: files by PEFT's ``save_pretrained`` have PEFT's logits here, other layouts are refused."""
+"""Fused adapters of routed experts: files by PEFT's ``save_pretrained`` have PEFT's logits here,
+other layouts are refused.
+"""
 
 import chex
 import numpy as np
@@ -36,7 +38,9 @@ LAYER0 = "base_model.model.model.layers.0.mlp.experts"
 
 @pytest.fixture
 def saved(rng, hf_dirs, tmp_path):
-    """``saved(family, **LoraConfig)`` -> a directory by PEFT, random in A and B, and its torch model."""
+    """``saved(family, **LoraConfig)`` -> a directory by PEFT, random in A and B, and its torch
+    model.
+    """
 
     def save(family, **fields):
         torch.manual_seed(int(rng.integers(2**31)))
@@ -49,19 +53,36 @@ def saved(rng, hf_dirs, tmp_path):
 
 
 IMPORTS = {  # family, LoraConfig, the rank of what we read
-    "both": ("qwen3_moe", {"target_parameters": [GATE_UP, DOWN], "target_modules": ["q_proj", "o_proj"]}, 4),
+    "both": (
+        "qwen3_moe",
+        {"target_parameters": [GATE_UP, DOWN], "target_modules": ["q_proj", "o_proj"]},
+        4,
+    ),
     "gate_up only": ("qwen3_moe", {"target_parameters": [GATE_UP]}, 4),
     "down only": ("qwen3_moe", {"target_parameters": [DOWN]}, 4),
     "one layer": ("qwen3_moe", {"target_parameters": ["layers.1.mlp.experts.down_proj"]}, 4),
     "patterns": (
         "qwen3_moe",
-        {"target_parameters": [GATE_UP, DOWN], "rank_pattern": {"experts.gate_up_proj": 3}, "alpha_pattern": {r".*\.down_proj": 11}},
+        {
+            "target_parameters": [GATE_UP, DOWN],
+            "rank_pattern": {"experts.gate_up_proj": 3},
+            "alpha_pattern": {r".*\.down_proj": 11},
+        },
         4,
     ),
     "rslora": ("qwen3_moe", {"target_parameters": [GATE_UP, DOWN], "use_rslora": True}, 4),
-    # trained as PEFT converts separate targets: gate and up share 2r, and random B is not block-diagonal
-    "separate": ("qwen3_moe", {"target_modules": ["q_proj", "gate_proj", "up_proj", "down_proj"]}, 8),
-    "separate, rslora": ("qwen3_moe", {"target_modules": ["gate_proj", "up_proj", "down_proj"], "use_rslora": True}, 8),
+    # trained as PEFT converts separate targets: gate and up share 2r, and random B is not
+    # block-diagonal
+    "separate": (
+        "qwen3_moe",
+        {"target_modules": ["q_proj", "gate_proj", "up_proj", "down_proj"]},
+        8,
+    ),
+    "separate, rslora": (
+        "qwen3_moe",
+        {"target_modules": ["gate_proj", "up_proj", "down_proj"], "use_rslora": True},
+        8,
+    ),
     "all-linear": ("qwen3_moe", {"target_modules": "all-linear", "r": 2}, 4),
     # matrices as parameters are saved under ordinary names, and patterns see the parameter's name
     "matrices": (
@@ -82,9 +103,13 @@ def test_what_peft_saves_has_its_logits_here(family, fields, rank, rng, saved, t
     adapter, config = read_peft(directory, *tables(base))
     assert config.rank == rank
     tree.check_fits(adapter, config, transformer.abstract(base.cfg), "it")
-    tokens_BT = tokens_off_ties(model, rng) if family == "qwen3_moe" else rng.integers(0, 97, (2, 9))
+    tokens_BT = (
+        tokens_off_ties(model, rng) if family == "qwen3_moe" else rng.integers(0, 97, (2, 9))
+    )
     bare = oracles.torch_logits(oracles.torch_model(hf_dirs(family)), tokens_BT)
-    assert_same_logits(our_logits(base, adapter, config, tokens_BT), oracles.torch_logits(model, tokens_BT), bare)
+    assert_same_logits(
+        our_logits(base, adapter, config, tokens_BT), oracles.torch_logits(model, tokens_BT), bare
+    )
 
 
 def test_reading_b_expert_major_would_be_seen(rng, saved, tiny_base, hf_dirs):
@@ -99,35 +124,54 @@ def test_reading_b_expert_major_would_be_seen(rng, saved, tiny_base, hf_dirs):
     edit_tensors(directory, exchange)
     adapter, config = read_peft(directory, *tables(base))
     tokens_BT = tokens_off_ties(model, rng)
-    theirs, bare = oracles.torch_logits(model, tokens_BT), oracles.torch_logits(oracles.torch_model(hf_dirs("qwen3_moe")), tokens_BT)
+    theirs, bare = (
+        oracles.torch_logits(model, tokens_BT),
+        oracles.torch_logits(oracles.torch_model(hf_dirs("qwen3_moe")), tokens_BT),
+    )
     wrong = np.abs(our_logits(base, adapter, config, tokens_BT) - theirs).max()
-    assert wrong > 0.1 * np.abs(theirs - bare).max(), "the tests of logits could not tell the layouts apart"
+    assert wrong > 0.1 * np.abs(theirs - bare).max(), (
+        "the tests of logits could not tell the layouts apart"
+    )
 
 
 @pytest.mark.parametrize("rslora", [False, True])
-def test_unpacked_factors_that_peft_fused_come_back_exactly(rslora, rng, tiny_base, hf_dirs, tmp_path):
-    """The block form: PEFT has gate and up in one pair of rank 2r, and writes that; each gets its half again."""
+def test_unpacked_factors_that_peft_fused_come_back_exactly(
+    rslora, rng, tiny_base, hf_dirs, tmp_path
+):
+    """The block form: PEFT has gate and up in one pair of rank 2r, and writes that; each gets its
+    half again.
+    """
     base, config = tiny_base("qwen3_moe"), AdapterConfig(3, 5.0, LINEAR_TARGETS, rslora)
     adapter, (names, shapes) = random_adapter(rng, base, config), tables(base)
     write_peft(tmp_path / "ours", adapter, config, names)
     peft_model(hf_dirs("qwen3_moe"), tmp_path / "ours").save_pretrained(tmp_path / "theirs")
-    assert load_file(tmp_path / "theirs" / WEIGHTS)[f"{LAYER0}.base_layer.lora_A.weight"].shape == (E * 2 * config.rank, D)
+    assert load_file(tmp_path / "theirs" / WEIGHTS)[f"{LAYER0}.base_layer.lora_A.weight"].shape == (
+        E * 2 * config.rank,
+        D,
+    )
     back, read = read_peft(tmp_path / "theirs", names, shapes)
     assert (read.rank, read.alpha, read.rslora) == (config.rank, config.alpha, rslora)
     for path, leaf in params_lib.leaves_with_path(adapter):
         found = dict(params_lib.leaves_with_path(back))[path]
         if not rslora:
             np.testing.assert_array_equal(found, leaf, err_msg=path)
-        else:  # alpha times sqrt(2) over sqrt(2r) is alpha over sqrt(r) up to float64's last bits, and float32's in B
+        else:
+            # alpha times sqrt(2) over sqrt(2r) is alpha over sqrt(r) up to float64's last bits, and
+            # float32's in B
             np.testing.assert_allclose(found, leaf, rtol=2.4e-7, err_msg=path)
 
 
 def swap(tensors):
-    """A and B of experts as PEFT wrote them before 0.19.1: its A has our B, its B our A; orders are those of today."""
+    """A and B of experts as PEFT wrote them before 0.19.1: its A has our B, its B our A; orders are
+    those of today.
+    """
     for module in {name.split(".lora_")[0] for name in tensors if ".experts." in name}:
         a, b = tensors[f"{module}.lora_A.weight"], tensors[f"{module}.lora_B.weight"]
         R = a.shape[0] // E
-        new_a, new_b = np.empty((E * R, b.shape[0]), np.float32), np.empty((a.shape[1], R * E), np.float32)
+        new_a, new_b = (
+            np.empty((E * R, b.shape[0]), np.float32),
+            np.empty((a.shape[1], R * E), np.float32),
+        )
         for e in range(E):
             for j in range(R):
                 new_a[e * R + j], new_b[:, j * E + e] = b[:, j * E + e], a[e * R + j]
@@ -146,7 +190,9 @@ def test_swapped_files_of_old_peft_read_the_same(parameters, saved, tiny_base):
     chex.assert_trees_all_equal(swapped, plain)
 
 
-SQUARE = {  # experts of a base in which one of the two parameters is square: name -> (model's width, an expert's)
+# experts of a base in which one of the two parameters is square: name -> (model's width, an
+# expert's)
+SQUARE = {
     "gate_up": (8, 4),
     "down": (6, 6),
 }
@@ -154,10 +200,20 @@ SQUARE = {  # experts of a base in which one of the two parameters is square: na
 
 def square_base(kind):
     width, ffw = SQUARE[kind]
-    inward, outward = ParamSpec((2, 3, width, ffw), (None,) * 4), ParamSpec((2, 3, ffw, width), (None,) * 4)
-    specs = {"moe": {"experts": {"gate": {"w": inward}, "up": {"w": inward}, "down": {"w": outward}}}}
+    inward, outward = (
+        ParamSpec((2, 3, width, ffw), (None,) * 4),
+        ParamSpec((2, 3, ffw, width), (None,) * 4),
+    )
+    specs = {
+        "moe": {"experts": {"gate": {"w": inward}, "up": {"w": inward}, "down": {"w": outward}}}
+    }
     shapes = tree.projections(specs, ("gate", "up", "down"))
-    names = {path: [f"model.layers.{i}.mlp.experts.{e}.{path[12:]}_proj" for i in range(2) for e in range(3)] for path in shapes}
+    names = {
+        path: [
+            f"model.layers.{i}.mlp.experts.{e}.{path[12:]}_proj" for i in range(2) for e in range(3)
+        ]
+        for path in shapes
+    }
     return names, shapes, width, ffw
 
 
@@ -168,13 +224,17 @@ def write_fused(directory, rng, kind, parameters, **fields):
     for layer in range(2):
         for i, parameter in enumerate(parameters):
             d_in, d_out = ends[parameter]
-            module = f"base_model.model.model.layers.{layer}.mlp.experts" + (".base_layer" if i + 1 < len(parameters) else "")
+            module = f"base_model.model.model.layers.{layer}.mlp.experts" + (
+                ".base_layer" if i + 1 < len(parameters) else ""
+            )
             tensors[f"{module}.lora_A.weight"] = rng.normal(size=(6, d_in)).astype(np.float32)
             tensors[f"{module}.lora_B.weight"] = rng.normal(size=(d_out, 6)).astype(np.float32)
     directory.mkdir()
     save_file(tensors, directory / WEIGHTS)
     (directory / "adapter_config.json").write_text("{}")
-    edit_config(directory, peft_type="LORA", r=2, lora_alpha=4, target_parameters=parameters, **fields)
+    edit_config(
+        directory, peft_type="LORA", r=2, lora_alpha=4, target_parameters=parameters, **fields
+    )
 
 
 @pytest.mark.parametrize("kind", SQUARE)
@@ -182,7 +242,13 @@ def write_fused(directory, rng, kind, parameters, **fields):
 def test_square_pairs_of_unknown_orientation_are_refused(kind, version, rng, tmp_path):
     names, shapes, *_ = square_base(kind)
     write_fused(tmp_path / "old", rng, kind, [f"{kind}_proj"], peft_version=version)
-    with pytest.raises(UserError, match=rf"{kind}_proj is adapted from (8 to 8|6 to 6), and peft_version is {version!r}.*set peft_version"):
+    with pytest.raises(
+        UserError,
+        match=(
+            rf"{kind}_proj is adapted from (8 to 8|6 to 6), and peft_version is {version!r}.*set"
+            r" peft_version"
+        ),
+    ):
         read_peft(tmp_path / "old", names, shapes)
 
 
@@ -204,7 +270,9 @@ def test_a_pair_that_is_not_square_decides_for_the_one_that_is(kind, rng, tmp_pa
     adapter, _ = read_peft(tmp_path / "both", names, shapes)
     tensors = load_file(tmp_path / "both" / WEIGHTS)
     for name, module in (("gate", f"{LAYER0}.base_layer"), ("down", LAYER0)):
-        np.testing.assert_array_equal(adapter["moe"]["experts"][name]["a"][0, 1], tensors[f"{module}.lora_A.weight"][2:4])
+        np.testing.assert_array_equal(
+            adapter["moe"]["experts"][name]["a"][0, 1], tensors[f"{module}.lora_A.weight"][2:4]
+        )
 
 
 @pytest.fixture
@@ -236,15 +304,24 @@ NEED = r"this base needs \(8·r, 48\) and \(80, r·8\) for gate_up_proj"
 SPOILT = {
     "an expert is missing": (
         lambda t: cut(t, LAYER0, 7),
-        r"layers\.0\.mlp\.experts\.down_proj has lora_A \(28, 40\) and lora_B \(48, 28\); 8 experts of rank 4, .* need 32 rows and columns",
+        (
+            r"layers\.0\.mlp\.experts\.down_proj has lora_A \(28, 40\) and lora_B \(48, 28\); 8"
+            r" experts of rank 4, .* need 32 rows and columns"
+        ),
     ),
     "half as many experts": (  # 4 experts of rank 4 have the size of 8 of rank 2
         lambda t: [cut(t, name, 4) for name in {n.split(".lora_")[0] for n in t}],
-        r"8 experts of rank 4, .* need 32 rows and columns: an expert is missing, or it was trained on another model",
+        (
+            r"8 experts of rank 4, .* need 32 rows and columns: an expert is missing, or it was"
+            r" trained on another model"
+        ),
     ),
     "only A": (
         lambda t: t.pop(f"{LAYER0}.base_layer.lora_B.weight"),
-        r"layers\.0\.mlp\.experts\.base_layer has only one of lora_A and lora_B; the file is incomplete",
+        (
+            r"layers\.0\.mlp\.experts\.base_layer has only one of lora_A and lora_B; the file is"
+            r" incomplete"
+        ),
     ),
     "only gate_up": (
         lambda t: without(t, LAYER0),
@@ -252,17 +329,31 @@ SPOILT = {
     ),
     "a layer without gate_up": (
         lambda t: without(t, f"{LAYER0}.base_layer"),
-        r"target_parameters names model\.layers\.0\.mlp\.experts\.gate_up_proj, but the file has no factors of moe/moe/experts/gate for it",
+        (
+            r"target_parameters names model\.layers\.0\.mlp\.experts\.gate_up_proj, but the file"
+            r" has no factors of moe/moe/experts/gate for it"
+        ),
     ),
-    "another width": (lambda t: t.update({f"{LAYER0}.base_layer.lora_A.weight": np.ones((32, 47), np.float32)}), NEED),
-    "three dimensions": (lambda t: t.update({f"{LAYER0}.base_layer.lora_A.weight": np.ones((8, 4, 48), np.float32)}), NEED),
+    "another width": (
+        lambda t: t.update({f"{LAYER0}.base_layer.lora_A.weight": np.ones((32, 47), np.float32)}),
+        NEED,
+    ),
+    "three dimensions": (
+        lambda t: t.update({f"{LAYER0}.base_layer.lora_A.weight": np.ones((8, 4, 48), np.float32)}),
+        NEED,
+    ),
     "down's pair where gate_up's belongs": (
-        lambda t: t.update({f"{LAYER0}.base_layer.lora_{f}.weight": t[f"{LAYER0}.lora_{f}.weight"] for f in "AB"}),
+        lambda t: t.update(
+            {f"{LAYER0}.base_layer.lora_{f}.weight": t[f"{LAYER0}.lora_{f}.weight"] for f in "AB"}
+        ),
         NEED,
     ),
     "one layer swapped": (
         swap_layer0,
-        "some experts have in and out swapped as PEFT before 0.19.1 wrote them, others not: save the adapter anew",
+        (
+            "some experts have in and out swapped as PEFT before 0.19.1 wrote them, others not:"
+            " save the adapter anew"
+        ),
     ),
     "fused and unpacked": (
         lambda t: t.update(
@@ -271,10 +362,15 @@ SPOILT = {
                 f"{LAYER0}.5.up_proj.lora_B.weight": np.ones((F, 4), np.float32),
             }
         ),
-        r"experts\.5\.up_proj has factors of its own beside the fused ones of all experts; keep one of the two",
+        (
+            r"experts\.5\.up_proj has factors of its own beside the fused ones of all experts; keep"
+            r" one of the two"
+        ),
     ),
     "a layer too many": (
-        lambda t: t.update({f"{LAYER0.replace('.0.', '.7.')}.lora_A.weight": t[f"{LAYER0}.lora_A.weight"]}),
+        lambda t: t.update(
+            {f"{LAYER0.replace('.0.', '.7.')}.lora_A.weight": t[f"{LAYER0}.lora_A.weight"]}
+        ),
         r"layers\.7\.mlp\.experts\.lora_A\.weight' is no LoRA factor of this base",
     ),
     "nan": (
@@ -296,10 +392,22 @@ REFUSED_FIELDS = {
         {"target_parameters": [DOWN, "mlp.experts.up_proj"]},
         r"of which 'mlp\.experts\.up_proj' is none that can be adapted",
     ),
-    "part of a name": ({"target_parameters": ["wn_proj"]}, r"of which 'wn_proj' is none that can be adapted"),
-    "embedding": ({"target_parameters": ["embed_tokens.weight"]}, r"of which 'embed_tokens\.weight' is none"),
-    "rank": ({"r": 2}, r"lora_A \(32, 48\) and lora_B \(80, 32\); 8 experts of rank 2, .* need 16 rows"),
-    "pattern": ({"rank_pattern": {"down_proj": 8}}, r"down_proj has lora_A \(32, 40\) .* 8 experts of rank 8, .* need 64 rows"),
+    "part of a name": (
+        {"target_parameters": ["wn_proj"]},
+        r"of which 'wn_proj' is none that can be adapted",
+    ),
+    "embedding": (
+        {"target_parameters": ["embed_tokens.weight"]},
+        r"of which 'embed_tokens\.weight' is none",
+    ),
+    "rank": (
+        {"r": 2},
+        r"lora_A \(32, 48\) and lora_B \(80, 32\); 8 experts of rank 2, .* need 16 rows",
+    ),
+    "pattern": (
+        {"rank_pattern": {"down_proj": 8}},
+        r"down_proj has lora_A \(32, 40\) .* 8 experts of rank 8, .* need 64 rows",
+    ),
     "a layer that is not there": (
         {"target_parameters": [GATE_UP, DOWN, "mlp.gate.weight", "layers.9.mlp.experts.down_proj"]},
         r"of which 'layers\.9\.mlp\.experts\.down_proj' is none",

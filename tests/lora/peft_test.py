@@ -1,4 +1,6 @@
-"""PEFT directories: what we write loads in PEFT, what PEFT writes loads here, and what cannot be imported is refused by name."""
+"""PEFT directories: what we write loads in PEFT, what PEFT writes loads here, and what cannot be
+imported is refused by name.
+"""
 
 import dataclasses
 import json
@@ -18,11 +20,29 @@ from mint_jax import params as params_lib
 from mint_jax.catalog.packed import Schema, pack
 from mint_jax.errors import UserError
 from mint_jax.lora import tree
-from mint_jax.lora.peft import CONFIG, NO_EFFECT, ONLY, READ, WEIGHTS, is_peft, read_peft, write_peft
+from mint_jax.lora.peft import (
+    CONFIG,
+    NO_EFFECT,
+    ONLY,
+    READ,
+    WEIGHTS,
+    is_peft,
+    read_peft,
+    write_peft,
+)
 from mint_jax.lora.tree import LINEAR_TARGETS, AdapterConfig
 from mint_jax.models import transformer
 from tests import oracles
-from tests.exchange import assert_same_logits, edit_config, edit_tensors, our_logits, peft_model, random_adapter, randomise, tables
+from tests.exchange import (
+    assert_same_logits,
+    edit_config,
+    edit_tensors,
+    our_logits,
+    peft_model,
+    random_adapter,
+    randomise,
+    tables,
+)
 
 torch.set_num_threads(1)  # tiny matrices: more threads only wait for each other
 
@@ -31,17 +51,22 @@ LAYER0_Q = "base_model.model.model.layers.0.self_attn.q_proj"
 
 @pytest.fixture
 def saved(rng, hf_dirs, tmp_path):
-    """``saved(family, **LoraConfig)`` -> a directory by PEFT's ``save_pretrained``, random in A and B, and its torch model."""
+    """``saved(family, **LoraConfig)`` -> a directory by PEFT's ``save_pretrained``, random in A and
+    B, and its torch model.
+    """
 
     def save(family, dtype=torch.float32, **fields):
         torch.manual_seed(int(rng.integers(2**31)))
-        config = peft.LoraConfig(**({"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "down_proj"]} | fields))
+        config = peft.LoraConfig(
+            **({"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "down_proj"]} | fields)
+        )
         model = randomise(peft.get_peft_model(oracles.torch_model(hf_dirs(family)), config).eval())
         if dtype != torch.float32:
             for name, p in model.named_parameters():
                 p.data = p.data.to(dtype) if "lora_" in name else p.data
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that it also writes the embedding itself, where that is a target
+            # that it also writes the embedding itself, where that is a target
+            warnings.simplefilter("ignore")
             model.save_pretrained(tmp_path / "peft")
         return tmp_path / "peft", model
 
@@ -62,9 +87,14 @@ SPELLINGS = {
 }
 
 
-@pytest.mark.parametrize(("family", "targets"), [(family, targets) for family, some in SPELLINGS.items() for targets in some])
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [(family, targets) for family, some in SPELLINGS.items() for targets in some],
+)
 def test_what_comes_back_from_peft_is_the_same_revision(family, targets, rng, tiny_base, tmp_path):
-    """Whatever a config says its targets, a policy takes its own adapter again, and knows that it has it."""
+    """Whatever a config says its targets, a policy takes its own adapter again, and knows that it
+    has it.
+    """
     base, config = tiny_base(family), AdapterConfig(3, 5.0, targets)
     adapter = random_adapter(rng, base, config)
     stored = tree.spelled_out(config, transformer.abstract(base.cfg))
@@ -72,18 +102,24 @@ def test_what_comes_back_from_peft_is_the_same_revision(family, targets, rng, ti
     found, found_config = read_peft(tmp_path / "out", *tables(base))
     assert found_config == stored
     assert stored == tree.spelled_out(stored, transformer.abstract(base.cfg))
-    assert pack(found, Schema(base.fingerprint, found_config)) == pack(adapter, Schema(base.fingerprint, stored))
+    assert pack(found, Schema(base.fingerprint, found_config)) == pack(
+        adapter, Schema(base.fingerprint, stored)
+    )
 
 
 @pytest.mark.parametrize(("family", "config"), EXPORTS.items())
-def test_peft_loads_what_we_write_and_reading_it_back_is_exact(family, config, rng, tiny_base, hf_dirs, tmp_path):
+def test_peft_loads_what_we_write_and_reading_it_back_is_exact(
+    family, config, rng, tiny_base, hf_dirs, tmp_path
+):
     base = tiny_base(family)
     adapter, tokens_BT = random_adapter(rng, base, config), rng.integers(0, 97, (2, 9))
     names, shapes = tables(base)
     write_peft(tmp_path / "out", adapter, config, names, str(hf_dirs(family)))
     bare = oracles.torch_logits(oracles.torch_model(hf_dirs(family)), tokens_BT)
     model = peft_model(hf_dirs(family), tmp_path / "out")
-    assert_same_logits(our_logits(base, adapter, config, tokens_BT), oracles.torch_logits(model, tokens_BT), bare)
+    assert_same_logits(
+        our_logits(base, adapter, config, tokens_BT), oracles.torch_logits(model, tokens_BT), bare
+    )
     back, read = read_peft(tmp_path / "out", names, shapes)
     assert read == AdapterConfig(config.rank, config.alpha, read.targets, config.rslora)
     assert set(read.targets) == set(config.targets)
@@ -99,7 +135,11 @@ IMPORTS = {
     "alpha_pattern": ("llama_bias", {"alpha_pattern": {r"layers\.[02]\.self_attn\.q_proj": 3}}),
     "both": (
         "llama_bias",
-        {"use_rslora": True, "rank_pattern": {"down_proj": 3}, "alpha_pattern": {"down_proj": 11, "1.self_attn.q_proj": 5}},
+        {
+            "use_rslora": True,
+            "rank_pattern": {"down_proj": 3},
+            "alpha_pattern": {"down_proj": 11, "1.self_attn.q_proj": 5},
+        },
     ),
     "one_layer": ("llama_bias", {"layers_to_transform": [1]}),
     "embeddings": ("qwen3", {"target_modules": ["embed_tokens", "lm_head", "k_proj"]}),
@@ -109,7 +149,9 @@ IMPORTS = {
 
 
 @pytest.mark.parametrize(("family", "fields"), IMPORTS.values(), ids=IMPORTS)
-def test_what_peft_saves_has_the_same_factors_and_logits_here(family, fields, rng, saved, tiny_base, hf_dirs):
+def test_what_peft_saves_has_the_same_factors_and_logits_here(
+    family, fields, rng, saved, tiny_base, hf_dirs
+):
     base, tokens_BT = tiny_base(family), rng.integers(0, 97, (2, 9))
     directory, model = saved(family, **fields)
     names, shapes = tables(base)
@@ -126,14 +168,23 @@ def test_what_peft_saves_has_the_same_factors_and_logits_here(family, fields, rn
                 a, b = module.lora_embedding_A["default"], module.lora_embedding_B["default"]
             else:
                 a, b = module.lora_A["default"].weight, module.lora_B["default"].weight
-            a, b, scale = a.detach().float().numpy(), b.detach().float().numpy().T, module.scaling["default"]
+            a, b, scale = (
+                a.detach().float().numpy(),
+                b.detach().float().numpy().T,
+                module.scaling["default"],
+            )
             r = a.shape[0]
             np.testing.assert_array_equal(flat[f"{path}/a"][layer, :r], a)
             if scale == config.scale:
                 np.testing.assert_array_equal(flat[f"{path}/b"][layer, :r], b)
             else:  # two float32 roundings: of the ratio of the scales, and of its product with B
-                np.testing.assert_allclose(flat[f"{path}/b"][layer, :r], b.astype(np.float64) * (scale / config.scale), rtol=1.3e-7)
-            assert not np.any(flat[f"{path}/a"][layer, r:]) and not np.any(flat[f"{path}/b"][layer, r:])  # noqa: PT018
+                np.testing.assert_allclose(
+                    flat[f"{path}/b"][layer, :r],
+                    b.astype(np.float64) * (scale / config.scale),
+                    rtol=1.3e-7,
+                )
+            assert not np.any(flat[f"{path}/a"][layer, r:])
+            assert not np.any(flat[f"{path}/b"][layer, r:])
             seen[path].add(layer)
     assert sum(map(len, seen.values())) > 0
     for path, leaf in flat.items():
@@ -141,12 +192,19 @@ def test_what_peft_saves_has_the_same_factors_and_logits_here(family, fields, rn
             assert not np.any(leaf[layer]), "a layer that PEFT left out is zero"
     bare = oracles.torch_logits(oracles.torch_model(hf_dirs(family)), tokens_BT)
     if "dtype" not in fields:
-        assert_same_logits(our_logits(base, adapter, config, tokens_BT), oracles.torch_logits(model, tokens_BT), bare)
+        assert_same_logits(
+            our_logits(base, adapter, config, tokens_BT),
+            oracles.torch_logits(model, tokens_BT),
+            bare,
+        )
 
 
 @pytest.fixture(scope="module")
 def written_once(hf_dirs, tmp_path_factory):
-    model = peft.get_peft_model(oracles.torch_model(hf_dirs("llama_bias")), peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
+    model = peft.get_peft_model(
+        oracles.torch_model(hf_dirs("llama_bias")),
+        peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"]),
+    )
     made = tmp_path_factory.mktemp("peft")
     model.save_pretrained(made)
     return made
@@ -164,30 +222,68 @@ REFUSED_FIELDS = [
     ({"use_dora": True}, "use_dora is True, which is not supported"),
     ({"bias": "lora_only"}, "bias is 'lora_only', which is not supported"),
     ({"lora_bias": True}, "lora_bias is True"),
-    ({"megatron_config": {"tensor_model_parallel_size": 2}}, "megatron_config is {'tensor_model_parallel_size': 2}"),
+    (
+        {"megatron_config": {"tensor_model_parallel_size": 2}},
+        "megatron_config is {'tensor_model_parallel_size': 2}",
+    ),
     ({"ensure_weight_tying": True}, "ensure_weight_tying is True"),
     ({"arrow_config": {"top_k": 3}}, "arrow_config is {'top_k': 3}"),
-    ({"a_feature_of_next_year": True}, "a_feature_of_next_year is True, which is not known here: remove the field if"),
+    (
+        {"a_feature_of_next_year": True},
+        "a_feature_of_next_year is True, which is not known here: remove the field if",
+    ),
     ({"next_config": {"a": 1}}, "next_config is {'a': 1}, which is not known here"),
     # the lists leave out what the file has, so PEFT would drop it
-    ({"target_modules": ["q_proj"]}, r"factors of model.layers.0.mlp.down_proj, but target_modules in adapter_config.json is \['q_proj'\]"),
-    ({"exclude_modules": ["layers.1.self_attn.q_proj"]}, "factors of model.layers.1.self_attn.q_proj, but exclude_modules"),
-    ({"modules_to_save": ["down_proj"]}, "factors of model.layers.0.mlp.down_proj, but modules_to_save"),
-    ({"layers_to_transform": [0, 2]}, r"factors of model.layers.1.self_attn.q_proj, but layers_to_transform in .* is \[0, 2\]"),
-    ({"layers_to_transform": 1}, "factors of model.layers.0.self_attn.q_proj, but layers_to_transform in .* is 1"),
+    (
+        {"target_modules": ["q_proj"]},
+        (
+            r"factors of model.layers.0.mlp.down_proj, but target_modules in adapter_config.json is"
+            r" \['q_proj'\]"
+        ),
+    ),
+    (
+        {"exclude_modules": ["layers.1.self_attn.q_proj"]},
+        "factors of model.layers.1.self_attn.q_proj, but exclude_modules",
+    ),
+    (
+        {"modules_to_save": ["down_proj"]},
+        "factors of model.layers.0.mlp.down_proj, but modules_to_save",
+    ),
+    (
+        {"layers_to_transform": [0, 2]},
+        r"factors of model.layers.1.self_attn.q_proj, but layers_to_transform in .* is \[0, 2\]",
+    ),
+    (
+        {"layers_to_transform": 1},
+        "factors of model.layers.0.self_attn.q_proj, but layers_to_transform in .* is 1",
+    ),
     ({"trainable_token_indices": [3]}, r"trainable_token_indices is \[3\]"),
-    ({"target_parameters": ["mlp.experts.down_proj"]}, r"target_parameters is \['mlp.experts.down_proj'\]"),
+    (
+        {"target_parameters": ["mlp.experts.down_proj"]},
+        r"target_parameters is \['mlp.experts.down_proj'\]",
+    ),
     ({"layer_replication": [[0, 2]]}, r"layer_replication is \[\[0, 2\]\]"),
     ({"r": 5}, "q_proj has rank 4 but adapter_config.json says 5"),
-    ({"rank_pattern": {"layers.1.self_attn.q_proj": 2}}, "layers.1.self_attn.q_proj has rank 4 but adapter_config.json says 2"),
-    # these change what the base or the delta computes, so the factors alone would serve wrong logits
+    (
+        {"rank_pattern": {"layers.1.self_attn.q_proj": 2}},
+        "layers.1.self_attn.q_proj has rank 4 but adapter_config.json says 2",
+    ),
+    # these change what the base or the delta computes, so the factors alone would serve wrong
+    # logits
     ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa'"),
-    *(({"init_lora_weights": kind}, f"init_lora_weights is '{kind}'") for kind in ("olora", "corda", "loftq", "lora_ga", "pissa_niter_4")),
+    *(
+        ({"init_lora_weights": kind}, f"init_lora_weights is '{kind}'")
+        for kind in ("olora", "corda", "loftq", "lora_ga", "pissa_niter_4")
+    ),
     ({"alora_invocation_tokens": [5, 6]}, r"alora_invocation_tokens is \[5, 6\]"),
 ]
 
 
-@pytest.mark.parametrize(("fields", "message"), REFUSED_FIELDS, ids=[f"{n}={v}" for f, _ in REFUSED_FIELDS for n, v in f.items()])
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    REFUSED_FIELDS,
+    ids=[f"{n}={v}" for f, _ in REFUSED_FIELDS for n, v in f.items()],
+)
 def test_features_that_change_the_outputs_are_refused(fields, message, directory, tiny_base):
     edit_config(directory, **fields)
     with pytest.raises(UserError, match=message):
@@ -220,21 +316,38 @@ def test_every_field_of_peft_is_read_or_refused_or_without_effect():
     assert set(FIELDS) == set().union(*sets)
     assert sum(map(len, sets)) == len(FIELDS), "each in one"
     defaults = peft.LoraConfig().to_dict()
-    assert all(defaults[field] in ONLY[field] for field in ONLY), "what PEFT writes by default is never refused"
+    assert all(defaults[field] in ONLY[field] for field in ONLY), (
+        "what PEFT writes by default is never refused"
+    )
     assert set(HARMLESS_VALUES) == set(NO_EFFECT)
 
 
 @pytest.mark.parametrize("field", NO_EFFECT)
-def test_a_field_without_effect_changes_nothing_in_peft_nor_here(field, written_once, directory, hf_dirs, tiny_base, rng):
+def test_a_field_without_effect_changes_nothing_in_peft_nor_here(
+    field, written_once, directory, hf_dirs, tiny_base, rng
+):
     edit_config(directory, **{field: HARMLESS_VALUES[field]})
     names, shapes = tables(tiny_base("llama_bias"))
-    (wanted, config), (found, same) = (read_peft(d, names, shapes) for d in (written_once, directory))
+    (wanted, config), (found, same) = (
+        read_peft(d, names, shapes) for d in (written_once, directory)
+    )
     assert same == config
     chex.assert_trees_all_equal(found, wanted)
-    if field in ("layers_pattern", "runtime_config", "eva_config", "corda_config", "lora_ga_config", "loftq_config", "task_type"):
+    if field in (
+        "layers_pattern",
+        "runtime_config",
+        "eva_config",
+        "corda_config",
+        "lora_ga_config",
+        "loftq_config",
+        "task_type",
+    ):
         return  # PEFT asks for other fields with it, or takes it as an object alone
     tokens_BT = rng.integers(0, 97, (1, 5))
-    logits = [oracles.torch_logits(peft_model(hf_dirs("llama_bias"), d), tokens_BT) for d in (written_once, directory)]
+    logits = [
+        oracles.torch_logits(peft_model(hf_dirs("llama_bias"), d), tokens_BT)
+        for d in (written_once, directory)
+    ]
     np.testing.assert_array_equal(*logits)
 
 
@@ -243,18 +356,27 @@ CARRIED = {  # LoraConfig's fields, save_pretrained's
     "head adapted": ({"target_modules": ["lm_head", "q_proj"]}, {}),
     "not adapted, saved whole": ({"target_modules": ["q_proj"]}, {"save_embedding_layers": True}),
     "modules_to_save": ({"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, {}),
-    "modules_to_save, both": ({"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "embed_tokens"]}, {}),
+    "modules_to_save, both": (
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "embed_tokens"]},
+        {},
+    ),
     "norms": ({"target_modules": ["q_proj"], "modules_to_save": ["input_layernorm"]}, {}),
 }
 
 
 @pytest.mark.parametrize("family", ["llama", "llama_tied"])
 @pytest.mark.parametrize(("fields", "how"), CARRIED.values(), ids=CARRIED)
-def test_weights_of_the_base_in_a_file_are_compared_with_the_base(fields, how, family, rng, tiny_base, hf_dirs, tmp_path):
+def test_weights_of_the_base_in_a_file_are_compared_with_the_base(
+    fields, how, family, rng, tiny_base, hf_dirs, tmp_path
+):
     base, tokens_BT = tiny_base(family), rng.integers(0, 97, (1, 7))
     names, shapes = tables(base)
     torch.manual_seed(int(rng.integers(2**31)))
-    model = randomise(peft.get_peft_model(oracles.torch_model(hf_dirs(family)), peft.LoraConfig(r=4, **fields)).eval())
+    model = randomise(
+        peft.get_peft_model(
+            oracles.torch_model(hf_dirs(family)), peft.LoraConfig(r=4, **fields)
+        ).eval()
+    )
 
     def save(name):
         with warnings.catch_warnings():
@@ -271,14 +393,27 @@ def test_weights_of_the_base_in_a_file_are_compared_with_the_base(fields, how, f
     with pytest.raises(UserError, match="is no LoRA factor of this base"):
         read_peft(tmp_path / "same", dict(names), shapes)  # nothing to compare with
 
-    half = shutil.copytree(tmp_path / "same", tmp_path / "half")  # the base as a program in bfloat16 saves it
-    edit_tensors(half, lambda t: t.update({name: t[name].astype(ml_dtypes.bfloat16) for name in carried}))
+    # the base as a program in bfloat16 saves it
+    half = shutil.copytree(tmp_path / "same", tmp_path / "half")
+    edit_tensors(
+        half, lambda t: t.update({name: t[name].astype(ml_dtypes.bfloat16) for name in carried})
+    )
     chex.assert_trees_all_equal(read_peft(half, names, shapes)[0], adapter)
 
     for name in carried:
         other = shutil.copytree(tmp_path / "same", tmp_path / f"other-{name}")
-        edit_tensors(other, lambda t, name=name: t.update({name: t[name] + (np.arange(t[name].size) == 7).reshape(t[name].shape)}))
-        with pytest.raises(UserError, match=f"'{name}' differs from the base's .*: the adapter was trained over other weights"):
+        edit_tensors(
+            other,
+            lambda t, name=name: t.update(
+                {name: t[name] + (np.arange(t[name].size) == 7).reshape(t[name].shape)}
+            ),
+        )
+        with pytest.raises(
+            UserError,
+            match=(
+                f"'{name}' differs from the base's .*: the adapter was trained over other weights"
+            ),
+        ):
             read_peft(other, names, shapes)
 
 
@@ -287,17 +422,35 @@ def with_nan(tensors):
 
 
 REFUSED_TENSORS = {
-    "no lora_B": (lambda t: t.pop(f"{LAYER0_Q}.lora_B.weight"), "layers.0.self_attn.q_proj has only one of lora_A and lora_B"),
-    "no lora_A": (lambda t: t.pop(f"{LAYER0_Q}.lora_A.weight"), "layers.0.self_attn.q_proj has only one of lora_A and lora_B"),
+    "no lora_B": (
+        lambda t: t.pop(f"{LAYER0_Q}.lora_B.weight"),
+        "layers.0.self_attn.q_proj has only one of lora_A and lora_B",
+    ),
+    "no lora_A": (
+        lambda t: t.pop(f"{LAYER0_Q}.lora_A.weight"),
+        "layers.0.self_attn.q_proj has only one of lora_A and lora_B",
+    ),
     "nothing": (lambda t: t.clear(), "no module of the adapter binds to this base"),
     "unknown module": (
-        lambda t: t.update({"base_model.model.model.layers.7.self_attn.q_proj.lora_A.weight": np.ones((4, 48), np.float32)}),
-        "'base_model.model.model.layers.7.self_attn.q_proj.lora_A.weight' is no LoRA factor of this base",
+        lambda t: t.update(
+            {
+                "base_model.model.model.layers.7.self_attn.q_proj.lora_A.weight": np.ones(
+                    (4, 48), np.float32
+                )
+            }
+        ),
+        (
+            "'base_model.model.model.layers.7.self_attn.q_proj.lora_A.weight' is no LoRA factor of"
+            " this base"
+        ),
     ),
     "nan": (with_nan, "dense/attn/q/b has NaN or infinite values"),
     "width": (
         lambda t: t.update({f"{LAYER0_Q}.lora_A.weight": np.ones((4, 47), np.float32)}),
-        r"layers.0.self_attn.q_proj has lora_A \(4, 47\) and lora_B \(64, 4\); this base needs \(4, 48\) and \(64, 4\)",
+        (
+            r"layers.0.self_attn.q_proj has lora_A \(4, 47\) and lora_B \(64, 4\); this base needs"
+            r" \(4, 48\) and \(64, 4\)"
+        ),
     ),
     "ranks of A and B": (
         lambda t: t.update({f"{LAYER0_Q}.lora_B.weight": np.ones((64, 3), np.float32)}),
@@ -307,8 +460,14 @@ REFUSED_TENSORS = {
         lambda t: t.update({f"{LAYER0_Q}.lora_A.weight": np.ones((48, 4), np.float32)}),
         r"layers.0.self_attn.q_proj has lora_A \(48, 4\)",
     ),
-    "one dimension": (lambda t: t.update({f"{LAYER0_Q}.lora_A.weight": np.ones(4, np.float32)}), r"has lora_A \(4,\)"),
-    "no dimension": (lambda t: t.update({f"{LAYER0_Q}.lora_A.weight": np.ones((), np.float32)}), r"has lora_A \(\)"),
+    "one dimension": (
+        lambda t: t.update({f"{LAYER0_Q}.lora_A.weight": np.ones(4, np.float32)}),
+        r"has lora_A \(4,\)",
+    ),
+    "no dimension": (
+        lambda t: t.update({f"{LAYER0_Q}.lora_A.weight": np.ones((), np.float32)}),
+        r"has lora_A \(\)",
+    ),
 }
 
 
@@ -320,7 +479,11 @@ def test_weights_that_do_not_fit_are_refused(change, message, directory, tiny_ba
 
 
 REFUSED_FILES = {
-    "no config": (CONFIG, None, "adapter_config.json does not exist: a PEFT adapter is a directory with"),
+    "no config": (
+        CONFIG,
+        None,
+        "adapter_config.json does not exist: a PEFT adapter is a directory with",
+    ),
     "broken config": (CONFIG, b'{"peft_type": "LORA",', "adapter_config.json is not valid JSON"),
     "config is a list": (CONFIG, b"[]", "adapter_config.json"),
     "config is binary": (CONFIG, b"\xff\xfe\x00", "adapter_config.json"),
@@ -341,7 +504,9 @@ def test_broken_files_are_refused(name, content, message, directory, tiny_base):
 
 def test_a_pickle_is_refused_with_the_way_out(directory, tiny_base):
     (directory / WEIGHTS).rename(directory / "adapter_model.bin")
-    with pytest.raises(UserError, match=r"adapter_model\.bin, is not read: save it with safe_serialization=True"):
+    with pytest.raises(
+        UserError, match=r"adapter_model\.bin, is not read: save it with safe_serialization=True"
+    ):
         read_peft(directory, *tables(tiny_base("llama_bias")))
 
 
@@ -363,13 +528,24 @@ def test_an_export_that_fails_leaves_nothing(rng, tiny_base, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("left_out", [("lora_alpha",), ("r", "lora_alpha"), ("lora_alpha", "r", "use_rslora", "bias", "fan_in_fan_out")])
-def test_what_a_config_leaves_out_means_what_peft_means_by_it(left_out, rng, tiny_base, hf_dirs, saved):
+@pytest.mark.parametrize(
+    "left_out",
+    [
+        ("lora_alpha",),
+        ("r", "lora_alpha"),
+        ("lora_alpha", "r", "use_rslora", "bias", "fan_in_fan_out"),
+    ],
+)
+def test_what_a_config_leaves_out_means_what_peft_means_by_it(
+    left_out, rng, tiny_base, hf_dirs, saved
+):
     """peft.LoraConfig's defaults: r 8, lora_alpha 8, no rslora."""
     base, tokens_BT = tiny_base("llama_bias"), rng.integers(0, 97, (2, 9))
     directory, _ = saved("llama_bias", r=8 if "r" in left_out else 4, lora_alpha=3)
     config = json.loads((directory / CONFIG).read_text())
-    (directory / CONFIG).write_text(json.dumps({name: value for name, value in config.items() if name not in left_out}))
+    (directory / CONFIG).write_text(
+        json.dumps({name: value for name, value in config.items() if name not in left_out})
+    )
     adapter, read = read_peft(directory, *tables(base))
     assert read.alpha == 8.0
     bare = oracles.torch_logits(oracles.torch_model(hf_dirs("llama_bias")), tokens_BT)

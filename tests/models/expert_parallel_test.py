@@ -1,6 +1,8 @@
-"""Experts over eight devices equal one device, forward and backward, whichever way tokens travel and however skewed they are.
+"""Experts over eight devices equal one device, forward and backward, whichever way tokens travel
+and however skewed they are.
 
-Axes: B rows, T tokens, X experts of a token, E experts, D model width, F expert width, P blocks, R rank, L layers, S slots.
+Axes: B rows, T tokens, X experts of a token, E experts, D model width, F expert width, P blocks, R
+rank, L layers, S slots.
 """
 
 import jax
@@ -19,11 +21,15 @@ from tests.marks import first
 E, X, D, F, T = 16, 3, 12, 10, 7
 ENDS = {"gate": (D, F), "up": (D, F), "down": (F, D)}
 MESHES = {
-    "data2-fsdp2-tensor2": {"data": 2, "fsdp": 2, "tensor": 2},  # adapters are summed over data; tensor holds the same tokens
+    # adapters are summed over data; tensor holds the same tokens
+    "data2-fsdp2-tensor2": {"data": 2, "fsdp": 2, "tensor": 2},
     "expert4-tensor2": {"expert": 4, "tensor": 2},
     "tensor8": {"tensor": 8},  # every device holds all tokens
 }
-SOME = [name if name == "expert4-tensor2" else pytest.param(name, marks=pytest.mark.long) for name in MESHES]
+SOME = [
+    name if name == "expert4-tensor2" else pytest.param(name, marks=pytest.mark.long)
+    for name in MESHES
+]
 WAYS = {"gather": (1 << 30, Gather), "all_to_all": (0, AllToAll)}
 
 
@@ -35,7 +41,10 @@ def _problem(rng, routing="random", rows=2):
     """Two rank buckets and a base block, ``rows`` rows each."""
     p = {n: {"w": _normal(rng, (E, *ends), ends[0] ** -0.5)} for n, ends in ENDS.items()}
     counts = {2: 2, 4: 1}
-    buckets = tuple({n: {f: _normal(rng, (P, E, r, ENDS[n][f == "b"]), 0.4) for f in "ab"} for n in ENDS} for r, P in counts.items())
+    buckets = tuple(
+        {n: {f: _normal(rng, (P, E, r, ENDS[n][f == "b"]), 0.4) for f in "ab"} for n in ENDS}
+        for r, P in counts.items()
+    )
     lora = BoundAdapters(buckets, tuple(counts.values()), 1)
     B = rows * lora.total_blocks
     ids = np.argsort(rng.random((B, T, E)), axis=-1)[..., :X].astype(np.int32)
@@ -45,7 +54,14 @@ def _problem(rng, routing="random", rows=2):
         ids[..., 0] = 5
     elif routing == "one_device":  # where it meets two experts
         ids[:] = np.array([2, 3, -1])
-    return _normal(rng, (B, T, D)), jnp.asarray(ids), _normal(rng, (B, T, X)), p, lora, _normal(rng, (B, T, D))
+    return (
+        _normal(rng, (B, T, D)),
+        jnp.asarray(ids),
+        _normal(rng, (B, T, X)),
+        p,
+        lora,
+        _normal(rng, (B, T, D)),
+    )
 
 
 @jax.jit
@@ -59,12 +75,18 @@ def _run(x, ids, weights, p, lora, g):
 
 
 def _of_stack(p, mesh):
-    """The experts as the second layer of a stack, as a model has them, split over the mesh; the first layer's are NaN."""
+    """The experts as the second layer of a stack, as a model has them, split over the mesh; the
+    first layer's are NaN.
+    """
     whole, number = (
-        jax.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes)) for axes in ((None, *sharding.partition(("experts",), mesh)), ())
+        jax.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes))
+        for axes in ((None, *sharding.partition(("experts",), mesh)), ())
     )
     stacks = {n: jnp.stack([jnp.full_like(leaf["w"], jnp.nan), leaf["w"]]) for n, leaf in p.items()}
-    return {n: {"w": jax.device_put(w, whole), "layer": jax.device_put(jnp.int32(1), number)} for n, w in stacks.items()}
+    return {
+        n: {"w": jax.device_put(w, whole), "layer": jax.device_put(jnp.int32(1), number)}
+        for n, w in stacks.items()
+    }
 
 
 def _over_mesh(sizes, x, ids, weights, p, lora, g):
@@ -75,15 +97,19 @@ def _over_mesh(sizes, x, ids, weights, p, lora, g):
     lora = jax.device_put(lora, jax.tree.map(lambda _: factors, lora))
     with jax.set_mesh(mesh):
         y, grads = _run(x, ids, weights, p, lora, g)
-        assert all(leaf.sharding.is_equivalent_to(factors, leaf.ndim) for leaf in jax.tree.leaves(grads[2])), (
-            "gradients stay with their experts"
-        )
+        assert all(
+            leaf.sharding.is_equivalent_to(factors, leaf.ndim) for leaf in jax.tree.leaves(grads[2])
+        ), "gradients stay with their experts"
         return jax.device_get((y, grads))
 
 
 def _assert_equal(got, want):
     # float32: sums over visits and devices come in another order
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * max(1.0, np.abs(b).max())), got, want)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * max(1.0, np.abs(b).max())),
+        got,
+        want,
+    )
 
 
 @pytest.fixture(params=WAYS)
@@ -93,7 +119,9 @@ def way(request, monkeypatch):
     monkeypatch.setattr(expert_parallel, "GATHER_TOKENS", limit)
     _run.clear_cache()
     choose, chosen = expert_parallel._exchange, []
-    monkeypatch.setattr(expert_parallel, "_exchange", lambda *args: chosen.append(choose(*args)) or chosen[-1])
+    monkeypatch.setattr(
+        expert_parallel, "_exchange", lambda *args: chosen.append(choose(*args)) or chosen[-1]
+    )
     yield chosen
     assert chosen
     assert all(isinstance(exchange, kind) for exchange in chosen)
@@ -113,7 +141,9 @@ def test_no_token_is_dropped_when_all_go_to_one_place(routing, way, rng):
     problem = _problem(rng, routing, rows=4)
     _assert_equal(_over_mesh(MESHES["expert4-tensor2"], *problem), jax.device_get(_run(*problem)))
     visits = 16 * T // 8  # a device's share of the tokens, all for one other device
-    assert all(exchange.capacity < visits for exchange in way if isinstance(exchange, AllToAll)), "one round must not be enough"
+    assert all(exchange.capacity < visits for exchange in way if isinstance(exchange, AllToAll)), (
+        "one round must not be enough"
+    )
 
 
 @pytest.mark.long
@@ -130,33 +160,46 @@ def test_a_base_without_adapters(way, rng):
 
 def test_few_tokens_are_gathered_and_many_exchanged():
     mesh = make_mesh(MESHES["expert4-tensor2"]).abstract_mesh
-    most = expert_parallel.GATHER_TOKENS // 4  # tokens of a device: four devices have different ones
+    # tokens of a device: four devices have different ones
+    most = expert_parallel.GATHER_TOKENS // 4
     assert isinstance(expert_parallel._exchange(mesh, most, X, 2, 4 * most), Gather)
     exchange = expert_parallel._exchange(mesh, most + 1, X, 2, 4 * (most + 1))
     assert isinstance(exchange, AllToAll)
     assert exchange.blocks == 1
     pairs = -(-(most + 1) // 2) * X  # the two devices of ``tensor`` share the work
     assert exchange.capacity >= expert_parallel.SLACK * pairs / 8
-    assert exchange.capacity < expert_parallel.SLACK * pairs / 8 + 8, "what a device sends at once must not grow with the number of devices"
-
-    many = expert_parallel._exchange(mesh, 2 * most, X, 2, most // 4)  # a device's share are four policies' tokens
-    assert (many.blocks, many.blocks * many.capacity) == (4, expert_parallel._exchange(mesh, 2 * most, X, 2, 8 * most).capacity), (
-        "as much is sent for many policies as for one"
+    assert exchange.capacity < expert_parallel.SLACK * pairs / 8 + 8, (
+        "what a device sends at once must not grow with the number of devices"
     )
+
+    # a device's share are four policies' tokens
+    many = expert_parallel._exchange(mesh, 2 * most, X, 2, most // 4)
+    assert (many.blocks, many.blocks * many.capacity) == (
+        4,
+        expert_parallel._exchange(mesh, 2 * most, X, 2, 8 * most).capacity,
+    ), "as much is sent for many policies as for one"
 
 
 @pytest.mark.parametrize("sizes", SOME)
 def test_another_policy_s_routing_changes_no_bit(sizes, way, rng):
-    """Which round a token travels in, and what is added in which order, follows from its own policy's tokens."""
+    """Which round a token travels in, and what is added in which order, follows from its own
+    policy's tokens.
+    """
     x, ids, weights, p, lora, g = _problem(rng, rows=4)
     mine = np.arange(len(x)) // 4 != 1
     y, grads = _over_mesh(MESHES[sizes], x, ids, weights, p, lora, g)
-    crowded = jnp.where(mine[:, None, None], ids, jnp.array([0, 1, 2]))  # the second block's all go to one device or two
+    # the second block's all go to one device or two
+    crowded = jnp.where(mine[:, None, None], ids, jnp.array([0, 1, 2]))
     other_y, other_grads = _over_mesh(MESHES[sizes], x, crowded, weights, p, lora, g)
-    for got, want in ((other_y[mine], y[mine]), (other_grads[0][mine], grads[0][mine]), (other_grads[1][mine], grads[1][mine])):
+    for got, want in (
+        (other_y[mine], y[mine]),
+        (other_grads[0][mine], grads[0][mine]),
+        (other_grads[1][mine], grads[1][mine]),
+    ):
         np.testing.assert_array_equal(got, want)
     for got, want in zip(jax.tree.leaves(other_grads[2]), jax.tree.leaves(grads[2])):
-        others = [i for i in range(len(got)) if not (len(got) == 2 and i == 1)]  # that block is the second of the first bucket
+        # that block is the second of the first bucket
+        others = [i for i in range(len(got)) if not (len(got) == 2 and i == 1)]
         np.testing.assert_array_equal(got[np.array(others)], want[np.array(others)])
 
 
@@ -167,7 +210,12 @@ def _stacks(rng):
     """Two rank buckets of three slots, all layers."""
     return {
         rank: AdapterStack(
-            {n: {f: _normal(rng, (L, S, E, rank, ENDS[n][f == "b"]), 0.4) for f in "ab"} for n in ENDS}, _normal(rng, (S,)) + 3, rank
+            {
+                n: {f: _normal(rng, (L, S, E, rank, ENDS[n][f == "b"]), 0.4) for f in "ab"}
+                for n in ENDS
+            },
+            _normal(rng, (S,)) + 3,
+            rank,
         )
         for rank in (2, 4)
     }
@@ -183,7 +231,12 @@ def _rows_over_mesh(run, sizes, x, ids, weights, p, stacks, slots):
     split = sharding.partition(("experts",), mesh)
     p = _of_stack(p, mesh)
     factors = jax.NamedSharding(mesh, jax.sharding.PartitionSpec(None, None, *split))
-    stacks = {b: AdapterStack(jax.device_put(s.factors, jax.tree.map(lambda _: factors, s.factors)), s.scale, b) for b, s in stacks.items()}
+    stacks = {
+        b: AdapterStack(
+            jax.device_put(s.factors, jax.tree.map(lambda _: factors, s.factors)), s.scale, b
+        )
+        for b, s in stacks.items()
+    }
     with jax.set_mesh(mesh):
         return jax.device_get(run(x, ids, weights, p, stacks, slots))
 
@@ -191,24 +244,39 @@ def _rows_over_mesh(run, sizes, x, ids, weights, p, stacks, slots):
 @pytest.mark.bits
 @pytest.mark.parametrize("routing", ["random", "one_expert"])
 def test_rows_that_name_slots_are_gathered_and_equal_one_device(routing, rng, monkeypatch):
-    """However many tokens there are; and what another row's slot holds, or which it names, changes no bit."""
+    """However many tokens there are; and what another row's slot holds, or which it names, changes
+    no bit.
+    """
     monkeypatch.setattr(expert_parallel, "GATHER_TOKENS", 0)
-    sizes, (x, ids, weights, p, _, _), stacks = MESHES["expert4-tensor2"], _problem(rng, routing, rows=4), _stacks(rng)
+    sizes, (x, ids, weights, p, _, _), stacks = (
+        MESHES["expert4-tensor2"],
+        _problem(rng, routing, rows=4),
+        _stacks(rng),
+    )
     B = len(x)
     bucket, run = rng.integers(-1, 2, B), jax.jit(lambda *args: _rows_run(*args))
-    slots = {rank: np.where(bucket == i, rng.integers(0, S, B), -1).astype(np.int32) for i, rank in enumerate(stacks)}
-    slots[2][0], slots[4][0], slots[2][1], slots[4][1] = 1, -1, -1, -1  # a row of one adapter and one of the bare base at least
+    slots = {
+        rank: np.where(bucket == i, rng.integers(0, S, B), -1).astype(np.int32)
+        for i, rank in enumerate(stacks)
+    }
+    # a row of one adapter and one of the bare base at least
+    slots[2][0], slots[4][0], slots[2][1], slots[4][1] = 1, -1, -1, -1
     got = _rows_over_mesh(run, sizes, x, ids, weights, p, stacks, slots)
     _assert_equal(got, jax.device_get(jax.jit(_rows_run)(x, ids, weights, p, stacks, slots)))
 
-    nan = AdapterStack(jax.tree.map(lambda v: v.at[:, 1].set(jnp.nan), stacks[2].factors), stacks[2].scale, 2)
+    nan = AdapterStack(
+        jax.tree.map(lambda v: v.at[:, 1].set(jnp.nan), stacks[2].factors), stacks[2].scale, 2
+    )
     others = slots[2] != 1
     spoilt = _rows_over_mesh(run, sizes, x, ids, weights, p, stacks | {2: nan}, slots)
     np.testing.assert_array_equal(spoilt[others], got[others])
     visits = np.any(np.asarray(ids) >= 0, axis=(1, 2))
     assert np.isnan(spoilt[~others & visits]).any(axis=(1, 2)).all()
 
-    moved = {rank: np.where(np.arange(B) < B // 2, named, -1).astype(np.int32) for rank, named in slots.items()}
+    moved = {
+        rank: np.where(np.arange(B) < B // 2, named, -1).astype(np.int32)
+        for rank, named in slots.items()
+    }
     moved[4][B // 2 :] = rng.integers(0, S, B - B // 2)
     other = _rows_over_mesh(run, sizes, x, ids, weights, p, stacks, moved)
     np.testing.assert_array_equal(other[: B // 2], got[: B // 2])
@@ -218,5 +286,7 @@ def test_rows_that_name_slots_are_gathered_and_equal_one_device(routing, rng, mo
 def test_rows_that_name_slots_and_that_the_mesh_does_not_divide(rng):
     (x, ids, weights, p, _, _), stacks = _problem(rng, rows=3), _stacks(rng)  # 12 rows on 8 ways
     slots = {2: rng.integers(-1, S, 12).astype(np.int32), 4: np.full(12, -1, np.int32)}
-    got = _rows_over_mesh(jax.jit(_rows_run), {"fsdp": 4, "expert": 2}, x, ids, weights, p, stacks, slots)
+    got = _rows_over_mesh(
+        jax.jit(_rows_run), {"fsdp": 4, "expert": 2}, x, ids, weights, p, stacks, slots
+    )
     _assert_equal(got, jax.device_get(jax.jit(_rows_run)(x, ids, weights, p, stacks, slots)))

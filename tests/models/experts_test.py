@@ -1,6 +1,7 @@
 """Routed experts with packed adapters against a loop over tokens, experts and adapters in float64.
 
-Axes: B rows, T tokens, X experts of a token, E experts, D model width, F expert width, P blocks, R rank.
+Axes: B rows, T tokens, X experts of a token, E experts, D model width, F expert width, P blocks, R
+rank.
 """
 
 import jax
@@ -26,7 +27,8 @@ BLOCKS = {
     "buckets_and_base": ({1: 1, 4: 2}, 2),
     "one_policy": ({8: 1}, 0),
 }
-PARTLY = {"one_bucket": (), "two_buckets": ("up",)}  # projections that the first bucket does not adapt
+# projections that the first bucket does not adapt
+PARTLY = {"one_bucket": (), "two_buckets": ("up",)}
 
 
 def _normal(rng, shape, scale=1.0):
@@ -39,7 +41,12 @@ def _problem(rng, name):
     buckets = []
     for i, (rank, P) in enumerate(counts.items()):
         names = [n for n in WIDTHS if i or n not in PARTLY.get(name, ())]
-        buckets.append({n: {f: _normal(rng, (P, E, rank, WIDTHS[n][f == "b"]), 0.4) for f in "ab"} for n in names})
+        buckets.append(
+            {
+                n: {f: _normal(rng, (P, E, rank, WIDTHS[n][f == "b"]), 0.4) for f in "ab"}
+                for n in names
+            }
+        )
     lora = BoundAdapters(tuple(buckets), tuple(counts.values()), base)
     B = 2 * lora.total_blocks
     ids = np.argsort(rng.random((B, T, E)), axis=-1)[..., :X].astype(np.int32)
@@ -49,14 +56,18 @@ def _problem(rng, name):
 
 
 def _loop(x_BTD, ids, weights_BTX, p, lora, g_BTD):
-    """The outputs, and the gradients of ``sum(outputs * g)`` with respect to x, weights and factors; each visit alone."""
+    """The outputs, and the gradients of ``sum(outputs * g)`` with respect to x, weights and
+    factors; each visit alone.
+    """
 
     def leaf(v):
         return torch.tensor(np.asarray(v, np.float64), requires_grad=True)
 
     x, weights, factors = leaf(x_BTD), leaf(weights_BTX), jax.tree.map(leaf, lora.buckets)
     matrices = {n: torch.tensor(np.asarray(leaf["w"], np.float64)) for n, leaf in p.items()}
-    block_of = [(b, i) for b, n in enumerate(lora.blocks) for i in range(n)] + [None] * lora.base_blocks
+    block_of = [(b, i) for b, n in enumerate(lora.blocks) for i in range(n)] + [
+        None
+    ] * lora.base_blocks
     rows = x.shape[0] // lora.total_blocks
 
     def project(h, name, e, block):
@@ -74,7 +85,9 @@ def _loop(x_BTD, ids, weights_BTX, p, lora, g_BTD):
         out[b, t] += y.detach().numpy()
         total = total + y @ torch.tensor(np.asarray(g_BTD[b, t], np.float64))
     total.backward()
-    return out, jax.tree.map(lambda v: np.zeros(v.shape) if v.grad is None else v.grad.numpy(), (x, weights, factors))
+    return out, jax.tree.map(
+        lambda v: np.zeros(v.shape) if v.grad is None else v.grad.numpy(), (x, weights, factors)
+    )
 
 
 @jax.jit
@@ -89,13 +102,21 @@ def _ours(x, ids, weights, p, lora, g):
 
 def _assert_close(got, want):
     # float32: three products of at most 10 terms one after the other, sums over at most 20 visits
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * max(1.0, np.abs(b).max())), got, want)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * max(1.0, np.abs(b).max())),
+        got,
+        want,
+    )
 
 
 def of_stack(p, layer: int, layers: int = 3):
     """The same experts as one layer of a stack whose others are NaN."""
     return {
-        n: {"w": jnp.full((layers, *leaf["w"].shape), jnp.nan).at[layer].set(leaf["w"]), "layer": jnp.int32(layer)} for n, leaf in p.items()
+        n: {
+            "w": jnp.full((layers, *leaf["w"].shape), jnp.nan).at[layer].set(leaf["w"]),
+            "layer": jnp.int32(layer),
+        }
+        for n, leaf in p.items()
     }
 
 
@@ -106,8 +127,13 @@ def test_a_layer_of_a_stack_is_that_layer_alone(name, form, request, rng):
         request.getfixturevalue("form_of_accelerators")
     x, ids, weights, p, lora, g = _problem(rng, name)
     for layer in (0, 2):
-        got, want = _ours(x, ids, weights, of_stack(p, layer), lora, g), _ours(x, ids, weights, p, lora, g)
-        if form == "accelerators":  # their slice's layout is pinned, and a CPU's product adds in another order where the layout is another
+        got, want = (
+            _ours(x, ids, weights, of_stack(p, layer), lora, g),
+            _ours(x, ids, weights, p, lora, g),
+        )
+        # their slice's layout is pinned, and a CPU's product adds in another order where the layout
+        # is another
+        if form == "accelerators":
             _assert_close(got, want)
         else:
             jax.tree.map(np.testing.assert_array_equal, got, want)
@@ -121,7 +147,9 @@ def test_a_base_that_learns_has_its_gradient_in_its_layer_alone(rng):
 
     want = jax.jit(jax.grad(loss))(p)
     stack = {n: {"w": jnp.stack([leaf["w"], leaf["w"]])} for n, leaf in p.items()}
-    got = jax.jit(jax.grad(lambda s: loss({n: leaf | {"layer": jnp.int32(1)} for n, leaf in s.items()})))(stack)
+    got = jax.jit(
+        jax.grad(lambda s: loss({n: leaf | {"layer": jnp.int32(1)} for n, leaf in s.items()}))
+    )(stack)
     for n in p:
         np.testing.assert_array_equal(got[n]["w"][1], want[n]["w"])
         assert not np.any(got[n]["w"][0])
@@ -131,7 +159,9 @@ def test_policies_with_stacks_of_their_own_under_a_users_vmap(rng):
     """Each policy's own experts, of another layer each."""
     x, ids, weights, p, _, _ = _problem(rng, "base")
     own = [jax.tree.map(lambda w, k=k: w * (1 + k), p) for k in range(2)]
-    stacks = jax.tree.map(lambda *w: jnp.stack(w), *(of_stack(one, layer) for one, layer in zip(own, (2, 0))))
+    stacks = jax.tree.map(
+        lambda *w: jnp.stack(w), *(of_stack(one, layer) for one, layer in zip(own, (2, 0)))
+    )
     got = jax.jit(jax.vmap(lambda p: routed(x, ids, weights, p, None)))(stacks)
     _assert_close(got, np.stack([routed(x, ids, weights, one, None) for one in own]))
 
@@ -147,11 +177,15 @@ def test_outputs_and_gradients_equal_a_loop(name, rng):
 
 def test_no_adapters_at_all_is_the_base(rng):
     x, ids, weights, p, lora, _ = _problem(rng, "base")
-    np.testing.assert_array_equal(routed(x, ids, weights, p, None), routed(x, ids, weights, p, lora))
+    np.testing.assert_array_equal(
+        routed(x, ids, weights, p, None), routed(x, ids, weights, p, lora)
+    )
 
 
 def test_padded_ranks_change_nothing(rng):
-    """A policy of rank 3 in bucket 4: its fourth row of A and B is zero, gets a zero gradient, and takes no part."""
+    """A policy of rank 3 in bucket 4: its fourth row of A and B is zero, gets a zero gradient, and
+    takes no part.
+    """
     x, ids, weights, p, lora, g = _problem(rng, "two_buckets")
     low, high = lora.buckets
     narrow = jax.tree.map(lambda v: v[:, :, :3], high)
@@ -164,12 +198,17 @@ def test_padded_ranks_change_nothing(rng):
 
 
 def test_one_policy_is_alone(rng):
-    """Another policy's factors change neither the outputs nor the gradients of a policy, to the bit."""
+    """Another policy's factors change neither the outputs nor the gradients of a policy, to the
+    bit.
+    """
     x, ids, weights, p, lora, g = _problem(rng, "two_buckets")
     low, high = lora.buckets
     other = jax.tree.map(lambda v: v.at[1].multiply(3.0), high)
-    (y, grads), (y2, grads2) = (_ours(x, ids, weights, p, lora.replace(buckets=(low, h)), g) for h in (high, other))
-    mine = np.array([b // 2 != 3 for b in range(len(x))])  # block 3 is the second of the second bucket
+    (y, grads), (y2, grads2) = (
+        _ours(x, ids, weights, p, lora.replace(buckets=(low, h)), g) for h in (high, other)
+    )
+    # block 3 is the second of the second bucket
+    mine = np.array([b // 2 != 3 for b in range(len(x))])
     np.testing.assert_array_equal(y[mine], y2[mine])
     assert (np.asarray(y[~mine]) != np.asarray(y2[~mine])).any()
     for got, want in zip(jax.tree.leaves(grads2[2]), jax.tree.leaves(grads[2])):
@@ -189,13 +228,19 @@ def test_bfloat16_rounds_little(rng):
 
 def test_rows_are_sorted_by_expert_then_block(rng):
     M, blocks = 50, 4
-    expert, block = rng.integers(-1, E + 2, M).astype(np.int32), rng.integers(blocks, size=M).astype(np.int32)
+    expert, block = (
+        rng.integers(-1, E + 2, M).astype(np.int32),
+        rng.integers(blocks, size=M).astype(np.int32),
+    )
     order = sort_rows(jnp.asarray(expert), jnp.asarray(block), E, blocks)
     here = (expert >= 0) & (expert < E)
     want = sorted(range(M), key=lambda m: (expert[m], block[m]) if here[m] else (E, 0))
     np.testing.assert_array_equal(order.order, want)
     np.testing.assert_array_equal(np.asarray(order.order)[np.asarray(order.inverse)], np.arange(M))
-    np.testing.assert_array_equal(order.counts, [[np.sum((expert == e) & (block == b)) for b in range(blocks)] for e in range(E)])
+    np.testing.assert_array_equal(
+        order.counts,
+        [[np.sum((expert == e) & (block == b)) for b in range(blocks)] for e in range(E)],
+    )
     np.testing.assert_array_equal(order.block, np.where(here, block, blocks)[np.array(want)])
 
 
@@ -207,32 +252,45 @@ def test_rows_that_blocks_do_not_divide_are_refused(rng):
 
 @pytest.mark.parametrize("name", ["two_buckets", "buckets_and_base"])
 def test_rows_that_name_slots_equal_the_blocks_that_hold_them(name, rng):
-    """The same adapters in stacks of two layers, in other slots, and rows in any order; some slots are nobody's."""
+    """The same adapters in stacks of two layers, in other slots, and rows in any order; some slots
+    are nobody's.
+    """
     x, ids, weights, p, lora, _ = _problem(rng, name)
     S, rows, stacks, slots, first = 5, np.arange(len(x)), {}, {}, 0
     for bucket, P in zip(lora.buckets, lora.blocks):
         rank, place = next(iter(bucket.values()))["a"].shape[2], rng.choice(S, P, replace=False)
-        scale = np.exp2(rng.integers(-1, 2, S)).astype(np.float32)  # a power of two: B times it, and B divided by it, are exact
+        # a power of two: B times it, and B divided by it, are exact
+        scale = np.exp2(rng.integers(-1, 2, S)).astype(np.float32)
 
         def stacked(path, leaf, P=P, place=place, scale=scale):
             stack = rng.normal(size=(2, S, *leaf.shape[1:])).astype(np.float32)
-            stack[1, place] = leaf / scale[place][:, None, None, None] if path[-1].key == "b" else leaf
+            stack[1, place] = (
+                leaf / scale[place][:, None, None, None] if path[-1].key == "b" else leaf
+            )
             return jnp.asarray(stack)
 
-        stacks[rank] = AdapterStack(jax.tree_util.tree_map_with_path(stacked, bucket), jnp.asarray(scale), rank)
+        stacks[rank] = AdapterStack(
+            jax.tree_util.tree_map_with_path(stacked, bucket), jnp.asarray(scale), rank
+        )
         named = np.full(len(x), -1, np.int32)
         mine = (rows // 2 >= first) & (rows // 2 < first + P)
         named[mine] = place[rows[mine] // 2 - first]
         slots[rank], first = named, first + P
     order = rng.permutation(len(x))
     slots = {rank: named[order] for rank, named in slots.items()}
-    run = jax.jit(lambda x, ids, weights, stacks, slots: routed(x, ids, weights, p, name_slots(stacks, slots).in_layer(jnp.int32(1))))
+    run = jax.jit(
+        lambda x, ids, weights, stacks, slots: routed(
+            x, ids, weights, p, name_slots(stacks, slots).in_layer(jnp.int32(1))
+        )
+    )
     want = np.asarray(jax.jit(routed)(x, ids, weights, p, lora))
     _assert_close(run(x[order], ids[order], weights[order], stacks, slots), want[order])
 
 
 def test_the_tpus_kernel_serves_rows_without_adapters(rng):
-    """A layer of a stack whose others are NaN, rows that visit nobody, and experts that nobody visits."""
+    """A layer of a stack whose others are NaN, rows that visit nobody, and experts that nobody
+    visits.
+    """
     n, wide, experts = 21, 128, 5
     p = {name: {"w": _normal(rng, (experts, wide, wide), wide**-0.5)} for name in WIDTHS}
     x, weights = _normal(rng, (1, n, wide)), _normal(rng, (1, n, 2))
@@ -245,5 +303,7 @@ def test_the_tpus_kernel_serves_rows_without_adapters(rng):
     for t, k in np.argwhere(ids[0] >= 0):
         h, e = np.asarray(x[0, t], np.float64), ids[0, t, k]
         gate = h @ w["gate"][e]
-        want[0, t] += np.asarray(weights[0, t, k], np.float64) * ((gate / (1 + np.exp(-gate)) * (h @ w["up"][e])) @ w["down"][e])
+        want[0, t] += np.asarray(weights[0, t, k], np.float64) * (
+            (gate / (1 + np.exp(-gate)) * (h @ w["up"][e])) @ w["down"][e]
+        )
     _assert_close(got, want)

@@ -11,7 +11,9 @@ LAYERS, D, H = 2, 64, 16
 
 def _interleave(w, heads):
     """llama.cpp's order of the rows of q and k (``permute`` in its convert_hf_to_gguf.py)."""
-    return w.reshape(heads, 2, w.shape[0] // heads // 2, *w.shape[1:]).swapaxes(1, 2).reshape(w.shape)
+    return (
+        w.reshape(heads, 2, w.shape[0] // heads // 2, *w.shape[1:]).swapaxes(1, 2).reshape(w.shape)
+    )
 
 
 def write(
@@ -62,13 +64,18 @@ def write(
 
     def put(name, hf_name, *shape):
         value = rng.normal(size=shape).astype(np.float32)
-        stored = _interleave(value, N if name.endswith("q") else K) if name.endswith(("attn_q", "attn_k")) else value
+        stored = (
+            _interleave(value, N if name.endswith("q") else K)
+            if name.endswith(("attn_q", "attn_k"))
+            else value
+        )
         own = table if table is not None and name in ("token_embd", "output") else kind
         if value.ndim == 1:
             writer.add_tensor(f"{name}.weight", stored)
         else:
             writer.add_tensor(f"{name}.weight", quantize(stored, own), raw_dtype=own)
-            value = gguf.quants.dequantize(quantize(value, own), own)  # by rows: the order of rows does not matter
+            # by rows: the order of rows does not matter
+            value = gguf.quants.dequantize(quantize(value, own), own)
         weights[f"{hf_name}.weight"] = np.asarray(value, np.float32)
 
     put("token_embd", "model.embed_tokens", V, D)

@@ -1,4 +1,6 @@
-"""GGUF conversion: tensors and token ids identical to those transformers reads from the same file."""
+"""GGUF conversion: tensors and token ids identical to those transformers reads from the same
+file.
+"""
 
 import functools
 import importlib.util
@@ -24,13 +26,16 @@ from tests.models.gguf_files import LAYERS, write
 
 @pytest.fixture(scope="module")
 def smollm2_file():
-    """The packaged GGUF file, parsed once (transformers would do it for the config, the weights and the tokenizer)."""
+    """The packaged GGUF file, parsed once (transformers would do it for the config, the weights and
+    the tokenizer).
+    """
     _, module, file = base_lib.PACKAGED["smollm2-135m-instruct"]
     spec = importlib.util.find_spec(module)
     read = functools.cache(gguf.GGUFReader)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gguf, "GGUFReader", lambda path: read(str(path)))
-        patch.setattr(gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map))  # asked for once a module
+        # asked for once a module
+        patch.setattr(gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map))
         yield Path(spec.submodule_search_locations[0]) / file
 
 
@@ -53,15 +58,26 @@ def _same_tensors(directory, model):
 
 @pytest.mark.long
 def test_smollm2_tensors_and_config_equal_those_of_transformers(converted, smollm2_file):
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(smollm2_file.parent, gguf_file=smollm2_file.name, dtype=torch.float32)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        smollm2_file.parent, gguf_file=smollm2_file.name, dtype=torch.float32
+    )
     assert _same_tensors(converted, theirs) == 272
     config = transformers.AutoConfig.from_pretrained(converted)
-    for field in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"):
+    for field in (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+    ):
         assert getattr(config, field) == getattr(theirs.config, field), field
     assert config.head_dim == 64
     assert config.rms_norm_eps == theirs.config.rms_norm_eps
     assert config.max_position_embeddings == theirs.config.max_position_embeddings
-    assert config.rope_parameters["rope_theta"] == theirs.config.rope_parameters["rope_theta"] == 1e5
+    assert (
+        config.rope_parameters["rope_theta"] == theirs.config.rope_parameters["rope_theta"] == 1e5
+    )
 
 
 TEXTS = [
@@ -78,28 +94,43 @@ TEXTS = [
 
 def test_smollm2_token_ids_equal_those_of_transformers(converted, smollm2_file, rng):
     mine = Tokenizer(converted)
-    theirs = transformers.AutoTokenizer.from_pretrained(smollm2_file.parent, gguf_file=smollm2_file.name)
+    theirs = transformers.AutoTokenizer.from_pretrained(
+        smollm2_file.parent, gguf_file=smollm2_file.name
+    )
     alphabet = list(string.printable + "äßçñ中文字あいう😀\u00a0") + [" the", " 20", "'s", "\n\n"]
     for text in TEXTS:
         assert mine.encode(text) == theirs(text)["input_ids"], text
         assert mine.decode(mine.encode(text), skip_special=False) == text
     for n in rng.integers(1, 60, size=60):
         text = "".join(rng.choice(alphabet, size=int(n)))
-        # SmolLM2 and llama.cpp split digits off first; transformers' GGUF reader forgets it, seen where blanks precede a digit
-        assert mine.encode(text) == [i for part in re.split("([0-9])", text) if part for i in theirs(part)["input_ids"]], text
+        # SmolLM2 and llama.cpp split digits off first; transformers' GGUF reader forgets it, seen
+        # where blanks precede a digit
+        assert mine.encode(text) == [
+            i for part in re.split("([0-9])", text) if part for i in theirs(part)["input_ids"]
+        ], text
         assert mine.decode(mine.encode(text), skip_special=False) == text
     assert mine.vocab_size == len(theirs) == 49152
-    assert [mine.encode(token) for token in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")] == [[0], [1], [2]]
+    assert [mine.encode(token) for token in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")] == [
+        [0],
+        [1],
+        [2],
+    ]
     assert len(mine.encode("20250131")) == 8  # digits are single tokens
     assert mine.eos_ids == (2,)
-    messages = [{"role": "user", "content": "Hi\t2"}, {"role": "assistant", "content": "Hello"}, {"role": "user", "content": "?"}]
+    messages = [
+        {"role": "user", "content": "Hi\t2"},
+        {"role": "assistant", "content": "Hello"},
+        {"role": "user", "content": "?"},
+    ]
     for chat in (messages, [{"role": "system", "content": "Be brief."}, *messages]):
         rendered = theirs.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
         assert mine.render(chat) == rendered
         assert mine.encode_chat(chat) == theirs(rendered)["input_ids"]
 
 
-@pytest.mark.parametrize(("kind", "tied"), [("F32", True), ("F16", False), ("Q8_0", False), ("Q4_1", True)])
+@pytest.mark.parametrize(
+    ("kind", "tied"), [("F32", True), ("F16", False), ("Q8_0", False), ("Q4_1", True)]
+)
 def test_tiny_files_of_every_type_convert_as_transformers_reads_them(kind, tied, tmp_path, rng):
     kind = gguf.GGMLQuantizationType[kind]
     put_in = write(tmp_path / "tiny.gguf", rng, tied, kind)
@@ -108,7 +139,9 @@ def test_tiny_files_of_every_type_convert_as_transformers_reads_them(kind, tied,
     assert set(mine) == set(put_in)
     for name, value in put_in.items():
         np.testing.assert_array_equal(mine[name].numpy(), value, err_msg=name)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="tiny.gguf", dtype=torch.float32)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file="tiny.gguf", dtype=torch.float32
+    )
     assert _same_tensors(directory, theirs) == 9 * LAYERS + 3 - tied
     assert json.loads((directory / "config.json").read_text())["tie_word_embeddings"] is tied
     assert Tokenizer(directory).encode("abc ab1<|end|>") == [39, 37, 38, 28, 0]
@@ -129,20 +162,41 @@ def test_the_directory_appears_whole_or_not_at_all(tmp_path, rng, monkeypatch):
     (tmp_path / "out" / "stale").touch()
     ours.convert(tmp_path / "tiny.gguf", tmp_path / "out")
     names = {path.name for path in (tmp_path / "out").iterdir()}
-    assert names == {"config.json", "model.safetensors", stored.FILE, "tokenizer.json", "tokenizer_config.json"}
+    assert names == {
+        "config.json",
+        "model.safetensors",
+        stored.FILE,
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"architecture": "gemma3"}, ["'gemma3'", "only 'llama'", "use the safetensors checkpoint instead"]),
-        ({"tokenizer": "llama"}, ["tokenizer 'llama'", "('gpt2') is covered", "use the safetensors checkpoint instead"]),
+        (
+            {"architecture": "gemma3"},
+            ["'gemma3'", "only 'llama'", "use the safetensors checkpoint instead"],
+        ),
+        (
+            {"tokenizer": "llama"},
+            ["tokenizer 'llama'", "('gpt2') is covered", "use the safetensors checkpoint instead"],
+        ),
         ({"pre": "llama-bpe"}, ["'llama-bpe' is not covered", "expected 'smollm'"]),
         ({"pre": "default"}, ["'default' is not covered", "expected 'smollm'"]),
-        ({"fields": lambda w: w.add_rope_scaling_factor(4.0)}, ["'llama.rope.scaling.factor' is 4.0"]),
+        (
+            {"fields": lambda w: w.add_rope_scaling_factor(4.0)},
+            ["'llama.rope.scaling.factor' is 4.0"],
+        ),
         ({"fields": lambda w: w.add_expert_count(8)}, ["'llama.expert_count' is 8"]),
-        ({"fields": lambda w: w.add_sliding_window(64)}, ["'llama.attention.sliding_window' is 64"]),
-        ({"fields": lambda w: w.add_rope_dimension_count(8)}, ["'llama.rope.dimension_count' is 8"]),
+        (
+            {"fields": lambda w: w.add_sliding_window(64)},
+            ["'llama.attention.sliding_window' is 64"],
+        ),
+        (
+            {"fields": lambda w: w.add_rope_dimension_count(8)},
+            ["'llama.rope.dimension_count' is 8"],
+        ),
         ({"fields": lambda w: w.add_value_length(8)}, ["'llama.attention.value_length' is 8"]),
         ({"extra": ["rope_freqs.weight"]}, ["rope_freqs.weight"]),
         ({"extra": ["blk.0.attn_q.bias"]}, ["blk.0.attn_q.bias"]),
@@ -156,7 +210,9 @@ def test_files_that_are_not_covered_are_refused(changes, words, tmp_path, rng):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("content", [b"", b"GGUF", b"not a gguf file at all, but long enough to have a header", None])
+@pytest.mark.parametrize(
+    "content", [b"", b"GGUF", b"not a gguf file at all, but long enough to have a header", None]
+)
 def test_what_is_no_gguf_file_is_refused(content, tmp_path, rng):
     file = tmp_path / "bad.gguf"
     if content is None:

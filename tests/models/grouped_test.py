@@ -28,7 +28,8 @@ BEHIND = (0, 9)  # rows behind the last group
 
 def _problem(rng, sizes, behind, index, transposed, dtype=np.float32):
     M, G = sum(sizes) + behind, len(sizes)
-    index_G = jnp.asarray(rng.permutation(G + 2)[:G], jnp.int32) if index else None  # each matrix at most once, two without a group
+    # each matrix at most once, two without a group
+    index_G = jnp.asarray(rng.permutation(G + 2)[:G], jnp.int32) if index else None
     shape = (G + 2 if index else G, *((N, K) if transposed else (K, N)))
     x_MK, w, g_MN = (jnp.asarray(rng.normal(size=s), dtype) for s in ((M, K), shape, (M, N)))
     return x_MK, w, jnp.array(sizes, jnp.int32), index_G, g_MN
@@ -64,14 +65,17 @@ def test_products_and_gradients_equal_a_loop(sizes, index, transposed, rng):
         x, w, size, indices, g = _problem(rng, SIZES[sizes], behind, index, transposed)
         results = _ours(x, w, size, indices, g, transposed)
         for got, want in zip(results, _loop(x, w, size, indices, g, transposed), strict=True):
-            np.testing.assert_allclose(got, want, atol=2e-6 * np.abs(want).max(initial=1.0))  # float32 sums of at most 290 terms
+            # float32 sums of at most 290 terms
+            np.testing.assert_allclose(got, want, atol=2e-6 * np.abs(want).max(initial=1.0))
         assert not np.any(np.asarray(results[0])[sum(SIZES[sizes]) :])
 
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("form", ["cpu", "accelerators", "pallas_gpu"])
 def test_matrices_may_begin_anywhere_in_a_stack(form, transposed, request, rng):
-    """One number in place of an index: those before and behind are not touched, be they NaN, and have no gradient."""
+    """One number in place of an index: those before and behind are not touched, be they NaN, and
+    have no gradient.
+    """
     if form == "accelerators":
         request.getfixturevalue("form_of_accelerators")
     x, w, size, _, g = _problem(rng, SIZES["zeros"], 3, False, transposed)
@@ -96,25 +100,36 @@ def test_matrices_may_begin_anywhere_in_a_stack(form, transposed, request, rng):
     own = jnp.stack([stack, jnp.roll(stack, 3, axis=0)])
     got = jax.jit(jax.vmap(each, in_axes=(None, 0, 0)))(x, own, jnp.int32([first_, first_ + 3]))
     np.testing.assert_allclose(got, np.stack([y_, y_]), atol=1e-5)
-    got = jax.jit(jax.vmap(each, in_axes=(0, None, None)))(jnp.stack([x, 2 * x]), stack, jnp.int32(first_))
+    got = jax.jit(jax.vmap(each, in_axes=(0, None, None)))(
+        jnp.stack([x, 2 * x]), stack, jnp.int32(first_)
+    )
     np.testing.assert_allclose(got, np.stack([y_, 2 * y_]), atol=1e-5)
 
 
 def test_a_matrix_may_serve_several_groups(rng):
     x, w, g = (rng.normal(size=s).astype(np.float32) for s in ((20, K), (2, K, N), (20, N)))
     size, index = jnp.array([4, 9, 7], jnp.int32), jnp.array([1, 0, 1], jnp.int32)
-    for got, want in zip(_ours(x, w, size, index, g), _loop(x, w, size, index, g, False), strict=True):
-        np.testing.assert_allclose(got, want, atol=1e-5)  # float32 sums of at most 20 terms of size 1
+    for got, want in zip(
+        _ours(x, w, size, index, g), _loop(x, w, size, index, g, False), strict=True
+    ):
+        # float32 sums of at most 20 terms of size 1
+        np.testing.assert_allclose(got, want, atol=1e-5)
 
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("sizes", SIZES)
 def test_bfloat16_is_rounded_once(sizes, transposed, rng):
-    """Accumulated in float32: what comes out is the exact result to half a unit of bfloat16's last place."""
+    """Accumulated in float32: what comes out is the exact result to half a unit of bfloat16's last
+    place.
+    """
     x, w, size, _, g = _problem(rng, SIZES[sizes], 9, False, transposed, jnp.bfloat16)
-    for got, want in zip(_ours(x, w, size, None, g, transposed), _loop(x, w, size, None, g, transposed), strict=True):
+    for got, want in zip(
+        _ours(x, w, size, None, g, transposed), _loop(x, w, size, None, g, transposed), strict=True
+    ):
         assert got.dtype == jnp.bfloat16
-        np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=2**-8, atol=1e-5 * np.abs(want).max(initial=1.0))
+        np.testing.assert_allclose(
+            np.asarray(got, np.float64), want, rtol=2**-8, atol=1e-5 * np.abs(want).max(initial=1.0)
+        )
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -122,25 +137,40 @@ def test_bfloat16_is_rounded_once(sizes, transposed, rng):
 @pytest.mark.parametrize("sizes", SIZES)
 def test_both_forms_agree(sizes, transposed, dtype, rng):
     x, w, size, index, g = _problem(rng, SIZES[sizes], 9, True, transposed, dtype)
-    tiles, ragged = (jax.jit(functools.partial(f, transposed=transposed)) for f in (grouped.tiled_matmul, xla.grouped_matmul))
+    tiles, ragged = (
+        jax.jit(functools.partial(f, transposed=transposed))
+        for f in (grouped.tiled_matmul, xla.grouped_matmul)
+    )
     # float32 sums of K terms in another order; in bfloat16 they may round to either neighbour
-    close = functools.partial(np.testing.assert_allclose, rtol=2**-7 if dtype == jnp.bfloat16 else 0, atol=1e-5)
+    close = functools.partial(
+        np.testing.assert_allclose, rtol=2**-7 if dtype == jnp.bfloat16 else 0, atol=1e-5
+    )
     close(*(np.asarray(f(x, w, size, index), np.float32) for f in (tiles, ragged)))
-    outer = [np.asarray(jax.jit(f)(x, g, size)) for f in (grouped._outer_tiles, grouped._outer_ragged)]
-    np.testing.assert_allclose(*outer, atol=2e-6 * np.abs(outer[1]).max(initial=1.0))  # accumulated in float32 whatever the inputs
+    outer = [
+        np.asarray(jax.jit(f)(x, g, size)) for f in (grouped._outer_tiles, grouped._outer_ragged)
+    ]
+    # accumulated in float32 whatever the inputs
+    np.testing.assert_allclose(*outer, atol=2e-6 * np.abs(outer[1]).max(initial=1.0))
 
 
 FORMS = {
     "cpu": (grouped.tiled_matmul, grouped._outer_tiles),
     "accelerators": (xla.grouped_matmul, grouped._outer_ragged),
-    "gpu": (functools.partial(pallas_gpu.grouped_matmul, how=pallas_gpu.Config(16, 16, 16, 4), interpret=True), grouped._outer_ragged),
+    "gpu": (
+        functools.partial(
+            pallas_gpu.grouped_matmul, how=pallas_gpu.Config(16, 16, 16, 4), interpret=True
+        ),
+        grouped._outer_ragged,
+    ),
 }
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_what_is_not_finite_in_one_group_stays_there(value, form, rng):
-    """In its rows or in its matrix; and in rows behind the last group, whose products are 0 whatever they are."""
+    """In its rows or in its matrix; and in rows behind the last group, whose products are 0
+    whatever they are.
+    """
     product, outer = jax.jit(FORMS[form][0], static_argnums=4), jax.jit(FORMS[form][1])
     sizes, behind, mine = (5, 9, 0, 13), 4, slice(5, 14)  # the second group is the one
     others = np.r_[0:5, 14 : sum(sizes)]
@@ -169,14 +199,21 @@ def test_a_kernel_that_is_named_has_the_same_products_and_gradients(transposed, 
     call = functools.partial(grouped_matmul, transposed=transposed, kernel="pallas_gpu")
     y, vjp = jax.vjp(lambda x, w: call(x, w, size, index), x, w)
     for got, want in zip((y, *vjp(g)), _loop(x, w, size, index, g, transposed), strict=True):
-        np.testing.assert_allclose(got, want, atol=2e-6 * np.abs(want).max(initial=1.0))  # float32 sums of at most 17 terms
-    assert str(jax.make_jaxpr(lambda x: jax.vjp(lambda x: call(x, w, size, index), x)[1](g))(x)).count("interpret=True") == 2
+        # float32 sums of at most 17 terms
+        np.testing.assert_allclose(got, want, atol=2e-6 * np.abs(want).max(initial=1.0))
+    assert (
+        str(jax.make_jaxpr(lambda x: jax.vjp(lambda x: call(x, w, size, index), x)[1](g))(x)).count(
+            "interpret=True"
+        )
+        == 2
+    )
 
 
 def test_a_frozen_matrix_gets_no_gradient(rng):
     x, w, size, _, g = _problem(rng, SIZES["zeros"], 9, False, False)
     _, vjp = jax.vjp(lambda x: grouped_matmul(x, w, size), x)
-    np.testing.assert_allclose(vjp(g)[0], _loop(x, w, size, None, g, False)[1], atol=1e-5)  # float32 sums of 13 terms
+    # float32 sums of 13 terms
+    np.testing.assert_allclose(vjp(g)[0], _loop(x, w, size, None, g, False)[1], atol=1e-5)
 
     def products(*which):
         grad = jax.grad(lambda x, w: jnp.sum(grouped_matmul(x, w, size)), which)
@@ -188,7 +225,10 @@ def test_a_frozen_matrix_gets_no_gradient(rng):
 def test_sizes_are_data(rng):
     """One compiled program serves every distribution of rows."""
     run = jax.jit(grouped_matmul)
-    x, w = rng.normal(size=(24, K)).astype(np.float32), rng.normal(size=(4, K, N)).astype(np.float32)
+    x, w = (
+        rng.normal(size=(24, K)).astype(np.float32),
+        rng.normal(size=(4, K, N)).astype(np.float32),
+    )
     for sizes in ((6, 6, 6, 6), (24, 0, 0, 0), (0, 0, 1, 20)):
         got = run(x, w, np.array(sizes, np.int32))
         want, _, _ = _loop(x, w, sizes, None, np.zeros((24, N)), False)

@@ -1,4 +1,6 @@
-"""Safetensors checkpoints: read whole or in shards, whatever the dtype; written back; and every way a directory can be wrong."""
+"""Safetensors checkpoints: read whole or in shards, whatever the dtype; written back; and every way
+a directory can be wrong.
+"""
 
 import json
 import shutil
@@ -50,15 +52,23 @@ def ckpt(hf_dirs, tmp_path):
 
 @pytest.fixture(scope="module")
 def even_dir(tmp_path_factory):
-    """A tiny llama whose dimensions all divide by 8, in torch's own words: for meshes of eight devices."""
+    """A tiny llama whose dimensions all divide by 8, in torch's own words: for meshes of eight
+    devices.
+    """
     directory = tmp_path_factory.mktemp("even")
     name, changes = oracles.TINY["llama"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(oracles.TINY, "even", (name, changes | {"vocab_size": 96, "head_dim": 32, "num_key_value_heads": 4}))
+        patch.setitem(
+            oracles.TINY,
+            "even",
+            (name, changes | {"vocab_size": 96, "head_dim": 32, "num_key_value_heads": 4}),
+        )
         return oracles.save_tiny("even", directory)
 
 
-@pytest.mark.parametrize("name", ["llama_bias", "llama_tied", "qwen3", "qwen3_moe", "moonlight", "glm"])
+@pytest.mark.parametrize(
+    "name", ["llama_bias", "llama_tied", "qwen3", "qwen3_moe", "moonlight", "glm"]
+)
 def test_every_tensor_is_read_once_and_exactly(name, hf_dirs, mesh):
     params = _load(hf_dirs(name), mesh)
     theirs = safetensors.torch.load_file(hf_dirs(name) / "model.safetensors")
@@ -81,7 +91,9 @@ def test_files_of_half_precision_load_into_either_dtype(stored, ckpt, mesh):
         params = _load(ckpt, mesh, dtype)
         assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {np.dtype(dtype)}
         for key, value in hf.tensors(params, cfg):
-            np.testing.assert_array_equal(value.astype(np.float32), half[key].to(torch_dtype).float().numpy(), err_msg=key)
+            np.testing.assert_array_equal(
+                value.astype(np.float32), half[key].to(torch_dtype).float().numpy(), err_msg=key
+            )
 
 
 def test_indexed_shards_load_as_one_file_does(hf_dirs, tmp_path, mesh):
@@ -89,17 +101,21 @@ def test_indexed_shards_load_as_one_file_does(hf_dirs, tmp_path, mesh):
     index = json.loads((directory / "model.safetensors.index.json").read_text())["weight_map"]
     assert len(set(index.values())) > 3
     _equal(_load(directory, mesh), _load(hf_dirs("qwen3"), mesh))
-    (directory / "model.safetensors.index.json").unlink()  # several files without an index are read all the same
+    # several files without an index are read all the same
+    (directory / "model.safetensors.index.json").unlink()
     _equal(_load(directory, mesh), _load(hf_dirs("qwen3"), mesh))
 
 
 @pytest.mark.parametrize("name", oracles.TINY)
 def test_transformers_loads_what_save_writes(name, tmp_path, hf_dirs, rng):
     cfg = read_config(hf_dirs(name))
-    params = jax.tree.map(lambda spec: rng.normal(size=spec.shape).astype(np.float32), transformer.abstract(cfg))
+    params = jax.tree.map(
+        lambda spec: rng.normal(size=spec.shape).astype(np.float32), transformer.abstract(cfg)
+    )
     hf.save(params, cfg, tmp_path)
     shutil.copy(hf_dirs(name) / "config.json", tmp_path)
-    oracles.torch_model(tmp_path).save_pretrained(tmp_path / "theirs")  # in memory transformers keeps experts fused
+    # in memory transformers keeps experts fused
+    oracles.torch_model(tmp_path).save_pretrained(tmp_path / "theirs")
     state = safetensors.torch.load_file(tmp_path / "theirs" / "model.safetensors")
     written = dict(hf.tensors(params, cfg))
     assert set(state) == set(written)
@@ -134,7 +150,9 @@ class _Counting:
         return value
 
 
-@pytest.mark.parametrize("sizes", [{"fsdp": 8}, {"fsdp": 2, "tensor": 4}, {"data": 2, "fsdp": 2, "tensor": 2}])
+@pytest.mark.parametrize(
+    "sizes", [{"fsdp": 8}, {"fsdp": 2, "tensor": 4}, {"data": 2, "fsdp": 2, "tensor": 2}]
+)
 def test_loading_on_eight_devices_reads_only_their_slices(sizes, even_dir, mesh, monkeypatch):
     cfg, mesh8 = read_config(even_dir), make_mesh(sizes)
     whole = hf.load(even_dir, cfg, mesh)
@@ -148,7 +166,10 @@ def test_loading_on_eight_devices_reads_only_their_slices(sizes, even_dir, mesh,
     progress = []
     sharded = hf.load(even_dir, cfg, mesh8, progress=lambda *bytes_: progress.append(bytes_))
     _equal(sharded, whole)
-    ways = {path: array.size // array.addressable_shards[0].data.size for path, array in params_lib.leaves_with_path(sharded)}
+    ways = {
+        path: array.size // array.addressable_shards[0].data.size
+        for path, array in params_lib.leaves_with_path(sharded)
+    }
     assert ways["dense/attn/q/w"] == 8 // sizes.get("data", 1)
     assert len(sharded["dense"]["attn"]["q"]["w"].sharding.device_set) == 8
     specs = transformer.abstract(cfg)
@@ -156,7 +177,8 @@ def test_loading_on_eight_devices_reads_only_their_slices(sizes, even_dir, mesh,
         source = hf.source_of(path, spec, cfg)
         for name in source.names:
             each = set(reads[name].values())
-            assert each == {spec.nbytes // len(source.names) // ways[path]}, name  # no read is larger than a shard
+            # no read is larger than a shard
+            assert each == {spec.nbytes // len(source.names) // ways[path]}, name
             assert len(reads[name]) == ways[path], name  # and together they are the tensor, once
     total = params_lib.nbytes(specs)
     assert sum(sum(parts.values()) for parts in reads.values()) == total
@@ -179,16 +201,24 @@ def test_a_missing_tensor_is_named(ckpt, mesh):
     ("field", "value", "words"),
     [
         ("intermediate_size", 88, ["mlp.gate_proj.weight", "shape (80, 48)", "asks for (88, 48)"]),
-        ("num_key_value_heads", 4, ["self_attn.k_proj.weight", "shape (32, 48)", "asks for (64, 48)"]),
+        (
+            "num_key_value_heads",
+            4,
+            ["self_attn.k_proj.weight", "shape (32, 48)", "asks for (64, 48)"],
+        ),
         ("vocab_size", 96, ["model.embed_tokens.weight", "shape (97, 48)", "asks for (96, 48)"]),
         ("num_hidden_layers", 4, ["no tensor 'model.layers.3.input_layernorm.weight'"]),
     ],
 )
-def test_weights_that_contradict_the_config_are_refused_before_loading(field, value, words, ckpt, mesh):
+def test_weights_that_contradict_the_config_are_refused_before_loading(
+    field, value, words, ckpt, mesh
+):
     path = ckpt / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
     begun = []
-    message = _message(lambda: hf.load(ckpt, read_config(ckpt), mesh, progress=lambda *_: begun.append(1)))
+    message = _message(
+        lambda: hf.load(ckpt, read_config(ckpt), mesh, progress=lambda *_: begun.append(1))
+    )
     assert all(word in message for word in (*words, "belong together")), message
     assert not begun
 
@@ -200,7 +230,8 @@ def test_a_directory_without_weights_is_refused(ckpt, mesh):
     assert "save_pretrained(safe_serialization=True)" in message
 
 
-@pytest.mark.parametrize("keep", [0, 5, 400, -1])  # nothing, half a header size, half a header, all but a byte
+# nothing, half a header size, half a header, all but a byte
+@pytest.mark.parametrize("keep", [0, 5, 400, -1])
 def test_a_truncated_file_is_refused(keep, ckpt, mesh):
     file = ckpt / "model.safetensors"
     file.write_bytes(file.read_bytes()[:keep])
@@ -247,38 +278,54 @@ def _rewrite(directory, change):
     file = directory / "model.safetensors"
     tensors = safetensors.torch.load_file(file)
     tensors = change(tensors) or tensors
-    safetensors.torch.save_file({name: x.contiguous() for name, x in tensors.items()}, file, metadata={"format": "pt"})
+    safetensors.torch.save_file(
+        {name: x.contiguous() for name, x in tensors.items()}, file, metadata={"format": "pt"}
+    )
 
 
 def _same_logits_as_transformers(directory, rng, mesh):
     tokens_BT = rng.integers(0, 97, (1, 9))
     theirs = oracles.torch_logits(oracles.torch_model(directory), tokens_BT)
     ours = our_logits(base_lib.load(str(directory), mesh), {}, AdapterConfig(1), tokens_BT)
-    np.testing.assert_allclose(ours, theirs, atol=1e-5 * np.abs(theirs).max())  # float32 sums, in another order
+    # float32 sums, in another order
+    np.testing.assert_allclose(ours, theirs, atol=1e-5 * np.abs(theirs).max())
     return theirs
 
 
 @pytest.mark.parametrize("family", ["llama_tied", "qwen3_tied"])
-def test_a_head_that_differs_from_the_embedding_is_used_though_the_config_ties_them(family, rng, hf_dirs, tmp_path, mesh, caplog):
+def test_a_head_that_differs_from_the_embedding_is_used_though_the_config_ties_them(
+    family, rng, hf_dirs, tmp_path, mesh, caplog
+):
     directory = _copy(hf_dirs(family), tmp_path / "head")
     tied = oracles.torch_logits(oracles.torch_model(directory), np.array([[1, 2, 3]]))
-    _rewrite(directory, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].roll(1, 0)}))
+    _rewrite(
+        directory, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].roll(1, 0)})
+    )
     _same_logits_as_transformers(directory, rng, mesh)
     assert "lm_head.weight differs from the embedding and is used" in caplog.text
     assert outline(str(directory)).cfg == hf.read_model(directory)
     assert not hf.read_model(directory).tie_embeddings
     assert "'lm_head.weight'" in _message(_load, directory, mesh)  # whoever loads it tied
-    _rewrite(directory, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    _rewrite(
+        directory, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()})
+    )
     assert hf.read_model(directory).tie_embeddings
-    np.testing.assert_array_equal(oracles.torch_logits(oracles.torch_model(directory), np.array([[1, 2, 3]])), tied)
+    np.testing.assert_array_equal(
+        oracles.torch_logits(oracles.torch_model(directory), np.array([[1, 2, 3]])), tied
+    )
     _load(directory, mesh)
 
 
 def test_either_of_two_tied_tensors_stands_for_both(hf_dirs, tmp_path, mesh):
-    """safetensors' ``save_model`` keeps the first of the names of shared storage, which is the head's."""
+    """safetensors' ``save_model`` keeps the first of the names of shared storage, which is the
+    head's.
+    """
     directory = _copy(hf_dirs("llama_tied"), tmp_path / "head")
     _rewrite(directory, lambda t: t.update({"lm_head.weight": t.pop("model.embed_tokens.weight")}))
-    np.testing.assert_array_equal(oracles.torch_model(directory).model.embed_tokens.weight.detach(), _load(directory, mesh)["embed"]["w"])
+    np.testing.assert_array_equal(
+        oracles.torch_model(directory).model.embed_tokens.weight.detach(),
+        _load(directory, mesh)["embed"]["w"],
+    )
     assert hf.read_model(directory).tie_embeddings
     _equal(_load(directory, mesh), _load(hf_dirs("llama_tied"), mesh))
 
@@ -289,7 +336,8 @@ def test_a_single_file_goes_before_an_index(shards, hf_dirs, indexed, rng, mesh,
     single = hf_dirs("llama") / "model.safetensors"
     assert len(set(content["weight_map"].values())) > 3
     shutil.copy(single, directory)
-    _rewrite(directory, lambda t: t.update({"model.norm.weight": t["model.norm.weight"] * 3}))  # a later save
+    # a later save
+    _rewrite(directory, lambda t: t.update({"model.norm.weight": t["model.norm.weight"] * 3}))
     if shards == "gone":
         for file in directory.glob("model-*"):
             file.unlink()
@@ -309,9 +357,14 @@ def test_one_name_in_two_files_is_refused_where_they_differ(indexed, hf_dirs, me
     name, files = "model.layers.1.mlp.up_proj.weight", sorted(set(content["weight_map"].values()))
     own = content["weight_map"][name]
     other = next(file for file in files if file != own)
-    tensors, tensor = safetensors.torch.load_file(directory / other), safetensors.torch.load_file(directory / own)[name]
+    tensors, tensor = (
+        safetensors.torch.load_file(directory / other),
+        safetensors.torch.load_file(directory / own)[name],
+    )
     for factor, indexed_too in ((1, True), (2, True), (2, False)):
-        safetensors.torch.save_file(tensors | {name: tensor * factor}, directory / other, metadata={"format": "pt"})
+        safetensors.torch.save_file(
+            tensors | {name: tensor * factor}, directory / other, metadata={"format": "pt"}
+        )
         if not indexed_too:
             index.unlink()
         if factor == 1:
@@ -320,7 +373,9 @@ def test_one_name_in_two_files_is_refused_where_they_differ(indexed, hf_dirs, me
             continue
         for call in (lambda: _load(directory, mesh), lambda: hf.fingerprint(directory)):
             message = _message(call)
-            assert all(word in message for word in (own, other, name, "the two differ", "remove the file")), message
+            assert all(
+                word in message for word in (own, other, name, "the two differ", "remove the file")
+            ), message
 
 
 def test_an_index_is_checked_before_anything_is_read(indexed, mesh):
@@ -328,9 +383,13 @@ def test_an_index_is_checked_before_anything_is_read(indexed, mesh):
     for extra in ("model.layers.0.absent.weight", "lm_head.bias"):
         file = sorted(set(content["weight_map"].values()))[0]
         index.write_text(json.dumps({"weight_map": content["weight_map"] | {extra: file}}))
-        assert f"says that {file} holds {extra!r}, which it does not" in _message(_load, directory, mesh)
+        assert f"says that {file} holds {extra!r}, which it does not" in _message(
+            _load, directory, mesh
+        )
     for outside in ("../elsewhere.safetensors", "", 3):
-        index.write_text(json.dumps({"weight_map": content["weight_map"] | {"lm_head.weight": outside}}))
+        index.write_text(
+            json.dumps({"weight_map": content["weight_map"] | {"lm_head.weight": outside}})
+        )
         assert "is not a safetensors index" in _message(_load, directory, mesh)
 
 
@@ -338,7 +397,11 @@ def test_an_index_is_checked_before_anything_is_read(indexed, mesh):
 def test_names_below_another_prefix_are_the_same_tensors(prefix, hf_dirs, ckpt, mesh):
     def rename(tensors):
         return {
-            hf.PREFIXES[prefix] + name if name.startswith("lm_head") else prefix + name.removeprefix("model."): x
+            (
+                hf.PREFIXES[prefix] + name
+                if name.startswith("lm_head")
+                else prefix + name.removeprefix("model.")
+            ): x
             for name, x in tensors.items()
         }
 
@@ -346,7 +409,10 @@ def test_names_below_another_prefix_are_the_same_tensors(prefix, hf_dirs, ckpt, 
     _equal(_load(ckpt, mesh), _load(hf_dirs("llama"), mesh))
     if prefix == "":  # which transformers reads too
         theirs = oracles.torch_model(ckpt).state_dict()
-        assert all(torch.equal(x, theirs[name]) for name, x in oracles.torch_model(hf_dirs("llama")).state_dict().items())
+        assert all(
+            torch.equal(x, theirs[name])
+            for name, x in oracles.torch_model(hf_dirs("llama")).state_dict().items()
+        )
 
 
 UNREAD = {
@@ -369,19 +435,33 @@ def test_tensors_that_nothing_reads_are_refused(extra, ckpt, mesh):
 
 
 HARMLESS = {
-    "frequencies": ("llama", {"model.layers.1.self_attn.rotary_emb.inv_freq": (8,), "model.rotary_emb.inv_freq": (8,)}),
+    "frequencies": (
+        "llama",
+        {"model.layers.1.self_attn.rotary_emb.inv_freq": (8,), "model.rotary_emb.inv_freq": (8,)},
+    ),
     "a value head": ("llama", {"v_head.summary.weight": (1, 48), "v_head.summary.bias": (1,)}),
-    "multi-token prediction": ("moonlight", {"model.layers.3.eh_proj.weight": (48, 96), "model.layers.3.enorm.weight": (48,)}),
-    "an indexer that is not asked": ("glm_dense", {"model.layers.1.self_attn.indexer.wk.weight": (14, 48)}),
+    "multi-token prediction": (
+        "moonlight",
+        {"model.layers.3.eh_proj.weight": (48, 96), "model.layers.3.enorm.weight": (48,)},
+    ),
+    "an indexer that is not asked": (
+        "glm_dense",
+        {"model.layers.1.self_attn.indexer.wk.weight": (14, 48)},
+    ),
 }
 
 
 @pytest.mark.parametrize(("family", "extra"), HARMLESS.values(), ids=HARMLESS)
 def test_tensors_without_a_part_in_logits_are_left_out(family, extra, hf_dirs, tmp_path, mesh):
     directory = _copy(hf_dirs(family), tmp_path / "extra")
-    _rewrite(directory, lambda t: t.update({name: torch.ones(shape) for name, shape in extra.items()}))
+    _rewrite(
+        directory, lambda t: t.update({name: torch.ones(shape) for name, shape in extra.items()})
+    )
     _equal(_load(directory, mesh), _load(hf_dirs(family), mesh))
-    plain, more = (oracles.torch_logits(oracles.torch_model(d), np.arange(12)[None]) for d in (hf_dirs(family), directory))
+    plain, more = (
+        oracles.torch_logits(oracles.torch_model(d), np.arange(12)[None])
+        for d in (hf_dirs(family), directory)
+    )
     np.testing.assert_array_equal(more, plain)
 
 
@@ -420,7 +500,12 @@ def test_quantised_weights_are_refused(stored, ckpt, mesh):
             tensors |= {key: (value / scale).to(stored), f"{key}_scale": scale}
     safetensors.torch.save_file(tensors, file, metadata={"format": "pt"})
     path = ckpt / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": {"quant_method": "compressed-tensors"}}))
+    path.write_text(
+        json.dumps(
+            json.loads(path.read_text())
+            | {"quantization_config": {"quant_method": "compressed-tensors"}}
+        )
+    )
     assert "compressed-tensors" in _message(_load, ckpt, mesh)
 
 
@@ -429,7 +514,16 @@ def test_fingerprints_tell_weights_and_configs_apart(hf_dirs, ckpt):
     assert hf.fingerprint(ckpt) == whole != hf.fingerprint(hf_dirs("llama_tied"))
     path, file = ckpt / "config.json", ckpt / "model.safetensors"
     config = json.loads(path.read_text())
-    path.write_text(json.dumps(config | {"transformers_version": "0", "_name_or_path": "elsewhere", "dtype": "bfloat16"}))
+    path.write_text(
+        json.dumps(
+            config
+            | {
+                "transformers_version": "0",
+                "_name_or_path": "elsewhere",
+                "dtype": "bfloat16",
+            }
+        )
+    )
     assert hf.fingerprint(ckpt) == whole
     path.write_text(json.dumps(config | {"rms_norm_eps": 1e-6}))
     assert hf.fingerprint(ckpt) != whole
@@ -443,10 +537,16 @@ def test_fingerprints_tell_weights_and_configs_apart(hf_dirs, ckpt):
 def test_module_names_are_those_of_transformers(hf_dirs):
     cfg = read_config(hf_dirs("llama_tied"))
     modules = dict(oracles.torch_model(hf_dirs("llama_tied")).named_modules())
-    paths = [f"dense/attn/{p}" for p in "qkvo"] + [f"dense/mlp/{p}" for p in ("gate", "up", "down")] + ["embed", "unembed"]
+    paths = (
+        [f"dense/attn/{p}" for p in "qkvo"]
+        + [f"dense/mlp/{p}" for p in ("gate", "up", "down")]
+        + ["embed", "unembed"]
+    )
     names = hf.module_names(cfg, paths)
     assert list(names) == paths
     assert {name for group in names.values() for name in group} == {
-        name for name, module in modules.items() if isinstance(module, torch.nn.Linear | torch.nn.Embedding)
+        name
+        for name, module in modules.items()
+        if isinstance(module, torch.nn.Linear | torch.nn.Embedding)
     }
     assert names["dense/mlp/down"] == [f"model.layers.{i}.mlp.down_proj" for i in range(3)]

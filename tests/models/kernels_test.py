@@ -1,7 +1,15 @@
 """The names of implementations in configs are those of the ops' own tables."""
 
 from mint_jax.models.kernels import IMPLEMENTATIONS
-from pallas_kernels import draw, grouped_matmul, latent_attention, layer_matmul, packed_lora, packed_matmul, paged_attention
+from pallas_kernels import (
+    draw,
+    grouped_matmul,
+    latent_attention,
+    layer_matmul,
+    packed_lora,
+    packed_matmul,
+    paged_attention,
+)
 
 TABLES = {
     "packed_lora": packed_lora.ADD,
@@ -17,4 +25,5 @@ TABLES = {
 def test_names_of_implementations_are_those_of_the_tables():
     for op, table in TABLES.items():
         assert IMPLEMENTATIONS[op] == tuple(one.name for one in table), op
-    assert IMPLEMENTATIONS.keys() - TABLES.keys() == {"slot_lora", "packed_attention"}  # they choose without a table
+    # they choose without a table
+    assert IMPLEMENTATIONS.keys() - TABLES.keys() == {"slot_lora", "packed_attention"}

@@ -1,9 +1,11 @@
-"""The cache in pages: attention over random tables against a softmax in float64, what is written and where; on one device and eight.
+"""The cache in pages: attention over random tables against a softmax in float64, what is written
+and where; on one device and eight.
 
-``continued`` runs a decoder through pages that hold NaN wherever no token is, for the tests of the decoders' families.
+``continued`` runs a decoder through pages that hold NaN wherever no token is, for the tests of the
+decoders' families.
 
-Axes: B rows, T new tokens, S positions, N query heads, K kv heads, H head dim, L layers, U pages of a part, D table entries, Q prompts,
-Z teams, W rows of a team.
+Axes: B rows, T new tokens, S positions, N query heads, K kv heads, H head dim, L layers, U pages of
+a part, D table entries, Q prompts, Z teams, W rows of a team.
 """
 
 import functools
@@ -36,7 +38,8 @@ class Layout(NamedTuple):
         table: ``[B, D]``; random numbers where a row has no page, some of them of no page.
         prefix: ``[B]``.
         prompt: ``[B]`` which prompt each row has.
-        of_prompt: (part, prompt) -> its pages; a prompt's pages are in every part that has a row of it.
+        of_prompt: (part, prompt) -> its pages; a prompt's pages are in every part that has a row of
+            it.
     """
 
     pages: int
@@ -70,7 +73,11 @@ class Layout(NamedTuple):
         for part in range(self.parts):
             z = 0
             for q in range(int(self.prompt.max()) + 1):
-                mine = [b for b in range(part * per_part, (part + 1) * per_part) if self.prompt[b] == q and b not in alone]
+                mine = [
+                    b
+                    for b in range(part * per_part, (part + 1) * per_part)
+                    if self.prompt[b] == q and b not in alone
+                ]
                 for some in (mine[i : i + TEAM] for i in range(0, len(mine), TEAM)):
                     pages = self.of_prompt[part, q]
                     at = part * per_part + z
@@ -81,25 +88,36 @@ class Layout(NamedTuple):
         return Teams(rows, table, prefix, place)
 
     def where(self, b, own):
-        """``[prefix + own, 2]``: page, of all parts together, and position of each of a row's tokens."""
+        """``[prefix + own, 2]``: page, of all parts together, and position of each of a row's
+        tokens.
+        """
         runs = -(-self.prefix[b] // RUN)
         places = [*range(self.prefix[b]), *(runs * RUN + i for i in range(own))]
-        return np.array([(self.part(b) * self.pages + self.table[b, p // PAGE], p % PAGE) for p in places], int).reshape(-1, 2)
+        return np.array(
+            [(self.part(b) * self.pages + self.table[b, p // PAGE], p % PAGE) for p in places], int
+        ).reshape(-1, 2)
 
 
 def lay_out(rng, prompt_B, prefix_Q, room, parts=1, longest=None):
-    """Pages for prompts of these lengths, at most ``longest``, and for ``room`` own tokens of every row."""
+    """Pages for prompts of these lengths, at most ``longest``, and for ``room`` own tokens of every
+    row.
+    """
     prompt_B, prefix_Q = np.asarray(prompt_B), np.asarray(prefix_Q, np.int32)
     longest = int(prefix_Q.max()) if longest is None else longest
     B, own = len(prompt_B), -(-room // PAGE)
     D = -(-longest // RUN) * RUN_PAGES + -(-own // RUN_PAGES) * RUN_PAGES
     U = min(B // parts, len(prefix_Q)) * -(-longest // PAGE) + own * (B // parts) + 3
     free = [list(rng.permutation(U)) for _ in range(parts)]
-    of_prompt, table = {}, np.where(rng.random((B, D)) < 0.5, rng.integers(0, U, (B, D)), NOWHERE).astype(np.int32)
+    of_prompt, table = (
+        {},
+        np.where(rng.random((B, D)) < 0.5, rng.integers(0, U, (B, D)), NOWHERE).astype(np.int32),
+    )
     for b, q in enumerate(prompt_B):
         part = b // (B // parts)
         if (part, q) not in of_prompt:
-            of_prompt[part, int(q)] = np.array([free[part].pop() for _ in range(-(-prefix_Q[q] // PAGE))], np.int32)
+            of_prompt[part, int(q)] = np.array(
+                [free[part].pop() for _ in range(-(-prefix_Q[q] // PAGE))], np.int32
+            )
         pages, begin = of_prompt[part, q], -(-prefix_Q[q] // RUN) * RUN_PAGES
         table[b, : len(pages)] = pages
         table[b, begin : begin + own] = [free[part].pop() for _ in range(own)]
@@ -110,13 +128,17 @@ def left_over(rng, spec):
     """What the pages' last owners left: NaN, infinities and large numbers."""
     if not jnp.issubdtype(spec.dtype, jnp.floating):
         return rng.integers(0, 200, spec.shape).astype(spec.dtype)
-    return rng.choice(np.array([np.nan, np.inf, -np.inf, 1e30, -3.0], np.float32), spec.shape).astype(spec.dtype)
+    return rng.choice(
+        np.array([np.nan, np.inf, -np.inf, 1e30, -3.0], np.float32), spec.shape
+    ).astype(spec.dtype)
 
 
 @functools.partial(jax.jit, static_argnames=("cfg",))
 def _step(params, stacks, slots, tokens_BT, positions_BT, pool, view, *, cfg):
     lora = tree.name_slots(stacks, slots)
-    h, pool = transformer.hidden_states(params, lora, transformer.Inputs(tokens_BT, positions_BT, pool=pool, view=view), cfg)
+    h, pool = transformer.hidden_states(
+        params, lora, transformer.Inputs(tokens_BT, positions_BT, pool=pool, view=view), cfg
+    )
     return transformer.logits(params, lora, h), pool
 
 
@@ -135,8 +157,21 @@ class Continued(NamedTuple):
     layout: Layout
 
 
-def continued(rng, params, cfg, prompts, prompt_B, new_BT, stacks=None, slots_Q=None, parts=1, alone=(), routes=False):
-    """Prompts through prefill in two calls or more, then each row's new tokens one by one, those of one prompt in teams.
+def continued(
+    rng,
+    params,
+    cfg,
+    prompts,
+    prompt_B,
+    new_BT,
+    stacks=None,
+    slots_Q=None,
+    parts=1,
+    alone=(),
+    routes=False,
+):
+    """Prompts through prefill in two calls or more, then each row's new tokens one by one, those of
+    one prompt in teams.
 
     Args:
         prompts: tokens of each.
@@ -150,12 +185,26 @@ def continued(rng, params, cfg, prompts, prompt_B, new_BT, stacks=None, slots_Q=
     B, T = new_BT.shape
     layout = lay_out(rng, prompt_B, [len(p) for p in prompts], T, parts)
     D = layout.table.shape[1]
-    pool = jax.tree.map(functools.partial(left_over, rng), transformer.cache_specs(cfg, layout.pages * parts, routes=routes))
-    todo = [[(q, i) for (part, q), pages in layout.of_prompt.items() if part == n for i in range(len(pages))] for n in range(parts)]
+    pool = jax.tree.map(
+        functools.partial(left_over, rng),
+        transformer.cache_specs(cfg, layout.pages * parts, routes=routes),
+    )
+    todo = [
+        [
+            (q, i)
+            for (part, q), pages in layout.of_prompt.items()
+            if part == n
+            for i in range(len(pages))
+        ]
+        for n in range(parts)
+    ]
     C = -(-max(map(len, todo)) // 2)  # blocks of a part in one call
     first = [np.zeros((len(p), cfg.vocab_size), np.float32) for p in prompts]
     while any(todo):
-        tokens, start = rng.integers(0, cfg.vocab_size, (parts * C, PAGE)).astype(np.int32), np.zeros(parts * C, np.int32)
+        tokens, start = (
+            rng.integers(0, cfg.vocab_size, (parts * C, PAGE)).astype(np.int32),
+            np.zeros(parts * C, np.int32),
+        )
         page, of = np.full(parts * C, NOWHERE, np.int32), {}
         table = rng.integers(0, layout.pages, (parts * C, D)).astype(np.int32)
         for part in range(parts):
@@ -165,15 +214,40 @@ def continued(rng, params, cfg, prompts, prompt_B, new_BT, stacks=None, slots_Q=
                 table[c, :i] = pages[:i]
             todo[part] = todo[part][C:]
         none = np.zeros(parts * C, np.int32)
-        slots = {b: np.array([s[of[c][0]] if c in of else -1 for c in range(parts * C)], np.int32) for b, s in slots_Q.items()}
+        slots = {
+            b: np.array([s[of[c][0]] if c in of else -1 for c in range(parts * C)], np.int32)
+            for b, s in slots_Q.items()
+        }
         positions = start[:, None] + np.arange(PAGE, dtype=np.int32)[None]
-        z, pool = _step(params, stacks, slots, tokens, positions, pool, View(table, start, none, none, page), cfg=cfg)
+        z, pool = _step(
+            params,
+            stacks,
+            slots,
+            tokens,
+            positions,
+            pool,
+            View(table, start, none, none, page),
+            cfg=cfg,
+        )
         for c, (q, i) in of.items():
             first[q][i * PAGE : (i + 1) * PAGE] = np.asarray(z)[c, : len(prompts[q]) - i * PAGE]
-    teams, slots, rest = layout.teams(rng, alone), {b: s[layout.prompt] for b, s in slots_Q.items()}, []
+    teams, slots, rest = (
+        layout.teams(rng, alone),
+        {b: s[layout.prompt] for b, s in slots_Q.items()},
+        [],
+    )
     for t in range(T):
         own = np.full(B, t, np.int32)
-        z, pool = _step(params, stacks, slots, new_BT[:, t : t + 1], (layout.prefix + own)[:, None], pool, layout.view(own, teams), cfg=cfg)
+        z, pool = _step(
+            params,
+            stacks,
+            slots,
+            new_BT[:, t : t + 1],
+            (layout.prefix + own)[:, None],
+            pool,
+            layout.view(own, teams),
+            cfg=cfg,
+        )
         rest.append(np.asarray(z))
     return Continued(first, np.concatenate(rest, axis=1), jax.device_get(pool), layout)
 
@@ -212,16 +286,30 @@ L, LAYER, H = 3, 1, 8
 
 
 def _case(rng, prompt_B, prefix_Q, own_B, N, K, parts=1):
-    layout, own = lay_out(rng, prompt_B, prefix_Q, LONGEST + 1, parts, LONGEST), np.asarray(own_B, np.int32)
+    layout, own = (
+        lay_out(rng, prompt_B, prefix_Q, LONGEST + 1, parts, LONGEST),
+        np.asarray(own_B, np.int32),
+    )
     B, U = len(own), layout.pages * parts
-    pool = {name: left_over(rng, jax.ShapeDtypeStruct((L, U, K, PAGE, H), np.float32)) for name in "kv"}
+    pool = {
+        name: left_over(rng, jax.ShapeDtypeStruct((L, U, K, PAGE, H), np.float32)) for name in "kv"
+    }
     prompts = [{name: _normal(rng, n, K, H) for name in "kv"} for n in prefix_Q]
     keys = []
     for b, q in enumerate(layout.prompt):
-        keys.append({name: np.concatenate([prompts[q][name], _normal(rng, own[b], K, H)]) for name in "kv"})
+        keys.append(
+            {name: np.concatenate([prompts[q][name], _normal(rng, own[b], K, H)]) for name in "kv"}
+        )
         for (page, at), k, v in zip(layout.where(b, own[b]), keys[b]["k"], keys[b]["v"]):
             pool["k"][LAYER, page, :, at], pool["v"][LAYER, page, :, at] = k, v
-    return Case(layout, own, pool, keys, _normal(rng, B, 1, N, H) * 2, {name: _normal(rng, B, K, 1, H) for name in "kv"})
+    return Case(
+        layout,
+        own,
+        pool,
+        keys,
+        _normal(rng, B, 1, N, H) * 2,
+        {name: _normal(rng, B, K, 1, H) for name in "kv"},
+    )
 
 
 def _softmax(q_TNH, k_SKH, v_SKH):
@@ -236,20 +324,31 @@ def _softmax(q_TNH, k_SKH, v_SKH):
 
 def _want(case):
     rows = zip(case.q, case.keys, case.new["k"], case.new["v"])
-    return np.stack([_softmax(q, *(np.concatenate([old[n], x.swapaxes(0, 1)]) for n, x in zip("kv", (k, v)))) for q, old, k, v in rows])
+    return np.stack(
+        [
+            _softmax(q, *(np.concatenate([old[n], x.swapaxes(0, 1)]) for n, x in zip("kv", (k, v))))
+            for q, old, k, v in rows
+        ]
+    )
 
 
 def _run(case, teams, pool=None):
-    return jax.device_get(_attend(case.q, case.new, pool or case.pool, LAYER, case.layout.view(case.own, teams)))
+    return jax.device_get(
+        _attend(case.q, case.new, pool or case.pool, LAYER, case.layout.view(case.own, teams))
+    )
 
 
 TOLERANCE = 2e-5  # float32: sums over up to 600 keys, merged from runs
 
 
 def _random_case(rng, rows, parts, N, K):
-    """Prompts of one to ten rows and of any length, one of them empty; every row has own tokens of any number."""
+    """Prompts of one to ten rows and of any length, one of them empty; every row has own tokens of
+    any number.
+    """
     prompts = 4
-    prompt_B = np.concatenate([rng.permutation(rng.integers(0, prompts, rows // parts)) for _ in range(parts)])
+    prompt_B = np.concatenate(
+        [rng.permutation(rng.integers(0, prompts, rows // parts)) for _ in range(parts)]
+    )
     prompt_B[:2] = 0, 1
     prefix_Q = [0, *rng.choice(LENGTHS[1:], prompts - 1, replace=False)]
     own_B = rng.choice(LENGTHS, rows)
@@ -262,7 +361,9 @@ def _in_no_team(layout, rng):
 
 
 def test_attention_equals_a_softmax_whatever_lies_where(rng):
-    """Rows that read their prompt themselves, that all stand in teams, and some of both; and the new tokens are written."""
+    """Rows that read their prompt themselves, that all stand in teams, and some of both; and the
+    new tokens are written.
+    """
     case = _random_case(rng, 24, 1, N=4, K=2)
     want = _want(case)
     for alone in (range(24), (), rng.choice(24, 10, replace=False)):
@@ -288,7 +389,9 @@ def test_no_teams_at_all_are_as_teams_of_nobody(rng):
 
 
 def test_more_teams_than_one_product_takes(rng):
-    """Nine rows of nine prompts, each in a team of its own: three products, of which the last has no four teams left."""
+    """Nine rows of nine prompts, each in a team of its own: three products, of which the last has
+    no four teams left.
+    """
     case = _case(rng, range(9), rng.choice(LENGTHS, 9), rng.choice(LENGTHS, 9), N=2, K=1)
     out, _ = _run(case, case.layout.teams(rng))
     np.testing.assert_allclose(out, _want(case), atol=TOLERANCE)
@@ -300,7 +403,9 @@ def test_a_row_s_bits_are_the_same_wherever_it_stands_in_a_team_and_whoever_is_b
     same = np.arange(16) // 8 * 8  # each team's rows are its first one over again
     pool = {name: case.pool[name].copy() for name in "kv"}
     for b in range(16):
-        for (page, at), (first, _) in zip(case.layout.where(b, 40)[-40:], case.layout.where(same[b], 40)[-40:]):
+        for (page, at), (first, _) in zip(
+            case.layout.where(b, 40)[-40:], case.layout.where(same[b], 40)[-40:]
+        ):
             for name in "kv":
                 pool[name][LAYER, page, :, at] = pool[name][LAYER, first, :, at]
     alike = case._replace(q=case.q[same], new={name: case.new[name][same] for name in "kv"})
@@ -327,20 +432,35 @@ def test_what_lies_where_no_token_is_changes_no_bit(rng):
 
 
 def test_whole_pages_see_those_before_them_and_themselves_causally(rng):
-    """Blocks of two prompts in one call, which read what the same call has written, behind pages of an earlier call."""
+    """Blocks of two prompts in one call, which read what the same call has written, behind pages of
+    an earlier call.
+    """
     K, N, n, other = 2, 4, 6, 3
     layout = lay_out(rng, [0, 1], [n * PAGE, other * PAGE], 1)
-    long, short = ({name: _normal(rng, pages * PAGE, K, H) for name in "kv"} for pages in (n, other))
-    pool = {name: left_over(rng, jax.ShapeDtypeStruct((L, layout.pages, K, PAGE, H), np.float32)) for name in "kv"}
+    long, short = (
+        {name: _normal(rng, pages * PAGE, K, H) for name in "kv"} for pages in (n, other)
+    )
+    pool = {
+        name: left_over(rng, jax.ShapeDtypeStruct((L, layout.pages, K, PAGE, H), np.float32))
+        for name in "kv"
+    }
     for name in "kv":
         for i in range(2):
-            pool[name][LAYER, layout.of_prompt[0, 0][i]] = long[name][i * PAGE : (i + 1) * PAGE].swapaxes(0, 1)
+            pool[name][LAYER, layout.of_prompt[0, 0][i]] = long[name][
+                i * PAGE : (i + 1) * PAGE
+            ].swapaxes(0, 1)
     blocks = [(0, i) for i in range(2, n)] + [(1, i) for i in range(other)]
-    tokens = [{name: (long, short)[q][name][i * PAGE : (i + 1) * PAGE] for name in "kv"} for q, i in blocks]
+    tokens = [
+        {name: (long, short)[q][name][i * PAGE : (i + 1) * PAGE] for name in "kv"}
+        for q, i in blocks
+    ]
     q_BTNH = _normal(rng, len(blocks) + 1, PAGE, N, H) * 2
     page = np.array([*(layout.of_prompt[0, q][i] for q, i in blocks), NOWHERE], np.int32)
     start = np.array([*(i * PAGE for _, i in blocks), 0], np.int32)
-    new = {name: np.stack([*(x[name].swapaxes(0, 1) for x in tokens), _normal(rng, K, PAGE, H)]) for name in "kv"}
+    new = {
+        name: np.stack([*(x[name].swapaxes(0, 1) for x in tokens), _normal(rng, K, PAGE, H)])
+        for name in "kv"
+    }
     none = np.zeros_like(start)
     view = View(layout.table[[*(q for q, _ in blocks), 0]], start, none, none, page)
     out, after = jax.device_get(_attend(q_BTNH, new, pool, LAYER, view))
@@ -355,8 +475,12 @@ def test_whole_pages_see_those_before_them_and_themselves_causally(rng):
 def test_a_page_that_is_not_there_is_written_nowhere(rng):
     case = _random_case(rng, 6, 1, N=4, K=2)
     view = case.layout.view(case.own, _in_no_team(case.layout, rng))
-    nowhere = np.where(np.arange(6) % 2, view.page, [case.layout.pages, 0, NOWHERE, 0, 2**31 - 1, 0]).astype(np.int32)
-    out, pool = jax.device_get(_attend(case.q, case.new, case.pool, LAYER, view._replace(page=nowhere)))
+    nowhere = np.where(
+        np.arange(6) % 2, view.page, [case.layout.pages, 0, NOWHERE, 0, 2**31 - 1, 0]
+    ).astype(np.int32)
+    out, pool = jax.device_get(
+        _attend(case.q, case.new, case.pool, LAYER, view._replace(page=nowhere))
+    )
     mine = np.arange(1, 6, 2)
     np.testing.assert_allclose(out[mine], _want(case)[mine], atol=TOLERANCE)
     assert np.isfinite(out).all(), "a row that is none, and has nothing to see, is no NaN"
@@ -373,8 +497,13 @@ def test_experts_are_recorded_where_the_tokens_are(T, rng):
     pool = left_over(rng, jax.ShapeDtypeStruct((L, layout.pages, PAGE, X), np.uint8))
     ids = rng.integers(0, 256, (B, T, X)).astype(np.int32)
     view = layout.view(own)
-    view = view._replace(page=np.where(np.arange(B) == 2, NOWHERE, view.page).astype(np.int32), at=view.at if T == 1 else None)
-    got = jax.jit(paged.record, static_argnums=3)(pool, ids, paged.Cache({}, np.int32(LAYER), view), None)
+    view = view._replace(
+        page=np.where(np.arange(B) == 2, NOWHERE, view.page).astype(np.int32),
+        at=view.at if T == 1 else None,
+    )
+    got = jax.jit(paged.record, static_argnums=3)(
+        pool, ids, paged.Cache({}, np.int32(LAYER), view), None
+    )
     for b in (0, 1, 3, 4):
         if T == 1:
             pool[LAYER, view.page[b], view.at[b]] = ids[b, 0]
@@ -391,7 +520,10 @@ def test_chosen_keys_are_the_only_ones_in_teams_and_alone(rng):
         rng.choice(LENGTHS, B).astype(np.int32),
     )
     pool = left_over(rng, jax.ShapeDtypeStruct((L, layout.pages, PAGE, H), np.float32))
-    values, places = _normal(rng, layout.pages, PAGE, H), [layout.where(b, own[b]) for b in range(B)]
+    values, places = (
+        _normal(rng, layout.pages, PAGE, H),
+        [layout.where(b, own[b]) for b in range(B)],
+    )
     for where in places:
         pool[LAYER, where[:, 0], where[:, 1]] = values[where[:, 0], where[:, 1]]
     q, extra = _normal(rng, B, T * N, H), _normal(rng, B, 1, H)
@@ -405,17 +537,28 @@ def test_chosen_keys_are_the_only_ones_in_teams_and_alone(rng):
     @jax.jit
     def run(q, extra, pool, view, chosen):
         def score(q, run, seen):
-            seen = seen if seen.ndim == 3 else jnp.broadcast_to(seen[:, None], (len(q), q.shape[1] // N, RUN))
-            return score_of(pages.clean(pages.read(pool, LAYER, run), jnp.any(seen, axis=1)), q, seen)
+            seen = (
+                seen
+                if seen.ndim == 3
+                else jnp.broadcast_to(seen[:, None], (len(q), q.shape[1] // N, RUN))
+            )
+            return score_of(
+                pages.clean(pages.read(pool, LAYER, run), jnp.any(seen, axis=1)), q, seen
+            )
 
         new = score_of(extra, q, jnp.ones((B, T, 1), bool))
-        whole = join(paged.attend(view, LAYER, q, functools.partial(pages.attend, score), chosen), new)
+        whole = join(
+            paged.attend(view, LAYER, q, functools.partial(pages.attend, score), chosen), new
+        )
         return whole.value / whole.total
 
     want = []
     for b in range(B):
         bits = chosen[b].reshape(T, -1)
-        place = [*range(layout.prefix[b]), *(-(-layout.prefix[b] // RUN) * RUN + i for i in range(own[b]))]
+        place = [
+            *range(layout.prefix[b]),
+            *(-(-layout.prefix[b] // RUN) * RUN + i for i in range(own[b])),
+        ]
         keys = np.concatenate([values[tuple(places[b].T)], extra[b]]).astype(np.float64)
         seen = np.repeat(np.concatenate([bits[:, place], np.ones((T, 1), bool)], axis=1), N, axis=0)
         s = np.where(seen, q[b].astype(np.float64) @ keys.T, -np.inf)
@@ -433,7 +576,8 @@ def test_nothing_to_read_has_no_weight():
         np.testing.assert_array_equal(both.value / both.total, np.full((2, 3), 5.0))
 
 
-# On eight devices: heads over tensor where they divide, else rows; pages are numbered within a part.
+# On eight devices: heads over tensor where they divide, else rows; pages are numbered within a
+# part.
 MESHES = {
     "heads over tensor": ({"data": 2, "fsdp": 2, "tensor": 2}, 4, 2, 4),
     "rows over tensor": ({"data": 2, "fsdp": 2, "tensor": 2}, 6, 3, 8),
@@ -451,16 +595,25 @@ def test_eight_devices_equal_a_softmax(name, rng):
         rows, heads = sharding.cache_axes(K)
         assert sharding.ways(rows, mesh) == parts
         pool = {
-            k: jax.device_put(x, jax.NamedSharding(mesh, sharding.partition((None, rows, heads, None, None), mesh)))
+            k: jax.device_put(
+                x,
+                jax.NamedSharding(mesh, sharding.partition((None, rows, heads, None, None), mesh)),
+            )
             for k, x in case.pool.items()
         }
         out, after = _run(case, case.layout.teams(rng, rng.choice(32, 8, replace=False)), pool)
         X = 3
-        routes = left_over(rng, jax.ShapeDtypeStruct((L, case.layout.pages * parts, PAGE, X), np.uint8))
+        routes = left_over(
+            rng, jax.ShapeDtypeStruct((L, case.layout.pages * parts, PAGE, X), np.uint8)
+        )
         ids, view = rng.integers(0, 256, (32, 1, X)).astype(np.int32), case.layout.view(case.own)
-        recorded = jax.jit(paged.record, static_argnums=3)(routes, ids, paged.Cache({}, np.int32(LAYER), view), K)
+        recorded = jax.jit(paged.record, static_argnums=3)(
+            routes, ids, paged.Cache({}, np.int32(LAYER), view), K
+        )
     np.testing.assert_allclose(out, _want(case), atol=TOLERANCE)
-    page = case.layout.at(case.own) + case.layout.pages * np.array([case.layout.part(b) for b in range(32)])
+    page = case.layout.at(case.own) + case.layout.pages * np.array(
+        [case.layout.part(b) for b in range(32)]
+    )
     for k in "kv":
         written = case.pool[k].copy()
         written[LAYER, page, :, case.own % PAGE] = case.new[k][:, :, 0]

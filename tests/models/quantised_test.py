@@ -1,4 +1,6 @@
-"""An 8-bit base: the values it stores, the bytes it takes, and that it computes what its dequantised weights would."""
+"""An 8-bit base: the values it stores, the bytes it takes, and that it computes what its
+dequantised weights would.
+"""
 
 import dataclasses
 
@@ -17,13 +19,18 @@ from mint_jax.models.config import Kernels, read_config
 from mint_jax.models.transformer import Inputs, hidden_states, logits
 from pallas_kernels import packed_matmul
 
-STEP = {"int8": 0.5 / 127, "float8": 1 / 16}  # of a channel's largest value; half a step of 8 bits, of a 3-bit mantissa
+# of a channel's largest value; half a step of 8 bits, of a 3-bit mantissa
+STEP = {"int8": 0.5 / 127, "float8": 1 / 16}
 
 
 def run(base, tokens_BT):
     positions_BT = np.broadcast_to(np.arange(tokens_BT.shape[1], dtype=np.int32), tokens_BT.shape)
     with jax.set_mesh(base.mesh):
-        f = jax.jit(lambda p, t: logits(p, None, hidden_states(p, None, Inputs(t, positions_BT), base.cfg)[0]))
+        f = jax.jit(
+            lambda p, t: logits(
+                p, None, hidden_states(p, None, Inputs(t, positions_BT), base.cfg)[0]
+            )
+        )
         return np.asarray(f(base.params, tokens_BT))
 
 
@@ -54,7 +61,9 @@ def test_computes_as_its_dequantised_weights(rng, hf_dirs, mesh, family, kind):
     base = base_lib.load(str(hf_dirs(family)), mesh, quantise=kind)
     tokens = rng.integers(3, 97, (2, 12)).astype(np.int32)
     mine = run(base, tokens)
-    plain = base_lib.Base(base.name, base.directory, base.cfg, dequantised(base.params), mesh, None, base.fingerprint)
+    plain = base_lib.Base(
+        base.name, base.directory, base.cfg, dequantised(base.params), mesh, None, base.fingerprint
+    )
     # float32: the scale multiplies the sum instead of every term
     np.testing.assert_allclose(mine, run(plain, tokens), atol=1e-4 * np.abs(mine).max())
     exact = run(base_lib.load(str(hf_dirs(family)), mesh), tokens)
@@ -64,7 +73,9 @@ def test_computes_as_its_dequantised_weights(rng, hf_dirs, mesh, family, kind):
 @pytest.mark.long
 @pytest.mark.parametrize("kind", quantised.KINDS)
 @pytest.mark.parametrize("family", ["qwen3_moe_wide", "deepseek_v3_wide"])
-def test_a_tpus_kernel_takes_experts_as_they_are_stored(rng, hf_dirs, mesh, family, kind, monkeypatch):
+def test_a_tpus_kernel_takes_experts_as_they_are_stored(
+    rng, hf_dirs, mesh, family, kind, monkeypatch
+):
     """Interpreted, with and without adapters; ``train/kernels_test`` shows its gradients."""
     taken = []
 
@@ -72,7 +83,9 @@ def test_a_tpus_kernel_takes_experts_as_they_are_stored(rng, hf_dirs, mesh, fami
         taken.append({one.dtype for one in args[1]})
         return packed_matmul.pallas_tpu.matmul(*args, **how)
 
-    table = tuple(one._replace(call=counted) if one.platform else one for one in packed_matmul.MATMUL)
+    table = tuple(
+        one._replace(call=counted) if one.platform else one for one in packed_matmul.MATMUL
+    )
     monkeypatch.setattr(packed_matmul, "MATMUL", table)
     base = base_lib.load(str(hf_dirs(family)), mesh, quantise=kind)
     tokens = rng.integers(3, 97, (2, 12)).astype(np.int32)
@@ -82,7 +95,8 @@ def test_a_tpus_kernel_takes_experts_as_they_are_stored(rng, hf_dirs, mesh, fami
     mine = run(dataclasses.replace(base, cfg=base.cfg.replace(kernels=kernel)), tokens)
     assert taken
     assert all(dtypes == {quantised.KINDS[kind][0]} for dtypes in taken)
-    np.testing.assert_allclose(mine, by_xla, atol=1e-4 * np.abs(by_xla).max())  # float32, summed in another order
+    # float32, summed in another order
+    np.testing.assert_allclose(mine, by_xla, atol=1e-4 * np.abs(by_xla).max())
 
 
 @pytest.mark.long
@@ -91,22 +105,38 @@ def test_a_tpus_kernel_takes_experts_as_they_are_stored(rng, hf_dirs, mesh, fami
 def test_experts_on_a_mesh_are_those_of_one_device(rng, hf_dirs, mesh, kind, kernel):
     """Their scales are split as they are."""
     split = make_mesh({"data": 2, "fsdp": 2, "expert": 2})
-    kernels = Kernels("xla", "xla", packed_attention="xla", packed_matmul=kernel) if kernel != "auto" else Kernels()
+    kernels = (
+        Kernels("xla", "xla", packed_attention="xla", packed_matmul=kernel)
+        if kernel != "auto"
+        else Kernels()
+    )
     tokens = rng.integers(3, 97, (2, 12)).astype(np.int32)
-    bases = [base_lib.load(str(hf_dirs("qwen3_moe_wide")), where, quantise=kind) for where in (mesh, split)]
-    one, many = (run(dataclasses.replace(base, cfg=base.cfg.replace(kernels=kernels)), tokens) for base in bases)
-    np.testing.assert_allclose(many, one, atol=1e-4 * np.abs(one).max())  # float32, summed in another order
+    bases = [
+        base_lib.load(str(hf_dirs("qwen3_moe_wide")), where, quantise=kind)
+        for where in (mesh, split)
+    ]
+    one, many = (
+        run(dataclasses.replace(base, cfg=base.cfg.replace(kernels=kernels)), tokens)
+        for base in bases
+    )
+    # float32, summed in another order
+    np.testing.assert_allclose(many, one, atol=1e-4 * np.abs(one).max())
 
 
 def test_matrices_take_a_quarter_of_float32(hf_dirs, mesh):
-    whole, small = (base_lib.load(str(hf_dirs("qwen3_moe")), mesh, quantise=kind).params for kind in ("", "int8"))
+    whole, small = (
+        base_lib.load(str(hf_dirs("qwen3_moe")), mesh, quantise=kind).params
+        for kind in ("", "int8")
+    )
     sizes = {path: leaf.nbytes for path, leaf in params_lib.leaves_with_path(small)}
     matrices = [path for path, leaf in params_lib.leaves_with_path(small) if leaf.dtype == jnp.int8]
     assert any("experts" in path for path in matrices)
     assert not any("router" in path for path in matrices)
     before = dict(params_lib.leaves_with_path(whole))
     assert all(4 * sizes[path] == before[path].nbytes for path in matrices)
-    assert params_lib.nbytes(transformer.abstract(read_config(hf_dirs("qwen3_moe")), jnp.float32, "int8")) == sum(sizes.values())
+    assert params_lib.nbytes(
+        transformer.abstract(read_config(hf_dirs("qwen3_moe")), jnp.float32, "int8")
+    ) == sum(sizes.values())
 
 
 def test_shards_are_parts_of_the_whole(hf_dirs, mesh):

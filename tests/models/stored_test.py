@@ -1,4 +1,6 @@
-"""A base that stays as its checkpoint has it, in blocks or in 16 bits: its numbers, its gradients, and when it is held otherwise."""
+"""A base that stays as its checkpoint has it, in blocks or in 16 bits: its numbers, its gradients,
+and when it is held otherwise.
+"""
 
 import shutil
 
@@ -32,7 +34,16 @@ def directory(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("blocked")
     kinds = gguf.GGMLQuantizationType
     rng = np.random.default_rng()
-    write(folder / "tiny.gguf", rng, request.param, kinds.Q4_1, table=kinds.Q8_0, F=F, heads=(4, 4), V=V)
+    write(
+        folder / "tiny.gguf",
+        rng,
+        request.param,
+        kinds.Q4_1,
+        table=kinds.Q8_0,
+        F=F,
+        heads=(4, 4),
+        V=V,
+    )
     return gguf_lib.convert(folder / "tiny.gguf", folder / "tiny")
 
 
@@ -48,19 +59,33 @@ def test_its_numbers_are_those_of_the_checkpoint_beside_it(both):
     held, plain = (dict(params_lib.leaves_with_path(base.params)) for base in both)
     in_blocks = {path for path, leaf in held.items() if leaf.dtype == np.uint8}
     tables = {path for path in plain if path in stored.TABLES}
-    matrices = {f"dense/{path}/w" for path in ("attn/q", "attn/k", "attn/v", "attn/o", "mlp/gate", "mlp/up", "mlp/down")}
+    matrices = {
+        f"dense/{path}/w"
+        for path in ("attn/q", "attn/k", "attn/v", "attn/o", "mlp/gate", "mlp/up", "mlp/down")
+    }
     assert in_blocks == matrices | tables
     for path in matrices:
         made = jax.vmap(stored.blocks.unpack)(held[path])
-        np.testing.assert_array_equal(np.array(made).view(np.int32), np.array(plain[path]).view(np.int32), err_msg=path)
+        np.testing.assert_array_equal(
+            np.array(made).view(np.int32), np.array(plain[path]).view(np.int32), err_msg=path
+        )
     for path in tables:
-        np.testing.assert_array_equal(stored.table(held[path], jnp.float32), plain[path], err_msg=path)
+        np.testing.assert_array_equal(
+            stored.table(held[path], jnp.float32), plain[path], err_msg=path
+        )
         assert stored.table_shape(held[path]) == plain[path].shape == (V, D)
     assert mine.nbytes < full.nbytes / 3
     assert mine.dtype == full.dtype == jnp.float32
 
 
-FAMILIES = ("llama_bias", "qwen3", *(pytest.param(name, marks=pytest.mark.long) for name in ("qwen3_moe", "moonlight", "glm_dense")))
+FAMILIES = (
+    "llama_bias",
+    "qwen3",
+    *(
+        pytest.param(name, marks=pytest.mark.long)
+        for name in ("qwen3_moe", "moonlight", "glm_dense")
+    ),
+)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -78,7 +103,9 @@ def test_a_checkpoint_in_sixteen_bits_stays_so_but_for_what_products_do_not_read
     assert {leaf.dtype for leaf in full.values()} == {jnp.dtype("float32")}
     narrow = {path for path, leaf in held.items() if leaf.dtype == jnp.bfloat16}
     dense = {
-        path for path, leaf in full.items() if path.endswith("/w") and leaf.ndim == 3 and path.split("/")[-2] not in ("router", "kv_b")
+        path
+        for path, leaf in full.items()
+        if path.endswith("/w") and leaf.ndim == 3 and path.split("/")[-2] not in ("router", "kv_b")
     }
     assert narrow == dense | {path for path in full if path in stored.TABLES}
     for path, leaf in full.items():
@@ -87,15 +114,32 @@ def test_a_checkpoint_in_sixteen_bits_stays_so_but_for_what_products_do_not_read
 
 def test_in_sixteen_bits_training_and_sampling_have_the_bits_of_float32(sixteen, rng):
     V, states = sixteen[0].cfg.vocab_size, []
-    groups = {"p": [Group(rng.integers(3, V, 5).tolist(), [TrainSequence(rng.integers(3, V, 7).tolist(), [1.0] * 7) for _ in range(2)])]}
+    groups = {
+        "p": [
+            Group(
+                rng.integers(3, V, 5).tolist(),
+                [TrainSequence(rng.integers(3, V, 7).tolist(), [1.0] * 7) for _ in range(2)],
+            )
+        ]
+    }
     for base in sixteen:
-        trainer = Trainer(base, [PolicyConfig("p", AdapterConfig(4, 8.0, ("all-linear",)), loss=LossConfig("cross_entropy"))])
+        trainer = Trainer(
+            base,
+            [
+                PolicyConfig(
+                    "p", AdapterConfig(4, 8.0, ("all-linear",)), loss=LossConfig("cross_entropy")
+                )
+            ],
+        )
         for _ in range(2):
             trainer.update(groups)
         states.append([np.array(leaf) for leaf in jax.tree.leaves(trainer.state)])
     for mine, other in zip(*states):
         assert mine.tobytes() == other.tobytes()
-    requests = [Request(tuple(rng.integers(3, V, n).tolist()), max_tokens=8, temperature=1.0, seed=n) for n in (1, 5, 17)]
+    requests = [
+        Request(tuple(rng.integers(3, V, n).tolist()), max_tokens=8, temperature=1.0, seed=n)
+        for n in (1, 5, 17)
+    ]
     for [mine], [other] in zip(*(Engine(base).generate(requests) for base in sixteen), strict=True):
         assert (mine.tokens, mine.logprobs) == (other.tokens, other.logprobs)
 
@@ -106,26 +150,47 @@ def test_layers_have_the_bits_of_float32_and_logits_are_as_near_as_rounding(both
 
     @jax.jit
     def hidden(params, cfg_base=both[0]):
-        return transformer.hidden_states(params, None, transformer.Inputs(tokens, positions), cfg_base.cfg)[0]
+        return transformer.hidden_states(
+            params, None, transformer.Inputs(tokens, positions), cfg_base.cfg
+        )[0]
 
     states = [hidden(base.params) for base in both]
     assert np.array(states[0]).tobytes() == np.array(states[1]).tobytes()
     for kernel in ("auto", "xla"):
-        logits = [jax.jit(lambda p, h, kernel=kernel: transformer.logits(p, None, h, kernel))(base.params, states[0]) for base in both]
-        np.testing.assert_allclose(*logits, rtol=1e-5, atol=2e-5)  # sums of 64 products in another order
+        logits = [
+            jax.jit(lambda p, h, kernel=kernel: transformer.logits(p, None, h, kernel))(
+                base.params, states[0]
+            )
+            for base in both
+        ]
+        # sums of 64 products in another order
+        np.testing.assert_allclose(*logits, rtol=1e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("targets", [("all-linear",), ("all-linear", "embed", "unembed")], ids=["layers", "tables"])
+@pytest.mark.parametrize(
+    "targets", [("all-linear",), ("all-linear", "embed", "unembed")], ids=["layers", "tables"]
+)
 def test_training_has_the_bits_of_float32(both, rng, targets):
     """Forward, backward and optimizer, also where adapters need the logits' own gradient."""
     states = []
     groups = {
-        f"p{i}": [Group(rng.integers(0, V, 5).tolist(), [TrainSequence(rng.integers(0, V, 7).tolist(), [1.0] * 7) for _ in range(2)])]
+        f"p{i}": [
+            Group(
+                rng.integers(0, V, 5).tolist(),
+                [TrainSequence(rng.integers(0, V, 7).tolist(), [1.0] * 7) for _ in range(2)],
+            )
+        ]
         for i in range(2)
     }
     for base in both:
         adapter = AdapterConfig(4, 8.0, targets)
-        trainer = Trainer(base, [PolicyConfig(name, adapter, loss=LossConfig("cross_entropy"), seed=i) for i, name in enumerate(groups)])
+        trainer = Trainer(
+            base,
+            [
+                PolicyConfig(name, adapter, loss=LossConfig("cross_entropy"), seed=i)
+                for i, name in enumerate(groups)
+            ],
+        )
         for _ in range(3):
             trainer.update(groups)
         states.append([np.array(leaf) for leaf in jax.tree.leaves(trainer.state)])
@@ -138,12 +203,20 @@ def test_the_gradient_of_a_hidden_state_is_float32_s(both, rng):
     h = jnp.array(rng.normal(size=(2, 6, D)), jnp.float32)
     for shape in ((2, 6), (2, 6, 3)):
         y = jnp.array(rng.integers(0, V, shape), jnp.int32)
-        grads = [jax.jit(jax.grad(lambda h, p, y=y: target_logprobs(p, None, h, y).sum()))(h, base.params) for base in both]
+        grads = [
+            jax.jit(jax.grad(lambda h, p, y=y: target_logprobs(p, None, h, y).sum()))(
+                h, base.params
+            )
+            for base in both
+        ]
         assert np.array(grads[0]).tobytes() == np.array(grads[1]).tobytes()
 
 
 def test_engines_draw_the_same(both, rng):
-    requests = [Request(tuple(rng.integers(0, V, n).tolist()), max_tokens=12, temperature=0) for n in (1, 5, 17)]
+    requests = [
+        Request(tuple(rng.integers(0, V, n).tolist()), max_tokens=12, temperature=0)
+        for n in (1, 5, 17)
+    ]
     for [mine], [full] in zip(*(Engine(base).generate(requests) for base in both), strict=True):
         assert mine.tokens == full.tokens
         np.testing.assert_allclose(mine.logprobs, full.logprobs, rtol=1e-5, atol=1e-5)
@@ -152,7 +225,9 @@ def test_engines_draw_the_same(both, rng):
 def test_what_it_does_not_serve_is_held_in_full(directory, mesh, monkeypatch):
     def kinds(*args, **kwargs):
         params = base_lib.load(str(directory), *args, **kwargs).params
-        return {leaf.dtype for path, leaf in params_lib.leaves_with_path(params) if path.endswith("/w")}
+        return {
+            leaf.dtype for path, leaf in params_lib.leaves_with_path(params) if path.endswith("/w")
+        }
 
     assert kinds(mesh) == {np.dtype(np.uint8)}
     full = {jnp.dtype("float32")}
@@ -176,9 +251,15 @@ OTHERS = [("Q8_0", "Q8_0", 128), ("Q4_1", "Q4_1", 128), ("Q4_1", "Q8_0", 96), ("
 @pytest.mark.parametrize(("kind", "table", "ffw"), OTHERS)
 def test_files_of_other_kinds_keep_what_fits(tmp_path, mesh, rng, kind, table, ffw):
     kinds = gguf.GGMLQuantizationType
-    write(tmp_path / "tiny.gguf", rng, True, kinds[kind], table=kinds[table], F=ffw, heads=(4, 4), V=V)
+    write(
+        tmp_path / "tiny.gguf", rng, True, kinds[kind], table=kinds[table], F=ffw, heads=(4, 4), V=V
+    )
     base = base_lib.load(str(gguf_lib.convert(tmp_path / "tiny.gguf", tmp_path / "tiny")), mesh)
-    held = {path: leaf.dtype == np.uint8 for path, leaf in params_lib.leaves_with_path(base.params) if path.endswith("/w")}
+    held = {
+        path: leaf.dtype == np.uint8
+        for path, leaf in params_lib.leaves_with_path(base.params)
+        if path.endswith("/w")
+    }
     assert held.pop("embed/w") == (table == "Q8_0")
     assert set(held.values()) == {kind == "Q4_1" and ffw == 128}  # all of them or none
 
@@ -186,7 +267,16 @@ def test_files_of_other_kinds_keep_what_fits(tmp_path, mesh, rng, kind, table, f
 def test_blocks_of_other_weights_are_refused(tmp_path, mesh, rng):
     kinds = gguf.GGMLQuantizationType
     for name in ("one", "other"):
-        write(tmp_path / f"{name}.gguf", rng, True, kinds.Q4_1, table=kinds.Q8_0, F=F, heads=(4, 4), V=V)
+        write(
+            tmp_path / f"{name}.gguf",
+            rng,
+            True,
+            kinds.Q4_1,
+            table=kinds.Q8_0,
+            F=F,
+            heads=(4, 4),
+            V=V,
+        )
         gguf_lib.convert(tmp_path / f"{name}.gguf", tmp_path / name)
     (tmp_path / "one" / stored.FILE).write_bytes((tmp_path / "other" / stored.FILE).read_bytes())
     with pytest.raises(UserError, match="is of other weights than those beside it: remove it"):
@@ -194,4 +284,7 @@ def test_blocks_of_other_weights_are_refused(tmp_path, mesh, rng):
     (tmp_path / "one" / stored.FILE).write_bytes(b"cut short")
     with pytest.raises(UserError, match="cannot be read"):
         base_lib.load(str(tmp_path / "one"), mesh)
-    assert base_lib.load(str(tmp_path / "one"), mesh, as_stored=False).params["embed"]["w"].dtype == jnp.float32
+    assert (
+        base_lib.load(str(tmp_path / "one"), mesh, as_stored=False).params["embed"]["w"].dtype
+        == jnp.float32
+    )

@@ -1,4 +1,5 @@
-"""The decoder against transformers: logits, gradients, packed rows, caches; and meshes against one device.
+"""The decoder against transformers: logits, gradients, packed rows, caches; and meshes against one
+device.
 
 Axes: B rows, T tokens, V vocab, P prompt tokens, L layers, R rank.
 """
@@ -31,8 +32,13 @@ from tests import oracles
 from tests.marks import first
 from tests.models.paged_test import continued
 
-LATENT = [("deepseek_v3_dense", "names"), ("deepseek_v3_yarn_dense", "full"), ("moonlight_dense", "none")]
-LENGTHS = (150, 37, 1)  # beyond the original context of llama3 (32) and yarn (64), beyond two blocks of attention
+LATENT = [
+    ("deepseek_v3_dense", "names"),
+    ("deepseek_v3_yarn_dense", "full"),
+    ("moonlight_dense", "none"),
+]
+# beyond the original context of llama3 (32) and yarn (64), beyond two blocks of attention
+LENGTHS = (150, 37, 1)
 
 
 def _arange(shape):
@@ -41,7 +47,9 @@ def _arange(shape):
 
 @functools.partial(jax.jit, static_argnames=("cfg", "remat"))
 def _logits(params, tokens_BT, positions_BT, segments=None, *, cfg, remat="none"):
-    h_BTD, _ = hidden_states(params, None, Inputs(tokens_BT, positions_BT, segments=segments), cfg, remat=remat)
+    h_BTD, _ = hidden_states(
+        params, None, Inputs(tokens_BT, positions_BT, segments=segments), cfg, remat=remat
+    )
     return logits(params, None, h_BTD)
 
 
@@ -55,13 +63,16 @@ def _rows(model, tokens_BT, lengths=LENGTHS):
     return [oracles.torch_logits(model, row[None, :n])[0] for row, n in zip(tokens_BT, lengths)]
 
 
-@pytest.mark.parametrize("name", [name for name, (_, changes) in oracles.TINY.items() if "index_topk" not in changes])
+@pytest.mark.parametrize(
+    "name", [name for name, (_, changes) in oracles.TINY.items() if "index_topk" not in changes]
+)
 def test_logits_equal_transformers(name, hf_dirs, tiny_base, rng):
     base = tiny_base(name)
     tokens_BT = _padded(rng, base.cfg.vocab_size)
     ours_BTV = np.asarray(_logits(base.params, tokens_BT, _arange(tokens_BT.shape), cfg=base.cfg))
     for ours, theirs in zip(ours_BTV, _rows(oracles.torch_model(hf_dirs(name)), tokens_BT)):
-        np.testing.assert_allclose(ours[: len(theirs)], theirs, atol=2e-4)  # float32 sums in another order, logits of size 3
+        # float32 sums in another order, logits of size 3
+        np.testing.assert_allclose(ours[: len(theirs)], theirs, atol=2e-4)
 
 
 @pytest.fixture(scope="module")
@@ -77,13 +88,18 @@ TEXTS = (
 
 
 def test_smollm2_logits_equal_transformers(smollm2, torch_smollm2):
-    """Fixed text: some random ids set off activations so large that float32 is 1e-3 off float64 in either library."""
+    """Fixed text: some random ids set off activations so large that float32 is 1e-3 off float64 in
+    either library.
+    """
     rows = [smollm2.tokenizer.encode(text) for text in TEXTS]
     lengths = [len(row) for row in rows]
     tokens_BT = np.array([row + [7] * (max(lengths) - len(row)) for row in rows], np.int32)
-    ours_BTV = np.asarray(_logits(smollm2.params, tokens_BT, _arange(tokens_BT.shape), cfg=smollm2.cfg))
+    ours_BTV = np.asarray(
+        _logits(smollm2.params, tokens_BT, _arange(tokens_BT.shape), cfg=smollm2.cfg)
+    )
     for ours, theirs in zip(ours_BTV, _rows(torch_smollm2, tokens_BT, lengths)):
-        np.testing.assert_allclose(ours[: len(theirs)], theirs, atol=2e-4)  # float32, logits up to 25
+        # float32, logits up to 25
+        np.testing.assert_allclose(ours[: len(theirs)], theirs, atol=2e-4)
 
 
 ANSWERS = {
@@ -95,17 +111,30 @@ ANSWERS = {
 
 @pytest.mark.long
 def test_smollm2_answers_as_under_transformers(smollm2, torch_smollm2):
-    """Greedy decoding of chat prompts, all in one batch: the tokens of ``generate`` on each prompt alone."""
+    """Greedy decoding of chat prompts, all in one batch: the tokens of ``generate`` on each prompt
+    alone.
+    """
     tokenizer = smollm2.tokenizer
-    prompts = [tuple(tokenizer.encode_chat([{"role": "user", "content": question}])) for question in ANSWERS]
-    requests = [Request(prompt, max_tokens=20, temperature=0.0, stop_ids=tokenizer.eos_ids) for prompt in prompts]
+    prompts = [
+        tuple(tokenizer.encode_chat([{"role": "user", "content": question}]))
+        for question in ANSWERS
+    ]
+    requests = [
+        Request(prompt, max_tokens=20, temperature=0.0, stop_ids=tokenizer.eos_ids)
+        for prompt in prompts
+    ]
     results = Engine(smollm2, tokenizer.decode).generate(requests)
     for prompt, (completion,), answer in zip(prompts, results, ANSWERS.values(), strict=True):
-        theirs = torch_smollm2.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False)[0, len(prompt) :].tolist()
+        theirs = torch_smollm2.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False)[
+            0, len(prompt) :
+        ].tolist()
         assert completion.tokens == theirs
         assert completion.text == answer
         assert completion.finish == "stop"
-        logp_TV = torch.log_softmax(torch.tensor(oracles.torch_logits(torch_smollm2, np.array([[*prompt, *theirs]]))[0]), dim=-1)
+        logp_TV = torch.log_softmax(
+            torch.tensor(oracles.torch_logits(torch_smollm2, np.array([[*prompt, *theirs]]))[0]),
+            dim=-1,
+        )
         want = logp_TV[len(prompt) - 1 : -1].gather(1, torch.tensor(theirs)[:, None])[:, 0]
         np.testing.assert_allclose(completion.logprobs, want, atol=2e-4)  # as the logits
 
@@ -116,7 +145,10 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_is(name, hf_dirs, mesh, 
     assert base.dtype == jnp.bfloat16
     tokens_BT = _padded(rng, base.cfg.vocab_size, lengths=(150, 150))
     ours = np.asarray(_logits(base.params, tokens_BT, _arange(tokens_BT.shape), cfg=base.cfg))
-    theirs, exact = (oracles.torch_logits(oracles.torch_model(hf_dirs(name), t), tokens_BT) for t in (torch.bfloat16, torch.float32))
+    theirs, exact = (
+        oracles.torch_logits(oracles.torch_model(hf_dirs(name), t), tokens_BT)
+        for t in (torch.bfloat16, torch.float32)
+    )
 
     def rms(x):
         return np.sqrt(np.mean(x**2))
@@ -124,7 +156,8 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_is(name, hf_dirs, mesh, 
     noise = rms(theirs - exact)
     assert 0 < rms(ours - exact) < 1.2 * noise  # ours rounds no more often than torch does
     assert rms(ours - theirs) < 2 * noise  # two independent roundings differ by sqrt(2) of one
-    # The largest of 29,100 differences is a matter of luck (4 % to 5 % of the largest logit here): it is held to torch's own largest.
+    # The largest of 29,100 differences is a matter of luck (4 % to 5 % of the largest logit here):
+    # it is held to torch's own largest.
     assert np.abs(ours - exact).max() < 3 * np.abs(theirs - exact).max()
 
 
@@ -140,10 +173,14 @@ def _gradients(params, tokens_BT, positions_BT, segments, g_BTV, *, cfg, remat="
 
 
 def _grads_under_torch(directory, rows, cotangents):
-    """Gradient of the sum over rows of ``logits * cotangent`` with respect to every parameter, by name."""
+    """Gradient of the sum over rows of ``logits * cotangent`` with respect to every parameter, by
+    name.
+    """
     model = oracles.torch_model(directory)
     rows = [torch.tensor(np.asarray(row)[None], dtype=torch.long) for row in rows]
-    sum((model(row).logits[0] * torch.tensor(g)).sum() for row, g in zip(rows, cotangents)).backward()
+    sum(
+        (model(row).logits[0] * torch.tensor(g)).sum() for row, g in zip(rows, cotangents)
+    ).backward()
     return {name: p.grad.numpy() for name, p in model.named_parameters()}
 
 
@@ -151,16 +188,22 @@ def _assert_same_gradients(tree, theirs, cfg):
     ours = dict(hf.tensors(tree, cfg))
     assert set(ours) == set(theirs)
     for name, want in theirs.items():
-        np.testing.assert_allclose(ours[name], want, atol=1e-4 * np.abs(want).max(), err_msg=name)  # float32 sums over tokens
+        # float32 sums over tokens
+        np.testing.assert_allclose(ours[name], want, atol=1e-4 * np.abs(want).max(), err_msg=name)
 
 
-@pytest.mark.parametrize(("name", "remat"), [("qwen3", remat) for remat in transformer.REMAT] + [("llama_bias", "none"), *LATENT])
+@pytest.mark.parametrize(
+    ("name", "remat"),
+    [("qwen3", remat) for remat in transformer.REMAT] + [("llama_bias", "none"), *LATENT],
+)
 def test_gradients_equal_torch_under_every_remat_policy(name, remat, hf_dirs, tiny_base, rng):
     base = tiny_base(name)
     tokens_BT = _padded(rng, base.cfg.vocab_size, lengths=(70, 70))
     g_BTV = rng.normal(size=(*tokens_BT.shape, base.cfg.vocab_size)).astype(np.float32)
 
-    grads, _ = _gradients(base.params, tokens_BT, _arange(tokens_BT.shape), None, g_BTV, cfg=base.cfg, remat=remat)
+    grads, _ = _gradients(
+        base.params, tokens_BT, _arange(tokens_BT.shape), None, g_BTV, cfg=base.cfg, remat=remat
+    )
     _assert_same_gradients(grads, _grads_under_torch(hf_dirs(name), tokens_BT, g_BTV), base.cfg)
 
 
@@ -173,81 +216,148 @@ def test_a_packed_row_equals_its_rows_apart(name, hf_dirs, tiny_base, rng):
     own = np.repeat(np.arange(len(pieces)), [len(p) for p in pieces])[None].astype(np.int32)
     parent = np.where((own >= 1) & (own <= 3), 0, own)
     starts = [0, P, P, P, 0, 0]
-    positions = np.concatenate([s + np.arange(len(p)) for s, p in zip(starts, pieces)])[None].astype(np.int32)
+    positions = np.concatenate([s + np.arange(len(p)) for s, p in zip(starts, pieces)])[
+        None
+    ].astype(np.int32)
     tokens = np.concatenate(pieces)[None]
     g_BTV = rng.normal(size=(*tokens.shape, V)).astype(np.float32) * (own < 5)[..., None]
-    grads, (ours_TV,) = _gradients(base.params, tokens, positions, Segments(own, parent), g_BTV, cfg=base.cfg)
+    grads, (ours_TV,) = _gradients(
+        base.params, tokens, positions, Segments(own, parent), g_BTV, cfg=base.cfg
+    )
     rows, cotangents = [], []
     for i in range(5):
         mine = own[0] == i
         before = pieces[0] if parent[0, mine][0] != i else pieces[0][:0]
         rows.append(np.concatenate([before, pieces[i]]))
         cotangents.append(np.concatenate([np.zeros((len(before), V), np.float32), g_BTV[0, mine]]))
-        theirs = oracles.torch_logits(oracles.torch_model(hf_dirs(name)), rows[-1][None])[0, len(before) :]
-        np.testing.assert_allclose(ours_TV[mine], theirs, atol=2e-4)  # float32 sums in another order
+        theirs = oracles.torch_logits(oracles.torch_model(hf_dirs(name)), rows[-1][None])[
+            0, len(before) :
+        ]
+        # float32 sums in another order
+        np.testing.assert_allclose(ours_TV[mine], theirs, atol=2e-4)
     _assert_same_gradients(grads, _grads_under_torch(hf_dirs(name), rows, cotangents), base.cfg)
 
 
-@pytest.mark.parametrize("name", first(3, ["llama_llama3", "qwen3_moe", "deepseek_v3", "qwen3", "moonlight"]))
+@pytest.mark.parametrize(
+    "name", first(3, ["llama_llama3", "qwen3_moe", "deepseek_v3", "qwen3", "moonlight"])
+)
 def test_decoding_with_a_cache_equals_the_full_forward(name, hf_dirs, tiny_base, rng):
-    """Two prompts, prefilled in two calls, and two rows of each: three in teams, one that reads its prompt itself."""
+    """Two prompts, prefilled in two calls, and two rows of each: three in teams, one that reads its
+    prompt itself.
+    """
     base, V = tiny_base(name), tiny_base(name).cfg.vocab_size
     lengths, G, new, routes = (140, 23), 2, 4, base.cfg.experts is not None
-    prompts, new_BT = [rng.integers(3, V, n).astype(np.int32) for n in lengths], rng.integers(3, V, (2 * G, new)).astype(np.int32)
+    prompts, new_BT = (
+        [rng.integers(3, V, n).astype(np.int32) for n in lengths],
+        rng.integers(3, V, (2 * G, new)).astype(np.int32),
+    )
     rows = [np.concatenate([prompts[i // G], new_BT[i]]) for i in range(2 * G)]
-    theirs = [oracles.torch_logits(oracles.torch_model(hf_dirs(name)), row[None])[0] for row in rows]
-    ours = continued(rng, base.params, base.cfg, prompts, np.arange(2 * G) // G, new_BT, alone=(1,), routes=routes)
+    theirs = [
+        oracles.torch_logits(oracles.torch_model(hf_dirs(name)), row[None])[0] for row in rows
+    ]
+    ours = continued(
+        rng,
+        base.params,
+        base.cfg,
+        prompts,
+        np.arange(2 * G) // G,
+        new_BT,
+        alone=(1,),
+        routes=routes,
+    )
     for i, want in enumerate(theirs):
         n = lengths[i // G]
-        np.testing.assert_allclose(ours.first[i // G], want[:n], atol=2e-4)  # float32 sums in another order, as above
+        # float32 sums in another order, as above
+        np.testing.assert_allclose(ours.first[i // G], want[:n], atol=2e-4)
         np.testing.assert_allclose(ours.rest[i], want[n:], atol=2e-4)
     if routes:
         recorded = ours.pool["moe"]["routes"]
         assert recorded.dtype == np.uint8
         for i, row in enumerate(rows):
             page, at = ours.layout.where(i, new).T
-            same = np.sort(recorded[:, page, at]) == np.sort(_routes(base.params, row[None], cfg=base.cfg)[:, 0])
+            same = np.sort(recorded[:, page, at]) == np.sort(
+                _routes(base.params, row[None], cfg=base.cfg)[:, 0]
+            )
             assert np.mean(same) > 0.99  # two experts may be as good as each other to float32
 
 
 @functools.partial(jax.jit, static_argnames="cfg")
 def _routes(params, tokens_BT, *, cfg):
-    return hidden_states(params, None, Inputs(tokens_BT, _arange(tokens_BT.shape)), cfg, keep_routes=True)[1]["moe"]["routes"]
+    return hidden_states(
+        params, None, Inputs(tokens_BT, _arange(tokens_BT.shape)), cfg, keep_routes=True
+    )[1]["moe"]["routes"]
 
 
 def test_the_shapes_of_a_cache_are_those_of_its_kind(tiny_base):
     def shapes(name, **kwargs):
         specs = transformer.cache_specs(tiny_base(name).cfg, 7, jnp.bfloat16, **kwargs)
-        return {kind: {name: (leaf.shape, leaf.dtype.name) for name, leaf in leaves.items()} for kind, leaves in specs.items()}
+        return {
+            kind: {name: (leaf.shape, leaf.dtype.name) for name, leaf in leaves.items()}
+            for kind, leaves in specs.items()
+        }
 
     heads = (3, 7, 2, PAGE, 16), "bfloat16"
     assert shapes("qwen3") == shapes("qwen3", routes=True) == {"dense": {"k": heads, "v": heads}}
-    assert shapes("qwen3_moe", routes=True) == {"moe": {"k": heads, "v": heads, "routes": ((3, 7, PAGE, 3), "uint8")}}
+    assert shapes("qwen3_moe", routes=True) == {
+        "moe": {"k": heads, "v": heads, "routes": ((3, 7, PAGE, 3), "uint8")}
+    }
 
     def latents(L):
-        return {name: ((L, 7, PAGE, width), "bfloat16") for name, width in {"latent": 24, "rope": 8, "index": 14}.items()}
+        return {
+            name: ((L, 7, PAGE, width), "bfloat16")
+            for name, width in {"latent": 24, "rope": 8, "index": 14}.items()
+        }
 
     assert shapes("glm") == {"dense": latents(1), "moe": latents(2)}
     assert [transformer.cache_heads(tiny_base(name).cfg) for name in ("qwen3", "glm")] == [2, None]
 
 
-EVEN = ModelConfig("qwen3", vocab_size=96, d_model=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, d_ff=80, qk_norm=True)
+EVEN = ModelConfig(
+    "qwen3",
+    vocab_size=96,
+    d_model=48,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    d_ff=80,
+    qk_norm=True,
+)
 
 
 @pytest.fixture(scope="module")
 def mesh_case():
-    """Base, adapters (two of rank 2, one of rank 4), tokens and cotangents on the host, and the results on one device."""
+    """Base, adapters (two of rank 2, one of rank 4), tokens and cotangents on the host, and the
+    results on one device.
+    """
     rng = np.random.default_rng(int(os.environ["MINT_TEST_SEED"]))
     specs = transformer.abstract(EVEN)
     base = jax.tree.map(
-        lambda s: rng.normal(size=s.shape, scale=(s.shape[-2] if len(s.shape) > 2 else 4) ** -0.5).astype(np.float32), specs
+        lambda s: rng.normal(
+            size=s.shape, scale=(s.shape[-2] if len(s.shape) > 2 else 4) ** -0.5
+        ).astype(np.float32),
+        specs,
     )
     configs = [AdapterConfig(rank, targets=tuple(target_paths(specs))) for rank in (2, 2, 3)]
-    adapters = [jax.tree.map(lambda s: rng.normal(size=s.shape, scale=0.2).astype(np.float32), adapter_specs(specs, c)) for c in configs]
-    stacks, _ = stack_adapters(specs, {str(i): pair for i, pair in enumerate(zip(configs, adapters))})
+    adapters = [
+        jax.tree.map(
+            lambda s: rng.normal(size=s.shape, scale=0.2).astype(np.float32),
+            adapter_specs(specs, c),
+        )
+        for c in configs
+    ]
+    stacks, _ = stack_adapters(
+        specs, {str(i): pair for i, pair in enumerate(zip(configs, adapters))}
+    )
     factors = jax.tree.map(np.asarray, [(stacks[b].factors, stacks[b].scale) for b in (2, 4)])
     tokens = rng.integers(96, size=(8, 20)).astype(np.int32)
-    case = base, factors, tokens, rng.normal(size=(8, 19)).astype(np.float32), rng.normal(size=(8, 20, 48)).astype(np.float32)
+    case = (
+        base,
+        factors,
+        tokens,
+        rng.normal(size=(8, 19)).astype(np.float32),
+        rng.normal(size=(8, 20, 48)).astype(np.float32),
+    )
     return case, _forward_and_gradient(make_mesh({}, jax.devices()[:1]), *case)
 
 
@@ -282,12 +392,16 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize("name", [n if n == "data2-fsdp2-tensor2" else pytest.param(n, marks=pytest.mark.long) for n in MESHES])
+@pytest.mark.parametrize(
+    "name",
+    [n if n == "data2-fsdp2-tensor2" else pytest.param(n, marks=pytest.mark.long) for n in MESHES],
+)
 def test_a_mesh_of_eight_equals_one_device(name, mesh_case):
     case, want = mesh_case
     got = _forward_and_gradient(make_mesh(MESHES[name]), *case)
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(x, y, atol=1e-4 * max(1.0, np.abs(y).max()))  # float32 sums, split over devices
+        # float32 sums, split over devices
+        np.testing.assert_allclose(x, y, atol=1e-4 * max(1.0, np.abs(y).max()))
     paths = {path for path, g in params_lib.leaves_with_path(got[0][0]) if np.abs(g).max() > 1e-3}
     assert len(paths) == 2 * 9  # every projection's two factors, and both tables', take part
 
@@ -302,5 +416,8 @@ def test_swiglu_and_its_gradients_equal_torch(dtype, rng):
     eps = float(jnp.finfo(dtype).eps)
     for ours, theirs in zip((y, *vjp(g)), (want.detach(), *grads)):
         assert ours.dtype == dtype
-        # some eight operations in a row, each rounded to half an eps, with cancellation in 1 - sigma
-        np.testing.assert_allclose(np.asarray(ours, np.float64), theirs.numpy(), atol=4 * eps * np.abs(theirs).max())
+        # some eight operations in a row, each rounded to half an eps, with cancellation in 1 -
+        # sigma
+        np.testing.assert_allclose(
+            np.asarray(ours, np.float64), theirs.numpy(), atol=4 * eps * np.abs(theirs).max()
+        )

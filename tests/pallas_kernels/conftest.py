@@ -1,4 +1,6 @@
-"""Which kernels `make test` interprets: all of XLA's forms and of TPUs, and of GPUs one case of each op."""
+"""Which kernels `make test` interprets: all of XLA's forms and of TPUs, and of GPUs one case of
+each op.
+"""
 
 import pytest
 

@@ -1,6 +1,8 @@
-"""The kernels as an accelerator's compiler makes them, on the accelerator, against float64: ``make test-device``.
+"""The kernels as an accelerator's compiler makes them, on the accelerator, against float64: ``make
+test-device``.
 
-On a machine that has none ``make test-long`` interprets both kinds of kernels here, fewer cases of small sizes.
+On a machine that has none ``make test-long`` interprets both kinds of kernels here, fewer cases of
+small sizes.
 """
 
 import functools
@@ -11,7 +13,15 @@ import numpy as np
 import pytest
 
 from mint_jax.models.attention import Segments, packed_attention
-from pallas_kernels import grouped_matmul, latent_attention, layer_matmul, packed_lora, packed_matmul, paged_attention, slot_lora
+from pallas_kernels import (
+    grouped_matmul,
+    latent_attention,
+    layer_matmul,
+    packed_lora,
+    packed_matmul,
+    paged_attention,
+    slot_lora,
+)
 from pallas_kernels.grouped_matmul import reference as grouped_reference
 from pallas_kernels.latent_attention import reference as latent_reference
 from pallas_kernels.packed_attention import reference as attention_reference
@@ -43,7 +53,9 @@ calls = kernels_test.calls  # a fixture
 
 @pytest.fixture(autouse=True)
 def exact():
-    """Products beside the kernels, too, are of float32; by default a TPU's are of bfloat16 and a GPU's of TF32."""
+    """Products beside the kernels, too, are of float32; by default a TPU's are of bfloat16 and a
+    GPU's of TF32.
+    """
     with jax.default_matmul_precision("highest"):
         yield
 
@@ -63,14 +75,22 @@ def run(kernel: str, call, *args):
 @pytest.mark.parametrize("rank", [16] if SMALL else [1, 16, 24, 64])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_packed_lora_and_its_gradients_are_those_of_float64(rng, kernel, rank, dtype):
-    """Of runs of any length, one projection and two; in bfloat16 an even number of factors, as of all real experts."""
+    """Of runs of any length, one projection and two; in bfloat16 an even number of factors, as of
+    all real experts.
+    """
     for widths in ((256,), (128, 384)):
         M, D, W = of((70, 128, 10), (3000, 1024, 200))
         x, a, b, onto, factor = packed_lora_test.arguments(rng, M, D, widths, rank, W, dtype)
         g = tuple(jnp.array(rng.normal(size=y.shape), y.dtype) for y in onto)
 
         def both(x, a, b, onto, factor, g, implementation):
-            out, back = jax.vjp(lambda *v: packed_lora.packed_lora(*v, factor, implementation=implementation), x, a, b, onto)
+            out, back = jax.vjp(
+                lambda *v: packed_lora.packed_lora(*v, factor, implementation=implementation),
+                x,
+                a,
+                b,
+                onto,
+            )
             return out, back(g)[:3]
 
         out, grads = run(kernel, both, x, a, b, onto, factor, g)
@@ -88,7 +108,9 @@ def test_what_is_not_finite_stays_with_its_adapter(rng, kernel):
 
     @jax.jit
     def both(x, a, b, g):
-        out, back = jax.vjp(lambda *v: packed_lora.packed_lora(*v, onto, factor, implementation=kernel), x, a, b)
+        out, back = jax.vjp(
+            lambda *v: packed_lora.packed_lora(*v, onto, factor, implementation=kernel), x, a, b
+        )
         return jax.tree.leaves((out, back(g)))
 
     clean = [np.array(y) for y in both(x, a, b, g)]
@@ -119,21 +141,38 @@ def test_policies_of_a_vmap_have_their_own_gradients(rng, kernel):
 
     def both(x, a, b, onto, factor, g, implementation):
         def one(x, a, b, onto, factor, g):
-            out, back = jax.vjp(lambda *v: packed_lora.packed_lora(*v, factor, implementation=implementation), x, a, b, tuple(onto))
+            out, back = jax.vjp(
+                lambda *v: packed_lora.packed_lora(*v, factor, implementation=implementation),
+                x,
+                a,
+                b,
+                tuple(onto),
+            )
             return out, back(tuple(g))[:3]
 
         return jax.vmap(one)(x, a, b, onto, factor, g)
 
-    out, grads = run(kernel, both, *jax.tree.map(lambda *v: jnp.stack(v), *made), jax.tree.map(lambda *v: jnp.stack(v), *g))
-    packed_lora_test.close(out, [np.stack(y) for y in zip(*(reference.packed_lora(*one) for one in made))], "float32")
-    wanted = [reference.gradients(x, a, b, g_one, factor) for (x, a, b, _, factor), g_one in zip(made, g)]
+    out, grads = run(
+        kernel,
+        both,
+        *jax.tree.map(lambda *v: jnp.stack(v), *made),
+        jax.tree.map(lambda *v: jnp.stack(v), *g),
+    )
+    packed_lora_test.close(
+        out, [np.stack(y) for y in zip(*(reference.packed_lora(*one) for one in made))], "float32"
+    )
+    wanted = [
+        reference.gradients(x, a, b, g_one, factor) for (x, a, b, _, factor), g_one in zip(made, g)
+    ]
     packed_lora_test.close(grads, jax.tree.map(lambda *v: np.stack(v), *wanted), "float32")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kernel", [kernel for kernel in KERNELS if kernel == "pallas_tpu"])
 def test_packed_matmul_is_that_of_float64(rng, kernel, dtype):
-    args = packed_matmul_test.arguments(rng, *of((70, 256, (128, 256), 16, 3, 3), (2000, 1024, (512, 512), 16, 4, 32)), dtype)
+    args = packed_matmul_test.arguments(
+        rng, *of((70, 256, (128, 256), 16, 3, 3), (2000, 1024, (512, 512), 16, 4, 32)), dtype
+    )
     made = run(kernel, packed_matmul.packed_matmul, *args)
     packed_matmul_test.close(made, matmul_reference.packed_matmul(*args), dtype)
 
@@ -143,9 +182,13 @@ def test_packed_matmul_is_that_of_float64(rng, kernel, dtype):
 def test_slot_lora_is_that_of_float64(rng, kernel, dtype):
     """Whole, and in parts as where rows' inputs are split over devices."""
     form = getattr(slot_lora, kernel)
-    x, a, b, onto, slot, scale = slot_lora_test.arguments(rng, *of((40, 256, 128, 16, 20), (500, 1024, 2048, 16, 200)), dtype)
+    x, a, b, onto, slot, scale = slot_lora_test.arguments(
+        rng, *of((40, 256, 128, 16, 20), (500, 1024, 2048, 16, 200)), dtype
+    )
     wanted = reference.packed_lora(x, [a], [b], [onto], slot, scale)[0]
-    whole, shrink, expand = (functools.partial(f, interpret=SMALL) for f in (form.add, form.shrink, form.expand))
+    whole, shrink, expand = (
+        functools.partial(f, interpret=SMALL) for f in (form.add, form.shrink, form.expand)
+    )
 
     def both(*args, implementation):
         return whole(*args), slot_lora_test.in_parts(shrink, expand, *args)
@@ -179,18 +222,27 @@ def test_layer_matmul_is_that_of_float64(rng, kernel, stored):
 def test_grouped_matmul_is_that_of_float64(rng, kernel, stored, transposed):
     dtype = "float32" if stored == "float32" else "bfloat16"
     sizes = tuple(rng.multinomial(of(60, 3000), rng.dirichlet(np.full(8, 0.7))).tolist())
-    args = grouped_matmul_test.problem(rng, sizes, 7, *of((40, 50), (1024, 768)), True, transposed, dtype, stored)
-    made = run(kernel, functools.partial(grouped_matmul.grouped_matmul, transposed=transposed), *args)
+    args = grouped_matmul_test.problem(
+        rng, sizes, 7, *of((40, 50), (1024, 768)), True, transposed, dtype, stored
+    )
+    made = run(
+        kernel, functools.partial(grouped_matmul.grouped_matmul, transposed=transposed), *args
+    )
     want = grouped_reference.grouped_matmul(*args, transposed)
-    # The file's own tolerance is of sums of up to 100 products; rounding grows as the root of their number.
+    # The file's own tolerance is of sums of up to 100 products; rounding grows as the root of their
+    # number.
     most = grouped_matmul_test.TOLERANCE[dtype] * of(1, 4)
-    np.testing.assert_allclose(np.array(made, np.float64), want, atol=most * np.abs(want).max(), rtol=0)
+    np.testing.assert_allclose(
+        np.array(made, np.float64), want, atol=most * np.abs(want).max(), rtol=0
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_packed_attention_and_its_gradients_are_those_of_float64(rng, kernel, dtype):
-    q, k, v, own, parent, g = packed_attention_test.arguments(rng, *of((2, 2, 2, 150, 64, 64), (2, 2, 4, 1500, 128, 128)), dtype)
+    q, k, v, own, parent, g = packed_attention_test.arguments(
+        rng, *of((2, 2, 2, 150, 64, 64), (2, 2, 4, 1500, 128, 128)), dtype
+    )
     B, K, G, T, H = q.shape
     scale = packed_attention_test.SCALE
 
@@ -198,7 +250,9 @@ def test_packed_attention_and_its_gradients_are_those_of_float64(rng, kernel, dt
         def one(q, k, v):
             flat = q.transpose(0, 3, 1, 2, 4).reshape(B, T, K * G, H)
             segments = Segments(own, parent)
-            out = packed_attention(flat, k.swapaxes(1, 2), v.swapaxes(1, 2), segments, scale, kernel=implementation)
+            out = packed_attention(
+                flat, k.swapaxes(1, 2), v.swapaxes(1, 2), segments, scale, kernel=implementation
+            )
             return out.reshape(B, T, K, G, -1).transpose(0, 2, 3, 1, 4)
 
         out, back = jax.vjp(one, q, k, v)
@@ -216,13 +270,17 @@ def test_packed_attention_and_its_gradients_are_those_of_float64(rng, kernel, dt
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_paged_attention_is_that_of_float64_and_a_row_s_alone(rng, kernel, dtype):
     scale = paged_attention_test.SCALE
-    q, k, v, rows = paged_attention_test.arguments(rng, *of((6, 2, 3, 64, 128, 2), (40, 4, 8, 128, 128, 2)), dtype)
+    q, k, v, rows = paged_attention_test.arguments(
+        rng, *of((6, 2, 3, 64, 128, 2), (40, 4, 8, 128, 128, 2)), dtype
+    )
     call = functools.partial(paged_attention.paged_attention, scale=scale)
     made = run(kernel, call, q, k, v, rows)
     pages.close(made, paged_reference.paged_attention(q, k, v, rows, scale=scale), dtype)
     bad = int(rng.integers(len(q)))
     others = np.arange(len(q)) != bad
-    for one, other in zip(run(kernel, call, q.at[bad, 0, 0, 5].set(jnp.nan), k, v, rows), made, strict=True):
+    for one, other in zip(
+        run(kernel, call, q.at[bad, 0, 0, 5].set(jnp.nan), k, v, rows), made, strict=True
+    ):
         assert np.array(one)[others].tobytes() == np.array(other)[others].tobytes()
 
 
@@ -230,7 +288,9 @@ def test_paged_attention_is_that_of_float64_and_a_row_s_alone(rng, kernel, dtype
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_latent_attention_is_that_of_float64(rng, kernel, dtype):
     scale = latent_attention_test.SCALE
-    args = latent_attention_test.arguments(rng, *of((4, 12, 256, 64, 2), (20, 64, 512, 64, 2)), dtype)
+    args = latent_attention_test.arguments(
+        rng, *of((4, 12, 256, 64, 2), (20, 64, 512, 64, 2)), dtype
+    )
     made = run(kernel, functools.partial(latent_attention.latent_attention, scale=scale), *args)
     pages.close(made, latent_reference.latent_attention(*args, scale=scale), dtype)
 

@@ -1,4 +1,6 @@
-"""Tokens drawn by the kernel for CPUs and by XLA: float64, the noise bit by bit, ties, bits of rows, what is not finite."""
+"""Tokens drawn by the kernel for CPUs and by XLA: float64, the noise bit by bit, ties, bits of
+rows, what is not finite.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +11,8 @@ from scipy import special
 from pallas_kernels import dispatch
 from pallas_kernels.draw import DRAW, cpu, draw, xla
 
-WIDTHS = [1, 5, 16, 17, 64, 97, 300, 4099]  # a vector's part, vectors, runs of four of them, and what is left of each
+# a vector's part, vectors, runs of four of them, and what is left of each
+WIDTHS = [1, 5, 16, 17, 64, 97, 300, 4099]
 kernel, by_xla = jax.jit(cpu.draw), jax.jit(xla.draw)
 forms = pytest.mark.parametrize("form", [kernel, by_xla], ids=["cpu", "xla"])
 
@@ -25,7 +28,9 @@ def take(drawn, rows):
 
 
 def equal(one, two):
-    return all(np.array(x).tobytes() == np.array(y).tobytes() for x, y in zip(one, two, strict=True))
+    return all(
+        np.array(x).tobytes() == np.array(y).tobytes() for x, y in zip(one, two, strict=True)
+    )
 
 
 @forms
@@ -33,15 +38,22 @@ def equal(one, two):
 def test_values_are_those_of_float64(rng, form, V):
     z, temperature, keys = arguments(rng, V)
     made = form(z, temperature, keys)
-    exact, over = np.array(z, np.float64), np.where(temperature > 0, temperature, 1).astype(np.float64)[:, None]
+    exact, over = (
+        np.array(z, np.float64),
+        np.where(temperature > 0, temperature, 1).astype(np.float64)[:, None],
+    )
     np.testing.assert_array_equal(made.top, np.array(z).max(-1))
-    # exp is within 2e-7, of a number that is rounded too, and V sums of it within 6e-8 sqrt(V); the result's rounding is its own size's.
+    # exp is within 2e-7, of a number that is rounded too, and V sums of it within 6e-8 sqrt(V); the
+    # result's rounding is its own size's.
     rounding = {"rtol": 3e-7, "atol": 4e-7 + 6e-8 * V**0.5}
     np.testing.assert_allclose(made.total, special.logsumexp(exact, axis=-1), **rounding)
     warm = special.logsumexp((exact - exact.max(-1, keepdims=True)) / over, axis=-1)
     np.testing.assert_allclose(made.warm, warm, **rounding)
-    # The rule: the largest of z over the temperature plus Gumbel noise, the noise as XLA has it; and of the likeliest where it is 0.
-    noise = np.where(temperature[:, None] > 0, -np.log(np.array(xla.exponential(keys, V), np.float64)), 0.0)
+    # The rule: the largest of z over the temperature plus Gumbel noise, the noise as XLA has it;
+    # and of the likeliest where it is 0.
+    noise = np.where(
+        temperature[:, None] > 0, -np.log(np.array(xla.exponential(keys, V), np.float64)), 0.0
+    )
     score = exact / over + noise
     picked = np.take_along_axis(score, np.array(made.token)[:, None], axis=1)[:, 0]
     assert (score.max(-1) - picked <= 1e-6 + 3e-7 * np.abs(exact / over).max(-1)).all()
@@ -56,10 +68,13 @@ def test_the_kernel_draws_what_xla_draws(rng):
 
 
 def test_the_noise_is_that_of_xla_down_to_its_smallest_values(rng):
-    """Of one token against another that is a little less likely, so that the draw tells which noise is the smaller."""
+    """Of one token against another that is a little less likely, so that the draw tells which noise
+    is the smaller.
+    """
     keys = jnp.array(rng.integers(0, 2**32, (4096, 2), dtype=np.uint32))
     noise = np.array(xla.exponential(keys, 16), np.float64)
-    # 16 tokens, of which two can win, at odds that their own noise all but balances: within 1e-6 of it on both sides.
+    # 16 tokens, of which two can win, at odds that their own noise all but balances: within 1e-6 of
+    # it on both sides.
     for tilt, wins in ((1 - 2e-6, 0), (1 + 2e-6, 1)):
         z = np.full((4096, 16), -np.inf)
         z[:, 3], z[:, 11] = 0.0, np.log(noise[:, 11] / noise[:, 3] * tilt)
@@ -129,7 +144,9 @@ def test_a_row_s_bits_do_not_depend_on_how_many_rows_there_are(rng):
 @forms
 @pytest.mark.parametrize("V", WIDTHS)
 def test_the_sum_of_exponentials_has_the_same_bits_at_every_temperature(rng, form, V):
-    """A row's log-probability and that of its likeliest tokens are told by draws at different ones."""
+    """A row's log-probability and that of its likeliest tokens are told by draws at different
+    ones.
+    """
     z, _, keys = arguments(rng, V)
     totals = {np.array(form(z, jnp.full(7, t), keys).total).tobytes() for t in (0.0, 1.0, 0.3)}
     assert len(totals) == 1
@@ -151,7 +168,10 @@ def test_auto_is_the_kernel_on_one_cpu_and_xla_elsewhere(rng):
     assert equal(auto(*args), kernel(*args))
     assert "mint_draw" in auto.lower(*args).as_text()
     assert "mint_draw" not in auto.trace(*args).lower(lowering_platforms=("tpu",)).as_text()
-    assert "logits in bfloat16" in dict(dispatch.explain(DRAW, args[0].astype(jnp.bfloat16), *args[1:]))["cpu"]
+    assert (
+        "logits in bfloat16"
+        in dict(dispatch.explain(DRAW, args[0].astype(jnp.bfloat16), *args[1:]))["cpu"]
+    )
     with jax.set_mesh(jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])):
         assert "divides rows" in dict(dispatch.explain(DRAW, *args))["cpu"]
         assert "mint_draw" not in jax.jit(draw).lower(*args).as_text()
@@ -161,6 +181,11 @@ def test_auto_is_the_kernel_on_one_cpu_and_xla_elsewhere(rng):
 
 def test_shapes_that_do_not_fit_are_refused(rng):
     z, temperature, keys = arguments(rng, 5)
-    for bad in ((z[0], temperature, keys), (z[:, :0], temperature, keys), (z, temperature[1:], keys), (z, temperature, keys[:, 0])):
+    for bad in (
+        (z[0], temperature, keys),
+        (z[:, :0], temperature, keys),
+        (z, temperature[1:], keys),
+        (z, temperature, keys[:, 0]),
+    ):
         with pytest.raises(ValueError, match=r"expected \[R, V\]"):
             draw(*bad)

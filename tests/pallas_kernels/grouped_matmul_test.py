@@ -1,4 +1,6 @@
-"""The kernel of GPUs against float64, and what it is lowered to; its isolation is in ``models/grouped_test.py``, with the other forms'."""
+"""The kernel of GPUs against float64, and what it is lowered to; its isolation is in
+``models/grouped_test.py``, with the other forms'.
+"""
 
 import functools
 
@@ -28,7 +30,8 @@ def problem(rng, sizes, behind, K, N, index, transposed, dtype, stored):
     return jnp.array(rng.normal(size=(M, K)), dtype), w, jnp.array(sizes, jnp.int32), index
 
 
-# Of the largest entry. float32: sums of up to 100 products in another order; bfloat16: the result is rounded once.
+# Of the largest entry. float32: sums of up to 100 products in another order; bfloat16: the result
+# is rounded once.
 TOLERANCE = {"float32": 1e-6, "bfloat16": 2**-8}
 
 CASES = [
@@ -48,9 +51,17 @@ CASES = [
 def test_products_are_those_of_float64(rng, case):
     *made, how = case
     x, w, sizes, index = problem(rng, *made)
-    got, want = kernel(x, w, sizes, index, made[5], how), reference.grouped_matmul(x, w, sizes, index, made[5])
+    got, want = (
+        kernel(x, w, sizes, index, made[5], how),
+        reference.grouped_matmul(x, w, sizes, index, made[5]),
+    )
     assert got.dtype == x.dtype
-    np.testing.assert_allclose(np.array(got, np.float64), want, atol=TOLERANCE[made[6]] * np.abs(want).max(initial=1e-30), rtol=0)
+    np.testing.assert_allclose(
+        np.array(got, np.float64),
+        want,
+        atol=TOLERANCE[made[6]] * np.abs(want).max(initial=1e-30),
+        rtol=0,
+    )
     assert not np.array(got, np.float32)[sum(made[0]) :].any(), "rows behind the last group"
 
 
@@ -58,15 +69,23 @@ def test_a_groups_rows_keep_their_bits_wherever_others_end(rng):
     x, w, _, _ = problem(rng, (0, 0, 0), 80, 40, 50, False, False, "bfloat16", "bfloat16")
     mine, seen = x[30:60], set()
     for before, behind in ((30, 20), (3, 0), (0, 50), (17, 1)):
-        rows = jnp.concatenate([x[:before], mine, x[:behind], jnp.zeros((50 - before - behind, 40), x.dtype)])
-        got = kernel(rows, w[:3], jnp.array([before, 30, behind], jnp.int32), None, False, SMALL)[before : before + 30]
+        rows = jnp.concatenate(
+            [x[:before], mine, x[:behind], jnp.zeros((50 - before - behind, 40), x.dtype)]
+        )
+        got = kernel(rows, w[:3], jnp.array([before, 30, behind], jnp.int32), None, False, SMALL)[
+            before : before + 30
+        ]
         seen.add(np.array(got).tobytes())
     assert len(seen) == 1
 
 
 def arguments(shape: shapes.Shape):
     w = (shape.d_out, shape.d_in) if shape.transposed else (shape.d_in, shape.d_out)
-    dims = ((shape.rows, shape.d_in), shape.dtype), ((shape.groups, *w), shape.stored), ((shape.groups,), "int32")
+    dims = (
+        ((shape.rows, shape.d_in), shape.dtype),
+        ((shape.groups, *w), shape.stored),
+        ((shape.groups,), "int32"),
+    )
     return [jax.ShapeDtypeStruct(*one) for one in dims]
 
 
@@ -79,7 +98,9 @@ def test_for_a_gpu_it_is_one_kernel_and_elsewhere_none(shape):
 
     assert calls(gpu.text(call, *arguments(shape))) == (1, 0)
     for platform in ("tpu", "cpu"):
-        kernels, ragged = calls(jax.jit(call).trace(*arguments(shape)).lower(lowering_platforms=(platform,)).as_text())
+        kernels, ragged = calls(
+            jax.jit(call).trace(*arguments(shape)).lower(lowering_platforms=(platform,)).as_text()
+        )
         assert kernels == 0
         assert ragged > 0 or platform == "cpu"
 
@@ -105,9 +126,14 @@ def test_it_says_what_it_does_not_serve(monkeypatch):
     for groups, serves in ((31, True), (32, False), (64, False), (65, True)):
         one = told(small, w=jax.ShapeDtypeStruct((groups, 8192, 8192), "int8"))
         assert one == "serves on cuda" if serves else "between 2 and 4 GiB" in one
-    for attached, serves in (("8.0", False), ("8.9", True), ("10.0", True)):  # to convert float8 for the first Triton ends the process
+    # to convert float8 for the first Triton ends the process
+    for attached, serves in (("8.0", False), ("8.9", True), ("10.0", True)):
         gpu.attach(monkeypatch, "9.0", attached)
         assert (told(small._replace(stored="float8_e4m3fn")) == "serves on cuda") == serves
         assert told(small._replace(stored="int8")) == "serves on cuda"
-    with pytest.raises(ValueError, match="no implementation 'triton'; choose one of: auto, pallas_gpu, xla"):
-        grouped_matmul.grouped_matmul(jnp.ones((2, 2)), jnp.ones((1, 2, 2)), jnp.array([2]), implementation="triton")
+    with pytest.raises(
+        ValueError, match="no implementation 'triton'; choose one of: auto, pallas_gpu, xla"
+    ):
+        grouped_matmul.grouped_matmul(
+            jnp.ones((2, 2)), jnp.ones((1, 2, 2)), jnp.array([2]), implementation="triton"
+        )

@@ -1,4 +1,6 @@
-"""A layer's matrix read from the stack by the kernel for CPUs: float64, bits, what is not finite, and where XLA's form serves instead."""
+"""A layer's matrix read from the stack by the kernel for CPUs: float64, bits, what is not finite,
+and where XLA's form serves instead.
+"""
 
 import functools
 import subprocess
@@ -15,7 +17,8 @@ from pallas_kernels.layer_matmul import cpu, layer_matmul, pallas_gpu, table, xl
 from tests.pallas_kernels import gpu
 
 DTYPES = ("float32", "bfloat16", "int8", "float8_e4m3fn")
-SHAPES = [(1, 576, 192), (8, 192, 576), (7, 33, 129), (13, 100, 64), (40, 64, 203), (3, 5, 7)]  # panels whole and cut, few and many rows
+# panels whole and cut, few and many rows
+SHAPES = [(1, 576, 192), (8, 192, 576), (7, 33, 129), (13, 100, 64), (40, 64, 203), (3, 5, 7)]
 
 
 @functools.partial(jax.jit, static_argnames="transposed")
@@ -29,11 +32,16 @@ def by_xla(x, w, layer, transposed=False):
 
 
 both_ways = pytest.mark.parametrize("transposed", [False, True], ids=["plain", "transposed"])
-kinds = pytest.mark.parametrize(("dtype", "transposed"), [*((d, False) for d in DTYPES), ("float32", True), ("bfloat16", True)])
+kinds = pytest.mark.parametrize(
+    ("dtype", "transposed"), [*((d, False) for d in DTYPES), ("float32", True), ("bfloat16", True)]
+)
 
 
 def arguments(rng, M, D, F, dtype="float32", L=3, transposed=False):
-    x, shape = jnp.array(rng.normal(size=(M, D)), jnp.float32), (L, F, D) if transposed else (L, D, F)
+    x, shape = (
+        jnp.array(rng.normal(size=(M, D)), jnp.float32),
+        ((L, F, D) if transposed else (L, D, F)),
+    )
     w = rng.integers(-127, 128, shape) if dtype == "int8" else rng.normal(size=shape)
     return x, jnp.array(w, jnp.dtype(dtype)), jnp.int32(rng.integers(L))
 
@@ -45,18 +53,28 @@ def test_values_are_those_of_float64(rng, dtype, shape, transposed):
     w_DF = np.array(w[layer].astype(jnp.float32), np.float64)
     w_DF = w_DF.T if transposed else w_DF
     want = np.array(x, np.float64) @ w_DF
-    # A sum of D float32 products in order: each addition is off by at most 6e-8 of the sums of magnitudes so far.
+    # A sum of D float32 products in order: each addition is off by at most 6e-8 of the sums of
+    # magnitudes so far.
     near = np.abs(np.array(x, np.float64)) @ np.abs(w_DF)
     for form in (kernel, by_xla):
-        assert (np.abs(form(x, w, layer, transposed=transposed) - want) <= 6e-8 * shape[1] ** 0.5 * 8 * near).all()
+        assert (
+            np.abs(form(x, w, layer, transposed=transposed) - want)
+            <= 6e-8 * shape[1] ** 0.5 * 8 * near
+        ).all()
 
 
 def test_every_number_of_eight_bits_is_what_its_type_says(rng):
     for dtype in (np.int8, ml_dtypes.float8_e4m3fn, ml_dtypes.bfloat16):
         every = np.arange(256, dtype=np.uint8 if dtype != ml_dtypes.bfloat16 else np.uint16)
-        every = (every * 257).astype(np.uint16).view(dtype) if dtype == ml_dtypes.bfloat16 else every.view(dtype)
+        every = (
+            (every * 257).astype(np.uint16).view(dtype)
+            if dtype == ml_dtypes.bfloat16
+            else every.view(dtype)
+        )
         for F in (256, 251):  # by vectors, and one by one
-            made = np.array(kernel(jnp.ones((1, 1)), jnp.array(every[None, None, :F]), jnp.int32(0)))[0]
+            made = np.array(
+                kernel(jnp.ones((1, 1)), jnp.array(every[None, None, :F]), jnp.int32(0))
+            )[0]
             np.testing.assert_array_equal(made, every[:F].astype(np.float32))
 
 
@@ -66,7 +84,9 @@ def test_a_row_s_bits_do_not_depend_on_how_many_rows_there_are(rng, dtype, trans
     all_ = np.array(kernel(x, w, layer, transposed=transposed))
     for M in (1, 2, 3, 4, 5, 6, 7, 8, 12, 13, 31):
         at = rng.permutation(50)[:M]
-        assert np.array(kernel(x[at], w, layer, transposed=transposed)).tobytes() == all_[at].tobytes(), M
+        assert (
+            np.array(kernel(x[at], w, layer, transposed=transposed)).tobytes() == all_[at].tobytes()
+        ), M
 
 
 @both_ways
@@ -89,7 +109,11 @@ def test_what_is_not_finite_stays_in_its_row_and_column(rng, transposed):
     def product(x, w, layer):
         return kernel(x, w.mT if transposed else w, layer, transposed=transposed)
 
-    clean, row, column = np.array(product(x, w, layer)), int(rng.integers(20)), int(rng.integers(150))
+    clean, row, column = (
+        np.array(product(x, w, layer)),
+        int(rng.integers(20)),
+        int(rng.integers(150)),
+    )
     for value in (np.nan, np.inf, -np.inf):
         made = np.array(product(x.at[row, 3].set(value), w, layer))
         assert not np.isfinite(made[row]).any()
@@ -106,7 +130,9 @@ def test_what_is_not_finite_stays_in_its_row_and_column(rng, transposed):
 def test_rows_of_sixteen_bits_are_multiplied_in_float32(rng):
     x, w, layer = arguments(rng, 5, 64, 64, "bfloat16")
     x = x.astype(jnp.bfloat16)
-    np.testing.assert_array_equal(kernel(x, w, layer), kernel(x.astype(jnp.float32), w.astype(jnp.float32), layer))
+    np.testing.assert_array_equal(
+        kernel(x, w, layer), kernel(x.astype(jnp.float32), w.astype(jnp.float32), layer)
+    )
 
 
 @pytest.mark.bits
@@ -124,7 +150,9 @@ def test_auto_is_the_kernel_on_one_cpu_and_xla_over_a_mesh(rng):
 
 
 def test_several_threads_may_call_it_at_once(rng):
-    """Calls that wait for each other's threads would stand still: the program has ten products that do not depend on each other."""
+    """Calls that wait for each other's threads would stand still: the program has ten products that
+    do not depend on each other.
+    """
     x, w, _ = arguments(rng, 16, 256, 512, L=10)
 
     @jax.jit
@@ -138,13 +166,22 @@ def test_several_threads_may_call_it_at_once(rng):
 
 @kinds
 @pytest.mark.parametrize("M", [1, 8, 20])
-def test_matrices_of_the_same_rows_are_one_call_with_the_bits_of_each_alone(rng, dtype, M, transposed):
+def test_matrices_of_the_same_rows_are_one_call_with_the_bits_of_each_alone(
+    rng, dtype, M, transposed
+):
     x, first, layer = arguments(rng, M, 96, 200, dtype, transposed=transposed)
-    stacks = first, *(arguments(rng, M, 96, F, dtype, transposed=transposed)[1] for F in (7, 64, 129))
-    made = jax.jit(cpu.matmul, static_argnames="transposed")(x, stacks, layer, transposed=transposed)
+    stacks = (
+        first,
+        *(arguments(rng, M, 96, F, dtype, transposed=transposed)[1] for F in (7, 64, 129)),
+    )
+    made = jax.jit(cpu.matmul, static_argnames="transposed")(
+        x, stacks, layer, transposed=transposed
+    )
     assert len(made) == 4
     for y, w in zip(made, stacks):
-        assert np.array(y).tobytes() == np.array(kernel(x, w, layer, transposed=transposed)).tobytes()
+        assert (
+            np.array(y).tobytes() == np.array(kernel(x, w, layer, transposed=transposed)).tobytes()
+        )
 
 
 def test_without_a_compiler_xla_serves_and_the_reason_is_told(tmp_path):
@@ -160,16 +197,25 @@ try:
     layer_matmul(*args, implementation="cpu")
 except ValueError as error:
     print(error)
-"""
-    alone = {"PATH": str(tmp_path), "MINT_JAX_CACHE": str(tmp_path), "JAX_PLATFORMS": "cpu", "PYTHONPATH": "."}
-    told = subprocess.run([sys.executable, "-c", code], env=alone, capture_output=True, text=True, check=True).stdout.splitlines()
+"""  # noqa: E501
+    alone = {
+        "PATH": str(tmp_path),
+        "MINT_JAX_CACHE": str(tmp_path),
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": ".",
+    }
+    told = subprocess.run(
+        [sys.executable, "-c", code], env=alone, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
     assert "install g++ or clang++" in told[0]
     assert told[1] == "4.0 ['cpu']"
     assert "choose auto or one of: xla" in told[2]
     broken = tmp_path / "c++"
     broken.write_text("#!/bin/sh\necho no such header >&2\nexit 3\n")
     broken.chmod(0o755)
-    told = subprocess.run([sys.executable, "-c", code], env=alone, capture_output=True, text=True, check=True).stdout.splitlines()
+    told = subprocess.run(
+        [sys.executable, "-c", code], env=alone, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
     assert "ended with 3: no such header" in told[0]
 
 
@@ -215,7 +261,9 @@ def test_shapes_that_do_not_fit_are_refused(rng):
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 @pytest.mark.parametrize("shape", [(1, 576, 192), (40, 700, 203), (130, 64, 129)], ids=str)
 def test_a_gpus_kernel_gives_what_float64_gives(rng, dtype, shape, transposed):
-    """Parts that divide the depth and parts that do not, tiles and blocks that reach beyond; rows and products of bfloat16 are exact."""
+    """Parts that divide the depth and parts that do not, tiles and blocks that reach beyond; rows
+    and products of bfloat16 are exact.
+    """
     x, w, layer = arguments(rng, *shape, dtype, transposed=transposed)
     x = x.astype(jnp.bfloat16)
     w_DF = np.array(w[layer].astype(jnp.float32), np.float64)
@@ -240,7 +288,9 @@ def test_tiles_of_rows_that_are_not_in_use_are_zeros_on_a_gpu(rng):
     x, w, layer = arguments(rng, 150, 96, 70, "bfloat16")
     x = x.astype(jnp.bfloat16)
     made = np.array(pallas_gpu.matmul(x, (w,), layer, jnp.int32(20), interpret=True)[0])
-    np.testing.assert_array_equal(made[:20], np.array(pallas_gpu.matmul(x, (w,), layer, interpret=True)[0])[:20])
+    np.testing.assert_array_equal(
+        made[:20], np.array(pallas_gpu.matmul(x, (w,), layer, interpret=True)[0])[:20]
+    )
     assert (made[64:] == 0).all()
 
 
@@ -261,7 +311,12 @@ def test_what_a_gpus_kernel_leaves_to_xla(rng):
     x, w, _ = arguments(rng, 8, 64, 96, "bfloat16")
     assert told(x.astype(jnp.bfloat16), w) == "serves on cuda"
     assert told(x, w) == "does not serve: rows are float32; bfloat16 is served"
-    assert told(jnp.zeros((257, 64), jnp.bfloat16), w) == "does not serve: 257 rows; 1 to 256 are served"
-    assert told(x.astype(jnp.bfloat16), w.astype(jnp.float32)).startswith("does not serve: weights are float32")
+    assert (
+        told(jnp.zeros((257, 64), jnp.bfloat16), w)
+        == "does not serve: 257 rows; 1 to 256 are served"
+    )
+    assert told(x.astype(jnp.bfloat16), w.astype(jnp.float32)).startswith(
+        "does not serve: weights are float32"
+    )
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((2,), ("fsdp",))):
         assert "divides rows and matrices" in told(x.astype(jnp.bfloat16), w)

@@ -1,4 +1,6 @@
-"""Programs are lowered and exported where no chip is attached and no topology is named: every kernel of TPUs, and what ``auto`` allows."""
+"""Programs are lowered and exported where no chip is attached and no topology is named: every
+kernel of TPUs, and what ``auto`` allows.
+"""
 
 import contextlib
 import functools
@@ -41,17 +43,41 @@ def cases(dtype: str, M: int) -> Iterator[Case]:
     yield Case("packed_matmul", packed_matmul.matmul, (x, w, sizes, a, b, rows, scale), 1)
     thin = [spec(W, 1, D)] * 2, [spec(W, 1, F)] * 2
     yield Case("packed_lora of rank 1", packed_lora.add, (x, *thin, onto, rows, scale), 1)
-    yield Case("slot_lora", slot_lora.pallas_tpu.add, (x, a[0], b[0], onto[0], rows, scale, spec(dtype="int32")), 1)
+    yield Case(
+        "slot_lora",
+        slot_lora.pallas_tpu.add,
+        (x, a[0], b[0], onto[0], rows, scale, spec(dtype="int32")),
+        1,
+    )
     yield Case("slot_lora shrink", slot_lora.pallas_tpu.shrink, (x, a[0], rows), 1)
-    yield Case("slot_lora expand", slot_lora.pallas_tpu.expand, (spec(M, R, dtype="float32"), b[0], onto[0], rows), 1)
+    yield Case(
+        "slot_lora expand",
+        slot_lora.pallas_tpu.expand,
+        (spec(M, R, dtype="float32"), b[0], onto[0], rows),
+        1,
+    )
 
-    q, k, own, numbers = spec(2, 2, 3, M, 64), spec(2, 2, M, 64), spec(2, M, dtype="int32"), spec(2, 2, 3, M, dtype="float32")
+    q, k, own, numbers = (
+        spec(2, 2, 3, M, 64),
+        spec(2, 2, M, 64),
+        spec(2, M, dtype="int32"),
+        spec(2, 2, 3, M, dtype="float32"),
+    )
     kernel = packed_attention.pallas_tpu
-    yield Case("packed_attention", functools.partial(kernel.forward, scale=0.1), (q, k, k, own, own), 1)
-    yield Case("packed_attention backward", functools.partial(kernel.backward, scale=0.1), (q, k, k, own, own, q, numbers, q), 2)
+    yield Case(
+        "packed_attention", functools.partial(kernel.forward, scale=0.1), (q, k, k, own, own), 1
+    )
+    yield Case(
+        "packed_attention backward",
+        functools.partial(kernel.backward, scale=0.1),
+        (q, k, k, own, own, q, numbers, q),
+        2,
+    )
     pool = spec(2, 40, 2, pages.PAGE, 128)
     args = spec(4, 2, M, 64), pool, pool, pages.of_rows(4, 512)
-    yield Case("paged_attention", functools.partial(paged_attention.pallas_tpu.attend, scale=0.1), args, 1)
+    yield Case(
+        "paged_attention", functools.partial(paged_attention.pallas_tpu.attend, scale=0.1), args, 1
+    )
     latent, rope = (spec(2, 40, pages.PAGE, n) for n in (256, 128))
     args = spec(4, M, 256), spec(4, M, 64), latent, rope, pages.of_rows(4, 512)
     yield Case("latent_attention", functools.partial(latent_attention.attend, scale=0.1), args, 1)
@@ -68,19 +94,33 @@ def test_every_kernel_of_tpus_is_lowered_without_one(case):
 
 
 def test_a_program_is_exported_for_one_platform_with_its_kernel_or_for_several_without():
-    """JAX lowers every branch of ``platform_dependent`` for all platforms of a program: when it no longer does, docs/kernels.md changes."""
+    """JAX lowers every branch of ``platform_dependent`` for all platforms of a program: when it no
+    longer does, docs/kernels.md changes.
+    """
     pool = jax.ShapeDtypeStruct((2, 40, 2, pages.PAGE, 128), jnp.bfloat16)
     args = jax.ShapeDtypeStruct((4, 2, 3, 64), jnp.bfloat16), pool, pool, pages.of_rows(4, 512)
 
     def exported(implementation: str, *platforms: str) -> str:
-        call = jax.jit(functools.partial(paged_attention.paged_attention, scale=0.1, implementation=implementation))
+        call = jax.jit(
+            functools.partial(
+                paged_attention.paged_attention, scale=0.1, implementation=implementation
+            )
+        )
         ours = export.DisabledSafetyCheck.custom_call(gpu.KERNEL)
         with gpu.abstract() if "cuda" in platforms else contextlib.nullcontext():
-            return export.export(call, platforms=platforms, disabled_checks=[ours])(*args).mlir_module()
+            return export.export(call, platforms=platforms, disabled_checks=[ours])(
+                *args
+            ).mlir_module()
 
-    for platform, kernel in (("cpu", None), ("tpu", "@tpu_custom_call"), ("cuda", f"@{gpu.KERNEL}")):
+    for platform, kernel in (
+        ("cpu", None),
+        ("tpu", "@tpu_custom_call"),
+        ("cuda", f"@{gpu.KERNEL}"),
+    ):
         text = exported("auto", platform)
-        assert [name for name in ("@tpu_custom_call", f"@{gpu.KERNEL}") if name in text] == ([kernel] if kernel else [])
+        assert [name for name in ("@tpu_custom_call", f"@{gpu.KERNEL}") if name in text] == (
+            [kernel] if kernel else []
+        )
     with pytest.raises(ValueError, match="Only interpret mode is supported on CPU backend"):
         exported("auto", "cpu", "tpu")
     assert "custom_call" not in exported("xla", "cpu", "tpu", "cuda")

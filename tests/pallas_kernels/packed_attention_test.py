@@ -1,4 +1,6 @@
-"""Attention of packed rows against float64, forward and backward; what is passed over, races, and what compilers make of it."""
+"""Attention of packed rows against float64, forward and backward; what is passed over, races, and
+what compilers make of it.
+"""
 
 import functools
 
@@ -30,7 +32,9 @@ def arguments(rng, B, K, G, T, H, V, dtype="float32"):
         return jnp.array(rng.normal(size=shape), dtype)
 
     own = np.sort(rng.integers(0, 6, (B, T)), axis=1).astype(np.int32)
-    parent = np.where(rng.integers(0, 2, (B, 6)) > 0, np.maximum(np.arange(6) - 1, 0), np.arange(6)).astype(np.int32)
+    parent = np.where(
+        rng.integers(0, 2, (B, 6)) > 0, np.maximum(np.arange(6) - 1, 0), np.arange(6)
+    ).astype(np.int32)
     return (
         normal(B, K, G, T, H),
         normal(B, K, T, H),
@@ -54,22 +58,28 @@ SMALL_GPU = blocks_of_gpu(16, (64, 16), (16, 64), (32, 64))
 FORMS = {
     "pallas_tpu": jax.jit(functools.partial(both, how=Config(block=256), interpret=True)),
     "pallas_gpu": jax.jit(functools.partial(both, kernel=pallas_gpu, interpret=True)),
-    "pallas_gpu small": jax.jit(functools.partial(both, kernel=pallas_gpu, how=SMALL_GPU, interpret=True)),
+    "pallas_gpu small": jax.jit(
+        functools.partial(both, kernel=pallas_gpu, how=SMALL_GPU, interpret=True)
+    ),
 }
 
 
 def wanted(q, k, v, own, parent, g):
-    return *reference.attention(q, k, v, own, parent, SCALE), *reference.gradients(q, k, v, own, parent, SCALE, g)
+    return *reference.attention(q, k, v, own, parent, SCALE), *reference.gradients(
+        q, k, v, own, parent, SCALE, g
+    )
 
 
-# float32: sums of up to 400 terms in another order. bfloat16: scores' weights and gradients are rounded before they are multiplied.
+# float32: sums of up to 400 terms in another order. bfloat16: scores' weights and gradients are
+# rounded before they are multiplied.
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
 
 
 @pytest.mark.parametrize(
     "shape",
     [
-        (2, 2, 3, 300, 16, 24, "float32"),  # blocks of 128, the last with padding; values of another width
+        # blocks of 128, the last with padding; values of another width
+        (2, 2, 3, 300, 16, 24, "float32"),
         (1, 1, 2, 400, 64, 64, "bfloat16"),
         (1, 2, 1, 17, 8, 8, "float32"),
     ],
@@ -79,7 +89,12 @@ TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
 def test_values_and_gradients_are_those_of_float64(rng, shape, form):
     args = arguments(rng, *shape)
     for ours, theirs in zip(FORMS[form](*args), wanted(*args), strict=True):
-        np.testing.assert_allclose(np.array(ours, np.float64), theirs, atol=TOLERANCE[shape[-1]] * max(1, np.abs(theirs).max()), rtol=0)
+        np.testing.assert_allclose(
+            np.array(ours, np.float64),
+            theirs,
+            atol=TOLERANCE[shape[-1]] * max(1, np.abs(theirs).max()),
+            rtol=0,
+        )
 
 
 @pytest.mark.parametrize("form", ["pallas_tpu", "pallas_gpu"])
@@ -87,19 +102,50 @@ def test_blocks_of_strangers_are_passed_over_and_their_numbers_never_seen(rng, f
     """A text that is not finite, in blocks of its own, changes no bit of the others in its row."""
     q, k, v, _, _, g = arguments(rng, 1, 1, 2, 512, 16, 16)
     own = np.repeat(np.array([3, 0, 1, 2], np.int32), 128)[None]
-    parent = np.repeat(np.array([3, 0, 1, 0], np.int32), 128)[None]  # the last sees the second; ranges of the others keep apart
-    _, _, meet = pallas_tpu._segments(pallas_tpu._Blocks(512, Config(block=128)), jnp.array(own), jnp.array(parent))
+    # the last sees the second; ranges of the others keep apart
+    parent = np.repeat(np.array([3, 0, 1, 0], np.int32), 128)[None]
+    _, _, meet = pallas_tpu._segments(
+        pallas_tpu._Blocks(512, Config(block=128)), jnp.array(own), jnp.array(parent)
+    )
     assert meet[0].tolist() == [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 1, 0, 1]]
     block = blocks_of_gpu(32, (64, 32), (64, 128), (128, 64))
     visits, counts = pallas_gpu._visits(jnp.array(own), jnp.array(parent), block.of_queries, False)
-    assert [visits[0, i, : counts[0, i]].tolist() for i in range(8)] == [[0], [0], [1], [1], [2], [2], [1, 3], [1, 3]]
+    assert [visits[0, i, : counts[0, i]].tolist() for i in range(8)] == [
+        [0],
+        [0],
+        [1],
+        [1],
+        [2],
+        [2],
+        [1, 3],
+        [1, 3],
+    ]
     visits, counts = pallas_gpu._visits(jnp.array(own), jnp.array(parent), block.of_keys, True)
-    assert [visits[0, j, : counts[0, j]].tolist() for j in range(8)] == [[0], [0], [1, 3], [1, 3], [2], [2], [3], [3]]
-    how = {"pallas_tpu": {"how": Config(block=128)}, "pallas_gpu": {"kernel": pallas_gpu, "how": block}}[form]
+    assert [visits[0, j, : counts[0, j]].tolist() for j in range(8)] == [
+        [0],
+        [0],
+        [1, 3],
+        [1, 3],
+        [2],
+        [2],
+        [3],
+        [3],
+    ]
+    how = {
+        "pallas_tpu": {"how": Config(block=128)},
+        "pallas_gpu": {"kernel": pallas_gpu, "how": block},
+    }[form]
     run = jax.jit(functools.partial(both, interpret=True, **how))
     clean = run(q, k, v, own, parent, g)
     bad = slice(256, 384)
-    spoilt = run(q.at[..., bad, :].set(np.nan), k.at[..., bad, :].set(np.inf), v.at[..., bad, :].set(np.nan), own, parent, g)
+    spoilt = run(
+        q.at[..., bad, :].set(np.nan),
+        k.at[..., bad, :].set(np.inf),
+        v.at[..., bad, :].set(np.nan),
+        own,
+        parent,
+        g,
+    )
     for x, y in zip(clean, spoilt, strict=True):
         axis = x.shape.index(512)
         for kept in (slice(0, 256), slice(384, 512)):
@@ -115,7 +161,9 @@ def test_kernels_have_no_races_and_read_nothing_that_was_not_written(rng):
     made = both(*args, how=Config(block=128), interpret=pltpu.InterpretParams(detect_races=True))
     assert not interpret_pallas_call.races.races_found
     for ours, theirs in zip(made, wanted(*args), strict=True):
-        np.testing.assert_allclose(np.array(ours, np.float64), theirs, atol=1e-5 * max(1, np.abs(theirs).max()), rtol=0)
+        np.testing.assert_allclose(
+            np.array(ours, np.float64), theirs, atol=1e-5 * max(1, np.abs(theirs).max()), rtol=0
+        )
 
 
 @pytest.mark.parametrize("form", ["pallas_tpu", "pallas_gpu"])
@@ -129,9 +177,16 @@ def test_over_a_mesh_each_device_has_its_rows_and_heads(rng, mesh8, form):
         out, vjp = jax.vjp(lambda *x: packed_attention(*x, segments, SCALE, kernel=kernel), q, k, v)
         return out, *vjp(weights)
 
-    args = np.moveaxis(np.array(q), 3, 1).reshape(4, 40, 4, 16), np.moveaxis(np.array(k), 2, 1), np.moveaxis(np.array(v), 2, 1)
+    args = (
+        np.moveaxis(np.array(q), 3, 1).reshape(4, 40, 4, 16),
+        np.moveaxis(np.array(k), 2, 1),
+        np.moveaxis(np.array(v), 2, 1),
+    )
     out, _, dq, dk, dv = wanted(q, k, v, own, parent, g)
-    theirs = *(np.moveaxis(x, 3, 1).reshape(4, 40, 4, 16) for x in (out, dq)), *(np.moveaxis(x, 2, 1) for x in (dk, dv))
+    theirs = (
+        *(np.moveaxis(x, 3, 1).reshape(4, 40, 4, 16) for x in (out, dq)),
+        *(np.moveaxis(x, 2, 1) for x in (dk, dv)),
+    )
     with jax.set_mesh(mesh8):
         for ours, want in zip(run(*args, kernel=form), theirs, strict=True):
             np.testing.assert_allclose(ours, want, atol=1e-5 * max(1, np.abs(want).max()), rtol=0)
@@ -144,12 +199,19 @@ def check_compiled(chip: str, shape: shapes.Shape) -> None:
     def spec(*dims, dtype=dtype):
         return jax.ShapeDtypeStruct(dims, jnp.dtype(dtype), sharding=SingleDeviceSharding(device))
 
-    q, k, v, segments, g = spec(B, K, G, T, H), spec(B, K, T, H), spec(B, K, T, V), spec(B, T, dtype="int32"), spec(B, K, G, T, V)
+    q, k, v, segments, g = (
+        spec(B, K, G, T, H),
+        spec(B, K, T, H),
+        spec(B, K, T, V),
+        spec(B, T, dtype="int32"),
+        spec(B, K, G, T, V),
+    )
     pallas_tpu.require(q, k, v)
     with jax.default_device(device):
         made = jax.jit(both).lower(q, k, v, segments, segments, g).compile()
     assert made.as_text().count('custom_call_target="tpu_custom_call"') == 3, shape
-    # Operands that are padded and laid out anew where T or the widths are no multiples of 128; scores of 32,768 tokens would be 128 GiB.
+    # Operands that are padded and laid out anew where T or the widths are no multiples of 128;
+    # scores of 32,768 tokens would be 128 GiB.
     operands = sum(x.size * x.dtype.itemsize for x in (q, k, v, g))
     assert made.memory_analysis().temp_size_in_bytes < 4 * operands + (16 << 20), shape
 
@@ -175,9 +237,15 @@ def specs(shape: shapes.Shape):
 SOME = (shapes.TRAIN[0], shapes.TRAIN[3])
 
 
-@pytest.mark.parametrize("shape", [*SOME, *(pytest.param(s, marks=pytest.mark.long) for s in shapes.TRAIN if s not in SOME)], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [*SOME, *(pytest.param(s, marks=pytest.mark.long) for s in shapes.TRAIN if s not in SOME)],
+    ids=str,
+)
 def test_for_a_gpu_it_is_three_kernels_and_no_other_product(shape):
-    """By ``auto``, through the model: forward, and the gradients of queries and of keys and values."""
+    """By ``auto``, through the model: forward, and the gradients of queries and of keys and
+    values.
+    """
     *qkv, own, parent, g = specs(shape)
 
     def call(q, k, v, own, parent, g):
@@ -202,13 +270,22 @@ def test_vmap_is_as_many_kernels_and_the_same_values(rng, form):
 
     run = jax.jit(jax.vmap(call, in_axes=(*(0,) * 5, None)))
     made = run(*many, v[:2])
-    calls = [e for e in equations(run.trace(*many, v[:2]).jaxpr.jaxpr) if e.primitive.name == "pallas_call"]
+    calls = [
+        e
+        for e in equations(run.trace(*many, v[:2]).jaxpr.jaxpr)
+        if e.primitive.name == "pallas_call"
+    ]
     assert len(calls) == 2 * 3, "each interpreted, and each not"
     for p in range(2):
         mine = [x[p] for x in many]
         out, _, *gradients = wanted(mine[0], mine[1], v[:2], *mine[2:])
         for ours, theirs in zip(made, (out, *gradients), strict=True):
-            np.testing.assert_allclose(np.array(ours[p], np.float64), theirs, atol=1e-5 * max(1, np.abs(theirs).max()), rtol=0)
+            np.testing.assert_allclose(
+                np.array(ours[p], np.float64),
+                theirs,
+                atol=1e-5 * max(1, np.abs(theirs).max()),
+                rtol=0,
+            )
 
 
 def test_it_says_what_it_does_not_serve(monkeypatch):
@@ -219,9 +296,17 @@ def test_it_says_what_it_does_not_serve(monkeypatch):
     small = shapes.Shape(1, 1, 1, 8, 20, 12)
     assert told(small) == "serves on cuda"
     assert told(small._replace(V=257)) == "does not serve: heads are 257 wide; up to 256 are served"
-    assert told(small._replace(dtype="float16")).startswith("does not serve: queries, keys and values are float16")
+    assert told(small._replace(dtype="float16")).startswith(
+        "does not serve: queries, keys and values are float16"
+    )
     assert told(small._replace(T=0)) == "does not serve: no tokens"
-    for attached, serves in (("8.0", True), ("8.9", False), ("9.0", True), ("10.0", True), ("12.0", False)):
+    for attached, serves in (
+        ("8.0", True),
+        ("8.9", False),
+        ("9.0", True),
+        ("10.0", True),
+        ("12.0", False),
+    ):
         gpu.attach(monkeypatch, "9.0", attached)
         assert told(small._replace(H=192)) == "serves on cuda"
         assert (told(small._replace(H=200)) == "serves on cuda") == serves

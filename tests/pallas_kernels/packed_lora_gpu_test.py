@@ -1,4 +1,6 @@
-"""Packed LoRA's GPU kernels: what only they serve, and what they are lowered to. Values and isolation: ``packed_lora_test.py``."""
+"""Packed LoRA's GPU kernels: what only they serve, and what they are lowered to. Values and
+isolation: ``packed_lora_test.py``.
+"""
 
 import functools
 
@@ -14,10 +16,14 @@ from tests.pallas_kernels import gpu
 from tests.pallas_kernels.packed_lora_test import FORMS, arguments, close
 
 
-@pytest.mark.parametrize("case", [(50, 96, (40, 7), 3, 9, "float32"), (150, 130, (100,), 12, 2, "bfloat16")], ids=str)
+@pytest.mark.parametrize(
+    "case", [(50, 96, (40, 7), 3, 9, "float32"), (150, 130, (100,), 12, 2, "bfloat16")], ids=str
+)
 def test_any_rank_and_any_width(rng, case):
     """With the blocks that it chooses by itself."""
-    add, backward = (jax.jit(functools.partial(f, interpret=True)) for f in (pallas_gpu.add, pallas_gpu.backward))
+    add, backward = (
+        jax.jit(functools.partial(f, interpret=True)) for f in (pallas_gpu.add, pallas_gpu.backward)
+    )
     x, a, b, onto, factor = arguments(rng, *case)
     close(add(x, a, b, onto, factor), reference.packed_lora(x, a, b, onto, factor), case[-1])
     dx, da, db = reference.gradients(x, a, b, onto, factor)
@@ -31,9 +37,14 @@ def test_rows_and_gradients_keep_their_bits_wherever_others_lie(rng):
     g, seen = [y[::-1] for y in onto], set()
     for before, behind in ((20, 20), (0, 3), (7, 0), (33, 1)):
         place = np.r_[40 : 40 + before, 0:40, 40 + before : 80]
-        factor = jnp.array(np.r_[[1] * before, [3] * 40, [0] * behind, [-1] * (40 - before - behind)], jnp.int32)
+        factor = jnp.array(
+            np.r_[[1] * before, [3] * 40, [0] * behind, [-1] * (40 - before - behind)], jnp.int32
+        )
         rows, old, new = x[place], [y[place] for y in onto], [y[place] for y in g]
-        y, (dx, da, db) = add(rows, a, b, old, factor), backward(rows, a, b, new, jnp.zeros_like(rows), factor)
+        y, (dx, da, db) = (
+            add(rows, a, b, old, factor),
+            backward(rows, a, b, new, jnp.zeros_like(rows), factor),
+        )
         mine = [*(one[before : before + 40] for one in (*y, dx)), *(one[3] for one in (*da, *db))]
         seen.add(b"".join(np.array(one).tobytes() for one in mine))
     assert len(seen) == 1
@@ -46,16 +57,29 @@ def specs(shape: shapes.Shape, backward: bool):
     M, D, W, R = shape.rows, shape.d_in, shape.factors, shape.rank
     wide = [spec(M, F) for F in shape.d_out]
     dx = [spec(M, D)] if backward else []
-    return spec(M, D), [spec(W, R, D) for _ in wide], [spec(W, R, F) for F in shape.d_out], wide, *dx, spec(M, dtype="int32")
+    return (
+        spec(M, D),
+        [spec(W, R, D) for _ in wide],
+        [spec(W, R, F) for F in shape.d_out],
+        wide,
+        *dx,
+        spec(M, dtype="int32"),
+    )
 
 
 ALL = [*shapes.DECODE, *shapes.TRAIN]
 SOME = [shapes.DECODE[0], shapes.DECODE[-1], shapes.TRAIN[2]]
 
 
-@pytest.mark.parametrize("shape", [*SOME, *(pytest.param(s, marks=pytest.mark.long) for s in ALL if s not in SOME)], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [*SOME, *(pytest.param(s, marks=pytest.mark.long) for s in ALL if s not in SOME)],
+    ids=str,
+)
 def test_for_a_gpu_it_is_its_kernels_alone(shape):
-    """One forward; backward one for the rows, one for all A, one for each B; no product beside them, and rows are added to in place."""
+    """One forward; backward one for the rows, one for all A, one for each B; no product beside
+    them, and rows are added to in place.
+    """
     for table, backward in ((packed_lora.ADD, False), (packed_lora.BACKWARD, True)):
         args = specs(shape, backward)
         call = lambda *args, table=table: dispatch.run("packed_lora", table, "auto", args)  # noqa: E731
@@ -68,17 +92,24 @@ def test_for_a_gpu_it_is_its_kernels_alone(shape):
 
 
 def test_their_flops_are_counted():
-    """A row's products forward: x A, h B; backward: x A, g B, dh A, and the outer products of dh and x, h and g."""
+    """A row's products forward: x A, h B; backward: x A, g B, dh A, and the outer products of dh
+    and x, h and g.
+    """
     shape = shapes.Shape(64, 32, (48, 80), 4, 2)
     one = 2 * 64 * 4
-    for table, backward, flops in ((packed_lora.ADD, False, one * (64 + 128)), (packed_lora.BACKWARD, True, one * (6 * 32 + 2 * 128))):
+    for table, backward, flops in (
+        (packed_lora.ADD, False, one * (64 + 128)),
+        (packed_lora.BACKWARD, True, one * (6 * 32 + 2 * 128)),
+    ):
         call = {one.name: one.call for one in table}["pallas_gpu"]
         assert traced_flops(jax.make_jaxpr(call)(*specs(shape, backward)).jaxpr) == flops
 
 
 def test_it_says_what_it_does_not_serve():
     def told(shape, **other):
-        args = dict(zip(("x", "a", "b", "onto", "factor"), specs(shape, False), strict=True)) | other
+        args = (
+            dict(zip(("x", "a", "b", "onto", "factor"), specs(shape, False), strict=True)) | other
+        )
         return dict(dispatch.explain(packed_lora.ADD, *args.values()))["pallas_gpu"]
 
     small = shapes.Shape(16, 32, (32, 32), 4, 2)

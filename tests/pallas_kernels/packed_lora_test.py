@@ -1,4 +1,6 @@
-"""Packed LoRA against float64, each implementation, forward and backward; isolation, races, vmap, and what TPUs' compilers make of it."""
+"""Packed LoRA against float64, each implementation, forward and backward; isolation, races, vmap,
+and what TPUs' compilers make of it.
+"""
 
 import functools
 
@@ -15,10 +17,19 @@ from pallas_kernels.packed_lora import pallas_gpu, pallas_tpu, reference, runs, 
 from tests.marks import first
 
 # Several tiles and blocks of columns.
-SMALL, SMALL_GPU = pallas_tpu.Config(rows=32, columns=128), pallas_gpu.Config(rows=16, depth=64, sums=32, warps=4)
+SMALL, SMALL_GPU = (
+    pallas_tpu.Config(rows=32, columns=128),
+    pallas_gpu.Config(rows=16, depth=64, sums=32, warps=4),
+)
 FORMS = {
-    "pallas_tpu": tuple(jax.jit(functools.partial(f, config=SMALL, interpret=True)) for f in (pallas_tpu.add, pallas_tpu.backward)),
-    "pallas_gpu": tuple(jax.jit(functools.partial(f, how=SMALL_GPU, interpret=True)) for f in (pallas_gpu.add, pallas_gpu.backward)),
+    "pallas_tpu": tuple(
+        jax.jit(functools.partial(f, config=SMALL, interpret=True))
+        for f in (pallas_tpu.add, pallas_tpu.backward)
+    ),
+    "pallas_gpu": tuple(
+        jax.jit(functools.partial(f, how=SMALL_GPU, interpret=True))
+        for f in (pallas_gpu.add, pallas_gpu.backward)
+    ),
     "xla": (jax.jit(xla.add), jax.jit(xla.backward)),
 }
 
@@ -27,7 +38,9 @@ def random_factor(rng, M: int, W: int) -> np.ndarray:
     """Runs of any length, of some of the factors, each once, and rows of none between them."""
     out: list[int] = []
     for w in rng.permutation(W):
-        out += [-1] * int(rng.choice([0, 0, 0, 1, 5])) + [int(w)] * int(rng.choice([0, 1, 2, 7, 40]))
+        out += [-1] * int(rng.choice([0, 0, 0, 1, 5])) + [int(w)] * int(
+            rng.choice([0, 1, 2, 7, 40])
+        )
     out = (out + [-1] * M)[:M]
     return np.array(out, np.int32)
 
@@ -36,17 +49,23 @@ def arguments(rng, M, D, widths, R, W, dtype):
     def normal(*shape, scale=1.0):
         return jnp.array(scale * rng.normal(size=shape), dtype)
 
-    a, b = [normal(W, R, D, scale=D**-0.5) for _ in widths], [normal(W, R, F, scale=R**-0.5) for F in widths]
+    a, b = (
+        [normal(W, R, D, scale=D**-0.5) for _ in widths],
+        [normal(W, R, F, scale=R**-0.5) for F in widths],
+    )
     return normal(M, D), a, b, [normal(M, F) for F in widths], jnp.array(random_factor(rng, M, W))
 
 
-# Of the largest entry. float32: sums of up to 384 products in another order; bfloat16: one rounding of the result and one of ``h``.
+# Of the largest entry. float32: sums of up to 384 products in another order; bfloat16: one rounding
+# of the result and one of ``h``.
 TOLERANCE = {"float32": 3e-6, "bfloat16": 1.5e-2}
 
 
 def close(mine, theirs, dtype):
     for x, y in zip(jax.tree.leaves(mine), jax.tree.leaves(theirs), strict=True):
-        np.testing.assert_allclose(np.array(x, np.float64), y, atol=TOLERANCE[dtype] * max(1.0, np.abs(y).max()), rtol=0)
+        np.testing.assert_allclose(
+            np.array(x, np.float64), y, atol=TOLERANCE[dtype] * max(1.0, np.abs(y).max()), rtol=0
+        )
 
 
 CASES = [
@@ -72,17 +91,30 @@ def test_values_and_gradients_are_those_of_float64(rng, form, case):
     x, a, b, onto, factor = arguments(rng, *case)
     scale = jnp.array(rng.uniform(0.5, 2, x.shape[0]), jnp.float32)
     for scales in (None, scale):
-        close(add(x, a, b, onto, factor, scales), reference.packed_lora(x, a, b, onto, factor, scales), case[-1])
-    g, dx_onto = [jnp.array(rng.normal(size=y.shape), y.dtype) for y in onto], jnp.array(rng.normal(size=x.shape), x.dtype)
+        close(
+            add(x, a, b, onto, factor, scales),
+            reference.packed_lora(x, a, b, onto, factor, scales),
+            case[-1],
+        )
+    g, dx_onto = (
+        [jnp.array(rng.normal(size=y.shape), y.dtype) for y in onto],
+        jnp.array(rng.normal(size=x.shape), x.dtype),
+    )
     dx, da, db = reference.gradients(x, a, b, g, factor)
-    close(backward(x, a, b, g, dx_onto, factor), (dx + np.array(dx_onto, np.float64), da, db), case[-1])
+    close(
+        backward(x, a, b, g, dx_onto, factor),
+        (dx + np.array(dx_onto, np.float64), da, db),
+        case[-1],
+    )
 
 
 # Of tiles of 32 rows with six adapters and more, and with three.
 @pytest.mark.parametrize("run", first(1, [5, 12]), ids=lambda run: f"runs of {run}")
 @pytest.mark.parametrize("form", FORMS)
 def test_what_is_not_finite_stays_with_its_adapter(rng, form, run):
-    """In factors, rows and cotangents: every other row and gradient keeps its bits, also beside it in the matrix unit."""
+    """In factors, rows and cotangents: every other row and gradient keeps its bits, also beside it
+    in the matrix unit.
+    """
     add, backward = FORMS[form]
     x, a, b, onto, factor = arguments(rng, 90, 128, (128, 256), 16, 24, "float32")
     factor = jnp.array(np.repeat(rng.permutation(24)[: -(-90 // run)], run)[:90].astype(np.int32))
@@ -101,20 +133,27 @@ def test_what_is_not_finite_stays_with_its_adapter(rng, form, run):
                 at = (row,) if where == "g" else (bad, int(rng.integers(16)))
                 args[where][k] = args[where][k].at[(*at, int(rng.integers(128)))].set(value)
             made = jax.tree.leaves(
-                (add(args["x"], args["a"], args["b"], onto, factor), backward(args["x"], args["a"], args["b"], args["g"], zeros, factor))
+                (
+                    add(args["x"], args["a"], args["b"], onto, factor),
+                    backward(args["x"], args["a"], args["b"], args["g"], zeros, factor),
+                )
             )
             reached = False
             for one, other in zip(made, clean, strict=True):
                 others = ~mine if len(one) == len(mine) else np.arange(24) != bad
-                assert np.array(one)[others].tobytes() == np.array(other)[others].tobytes(), (where, value)
+                assert np.array(one)[others].tobytes() == np.array(other)[others].tobytes(), (
+                    where,
+                    value,
+                )
                 reached |= not np.isfinite(np.array(one)[~others]).all()
             assert reached, "and it is told"
 
 
 @pytest.mark.long
 def test_a_factor_that_comes_with_its_neighbour_says_nothing(rng):
-    """Rank 1 in bfloat16, whose words of memory hold two factors: one that is not finite, in the rows or not, reaches no other row, nor
-    another one's gradient."""
+    """Rank 1 in bfloat16, whose words of memory hold two factors: one that is not finite, in the
+    rows or not, reaches no other row, nor another one's gradient.
+    """
     add, backward = FORMS["pallas_tpu"]
     x, a, b, onto, _ = arguments(rng, 90, 128, (128, 256), 1, 40, "bfloat16")
     factor = jnp.array(np.repeat(rng.permutation(40)[:30], 3), jnp.int32)
@@ -123,36 +162,55 @@ def test_a_factor_that_comes_with_its_neighbour_says_nothing(rng):
     for bad in (int(factor[0]), int(rng.choice(np.setdiff1d(np.arange(40), np.array(factor))))):
         others = np.array(factor) != bad
         for value in (np.nan, np.inf):
-            for spoilt in ((a, [w.at[bad, 0, 5].set(value) for w in b]), ([w.at[bad, 0, 5].set(value) for w in a], b)):
+            for spoilt in (
+                (a, [w.at[bad, 0, 5].set(value) for w in b]),
+                ([w.at[bad, 0, 5].set(value) for w in a], b),
+            ):
                 for one, other in zip(add(x, *spoilt, onto, factor), clean, strict=True):
                     assert np.array(one)[others].tobytes() == np.array(other)[others].tobytes()
                     assert np.isfinite(np.array(one, np.float32)).all() == others.all()
-                for one, other in zip(jax.tree.leaves(backward(x, *spoilt, onto, zeros, factor)), wanted, strict=True):
+                for one, other in zip(
+                    jax.tree.leaves(backward(x, *spoilt, onto, zeros, factor)), wanted, strict=True
+                ):
                     kept = others if len(one) == len(others) else np.arange(40) != bad
                     assert np.array(one)[kept].tobytes() == np.array(other)[kept].tobytes()
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_row_s_bits_are_its_own_however_many_adapters_stand_beside_it(rng, form):
-    """Of two projections, whose first products share columns where a tile has few adapters; interpreted, on a CPU."""
+    """Of two projections, whose first products share columns where a tile has few adapters;
+    interpreted, on a CPU.
+    """
     add, _ = FORMS[form]
     x, a, b, onto, _ = arguments(rng, 32, 128, (128, 256), 16, 9, "float32")
     mine = np.full(8, 4)
-    few, many = np.r_[np.zeros(12, int), mine, np.full(12, 8)], np.r_[np.repeat([0, 1, 2, 3], 3), mine, np.repeat([5, 6, 7, 8], 3)]
+    few, many = (
+        np.r_[np.zeros(12, int), mine, np.full(12, 8)],
+        np.r_[np.repeat([0, 1, 2, 3], 3), mine, np.repeat([5, 6, 7, 8], 3)],
+    )
     one, other = (add(x, a, b, onto, jnp.array(factor, jnp.int32)) for factor in (few, many))
     for y, z in zip(one, other, strict=True):
         assert np.array(y)[12:20].tobytes() == np.array(z)[12:20].tobytes()
 
 
 def test_kernels_have_no_races_and_read_nothing_that_was_not_written(rng):
-    """In the interpreter that keeps the device's memories and clocks, where scratch begins as NaN; several chunks and tiles."""
+    """In the interpreter that keeps the device's memories and clocks, where scratch begins as NaN;
+    several chunks and tiles.
+    """
     x, a, b, onto, _ = arguments(rng, 48, 128, (128,), 64, 8, "float32")
     factor = jnp.array([0] * 3 + [-1] + [1] * 4 + [2] * 20 + [3] * 2 + [5] * 9 + [7] * 9, jnp.int32)
-    g, config = [jnp.array(rng.normal(size=y.shape), y.dtype) for y in onto], pallas_tpu.Config(rows=16, columns=128)
+    g, config = (
+        [jnp.array(rng.normal(size=y.shape), y.dtype) for y in onto],
+        pallas_tpu.Config(rows=16, columns=128),
+    )
     how = pltpu.InterpretParams(detect_races=True)
     from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 
-    close(pallas_tpu.add(x, a, b, onto, factor, config=config, interpret=how), reference.packed_lora(x, a, b, onto, factor), "float32")
+    close(
+        pallas_tpu.add(x, a, b, onto, factor, config=config, interpret=how),
+        reference.packed_lora(x, a, b, onto, factor),
+        "float32",
+    )
     assert not interpret_pallas_call.races.races_found
     made = pallas_tpu.backward(x, a, b, g, jnp.zeros_like(x), factor, config=config, interpret=how)
     close(made, reference.gradients(x, a, b, g, factor), "float32")
@@ -161,18 +219,30 @@ def test_kernels_have_no_races_and_read_nothing_that_was_not_written(rng):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_number_beyond_the_stack_is_its_last_ones(rng, form):
-    """A copy from behind an array's end would read another one's memory, and one to there would write it."""
+    """A copy from behind an array's end would read another one's memory, and one to there would
+    write it.
+    """
     add, backward = FORMS[form]
     x, a, b, onto, _ = arguments(rng, 16, 128, (128,), 64, 3, "float32")
-    factor, meant = jnp.array([0] * 5 + [3] * 6 + [-1] * 5, jnp.int32), jnp.array([0] * 5 + [2] * 6 + [-1] * 5, jnp.int32)
+    factor, meant = (
+        jnp.array([0] * 5 + [3] * 6 + [-1] * 5, jnp.int32),
+        jnp.array([0] * 5 + [2] * 6 + [-1] * 5, jnp.int32),
+    )
     close(add(x, a, b, onto, factor), reference.packed_lora(x, a, b, onto, meant), "float32")
-    close(backward(x, a, b, onto, jnp.zeros_like(x), factor), reference.gradients(x, a, b, onto, meant), "float32")
+    close(
+        backward(x, a, b, onto, jnp.zeros_like(x), factor),
+        reference.gradients(x, a, b, onto, meant),
+        "float32",
+    )
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("implementation", FORMS)
 def test_vmap_over_policies_is_one_product_with_their_gradients(rng, implementation):
-    P, call = 3, functools.partial(packed_lora.packed_lora, implementation=implementation, interpret=True)
+    P, call = (
+        3,
+        functools.partial(packed_lora.packed_lora, implementation=implementation, interpret=True),
+    )
     of = [arguments(rng, 40, 128, (128, 128), 16, 6, "float32") for _ in range(P)]
     x, a, b, onto, factor = jax.tree.map(lambda *v: jnp.stack(v), *of)
     weights = jnp.array(rng.normal(size=(40, 128)), jnp.float32)
@@ -181,15 +251,25 @@ def test_vmap_over_policies_is_one_product_with_their_gradients(rng, implementat
         return sum(jnp.sum(y * weights) for y in call(x, a, b, onto, factor))
 
     many = jax.jit(jax.vmap(call))
-    close(many(x, a, b, onto, factor), [np.stack(y) for y in zip(*(reference.packed_lora(*one) for one in of))], "float32")
+    close(
+        many(x, a, b, onto, factor),
+        [np.stack(y) for y in zip(*(reference.packed_lora(*one) for one in of))],
+        "float32",
+    )
     grads = jax.jit(jax.vmap(jax.grad(loss, argnums=(0, 1, 2, 3))))(x, a, b, onto, factor)
     wanted = [reference.gradients(o[0], o[1], o[2], [weights, weights], o[4]) for o in of]
     close(grads[:3], jax.tree.map(lambda *v: np.stack(v), *wanted), "float32")
     close(grads[3], [np.broadcast_to(weights, (P, 40, 128))] * 2, "float32")
-    one, of_many = (str(jax.make_jaxpr(f)(*args)).count("pallas_call[") for f, args in ((call, of[0]), (many, (x, a, b, onto, factor))))
+    one, of_many = (
+        str(jax.make_jaxpr(f)(*args)).count("pallas_call[")
+        for f, args in ((call, of[0]), (many, (x, a, b, onto, factor)))
+    )
     assert one == of_many == (implementation != "xla")
-    # Rows of several policies with adapters that all share: each policy's gradient of them is its own.
-    shared = jax.vmap(jax.grad(loss, argnums=1), in_axes=(0, None, None, 0, 0))(x, of[0][1], of[0][2], onto, factor)
+    # Rows of several policies with adapters that all share: each policy's gradient of them is its
+    # own.
+    shared = jax.vmap(jax.grad(loss, argnums=1), in_axes=(0, None, None, 0, 0))(
+        x, of[0][1], of[0][2], onto, factor
+    )
     alone = [reference.gradients(o[0], of[0][1], of[0][2], [weights, weights], o[4])[1] for o in of]
     close(shared, jax.tree.map(lambda *v: np.stack(v), *alone), "float32")
 
@@ -205,29 +285,53 @@ def test_runs_are_cut_at_tiles():
 def test_whole_runs_are_not_cut():
     made = runs.whole_runs(jnp.array([-1, 4, 4, 4, 4, 4, -1, 2, 2, 0], jnp.int32), 5)
     assert [v.tolist() for v in made] == [[4, 2, 0, 0, 0], [1, 7, 9, 0, 0], [5, 2, 1, 0, 0]]
-    assert [v.tolist() for v in runs.whole_runs(jnp.array([7, 7, 7], jnp.int32), 90)] == [[7, 0, 0], [0, 0, 0], [3, 0, 0]]
+    assert [v.tolist() for v in runs.whole_runs(jnp.array([7, 7, 7], jnp.int32), 90)] == [
+        [7, 0, 0],
+        [0, 0, 0],
+        [3, 0, 0],
+    ]
 
 
 def test_an_implementation_says_why_it_does_not_serve_and_what_does(rng):
-    x, a, b, onto, factor = arguments(rng, 16, 128, (128,), 1, 5, "bfloat16")  # an even number is fetched in pairs
+    # an even number is fetched in pairs
+    x, a, b, onto, factor = arguments(rng, 16, 128, (128,), 1, 5, "bfloat16")
     told = dict(dispatch.explain(packed_lora.ADD, x, a, b, onto, factor))
     why = "rank 1 in bfloat16 would be copied whole"
-    assert told == {"pallas_tpu": f"does not serve: {why}", "pallas_gpu": "serves on cuda", "xla": "serves on any platform"}
-    with pytest.raises(ValueError, match=f"packed_lora by pallas_tpu: {why}; choose auto or one of: pallas_gpu, xla"):
+    assert told == {
+        "pallas_tpu": f"does not serve: {why}",
+        "pallas_gpu": "serves on cuda",
+        "xla": "serves on any platform",
+    }
+    with pytest.raises(
+        ValueError,
+        match=f"packed_lora by pallas_tpu: {why}; choose auto or one of: pallas_gpu, xla",
+    ):
         packed_lora.packed_lora(x, a, b, onto, factor, implementation="pallas_tpu")
-    with pytest.raises(ValueError, match="no implementation 'cuda'; choose one of: auto, pallas_tpu, pallas_gpu, xla"):
+    with pytest.raises(
+        ValueError,
+        match="no implementation 'cuda'; choose one of: auto, pallas_tpu, pallas_gpu, xla",
+    ):
         packed_lora.packed_lora(x, a, b, onto, factor, implementation="cuda")
     with pytest.raises(ValueError, match=r"expected \[M, D\], \[W, R, D\]"):
         packed_lora.packed_lora(x, a, [w[:, :, :64] for w in b], onto, factor)
     before = dispatch.fallen.total()
-    close(packed_lora.packed_lora(x, a, b, onto, factor), reference.packed_lora(x, a, b, onto, factor), "bfloat16")
+    close(
+        packed_lora.packed_lora(x, a, b, onto, factor),
+        reference.packed_lora(x, a, b, onto, factor),
+        "bfloat16",
+    )
     assert dispatch.fallen.total() == before + 1, "counted"
     for wrong, why in (
         (arguments(rng, 16, 96, (128,), 16, 4, "float32"), "width 96 is no multiple of 128"),
-        (arguments(rng, 16, 128, (128,), 12, 4, "float32"), "rank 12 is neither a power of two nor a multiple of 8"),
+        (
+            arguments(rng, 16, 128, (128,), 12, 4, "float32"),
+            "rank 12 is neither a power of two nor a multiple of 8",
+        ),
         (arguments(rng, 16, 128, (128,), 16, 4, "float16"), "rows are float16"),
     ):
-        assert dict(dispatch.explain(packed_lora.ADD, *wrong))["pallas_tpu"] == f"does not serve: {why}" + (
+        assert dict(dispatch.explain(packed_lora.ADD, *wrong))[
+            "pallas_tpu"
+        ] == f"does not serve: {why}" + (
             "; bfloat16 and float32 are served" if "float16" in why else ""
         )
 
@@ -242,8 +346,15 @@ def test_what_does_not_fit_into_a_core_is_left_to_xla():
         wide = [spec(1024, 2048)] * 2
         a, b = [spec(8, R, 7168, dtype=dtype)] * 2, [spec(8, R, 2048, dtype=dtype)] * 2
         x, factor = spec(1024, 7168), spec(1024, dtype="int32")
-        tables = {"forward": (packed_lora.ADD, (x, a, b, wide, factor)), "backward": (packed_lora.BACKWARD, (x, a, b, wide, x, factor))}
-        return tuple(name for name, (table, args) in tables.items() if "MiB" in dict(dispatch.explain(table, *args))["pallas_tpu"])
+        tables = {
+            "forward": (packed_lora.ADD, (x, a, b, wide, factor)),
+            "backward": (packed_lora.BACKWARD, (x, a, b, wide, x, factor)),
+        }
+        return tuple(
+            name
+            for name, (table, args) in tables.items()
+            if "MiB" in dict(dispatch.explain(table, *args))["pallas_tpu"]
+        )
 
     assert [passed(R, "bfloat16") for R in (16, 128, 256)] == [(), (), ("backward",)]
     assert [passed(R, "float32") for R in (16, 64)] == [(), ("backward",)]
@@ -262,7 +373,11 @@ def compiled(chip: str, shape: shapes.Shape, backward: bool):
     M, D, W, R = shape.rows, shape.d_in, shape.factors, shape.rank
     wide = [spec(M, F) for F in shape.d_out]
     args = spec(M, D), [spec(W, R, D) for _ in wide], [spec(W, R, F) for F in shape.d_out], wide
-    args = (*args, spec(M, D), spec(M, dtype=jnp.int32)) if backward else (*args, spec(M, dtype=jnp.int32))
+    args = (
+        (*args, spec(M, D), spec(M, dtype=jnp.int32))
+        if backward
+        else (*args, spec(M, dtype=jnp.int32))
+    )
     table, donated = (packed_lora.BACKWARD, 4) if backward else (packed_lora.ADD, 3)
 
     @functools.partial(jax.jit, donate_argnums=(donated,))
@@ -277,9 +392,16 @@ def compiled(chip: str, shape: shapes.Shape, backward: bool):
 def check_compiled(chip: str, shape: shapes.Shape, backward: bool) -> None:
     made, donated = compiled(chip, shape, backward)
     text, memory = made.as_text(), made.memory_analysis()
-    assert text.count('custom_call_target="tpu_custom_call"') == 1, (shape, "the kernel, and nothing in its place")
+    assert text.count('custom_call_target="tpu_custom_call"') == 1, (
+        shape,
+        "the kernel, and nothing in its place",
+    )
     # Numbers of rows and runs; and float32 sums of gradients that are converted behind the kernel.
-    sums = 4 * shape.factors * (len(shape.d_out) * shape.d_in + sum(shape.d_out)) if backward and shape.rank == 1 else 0
+    sums = (
+        4 * shape.factors * (len(shape.d_out) * shape.d_in + sum(shape.d_out))
+        if backward and shape.rank == 1
+        else 0
+    )
     assert memory.temp_size_in_bytes < (2 << 20) + sums, shape
     assert memory.alias_size_in_bytes >= donated, (shape, "rows are added to in place")
 
@@ -293,5 +415,8 @@ def test_a_tpus_compiler_takes_the_kernel_with_nothing_large_beside_it(chip):
 @pytest.mark.long
 @pytest.mark.parametrize("chip", CHIPS)
 def test_a_tpus_compiler_takes_the_kernel_for_all_real_shapes(chip):
-    for shape, backward in [*((s, False) for s in (*shapes.DECODE[1:], *shapes.TRAIN)), *((s, True) for s in shapes.TRAIN[1:])]:
+    for shape, backward in [
+        *((s, False) for s in (*shapes.DECODE[1:], *shapes.TRAIN)),
+        *((s, True) for s in shapes.TRAIN[1:]),
+    ]:
         check_compiled(chip, shape, backward)

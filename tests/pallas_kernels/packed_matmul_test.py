@@ -1,4 +1,6 @@
-"""Packed matmul against float64, forward and backward; isolation, races, vmap, and what TPUs' compilers make of it."""
+"""Packed matmul against float64, forward and backward; isolation, races, vmap, and what TPUs'
+compilers make of it.
+"""
 
 import functools
 
@@ -24,7 +26,9 @@ FORMS = {
 
 
 def arguments(rng, M, D, widths, R, adapters, E, dtype):
-    """Experts of any size, some of none, rows behind the last, and of each expert rows of some of its adapters, or of none."""
+    """Experts of any size, some of none, rows behind the last, and of each expert rows of some of
+    its adapters, or of none.
+    """
 
     def normal(*shape, scale=1.0):
         return jnp.array(scale * rng.normal(size=shape), dtype)
@@ -32,8 +36,14 @@ def arguments(rng, M, D, widths, R, adapters, E, dtype):
     W, rows = adapters * E, M - int(rng.integers(0, M // 4))
     sizes = rng.multinomial(rows, rng.dirichlet(np.full(E, 0.7)))
     of_rows = [np.sort(rng.integers(-1, adapters, size)) for size in sizes]
-    factor = np.concatenate([np.where(one < 0, -1, one * E + e) for e, one in enumerate(of_rows)] + [np.full(M - rows, -1)])
-    w, a = [normal(E, D, F, scale=D**-0.5) for F in widths], [normal(W, R, D, scale=D**-0.5) for _ in widths]
+    factor = np.concatenate(
+        [np.where(one < 0, -1, one * E + e) for e, one in enumerate(of_rows)]
+        + [np.full(M - rows, -1)]
+    )
+    w, a = (
+        [normal(E, D, F, scale=D**-0.5) for F in widths],
+        [normal(W, R, D, scale=D**-0.5) for _ in widths],
+    )
     b = [normal(W, R, F, scale=R**-0.5) for F in widths]
     return normal(M, D), w, jnp.array(sizes, jnp.int32), a, b, jnp.array(factor, jnp.int32)
 
@@ -60,9 +70,14 @@ def test_values_are_those_of_float64(rng, form, case):
 
 def test_experts_may_be_those_of_one_of_several_layers(rng):
     x, w, *rest = arguments(rng, *CASES[0])
-    stack = [jnp.full((3 * len(one), *one.shape[1:]), jnp.nan).at[len(one) : 2 * len(one)].set(one) for one in w]
+    stack = [
+        jnp.full((3 * len(one), *one.shape[1:]), jnp.nan).at[len(one) : 2 * len(one)].set(one)
+        for one in w
+    ]
     run = FORMS["pallas_tpu"]
-    for got, want in zip(run(x, stack, *rest, first=jnp.int32(len(w[0]))), run(x, w, *rest), strict=True):
+    for got, want in zip(
+        run(x, stack, *rest, first=jnp.int32(len(w[0]))), run(x, w, *rest), strict=True
+    ):
         np.testing.assert_array_equal(got, want)
 
 
@@ -71,29 +86,50 @@ def test_experts_may_be_those_of_one_of_several_layers(rng):
 def test_matrices_may_be_of_8_bits_with_a_scale_for_each_column(rng, kind, case):
     """Of one of several layers, whose scales are the layer's own."""
     x, w, sizes, a, b, factor = arguments(rng, *case)
-    small = [quantised.quantise(np.array(one, np.float32) * rng.uniform(0.1, 10, (len(one), 1, one.shape[2])), kind) for one in w]
+    small = [
+        quantised.quantise(
+            np.array(one, np.float32) * rng.uniform(0.1, 10, (len(one), 1, one.shape[2])), kind
+        )
+        for one in w
+    ]
     stack = [jnp.concatenate([jnp.array(q), -jnp.array(q)]) for q, _ in small]
     w_scale = [jnp.array(scale) for _, scale in small]
     rest = sizes, a, b, factor, jnp.array(rng.uniform(0.5, 2, case[0]), jnp.float32)
-    wanted = reference.packed_matmul(x, [np.float64(q) * scale[:, None] for q, scale in small], *rest)
-    other = reference.packed_matmul(x, [-np.float64(q) * scale[:, None] for q, scale in small], *rest)
+    wanted = reference.packed_matmul(
+        x, [np.float64(q) * scale[:, None] for q, scale in small], *rest
+    )
+    other = reference.packed_matmul(
+        x, [-np.float64(q) * scale[:, None] for q, scale in small], *rest
+    )
     run = FORMS["pallas_tpu"]
     close(run(x, stack, *rest, first=jnp.int32(0), w_scale=w_scale), wanted, case[-1])
     close(run(x, stack, *rest, first=jnp.int32(len(w[0])), w_scale=w_scale), other, case[-1])
 
 
-@pytest.mark.parametrize("many", [3, 20], ids=lambda many: f"{many} adapters")  # of rank 16: half a chunk and less, and several chunks
-@pytest.mark.parametrize("form", [*FORMS, *(pytest.param(kind, marks=pytest.mark.long) for kind in quantised.KINDS)])
+# of rank 16: half a chunk and less, and several chunks
+@pytest.mark.parametrize("many", [3, 20], ids=lambda many: f"{many} adapters")
+@pytest.mark.parametrize(
+    "form", [*FORMS, *(pytest.param(kind, marks=pytest.mark.long) for kind in quantised.KINDS)]
+)
 def test_what_is_not_finite_stays_with_its_adapter(rng, form, many):
-    """In factors and rows: every other row keeps its bits, beside it in the matrix unit and in the tile; experts of 8 bits too."""
+    """In factors and rows: every other row keeps its bits, beside it in the matrix unit and in the
+    tile; experts of 8 bits too.
+    """
     call, M, E = FORMS.get(form, FORMS["pallas_tpu"]), 75, 3
     x, w, sizes, a, b, factor = arguments(rng, M, 128, (128, 256), 16, many, E, "bfloat16")
     if form in quantised.KINDS:
-        w, w_scale = zip(*(map(jnp.array, quantised.quantise(np.array(one, np.float32), form)) for one in w))
+        w, w_scale = zip(
+            *(map(jnp.array, quantised.quantise(np.array(one, np.float32), form)) for one in w)
+        )
         call = functools.partial(call, w_scale=w_scale)
     sizes = jnp.array([30, 0, 40], jnp.int32)
     factor = jnp.array(
-        [-1, *np.sort(np.resize(rng.permutation(many), 29)) * E, *np.sort(np.resize(rng.permutation(many), 40)) * E + 2] + [-1] * 5
+        [
+            -1,
+            *np.sort(np.resize(rng.permutation(many), 29)) * E,
+            *np.sort(np.resize(rng.permutation(many), 40)) * E + 2,
+        ]
+        + [-1] * 5
     )
     clean = call(x, w, sizes, a, b, factor)
     row = int(rng.choice(np.flatnonzero(np.array(factor) >= 0)))
@@ -105,22 +141,39 @@ def test_what_is_not_finite_stays_with_its_adapter(rng, form, many):
                 args["x"] = x.at[row, rng.integers(128)].set(value)
             else:
                 k = int(rng.integers(2))
-                args[where][k] = args[where][k].at[int(factor[row]), int(rng.integers(16)), int(rng.integers(128))].set(value)
+                args[where][k] = (
+                    args[where][k]
+                    .at[int(factor[row]), int(rng.integers(16)), int(rng.integers(128))]
+                    .set(value)
+                )
             made = call(args["x"], w, sizes, args["a"], args["b"], factor)
             for one, other in zip(made, clean, strict=True):
-                assert np.array(one)[~mine].tobytes() == np.array(other)[~mine].tobytes(), (where, value)
-            assert any(not np.isfinite(np.array(one, np.float32)[mine]).all() for one in made), "and it is told"
+                assert np.array(one)[~mine].tobytes() == np.array(other)[~mine].tobytes(), (
+                    where,
+                    value,
+                )
+            assert any(not np.isfinite(np.array(one, np.float32)[mine]).all() for one in made), (
+                "and it is told"
+            )
 
 
 @pytest.mark.long
 def test_the_kernel_has_no_races_and_reads_nothing_that_was_not_written(rng):
-    """In the interpreter that keeps the device's memories and clocks, where scratch begins as NaN; several chunks and tiles, and a NaN."""
+    """In the interpreter that keeps the device's memories and clocks, where scratch begins as NaN;
+    several chunks and tiles, and a NaN.
+    """
     x, w, _, a, b, _ = arguments(rng, 48, 128, (128,), 64, 4, 2, "float32")
     sizes = jnp.array([20, 22], jnp.int32)  # a tile of 16 rows has both
-    factor = jnp.array([0] * 3 + [2] * 7 + [4] * 2 + [6] * 7 + [-1] + [1] * 9 + [3] + [5] + [7] * 5 + [-1] * 12, jnp.int32)
+    factor = jnp.array(
+        [0] * 3 + [2] * 7 + [4] * 2 + [6] * 7 + [-1] + [1] * 9 + [3] + [5] + [7] * 5 + [-1] * 12,
+        jnp.int32,
+    )
     from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 
-    how = {"how": pallas_tpu.Config(rows=16, columns=128), "interpret": pltpu.InterpretParams(detect_races=True)}
+    how = {
+        "how": pallas_tpu.Config(rows=16, columns=128),
+        "interpret": pltpu.InterpretParams(detect_races=True),
+    }
     made = pallas_tpu.matmul(x, w, sizes, a, b, factor, **how)
     close(made, reference.packed_matmul(x, w, sizes, a, b, factor), "float32")
     assert not interpret_pallas_call.races.races_found
@@ -136,19 +189,25 @@ def test_the_kernel_has_no_races_and_reads_nothing_that_was_not_written(rng):
 @pytest.mark.parametrize("implementation", first(1, sorted(FORMS, reverse=True)))
 def test_vmap_over_policies_is_one_product_with_their_gradients(rng, implementation):
     P, M, case = 3, 40, (40, 128, (128, 128), 16, 3, 2, "float32")
-    call = functools.partial(packed_matmul.packed_matmul, implementation=implementation, interpret=True)
+    call = functools.partial(
+        packed_matmul.packed_matmul, implementation=implementation, interpret=True
+    )
     of = [arguments(rng, *case) for _ in range(P)]
     w = of[0][1]
     x, _, sizes, a, b, factor = jax.tree.map(lambda *v: jnp.stack(v), *of)
     weights = [jnp.array(rng.normal(size=(M, 128)), jnp.float32) for _ in w]
 
     def loss(x, a, b, w, sizes, factor):
-        return sum(jnp.sum(y * g) for y, g in zip(call(x, w, sizes, a, b, factor), weights, strict=True))
+        return sum(
+            jnp.sum(y * g) for y, g in zip(call(x, w, sizes, a, b, factor), weights, strict=True)
+        )
 
     many = jax.jit(jax.vmap(call, in_axes=(0, None, 0, 0, 0, 0)))
     wanted = [reference.packed_matmul(one[0], w, *one[2:]) for one in of]
     close(many(x, w, sizes, a, b, factor), [np.stack(y) for y in zip(*wanted)], "float32")
-    grads = jax.jit(jax.vmap(jax.grad(loss, argnums=(0, 1, 2)), in_axes=(0, 0, 0, None, 0, 0)))(x, a, b, w, sizes, factor)
+    grads = jax.jit(jax.vmap(jax.grad(loss, argnums=(0, 1, 2)), in_axes=(0, 0, 0, None, 0, 0)))(
+        x, a, b, w, sizes, factor
+    )
     wanted = [reference.gradients(one[0], w, one[2], one[3], one[4], weights, one[5]) for one in of]
     close(grads, jax.tree.map(lambda *v: np.stack(v), *wanted), "float32")
     jaxprs = (
@@ -159,8 +218,13 @@ def test_vmap_over_policies_is_one_product_with_their_gradients(rng, implementat
     assert one == of_many == (implementation == "pallas_tpu")
     # Experts of each policy, and adapters that all share.
     own = jnp.stack([one[1][0] for one in of])
-    made = jax.vmap(call, in_axes=(0, 0, 0, None, None, 0))(x, [own], sizes, a[0][:1], b[0][:1], factor)
-    wanted = [reference.packed_matmul(one[0], [one[1][0]], one[2], [a[0][0]], [b[0][0]], one[5]) for one in of]
+    made = jax.vmap(call, in_axes=(0, 0, 0, None, None, 0))(
+        x, [own], sizes, a[0][:1], b[0][:1], factor
+    )
+    wanted = [
+        reference.packed_matmul(one[0], [one[1][0]], one[2], [a[0][0]], [b[0][0]], one[5])
+        for one in of
+    ]
     close(made, [np.stack(y) for y in zip(*wanted)], "float32")
 
 
@@ -176,18 +240,39 @@ def test_visits_are_of_one_tile_and_one_expert():
     assert int(made.total) == 5
     assert made.tile.tolist()[:5] == [0, 1, 1, 1, 2]
     assert made.expert.tolist()[:5] == [0, 2, 3, 4, 4], "a tile without rows brings no matrix"
-    assert made.local[:5, 0].tolist() == [[-1, 0, 0, 0], [0, -2, -2, -2], [-2, 0, -2, -2], [-2, -2, 0, 1], [-2] * 4]
+    assert made.local[:5, 0].tolist() == [
+        [-1, 0, 0, 0],
+        [0, -2, -2, -2],
+        [-2, 0, -2, -2],
+        [-2, -2, 0, 1],
+        [-2] * 4,
+    ]
     count = made.meta[:, 0, 4 + visits.COUNT].tolist()
     assert count == [1, 1, 1, 2, 0] + [0] * (len(count) - 5)
-    assert [made.meta[v, 0, :n].tolist() for v, n in enumerate(count[:5])] == [[5], [1], [1], [1, 3], []]
+    assert [made.meta[v, 0, :n].tolist() for v, n in enumerate(count[:5])] == [
+        [5],
+        [1],
+        [1],
+        [1, 3],
+        [],
+    ]
 
 
 def test_an_implementation_says_why_it_does_not_serve_and_what_does(rng):
     x, w, sizes, a, b, factor = arguments(rng, 16, 128, (128,), 16, 2, 2, "bfloat16")
     for args, why in (
-        ((x, [one.astype(jnp.float32) for one in w], sizes, a, b, factor), "experts' matrices are float32 and rows bfloat16"),
-        ((x, w, sizes, a, b, factor, None, None, [jnp.ones((2, 128))]), "experts' matrices are bfloat16 and have scales"),
-        ((x, w, sizes, [one[:, :1] for one in a], [one[:, :1] for one in b], factor), "rank 1 in bfloat16 would be copied whole"),
+        (
+            (x, [one.astype(jnp.float32) for one in w], sizes, a, b, factor),
+            "experts' matrices are float32 and rows bfloat16",
+        ),
+        (
+            (x, w, sizes, a, b, factor, None, None, [jnp.ones((2, 128))]),
+            "experts' matrices are bfloat16 and have scales",
+        ),
+        (
+            (x, w, sizes, [one[:, :1] for one in a], [one[:, :1] for one in b], factor),
+            "rank 1 in bfloat16 would be copied whole",
+        ),
     ):
         told = dict(dispatch.explain(packed_matmul.MATMUL, *args))
         assert told["pallas_tpu"].startswith(f"does not serve: {why}")
@@ -198,15 +283,27 @@ def test_an_implementation_says_why_it_does_not_serve_and_what_does(rng):
     def spec(*dims, dtype="bfloat16"):
         return jax.ShapeDtypeStruct(dims, dtype)
 
-    large = spec(1024, 7168), [spec(12, 7168, 2048)], spec(12, dtype="int32"), [spec(96, 16, 7168)], [spec(96, 16, 2048)]
+    large = (
+        spec(1024, 7168),
+        [spec(12, 7168, 2048)],
+        spec(12, dtype="int32"),
+        [spec(96, 16, 7168)],
+        [spec(96, 16, 2048)],
+    )
     large = *large, spec(1024, dtype="int32")
-    assert "MiB of a core's memory" in dict(dispatch.explain(packed_matmul.MATMUL, *large))["pallas_tpu"], "two of Kimi-K2's matrices"
+    assert (
+        "MiB of a core's memory"
+        in dict(dispatch.explain(packed_matmul.MATMUL, *large))["pallas_tpu"]
+    ), "two of Kimi-K2's matrices"
 
 
 def test_bytes_are_those_of_the_two_with_rows_moved_once(rng):
     x, w, sizes, a, b, factor = arguments(rng, 64, 128, (128, 256), 16, 2, 3, "bfloat16")
     made = cost.packed_matmul(x, w, a, b, sizes, factor)
-    base, lora = cost.grouped(x, w, sizes), cost.packed_lora(x, a, b, [jnp.zeros((64, n), x.dtype) for n in (128, 256)], factor)
+    base, lora = (
+        cost.grouped(x, w, sizes),
+        cost.packed_lora(x, a, b, [jnp.zeros((64, n), x.dtype) for n in (128, 256)], factor),
+    )
     assert made == cost.Cost(base.flops + lora.flops, base.rows, base.weights + lora.weights)
 
 
@@ -219,9 +316,18 @@ def check_compiled(chip: str, shape: shapes.Shape, kind: str | None = None) -> N
     def spec(*dims, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(dims, dtype, sharding=SingleDeviceSharding(device))
 
-    M, D, E, W, R = shape.rows, shape.d_in, shape.experts, shape.experts * shape.adapters, shape.rank
+    M, D, E, W, R = (
+        shape.rows,
+        shape.d_in,
+        shape.experts,
+        shape.experts * shape.adapters,
+        shape.rank,
+    )
     of_experts = quantised.KINDS[kind][0] if kind else jnp.bfloat16
-    w, w_scale = ([spec(E, *dims, F, dtype=of) for F in shape.d_out] for dims, of in (((D,), of_experts), ((), jnp.float32)))
+    w, w_scale = (
+        [spec(E, *dims, F, dtype=of) for F in shape.d_out]
+        for dims, of in (((D,), of_experts), ((), jnp.float32))
+    )
     args = spec(M, D), w, spec(E, dtype=jnp.int32), [spec(W, R, D) for _ in shape.d_out]
     args = (*args, [spec(W, R, F) for F in shape.d_out], spec(M, dtype=jnp.int32))
     call = packed_matmul.packed_matmul
@@ -229,8 +335,12 @@ def check_compiled(chip: str, shape: shapes.Shape, kind: str | None = None) -> N
         args, call = (*args, None, spec(dtype=jnp.int32), w_scale), pallas_tpu.matmul
     with jax.default_device(device):
         made = jax.jit(call).lower(*args).compile()
-    assert made.as_text().count('custom_call_target="tpu_custom_call"') == 1, (shape, "the kernel, and nothing in its place")
-    assert made.memory_analysis().temp_size_in_bytes < 3 << 20, shape  # numbers of rows, runs and visits
+    assert made.as_text().count('custom_call_target="tpu_custom_call"') == 1, (
+        shape,
+        "the kernel, and nothing in its place",
+    )
+    # numbers of rows, runs and visits
+    assert made.memory_analysis().temp_size_in_bytes < 3 << 20, shape
 
 
 @pytest.mark.long
@@ -248,7 +358,8 @@ def test_a_tpus_compiler_takes_matrices_of_8_bits(chip, kind):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("chip", ["v5p:2x2x1", "tpu7x:2x2x1"])  # the largest and the smallest memory of a core
+# the largest and the smallest memory of a core
+@pytest.mark.parametrize("chip", ["v5p:2x2x1", "tpu7x:2x2x1"])
 def test_a_tpus_compiler_takes_the_kernel_for_all_real_shapes(chip):
     for shape in shapes.SHAPES[1:]:
         check_compiled(chip, shape)

@@ -1,4 +1,6 @@
-"""Random caches in pages for tests of attention to them, and what their compiled programs have in common."""
+"""Random caches in pages for tests of attention to them, and what their compiled programs have in
+common.
+"""
 
 from typing import Any
 
@@ -13,12 +15,16 @@ from pallas_kernels.paged import PAGE, RUN, RUN_PAGES, Rows
 NOWHERE = 2**30  # a page that there is not
 LENGTHS = (0, 0, 1, 31, 33, 127, 128, 129, 200)
 CHIPS = ("v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
-# float32: scores of up to 15, whose last bits are in their exponentials; bfloat16: weights are rounded before they meet the values.
+# float32: scores of up to 15, whose last bits are in their exponentials; bfloat16: weights are
+# rounded before they meet the values.
 TOLERANCE = {"float32": 4e-5, "bfloat16": 2e-2}
 
 
-def random_rows(rng: Any, B: int, layers: int, prefix: Any = None, own: Any = None, first: Any = None) -> tuple[Rows, int]:
-    """Rows of any length of both parts, some of which begin behind their prefix or within it; and how many pages there are.
+def random_rows(
+    rng: Any, B: int, layers: int, prefix: Any = None, own: Any = None, first: Any = None
+) -> tuple[Rows, int]:
+    """Rows of any length of both parts, some of which begin behind their prefix or within it; and
+    how many pages there are.
 
     Entries of a table behind a part's pages name pages that are not there.
     """
@@ -26,7 +32,9 @@ def random_rows(rng: Any, B: int, layers: int, prefix: Any = None, own: Any = No
     own = np.asarray(rng.choice(LENGTHS, B) if own is None else own, np.int32)
     runs = -(-prefix // RUN)
     if first is None:
-        first = np.where(rng.random(B) < 0.3, runs, np.where(rng.random(B) < 0.3, np.minimum(runs, 1), 0))
+        first = np.where(
+            rng.random(B) < 0.3, runs, np.where(rng.random(B) < 0.3, np.minimum(runs, 1), 0)
+        )
     D = (int(max(runs)) + -(-int(max(own)) // RUN) + 1) * RUN_PAGES
     table, free = np.full((B, D), NOWHERE, np.int32), list(rng.permutation(B * D))
     for b in range(B):
@@ -43,7 +51,9 @@ def filled(prefix: int, own: int, position: Any) -> Any:
 
 
 def random_pool(rng: Any, rows: Rows, shape: tuple[int, ...], width: int, dtype: str) -> jax.Array:
-    """``[L, U, ..., PAGE, X]``: what is not finite, or large, wherever no token of a row is, and beyond ``width``."""
+    """``[L, U, ..., PAGE, X]``: what is not finite, or large, wherever no token of a row is, and
+    beyond ``width``.
+    """
     left_over = np.array([np.nan, np.inf, -np.inf, 1e30], np.float32)
     pool = rng.choice(left_over, shape)
     table, prefix, own = (np.asarray(x) for x in (rows.table, rows.prefix, rows.own))
@@ -56,8 +66,12 @@ def random_pool(rng: Any, rows: Rows, shape: tuple[int, ...], width: int, dtype:
 
 
 def close(mine: Any, theirs: Any, dtype: str) -> None:
-    """The parts of attention against those of float64: the same where there is nothing, and else the same attention."""
-    (top, total, value), (want_top, want_total, want_value) = (tuple(np.array(x, np.float64) for x in of) for of in (mine, theirs))
+    """The parts of attention against those of float64: the same where there is nothing, and else
+    the same attention.
+    """
+    (top, total, value), (want_top, want_total, want_value) = (
+        tuple(np.array(x, np.float64) for x in of) for of in (mine, theirs)
+    )
     none = want_total == 0
     assert (total[none] == 0).all()
     np.testing.assert_allclose(top[none], -1e30, rtol=1e-6)
@@ -66,7 +80,8 @@ def close(mine: Any, theirs: Any, dtype: str) -> None:
     scale = np.exp(np.where(none, 0, top - want_top))
     np.testing.assert_allclose(np.where(none, 0, top - want_top), 0, atol=10 * TOLERANCE[dtype])
     np.testing.assert_allclose(scale * total, want_total, rtol=TOLERANCE[dtype])
-    # A weight's error is of its own size, and so a sum's of the largest value: 4 of 100,000 normal numbers (once 1.3e-5 of 3.3).
+    # A weight's error is of its own size, and so a sum's of the largest value: 4 of 100,000 normal
+    # numbers (once 1.3e-5 of 3.3).
     want = want_value / np.maximum(want_total, 1)
     most = TOLERANCE[dtype] * max(1, np.abs(want).max(initial=0))
     np.testing.assert_allclose(scale * value / np.maximum(want_total, 1), want, atol=most)
@@ -77,17 +92,28 @@ def compiled(chip: str, call: Any, arrays: Any) -> Any:
     device = chips.target(chip).devices[0]
     place = SingleDeviceSharding(device)
     with jax.default_device(device):
-        specs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), arrays)
+        specs = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), arrays
+        )
         return jax.jit(call).lower(*specs).compile()
 
 
 def of_rows(B: int, positions: int) -> Rows:
     """Their shapes."""
-    return Rows(*(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((), (B, positions // PAGE), (B,), (B,), (B,))))
+    return Rows(
+        *(
+            jax.ShapeDtypeStruct(shape, jnp.int32)
+            for shape in ((), (B, positions // PAGE), (B,), (B,), (B,))
+        )
+    )
 
 
 def check_compiled(made: Any, queries_bytes: int) -> None:
-    """One kernel, and beside it nothing but queries and their numbers once more: no copy of keys, which are far more."""
+    """One kernel, and beside it nothing but queries and their numbers once more: no copy of keys,
+    which are far more.
+    """
     text = made.as_text()
-    assert text.count('custom_call_target="tpu_custom_call"') == 1, "the kernel, and nothing in its place"
+    assert text.count('custom_call_target="tpu_custom_call"') == 1, (
+        "the kernel, and nothing in its place"
+    )
     assert made.memory_analysis().temp_size_in_bytes < 4 * queries_bytes + (3 << 20)

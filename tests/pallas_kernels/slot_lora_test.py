@@ -1,4 +1,6 @@
-"""Slot LoRA against float64: rows in any order, whole and in parts; isolation, races, a mesh, and what TPUs' compilers make of it."""
+"""Slot LoRA against float64: rows in any order, whole and in parts; isolation, races, a mesh, and
+what TPUs' compilers make of it.
+"""
 
 import dataclasses
 import functools
@@ -25,7 +27,10 @@ from tests.pallas_kernels.packed_lora_test import CHIPS, close
 
 SMALL = Config(rows=32, columns=128)
 TPU = slot_lora.pallas_tpu
-add, shrink, expand = (jax.jit(functools.partial(f, config=SMALL, interpret=True)) for f in (TPU.add, TPU.shrink, TPU.expand))
+add, shrink, expand = (
+    jax.jit(functools.partial(f, config=SMALL, interpret=True))
+    for f in (TPU.add, TPU.shrink, TPU.expand)
+)
 
 
 def arguments(rng, M, D, F, R, W, dtype):
@@ -34,19 +39,34 @@ def arguments(rng, M, D, F, R, W, dtype):
     def normal(*shape, scale=1.0):
         return jnp.array(scale * rng.normal(size=shape), dtype)
 
-    slot, scale = jnp.array(rng.integers(-1, W, M), jnp.int32), jnp.array(rng.uniform(0.5, 2, M), jnp.float32)
-    return normal(M, D), normal(W, R, D, scale=D**-0.5), normal(W, R, F, scale=R**-0.5), normal(M, F), slot, scale
+    slot, scale = (
+        jnp.array(rng.integers(-1, W, M), jnp.int32),
+        jnp.array(rng.uniform(0.5, 2, M), jnp.float32),
+    )
+    return (
+        normal(M, D),
+        normal(W, R, D, scale=D**-0.5),
+        normal(W, R, F, scale=R**-0.5),
+        normal(M, F),
+        slot,
+        scale,
+    )
 
 
 def in_parts(shrink, expand, x, a, b, onto, slot, scale):
     """As two devices would that have half of the inputs each."""
     halves = np.split(np.arange(x.shape[1]), 2)
-    return expand(sum(shrink(x[:, at], a[:, :, at], slot) for at in halves) * scale[:, None], b, onto, slot)
+    return expand(
+        sum(shrink(x[:, at], a[:, :, at], slot) for at in halves) * scale[:, None], b, onto, slot
+    )
 
 
 GPU = slot_lora.pallas_gpu
 HOW = GPU.Config(depth=64, parts=3, columns=32, warps=4)
-on_gpu, *parts_on_gpu = (jax.jit(functools.partial(f, how=HOW, interpret=True)) for f in (GPU.add, GPU.shrink, GPU.expand))
+on_gpu, *parts_on_gpu = (
+    jax.jit(functools.partial(f, how=HOW, interpret=True))
+    for f in (GPU.add, GPU.shrink, GPU.expand)
+)
 FORMS = {
     "whole": add,
     "in parts": functools.partial(in_parts, shrink, expand),
@@ -68,9 +88,19 @@ CASES = [
 @pytest.mark.parametrize("case", first(2, CASES), ids=str)
 def test_values_are_those_of_float64(rng, form, case):
     if form is FORMS["cpu"]:  # of float32 alone, and of any widths
-        case = (*case[:1], case[1] + int(rng.integers(20)), case[2] + int(rng.integers(20)), *case[3:5], "float32")
+        case = (
+            *case[:1],
+            case[1] + int(rng.integers(20)),
+            case[2] + int(rng.integers(20)),
+            *case[3:5],
+            "float32",
+        )
     x, a, b, onto, slot, scale = arguments(rng, *case)
-    close(form(x, a, b, onto, slot, scale), reference.packed_lora(x, [a], [b], [onto], slot, scale)[0], case[-1])
+    close(
+        form(x, a, b, onto, slot, scale),
+        reference.packed_lora(x, [a], [b], [onto], slot, scale)[0],
+        case[-1],
+    )
     nobody = jnp.full_like(slot, -1)
     assert np.array(form(x, a, b, onto, nobody, scale)).tobytes() == np.array(onto).tobytes()
 
@@ -78,7 +108,8 @@ def test_values_are_those_of_float64(rng, form, case):
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_what_is_not_finite_stays_with_its_slot(rng, form):
     x, a, b, onto, _, scale = arguments(rng, 64, 256, 256, 16, 12, "float32")
-    slot = jnp.array(rng.permutation(np.repeat(np.arange(12), 6))[:64], jnp.int32)  # in two tiles, side by side in two chunks
+    # in two tiles, side by side in two chunks
+    slot = jnp.array(rng.permutation(np.repeat(np.arange(12), 6))[:64], jnp.int32)
     clean = np.array(form(x, a, b, onto, slot, scale))
     bad = int(slot[rng.integers(64)])
     mine = np.array(slot) == bad
@@ -109,7 +140,10 @@ def test_kernels_have_no_races_and_read_nothing_that_was_not_written(rng):
     from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 
     x, a, b, onto, slot, scale = arguments(rng, 32, 128, 128, 64, 9, "float32")
-    how = {"config": Config(rows=16, columns=128), "interpret": pltpu.InterpretParams(detect_races=True)}
+    how = {
+        "config": Config(rows=16, columns=128),
+        "interpret": pltpu.InterpretParams(detect_races=True),
+    }
     want = reference.packed_lora(x, [a], [b], [onto], slot, scale)[0]
     close(TPU.add(x, a, b, onto, slot, scale, **how), want, "float32")
     assert not interpret_pallas_call.races.races_found
@@ -125,7 +159,11 @@ def test_a_layer_begins_where_it_is_said(rng):
     want = reference.packed_lora(x, [a], [b], [onto], jnp.where(slot < 0, -1, slot + 8), scale)[0]
     for form in (add, on_gpu):
         close(form(x, a, b, onto, slot, scale, jnp.int32(8)), want, "float32")
-    close(expand(shrink(x, a, slot, jnp.int32(8)) * scale[:, None], b, onto, slot, jnp.int32(8)), want, "float32")
+    close(
+        expand(shrink(x, a, slot, jnp.int32(8)) * scale[:, None], b, onto, slot, jnp.int32(8)),
+        want,
+        "float32",
+    )
 
 
 def test_slots_of_a_tile_are_each_named_once():
@@ -159,12 +197,19 @@ MESHES = (
 @pytest.mark.parametrize("ends", [("embed", "q_heads"), ("q_heads", "embed")], ids=str)
 @pytest.mark.parametrize("kernel", ["pallas_tpu", "pallas_gpu"])
 def test_over_a_mesh_the_kernel_gives_what_xla_gives(rng, sizes, ends, kernel, B):
-    """Columns split, inputs split, rows and one of these by the same axis, rows that no axis divides; two ranks; and where an adapter is
-    NaN the others' rows have the bits that they had."""
+    """Columns split, inputs split, rows and one of these by the same axis, rows that no axis
+    divides; two ranks; and where an adapter is NaN the others' rows have the bits that they had.
+    """
     D, F, T = 1024, 2048, 3
     stacks = {R: stack_of(rng, D, F, R) for R in (4, 16)}
-    slots = {4: np.array([0, -1, 5, -1, 0, -1, 2, -1], np.int32)[:B], 16: np.array([-1, 3, -1, 1, -1, -1, -1, 3], np.int32)[:B]}
-    x, y = rng.normal(size=(B, T, D)).astype(np.float32), rng.normal(size=(B, T, F)).astype(np.float32)
+    slots = {
+        4: np.array([0, -1, 5, -1, 0, -1, 2, -1], np.int32)[:B],
+        16: np.array([-1, 3, -1, 1, -1, -1, -1, 3], np.int32)[:B],
+    }
+    x, y = (
+        rng.normal(size=(B, T, D)).astype(np.float32),
+        rng.normal(size=(B, T, F)).astype(np.float32),
+    )
 
     @functools.partial(jax.jit, static_argnames="kernel")
     def run(stacks, slots, x, y, kernel):
@@ -185,7 +230,8 @@ def test_over_a_mesh_the_kernel_gives_what_xla_gives(rng, sizes, ends, kernel, B
         stacks[4].factors["q"]["b"][1, 5] = np.nan
         stacks[16].factors["q"]["a"][1, 1] = np.inf
         spoilt = np.asarray(run(stacks, slots, x, y, kernel))
-    np.testing.assert_allclose(made, want, atol=1e-4, rtol=0)  # float32 sums of 1,024 terms, of size up to 10
+    # float32 sums of 1,024 terms, of size up to 10
+    np.testing.assert_allclose(made, want, atol=1e-4, rtol=0)
     theirs = (slots[4] == 5) | (slots[16] == 1)
     np.testing.assert_array_equal(spoilt[~theirs], made[~theirs])
     assert np.isnan(spoilt[slots[4] == 5]).all()
@@ -196,7 +242,10 @@ def test_over_a_mesh_the_kernel_gives_what_xla_gives(rng, sizes, ends, kernel, B
     ("rules", "refused"),
     [
         ({"q_heads": "fsdp"}, "mesh axis fsdp splits inputs and outputs"),
-        ({"embed": ("fsdp", "tensor"), "q_heads": None}, r"\('fsdp', 'tensor'\) split inputs or outputs, and \('fsdp',\) of them rows too"),
+        (
+            {"embed": ("fsdp", "tensor"), "q_heads": None},
+            r"\('fsdp', 'tensor'\) split inputs or outputs, and \('fsdp',\) of them rows too",
+        ),
     ],
 )
 def test_a_mesh_that_the_kernels_cannot_serve_is_refused_by_name(rng, monkeypatch, rules, refused):
@@ -204,10 +253,17 @@ def test_a_mesh_that_the_kernels_cannot_serve_is_refused_by_name(rng, monkeypatc
     for name, axes in rules.items():
         monkeypatch.setitem(sharding.RULES, name, axes)
     with jax.set_mesh(make_mesh({"fsdp": 4, "tensor": 2})):
-        lora = name_slots({4: stack_of(rng, 1024, 1024, 4)}, {4: np.zeros(8, np.int32)}, "pallas_tpu")
+        lora = name_slots(
+            {4: stack_of(rng, 1024, 1024, 4)}, {4: np.zeros(8, np.int32)}, "pallas_tpu"
+        )
         assert lora is not None
         with pytest.raises(ValueError, match=refused):
-            add_delta(jnp.ones((8, 1, 1024)), jnp.ones((8, 1, 1024)), lora.in_layer(jnp.int32(0)).at("q"), ("embed", "q_heads"))
+            add_delta(
+                jnp.ones((8, 1, 1024)),
+                jnp.ones((8, 1, 1024)),
+                lora.in_layer(jnp.int32(0)).at("q"),
+                ("embed", "q_heads"),
+            )
 
 
 def test_a_projection_that_adapters_lack_is_left_alone(rng):
@@ -235,9 +291,18 @@ def test_rows_are_put_in_turn_before_the_layers(rng):
     stacks, slots = {4: stack_of(rng, 128, 128, 4)}, {4: np.int32([2, -1, 0, 2])}
 
     def layer(x, y, stacks, slots, ahead):
-        lora = name_slots(stacks, slots, tokens=2) if not ahead else name_slots(stacks, slots, "auto", 2)
+        lora = (
+            name_slots(stacks, slots, tokens=2)
+            if not ahead
+            else name_slots(stacks, slots, "auto", 2)
+        )
         assert (lora.buckets[0].turn is None) == (not ahead)
-        return add_delta(x, y, dataclasses.replace(lora, kernel="auto").in_layer(jnp.int32(1)).at("q"), (None, None))
+        return add_delta(
+            x,
+            y,
+            dataclasses.replace(lora, kernel="auto").in_layer(jnp.int32(1)).at("q"),
+            (None, None),
+        )
 
     x = y = jnp.ones((4, 2, 128))
     for ahead in (False, True):
@@ -251,9 +316,19 @@ def test_rows_are_put_in_turn_before_the_layers(rng):
 def test_lowered_for_cuda_each_is_its_kernels():
     M, D, (F,), R, W, dtype = shapes.DECODE[2]
     spec = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype(dtype))
-    x, a, b, onto, slot = spec((M, D)), spec((W, R, D)), spec((W, R, F)), spec((M, F)), spec((M,), dtype=jnp.int32)
+    x, a, b, onto, slot = (
+        spec((M, D)),
+        spec((W, R, D)),
+        spec((W, R, F)),
+        spec((M, F)),
+        spec((M,), dtype=jnp.int32),
+    )
     inner = spec((M, R), dtype=jnp.float32)
-    for fn, args, kernels in ((GPU.add, (x, a, b, onto, slot), 2), (GPU.shrink, (x, a, slot), 1), (GPU.expand, (inner, b, onto, slot), 1)):
+    for fn, args, kernels in (
+        (GPU.add, (x, a, b, onto, slot), 2),
+        (GPU.shrink, (x, a, slot), 1),
+        (GPU.expand, (inner, b, onto, slot), 1),
+    ):
         assert gpu.text(fn, *args).count(gpu.KERNEL) == kernels, fn.__name__
 
 
@@ -264,14 +339,23 @@ def check_compiled(chip: str, shape: shapes.Shape) -> None:
     def spec(*dims, dtype=dtype):
         return jax.ShapeDtypeStruct(dims, jnp.dtype(dtype), sharding=place)
 
-    x, a, b, onto, slot, scale = spec(M, D), spec(W, R, D), spec(W, R, F), spec(M, F), spec(M, dtype="int32"), spec(M, dtype="float32")
+    x, a, b, onto, slot, scale = (
+        spec(M, D),
+        spec(W, R, D),
+        spec(W, R, F),
+        spec(M, F),
+        spec(M, dtype="int32"),
+        spec(M, dtype="float32"),
+    )
     TPU.require_add(x, a, b, onto)
     TPU.require_shrink(x, a)
     TPU.require_expand(b, onto)
 
     @functools.partial(jax.jit, donate_argnums=(3, 4))
     def call(x, a, b, onto, other, slot, scale):
-        return TPU.add(x, a, b, onto, slot, scale), TPU.expand(TPU.shrink(x, a, slot), b, other, slot)
+        return TPU.add(x, a, b, onto, slot, scale), TPU.expand(
+            TPU.shrink(x, a, slot), b, other, slot
+        )
 
     with jax.default_device(chips.target(chip).devices[0]):
         made = call.lower(x, a, b, onto, onto, slot, scale).compile()

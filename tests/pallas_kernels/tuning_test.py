@@ -1,4 +1,6 @@
-"""Tables of measured sizes: when they are taken, what programs they make, and how the search fills them."""
+"""Tables of measured sizes: when they are taken, what programs they make, and how the search fills
+them.
+"""
 
 import functools
 import json
@@ -44,14 +46,18 @@ def test_a_table_comes_before_the_rule_on_its_device_alone(rng, empty_cache):
     [choice] = notes
     assert choice == ("packed_lora", "cuda", choice.key, rule)
     other = rule._replace(rows=2 * rule.rows, stages=rule.stages + 1)
-    tuning.write("packed_lora", DEVICE, {choice.key: entry(other)}, empty_cache / "tuned" / "packed_lora")
+    tuning.write(
+        "packed_lora", DEVICE, {choice.key: entry(other)}, empty_cache / "tuned" / "packed_lora"
+    )
     assert pallas_gpu.config("packed_lora", x, a) == rule, "this is a CPU"
     with tuning.on("NVIDIA B200"):
         assert pallas_gpu.config("packed_lora", x, a) == rule
     with tuning.on(DEVICE):
         assert pallas_gpu.config("packed_lora", x, a) == other
         assert pallas_gpu.config("packed_lora backward", x, a) == rule, "its own table"
-        assert pallas_gpu.config("packed_lora", x[:, :64], [w[:, :, :64] for w in a]) == rule, "another key"
+        assert pallas_gpu.config("packed_lora", x[:, :64], [w[:, :, :64] for w in a]) == rule, (
+            "another key"
+        )
         with tuning.trying("packed_lora", rule):
             assert pallas_gpu.config("packed_lora", x, a) == rule
     assert pallas_gpu.config("packed_lora", x, a) == rule
@@ -64,7 +70,12 @@ def test_a_program_has_the_sizes_of_what_it_is_for_whatever_was_compiled_before(
     with tuning.noted() as notes:
         before = gpu.text(call, *args)
     choice = next(one for one in notes if isinstance(one.sizes, pallas_gpu.Config))
-    tuning.write("packed_lora", DEVICE, {choice.key: entry(choice.sizes._replace(rows=64))}, empty_cache / "tuned" / "packed_lora")
+    tuning.write(
+        "packed_lora",
+        DEVICE,
+        {choice.key: entry(choice.sizes._replace(rows=64))},
+        empty_cache / "tuned" / "packed_lora",
+    )
     assert choice.sizes.rows != 64
     with tuning.on(DEVICE):
         tuned = gpu.text(call, *args)
@@ -76,20 +87,47 @@ def test_a_program_has_the_sizes_of_what_it_is_for_whatever_was_compiled_before(
 
 def test_tables_of_the_cache_come_before_those_that_are_shipped(monkeypatch, tmp_path, empty_cache):
     shipped = tmp_path / "shipped"
-    monkeypatch.setattr(tuning, "folders", lambda op: [shipped, empty_cache / "tuned" / op.split()[0]])
-    tuning.write("packed_lora", DEVICE, {"a": entry(pallas_tpu.Config(1)), "b": entry(pallas_tpu.Config(2))}, shipped)
-    tuning.write("packed_lora", DEVICE, {"b": entry(pallas_tpu.Config(3))}, empty_cache / "tuned" / "packed_lora")
-    assert tuning.table("packed_lora", DEVICE) == {"a": entry(pallas_tpu.Config(1)), "b": entry(pallas_tpu.Config(3))}
-    tuning.write("packed_lora", DEVICE, {"c": entry(pallas_tpu.Config(4))}, empty_cache / "tuned" / "packed_lora")
+    monkeypatch.setattr(
+        tuning, "folders", lambda op: [shipped, empty_cache / "tuned" / op.split()[0]]
+    )
+    tuning.write(
+        "packed_lora",
+        DEVICE,
+        {"a": entry(pallas_tpu.Config(1)), "b": entry(pallas_tpu.Config(2))},
+        shipped,
+    )
+    tuning.write(
+        "packed_lora",
+        DEVICE,
+        {"b": entry(pallas_tpu.Config(3))},
+        empty_cache / "tuned" / "packed_lora",
+    )
+    assert tuning.table("packed_lora", DEVICE) == {
+        "a": entry(pallas_tpu.Config(1)),
+        "b": entry(pallas_tpu.Config(3)),
+    }
+    tuning.write(
+        "packed_lora",
+        DEVICE,
+        {"c": entry(pallas_tpu.Config(4))},
+        empty_cache / "tuned" / "packed_lora",
+    )
     assert set(tuning.table("packed_lora", DEVICE)) == {"a", "b", "c"}, "entries are added"
 
 
-@pytest.mark.parametrize("text", ["{", '{"packed_lora": {"key": {}}}', '{"packed_lora": [1]}', "[]"])
+@pytest.mark.parametrize(
+    "text", ["{", '{"packed_lora": {"key": {}}}', '{"packed_lora": [1]}', "[]"]
+)
 def test_a_file_that_is_no_table_is_named(empty_cache, text):
     path = empty_cache / "tuned" / "packed_lora" / tuning.filename(DEVICE)
     path.parent.mkdir(parents=True)
     path.write_text(text)
-    with pytest.raises(ValueError, match=f"{re.escape(str(path))} is no table of measured sizes .* delete it, or measure again"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            f"{re.escape(str(path))} is no table of measured sizes .* delete it, or measure again"
+        ),
+    ):
         tuning.table("packed_lora", DEVICE)
 
 
@@ -97,15 +135,34 @@ def test_sizes_of_another_version_are_refused(rng, empty_cache):
     x, a, *_ = arguments(rng, 70, 128, (128,), 16, 9, "float32")
     with tuning.noted() as notes:
         pallas_gpu.config("packed_lora", x, a)
-    tuning.write("packed_lora", DEVICE, {notes[0].key: {"config": {"rows": 1}}}, empty_cache / "tuned" / "packed_lora")
-    with tuning.on(DEVICE), pytest.raises(ValueError, match=r"sizes \['rows'\] where the kernel has .*'depth'.*: measure again"):
+    tuning.write(
+        "packed_lora",
+        DEVICE,
+        {notes[0].key: {"config": {"rows": 1}}},
+        empty_cache / "tuned" / "packed_lora",
+    )
+    with (
+        tuning.on(DEVICE),
+        pytest.raises(
+            ValueError, match=r"sizes \['rows'\] where the kernel has .*'depth'.*: measure again"
+        ),
+    ):
         pallas_gpu.config("packed_lora", x, a)
 
 
 def test_neighbours_differ_in_one_number():
-    assert set(tuning.neighbours(pallas_tpu.Config(32, 128))) == {(64, 128), (16, 128), (32, 256), (32, 64)}
-    assert [one.stages for one in tuning.neighbours(pallas_gpu.Config(1, 1, 1, 1, 1)) if one.stages != 1] == [2]
-    nested = packed_attention.pallas_gpu.Config(8, *(packed_attention.pallas_gpu.Block(2, 2, 2, 2),) * 3)
+    assert set(tuning.neighbours(pallas_tpu.Config(32, 128))) == {
+        (64, 128),
+        (16, 128),
+        (32, 256),
+        (32, 64),
+    }
+    assert [
+        one.stages for one in tuning.neighbours(pallas_gpu.Config(1, 1, 1, 1, 1)) if one.stages != 1
+    ] == [2]
+    nested = packed_attention.pallas_gpu.Config(
+        8, *(packed_attention.pallas_gpu.Block(2, 2, 2, 2),) * 3
+    )
     made = list(tuning.neighbours(nested))
     assert len(made) == len(set(made)) == 2 + 3 * 8
     assert tuning._like(nested, json.loads(json.dumps(tuning.as_dict(nested)))) == nested
@@ -114,11 +171,16 @@ def test_neighbours_differ_in_one_number():
 def interpreted(rng) -> tuple[Call, tuple]:
     args = arguments(rng, 70, 128, (128,), 16, 9, "float32")
     call = lambda x, a, b, onto, factor: pallas_gpu.add(x, a, b, onto, factor, interpret=True)  # noqa: E731
-    return Call("packed_lora", Shape(70, 128, (128,), 16, 9, "float32"), call, (), (), lambda rng: ()), args
+    return (
+        Call("packed_lora", Shape(70, 128, (128,), 16, 9, "float32"), call, (), (), lambda rng: ()),
+        args,
+    )
 
 
 def test_the_search_ends_at_the_fastest_sizes_and_programs_take_them(rng, monkeypatch, tmp_path):
-    """By a clock of our own, for an interpreter's times say nothing; results are the interpreter's."""
+    """By a clock of our own, for an interpreter's times say nothing; results are the
+    interpreter's.
+    """
     call, args = interpreted(rng)
 
     def clock(what, sides, n, warm=1):
@@ -136,7 +198,9 @@ def test_the_search_ends_at_the_fastest_sizes_and_programs_take_them(rng, monkey
         tune_kernels.keep(found, call.op, DEVICE, tmp_path / "work", to_cache)
         with tuning.on(DEVICE):
             assert (pallas_gpu.config("packed_lora", args[0], args[1]) == found.best) == to_cache
-    assert json.loads((tmp_path / "work" / "tuned" / "packed_lora" / "nvidia_h200.json").read_text())["packed_lora"][found.key]["ratio"]
+    assert json.loads(
+        (tmp_path / "work" / "tuned" / "packed_lora" / "nvidia_h200.json").read_text()
+    )["packed_lora"][found.key]["ratio"]
     with tuning.on(DEVICE):
         close(call.fn(*args), reference.packed_lora(*args), "float32")
 
@@ -144,7 +208,11 @@ def test_the_search_ends_at_the_fastest_sizes_and_programs_take_them(rng, monkey
 def test_the_search_stays_where_nothing_is_surely_faster(rng, monkeypatch):
     call, args = interpreted(rng)
     noise = np.random.default_rng(5)
-    monkeypatch.setattr(timing, "in_turn", lambda what, sides, n, warm=1: {name: list(1 + 0.1 * noise.random(n)) for name in sides})
+    monkeypatch.setattr(
+        timing,
+        "in_turn",
+        lambda what, sides, n, warm=1: {name: list(1 + 0.1 * noise.random(n)) for name in sides},
+    )
     found = tune_kernels.search(call, "cuda", args, 5, 1, 0.0)
     assert found.best == found.rule
     assert found.ratio is None
@@ -160,7 +228,9 @@ def test_sizes_that_do_not_compile_or_give_other_results_are_refused_and_told(rn
             raise RuntimeError("too much shared memory\nand so on")
         return [y + (sizes.rows == 32)]
 
-    monkeypatch.setattr(timing, "in_turn", lambda what, sides, n, warm=1: {name: [1.0] * n for name in sides})
+    monkeypatch.setattr(
+        timing, "in_turn", lambda what, sides, n, warm=1: {name: [1.0] * n for name in sides}
+    )
     found = tune_kernels.search(call._replace(fn=wrong), "cuda", args, 5, 1, 0.0)
     assert {re.search(r"rows=(\d+)", one)[1]: why for one, why in found.refused.items()} == {
         "32": "ValueError: its results are not those of the sizes that were taken before",
@@ -181,14 +251,25 @@ def test_calls_have_numbers_for_all_their_integers(rng, platform):
         wanted = [x.shape for x in jax.tree.leaves(call.args) if x.dtype == jnp.int32]
         assert [np.shape(v) for v in call.numbers(rng)] == wanted, call.name
         ops.add(call.op)
-    both = {"packed_lora", "packed_lora backward", "packed_attention", "packed_attention backward", "paged_attention", "latent_attention"}
-    assert ops == both | ({"packed_matmul"} if platform == "tpu" else {"grouped_matmul", "slot_lora", "layer_matmul"})
+    both = {
+        "packed_lora",
+        "packed_lora backward",
+        "packed_attention",
+        "packed_attention backward",
+        "paged_attention",
+        "latent_attention",
+    }
+    assert ops == both | (
+        {"packed_matmul"} if platform == "tpu" else {"grouped_matmul", "slot_lora", "layer_matmul"}
+    )
 
 
 def test_arguments_are_random_where_they_are_data(rng):
     spec = jax.ShapeDtypeStruct
     args = spec((3, 4), jnp.bfloat16), [spec((2,), jnp.int32), None], spec((5,), jnp.int8)
-    x, [numbers, _], small = Call("op", (1,), lambda: None, args, (), lambda rng: ([7, 8],)).arguments(rng)
+    x, [numbers, _], small = Call(
+        "op", (1,), lambda: None, args, (), lambda rng: ([7, 8],)
+    ).arguments(rng)
     assert (x.dtype, small.dtype, numbers.tolist()) == (jnp.bfloat16, jnp.int8, [7, 8])
     assert len(set(np.array(x, np.float32).ravel().tolist())) > 6
     with pytest.raises(ValueError, match=r"numbers of shape \(3,\) for \(2,\)"):
@@ -197,7 +278,9 @@ def test_arguments_are_random_where_they_are_data(rng):
 
 def test_ops_that_there_are_not_are_named():
     config = type("Config", (), {"ops": ("packed_lore",), "shapes": 0})
-    with pytest.raises(UserError, match=r"ops has 'packed_lore'; expected some of: .*packed_lora backward"):
+    with pytest.raises(
+        UserError, match=r"ops has 'packed_lore'; expected some of: .*packed_lora backward"
+    ):
         list(tune_kernels._chosen(config, kernel_calls.calls(jax.devices()[0], "cuda")))
 
 
@@ -215,7 +298,9 @@ def test_a_shipped_table_is_of_keys_and_sizes_that_its_kernel_has(path):
             if call.op not in held:
                 continue
             with tuning.noted() as notes:
-                jax.jit(lambda *args, call=call: call.fn(*args)).trace(*call.args).lower(lowering_platforms=("cuda",))
+                jax.jit(lambda *args, call=call: call.fn(*args)).trace(*call.args).lower(
+                    lowering_platforms=("cuda",)
+                )
             for note in notes:
                 if note.key in held.get(note.op, {}):
                     assert tuning.as_dict(note.sizes) == held[note.op][note.key]["config"]

@@ -1,4 +1,6 @@
-"""EvictionScore is (seconds x decayed frequency) / bytes; the ranking gives the lowest, and ages the others by its victims."""
+"""EvictionScore is (seconds x decayed frequency) / bytes; the ranking gives the lowest, and ages
+the others by its victims.
+"""
 
 from types import SimpleNamespace
 
@@ -17,7 +19,9 @@ def score_at(seconds: float, nbytes: int, uses: list[float], now: float) -> floa
     return seconds * sum(2 ** -((now - u) / HALF) for u in uses) / nbytes
 
 
-@given(st.floats(0.01, 10), st.integers(1, 10**9), st.lists(st.floats(0, 100), min_size=1, max_size=5))
+@given(
+    st.floats(0.01, 10), st.integers(1, 10**9), st.lists(st.floats(0, 100), min_size=1, max_size=5)
+)
 def test_a_value_is_the_definition_s_at_the_last_use(seconds, nbytes, uses):
     uses = sorted(uses)
     score = EvictionScore(nbytes, seconds, 1.0, uses[0])
@@ -33,7 +37,10 @@ def test_a_clock_that_steps_back_does_no_harm():
 
 
 ACTION = st.tuples(
-    st.sampled_from(["add", "add", "remove", "evict", "evict a tenant's"]), st.integers(0, 9), st.integers(0, 2), st.integers(0, 5)
+    st.sampled_from(["add", "add", "remove", "evict", "evict a tenant's"]),
+    st.integers(0, 9),
+    st.integers(0, 2),
+    st.integers(0, 5),
 )
 
 
@@ -64,8 +71,13 @@ def test_the_ranking_equals_a_sorted_dict(actions):
 
 @pytest.mark.parametrize("policy", [hot_set.slots, hot_set.host], ids=["slots", "host"])
 def test_sessions_that_ended_make_room_and_what_is_asked_for_most_stays(rng, policy):
-    """LRU is the better policy of bursts, and frequency that of Zipf's law; ours is near the one, and above LRU in the other."""
-    config, capacity = SimpleNamespace(names=100_000, zipf=1.0, request_s=0.01, half_life_s=600.0), 128
+    """LRU is the better policy of bursts, and frequency that of Zipf's law; ours is near the one,
+    and above LRU in the other.
+    """
+    config, capacity = (
+        SimpleNamespace(names=100_000, zipf=1.0, request_s=0.01, half_life_s=600.0),
+        128,
+    )
     rates = {}
     for kind in ("bursts", "zipf"):
         trace = traffic.draws(kind, config.names, 20_000, config.zipf, rng).tolist()

@@ -1,4 +1,6 @@
-"""The host cache: budget, scores, leases, pins, quotas; against a model, from many threads, and in bytes of memory."""
+"""The host cache: budget, scores, leases, pins, quotas; against a model, from many threads, and in
+bytes of memory.
+"""
 
 import gc
 import threading
@@ -158,7 +160,9 @@ class Against(RuleBasedStateMachine):
     def start(self, budget, quota, entries):
         self.clock, self.evicted = Clock(), []
         self.quota = Quota(host_bytes=quota, host_entries=entries)
-        self.cache = HostCache(budget, Quotas(named={"t1": self.quota}), 10.0, self.clock, self.evicted.append)
+        self.cache = HostCache(
+            budget, Quotas(named={"t1": self.quota}), 10.0, self.clock, self.evicted.append
+        )
         self.here: dict[str, tuple[int, str]] = {}  # digest -> bytes, tenant
         self.leases: dict[str, int] = {}
         self.pinned: set[str] = set()
@@ -166,7 +170,13 @@ class Against(RuleBasedStateMachine):
     def keeps(self, digest) -> bool:
         return bool(self.leases.get(digest)) or digest in self.pinned
 
-    @rule(name=st.integers(0, 7), n=st.integers(1, 12), tenant=st.sampled_from(["t0", "t1"]), seconds=st.floats(0.1, 5), good=st.booleans())
+    @rule(
+        name=st.integers(0, 7),
+        n=st.integers(1, 12),
+        tenant=st.sampled_from(["t0", "t1"]),
+        seconds=st.floats(0.1, 5),
+        good=st.booleans(),
+    )
     def put(self, name, n, tenant, seconds, good):
         digest, before = f"d{name}", dict(self.here)
         kept = self.cache.reserve(digest, np.zeros(n, np.uint8), tenant)
@@ -176,9 +186,14 @@ class Against(RuleBasedStateMachine):
             del self.here[victim]
         stuck = [d for d in before if self.keeps(d)]
         own = [d for d in stuck if before[d][1] == tenant]
-        possible = digest not in before and sum(before[d][0] for d in stuck) + n <= self.cache.budget_bytes
+        possible = (
+            digest not in before and sum(before[d][0] for d in stuck) + n <= self.cache.budget_bytes
+        )
         if tenant == "t1":
-            possible &= sum(before[d][0] for d in own) + n <= self.quota.host_bytes and len(own) + 1 <= self.quota.host_entries
+            possible &= (
+                sum(before[d][0] for d in own) + n <= self.quota.host_bytes
+                and len(own) + 1 <= self.quota.host_entries
+            )
         assert (kept is not None) == possible
         if kept is None:
             assert not gone

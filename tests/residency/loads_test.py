@@ -1,4 +1,6 @@
-"""The queue of cold loads: order, joins, bounds, ETA, cancelling; with workers that tests hold at a gate."""
+"""The queue of cold loads: order, joins, bounds, ETA, cancelling; with workers that tests hold at a
+gate.
+"""
 
 import threading
 
@@ -15,7 +17,12 @@ class Held:
     """A queue whose worker does nothing until ``let``; it notes the order of work."""
 
     def __init__(self, workers=1, **settings):
-        self.clock, self.order, self.gate, self.at_work = Clock(), [], threading.Semaphore(0), threading.Semaphore(0)
+        self.clock, self.order, self.gate, self.at_work = (
+            Clock(),
+            [],
+            threading.Semaphore(0),
+            threading.Semaphore(0),
+        )
         self.queue = ColdLoads(self._work, workers, clock=self.clock, **settings)
 
     def _work(self, load):
@@ -55,7 +62,13 @@ def test_order_is_priority_then_arrival_and_a_request_raises_a_prefetch(held):
     one = held(depth=100)
     one.queue.submit("running", "a")
     one.wait_at_work()
-    for digest, priority in [("p1", PREFETCH), ("p2", PREFETCH), ("c1", COLD), ("w", WARM), ("c2", COLD)]:
+    for digest, priority in [
+        ("p1", PREFETCH),
+        ("p2", PREFETCH),
+        ("c1", COLD),
+        ("w", WARM),
+        ("c2", COLD),
+    ]:
         one.queue.submit(digest, "a", priority)
     load, _ = one.queue.submit("p2", "b", COLD)
     assert load.tenant == "a"
@@ -125,12 +138,16 @@ def test_the_eta_is_bytes_ahead_and_own_at_the_measured_rate(held):
     assert [one.queue.eta(loads[d]) for d in "rab"] == pytest.approx([10.0, 14.0, 20.0])
     one.clock.advance(4.0)
     assert [one.queue.eta(loads[d]) for d in "rab"] == pytest.approx([6.0, 10.0, 16.0])
-    assert one.queue.eta_of_new("unknown") == pytest.approx(16.0), "no bytes known, no load measured"
+    assert one.queue.eta_of_new("unknown") == pytest.approx(16.0), (
+        "no bytes known, no load measured"
+    )
     loads["r"].cold, loads["r"].seconds = True, 2.0  # 50 bytes a second
     one.drain(1)
     assert one.queue.bytes_per_s == 50.0
     one.wait_at_work()
-    assert one.queue.eta_of_new("unknown") == pytest.approx((40 + 60 + 100) / 50), "as large as loads were so far"
+    assert one.queue.eta_of_new("unknown") == pytest.approx((40 + 60 + 100) / 50), (
+        "as large as loads were so far"
+    )
 
 
 def test_two_workers_halve_the_wait(held):

@@ -1,4 +1,6 @@
-"""The whole way from storage to slots: leases, joins, failures, quotas, pauses; then sampling from what was loaded."""
+"""The whole way from storage to slots: leases, joins, failures, quotas, pauses; then sampling from
+what was loaded.
+"""
 
 import threading
 from concurrent.futures import CancelledError
@@ -55,18 +57,42 @@ class Storage:
 class World:
     """A base, a storage with random adapters, and a residency over both."""
 
-    def __init__(self, rng, base, capacities=None, host_bytes=1 << 30, targets=("q", "v"), piece_bytes=None, finite=(), **settings):
-        self.rng, self.base, self.specs, self.storage = rng, base, transformer.abstract(base.cfg), Storage()
+    def __init__(
+        self,
+        rng,
+        base,
+        capacities=None,
+        host_bytes=1 << 30,
+        targets=("q", "v"),
+        piece_bytes=None,
+        finite=(),
+        **settings,
+    ):
+        self.rng, self.base, self.specs, self.storage = (
+            rng,
+            base,
+            transformer.abstract(base.cfg),
+            Storage(),
+        )
         self.slots = DeviceSlots(self.specs, capacities or {2: 2}, targets, piece_bytes=piece_bytes)
-        admission = Admission(base.fingerprint, self.specs, {b: self.slots.targets(b) for b in self.slots.stacks}, finite)
+        admission = Admission(
+            base.fingerprint,
+            self.specs,
+            {b: self.slots.targets(b) for b in self.slots.stacks},
+            finite,
+        )
         self.registry = CollectorRegistry()
         settings["metrics"] = Metrics(self.registry)
-        self.residency = Residency(self.storage.fetch, unpack, admission, self.slots, host_bytes, **settings)
+        self.residency = Residency(
+            self.storage.fetch, unpack, admission, self.slots, host_bytes, **settings
+        )
 
     def new(self, rank=2, targets=("q", "v"), base=None, change=lambda adapter: adapter) -> str:
         config = AdapterConfig(rank, 2.0 * rank, targets)
         specs = lora_tree.adapter_specs(self.specs, config)
-        adapter = params_lib.map_with_path(lambda p, s: self.rng.normal(size=s.shape).astype(np.float32), specs)
+        adapter = params_lib.map_with_path(
+            lambda p, s: self.rng.normal(size=s.shape).astype(np.float32), specs
+        )
         return self.storage.add(change(adapter), config, base or self.base.fingerprint)
 
     def settle(self, *futures):
@@ -88,8 +114,15 @@ class World:
     def holds(self, lease) -> bool:
         """Whether a lease's slot holds its revision."""
         adapter, schema = unpack(self.storage.objects[lease.digest])
-        found = lora_tree.read_slot(self.residency.stacks[lease.slot.bucket], lease.slot.index, schema.config.rank, adapter)
-        return all(np.array_equal(x, y) for (_, x), (_, y) in zip(*(sorted(params_lib.leaves_with_path(t)) for t in (found, adapter))))
+        found = lora_tree.read_slot(
+            self.residency.stacks[lease.slot.bucket], lease.slot.index, schema.config.rank, adapter
+        )
+        return all(
+            np.array_equal(x, y)
+            for (_, x), (_, y) in zip(
+                *(sorted(params_lib.leaves_with_path(t)) for t in (found, adapter))
+            )
+        )
 
 
 @pytest.fixture
@@ -165,7 +198,9 @@ def test_a_lease_keeps_its_slot_and_the_next_waits_for_it(world):
 
 
 def test_a_waiting_load_holds_no_host_memory(world):
-    """A host cache for one: what waits for a slot is fetched again rather than kept beside its budget."""
+    """A host cache for one: what waits for a slot is fetched again rather than kept beside its
+    budget.
+    """
     w = world(capacities={2: 1})
     digests = [w.new() for _ in range(3)]
     w.residency.host.budget_bytes = max(len(x) for x in w.storage.objects.values())
@@ -198,7 +233,11 @@ def test_a_budget_of_one_piece_writes_one(world, monkeypatch):
     """Pieces that are a little smaller than the budget are not written two at a time."""
     w = world(piece_bytes=500)
     writes, real = [], w.slots.write
-    monkeypatch.setattr(w.slots, "write", lambda staged: writes.append(staged.nbytes // staged.pieces) or real(staged))
+    monkeypatch.setattr(
+        w.slots,
+        "write",
+        lambda staged: writes.append(staged.nbytes // staged.pieces) or real(staged),
+    )
     future = w.residency.acquire(w.new())
     w.until(lambda: w.residency.state()["loads"]["ready"] == 1)
     assert not w.residency.commit_ready(500)
@@ -244,7 +283,12 @@ def test_what_does_not_fit_is_refused_with_the_reason_and_leaves_nothing(world, 
         return adapter
 
     targets = {"targets": ("q", "unembed")}.get(kind, ("q", "v"))
-    digest = w.new(rank=5 if kind == "rank" else 2, targets=targets, base="1" * 64 if kind == "base" else None, change=change)
+    digest = w.new(
+        rank=5 if kind == "rank" else 2,
+        targets=targets,
+        base="1" * 64 if kind == "base" else None,
+        change=change,
+    )
     if kind == "corrupt":
         data = bytearray(w.storage.objects[digest])
         data[-5] ^= 1
@@ -283,15 +327,22 @@ def test_what_a_catalog_took_in_is_not_searched_for_nan_again(world):
     future = w.residency.acquire(digest)
     w.settle(future)
     slot = future.result().slot
-    assert np.isnan(np.asarray(w.residency.stacks[2].factors["dense"]["attn"]["q"]["b"])[0, slot.index, 0, 0])
+    assert np.isnan(
+        np.asarray(w.residency.stacks[2].factors["dense"]["attn"]["q"]["b"])[0, slot.index, 0, 0]
+    )
     with pytest.raises(UserError, match="was trained on base 111111111111"):
         w.residency.acquire(w.new(base="1" * 64)).result(LONG)
 
 
 @pytest.mark.parametrize("niceness", [0, 19])
-def test_large_objects_are_verified_by_many_threads_or_by_the_nice_one(world, niceness, monkeypatch):
+def test_large_objects_are_verified_by_many_threads_or_by_the_nice_one(
+    world, niceness, monkeypatch
+):
     seen = []
-    monkeypatch.setattr("mint_jax.digest.blake3", lambda *args, **kwargs: seen.append(kwargs) or blake3(*args, **kwargs))
+    monkeypatch.setattr(
+        "mint_jax.digest.blake3",
+        lambda *args, **kwargs: seen.append(kwargs) or blake3(*args, **kwargs),
+    )
     monkeypatch.setattr("mint_jax.digest.blake3.AUTO", blake3.AUTO, raising=False)
     monkeypatch.setattr("mint_jax.digest.THREADED", 1)
     w = world(niceness=niceness)
@@ -305,12 +356,16 @@ def test_large_objects_are_verified_by_many_threads_or_by_the_nice_one(world, ni
 
 def test_a_load_that_fails_on_the_device_frees_its_slot(world, monkeypatch):
     w = world(capacities={2: 1})
-    monkeypatch.setattr(w.slots, "stage", lambda *_: (_ for _ in ()).throw(MemoryError("device full")))
+    monkeypatch.setattr(
+        w.slots, "stage", lambda *_: (_ for _ in ()).throw(MemoryError("device full"))
+    )
     with pytest.raises(MemoryError, match="device full"):
         w.residency.acquire(w.new()).result(LONG)
     assert w.residency.state()["slots"][2]["free"] == 1
     monkeypatch.undo()
-    monkeypatch.setattr(w.slots, "write", lambda *_: (_ for _ in ()).throw(RuntimeError("write failed")))
+    monkeypatch.setattr(
+        w.slots, "write", lambda *_: (_ for _ in ()).throw(RuntimeError("write failed"))
+    )
     future = w.residency.acquire(w.new())
     w.until(lambda: w.residency.state()["loads"]["ready"] == 1)
     with pytest.raises(RuntimeError, match="write failed"):
@@ -350,7 +405,9 @@ def test_a_cancelled_request_is_withdrawn_and_the_others_are_served(world):
         assert future.cancel()
     w.storage.gate.set()
     w.settle(d)
-    w.until(lambda: (w.residency.commit_ready(), w.residency.state()["loads"]["unfinished"] == 0)[1])
+    w.until(
+        lambda: (w.residency.commit_ready(), w.residency.state()["loads"]["unfinished"] == 0)[1]
+    )
     assert w.holds(d.result())
     assert w.storage.reads == [running, shared], "nobody waited for the other"
     assert sum(s["leases"] for s in w.residency.state()["slots"].values()) == 1
@@ -387,7 +444,9 @@ def test_a_prefetch_takes_a_free_slot_but_evicts_nobody(world):
 
 
 def test_bytes_that_are_offered_are_not_fetched(world):
-    """While the storage does not answer. Those that do not fit in are told when they are asked for, and leave nothing."""
+    """While the storage does not answer. Those that do not fit in are told when they are asked for,
+    and leave nothing.
+    """
     w = world(capacities={2: 1})
     first, second, wrong = w.new(), w.new(), w.new(rank=5)
     w.storage.gate.clear()
@@ -396,7 +455,11 @@ def test_bytes_that_are_offered_are_not_fetched(world):
     before = w.residency.state()["host"]["bytes"]
     assert not w.residency.offer(wrong, np.frombuffer(w.storage.objects[wrong], np.uint8))
     assert not w.residency.offer("0" * 64, np.frombuffer(w.storage.objects[wrong], np.uint8))
-    assert w.residency.state()["host"]["bytes"] == before == len(w.storage.objects[first]) + len(w.storage.objects[second])
+    assert (
+        w.residency.state()["host"]["bytes"]
+        == before
+        == len(w.storage.objects[first]) + len(w.storage.objects[second])
+    )
     for digest in (first, second):
         future = w.residency.acquire(digest)
         w.settle(future)
@@ -505,15 +568,23 @@ def test_metrics_count_what_happened(world):
     assert value("joined_total") == 2
     assert (value("hits_total", tier="host"), value("misses_total", tier="host")) == (1, 3)
     assert value("evictions_total", tier="device") == 2
-    assert (value("refusals_total", reason="queue_full"), value("refusals_total", reason="failed")) == (1, 1)
+    assert (
+        value("refusals_total", reason="queue_full"),
+        value("refusals_total", reason="failed"),
+    ) == (1, 1)
     assert value("queue_wait_seconds_count") == 4
-    assert (value("load_seconds_count", source="storage"), value("load_seconds_count", source="host")) == (2, 1)
+    assert (
+        value("load_seconds_count", source="storage"),
+        value("load_seconds_count", source="host"),
+    ) == (2, 1)
     assert value("bytes", tier="host") == sum(map(len, w.storage.objects.values()))
     assert value("bytes", tier="device") == w.slots.slot_bytes(2)
 
 
 def test_many_threads_get_what_they_asked_for(rng, world):
-    """Six threads, nine revisions, three slots, a host cache for four: every lease's slot holds its revision while it lasts."""
+    """Six threads, nine revisions, three slots, a host cache for four: every lease's slot holds its
+    revision while it lasts.
+    """
     w = world(capacities={2: 2, 1: 1}, workers=3)
     digests = [w.new(rank=1 + i % 2) for i in range(9)]
     w.residency.host.budget_bytes = sum(sorted(len(x) for x in w.storage.objects.values())[-4:])
@@ -531,7 +602,9 @@ def test_many_threads_get_what_they_asked_for(rng, world):
                     continue
                 with future.result(LONG) as lease:
                     with check:
-                        stack = w.residency.stacks[lease.slot.bucket].factors["dense"]["attn"]["q"]["a"]
+                        stack = w.residency.stacks[lease.slot.bucket].factors["dense"]["attn"]["q"][
+                            "a"
+                        ]
                         found = np.asarray(stack[:, lease.slot.index])
                     if not np.array_equal(found[:, : truth[digest].shape[1]], truth[digest]):
                         wrong.append(digest)
@@ -550,7 +623,9 @@ def test_many_threads_get_what_they_asked_for(rng, world):
             break
         threading.Event().wait(0.0005)
     assert wrong == []
-    w.until(lambda: (w.residency.commit_ready(), w.residency.state()["loads"]["unfinished"] == 0)[1])
+    w.until(
+        lambda: (w.residency.commit_ready(), w.residency.state()["loads"]["unfinished"] == 0)[1]
+    )
     state = w.residency.state()
     assert state["host"]["leased"] == 0
     assert state["host"]["bytes"] <= w.residency.host.budget_bytes
@@ -559,7 +634,9 @@ def test_many_threads_get_what_they_asked_for(rng, world):
 
 @pytest.mark.long
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
-def test_sampling_from_loaded_slots_equals_sampling_with_the_adapters_themselves(rng, tiny_base, family):
+def test_sampling_from_loaded_slots_equals_sampling_with_the_adapters_themselves(
+    rng, tiny_base, family
+):
     """Ranks 1, 7 and 8 in one batch, through more revisions than slots, from packed bytes."""
     base = tiny_base(family)
     specs = transformer.abstract(base.cfg)
@@ -572,11 +649,19 @@ def test_sampling_from_loaded_slots_equals_sampling_with_the_adapters_themselves
             "eight": AdapterConfig(8),
             "tables": AdapterConfig(7, 7.0, ("o", "gate"), True),
         }
-        draw = lambda _, s: (rng.normal(size=s.shape) * 0.7 * s.shape[-1] ** -0.5).astype(np.float32)  # noqa: E731
-        adapters = {n: (c, params_lib.map_with_path(draw, lora_tree.adapter_specs(specs, c))) for n, c in configs.items()}
+        draw = lambda _, s: (rng.normal(size=s.shape) * 0.7 * s.shape[-1] ** -0.5).astype(  # noqa: E731
+            np.float32
+        )
+        adapters = {
+            n: (c, params_lib.map_with_path(draw, lora_tree.adapter_specs(specs, c)))
+            for n, c in configs.items()
+        }
         targets = (lora_tree.ALL_LINEAR,)
     w = World(rng, base, capacities={1: 1, 8: 2}, targets=targets, piece_bytes=4000)
-    digests = {name: w.storage.add(adapter, config, base.fingerprint) for name, (config, adapter) in adapters.items()}
+    digests = {
+        name: w.storage.add(adapter, config, base.fingerprint)
+        for name, (config, adapter) in adapters.items()
+    }
     for _ in range(2):  # others pass through the slots first
         for lease in w.residency.wait_for([w.new(rank=8), w.new(rank=1)]):
             lease.release()
@@ -585,7 +670,10 @@ def test_sampling_from_loaded_slots_equals_sampling_with_the_adapters_themselves
     asked = [tuple(rng.integers(0, 97, n).tolist()) for n in (4, 16, 8, 1, 11, 8)]
 
     def sample(slots, stacks):
-        requests = [Request(p, slots.get(name), temperature=0, max_tokens=12) for p, name in zip(asked, rows)]
+        requests = [
+            Request(p, slots.get(name), temperature=0, max_tokens=12)
+            for p, name in zip(asked, rows)
+        ]
         return Engine(base).generate(requests, stacks)
 
     stacks, slots = lora_tree.stack_adapters(specs, adapters)
@@ -593,8 +681,11 @@ def test_sampling_from_loaded_slots_equals_sampling_with_the_adapters_themselves
     bare = sample({}, stacks)
     for row, [x], [y], [z] in zip(rows, mine, sample(slots, stacks), bare, strict=True):
         assert x.tokens == y.tokens
-        np.testing.assert_allclose(x.logprobs, y.logprobs, atol=1e-5)  # blocks of another order: sums differ in the last bits
-        assert row is None or not np.allclose(x.logprobs, z.logprobs, atol=1e-2), "the adapter must matter"
+        # blocks of another order: sums differ in the last bits
+        np.testing.assert_allclose(x.logprobs, y.logprobs, atol=1e-5)
+        assert row is None or not np.allclose(x.logprobs, z.logprobs, atol=1e-2), (
+            "the adapter must matter"
+        )
     w.residency.close()
 
 
@@ -602,7 +693,9 @@ def test_wait_for_leaves_no_lease_when_one_fails(world):
     w = world()
     with pytest.raises(UserError, match="no revision"):
         w.residency.wait_for([w.new(), "0" * 64])
-    w.until(lambda: (w.residency.commit_ready(), w.residency.state()["loads"]["unfinished"] == 0)[1])
+    w.until(
+        lambda: (w.residency.commit_ready(), w.residency.state()["loads"]["unfinished"] == 0)[1]
+    )
     assert w.residency.state()["slots"][2]["leases"] == 0
 
 

@@ -14,7 +14,9 @@ SIZES = {1: 1, 8: 8}
 
 
 def make(capacities, quotas=None, gone=None, clock=None) -> SlotTable:
-    return SlotTable(capacities, SIZES, quotas, 10.0, clock or Clock(), None if gone is None else gone.append)
+    return SlotTable(
+        capacities, SIZES, quotas, 10.0, clock or Clock(), None if gone is None else gone.append
+    )
 
 
 def fill(table, bucket, digest, tenant="a", seconds=1.0):
@@ -34,7 +36,14 @@ def test_a_slot_is_leased_only_when_filled():
     assert table.lease("x") == table.find("x") == slot
     assert table.modules("x") == 5
     assert table.nbytes == 8
-    assert table.state()[8] == {"slots": 2, "free": 1, "filling": 0, "leased": 1, "leases": 1, "pinned": 0}
+    assert table.state()[8] == {
+        "slots": 2,
+        "free": 1,
+        "filling": 0,
+        "leased": 1,
+        "leases": 1,
+        "pinned": 0,
+    }
 
 
 def test_of_those_nobody_uses_the_one_of_the_lowest_score_goes():
@@ -96,7 +105,11 @@ def test_a_quota_of_slots_takes_only_the_tenants_own_in_any_bucket():
 
 @pytest.mark.parametrize(
     ("bucket", "tenant", "message"),
-    [(64, "a", "slots for 1, 8"), (1, "none", "quota of 0"), (8, "a", "all 1 slots of rank bucket 8 are pinned")],
+    [
+        (64, "a", "slots for 1, 8"),
+        (1, "none", "quota of 0"),
+        (8, "a", "all 1 slots of rank bucket 8 are pinned"),
+    ],
 )
 def test_what_can_never_have_a_slot_is_refused(bucket, tenant, message):
     table = make({1: 1, 8: 1}, Quotas(named={"none": Quota(slots=0)}))
@@ -127,15 +140,24 @@ class Against(RuleBasedStateMachine):
 
     @initialize(one=st.integers(1, 3), eight=st.integers(1, 3), quota=st.integers(1, 4))
     def start(self, one, eight, quota):
-        self.capacities, self.clock, self.evicted, self.quota = {1: one, 8: eight}, Clock(), [], quota
-        self.table = make(self.capacities, Quotas(named={"t1": Quota(slots=quota)}), self.evicted, self.clock)
+        self.capacities, self.clock, self.evicted, self.quota = (
+            {1: one, 8: eight},
+            Clock(),
+            [],
+            quota,
+        )
+        self.table = make(
+            self.capacities, Quotas(named={"t1": Quota(slots=quota)}), self.evicted, self.clock
+        )
         self.here: dict[str, dict] = {}
         self.pinned: set[str] = set()
 
     def idle(self, d) -> bool:
         return not (self.here[d]["filling"] or self.here[d]["leases"] or d in self.pinned)
 
-    @rule(name=st.integers(0, 9), bucket=st.sampled_from([1, 8]), tenant=st.sampled_from(["t0", "t1"]))
+    @rule(
+        name=st.integers(0, 9), bucket=st.sampled_from([1, 8]), tenant=st.sampled_from(["t0", "t1"])
+    )
     def reserve(self, name, bucket, tenant):
         digest = f"d{name}"
         if digest in self.here:
@@ -210,7 +232,9 @@ class Against(RuleBasedStateMachine):
             state = self.table.state()[bucket]
             assert state["free"] == capacity - len(inside)
             assert state["leases"] == sum(mine["leases"] for mine in inside)
-        assert set(self.table.resident()) == {d for d, mine in self.here.items() if not mine["filling"]}
+        assert set(self.table.resident()) == {
+            d for d, mine in self.here.items() if not mine["filling"]
+        }
         assert self.table.nbytes == sum(SIZES[slot.bucket] for slot in slots)
 
 

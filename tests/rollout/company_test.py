@@ -1,7 +1,9 @@
-"""One request and seed give one answer, bit for bit, in any company: other rows and their adapters, their order, the size of the cache,
-the steps of a dispatch, hits of the prompts' cache, neighbours that end early or are NaN. And no company compiles anything.
+"""One request and seed give one answer, bit for bit, in any company: other rows and their adapters,
+their order, the size of the cache, the steps of a dispatch, hits of the prompts' cache, neighbours
+that end early or are NaN. And no company compiles anything.
 
-Bases are tiny and of every family, the engines' caches so small that samples are preempted, tokens and adapters random.
+Bases are tiny and of every family, the engines' caches so small that samples are preempted, tokens
+and adapters random.
 """
 
 import dataclasses
@@ -31,14 +33,19 @@ from tests.laws.shardings_equal_test import save_checkpoint
 
 pytestmark = pytest.mark.bits
 
-# Latent attention is compiled as for users: without LLVM's optimisations a delta of one slot's rows and one of
-# several slots' differ in the last bit now and then.
-LATENT = tuple(pytest.param(family, marks=[pytest.mark.long, pytest.mark.users]) for family in ("deepseek_v3", "deepseek_v32", "glm"))
+# Latent attention is compiled as for users: without LLVM's optimisations a delta of one slot's rows
+# and one of several slots' differ in the last bit now and then.
+LATENT = tuple(
+    pytest.param(family, marks=[pytest.mark.long, pytest.mark.users])
+    for family in ("deepseek_v3", "deepseek_v32", "glm")
+)
 FAMILIES = ("llama", pytest.param("qwen3_moe", marks=pytest.mark.long), *LATENT)
 VOCAB = 96  # of the smallest base
-LAST = {"prompt_logprobs": True, "prompt_alternatives": 2, "prompt_logprobs_last_n": 12}  # of a prompt, the rest of it shared
+# of a prompt, the rest of it shared
+LAST = {"prompt_logprobs": True, "prompt_alternatives": 2, "prompt_logprobs_last_n": 12}
 BOTH = 2 * PAGE  # tokens with which several prompts begin
-SMALL, LARGE = 13, 16  # pages of a cache: in the first samples are preempted; one request needs 6 at most
+# pages of a cache: in the first samples are preempted; one request needs 6 at most
+SMALL, LARGE = 13, 16
 LINEAR = (lora_tree.ALL_LINEAR,)
 CONFIGS = {
     "one": AdapterConfig(1, 2.0, LINEAR),
@@ -61,7 +68,9 @@ def random_stacks(rng, cfg):
 
         return config, params_lib.map_with_path(draw, lora_tree.adapter_specs(specs, config))
 
-    return lora_tree.stack_adapters(specs, {name: adapter(name, config) for name, config in CONFIGS.items()})
+    return lora_tree.stack_adapters(
+        specs, {name: adapter(name, config) for name, config in CONFIGS.items()}
+    )
 
 
 def tokens(rng, n: int) -> tuple[int, ...]:
@@ -75,7 +84,11 @@ def seed(rng) -> int:
 def engine_of(base, pages: int, **settings) -> Engine:
     """With a cache of so many pages in each part of the mesh."""
     parts = device.page_parts(base.cfg, base.mesh)
-    return Engine(base, **({"rows": (8,)} | settings), cache_bytes=pages * parts * device.page_bytes(base.cfg, base.dtype, False))
+    return Engine(
+        base,
+        **({"rows": (8,)} | settings),
+        cache_bytes=pages * parts * device.page_bytes(base.cfg, base.dtype, False),
+    )
 
 
 class World:
@@ -92,25 +105,48 @@ class World:
         self.begin = tokens(rng, BOTH)
         fields = [
             {"prompt": (*self.begin, *tokens(rng, 5)), "max_tokens": 40},
-            {"prompt": (*self.begin, *tokens(rng, 9)), "max_tokens": 36, "n": 3, "top_p": 0.9, "temperature": 1.3},
+            {
+                "prompt": (*self.begin, *tokens(rng, 9)),
+                "max_tokens": 36,
+                "n": 3,
+                "top_p": 0.9,
+                "temperature": 1.3,
+            },
             {"prompt": tokens(rng, 1), "max_tokens": 20, "temperature": 0},
-            {"prompt": tokens(rng, 131), "max_tokens": 21, "n": 2, "presence_penalty": 0.5, "top_logprobs": 3},
+            {
+                "prompt": tokens(rng, 131),
+                "max_tokens": 21,
+                "n": 2,
+                "presence_penalty": 0.5,
+                "top_logprobs": 3,
+            },
             {"prompt": (*self.begin, *tokens(rng, 9)), "max_tokens": 5} | LAST,
         ]
         names = (None, "eight", "one", "more", "eight")
-        self.asked = [Request(adapter=self.slots.get(name), seed=seed(rng), **how) for name, how in zip(names, fields)]
-        self.alone = [self.engine(LARGE).generate([request], self.stacks)[0] for request in self.asked]
+        self.asked = [
+            Request(adapter=self.slots.get(name), seed=seed(rng), **how)
+            for name, how in zip(names, fields)
+        ]
+        self.alone = [
+            self.engine(LARGE).generate([request], self.stacks)[0] for request in self.asked
+        ]
 
     def engine(self, pages: int, **settings) -> Engine:
         return engine_of(self.base, pages, **settings)
 
     def neighbours(self, count: int) -> list[Request]:
-        """Random requests; every third is of an adapter that is NaN, others begin as ``asked`` do."""
+        """Random requests; every third is of an adapter that is NaN, others begin as ``asked``
+        do.
+        """
         rng, out = self.rng, []
         for i in range(count):
             name = rng.choice(["nan", "nan_one"]) if i % 3 == 0 else SOUND[rng.integers(len(SOUND))]
             begin = self.begin if rng.random() < 0.5 else ()
-            how = {"presence_penalty": float(rng.normal()), "frequency_penalty": 1.0} if rng.random() < 0.5 else {}
+            how = (
+                {"presence_penalty": float(rng.normal()), "frequency_penalty": 1.0}
+                if rng.random() < 0.5
+                else {}
+            )
             how |= {
                 "prompt_logprobs": bool(rng.random() < 0.3),
                 "prompt_logprobs_last_n": rng.choice([None, 5]),
@@ -119,7 +155,16 @@ class World:
                 "top_k": int(rng.choice([0, 7])),
             }
             prompt = (*begin, *tokens(rng, int(rng.integers(1, 40))))
-            out.append(Request(prompt, self.slots.get(name), n=1 + i % 2, max_tokens=int(rng.integers(36, 80)), seed=seed(rng), **how))
+            out.append(
+                Request(
+                    prompt,
+                    self.slots.get(name),
+                    n=1 + i % 2,
+                    max_tokens=int(rng.integers(36, 80)),
+                    seed=seed(rng),
+                    **how,
+                )
+            )
         return out
 
     def expect(self, answers) -> None:
@@ -132,7 +177,9 @@ class World:
 def assert_same(mine, theirs) -> None:
     assert mine.tokens == theirs.tokens
     for name in ("logprobs", "drawn_logprobs"):
-        np.testing.assert_array_equal(*(np.array(getattr(c, name)).view(np.uint64) for c in (mine, theirs)), name)
+        np.testing.assert_array_equal(
+            *(np.array(getattr(c, name)).view(np.uint64) for c in (mine, theirs)), name
+        )
     assert mine.top_logprobs == theirs.top_logprobs
     assert repr(mine.prompt_logprobs) == repr(theirs.prompt_logprobs), "NaN included"
     assert mine.prompt_alternatives == theirs.prompt_alternatives
@@ -141,7 +188,10 @@ def assert_same(mine, theirs) -> None:
 
 def made(request, family: str) -> World:
     tiny_base = request.getfixturevalue("tiny_base")
-    return World(tiny_base(family), np.random.default_rng([int(os.environ["MINT_TEST_SEED"]), zlib.crc32(family.encode())]))
+    return World(
+        tiny_base(family),
+        np.random.default_rng([int(os.environ["MINT_TEST_SEED"]), zlib.crc32(family.encode())]),
+    )
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -160,13 +210,19 @@ def test_other_rows_their_order_preemption_and_steps_change_no_bit(world):
         others = [dataclasses.replace(world.asked[0], seed=seed(world.rng)), *world.neighbours(9)]
         requests = [*world.asked, *others]
         order = [i for i in world.rng.permutation(len(requests)).tolist() if i != len(world.asked)]
-        order.insert(order.index(0) + 1, len(world.asked))  # one that begins alike stands behind the first, so that they meet
+        # one that begins alike stands behind the first, so that they meet
+        order.insert(order.index(0) + 1, len(world.asked))
         engine = world.engine(SMALL, steps=steps)
-        found = dict(zip(order, engine.generate([requests[i] for i in order], world.stacks), strict=True))
+        found = dict(
+            zip(order, engine.generate([requests[i] for i in order], world.stacks), strict=True)
+        )
         world.expect([found[i] for i in range(len(world.asked))])
         for i, request in enumerate(others, len(world.asked)):
             poor = request.adapter in (world.slots["nan"], world.slots["nan_one"])
-            assert all(np.isnan(c.logprobs).all() if poor else np.isfinite(c.logprobs).all() for c in found[i])
+            assert all(
+                np.isnan(c.logprobs).all() if poor else np.isfinite(c.logprobs).all()
+                for c in found[i]
+            )
         done += engine.counts
     assert done["preempted"] > 0
     assert done["reused_tokens"] > 0
@@ -174,15 +230,21 @@ def test_other_rows_their_order_preemption_and_steps_change_no_bit(world):
 
 
 def test_hits_of_the_prompts_cache_change_no_bit(world):
-    """The second time every whole block is there; requests with the same beginning share it; a NaN neighbour's blocks are its own."""
+    """The second time every whole block is there; requests with the same beginning share it; a NaN
+    neighbour's blocks are its own.
+    """
     engine = world.engine(LARGE)
-    named = [dataclasses.replace(r, revision=None if r.adapter is None else f"{r.adapter}") for r in world.asked]
+    named = [
+        dataclasses.replace(r, revision=None if r.adapter is None else f"{r.adapter}")
+        for r in world.asked
+    ]
     for i, request in enumerate(named):
         engine.generate([request], world.stacks)
         before = dict(engine.counts)
         again = engine.generate([request], world.stacks)
         length, scored = len(request.prompt) - 1, request.first_scored
-        whole = (length if scored is None else scored) // PAGE * PAGE  # what is to be scored is read again
+        # what is to be scored is read again
+        whole = (length if scored is None else scored) // PAGE * PAGE
         assert engine.counts["reused_tokens"] - before.get("reused_tokens", 0) == whole
         assert engine.counts["prefilled_tokens"] - before["prefilled_tokens"] == length - whole
         for mine, theirs in zip(again[0], world.alone[i], strict=True):
@@ -198,9 +260,16 @@ def test_hits_of_the_prompts_cache_change_no_bit(world):
 def test_prompts_that_wait_are_read_in_the_places_that_calls_leave_and_no_bit_changes(world):
     engine, rng = world.engine(64, rows=(4,)), world.rng
     lengths = [int(n) for n in rng.integers(2, 6 * PAGE, 14)]
-    asked = [Request(tokens(rng, n), world.slots.get(SOUND[n % len(SOUND)]), max_tokens=3, seed=seed(rng)) for n in lengths]
+    asked = [
+        Request(
+            tokens(rng, n), world.slots.get(SOUND[n % len(SOUND)]), max_tokens=3, seed=seed(rng)
+        )
+        for n in lengths
+    ]
     together = engine.generate(asked, world.stacks)
-    assert engine.counts["prefills"] == pages_for(sum(pages_for(n - 1, PAGE) for n in lengths), engine.blocks), "a place was empty"
+    assert engine.counts["prefills"] == pages_for(
+        sum(pages_for(n - 1, PAGE) for n in lengths), engine.blocks
+    ), "a place was empty"
     engine._schedule.check()
     assert not engine._schedule.ahead
     for request, mine in zip(asked, together, strict=True):
@@ -208,7 +277,9 @@ def test_prompts_that_wait_are_read_in_the_places_that_calls_leave_and_no_bit_ch
         assert_same(mine[0], theirs[0])
 
 
-def test_a_cache_whose_memory_is_given_back_between_calls_changes_no_bit_and_compiles_nothing(llama):
+def test_a_cache_whose_memory_is_given_back_between_calls_changes_no_bit_and_compiles_nothing(
+    llama,
+):
     engine = llama.engine(LARGE, keep_cache=False)
     page = device.page_bytes(llama.base.cfg, llama.base.dtype, False)
 
@@ -226,7 +297,9 @@ def test_a_cache_whose_memory_is_given_back_between_calls_changes_no_bit_and_com
 def test_neighbours_that_are_cancelled_change_no_bit(world):
     engine, rng = world.engine(SMALL, steps=5), world.rng
     with engine.serving(world.stacks):
-        streams = [engine.submit(r) for r in [*world.neighbours(4), *world.asked, *world.neighbours(4)]]
+        streams = [
+            engine.submit(r) for r in [*world.neighbours(4), *world.asked, *world.neighbours(4)]
+        ]
         loud = [*streams[:4], *streams[-4:]]
         for stream in loud:
             for piece, _ in zip(stream, range(int(rng.integers(0, 4)))):
@@ -268,10 +341,20 @@ def random_request(rng, slots) -> Request:
         "stop_ids": tokens(rng, int(rng.integers(0, 4))),
     }
     longest = 120 if rng.random() < 0.1 else 20
-    prompt, most = (0,) * int(rng.choice([0, BOTH])), int(rng.integers(1, 60 if rng.random() < 0.1 else 9))
+    prompt, most = (
+        (0,) * int(rng.choice([0, BOTH])),
+        int(rng.integers(1, 60 if rng.random() < 0.1 else 9)),
+    )
     prompt = (*prompt, *tokens(rng, int(rng.integers(1, longest))))
     n = int(rng.choice([1, 1, 1, 2, 9]))
-    return Request(prompt, slots.get(names[rng.integers(len(names))]), n=n, max_tokens=most, seed=seed(rng), **settings)
+    return Request(
+        prompt,
+        slots.get(names[rng.integers(len(names))]),
+        n=n,
+        max_tokens=most,
+        seed=seed(rng),
+        **settings,
+    )
 
 
 def warm_engine_compiles_nothing(world, count: int) -> None:
@@ -281,7 +364,9 @@ def warm_engine_compiles_nothing(world, count: int) -> None:
     with compilations() as seen:
         left = count
         while left > 0:
-            some = [random_request(rng, world.slots) for _ in range(min(left, int(rng.integers(1, 60))))]
+            some = [
+                random_request(rng, world.slots) for _ in range(min(left, int(rng.integers(1, 60))))
+            ]
             if rng.random() < 0.5:
                 engine.generate(some, world.stacks)
             else:
@@ -333,8 +418,10 @@ def test_plans_that_are_replayed_give_the_same_bits(llama, monkeypatch):
 @pytest.mark.long
 @pytest.mark.parametrize(("family", "parts"), [("dense", 4), ("latent", 8)])
 def test_a_mesh_of_eight_devices_gives_the_same_tokens(family, parts, rng, mesh, mesh8, tmp_path):
-    """Log-probabilities within rounding: sums over split dimensions are ordered otherwise. Its tensor pairs have heads of keys each of
-    their own, or rows of latents. What is warm compiles nothing there either."""
+    """Log-probabilities within rounding: sums over split dimensions are ordered otherwise. Its
+    tensor pairs have heads of keys each of their own, or rows of latents. What is warm compiles
+    nothing there either.
+    """
     save_checkpoint(family, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 256}))
@@ -343,7 +430,9 @@ def test_a_mesh_of_eight_devices_gives_the_same_tokens(family, parts, rng, mesh,
     engine = engine_of(many, SMALL)
     assert engine.parts == parts
     with jax.set_mesh(many.mesh):  # where a server's slots are
-        stacks = jax.jit(lambda stacks: lora_tree.constrain(stacks, transformer.abstract(many.cfg)))(world.stacks)
+        stacks = jax.jit(
+            lambda stacks: lora_tree.constrain(stacks, transformer.abstract(many.cfg))
+        )(world.stacks)
     engine.warm(stacks)
     with compilations() as seen:
         answers = engine.generate([*world.asked, *world.neighbours(6)], stacks)

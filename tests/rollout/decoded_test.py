@@ -1,7 +1,8 @@
-"""Prompts that begin with what was drawn before: found in the cache where that was asked for, and what is read behind them.
+"""Prompts that begin with what was drawn before: found in the cache where that was asked for, and
+what is read behind them.
 
-Decoding leaves a sample's tokens in pages of its own, which begin where its prompt ends; whoever goes on from there has them as blocks of
-a prompt, which begin at multiples of a page.
+Decoding leaves a sample's tokens in pages of its own, which begin where its prompt ends; whoever
+goes on from there has them as blocks of a prompt, which begin at multiples of a page.
 """
 
 import jax
@@ -20,7 +21,10 @@ from tests.rollout.families_test import CONFIGS, dtype_of, merged, random_adapte
 from tests.rollout.score_test import torch_logprobs
 
 NEW = 45  # tokens of a first turn: more than a page, whatever the prompt leaves of one
-TOLD = "the tolerance that the engine states: decoding and prefill round differently, and each differs from float64 by as much"
+TOLD = (
+    "the tolerance that the engine states: decoding and prefill round differently, and each differs"
+    " from float64 by as much"
+)
 FAST = ("llama", "deepseek_v3")
 FAMILIES = [pytest.param(f, marks=() if f in FAST else pytest.mark.long) for f in oracles.TINY]
 
@@ -36,7 +40,14 @@ def whole_pages(tokens: int) -> int:
 def second_turns(rng, asked, results) -> list[Request]:
     """Each sample's conversation goes on with new tokens."""
     return [
-        Request((*r.prompt, *c.tokens, *some(rng, 3 + i)), r.adapter, max_tokens=6, temperature=0, revision=r.revision, tenant=r.tenant)
+        Request(
+            (*r.prompt, *c.tokens, *some(rng, 3 + i)),
+            r.adapter,
+            max_tokens=6,
+            temperature=0,
+            revision=r.revision,
+            tenant=r.tenant,
+        )
         for r, completions in zip(asked, results, strict=True)
         for i, c in enumerate(completions)
     ]
@@ -47,10 +58,23 @@ def test_a_second_turn_begins_with_the_first_ones_tokens(rng, tiny_base, hf_dirs
     base = tiny_base(family)
     adapters = random_adapters(rng, base.cfg)
     stacks, slots = lora_tree.stack_adapters(transformer.abstract(base.cfg), adapters)
-    lengths = ((None, 1, 1), ("eight", 32, 1), ("one", 33, 1), (None, 34, 2), ("eight", 50, 1), ("other", 65, 1))
-    asked = [Request(some(rng, n), slots.get(name), k, NEW, seed=i, revision=name) for i, (name, n, k) in enumerate(lengths)]
+    lengths = (
+        (None, 1, 1),
+        ("eight", 32, 1),
+        ("one", 33, 1),
+        (None, 34, 2),
+        ("eight", 50, 1),
+        ("other", 65, 1),
+    )
+    asked = [
+        Request(some(rng, n), slots.get(name), k, NEW, seed=i, revision=name)
+        for i, (name, n, k) in enumerate(lengths)
+    ]
     routed = base.cfg.routed
-    plain, reusing = (Engine(base, rows=(8,), steps=7, keep_routes=routed, reuse_decoded=reuse) for reuse in (False, True))
+    plain, reusing = (
+        Engine(base, rows=(8,), steps=7, keep_routes=routed, reuse_decoded=reuse)
+        for reuse in (False, True)
+    )
     reusing.warm(stacks)  # the cache is as large as it gets: one that grows is empty
     results = reusing.generate(asked, stacks)
     reusing._schedule.check()
@@ -59,16 +83,31 @@ def test_a_second_turn_begins_with_the_first_ones_tokens(rng, tiny_base, hf_dirs
     reusing._schedule.check()
     first = [(r, c) for r, completions in zip(asked, results, strict=True) for c in completions]
     bare = oracles.torch_model(hf_dirs(family), dtype_of(base.cfg))
-    models = {name: merged(hf_dirs(family), base.cfg, *adapters[name]) for name in CONFIGS} | {None: bare}
-    for (asked_first, before), request, [mine], [theirs] in zip(first, further, found, wanted, strict=True):
-        cached = len(asked_first.prompt) + len(before.tokens) - 1  # the last token was drawn and not read
+    models = {name: merged(hf_dirs(family), base.cfg, *adapters[name]) for name in CONFIGS} | {
+        None: bare
+    }
+    for (asked_first, before), request, [mine], [theirs] in zip(
+        first, further, found, wanted, strict=True
+    ):
+        # the last token was drawn and not read
+        cached = len(asked_first.prompt) + len(before.tokens) - 1
         assert mine.reused == whole_pages(cached), len(asked_first.prompt)
-        assert theirs.reused <= whole_pages(len(asked_first.prompt)), "another engine has not seen what was drawn"
+        assert theirs.reused <= whole_pages(len(asked_first.prompt)), (
+            "another engine has not seen what was drawn"
+        )
         model, tokens = models[asked_first.revision], [*request.prompt, *mine.tokens]
         n = min(max(oracles.decided(model, tokens) + 1 - len(request.prompt), 0), len(mine.tokens))
-        same = next((i for i, (x, y) in enumerate(zip(mine.tokens[:n], theirs.tokens)) if x != y), n)
-        np.testing.assert_allclose(mine.logprobs[:same], theirs.logprobs[:same], atol=2e-5, rtol=0, err_msg=TOLD)
-        np.testing.assert_allclose(mine.logprobs[:n], torch_logprobs(model, tokens)[len(request.prompt) - 1 :][:n], atol=1e-4)
+        same = next(
+            (i for i, (x, y) in enumerate(zip(mine.tokens[:n], theirs.tokens)) if x != y), n
+        )
+        np.testing.assert_allclose(
+            mine.logprobs[:same], theirs.logprobs[:same], atol=2e-5, rtol=0, err_msg=TOLD
+        )
+        np.testing.assert_allclose(
+            mine.logprobs[:n],
+            torch_logprobs(model, tokens)[len(request.prompt) - 1 :][:n],
+            atol=1e-4,
+        )
         if routed and oracles.decided(model, request.prompt) >= len(request.prompt) - 1:
             np.testing.assert_array_equal(mine.prompt_routes, theirs.prompt_routes)
 
@@ -83,11 +122,15 @@ def test_who_did_not_ask_for_it_finds_whole_blocks_of_prompts_alone(rng, tiny_ba
 
 def test_other_tenants_versions_and_weights_without_a_name_find_nothing(rng, tiny_base):
     base = tiny_base()
-    stacks, slots = lora_tree.stack_adapters(transformer.abstract(base.cfg), random_adapters(rng, base.cfg))
+    stacks, slots = lora_tree.stack_adapters(
+        transformer.abstract(base.cfg), random_adapters(rng, base.cfg)
+    )
     engine = Engine(base, rows=(4,), reuse_decoded=True)
     engine.warm(stacks)
     prompt = some(rng, 40)
-    [[c]] = engine.generate([Request(prompt, slots["one"], max_tokens=NEW, revision="r", tenant="a")], stacks)
+    [[c]] = engine.generate(
+        [Request(prompt, slots["one"], max_tokens=NEW, revision="r", tenant="a")], stacks
+    )
     longer = (*prompt, *c.tokens, 5)
 
     def reused(**how) -> int:
@@ -104,11 +147,16 @@ def test_other_tenants_versions_and_weights_without_a_name_find_nothing(rng, tin
 
 
 def test_tokens_behind_a_stop_are_not_found(rng, tiny_base):
-    """A stop string that is seen late: what was drawn behind it is no part of the completion, and of no conversation."""
-    engine = Engine(tiny_base(), lambda ids: "".join(f"<{i}>" for i in ids), rows=(2,), reuse_decoded=True)
+    """A stop string that is seen late: what was drawn behind it is no part of the completion, and
+    of no conversation.
+    """
+    engine = Engine(
+        tiny_base(), lambda ids: "".join(f"<{i}>" for i in ids), rows=(2,), reuse_decoded=True
+    )
     engine.warm()
     prompt = some(rng, 33)
-    # Drawn, not greedy: a tiny base repeats itself, and one prompt in three had no new token so late.
+    # Drawn, not greedy: a tiny base repeats itself, and one prompt in three had no new token so
+    # late.
     [[whole]] = engine.generate([Request(prompt, max_tokens=NEW, tenant="other")])
     at = next(i for i in range(34, NEW) if whole.tokens[i] not in whole.tokens[:i])
     [[c]] = engine.generate([Request(prompt, max_tokens=NEW, stop=(f"<{whole.tokens[at]}>",))])
@@ -120,7 +168,12 @@ def test_tokens_behind_a_stop_are_not_found(rng, tiny_base):
 def test_a_full_cache_keeps_what_fits_and_nothing_is_compiled(rng, tiny_base):
     base = tiny_base()
     pages = 9  # 7 of them for a first turn
-    engine = Engine(base, rows=(2,), cache_bytes=pages * device.page_bytes(base.cfg, base.dtype, False), reuse_decoded=True)
+    engine = Engine(
+        base,
+        rows=(2,),
+        cache_bytes=pages * device.page_bytes(base.cfg, base.dtype, False),
+        reuse_decoded=True,
+    )
     engine.warm()
     with compilations() as compiled:
         for _ in range(6):

@@ -1,10 +1,20 @@
-"""Text of completions is what transformers decodes prompt and completion together to, without the prompt's text."""
+"""Text of completions is what transformers decodes prompt and completion together to, without the
+prompt's text.
+"""
 
 import json
 
 import numpy as np
 import pytest
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from tokenizers import Tokenizer as FastTokenizer
 from transformers import PreTrainedTokenizerFast
 
@@ -12,7 +22,11 @@ from mint_jax.data.tokenizer import Tokenizer
 from mint_jax.rollout.detokenize import HALF, Detokenizer, context_of, text_behind
 from mint_jax.rollout.stops import Stops
 
-TEXTS = ["The capital of France is Paris, and the sky is blue.", "two plus two is four; it's été 日本 now", "say a colour"]
+TEXTS = [
+    "The capital of France is Paris, and the sky is blue.",
+    "two plus two is four; it's été 日本 now",
+    "say a colour",
+]
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 KINDS = ("byte_level", "llama", "metaspace", "unigram", "word_piece")
 
@@ -22,32 +36,60 @@ def made(kind: str) -> FastTokenizer:
     special = ["<unk>", "<s>", "</s>"]
     if kind == "byte_level":
         fast = FastTokenizer(models.BPE())
-        fast.pre_tokenizer, fast.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-        fast.train_from_iterator(TEXTS, trainers.BpeTrainer(vocab_size=330, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+        fast.pre_tokenizer, fast.decoder = (
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+            decoders.ByteLevel(),
+        )
+        fast.train_from_iterator(
+            TEXTS,
+            trainers.BpeTrainer(
+                vocab_size=330, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+            ),
+        )
     elif kind == "word_piece":
         fast = FastTokenizer(models.WordPiece(unk_token="<unk>"))
-        fast.pre_tokenizer, fast.decoder = pre_tokenizers.BertPreTokenizer(), decoders.WordPiece(cleanup=True)
-        fast.train_from_iterator(TEXTS, trainers.WordPieceTrainer(vocab_size=120, special_tokens=special))
+        fast.pre_tokenizer, fast.decoder = (
+            pre_tokenizers.BertPreTokenizer(),
+            decoders.WordPiece(cleanup=True),
+        )
+        fast.train_from_iterator(
+            TEXTS, trainers.WordPieceTrainer(vocab_size=120, special_tokens=special)
+        )
     elif kind == "unigram":
         fast = FastTokenizer(models.Unigram())
         fast.pre_tokenizer, fast.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
-        fast.train_from_iterator(TEXTS, trainers.UnigramTrainer(vocab_size=90, special_tokens=special, unk_token="<unk>"))
+        fast.train_from_iterator(
+            TEXTS, trainers.UnigramTrainer(vocab_size=90, special_tokens=special, unk_token="<unk>")
+        )
     else:
         fast = FastTokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
         fast.pre_tokenizer = pre_tokenizers.Metaspace()
         letters = [text.replace("é", "").replace("日本", "") for text in TEXTS]
-        fast.train_from_iterator(letters, trainers.BpeTrainer(vocab_size=330, special_tokens=special + BYTES))
+        fast.train_from_iterator(
+            letters, trainers.BpeTrainer(vocab_size=330, special_tokens=special + BYTES)
+        )
         if kind == "metaspace":
-            fast.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+            fast.decoder = decoders.Sequence(
+                [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+            )
             source = json.loads(fast.to_str())
         else:
-            fast.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+            fast.normalizer = normalizers.Sequence(
+                [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+            )
             strip = decoders.Strip(" ", 1, 0)
-            fast.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), strip])
+            fast.decoder = decoders.Sequence(
+                [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), strip]
+            )
             source = json.loads(fast.to_str()) | {"pre_tokenizer": None}
-        source["added_tokens"] = [token for token in source["added_tokens"] if token["content"] in special]  # bytes are none
+        # bytes are none
+        source["added_tokens"] = [
+            token for token in source["added_tokens"] if token["content"] in special
+        ]
         fast = FastTokenizer.from_str(json.dumps(source))
-        fast.post_processor = processors.TemplateProcessing("<s> $A", None, [("<s>", fast.token_to_id("<s>"))])
+        fast.post_processor = processors.TemplateProcessing(
+            "<s> $A", None, [("<s>", fast.token_to_id("<s>"))]
+        )
     fast.add_special_tokens([AddedToken("<|end|>", special=True, normalized=False)])
     return fast
 
@@ -62,7 +104,9 @@ def pair(request, tmp_path_factory):
 
 
 def wanted(theirs, prompt, tokens):
-    """The oracle: None where the prompt's text is not the beginning of the whole, as after half a character."""
+    """The oracle: None where the prompt's text is not the beginning of the whole, as after half a
+    character.
+    """
 
     def decoded(ids):
         return theirs.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -72,9 +116,13 @@ def wanted(theirs, prompt, tokens):
 
 
 def draw(rng, tokenizer, longest):
-    """Random tokens, some of them of a text, so that there are whole characters among the halves."""
+    """Random tokens, some of them of a text, so that there are whole characters among the
+    halves.
+    """
     ids = rng.integers(0, tokenizer.vocab_size, int(rng.integers(1, longest))).tolist()
-    written = tokenizer.encode("".join(rng.choice(list("ab é日😀.' "), int(rng.integers(1, 9))).tolist()), special=False)
+    written = tokenizer.encode(
+        "".join(rng.choice(list("ab é日😀.' "), int(rng.integers(1, 9))).tolist()), special=False
+    )
     return [*ids, *written] if rng.random() < 0.5 else [*written, *ids]
 
 
@@ -83,14 +131,18 @@ def test_completions_are_what_transformers_decodes_behind_the_prompt(rng, pair):
     compared = 0
     for _ in range(300):
         prompt = ours.encode(" ".join(rng.choice(TEXTS, int(rng.integers(1, 4))).tolist()))
-        prompt = prompt[: int(rng.integers(1, len(prompt) + 1))]  # bos alone, or half a character at the end, at times
+        # bos alone, or half a character at the end, at times
+        prompt = prompt[: int(rng.integers(1, len(prompt) + 1))]
         prompt += [ours.eos_id] * int(rng.integers(0, 20))  # decoded text leaves it out
         tokens = draw(rng, ours, 12)
         right = wanted(theirs, prompt, tokens)
         if right is None:
             continue
         compared += 1
-        assert text_behind(ours.decode, context_of(ours.decode, prompt), tokens) == right, (prompt, tokens)
+        assert text_behind(ours.decode, context_of(ours.decode, prompt), tokens) == right, (
+            prompt,
+            tokens,
+        )
         if HALF not in right:
             grown = Detokenizer(ours.decode, prompt)
             for count in sorted({*rng.integers(1, len(tokens) + 1, 4).tolist(), len(tokens)}):

@@ -1,4 +1,5 @@
-"""The engine against transformers: greedy tokens, adapters, log-probabilities, stops, seeds, groups, meshes, refusals.
+"""The engine against transformers: greedy tokens, adapters, log-probabilities, stops, seeds,
+groups, meshes, refusals.
 
 Prompt lengths are fixed so that few programs are compiled; tokens and adapters are random.
 """
@@ -36,11 +37,15 @@ def prompts(rng, lengths) -> list[tuple[int, ...]]:
 def torch_greedy(model, prompt, new=NEW) -> list[int]:
     tokens = torch.tensor([prompt])
     kept = {"max_new_tokens": new, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    return model.generate(tokens, attention_mask=torch.ones_like(tokens), **kept)[0, len(prompt) :].tolist()
+    return model.generate(tokens, attention_mask=torch.ones_like(tokens), **kept)[
+        0, len(prompt) :
+    ].tolist()
 
 
 def assert_greedy(mine, theirs, model, prompt):
-    """The same tokens, up to a place where torch itself has the two within 1e-4: there float32 may decide either way."""
+    """The same tokens, up to a place where torch itself has the two within 1e-4: there float32 may
+    decide either way.
+    """
     differ = next((i for i, (x, y) in enumerate(zip(mine, theirs)) if x != y), None)
     if differ is None:
         assert len(mine) == len(theirs)
@@ -53,7 +58,9 @@ def assert_greedy(mine, theirs, model, prompt):
 def test_greedy_tokens_equal_transformers_for_mixed_prompt_lengths(rng, tiny_base, hf_dirs, family):
     model = oracles.torch_model(hf_dirs(family), torch.float64)
     asked = prompts(rng, (1, 16, 5, 9, 2))
-    results = Engine(tiny_base(family)).generate([Request(p, temperature=0, max_tokens=NEW) for p in asked])
+    results = Engine(tiny_base(family)).generate(
+        [Request(p, temperature=0, max_tokens=NEW) for p in asked]
+    )
     for prompt, [c] in zip(asked, results, strict=True):
         assert_greedy(c.tokens, torch_greedy(model, prompt), model, prompt)
         assert (c.finish, c.text) == ("length", None)
@@ -69,21 +76,31 @@ def test_greedy_tokens_of_mixed_adapters_equal_merged_weights(rng, tiny_base, hf
     models = merged_models(hf_dirs(family), adapters)
     stacks, slots = lora_tree.stack_adapters(transformer.abstract(base.cfg), adapters)
     asked = prompts(rng, (4, 16, 8, 1, 11, 8))
-    requests = [Request(p, slots.get(name), temperature=0, max_tokens=NEW) for p, name in zip(asked, ROWS)]
+    requests = [
+        Request(p, slots.get(name), temperature=0, max_tokens=NEW) for p, name in zip(asked, ROWS)
+    ]
     results = Engine(base).generate(requests, stacks)
     for prompt, name, [c] in zip(asked, ROWS, results, strict=True):
         assert_greedy(c.tokens, torch_greedy(models[name], prompt), models[name], prompt)
         wanted = torch_logprobs(models[name], [*prompt, *c.tokens])[-NEW:]
-        np.testing.assert_allclose(c.logprobs, wanted, atol=3e-5)  # float32 through 3 layers; logits are of size 5
+        # float32 through 3 layers; logits are of size 5
+        np.testing.assert_allclose(c.logprobs, wanted, atol=3e-5)
         bare = torch_logprobs(models[None], [*prompt, *c.tokens])[-NEW:]
         assert name is None or np.abs(wanted - bare).max() > 1e-2, "the adapter must matter"
 
 
 def test_a_mesh_that_splits_rows_gives_equal_tokens(rng, tiny_base, hf_dirs):
-    """Six requests on a mesh whose batches have a multiple of eight rows; the engine pads and drops."""
-    base, spread = tiny_base("llama"), base_lib.load(str(hf_dirs("llama")), make_mesh({"data": 4, "fsdp": 2}))
+    """Six requests on a mesh whose batches have a multiple of eight rows; the engine pads and
+    drops.
+    """
+    base, spread = (
+        tiny_base("llama"),
+        base_lib.load(str(hf_dirs("llama")), make_mesh({"data": 4, "fsdp": 2})),
+    )
     assert spread.row_multiple == 8
-    stacks, slots = lora_tree.stack_adapters(transformer.abstract(base.cfg), random_adapters(rng, base.cfg))
+    stacks, slots = lora_tree.stack_adapters(
+        transformer.abstract(base.cfg), random_adapters(rng, base.cfg)
+    )
     requests = [
         Request(p, slots.get(name), temperature=t, max_tokens=NEW, seed=int(rng.integers(2**31)))
         for p, name, t in zip(prompts(rng, (4, 16, 8, 1, 11, 8)), ROWS, (0, 0, 1, 1, 0.5, 2))
@@ -91,34 +108,65 @@ def test_a_mesh_that_splits_rows_gives_equal_tokens(rng, tiny_base, hf_dirs):
     one, eight = (Engine(b).generate(requests, stacks) for b in (base, spread))
     for [x], [y] in zip(one, eight, strict=True):
         assert x.tokens == y.tokens
-        np.testing.assert_allclose(x.logprobs, y.logprobs, atol=2e-5)  # sums over split dimensions are ordered otherwise
+        # sums over split dimensions are ordered otherwise
+        np.testing.assert_allclose(x.logprobs, y.logprobs, atol=2e-5)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("axes", [{"data": 4, "fsdp": 2}, {"tensor": 2, "fsdp": 2, "data": 2}], ids=["rows", "vocabulary"])
+@pytest.mark.parametrize(
+    "axes",
+    [{"data": 4, "fsdp": 2}, {"tensor": 2, "fsdp": 2, "data": 2}],
+    ids=["rows", "vocabulary"],
+)
 def test_a_mesh_penalises_and_tells_alternatives_as_one_device_does(rng, axes):
     asked = [
-        Request(p, temperature=t, max_tokens=NEW, seed=int(rng.integers(2**31)), top_logprobs=k, **fields)
-        for p, t, k, fields in zip(prompts(rng, (4, 16, 8, 1, 11, 8)), (0, 0, 1, 1, 0.5, 2), (0, 4, 20, 1, 0, 2), PENALTIES)
+        Request(
+            p,
+            temperature=t,
+            max_tokens=NEW,
+            seed=int(rng.integers(2**31)),
+            top_logprobs=k,
+            **fields,
+        )
+        for p, t, k, fields in zip(
+            prompts(rng, (4, 16, 8, 1, 11, 8)), (0, 0, 1, 1, 0.5, 2), (0, 4, 20, 1, 0, 2), PENALTIES
+        )
     ]
     meshes = make_mesh({"data": 1}, jax.devices()[:1]), make_mesh(axes)
     one, eight = (Engine(base_lib.load("tiny-random", mesh)).generate(asked) for mesh in meshes)
     for [x], [y] in zip(one, eight, strict=True):
         assert x.tokens == y.tokens
         for name in ("logprobs", "drawn_logprobs"):
-            np.testing.assert_allclose(getattr(x, name), getattr(y, name), atol=4e-5)  # as above, over a temperature of 0.5
+            # as above, over a temperature of 0.5
+            np.testing.assert_allclose(getattr(x, name), getattr(y, name), atol=4e-5)
         for mine, theirs in zip(x.top_logprobs or (), y.top_logprobs or (), strict=True):
             np.testing.assert_allclose([p for _, p in mine], [p for _, p in theirs], atol=2e-5)
 
 
 def test_groups_keep_the_order_and_every_rows_settings(rng, tiny_base, hf_dirs):
-    """Requests of n = 1 and 2 with other settings each, in groups of four rows: torch agrees with every completion's row."""
+    """Requests of n = 1 and 2 with other settings each, in groups of four rows: torch agrees with
+    every completion's row.
+    """
     model = oracles.torch_model(hf_dirs("llama"), torch.float64)
-    shapes = [(16, NEW, 1), (3, NEW, 2), (9, NEW, 1), (16, 1, 2), (5, 7, 1), (14, NEW, 2), (1, 3, 1), (2, 9, 2)]
+    shapes = [
+        (16, NEW, 1),
+        (3, NEW, 2),
+        (9, NEW, 1),
+        (16, 1, 2),
+        (5, 7, 1),
+        (14, NEW, 2),
+        (1, 3, 1),
+        (2, 9, 2),
+    ]
     shapes = [shapes[i] for i in rng.permutation(len(shapes))]
     requests = [
         Request(
-            p, n=n, max_tokens=most, seed=int(rng.integers(2**32)), temperature=float(rng.uniform(0.5, 2)), top_k=int(rng.integers(1, 6))
+            p,
+            n=n,
+            max_tokens=most,
+            seed=int(rng.integers(2**32)),
+            temperature=float(rng.uniform(0.5, 2)),
+            top_k=int(rng.integers(1, 6)),
         )
         for p, (_, most, n) in zip(prompts(rng, [length for length, _, _ in shapes]), shapes)
     ]
@@ -131,14 +179,23 @@ def test_groups_keep_the_order_and_every_rows_settings(rng, tiny_base, hf_dirs):
         for c in completions:
             assert len(c.tokens) == len(c.logprobs) == request.max_tokens
             row = [*request.prompt, *c.tokens]
-            np.testing.assert_allclose(c.logprobs, torch_logprobs(model, row)[-len(c.tokens) :], atol=3e-5)  # as above
-            logits_TV = oracles.torch_logits(model, np.array([row]))[0, len(request.prompt) - 1 : -1]
+            # as above
+            np.testing.assert_allclose(
+                c.logprobs, torch_logprobs(model, row)[-len(c.tokens) :], atol=3e-5
+            )
+            logits_TV = oracles.torch_logits(model, np.array([row]))[
+                0, len(request.prompt) - 1 : -1
+            ]
             edge_T = np.sort(logits_TV, axis=1)[:, -request.top_k]
             chosen_T = np.take_along_axis(logits_TV, np.array(c.tokens)[:, None], axis=1)[:, 0]
-            assert (chosen_T >= edge_T - 1e-4).all(), "a token outside its own row's top-k"  # 1e-4: rounding at the edge
-            kept_TV = np.where(logits_TV >= edge_T[:, None], logits_TV / request.temperature, -np.inf)
+            # 1e-4: rounding at the edge
+            assert (chosen_T >= edge_T - 1e-4).all(), "a token outside its own row's top-k"
+            kept_TV = np.where(
+                logits_TV >= edge_T[:, None], logits_TV / request.temperature, -np.inf
+            )
             drawn_T = chosen_T / request.temperature - special.logsumexp(kept_TV, axis=1)
-            np.testing.assert_allclose(c.drawn_logprobs, drawn_T, atol=1e-4)  # the same over temperatures down to 0.5
+            # the same over temperatures down to 0.5
+            np.testing.assert_allclose(c.drawn_logprobs, drawn_T, atol=1e-4)
 
 
 def test_completion_i_draws_from_a_hash_of_the_seed_and_i(rng, tiny_base):
@@ -147,16 +204,25 @@ def test_completion_i_draws_from_a_hash_of_the_seed_and_i(rng, tiny_base):
     seed = int(rng.integers(2**32 - 3))
     engine = Engine(tiny_base())
     asked = (3, seed), (4, seed), (3, seed + 1)
-    [three], [four], [after] = (engine.generate([Request(prompt, n=n, max_tokens=NEW, seed=s)]) for n, s in asked)
+    [three], [four], [after] = (
+        engine.generate([Request(prompt, n=n, max_tokens=NEW, seed=s)]) for n, s in asked
+    )
     assert [c.tokens for c in three] == [c.tokens for c in four[:3]]
     assert len({tuple(c.tokens) for c in (*four, *after)}) == 7
     others = [Request(p, max_tokens=NEW, seed=1) for p in prompts(rng, [16, 1])]
-    assert engine.generate([others[0], Request(prompt, max_tokens=NEW, seed=seed), others[1]])[1][0].tokens == three[0].tokens
+    assert (
+        engine.generate([others[0], Request(prompt, max_tokens=NEW, seed=seed), others[1]])[1][
+            0
+        ].tokens
+        == three[0].tokens
+    )
 
 
 def test_stop_ids_end_a_row_and_are_kept(rng, tiny_base):
     engine = Engine(tiny_base())
-    requests = [Request(p, max_tokens=NEW, seed=int(rng.integers(2**31))) for p in prompts(rng, (7, 12, 3))]
+    requests = [
+        Request(p, max_tokens=NEW, seed=int(rng.integers(2**31))) for p in prompts(rng, (7, 12, 3))
+    ]
     free = [c.tokens for [c] in engine.generate(requests)]
     stops = [(free[0][4], 96), (free[1][9], free[1][2], 500), ()]
     results = engine.generate([dataclasses.replace(r, stop_ids=s) for r, s in zip(requests, stops)])
@@ -167,7 +233,8 @@ def test_stop_ids_end_a_row_and_are_kept(rng, tiny_base):
         assert c.finish == ("length" if first is None else "stop")
 
 
-PIECES = [b"a", b"b", b"ab", b"bc", b" ", b"\xc3", b"\xa9", b"\xe6\x97", b"\xa5", b"c"]  # also halves of characters
+# also halves of characters
+PIECES = [b"a", b"b", b"ab", b"bc", b" ", b"\xc3", b"\xa9", b"\xe6\x97", b"\xa5", b"c"]
 
 
 def decode(ids) -> str:
@@ -175,11 +242,17 @@ def decode(ids) -> str:
 
 
 def wanted_cut(tokens, stops, prompt=()) -> tuple[list[int], str, str]:
-    """The first prefix of the tokens whose text behind the prompt has a stop string, and the text before it."""
+    """The first prefix of the tokens whose text behind the prompt has a stop string, and the text
+    before it.
+    """
 
     def text_of(n):
         known, whole = decode(prompt), decode([*prompt, *tokens[:n]])
-        return whole[next((i for i, pair in enumerate(zip(known, whole)) if len(set(pair)) > 1), len(known)) :]
+        return whole[
+            next(
+                (i for i, pair in enumerate(zip(known, whole)) if len(set(pair)) > 1), len(known)
+            ) :
+        ]
 
     for n in range(1, len(tokens) + 1):
         text = text_of(n)
@@ -201,9 +274,14 @@ def wanted_cut(tokens, stops, prompt=()) -> tuple[list[int], str, str]:
     ],
 )
 def test_stop_strings_end_a_completion_with_the_token_that_completes_them(rng, tiny_base, stops):
-    """Against a search over all prefixes of the same seed's tokens without stops; 40 tokens: the host looks several times."""
+    """Against a search over all prefixes of the same seed's tokens without stops; 40 tokens: the
+    host looks several times.
+    """
     engine = Engine(tiny_base(), decode)
-    requests = [Request(p, max_tokens=40, temperature=3.0, seed=int(rng.integers(2**31))) for p in prompts(rng, (7, 12, 3, 5))]
+    requests = [
+        Request(p, max_tokens=40, temperature=3.0, seed=int(rng.integers(2**31)))
+        for p in prompts(rng, (7, 12, 3, 5))
+    ]
     free = [c.tokens for [c] in engine.generate(requests)]
     results = engine.generate([dataclasses.replace(r, stop=stops) for r in requests])
     for tokens, request, [c] in zip(free, requests, results, strict=True):
@@ -213,12 +291,26 @@ def test_stop_strings_end_a_completion_with_the_token_that_completes_them(rng, t
 
 
 def test_the_text_of_overlapping_stop_strings_ends_before_the_one_completed_first():
-    """``bc`` is complete at the third token, ``abcd`` would be at the fourth: the tokens end with c, so the text is ``a``."""
+    """``bc`` is complete at the third token, ``abcd`` would be at the fourth: the tokens end with
+    c, so the text is ``a``.
+    """
     for tokens in ([0, 1, 2, 3], [0, 1, 2]):
-        assert Stops(lambda ids: "".join("abcd"[i] for i in ids), ("abcd", "bc")).look(tokens) == (3, "a")
+        assert Stops(lambda ids: "".join("abcd"[i] for i in ids), ("abcd", "bc")).look(tokens) == (
+            3,
+            "a",
+        )
 
 
-@pytest.mark.parametrize("stops", [("é",), ("日 ", "bca"), ("a", "\N{REPLACEMENT CHARACTER}b"), ("abcab", "bc"), ("never there",)])
+@pytest.mark.parametrize(
+    "stops",
+    [
+        ("é",),
+        ("日 ", "bca"),
+        ("a", "\N{REPLACEMENT CHARACTER}b"),
+        ("abcab", "bc"),
+        ("never there",),
+    ],
+)
 def test_looks_at_a_growing_completion_find_what_one_at_its_end_does(rng, stops):
     """However the tokens come, in ones or many, and through characters that no token ends."""
     for _ in range(200):
@@ -255,7 +347,10 @@ def test_no_requests(tiny_base):
         ({"max_tokens": 0}, "max_tokens is 0"),
         ({"max_tokens": -3}, "max_tokens is -3"),
         ({"n": 0}, "n is 0"),
-        ({"prompt": (1,) * 200, "max_tokens": 57}, "200 tokens and max_tokens 57 exceed the context of 256"),
+        (
+            {"prompt": (1,) * 200, "max_tokens": 57},
+            "200 tokens and max_tokens 57 exceed the context of 256",
+        ),
         ({"prompt": (3, 97)}, "token id 97; this base has ids 0 to 96"),
         ({"prompt": (3, -2)}, "token id -2; this base has ids 0 to 96"),
         ({"stop": ("x",)}, r"stop strings \('x',\) need a tokenizer"),
@@ -278,22 +373,34 @@ def test_no_requests(tiny_base):
         ({"min_p": float("nan")}, "min_p is nan"),
         ({"top_k": -1}, "top_k is -1"),
         ({"top_logprobs": 21}, "top_logprobs is 21; expected 0 to 20"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0; expected 1e-06 <= repetition_penalty"),
+        (
+            {"repetition_penalty": 0.0},
+            "repetition_penalty is 0.0; expected 1e-06 <= repetition_penalty",
+        ),
         ({"repetition_penalty": 1e7}, "repetition_penalty is 10000000.0"),
         ({"presence_penalty": float("inf")}, "presence_penalty is inf"),
         ({"frequency_penalty": 3e38}, r"frequency_penalty is 3e\+38"),
-        ({"logit_bias": ((97, 1.0),)}, "logit_bias has 1.0 for token 97; expected a finite number, .*for one of the ids 0 to 96"),
+        (
+            {"logit_bias": ((97, 1.0),)},
+            (
+                "logit_bias has 1.0 for token 97; expected a finite number, .*for one of the ids 0"
+                " to 96"
+            ),
+        ),
         ({"logit_bias": ((3, float("nan")),)}, "logit_bias has nan"),
         ({"logit_bias": ((3, float("-inf")),)}, r"logit_bias has -inf .*-1e\+30 bans a token"),
         ({"logit_bias": ((3, 1.0), (3, 2.0))}, "names a token twice"),
     ],
 )
 def test_bad_requests_are_refused_before_any_runs(tiny_base, bad, message):
-    """With ``top_p`` 0 or ``min_p`` over 1 no token is left to draw from; a negative temperature or top_k means nothing."""
+    """With ``top_p`` 0 or ``min_p`` over 1 no token is left to draw from; a negative temperature or
+    top_k means nothing.
+    """
     seen = []
     with pytest.raises(UserError, match=message):
         Engine(tiny_base()).generate(
-            [Request((1, 2, 3, 4), max_tokens=NEW), Request(**({"prompt": (1,)} | bad))], progress=lambda *p: seen.append(p)
+            [Request((1, 2, 3, 4), max_tokens=NEW), Request(**({"prompt": (1,)} | bad))],
+            progress=lambda *p: seen.append(p),
         )
     assert not seen
 
@@ -306,9 +413,13 @@ def test_an_empty_stop_string_is_refused(tiny_base):
 
 @pytest.mark.parametrize("slot", [Slot(4, 0), Slot(8, 2)])
 def test_an_adapter_that_is_not_resident_is_refused(rng, tiny_base, slot):
-    """No stack of rank 4, and two slots in that of rank 8: sampling must not go on with whatever an index out of range gives."""
+    """No stack of rank 4, and two slots in that of rank 8: sampling must not go on with whatever an
+    index out of range gives.
+    """
     base = tiny_base()
-    stacks, _ = lora_tree.stack_adapters(transformer.abstract(base.cfg), random_adapters(rng, base.cfg))
+    stacks, _ = lora_tree.stack_adapters(
+        transformer.abstract(base.cfg), random_adapters(rng, base.cfg)
+    )
     with pytest.raises((UserError, KeyError, IndexError)):
         Engine(base).generate([Request((1, 2, 3), slot, max_tokens=NEW)], stacks)
 
@@ -317,7 +428,9 @@ def test_a_prompt_and_its_tokens_may_fill_the_context(rng, tiny_base, hf_dirs):
     """244 + 12 of 256: shapes are rounded up, but never beyond the context."""
     [prompt] = prompts(rng, [244])
     [[c]] = Engine(tiny_base()).generate([Request(prompt, max_tokens=NEW)])
-    wanted = torch_logprobs(oracles.torch_model(hf_dirs("llama"), torch.float64), [*prompt, *c.tokens])[-NEW:]
+    wanted = torch_logprobs(
+        oracles.torch_model(hf_dirs("llama"), torch.float64), [*prompt, *c.tokens]
+    )[-NEW:]
     np.testing.assert_allclose(c.logprobs, wanted, atol=3e-5)  # as above
 
 
@@ -327,25 +440,38 @@ def test_a_stop_string_that_is_a_special_token_ends_a_completion_by_its_id(rng, 
     request = Request(prompt, max_tokens=NEW, seed=int(rng.integers(2**31)))
     [[free]] = Engine(tiny_base()).generate([request])
     end = free.tokens[5]
-    base = dataclasses.replace(tiny_base(), tokenizer=types.SimpleNamespace(special_ids={"<end>": end}))
+    base = dataclasses.replace(
+        tiny_base(), tokenizer=types.SimpleNamespace(special_ids={"<end>": end})
+    )
     engine = Engine(base, lambda ids: "".join(f"{i} " for i in ids if i != end))
     [[found]] = engine.generate([dataclasses.replace(request, stop=("<end>", "no such text"))])
     assert found.tokens == free.tokens[: free.tokens.index(end) + 1]
     assert found.finish == "stop"
     assert "<end>" not in found.text
-    with pytest.raises(UserError, match=r"'<end>!' holds the special token '<end>'.*would never match: stop at '<end>' alone"):
+    with pytest.raises(
+        UserError,
+        match=r"'<end>!' holds the special token '<end>'.*would never match: stop at '<end>' alone",
+    ):
         engine.generate([dataclasses.replace(request, stop=("<end>!",))])
 
 
 def penalised_greedy(model, request: Request, new: int) -> list[int]:
-    """Greedy decoding by transformers' logits, with biases and penalties in float64 as their definitions say."""
+    """Greedy decoding by transformers' logits, with biases and penalties in float64 as their
+    definitions say.
+    """
     tokens: list[int] = []
     for _ in range(new):
-        z = oracles.torch_logits(model, np.array([[*request.prompt, *tokens]]))[0, -1].astype(np.float64)
+        z = oracles.torch_logits(model, np.array([[*request.prompt, *tokens]]))[0, -1].astype(
+            np.float64
+        )
         for token, bias in request.logit_bias:
             z[token] += bias
         for token in {*request.prompt, *tokens}:
-            z[token] = z[token] / request.repetition_penalty if z[token] > 0 else z[token] * request.repetition_penalty
+            z[token] = (
+                z[token] / request.repetition_penalty
+                if z[token] > 0
+                else z[token] * request.repetition_penalty
+            )
         for token in set(tokens):
             z[token] -= request.frequency_penalty * tokens.count(token) + request.presence_penalty
         tokens.append(int(z.argmax()))
@@ -357,35 +483,63 @@ PENALTIES = [
     {"frequency_penalty": 0.8},
     {"presence_penalty": 2.5},
     {"logit_bias": ((5, 3.0), (90, -2.0), (17, 100.0))},
-    {"repetition_penalty": 1.3, "frequency_penalty": -0.6, "presence_penalty": 1.1, "logit_bias": ((3, 1.5),)},
+    {
+        "repetition_penalty": 1.3,
+        "frequency_penalty": -0.6,
+        "presence_penalty": 1.1,
+        "logit_bias": ((3, 1.5),),
+    },
     {},
 ]
 
 
 def test_penalties_and_biases_of_mixed_rows_are_those_of_their_definitions(rng, tiny_base, hf_dirs):
-    """Rows with and without any in one batch; one alone against transformers' own decoding, which has only that one."""
+    """Rows with and without any in one batch; one alone against transformers' own decoding, which
+    has only that one.
+    """
     model = oracles.torch_model(hf_dirs("llama"), torch.float64)
-    asked = [Request(p, temperature=0, max_tokens=NEW, **fields) for p, fields in zip(prompts(rng, (4, 16, 8, 1, 11, 8)), PENALTIES)]
+    asked = [
+        Request(p, temperature=0, max_tokens=NEW, **fields)
+        for p, fields in zip(prompts(rng, (4, 16, 8, 1, 11, 8)), PENALTIES)
+    ]
     results = Engine(tiny_base("llama")).generate(asked)
     changed = 0
     for request, [c] in zip(asked, results, strict=True):
         wanted = penalised_greedy(model, request, NEW)
         differ = next((i for i, (x, y) in enumerate(zip(c.tokens, wanted)) if x != y), NEW)
-        assert differ > NEW // 2 or c.tokens == wanted, "float32 may decide a tie, not the first half of a completion"
+        assert differ > NEW // 2 or c.tokens == wanted, (
+            "float32 may decide a tie, not the first half of a completion"
+        )
         changed += c.tokens != torch_greedy(model, request.prompt)
-        np.testing.assert_allclose(c.logprobs, torch_logprobs(model, [*request.prompt, *c.tokens])[-NEW:], atol=3e-5)  # of the model itself
+        # of the model itself
+        np.testing.assert_allclose(
+            c.logprobs, torch_logprobs(model, [*request.prompt, *c.tokens])[-NEW:], atol=3e-5
+        )
     assert changed >= 4, "they must matter"
     tokens = torch.tensor([asked[0].prompt])
-    kept = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, "repetition_penalty": 1.7}
-    theirs = model.generate(tokens, attention_mask=torch.ones_like(tokens), **kept)[0, len(asked[0].prompt) :].tolist()
+    kept = {
+        "max_new_tokens": NEW,
+        "do_sample": False,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+        "repetition_penalty": 1.7,
+    }
+    theirs = model.generate(tokens, attention_mask=torch.ones_like(tokens), **kept)[
+        0, len(asked[0].prompt) :
+    ].tolist()
     assert theirs == penalised_greedy(model, asked[0], NEW)
 
 
 def test_a_row_with_penalties_changes_no_bit_of_its_neighbours(rng, tiny_base):
-    """Not where they come to a batch that had none, and not where they are as large as floats go."""
+    """Not where they come to a batch that had none, and not where they are as large as floats
+    go.
+    """
     one, other = prompts(rng, (6, 6))
     quiet = [Request(one, max_tokens=NEW, seed=7), Request(other, max_tokens=NEW, seed=8)]
-    loud = [dataclasses.replace(quiet[0], frequency_penalty=1e6, logit_bias=((4, -1e30),)), quiet[1]]
+    loud = [
+        dataclasses.replace(quiet[0], frequency_penalty=1e6, logit_bias=((4, -1e30),)),
+        quiet[1],
+    ]
     engine = Engine(tiny_base())
     [_, [a]], [_, [b]] = engine.generate(quiet), engine.generate(loud)
     assert (a.tokens, a.logprobs, a.drawn_logprobs) == (b.tokens, b.logprobs, b.drawn_logprobs)
@@ -393,7 +547,9 @@ def test_a_row_with_penalties_changes_no_bit_of_its_neighbours(rng, tiny_base):
 
 
 def test_no_settings_give_nan_or_a_token_that_they_exclude(rng, tiny_base):
-    """Settings at the ends of their ranges, in one batch: peaked ones draw what greedy decoding does."""
+    """Settings at the ends of their ranges, in one batch: peaked ones draw what greedy decoding
+    does.
+    """
     [prompt] = prompts(rng, [6])
     peaked = [
         {"temperature": 1e-45},
@@ -411,9 +567,16 @@ def test_no_settings_give_nan_or_a_token_that_they_exclude(rng, tiny_base):
         {"repetition_penalty": 1e6, "frequency_penalty": 1e6, "presence_penalty": 1e6},
         {"frequency_penalty": -1e6, "presence_penalty": -1e6, "temperature": 1e-38, "top_p": 1e-40},
         {"logit_bias": tuple((i, -1e30) for i in range(97) if i != 50), "min_p": 1e-45},
-        {"logit_bias": tuple((i, 1e30) for i in range(97)), "top_k": 2**31 - 1, "repetition_penalty": 1e6},
+        {
+            "logit_bias": tuple((i, 1e30) for i in range(97)),
+            "top_k": 2**31 - 1,
+            "repetition_penalty": 1e6,
+        },
     ]
-    asked = [Request(prompt, max_tokens=NEW, seed=i, **fields) for i, fields in enumerate([{"temperature": 0}, *peaked, *loud])]
+    asked = [
+        Request(prompt, max_tokens=NEW, seed=i, **fields)
+        for i, fields in enumerate([{"temperature": 0}, *peaked, *loud])
+    ]
     [[greedy], *rest] = Engine(tiny_base()).generate(asked)
     for request, [c] in zip(asked[1:], rest, strict=True):
         assert np.isfinite([*c.logprobs, *c.drawn_logprobs]).all(), request
@@ -430,37 +593,72 @@ def test_what_was_drawn_has_the_probability_that_it_was_drawn_with(rng, tiny_bas
     """``drawn_logprobs`` are under the penalised distribution at its temperature."""
     model = oracles.torch_model(hf_dirs("llama"), torch.float64)
     [prompt] = prompts(rng, [9])
-    request = Request(prompt, max_tokens=NEW, seed=3, temperature=0.7, presence_penalty=1.5, logit_bias=((8, 2.0),))
+    request = Request(
+        prompt,
+        max_tokens=NEW,
+        seed=3,
+        temperature=0.7,
+        presence_penalty=1.5,
+        logit_bias=((8, 2.0),),
+    )
     [[c]] = Engine(tiny_base("llama")).generate([request])
     for i, token in enumerate(c.tokens):
-        z = oracles.torch_logits(model, np.array([[*prompt, *c.tokens[:i]]]))[0, -1].astype(np.float64)
+        z = oracles.torch_logits(model, np.array([[*prompt, *c.tokens[:i]]]))[0, -1].astype(
+            np.float64
+        )
         z[8] += 2.0
         z[list(set(c.tokens[:i]))] -= 1.5
-        np.testing.assert_allclose(c.drawn_logprobs[i], (z / 0.7 - special.logsumexp(z / 0.7))[token], atol=1e-4)  # 3e-5 over 0.7, twice
+        # 3e-5 over 0.7, twice
+        np.testing.assert_allclose(
+            c.drawn_logprobs[i], (z / 0.7 - special.logsumexp(z / 0.7))[token], atol=1e-4
+        )
 
 
 def test_the_likeliest_tokens_and_their_logprobs_are_transformers(rng, tiny_base, hf_dirs):
-    """Rows that ask for some, for others and for none in one batch; the model's own log-probabilities, whatever draws."""
+    """Rows that ask for some, for others and for none in one batch; the model's own
+    log-probabilities, whatever draws.
+    """
     model = oracles.torch_model(hf_dirs("llama"), torch.float64)
     wanted = (3, 0, 20)
     asked = [
-        Request(p, max_tokens=NEW, seed=i, temperature=0.8, top_k=5, presence_penalty=2.0 * i, top_logprobs=k)
+        Request(
+            p,
+            max_tokens=NEW,
+            seed=i,
+            temperature=0.8,
+            top_k=5,
+            presence_penalty=2.0 * i,
+            top_logprobs=k,
+        )
         for i, (p, k) in enumerate(zip(prompts(rng, (4, 16, 8)), wanted))
     ]
-    free = Engine(tiny_base("llama")).generate([dataclasses.replace(request, top_logprobs=0) for request in asked])
-    for request, [c], [plain] in zip(asked, Engine(tiny_base("llama")).generate(asked), free, strict=True):
-        assert (c.tokens, c.logprobs, c.drawn_logprobs) == (plain.tokens, plain.logprobs, plain.drawn_logprobs), "not one bit"
+    free = Engine(tiny_base("llama")).generate(
+        [dataclasses.replace(request, top_logprobs=0) for request in asked]
+    )
+    for request, [c], [plain] in zip(
+        asked, Engine(tiny_base("llama")).generate(asked), free, strict=True
+    ):
+        assert (c.tokens, c.logprobs, c.drawn_logprobs) == (
+            plain.tokens,
+            plain.logprobs,
+            plain.drawn_logprobs,
+        ), "not one bit"
         if not request.top_logprobs:
             assert c.top_logprobs is None
             continue
-        logits_TV = oracles.torch_logits(model, np.array([[*request.prompt, *c.tokens]]))[0, len(request.prompt) - 1 : -1]
+        logits_TV = oracles.torch_logits(model, np.array([[*request.prompt, *c.tokens]]))[
+            0, len(request.prompt) - 1 : -1
+        ]
         logp_TV = special.log_softmax(logits_TV.astype(np.float64), axis=-1)
         assert c.top_logprobs is not None
         assert len(c.top_logprobs) == len(c.tokens)
         for told, logp_V in zip(c.top_logprobs, logp_TV):
             ids, logprobs = zip(*told)
             assert len(set(ids)) == request.top_logprobs
-            np.testing.assert_allclose(logprobs, np.sort(logp_V)[::-1][: request.top_logprobs], atol=3e-5)  # as above
+            # as above
+            np.testing.assert_allclose(
+                logprobs, np.sort(logp_V)[::-1][: request.top_logprobs], atol=3e-5
+            )
             np.testing.assert_allclose(logprobs, logp_V[list(ids)], atol=3e-5)
 
 
@@ -469,41 +667,70 @@ def test_scores_of_a_prompt_are_transformers(rng, tiny_base, hf_dirs):
     model = oracles.torch_model(hf_dirs("llama"), torch.float64)
     asked = [
         Request(p, max_tokens=3, n=2, prompt_logprobs=own, top_prompt_logprobs=k, seed=1)
-        for p, own, k in zip(prompts(rng, (1, 7, 40, 150, 9)), (True, True, False, True, False), (2, 0, 4, 20, 0))
+        for p, own, k in zip(
+            prompts(rng, (1, 7, 40, 150, 9)), (True, True, False, True, False), (2, 0, 4, 20, 0)
+        )
     ]
     for request, completions in zip(asked, Engine(tiny_base("llama")).generate(asked), strict=True):
-        logp_TV = special.log_softmax(oracles.torch_logits(model, np.array([request.prompt]))[0, :-1].astype(np.float64), axis=-1)
+        logp_TV = special.log_softmax(
+            oracles.torch_logits(model, np.array([request.prompt]))[0, :-1].astype(np.float64),
+            axis=-1,
+        )
         for c in completions:
             assert (c.prompt_logprobs is not None, c.top_prompt_logprobs is not None) == (
                 request.prompt_logprobs,
                 request.top_prompt_logprobs > 0,
             )
             if c.prompt_logprobs is not None:
-                np.testing.assert_allclose(c.prompt_logprobs, logp_TV[np.arange(len(logp_TV)), request.prompt[1:]], atol=3e-5)  # as above
-            for told, logp_V in zip(c.top_prompt_logprobs or (), logp_TV, strict=c.top_prompt_logprobs is not None):
+                # as above
+                np.testing.assert_allclose(
+                    c.prompt_logprobs,
+                    logp_TV[np.arange(len(logp_TV)), request.prompt[1:]],
+                    atol=3e-5,
+                )
+            for told, logp_V in zip(
+                c.top_prompt_logprobs or (), logp_TV, strict=c.top_prompt_logprobs is not None
+            ):
                 ids, logprobs = zip(*told)
                 assert len(set(ids)) == request.top_prompt_logprobs
                 np.testing.assert_allclose(logprobs, np.sort(logp_V)[::-1][: len(ids)], atol=3e-5)
                 np.testing.assert_allclose(logprobs, logp_V[list(ids)], atol=3e-5)
 
 
-def test_targets_at_a_prompts_places_are_scored_and_the_last_tokens_alone_where_asked(rng, tiny_base, hf_dirs):
+def test_targets_at_a_prompts_places_are_scored_and_the_last_tokens_alone_where_asked(
+    rng, tiny_base, hf_dirs
+):
     base = tiny_base("llama")
     model, engine = oracles.torch_model(hf_dirs("llama"), torch.float64), Engine(base)
     for length, last in ((1, None), (40, None), (90, 3), (129, 64), (130, 0), (70, 1000)):
         [prompt] = prompts(rng, (length,))
         engine.generate([Request(prompt, max_tokens=1)])  # its blocks are in the cache, unscored
-        targets = tuple(tuple(rng.integers(-1, base.cfg.vocab_size, rng.integers(0, 6)).tolist()) for _ in prompt[1:])
+        targets = tuple(
+            tuple(rng.integers(-1, base.cfg.vocab_size, rng.integers(0, 6)).tolist())
+            for _ in prompt[1:]
+        )
         request = Request(
-            prompt, max_tokens=2, prompt_logprobs=True, top_prompt_logprobs=2, target_prompt_logprobs=targets, prompt_logprobs_last_n=last
+            prompt,
+            max_tokens=2,
+            prompt_logprobs=True,
+            top_prompt_logprobs=2,
+            target_prompt_logprobs=targets,
+            prompt_logprobs_last_n=last,
         )
         [[c]] = engine.generate([request])
         first = 0 if last is None else max(0, length - 1 - last)
         assert c.reused == first // PAGE * PAGE, "what is not scored comes from the cache"
-        logp_TV = special.log_softmax(oracles.torch_logits(model, np.array([prompt]))[0, :-1].astype(np.float64), axis=-1)
+        logp_TV = special.log_softmax(
+            oracles.torch_logits(model, np.array([prompt]))[0, :-1].astype(np.float64), axis=-1
+        )
         own = logp_TV[np.arange(length - 1), prompt[1:]]
-        np.testing.assert_allclose(c.prompt_logprobs, np.where(np.arange(length - 1) < first, np.nan, own), atol=3e-5)  # as above
-        assert [len(top) for top in c.top_prompt_logprobs] == [0] * first + [2] * (length - 1 - first)
+        # as above
+        np.testing.assert_allclose(
+            c.prompt_logprobs, np.where(np.arange(length - 1) < first, np.nan, own), atol=3e-5
+        )
+        assert [len(top) for top in c.top_prompt_logprobs] == [0] * first + [2] * (
+            length - 1 - first
+        )
         for t, (told, ids) in enumerate(zip(c.target_prompt_logprobs, targets, strict=True)):
             wanted = [] if t < first else [0.0 if i < 0 else logp_TV[t, i] for i in ids]
             np.testing.assert_allclose(told, wanted, atol=3e-5)
@@ -512,18 +739,27 @@ def test_targets_at_a_prompts_places_are_scored_and_the_last_tokens_alone_where_
 def test_alternatives_at_a_prompts_places_are_drawn_from_the_model(rng, tiny_base, hf_dirs):
     model, engine = oracles.torch_model(hf_dirs("llama"), torch.float64), Engine(tiny_base("llama"))
     [prompt] = prompts(rng, (45,))
-    logp_TV = special.log_softmax(oracles.torch_logits(model, np.array([prompt]))[0, :-1].astype(np.float64), axis=-1)
-    asked = [Request(prompt, max_tokens=1, prompt_alternatives=k, seed=seed) for seed, k in enumerate((20,) * 9 + (3,))]
+    logp_TV = special.log_softmax(
+        oracles.torch_logits(model, np.array([prompt]))[0, :-1].astype(np.float64), axis=-1
+    )
+    asked = [
+        Request(prompt, max_tokens=1, prompt_alternatives=k, seed=seed)
+        for seed, k in enumerate((20,) * 9 + (3,))
+    ]
     told = [c.prompt_alternatives for [c] in engine.generate(asked)]
-    drawn = np.array([[[i for i, _ in place] for place in places] for places in told[:9]])  # [9, T, 20]
+    # [9, T, 20]
+    drawn = np.array([[[i for i, _ in place] for place in places] for places in told[:9]])
     logprobs = np.array([[[p for _, p in place] for place in places] for places in told[:9]])
     np.testing.assert_allclose(logprobs, logp_TV[np.arange(44)[None, :, None], drawn], atol=3e-5)
-    # The mean surprise of the draws is the entropy: 7,920 of them, so a wrong temperature or shared noise is far outside 5 sigma.
+    # The mean surprise of the draws is the entropy: 7,920 of them, so a wrong temperature or shared
+    # noise is far outside 5 sigma.
     entropy = -(np.exp(logp_TV) * logp_TV).sum(-1)
     spread = (np.exp(logp_TV) * logp_TV**2).sum(-1) - entropy**2
     off = (-logprobs.mean((0, 2)) - entropy).sum() / np.sqrt((spread / 180).sum())
     assert abs(off) < 5
-    assert len({tuple(x) for x in drawn.reshape(-1, 20).tolist()}) == 9 * 44, "no two places draw alike"
+    assert len({tuple(x) for x in drawn.reshape(-1, 20).tolist()}) == 9 * 44, (
+        "no two places draw alike"
+    )
     [[alone]] = engine.generate([asked[9]])
     assert alone.prompt_alternatives == told[9]
     assert {len(place) for place in told[9]} == {3}
@@ -532,7 +768,10 @@ def test_alternatives_at_a_prompts_places_are_drawn_from_the_model(rng, tiny_bas
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"target_prompt_logprobs": ((1,),)}, "target_prompt_logprobs has 1 places; a prompt of 3 tokens has 2"),
+        (
+            {"target_prompt_logprobs": ((1,),)},
+            "target_prompt_logprobs has 1 places; a prompt of 3 tokens has 2",
+        ),
         ({"target_prompt_logprobs": ((), (1,) * 21)}, "names 21 ids at one place; at most 20"),
         ({"target_prompt_logprobs": ((), (-2,))}, "token id -2"),
         ({"prompt_logprobs_last_n": -1}, "prompt_logprobs_last_n is -1"),

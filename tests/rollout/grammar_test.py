@@ -1,4 +1,6 @@
-"""Completions under a grammar: the standard library's own parsers say whether they follow it; a mask hides no allowed token."""
+"""Completions under a grammar: the standard library's own parsers say whether they follow it; a
+mask hides no allowed token.
+"""
 
 import json
 import re
@@ -15,7 +17,11 @@ from mint_jax.rollout.request import BadField, Request
 
 SCHEMA = {
     "type": "object",
-    "properties": {"name": {"enum": ["ada", "grace"]}, "age": {"type": "integer", "minimum": 0, "maximum": 120}, "ok": {"type": "boolean"}},
+    "properties": {
+        "name": {"enum": ["ada", "grace"]},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "ok": {"type": "boolean"},
+    },
     "required": ["name", "age", "ok"],
     "additionalProperties": False,
 }
@@ -30,9 +36,18 @@ def base(mesh):
 
 def test_completions_of_mixed_rows_follow_their_grammars(rng, base):
     """A random model at a high temperature writes noise where nothing binds it."""
-    engine, ends = Engine(base, base.need_tokenizer().decode, rows=(8,)), base.need_tokenizer().eos_ids
+    engine, ends = (
+        Engine(base, base.need_tokenizer().decode, rows=(8,)),
+        base.need_tokenizer().eos_ids,
+    )
     kinds = [{"json_schema": json.dumps(SCHEMA)}, {"regex": PATTERN}, {"choice": CHOICES}, {}]
-    how = {"n": 4, "max_tokens": 60, "temperature": 1.5, "stop_ids": ends, "seed": int(rng.integers(2**31))}
+    how = {
+        "n": 4,
+        "max_tokens": 60,
+        "temperature": 1.5,
+        "stop_ids": ends,
+        "seed": int(rng.integers(2**31)),
+    }
     requests = [Request(tuple(rng.integers(5, 9000, 6).tolist()), **how, **kind) for kind in kinds]
     schema, pattern, choice, free = engine.generate(requests)
     for c in schema:
@@ -46,9 +61,15 @@ def test_completions_of_mixed_rows_follow_their_grammars(rng, base):
     assert all(c.text in CHOICES for c in choice)
     assert {c.finish for c in (*schema, *pattern, *choice)} == {"stop"}
     assert not any(re.fullmatch(PATTERN, c.text) or c.text in CHOICES for c in free)
-    assert all(np.isfinite(c.logprobs).all() and np.isfinite(c.drawn_logprobs).all() for cs in (schema, pattern, choice) for c in cs)
+    assert all(
+        np.isfinite(c.logprobs).all() and np.isfinite(c.drawn_logprobs).all()
+        for cs in (schema, pattern, choice)
+        for c in cs
+    )
     alone = engine.generate(requests[3:])[0]
-    assert [(c.tokens, c.logprobs, c.drawn_logprobs) for c in free] == [(c.tokens, c.logprobs, c.drawn_logprobs) for c in alone]
+    assert [(c.tokens, c.logprobs, c.drawn_logprobs) for c in free] == [
+        (c.tokens, c.logprobs, c.drawn_logprobs) for c in alone
+    ]
 
 
 def test_a_mask_allows_what_can_still_become_a_match_and_nothing_else(base):
@@ -56,9 +77,15 @@ def test_a_mask_allows_what_can_still_become_a_match_and_nothing_else(base):
     grammars, tokenizer = Grammars(base), base.need_tokenizer()
     vocab = base.cfg.vocab_size
     matcher = grammars.matcher(Request((5,), choice=CHOICES))
-    bits = np.unpackbits(mask_of(matcher, vocab).view(np.uint8), bitorder="little")[:vocab].astype(bool)
+    bits = np.unpackbits(mask_of(matcher, vocab).view(np.uint8), bitorder="little")[:vocab].astype(
+        bool
+    )
     texts = [tokenizer.decode([i]) for i in range(vocab)]
-    wanted = {i for i, text in enumerate(texts) if text and any(choice.startswith(text) for choice in CHOICES)}
+    wanted = {
+        i
+        for i, text in enumerate(texts)
+        if text and any(choice.startswith(text) for choice in CHOICES)
+    }
     assert set(np.flatnonzero(bits).tolist()) == wanted
 
 
@@ -75,7 +102,9 @@ def test_a_mask_allows_what_can_still_become_a_match_and_nothing_else(base):
 )
 def test_a_grammar_that_means_nothing_is_refused(base, bad, message):
     with pytest.raises(UserError, match=message):
-        Engine(base, base.need_tokenizer().decode).generate([Request((5, 6)), Request((5, 6), **bad)])
+        Engine(base, base.need_tokenizer().decode).generate(
+            [Request((5, 6)), Request((5, 6), **bad)]
+        )
 
 
 EMPTY = [  # schemas that no JSON of finite length fits
@@ -86,7 +115,12 @@ EMPTY = [  # schemas that no JSON of finite length fits
     {"type": "array", "items": {"$ref": "#"}, "minItems": 1},
     {"type": "array", "prefixItems": [{"type": "null"}, {"$ref": "#"}], "minItems": 2},
     {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]},
-    {"$defs": {"x/y": {"type": "object", "additionalProperties": {"$ref": "#"}, "required": ["z"]}}, "anyOf": [{"$ref": "#/$defs/x~1y"}]},
+    {
+        "$defs": {
+            "x/y": {"type": "object", "additionalProperties": {"$ref": "#"}, "required": ["z"]}
+        },
+        "anyOf": [{"$ref": "#/$defs/x~1y"}],
+    },
     {"type": "integer", "minimum": 5, "maximum": 3},
     {"type": "object", "properties": {"a": False}, "required": ["a"]},
     {"allOf": [{"type": "string"}, {"type": "integer"}]},
@@ -96,9 +130,23 @@ EMPTY = [  # schemas that no JSON of finite length fits
 RECURSIVE = [  # schemas that refer to themselves, and end
     {"anyOf": [{"$ref": "#"}, {"type": "null"}]},
     {"type": "array", "items": {"$ref": "#"}},
-    {"type": "object", "properties": {"next": {"$ref": "#"}, "value": {"type": "integer"}}, "required": ["value"]},
-    {"type": "object", "properties": {"next": {"anyOf": [{"type": "null"}, {"$ref": "#"}]}}, "required": ["next"]},
-    {"$defs": {"a": {"type": "array", "items": {"$ref": "#/$defs/b"}, "minItems": 1}, "b": {"enum": [1]}}, "$ref": "#/$defs/a"},
+    {
+        "type": "object",
+        "properties": {"next": {"$ref": "#"}, "value": {"type": "integer"}},
+        "required": ["value"],
+    },
+    {
+        "type": "object",
+        "properties": {"next": {"anyOf": [{"type": "null"}, {"$ref": "#"}]}},
+        "required": ["next"],
+    },
+    {
+        "$defs": {
+            "a": {"type": "array", "items": {"$ref": "#/$defs/b"}, "minItems": 1},
+            "b": {"enum": [1]},
+        },
+        "$ref": "#/$defs/a",
+    },
 ]
 
 
@@ -113,10 +161,15 @@ def test_schemas_that_nothing_fits_are_refused_and_recursive_ones_taken(base):
 
 
 def test_hostile_grammars_cost_little(base):
-    """Each is refused or compiled within seconds, and so is its first mask, which the engine's thread computes."""
+    """Each is refused or compiled within seconds, and so is its first mask, which the engine's
+    thread computes.
+    """
     grammars = Grammars(base)
     chain = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(60)}
-    many = {f"d{i * 7919 % 3000}": {"allOf": [{"$ref": f"#/$defs/d{(i + 1) * 7919 % 3000}"}]} for i in range(3000)}
+    many = {
+        f"d{i * 7919 % 3000}": {"allOf": [{"$ref": f"#/$defs/d{(i + 1) * 7919 % 3000}"}]}
+        for i in range(3000)
+    }
     schemas = [
         {"$defs": {**chain, "d60": {"type": "null"}}, "$ref": "#/$defs/d0"},
         {"$defs": {**chain, "d60": {"$ref": "#/$defs/d0"}}, "$ref": "#/$defs/d0"},
@@ -127,7 +180,10 @@ def test_hostile_grammars_cost_little(base):
         {"$ref": "http://127.0.0.1/schema"},
     ]
     asked = [Request((5,), json_schema=json.dumps(schema)) for schema in schemas]
-    asked += [Request((5,), regex=regex) for regex in ("(a{1000}){1000}", "(((((a*)*)*)*)*)*b", ".*(x+x+)+y")]
+    asked += [
+        Request((5,), regex=regex)
+        for regex in ("(a{1000}){1000}", "(((((a*)*)*)*)*)*b", ".*(x+x+)+y")
+    ]
     began, refused = time.monotonic(), 0
     for request in asked:
         try:
@@ -136,16 +192,28 @@ def test_hostile_grammars_cost_little(base):
             refused += 1
     assert time.monotonic() - began < 30, "some 3 s on two busy cores"
     assert refused >= 5
-    fine = {"type": "object", "properties": {f"p{i}": {"enum": [f"value {j} of {i}" for j in range(50)]} for i in range(40)}}
-    assert grammars.matcher(Request((5,), json_schema=json.dumps(fine))) is not None, "what people send is taken"
+    fine = {
+        "type": "object",
+        "properties": {
+            f"p{i}": {"enum": [f"value {j} of {i}" for j in range(50)]} for i in range(40)
+        },
+    }
+    assert grammars.matcher(Request((5,), json_schema=json.dumps(fine))) is not None, (
+        "what people send is taken"
+    )
 
 
 def test_a_grammar_that_fails_on_the_way_fails_its_request_alone(rng, base):
-    """The second mask of ``b(a{1000}){1000}`` is beyond the limits: no text that does not follow it is answered as if it did."""
+    """The second mask of ``b(a{1000}){1000}`` is beyond the limits: no text that does not follow it
+    is answered as if it did.
+    """
     engine = Engine(base, base.need_tokenizer().decode, rows=(4,))
     free = Request((7, 8), max_tokens=6, seed=3)
     with engine.serving():
-        stream, other = engine.submit(Request((5, 6), regex="b(a{1000}){1000}", n=2, max_tokens=20)), engine.submit(free)
+        stream, other = (
+            engine.submit(Request((5, 6), regex="b(a{1000}){1000}", n=2, max_tokens=20)),
+            engine.submit(free),
+        )
         with pytest.raises(UserError, match="cannot be followed"):
             stream.result(60)
         assert len(other.result(60)[0].tokens) > 0

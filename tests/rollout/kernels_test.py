@@ -1,4 +1,6 @@
-"""The engine on its attention kernels, interpreted: it samples and scores as by XLA, in teams and alone."""
+"""The engine on its attention kernels, interpreted: it samples and scores as by XLA, in teams and
+alone.
+"""
 
 import dataclasses
 
@@ -16,22 +18,35 @@ from tests.rollout.company_test import random_stacks
 OPS = {"llama": "paged_attention", "deepseek_v3_dense": "latent_attention"}
 
 
-FORMS = {"pallas_tpu": (paged_tpu, 128), "pallas_gpu": (paged_gpu, 1)}  # pools as TPUs have them, or as wide as heads are
-CASES = [("llama", "pallas_gpu"), ("llama", "pallas_tpu"), *(("deepseek_v3_dense", form) for form in FORMS)]
+# pools as TPUs have them, or as wide as heads are
+FORMS = {"pallas_tpu": (paged_tpu, 128), "pallas_gpu": (paged_gpu, 1)}
+CASES = [
+    ("llama", "pallas_gpu"),
+    ("llama", "pallas_tpu"),
+    *(("deepseek_v3_dense", form) for form in FORMS),
+]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("family", "form"), CASES)
 def test_the_engine_gives_what_it_gives_by_xla(family, form, tiny_base, rng, monkeypatch):
-    """Prompts of several runs and of less than one, samples that share one in a team, one alone, and a prompt that is scored."""
+    """Prompts of several runs and of less than one, samples that share one in a team, one alone,
+    and a prompt that is scored.
+    """
     asked, (kernels, lanes) = [], FORMS[form]
     attend = kernels.attend
-    monkeypatch.setattr(kernels, "attend", lambda *args, **how: asked.append(args[0][0].shape) or attend(*args, **how))
+    monkeypatch.setattr(
+        kernels,
+        "attend",
+        lambda *args, **how: asked.append(args[0][0].shape) or attend(*args, **how),
+    )
     monkeypatch.setattr(device, "lanes", lambda mesh: lanes)
     base, drawn = tiny_base(family), []
     prompts = [tuple(rng.integers(3, base.cfg.vocab_size, n).tolist()) for n in (170, 40)]
     for kernel in ("xla", form):
-        on = dataclasses.replace(base, cfg=base.cfg.replace(kernels=Kernels(**{OPS[family]: kernel})))
+        on = dataclasses.replace(
+            base, cfg=base.cfg.replace(kernels=Kernels(**{OPS[family]: kernel}))
+        )
         requests = [
             Request(prompts[0], max_tokens=3, temperature=0.0, n=3),
             Request(prompts[1], max_tokens=4, temperature=0.0, prompt_logprobs=True),
@@ -41,7 +56,8 @@ def test_the_engine_gives_what_it_gives_by_xla(family, form, tiny_base, rng, mon
     for mine, theirs in zip(*drawn, strict=True):
         for one, other in zip(mine, theirs, strict=True):
             assert one.tokens == other.tokens
-            np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)  # float32, other orders of sums
+            # float32, other orders of sums
+            np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)
             if one.prompt_logprobs is not None:
                 told = ([x or 0.0 for x in c.prompt_logprobs] for c in (one, other))
                 np.testing.assert_allclose(*told, atol=1e-4)
@@ -53,15 +69,22 @@ def test_the_engine_gives_what_it_gives_by_xla(family, form, tiny_base, rng, mon
 @pytest.mark.bits
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("family", OPS)
-def test_a_request_keeps_its_bits_beside_a_policy_that_is_nan(family, form, tiny_base, rng, monkeypatch):
-    """Its prompt is the neighbour's too, whose adapter has made other keys of it; and alone it reads in no team."""
+def test_a_request_keeps_its_bits_beside_a_policy_that_is_nan(
+    family, form, tiny_base, rng, monkeypatch
+):
+    """Its prompt is the neighbour's too, whose adapter has made other keys of it; and alone it
+    reads in no team.
+    """
     monkeypatch.setattr(device, "lanes", lambda mesh: FORMS[form][1])
     base = tiny_base(family)
     base = dataclasses.replace(base, cfg=base.cfg.replace(kernels=Kernels(**{OPS[family]: form})))
     stacks, slots = random_stacks(rng, base.cfg)
     prompt = tuple(rng.integers(3, base.cfg.vocab_size, 140).tolist())
     mine = Request(prompt, slots["eight"], max_tokens=3, n=2, seed=5)
-    beside = [Request(prompt, slots["nan"], max_tokens=3, seed=1, temperature=0.0), Request(prompt[:9], None, max_tokens=2, seed=2)]
+    beside = [
+        Request(prompt, slots["nan"], max_tokens=3, seed=1, temperature=0.0),
+        Request(prompt[:9], None, max_tokens=2, seed=2),
+    ]
     engine = Engine(base, rows=(8,))
     [alone] = engine.generate([mine], stacks)
     together = engine.generate([beside[0], mine, beside[1]], stacks)
@@ -72,5 +95,10 @@ def test_a_request_keeps_its_bits_beside_a_policy_that_is_nan(family, form, tiny
 
 def test_an_unknown_implementation_is_refused():
     for op, also in (("paged_attention", "cpu, "), ("latent_attention", "")):
-        with pytest.raises(UserError, match=rf"kernels.{op} is 'triton'; choose one of: auto, pallas_tpu, pallas_gpu, {also}xla"):
+        with pytest.raises(
+            UserError,
+            match=(
+                rf"kernels.{op} is 'triton'; choose one of: auto, pallas_tpu, pallas_gpu, {also}xla"
+            ),
+        ):
             Kernels(**{op: "triton"})

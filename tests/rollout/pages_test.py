@@ -1,4 +1,6 @@
-"""Pages of the cache, as properties: random operations against a model that remembers what was written where."""
+"""Pages of the cache, as properties: random operations against a model that remembers what was
+written where.
+"""
 
 from collections import Counter
 
@@ -15,7 +17,10 @@ KEYS = [(tenant, version) for tenant in TENANTS for version in VERSIONS]
 NUMBERS = st.integers(0, 1000)
 KINDS = ("open", "open", "open", "write", "write", "extend", "close", "take", "give", "forget")
 STEPS = st.lists(st.tuples(st.sampled_from(KINDS), NUMBERS, NUMBERS), min_size=120, max_size=200)
-PROMPTS = [tuple(n >> i & 1 for i in range(length)) for length in range(8) for n in range(1 << length)]  # most begin alike
+# most begin alike
+PROMPTS = [
+    tuple(n >> i & 1 for i in range(length)) for length in range(8) for n in range(1 << length)
+]
 
 
 class World:
@@ -40,7 +45,9 @@ class World:
         return key, tokens[: (i + 1) * SIZE]
 
     def open(self, key, tokens, spare: int) -> None:
-        held = {page for _, _, blocks in self.prompts for page in (b.page for b in blocks)} | {p for ps in self.taken for p in ps}
+        held = {page for _, _, blocks in self.prompts for page in (b.page for b in blocks)} | {
+            p for ps in self.taken for p in ps
+        }
         before = self.pages.available, self.pages.cached
         opened = self.pages.open(key, tokens, spare)
         if opened is None:
@@ -58,9 +65,13 @@ class World:
                 assert not block.ready
                 self.contents[block.page] = "nothing yet"
             elif block.ready:
-                assert self.contents[block.page] == self.chain(prompt, i), "a hit is of the same tenant, version and tokens"
+                assert self.contents[block.page] == self.chain(prompt, i), (
+                    "a hit is of the same tenant, version and tokens"
+                )
             else:
-                assert any(block in blocks for _, _, blocks in self.prompts), "a block that is not written is somebody's"
+                assert any(block in blocks for _, _, blocks in self.prompts), (
+                    "a block that is not written is somebody's"
+                )
         self.prompts.append(prompt)
 
     def write(self, prompt) -> None:
@@ -76,7 +87,9 @@ class World:
         key, tokens, blocks = prompt
         if key[1] != self.born[key[0]] or not all(block.ready for block in blocks):
             return
-        held = {page for _, _, blocks in self.prompts for page in (b.page for b in blocks)} | {p for ps in self.taken for p in ps}
+        held = {page for _, _, blocks in self.prompts for page in (b.page for b in blocks)} | {
+            p for ps in self.taken for p in ps
+        }
         whole, begin = (*tokens, *more), len(tokens) // SIZE
         found, new = self.pages.extend(key[0], whole, begin)
         assert [t for b in found for t in b.tokens] == list(whole[: len(found) * SIZE])
@@ -88,12 +101,16 @@ class World:
                 self.contents[block.page] = self.chain((key, whole, found), i)
                 block.ready = True
             else:
-                assert self.contents[block.page] == self.chain((key, whole, found), i), "what is there is of the same tokens"
+                assert self.contents[block.page] == self.chain((key, whole, found), i), (
+                    "what is there is of the same tokens"
+                )
         self.pages.close(found)
 
     def close(self, prompt) -> None:
         for i, block in enumerate(prompt[2]):
-            assert not block.ready or self.contents[block.page] == self.chain(prompt, i), "what is held stays as it was"
+            assert not block.ready or self.contents[block.page] == self.chain(prompt, i), (
+                "what is held stays as it was"
+            )
         self.pages.close(prompt[2])
         self.prompts.remove(prompt)
 
@@ -102,7 +119,9 @@ class World:
         pages = self.pages.take(n)
         assert (pages is None) == (n > possible)
         if pages is not None:
-            assert self.pages.cached == min(cached, possible - n), "no block is dropped while a page is free"
+            assert self.pages.cached == min(cached, possible - n), (
+                "no block is dropped while a page is free"
+            )
             self.contents |= dict.fromkeys(pages, "raw")
             self.taken.append(pages)
 
@@ -229,7 +248,9 @@ def test_a_forgotten_version_is_never_found_and_its_pages_are_free_when_their_la
 def test_where_there_are_too_few_pages_nothing_is_opened_and_nothing_dropped():
     pages = Pages(4, SIZE)
     pages.close(opened(pages, (1, 2, 3, 4))[0])
-    assert pages.open(("a", None), (1, 2, 3, 4, 5, 6), spare=2) is None, "what is found is not to spare"
+    assert pages.open(("a", None), (1, 2, 3, 4, 5, 6), spare=2) is None, (
+        "what is found is not to spare"
+    )
     assert pages.cached == 2
     got = pages.open(("a", None), (1, 2, 3, 4, 5, 6), spare=1)
     assert got is not None

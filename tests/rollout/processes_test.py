@@ -1,6 +1,8 @@
-"""Two processes over one mesh: the first has the schedule, the requests and the streams, the other does as it is told.
+"""Two processes over one mesh: the first has the schedule, the requests and the streams, the other
+does as it is told.
 
-They are two processes of one CPU device each, on the loopback interface; the same mesh of two devices in one process says what is right.
+They are two processes of one CPU device each, on the loopback interface; the same mesh of two
+devices in one process says what is right.
 """
 
 import json
@@ -116,11 +118,13 @@ found = each.generate([request_of(fields) for fields in asked["all"]], slots.sta
 out["all"], out["seen"] = [[told(c) for c in group] for group in found], sorted(seen)
 print(json.dumps(out))
 multihost.barrier("end")
-"""
+"""  # noqa: E501
 
 
 def asked_of(rng, store, base, axes) -> dict:
-    """A scenario: what is asked at first, later, and of ``generate``; adapters lie in both processes' stores, but for one."""
+    """A scenario: what is asked at first, later, and of ``generate``; adapters lie in both
+    processes' stores, but for one.
+    """
     names = {}
     for folder in ("0", "1"):
         (store / folder).mkdir(parents=True)
@@ -134,12 +138,26 @@ def asked_of(rng, store, base, axes) -> dict:
 
     def fields(length, most, name=None, **more):
         prompt = rng.integers(0, 96, length).tolist()
-        return {"prompt": prompt, "max_tokens": most, "seed": int(rng.integers(2**32)), "revision": name and names[name], **more}
+        return {
+            "prompt": prompt,
+            "max_tokens": most,
+            "seed": int(rng.integers(2**32)),
+            "revision": name and names[name],
+            **more,
+        }
 
     first = [
         fields(70, 60, n=2),
         fields(5, 120, "eight", n=2),
-        fields(33, 50, "eight", temperature=0.0, top_logprobs=3, prompt_logprobs=True, prompt_alternatives=2),
+        fields(
+            33,
+            50,
+            "eight",
+            temperature=0.0,
+            top_logprobs=3,
+            prompt_logprobs=True,
+            prompt_alternatives=2,
+        ),
     ]
     second = [
         fields(9, 40, "one", top_p=0.8, presence_penalty=0.5),
@@ -148,9 +166,24 @@ def asked_of(rng, store, base, axes) -> dict:
     ]
     both = [
         fields(40, 20, n=3),
-        fields(3, 11, temperature=0.0, top_logprobs=2, prompt_logprobs=True, prompt_alternatives=2, stop=["x"]),
+        fields(
+            3,
+            11,
+            temperature=0.0,
+            top_logprobs=2,
+            prompt_logprobs=True,
+            prompt_alternatives=2,
+            stop=["x"],
+        ),
     ]
-    return {"store": str(store), "first": first, "second": second, "all": both, "missing": names["missing"], "mesh": axes}
+    return {
+        "store": str(store),
+        "first": first,
+        "second": second,
+        "all": both,
+        "missing": names["missing"],
+        "mesh": axes,
+    }
 
 
 def checkpoint(family, folder) -> str:
@@ -165,7 +198,13 @@ def checkpoint(family, folder) -> str:
 def processes(count: int, file, folder, timeout: float = 400):
     """How ``SERVE`` ends in so many processes over two devices in all."""
     devices = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={2 // count}"
-    return together([["-c", SERVE, str(file)]] * count, folder, timeout, XLA_FLAGS=devices, JAX_DISABLE_MOST_OPTIMIZATIONS="1")
+    return together(
+        [["-c", SERVE, str(file)]] * count,
+        folder,
+        timeout,
+        XLA_FLAGS=devices,
+        JAX_DISABLE_MOST_OPTIMIZATIONS="1",
+    )
 
 
 @pytest.mark.parametrize(
@@ -176,9 +215,14 @@ def processes(count: int, file, folder, timeout: float = 400):
     ],
 )
 def test_two_processes_answer_as_one_bit_for_bit(family, axes, pages, rng, mesh, tmp_path):
-    """Requests join, one is cancelled, samples are preempted and adapters loaded meanwhile; one of them the second process cannot load."""
+    """Requests join, one is cancelled, samples are preempted and adapters loaded meanwhile; one of
+    them the second process cannot load.
+    """
     model = checkpoint(family, tmp_path / "model")
-    asked = asked_of(rng, tmp_path / "store", base_lib.load(model, mesh), axes) | {"model": model, "pages": pages}
+    asked = asked_of(rng, tmp_path / "store", base_lib.load(model, mesh), axes) | {
+        "model": model,
+        "pages": pages,
+    }
     file = tmp_path / "asked.json"
     file.write_text(json.dumps(asked))
     two, one = (processes(n, file, tmp_path / f"processes{n}") for n in (2, 1))
@@ -200,7 +244,14 @@ def test_two_processes_answer_as_one_bit_for_bit(family, axes, pages, rng, mesh,
     assert f"process 1: no revision {asked['missing'][:12]}" in main["missing"]
     for x, y in zip(main["after"], main["answers"][3], strict=True):
         assert x == y | {"reused": x["reused"]}, "what one process cannot load harms nobody else"
-    assert other == {"left": 0, "kept": 0, "idle": True, "drawn": 0, "all": whole["all"], "seen": [0, 1]}
+    assert other == {
+        "left": 0,
+        "kept": 0,
+        "idle": True,
+        "drawn": 0,
+        "all": whole["all"],
+        "seen": [0, 1],
+    }
     assert main["all"] == whole["all"]
     assert (whole["all"][0][0]["routes"] is None) == (family == "dense")
 
@@ -254,11 +305,26 @@ def joined(arguments, folder):
     address = f"127.0.0.1:{free_port()}"
     flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=1"
     out = []
-    shared = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "2", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    shared = os.environ | {
+        "XLA_FLAGS": flags,
+        "PYTHONPATH": str(ROOT),
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+    }
     for i in range(2):
         names = {"MINT_COORDINATOR": address, "MINT_PROCESSES": "2", "MINT_PROCESS": str(i)}
-        with (folder / f"stdout{i}").open("w") as stdout, (folder / f"stderr{i}").open("w") as stderr:
-            out.append(subprocess.Popen([sys.executable, "-c", FAIL, *arguments], env=shared | names, stdout=stdout, stderr=stderr))
+        with (
+            (folder / f"stdout{i}").open("w") as stdout,
+            (folder / f"stderr{i}").open("w") as stderr,
+        ):
+            out.append(
+                subprocess.Popen(
+                    [sys.executable, "-c", FAIL, *arguments],
+                    env=shared | names,
+                    stdout=stdout,
+                    stderr=stderr,
+                )
+            )
     return out
 
 
@@ -291,7 +357,14 @@ def test_a_plan_is_the_same_in_the_message(rng):
     table, vocab = 4096, 150_000
     schedule = Schedule([Pages(64, 32), Pages(64, 32)], 4)
     for slot in (None, Slot(8, 1)):
-        request = Request(tuple(rng.integers(0, 99, 70).tolist()), slot, n=3, stop_ids=(5, 6), logit_bias=((3, -0.0),), temperature=0.3)
+        request = Request(
+            tuple(rng.integers(0, 99, 70).tolist()),
+            slot,
+            n=3,
+            stop_ids=(5, 6),
+            logit_bias=((3, -0.0),),
+            temperature=0.3,
+        )
         schedule.add(Prompt(request, ("tenant", None)), None)
     schedule.admit(lambda s: None, 3)
     todo = schedule.to_prefill(4)
@@ -314,7 +387,10 @@ def test_a_plan_is_the_same_in_the_message(rng):
         "turned": rng.normal(size=(4, 3, 2)).T,
         "deep": [None, "text", 1.5, (2, [odd[0]])],
     }
-    assert same(messages.unpack(messages.pack(values), {}), {**values, "deep": [None, "text", 1.5, [2, [odd[0]]]]})
+    assert same(
+        messages.unpack(messages.pack(values), {}),
+        {**values, "deep": [None, "text", 1.5, [2, [odd[0]]]]},
+    )
 
 
 def test_a_completion_is_the_same_in_the_message(rng):
@@ -339,7 +415,9 @@ def test_a_completion_is_the_same_in_the_message(rng):
     )
     for one in (rich, Completion([], [], [], "cancelled", None)):
         numbers = {id(array): number for number, array in routes.items()}
-        found = answers.heard(messages.unpack(messages.pack(answers.told(one, numbers)), {}), routes)
+        found = answers.heard(
+            messages.unpack(messages.pack(answers.told(one, numbers)), {}), routes
+        )
         assert found.routes is one.routes
         assert found.prompt_routes is one.prompt_routes
         assert repr(found) == repr(one), "NaN and -0 included"
@@ -347,7 +425,11 @@ def test_a_completion_is_the_same_in_the_message(rng):
 
 def same(x, y) -> bool:
     if isinstance(y, np.ndarray | np.generic):
-        return x.dtype == y.dtype and x.shape == y.shape and x.tobytes() == np.ascontiguousarray(y).tobytes()
+        return (
+            x.dtype == y.dtype
+            and x.shape == y.shape
+            and x.tobytes() == np.ascontiguousarray(y).tobytes()
+        )
     if isinstance(y, dict):
         return x.keys() == y.keys() and all(same(x[k], y[k]) for k in y)
     if isinstance(y, list | tuple):

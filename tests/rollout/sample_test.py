@@ -1,4 +1,5 @@
-"""The sampler against float64 numpy: exact filtered distributions, ties, reproducible rows, log-probabilities.
+"""The sampler against float64 numpy: exact filtered distributions, ties, reproducible rows,
+log-probabilities.
 
 Axes: B rows, V vocab.
 """
@@ -18,9 +19,21 @@ pytestmark = pytest.mark.bits
 
 DRAWS = 8192
 P_VALUE = 1e-6  # of a chi-square test: about fifty of them fail by chance once in 20000 sessions
-SAMPLERS = {kernel: jax.jit(functools.partial(sample_lib.sample, kernel=kernel)) for kernel in ("cpu", "xla")}
-NOISE = jax.jit(lambda seed_B, position, vocab: exponential(sample_lib._keys(seed_B, position), vocab), static_argnums=2)
-DTYPES = {"temperature": np.float32, "top_k": np.int32, "top_p": np.float32, "min_p": np.float32, "seed": np.uint32}
+SAMPLERS = {
+    kernel: jax.jit(functools.partial(sample_lib.sample, kernel=kernel))
+    for kernel in ("cpu", "xla")
+}
+NOISE = jax.jit(
+    lambda seed_B, position, vocab: exponential(sample_lib._keys(seed_B, position), vocab),
+    static_argnums=2,
+)
+DTYPES = {
+    "temperature": np.float32,
+    "top_k": np.int32,
+    "top_p": np.float32,
+    "min_p": np.float32,
+    "seed": np.uint32,
+}
 DEFAULTS = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0}
 
 
@@ -31,12 +44,17 @@ def draw(request):
 
 
 def params(rows: int, **settings) -> SamplingParams:
-    columns = {name: np.broadcast_to(np.asarray(value, DTYPES[name]), rows) for name, value in (DEFAULTS | settings).items()}
+    columns = {
+        name: np.broadcast_to(np.asarray(value, DTYPES[name]), rows)
+        for name, value in (DEFAULTS | settings).items()
+    }
     return SamplingParams(**columns)
 
 
 def reference(z_V, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> np.ndarray:
-    """Float64 probabilities after temperature, top-k, top-p and min-p in this order, by sorting; ties at an edge stay."""
+    """Float64 probabilities after temperature, top-k, top-p and min-p in this order, by sorting;
+    ties at an edge stay.
+    """
     z = np.asarray(z_V, np.float64) / temperature
     if top_k:
         z = np.where(z >= np.sort(z)[::-1][min(top_k, z.size) - 1], z, -np.inf)
@@ -49,11 +67,15 @@ def reference(z_V, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> np.ndarray
 
 
 def draws(draw, rng, z_V, n=DRAWS, **settings) -> np.ndarray:
-    """``n`` tokens of ``n`` random seeds, all from the same logits, which are padded to 11 (one program for all of them)."""
+    """``n`` tokens of ``n`` random seeds, all from the same logits, which are padded to 11 (one
+    program for all of them).
+    """
     seeds = rng.integers(0, 2**32, n, dtype=np.uint32)
     z_V = np.pad(np.asarray(z_V, np.float32), (0, max(0, 11 - len(z_V))), constant_values=-np.inf)
     z_BV = np.broadcast_to(z_V, (n, len(z_V)))
-    return np.asarray(draw(z_BV, params(n, seed=seeds, **settings), np.int32(rng.integers(10_000)))[0])
+    return np.asarray(
+        draw(z_BV, params(n, seed=seeds, **settings), np.int32(rng.integers(10_000)))[0]
+    )
 
 
 def assert_distributed(tokens, p_V):
@@ -62,7 +84,10 @@ def assert_distributed(tokens, p_V):
     assert not seen[p_V == 0].any(), "a token of probability 0"
     expected = p_V * len(tokens)
     rare = expected < 5  # chi-square needs a few in every bin: rare tokens share one
-    bins = np.append(seen[~rare], seen[rare].sum()), np.append(expected[~rare], expected[rare].sum())
+    bins = (
+        np.append(seen[~rare], seen[rare].sum()),
+        np.append(expected[~rare], expected[rare].sum()),
+    )
     if bins[1][-1] < 5:
         bins = tuple(np.append(b[:-2], b[-2:].sum()) for b in bins)
     assert len(bins[0]) == 1 or stats.chisquare(*bins).pvalue > P_VALUE
@@ -112,7 +137,9 @@ def test_draws_follow_the_filtered_distribution(draw, rng, vocab, settings):
 )
 def test_ties_at_the_edge_of_a_filter_are_kept(draw, rng, z_V, settings, kept):
     tokens = draws(draw, rng, z_V, **settings)
-    p_V = np.where(np.isin(np.arange(5), list(kept)), special.softmax(np.asarray(z_V, np.float64)), 0.0)
+    p_V = np.where(
+        np.isin(np.arange(5), list(kept)), special.softmax(np.asarray(z_V, np.float64)), 0.0
+    )
     assert set(tokens.tolist()) == kept
     assert_distributed(tokens, p_V / p_V.sum())
 
@@ -120,7 +147,13 @@ def test_ties_at_the_edge_of_a_filter_are_kept(draw, rng, z_V, settings, kept):
 @pytest.mark.parametrize("settings", [{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.5}])
 def test_temperature_zero_takes_the_likeliest_and_the_first_of_equals(draw, rng, settings):
     z_BV = rng.integers(-4, 5, (DRAWS, 300)).astype(np.float32)  # many ties
-    tokens, _, _ = draw(z_BV, params(DRAWS, temperature=0.0, seed=rng.integers(0, 2**32, DRAWS, dtype=np.uint32), **settings), np.int32(3))
+    tokens, _, _ = draw(
+        z_BV,
+        params(
+            DRAWS, temperature=0.0, seed=rng.integers(0, 2**32, DRAWS, dtype=np.uint32), **settings
+        ),
+        np.int32(3),
+    )
     np.testing.assert_array_equal(tokens, z_BV.argmax(axis=1))
 
 
@@ -136,7 +169,8 @@ def test_tokens_without_probability_are_never_drawn(draw, rng, settings):
     dead = rng.random((DRAWS, 300)) < 0.9
     dead[:, [0, -1]] = True
     dead[np.arange(DRAWS), rng.integers(1, 299, DRAWS)] = False
-    z_BV[dead] = np.where(rng.random(dead.sum()) < 0.5, -np.inf, -3e4)  # -3e4: a weight that underflows to 0
+    # -3e4: a weight that underflows to 0
+    z_BV[dead] = np.where(rng.random(dead.sum()) < 0.5, -np.inf, -3e4)
     tokens, logprobs, _ = draw(z_BV, params(DRAWS, seed=np.arange(DRAWS), **settings), np.int32(1))
     assert not dead[np.arange(DRAWS), np.asarray(tokens)].any()
     assert np.isfinite(logprobs).all()
@@ -152,16 +186,28 @@ def test_the_noise_of_a_token_is_a_function_of_seed_position_and_token(rng):
     for vocab in (1, 2, 255, 256, 257, 4096):
         np.testing.assert_array_equal(noise(seed_B, position, vocab), whole[:, :vocab])
     np.testing.assert_array_equal(noise(seed_B[3:4], position, 300), whole[3:4, :300])
-    assert len(np.unique(np.concatenate([whole, noise(seed_B, position + 1, 4099), noise(seed_B + 1, position, 4099)]))) > 3 * 5 * 4090
+    assert (
+        len(
+            np.unique(
+                np.concatenate(
+                    [whole, noise(seed_B, position + 1, 4099), noise(seed_B + 1, position, 4099)]
+                )
+            )
+        )
+        > 3 * 5 * 4090
+    )
 
 
 def test_the_noise_is_exponential_down_to_its_smallest_values(rng):
-    """Small values decide which of many unlikely tokens is drawn: they keep float32's relative precision."""
+    """Small values decide which of many unlikely tokens is drawn: they keep float32's relative
+    precision.
+    """
     found = noise(rng.integers(0, 2**32, 64, dtype=np.uint32), 7, 2**18).ravel()
     assert stats.kstest(found[:: 2**6], "expon").pvalue > P_VALUE
     small = found[found < 2.0**-10].astype(np.float64)  # uniform there, up to 2 ** -11
     assert stats.kstest(small * 2**10, "uniform").pvalue > P_VALUE
-    # Some 64 values of 2 ** 14 possible ones: 1 pair of equals in 8 runs, 7 pairs in 2e9. With a resolution of 2 ** -24 it were 24.
+    # Some 64 values of 2 ** 14 possible ones: 1 pair of equals in 8 runs, 7 pairs in 2e9. With a
+    # resolution of 2 ** -24 it were 24.
     tiny = found[found < 2.0**-18].astype(np.float64)
     assert tiny.size > 20
     assert tiny.size - np.unique(tiny).size <= 6, "coarse in the tail"
@@ -172,10 +218,17 @@ def test_draws_are_the_argmax_of_logits_and_gumbel_noise(draw, rng):
     """The rule in float64, on logits whose noise the sampler gave."""
     z_V = (3 * rng.normal(size=300)).astype(np.float32)
     seed_B = rng.integers(0, 2**32, DRAWS, dtype=np.uint32)
-    tokens = np.asarray(draw(np.broadcast_to(z_V, (DRAWS, 300)), params(DRAWS, seed=seed_B, temperature=0.7), np.int32(5))[0])
+    tokens = np.asarray(
+        draw(
+            np.broadcast_to(z_V, (DRAWS, 300)),
+            params(DRAWS, seed=seed_B, temperature=0.7),
+            np.int32(5),
+        )[0]
+    )
     score = z_V.astype(np.float64) / 0.7 - np.log(noise(seed_B, 5, 300).astype(np.float64))
     best = score.max(axis=1)
-    assert (best - score[np.arange(DRAWS), tokens] <= 2e-5).all()  # z of 15 rounds by 2e-6, over 0.7, in score and noise
+    # z of 15 rounds by 2e-6, over 0.7, in score and noise
+    assert (best - score[np.arange(DRAWS), tokens] <= 2e-5).all()
     assert (tokens == score.argmax(axis=1)).mean() > 0.999
 
 
@@ -186,18 +239,28 @@ def test_padding_of_the_vocabulary_and_other_rows_change_no_draw(draw, rng, sett
     tokens = np.asarray(draw(z_BV, params(64, seed=seed_B, **settings), np.int32(9))[0])
     for more in (1, 84, 212):
         padded = np.pad(z_BV, ((0, 0), (0, more)), constant_values=-np.inf)
-        np.testing.assert_array_equal(draw(padded, params(64, seed=seed_B, **settings), np.int32(9))[0], tokens)
+        np.testing.assert_array_equal(
+            draw(padded, params(64, seed=seed_B, **settings), np.int32(9))[0], tokens
+        )
 
 
 def test_a_large_vocabulary_gives_no_token_that_top_k_removed(draw):
-    """Seed and position are those for which the inverse CDF before drew rank 80,521; it drew one removed token in a million."""
+    """Seed and position are those for which the inverse CDF before drew rank 80,521; it drew one
+    removed token in a million.
+    """
     z_V = 3 * np.random.default_rng(0).standard_normal(151_936, dtype=np.float32)
     seeds = np.array([1_992_764, *range(7)], np.uint32)
-    tokens = np.asarray(draw(np.broadcast_to(z_V, (8, z_V.size)), params(8, seed=seeds, top_k=100), np.int32(0))[0])
+    tokens = np.asarray(
+        draw(np.broadcast_to(z_V, (8, z_V.size)), params(8, seed=seeds, top_k=100), np.int32(0))[0]
+    )
     assert ((z_V > z_V[tokens][:, None]).sum(axis=1) < 100).all()
 
 
-@pytest.mark.parametrize("settings", [{"top_k": 5}, {"top_p": 0.3}, {"min_p": 0.3}, {"top_k": 5, "temperature": 3.0}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [{"top_k": 5}, {"top_p": 0.3}, {"min_p": 0.3}, {"top_k": 5, "temperature": 3.0}],
+    ids=str,
+)
 def test_no_noise_draws_a_token_that_a_filter_removed(rng, monkeypatch, settings):
     """The luckiest noise there is on every removed token, the unluckiest on every kept one."""
     z_V = (2 * rng.normal(size=300)).astype(np.float32)
@@ -205,13 +268,17 @@ def test_no_noise_draws_a_token_that_a_filter_removed(rng, monkeypatch, settings
     kept = reference(z_V, **settings) > 0
     bits = np.where(kept, np.uint32(2**32 - 1), np.uint32(0))
     monkeypatch.setattr(jax.random, "bits", lambda key, shape, dtype: jax.numpy.asarray(bits))
-    [token], _, [drawn] = jax.jit(lambda *a: sample_lib.sample(*a))(z_V[None], params(1, **settings), np.int32(0))
+    [token], _, [drawn] = jax.jit(lambda *a: sample_lib.sample(*a))(
+        z_V[None], params(1, **settings), np.int32(0)
+    )
     assert kept[token]
     assert np.isfinite(drawn)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_a_row_that_is_not_finite_draws_a_token_of_the_vocabulary_and_leaves_others_alone(draw, rng, value):
+def test_a_row_that_is_not_finite_draws_a_token_of_the_vocabulary_and_leaves_others_alone(
+    draw, rng, value
+):
     z_BV = rng.normal(size=(8, 300)).astype(np.float32)
     seed_B = np.arange(8)
     right, _, _ = draw(z_BV, params(8, seed=seed_B), np.int32(0))
@@ -225,14 +292,21 @@ def test_a_row_that_is_not_finite_draws_a_token_of_the_vocabulary_and_leaves_oth
 @pytest.mark.long
 @pytest.mark.parametrize("gap", [1e-5, 1e-3])
 def test_rounding_changes_no_more_draws_than_agreement_allows(draw, rng, gap):
-    """Log-probabilities that are off by up to ``gap``: a share of ``exp(2 gap) - 1`` of the draws may differ, whatever the distribution."""
+    """Log-probabilities that are off by up to ``gap``: a share of ``exp(2 gap) - 1`` of the draws
+    may differ, whatever the distribution.
+    """
     z_V, rows, calls = -np.log(np.arange(1, 4097)), 2048, 16
     right = special.log_softmax(z_V)
     off = right + gap * rng.choice([-1, 1], z_V.size)
     changed = 0
     for seed_B in rng.integers(0, 2**32, (calls, rows), dtype=np.uint32):
         one, two = (
-            draw(np.broadcast_to(z.astype(np.float32), (rows, z.size)), params(rows, seed=seed_B), np.int32(0))[0] for z in (right, off)
+            draw(
+                np.broadcast_to(z.astype(np.float32), (rows, z.size)),
+                params(rows, seed=seed_B),
+                np.int32(0),
+            )[0]
+            for z in (right, off)
         )
         changed += int((one != two).sum())
     expected = rows * calls * np.expm1(2 * gap)
@@ -250,7 +324,11 @@ def mixed(rng):
         "min_p": rng.choice([0.0, 0.0, 0.1], 64),
         "seed": rng.integers(0, 2**32, 64, dtype=np.uint32),
     }
-    return (3 * rng.normal(size=(64, 300))).astype(np.float32), params(64, **settings), rng.integers(0, 1000, 64).astype(np.int32)
+    return (
+        (3 * rng.normal(size=(64, 300))).astype(np.float32),
+        params(64, **settings),
+        rng.integers(0, 1000, 64).astype(np.int32),
+    )
 
 
 EXTREMES = {
@@ -279,7 +357,10 @@ def penalised_float64(z_V, penalties, tokens, prompt, drawn):
     seen = np.unique(tokens[prompt | drawn])
     z[seen] = np.where(z[seen] > 0, z[seen] / again, z[seen] * again)
     size[seen] *= max(again, 1 / again)
-    once, twice = np.float64(penalties.frequency) * count, np.float64(penalties.presence) * (count > 0)
+    once, twice = (
+        np.float64(penalties.frequency) * count,
+        np.float64(penalties.presence) * (count > 0),
+    )
     return z - once - twice, size + abs(once) + abs(twice)
 
 
@@ -293,7 +374,9 @@ def penalise_and_draw(z_BV, params, position, tokens, prompt, drawn, kernel):
 
 
 def extreme_rows(rng, rows, vocab, penalised):
-    """Logits with ties, with tokens far below, with one token left; settings anywhere in their ranges."""
+    """Logits with ties, with tokens far below, with one token left; settings anywhere in their
+    ranges.
+    """
     z_BV = np.float32(rng.normal(size=(rows, vocab)) * rng.choice([1, 5, 1e3], (rows, 1)))
     z_BV[::5] = np.round(z_BV[::5])
     dead = rng.random((rows, vocab)) < rng.choice([0.0, 0.5, 1.0], (rows, 1))
@@ -304,7 +387,9 @@ def extreme_rows(rng, rows, vocab, penalised):
     changed = [rng.choice(values, rows) for values in CHANGED.values()] if penalised else plain
     ids = np.argsort(rng.random((rows, vocab)))[:, :40].astype(np.int32)
     ids[rng.random(rows) < (0.5 if penalised else 1.0)] = -1
-    penalties = sample_lib.Penalties(*map(np.float32, changed), ids, np.float32(rng.choice(BIASES, ids.shape)))
+    penalties = sample_lib.Penalties(
+        *map(np.float32, changed), ids, np.float32(rng.choice(BIASES, ids.shape))
+    )
     return z_BV, settings, penalties
 
 
@@ -322,22 +407,36 @@ def test_no_settings_give_nan_or_a_token_that_they_exclude(rng, kernel):
             what = {name: column[b] for name, column in settings.items()}
             assert np.isfinite([logprob, drawn_logprob]).all(), what
             assert np.isfinite(z_BV[b, token]), (what, "a token without probability")
-            wanted, size = penalised_float64(z_BV[b], jax.tree.map(lambda x, b=b: x[b], penalties), tokens[b], prompt[b], ~prompt[b])
+            wanted, size = penalised_float64(
+                z_BV[b],
+                jax.tree.map(lambda x, b=b: x[b], penalties),
+                tokens[b],
+                prompt[b],
+                ~prompt[b],
+            )
             live = np.isfinite(wanted)
             assert (np.isfinite(z_V) == live).all()
-            assert (np.abs(z_V[live] - wanted[live]) <= 4e-7 * size[live]).all()  # three roundings of float32
+            # three roundings of float32
+            assert (np.abs(z_V[live] - wanted[live]) <= 4e-7 * size[live]).all()
             if what["temperature"] < 2**-126:
                 assert token == z_V.argmax(), what
                 continue
-            # Rounding may move a token across the edge of a filter: a token that was drawn passes looser ones.
-            loose = what | {"top_p": min(1.0, what["top_p"] * (1 + 1e-4) + 1e-6), "min_p": what["min_p"] * (1 - 1e-4)}
+            # Rounding may move a token across the edge of a filter: a token that was drawn passes
+            # looser ones.
+            loose = what | {
+                "top_p": min(1.0, what["top_p"] * (1 + 1e-4) + 1e-6),
+                "min_p": what["min_p"] * (1 - 1e-4),
+            }
             z_V = np.float64(z_V)
             with np.errstate(over="ignore"):
                 assert reference(z_V, **loose)[token] > 0, what
                 p_V = reference(z_V, **what)
             if what["top_p"] == 1 and what["min_p"] == 0:
-                error = 1e-5 + 4e-7 * (z_V.max() - z_V[token]) / what["temperature"]  # of the difference, in float32
-                np.testing.assert_allclose(drawn_logprob, np.log(p_V[token]), atol=error, err_msg=str(what))
+                # of the difference, in float32
+                error = 1e-5 + 4e-7 * (z_V.max() - z_V[token]) / what["temperature"]
+                np.testing.assert_allclose(
+                    drawn_logprob, np.log(p_V[token]), atol=error, err_msg=str(what)
+                )
                 checked += 1
     assert checked > 100
 
@@ -346,23 +445,36 @@ def test_a_row_draws_the_same_token_alone_and_in_any_batch(draw, rng, mixed):
     z_BV, settings, position_B = mixed
     tokens, logprobs, _ = map(np.asarray, draw(z_BV, settings, position_B))
     shuffled = rng.permutation(64)
-    other, _, _ = draw(z_BV[shuffled], jax.tree.map(lambda x: x[shuffled], settings), position_B[shuffled])
+    other, _, _ = draw(
+        z_BV[shuffled], jax.tree.map(lambda x: x[shuffled], settings), position_B[shuffled]
+    )
     np.testing.assert_array_equal(other, tokens[shuffled])
     for b in range(64):
-        alone = draw(z_BV[b : b + 1], jax.tree.map(lambda x, b=b: x[b : b + 1], settings), position_B[b])
+        alone = draw(
+            z_BV[b : b + 1], jax.tree.map(lambda x, b=b: x[b : b + 1], settings), position_B[b]
+        )
         assert alone[0][0] == tokens[b]
-        np.testing.assert_allclose(alone[1][0], logprobs[b], rtol=1e-5, atol=1e-6)  # sums over V may be ordered otherwise
+        # sums over V may be ordered otherwise
+        np.testing.assert_allclose(alone[1][0], logprobs[b], rtol=1e-5, atol=1e-6)
 
 
 def test_logprobs_are_those_of_the_model_and_of_the_distribution_drawn_from(draw, mixed):
     z_BV, settings, position_B = mixed
     tokens, logprobs, drawn = map(np.asarray, draw(z_BV, settings, position_B))
     wanted = special.log_softmax(z_BV.astype(np.float64), axis=1)[np.arange(64), tokens]
-    np.testing.assert_allclose(logprobs, wanted, rtol=1e-6, atol=4e-6)  # float32 logits of size 10 round by 1e-6
+    # float32 logits of size 10 round by 1e-6
+    np.testing.assert_allclose(logprobs, wanted, rtol=1e-6, atol=4e-6)
     hot = settings.temperature > 0
     for b in np.flatnonzero(hot):
-        own = {name: column[b] for name, column in settings._asdict().items() if name not in ("seed", "penalties")}
-        np.testing.assert_allclose(drawn[b], np.log(reference(z_BV[b], **own)[tokens[b]]), rtol=1e-6, atol=1e-5)  # twice that, at T 0.5
+        own = {
+            name: column[b]
+            for name, column in settings._asdict().items()
+            if name not in ("seed", "penalties")
+        }
+        # twice that, at T 0.5
+        np.testing.assert_allclose(
+            drawn[b], np.log(reference(z_BV[b], **own)[tokens[b]]), rtol=1e-6, atol=1e-5
+        )
     np.testing.assert_array_equal(drawn[~hot], logprobs[~hot])
 
 
@@ -370,7 +482,10 @@ def test_the_two_logprobs_are_equal_where_nothing_changes_the_distribution(draw,
     z_BV, settings, position_B = mixed
     _, logprobs, drawn = draw(z_BV, params(64, seed=settings.seed), position_B)
     np.testing.assert_array_equal(drawn, logprobs)
-    half = settings._replace(temperature=np.where(np.arange(64) % 2, 1.0, 0.5).astype(np.float32), top_k=0 * settings.top_k)
+    half = settings._replace(
+        temperature=np.where(np.arange(64) % 2, 1.0, 0.5).astype(np.float32),
+        top_k=0 * settings.top_k,
+    )
     half = half._replace(top_p=1 + 0 * settings.top_p, min_p=0 * settings.min_p)
     _, logprobs, drawn = map(np.asarray, draw(z_BV, half, position_B))
     np.testing.assert_array_equal(drawn[1::2], logprobs[1::2])
@@ -378,12 +493,19 @@ def test_the_two_logprobs_are_equal_where_nothing_changes_the_distribution(draw,
 
 
 @pytest.mark.parametrize(("seed_step", "position_step"), [(0, 1), (1, 0), (1, -1)])
-def test_draws_of_neighbouring_seeds_and_positions_are_independent(draw, rng, seed_step, position_step):
+def test_draws_of_neighbouring_seeds_and_positions_are_independent(
+    draw, rng, seed_step, position_step
+):
     z_BV = np.full((DRAWS, 11), -np.inf, np.float32)
     z_BV[:, :4] = rng.normal(size=4)
     seed, position = int(rng.integers(2**20)), int(rng.integers(1, 1000))
     one, _, _ = draw(z_BV, params(DRAWS, seed=2 * np.arange(DRAWS) + seed), np.int32(position))
-    two, _, _ = draw(z_BV, params(DRAWS, seed=2 * np.arange(DRAWS) + seed + seed_step), np.int32(position + position_step))
+    two, _, _ = draw(
+        z_BV,
+        params(DRAWS, seed=2 * np.arange(DRAWS) + seed + seed_step),
+        np.int32(position + position_step),
+    )
     table = np.zeros((4, 4))
     np.add.at(table, (np.asarray(one), np.asarray(two)), 1)
-    assert stats.chi2_contingency(table + 1).pvalue > P_VALUE  # + 1: no empty row, which the test could not take
+    # + 1: no empty row, which the test could not take
+    assert stats.chi2_contingency(table + 1).pvalue > P_VALUE

@@ -8,7 +8,9 @@ from mint_jax.rollout.schemas import has_finite_value
 
 
 def depth_of(schema, root, depth):
-    """Whether a value of at most ``depth`` references and levels fits: follows every reference, without memory."""
+    """Whether a value of at most ``depth`` references and levels fits: follows every reference,
+    without memory.
+    """
     if depth == 0:
         return False
     if "$ref" in schema:
@@ -18,7 +20,9 @@ def depth_of(schema, root, depth):
     if schema["type"] == "array":
         return schema.get("minItems", 0) == 0 or depth_of(schema["items"], root, depth - 1)
     if schema["type"] == "object":
-        return all(depth_of(schema["properties"][name], root, depth - 1) for name in schema["required"])
+        return all(
+            depth_of(schema["properties"][name], root, depth - 1) for name in schema["required"]
+        )
     return True
 
 
@@ -34,7 +38,11 @@ def test_random_schemas_have_a_finite_value_where_a_search_finds_one(rng):
                 ref,
                 {"anyOf": [ref, other]},
                 {"type": "array", "items": ref, "minItems": int(rng.integers(0, 2))},
-                {"type": "object", "properties": {"a": ref, "b": other}, "required": ["a", "b"][: int(rng.integers(1, 3))]},
+                {
+                    "type": "object",
+                    "properties": {"a": ref, "b": other},
+                    "required": ["a", "b"][: int(rng.integers(1, 3))],
+                },
                 {"type": "null"},
             ]
             return kinds[int(rng.choice(5, p=[0.2, 0.25, 0.2, 0.25, 0.1]))]

@@ -1,4 +1,5 @@
-"""Scores of mixed batches against torch in float64, adapters merged into its weights; also the adapters other rollout tests use.
+"""Scores of mixed batches against torch in float64, adapters merged into its weights; also the
+adapters other rollout tests use.
 
 Axes: L layers, R rank, D in, F out, V vocab, T tokens.
 """
@@ -24,26 +25,38 @@ CONFIGS = {  # ranks 1 and 8, targets that differ within a bucket, the embedding
     "eight": AdapterConfig(8, 16.0),
     "tables": AdapterConfig(7, 7.0, ("k", "o", "embed", "unembed"), rslora=True),
 }
-MODULES = {"gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj"} | {x: f"self_attn.{x}_proj" for x in "qkvo"}
+MODULES = {"gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj"} | {
+    x: f"self_attn.{x}_proj" for x in "qkvo"
+}
 
 
 def random_adapters(rng, cfg) -> dict:
-    """Name -> (config, factors); both factors random and large enough to change most greedy tokens."""
+    """Name -> (config, factors); both factors random and large enough to change most greedy
+    tokens.
+    """
 
     def draw(_, spec):
         return (rng.normal(size=spec.shape) * 0.7 * spec.shape[-1] ** -0.5).astype(np.float32)
 
     specs = transformer.abstract(cfg)
-    return {name: (c, params_lib.map_with_path(draw, lora_tree.adapter_specs(specs, c))) for name, c in CONFIGS.items()}
+    return {
+        name: (c, params_lib.map_with_path(draw, lora_tree.adapter_specs(specs, c)))
+        for name, c in CONFIGS.items()
+    }
 
 
 def merged_models(directory, adapters) -> dict:
-    """Name -> the checkpoint in float64 torch with ``W + scale * B^T A``; None -> the bare checkpoint."""
+    """Name -> the checkpoint in float64 torch with ``W + scale * B^T A``; None -> the bare
+    checkpoint.
+    """
     models = {None: oracles.torch_model(directory, torch.float64)}
     for name, (config, factors) in adapters.items():
         models[name] = oracles.torch_model(directory, torch.float64)
         weights = models[name].state_dict()  # shares memory with the model
-        flat = {path: torch.from_numpy(leaf).double() for path, leaf in params_lib.leaves_with_path(factors)}
+        flat = {
+            path: torch.from_numpy(leaf).double()
+            for path, leaf in params_lib.leaves_with_path(factors)
+        }
         for path in sorted({p.rsplit("/", 1)[0] for p in flat}):
             a_LRD, b_LRF = flat[f"{path}/a"], flat[f"{path}/b"]
             delta_LFD = config.scale * b_LRF.transpose(1, 2) @ a_LRD
@@ -53,19 +66,36 @@ def merged_models(directory, adapters) -> dict:
                 weights["lm_head.weight"] += delta_LFD[0]
             else:
                 for layer, delta_FD in enumerate(delta_LFD):
-                    weights[f"model.layers.{layer}.{MODULES[path.split('/')[-1]]}.weight"] += delta_FD
+                    weights[f"model.layers.{layer}.{MODULES[path.split('/')[-1]]}.weight"] += (
+                        delta_FD
+                    )
     return models
 
 
 def torch_logprobs(model, tokens) -> np.ndarray:
-    """``log p(tokens[i + 1] | tokens[: i + 1])`` by torch's own log_softmax, ``[len - 1]`` float64."""
+    """``log p(tokens[i + 1] | tokens[: i + 1])`` by torch's own log_softmax, ``[len - 1]``
+    float64.
+    """
     with torch.no_grad():
         logp_TV = torch.log_softmax(model(torch.tensor([tokens])).logits[0, :-1].double(), dim=-1)
     return logp_TV.gather(1, torch.tensor(tokens)[1:, None])[:, 0].numpy()
 
 
 LENGTHS = (1, 2, 3, 5, 8, 13, 16, 16, 17, 21, 24, 24)
-CHOICES = ("one", None, "eight", "tables", "one", None, "eight", None, "tables", "eight", None, "one")
+CHOICES = (
+    "one",
+    None,
+    "eight",
+    "tables",
+    "one",
+    None,
+    "eight",
+    None,
+    "tables",
+    "eight",
+    None,
+    "one",
+)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
@@ -87,9 +117,12 @@ def test_scores_of_mixed_lengths_and_adapters_equal_torch(rng, tiny_base, hf_dir
         assert values.shape == (len(tokens) - 1,)
         assert values.dtype == np.float32
         wanted = torch_logprobs(models[name], tokens)
-        np.testing.assert_allclose(values, wanted, atol=3e-5)  # float32 through 3 layers; logits are of size 5
+        # float32 through 3 layers; logits are of size 5
+        np.testing.assert_allclose(values, wanted, atol=3e-5)
         if name is not None and len(tokens) > 2:
-            assert np.abs(wanted - torch_logprobs(models[None], tokens)).max() > 1e-2, "the adapter must matter"
+            assert np.abs(wanted - torch_logprobs(models[None], tokens)).max() > 1e-2, (
+                "the adapter must matter"
+            )
 
 
 @pytest.mark.parametrize("adapter", [None, "eight"])
@@ -97,12 +130,15 @@ def test_scores_do_not_depend_on_the_mesh(rng, tiny_base, hf_dirs, adapter):
     """Three rows on a mesh that splits rows eight ways."""
     base = tiny_base("llama")
     spread = base_lib.load(str(hf_dirs("llama")), make_mesh({"data": 4, "fsdp": 2}))
-    stacks, slots = lora_tree.stack_adapters(transformer.abstract(base.cfg), random_adapters(rng, base.cfg))
+    stacks, slots = lora_tree.stack_adapters(
+        transformer.abstract(base.cfg), random_adapters(rng, base.cfg)
+    )
     sequences = [rng.integers(0, base.cfg.vocab_size, n).tolist() for n in (7, 1, 16)]
     chosen = [slots.get(adapter), None, slots.get(adapter)]
     one, eight = (Scorer(b).logprobs(sequences, chosen, stacks) for b in (base, spread))
     for x, y in zip(one, eight, strict=True):
-        np.testing.assert_allclose(x, y, atol=2e-5)  # sums over split dimensions are ordered otherwise
+        # sums over split dimensions are ordered otherwise
+        np.testing.assert_allclose(x, y, atol=2e-5)
 
 
 def test_nothing_to_score(tiny_base):
@@ -112,7 +148,9 @@ def test_nothing_to_score(tiny_base):
 
 def test_results_are_told_as_batches_are_done(tiny_base):
     told = []
-    found = Scorer(tiny_base(), max_tokens=32).logprobs([[1, 2, 3], [4], [5] * 20, [6, 7]], done=told.append)
+    found = Scorer(tiny_base(), max_tokens=32).logprobs(
+        [[1, 2, 3], [4], [5] * 20, [6, 7]], done=told.append
+    )
     assert [sorted(batch) for batch in told] == [[1], [2], [0, 3]]
     for batch in told:
         for i, values in batch.items():

@@ -1,4 +1,6 @@
-"""Serving while revisions come: equal to direct loading, undisturbed by commits, honest about revisions, and nothing left when it fails."""
+"""Serving while revisions come: equal to direct loading, undisturbed by commits, honest about
+revisions, and nothing left when it fails.
+"""
 
 import contextlib
 import threading
@@ -22,9 +24,18 @@ NAMES = ("eight", None, "one", "eight", "tables", None)
 @contextlib.contextmanager
 def contended(rng, base):
     """One slot of rank 1 and one of rank 8: ``eight`` and ``tables`` want the same."""
-    w = World(rng, base, capacities={1: 1, 8: 1}, targets=(lora_tree.ALL_LINEAR, "embed", "unembed"), piece_bytes=4000)
+    w = World(
+        rng,
+        base,
+        capacities={1: 1, 8: 1},
+        targets=(lora_tree.ALL_LINEAR, "embed", "unembed"),
+        piece_bytes=4000,
+    )
     w.adapters = random_adapters(rng, w.base.cfg)
-    w.digests = {name: w.storage.add(adapter, config, w.base.fingerprint) for name, (config, adapter) in w.adapters.items()}
+    w.digests = {
+        name: w.storage.add(adapter, config, w.base.fingerprint)
+        for name, (config, adapter) in w.adapters.items()
+    }
     yield w
     w.storage.gate.set()
     w.residency.close()
@@ -46,7 +57,10 @@ def idle(w) -> bool:
 
 
 def asked(world, prompts, names, **fields):
-    return [Request(p, revision=name and world.digests[name], **fields) for p, name in zip(prompts, names)]
+    return [
+        Request(p, revision=name and world.digests[name], **fields)
+        for p, name in zip(prompts, names)
+    ]
 
 
 def engine_of(world, **settings) -> Engine:
@@ -58,19 +72,31 @@ def test_tokens_equal_direct_loading_and_each_completion_names_its_revision(worl
     with engine.serving(residency=world.residency, commit_bytes=4000):
         mine = engine.generate(asked(world, prompts, NAMES, temperature=0, max_tokens=24, n=2))
     stacks, slots = lora_tree.stack_adapters(transformer.abstract(world.base.cfg), world.adapters)
-    placed = [Request(p, slots.get(name), temperature=0, max_tokens=24, n=2) for p, name in zip(prompts, NAMES)]
+    placed = [
+        Request(p, slots.get(name), temperature=0, max_tokens=24, n=2)
+        for p, name in zip(prompts, NAMES)
+    ]
     for name, xs, ys in zip(NAMES, mine, engine_of(world).generate(placed, stacks), strict=True):
         for x, y in zip(xs, ys, strict=True):
-            assert (x.tokens, x.logprobs, x.drawn_logprobs) == (y.tokens, y.logprobs, y.drawn_logprobs)
+            assert (x.tokens, x.logprobs, x.drawn_logprobs) == (
+                y.tokens,
+                y.logprobs,
+                y.drawn_logprobs,
+            )
             assert x.revision == (None if name is None else world.digests[name])
             assert y.revision is None, "nobody said what is in the slot"
-    assert sorted(world.storage.reads) == sorted(world.digests.values()), "one load each, though two want one slot"
+    assert sorted(world.storage.reads) == sorted(world.digests.values()), (
+        "one load each, though two want one slot"
+    )
     assert idle(world)
 
 
 def test_a_commit_between_steps_changes_no_bit_of_the_rows_that_run(world, prompts):
     [lease] = world.residency.wait_for([world.digests["eight"]])
-    requests = [Request(p, a, temperature=1.0, seed=7, max_tokens=24) for p, a in zip(prompts, [lease.slot, None] * 3)]
+    requests = [
+        Request(p, a, temperature=1.0, seed=7, max_tokens=24)
+        for p, a in zip(prompts, [lease.slot, None] * 3)
+    ]
     engine = engine_of(world, steps=3)
     alone = engine.generate(requests, world.residency.stacks)
     committed = []
@@ -92,7 +118,9 @@ def test_resident_rows_do_not_wait_for_a_cold_load(world, prompts):
     world.storage.gate.clear()
     engine = engine_of(world)
     with engine.serving(residency=world.residency):
-        cold, warm, bare = (engine.submit(r) for r in asked(world, prompts, ("eight", "one", None), max_tokens=8))
+        cold, warm, bare = (
+            engine.submit(r) for r in asked(world, prompts, ("eight", "one", None), max_tokens=8)
+        )
         assert [len(c.tokens) for stream in (warm, bare) for c in stream.result(60)] == [8, 8]
         assert not cold.done
         world.storage.gate.set()
@@ -106,7 +134,9 @@ def test_pieces_are_the_completion_as_it_comes(world, prompts):
         pieces = list(stream)
         for k, c in enumerate(stream.result()):
             assert [t for piece in pieces if piece.sample == k for t in piece.tokens] == c.tokens
-            assert [p for piece in pieces if piece.sample == k for p in piece.logprobs] == c.logprobs
+            assert [
+                p for piece in pieces if piece.sample == k for p in piece.logprobs
+            ] == c.logprobs
         assert max(len(piece.tokens) for piece in pieces) == 3
 
 
@@ -126,7 +156,10 @@ def test_what_is_cancelled_ends_at_the_next_turn_and_its_pages_are_free(world, p
         assert {c.finish for c in found} == {"cancelled"}
         assert all(len(c.tokens) == len(c.logprobs) < 200 for c in found)
         world.storage.gate.set()
-        assert len(engine.generate(asked(world, prompts[1:2], (None,), max_tokens=4))[0][0].tokens) == 4, "others go on"
+        assert (
+            len(engine.generate(asked(world, prompts[1:2], (None,), max_tokens=4))[0][0].tokens)
+            == 4
+        ), "others go on"
     engine._schedule.check()
     assert engine._schedule.idle
     settle(world)
@@ -147,7 +180,9 @@ def test_requests_from_many_threads_are_all_answered(world, prompts):
             thread.start()
         for thread in threads:
             thread.join()
-    assert found == [wanted[i % 6][0] for i in range(24)], "the same bits, hits of the prompts' cache included"
+    assert found == [wanted[i % 6][0] for i in range(24)], (
+        "the same bits, hits of the prompts' cache included"
+    )
 
 
 def settle(world):
@@ -195,7 +230,9 @@ def test_an_engine_that_stops_says_so_to_those_who_wait(world, prompts):
 
 def test_a_failure_of_the_loop_reaches_everybody(world, prompts, monkeypatch):
     engine = engine_of(world)
-    monkeypatch.setattr(engine, "_decode", lambda *_: (_ for _ in ()).throw(RuntimeError("the device is lost")))
+    monkeypatch.setattr(
+        engine, "_decode", lambda *_: (_ for _ in ()).throw(RuntimeError("the device is lost"))
+    )
     with engine.serving(residency=world.residency):
         stream = engine.submit(Request(prompts[0], max_tokens=8))
         with pytest.raises(RuntimeError, match="the device is lost"):
@@ -210,5 +247,8 @@ def test_the_first_process_leads_and_the_others_follow(world, monkeypatch):
     with pytest.raises(UserError, match="process 0 leads: call serving here"):
         engine.follow(residency=world.residency)
     monkeypatch.setattr("mint_jax.multihost.index", lambda: 1)
-    with pytest.raises(UserError, match="process 1 cannot serve, process 0 does"), engine.serving(residency=world.residency):
+    with (
+        pytest.raises(UserError, match="process 1 cannot serve, process 0 does"),
+        engine.serving(residency=world.residency),
+    ):
         pass

@@ -1,6 +1,8 @@
-"""Prompts in the cache belong to one version of the weights: what a policy read before an update is not read after it.
+"""Prompts in the cache belong to one version of the weights: what a policy read before an update is
+not read after it.
 
-Versions are numbers of the trainer's, there as soon as weights may have changed; nothing here computes a digest.
+Versions are numbers of the trainer's, there as soon as weights may have changed; nothing here
+computes a digest.
 """
 
 import jax
@@ -19,11 +21,18 @@ WHOLE = 2 * PAGE  # tokens of a prompt's whole blocks
 
 
 class World:
-    """Two policies of one bucket in training, one engine over their slots, and which versions have read the prompt."""
+    """Two policies of one bucket in training, one engine over their slots, and which versions have
+    read the prompt.
+    """
 
     def __init__(self, rng, base):
         self.rng, self.base = rng, base
-        configs = [PolicyConfig(name, AdapterConfig(2, 4.0, ("q", "down")), loss=LossConfig("cross_entropy")) for name in NAMES]
+        configs = [
+            PolicyConfig(
+                name, AdapterConfig(2, 4.0, ("q", "down")), loss=LossConfig("cross_entropy")
+            )
+            for name in NAMES
+        ]
         self.trainer = Trainer(base, configs)
         for name in NAMES:
             self.load(name)
@@ -31,10 +40,14 @@ class World:
         self.engine, self.read = Engine(base, rows=(8,)), set()
 
     def request(self, name, **fields) -> Request:
-        return Request(self.prompt, self.trainer.slots[name], temperature=0.0, max_tokens=6, **fields)
+        return Request(
+            self.prompt, self.trainer.slots[name], temperature=0.0, max_tokens=6, **fields
+        )
 
     def sample(self, name) -> None:
-        """A hit exactly where this version has read the prompt before, and the answer of an engine that has read nothing."""
+        """A hit exactly where this version has read the prompt before, and the answer of an engine
+        that has read nothing.
+        """
         version = self.trainer.versions[name]
         [[found]] = self.engine.generate([self.request(name, version=version)], self.trainer.stacks)
         assert found.reused == (WHOLE if version in self.read else 0)
@@ -46,7 +59,9 @@ class World:
         self.trainer.update({name: [random_group(self.rng, 4, (5,))]})
 
     def load(self, name) -> None:
-        self.trainer.load_adapter(name, random_adapter(self.rng, self.base, self.trainer.policies[name].adapter))
+        self.trainer.load_adapter(
+            name, random_adapter(self.rng, self.base, self.trainer.policies[name].adapter)
+        )
 
 
 @pytest.mark.long
@@ -86,7 +101,9 @@ def test_gradients_alone_make_no_version(rng, tiny_base):
 
 @pytest.mark.parametrize("other", ["another trainer", "a slot that nobody named"])
 def test_versions_of_two_trainers_never_meet(rng, tiny_base, other):
-    """One engine serves both: numbers are the process's, and a slot without a name is nobody's version."""
+    """One engine serves both: numbers are the process's, and a slot without a name is nobody's
+    version.
+    """
     world = World(rng, tiny_base("llama"))
     world.sample("a")
     if other == "another trainer":

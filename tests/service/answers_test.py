@@ -45,4 +45,5 @@ def test_one_answer_that_is_too_large_by_itself_is_delivered_all_the_same():
     with pytest.raises(Gone):
         answers.find(small.id)
     answers.acknowledge([large.id])
-    assert [ended(answers, number).id for number in range(2, 12)] == [*answers._answers]  # nothing of the large one is counted
+    # nothing of the large one is counted
+    assert [ended(answers, number).id for number in range(2, 12)] == [*answers._answers]

@@ -1,4 +1,6 @@
-"""The whole application with keys: every route is behind a rule, tenants see their own, and clients of both kinds work side by side."""
+"""The whole application with keys: every route is behind a rule, tenants see their own, and clients
+of both kinds work side by side.
+"""
 
 import gc
 import itertools
@@ -29,13 +31,18 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def secrets(folder):
     """One key of each of two tenants, and an operator's."""
-    scopes = {"ann": ("read", "sample", "train"), "bob": ("read", "sample", "train"), "root": ("admin",)}
+    scopes = {
+        "ann": ("read", "sample", "train"),
+        "bob": ("read", "sample", "train"),
+        "root": ("admin",),
+    }
     return {tenant: keys_lib.add(folder, tenant, mine)[1] for tenant, mine in scopes.items()}
 
 
 @pytest.fixture(scope="module")
 def guarded(sites, mesh, folder, secrets):  # noqa: F811
-    keys = Keys(folder, monotonic=itertools.count(0, 2).__next__)  # which looks at its file every time
+    # which looks at its file every time
+    keys = Keys(folder, monotonic=itertools.count(0, 2).__next__)
     return sites(base_lib.load("tiny-random", mesh), keys=keys)
 
 
@@ -52,24 +59,43 @@ def test_every_route_has_a_rule(guarded):
 
 
 def test_without_keys_no_route_answers_to_a_foreign_name(sites, mesh):  # noqa: F811
-    """DNS rebinding: a page points its own name at this machine, so that the browser takes the server for the page's own site."""
+    """DNS rebinding: a page points its own name at this machine, so that the browser takes the
+    server for the page's own site.
+    """
     site = sites(base_lib.load("tiny-random", mesh))
     app, foreign = site._web.config.app, {"host": "evil.example"}
     there = [(method, route.path) for route in routed(app) for method in sorted(route.methods)]
     assert len(there) > 60
     with httpx.Client(base_url=site.url) as client:
-        for method, path in [*there, ("GET", "/docs"), ("GET", "/"), ("GET", "/nothing"), ("PATCH", "/v1/models")]:
-            answer = client.request(method, path.replace("{", "").replace("}", "").replace(":path", ""), headers=foreign)
+        for method, path in [
+            *there,
+            ("GET", "/docs"),
+            ("GET", "/"),
+            ("GET", "/nothing"),
+            ("PATCH", "/v1/models"),
+        ]:
+            answer = client.request(
+                method, path.replace("{", "").replace("}", "").replace(":path", ""), headers=foreign
+            )
             assert answer.status_code == 403, f"{method} {path}"
         for path in ("/v1/models", "/debug/state", "/metrics", "/health", "/console/policies"):
             assert client.get(path).status_code == 200, path
 
 
 @pytest.mark.parametrize(
-    "path", ["/v1/completions", "/v1/chat/completions", "/api/v1/asample", "/api/v1/forward_backward", "/api/v1/get_info"]
+    "path",
+    [
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/api/v1/asample",
+        "/api/v1/forward_backward",
+        "/api/v1/get_info",
+    ],
 )
 def test_what_a_refused_request_was_parsed_into_is_freed(guarded, secrets, path):
-    """An exception keeps the variables of the functions that it left; in a cycle with a task, until the garbage collector comes."""
+    """An exception keeps the variables of the functions that it left; in a cycle with a task, until
+    the garbage collector comes.
+    """
     body = {
         "model": "none",
         "prompt": [[0.5]] * 5000,
@@ -100,7 +126,9 @@ def routed(app):
     """The routes of an application behind its gate and what counts."""
     while not hasattr(app, "routes"):
         app = (
-            next(cell.cell_contents for cell in app.__closure__ if hasattr(cell.cell_contents, "app")).app
+            next(
+                cell.cell_contents for cell in app.__closure__ if hasattr(cell.cell_contents, "app")
+            ).app
             if hasattr(app, "__closure__")
             else app.app
         )
@@ -109,9 +137,19 @@ def routed(app):
 
 def test_the_document_has_every_route_and_nothing_else(guarded):
     told = get(guarded, "/openapi.json").json()
-    documented = {(method.upper(), path) for path, methods in told["paths"].items() for method in methods.keys() - {"parameters"}}
-    there = {(method, r.path.replace(":path}", "}")) for r in routed(guarded._web.config.app) for method in r.methods - {"HEAD"}}
-    assert documented == {(method, path) for method, path in there if not path.startswith("/console")}, "pages are for people"
+    documented = {
+        (method.upper(), path)
+        for path, methods in told["paths"].items()
+        for method in methods.keys() - {"parameters"}
+    }
+    there = {
+        (method, r.path.replace(":path}", "}"))
+        for r in routed(guarded._web.config.app)
+        for method in r.methods - {"HEAD"}
+    }
+    assert documented == {
+        (method, path) for method, path in there if not path.startswith("/console")
+    }, "pages are for people"
 
 
 def test_a_key_is_exchanged_for_a_token_that_ends_with_it(guarded, folder):
@@ -127,13 +165,22 @@ def test_a_key_is_exchanged_for_a_token_that_ends_with_it(guarded, folder):
 
 
 def test_paths_that_openais_api_has_and_this_server_has_not_are_told_in_its_form(guarded, secrets):
-    for method, path, status in (("POST", "/v1/embeddings", 404), ("GET", "/v1/chat/completions", 405)):
+    for method, path, status in (
+        ("POST", "/v1/embeddings", 404),
+        ("GET", "/v1/chat/completions", 405),
+    ):
         answer = httpx.request(method, guarded.url + path, headers={"x-api-key": secrets["ann"]})
-        assert (answer.status_code, answer.json()["error"]["type"]) == (status, "invalid_request_error")
+        assert (answer.status_code, answer.json()["error"]["type"]) == (
+            status,
+            "invalid_request_error",
+        )
 
 
 def test_a_wrong_method_is_told_all_right_ones(guarded, secrets):
-    answer = httpx.options(f"{guarded.url}/api/v1/training_runs/a/checkpoints/b/c/publish", headers={"x-api-key": secrets["ann"]})
+    answer = httpx.options(
+        f"{guarded.url}/api/v1/training_runs/a/checkpoints/b/c/publish",
+        headers={"x-api-key": secrets["ann"]},
+    )
     assert (answer.status_code, answer.headers["allow"]) == (405, "DELETE, POST")
 
 
@@ -142,7 +189,11 @@ def test_a_server_that_has_failed_says_so_and_asks_to_come_back(sites, mesh):  #
     site.server.durable.failed = OSError("no space left")
     assert get(site, "/ready").status_code == 503
     assert "no space left" in get(site, "/ready").text
-    told = {"base_model": "tiny-random", "num_samples": 1, "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1]}]}}
+    told = {
+        "base_model": "tiny-random",
+        "num_samples": 1,
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1]}]},
+    }
     assert site.post("asample", told | {"sampling_params": {}}).status_code == 503
     assert get(site, "/health").status_code == 200
 
@@ -151,11 +202,22 @@ def test_tenants_have_their_own_and_nothing_of_others(guarded, secrets, tmp_path
     ann, bob = (guarded.client(secrets[who]) for who in ("ann", "bob"))
     trained = ann.create_lora_training_client("tiny-random", 8).result()
     tokens = types.ModelInput.from_ints([5, 6, 7])
-    data = [types.Datum(model_input=tokens, loss_fn_inputs={"target_tokens": [6, 7, 8], "weights": [1.0] * 3})]
+    data = [
+        types.Datum(
+            model_input=tokens, loss_fn_inputs={"target_tokens": [6, 7, 8], "weights": [1.0] * 3}
+        )
+    ]
     trained.forward_backward(data, "cross_entropy").result()
     trained.optim_step(types.AdamParams(learning_rate=0.01)).result()
     path = trained.save_weights_for_sampler("one").result().path
-    sampled = ann.create_sampling_client(path).result().sample(tokens, 1, GREEDY).result().sequences[0].tokens
+    sampled = (
+        ann.create_sampling_client(path)
+        .result()
+        .sample(tokens, 1, GREEDY)
+        .result()
+        .sequences[0]
+        .tokens
+    )
     with pytest.raises(tinker.NotFoundError):
         bob.create_sampling_client(path).result().sample(tokens, 1, GREEDY).result()
     for told in (trained.model_id, "0" * 32 + ":train:0"):  # there, and not: the same
@@ -163,23 +225,35 @@ def test_tenants_have_their_own_and_nothing_of_others(guarded, secrets, tmp_path
         assert answer.status_code == 404
         assert answer.json() == {"detail": f"there is no model {told!r}"}
     assert get(guarded, "/api/v1/training_runs", secrets["bob"]).json()["training_runs"] == []
-    clients = {who: openai.OpenAI(base_url=f"{guarded.url}/v1", api_key=secrets[who], max_retries=0) for who in ("ann", "bob")}
+    clients = {
+        who: openai.OpenAI(base_url=f"{guarded.url}/v1", api_key=secrets[who], max_retries=0)
+        for who in ("ann", "bob")
+    }
     answer = clients["ann"].completions.create(
-        model=path, prompt=[5, 6, 7], max_tokens=4, temperature=0.0, extra_body={"return_token_ids": True}
+        model=path,
+        prompt=[5, 6, 7],
+        max_tokens=4,
+        temperature=0.0,
+        extra_body={"return_token_ids": True},
     )
     assert answer.choices[0].token_ids == sampled  # type: ignore[attr-defined]
     digest = answer.mint_revision  # type: ignore[attr-defined]
     for name in (path, digest, f"{trained.model_id}", f"ann/{trained.model_id}"):
         with pytest.raises(openai.NotFoundError):
             clients["bob"].completions.create(model=name, prompt=[5], max_tokens=1)
-    assert trained.model_id in {model.id.split("@")[0].split("/")[-1] for model in clients["ann"].models.list()}
+    assert trained.model_id in {
+        model.id.split("@")[0].split("/")[-1] for model in clients["ann"].models.list()
+    }
     assert {model.id for model in clients["bob"].models.list()} == {"tiny-random"}
 
     external = trained.save_weights_external("files").result().path
     urls = ann.create_rest_client().get_external_weights_urls(external).result().urls
     for name, url in urls.items():  # a link needs no key
         urllib.request.urlretrieve(url, tmp_path / name)
-    assert {file.name for file in tmp_path.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+    assert {file.name for file in tmp_path.iterdir()} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
     assert get(guarded, "/api/v1/files/forged").status_code == 400
 
 

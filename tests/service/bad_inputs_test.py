@@ -1,7 +1,9 @@
-"""What no client should send, to one server of two tenants: each is refused for a reason that names it, and nobody else notices.
+"""What no client should send, to one server of two tenants: each is refused for a reason that names
+it, and nobody else notices.
 
-A refusal is a 4xx that clients do not repeat (not 408, 409 or 429, which mean load or a number that was used), or a future that fails as
-the user's mistake. The tests run in the file's order: the first makes what must be unchanged, the last look whether it is.
+A refusal is a 4xx that clients do not repeat (not 408, 409 or 429, which mean load or a number that
+was used), or a future that fails as the user's mistake. The tests run in the file's order: the
+first makes what must be unchanged, the last look whether it is.
 """
 
 import copy
@@ -26,7 +28,21 @@ from mint_jax.service.rules import TABLE
 from mint_jax.service.status import state_of
 from mint_jax.service.wire import messages
 from tests.service import bad_world
-from tests.service.bad_world import CHUNKS, JSON, MISSING, NOBODY, PROTOBUF, TRAINING, Tenant, batch, bodies, changed, put, refused, wrongs
+from tests.service.bad_world import (
+    CHUNKS,
+    JSON,
+    MISSING,
+    NOBODY,
+    PROTOBUF,
+    TRAINING,
+    Tenant,
+    batch,
+    bodies,
+    changed,
+    put,
+    refused,
+    wrongs,
+)
 from tests.service.sites import sites as sites
 
 pytestmark = pytest.mark.long
@@ -73,15 +89,34 @@ def bob(tenants):
 
 
 def told_of(bob: Tenant, number: int) -> list:
-    """What a tenant gets: a step of training from its checkpoint, log-probabilities behind it, and greedy samples. All bits of it."""
-    told = {"session_id": bob.session, "model_seq_id": number, "path": bob.paths["weights"], "optimizer": True}
+    """What a tenant gets: a step of training from its checkpoint, log-probabilities behind it, and
+    greedy samples. All bits of it.
+    """
+    told = {
+        "session_id": bob.session,
+        "model_seq_id": number,
+        "path": bob.paths["weights"],
+        "optimizer": True,
+    }
     model = bob.done("load_weights", told)["model_id"]
     input_ = batch((9, 8, 7, 6, 5))
-    calls = ("forward_backward", {"forward_backward_input": input_}), ("optim_step", {"adam_params": {"learning_rate": 1e-2}})
+    calls = (
+        ("forward_backward", {"forward_backward_input": input_}),
+        (
+            "optim_step",
+            {"adam_params": {"learning_rate": 1e-2}},
+        ),
+    )
     calls = *calls, ("forward_backward", {"forward_input": input_})
-    results = [bob.done(path, one | {"model_id": model, "seq_id": i}) for i, (path, one) in enumerate(calls, 1)]
+    results = [
+        bob.done(path, one | {"model_id": model, "seq_id": i})
+        for i, (path, one) in enumerate(calls, 1)
+    ]
     sampled = bob.sample(max_tokens=8, temperature=0)
-    return [{key: value for key, value in result.items() if key != "request_id"} for result in (*results, sampled)]
+    return [
+        {key: value for key, value in result.items() if key != "request_id"}
+        for result in (*results, sampled)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -101,12 +136,21 @@ def goes_on(before, ann):
 
 
 class Battery:
-    """Collects what was not refused as it should be, so that one failure does not hide the others."""
+    """Collects what was not refused as it should be, so that one failure does not hide the
+    others.
+    """
 
     def __init__(self, ann: Tenant):
         self.ann, self.wrong = ann, []
 
-    def refuse(self, what: str, answer: httpx.Response, names: str = "", statuses: tuple[int, ...] = (400,), trains: bool = False) -> None:
+    def refuse(
+        self,
+        what: str,
+        answer: httpx.Response,
+        names: str = "",
+        statuses: tuple[int, ...] = (400,),
+        trains: bool = False,
+    ) -> None:
         """
         Args:
             names: what the reason says; one of several, parted by ``|``.
@@ -117,7 +161,9 @@ class Battery:
             self.ann.place += 1
         try:
             reason = refused(self.ann, answer, statuses)
-            assert not names or any(name in reason for name in names.split("|")), f"the reason names no {names}: {reason[:300]}"
+            assert not names or any(name in reason for name in names.split("|")), (
+                f"the reason names no {names}: {reason[:300]}"
+            )
         except AssertionError as error:
             self.wrong.append(f"{what}: {str(error).splitlines()[0]}")
 
@@ -141,47 +187,104 @@ def test_each_field_of_each_route(route, ann, battery):
         if route == "load_weights" and field == "model_id" and value in (None, MISSING):
             continue  # the other form of it
         shown = "left out" if value is MISSING else repr(value)[:40]
-        names = "|".join(["NaN", "Infinity", "datum", *[part for part in field.split(".") if not part.isdecimal()][-3:]])
+        names = "|".join(
+            [
+                "NaN",
+                "Infinity",
+                "datum",
+                *[part for part in field.split(".") if not part.isdecimal()][-3:],
+            ]
+        )
         own = field in ("model_id", "seq_id")
-        battery.refuse(f"{route} {field} {shown}", ann.post(route, body), names, trains=route in TRAINING and not own)
+        battery.refuse(
+            f"{route} {field} {shown}",
+            ann.post(route, body),
+            names,
+            trains=route in TRAINING and not own,
+        )
 
 
 @pytest.mark.parametrize("route", bad_world.FIELDS)
 def test_bodies_that_are_no_objects(route, ann, battery):
     good = json.dumps(bodies(ann)[route]).encode()
-    for body in [b"", b"{", good[:-1], good + b"}", b"[]", b"null", b'"x"', b"7", b'{"model_id": "\xff"}', b"\x00", b"\xef\xbb\xbf" + good]:
+    for body in [
+        b"",
+        b"{",
+        good[:-1],
+        good + b"}",
+        b"[]",
+        b"null",
+        b'"x"',
+        b"7",
+        b'{"model_id": "\xff"}',
+        b"\x00",
+        b"\xef\xbb\xbf" + good,
+    ]:
         battery.refuse(f"{route} {body[:30]!r}", ann.post(route, body), "body|JSON")
-    for body in (b"[" * 100_000, b'{"a":' * 1000 + b"1" + b"}" * 1000, b'{"model_id": ' + b"9" * 5000 + b"}"):
+    for body in (
+        b"[" * 100_000,
+        b'{"a":' * 1000 + b"1" + b"}" * 1000,
+        b'{"model_id": ' + b"9" * 5000 + b"}",
+    ):
         battery.refuse(f"{route} {body[:30]!r}", ann.post(route, body), "JSON|session_id|model_id")
 
 
 def of(bob: Tenant, whose: Tenant | None) -> dict[str, str]:
     """Bob's ids; or nobody's, formed as his are."""
-    told = {"session": bob.session, "model": bob.model, "sampler": bob.sampler, "future": bob.future, "answer": bob.answer} | bob.paths
+    told = {
+        "session": bob.session,
+        "model": bob.model,
+        "sampler": bob.sampler,
+        "future": bob.future,
+        "answer": bob.answer,
+    } | bob.paths
     if whose is None:
-        told = {name: id.replace(bob.session, NOBODY) for name, id in told.items()} | {"future": NOBODY, "answer": "a-" + NOBODY}
+        told = {name: id.replace(bob.session, NOBODY) for name, id in told.items()} | {
+            "future": NOBODY,
+            "answer": "a-" + NOBODY,
+        }
     return told
 
 
 FOREIGN = [  # (method, path, body), with ids to be put in
     ("POST", "session_heartbeat", {"session_id": "{session}"}),
     ("POST", "sessions/{session}/finish", {"reason": {"type": "success"}}),
-    ("POST", "create_model", {"session_id": "{session}", "model_seq_id": 77, "lora_config": {"rank": 8}}),
+    (
+        "POST",
+        "create_model",
+        {"session_id": "{session}", "model_seq_id": 77, "lora_config": {"rank": 8}},
+    ),
     ("POST", "load_weights", {"session_id": "{session}", "model_seq_id": 78, "path": "{weights}"}),
     ("POST", "load_weights", {"model_id": "{model}", "seq_id": 50, "path": "{weights}"}),
     ("POST", "load_weights", {"mine": True, "path": "{weights}"}),
     ("POST", "load_weights", {"mine": True, "path": "{sampler_weights}"}),
     ("POST", "get_info", {"model_id": "{model}"}),
     ("POST", "unload_model", {"model_id": "{model}"}),
-    ("POST", "forward_backward", {"model_id": "{model}", "seq_id": 50, "forward_backward_input": batch()}),
+    (
+        "POST",
+        "forward_backward",
+        {"model_id": "{model}", "seq_id": 50, "forward_backward_input": batch()},
+    ),
     ("POST", "forward", {"model_id": "{model}", "seq_id": 50, "forward_input": batch()}),
     ("POST", "optim_step", {"model_id": "{model}", "seq_id": 50, "adam_params": {}}),
     ("POST", "save_weights", {"model_id": "{model}", "seq_id": 50, "path": "x"}),
     ("POST", "save_weights_for_sampler", {"model_id": "{model}", "seq_id": 50, "path": "x"}),
     ("POST", "save_weights_external", {"model_id": "{model}", "seq_id": 50, "path": "x"}),
-    ("POST", "create_sampling_session", {"session_id": "{session}", "sampling_session_seq_id": 79, "base_model": "{base}"}),
-    ("POST", "create_sampling_session", {"session_id": "{own}", "sampling_session_seq_id": 79, "model_path": "{sampler_weights}"}),
-    ("POST", "create_sampling_session", {"session_id": "{own}", "sampling_session_seq_id": 79, "model_path": "{weights}"}),
+    (
+        "POST",
+        "create_sampling_session",
+        {"session_id": "{session}", "sampling_session_seq_id": 79, "base_model": "{base}"},
+    ),
+    (
+        "POST",
+        "create_sampling_session",
+        {"session_id": "{own}", "sampling_session_seq_id": 79, "model_path": "{sampler_weights}"},
+    ),
+    (
+        "POST",
+        "create_sampling_session",
+        {"session_id": "{own}", "sampling_session_seq_id": 79, "model_path": "{weights}"},
+    ),
     ("POST", "join_sampling_session", {"sampling_session_id": "{sampler}"}),
     ("POST", "asample", {"sampling_session_id": "{sampler}", "seq_id": 50, "prompt": CHUNKS}),
     ("POST", "asample", {"model_path": "{sampler_weights}", "prompt": CHUNKS}),
@@ -192,8 +295,16 @@ FOREIGN = [  # (method, path, body), with ids to be put in
     ("POST", "cancel_future", {"request_id": "{answer}"}),
     ("POST", "cancel_future", {"request_ids": ["{answer}"]}),
     ("POST", "weights_info", {"tinker_path": "{weights}"}),
-    ("POST", "copy_weights", {"source_path": "{weights}", "session_id": "{own}", "model_seq_id": 80}),
-    ("POST", "copy_weights", {"source_path": "{mine}", "session_id": "{session}", "model_seq_id": 80}),
+    (
+        "POST",
+        "copy_weights",
+        {"source_path": "{weights}", "session_id": "{own}", "model_seq_id": 80},
+    ),
+    (
+        "POST",
+        "copy_weights",
+        {"source_path": "{mine}", "session_id": "{session}", "model_seq_id": 80},
+    ),
     ("POST", "copy_weights", {"source_path": "{weights}", "destination_project_id": "p"}),
     ("GET", "training_runs/{model}", None),
     ("GET", "training_runs/{model}/checkpoints", None),
@@ -206,9 +317,13 @@ FOREIGN = [  # (method, path, body), with ids to be put in
 ]
 
 
-@pytest.mark.parametrize("number", range(len(FOREIGN)), ids=lambda i: f"{FOREIGN[i][1].split('/')[0]}-{i}")
+@pytest.mark.parametrize(
+    "number", range(len(FOREIGN)), ids=lambda i: f"{FOREIGN[i][1].split('/')[0]}-{i}"
+)
 def test_what_is_another_tenant_s_is_as_if_it_were_not(number, ann, bob, site, battery):
-    """The same status and the same words for bob's things as for nobody's, though bob was heard of a moment ago."""
+    """The same status and the same words for bob's things as for nobody's, though bob was heard of
+    a moment ago.
+    """
     method, path, body = FOREIGN[number]
     bob.done("session_heartbeat", {"session_id": bob.session})
     heard = []
@@ -221,23 +336,37 @@ def test_what_is_another_tenant_s_is_as_if_it_were_not(number, ann, bob, site, b
         for name, id in (ids | own).items():
             path_, text = path_.replace("{" + name + "}", id), text.replace("{" + name + "}", id)
         answer = ann.send(method, path_, b"" if body is None else text.encode())
-        gone = path in ("retrieve_future", "cancel_future")  # of which an id of before a restart is one too: clients ask anew
+        # of which an id of before a restart is one too: clients ask anew
+        gone = path in ("retrieve_future", "cancel_future")
         kind = '"model_path": "{weights}"' in json.dumps(body)  # looked at before the checkpoint
-        statuses, words = ((410,), "not kept") if gone else ((400,), "cannot be sampled") if kind else ((404,), "there is no")
+        statuses, words = (
+            ((410,), "not kept")
+            if gone
+            else ((400,), "cannot be sampled")
+            if kind
+            else ((404,), "there is no")
+        )
         battery.refuse(f"{method} {path_}", answer, words, statuses, trains="mine" in (body or {}))
-        reason = answer.json() if answer.status_code != 200 else ann.outcome(answer.json()["request_id"])
-        heard.append(str(reason).replace(bob.session, NOBODY).replace(ids["future"], NOBODY).replace(ids["answer"], "a-" + NOBODY))
+        reason = (
+            answer.json() if answer.status_code != 200 else ann.outcome(answer.json()["request_id"])
+        )
+        heard.append(
+            str(reason)
+            .replace(bob.session, NOBODY)
+            .replace(ids["future"], NOBODY)
+            .replace(ids["answer"], "a-" + NOBODY)
+        )
     assert heard[0] == heard[1]
 
 
 METHODS = ("GET", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE", "TRACE", "BREW")
 ODD = [
-    "samplers/..%2f..%2fetc", "samplers/%00", "samplers/%ff%fe", "samplers/" + "x" * 5000, "samplers/a/b", "samplers/%2e%2e", "samplers/",
-    "training_runs/..", "training_runs/%2e%2e%2f%2e%2e", "training_runs/{model}/checkpoints/weights/..%2fkept",
-    "training_runs/{model}/checkpoints/weights/kept%00", "training_runs/{model}/checkpoints/nonsense/kept", "training_runs/%22%27;--",
-    "training_runs/{model}/checkpoints/weights/none", "training_runs/{model}%20/checkpoints", "sessions/%0a", "sessions/*", "sessions/%25",
-    "training_runs/{model}/checkpoints/weights/kept/archive", "sessions/none/trace_export", "nonsense", "%2e%2e/debug/state", "",
-    "files/", "files/x", "files/..%2f..%2fserver.db", "files/" + "A" * 86, "files/%00", "files/" + "é" * 20, "files/e30",
+    "samplers/..%2f..%2fetc", "samplers/%00", "samplers/%ff%fe", "samplers/" + "x" * 5000, "samplers/a/b", "samplers/%2e%2e", "samplers/",  # noqa: E501
+    "training_runs/..", "training_runs/%2e%2e%2f%2e%2e", "training_runs/{model}/checkpoints/weights/..%2fkept",  # noqa: E501
+    "training_runs/{model}/checkpoints/weights/kept%00", "training_runs/{model}/checkpoints/nonsense/kept", "training_runs/%22%27;--",  # noqa: E501
+    "training_runs/{model}/checkpoints/weights/none", "training_runs/{model}%20/checkpoints", "sessions/%0a", "sessions/*", "sessions/%25",  # noqa: E501
+    "training_runs/{model}/checkpoints/weights/kept/archive", "sessions/none/trace_export", "nonsense", "%2e%2e/debug/state", "",  # noqa: E501
+    "files/", "files/x", "files/..%2f..%2fserver.db", "files/" + "A" * 86, "files/%00", "files/" + "é" * 20, "files/e30",  # noqa: E501
 ]  # fmt: skip
 QUERIES = [
     "limit=-1",
@@ -264,14 +393,22 @@ def test_paths_methods_and_queries(ann, battery):
     for path in ODD:
         path = path.format(model=ann.model, session=ann.session)
         for method in ("GET", "POST", "DELETE") if "/" in path else ("GET",):
-            battery.refuse(f"{method} {path[:80]}", ann.send(method, path), statuses=(400, 404, 405))
+            battery.refuse(
+                f"{method} {path[:80]}", ann.send(method, path), statuses=(400, 404, 405)
+            )
     for query in QUERIES:
         for page in ("training_runs", "checkpoints", "sessions"):
-            battery.refuse(f"GET {page}?{query}", ann.send("GET", f"{page}?{query}"), query.split("=")[0])
+            battery.refuse(
+                f"GET {page}?{query}", ann.send("GET", f"{page}?{query}"), query.split("=")[0]
+            )
     huge = ann.send("GET", f"training_runs?limit={10**17}&offset={10**17}")
     assert (huge.status_code, huge.json()["training_runs"]) == (200, [])
     for key in ("", "x", "tml-" + "A" * 43, "é".encode().decode("latin-1"), "x" * 10_000):
-        answer = ann.web.post(f"{ann.site.url}/api/v1/get_info", headers={"x-api-key": key.encode("latin-1")}, json={"model_id": ann.model})
+        answer = ann.web.post(
+            f"{ann.site.url}/api/v1/get_info",
+            headers={"x-api-key": key.encode("latin-1")},
+            json={"model_id": ann.model},
+        )
         battery.refuse(f"key {key[:10]}", answer, "key", (401,))
 
 
@@ -280,7 +417,9 @@ def zstd(data: bytes) -> bytes:
 
 
 def test_codings_types_and_sizes(ann, battery):
-    """Bombs, broken frames and what is no protobuf; the largest amount of memory that the process ever had hardly grows."""
+    """Bombs, broken frames and what is no protobuf; the largest amount of memory that the process
+    ever had hardly grows.
+    """
     good = bad_world.message(ann.model, ann.place).SerializeToString()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     bombs = {"gzip": gzip.compress(bytes(1 << 28), 1), "zstd": zstd(bytes(1 << 28))}
@@ -289,22 +428,47 @@ def test_codings_types_and_sizes(ann, battery):
         said = PROTOBUF | {"content-encoding": coding}
         whole = pack(good)
         for what, data, status in [
-            ("a bomb", bombs[coding], 413), ("a bomb in a bomb", pack(bombs[coding]), 400), ("cut off", whole[:-3], 400), ("", b"", 400),
-            ("no frame", b"nonsense", 400), ("a flip", whole[:-6] + bytes([whole[-6] ^ 255]) + whole[-5:], 400), ("plain", good, 400),
-            ("rubbish behind", whole + b"xyz", 400), ("many frames", pack(b"") * 3000, 400), ("one byte", whole[:1], 400),
+            ("a bomb", bombs[coding], 413), ("a bomb in a bomb", pack(bombs[coding]), 400), ("cut off", whole[:-3], 400), ("", b"", 400),  # noqa: E501
+            ("no frame", b"nonsense", 400), ("a flip", whole[:-6] + bytes([whole[-6] ^ 255]) + whole[-5:], 400), ("plain", good, 400),  # noqa: E501
+            ("rubbish behind", whole + b"xyz", 400), ("many frames", pack(b"") * 3000, 400), ("one byte", whole[:1], 400),  # noqa: E501
         ]:  # fmt: skip
-            battery.refuse(f"{coding}: {what}", ann.post("forward_backward", data, said), statuses=(status,))
+            battery.refuse(
+                f"{coding}: {what}", ann.post("forward_backward", data, said), statuses=(status,)
+            )
     for coding in ("br", "deflate", "gzip, gzip", "zstd, br", "x" * 100):
-        battery.refuse(coding, ann.post("forward_backward", good, PROTOBUF | {"content-encoding": coding}), "Content-Encoding", (415,))
-    for kind in ("text/plain", "", "application/xml", "multipart/form-data", "application/x-protobuf2", "x" * 5000, "application/"):
-        battery.refuse(f"type {kind[:30]}", ann.post("forward_backward", good, {"content-type": kind}), "content type")
-    battery.refuse("JSON as protobuf", ann.post("forward_backward", bodies(ann)["forward_backward"], PROTOBUF), "ForwardBackwardRequest")
+        battery.refuse(
+            coding,
+            ann.post("forward_backward", good, PROTOBUF | {"content-encoding": coding}),
+            "Content-Encoding",
+            (415,),
+        )
+    for kind in (
+        "text/plain",
+        "",
+        "application/xml",
+        "multipart/form-data",
+        "application/x-protobuf2",
+        "x" * 5000,
+        "application/",
+    ):
+        battery.refuse(
+            f"type {kind[:30]}",
+            ann.post("forward_backward", good, {"content-type": kind}),
+            "content type",
+        )
+    battery.refuse(
+        "JSON as protobuf",
+        ann.post("forward_backward", bodies(ann)["forward_backward"], PROTOBUF),
+        "ForwardBackwardRequest",
+    )
     battery.refuse("protobuf as JSON", ann.post("forward_backward", good, JSON), "JSON")
     for route in bad_world.FIELDS:
         rule = TABLE.find("POST", f"/api/v1/{route}")
         most = BODY if rule is not None and rule.data else LIMITS.small_body_bytes
         battery.refuse(f"{route}: too long", ann.post(route, b" " * (most + 1)), str(most), (413,))
-    battery.refuse("too long without a key", ann.send("POST", "client/config", b" " * 20_000), statuses=(413,))
+    battery.refuse(
+        "too long without a key", ann.send("POST", "client/config", b" " * 20_000), statuses=(413,)
+    )
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak
     assert grown < 100 << 10, f"{grown >> 10} MiB more"
 
@@ -320,7 +484,10 @@ def sparse(values, rows, columns, shape=(3, 4), dtype=messages.INT64, name="targ
         tensor = datum.loss_fn_inputs[name]
         tensor.Clear()
         tensor.sparse_csr.values = np.array(values, "<i8").tobytes()
-        tensor.sparse_csr.crow_indices, tensor.sparse_csr.col_indices = np.array(rows, "<i8").tobytes(), np.array(columns, "<i8").tobytes()
+        tensor.sparse_csr.crow_indices, tensor.sparse_csr.col_indices = (
+            np.array(rows, "<i8").tobytes(),
+            np.array(columns, "<i8").tobytes(),
+        )
         tensor.dtype = dtype
         tensor.shape.extend(shape)
         put(datum, "weights", np.ones(12, "<f4"), messages.FLOAT32, (3, 4))
@@ -334,7 +501,9 @@ def tensor(name, values, dtype, shape=(3,)):
 
 def tokens(data: bytes | list[int]):
     def change(told, datum):
-        datum.model_input[0].encoded_text.tokens = data if isinstance(data, bytes) else np.array(data, "<i4").tobytes()
+        datum.model_input[0].encoded_text.tokens = (
+            data if isinstance(data, bytes) else np.array(data, "<i4").tobytes()
+        )
 
     return change
 
@@ -367,7 +536,7 @@ CHANGES = {
     "a target beyond 32 bits": tensor("target_tokens", np.array([5, 2**40, 6]), messages.INT64),
     "a target out of the vocabulary": tensor("target_tokens", np.array([5, 97, 6]), messages.INT64),
     "too few targets": tensor("target_tokens", IDS[:2], messages.INT64, (2,)),
-    "too many targets a position": tensor("target_tokens", np.zeros(3000, "<i8"), messages.INT64, (3, 1000)),
+    "too many targets a position": tensor("target_tokens", np.zeros(3000, "<i8"), messages.INT64, (3, 1000)),  # noqa: E501
     "a shape of another size": tensor("weights", ONES, messages.FLOAT32, (4,)),
     "a shape below 0": tensor("weights", ONES, messages.FLOAT32, (-3,)),
     "a shape of nine axes": tensor("weights", ONES, messages.FLOAT32, (1,) * 8 + (3,)),
@@ -395,11 +564,11 @@ CHANGES = {
     "an unknown option": lambda told, datum: told.loss_fn_config.update({"nonsense": 1.0}),
     "a long option": lambda told, datum: told.loss_fn_config.update({"x" * 10**5: 1.0}),
     "an option of no value": lambda told, datum: told.loss_fn_config_v2["beta"].SetInParent(),
-    "an option that is text": lambda told, datum: setattr(told.loss_fn_config_v2["beta"], "text", "x"),
+    "an option that is text": lambda told, datum: setattr(told.loss_fn_config_v2["beta"], "text", "x"),  # noqa: E501
     "a span of no kind": lambda told, datum: datum.model_input_spans.add(),
-    "a span of nobody": lambda told, datum: datum.model_input_spans.add().prompt_tokens.SetInParent(),
-    "a span below 0": lambda told, datum: datum.model_input_spans.add().prompt_tokens.MergeFrom(span("x", -1, 3)),
-    "a span that is too long": lambda told, datum: datum.model_input_spans.add().prompt_tokens.MergeFrom(span("x", 0, 2**62)),
+    "a span of nobody": lambda told, datum: datum.model_input_spans.add().prompt_tokens.SetInParent(),  # noqa: E501
+    "a span below 0": lambda told, datum: datum.model_input_spans.add().prompt_tokens.MergeFrom(span("x", -1, 3)),  # noqa: E501
+    "a span that is too long": lambda told, datum: datum.model_input_spans.add().prompt_tokens.MergeFrom(span("x", 0, 2**62)),  # noqa: E501
 }  # fmt: skip
 
 
@@ -411,8 +580,14 @@ def span(id: str, offset: int, length: int):
 
 def test_protobuf(ann, battery):
     for what, change in CHANGES.items():
-        battery.refuse(what, ann.post("forward_backward", of_message(ann, change), PROTOBUF), trains=True)
-    for what, change in {"clip": ("clip_low_threshold", 2.0), "NaN": ("clip_high_threshold", float("nan")), "": ("beta", -1.0)}.items():
+        battery.refuse(
+            what, ann.post("forward_backward", of_message(ann, change), PROTOBUF), trains=True
+        )
+    for what, change in {
+        "clip": ("clip_low_threshold", 2.0),
+        "NaN": ("clip_high_threshold", float("nan")),
+        "": ("beta", -1.0),
+    }.items():
 
         def options(told, datum, change=change):
             told.loss_fn = "dro" if change[0] == "beta" else "ppo"
@@ -420,7 +595,12 @@ def test_protobuf(ann, battery):
             for name in ("logprobs", "advantages"):
                 put(datum, name, ONES, messages.FLOAT32)
 
-        battery.refuse(f"option {what}", ann.post("forward_backward", of_message(ann, options), PROTOBUF), change[0], trains=True)
+        battery.refuse(
+            f"option {what}",
+            ann.post("forward_backward", of_message(ann, options), PROTOBUF),
+            change[0],
+            trains=True,
+        )
     good = bad_world.message(ann.model, ann.place).SerializeToString()
     for cut in range(1, len(good), 7):
         answer = ann.post("forward_backward", good[:-cut], PROTOBUF)
@@ -433,8 +613,16 @@ def test_protobuf(ann, battery):
         battery.refuse(f"seq_id {seq_id}", ann.post("forward_backward", told, PROTOBUF), "seq_id")
     for id in ("", "x", "x" * 10_000, "\0", NOBODY + ":train:0"):
         told = bad_world.message(id, 1).SerializeToString()
-        battery.refuse(f"model {id[:10]!r}", ann.post("forward_backward", told, PROTOBUF), "model", (400, 404))
-    for junk in (b"\xff" * 9, b"\x0a\xff\xff\xff\xff\x0f", b"\x1a\x80\x80\x80\x80\x08", b"\x0b" * 200_000, b"\x0a\x02\xff\xfe"):
+        battery.refuse(
+            f"model {id[:10]!r}", ann.post("forward_backward", told, PROTOBUF), "model", (400, 404)
+        )
+    for junk in (
+        b"\xff" * 9,
+        b"\x0a\xff\xff\xff\xff\x0f",
+        b"\x1a\x80\x80\x80\x80\x08",
+        b"\x0b" * 200_000,
+        b"\x0a\x02\xff\xfe",
+    ):
         battery.refuse(f"junk {junk[:8]!r}", ann.post("forward_backward", junk, PROTOBUF))
 
 
@@ -442,7 +630,12 @@ def test_a_sequence_of_another_tenant_s_gives_nothing(ann, bob):
     """Spans may name any sequence; what they name of bob's is as if nobody had it."""
     told = []
     for id in (f"{bob.answer}.0", "nobody.0"):
-        body = of_message(ann, lambda told, datum, id=id: datum.model_input_spans.add().prompt_tokens.MergeFrom(span(id, 0, 3)))
+        body = of_message(
+            ann,
+            lambda told, datum, id=id: datum.model_input_spans.add().prompt_tokens.MergeFrom(
+                span(id, 0, 3)
+            ),
+        )
         ann.place += 1
         told.append(ann.outcome(ann.post("forward_backward", body, PROTOBUF).json()["request_id"]))
     assert told[0] == told[1]
@@ -470,8 +663,8 @@ NAMES = [
     "\ufeff",
 ]
 PATHS = [
-    "x", "tinker://", "tinker://a", "tinker://a/weights", "tinker://a/weights/b/c", "tinker://../weights/x", "tinker://a/nonsense/b",
-    "file:///etc/passwd", "/etc/passwd", "tinker:///weights/x", "tinker://a//x", "http://127.0.0.1/", "tinker://" + "x" * 100_000,
+    "x", "tinker://", "tinker://a", "tinker://a/weights", "tinker://a/weights/b/c", "tinker://../weights/x", "tinker://a/nonsense/b",  # noqa: E501
+    "file:///etc/passwd", "/etc/passwd", "tinker:///weights/x", "tinker://a//x", "http://127.0.0.1/", "tinker://" + "x" * 100_000,  # noqa: E501
 ]  # fmt: skip
 
 
@@ -479,48 +672,104 @@ def test_names_paths_and_what_is_told_beside_them(ann, site, battery):
     large = {"note": "x" * (1 << 16)}
     for route in ("save_weights", "save_weights_for_sampler", "save_weights_external"):
         for name in NAMES:
-            battery.refuse(f"{route} {name[:20]!r}", ann.post(route, bodies(ann)[route] | {"path": name}), "name", trains=True)
+            battery.refuse(
+                f"{route} {name[:20]!r}",
+                ann.post(route, bodies(ann)[route] | {"path": name}),
+                "name",
+                trains=True,
+            )
         for ttl in (0, 1, 3599, 10 * 366 * 86400 + 1, 2**62):
-            battery.refuse(f"{route} ttl {ttl}", ann.post(route, bodies(ann)[route] | {"ttl_seconds": ttl}), "ttl_seconds", trains=True)
+            battery.refuse(
+                f"{route} ttl {ttl}",
+                ann.post(route, bodies(ann)[route] | {"ttl_seconds": ttl}),
+                "ttl_seconds",
+                trains=True,
+            )
         taken = bodies(ann)[route] | {"path": "kept"}
         if route == "save_weights":
             battery.refuse("a taken name", ann.post(route, taken), "exists already", trains=True)
     battery.refuse(
-        "metadata", ann.post("save_weights", bodies(ann)["save_weights"] | {"user_metadata": large}), "user_metadata", trains=True
+        "metadata",
+        ann.post("save_weights", bodies(ann)["save_weights"] | {"user_metadata": large}),
+        "user_metadata",
+        trains=True,
     )
     for kind in ("inflight", "nonsense", "x" * 10_000):
-        battery.refuse("kind", ann.post("save_weights_for_sampler", bodies(ann)["save_weights_for_sampler"] | {"kind": kind}), trains=True)
+        battery.refuse(
+            "kind",
+            ann.post(
+                "save_weights_for_sampler", bodies(ann)["save_weights_for_sampler"] | {"kind": kind}
+            ),
+            trains=True,
+        )
     for keys in (["x"], ["age1nobody"], ["age1" + "q" * 58], ["x" * 10_000]):
         told = bodies(ann)["save_weights_external"] | {"age_encryption_recipients": keys}
-        battery.refuse(f"age {keys[0][:9]}", ann.post("save_weights_external", told), "age", trains=True)
+        battery.refuse(
+            f"age {keys[0][:9]}", ann.post("save_weights_external", told), "age", trains=True
+        )
     for path in PATHS:
         told = bodies(ann)["load_weights"] | {"path": path}
-        battery.refuse(f"load {path[:30]}", ann.post("load_weights", told), "path|checkpoint", trains=True)
-        battery.refuse(f"info {path[:30]}", ann.post("weights_info", {"tinker_path": path}), "path|checkpoint", (400, 404))
+        battery.refuse(
+            f"load {path[:30]}", ann.post("load_weights", told), "path|checkpoint", trains=True
+        )
+        battery.refuse(
+            f"info {path[:30]}",
+            ann.post("weights_info", {"tinker_path": path}),
+            "path|checkpoint",
+            (400, 404),
+        )
         told = bodies(ann)["create_sampling_session"] | {"model_path": path}
-        battery.refuse(f"sample {path[:30]}", ann.post("create_sampling_session", told), "path|checkpoint|sampled", (400, 404))
+        battery.refuse(
+            f"sample {path[:30]}",
+            ann.post("create_sampling_session", told),
+            "path|checkpoint|sampled",
+            (400, 404),
+        )
         told = {"model_path": path, "prompt": CHUNKS}
-        battery.refuse(f"sample {path[:30]}", ann.post("asample", told), "path|checkpoint|sampled", (400, 404))
+        battery.refuse(
+            f"sample {path[:30]}", ann.post("asample", told), "path|checkpoint|sampled", (400, 404)
+        )
         told = bodies(ann)["copy_weights"] | {"source_path": path}
-        battery.refuse(f"copy {path[:30]}", ann.post("copy_weights", told), "path|checkpoint", (400, 404))
+        battery.refuse(
+            f"copy {path[:30]}", ann.post("copy_weights", told), "path|checkpoint", (400, 404)
+        )
     for base in ("nonsense", "../" + site.server.name, "x" * 10_000):
         for route in ("create_model", "load_weights", "create_sampling_session", "asample"):
             told = bodies(ann)[route] | {"base_model": base}
             if route == "asample":
                 del told["sampling_session_id"]
-            battery.refuse(f"{route} base {base[:9]}", ann.post(route, told), "base_model", trains=route == "load_weights")
+            battery.refuse(
+                f"{route} base {base[:9]}",
+                ann.post(route, told),
+                "base_model",
+                trains=route == "load_weights",
+            )
     for rank in (0, -1, 9, 2**31, 2**70, "8", 8.0, True):
         told = ann.adopted(900 + len(COUNT), lora_config={"rank": rank})
         battery.refuse(f"rank {rank}", ann.post("create_model", told), "rank")
     nothing = {"rank": 8, "train_attn": False, "train_mlp": False, "train_unembed": False}
-    battery.refuse("nothing to train", ann.post("create_model", ann.adopted(899, lora_config=nothing)), "train")
-    battery.refuse("dimuon", ann.post("create_model", ann.adopted(898, optimizer_config={"type": "dimuon"})), "dimuon")
+    battery.refuse(
+        "nothing to train", ann.post("create_model", ann.adopted(899, lora_config=nothing)), "train"
+    )
+    battery.refuse(
+        "dimuon",
+        ann.post("create_model", ann.adopted(898, optimizer_config={"type": "dimuon"})),
+        "dimuon",
+    )
     for route, told in (("create_session", {}), ("create_model", ann.adopted(897))):
-        battery.refuse(f"{route} metadata", ann.post(route, told | {"user_metadata": large}), "user_metadata")
+        battery.refuse(
+            f"{route} metadata", ann.post(route, told | {"user_metadata": large}), "user_metadata"
+        )
     battery.refuse("tags", ann.post("create_session", {"tags": ["x" * (1 << 19)]}), "tags")
-    battery.refuse("display_name", ann.post("create_session", {"display_name": "x" * (1 << 19)}), "display_name")
+    battery.refuse(
+        "display_name",
+        ann.post("create_session", {"display_name": "x" * (1 << 19)}),
+        "display_name",
+    )
     for seed in (-(2**63), 2**63 - 1):
-        ann.done("create_model", ann.adopted(890 + (seed > 0), lora_config={"rank": 8, "seed": seed}))
+        ann.done(
+            "create_model", ann.adopted(890 + (seed > 0), lora_config={"rank": 8, "seed": seed})
+        )
 
 
 def test_a_model_that_was_not_made_takes_nothing(ann, battery):
@@ -530,35 +779,42 @@ def test_a_model_that_was_not_made_takes_nothing(ann, battery):
     here = {"model_id": failed.json()["model_id"]}
     for place, (route, told) in enumerate(
         [
-            ("forward_backward", {"forward_backward_input": batch()}), ("optim_step", {"adam_params": {}}), ("save_weights", {"path": "x"}),
-            ("save_weights_for_sampler", {"path": "x"}), ("save_weights_for_sampler", {"sampling_session_seq_id": 700}),
+            ("forward_backward", {"forward_backward_input": batch()}), ("optim_step", {"adam_params": {}}), ("save_weights", {"path": "x"}),  # noqa: E501
+            ("save_weights_for_sampler", {"path": "x"}), ("save_weights_for_sampler", {"sampling_session_seq_id": 700}),  # noqa: E501
             ("save_weights_external", {"path": "x"}), ("forward", {"forward_input": batch()}),
         ], 1,
     ):  # fmt: skip
-        battery.refuse(route, ann.post(route, here | {"seq_id": place} | told), "create or load it|is not in training")
+        battery.refuse(
+            route,
+            ann.post(route, here | {"seq_id": place} | told),
+            "create or load it|is not in training",
+        )
 
 
 def test_prompts_and_settings_of_samples(ann, site, battery):
     context = site.server.base.cfg.context
-    of = lambda tokens: {"prompt": {"chunks": [{"type": "encoded_text", "tokens": tokens}]}, "target_prompt_logprobs": None}  # noqa: E731
+    of = lambda tokens: {  # noqa: E731
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": tokens}]},
+        "target_prompt_logprobs": None,
+    }
     cases = [
-        ("a million tokens", of([5] * 10**6), "context"), ("beyond the context", of([5] * context), "context"), ("none", of([]), "prompt"),
-        ("token -1", of([5, -1]), "-1"), ("token 97", of([97, 5]), "97"), ("the largest", of([2**31 - 1]), str(2**31 - 1)),
+        ("a million tokens", of([5] * 10**6), "context"), ("beyond the context", of([5] * context), "context"), ("none", of([]), "prompt"),  # noqa: E501
+        ("token -1", of([5, -1]), "-1"), ("token 97", of([97, 5]), "97"), ("the largest", of([2**31 - 1]), str(2**31 - 1)),  # noqa: E501
         ("no chunks", {"prompt": {"chunks": []}, "target_prompt_logprobs": None}, "prompt"),
-        ("an image", {"prompt": {"chunks": [{"type": "image", "data": "eA==", "format": "png"}]}}, "image"),
+        ("an image", {"prompt": {"chunks": [{"type": "image", "data": "eA==", "format": "png"}]}}, "image"),  # noqa: E501
         ("a kind", {"prompt": {"chunks": [{"type": ["x"], "tokens": [5]}]}}, "encoded_text"),
         *((f"num_samples {n}", {"num_samples": n}, "num_samples") for n in (0, -1, 4097, 2**40)),
-        *((f"{name} 21", {name: 21}, name) for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k")),
-        ("targets of another shape", {"target_prompt_logprobs": {"data": [5], "dtype": "int64", "shape": [1, 1]}}, "target_prompt"),
-        ("targets beyond", {"target_prompt_logprobs": {"data": [5, 97], "dtype": "int64", "shape": [2, 1]}}, "97"),
-        ("targets of 2**62", {"target_prompt_logprobs": {"data": [], "dtype": "int64", "shape": [2, 2**61]}}, "target_prompt"),
-        ("many targets", {"target_prompt_logprobs": {"data": [5] * 200, "dtype": "int64", "shape": [2, 100]}}, "target_prompt"),
+        *((f"{name} 21", {name: 21}, name) for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k")),  # noqa: E501
+        ("targets of another shape", {"target_prompt_logprobs": {"data": [5], "dtype": "int64", "shape": [1, 1]}}, "target_prompt"),  # noqa: E501
+        ("targets beyond", {"target_prompt_logprobs": {"data": [5, 97], "dtype": "int64", "shape": [2, 1]}}, "97"),  # noqa: E501
+        ("targets of 2**62", {"target_prompt_logprobs": {"data": [], "dtype": "int64", "shape": [2, 2**61]}}, "target_prompt"),  # noqa: E501
+        ("many targets", {"target_prompt_logprobs": {"data": [5] * 200, "dtype": "int64", "shape": [2, 100]}}, "target_prompt"),  # noqa: E501
     ]  # fmt: skip
     params = [
-        ("max_tokens", 0), ("max_tokens", -1), ("max_tokens", context), ("max_tokens", 2**31 - 1), ("temperature", -0.1),
-        ("temperature", 1e39), ("top_p", 0), ("top_p", 1.01), ("top_p", -1), ("top_k", -2), ("top_k", 2**31), ("seed", 2**64),
-        ("seed", -(2**63) - 1), ("stop", [[5]]), ("stop", [5, "x"]), ("stop", 5), ("stop", "x"), ("stop", ["x"]), ("stop", [""]),
-        ("stop", [-1]), ("stop", list(range(90))), ("stop", {"x": 1}), ("stop", ["x" * 10_000]), ("stop", [2**40]),
+        ("max_tokens", 0), ("max_tokens", -1), ("max_tokens", context), ("max_tokens", 2**31 - 1), ("temperature", -0.1),  # noqa: E501
+        ("temperature", 1e39), ("top_p", 0), ("top_p", 1.01), ("top_p", -1), ("top_k", -2), ("top_k", 2**31), ("seed", 2**64),  # noqa: E501
+        ("seed", -(2**63) - 1), ("stop", [[5]]), ("stop", [5, "x"]), ("stop", 5), ("stop", "x"), ("stop", ["x"]), ("stop", [""]),  # noqa: E501
+        ("stop", [-1]), ("stop", list(range(90))), ("stop", {"x": 1}), ("stop", ["x" * 10_000]), ("stop", [2**40]),  # noqa: E501
     ]  # fmt: skip
     for what, change, names in cases:
         battery.refuse(what, ann.post("asample", bodies(ann)["asample"] | change), names)
@@ -572,7 +828,9 @@ def test_prompts_and_settings_of_samples(ann, site, battery):
 
 
 def test_numbers_of_an_update_that_float32_has_not(ann, bob, site):
-    """They are no mistakes of form: an update that is not finite is left out and told of, and whoever is behind it is served."""
+    """They are no mistakes of form: an update that is not finite is left out and told of, and
+    whoever is behind it is served.
+    """
     huge = [3e38, -3e38, 3e38]
     model = ann.done("create_model", ann.adopted(600))["model_id"]
     data = batch()
@@ -583,7 +841,17 @@ def test_numbers_of_an_update_that_float32_has_not(ann, bob, site):
             told = []
             for route, one in (
                 ("forward_backward", {"forward_backward_input": input_}),
-                ("optim_step", {"adam_params": {"learning_rate": rate, "eps": 0.0, "weight_decay": 3e38, "grad_clip_norm": 1e-45}}),
+                (
+                    "optim_step",
+                    {
+                        "adam_params": {
+                            "learning_rate": rate,
+                            "eps": 0.0,
+                            "weight_decay": 3e38,
+                            "grad_clip_norm": 1e-45,
+                        }
+                    },
+                ),
             ):
                 place += 1
                 told.append(ann.done(route, one | {"model_id": model, "seq_id": place}))
@@ -596,38 +864,79 @@ def test_numbers_of_an_update_that_float32_has_not(ann, bob, site):
 
 
 def test_numbers_of_requests(ann, bob, site, battery):
-    """A number that was used is another request's: 409. One that is far ahead waits, and holds nobody up."""
+    """A number that was used is another request's: 409. One that is far ahead waits, and holds
+    nobody up.
+    """
     here = {"model_id": ann.model}
     ann.train("optim_step", {"adam_params": {"learning_rate": 0.5}})
     used = ann.place - 1
     for route, told in (
-        ("optim_step", {"adam_params": {"learning_rate": 0.6}}), ("forward_backward", {"forward_backward_input": batch()}),
-        ("save_weights", {"path": "other"}), ("load_weights", {"path": ann.paths["weights"]}), ("optim_step", {"adam_params": "x"}),
+        ("optim_step", {"adam_params": {"learning_rate": 0.6}}), ("forward_backward", {"forward_backward_input": batch()}),  # noqa: E501
+        ("save_weights", {"path": "other"}), ("load_weights", {"path": ann.paths["weights"]}), ("optim_step", {"adam_params": "x"}),  # noqa: E501
     ):  # fmt: skip
-        battery.refuse(f"{route} {used} again", ann.post(route, here | {"seq_id": used} | told), f"request {used + 1} of", (409,))
-    for route, told in {"create_model": ann.adopted(0, lora_config={"rank": 2}), "asample": {}, "create_sampling_session": {}}.items():
+        battery.refuse(
+            f"{route} {used} again",
+            ann.post(route, here | {"seq_id": used} | told),
+            f"request {used + 1} of",
+            (409,),
+        )
+    for route, told in {
+        "create_model": ann.adopted(0, lora_config={"rank": 2}),
+        "asample": {},
+        "create_sampling_session": {},
+    }.items():
         if route == "asample":
-            told = {"sampling_session_id": ann.sampler, "seq_id": 1, "prompt": CHUNKS, "num_samples": 2}
+            told = {
+                "sampling_session_id": ann.sampler,
+                "seq_id": 1,
+                "prompt": CHUNKS,
+                "num_samples": 2,
+            }
         elif route == "create_sampling_session":
-            told = {"session_id": ann.session, "sampling_session_seq_id": 0, "base_model": site.server.name}
+            told = {
+                "session_id": ann.session,
+                "sampling_session_seq_id": 0,
+                "base_model": site.server.name,
+            }
         battery.refuse(f"{route} again", ann.post(route, told), "number|request 1 of", (409,))
     told = bodies(ann)["copy_weights"] | {"model_seq_id": 0}
-    battery.refuse("a copy over a model", ann.post("copy_weights", told), "new model_seq_id", (409,))
+    battery.refuse(
+        "a copy over a model", ann.post("copy_weights", told), "new model_seq_id", (409,)
+    )
     ann.done("unload_model", {"model_id": ann.done("create_model", ann.adopted(400))["model_id"]})
-    battery.refuse("a model that has ended", ann.post("create_model", ann.adopted(400)), "has ended", (409,))
-    far = [ann.post("optim_step", here | {"seq_id": place, "adam_params": {}}) for place in (ann.place + 7_000, 2**31 - 1)]
+    battery.refuse(
+        "a model that has ended", ann.post("create_model", ann.adopted(400)), "has ended", (409,)
+    )
+    far = [
+        ann.post("optim_step", here | {"seq_id": place, "adam_params": {}})
+        for place in (ann.place + 7_000, 2**31 - 1)
+    ]
     assert [answer.status_code for answer in far] == [200, 200]
     for place in (2**31, 2**63 - 1, 2**63, 2**64, 10**40):
-        battery.refuse(f"place {place}", ann.post("optim_step", here | {"seq_id": place, "adam_params": {}}), "seq_id")
-        battery.refuse(f"model {place}", ann.post("create_model", ann.adopted(place)), "model_seq_id")
+        battery.refuse(
+            f"place {place}",
+            ann.post("optim_step", here | {"seq_id": place, "adam_params": {}}),
+            "seq_id",
+        )
+        battery.refuse(
+            f"model {place}", ann.post("create_model", ann.adopted(place)), "model_seq_id"
+        )
         if place >= 2**63:  # those of copied clients are that large
-            battery.refuse(f"sample {place}", ann.post("asample", bodies(ann)["asample"] | {"seq_id": place}), "seq_id")
+            battery.refuse(
+                f"sample {place}",
+                ann.post("asample", bodies(ann)["asample"] | {"seq_id": place}),
+                "seq_id",
+            )
         told = bodies(ann)["create_sampling_session"] | {"sampling_session_seq_id": place}
-        battery.refuse(f"sampler {place}", ann.post("create_sampling_session", told), "sampling_session_seq_id")
+        battery.refuse(
+            f"sampler {place}", ann.post("create_sampling_session", told), "sampling_session_seq_id"
+        )
 
 
 def raw(site, data: bytes, wait: bool = True, half: bool = False) -> bytes:
-    """What a socket hears; ``half``: of which nothing more comes, ``wait``: else it is closed at once."""
+    """What a socket hears; ``half``: of which nothing more comes, ``wait``: else it is closed at
+    once.
+    """
     with socket.create_connection(("127.0.0.1", site.port), timeout=20) as connection:
         connection.sendall(data)
         if half:
@@ -636,26 +945,51 @@ def raw(site, data: bytes, wait: bool = True, half: bool = False) -> bytes:
 
 
 def head(ann: Tenant, path: str, length: int, *more: str) -> bytes:
-    lines = [f"POST /api/v1/{path} HTTP/1.1", "Host: x", f"X-API-Key: {ann.key}", "Content-Type: application/json"]
+    lines = [
+        f"POST /api/v1/{path} HTTP/1.1",
+        "Host: x",
+        f"X-API-Key: {ann.key}",
+        "Content-Type: application/json",
+    ]
     return "\r\n".join([*lines, f"Content-Length: {length}", *more, "", ""]).encode()
 
 
 def test_connections_that_are_no_good(ann, site):
-    """Slow bodies, half bodies, no HTTP, and clients that vanish while they wait; nothing is held for any of them."""
+    """Slow bodies, half bodies, no HTTP, and clients that vanish while they wait; nothing is held
+    for any of them.
+    """
     body = json.dumps({"request_id": ann.future}).encode()
-    waits = ann.post("optim_step", {"model_id": ann.model, "seq_id": ann.place + 9_000, "adam_params": {}}).json()["request_id"]
+    waits = ann.post(
+        "optim_step", {"model_id": ann.model, "seq_id": ann.place + 9_000, "adam_params": {}}
+    ).json()["request_id"]
     poll = json.dumps({"request_id": waits}).encode()
     began = time.perf_counter()
     slow = raw(site, head(ann, "get_info", 100) + b'{"model')
     assert b" 408 " in slow.split(b"\r\n")[0]
     assert b"did not arrive within" in slow
     assert time.perf_counter() - began < 15 + BODY_S
-    for data in (head(ann, "get_info", 100) + b"{", head(ann, "retrieve_future", len(body)) + body[:-1]):
+    for data in (
+        head(ann, "get_info", 100) + b"{",
+        head(ann, "retrieve_future", len(body)) + body[:-1],
+    ):
         raw(site, data, half=True)
-    for junk in (b"\x16\x03\x01\x02\x00\x01", b"GET\r\n\r\n", b"POST /api/v1/get_info HTTP/1.1\r\nContent-Length: x\r\n\r\n", b"\0" * 100):
+    for junk in (
+        b"\x16\x03\x01\x02\x00\x01",
+        b"GET\r\n\r\n",
+        b"POST /api/v1/get_info HTTP/1.1\r\nContent-Length: x\r\n\r\n",
+        b"\0" * 100,
+    ):
         assert raw(site, junk).startswith((b"HTTP/1.1 400", b""))
     for length in ("-1", "9" * 25, "1e3"):
-        assert b" 400 " in raw(site, head(ann, "get_info", 0).replace(b"Content-Length: 0", b"Content-Length: " + length.encode()))[:40]
+        assert (
+            b" 400 "
+            in raw(
+                site,
+                head(ann, "get_info", 0).replace(
+                    b"Content-Length: 0", b"Content-Length: " + length.encode()
+                ),
+            )[:40]
+        )
     smuggled = head(ann, "get_info", 3, "Transfer-Encoding: chunked") + b"zz\r\n{}"
     assert b" 400 " in raw(site, smuggled)[:40]
     before = len(threading.enumerate())
@@ -672,10 +1006,32 @@ MUTATIONS = 300
 
 def mutated(rng: np.random.Generator, body: dict) -> bytes:
     """A body with one to three changes: of a value anywhere in it, of its keys, or of its bytes."""
-    junk = [None, True, -1, 0, 7, 1.5, 2**40, 10**40, "", "x", "\0", "é" * 50, [], {}, [None], [[1]], {"x": [5]}, float("nan"), [10**40]]
+    junk = [
+        None,
+        True,
+        -1,
+        0,
+        7,
+        1.5,
+        2**40,
+        10**40,
+        "",
+        "x",
+        "\0",
+        "é" * 50,
+        [],
+        {},
+        [None],
+        [[1]],
+        {"x": [5]},
+        float("nan"),
+        [10**40],
+    ]
 
     def places(at, path=()):
-        items = at.items() if isinstance(at, dict) else enumerate(at) if isinstance(at, list) else ()
+        items = (
+            at.items() if isinstance(at, dict) else enumerate(at) if isinstance(at, list) else ()
+        )
         for key, value in items:
             yield at, key
             yield from places(value, (*path, key))
@@ -702,10 +1058,17 @@ def mutated(rng: np.random.Generator, body: dict) -> bytes:
 
 
 def test_random_changes_of_good_bodies(rng, ann, bob, site, monkeypatch):
-    """Whatever they are, they are answered: well, or as the caller's mistake; and what is accepted ends so too."""
+    """Whatever they are, they are answered: well, or as the caller's mistake; and what is accepted
+    ends so too.
+    """
     monkeypatch.setattr(tinker_futures, "POLL_S", 0.2)
     model = ann.done("create_model", ann.adopted(500))["model_id"]
-    routes = [route for route in bad_world.FIELDS if route not in ("unload_model", "create_model", "load_weights")]  # the model stays
+    # the model stays
+    routes = [
+        route
+        for route in bad_world.FIELDS
+        if route not in ("unload_model", "create_model", "load_weights")
+    ]
     place, wrong, waiting = 1, [], []
     for _ in range(MUTATIONS):
         route = routes[rng.integers(len(routes))]
@@ -716,7 +1079,11 @@ def test_random_changes_of_good_bodies(rng, ann, bob, site, monkeypatch):
         answer = ann.post(route, data)
         COUNT.append(route)
         fine = answer.status_code in (200, 400, 404, 409, 410)
-        if not fine or not isinstance(answer.json(), dict) or (answer.status_code != 200 and len(answer.json()["detail"]) <= 10):
+        if (
+            not fine
+            or not isinstance(answer.json(), dict)
+            or (answer.status_code != 200 and len(answer.json()["detail"]) <= 10)
+        ):
             wrong.append(f"{answer.status_code} {route} {data[:300]!r}: {answer.text[:200]}")
         if answer.status_code == 200 and route in (*TRAINING, "asample"):
             waiting.append((route, data, answer.json()["request_id"]))
@@ -727,8 +1094,14 @@ def test_random_changes_of_good_bodies(rng, ann, bob, site, monkeypatch):
         assert answer.status_code in (200, 409, 410), answer.text
     for route, data, id in waiting:
         deadline = time.monotonic() + 60
-        while (answer := ann.post("retrieve_future", {"request_id": id})).status_code == 408 and time.monotonic() < deadline:
-            if b"seq_id" not in data or json.loads(data).get("seq_id", 0) > place or json.loads(data).get("model_id") != model:
+        while (
+            answer := ann.post("retrieve_future", {"request_id": id})
+        ).status_code == 408 and time.monotonic() < deadline:
+            if (
+                b"seq_id" not in data
+                or json.loads(data).get("seq_id", 0) > place
+                or json.loads(data).get("model_id") != model
+            ):
                 break
         told = answer.json()
         if answer.status_code not in (200, 408) or ("error" in told and told["category"] != "user"):
@@ -744,7 +1117,8 @@ def test_nobody_noticed(ann, bob, site, before):
     assert threads <= {thread.name for thread in threading.enumerate()}
     assert site.server.durable.failed is None
     give_up = time.monotonic() + 30
-    while state_of(site.server)["training"]["waiting"] and time.monotonic() < give_up:  # a snapshot may be taken just now
+    # a snapshot may be taken just now
+    while state_of(site.server)["training"]["waiting"] and time.monotonic() < give_up:
         time.sleep(0.05)
     state = state_of(site.server)
     assert (state["trouble"], state["training"]["waiting"]) == ("", 0)
@@ -753,8 +1127,12 @@ def test_nobody_noticed(ann, bob, site, before):
 
 
 def test_the_journal_opens_again(site, sites, tiny_base, folder, ann, bob, before):
-    """Ended, and served again from its folder: states, futures that failed, and what waits are there."""
-    failed = ann.post("optim_step", {"model_id": ann.model, "seq_id": ann.place, "adam_params": {"beta1": 2}}).json()["request_id"]
+    """Ended, and served again from its folder: states, futures that failed, and what waits are
+    there.
+    """
+    failed = ann.post(
+        "optim_step", {"model_id": ann.model, "seq_id": ann.place, "adam_params": {"beta1": 2}}
+    ).json()["request_id"]
     ann.place += 1
     reason = ann.outcome(failed)
     site.close()

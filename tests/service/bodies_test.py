@@ -23,7 +23,9 @@ def test_what_was_compressed_comes_back(coding, rng):
         data = rng.integers(0, 7, size, dtype="uint8").tobytes()
         assert decompress(packed(data, coding), coding, LIMIT) == data
     parts = [rng.bytes(1000), b"", b"0" * 100_000]
-    assert decompress(b"".join(packed(part, coding) for part in parts), coding, LIMIT) == b"".join(parts)
+    assert decompress(b"".join(packed(part, coding) for part in parts), coding, LIMIT) == b"".join(
+        parts
+    )
 
 
 @pytest.mark.parametrize("coding", ["gzip", "zstd"])
@@ -55,8 +57,11 @@ def test_a_bomb_costs_no_more_than_the_limit(coding):
 def test_the_densest_frame_there_can_be():
     """Blocks of one repeated byte: four bytes give 128 KiB."""
     block = (128 << 10 << 3 | 1 << 1).to_bytes(3, "little") + b"0"
-    frame = bytes.fromhex("28b52ffd 00 38".replace(" ", "")) + block * 400  # no length, a window of 128 KiB, no last block
-    assert len(decompress(frame[:-4] + (1).to_bytes(3, "little"), "zstd", 64 << 20)) == 399 * (128 << 10)
+    # no length, a window of 128 KiB, no last block
+    frame = bytes.fromhex("28b52ffd 00 38".replace(" ", "")) + block * 400
+    assert len(decompress(frame[:-4] + (1).to_bytes(3, "little"), "zstd", 64 << 20)) == 399 * (
+        128 << 10
+    )
     tracemalloc.start()
     try:
         with pytest.raises(TooLarge):
@@ -68,13 +73,30 @@ def test_the_densest_frame_there_can_be():
 
 def frame_of(claimed, data):
     """A zstd frame of one raw block that claims to have another length, and a window of 128 KiB."""
-    return bytes.fromhex("28b52ffdc038") + claimed.to_bytes(8, "little") + (len(data) << 3 | 1).to_bytes(3, "little") + data
+    return (
+        bytes.fromhex("28b52ffdc038")
+        + claimed.to_bytes(8, "little")
+        + (len(data) << 3 | 1).to_bytes(3, "little")
+        + data
+    )
 
 
 def test_what_a_frame_claims_of_its_length_costs_nothing():
     assert decompress(frame_of(100, b"0" * 100), "zstd", LIMIT) == b"0" * 100
-    whole = bytes.fromhex("28b52ffde0") + (1 << 50).to_bytes(8, "little") + (100 << 3 | 1).to_bytes(3, "little") + b"0" * 100  # one segment
-    for bad in (frame_of(1 << 50, b"0" * 100), frame_of(2**64 - 2, b"0" * 100), frame_of(10, b"0" * 100), frame_of(0, b"0"), whole):
+    # one segment
+    whole = (
+        bytes.fromhex("28b52ffde0")
+        + (1 << 50).to_bytes(8, "little")
+        + (100 << 3 | 1).to_bytes(3, "little")
+        + b"0" * 100
+    )
+    for bad in (
+        frame_of(1 << 50, b"0" * 100),
+        frame_of(2**64 - 2, b"0" * 100),
+        frame_of(10, b"0" * 100),
+        frame_of(0, b"0"),
+        whole,
+    ):
         tracemalloc.start()
         try:
             with pytest.raises(UserError, match="zstd"):
@@ -90,7 +112,11 @@ def test_skipped_frames_and_frames_in_frames():
     with pytest.raises(UserError, match=f"more than {FRAMES} frames"):
         decompress(skipped * (FRAMES + 1), "zstd", LIMIT)
     with pytest.raises(UserError, match="ends within a frame"):
-        decompress(bytes.fromhex("502a4d18") + (2**32 - 1).to_bytes(4, "little") + b"nothing", "zstd", LIMIT)
+        decompress(
+            bytes.fromhex("502a4d18") + (2**32 - 1).to_bytes(4, "little") + b"nothing",
+            "zstd",
+            LIMIT,
+        )
     inner = packed(bytes(LIMIT), "zstd")
     assert decompress(packed(inner, "zstd"), "zstd", LIMIT) == inner  # once, as the header says
     with pytest.raises(UnknownCoding):
@@ -114,7 +140,15 @@ def test_bytes_are_held_as_they_come(coding):
 @pytest.mark.parametrize("coding", ["gzip", "zstd"])
 def test_broken_frames_are_told(coding, rng):
     good = packed(rng.bytes(5000), coding)
-    for bad in (b"", b"nothing of this kind", good[:-1], good[: len(good) // 2], good[:1], good + b"more", good + good[:-1]):
+    for bad in (
+        b"",
+        b"nothing of this kind",
+        good[:-1],
+        good[: len(good) // 2],
+        good[:1],
+        good + b"more",
+        good + good[:-1],
+    ):
         with pytest.raises(UserError) as raised:
             decompress(bad, coding, LIMIT)
         assert not isinstance(raised.value, TooLarge)
@@ -127,7 +161,9 @@ def test_broken_frames_are_told(coding, rng):
 
 
 def test_a_window_that_takes_more_memory_than_http_allows():
-    packer = zstandard.ZstdCompressor(compression_params=zstandard.ZstdCompressionParameters(window_log=27)).compressobj()
+    packer = zstandard.ZstdCompressor(
+        compression_params=zstandard.ZstdCompressionParameters(window_log=27)
+    ).compressobj()
     with pytest.raises(UserError, match="not whole zstd"):
         decompress(packer.compress(b"0" * 100) + packer.flush(), "zstd", LIMIT)
 
@@ -144,7 +180,13 @@ def random_value(rng, depth):
         return [random_value(rng, depth - 1) for _ in range(rng.integers(0, 4))]
     if kind == 6:
         return {random_text(rng): random_value(rng, depth - 1) for _ in range(rng.integers(0, 4))}
-    return [None, bool(rng.integers(2)), int(rng.integers(-1 << 40, 1 << 40)), float(rng.normal() * 1e9), random_text(rng)][kind]
+    return [
+        None,
+        bool(rng.integers(2)),
+        int(rng.integers(-1 << 40, 1 << 40)),
+        float(rng.normal() * 1e9),
+        random_text(rng),
+    ][kind]
 
 
 def random_text(rng):
@@ -172,7 +214,9 @@ def test_depth_is_counted_exactly(rng):
             parse_json(nested(depth + 1, rng), depth)
 
 
-@pytest.mark.parametrize("text", [b"[" * 5000 + b"]" * 5000, b'{"a":' * 5000 + b"1" + b"}" * 5000, b"[" * 5_000_000])
+@pytest.mark.parametrize(
+    "text", [b"[" * 5000 + b"]" * 5000, b'{"a":' * 5000 + b"1" + b"}" * 5000, b"[" * 5_000_000]
+)
 def test_thousands_of_lists_are_refused_before_anything_recurses(text):
     with pytest.raises(UserError, match="nests deeper than 64"):
         parse_json(text)
@@ -206,7 +250,14 @@ def test_what_is_not_json_is_told(text, message):
 
 
 def test_what_looks_wrong_and_is_not():
-    assert parse_json(b'["NaN", 1e100, 1e-999, "1e999", "\\ud83d\\ude00", "\\\\ud800"]') == ["NaN", 1e100, 0.0, "1e999", "😀", "\\ud800"]
+    assert parse_json(b'["NaN", 1e100, 1e-999, "1e999", "\\ud83d\\ude00", "\\\\ud800"]') == [
+        "NaN",
+        1e100,
+        0.0,
+        "1e999",
+        "😀",
+        "\\ud800",
+    ]
 
 
 @pytest.mark.parametrize("piece", [b'"', b'\\"', b'"\\', b"\\", b'"\\"', b'"a"', b"e", b"1", b"{}"])

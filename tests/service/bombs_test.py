@@ -1,4 +1,6 @@
-"""Bodies that grow when they are read, several kinds at once, against a server in a process of its own: its memory stays bounded."""
+"""Bodies that grow when they are read, several kinds at once, against a server in a process of its
+own: its memory stays bounded.
+"""
 
 import concurrent.futures
 import gzip
@@ -21,7 +23,9 @@ from mint_jax.service import weight
 pytestmark = pytest.mark.long
 
 BUDGET = 1 << 30  # `bodies_gib` of the job
-SLACK = 1280 << 20  # frames and windows of six threads, answers, and what malloc keeps of all that: 350 to 950 MB were measured
+# frames and windows of six threads, answers, and what malloc keeps of all that: 350 to 950 MB were
+# measured
+SLACK = 1280 << 20
 BODY = 64 << 20
 
 
@@ -30,14 +34,26 @@ def zstd(unit, size=BODY - 1):
 
 
 def bombs():
-    """Path, headers and body of each kind; some are refused as a whole, others are as large as may be and wrong inside."""
+    """Path, headers and body of each kind; some are refused as a whole, others are as large as may
+    be and wrong inside.
+    """
     JSON, PROTO = {"content-type": "application/json"}, {"content-type": "application/x-protobuf"}
     of_zstd, of_gzip = {"content-encoding": "zstd"}, {"content-encoding": "gzip"}
     values = weight.VALUES - 10
-    numbers = b'{"model_id":"x","seq_id":1,"forward_backward_input":{"data":[' + b"1.25," * values + b"0]}}"
+    numbers = (
+        b'{"model_id":"x","seq_id":1,"forward_backward_input":{"data":['
+        + b"1.25," * values
+        + b"0]}}"
+    )
     objects = b'{"model":"x","prompt":[' + b'{"":0},' * (values // 2) + b"{}]}"
-    prompt = {"sampling_session_id": "x", "seq_id": 0, "prompt": {"chunks": [{"type": "encoded_text", "tokens": [300] * (values - 20)}]}}
-    text = json.dumps({"model": "x", "prompt": "a" * (BODY - 1000) + "\U0001f600"}, ensure_ascii=False).encode()
+    prompt = {
+        "sampling_session_id": "x",
+        "seq_id": 0,
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": [300] * (values - 20)}]},
+    }
+    text = json.dumps(
+        {"model": "x", "prompt": "a" * (BODY - 1000) + "\U0001f600"}, ensure_ascii=False
+    ).encode()
     return [
         ("/api/v1/forward_backward", JSON | of_zstd, zstd(b"[],", 1 << 32)),  # 4 GB
         ("/api/v1/forward_backward", JSON | of_zstd, zstd(b"[],")),
@@ -57,7 +73,9 @@ def bombs():
 def drip(port, count, until):
     """A body in chunks of two bytes."""
     with socket.create_connection(("127.0.0.1", port)) as connection:
-        head = "POST /api/v1/asample HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+        head = (
+            "POST /api/v1/asample HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+        )
         connection.sendall(head.encode())
         while count and time.monotonic() < until:
             try:
@@ -75,24 +93,38 @@ def most_rss_bytes(pid):
 
 
 def test_bodies_of_every_kind_at_once_end_no_server(tmp_path):
-    options = {"base": "tiny-random", "port": 0, "slots": 2, "adapters": 2, "ranks": "(8,)", "shapes": "((1, 1, 32),)", "max_rows": 8}
+    options = {
+        "base": "tiny-random",
+        "port": 0,
+        "slots": 2,
+        "adapters": 2,
+        "ranks": "(8,)",
+        "shapes": "((1, 1, 32),)",
+        "max_rows": 8,
+    }
     served = Served("mint_jax.launch", "configs/serve.py", tmp_path / "server", options)
     try:
         url = served.ready()
-        Path(f"/proc/{served.process.pid}/clear_refs").write_text("5")  # the highest so far is forgotten
+        # the highest so far is forgotten
+        Path(f"/proc/{served.process.pid}/clear_refs").write_text("5")
         before, answers, until = served.rss_bytes(), [], time.monotonic() + 60
         port = int(url.rpartition(":")[2])
         dripping = [threading.Thread(target=drip, args=(port, 5_000_000, until)) for _ in range(4)]
         for thread in dripping:
             thread.start()
         made = bombs()
-        with httpx.Client(base_url=url, timeout=120) as client, concurrent.futures.ThreadPoolExecutor(12) as pool:
+        with (
+            httpx.Client(base_url=url, timeout=120) as client,
+            concurrent.futures.ThreadPoolExecutor(12) as pool,
+        ):
 
             def send(bomb):
                 path, headers, body = bomb
                 return path, client.post(path, headers=headers, content=body).status_code
 
-            for path, status in pool.map(send, itertools.islice(itertools.cycle(made), 8 * len(made))):
+            for path, status in pool.map(
+                send, itertools.islice(itertools.cycle(made), 8 * len(made))
+            ):
                 answers.append(status)
                 assert status in (400, 404, 413, 429), (path, status)
             while time.monotonic() < until and any(thread.is_alive() for thread in dripping):

@@ -1,5 +1,6 @@
-"""Checkpoints: what a client samples from is the policy of that moment, for good; what is loaded is what was saved; names and bytes end
-when they should."""
+"""Checkpoints: what a client samples from is the policy of that moment, for good; what is loaded is
+what was saved; names and bytes end when they should.
+"""
 
 import contextlib
 import dataclasses
@@ -25,7 +26,9 @@ from mint_jax.train import held as held_lib
 from mint_jax.train.state import OptimizerConfig
 from tests.train.live_test import SHAPES, coefs, random_data, random_state
 
-SIZES = Sizes(slots={2: 1, 8: 1}, adapters={2: 1, 8: 1}, shapes=SHAPES, max_rows=8, host_bytes=1 << 26)
+SIZES = Sizes(
+    slots={2: 1, 8: 1}, adapters={2: 1, 8: 1}, shapes=SHAPES, max_rows=8, host_bytes=1 << 26
+)
 WAIT_S = 120.0
 
 
@@ -70,11 +73,15 @@ def server(tiny_base, tmp_path_factory):
 
 
 def update(rng, rate=0.05):
-    return ForwardBackward(random_data(rng, "cross_entropy"), coefs("cross_entropy")), Optim(OptimizerConfig(rate))
+    return ForwardBackward(random_data(rng, "cross_entropy"), coefs("cross_entropy")), Optim(
+        OptimizerConfig(rate)
+    )
 
 
 def sampled(server, digest, prompt):
-    [answer] = server.engine.submit(Request(prompt, revision=digest, temperature=0.0, max_tokens=6, stop_ids=())).result(WAIT_S)
+    [answer] = server.engine.submit(
+        Request(prompt, revision=digest, temperature=0.0, max_tokens=6, stop_ids=())
+    ).result(WAIT_S)
     assert answer.revision == digest
     return answer.tokens, answer.logprobs
 
@@ -82,8 +89,9 @@ def sampled(server, digest, prompt):
 @pytest.mark.long
 @pytest.mark.bits
 def test_an_old_snapshot_is_sampled_while_its_policy_trains(rng, server):
-    """Of each of three versions of two policies: greedy tokens and log-probabilities are those of exactly these weights, asked again
-    after all updates and with one slot between them."""
+    """Of each of three versions of two policies: greedy tokens and log-probabilities are those of
+    exactly these weights, asked again after all updates and with one slot between them.
+    """
     client, prompt, taken, kept = Client(server), tuple(rng.integers(3, 97, 9).tolist()), [], []
     configs = [AdapterConfig(2, 4.0, ("q", "down")), AdapterConfig(5, 9.0, ("v", "unembed"))]
     models = [client.model(Create(config)) for config in configs]
@@ -101,18 +109,27 @@ def test_an_old_snapshot_is_sampled_while_its_policy_trains(rng, server):
     adapters = {str(i): (held.config, held.adapter()) for i, held in enumerate(kept)}
     stacks, slots = lora_tree.stack_adapters(transformer.abstract(server.base.cfg), adapters)
     for i, (_, (tokens, logprobs)) in enumerate(taken):
-        [[direct]] = engine.generate([Request(prompt, slots[str(i)], temperature=0.0, max_tokens=6, stop_ids=())], stacks)
+        [[direct]] = engine.generate(
+            [Request(prompt, slots[str(i)], temperature=0.0, max_tokens=6, stop_ids=())], stacks
+        )
         assert (tokens, logprobs) == again[i], "the same bits after all updates"
         assert tokens == direct.tokens
-        np.testing.assert_allclose(logprobs, direct.logprobs, atol=1e-5)  # stacks of other sizes: another program
-    assert len({tuple(logprobs) for _, (_, logprobs) in taken}) == 6, "versions differ, else this says nothing"
+        # stacks of other sizes: another program
+        np.testing.assert_allclose(logprobs, direct.logprobs, atol=1e-5)
+    assert len({tuple(logprobs) for _, (_, logprobs) in taken}) == 6, (
+        "versions differ, else this says nothing"
+    )
 
 
 def test_what_is_to_be_sampled_at_once_is_not_read_back_from_the_disk(rng, server, monkeypatch):
-    """Its bytes go to the device from memory; after a restart, and for a checkpoint with a name, they come from the catalog."""
+    """Its bytes go to the device from memory; after a restart, and for a checkpoint with a name,
+    they come from the catalog.
+    """
     client, prompt, read = Client(server), tuple(rng.integers(3, 97, 5).tolist()), []
     load = server.catalog.load
-    monkeypatch.setattr(server.catalog, "load", lambda digest, *args: read.append(digest) or load(digest, *args))
+    monkeypatch.setattr(
+        server.catalog, "load", lambda digest, *args: read.append(digest) or load(digest, *args)
+    )
     config = AdapterConfig(2, 4.0, ("q", "v"))
     model = client.model(Create(config))
     client.put(model, random_state(rng, server.base, config))
@@ -126,7 +143,9 @@ def test_what_is_to_be_sampled_at_once_is_not_read_back_from_the_disk(rng, serve
 
 @pytest.mark.long
 def test_what_is_loaded_is_what_was_saved(rng, server):
-    """With its moments or without, into a new policy or in place of a living one's; pending gradients are no part of it."""
+    """With its moments or without, into a new policy or in place of a living one's; pending
+    gradients are no part of it.
+    """
     client = Client(server)
     model = client.model(Create(AdapterConfig(3, 6.0, ("q", "o")), seed=5))
     client.ask(model, *update(rng))
@@ -134,11 +153,17 @@ def test_what_is_loaded_is_what_was_saved(rng, server):
     client.send(model, update(rng)[0])  # pending
     path = client.ask(model, Save("weights", "one", metadata={"why": "test"}))["path"]
     client.ask(model, *update(rng))
-    whole, bare = (client.model(Load(path, optimizer, client.tenant)) for optimizer in (True, False))
+    whole, bare = (
+        client.model(Load(path, optimizer, client.tenant)) for optimizer in (True, False)
+    )
     client.ask(model, Load(path, True, client.tenant))
     for name, expected in ((whole, saved), (model, saved), (bare, saved.fresh())):
         found = client.held(name)
-        assert (found.count, found.steps, found.config) == (expected.count, expected.steps, expected.config)
+        assert (found.count, found.steps, found.config) == (
+            expected.count,
+            expected.steps,
+            expected.config,
+        )
         assert found.parts.keys() == expected.parts.keys()
         for part, leaves in expected.parts.items():
             for key, leaf in leaves.items():
@@ -150,7 +175,9 @@ def test_what_is_loaded_is_what_was_saved(rng, server):
 
 @pytest.mark.long
 def test_weights_without_a_name_end_a_while_after_their_session(rng, server, monkeypatch):
-    """But for what has a name too, what another session samples, and the last revision of a policy."""
+    """But for what has a name too, what another session samples, and the last revision of a
+    policy.
+    """
     client, other = Client(server), Client(server)
     model = client.model(Create(AdapterConfig(2, 4.0, ("q",))))
     digests = []
@@ -185,7 +212,10 @@ def test_weights_without_a_name_end_a_while_after_their_session(rng, server, mon
 
 
 def test_names_are_taken_once_and_bytes_go_with_the_last_name(rng, server):
-    client, before = Client(server), {file.stem for file in server.checkpoints.folder.glob("*.safetensors")}
+    client, before = (
+        Client(server),
+        {file.stem for file in server.checkpoints.folder.glob("*.safetensors")},
+    )
     model = client.model(Create(AdapterConfig(2, 4.0, ("q",))))
     path = client.ask(model, Save("weights", "a"))["path"]
     with pytest.raises(UserError, match="exists already"):
@@ -216,7 +246,9 @@ def test_a_time_to_live_ends_a_checkpoint_and_a_sampled_one_with_it(rng, server,
     path = client.ask(model, Save("sampler_weights", "a", ttl_s=3600))["path"]
     digest = server.checkpoints.digest("default", path)
     client.ask(model, *update(rng))
-    later = server.checkpoints.digest("default", client.ask(model, Save("sampler_weights", "b"))["path"])
+    later = server.checkpoints.digest(
+        "default", client.ask(model, Save("sampler_weights", "b"))["path"]
+    )
     assert server.checkpoints.expire() == 0
     monkeypatch.setattr(server.book, "clock", lambda now=server.book.clock() + 3601: now)
     with pytest.raises(NotFound):
@@ -241,7 +273,9 @@ def test_others_see_what_is_published_and_nothing_else(rng, server):
         with pytest.raises(NotFound):
             server.book.model("other", model)
     for kind in ("weights", "sampler_weights"):
-        server.book.change_checkpoint(server.book.checkpoint("default", model, kind, "a"), public=True)
+        server.book.change_checkpoint(
+            server.book.checkpoint("default", model, kind, "a"), public=True
+        )
     other.ask(mine, Load(path, True, "other"))
     assert server.checkpoints.digest("other", sampler)
     with pytest.raises(UserError, match="are weights to sample from"):
@@ -264,7 +298,9 @@ def test_what_cannot_be_loaded_is_told_and_the_policy_goes_on(rng, server, what,
     elif what == "gone":
         file.unlink()
     else:
-        monkeypatch.setattr(server.checkpoints, "base", dataclasses.replace(server.base, fingerprint="f" * 64))
+        monkeypatch.setattr(
+            server.checkpoints, "base", dataclasses.replace(server.base, fingerprint="f" * 64)
+        )
     expected = {"damaged": "is damaged", "gone": "No such file", "another base": "is of base"}[what]
     with pytest.raises((UserError, RuntimeError), match=expected):
         client.ask(model, Load(path, True, "default"))
@@ -289,14 +325,25 @@ def test_a_store_that_fails_is_one_request_s_failure(rng, server, monkeypatch):
     assert client.ask(model, *update(rng))["skipped"] == 0
 
 
-@pytest.mark.parametrize("name", ["", "a/b", "..", ".a", "a?b", "a#b", "a\\b", 7, None, "x" * 300, "a\nb"])
+@pytest.mark.parametrize(
+    "name", ["", "a/b", "..", ".a", "a?b", "a#b", "a\\b", 7, None, "x" * 300, "a\nb"]
+)
 def test_names_that_are_no_segment_are_refused(name):
     with pytest.raises(UserError):
         checkpoints.check_name(name)
 
 
 @pytest.mark.parametrize(
-    "path", ["", "a", "tinker://a/weights", "tinker://a/b/c", "tinker:///weights/a", "http://a/weights/b", "tinker://a/weights/"]
+    "path",
+    [
+        "",
+        "a",
+        "tinker://a/weights",
+        "tinker://a/b/c",
+        "tinker:///weights/a",
+        "http://a/weights/b",
+        "tinker://a/weights/",
+    ],
 )
 def test_paths_that_are_none_are_refused(path):
     with pytest.raises(UserError, match="expected tinker://"):
@@ -342,13 +389,18 @@ class Shelf:
 
     def save(self, kind, name, state=0, **options):
         call = Save(kind, name, **options)
-        return self.checkpoints.save(self.model, f"request {next(self._requests)}", call, self.states[state])
+        return self.checkpoints.save(
+            self.model, f"request {next(self._requests)}", call, self.states[state]
+        )
 
     def row(self, kind, name, model=None):
         return self.book.checkpoint("default", model or self.model, kind, name)
 
     def load_state(self, path):
-        return self.checkpoints.load(Load(path, True, "default"), self.checkpoints.folder.parent / f"kept{next(self._requests)}")
+        return self.checkpoints.load(
+            Load(path, True, "default"),
+            self.checkpoints.folder.parent / f"kept{next(self._requests)}",
+        )
 
     def load(self, row):
         """Reads what a row names, as whoever uses it does."""
@@ -371,7 +423,9 @@ def shelf(tiny_base, tmp_path):
 
 
 def beside(call, wait_s=0.3):
-    """Starts a call in a thread and gives it time; it may have to wait for a lock that is held here."""
+    """Starts a call in a thread and gives it time; it may have to wait for a lock that is held
+    here.
+    """
     thread = threading.Thread(target=call)
     thread.start()
     thread.join(wait_s)
@@ -380,7 +434,9 @@ def beside(call, wait_s=0.3):
 
 @pytest.mark.parametrize("by", ["delete", "overwrite", "expiry"])
 @pytest.mark.parametrize("kind", Shelf.KINDS)
-def test_bytes_that_are_being_saved_outlive_the_removal_of_their_last_name(shelf, monkeypatch, kind, by):
+def test_bytes_that_are_being_saved_outlive_the_removal_of_their_last_name(
+    shelf, monkeypatch, kind, by
+):
     """x has the same bytes as y, and goes when those of y are written and its row is not."""
     shelf.save(kind, "x")
     shelf.save(kind, "z", 1)
@@ -414,7 +470,9 @@ def test_bytes_that_are_being_saved_outlive_the_removal_of_their_last_name(shelf
 
 @pytest.mark.parametrize("at", ["aliases", "promote", "retire"])
 def test_a_sampler_checkpoint_is_deleted_while_its_policy_saves(shelf, monkeypatch, at):
-    """At each step of the removal the same weights are saved under another name: that one stays, and the removal succeeds."""
+    """At each step of the removal the same weights are saved under another name: that one stays,
+    and the removal succeeds.
+    """
     shelf.save("sampler_weights", "x")
     shelf.save("sampler_weights", "z", 1)
     whole, threads = getattr(shelf.catalog, at), []
@@ -433,7 +491,9 @@ def test_a_sampler_checkpoint_is_deleted_while_its_policy_saves(shelf, monkeypat
     for name in "yz":
         shelf.load(shelf.row("sampler_weights", name))
     policy = shelf.row("sampler_weights", "y").policy
-    assert shelf.catalog.resolve(f"{policy}@latest").digest == shelf.row("sampler_weights", "y").digest, "the last that was saved"
+    assert (
+        shelf.catalog.resolve(f"{policy}@latest").digest == shelf.row("sampler_weights", "y").digest
+    ), "the last that was saved"
 
 
 @pytest.mark.parametrize("failing", ["promote", "retire"])
@@ -461,7 +521,9 @@ def test_a_removal_whose_bytes_cannot_be_deleted_is_a_removal(shelf, monkeypatch
 
 @pytest.mark.parametrize("use", ["load", "copy", "copy to be sampled", "sampler"])
 def test_what_is_read_or_named_anew_outlives_its_removal(shelf, monkeypatch, use):
-    """A load, a copy and a sampler that have found a row use its bytes, though the row goes before they do."""
+    """A load, a copy and a sampler that have found a row use its bytes, though the row goes before
+    they do.
+    """
     kind = "weights" if use in ("load", "copy") else "sampler_weights"
     shelf.save(kind, "z", 1)
     path = shelf.save(kind, "x")["path"]
@@ -492,7 +554,9 @@ def test_what_is_read_or_named_anew_outlives_its_removal(shelf, monkeypatch, use
     if use != "sampler":
         with pytest.raises((UserError, NotFound)):
             shelf.checkpoints.fetch(digest)
-        assert not (shelf.checkpoints.folder / f"{digest}.safetensors").exists(), "with the last name its bytes go"
+        assert not (shelf.checkpoints.folder / f"{digest}.safetensors").exists(), (
+            "with the last name its bytes go"
+        )
 
 
 def test_a_row_that_was_replaced_or_kept_is_not_removed_for_its_predecessor(shelf):
@@ -501,8 +565,13 @@ def test_a_row_that_was_replaced_or_kept_is_not_removed_for_its_predecessor(shel
     old = shelf.row("weights", "x")
     shelf.save("weights", "x", 1, overwrite=True)
     shelf.checkpoints.remove(old)
-    assert not list(shelf.checkpoints.folder.glob("*.safetensors")), "the bytes of the one that was removed are gone"
-    for change in (shelf.checkpoints.remove, lambda row: shelf.book.change_checkpoint(row, public=True)):
+    assert not list(shelf.checkpoints.folder.glob("*.safetensors")), (
+        "the bytes of the one that was removed are gone"
+    )
+    for change in (
+        shelf.checkpoints.remove,
+        lambda row: shelf.book.change_checkpoint(row, public=True),
+    ):
         with pytest.raises(NotFound):
             change(old)
 
@@ -526,7 +595,10 @@ def test_a_save_that_fails_leaves_nothing(shelf, monkeypatch):
 
 def test_what_a_killed_process_left_is_swept(shelf):
     kept = [shelf.row(kind, "x") for kind in Shelf.KINDS if shelf.save(kind, "x")]
-    left = [shelf.checkpoints.folder / name for name in (f"{'a' * 64}.safetensors", f".{'b' * 64}.safetensors-1")]
+    left = [
+        shelf.checkpoints.folder / name
+        for name in (f"{'a' * 64}.safetensors", f".{'b' * 64}.safetensors-1")
+    ]
     for path in left:
         path.write_bytes(b"half")
     for name in ("c" * 64, ".staged"):
@@ -542,7 +614,9 @@ def test_what_a_killed_process_left_is_swept(shelf):
 
 
 def test_many_threads_save_delete_copy_and_expire_and_what_is_named_is_there(shelf, rng):
-    """What nobody removes stays to the end; every row that is left loads; nothing is left without a row."""
+    """What nobody removes stays to the end; every row that is left loads; nothing is left without a
+    row.
+    """
     seed, turns, errors = int(rng.integers(1 << 30)), 60, []
     kept = [(kind, f"kept{i}") for i, kind in enumerate(Shelf.KINDS)]
 
@@ -560,7 +634,9 @@ def test_many_threads_save_delete_copy_and_expire_and_what_is_named_is_there(she
                     shelf.checkpoints.remove(shelf.row(kind, name))
                 elif what == "copy":
                     path = shelf.row(kind, name).path
-                    shelf.checkpoints.copy("default", path, f"copy {number} {turn}", f"{number} {turn}", None)
+                    shelf.checkpoints.copy(
+                        "default", path, f"copy {number} {turn}", f"{number} {turn}", None
+                    )
                 else:
                     shelf.book.change_checkpoint(shelf.row(kind, name), expires=1.0)
                     shelf.checkpoints.expire()
@@ -584,5 +660,9 @@ def test_many_threads_save_delete_copy_and_expire_and_what_is_named_is_there(she
     for row in rows:
         shelf.load(row)
     digests = {kind: {row.digest for row in rows if row.kind == kind} for kind in Shelf.KINDS}
-    assert {path.stem for path in shelf.checkpoints.folder.glob("*.safetensors")} == digests["weights"]
-    assert {path.name for path in (shelf.checkpoints.folder / "external").iterdir()} == digests["external_weights"]
+    assert {path.stem for path in shelf.checkpoints.folder.glob("*.safetensors")} == digests[
+        "weights"
+    ]
+    assert {path.name for path in (shelf.checkpoints.folder / "external").iterdir()} == digests[
+        "external_weights"
+    ]

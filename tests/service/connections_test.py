@@ -49,7 +49,9 @@ class Endless:
 @contextlib.contextmanager
 def serving(app, **limits):
     """The port of a server of the app, in a thread."""
-    config = uvicorn.Config(app, http=timed(**limits), ws="none", lifespan="off", log_config=None, access_log=False)
+    config = uvicorn.Config(
+        app, http=timed(**limits), ws="none", lifespan="off", log_config=None, access_log=False
+    )
     server = uvicorn.Server(config)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -71,7 +73,12 @@ def endless():
 
 @pytest.fixture(scope="module")
 def port(endless):
-    app = Starlette(routes=[Route("/api/v1/asample", size, methods=["POST"]), Route("/endless", endless.__call__)])
+    app = Starlette(
+        routes=[
+            Route("/api/v1/asample", size, methods=["POST"]),
+            Route("/endless", endless.__call__),
+        ]
+    )
     gate = Gate(app, None, Limits(body_bytes=1 << 20, body_s=BODY_S))
     with serving(gate, head_s=HEAD_S, stall_s=STALL_S) as port:
         yield port
@@ -117,9 +124,16 @@ def test_slow_heads_and_bodies_are_cut_while_others_are_served(port):
         "second head": (HEAD + b"Content-Length: 1\r\n\r\nx", HEAD + b"X-Long: " + b"a" * 100_000),
         "body": (HEAD + b"Content-Length: 100000\r\n\r\n", b"a" * 100_000),
         "chunks": (HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\na\r\n" * 100_000),
-        "open": (b"POST /api/v1/client/config HTTP/1.1\r\nHost: localhost\r\nContent-Length: 90\r\n\r\n", b"a" * 89 + b" " * 100_000),
+        "open": (
+            b"POST /api/v1/client/config HTTP/1.1\r\nHost: localhost\r\nContent-Length: 90\r\n\r\n",
+            b"a" * 89 + b" " * 100_000,
+        ),
     }
-    threads = [threading.Thread(target=slowly, args=(name, *what)) for name, what in slow.items() for _ in range(10)]
+    threads = [
+        threading.Thread(target=slowly, args=(name, *what))
+        for name, what in slow.items()
+        for _ in range(10)
+    ]
     for thread in threads:
         thread.start()
     served = 0
@@ -165,7 +179,10 @@ class Wire:
 
     def fire(self, delay):
         """Time passes: the timers of that delay that are set ring."""
-        due, self.timers = [timer for timer in self.timers if timer.delay == delay], [t for t in self.timers if t.delay != delay]
+        due, self.timers = (
+            [timer for timer in self.timers if timer.delay == delay],
+            [t for t in self.timers if t.delay != delay],
+        )
         for timer in due:
             if timer.set:
                 timer.call()
@@ -217,14 +234,24 @@ def test_a_slow_reader_that_goes_on_is_served():
     [
         (b"GET /endless HTTP/1.1\r\nHost: evil.example\r\n", 403),
         (b"GET /endless HTTP/1.0\r\n", 403),  # the only version in which a request may name no host
-        (b"GET http://evil.example/endless HTTP/1.1\r\nHost: localhost\r\n", 400),  # which RFC 9112 puts above the header
+        # which RFC 9112 puts above the header
+        (b"GET http://evil.example/endless HTTP/1.1\r\nHost: localhost\r\n", 400),
         (b"GET http://localhost/endless HTTP/1.1\r\nHost: evil.example\r\n", 400),
         (b"OPTIONS * HTTP/1.1\r\nHost: localhost\r\n", 400),
         (b"GET /endless HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\n", 400),
-        (b"GET /endless HTTP/1.1\r\nHost: evil.example\r\nX-Forwarded-Host: localhost\r\nForwarded: host=localhost\r\n", 403),
         (
-            b"GET /endless HTTP/1.1\r\nHost: evil.example\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
-            b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n",
+            (
+                b"GET /endless HTTP/1.1\r\nHost: evil.example\r\nX-Forwarded-Host:"
+                b" localhost\r\nForwarded: host=localhost\r\n"
+            ),
+            403,
+        ),
+        (
+            (
+                b"GET /endless HTTP/1.1\r\nHost: evil.example\r\nUpgrade: websocket\r\nConnection:"
+                b" Upgrade\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key:"
+                b" AAAAAAAAAAAAAAAAAAAAAA==\r\n"
+            ),
             403,
         ),
         (b"POST /api/v1/asample HTTP/1.1\r\nHost: [::1]:80\r\nContent-Length: 0\r\n", 200),
@@ -232,7 +259,9 @@ def test_a_slow_reader_that_goes_on_is_served():
 )
 def test_a_name_turned_to_this_machine_reads_nothing(port, head, status):
     with connected(port) as connection:
-        connection.sendall(head + (b"" if b"Connection" in head else b"Connection: close\r\n") + b"\r\n")
+        connection.sendall(
+            head + (b"" if b"Connection" in head else b"Connection: close\r\n") + b"\r\n"
+        )
         connection.shutdown(socket.SHUT_WR)
         assert all_of(connection).startswith(b"HTTP/1.1 %d " % status)
 

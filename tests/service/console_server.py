@@ -1,4 +1,5 @@
-"""A server with keys for the console's checks in a browser: prints its url and keys as one line of JSON, and ends with its input.
+"""A server with keys for the console's checks in a browser: prints its url and keys as one line of
+JSON, and ends with its input.
 
 python -m tests.service.console_server FOLDER [BASE]
 """

@@ -1,4 +1,6 @@
-"""The console without a browser: who sees and moves what, sessions and forms, names that are scripts, headers; pages read by a parser."""
+"""The console without a browser: who sees and moves what, sessions and forms, names that are
+scripts, headers; pages read by a parser.
+"""
 
 import asyncio
 import dataclasses
@@ -31,13 +33,20 @@ from mint_jax.train.state import OptimizerConfig
 from tests.service.console_world import EVIL, furnish
 from tests.service.sites import sites  # noqa: F401 (a fixture)
 
-SCOPES = {"ann": ("read", "sample", "train"), "eve": ("read",), "sam": ("sample",), "root": ("admin",)}
+SCOPES = {
+    "ann": ("read", "sample", "train"),
+    "eve": ("read",),
+    "sam": ("sample",),
+    "root": ("admin",),
+}
 COEFS = LossCoefs(0, 0, 0, 0, 0.0, 0.0, np.inf, 0)  # of cross-entropy
 VOID = {"meta", "link", "input", "img", "br", "hr", "rect", "path"}
 
 
 class Parsed(html.parser.HTMLParser):
-    """A page's elements as (tag, attributes), and its text; every element that is opened is closed."""
+    """A page's elements as (tag, attributes), and its text; every element that is opened is
+    closed.
+    """
 
     def __init__(self, text: str):
         super().__init__()
@@ -59,11 +68,17 @@ class Parsed(html.parser.HTMLParser):
         self.text += data
 
     def all(self, tag: str, **attributes: str) -> list[dict[str, str | None]]:
-        return [have for one, have in self.elements if one == tag and attributes.items() <= have.items()]
+        return [
+            have for one, have in self.elements if one == tag and attributes.items() <= have.items()
+        ]
 
     def fields(self, action: str) -> dict[str, str]:
         """Hidden fields of the first form whose action ends so."""
-        start = next(i for i, (tag, have) in enumerate(self.elements) if tag == "form" and (have.get("action") or "").endswith(action))
+        start = next(
+            i
+            for i, (tag, have) in enumerate(self.elements)
+            if tag == "form" and (have.get("action") or "").endswith(action)
+        )
         out = {}
         for tag, have in self.elements[start + 1 :]:
             if tag == "form":
@@ -85,7 +100,8 @@ def secrets(folder):
 
 @pytest.fixture(scope="module")
 def keys(folder, secrets):
-    return Keys(folder, monotonic=itertools.count(0, 2).__next__)  # which looks at its file every time
+    # which looks at its file every time
+    return Keys(folder, monotonic=itertools.count(0, 2).__next__)
 
 
 @pytest.fixture(scope="module")
@@ -135,10 +151,14 @@ def test_a_session_is_a_cookie_for_a_key_and_ends_with_it(guarded, keys, folder,
     part = client.get("/console/policies", headers={"hx-request": "true"})
     assert part.status_code == 401  # htmx would put the page where a key is asked for into this one
     assert part.headers["hx-redirect"].startswith("/console/sign-in")
-    assert page(client, "sign-in?next=/console/training").fields("/sign-in") == {"next": "/console/training"}
+    assert page(client, "sign-in?next=/console/training").fields("/sign-in") == {
+        "next": "/console/training"
+    }
 
     key, secret = keys_lib.add(folder, "ann", ["read"])
-    taken = client.post("/console/sign-in", data={"key": f" {secret}\n", "next": "/console/training"})
+    taken = client.post(
+        "/console/sign-in", data={"key": f" {secret}\n", "next": "/console/training"}
+    )
     assert (taken.status_code, taken.headers["location"]) == (303, "/console/training")
     cookie = taken.headers["set-cookie"]
     assert {"HttpOnly", "SameSite=strict", "Path=/console"} <= set(cookie.split("; "))
@@ -147,17 +167,28 @@ def test_a_session_is_a_cookie_for_a_key_and_ends_with_it(guarded, keys, folder,
     assert client.get("/console/training").status_code == 200
     assert client.get("/v1/models").status_code == 401  # the cookie is the console's alone
     assert client.get("/api/v1/training_runs").status_code == 401
-    elsewhere = client.post("/console/sign-in", data={"key": secret, "next": "//evil.example/console/"})
+    elsewhere = client.post(
+        "/console/sign-in", data={"key": secret, "next": "//evil.example/console/"}
+    )
     assert elsewhere.headers["location"] == "/console"
-    behind = client.post("/console/sign-in", data={"key": secret}, headers={"host": "mint.example", "origin": "https://mint.example"})
+    behind = client.post(
+        "/console/sign-in",
+        data={"key": secret},
+        headers={"host": "mint.example", "origin": "https://mint.example"},
+    )
     assert "Secure" in behind.headers["set-cookie"].split("; ")
 
     client.cookies.clear()
     client.post("/console/sign-in", data={"key": secret})
     before = client.cookies[COOKIE]
     token = page(client, "training").fields("/sign-out")["token"]
-    assert client.post("/console/sign-out", data={"token": token}).headers["location"] == "/console/sign-in"
-    assert client.get("/console/training", headers={"cookie": f"{COOKIE}={before}"}).status_code == 303
+    assert (
+        client.post("/console/sign-out", data={"token": token}).headers["location"]
+        == "/console/sign-in"
+    )
+    assert (
+        client.get("/console/training", headers={"cookie": f"{COOKIE}={before}"}).status_code == 303
+    )
     client.cookies.clear()
     client.post("/console/sign-in", data={"key": secret})
     keys_lib.revoke(folder, key.id)
@@ -175,7 +206,9 @@ def test_wrong_keys_are_slow_and_few_at_once():
     async def try_() -> tuple[float, list]:
         browsers = Browsers(NoKeys(), slow_s=0.02)  # type: ignore[arg-type]
         began = time.perf_counter()
-        results = await asyncio.gather(*(browsers.sign_in("x" * 43) for _ in range(25)), return_exceptions=True)
+        results = await asyncio.gather(
+            *(browsers.sign_in("x" * 43) for _ in range(25)), return_exceptions=True
+        )
         return time.perf_counter() - began, results
 
     took, results = asyncio.run(try_())
@@ -185,17 +218,24 @@ def test_wrong_keys_are_slow_and_few_at_once():
 
 
 def test_tenants_see_their_own_and_operators_all(people):
-    shown = {who: re.findall(r"(?:ann|bob)/[\w-]+", page(people[who], "policies").text) for who in ("ann", "eve", "root")}
+    shown = {
+        who: re.findall(r"(?:ann|bob)/[\w-]+", page(people[who], "policies").text)
+        for who in ("ann", "eve", "root")
+    }
     assert "bob/secret" in shown["root"] and "ann/chat" in shown["root"]  # noqa: PT018
     assert shown["eve"] == []
     assert "ann/chat" in shown["ann"] and "bob/secret" not in shown["ann"]  # noqa: PT018
     missing = page(people["ann"], "policies/bob/nothing", 404).text
-    assert page(people["ann"], "policies/bob/secret", 404).text == missing.replace("bob/nothing", "bob/secret")
+    assert page(people["ann"], "policies/bob/secret", 404).text == missing.replace(
+        "bob/nothing", "bob/secret"
+    )
     assert people["ann"].get("/console/curves/bob/secret").status_code == 404
     assert people["ann"].get("/console/server").status_code == 403
     assert people["sam"].get("/console/policies").status_code == 403
     assert people["sam"].get("/console").headers["location"] == "/console/playground"
-    assert page(people["root"], "policies/bob/secret").all("form", action="/console/promote/bob/secret")
+    assert page(people["root"], "policies/bob/secret").all(
+        "form", action="/console/promote/bob/secret"
+    )
 
 
 def test_a_list_is_searched_and_paged(people, guarded, monkeypatch):
@@ -204,7 +244,8 @@ def test_a_list_is_searched_and_paged(people, guarded, monkeypatch):
     assert "<html" not in part.text
     found = people["ann"].get("/console/policies?match=short").text
     assert rows(found) == ["ann/chat-short"]
-    assert rows(people["ann"].get("/console/policies?match=%25").text) == ["ann/" + quote(EVIL)]  # no wildcard
+    # no wildcard
+    assert rows(people["ann"].get("/console/policies?match=%25").text) == ["ann/" + quote(EVIL)]
     assert "No policy has q{z in its name" in page(people["ann"], "policies?match=q{z").text
     monkeypatch.setattr("mint_jax.service.console.policies.LISTED", 2)
     seen, path = [], "/console/policies?match=c"
@@ -225,75 +266,137 @@ def test_a_policys_page_tells_its_lineage_scores_and_log(people, guarded):
     for text in ("rank 2, alpha 4", "ann/chat-short", "the first that answers", "1 → 3", "promote"):
         assert text in shown.text
     assert "rollout" not in re.findall(r"^\s*(rollout)\b", shown.text, re.M)
-    assert len(re.findall(r"^\s*rollout\b", page(people["ann"], "policies/ann/chat?log=all").text, re.M)) == 12
+    assert (
+        len(
+            re.findall(
+                r"^\s*rollout\b", page(people["ann"], "policies/ann/chat?log=all").text, re.M
+            )
+        )
+        == 12
+    )
     assert shown.all("div", role="img")[0]["aria-label"].startswith("reward: ")
     child = page(people["ann"], "policies/ann/chat-short")
     assert {"class": "name", "href": "/console/policies/ann/chat"} in child.all("a")
     revision = guarded.server.catalog.revision("ann/chat", 2)
     assert revision.digest in [have.get("title") for have in shown.all("code")]
     for number in (1, 2, 3):
-        assert f"{guarded.server.catalog.evaluations(f'ann/chat@{number}')[0].isolated:,.4g}" in shown.text
+        assert (
+            f"{guarded.server.catalog.evaluations(f'ann/chat@{number}')[0].isolated:,.4g}"
+            in shown.text
+        )
 
 
 def test_curves_are_losses_of_a_target_and_gradient_norms(people, guarded, model, rng):
-    """A sum over both requests of an update, by the weights of their targets; what is not finite is not there."""
-    curves, losses, norms = guarded.server.curves, rng.uniform(1, 9, (6, 2)), [*rng.uniform(0, 2, 5), float("inf")]
+    """A sum over both requests of an update, by the weights of their targets; what is not finite is
+    not there.
+    """
+    curves, losses, norms = (
+        guarded.server.curves,
+        rng.uniform(1, 9, (6, 2)),
+        [*rng.uniform(0, 2, 5), float("inf")],
+    )
     for pair, norm in zip(losses, norms):
         for weight, loss in zip((1.0, -0.5), pair):
-            datum = Datum(np.zeros(4, np.int32), np.zeros(4, np.int32), np.full(4, weight, np.float32))
+            datum = Datum(
+                np.zeros(4, np.int32), np.zeros(4, np.int32), np.full(4, weight, np.float32)
+            )
             curves.heard(model, ForwardBackward([datum], COEFS), Trained([], loss))
             curves.heard(model, ForwardBackward([datum], COEFS, backward=False), Trained([], 99.0))
         curves.heard(model, Optim(OptimizerConfig()), {"grad_norm": norm})
     curves.heard(model, Optim(OptimizerConfig()), {"grad_norm": 1.0})  # of nothing
     shown = people["ann"].get(f"/console/curves/{quote('ann/' + model)}").json()
-    assert shown["loss"] == {"x": list(range(1, 8)), "y": [*(losses.sum(1) / 6.0).tolist(), None], "of": "update"}
+    assert shown["loss"] == {
+        "x": list(range(1, 8)),
+        "y": [*(losses.sum(1) / 6.0).tolist(), None],
+        "of": "update",
+    }
     assert shown["gradient norm"]["y"] == [*norms[:5], None, 1.0]
     assert [number for number, _ in guarded.server.book.points(model, 3)] == [3, 6, 7]
     named = page(people["ann"], f"policies/{quote('ann/' + model)}")
     assert "Nothing of it was saved" in named.text
-    assert {have["data-curve"] for have in named.all("div", role="img")} == {"loss", "gradient norm"}
+    assert {have["data-curve"] for have in named.all("div", role="img")} == {
+        "loss",
+        "gradient norm",
+    }
     assert model in page(people["ann"], "training").text
     assert model not in page(people["eve"], "training").text
 
 
 def test_a_move_needs_a_reason_a_right_and_a_form_of_this_session(people, guarded):
     catalog = guarded.server.catalog
-    at = lambda: next(alias.number for alias in catalog.aliases("ann/chat") if alias.name == "serving")  # noqa: E731
+    at = lambda: next(  # noqa: E731
+        alias.number for alias in catalog.aliases("ann/chat") if alias.name == "serving"
+    )
     began, path = at(), "/console/promote/ann/chat"
     token = page(people["ann"], "policies/ann/chat").fields("/promote/ann/chat")["token"]
     form = {"token": token, "revision": "2", "alias": "serving", "why": f"because {EVIL}"}
     assert people["ann"].post(path, data={**form, "why": " "}).status_code == 400
-    assert "the reason is empty" in Parsed(people["ann"].post(path, data={**form, "why": " "}).text).text
+    assert (
+        "the reason is empty"
+        in Parsed(people["ann"].post(path, data={**form, "why": " "}).text).text
+    )
     assert people["ann"].post(path, data={**form, "token": ""}).status_code == 403
     assert people["root"].post(path, data=form).status_code == 403  # of another session
-    assert people["ann"].post(path, data=form, headers={"origin": "https://evil.example"}).status_code == 403
-    assert people["ann"].post(path, data=form, headers={"sec-fetch-site": "same-site"}).status_code == 403
+    assert (
+        people["ann"].post(path, data=form, headers={"origin": "https://evil.example"}).status_code
+        == 403
+    )
+    assert (
+        people["ann"].post(path, data=form, headers={"sec-fetch-site": "same-site"}).status_code
+        == 403
+    )
     assert people["eve"].post(path, data=form).status_code == 403  # scope read alone
     assert people["ann"].get(path).status_code == 405
-    assert people["ann"].post("/console/promote/bob/secret", data={**form, "revision": "1"}).status_code == 404
+    assert (
+        people["ann"]
+        .post("/console/promote/bob/secret", data={**form, "revision": "1"})
+        .status_code
+        == 404
+    )
     assert people["ann"].post(path, data={**form, "revision": "99"}).status_code == 400
-    assert people["ann"].post(path, data={**form, "version": "1"}).status_code == 400  # moved meanwhile
+    # moved meanwhile
+    assert people["ann"].post(path, data={**form, "version": "1"}).status_code == 400
     assert at() == began
 
-    assert people["ann"].post(path, data=form).headers["location"] == "/console/policies/ann/chat?done=promoted"
+    assert (
+        people["ann"].post(path, data=form).headers["location"]
+        == "/console/policies/ann/chat?done=promoted"
+    )
     assert at() == 2
     entry = catalog.recent("ann/chat", limit=1)[0]
     assert (entry.action, entry.actor, entry.why) == ("promote", "ann in the console", form["why"])
     own = page(people["root"], "policies/ann/chat").fields("/rollback/ann/chat")["token"]
     back = {"token": own, "alias": "serving", "why": "worse", "version": str(entry.version)}
-    assert people["root"].post("/console/rollback/ann/chat", data=back).headers["location"].endswith("?done=rolled-back")
+    assert (
+        people["root"]
+        .post("/console/rollback/ann/chat", data=back)
+        .headers["location"]
+        .endswith("?done=rolled-back")
+    )
     assert at() == began
     assert catalog.recent("ann/chat", limit=1)[0].actor == "root in the console"
     assert catalog.recent("ann/chat", limit=1, without=("rollback",))[0].action == "promote"
 
 
 def test_names_and_reasons_that_are_scripts_are_shown_and_not_obeyed(people, guarded):
-    for path in ("policies", f"policies/ann/{quote(EVIL)}", "policies/ann/chat", "training", f"policies?match={quote(EVIL)}"):
+    for path in (
+        "policies",
+        f"policies/ann/{quote(EVIL)}",
+        "policies/ann/chat",
+        "training",
+        f"policies?match={quote(EVIL)}",
+    ):
         shown = page(people["ann"], path)
         assert not shown.all("img"), path
         assert EVIL in shown.text or path == "training", path
-        assert {have.get("src", "")[:16] for have in shown.all("script")} == {"/console/static/"}, "nothing inline"
-        assert not [have for _, have in shown.elements if "style" in have or any(name.startswith("on") for name in have)], path
+        assert {have.get("src", "")[:16] for have in shown.all("script")} == {"/console/static/"}, (
+            "nothing inline"
+        )
+        assert not [
+            have
+            for _, have in shown.elements
+            if "style" in have or any(name.startswith("on") for name in have)
+        ], path
     assert EVIL in page(people["ann"], "training").text.replace("run=", "")
     wrong = page(people["ann"], f"policies/{quote('<script>alert(1)</script>')}", 404)
     assert "<script>alert(1)" in wrong.text
@@ -301,7 +404,9 @@ def test_names_and_reasons_that_are_scripts_are_shown_and_not_obeyed(people, gua
 
 def test_every_page_forbids_what_it_does_not_need(people, guarded):
     answer = people["root"].get("/console/server")
-    policy = dict(part.split(" ", 1) for part in answer.headers["content-security-policy"].split("; "))
+    policy = dict(
+        part.split(" ", 1) for part in answer.headers["content-security-policy"].split("; ")
+    )
     assert policy["default-src"] == policy["frame-ancestors"] == policy["base-uri"] == "'none'"
     assert policy["script-src"] == policy["style-src"] == policy["form-action"] == "'self'"
     assert answer.headers["cache-control"] == "no-store"
@@ -315,14 +420,21 @@ def test_every_page_forbids_what_it_does_not_need(people, guarded):
 
 def test_files_of_others_are_those_that_are_recorded():
     folder = Path(pages.HERE) / "static"
-    recorded = dict(re.findall(r"`([\w.-]+)` \| `([0-9a-f]{64})`", (folder / "VENDORED.md").read_text()))
-    assert recorded == {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.glob("*.min.*")}
+    recorded = dict(
+        re.findall(r"`([\w.-]+)` \| `([0-9a-f]{64})`", (folder / "VENDORED.md").read_text())
+    )
+    assert recorded == {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.glob("*.min.*")
+    }
 
 
 def test_the_server_is_shown_to_operators(people, guarded):
     shown = page(people["root"], "server")
     assert "ready" in shown.text
-    assert [have["aria-label"] for have in shown.all("svg", role="meter")][:2] == ["rank 8", "host cache"]
+    assert [have["aria-label"] for have in shown.all("svg", role="meter")][:2] == [
+        "rank 8",
+        "host cache",
+    ]
     part = people["root"].get("/console/server", headers={"hx-request": "true"})
     assert "<html" not in part.text and "Residency" in part.text  # noqa: PT018
     guarded.server.durable.failed = OSError("no space left")
@@ -333,7 +445,9 @@ def test_the_server_is_shown_to_operators(people, guarded):
 
 
 def test_costs_are_shown_to_those_who_made_them_and_to_operators(people, guarded):
-    guarded.server.costs.charge("train", 90.0, {Payer("ann", "ann-s-model"): 1, Payer("bob", EVIL): 2})
+    guarded.server.costs.charge(
+        "train", 90.0, {Payer("ann", "ann-s-model"): 1, Payer("bob", EVIL): 2}
+    )
     whole, own = page(people["root"], "costs"), page(people["ann"], "costs")
     assert len(whole.all("table")) == 2
     assert EVIL in whole.text and "1 min" in whole.text  # noqa: PT018
@@ -341,7 +455,9 @@ def test_costs_are_shown_to_those_who_made_them_and_to_operators(people, guarded
     assert "ann-s-model" in own.text and "30.0 s" in own.text and EVIL not in own.text  # noqa: PT018
 
 
-def test_the_playground_asks_as_openai_s_api_does_for_pages_of_this_session_alone(people, guarded, monkeypatch):
+def test_the_playground_asks_as_openai_s_api_does_for_pages_of_this_session_alone(
+    people, guarded, monkeypatch
+):
     shown = page(people["ann"], "playground?b=x")
     token = shown.all("form", id="playground")[0]["data-token"]
     assert {"chat", "chat-short"} <= {have["value"] for have in shown.all("option")}
@@ -350,9 +466,13 @@ def test_the_playground_asks_as_openai_s_api_does_for_pages_of_this_session_alon
     assert people["eve"].post(path, json=body, headers={pages.TOKEN: token}).status_code == 403
     answer = people["ann"].post(path, json=body, headers={pages.TOKEN: token})
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
-    wrong = people["ann"].post(path, json=body | {"model": "ann/chat@2", "max_tokens": -1}, headers={pages.TOKEN: token})
+    wrong = people["ann"].post(
+        path, json=body | {"model": "ann/chat@2", "max_tokens": -1}, headers={pages.TOKEN: token}
+    )
     assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "max_tokens")
-    monkeypatch.setattr(guarded.server, "base", dataclasses.replace(guarded.server.base, tokenizer=None))
+    monkeypatch.setattr(
+        guarded.server, "base", dataclasses.replace(guarded.server.base, tokenizer=None)
+    )
     assert "without a tokenizer" in page(people["ann"], "playground").text
 
 
@@ -361,21 +481,39 @@ def test_without_keys_it_is_open_to_this_machine_alone(guarded):
     gate = Gate(Starlette(routes=console.routes()), None)
 
     async def asked() -> None:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(gate), base_url="http://localhost:8000") as client:
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(gate), base_url="http://localhost:8000"
+        ) as client:
             assert (await client.get("/console/sign-in")).headers["location"] == "/console"
             shown = Parsed((await client.get("/console/policies")).text)
             assert "bob/secret" in shown.text
             assert not shown.all("form", action="/console/sign-out")
-            for host in ("evil.example", "evil.example:80", "localhost.evil.example", "[::1", ""):  # a name turned to this machine
-                assert (await client.get("/console/policies", headers={"host": host})).status_code == 403, host
+            # a name turned to this machine
+            for host in ("evil.example", "evil.example:80", "localhost.evil.example", "[::1", ""):
+                assert (
+                    await client.get("/console/policies", headers={"host": host})
+                ).status_code == 403, host
             for host in ("127.0.0.1", "[::1]:80", "localhost"):
-                assert (await client.get("/console/policies", headers={"host": host})).status_code == 200, host
+                assert (
+                    await client.get("/console/policies", headers={"host": host})
+                ).status_code == 200, host
             form = {"why": "y", "revision": "1", "alias": "x", "token": ""}
-            refused = await client.post("/console/promote/bob/secret", data=form, headers={"origin": "http://localhost:8000"})
+            refused = await client.post(
+                "/console/promote/bob/secret",
+                data=form,
+                headers={"origin": "http://localhost:8000"},
+            )
             assert refused.status_code == 403
-            form["token"] = Parsed((await client.get("/console/policies/bob/secret")).text).fields("/promote/bob/secret")["token"]
-            assert (await client.post("/console/promote/bob/secret", data=form)).status_code == 403  # from nowhere
-            taken = await client.post("/console/promote/bob/secret", data=form, headers={"origin": "http://localhost:8000"})
+            form["token"] = Parsed((await client.get("/console/policies/bob/secret")).text).fields(
+                "/promote/bob/secret"
+            )["token"]
+            # from nowhere
+            assert (await client.post("/console/promote/bob/secret", data=form)).status_code == 403
+            taken = await client.post(
+                "/console/promote/bob/secret",
+                data=form,
+                headers={"origin": "http://localhost:8000"},
+            )
             assert taken.status_code == 303
 
     asyncio.run(asked())
@@ -385,6 +523,16 @@ def test_where_a_request_comes_from():
     assert same_origin({"sec-fetch-site": "same-origin"})
     assert not same_origin({"sec-fetch-site": "cross-site", "origin": "http://a", "host": "a"})
     assert same_origin({"origin": "http://a:1", "host": "a:1"})
-    for headers in ({}, {"host": ""}, {"origin": "null", "host": "a"}, {"origin": "http://b", "host": "a"}, {"origin": "", "host": ""}):
+    for headers in (
+        {},
+        {"host": ""},
+        {"origin": "null", "host": "a"},
+        {"origin": "http://b", "host": "a"},
+        {"origin": "", "host": ""},
+    ):
         assert not same_origin(headers), headers
-    assert cookies_of([(b"cookie", b"a=1; b=2"), (b"cookie", b"c=3"), (b"x", b"d=4")]) == {"a": "1", "b": "2", "c": "3"}
+    assert cookies_of([(b"cookie", b"a=1; b=2"), (b"cookie", b"c=3"), (b"x", b"d=4")]) == {
+        "a": "1",
+        "b": "2",
+        "c": "3",
+    }

@@ -1,4 +1,6 @@
-"""What policies cost: the parts of all dispatches sum to what was measured, reach the disk, and are told to operators."""
+"""What policies cost: the parts of all dispatches sum to what was measured, reach the disk, and are
+told to operators.
+"""
 
 import functools
 import io
@@ -33,7 +35,10 @@ def book(tmp_path):
 
 def random_shares(rng):
     payers = [Payer(tenant, policy) for tenant in "ab" for policy in ("p", "q", BASE)]
-    return {payers[i]: int(rng.integers(1, 300)) for i in rng.choice(len(payers), int(rng.integers(1, 6)), replace=False)}
+    return {
+        payers[i]: int(rng.integers(1, 300))
+        for i in rng.choice(len(payers), int(rng.integers(1, 6)), replace=False)
+    }
 
 
 def test_parts_sum_to_the_whole_and_are_each_ones_own(rng, book):
@@ -53,7 +58,9 @@ def test_parts_sum_to_the_whole_and_are_each_ones_own(rng, book):
     assert {key: cost.tokens for key, cost in found.items()} == tokens
     for key, cost in found.items():
         assert cost.seconds == pytest.approx(seconds[key], rel=1e-9)
-    assert sum(cost.seconds for cost in costs.by_policy().values()) == pytest.approx(costs.measured_s, rel=1e-9)
+    assert sum(cost.seconds for cost in costs.by_policy().values()) == pytest.approx(
+        costs.measured_s, rel=1e-9
+    )
     order = list(costs.by_policy())
     assert order == sorted(order, key=lambda name: -seconds["policy", name])
     assert [*costs.by_policy(limit=2), *costs.by_policy(limit=2, offset=2)] == order
@@ -103,18 +110,32 @@ def clocked(monkeypatch, thing, name, into):
 
 @pytest.fixture
 def worked(rng, site, monkeypatch):
-    """Two policies that trained, were sampled beside the base, what the calls of the devices took by a clock beside, and costs before."""
+    """Two policies that trained, were sampled beside the base, what the calls of the devices took
+    by a clock beside, and costs before.
+    """
     took, live, calls = [], site.server.live, site.server.engine.calls
-    for thing, name in ((live, "step"), (live, "optim"), (calls, "prefill"), (calls, "settle"), (calls, "decode")):
+    for thing, name in (
+        (live, "step"),
+        (live, "optim"),
+        (calls, "prefill"),
+        (calls, "settle"),
+        (calls, "decode"),
+    ):
         clocked(monkeypatch, thing, name, took)
-    before = sum(cost.seconds for cost in site.server.costs.by_policy().values()), site.server.costs.measured_s
+    before = (
+        sum(cost.seconds for cost in site.server.costs.by_policy().values()),
+        site.server.costs.measured_s,
+    )
     began = time.perf_counter()
     trainers = [site.trainer() for _ in range(2)]
     asked = []
     for trainer in trainers:
         for _ in range(3):
             data = [datum_of(one) for one in random_data(rng, "cross_entropy", 24)]
-            asked += [trainer.forward_backward(data, "cross_entropy"), trainer.optim_step(types.AdamParams(learning_rate=1e-3))]
+            asked += [
+                trainer.forward_backward(data, "cross_entropy"),
+                trainer.optim_step(types.AdamParams(learning_rate=1e-3)),
+            ]
     for one in asked:
         one.result()
     samplers = [trainer.save_weights_and_get_sampling_client().result() for trainer in trainers]
@@ -139,7 +160,9 @@ def test_a_servers_costs_are_what_its_loop_took(site, worked):
     assert found[BASE].train_s == 0
     total = sum(cost.seconds for cost in found.values()) - before
     assert total == pytest.approx(costs.measured_s - measured_before, rel=1e-6)
-    assert sum(cost.seconds for cost in costs.by_tenant().values()) - before == pytest.approx(total, rel=1e-6)
+    assert sum(cost.seconds for cost in costs.by_tenant().values()) - before == pytest.approx(
+        total, rel=1e-6
+    )
     assert total <= wall_s, "one thread computes: no second is told twice"
     # By another clock; what waits for the host's cores between two calls is in one of the two.
     assert total >= 0.5 * sum(took), "and those of the devices are told"
@@ -152,23 +175,41 @@ def test_operators_see_costs_in_pages_and_by_tenant(site, worked):
         return httpx.get(f"{site.url}/admin/costs{query}")
 
     whole, page = get("?limit=1000").json(), get("?limit=1").json()
-    assert {one["policy"]: one["seconds"] for one in whole["costs"]} == {k: v.seconds for k, v in costs.by_policy().items()}
+    assert {one["policy"]: one["seconds"] for one in whole["costs"]} == {
+        k: v.seconds for k, v in costs.by_policy().items()
+    }
     assert not whole["has_more"]
     assert page == {"costs": whole["costs"][:1], "has_more": True}
     assert get("?limit=1&offset=1").json()["costs"] == whole["costs"][1:2]
-    assert get("?by=tenant").json()["costs"] == [{"tenant": "default"} | costs.by_tenant()["default"].told()]
+    assert get("?by=tenant").json()["costs"] == [
+        {"tenant": "default"} | costs.by_tenant()["default"].told()
+    ]
     assert get("?tenant=nobody").json()["costs"] == []
-    for wrong in ("?by=x", "?limit=0", "?limit=1001", "?offset=-1", "?limit=9" + "9" * 400, "?by=tenant&tenant=a"):
+    for wrong in (
+        "?by=x",
+        "?limit=0",
+        "?limit=1001",
+        "?offset=-1",
+        "?limit=9" + "9" * 400,
+        "?by=tenant&tenant=a",
+    ):
         assert get(wrong).status_code == 400, wrong
-    families = {f.name: f for f in text_string_to_metric_families(httpx.get(site.url + "/metrics").text)}
-    seconds = {(s.labels["tenant"], s.labels["kind"]): s.value for s in families["mint_device_seconds"].samples}
+    families = {
+        f.name: f for f in text_string_to_metric_families(httpx.get(site.url + "/metrics").text)
+    }
+    seconds = {
+        (s.labels["tenant"], s.labels["kind"]): s.value
+        for s in families["mint_device_seconds"].samples
+    }
     assert sum(seconds.values()) == pytest.approx(costs.measured_s, rel=1e-6)
     assert {tenant for tenant, _ in seconds} == {"default"}
 
 
 def printed(site, *arguments):
     out = io.StringIO()
-    status = top.main([f"--url={site.url}", "--interval=0.05", *arguments], Console(file=out, width=200))
+    status = top.main(
+        [f"--url={site.url}", "--interval=0.05", *arguments], Console(file=out, width=200)
+    )
     return status, out.getvalue()
 
 
@@ -199,6 +240,17 @@ def test_top_waits_for_a_server_that_is_gone(site, monkeypatch):
         return real(url, key)
 
     monkeypatch.setattr(top.Look, "at", at)
-    top.follow(site.url, None, 0.01, Console(file=out, width=200, force_terminal=True), ended.is_set)
+    top.follow(
+        site.url, None, 0.01, Console(file=out, width=200, force_terminal=True), ended.is_set
+    )
     text = out.getvalue()
-    assert np.all(np.diff([text.index("ready"), text.index("it does not answer; waiting for it"), text.rindex("ready")]) > 0)
+    assert np.all(
+        np.diff(
+            [
+                text.index("ready"),
+                text.index("it does not answer; waiting for it"),
+                text.rindex("ready"),
+            ]
+        )
+        > 0
+    )

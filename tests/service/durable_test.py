@@ -1,4 +1,6 @@
-"""Training that survives: whatever moment a server ends at, the one that opens its folder goes on as if nothing had been."""
+"""Training that survives: whatever moment a server ends at, the one that opens its folder goes on
+as if nothing had been.
+"""
 
 import threading
 import time
@@ -68,61 +70,100 @@ def plan_of(rng, config, rounds):
     """Numbered calls of one policy."""
     made = [Create(config, int(rng.integers(1 << 30)))]
     for _ in range(rounds):
-        made += [ForwardBackward(random_data(rng, "cross_entropy"), coefs("cross_entropy")) for _ in range(int(rng.integers(1, 3)))]
+        made += [
+            ForwardBackward(random_data(rng, "cross_entropy"), coefs("cross_entropy"))
+            for _ in range(int(rng.integers(1, 3)))
+        ]
         made.append(ForwardBackward(random_data(rng, "ppo"), coefs("ppo"), backward=False))
         made.append(Optim(random_optimizer(rng)))
-    made.append(ForwardBackward(random_data(rng, "cross_entropy"), coefs("cross_entropy")))  # pending at the end
+    # pending at the end
+    made.append(ForwardBackward(random_data(rng, "cross_entropy"), coefs("cross_entropy")))
     return made
 
 
 def held_of(server, name):
-    """A policy's state behind all that it was asked, which a server that was opened again may still be doing again."""
+    """A policy's state behind all that it was asked, which a server that was opened again may still
+    be doing again.
+    """
     return server.training.do(name, lambda live: live.held(name)).result(DEADLINE_S)
 
 
 def parts(held):
-    return {f"{part}/{path}": leaf for part, leaves in held.parts.items() for path, leaf in leaves.items()}
+    return {
+        f"{part}/{path}": leaf
+        for part, leaves in held.parts.items()
+        for path, leaf in leaves.items()
+    }
 
 
 def assert_close(one, two, moved):
-    """Float32 sums in another order: the data of a step may be others, and Adam divides by small numbers."""
+    """Float32 sums in another order: the data of a step may be others, and Adam divides by small
+    numbers.
+    """
     assert set(one) == set(two)
     for name, leaf in one.items():
-        np.testing.assert_allclose(leaf, two[name], atol=2e-2 * max(moved, np.abs(two[name]).max()) + 1e-7, err_msg=name)
+        np.testing.assert_allclose(
+            leaf, two[name], atol=2e-2 * max(moved, np.abs(two[name]).max()) + 1e-7, err_msg=name
+        )
 
 
 @pytest.mark.parametrize("every", [1, 3, 1000])
 def test_a_server_that_ends_at_any_moment_goes_on_where_it_was(every, rng, server_of):
-    """Every policy's calls, sent while the server ends again and again, give what an undisturbed server gives: results and states."""
+    """Every policy's calls, sent while the server ends again and again, give what an undisturbed
+    server gives: results and states.
+    """
     plans = {name: plan_of(rng, config, 3) for name, config in CONFIGS.items()}
     whole = server_of("whole", every=1000)
-    ids = {name: [whole.durable.submit(name, i, call) for i, call in enumerate(plan, 1)] for name, plan in plans.items()}
+    ids = {
+        name: [whole.durable.submit(name, i, call) for i, call in enumerate(plan, 1)]
+        for name, plan in plans.items()
+    }
     expected = {name: [whole.get(id) for id in mine] for name, mine in ids.items()}
-    server, sent, got = server_of(every=every), {name: [] for name in plans}, {name: {} for name in plans}
+    server, sent, got = (
+        server_of(every=every),
+        {name: [] for name in plans},
+        {name: {} for name in plans},
+    )
     ends = 0
     while any(len(got[name]) < len(plan) for name, plan in plans.items()):
-        name = str(rng.choice([n for n, plan in plans.items() if len(sent[n]) < len(plan)] or list(plans)))
+        name = str(
+            rng.choice([n for n, plan in plans.items() if len(sent[n]) < len(plan)] or list(plans))
+        )
         if len(sent[name]) < len(plans[name]):
-            sent[name].append(server.durable.submit(name, len(sent[name]) + 1, plans[name][len(sent[name])]))
+            sent[name].append(
+                server.durable.submit(name, len(sent[name]) + 1, plans[name][len(sent[name])])
+            )
         for other, mine in sent.items():
             for i, id in enumerate(mine):
                 wait_s = 0.05 if len(mine) == len(plans[other]) else 0.0
-                if i not in got[other] and (result := server.durable.result(id, wait_s)) is not None:
+                if (
+                    i not in got[other]
+                    and (result := server.durable.result(id, wait_s)) is not None
+                ):
                     got[other][i] = result
         if rng.random() < 0.2 and ends < 6:
             server.end()
             server = server_of(every=every)
             ends += 1
-            for other, mine in sent.items():  # the same again has the same id, and does not run twice
+            # the same again has the same id, and does not run twice
+            for other, mine in sent.items():
                 again = int(rng.integers(len(mine))) if mine else None
                 if again is not None:
-                    assert server.durable.submit(other, again + 1, plans[other][again]) == mine[again]
+                    assert (
+                        server.durable.submit(other, again + 1, plans[other][again]) == mine[again]
+                    )
     for name, plan in plans.items():
         for i, call in enumerate(plan):
             if isinstance(call, ForwardBackward):
-                assert got[name][i].loss == pytest.approx(expected[name][i].loss, rel=1e-3, abs=5e-3)
+                assert got[name][i].loss == pytest.approx(
+                    expected[name][i].loss, rel=1e-3, abs=5e-3
+                )
         held, alone = held_of(server, name), held_of(whole, name)
-        assert (held.steps, held.count, held.skipped) == (alone.steps, alone.count, alone.skipped) == (3, 3, 0)
+        assert (
+            (held.steps, held.count, held.skipped)
+            == (alone.steps, alone.count, alone.skipped)
+            == (3, 3, 0)
+        )
         assert_close(parts(held), parts(alone), 1e-2)
 
 
@@ -150,7 +191,10 @@ def test_a_caller_s_mistake_ends_its_own_request(rng, server_of):
     wrong = [Create(AdapterConfig(64)), Optim(random_optimizer(rng)), Create(CONFIGS["a"], 1)]
     ids = [server.durable.submit("a", i, call) for i, call in enumerate(wrong, 1)]
     assert server.get(ids[2]) == {}
-    for id, message in ((ids[0], "rank 64; this server trains ranks up to 8"), (ids[1], "policy 'a' is not in training")):
+    for id, message in (
+        (ids[0], "rank 64; this server trains ranks up to 8"),
+        (ids[1], "policy 'a' is not in training"),
+    ):
         with pytest.raises(UserError, match=message):
             server.get(id)
     with pytest.raises(Conflict):

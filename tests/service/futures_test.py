@@ -1,4 +1,6 @@
-"""Futures: identity of requests, order, waits of threads and tasks, what a restart brings back, disks that refuse."""
+"""Futures: identity of requests, order, waits of threads and tasks, what a restart brings back,
+disks that refuse.
+"""
 
 import asyncio
 import concurrent.futures
@@ -45,12 +47,21 @@ def test_a_request_runs_once_and_has_one_id(folder, rng):
         assert futures.submit("m", 1, "forward_backward", body) == id
         assert futures.submit("other", 1, "forward_backward", body) != id
         for call, other in (("forward_backward", body + b"!"), ("optim_step", body)):
-            with pytest.raises(Conflict, match="request 1 of 'm' was 'forward_backward' with another body"):
+            with pytest.raises(
+                Conflict, match="request 1 of 'm' was 'forward_backward' with another body"
+            ):
                 futures.submit("m", 1, call, other)
         assert futures.wait(id) is None
         request = futures.take()
         assert request is not None
-        assert (request.id, request.model, request.seq_id, request.call, request.body, request.again) == (
+        assert (
+            request.id,
+            request.model,
+            request.seq_id,
+            request.call,
+            request.body,
+            request.again,
+        ) == (
             id,
             "m",
             1,
@@ -67,7 +78,10 @@ def test_a_request_runs_once_and_has_one_id(folder, rng):
 def test_one_request_submitted_at_once_by_many_runs_once(folder):
     with Futures(folder) as futures, concurrent.futures.ThreadPoolExecutor(16) as pool:
         for n in range(1, 20):
-            ids = {done.result() for done in [pool.submit(futures.submit, "m", n, "step", b"x") for _ in range(16)]}
+            ids = {
+                done.result()
+                for done in [pool.submit(futures.submit, "m", n, "step", b"x") for _ in range(16)]
+            }
             assert len(ids) == 1
         assert run_all(futures) == [("m", n, False) for n in range(1, 20)]
 
@@ -104,7 +118,12 @@ def test_the_next_request_may_be_taken_early_but_finishes_in_turn(folder):
 
 @pytest.mark.parametrize(
     ("model", "seq_id", "call", "why"),
-    [("", 1, "step", "model is ''"), ("m", 0, "step", "seq_id .* is 0"), ("m", -1, "step", "-1"), ("m", 1, "c" * 1001, "call is 'ccc")],
+    [
+        ("", 1, "step", "model is ''"),
+        ("m", 0, "step", "seq_id .* is 0"),
+        ("m", -1, "step", "-1"),
+        ("m", 1, "c" * 1001, "call is 'ccc"),
+    ],
 )
 def test_a_request_that_cannot_be_named_is_refused(folder, model, seq_id, call, why):
     with Futures(folder) as futures, pytest.raises(UserError, match=why):
@@ -146,7 +165,9 @@ def test_results_stay_until_acknowledged_or_expired(folder):
 
 @pytest.mark.parametrize("jump", [-1e9, -1.0, 1.0, 1e9])
 def test_a_restart_at_another_time_of_day_keeps_what_was_not_fetched(folder, jump):
-    """A monotonic clock begins anywhere after a reboot: the time to keep a delivered result begins anew, whatever it says."""
+    """A monotonic clock begins anywhere after a reboot: the time to keep a delivered result begins
+    anew, whatever it says.
+    """
     clock = Clock(2e9)
     with Futures(folder, clock=clock) as futures:
         delivered, ended, waiting = fill(futures, "m", 3)
@@ -176,7 +197,14 @@ def test_long_results_are_read_back_from_the_journal(folder, rng):
             futures.finish(id, Done(result))
         for _ in range(2):
             assert [futures.wait(id, 30) for id in ids] == [Done(result) for result in results]
-        assert sum(len(entry.outcome.result) for entry in futures._ids.values() if isinstance(entry.outcome, Done)) == IN_MEMORY
+        assert (
+            sum(
+                len(entry.outcome.result)
+                for entry in futures._ids.values()
+                if isinstance(entry.outcome, Done)
+            )
+            == IN_MEMORY
+        )
     with Futures(folder) as futures:
         assert [futures.wait(id) for id in ids] == [Done(result) for result in results]
 
@@ -195,29 +223,53 @@ def test_a_restart_gives_what_had_not_ended_in_order_and_the_results_of_the_rest
         assert [futures.wait(id) for id in a] == [Done(id.encode()) for id in a[:3]] + [None, None]
         assert [futures.wait(id) for id in b] == [None] * 3
         found = run_all(futures)
-        assert found == [("a", 4, False), ("a", 5, False), ("b", 1, False), ("b", 2, False), ("b", 3, False)], "as they were accepted"
+        assert found == [
+            ("a", 4, False),
+            ("a", 5, False),
+            ("b", 1, False),
+            ("b", 2, False),
+            ("b", 3, False),
+        ], "as they were accepted"
         assert futures.submit("a", 5, "step", b"body") == a[4]
         assert futures.wait(a[4], 30) == Done(b"done")
 
 
 def test_what_a_snapshot_does_not_hold_runs_again_first_and_keeps_its_result(folder):
-    """In the order in which it ended, over all models; what failed had no effect and is left out."""
+    """In the order in which it ended, over all models; what failed had no effect and is left
+    out.
+    """
     choice = random.Random(os.environ["MINT_TEST_SEED"])
     with Futures(folder) as futures:
         ids = {model: fill(futures, model, 6) for model in "ab"}
         requests = [futures.take() for _ in range(12)]
-        ended, queues = [], {model: [r for r in requests if r is not None and r.model == model][:5] for model in "ab"}
+        ended, queues = (
+            [],
+            {
+                model: [r for r in requests if r is not None and r.model == model][:5]
+                for model in "ab"
+            },
+        )
         places, placed = {}, 4
         while any(queues.values()):
             model = choice.choice([model for model in "ab" if queues[model]])
             request = queues[model].pop(0)
-            futures.finish(request.id, Failed("no") if request.seq_id == 2 else Done(f"first {model} {request.seq_id}".encode()))
+            futures.finish(
+                request.id,
+                (
+                    Failed("no")
+                    if request.seq_id == 2
+                    else Done(f"first {model} {request.seq_id}".encode())
+                ),
+            )
             ended.append((model, request.seq_id))
             if len(ended) == placed:
                 places = {model: futures.place(model) for model in "ab"}
     held, rest = ended[:placed], ended[placed:]
     with Futures(folder, places) as futures:
-        assert run_all(futures, b"second") == [(*one, True) for one in rest if one[1] != 2] + [("a", 6, False), ("b", 6, False)]
+        assert run_all(futures, b"second") == [(*one, True) for one in rest if one[1] != 2] + [
+            ("a", 6, False),
+            ("b", 6, False),
+        ]
         for model in "ab":
             assert futures.wait(ids[model][1]) == Failed("no")
             for n in (1, 3, 4, 5):
@@ -246,7 +298,9 @@ def test_a_snapshot_of_another_journal_is_refused(folder, memory):
         place = futures.place("m")
         with pytest.raises(UserError, match="it is of another journal"):
             futures.snapshot("m", place + 1)
-    with pytest.raises(UserError, match=f"snapshot of 'm' is of place {place}, but the journal ends at 0"):
+    with pytest.raises(
+        UserError, match=f"snapshot of 'm' is of place {place}, but the journal ends at 0"
+    ):
         Futures(memory / "another", {"m": place})
 
 
@@ -270,7 +324,10 @@ def test_segments_go_when_all_is_settled_and_their_numbers_stay_known(folder, me
         assert futures.trim() > 0
         with pytest.raises(Gone, match="request 3 of 'm' has run"):
             futures.submit("m", 3, "step", b"body")
-    with pytest.raises(UserError, match=f"snapshot of 'm' is of place 0, but what lies before {place} is needed no more"):
+    with pytest.raises(
+        UserError,
+        match=f"snapshot of 'm' is of place 0, but what lies before {place} is needed no more",
+    ):
         Futures(folder)
     shutil.copytree(folder, memory / "lost")
     with Futures(folder, {"m": place}) as futures:
@@ -279,7 +336,8 @@ def test_segments_go_when_all_is_settled_and_their_numbers_stay_known(folder, me
                 futures.submit("m", n, "step", b"body")
         futures.submit("m", 51, "step", b"body")
         assert run_all(futures) == [("other", n, True) for n in range(1, 11)] + [("m", 51, False)]
-    for lost in (("m", "never heard of"), ()):  # its snapshot is lost; once it was forgotten it stays so
+    # its snapshot is lost; once it was forgotten it stays so
+    for lost in (("m", "never heard of"), ()):
         with Futures(memory / "lost", forget=lost) as futures:
             assert run_all(futures) == [("other", n, True) for n in range(1, 11)]
             with pytest.raises(Gone):
@@ -287,7 +345,9 @@ def test_segments_go_when_all_is_settled_and_their_numbers_stay_known(folder, me
 
 
 def test_numbers_that_were_settled_before_earlier_ones_stay_known(folder):
-    """Number 2 arrived first and is deleted; 1, which arrived later, still has a result that somebody may ask for."""
+    """Number 2 arrived first and is deleted; 1, which arrived later, still has a result that
+    somebody may ask for.
+    """
     with Futures(folder, segment_bytes=300) as futures:
         two, one = (futures.submit("m", n, "step", bytes(200)) for n in (2, 1))
         run_all(futures)
@@ -338,7 +398,9 @@ def test_threads_and_tasks_wait_for_one_future(folder):
     with Futures(folder) as futures:
         [id] = fill(futures, "m", 1)
         found = []
-        threads = [threading.Thread(target=lambda: found.append(futures.wait(id, 30))) for _ in range(10)]
+        threads = [
+            threading.Thread(target=lambda: found.append(futures.wait(id, 30))) for _ in range(10)
+        ]
         for thread in threads:
             thread.start()
 
@@ -378,7 +440,9 @@ def test_five_thousand_open_waits_cost_nothing_and_end_together(folder):
     count = 5000
 
     async def ask():
-        ids = await asyncio.gather(*(futures.submit_task(f"m{n % 50}", n // 50 + 1, "step", b"x") for n in range(count)))
+        ids = await asyncio.gather(
+            *(futures.submit_task(f"m{n % 50}", n // 50 + 1, "step", b"x") for n in range(count))
+        )
         assert len(set(ids)) == count
         tasks = [asyncio.create_task(futures.wait_task(id, 300)) for id in ids]
         while len(futures._waker) < count:
@@ -402,7 +466,9 @@ def test_closing_ends_waits(folder):
     [id] = fill(futures, "m", 1)
     found = []
     threads = [threading.Thread(target=lambda: found.append(futures.wait(id, 60)))]
-    threads.append(threading.Thread(target=lambda: found.append(futures.take(60) and futures.take(60))))
+    threads.append(
+        threading.Thread(target=lambda: found.append(futures.take(60) and futures.take(60)))
+    )
     for thread in threads:
         thread.start()
     time.sleep(0.05)
@@ -428,8 +494,10 @@ def test_a_loop_that_ended_with_waits_open_is_no_matter(folder):
 
 @pytest.mark.parametrize("back", [True, False])
 def test_a_request_that_the_disk_refused_has_no_id(folder, monkeypatch, back):
-    """All who asked for it are told, also those that came while it was on its way, and may ask again; results stay readable, and what ended
-    meanwhile is seen once there is space. Or there is none until the process ends: then it runs once more."""
+    """All who asked for it are told, also those that came while it was on its way, and may ask
+    again; results stay readable, and what ended meanwhile is seen once there is space. Or there is
+    none until the process ends: then it runs once more.
+    """
     monkeypatch.setattr(journal_lib, "RETRY_S", 0.05)
     with Futures(folder) as futures:
         kept, running, last = fill(futures, "m", 3)
@@ -468,7 +536,10 @@ def test_a_request_that_the_disk_refused_has_no_id(folder, monkeypatch, back):
         assert futures.wait(running) is None
         if back:
             monkeypatch.undo()
-            assert [futures.wait(id, 30) for id in (running, last)] == [Done(b"second"), Done(b"third")]
+            assert [futures.wait(id, 30) for id in (running, last)] == [
+                Done(b"second"),
+                Done(b"third"),
+            ]
             assert futures.trouble == ""
             id = futures.submit("m", 4, "another call", b"another body")
             assert run_all(futures) == [("m", 4, False)]
@@ -485,7 +556,10 @@ def test_a_request_that_the_disk_refused_has_no_id(folder, monkeypatch, back):
 
 def test_a_full_queue_refuses_a_request_without_a_trace(folder, monkeypatch):
     gate, real = threading.Event(), os.fsync
-    with Futures(folder, queue_bytes=2000) as futures, concurrent.futures.ThreadPoolExecutor(2) as pool:
+    with (
+        Futures(folder, queue_bytes=2000) as futures,
+        concurrent.futures.ThreadPoolExecutor(2) as pool,
+    ):
         monkeypatch.setattr(os, "fsync", lambda handle: (gate.wait(30), real(handle)))
         first = pool.submit(futures.submit, "m", 1, "step", bytes(1950))
         while not futures._journal._queued:
@@ -530,7 +604,9 @@ def test_flipped_bits_are_told_or_harmless(folder, memory):
         path.write_bytes(data)
         try:
             with Futures(folder, places) as futures:
-                assert [futures.wait(id) for id in ids[1:]] == [Done(id.encode()) for id in ids[1:5]] + [None] * 3
+                assert [futures.wait(id) for id in ids[1:]] == [
+                    Done(id.encode()) for id in ids[1:5]
+                ] + [None] * 3
         except JournalDamaged as error:
             told += path.name in str(error)
         path.write_bytes(whole)

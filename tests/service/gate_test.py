@@ -34,7 +34,13 @@ LOCAL = [(b"host", b"localhost")]  # a server without keys wants to be called by
 async def echo(request: Request):
     body = await request.body()
     state = request.state
-    shown = {"tenant": state.tenant, "scopes": state.scopes, "id": state.request_id, "size": len(body), "headers": dict(request.headers)}
+    shown = {
+        "tenant": state.tenant,
+        "scopes": state.scopes,
+        "id": state.request_id,
+        "size": len(body),
+        "headers": dict(request.headers),
+    }
     return JSONResponse(shown)
 
 
@@ -50,12 +56,19 @@ class Held:
 
 
 def gate_of(*routes, keys=None, limits=None):
-    everything = [*routes, Route("/{path:path}", echo, methods=["GET", "POST", "PUT", "DELETE", "PATCH"])]
+    everything = [
+        *routes,
+        Route("/{path:path}", echo, methods=["GET", "POST", "PUT", "DELETE", "PATCH"]),
+    ]
     return Gate(Starlette(routes=everything), keys, limits)
 
 
 def client_of(app, **more) -> Any:
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app, raise_app_exceptions=False), base_url="http://localhost", **more)
+    return httpx.AsyncClient(
+        transport=httpx.ASGITransport(app, raise_app_exceptions=False),
+        base_url="http://localhost",
+        **more,
+    )
 
 
 def ask(app, method, path, **more):
@@ -92,13 +105,18 @@ def bearer(secret):
 
 def test_both_headers_are_read_and_the_app_is_told_who_asks(keys, secrets):
     app = gate_of(keys=keys)
-    for headers in ({"X-API-Key": secrets["train"]}, bearer(secrets["train"]), {"X-API-Key": secrets["train"], **bearer(secrets["train"])}):
+    for headers in (
+        {"X-API-Key": secrets["train"]},
+        bearer(secrets["train"]),
+        {"X-API-Key": secrets["train"], **bearer(secrets["train"])},
+    ):
         got = ask(app, "POST", "/api/v1/optim_step", content=b"abc", headers=headers)
         assert got.status_code == 200
         told = got.json()
         assert (told["tenant"], told["scopes"], told["size"]) == ("of-train", ["train"], 3)
         assert told["id"] == got.headers["x-request-id"]
-        assert not {"x-api-key", "authorization"} & set(told["headers"])  # the app has no use for them
+        # the app has no use for them
+        assert not {"x-api-key", "authorization"} & set(told["headers"])
 
 
 @pytest.mark.parametrize(
@@ -107,12 +125,18 @@ def test_both_headers_are_read_and_the_app_is_told_who_asks(keys, secrets):
         ("/api/v1/optim_step", lambda s: {}),
         ("/api/v1/optim_step", lambda s: {"x-api-key": ""}),
         ("/api/v1/optim_step", lambda s: {"x-api-key": s["train"][:-1]}),
-        ("/api/v1/optim_step", lambda s: {"x-api-key": s["train"], "authorization": "Bearer " + s["admin"]}),
+        (
+            "/api/v1/optim_step",
+            lambda s: {"x-api-key": s["train"], "authorization": "Bearer " + s["admin"]},
+        ),
         ("/api/v1/optim_step", lambda s: [("x-api-key", s["train"]), ("x-api-key", s["admin"])]),
         ("/api/v1/optim_step", lambda s: {"x-api-key": s["train"] + ", " + s["admin"]}),
         ("/api/v1/optim_step", lambda s: {"authorization": "Basic " + s["train"]}),
         ("/api/v1/optim_step", lambda s: {"authorization": s["train"]}),
-        ("/api/v1/optim_step", lambda s: {"x-tenant": "of-train", "cookie": "x-api-key=" + s["train"]}),
+        (
+            "/api/v1/optim_step",
+            lambda s: {"x-tenant": "of-train", "cookie": "x-api-key=" + s["train"]},
+        ),
         ("/api/v1/optim_step?x-api-key={train}&api_key={train}", lambda s: {}),
         ("/v1/chat/completions", lambda s: {}),
         ("/oai/api/v1/completions", lambda s: {"api-key": s["sample"]}),
@@ -127,7 +151,13 @@ def test_without_one_good_key_in_a_header_nobody_gets_in(keys, secrets, caplog, 
     async def app(scope, receive, send):
         called.append(scope)
 
-    got = ask(Gate(app, keys), "POST", path.format(**secrets), headers=headers(secrets), content=b"x" * 1000)
+    got = ask(
+        Gate(app, keys),
+        "POST",
+        path.format(**secrets),
+        headers=headers(secrets),
+        content=b"x" * 1000,
+    )
     assert got.status_code == 401
     assert got.headers["www-authenticate"] in ("Bearer", 'Bearer error="invalid_token"')
     if path.startswith(("/v1/", "/oai/")):
@@ -151,17 +181,71 @@ def test_without_keys_everybody_is_the_default_tenant_but_no_page_of_another_sit
         assert ask(app, "POST", "/v1/completions", headers={"origin": origin}).status_code == 403
 
 
-OURS = ["localhost", "LocalHost:8000", "localhost.", "127.0.0.1", "127.8.9.1:80", "127.0.0.1.", "[::1]", "[::1]:8000", "[::ffff:127.0.0.1]"]
+OURS = [
+    "localhost",
+    "LocalHost:8000",
+    "localhost.",
+    "127.0.0.1",
+    "127.8.9.1:80",
+    "127.0.0.1.",
+    "[::1]",
+    "[::1]:8000",
+    "[::ffff:127.0.0.1]",
+]
 FOREIGN = [
-    *("evil.example", "evil.example:8000", "EVIL.example.", "localhost.evil.example", "evil-localhost", "127.0.0.1.evil.example"),
-    *("", ":8000", "[::1", "::1]:80", "[::2]", "[fe80::1%25lo]", "0.0.0.0", "[::]", "10.0.0.1", "169.254.169.254", "2130706433", "127.1"),
-    *("evil.example@localhost", "localhost@evil.example", "localhost/evil.example", "localhost#evil.example", "localhost, evil.example"),
-    *("localhost evil.example", "localhost..", "localhost:80:80", "localhost:x", "http://localhost", "l\u00f6calhost", "localhost\x00"),
+    *(
+        "evil.example",
+        "evil.example:8000",
+        "EVIL.example.",
+        "localhost.evil.example",
+        "evil-localhost",
+        "127.0.0.1.evil.example",
+    ),
+    *(
+        "",
+        ":8000",
+        "[::1",
+        "::1]:80",
+        "[::2]",
+        "[fe80::1%25lo]",
+        "0.0.0.0",
+        "[::]",
+        "10.0.0.1",
+        "169.254.169.254",
+        "2130706433",
+        "127.1",
+    ),
+    *(
+        "evil.example@localhost",
+        "localhost@evil.example",
+        "localhost/evil.example",
+        "localhost#evil.example",
+        "localhost, evil.example",
+    ),
+    *(
+        "localhost evil.example",
+        "localhost..",
+        "localhost:80:80",
+        "localhost:x",
+        "http://localhost",
+        "l\u00f6calhost",
+        "localhost\x00",
+    ),
 ]
 
 
 @pytest.mark.parametrize(
-    "path", ["/v1/models", "/debug/state", "/metrics", "/health", "/docs", "/openapi.json", "/api/v1/client/config", "/"]
+    "path",
+    [
+        "/v1/models",
+        "/debug/state",
+        "/metrics",
+        "/health",
+        "/docs",
+        "/openapi.json",
+        "/api/v1/client/config",
+        "/",
+    ],
 )
 def test_without_keys_only_names_of_this_machine_are_answered(path):
     app, called = gate_of(), []
@@ -183,19 +267,45 @@ def test_without_keys_only_names_of_this_machine_are_answered(path):
 
 
 def test_a_setting_adds_names_and_keys_need_none(keys, secrets):
-    app = Gate(Starlette(routes=[Route("/v1/models", echo)]), None, hosts=["Box.example", "192.0.2.7", "2001:db8::7"])
+    app = Gate(
+        Starlette(routes=[Route("/v1/models", echo)]),
+        None,
+        hosts=["Box.example", "192.0.2.7", "2001:db8::7"],
+    )
     for host in ("box.example", "BOX.EXAMPLE.:80", "192.0.2.7:1", "[2001:db8::7]:1", "localhost"):
         assert ask(app, "GET", "/v1/models", headers={"host": host}).status_code == 200, host
-        assert ask(app, "GET", "/v1/models", headers={"host": host, "origin": f"https://{host}"}).status_code == 200, host
+        assert (
+            ask(
+                app, "GET", "/v1/models", headers={"host": host, "origin": f"https://{host}"}
+            ).status_code
+            == 200
+        ), host
     refused = ask(app, "GET", "/v1/models", headers={"host": "other.example"})
     assert refused.status_code == 403
     assert "box.example" in refused.json()["error"]["message"]
     assert ask(app, "GET", "/v1/models", headers={"host": "a.box.example"}).status_code == 403
-    for wrong in ("https://box.example", "box.example:80", "*", "*.example", "", "a/b", "a b", "[::1]:80"):
+    for wrong in (
+        "https://box.example",
+        "box.example:80",
+        "*",
+        "*.example",
+        "",
+        "a/b",
+        "a b",
+        "[::1]:80",
+    ):
         with pytest.raises(UserError, match="hosts has"):
             Gate(app.app, None, hosts=[wrong])
     guarded = gate_of(keys=keys)  # whoever asks shows a key, which no page of another site has
-    assert ask(guarded, "GET", "/v1/models", headers={"host": "any.example", "x-api-key": secrets["read"]}).status_code == 200
+    assert (
+        ask(
+            guarded,
+            "GET",
+            "/v1/models",
+            headers={"host": "any.example", "x-api-key": secrets["read"]},
+        ).status_code
+        == 200
+    )
 
 
 def test_a_revoked_key_stops_within_two_seconds(folder, keys, secrets):
@@ -204,7 +314,9 @@ def test_a_revoked_key_stops_within_two_seconds(folder, keys, secrets):
     assert ask(app, "GET", "/v1/models", headers=headers).status_code == 200
     revoke(folder, keys.find(secrets["sample"]).id)
     until = time.monotonic() + 2.0
-    while (status := ask(app, "GET", "/v1/models", headers=headers).status_code) == 200 and time.monotonic() < until:
+    while (
+        status := ask(app, "GET", "/v1/models", headers=headers).status_code
+    ) == 200 and time.monotonic() < until:
         time.sleep(0.05)
     assert status == 401
 
@@ -221,12 +333,17 @@ def test_an_expired_key_and_a_broken_file(folder, secrets, caplog):
     assert "mend it" in caplog.text
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "127.3.2.1", "::1", "[::1]", "localhost", "::ffff:127.0.0.1"])
+@pytest.mark.parametrize(
+    "host", ["127.0.0.1", "127.3.2.1", "::1", "[::1]", "localhost", "::ffff:127.0.0.1"]
+)
 def test_loopback_needs_no_key(host):
     check_binding(host, None, tls=False)
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "10.0.0.1", "localhost.example.com", "example.com", "128.0.0.1", "*"])
+@pytest.mark.parametrize(
+    "host",
+    ["0.0.0.0", "::", "", "10.0.0.1", "localhost.example.com", "example.com", "128.0.0.1", "*"],
+)
 def test_other_interfaces_need_keys_and_encryption(host, keys):
     with pytest.raises(UserError, match="without keys"):
         check_binding(host, None, tls=True)
@@ -253,8 +370,14 @@ TINKER_ERRORS = {
 
 @pytest.mark.parametrize("status", OPENAI_ERRORS)
 def test_the_official_clients_name_refusals_as_they_should(folder, keys, secrets, status):
-    route = [Route(path, breaks, methods=["POST"]) for path in ("/v1/completions", "/api/v1/weights_info") if status == 500]
-    app = gate_of(*route, keys=keys, limits=Limits(body_bytes=40 if status == 413 else 1000, held_bytes=1000))
+    route = [
+        Route(path, breaks, methods=["POST"])
+        for path in ("/v1/completions", "/api/v1/weights_info")
+        if status == 500
+    ]
+    app = gate_of(
+        *route, keys=keys, limits=Limits(body_bytes=40 if status == 413 else 1000, held_bytes=1000)
+    )
     unknown = add(folder / "other", "x", ["read"])[1]
     secret = {401: unknown, 403: secrets["admin"]}.get(status)
 
@@ -264,15 +387,28 @@ def test_the_official_clients_name_refusals_as_they_should(folder, keys, secrets
 
     async def run():
         async with client_of(app) as http:
-            client = openai.AsyncOpenAI(api_key=key("sample"), base_url="http://localhost/v1", http_client=http, max_retries=0)
+            client = openai.AsyncOpenAI(
+                api_key=key("sample"),
+                base_url="http://localhost/v1",
+                http_client=http,
+                max_retries=0,
+            )
             with pytest.raises(OPENAI_ERRORS[status]) as raised:
-                await client.completions.create(model="m", prompt="a prompt that is longer than forty bytes")
+                await client.completions.create(
+                    model="m", prompt="a prompt that is longer than forty bytes"
+                )
             assert raised.value.status_code == status
             assert raised.value.request_id
             assert raised.value.type
         async with client_of(app) as http:
             config = ClientConfigResponse(use_pyqwest_transport=False)
-            client = AsyncTinker(api_key=key("train"), base_url="http://localhost", http_client=http, max_retries=0, _client_config=config)
+            client = AsyncTinker(
+                api_key=key("train"),
+                base_url="http://localhost",
+                http_client=http,
+                max_retries=0,
+                _client_config=config,
+            )
             body = {"tinker_path": "tinker://a/weights/longer-than-forty-bytes"}
             with pytest.raises(TINKER_ERRORS[status]) as raised:
                 await client.post("/api/v1/weights_info", cast_to=object, body=body)
@@ -283,13 +419,18 @@ def test_the_official_clients_name_refusals_as_they_should(folder, keys, secrets
 
 # -- what for
 
-SEGMENT = st.text(st.characters(exclude_characters="/", exclude_categories=("Cs",)), min_size=1, max_size=8).filter(
-    lambda s: s not in (".", "..")
-)
+SEGMENT = st.text(
+    st.characters(exclude_characters="/", exclude_categories=("Cs",)), min_size=1, max_size=8
+).filter(lambda s: s not in (".", ".."))
 PATHS = [(method, rule) for rule in TABLE.rules for method in rule.methods]
 
 
-@given(st.sampled_from(PATHS), st.lists(SEGMENT, min_size=4, max_size=4), st.sets(st.sampled_from(SCOPES), min_size=1), st.booleans())
+@given(
+    st.sampled_from(PATHS),
+    st.lists(SEGMENT, min_size=4, max_size=4),
+    st.sets(st.sampled_from(SCOPES), min_size=1),
+    st.booleans(),
+)
 def test_the_table_decides_for_every_path_method_and_set_of_scopes(at, segments, scopes, slash):
     method, rule = at
     path = rule.template
@@ -298,7 +439,8 @@ def test_the_table_decides_for_every_path_method_and_set_of_scopes(at, segments,
     path = path.replace("{*}", "/".join(segments)) + "/" * slash
     found = TABLE.find(method, path)
     assert found is not None
-    assert found.scopes == rule.scopes or found.template != rule.template  # a name may look like another route, as `x/publish` does
+    # a name may look like another route, as `x/publish` does
+    assert found.scopes == rule.scopes or found.template != rule.template
     status = asyncio.run(_status(method, path, tuple(scopes)))
     allowed = not found.scopes or bool(set(found.scopes) & scopes)
     assert status == (200 if allowed else 403)
@@ -327,7 +469,13 @@ async def _status(method, path, scopes):
     async def send(message):
         sent.append(message)
 
-    scope = {"type": "http", "method": method, "path": path, "headers": [(b"x-api-key", b"k")], "query_string": b""}
+    scope = {
+        "type": "http",
+        "method": method,
+        "path": path,
+        "headers": [(b"x-api-key", b"k")],
+        "query_string": b"",
+    }
     await Gate(app, OneKey(scopes))(scope, receive, send)  # type: ignore[arg-type]
     return sent[0]["status"]
 
@@ -365,7 +513,9 @@ def test_scopes_by_example(keys, secrets, method, path, scopes):
         assert got.status_code == (200 if scopes is None or scope in scopes else 403), scope
         if got.status_code == 403 and method != "HEAD":
             error = got.json()
-            message = error["error"]["message"] if path.startswith(("/v1", "/oai")) else error["detail"]
+            message = (
+                error["error"]["message"] if path.startswith(("/v1", "/oai")) else error["detail"]
+            )
             assert all(needed in message for needed in scopes or ())
             assert scope in message
 
@@ -400,27 +550,64 @@ def test_bodies_are_bounded_as_declared_and_as_read():
         assert got.status_code == 413
         assert "1000" in got.json()["detail"]
     assert ask(app, "POST", "/api/v1/client/config", content=b"x" * 101).status_code == 413
-    for method, path in [("POST", "/api/v1/create_session"), ("GET", "/v1/models"), ("POST", "/no/such"), ("DELETE", "/api/v1/sessions/x")]:
+    for method, path in [
+        ("POST", "/api/v1/create_session"),
+        ("GET", "/v1/models"),
+        ("POST", "/no/such"),
+        ("DELETE", "/api/v1/sessions/x"),
+    ]:
         assert ask(app, method, path, content=b"x" * 500).status_code == 200, path
         assert ask(app, method, path, content=b"x" * 501).status_code == 413, path
-    assert ask(app, "POST", "/v1/completions", content=b"x" * 1001).json()["error"]["type"] == "invalid_request_error"
+    assert (
+        ask(app, "POST", "/v1/completions", content=b"x" * 1001).json()["error"]["type"]
+        == "invalid_request_error"
+    )
     got = ask(app, "POST", "/api/v1/asample", content=b"x", headers={"content-length": "-1"})
     assert got.status_code == 400
     assert app.budget.held == 0
 
 
-@pytest.mark.parametrize(("coding", "pack"), [("zstd", zstandard.compress), ("gzip", gzip.compress)])
+@pytest.mark.parametrize(
+    ("coding", "pack"), [("zstd", zstandard.compress), ("gzip", gzip.compress)]
+)
 def test_compressed_bodies_come_plain_and_bounded(coding, pack):
     app = gate_of(limits=SMALL)
     headers = {"content-encoding": coding}
-    told = ask(app, "POST", "/api/v1/forward_backward", content=pack(b"0" * 1000), headers=headers).json()
+    told = ask(
+        app, "POST", "/api/v1/forward_backward", content=pack(b"0" * 1000), headers=headers
+    ).json()
     assert told["size"] == 1000
     assert told["headers"]["content-length"] == "1000"
     assert "content-encoding" not in told["headers"]
-    assert ask(app, "POST", "/api/v1/forward_backward", content=pack(b"0" * 1001), headers=headers).status_code == 413
-    assert ask(app, "POST", "/api/v1/forward_backward", content=pack(b"0" * 1000)[:-1], headers=headers).status_code == 400
-    assert ask(app, "POST", "/api/v1/forward_backward", content=b"no", headers={"content-encoding": "br"}).status_code == 415
-    told = ask(app, "POST", "/api/v1/forward_backward", content=b"no", headers={"content-encoding": "Identity"}).json()
+    assert (
+        ask(
+            app, "POST", "/api/v1/forward_backward", content=pack(b"0" * 1001), headers=headers
+        ).status_code
+        == 413
+    )
+    assert (
+        ask(
+            app, "POST", "/api/v1/forward_backward", content=pack(b"0" * 1000)[:-1], headers=headers
+        ).status_code
+        == 400
+    )
+    assert (
+        ask(
+            app,
+            "POST",
+            "/api/v1/forward_backward",
+            content=b"no",
+            headers={"content-encoding": "br"},
+        ).status_code
+        == 415
+    )
+    told = ask(
+        app,
+        "POST",
+        "/api/v1/forward_backward",
+        content=b"no",
+        headers={"content-encoding": "Identity"},
+    ).json()
     assert told["size"] == 2
     assert app.budget.held == 0
 
@@ -434,7 +621,12 @@ def test_bytes_count_as_held_as_they_came_and_decompressed():
 
     app.app = Starlette(routes=[Route("/v1/completions", looks, methods=["POST"])])
     body = gzip.compress(b"0" * 900)
-    assert ask(app, "POST", "/v1/completions", content=body, headers={"content-encoding": "gzip"}).status_code == 200
+    assert (
+        ask(
+            app, "POST", "/v1/completions", content=body, headers={"content-encoding": "gzip"}
+        ).status_code
+        == 200
+    )
     assert seen == [900 + weight.of_json(b"0" * 900)]  # what was sent compressed is gone
     assert app.budget.held == 0
 
@@ -496,7 +688,10 @@ def test_a_tenant_and_all_together_have_so_many_requests_in_flight(folder):
             def post(name, path="/api/v1/asample"):
                 return client.post(path, headers=bearer(secrets[name]))
 
-            waiting = [asyncio.create_task(post("alice", "/api/v1/retrieve_future")) for _ in range(5)]  # not counted
+            # not counted
+            waiting = [
+                asyncio.create_task(post("alice", "/api/v1/retrieve_future")) for _ in range(5)
+            ]
             running = [asyncio.create_task(post(name)) for name in ("alice", "alice", "bob")]
             while app.in_flight.total() < 3:
                 await asyncio.sleep(0)
@@ -546,21 +741,34 @@ def test_all_bodies_together_are_bounded():
 
 
 def logged(caplog):
-    """All that is known of each record of the service's own logger: the test's client logs whole addresses beside it."""
-    return "".join(str(record.__dict__) for record in caplog.records if record.name == "mint_jax.service")
+    """All that is known of each record of the service's own logger: the test's client logs whole
+    addresses beside it.
+    """
+    return "".join(
+        str(record.__dict__) for record in caplog.records if record.name == "mint_jax.service"
+    )
 
 
 def lines(caplog):
-    return [json.loads(record.message) for record in caplog.records if record.name == "mint_jax.service" and record.levelno == logging.INFO]
+    return [
+        json.loads(record.message)
+        for record in caplog.records
+        if record.name == "mint_jax.service" and record.levelno == logging.INFO
+    ]
 
 
 def test_request_ids_are_taken_where_they_are_plain(secrets):
     app = gate_of()
     for plain in ("abc", "A.b-c_1:2", "x" * 64):
-        assert ask(app, "GET", "/health", headers={"x-request-id": plain}).headers["x-request-id"] == plain
+        assert (
+            ask(app, "GET", "/health", headers={"x-request-id": plain}).headers["x-request-id"]
+            == plain
+        )
     made = set()
     for odd in ("", "a b", "x" * 65, "a\tb", "{", "é".encode(), secrets["read"]):
-        got = ask(app, "GET", "/health", headers={"x-request-id": odd}).headers.get_list("x-request-id")
+        got = ask(app, "GET", "/health", headers={"x-request-id": odd}).headers.get_list(
+            "x-request-id"
+        )
         assert len(got) == 1
         made.add(got[0])
     assert len(made) == 7
@@ -572,8 +780,20 @@ def test_one_line_for_each_request_without_keys_queries_or_bodies(keys, secrets,
     app = gate_of(keys=keys)
     secret = secrets["train"]
     path = f"/api/v1/optim_step/{secret}/sk-{secret[-43:]}?key={secret}&prompt=hello"
-    ask(app, "POST", path, content=b"the prompt", headers={"x-api-key": secret, "x-request-id": "mine"})
-    ask(app, "POST", "/v1/completions", content=b"the prompt", headers={"x-request-id": "a\nb", **bearer(secret)})
+    ask(
+        app,
+        "POST",
+        path,
+        content=b"the prompt",
+        headers={"x-api-key": secret, "x-request-id": "mine"},
+    )
+    ask(
+        app,
+        "POST",
+        "/v1/completions",
+        content=b"the prompt",
+        headers={"x-request-id": "a\nb", **bearer(secret)},
+    )
     first, second = lines(caplog)
     assert {name: first[name] for name in ("id", "tenant", "method", "status", "bytes_in")} == {
         "id": "mine",
@@ -651,7 +871,17 @@ def test_an_answer_that_breaks_off_and_a_500_of_the_apps_own(caplog):
         async def send(message):
             sent.append(message)
 
-        await app({"type": "http", "method": "GET", "path": "/late", "headers": LOCAL, "query_string": b""}, receive, send)
+        await app(
+            {
+                "type": "http",
+                "method": "GET",
+                "path": "/late",
+                "headers": LOCAL,
+                "query_string": b"",
+            },
+            receive,
+            send,
+        )
 
     asyncio.run(late())
     assert [message["type"] for message in sent] == ["http.response.start", "http.response.body"]
@@ -685,7 +915,14 @@ def test_a_stream_passes_part_by_part():
                 more.set()  # it would wait for ever, were the first part kept back
 
         app = gate_of(Route("/s", endpoint))
-        scope = {"type": "http", "method": "GET", "path": "/s", "headers": LOCAL, "query_string": b"", "root_path": ""}
+        scope = {
+            "type": "http",
+            "method": "GET",
+            "path": "/s",
+            "headers": LOCAL,
+            "query_string": b"",
+            "root_path": "",
+        }
         await asyncio.wait_for(app(scope, receive, send), 10)
         assert [body for body in seen if body] == [b"one", b"two"]
 
@@ -697,7 +934,10 @@ def test_a_root_path_is_not_part_of_a_rule(keys, secrets):
         transport = httpx.ASGITransport(gate_of(keys=keys), root_path="/mint")
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             status = [
-                (await client.post("/mint/api/v1/asample", headers=bearer(secrets[scope]))).status_code for scope in ("sample", "train")
+                (
+                    await client.post("/mint/api/v1/asample", headers=bearer(secrets[scope]))
+                ).status_code
+                for scope in ("sample", "train")
             ]
         assert status == [200, 403]
 

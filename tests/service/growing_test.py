@@ -51,7 +51,10 @@ def cuts_of(rng, tokens):
 
 
 def test_pieces_are_the_text_and_end_with_whole_characters(rng, byte_level):
-    pool = byte_level.encode("日本語 😀👍🏽 é ü a b  \n<|im_end|> наука 中") + rng.integers(0, 49152, 20).tolist()
+    pool = (
+        byte_level.encode("日本語 😀👍🏽 é ü a b  \n<|im_end|> наука 中")
+        + rng.integers(0, 49152, 20).tolist()
+    )
     for _ in range(300):
         tokens = rng.choice(pool, int(rng.integers(1, 40))).tolist()
         pieces = told(growing_of(byte_level), tokens, cuts_of(rng, tokens), byte_level.decode)
@@ -63,10 +66,18 @@ def test_pieces_are_the_text_and_end_with_whole_characters(rng, byte_level):
 def test_pieces_continue_the_prompt(rng, tokenizer_of, kind):
     tokenizer = tokenizer_of(kind)
     for _ in range(100):
-        prompt, text = tokenizer.encode(TEXTS[0]), "".join(rng.choice(list("ab é日 t"), int(rng.integers(1, 20))).tolist())
+        prompt, text = (
+            tokenizer.encode(TEXTS[0]),
+            "".join(rng.choice(list("ab é日 t"), int(rng.integers(1, 20))).tolist()),
+        )
         tokens = tokenizer.encode(text, special=False)
         right = text_behind(tokenizer.decode, prompt, tokens)
-        pieces = told(growing_of(tokenizer, prompt=prompt), tokens, cuts_of(rng, tokens), lambda _, right=right: right)
+        pieces = told(
+            growing_of(tokenizer, prompt=prompt),
+            tokens,
+            cuts_of(rng, tokens),
+            lambda _, right=right: right,
+        )
         assert "".join(pieces) == right
         assert not any(HALF in piece for piece in pieces)
 
@@ -84,11 +95,19 @@ def test_no_part_of_a_stop_string_is_told(rng, byte_level):
     letters = [81, 82, 83, *byte_level.encode(" a"), *byte_level.encode("日")]
     stopped = 0
     for _ in range(400):
-        stop = ["".join(rng.choice(list("abc 日"), int(rng.integers(1, 5))).tolist()) for _ in range(int(rng.integers(1, 4)))]
+        stop = [
+            "".join(rng.choice(list("abc 日"), int(rng.integers(1, 5))).tolist())
+            for _ in range(int(rng.integers(1, 4)))
+        ]
         tokens = rng.choice(letters, int(rng.integers(1, 40))).tolist()
         end, whole = Stops(byte_level.decode, stop).look(tokens)
         growing = growing_of(byte_level, stop)
-        pieces = told(growing, tokens, cuts_of(rng, tokens), lambda kept, whole=whole: byte_level.decode(kept) if whole is None else whole)
+        pieces = told(
+            growing,
+            tokens,
+            cuts_of(rng, tokens),
+            lambda kept, whole=whole: byte_level.decode(kept) if whole is None else whole,
+        )
         assert "".join(pieces) == (byte_level.decode(tokens) if whole is None else whole)
         assert growing.tokens == tokens[:end]
         stopped += end is not None
@@ -99,14 +118,24 @@ def test_from_a_marker_on_all_is_kept_for_the_end(rng, byte_level):
     text = "Let me look. <tool_call>{}</tool_call>"
     tokens = byte_level.encode(text)
     for _ in range(30):
-        pieces = told(growing_of(byte_level, (), "<tool_call>"), tokens, cuts_of(rng, tokens), lambda _: text)
+        pieces = told(
+            growing_of(byte_level, (), "<tool_call>"), tokens, cuts_of(rng, tokens), lambda _: text
+        )
         assert "Let me look. ".startswith("".join(pieces[:-1]))
         assert "".join(pieces) == text
-    assert told(growing_of(byte_level, (), ""), tokens, [3, 5], lambda _: text) == ["", "", "", text]
+    assert told(growing_of(byte_level, (), ""), tokens, [3, 5], lambda _: text) == [
+        "",
+        "",
+        "",
+        text,
+    ]
 
 
 def test_bytes_of_tokens_are_the_texts(byte_level, tokenizer_of):
-    for tokenizer, text in ((byte_level, "An été 😀 日本\t<|im_end|>\x00"), (tokenizer_of("metaspace"), " ab é 😀日")):
+    for tokenizer, text in (
+        (byte_level, "An été 😀 日本\t<|im_end|>\x00"),
+        (tokenizer_of("metaspace"), " ab é 😀日"),
+    ):
         texts, tokens = texts_of(tokenizer), tokenizer.encode(text, special=False)
         assert b"".join(map(texts.bytes_of, tokens)).decode() == text
     texts = TokenTexts(byte_level)
@@ -118,12 +147,18 @@ def test_bytes_of_tokens_are_the_texts(byte_level, tokenizer_of):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_places_are_where_tokens_begin_in_the_text(rng, tokenizer_of, kind):
-    """The oracle: the length of the text of all tokens before, wherever that ends with a whole character."""
+    """The oracle: the length of the text of all tokens before, wherever that ends with a whole
+    character.
+    """
     tokenizer, compared = tokenizer_of(kind), 0
     texts = texts_of(tokenizer)
     for prompt in ([], tokenizer.encode(TEXTS[0])):
         for _ in range(50):
-            text = " ".join(rng.choice(["a", "été", "日本", "the sky.", "is  blue", "😀"], int(rng.integers(1, 9))).tolist())
+            text = " ".join(
+                rng.choice(
+                    ["a", "été", "日本", "the sky.", "is  blue", "😀"], int(rng.integers(1, 9))
+                ).tolist()
+            )
             tokens = tokenizer.encode(text, special=False)
             if texts.special.intersection(tokens):
                 continue  # unknown tokens are in no text
@@ -132,7 +167,11 @@ def test_places_are_where_tokens_begin_in_the_text(rng, tokenizer_of, kind):
             whole = text_behind(tokenizer.decode, context, tokens)
             places = Places(texts)
             places.add(tokens, whole)
-            assert (places.begins[0], places.within(0), places.within(len(whole) + 1)) == (0, 0, len(tokens))
+            assert (places.begins[0], places.within(0), places.within(len(whole) + 1)) == (
+                0,
+                0,
+                len(tokens),
+            )
             for i, begin in enumerate(places.begins):
                 before = text_behind(tokenizer.decode, context, tokens[:i])
                 if before and HALF not in before and whole.startswith(before):

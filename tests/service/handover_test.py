@@ -1,4 +1,6 @@
-"""Who listens to a stream is told each piece once and in order, also those that came before, and then its end."""
+"""Who listens to a stream is told each piece once and in order, also those that came before, and
+then its end.
+"""
 
 import asyncio
 import threading

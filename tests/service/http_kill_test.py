@@ -1,4 +1,6 @@
-"""kill -9 of the server's process under eight tenants over HTTP: they go on, and nothing is lost, done twice or told otherwise."""
+"""kill -9 of the server's process under eight tenants over HTTP: they go on, and nothing is lost,
+done twice or told otherwise.
+"""
 
 import asyncio
 import os
@@ -24,7 +26,9 @@ START_S = (0.0, 8.0)  # and how long each fourth one that is killed on its way t
 
 def start(folder: Path, port: int) -> Served:
     environment = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
-    return Served("mint_jax.launch", "configs/serve.py:ci", folder, OPTIONS | {"port": port}, environment)
+    return Served(
+        "mint_jax.launch", "configs/serve.py:ci", folder, OPTIONS | {"port": port}, environment
+    )
 
 
 def digests(folder: Path) -> dict[str, str]:
@@ -32,10 +36,15 @@ def digests(folder: Path) -> dict[str, str]:
     if not (folder / "server.db").exists():
         return {}
     with sqlite3.connect(folder / "server.db") as database:
-        if not database.execute("SELECT name FROM sqlite_master WHERE name = 'checkpoints'").fetchone():
+        if not database.execute(
+            "SELECT name FROM sqlite_master WHERE name = 'checkpoints'"
+        ).fetchone():
             return {}
         return {
-            f"tinker://{m}/{k}/{n}": digest for m, k, n, digest in database.execute("SELECT model, kind, name, digest FROM checkpoints")
+            f"tinker://{m}/{k}/{n}": digest
+            for m, k, n, digest in database.execute(
+                "SELECT model, kind, name, digest FROM checkpoints"
+            )
         }
 
 
@@ -44,7 +53,9 @@ def saved(tenants: list[Tenant]) -> set[str]:
     return {path for tenant in tenants for path in (*tenant.sampled, *tenant.states)}
 
 
-async def killed_again_and_again(folder: Path, choice: random.Random, kills: int, seed: int) -> list[Tenant]:
+async def killed_again_and_again(
+    folder: Path, choice: random.Random, kills: int, seed: int
+) -> list[Tenant]:
     """Tenants of a server that is killed so often while they go on."""
     port, ended, kept = free_port(), asyncio.Event(), {}
     served = start(folder, port)
@@ -106,7 +117,9 @@ def test_a_server_that_is_killed_goes_on_with_every_client(memory, tmp_path, rng
         for number, told in one.told.items():
             # float32 sums in another order: steps are shared with others than there
             mine, theirs = np.array(told.losses), np.array(other.told[number].losses)
-            np.testing.assert_allclose(mine, theirs, rtol=1e-5, err_msg=f"request {number} of tenant {one.number}")
+            np.testing.assert_allclose(
+                mine, theirs, rtol=1e-5, err_msg=f"request {number} of tenant {one.number}"
+            )
             most = max(most, np.abs(mine / theirs - 1).max(initial=0.0))
         assert len(one.sampled) == len(other.sampled)
         for a, b in zip(one.sampled.values(), other.sampled.values()):
@@ -116,8 +129,17 @@ def test_a_server_that_is_killed_goes_on_with_every_client(memory, tmp_path, rng
         assert set(mine.parts) == set(theirs.parts)
         for part, leaves in mine.parts.items():
             for path, leaf in leaves.items():
-                np.testing.assert_allclose(leaf, theirs.parts[part][path], atol=1e-5 * max(1e-3, np.abs(leaf).max()), err_msg=path)
+                np.testing.assert_allclose(
+                    leaf,
+                    theirs.parts[part][path],
+                    atol=1e-5 * max(1e-3, np.abs(leaf).max()),
+                    err_msg=path,
+                )
     assert len(found) == TENANTS
     rounds = sum(t.rounds for t in found)
-    print(f"{KILLS} kills, {rounds} rounds, {sum(t.checked for t in found)} told again, losses within {most:.1e}", file=sys.stderr)
+    print(
+        f"{KILLS} kills, {rounds} rounds, {sum(t.checked for t in found)} told again, losses within"
+        f" {most:.1e}",
+        file=sys.stderr,
+    )
     shutil.rmtree(whole)

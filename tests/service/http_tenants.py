@@ -1,7 +1,9 @@
-"""Tenants of a server over HTTP that do the same whatever happens to it, and note all that they are told.
+"""Tenants of a server over HTTP that do the same whatever happens to it, and note all that they are
+told.
 
-A tenant's round is decided by seed, tenant and round alone: requests of training, now and then a state or weights to sample, samples of
-what was saved, a state loaded again. Names of what is saved are the rounds'.
+A tenant's round is decided by seed, tenant and round alone: requests of training, now and then a
+state or weights to sample, samples of what was saved, a state loaded again. Names of what is saved
+are the rounds'.
 """
 
 import asyncio
@@ -11,11 +13,20 @@ import time
 
 import numpy as np
 
-from mint_jax.bench.service_client import Client, Gone, Policy, Sampler, forward, forward_backward, optim
+from mint_jax.bench.service_client import (
+    Client,
+    Gone,
+    Policy,
+    Sampler,
+    forward,
+    forward_backward,
+    optim,
+)
 
 TENANTS, VOCABULARY, PROMPT = 8, 97, (5, 6, 7, 8)
 ROUNDS = 5
-FRESH_S = 200.0  # for which a result is asked for again: the server keeps it for 300 behind its delivery
+# for which a result is asked for again: the server keeps it for 300 behind its delivery
+FRESH_S = 200.0
 
 
 @dataclasses.dataclass
@@ -39,7 +50,10 @@ class Told:
         if not self.path.startswith("forward"):
             return []
         told = json.loads(self.result)
-        return [told["metrics"]["loss:sum"], *(logp for one in told["loss_fn_outputs"] for logp in one["logprobs"]["data"])]
+        return [
+            told["metrics"]["loss:sum"],
+            *(logp for one in told["loss_fn_outputs"] for logp in one["logprobs"]["data"]),
+        ]
 
 
 @dataclasses.dataclass
@@ -103,7 +117,17 @@ class Tenant:
             path = json.loads(result)["path"]
             self.sampled[path] = await self.sample(path)
         elif 0.6 <= what < 0.65 and self.states:
-            await self.do([("load_weights", {"path": self.states[int(rng.integers(len(self.states)))], "optimizer": True})])
+            await self.do(
+                [
+                    (
+                        "load_weights",
+                        {
+                            "path": self.states[int(rng.integers(len(self.states)))],
+                            "optimizer": True,
+                        },
+                    )
+                ]
+            )
         if self.sampled and rng.random() < 0.3:
             await self.same_sample(list(self.sampled)[int(rng.integers(len(self.sampled)))])
         await self.same_result(1 + int(rng.integers(self.policy.sent)))
@@ -121,7 +145,9 @@ class Tenant:
         found = await self.sample(path)
         assert found.tokens == self.sampled[path].tokens, path
         # the same weights; the row's company, by which sums are split, is another
-        np.testing.assert_allclose(found.prompt_logprobs, self.sampled[path].prompt_logprobs, atol=1e-5)
+        np.testing.assert_allclose(
+            found.prompt_logprobs, self.sampled[path].prompt_logprobs, atol=1e-5
+        )
         self.checked += 1
 
     async def same_result(self, number: int) -> None:
@@ -133,17 +159,24 @@ class Tenant:
             assert await self.policy.send_as(number, told.path, told.body) == told.id
             assert await self.client.result(told.id) == told.result
         except Gone:
-            raise AssertionError(f"request {number} of {self.policy.id} was told {time.monotonic() - told.at:.0f} s ago") from None
+            raise AssertionError(
+                f"request {number} of {self.policy.id} was told {time.monotonic() - told.at:.0f}"
+                " s ago"
+            ) from None
         self.checked += 1
 
 
-async def serve_all(url: str, seed: int, rounds: list[int] | None, ended: asyncio.Event) -> list[Tenant]:
+async def serve_all(
+    url: str, seed: int, rounds: list[int] | None, ended: asyncio.Event
+) -> list[Tenant]:
     """All tenants beside each other, until all are done."""
     async with Client(url) as client:
         tenants = [Tenant(client, number, seed) for number in range(TENANTS)]
         async with asyncio.TaskGroup() as group:
             for tenant in tenants:
-                group.create_task(tenant.run(None if rounds is None else rounds[tenant.number], ended))
+                group.create_task(
+                    tenant.run(None if rounds is None else rounds[tenant.number], ended)
+                )
         for tenant in tenants:
             for path in tenant.sampled:
                 await tenant.same_sample(path)

@@ -10,19 +10,29 @@ from mint_jax.lora.tree import AdapterConfig
 from mint_jax.models import transformer
 from mint_jax.service.interpolation import interpolate
 
-CONFIGS = [AdapterConfig(2, 4.0, ("q", "down", "embed")), AdapterConfig(3, 5.0, ("q", "up"), rslora=True), AdapterConfig(1, 1.0, ("down",))]
+CONFIGS = [
+    AdapterConfig(2, 4.0, ("q", "down", "embed")),
+    AdapterConfig(3, 5.0, ("q", "up"), rslora=True),
+    AdapterConfig(1, 1.0, ("down",)),
+]
 COEFFICIENTS = [0.7, -1.5, 0.25]
 
 
 def adapter(rng, specs, config: AdapterConfig):
     wanted = lora_tree.adapter_specs(specs, config)
-    return params_lib.map_with_path(lambda _, spec: rng.normal(size=spec.shape).astype(np.float32), wanted)
+    return params_lib.map_with_path(
+        lambda _, spec: rng.normal(size=spec.shape).astype(np.float32), wanted
+    )
 
 
 def deltas(adapter, config: AdapterConfig) -> dict[str, np.ndarray]:
     """Dense ones by path, ``[.., D, F]``."""
     flat = {path: np.float64(leaf) for path, leaf in params_lib.leaves_with_path(adapter)}
-    return {path[:-2]: config.scale * np.swapaxes(a, -1, -2) @ flat[path[:-1] + "b"] for path, a in flat.items() if path.endswith("/a")}
+    return {
+        path[:-2]: config.scale * np.swapaxes(a, -1, -2) @ flat[path[:-1] + "b"]
+        for path, a in flat.items()
+        if path.endswith("/a")
+    }
 
 
 def summed(sources, coefficients) -> dict[str, np.ndarray]:
@@ -49,23 +59,32 @@ def test_a_sum_that_fits_is_exact(specs, sources, rank):
     lora_tree.check_fits(params_lib.nest(made.factors), made.config, specs, "the sum")
     assert (made.config.rank, made.config.scale, made.error) == (rank, 1.0, 0.0)
     assert set(made.config.targets) == {"q", "down", "embed", "up"}
-    found, wanted = deltas(params_lib.nest(made.factors), made.config), summed(sources, COEFFICIENTS)
+    found, wanted = (
+        deltas(params_lib.nest(made.factors), made.config),
+        summed(sources, COEFFICIENTS),
+    )
     assert found.keys() == wanted.keys()
     for path, delta in wanted.items():
-        np.testing.assert_allclose(found[path], delta, rtol=1e-5, atol=1e-5)  # factors are rounded to float32
+        # factors are rounded to float32
+        np.testing.assert_allclose(found[path], delta, rtol=1e-5, atol=1e-5)
 
 
 def test_a_smaller_rank_has_the_nearest_deltas_and_tells_what_it_left_out(specs, sources):
     made = interpolate(sources, COEFFICIENTS, specs, 4)
     lora_tree.check_fits(params_lib.nest(made.factors), made.config, specs, "the sum")
     assert made.config.rank == 4
-    found, wanted = deltas(params_lib.nest(made.factors), made.config), summed(sources, COEFFICIENTS)
+    found, wanted = (
+        deltas(params_lib.nest(made.factors), made.config),
+        summed(sources, COEFFICIENTS),
+    )
     for path, delta in wanted.items():
         u, values, v = np.linalg.svd(delta, full_matrices=False)
         nearest = (u[..., :4] * values[..., None, :4]) @ v[..., :4, :]
         np.testing.assert_allclose(found[path], nearest, rtol=1e-4, atol=1e-4 * np.abs(delta).max())
     left_out = sum(((found[path] - delta) ** 2).sum() for path, delta in wanted.items())
-    assert made.error == pytest.approx(np.sqrt(left_out / sum((delta**2).sum() for delta in wanted.values())), rel=1e-4)
+    assert made.error == pytest.approx(
+        np.sqrt(left_out / sum((delta**2).sum() for delta in wanted.values())), rel=1e-4
+    )
     assert made.error > 0.01
 
 
@@ -74,7 +93,9 @@ def test_what_has_no_more_than_the_smaller_rank_loses_nothing(specs, rng):
     made = interpolate([(tree, CONFIGS[0])] * 3, [0.2, 0.3, 0.5], specs, 2)
     assert made.error < 1e-7
     for path, delta in deltas(tree, CONFIGS[0]).items():
-        np.testing.assert_allclose(deltas(params_lib.nest(made.factors), made.config)[path], delta, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(
+            deltas(params_lib.nest(made.factors), made.config)[path], delta, rtol=1e-4, atol=1e-5
+        )
 
 
 def test_nothing_is_nothing(specs, rng):

@@ -12,7 +12,15 @@ from pathlib import Path
 import pytest
 
 from mint_jax.service import journal as journal_lib
-from mint_jax.service.journal import FRAME, HEADER, Journal, JournalBusy, JournalDamaged, JournalFailed, Overloaded
+from mint_jax.service.journal import (
+    FRAME,
+    HEADER,
+    Journal,
+    JournalBusy,
+    JournalDamaged,
+    JournalFailed,
+    Overloaded,
+)
 from tests.disks import LIMITS, run_limited
 
 
@@ -31,7 +39,9 @@ def segments(folder):
 
 
 def copy(source, target, change=None):
-    """A copy of a journal, as a crash at this moment would leave it; ``change(name, data)`` may alter its files."""
+    """A copy of a journal, as a crash at this moment would leave it; ``change(name, data)`` may
+    alter its files.
+    """
     target.mkdir(exist_ok=True)
     for old in target.iterdir():
         old.unlink()
@@ -47,7 +57,9 @@ def test_what_was_appended_is_found_in_order(tmp_path, rng):
         tickets = [journal.append(payload) for payload in wanted]
         assert [ticket.result() for ticket in tickets] == [ticket.end for ticket in tickets]
         assert [ticket.start for ticket in tickets] == [0, *(ticket.end for ticket in tickets[:-1])]
-        assert journal.flush() == journal.end == sum(FRAME.size + len(payload) for payload in wanted)
+        assert (
+            journal.flush() == journal.end == sum(FRAME.size + len(payload) for payload in wanted)
+        )
         assert [journal.read(ticket.start) for ticket in tickets] == wanted
     more = payloads(rng, 5)
     with Journal(tmp_path / "journal") as journal:
@@ -59,7 +71,9 @@ def test_what_was_appended_is_found_in_order(tmp_path, rng):
 
 
 def test_the_format_is_what_the_page_says(tmp_path):
-    """Bytes made here by hand are read, and those written are the same: a change of the format needs another version."""
+    """Bytes made here by hand are read, and those written are the same: a change of the format
+    needs another version.
+    """
     with Journal(tmp_path / "journal") as journal:
         journal.append(b"one").result()
         journal.append(b"two!").result()
@@ -69,14 +83,20 @@ def test_the_format_is_what_the_page_says(tmp_path):
         data += struct.pack("<III", len(payload), zlib.crc32(payload), zlib.crc32(placed)) + payload
     head = b"mint-journal/2\n\0" + struct.pack("<QQ", 0, len(data))
     assert [path.name for path in segments(tmp_path / "journal")] == ["0000000000000000.journal"]
-    assert segments(tmp_path / "journal")[0].read_bytes() == head + struct.pack("<I", zlib.crc32(head)) + data
+    assert (
+        segments(tmp_path / "journal")[0].read_bytes()
+        == head + struct.pack("<I", zlib.crc32(head)) + data
+    )
 
 
 def test_threads_find_their_own_records_each_in_its_order(tmp_path):
     def write(thread):
         for k in range(60):
             ticket = journal.append(f"{thread} {k}".encode())
-            assert journal.read(ticket.result() - FRAME.size - len(f"{thread} {k}")) == f"{thread} {k}".encode()
+            assert (
+                journal.read(ticket.result() - FRAME.size - len(f"{thread} {k}"))
+                == f"{thread} {k}".encode()
+            )
 
     with Journal(tmp_path / "journal", segment_bytes=500) as journal:
         threads = [threading.Thread(target=write, args=(i,)) for i in range(8)]
@@ -100,7 +120,9 @@ def test_many_records_share_a_sync(tmp_path, monkeypatch):
     with Journal(tmp_path / "journal") as journal:
         monkeypatch.setattr(journal_lib.os, "fsync", sync)
         tickets = [journal.append(b"x") for _ in range(100)]
-        assert not any(ticket.done() for ticket in tickets), "before the sync has returned nobody is told"
+        assert not any(ticket.done() for ticket in tickets), (
+            "before the sync has returned nobody is told"
+        )
         gate.set()
         journal.flush()
         assert len(syncs) <= 2, "one for the first, and one for those that came meanwhile"
@@ -132,11 +154,15 @@ def test_segments_are_bounded_and_deleted_from_the_front(tmp_path, rng):
         tickets = [journal.append(payload) for payload in wanted]
         journal.flush()
         assert len(segments(tmp_path / "journal")) > 5
-        assert all(path.stat().st_size <= HEADER.size + 400 for path in segments(tmp_path / "journal"))
+        assert all(
+            path.stat().st_size <= HEADER.size + 400 for path in segments(tmp_path / "journal")
+        )
         large = journal.append(bytes(1000))
         journal.append(b"behind it")
         journal.flush()
-        assert [path.stat().st_size for path in segments(tmp_path / "journal")][-2] == HEADER.size + FRAME.size + 1000
+        assert [path.stat().st_size for path in segments(tmp_path / "journal")][
+            -2
+        ] == HEADER.size + FRAME.size + 1000
         needed = int(rng.integers(50, 150))
         assert journal.releases(tickets[needed].start)
         assert journal.release(tickets[needed].start) > 0
@@ -150,7 +176,9 @@ def test_segments_are_bounded_and_deleted_from_the_front(tmp_path, rng):
         kept = [ticket.start for ticket in tickets].index(found[0].start)
         assert [one.payload for one in found[:-2]] == wanted[kept:]
         assert journal.release(journal.end) > 0
-        assert len(segments(tmp_path / "journal")) == 1, "the newest stays: it says how far the journal was"
+        assert len(segments(tmp_path / "journal")) == 1, (
+            "the newest stays: it says how far the journal was"
+        )
     assert large.end == found[-2].end
 
 
@@ -169,7 +197,9 @@ def test_a_closed_journal_takes_nothing(tmp_path):
 
 
 def test_a_torn_end_is_cut_at_every_byte(tmp_path, rng):
-    """A crash while the second group is written: any part of it may be there, and the note is still the first's."""
+    """A crash while the second group is written: any part of it may be there, and the note is still
+    the first's.
+    """
     first, second = payloads(rng, 3), [rng.bytes(9), b"", rng.bytes(30)]
     with Journal(tmp_path / "whole") as journal:
         for payload in first:
@@ -180,18 +210,26 @@ def test_a_torn_end_is_cut_at_every_byte(tmp_path, rng):
         ends = [journal.append(payload).result() for payload in second]
     after = path.read_bytes()
     for size in range(len(before), len(after) + 1):
-        here = copy(tmp_path / "whole", tmp_path / "torn", lambda name, data, n=size: before + data[len(before) : n])
+        here = copy(
+            tmp_path / "whole",
+            tmp_path / "torn",
+            lambda name, data, n=size: before + data[len(before) : n],
+        )
         with Journal(here) as journal:
             kept = [found.payload for found in journal.records()]
             whole = sum(end + HEADER.size <= size for end in ends)
             assert kept == first + second[:whole]
-            assert journal.cut == size - HEADER.size - (ends[whole - 1] if whole else len(before) - HEADER.size)
+            assert journal.cut == size - HEADER.size - (
+                ends[whole - 1] if whole else len(before) - HEADER.size
+            )
             journal.append(b"goes on").result()
         assert contents(here) == [*kept, b"goes on"]
 
 
 def test_an_end_of_zeros_or_of_anything_is_cut_behind_the_note(tmp_path, rng):
-    """After a loss of power the file may be longer than what was written of it, and pages of one write may lack before others."""
+    """After a loss of power the file may be longer than what was written of it, and pages of one
+    write may lack before others.
+    """
     with Journal(tmp_path / "whole") as journal:
         journal.append(b"acknowledged").result()
         before = segments(tmp_path / "whole")[0].read_bytes()
@@ -201,7 +239,11 @@ def test_an_end_of_zeros_or_of_anything_is_cut_behind_the_note(tmp_path, rng):
     for tail in (bytes(int(rng.integers(1, 10_000))), rng.bytes(int(rng.integers(1, 1000)))):
         here = copy(tmp_path / "whole", tmp_path / "torn", lambda name, data, t=tail: before + t)
         assert contents(here) == [b"acknowledged"]
-    here = copy(tmp_path / "whole", tmp_path / "torn", lambda name, data: before + bytes(112) + data[len(before) + 112 :])
+    here = copy(
+        tmp_path / "whole",
+        tmp_path / "torn",
+        lambda name, data: before + bytes(112) + data[len(before) + 112 :],
+    )
     assert contents(here) == [b"acknowledged"], "what follows a hole was not acknowledged either"
 
 
@@ -212,12 +254,16 @@ def test_a_file_cut_before_its_note_is_damaged(tmp_path, rng):
     size = segments(tmp_path / "whole")[0].stat().st_size
     for n in range(size):
         here = copy(tmp_path / "whole", tmp_path / "cut", lambda name, data, n=n: data[:n])
-        with pytest.raises(JournalDamaged, match=r"0000000000000000\.journal is damaged at offset \d+"):
+        with pytest.raises(
+            JournalDamaged, match=r"0000000000000000\.journal is damaged at offset \d+"
+        ):
             Journal(here)
 
 
 def test_a_flipped_bit_is_told_with_its_place(tmp_path, rng):
-    """Every byte of a journal of several segments, a bit of each; the offset told is that of the record, or of the header."""
+    """Every byte of a journal of several segments, a bit of each; the offset told is that of the
+    record, or of the header.
+    """
     with Journal(tmp_path / "whole", segment_bytes=100) as journal:
         for payload in payloads(rng, 8):
             journal.append(payload)
@@ -231,12 +277,26 @@ def test_a_flipped_bit_is_told_with_its_place(tmp_path, rng):
             bit = 1 << int(rng.integers(8))
 
             def flip(name, data, path=path, at=at, bit=bit):
-                return data if name != path.name else data[:at] + bytes([data[at] ^ bit]) + data[at + 1 :]
+                return (
+                    data
+                    if name != path.name
+                    else data[:at] + bytes([data[at] ^ bit]) + data[at + 1 :]
+                )
 
             here = copy(tmp_path / "whole", tmp_path / "flipped", flip)
-            hit = [one for one in records if one.start - first + HEADER.size <= at < one.end - first + HEADER.size]
-            offset = max((one.start for one in hit if one.start >= first), default=first - HEADER.size) - first + HEADER.size
-            with pytest.raises(JournalDamaged, match=rf"{path.name} is damaged at offset {offset}:"):
+            hit = [
+                one
+                for one in records
+                if one.start - first + HEADER.size <= at < one.end - first + HEADER.size
+            ]
+            offset = (
+                max((one.start for one in hit if one.start >= first), default=first - HEADER.size)
+                - first
+                + HEADER.size
+            )
+            with pytest.raises(
+                JournalDamaged, match=rf"{path.name} is damaged at offset {offset}:"
+            ):
                 contents(here)
     assert contents(copy(tmp_path / "whole", tmp_path / "flipped")) == wanted
 
@@ -249,13 +309,17 @@ def test_a_missing_or_strange_segment_is_told(tmp_path, rng):
     assert len(names) == 6
     here = copy(tmp_path / "whole", tmp_path / "less")
     (here / names[2]).unlink()
-    with pytest.raises(JournalDamaged, match=rf"{names[1]} is damaged at offset \d+: .* the next segment begins at"):
+    with pytest.raises(
+        JournalDamaged, match=rf"{names[1]} is damaged at offset \d+: .* the next segment begins at"
+    ):
         contents(here)
     here = copy(tmp_path / "whole", tmp_path / "less")
     os.replace(here / names[3], here / names[2])
     with pytest.raises(JournalDamaged, match=rf"{names[1]}|{names[2]} is damaged"):
         contents(here)
-    here = copy(tmp_path / "whole", tmp_path / "less", lambda name, data: b"" if name == names[-1] else data)
+    here = copy(
+        tmp_path / "whole", tmp_path / "less", lambda name, data: b"" if name == names[-1] else data
+    )
     with pytest.raises(JournalDamaged, match=rf"{names[-1]} is damaged at offset 0"):
         contents(here)
 
@@ -311,7 +375,9 @@ def test_a_full_queue_refuses_or_waits(tmp_path, monkeypatch):
         assert time.monotonic() - began >= 0.2
         tickets.append(journal.append(b"a note", bounded=False))
         waited = []
-        thread = threading.Thread(target=lambda: waited.append(journal.append(b"waits", wait_s=None).result()))
+        thread = threading.Thread(
+            target=lambda: waited.append(journal.append(b"waits", wait_s=None).result())
+        )
         thread.start()
         time.sleep(0.05)
         assert not waited
@@ -324,10 +390,18 @@ def test_a_full_queue_refuses_or_waits(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("call", "code"),
-    [("fsync", errno.EIO), ("fsync", errno.ENOSPC), ("pwrite", errno.ENOSPC), ("pwrite", errno.EIO), ("link", errno.ENOSPC)],
+    [
+        ("fsync", errno.EIO),
+        ("fsync", errno.ENOSPC),
+        ("pwrite", errno.ENOSPC),
+        ("pwrite", errno.EIO),
+        ("link", errno.ENOSPC),
+    ],
 )
 def test_a_disk_that_refuses_is_waited_for(tmp_path, monkeypatch, rng, call, code):
-    """Nothing of what failed is acknowledged or stays; what may not be refused is written, in its order, once there is space again."""
+    """Nothing of what failed is acknowledged or stays; what may not be refused is written, in its
+    order, once there is space again.
+    """
     monkeypatch.setattr(journal_lib, "RETRY_S", 0.05)
     before, folder = payloads(rng, 5), tmp_path / "journal"
     with Journal(folder, segment_bytes=200) as journal:
@@ -361,7 +435,11 @@ def test_a_disk_that_refuses_is_waited_for(tmp_path, monkeypatch, rng, call, cod
         assert contents(tmp_path / "crashed", segment_bytes=200)[: len(before)] == before
         assert tickets[-1].result(30) == journal.end
         assert journal.trouble == ""
-        written = [payload for payload, ticket in zip(wanted, tickets, strict=True) if ticket.exception() is None]
+        written = [
+            payload
+            for payload, ticket in zip(wanted, tickets, strict=True)
+            if ticket.exception() is None
+        ]
         assert {wanted[1], wanted[3], wanted[5], b"kept"} <= set(written)
         assert wanted[4] not in written
         journal.append(b"later").result(30)
@@ -402,7 +480,9 @@ def test_a_journal_that_is_closed_while_the_disk_refuses_ends(tmp_path, monkeypa
         folder = tmp_path / f"journal {back}"
         with monkeypatch.context() as patch:
             journal = Journal(folder)
-            patch.setattr(os, "pwrite", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "no space")))
+            patch.setattr(
+                os, "pwrite", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "no space"))
+            )
             refused, kept = journal.append(b"refused"), journal.append(b"kept", keep=True)
             with pytest.raises(JournalFailed, match="no space"):
                 refused.result(30)
@@ -414,12 +494,16 @@ def test_a_journal_that_is_closed_while_the_disk_refuses_ends(tmp_path, monkeypa
 
 
 def test_what_a_failed_sync_may_have_dropped_is_written_anew(tmp_path, monkeypatch):
-    """A kernel may drop pages that it could not write and call them clean: they are read back, but are not on the disk."""
+    """A kernel may drop pages that it could not write and call them clean: they are read back, but
+    are not on the disk.
+    """
     folder = tmp_path / "journal"
     with Journal(folder) as journal:
         journal.append(b"acknowledged").result()
         with monkeypatch.context() as patch:
-            patch.setattr(os, "fsync", lambda handle: (_ for _ in ()).throw(OSError(errno.EIO, "the disk")))
+            patch.setattr(
+                os, "fsync", lambda handle: (_ for _ in ()).throw(OSError(errno.EIO, "the disk"))
+            )
             with pytest.raises(JournalFailed):
                 journal.append(b"dropped").result(30)
             copy(folder, tmp_path / "crashed")
@@ -438,7 +522,11 @@ def test_what_a_failed_sync_may_have_dropped_is_written_anew(tmp_path, monkeypat
 
 def test_a_write_that_takes_only_a_part_is_continued(tmp_path, monkeypatch, rng):
     real = os.pwrite
-    monkeypatch.setattr(os, "pwrite", lambda handle, data, offset: real(handle, data[: max(1, len(data) // 2)], offset))
+    monkeypatch.setattr(
+        os,
+        "pwrite",
+        lambda handle, data, offset: real(handle, data[: max(1, len(data) // 2)], offset),
+    )
     wanted = payloads(rng, 10)
     with Journal(tmp_path / "journal") as journal:
         for payload in wanted:
@@ -448,7 +536,9 @@ def test_a_write_that_takes_only_a_part_is_continued(tmp_path, monkeypatch, rng)
 
 
 def fill_the_disk(directory: str):
-    """Appends until the disk is full, makes room, goes on, and looks at what is there. Run by ``run_limited``."""
+    """Appends until the disk is full, makes room, goes on, and looks at what is there. Run by
+    ``run_limited``.
+    """
     folder, kept, why = Path(directory) / "journal", 0, ""
     journal_lib.RETRY_S = 0.05
     journal = Journal(folder, segment_bytes=100_000)
@@ -466,7 +556,11 @@ def fill_the_disk(directory: str):
     journal.append((kept + 1).to_bytes(4, "little") * 1000).result()
     journal.close()
     found = [int.from_bytes(one[:4], "little") for one in contents(folder)]
-    print(json.dumps({"kept": kept, "found": found, "why": why, "full": full, "trouble": journal.trouble}))
+    print(
+        json.dumps(
+            {"kept": kept, "found": found, "why": why, "full": full, "trouble": journal.trouble}
+        )
+    )
 
 
 @pytest.mark.parametrize("limit", LIMITS[:1])
@@ -474,6 +568,8 @@ def test_a_full_disk_loses_nothing_that_was_acknowledged_and_is_used_again(tmp_p
     report = json.loads(run_limited(limit, 2, "tests.service.journal_test", tmp_path))
     assert report["kept"] > 100
     assert report["full"]
-    assert report["found"] == list(range(report["found"][0], report["kept"] + 2)), "and what was refused is not there"
+    assert report["found"] == list(range(report["found"][0], report["kept"] + 2)), (
+        "and what was refused is not there"
+    )
     assert "cannot write the journal" in report["why"]
     assert report["trouble"] == ""

@@ -71,7 +71,9 @@ def test_hashes_are_compared_in_constant_time(tmp_path, monkeypatch):
     _, secret = add(tmp_path, "alice", ["read"])
     seen = []
     real = hmac.compare_digest
-    monkeypatch.setattr(keys_lib.hmac, "compare_digest", lambda a, b: seen.append((a, b)) or real(a, b))
+    monkeypatch.setattr(
+        keys_lib.hmac, "compare_digest", lambda a, b: seen.append((a, b)) or real(a, b)
+    )
     assert Keys(tmp_path).find(secret) is not None
     assert len(seen) == 1
     assert seen[0][0] == seen[0][1]
@@ -203,13 +205,31 @@ def test_changes_made_at_once_are_all_kept(tmp_path):
         for _ in range(5):
             add(tmp_path, tenant, ["read"])
 
-    with ThreadPoolExecutor(3) as pool:  # each change opens the folder anew, so that threads exclude each other as processes do
+    # each change opens the folder anew, so that threads exclude each other as processes do
+    with ThreadPoolExecutor(3) as pool:
         list(pool.map(adds, ["a", "b", "c"]))
     assert sorted(key.tenant for key in read(tmp_path)) == sorted([*"abc"] * 5)
 
 
 def test_the_commands(tmp_path, capsys):
-    assert main(["add", "--folder", str(tmp_path), "--tenant", "alice", "--scopes", "sample, train", "--prefix", "sk-", "--note", "x"]) == 0
+    assert (
+        main(
+            [
+                "add",
+                "--folder",
+                str(tmp_path),
+                "--tenant",
+                "alice",
+                "--scopes",
+                "sample, train",
+                "--prefix",
+                "sk-",
+                "--note",
+                "x",
+            ]
+        )
+        == 0
+    )
     secret, told = capsys.readouterr()
     secret = secret.rstrip("\n")
     assert secret.startswith("sk-")
@@ -231,6 +251,17 @@ def test_the_commands(tmp_path, capsys):
 
 
 def test_the_commands_as_a_program(tmp_path):
-    command = [sys.executable, "-m", "mint_jax.service.keys", "add", "--folder", str(tmp_path), "--tenant", "t", "--scopes", "read"]
+    command = [
+        sys.executable,
+        "-m",
+        "mint_jax.service.keys",
+        "add",
+        "--folder",
+        str(tmp_path),
+        "--tenant",
+        "t",
+        "--scopes",
+        "read",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ)
     assert Keys(tmp_path).find(done.stdout.strip()) is not None

@@ -1,7 +1,8 @@
-"""kill -9 of a process that submits, runs, acknowledges, takes snapshots and deletes: every id that was given out is found again,
-and every request changes its model's state once, in order.
+"""kill -9 of a process that submits, runs, acknowledges, takes snapshots and deletes: every id that
+was given out is found again, and every request changes its model's state once, in order.
 
-Each victim loads the last snapshot, replays, and goes on; between two victims this process opens the journal and compares.
+Each victim loads the last snapshot, replays, and goes on; between two victims this process opens
+the journal and compares.
 """
 
 import os
@@ -22,9 +23,17 @@ ROOT = Path(__file__).parents[2]
 
 def kill(folder: Path, choice: random.Random) -> None:
     """Starts a victim and kills it at a random moment of its work."""
-    command = [sys.executable, "-m", "tests.service.victim", str(folder), str(choice.getrandbits(30))]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.service.victim",
+        str(folder),
+        str(choice.getrandbits(30)),
+    ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None
     assert process.stdout.readline() == "begun\n"
     time.sleep(choice.uniform(0, 0.15))
@@ -50,11 +59,15 @@ def look(folder: Path) -> dict[str, int]:
             try:
                 outcome = futures.wait(id)
             except Gone:
-                assert id in acknowledged, f"request {seq_id} of {model} was given {id}, which is lost"
+                assert id in acknowledged, (
+                    f"request {seq_id} of {model} was given {id}, which is lost"
+                )
                 counts["gone"] += 1
                 continue
             if outcome is None:
-                assert id not in delivered, f"request {seq_id} of {model} had a result, which is lost"
+                assert id not in delivered, (
+                    f"request {seq_id} of {model} had a result, which is lost"
+                )
                 counts["pending"] += 1
                 assert futures.submit(model, seq_id, "step", victim.body(model, seq_id)) == id
             else:
@@ -66,14 +79,21 @@ def look(folder: Path) -> dict[str, int]:
                 state.setdefault(request.model, []).append(request.seq_id)
             counts["again" if request.again else "run"] += 1
     for applied in state.values():
-        assert applied == [n for n in range(1, max(applied, default=0) + 1) if not victim.fails(n)], "twice, lost or out of order"
+        assert applied == [
+            n for n in range(1, max(applied, default=0) + 1) if not victim.fails(n)
+        ], "twice, lost or out of order"
     for model in victim.MODELS:
         first_not_given = next(n for n in range(1, len(given) + 2) if (model, n) not in given)
-        assert {n for n in range(1, first_not_given) if not victim.fails(n)} <= {*state.get(model, ())}, "accepted, and never run"
+        assert {n for n in range(1, first_not_given) if not victim.fails(n)} <= {
+            *state.get(model, ())
+        }, "accepted, and never run"
     return counts
 
 
-@pytest.mark.parametrize("kills", [5, pytest.param(50, marks=pytest.mark.long), pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kills",
+    [5, pytest.param(50, marks=pytest.mark.long), pytest.param(1000, marks=pytest.mark.slow)],
+)
 def test_a_killed_service_loses_no_request_and_runs_none_twice(memory, kills):
     choice = random.Random(int(os.environ["MINT_TEST_SEED"]))
     counts = look(memory)

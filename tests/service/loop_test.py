@@ -1,4 +1,6 @@
-"""Sampling and training in one thread: neither changes what the other gives, and no tenant waits for another who floods."""
+"""Sampling and training in one thread: neither changes what the other gives, and no tenant waits
+for another who floods.
+"""
 
 import threading
 
@@ -27,7 +29,13 @@ def world(rng, tiny_base):
 def loop_of(world):
     def make(**settings):
         live = Live(world.base, {8: 2}, shapes=SHAPES)
-        return Loop(Engine(world.base, rows=(8,), steps=2), live, world.residency, commit_bytes=4000, **settings)
+        return Loop(
+            Engine(world.base, rows=(8,), steps=2),
+            live,
+            world.residency,
+            commit_bytes=4000,
+            **settings,
+        )
 
     return make
 
@@ -39,11 +47,20 @@ def prompts(rng, count):
 @pytest.mark.long
 @pytest.mark.bits
 def test_a_revision_is_sampled_with_the_same_bits_while_policies_train(rng, world, loop_of):
-    """Revisions of one slot each come and go, two policies train, one of which diverges; then the same alone."""
+    """Revisions of one slot each come and go, two policies train, one of which diverges; then the
+    same alone.
+    """
     loop = loop_of(gap_s=1e-6)
     names = [*world.digests, None] * 3
     requests = [
-        Request(p, revision=name and world.digests[name], temperature=1.0, seed=i, max_tokens=24, tenant=f"t{i % 3}")
+        Request(
+            p,
+            revision=name and world.digests[name],
+            temperature=1.0,
+            seed=i,
+            max_tokens=24,
+            tenant=f"t{i % 3}",
+        )
         for i, (p, name) in enumerate(zip(prompts(rng, len(names)), names))
     ]
     states = {name: random_state(rng, world.base, CONFIGS[name]) for name in "ab"}
@@ -51,17 +68,26 @@ def test_a_revision_is_sampled_with_the_same_bits_while_policies_train(rng, worl
 
     def train(name):
         while not ended.is_set():
-            mine = [random_data(np.random.default_rng(len(sampled)), "cross_entropy") for _ in range(2)]
-            futures = [loop.training.forward_backward(name, data, coefs("cross_entropy"), tenant=name) for data in mine]
+            mine = [
+                random_data(np.random.default_rng(len(sampled)), "cross_entropy") for _ in range(2)
+            ]
+            futures = [
+                loop.training.forward_backward(name, data, coefs("cross_entropy"), tenant=name)
+                for data in mine
+            ]
             rate = 1e30 if name == "b" else 1e-3
-            futures.append(loop.training.optim(name, OptimizerConfig(rate, max_grad_norm=0.0), tenant=name))
+            futures.append(
+                loop.training.optim(name, OptimizerConfig(rate, max_grad_norm=0.0), tenant=name)
+            )
             for future in futures:
                 future.result(60)
             sampled.append(name)
 
     with loop.running():
         for name, state in states.items():
-            loop.training.do(name, lambda live, n=name, s=state: live.join(n, s), tenant=name).result(60)
+            loop.training.do(
+                name, lambda live, n=name, s=state: live.join(n, s), tenant=name
+            ).result(60)
         threads = [threading.Thread(target=train, args=(name,)) for name in states]
         for thread in threads:
             thread.start()
@@ -77,7 +103,12 @@ def test_a_revision_is_sampled_with_the_same_bits_while_policies_train(rng, worl
         alone = engine.generate(requests)
     for xs, ys in zip(beside, alone, strict=True):
         for x, y in zip(xs, ys, strict=True):
-            assert (x.tokens, x.logprobs, x.drawn_logprobs, x.revision) == (y.tokens, y.logprobs, y.drawn_logprobs, y.revision)
+            assert (x.tokens, x.logprobs, x.drawn_logprobs, x.revision) == (
+                y.tokens,
+                y.logprobs,
+                y.drawn_logprobs,
+                y.revision,
+            )
     assert sum(loop.counters.seconds.values()) > 0
     assert {"a", "b", "t0", "t1", "t2"} <= set(loop.counters.seconds)
 
@@ -87,7 +118,9 @@ def test_training_alone_needs_no_request_for_samples(rng, world, loop_of):
     with loop.running():
         state = held.fresh(loop.training.live.specs, AdapterConfig(2), 3)
         loop.training.do("a", lambda live: live.join("a", state)).result(60)
-        told = loop.training.forward_backward("a", random_data(rng, "cross_entropy"), coefs("cross_entropy")).result(60)
+        told = loop.training.forward_backward(
+            "a", random_data(rng, "cross_entropy"), coefs("cross_entropy")
+        ).result(60)
         assert np.isfinite(told.loss)
         waiting = loop.training.optim("b", OptimizerConfig(1e-3))
         with pytest.raises(UserError, match="policy 'b' is not in training"):
@@ -102,28 +135,46 @@ def test_slices_are_small_while_rows_decode(rng, world, loop_of, monkeypatch):
     loop.training.live.join("a", random_state(rng, world.base, CONFIGS["a"]))
     step = loop.training.live.step
     monkeypatch.setattr(
-        loop.training.live, "step", lambda works, bound: bounds.append((bound, bool(loop.engine._schedule.running))) or step(works, bound)
+        loop.training.live,
+        "step",
+        lambda works, bound: (
+            bounds.append((bound, bool(loop.engine._schedule.running))) or step(works, bound)
+        ),
     )
     with loop.running():
         stream = loop.engine.submit(Request((1, 2, 3), max_tokens=64, temperature=1.0, stop_ids=()))
-        futures = [loop.training.forward_backward("a", random_data(rng, "cross_entropy"), coefs("cross_entropy")) for _ in range(3)]
+        futures = [
+            loop.training.forward_backward(
+                "a", random_data(rng, "cross_entropy"), coefs("cross_entropy")
+            )
+            for _ in range(3)
+        ]
         for future in futures:
             future.result(60)
         stream.result(60)
-        loop.training.forward_backward("a", random_data(rng, "cross_entropy"), coefs("cross_entropy")).result(60)
+        loop.training.forward_backward(
+            "a", random_data(rng, "cross_entropy"), coefs("cross_entropy")
+        ).result(60)
     assert all(bound == (0.25 if decoding else 4.0) for bound, decoding in bounds)
     assert bounds[-1] == (4.0, False)
 
 
 def test_a_tenant_is_sampled_for_beside_one_who_floods(rng, loop_of):
-    """200 requests of one tenant wait when five of another come: these are among the first to end."""
+    """200 requests of one tenant wait when five of another come: these are among the first to
+    end.
+    """
     loop, order, released = loop_of(), [], threading.Event()
     with loop.running():
-        loop.training.do("", lambda live: released.wait(60))  # all are there before the first is looked at
+        # all are there before the first is looked at
+        loop.training.do("", lambda live: released.wait(60))
         tenants = ["flood"] * 200 + ["small"] * 5
         streams = []
         for i, (tenant, p) in enumerate(zip(tenants, prompts(rng, len(tenants)))):
-            streams.append(loop.engine.submit(Request(p, temperature=1.0, seed=i, max_tokens=8, stop_ids=(), tenant=tenant)))
+            streams.append(
+                loop.engine.submit(
+                    Request(p, temperature=1.0, seed=i, max_tokens=8, stop_ids=(), tenant=tenant)
+                )
+            )
             streams[-1]._done.add_done_callback(lambda _, t=tenant: order.append(t))
         released.set()
         for stream in streams:
@@ -133,17 +184,29 @@ def test_a_tenant_is_sampled_for_beside_one_who_floods(rng, loop_of):
 
 
 @pytest.mark.parametrize(("trains", "steps"), [(0, 2), (1, 10)])
-def test_a_dispatch_ends_with_half_of_its_rows_where_training_follows_it(rng, world, monkeypatch, trains, steps):
-    """Eight rows of 2, 4, .. 16 tokens, and more requests wait: alone each row that ends is given on at once."""
+def test_a_dispatch_ends_with_half_of_its_rows_where_training_follows_it(
+    rng, world, monkeypatch, trains, steps
+):
+    """Eight rows of 2, 4, .. 16 tokens, and more requests wait: alone each row that ends is given
+    on at once.
+    """
     engine, seen, released = Engine(world.base, rows=(8,)), [], threading.Event()
     loop = Loop(engine, Live(world.base, {8: 2}, shapes=SHAPES), world.residency)
     decode = engine.calls.decode
-    monkeypatch.setattr(engine.calls, "decode", lambda plan, steps: seen.append(steps) or decode(plan, steps))
-    monkeypatch.setattr(Loop, "waiting", property(lambda self: trains if released.is_set() else self.training.waiting))
+    monkeypatch.setattr(
+        engine.calls, "decode", lambda plan, steps: seen.append(steps) or decode(plan, steps)
+    )
+    monkeypatch.setattr(
+        Loop,
+        "waiting",
+        property(lambda self: trains if released.is_set() else self.training.waiting),
+    )
     with loop.running():
         loop.training.do("", lambda live: released.wait(60))
         streams = [
-            loop.engine.submit(Request(p, max_tokens=2 * (i % 8 + 1), temperature=1.0, seed=i, stop_ids=()))
+            loop.engine.submit(
+                Request(p, max_tokens=2 * (i % 8 + 1), temperature=1.0, seed=i, stop_ids=())
+            )
             for i, p in enumerate(prompts(rng, 12))
         ]
         released.set()
@@ -162,9 +225,14 @@ def test_a_failure_of_training_ends_samples_too(rng, loop_of, monkeypatch):
     monkeypatch.setattr(loop.training.live, "step", broken)
     released = threading.Event()
     with loop.running():
-        loop.training.do("", lambda live: released.wait(60))  # both are there before either is looked at
-        stream = loop.engine.submit(Request((1, 2, 3), max_tokens=200, temperature=1.0, stop_ids=()))
-        future = loop.training.forward_backward("a", random_data(rng, "cross_entropy"), coefs("cross_entropy"))
+        # both are there before either is looked at
+        loop.training.do("", lambda live: released.wait(60))
+        stream = loop.engine.submit(
+            Request((1, 2, 3), max_tokens=200, temperature=1.0, stop_ids=())
+        )
+        future = loop.training.forward_backward(
+            "a", random_data(rng, "cross_entropy"), coefs("cross_entropy")
+        )
         released.set()
         for each in (stream, future):
             with pytest.raises(RuntimeError, match="the device is lost"):

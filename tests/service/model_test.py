@@ -1,8 +1,8 @@
 """The futures against a model of them: dictionaries that say what every call must answer.
 
-Hypothesis makes sequences of calls; after each, every id that was given out must have the model's outcome. A crash is a copy of
-the files as they lie there while the journal is open, or is closed; what is opened then must be the model's, its states those of
-the snapshots.
+Hypothesis makes sequences of calls; after each, every id that was given out must have the model's
+outcome. A crash is a copy of the files as they lie there while the journal is open, or is closed;
+what is opened then must be the model's, its states those of the snapshots.
 """
 
 import dataclasses
@@ -26,7 +26,9 @@ BODIES = (b"short", b"long", b"fails")
 
 
 def outcome_of(model, seq_id, body):
-    """What running a request gives: a short result, one that is not kept in memory, or a failure."""
+    """What running a request gives: a short result, one that is not kept in memory, or a
+    failure.
+    """
     text = f"{model} {seq_id}".encode()
     return {
         b"short": Done(text),
@@ -48,7 +50,9 @@ class Known:
 
 @dataclasses.dataclass
 class Policy:
-    """A model; ``state`` holds the numbers of the requests that it was changed by, ``saved`` those of its snapshot."""
+    """A model; ``state`` holds the numbers of the requests that it was changed by, ``saved`` those
+    of its snapshot.
+    """
 
     requests: dict[int, Known] = dataclasses.field(default_factory=dict)
     state: list[int] = dataclasses.field(default_factory=list)
@@ -62,7 +66,11 @@ class Policy:
 
     def next(self) -> int | None:
         """What ``take`` must give, if anything."""
-        done = {*self.state, *self.taken, *(n for n, known in self.requests.items() if known.ended and known.body == b"fails")}
+        done = {
+            *self.state,
+            *self.taken,
+            *(n for n, known in self.requests.items() if known.ended and known.body == b"fails"),
+        }
         following = next(n for n in itertools.count(1) if n not in done)
         return following if following in self.requests else None
 
@@ -89,7 +97,12 @@ class Machine(RuleBasedStateMachine):
     def teardown(self):
         self.futures.close()
 
-    @rule(model=MODELS, seq_id=SEQ_IDS, body=st.sampled_from(BODIES), call=st.sampled_from(("forward_backward", "optim_step")))
+    @rule(
+        model=MODELS,
+        seq_id=SEQ_IDS,
+        body=st.sampled_from(BODIES),
+        call=st.sampled_from(("forward_backward", "optim_step")),
+    )
     def submit(self, model, seq_id, body, call):
         policy = self.policies.get(model)
         known = None if policy is None else policy.requests.get(seq_id)
@@ -107,7 +120,11 @@ class Machine(RuleBasedStateMachine):
 
     @rule()
     def take(self):
-        expected = {name: following for name, policy in self.policies.items() if (following := policy.next()) is not None}
+        expected = {
+            name: following
+            for name, policy in self.policies.items()
+            if (following := policy.next()) is not None
+        }
         request = self.futures.take()
         if request is None:
             assert not expected
@@ -118,7 +135,9 @@ class Machine(RuleBasedStateMachine):
         assert (request.id, request.body, request.again) == (known.id, known.body, known.ended)
         policy.taken.append(request.seq_id)
 
-    @rule(model=MODELS, bodies=st.lists(st.sampled_from(BODIES), max_size=3), backwards=st.booleans())
+    @rule(
+        model=MODELS, bodies=st.lists(st.sampled_from(BODIES), max_size=3), backwards=st.booleans()
+    )
     def train(self, model, bodies, backwards):
         """Some of a model's next requests, and whatever else waits, to their ends."""
         first = len(self.policies[model].requests) + 1 if model in self.policies else 1
@@ -140,7 +159,9 @@ class Machine(RuleBasedStateMachine):
     @rule(model=MODELS, also=st.booleans())
     def acknowledge_all(self, model, also):
         """With a snapshot besides, everything that has ended is settled."""
-        for seq_id, known in list(self.policies[model].requests.items()) if model in self.policies else ():
+        for seq_id, known in (
+            list(self.policies[model].requests.items()) if model in self.policies else ()
+        ):
             if known.ended:
                 self.acknowledge(model, seq_id)
         if also:
@@ -157,7 +178,11 @@ class Machine(RuleBasedStateMachine):
                 self.futures.finish(policy.requests[policy.taken[1]].id, Done(b"too early"))
         seq_id = policy.taken.pop(0)
         known = policy.requests[seq_id]
-        outcome = outcome_of(model, seq_id, known.body) if not known.ended else Done(b"another one than the first time")
+        outcome = (
+            outcome_of(model, seq_id, known.body)
+            if not known.ended
+            else Done(b"another one than the first time")
+        )
         self.futures.finish(known.id, outcome)
         if not known.ended:
             assert self.futures.wait(known.id, 30) == outcome
@@ -225,7 +250,9 @@ class Machine(RuleBasedStateMachine):
 
     @rule(crash=st.booleans())
     def reopen(self, crash):
-        """Notes of deliveries wait for no sync, so a crash may lose the last; here they have been synced."""
+        """Notes of deliveries wait for no sync, so a crash may lose the last; here they have been
+        synced.
+        """
         self.futures._journal.flush()
         before = self.futures
         if crash:
@@ -249,14 +276,21 @@ class Machine(RuleBasedStateMachine):
                     with pytest.raises(Gone):
                         self.futures.wait(known.id)
                 else:
-                    assert self.futures.wait(known.id) == (outcome_of(name, seq_id, known.body) if known.ended else None)
+                    assert self.futures.wait(known.id) == (
+                        outcome_of(name, seq_id, known.body) if known.ended else None
+                    )
         for id in self.dropped[-3:]:
             with pytest.raises(Gone):
                 self.futures.wait(id)
 
 
 @pytest.mark.parametrize(
-    ("examples", "steps"), [(80, 40), pytest.param(300, 60, marks=pytest.mark.long), pytest.param(5_000, 100, marks=pytest.mark.slow)]
+    ("examples", "steps"),
+    [
+        (80, 40),
+        pytest.param(300, 60, marks=pytest.mark.long),
+        pytest.param(5_000, 100, marks=pytest.mark.slow),
+    ],
 )
 def test_futures_are_what_their_model_says(memory, examples, steps):
     class Here(Machine):
@@ -266,5 +300,10 @@ def test_futures_are_what_their_model_says(memory, examples, steps):
     checks = list(HealthCheck)
     run_state_machine_as_test(
         Here,
-        settings=settings(max_examples=examples, stateful_step_count=steps, phases=phases, suppress_health_check=checks),
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=steps,
+            phases=phases,
+            suppress_health_check=checks,
+        ),
     )

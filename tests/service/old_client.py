@@ -1,7 +1,9 @@
-"""A session of Tinker's SDK, for versions before protobuf too: ``python old_client.py URL [KEY]``, where only the SDK is installed.
+"""A session of Tinker's SDK, for versions before protobuf too: ``python old_client.py URL [KEY]``,
+where only the SDK is installed.
 
-Prints OK and exits with 0 where all was as it should be. With mindlab-toolkit installed, MinT's own requests are made as well. It imports
-nothing of ours: ``make test-old-clients`` runs it under the versions that are in use.
+Prints OK and exits with 0 where all was as it should be. With mindlab-toolkit installed, MinT's own
+requests are made as well. It imports nothing of ours: ``make test-old-clients`` runs it under the
+versions that are in use.
 """
 
 import importlib
@@ -39,7 +41,10 @@ def train(service, data):
     assert client.get_info().model_data.model_name == "tiny-random"
     before = losses(client.forward(data, "cross_entropy").result())
     for _ in range(2):
-        passed, updated = client.forward_backward(data, "cross_entropy"), client.optim_step(types.AdamParams(learning_rate=1e-2))
+        passed, updated = (
+            client.forward_backward(data, "cross_entropy"),
+            client.optim_step(types.AdamParams(learning_rate=1e-2)),
+        )
         losses(passed.result())
         updated.result()
     assert losses(client.forward(data, "cross_entropy").result()) < before
@@ -54,19 +59,32 @@ def resume(service, client, data) -> None:
     loaded = service.create_lora_training_client(base_model="tiny-random", rank=8)
     loaded.load_state(path).result()
     for one in (resumed, loaded):
-        assert abs(losses(one.forward(data, "cross_entropy").result()) - wanted) < 1e-4 * abs(wanted)
+        assert abs(losses(one.forward(data, "cross_entropy").result()) - wanted) < 1e-4 * abs(
+            wanted
+        )
 
 
 def sample(service, client) -> str:
     """A path and an ephemeral sampler are the same weights; the path."""
     path = client.save_weights_for_sampler("sampled").result().path
-    prompt, params = types.ModelInput.from_ints([5, 6, 7]), types.SamplingParams(max_tokens=5, seed=1)
-    samplers = service.create_sampling_client(model_path=path), client.save_weights_and_get_sampling_client("again")
-    first, second = (one.sample(prompt=prompt, num_samples=2, sampling_params=params).result() for one in samplers)
+    prompt, params = (
+        types.ModelInput.from_ints([5, 6, 7]),
+        types.SamplingParams(max_tokens=5, seed=1),
+    )
+    samplers = (
+        service.create_sampling_client(model_path=path),
+        client.save_weights_and_get_sampling_client("again"),
+    )
+    first, second = (
+        one.sample(prompt=prompt, num_samples=2, sampling_params=params).result()
+        for one in samplers
+    )
     assert [one.tokens for one in first.sequences] == [one.tokens for one in second.sequences]
     assert all(len(one.tokens) == len(one.logprobs) for one in first.sequences)
     assert len(samplers[0].compute_logprobs(prompt).result()) == 3
-    service.create_sampling_client(base_model="tiny-random").sample(prompt=prompt, num_samples=1, sampling_params=params).result()
+    service.create_sampling_client(base_model="tiny-random").sample(
+        prompt=prompt, num_samples=1, sampling_params=params
+    ).result()
     return path
 
 
@@ -75,12 +93,20 @@ def rest(service, client, path: str) -> None:
     client_of_rest = service.create_rest_client()
     listed = client_of_rest.list_checkpoints(client.model_id).result().checkpoints
     assert path in [one.tinker_path for one in listed]
-    assert client.model_id in [run.training_run_id for run in client_of_rest.list_training_runs().result().training_runs]
+    assert client.model_id in [
+        run.training_run_id for run in client_of_rest.list_training_runs().result().training_runs
+    ]
     assert client_of_rest.get_training_run(client.model_id).result().base_model == "tiny-random"
     # 0.22.0 follows the link and then fails on its own class of answers.
-    if hasattr(client_of_rest, "get_checkpoint_archive_url_from_tinker_path") and tinker.__version__ != "0.22.0":
+    if (
+        hasattr(client_of_rest, "get_checkpoint_archive_url_from_tinker_path")
+        and tinker.__version__ != "0.22.0"
+    ):
         url = client_of_rest.get_checkpoint_archive_url_from_tinker_path(path).result().url
-        with urllib.request.urlopen(url) as answer, tarfile.open(fileobj=io.BytesIO(answer.read())) as tar:
+        with (
+            urllib.request.urlopen(url) as answer,
+            tarfile.open(fileobj=io.BytesIO(answer.read())) as tar,
+        ):
             assert {"adapter_config.json", "adapter_model.safetensors"} <= set(tar.getnames())
         print("archive: as it should be")
     client_of_rest.delete_checkpoint(client.model_id, "weights/state").result()
@@ -91,14 +117,26 @@ def extras(service, client, path: str) -> None:
     mintx = importlib.import_module("mint.mint")
 
     other = client.save_weights_for_sampler("other").result().path
-    made = mintx.interpolate_checkpoints(service, source_paths=[path, other], coefficients=[0.5, 0.5], output_path="sum")
+    made = mintx.interpolate_checkpoints(
+        service, source_paths=[path, other], coefficients=[0.5, 0.5], output_path="sum"
+    )
     assert made.path == f"tinker://{client.model_id}/sampler_weights/sum", made
     prompt = types.ModelInput.from_ints([5, 6, 7])
-    summed, alone = (service.create_sampling_client(model_path=one).compute_logprobs(prompt).result() for one in (made.path, path))
-    assert all(abs(a - b) < 1e-3 for a, b in zip(summed[1:], alone[1:])), "half of one and half of the same"
+    summed, alone = (
+        service.create_sampling_client(model_path=one).compute_logprobs(prompt).result()
+        for one in (made.path, path)
+    )
+    assert all(abs(a - b) < 1e-3 for a, b in zip(summed[1:], alone[1:])), (
+        "half of one and half of the same"
+    )
     one = {"shape": [1]}
-    targets, weights = types.TensorData(data=[9], dtype="int64", **one), types.TensorData(data=[1.0], dtype="float32", **one)
-    datum = mintx.ReverseKLDatum(student_input=prompt, reference_input=prompt, target_tokens=targets, weights=weights)
+    targets, weights = (
+        types.TensorData(data=[9], dtype="int64", **one),
+        types.TensorData(data=[1.0], dtype="float32", **one),
+    )
+    datum = mintx.ReverseKLDatum(
+        student_input=prompt, reference_input=prompt, target_tokens=targets, weights=weights
+    )
     told = ""
     try:
         mintx.forward_backward_reverse_kl(client, reference_model_path=path, data=[datum])
@@ -114,7 +152,9 @@ def main(url: str, key: str = "tml-any") -> None:
     if toolkit:
         importlib.import_module("mint")  # it lets keys sk-... through
     service = tinker.ServiceClient(base_url=url, api_key=key)
-    assert "tiny-random" in [model.model_name for model in service.get_server_capabilities().supported_models]
+    assert "tiny-random" in [
+        model.model_name for model in service.get_server_capabilities().supported_models
+    ]
     data = [datum(seed) for seed in range(3)]
     client = train(service, data)
     resume(service, client, data)

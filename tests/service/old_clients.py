@@ -1,7 +1,8 @@
 """Runs ``old_client.py`` against a server under old SDKs, each in an environment of its own.
 
-``python -m tests.service.old_clients FOLDER``: FOLDER gets the environments, which are made once and need a package index, and the server's
-folder. Exits with 0 where all sessions were as they should be.
+``python -m tests.service.old_clients FOLDER``: FOLDER gets the environments, which are made once
+and need a package index, and the server's folder. Exits with 0 where all sessions were as they
+should be.
 """
 
 import json
@@ -14,7 +15,8 @@ from pathlib import Path
 CLIENTS = {  # what is installed -> the key that it accepts
     ("tinker==0.6.0",): "tml-any",  # the oldest that is claimed
     ("tinker==0.15.0",): "tml-any",  # what mint-cookbook pins: no client config, JSON alone
-    ("tinker==0.22.0", "mindlab-toolkit==0.2.0"): "sk-any",  # MinT's form, which is exchanged for a token
+    # MinT's form, which is exchanged for a token
+    ("tinker==0.22.0", "mindlab-toolkit==0.2.0"): "sk-any",
 }
 SERVE = ("-m", "mint_jax.launch", "--config=configs/serve.py:ci", "--config.port=0")
 SESSION_S = 300
@@ -26,7 +28,10 @@ def interpreter(folder: Path, packages: tuple[str, ...]) -> Path:
     python, stamp = home / "bin" / "python", home / "installed"
     if not stamp.exists():
         subprocess.run([sys.executable, "-m", "venv", "--clear", home], check=True)
-        subprocess.run([python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *packages], check=True)
+        subprocess.run(
+            [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *packages],
+            check=True,
+        )
         stamp.touch()
     return python
 
@@ -36,7 +41,9 @@ def main(folder: Path) -> int:
     failed = 0
     with tempfile.TemporaryDirectory(dir=folder) as workdir:
         command = [sys.executable, *SERVE, f"--workdir={workdir}"]
-        server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"})
+        server = subprocess.Popen(
+            command, stdout=subprocess.PIPE, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"}
+        )
         assert server.stdout is not None
         try:
             url = json.loads(server.stdout.readline())["url"]

@@ -1,4 +1,6 @@
-"""Requests of SDKs before protobuf: JSON alone, ``forward`` on a route of its own, resuming in two steps, a tar to download."""
+"""Requests of SDKs before protobuf: JSON alone, ``forward`` on a route of its own, resuming in two
+steps, a tar to download.
+"""
 
 import datetime
 import io
@@ -26,7 +28,10 @@ def batch(rng, old, count: int = 2) -> dict:
     """A request's input, for cross-entropy."""
     vocab = old.server.base.cfg.vocab_size
     rows = [rng.integers(0, vocab, N + 1) for _ in range(count)]
-    data = [datum(row, target_tokens=row[1:], weights=rng.normal(size=N).astype(np.float32)) for row in rows]
+    data = [
+        datum(row, target_tokens=row[1:], weights=rng.normal(size=N).astype(np.float32))
+        for row in rows
+    ]
     return {"data": data, "loss_fn": "cross_entropy", "loss_fn_config": None}
 
 
@@ -51,18 +56,31 @@ def test_training_is_told_in_json(old, rng):
     again = old.train("forward_backward", model, forward_backward_input=told)
     np.testing.assert_array_equal(logprobs(before), logprobs(again))
     weights = np.array([one["loss_fn_inputs"]["weights"]["data"] for one in told["data"]])
-    assert again["metrics"]["loss:sum"] == pytest.approx(-(weights * logprobs(again)).sum(), rel=1e-5, abs=1e-5)
+    assert again["metrics"]["loss:sum"] == pytest.approx(
+        -(weights * logprobs(again)).sum(), rel=1e-5, abs=1e-5
+    )
     assert isinstance(old.train("optim_step", model, **adam(0.05))["metrics"], dict)
     after = old.train("forward", model, forward_input=told)
-    assert after["metrics"]["loss:sum"] < before["metrics"]["loss:sum"], "forward alone adds no gradient, the update follows one"
+    assert after["metrics"]["loss:sum"] < before["metrics"]["loss:sum"], (
+        "forward alone adds no gradient, the update follows one"
+    )
 
 
 def test_a_loss_of_sampled_tokens_in_json(old, rng):
     model, row = trained(rng, old), rng.integers(0, old.server.base.cfg.vocab_size, N + 1)
-    plain = {"data": [datum(row, target_tokens=row[1:], weights=np.ones(N, np.float32))], "loss_fn": "cross_entropy"}
+    plain = {
+        "data": [datum(row, target_tokens=row[1:], weights=np.ones(N, np.float32))],
+        "loss_fn": "cross_entropy",
+    }
     now = logprobs(old.train("forward", model, forward_input=plain))[0]
-    advantages, drawn = rng.normal(size=N).astype(np.float32), (now + rng.normal(size=N) * 0.1).astype(np.float32)
-    told = {"data": [datum(row, target_tokens=row[1:], logprobs=drawn, advantages=advantages)], "loss_fn": "importance_sampling"}
+    advantages, drawn = (
+        rng.normal(size=N).astype(np.float32),
+        (now + rng.normal(size=N) * 0.1).astype(np.float32),
+    )
+    told = {
+        "data": [datum(row, target_tokens=row[1:], logprobs=drawn, advantages=advantages)],
+        "loss_fn": "importance_sampling",
+    }
     found = old.train("forward_backward", model, forward_backward_input=told)["metrics"]["loss:sum"]
     assert found == pytest.approx(-(np.exp(now - drawn) * advantages).sum(), rel=1e-4, abs=1e-4)
 
@@ -70,7 +88,9 @@ def test_a_loss_of_sampled_tokens_in_json(old, rng):
 @pytest.mark.parametrize("optimizer", [{}, {"optimizer": False}, {"optimizer": True}])
 def test_resuming_makes_a_model_and_loads_into_it(old, rng, optimizer):
     model, told = trained(rng, old), batch(rng, old)
-    path = old.train("save_weights", model, path=f"state-{optimizer}".replace("'", ""), type="save_weights")["path"]
+    path = old.train(
+        "save_weights", model, path=f"state-{optimizer}".replace("'", ""), type="save_weights"
+    )["path"]
     into = old.create()
     loaded = old.train("load_weights", into, path=path, **optimizer, type="load_weights")
     assert (loaded["type"], loaded["path"], loaded["model_id"]) == ("load_weights", path, into)
@@ -81,15 +101,31 @@ def test_resuming_makes_a_model_and_loads_into_it(old, rng, optimizer):
         results.append((logprobs(passed), logprobs(old.train("forward", one, forward_input=told))))
     np.testing.assert_array_equal(results[0][0], results[1][0])
     same = np.array_equal(results[0][1], results[1][1])
-    assert same == optimizer.get("optimizer", False), "its moments come along only where that is asked for"
+    assert same == optimizer.get("optimizer", False), (
+        "its moments come along only where that is asked for"
+    )
 
 
 def test_samples_are_told_in_json(old, rng):
     model = trained(rng, old)
-    path = old.train("save_weights_for_sampler", model, path="sampled", type="save_weights_for_sampler")["path"]
+    path = old.train(
+        "save_weights_for_sampler", model, path="sampled", type="save_weights_for_sampler"
+    )["path"]
     row = rng.integers(0, old.server.base.cfg.vocab_size, N + 1)
-    prompt = {"chunks": [{"tokens": row[:5].tolist()}, {"type": "encoded_text", "tokens": row[5:].tolist()}]}
-    params = {"max_tokens": 4, "seed": 3, "stop": None, "temperature": 1.0, "top_k": -1, "top_p": 1.0}
+    prompt = {
+        "chunks": [
+            {"tokens": row[:5].tolist()},
+            {"type": "encoded_text", "tokens": row[5:].tolist()},
+        ]
+    }
+    params = {
+        "max_tokens": 4,
+        "seed": 3,
+        "stop": None,
+        "temperature": 1.0,
+        "top_k": -1,
+        "top_p": 1.0,
+    }
     told = {
         "prompt": prompt,
         "num_samples": 2,
@@ -98,19 +134,35 @@ def test_samples_are_told_in_json(old, rng):
         "topk_prompt_logprobs": 2,
         "type": "sample",
     }
-    opened = {"session_id": old.session, "sampling_session_seq_id": 0, "base_model": None, "model_path": path}
+    opened = {
+        "session_id": old.session,
+        "sampling_session_seq_id": 0,
+        "base_model": None,
+        "model_path": path,
+    }
     sampler = old.post("create_sampling_session", opened)["sampling_session_id"]
     named = {"sampling_session_id": sampler, "seq_id": 0, "base_model": None, "model_path": None}
-    answers = [old.result("asample", told | where) for where in ({"model_path": path, "base_model": None}, named)]
+    answers = [
+        old.result("asample", told | where)
+        for where in ({"model_path": path, "base_model": None}, named)
+    ]
     assert answers[0] == answers[1], "a path and a session of it are the same weights"
     found = answers[0]
     assert found["type"] == "sample"
     for sequence in found["sequences"]:
-        assert (sequence["stop_reason"], len(sequence["tokens"]), len(sequence["logprobs"])) == ("length", 4, 4)
-    scored = {"data": [datum(row, target_tokens=row[1:], weights=np.ones(N, np.float32))], "loss_fn": "cross_entropy"}
+        assert (sequence["stop_reason"], len(sequence["tokens"]), len(sequence["logprobs"])) == (
+            "length",
+            4,
+            4,
+        )
+    scored = {
+        "data": [datum(row, target_tokens=row[1:], weights=np.ones(N, np.float32))],
+        "loss_fn": "cross_entropy",
+    }
     passed = logprobs(old.train("forward", model, forward_input=scored))[0]
     assert found["prompt_logprobs"][0] is None
-    np.testing.assert_allclose(found["prompt_logprobs"][1:], passed, atol=2e-4)  # other programs, other orders of float32 sums
+    # other programs, other orders of float32 sums
+    np.testing.assert_allclose(found["prompt_logprobs"][1:], passed, atol=2e-4)
     assert found["topk_prompt_logprobs"][0] is None
     assert [len(place) for place in found["topk_prompt_logprobs"][1:]] == [2] * N
     base = old.result("asample", told | {"base_model": old.server.name, "model_path": None})
@@ -121,19 +173,23 @@ def test_an_archive_is_the_adapter_as_peft_has_it(old, rng, tmp_path):
     model, server = trained(rng, old), old.server
     path = old.train("save_weights_for_sampler", model, path="kept")["path"]
     listed = old.get(f"training_runs/{model}/checkpoints").json()["checkpoints"]
-    assert [(one["checkpoint_id"], one["checkpoint_type"], one["tinker_path"]) for one in listed] == [
-        ("sampler_weights/kept", "sampler", path)
-    ]
+    assert [
+        (one["checkpoint_id"], one["checkpoint_type"], one["tinker_path"]) for one in listed
+    ] == [("sampler_weights/kept", "sampler", path)]
     told = old.get(f"training_runs/{model}/checkpoints/sampler_weights/kept/archive")
     assert told.status_code == 302
-    until = datetime.datetime.strptime(told.headers["expires"], "%a, %d %b %Y %H:%M:%S GMT").replace(tzinfo=datetime.UTC)
+    until = datetime.datetime.strptime(
+        told.headers["expires"], "%a, %d %b %Y %H:%M:%S GMT"
+    ).replace(tzinfo=datetime.UTC)
     assert 0 < (until - datetime.datetime.now(datetime.UTC)).total_seconds() <= 3600
     with tarfile.open(fileobj=io.BytesIO(httpx.get(told.headers["location"]).content)) as tar:
         for member in tar.getmembers():  # extractall has no filter before Python 3.11.4
             (tmp_path / member.name).write_bytes(tar.extractfile(member).read())
     adapter, schema = unpack(server.checkpoints.fetch(server.checkpoints.digest("default", path)))
     projections = lora_tree.projections(server.specs, schema.config.targets)
-    read, config = peft.read_peft(tmp_path, hf.module_names(server.base.cfg, list(projections)), projections)
+    read, config = peft.read_peft(
+        tmp_path, hf.module_names(server.base.cfg, list(projections)), projections
+    )
     assert (config.rank, config.scale) == (schema.config.rank, schema.config.scale)
     kept, found = (dict(params_lib.leaves_with_path(tree)) for tree in (adapter, read))
     assert kept.keys() == found.keys()
@@ -147,13 +203,19 @@ def test_states_have_no_archive(old, rng):
     refused = old.get(f"training_runs/{model}/checkpoints/weights/state/archive")
     assert refused.status_code == 400
     assert "sampler weights" in refused.json()["detail"]
-    assert old.get(f"training_runs/{model}/checkpoints/sampler_weights/none/archive").status_code == 404
+    assert (
+        old.get(f"training_runs/{model}/checkpoints/sampler_weights/none/archive").status_code
+        == 404
+    )
 
 
 def test_an_unloaded_model_is_gone_and_its_checkpoints_stay(old, rng):
     model = trained(rng, old)
     path = old.train("save_weights", model, path="left")["path"]
-    assert old.result("unload_model", {"model_id": model, "type": "unload_model"}) == {"type": "unload_model", "model_id": model}
+    assert old.result("unload_model", {"model_id": model, "type": "unload_model"}) == {
+        "type": "unload_model",
+        "model_id": model,
+    }
     gone = old.send("optim_step", {"model_id": model, "seq_id": 9} | adam(0.1))
     assert gone.status_code == 404
     into = old.create()
@@ -163,6 +225,8 @@ def test_an_unloaded_model_is_gone_and_its_checkpoints_stay(old, rng):
 def test_a_bad_request_uses_up_its_number(old, rng):
     model = old.create()
     told = batch(rng, old)
-    failed = old.train("forward_backward", model, forward_backward_input=told | {"loss_fn": "none such"})
+    failed = old.train(
+        "forward_backward", model, forward_backward_input=told | {"loss_fn": "none such"}
+    )
     assert (failed["category"], "none such" in failed["error"]) == ("user", True)
     assert logprobs(old.train("forward", model, forward_input=told)).shape == (2, N)

@@ -1,4 +1,6 @@
-"""Requests as SDKs before protobuf send them, JSON, optional fields null or left out: ``old`` is such a client of a server here."""
+"""Requests as SDKs before protobuf send them, JSON, optional fields null or left out: ``old`` is
+such a client of a server here.
+"""
 
 import contextlib
 from typing import Any
@@ -11,7 +13,13 @@ from mint_jax.train.blocks import BlockShape
 from tests.service.sites import Site
 
 SIZES = Sizes(
-    slots={4: 2}, adapters={4: 2, 8: 2}, shapes=(BlockShape(2, 1, 16),), max_rows=4, cache_bytes=32 << 20, gap_s=0.05, idle_gap_s=0.2
+    slots={4: 2},
+    adapters={4: 2, 8: 2},
+    shapes=(BlockShape(2, 1, 16),),
+    max_rows=4,
+    cache_bytes=32 << 20,
+    gap_s=0.05,
+    idle_gap_s=0.2,
 )
 
 
@@ -24,7 +32,9 @@ class Client:
 
     def __init__(self, site: Site, key: str = "sk-any"):
         self.server, self.numbers = site.server, {}
-        self._http = httpx.Client(base_url=f"{site.url}/api/v1", headers={"x-api-key": key}, timeout=60)
+        self._http = httpx.Client(
+            base_url=f"{site.url}/api/v1", headers={"x-api-key": key}, timeout=60
+        )
         told = {"tags": [], "user_metadata": None, "sdk_version": "0.6.0", "type": "create_session"}
         self.session = self.post("create_session", told)["session_id"]
         self._models = 0
@@ -47,17 +57,31 @@ class Client:
         answer = self.send("retrieve_future", {"request_id": id})
         if answer.status_code == 408:
             assert answer.json()["queue_state"] == "active"
-            answer = self.send("retrieve_future", {"request_id": id})  # what takes two long polls does not come
+            # what takes two long polls does not come
+            answer = self.send("retrieve_future", {"request_id": id})
         assert answer.status_code == 200, answer.text
         assert answer.headers["content-type"].startswith("application/json")
         return answer.json()
 
     def create(self, rank: int = 4, **options: Any) -> str:
         """A new model's id."""
-        lora = {"rank": rank, "seed": None, "train_unembed": True, "train_mlp": True, "train_attn": True} | options
-        told = {"session_id": self.session, "model_seq_id": self._models, "base_model": self.server.name, "user_metadata": None}
+        lora = {
+            "rank": rank,
+            "seed": None,
+            "train_unembed": True,
+            "train_mlp": True,
+            "train_attn": True,
+        } | options
+        told = {
+            "session_id": self.session,
+            "model_seq_id": self._models,
+            "base_model": self.server.name,
+            "user_metadata": None,
+        }
         self._models += 1
-        id = self.result("create_model", told | {"lora_config": lora, "type": "create_model"})["model_id"]
+        id = self.result("create_model", told | {"lora_config": lora, "type": "create_model"})[
+            "model_id"
+        ]
         self.numbers[id] = 0
         return id
 
@@ -86,9 +110,15 @@ def tensor(values: Any) -> dict[str, Any]:
 def datum(tokens: Any, **inputs: Any) -> dict[str, Any]:
     """Tokens ``[N + 1]`` as a datum that predicts the next one."""
     chunks = [{"tokens": tokens[:-1].tolist()}]  # no type
-    return {"model_input": {"chunks": chunks}, "loss_fn_inputs": {name: tensor(value) for name, value in inputs.items()}}
+    return {
+        "model_input": {"chunks": chunks},
+        "loss_fn_inputs": {name: tensor(value) for name, value in inputs.items()},
+    }
 
 
 def adam(learning_rate: float) -> dict[str, Any]:
     """What ``optim_step`` had before weight decay."""
-    return {"adam_params": {"learning_rate": learning_rate, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8}, "type": "optim_step"}
+    return {
+        "adam_params": {"learning_rate": learning_rate, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8},
+        "type": "optim_step",
+    }

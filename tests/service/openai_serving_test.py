@@ -1,4 +1,6 @@
-"""OpenAI's API as its own client sees it: what the engine answers, streamed or not, by the revision that was named."""
+"""OpenAI's API as its own client sees it: what the engine answers, streamed or not, by the revision
+that was named.
+"""
 
 import asyncio
 import itertools
@@ -23,7 +25,8 @@ from tests.service.chat_test import TEMPLATE
 from tests.service.openai_world import CONFIG, export, joined, opened, served
 
 TEXT = "The quick brown fox"
-PARTS = [10813, 242, 218, 23274, 115, 40993, 26411, 78, 80]  # halves and wholes of an emoji, of 日 and 本, and letters
+# halves and wholes of an emoji, of 日 and 本, and letters
+PARTS = [10813, 242, 218, 23274, 115, 40993, 26411, 78, 80]
 MULTIBYTE = {str(token): 60 for token in PARTS}
 LETTERS = {str(token): 100 for token in (81, 82, 83)}  # a, b, c
 MESSAGES = [{"role": "user", "content": "What is 2 + 2?"}]
@@ -48,15 +51,27 @@ def same(choice, done):
 @pytest.mark.parametrize("model", ["tiny-random", "chat@serving", "chat"])
 def test_completions_are_the_engines(world, client, model):
     digest = {"chat@serving": world.digests["chat@1"], "chat": world.digests["chat@2"]}.get(model)
-    settings = {"temperature": 0.8, "top_p": 0.9, "seed": 5, "n": 2, "max_tokens": 8, "presence_penalty": 0.5, "logprobs": 3}
-    raw = client.completions.with_raw_response.create(model=model, prompt=TEXT, extra_body={"top_k": 40, "min_p": 0.01}, **settings)
+    settings = {
+        "temperature": 0.8,
+        "top_p": 0.9,
+        "seed": 5,
+        "n": 2,
+        "max_tokens": 8,
+        "presence_penalty": 0.5,
+        "logprobs": 3,
+    }
+    raw = client.completions.with_raw_response.create(
+        model=model, prompt=TEXT, extra_body={"top_k": 40, "min_p": 0.01}, **settings
+    )
     answer = raw.parse()
     settings |= {"top_logprobs": settings.pop("logprobs"), "top_k": 40, "min_p": 0.01}
     wanted = world.sampled(TEXT, digest, **settings)
     for choice, done in zip(answer.choices, wanted, strict=True):
         same(choice, done)
         assert choice.logprobs.token_logprobs == done.logprobs, "the model's own, bit for bit"
-        for likeliest, top, p in zip(choice.logprobs.top_logprobs, done.top_logprobs, done.logprobs, strict=True):
+        for likeliest, top, p in zip(
+            choice.logprobs.top_logprobs, done.top_logprobs, done.logprobs, strict=True
+        ):
             assert p in likeliest.values()
             assert max(likeliest.values()) == max(p, *(q for _, q in top))
     assert (answer.mint_revision, raw.headers["x-mint-revision"]) == (digest, digest or "base")
@@ -68,38 +83,60 @@ def test_prompts_may_be_texts_ids_or_lists_of_them(world, client):
     ids = world.base.tokenizer.encode(TEXT)
     forms = [TEXT, [TEXT, "and"], ids, [ids, ids[:2]]]
     for form in forms:
-        answer = client.completions.create(model="chat", prompt=form, temperature=0, max_tokens=6, n=2)
+        answer = client.completions.create(
+            model="chat", prompt=form, temperature=0, max_tokens=6, n=2
+        )
         prompts = [form] if form in (TEXT, ids) else form
-        wanted = [one for prompt in prompts for one in world.sampled(prompt, world.digests["chat@2"], temperature=0, max_tokens=6, n=2)]
+        wanted = [
+            one
+            for prompt in prompts
+            for one in world.sampled(
+                prompt, world.digests["chat@2"], temperature=0, max_tokens=6, n=2
+            )
+        ]
         assert [choice.index for choice in answer.choices] == list(range(len(wanted)))
         for choice, done in zip(answer.choices, wanted, strict=True):
             same(choice, done)
-        assert answer.usage.prompt_tokens == sum(len(world.base.tokenizer.encode(p)) if isinstance(p, str) else len(p) for p in prompts)
+        assert answer.usage.prompt_tokens == sum(
+            len(world.base.tokenizer.encode(p)) if isinstance(p, str) else len(p) for p in prompts
+        )
 
 
 def test_chats_are_the_engines(world, client):
     prompt = world.base.tokenizer.encode_chat(MESSAGES)
     answer = client.chat.completions.create(
-        model="chat@1", messages=MESSAGES, seed=3, n=2, max_completion_tokens=12, logprobs=True, top_logprobs=2
+        model="chat@1",
+        messages=MESSAGES,
+        seed=3,
+        n=2,
+        max_completion_tokens=12,
+        logprobs=True,
+        top_logprobs=2,
     )
-    wanted = world.sampled(prompt, world.digests["chat@1"], seed=3, n=2, max_tokens=12, top_logprobs=2)
+    wanted = world.sampled(
+        prompt, world.digests["chat@1"], seed=3, n=2, max_tokens=12, top_logprobs=2
+    )
     for choice, done in zip(answer.choices, wanted, strict=True):
         assert (choice.message.content, choice.finish_reason) == (done.text, done.finish)
         assert [entry.logprob for entry in choice.logprobs.content] == done.logprobs
-        assert [[top.logprob for top in entry.top_logprobs] for entry in choice.logprobs.content] == [
-            [p for _, p in top] for top in done.top_logprobs
-        ]
+        assert [
+            [top.logprob for top in entry.top_logprobs] for entry in choice.logprobs.content
+        ] == [[p for _, p in top] for top in done.top_logprobs]
     assert answer.mint_revision == world.digests["chat@1"]
     assert answer.usage.prompt_tokens == len(prompt)
     parts = [{"role": "user", "content": [{"type": "text", "text": "What is 2 + 2?"}]}]
-    again = client.chat.completions.create(model="chat@1", messages=parts, seed=3, n=2, max_tokens=12)
+    again = client.chat.completions.create(
+        model="chat@1", messages=parts, seed=3, n=2, max_tokens=12
+    )
     assert [choice.message.content for choice in again.choices] == [done.text for done in wanted]
 
 
 def test_a_chat_without_a_limit_may_fill_the_context(world, client):
     long = [{"role": "user", "content": "word " * 400}]
     prompt = world.base.tokenizer.encode_chat(long)
-    answer = client.chat.completions.create(model="tiny-random", messages=long, temperature=0, extra_body={"ignore_eos": True})
+    answer = client.chat.completions.create(
+        model="tiny-random", messages=long, temperature=0, extra_body={"ignore_eos": True}
+    )
     assert answer.usage.total_tokens == world.base.cfg.context
     assert answer.choices[0].finish_reason == "length"
     assert answer.usage.completion_tokens == world.base.cfg.context - len(prompt)
@@ -110,10 +147,26 @@ STREAMED = {
     "several": {"n": 3},
     "logprobs": {"n": 2, "logprobs": 0},
     "likeliest": {"n": 2, "logprobs": 2},
-    "likeliest, stops within pieces": {"logprobs": 3, "logit_bias": LETTERS, "temperature": 2, "max_tokens": 40, "stop": ["abc"]},
+    "likeliest, stops within pieces": {
+        "logprobs": 3,
+        "logit_bias": LETTERS,
+        "temperature": 2,
+        "max_tokens": 40,
+        "stop": ["abc"],
+    },
     "half characters": {"n": 3, "logit_bias": MULTIBYTE, "max_tokens": 24},
-    "half characters, log-probabilities": {"logit_bias": MULTIBYTE, "max_tokens": 24, "logprobs": 0},
-    "stops within pieces": {"n": 4, "logit_bias": LETTERS, "temperature": 2, "max_tokens": 40, "stop": ["abc", "ccab", "bba"]},
+    "half characters, log-probabilities": {
+        "logit_bias": MULTIBYTE,
+        "max_tokens": 24,
+        "logprobs": 0,
+    },
+    "stops within pieces": {
+        "n": 4,
+        "logit_bias": LETTERS,
+        "temperature": 2,
+        "max_tokens": 40,
+        "stop": ["abc", "ccab", "bba"],
+    },
     "echo": {"n": 2, "echo": True},
     "echo and log-probabilities": {"echo": True, "logprobs": 1},
     "echo alone": {"echo": True, "logprobs": 1, "max_tokens": 0},
@@ -122,27 +175,46 @@ STREAMED = {
 
 @pytest.mark.parametrize("how", list(STREAMED))
 def test_a_stream_is_the_same_as_an_answer(world, client, how):
-    asked = {"model": "chat", "prompt": [TEXT, "日本 is"], "seed": int(world.rng.integers(2**32)), **STREAMED[how]}
+    asked = {
+        "model": "chat",
+        "prompt": [TEXT, "日本 is"],
+        "seed": int(world.rng.integers(2**32)),
+        **STREAMED[how],
+    }
     whole = client.completions.create(**asked)
-    chunks = list(client.completions.create(stream=True, stream_options={"include_usage": True}, **asked))
+    chunks = list(
+        client.completions.create(stream=True, stream_options={"include_usage": True}, **asked)
+    )
     found = joined(chunks)
     for choice, one in zip(whole.choices, found, strict=True):
         assert (one.text, one.finish) == (choice.text, choice.finish_reason)
         assert one.revision == world.digests["chat@2"]
         if choice.logprobs is not None:
             if "echo" not in asked:
-                assert all(begin < max(1, len(choice.text)) for begin in choice.logprobs.text_offset), "they end where the text does"
-                assert "".join(choice.logprobs.tokens).startswith(choice.text) or "bytes:" in str(choice.logprobs.tokens)
+                assert all(
+                    begin < max(1, len(choice.text)) for begin in choice.logprobs.text_offset
+                ), "they end where the text does"
+                assert "".join(choice.logprobs.tokens).startswith(choice.text) or "bytes:" in str(
+                    choice.logprobs.tokens
+                )
             assert one.logprobs == choice.logprobs.token_logprobs
             assert one.offsets == choice.logprobs.text_offset
             assert one.top == (choice.logprobs.top_logprobs or [])
     assert (chunks[-1].choices, chunks[-1].mint_revision) == ([], world.digests["chat@2"])
-    totals = [(one.prompt_tokens, one.completion_tokens, one.total_tokens) for one in (whole.usage, chunks[-1].usage)]
+    totals = [
+        (one.prompt_tokens, one.completion_tokens, one.total_tokens)
+        for one in (whole.usage, chunks[-1].usage)
+    ]
     assert totals[0] == totals[1]
     if how.startswith("likeliest"):
         assert all(one.early for one in found), "each piece has its own"
     if how == "half characters":
-        told = [choice.text for chunk in chunks for choice in chunk.choices if choice.finish_reason is None]
+        told = [
+            choice.text
+            for chunk in chunks
+            for choice in chunk.choices
+            if choice.finish_reason is None
+        ]
         assert any(not text.isascii() for text in told)
         assert any(choice.finish_reason != "stop" for choice in whole.choices)
     if how == "stops within pieces":
@@ -155,20 +227,38 @@ def test_half_characters_are_never_told(world, client):
     likely = {"10813": 100, "242": 100, "218": 100}
     prompt = world.base.tokenizer.encode("x 😀 😀 😀")
     for seed in range(2):
-        asked = {"model": "tiny-random", "prompt": prompt, "seed": seed, "max_tokens": 15, "logit_bias": likely}
+        asked = {
+            "model": "tiny-random",
+            "prompt": prompt,
+            "seed": seed,
+            "max_tokens": 15,
+            "logit_bias": likely,
+        }
         whole = client.completions.create(**asked).choices[0].text
         told = [chunk.choices[0].text for chunk in client.completions.create(stream=True, **asked)]
         assert "".join(told) == whole
         assert not any(text.endswith("\N{REPLACEMENT CHARACTER}") for text in told[:-1])
 
 
-@pytest.mark.parametrize("settings", [{}, {"n": 3, "logprobs": True}, {"logprobs": True, "top_logprobs": 2}, {"logit_bias": MULTIBYTE}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"n": 3, "logprobs": True},
+        {"logprobs": True, "top_logprobs": 2},
+        {"logit_bias": MULTIBYTE},
+    ],
+)
 def test_a_streamed_chat_is_the_same_as_an_answer(world, client, settings):
     asked = {"model": "chat@1", "messages": MESSAGES, "seed": 11, "max_tokens": 30, **settings}
     whole = client.chat.completions.create(**asked)
     found = joined(client.chat.completions.create(stream=True, **asked))
     for choice, one in zip(whole.choices, found, strict=True):
-        assert (one.text, one.finish, one.revision) == (choice.message.content, choice.finish_reason, world.digests["chat@1"])
+        assert (one.text, one.finish, one.revision) == (
+            choice.message.content,
+            choice.finish_reason,
+            world.digests["chat@1"],
+        )
         entries = choice.logprobs.content if choice.logprobs else []
         assert one.logprobs == [entry.logprob for entry in entries]
         assert one.top == [entry.top_logprobs for entry in entries]
@@ -179,8 +269,12 @@ def test_a_streamed_chat_is_the_same_as_an_answer(world, client, settings):
 def test_echo_tells_log_probabilities_as_the_scorer_does(world, client, model):
     """As evaluation harnesses ask: a list of token lists, echo, one token behind."""
     lists = [world.rng.integers(3, 49000, n).tolist() for n in (7, 40, 2)]
-    answer = client.completions.create(model=model, prompt=lists, echo=True, logprobs=1, max_tokens=1, temperature=0)
-    leases = [] if model == "tiny-random" else [world.residency.acquire(world.digests[model]).result(60)]
+    answer = client.completions.create(
+        model=model, prompt=lists, echo=True, logprobs=1, max_tokens=1, temperature=0
+    )
+    leases = (
+        [] if model == "tiny-random" else [world.residency.acquire(world.digests[model]).result(60)]
+    )
     adapters = [lease.slot for lease in leases] * len(lists) or None
     wanted = Scorer(world.base).logprobs(lists, adapters, world.residency.stacks)
     for lease in leases:
@@ -190,7 +284,8 @@ def test_echo_tells_log_probabilities_as_the_scorer_does(world, client, model):
         assert told[0] is None
         assert choice.logprobs.top_logprobs[0] is None
         assert len(told) == len(tokens) + 1
-        np.testing.assert_allclose(told[1:-1], scores, atol=2e-4)  # prefill by pages and whole forwards sum otherwise
+        # prefill by pages and whole forwards sum otherwise
+        np.testing.assert_allclose(told[1:-1], scores, atol=2e-4)
         for p, likeliest in zip(told[1:], choice.logprobs.top_logprobs[1:], strict=True):
             assert p in likeliest.values()
         assert told[-1] == max(choice.logprobs.top_logprobs[-1].values()), "greedy"
@@ -198,14 +293,18 @@ def test_echo_tells_log_probabilities_as_the_scorer_does(world, client, model):
 
 
 def test_offsets_are_where_tokens_begin(world, client):
-    choice = client.completions.create(model="chat", prompt="An été, 日本 <|im_end|> x", echo=True, logprobs=0, max_tokens=4).choices[0]
+    choice = client.completions.create(
+        model="chat", prompt="An été, 日本 <|im_end|> x", echo=True, logprobs=0, max_tokens=4
+    ).choices[0]
     for token, begin in zip(choice.logprobs.tokens, choice.logprobs.text_offset, strict=True):
         if not token.startswith("bytes:"):
             assert choice.text.startswith(token, begin) or token == "<|endoftext|>"
 
 
 def test_log_probabilities_end_where_the_text_ends(world, client):
-    """An end token and a stop string have no entries; those who score tokens, with echo or ids, get all of them."""
+    """An end token and a stop string have no entries; those who score tokens, with echo or ids, get
+    all of them.
+    """
     forced = {"model": "chat", "prompt": TEXT, "temperature": 0, "max_tokens": 8, "logprobs": 1}
     by_id = {**forced, "logit_bias": {"2": 100}}
     by_text = {**forced, "logit_bias": LETTERS, "stop": ["a", "b", "c"]}
@@ -216,37 +315,76 @@ def test_log_probabilities_end_where_the_text_ends(world, client):
         assert len(found.logprobs.tokens) == len(found.token_ids) == 1
         echoed = client.completions.create(**asked, echo=True).choices[0].logprobs
         assert len(echoed.tokens) == len(world.base.tokenizer.encode(TEXT)) + 1
-    asked = {"model": "chat", "messages": MESSAGES, "max_tokens": 8, "logprobs": True, "temperature": 0, "logit_bias": {"2": 100}}
+    asked = {
+        "model": "chat",
+        "messages": MESSAGES,
+        "max_tokens": 8,
+        "logprobs": True,
+        "temperature": 0,
+        "logit_bias": {"2": 100},
+    }
     [choice] = client.chat.completions.create(**asked).choices
-    assert (choice.finish_reason, choice.message.content, choice.logprobs.content) == ("stop", "", [])
+    assert (choice.finish_reason, choice.message.content, choice.logprobs.content) == (
+        "stop",
+        "",
+        [],
+    )
 
 
 def test_vllms_fields(world, client):
     prompt = world.base.tokenizer.encode(TEXT)
-    extra = {"prompt_logprobs": 2, "return_token_ids": True, "return_tokens_as_token_ids": True, "ignore_eos": True, "stop_token_ids": [7]}
-    answer = client.completions.create(model="chat", prompt=prompt, logprobs=1, seed=1, max_tokens=5, extra_body=extra)
+    extra = {
+        "prompt_logprobs": 2,
+        "return_token_ids": True,
+        "return_tokens_as_token_ids": True,
+        "ignore_eos": True,
+        "stop_token_ids": [7],
+    }
+    answer = client.completions.create(
+        model="chat", prompt=prompt, logprobs=1, seed=1, max_tokens=5, extra_body=extra
+    )
     [done] = world.sampled(
-        prompt, world.digests["chat@2"], seed=1, max_tokens=5, stop_ids=(7,), prompt_logprobs=True, top_prompt_logprobs=2, top_logprobs=1
+        prompt,
+        world.digests["chat@2"],
+        seed=1,
+        max_tokens=5,
+        stop_ids=(7,),
+        prompt_logprobs=True,
+        top_prompt_logprobs=2,
+        top_logprobs=1,
     )
     [choice] = answer.choices
     assert (choice.token_ids, choice.prompt_token_ids) == (done.tokens, prompt)
     assert choice.logprobs.tokens == [f"token_id:{token}" for token in done.tokens]
     assert choice.prompt_logprobs[0] is None
-    for place, token, p, top in zip(choice.prompt_logprobs[1:], prompt[1:], done.prompt_logprobs, done.top_prompt_logprobs, strict=True):
+    for place, token, p, top in zip(
+        choice.prompt_logprobs[1:],
+        prompt[1:],
+        done.prompt_logprobs,
+        done.top_prompt_logprobs,
+        strict=True,
+    ):
         assert place[str(token)]["logprob"] == p
         assert {int(i) for i in place} == {token, *(i for i, _ in top)}
 
 
 def test_a_prompt_that_was_asked_before_is_told_as_cached(world, client):
     prompt = world.rng.integers(3, 49000, 200).tolist()
-    first, second = (client.completions.create(model="chat", prompt=prompt, max_tokens=1).usage for _ in range(2))
+    first, second = (
+        client.completions.create(model="chat", prompt=prompt, max_tokens=1).usage for _ in range(2)
+    )
     assert first.prompt_tokens_details.cached_tokens == 0
     assert 100 < second.prompt_tokens_details.cached_tokens < 200
 
 
 def test_answers_differ_without_a_seed_and_agree_with_one(client):
     def texts(**settings):
-        return {client.completions.create(model="chat", prompt=TEXT, max_tokens=4, **settings).choices[0].text for _ in range(3)}
+        return {
+            client.completions.create(model="chat", prompt=TEXT, max_tokens=4, **settings)
+            .choices[0]
+            .text
+            for _ in range(3)
+        }
 
     assert len(texts()) > 1
     assert len(texts(seed=-7)) == 1
@@ -259,7 +397,10 @@ def test_schemas_regexes_and_choices_are_kept_to(client):
         "required": ["city", "warm"],
         "additionalProperties": False,
     }
-    named = {"type": "json_schema", "json_schema": {"name": "weather", "schema": schema, "strict": True}}
+    named = {
+        "type": "json_schema",
+        "json_schema": {"name": "weather", "schema": schema, "strict": True},
+    }
     for stream in (False, True):
         asked = {"model": "chat", "messages": MESSAGES, "response_format": named, "max_tokens": 60}
         answer = client.chat.completions.create(stream=stream, **asked)
@@ -268,34 +409,65 @@ def test_schemas_regexes_and_choices_are_kept_to(client):
         assert read.keys() == {"city", "warm"}
         assert read["city"] in ("Oslo", "Rome")
     anything = client.chat.completions.create(
-        model="chat", messages=MESSAGES, response_format={"type": "json_object"}, max_tokens=4, logit_bias={}
+        model="chat",
+        messages=MESSAGES,
+        response_format={"type": "json_object"},
+        max_tokens=4,
+        logit_bias={},
     )
     assert anything.choices[0].message.content.startswith("{")
-    for extra in ({"guided_choice": ["yes", "no"]}, {"structured_outputs": {"choice": ["yes", "no"]}}, {"guided_regex": "yes|no"}):
-        assert client.completions.create(model="chat", prompt=TEXT, extra_body=extra).choices[0].text in ("yes", "no")
+    for extra in (
+        {"guided_choice": ["yes", "no"]},
+        {"structured_outputs": {"choice": ["yes", "no"]}},
+        {"guided_regex": "yes|no"},
+    ):
+        assert client.completions.create(model="chat", prompt=TEXT, extra_body=extra).choices[
+            0
+        ].text in ("yes", "no")
 
 
 def test_a_demanded_call_is_a_call_of_that_tool(world, client, monkeypatch):
     tokenizer = world.base.tokenizer
     monkeypatch.setattr(tokenizer, "_templates", {"default": TEMPLATE})
     monkeypatch.setattr(tokenizer, "_compiled", {})
-    parameters = {"type": "object", "properties": {"city": {"enum": ["Oslo"]}}, "required": ["city"], "additionalProperties": False}
+    parameters = {
+        "type": "object",
+        "properties": {"city": {"enum": ["Oslo"]}},
+        "required": ["city"],
+        "additionalProperties": False,
+    }
     tools = [{"type": "function", "function": {"name": "weather", "parameters": parameters}}]
     for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
         for stream in (False, True):
-            asked = {"model": "chat", "messages": MESSAGES, "tools": tools, "tool_choice": choice, "max_tokens": 60, "n": 2}
+            asked = {
+                "model": "chat",
+                "messages": MESSAGES,
+                "tools": tools,
+                "tool_choice": choice,
+                "max_tokens": 60,
+                "n": 2,
+            }
             answer = client.chat.completions.create(stream=stream, **asked)
             found = joined(answer) if stream else answer.choices
             for one in found:
                 [call] = one.calls if stream else one.message.tool_calls
-                assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"city": "Oslo"})
+                assert (call.function.name, json.loads(call.function.arguments)) == (
+                    "weather",
+                    {"city": "Oslo"},
+                )
                 assert (one.finish if stream else one.finish_reason) == "tool_calls"
 
 
 def test_a_promotion_moves_later_requests_only(world, client):
     digest = export(world.catalog, world.rng, world.base, "chat", 3)
     world.digests["chat@3"] = digest
-    with client.completions.create(model="chat@serving", prompt=TEXT, max_tokens=60, stream=True, extra_body={"ignore_eos": True}) as first:
+    with client.completions.create(
+        model="chat@serving",
+        prompt=TEXT,
+        max_tokens=60,
+        stream=True,
+        extra_body={"ignore_eos": True},
+    ) as first:
         chunks = [next(first)]
         world.catalog.promote("chat", 3, "serving")
         later = client.completions.create(model="chat@serving", prompt=TEXT, max_tokens=2)
@@ -303,7 +475,10 @@ def test_a_promotion_moves_later_requests_only(world, client):
     assert later.mint_revision == digest
     assert joined(chunks)[0].revision == world.digests["chat@1"]
     world.catalog.rollback("chat", "serving")
-    assert client.completions.create(model="chat@serving", prompt=TEXT, max_tokens=2).mint_revision == world.digests["chat@1"]
+    assert (
+        client.completions.create(model="chat@serving", prompt=TEXT, max_tokens=2).mint_revision
+        == world.digests["chat@1"]
+    )
 
 
 def test_names_of_others_unknown_and_retired_are_the_same_404(world, client):
@@ -324,22 +499,32 @@ def test_names_of_others_unknown_and_retired_are_the_same_404(world, client):
     ]
     names += ["", "  ", "@", "x" * 3000, "\x00", "tinker://x/sampler_weights/secret"]
     mine = client.with_options(default_headers={"x-tenant": "a"})
-    assert mine.completions.create(model="mine", prompt=TEXT, max_tokens=2).mint_revision == world.digests["a/mine@1"]
+    assert (
+        mine.completions.create(model="mine", prompt=TEXT, max_tokens=2).mint_revision
+        == world.digests["a/mine@1"]
+    )
     path = "tinker://s:train:0/sampler_weights/mine"
-    assert mine.completions.create(model=path, prompt=TEXT, max_tokens=2).mint_revision == world.digests["a/mine@1"]
+    assert (
+        mine.completions.create(model=path, prompt=TEXT, max_tokens=2).mint_revision
+        == world.digests["a/mine@1"]
+    )
     messages = set()
     for name in names[:-6] + names[-5:]:
         with pytest.raises(openai.NotFoundError) as error:
             mine.completions.create(model=name, prompt=TEXT, max_tokens=2)
         assert (error.value.code, error.value.param) == ("model_not_found", "model")
-        messages.add(error.value.message.replace(repr(name[:200]), "NAME").replace(json.dumps(name), "NAME"))
+        messages.add(
+            error.value.message.replace(repr(name[:200]), "NAME").replace(json.dumps(name), "NAME")
+        )
     assert len(messages) == 1
 
 
 def test_who_leaves_frees_the_rows(world, client):
     """A stream that is left, and a body that is not waited for."""
     extra = {"ignore_eos": True}
-    stream = client.completions.create(model="chat", prompt=TEXT, max_tokens=480, n=8, stream=True, extra_body=extra)
+    stream = client.completions.create(
+        model="chat", prompt=TEXT, max_tokens=480, n=8, stream=True, extra_body=extra
+    )
     list(itertools.islice(stream, 2))
     stream.close()
     body = {"model": "chat", "prompt": TEXT, "max_tokens": 480, "n": 8, **extra}
@@ -351,26 +536,46 @@ def test_who_leaves_frees_the_rows(world, client):
             break
         time.sleep(0.01)
     assert not world.engine._jobs
-    assert world.engine.counts["drawn_tokens"] - before < 8 * 480, "the last one did not run to its end"
-    assert client.completions.create(model="chat", prompt=TEXT, max_tokens=2).usage.completion_tokens > 0
+    assert world.engine.counts["drawn_tokens"] - before < 8 * 480, (
+        "the last one did not run to its end"
+    )
+    assert (
+        client.completions.create(model="chat", prompt=TEXT, max_tokens=2).usage.completion_tokens
+        > 0
+    )
 
 
 def test_many_at_once_by_the_asynchronous_client(world):
-    models = {"tiny-random": None, "chat@1": world.digests["chat@1"], "chat@2": world.digests["chat@2"]}
+    models = {
+        "tiny-random": None,
+        "chat@1": world.digests["chat@1"],
+        "chat@2": world.digests["chat@2"],
+    }
 
     async def ask():
-        async with openai.AsyncOpenAI(base_url=world.url + "/oai/api/v1", api_key="none", max_retries=0) as client:
+        async with openai.AsyncOpenAI(
+            base_url=world.url + "/oai/api/v1", api_key="none", max_retries=0
+        ) as client:
 
             async def one(i, model):
                 asked = {"model": model, "prompt": TEXT, "seed": i, "max_tokens": 12}
                 if i % 2:
-                    return joined([chunk async for chunk in await client.completions.create(stream=True, **asked)])[0].text
+                    return joined(
+                        [
+                            chunk
+                            async for chunk in await client.completions.create(stream=True, **asked)
+                        ]
+                    )[0].text
                 return (await client.completions.create(**asked)).choices[0].text
 
             return await asyncio.gather(*(one(i, model) for i in range(2) for model in models))
 
     found = asyncio.run(ask())
-    wanted = [world.sampled(TEXT, digest, seed=i, max_tokens=12)[0].text for i in range(2) for digest in models.values()]
+    wanted = [
+        world.sampled(TEXT, digest, seed=i, max_tokens=12)[0].text
+        for i in range(2)
+        for digest in models.values()
+    ]
     assert found == wanted
 
 
@@ -386,7 +591,9 @@ def test_a_full_queue_of_loads_says_when_to_ask_again(world, client, monkeypatch
     assert not world.engine._jobs
 
 
-def test_a_revision_that_cannot_be_loaded_is_told_before_a_stream_begins(world, client, monkeypatch):
+def test_a_revision_that_cannot_be_loaded_is_told_before_a_stream_begins(
+    world, client, monkeypatch
+):
     digest = export(world.catalog, world.rng, world.base, "chat", 4)
     monkeypatch.setattr(world.weights, "_below", lambda _: np.zeros(8, np.uint8))
     for stream in (False, True):
@@ -395,7 +602,13 @@ def test_a_revision_that_cannot_be_loaded_is_told_before_a_stream_begins(world, 
 
 
 def test_a_stream_names_its_revision_first_and_tells_a_failure_in_it(world, client, monkeypatch):
-    asked = {"model": "chat@1", "prompt": TEXT, "max_tokens": 20, "stream": True, "extra_body": {"ignore_eos": True}}
+    asked = {
+        "model": "chat@1",
+        "prompt": TEXT,
+        "max_tokens": 20,
+        "stream": True,
+        "extra_body": {"ignore_eos": True},
+    }
     with client.completions.with_streaming_response.create(**asked) as raw:
         assert raw.headers["x-mint-revision"] == world.digests["chat@1"]
         assert raw.headers["content-type"].startswith("text/event-stream")
@@ -422,9 +635,15 @@ def nested(depth):
 
 
 BAD = [  # field, body
-    *[("prompt", {"prompt": p}) for p in (5, {}, [], [[]], ["a", 5], [5, "a"], [[5], "a"], [1.5], [-1], [True], [10**9])],
+    *[
+        ("prompt", {"prompt": p})
+        for p in (5, {}, [], [[]], ["a", 5], [5, "a"], [[5], "a"], [1.5], [-1], [True], [10**9])
+    ],
     *[("max_tokens", {"max_tokens": v}) for v in ("5", 0, -1, 1.5, True, 10**9, [], 512)],
-    *[("temperature", {"temperature": v}) for v in ("1", -0.1, 2.1, True, float("nan"), float("inf"), {}, 10**400)],
+    *[
+        ("temperature", {"temperature": v})
+        for v in ("1", -0.1, 2.1, True, float("nan"), float("inf"), {}, 10**400)
+    ],
     *[("top_p", {"top_p": v}) for v in (0, 1.1, "x")],
     *[("top_k", {"top_k": v}) for v in (-2, 0.5, 2**40)],
     *[("min_p", {"min_p": v}) for v in (-1, 2, [])],
@@ -437,18 +656,46 @@ BAD = [  # field, body
     *[("echo", {"echo": v}) for v in ("yes", 1)],
     *[("stream", {"stream": v}) for v in ("yes", 1, [])],
     *[("stream_options", {"stream_options": v}) for v in (5, {"include_usage": True})],
-    *[("include_usage", {"stream": True, "stream_options": {"include_usage": v}}) for v in ("yes", 3)],
+    *[
+        ("include_usage", {"stream": True, "stream_options": {"include_usage": v}})
+        for v in ("yes", 3)
+    ],
     *[("presence_penalty", {"presence_penalty": v}) for v in (3, "x")],
     *[("frequency_penalty", {"frequency_penalty": v}) for v in (-3, [])],
     *[("repetition_penalty", {"repetition_penalty": v}) for v in (0, -1, "x")],
-    *[("logit_bias", {"logit_bias": v}) for v in ([], {"a": 1}, {"5": "x"}, {"5": 101}, {"999999": 1}, {"5": None}, {"5": float("nan")})],
-    *[("response_format", {"response_format": v}) for v in (5, {}, {"type": "xml"}, {"type": "json_schema"}, {"type": []})],
     *[
-        ("response_format", {"response_format": {"type": "json_schema", "json_schema": {"schema": v}}})
+        ("logit_bias", {"logit_bias": v})
+        for v in (
+            [],
+            {"a": 1},
+            {"5": "x"},
+            {"5": 101},
+            {"999999": 1},
+            {"5": None},
+            {"5": float("nan")},
+        )
+    ],
+    *[
+        ("response_format", {"response_format": v})
+        for v in (5, {}, {"type": "xml"}, {"type": "json_schema"}, {"type": []})
+    ],
+    *[
+        (
+            "response_format",
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": v}}},
+        )
         for v in ({"type": "wrong"}, {"$ref": "#"})
     ],
     ("json_schema", {"response_format": {"type": "json_schema", "json_schema": 5}}),
-    *[("guided_json", {"guided_json": v}) for v in ({"$ref": "#/none"}, {"type": "string", "pattern": "("}, {"enum": []}, {"anyOf": 5})],
+    *[
+        ("guided_json", {"guided_json": v})
+        for v in (
+            {"$ref": "#/none"},
+            {"type": "string", "pattern": "("},
+            {"enum": []},
+            {"anyOf": 5},
+        )
+    ],
     *[("", {"guided_json": nested(depth)}) for depth in (150, 400, 900)],
     *[("guided_json", {"guided_json": v}) for v in (5, [])],
     *[("guided_regex", {"guided_regex": v}) for v in ("(", 5, "")],
@@ -465,9 +712,22 @@ BAD = [  # field, body
     ("model", {"model": "\ud800"}),
 ]
 BAD_CHATS = [
-    *[("messages", {"messages": v}) for v in (None, [], {}, "hi", [5], [{}], [{"role": 5, "content": "x"}], [{"role": "user"}])],
-    *[("messages", {"messages": [{"role": "user", "content": v}]}) for v in (5, {}, [5], [{"type": "image_url"}], "\ud800", "long " * 600)],
-    ("messages", {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]}),
+    *[
+        ("messages", {"messages": v})
+        for v in (None, [], {}, "hi", [5], [{}], [{"role": 5, "content": "x"}], [{"role": "user"}])
+    ],
+    *[
+        ("messages", {"messages": [{"role": "user", "content": v}]})
+        for v in (5, {}, [5], [{"type": "image_url"}], "\ud800", "long " * 600)
+    ],
+    (
+        "messages",
+        {
+            "messages": [
+                {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}
+            ]
+        },
+    ),
     ("messages", {"messages": [{"role": "assistant", "tool_calls": 5}]}),
     ("top_logprobs", {"top_logprobs": 2}),
     ("top_logprobs", {"logprobs": True, "top_logprobs": 21}),
@@ -476,7 +736,13 @@ BAD_CHATS = [
     ("echo", {"echo": True}),
     ("tools", {"tools": 5}),
     ("tools", {"tools": [{}]}),
-    ("tools", {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"$ref": "#"}}}], "tool_choice": "required"}),
+    (
+        "tools",
+        {
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": {"$ref": "#"}}}],
+            "tool_choice": "required",
+        },
+    ),
     ("messages[1].role", {"messages": [*MESSAGES, {"role": "tooling", "content": "x"}]}),
     ("messages[0].content", {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}),
     ("tool_choice", {"tool_choice": "required"}),
@@ -490,17 +756,34 @@ def test_what_is_wrong_is_a_400_that_names_the_field(world, client):
     assert len(BAD) + len(BAD_CHATS) > 130
     with httpx.Client(base_url=world.url, timeout=60) as raw:
         unnamed = []
-        for bad, path, good in ((BAD, "/completions", {"prompt": TEXT}), (BAD_CHATS, "/chat/completions", {"messages": MESSAGES})):
+        for bad, path, good in (
+            (BAD, "/completions", {"prompt": TEXT}),
+            (BAD_CHATS, "/chat/completions", {"messages": MESSAGES}),
+        ):
             for field, change in bad:
                 body = json.dumps({"model": "chat", **good, **change})
                 found = raw.post("/v1" + path, content=body)
                 assert found.status_code == 400, (change, found.text)
                 error = found.json()["error"]
-                if not (error["param"] or "").startswith(field) and "surrogate" not in error["message"]:
+                if (
+                    not (error["param"] or "").startswith(field)
+                    and "surrogate" not in error["message"]
+                ):
                     unnamed.append((change, error))
                 assert error["type"] == "invalid_request_error"
         assert not unnamed
-        for content in (b"", b"{", b"[]", b"5", b"null", b'"x"', b"\xff", b"[" * 100_000, b'{"a":' * 5000, b"1" * 5000):
+        for content in (
+            b"",
+            b"{",
+            b"[]",
+            b"5",
+            b"null",
+            b'"x"',
+            b"\xff",
+            b"[" * 100_000,
+            b'{"a":' * 5000,
+            b"1" * 5000,
+        ):
             found = raw.post("/v1/completions", content=content)
             assert found.status_code == 400
             assert re.search("body|JSON", found.json()["error"]["message"])
@@ -514,10 +797,14 @@ def test_an_empty_prompt_is_the_beginning_of_a_document(world, client):
     [done] = world.sampled([start], world.digests["chat@1"], temperature=0, max_tokens=4)
     for given in ({"prompt": ""}, {"prompt": None}, {}, {"prompt": [""]}):
         found = httpx.post(
-            world.url + "/v1/completions", json={"model": "chat@1", "temperature": 0, "max_tokens": 4, **given}, timeout=60
+            world.url + "/v1/completions",
+            json={"model": "chat@1", "temperature": 0, "max_tokens": 4, **given},
+            timeout=60,
         ).json()
         assert (found["choices"][0]["text"], found["usage"]["prompt_tokens"]) == (done.text, 1)
-    echoed = client.completions.create(model="chat@1", prompt="", echo=True, temperature=0, max_tokens=4).choices[0]
+    echoed = client.completions.create(
+        model="chat@1", prompt="", echo=True, temperature=0, max_tokens=4
+    ).choices[0]
     assert echoed.text == done.text
 
 
@@ -527,18 +814,38 @@ def test_answers_say_what_serves_and_that_nothing_was_refused(world, client):
     assert answer.system_fingerprint == f"mint-jax-{__version__}-{world.base.fingerprint[:12]}"
     chunks = list(client.chat.completions.create(stream=True, **asked))
     assert {chunk.system_fingerprint for chunk in chunks} == {answer.system_fingerprint}
-    assert client.completions.create(model="chat", prompt=TEXT, max_tokens=1).system_fingerprint == answer.system_fingerprint
-    raw = httpx.post(world.url + "/v1/chat/completions", json=asked, timeout=60).json()["choices"][0]
+    assert (
+        client.completions.create(model="chat", prompt=TEXT, max_tokens=1).system_fingerprint
+        == answer.system_fingerprint
+    )
+    raw = httpx.post(world.url + "/v1/chat/completions", json=asked, timeout=60).json()["choices"][
+        0
+    ]
     assert raw["message"]["refusal"] is None
     assert raw["logprobs"]["refusal"] is None
 
 
 def test_one_setting_lifts_openais_limits(world, monkeypatch):
-    messages, many = [{"role": "critic", "content": "x"}], {"temperature": 3, "stop": list("abcde"), "max_tokens": 1}
-    wide = [("completions", {"prompt": TEXT, "logprobs": 20, **many}), ("chat/completions", {"messages": messages, **many})]
+    messages, many = (
+        [{"role": "critic", "content": "x"}],
+        {
+            "temperature": 3,
+            "stop": list("abcde"),
+            "max_tokens": 1,
+        },
+    )
+    wide = [
+        ("completions", {"prompt": TEXT, "logprobs": 20, **many}),
+        ("chat/completions", {"messages": messages, **many}),
+    ]
 
     def statuses():
-        return [httpx.post(f"{world.url}/v1/{path}", json={"model": "chat", **body}, timeout=60).status_code for path, body in wide]
+        return [
+            httpx.post(
+                f"{world.url}/v1/{path}", json={"model": "chat", **body}, timeout=60
+            ).status_code
+            for path, body in wide
+        ]
 
     assert statuses() == [400, 400]
     monkeypatch.setattr(world, "bounds", WIDE)
@@ -546,16 +853,44 @@ def test_one_setting_lifts_openais_limits(world, monkeypatch):
 
 
 def test_prompts_beyond_the_context_are_told_so(client):
-    for call, field in ((client.completions.create, "prompt"), (client.chat.completions.create, "messages")):
+    for call, field in (
+        (client.completions.create, "prompt"),
+        (client.chat.completions.create, "messages"),
+    ):
         text = "word " * 600
         with pytest.raises(openai.BadRequestError) as error:
-            call(model="chat", **{field: text if field == "prompt" else [{"role": "user", "content": text}]})
+            call(
+                model="chat",
+                **{field: text if field == "prompt" else [{"role": "user", "content": text}]},
+            )
         assert (error.value.code, error.value.param) == ("context_length_exceeded", field)
 
 
 def test_fields_that_nobody_knows_and_nulls_are_ignored(world, client):
-    nulls = dict.fromkeys(("temperature", "top_p", "n", "stop", "logprobs", "echo", "seed", "stream", "logit_bias", "suffix", "best_of"))
-    body = {"model": "chat@1", "prompt": TEXT, "max_tokens": 3, **nulls, "user": "me", "metadata": {"a": 1}, "no_such_field": [1]}
+    nulls = dict.fromkeys(
+        (
+            "temperature",
+            "top_p",
+            "n",
+            "stop",
+            "logprobs",
+            "echo",
+            "seed",
+            "stream",
+            "logit_bias",
+            "suffix",
+            "best_of",
+        )
+    )
+    body = {
+        "model": "chat@1",
+        "prompt": TEXT,
+        "max_tokens": 3,
+        **nulls,
+        "user": "me",
+        "metadata": {"a": 1},
+        "no_such_field": [1],
+    }
     found = httpx.post(world.url + "/v1/completions", json=body, timeout=60)
     assert found.status_code == 200
     assert math.isclose(found.json()["usage"]["completion_tokens"], 3)
@@ -565,7 +900,10 @@ def test_models_are_listed_and_adapters_loaded_by_name(world, client):
     page = client.models.list()
     ids = [model.id for model in page.data]
     assert ids == ["tiny-random", "Base/Name", "chat"]
-    assert (page.data[-1].parent, page.data[-1].mint_revision) == ("tiny-random", world.weights.resolve("chat", "default").digest)
+    assert (page.data[-1].parent, page.data[-1].mint_revision) == (
+        "tiny-random",
+        world.weights.resolve("chat", "default").digest,
+    )
     assert (page.data[0].parent, page.data[0].root) == (None, "tiny-random")
     assert client.models.retrieve("chat@1").mint_revision == world.digests["chat@1"]
     with httpx.Client(base_url=world.url, timeout=60) as raw:
@@ -574,17 +912,36 @@ def test_models_are_listed_and_adapters_loaded_by_name(world, client):
             return raw.post(path, json=body)
 
         loaded = post("/v1/load_lora_adapter", lora_name="mine", lora_path="chat@1")
-        assert (loaded.status_code, loaded.headers["content-type"].split(";")[0]) == (200, "text/plain")
-        assert client.completions.create(model="mine", prompt=TEXT, max_tokens=1).mint_revision == world.digests["chat@1"]
-        assert post("/v1/load_lora_adapter", lora_name="mine", lora_path="chat@2").status_code == 400, "taken"
-        assert post("/v1/load_lora_adapter", lora_name="mine", lora_path="chat@2", load_inplace=True).status_code == 200
+        assert (loaded.status_code, loaded.headers["content-type"].split(";")[0]) == (
+            200,
+            "text/plain",
+        )
+        assert (
+            client.completions.create(model="mine", prompt=TEXT, max_tokens=1).mint_revision
+            == world.digests["chat@1"]
+        )
+        assert (
+            post("/v1/load_lora_adapter", lora_name="mine", lora_path="chat@2").status_code == 400
+        ), "taken"
+        assert (
+            post(
+                "/v1/load_lora_adapter", lora_name="mine", lora_path="chat@2", load_inplace=True
+            ).status_code
+            == 200
+        )
         assert client.models.retrieve("mine").mint_revision == world.digests["chat@2"]
-        assert post("/v1/load_lora_adapter", lora_name="other", lora_path="nothing").status_code == 404
+        assert (
+            post("/v1/load_lora_adapter", lora_name="other", lora_path="nothing").status_code == 404
+        )
         assert post("/v1/load_lora_adapter", lora_name="other").status_code == 400
         assert post("/v1/load_lora_adapter", lora_path="chat").status_code == 400
         first = raw.get("/v1/models", params={"limit": 2}).json()
         rest = raw.get("/v1/models", params={"limit": 2, "after": first["last_id"]}).json()
-        assert ([card["id"] for card in first["data"] + rest["data"]], first["has_more"], rest["has_more"]) == (
+        assert (
+            [card["id"] for card in first["data"] + rest["data"]],
+            first["has_more"],
+            rest["has_more"],
+        ) == (
             ["tiny-random", "Base/Name", "mine", "chat"],
             True,
             False,

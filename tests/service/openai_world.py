@@ -1,4 +1,6 @@
-"""A server of OpenAI's API over the random base, with a catalog of two tenants: what the tests of it share."""
+"""A server of OpenAI's API over the random base, with a catalog of two tenants: what the tests of
+it share.
+"""
 
 import contextlib
 import dataclasses
@@ -43,12 +45,16 @@ def random_adapter(rng: np.random.Generator, base: Base) -> Any:
 
 def export(catalog: Catalog, rng: np.random.Generator, base: Base, policy: str, step: int) -> str:
     """One more revision of a policy; its digest."""
-    return catalog.export(policy, pack(random_adapter(rng, base), Schema(base.fingerprint, CONFIG)), step=step).digest
+    return catalog.export(
+        policy, pack(random_adapter(rng, base), Schema(base.fingerprint, CONFIG)), step=step
+    ).digest
 
 
 @dataclasses.dataclass
 class World:
-    """``chat`` of the default tenant has two revisions, the first is ``serving``; ``a`` and ``b`` have a policy each."""
+    """``chat`` of the default tenant has two revisions, the first is ``serving``; ``a`` and ``b``
+    have a policy each.
+    """
 
     base: Base
     catalog: Catalog
@@ -84,18 +90,28 @@ def opened(mesh: Any, folder: Path) -> Iterator[World]:
         digests = {}
         for policy, count in (("chat", 2), ("a/mine", 1), ("b/secret", 1)):
             catalog.create_policy(policy, Schema(base.fingerprint, CONFIG))
-            digests |= {f"{policy}@{n}": export(catalog, rng, base, policy, n) for n in range(1, count + 1)}
+            digests |= {
+                f"{policy}@{n}": export(catalog, rng, base, policy, n) for n in range(1, count + 1)
+            }
         catalog.promote("chat", 1, "serving")
 
         def sampler(tenant: str, path: str) -> str:
             return catalog.resolve(f"{tenant}/{path.rsplit('/', 1)[1]}", tenant).digest
 
-        weights = Weights(base, catalog, also=("Base/Name",), sampler=sampler, folder=folder / "peft", below=catalog.load)
+        weights = Weights(
+            base,
+            catalog,
+            also=("Base/Name",),
+            sampler=sampler,
+            folder=folder / "peft",
+            below=catalog.load,
+        )
         specs = transformer.abstract(base.cfg)
         slots = DeviceSlots(specs, {2: 3}, ("q", "v"))
         admission = Admission(base.fingerprint, specs, {b: slots.targets(b) for b in slots.stacks})
         residency = Residency(weights.fetch, unpack, admission, slots, 1 << 28)
-        engine = Engine(base, base.need_tokenizer().decode, rows=(2,), steps=3)  # a row costs most, 49,152 tokens
+        # a row costs most, 49,152 tokens
+        engine = Engine(base, base.need_tokenizer().decode, rows=(2,), steps=3)
         try:
             yield World(base, catalog, weights, residency, engine, digests, rng)
         finally:
@@ -106,7 +122,9 @@ def opened(mesh: Any, folder: Path) -> Iterator[World]:
 def served(world: World) -> Iterator[World]:
     """The world behind a port of this machine."""
     app = Starlette(routes=routes(world))
-    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="critical", lifespan="off"))
+    server = uvicorn.Server(
+        uvicorn.Config(app, host="127.0.0.1", port=0, log_level="critical", lifespan="off")
+    )
     thread = threading.Thread(target=server.run)
     with world.engine.serving(residency=world.residency):
         thread.start()
@@ -122,7 +140,8 @@ def served(world: World) -> Iterator[World]:
 
 
 def joined(chunks: Any) -> list[SimpleNamespace]:
-    """A stream's choices put together: text, tokens and log-probabilities, calls, and why each ended.
+    """A stream's choices put together: text, tokens and log-probabilities, calls, and why each
+    ended.
 
     ``early`` counts the places whose likeliest tokens came before the choice's last chunk.
     """
@@ -130,7 +149,17 @@ def joined(chunks: Any) -> list[SimpleNamespace]:
     for chunk in chunks:
         for choice in chunk.choices:
             one = out.setdefault(
-                choice.index, SimpleNamespace(text="", logprobs=[], top=[], early=0, offsets=[], calls=[], finish=None, revision=None)
+                choice.index,
+                SimpleNamespace(
+                    text="",
+                    logprobs=[],
+                    top=[],
+                    early=0,
+                    offsets=[],
+                    calls=[],
+                    finish=None,
+                    revision=None,
+                ),
             )
             assert one.finish is None, "nothing comes behind a choice's end"
             if (delta := getattr(choice, "delta", None)) is None:
@@ -141,8 +170,14 @@ def joined(chunks: Any) -> list[SimpleNamespace]:
             else:
                 one.text += delta.content or ""
                 one.calls += delta.tool_calls or []
-                one.logprobs += [entry.logprob for entry in choice.logprobs.content] if choice.logprobs else []
-                one.top += [entry.top_logprobs for entry in choice.logprobs.content] if choice.logprobs else []
+                one.logprobs += (
+                    [entry.logprob for entry in choice.logprobs.content] if choice.logprobs else []
+                )
+                one.top += (
+                    [entry.top_logprobs for entry in choice.logprobs.content]
+                    if choice.logprobs
+                    else []
+                )
             one.early = one.early if choice.finish_reason else len(one.top)
             one.finish, one.revision = choice.finish_reason, getattr(chunk, "mint_revision", None)
     return [out[index] for index in sorted(out)]

@@ -53,13 +53,21 @@ def test_the_file_says_what_differs_from_the_default_and_is_read_again(tmp_path,
 
 def test_the_commands(tmp_path, capsys):
     folder = f"--folder={tmp_path}"
-    assert main(["set", folder, "--tenant=ann", "--tokens=100k", "--bytes=4Gi", "--policies=2"]) == 0
+    assert (
+        main(["set", folder, "--tenant=ann", "--tokens=100k", "--bytes=4Gi", "--policies=2"]) == 0
+    )
     assert main(["set", folder, "--tenant=ann", "--policies=none"]) == 0
     assert read(tmp_path) == {"ann": Quota(tokens=100_000, bytes=4 << 30)}
     capsys.readouterr()
     assert main(["list", folder]) == 0
-    assert capsys.readouterr().out == "ann\trequests=-\ttokens=100000\tpolicies=-\tbytes=4294967296\n"
-    for wrong, told in (("--tokens=many", "limit is 'many'"), ("--policies=-1", "quota policies is -1"), ("--bytes=1.5Gi", "limit is")):
+    assert (
+        capsys.readouterr().out == "ann\trequests=-\ttokens=100000\tpolicies=-\tbytes=4294967296\n"
+    )
+    for wrong, told in (
+        ("--tokens=many", "limit is 'many'"),
+        ("--policies=-1", "quota policies is -1"),
+        ("--bytes=1.5Gi", "limit is"),
+    ):
         assert main(["set", folder, "--tenant=ann", wrong]) == 2
         assert told in capsys.readouterr().err
     assert main(["set", folder, "--tenant=a/b", "--tokens=1"]) == 2
@@ -72,7 +80,11 @@ def test_the_commands(tmp_path, capsys):
 def test_tokens_in_flight_never_exceed_the_quota(rng):
     quotas, held, refused = Quotas(Quota(tokens=100)), {}, 0
     for _ in range(2000):
-        tenant, key, tokens = str(rng.choice(["a", "b"])), int(rng.integers(20)), int(rng.integers(0, 60))
+        tenant, key, tokens = (
+            str(rng.choice(["a", "b"])),
+            int(rng.integers(20)),
+            int(rng.integers(0, 60)),
+        )
         if rng.random() < 0.5:
             quotas.end(key)
             held.pop(key, None)
@@ -87,7 +99,9 @@ def test_tokens_in_flight_never_exceed_the_quota(rng):
             continue
         assert new == (key not in held)
         held.setdefault(key, (tenant, tokens))
-        assert quotas.tokens == {t: n for t in "ab" if (n := sum(x for owner, x in held.values() if owner == t))}
+        assert quotas.tokens == {
+            t: n for t in "ab" if (n := sum(x for owner, x in held.values() if owner == t))
+        }
     assert refused
     with pytest.raises(OverQuota, match="tenant a may have 100 in flight: ask for fewer at once"):
         quotas.begin("large", "a", 101)
@@ -118,13 +132,19 @@ def test_requests_in_flight_are_a_tenants_own_number():
     async def run():
         named = Quotas(Quota(requests=0))
         app = Gate(Starlette(routes=[Route("/x", answer)]), None, Limits(), quotas=named)
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(app), base_url="http://localhost"
+        ) as client:
             refused = await client.get("/x")
             named.default = Quota(requests=1)
             return refused, await client.get("/x")
 
     refused, served = asyncio.run(run())
-    assert (refused.status_code, refused.headers["retry-after"], served.status_code) == (429, "1", 200)
+    assert (refused.status_code, refused.headers["retry-after"], served.status_code) == (
+        429,
+        "1",
+        200,
+    )
     assert "tenant default has 0 requests in flight" in refused.json()["detail"]
 
 
@@ -153,10 +173,18 @@ def test_policies_are_so_many_until_one_is_unloaded(site, limited):
         site.post("unload_model", {"model_id": model.id})
     limited(policies=2)
     first, _ = site.trainer(client=client), site.trainer(client=client)
-    with pytest.raises(tinker.PermissionDeniedError, match="tenant default has 2 policies in training, of 2: unload one"):
+    with pytest.raises(
+        tinker.PermissionDeniedError,
+        match="tenant default has 2 policies in training, of 2: unload one",
+    ):
         site.trainer(client=client)
     session, number = first.model_id.split(":train:")
-    again = {"session_id": session, "model_seq_id": int(number), "base_model": site.server.name, "lora_config": {"rank": 8}}
+    again = {
+        "session_id": session,
+        "model_seq_id": int(number),
+        "base_model": site.server.name,
+        "lora_config": {"rank": 8},
+    }
     assert site.post("create_model", again).status_code != 403, "it is there already"
     assert site.post("unload_model", {"model_id": first.model_id}).status_code == 200
     assert site.trainer(client=client).model_id
@@ -165,24 +193,38 @@ def test_policies_are_so_many_until_one_is_unloaded(site, limited):
 def test_bytes_of_states_and_checkpoints(rng, site, limited):
     client = site.client()
     trainer = site.trainer(client=client)
-    trainer.forward_backward([datum_of(one) for one in random_data(rng, "cross_entropy", 12)], "cross_entropy")
+    trainer.forward_backward(
+        [datum_of(one) for one in random_data(rng, "cross_entropy", 12)], "cross_entropy"
+    )
     trainer.optim_step(NUMBERS).result()
     size, has = site.held(trainer).without_gradients().nbytes, owned(site)
-    assert site.server._state_bytes(8, dict.fromkeys(site.server.families, True)) == size, "a state is what it is counted as"
+    assert site.server._state_bytes(8, dict.fromkeys(site.server.families, True)) == size, (
+        "a state is what it is counted as"
+    )
     limited(bytes=has + size + size // 2)
     path = trainer.save_state("one").result().path
-    failed(trainer.save_state("two"), rf"bytes of checkpoints and training states and asks for {size} more, of {has + size + size // 2}")
+    failed(
+        trainer.save_state("two"),
+        rf"bytes of checkpoints and training states and asks for {size} more, of"
+        rf" {has + size + size // 2}",
+    )
     trainer.save_state("one", overwrite=True).result()  # in the place of what it was
     trainer.save_weights_for_sampler("small").result()
-    with pytest.raises(tinker.PermissionDeniedError, match="delete checkpoints, or unload policies"):
+    with pytest.raises(
+        tinker.PermissionDeniedError, match="delete checkpoints, or unload policies"
+    ):
         site.trainer(client=client)
-    assert httpx.delete(f"{site.url}/api/v1/training_runs/{trainer.model_id}/checkpoints/{path.split('/', 3)[3]}").is_success
+    assert httpx.delete(
+        f"{site.url}/api/v1/training_runs/{trainer.model_id}/checkpoints/{path.split('/', 3)[3]}"
+    ).is_success
     trainer.save_state("two").result()
 
 
 def owned(site):
     told = [model.told for model in site.server.book.living("default") if "rank" in model.told]
-    return site.server.book.checkpoint_bytes("default") + sum(site.server._state_bytes(one["rank"], one["train"]) for one in told)
+    return site.server.book.checkpoint_bytes("default") + sum(
+        site.server._state_bytes(one["rank"], one["train"]) for one in told
+    )
 
 
 @pytest.mark.long
@@ -202,23 +244,39 @@ def test_tokens_in_flight_make_a_client_wait_and_too_many_fail(rng, site, limite
 
     monkeypatch.setattr(site.server.quotas, "begin", counted)
     sampler = site.client().create_sampling_client(base_model=site.server.name).result()
-    prompt, released = types.ModelInput.from_ints(rng.integers(3, 97, 4).tolist()), threading.Event()
-    failed(sampler.sample(prompt, 1, types.SamplingParams(max_tokens=tokens)), f"may have {tokens} in flight: ask for fewer at once")
-    failed(trainer.forward_backward([*data, *data], "cross_entropy"), f"the request has {2 * tokens} tokens")
+    prompt, released = (
+        types.ModelInput.from_ints(rng.integers(3, 97, 4).tolist()),
+        threading.Event(),
+    )
+    failed(
+        sampler.sample(prompt, 1, types.SamplingParams(max_tokens=tokens)),
+        f"may have {tokens} in flight: ask for fewer at once",
+    )
+    failed(
+        trainer.forward_backward([*data, *data], "cross_entropy"),
+        f"the request has {2 * tokens} tokens",
+    )
     site.server.loop.training.do("", lambda live: released.wait(60))
     try:
         first = trainer.forward_backward(data, "cross_entropy")
         until(lambda: site.server.quotas.tokens)
-        raw = {"base_model": site.server.name, "prompt": {"chunks": [{"type": "encoded_text", "tokens": [5, 6]}]}}
+        raw = {
+            "base_model": site.server.name,
+            "prompt": {"chunks": [{"type": "encoded_text", "tokens": [5, 6]}]},
+        }
         refused = site.post("asample", raw | {"sampling_params": {"max_tokens": 4}})
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
-        waiting = [sampler.sample(prompt, 1, types.SamplingParams(max_tokens=4)), trainer.forward_backward(data, "cross_entropy")]
+        waiting = [
+            sampler.sample(prompt, 1, types.SamplingParams(max_tokens=4)),
+            trainer.forward_backward(data, "cross_entropy"),
+        ]
         until(lambda: len(busy) >= 3)
     finally:
         released.set()
     for one in (first, *waiting):  # the SDK has asked again
         one.result()
-    until(lambda: httpx.get(site.url + "/debug/state").json()["tokens_in_flight"] == {})  # a request ends after its answer
+    # a request ends after its answer
+    until(lambda: httpx.get(site.url + "/debug/state").json()["tokens_in_flight"] == {})
 
 
 def until(there):

@@ -1,4 +1,6 @@
-"""kill -9 of a server with eight tenants: it goes on, and every result and state is what an undisturbed server gives."""
+"""kill -9 of a server with eight tenants: it goes on, and every result and state is what an
+undisturbed server gives.
+"""
 
 import json
 import os
@@ -21,9 +23,23 @@ ROOT = Path(__file__).parents[2]
 
 def start(base: Path, folder: Path, seed: int) -> subprocess.Popen:
     folder.mkdir(exist_ok=True)
-    command = [sys.executable, "-m", "tests.service.server_victim", str(base), str(folder), str(seed)]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.service.server_victim",
+        str(base),
+        str(folder),
+        str(seed),
+    ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
-    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 def ended(process: subprocess.Popen) -> None:
@@ -41,8 +57,14 @@ def told(folder: Path) -> dict[tuple[int, int], tuple[str, float | None]]:
 
 
 @pytest.mark.slow  # http_kill_test.py kills the whole server
-def test_a_server_that_is_killed_loses_nothing_and_runs_nothing_twice(hf_dirs, memory, tmp_path, rng):
-    base, seed, choice = hf_dirs("llama"), int(rng.integers(1 << 30)), random.Random(int(rng.integers(1 << 30)))
+def test_a_server_that_is_killed_loses_nothing_and_runs_nothing_twice(
+    hf_dirs, memory, tmp_path, rng
+):
+    base, seed, choice = (
+        hf_dirs("llama"),
+        int(rng.integers(1 << 30)),
+        random.Random(int(rng.integers(1 << 30))),
+    )
     ended(start(base, tmp_path / "whole", seed))
     expected, killed, kills = told(tmp_path / "whole"), memory / "killed", 0
     while kills < 5:
@@ -63,13 +85,22 @@ def test_a_server_that_is_killed_loses_nothing_and_runs_nothing_twice(hf_dirs, m
     found = told(killed)
     assert found.keys() == expected.keys()
     for key, (_, loss) in expected.items():
-        # float32 sums in another order, from the same weights but for the like: steps are shared with others than before
+        # float32 sums in another order, from the same weights but for the like: steps are shared
+        # with others than before
         assert found[key][1] == (loss if loss is None else pytest.approx(loss, rel=1e-3))
     for tenant in range(TENANTS):
-        one, two = (Held.from_bytes((at / "states" / f"t{tenant}").read_bytes(), "it") for at in (tmp_path / "whole", killed))
+        one, two = (
+            Held.from_bytes((at / "states" / f"t{tenant}").read_bytes(), "it")
+            for at in (tmp_path / "whole", killed)
+        )
         updates = sum(isinstance(call, Optim) for call in plan(tenant, seed))
         assert (one.steps, one.skipped) == (two.steps, two.skipped) == (updates, 0)
         assert set(one.parts) == set(two.parts) == {"factors", "mu", "nu", "grad"}
         for part, leaves in one.parts.items():
             for path, leaf in leaves.items():
-                np.testing.assert_allclose(two.parts[part][path], leaf, atol=2e-2 * np.abs(leaf).max(), err_msg=f"{part} {path}")
+                np.testing.assert_allclose(
+                    two.parts[part][path],
+                    leaf,
+                    atol=2e-2 * np.abs(leaf).max(),
+                    err_msg=f"{part} {path}",
+                )

@@ -1,4 +1,6 @@
-"""A server beside a clock that jumps, after long stops and on a full disk: sessions, accepted requests, answers and checkpoints stay."""
+"""A server beside a clock that jumps, after long stops and on a full disk: sessions, accepted
+requests, answers and checkpoints stay.
+"""
 
 import asyncio
 import contextlib
@@ -31,7 +33,9 @@ from tests.residency.clock import Clock
 from tests.service.tinker_training_test import same_parts
 from tests.train.live_test import SHAPES, coefs, random_data
 
-SIZES = Sizes(slots={2: 1}, adapters={2: 1}, shapes=SHAPES, max_rows=8, host_bytes=1 << 26, session_s=3600.0)
+SIZES = Sizes(
+    slots={2: 1}, adapters={2: 1}, shapes=SHAPES, max_rows=8, host_bytes=1 << 26, session_s=3600.0
+)
 YEARS = 10 * 365 * 86400.0
 WAIT_S = 60.0
 
@@ -67,7 +71,9 @@ def model_of(server: Server) -> tuple[str, str]:
 
 @pytest.mark.parametrize("seconds", [-YEARS, YEARS])
 def test_a_stop_ends_no_session_and_loses_no_accepted_request(serve, jump, seconds):
-    """However long it was by the clock of the machine. What was accepted before is done, and its results are told."""
+    """However long it was by the clock of the machine. What was accepted before is done, and its
+    results are told.
+    """
     with serve().running() as server:
         session, model = model_of(server)
         assert server.is_open("default", session)
@@ -90,14 +96,18 @@ def test_a_stop_ends_no_session_and_loses_no_accepted_request(serve, jump, secon
         assert model in server.live
         server.monotonic.advance(1)
         server.maintain()
-        assert not server.is_open("default", session), "now it was silent for so long while it was served"
+        assert not server.is_open("default", session), (
+            "now it was silent for so long while it was served"
+        )
 
 
 @pytest.mark.parametrize("seconds", [-YEARS, YEARS])
 def test_a_clock_that_is_set_while_a_server_runs_changes_nothing(serve, jump, seconds):
     with serve().running() as server:
         session, model = model_of(server)
-        for number, call in enumerate((Create(AdapterConfig(1, 2.0, ("q",))), Save("weights", "a", ttl_s=3600)), 1):
+        for number, call in enumerate(
+            (Create(AdapterConfig(1, 2.0, ("q",))), Save("weights", "a", ttl_s=3600)), 1
+        ):
             id = server.durable.submit(model, number, call)
             path = server.durable.result(id, WAIT_S).get("path")
         link = server.links.make("digest", "name")
@@ -128,7 +138,9 @@ def test_a_session_ends_when_it_was_silent_for_so_long(serve):
 
 @pytest.mark.parametrize("seconds", [-YEARS, YEARS])
 def test_answers_that_ended_after_a_restart_are_behind_a_cursor_from_before(serve, jump, seconds):
-    """A client polls a group on with the cursor that it has; the clock may be behind what it was."""
+    """A client polls a group on with the cursor that it has; the clock may be behind what it
+    was.
+    """
 
     async def ended(server, cursor):
         answer, _ = server.answers.begin("group", None, "")
@@ -163,7 +175,11 @@ def test_what_was_made_later_comes_first_whatever_the_clock_says(tmp_path):
     for _ in range(4):
         clock.advance(-1000.0)
         made.append(book.open_session("default", {}))
-    models = [book.add_model(made[0], number, "default", {}).id for number in range(3) if not clock.advance(-10)]
+    models = [
+        book.add_model(made[0], number, "default", {}).id
+        for number in range(3)
+        if not clock.advance(-10)
+    ]
     assert [one.id for one in book.sessions("default", 3, 1)] == made[2::-1]
     assert [one.id for one in book.models("default", 10, 0)] == models[::-1]
     assert book.models_of("default", made[0]) == models
@@ -171,7 +187,9 @@ def test_what_was_made_later_comes_first_whatever_the_clock_says(tmp_path):
 
 
 def fill_the_disk(directory: str):
-    """Trains on a disk that somebody else fills, empties and fills again. Run by ``run_limited``."""
+    """Trains on a disk that somebody else fills, empties and fills again. Run by
+    ``run_limited``.
+    """
     logging.disable()
     journal.RETRY_S, rng = 0.05, np.random.default_rng(0)
     base = base_lib.load(os.environ["MINT_TEST_BASE"], single_device_mesh())
@@ -186,10 +204,15 @@ def fill_the_disk(directory: str):
 
     with Server(base, made, dataclasses.replace(SIZES, every=1)).running() as server:
         _, model = model_of(server)
-        server.durable.result(server.durable.submit(model, 1, Create(AdapterConfig(2, 2.0, ("q", "down")))), WAIT_S)
+        server.durable.result(
+            server.durable.submit(model, 1, Create(AdapterConfig(2, 2.0, ("q", "down")))), WAIT_S
+        )
         number, pending, lost = 1, {}, set()
         for turn in range(4):
-            with open(Path(directory) / "ballast", "wb", buffering=0) as ballast, contextlib.suppress(OSError):
+            with (
+                open(Path(directory) / "ballast", "wb", buffering=0) as ballast,
+                contextlib.suppress(OSError),
+            ):
                 while turn % 2:
                     ballast.write(bytes(4096))
             for call in list(calls(f"turn{turn}")):
@@ -215,7 +238,11 @@ def fill_the_disk(directory: str):
                     report["failed"].append(str(reason))
                     lost.add(one)
             pending.clear()
-        report["steps"], report["trouble"], state = held_of(server, model).steps, server.trouble(), held_of(server, model).to_bytes()
+        report["steps"], report["trouble"], state = (
+            held_of(server, model).steps,
+            server.trouble(),
+            held_of(server, model).to_bytes(),
+        )
     with Server(base, made, SIZES).running() as server:
         report["same"] = held_of(server, model).to_bytes() == state
         kept = [save for number, save in saves.items() if number not in lost]
@@ -232,7 +259,9 @@ def fill_the_disk(directory: str):
 @pytest.mark.long
 def test_a_server_on_a_disk_that_is_full_from_time_to_time(hf_dirs, tmp_path, monkeypatch):
     monkeypatch.setenv("MINT_TEST_BASE", str(hf_dirs("llama")))
-    report = json.loads(run_limited("full disk", 12, "tests.service.server_test", tmp_path).splitlines()[-1])
+    report = json.loads(
+        run_limited("full disk", 12, "tests.service.server_test", tmp_path).splitlines()[-1]
+    )
     assert report["failed"] or report["refused"], "it was never full"
     assert report["steps"] == 4
     assert report["same"]
@@ -272,8 +301,12 @@ def full_disk(server, call):
 
 
 @pytest.mark.parametrize("call", ["pwrite", "fsync", "replace", "rename", "sqlite"])
-def test_after_a_full_disk_training_goes_on_with_all_that_was_acknowledged(serve, rng, monkeypatch, call):
-    """Whatever fails of it: each request fails once and says why, or is done; the state stays, and nothing needs a restart."""
+def test_after_a_full_disk_training_goes_on_with_all_that_was_acknowledged(
+    serve, rng, monkeypatch, call
+):
+    """Whatever fails of it: each request fails once and says why, or is done; the state stays, and
+    nothing needs a restart.
+    """
     monkeypatch.setattr(journal, "RETRY_S", 0.05)
     notes = {"what": "x" * 60_000}  # more than the pages that a database has free
     accepted, told, reasons = {}, {}, []
@@ -297,22 +330,34 @@ def test_after_a_full_disk_training_goes_on_with_all_that_was_acknowledged(serve
         return result
 
     def update():
-        return ForwardBackward(random_data(rng, "cross_entropy"), coefs("cross_entropy")), Optim(OptimizerConfig(0.05))
+        return ForwardBackward(random_data(rng, "cross_entropy"), coefs("cross_entropy")), Optim(
+            OptimizerConfig(0.05)
+        )
 
     with serve(every=1).running() as server:
         _, model = model_of(server)
         number = 0
-        for one in (Create(AdapterConfig(1, 2.0, ("q",))), *update(), Save("weights", "before", metadata=notes)):
+        for one in (
+            Create(AdapterConfig(1, 2.0, ("q",))),
+            *update(),
+            Save("weights", "before", metadata=notes),
+        ):
             number += 1
             assert send(server, model, number, one)
             assert hear(server, number, WAIT_S) is not None
         assert server.trouble() == ""
         refused = []
         with full_disk(server, call):
-            todo = [*update(), Save("weights", "full", metadata=notes), Save("sampler_weights", "full", metadata=notes), *update()]
+            todo = [
+                *update(),
+                Save("weights", "full", metadata=notes),
+                Save("sampler_weights", "full", metadata=notes),
+                *update(),
+            ]
             for one in todo:
                 if refused or not send(server, model, number + 1, one):
-                    refused.append(one)  # its number is free still, and those behind it would wait for it
+                    # its number is free still, and those behind it would wait for it
+                    refused.append(one)
                     continue
                 number += 1
                 hear(server, number, 0.5)
@@ -333,13 +378,22 @@ def test_after_a_full_disk_training_goes_on_with_all_that_was_acknowledged(serve
         assert reasons, "a request was refused, or a checkpoint could not be kept"
         for reason in reasons:
             assert any(words in reason for words in ("No space left", "disk is full")), reason
-        for one in (*refused, *update(), Save("weights", "after", metadata=notes), Save("sampler_weights", "after", metadata=notes)):
+        for one in (
+            *refused,
+            *update(),
+            Save("weights", "after", metadata=notes),
+            Save("sampler_weights", "after", metadata=notes),
+        ):
             number += 1
             assert send(server, model, number, one)
             assert not isinstance(hear(server, number, WAIT_S), str)
         held = held_of(server, model)
         assert held.steps == 4
-        saved = [result["path"] for result in told.values() if isinstance(result, dict) and "path" in result]
+        saved = [
+            result["path"]
+            for result in told.values()
+            if isinstance(result, dict) and "path" in result
+        ]
         names = [("weights", "before"), ("weights", "after"), ("sampler_weights", "after")]
         assert {f"tinker://{model}/{kind}/{name}" for kind, name in names} <= set(saved)
         server.maintain()
@@ -351,20 +405,26 @@ def test_after_a_full_disk_training_goes_on_with_all_that_was_acknowledged(serve
                 assert server.durable.result(id, WAIT_S) is not None
         for number, path in enumerate(saved):
             if "/weights/" in path:
-                server.checkpoints.load(Load(path, True, "default"), server.folder / f"kept{number}")
+                server.checkpoints.load(
+                    Load(path, True, "default"), server.folder / f"kept{number}"
+                )
             else:
                 server.checkpoints.fetch(server.checkpoints.digest("default", path))
 
 
 @pytest.mark.parametrize("change", ["delete", "overwrite"])
-def test_what_was_loaded_stays_though_its_checkpoint_goes_before_a_snapshot(serve, monkeypatch, change):
+def test_what_was_loaded_stays_though_its_checkpoint_goes_before_a_snapshot(
+    serve, monkeypatch, change
+):
     """The load was acknowledged; a restart does it again."""
     configs = AdapterConfig(1, 2.0, ("q",)), AdapterConfig(2, 2.0, ("v",))
     with serve().running() as server:
         _, one = model_of(server)
         _, other = model_of(server)
         path = f"tinker://{one}/weights/x"
-        monkeypatch.setattr(Snapshot, "write", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "no space")))
+        monkeypatch.setattr(
+            Snapshot, "write", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "no space"))
+        )
         for number, call in enumerate((Create(configs[0], 7), Save("weights", "x")), 1):
             server.durable.result(server.durable.submit(one, number, call), WAIT_S)
         loaded = server.durable.submit(other, 1, Load(path, True, "default"))
@@ -391,7 +451,9 @@ def test_what_was_loaded_stays_though_its_checkpoint_goes_before_a_snapshot(serv
 
 
 def test_saves_of_a_policy_are_kept_in_their_order_and_a_load_follows_them(serve, monkeypatch):
-    """Sent without waiting: the first save takes longer than the second, and the load has the second's state."""
+    """Sent without waiting: the first save takes longer than the second, and the load has the
+    second's state.
+    """
     with serve().running() as server:
         _, model = model_of(server)
         save, starts = server.checkpoints.save, []
@@ -409,16 +471,23 @@ def test_saves_of_a_policy_are_kept_in_their_order_and_a_load_follows_them(serve
         ids = [server.durable.submit(model, number, call) for number, call in enumerate(calls, 1)]
         assert [server.durable.result(id, WAIT_S) for id in ids[1:]] == [{"path": path}] * 3
         assert starts == [{"turn": 1}, {"turn": 2}]
-        assert server.book.checkpoint("default", model, "weights", "x").told["metadata"] == {"turn": 2}
+        assert server.book.checkpoint("default", model, "weights", "x").told["metadata"] == {
+            "turn": 2
+        }
 
 
-def test_a_policy_that_is_forgotten_on_a_full_disk_leaves_a_folder_that_opens(serve, tmp_path, monkeypatch):
-    """Its snapshot is needed until the journal says that it is gone. Its session is over, so it does not come back."""
+def test_a_policy_that_is_forgotten_on_a_full_disk_leaves_a_folder_that_opens(
+    serve, tmp_path, monkeypatch
+):
+    """Its snapshot is needed until the journal says that it is gone. Its session is over, so it
+    does not come back.
+    """
     monkeypatch.setattr(journal, "RETRY_S", 0.05)
     with serve(every=1).running() as server:
         session, model = model_of(server)
         done = [
-            server.durable.submit(model, n, call) for n, call in ((1, Create(AdapterConfig(1, 2.0, ("q",)))), (2, Save("weights", "x")))
+            server.durable.submit(model, n, call)
+            for n, call in ((1, Create(AdapterConfig(1, 2.0, ("q",)))), (2, Save("weights", "x")))
         ]
         for id in done:
             server.durable.result(id, WAIT_S)
@@ -439,5 +508,6 @@ def test_a_policy_that_is_forgotten_on_a_full_disk_leaves_a_folder_that_opens(se
             time.sleep(0.01)
     with serve("crashed").running() as server:
         assert model in server.durable.restored
-        trained = server.loop.training.do(model, lambda live: model in live)  # behind what the start asked of the policy
+        # behind what the start asked of the policy
+        trained = server.loop.training.do(model, lambda live: model in live)
         assert not trained.result(WAIT_S)

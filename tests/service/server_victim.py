@@ -1,8 +1,10 @@
-"""A process that trains eight tenants over one base until it is killed: loop, journal, snapshots, and the tenants' clients.
+"""A process that trains eight tenants over one base until it is killed: loop, journal, snapshots,
+and the tenants' clients.
 
-``python -m tests.service.server_victim BASE FOLDER SEED``. Every client sends its numbered calls from the first on, as one does that was
-cut off: what had run is told again. FOLDER gets ``server``, ``told`` (a line of JSON for each result, synced before the next) and, when
-all is done, ``states``: each tenant's adapter, moments and gradients.
+``python -m tests.service.server_victim BASE FOLDER SEED``. Every client sends its numbered calls
+from the first on, as one does that was cut off: what had run is told again. FOLDER gets ``server``,
+``told`` (a line of JSON for each result, synced before the next) and, when all is done, ``states``:
+each tenant's adapter, moments and gradients.
 """
 
 import json
@@ -36,7 +38,9 @@ def plan(tenant: int, seed: int) -> list:
     for _ in range(ROUNDS):
         for _ in range(int(rng.integers(1, 3))):
             tokens = rng.integers(3, 97, 11).astype(np.int32)
-            calls.append(ForwardBackward([Datum(tokens[:-1], tokens[1:], np.ones(10, np.float32))], NO_LOSS))
+            calls.append(
+                ForwardBackward([Datum(tokens[:-1], tokens[1:], np.ones(10, np.float32))], NO_LOSS)
+            )
         calls.append(Optim(OptimizerConfig(float(rng.uniform(1e-4, 1e-3)), eps=1e-5)))
     return calls[:-1]  # gradients pend at the end
 
@@ -68,7 +72,10 @@ def main(base_folder: str, folder: Path, seed: int) -> None:
             one.start()
         for one in clients:
             one.join()
-        states = {f"t{t}": loop.training.do(f"t{t}", lambda live, t=t: live.held(f"t{t}")).result(WAIT_S) for t in range(TENANTS)}
+        states = {
+            f"t{t}": loop.training.do(f"t{t}", lambda live, t=t: live.held(f"t{t}")).result(WAIT_S)
+            for t in range(TENANTS)
+        }
     durable.close()
     (folder / "states").mkdir(exist_ok=True)
     for name, held in states.items():

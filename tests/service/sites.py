@@ -1,4 +1,6 @@
-"""A server on loopback in this process, for clients of every kind: ``sites(base)`` starts one, ``site`` is one over the tiny llama."""
+"""A server on loopback in this process, for clients of every kind: ``sites(base)`` starts one,
+``site`` is one over the tiny llama.
+"""
 
 import contextlib
 import threading
@@ -17,7 +19,15 @@ from mint_jax.service.server import Server, Sizes
 from mint_jax.train.blocks import BlockShape
 
 SHAPES = (BlockShape(1, 1, 32), BlockShape(4, 1, 32), BlockShape(2, 1, 32, 4))
-SIZES = Sizes(slots={8: 2}, adapters={8: 2}, shapes=SHAPES, max_rows=8, cache_bytes=64 << 20, gap_s=0.05, idle_gap_s=0.2)
+SIZES = Sizes(
+    slots={8: 2},
+    adapters={8: 2},
+    shapes=SHAPES,
+    max_rows=8,
+    cache_bytes=64 << 20,
+    gap_s=0.05,
+    idle_gap_s=0.2,
+)
 KEY = "tml-x"
 STARTED_S = 120.0
 
@@ -65,14 +75,22 @@ class Site:
         """A session of the official SDK."""
         return tinker.ServiceClient(base_url=self.url, api_key=key)
 
-    def trainer(self, rank: int = 8, client: tinker.ServiceClient | None = None, **options) -> tinker.TrainingClient:
+    def trainer(
+        self, rank: int = 8, client: tinker.ServiceClient | None = None, **options
+    ) -> tinker.TrainingClient:
         """A new policy of a session of its own, or of ``client``'s."""
-        return (client or self.client()).create_lora_training_client(self.server.name, rank, **options).result()
+        return (
+            (client or self.client())
+            .create_lora_training_client(self.server.name, rank, **options)
+            .result()
+        )
 
     def post(self, path: str, told: dict | bytes, key: str = KEY, **headers: str) -> httpx.Response:
         """One raw request, JSON or bytes."""
         body = {"content": told} if isinstance(told, bytes) else {"json": told}
-        return httpx.post(f"{self.url}/api/v1/{path}", headers={"x-api-key": key} | headers, timeout=60, **body)
+        return httpx.post(
+            f"{self.url}/api/v1/{path}", headers={"x-api-key": key} | headers, timeout=60, **body
+        )
 
     def retrieve(self, id: str, key: str = KEY) -> httpx.Response:
         """The answer of a future."""
@@ -80,11 +98,15 @@ class Site:
 
     def held(self, trainer: tinker.TrainingClient):
         """A policy's state as it lies in the server, once what was asked of it has run."""
-        return self.server.loop.training.do(trainer.model_id, lambda live: live.held(trainer.model_id)).result(STARTED_S)
+        return self.server.loop.training.do(
+            trainer.model_id, lambda live: live.held(trainer.model_id)
+        ).result(STARTED_S)
 
     def put(self, trainer: tinker.TrainingClient, held) -> None:
         """Gives a policy another state, behind the clients' backs."""
-        self.server.loop.training.do(trainer.model_id, lambda live: live.replace(trainer.model_id, held)).result(STARTED_S)
+        self.server.loop.training.do(
+            trainer.model_id, lambda live: live.replace(trainer.model_id, held)
+        ).result(STARTED_S)
 
     @property
     def is_up(self) -> bool:
@@ -103,7 +125,9 @@ def sites(tmp_path_factory):
     """``sites(base, folder)`` -> a site, ended with the module."""
     made: list[Site] = []
 
-    def make(base: Base, folder: Path | None = None, sizes: Sizes = SIZES, port: int = 0, **options) -> Site:
+    def make(
+        base: Base, folder: Path | None = None, sizes: Sizes = SIZES, port: int = 0, **options
+    ) -> Site:
         made.append(Site(base, folder or tmp_path_factory.mktemp("server"), sizes, port, **options))
         return made[-1]
 
@@ -132,7 +156,12 @@ def datum_of(datum) -> types.Datum:
 def adam(c) -> types.AdamParams:
     """Our numbers as the SDK's."""
     return types.AdamParams(
-        learning_rate=c.learning_rate, beta1=c.b1, beta2=c.b2, eps=c.eps, weight_decay=c.weight_decay, grad_clip_norm=c.max_grad_norm
+        learning_rate=c.learning_rate,
+        beta1=c.b1,
+        beta2=c.b2,
+        eps=c.eps,
+        weight_decay=c.weight_decay,
+        grad_clip_norm=c.max_grad_norm,
     )
 
 

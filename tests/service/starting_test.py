@@ -1,4 +1,6 @@
-"""A server that starts: its port is open first, requests wait for their own programs alone, and its loop compiles nothing."""
+"""A server that starts: its port is open first, requests wait for their own programs alone, and its
+loop compiles nothing.
+"""
 
 import asyncio
 import dataclasses
@@ -62,7 +64,9 @@ def until(found, what):
         time.sleep(0.01)
 
 
-def test_requests_wait_for_their_own_programs_alone_and_the_loop_compiles_nothing(rng, tiny_base, tmp_path, compiled, monkeypatch):
+def test_requests_wait_for_their_own_programs_alone_and_the_loop_compiles_nothing(
+    rng, tiny_base, tmp_path, compiled, monkeypatch
+):
     monkeypatch.setenv("TINKER_TELEMETRY", "0")
     for hold in HOLDS.values():
         hold.clear()
@@ -72,7 +76,15 @@ def test_requests_wait_for_their_own_programs_alone_and_the_loop_compiles_nothin
         ready = lambda: httpx.get(f"{site.url}/ready")  # noqa: E731
         prompt = types.ModelInput.from_ints([5, 6, 7])
         sampler = site.client().create_sampling_client(base_model=site.server.name).result()
-        assert len(sampler.sample(prompt, 1, types.SamplingParams(max_tokens=4)).result(WAIT_S).sequences[0].tokens) == 4
+        assert (
+            len(
+                sampler.sample(prompt, 1, types.SamplingParams(max_tokens=4))
+                .result(WAIT_S)
+                .sequences[0]
+                .tokens
+            )
+            == 4
+        )
         assert ready().status_code == 503
         told = ready().json()
         assert (told["samples"], told["trains"]) == (True, False)
@@ -90,7 +102,8 @@ def test_requests_wait_for_their_own_programs_alone_and_the_loop_compiles_nothin
 
         scored = trainer.save_weights_and_get_sampling_client().result().compute_logprobs(prompt)
         until(lambda: site.server.engine.in_flight(), bool)
-        HOLDS["rest"].set()  # the program that scores is the last of all, unless somebody waits for it
+        # the program that scores is the last of all, unless somebody waits for it
+        HOLDS["rest"].set()
         assert len(scored.result(WAIT_S)) == 3
         assert site.server.programs is not None
         assert site.server.programs.wait(WAIT_S)
@@ -109,7 +122,9 @@ def test_requests_wait_for_their_own_programs_alone_and_the_loop_compiles_nothin
 
 
 def requests(rng, count):
-    return [Request(tuple(rng.integers(3, 97, 5).tolist()), max_tokens=6, seed=i) for i in range(count)]
+    return [
+        Request(tuple(rng.integers(3, 97, 5).tolist()), max_tokens=6, seed=i) for i in range(count)
+    ]
 
 
 def ask(app, method, path, body=b""):

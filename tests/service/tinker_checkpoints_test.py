@@ -1,4 +1,6 @@
-"""Checkpoints by the official SDK: what they continue, who may have them, how long they live, how they are listed."""
+"""Checkpoints by the official SDK: what they continue, who may have them, how long they live, how
+they are listed.
+"""
 
 import json
 import time
@@ -43,7 +45,9 @@ def user_error(future, message):
 @pytest.mark.parametrize("how", ["created", "loaded"])
 @pytest.mark.parametrize("optimizer", [True, False])
 def test_what_was_saved_goes_on_bit_for_bit(how, optimizer, rng, site):
-    """Pending gradients are no part of a checkpoint; without its optimizer the moments begin anew."""
+    """Pending gradients are no part of a checkpoint; without its optimizer the moments begin
+    anew.
+    """
     client = site.client()
     trainer = site.trainer(client=client)
     batches, numbers = [batch(rng)[:1] for _ in range(4)], [random_optimizer(rng) for _ in range(4)]
@@ -53,7 +57,11 @@ def test_what_was_saved_goes_on_bit_for_bit(how, optimizer, rng, site):
     path = trainer.save_state("middle").result().path
     assert path == f"tinker://{trainer.model_id}/weights/middle"
     if how == "created":
-        make = client.create_training_client_from_state_with_optimizer if optimizer else client.create_training_client_from_state
+        make = (
+            client.create_training_client_from_state_with_optimizer
+            if optimizer
+            else client.create_training_client_from_state
+        )
         again = make(path).result()
     else:
         again = site.trainer(client=client)
@@ -77,7 +85,9 @@ def test_what_was_saved_goes_on_bit_for_bit(how, optimizer, rng, site):
 
 def test_a_run_that_was_interrupted_equals_one_that_was_not(rng, sites, tiny_base):
     """Steps of one shape alone: then the same requests are the same programs."""
-    site = sites(tiny_base(), sizes=SIZES.__class__(**SIZES.__dict__ | {"shapes": SIZES.shapes[:1]}))
+    site = sites(
+        tiny_base(), sizes=SIZES.__class__(**SIZES.__dict__ | {"shapes": SIZES.shapes[:1]})
+    )
     whole = site.trainer(seed=3)
     cut = site.trainer(seed=3)
     batches, numbers = [batch(rng) for _ in range(4)], [random_optimizer(rng) for _ in range(4)]
@@ -93,7 +103,9 @@ def test_names_are_taken_until_they_are_given_back(rng, site):
     trainer, rest = site.trainer(), site.client().create_rest_client()
     path = trainer.save_state("a").result().path
     train(trainer, [batch(rng)], [random_optimizer(rng)])
-    user_error(trainer.save_state("a"), "exists already: choose another name, or save with overwrite")
+    user_error(
+        trainer.save_state("a"), "exists already: choose another name, or save with overwrite"
+    )
     assert trainer.save_state("a", overwrite=True).result().path == path
     trainer.save_weights_for_sampler("a").result()
     user_error(trainer.save_weights_for_sampler("a"), "exists already")
@@ -111,14 +123,23 @@ def test_names_are_taken_until_they_are_given_back(rng, site):
 
 def test_what_is_for_sampling_is_no_state_and_the_other_way_round(site):
     trainer, client = site.trainer(), site.client()
-    sampled, saved = trainer.save_weights_for_sampler("x").result().path, trainer.save_state("x").result().path
+    sampled, saved = (
+        trainer.save_weights_for_sampler("x").result().path,
+        trainer.save_state("x").result().path,
+    )
     assert sampled == f"tinker://{trainer.model_id}/sampler_weights/x"
     user_error(trainer.load_state(sampled), "are weights to sample from; training goes on from")
-    with pytest.raises(tinker.BadRequestError, match="cannot be sampled; save_weights_for_sampler makes paths that can"):
+    with pytest.raises(
+        tinker.BadRequestError,
+        match="cannot be sampled; save_weights_for_sampler makes paths that can",
+    ):
         client.create_sampling_client(model_path=saved).result()
     with pytest.raises(tinker.NotFoundError, match="there is no checkpoint"):
         client.create_sampling_client(model_path=sampled + "y").result()
-    trainer.forward([types.Datum(types.ModelInput.from_ints([5]), {"target_tokens": [5], "weights": [1.0]})], "cross_entropy").result()
+    trainer.forward(
+        [types.Datum(types.ModelInput.from_ints([5]), {"target_tokens": [5], "weights": [1.0]})],
+        "cross_entropy",
+    ).result()
 
 
 def test_a_checkpoint_ends_with_its_time(site, monkeypatch):
@@ -128,7 +149,9 @@ def test_a_checkpoint_ends_with_its_time(site, monkeypatch):
     user_error(trainer.save_state("x", ttl_seconds=60), "ttl_seconds is 60; expected 3600")
 
     def paths():
-        return {one.tinker_path for one in rest.list_checkpoints(trainer.model_id).result().checkpoints}
+        return {
+            one.tinker_path for one in rest.list_checkpoints(trainer.model_id).result().checkpoints
+        }
 
     assert paths() == {path, other}
     now = time.time()
@@ -154,23 +177,43 @@ def test_runs_sessions_and_checkpoints_are_listed_by_pages(rng, site):
         trainer.save_weights_for_sampler("w").result()
     pages = [rest.list_training_runs(limit=2, offset=offset).result() for offset in (0, 2)]
     runs = [run for page in pages for run in page.training_runs][:3]
-    assert [run.training_run_id for run in runs] == [trainer.model_id for trainer in reversed(trainers)]
+    assert [run.training_run_id for run in runs] == [
+        trainer.model_id for trainer in reversed(trainers)
+    ]
     assert [run.lora_rank for run in runs] == [5, 3, 2]
     assert pages[0].cursor.total_count == before
     assert runs[0].user_metadata == {"rank": "5"}
     assert runs[0].last_checkpoint.tinker_path.endswith("/weights/s")
     assert runs[0].last_sampler_checkpoint.tinker_path.endswith("/sampler_weights/w")
     path = f"tinker://{trainers[0].model_id}/weights/s"
-    assert rest.get_training_run_by_tinker_path(path).result().training_run_id == trainers[0].model_id
+    assert (
+        rest.get_training_run_by_tinker_path(path).result().training_run_id == trainers[0].model_id
+    )
     info = rest.get_weights_info_by_tinker_path(path).result()
-    assert (info.base_model, info.lora_rank, info.is_lora, info.train_mlp) == (site.server.name, 2, True, True)
+    assert (info.base_model, info.lora_rank, info.is_lora, info.train_mlp) == (
+        site.server.name,
+        2,
+        True,
+        True,
+    )
     mine = rest.list_checkpoints(trainers[0].model_id).result().checkpoints
-    assert {one.checkpoint_id: one.checkpoint_type for one in mine} == {"weights/s": "training", "sampler_weights/w": "sampler"}
-    assert next(one for one in mine if one.checkpoint_type == "training").user_metadata == {"note": "n"}
+    assert {one.checkpoint_id: one.checkpoint_type for one in mine} == {
+        "weights/s": "training",
+        "sampler_weights/w": "sampler",
+    }
+    assert next(one for one in mine if one.checkpoint_type == "training").user_metadata == {
+        "note": "n"
+    }
     assert all(one.size_bytes > 0 for one in mine)
-    seen = [one for offset in (0, 4) for one in rest.list_user_checkpoints(limit=4, offset=offset).result().checkpoints][:6]
+    seen = [
+        one
+        for offset in (0, 4)
+        for one in rest.list_user_checkpoints(limit=4, offset=offset).result().checkpoints
+    ][:6]
     assert {one.tinker_path for one in seen} == {
-        f"tinker://{t.model_id}/{kind}" for t in trainers for kind in ("weights/s", "sampler_weights/w")
+        f"tinker://{t.model_id}/{kind}"
+        for t in trainers
+        for kind in ("weights/s", "sampler_weights/w")
     }
     session = trainers[0].model_id.split(":")[0]
     found = rest.get_session(session).result()
@@ -184,29 +227,44 @@ def test_a_copy_is_the_copier_s_own(rng, site):
     """Its bytes are the source's, and go with the last that has them."""
     trainer, client = site.trainer(), site.client()
     train(trainer, [batch(rng)], [random_optimizer(rng)])
-    state, weights = trainer.save_state("s").result().path, trainer.save_weights_for_sampler("w").result().path
+    state, weights = (
+        trainer.save_state("s").result().path,
+        trainer.save_weights_for_sampler("w").result().path,
+    )
     rest = client.create_rest_client()
-    copies = [rest.copy_weights(path, "archive", ttl_seconds=7200).result() for path in (state, weights)]
+    copies = [
+        rest.copy_weights(path, "archive", ttl_seconds=7200).result() for path in (state, weights)
+    ]
     assert len({copy.split("/")[2] for copy in copies}) == 2
     copy = copies[0]
     assert copy.endswith("/weights/s")
     rest.delete_checkpoint_from_tinker_path(state).result()
     again = client.create_training_client_from_state_with_optimizer(copy).result()
     same_parts(site.held(again), site.held(trainer))
-    prompt, params = types.ModelInput.from_ints([5, 6, 7]), types.SamplingParams(max_tokens=4, seed=1)
-    samplers = [client.create_sampling_client(model_path=path).result() for path in (weights, copies[1])]
-    one, two = (sampler.sample(prompt, 1, params).result().sequences[0].tokens for sampler in samplers)
+    prompt, params = (
+        types.ModelInput.from_ints([5, 6, 7]),
+        types.SamplingParams(max_tokens=4, seed=1),
+    )
+    samplers = [
+        client.create_sampling_client(model_path=path).result() for path in (weights, copies[1])
+    ]
+    one, two = (
+        sampler.sample(prompt, 1, params).result().sequences[0].tokens for sampler in samplers
+    )
     assert one == two
     files = set(site.server.checkpoints.folder.glob("*.safetensors"))
     rest.delete_checkpoint_from_tinker_path(copy).result()
     assert len(files - set(site.server.checkpoints.folder.glob("*.safetensors"))) == 1
     raw = {"source_path": weights, "destination_project_id": "archive"}
-    sent = [site.post("copy_weights", raw, **{"x-idempotency-key": key}).json()["tinker_path"] for key in "aab"]
+    sent = [
+        site.post("copy_weights", raw, **{"x-idempotency-key": key}).json()["tinker_path"]
+        for key in "aab"
+    ]
     assert sent[0] == sent[1] != sent[2]
     session = weights.split("/")[2].split(":")[0]
-    assert site.post("copy_weights", {"source_path": weights, "session_id": session, "model_seq_id": 7}).json() == {
-        "tinker_path": f"tinker://{session}:train:7/sampler_weights/w"
-    }
+    assert site.post(
+        "copy_weights", {"source_path": weights, "session_id": session, "model_seq_id": 7}
+    ).json() == {"tinker_path": f"tinker://{session}:train:7/sampler_weights/w"}
 
 
 def test_a_published_checkpoint_is_everybody_s_to_read(rng, sites, tiny_base, tmp_path):
@@ -227,8 +285,15 @@ def test_a_published_checkpoint_is_everybody_s_to_read(rng, sites, tiny_base, tm
         bob.create_rest_client().delete_checkpoint_from_tinker_path(path).result()
     with pytest.raises(tinker.NotFoundError):
         bob.create_rest_client().get_training_run(trainer.model_id).result()
-    assert site.post("optim_step", {"model_id": trainer.model_id, "seq_id": 9, "adam_params": {}}, secrets[1]).status_code == 404
-    step = site.post("optim_step", {"model_id": trainer.model_id, "seq_id": 4, "adam_params": {}}, secrets[0]).json()["request_id"]
+    assert (
+        site.post(
+            "optim_step", {"model_id": trainer.model_id, "seq_id": 9, "adam_params": {}}, secrets[1]
+        ).status_code
+        == 404
+    )
+    step = site.post(
+        "optim_step", {"model_id": trainer.model_id, "seq_id": 4, "adam_params": {}}, secrets[0]
+    ).json()["request_id"]
     assert [site.retrieve(step, secret).status_code for secret in secrets] == [200, 410]
     rest.unpublish_checkpoint_from_tinker_path(path).result()
     with pytest.raises(tinker.RequestFailedError, match="there is no checkpoint"):
@@ -237,11 +302,19 @@ def test_a_published_checkpoint_is_everybody_s_to_read(rng, sites, tiny_base, tm
 
 @pytest.mark.parametrize("encrypted", [False, True])
 def test_other_engines_take_an_adapter(encrypted, rng, site, hf_dirs, tmp_path):
-    """PEFT over the same base gives the logits that training gives; with age keys the files are readable to their holder alone."""
+    """PEFT over the same base gives the logits that training gives; with age keys the files are
+    readable to their holder alone.
+    """
     trainer = site.trainer()
     train(trainer, [batch(rng) for _ in range(2)], [random_optimizer(rng) for _ in range(2)])
     key = pyrage.x25519.Identity.generate()
-    path = trainer.save_weights_external("out", age_encryption_recipients=[str(key.to_public())] if encrypted else None).result().path
+    path = (
+        trainer.save_weights_external(
+            "out", age_encryption_recipients=[str(key.to_public())] if encrypted else None
+        )
+        .result()
+        .path
+    )
     assert path == f"tinker://{trainer.model_id}/external_weights/out"
     told = site.client().create_rest_client().get_external_weights_urls(path).result()
     assert 3000 < told.expires.timestamp() - time.time() <= 3600
@@ -257,9 +330,14 @@ def test_other_engines_take_an_adapter(encrypted, rng, site, hf_dirs, tmp_path):
 
     def logprobs(model):
         logits = torch.tensor(oracles.torch_logits(model, tokens[None, :-1])[0])
-        return torch.log_softmax(logits, -1).gather(-1, torch.tensor(tokens[1:, None]))[:, 0].numpy()
+        return (
+            torch.log_softmax(logits, -1).gather(-1, torch.tensor(tokens[1:, None]))[:, 0].numpy()
+        )
 
-    datum = types.Datum(types.ModelInput.from_ints(tokens[:-1].tolist()), {"target_tokens": tokens[1:], "weights": np.ones(8, np.float32)})
+    datum = types.Datum(
+        types.ModelInput.from_ints(tokens[:-1].tolist()),
+        {"target_tokens": tokens[1:], "weights": np.ones(8, np.float32)},
+    )
     got = logprobs_of(trainer.forward([datum], "cross_entropy").result())[0]
     np.testing.assert_allclose(got, logprobs(model), atol=5e-5)
     assert np.abs(got - logprobs(model.unload())).max() > 1e-3, "else the adapter does nothing"
@@ -267,11 +345,27 @@ def test_other_engines_take_an_adapter(encrypted, rng, site, hf_dirs, tmp_path):
 
 def test_a_link_of_another_s_making_opens_nothing(site):
     trainer = site.trainer()
-    user_error(trainer.save_weights_external("x", age_encryption_recipients=["age1nobody"]), "is no age public key")
+    user_error(
+        trainer.save_weights_external("x", age_encryption_recipients=["age1nobody"]),
+        "is no age public key",
+    )
     path = trainer.save_weights_external("x").result().path
-    url = next(iter(site.client().create_rest_client().get_external_weights_urls(path).result().urls.values()))
+    url = next(
+        iter(
+            site.client()
+            .create_rest_client()
+            .get_external_weights_urls(path)
+            .result()
+            .urls.values()
+        )
+    )
     with pytest.raises(urllib.error.HTTPError, match="400"):
         urllib.request.urlopen(url[:-6] + "AAAAAA")
     trainer.save_state("y").result()
-    answer = httpx.get(f"{site.url}/api/v1/training_runs/{trainer.model_id}/checkpoints/weights/y/external_weights_urls")
-    assert (answer.status_code, "has no files to download" in answer.json()["detail"]) == (400, True)
+    answer = httpx.get(
+        f"{site.url}/api/v1/training_runs/{trainer.model_id}/checkpoints/weights/y/external_weights_urls"
+    )
+    assert (answer.status_code, "has no files to download" in answer.json()["detail"]) == (
+        400,
+        True,
+    )

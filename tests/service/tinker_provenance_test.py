@@ -1,4 +1,6 @@
-"""Provenance by the official SDK: data that name sequences sampled here replay the experts that these visited (R3)."""
+"""Provenance by the official SDK: data that name sequences sampled here replay the experts that
+these visited (R3).
+"""
 
 import dataclasses
 
@@ -23,7 +25,9 @@ def secrets(tmp_path_factory):
     return {tenant: keys_.add(folder, tenant, keys_.SCOPES)[1] for tenant in ("ann", "bob")}, folder
 
 
-BIASED = "deepseek_v3"  # its experts are chosen with a bias, which moves the choice and nothing else: replay undoes another bias exactly
+# its experts are chosen with a bias, which moves the choice and nothing else: replay undoes another
+# bias exactly
+BIASED = "deepseek_v3"
 every_family = pytest.mark.parametrize("site", [BIASED, "qwen3_moe"], indirect=True)
 
 
@@ -46,23 +50,40 @@ def journaled(site, monkeypatch):
 
 
 def rollout(trainer, prompt):
-    """A conversation of two samples, the second of which reads the first: its datum without provenance and with it, what the sampler
-    told of it, and the second's id."""
+    """A conversation of two samples, the second of which reads the first: its datum without
+    provenance and with it, what the sampler told of it, and the second's id.
+    """
     sampler = trainer.save_weights_and_get_sampling_client()
     first = sampler.sample(ints(prompt), 1, params(max_tokens=5)).result().sequences[0]
-    second = sampler.sample(ints([*prompt, *first.tokens]), 1, params(max_tokens=4, seed=2)).result().sequences[0]
+    second = (
+        sampler.sample(ints([*prompt, *first.tokens]), 1, params(max_tokens=4, seed=2))
+        .result()
+        .sequences[0]
+    )
     whole = [*prompt, *first.tokens, *second.tokens]
     spans = [
         types.PromptProvenanceSpan(sequence_id=second.sequence_id, length=len(prompt) + 5),
         types.SampledProvenanceSpan(sequence_id=second.sequence_id, length=3),
     ]
-    rows = [dataclasses.replace(spans[0], offset=1, length=len(prompt) + 4), dataclasses.replace(spans[1], length=4)]
+    rows = [
+        dataclasses.replace(spans[0], offset=1, length=len(prompt) + 4),
+        dataclasses.replace(spans[1], length=4),
+    ]
     n, m = len(whole) - 1, len(prompt) - 1
     advantages = np.array([0.0] * m + [1.0] * (n - m), np.float32)
-    inputs = {"target_tokens": whole[1:], "logprobs": [0.0] * m + first.logprobs + second.logprobs, "advantages": advantages}
+    inputs = {
+        "target_tokens": whole[1:],
+        "logprobs": [0.0] * m + first.logprobs + second.logprobs,
+        "advantages": advantages,
+    }
     datum = types.Datum(ints(whole[:-1]), inputs)
     told = np.array(first.logprobs + second.logprobs)
-    return datum, datum.with_provenance(model_input=spans, loss_fn_inputs=rows), told, second.sequence_id
+    return (
+        datum,
+        datum.with_provenance(model_input=spans, loss_fn_inputs=rows),
+        told,
+        second.sequence_id,
+    )
 
 
 @every_family
@@ -94,7 +115,10 @@ def test_another_router_changes_what_is_not_replayed(site, secrets, journaled, r
     k = sampled.size
 
     def told():
-        return [logprobs_of(trainer.forward([datum], "importance_sampling").result())[0][-k:] for datum in (plain, named)]
+        return [
+            logprobs_of(trainer.forward([datum], "importance_sampling").result())[0][-k:]
+            for datum in (plain, named)
+        ]
 
     # Float32 in another order; the sampler's and the trainer's logits differ by 1e-5 of about 5.
     for one in told():
@@ -102,10 +126,14 @@ def test_another_router_changes_what_is_not_replayed(site, secrets, journaled, r
     base = site.server.base
     moe = base.params["moe"]["moe"]
     bias = jnp.asarray(rng.normal(0, 0.3, moe["router"]["choice_bias"].shape), jnp.float32)
-    params_ = base.params | {"moe": base.params["moe"] | {"moe": moe | {"router": moe["router"] | {"choice_bias": bias}}}}
+    params_ = base.params | {
+        "moe": base.params["moe"] | {"moe": moe | {"router": moe["router"] | {"choice_bias": bias}}}
+    }
     monkeypatch.setattr(site.server.live, "base", dataclasses.replace(base, params=params_))
     without, replayed = told()
-    assert np.abs(without - sampled).max() > 1e-2, "the other router does nothing, so the test says nothing"
+    assert np.abs(without - sampled).max() > 1e-2, (
+        "the other router does nothing, so the test says nothing"
+    )
     np.testing.assert_allclose(replayed, sampled, atol=1e-4)
 
 
@@ -116,13 +144,20 @@ def test_sequences_that_are_gone_replay_nothing(site, secrets, journaled, rng):
     plain, named, _, id = rollout(trainer, rng.integers(3, 97, 6).tolist())
     n = plain.model_input.length
     gone = types.SampledProvenanceSpan(sequence_id="nobody", length=n)
-    trainer.forward_backward([plain.with_provenance([gone], [gone])], "importance_sampling").result()
+    trainer.forward_backward(
+        [plain.with_provenance([gone], [gone])], "importance_sampling"
+    ).result()
     assert journaled[-1].data[0].routes is None
-    half = [types.SampledProvenanceSpan(sequence_id="nobody", length=n - 3), types.SampledProvenanceSpan(sequence_id=id, length=3)]
+    half = [
+        types.SampledProvenanceSpan(sequence_id="nobody", length=n - 3),
+        types.SampledProvenanceSpan(sequence_id=id, length=3),
+    ]
     trainer.forward_backward([plain.with_provenance(half, half)], "importance_sampling").result()
     routes = journaled[-1].data[0].routes
     assert (routes[:-3] == -1).all()
     assert (routes[-3:] >= 0).all()
     beyond = [types.PromptProvenanceSpan(sequence_id=id, offset=1000, length=n)]
-    trainer.forward_backward([plain.with_provenance(beyond, beyond)], "importance_sampling").result()
+    trainer.forward_backward(
+        [plain.with_provenance(beyond, beyond)], "importance_sampling"
+    ).result()
     assert (journaled[-1].data[0].routes == -1).all(), "the prompt has no such place"

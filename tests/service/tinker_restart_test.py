@@ -1,4 +1,6 @@
-"""A server that ends and one that goes on with its folder: what the official SDK's clients see of it."""
+"""A server that ends and one that goes on with its folder: what the official SDK's clients see of
+it.
+"""
 
 import dataclasses
 
@@ -12,12 +14,15 @@ from tests.train.live_test import random_data, random_optimizer, random_state
 
 pytestmark = pytest.mark.long
 
-ONE = dataclasses.replace(SIZES, shapes=SIZES.shapes[:1], every=2)  # one shape of steps: the same requests are the same programs
+# one shape of steps: the same requests are the same programs
+ONE = dataclasses.replace(SIZES, shapes=SIZES.shapes[:1], every=2)
 
 
 @pytest.fixture
 def again(sites, tiny_base, tmp_path):
-    """``again(site)`` ends a server; the next one has its folder and its port. ``again()`` is the first."""
+    """``again(site)`` ends a server; the next one has its folder and its port. ``again()`` is the
+    first.
+    """
 
     def make(site=None):
         if site is not None:
@@ -32,7 +37,9 @@ def batch(rng):
 
 
 def test_what_was_saved_to_be_sampled_is_there_for_good(again, rng):
-    """Named or not, from the disk alone: its policy and its session are over. Clients from before go on, others begin."""
+    """Named or not, from the disk alone: its policy and its session are over. Clients from before
+    go on, others begin.
+    """
     site = again()
     client = site.client()
     trainer = site.trainer(client=client)
@@ -62,7 +69,9 @@ def test_training_goes_on_where_it_was(again, rng):
     batches, numbers = [batch(rng) for _ in range(4)], [random_optimizer(rng) for _ in range(4)]
 
     def turn(trainer, i):
-        return trainer.forward_backward(batches[i], "cross_entropy"), trainer.optim_step(adam(numbers[i]))
+        return trainer.forward_backward(batches[i], "cross_entropy"), trainer.optim_step(
+            adam(numbers[i])
+        )
 
     for i in range(4):
         for future in turn(whole, i):
@@ -86,13 +95,22 @@ def test_ids_from_before_give_their_results(again):
     """Of training, that is: samples are asked for anew."""
     site = again()
     trainer = site.trainer()
-    step = {"model_id": trainer.model_id, "adam_params": {"learning_rate": 1e-3}, "type": "optim_step"}
-    ids = [site.post("optim_step", step | {"seq_id": place}).json()["request_id"] for place in (1, 2, 4)]
+    step = {
+        "model_id": trainer.model_id,
+        "adam_params": {"learning_rate": 1e-3},
+        "type": "optim_step",
+    }
+    ids = [
+        site.post("optim_step", step | {"seq_id": place}).json()["request_id"]
+        for place in (1, 2, 4)
+    ]
     told = [site.retrieve(id).json() for id in ids[:2]]
     session = site.post("create_session", {}).json()["session_id"]
     asking = {"session_id": session, "sampling_session_seq_id": 0, "base_model": site.server.name}
     sampler = site.post("create_sampling_session", asking).json()["sampling_session_id"]
-    sample = asked(site, sampler, 0, sampling_params={"max_tokens": 3, "seed": 1}).json()["request_id"]
+    sample = asked(site, sampler, 0, sampling_params={"max_tokens": 3, "seed": 1}).json()[
+        "request_id"
+    ]
     drawn_before = site.retrieve(sample).json()["sequences"]
     site = again(site)
     assert [site.retrieve(id).json() for id in ids[:2]] == told
@@ -101,5 +119,7 @@ def test_ids_from_before_give_their_results(again):
     assert site.retrieve(ids[2]).json()["metrics"]["skipped"] == 0
     assert site.held(trainer).steps == 4
     assert site.retrieve(sample).status_code == 410, "the client samples anew"
-    anew = asked(site, sampler, 0, sampling_params={"max_tokens": 3, "seed": 1}).json()["request_id"]
+    anew = asked(site, sampler, 0, sampling_params={"max_tokens": 3, "seed": 1}).json()[
+        "request_id"
+    ]
     assert site.retrieve(anew).json()["sequences"] == drawn_before

@@ -1,4 +1,6 @@
-"""Sampling by the official SDK: what is drawn, what is told of it, when it stops; by torch's logits over the same weights."""
+"""Sampling by the official SDK: what is drawn, what is told of it, when it stops; by torch's logits
+over the same weights.
+"""
 
 import asyncio
 import dataclasses
@@ -53,28 +55,40 @@ def drawn(answer):
 
 def test_a_seed_names_its_samples(bare, rng):
     prompt = ints(rng.integers(3, 97, 5))
-    one, same, other, first = (bare.sample(prompt, n, params(seed=seed)) for n, seed in ((4, 3), (4, 3), (4, 4), (1, 3)))
+    one, same, other, first = (
+        bare.sample(prompt, n, params(seed=seed)) for n, seed in ((4, 3), (4, 3), (4, 4), (1, 3))
+    )
     assert drawn(one.result()) == drawn(same.result())
     assert drawn(one.result()) != drawn(other.result())
     assert drawn(first.result()) == drawn(one.result())[:1]
     assert len({tuple(tokens) for tokens in drawn(one.result())}) == 4
-    ids = [sequence.sequence_id for answer in (one, same, other, first) for sequence in answer.result().sequences]
+    ids = [
+        sequence.sequence_id
+        for answer in (one, same, other, first)
+        for sequence in answer.result().sequences
+    ]
     assert len(set(ids)) == 13
     assert {sequence.stop_reason for sequence in one.result().sequences} == {"length"}
-    unseeded = [drawn(bare.sample(prompt, 1, types.SamplingParams(max_tokens=8)).result()) for _ in range(2)]
+    unseeded = [
+        drawn(bare.sample(prompt, 1, types.SamplingParams(max_tokens=8)).result()) for _ in range(2)
+    ]
     assert unseeded[0] != unseeded[1]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_a_token_s_log_probability_is_that_of_what_drew_it(temperature, bare, rng, logprobs):
     prompt = rng.integers(3, 97, 5).tolist()
-    answer = bare.sample(ints(prompt), 2, params(temperature=temperature), topk_sample_logprobs=3).result()
+    answer = bare.sample(
+        ints(prompt), 2, params(temperature=temperature), topk_sample_logprobs=3
+    ).result()
     for sequence in answer.sequences:
         told = logprobs(prompt + sequence.tokens, temperature)[len(prompt) - 1 : -1]
         np.testing.assert_allclose(sequence.logprobs, told[range(8), sequence.tokens], atol=CLOSE)
         plain = logprobs(prompt + sequence.tokens)[len(prompt) - 1 : -1]
         assert sequence.topk_logprobs_np.token_ids.shape == (8, 3)
-        np.testing.assert_allclose(sequence.topk_logprobs_np.logprobs, -np.sort(-plain, -1)[:, :3], atol=CLOSE)
+        np.testing.assert_allclose(
+            sequence.topk_logprobs_np.logprobs, -np.sort(-plain, -1)[:, :3], atol=CLOSE
+        )
 
 
 def test_without_temperature_the_likeliest_is_taken(bare, rng, logprobs):
@@ -89,7 +103,7 @@ def test_a_prompt_s_log_probabilities_in_every_form(bare, rng, logprobs):
     wanted = rng.integers(3, 97, (8, 3))
     wanted[2, 1] = wanted[5] = -1
     answer = bare.sample(
-        ints(prompt), 1, params(max_tokens=1), include_prompt_logprobs=True, topk_prompt_logprobs=2, prompt_alt_tokens_k=4,
+        ints(prompt), 1, params(max_tokens=1), include_prompt_logprobs=True, topk_prompt_logprobs=2, prompt_alt_tokens_k=4,  # noqa: E501
         target_prompt_logprobs=types.TensorData.from_numpy(wanted),
     ).result()  # fmt: skip
     told = logprobs(prompt)[:-1]
@@ -98,14 +112,22 @@ def test_a_prompt_s_log_probabilities_in_every_form(bare, rng, logprobs):
     top = answer.topk_prompt_logprobs_np
     assert top.token_ids.shape == (9, 2)
     np.testing.assert_allclose(top.logprobs[1:], -np.sort(-told, -1)[:, :2], atol=CLOSE)
-    np.testing.assert_allclose(np.take_along_axis(told, top.token_ids[1:], 1), top.logprobs[1:], atol=CLOSE)
+    np.testing.assert_allclose(
+        np.take_along_axis(told, top.token_ids[1:], 1), top.logprobs[1:], atol=CLOSE
+    )
     assert answer.topk_prompt_logprobs[0] is None
     named = answer.target_prompt_logprobs.to_numpy()
-    np.testing.assert_allclose(named, np.where(wanted < 0, 0, np.take_along_axis(told, np.maximum(wanted, 0), 1)), atol=CLOSE)
+    np.testing.assert_allclose(
+        named,
+        np.where(wanted < 0, 0, np.take_along_axis(told, np.maximum(wanted, 0), 1)),
+        atol=CLOSE,
+    )
     alternatives = answer.prompt_alt_tokens
     assert alternatives.tokens.to_numpy().shape == (8, 4)
     np.testing.assert_allclose(
-        alternatives.logprobs.to_numpy(), np.take_along_axis(told, alternatives.tokens.to_numpy().astype(np.int64), 1), atol=CLOSE
+        alternatives.logprobs.to_numpy(),
+        np.take_along_axis(told, alternatives.tokens.to_numpy().astype(np.int64), 1),
+        atol=CLOSE,
     )
     assert len({tuple(row) for row in alternatives.tokens.to_numpy().tolist()}) > 1
     last = bare.compute_logprobs(ints(prompt), prompt_logprobs_last_n=3).result()
@@ -115,8 +137,14 @@ def test_a_prompt_s_log_probabilities_in_every_form(bare, rng, logprobs):
 
 def test_a_prompt_in_chunks_is_one(bare, rng):
     prompt = rng.integers(3, 97, 7).tolist()
-    chunks = types.ModelInput(chunks=[types.EncodedTextChunk(tokens=part) for part in (prompt[:2], prompt[2:3], prompt[3:])])
-    assert drawn(bare.sample(chunks, 1, params()).result()) == drawn(bare.sample(ints(prompt), 1, params()).result())
+    chunks = types.ModelInput(
+        chunks=[
+            types.EncodedTextChunk(tokens=part) for part in (prompt[:2], prompt[2:3], prompt[3:])
+        ]
+    )
+    assert drawn(bare.sample(chunks, 1, params()).result()) == drawn(
+        bare.sample(ints(prompt), 1, params()).result()
+    )
 
 
 def test_stop_ids_end_a_sample_and_are_kept(bare, rng):
@@ -130,21 +158,31 @@ def test_stop_ids_end_a_sample_and_are_kept(bare, rng):
 
 
 def test_stop_strings_and_the_end_of_text(sites, mesh, rng):
-    """A base with a tokenizer: without a stop its end tokens end a sample, an empty list says that nothing does."""
+    """A base with a tokenizer: without a stop its end tokens end a sample, an empty list says that
+    nothing does.
+    """
     site = sites(base_lib.load("tiny-random", mesh))
     sampler = site.client().create_sampling_client(base_model=site.server.name).result()
     tokenizer, prompt = site.server.base.tokenizer, ints(rng.integers(3, 97, 5))
     for seed in range(9):
-        (tokens,) = drawn(sampler.sample(prompt, 1, params(seed=seed, stop=[], max_tokens=12)).result())
+        (tokens,) = drawn(
+            sampler.sample(prompt, 1, params(seed=seed, stop=[], max_tokens=12)).result()
+        )
         assert len(tokens) == 12
         if word := tokenizer.decode(tokens[5:6]).strip():
             break
-    (sequence,) = sampler.sample(prompt, 1, params(seed=seed, stop=["never", word], max_tokens=12)).result().sequences
+    (sequence,) = (
+        sampler.sample(prompt, 1, params(seed=seed, stop=["never", word], max_tokens=12))
+        .result()
+        .sequences
+    )
     assert sequence.stop_reason == "stop"
     assert sequence.tokens == tokens[: len(sequence.tokens)]
     assert word in tokenizer.decode(sequence.tokens)
     assert word not in tokenizer.decode(sequence.tokens[:-1])
-    (one,) = sampler.sample(prompt, 1, params(seed=seed, stop=word, max_tokens=12)).result().sequences
+    (one,) = (
+        sampler.sample(prompt, 1, params(seed=seed, stop=word, max_tokens=12)).result().sequences
+    )
     assert one.tokens == sequence.tokens
     end = tokenizer.eos_ids[0]
     trainer = site.trainer()
@@ -156,7 +194,9 @@ def test_stop_strings_and_the_end_of_text(sites, mesh, rng):
         trainer.optim_step(types.AdamParams(learning_rate=0.03)).result()
     assert loss < 0.005
     trained = trainer.save_weights_and_get_sampling_client()
-    ended = [trained.sample(prompt, 1, params(stop=stop)).result().sequences[0] for stop in (None, [])]
+    ended = [
+        trained.sample(prompt, 1, params(stop=stop)).result().sequences[0] for stop in (None, [])
+    ]
     assert (ended[0].tokens, ended[0].stop_reason) == ([end], "stop")
     assert ended[1].tokens[0] == end
     assert len(ended[1].tokens) == 8
@@ -170,7 +210,9 @@ def test_the_sampler_s_log_probabilities_are_the_trainer_s(site, rng):
     prompt = rng.integers(3, 97, 6).tolist()
     (sequence,) = sampler.sample(ints(prompt), 1, params()).result().sequences
     whole = prompt + sequence.tokens
-    datum = types.Datum(ints(whole[:-1]), {"target_tokens": whole[1:], "weights": [1.0] * (len(whole) - 1)})
+    datum = types.Datum(
+        ints(whole[:-1]), {"target_tokens": whole[1:], "weights": [1.0] * (len(whole) - 1)}
+    )
     (told,) = logprobs_of(trainer.forward([datum], "cross_entropy").result())
     np.testing.assert_allclose(sampler.compute_logprobs(ints(whole)).result()[1:], told, atol=CLOSE)
     np.testing.assert_allclose(sequence.logprobs, told[len(prompt) - 1 :], atol=CLOSE)
@@ -190,7 +232,9 @@ def test_a_snapshot_stays_what_it_was_while_its_policy_trains_on(site, rng):
         updates.append(trainer.optim_step(types.AdamParams(learning_rate=1e-2)))
         again = old.sample(prompt, 2, params()).result()
         assert drawn(again) == drawn(before)
-        assert [one.logprobs for one in again.sequences] == [one.logprobs for one in before.sequences]
+        assert [one.logprobs for one in again.sequences] == [
+            one.logprobs for one in before.sequences
+        ]
     for update in updates:
         update.result()
     new = trainer.save_weights_and_get_sampling_client().sample(prompt, 2, params()).result()
@@ -200,7 +244,9 @@ def test_a_snapshot_stays_what_it_was_while_its_policy_trains_on(site, rng):
 
 
 def test_many_policies_are_sampled_together(site, rng):
-    """More snapshots than there are slots on the device, asked at once; each is what it is alone."""
+    """More snapshots than there are slots on the device, asked at once; each is what it is
+    alone.
+    """
     client, prompt = site.client(), ints(rng.integers(3, 97, 6))
     samplers = []
     for rank in (8, 4, 1):
@@ -210,7 +256,9 @@ def test_many_policies_are_sampled_together(site, rng):
     alone = [drawn(sampler.sample(prompt, 1, params()).result()) for sampler in samplers]
 
     async def ask():
-        return await asyncio.gather(*(sampler.sample(prompt, 1, params()) for _ in range(4) for sampler in samplers))
+        return await asyncio.gather(
+            *(sampler.sample(prompt, 1, params()) for _ in range(4) for sampler in samplers)
+        )
 
     assert [drawn(answer) for answer in asyncio.run(ask())] == alone * 4
     assert len({tuple(tokens[0]) for tokens in alone}) == 3
@@ -219,7 +267,10 @@ def test_many_policies_are_sampled_together(site, rng):
 def test_clones_of_a_sampler_have_numbers_of_their_own(bare, rng):
     prompt = ints(rng.integers(3, 97, 5))
     expected = drawn(bare.sample(prompt, 1, params()).result())
-    clones = [pickle.loads(pickle.dumps(bare)), tinker.SamplingClient.from_sampler_handle(bare.get_sampler_handle(), api_key="tml-x")]
+    clones = [
+        pickle.loads(pickle.dumps(bare)),
+        tinker.SamplingClient.from_sampler_handle(bare.get_sampler_handle(), api_key="tml-x"),
+    ]
     futures = [clone.sample(prompt, 1, params()) for clone in clones for _ in range(2)]
     assert [drawn(future.result()) for future in futures] == [expected] * 4
 
@@ -253,21 +304,39 @@ def test_a_sample_sent_again_is_the_same(site):
     assert len(site.retrieve(one["request_id"]).json()["sequences"][0]["tokens"]) == 3
     assert site.post("retrieve_future", {"request_id": "a-nothing"}).status_code == 410
     assert asked(site, "nobody:sample:0", 0, **small).status_code == 404
-    failed = site.retrieve(asked(site, sampler, 1, sampling_params={"max_tokens": 3, "temperature": -1}).json()["request_id"]).json()
+    failed = site.retrieve(
+        asked(site, sampler, 1, sampling_params={"max_tokens": 3, "temperature": -1}).json()[
+            "request_id"
+        ]
+    ).json()
     assert failed["category"] == "user"
     assert "temperature is -1.0; expected 0 <= temperature" in failed["error"]
-    assert httpx.get(f"{site.url}/api/v1/samplers/{sampler}").json()["base_model"] == site.server.name
+    assert (
+        httpx.get(f"{site.url}/api/v1/samplers/{sampler}").json()["base_model"] == site.server.name
+    )
 
 
 def test_a_sample_can_be_cancelled(site):
     session = site.post("create_session", {}).json()["session_id"]
     told = {"session_id": session, "sampling_session_seq_id": 0, "base_model": site.server.name}
     sampler = site.post("create_sampling_session", told).json()["sampling_session_id"]
-    # The last wait behind 88 samples: with one of each request all were done before they could be cancelled, on a fast machine.
-    ids = [asked(site, sampler, i, num_samples=8, sampling_params={"max_tokens": 250}).json()["request_id"] for i in range(12)]
+    # The last wait behind 88 samples: with one of each request all were done before they could be
+    # cancelled, on a fast machine.
+    ids = [
+        asked(site, sampler, i, num_samples=8, sampling_params={"max_tokens": 250}).json()[
+            "request_id"
+        ]
+        for i in range(12)
+    ]
     for wrong, status in ("", 400), ("a-nothing", 410):  # nothing of such a request is cancelled
-        assert site.post("cancel_future", {"request_id": ids[0], "request_ids": [wrong]}).status_code == status
-    assert site.post("cancel_future", {"request_id": ids[-1], "request_ids": [ids[-2]]}).status_code == 200
+        assert (
+            site.post("cancel_future", {"request_id": ids[0], "request_ids": [wrong]}).status_code
+            == status
+        )
+    assert (
+        site.post("cancel_future", {"request_id": ids[-1], "request_ids": [ids[-2]]}).status_code
+        == 200
+    )
     for id in ids[-2:]:
         answer = site.retrieve(id).json()
         assert answer["category"] == "user"
@@ -277,7 +346,11 @@ def test_a_sample_can_be_cancelled(site):
 
 @pytest.mark.parametrize(
     ("told", "message"),
-    [({"temperature": -1.0}, "temperature is -1.0"), ({"max_tokens": 0}, "max_tokens is 0"), ({"top_p": 2.0}, "top_p is 2.0")],
+    [
+        ({"temperature": -1.0}, "temperature is -1.0"),
+        ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"top_p": 2.0}, "top_p is 2.0"),
+    ],
 )
 def test_a_mistake_is_the_user_s(told, message, bare):
     with pytest.raises(tinker.RequestFailedError, match=message) as failed:
@@ -290,10 +363,14 @@ def test_what_cannot_be_sampled_is_told_when_it_is_named(site):
     with pytest.raises(tinker.BadRequestError, match="base_model is 'other'"):
         client.create_sampling_client(base_model="other").result()
     with pytest.raises(tinker.RequestFailedError, match="97"):
-        client.create_sampling_client(base_model=site.server.name).result().sample(ints([97]), 1, params()).result()
+        client.create_sampling_client(base_model=site.server.name).result().sample(
+            ints([97]), 1, params()
+        ).result()
 
 
-def test_a_conversation_s_next_turn_is_not_read_again_where_the_server_says_so(sites, tiny_base, rng, logprobs):
+def test_a_conversation_s_next_turn_is_not_read_again_where_the_server_says_so(
+    sites, tiny_base, rng, logprobs
+):
     server = sites(tiny_base(), sizes=dataclasses.replace(SIZES, reuse_decoded=True))
     sampler = server.client().create_sampling_client(base_model=server.server.name).result()
     prompt = rng.integers(3, 97, 40).tolist()
@@ -301,6 +378,11 @@ def test_a_conversation_s_next_turn_is_not_read_again_where_the_server_says_so(s
     further = [*prompt, *tokens, 7]
     before = server.server.engine.counts["reused_tokens"]
     (sequence,) = sampler.sample(ints(further), 1, params(max_tokens=3)).result().sequences
-    assert server.server.engine.counts["reused_tokens"] - before == 64, "40 + 50 - 1 tokens were cached, two whole pages of them"
-    told = [logprobs([*further, *sequence.tokens])[len(further) - 1 + i, token] for i, token in enumerate(sequence.tokens)]
+    assert server.server.engine.counts["reused_tokens"] - before == 64, (
+        "40 + 50 - 1 tokens were cached, two whole pages of them"
+    )
+    told = [
+        logprobs([*further, *sequence.tokens])[len(further) - 1 + i, token]
+        for i, token in enumerate(sequence.tokens)
+    ]
     np.testing.assert_allclose(sequence.logprobs, told, atol=CLOSE)

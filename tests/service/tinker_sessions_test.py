@@ -8,7 +8,11 @@ import pytest
 import tinker
 from tinker import types
 from tinker.types import session_status_query as queries
-from tinker.types.session_status import ClientSessionFinished, ClientSessionFinishErrored, SessionActive
+from tinker.types.session_status import (
+    ClientSessionFinished,
+    ClientSessionFinishErrored,
+    SessionActive,
+)
 
 from tests.service.sites import KEY, site, sites  # noqa: F401 (fixtures)
 
@@ -16,23 +20,44 @@ from tests.service.sites import KEY, site, sites  # noqa: F401 (fixtures)
 @pytest.fixture(scope="module")
 def made(site) -> dict[str, Any]:  # noqa: F811
     """Sessions: one that has trained, one that finished, one that goes on."""
-    one = tinker.ServiceClient(base_url=site.url, api_key=KEY, user_metadata={"run": "a", "by": "x"}, display_name="The First Run")
+    one = tinker.ServiceClient(
+        base_url=site.url,
+        api_key=KEY,
+        user_metadata={"run": "a", "by": "x"},
+        display_name="The First Run",
+    )
     trainer = one.create_lora_training_client(site.server.name, 8).result()
     tokens = types.ModelInput.from_ints([5, 6, 7])
-    data = [types.Datum(model_input=tokens, loss_fn_inputs={"target_tokens": [6, 7, 8], "weights": [1.0] * 3})]  # type: ignore[arg-type]
+    data = [
+        types.Datum(
+            model_input=tokens, loss_fn_inputs={"target_tokens": [6, 7, 8], "weights": [1.0] * 3}
+        )
+    ]  # type: ignore[arg-type]
     for _ in range(2):
         trainer.forward_backward(data, "cross_entropy").result()
         trainer.optim_step(types.AdamParams(learning_rate=0.01)).result()
     path = trainer.save_weights_for_sampler("one").result().path
     one.create_sampling_client(path)
     two = tinker.ServiceClient(
-        base_url=site.url, api_key=KEY, user_metadata={"run": "b", "by": "x"}, project_id="p", display_name="second run"
+        base_url=site.url,
+        api_key=KEY,
+        user_metadata={"run": "b", "by": "x"},
+        project_id="p",
+        display_name="second run",
     )
     three = tinker.ServiceClient(base_url=site.url, api_key=KEY, display_name="another")
     ids = [client.holder.get_session_id() for client in (one, two, three)]
-    told = site.post(f"sessions/{ids[1]}/finish", {"reason": {"type": "errored"}, "detail": "out of money"})
+    told = site.post(
+        f"sessions/{ids[1]}/finish", {"reason": {"type": "errored"}, "detail": "out of money"}
+    )
     assert told.status_code == 200
-    return {"ids": ids, "model": trainer.model_id, "path": path, "rest": one.create_rest_client(), "clients": (one, two, three)}
+    return {
+        "ids": ids,
+        "model": trainer.model_id,
+        "path": path,
+        "rest": one.create_rest_client(),
+        "clients": (one, two, three),
+    }
 
 
 def found(made, **asked) -> list[str]:
@@ -59,18 +84,33 @@ def test_sessions_are_searched(made):
     assert found(made, owner={"type": "user", "owner_urns": ["somebody"]}) == []
     assert found(made, statuses=[queries.ActiveSessionStatusQuery()]) == [three, one]
     assert found(made, statuses=[queries.ClientFinishedSessionStatusQuery()]) == [two]
-    assert found(made, statuses=[queries.ClientFinishedSessionStatusQuery(reasons=["success"])]) == []
-    both = [queries.FailedSessionStatusQuery(), queries.ClientFinishedSessionStatusQuery(reasons=["errored", "success"])]
+    assert (
+        found(made, statuses=[queries.ClientFinishedSessionStatusQuery(reasons=["success"])]) == []
+    )
+    both = [
+        queries.FailedSessionStatusQuery(),
+        queries.ClientFinishedSessionStatusQuery(reasons=["errored", "success"]),
+    ]
     assert found(made, statuses=both) == [two]
 
 
 def test_a_session_is_told(made, site):  # noqa: F811
     first, second = page(made, display_name="run").sessions[::-1]
-    assert (first.owner, first.display_name, first.user_metadata) == ("default", "The First Run", {"run": "a", "by": "x"})
+    assert (first.owner, first.display_name, first.user_metadata) == (
+        "default",
+        "The First Run",
+        {"run": "a", "by": "x"},
+    )
     assert (first.project_id, first.checkpoints_count, first.status) == ("", 1, SessionActive())
     assert first.checkpoint_storage_bytes == site.server.book.checkpoint_bytes("default")
-    assert (second.project_id, second.checkpoints_count, second.checkpoint_storage_bytes) == ("p", 0, 0)
-    assert second.status == ClientSessionFinished(reason=ClientSessionFinishErrored(), detail="out of money")
+    assert (second.project_id, second.checkpoints_count, second.checkpoint_storage_bytes) == (
+        "p",
+        0,
+        0,
+    )
+    assert second.status == ClientSessionFinished(
+        reason=ClientSessionFinishErrored(), detail="out of money"
+    )
 
 
 def test_pages_follow_a_cursor(made):
@@ -92,7 +132,8 @@ def test_sessions_are_moved_into_projects(made):
     runs = rest.list_training_runs(project_id="moved").result()
     assert [run.training_run_id for run in runs.training_runs] == [made["model"]]
     assert runs.cursor.total_count == 1
-    assert page(made, session_id=one).sessions[0].display_name == "The First Run"  # what else was told stays
+    # what else was told stays
+    assert page(made, session_id=one).sessions[0].display_name == "The First Run"
     with pytest.raises(tinker.NotFoundError):
         rest.assign_session_project("nothing", "moved").result()
 
@@ -126,7 +167,10 @@ def test_a_timeline_is_downloaded_without_a_key(made, site):  # noqa: F811
         ({"owner": {"type": "odd"}}, "owner.type"),
         ({"owner": {"type": "user"}}, "owner.owner_urns"),
         ({"cursor": {"last_created_at": "yesterday", "last_session_id": "x"}}, "last_created_at"),
-        ({"cursor": {"last_created_at": "2026-01-01T00:00:00", "last_session_id": "x"}}, "last_created_at"),
+        (
+            {"cursor": {"last_created_at": "2026-01-01T00:00:00", "last_session_id": "x"}},
+            "last_created_at",
+        ),
         ({"display_name": ""}, "display_name"),
         ({"project_ids": "p"}, "project_ids"),
     ],

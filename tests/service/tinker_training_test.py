@@ -1,4 +1,6 @@
-"""Training by the official SDK: equal to torch, in order, once, whatever else is asked of the server."""
+"""Training by the official SDK: equal to torch, in order, once, whatever else is asked of the
+server.
+"""
 
 import dataclasses
 
@@ -18,13 +20,22 @@ from tests.service.sites import SHAPES, adam, datum_of, logprobs_of
 from tests.service.sites import site as site
 from tests.service.sites import sites as sites
 from tests.train import live_test
-from tests.train.live_test import LOSSES, Tenant, away_from_edges, random_data, random_optimizer, random_state
+from tests.train.live_test import (
+    LOSSES,
+    Tenant,
+    away_from_edges,
+    random_data,
+    random_optimizer,
+    random_state,
+)
 
 CLIPPED = {"ppo", "cispo", "gspo"}
 
 
 def sent(data, kind):
-    """Our data as a client of Tinker states them: what counts not has no advantage, but for DRO, whose square needs weights."""
+    """Our data as a client of Tinker states them: what counts not has no advantage, but for DRO,
+    whose square needs weights.
+    """
     out = []
     for datum in data:
         inputs = dict(datum_of(datum).loss_fn_inputs)
@@ -39,7 +50,13 @@ def sent(data, kind):
 
 def options(kind):
     low, high, beta = LOSSES.get(kind, (0, 0, 0))
-    return {"beta": beta} if kind == "dro" else {"clip_low_threshold": low, "clip_high_threshold": high} if kind in CLIPPED else None
+    return (
+        {"beta": beta}
+        if kind == "dro"
+        else {"clip_low_threshold": low, "clip_high_threshold": high}
+        if kind in CLIPPED
+        else None
+    )
 
 
 def coefs(kind):
@@ -74,16 +91,22 @@ def test_every_loss_and_update_is_torch_s(rng, site, hf_dirs):
         loss, logprobs = tenant.forward_backward(data, name)
         numbers = random_optimizer(rng)
         norm = tenant.optim(numbers)
-        asked = trainer.forward_backward(sent(data, kind), name, options(kind)), trainer.optim_step(adam(numbers))
+        asked = (
+            trainer.forward_backward(sent(data, kind), name, options(kind)),
+            trainer.optim_step(adam(numbers)),
+        )
         after = trainer.forward(sent(data, kind), name, options(kind))
         told, updated = (one.result() for one in asked)
-        # float32 through three layers and up to seven updates, at log-probabilities of about 5; a loss sums up to 120 of them
+        # float32 through three layers and up to seven updates, at log-probabilities of about 5; a
+        # loss sums up to 120 of them
         for got, want in zip(logprobs_of(told), logprobs, strict=True):
             np.testing.assert_allclose(got, want, atol=1e-3)
         assert told.metrics["loss:sum"] == pytest.approx(loss, rel=1e-3, abs=2e-2)
         if name == "cross_entropy":
             for one, got, datum in zip(told.loss_fn_outputs, logprobs_of(told), data):
-                np.testing.assert_allclose(one["elementwise_loss"].to_numpy(), -datum.weights * got, rtol=1e-5, atol=1e-6)
+                np.testing.assert_allclose(
+                    one["elementwise_loss"].to_numpy(), -datum.weights * got, rtol=1e-5, atol=1e-6
+                )
         assert updated.metrics is not None
         assert updated.metrics["grad_norm"] == pytest.approx(norm, rel=1e-3)
         noted.append(updated.metrics["grad_norm"])
@@ -123,14 +146,20 @@ def test_a_base_with_experts_or_latents_trains_as_live_training_does(family, rng
     assert mine.count == alone.count == 2
     for path, leaf in alone.parts["factors"].items():
         moved = np.abs(leaf - start.parts["factors"][path]).max()
-        np.testing.assert_allclose(mine.parts["factors"][path], leaf, atol=5e-2 * moved + 1e-7, err_msg=path)
+        np.testing.assert_allclose(
+            mine.parts["factors"][path], leaf, atol=5e-2 * moved + 1e-7, err_msg=path
+        )
 
 
 def test_many_requests_in_flight_run_in_their_order(rng, site, hf_dirs):
-    """Two sessions, each of which sends everything before it looks at any answer; one request in the middle is refused."""
+    """Two sessions, each of which sends everything before it looks at any answer; one request in
+    the middle is refused.
+    """
     model = oracles.torch_model(hf_dirs("llama"), torch.float64)
     trainers = [site.trainer(rank) for rank in (8, 3)]
-    states = [random_state(rng, site.server.base, site.held(trainer).config) for trainer in trainers]
+    states = [
+        random_state(rng, site.server.base, site.held(trainer).config) for trainer in trainers
+    ]
     tenants = [Tenant(model, state) for state in states]
     for trainer, state in zip(trainers, states):
         site.put(trainer, state)
@@ -140,19 +169,27 @@ def test_many_requests_in_flight_run_in_their_order(rng, site, hf_dirs):
             data, numbers = random_data(rng, "cross_entropy", 24), random_optimizer(rng)
             futures.append(trainer.forward_backward(sent(data, "cross_entropy"), "cross_entropy"))
             if turn == 2:
-                wrong = types.Datum(types.ModelInput.from_ints([5, 97]), {"target_tokens": [5, 5], "weights": [1.0, 1.0]})
-                refused.append(trainer.forward_backward([datum_of(data[0]), wrong], "cross_entropy"))
+                wrong = types.Datum(
+                    types.ModelInput.from_ints([5, 97]),
+                    {"target_tokens": [5, 5], "weights": [1.0, 1.0]},
+                )
+                refused.append(
+                    trainer.forward_backward([datum_of(data[0]), wrong], "cross_entropy")
+                )
             trainer.optim_step(adam(numbers))
             expected.append(tenant.forward_backward(data, "cross_entropy"))
             tenant.optim(numbers)
     for future, (loss, logprobs) in zip(futures, expected):
         result = future.result()
         for got, want in zip(logprobs_of(result), logprobs, strict=True):
-            # Five updates carry on what float32 lost in each: 0.0024 was seen. An update that is missing moved some by 0.4 and more.
+            # Five updates carry on what float32 lost in each: 0.0024 was seen. An update that is
+            # missing moved some by 0.4 and more.
             np.testing.assert_allclose(got, want, atol=1e-2)
         assert result.metrics["loss:sum"] == pytest.approx(loss, rel=1e-3, abs=0.3)
     for future in refused:
-        with pytest.raises(tinker.RequestFailedError, match=r"datum 1 has 97 among its tokens") as failed:
+        with pytest.raises(
+            tinker.RequestFailedError, match=r"datum 1 has 97 among its tokens"
+        ) as failed:
             future.result()
         assert failed.value.category == types.RequestErrorCategory.User
     for trainer in trainers:
@@ -170,7 +207,9 @@ def test_a_batch_in_several_requests_is_one_batch(rng, site, monkeypatch):
         site.put(one, state)
     futures = [one.forward_backward(data, "cross_entropy") for one in (trainer, whole)]
     cut, together = (future.result() for future in futures)
-    assert cut.metrics["loss:sum"] == pytest.approx(together.metrics["loss:sum"], rel=1e-4, abs=1e-3)
+    assert cut.metrics["loss:sum"] == pytest.approx(
+        together.metrics["loss:sum"], rel=1e-4, abs=1e-3
+    )
     for got, want in zip(logprobs_of(cut), logprobs_of(together), strict=True):
         np.testing.assert_allclose(got, want, atol=2e-5)
     grads = [site.held(one).parts["grad"] for one in (trainer, whole)]
@@ -187,10 +226,20 @@ def test_a_request_sent_again_runs_once(rng, site):
             "loss_fn": "cross_entropy",
             "data": [
                 {
-                    "model_input": {"chunks": [{"type": "encoded_text", "tokens": d.tokens.tolist()}]},
+                    "model_input": {
+                        "chunks": [{"type": "encoded_text", "tokens": d.tokens.tolist()}]
+                    },
                     "loss_fn_inputs": {
-                        "target_tokens": {"data": d.targets.tolist(), "dtype": "int64", "shape": [d.tokens.size]},
-                        "weights": {"data": d.weights.tolist(), "dtype": "float32", "shape": [d.tokens.size]},
+                        "target_tokens": {
+                            "data": d.targets.tolist(),
+                            "dtype": "int64",
+                            "shape": [d.tokens.size],
+                        },
+                        "weights": {
+                            "data": d.weights.tolist(),
+                            "dtype": "float32",
+                            "shape": [d.tokens.size],
+                        },
                     },
                 }
                 for d in data
@@ -198,10 +247,16 @@ def test_a_request_sent_again_runs_once(rng, site):
         },
         "model_id": trainer.model_id,
     }
-    step = {"model_id": trainer.model_id, "adam_params": {"learning_rate": 1e-2}, "type": "optim_step"}
+    step = {
+        "model_id": trainer.model_id,
+        "adam_params": {"learning_rate": 1e-2},
+        "type": "optim_step",
+    }
     late = site.post("optim_step", step | {"seq_id": 2}).json()["request_id"]
     first = site.post("forward_backward", told | {"seq_id": 1}).json()["request_id"]
-    assert [site.post("forward_backward", told | {"seq_id": 1}).json()["request_id"] for _ in range(2)] == [first] * 2
+    assert [
+        site.post("forward_backward", told | {"seq_id": 1}).json()["request_id"] for _ in range(2)
+    ] == [first] * 2
     assert site.post("optim_step", step | {"seq_id": 2}).json()["request_id"] == late
     other = site.post("optim_step", step | {"seq_id": 2, "adam_params": {"learning_rate": 1.0}})
     assert other.status_code == 409
@@ -212,12 +267,17 @@ def test_a_request_sent_again_runs_once(rng, site):
     assert site.held(trainer).count == 1
     assert site.post("optim_step", step | {"seq_id": 2}).json()["request_id"] == late
     assert site.post("optim_step", step | {"seq_id": 0}).status_code == 400
-    assert site.post("optim_step", step | {"seq_id": 3, "model_id": "nobody:train:0"}).status_code == 404
+    assert (
+        site.post("optim_step", step | {"seq_id": 3, "model_id": "nobody:train:0"}).status_code
+        == 404
+    )
     assert site.held(trainer).count == 1
 
 
 def test_a_loss_of_the_client_s_own_has_its_gradients(rng, site):
-    """The SDK differentiates it; it is cross-entropy here, so the server's own says what comes of it. An update behind it follows it."""
+    """The SDK differentiates it; it is cross-entropy here, so the server's own says what comes of
+    it. An update behind it follows it.
+    """
     custom, built = site.trainer(), site.trainer()
     state = random_state(rng, site.server.base, site.held(custom).config)
     for one in (custom, built):
@@ -228,11 +288,19 @@ def test_a_loss_of_the_client_s_own_has_its_gradients(rng, site):
         weights = [torch.tensor(datum.loss_fn_inputs["weights"].to_numpy()) for datum in data]
         return -sum((w * lp).sum() for w, lp in zip(weights, logprobs)), {"answer:mean": 42.0}
 
-    result, plain = custom.forward_backward_custom(data, loss).result(), built.forward_backward(data, "cross_entropy").result()
-    assert result.metrics["loss:sum"] == pytest.approx(plain.metrics["loss:sum"], rel=1e-4, abs=1e-3)
+    result, plain = (
+        custom.forward_backward_custom(data, loss).result(),
+        built.forward_backward(data, "cross_entropy").result(),
+    )
+    assert result.metrics["loss:sum"] == pytest.approx(
+        plain.metrics["loss:sum"], rel=1e-4, abs=1e-3
+    )
     assert result.metrics["answer:mean"] == 42.0
     live_test.assert_close(site.held(custom).parts["grad"], site.held(built).parts["grad"])
-    futures = custom.forward_backward_custom(data, loss), custom.optim_step(types.AdamParams(learning_rate=1e-3))
+    futures = (
+        custom.forward_backward_custom(data, loss),
+        custom.optim_step(types.AdamParams(learning_rate=1e-3)),
+    )
     futures[0].result()
     futures[1].result()
     assert site.held(custom).count == 1
@@ -240,7 +308,9 @@ def test_a_loss_of_the_client_s_own_has_its_gradients(rng, site):
 
 
 def test_a_teacher_s_distribution_in_sparse_and_dense_cells(rng, site, hf_dirs):
-    """A step of distillation: [N, K] targets with probabilities as weights, dense and as torch's CSR, whose cells are told in place."""
+    """A step of distillation: [N, K] targets with probabilities as weights, dense and as torch's
+    CSR, whose cells are told in place.
+    """
     dense, sparse = site.trainer(), site.trainer()
     state = random_state(rng, site.server.base, site.held(dense).config)
     for one in (dense, sparse):
@@ -256,10 +326,19 @@ def test_a_teacher_s_distribution_in_sparse_and_dense_cells(rng, site, hf_dirs):
         columns.append(mine)
     model_input = types.ModelInput.from_ints(tokens.tolist())
     one = types.Datum(model_input, {"target_tokens": ids, "weights": weights})
-    two = types.Datum(model_input, {"target_tokens": torch.tensor(wide_ids), "weights": torch.tensor(wide_weights)})
-    assert two.loss_fn_inputs["target_tokens"].sparse_crow_indices is not None, "else the test says nothing of sparse cells"
-    results = [t.forward_backward([d], "cross_entropy").result() for t, d in ((dense, one), (sparse, two))]
-    loss, (expected,) = tenant.forward_backward([Datum(tokens, ids.astype(np.int32), weights)], "cross_entropy")
+    two = types.Datum(
+        model_input,
+        {"target_tokens": torch.tensor(wide_ids), "weights": torch.tensor(wide_weights)},
+    )
+    assert two.loss_fn_inputs["target_tokens"].sparse_crow_indices is not None, (
+        "else the test says nothing of sparse cells"
+    )
+    results = [
+        t.forward_backward([d], "cross_entropy").result() for t, d in ((dense, one), (sparse, two))
+    ]
+    loss, (expected,) = tenant.forward_backward(
+        [Datum(tokens, ids.astype(np.int32), weights)], "cross_entropy"
+    )
     for result in results:
         assert result.metrics["loss:sum"] == pytest.approx(loss, rel=1e-4)
     np.testing.assert_allclose(logprobs_of(results[0])[0], expected, atol=5e-5)
@@ -275,18 +354,38 @@ def test_a_teacher_s_distribution_in_sparse_and_dense_cells(rng, site, hf_dirs):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda t, d: t.forward_backward([d], "nonsense"), "loss_fn is .*nonsense.*; choose one of: cross_entropy"),
+        (
+            lambda t, d: t.forward_backward([d], "nonsense"),
+            "loss_fn is .*nonsense.*; choose one of: cross_entropy",
+        ),
         (lambda t, d: t.forward_backward([d], "ppo"), "loss_fn_inputs has no logprobs; ppo needs"),
-        (lambda t, d: t.forward_backward([d], "cross_entropy", {"beta": 1.0}), "loss_fn_config has 'beta'"),
-        (lambda t, d: t.forward_backward([dataclasses.replace(d, model_input=types.ModelInput.from_ints([]))], "cross_entropy"), "datum 0"),
-        (lambda t, d: t.optim_step(types.AdamParams(learning_rate=-1.0)), "learning_rate is -1.0; expected 0 or more"),
+        (
+            lambda t, d: t.forward_backward([d], "cross_entropy", {"beta": 1.0}),
+            "loss_fn_config has 'beta'",
+        ),
+        (
+            lambda t, d: t.forward_backward(
+                [dataclasses.replace(d, model_input=types.ModelInput.from_ints([]))],
+                "cross_entropy",
+            ),
+            "datum 0",
+        ),
+        (
+            lambda t, d: t.optim_step(types.AdamParams(learning_rate=-1.0)),
+            "learning_rate is -1.0; expected 0 or more",
+        ),
         (lambda t, d: t.save_state("a/b"), "a checkpoint's name"),
-        (lambda t, d: t.load_state("tinker://nobody/weights/x"), "there is no checkpoint tinker://nobody/weights/x"),
+        (
+            lambda t, d: t.load_state("tinker://nobody/weights/x"),
+            "there is no checkpoint tinker://nobody/weights/x",
+        ),
     ],
 )
 def test_a_mistake_is_the_user_s_and_uses_up_its_number(call, message, site):
     trainer = site.trainer()
-    datum = types.Datum(types.ModelInput.from_ints([5, 6]), {"target_tokens": [6, 7], "weights": [1.0, 1.0]})
+    datum = types.Datum(
+        types.ModelInput.from_ints([5, 6]), {"target_tokens": [6, 7], "weights": [1.0, 1.0]}
+    )
     with pytest.raises(tinker.RequestFailedError, match=message) as failed:
         call(trainer, datum).result()
     assert failed.value.category == types.RequestErrorCategory.User
@@ -295,24 +394,38 @@ def test_a_mistake_is_the_user_s_and_uses_up_its_number(call, message, site):
 
 @pytest.mark.parametrize(
     ("asked", "message"),
-    [({"rank": 99}, "rank is 99; this server trains ranks from 1 to 8"), ({"base_model": "other"}, "base_model is 'other'")],
+    [
+        ({"rank": 99}, "rank is 99; this server trains ranks from 1 to 8"),
+        ({"base_model": "other"}, "base_model is 'other'"),
+    ],
 )
 def test_a_policy_that_cannot_be_is_refused(asked, message, site):
     client = site.client()
     with pytest.raises(tinker.RequestFailedError, match=message):
-        client.create_lora_training_client(**{"base_model": site.server.name, "rank": 8} | asked).result()
-    assert client.create_lora_training_client(site.server.name, 4).result().get_info().lora_rank == 4
+        client.create_lora_training_client(
+            **{"base_model": site.server.name, "rank": 8} | asked
+        ).result()
+    assert (
+        client.create_lora_training_client(site.server.name, 4).result().get_info().lora_rank == 4
+    )
 
 
 def test_a_seed_and_families_make_the_adapter(site):
     client = site.client()
     one, same, other = (site.held(site.trainer(client=client, seed=seed)) for seed in (7, 7, 8))
     same_parts(one, same)
-    assert any((a != b).any() for a, b in zip(one.parts["factors"].values(), other.parts["factors"].values()))
+    assert any(
+        (a != b).any()
+        for a, b in zip(one.parts["factors"].values(), other.parts["factors"].values())
+    )
     only = site.trainer(client=client, train_mlp=False, train_unembed=False)
     assert set(site.held(only).config.targets) == {"q", "k", "v", "o"}
     info = only.get_info()
-    assert (info.model_data.model_name, info.model_id, info.is_lora) == (site.server.name, only.model_id, True)
+    assert (info.model_data.model_name, info.model_id, info.is_lora) == (
+        site.server.name,
+        only.model_id,
+        True,
+    )
 
 
 def test_a_session_that_is_over_takes_nothing(site):
@@ -330,5 +443,10 @@ def test_a_session_that_is_over_takes_nothing(site):
 
 def test_bodies_that_are_none_are_refused(site):
     assert site.post("optim_step", b"{").status_code == 400
-    assert site.post("forward_backward", b"\xff" * 9, **{"content-type": "application/x-protobuf"}).status_code == 400
+    assert (
+        site.post(
+            "forward_backward", b"\xff" * 9, **{"content-type": "application/x-protobuf"}
+        ).status_code
+        == 400
+    )
     assert httpx.get(f"{site.url}/api/v1/healthz").json() == {"status": "ok"}

@@ -47,7 +47,15 @@ def test_what_was_not_signed_here_is_no_token(tmp_path, rng):
     none = base64.urlsafe_b64encode(b'{"alg":"none"}').rstrip(b"=").decode()
     place = int(rng.integers(len(token)))
     changed = token[:place] + ("A" if token[place] != "A" else "B") + token[place + 1 :]
-    for wrong in (others.make("abc"), f"{header}.{forged}.{signature}", f"{none}.{told}.", f"{header}.{told}.", "..", changed, "ä" + token):
+    for wrong in (
+        others.make("abc"),
+        f"{header}.{forged}.{signature}",
+        f"{none}.{told}.",
+        f"{header}.{told}.",
+        "..",
+        changed,
+        "ä" + token,
+    ):
         assert tokens.key_of(wrong) is None, wrong
     assert tokens.key_of("." * 2 + "x" * 10_000) is None
     assert tokens.key_of(token) == "abc"

@@ -16,20 +16,38 @@ TYPES = {
     "pick": {"enum": [1, 2]},
 }
 SCHEMAS = {"note": {"type": "object", "properties": TYPES}, "clock": {"type": "object"}}
-HARD = ["plain", "a </tool_call> b", "<tool_call>{}</tool_call>", '{"x": 1}', "5", "null", "  two\n\nlines\n", "é🙂", "</", '"quoted"', ""]
+HARD = [
+    "plain",
+    "a </tool_call> b",
+    "<tool_call>{}</tool_call>",
+    '{"x": 1}',
+    "5",
+    "null",
+    "  two\n\nlines\n",
+    "é🙂",
+    "</",
+    '"quoted"',
+    "",
+]
 HARD_XML = [*HARD, "a </parameter> b", "<function=x>", "</function>", "<parameter=count>"]
 HARD_PAIRS = [*HARD, "a </arg_value> b", "<arg_value>x"]
 
 
 def as_json(name, arguments):
-    return "<tool_call>\n" + json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False) + "\n</tool_call>"
+    return (
+        "<tool_call>\n"
+        + json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
+        + "\n</tool_call>"
+    )
 
 
 def as_xml(name, arguments):
     def shown(value):
         return json.dumps(value) if isinstance(value, dict | list) else str(value)
 
-    pairs = "".join(f"<parameter={key}>\n{shown(value)}\n</parameter>\n" for key, value in arguments.items())
+    pairs = "".join(
+        f"<parameter={key}>\n{shown(value)}\n</parameter>\n" for key, value in arguments.items()
+    )
     return f"<tool_call>\n<function={name}>\n{pairs}</function>\n</tool_call>"
 
 
@@ -37,11 +55,18 @@ def as_pairs(name, arguments):
     def shown(value):
         return value if isinstance(value, str) else json.dumps(value)
 
-    pairs = "".join(f"<arg_key>{key}</arg_key>\n<arg_value>{shown(value)}</arg_value>\n" for key, value in arguments.items())
+    pairs = "".join(
+        f"<arg_key>{key}</arg_key>\n<arg_value>{shown(value)}</arg_value>\n"
+        for key, value in arguments.items()
+    )
     return f"<tool_call>{name}\n{pairs}</tool_call>"
 
 
-FORMS = {"json": (json_object, as_json, HARD_XML), "xml": (xml, as_xml, HARD_XML), "pairs": (key_value, as_pairs, HARD_PAIRS)}
+FORMS = {
+    "json": (json_object, as_json, HARD_XML),
+    "xml": (xml, as_xml, HARD_XML),
+    "pairs": (key_value, as_pairs, HARD_PAIRS),
+}
 
 
 @pytest.mark.parametrize("kind", list(FORMS))
@@ -73,14 +98,38 @@ def test_what_a_template_writes_is_read_back(rng, kind):
     ("answer", "content", "calls"),
     [
         ("Just text.", "Just text.", []),
-        ('Wait. <tool_call>{"name": "weather", "arguments": {"city": "Ö"}}</tool_call>', "Wait. ", [("weather", {"city": "Ö"})]),
-        ('<tool_call>{"name": "a"}</tool_call>\nand\n<tool_call>{"name": "b"}', "and", [("a", {}), ("b", {})]),
+        (
+            'Wait. <tool_call>{"name": "weather", "arguments": {"city": "Ö"}}</tool_call>',
+            "Wait. ",
+            [("weather", {"city": "Ö"})],
+        ),
+        (
+            '<tool_call>{"name": "a"}</tool_call>\nand\n<tool_call>{"name": "b"}',
+            "and",
+            [("a", {}), ("b", {})],
+        ),
         ('<tool_call>{"name": "a"}</tool_call> Done.', "Done.", [("a", {})]),
         ('<tool_call>{"name": "a"}</tool_', "", [("a", {})]),
-        ('<tool_call>{"name": "a", "arguments": "{\\"x\\": \\"y\\"}"}</tool_call>', "", [("a", {"x": "y"})]),
-        ('<tool_call>{"name": "a", "parameters": {"x": "two\nlines"}}</tool_call>', "", [("a", {"x": "two\nlines"})]),
-        ("I could write <tool_call> here, but need not.", "I could write <tool_call> here, but need not.", []),
-        ('<think><tool_call> or not</think><tool_call>{"name": "a"}</tool_call>', "<think><tool_call> or not</think>", [("a", {})]),
+        (
+            '<tool_call>{"name": "a", "arguments": "{\\"x\\": \\"y\\"}"}</tool_call>',
+            "",
+            [("a", {"x": "y"})],
+        ),
+        (
+            '<tool_call>{"name": "a", "parameters": {"x": "two\nlines"}}</tool_call>',
+            "",
+            [("a", {"x": "two\nlines"})],
+        ),
+        (
+            "I could write <tool_call> here, but need not.",
+            "I could write <tool_call> here, but need not.",
+            [],
+        ),
+        (
+            '<think><tool_call> or not</think><tool_call>{"name": "a"}</tool_call>',
+            "<think><tool_call> or not</think>",
+            [("a", {})],
+        ),
         *[
             (answer, answer, [])
             for answer in (
@@ -99,18 +148,25 @@ def test_what_a_template_writes_is_read_back(rng, kind):
 )
 def test_json_calls_are_read_out_of_an_answer(answer, content, calls):
     found = Tools([], SCHEMAS, json_object).calls_in(answer)
-    assert (found[0], [(call.name, json.loads(call.arguments)) for call in found[1]]) == (content, calls)
+    assert (found[0], [(call.name, json.loads(call.arguments)) for call in found[1]]) == (
+        content,
+        calls,
+    )
 
 
 def test_what_is_cut_off_in_the_other_forms_is_content():
     for form, write in ((xml, as_xml), (key_value, as_pairs)):
         text = "A " + write("note", {"text": "x", "count": 5})
-        for end in range(len("A <tool_call>") + 30, text.rindex("</function>" if form is xml else "</tool_call>")):
+        for end in range(
+            len("A <tool_call>") + 30, text.rindex("</function>" if form is xml else "</tool_call>")
+        ):
             assert read(text[:end], form, SCHEMAS) == (text[:end], []), end
         assert read(text, form, SCHEMAS)[1] == [Call("note", '{"text": "x", "count": 5}')]
     assert read("<tool_call>clock</tool_call>", key_value, SCHEMAS) == ("", [Call("clock", "{}")])
     assert read("A <tool_call> is a tag.", key_value, SCHEMAS) == ("A <tool_call> is a tag.", [])
-    assert read("<tool_call><function=note><parameter=on>True</parameter></function>", xml, SCHEMAS)[1] == [Call("note", '{"on": true}')]
+    assert read(
+        "<tool_call><function=note><parameter=on>True</parameter></function>", xml, SCHEMAS
+    )[1] == [Call("note", '{"on": true}')]
 
 
 def test_the_template_says_which_form():

@@ -1,4 +1,6 @@
-"""The queues of training: order within a policy, company in a step, whose turn it is, and whose mistake."""
+"""The queues of training: order within a policy, company in a step, whose turn it is, and whose
+mistake.
+"""
 
 import threading
 import types
@@ -18,11 +20,21 @@ from mint_jax.train.blocks import BlockShape, Datum
 from mint_jax.train.live import NO_LOSS, Live, Step
 from mint_jax.train.state import OptimizerConfig
 from tests import oracles
-from tests.train.live_test import CONFIGS, SHAPES, Tenant, coefs, random_data, random_optimizer, random_state
+from tests.train.live_test import (
+    CONFIGS,
+    SHAPES,
+    Tenant,
+    coefs,
+    random_data,
+    random_optimizer,
+    random_state,
+)
 
 
 class Pretended:
-    """Policies whose steps take data as ``cut`` does and remember them; a token takes a millisecond."""
+    """Policies whose steps take data as ``cut`` does and remember them; a token takes a
+    millisecond.
+    """
 
     shapes = (BlockShape(1, 1, 16), BlockShape(2, 1, 16))
     base = types.SimpleNamespace(cfg=types.SimpleNamespace(context=64, vocab_size=97))
@@ -63,7 +75,11 @@ def datum(n):
 
 
 OPERATIONS = st.lists(
-    st.tuples(st.sampled_from("abcd"), st.sampled_from(["optim", "do", "forward"]) | st.lists(st.integers(1, 16), min_size=1, max_size=6)),
+    st.tuples(
+        st.sampled_from("abcd"),
+        st.sampled_from(["optim", "do", "forward"])
+        | st.lists(st.integers(1, 16), min_size=1, max_size=6),
+    ),
     max_size=30,
 )
 
@@ -71,7 +87,9 @@ OPERATIONS = st.lists(
 @settings(max_examples=150)
 @given(OPERATIONS, st.lists(st.integers(0, 4), max_size=40), st.booleans())
 def test_nothing_overtakes_an_update_and_every_request_ends(operations, pauses, bounded):
-    """Requests arrive between turns; what stands between two updates of a policy is between them when it is computed."""
+    """Requests arrive between turns; what stands between two updates of a policy is between them
+    when it is computed.
+    """
     live = Pretended("abcd")
     training, asked, expected = Training(live, Counters()), [], {name: [] for name in "abcd"}
     turns = iter(pauses)
@@ -83,11 +101,21 @@ def test_nothing_overtakes_an_update_and_every_request_ends(operations, pauses, 
             group.append(numbers)
         elif what == "do":
             mark = len(asked)
-            asked.append(training.do(policy, lambda live, p=policy, m=mark: live.log.append(("do", p, m)), tenant=policy))
+            asked.append(
+                training.do(
+                    policy,
+                    lambda live, p=policy, m=mark: live.log.append(("do", p, m)),
+                    tenant=policy,
+                )
+            )
             group.append(mark)
         else:
             data = [datum(3)] if what == "forward" else [datum(n) for n in what]
-            asked.append(training.forward_backward(policy, data, NO_LOSS, tenant=policy, backward=what != "forward"))
+            asked.append(
+                training.forward_backward(
+                    policy, data, NO_LOSS, tenant=policy, backward=what != "forward"
+                )
+            )
             if not group or not isinstance(group[-1], set):
                 group.append(set())
             group[-1] |= set(map(id, data))
@@ -115,7 +143,10 @@ def test_nothing_overtakes_an_update_and_every_request_ends(operations, pauses, 
 def test_policies_that_are_ready_together_share_a_step_and_end_by_themselves():
     live = Pretended("ab")
     training = Training(live, Counters())
-    long, short = training.forward_backward("a", [datum(16)] * 3, NO_LOSS), training.forward_backward("b", [datum(9)], NO_LOSS)
+    long, short = (
+        training.forward_backward("a", [datum(16)] * 3, NO_LOSS),
+        training.forward_backward("b", [datum(9)], NO_LOSS),
+    )
     assert training.turn()
     assert [owner for _, owner, _ in live.log] == ["a", "b"]
     assert short.done()
@@ -127,10 +158,14 @@ def test_policies_that_are_ready_together_share_a_step_and_end_by_themselves():
 
 
 def test_no_tenant_waits_for_another_who_floods():
-    """A tenant with one request at a time beside one with 100: each of its steps comes next or next but one."""
+    """A tenant with one request at a time beside one with 100: each of its steps comes next or next
+    but one.
+    """
     live, counters = Pretended(["flood", "small"]), Counters()
     training = Training(live, counters)
-    flood = [training.forward_backward("flood", [datum(16)], NO_LOSS, tenant="flood") for _ in range(100)]
+    flood = [
+        training.forward_backward("flood", [datum(16)], NO_LOSS, tenant="flood") for _ in range(100)
+    ]
     served = []
     for _ in range(10):
         mine, turns = training.forward_backward("small", [datum(16)], NO_LOSS, tenant="small"), 0
@@ -160,14 +195,19 @@ def test_a_mistake_is_its_caller_s_alone():
     bad = training.forward_backward("a", [datum(17)], NO_LOSS)
     with pytest.raises(UserError, match="datum 0 has 17 tokens; this server trains on 16 at most"):
         bad.result(0)
-    unknown, unknown_update = training.forward_backward("x", [datum(3)], NO_LOSS), training.optim("y", OptimizerConfig())
+    unknown, unknown_update = (
+        training.forward_backward("x", [datum(3)], NO_LOSS),
+        training.optim("y", OptimizerConfig()),
+    )
     fine = training.forward_backward("b", [datum(3)], NO_LOSS)
     full = training.do("a", lambda live: Path("/nowhere/x").write_text(""))
     while training.turn():
         pass
     assert fine.result(0).loss == 1
     for future, name in ((unknown, "x"), (unknown_update, "y")):
-        with pytest.raises(UserError, match=f"policy '{name}' is not in training: create or load it first"):
+        with pytest.raises(
+            UserError, match=f"policy '{name}' is not in training: create or load it first"
+        ):
             future.result(0)
     with pytest.raises(FileNotFoundError):
         full.result(0)
@@ -177,7 +217,10 @@ def test_a_mistake_is_its_caller_s_alone():
 def test_a_failure_of_the_device_ends_all_requests_and_is_raised():
     live = Pretended("ab")
     training = Training(live, Counters())
-    asked = [training.forward_backward("a", [datum(3)], NO_LOSS), training.optim("b", OptimizerConfig())]
+    asked = [
+        training.forward_backward("a", [datum(3)], NO_LOSS),
+        training.optim("b", OptimizerConfig()),
+    ]
 
     def broken(*args):
         raise RuntimeError("the device is lost")
@@ -192,7 +235,9 @@ def test_a_failure_of_the_device_ends_all_requests_and_is_raised():
 
 
 def test_tenants_in_threads_of_their_own_train_as_torch_does(rng, tiny_base, hf_dirs, tmp_path):
-    """Four threads ask without waiting, update, forward and backward, update among it; one thread computes."""
+    """Four threads ask without waiting, update, forward and backward, update among it; one thread
+    computes.
+    """
     live = Live(tiny_base(), {8: 2}, shapes=SHAPES, host_bytes=20_000, folder=tmp_path)
     training, woken = Training(live, Counters(), threading.Event().set), threading.Event()
     model = oracles.torch_model(hf_dirs("llama"), torch.float64)
@@ -210,7 +255,9 @@ def test_tenants_in_threads_of_their_own_train_as_torch_does(rng, tiny_base, hf_
             if isinstance(what, OptimizerConfig):
                 futures.append(training.optim(name, what, tenant=name))
             else:
-                futures.append(training.forward_backward(name, what, coefs("cross_entropy"), tenant=name))
+                futures.append(
+                    training.forward_backward(name, what, coefs("cross_entropy"), tenant=name)
+                )
         told[name] = [future.result(120) for future in futures][1:]
 
     threads = [threading.Thread(target=client, args=(name,)) for name in CONFIGS]
@@ -231,14 +278,18 @@ def test_tenants_in_threads_of_their_own_train_as_torch_does(rng, tiny_base, hf_
                 np.testing.assert_allclose(got, want, atol=3e-5)
         for path, factor in alone.factors.items():
             moved = np.abs(factor.detach().numpy() - state.parts["factors"][path]).max()
-            np.testing.assert_allclose(live.held(name).parts["factors"][path], factor.detach(), atol=2e-2 * moved + 1e-6)
+            np.testing.assert_allclose(
+                live.held(name).parts["factors"][path], factor.detach(), atol=2e-2 * moved + 1e-6
+            )
 
 
 @pytest.mark.parametrize("what", ["damaged", "gone"])
 def test_a_policy_whose_state_cannot_be_read_back_fails_alone(rng, tiny_base, tmp_path, what):
     """Its requests say so; other policies train on, and with another state it does too."""
     live = Live(tiny_base(), {8: 1}, shapes=SHAPES, host_bytes=0, folder=tmp_path)
-    states = {name: random_state(rng, live.base, config) for name, config in list(CONFIGS.items())[:2]}
+    states = {
+        name: random_state(rng, live.base, config) for name, config in list(CONFIGS.items())[:2]
+    }
     for name, state in states.items():
         live.join(name, state)
     lost, other = states
@@ -253,14 +304,22 @@ def test_a_policy_whose_state_cannot_be_read_back_fails_alone(rng, tiny_base, tm
     training = Training(live, Counters())
 
     def ask(name):
-        asked = [training.forward_backward(name, random_data(rng, "cross_entropy"), coefs("cross_entropy"), name) for _ in range(2)]
+        asked = [
+            training.forward_backward(
+                name, random_data(rng, "cross_entropy"), coefs("cross_entropy"), name
+            )
+            for _ in range(2)
+        ]
         return [*asked, training.optim(name, random_optimizer(rng), name)]
 
     failed, done = ask(lost), ask(other)
     while training.turn():
         pass
     for future in failed:
-        with pytest.raises(UserError, match=rf"state of policy '{lost}' cannot be read .*: load a checkpoint into it"):
+        with pytest.raises(
+            UserError,
+            match=rf"state of policy '{lost}' cannot be read .*: load a checkpoint into it",
+        ):
             future.result(0)
     assert done[-1].result(0)["skipped"] == 0
     training.do(lost, lambda live: live.replace(lost, states[lost]))

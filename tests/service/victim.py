@@ -1,7 +1,9 @@
-"""A process that uses futures as a service does, until it is killed: clients that submit, an executor, snapshots, deliveries.
+"""A process that uses futures as a service does, until it is killed: clients that submit, an
+executor, snapshots, deliveries.
 
-``python -m tests.service.victim FOLDER SEED``. FOLDER has the journal, ``state.json`` with the last snapshot, and ``told``: a line
-of JSON about each thing that a client was told, written right after it was.
+``python -m tests.service.victim FOLDER SEED``. FOLDER has the journal, ``state.json`` with the last
+snapshot, and ``told``: a line of JSON about each thing that a client was told, written right after
+it was.
 """
 
 import json
@@ -30,11 +32,15 @@ def body(model: str, seq_id: int) -> bytes:
 
 
 def outcome(model: str, seq_id: int) -> Outcome:
-    return Failed(f"no {seq_id}", Category.USER) if fails(seq_id) else Done(body(model, seq_id)[:50])
+    return (
+        Failed(f"no {seq_id}", Category.USER) if fails(seq_id) else Done(body(model, seq_id)[:50])
+    )
 
 
 def load(folder: Path) -> tuple[dict[str, list[int]], dict[str, int]]:
-    """The last snapshot: numbers of the requests that each model's state was changed by, and its place."""
+    """The last snapshot: numbers of the requests that each model's state was changed by, and its
+    place.
+    """
     path = folder / "state.json"
     return tuple(json.loads(path.read_text())) if path.exists() else ({}, {})  # type: ignore[return-value]
 
@@ -105,7 +111,9 @@ class Victim:
                 self.open += [id] if id else []
                 time.sleep(0.0005)
                 continue
-            self.say("result", id, found.result.decode() if isinstance(found, Done) else found.error)
+            self.say(
+                "result", id, found.result.decode() if isinstance(found, Done) else found.error
+            )
             self.futures.delivered(id)
             if choice.random() < 0.9:
                 self.say("acknowledging", id)
@@ -121,7 +129,11 @@ class Victim:
                 self.say("error", repr(error))
                 os._exit(1)
 
-        tasks = [(self.submit, model) for model in MODELS] + [(self.execute,), (self.collect,), (self.collect,)]
+        tasks = [(self.submit, model) for model in MODELS] + [
+            (self.execute,),
+            (self.collect,),
+            (self.collect,),
+        ]
         for task in tasks:
             threading.Thread(target=work, args=task).start()
         print("begun", flush=True)

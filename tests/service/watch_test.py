@@ -23,7 +23,9 @@ from pallas_kernels import dispatch
 
 def ask(app, *requests):
     async def all_of_them():
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(app), base_url="http://localhost"
+        ) as client:
             return [await client.request(method, path, **more) for method, path, more in requests]
 
     return asyncio.run(all_of_them())
@@ -31,7 +33,11 @@ def ask(app, *requests):
 
 def values(text):
     """Each series of an exposition, which has to parse."""
-    return {(s.name, *sorted(s.labels.items())): s.value for family in text_string_to_metric_families(text) for s in family.samples}
+    return {
+        (s.name, *sorted(s.labels.items())): s.value
+        for family in text_string_to_metric_families(text)
+        for s in family.samples
+    }
 
 
 async def _answer(request):
@@ -47,17 +53,29 @@ async def _streamed(_):
 
 
 def served(watch, keys=None):
-    routes = [Route("/api/v1/asample", _answer, methods=["POST"]), Route("/v1/models/{name:path}", _streamed), *watch.routes()]
+    routes = [
+        Route("/api/v1/asample", _answer, methods=["POST"]),
+        Route("/v1/models/{name:path}", _streamed),
+        *watch.routes(),
+    ]
     return watch.around(Gate(Starlette(routes=routes), keys))
 
 
 def test_kernels_that_were_passed_over_are_counted_with_their_reason(monkeypatch):
-    mine, others = dispatch.Fall("slot_lora", "cpu", "cpu", 'rows are "bfloat16"'), dispatch.Fall("op", "x", "tpu", "no")
+    mine, others = (
+        dispatch.Fall("slot_lora", "cpu", "cpu", 'rows are "bfloat16"'),
+        dispatch.Fall("op", "x", "tpu", "no"),
+    )
     fallen = collections.Counter({mine: 3, others: 1})
     monkeypatch.setattr(dispatch, "fallen", fallen)
     registry = CollectorRegistry()
     registry.register(KernelMetrics())
-    series = ("mint_kernels_passed_over_total", ("implementation", "cpu"), ("op", "slot_lora"), ("reason", 'rows are "bfloat16"'))
+    series = (
+        "mint_kernels_passed_over_total",
+        ("implementation", "cpu"),
+        ("op", "slot_lora"),
+        ("reason", 'rows are "bfloat16"'),
+    )
     assert values(generate_latest(registry).decode()) == {series: 3}
 
 
@@ -66,8 +84,12 @@ def test_requests_are_counted_by_template_and_status(tmp_path):
     watch = Watch()
     app = served(watch, Keys(tmp_path))
     key = {"headers": {"x-api-key": secret}}
-    asked = [("POST", "/api/v1/asample", {"content": b"x" * 100, **key})] * 3 + [("POST", "/api/v1/asample", {"content": b"x" * 7})]
-    asked += [("GET", f"/v1/models/tinker://{i}/sampler_weights/x", key) for i in range(4)] + [("GET", f"/no/{i}", key) for i in range(20)]
+    asked = [("POST", "/api/v1/asample", {"content": b"x" * 100, **key})] * 3 + [
+        ("POST", "/api/v1/asample", {"content": b"x" * 7})
+    ]
+    asked += [("GET", f"/v1/models/tinker://{i}/sampler_weights/x", key) for i in range(4)] + [
+        ("GET", f"/no/{i}", key) for i in range(20)
+    ]
     ask(app, *asked)
     [got] = ask(app, ("GET", "/metrics", key))
     assert got.headers["content-type"].startswith("text/plain; version=")
@@ -90,10 +112,24 @@ def test_no_request_adds_a_series_of_its_own(rng):
     app = served(watch)
     ask(app, *[("GET", f"/{'/'.join(map(str, rng.integers(0, 9, 4)))}", {}) for _ in range(5)])
     [before] = ask(app, ("GET", "/metrics", {}))
-    ask(app, *[("PATCH", f"/api/v1/{rng.integers(1 << 40)}?x={rng.integers(99)}", {"headers": {"x-request-id": "a"}}) for _ in range(50)])
+    ask(
+        app,
+        *[
+            (
+                "PATCH",
+                f"/api/v1/{rng.integers(1 << 40)}?x={rng.integers(99)}",
+                {"headers": {"x-request-id": "a"}},
+            )
+            for _ in range(50)
+        ],
+    )
     [after] = ask(app, ("GET", "/metrics", {}))
     names = {tuple(key) for key in values(after.text)}
-    assert {key for key in names - {tuple(key) for key in values(before.text)} if "GET /metrics" not in str(key)} == set()
+    assert {
+        key
+        for key in names - {tuple(key) for key in values(before.text)}
+        if "GET /metrics" not in str(key)
+    } == set()
 
 
 def test_a_client_that_left_is_counted():
@@ -106,21 +142,38 @@ def test_a_client_that_left_is_counted():
         async def send(_):
             raise AssertionError("nobody is there")
 
-        scope = {"type": "http", "method": "POST", "path": "/api/v1/asample", "headers": [(b"host", b"localhost")], "query_string": b""}
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": "/api/v1/asample",
+            "headers": [(b"host", b"localhost")],
+            "query_string": b"",
+        }
         await served(watch)(scope, receive, send)
 
     asyncio.run(leaves())
-    assert watch.registry.get_sample_value("mint_http_requests_total", {"route": "POST /api/v1/asample", "status": "499"}) == 1
+    assert (
+        watch.registry.get_sample_value(
+            "mint_http_requests_total", {"route": "POST /api/v1/asample", "status": "499"}
+        )
+        == 1
+    )
 
 
 def test_what_others_count_is_shown_as_it_is_now():
-    counts, seconds, gaps = collections.Counter(prefills=3), {"alice": 1.5}, collections.deque([0.1] * 98 + [0.2, 7.0])
+    counts, seconds, gaps = (
+        collections.Counter(prefills=3),
+        {"alice": 1.5},
+        collections.deque([0.1] * 98 + [0.2, 7.0]),
+    )
     registry = CollectorRegistry()
     residency = Metrics(registry)
     watch = Watch(
         [
             Source("engine", "counter", "What the engine did.", lambda: counts),
-            Source("device_seconds", "counter", "Seconds of the device.", lambda: seconds, "tenant"),
+            Source(
+                "device_seconds", "counter", "Seconds of the device.", lambda: seconds, "tenant"
+            ),
             Source("futures", "gauge", "Requests not settled.", lambda: {"waiting": 2}),
             gaps_of("loop_gap_seconds", "Rows that decode waited.", lambda: list(gaps)),
         ],
@@ -137,7 +190,9 @@ def test_what_others_count_is_shown_as_it_is_now():
     assert found["mint_device_seconds_total", ("tenant", "alice")] == 1.5
     assert found[("mint_futures_waiting",)] == 2
     assert found[("mint_residency_joined_total",)] == 4
-    assert [found["mint_loop_gap_seconds", ("quantile", q)] for q in ("0.5", "0.95", "0.99", "1.0")] == [0.1, 0.1, 0.2, 7.0]
+    assert [
+        found["mint_loop_gap_seconds", ("quantile", q)] for q in ("0.5", "0.95", "0.99", "1.0")
+    ] == [0.1, 0.1, 0.2, 7.0]
     gaps.clear()
     [got] = ask(app, ("GET", "/metrics", {}))
     assert not re.search("^mint_loop_gap_seconds{", got.text, re.MULTILINE)
@@ -173,6 +228,11 @@ def test_health_is_for_everybody_and_answers_under_full_load(tmp_path):
     app = watch.around(gate)
     key = {"headers": {"authorization": f"Bearer {secret}"}}
     got = ask(
-        app, ("GET", "/health", {}), ("GET", "/ready", {}), ("GET", "/metrics", {}), ("GET", "/metrics", key), ("GET", "/debug/state", key)
+        app,
+        ("GET", "/health", {}),
+        ("GET", "/ready", {}),
+        ("GET", "/metrics", {}),
+        ("GET", "/metrics", key),
+        ("GET", "/debug/state", key),
     )
     assert [answer.status_code for answer in got] == [200, 200, 401, 429, 429]

@@ -1,4 +1,6 @@
-"""Estimates of a body's memory are bounds, and what has too many values is refused before anything of it is built."""
+"""Estimates of a body's memory are bounds, and what has too many values is refused before anything
+of it is built.
+"""
 
 import ctypes
 import json
@@ -17,8 +19,33 @@ from mint_jax.service.wire import messages
 
 COUNT = 50_000
 PIECES = [
-    *("[]", "{}", '{"":0}', '{"a":{}}', "[0]", "[[]]", "[[[[[[]]]]]]", "1.5", "257", "1e9", "-1", '"ab"', '""', '"a\u00e9z"', "true"),
-    *('"\u65e5\u672c"', '{"a":1,"b":2}', "[0,0]", '{"aa":"bb"}', "12345678901234567890", '"\\u65e5"', '"a\\ud83d\\ude00"', '"\U0001f600"'),
+    *(
+        "[]",
+        "{}",
+        '{"":0}',
+        '{"a":{}}',
+        "[0]",
+        "[[]]",
+        "[[[[[[]]]]]]",
+        "1.5",
+        "257",
+        "1e9",
+        "-1",
+        '"ab"',
+        '""',
+        '"a\u00e9z"',
+        "true",
+    ),
+    *(
+        '"\u65e5\u672c"',
+        '{"a":1,"b":2}',
+        "[0,0]",
+        '{"aa":"bb"}',
+        "12345678901234567890",
+        '"\\u65e5"',
+        '"a\\ud83d\\ude00"',
+        '"\U0001f600"',
+    ),
 ]
 
 
@@ -53,10 +80,13 @@ def measure():
 
 @pytest.fixture(scope="module")
 def measured():
-    """What ``measure`` prints, in a process without other threads: a thread that allocates while tracing begins or ends can crash
-    Python 3.11, and XLA's do."""
+    """What ``measure`` prints, in a process without other threads: a thread that allocates while
+    tracing begins or ends can crash Python 3.11, and XLA's do.
+    """
     command = [sys.executable, "-c", "from tests.service import weight_test; weight_test.measure()"]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True
+    )
     return json.loads(done.stdout)
 
 
@@ -68,7 +98,10 @@ def test_json_takes_no_more_than_was_estimated(measured, index):
 
 
 def test_ordinary_bodies_weigh_little():
-    chat = {"model": "m", "messages": [{"role": "user", "content": 'He said: "a, b, {c}".\n' * 5000}]}
+    chat = {
+        "model": "m",
+        "messages": [{"role": "user", "content": 'He said: "a, b, {c}".\n' * 5000}],
+    }
     numbers = {"data": [0.1234567890123 * i for i in range(100_000)]}
     for value, most in ((chat, 24), (numbers, 9)):
         body = json.dumps(value).encode()
@@ -98,7 +131,18 @@ class Used(ctypes.Structure):
 
     _fields_ = [
         (name, ctypes.c_size_t)
-        for name in ["arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"]
+        for name in [
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
+        ]
     ]
 
 
@@ -126,7 +170,9 @@ BOMBS = {
     "empty chunks": field(3, field(1, b"") * COUNT),
     "chunks of text": field(3, field(1, field(1, field(1, b"abcd"))) * COUNT),
     "spans": field(3, (field(3, field(1, b"")) + field(4, field(2, b""))) * COUNT),
-    "tensors": field(3, b"".join(field(2, field(1, b"%d" % i) + field(2, field(1, b""))) for i in range(COUNT))),
+    "tensors": field(
+        3, b"".join(field(2, field(1, b"%d" % i) + field(2, field(1, b""))) for i in range(COUNT))
+    ),
     "shapes": field(3, field(2, field(1, b"a") + field(2, field(4, b"\1" * COUNT)))),
     "shapes one by one": field(3, field(2, field(1, b"a") + field(2, b"\x20\1" * COUNT))),
     "options": b"".join(field(7, field(1, b"%d" % i)) for i in range(COUNT)),
@@ -159,7 +205,16 @@ def test_too_many_fields_are_refused_unread(monkeypatch):
 
 def test_what_is_no_message_is_told():
     whole = BOMBS["chunks of text"][:100]
-    for body in (whole, b"\x1a", b"\x1a\xff", b"\x1a\x05abc", b"\x1a" + b"\xff" * 11, b"\x0b\x0c", b"\x1a\x02\x0a\x05", b"\x09abc"):
+    for body in (
+        whole,
+        b"\x1a",
+        b"\x1a\xff",
+        b"\x1a\x05abc",
+        b"\x1a" + b"\xff" * 11,
+        b"\x0b\x0c",
+        b"\x1a\x02\x0a\x05",
+        b"\x09abc",
+    ):
         with pytest.raises(UserError, match="message whole"):
             weight.of_protobuf(body)
 

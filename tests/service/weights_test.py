@@ -1,4 +1,6 @@
-"""Names of models: what they stand for, for whom, for how long; and folders that are read only where that is allowed."""
+"""Names of models: what they stand for, for whom, for how long; and folders that are read only
+where that is allowed.
+"""
 
 import os
 
@@ -24,7 +26,13 @@ def world(mesh, tmp_path_factory):
 
 @pytest.fixture
 def weights(world, tmp_path):
-    return Weights(world.base, world.catalog, folder=tmp_path / "adapters", below=world.catalog.load, clock=lambda: 1000.0)
+    return Weights(
+        world.base,
+        world.catalog,
+        folder=tmp_path / "adapters",
+        below=world.catalog.load,
+        clock=lambda: 1000.0,
+    )
 
 
 def peft_folder(world, rng, path):
@@ -35,11 +43,18 @@ def peft_folder(world, rng, path):
 
 def test_a_name_stands_for_the_base_or_a_revision(world, weights):
     assert weights.resolve("tiny-random", "anyone") == Model("tiny-random")
-    assert weights.resolve("chat@serving", "default") == Model("chat@serving", world.digests["chat@1"], "chat", 1)
+    assert weights.resolve("chat@serving", "default") == Model(
+        "chat@serving", world.digests["chat@1"], "chat", 1
+    )
     assert weights.resolve("chat", "default").number == 2
     assert weights.resolve("mine", "a") == Model("mine", world.digests["a/mine@1"], "a/mine", 1)
     assert weights.resolve(world.digests["a/mine@1"][:12], "a").digest == world.digests["a/mine@1"]
-    for name, tenant in (("a/mine", "default"), ("mine", "b"), (world.digests["a/mine@1"], "b"), ("tinker://x/sampler_weights/y", "a")):
+    for name, tenant in (
+        ("a/mine", "default"),
+        ("mine", "b"),
+        (world.digests["a/mine@1"], "b"),
+        ("tinker://x/sampler_weights/y", "a"),
+    ):
         with pytest.raises(NotFound):
             weights.resolve(name, tenant)
     with pytest.raises(NotFound):
@@ -90,7 +105,10 @@ def test_a_peft_folder_becomes_a_revision_until_it_is_unloaded(rng, world, weigh
         found, schema = unpack(weights.fetch(loaded.digest))
         assert digest_of(pack(found, schema)) == loaded.digest
         assert schema.base == world.base.fingerprint
-        assert digest_of(pack(adapter, Schema(schema.base, schema.config, schema.dtype))) == loaded.digest
+        assert (
+            digest_of(pack(adapter, Schema(schema.base, schema.config, schema.dtype)))
+            == loaded.digest
+        )
     second = weights.load("second", "one", "b")
     assert second.digest == loaded.digest
     weights.unload("first", "default")
@@ -98,7 +116,9 @@ def test_a_peft_folder_becomes_a_revision_until_it_is_unloaded(rng, world, weigh
     weights.unload("second", "b")
     with pytest.raises(UserError):
         weights.fetch(loaded.digest)
-    assert np.array_equal(weights.fetch(world.digests["chat@1"]), world.catalog.load(world.digests["chat@1"]))
+    assert np.array_equal(
+        weights.fetch(world.digests["chat@1"]), world.catalog.load(world.digests["chat@1"])
+    )
 
 
 def test_nothing_beside_the_folder_is_read(rng, world, weights, tmp_path):
@@ -108,7 +128,17 @@ def test_nothing_beside_the_folder_is_read(rng, world, weights, tmp_path):
     (tmp_path / "adapters" / "files").mkdir()
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         os.symlink(tmp_path / "outside" / name, tmp_path / "adapters" / "files" / name)
-    for path in ("../outside", str(tmp_path / "outside"), "link", "", ".", "/", "none", "a\0b", "~"):
+    for path in (
+        "../outside",
+        str(tmp_path / "outside"),
+        "link",
+        "",
+        ".",
+        "/",
+        "none",
+        "a\0b",
+        "~",
+    ):
         with pytest.raises(NotFound):
             weights.load("x", path, "default")
     with pytest.raises(UserError, match="symbolic link out of the folder"):
@@ -155,7 +185,11 @@ def test_routers_read_which_adapters_are_where(world, weights):
     registry.register(AdapterMetrics(world.residency, weights.names_of))
 
     def told():
-        [line] = [line for line in generate_latest(registry).decode().splitlines() if line.startswith("vllm:lora_requests_info{")]
+        [line] = [
+            line
+            for line in generate_latest(registry).decode().splitlines()
+            if line.startswith("vllm:lora_requests_info{")
+        ]
         return line
 
     assert 'running_lora_adapters=""' in told()

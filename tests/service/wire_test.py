@@ -1,4 +1,6 @@
-"""The Tinker wire format against the SDK's own encoders and decoders: what it writes we read, what we write it reads."""
+"""The Tinker wire format against the SDK's own encoders and decoders: what it writes we read, what
+we write it reads.
+"""
 
 import contextlib
 import json
@@ -14,7 +16,10 @@ from google.protobuf import descriptor_pb2
 from tinker import types
 from tinker.proto import tinker_public_pb2 as pb
 from tinker.proto.request_conv import forward_backward_request_to_proto
-from tinker.proto.response_conv import deserialize_forward_backward_output, deserialize_sample_response
+from tinker.proto.response_conv import (
+    deserialize_forward_backward_output,
+    deserialize_sample_response,
+)
 from tinker.types._pydantic_types.forward_backward_input import ForwardBackwardInput as JsonInput
 
 from mint_jax.errors import UserError
@@ -57,7 +62,10 @@ def sampled_inputs(rng, n, loss):
     if loss == "gspo":  # whose mask says nothing of the advantages
         given = rng.random(n) < 0.6
         mask[:2], given[:2] = [False, True][:n], True
-    inputs |= {"logprobs": -4 * rng.random(n).astype(np.float32), "advantages": (rng.normal(size=n) * given).astype(np.float32)}
+    inputs |= {
+        "logprobs": -4 * rng.random(n).astype(np.float32),
+        "advantages": (rng.normal(size=n) * given).astype(np.float32),
+    }
     return inputs | ({"sequence_ratio_mask": mask.astype(np.float32)} if loss == "gspo" else {})
 
 
@@ -68,7 +76,9 @@ def sdk_datum(tokens, inputs, cuts=()):
 
 def sdk_request(data, loss, config=None, model_id="s:train:0", seq_id=3):
     request = types.ForwardBackwardInput(data=data, loss_fn=loss, loss_fn_config=config)
-    return types.ForwardBackwardRequest(forward_backward_input=request, model_id=model_id, seq_id=seq_id)
+    return types.ForwardBackwardRequest(
+        forward_backward_input=request, model_id=model_id, seq_id=seq_id
+    )
 
 
 def proto_body(request, forward_only=False):
@@ -81,7 +91,10 @@ def json_of(tensor):
     told = {"data": tensor.data, "dtype": tensor.dtype, "shape": tensor.shape}
     if tensor.sparse_crow_indices is None:
         return told
-    return told | {"sparse_crow_indices": tensor.sparse_crow_indices, "sparse_col_indices": tensor.sparse_col_indices}
+    return told | {
+        "sparse_crow_indices": tensor.sparse_crow_indices,
+        "sparse_col_indices": tensor.sparse_col_indices,
+    }
 
 
 def json_body(request, key="forward_backward_input"):
@@ -90,15 +103,25 @@ def json_body(request, key="forward_backward_input"):
     data = [
         {
             "model_input": datum.model_input.model_dump(),
-            "loss_fn_inputs": {name: json_of(tensor) for name, tensor in datum.loss_fn_inputs.items()},
+            "loss_fn_inputs": {
+                name: json_of(tensor) for name, tensor in datum.loss_fn_inputs.items()
+            },
         }
         for datum in told.data
     ]
-    checked = JsonInput.model_validate({"data": data, "loss_fn": told.loss_fn, "loss_fn_config": told.loss_fn_config})
-    return json.dumps({key: checked.model_dump(), "model_id": request.model_id, "seq_id": request.seq_id}).encode()
+    checked = JsonInput.model_validate(
+        {"data": data, "loss_fn": told.loss_fn, "loss_fn_config": told.loss_fn_config}
+    )
+    return json.dumps(
+        {key: checked.model_dump(), "model_id": request.model_id, "seq_id": request.seq_id}
+    ).encode()
 
 
-CONFIGS = {"ppo": {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}, "cispo": {"clip_high_threshold": 5.0}, "dro": {"beta": 0.05}}
+CONFIGS = {
+    "ppo": {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1},
+    "cispo": {"clip_high_threshold": 5.0},
+    "dro": {"beta": 0.05},
+}
 
 
 @pytest.mark.parametrize("loss", losses.LOSSES)
@@ -117,7 +140,11 @@ def test_what_the_sdk_encodes_is_read_back_the_same(loss, content_type, rng):
     assert asked.call.columns is None
     assert KINDS[asked.call.loss.kind] == loss
     for datum, t, sent in zip(asked.call.data, tokens, inputs):
-        assert (datum.tokens.dtype, datum.targets.dtype, datum.weights.dtype) == (np.int32, np.int32, np.float32)
+        assert (datum.tokens.dtype, datum.targets.dtype, datum.weights.dtype) == (
+            np.int32,
+            np.int32,
+            np.float32,
+        )
         np.testing.assert_array_equal(datum.tokens, t)
         np.testing.assert_array_equal(datum.targets, sent["target_tokens"])
         mask, given = sent.get("sequence_ratio_mask"), sent.get("advantages")
@@ -135,30 +162,55 @@ def test_what_the_sdk_encodes_is_read_back_the_same(loss, content_type, rng):
 
 @pytest.mark.parametrize("content_type", [PROTO, JSON])
 def test_a_forward_pass_says_so_itself(content_type, rng):
-    request = sdk_request([sdk_datum(rng.integers(0, V, 4), sampled_inputs(rng, 4, "cross_entropy"))], "cross_entropy")
-    body = proto_body(request, forward_only=True) if content_type == PROTO else json_body(request, "forward_input")
+    request = sdk_request(
+        [sdk_datum(rng.integers(0, V, 4), sampled_inputs(rng, 4, "cross_entropy"))], "cross_entropy"
+    )
+    body = (
+        proto_body(request, forward_only=True)
+        if content_type == PROTO
+        else json_body(request, "forward_input")
+    )
     assert not forward_backward.read(body, f"{content_type}; charset=utf-8").asked().call.backward
 
 
 def test_weights_of_a_sampled_loss_count_and_what_it_does_not_need_is_not_read(rng):
-    inputs = sampled_inputs(rng, 5, "ppo") | {"weights": np.float32([0, 1, 2, 0, 1]), "sequence_ratio_mask": np.full(5, np.nan, np.float32)}
-    (datum,) = forward_backward.read(proto_body(sdk_request([sdk_datum(np.arange(5), inputs)], "ppo")), PROTO).asked().call.data
+    inputs = sampled_inputs(rng, 5, "ppo") | {
+        "weights": np.float32([0, 1, 2, 0, 1]),
+        "sequence_ratio_mask": np.full(5, np.nan, np.float32),
+    }
+    (datum,) = (
+        forward_backward.read(
+            proto_body(sdk_request([sdk_datum(np.arange(5), inputs)], "ppo")), PROTO
+        )
+        .asked()
+        .call.data
+    )
     np.testing.assert_array_equal(datum.weights, [0, 1, 2, 0, 1])
 
 
 def test_numbers_of_other_types_are_taken_where_they_lose_nothing(rng):
-    """Weights as whole numbers, which torch users send; and the types that protobuf has beside the SDK's two."""
+    """Weights as whole numbers, which torch users send; and the types that protobuf has beside the
+    SDK's two.
+    """
     message = forward_backward_request_to_proto(
-        sdk_request([sdk_datum(np.arange(4), sampled_inputs(rng, 4, "cross_entropy"))], "cross_entropy")
+        sdk_request(
+            [sdk_datum(np.arange(4), sampled_inputs(rng, 4, "cross_entropy"))], "cross_entropy"
+        )
     )
     sent = message.data[0].loss_fn_inputs
     sent["weights"].dtype, sent["weights"].dense = pb.DTYPE_INT64, np.array([0, 1, 1, -2]).tobytes()
-    sent["target_tokens"].dtype, sent["target_tokens"].dense = pb.DTYPE_INT32, np.int32([5, 6, 7, 8]).tobytes()
+    sent["target_tokens"].dtype, sent["target_tokens"].dense = (
+        pb.DTYPE_INT32,
+        np.int32([5, 6, 7, 8]).tobytes(),
+    )
     (datum,) = forward_backward.read(message.SerializeToString(), PROTO).asked().call.data
     np.testing.assert_array_equal(datum.weights, [0, 1, 1, -2])
     np.testing.assert_array_equal(datum.targets, [5, 6, 7, 8])
     halves = torch.tensor([1.5, -0.25, 3.0, 0.0], dtype=torch.bfloat16)
-    sent["weights"].dtype, sent["weights"].dense = pb.DTYPE_BFLOAT16, halves.view(torch.int16).numpy().tobytes()
+    sent["weights"].dtype, sent["weights"].dense = (
+        pb.DTYPE_BFLOAT16,
+        halves.view(torch.int16).numpy().tobytes(),
+    )
     del sent["weights"].shape[:]  # a shape that is not told is one axis
     (datum,) = forward_backward.read(message.SerializeToString(), PROTO).asked().call.data
     np.testing.assert_array_equal(datum.weights, halves.float().numpy())
@@ -166,7 +218,10 @@ def test_numbers_of_other_types_are_taken_where_they_lose_nothing(rng):
 
 def test_spans_are_kept_as_they_were_sent(rng):
     datum = sdk_datum(rng.integers(0, V, 6), sampled_inputs(rng, 6, "ppo")).with_provenance(
-        [types.PromptProvenanceSpan(sequence_id="a", length=2), types.SampledProvenanceSpan(sequence_id="b", offset=3, length=4)],
+        [
+            types.PromptProvenanceSpan(sequence_id="a", length=2),
+            types.SampledProvenanceSpan(sequence_id="b", offset=3, length=4),
+        ],
         [types.SampledProvenanceSpan(sequence_id="b", offset=1, length=6)],
     )
     (spans,) = forward_backward.read(proto_body(sdk_request([datum], "ppo")), PROTO).asked().spans
@@ -175,29 +230,49 @@ def test_spans_are_kept_as_they_were_sent(rng):
 
 
 def soft_inputs(rng, n, k, listed):
-    """Targets and weights ``[n, k]`` with some cells that are not 0, token 0 with a weight among them."""
+    """Targets and weights ``[n, k]`` with some cells that are not 0, token 0 with a weight among
+    them.
+    """
     inside = rng.random((n, k)) < listed
-    targets, weights = rng.integers(0, 4, (n, k)) * inside, (rng.normal(size=(n, k)) * inside).astype(np.float32)
+    targets, weights = (
+        rng.integers(0, 4, (n, k)) * inside,
+        (rng.normal(size=(n, k)) * inside).astype(np.float32),
+    )
     return {"target_tokens": torch.tensor(targets), "weights": torch.tensor(weights)}
 
 
 @pytest.mark.parametrize("content_type", [PROTO, JSON])
 @pytest.mark.parametrize(("k", "listed"), [(1, 0.5), (3, 1.0), (30, 0.1), (30, 0.0)])
 @pytest.mark.parametrize("protobuf", [True, False])
-def test_soft_targets_come_back_in_the_shape_they_were_sent_in(content_type, k, listed, protobuf, rng):
-    """Log-probabilities looked up in a table, of what is computed, are those of what was sent, in every cell."""
+def test_soft_targets_come_back_in_the_shape_they_were_sent_in(
+    content_type, k, listed, protobuf, rng
+):
+    """Log-probabilities looked up in a table, of what is computed, are those of what was sent, in
+    every cell.
+    """
     lengths = [9, 4]
     data = [sdk_datum(rng.integers(0, V, n), soft_inputs(rng, n, k, listed)) for n in lengths]
     request = sdk_request(data, "cross_entropy")
-    asked = forward_backward.read(proto_body(request) if content_type == PROTO else json_body(request), content_type).asked()
+    asked = forward_backward.read(
+        proto_body(request) if content_type == PROTO else json_body(request), content_type
+    ).asked()
     tables = [-rng.random((n, 4)).astype(np.float32) for n in lengths]
-    logprobs = [np.take_along_axis(table, d.targets.astype(int), 1) for table, d in zip(tables, asked.call.data)]
+    logprobs = [
+        np.take_along_axis(table, d.targets.astype(int), 1)
+        for table, d in zip(tables, asked.call.data)
+    ]
     body = encoded(asked.call, logprobs, protobuf)
     outputs = decoded(body, protobuf)
-    for sent, datum, columns, table, output in zip(data, asked.call.data, asked.call.columns or [None] * len(data), tables, outputs):
-        targets, weights = (sent.loss_fn_inputs[name].to_numpy() for name in ("target_tokens", "weights"))
+    for sent, datum, columns, table, output in zip(
+        data, asked.call.data, asked.call.columns or [None] * len(data), tables, outputs
+    ):
+        targets, weights = (
+            sent.loss_fn_inputs[name].to_numpy() for name in ("target_tokens", "weights")
+        )
         assert (columns is not None) == (listed < 0.2)
-        assert datum.targets.shape[1] <= (k if columns is None else 1 + ((targets != 0) | (weights != 0)).sum(1).max())
+        assert datum.targets.shape[1] <= (
+            k if columns is None else 1 + ((targets != 0) | (weights != 0)).sum(1).max()
+        )
         assert math.isclose(datum.weights.sum(), weights.sum(), abs_tol=1e-5)
         expected = np.take_along_axis(table, targets, 1)
         np.testing.assert_array_equal(output["logprobs"], expected)
@@ -207,9 +282,15 @@ def test_soft_targets_come_back_in_the_shape_they_were_sent_in(content_type, k, 
 def test_one_sparse_tensor_beside_a_dense_one(rng):
     targets = np.zeros((6, 9), np.int64)
     targets[np.arange(6), rng.integers(0, 9, 6)] = rng.integers(1, V, 6)
-    inputs = {"target_tokens": torch.tensor(targets), "weights": rng.normal(size=(6, 9)).astype(np.float32)}
+    inputs = {
+        "target_tokens": torch.tensor(targets),
+        "weights": rng.normal(size=(6, 9)).astype(np.float32),
+    }
     request = sdk_request([sdk_datum(np.arange(6), inputs)], "cross_entropy")
-    assert request.forward_backward_input.data[0].loss_fn_inputs["target_tokens"].sparse_crow_indices is not None
+    assert (
+        request.forward_backward_input.data[0].loss_fn_inputs["target_tokens"].sparse_crow_indices
+        is not None
+    )
     asked = forward_backward.read(proto_body(request), PROTO).asked()
     assert asked.call.columns is None
     np.testing.assert_array_equal(asked.call.data[0].targets, targets)
@@ -220,7 +301,9 @@ def test_one_sparse_tensor_beside_a_dense_one(rng):
 
 @pytest.fixture(scope="module")
 def loss_and_slope():
-    return jax.jit(jax.value_and_grad(lambda logp, targets, coefs: policy_loss(logp, targets, coefs)[0]))
+    return jax.jit(
+        jax.value_and_grad(lambda logp, targets, coefs: policy_loss(logp, targets, coefs)[0])
+    )
 
 
 def of_contract(loss, config, lp, inputs):
@@ -235,7 +318,9 @@ def of_contract(loss, config, lp, inputs):
     if loss == "cispo":
         return -((np.clip(r, low, high) * A) @ lp), -np.clip(r, low, high) * A
     if loss == "dro":
-        return -(lp @ A - config["beta"] / 2 * ((lp - q) ** 2).sum()), -(A - config["beta"] * (lp - q))
+        return -(lp @ A - config["beta"] / 2 * ((lp - q) ** 2).sum()), -(
+            A - config["beta"] * (lp - q)
+        )
     if loss == "gspo":
         mask = inputs["sequence_ratio_mask"] != 0
         r = np.exp(np.full(lp.size, (lp - q)[mask].mean()))
@@ -258,7 +343,9 @@ def of_contract(loss, config, lp, inputs):
     ],
 )
 def test_losses_are_the_contracts(loss, config, loss_and_slope, rng):
-    """Through the block that a step is given, two data in one row; float32 against float64: 1e-5 of sums of some tens."""
+    """Through the block that a step is given, two data in one row; float32 against float64: 1e-5 of
+    sums of some tens.
+    """
     defaults = {"ppo": (0.8, 1.2), "cispo": (0.0, 4.0), "gspo": (0.8, 1.2)}
     names = "clip_low_threshold", "clip_high_threshold"
     whole = dict(zip(names, defaults.get(loss, ()))) | config
@@ -270,12 +357,19 @@ def test_losses_are_the_contracts(loss, config, loss_and_slope, rng):
     batch, places = fill([Block(work, [[0, 1]])], BlockShape(1, 1, 32))
     targets = jax.tree.map(lambda x: jnp.asarray(x[0]), batch.loss)
     logp = -rng.random((1, 32)).astype(np.float32) * 2
-    coefs = jax.tree.map(jnp.asarray, type(call.loss)(*(np.float32(x) if isinstance(x, float) else np.int32(x) for x in call.loss)))
+    coefs = jax.tree.map(
+        jnp.asarray,
+        type(call.loss)(
+            *(np.float32(x) if isinstance(x, float) else np.int32(x) for x in call.loss)
+        ),
+    )
     got, slope = loss_and_slope(jnp.asarray(logp), targets, coefs)
     total = 0.0
     for place in places:
         at = slice(place.start, place.start + sizes[place.datum])
-        value, gradient = of_contract(loss, whole, logp[0, at].astype(np.float64), inputs[place.datum])
+        value, gradient = of_contract(
+            loss, whole, logp[0, at].astype(np.float64), inputs[place.datum]
+        )
         total += value
         np.testing.assert_allclose(np.asarray(slope)[0, at], gradient, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(got, total, rtol=1e-5, atol=1e-5)
@@ -284,9 +378,13 @@ def test_losses_are_the_contracts(loss, config, loss_and_slope, rng):
 def test_options_as_text_and_the_old_map_beside_the_new(rng):
     message = pb.ForwardBackwardRequest(model_id="m", seq_id=1, loss_fn="ppo")
     message.loss_fn_config["clip_low_threshold"] = 0.5
-    assert forward_backward.read(message.SerializeToString(), PROTO).asked().call.loss.ratio_low == 0.5
+    assert (
+        forward_backward.read(message.SerializeToString(), PROTO).asked().call.loss.ratio_low == 0.5
+    )
     message.loss_fn_config_v2["clip_low_threshold"].number = 0.6
-    assert forward_backward.read(message.SerializeToString(), PROTO).asked().call.loss.ratio_low == 0.6
+    assert (
+        forward_backward.read(message.SerializeToString(), PROTO).asked().call.loss.ratio_low == 0.6
+    )
     message.loss_fn_config_v2["clip_low_threshold"].text = "0.6"
     with pytest.raises(UserError, match=r"clip_low_threshold is '0\.6'; expected a finite number"):
         forward_backward.read(message.SerializeToString(), PROTO).asked()
@@ -297,7 +395,9 @@ def test_options_as_text_and_the_old_map_beside_the_new(rng):
 
 def encoded(call, logprobs, protobuf):
     """The answer to a call that gave these log-probabilities, and a loss of 2.5."""
-    return forward_backward.encode(call.told(Trained.of(call.data, call.loss, logprobs, 2.5)), protobuf)
+    return forward_backward.encode(
+        call.told(Trained.of(call.data, call.loss, logprobs, 2.5)), protobuf
+    )
 
 
 def decoded(body, protobuf):
@@ -309,7 +409,10 @@ def decoded(body, protobuf):
     told = json.loads(body)
     assert set(told) == {"loss_fn_output_type", "loss_fn_outputs", "metrics"}
     assert told["metrics"] == {"loss:sum": 2.5}
-    return [{name: types.TensorData(**t).to_numpy() for name, t in one.items()} for one in told["loss_fn_outputs"]]
+    return [
+        {name: types.TensorData(**t).to_numpy() for name, t in one.items()}
+        for one in told["loss_fn_outputs"]
+    ]
 
 
 @pytest.mark.parametrize("protobuf", [True, False])
@@ -318,7 +421,10 @@ def test_outputs_of_ragged_shapes_are_decoded_in_order(protobuf, rng):
     shapes = [(5,), (2,), (4, 2), (1, 2), (3, 3), (6,)]
     data, logprobs = [], []
     for shape in shapes:
-        inputs = {"target_tokens": rng.integers(1, V, shape), "weights": rng.normal(size=shape).astype(np.float32)}
+        inputs = {
+            "target_tokens": rng.integers(1, V, shape),
+            "weights": rng.normal(size=shape).astype(np.float32),
+        }
         data.append(sdk_datum(np.arange(shape[0]), inputs))
         logprobs.append(-rng.random(shape).astype(np.float32))
     asked = forward_backward.read(proto_body(sdk_request(data, "cross_entropy")), PROTO).asked()
@@ -330,7 +436,9 @@ def test_outputs_of_ragged_shapes_are_decoded_in_order(protobuf, rng):
 
 
 @pytest.mark.parametrize("protobuf", [True, False])
-def test_sampled_losses_answer_log_probabilities_alone_and_numbers_that_are_none_arrive(protobuf, rng):
+def test_sampled_losses_answer_log_probabilities_alone_and_numbers_that_are_none_arrive(
+    protobuf, rng
+):
     request = sdk_request([sdk_datum(np.arange(4), sampled_inputs(rng, 4, "ppo"))], "ppo")
     call = forward_backward.read(proto_body(request), PROTO).asked().call
     logp = np.float32([-1, -np.inf, np.nan, 0])
@@ -346,7 +454,13 @@ def test_no_data_no_outputs():
 
 def test_a_weight_of_nothing_is_no_loss():
     inputs = {"target_tokens": np.arange(2), "weights": np.float32([0, 1])}
-    call = forward_backward.read(proto_body(sdk_request([sdk_datum(np.arange(2), inputs)], "cross_entropy")), PROTO).asked().call
+    call = (
+        forward_backward.read(
+            proto_body(sdk_request([sdk_datum(np.arange(2), inputs)], "cross_entropy")), PROTO
+        )
+        .asked()
+        .call
+    )
     (one,) = decoded(encoded(call, [np.float32([-np.inf, -2])], True), True)
     assert one["elementwise_loss"].tolist() == [0, 2]
 
@@ -358,15 +472,23 @@ def good():
     """A request of both kinds of targets, as the SDK's message."""
     soft = {"target_tokens": torch.eye(4, 9, dtype=torch.int64) * 3, "weights": torch.eye(4, 9)}
     plain = {"target_tokens": np.arange(3), "weights": np.ones(3, np.float32)}
-    request = sdk_request([sdk_datum(np.arange(3), plain), sdk_datum(np.arange(4), soft)], "cross_entropy")
+    request = sdk_request(
+        [sdk_datum(np.arange(3), plain), sdk_datum(np.arange(4), soft)], "cross_entropy"
+    )
     return forward_backward_request_to_proto(request)
 
 
 def sampled(loss="ppo", config=None):
-    inputs = {"target_tokens": np.arange(3), "logprobs": -np.ones(3, np.float32), "advantages": np.ones(3, np.float32)}
+    inputs = {
+        "target_tokens": np.arange(3),
+        "logprobs": -np.ones(3, np.float32),
+        "advantages": np.ones(3, np.float32),
+    }
     if loss == "gspo":
         inputs["sequence_ratio_mask"] = np.ones(3, np.float32)
-    return forward_backward_request_to_proto(sdk_request([sdk_datum(np.arange(3), inputs)], loss, config))
+    return forward_backward_request_to_proto(
+        sdk_request([sdk_datum(np.arange(3), inputs)], loss, config)
+    )
 
 
 def i64(*values):
@@ -406,109 +528,269 @@ def spanned(*runs):
 
 
 BAD = {  # what is wrong -> (how, what is said)
-    "bytes too many": (lambda m: put(plain(m), dense=f32(1, 2, 3, 4)), "datum 0: weights has 4 values; its shape"),
+    "bytes too many": (
+        lambda m: put(plain(m), dense=f32(1, 2, 3, 4)),
+        "datum 0: weights has 4 values; its shape",
+    ),
     "bytes too few": (lambda m: put(plain(m), dense=f32(1, 2)), "datum 0: weights has 2 values"),
-    "half a number": (lambda m: put(plain(m), dense=f32(1, 2, 3)[:-1]), "11 bytes; expected a multiple of 4"),
-    "half a target": (lambda m: put(plain(m, "target_tokens"), dense=i64(1, 2, 3)[:-3]), "21 bytes; expected a multiple of 8"),
+    "half a number": (
+        lambda m: put(plain(m), dense=f32(1, 2, 3)[:-1]),
+        "11 bytes; expected a multiple of 4",
+    ),
+    "half a target": (
+        lambda m: put(plain(m, "target_tokens"), dense=i64(1, 2, 3)[:-3]),
+        "21 bytes; expected a multiple of 8",
+    ),
     "no values": (lambda m: plain(m).ClearField("encoding"), "weights has no values"),
     "no dtype": (lambda m: put(plain(m), dtype=0), "dtype is 0; choose"),
     "unknown dtype": (lambda m: put(plain(m), dtype=77), "dtype is 77; choose"),
-    "targets as floats": (lambda m: put(plain(m, "target_tokens"), dtype=1, dense=f32(1, 2, 3)), "target_tokens has numbers of type float"),
-    "targets of 64 bits": (lambda m: put(plain(m, "target_tokens"), dense=i64(1, 2**40, 3)), "target_tokens has 1099511627776"),
-    "targets below 32 bits": (lambda m: put(plain(m, "target_tokens"), dense=i64(1, -(2**31) - 1, 3)), "target_tokens has -2147483649"),
+    "targets as floats": (
+        lambda m: put(plain(m, "target_tokens"), dtype=1, dense=f32(1, 2, 3)),
+        "target_tokens has numbers of type float",
+    ),
+    "targets of 64 bits": (
+        lambda m: put(plain(m, "target_tokens"), dense=i64(1, 2**40, 3)),
+        "target_tokens has 1099511627776",
+    ),
+    "targets below 32 bits": (
+        lambda m: put(plain(m, "target_tokens"), dense=i64(1, -(2**31) - 1, 3)),
+        "target_tokens has -2147483649",
+    ),
     "NaN": (lambda m: put(plain(m), dense=f32(1, np.nan, 3)), "weights has nan at 1"),
     "infinity": (lambda m: put(plain(m), dense=f32(1, 2, -np.inf)), "weights has -inf at 2"),
-    "bfloat16 NaN": (lambda m: put(plain(m), dtype=4, dense=np.uint16([0, 0x7FC0, 0]).tobytes()), "weights has nan at 1"),
+    "bfloat16 NaN": (
+        lambda m: put(plain(m), dtype=4, dense=np.uint16([0, 0x7FC0, 0]).tobytes()),
+        "weights has nan at 1",
+    ),
     "dimension below 0": (lambda m: shaped(plain(m), -3), "one or two axes, none below 0"),
     "two below 0": (lambda m: shaped(plain(m), -3, -1), "one or two axes, none below 0"),
     "three axes": (lambda m: shaped(plain(m), 3, 1, 1), "one or two axes, none below 0"),
     "a thousand axes": (lambda m: shaped(plain(m), *[1] * 1000), "one or two axes, none below 0"),
     "dense bomb": (lambda m: shaped(plain(m), 1, 2**40), "its shape .* has 1099511627776"),
-    "overflowing bomb": (lambda m: shaped(plain(m), 2**61, 8), "its shape .* has 18446744073709551616"),
+    "overflowing bomb": (
+        lambda m: shaped(plain(m), 2**61, 8),
+        "its shape .* has 18446744073709551616",
+    ),
     "wider than 64 bits": (lambda m: shaped(plain(m), 2**62, 4), "one or two axes, none below 0"),
-    "weights of one more axis": (lambda m: shaped(plain(m), 3, 1), r"weights has shape \[3, 1\]; target_tokens has \[3\]"),
+    "weights of one more axis": (
+        lambda m: shaped(plain(m), 3, 1),
+        r"weights has shape \[3, 1\]; target_tokens has \[3\]",
+    ),
     "fewer targets": (
-        lambda m: (put(plain(m, "target_tokens"), dense=i64(1, 2)), shaped(plain(m, "target_tokens"), 2)),
+        lambda m: (
+            put(plain(m, "target_tokens"), dense=i64(1, 2)),
+            shaped(plain(m, "target_tokens"), 2),
+        ),
         r"target_tokens has shape \[2\]; model_input has 3 tokens, cross_entropy takes \[3\]",
     ),
-    "fewer tokens": (lambda m: m.data[0].model_input.pop(), r"target_tokens has shape \[3\]; .* takes \[0\]"),
-    "half a token": (lambda m: put(m.data[0].model_input[0].encoded_text, tokens=b"12345"), "5 bytes; expected a multiple of 4"),
+    "fewer tokens": (
+        lambda m: m.data[0].model_input.pop(),
+        r"target_tokens has shape \[3\]; .* takes \[0\]",
+    ),
+    "half a token": (
+        lambda m: put(m.data[0].model_input[0].encoded_text, tokens=b"12345"),
+        "5 bytes; expected a multiple of 4",
+    ),
     "an image": (
         lambda m: put(m.data[0].model_input.add().image, data=b"png"),
         r"chunks\[1\] is of type 'image'; this base reads",
     ),
-    "a sound": (lambda m: put(m.data[0].model_input.add().dmel, dmel=b"x"), "is of type 'dmel'; this base reads text alone"),
-    "no chunk": (lambda m: m.data[0].model_input.add(), "is of type None; this base reads text alone"),
-    "no targets": (lambda m: m.data[0].loss_fn_inputs.pop("target_tokens"), "loss_fn_inputs has no target_tokens"),
-    "no weights": (lambda m: m.data[1].loss_fn_inputs.pop("weights"), "datum 1: loss_fn_inputs has no weights; cross_entropy needs"),
-    "an unknown input": (lambda m: put(m.data[0].loss_fn_inputs["mask"], dense=b""), "loss_fn_inputs has 'mask'"),
-    "a threshold a token": (lambda m: put(m.data[0].loss_fn_inputs["clip_low_threshold"], dense=b""), "loss_fn_inputs has 'clip_low_"),
-    "loss unknown": (lambda m: put(m, loss_fn="l2"), "loss_fn is .*'l2'.*; choose one of: cross_entropy, importance_sampling"),
+    "a sound": (
+        lambda m: put(m.data[0].model_input.add().dmel, dmel=b"x"),
+        "is of type 'dmel'; this base reads text alone",
+    ),
+    "no chunk": (
+        lambda m: m.data[0].model_input.add(),
+        "is of type None; this base reads text alone",
+    ),
+    "no targets": (
+        lambda m: m.data[0].loss_fn_inputs.pop("target_tokens"),
+        "loss_fn_inputs has no target_tokens",
+    ),
+    "no weights": (
+        lambda m: m.data[1].loss_fn_inputs.pop("weights"),
+        "datum 1: loss_fn_inputs has no weights; cross_entropy needs",
+    ),
+    "an unknown input": (
+        lambda m: put(m.data[0].loss_fn_inputs["mask"], dense=b""),
+        "loss_fn_inputs has 'mask'",
+    ),
+    "a threshold a token": (
+        lambda m: put(m.data[0].loss_fn_inputs["clip_low_threshold"], dense=b""),
+        "loss_fn_inputs has 'clip_low_",
+    ),
+    "loss unknown": (
+        lambda m: put(m, loss_fn="l2"),
+        "loss_fn is .*'l2'.*; choose one of: cross_entropy, importance_sampling",
+    ),
     "no loss": (lambda m: put(m, loss_fn=""), "loss_fn is .*; choose one of"),
     "a long loss": (lambda m: put(m, loss_fn="x" * 10**6), "choose one of"),
-    "stable_reinforce": (lambda m: put(m, loss_fn="stable_reinforce"), "not computed here: send importance_sampling"),
+    "stable_reinforce": (
+        lambda m: put(m, loss_fn="stable_reinforce"),
+        "not computed here: send importance_sampling",
+    ),
     "custom": (lambda m: put(m, loss_fn="custom"), "not computed here"),
-    "an option of no loss": (lambda m: m.loss_fn_config.update({"beta": 1.0}), "cross_entropy takes no options"),
+    "an option of no loss": (
+        lambda m: m.loss_fn_config.update({"beta": 1.0}),
+        "cross_entropy takes no options",
+    ),
     "no span": (spanned((None,)), r"model_input_spans\[0\] is of no kind"),
     "span below 0": (spanned(("prompt_tokens", "a", -1, 3)), "has offset -1 and length 3"),
-    "span of length below 0": (spanned(("prompt_tokens", "a", 0, 4), ("sampled_tokens", "b", 0, -1)), "has offset 0 and length -1"),
+    "span of length below 0": (
+        spanned(("prompt_tokens", "a", 0, 4), ("sampled_tokens", "b", 0, -1)),
+        "has offset 0 and length -1",
+    ),
     "span of nobody": (spanned(("prompt_tokens", "", 0, 3)), "sequence_id is ''"),
-    "spans too short": (spanned(("prompt_tokens", "a", 0, 2)), "cover 2 positions; the datum has 3"),
-    "spans too long": (spanned(("sampled_tokens", "a", 0, 2**62), ("sampled_tokens", "a", 0, 2**62)), "positions; the datum has 3"),
-    "sparse bomb": (lambda m: shaped(soft(m), 4, 2**40), "is sparse, of shape .* send fewer columns"),
-    "sparse bomb of rows": (lambda m: shaped(soft(m), 2**40, 1), "is sparse, of shape .* send fewer columns"),
+    "spans too short": (
+        spanned(("prompt_tokens", "a", 0, 2)),
+        "cover 2 positions; the datum has 3",
+    ),
+    "spans too long": (
+        spanned(("sampled_tokens", "a", 0, 2**62), ("sampled_tokens", "a", 0, 2**62)),
+        "positions; the datum has 3",
+    ),
+    "sparse bomb": (
+        lambda m: shaped(soft(m), 4, 2**40),
+        "is sparse, of shape .* send fewer columns",
+    ),
+    "sparse bomb of rows": (
+        lambda m: shaped(soft(m), 2**40, 1),
+        "is sparse, of shape .* send fewer columns",
+    ),
     "sparse of one axis": (lambda m: shaped(soft(m), 36), "is sparse, of shape"),
     "sparse without shape": (lambda m: shaped(soft(m)), "is sparse, of shape"),
-    "row pointers too few": (lambda m: put(soft(m).sparse_csr, crow_indices=i64(0, 1, 2, 4)), "has 4 crow_indices"),
+    "row pointers too few": (
+        lambda m: put(soft(m).sparse_csr, crow_indices=i64(0, 1, 2, 4)),
+        "has 4 crow_indices",
+    ),
     "no row pointers": (lambda m: put(soft(m).sparse_csr, crow_indices=b""), "has 0 crow_indices"),
-    "row pointers that turn": (lambda m: put(soft(m).sparse_csr, crow_indices=i64(0, 3, 2, 3, 4)), "crow_indices do not ascend"),
-    "row pointers from 1": (lambda m: put(soft(m).sparse_csr, crow_indices=i64(1, 2, 3, 4, 4)), "crow_indices do not ascend"),
+    "row pointers that turn": (
+        lambda m: put(soft(m).sparse_csr, crow_indices=i64(0, 3, 2, 3, 4)),
+        "crow_indices do not ascend",
+    ),
+    "row pointers from 1": (
+        lambda m: put(soft(m).sparse_csr, crow_indices=i64(1, 2, 3, 4, 4)),
+        "crow_indices do not ascend",
+    ),
     "row pointers once around": (
         lambda m: put(soft(m).sparse_csr, crow_indices=i64(0, 2**63 - 1, -2, 1, 4)),
         "crow_indices do not ascend",
     ),
-    "columns too few": (lambda m: put(soft(m).sparse_csr, col_indices=i64(0, 1, 2)), "3 col_indices and 4 values"),
-    "values too many": (lambda m: put(soft(m).sparse_csr, values=i64(1, 2, 3, 4, 5)), "4 col_indices and 5 values"),
-    "column too far": (lambda m: put(soft(m).sparse_csr, col_indices=i64(0, 1, 2, 9)), "has columns 0 to 8"),
-    "column below 0": (lambda m: put(soft(m).sparse_csr, col_indices=i64(0, -1, 2, 3)), "has columns 0 to 8"),
+    "columns too few": (
+        lambda m: put(soft(m).sparse_csr, col_indices=i64(0, 1, 2)),
+        "3 col_indices and 4 values",
+    ),
+    "values too many": (
+        lambda m: put(soft(m).sparse_csr, values=i64(1, 2, 3, 4, 5)),
+        "4 col_indices and 5 values",
+    ),
+    "column too far": (
+        lambda m: put(soft(m).sparse_csr, col_indices=i64(0, 1, 2, 9)),
+        "has columns 0 to 8",
+    ),
+    "column below 0": (
+        lambda m: put(soft(m).sparse_csr, col_indices=i64(0, -1, 2, 3)),
+        "has columns 0 to 8",
+    ),
     "a cell twice": (
-        lambda m: put(soft(m).sparse_csr, crow_indices=i64(0, 2, 2, 3, 4), col_indices=i64(1, 1, 2, 3)),
+        lambda m: put(
+            soft(m).sparse_csr, crow_indices=i64(0, 2, 2, 3, 4), col_indices=i64(1, 1, 2, 3)
+        ),
         "col_indices do not ascend in every row",
     ),
     "columns that turn": (
-        lambda m: put(soft(m).sparse_csr, crow_indices=i64(0, 2, 2, 3, 4), col_indices=i64(2, 1, 2, 3)),
+        lambda m: put(
+            soft(m).sparse_csr, crow_indices=i64(0, 2, 2, 3, 4), col_indices=i64(2, 1, 2, 3)
+        ),
         "col_indices do not ascend in every row",
     ),
-    "half a column": (lambda m: put(soft(m).sparse_csr, col_indices=b"1234"), "col_indices has 4 bytes; expected a multiple of 8"),
-    "sparse targets as floats": (lambda m: put(soft(m), dtype=1) or put(soft(m).sparse_csr, values=f32(1, 2, 3, 4)), "of type float"),
-    "sparse NaN": (lambda m: put(soft(m, "weights").sparse_csr, values=f32(1, 2, np.nan, 4)), "weights has nan at 2"),
-    "sparse of two shapes": (lambda m: shaped(soft(m), 4, 10), r"weights has shape \[4, 9\]; target_tokens has \[4, 10\]"),
+    "half a column": (
+        lambda m: put(soft(m).sparse_csr, col_indices=b"1234"),
+        "col_indices has 4 bytes; expected a multiple of 8",
+    ),
+    "sparse targets as floats": (
+        lambda m: put(soft(m), dtype=1) or put(soft(m).sparse_csr, values=f32(1, 2, 3, 4)),
+        "of type float",
+    ),
+    "sparse NaN": (
+        lambda m: put(soft(m, "weights").sparse_csr, values=f32(1, 2, np.nan, 4)),
+        "weights has nan at 2",
+    ),
+    "sparse of two shapes": (
+        lambda m: shaped(soft(m), 4, 10),
+        r"weights has shape \[4, 9\]; target_tokens has \[4, 10\]",
+    ),
 }
 BAD_SAMPLED = {
-    "no logprobs": (sampled(), lambda m: m.data[0].loss_fn_inputs.pop("logprobs"), "has no logprobs; ppo needs"),
-    "no advantages": (sampled(), lambda m: m.data[0].loss_fn_inputs.pop("advantages"), "has no advantages"),
-    "no mask": (sampled(), lambda m: put(m, loss_fn="gspo"), "has no sequence_ratio_mask; gspo needs"),
-    "weights of gspo": (sampled("gspo"), lambda m: put(m.data[0].loss_fn_inputs["weights"], dense=b""), "gspo takes none"),
-    "two axes": (sampled(), lambda m: shaped(plain(m, "target_tokens"), 3, 1), r"shape \[3, 1\]; .* ppo takes \[3\]"),
+    "no logprobs": (
+        sampled(),
+        lambda m: m.data[0].loss_fn_inputs.pop("logprobs"),
+        "has no logprobs; ppo needs",
+    ),
+    "no advantages": (
+        sampled(),
+        lambda m: m.data[0].loss_fn_inputs.pop("advantages"),
+        "has no advantages",
+    ),
+    "no mask": (
+        sampled(),
+        lambda m: put(m, loss_fn="gspo"),
+        "has no sequence_ratio_mask; gspo needs",
+    ),
+    "weights of gspo": (
+        sampled("gspo"),
+        lambda m: put(m.data[0].loss_fn_inputs["weights"], dense=b""),
+        "gspo takes none",
+    ),
+    "two axes": (
+        sampled(),
+        lambda m: shaped(plain(m, "target_tokens"), 3, 1),
+        r"shape \[3, 1\]; .* ppo takes \[3\]",
+    ),
     "sparse advantages": (
         sampled(),
         lambda m: (
-            put(plain(m, "advantages").sparse_csr, values=f32(1), crow_indices=i64(0, 1, 1, 1), col_indices=i64(0)),
+            put(
+                plain(m, "advantages").sparse_csr,
+                values=f32(1),
+                crow_indices=i64(0, 1, 1, 1),
+                col_indices=i64(0),
+            ),
             shaped(plain(m, "advantages"), 3, 1),
         ),
         r"advantages has shape \[3, 1\]; target_tokens has \[3\]",
     ),
-    "logprobs below infinity": (sampled(), lambda m: put(plain(m, "logprobs"), dense=f32(0, -np.inf, 0)), "logprobs has -inf at 1"),
-    "unknown option": (sampled(), lambda m: m.loss_fn_config.update({"clip": 0.2}), "has 'clip'; ppo takes clip_low_threshold, clip_high_"),
-    "crossed": (sampled(config={"clip_low_threshold": 1.3}), lambda m: None, "clip_low_threshold is 1.3 and clip_high_threshold 1.2"),
+    "logprobs below infinity": (
+        sampled(),
+        lambda m: put(plain(m, "logprobs"), dense=f32(0, -np.inf, 0)),
+        "logprobs has -inf at 1",
+    ),
+    "unknown option": (
+        sampled(),
+        lambda m: m.loss_fn_config.update({"clip": 0.2}),
+        "has 'clip'; ppo takes clip_low_threshold, clip_high_",
+    ),
+    "crossed": (
+        sampled(config={"clip_low_threshold": 1.3}),
+        lambda m: None,
+        "clip_low_threshold is 1.3 and clip_high_threshold 1.2",
+    ),
     "below 0": (sampled(config={"clip_low_threshold": -0.2}), lambda m: None, "0 <= low <= high"),
     "no number": (
         sampled(config={"clip_high_threshold": math.nan}),
         lambda m: None,
         "clip_high_threshold is nan; expected",
     ),
-    "endless": (sampled(config={"clip_high_threshold": math.inf}), lambda m: None, "clip_high_threshold is inf"),
-    "beyond float32": (sampled(config={"clip_high_threshold": 1e300}), lambda m: None, "clip_high_threshold is 1e"),
+    "endless": (
+        sampled(config={"clip_high_threshold": math.inf}),
+        lambda m: None,
+        "clip_high_threshold is inf",
+    ),
+    "beyond float32": (
+        sampled(config={"clip_high_threshold": 1e300}),
+        lambda m: None,
+        "clip_high_threshold is 1e",
+    ),
     "neither number nor text": (
         sampled(),
         lambda m: m.loss_fn_config_v2["clip_high_threshold"].SetInParent(),
@@ -517,7 +799,9 @@ BAD_SAMPLED = {
     "no beta": (sampled("dro"), lambda m: None, "has no beta; dro needs it"),
     "beta below 0": (sampled("dro", {"beta": -1.0}), lambda m: None, "beta is -1.0"),
 }
-ALL_BAD = {name: (good(), *row) for name, row in BAD.items()} | {f"sampled: {name}": row for name, row in BAD_SAMPLED.items()}
+ALL_BAD = {name: (good(), *row) for name, row in BAD.items()} | {
+    f"sampled: {name}": row for name, row in BAD_SAMPLED.items()
+}
 
 
 def refused(call, match=None):
@@ -550,7 +834,10 @@ def test_sparse_cells_of_a_whole_request_are_bounded():
         shaped(one, 4, tensors.MAX_CELLS // 4)
     forward_backward.read(message.SerializeToString(), PROTO).asked()
     message.data.append(message.data[1])
-    refused(forward_backward.read(message.SerializeToString(), PROTO).asked, "data 0 to 2 have 8388608 cells")
+    refused(
+        forward_backward.read(message.SerializeToString(), PROTO).asked,
+        "data 0 to 2 have 8388608 cells",
+    )
 
 
 def test_sparse_cells_count_where_a_full_row_makes_them_dense():
@@ -559,7 +846,10 @@ def test_sparse_cells_count_where_a_full_row_makes_them_dense():
     full[0] = 1
     datum = sdk_datum(np.zeros(square, np.int64), {"target_tokens": full, "weights": full.float()})
     message = forward_backward_request_to_proto(sdk_request([datum] * 5, "cross_entropy"))
-    refused(forward_backward.read(message.SerializeToString(), PROTO).asked, "data 0 to 4 have 5242880 cells")
+    refused(
+        forward_backward.read(message.SerializeToString(), PROTO).asked,
+        "data 0 to 4 have 5242880 cells",
+    )
 
 
 BODIES = {
@@ -567,8 +857,16 @@ BODIES = {
     "no message": (b"\xff" * 9, PROTO, "no ForwardBackwardRequest"),
     "cut": (good().SerializeToString()[:-1], PROTO, "no ForwardBackwardRequest"),
     "no UTF-8": (b"\x0a\x01\xff", PROTO, "no ForwardBackwardRequest"),
-    "no number": (pb.ForwardBackwardRequest(model_id="m").SerializeToString(), PROTO, "seq_id is 0; expected a whole number, 1 to"),
-    "number below 0": (pb.ForwardBackwardRequest(model_id="m", seq_id=-1).SerializeToString(), PROTO, "seq_id is -1"),
+    "no number": (
+        pb.ForwardBackwardRequest(model_id="m").SerializeToString(),
+        PROTO,
+        "seq_id is 0; expected a whole number, 1 to",
+    ),
+    "number below 0": (
+        pb.ForwardBackwardRequest(model_id="m", seq_id=-1).SerializeToString(),
+        PROTO,
+        "seq_id is -1",
+    ),
     "another type": (b"{}", "text/plain", "content type is 'text/plain'"),
     "no JSON": (b"{", JSON, "is not JSON"),
     "JSON without an end": (b"[" * 10**6, JSON, "nests deeper"),
@@ -579,7 +877,11 @@ BODIES = {
     "a number for a name": (b'{"model_id": 7, "seq_id": 1}', JSON, "model_id is 7"),
     "half a character": (b'{"model_id": "\\ud800", "seq_id": 1}', JSON, "half of a surrogate pair"),
     "true for a number": (b'{"model_id": "m", "seq_id": true}', JSON, "seq_id is True"),
-    "a number too large": (b'{"model_id": "m", "seq_id": 4294967296}', JSON, "seq_id is 4294967296"),
+    "a number too large": (
+        b'{"model_id": "m", "seq_id": 4294967296}',
+        JSON,
+        "seq_id is 4294967296",
+    ),
 }
 
 
@@ -607,31 +909,111 @@ BAD_JSON = {  # where, what is put there, what is said
     "no input": (("data", 0), {"model_input": None}, "model_input is None"),
     "chunks": (("data", 0, "model_input"), {"chunks": {}}, "chunks is {}; expected a list"),
     "chunk": (("data", 0, "model_input", "chunks"), {0: "x"}, r"chunks\[0\] is 'x'"),
-    "image": (("data", 0, "model_input", "chunks", 0), {"type": "image"}, "is of type 'image'; this base reads text alone"),
-    "token": (("data", 0, "model_input", "chunks", 0), {"tokens": [1, 2.5]}, "expected a list of whole numbers"),
-    "token of text": (("data", 0, "model_input", "chunks", 0), {"tokens": "12"}, "tokens is '12'; expected a list"),
-    "true token": (("data", 0, "model_input", "chunks", 0), {"tokens": [1, True]}, "expected a list of whole numbers"),
-    "token too large": (("data", 0, "model_input", "chunks", 0), {"tokens": [1, 2**31]}, "has 2147483648"),
-    "token of 70 bits": (("data", 0, "model_input", "chunks", 0), {"tokens": [1, 2**70]}, "whole numbers of 64 bits"),
+    "image": (
+        ("data", 0, "model_input", "chunks", 0),
+        {"type": "image"},
+        "is of type 'image'; this base reads text alone",
+    ),
+    "token": (
+        ("data", 0, "model_input", "chunks", 0),
+        {"tokens": [1, 2.5]},
+        "expected a list of whole numbers",
+    ),
+    "token of text": (
+        ("data", 0, "model_input", "chunks", 0),
+        {"tokens": "12"},
+        "tokens is '12'; expected a list",
+    ),
+    "true token": (
+        ("data", 0, "model_input", "chunks", 0),
+        {"tokens": [1, True]},
+        "expected a list of whole numbers",
+    ),
+    "token too large": (
+        ("data", 0, "model_input", "chunks", 0),
+        {"tokens": [1, 2**31]},
+        "has 2147483648",
+    ),
+    "token of 70 bits": (
+        ("data", 0, "model_input", "chunks", 0),
+        {"tokens": [1, 2**70]},
+        "whole numbers of 64 bits",
+    ),
     "inputs": (("data", 0), {"loss_fn_inputs": [1]}, "loss_fn_inputs is"),
-    "tensor": (("data", 0, "loss_fn_inputs"), {"weights": [1, 2]}, r"weights is \[1, 2\]; expected an object"),
-    "dtype": (("data", 0, "loss_fn_inputs", "weights"), {"dtype": "float8"}, "dtype is 'float8'; choose one of: float32"),
-    "dtype of no text": (("data", 0, "loss_fn_inputs", "weights"), {"dtype": ["float32"]}, "dtype is"),
+    "tensor": (
+        ("data", 0, "loss_fn_inputs"),
+        {"weights": [1, 2]},
+        r"weights is \[1, 2\]; expected an object",
+    ),
+    "dtype": (
+        ("data", 0, "loss_fn_inputs", "weights"),
+        {"dtype": "float8"},
+        "dtype is 'float8'; choose one of: float32",
+    ),
+    "dtype of no text": (
+        ("data", 0, "loss_fn_inputs", "weights"),
+        {"dtype": ["float32"]},
+        "dtype is",
+    ),
     "no values": (("data", 0, "loss_fn_inputs", "weights"), {"data": None}, "data is None"),
-    "nested": (("data", 0, "loss_fn_inputs", "weights"), {"data": [[1], [2]]}, "expected a list of numbers"),
-    "null": (("data", 0, "loss_fn_inputs", "weights"), {"data": [1, None]}, "expected a list of numbers"),
-    "NaN": (("data", 0, "loss_fn_inputs", "weights"), {"data": [1, math.nan]}, "weights has nan at 1"),
-    "beyond float32": (("data", 0, "loss_fn_inputs", "weights"), {"data": [1, 1e39]}, r"weights has 1e\+39 at 1"),
-    "beyond floats": (("data", 0, "loss_fn_inputs", "weights"), {"data": [1, 10**400]}, "expected a list of numbers"),
-    "half a target": (("data", 0, "loss_fn_inputs", "target_tokens"), {"data": [1, 2.0]}, "expected a list of whole numbers"),
+    "nested": (
+        ("data", 0, "loss_fn_inputs", "weights"),
+        {"data": [[1], [2]]},
+        "expected a list of numbers",
+    ),
+    "null": (
+        ("data", 0, "loss_fn_inputs", "weights"),
+        {"data": [1, None]},
+        "expected a list of numbers",
+    ),
+    "NaN": (
+        ("data", 0, "loss_fn_inputs", "weights"),
+        {"data": [1, math.nan]},
+        "weights has nan at 1",
+    ),
+    "beyond float32": (
+        ("data", 0, "loss_fn_inputs", "weights"),
+        {"data": [1, 1e39]},
+        r"weights has 1e\+39 at 1",
+    ),
+    "beyond floats": (
+        ("data", 0, "loss_fn_inputs", "weights"),
+        {"data": [1, 10**400]},
+        "expected a list of numbers",
+    ),
+    "half a target": (
+        ("data", 0, "loss_fn_inputs", "target_tokens"),
+        {"data": [1, 2.0]},
+        "expected a list of whole numbers",
+    ),
     "bomb": (("data", 0, "loss_fn_inputs", "weights"), {"shape": [1, 2**40]}, "its shape"),
-    "shape of floats": (("data", 0, "loss_fn_inputs", "weights"), {"shape": [2.0]}, "one or two axes"),
-    "shape of truth": (("data", 0, "loss_fn_inputs", "weights"), {"shape": [True, True]}, "one or two axes"),
-    "shape": (("data", 0, "loss_fn_inputs", "weights"), {"shape": 2}, "shape is 2; expected a list"),
-    "half sparse": (("data", 0, "loss_fn_inputs", "weights"), {"sparse_crow_indices": [0, 1]}, "col_indices is None"),
+    "shape of floats": (
+        ("data", 0, "loss_fn_inputs", "weights"),
+        {"shape": [2.0]},
+        "one or two axes",
+    ),
+    "shape of truth": (
+        ("data", 0, "loss_fn_inputs", "weights"),
+        {"shape": [True, True]},
+        "one or two axes",
+    ),
+    "shape": (
+        ("data", 0, "loss_fn_inputs", "weights"),
+        {"shape": 2},
+        "shape is 2; expected a list",
+    ),
+    "half sparse": (
+        ("data", 0, "loss_fn_inputs", "weights"),
+        {"sparse_crow_indices": [0, 1]},
+        "col_indices is None",
+    ),
     "loss": ((), {"loss_fn": 3}, "loss_fn is 3"),
     "options": ((), {"loss_fn_config": [3]}, "loss_fn_config is"),
-    "true option": ((), {"loss_fn": "ppo", "loss_fn_config": {"clip_low_threshold": True}}, "clip_low_threshold is True"),
+    "true option": (
+        (),
+        {"loss_fn": "ppo", "loss_fn_config": {"clip_low_threshold": True}},
+        "clip_low_threshold is True",
+    ),
 }
 
 
@@ -650,7 +1032,9 @@ def test_bad_json_is_refused(name):
 
 def test_the_shortest_json_there_is():
     """Chunks without a type, and shapes that are not told."""
-    asked = forward_backward.read(json.dumps({"forward_input": JSON_GOOD, "model_id": "m", "seq_id": 1}).encode(), JSON).asked()
+    asked = forward_backward.read(
+        json.dumps({"forward_input": JSON_GOOD, "model_id": "m", "seq_id": 1}).encode(), JSON
+    ).asked()
     assert asked.call.data[0].tokens.tolist() == [1, 2]
     assert asked.call.data[0].targets.tolist() == [2, 3]
     assert asked.call.data[0].weights.tolist() == [1, 0.5]
@@ -659,7 +1043,10 @@ def test_the_shortest_json_there_is():
 def test_json_with_both_inputs_or_none_is_refused():
     for inputs in ({}, {"forward_input": JSON_GOOD, "forward_backward_input": JSON_GOOD}):
         body = json.dumps({"model_id": "m", "seq_id": 1} | inputs).encode()
-        refused(forward_backward.read(body, JSON).asked, "expected forward_backward_input or forward_input")
+        refused(
+            forward_backward.read(body, JSON).asked,
+            "expected forward_backward_input or forward_input",
+        )
 
 
 def test_damaged_bytes_are_read_or_refused_and_nothing_else(rng):
@@ -673,13 +1060,36 @@ def test_damaged_bytes_are_read_or_refused_and_nothing_else(rng):
             forward_backward.read(bytes(damaged), PROTO).asked()
 
 
-JUNK = (None, True, -1, 2**70, 1e300, math.nan, "", "x", [], [None], [[1]], {}, {"data": 1}, [1, 2, 3], [-(2**63)], 0.5)
+JUNK = (
+    None,
+    True,
+    -1,
+    2**70,
+    1e300,
+    math.nan,
+    "",
+    "x",
+    [],
+    [None],
+    [[1]],
+    {},
+    {"data": 1},
+    [1, 2, 3],
+    [-(2**63)],
+    0.5,
+)
 
 
 def nodes(value, path=()):
     """Paths to all parts of a JSON value."""
     yield path
-    for key, part in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+    for key, part in (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    ):
         yield from nodes(part, (*path, key))
 
 
@@ -696,10 +1106,24 @@ def with_junk(told, rng):
 
 
 def test_json_with_a_part_replaced_is_read_or_refused_and_nothing_else(rng):
-    sparse = {"data": [1, 2], "dtype": "int64", "shape": [2, 4], "sparse_crow_indices": [0, 1, 2], "sparse_col_indices": [3, 0]}
+    sparse = {
+        "data": [1, 2],
+        "dtype": "int64",
+        "shape": [2, 4],
+        "sparse_crow_indices": [0, 1, 2],
+        "sparse_col_indices": [3, 0],
+    }
     datum = JSON_GOOD["data"][0] | {"loss_fn_inputs": {"target_tokens": sparse, "weights": sparse}}
-    training = {"forward_backward_input": JSON_GOOD | {"data": [datum], "loss_fn_config": {}}, "model_id": "m", "seq_id": 1}
-    sampling = json.loads(sample_body(params={"stop": ["a"], "top_k": 1}, num_samples=2, target_prompt_logprobs=sparse))
+    training = {
+        "forward_backward_input": JSON_GOOD | {"data": [datum], "loss_fn_config": {}},
+        "model_id": "m",
+        "seq_id": 1,
+    }
+    sampling = json.loads(
+        sample_body(
+            params={"stop": ["a"], "top_k": 1}, num_samples=2, target_prompt_logprobs=sparse
+        )
+    )
     forward_backward.read(json.dumps(training).encode(), JSON).asked()
     asked_of(json.dumps(sampling).encode())
     for _ in range(400):
@@ -716,7 +1140,9 @@ def sample_body(prompt=(1, 2, 3), session="s", **more):
     """As the SDK sends it."""
     params = types.SamplingParams(**more.pop("params", {}))
     given = {"sampling_session_id": session, "seq_id": 0} if session else {}
-    request = types.SampleRequest(prompt=types.ModelInput.from_ints(list(prompt)), sampling_params=params, **given, **more)
+    request = types.SampleRequest(
+        prompt=types.ModelInput.from_ints(list(prompt)), sampling_params=params, **given, **more
+    )
     return request.model_dump_json(exclude_unset=True).encode()
 
 
@@ -726,7 +1152,12 @@ def asked_of(body, context=100, end_ids=(7, 8), seed=11):
 
 def test_a_sample_of_few_words_is_one_at_temperature_one_up_to_the_context():
     message = samples.read(sample_body())
-    assert (message.sampling_session_id, message.seq_id, message.base_model, message.model_path) == ("s", 0, None, None)
+    assert (
+        message.sampling_session_id,
+        message.seq_id,
+        message.base_model,
+        message.model_path,
+    ) == ("s", 0, None, None)
     request = asked_of(sample_body()).request
     assert (request.prompt, request.n, request.max_tokens, request.seed) == ((1, 2, 3), 1, 97, 11)
     assert (request.temperature, request.top_k, request.top_p) == (1.0, 0, 1.0)
@@ -738,7 +1169,14 @@ def test_a_sample_of_many_words():
     targets = types.TensorData(data=[4, -1, 5, 6], dtype="int64", shape=[2, 2])
     body = sample_body(
         num_samples=3,
-        params={"max_tokens": 5, "seed": 2**32 + 2**31 + 9, "temperature": 1, "top_k": 4, "top_p": 0.5, "stop": ["a", "b"]},
+        params={
+            "max_tokens": 5,
+            "seed": 2**32 + 2**31 + 9,
+            "temperature": 1,
+            "top_k": 4,
+            "top_p": 0.5,
+            "stop": ["a", "b"],
+        },
         prompt_logprobs=True,
         topk_prompt_logprobs=2,
         topk_sample_logprobs=3,
@@ -747,14 +1185,35 @@ def test_a_sample_of_many_words():
         prompt_logprobs_last_n=2,
     )
     request = asked_of(body).request
-    assert (request.n, request.max_tokens, request.seed, request.top_k, request.top_p) == (3, 5, 2**31 + 9, 4, 0.5)
+    assert (request.n, request.max_tokens, request.seed, request.top_k, request.top_p) == (
+        3,
+        5,
+        2**31 + 9,
+        4,
+        0.5,
+    )
     assert (request.stop, request.stop_ids) == (("a", "b"), ())
-    assert (request.top_logprobs, request.prompt_logprobs, request.top_prompt_logprobs) == (3, True, 2)
-    assert (request.target_prompt_logprobs, request.prompt_alternatives, request.prompt_logprobs_last_n) == (((4,), (5, 6)), 4, 2)
+    assert (request.top_logprobs, request.prompt_logprobs, request.top_prompt_logprobs) == (
+        3,
+        True,
+        2,
+    )
+    assert (
+        request.target_prompt_logprobs,
+        request.prompt_alternatives,
+        request.prompt_logprobs_last_n,
+    ) == (((4,), (5, 6)), 4, 2)
 
 
 @pytest.mark.parametrize(
-    ("stop", "strings", "ids"), [("x", ("x",), ()), (["x", "y"], ("x", "y"), ()), ([5, 6], (), (5, 6)), ([], (), ()), (None, (), (7, 8))]
+    ("stop", "strings", "ids"),
+    [
+        ("x", ("x",), ()),
+        (["x", "y"], ("x", "y"), ()),
+        ([5, 6], (), (5, 6)),
+        ([], (), ()),
+        (None, (), (7, 8)),
+    ],
 )
 def test_what_stops(stop, strings, ids):
     request = asked_of(sample_body(params={"stop": stop})).request
@@ -763,7 +1222,11 @@ def test_what_stops(stop, strings, ids):
 
 def test_a_model_may_be_named_without_a_session_and_new_fields_are_passed_over():
     message = samples.read(sample_body(session=None, model_path="tinker://a/b"))
-    assert (message.model_path, message.sampling_session_id, message.seq_id) == ("tinker://a/b", None, None)
+    assert (message.model_path, message.sampling_session_id, message.seq_id) == (
+        "tinker://a/b",
+        None,
+        None,
+    )
     told = json.loads(sample_body()) | {"of_next_year": {"x": 1}}
     assert asked_of(json.dumps(told).encode()).request.prompt == (1, 2, 3)
 
@@ -771,14 +1234,20 @@ def test_a_model_may_be_named_without_a_session_and_new_fields_are_passed_over()
 BAD_SAMPLES = {
     "prompt": ({"prompt": None}, "prompt is None"),
     "tokens": ({"prompt": {"chunks": [{"tokens": ["1"]}]}}, "expected a list of whole numbers"),
-    "image": ({"prompt": {"chunks": [{"type": "image", "data": ""}]}}, "this base reads text alone"),
+    "image": (
+        {"prompt": {"chunks": [{"type": "image", "data": ""}]}},
+        "this base reads text alone",
+    ),
     "params": ({"sampling_params": 3}, "sampling_params is 3"),
     "samples": ({"num_samples": 10**9}, "num_samples is 1000000000"),
     "no samples": ({"num_samples": 0}, "num_samples is 0"),
     "true samples": ({"num_samples": True}, "num_samples is True"),
     "max_tokens": ({"sampling_params": {"max_tokens": 2.5}}, "max_tokens is 2.5"),
     "temperature": ({"sampling_params": {"temperature": "1"}}, "temperature is '1'"),
-    "temperature of nothing": ({"sampling_params": {"temperature": math.nan}}, "temperature is nan"),
+    "temperature of nothing": (
+        {"sampling_params": {"temperature": math.nan}},
+        "temperature is nan",
+    ),
     "top_k": ({"sampling_params": {"top_k": False}}, "top_k is False"),
     "top_p": ({"sampling_params": {"top_p": None, "top_k": "x"}}, "top_k is 'x'"),
     "seed": ({"sampling_params": {"seed": 0.5}}, "seed is 0.5"),
@@ -789,11 +1258,26 @@ BAD_SAMPLES = {
     "topk": ({"topk_prompt_logprobs": "2"}, "topk_prompt_logprobs is '2'"),
     "last": ({"prompt_logprobs_last_n": [1]}, "prompt_logprobs_last_n is"),
     "targets": ({"target_prompt_logprobs": [1]}, "target_prompt_logprobs is"),
-    "targets of one axis": ({"target_prompt_logprobs": {"data": [1, 2], "dtype": "int64"}}, r"expected \[2, K\]"),
-    "targets for all": ({"target_prompt_logprobs": {"data": [1, 2, 3], "dtype": "int64", "shape": [3, 1]}}, r"expected \[2, K\]"),
-    "endless targets": ({"target_prompt_logprobs": {"data": [], "dtype": "int64", "shape": [2**50, 0]}}, r"expected \[2, K\]"),
-    "targets as floats": ({"target_prompt_logprobs": {"data": [1.0, 2.0], "dtype": "float32", "shape": [2, 1]}}, "of type float"),
-    "hot alternatives": ({"prompt_alt_tokens_k": 1, "sampling_params": {"temperature": 0.5}}, "draws at 1 alone"),
+    "targets of one axis": (
+        {"target_prompt_logprobs": {"data": [1, 2], "dtype": "int64"}},
+        r"expected \[2, K\]",
+    ),
+    "targets for all": (
+        {"target_prompt_logprobs": {"data": [1, 2, 3], "dtype": "int64", "shape": [3, 1]}},
+        r"expected \[2, K\]",
+    ),
+    "endless targets": (
+        {"target_prompt_logprobs": {"data": [], "dtype": "int64", "shape": [2**50, 0]}},
+        r"expected \[2, K\]",
+    ),
+    "targets as floats": (
+        {"target_prompt_logprobs": {"data": [1.0, 2.0], "dtype": "float32", "shape": [2, 1]}},
+        "of type float",
+    ),
+    "hot alternatives": (
+        {"prompt_alt_tokens_k": 1, "sampling_params": {"temperature": 0.5}},
+        "draws at 1 alone",
+    ),
 }
 
 
@@ -805,7 +1289,12 @@ def test_a_bad_sample_is_refused(name):
 
 
 def test_a_sample_of_nothing_is_refused():
-    for change in ({"sampling_session_id": None}, {"seq_id": None}, {"seq_id": -1}, {"sampling_session_id": 3}):
+    for change in (
+        {"sampling_session_id": None},
+        {"seq_id": None},
+        {"seq_id": -1},
+        {"sampling_session_id": 3},
+    ):
         body = json.dumps(json.loads(sample_body()) | change).encode()
         refused(lambda body=body: samples.read(body))
 
@@ -830,7 +1319,10 @@ def completions_of(rng, request, named):
     if k := request.top_prompt_logprobs:
         shared["top_prompt_logprobs"] = places(P - 1, k)
     if named:
-        shared["target_prompt_logprobs"] = [[] if i < first else numbers(len(ids)) for i, ids in enumerate(request.target_prompt_logprobs)]
+        shared["target_prompt_logprobs"] = [
+            [] if i < first else numbers(len(ids))
+            for i, ids in enumerate(request.target_prompt_logprobs)
+        ]
     if k := request.prompt_alternatives:
         shared["prompt_alternatives"] = places(P - 1, k)
     out = []
@@ -838,7 +1330,9 @@ def completions_of(rng, request, named):
         T = i + 1
         top = pairs(T, request.top_logprobs) if request.top_logprobs else None
         tokens, finish = rng.integers(0, V, T).tolist(), ("stop", "length")[i % 2]
-        out.append(Completion(tokens, numbers(T), numbers(T), finish, None, top_logprobs=top, **shared))
+        out.append(
+            Completion(tokens, numbers(T), numbers(T), finish, None, top_logprobs=top, **shared)
+        )
     return out
 
 
@@ -847,14 +1341,26 @@ def test_plain_completions_are_decoded_by_the_sdk(rng):
     completions = completions_of(rng, asked.request, None)
     told = deserialize_sample_response(samples.encode(completions, asked, True))
     assert told.prompt_cache_hit_tokens == 2
-    assert [told.prompt_logprobs, told.topk_prompt_logprobs, told.target_prompt_logprobs, told.prompt_alt_tokens] == [None] * 4
+    assert [
+        told.prompt_logprobs,
+        told.topk_prompt_logprobs,
+        told.target_prompt_logprobs,
+        told.prompt_alt_tokens,
+    ] == [None] * 4
     assert [one.stop_reason for one in told.sequences] == ["stop", "length", "stop"]
     for one, completion in zip(told.sequences, completions, strict=True):
-        assert (one.tokens, one.logprobs, one.topk_logprobs) == (completion.tokens, completion.drawn_logprobs, None)
+        assert (one.tokens, one.logprobs, one.topk_logprobs) == (
+            completion.tokens,
+            completion.drawn_logprobs,
+            None,
+        )
     told = json.loads(samples.encode(completions, asked, False))
     assert told == {
         "type": "sample",
-        "sequences": [{"stop_reason": one.finish, "tokens": one.tokens, "logprobs": one.drawn_logprobs} for one in completions],
+        "sequences": [
+            {"stop_reason": one.finish, "tokens": one.tokens, "logprobs": one.drawn_logprobs}
+            for one in completions
+        ],
         "prompt_logprobs": None,
         "topk_prompt_logprobs": None,
     }
@@ -867,28 +1373,53 @@ def test_all_that_can_be_asked_of_a_prompt_is_decoded_by_the_sdk(last, sparse, r
     ids = torch.full((5, 12), -1, dtype=torch.int64)
     ids[torch.arange(5), torch.tensor(rng.integers(0, 11, 5))] = torch.tensor(rng.integers(0, V, 5))
     ids[3, 11] = 0
-    tensor = types.TensorData.from_torch_sparse(ids, pad_value=-1) if sparse else types.TensorData.from_torch(ids)
+    tensor = (
+        types.TensorData.from_torch_sparse(ids, pad_value=-1)
+        if sparse
+        else types.TensorData.from_torch(ids)
+    )
     sent = json_of(tensor)
     assert ("sparse_crow_indices" in sent) == sparse
-    more = {"topk_prompt_logprobs": 3, "topk_sample_logprobs": 2, "prompt_alt_tokens_k": 4, "target_prompt_logprobs": sent}
-    asked = asked_of(sample_body(prompt, num_samples=2, prompt_logprobs=True, prompt_logprobs_last_n=last, **more))
+    more = {
+        "topk_prompt_logprobs": 3,
+        "topk_sample_logprobs": 2,
+        "prompt_alt_tokens_k": 4,
+        "target_prompt_logprobs": sent,
+    }
+    asked = asked_of(
+        sample_body(
+            prompt, num_samples=2, prompt_logprobs=True, prompt_logprobs_last_n=last, **more
+        )
+    )
     assert [len(row) for row in asked.request.target_prompt_logprobs] == [1, 1, 1, 2, 1]
     completions = completions_of(rng, asked.request, asked.named)
     first = completions[0]
-    told, raw = deserialize_sample_response(samples.encode(completions, asked, True)), json.loads(samples.encode(completions, asked, False))
+    told, raw = (
+        deserialize_sample_response(samples.encode(completions, asked, True)),
+        json.loads(samples.encode(completions, asked, False)),
+    )
     scored = [None, *(None if math.isnan(p) else p for p in first.prompt_logprobs)]
     assert told.prompt_logprobs == scored
     assert raw["prompt_logprobs"] == scored
     top = [None, *(place or None for place in first.top_prompt_logprobs)]
     assert told.topk_prompt_logprobs == top
-    assert [place if place is None else [tuple(pair) for pair in place] for place in raw["topk_prompt_logprobs"]] == top
-    assert [one.topk_logprobs for one in told.sequences] == [one.top_logprobs for one in completions]
-    # The named cells, in the layout of the request; 0 where it named nothing, NaN where nothing was scored.
+    assert [
+        place if place is None else [tuple(pair) for pair in place]
+        for place in raw["topk_prompt_logprobs"]
+    ] == top
+    assert [one.topk_logprobs for one in told.sequences] == [
+        one.top_logprobs for one in completions
+    ]
+    # The named cells, in the layout of the request; 0 where it named nothing, NaN where nothing was
+    # scored.
     expected = np.zeros((5, 12), np.float32)
     for i, row in enumerate(ids.numpy()):
         expected[i, row != -1] = first.target_prompt_logprobs[i] or np.nan
     for tensor in (told.target_prompt_logprobs, types.TensorData(**raw["target_prompt_logprobs"])):
-        assert (tensor.sparse_crow_indices, tensor.sparse_col_indices) == (sent.get("sparse_crow_indices"), sent.get("sparse_col_indices"))
+        assert (tensor.sparse_crow_indices, tensor.sparse_col_indices) == (
+            sent.get("sparse_crow_indices"),
+            sent.get("sparse_col_indices"),
+        )
         np.testing.assert_array_equal(tensor.to_numpy(), expected)
     for tokens, logprobs in (
         (told.prompt_alt_tokens.tokens, told.prompt_alt_tokens.logprobs),
@@ -909,4 +1440,6 @@ def test_fewer_likeliest_than_asked_leave_cells_that_hold_nothing(rng):
 
 def test_a_cancelled_sample_is_not_answered():
     with pytest.raises(UserError, match="ended as 'cancelled'"):
-        samples.encode([Completion([1], [0.0], [0.0], "cancelled", None)], asked_of(sample_body()), True)
+        samples.encode(
+            [Completion([1], [0.0], [0.0], "cancelled", None)], asked_of(sample_body()), True
+        )

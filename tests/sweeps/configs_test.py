@@ -1,4 +1,6 @@
-"""Every sweep at every size: its grids build, and a point is a command that its job takes. The small sizes are run among the long."""
+"""Every sweep at every size: its grids build, and a point is a command that its job takes. The
+small sizes are run among the long.
+"""
 
 import json
 import os
@@ -17,7 +19,17 @@ from mint_jax.sweeps import runner
 ROOT = Path(__file__).parents[2]
 NAMES = sorted(path.stem for path in (ROOT / "configs" / "sweeps").glob("*.py"))
 SIZES = ("ci", "cpu", "gpu", "pod")
-ISSUED = {"handoff", "concurrent_grpo", "packed_load", "cold_staircase", "catalog", "active_wave", "scale_up", "learning", "fleet_model"}
+ISSUED = {
+    "handoff",
+    "concurrent_grpo",
+    "packed_load",
+    "cold_staircase",
+    "catalog",
+    "active_wave",
+    "scale_up",
+    "learning",
+    "fleet_model",
+}
 
 
 def load(name, size):
@@ -41,9 +53,13 @@ def test_every_point_is_a_command_that_its_job_takes(name, size, monkeypatch):
     assert made.references, "what others report stands beside ours"
     assert all(one.source and one.figures for one in made.references.values())
     runs = runner.runs_of(points)
-    ends = [[run for run in runs if run.point.grid == grid][k] for grid in made.grids for k in (0, -1)]
+    ends = [
+        [run for run in runs if run.point.grid == grid][k] for grid in made.grids for k in (0, -1)
+    ]
     for run in ends:
-        [given], changes = launch.split([runner._placed(text, Path("runs")) for text in run.arguments()])
+        [given], changes = launch.split(
+            [runner._placed(text, Path("runs")) for text in run.arguments()]
+        )
         config, declared = launch.load(given.removeprefix("--config="), changes)
         settings.check(declared, config)
 
@@ -60,7 +76,9 @@ def test_make_runs_all_but_learning_and_the_model_after_what_it_reads():
     assert named is not None
     order = named[1].split()
     assert set(order) == ISSUED - {"learning"}
-    assert order.index("fleet_model") > max(order.index("active_wave"), order.index("cold_staircase"))
+    assert order.index("fleet_model") > max(
+        order.index("active_wave"), order.index("cold_staircase")
+    )
 
 
 @pytest.fixture(scope="module")
@@ -72,15 +90,29 @@ def beside(tmp_path_factory):
 @pytest.mark.long
 @pytest.mark.parametrize("name", sorted(NAMES, key=lambda name: name == "fleet_model"))
 def test_the_small_size_runs(name, beside):
-    flags = re.sub(r"--xla_force_host_platform_device_count=\d+", "", os.environ["XLA_FLAGS"]).strip()
-    command = [sys.executable, "-m", "mint_jax.launch", f"--config=configs/sweeps/{name}.py:ci", f"--workdir={beside / name}"]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"XLA_FLAGS": flags}, capture_output=True, text=True)
+    flags = re.sub(
+        r"--xla_force_host_platform_device_count=\d+", "", os.environ["XLA_FLAGS"]
+    ).strip()
+    command = [
+        sys.executable,
+        "-m",
+        "mint_jax.launch",
+        f"--config=configs/sweeps/{name}.py:ci",
+        f"--workdir={beside / name}",
+    ]
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ | {"XLA_FLAGS": flags}, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads((beside / name / "result.json").read_text())
     assert (result["failed"], result["sweep"]) == (0, name)
     report = json.loads((beside / name / "report.json").read_text())
     assert all(point["state"] == "done" and point["rows"] for point in report["points"])
-    assert all(point[field] is not None for point in report["points"] for field in ("date", "machine", "versions", "config"))
+    assert all(
+        point[field] is not None
+        for point in report["points"]
+        for field in ("date", "machine", "versions", "config")
+    )
     page = (beside / name / "report.md").read_text()
     assert all(one["who"] in page for one in report["references"])
     assert result["pictures"]

@@ -1,4 +1,6 @@
-"""A sweep's report has the failed and the others' rows; reports side by side flag what the intervals do not explain."""
+"""A sweep's report has the failed and the others' rows; reports side by side flag what the
+intervals do not explain.
+"""
 
 import functools
 import json
@@ -26,7 +28,7 @@ def get_config():
         {{"job": "sweep", "sweep": "fake", "size": "ci", "claim": "None.", "grids": {{"g": grid}}, "references": {{"peer": other}}}}
         | {{"pictures": pictures}}
     )
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture
@@ -37,7 +39,8 @@ def swept(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(runner.stamp, "changes", lambda: None)
 
     def run(fail):
-        config = tmp_path / f"fake_sweep_{fail}.py"  # under one name Python takes the old byte code, of the same second and size
+        # under one name Python takes the old byte code, of the same second and size
+        config = tmp_path / f"fake_sweep_{fail}.py"
         config.write_text(CONFIG.format(fail=fail))
         status = 0
         try:
@@ -72,16 +75,30 @@ def figure(median, low, high):
 
 def made(**figures):
     rows = [{"settings": {"k": 1}, "figures": figures}]
-    peer = {"who": "Peer", "grid": "g", "settings": {"k": 1, "more": 2}, "figures": {"s": 3.0, "other": 1}}
+    peer = {
+        "who": "Peer",
+        "grid": "g",
+        "settings": {"k": 1, "more": 2},
+        "figures": {"s": 3.0, "other": 1},
+    }
     far = {"who": "Peer", "grid": "g", "settings": {"k": 2}, "figures": {"s": 3.0}}
-    return {"sweep": "fake", "size": "ci", "points": [{"grid": "g", "rows": rows}], "references": [peer, far]}
+    return {
+        "sweep": "fake",
+        "size": "ci",
+        "points": [{"grid": "g", "rows": rows}],
+        "references": [peer, far],
+    }
 
 
 def test_differences_outside_of_the_intervals_are_flagged():
     a = made(s=figure(1.0, 0.9, 1.1), t=figure(1.0, 0.9, 1.1), count=3, mine=1, text="memory")
     b = made(s=figure(1.2, 1.05, 1.3), t=figure(0.8, 0.7, 0.89), count=4)
     lines = {line.name: line for line in compare.two(a, b)}
-    assert {name: line.outside for name, line in lines.items()} == {"s": False, "t": True, "count": True}
+    assert {name: line.outside for name, line in lines.items()} == {
+        "s": False,
+        "t": True,
+        "count": True,
+    }
     assert lines["s"].where == "g: k 1"
     assert lines["t"].ratio == pytest.approx(0.8)
     assert not any(line.outside for line in compare.two(a, a))
@@ -90,7 +107,12 @@ def test_differences_outside_of_the_intervals_are_flagged():
 
 
 def test_reports_of_benches_are_compared_by_path():
-    a = {"bench": "x", "sides": [{"name": "p", "s": figure(1.0, 0.9, 1.1)}], "n": 5, "stamp": {"s": figure(1.0, 0.9, 1.1)}}
+    a = {
+        "bench": "x",
+        "sides": [{"name": "p", "s": figure(1.0, 0.9, 1.1)}],
+        "n": 5,
+        "stamp": {"s": figure(1.0, 0.9, 1.1)},
+    }
     [line] = compare.two(a, a)
     assert (line.where, line.name) == ("", "sides/p/s")
     with pytest.raises(UserError, match="no figure in common"):
@@ -98,7 +120,9 @@ def test_reports_of_benches_are_compared_by_path():
 
 
 def test_the_command_compares_a_committed_report_with_itself(tmp_path, monkeypatch, capsys):
-    path = str(Path(sweep.__file__).parents[2] / "notebooks" / "reports" / "cpu-2-cores" / "handoff.json")
+    path = str(
+        Path(sweep.__file__).parents[2] / "notebooks" / "reports" / "cpu-2-cores" / "handoff.json"
+    )
     monkeypatch.setattr(sys, "argv", ["report", path, path, f"--out={tmp_path}"])
     report.main()
     out = capsys.readouterr().out

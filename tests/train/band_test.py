@@ -1,7 +1,9 @@
-"""IcePop's band over a sparse-attention base: a trainer whose indexer chooses other keys than the sampler's did.
+"""IcePop's band over a sparse-attention base: a trainer whose indexer chooses other keys than the
+sampler's did.
 
-DeepSeek-V3.2's choice of keys is discrete, so that a small difference between two engines can move a probability far. Experts
-are replayed (R3), so here the indexer alone makes the gap. Ring-1T: a token whose probability ratio leaves the band is masked.
+DeepSeek-V3.2's choice of keys is discrete, so that a small difference between two engines can move
+a probability far. Experts are replayed (R3), so here the indexer alone makes the gap. Ring-1T: a
+token whose probability ratio leaves the band is masked.
 """
 
 import dataclasses
@@ -43,18 +45,28 @@ def other_indexer(base, rng):
 
 @functools.partial(jax.jit, static_argnames="cfg")
 def _logits(params, adapter, tokens_BT, replay, cfg):
-    bound = tree.bind([(jax.tree.map(lambda x: x[:, None], adapter), jnp.full((1,), ADAPTER.scale))])
+    bound = tree.bind(
+        [(jax.tree.map(lambda x: x[:, None], adapter), jnp.full((1,), ADAPTER.scale))]
+    )
     positions = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
     return transformer.logits(
-        params, bound, transformer.hidden_states(params, bound, transformer.Inputs(tokens_BT, positions, replay=replay), cfg)[0]
+        params,
+        bound,
+        transformer.hidden_states(
+            params, bound, transformer.Inputs(tokens_BT, positions, replay=replay), cfg
+        )[0],
     )
 
 
 def logprobs(base, adapter, groups):
     """Float64 ``[sequences, NEW]`` under a base with its own indexer and the sampler's experts."""
     tokens = np.array([[*g.prefix, *s.tokens] for g in groups for s in g.sequences], np.int32)
-    replay = np.stack([np.concatenate([g.routes, s.routes]) for g in groups for s in g.sequences]).transpose(2, 0, 1, 3)
-    logits = np.asarray(_logits(base.params, adapter, tokens[:, :-1], replay, base.cfg), np.float64)[:, PROMPT - 1 :]
+    replay = np.stack(
+        [np.concatenate([g.routes, s.routes]) for g in groups for s in g.sequences]
+    ).transpose(2, 0, 1, 3)
+    logits = np.asarray(
+        _logits(base.params, adapter, tokens[:, :-1], replay, base.cfg), np.float64
+    )[:, PROMPT - 1 :]
     logits -= logits.max(-1, keepdims=True)
     logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     return np.take_along_axis(logp, tokens[:, PROMPT:, None], axis=-1)[..., 0]
@@ -62,7 +74,9 @@ def logprobs(base, adapter, groups):
 
 @pytest.fixture
 def case(rng, tiny_base):
-    """A trainer of two policies with the same weights, one with a band, on rollouts of a sampler with another indexer."""
+    """A trainer of two policies with the same weights, one with a band, on rollouts of a sampler
+    with another indexer.
+    """
     sampler = tiny_base("deepseek_v32")
     base = other_indexer(sampler, rng)
     policies = [PolicyConfig("band", ADAPTER, loss=BAND), PolicyConfig("open", ADAPTER, loss=OPEN)]
@@ -74,23 +88,38 @@ def case(rng, tiny_base):
     engine = Engine(sampler, keep_routes=True)
     for _ in range(20):
         prompt = tuple(int(t) for t in rng.integers(3, 97, PROMPT))
-        request = Request(prompt, trainer.slots["band"], n=4, max_tokens=NEW, seed=int(rng.integers(1 << 30)))
+        request = Request(
+            prompt, trainer.slots["band"], n=4, max_tokens=NEW, seed=int(rng.integers(1 << 30))
+        )
         (completions,) = engine.generate([request], trainer.stacks)
-        sequences = [TrainSequence(c.tokens, [0.1] * NEW, rng.normal(size=NEW).tolist(), c.logprobs, routes=c.routes) for c in completions]
+        sequences = [
+            TrainSequence(
+                c.tokens, [0.1] * NEW, rng.normal(size=NEW).tolist(), c.logprobs, routes=c.routes
+            )
+            for c in completions
+        ]
         groups = [Group(list(prompt), sequences, routes=completions[0].prompt_routes)]
-        ratio = np.exp(logprobs(base, adapter, groups) - np.array([s.old_logp for s in sequences], np.float64))
+        ratio = np.exp(
+            logprobs(base, adapter, groups) - np.array([s.old_logp for s in sequences], np.float64)
+        )
         inside = (ratio >= LOW) & (ratio <= HIGH)
-        off_edges = np.abs(ratio[..., None] - [LOW, HIGH]).min() > 1e-3  # where float32 could fall on the other side
+        # where float32 could fall on the other side
+        off_edges = np.abs(ratio[..., None] - [LOW, HIGH]).min() > 1e-3
         if off_edges and (ratio < LOW).any() and (ratio > HIGH).any() and inside.any():
             same = np.abs(logprobs(sampler, adapter, groups) - [s.old_logp for s in sequences])
             assert same.max() < 1e-4, "with the sampler's indexer there is no gap"
             return trainer, adapter, groups, ratio, inside
-    raise AssertionError("no draw has ratios on all sides of the band: does the indexer choose nothing?")
+    raise AssertionError(
+        "no draw has ratios on all sides of the band: does the indexer choose nothing?"
+    )
 
 
 def only(groups, mask):
     """The groups with weight on the tokens of ``mask [sequences, NEW]`` alone."""
-    sequences = [dataclasses.replace(s, weights=(np.array(s.weights) * m).tolist()) for s, m in zip(groups[0].sequences, mask, strict=True)]
+    sequences = [
+        dataclasses.replace(s, weights=(np.array(s.weights) * m).tolist())
+        for s, m in zip(groups[0].sequences, mask, strict=True)
+    ]
     return [dataclasses.replace(groups[0], sequences=sequences)]
 
 
@@ -99,18 +128,26 @@ def gradients(trainer, name):
     slot, wanted = trainer.slots[name], tree.adapter_specs(trainer.specs, ADAPTER)
     stack = trainer.state[slot.bucket]
     sums = dataclasses.replace(stack.adapters, factors=stack.grad_sum)
-    return dict(params_lib.leaves_with_path(multihost.to_host(tree.read_slot(sums, slot.index, ADAPTER.rank, wanted))))
+    return dict(
+        params_lib.leaves_with_path(
+            multihost.to_host(tree.read_slot(sums, slot.index, ADAPTER.rank, wanted))
+        )
+    )
 
 
 def cleared(trainer):
     for bucket, stack in trainer.state.items():
-        trainer.state[bucket] = dataclasses.replace(stack, grad_sum=jax.tree.map(jnp.zeros_like, stack.grad_sum))
+        trainer.state[bucket] = dataclasses.replace(
+            stack, grad_sum=jax.tree.map(jnp.zeros_like, stack.grad_sum)
+        )
 
 
 @pytest.mark.long
 def test_tokens_that_an_indexer_moved_out_of_the_band_have_no_gradient_and_are_counted(case):
     trainer, adapter, groups, ratio, inside = case
-    advantages, weights = (np.array([getattr(s, f) for s in groups[0].sequences]) for f in ("advantages", "weights"))
+    advantages, weights = (
+        np.array([getattr(s, f) for s in groups[0].sequences]) for f in ("advantages", "weights")
+    )
     token_loss = -weights * advantages * ratio
 
     totals = trainer.forward_backward({"band": groups, "open": groups})
@@ -135,13 +172,25 @@ def test_tokens_that_an_indexer_moved_out_of_the_band_have_no_gradient_and_are_c
     for path, all_open in whole["open"].items():
         scale = np.abs(all_open).max()
         assert scale > 0
-        assert not np.any(parts["outside"]["band"][path]), f"{path}: exactly nothing comes from outside the band"
+        assert not np.any(parts["outside"]["band"][path]), (
+            f"{path}: exactly nothing comes from outside the band"
+        )
         outside, inner = (parts[part]["open"][path] for part in ("outside", "inside"))
-        assert np.abs(outside).max() > 1e-3 * scale, f"{path}: without the band these tokens do contribute"
+        assert np.abs(outside).max() > 1e-3 * scale, (
+            f"{path}: without the band these tokens do contribute"
+        )
         # gradients are sums over tokens: float32, added in another order
-        np.testing.assert_allclose(outside + inner, all_open, rtol=0, atol=1e-4 * max(scale, np.abs(outside).max()), err_msg=path)
+        np.testing.assert_allclose(
+            outside + inner,
+            all_open,
+            rtol=0,
+            atol=1e-4 * max(scale, np.abs(outside).max()),
+            err_msg=path,
+        )
         for ours in (whole["band"], parts["inside"]["band"]):
-            np.testing.assert_allclose(ours[path], inner, rtol=0, atol=1e-4 * max(scale, np.abs(inner).max()), err_msg=path)
+            np.testing.assert_allclose(
+                ours[path], inner, rtol=0, atol=1e-4 * max(scale, np.abs(inner).max()), err_msg=path
+            )
 
     # All that is summed now is of tokens outside: the policy with a band stands still.
     metrics = trainer.optim_step(["band", "open"])
@@ -156,14 +205,23 @@ def test_tokens_that_an_indexer_moved_out_of_the_band_have_no_gradient_and_are_c
 @pytest.mark.long
 def test_the_loss_of_each_token_and_its_gradient_are_those_of_float64(case):
     _, _, groups, ratio, inside = case
-    advantages, old, weights = (np.array([getattr(s, f) for s in groups[0].sequences]) for f in ("advantages", "old_logp", "weights"))
+    advantages, old, weights = (
+        np.array([getattr(s, f) for s in groups[0].sequences])
+        for f in ("advantages", "old_logp", "weights")
+    )
     logp = np.float32(old + np.log(ratio))
-    targets = Targets(*(np.float32(x) for x in (weights, advantages, old, old)), np.zeros(old.shape, np.int32), np.zeros(0, np.float32))
+    targets = Targets(
+        *(np.float32(x) for x in (weights, advantages, old, old)),
+        np.zeros(old.shape, np.int32),
+        np.zeros(0, np.float32),
+    )
     for loss, kept in ((BAND, inside), (OPEN, np.ones_like(inside))):
         coefs = jax.tree.map(lambda x: x[0], stack_coefs([loss]))
         (value, metrics), grad = jax.value_and_grad(policy_loss, has_aux=True)(logp, targets, coefs)
-        want = np.where(kept, -weights * advantages * ratio, 0.0)  # also its own derivative: d ratio / d logp = ratio
-        np.testing.assert_allclose(value, want.sum(), rtol=0, atol=1e-5 * np.abs(want).sum())  # float32 of logp - old
+        # also its own derivative: d ratio / d logp = ratio
+        want = np.where(kept, -weights * advantages * ratio, 0.0)
+        # float32 of logp - old
+        np.testing.assert_allclose(value, want.sum(), rtol=0, atol=1e-5 * np.abs(want).sum())
         np.testing.assert_allclose(grad, want, rtol=2e-5, atol=0)
         np.testing.assert_array_equal(np.asarray(grad)[~kept], 0.0)
         assert metrics["masked_sum"] == (~kept).sum()

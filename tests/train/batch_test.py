@@ -1,4 +1,6 @@
-"""Packing: for any groups, each target is there once and its position sees exactly the tokens before it."""
+"""Packing: for any groups, each target is there once and its position sees exactly the tokens
+before it.
+"""
 
 import numpy as np
 import pytest
@@ -26,11 +28,18 @@ def groups(draw):
     """Anything goes, except that a policy of preference pairs has only pairs."""
     if draw(st.booleans()):
         pair = st.builds(
-            Group, st.lists(TOKEN, min_size=1, max_size=6), st.lists(sequences(), min_size=2, max_size=2), st.floats(0, 2, width=32)
+            Group,
+            st.lists(TOKEN, min_size=1, max_size=6),
+            st.lists(sequences(), min_size=2, max_size=2),
+            st.floats(0, 2, width=32),
         )
         return draw(st.lists(pair, min_size=1, max_size=4))
-    plain = st.builds(Group, st.lists(TOKEN, min_size=1, max_size=6), st.lists(sequences(), max_size=5))
-    return draw(st.lists(plain, min_size=1, max_size=5).filter(lambda made: any(g.sequences for g in made)))
+    plain = st.builds(
+        Group, st.lists(TOKEN, min_size=1, max_size=6), st.lists(sequences(), max_size=5)
+    )
+    return draw(
+        st.lists(plain, min_size=1, max_size=5).filter(lambda made: any(g.sequences for g in made))
+    )
 
 
 POLICIES = st.lists(groups(), min_size=1, max_size=3)
@@ -38,7 +47,9 @@ POLICIES = st.lists(groups(), min_size=1, max_size=3)
 
 @settings(max_examples=40)
 @given(POLICIES, st.none() | st.integers(1, 40), st.sampled_from([1, 2, 3]))
-def test_every_target_is_there_once_and_sees_what_comes_before_it(policies, row_tokens, row_multiple):
+def test_every_target_is_there_once_and_sees_what_comes_before_it(
+    policies, row_tokens, row_multiple
+):
     batch, places = pack(policies, ShapeBook(), row_tokens, row_multiple=row_multiple)
     P, B, T, M = batch.shape
     assert len(policies) == P
@@ -64,19 +75,28 @@ def test_every_target_is_there_once_and_sees_what_comes_before_it(policies, row_
             for name in ("weights", "advantages", "old_logp", "ref_logp"):
                 values = getattr(s, name)
                 expected = np.zeros(len(chosen)) if values is None else np.array(values)[chosen]
-                np.testing.assert_array_equal(getattr(batch.loss, name)[at], np.float32(expected), err_msg=name)
+                np.testing.assert_array_equal(
+                    getattr(batch.loss, name)[at], np.float32(expected), err_msg=name
+                )
             own, parent = batch.own[p, place.row], batch.parent[p, place.row]
             for j, index in zip(chosen, batch.index[at]):
-                sees = [k for k in range(index + 1) if own[k] == own[index] or own[k] == parent[index]]
+                sees = [
+                    k for k in range(index + 1) if own[k] == own[index] or own[k] == parent[index]
+                ]
                 assert batch.tokens[p, place.row, sees].tolist() == prefix + s.tokens[:j]
                 assert batch.positions[p, place.row, sees].tolist() == list(range(len(prefix) + j))
                 assert own[index] != 0
     np.testing.assert_array_equal(batch.loss.weights != 0, taken)
     for p, made in enumerate(policies):
         pairs = [g.pair_weight for g in made]
-        np.testing.assert_array_equal(batch.loss.pair_weights[p, : len(pairs)], np.float32(pairs)[: batch.loss.pair_weights.shape[1]])
+        np.testing.assert_array_equal(
+            batch.loss.pair_weights[p, : len(pairs)],
+            np.float32(pairs)[: batch.loss.pair_weights.shape[1]],
+        )
         assert not np.any(batch.loss.pair_weights[p, len(pairs) :])
-    longest = max(len(g.prefix) - 1 + len(s.tokens) for made in policies for g in made for s in g.sequences)
+    longest = max(
+        len(g.prefix) - 1 + len(s.tokens) for made in policies for g in made for s in g.sequences
+    )
     room = max(longest, row_tokens or round_up(max(cost(g) for made in policies for g in made), 16))
     assert (batch.own != 0).sum(axis=-1).max() <= room
 
@@ -91,7 +111,8 @@ def test_a_prompt_is_kept_once_for_all_its_rollouts_and_repeated_only_where_a_ro
     batch, _ = pack([[group]], ShapeBook())
     assert (batch.own != 0).sum() == 25
     batch, places = pack([[group]], ShapeBook(), row_tokens=16)
-    assert (batch.own != 0).sum(axis=-1).ravel().tolist() == [15, 15]  # 5 of the prompt and two rollouts of 5 in each row
+    # 5 of the prompt and two rollouts of 5 in each row
+    assert (batch.own != 0).sum(axis=-1).ravel().tolist() == [15, 15]
     assert [place.row for place in places[0]] == [0, 0, 1, 1]
 
 
@@ -111,7 +132,9 @@ def test_groups_shorter_than_the_shortest_row_share_it(rng):
     assert sorted(place.row for place in places[0]) == [0] * 4 + [1] * 4
 
 
-@pytest.mark.parametrize("policies", [[], [[]], [[Group([1], [])]], [[Group([1], [TrainSequence([2], [1.0])])], []]])
+@pytest.mark.parametrize(
+    "policies", [[], [[]], [[Group([1], [])]], [[Group([1], [TrainSequence([2], [1.0])])], []]]
+)
 def test_a_policy_without_sequences_is_refused(policies):
     with pytest.raises(UserError, match="a policy has no sequences to train on"):
         pack(policies, ShapeBook())
@@ -121,10 +144,19 @@ def test_a_policy_without_sequences_is_refused(policies):
     ("group", "message"),
     [
         (Group([], [TrainSequence([2], [1.0])]), "a group has an empty prefix"),
-        (Group([1], [TrainSequence([2], [1.0])] * 3, pair_weight=1.0), "a preference pair has 3 sequences; expected 2"),
-        (Group([1], [TrainSequence([], [])]), "a sequence has 0 tokens and 0 weights; expected the same number, at least 1"),
+        (
+            Group([1], [TrainSequence([2], [1.0])] * 3, pair_weight=1.0),
+            "a preference pair has 3 sequences; expected 2",
+        ),
+        (
+            Group([1], [TrainSequence([], [])]),
+            "a sequence has 0 tokens and 0 weights; expected the same number, at least 1",
+        ),
         (Group([1], [TrainSequence([2, 3], [1.0])]), "a sequence has 2 tokens and 1 weights"),
-        (Group([1] * 7, [TrainSequence([2] * 4, [1.0] * 4)]), "a prompt of 7 and a continuation of 4 tokens exceed the context of 10"),
+        (
+            Group([1] * 7, [TrainSequence([2] * 4, [1.0] * 4)]),
+            "a prompt of 7 and a continuation of 4 tokens exceed the context of 10",
+        ),
     ],
 )
 def test_groups_that_cannot_be_trained_on_are_refused(group, message):
@@ -133,12 +165,16 @@ def test_groups_that_cannot_be_trained_on_are_refused(group, message):
 
 
 def test_a_sequence_may_fill_the_context():
-    batch, _ = pack([[Group([1] * 6, [TrainSequence([2] * 4, [1.0] * 4)])]], ShapeBook(), context=10)
+    batch, _ = pack(
+        [[Group([1] * 6, [TrainSequence([2] * 4, [1.0] * 4)])]], ShapeBook(), context=10
+    )
     assert batch.positions.max() == 8  # the last of 10 tokens is only a target
 
 
 def test_groups_that_are_no_pair_are_refused_beside_preference_pairs(rng):
-    """Pair z is sequences 2z and 2z + 1 of the policy: a group of another size before it would shift its sequences."""
+    """Pair z is sequences 2z and 2z + 1 of the policy: a group of another size before it would
+    shift its sequences.
+    """
     pair = Group([1, 2], [sequence(rng, 3), sequence(rng, 4)], pair_weight=0.5)
     pack([[Group([1], [sequence(rng, 2)] * 2), pair]], ShapeBook())  # of weight 0, but in its place
     with pytest.raises(UserError, match="has 1 sequences; expected 2"):

@@ -6,7 +6,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mint_jax.errors import UserError
-from mint_jax.train.blocks import BlockShape, Datum, Work, check, check_loss, collect, cut, fill, used
+from mint_jax.train.blocks import (
+    BlockShape,
+    Datum,
+    Work,
+    check,
+    check_loss,
+    collect,
+    cut,
+    fill,
+    used,
+)
 from mint_jax.train.live import NO_LOSS
 from mint_jax.train.losses import KINDS
 from tests.train.live_test import LOSSES, coefs
@@ -14,7 +24,10 @@ from tests.train.live_test import LOSSES, coefs
 
 def datum(rng, n, width=0, routes=False, **fields):
     shape = (n, width) if width else (n,)
-    tokens, targets = rng.integers(3, 97, n).astype(np.int32), rng.integers(3, 97, shape).astype(np.int32)
+    tokens, targets = (
+        rng.integers(3, 97, n).astype(np.int32),
+        rng.integers(3, 97, shape).astype(np.int32),
+    )
     made = {"routes": rng.integers(0, 4, (n, 2, 3)).astype(np.int16)} if routes else {}
     return Datum(tokens, targets, rng.normal(size=shape).astype(np.float32), **made | fields)
 
@@ -23,14 +36,31 @@ LENGTHS = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=9), min_size
 
 
 @settings(max_examples=60)
-@given(LENGTHS, st.integers(1, 4), st.integers(1, 3), st.integers(9, 20), st.sampled_from([0, 2, 3]), st.booleans(), st.integers(0, 2**31))
+@given(
+    LENGTHS,
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.integers(9, 20),
+    st.sampled_from([0, 2, 3]),
+    st.booleans(),
+    st.integers(0, 2**31),
+)
 def test_every_datum_is_computed_once_and_sees_itself_alone(lengths, P, B, T, width, routed, seed):
     rng = np.random.default_rng(seed)
     shape = BlockShape(P, B, T, max(width, 1))
     sampled = {} if width else {"advantages": 1, "old_logp": 1}
     works = []
     for p, each in enumerate(lengths):
-        data = [datum(rng, n, width, routed, **{name: rng.normal(size=n).astype(np.float32) for name in sampled}) for n in each]
+        data = [
+            datum(
+                rng,
+                n,
+                width,
+                routed,
+                **{name: rng.normal(size=n).astype(np.float32) for name in sampled},
+            )
+            for n in each
+        ]
         works.append(Work(f"p{p}", data, NO_LOSS))
     steps, expected = 0, [0.0] * len(works)
     while any(w.left for w in works):
@@ -53,11 +83,15 @@ def test_every_datum_is_computed_once_and_sees_itself_alone(lengths, P, B, T, wi
                 values = getattr(batch.loss, name).reshape(P, B, T, -1)[at]
                 np.testing.assert_array_equal(values.reshape(one.targets.shape), getattr(one, name))
             assert len(set(batch.own[at].tolist())) == 1
-            assert (batch.own[place.block, place.row] == batch.own[at][0]).sum() == n, "a segment of its own"
+            assert (batch.own[place.block, place.row] == batch.own[at][0]).sum() == n, (
+                "a segment of its own"
+            )
             numbers = batch.loss.sequence.reshape(P, B, T, -1)
             assert (numbers[at] == numbers[at].flat[0]).all()
             others = [q for q in places if q.block == place.block and q is not place]
-            assert all(numbers[q.block, q.row, q.start].flat[0] != numbers[at].flat[0] for q in others)
+            assert all(
+                numbers[q.block, q.row, q.start].flat[0] != numbers[at].flat[0] for q in others
+            )
             if routed:
                 np.testing.assert_array_equal(np.swapaxes(batch.routes[:, *at], 0, 1), one.routes)
         assert used(made) == (batch.own != 0).sum()
@@ -73,7 +107,9 @@ def test_every_datum_is_computed_once_and_sees_itself_alone(lengths, P, B, T, wi
         for place in places:
             one = place.work.data[place.datum]
             mine = logp[place.block, place.row, place.start : place.start + one.tokens.size]
-            np.testing.assert_array_equal(place.work.logprobs[place.datum], mine.reshape(one.targets.shape))
+            np.testing.assert_array_equal(
+                place.work.logprobs[place.datum], mine.reshape(one.targets.shape)
+            )
         steps += 1
     assert [w.loss for w in works] == pytest.approx(expected)
     assert steps <= sum(map(len, lengths))
@@ -111,14 +147,29 @@ def wrong(rng, **fields):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"tokens": np.zeros(0, np.int32)}, r"datum 1 has tokens of shape \(0,\); expected \[N\], at least one"),
+        (
+            {"tokens": np.zeros(0, np.int32)},
+            r"datum 1 has tokens of shape \(0,\); expected \[N\], at least one",
+        ),
         ({"tokens": np.zeros((2, 2), np.int32)}, r"datum 1 has tokens of shape \(2, 2\)"),
-        ({"tokens": np.zeros(21, np.int32)}, "datum 1 has 21 tokens; this server trains on 20 at most: shorten it"),
-        ({"targets": np.zeros(3, np.int32)}, r"datum 1 has 4 tokens and targets of shape \(3,\); expected \[4\] or \[4, K\]"),
+        (
+            {"tokens": np.zeros(21, np.int32)},
+            "datum 1 has 21 tokens; this server trains on 20 at most: shorten it",
+        ),
+        (
+            {"targets": np.zeros(3, np.int32)},
+            r"datum 1 has 4 tokens and targets of shape \(3,\); expected \[4\] or \[4, K\]",
+        ),
         ({"targets": np.zeros((4, 0), np.int32)}, r"targets of shape \(4, 0\)"),
-        ({"weights": np.zeros(3, np.float32)}, r"targets of shape \(4,\) and weights of \(3,\); expected the same"),
+        (
+            {"weights": np.zeros(3, np.float32)},
+            r"targets of shape \(4,\) and weights of \(3,\); expected the same",
+        ),
         ({"advantages": np.zeros(3, np.float32)}, r"advantages of shape \(3,\); expected \[4\]"),
-        ({"tokens": np.array([1, -1, 2, 3])}, "datum 1 has -1 among its tokens; this base's vocabulary has 0 to 96"),
+        (
+            {"tokens": np.array([1, -1, 2, 3])},
+            "datum 1 has -1 among its tokens; this base's vocabulary has 0 to 96",
+        ),
         ({"targets": np.array([1, 97, 2, 3])}, "datum 1 has 97 among its targets"),
         ({"weights": np.float32([1, np.nan, 0, 0])}, "datum 1 has weights that are not finite"),
         ({"old_logp": np.float32([1, np.inf, 0, 0])}, "datum 1 has old_logp that are not finite"),
@@ -140,13 +191,18 @@ def test_data_without_what_their_loss_needs_are_refused(rng):
         if kind != "cross_entropy":
             for lacks in sampled:
                 given = {name: values for name, values in sampled.items() if name != lacks}
-                with pytest.raises(UserError, match=f"datum 1 has no {lacks}; loss '{kind}' needs advantages and old_logp"):
+                with pytest.raises(
+                    UserError,
+                    match=f"datum 1 has no {lacks}; loss '{kind}' needs advantages and old_logp",
+                ):
                     check_loss([datum(rng, 4, **sampled), datum(rng, 4, **given)], coefs(kind))
             with pytest.raises(UserError, match="datum 0 has 3 targets a position; loss"):
                 check_loss([datum(rng, 4, 3)], coefs(kind))
     check_loss([datum(rng, 4, 3)], coefs("cross_entropy"))
     for wrong in (coefs("ppo")._replace(kind=KINDS.index("dpo")), coefs("ppo")._replace(kl_kind=1)):
-        with pytest.raises(UserError, match="needs pairs or a reference; live training has neither"):
+        with pytest.raises(
+            UserError, match="needs pairs or a reference; live training has neither"
+        ):
             check_loss([datum(rng, 4, **sampled)], wrong)
 
 
@@ -155,8 +211,17 @@ def test_data_longer_or_wider_than_every_step_are_refused(rng, tiny_base):
     for data, message in (
         ([], "the request has no data"),
         ([datum(rng, 7, 3)], "datum 0 has 7 tokens; this server trains on 6 at most"),
-        ([datum(rng, 3, 2), datum(rng, 7)], "datum 1 has 7 tokens; this server trains on 6 at most"),
-        ([datum(rng, 4, 4)], "a datum has 4 targets a position; this server's steps have 3 at most: keep the likeliest"),
+        (
+            [datum(rng, 3, 2), datum(rng, 7)],
+            "datum 1 has 7 tokens; this server trains on 6 at most",
+        ),
+        (
+            [datum(rng, 4, 4)],
+            (
+                "a datum has 4 targets a position; this server's steps have 3 at most: keep the"
+                " likeliest"
+            ),
+        ),
     ):
         with pytest.raises(UserError, match=message):
             check(data, cfg, shapes)

@@ -1,4 +1,6 @@
-"""The model on its kernels, interpreted: logits, updates and samples as by XLA, whatever a neighbour does."""
+"""The model on its kernels, interpreted: logits, updates and samples as by XLA, whatever a
+neighbour does.
+"""
 
 import dataclasses
 
@@ -37,7 +39,8 @@ CALLS = {
 
 def on(base, form: str):
     kernels = FORMS[form]
-    if base.cfg.latent is not None and form == "pallas_tpu":  # a tiny latent's heads have widths that it does not serve
+    # a tiny latent's heads have widths that it does not serve
+    if base.cfg.latent is not None and form == "pallas_tpu":
         kernels = dataclasses.replace(kernels, packed_attention="xla")
     return dataclasses.replace(base, cfg=base.cfg.replace(kernels=kernels))
 
@@ -60,7 +63,9 @@ def calls(monkeypatch):
     for op, table in ((packed_lora, "ADD"), (packed_lora, "BACKWARD"), (packed_matmul, "MATMUL")):
         monkeypatch.setattr(op, table, counted(table, getattr(op, table)))
     products = grouped_matmul.table
-    monkeypatch.setattr(grouped_matmul, "table", lambda transposed: counted("grouped", products(transposed)))
+    monkeypatch.setattr(
+        grouped_matmul, "table", lambda transposed: counted("grouped", products(transposed))
+    )
     jax.clear_caches()
     yield taken
     jax.clear_caches()
@@ -75,9 +80,24 @@ def test_updates_and_scores_are_those_of_xla(family, kernels, tiny_base, rng, ca
     """SFT and GRPO, two ranks in a batch, an adapter on the experts alone and one everywhere."""
     base = tiny_base(family)
     policies = [
-        PolicyConfig("sft", AdapterConfig(2, targets=EXPERTS), OptimizerConfig(1e-2), LossConfig("cross_entropy")),
-        PolicyConfig("grpo", AdapterConfig(2, targets=(ALL_LINEAR,)), OptimizerConfig(1e-2), LossConfig("ppo", kl_kind="k3", kl=0.1)),
-        PolicyConfig("wide", AdapterConfig(8, targets=EXPERTS), OptimizerConfig(1e-2), LossConfig("importance_sampling")),
+        PolicyConfig(
+            "sft",
+            AdapterConfig(2, targets=EXPERTS),
+            OptimizerConfig(1e-2),
+            LossConfig("cross_entropy"),
+        ),
+        PolicyConfig(
+            "grpo",
+            AdapterConfig(2, targets=(ALL_LINEAR,)),
+            OptimizerConfig(1e-2),
+            LossConfig("ppo", kl_kind="k3", kl=0.1),
+        ),
+        PolicyConfig(
+            "wide",
+            AdapterConfig(8, targets=EXPERTS),
+            OptimizerConfig(1e-2),
+            LossConfig("importance_sampling"),
+        ),
     ]
     groups = {p.name: random_groups(rng, base.cfg.vocab_size, prompts=1) for p in policies}
     texts = rng.integers(3, base.cfg.vocab_size, (len(policies), 13)).tolist()
@@ -88,13 +108,20 @@ def test_updates_and_scores_are_those_of_xla(family, kernels, tiny_base, rng, ca
         state = jax.tree.map(np.array, trainer.state)
         if start is None:  # B is zero at first, and its product would tell nothing
             noise = jax.tree.map(
-                lambda x: 0.05 * rng.normal(size=x.shape).astype(x.dtype), {b: s.adapters.factors for b, s in state.items()}
+                lambda x: 0.05 * rng.normal(size=x.shape).astype(x.dtype),
+                {b: s.adapters.factors for b, s in state.items()},
             )
-            start = {b: jax.tree.map(np.add, s.adapters.factors, noise[b]) for b, s in state.items()}
-        new = {b: dataclasses.replace(s, adapters=dataclasses.replace(s.adapters, factors=start[b])) for b, s in state.items()}
+            start = {
+                b: jax.tree.map(np.add, s.adapters.factors, noise[b]) for b, s in state.items()
+            }
+        new = {
+            b: dataclasses.replace(s, adapters=dataclasses.replace(s.adapters, factors=start[b]))
+            for b, s in state.items()
+        }
         trainer.state = dict(jax.device_put(new, jax.tree.map(lambda x: x.sharding, trainer.state)))
         metrics = trainer.forward_backward(groups)
-        sums = jax.tree.map(np.array, trainer.state)  # before Adam, whose first step divides each gradient by its own size
+        # before Adam, whose first step divides each gradient by its own size
+        sums = jax.tree.map(np.array, trainer.state)
         trainer.optim_step(list(groups))
         scores = Scorer(trainer.base).logprobs(texts, list(trainer.slots.values()), trainer.stacks)
         made[form] = jax.tree.map(np.array, (metrics, sums, [np.array(s) for s in scores]))
@@ -105,40 +132,70 @@ def test_updates_and_scores_are_those_of_xla(family, kernels, tiny_base, rng, ca
             np.testing.assert_allclose(y, x, atol=2e-4, rtol=2e-3)
 
 
-OF_ROWS = {name: dataclasses.replace(FORMS["xla"], slot_lora=name) for name in ("pallas_tpu", "pallas_gpu")}
+OF_ROWS = {
+    name: dataclasses.replace(FORMS["xla"], slot_lora=name) for name in ("pallas_tpu", "pallas_gpu")
+}
 SAMPLED = [
-    *(("qwen3_moe_wide", name, EXPERTS, FORMS[name]) for name in ("pallas_tpu", "pallas_gpu", "one pass")),
+    *(
+        ("qwen3_moe_wide", name, EXPERTS, FORMS[name])
+        for name in ("pallas_tpu", "pallas_gpu", "one pass")
+    ),
     *(("qwen3_wide", name, ("q", "down"), kernels) for name, kernels in OF_ROWS.items()),
 ]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("family", "form", "targets", "kernels"), SAMPLED, ids=[f"{family} {form}" for family, form, *_ in SAMPLED])
+@pytest.mark.parametrize(
+    ("family", "form", "targets", "kernels"),
+    SAMPLED,
+    ids=[f"{family} {form}" for family, form, *_ in SAMPLED],
+)
 def test_the_engine_draws_the_same_tokens(family, form, targets, kernels, tiny_base, rng):
     base, drawn = tiny_base(family), []
-    trainer = Trainer(base, [PolicyConfig(name, AdapterConfig(rank, targets=targets)) for name, rank in (("a", 4), ("b", 4), ("c", 8))])
-    stacks = jax.tree.map(lambda x: x + 0.3 * rng.normal(size=x.shape).astype(x.dtype) if x.ndim > 3 else x, trainer.stacks)
+    trainer = Trainer(
+        base,
+        [
+            PolicyConfig(name, AdapterConfig(rank, targets=targets))
+            for name, rank in (("a", 4), ("b", 4), ("c", 8))
+        ],
+    )
+    stacks = jax.tree.map(
+        lambda x: x + 0.3 * rng.normal(size=x.shape).astype(x.dtype) if x.ndim > 3 else x,
+        trainer.stacks,
+    )
     prompts = [tuple(rng.integers(3, base.cfg.vocab_size, n).tolist()) for n in (3, 40)]
     for one in (FORMS["xla"], kernels):
-        requests = [Request(p, slot, max_tokens=5, temperature=0.0) for p in prompts for slot in (*trainer.slots.values(), None)]
+        requests = [
+            Request(p, slot, max_tokens=5, temperature=0.0)
+            for p in prompts
+            for slot in (*trainer.slots.values(), None)
+        ]
         engine = Engine(dataclasses.replace(base, cfg=base.cfg.replace(kernels=one)), max_rows=8)
         drawn.append([c for [c] in engine.generate(requests, stacks)])
     for theirs, mine in zip(*drawn, strict=True):
         assert mine.tokens == theirs.tokens
         np.testing.assert_allclose(mine.logprobs, theirs.logprobs, atol=1e-4)
-    assert drawn[0][0].tokens != drawn[0][3].tokens or drawn[0][4].tokens != drawn[0][7].tokens, "the adapter says something"
+    assert drawn[0][0].tokens != drawn[0][3].tokens or drawn[0][4].tokens != drawn[0][7].tokens, (
+        "the adapter says something"
+    )
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
-def test_whatever_a_policy_does_its_neighbours_in_a_tpus_kernel_keep_their_gradients(family, tiny_base, rng):
-    """But for rounding: another policy's routes move rows between tiles, and sums over rows are split where tiles end."""
+def test_whatever_a_policy_does_its_neighbours_in_a_tpus_kernel_keep_their_gradients(
+    family, tiny_base, rng
+):
+    """But for rounding: another policy's routes move rows between tiles, and sums over rows are
+    split where tiles end.
+    """
     company = Company(on(tiny_base(family), "pallas_tpu"), rng, {"c": 2, "a": 3, "b": 3})
     quiet, _ = company.run()
     for extreme in ("nan weights", "one infinite weight", "weights that overflow activations"):
         loud, _ = company.run(**EXTREMES[extreme])
         for name in ("b", "c"):
-            for x, y in zip(jax.tree.leaves(quiet[name][0]), jax.tree.leaves(loud[name][0]), strict=True):
+            for x, y in zip(
+                jax.tree.leaves(quiet[name][0]), jax.tree.leaves(loud[name][0]), strict=True
+            ):
                 np.testing.assert_allclose(y, x, rtol=1e-4, atol=1e-5)
 
 
@@ -150,7 +207,13 @@ def test_whatever_a_policy_does_its_neighbours_in_a_gpus_kernels_keep_their_bits
 
 
 def test_an_unknown_implementation_is_refused():
-    with pytest.raises(UserError, match=r"kernels.packed_lora is 'triton'; choose one of: auto, pallas_tpu, pallas_gpu, xla"):
+    with pytest.raises(
+        UserError,
+        match=r"kernels.packed_lora is 'triton'; choose one of: auto, pallas_tpu, pallas_gpu, xla",
+    ):
         Kernels(packed_lora="triton")
-    with pytest.raises(UserError, match=r"kernels.grouped_matmul is 'pallas_tpu'; choose one of: auto, pallas_gpu, xla"):
+    with pytest.raises(
+        UserError,
+        match=r"kernels.grouped_matmul is 'pallas_tpu'; choose one of: auto, pallas_gpu, xla",
+    ):
         Kernels(grouped_matmul="pallas_tpu")

@@ -1,4 +1,6 @@
-"""Live training against torch: tenants that come, go and are moved about, each as if it were alone, and nothing compiled for them."""
+"""Live training against torch: tenants that come, go and are moved about, each as if it were alone,
+and nothing compiled for them.
+"""
 
 import dataclasses
 
@@ -45,9 +47,14 @@ LOSSES = {  # as a client of Tinker states them: absolute bounds, and beta of DR
     "gspo": (0.9, 1.3, 0.0),
     "dro": (0.0, np.inf, 0.3),
 }
-FAMILIES = ["llama", pytest.param("qwen3_moe", marks=pytest.mark.long), pytest.param("deepseek_v3", marks=pytest.mark.long)]
-# Of AdamW: well above float32 noise in gradients, whose norms reach 400, so that an entry near zero does not turn noise into a whole step.
-# At 1e-5 one test in about 60 had such an entry, and log-probabilities were 1e-3 off behind it; here 1.4e-5 was the most of 120 tests.
+FAMILIES = [
+    "llama",
+    pytest.param("qwen3_moe", marks=pytest.mark.long),
+    pytest.param("deepseek_v3", marks=pytest.mark.long),
+]
+# Of AdamW: well above float32 noise in gradients, whose norms reach 400, so that an entry near zero
+# does not turn noise into a whole step. At 1e-5 one test in about 60 had such an entry, and
+# log-probabilities were 1e-3 off behind it; here 1.4e-5 was the most of 120 tests.
 EPS = 1e-2
 
 
@@ -57,20 +64,29 @@ def coefs(kind):
 
 
 class Tenant:
-    """One policy in torch float64, alone: LoRA by hand into the weights, losses by hand, torch's AdamW."""
+    """One policy in torch float64, alone: LoRA by hand into the weights, losses by hand, torch's
+    AdamW.
+    """
 
     def __init__(self, model, held):
         self.model, self.config = model, held.config
-        self.factors = {path: torch.tensor(np.float64(leaf), requires_grad=True) for path, leaf in held.parts["factors"].items()}
+        self.factors = {
+            path: torch.tensor(np.float64(leaf), requires_grad=True)
+            for path, leaf in held.parts["factors"].items()
+        }
         self.adamw = torch.optim.AdamW(self.factors.values(), 1.0)
 
     def logprobs(self, datum):
         weights, changed = dict(self.model.named_parameters()), {}
         for path in sorted({p.rsplit("/", 1)[0] for p in self.factors}):
-            for a_RD, b_RF, layer in zip(self.factors[f"{path}/a"], self.factors[f"{path}/b"], range(99)):
+            for a_RD, b_RF, layer in zip(
+                self.factors[f"{path}/a"], self.factors[f"{path}/b"], range(99)
+            ):
                 name = f"{MODULES[path].format(layer)}.weight"
                 changed[name] = weights[name] + self.config.scale * b_RF.T @ a_RD
-        logits = torch.func.functional_call(self.model, changed, (torch.tensor(datum.tokens[None]),)).logits[0]
+        logits = torch.func.functional_call(
+            self.model, changed, (torch.tensor(datum.tokens[None]),)
+        ).logits[0]
         targets = torch.tensor(datum.targets.reshape(len(datum.tokens), -1), dtype=torch.long)
         return torch.log_softmax(logits, -1).gather(-1, targets).reshape(datum.targets.shape)
 
@@ -81,7 +97,10 @@ class Tenant:
         for datum in data:
             lp = self.logprobs(datum)
             told.append(lp.detach().numpy())
-            w, A, q = (None if x is None else torch.tensor(np.float64(x)) for x in (datum.weights, datum.advantages, datum.old_logp))
+            w, A, q = (
+                None if x is None else torch.tensor(np.float64(x))
+                for x in (datum.weights, datum.advantages, datum.old_logp)
+            )
             if kind == "cross_entropy":
                 total = total - (w * lp).sum()
                 continue
@@ -104,10 +123,18 @@ class Tenant:
 
     def optim(self, c):
         for group in self.adamw.param_groups:
-            group |= {"lr": c.learning_rate, "betas": (c.b1, c.b2), "eps": c.eps, "weight_decay": c.weight_decay}
-        for factor in self.factors.values():  # without a forward and backward the gradient is zero, and moments go on
+            group |= {
+                "lr": c.learning_rate,
+                "betas": (c.b1, c.b2),
+                "eps": c.eps,
+                "weight_decay": c.weight_decay,
+            }
+        # without a forward and backward the gradient is zero, and moments go on
+        for factor in self.factors.values():
             factor.grad = torch.zeros_like(factor) if factor.grad is None else factor.grad
-        norm = torch.nn.utils.clip_grad_norm_(self.factors.values(), c.max_grad_norm or float("inf"))
+        norm = torch.nn.utils.clip_grad_norm_(
+            self.factors.values(), c.max_grad_norm or float("inf")
+        )
         self.adamw.step()
         self.adamw.zero_grad()
         return float(norm)
@@ -119,9 +146,18 @@ def random_data(rng, kind, longest=12):
         tokens = rng.integers(3, 97, n).astype(np.int32)
         if kind == "soft":
             k = int(rng.integers(2, 5))
-            data.append(Datum(tokens, rng.integers(3, 97, (n, k)).astype(np.int32), rng.normal(size=(n, k)).astype(np.float32)))
+            data.append(
+                Datum(
+                    tokens,
+                    rng.integers(3, 97, (n, k)).astype(np.int32),
+                    rng.normal(size=(n, k)).astype(np.float32),
+                )
+            )
             continue
-        targets, weights = rng.integers(3, 97, n).astype(np.int32), rng.normal(size=n).astype(np.float32)
+        targets, weights = (
+            rng.integers(3, 97, n).astype(np.int32),
+            rng.normal(size=n).astype(np.float32),
+        )
         weights[rng.random(n) < 0.3] = 0.0
         weights[0] = 1.0  # of a sequence's mean ratio there is something to take it of
         fields = {}
@@ -136,7 +172,9 @@ def random_data(rng, kind, longest=12):
 
 
 def away_from_edges(tenant, data, kind):
-    """Whether every ratio is well inside or outside its bounds: float32 could fall on the other side of one that is not."""
+    """Whether every ratio is well inside or outside its bounds: float32 could fall on the other
+    side of one that is not.
+    """
     low, high, _ = LOSSES[kind]
     for datum in data:
         gap = tenant.logprobs(datum).detach().numpy() - datum.old_logp
@@ -149,12 +187,17 @@ def away_from_edges(tenant, data, kind):
 
 def random_optimizer(rng):
     rates = rng.uniform(1e-3, 1e-2), rng.uniform(0.5, 0.95), rng.uniform(0.8, 0.999)
-    return OptimizerConfig(*map(float, rates), EPS, float(rng.uniform(0, 0.1)), float(rng.choice([0.0, 0.5, 1e9])))
+    return OptimizerConfig(
+        *map(float, rates), EPS, float(rng.uniform(0, 0.1)), float(rng.choice([0.0, 0.5, 1e9]))
+    )
 
 
 def random_state(rng, base, config):
     specs = tree.adapter_specs(transformer.abstract(base.cfg), config)
-    factors = {p: rng.normal(0, 0.5 * s.shape[-1] ** -0.5, s.shape).astype(np.float32) for p, s in params_lib.leaves_with_path(specs)}
+    factors = {
+        p: rng.normal(0, 0.5 * s.shape[-1] ** -0.5, s.shape).astype(np.float32)
+        for p, s in params_lib.leaves_with_path(specs)
+    }
     return Held(config, {"factors": factors})
 
 
@@ -170,15 +213,26 @@ def run(live, works, bound_s=None):
 @pytest.fixture
 def live_of(tiny_base, tmp_path):
     def make(**settings):
-        return Live(tiny_base(), **{"slots": {8: 2}, "shapes": SHAPES, "host_bytes": 20_000, "folder": tmp_path / "spilled"} | settings)
+        return Live(
+            tiny_base(),
+            **{
+                "slots": {8: 2},
+                "shapes": SHAPES,
+                "host_bytes": 20_000,
+                "folder": tmp_path / "spilled",
+            }
+            | settings,
+        )
 
     return make
 
 
 @pytest.mark.long
 def test_tenants_that_are_moved_about_train_as_if_alone(rng, live_of, hf_dirs):
-    """Four tenants over two slots; those not at work lie in memory or in files. Each round they send requests of several losses, which
-    are computed together in any order, and then update by numbers of their own."""
+    """Four tenants over two slots; those not at work lie in memory or in files. Each round they
+    send requests of several losses, which are computed together in any order, and then update by
+    numbers of their own.
+    """
     live, model = live_of(), oracles.torch_model(hf_dirs("llama"), torch.float64)
     states = {name: random_state(rng, live.base, config) for name, config in CONFIGS.items()}
     alone = {name: Tenant(model, state) for name, state in states.items()}
@@ -199,7 +253,8 @@ def test_tenants_that_are_moved_about_train_as_if_alone(rng, live_of, hf_dirs):
             seen |= {live.where(each) for each in CONFIGS}
         run(live, works)
         for work, (loss, logprobs) in zip(works, expected):
-            # float32 through two layers, at log-probabilities of about 5; a loss sums up to 120 of them
+            # float32 through two layers, at log-probabilities of about 5; a loss sums up to 120 of
+            # them
             for got, want in zip(work.logprobs, logprobs):
                 np.testing.assert_allclose(got, want, atol=3e-5)
             assert work.loss == pytest.approx(loss, rel=1e-4, abs=2e-3)
@@ -216,7 +271,9 @@ def test_tenants_that_are_moved_about_train_as_if_alone(rng, live_of, hf_dirs):
         for path, factor in tenant.factors.items():
             moved = np.abs(factor.detach().numpy() - states[name].parts["factors"][path]).max()
             assert moved > 1e-3
-            np.testing.assert_allclose(held.parts["factors"][path], factor.detach(), atol=2e-3 * moved)
+            np.testing.assert_allclose(
+                held.parts["factors"][path], factor.detach(), atol=2e-3 * moved
+            )
 
 
 def test_forward_alone_changes_nothing_and_tells_the_same(rng, live_of):
@@ -242,17 +299,31 @@ def test_what_is_warm_compiles_nothing_for_any_tenant(rng, live_of):
     with compilations() as compiled:
         for turn in range(3):
             for rank in rng.choice(np.arange(1, 9), 5, replace=False).tolist():
-                targets = tuple(rng.choice(["q", "v", "up", "unembed"], rng.integers(1, 4), replace=False).tolist())
+                targets = tuple(
+                    rng.choice(
+                        ["q", "v", "up", "unembed"], rng.integers(1, 4), replace=False
+                    ).tolist()
+                )
                 live.join(
-                    f"{turn} {rank}", held_lib.fresh(live.specs, AdapterConfig(rank, 2.0 * rank, targets), int(rng.integers(1 << 40)))
+                    f"{turn} {rank}",
+                    held_lib.fresh(
+                        live.specs,
+                        AdapterConfig(rank, 2.0 * rank, targets),
+                        int(rng.integers(1 << 40)),
+                    ),
                 )
             names = [f"{turn} {rank}" for rank in range(1, 9) if f"{turn} {rank}" in live]
             kinds = [*LOSSES, "soft"]
             works = [
-                Work(n, random_data(rng, k), coefs(k if k in LOSSES else "cross_entropy")) for n in names for k in rng.choice(kinds, 2)
+                Work(n, random_data(rng, k), coefs(k if k in LOSSES else "cross_entropy"))
+                for n in names
+                for k in rng.choice(kinds, 2)
             ]
             run(live, works, bound_s=float(rng.choice([1e-9, 1e9])))
-            run(live, [Work(n, random_data(rng, "ppo"), coefs("ppo"), backward=False) for n in names])
+            run(
+                live,
+                [Work(n, random_data(rng, "ppo"), coefs("ppo"), backward=False) for n in names],
+            )
             live.optim({n: random_optimizer(rng) for n in names if rng.random() < 0.8})
             live.leave(names[0])
             live.replace(names[1], live.held(names[1]).fresh())
@@ -262,8 +333,13 @@ def test_what_is_warm_compiles_nothing_for_any_tenant(rng, live_of):
 @pytest.mark.parametrize("how", ["rate", "weights"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_tenant_that_diverges_leaves_the_others_bits(family, how, rng, tiny_base):
-    """By a learning rate that makes its adapter infinite, or weights that make its gradient so; beside it in every step."""
-    data, base = {name: [random_data(rng, "cross_entropy") for _ in range(2)] for name in "ab"}, tiny_base(family)
+    """By a learning rate that makes its adapter infinite, or weights that make its gradient so;
+    beside it in every step.
+    """
+    data, base = (
+        {name: [random_data(rng, "cross_entropy") for _ in range(2)] for name in "ab"},
+        tiny_base(family),
+    )
     config = AdapterConfig(3, 6.0, (tree.ALL_LINEAR,))
     states = {name: random_state(rng, base, config) for name in "ab"}
 
@@ -275,8 +351,14 @@ def test_a_tenant_that_diverges_leaves_the_others_bits(family, how, rng, tiny_ba
         for turn in range(2):
             mine = data["a"][turn]
             if wild and how == "weights":
-                mine = [dataclasses.replace(d, weights=np.sign(d.weights) * np.float32(3e38)) for d in mine]
-            works = [Work("a", mine, coefs("cross_entropy")), Work("b", data["b"][turn], coefs("cross_entropy"))]
+                mine = [
+                    dataclasses.replace(d, weights=np.sign(d.weights) * np.float32(3e38))
+                    for d in mine
+                ]
+            works = [
+                Work("a", mine, coefs("cross_entropy")),
+                Work("b", data["b"][turn], coefs("cross_entropy")),
+            ]
             run(live, works)
             rate = 3e38 if wild and how == "rate" else 1e-3
             live.optim({"a": OptimizerConfig(rate, max_grad_norm=0.0), "b": OptimizerConfig(1e-3)})
@@ -287,7 +369,9 @@ def test_a_tenant_that_diverges_leaves_the_others_bits(family, how, rng, tiny_ba
     jax.tree.map(np.testing.assert_array_equal, told, again)
     jax.tree.map(np.testing.assert_array_equal, calm.held("b").parts, wild.held("b").parts)
     a = wild.held("a")
-    assert a.skipped > 0 or not all(np.isfinite(x).all() for x in a.parts["factors"].values()), "else nothing diverged"
+    assert a.skipped > 0 or not all(np.isfinite(x).all() for x in a.parts["factors"].values()), (
+        "else nothing diverged"
+    )
 
 
 def gradients(live, works):
@@ -301,7 +385,9 @@ def assert_close(found, expected):
     """Float32 sums in another order, relative to the largest."""
     assert set(found) == set(expected)
     for path, leaf in expected.items():
-        np.testing.assert_allclose(found[path], leaf, atol=1e-4 * max(np.abs(leaf).max(), 1e-3), err_msg=path)
+        np.testing.assert_allclose(
+            found[path], leaf, atol=1e-4 * max(np.abs(leaf).max(), 1e-3), err_msg=path
+        )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -309,25 +395,44 @@ def test_its_gradients_are_those_of_a_job_s_trainer(family, rng, tiny_base):
     """The job's trainer is compared with torch, family by family; experts are adapted too."""
     base, config = tiny_base(family), AdapterConfig(3, 6.0, (tree.ALL_LINEAR,))
     state = random_state(rng, base, config)
-    live, trainer = Live(base, {4: 1}, shapes=SHAPES), Trainer(base, [PolicyConfig("a", config, loss=LossConfig("cross_entropy"))])
+    live, trainer = (
+        Live(base, {4: 1}, shapes=SHAPES),
+        Trainer(base, [PolicyConfig("a", config, loss=LossConfig("cross_entropy"))]),
+    )
     live.join("a", state)
     trainer.load_adapter("a", state.adapter())
     texts = [rng.integers(3, 97, n).tolist() for n in (13, 7, 10)]
     weights = [rng.normal(size=len(t) - 1).astype(np.float32) for t in texts]
     data = [Datum(np.int32(t[:-1]), np.int32(t[1:]), w) for t, w in zip(texts, weights)]
     found = gradients(live, [Work("a", data, coefs("cross_entropy"))])["a"]
-    trainer.forward_backward({"a": [Group([t[0]], [TrainSequence(t[1:], w.tolist())]) for t, w in zip(texts, weights)]})
-    summed = tree.read_slot(AdapterStack(trainer.state[4].grad_sum, np.ones(1, np.float32), 4), 0, 3)
-    assert_close(found, {path: np.asarray(leaf) for path, leaf in params_lib.leaves_with_path(summed)})
+    trainer.forward_backward(
+        {"a": [Group([t[0]], [TrainSequence(t[1:], w.tolist())]) for t, w in zip(texts, weights)]}
+    )
+    summed = tree.read_slot(
+        AdapterStack(trainer.state[4].grad_sum, np.ones(1, np.float32), 4), 0, 3
+    )
+    assert_close(
+        found, {path: np.asarray(leaf) for path, leaf in params_lib.leaves_with_path(summed)}
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_mesh_of_eight_devices_gives_the_same(family, rng, hf_dirs, tiny_base):
-    """Shapes with fewer rows than the mesh splits them into get more blocks, and states come and go over all devices."""
+    """Shapes with fewer rows than the mesh splits them into get more blocks, and states come and go
+    over all devices.
+    """
     mesh = make_mesh({"data": 2, "fsdp": 2, "expert": 2})
-    lives = [Live(base, {8: 2}, shapes=SHAPES) for base in (tiny_base(family), base_lib.load(str(hf_dirs(family)), mesh))]
-    assert sorted(lives[1].shapes) == sorted([(8, 1, 12, 1), (4, 2, 12, 1), (8, 1, 24, 1), (8, 1, 12, 4)])
-    states = {name: random_state(rng, lives[0].base, AdapterConfig(3, 6.0, ("o", "down"))) for name in "abc"}
+    lives = [
+        Live(base, {8: 2}, shapes=SHAPES)
+        for base in (tiny_base(family), base_lib.load(str(hf_dirs(family)), mesh))
+    ]
+    assert sorted(lives[1].shapes) == sorted(
+        [(8, 1, 12, 1), (4, 2, 12, 1), (8, 1, 24, 1), (8, 1, 12, 4)]
+    )
+    states = {
+        name: random_state(rng, lives[0].base, AdapterConfig(3, 6.0, ("o", "down")))
+        for name in "abc"
+    }
     data = {name: random_data(rng, "ppo") for name in "abc"}
     found = []
     for live in lives:
@@ -335,7 +440,10 @@ def test_a_mesh_of_eight_devices_gives_the_same(family, rng, hf_dirs, tiny_base)
             live.join(name, state)
         works = [Work(name, data[name], coefs("importance_sampling")) for name in "abc"]
         found.append((gradients(live, works), [w.logprobs for w in works]))
-    jax.tree.map(lambda one, many: np.testing.assert_allclose(many, one, atol=4e-5), found[0][1], found[1][1])  # sums over parts
+    # sums over parts
+    jax.tree.map(
+        lambda one, many: np.testing.assert_allclose(many, one, atol=4e-5), found[0][1], found[1][1]
+    )
     for name in "abc":
         assert_close(found[1][0][name], found[0][0][name])
 
@@ -351,7 +459,11 @@ def test_a_bound_takes_the_largest_step_below_it(rng, live_of):
     assert live.choose([work], 30e-3)[0] == SHAPES[2]
     assert live.choose([work], 15e-3)[0] == SHAPES[0]
     assert live.choose([work], 1e-9)[0] == SHAPES[0], "the cheapest, where none is cheap enough"
-    long = Work("a", [Datum(np.full(20, 5, np.int32), np.full(20, 5, np.int32), np.ones(20, np.float32))], coefs("cross_entropy"))
+    long = Work(
+        "a",
+        [Datum(np.full(20, 5, np.int32), np.full(20, 5, np.int32), np.ones(20, np.float32))],
+        coefs("cross_entropy"),
+    )
     assert live.choose([long], 1e-9)[0] == SHAPES[2]
 
 
@@ -369,7 +481,12 @@ def test_a_state_survives_the_host_and_a_file_bit_by_bit(updates, rng, live_of, 
     live.replace("b", again)
     live.hold(["b"])
     for other in (again, live.held("b")):
-        assert (other.config, other.count, other.steps, other.skipped) == (held.config, updates, updates, 0)
+        assert (other.config, other.count, other.steps, other.skipped) == (
+            held.config,
+            updates,
+            updates,
+            0,
+        )
         jax.tree.map(np.testing.assert_array_equal, dict(other.parts), dict(held.parts))
     spilled = Spilled.write(held, tmp_path / "one")
     data = bytearray(spilled.path.read_bytes())
@@ -384,7 +501,9 @@ def test_a_state_survives_the_host_and_a_file_bit_by_bit(updates, rng, live_of, 
 def test_a_fresh_state_is_as_peft_begins_and_follows_its_seed(live_of):
     live = live_of()
     config = AdapterConfig(4, 8.0, ("q", "embed", "unembed"))
-    one, same, other = (held_lib.fresh(live.specs, config, seed).parts["factors"] for seed in (7, 7, 8))
+    one, same, other = (
+        held_lib.fresh(live.specs, config, seed).parts["factors"] for seed in (7, 7, 8)
+    )
     jax.tree.map(np.testing.assert_array_equal, one, same)
     q = one["dense/attn/q/a"]
     bound = q.shape[-1] ** -0.5
@@ -402,12 +521,29 @@ def test_a_fresh_state_is_as_peft_begins_and_follows_its_seed(live_of):
     [
         (lambda live, state: live.join("a", state), "policy 'a' is in training already"),
         (lambda live, state: live.leave("x"), "policy 'x' is not in training; policies are a"),
-        (lambda live, state: live.join("x", held_lib.fresh(live.specs, AdapterConfig(9), 0)), "rank 9; this server trains ranks up to 8"),
-        (lambda live, state: live.join("x", held_lib.fresh(live.specs, AdapterConfig(2, targets=("embed",)), 0)), "adapts 'embed'; this"),
+        (
+            lambda live, state: live.join("x", held_lib.fresh(live.specs, AdapterConfig(9), 0)),
+            "rank 9; this server trains ranks up to 8",
+        ),
+        (
+            lambda live, state: live.join(
+                "x", held_lib.fresh(live.specs, AdapterConfig(2, targets=("embed",)), 0)
+            ),
+            "adapts 'embed'; this",
+        ),
         (lambda live, state: live.hold("abc"), "policy 'b' is not in training"),
-        (lambda live, state: Live(live.base, {3: 1}), r"slots is \{3: 1\}; expected numbers of slots by rank"),
-        (lambda live, state: Live(live.base, {4: 1}, shapes=SHAPES[3:]), "one of them for plain targets"),
-        (lambda live, state: Live(live.base, {4: 1}, remat="some"), "remat is 'some'; choose one of"),
+        (
+            lambda live, state: Live(live.base, {3: 1}),
+            r"slots is \{3: 1\}; expected numbers of slots by rank",
+        ),
+        (
+            lambda live, state: Live(live.base, {4: 1}, shapes=SHAPES[3:]),
+            "one of them for plain targets",
+        ),
+        (
+            lambda live, state: Live(live.base, {4: 1}, remat="some"),
+            "remat is 'some'; choose one of",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(call, message, rng, live_of):
@@ -428,7 +564,9 @@ def test_too_many_policies_or_targets_at_once_are_refused(rng, live_of):
     live = live_of()
     for name in "abc":
         live.join(name, random_state(rng, live.base, CONFIGS[name]))
-    with pytest.raises(UserError, match="3 policies of rank 8 are asked for at once; there are 2 slots"):
+    with pytest.raises(
+        UserError, match="3 policies of rank 8 are asked for at once; there are 2 slots"
+    ):
         live.hold("abc")
     wide = Datum(np.full(3, 5, np.int32), np.full((3, 9), 5, np.int32), np.ones((3, 9), np.float32))
     with pytest.raises(UserError, match="no step takes what is left of the request of policy 'a'"):
@@ -436,10 +574,16 @@ def test_too_many_policies_or_targets_at_once_are_refused(rng, live_of):
 
 
 def test_states_stay_in_memory_while_the_disk_refuses_them(rng, live_of, monkeypatch):
-    """A full disk fails no step and no policy that joins; once there is space again, states are written as before."""
+    """A full disk fails no step and no policy that joins; once there is space again, states are
+    written as before.
+    """
     live, states = live_of(host_bytes=0), {}
     with monkeypatch.context() as patch:
-        patch.setattr(Spilled, "write", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        patch.setattr(
+            Spilled,
+            "write",
+            lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")),
+        )
         for name, config in CONFIGS.items():
             states[name] = random_state(rng, live.base, config)
             live.join(name, states[name])

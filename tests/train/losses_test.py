@@ -14,7 +14,9 @@ from mint_jax.train.losses import KINDS, KL_KINDS, LossCoefs, Targets, policy_lo
 
 B, M, Z = 3, 7, 3  # Z pairs: sequences 0 to 5
 BANDS = {"open": (0.0, np.inf), "band": (0.6, 1.5)}
-EDGES = (0.6, 0.7, 1.5, 1.6)  # of the band and of the clip range: ratios keep off them, where float32 could fall on the other side
+# of the band and of the clip range: ratios keep off them, where float32 could fall on the other
+# side
+EDGES = (0.6, 0.7, 1.5, 1.6)
 
 
 def coefs(kind, kl_kind="none", band="open"):
@@ -28,24 +30,36 @@ def stack(all_coefs):
 
 
 def draw(rng, policies):
-    """Log-probabilities and targets of P policies; a third of the places is padding with nonsense in it."""
+    """Log-probabilities and targets of P policies; a third of the places is padding with nonsense
+    in it.
+    """
     shape = (policies, B, M)
     logp, advantages = -rng.exponential(1.0, shape), rng.normal(0, 1, shape)
     log_ratio, log_gap = rng.normal(0, 0.5, (2, *shape))
     for edge in EDGES:
-        log_ratio, log_gap = (np.where(np.abs(x - np.log(edge)) < 1e-3, x + 3e-3, x) for x in (log_ratio, log_gap))
+        log_ratio, log_gap = (
+            np.where(np.abs(x - np.log(edge)) < 1e-3, x + 3e-3, x) for x in (log_ratio, log_gap)
+        )
     is_first = rng.random(shape) < 0.3
     log_ratio = np.where(is_first, 0.0, log_ratio)
     ref_logp, weights = logp + rng.normal(0, 0.5, shape), rng.uniform(0.1, 1.0, shape)
     padding = rng.random(shape) < 0.33
     old_logp = np.where(padding, rng.normal(0, 100, shape), logp - log_ratio - log_gap)
-    first_logp = np.where(is_first, np.nan, np.where(padding, rng.normal(0, 100, shape), logp - log_ratio))
-    ref_logp, weights = np.where(padding, rng.normal(0, 100, shape), ref_logp), np.where(padding, 0.0, weights)
+    first_logp = np.where(
+        is_first, np.nan, np.where(padding, rng.normal(0, 100, shape), logp - log_ratio)
+    )
+    ref_logp, weights = (
+        np.where(padding, rng.normal(0, 100, shape), ref_logp),
+        np.where(padding, 0.0, weights),
+    )
     pair_weights = rng.uniform(0.1, 1.0, (policies, Z))
     pair_weights[:, rng.integers(Z)] = 0.0
     floats = [np.float32(x) for x in (weights, advantages, old_logp, ref_logp)]
     return np.float32(logp), Targets(
-        *floats, rng.integers(0, 2 * Z, shape, dtype=np.int32), np.float32(pair_weights), np.float32(first_logp)
+        *floats,
+        rng.integers(0, 2 * Z, shape, dtype=np.int32),
+        np.float32(pair_weights),
+        np.float32(first_logp),
     )
 
 
@@ -54,7 +68,9 @@ def reference(logp_BM, t, c):
     live = t.weights != 0
     logp_all = torch.tensor(np.float64(logp_BM), requires_grad=True)
     logp = logp_all[torch.tensor(live)]
-    weights, advantage, old, ref = (torch.tensor(np.float64(x[live])) for x in (t.weights, t.advantages, t.old_logp, t.ref_logp))
+    weights, advantage, old, ref = (
+        torch.tensor(np.float64(x[live])) for x in (t.weights, t.advantages, t.old_logp, t.ref_logp)
+    )
     kind, kl_kind = KINDS[c.kind], KL_KINDS[c.kl_kind]
     first = torch.tensor(np.float64(t.first_logp[live]))
     first = torch.where(torch.isnan(first), logp.detach(), first)
@@ -72,7 +88,14 @@ def reference(logp_BM, t, c):
         "ppo": lambda: -gap * torch.minimum(ratio * advantage, clipped * advantage),
         "cispo": lambda: -gap * clipped.detach() * advantage * logp,
         "dpo": lambda: 0 * logp,
-        "gspo": lambda: -gap * torch.minimum(whole * advantage, torch.clamp(whole, c.ratio_low, c.ratio_high) * advantage),
+        "gspo": (
+            lambda: (
+                -gap
+                * torch.minimum(
+                    whole * advantage, torch.clamp(whole, c.ratio_low, c.ratio_high) * advantage
+                )
+            )
+        ),
         "dro": lambda: -(advantage * logp - c.beta / 2 * (logp - old) ** 2),
     }
     loss = formulas[kind]()
@@ -86,7 +109,9 @@ def reference(logp_BM, t, c):
     gain = [(logp - ref)[sequence == s].sum() for s in range(2 * Z)]
     margins = [c.beta * (gain[2 * z] - gain[2 * z + 1]) for z in range(Z)]
     if kind == "dpo":
-        total = total - sum(w * torch.log(torch.sigmoid(m)) for w, m in zip(np.float64(t.pair_weights), margins))
+        total = total - sum(
+            w * torch.log(torch.sigmoid(m)) for w, m in zip(np.float64(t.pair_weights), margins)
+        )
     total.backward()
     paired = [float(m.detach()) for m, w in zip(margins, t.pair_weights) if w > 0]
     one = whole if kind == "gspo" else ratio
@@ -103,11 +128,19 @@ def reference(logp_BM, t, c):
         "max_gap": (first - old).abs().max(),
         "pairs": len(paired),
         "margin_sum": sum(paired),
-        "chosen_sum": sum(c.beta * float(gain[2 * z].detach()) for z, w in enumerate(t.pair_weights) if w > 0),
-        "rejected_sum": sum(c.beta * float(gain[2 * z + 1].detach()) for z, w in enumerate(t.pair_weights) if w > 0),
+        "chosen_sum": sum(
+            c.beta * float(gain[2 * z].detach()) for z, w in enumerate(t.pair_weights) if w > 0
+        ),
+        "rejected_sum": sum(
+            c.beta * float(gain[2 * z + 1].detach()) for z, w in enumerate(t.pair_weights) if w > 0
+        ),
         "preferred_sum": sum(m > 0 for m in paired),
     }
-    return float(total.detach()), logp_all.grad.numpy(), {name: float(torch.as_tensor(value).detach()) for name, value in metrics.items()}
+    return (
+        float(total.detach()),
+        logp_all.grad.numpy(),
+        {name: float(torch.as_tensor(value).detach()) for name, value in metrics.items()},
+    )
 
 
 @jax.jit
@@ -120,11 +153,14 @@ def assert_matches(got, logp_PBM, targets, all_coefs):
     for p, c in enumerate(all_coefs):
         name = f"{KINDS[c.kind]} {KL_KINDS[c.kl_kind]} band {c.band_low} {c.band_high}"
         loss, grad, expected = reference(logp_PBM[p], jax.tree.map(lambda x, p=p: x[p], targets), c)
-        # float32: logp - old_logp carries 1e-7 of a number up to about 10, and a sum has up to 21 terms of size about 5
+        # float32: logp - old_logp carries 1e-7 of a number up to about 10, and a sum has up to 21
+        # terms of size about 5
         np.testing.assert_allclose(losses[p], loss, rtol=1e-5, atol=1e-5, err_msg=name)
         np.testing.assert_allclose(grads[p], grad, rtol=2e-5, atol=2e-6, err_msg=name)
         for key, value in expected.items():
-            np.testing.assert_allclose(metrics[key][p], value, rtol=1e-5, atol=2e-5, err_msg=f"{name} {key}")
+            np.testing.assert_allclose(
+                metrics[key][p], value, rtol=1e-5, atol=2e-5, err_msg=f"{name} {key}"
+            )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -139,8 +175,13 @@ def test_loss_gradient_and_metrics_match_the_formula_in_float64(kind, rng):
 @pytest.mark.parametrize("bad", [-np.inf, np.inf, np.nan], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_stands_at_tokens_of_weight_zero_counts_nowhere(kind, bad, rng):
-    """Loss, gradient and every metric are those of the other tokens, and the gradient there is 0."""
-    all_coefs = [coefs(kind, kl_kind, "band" if kind not in ("cross_entropy", "dpo") else "open") for kl_kind in KL_KINDS]
+    """Loss, gradient and every metric are those of the other tokens, and the gradient there is
+    0.
+    """
+    all_coefs = [
+        coefs(kind, kl_kind, "band" if kind not in ("cross_entropy", "dpo") else "open")
+        for kl_kind in KL_KINDS
+    ]
     logp, targets = draw(rng, len(all_coefs))
     dead = targets.weights == 0
     assert dead.any(axis=(1, 2)).all()
@@ -158,7 +199,9 @@ def test_what_stands_at_tokens_of_weight_zero_counts_nowhere(kind, bad, rng):
 @pytest.mark.parametrize("bad", [-np.inf, np.inf, np.nan], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_a_loss_does_not_use_counts_nowhere(kind, bad, rng):
-    """The sampler's log-probabilities in cross-entropy and DPO, a reference without KL, pairs of weight 0."""
+    """The sampler's log-probabilities in cross-entropy and DPO, a reference without KL, pairs of
+    weight 0.
+    """
     logp, targets = draw(rng, 1)
     t = jax.tree.map(lambda x: x[0], targets)
     of_no_pair = np.isin(t.sequence // 2, np.flatnonzero(t.pair_weights == 0))
@@ -166,7 +209,9 @@ def test_what_a_loss_does_not_use_counts_nowhere(kind, bad, rng):
     unused = {"ref_logp": of_no_pair if kind == "dpo" else np.ones_like(of_no_pair)}
     if kind in ("cross_entropy", "dpo"):
         unused["old_logp"] = np.ones_like(of_no_pair)
-    spoilt = {name: np.where(where, np.float32(bad), getattr(t, name)) for name, where in unused.items()}
+    spoilt = {
+        name: np.where(where, np.float32(bad), getattr(t, name)) for name, where in unused.items()
+    }
     one = stack([coefs(kind)])
     wanted = value_and_grad(logp, targets, one)
     got = value_and_grad(logp, jax.tree.map(lambda x: x[None], t.replace(**spoilt)), one)
@@ -178,16 +223,25 @@ def test_what_a_loss_does_not_use_counts_nowhere(kind, bad, rng):
 
 
 def test_policies_of_one_call_may_differ_in_everything(rng):
-    all_coefs = [coefs(*each) for each in itertools.product(KINDS, KL_KINDS, BANDS) if each != ("dpo", "k3", "band")]
+    all_coefs = [
+        coefs(*each)
+        for each in itertools.product(KINDS, KL_KINDS, BANDS)
+        if each != ("dpo", "k3", "band")
+    ]
     all_coefs = [all_coefs[i] for i in rng.permutation(len(all_coefs))]
-    all_coefs = [c._replace(ratio_low=c.ratio_low + 0.1, kl=0.1 * i) if i % 2 else c for i, c in enumerate(all_coefs)]
+    all_coefs = [
+        c._replace(ratio_low=c.ratio_low + 0.1, kl=0.1 * i) if i % 2 else c
+        for i, c in enumerate(all_coefs)
+    ]
     logp, targets = draw(rng, len(all_coefs))
     got = value_and_grad(logp, targets, stack(all_coefs))
     assert_matches(got, logp, targets, all_coefs)
 
 
 def test_a_band_masks_only_what_was_sampled(rng):
-    """Cross-entropy and DPO have no sampler: their ``old_logp`` is a default of 0, and no ratio to judge."""
+    """Cross-entropy and DPO have no sampler: their ``old_logp`` is a default of 0, and no ratio to
+    judge.
+    """
     logp, targets = draw(rng, 2)
     all_coefs = [coefs("cross_entropy", "k3", "band"), coefs("dpo", "k3", "band")]
     assert_matches(value_and_grad(logp, targets, stack(all_coefs)), logp, targets, all_coefs)
@@ -195,7 +249,9 @@ def test_a_band_masks_only_what_was_sampled(rng):
 
 @pytest.mark.parametrize(("high", "expected"), [(0.2, 0.0), (0.28, -1.25)])
 def test_ppo_clips_above_and_below_separately(high, expected):
-    """A ratio of 1.25 with a positive advantage: its gradient is zero beyond 1 + clip_high, whatever clip_low is."""
+    """A ratio of 1.25 with a positive advantage: its gradient is zero beyond 1 + clip_high,
+    whatever clip_low is.
+    """
     one = jnp.ones((1, 1), jnp.float32)
     before = one * -np.float32(np.log(1.25))
     targets = Targets(one, one, before, one, jnp.zeros((1, 1), jnp.int32), jnp.zeros((0,)), before)
@@ -210,8 +266,12 @@ def test_ppo_clips_above_and_below_separately(high, expected):
 def test_absurd_ratios_stay_finite(kind, of_updates, gap):
     one = jnp.ones((1, 2), jnp.float32)
     first = one * of_updates - 1
-    targets = Targets(one, -one, first + gap, one * gap - 1, jnp.zeros((1, 2), jnp.int32), jnp.zeros((0,)), first)
-    value, grad = jax.jit(jax.value_and_grad(lambda logp: policy_loss(logp, targets, coefs(kind, "k3"))[0]))(-one)
+    targets = Targets(
+        one, -one, first + gap, one * gap - 1, jnp.zeros((1, 2), jnp.int32), jnp.zeros((0,)), first
+    )
+    value, grad = jax.jit(
+        jax.value_and_grad(lambda logp: policy_loss(logp, targets, coefs(kind, "k3"))[0])
+    )(-one)
     assert np.isfinite(value)
     assert np.isfinite(grad).all()
 
@@ -224,30 +284,47 @@ def test_without_pairs_dpo_costs_nothing(rng):
 
 
 def test_a_band_judges_the_sampler_and_not_what_the_updates_did():
-    """Three tokens that the trainer saw as the sampler did, and whose probability updates have since moved by 1 / 3, 1 and 3."""
+    """Three tokens that the trainer saw as the sampler did, and whose probability updates have
+    since moved by 1 / 3, 1 and 3.
+    """
     ones, moved = np.ones((1, 3), np.float32), np.log(np.float32([[1 / 3, 1, 3]]))
     drawn = -2 * ones
-    targets = Targets(ones, ones, drawn, drawn, np.zeros((1, 3), np.int32), np.zeros(0, np.float32), drawn)
+    targets = Targets(
+        ones, ones, drawn, drawn, np.zeros((1, 3), np.int32), np.zeros(0, np.float32), drawn
+    )
     band = coefs("importance_sampling", band="band")
     (_, metrics), grad = jax.value_and_grad(policy_loss, has_aux=True)(drawn + moved, targets, band)
     assert metrics["masked_sum"] == 0
     np.testing.assert_allclose(-grad, np.exp(moved), rtol=1e-6)  # float32
-    others = targets.replace(old_logp=drawn + np.float32([[-1, 0, 1]]))  # k is 2.7, 1, 0.37: out, in, out
+    # k is 2.7, 1, 0.37: out, in, out
+    others = targets.replace(old_logp=drawn + np.float32([[-1, 0, 1]]))
     assert policy_loss(drawn + moved, others, band)[1]["masked_sum"] == 2
 
 
 def test_a_clip_counts_only_where_it_binds():
-    """PPO's clip leaves alone a token that it would pull back; CISPO's weight is clipped whatever the advantage."""
+    """PPO's clip leaves alone a token that it would pull back; CISPO's weight is clipped whatever
+    the advantage.
+    """
     ones, ratio = np.ones((1, 4), np.float32), np.float32([[2, 2, 0.1, 0.1]])
     advantage, logp = np.float32([[1, -1, 1, -1]]), np.log(ratio) - 3
-    targets = Targets(ones, advantage, -3 * ones, ones, np.zeros((1, 4), np.int32), np.zeros(0, np.float32), -3 * ones)
+    targets = Targets(
+        ones,
+        advantage,
+        -3 * ones,
+        ones,
+        np.zeros((1, 4), np.int32),
+        np.zeros(0, np.float32),
+        -3 * ones,
+    )
     counts = {kind: policy_loss(logp, targets, coefs(kind))[1]["clipped_sum"] for kind in KINDS}
     others = ["cross_entropy", "reinforce", "importance_sampling", "dpo", "dro"]
-    assert counts == {"ppo": 2, "cispo": 4, "gspo": 2} | dict.fromkeys(others, 0)  # the sequence's ratio is 0.45
+    # the sequence's ratio is 0.45
+    assert counts == {"ppo": 2, "cispo": 4, "gspo": 2} | dict.fromkeys(others, 0)
     open_below = coefs("cispo")._replace(ratio_low=0.0)
     assert policy_loss(logp, targets, open_below)[1]["clipped_sum"] == 2
     grad = jax.grad(lambda x: policy_loss(x, targets, open_below)[0])(logp)
-    np.testing.assert_allclose(grad, -advantage * np.minimum(ratio, 1.6), rtol=1e-6)  # float32 rounding of exp(log)
+    # float32 rounding of exp(log)
+    np.testing.assert_allclose(grad, -advantage * np.minimum(ratio, 1.6), rtol=1e-6)
 
 
 def test_what_built_in_losses_need_is_what_they_read():
@@ -269,7 +346,10 @@ def registered(monkeypatch):
 
 def tempered(t):
     """A loss that no built-in one is: advantages squashed, a ratio to the sampler under a root."""
-    return -jnp.tanh(t.advantages) * jnp.sqrt(t.ratio * t.sampler_ratio) + 0.1 * (t.logp - t.ref_logp) ** 2
+    return (
+        -jnp.tanh(t.advantages) * jnp.sqrt(t.ratio * t.sampler_ratio)
+        + 0.1 * (t.logp - t.ref_logp) ** 2
+    )
 
 
 def test_a_registered_loss_is_the_sum_of_weight_times_what_it_returns(rng, registered):
@@ -283,10 +363,14 @@ def test_a_registered_loss_is_the_sum_of_weight_times_what_it_returns(rng, regis
     value, grad = jax.value_and_grad(lambda x: policy_loss(x, t, c, custom)[0])(logp[0])
     x = torch.tensor(np.float64(logp[0]), requires_grad=True)
     weights, advantages, old, ref, first = (
-        torch.tensor(np.float64(v)) for v in (t.weights, t.advantages, t.old_logp, t.ref_logp, t.first_logp)
+        torch.tensor(np.float64(v))
+        for v in (t.weights, t.advantages, t.old_logp, t.ref_logp, t.first_logp)
     )
     first = torch.where(torch.isnan(first), x.detach(), first)
-    each = -torch.tanh(advantages) * torch.sqrt(torch.exp(x - first) * torch.exp(first - old)) + 0.1 * (x - ref) ** 2
+    each = (
+        -torch.tanh(advantages) * torch.sqrt(torch.exp(x - first) * torch.exp(first - old))
+        + 0.1 * (x - ref) ** 2
+    )
     loss = torch.where(weights != 0, weights * each, 0.0).sum()
     loss.backward()
     # float32: a log-ratio carries 1e-7 of a number up to about 10
@@ -299,11 +383,18 @@ def test_a_registered_loss_with_infinite_derivatives_leaves_its_neighbours_bits(
     custom = losses.functions_of(["steep"])
     logp, targets = draw(rng, 3)
     logp[:, 0] = -1.0  # where the root's derivative is infinite
-    targets = targets.replace(advantages=np.where(targets.weights == 0, 0.0, targets.advantages).astype(np.float32))
+    targets = targets.replace(
+        advantages=np.where(targets.weights == 0, 0.0, targets.advantages).astype(np.float32)
+    )
     others = stack([coefs("ppo"), coefs("cross_entropy"), coefs("gspo")])
-    beside = others._replace(kind=np.array([others.kind[0], losses.index_of("steep", custom), others.kind[2]], np.int32))
+    beside = others._replace(
+        kind=np.array([others.kind[0], losses.index_of("steep", custom), others.kind[2]], np.int32)
+    )
     run = jax.jit(jax.vmap(jax.value_and_grad(lambda *a: policy_loss(*a, custom)[0])))
-    (alone, alone_grads), (mixed, mixed_grads) = run(logp, targets, others), run(logp, targets, beside)
+    (alone, alone_grads), (mixed, mixed_grads) = (
+        run(logp, targets, others),
+        run(logp, targets, beside),
+    )
     assert not np.isfinite(mixed_grads[1]).all(), "the loss is as steep as the test says"
     for p in (0, 2):
         np.testing.assert_array_equal(mixed[p], alone[p])
@@ -326,7 +417,11 @@ def test_a_registered_loss_with_infinite_derivatives_leaves_its_neighbours_bits(
         ("mine", lambda t: t.logp.sum(), r"returns float32 of shape \(\) .*leave the sum"),
         ("mine", lambda t: None, "returns NoneType"),
         ("mine", lambda t: t.sequence, "returns int32"),
-        ("mine", lambda t: t.logp if t.logp[0, 0] > 0 else t.ratio, "raised TracerBoolConversionError"),
+        (
+            "mine",
+            lambda t: t.logp if t.logp[0, 0] > 0 else t.ratio,
+            "raised TracerBoolConversionError",
+        ),
     ],
 )
 def test_a_function_that_is_no_loss_is_refused_when_it_is_registered(name, fn, says, registered):
@@ -340,4 +435,6 @@ def test_functions_without_a_name_get_one_each(registered):
     names = [losses.name_of(fn) for fn in (first, second, first, tempered)]
     assert names == ["loss", "loss_2", "loss", "tempered"]
     losses.register_loss("tempered", first)
-    assert losses.functions_of(["tempered"]) == (first,), "a cell that runs again replaces its function"
+    assert losses.functions_of(["tempered"]) == (first,), (
+        "a cell that runs again replaces its function"
+    )

@@ -1,4 +1,6 @@
-"""Router replay (R3): the trainer takes the experts that the sampler took, and says how far its own router strays from them."""
+"""Router replay (R3): the trainer takes the experts that the sampler took, and says how far its own
+router strays from them.
+"""
 
 import dataclasses
 
@@ -43,20 +45,34 @@ def base(rng, tmp_path, mesh):
 def perturbed(base, rng):
     """The same base, whose router prefers other experts."""
     moe = base.params["moe"]["moe"]
-    router = moe["router"] | {"choice_bias": jnp.asarray(rng.normal(0, 0.3, moe["router"]["choice_bias"].shape), jnp.float32)}
+    router = moe["router"] | {
+        "choice_bias": jnp.asarray(
+            rng.normal(0, 0.3, moe["router"]["choice_bias"].shape), jnp.float32
+        )
+    }
     params = base.params | {"moe": base.params["moe"] | {"moe": moe | {"router": router}}}
     return dataclasses.replace(base, params=params)
 
 
 def rollout(base, rng, n=3):
-    """Two prompts' samples with their routes, as groups to train on; the second prompt is shorter and pads the batch."""
+    """Two prompts' samples with their routes, as groups to train on; the second prompt is shorter
+    and pads the batch.
+    """
     prompts = [tuple(int(t) for t in rng.integers(1, CFG.vocab_size, length)) for length in (9, 5)]
-    requests = [Request(prompt, n=n, max_tokens=8, seed=int(rng.integers(1 << 30))) for prompt in prompts]
+    requests = [
+        Request(prompt, n=n, max_tokens=8, seed=int(rng.integers(1 << 30))) for prompt in prompts
+    ]
     groups = []
     for request, completions in zip(requests, Engine(base, keep_routes=True).generate(requests)):
         advantages = rng.normal(size=len(completions))
         sequences = [
-            TrainSequence(c.tokens, [1.0] * len(c.tokens), [float(a)] * len(c.tokens), c.logprobs, routes=c.routes)
+            TrainSequence(
+                c.tokens,
+                [1.0] * len(c.tokens),
+                [float(a)] * len(c.tokens),
+                c.logprobs,
+                routes=c.routes,
+            )
             for c, a in zip(completions, advantages)
         ]
         groups.append(Group(list(request.prompt), sequences, routes=completions[0].prompt_routes))
@@ -64,12 +80,24 @@ def rollout(base, rng, n=3):
 
 
 def without_routes(groups):
-    return [dataclasses.replace(g, routes=None, sequences=[dataclasses.replace(s, routes=None) for s in g.sequences]) for g in groups]
+    return [
+        dataclasses.replace(
+            g, routes=None, sequences=[dataclasses.replace(s, routes=None) for s in g.sequences]
+        )
+        for g in groups
+    ]
 
 
 def copies(groups):
-    """The groups as a sampler gives them: an update notes its log-probabilities in those it is given."""
-    return [dataclasses.replace(g, sequences=[dataclasses.replace(s, first_logp=None) for s in g.sequences]) for g in groups]
+    """The groups as a sampler gives them: an update notes its log-probabilities in those it is
+    given.
+    """
+    return [
+        dataclasses.replace(
+            g, sequences=[dataclasses.replace(s, first_logp=None) for s in g.sequences]
+        )
+        for g in groups
+    ]
 
 
 def update(base, groups):
@@ -82,7 +110,9 @@ def test_recorded_routes_are_those_of_a_full_forward_pass(base, rng):
         for s in group.sequences:
             inputs = np.array([[*group.prefix, *s.tokens[:-1]]], np.int32)
             positions = np.arange(inputs.shape[1], dtype=np.int32)[None]
-            _, kept = transformer.hidden_states(base.params, None, transformer.Inputs(inputs, positions), CFG, keep_routes=True)
+            _, kept = transformer.hidden_states(
+                base.params, None, transformer.Inputs(inputs, positions), CFG, keep_routes=True
+            )
             full = np.asarray(kept["moe"]["routes"])[:, 0].swapaxes(0, 1)
             recorded = np.concatenate([group.routes, s.routes])
             assert recorded.shape == (inputs.shape[1], 2, 2)
@@ -98,14 +128,17 @@ def test_a_perturbed_router_changes_the_loss_without_replay_and_not_with_it(base
     moved, held = update(other, without_routes(groups)), update(other, groups)
     assert moved["max_gap"] > 1e-2, "the perturbation does nothing, so the test says nothing"
     assert abs(moved["loss"] - same["loss"]) > 1e-4
-    # float32, another order of summation: the rows of an expert are sorted differently only in shape
+    # float32, another order of summation: the rows of an expert are sorted differently only in
+    # shape
     assert held["max_gap"] < 1e-4
     assert held["loss"] == pytest.approx(same["loss"], abs=1e-5)
     assert held["grad_norm"] == pytest.approx(same["grad_norm"], rel=1e-4)
 
 
 def test_replay_holds_the_choice_of_perturbed_routers_and_not_their_weights(base, rng):
-    """Noise on router weights moves the experts' weights too: replay narrows the gap and does not close it."""
+    """Noise on router weights moves the experts' weights too: replay narrows the gap and does not
+    close it.
+    """
     groups = rollout(base, rng)
     seed = jax.random.key(int(rng.integers(1 << 30)))
     gaps = {}
@@ -115,11 +148,15 @@ def test_replay_holds_the_choice_of_perturbed_routers_and_not_their_weights(base
         assert 0 < held["out_of_route"] < 1
         gaps[std] = free["gap"], held["gap"]
     assert gaps[0.4][1] < gaps[0.4][0], "of 48 tokens in two layers of experts, half took others"
-    assert gaps[0.4][1] > gaps[0.1][1] > 1e-4, "the weights of the replayed experts differ, which no replay undoes"
+    assert gaps[0.4][1] > gaps[0.1][1] > 1e-4, (
+        "the weights of the replayed experts differ, which no replay undoes"
+    )
 
 
 def test_the_weights_of_replayed_experts_are_the_trainer_s_own(base, rng):
-    """Against softmax-free arithmetic: sigmoid scores of the perturbed router at the recorded experts, normalised."""
+    """Against softmax-free arithmetic: sigmoid scores of the perturbed router at the recorded
+    experts, normalised.
+    """
     other = router.perturb(base.params, 0.3, jax.random.key(int(rng.integers(1 << 30))))
     p = jax.tree.map(lambda x: x[0], other["moe"]["moe"]["router"])
     h = rng.normal(size=(1, 5, CFG.d_model)).astype(np.float32)
@@ -128,17 +165,24 @@ def test_the_weights_of_replayed_experts_are_the_trainer_s_own(base, rng):
     scores = 1 / (1 + np.exp(-np.float64(h) @ np.float64(p["w"])))
     taken = np.take_along_axis(scores, recorded.astype(int), -1)
     np.testing.assert_array_equal(got.ids, recorded)
-    np.testing.assert_allclose(got.weights, 1.5 * taken / taken.sum(-1, keepdims=True), rtol=1e-5)  # float32
+    # float32
+    np.testing.assert_allclose(got.weights, 1.5 * taken / taken.sum(-1, keepdims=True), rtol=1e-5)
 
 
 @pytest.mark.long
 def test_a_sampler_in_bfloat16_is_held_by_replay_in_its_choice(base, rng):
-    """Sampler in bfloat16, trainer in float32: the choice differs where scores are near, and the arithmetic everywhere."""
-    half = dataclasses.replace(base, params=jax.tree.map(lambda x: x.astype(jnp.bfloat16), base.params))
+    """Sampler in bfloat16, trainer in float32: the choice differs where scores are near, and the
+    arithmetic everywhere.
+    """
+    half = dataclasses.replace(
+        base, params=jax.tree.map(lambda x: x.astype(jnp.bfloat16), base.params)
+    )
     groups = rollout(half, rng, n=16)
     free, held = update(base, without_routes(groups)), update(base, groups)
     assert 0 < held["out_of_route"] < 0.2
-    assert held["max_gap"] < free["max_gap"], "a token whose experts differ is further off than rounding takes it"
+    assert held["max_gap"] < free["max_gap"], (
+        "a token whose experts differ is further off than rounding takes it"
+    )
     assert 1e-4 < held["gap"] < 0.1  # what bfloat16 alone does
 
 
@@ -152,9 +196,15 @@ def test_the_out_of_route_rate_counts_other_choices(base, rng):
         for s in group.sequences:  # the first MoE layer sees the same input whatever is replayed
             inputs = np.array([[*group.prefix, *s.tokens[:-1]]], np.int32)
             positions = np.arange(inputs.shape[1], dtype=np.int32)[None]
-            replay = np.concatenate([group.routes, s.routes]).swapaxes(0, 1)[:, None].astype(np.int16)
+            replay = (
+                np.concatenate([group.routes, s.routes]).swapaxes(0, 1)[:, None].astype(np.int16)
+            )
             _, kept = transformer.hidden_states(
-                other.params, None, transformer.Inputs(inputs, positions, replay=replay), CFG, keep_routes=True
+                other.params,
+                None,
+                transformer.Inputs(inputs, positions, replay=replay),
+                CFG,
+                keep_routes=True,
             )
             taken.append(np.asarray(kept["moe"]["routes"])[:, 0, len(group.prefix) - 1 :])
             own.append(np.asarray(kept["moe"]["missed"])[:, 0, len(group.prefix) - 1 :])
@@ -166,7 +216,9 @@ def test_the_out_of_route_rate_counts_other_choices(base, rng):
 def test_tokens_without_routes_are_masked(base, rng):
     groups = rollout(base, rng)
     lost = groups[0].sequences[0]
-    lost.routes = np.where(np.arange(len(lost.tokens))[:, None, None] < 3, -1, lost.routes.astype(np.int16))
+    lost.routes = np.where(
+        np.arange(len(lost.tokens))[:, None, None] < 3, -1, lost.routes.astype(np.int16)
+    )
     groups[1].sequences[1].routes = None
     masked, count = mask_unrouted(groups)
     assert count == 3 + len(groups[1].sequences[1].tokens)
@@ -176,7 +228,8 @@ def test_tokens_without_routes_are_masked(base, rng):
     assert row["tokens"] == sum(len(s.tokens) for g in groups for s in g.sequences) - count
 
 
-@pytest.mark.parametrize("family", ["llama", "deepseek_v3_dense"])  # the latter's config has experts, and none of its layers
+# the latter's config has experts, and none of its layers
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3_dense"])
 def test_routes_of_a_base_without_experts_are_refused(tiny_base, family):
     with pytest.raises(UserError, match="has no experts"):
         Engine(tiny_base(family), keep_routes=True)

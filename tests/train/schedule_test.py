@@ -38,7 +38,10 @@ class Notes:
         self.calls.append(("update", tuple(scored), step))
 
     def run(self, units, steps, overlap, first=None, look=None, **replaced):
-        functions = {name: replaced.get(name, getattr(self, name)) for name in ("rollout", "reward", "update")}
+        functions = {
+            name: replaced.get(name, getattr(self, name))
+            for name in ("rollout", "reward", "update")
+        }
         first_step = dict.fromkeys((n for unit in units for n in unit), 0) | (first or {})
         with schedule_lib.Phases(units, first_step, steps, overlap=overlap, look=look) as phases:
             for phase, unit in phases:
@@ -51,7 +54,11 @@ class Notes:
 
 def test_units_are_single_policies_or_cohorts_of_all():
     names = ["a", "b", "c", "d", "e"]
-    assert units_of(names, "sequential", 3) == units_of(names, "overlapped") == [["a"], ["b"], ["c"], ["d"], ["e"]]
+    assert (
+        units_of(names, "sequential", 3)
+        == units_of(names, "overlapped")
+        == [["a"], ["b"], ["c"], ["d"], ["e"]]
+    )
     assert units_of(names, "batched") == [names]
     assert units_of(names, "batched", 2) == [["a", "c", "e"], ["b", "d"]]
 
@@ -63,7 +70,9 @@ def test_more_cohorts_than_policies_are_refused(cohorts):
 
 
 def test_an_unknown_schedule_is_refused_with_the_choices():
-    with pytest.raises(UserError, match="schedule is 'parallel'; choose one of: sequential, overlapped, batched"):
+    with pytest.raises(
+        UserError, match="schedule is 'parallel'; choose one of: sequential, overlapped, batched"
+    ):
         units_of(["a"], "parallel")
 
 
@@ -80,7 +89,9 @@ def test_sequential_policies_take_turns_and_the_device_waits_for_each_reward():
 
 
 def test_overlapped_the_device_rolls_out_another_unit_while_rewards_are_pending():
-    """The reward of ``a`` waits for the rollout of ``b``: without overlap it would wait for ever."""
+    """The reward of ``a`` waits for the rollout of ``b``: without overlap it would wait for
+    ever.
+    """
     phases, seen = Notes(), {("b", step): threading.Event() for step in range(3)}
 
     def rollout(names, step):
@@ -96,7 +107,9 @@ def test_overlapped_the_device_rolls_out_another_unit_while_rewards_are_pending(
 
     phases.run([["a"], ["b"]], 3, overlap=True, rollout=rollout, reward=reward)
     for step in range(3):
-        assert phases.calls.index(("rollout", ("b",), step)) < phases.calls.index(("update", ("a",), step))
+        assert phases.calls.index(("rollout", ("b",), step)) < phases.calls.index(
+            ("update", ("a",), step)
+        )
 
 
 def test_overlapped_a_slow_reward_holds_up_nobody_else():
@@ -115,11 +128,15 @@ def test_overlapped_a_slow_reward_holds_up_nobody_else():
     phases.run([["a"], ["b"]], 3, overlap=True, reward=reward, update=update)
     mine = {name: [call for call in phases.calls if call[1] == (name,)] for name in ("a", "b")}
     assert phases.calls.index(mine["b"][-1]) < phases.calls.index(mine["a"][1])
-    assert mine["a"] == [(phase, ("a",), step) for step in range(3) for phase in ("rollout", "update")]
+    assert mine["a"] == [
+        (phase, ("a",), step) for step in range(3) for phase in ("rollout", "update")
+    ]
 
 
 def test_batched_cohorts_are_one_call_each_and_overlap():
-    """The rewards of one cohort's policies run at the same time, and while the other cohort is rolled out."""
+    """The rewards of one cohort's policies run at the same time, and while the other cohort is
+    rolled out.
+    """
     phases, together = Notes(), threading.Barrier(3)  # a, c and the rollout of b and d
 
     def reward(name, samples):
@@ -132,9 +149,20 @@ def test_batched_cohorts_are_one_call_each_and_overlap():
             together.wait(WAIT_S)
         return phases.rollout(names, step)
 
-    phases.run(units_of(["a", "b", "c", "d"], "batched", 2), 2, overlap=True, reward=reward, rollout=rollout)
+    phases.run(
+        units_of(["a", "b", "c", "d"], "batched", 2),
+        2,
+        overlap=True,
+        reward=reward,
+        rollout=rollout,
+    )
     assert phases.calls[:2] == [("rollout", ("a", "c"), 0), ("rollout", ("b", "d"), 0)]
-    expected = {(phase, names, step) for phase in ("rollout", "update") for names in (("a", "c"), ("b", "d")) for step in (0, 1)}
+    expected = {
+        (phase, names, step)
+        for phase in ("rollout", "update")
+        for names in (("a", "c"), ("b", "d"))
+        for step in (0, 1)
+    }
     assert set(phases.calls) == expected
     assert len(phases.calls) == len(expected)
 
@@ -148,13 +176,19 @@ def test_every_policy_does_every_step_once_and_in_order(schedule, rng):
     phases.run(units, 4, overlap=schedule != "sequential", first=first)
     for name in names:
         mine = [(phase, step) for phase, members, step in phases.calls if name in members]
-        assert mine == [(phase, step) for step in range(first[name], 4) for phase in ("rollout", "update")]
-        assert {s: n for s, n in phases.in_reward.items() if s[0] == name} == {(name, step): 1 for step in range(first[name], 4)}
+        assert mine == [
+            (phase, step) for step in range(first[name], 4) for phase in ("rollout", "update")
+        ]
+        assert {s: n for s, n in phases.in_reward.items() if s[0] == name} == {
+            (name, step): 1 for step in range(first[name], 4)
+        }
 
 
 def test_a_unit_whose_policies_stand_at_different_steps_is_refused():
     phases = Notes()
-    with pytest.raises(UserError, match=r"policies \['a', 'b'\] resume at different steps \[1, 2\]"):
+    with pytest.raises(
+        UserError, match=r"policies \['a', 'b'\] resume at different steps \[1, 2\]"
+    ):
         phases.run([["c"], ["a", "b"]], 5, overlap=True, first={"a": 1, "b": 2})
     assert phases.calls == []
 
@@ -192,7 +226,9 @@ def test_no_workers_are_refused(workers):
 
 
 def test_who_waits_is_looked_after(monkeypatch):
-    """Every second, with how long and for how many; and a reward that hangs is found while the devices have other work."""
+    """Every second, with how long and for how many; and a reward that hangs is found while the
+    devices have other work.
+    """
     monkeypatch.setattr("mint_jax.train.schedule.LOOK_S", 0.01)
     phases, looks = Notes(), []
 
@@ -204,7 +240,13 @@ def test_who_waits_is_looked_after(monkeypatch):
     release = threading.Event()
     try:
         with pytest.raises(UserError, match="too long"):
-            phases.run([["a"], ["b"]], 2, overlap=True, reward=lambda name, samples: release.wait(WAIT_S), look=look)
+            phases.run(
+                [["a"], ["b"]],
+                2,
+                overlap=True,
+                reward=lambda name, samples: release.wait(WAIT_S),
+                look=look,
+            )
         assert looks[0] == (0.0, 0)
         assert (0.0, 1) in looks
         assert looks[-1][1] == 2
@@ -215,7 +257,13 @@ def test_who_waits_is_looked_after(monkeypatch):
                 raise UserError("one hangs")
 
         with pytest.raises(UserError, match="one hangs"):
-            phases.run([["a"], ["b"]], 2, overlap=True, reward=lambda name, samples: release.wait(WAIT_S), look=at_once)
+            phases.run(
+                [["a"], ["b"]],
+                2,
+                overlap=True,
+                reward=lambda name, samples: release.wait(WAIT_S),
+                look=at_once,
+            )
         assert [call[0] for call in phases.calls] == ["rollout", "rollout", "rollout"]
     finally:
         release.set()

@@ -1,4 +1,6 @@
-"""The multi-policy step against torch: full GRPO steps in float64, AdamW alone, schedules, and gradients that are not finite."""
+"""The multi-policy step against torch: full GRPO steps in float64, AdamW alone, schedules, and
+gradients that are not finite.
+"""
 
 import dataclasses
 import math
@@ -30,43 +32,74 @@ torch.set_num_threads(1)  # tiny matrices: more threads only wait for each other
 MODULES = {"embed": "model.embed_tokens", "unembed": "lm_head"}
 MODULES |= {f"dense/attn/{n}": f"model.layers.{{}}.self_attn.{n}_proj" for n in "qkvo"}
 MODULES |= {f"dense/mlp/{n}": f"model.layers.{{}}.mlp.{n}_proj" for n in ("gate", "up", "down")}
-LENGTHS = [(4, (5, 3, 6)), (6, (4, 7, 2))]  # prompt, rollouts: fixed, so that few programs are compiled
-SPECS = {"dense": {"attn": {"q": {"w": ParamSpec((2, 5, 6), (None,) * 3)}, "k": {"w": ParamSpec((2, 5, 4), (None,) * 3)}}}}
+# prompt, rollouts: fixed, so that few programs are compiled
+LENGTHS = [(4, (5, 3, 6)), (6, (4, 7, 2))]
+SPECS = {
+    "dense": {
+        "attn": {
+            "q": {"w": ParamSpec((2, 5, 6), (None,) * 3)},
+            "k": {"w": ParamSpec((2, 5, 4), (None,) * 3)},
+        }
+    }
+}
 
 
 class Reference:
-    """One policy in torch float64: LoRA by hand into the weights, the loss by hand, clip_grad_norm_ and torch.optim.AdamW.
+    """One policy in torch float64: LoRA by hand into the weights, the loss by hand, clip_grad_norm_
+    and torch.optim.AdamW.
 
     transformers does norms and softmax in float32 even then: about 1e-7 of noise.
     """
 
     def __init__(self, model, policy, adapter):
-        self.model, self.loss, self.opt, self.scale = model, policy.loss, policy.optimizer, policy.adapter.scale
+        self.model, self.loss, self.opt, self.scale = (
+            model,
+            policy.loss,
+            policy.optimizer,
+            policy.adapter.scale,
+        )
         flat = params_lib.leaves_with_path(adapter)
-        self.factors = {path: torch.tensor(np.float64(leaf), requires_grad=True) for path, leaf in flat}
+        self.factors = {
+            path: torch.tensor(np.float64(leaf), requires_grad=True) for path, leaf in flat
+        }
         self.first = {}  # log-probabilities before the first update, by sequence
         opt = policy.optimizer
         self.adamw = torch.optim.AdamW(
-            self.factors.values(), opt.learning_rate, betas=(opt.b1, opt.b2), eps=opt.eps, weight_decay=opt.weight_decay
+            self.factors.values(),
+            opt.learning_rate,
+            betas=(opt.b1, opt.b2),
+            eps=opt.eps,
+            weight_decay=opt.weight_decay,
         )
 
     def logp(self, prompt, tokens, bare=False):
         weights, changed = dict(self.model.named_parameters()), {}
         for path in sorted({p.rsplit("/", 1)[0] for p in self.factors}) if not bare else ():
-            for a_RD, b_RF, layer in zip(self.factors[f"{path}/a"], self.factors[f"{path}/b"], range(99)):
+            for a_RD, b_RF, layer in zip(
+                self.factors[f"{path}/a"], self.factors[f"{path}/b"], range(99)
+            ):
                 delta_FD = self.scale * b_RF.T @ a_RD
                 name = f"{MODULES[path].format(layer)}.weight"
                 changed[name] = weights[name] + (delta_FD.T if path == "embed" else delta_FD)
-        logits = torch.func.functional_call(self.model, changed, (torch.tensor([prompt + tokens]),)).logits[0]
-        return torch.log_softmax(logits, -1)[range(len(prompt) - 1, len(prompt) + len(tokens) - 1), tokens]
+        logits = torch.func.functional_call(
+            self.model, changed, (torch.tensor([prompt + tokens]),)
+        ).logits[0]
+        return torch.log_softmax(logits, -1)[
+            range(len(prompt) - 1, len(prompt) + len(tokens) - 1), tokens
+        ]
 
     def step(self, rollouts):
-        """One update; returns the loss, the norm before clipping, the gradients, and how near a ratio came to an edge."""
+        """One update; returns the loss, the norm before clipping, the gradients, and how near a
+        ratio came to an edge.
+        """
         c, total, nearest = self.loss, torch.zeros((), dtype=torch.float64), math.inf
         for prompt, s in rollouts:
             logp, old = self.logp(prompt, s.tokens), torch.tensor(s.old_logp, dtype=torch.float64)
             ref = self.logp(prompt, s.tokens, bare=True).detach()
-            advantage, weight = torch.tensor(s.advantages, dtype=torch.float64), torch.tensor(s.weights, dtype=torch.float64)
+            advantage, weight = (
+                torch.tensor(s.advantages, dtype=torch.float64),
+                torch.tensor(s.weights, dtype=torch.float64),
+            )
             first = self.first.setdefault(id(s), logp.detach())
             ratio, gap = torch.exp(logp - first), torch.exp(first - old)
             clipped = ratio.clamp(1 - c.low, 1 + c.clip_high)
@@ -80,13 +113,23 @@ class Reference:
             }[c.kind]
             if c.kl_kind == "k3":
                 loss = loss + c.kl * (torch.exp(ref - logp) - (ref - logp) - 1)
-            total = total + (weight * torch.where((gap < c.band_low) | (gap > c.band_high), 0.0, loss)).sum()
-            for value, edges in ((ratio, (1 - c.low, 1 + c.clip_high)), (gap, (c.band_low, c.band_high))):
-                nearest = min(nearest, float((value.detach()[:, None] - torch.tensor(edges)).abs().min()))
+            total = (
+                total
+                + (weight * torch.where((gap < c.band_low) | (gap > c.band_high), 0.0, loss)).sum()
+            )
+            for value, edges in (
+                (ratio, (1 - c.low, 1 + c.clip_high)),
+                (gap, (c.band_low, c.band_high)),
+            ):
+                nearest = min(
+                    nearest, float((value.detach()[:, None] - torch.tensor(edges)).abs().min())
+                )
         self.adamw.zero_grad()
         total.backward()
         grads = {path: x.grad.numpy().copy() for path, x in self.factors.items()}
-        norm = torch.nn.utils.clip_grad_norm_(self.factors.values(), self.opt.max_grad_norm or math.inf)
+        norm = torch.nn.utils.clip_grad_norm_(
+            self.factors.values(), self.opt.max_grad_norm or math.inf
+        )
         self.adamw.step()
         return float(total.detach()), float(norm), grads, nearest
 
@@ -97,21 +140,38 @@ def random_adapter(rng, specs, config):
 
 
 def random_groups(rng, reference, normalisation):
-    """Random rollouts with group advantages, drawn by a sampler whose log-probabilities are about 0.3 off."""
-    groups, weights = [], token_weights([n for _, lengths in LENGTHS for n in lengths], normalisation, max_tokens=7)
+    """Random rollouts with group advantages, drawn by a sampler whose log-probabilities are about
+    0.3 off.
+    """
+    groups, weights = (
+        [],
+        token_weights([n for _, lengths in LENGTHS for n in lengths], normalisation, max_tokens=7),
+    )
     for prompt_length, lengths in LENGTHS:
-        prompt, advantages = rng.integers(3, 97, prompt_length).tolist(), group_advantages(rng.normal(size=(1, 3)))[0]
+        prompt, advantages = (
+            rng.integers(3, 97, prompt_length).tolist(),
+            group_advantages(rng.normal(size=(1, 3)))[0],
+        )
         made = []
         for n, advantage in zip(lengths, advantages):
             tokens = rng.integers(3, 97, n).tolist()
             with torch.no_grad():
                 old_logp = reference.logp(prompt, tokens).numpy() + rng.normal(0, 0.3, n)
-            made.append(TrainSequence(tokens, [weights.pop(0)] * n, [float(advantage)] * n, np.float32(old_logp).tolist()))
+            made.append(
+                TrainSequence(
+                    tokens,
+                    [weights.pop(0)] * n,
+                    [float(advantage)] * n,
+                    np.float32(old_logp).tolist(),
+                )
+            )
         groups.append(Group(prompt, made))
     return groups
 
 
-EPS = 1e-5  # of AdamW: well above float32 noise in gradients, so that an entry near zero does not turn noise into a whole step
+# of AdamW: well above float32 noise in gradients, so that an entry near zero does not turn noise
+# into a whole step
+EPS = 1e-5
 FIRST = PolicyConfig(
     "first",
     AdapterConfig(3, 6.0, tree.LINEAR_TARGETS),
@@ -122,7 +182,16 @@ SECOND = PolicyConfig(
     "second",
     AdapterConfig(8, 8.0, ("q", "down", "embed", "unembed"), rslora=True),
     OptimizerConfig(2e-3, b1=0.8, b2=0.95, eps=EPS, max_grad_norm=0.0),
-    LossConfig("cispo", clip_low=0.3, clip_high=0.5, kl_kind="k1", kl=0.1, band_low=0.6, band_high=1.6, reference="base"),
+    LossConfig(
+        "cispo",
+        clip_low=0.3,
+        clip_high=0.5,
+        kl_kind="k1",
+        kl=0.1,
+        band_low=0.6,
+        band_high=1.6,
+        reference="base",
+    ),
 )
 OTHER_LOSSES = (
     LossConfig("importance_sampling", kl_kind="k1", kl=0.3, reference="base"),
@@ -135,42 +204,57 @@ OTHER_LOSSES = (
     tuple(dataclasses.replace(p, loss=loss) for p, loss in zip((FIRST, SECOND), OTHER_LOSSES)),
 ], ids=["ppo_k3_and_cispo_k1_band", "importance_sampling_k1_and_reinforce_k3"])  # fmt: skip
 def test_three_grpo_steps_of_two_policies_match_torch_in_float64(policies, rng, tiny_base, hf_dirs):
-    base, model = tiny_base("llama_bias"), oracles.torch_model(hf_dirs("llama_bias"), torch.float64).requires_grad_(False)
+    base, model = (
+        tiny_base("llama_bias"),
+        oracles.torch_model(hf_dirs("llama_bias"), torch.float64).requires_grad_(False),
+    )
     specs = transformer.abstract(base.cfg)
     adapters = {p.name: random_adapter(rng, specs, p.adapter) for p in policies}
     groups, expected = {}, {}
     for p, normalisation in zip(policies, ("sequence", "token")):
         nearest = 0.0
-        while nearest < 1e-5:  # a ratio this near to an edge could fall on its other side in float32: draw again
+        # a ratio this near to an edge could fall on its other side in float32: draw again
+        while nearest < 1e-5:
             reference = Reference(model, p, adapters[p.name])
             groups[p.name] = random_groups(rng, reference, normalisation)
             rollouts = [(g.prefix, s) for g in groups[p.name] for s in g.sequences]
             expected[p.name], nearest = [], math.inf
             for step in range(3):
-                reference.adamw.param_groups[0]["lr"] = p.optimizer.learning_rate * min(1.0, (step + 1) / max(1, p.optimizer.warmup_steps))
+                reference.adamw.param_groups[0]["lr"] = p.optimizer.learning_rate * min(
+                    1.0, (step + 1) / max(1, p.optimizer.warmup_steps)
+                )
                 loss, norm, grads, gap = reference.step(rollouts)
                 after = {path: x.detach().numpy().copy() for path, x in reference.factors.items()}
                 expected[p.name].append((loss, norm, grads, after))
                 nearest = min(nearest, gap)
 
-    trainer, names = Trainer(base, policies), [p.name for p in policies[::-1]]  # not in the order of their slots
+    # not in the order of their slots
+    trainer, names = Trainer(base, policies), [p.name for p in policies[::-1]]
     for name, adapter in adapters.items():
         trainer.load_adapter(name, adapter)
     for step in range(3):
         totals = trainer.forward_backward({name: groups[name] for name in names})
-        sums = {p.name: dict(params_lib.leaves_with_path(gradient_of(trainer, p))) for p in policies}
+        sums = {
+            p.name: dict(params_lib.leaves_with_path(gradient_of(trainer, p))) for p in policies
+        }
         metrics = trainer.optim_step(names)
         for p in policies:
             loss, norm, grads, after = expected[p.name][step]
-            # Tolerances: float32 against float64 through 3 layers; losses are sums of 27 terms up to about 5 of either sign.
+            # Tolerances: float32 against float64 through 3 layers; losses are sums of 27 terms up
+            # to about 5 of either sign.
             np.testing.assert_allclose(totals[p.name]["loss"], loss, rtol=1e-5, atol=1e-5)
             np.testing.assert_allclose(metrics[p.name]["grad_norm"], norm, rtol=2e-5)
             for path, grad in grads.items():
-                np.testing.assert_allclose(sums[p.name][path], grad, rtol=0, atol=1e-4 * np.abs(grad).max(), err_msg=path)
+                np.testing.assert_allclose(
+                    sums[p.name][path], grad, rtol=0, atol=1e-4 * np.abs(grad).max(), err_msg=path
+                )
             ours = dict(params_lib.leaves_with_path(trainer.adapter(p.name)))
-            # A gradient error e moves an AdamW step by at most lr e / eps, with e about 1e-8 after clipping: 2 % of lr is ample.
+            # A gradient error e moves an AdamW step by at most lr e / eps, with e about 1e-8 after
+            # clipping: 2 % of lr is ample.
             moved = [np.abs(ours[path] - x).max() for path, x in after.items()]
-            assert max(moved) < 0.02 * p.optimizer.learning_rate, f"{p.name} step {step}: {max(moved)}"
+            assert max(moved) < 0.02 * p.optimizer.learning_rate, (
+                f"{p.name} step {step}: {max(moved)}"
+            )
     for p in policies:  # the rank padding of first's bucket is still zero
         room = trainer.state[p.adapter.bucket]
         for leaf in jax.tree.leaves((room.adapters.factors, room.opt, room.grad_sum)):
@@ -180,7 +264,9 @@ def test_three_grpo_steps_of_two_policies_match_torch_in_float64(policies, rng, 
 def gradient_of(trainer, policy):
     slot = trainer.slots[policy.name]
     wanted = tree.adapter_specs(trainer.specs, policy.adapter)
-    sums = dataclasses.replace(trainer.state[slot.bucket].adapters, factors=trainer.state[slot.bucket].grad_sum)
+    sums = dataclasses.replace(
+        trainer.state[slot.bucket].adapters, factors=trainer.state[slot.bucket].grad_sum
+    )
     return multihost.to_host(tree.read_slot(sums, slot.index, policy.adapter.rank, wanted))
 
 
@@ -205,13 +291,17 @@ def random_state(rng, configs, optimizers):
 
 
 def with_gradients(state, rng, configs):
-    """Random gradient sums, of magnitudes that are clipped for some policies; zero in the rank padding."""
+    """Random gradient sums, of magnitudes that are clipped for some policies; zero in the rank
+    padding.
+    """
     ranks, out = {}, dict(state)
     for config in configs:
         ranks.setdefault(config.bucket, []).append(config.rank)
     for b, stack in state.items():
         live = np.arange(b)[None, :] < np.array(ranks[b])[:, None]
-        draw = lambda x, live=live: jnp.asarray(rng.normal(0, 0.3, x.shape) * live[None, :, :, None], jnp.float32)  # noqa: E731
+        draw = lambda x, live=live: jnp.asarray(  # noqa: E731
+            rng.normal(0, 0.3, x.shape) * live[None, :, :, None], jnp.float32
+        )
         out[b] = stack.replace(grad_sum=jax.tree.map(draw, stack.grad_sum))
     return out
 
@@ -233,44 +323,67 @@ def test_every_policy_s_update_is_torch_adamw_with_its_own_hyperparameters(rng):
     where = [(4, 0), (4, 1), (4, 2), (2, 0)]
     theirs, adamw = [], []
     for (b, slot), opt in zip(where, OPTIMIZERS):
-        factors = [torch.tensor(np.float64(x), requires_grad=True) for x in jax.tree.leaves(slot_of(state[b].adapters.factors, slot))]
+        factors = [
+            torch.tensor(np.float64(x), requires_grad=True)
+            for x in jax.tree.leaves(slot_of(state[b].adapters.factors, slot))
+        ]
         theirs.append(factors)
-        adamw.append(torch.optim.AdamW(factors, 1.0, betas=(opt.b1, opt.b2), eps=opt.eps, weight_decay=opt.weight_decay))
+        adamw.append(
+            torch.optim.AdamW(
+                factors, 1.0, betas=(opt.b1, opt.b2), eps=opt.eps, weight_decay=opt.weight_decay
+            )
+        )
     for step in range(6):
         state = with_gradients(state, rng, CONFIGS)
         grads = [jax.tree.leaves(slot_of(state[b].grad_sum, slot)) for b, slot in where]
         state, metrics = optim_step(state, {4: jnp.array([2, 0, 1]), 2: jnp.array([0])})
         order = [(2, 0), (4, 2), (4, 0), (4, 1)]  # of the metrics: buckets by rank, slots as given
-        for (b, slot), opt, factors, optimizer, grad in zip(where, OPTIMIZERS, theirs, adamw, grads):
+        for (b, slot), opt, factors, optimizer, grad in zip(
+            where, OPTIMIZERS, theirs, adamw, grads
+        ):
             for x, g in zip(factors, grad):
                 x.grad = torch.tensor(np.float64(g))
             norm = torch.nn.utils.clip_grad_norm_(factors, opt.max_grad_norm or math.inf)
             optimizer.param_groups[0]["lr"] = rate = expected_rate(opt, step)
             optimizer.step()
             i = order.index((b, slot))
-            np.testing.assert_allclose(metrics["grad_norm"][i], norm, rtol=5e-6)  # a float32 sum of squares, in any order
-            np.testing.assert_allclose(metrics["learning_rate"][i], rate, rtol=2e-6, atol=1e-9)  # float32, a cosine near zero
+            # a float32 sum of squares, in any order
+            np.testing.assert_allclose(metrics["grad_norm"][i], norm, rtol=5e-6)
+            # float32, a cosine near zero
+            np.testing.assert_allclose(metrics["learning_rate"][i], rate, rtol=2e-6, atol=1e-9)
             assert metrics["skipped"][i] == 0
             for got, x in zip(jax.tree.leaves(slot_of(state[b].adapters.factors, slot)), factors):
-                # float32 rounding of factors of size 1 in 6 steps, and torch's 1e-6 beside the norm when it clips
+                # float32 rounding of factors of size 1 in 6 steps, and torch's 1e-6 beside the norm
+                # when it clips
                 np.testing.assert_allclose(got, x.detach().numpy(), rtol=0, atol=1e-6)
         for stack in state.values():
-            assert not any(np.any(x) for x in jax.tree.leaves(stack.grad_sum)), "gradient sums are cleared"
+            assert not any(np.any(x) for x in jax.tree.leaves(stack.grad_sum)), (
+                "gradient sums are cleared"
+            )
             np.testing.assert_array_equal(stack.steps, step + 1)
 
 
 def expected_rate(opt, updates):
-    """transformers' schedule; its warm-up begins one update earlier with a rate of zero, ours with the first step up."""
+    """transformers' schedule; its warm-up begins one update earlier with a rate of zero, ours with
+    the first step up.
+    """
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=opt.learning_rate)
-    at = updates + 1 if updates < opt.warmup_steps else min(updates, opt.total_steps)  # theirs rises again after the end
+    # theirs rises again after the end
+    at = updates + 1 if updates < opt.warmup_steps else min(updates, opt.total_steps)
     if opt.schedule == "constant":
         schedule = transformers.get_constant_schedule_with_warmup(optimizer, opt.warmup_steps)
     elif opt.schedule == "linear":
-        schedule = transformers.get_linear_schedule_with_warmup(optimizer, opt.warmup_steps, opt.total_steps)
+        schedule = transformers.get_linear_schedule_with_warmup(
+            optimizer, opt.warmup_steps, opt.total_steps
+        )
     else:
-        schedule = transformers.get_cosine_schedule_with_warmup(optimizer, opt.warmup_steps, opt.total_steps)
+        schedule = transformers.get_cosine_schedule_with_warmup(
+            optimizer, opt.warmup_steps, opt.total_steps
+        )
     fraction = schedule.lr_lambdas[0](at)
-    floor = opt.final_fraction if opt.schedule != "constant" and updates >= opt.warmup_steps else 0.0
+    floor = (
+        opt.final_fraction if opt.schedule != "constant" and updates >= opt.warmup_steps else 0.0
+    )
     return opt.learning_rate * (floor + (1 - floor) * fraction)
 
 
@@ -278,11 +391,21 @@ def expected_rate(opt, updates):
 @pytest.mark.parametrize("warmup_steps", [0, 1, 4])
 @pytest.mark.parametrize("schedule", state_lib.SCHEDULES)
 def test_learning_rates_are_those_of_transformers(schedule, warmup_steps, final_fraction):
-    opt = OptimizerConfig(3e-3, warmup_steps=warmup_steps, total_steps=13, schedule=schedule, final_fraction=final_fraction)
+    opt = OptimizerConfig(
+        3e-3,
+        warmup_steps=warmup_steps,
+        total_steps=13,
+        schedule=schedule,
+        final_fraction=final_fraction,
+    )
     steps = jnp.arange(20, dtype=jnp.int32)
-    hyper = jax.tree.map(lambda x: jnp.broadcast_to(x, (20,)), state_lib.Hyper.zeros(1).put(0, state_lib.Hyper.of(opt)))
+    hyper = jax.tree.map(
+        lambda x: jnp.broadcast_to(x, (20,)),
+        state_lib.Hyper.zeros(1).put(0, state_lib.Hyper.of(opt)),
+    )
     expected = [expected_rate(opt, step) for step in range(20)]
-    np.testing.assert_allclose(scheduled_rate(hyper, steps), expected, rtol=2e-6, atol=1e-9)  # float32, a cosine near zero
+    # float32, a cosine near zero
+    np.testing.assert_allclose(scheduled_rate(hyper, steps), expected, rtol=2e-6, atol=1e-9)
     assert max(expected) == 3e-3
 
 
@@ -302,7 +425,8 @@ def test_a_gradient_that_is_not_finite_is_skipped_for_its_policy_alone(bad, rng)
     chex.assert_trees_all_equal((kept.adapters, kept.opt), (old.adapters, old.opt))
     assert not any(np.any(x) for x in jax.tree.leaves(kept.grad_sum))
     assert (kept.steps, kept.skipped, old.steps, old.skipped) == (1, 1, 1, 0)
-    chex.assert_trees_all_equal(slot_of(got[4], 0), slot_of(fine[4], 0))  # as if its neighbour were sound
+    # as if its neighbour were sound
+    chex.assert_trees_all_equal(slot_of(got[4], 0), slot_of(fine[4], 0))
     assert slot_of(got[4], 0).steps == 2
     chex.assert_trees_all_equal(slot_of(got[4], 2), slot_of(before[4], 2))  # not named: not touched
     chex.assert_trees_all_equal(got[2], before[2])

@@ -46,7 +46,9 @@ def test_a_shape_that_was_slow_is_tried_again_when_others_show_that_it_need_not_
         times.add(SMALL, True, 0.02)
     assert times.seconds(LARGE, True) == pytest.approx(0.02 * 256 / 32)
     times.add(LARGE, True, 5.0)
-    assert times.seconds(LARGE, True) == 5.0, "it is slow all the same, and is left alone for as long again"
+    assert times.seconds(LARGE, True) == 5.0, (
+        "it is slow all the same, and is left alone for as long again"
+    )
 
 
 def test_what_never_ran_is_judged_by_its_tokens(times):
@@ -54,4 +56,6 @@ def test_what_never_ran_is_judged_by_its_tokens(times):
     times.add(SMALL, True, 0.1)
     times.add(OTHER, True, 0.2)
     times.add(OTHER, False, 100.0)
-    assert times.seconds(LARGE, True) == pytest.approx(HOPE * 256 * 0.3 / 160), "else nobody would ever find out"
+    assert times.seconds(LARGE, True) == pytest.approx(HOPE * 256 * 0.3 / 160), (
+        "else nobody would ever find out"
+    )

@@ -1,7 +1,9 @@
-"""Policy gradients at a temperature: the mean over every possible completion is the gradient of the expected reward itself.
+"""Policy gradients at a temperature: the mean over every possible completion is the gradient of the
+expected reward itself.
 
-The base has six tokens, so that all completions of three tokens can be listed, with the end of sequence or without. Each is
-put into the update with its probability as a factor of its reward; the oracle differentiates sum p(y) r(y) in torch, float64.
+The base has six tokens, so that all completions of three tokens can be listed, with the end of
+sequence or without. Each is put into the update with its probability as a factor of its reward; the
+oracle differentiates sum p(y) r(y) in torch, float64.
 """
 
 import dataclasses
@@ -29,14 +31,21 @@ from tests import oracles
 VOCAB, END, LENGTH = 6, 2, 3
 PROMPT = [1, 4, 3]
 ADAPTER = AdapterConfig(2, 3.0, ("q", "down"))
-MODULES = {"dense/attn/q": "model.layers.{}.self_attn.q_proj", "dense/mlp/down": "model.layers.{}.mlp.down_proj"}
+MODULES = {
+    "dense/attn/q": "model.layers.{}.self_attn.q_proj",
+    "dense/mlp/down": "model.layers.{}.mlp.down_proj",
+}
 
 
 @pytest.fixture(scope="module")
 def names():
     with pytest.MonkeyPatch.context() as patch:
         name, changes = oracles.TINY["llama"]
-        patch.setitem(oracles.TINY, "six_tokens", (name, changes | {"vocab_size": VOCAB, "num_hidden_layers": 2}))
+        patch.setitem(
+            oracles.TINY,
+            "six_tokens",
+            (name, changes | {"vocab_size": VOCAB, "num_hidden_layers": 2}),
+        )
         yield "six_tokens"
 
 
@@ -51,18 +60,27 @@ class Oracle:
 
     def __init__(self, model, adapter):
         self.model = model
-        self.factors = {p: torch.tensor(np.float64(x), requires_grad=True) for p, x in params_lib.leaves_with_path(adapter)}
+        self.factors = {
+            p: torch.tensor(np.float64(x), requires_grad=True)
+            for p, x in params_lib.leaves_with_path(adapter)
+        }
 
     def logprobs(self, rows, temperature):
         """``[rows, LENGTH]``, of tokens after the prompt, with gradients; rows are padded."""
         weights, changed = dict(self.model.named_parameters()), {}
         for path, name in MODULES.items():
-            for layer, (a_RD, b_RF) in enumerate(zip(self.factors[f"{path}/a"], self.factors[f"{path}/b"])):
+            for layer, (a_RD, b_RF) in enumerate(
+                zip(self.factors[f"{path}/a"], self.factors[f"{path}/b"])
+            ):
                 key = f"{name.format(layer)}.weight"
                 changed[key] = weights[key] + ADAPTER.scale * b_RF.T @ a_RD
         tokens = torch.tensor([PROMPT + y + [0] * (LENGTH - len(y)) for y in rows])
-        logits = torch.func.functional_call(self.model, changed, (tokens,)).logits[:, len(PROMPT) - 1 : -1]
-        logp = torch.log_softmax(logits / temperature, -1).gather(-1, tokens[:, len(PROMPT) :, None])[..., 0]
+        logits = torch.func.functional_call(self.model, changed, (tokens,)).logits[
+            :, len(PROMPT) - 1 : -1
+        ]
+        logp = torch.log_softmax(logits / temperature, -1).gather(
+            -1, tokens[:, len(PROMPT) :, None]
+        )[..., 0]
         return logp * torch.tensor([[i < len(y) for i in range(LENGTH)] for y in rows])
 
 
@@ -78,8 +96,14 @@ def case(names, rng, tiny_base, hf_dirs):
 
 def gradient(trainer):
     slot, wanted = trainer.slots["p"], tree.adapter_specs(trainer.specs, ADAPTER)
-    sums = dataclasses.replace(trainer.state[slot.bucket].adapters, factors=trainer.state[slot.bucket].grad_sum)
-    return dict(params_lib.leaves_with_path(jax.tree.map(np.array, tree.read_slot(sums, slot.index, ADAPTER.rank, wanted))))
+    sums = dataclasses.replace(
+        trainer.state[slot.bucket].adapters, factors=trainer.state[slot.bucket].grad_sum
+    )
+    return dict(
+        params_lib.leaves_with_path(
+            jax.tree.map(np.array, tree.read_slot(sums, slot.index, ADAPTER.rank, wanted))
+        )
+    )
 
 
 def cosine(a, b):
@@ -101,9 +125,18 @@ def test_the_mean_gradient_is_that_of_the_expected_reward(temperature, baseline,
     truth = {path: x.grad.numpy() for path, x in oracle.factors.items()}
 
     drawn, chance = logp.detach().numpy(), p.detach().numpy()
-    made = [Completion(y, [0.0] * len(y), drawn[i, : len(y)].tolist(), "stop", None) for i, y in enumerate(rows)]
+    made = [
+        Completion(y, [0.0] * len(y), drawn[i, : len(y)].tolist(), "stop", None)
+        for i, y in enumerate(rows)
+    ]
     weighted = chance * (rewards.numpy() - (float(expected.detach()) if baseline else 0.0))
-    sampling = GrpoSampling(group_size=len(rows), max_tokens=LENGTH, temperature=temperature, baseline="none", normalisation="sum")
+    sampling = GrpoSampling(
+        group_size=len(rows),
+        max_tokens=LENGTH,
+        temperature=temperature,
+        baseline="none",
+        normalisation="sum",
+    )
     groups = rollout_groups(sampling, Rollout([], [PROMPT], [made]), weighted[None])
     for kind in ("ppo", "reinforce", "importance_sampling", "cispo"):
         trainer = Trainer(base, [PolicyConfig("p", ADAPTER, loss=LossConfig(kind))])
@@ -112,7 +145,8 @@ def test_the_mean_gradient_is_that_of_the_expected_reward(temperature, baseline,
         alike, size = cosine(gradient(trainer), {path: -g for path, g in truth.items()})
         assert alike >= 0.9999, kind
         assert size == pytest.approx(1.0, abs=2e-3), kind  # float32 through two layers
-        assert totals["max_gap"] < 1e-4  # float32 against float64; at another temperature it would be about 1
+        # float32 against float64; at another temperature it would be about 1
+        assert totals["max_gap"] < 1e-4
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
@@ -120,27 +154,47 @@ def test_the_trainer_sees_what_the_engine_drew(temperature, case, rng):
     base, adapter, _ = case
     trainer = Trainer(base, [PolicyConfig("p", ADAPTER, loss=LossConfig("ppo"))])
     trainer.load_adapter("p", adapter)
-    request = Request(tuple(PROMPT), trainer.slots["p"], n=8, max_tokens=6, temperature=temperature, seed=int(rng.integers(1 << 30)))
+    request = Request(
+        tuple(PROMPT),
+        trainer.slots["p"],
+        n=8,
+        max_tokens=6,
+        temperature=temperature,
+        seed=int(rng.integers(1 << 30)),
+    )
     (made,) = Engine(base).generate([request], trainer.stacks)
     sampling = GrpoSampling(group_size=8, max_tokens=6, temperature=temperature)
     groups = rollout_groups(sampling, Rollout([], [PROMPT], [made]), rng.normal(size=(1, 8)))
-    assert trainer.update({"p": groups})["p"]["max_gap"] < 1e-4  # float32, prefill and decode against one pass
+    # float32, prefill and decode against one pass
+    assert trainer.update({"p": groups})["p"]["max_gap"] < 1e-4
 
 
 @pytest.mark.long
-def test_policies_of_one_pass_may_differ_in_temperature_and_so_does_their_reference(names, rng, tiny_base, hf_dirs):
+def test_policies_of_one_pass_may_differ_in_temperature_and_so_does_their_reference(
+    names, rng, tiny_base, hf_dirs
+):
     base = tiny_base(names)
     loss = LossConfig("ppo", kl_kind="k3", kl=0.1)
     hot = {"warm": 1.0, "cool": 0.4}
     trainer = Trainer(base, [PolicyConfig(n, ADAPTER, loss=loss) for n in hot])
     tokens = rng.integers(0, VOCAB, 5).tolist()
-    groups = {n: [Group(PROMPT, [TrainSequence(tokens, [1.0] * 5, [1.0] * 5, [-1.0] * 5)], temperature=t)] for n, t in hot.items()}
+    groups = {
+        n: [Group(PROMPT, [TrainSequence(tokens, [1.0] * 5, [1.0] * 5, [-1.0] * 5)], temperature=t)]
+        for n, t in hot.items()
+    }
     got = trainer.update(groups)
-    logits = torch.tensor(oracles.torch_logits(oracles.torch_model(hf_dirs(names)), [PROMPT + tokens])[0], dtype=torch.float64)
+    logits = torch.tensor(
+        oracles.torch_logits(oracles.torch_model(hf_dirs(names)), [PROMPT + tokens])[0],
+        dtype=torch.float64,
+    )
     for name, t in hot.items():
-        logp = torch.log_softmax(logits / t, -1)[range(len(PROMPT) - 1, len(PROMPT) + 4), tokens].numpy()
-        np.testing.assert_allclose(groups[name][0].sequences[0].ref_logp, logp, rtol=0, atol=5e-5)  # float32 through two layers
-        np.testing.assert_allclose(groups[name][0].sequences[0].first_logp, logp, rtol=0, atol=5e-5)  # a fresh adapter is the base
+        logp = torch.log_softmax(logits / t, -1)[
+            range(len(PROMPT) - 1, len(PROMPT) + 4), tokens
+        ].numpy()
+        # float32 through two layers
+        np.testing.assert_allclose(groups[name][0].sequences[0].ref_logp, logp, rtol=0, atol=5e-5)
+        # a fresh adapter is the base
+        np.testing.assert_allclose(groups[name][0].sequences[0].first_logp, logp, rtol=0, atol=5e-5)
         assert got[name]["kl"] < 1e-8
 
 
@@ -149,7 +203,10 @@ def test_policies_of_one_pass_may_differ_in_temperature_and_so_does_their_refere
     [
         ({"temperature": 0.0}, "sampling.temperature is 0.0; .* set a number above 0"),
         ({"temperature": float("nan")}, "sampling.temperature is nan"),
-        ({"temperature": 1e-45}, "sampling.temperature is 1e-45; .* set a number above 0, 1e-30 to 1e30"),
+        (
+            {"temperature": 1e-45},
+            "sampling.temperature is 1e-45; .* set a number above 0, 1e-30 to 1e30",
+        ),
         ({"top_k": 5}, "sampling.top_k is 5; .* leave top_k at 0"),
         ({"top_p": 0.9}, "sampling.top_p is 0.9; .* leave top_p at 1.0"),
         ({"min_p": 0.1}, "sampling.min_p is 0.1; .* leave min_p at 0.0"),

@@ -1,4 +1,6 @@
-"""The trainer: names to slots, accumulation over passes, reference log-probabilities, metrics, and errors by name."""
+"""The trainer: names to slots, accumulation over passes, reference log-probabilities, metrics, and
+errors by name.
+"""
 
 import dataclasses
 
@@ -36,7 +38,9 @@ def random_adapter(rng, base, config):
 def random_group(rng, prompt, lengths, **fields):
     def sequence(n):
         columns = [rng.normal(size=n).tolist(), (-rng.exponential(4, n)).tolist()]
-        return TrainSequence(rng.integers(3, 97, n).tolist(), rng.uniform(0.1, 1, n).tolist(), *columns)
+        return TrainSequence(
+            rng.integers(3, 97, n).tolist(), rng.uniform(0.1, 1, n).tolist(), *columns
+        )
 
     return Group(rng.integers(3, 97, prompt).tolist(), [sequence(n) for n in lengths], **fields)
 
@@ -78,7 +82,10 @@ def test_several_small_passes_add_up_to_one_large_one(rng, tiny_base, passes):
     base = tiny_base()
     policies = [A, B, dataclasses.replace(A, name="c")]
     adapters = {p.name: random_adapter(rng, base, p.adapter) for p in policies}
-    groups = {name: [random_group(rng, 5, (6, 6)) for _ in range(n)] for name, n in {"a": 4, "b": 2, "c": 2}.items()}
+    groups = {
+        name: [random_group(rng, 5, (6, 6)) for _ in range(n)]
+        for name, n in {"a": 4, "b": 2, "c": 2}.items()
+    }
     results, shapes = {}, {}
     for max_tokens in (16384, 128, 64, 32):
         trainer = Trainer(base, policies, max_tokens)
@@ -96,20 +103,32 @@ def test_several_small_passes_add_up_to_one_large_one(rng, tiny_base, passes):
     }
     one, one_sum = results.pop(16384)
     for several, sums in results.values():
-        for path, expected in params_lib.leaves_with_path(one_sum[4]):  # float32 sums in another order
+        # float32 sums in another order
+        for path, expected in params_lib.leaves_with_path(one_sum[4]):
             got = dict(params_lib.leaves_with_path(sums[4]))[path]
             assert np.abs(expected).max() > 1e-4
-            np.testing.assert_allclose(got, expected, rtol=0, atol=5e-5 * np.abs(expected).max(), err_msg=path)
-        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=5e-5 * np.abs(y).max()), sums[2], one_sum[2])
+            np.testing.assert_allclose(
+                got, expected, rtol=0, atol=5e-5 * np.abs(expected).max(), err_msg=path
+            )
+        jax.tree.map(
+            lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=5e-5 * np.abs(y).max()),
+            sums[2],
+            one_sum[2],
+        )
         for name in groups:
             assert several[name].keys() == one[name].keys()
             for key, value in one[name].items():
-                np.testing.assert_allclose(several[name][key], value, rtol=1e-5, atol=1e-4, err_msg=key)  # sums of 48 numbers of size 5
+                # sums of 48 numbers of size 5
+                np.testing.assert_allclose(
+                    several[name][key], value, rtol=1e-5, atol=1e-4, err_msg=key
+                )
 
 
 @pytest.mark.long
 def test_a_pass_stays_within_max_tokens_with_its_padding(rng, tiny_base, passes):
-    """Rows are as long as the longest group: one long group beside short ones makes padding, which takes memory too."""
+    """Rows are as long as the longest group: one long group beside short ones makes padding, which
+    takes memory too.
+    """
     trainer = Trainer(tiny_base(), [B], max_tokens=48)
     trainer.forward_backward({"b": [random_group(rng, 1, (n,)) for n in (16, 9, 9, 9)]})
     assert all(P * rows * T <= 48 for P, rows, T, _ in passes), passes
@@ -127,11 +146,16 @@ def test_gradients_go_to_the_named_policies_only(rng, tiny_base):
     chex.assert_trees_all_equal(mine(after), mine(before))
     np.testing.assert_array_equal(after[4].steps, [1, 0])
     assert any(np.any(x) for x in jax.tree.leaves(mine(after).grad_sum))
-    assert all(trainer.stacks[b] is trainer.state[b].adapters for b in (2, 4)), "sampling reads the very arrays that are trained"
+    assert all(trainer.stacks[b] is trainer.state[b].adapters for b in (2, 4)), (
+        "sampling reads the very arrays that are trained"
+    )
 
 
 def test_a_policy_s_adapter_comes_back_at_its_own_rank_and_targets(rng, tiny_base):
-    base, wide = tiny_base(), dataclasses.replace(A, name="wide", adapter=AdapterConfig(4, 1.0, ("up", "embed")))
+    base, wide = (
+        tiny_base(),
+        dataclasses.replace(A, name="wide", adapter=AdapterConfig(4, 1.0, ("up", "embed"))),
+    )
     trainer = Trainer(base, [wide, A], remat="none")
     adapters = {p.name: random_adapter(rng, base, p.adapter) for p in (wide, A)}
     for name, adapter in adapters.items():
@@ -146,16 +170,26 @@ def test_a_policy_s_adapter_comes_back_at_its_own_rank_and_targets(rng, tiny_bas
 def test_policies_that_differ_in_numbers_only_start_by_one_program(tiny_base):
     def policy(i):
         adapter = AdapterConfig(3, 1.0 + i, ("q",), rslora=bool(i % 2))
-        return PolicyConfig(f"p{i}", adapter, OptimizerConfig(1e-3 * (i + 1), warmup_steps=i), seed=i)
+        return PolicyConfig(
+            f"p{i}", adapter, OptimizerConfig(1e-3 * (i + 1), warmup_steps=i), seed=i
+        )
 
     trainer_lib._started.clear_cache()
     policies = [policy(i) for i in range(6)]
     trainer = Trainer(tiny_base(), policies)
     assert trainer_lib._started._cache_size() == 1
-    np.testing.assert_allclose(trainer.stacks[4].scale, [p.adapter.scale for p in policies], rtol=1e-6)
-    np.testing.assert_allclose(trainer.state[4].hyper.learning_rate, [p.optimizer.learning_rate for p in policies], rtol=1e-6)
+    np.testing.assert_allclose(
+        trainer.stacks[4].scale, [p.adapter.scale for p in policies], rtol=1e-6
+    )
+    np.testing.assert_allclose(
+        trainer.state[4].hyper.learning_rate,
+        [p.optimizer.learning_rate for p in policies],
+        rtol=1e-6,
+    )
     drawn = [trainer.adapter(p.name)["dense"]["attn"]["q"]["a"] for p in policies]
-    assert all(np.any(x != y) for i, x in enumerate(drawn) for y in drawn[:i]), "each has its own seed"
+    assert all(np.any(x != y) for i, x in enumerate(drawn) for y in drawn[:i]), (
+        "each has its own seed"
+    )
     for p, x in zip(policies, drawn):
         fresh = tree.init_adapter(trainer.specs, p.adapter, jax.random.key(p.seed))
         np.testing.assert_array_equal(x, fresh["dense"]["attn"]["q"]["a"])
@@ -167,43 +201,67 @@ def test_reference_logprobs_are_those_of_the_bare_model(rng, tiny_base, hf_dirs)
     loss = LossConfig("ppo", kl_kind="k3", kl=0.1, reference="base")
     trainer = Trainer(base, [dataclasses.replace(A, loss=loss)], max_tokens=32)
     trainer.load_adapter("a", random_adapter(rng, base, A.adapter))
-    groups = [random_group(rng, 4, (5, 3)), random_group(rng, 1, (6,)), random_group(rng, 7, (2, 1, 4))]
+    groups = [
+        random_group(rng, 4, (5, 3)),
+        random_group(rng, 1, (6,)),
+        random_group(rng, 7, (2, 1, 4)),
+    ]
     groups[0].sequences[0].weights[1] = groups[2].sequences[2].weights[0] = 0.0
     trainer.forward_backward({"a": groups})
     for g in groups:
         for s in g.sequences:
-            expected = np.where(np.array(s.weights) != 0, torch_logp(model, g.prefix, s.tokens), 0.0)
-            np.testing.assert_allclose(s.ref_logp, expected, rtol=0, atol=2e-5)  # float32 log-softmax over 97 logits, 3 layers
+            expected = np.where(
+                np.array(s.weights) != 0, torch_logp(model, g.prefix, s.tokens), 0.0
+            )
+            # float32 log-softmax over 97 logits, 3 layers
+            np.testing.assert_allclose(s.ref_logp, expected, rtol=0, atol=2e-5)
 
 
 @pytest.mark.long
-def test_reference_logprobs_are_computed_where_a_loss_needs_them_and_kept_where_given(rng, tiny_base):
+def test_reference_logprobs_are_computed_where_a_loss_needs_them_and_kept_where_given(
+    rng, tiny_base
+):
     policies = [dataclasses.replace(A, name=n, loss=loss) for n, loss in {
-        "kl": LossConfig("ppo", kl_kind="k3", kl=0.1), "off": LossConfig("ppo", kl_kind="k3", kl=0.0), "none": LossConfig("ppo", kl=0.1),
+        "kl": LossConfig("ppo", kl_kind="k3", kl=0.1), "off": LossConfig("ppo", kl_kind="k3", kl=0.0), "none": LossConfig("ppo", kl=0.1),  # noqa: E501
     }.items()]  # fmt: skip
     trainer = Trainer(tiny_base(), policies)
-    groups = {p.name: [random_group(rng, 5, (6, 6)), random_group(rng, 5, (6, 6))] for p in policies}
+    groups = {
+        p.name: [random_group(rng, 5, (6, 6)), random_group(rng, 5, (6, 6))] for p in policies
+    }
     given = [[0.25] * 6, [-1.0] * 6]
     for s, values in zip(groups["kl"][1].sequences, given):
         s.ref_logp = values
     trainer.forward_backward(groups)
     assert [s.ref_logp for s in groups["kl"][1].sequences] == given
     assert all(s.ref_logp is not None for s in groups["kl"][0].sequences)
-    assert all(s.ref_logp is None for name in ("off", "none") for g in groups[name] for s in g.sequences)
+    assert all(
+        s.ref_logp is None for name in ("off", "none") for g in groups[name] for s in g.sequences
+    )
 
 
 def test_dpo_metrics_match_torch_with_the_adapter_merged(rng, tiny_base, hf_dirs):
-    base, dpo = tiny_base(), dataclasses.replace(B, loss=LossConfig("dpo", dpo_beta=0.7, reference="base"))
+    base, dpo = (
+        tiny_base(),
+        dataclasses.replace(B, loss=LossConfig("dpo", dpo_beta=0.7, reference="base")),
+    )
     adapter = random_adapter(rng, base, dpo.adapter)
     trainer = Trainer(base, [dpo])
     trainer.load_adapter("b", adapter)
-    groups = [random_group(rng, 4, (5, 3), pair_weight=0.25), random_group(rng, 2, (1, 6), pair_weight=0.75)]
+    groups = [
+        random_group(rng, 4, (5, 3), pair_weight=0.25),
+        random_group(rng, 2, (1, 6), pair_weight=0.75),
+    ]
     got = trainer.update({"b": groups})["b"]
-    bare, tuned = oracles.torch_model(hf_dirs("llama")), merged(oracles.torch_model(hf_dirs("llama")), adapter, dpo.adapter)
+    bare, tuned = (
+        oracles.torch_model(hf_dirs("llama")),
+        merged(oracles.torch_model(hf_dirs("llama")), adapter, dpo.adapter),
+    )
     margins, logps = [], []
     for g in groups:
         logp = [torch_logp(tuned, g.prefix, s.tokens).astype(np.float64) for s in g.sequences]
-        gain = [x.sum() - torch_logp(bare, g.prefix, s.tokens).sum() for x, s in zip(logp, g.sequences)]
+        gain = [
+            x.sum() - torch_logp(bare, g.prefix, s.tokens).sum() for x, s in zip(logp, g.sequences)
+        ]
         margins.append(0.7 * (gain[0] - gain[1]))
         logps += logp
     expected = {
@@ -214,52 +272,87 @@ def test_dpo_metrics_match_torch_with_the_adapter_merged(rng, tiny_base, hf_dirs
         "tokens": 15,
     }
     for key, value in expected.items():
-        np.testing.assert_allclose(got[key], value, rtol=0, atol=1e-4, err_msg=key)  # float32 sums of up to 6 logprobs of about 5
+        # float32 sums of up to 6 logprobs of about 5
+        np.testing.assert_allclose(got[key], value, rtol=0, atol=1e-4, err_msg=key)
     assert min(map(abs, margins)) > 1e-3
 
 
 @pytest.mark.parametrize("reference", ["start", "sft@7"])
-def test_dpo_and_kl_compare_with_the_adapter_that_their_reference_names(reference, rng, tiny_base, hf_dirs):
-    """Oracle: transformers with the adapters merged. Three policies in one pass, one of them with the bare base."""
+def test_dpo_and_kl_compare_with_the_adapter_that_their_reference_names(
+    reference, rng, tiny_base, hf_dirs
+):
+    """Oracle: transformers with the adapters merged. Three policies in one pass, one of them with
+    the bare base.
+    """
     base, only_q = tiny_base(), AdapterConfig(4, 2.0, ("q",))
     losses = {
         "dpo": LossConfig("dpo", dpo_beta=0.7, reference=reference),
         "kl": LossConfig("ppo", kl_kind="k3", kl=0.1, reference=reference),
         "bare": LossConfig("ppo", kl_kind="k3", kl=0.1, reference="base"),
     }
-    trainer = Trainer(base, [PolicyConfig(n, only_q, OptimizerConfig(1e-2), loss, seed=i) for i, (n, loss) in enumerate(losses.items())])
+    trainer = Trainer(
+        base,
+        [
+            PolicyConfig(n, only_q, OptimizerConfig(1e-2), loss, seed=i)
+            for i, (n, loss) in enumerate(losses.items())
+        ],
+    )
     started = {name: random_adapter(rng, base, only_q) for name in losses}
     for name, adapter in started.items():
         trainer.load_adapter(name, adapter)
-    named = {"dpo": (AdapterConfig(3, 6.0, ("q",)), None), "kl": (AdapterConfig(9, 4.0, ("q",)), None)}
-    named = {name: (config, random_adapter(rng, base, config)) for name, (config, _) in named.items()}
+    named = {
+        "dpo": (AdapterConfig(3, 6.0, ("q",)), None),
+        "kl": (AdapterConfig(9, 4.0, ("q",)), None),
+    }
+    named = {
+        name: (config, random_adapter(rng, base, config)) for name, (config, _) in named.items()
+    }
     if reference == "start":
         named = {name: (only_q, started[name]) for name in named}
     else:
-        with pytest.raises(UserError, match=r"policy 'dpo': its loss refers to 'sft@7', whose adapter was not given"):
+        with pytest.raises(
+            UserError,
+            match=r"policy 'dpo': its loss refers to 'sft@7', whose adapter was not given",
+        ):
             trainer.update({"dpo": [random_group(rng, 4, (5, 3), pair_weight=1.0)]})
         for name, (config, adapter) in named.items():
             trainer.refer(name, config, adapter)
-    models = {name: merged(oracles.torch_model(hf_dirs("llama")), adapter, config) for name, (config, adapter) in named.items()}
+    models = {
+        name: merged(oracles.torch_model(hf_dirs("llama")), adapter, config)
+        for name, (config, adapter) in named.items()
+    }
     models["bare"] = oracles.torch_model(hf_dirs("llama"))
     for step in range(2):  # the reference stands still while the policy moves
         pairs = {"pair_weight": 0.5}
-        groups = {n: [random_group(rng, 4, (5, 3), **(pairs if n == "dpo" else {})) for _ in range(2)] for n in losses}
-        policies = {n: merged(oracles.torch_model(hf_dirs("llama")), trainer.adapter(n), only_q) for n in losses}
+        groups = {
+            n: [random_group(rng, 4, (5, 3), **(pairs if n == "dpo" else {})) for _ in range(2)]
+            for n in losses
+        }
+        policies = {
+            n: merged(oracles.torch_model(hf_dirs("llama")), trainer.adapter(n), only_q)
+            for n in losses
+        }
         got = trainer.update(groups)
         gains = {}
         for name, model in models.items():
             for g in groups[name]:
                 for s in g.sequences:
                     expected = torch_logp(model, g.prefix, s.tokens)
-                    np.testing.assert_allclose(s.ref_logp, expected, rtol=0, atol=3e-5)  # float32 log-softmax over 97 logits, 3 layers
-                    gains.setdefault(name, []).append(torch_logp(policies[name], g.prefix, s.tokens).astype(np.float64) - expected)
+                    # float32 log-softmax over 97 logits, 3 layers
+                    np.testing.assert_allclose(s.ref_logp, expected, rtol=0, atol=3e-5)
+                    gains.setdefault(name, []).append(
+                        torch_logp(policies[name], g.prefix, s.tokens).astype(np.float64) - expected
+                    )
         k3 = {n: np.concatenate(gains[n]) for n in ("kl", "bare")}
         for name, gain in k3.items():
-            np.testing.assert_allclose(got[name]["kl"], np.mean(np.exp(-gain) + gain - 1), rtol=1e-3, atol=1e-6)  # of differences of 1e-5
+            # of differences of 1e-5
+            np.testing.assert_allclose(
+                got[name]["kl"], np.mean(np.exp(-gain) + gain - 1), rtol=1e-3, atol=1e-6
+            )
         sums = [x.sum() for x in gains["dpo"]]
         margins = [0.7 * (sums[2 * i] - sums[2 * i + 1]) for i in range(2)]
-        np.testing.assert_allclose(got["dpo"]["margin"], np.mean(margins), rtol=0, atol=2e-4)  # float32 sums of up to 8 logprobs of about 5
+        # float32 sums of up to 8 logprobs of about 5
+        np.testing.assert_allclose(got["dpo"]["margin"], np.mean(margins), rtol=0, atol=2e-4)
         if reference == "start" and step == 0:
             assert got["kl"]["kl"] < 1e-8
             assert got["bare"]["kl"] > 1e-3
@@ -268,9 +361,13 @@ def test_dpo_and_kl_compare_with_the_adapter_that_their_reference_names(referenc
 
 
 def test_a_fresh_policy_s_reference_is_the_bare_base_at_no_cost(rng, tiny_base, monkeypatch):
-    trainer = Trainer(tiny_base(), [dataclasses.replace(A, loss=LossConfig("ppo", kl_kind="k3", kl=0.1))])
+    trainer = Trainer(
+        tiny_base(), [dataclasses.replace(A, loss=LossConfig("ppo", kl_kind="k3", kl=0.1))]
+    )
     seen, real = [], step_lib.score
-    monkeypatch.setattr(step_lib, "score", lambda *args, **kwargs: seen.append(args[2:4]) or real(*args, **kwargs))
+    monkeypatch.setattr(
+        step_lib, "score", lambda *args, **kwargs: seen.append(args[2:4]) or real(*args, **kwargs)
+    )
     got = trainer.update({"a": [random_group(rng, 5, (6, 6))]})
     assert seen == [({}, {})]
     assert got["a"]["kl"] < 1e-8
@@ -278,7 +375,9 @@ def test_a_fresh_policy_s_reference_is_the_bare_base_at_no_cost(rng, tiny_base, 
 
 @pytest.mark.long
 def test_lengths_that_vary_compile_no_second_scoring(rng, tiny_base):
-    trainer = Trainer(tiny_base(), [dataclasses.replace(A, loss=LossConfig("ppo", kl_kind="k3", kl=0.1))])
+    trainer = Trainer(
+        tiny_base(), [dataclasses.replace(A, loss=LossConfig("ppo", kl_kind="k3", kl=0.1))]
+    )
     trainer.load_adapter("a", random_adapter(rng, trainer.base, A.adapter))
     step_lib.score.clear_cache()
     for lengths in ((7, 7), (6, 7), (7, 6), (6, 6)):
@@ -294,21 +393,37 @@ def test_the_first_update_s_log_probabilities_are_kept_for_the_later_ones(rng, t
     first = [np.array(s.first_logp) for s in groups[0].sequences]
     assert np.isnan(first[0][1])
     assert np.isfinite(np.concatenate([np.delete(first[0], 1), first[1]])).all()
-    gaps = np.concatenate([np.abs(f - s.old_logp)[np.array(s.weights) != 0] for f, s in zip(first, groups[0].sequences)])
+    gaps = np.concatenate(
+        [
+            np.abs(f - s.old_logp)[np.array(s.weights) != 0]
+            for f, s in zip(first, groups[0].sequences)
+        ]
+    )
     assert rows[0]["clipped"] == 0.0
-    assert rows[2]["logp"] != pytest.approx(rows[0]["logp"], abs=1e-4), "the policy moved, so the test says something"
+    assert rows[2]["logp"] != pytest.approx(rows[0]["logp"], abs=1e-4), (
+        "the policy moved, so the test says something"
+    )
     for row in rows:  # of the sampler and the first trainer, whatever the updates did
         assert row["gap"] == pytest.approx(gaps.mean(), rel=1e-6)
 
 
 @pytest.mark.parametrize(("kind", "low"), [("ppo", 0.2), ("cispo", 1.0)])
 def test_a_clip_has_its_paper_s_lower_side(kind, low):
-    assert stack_coefs([LossConfig(kind), LossConfig(kind, clip_low=0.25)]).ratio_low.tolist() == [np.float32(1 - low), 0.75]
+    assert stack_coefs([LossConfig(kind), LossConfig(kind, clip_low=0.25)]).ratio_low.tolist() == [
+        np.float32(1 - low),
+        0.75,
+    ]
 
 
 def test_sums_become_means_over_tokens_and_pairs():
     totals = {"loss": 3.0, "tokens": 4.0, "logp_sum": -8.0, "clipped_sum": 2.0, "max_gap": 4.5}
-    assert summarise(totals) == {"loss": 3.0, "tokens": 4.0, "logp": -2.0, "clipped": 0.5, "max_gap": 4.5}
+    assert summarise(totals) == {
+        "loss": 3.0,
+        "tokens": 4.0,
+        "logp": -2.0,
+        "clipped": 0.5,
+        "max_gap": 4.5,
+    }
     of_pairs = {"loss": 3.0, "tokens": 4.0, "pairs": 2.0, "margin_sum": 7.0, "preferred_sum": 1.0}
     assert summarise(of_pairs) == {"loss": 3.0, "tokens": 4.0, "margin": 3.5, "preferred": 0.5}
 
@@ -324,11 +439,17 @@ def test_only_metrics_that_mean_something_for_a_loss_are_reported(rng, tiny_base
         LossConfig("dpo"): shared | {"kl", "margin", "preferred", "chosen", "rejected"},
     }
     configs = [dataclasses.replace(B, name=str(i), loss=loss) for i, loss in enumerate(expected)]
-    trainer, groups = Trainer(tiny_base(), configs), {c.name: [random_group(rng, 3, (3, 3))] for c in configs}
+    trainer, groups = (
+        Trainer(tiny_base(), configs),
+        {c.name: [random_group(rng, 3, (3, 3))] for c in configs},
+    )
     groups["5"][0].pair_weight = 1.0
     metrics = trainer.update(groups)
     for config in configs:
-        assert metrics[config.name].keys() - {"grad_norm", "learning_rate", "skipped"} == expected[config.loss], config.loss
+        assert (
+            metrics[config.name].keys() - {"grad_norm", "learning_rate", "skipped"}
+            == expected[config.loss]
+        ), config.loss
     without = random_group(rng, 3, (3, 3))
     for sequence in without.sequences:
         sequence.old_logp = None
@@ -339,7 +460,11 @@ def test_only_metrics_that_mean_something_for_a_loss_are_reported(rng, tiny_base
 @pytest.mark.parametrize(
     ("loss", "lacking", "says"),
     [
-        (LossConfig("ppo"), "advantages", "loss 'ppo' needs advantages and old_logp.*sequence 0 has no advantages.*cross_entropy"),
+        (
+            LossConfig("ppo"),
+            "advantages",
+            "loss 'ppo' needs advantages and old_logp.*sequence 0 has no advantages.*cross_entropy",
+        ),
         (LossConfig("ppo"), "old_logp", "sequence 0 has no old_logp"),
         (LossConfig("reinforce"), "advantages", "loss 'reinforce' needs advantages, and"),
         (LossConfig("reinforce", band_high=2.0), "old_logp", "sequence 0 has no old_logp"),
@@ -349,8 +474,13 @@ def test_only_metrics_that_mean_something_for_a_loss_are_reported(rng, tiny_base
     ],
 )
 def test_data_that_would_train_nothing_is_refused(loss, lacking, says, rng, tiny_base):
-    trainer, group = Trainer(tiny_base(), [dataclasses.replace(B, loss=loss)]), random_group(rng, 3, (3, 3))
-    group.pair_weight = 0.0 if lacking == "pair_weight" else float(loss.kind in ("dpo", "cross_entropy"))
+    trainer, group = (
+        Trainer(tiny_base(), [dataclasses.replace(B, loss=loss)]),
+        random_group(rng, 3, (3, 3)),
+    )
+    group.pair_weight = (
+        0.0 if lacking == "pair_weight" else float(loss.kind in ("dpo", "cross_entropy"))
+    )
     if lacking in ("advantages", "old_logp"):
         setattr(group.sequences[0], lacking, None)
     with pytest.raises(UserError, match=says):
@@ -358,29 +488,50 @@ def test_data_that_would_train_nothing_is_refused(loss, lacking, says, rng, tiny
 
 
 def test_loss_configs_become_columns_of_numbers():
-    configs = [LossConfig("dpo", kl_kind="k3", kl=0.5, dpo_beta=0.3), LossConfig("cispo", 0.1, 0.4, "none", 0.0, 0.5, 2.0)]
+    configs = [
+        LossConfig("dpo", kl_kind="k3", kl=0.5, dpo_beta=0.3),
+        LossConfig("cispo", 0.1, 0.4, "none", 0.0, 0.5, 2.0),
+    ]
     c = stack_coefs(configs)
     assert c.kind.tolist() == [KINDS.index("dpo"), KINDS.index("cispo")]
     assert c.kl_kind.tolist() == [KL_KINDS.index("k3"), KL_KINDS.index("none")]
     np.testing.assert_array_equal(c.ratio_low, np.float32([0.8, 0.9]))
     np.testing.assert_array_equal(c.ratio_high, np.float32([1.2, 1.4]))
     np.testing.assert_array_equal(c.beta, np.float32([0.3, configs[1].dpo_beta]))
-    np.testing.assert_array_equal(stack_coefs([LossConfig("dro", dro_beta=0.7)]).beta, np.float32([0.7]))
+    np.testing.assert_array_equal(
+        stack_coefs([LossConfig("dro", dro_beta=0.7)]).beta, np.float32([0.7])
+    )
     for name in ("kl", "band_low", "band_high"):
-        np.testing.assert_array_equal(getattr(c, name), np.float32([getattr(each, name) for each in configs]))
+        np.testing.assert_array_equal(
+            getattr(c, name), np.float32([getattr(each, name) for each in configs])
+        )
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda base: Trainer(base, [A, B, A]), r"policy names \['a', 'b', 'a'\] are not distinct: rename one"),
-        (lambda base: Trainer(base, [A], remat="some"), "remat is 'some'; choose one of: none, names, full"),
-        (lambda base: Trainer(base, [dataclasses.replace(A, adapter=AdapterConfig(0))]), "rank is 0; expected 1 to 1024"),
         (
-            lambda base: Trainer(base, [dataclasses.replace(A, adapter=AdapterConfig(4, targets=("query",)))]),
+            lambda base: Trainer(base, [A, B, A]),
+            r"policy names \['a', 'b', 'a'\] are not distinct: rename one",
+        ),
+        (
+            lambda base: Trainer(base, [A], remat="some"),
+            "remat is 'some'; choose one of: none, names, full",
+        ),
+        (
+            lambda base: Trainer(base, [dataclasses.replace(A, adapter=AdapterConfig(0))]),
+            "rank is 0; expected 1 to 1024",
+        ),
+        (
+            lambda base: Trainer(
+                base, [dataclasses.replace(A, adapter=AdapterConfig(4, targets=("query",)))]
+            ),
             "target 'query' is not a projection of this base; choose from all-linear, embed, q",
         ),
-        (lambda base: LossConfig("grpo"), "loss is 'grpo'; choose one of: cross_entropy, reinforce"),
+        (
+            lambda base: LossConfig("grpo"),
+            "loss is 'grpo'; choose one of: cross_entropy, reinforce",
+        ),
         (lambda base: LossConfig(kl_kind="k2"), "kl_kind is 'k2'; choose one of: none, k1, k3"),
     ],
     ids=["names", "remat", "rank", "target", "loss", "kl_kind"],
@@ -417,5 +568,8 @@ def test_a_policy_without_groups_is_refused_and_not_updated(rng, tiny_base):
 
 def test_a_sequence_beyond_the_context_is_refused(rng, tiny_base):
     base = tiny_base()
-    with pytest.raises(UserError, match=r"a prompt of 200 and a continuation of 57 tokens exceed the context of 256"):
+    with pytest.raises(
+        UserError,
+        match=r"a prompt of 200 and a continuation of 57 tokens exceed the context of 256",
+    ):
         Trainer(base, [B]).forward_backward({"b": [random_group(rng, 200, (57,))]})

@@ -1,4 +1,6 @@
-"""Commands that change the catalog (promote, tag, rename, retire, delete, gc and the like), and export."""
+"""Commands that change the catalog (promote, tag, rename, retire, delete, gc and the like), and
+export.
+"""
 
 import argparse
 from pathlib import Path
@@ -20,7 +22,10 @@ def promote(args: argparse.Namespace, catalog: Catalog) -> Result:
         raise UserError(f"two revisions are given, {which!r} and {args.revision!r}: name one")
     revision = which if at else args.revision
     if not revision:
-        raise UserError(f"which revision of {policy!r} shall {args.alias!r} name? give {policy}@NUMBER, an alias or a digest")
+        raise UserError(
+            f"which revision of {policy!r} shall {args.alias!r} name? give {policy}@NUMBER, an"
+            " alias or a digest"
+        )
     return _moved(catalog.promote(policy, _which(revision), args.alias, by=args.by, why=args.why))
 
 
@@ -35,13 +40,20 @@ def _which(text: str) -> int | str:
 
 
 def _moved(alias: Alias) -> Result:
-    return Result({"alias": alias}, [f"{alias.policy}@{alias.name} is revision {alias.number}, {alias.digest[:12]}"])
+    return Result(
+        {"alias": alias},
+        [f"{alias.policy}@{alias.name} is revision {alias.number}, {alias.digest[:12]}"],
+    )
 
 
 def branch(args: argparse.Namespace, catalog: Catalog) -> Result:
     """Makes a policy from a revision."""
-    made = catalog.branch(args.name, args.revision, keep_last=args.keep_last, by=args.by, why=args.why)
-    return Result({"policy": policy_data(made)}, [f"{made.policy} begins with the bytes of {made.parent}"])
+    made = catalog.branch(
+        args.name, args.revision, keep_last=args.keep_last, by=args.by, why=args.why
+    )
+    return Result(
+        {"policy": policy_data(made)}, [f"{made.policy} begins with the bytes of {made.parent}"]
+    )
 
 
 def _set(args: argparse.Namespace, change, done: str, needs_revision: bool) -> Result:
@@ -49,7 +61,9 @@ def _set(args: argparse.Namespace, change, done: str, needs_revision: bool) -> R
     if needs_revision and not at:
         raise UserError(f"{args.name!r} names no revision: write {args.name}@NUMBER, or an alias")
     if at and not which:
-        raise UserError(f"{args.name!r} ends with '@': write a number or an alias behind it, or leave it out")
+        raise UserError(
+            f"{args.name!r} ends with '@': write a number or an alias behind it, or leave it out"
+        )
     if at:
         change(policy, _which(which), by=args.by, why=args.why)
     else:
@@ -85,7 +99,9 @@ def tag(args: argparse.Namespace, catalog: Catalog) -> Result:
     if not (changes or args.remove):
         raise UserError(f"which tags shall {args.name} have? give KEY=VALUE, or --remove KEY")
     now = catalog.tag(args.name, changes | dict.fromkeys(args.remove), by=args.by, why=args.why)
-    return Result({"name": args.name, "tags": now}, [f"{args.name} has {tags_text(now) or 'no tags'}"])
+    return Result(
+        {"name": args.name, "tags": now}, [f"{args.name} has {tags_text(now) or 'no tags'}"]
+    )
 
 
 def rename(args: argparse.Namespace, catalog: Catalog) -> Result:
@@ -97,23 +113,41 @@ def rename(args: argparse.Namespace, catalog: Catalog) -> Result:
 def delete(args: argparse.Namespace, catalog: Catalog) -> Result:
     """Removes a retired policy."""
     catalog.delete(args.policy, by=args.by, why=args.why)
-    return Result({"policy": args.policy, "is": "deleted"}, [f"{args.policy} is deleted; gc frees the bytes that nothing else names"])
+    return Result(
+        {"policy": args.policy, "is": "deleted"},
+        [f"{args.policy} is deleted; gc frees the bytes that nothing else names"],
+    )
 
 
 def keep_last(args: argparse.Namespace, catalog: Catalog) -> Result:
     """Sets how many of its newest revisions gc keeps of a policy."""
     beyond = catalog.keep_last(args.policy, args.count, by=args.by, why=args.why)
-    kept = "all revisions" if args.count is None else f"the last {args.count}, and what aliases, pins, leases and branches name"
+    kept = (
+        "all revisions"
+        if args.count is None
+        else f"the last {args.count}, and what aliases, pins, leases and branches name"
+    )
     parts: list = [f"gc keeps {kept} of {args.policy}"]
     if beyond:
-        parts.append(table("older ones that stay", ("#revision", "because"), ((one.number, ", ".join(one.because)) for one in beyond)))
+        parts.append(
+            table(
+                "older ones that stay",
+                ("#revision", "because"),
+                ((one.number, ", ".join(one.because)) for one in beyond),
+            )
+        )
     return Result({"policy": args.policy, "keep_last": args.count, "kept_beyond": beyond}, parts)
 
 
 def gc(args: argparse.Namespace, catalog: Catalog) -> Result:
     """Removes what may go, and says what it was."""
     stages = Stages("gc")
-    options = {"dry_run": args.dry_run, "compact": not args.no_compact, "grace_s": args.grace, "accept_losses": args.accept_losses}
+    options = {
+        "dry_run": args.dry_run,
+        "compact": not args.no_compact,
+        "grace_s": args.grace,
+        "accept_losses": args.accept_losses,
+    }
     report = catalog.gc(**options, by=args.by, why=args.why, progress=stages.at)
     stages.end()
     counts = [
@@ -127,7 +161,10 @@ def gc(args: argparse.Namespace, catalog: Catalog) -> Result:
         ("payloads moved into larger packs", report.moved, report.moved_bytes),
         ("packs in their grace period", report.waiting, report.waiting_bytes),
     ]
-    rows = [(what, f"{count:,}", None if bytes is None else size(bytes)) for what, count, bytes in counts]
+    rows = [
+        (what, f"{count:,}", None if bytes is None else size(bytes))
+        for what, count, bytes in counts
+    ]
     title = "would be removed" if report.dry_run else "removed"
     parts: list = [table(title, ("what", "#count", "#bytes"), rows)]
     if report.revisions:
@@ -138,10 +175,20 @@ def gc(args: argparse.Namespace, catalog: Catalog) -> Result:
 def recover(args: argparse.Namespace, catalog: Catalog) -> Result:
     """Makes revisions of adapters that no record names."""
     progress = Progress("recover: packs", None)
-    report = catalog.recover(args.policy, dry_run=args.dry_run, grace_s=args.grace, by=args.by, why=args.why, progress=progress.at)
+    report = catalog.recover(
+        args.policy,
+        dry_run=args.dry_run,
+        grace_s=args.grace,
+        by=args.by,
+        why=args.why,
+        progress=progress.at,
+    )
     progress.leave()
     title = "would be recovered" if report.dry_run else "recovered"
-    rows = [(one["name"], one["rank"], str(one["base"])[:12], size(int(one["bytes"]))) for one in report.revisions]
+    rows = [
+        (one["name"], one["rank"], str(one["base"])[:12], size(int(one["bytes"])))
+        for one in report.revisions
+    ]
     parts: list = [table(f"{title}: {len(rows):,}", ("policy", "#rank", "base", "#bytes"), rows)]
     if report.left:
         parts.append(table("left where it is", ("why",), ((what,) for what in report.left)))
@@ -157,15 +204,27 @@ def export(args: argparse.Namespace, catalog: Catalog) -> Result:
     answer = {"policy": found.policy, "number": found.number, "digest": found.digest}
     if args.packed is not None:
         _write_new(Path(args.packed), data.data)
-        return Result(answer | {"packed": args.packed}, [f"wrote {args.packed}, {size(data.size)}, {found.digest}"])
-    shown = [("directory", args.directory), ("revision", f"{found.policy}@{found.number}"), ("digest", found.digest)]
+        return Result(
+            answer | {"packed": args.packed},
+            [f"wrote {args.packed}, {size(data.size)}, {found.digest}"],
+        )
+    shown = [
+        ("directory", args.directory),
+        ("revision", f"{found.policy}@{found.number}"),
+        ("digest", found.digest),
+    ]
     if args.format == "orbax":
         from mint_jax.catalog import orbax_files  # with Orbax, which takes seconds to import
 
         orbax_files.write(args.directory, data, answer)
-        return Result(answer | {"directory": args.directory}, [facts("wrote an Orbax checkpoint", shown)])
+        return Result(
+            answer | {"directory": args.directory}, [facts("wrote an Orbax checkpoint", shown)]
+        )
     if args.base is None:
-        raise UserError("a PEFT directory needs the base's names: give --base, or choose --format=orbax or --packed FILE")
+        raise UserError(
+            "a PEFT directory needs the base's names: give --base, or choose --format=orbax or"
+            " --packed FILE"
+        )
     from mint_jax.lora import peft, tree
     from mint_jax.models import hf
     from mint_jax.models.base import PACKAGED, public_name
@@ -175,19 +234,39 @@ def export(args: argparse.Namespace, catalog: Catalog) -> Result:
     adapter, schema = unpack(data)
     if schema.base != base.fingerprint:
         raise UserError(
-            f"{found.policy}@{found.number} was trained on base {schema.base[:12]}, {args.base!r} is {base.fingerprint[:12]}: "
-            "give its own base"
+            f"{found.policy}@{found.number} was trained on base {schema.base[:12]}, {args.base!r}"
+            f" is {base.fingerprint[:12]}: give its own base"
         )
     tree.check_fits(adapter, schema.config, base.specs, args.name, finite=False)
     base_name = args.base_name or public_name(args.base)
     try:
-        peft.write_peft(args.directory, adapter, schema.config, base.tables[0], base_name, hf.is_moe_type(base.cfg))
+        peft.write_peft(
+            args.directory,
+            adapter,
+            schema.config,
+            base.tables[0],
+            base_name,
+            hf.is_moe_type(base.cfg),
+        )
     except OSError as error:
-        raise UserError(f"output {args.directory} cannot be written ({error.strerror or error}): choose another place") from None
+        raise UserError(
+            f"output {args.directory} cannot be written ({error.strerror or error}): choose another"
+            " place"
+        ) from None
     shown.append(("base named in it", base_name))
     if not args.base_name and args.base.lower() in PACKAGED:
-        shown.append(("note", "the hub has the full weights of this base; here it is a 4-bit GGUF file, so outputs there differ a little"))
-    return Result(answer | {"directory": args.directory, "base_name": base_name}, [facts("wrote", shown)])
+        shown.append(
+            (
+                "note",
+                (
+                    "the hub has the full weights of this base; here it is a 4-bit GGUF file, so"
+                    " outputs there differ a little"
+                ),
+            )
+        )
+    return Result(
+        answer | {"directory": args.directory, "base_name": base_name}, [facts("wrote", shown)]
+    )
 
 
 def _write_new(target: Path, data: memoryview) -> None:
@@ -197,4 +276,6 @@ def _write_new(target: Path, data: memoryview) -> None:
     try:
         write_file(target, bytes(data), replace=False)
     except OSError as error:
-        raise UserError(f"output {target} cannot be written ({error.strerror or error}): choose another place") from None
+        raise UserError(
+            f"output {target} cannot be written ({error.strerror or error}): choose another place"
+        ) from None

@@ -1,7 +1,9 @@
-"""Import in bulk: readers in parallel, some thousand adapters a transaction, and a second run goes on where one was stopped.
+"""Import in bulk: readers in parallel, some thousand adapters a transaction, and a second run goes
+on where one was stopped.
 
-A source becomes a revision of the policy that the template names. What a policy has already, by digest, is not imported
-again. What cannot be imported is reported with its reason and keeps nothing else from being imported.
+A source becomes a revision of the policy that the template names. What a policy has already, by
+digest, is not imported again. What cannot be imported is reported with its reason and keeps nothing
+else from being imported.
 """
 
 import argparse
@@ -51,12 +53,19 @@ class Tally:
 
 
 def run(args: argparse.Namespace, catalog: Catalog | None) -> Result:
-    """Imports all sources; status 1 where one was refused. ``catalog`` None: there is none yet, in a dry run."""
+    """Imports all sources; status 1 where one was refused. ``catalog`` None: there is none yet, in
+    a dry run.
+    """
     sources, refused = find(args.paths, args.follow_links)
     if not sources and not refused:
-        raise UserError(f"{', '.join(args.paths)}: there is no PEFT directory, no safetensors file, and no Orbax checkpoint of a revision")
+        raise UserError(
+            f"{', '.join(args.paths)}: there is no PEFT directory, no safetensors file, and no"
+            " Orbax checkpoint of a revision"
+        )
     if args.base is None and (count := sum(source.peft for source in sources)):
-        raise UserError(f"{count} PEFT directories need the base that they were trained on: give --base")
+        raise UserError(
+            f"{count} PEFT directories need the base that they were trained on: give --base"
+        )
     tally = Tally(refused=refused)
     planned = _plan(sources, args.policy, args.tenant, tally)
     progress = Progress("check" if args.dry_run else "import", len(sources) + len(refused))
@@ -75,18 +84,33 @@ def run(args: argparse.Namespace, catalog: Catalog | None) -> Result:
             progress.at(tally.done, f"{len(tally.refused)} refused, {size(tally.bytes)}")
         _commit(batch, args, catalog, tally)
     except UserError as error:
-        raise UserError(f"{error} ({tally.imported:,} were imported before; the same command goes on behind them)") from None
+        raise UserError(
+            f"{error} ({tally.imported:,} were imported before; the same command goes on behind"
+            " them)"
+        ) from None
     progress.end(tally.done, f"{len(tally.refused)} refused, {size(tally.bytes)}")
     return _report(tally, args.dry_run)
 
 
 def _report(tally: Tally, dry_run: bool) -> Result:
-    data = {"dry_run": dry_run, "imported": tally.imported, "present": tally.present, "bytes": tally.bytes, "refused": tally.refused}
+    data = {
+        "dry_run": dry_run,
+        "imported": tally.imported,
+        "present": tally.present,
+        "bytes": tally.bytes,
+        "refused": tally.refused,
+    }
     imported = "would be imported" if dry_run else "imported"
-    counts = [(imported, f"{tally.imported:,}"), ("present already", f"{tally.present:,}"), ("refused", f"{len(tally.refused):,}")]
+    counts = [
+        (imported, f"{tally.imported:,}"),
+        ("present already", f"{tally.present:,}"),
+        ("refused", f"{len(tally.refused):,}"),
+    ]
     parts: list = [facts("", [*counts, ("bytes", f"{tally.bytes:,}")])]
     if tally.refused:
-        parts.append(table("refused", ("path", "reason"), ((one.path, one.reason) for one in tally.refused)))
+        parts.append(
+            table("refused", ("path", "reason"), ((one.path, one.reason) for one in tally.refused))
+        )
     return Result(data, parts, 1 if tally.refused else 0)
 
 
@@ -97,34 +121,50 @@ def policy_name(template: str, path: Path, tenant: str | None) -> str:
         UserError: an unknown field, or a name that is not allowed.
     """
     path = path.absolute()
-    fields = {"name": path.stem if path.suffix == ".safetensors" else path.name, "parent": path.parent.name}
+    fields = {
+        "name": path.stem if path.suffix == ".safetensors" else path.name,
+        "parent": path.parent.name,
+    }
 
     def fill(match: re.Match) -> str:
         if match[1] not in fields:
-            raise UserError(f"--policy {template[:80]!r} has {match[0][:40]!r}; known are {{name}} and {{parent}}")
+            raise UserError(
+                f"--policy {template[:80]!r} has {match[0][:40]!r}; known are {{name}} and"
+                " {parent}"
+            )
         return fields[match[1]]
 
     name = re.sub(r"\{([^{}]*)\}", fill, template)
     return full_name(*names.parse_policy(name, tenant))
 
 
-def _plan(sources: Sequence[Source], template: str, tenant: str | None, tally: Tally) -> list[tuple[Source, str]]:
-    """Each source with its policy; two of one policy would become its revisions in an arbitrary order."""
-    policy_name(template, Path("/parent/name"), tenant)  # a wrong template is one error, not thousands
+def _plan(
+    sources: Sequence[Source], template: str, tenant: str | None, tally: Tally
+) -> list[tuple[Source, str]]:
+    """Each source with its policy; two of one policy would become its revisions in an arbitrary
+    order.
+    """
+    # a wrong template is one error, not thousands
+    policy_name(template, Path("/parent/name"), tenant)
     taken: dict[str, Path] = {}
     planned = []
     for source in sources:
         try:
             policy = policy_name(template, source.path, tenant)
             if (first := taken.setdefault(policy, source.path)) != source.path:
-                raise UserError(f"policy {policy!r} is that of {first} already: choose another --policy, such as '{{parent}}-{{name}}'")
+                raise UserError(
+                    f"policy {policy!r} is that of {first} already: choose another --policy, such"
+                    " as '{parent}-{name}'"
+                )
             planned.append((source, policy))
         except UserError as error:
             tally.refused.append(Refusal(str(source.path), str(error)))
     return planned
 
 
-def _read(planned: Sequence[tuple[Source, str]], args: argparse.Namespace) -> Iterator[Ready | Refusal]:
+def _read(
+    planned: Sequence[tuple[Source, str]], args: argparse.Namespace
+) -> Iterator[Ready | Refusal]:
     """Reads sources in order, several at once, and only so far ahead that they fit in memory."""
     from mint_jax.catalog.cli.peft_files import packed_object
     from mint_jax.models.outline import outline
@@ -140,9 +180,14 @@ def _read(planned: Sequence[tuple[Source, str]], args: argparse.Namespace) -> It
         except UserError as error:
             return Refusal(str(source.path), str(error))
         except OSError as error:
-            return Refusal(str(source.path), f"{error.filename or source.path} cannot be read ({error.strerror or error})")
+            return Refusal(
+                str(source.path),
+                f"{error.filename or source.path} cannot be read ({error.strerror or error})",
+            )
         except Exception as error:  # one malformed file must not keep thousands of others out
-            return Refusal(str(source.path), f"it cannot be read ({type(error).__name__}: {str(error)[:300]})")
+            return Refusal(
+                str(source.path), f"it cannot be read ({type(error).__name__}: {str(error)[:300]})"
+            )
 
     with ThreadPoolExecutor(args.readers, "reader") as pool:
         under_way: collections.deque[Future] = collections.deque()
@@ -158,11 +203,17 @@ def _read(planned: Sequence[tuple[Source, str]], args: argparse.Namespace) -> It
                 future.cancel()
 
 
-def _commit(batch: Sequence[Ready], args: argparse.Namespace, catalog: Catalog | None, tally: Tally) -> None:
+def _commit(
+    batch: Sequence[Ready], args: argparse.Namespace, catalog: Catalog | None, tally: Tally
+) -> None:
     """Makes revisions of a batch, without those that are there already."""
     if not batch:
         return
-    there = [False] * len(batch) if catalog is None else catalog.holds([(one.policy, one.digest) for one in batch])
+    there = (
+        [False] * len(batch)
+        if catalog is None
+        else catalog.holds([(one.policy, one.digest) for one in batch])
+    )
     tally.present += sum(there)
     new = [one for one, present in zip(batch, there) if not present]
     if not args.dry_run:
@@ -197,8 +248,11 @@ def _would_refuse(one: Ready, catalog: Catalog, args: argparse.Namespace) -> str
     return None
 
 
-def _export(some: Sequence[Ready], args: argparse.Namespace, catalog: Catalog, tally: Tally) -> None:
-    """One transaction; where the catalog refuses it, its halves, down to the adapters that are at fault.
+def _export(
+    some: Sequence[Ready], args: argparse.Namespace, catalog: Catalog, tally: Tally
+) -> None:
+    """One transaction; where the catalog refuses it, its halves, down to the adapters that are at
+    fault.
 
     Raises:
         UserError: not an adapter is at fault but storage or database.
@@ -207,7 +261,9 @@ def _export(some: Sequence[Ready], args: argparse.Namespace, catalog: Catalog, t
     while pending:
         part = pending.popleft()
         try:
-            catalog.export_many([_as_export(one, args) for one in part], create=True, by=args.by, why=args.why)
+            catalog.export_many(
+                [_as_export(one, args) for one in part], create=True, by=args.by, why=args.why
+            )
         except (StorageFailed, DatabaseFailed):
             raise
         except UserError as error:

@@ -22,13 +22,30 @@ def ls(args: argparse.Namespace, catalog: Catalog) -> Result:
     """A page of policies, or of one policy's revisions."""
     if args.policy is not None:
         if args.tenant or args.state or args.match or args.tag:
-            raise UserError("ls of one policy lists all its revisions: leave --tenant, --state, --tag and --match out")
+            raise UserError(
+                "ls of one policy lists all its revisions: leave --tenant, --state, --tag and"
+                " --match out"
+            )
         found = catalog.revisions(args.policy, _number(args.after), args.limit)
         last = str(found[-1].number) if len(found) == args.limit else None
         return _page({"revisions": found}, [_revision_table("", found)], last)
-    page = catalog.policies(args.tenant, args.after, args.limit, args.state, args.match or "", dict(args.tag))
+    page = catalog.policies(
+        args.tenant, args.after, args.limit, args.state, args.match or "", dict(args.tag)
+    )
     aliases, tags = catalog.aliases_of(page), catalog.tags_of(page)
-    columns = ("policy", "state", "#revisions", "aliases", "#rank", "targets", "base", "parent", "session", "tags", "changed")
+    columns = (
+        "policy",
+        "state",
+        "#revisions",
+        "aliases",
+        "#rank",
+        "targets",
+        "base",
+        "parent",
+        "session",
+        "tags",
+        "changed",
+    )
     rows = []
     for one in page:
         config = Schema.from_json(one.schema).config
@@ -49,13 +66,19 @@ def ls(args: argparse.Namespace, catalog: Catalog) -> Result:
             )
         )
     last = page[-1].policy if len(page) == args.limit else None
-    data = [policy_data(one) | {"aliases": aliases[one.policy], "tags": tags[one.policy]} for one in page]
+    data = [
+        policy_data(one) | {"aliases": aliases[one.policy], "tags": tags[one.policy]}
+        for one in page
+    ]
     return _page({"policies": data}, [table("", columns, rows)], last)
 
 
 def _page(data: dict[str, Any], parts: list[Any], last: str | None) -> Result:
     """``next`` is what ``--after`` continues with; null at the end."""
-    return Result(data | {"next": last}, parts + ([] if last is None else [f"There may be more: --after {last}"]))
+    return Result(
+        data | {"next": last},
+        parts + ([] if last is None else [f"There may be more: --after {last}"]),
+    )
 
 
 def _number(after: str | None) -> int:
@@ -85,11 +108,20 @@ def show(args: argparse.Namespace, catalog: Catalog) -> Result:
     revisions = catalog.revisions(args.name, max(0, record.revisions - args.limit), args.limit)
     aliases, evaluations = catalog.aliases(args.name), catalog.evaluations(args.name, args.limit)
     tags = catalog.tags(args.name)
-    data = {"policy": policy_data(record), "tags": tags, "aliases": aliases, "revisions": revisions, "evaluations": evaluations}
+    data = {
+        "policy": policy_data(record),
+        "tags": tags,
+        "aliases": aliases,
+        "revisions": revisions,
+        "evaluations": evaluations,
+    }
     config = Schema.from_json(record.schema)
     session = None
     if record.session_owner is not None:
-        session = f"{record.session_owner} (number {record.session_number}, until {when(record.session_expires)})"
+        session = (
+            f"{record.session_owner} (number {record.session_number}, until"
+            f" {when(record.session_expires)})"
+        )
     parts = [
         facts(
             record.policy,
@@ -122,15 +154,25 @@ def find_revision(catalog: Catalog, name: str) -> Revision:
     if not at:
         found = catalog.resolve(name)
         return catalog.revision(found.policy, found.number)
-    return catalog.revision(policy, int(which) if names.is_number(which) else names.clean_alias(which))
+    return catalog.revision(
+        policy, int(which) if names.is_number(which) else names.clean_alias(which)
+    )
 
 
 def _show_revision(catalog: Catalog, revision: Revision, limit: int) -> Result:
-    aliases = [alias for alias in catalog.aliases(revision.policy) if alias.number == revision.number]
+    aliases = [
+        alias for alias in catalog.aliases(revision.policy) if alias.number == revision.number
+    ]
     evaluations = catalog.evaluations_of(revision.digest, limit)
     record = catalog.policy(revision.policy)
     tags = catalog.tags(f"{revision.policy}@{revision.number}")
-    data = {"revision": revision, "policy": policy_data(record), "tags": tags, "aliases": aliases, "evaluations": evaluations}
+    data = {
+        "revision": revision,
+        "policy": policy_data(record),
+        "tags": tags,
+        "aliases": aliases,
+        "evaluations": evaluations,
+    }
     parts: list = [
         facts(
             f"{revision.policy}@{revision.number}",
@@ -154,7 +196,19 @@ def _show_revision(catalog: Catalog, revision: Revision, limit: int) -> Result:
 
 def _revision_table(title: str, revisions: Sequence[Revision]):
     columns = ("#number", "#step", "digest", "#bytes", "state", "pinned", "origin", "created")
-    rows = [(r.number, r.step, r.digest[:12], f"{r.bytes:,}", r.state, r.pinned, r.origin, when(r.created_at)) for r in revisions]
+    rows = [
+        (
+            r.number,
+            r.step,
+            r.digest[:12],
+            f"{r.bytes:,}",
+            r.state,
+            r.pinned,
+            r.origin,
+            when(r.created_at),
+        )
+        for r in revisions
+    ]
     return table(title, columns, rows)
 
 
@@ -167,9 +221,34 @@ def _evaluation_table(found: Sequence[Evaluation]):
     rows = []
     for one in found:
         revision = "removed" if one.policy is None else f"{one.policy}@{one.number}"
-        metrics = ", ".join(f"{name} {value:.6g}" if isinstance(value, float) else f"{name} {value}" for name, value in one.metrics.items())
-        rows.append((revision, one.digest[:12], one.scorer, one.renderer, one.dataset[:12], one.seed, one.isolated, one.shared, metrics))
-    columns = ("revision", "digest", "scorer", "renderer", "dataset", "#seed", "#isolated", "#shared", "metrics")
+        metrics = ", ".join(
+            f"{name} {value:.6g}" if isinstance(value, float) else f"{name} {value}"
+            for name, value in one.metrics.items()
+        )
+        rows.append(
+            (
+                revision,
+                one.digest[:12],
+                one.scorer,
+                one.renderer,
+                one.dataset[:12],
+                one.seed,
+                one.isolated,
+                one.shared,
+                metrics,
+            )
+        )
+    columns = (
+        "revision",
+        "digest",
+        "scorer",
+        "renderer",
+        "dataset",
+        "#seed",
+        "#isolated",
+        "#shared",
+        "metrics",
+    )
     return table("evaluations", columns, rows)
 
 
@@ -177,10 +256,25 @@ def history(args: argparse.Namespace, catalog: Catalog) -> Result:
     """The moves of an alias, or what it was at a time."""
     if args.at is not None:
         found = catalog.alias_at(args.policy, args.alias, args.at)
-        return Result({"alias": found}, [f"{args.policy} had no alias {args.alias} yet" if found is None else _alias_table([found])])
+        return Result(
+            {"alias": found},
+            [
+                (
+                    f"{args.policy} had no alias {args.alias} yet"
+                    if found is None
+                    else _alias_table([found])
+                )
+            ],
+        )
     moves = catalog.history(args.policy, args.alias, after=_number(args.after), limit=args.limit)
-    if not moves and args.after is None and args.alias not in [alias.name for alias in catalog.aliases(args.policy)]:
-        raise UserError(f"policy {args.policy!r} never had an alias {args.alias!r}: show lists its aliases")
+    if (
+        not moves
+        and args.after is None
+        and args.alias not in [alias.name for alias in catalog.aliases(args.policy)]
+    ):
+        raise UserError(
+            f"policy {args.policy!r} never had an alias {args.alias!r}: show lists its aliases"
+        )
     columns = ("#id", "at", "action", "#from", "#to", "by", "why")
     rows = [(m.id, when(m.at), m.action, m.before, m.after, m.actor, m.why) for m in moves]
     last = str(moves[-1].id) if len(moves) == args.limit else None
@@ -191,7 +285,21 @@ def audit(args: argparse.Namespace, catalog: Catalog) -> Result:
     """A page of the audit log."""
     entries = catalog.audit(args.policy, after=_number(args.after), limit=args.limit)
     columns = ("#id", "at", "action", "policy", "alias", "#from", "#to", "by", "why", "details")
-    rows = [(e.id, when(e.at), e.action, e.policy, e.alias, e.before, e.after, e.actor, e.why, _details(e)) for e in entries]
+    rows = [
+        (
+            e.id,
+            when(e.at),
+            e.action,
+            e.policy,
+            e.alias,
+            e.before,
+            e.after,
+            e.actor,
+            e.why,
+            _details(e),
+        )
+        for e in entries
+    ]
     last = str(entries[-1].id) if len(entries) == args.limit else None
     return _page({"entries": entries}, [table("", columns, rows)], last)
 
@@ -210,8 +318,14 @@ def evaluations(args: argparse.Namespace, catalog: Catalog) -> Result:
 def rollouts(args: argparse.Namespace, catalog: Catalog) -> Result:
     """What training kept of its last steps."""
     found = catalog.rollouts(args.policy, args.limit)
-    rows = [(one.step, one.tokens, f"{one.mean_reward:.4g}", one.digest[:12], when(one.created_at)) for one in found]
-    return Result({"rollouts": found}, [table("", ("#step", "#tokens", "#mean reward", "digest", "created"), rows)])
+    rows = [
+        (one.step, one.tokens, f"{one.mean_reward:.4g}", one.digest[:12], when(one.created_at))
+        for one in found
+    ]
+    return Result(
+        {"rollouts": found},
+        [table("", ("#step", "#tokens", "#mean reward", "digest", "created"), rows)],
+    )
 
 
 def verify(args: argparse.Namespace, catalog: Catalog) -> Result:
@@ -232,7 +346,10 @@ def verify(args: argparse.Namespace, catalog: Catalog) -> Result:
     data = {"payloads": checked[0], "bytes": checked[1], "findings": findings}
     if not findings:
         return Result(data, [f"{checked[0]:,} payloads, {size(checked[1])}: nothing is damaged"])
-    rows = [(f.kind, f.digest[:12] if f.digest else None, ", ".join(f.revisions), f.what) for f in findings]
+    rows = [
+        (f.kind, f.digest[:12] if f.digest else None, ", ".join(f.revisions), f.what)
+        for f in findings
+    ]
     return Result(data, [table("damaged", ("kind", "digest", "revisions", "what"), rows)], 1)
 
 
@@ -240,6 +357,10 @@ def stats(args: argparse.Namespace, catalog: Catalog) -> Result:
     """Counts and bytes."""
     found = catalog.stats()
     shown = [
-        (name.replace("_", " "), f"{count:,}" + (f" ({size(count)})" if name.endswith("bytes") else "")) for name, count in found.items()
+        (
+            name.replace("_", " "),
+            f"{count:,}" + (f" ({size(count)})" if name.endswith("bytes") else ""),
+        )
+        for name, count in found.items()
     ]
     return Result(found, [table("", ("what", "#count"), shown)])

@@ -1,6 +1,7 @@
 """What commands print: tables or one JSON document on stdout, progress on stderr.
 
-Texts that strangers may have written (names, reasons, origins) are shown without control characters: a terminal obeys those.
+Texts that strangers may have written (names, reasons, origins) are shown without control
+characters: a terminal obeys those.
 """
 
 import dataclasses
@@ -36,20 +37,28 @@ class Result:
 def show(result: Result, as_json: bool) -> None:
     """Prints a result to stdout."""
     if as_json:
-        print(json.dumps(ready(result.data), indent=1, ensure_ascii=True, allow_nan=False), flush=True)
+        print(
+            json.dumps(ready(result.data), indent=1, ensure_ascii=True, allow_nan=False), flush=True
+        )
         return
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # names are unicode, terminals not always
     # Piped, a table is as wide as its content: nothing is cut off or wrapped.
-    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 10_000, highlight=False)
+    console = Console(
+        file=sys.stdout, width=None if sys.stdout.isatty() else 10_000, highlight=False
+    )
     for part in result.parts:
         console.print(Text(plain(part)) if isinstance(part, str) else part)
 
 
 def ready(value: Any) -> Any:
-    """``value`` as JSON knows it: records as objects, digests as hex; a number that JSON lacks becomes null."""
+    """``value`` as JSON knows it: records as objects, digests as hex; a number that JSON lacks
+    becomes null.
+    """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: ready(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {
+            field.name: ready(getattr(value, field.name)) for field in dataclasses.fields(value)
+        }
     if isinstance(value, dict):
         return {str(key): ready(child) for key, child in value.items()}
     if isinstance(value, list | tuple):
@@ -63,7 +72,11 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> 
     """A table; columns whose name begins with ``#`` are numbers and stand to the right."""
     made = Table(title=plain(title) or None, title_justify="left", header_style="bold")
     for column in columns:
-        made.add_column(Text(column.removeprefix("#")), justify="right" if column.startswith("#") else "left", overflow="fold")
+        made.add_column(
+            Text(column.removeprefix("#")),
+            justify="right" if column.startswith("#") else "left",
+            overflow="fold",
+        )
     for row in rows:
         made.add_row(*(Text(plain(cell)) for cell in row))
     return made
@@ -87,7 +100,10 @@ def plain(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
     text = value if isinstance(value, str) else str(value)
-    return "".join(char if _is_visible(char) else char.encode("unicode_escape", "backslashreplace").decode() for char in text)
+    return "".join(
+        char if _is_visible(char) else char.encode("unicode_escape", "backslashreplace").decode()
+        for char in text
+    )
 
 
 def _is_visible(char: str) -> bool:
@@ -115,7 +131,9 @@ def size(count: int | float) -> str:
 
 
 class Progress:
-    """One line on stderr: what, how far, how fast, how long still. Rewritten on a terminal, else a line every 10 s."""
+    """One line on stderr: what, how far, how fast, how long still. Rewritten on a terminal, else a
+    line every 10 s.
+    """
 
     def __init__(self, what: str, total: int | None):
         self.what, self.total = what, total
@@ -160,7 +178,9 @@ class Progress:
 
 
 class Stages:
-    """Progress of work in several stages, one after the other; what is over at once says nothing."""
+    """Progress of work in several stages, one after the other; what is over at once says
+    nothing.
+    """
 
     def __init__(self, what: str):
         self.what = what

@@ -1,4 +1,6 @@
-"""One source -> factors, checked before anything large is read: PEFT directories, Orbax checkpoints and packed files of strangers."""
+"""One source -> factors, checked before anything large is read: PEFT directories, Orbax checkpoints
+and packed files of strangers.
+"""
 
 import math
 import re
@@ -21,10 +23,16 @@ from mint_jax.safetensors_header import header_size, parse_json, parse_object
 MAX_CONFIG = 4 << 20
 MAX_HEADER = 64 << 20  # Kimi-K2 has 138,000 factors of experts, 24 MB of header
 _HALVES = {"BF16": "bfloat16", "F16": "float16"}
-_DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+_DTYPES = {
+    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+}
 
 
-def packed_object(source: Source, base: Outline | None, dtype: str, force: bool, max_bytes: int) -> bytes:
+def packed_object(
+    source: Source, base: Outline | None, dtype: str, force: bool, max_bytes: int
+) -> bytes:
     """The packed object of a source.
 
     Args:
@@ -62,7 +70,8 @@ def _is_exact(adapter: Any, dtype: str) -> bool:
     with np.errstate(over="ignore"):
         leaves = (leaf for _, leaf in nested.leaves_with_path(adapter))
         return dtype == "float32" or all(
-            np.array_equal(leaf, leaf.astype(_DTYPES[dtype]).astype(np.float32), equal_nan=True) for leaf in leaves
+            np.array_equal(leaf, leaf.astype(_DTYPES[dtype]).astype(np.float32), equal_nan=True)
+            for leaf in leaves
         )
 
 
@@ -72,7 +81,8 @@ def _checked(data: bytes, source: Source, base: Outline | None, force: bool) -> 
     if base is not None:
         if schema.base != base.fingerprint:
             raise UserError(
-                f"it was trained on base {schema.base[:12]}, {base.name!r} is {base.fingerprint[:12]}: give its own base, or none"
+                f"it was trained on base {schema.base[:12]}, {base.name!r} is"
+                f" {base.fingerprint[:12]}: give its own base, or none"
             )
         tree.check_fits(adapter, schema.config, base.specs, source.path.name, finite=False)
     if not force:
@@ -81,7 +91,9 @@ def _checked(data: bytes, source: Source, base: Outline | None, force: bool) -> 
 
 
 def _check_directory(source: Source, base: Outline, max_bytes: int) -> set[str]:
-    """Config and header of a PEFT directory, before ``peft`` reads it; dtypes of its factors, as safetensors calls them."""
+    """Config and header of a PEFT directory, before ``peft`` reads it; dtypes of its factors, as
+    safetensors calls them.
+    """
     config = parse_json(source.file(CONFIG, MAX_CONFIG).read_bytes(), CONFIG)
     if not isinstance(config, dict):
         raise UserError(f"{CONFIG} is not a JSON object")
@@ -92,9 +104,14 @@ def _check_directory(source: Source, base: Outline, max_bytes: int) -> set[str]:
     needed = _unpacked_bytes(set(fields), base, rank)
     if needed > max_bytes:
         raise UserError(
-            f"rank {rank} in all layers of its projections takes {needed:,} bytes, and {max_bytes:,} are allowed: see --max-bytes"
+            f"rank {rank} in all layers of its projections takes {needed:,} bytes, and"
+            f" {max_bytes:,} are allowed: see --max-bytes"
         )
-    return {str(entry.get("dtype")) for name, entry in fields.items() if ".lora_" in name and isinstance(entry, dict)}
+    return {
+        str(entry.get("dtype"))
+        for name, entry in fields.items()
+        if ".lora_" in name and isinstance(entry, dict)
+    }
 
 
 def _read_header(path: Path) -> dict[str, Any]:
@@ -119,7 +136,10 @@ def _check_config(config: dict[str, Any]) -> int:
     ]:
         if type(rank) is not int or not 1 <= rank <= MAX_RANK:
             raise UserError(f"{CONFIG}: {name} is {ascii(rank)[:60]}; expected 1 to {MAX_RANK}")
-    for name, alpha in [("lora_alpha", config.get("lora_alpha", DEFAULT_ALPHA)), *(("alpha_pattern", alpha) for alpha in alphas.values())]:
+    for name, alpha in [
+        ("lora_alpha", config.get("lora_alpha", DEFAULT_ALPHA)),
+        *(("alpha_pattern", alpha) for alpha in alphas.values()),
+    ]:
         if type(alpha) not in (int, float) or abs(alpha) > 1e9 or not math.isfinite(alpha):
             raise UserError(f"{CONFIG}: {name} is {ascii(alpha)[:60]}; expected a number")
     parameters = config.get("target_parameters") or []
@@ -132,23 +152,39 @@ def _check_config(config: dict[str, Any]) -> int:
 
 def _check_pattern(pattern: str) -> None:
     """A regular expression that cannot keep the matcher busy: few repetitions, none of a group."""
-    if len(pattern) > 500 or len(re.findall(r"(?<!\\)[*+{]", pattern)) > 3 or re.search(r"\)[*+{]|\(\?[^:]|\\\d", pattern):
-        raise UserError(f"{CONFIG}: pattern {pattern[:60]!r} is too involved: write module names, and .* for a part of one")
+    if (
+        len(pattern) > 500
+        or len(re.findall(r"(?<!\\)[*+{]", pattern)) > 3
+        or re.search(r"\)[*+{]|\(\?[^:]|\\\d", pattern)
+    ):
+        raise UserError(
+            f"{CONFIG}: pattern {pattern[:60]!r} is too involved: write module names, and .* for a"
+            " part of one"
+        )
     try:
         re.compile(rf"(.*\.)?({pattern})$")
     except (re.error, RecursionError, OverflowError) as error:
-        raise UserError(f"{CONFIG}: pattern {pattern[:60]!r} is no regular expression ({error})") from None
+        raise UserError(
+            f"{CONFIG}: pattern {pattern[:60]!r} is no regular expression ({error})"
+        ) from None
 
 
 def _unpacked_bytes(tensors: set[str], base: Outline, rank: int) -> int:
-    """What the adapter takes in memory: all layers of each projection of which the file has one, at the largest rank."""
+    """What the adapter takes in memory: all layers of each projection of which the file has one, at
+    the largest rank.
+    """
     modules = {
-        re.sub(r"(\.base_layer)?\.lora_(embedding_)?[AB](\.weight)?$", "", name).removeprefix("base_model.model.") for name in tensors
+        re.sub(r"(\.base_layer)?\.lora_(embedding_)?[AB](\.weight)?$", "", name).removeprefix(
+            "base_model.model."
+        )
+        for name in tensors
     }
     names, projections = base.tables
     targets = set()
     for path, mine in names.items():
-        fused = len(projections[path].stack) == 2 and any(name.rsplit(".", 2)[0] in modules for name in mine)
+        fused = len(projections[path].stack) == 2 and any(
+            name.rsplit(".", 2)[0] in modules for name in mine
+        )
         if fused or any(name in modules for name in mine):
             targets.add(path.rsplit("/", 1)[-1])
     chosen = [projections[path] for path in names if path.rsplit("/", 1)[-1] in targets]

@@ -1,7 +1,9 @@
-"""What there is to import under the paths that were given: PEFT directories, Orbax checkpoints and packed safetensors files.
+"""What there is to import under the paths that were given: PEFT directories, Orbax checkpoints and
+packed safetensors files.
 
-A folder may come from a stranger. Symbolic links that lead out of it are refused unless asked for, and never walked in
-circles; what is no regular file is not opened (a named pipe would wait for ever).
+A folder may come from a stranger. Symbolic links that lead out of it are refused unless asked for,
+and never walked in circles; what is no regular file is not opened (a named pipe would wait for
+ever).
 """
 
 import dataclasses
@@ -23,7 +25,8 @@ class Source:
 
     Attributes:
         path: a directory (``peft`` or ``orbax``) or a file.
-        root: the real folder that its files may not lead out of; None where links may lead anywhere.
+        root: the real folder that its files may not lead out of; None where links may lead
+            anywhere.
     """
 
     path: Path
@@ -41,13 +44,17 @@ class Source:
         path = self.path / name if name else self.path
         if self.root is not None and not _inside(path, self.root):
             raise UserError(
-                f"{path.name} is a symbolic link out of the folder, which is not followed: copy the file, or say --follow-links"
+                f"{path.name} is a symbolic link out of the folder, which is not followed: copy the"
+                " file, or say --follow-links"
             )
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
             raise UserError(f"{path.name} is no regular file")
         if status.st_size > max_bytes:
-            raise UserError(f"{path.name} has {status.st_size:,} bytes, and {max_bytes:,} are allowed: see --max-bytes")
+            raise UserError(
+                f"{path.name} has {status.st_size:,} bytes, and {max_bytes:,} are allowed: see"
+                " --max-bytes"
+            )
         return path
 
 
@@ -72,7 +79,10 @@ def find(paths: Iterable[str], follow_links: bool) -> tuple[list[Source], list[R
         try:
             status = path.stat()
         except (OSError, ValueError) as error:
-            raise UserError(f"{text!r} cannot be imported ({getattr(error, 'strerror', None) or error}): check the path") from None
+            raise UserError(
+                f"{text!r} cannot be imported ({getattr(error, 'strerror', None) or error}): check"
+                " the path"
+            ) from None
         some = _walk(path, follow_links) if stat.S_ISDIR(status.st_mode) else _file(path, None)
         for one in some:
             if isinstance(one, Source):
@@ -84,7 +94,10 @@ def find(paths: Iterable[str], follow_links: bool) -> tuple[list[Source], list[R
 
 def pickle_refusal(name: str) -> str:
     """Why a pickle is not read, and what to do."""
-    return f"{name} is a pickle, which can run code when it is read: save the adapter with save_pretrained(safe_serialization=True)"
+    return (
+        f"{name} is a pickle, which can run code when it is read: save the adapter with"
+        " save_pretrained(safe_serialization=True)"
+    )
 
 
 def _walk(top: Path, follow_links: bool) -> Iterator[Source | Refusal]:
@@ -95,7 +108,10 @@ def _walk(top: Path, follow_links: bool) -> Iterator[Source | Refusal]:
         folder = waiting.pop()
         try:
             with os.scandir(folder) as listing:
-                entries = sorted((entry for entry in listing if not entry.name.startswith(".")), key=lambda entry: entry.name)
+                entries = sorted(
+                    (entry for entry in listing if not entry.name.startswith(".")),
+                    key=lambda entry: entry.name,
+                )
         except OSError as error:
             yield Refusal(str(folder), f"the folder cannot be listed ({error.strerror})")
             continue
@@ -112,8 +128,14 @@ def _walk(top: Path, follow_links: bool) -> Iterator[Source | Refusal]:
             if _is_dir(entry):
                 real = Path(os.path.realpath(path))
                 if root is not None and not _inside(path, root):
-                    yield Refusal(str(path), "it is a symbolic link out of the folder, which is not followed: see --follow-links")
-                elif real not in seen and (follow_links or not entry.is_symlink()):  # what a link inside names is met at its own place
+                    yield Refusal(
+                        str(path),
+                        "it is a symbolic link out of the folder, which is not followed: see"
+                        " --follow-links",
+                    )
+                elif real not in seen and (
+                    follow_links or not entry.is_symlink()
+                ):  # what a link inside names is met at its own place
                     seen.add(real)
                     below.append(path)
             elif not peft:

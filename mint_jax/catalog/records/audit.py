@@ -1,7 +1,8 @@
-"""The audit log: who changed what, why and when. Append only; written in the transaction of the change itself.
+"""The audit log: who changed what, why and when. Append only; written in the transaction of the
+change itself.
 
-The order of events is the order of ``id``, never of the clock. Times of one policy do not go back: an entry is stamped
-with the later of now and the policy's last change.
+The order of events is the order of ``id``, never of the clock. Times of one policy do not go back:
+an entry is stamped with the later of now and the policy's last change.
 """
 
 import dataclasses
@@ -32,7 +33,9 @@ class Author:
 
 @dataclasses.dataclass(frozen=True)
 class AuditEntry:
-    """One state change. ``id`` orders all of them, whatever the clocks said; ``before`` and ``after`` are revision numbers."""
+    """One state change. ``id`` orders all of them, whatever the clocks said; ``before`` and
+    ``after`` are revision numbers.
+    """
 
     id: int
     at: float
@@ -47,7 +50,13 @@ class AuditEntry:
     details: dict[str, Any]
 
 
-def row(author: Author, action: str, policy: Any = None, details: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:
+def row(
+    author: Author,
+    action: str,
+    policy: Any = None,
+    details: dict[str, Any] | None = None,
+    **fields: Any,
+) -> dict[str, Any]:
     """The values of one entry. ``policy``: a row or mapping with ``id`` and ``touched_at``."""
     return {
         "at": author.now if policy is None else max(author.now, policy.touched_at),
@@ -73,11 +82,19 @@ def append(connection: sa.Connection, *rows: dict[str, Any]) -> None:
 
 
 def entries(
-    connection: sa.Connection, policy_id: int | None = None, alias: str | None = None, after: int = 0, limit: int = 1000
+    connection: sa.Connection,
+    policy_id: int | None = None,
+    alias: str | None = None,
+    after: int = 0,
+    limit: int = 1000,
 ) -> list[AuditEntry]:
     """Entries in order, those with an id above ``after``."""
     query = (
-        sa.select(audit, policies.c.tenant, policies.c.name).outerjoin(policies).where(audit.c.id > after).order_by(audit.c.id).limit(limit)
+        sa.select(audit, policies.c.tenant, policies.c.name)
+        .outerjoin(policies)
+        .where(audit.c.id > after)
+        .order_by(audit.c.id)
+        .limit(limit)
     )
     if policy_id is not None:
         query = query.where(audit.c.policy_id == policy_id)
@@ -86,13 +103,24 @@ def entries(
     return [_entry(found) for found in connection.execute(query)]
 
 
-def newest(connection: sa.Connection, policy_id: int, before: int | None, limit: int, without: Sequence[str] = ()) -> list[AuditEntry]:
-    """The last entries of a policy, the newest first: those with an id below ``before``, without some actions."""
+def newest(
+    connection: sa.Connection,
+    policy_id: int,
+    before: int | None,
+    limit: int,
+    without: Sequence[str] = (),
+) -> list[AuditEntry]:
+    """The last entries of a policy, the newest first: those with an id below ``before``, without
+    some actions.
+    """
     query = sa.select(audit, policies.c.tenant, policies.c.name).join(policies)
     query = query.where(audit.c.policy_id == policy_id, audit.c.action.not_in(list(without)))
     if before is not None:
         query = query.where(audit.c.id < before)
-    return [_entry(found) for found in connection.execute(query.order_by(audit.c.id.desc()).limit(limit))]
+    return [
+        _entry(found)
+        for found in connection.execute(query.order_by(audit.c.id.desc()).limit(limit))
+    ]
 
 
 def _entry(found: sa.Row) -> AuditEntry:
@@ -116,4 +144,7 @@ def details(found: sa.Row) -> dict[str, Any]:
     try:
         return json.loads(found.details)
     except ValueError:
-        raise UserError(f"entry {found.id} of the audit log is damaged: run verify, restore the database from a backup") from None
+        raise UserError(
+            f"entry {found.id} of the audit log is damaged: run verify, restore the database from a"
+            " backup"
+        ) from None

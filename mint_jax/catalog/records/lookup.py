@@ -1,8 +1,8 @@
 """From a name to bytes: one plain join each, written once, cached in compiled form by SQLAlchemy.
 
-The rows' checksums (``tables``) and the schema's digest are compared with what was found: without them, one flipped bit in
-an index gives another policy's revision, and the bytes of that are whole. Bytes need no checksum here: their digest is
-verified when they are read.
+The rows' checksums (``tables``) and the schema's digest are compared with what was found: without
+them, one flipped bit in an index gives another policy's revision, and the bytes of that are whole.
+Bytes need no checksum here: their digest is verified when they are read.
 """
 
 import dataclasses
@@ -13,7 +13,13 @@ import sqlalchemy as sa
 
 from mint_jax.catalog.packed import schema_digest
 from mint_jax.catalog.records.database import chunks
-from mint_jax.catalog.records.names import RevisionName, digest_range, full_name, parse_policy, parse_revision
+from mint_jax.catalog.records.names import (
+    RevisionName,
+    digest_range,
+    full_name,
+    parse_policy,
+    parse_revision,
+)
 from mint_jax.catalog.records.payload_rows import place_of
 from mint_jax.catalog.records.policies import Policies, find
 from mint_jax.catalog.records.tables import (
@@ -58,17 +64,26 @@ _REVISIONS = (
 _ALIASED = _REVISIONS.join(aliases, aliases.c.revision_id == revisions.c.id)
 _MOVED = (aliases.c.version, aliases.c.checksum.label("alias_checksum"))
 
-_NAMED = sa.and_(policies.c.tenant == sa.bindparam("tenant"), policies.c.name == sa.bindparam("policy"))
+_NAMED = sa.and_(
+    policies.c.tenant == sa.bindparam("tenant"), policies.c.name == sa.bindparam("policy")
+)
 _BY_ALIAS = (
     sa.select(*_COLUMNS, *_MOVED)
     .select_from(_ALIASED)
     .where(_NAMED, aliases.c.policy_id == policies.c.id, aliases.c.name == sa.bindparam("alias"))
 )
-_BY_NUMBER = sa.select(*_COLUMNS).select_from(_REVISIONS).where(_NAMED, revisions.c.number == sa.bindparam("number"))
+_BY_NUMBER = (
+    sa.select(*_COLUMNS)
+    .select_from(_REVISIONS)
+    .where(_NAMED, revisions.c.number == sa.bindparam("number"))
+)
 _IN_RANGE = revisions.c.digest.between(sa.bindparam("low"), sa.bindparam("high"))
-_OF_TENANT = sa.or_(sa.bindparam("tenant", type_=sa.String).is_(None), policies.c.tenant == sa.bindparam("tenant", type_=sa.String))
-# The lowest and the highest digest of the range show whether it is unique; of several revisions with these bytes a live one
-# comes first, then the newest.
+_OF_TENANT = sa.or_(
+    sa.bindparam("tenant", type_=sa.String).is_(None),
+    policies.c.tenant == sa.bindparam("tenant", type_=sa.String),
+)
+# The lowest and the highest digest of the range show whether it is unique; of several revisions
+# with these bytes a live one comes first, then the newest.
 _BY_DIGEST = (
     sa.select(*_COLUMNS)
     .select_from(_REVISIONS)
@@ -90,7 +105,8 @@ class Resolved:
     """What a name stands for now, and where its bytes are.
 
     Attributes:
-        finite: all weights are, found when the bytes came in; False also where that was not checked.
+        finite: all weights are, found when the bytes came in; False also where that was not
+            checked.
     """
 
     policy: str
@@ -109,7 +125,8 @@ class Lookup(Policies):
         """What a name stands for now.
 
         Args:
-            tenant: whose names these are: plain names are this tenant's, others' are refused, digests among its own only.
+            tenant: whose names these are: plain names are this tenant's, others' are refused,
+                digests among its own only.
 
         Raises:
             UserError: unknown, ambiguous or retired.
@@ -118,31 +135,51 @@ class Lookup(Policies):
         return self.database.read(lambda c: resolve(c, named, name))
 
     def resolve_many(self, texts: Sequence[str], tenant: str | None = None) -> list[Resolved]:
-        """``resolve`` of many names, in their order: a statement per 500 names with an alias, one for each other name."""
+        """``resolve`` of many names, in their order: a statement per 500 names with an alias, one
+        for each other name.
+        """
         named = [parse_revision(text, tenant) for text in texts]
         return self.database.read(lambda c: _resolve_many(c, named, texts))
 
     def holds(self, pairs: Sequence[tuple[str, str]]) -> list[bool]:
-        """For each (policy, digest): whether the policy has a revision of these very bytes, a retired one too."""
+        """For each (policy, digest): whether the policy has a revision of these very bytes, a
+        retired one too.
+        """
         keys = [(*parse_policy(policy), bytes.fromhex(digest)) for policy, digest in pairs]
         found = set()
         for chunk in chunks(sorted(set(keys)), 200):
             query = sa.select(policies.c.tenant, policies.c.name, revisions.c.digest)
-            query = query.select_from(sa.join(policies, revisions, revisions.c.policy_id == policies.c.id))
-            query = query.where(sa.tuple_(policies.c.tenant, policies.c.name, revisions.c.digest).in_(chunk))
-            found |= {tuple(row) for row in self.database.read(lambda c, query=query: c.execute(query).all())}
+            query = query.select_from(
+                sa.join(policies, revisions, revisions.c.policy_id == policies.c.id)
+            )
+            query = query.where(
+                sa.tuple_(policies.c.tenant, policies.c.name, revisions.c.digest).in_(chunk)
+            )
+            found |= {
+                tuple(row)
+                for row in self.database.read(lambda c, query=query: c.execute(query).all())
+            }
         return [key in found for key in keys]
 
     def load(self, name: str, tenant: str | None = None) -> np.ndarray:
-        """The packed object a name stands for, ``uint8``, read-only, its digest verified; memory-mapped from a folder.
+        """The packed object a name stands for, ``uint8``, read-only, its digest verified;
+        memory-mapped from a folder.
 
         Raises:
             UserError: unknown name, or bytes that are not what the digest says.
         """
         found = self.resolve(name, tenant)
-        return self._read(found.digest, lambda: self.resolve(found.digest, tenant).place, found.place)
+        return self._read(
+            found.digest, lambda: self.resolve(found.digest, tenant).place, found.place
+        )
 
-    def _read(self, digest: str, where: Callable[[], Place], place: Place | None = None, verified: bool = True) -> np.ndarray:
+    def _read(
+        self,
+        digest: str,
+        where: Callable[[], Place],
+        place: Place | None = None,
+        verified: bool = True,
+    ) -> np.ndarray:
         place, expected = where() if place is None else place, digest if verified else None
         try:
             return self.store.read(place, expected)
@@ -152,10 +189,14 @@ class Lookup(Policies):
                 raise
             return self.store.read(moved, expected)
         except PackDamaged as error:
-            raise UserError(f"payload {digest[:12]} is damaged: {error}; export it again, or roll back") from None
+            raise UserError(
+                f"payload {digest[:12]} is damaged: {error}; export it again, or roll back"
+            ) from None
 
     def _payload(self, digest: str, verified: bool = True) -> np.ndarray:
-        return self._read(digest, lambda: self.database.read(lambda c: place_of(c, digest)), verified=verified)
+        return self._read(
+            digest, lambda: self.database.read(lambda c: place_of(c, digest)), verified=verified
+        )
 
 
 def resolve(connection: sa.Connection, named: RevisionName, text: str) -> Resolved:
@@ -168,30 +209,43 @@ def resolve(connection: sa.Connection, named: RevisionName, text: str) -> Resolv
         low, high = digest_range(named.digest)
         bounds = {"low": low, "high": high, "tenant": named.tenant}
         found = connection.execute(_BY_DIGEST, bounds).first()
-        if found is not None and low != high and connection.scalar(_HIGHEST, bounds) != found.digest:
+        if (
+            found is not None
+            and low != high
+            and connection.scalar(_HIGHEST, bounds) != found.digest
+        ):
             raise UserError(f"revision {text[:80]!r} begins several digests: give more digits")
         if found is None:
             raise UserError(f"revision {text[:80]!r} is not in the catalog: no digest begins so")
     elif named.number is not None:
-        found = connection.execute(_BY_NUMBER, {"tenant": named.tenant, "policy": named.policy, "number": named.number}).first()
+        found = connection.execute(
+            _BY_NUMBER, {"tenant": named.tenant, "policy": named.policy, "number": named.number}
+        ).first()
     else:
-        found = connection.execute(_BY_ALIAS, {"tenant": named.tenant, "policy": named.policy, "alias": named.alias}).first()
+        found = connection.execute(
+            _BY_ALIAS, {"tenant": named.tenant, "policy": named.policy, "alias": named.alias}
+        ).first()
     if found is None:
         raise _unknown(connection, named)
     return _resolved(connection, found, named.alias)
 
 
-def _resolve_many(connection: sa.Connection, named: list[RevisionName], texts: Sequence[str]) -> list[Resolved]:
+def _resolve_many(
+    connection: sa.Connection, named: list[RevisionName], texts: Sequence[str]
+) -> list[Resolved]:
     keys = [(name.tenant, name.policy, name.alias) for name in named if name.alias is not None]
     found: dict[tuple, Resolved] = {}
-    for chunk in chunks(sorted(set(keys))):  # type: ignore[type-var]
+    for chunk in chunks(sorted(set(keys))):
         key = sa.tuple_(policies.c.tenant, policies.c.name, aliases.c.name)
         query = sa.select(*_COLUMNS, *_MOVED, aliases.c.name.label("alias")).select_from(_ALIASED)
-        for row in connection.execute(query.where(aliases.c.policy_id == policies.c.id, key.in_(chunk))):
+        for row in connection.execute(
+            query.where(aliases.c.policy_id == policies.c.id, key.in_(chunk))
+        ):
             if row.policy_state == row.state.replace("live", "active"):
                 found[row.tenant, row.name, row.alias] = _resolved(connection, row, row.alias)
     return [
-        found.get((name.tenant, name.policy, name.alias)) or resolve(connection, name, text)  # the latter also for its message
+        # the latter also for its message
+        found.get((name.tenant, name.policy, name.alias)) or resolve(connection, name, text)
         for name, text in zip(named, texts)
     ]
 
@@ -203,21 +257,38 @@ def _resolved(connection: sa.Connection, row: sa.Row, alias: str | None) -> Reso
     expected = revision_checksum(row.policy_id, row.number, row.digest, row.schema_digest)
     if row.policy_id != row.owner or row.revision_checksum != expected:
         raise damaged(connection, f"revision {named}@{row.number} is not what its checksum says")
-    if alias is not None and row.alias_checksum != alias_checksum(row.policy_id, alias, row.version, row.number, row.digest):
+    if alias is not None and row.alias_checksum != alias_checksum(
+        row.policy_id, alias, row.version, row.number, row.digest
+    ):
         raise damaged(connection, f"alias {named}@{alias} is not what its checksum says")
     if schema_digest(row.json) != row.schema_digest:
-        raise damaged(connection, f"the schema of revision {named}@{row.number} is not what its digest says")
+        raise damaged(
+            connection, f"the schema of revision {named}@{row.number} is not what its digest says"
+        )
     if row.policy_state != "active":
         raise UserError(f"policy {named!r} is retired: restore it first")
     if row.state != "live":
-        raise UserError(f"revision {named}@{row.number} is retired: restore it first, or choose another")
-    return Resolved(named, row.number, row.digest.hex(), Place(row.pack, row.offset, row.length), row.json, row.id, bool(row.finite))
+        raise UserError(
+            f"revision {named}@{row.number} is retired: restore it first, or choose another"
+        )
+    return Resolved(
+        named,
+        row.number,
+        row.digest.hex(),
+        Place(row.pack, row.offset, row.length),
+        row.json,
+        row.id,
+        bool(row.finite),
+    )
 
 
 def damaged(connection: sa.Connection, what: str) -> UserError:
     """What a reader says of rows that contradict each other."""
     name = connection.engine.url.render_as_string(hide_password=True)
-    return UserError(f"database {name} is damaged: {what}: run verify to see what else, and restore it from a backup")
+    return UserError(
+        f"database {name} is damaged: {what}: run verify to see what else, and restore it from a"
+        " backup"
+    )
 
 
 def _unknown(connection: sa.Connection, named: RevisionName) -> UserError:
@@ -228,15 +299,35 @@ def _unknown(connection: sa.Connection, named: RevisionName) -> UserError:
     if not policy.last_number:
         return UserError(f"policy {full!r} has no revision yet: export one first")
     if named.number is not None:
-        here = sa.select(revisions.c.id).where(revisions.c.policy_id == policy.id, revisions.c.number == named.number)
+        here = sa.select(revisions.c.id).where(
+            revisions.c.policy_id == policy.id, revisions.c.number == named.number
+        )
         if connection.execute(here).first() is not None:
-            return damaged(connection, f"revision {full}@{named.number} has lost its payload's or its schema's row")
+            return damaged(
+                connection,
+                f"revision {full}@{named.number} has lost its payload's or its schema's row",
+            )
         if named.number <= policy.last_number:
-            return UserError(f"revision {full}@{named.number} was removed by retention: list the policy's revisions")
-        return UserError(f"policy {full!r} has no revision {named.number}: its newest is {policy.last_number}")
+            return UserError(
+                f"revision {full}@{named.number} was removed by retention: list the policy's"
+                " revisions"
+            )
+        return UserError(
+            f"policy {full!r} has no revision {named.number}: its newest is {policy.last_number}"
+        )
     if (
-        connection.execute(sa.select(aliases.c.name).where(aliases.c.policy_id == policy.id, aliases.c.name == named.alias)).first()
+        connection.execute(
+            sa.select(aliases.c.name).where(
+                aliases.c.policy_id == policy.id, aliases.c.name == named.alias
+            )
+        ).first()
         is not None
     ):
-        return damaged(connection, f"alias {full}@{named.alias} names a revision that is not there, or not whole")
-    return UserError(f"policy {full!r} has no alias {named.alias!r}: list its aliases, or promote a revision to it")
+        return damaged(
+            connection,
+            f"alias {full}@{named.alias} names a revision that is not there, or not whole",
+        )
+    return UserError(
+        f"policy {full!r} has no alias {named.alias!r}: list its aliases, or promote a revision"
+        " to it"
+    )

@@ -1,8 +1,10 @@
-"""Names of policies, tenants, aliases and revisions. They are keys of the database and never part of a path.
+"""Names of policies, tenants, aliases and revisions. They are keys of the database and never part
+of a path.
 
-A revision is named ``policy@alias``, ``policy@12`` (its number), ``policy`` (short for ``policy@latest``), each also as
-``tenant/policy…``, or by its digest or a prefix of it. So that one text never means two things, a policy's name is not 8 or
-more hex digits and an alias is not a number.
+A revision is named ``policy@alias``, ``policy@12`` (its number), ``policy`` (short for
+``policy@latest``), each also as ``tenant/policy…``, or by its digest or a prefix of it. So that one
+text never means two things, a policy's name is not 8 or more hex digits and an alias is not a
+number.
 """
 
 import dataclasses
@@ -20,7 +22,9 @@ _NUMBER = re.compile(r"[0-9]{1,9}")
 
 @dataclasses.dataclass(frozen=True)
 class RevisionName:
-    """A parsed name: by ``digest`` prefix, or by policy and ``number`` or ``alias``. ``tenant`` None: any tenant (digests)."""
+    """A parsed name: by ``digest`` prefix, or by policy and ``number`` or ``alias``. ``tenant``
+    None: any tenant (digests).
+    """
 
     tenant: str | None
     policy: str | None
@@ -33,21 +37,32 @@ def clean(what: str, text: str) -> str:
     """``text`` in unicode's composed form (NFC), so that one visible name is one key.
 
     Raises:
-        UserError: empty, longer than 200 characters, or with characters that do not belong in a name.
+        UserError: empty, longer than 200 characters, or with characters that do not belong in a
+            name.
     """
     if not isinstance(text, str):
         raise UserError(f"{what} is {type(text).__name__}; a name is text")
-    if not 0 < len(text) <= 4 * LONGEST:  # composing shortens; far longer text is not even looked at
-        raise UserError(f"{what} {_short(text)} has {len(text)} characters; names have 1 to {LONGEST}")
+    # composing shortens; far longer text is not even looked at
+    if not 0 < len(text) <= 4 * LONGEST:
+        raise UserError(
+            f"{what} {_short(text)} has {len(text)} characters; names have 1 to {LONGEST}"
+        )
     text = unicodedata.normalize("NFC", text)
     if len(text) > LONGEST:
-        raise UserError(f"{what} {_short(text)} has {len(text)} characters; names have 1 to {LONGEST}")
+        raise UserError(
+            f"{what} {_short(text)} has {len(text)} characters; names have 1 to {LONGEST}"
+        )
     for char in text:
         category = unicodedata.category(char)
         if char in "/@" or category[0] == "C" or category in ("Zl", "Zp"):
-            raise UserError(f"{what} {_short(text)} contains {char!r}: names have no '/', '@', control or invisible characters")
+            raise UserError(
+                f"{what} {_short(text)} contains {char!r}: names have no '/', '@', control or"
+                " invisible characters"
+            )
     if text[0] == "." or text != text.strip():
-        raise UserError(f"{what} {_short(text)} begins with '.' or has blanks at an end: choose another name")
+        raise UserError(
+            f"{what} {_short(text)} begins with '.' or has blanks at an end: choose another name"
+        )
     return text
 
 
@@ -55,7 +70,10 @@ def clean_policy(text: str) -> str:
     """``clean`` for a policy's own name, without tenant."""
     text = clean("policy name", text)
     if _DIGEST.fullmatch(text):
-        raise UserError(f"policy name {text!r} would read as a revision's digest (8 or more hex digits): add another character")
+        raise UserError(
+            f"policy name {text!r} would read as a revision's digest (8 or more hex digits): add"
+            " another character"
+        )
     return text
 
 
@@ -68,7 +86,9 @@ def clean_alias(text: str) -> str:
 
 
 def parse_policy(text: str, tenant: str | None = None) -> tuple[str, str]:
-    """``policy`` or ``tenant/policy`` -> tenant, name. With ``tenant``, another tenant's name is refused."""
+    """``policy`` or ``tenant/policy`` -> tenant, name. With ``tenant``, another tenant's name is
+    refused.
+    """
     if not isinstance(text, str):
         raise UserError(f"policy name is {type(text).__name__}; a name is text")
     mine = DEFAULT_TENANT if tenant is None else tenant
@@ -108,13 +128,19 @@ def digest_range(prefix: str) -> tuple[bytes, bytes]:
 def note(what: str, text: str, longest: int = 4000) -> str:
     """Free text such as a reason or an owner, refused where a database could not store it."""
     if not isinstance(text, str) or len(text) > longest or "\0" in text or not _encodes(text):
-        raise UserError(f"{what} {_short(str(text))} must be text of at most {longest} characters without NUL")
+        raise UserError(
+            f"{what} {_short(str(text))} must be text of at most {longest} characters without NUL"
+        )
     return text
 
 
 def whole(what: str, value: int, least: int = 0, most: int = 2**62) -> int:
     """An integer that a database column holds."""
-    if isinstance(value, bool) or not hasattr(value, "__index__") or not least <= int(value) <= most:
+    if (
+        isinstance(value, bool)
+        or not hasattr(value, "__index__")
+        or not least <= int(value) <= most
+    ):
         raise UserError(f"{what} is {str(value)[:60]}; expected an integer from {least} to {most}")
     return int(value)
 

@@ -1,4 +1,6 @@
-"""Policies: made, found and listed; and what every kind of record stands on: a policy's row, found or locked, and who changes it."""
+"""Policies: made, found and listed; and what every kind of record stands on: a policy's row, found
+or locked, and who changes it.
+"""
 
 import dataclasses
 import getpass
@@ -22,7 +24,11 @@ from mint_jax.errors import UserError
 
 T = TypeVar("T")
 DELETED = "deleted"
-_SEAL = policies.update().where(policies.c.id == sa.bindparam("of")).values(checksum=sa.bindparam("sum"))
+_SEAL = (
+    policies.update()
+    .where(policies.c.id == sa.bindparam("of"))
+    .values(checksum=sa.bindparam("sum"))
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +75,13 @@ class Policies:
         clock: seconds since 1970.
     """
 
-    def __init__(self, database: Database, store: PayloadStore, actor: str | None = None, clock: Callable[[], float] = time.time):
+    def __init__(
+        self,
+        database: Database,
+        store: PayloadStore,
+        actor: str | None = None,
+        clock: Callable[[], float] = time.time,
+    ):
         self.database, self.store = database, store
         self.actor = f"{_user()}@{socket.gethostname()}" if actor is None else actor
         self._clock = clock
@@ -82,8 +94,16 @@ class Policies:
         key = names.parse_policy(policy)
         return self.database.read(lambda c: body(c, find(c, *key)))
 
-    def _change(self, policy: str, body: Callable[[Any, Author, Any], T], by: str | None = None, why: str = "", active: bool = False) -> T:
-        """``body(connection, author, its row)`` of a policy, in a transaction that writes; the row is locked.
+    def _change(
+        self,
+        policy: str,
+        body: Callable[[Any, Author, Any], T],
+        by: str | None = None,
+        why: str = "",
+        active: bool = False,
+    ) -> T:
+        """``body(connection, author, its row)`` of a policy, in a transaction that writes; the row
+        is locked.
 
         Args:
             active: refuse a retired policy.
@@ -92,7 +112,13 @@ class Policies:
         return self.database.write(lambda c: body(c, author, lock(c, *key, active=active)))
 
     def create_policy(
-        self, name: str, schema: Schema, *, keep_last: int | None = None, by: str | None = None, why: str = ""
+        self,
+        name: str,
+        schema: Schema,
+        *,
+        keep_last: int | None = None,
+        by: str | None = None,
+        why: str = "",
     ) -> PolicyRecord:
         """Makes a policy whose revisions will have ``schema``.
 
@@ -125,28 +151,48 @@ class Policies:
         match: str = "",
         tagged: Mapping[str, str] | None = None,
     ) -> list[PolicyRecord]:
-        """A page of policies in the order of tenant and name; the next page begins ``after`` the last one's ``policy``.
+        """A page of policies in the order of tenant and name; the next page begins ``after`` the
+        last one's ``policy``.
 
         Args:
             state: only policies of this state; None: all but deleted ones.
             match: only policies whose name has this in it.
             tagged: only policies that have all these tags.
         """
-        query = sa.select(policies, schemas.c.json).join(schemas).order_by(policies.c.tenant, policies.c.name).limit(limit)
+        query = (
+            sa.select(policies, schemas.c.json)
+            .join(schemas)
+            .order_by(policies.c.tenant, policies.c.name)
+            .limit(limit)
+        )
         if tenant is not None:
             query = query.where(policies.c.tenant == tenant)
-        query = query.where(policies.c.state != DELETED if state is None else policies.c.state == state)
+        query = query.where(
+            policies.c.state != DELETED if state is None else policies.c.state == state
+        )
         if match:
             query = query.where(policies.c.name.contains(match, autoescape=True))
         for key, value in (tagged or {}).items():
-            mine = (tags.c.policy_id == policies.c.id, tags.c.number == 0, tags.c.key == key, tags.c.value == value)
+            mine = (
+                tags.c.policy_id == policies.c.id,
+                tags.c.number == 0,
+                tags.c.key == key,
+                tags.c.value == value,
+            )
             query = query.where(sa.exists().where(*mine))
         if after is not None:
-            query = query.where(sa.tuple_(policies.c.tenant, policies.c.name) > sa.tuple_(*names.parse_policy(after)))
+            query = query.where(
+                sa.tuple_(policies.c.tenant, policies.c.name)
+                > sa.tuple_(*names.parse_policy(after))
+            )
         return self.database.read(lambda c: _records(c, list(c.execute(query))))
 
-    def branches(self, policy: str, tenant: str | None = None, limit: int = 100) -> list[PolicyRecord]:
-        """Policies that branched from a revision of this one, by name; those of one tenant, or of all."""
+    def branches(
+        self, policy: str, tenant: str | None = None, limit: int = 100
+    ) -> list[PolicyRecord]:
+        """Policies that branched from a revision of this one, by name; those of one tenant, or of
+        all.
+        """
 
         def body(connection: sa.Connection, row: sa.Row) -> list[PolicyRecord]:
             mine = sa.select(revisions.c.id).where(revisions.c.policy_id == row.id)
@@ -154,22 +200,36 @@ class Policies:
             query = query.where(policies.c.parent_revision.in_(mine), policies.c.state != DELETED)
             if tenant is not None:
                 query = query.where(policies.c.tenant == tenant)
-            return _records(connection, list(connection.execute(query.order_by(policies.c.tenant, policies.c.name).limit(limit))))
+            return _records(
+                connection,
+                list(
+                    connection.execute(
+                        query.order_by(policies.c.tenant, policies.c.name).limit(limit)
+                    )
+                ),
+            )
 
         return self._look(policy, body)
 
-    def rename(self, policy: str, name: str, *, by: str | None = None, why: str = "") -> PolicyRecord:
-        """Gives a policy another name of the same tenant; the old one no longer resolves, and is free.
+    def rename(
+        self, policy: str, name: str, *, by: str | None = None, why: str = ""
+    ) -> PolicyRecord:
+        """Gives a policy another name of the same tenant; the old one no longer resolves, and is
+        free.
 
         Raises:
-            UserError: the name is taken, or the policy is being trained: the job would not find it again.
+            UserError: the name is taken, or the policy is being trained: the job would not find it
+                again.
         """
         tenant, key = names.parse_policy(policy)
         if "/" not in name:
             name = full_name(tenant, name)
         other, fresh = names.parse_policy(name)
         if other != tenant:
-            raise UserError(f"policy {policy!r} is of tenant {tenant!r} and {name!r} of {other!r}: branch from it there instead")
+            raise UserError(
+                f"policy {policy!r} is of tenant {tenant!r} and {name!r} of {other!r}: branch from"
+                " it there instead"
+            )
 
         def body(connection: sa.Connection, author: Author, row: sa.Row) -> PolicyRecord:
             refuse_trained(author, row)
@@ -195,12 +255,27 @@ def schema_ids(connection: sa.Connection, texts: set[str]) -> dict[str, int]:
     query = sa.select(schemas.c.digest, schemas.c.id).where(schemas.c.digest.in_(list(digests)))
     found = {digests[digest]: number for digest, number in connection.execute(query)}
     if len(found) < len(texts):
-        insert_new(connection, schemas, [{"digest": digest, "json": text} for digest, text in digests.items() if text not in found])
+        insert_new(
+            connection,
+            schemas,
+            [
+                {"digest": digest, "json": text}
+                for digest, text in digests.items()
+                if text not in found
+            ],
+        )
         found = {digests[digest]: number for digest, number in connection.execute(query)}
     return found
 
 
-def new_row(author: Author, tenant: str, name: str, schema: Schema, schema_id: int, keep_last: int | None = None) -> dict[str, Any]:
+def new_row(
+    author: Author,
+    tenant: str,
+    name: str,
+    schema: Schema,
+    schema_id: int,
+    keep_last: int | None = None,
+) -> dict[str, Any]:
     """The values of a policy that has no revision yet."""
     check_keep_last(keep_last)
     return {
@@ -222,7 +297,14 @@ def new_row(author: Author, tenant: str, name: str, schema: Schema, schema_id: i
     }
 
 
-def create(connection: sa.Connection, author: Author, tenant: str, name: str, schema: Schema, keep_last: int | None = None) -> sa.Row:
+def create(
+    connection: sa.Connection,
+    author: Author,
+    tenant: str,
+    name: str,
+    schema: Schema,
+    keep_last: int | None = None,
+) -> sa.Row:
     """Makes a policy and returns its locked row.
 
     Raises:
@@ -234,9 +316,13 @@ def create(connection: sa.Connection, author: Author, tenant: str, name: str, sc
     try:
         with connection.begin_nested():
             values = new_row(author, tenant, name, schema, schema_id, keep_last)
-            made_id = connection.execute(policies.insert().returning(policies.c.id), values).scalar_one()
+            made_id = connection.execute(
+                policies.insert().returning(policies.c.id), values
+            ).scalar_one()
     except exc.IntegrityError:  # made by another process in this moment
-        raise UserError(f"policy {full_name(tenant, name)!r} exists already: choose another name") from None
+        raise UserError(
+            f"policy {full_name(tenant, name)!r} exists already: choose another name"
+        ) from None
     seal(connection, [(made_id, tenant, name)])
     made = lock(connection, tenant, name)
     audit.append(connection, audit.row(author, "create", made, creation(made, keep_last)))
@@ -246,16 +332,30 @@ def create(connection: sa.Connection, author: Author, tenant: str, name: str, sc
 def seal(connection: sa.Connection, made: Sequence[tuple[int, str, str]]) -> None:
     """Enters the checksums of new policies: id, tenant and name of each."""
     if made:
-        connection.execute(_SEAL, [{"of": number, "sum": policy_checksum(number, tenant, name)} for number, tenant, name in made])
+        connection.execute(
+            _SEAL,
+            [
+                {"of": number, "sum": policy_checksum(number, tenant, name)}
+                for number, tenant, name in made
+            ],
+        )
 
 
 def creation(policy: Any, keep_last: int | None) -> dict[str, Any]:
     """What the audit log says of a policy when it is made: all that could reveal a changed row."""
-    return {"policy": full_name(policy.tenant, policy.name), "schema": policy.json, "keep_last": keep_last}
+    return {
+        "policy": full_name(policy.tenant, policy.name),
+        "schema": policy.json,
+        "keep_last": keep_last,
+    }
 
 
 def _by_name(tenant: str, name: str) -> sa.Select:
-    return sa.select(policies, schemas.c.json).join(schemas).where(policies.c.tenant == tenant, policies.c.name == name)
+    return (
+        sa.select(policies, schemas.c.json)
+        .join(schemas)
+        .where(policies.c.tenant == tenant, policies.c.name == name)
+    )
 
 
 def find(connection: sa.Connection, tenant: str, name: str) -> sa.Row:
@@ -266,7 +366,10 @@ def find(connection: sa.Connection, tenant: str, name: str) -> sa.Row:
     """
     found = connection.execute(_by_name(tenant, name)).first()
     if found is None:
-        raise UserError(f"policy {full_name(tenant, name)!r} is not in the catalog: list the policies, or create it")
+        raise UserError(
+            f"policy {full_name(tenant, name)!r} is not in the catalog: list the policies, or"
+            " create it"
+        )
     return found
 
 
@@ -285,10 +388,15 @@ def lock(connection: sa.Connection, tenant: str, name: str, active: bool = False
 
 
 def refuse_trained(author: Author, policy: Any) -> None:
-    """Raises where a session is open on a locked policy. One that has expired is a job's that was killed; it is fenced off by name."""
+    """Raises where a session is open on a locked policy. One that has expired is a job's that was
+    killed; it is fenced off by name.
+    """
     if policy.session_owner is not None and author.now < policy.session_expires:
         mine = full_name(policy.tenant, policy.name)
-        raise UserError(f"policy {mine!r} is being trained by {policy.session_owner!r}: end that job, or close its session, first")
+        raise UserError(
+            f"policy {mine!r} is being trained by {policy.session_owner!r}: end that job, or close"
+            " its session, first"
+        )
 
 
 def touch(connection: sa.Connection, author: Author, policy: Any, **changes: Any) -> None:
@@ -308,8 +416,13 @@ def _records(connection: sa.Connection, rows: list[sa.Row]) -> list[PolicyRecord
     parents: dict[int, str] = {}
     for chunk in chunks([row.parent_revision for row in rows if row.parent_revision is not None]):
         query = sa.select(revisions.c.id, revisions.c.number, policies.c.tenant, policies.c.name)
-        query = query.join(policies, revisions.c.policy_id == policies.c.id).where(revisions.c.id.in_(chunk))
-        parents |= {row.id: f"{full_name(row.tenant, row.name)}@{row.number}" for row in connection.execute(query)}
+        query = query.join(policies, revisions.c.policy_id == policies.c.id).where(
+            revisions.c.id.in_(chunk)
+        )
+        parents |= {
+            row.id: f"{full_name(row.tenant, row.name)}@{row.number}"
+            for row in connection.execute(query)
+        }
     return [
         PolicyRecord(
             row.id,

@@ -1,11 +1,13 @@
-"""Rights for a bounded time: of one writer per policy, and of readers to bytes that must not be removed.
+"""Rights for a bounded time: of one writer per policy, and of readers to bytes that must not be
+removed.
 
-Opening a training session gives it the policy's next number; writes carry the number and are refused once a newer session
-exists, whatever any clock says. Expiry only decides when another owner may open one without force. The same owner may reopen
-at once, and so may one who knows that the owner has ended, which is how a restarted job takes its own policy back.
+Opening a training session gives it the policy's next number; writes carry the number and are
+refused once a newer session exists, whatever any clock says. Expiry only decides when another owner
+may open one without force. The same owner may reopen at once, and so may one who knows that the
+owner has ended, which is how a restarted job takes its own policy back.
 
-Leases, by which a request or an engine keeps the bytes it uses, come and go with requests and change what no name stands
-for, so the audit log does not record them.
+Leases, by which a request or an engine keeps the bytes it uses, come and go with requests and
+change what no name stands for, so the audit log does not record them.
 """
 
 import dataclasses
@@ -27,7 +29,9 @@ from mint_jax.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class Session:
-    """The right to write a policy, until a newer session of that policy opens. ``start``: number of the revision it began at."""
+    """The right to write a policy, until a newer session of that policy opens. ``start``: number of
+    the revision it began at.
+    """
 
     policy: str
     policy_id: int
@@ -67,7 +71,8 @@ class Sessions(Policies):
             owner: the same owner may take its own session over at once.
             seconds: after so long without ``renew_session`` another owner may take over.
             force: take over from anybody.
-            instead_of: take over from owners whose name begins so, who are known to have ended: a job that was killed.
+            instead_of: take over from owners whose name begins so, who are known to have ended: a
+                job that was killed.
 
         Raises:
             UserError: another owner's session is open.
@@ -82,7 +87,8 @@ class Sessions(Policies):
         return opened
 
     def renew_session(self, session: Session, seconds: float = 60.0) -> Session:
-        """Postpones a session's expiry. A heartbeat is no change of state: the audit log does not record it.
+        """Postpones a session's expiry. A heartbeat is no change of state: the audit log does not
+        record it.
 
         Raises:
             UserError: a newer session fenced it off.
@@ -101,21 +107,43 @@ class Sessions(Policies):
 
         def body(connection: sa.Connection, author: Author, row: sa.Row) -> None:
             check_writer(row, session)
-            touch(connection, author, row, session_owner=None, session_expires=None, session_seconds=None, session_revision=None)
-            audit.append(connection, audit.row(author, "close session", row, {"session": session.number, "owner": session.owner}))
+            touch(
+                connection,
+                author,
+                row,
+                session_owner=None,
+                session_expires=None,
+                session_seconds=None,
+                session_revision=None,
+            )
+            audit.append(
+                connection,
+                audit.row(
+                    author,
+                    "close session",
+                    row,
+                    {"session": session.number, "owner": session.owner},
+                ),
+            )
 
         self._change(session.policy, body, by, why)
 
 
 class Leases(Lookup):
-    """Keeps bytes from being removed. A catalog that can only be read notes no lease: there gc's grace period is what a reader has."""
+    """Keeps bytes from being removed. A catalog that can only be read notes no lease: there gc's
+    grace period is what a reader has.
+    """
 
-    def lease(self, name: str, owner: str, seconds: float = 60.0, tenant: str | None = None) -> Lease:
+    def lease(
+        self, name: str, owner: str, seconds: float = 60.0, tenant: str | None = None
+    ) -> Lease:
         """Keeps the bytes a name stands for now from being removed, until released or expired."""
         if self.database.read_only:
             return self.lease_many([self.resolve(name, tenant).digest], owner, seconds)[0]
         named, author = names.parse_revision(name, tenant), self._author()
-        return self.database.write(lambda c: _add(c, author, lookup.resolve(c, named, name).digest, owner, seconds))
+        return self.database.write(
+            lambda c: _add(c, author, lookup.resolve(c, named, name).digest, owner, seconds)
+        )
 
     def lease_many(self, digests: Sequence[str], owner: str, seconds: float = 60.0) -> list[Lease]:
         """Leases on payloads, in one transaction: all of them or none.
@@ -126,7 +154,9 @@ class Leases(Lookup):
         author = self._author()
         if self.database.read_only:
             return [Lease(0, digest, owner, author.now + seconds) for digest in digests]
-        return self.database.write(lambda c: [_add(c, author, digest, owner, seconds) for digest in digests])
+        return self.database.write(
+            lambda c: [_add(c, author, digest, owner, seconds) for digest in digests]
+        )
 
     def renew_lease(self, lease: Lease, seconds: float = 60.0) -> Lease:
         """Postpones a lease's expiry.
@@ -139,7 +169,10 @@ class Leases(Lookup):
             return Lease(0, lease.digest, lease.owner, expires)
         update = leases.update().where(leases.c.id == lease.id).values(expires_at=expires)
         if not self.database.write(lambda c: c.execute(update).rowcount):
-            raise UserError(f"the lease of {lease.owner!r} on revision {lease.digest[:12]} expired: take a new one")
+            raise UserError(
+                f"the lease of {lease.owner!r} on revision {lease.digest[:12]} expired: take a"
+                " new one"
+            )
         return dataclasses.replace(lease, expires_at=expires)
 
     def release(self, *held: Lease) -> None:
@@ -149,35 +182,53 @@ class Leases(Lookup):
             self.database.write(lambda c: c.execute(ended))
 
     def read_leased(self, lease: Lease, verified: bool = True) -> np.ndarray:
-        """The packed object that a lease keeps, as ``load`` gives it; also after its revision was retired.
+        """The packed object that a lease keeps, as ``load`` gives it; also after its revision was
+        retired.
 
         Args:
-            verified: hold the bytes against the digest; off for a caller that does so itself, as residency does.
+            verified: hold the bytes against the digest; off for a caller that does so itself, as
+                residency does.
         """
         return self._payload(lease.digest, verified)
 
 
 def _start(
-    connection: sa.Connection, author: Author, policy: sa.Row, owner: str, seconds: float, force: bool, instead_of: str | None = None
+    connection: sa.Connection,
+    author: Author,
+    policy: sa.Row,
+    owner: str,
+    seconds: float,
+    force: bool,
+    instead_of: str | None = None,
 ) -> Session | UserError:
-    """Opens a session on a locked policy. A refusal is returned, not raised: it may have shortened the wait.
+    """Opens a session on a locked policy. A refusal is returned, not raised: it may have shortened
+    the wait.
 
-    Where the clock was set back, the holder's expiry can lie further off than its session ever lasted; the wait is then
-    cut to that length.
+    Where the clock was set back, the holder's expiry can lie further off than its session ever
+    lasted; the wait is then cut to that length.
     """
     note("owner", owner, 400)
     if not owner:
         raise UserError("a session needs an owner: name the job")
     duration("length of a session", seconds)
     mine = full_name(policy.tenant, policy.name)
-    ended = instead_of is not None and policy.session_owner is not None and policy.session_owner.startswith(instead_of)
-    if policy.session_owner not in (None, owner) and author.now < policy.session_expires and not (force or ended):
+    ended = (
+        instead_of is not None
+        and policy.session_owner is not None
+        and policy.session_owner.startswith(instead_of)
+    )
+    if (
+        policy.session_owner not in (None, owner)
+        and author.now < policy.session_expires
+        and not (force or ended)
+    ):
         expires = min(policy.session_expires, author.now + policy.session_seconds)
         if expires < policy.session_expires:
             touch(connection, author, policy, session_expires=expires)
         return UserError(
-            f"policy {mine!r} is being trained by {policy.session_owner!r} for {expires - author.now:.0f} s more: wait, close that "
-            "session, or open with force to fence it off"
+            f"policy {mine!r} is being trained by {policy.session_owner!r} for"
+            f" {expires - author.now:.0f} s more: wait, close that session, or open with force to"
+            " fence it off"
         )
     latest = current(connection, policy, LATEST)
     number, expires = policy.session_number + 1, author.now + seconds
@@ -192,7 +243,12 @@ def _start(
         session_seconds=seconds,
         session_revision=began,
     )
-    details = {"session": number, "owner": owner, "seconds": seconds, "fenced": policy.session_owner}
+    details = {
+        "session": number,
+        "owner": owner,
+        "seconds": seconds,
+        "fenced": policy.session_owner,
+    }
     audit.append(connection, audit.row(author, "open session", policy, details))
     return Session(mine, policy.id, number, owner, expires, began)
 
@@ -206,24 +262,37 @@ def check_writer(policy: sa.Row, session: Session | None) -> None:
     mine = full_name(policy.tenant, policy.name)
     if session is None:
         if policy.session_owner is not None:
-            raise UserError(f"policy {mine!r} is being trained by {policy.session_owner!r}: write through that session, or close it first")
+            raise UserError(
+                f"policy {mine!r} is being trained by {policy.session_owner!r}: write through that"
+                " session, or close it first"
+            )
     elif session.policy_id != policy.id:
-        raise UserError(f"session {session.number} is of policy {session.policy!r}, not of {mine!r}: open one for it")
+        raise UserError(
+            f"session {session.number} is of policy {session.policy!r}, not of {mine!r}: open one"
+            " for it"
+        )
     elif session.number != policy.session_number or policy.session_owner is None:
         newer = (
             "was closed"
             if session.number == policy.session_number
             else f"was fenced off by session {policy.session_number} of {policy.session_owner!r}"
         )
-        raise UserError(f"session {session.number} of policy {mine!r} by {session.owner!r} {newer}: stop writing, or open a new session")
+        raise UserError(
+            f"session {session.number} of policy {mine!r} by {session.owner!r} {newer}: stop"
+            " writing, or open a new session"
+        )
 
 
-def _add(connection: sa.Connection, author: Author, digest: str, owner: str, seconds: float) -> Lease:
+def _add(
+    connection: sa.Connection, author: Author, digest: str, owner: str, seconds: float
+) -> Lease:
     note("owner", owner, 400)
     duration("length of a lease", seconds)
     raw = bytes.fromhex(digest)
     if not known(connection, [raw]):
-        raise UserError(f"revision {digest[:12]} was removed from the catalog: resolve the name again")
+        raise UserError(
+            f"revision {digest[:12]} was removed from the catalog: resolve the name again"
+        )
     values = {"digest": raw, "owner": owner, "expires_at": author.now + seconds}
     number = connection.scalar(leases.insert().returning(leases.c.id), values)
     return Lease(number or 0, digest, owner, values["expires_at"])

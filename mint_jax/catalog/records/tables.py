@@ -1,26 +1,30 @@
 """The catalog's tables, in SQLAlchemy Core; ``migrations/`` makes them, in steps.
 
-Written for SQLite and PostgreSQL alike. Times are seconds since 1970, digests are 32 raw bytes, JSON is text. Names are
-compared byte by byte in both (PostgreSQL would otherwise order them by its locale, and pages would differ).
+Written for SQLite and PostgreSQL alike. Times are seconds since 1970, digests are 32 raw bytes,
+JSON is text. Names are compared byte by byte in both (PostgreSQL would otherwise order them by its
+locale, and pages would differ).
 
-A revision is known inside its policy by ``number`` (1, 2, …), which is never given twice; the audit log names revisions by
-it, so the log still reads after retention has removed a row.
+A revision is known inside its policy by ``number`` (1, 2, …), which is never given twice; the audit
+log names revisions by it, so the log still reads after retention has removed a row.
 
-The rows that a name leads through carry a checksum. A flipped bit in an index of SQLite's file lets a statement find another
-row than the one asked for, with nothing to show it by: SQLite takes the columns of the key from the index. The checksum is
-in no index, so the row that was found says whose it is.
+The rows that a name leads through carry a checksum. A flipped bit in an index of SQLite's file lets
+a statement find another row than the one asked for, with nothing to show it by: SQLite takes the
+columns of the key from the index. The checksum is in no index, so the row that was found says whose
+it is.
 """
 
 import zlib
 
 import sqlalchemy as sa
 
-HEAD = "0006"  # the newest migration: databases behind it are upgraded when opened, ones ahead are refused
+# the newest migration: databases behind it are upgraded when opened, ones ahead are refused
+HEAD = "0006"
 VERSION_TABLE = "catalog_version"
 
 metadata = sa.MetaData()
 
-_Id = sa.BigInteger().with_variant(sa.Integer(), "sqlite")  # SQLite counts rows for an INTEGER key alone
+# SQLite counts rows for an INTEGER key alone
+_Id = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
 _Name = sa.String().with_variant(sa.VARCHAR(collation="C"), "postgresql")
 
 
@@ -52,7 +56,8 @@ schemas = sa.Table(
     "schemas",
     metadata,
     _id(),
-    sa.Column("digest", _Digest, nullable=False, unique=True),  # of the text, which may be too long for an index
+    # of the text, which may be too long for an index
+    sa.Column("digest", _Digest, nullable=False, unique=True),
     sa.Column("json", sa.Text, nullable=False),
 )
 
@@ -64,13 +69,21 @@ policies = sa.Table(
     sa.Column("name", _Name, nullable=False),
     sa.Column("base", sa.String, nullable=False),
     sa.Column("schema_id", _Id, sa.ForeignKey("schemas.id"), nullable=False),
-    sa.Column("parent_revision", _Id, sa.ForeignKey("revisions.id", name="policies_parent", use_alter=True), index=True),
-    sa.Column("state", sa.String, nullable=False),  # active | retired | deleted: its name is free, its audit entries stay
+    sa.Column(
+        "parent_revision",
+        _Id,
+        sa.ForeignKey("revisions.id", name="policies_parent", use_alter=True),
+        index=True,
+    ),
+    # active | retired | deleted: its name is free, its audit entries stay
+    sa.Column("state", sa.String, nullable=False),
     sa.Column("keep_last", sa.Integer),  # null: keep all
     sa.Column("created_at", _Time, nullable=False),
-    sa.Column("touched_at", _Time, nullable=False),  # of its last change; times of one policy never go back
+    # of its last change; times of one policy never go back
+    sa.Column("touched_at", _Time, nullable=False),
     sa.Column("last_number", sa.Integer, nullable=False),
-    sa.Column("session_number", sa.Integer, nullable=False),  # fences writers: only the newest session may write
+    # fences writers: only the newest session may write
+    sa.Column("session_number", sa.Integer, nullable=False),
     sa.Column("session_owner", sa.String),  # null: no session is open
     sa.Column("session_expires", _Time),
     sa.Column("session_seconds", _Time),
@@ -85,7 +98,8 @@ packs = sa.Table(
     _id(),
     sa.Column("name", _Name, nullable=False, unique=True),
     sa.Column("bytes", sa.BigInteger, nullable=False),
-    sa.Column("state", sa.String, nullable=False),  # live | dead: named by no payload, its file goes after a grace period
+    # live | dead: named by no payload, its file goes after a grace period
+    sa.Column("state", sa.String, nullable=False),
     sa.Column("changed_at", _Time, nullable=False),
 )
 
@@ -98,7 +112,8 @@ payloads = sa.Table(
     sa.Column("offset", sa.BigInteger, nullable=False),
     sa.Column("length", sa.BigInteger, nullable=False),
     sa.Column("created_at", _Time, nullable=False),
-    sa.Column("finite", sa.Boolean),  # whether all weights are; null: not checked, as before this column was
+    # whether all weights are; null: not checked, as before this column was
+    sa.Column("finite", sa.Boolean),
 )
 
 revisions = sa.Table(
@@ -113,7 +128,8 @@ revisions = sa.Table(
     sa.Column("pinned", sa.Boolean, nullable=False),
     sa.Column("state", sa.String, nullable=False),  # live | retired
     sa.Column("created_at", _Time, nullable=False),
-    sa.Column("sampling", sa.Text),  # JSON: how training drew its rollouts; null: it drew none, or the exporter did not say
+    # JSON: how training drew its rollouts; null: it drew none, or the exporter did not say
+    sa.Column("sampling", sa.Text),
     sa.Column("checksum", sa.BigInteger),  # revision_checksum
     sa.UniqueConstraint("policy_id", "number"),
     sa.Index("revisions_digest", "digest", "policy_id"),
@@ -122,7 +138,9 @@ revisions = sa.Table(
 aliases = sa.Table(
     "aliases",
     metadata,
-    sa.Column("policy_id", _Id, sa.ForeignKey("policies.id"), primary_key=True, autoincrement=False),
+    sa.Column(
+        "policy_id", _Id, sa.ForeignKey("policies.id"), primary_key=True, autoincrement=False
+    ),
     sa.Column("name", _Name, primary_key=True),
     sa.Column("revision_id", _Id, sa.ForeignKey("revisions.id"), nullable=False, index=True),
     sa.Column("version", sa.Integer, nullable=False),  # moves so far
@@ -133,8 +151,11 @@ aliases = sa.Table(
 tags = sa.Table(
     "tags",
     metadata,
-    sa.Column("policy_id", _Id, sa.ForeignKey("policies.id"), primary_key=True, autoincrement=False),
-    sa.Column("number", sa.Integer, primary_key=True, autoincrement=False),  # of a revision; 0: of the policy itself
+    sa.Column(
+        "policy_id", _Id, sa.ForeignKey("policies.id"), primary_key=True, autoincrement=False
+    ),
+    # of a revision; 0: of the policy itself
+    sa.Column("number", sa.Integer, primary_key=True, autoincrement=False),
     sa.Column("key", _Name, primary_key=True),
     sa.Column("value", _Name, nullable=False),
     sa.Index("tags_key", "key", "value"),
@@ -155,7 +176,8 @@ audit = sa.Table(
     sa.Column("version", sa.Integer),  # of the alias after the move
     sa.Column("under", sa.Integer),  # the version a rollback from here returns to, 0 for none
     sa.Column("details", sa.Text, nullable=False),
-    sa.Column("write", _Bytes(16), nullable=False),  # of the transaction: who lost the answer to a commit finds it by this
+    # of the transaction: who lost the answer to a commit finds it by this
+    sa.Column("write", _Bytes(16), nullable=False),
     # Two moves cannot both be an alias's n-th: its history is a line, by the database's own word.
     sa.UniqueConstraint("policy_id", "alias", "version"),
     sa.Index("audit_policy", "policy_id", "id"),
@@ -189,7 +211,8 @@ evaluations = sa.Table(
     "evaluations",
     metadata,
     _id(),
-    sa.Column("revision_id", _Id, sa.ForeignKey("revisions.id", ondelete="SET NULL"), index=True),  # null once retention removed it
+    # null once retention removed it
+    sa.Column("revision_id", _Id, sa.ForeignKey("revisions.id", ondelete="SET NULL"), index=True),
     sa.Column("digest", _Digest, nullable=False, index=True),
     sa.Column("base", sa.String, nullable=False),
     sa.Column("renderer", sa.String, nullable=False),

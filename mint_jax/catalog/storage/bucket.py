@@ -1,7 +1,9 @@
-"""Packs in a bucket (``s3://``, ``gs://``) or in this process's memory (``memory://``), through TensorStore.
+"""Packs in a bucket (``s3://``, ``gs://``) or in this process's memory (``memory://``), through
+TensorStore.
 
-One object is one request, atomic and durable when it is answered. A long pack is written in parts, so that neither side
-holds it whole and no limit on the size of a request matters; the last part commits it.
+One object is one request, atomic and durable when it is answered. A long pack is written in parts,
+so that neither side holds it whole and no limit on the size of a request matters; the last part
+commits it.
 """
 
 import collections
@@ -28,8 +30,9 @@ READS = 64  # the same, how many
 class Bucket:
     """Packs under a prefix of a bucket, or in this process's memory.
 
-    Credentials and endpoint are the machine's: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (or any other way the AWS
-    tools know), AWS_ENDPOINT_URL, AWS_REGION; for ``gs://`` the Google application default credentials.
+    Credentials and endpoint are the machine's: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (or any
+    other way the AWS tools know), AWS_ENDPOINT_URL, AWS_REGION; for ``gs://`` the Google
+    application default credentials.
 
     Args:
         timeout: seconds until a request, with all its retries, is given up.
@@ -43,24 +46,39 @@ class Bucket:
         if scheme == "memory":
             spec = {"driver": "memory", "path": f"{bucket}/{spec['path']}"}
         elif scheme == "gs":
-            spec |= {"driver": "gcs", "bucket": bucket, "context": {"gcs_request_retries": _retries(timeout)}}
+            spec |= {
+                "driver": "gcs",
+                "bucket": bucket,
+                "context": {"gcs_request_retries": _retries(timeout)},
+            }
         else:
-            spec |= {"driver": "s3", "bucket": bucket, "context": {"s3_request_retries": _retries(timeout)}, **self._s3_options()}
+            spec |= {
+                "driver": "s3",
+                "bucket": bucket,
+                "context": {"s3_request_retries": _retries(timeout)},
+                **self._s3_options(),
+            }
         try:
-            self._store = ts.KvStore.open(spec, context=_MEMORY if scheme == "memory" else None).result(timeout)
+            self._store = ts.KvStore.open(
+                spec, context=_MEMORY if scheme == "memory" else None
+            ).result(timeout)
         except (ValueError, TimeoutError) as error:
             raise self._explain(error, "open") from None
 
     def _s3_options(self) -> dict[str, Any]:
         options: dict[str, Any] = {}
         region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
-        self._endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
+        self._endpoint = (
+            os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
+        )
         if self._endpoint:
             options["endpoint"] = self._endpoint.rstrip("/")
-            region = region or "us-east-1"  # servers of other makers ignore it, the signature needs one
+            # servers of other makers ignore it, the signature needs one
+            region = region or "us-east-1"
         if region:
             options["aws_region"] = region
-        if os.environ.get("AWS_ACCESS_KEY_ID"):  # else every opening complains on stderr about absent ~/.aws files
+        # else every opening complains on stderr about absent ~/.aws files
+        if os.environ.get("AWS_ACCESS_KEY_ID"):
             options["aws_credentials"] = {"type": "environment"}
         return options
 
@@ -100,9 +118,15 @@ class Bucket:
         key, begin, end = piece
         found = self.wait(future, f"read {key} of")
         if found.state == "missing":
-            raise PackMissing(f"{key} is not in {self.url}: resolve the revision again, or check the bucket's name and path")
+            raise PackMissing(
+                f"{key} is not in {self.url}: resolve the revision again, or check the bucket's"
+                " name and path"
+            )
         if len(found.value) != end - begin:
-            raise PackDamaged(f"{key} in {self.url} gave {len(found.value)} bytes for [{begin}, {end}): it was cut off")
+            raise PackDamaged(
+                f"{key} in {self.url} gave {len(found.value)} bytes for [{begin}, {end}): it was"
+                " cut off"
+            )
         return np.frombuffer(found.value, np.uint8)
 
     def list(self, prefix: str) -> Iterator[str]:
@@ -111,7 +135,10 @@ class Bucket:
         yield from sorted(key.decode(errors="replace") for key in keys)
 
     def has(self, key: str) -> bool:
-        return self.wait(self._store.read(key, byte_range=slice(0, 1)), f"look for {key} in").state == "value"
+        return (
+            self.wait(self._store.read(key, byte_range=slice(0, 1)), f"look for {key} in").state
+            == "value"
+        )
 
     def modified(self, key: str) -> float | None:
         """Not known of an object; its name says when its writing began."""
@@ -126,14 +153,19 @@ class Bucket:
         text = str(error).split("\n", 1)[0].split(" [", 1)[0].strip()[:300] or type(error).__name__
         where = f"{self.url}{f' at {self._endpoint}' if self._endpoint else ''}"
         if "OUT_OF_RANGE" in text:
-            return PackDamaged(f"cannot {doing} {where}: an object is shorter than its pack's name says ({text})")
+            return PackDamaged(
+                f"cannot {doing} {where}: an object is shorter than its pack's name says ({text})"
+            )
         if isinstance(error, TimeoutError):
             text = f"no answer within {self._timeout:g} s"
             remedy = "check that the storage is up and AWS_ENDPOINT_URL right, or raise the timeout"
         elif "NoSuchBucket" in text or "bucket does not exist" in text:
             remedy = "create the bucket, or correct the URL"
         elif any(sign in text for sign in _REFUSALS):
-            remedy = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (gs: GOOGLE_APPLICATION_CREDENTIALS) to credentials with rights on it"
+            remedy = (
+                "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (gs:"
+                " GOOGLE_APPLICATION_CREDENTIALS) to credentials with rights on it"
+            )
         elif "CURL" in text:
             remedy = "check the network and AWS_ENDPOINT_URL"
         else:
@@ -142,7 +174,8 @@ class Bucket:
 
 
 class _BucketWriter:
-    """Writes equal parts as they fill up, and last the object that the pack is named by: that commits it.
+    """Writes equal parts as they fill up, and last the object that the pack is named by: that
+    commits it.
 
     Holds at most ``PARALLEL`` parts and the one that is filling up.
     """
@@ -163,7 +196,11 @@ class _BucketWriter:
             view = view[taken:]
             if len(self._under_way) == PARALLEL:
                 self._bucket.wait(self._under_way.pop(0), "write to")
-            self._under_way.append(self._bucket.start(pack_format.part_key(self._stem, self._parts), bytes(self._filling)))
+            self._under_way.append(
+                self._bucket.start(
+                    pack_format.part_key(self._stem, self._parts), bytes(self._filling)
+                )
+            )
             self._parts += 1
             self._filling.clear()
         self._filling += view
@@ -172,22 +209,36 @@ class _BucketWriter:
         name = Name(self._stem, size, self._part if self._parts else 0)
         while self._under_way:
             self._bucket.wait(self._under_way.pop(0), "write to")
-        self._parts = 0  # should the last request fail, it may have arrived: its parts stay until gc or a sweep
+        # should the last request fail, it may have arrived: its parts stay until gc or a sweep
+        self._parts = 0
         self._bucket.wait(self._bucket.start(name.key, bytes(self._filling)), "write to")
         return name
 
     def abort(self) -> None:
-        with contextlib.suppress(UserError):  # ends at the first failure, a bucket that is down is not waited for; a sweep finds the rest
+        # ends at the first failure, a bucket that is down is not waited for; a sweep finds the rest
+        with contextlib.suppress(UserError):
             while self._under_way:
                 self._bucket.wait(self._under_way.pop(0), "write to")
             for i in range(self._parts):
                 self._bucket.delete(pack_format.part_key(self._stem, i))
 
 
-_REFUSALS = ("PERMISSION_DENIED", "UNAUTHENTICATED", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch")
+_REFUSALS = (
+    "PERMISSION_DENIED",
+    "UNAUTHENTICATED",
+    "AccessDenied",
+    "InvalidAccessKeyId",
+    "SignatureDoesNotMatch",
+)
 _MEMORY = ts.Context()  # memory://name is the same everywhere in this process
 
 
 def _retries(timeout: float) -> dict[str, Any]:
-    """So many retries that their pauses (0.1 s doubling to 2 s, and as much again at random) fit in the timeout."""
-    return {"max_retries": max(2, 4 + math.floor((timeout - 6) / 3)), "initial_delay": "100ms", "max_delay": "2s"}
+    """So many retries that their pauses (0.1 s doubling to 2 s, and as much again at random) fit in
+    the timeout.
+    """
+    return {
+        "max_retries": max(2, 4 + math.floor((timeout - 6) / 3)),
+        "initial_delay": "100ms",
+        "max_delay": "2s",
+    }

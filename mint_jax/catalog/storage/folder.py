@@ -1,7 +1,8 @@
 """Packs in a folder, through the file system.
 
-A pack is written aside, synced, renamed into place, and its folder synced. Large objects are read as memory maps. This
-is not TensorStore's file driver, which takes a value as one ``bytes``, copies it, and reads by copying: see ``payloads``.
+A pack is written aside, synced, renamed into place, and its folder synced. Large objects are read
+as memory maps. This is not TensorStore's file driver, which takes a value as one ``bytes``, copies
+it, and reads by copying: see ``payloads``.
 """
 
 import contextlib
@@ -21,7 +22,9 @@ from mint_jax.errors import UserError
 
 
 class Folder:
-    """Packs in a folder. Made when the first pack is written, so that a folder that may only be read can be opened."""
+    """Packs in a folder. Made when the first pack is written, so that a folder that may only be
+    read can be opened.
+    """
 
     def __init__(self, root: Path):
         self.root = root.absolute()
@@ -40,7 +43,8 @@ class Folder:
         if relative not in self._made:
             for folder in reversed([path, *path.parents]):
                 inside = folder != self.root and folder.is_relative_to(self.root)
-                if not folder.is_dir() or inside:  # inside, another process may have made it and not yet synced it
+                # inside, another process may have made it and not yet synced it
+                if not folder.is_dir() or inside:
                     folder.mkdir(exist_ok=True)
                     _sync(folder.parent)
             self._made.add(relative)
@@ -55,11 +59,16 @@ class Folder:
             try:
                 handle = os.open(f"{self.url}/{key}", os.O_RDONLY | os.O_CLOEXEC)
             except FileNotFoundError:
-                raise PackMissing(f"{key} is not in {self.url}: resolve the revision again, or check the folder") from None
+                raise PackMissing(
+                    f"{key} is not in {self.url}: resolve the revision again, or check the folder"
+                ) from None
             try:
                 if end - begin >= pack_format.MAPPED:
-                    if os.fstat(handle).st_size < end:  # before memory is taken for it; a view beyond the end would kill the process
-                        raise PackDamaged(f"{key} in {self.url} ends before byte {end}: it was cut off")
+                    # before memory is taken for it; a view beyond the end would kill the process
+                    if os.fstat(handle).st_size < end:
+                        raise PackDamaged(
+                            f"{key} in {self.url} ends before byte {end}: it was cut off"
+                        )
                     if begin % pack_format.PAGE == 0:
                         return _map(handle, begin, end - begin)
                 data = _aligned(end - begin)
@@ -75,7 +84,11 @@ class Folder:
         folder, _, start = prefix.rpartition("/")
         with self.explained("list"), contextlib.suppress(FileNotFoundError, NotADirectoryError):
             with os.scandir(self.root / folder) as found:
-                entries = sorted((e.name, e.is_dir(follow_symlinks=False)) for e in found if e.name.startswith(start))
+                entries = sorted(
+                    (e.name, e.is_dir(follow_symlinks=False))
+                    for e in found
+                    if e.name.startswith(start)
+                )
             for name, is_folder in entries:
                 key = f"{folder}/{name}" if folder else name
                 if is_folder:
@@ -105,7 +118,10 @@ class Folder:
             yield
         except (FileNotFoundError, NotADirectoryError, FileExistsError):
             self._made.clear()
-            raise StorageFailed(f"cannot {doing} payloads in {self.url}: a folder on the way is missing or no folder") from None
+            raise StorageFailed(
+                f"cannot {doing} payloads in {self.url}: a folder on the way is missing or no"
+                " folder"
+            ) from None
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 remedy = "free disk space, run gc, or choose a larger disk"
@@ -115,7 +131,9 @@ class Folder:
                 remedy = "raise the limit of open files (ulimit -n)"
             else:
                 remedy = "check the disk"
-            raise StorageFailed(f"cannot {doing} payloads in {self.url} ({error.strerror or error}): {remedy}") from None
+            raise StorageFailed(
+                f"cannot {doing} payloads in {self.url} ({error.strerror or error}): {remedy}"
+            ) from None
 
 
 class _FileWriter:
@@ -145,7 +163,8 @@ class _FileWriter:
         return name
 
     def abort(self) -> None:
-        with contextlib.suppress(OSError):  # what cannot be flushed to a full disk is not wanted any more
+        # what cannot be flushed to a full disk is not wanted any more
+        with contextlib.suppress(OSError):
             self._file.close()
         with contextlib.suppress(OSError):  # a later sweep will find it
             self._path.unlink(missing_ok=True)
@@ -168,13 +187,22 @@ def _aligned(size: int) -> np.ndarray:
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.mmap.restype = ctypes.c_void_p
-_LIBC.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
+_LIBC.mmap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int64,
+]
 _LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _FAILED = ctypes.c_void_p(-1).value
 
 
 class _Mapping:
-    """A read-only memory map without an open file: Python's own keeps one per map, and a cache may hold thousands."""
+    """A read-only memory map without an open file: Python's own keeps one per map, and a cache may
+    hold thousands.
+    """
 
     def __init__(self, handle: int, offset: int, length: int):
         self._length = length
@@ -182,7 +210,12 @@ class _Mapping:
         if self._address == _FAILED:
             self._address = None
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-        self.__array_interface__ = {"version": 3, "typestr": "|u1", "shape": (length,), "data": (self._address, True)}
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": "|u1",
+            "shape": (length,),
+            "data": (self._address, True),
+        }
 
     def __del__(self, munmap=_LIBC.munmap):  # globals may be gone when the interpreter ends
         if self._address is not None:

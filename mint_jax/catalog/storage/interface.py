@@ -12,7 +12,9 @@ Piece = tuple[str, int, int]  # bytes [begin, end) of the object with a key
 
 
 class PackMissing(UserError):
-    """A pack is not where its name says: deleted or never there. Who has an old place resolves the revision again."""
+    """A pack is not where its name says: deleted or never there. Who has an old place resolves the
+    revision again.
+    """
 
 
 class StorageFailed(UserError):

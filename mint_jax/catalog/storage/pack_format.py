@@ -1,18 +1,22 @@
-"""A pack: one immutable object that holds packed objects back to back and a trailer that says where each lies.
+"""A pack: one immutable object that holds packed objects back to back and a trailer that says where
+each lies.
 
 ::
 
     object, pad, object, pad, ..., object, pad | entry, entry, ... | footer
-                                               ^ body              ^ 48 bytes each   ^ 96 bytes, the last of the pack
+                                               ^ body              ^ 48 bytes each   ^ 96 bytes, the
+                                               last of the pack
 
-An object begins at a multiple of 64 bytes, one of 1 MiB and more at a multiple of 4096, so that it can be mapped alone.
-An entry is digest, offset and length of one object. The footer holds the BLAKE3 hash of all entries and of itself: who has a
-pack and no database knows what is in it, and a damaged trailer is noticed. Damage between the objects hits nothing.
+An object begins at a multiple of 64 bytes, one of 1 MiB and more at a multiple of 4096, so that it
+can be mapped alone. An entry is digest, offset and length of one object. The footer holds the
+BLAKE3 hash of all entries and of itself: who has a pack and no database knows what is in it, and a
+damaged trailer is noticed. Damage between the objects hits nothing.
 
-The name of a pack, ``<32 hex>-<bytes>`` or ``<32 hex>-<bytes>-<part bytes>``, says when its writing began (the first 12
-digits: milliseconds since 1970 by the writer's clock), how long it is, and whether its bytes lie in one object or in
-parts: stores without appending, such as S3, get a long pack as equal parts of which the last, written last, is the one
-that the pack is named by. A listing is enough to know all that.
+The name of a pack, ``<32 hex>-<bytes>`` or ``<32 hex>-<bytes>-<part bytes>``, says when its writing
+began (the first 12 digits: milliseconds since 1970 by the writer's clock), how long it is, and
+whether its bytes lie in one object or in parts: stores without appending, such as S3, get a long
+pack as equal parts of which the last, written last, is the one that the pack is named by. A listing
+is enough to know all that.
 """
 
 import re
@@ -68,13 +72,17 @@ class Name(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "Name":
-        """Raises ``UserError`` for what is no pack's name; a name that parses is harmless as a file name."""
+        """Raises ``UserError`` for what is no pack's name; a name that parses is harmless as a file
+        name.
+        """
         found = _NAME.fullmatch(text)
         if found is None:
             raise UserError(f"{ascii(text)[:100]} is not the name of a pack")
         name = cls(found[1], int(found[2]), int(found[3] or 0))
         if name.part and name.size // name.part > MAX_PARTS:
-            raise UserError(f"{text!a} is not the name of a pack: nothing has more than {MAX_PARTS} parts")
+            raise UserError(
+                f"{text!a} is not the name of a pack: nothing has more than {MAX_PARTS} parts"
+            )
         return name
 
     @property
@@ -85,15 +93,27 @@ class Name(NamedTuple):
     @property
     def parts(self) -> list[str]:
         """Keys of the parts before the last."""
-        return [part_key(self.stem, i) for i in range((self.size - 1) // self.part)] if self.part else []
+        return (
+            [part_key(self.stem, i) for i in range((self.size - 1) // self.part)]
+            if self.part
+            else []
+        )
 
     def pieces(self, begin: int, end: int) -> Iterator[tuple[str, int, int]]:
-        """The objects and their bytes ``(key, begin, end)`` that make up bytes ``[begin, end)`` of the pack, in order."""
+        """The objects and their bytes ``(key, begin, end)`` that make up bytes ``[begin, end)`` of
+        the pack, in order.
+        """
         last = (self.size - 1) // self.part if self.part else 0
         while begin < end:
             i = begin // self.part if self.part else 0
-            start, stop = (i * self.part, (i + 1) * self.part) if i < last else (last * self.part, self.size)
-            yield (part_key(self.stem, i) if i < last else self.key, begin - start, min(end, stop) - start)
+            start, stop = (
+                (i * self.part, (i + 1) * self.part) if i < last else (last * self.part, self.size)
+            )
+            yield (
+                part_key(self.stem, i) if i < last else self.key,
+                begin - start,
+                min(end, stop) - start,
+            )
             begin = stop
 
 
@@ -153,9 +173,13 @@ def table_size(footer: bytes, name: Name) -> int:
     """
     magic, count, body, total, _ = FOOTER.unpack(footer)
     if magic != MAGIC:
-        raise PackDamaged(f"pack {name} has no trailer: it is damaged, or not a pack of this version")
+        raise PackDamaged(
+            f"pack {name} has no trailer: it is damaged, or not a pack of this version"
+        )
     if total != name.size or body + count * ENTRY.itemsize + FOOTER.size != total:
-        raise PackDamaged(f"the trailer of pack {name} is damaged: it records {count} objects in {total} bytes")
+        raise PackDamaged(
+            f"the trailer of pack {name} is damaged: it records {count} objects in {total} bytes"
+        )
     return count * ENTRY.itemsize
 
 
@@ -172,7 +196,10 @@ def read_trailer(data: bytes, name: Name) -> list[tuple[str, Place]]:
     found, end = [], 0
     for digest, offset, length in table.tolist():
         if offset < end or offset + length > body:
-            raise PackDamaged(f"the trailer of pack {name} is wrong: it places an object at bytes {offset} to {offset + length}")
+            raise PackDamaged(
+                f"the trailer of pack {name} is wrong: it places an object at bytes {offset} to"
+                f" {offset + length}"
+            )
         end = offset + length
         found.append((bytes(digest).hex(), Place(str(name), offset, length)))
     return found

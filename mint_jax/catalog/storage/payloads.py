@@ -1,12 +1,15 @@
-"""Payloads: immutable objects by place, many in one pack, in a folder or a bucket. Knows bytes and digests, no names.
+"""Payloads: immutable objects by place, many in one pack, in a folder or a bucket. Knows bytes and
+digests, no names.
 
-A pack (see ``pack_format``) is there whole or not at all: in a folder it is written aside, synced and renamed; in a
-bucket it exists with its last object. What a killed writer leaves is never listed as a pack and is removed by ``sweep``.
+A pack (see ``pack_format``) is there whole or not at all: in a folder it is written aside, synced
+and renamed; in a bucket it exists with its last object. What a killed writer leaves is never listed
+as a pack and is removed by ``sweep``.
 
-Why packs are not Orbax checkpoints, which training checkpoints are, and which ``export --format=orbax`` writes:
-``configs/bench/revision_stores.py`` measures both, and TensorStore's zarr3 and OCDBT, in a folder and on S3. TensorStore's
-file driver commits in a folder as fast as ``folder`` does (both 8 ms, two syncs), but wants the whole value in one piece and
-copies it: 100 MiB more for 100 MiB.
+Why packs are not Orbax checkpoints, which training checkpoints are, and which ``export
+--format=orbax`` writes: ``configs/bench/revision_stores.py`` measures both, and TensorStore's zarr3
+and OCDBT, in a folder and on S3. TensorStore's file driver commits in a folder as fast as
+``folder`` does (both 8 ms, two syncs), but wants the whole value in one piece and copies it: 100
+MiB more for 100 MiB.
 """
 
 import os
@@ -27,7 +30,8 @@ from mint_jax.errors import UserError
 
 __all__ = ["PackDamaged", "PackInfo", "PackMissing", "PayloadStore", "Place", "StorageFailed"]
 
-ABANDONED_S = 24 * 3600.0  # leftovers so old have no writer: ``put`` commits nothing that took half as long
+# leftovers so old have no writer: ``put`` commits nothing that took half as long
+ABANDONED_S = 24 * 3600.0
 TAIL = 64 << 10  # bytes read at once from a pack's end: the trailer of 1,300 objects
 
 
@@ -37,7 +41,8 @@ class PackInfo(NamedTuple):
     Attributes:
         name: unique for ever.
         bytes: of the whole pack.
-        mtime: seconds since 1970 when it was written; from a bucket when its writing began, by the writer's clock.
+        mtime: seconds since 1970 when it was written; from a bucket when its writing began, by the
+            writer's clock.
     """
 
     name: str
@@ -49,7 +54,8 @@ class PayloadStore:
     """Packs of objects at a URL. May be used by several threads and processes at once.
 
     Args:
-        url: a folder's path, ``file:///path``, ``s3://bucket/path``, ``gs://bucket/path`` or ``memory://name``.
+        url: a folder's path, ``file:///path``, ``s3://bucket/path``, ``gs://bucket/path`` or
+            ``memory://name``.
         timeout: seconds after which one request to a bucket, with all its retries, is an error.
     """
 
@@ -70,7 +76,11 @@ class PayloadStore:
         Raises:
             UserError: the storage is full, refuses or does not answer.
         """
-        pairs = ((data, None) for data in objects) if digests is None else zip(objects, digests, strict=True)
+        pairs = (
+            ((data, None) for data in objects)
+            if digests is None
+            else zip(objects, digests, strict=True)
+        )
         writer, entries, position, start = None, [], 0, time.monotonic()
         try:
             for data, known in pairs:
@@ -88,7 +98,10 @@ class PayloadStore:
             trailer = pack_format.trailer(entries, position + pad)
             writer.write(bytes(pad) + trailer)
             if time.monotonic() - start > ABANDONED_S / 2:
-                raise StorageFailed(f"writing a pack in {self.url} took {time.monotonic() - start:.0f} s: put fewer objects at once")
+                raise StorageFailed(
+                    f"writing a pack in {self.url} took {time.monotonic() - start:.0f} s: put fewer"
+                    " objects at once"
+                )
             name = str(writer.commit(position + pad + len(trailer)))
         except BaseException:
             if writer is not None:
@@ -97,7 +110,8 @@ class PayloadStore:
         return [Place(name, offset, length) for _, offset, length in entries]
 
     def copy(self, places: Sequence[Place], digests: Sequence[str] | None = None) -> list[Place]:
-        """Copies objects into one new pack and returns their new places; for compaction. The old ones stay.
+        """Copies objects into one new pack and returns their new places; for compaction. The old
+        ones stay.
 
         Args:
             places: of any packs, in the order wanted.
@@ -107,15 +121,26 @@ class PayloadStore:
             PackDamaged: an object is not what its digest says; nothing is copied then.
         """
         if digests is None:
-            known = {place: digest for pack in dict.fromkeys(p.pack for p in places) for digest, place in self.index(pack)}
+            known = {
+                place: digest
+                for pack in dict.fromkeys(p.pack for p in places)
+                for digest, place in self.index(pack)
+            }
             if lost := [place for place in places if place not in known]:
                 raise PackDamaged(f"{lost[0]} is not in the trailer of its pack")
             digests = [known[place] for place in places]
         found = self.read_many(places)
-        return self.put((_verified(data, digest, place) for data, digest, place in zip(found, digests, places, strict=True)), digests)
+        return self.put(
+            (
+                _verified(data, digest, place)
+                for data, digest, place in zip(found, digests, places, strict=True)
+            ),
+            digests,
+        )
 
     def read(self, place: Place, digest: str | None = None) -> np.ndarray:
-        """An object's bytes, read-only uint8; from a folder a memory map where it has 1 MiB or more.
+        """An object's bytes, read-only uint8; from a folder a memory map where it has 1 MiB or
+        more.
 
         Args:
             digest: verified when given; reads every byte.
@@ -129,7 +154,9 @@ class PayloadStore:
         return data if digest is None else _verified(data, digest, place)
 
     def read_many(self, places: Iterable[Place]) -> Iterator[np.ndarray]:
-        """The objects in the order of ``places``; from a bucket several requests are under way at once."""
+        """The objects in the order of ``places``; from a bucket several requests are under way at
+        once.
+        """
         places = list(places)
         pieces = [list(self._pieces(place)) for place in places]
         found = self._storage.read(piece for of_one in pieces for piece in of_one)
@@ -137,15 +164,26 @@ class PayloadStore:
             yield _join([next(found) for _ in of_one], place.length)
 
     def _pieces(self, place: Place) -> Iterator[Piece]:
-        if not (isinstance(place.pack, str) and isinstance(place.offset, int) and isinstance(place.length, int)):
-            raise PackDamaged(f"{place} is not a place in a pack: the database that says so is damaged")
+        if not (
+            isinstance(place.pack, str)
+            and isinstance(place.offset, int)
+            and isinstance(place.length, int)
+        ):
+            raise PackDamaged(
+                f"{place} is not a place in a pack: the database that says so is damaged"
+            )
         name = Name.parse(place.pack)
         if place.offset < 0 or place.length < 0 or place.offset + place.length > name.size:
-            raise PackDamaged(f"{place} is not inside its pack of {name.size} bytes: the database that says so is damaged")
+            raise PackDamaged(
+                f"{place} is not inside its pack of {name.size} bytes: the database that says so is"
+                " damaged"
+            )
         return name.pieces(place.offset, place.offset + place.length)
 
     def delete(self, pack: str) -> None:
-        """Removes a pack; one that is gone already is fine. Who holds an object read from it keeps it."""
+        """Removes a pack; one that is gone already is fine. Who holds an object read from it keeps
+        it.
+        """
         name = Name.parse(pack)
         for key in [name.key, *name.parts]:  # first the object that makes it a pack
             self._storage.delete(key)
@@ -172,16 +210,20 @@ class PayloadStore:
         """
         name = Name.parse(pack)
         tail = self.read(Place(pack, max(0, name.size - TAIL), min(name.size, TAIL))).tobytes()
-        size = pack_format.table_size(tail[-pack_format.FOOTER.size :], name) + pack_format.FOOTER.size
+        size = (
+            pack_format.table_size(tail[-pack_format.FOOTER.size :], name) + pack_format.FOOTER.size
+        )
         if size > len(tail):
             tail = self.read(Place(pack, name.size - size, size)).tobytes()
         return pack_format.read_trailer(tail[-size:], name)
 
     def sweep(self, older_s: float = ABANDONED_S, dry_run: bool = False) -> list[str]:
-        """Removes what killed writers left: files in writing, and parts of packs that were never committed.
+        """Removes what killed writers left: files in writing, and parts of packs that were never
+        committed.
 
         Args:
-            older_s: leaves alone what was written to within this many seconds. Less than the default only while no process writes.
+            older_s: leaves alone what was written to within this many seconds. Less than the
+                default only while no process writes.
             dry_run: removes nothing.
 
         Returns:
@@ -190,8 +232,13 @@ class PayloadStore:
         found = list(self._storage.list("staging/"))
         for digit in "0123456789abcdef":
             parts = list(self._storage.list(f"parts/{digit}"))
-            whole = {pack_format.stem_of(key) for key in self._storage.list(f"packs/{digit}")} if parts else set()
-            found += [key for key in parts if pack_format.stem_of(key) not in whole]  # listed first: not committed since
+            whole = (
+                {pack_format.stem_of(key) for key in self._storage.list(f"packs/{digit}")}
+                if parts
+                else set()
+            )
+            # listed first: not committed since
+            found += [key for key in parts if pack_format.stem_of(key) not in whole]
         limit = time.time() - older_s
         left = [key for key in found if (self._storage.modified(key) or limit + 1) <= limit]
         for key in [] if dry_run else left:
@@ -200,7 +247,8 @@ class PayloadStore:
 
 
 def _open_storage(url: str, timeout: float) -> Storage:
-    """A folder's path, ``file://``, ``s3://bucket/path``, ``gs://bucket/path`` or ``memory://name``.
+    """A folder's path, ``file://``, ``s3://bucket/path``, ``gs://bucket/path`` or
+    ``memory://name``.
 
     Raises:
         UserError: a URL of another kind.
@@ -213,8 +261,12 @@ def _open_storage(url: str, timeout: float) -> Storage:
             raise UserError(f"{url} is not the URL of a folder here; write file:///absolute/path")
         return Folder(Path(unquote(parts.path)))
     if parts.scheme not in ("s3", "gs", "memory") or not parts.netloc:
-        raise UserError(f"{url} is no place for payloads; write a folder's path, s3://bucket/path, gs://bucket/path or memory://name")
-    from mint_jax.catalog.storage.bucket import Bucket  # TensorStore takes a third of a second to import, and a folder does without
+        raise UserError(
+            f"{url} is no place for payloads; write a folder's path, s3://bucket/path,"
+            " gs://bucket/path or memory://name"
+        )
+    # TensorStore takes a third of a second to import, and a folder does without
+    from mint_jax.catalog.storage.bucket import Bucket
 
     return Bucket(url, parts.scheme, parts.netloc, parts.path.strip("/"), timeout)
 
@@ -223,8 +275,8 @@ def _verified(data: np.ndarray, digest: str, place: Place) -> np.ndarray:
     found = digest_of(data)
     if found != digest:
         raise PackDamaged(
-            f"revision {digest[:12]} is damaged: {place.length} bytes at {place.offset} of pack {place.pack} have digest {found[:12]}; "
-            "export or import it again"
+            f"revision {digest[:12]} is damaged: {place.length} bytes at {place.offset} of pack"
+            f" {place.pack} have digest {found[:12]}; export or import it again"
         )
     return data
 

@@ -1,11 +1,12 @@
 """What was lost and what comes back.
 
-Commits that a database has lost are recorded in the audit log when it is next opened, and reported until a user accepts the
-loss.
+Commits that a database has lost are recorded in the audit log when it is next opened, and reported
+until a user accepts the loss.
 
-Adapters that lie in packs and that no record names, as after a database was lost, become revisions again. A pack lists its
-objects and an object what adapter it is, but not whose: names, aliases and scores are the database's alone. So each gets a
-policy of its own, named by its digest, to be looked at, branched and promoted.
+Adapters that lie in packs and that no record names, as after a database was lost, become revisions
+again. A pack lists its objects and an object what adapter it is, but not whose: names, aliases and
+scores are the database's alone. So each gets a policy of its own, named by its digest, to be looked
+at, branched and promoted.
 """
 
 import dataclasses
@@ -20,7 +21,13 @@ from mint_jax.catalog.records.database import Database, chunks
 from mint_jax.catalog.records.exports import Export, schema_text
 from mint_jax.catalog.records.tables import audit as log
 from mint_jax.catalog.records.tables import payloads
-from mint_jax.catalog.storage.payloads import PackDamaged, PackInfo, PackMissing, PayloadStore, Place
+from mint_jax.catalog.storage.payloads import (
+    PackDamaged,
+    PackInfo,
+    PackMissing,
+    PayloadStore,
+    Place,
+)
 from mint_jax.errors import UserError
 
 TEMPLATE = "recovered-{digest}"
@@ -33,7 +40,8 @@ class Recovered:
 
     Attributes:
         revisions: name, digest, rank, base and bytes of each.
-        left: what could not be, and why: damaged packs and objects, and objects that are no adapters.
+        left: what could not be, and why: damaged packs and objects, and objects that are no
+            adapters.
     """
 
     dry_run: bool
@@ -42,20 +50,29 @@ class Recovered:
 
 
 def find(
-    database: Database, store: PayloadStore, template: str, older_than: float, report: Recovered, progress: Callable[[int], None] | None
+    database: Database,
+    store: PayloadStore,
+    template: str,
+    older_than: float,
+    report: Recovered,
+    progress: Callable[[int], None] | None,
 ) -> Iterator[Export]:
     """Exports of the adapters that no record names; adds to ``report`` what they are.
 
     Args:
         template: of their policies' names; ``{digest}`` is the first half of the digest.
-        older_than: leaves alone packs that are younger, in seconds since 1970: their writer may be about to commit.
+        older_than: leaves alone packs that are younger, in seconds since 1970: their writer may be
+            about to commit.
         progress: called with the number of packs looked at.
 
     Raises:
         UserError: a template without ``{digest}``.
     """
     if "{digest}" not in template:
-        raise UserError(f"the names' template is {template!r}; expected one with {{digest}}, for instance {TEMPLATE!r}")
+        raise UserError(
+            f"the names' template is {template!r}; expected one with {{digest}}, for instance"
+            f" {TEMPLATE!r}"
+        )
     seen: set[str] = set()
     for done, pack in enumerate(store.packs()):
         if pack.mtime < older_than:
@@ -70,14 +87,21 @@ def find(
                     report.left.append(f"{digest[:12]}: {error}")
                     continue
                 name = template.replace("{digest}", digest[:32])
-                about = {"digest": digest, "rank": schema.config.rank, "base": schema.base, "bytes": place.length}
+                about = {
+                    "digest": digest,
+                    "rank": schema.config.rank,
+                    "base": schema.base,
+                    "bytes": place.length,
+                }
                 report.revisions.append({"name": name} | about)
                 yield Export(name, data, 0, origin=f"recovered from pack {pack.name}", force=True)
         if progress is not None:
             progress(done + 1)
 
 
-def _unnamed(database: Database, store: PayloadStore, pack: PackInfo, report: Recovered) -> list[tuple[str, Place]]:
+def _unnamed(
+    database: Database, store: PayloadStore, pack: PackInfo, report: Recovered
+) -> list[tuple[str, Place]]:
     """The objects of a pack that are no payloads of the catalog."""
     try:
         objects = store.index(pack.name)
@@ -91,7 +115,9 @@ def _unnamed(database: Database, store: PayloadStore, pack: PackInfo, report: Re
 
 
 def _known(connection: sa.Connection, digests: Sequence[bytes]) -> set[bytes]:
-    return set(connection.scalars(sa.select(payloads.c.digest).where(payloads.c.digest.in_(digests))))
+    return set(
+        connection.scalars(sa.select(payloads.c.digest).where(payloads.c.digest.in_(digests)))
+    )
 
 
 _LOST, _ACCEPTED = "lost commits", "accept losses"
@@ -102,7 +128,9 @@ def record_losses(database: Database, author: Author) -> None:
     if (gone := database.lost()) is None:
         return
     last, seen = gone
-    database.write(lambda c: audit.append(c, audit.row(author, _LOST, details={"last": last, "seen": seen})))
+    database.write(
+        lambda c: audit.append(c, audit.row(author, _LOST, details={"last": last, "seen": seen}))
+    )
     database.forget_lost()
 
 
@@ -114,15 +142,19 @@ def accept_losses(connection: sa.Connection, author: Author) -> None:
 def lost_commits(connection: sa.Connection) -> list[str]:
     """What is lost and not accepted, in words."""
     lost: list[str] = []
-    query = sa.select(log).where(log.c.action.in_([_LOST, _ACCEPTED]), log.c.policy_id.is_(None)).order_by(log.c.id)
+    query = (
+        sa.select(log)
+        .where(log.c.action.in_([_LOST, _ACCEPTED]), log.c.policy_id.is_(None))
+        .order_by(log.c.id)
+    )
     for row in connection.execute(query):
         if row.action == _ACCEPTED:
             lost = []
         else:
             found = audit.details(row)
             lost.append(
-                f"entries {found['last'] + 1} to {found['seen']} of the audit log were committed and are gone: the database's log was "
-                "damaged, or an older copy was put in its place; restore a backup, or make again what is missing, then "
-                "gc --accept-losses"
+                f"entries {found['last'] + 1} to {found['seen']} of the audit log were committed"
+                " and are gone: the database's log was damaged, or an older copy was put in its"
+                " place; restore a backup, or make again what is missing, then gc --accept-losses"
             )
     return lost

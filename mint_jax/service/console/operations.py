@@ -1,4 +1,6 @@
-"""What a server does, in the console: models in training, and for operators what is where, what waits, and who was served how much."""
+"""What a server does, in the console: models in training, and for operators what is where, what
+waits, and who was served how much.
+"""
 
 import collections
 import math
@@ -32,7 +34,10 @@ class Operations:
         book, offset = self.server.book, int(told)
         models, count = book.models(asked.tenant, MODELS, offset), book.count_models(asked.tenant)
         values = {
-            "models": [(model, url_of(names.full_name(asked.tenant, model.id)), self._place(model.id)) for model in models],
+            "models": [
+                (model, url_of(names.full_name(asked.tenant, model.id)), self._place(model.id))
+                for model in models
+            ],
             "count": count,
             "offset": offset,
             "before": max(0, offset - MODELS),
@@ -47,7 +52,9 @@ class Operations:
             return "ended"
 
     def costs(self, asked: Asked) -> Page:
-        """The dearest policies and tenants since ever; of the tenant that asks what it asked for, where it is no operator."""
+        """The dearest policies and tenants since ever; of the tenant that asks what it asked for,
+        where it is no operator.
+        """
         costs, tenant = self.server.costs, None if asked.everything else asked.tenant
         tables = {"policy": list(costs.listed("policy", tenant, DEAREST, 0).items())}
         if asked.everything:
@@ -59,12 +66,19 @@ class Operations:
         server = self.server
         state, places = state_of(server), collections.Counter(server.live.places())
         residency, gaps = state["residency"], sorted(server.loop.gaps)
-        served = sorted(((tenant, cost.seconds) for tenant, cost in server.costs.since_start().items()), key=lambda one: -one[1])
+        served = sorted(
+            ((tenant, cost.seconds) for tenant, cost in server.costs.since_start().items()),
+            key=lambda one: -one[1],
+        )
         values: dict[str, Any] = {
             "state": state,
             "ready": not state["trouble"],
             "unfinished": server.engine.in_flight().total(),
-            "gaps": [(f"{q:.0%}", gaps[math.ceil(q * len(gaps)) - 1]) for q in QUANTILES] if gaps else [],
+            "gaps": (
+                [(f"{q:.0%}", gaps[math.ceil(q * len(gaps)) - 1]) for q in QUANTILES]
+                if gaps
+                else []
+            ),
             "bound": server.sizes.gap_s,
             "places": places,
             "training_slots": sorted(server.sizes.slots.items()),
@@ -80,11 +94,17 @@ class Operations:
         return Page("server_state.html" if asked.part else "server.html", values)
 
     def _named(self, digest: str) -> tuple[str, str, str]:
-        """A revision's digest, name and page; of an adapter that is in no catalog its loaded names."""
+        """A revision's digest, name and page; of an adapter that is in no catalog its loaded
+        names.
+        """
         try:
             found = self.server.catalog.resolve(digest)
         except DatabaseFailed:
             raise
         except UserError:
-            return digest, ", ".join(name for name in self.server.weights.names_of(digest) if name != digest), ""
+            return (
+                digest,
+                ", ".join(name for name in self.server.weights.names_of(digest) if name != digest),
+                "",
+            )
         return digest, f"{found.policy}@{found.number}", url_of(found.policy)

@@ -1,7 +1,9 @@
-"""How the console's pages are made and sent: templates, static files, headers, and what every request of a browser has to pass.
+"""How the console's pages are made and sent: templates, static files, headers, and what every
+request of a browser has to pass.
 
-A handler is a function of ``Asked`` that returns a ``Page``; it runs in a thread, since it reads databases. Templates escape whatever
-they show. The pages' policy for browsers (Content-Security-Policy) allows this server's own files and nothing inline.
+A handler is a function of ``Asked`` that returns a ``Page``; it runs in a thread, since it reads
+databases. Templates escape whatever they show. The pages' policy for browsers
+(Content-Security-Policy) allows this server's own files and nothing inline.
 """
 
 import asyncio
@@ -59,7 +61,14 @@ class Busy(UserError):
     """Too much of it at once."""
 
 
-STATUSES: dict[type[UserError], int] = {NotFound: 404, Forbidden: 403, Busy: 429, DatabaseFailed: 503, StorageFailed: 503, UserError: 400}
+STATUSES: dict[type[UserError], int] = {
+    NotFound: 404,
+    Forbidden: 403,
+    Busy: 429,
+    DatabaseFailed: 503,
+    StorageFailed: 503,
+    UserError: 400,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +104,9 @@ class Asked:
 
 @dataclasses.dataclass(frozen=True)
 class Page:
-    """A template and its values; or, with ``to``, another path of the console's; or ``data`` as JSON."""
+    """A template and its values; or, with ``to``, another path of the console's; or ``data`` as
+    JSON.
+    """
 
     template: str = ""
     values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -119,10 +130,23 @@ class Pages:
         self.browsers = browsers
         loader = jinja2.FileSystemLoader(HERE / "templates")
         self._templates = jinja2.Environment(
-            loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+            loader=loader,
+            autoescape=True,
+            undefined=jinja2.StrictUndefined,
+            trim_blocks=True,
+            lstrip_blocks=True,
         )
-        self._templates.filters |= {"when": when, "size": size, "number": number, "seconds": seconds}
-        self._templates.globals |= {"base_name": base, "static": static_path, "has_keys": browsers.keys is not None}
+        self._templates.filters |= {
+            "when": when,
+            "size": size,
+            "number": number,
+            "seconds": seconds,
+        }
+        self._templates.globals |= {
+            "base_name": base,
+            "static": static_path,
+            "has_keys": browsers.keys is not None,
+        }
 
     def endpoint(self, handler: Handler) -> Callable[[Request], Any]:
         """A handler as a route's endpoint."""
@@ -134,7 +158,9 @@ class Pages:
         return answer
 
     async def answered(self, asked: Asked, call: Callable[[Asked], Page]) -> Response:
-        """The response of what a call gives, in a thread; a user's mistake is a page that says so."""
+        """The response of what a call gives, in a thread; a user's mistake is a page that says
+        so.
+        """
         try:
             page = await asyncio.to_thread(call, asked)
         except UserError as error:
@@ -153,9 +179,14 @@ class Pages:
         """
         if request.method == "POST":
             if not same_origin(request.headers):
-                raise Forbidden("this form does not come from a page of the console: open the console, and do it there")
+                raise Forbidden(
+                    "this form does not come from a page of the console: open the console, and do"
+                    " it there"
+                )
             if not self.browsers.check(request.state.session, token):
-                raise Forbidden("this form is of another session, or of before a restart: load its page again")
+                raise Forbidden(
+                    "this form is of another session, or of before a restart: load its page again"
+                )
 
     def response(self, asked: Asked, page: Page) -> Response:
         if page.data is not None:
@@ -188,7 +219,11 @@ async def read(request: Request) -> Asked:
 async def form_of(request: Request) -> dict[str, str]:
     """The fields of a form; the last of those of one name."""
     try:
-        return dict(urllib.parse.parse_qsl((await request.body()).decode(), keep_blank_values=True, max_num_fields=MOST_FIELDS))
+        return dict(
+            urllib.parse.parse_qsl(
+                (await request.body()).decode(), keep_blank_values=True, max_num_fields=MOST_FIELDS
+            )
+        )
     except ValueError:
         return {}  # no form of ours: it has no token
 
@@ -218,7 +253,11 @@ def static_files() -> dict[str, tuple[bytes, str, str]]:
     found = {}
     for path in sorted((HERE / "static").iterdir()):
         data = path.read_bytes()
-        found[path.name] = data, mimetypes.guess_type(path.name)[0] or "text/plain", hashlib.sha256(data).hexdigest()[:12]
+        found[path.name] = (
+            data,
+            mimetypes.guess_type(path.name)[0] or "text/plain",
+            hashlib.sha256(data).hexdigest()[:12],
+        )
     return found
 
 
@@ -232,7 +271,10 @@ async def static(request: Request) -> Response:
     found = static_files().get(request.path_params["name"])
     if found is None:
         return Response("there is no such file", 404)
-    headers = {"cache-control": "public, max-age=31536000, immutable", "x-content-type-options": "nosniff"}
+    headers = {
+        "cache-control": "public, max-age=31536000, immutable",
+        "x-content-type-options": "nosniff",
+    }
     return Response(found[0], 200, headers, found[1])
 
 

@@ -1,7 +1,8 @@
-"""Policies in the console: listed and searched, one with its lineage and curves, promoted and rolled back.
+"""Policies in the console: listed and searched, one with its lineage and curves, promoted and
+rolled back.
 
-Who has scope admin sees and moves all tenants' policies. Others see their own, and move aliases with scope train. What is another
-tenant's is not there, in the words of what is not there.
+Who has scope admin sees and moves all tenants' policies. Others see their own, and move aliases
+with scope train. What is another tenant's is not there, in the words of what is not there.
 """
 
 import contextlib
@@ -31,7 +32,9 @@ STATES = ("active", "retired")
 
 @dataclasses.dataclass(frozen=True)
 class Seen:
-    """A policy that the one who asks may see: its record, None while nothing of it is exported; its model, if trained here."""
+    """A policy that the one who asks may see: its record, None while nothing of it is exported; its
+    model, if trained here.
+    """
 
     name: str
     record: PolicyRecord | None
@@ -47,16 +50,26 @@ class Policies:
     # -- the list
 
     def listed(self, asked: Asked) -> Page:
-        match, after, state = asked.query.get("match", ""), asked.query.get("after") or None, asked.query.get("state") or None
+        match, after, state = (
+            asked.query.get("match", ""),
+            asked.query.get("after") or None,
+            asked.query.get("state") or None,
+        )
         if state is not None and state not in STATES:
-            raise UserError(f"state is {state[:40]!r}; expected {' or '.join(STATES)}, or none for both")
+            raise UserError(
+                f"state is {state[:40]!r}; expected {' or '.join(STATES)}, or none for both"
+            )
         if len(match) > names.LONGEST:
-            raise UserError(f"the search has {len(match)} characters; names have at most {names.LONGEST}")
+            raise UserError(
+                f"the search has {len(match)} characters; names have at most {names.LONGEST}"
+            )
         tenant = None if asked.everything else asked.tenant
         page = self.catalog.policies(tenant, after, LISTED + 1, state, match)
         shown, more = page[:LISTED], len(page) > LISTED
         values = {
-            "policies": [(one, url_of(one.policy), Schema.from_json(one.schema).config) for one in shown],
+            "policies": [
+                (one, url_of(one.policy), Schema.from_json(one.schema).config) for one in shown
+            ],
             "aliases": self.catalog.aliases_of(shown),
             "match": match,
             "state": state or "",
@@ -101,7 +114,9 @@ class Policies:
             "record": seen.record,
             "model": seen.model,
             "place": self._place(seen),
-            "may_move": _may_move(asked, seen) and seen.record is not None and seen.record.state == "active",
+            "may_move": (
+                _may_move(asked, seen) and seen.record is not None and seen.record.state == "active"
+            ),
             "url": url_of(seen.name),
             "quoted": quoted(seen.name),
             "done": asked.query.get("done", ""),
@@ -113,20 +128,33 @@ class Policies:
         return Page("policy.html", values, 200 if error is None else of_error(error).status)
 
     def _history(self, asked: Asked, record: PolicyRecord) -> dict[str, Any]:
-        name, top = record.policy, min(_whole(asked, "below") or record.revisions + 1, record.revisions + 1) - 1
+        name, top = (
+            record.policy,
+            min(_whole(asked, "below") or record.revisions + 1, record.revisions + 1) - 1,
+        )
         revisions = self.catalog.revisions(name, max(0, top - REVISIONS), REVISIONS)[::-1]
         aliases, scores = self.catalog.aliases(name), self.catalog.evaluations(name)
         log_of = "all" if asked.query.get("log") == "all" else ""
-        log = self.catalog.recent(name, before=_whole(asked, "before"), limit=REVISIONS + 1, without=() if log_of else MANY)
+        log = self.catalog.recent(
+            name,
+            before=_whole(asked, "before"),
+            limit=REVISIONS + 1,
+            without=() if log_of else MANY,
+        )
         tenant = None if asked.everything else asked.tenant
         return {
             "config": Schema.from_json(record.schema).config,
             "ancestors": list(self._ancestors(asked, record)),
-            "branches": [(one.policy, one.parent, url_of(one.policy)) for one in self.catalog.branches(name, tenant, BRANCHES)],
+            "branches": [
+                (one.policy, one.parent, url_of(one.policy))
+                for one in self.catalog.branches(name, tenant, BRANCHES)
+            ],
             "revisions": revisions,
             "older": revisions[-1].number if revisions and revisions[-1].number > 1 else 0,
             "aliases": aliases,
-            "aliases_of": {r.number: [a.name for a in aliases if a.number == r.number] for r in revisions},
+            "aliases_of": {
+                r.number: [a.name for a in aliases if a.number == r.number] for r in revisions
+            },
             "scores": scores,
             "log_of": log_of,
             "log": log[:REVISIONS],
@@ -134,8 +162,9 @@ class Policies:
         }
 
     def _ancestors(self, asked: Asked, record: PolicyRecord) -> Iterator[tuple[str, str]]:
-        """The revision that a policy branched from, the one that this one's policy did, and so on: names and pages, as far as they are
-        for the one who asks."""
+        """The revision that a policy branched from, the one that this one's policy did, and so on:
+        names and pages, as far as they are for the one who asks.
+        """
         for _ in range(ANCESTORS):
             if record.parent is None:
                 return
@@ -150,7 +179,11 @@ class Policies:
         """Where a policy's training state is; empty where it is not in training."""
         live = self.server.live
         try:
-            return live.where(seen.model.id) if seen.model is not None and seen.model.ended is None else ""
+            return (
+                live.where(seen.model.id)
+                if seen.model is not None and seen.model.ended is None
+                else ""
+            )
         except UserError:
             return ""
 
@@ -160,16 +193,28 @@ class Policies:
         return Page(data=self._curves(self._seen(asked)))
 
     def _curves(self, seen: Seen) -> dict[str, dict[str, Any]]:
-        """Charts by name: x, y, and what x counts. Loss and gradient norm of updates that this server made; rewards of jobs' rollouts."""
+        """Charts by name: x, y, and what x counts. Loss and gradient norm of updates that this
+        server made; rewards of jobs' rollouts.
+        """
         points = [] if seen.model is None else self.server.curves.of(seen.model.id)
         rollouts = [] if seen.record is None else self.catalog.rollouts(seen.name, ROLLOUTS)[::-1]
         numbers = [number for number, _ in points]
         found = {
             "loss": {"x": numbers, "y": [point.loss for _, point in points], "of": "update"},
-            "gradient norm": {"x": numbers, "y": [point.grad_norm for _, point in points], "of": "update"},
-            "reward": {"x": [one.step for one in rollouts], "y": [one.mean_reward for one in rollouts], "of": "step"},
+            "gradient norm": {
+                "x": numbers,
+                "y": [point.grad_norm for _, point in points],
+                "of": "update",
+            },
+            "reward": {
+                "x": [one.step for one in rollouts],
+                "y": [one.mean_reward for one in rollouts],
+                "of": "step",
+            },
         }
-        return {kind: curve for kind, curve in found.items() if any(y is not None for y in curve["y"])}
+        return {
+            kind: curve for kind, curve in found.items() if any(y is not None for y in curve["y"])
+        }
 
     # -- its aliases
 
@@ -189,10 +234,15 @@ class Policies:
         return self._moved(asked, "rolled-back", move)
 
     def _moved(self, asked: Asked, done: str, move: Any) -> Page:
-        """Moves an alias, for a reason, unless somebody else has moved it since the page was made."""
+        """Moves an alias, for a reason, unless somebody else has moved it since the page was
+        made.
+        """
         seen = self._seen(asked)
         if not _may_move(asked, seen):
-            raise Forbidden(f"moving an alias of {seen.name!r} needs scope admin, or train and its tenant: use another key")
+            raise Forbidden(
+                f"moving an alias of {seen.name!r} needs scope admin, or train and its tenant: use"
+                " another key"
+            )
         try:
             if seen.record is None:
                 raise UserError(f"policy {seen.name!r} has no revision yet: save one first")
@@ -214,7 +264,9 @@ class Policies:
         """
         now = next((one for one in self.catalog.aliases(policy) if one.name == alias), None)
         if now is not None and version is not None and str(now.version) != version:
-            raise UserError(f"alias {alias!r} was moved to revision {now.number} meanwhile: look at it again")
+            raise UserError(
+                f"alias {alias!r} was moved to revision {now.number} meanwhile: look at it again"
+            )
 
 
 def summary(curve: dict[str, Any]) -> str:
@@ -222,7 +274,10 @@ def summary(curve: dict[str, Any]) -> str:
     known = [(x, y) for x, y in zip(curve["x"], curve["y"]) if y is not None]
     (first, begin), (last, end) = known[0], known[-1]
     low, high = min(y for _, y in known), max(y for _, y in known)
-    return f"{begin:.4g} at {curve['of']} {first}, {end:.4g} at {curve['of']} {last}; between {low:.4g} and {high:.4g}"
+    return (
+        f"{begin:.4g} at {curve['of']} {first}, {end:.4g} at {curve['of']} {last}; between"
+        f" {low:.4g} and {high:.4g}"
+    )
 
 
 def _may_move(asked: Asked, seen: Seen) -> bool:

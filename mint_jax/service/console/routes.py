@@ -2,8 +2,8 @@
 
 /policies /policies/NAME /curves/NAME /promote/NAME /rollback/NAME    policies.py
 /training /costs /server                                              operations.py
-/playground                                                           here; it samples as OpenAI's API does
-/sign-in /sign-out                                                    here; sessions.py
+/playground                                                           here; it samples as OpenAI's
+API does /sign-in /sign-out                                                    here; sessions.py
 """
 
 from typing import Any
@@ -23,7 +23,8 @@ from mint_jax.service.console.policies import Policies
 from mint_jax.service.console.sessions import COOKIE, LONGEST_S, UNDER, Browsers
 from mint_jax.service.server import Server
 
-HOMES = {"/policies": ("read", "train", "admin"), "/playground": ("sample",)}  # the first that a key may see
+# the first that a key may see
+HOMES = {"/policies": ("read", "train", "admin"), "/playground": ("sample",)}
 SUGGESTED = 100  # names that the playground's fields offer
 
 
@@ -39,7 +40,11 @@ class Console:
         self.pages = Pages(browsers, server.name)
 
     def routes(self) -> list[Route]:
-        policies, operations, page = Policies(self.server), Operations(self.server), self.pages.endpoint
+        policies, operations, page = (
+            Policies(self.server),
+            Operations(self.server),
+            self.pages.endpoint,
+        )
         completions, chats = openai.sampling(self._serves)
         get: dict[str, Any] = {
             "": page(self.home),
@@ -62,7 +67,11 @@ class Console:
             "/sign-out": page(self.sign_out),
         }
         methods = [("GET", get), ("POST", post)]
-        return [Route(UNDER + path, endpoint, methods=[method]) for method, table in methods for path, endpoint in table.items()]
+        return [
+            Route(UNDER + path, endpoint, methods=[method])
+            for method, table in methods
+            for path, endpoint in table.items()
+        ]
 
     def home(self, asked: Asked) -> Page:
         return Page(to=UNDER + next(path for path, scopes in HOMES.items() if asked.may(*scopes)))
@@ -91,21 +100,38 @@ class Console:
         asked = await pages.read(request)
         try:
             if not sessions.same_origin(request.headers):
-                raise Forbidden("this form does not come from a page of the console: open the console, and sign in there")
+                raise Forbidden(
+                    "this form does not come from a page of the console: open the console, and sign"
+                    " in there"
+                )
             if self.browsers.keys is None:
                 raise UserError("this server has no keys: its console is open, to this machine")
             found = await self.browsers.sign_in(asked.form.get("key", ""))
         except sessions.TooMany:
-            return self.pages.response(asked, pages.of_error(Busy("too many wrong keys are being tried: come back in a minute")))
+            return self.pages.response(
+                asked,
+                pages.of_error(Busy("too many wrong keys are being tried: come back in a minute")),
+            )
         except UserError as error:
             return self.pages.response(asked, pages.of_error(error))
         where = asked.form.get("next", "")
         if found is None:
-            wrong = "This key is unknown, revoked or expired. Ask the server's operator for another."
-            return self.pages.response(asked, Page("sign_in.html", {"next": where, "error": wrong}, 401))
-        response = self.pages.response(asked, Page(to=where if self.browsers.covers(where) else UNDER))
+            wrong = (
+                "This key is unknown, revoked or expired. Ask the server's operator for another."
+            )
+            return self.pages.response(
+                asked, Page("sign_in.html", {"next": where, "error": wrong}, 401)
+            )
+        response = self.pages.response(
+            asked, Page(to=where if self.browsers.covers(where) else UNDER)
+        )
         secure = request.url.scheme == "https" or not is_ours(request.headers.get("host", ""))
-        options: Any = {"path": asked.root + UNDER, "secure": secure, "httponly": True, "samesite": "strict"}
+        options: Any = {
+            "path": asked.root + UNDER,
+            "secure": secure,
+            "httponly": True,
+            "samesite": "strict",
+        }
         response.set_cookie(COOKIE, found[1], max_age=int(LONGEST_S), **options)
         return response
 

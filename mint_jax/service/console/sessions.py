@@ -1,8 +1,10 @@
-"""Browsers that have shown a key: sessions by cookie, and what shows that a form is a page's of ours.
+"""Browsers that have shown a key: sessions by cookie, and what shows that a form is a page's of
+ours.
 
-The cookie is 32 random bytes, of which the server has the hash, with the key's id. It is HttpOnly, SameSite=Strict and, but for
-loopback without TLS, Secure; scripts and other sites never have it, and the key itself is nowhere. A session ends after ``LONGEST_S``,
-with its key, by signing out, and with the server.
+The cookie is 32 random bytes, of which the server has the hash, with the key's id. It is HttpOnly,
+SameSite=Strict and, but for loopback without TLS, Secure; scripts and other sites never have it,
+and the key itself is nowhere. A session ends after ``LONGEST_S``, with its key, by signing out, and
+with the server.
 """
 
 import asyncio
@@ -40,9 +42,12 @@ class Browsers:
         clock: monotonic seconds.
     """
 
-    def __init__(self, keys: Keys | None, clock: Callable[[], float] = time.monotonic, slow_s: float = SLOW_S):
+    def __init__(
+        self, keys: Keys | None, clock: Callable[[], float] = time.monotonic, slow_s: float = SLOW_S
+    ):
         self.keys, self._clock, self._slow_s = keys, clock, slow_s
-        self._found: collections.OrderedDict[str, tuple[str, float]] = collections.OrderedDict()  # session -> key's id, its end
+        # session -> key's id, its end
+        self._found: collections.OrderedDict[str, tuple[str, float]] = collections.OrderedDict()
         self._secret = secrets.token_bytes(32)
         self._trying, self._waiting = asyncio.Lock(), 0
 
@@ -58,7 +63,9 @@ class Browsers:
         return (key, session) if self._clock() < end else None
 
     def refusal(self, scope: Any) -> Refusal:
-        """Sends a person to the place where a key is asked for; htmx is told to, since it would put that page into a part of this one."""
+        """Sends a person to the place where a key is asked for; htmx is told to, since it would put
+        that page into a part of this one.
+        """
         root = scope.get("root_path", "")
         asks = root + f"{UNDER}/sign-in"
         if scope["method"] in ("GET", "HEAD"):
@@ -101,7 +108,9 @@ class Browsers:
     # -- forms
 
     def token(self, session: str) -> str:
-        """What forms of a session's pages bring with them; of one for all where nobody needs a session."""
+        """What forms of a session's pages bring with them; of one for all where nobody needs a
+        session.
+        """
         return hmac.new(self._secret, session.encode(), "sha256").hexdigest()
 
     def check(self, session: str, token: str) -> bool:
@@ -109,7 +118,9 @@ class Browsers:
 
 
 def same_origin(headers: Mapping[str, str]) -> bool:
-    """Whether a page of this server sent a request: browsers say so, and what says nothing of it is no browser's form."""
+    """Whether a page of this server sent a request: browsers say so, and what says nothing of it is
+    no browser's form.
+    """
     if (site := headers.get("sec-fetch-site")) is not None:
         return site == "same-origin"
     origin = urllib.parse.urlsplit(headers.get("origin", "")).netloc

@@ -1,7 +1,7 @@
 """Forward and backward on the wire: a request's bytes as a call, and what it gave as bytes.
 
-A request is taken in two steps. ``read`` tells which place of which model it has, ``Message.asked`` what is wanted there: one with bad
-data has a place all the same, and fails there.
+A request is taken in two steps. ``read`` tells which place of which model it has, ``Message.asked``
+what is wanted there: one with bad data has a place all the same, and fails there.
 
 Axes: N positions of a datum, K targets of a position as they were sent, k as they are computed.
 """
@@ -51,7 +51,9 @@ class Span(NamedTuple):
 
 
 class Spans(NamedTuple):
-    """Where a datum's positions came from, run behind run over all of them; empty where nothing is told."""
+    """Where a datum's positions came from, run behind run over all of them; empty where nothing is
+    told.
+    """
 
     model_input: tuple[Span, ...] = ()
     loss_fn_inputs: tuple[Span, ...] = ()
@@ -61,7 +63,8 @@ class Asked(NamedTuple):
     """A request.
 
     Attributes:
-        call: with its data's targets as they are computed; those that were packed have ``columns``, see ``tensors.packed``.
+        call: with its data's targets as they are computed; those that were packed have ``columns``,
+            see ``tensors.packed``.
         spans: of each datum.
     """
 
@@ -88,17 +91,24 @@ class Message:
         """What is wanted.
 
         Raises:
-            UserError: it is not computable; lengths of data against the steps there are and ids against the vocabulary are left to
-                ``train.blocks.check``.
+            UserError: it is not computable; lengths of data against the steps there are and ids
+                against the vocabulary are left to ``train.blocks.check``.
         """
         loss, config, data, backward = self._of_proto() if self._proto else self._of_json()
         coefs = losses.coefs(loss, config)
         rows, columns, sources, cells = [], [], [], 0
         for i, (tokens, inputs, spans) in enumerate(data):
             sent = _sent(f"datum {i}", loss, tokens, inputs)
-            cells += 0 if sent["target_tokens"].cells is None else tensors.volume(sent["target_tokens"].shape)
+            cells += (
+                0
+                if sent["target_tokens"].cells is None
+                else tensors.volume(sent["target_tokens"].shape)
+            )
             if cells > MAX_CELLS:
-                raise UserError(f"the sparse target_tokens of data 0 to {i} have {cells} cells; expected {MAX_CELLS} at most: send fewer")
+                raise UserError(
+                    f"the sparse target_tokens of data 0 to {i} have {cells} cells; expected"
+                    f" {MAX_CELLS} at most: send fewer"
+                )
             datum, column = _datum(f"datum {i}", loss, tokens, sent)
             rows.append(datum)
             columns.append(column)
@@ -108,22 +118,44 @@ class Message:
 
     def _of_proto(self) -> tuple[str, Mapping[str, Any], Any, bool]:
         body = self._body
-        arms = {key: (value, value.WhichOneof("value")) for key, value in body.loss_fn_config_v2.items()}
-        config = {key: None if arm is None else getattr(value, arm) for key, (value, arm) in arms.items()}
+        arms = {
+            key: (value, value.WhichOneof("value")) for key, value in body.loss_fn_config_v2.items()
+        }
+        config = {
+            key: None if arm is None else getattr(value, arm) for key, (value, arm) in arms.items()
+        }
 
         def data():
             for i, datum in enumerate(body.data):
                 what = f"datum {i}"
                 tokens = proto_tokens(datum.model_input, f"{what}: model_input")
-                spans = Spans(*(_spans(getattr(datum, f"{name}_spans"), tokens.size, f"{what}: {name}_spans") for name in _SPANNED))
-                yield tokens, {k: (tensors.from_proto, v) for k, v in datum.loss_fn_inputs.items()}, spans
+                spans = Spans(
+                    *(
+                        _spans(
+                            getattr(datum, f"{name}_spans"), tokens.size, f"{what}: {name}_spans"
+                        )
+                        for name in _SPANNED
+                    )
+                )
+                yield (
+                    tokens,
+                    {k: (tensors.from_proto, v) for k, v in datum.loss_fn_inputs.items()},
+                    spans,
+                )
 
         return body.loss_fn, config or dict(body.loss_fn_config), data(), not body.forward_only
 
     def _of_json(self) -> tuple[str, Mapping[str, Any], Any, bool]:
-        given = [name for name in ("forward_backward_input", "forward_input") if self._body.get(name) is not None]
+        given = [
+            name
+            for name in ("forward_backward_input", "forward_input")
+            if self._body.get(name) is not None
+        ]
         if len(given) != 1:
-            raise UserError(f"the request has {' and '.join(given) or 'no input'}; expected forward_backward_input or forward_input")
+            raise UserError(
+                f"the request has {' and '.join(given) or 'no input'}; expected"
+                " forward_backward_input or forward_input"
+            )
         told = mapping(self._body[given[0]], given[0])
 
         def data():
@@ -134,14 +166,20 @@ class Message:
                 yield tokens, {k: (tensors.from_json, v) for k, v in inputs.items()}, Spans()
 
         loss = text(told.get("loss_fn"), "loss_fn")
-        return loss, mapping(told.get("loss_fn_config") or {}, "loss_fn_config"), data(), given[0] == "forward_backward_input"
+        return (
+            loss,
+            mapping(told.get("loss_fn_config") or {}, "loss_fn_config"),
+            data(),
+            given[0] == "forward_backward_input",
+        )
 
 
 _SPANNED = ("model_input", "loss_fn_input")
 
 
 def read(body: bytes, content_type: str) -> Message:
-    """A request, protobuf or JSON, as its place; the JSON of ``/forward`` says itself that nothing is added to the gradient.
+    """A request, protobuf or JSON, as its place; the JSON of ``/forward`` says itself that nothing
+    is added to the gradient.
 
     Args:
         body: decompressed.
@@ -156,7 +194,9 @@ def read(body: bytes, content_type: str) -> Message:
     try:
         message.ParseFromString(body)
     except DecodeError as reason:
-        raise UserError(f"the body is no ForwardBackwardRequest ({shown(str(reason))}): send the message whole") from None
+        raise UserError(
+            f"the body is no ForwardBackwardRequest ({shown(str(reason))}): send the message whole"
+        ) from None
     return Message(message)
 
 
@@ -167,10 +207,22 @@ def _spans(told: Any, length: int, what: str) -> tuple[Span, ...]:
             raise UserError(f"{what}[{i}] is of no kind; expected prompt_tokens or sampled_tokens")
         run = getattr(one, arm)
         if run.offset < 0 or run.length < 0:
-            raise UserError(f"{what}[{i}] has offset {run.offset} and length {run.length}; expected neither below 0")
-        spans.append(Span(arm.removesuffix("_tokens"), text(run.sequence_id, f"{what}[{i}].sequence_id"), run.offset, run.length))
+            raise UserError(
+                f"{what}[{i}] has offset {run.offset} and length {run.length}; expected neither"
+                " below 0"
+            )
+        spans.append(
+            Span(
+                arm.removesuffix("_tokens"),
+                text(run.sequence_id, f"{what}[{i}].sequence_id"),
+                run.offset,
+                run.length,
+            )
+        )
     if spans and (total := sum(span.length for span in spans)) != length:
-        raise UserError(f"{what} cover {total} positions; the datum has {length}: let the runs tile it")
+        raise UserError(
+            f"{what} cover {total} positions; the datum has {length}: let the runs tile it"
+        )
     return tuple(spans)
 
 
@@ -181,28 +233,43 @@ def _sent(what: str, loss: str, tokens: np.ndarray, inputs: Mapping[str, Any]) -
         inputs: a tensor's reader and what it reads, by name. Those of other losses are not read.
     """
     if unknown := [name for name in inputs if name not in losses.INPUTS]:
-        raise UserError(f"{what}: loss_fn_inputs has {shown(unknown[0])}; {loss} reads {', '.join(losses.INPUTS)}: leave it out")
+        raise UserError(
+            f"{what}: loss_fn_inputs has {shown(unknown[0])}; {loss} reads"
+            f" {', '.join(losses.INPUTS)}: leave it out"
+        )
     needs = ("target_tokens", *losses.LOSSES[loss].needs)
     if missing := [name for name in needs if name not in inputs]:
-        raise UserError(f"{what}: loss_fn_inputs has no {missing[0]}; {loss} needs {', '.join(needs)}")
+        raise UserError(
+            f"{what}: loss_fn_inputs has no {missing[0]}; {loss} needs {', '.join(needs)}"
+        )
     if loss == "gspo" and "weights" in inputs:
-        raise UserError(f"{what}: loss_fn_inputs has weights; gspo takes none: scale the advantages")
+        raise UserError(
+            f"{what}: loss_fn_inputs has weights; gspo takes none: scale the advantages"
+        )
     names = [name for name in losses.INPUTS if name in (*needs, "weights") and name in inputs]
-    sent: dict[str, Tensor] = {name: inputs[name][0](inputs[name][1], f"{what}: {name}") for name in names}
+    sent: dict[str, Tensor] = {
+        name: inputs[name][0](inputs[name][1], f"{what}: {name}") for name in names
+    }
     targets = sent["target_tokens"]
     soft = loss == "cross_entropy" and len(targets.shape) == 2
     expected = f"[{tokens.size}, K]" if soft else f"[{tokens.size}]"
     if targets.shape[0] != tokens.size or len(targets.shape) != 1 + soft:
         raise UserError(
-            f"{what}: target_tokens has shape {list(targets.shape)}; model_input has {tokens.size} tokens, {loss} takes {expected}"
+            f"{what}: target_tokens has shape {list(targets.shape)}; model_input has {tokens.size}"
+            f" tokens, {loss} takes {expected}"
         )
     for tensor in sent.values():
         if tensor.shape != targets.shape:
-            raise UserError(f"{tensor.what} has shape {list(tensor.shape)}; target_tokens has {list(targets.shape)}, which all have")
+            raise UserError(
+                f"{tensor.what} has shape {list(tensor.shape)}; target_tokens has"
+                f" {list(targets.shape)}, which all have"
+            )
     return sent
 
 
-def _datum(what: str, loss: str, tokens: np.ndarray, sent: Mapping[str, Tensor]) -> tuple[Datum, np.ndarray | None]:
+def _datum(
+    what: str, loss: str, tokens: np.ndarray, sent: Mapping[str, Tensor]
+) -> tuple[Datum, np.ndarray | None]:
     """The datum of tensors that ``_sent`` gave, and where its cells went if they were packed."""
     targets = sent["target_tokens"]
     if len(targets.shape) == 2:
@@ -210,11 +277,16 @@ def _datum(what: str, loss: str, tokens: np.ndarray, sent: Mapping[str, Tensor])
         if targets.cells is not None and weights.cells is not None:
             ids, floats, columns = tensors.packed(targets, weights)
             return Datum(tokens, ids, floats), columns
-        return Datum(tokens, targets.dense(targets.integers()), weights.dense(weights.floats())), None
+        return (
+            Datum(tokens, targets.dense(targets.integers()), weights.dense(weights.floats())),
+            None,
+        )
     floats = {name: tensor.floats() for name, tensor in sent.items() if name != "target_tokens"}
     weights = floats.get("weights")
     in_ratio = None
-    if loss == "gspo":  # the mask is of the ratio alone: positions outside of it have the ratio, and what advantage they were given
+    # the mask is of the ratio alone: positions outside of it have the ratio, and what advantage
+    # they were given
+    if loss == "gspo":
         in_ratio = (floats["sequence_ratio_mask"] != 0).astype(np.float32)
         weights = ((in_ratio != 0) | (floats["advantages"] != 0)).astype(np.float32)
     if weights is None:
@@ -228,23 +300,35 @@ def encode(trained: Trained, protobuf: bool) -> bytes:
 
     Args:
         trained: shaped as the targets were sent, see ``ForwardBackward.told``.
-        protobuf: else JSON, with ``NaN`` and ``Infinity`` where a number is none, as Python's reader, which old SDKs use, takes them.
+        protobuf: else JSON, with ``NaN`` and ``Infinity`` where a number is none, as Python's
+            reader, which old SDKs use, takes them.
     """
-    columns = {"logprobs": trained.logprobs} | ({} if trained.elementwise is None else {"elementwise_loss": trained.elementwise})
+    columns = {"logprobs": trained.logprobs} | (
+        {} if trained.elementwise is None else {"elementwise_loss": trained.elementwise}
+    )
     rows = [dict(zip(columns, row)) for row in zip(*columns.values(), strict=True)]
     if not protobuf:
         outputs = [{name: tensors.to_json(array) for name, array in told.items()} for told in rows]
-        answer = {"loss_fn_output_type": "ArrayRecord", "loss_fn_outputs": outputs, "metrics": {"loss:sum": float(trained.loss)}}
+        answer = {
+            "loss_fn_output_type": "ArrayRecord",
+            "loss_fn_outputs": outputs,
+            "metrics": {"loss:sum": float(trained.loss)},
+        }
         return json.dumps(answer, separators=(",", ":")).encode()
-    message = messages.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics={"loss:sum": trained.loss})
-    for trailing, run in itertools.groupby(rows, lambda told: told["logprobs"].shape[1:]):  # shapes of one record agree
+    message = messages.ForwardBackwardOutput(
+        loss_fn_output_type="ArrayRecord", metrics={"loss:sum": trained.loss}
+    )
+    # shapes of one record agree
+    for trailing, run in itertools.groupby(rows, lambda told: told["logprobs"].shape[1:]):
         record, together = message.loss_fn_outputs.add(type_tag="ArrayRecord"), list(run)
         record.num_datums = len(together)
         for name in together[0]:
             arrays = [told[name].astype("<f4") for told in together]
             field = record.fields[name]
             field.data = b"".join(array.tobytes() for array in arrays)
-            field.offsets = np.cumsum([0, *(array.nbytes for array in arrays)]).astype("<i8").tobytes()
+            field.offsets = (
+                np.cumsum([0, *(array.nbytes for array in arrays)]).astype("<i8").tobytes()
+            )
             field.dtype = messages.FLOAT32
             field.trailing_shape.extend(trailing)
     return message.SerializeToString()

@@ -1,6 +1,8 @@
-"""The protobuf messages of the Tinker wire format, built from a table: the SDK that generates them is a client, no part of a server.
+"""The protobuf messages of the Tinker wire format, built from a table: the SDK that generates them
+is a client, no part of a server.
 
-Package ``tinker_public``, proto3. They stand in a pool of their own, so that the SDK's may be loaded beside them.
+Package ``tinker_public``, proto3. They stand in a pool of their own, so that the SDK's may be
+loaded beside them.
 """
 
 from typing import Any
@@ -12,29 +14,50 @@ ENUMS = {
     "StopReason": ("STOP_REASON_STOP", "STOP_REASON_LENGTH"),
     "DType": ("DTYPE_UNSPECIFIED", "DTYPE_FLOAT32", "DTYPE_INT64", "DTYPE_INT32", "DTYPE_BFLOAT16"),
 }
-# message -> fields: number, name, type; `*` repeated, `?` told apart from its default, `map:` of strings to it, `type|name` one of `name`
+# message -> fields: number, name, type; `*` repeated, `?` told apart from its default, `map:` of
+# strings to it, `type|name` one of `name`
 MESSAGES = {
-    "SampleResponse": """1 sequences *SampledSequence, 2 prompt_logprobs ?bytes, 3 topk_prompt_logprobs ?TopkLogprobs,
-        4 prompt_cache_hit_tokens int32, 5 target_prompt_logprobs ?Tensor, 6 prompt_alt_tokens ?PromptAltTokens""",
+    "SampleResponse": (
+        """1 sequences *SampledSequence, 2 prompt_logprobs ?bytes, 3 topk_prompt_logprobs ?TopkLogprobs,
+        4 prompt_cache_hit_tokens int32, 5 target_prompt_logprobs ?Tensor, 6 prompt_alt_tokens ?PromptAltTokens"""  # noqa: E501
+    ),
     "PromptAltTokens": "1 tokens Tensor, 2 logprobs Tensor",
-    "SampledSequence": "1 stop_reason StopReason, 2 tokens bytes, 3 logprobs ?bytes, 4 topk_sampled_logprobs ?TopkLogprobs",
+    "SampledSequence": (
+        "1 stop_reason StopReason, 2 tokens bytes, 3 logprobs ?bytes, 4 topk_sampled_logprobs"
+        " ?TopkLogprobs"
+    ),
     "TopkLogprobs": "1 token_ids bytes, 2 logprobs bytes, 3 k uint32, 4 length uint32",
     "SparseCsr": "1 values bytes, 2 crow_indices bytes, 3 col_indices bytes",
-    "Tensor": "1 dense bytes|encoding, 2 sparse_csr SparseCsr|encoding, 3 dtype DType, 4 shape *int64",
+    "Tensor": (
+        "1 dense bytes|encoding, 2 sparse_csr SparseCsr|encoding, 3 dtype DType, 4 shape *int64"
+    ),
     "BatchedTensor": "1 data bytes, 2 offsets bytes, 3 dtype DType, 4 trailing_shape *int64",
     "ArrayRecord": "1 type_tag string, 2 fields map:BatchedTensor, 3 num_datums int64",
-    "ForwardBackwardOutput": "1 loss_fn_output_type string, 2 loss_fn_outputs *ArrayRecord, 3 metrics map:double",
-    "ForwardBackwardRequest": """1 model_id string, 2 seq_id int32, 3 data *Datum, 4 loss_fn string, 5 loss_fn_config map:double,
-        6 forward_only bool, 7 loss_fn_config_v2 map:LossConfigValue""",
+    "ForwardBackwardOutput": (
+        "1 loss_fn_output_type string, 2 loss_fn_outputs *ArrayRecord, 3 metrics map:double"
+    ),
+    "ForwardBackwardRequest": (
+        """1 model_id string, 2 seq_id int32, 3 data *Datum, 4 loss_fn string, 5 loss_fn_config map:double,
+        6 forward_only bool, 7 loss_fn_config_v2 map:LossConfigValue"""  # noqa: E501
+    ),
     "LossConfigValue": "1 number double|value, 2 text string|value",
-    "Datum": """1 model_input *Chunk, 2 loss_fn_inputs map:Tensor, 3 model_input_spans *ProvenanceSpan,
-        4 loss_fn_input_spans *ProvenanceSpan""",
-    "ProvenanceSpan": "1 prompt_tokens PromptProvenanceSpan|span, 2 sampled_tokens SampledProvenanceSpan|span",
+    "Datum": (
+        """1 model_input *Chunk, 2 loss_fn_inputs map:Tensor, 3 model_input_spans *ProvenanceSpan,
+        4 loss_fn_input_spans *ProvenanceSpan"""
+    ),
+    "ProvenanceSpan": (
+        "1 prompt_tokens PromptProvenanceSpan|span, 2 sampled_tokens SampledProvenanceSpan|span"
+    ),
     "PromptProvenanceSpan": "1 sequence_id string, 2 offset int64, 3 length int64",
     "SampledProvenanceSpan": "1 sequence_id string, 2 offset int64, 3 length int64",
-    "Chunk": "1 encoded_text EncodedTextChunk|chunk, 2 image ImageChunk|chunk, 3 dmel DmelChunk|chunk",
+    "Chunk": (
+        "1 encoded_text EncodedTextChunk|chunk, 2 image ImageChunk|chunk, 3 dmel DmelChunk|chunk"
+    ),
     "EncodedTextChunk": "1 tokens bytes",
-    "ImageChunk": "1 data bytes, 2 format string, 3 expected_tokens ?int32, 4 override_dimensions ?ImageDimensions",
+    "ImageChunk": (
+        "1 data bytes, 2 format string, 3 expected_tokens ?int32, 4 override_dimensions"
+        " ?ImageDimensions"
+    ),
     "ImageDimensions": "1 width uint32, 2 height uint32",
     "DmelChunk": "1 dmel bytes",
 }
@@ -65,11 +88,22 @@ def _fill(message: Any, name: str, fields: str) -> None:
                 names.append(one_of)
             field.oneof_index = names.index(one_of)
         if kind.startswith("map:"):
-            entry = message.nested_type.add(name="".join(part.capitalize() for part in field_name.split("_")) + "Entry")
+            entry = message.nested_type.add(
+                name="".join(part.capitalize() for part in field_name.split("_")) + "Entry"
+            )
             entry.options.map_entry = True
-            entry.field.add(name="key", number=1, label=_Field.LABEL_OPTIONAL, type=_Field.TYPE_STRING)
-            _typed(entry.field.add(name="value", number=2, label=_Field.LABEL_OPTIONAL), kind.removeprefix("map:"))
-            field.label, field.type, field.type_name = _Field.LABEL_REPEATED, _Field.TYPE_MESSAGE, f".{PACKAGE}.{name}.{entry.name}"
+            entry.field.add(
+                name="key", number=1, label=_Field.LABEL_OPTIONAL, type=_Field.TYPE_STRING
+            )
+            _typed(
+                entry.field.add(name="value", number=2, label=_Field.LABEL_OPTIONAL),
+                kind.removeprefix("map:"),
+            )
+            field.label, field.type, field.type_name = (
+                _Field.LABEL_REPEATED,
+                _Field.TYPE_MESSAGE,
+                f".{PACKAGE}.{name}.{entry.name}",
+            )
             continue
         if kind.startswith("*"):
             field.label = _Field.LABEL_REPEATED
@@ -83,9 +117,17 @@ def _fill(message: Any, name: str, fields: str) -> None:
 
 
 def _built() -> descriptor_pool.DescriptorPool:
-    file = descriptor_pb2.FileDescriptorProto(name="mint_jax/tinker_public.proto", package=PACKAGE, syntax="proto3")
+    file = descriptor_pb2.FileDescriptorProto(
+        name="mint_jax/tinker_public.proto", package=PACKAGE, syntax="proto3"
+    )
     for name, values in ENUMS.items():
-        file.enum_type.add(name=name, value=[descriptor_pb2.EnumValueDescriptorProto(name=v, number=i) for i, v in enumerate(values)])
+        file.enum_type.add(
+            name=name,
+            value=[
+                descriptor_pb2.EnumValueDescriptorProto(name=v, number=i)
+                for i, v in enumerate(values)
+            ],
+        )
     for name, fields in MESSAGES.items():
         _fill(file.message_type.add(), name, fields)
     pool = descriptor_pool.DescriptorPool()

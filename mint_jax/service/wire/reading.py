@@ -1,4 +1,5 @@
-"""Values out of a request's JSON or protobuf, each checked for its type: whatever is not as it should be is a ``UserError``.
+"""Values out of a request's JSON or protobuf, each checked for its type: whatever is not as it
+should be is a ``UserError``.
 
 ``what`` names the value in a message, "datum 3: weights".
 """
@@ -24,7 +25,10 @@ def shown(value: Any) -> str:
 
 def is_protobuf(content_type: str) -> bool:
     """Returns whether a body of this type is protobuf."""
-    return content_type.partition(";")[0].strip().lower() in ("application/x-protobuf", "application/protobuf")
+    return content_type.partition(";")[0].strip().lower() in (
+        "application/x-protobuf",
+        "application/protobuf",
+    )
 
 
 def need_json(content_type: str) -> None:
@@ -32,11 +36,15 @@ def need_json(content_type: str) -> None:
     UserError: a body of this type is no JSON.
     """
     if content_type.partition(";")[0].strip().lower() != "application/json":
-        raise UserError(f"the content type is {shown(content_type)}; send application/json or application/x-protobuf")
+        raise UserError(
+            f"the content type is {shown(content_type)}; send application/json or"
+            " application/x-protobuf"
+        )
 
 
 def json_object(body: bytes) -> Mapping[str, Any]:
-    """The JSON object of a body. Numbers that are none are read: a request that has one has its place, and fails there.
+    """The JSON object of a body. Numbers that are none are read: a request that has one has its
+    place, and fails there.
 
     Raises:
         UserError: it is none, or nested so deeply that nothing of ours can be meant.
@@ -81,7 +89,11 @@ def integer(value: Any, what: str, low: int = -(2**31), high: int = 2**31 - 1) -
 
 def number(value: Any, what: str) -> float:
     """A finite number that float32 has room for."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= float(np.finfo(np.float32).max):
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, (int, float))
+        or not abs(value) <= float(np.finfo(np.float32).max)
+    ):
         raise UserError(f"{what} is {shown(value)}; expected a finite number")
     return float(value)
 
@@ -126,7 +138,10 @@ def raw(data: bytes, dtype: str, what: str) -> np.ndarray:
     """
     size = np.dtype(dtype).itemsize
     if len(data) % size:
-        raise UserError(f"{what} has {len(data)} bytes; expected a multiple of {size}, little-endian {np.dtype(dtype).name}")
+        raise UserError(
+            f"{what} has {len(data)} bytes; expected a multiple of {size}, little-endian"
+            f" {np.dtype(dtype).name}"
+        )
     return np.frombuffer(data, dtype)
 
 
@@ -152,7 +167,10 @@ def proto_tokens(chunks: Any, what: str) -> np.ndarray:
 
 
 def not_text(kind: Any, what: str) -> UserError:
-    return UserError(f"{what} is of type {shown(kind)}; this base reads text alone: send chunks of type encoded_text")
+    return UserError(
+        f"{what} is of type {shown(kind)}; this base reads text alone: send chunks of type"
+        " encoded_text"
+    )
 
 
 def shape_of(dims: Any, count: int, what: str) -> tuple[int, ...]:
@@ -160,7 +178,9 @@ def shape_of(dims: Any, count: int, what: str) -> tuple[int, ...]:
     dims = list(dims)
     if not dims:
         return (count,)
-    if len(dims) > 2 or any(isinstance(d, bool) or not isinstance(d, int) or not 0 <= d < 2**62 for d in dims):
+    if len(dims) > 2 or any(
+        isinstance(d, bool) or not isinstance(d, int) or not 0 <= d < 2**62 for d in dims
+    ):
         raise UserError(f"{what} has shape {shown(dims)}; expected one or two axes, none below 0")
     return tuple(dims)
 

@@ -1,7 +1,7 @@
 """Tensors of requests: dense, or sparse rows (CSR) whose cells that are not listed are 0.
 
-Nothing is made that is larger than what was sent, but for ``Tensor.dense`` and ``packed``, which ``MAX_CELLS`` bounds: a shape is only
-told, and may be any.
+Nothing is made that is larger than what was sent, but for ``Tensor.dense`` and ``packed``, which
+``MAX_CELLS`` bounds: a shape is only told, and may be any.
 
 Axes: N positions, K targets of a position, n listed cells.
 """
@@ -13,7 +13,17 @@ import numpy as np
 
 from mint_jax.errors import UserError, choice
 from mint_jax.service.wire import messages
-from mint_jax.service.wire.reading import as_int32, integers, mapping, numbers, raw, sequence, shape_of, shown, volume
+from mint_jax.service.wire.reading import (
+    as_int32,
+    integers,
+    mapping,
+    numbers,
+    raw,
+    sequence,
+    shape_of,
+    shown,
+    volume,
+)
 
 MAX_CELLS = 2**22  # N K of sparse tensors, of one request together: 16 MB of answers a field
 FORMS = {  # of values in protobuf: as they lie there, and whether they are whole numbers
@@ -22,7 +32,8 @@ FORMS = {  # of values in protobuf: as they lie there, and whether they are whol
     messages.INT32: ("<i4", True),
     messages.BFLOAT16: ("<u2", False),
 }
-NAMES = {"float32": False, "bfloat16": False, "int64": True, "int32": True}  # in JSON: whether they are whole numbers
+# in JSON: whether they are whole numbers
+NAMES = {"float32": False, "bfloat16": False, "int64": True, "int32": True}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -31,10 +42,13 @@ class Tensor:
 
     Attributes:
         what: names it in messages.
-        values: flat: of all cells, row after row, or of the listed ones; whole numbers or floats, as they were sent.
+        values: flat: of all cells, row after row, or of the listed ones; whole numbers or floats,
+            as they were sent.
         shape: one or two axes.
-        cells: ``[n]`` int64, numbers of the listed cells, row after row, ascending; None where all are listed.
-        rows: CSR's row pointers ``[N + 1]`` int64, and ``columns`` ``[n]`` int64; None where all cells are listed.
+        cells: ``[n]`` int64, numbers of the listed cells, row after row, ascending; None where all
+            are listed.
+        rows: CSR's row pointers ``[N + 1]`` int64, and ``columns`` ``[n]`` int64; None where all
+            cells are listed.
     """
 
     what: str
@@ -64,7 +78,10 @@ class Tensor:
             out = self.values.astype(np.float32)
         if not np.isfinite(out).all():
             where = int(np.flatnonzero(~np.isfinite(out))[0])
-            raise UserError(f"{self.what} has {shown(self.values[where].item())} at {where}; expected finite numbers of float32")
+            raise UserError(
+                f"{self.what} has {shown(self.values[where].item())} at {where}; expected finite"
+                " numbers of float32"
+            )
         return out
 
     def dense(self, values: np.ndarray) -> np.ndarray:
@@ -83,7 +100,11 @@ def from_proto(message: Any, what: str) -> Tensor:
         UserError: its bytes, type and shape do not go together.
     """
     if message.dtype not in FORMS:
-        raise choice(f"{what}: dtype", message.dtype, ["1 (float32)", "2 (int64)", "3 (int32)", "4 (bfloat16)"])
+        raise choice(
+            f"{what}: dtype",
+            message.dtype,
+            ["1 (float32)", "2 (int64)", "3 (int32)", "4 (bfloat16)"],
+        )
     dtype, whole = FORMS[message.dtype]
     kind = message.WhichOneof("encoding")
     if kind is None:
@@ -96,12 +117,16 @@ def from_proto(message: Any, what: str) -> Tensor:
         values = values.astype(np.int64)
     if sparse is None:
         return _dense(what, values, message.shape)
-    rows, columns = (raw(getattr(sparse, n), "<i8", f"{what}: {n}").astype(np.int64, copy=False) for n in ("crow_indices", "col_indices"))
+    rows, columns = (
+        raw(getattr(sparse, n), "<i8", f"{what}: {n}").astype(np.int64, copy=False)
+        for n in ("crow_indices", "col_indices")
+    )
     return _sparse(what, values, message.shape, rows, columns)
 
 
 def from_json(value: Any, what: str) -> Tensor:
-    """Of ``{"data": [...], "dtype": .., "shape"?: [...], "sparse_crow_indices"?: [...], "sparse_col_indices"?: [...]}``.
+    """Of ``{"data": [...], "dtype": .., "shape"?: [...], "sparse_crow_indices"?: [...],
+    "sparse_col_indices"?: [...]}``.
 
     Raises:
         UserError: as ``from_proto``.
@@ -115,54 +140,85 @@ def from_json(value: Any, what: str) -> Tensor:
     rows, columns = told.get("sparse_crow_indices"), told.get("sparse_col_indices")
     if rows is None and columns is None:
         return _dense(what, values, shape)
-    return _sparse(what, values, shape, integers(rows, f"{what}: crow_indices"), integers(columns, f"{what}: col_indices"))
+    return _sparse(
+        what,
+        values,
+        shape,
+        integers(rows, f"{what}: crow_indices"),
+        integers(columns, f"{what}: col_indices"),
+    )
 
 
 def to_json(array: np.ndarray) -> dict[str, Any]:
     """An array as ``from_json`` takes it; whole numbers as int64, others as float32."""
-    return {"data": array.reshape(-1).tolist(), "dtype": "int64" if array.dtype.kind == "i" else "float32", "shape": list(array.shape)}
+    return {
+        "data": array.reshape(-1).tolist(),
+        "dtype": "int64" if array.dtype.kind == "i" else "float32",
+        "shape": list(array.shape),
+    }
 
 
 def _dense(what: str, values: np.ndarray, dims: Any) -> Tensor:
     shape = shape_of(dims, values.size, what)
     if volume(shape) != values.size:
-        raise UserError(f"{what} has {values.size} values; its shape {list(shape)} has {volume(shape)}")
+        raise UserError(
+            f"{what} has {values.size} values; its shape {list(shape)} has {volume(shape)}"
+        )
     return Tensor(what, values, shape)
 
 
-def _sparse(what: str, values: np.ndarray, dims: Any, rows: np.ndarray, columns: np.ndarray) -> Tensor:
+def _sparse(
+    what: str, values: np.ndarray, dims: Any, rows: np.ndarray, columns: np.ndarray
+) -> Tensor:
     shape = shape_of(dims, values.size, what)
     if len(shape) != 2 or volume(shape) > MAX_CELLS:
-        raise UserError(f"{what} is sparse, of shape {list(shape)}; expected two axes of {MAX_CELLS} cells at most: send fewer columns")
+        raise UserError(
+            f"{what} is sparse, of shape {list(shape)}; expected two axes of {MAX_CELLS} cells at"
+            " most: send fewer columns"
+        )
     n, (N, K) = values.size, shape
     if rows.size != N + 1 or columns.size != n:
         raise UserError(
-            f"{what} has {rows.size} crow_indices, {columns.size} col_indices and {n} values; shape {list(shape)} takes {N + 1}, and as "
-            "many columns as values"
+            f"{what} has {rows.size} crow_indices, {columns.size} col_indices and {n} values; shape"
+            f" {list(shape)} takes {N + 1}, and as many columns as values"
         )
     if rows[0] != 0 or rows[-1] != n or rows.min() < 0 or (np.diff(rows) < 0).any():
-        raise UserError(f"{what}: crow_indices do not ascend from 0 to the {n} values: send row pointers")
+        raise UserError(
+            f"{what}: crow_indices do not ascend from 0 to the {n} values: send row pointers"
+        )
     if n and not 0 <= columns.min() <= columns.max() < K:
         raise UserError(
-            f"{what}: col_indices has {int(columns.min())} to {int(columns.max())}; shape {list(shape)} has columns 0 to {K - 1}"
+            f"{what}: col_indices has {int(columns.min())} to {int(columns.max())}; shape"
+            f" {list(shape)} has columns 0 to {K - 1}"
         )
     cells = np.repeat(np.arange(N), np.diff(rows)) * K + columns
     if (np.diff(cells) <= 0).any():
-        raise UserError(f"{what}: col_indices do not ascend in every row: sort them, and list each cell once")
+        raise UserError(
+            f"{what}: col_indices do not ascend in every row: sort them, and list each cell once"
+        )
     return Tensor(what, values, shape, cells, rows, columns)
 
 
 def packed(targets: Tensor, weights: Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """Sparse targets and weights of one shape ``[N, K]``, the cells of each row moved to the left, so that what is computed is narrow.
+    """Sparse targets and weights of one shape ``[N, K]``, the cells of each row moved to the left,
+    so that what is computed is narrow.
 
-    A cell counts that either lists: a sparse tensor leaves out zeros, token 0 and weight 0 among them. Behind the listed cells of a row
-    one stands for all others, target 0 with weight 0, whose log-probability is theirs too.
+    A cell counts that either lists: a sparse tensor leaves out zeros, token 0 and weight 0 among
+    them. Behind the listed cells of a row one stands for all others, target 0 with weight 0, whose
+    log-probability is theirs too.
 
     Returns:
-        Targets ``[N, k]`` int32 and weights ``[N, k]`` float32, and of each cell of the shape that was sent the column of its row that
-        has it, ``[N, K]`` int32: what was computed goes back by ``np.take_along_axis(.., 1)``. None where k is K.
+        Targets ``[N, k]`` int32 and weights ``[N, k]`` float32, and of each cell of the shape that
+        was sent the column of its row that has it, ``[N, K]`` int32: what was computed goes back by
+        ``np.take_along_axis(.., 1)``. None where k is K.
     """
-    (N, K), ids, floats, of_ids, of_floats = targets.shape, targets.integers(), weights.floats(), targets.cells, weights.cells
+    (N, K), ids, floats, of_ids, of_floats = (
+        targets.shape,
+        targets.integers(),
+        weights.floats(),
+        targets.cells,
+        weights.cells,
+    )
     assert of_ids is not None, "dense tensors are wide as they are"
     assert of_floats is not None, "dense tensors are wide as they are"
     cells = np.union1d(of_ids, of_floats)

@@ -1,7 +1,8 @@
 """What workers do to a catalog, until they are killed.
 
-Every deed is announced in the worker's log, with what it will add, and acknowledged there after its call has returned; both
-lines are synced. Values are never used twice, so bytes tell which deed they are of; the audit log names it as the author.
+Every deed is announced in the worker's log, with what it will add, and acknowledged there after its
+call has returned; both lines are synced. Values are never used twice, so bytes tell which deed they
+are of; the audit log names it as the author.
 """
 
 import itertools
@@ -21,7 +22,19 @@ from mint_jax.catalog.storage import folder
 from mint_jax.errors import UserError
 from tests.catalog.adapters import SCHEMA, packed
 
-KINDS = ("compact", "gc", "export", "export_many", "import_many", "promote", "rollback", "rollout", "branch", "checkpoint", "retire")
+KINDS = (
+    "compact",
+    "gc",
+    "export",
+    "export_many",
+    "import_many",
+    "promote",
+    "rollback",
+    "rollout",
+    "branch",
+    "checkpoint",
+    "retire",
+)
 TRASH = "trash"  # keeps its last two revisions; all others keep theirs
 SHARED = "shared"
 _PER_WORKER = 10_000  # values of one worker
@@ -37,7 +50,9 @@ class Worker:
         own: a policy that is there, to go on with; by default one of its own.
     """
 
-    def __init__(self, catalog: Catalog, number: int, log: str, grace_s: float, own: str | None = None):
+    def __init__(
+        self, catalog: Catalog, number: int, log: str, grace_s: float, own: str | None = None
+    ):
         self.catalog, self.number, self.grace_s = catalog, number, grace_s
         self._log = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self._values = itertools.count(number * _PER_WORKER)
@@ -53,7 +68,9 @@ class Worker:
         return next(self._values)
 
     def deed(self, kind: str, call: Callable[[str], Any], **adds: Any) -> Any:
-        """Announces, does, acknowledges. ``call`` gets the author's name, and returns records of what it made."""
+        """Announces, does, acknowledges. ``call`` gets the author's name, and returns records of
+        what it made.
+        """
         by = f"w{self.number}.{next(self._deeds)}"
         self.say(by=by, kind=kind, **adds)
         try:
@@ -68,7 +85,12 @@ class Worker:
     def exports(self, kind: str, policies: list[str], step: int, create: bool) -> list:
         items = [Export(policy, packed(self.value()), step) for policy in policies]
         adds = [[item.policy, _digest(item.data), step] for item in items]
-        return self.deed(kind, lambda by: self.catalog.export_many(items, create=create, by=by), revisions=adds, create=create)
+        return self.deed(
+            kind,
+            lambda by: self.catalog.export_many(items, create=create, by=by),
+            revisions=adds,
+            create=create,
+        )
 
     def export(self) -> None:
         self._numbers += [one.number for one in self.exports("export", [self._own], 1, True)]
@@ -83,7 +105,11 @@ class Worker:
 
     def promote(self) -> None:
         number = self._numbers[self.value() % len(self._numbers)]
-        self.deed("promote", lambda by: self.catalog.promote(self._own, number, by=by), alias=[self._own, "serving", number])
+        self.deed(
+            "promote",
+            lambda by: self.catalog.promote(self._own, number, by=by),
+            alias=[self._own, "serving", number],
+        )
 
     def rollback(self) -> None:
         self.deed("rollback", lambda by: self.catalog.rollback(self._own, "candidate", by=by))
@@ -102,7 +128,11 @@ class Worker:
 
     def checkpoint(self) -> None:
         place = f"/checkpoints/{self.value()}"
-        self.deed("checkpoint", lambda by: self.catalog.checkpoint(self._own, 5, place, by=by), checkpoint=[self._own, place])
+        self.deed(
+            "checkpoint",
+            lambda by: self.catalog.checkpoint(self._own, 5, place, by=by),
+            checkpoint=[self._own, place],
+        )
 
     def retire(self) -> None:
         def call(by: str) -> None:
@@ -126,7 +156,12 @@ class Worker:
             self.export()
         if kind == "rollback":
             for number in self._numbers[-2:]:
-                self.deed("promote", lambda by, number=number: self.catalog.promote(self._own, number, "candidate", by=by))
+                self.deed(
+                    "promote",
+                    lambda by, number=number: self.catalog.promote(
+                        self._own, number, "candidate", by=by
+                    ),
+                )
         if kind == "retire":
             self._expendable = self.exports("export", [TRASH, SHARED], 6, True)[0].number
             self.exports("export", [TRASH], 6, True)
@@ -136,7 +171,9 @@ class Worker:
         if kind == "gc" and self.grace_s == 0.0:
             self.catalog.store.put([packed(self.value())])  # a pack that nobody ever commits
             (Path(self.catalog.store.url) / "staging").mkdir(exist_ok=True)
-            (Path(self.catalog.store.url) / "staging" / f"{self.value():032x}").write_bytes(b"half a pack")
+            (Path(self.catalog.store.url) / "staging" / f"{self.value():032x}").write_bytes(
+                b"half a pack"
+            )
 
 
 def _digest(data: Any) -> str:
@@ -174,10 +211,14 @@ def for_ever(catalog: Catalog, number: int, log: str, seed: int, grace_s: float)
         getattr(worker, kind)()
 
 
-def killed_at(catalog: Catalog, number: int, log: str, kind: str, boundary: int, reads: bool) -> int:
-    """Looks at what the one before left; then does one deed, killed before its call number ``boundary``.
+def killed_at(
+    catalog: Catalog, number: int, log: str, kind: str, boundary: int, reads: bool
+) -> int:
+    """Looks at what the one before left; then does one deed, killed before its call number
+    ``boundary``.
 
-    Calls are those of storage and database; the last boundary is the one before the acknowledgement.
+    Calls are those of storage and database; the last boundary is the one before the
+    acknowledgement.
 
     Args:
         reads: count statements that only read, and each of a run of equal ones, too.
@@ -213,7 +254,9 @@ class Fuse:
         self.left, self.passed, self._reads, self._last = left, 0, reads, ""
 
     def _statement(self, connection: Any, cursor: Any, text: str, *_: Any) -> None:
-        if self._reads or (text != self._last and not text.lstrip().startswith(("SELECT", "PRAGMA"))):
+        if self._reads or (
+            text != self._last and not text.lstrip().startswith(("SELECT", "PRAGMA"))
+        ):
             self.burn()
         self._last = text
 
@@ -231,11 +274,15 @@ class Fuse:
         return burning
 
     def lay(self, catalog: Catalog) -> None:
-        """Before every statement and commit, and before every call of the storage that changes the disk."""
+        """Before every statement and commit, and before every call of the storage that changes the
+        disk.
+        """
         sa.event.listen(catalog.database.engine, "before_cursor_execute", self._statement)
         for name in ("commit", "rollback"):
             sa.event.listen(catalog.database.engine, name, lambda *_: self.burn())
-        folder.os = _Module(os, {name: self.before(getattr(os, name)) for name in ("fsync", "rename")})  # type: ignore[assignment]
+        folder.os = _Module(
+            os, {name: self.before(getattr(os, name)) for name in ("fsync", "rename")}
+        )  # type: ignore[assignment]
         folder.open = lambda *a, **k: _Module(self.before(open)(*a, **k), self)  # type: ignore[attr-defined]
         for name in ("mkdir", "unlink"):
             setattr(Path, name, self.before(getattr(Path, name)))

@@ -1,4 +1,6 @@
-"""Input that means harm, through the catalog's door: refused in words, or stored and given back exactly; nothing else changes."""
+"""Input that means harm, through the catalog's door: refused in words, or stored and given back
+exactly; nothing else changes.
+"""
 
 import dataclasses
 import io
@@ -70,7 +72,9 @@ def test_a_harmful_name_is_refused_everywhere(catalog, name):
     calls = [
         lambda: catalog.create_policy(name, SCHEMA),
         lambda: catalog.export(name, packed(2), 1, create=True),
-        lambda: catalog.export_many([Export("fresh", packed(3), 1), Export(name, packed(2), 1)], create=True),
+        lambda: catalog.export_many(
+            [Export("fresh", packed(3), 1), Export(name, packed(2), 1)], create=True
+        ),
         lambda: catalog.promote("p", 1, name),
         lambda: catalog.branch(name, "p@1"),
         lambda: catalog.resolve(name),
@@ -105,7 +109,9 @@ def test_odd_names_are_names_and_nothing_more(catalog, place):
 
 
 @pytest.mark.parametrize("field", ["by", "why", "origin"])
-@pytest.mark.parametrize("text", ["x" * 100_000, "a\0b", "\ud800"], ids=["long", "NUL", "surrogate"])
+@pytest.mark.parametrize(
+    "text", ["x" * 100_000, "a\0b", "\ud800"], ids=["long", "NUL", "surrogate"]
+)
 def test_harmful_notes_are_refused(catalog, field, text):
     catalog.create_policy("p", SCHEMA)
     before = snapshot(catalog)
@@ -127,7 +133,9 @@ class Bomb:
 
 
 def with_header(text: bytes, claimed: int | None = None) -> bytes:
-    return (len(text) if claimed is None else claimed).to_bytes(8, "little", signed=claimed is not None and claimed < 0) + text
+    return (len(text) if claimed is None else claimed).to_bytes(
+        8, "little", signed=claimed is not None and claimed < 0
+    ) + text
 
 
 def with_schema(text: str) -> bytes:
@@ -163,7 +171,10 @@ BAD_OBJECTS = {
     ),
     "an array called like a path": with_header(
         json.dumps(
-            {"__metadata__": {"schema": SCHEMA.to_json()}, "../../x": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}}
+            {
+                "__metadata__": {"schema": SCHEMA.to_json()},
+                "../../x": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]},
+            }
         ).encode()
     ),
 }
@@ -198,7 +209,13 @@ def test_weights_that_are_not_finite_are_refused_unless_forced(catalog, dtype, v
         lambda: catalog.export("p", data, 1),
         lambda: catalog.export_many([Export("p", packed(1), 1), Export("p", data, 1)]),
     ):
-        with pytest.raises(UserError, match=r"policy 'p': dense/attn/q/b of the exported adapter has NaN or infinite values.*with force"):
+        with pytest.raises(
+            UserError,
+            match=(
+                r"policy 'p': dense/attn/q/b of the exported adapter has NaN or infinite"
+                r" values.*with force"
+            ),
+        ):
             call()
     assert snapshot(catalog) == before
     assert same_bytes(catalog.load(f"p@{catalog.export('p', data, 1, force=True).number}"), data)
@@ -207,7 +224,12 @@ def test_weights_that_are_not_finite_are_refused_unless_forced(catalog, dtype, v
 
 def test_weights_may_lie_anywhere(catalog):
     """A file of another writer need not align its data."""
-    text = json.dumps({"__metadata__": {"schema": SCHEMA.to_json()}, "x": {"dtype": "F32", "shape": [3], "data_offsets": [0, 12]}}).encode()
+    text = json.dumps(
+        {
+            "__metadata__": {"schema": SCHEMA.to_json()},
+            "x": {"dtype": "F32", "shape": [3], "data_offsets": [0, 12]},
+        }
+    ).encode()
     for pad in range(4):
         head = with_header(text + b" " * pad)
         catalog.export("p", head + np.float32([pad, 2, 3]).tobytes(), pad, create=True)

@@ -15,7 +15,9 @@ from tests.catalog.faults.deeds import SHARED, TRASH
 
 
 class Logs:
-    """What all workers said. A deed is acknowledged, refused, or in flight: at most one of each worker."""
+    """What all workers said. A deed is acknowledged, refused, or in flight: at most one of each
+    worker.
+    """
 
     def __init__(self, folder: str):
         self.announced: dict[str, dict] = {}
@@ -32,14 +34,23 @@ class Logs:
                     self.refused[line["by"]] = line["refused"]
 
     def in_flight(self) -> dict[str, dict]:
-        return {by: line for by, line in self.announced.items() if by not in self.done and by not in self.refused}
+        return {
+            by: line
+            for by, line in self.announced.items()
+            if by not in self.done and by not in self.refused
+        }
 
 
 def settle(catalog: Catalog) -> None:
-    """Waits until PostgreSQL has noticed that the killed are gone: until then their last commit may still be made."""
+    """Waits until PostgreSQL has noticed that the killed are gone: until then their last commit may
+    still be made.
+    """
     if catalog.database.sqlite:
         return
-    others = sa.text("SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND pid != pg_backend_pid()")
+    others = sa.text(
+        "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND pid !="
+        " pg_backend_pid()"
+    )
     while True:
         with catalog.database.engine.connect() as connection:
             if not connection.scalar(others):
@@ -67,25 +78,53 @@ def inspect(catalog: Catalog, logs: str, collect: bool) -> list[str]:
     elif not wrong:
         catalog.gc(grace_s=-10.0, compact=False, by="inspector")
         second = catalog.gc(grace_s=-10.0, compact=False, by="inspector")
-        told = [second.revisions, second.payloads, second.packs, second.abandoned, second.leftovers, second.waiting]
+        told = [
+            second.revisions,
+            second.payloads,
+            second.packs,
+            second.abandoned,
+            second.leftovers,
+            second.waiting,
+        ]
         if told != [[], 0, 0, 0, 0, 0]:
             wrong.append(f"a second collection still found {second}")
         with catalog.database.engine.connect() as connection:
-            named = {name for (name,) in connection.execute(sa.select(tables.packs.c.name).where(tables.packs.c.state == "live"))}
+            named = {
+                name
+                for (name,) in connection.execute(
+                    sa.select(tables.packs.c.name).where(tables.packs.c.state == "live")
+                )
+            }
         stored = {info.name for info in catalog.store.packs()}
         if named != stored:
-            wrong.append(f"packs named but not stored: {named - stored}; stored but not named: {stored - named}")
-        if left := list(catalog.store._storage.list("staging/")) + list(catalog.store._storage.list("parts/")):
+            wrong.append(
+                f"packs named but not stored: {named - stored}; stored but not named:"
+                f" {stored - named}"
+            )
+        if left := list(catalog.store._storage.list("staging/")) + list(
+            catalog.store._storage.list("parts/")
+        ):
             wrong.append(f"files of killed writers are left: {left}")
         wrong += _loads(catalog, live)
     return wrong
 
 
 def _live(connection: sa.Connection) -> list[tuple[str, str]]:
-    query = sa.select(tables.policies.c.tenant, tables.policies.c.name, tables.revisions.c.number, tables.revisions.c.digest)
-    query = query.join_from(tables.policies, tables.revisions, tables.revisions.c.policy_id == tables.policies.c.id)
+    query = sa.select(
+        tables.policies.c.tenant,
+        tables.policies.c.name,
+        tables.revisions.c.number,
+        tables.revisions.c.digest,
+    )
+    query = query.join_from(
+        tables.policies, tables.revisions, tables.revisions.c.policy_id == tables.policies.c.id
+    )
     found = connection.execute(query.where(tables.revisions.c.state == "live"))
-    return [(f"{row.tenant}/{row.name}@{row.number}", row.digest.hex()) for row in found if row.name != TRASH]
+    return [
+        (f"{row.tenant}/{row.name}@{row.number}", row.digest.hex())
+        for row in found
+        if row.name != TRASH
+    ]
 
 
 def _loads(catalog: Catalog, live: list[tuple[str, str]]) -> list[str]:
@@ -101,14 +140,18 @@ def _loads(catalog: Catalog, live: list[tuple[str, str]]) -> list[str]:
 
 
 def _against(connection: sa.Connection, said: Logs) -> list[str]:
-    """The rows: all that was acknowledged, of what was in flight all or nothing, and nothing else."""
+    """The rows: all that was acknowledged, of what was in flight all or nothing, and nothing
+    else.
+    """
     wrong: list[str] = []
     names = {row.id: _full(row) for row in connection.execute(sa.select(tables.policies))}
     log = list(connection.execute(sa.select(tables.audit).order_by(tables.audit.c.id)))
     gone = collections.Counter()  # what retention removed, which only the trash may suffer
     for row in log:
         if row.action == "remove revisions":
-            gone.update((names[row.policy_id], digest) for digest in json.loads(row.details)["digests"])
+            gone.update(
+                (names[row.policy_id], digest) for digest in json.loads(row.details)["digests"]
+            )
     if any(policy != TRASH for policy, _ in gone):
         wrong.append(f"retention removed {sorted(gone)}")
     rows = list(connection.execute(sa.select(tables.revisions)))
@@ -122,7 +165,9 @@ def _against(connection: sa.Connection, said: Logs) -> list[str]:
         for policy, number, digest, step in made:
             expected.add((policy, digest, step))
             if found.get((policy, digest, step)) != number and not gone[policy, digest]:
-                wrong.append(f"{by}: acknowledged {policy}@{number} is {found.get((policy, digest, step))}")
+                wrong.append(
+                    f"{by}: acknowledged {policy}@{number} is {found.get((policy, digest, step))}"
+                )
         for policy, digest, step in line.get("revisions", ()):
             expected.add((policy, digest, step))
             policies.add(policy)
@@ -145,25 +190,45 @@ def _against(connection: sa.Connection, said: Logs) -> list[str]:
         wrong.append(f"the audit log names {strangers}")
     for kind, table in (("checkpoint", tables.checkpoints), ("rollout", tables.rollouts)):
         there = [
-            (names[row.policy_id], row.digest.hex() if kind == "rollout" else row.place) for row in connection.execute(sa.select(table))
+            (names[row.policy_id], row.digest.hex() if kind == "rollout" else row.place)
+            for row in connection.execute(sa.select(table))
         ]
         must = [tuple(said.announced[by][kind]) for by in said.done if kind in said.announced[by]]
         may = [tuple(line[kind]) for line in said.in_flight().values() if kind in line]
-        if set(must) - set(there) or set(there) - set(must) - set(may) or len(there) != len(set(there)):
-            wrong.append(f"{kind}s: lost {set(must) - set(there)}, unknown {set(there) - set(must) - set(may)}")
+        if (
+            set(must) - set(there)
+            or set(there) - set(must) - set(may)
+            or len(there) != len(set(there))
+        ):
+            wrong.append(
+                f"{kind}s: lost {set(must) - set(there)}, unknown"
+                f" {set(there) - set(must) - set(may)}"
+            )
     return wrong
 
 
 def _aliases(connection: sa.Connection) -> list[str]:
-    """The audit log, replayed, ends where the aliases are; every one names a live revision of its policy."""
+    """The audit log, replayed, ends where the aliases are; every one names a live revision of its
+    policy.
+    """
     replayed: dict[tuple, tuple] = {}
     wrong: list[str] = []
-    for row in connection.execute(sa.select(tables.audit).where(tables.audit.c.alias.is_not(None)).order_by(tables.audit.c.id)):
+    for row in connection.execute(
+        sa.select(tables.audit).where(tables.audit.c.alias.is_not(None)).order_by(tables.audit.c.id)
+    ):
         number, version = replayed.get((row.policy_id, row.alias), (None, 0))
         if (row.before, row.version) != (number, version + 1):
-            wrong.append(f"audit {row.id}: move {row.version} from {row.before} after move {version} to {number}")
+            wrong.append(
+                f"audit {row.id}: move {row.version} from {row.before} after move {version} to"
+                f" {number}"
+            )
         replayed[row.policy_id, row.alias] = (row.after, row.version)
-    query = sa.select(tables.aliases, tables.revisions.c.number, tables.revisions.c.policy_id.label("owner"), tables.revisions.c.state)
+    query = sa.select(
+        tables.aliases,
+        tables.revisions.c.number,
+        tables.revisions.c.policy_id.label("owner"),
+        tables.revisions.c.state,
+    )
     query = query.join_from(tables.aliases, tables.revisions, isouter=True)
     found: dict[tuple, Any] = {}
     for row in connection.execute(query):

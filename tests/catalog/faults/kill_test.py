@@ -1,4 +1,6 @@
-"""kill -9 at every boundary and at random moments: what was acknowledged stays, what was not is there whole or not at all."""
+"""kill -9 at every boundary and at random moments: what was acknowledged stays, what was not is
+there whole or not at all.
+"""
 
 import os
 import random
@@ -18,7 +20,9 @@ from tests.catalog.postgres import _roomy
 
 @pytest.fixture
 def memory(tmp_path):
-    """A folder in memory where there is room: a killed process loses nothing of it, and syncing costs nothing."""
+    """A folder in memory where there is room: a killed process loses nothing of it, and syncing
+    costs nothing.
+    """
     folder = tempfile.mkdtemp(prefix="mint-kill-", dir=_roomy("/dev/shm") or tmp_path)
     yield Path(folder)
     shutil.rmtree(folder, ignore_errors=True)
@@ -51,7 +55,13 @@ class Killing:
         """Kills a deed at each of its boundaries in turn; how many there were."""
         for boundary in range(1000):
             log = self.log()
-            arguments = {"number": self.workers, "log": log, "kind": kind, "boundary": boundary, "reads": reads}
+            arguments = {
+                "number": self.workers,
+                "log": log,
+                "kind": kind,
+                "boundary": boundary,
+                "reads": reads,
+            }
             code, passed = self.nursery.wait(self.nursery.fork("deeds.killed_at", **arguments))
             if code == 0:
                 assert passed <= boundary
@@ -65,7 +75,12 @@ class Killing:
         running = []
         for _ in range(together):
             log = self.log()
-            arguments = {"number": self.workers, "log": log, "seed": choice.getrandbits(30), "grace_s": 0.0 if together == 1 else 3600.0}
+            arguments = {
+                "number": self.workers,
+                "log": log,
+                "seed": choice.getrandbits(30),
+                "grace_s": 0.0 if together == 1 else 3600.0,
+            }
             running.append((self.nursery.fork("deeds.for_ever", **arguments), Path(log)))
         for process, log in running:
             while not (log.exists() and '"begun"' in log.read_text()):
@@ -82,7 +97,10 @@ class Killing:
     ("nursery", "reads"),
     [
         pytest.param("sqlite", False, marks=pytest.mark.long),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("postgres", False), ("sqlite", True), ("postgres", True))),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("postgres", False), ("sqlite", True), ("postgres", True))
+        ),
     ],
     ids=["sqlite-writes", "postgres-writes", "sqlite-every call", "postgres-every call"],
     indirect=["nursery"],

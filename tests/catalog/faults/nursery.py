@@ -1,7 +1,9 @@
-"""A process that has imported and warmed everything, and forks workers to be killed: 20 ms each instead of seconds.
+"""A process that has imported and warmed everything, and forks workers to be killed: 20 ms each
+instead of seconds.
 
-Spoken to in lines of JSON; every line gets one line of answer. A worker runs one function of ``deeds`` or ``inspect`` with
-an opened catalog, whose connections are its own, and leaves what it returns in a file.
+Spoken to in lines of JSON; every line gets one line of answer. A worker runs one function of
+``deeds`` or ``inspect`` with an opened catalog, whose connections are its own, and leaves what it
+returns in a file.
 """
 
 import gc
@@ -28,9 +30,23 @@ class Nursery:
 
     def __init__(self, database: str, payloads: str):
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-        command = [sys.executable, "-W", "ignore", "-m", "tests.catalog.faults.nursery", database, payloads]
+        command = [
+            sys.executable,
+            "-W",
+            "ignore",
+            "-m",
+            "tests.catalog.faults.nursery",
+            database,
+            payloads,
+        ]
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT, bufsize=1
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+            cwd=ROOT,
+            bufsize=1,
         )
         self._folder = tempfile.TemporaryDirectory()
         self._made = 0
@@ -83,7 +99,12 @@ def _work(catalog: Any, order: dict[str, Any]) -> None:
 
     try:
         module, _, name = order["task"].rpartition(".")
-        code, value = 0, getattr(importlib.import_module(f"tests.catalog.faults.{module}"), name)(catalog, **order["arguments"])
+        code, value = (
+            0,
+            getattr(importlib.import_module(f"tests.catalog.faults.{module}"), name)(
+                catalog, **order["arguments"]
+            ),
+        )
     except BaseException:
         code, value = 1, traceback.format_exc()
     Path(order["file"]).write_text(json.dumps(value))
@@ -102,7 +123,8 @@ def main(database: str, payloads: str) -> None:
 
     catalog = Catalog.open(database, payloads, actor="nursery")
     deeds.warm(catalog)
-    catalog.database.engine.dispose()  # what SQLAlchemy has compiled stays; no connection crosses a fork
+    # what SQLAlchemy has compiled stays; no connection crosses a fork
+    catalog.database.engine.dispose()
     gc.collect()
     gc.freeze()  # a collection in a worker would touch, and so copy, all memory
     answer("ready")

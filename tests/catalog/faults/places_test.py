@@ -1,4 +1,6 @@
-"""Places that fail under the whole catalog: a server that crashes, a disk that is full, a bucket that answers with errors."""
+"""Places that fail under the whole catalog: a server that crashes, a disk that is full, a bucket
+that answers with errors.
+"""
 
 import concurrent.futures
 import json
@@ -22,7 +24,9 @@ from tests.marks import first
 
 
 def test_a_server_that_crashes_while_many_export(request, postgres_server, tmp_path):
-    """Every answer is true: what was acknowledged is there, what was refused is there at most once, nothing else."""
+    """Every answer is true: what was acknowledged is there, what was refused is there at most once,
+    nothing else.
+    """
     place = make_place(request, "postgres", tmp_path)
     catalog = place.open(timeout_s=60)
     crashed, told = threading.Event(), []
@@ -33,7 +37,11 @@ def test_a_server_that_crashes_while_many_export(request, postgres_server, tmp_p
             value = 1000 * worker + step
             try:
                 one = catalog.export_many(
-                    [Export("shared", packed(value), value), Export(f"own{worker}", packed(value), value)], create=True
+                    [
+                        Export("shared", packed(value), value),
+                        Export(f"own{worker}", packed(value), value),
+                    ],
+                    create=True,
                 )
             except UserError as error:
                 told.append((value, worker, None, str(error)))
@@ -69,7 +77,9 @@ def test_a_server_that_crashes_while_many_export(request, postgres_server, tmp_p
 
 
 def fill_the_disk(directory: str):
-    """Exports until the disk is full, looks at what is there, makes room, goes on. Run by ``run_limited``."""
+    """Exports until the disk is full, looks at what is there, makes room, goes on. Run by
+    ``run_limited``.
+    """
     report: dict = {"refused": []}
     catalog = Catalog.open(Path(directory) / "catalog", timeout_s=5)
     kept: dict[int, int] = {}
@@ -80,7 +90,10 @@ def fill_the_disk(directory: str):
             report["refused"].append(str(error))
             break
     report["kept"] = len(kept)
-    report["loads"] = all(same_bytes(catalog.load(f"p@{number}"), packed(step, width=30_000)) for step, number in kept.items())
+    report["loads"] = all(
+        same_bytes(catalog.load(f"p@{number}"), packed(step, width=30_000))
+        for step, number in kept.items()
+    )
     report["visible"] = len(catalog.revisions("p"))
     catalog.close()
     with Catalog.open(Path(directory) / "catalog", timeout_s=5) as catalog:
@@ -116,13 +129,17 @@ def fails(times: int, fault):
 @pytest.fixture(params=DATABASES)
 def in_bucket(request, tmp_path, s3):  # noqa: F811 - the fixture
     place = make_place(request, request.param, tmp_path)
-    catalog = Catalog.open(place.database, f"s3://{buckets.BUCKET}/{uuid.uuid4().hex}", actor="tester")
+    catalog = Catalog.open(
+        place.database, f"s3://{buckets.BUCKET}/{uuid.uuid4().hex}", actor="tester"
+    )
     yield catalog
     catalog.close()
 
 
 @pytest.mark.parametrize(
-    "fault", [500, *(pytest.param(fault, marks=pytest.mark.long) for fault in (503, "hang up", 0.3))], ids=["500", "503", "hang up", "slow"]
+    "fault",
+    [500, *(pytest.param(fault, marks=pytest.mark.long) for fault in (503, "hang up", 0.3))],
+    ids=["500", "503", "hang up", "slow"],
 )
 def test_a_bucket_that_fails_for_a_while_is_waited_for(in_bucket, s3, fault):  # noqa: F811
     catalog = in_bucket
@@ -163,5 +180,8 @@ def test_a_bucket_that_goes_on_failing_changes_nothing(in_bucket, s3):  # noqa: 
     catalog.gc(grace_s=-10.0)
     assert list(catalog.verify()) == []
     with catalog.database.engine.connect() as connection:
-        live = {name for (name,) in connection.exec_driver_sql("SELECT name FROM packs WHERE state = 'live'")}
+        live = {
+            name
+            for (name,) in connection.exec_driver_sql("SELECT name FROM packs WHERE state = 'live'")
+        }
     assert {info.name for info in catalog.store.packs()} == live

@@ -1,4 +1,6 @@
-"""Run by Alembic: applies the migrations on the connection, and in the transaction, that ``database.py`` hands over."""
+"""Run by Alembic: applies the migrations on the connection, and in the transaction, that
+``database.py`` hands over.
+"""
 
 from alembic import context
 

@@ -1,4 +1,6 @@
-"""Ray's calls that ``launch/ray_job.py`` makes, with actors as threads of the driver; ``RAY_NODES`` is how many nodes there are."""
+"""Ray's calls that ``launch/ray_job.py`` makes, with actors as threads of the driver; ``RAY_NODES``
+is how many nodes there are.
+"""
 
 import concurrent.futures
 import os
@@ -13,7 +15,10 @@ def init() -> None:
 
 
 def nodes() -> list[dict[str, Any]]:
-    return [{"Alive": True, "NodeManagerAddress": f"10.0.0.{i}", "Resources": {"CPU": 1.0}} for i in range(int(os.environ["RAY_NODES"]))]
+    return [
+        {"Alive": True, "NodeManagerAddress": f"10.0.0.{i}", "Resources": {"CPU": 1.0}}
+        for i in range(int(os.environ["RAY_NODES"]))
+    ]
 
 
 class _Method:
@@ -36,7 +41,15 @@ class remote:
     def __init__(self, kind: type):
         self._kind, self._threads = kind, 1
 
-    def options(self, *, num_cpus: float, num_gpus: float, resources: Any, max_concurrency: int, scheduling_strategy: Any) -> "remote":
+    def options(
+        self,
+        *,
+        num_cpus: float,
+        num_gpus: float,
+        resources: Any,
+        max_concurrency: int,
+        scheduling_strategy: Any,
+    ) -> "remote":
         self._threads = max_concurrency
         return self
 
@@ -49,5 +62,7 @@ def get(ref: concurrent.futures.Future, timeout: float | None = None) -> Any:
 
 
 def wait(refs: list[concurrent.futures.Future], *, timeout: float) -> tuple[list, list]:
-    done, rest = concurrent.futures.wait(refs, timeout, return_when=concurrent.futures.FIRST_COMPLETED)
+    done, rest = concurrent.futures.wait(
+        refs, timeout, return_when=concurrent.futures.FIRST_COMPLETED
+    )
     return list(done)[:1], [*list(done)[1:], *rest]

@@ -24,7 +24,8 @@ def upgrade() -> None:
         sa.Column("json", sa.Text, nullable=False),
     )
     postgres = op.get_bind().dialect.name == "postgresql"
-    parent = sa.ForeignKey("revisions.id", name="policies_parent", use_alter=postgres)  # policies and revisions name each other
+    # policies and revisions name each other
+    parent = sa.ForeignKey("revisions.id", name="policies_parent", use_alter=postgres)
     op.create_table(
         "policies",
         sa.Column("id", Id, primary_key=True, autoincrement=True),
@@ -78,10 +79,14 @@ def upgrade() -> None:
     )
     op.create_index("revisions_digest", "revisions", ["digest", "policy_id"])
     if postgres:
-        op.create_foreign_key("policies_parent", "policies", "revisions", ["parent_revision"], ["id"])
+        op.create_foreign_key(
+            "policies_parent", "policies", "revisions", ["parent_revision"], ["id"]
+        )
     op.create_table(
         "aliases",
-        sa.Column("policy_id", Id, sa.ForeignKey("policies.id"), primary_key=True, autoincrement=False),
+        sa.Column(
+            "policy_id", Id, sa.ForeignKey("policies.id"), primary_key=True, autoincrement=False
+        ),
         sa.Column("name", Name, primary_key=True),
         sa.Column("revision_id", Id, sa.ForeignKey("revisions.id"), nullable=False, index=True),
         sa.Column("version", sa.Integer, nullable=False),

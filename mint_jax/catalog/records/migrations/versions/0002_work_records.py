@@ -37,7 +37,9 @@ def upgrade() -> None:
     op.create_table(
         "evaluations",
         sa.Column("id", Id, primary_key=True, autoincrement=True),
-        sa.Column("revision_id", Id, sa.ForeignKey("revisions.id", ondelete="SET NULL"), index=True),
+        sa.Column(
+            "revision_id", Id, sa.ForeignKey("revisions.id", ondelete="SET NULL"), index=True
+        ),
         sa.Column("digest", Digest, nullable=False, index=True),
         sa.Column("base", sa.String, nullable=False),
         sa.Column("renderer", sa.String, nullable=False),

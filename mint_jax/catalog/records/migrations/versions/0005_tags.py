@@ -12,7 +12,9 @@ def upgrade() -> None:
     number = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
     op.create_table(
         "tags",
-        sa.Column("policy_id", number, sa.ForeignKey("policies.id"), primary_key=True, autoincrement=False),
+        sa.Column(
+            "policy_id", number, sa.ForeignKey("policies.id"), primary_key=True, autoincrement=False
+        ),
         sa.Column("number", sa.Integer, primary_key=True, autoincrement=False),
         sa.Column("key", name, primary_key=True),
         sa.Column("value", name, nullable=False),
