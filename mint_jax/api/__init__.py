@@ -1,5 +1,4 @@
-"""The Python face: a resident base, policies over it and a catalog, by the very objects that jobs
-use.
+"""Python API: a resident base, policies over it and a catalog, made of the objects that jobs use.
 
     import mint_jax as mint
 
@@ -13,7 +12,7 @@ use.
         policy.save(catalog, why="first lesson")
         print(base.sample("3 + 5 =", catalog["adder@latest"]))
 
-``load`` and ``Model`` are in ``model``, ``open`` in ``store``; here is what runs jobs.
+``Model`` and ``Policy`` are in ``model``, ``open`` in ``store``; this file runs jobs.
 """
 
 import functools
@@ -53,16 +52,16 @@ def load(
     """Loads a base model onto all devices of this process, or onto those of ``mesh``.
 
     Args:
-        name: a directory, a packaged base or a hub's name.
-        dtype: of storage and compute: ``float32`` or ``bfloat16``.
+        name: a directory, a packaged base or a Hugging Face Hub name.
+        dtype: storage and compute dtype: ``float32`` or ``bfloat16``.
         quantise: ``int8`` or ``float8`` stores the layers' matrices in 8 bits.
-        seed: adapters and samples derive from it; the same calls then give the same tokens.
+        seed: seeds of adapters and samples derive from it, so the same calls give the same tokens.
 
     Raises:
-        UserError: no such base, or one that cannot be read.
+        UserError: the base does not exist or cannot be read.
     """
     if not isinstance(name, str | Path):
-        raise UserError(f"base is {name!r}; expected a directory, a packaged base or a hub's name")
+        raise UserError(f"base is {name!r}; expected a directory, a packaged base or a Hub name")
     seed = as_seed(seed)
     prepare()
     return Model(
@@ -71,31 +70,29 @@ def load(
 
 
 def config(job: str, **values: Any) -> ConfigDict:
-    """Returns a job's config: every setting at its default but for those given, as a file's
-    ``get_config`` returns it.
+    """Returns a job's config with the given values; every other setting has its default.
 
         mint.config("sft", base="smollm2-135m-instruct", steps=20,
                     policies={"adder": {"data": {"env": "digit_sum"}, "adapter": {"rank": 8}}})
 
     Raises:
-        UserError: an unknown job or setting, or one that is missing; ``docs/settings.md`` has them
-            all.
+        UserError: a job or setting is unknown, or a required setting is missing. See
+            ``docs/settings.md``.
     """
     return settings.complete(ConfigDict({"job": job, **values}))
 
 
 def read_config(name: str | Path, **changes: Any) -> ConfigDict:
-    """Reads a shipped config or one of yours, ``FILE`` or ``FILE:ARGUMENT``, as ``--config`` takes
-    it, with settings changed.
+    """Reads a config file, ``FILE`` or ``FILE:ARGUMENT`` as for ``--config``, and applies changes.
 
         mint.read_config("configs/bench/handoff.py:ci", n=3)
 
     Raises:
-        UserError: no such file, an argument that it refuses, an unknown setting, or a value of
-            another type.
+        UserError: the file does not exist or refuses its argument, a setting is unknown, or a value
+            has the wrong type.
     """
     config, declared = launch.load(str(name))
-    # a bench's are those of its file
+    # a benchmark declares its settings in its config file
     if declared is None and (unknown := [setting for setting in changes if setting not in config]):
         raise choice("setting", unknown[0], list(config))
     try:
@@ -106,15 +103,17 @@ def read_config(name: str | Path, **changes: Any) -> ConfigDict:
 
 
 def run(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
-    """Runs a job as ``python -m mint_jax.launch`` does, in this process; returns its result, which
-    ``WORKDIR/result.json`` keeps.
+    """Runs a job in this process, as ``python -m mint_jax.launch`` does.
+
+    Returns:
+        the job's result, also written to ``WORKDIR/result.json``.
 
     Raises:
-        UserError: no config, or one that the job refuses.
+        UserError: the config is not one, or the job refuses it.
     """
     if not isinstance(config, ConfigDict):
         raise UserError(
-            f"config is {config!r:.80}; expected what mint.config or mint.read_config returns"
+            f"config is {config!r:.80}; expected a config from mint.config or mint.read_config"
         )
     settings.complete(config)
     prepare()
@@ -123,7 +122,7 @@ def run(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
 
 @functools.cache
 def prepare() -> None:
-    """Settings of the process, as ``launch`` makes them."""
+    """Sets up the process once, as ``launch`` does."""
     host.leave_out_absent_tpu()
     host.threads_for_simulated_devices()
     host.keep_freed_memory()

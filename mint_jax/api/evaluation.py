@@ -1,4 +1,4 @@
-"""Held-out rewards of a policy, a revision or the base: their mean and its standard error."""
+"""Evaluation of a policy, a revision or the base: mean held-out reward and its standard error."""
 
 import dataclasses
 import math
@@ -22,10 +22,11 @@ class Evaluation:
     """Rewards of completions of held-out prompts.
 
     Attributes:
-        mean: over prompts, of the mean over a prompt's completions.
-        standard_error: of that mean, from the spread between prompts; NaN with one prompt.
-        rewards: of every completion, a list for each prompt.
-        completions: in the same order.
+        mean: mean over prompts of each prompt's mean reward.
+        standard_error: standard error of ``mean``, from the spread between prompts; NaN for one
+            prompt.
+        rewards: reward of every completion, one list for each prompt.
+        completions: the completions, in the same order.
     """
 
     mean: float
@@ -40,15 +41,14 @@ class Evaluation:
 
 
 def task_of(task: Any, prompts: Any) -> tuple[Any, list[Example]]:
-    """The environment that a task means, and its held-out examples.
+    """Returns the task's environment and its held-out examples.
 
     Args:
-        task: an environment, the name of one, or a reward: a function of (completion's text,
-            prompt).
-        prompts: for a function; for an environment in place of its own.
+        task: an environment, its name, or a reward function of (completion text, prompt).
+        prompts: required for a function; otherwise they replace the environment's own.
 
     Raises:
-        UserError: none of these, or a function without prompts.
+        UserError: ``task`` is none of these, or a function comes without prompts.
     """
     if isinstance(task, str):
         task = env_lib.make(task)
@@ -80,14 +80,14 @@ def evaluate(
     """Samples held-out prompts and scores the completions.
 
     Raises:
-        UserError: see ``task_of`` and ``scoring.score``.
+        UserError: as in ``task_of`` and ``scoring.score``.
     """
     env, held_out = task_of(task, prompts)
     if examples is not None and (
         isinstance(examples, bool) or not isinstance(examples, int) or examples < 1
     ):
         raise UserError(
-            f"examples is {examples!r}; expected how many held-out prompts are sampled, at least 1"
+            f"examples is {examples!r}; expected a number of held-out prompts, at least 1"
         )
     held_out = held_out[:examples]
     if not held_out:
@@ -97,6 +97,6 @@ def evaluate(
         [scoring.score(who, env, c.text or "", example) for c in some]
         for some, example in zip(completions, held_out)
     ]
-    means = np.array([np.mean(mine) for mine in rewards], np.float64)
+    means = np.array([np.mean(row) for row in rewards], np.float64)
     error = float(means.std(ddof=1) / math.sqrt(len(means))) if len(means) > 1 else math.nan
     return Evaluation(float(means.mean()), error, rewards, completions)

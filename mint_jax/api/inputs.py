@@ -1,6 +1,4 @@
-"""What the Python face is given, checked before anything is computed: prompts, rows, losses,
-sampling settings and their seeds.
-"""
+"""Validation of arguments of the Python API: prompts, rows, losses, sampling settings, seeds."""
 
 import dataclasses
 import math
@@ -21,21 +19,21 @@ from mint_jax.train.batch import Group, TrainSequence
 from mint_jax.train.config import LossConfig, known_kinds
 from mint_jax.train.losses import Tokens
 
-# text as it is, messages through the chat template, or token ids
+# raw text, messages for the chat template, or token ids
 Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]
 Row = Mapping[str, Any]
 Rows = Sequence[Row] | Sequence[Group]
 Loss = str | LossConfig | Callable[[Tokens], Any]
-# fields of a request that are no settings
+# fields of a request that callers do not set
 _OURS = ("prompt", "adapter", "revision", "version", "tenant")
 SETTINGS = [f.name for f in dataclasses.fields(Request) if f.name not in _OURS]
 
 
 def one_by_one(values: Any, what: str) -> list[Any]:
-    """A list of prompts, rows or names.
+    """Returns ``values`` as a list of prompts, rows or names.
 
     Raises:
-        UserError: one of them instead of a list, or none.
+        UserError: ``values`` is a single item, or empty.
     """
     if isinstance(values, str | Mapping | Path) or not isinstance(
         values, Sequence | np.ndarray | types.GeneratorType
@@ -49,10 +47,10 @@ def one_by_one(values: Any, what: str) -> list[Any]:
 
 
 def encoded(base: Base, prompts: Any) -> list[tuple[int, ...]]:
-    """Token ids of prompts.
+    """Returns the token ids of each prompt.
 
     Raises:
-        UserError: no list of prompts, or one that is none of text, messages and token ids.
+        UserError: ``prompts`` is not a list, or a prompt is not text, messages or token ids.
     """
     out = []
     for i, prompt in enumerate(one_by_one(prompts, "prompts")):
@@ -80,11 +78,11 @@ def encoded(base: Base, prompts: Any) -> list[tuple[int, ...]]:
 
 
 def sampling(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of a request, greedy by default.
+    """Returns checked settings of a request; the default is greedy.
 
     Raises:
-        UserError: an unknown one, a value of another type, or several greedy samples, which would
-            be equal.
+        UserError: a setting is unknown, a value has the wrong type, or several greedy samples are
+            requested (they would be equal).
     """
     if strange := [name for name in settings if name not in SETTINGS]:
         raise fields.unknown("there is no sampling setting", strange[0], SETTINGS)
@@ -98,12 +96,12 @@ def sampling(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def seeds(seed: int | None, fresh: Sequence[int], count: int) -> list[int]:
-    """A seed for each prompt of a call.
+    """Returns one seed for each prompt of a call.
 
     Args:
-        seed: what the caller set; None takes the next of ``fresh``.
-        fresh: the numbers that the seeds of an unseeded call derive from: the model's seed, a
-            policy's, the number of the call.
+        seed: the caller's seed; None derives seeds from ``fresh``.
+        fresh: entropy of an unseeded call: the policy's seed, the model's, the call number.
+        count: number of prompts.
     """
     return (
         np.random.SeedSequence(list(fresh) if seed is None else [seed])
@@ -113,10 +111,10 @@ def seeds(seed: int | None, fresh: Sequence[int], count: int) -> list[int]:
 
 
 def as_seed(seed: Any) -> int:
-    """A seed.
+    """Returns a checked seed.
 
     Raises:
-        UserError: it is no whole number from 0 on.
+        UserError: the seed is not a whole number from 0 to 2**63 - 1.
     """
     if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not 0 <= seed < 2**63:
         raise UserError(f"seed is {seed!r}; expected a whole number >= 0")
@@ -124,10 +122,10 @@ def as_seed(seed: Any) -> int:
 
 
 def as_loss(loss: Any) -> LossConfig:
-    """The config of a loss that is given as one, by its name, or as a function.
+    """Returns the config of a loss given as a config, a name or a function.
 
     Raises:
-        UserError: none of these.
+        UserError: ``loss`` is none of these.
     """
     if isinstance(loss, LossConfig):
         return loss
@@ -142,11 +140,11 @@ def as_loss(loss: Any) -> LossConfig:
 
 
 def to_groups(base: Base, name: str, loss: LossConfig, rows: Any) -> list[Group]:
-    """One policy's groups with weights: rows of texts or pairs, whose loss is a mean over tokens or
-    pairs; groups as they are.
+    """Returns one policy's weighted groups. Rows of text or pairs get weights whose loss is a mean
+    over tokens or pairs; groups pass through.
 
     Raises:
-        UserError: a row without what is needed, or a group whose numbers do not fit or are not
+        UserError: a row lacks a column, or a group's arrays have the wrong length or are not
             finite.
     """
     rows, what = one_by_one(rows, f"rows of policy {name!r}"), f"policy {name!r}"
@@ -154,8 +152,8 @@ def to_groups(base: Base, name: str, loss: LossConfig, rows: Any) -> list[Group]
         for i, group in enumerate(rows):
             if not isinstance(group, Group):
                 raise UserError(
-                    f"{what}: rows[{i}] is {group!r:.80}; expected groups all through, as the first"
-                    " row is one"
+                    f"{what}: rows[{i}] is {group!r:.80}; expected only groups, because the"
+                    " first row is one"
                 )
             _check_group(group, f"{what}, group {i}", base.cfg.vocab_size)
         return rows
@@ -197,7 +195,7 @@ def _check_group(group: Group, where: str, vocab: int) -> None:
                 _numbers(values, f"{what}: {name}", len(one.tokens), where=weights != 0)
     if not any(w for one in group.sequences for w in one.weights):
         raise UserError(
-            f"{where} has no token with a weight, so that there is nothing to learn: leave it out"
+            f"{where} has no token with a weight, so there is nothing to learn: leave it out"
         )
 
 
@@ -223,22 +221,22 @@ def _numbers(values: Any, what: str, count: int, where: Any = True) -> np.ndarra
     if not np.isfinite(array[np.broadcast_to(where, array.shape)]).all():
         wrong = next(float(x) for x in array if not math.isfinite(x))
         raise UserError(
-            f"{what} has {wrong}; expected finite numbers: leave the sequence out, or mend what"
-            " made it"
+            f"{what} has {wrong}; expected finite numbers: leave the sequence out, or fix the"
+            " code that made it"
         )
     return array
 
 
 def by_policy(rows: Any, known: Mapping[str, Any]) -> dict[str, Any]:
-    """Rows by the names of policies, which may also be given as the policies themselves.
+    """Returns rows keyed by policy name; keys may be names or ``Policy`` objects.
 
     Raises:
-        UserError: no dict, or a policy that is not in training.
+        UserError: ``rows`` is not a dict, or a policy is not in training.
     """
     if not isinstance(rows, Mapping) or not rows:
         raise UserError(f"rows is {rows!r:.80}; expected a dict from a policy's name to its rows")
     out = {}
-    for key, mine in rows.items():
+    for key, values in rows.items():
         name: Any = key if isinstance(key, str) else getattr(key, "name", None)
         if name not in known or (not isinstance(key, str) and known[name] is not key):
             raise (
@@ -246,5 +244,5 @@ def by_policy(rows: Any, known: Mapping[str, Any]) -> dict[str, Any]:
                 if known
                 else UserError(f"policy is {key!r}; no policy is in training: make one first")
             )
-        out[name] = mine
+        out[name] = values
     return out

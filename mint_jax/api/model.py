@@ -1,4 +1,4 @@
-"""A resident base and the policies that train over it, as a notebook holds them."""
+"""``Model`` and ``Policy``: a resident base and the policies that train over it."""
 
 import dataclasses
 import itertools
@@ -31,12 +31,12 @@ Revisions = Stored | Sequence[Stored | None] | None
 
 
 class Policy:
-    """A policy in training over a ``Model``; others train beside it. ``Model.policy`` makes it.
+    """A policy in training over a ``Model``, made by ``Model.policy``.
 
     Attributes:
-        model: the base that it trains over, and its other policies.
-        name: by which revisions are saved.
-        draws: calls of ``completions`` without a seed so far; the next one's seed follows from it.
+        model: the model it trains over.
+        name: name under which its revisions are saved.
+        draws: number of calls of ``completions`` without a seed; the next seed derives from it.
     """
 
     def __init__(self, model: "Model", name: str):
@@ -53,10 +53,10 @@ class Policy:
 
     @property
     def trainer(self) -> Trainer:
-        """The training state of all policies of the model.
+        """The trainer of all policies of the model.
 
         Raises:
-            UserError: the policy was removed, or the model closed.
+            UserError: the policy was removed, or the model is closed.
         """
         trainer = self.model.need_trainer()
         if self.model.policies.get(self.name) is not self:
@@ -76,44 +76,43 @@ class Policy:
 
     @property
     def steps(self) -> int:
-        """Updates behind the policy."""
+        """Number of updates so far."""
         slot = self.trainer.slots[self.name]
         return int(self.trainer.state[slot.bucket].steps[slot.index])
 
     def train_step(self, rows: Rows) -> dict[str, float]:
-        """One update: ``forward_backward`` and ``optim_step``. Its metrics are means over target
-        tokens.
+        """Runs one update: ``forward_backward`` and ``optim_step``. Returns metrics, means over
+        target tokens.
 
         Args:
-            rows: dicts with ``prompt`` and ``completion``, ``text`` or ``messages``, or for loss
-                ``dpo`` ``prompt``, ``chosen`` and ``rejected``: the loss is then a mean over target
-                tokens, or over pairs. Or groups with weights of their own, as ``mint.groups`` makes
-                of completions and rewards.
+            rows: dicts or groups. A dict has ``prompt`` and ``completion``, or ``text``, or
+                ``messages``; for loss ``dpo`` it has ``prompt``, ``chosen`` and ``rejected``. The
+                loss of dicts is a mean over target tokens, or over pairs. Groups have weights of
+                their own: ``mint.groups`` makes them from completions and rewards.
 
         Raises:
-            UserError: rows that the policy's loss cannot learn from.
+            UserError: the policy's loss cannot learn from these rows.
         """
-        self.trainer  # noqa: B018 - refuses a policy that was removed
+        self.trainer  # noqa: B018 - raises if the policy was removed
         return self.model.train_step({self.name: rows})[self.name]
 
     def forward_backward(self, rows: Rows) -> dict[str, float]:
-        """Adds the gradient of these rows to the policy's sum; returns their metrics. Arguments and
-        errors as in ``train_step``.
+        """Adds the gradient of these rows to the policy's gradient sum and returns their metrics.
+        Arguments and errors are those of ``train_step``.
         """
         self.trainer  # noqa: B018
         return self.model.forward_backward({self.name: rows})[self.name]
 
     def optim_step(self) -> dict[str, float]:
-        """Applies the gradient sum by AdamW, and clears it."""
+        """Applies the gradient sum with AdamW, clears it and returns metrics."""
         return self.trainer.optim_step([self.name])[self.name]
 
     def gradients(self, rows: Rows | None = None) -> Any:
-        """Gradients of the policy's loss by its adapter, as a tree of NumPy arrays like
-        ``adapter``.
+        """Returns the gradients of the policy's loss, a tree of NumPy arrays like ``adapter``.
 
         Args:
-            rows: the gradient of these alone; nothing changes. Without them the sum that has
-                accumulated since the last update.
+            rows: computes the gradient of these rows alone and changes nothing. None returns the
+                sum accumulated since the last update.
         """
         trainer = self.trainer
         return (
@@ -123,14 +122,14 @@ class Policy:
         )
 
     def adapter(self) -> Any:
-        """The adapter as it is now, a tree of NumPy arrays: ``[L, R, D]`` for ``a`` and ``[L, R,
-        F]`` for ``b`` of each projection.
+        """Returns the current adapter, a tree of NumPy arrays: ``a`` ``[L, R, D]`` and ``b``
+        ``[L, R, F]`` of each projection.
         """
         return self.trainer.adapter(self.name)
 
     def sample(self, prompt: Prompt, **settings: Any) -> str:
-        """The text of one completion of the policy as it is now, greedy unless ``temperature`` says
-        otherwise.
+        """Returns the text of one completion with the current weights; greedy unless
+        ``temperature`` is set.
         """
         return self.completions([prompt], **settings)[0][0].text or ""
 
@@ -141,13 +140,14 @@ class Policy:
 
         Args:
             prompts: each is text, a list of messages, or a list of token ids.
-            seed: the same seed gives the same tokens. Without one each call draws others, which
-                follow from the model's ``seed``, the policy's name and ``draws``.
-            settings: of sampling, such as ``n``, ``max_tokens``, ``temperature`` (0, greedy, by
-                default), ``top_p``, ``stop``; all are fields of ``mint.Request``.
+            seed: the same seed gives the same tokens. None draws new tokens in each call, derived
+                from the model's ``seed``, the policy's name and ``draws``.
+            settings: fields of ``mint.Request`` such as ``n``, ``max_tokens``, ``temperature``
+                (0, greedy, by default), ``top_p`` and ``stop``.
 
         Raises:
-            UserError: an unknown setting, a value of another type, or ``n`` greedy completions.
+            UserError: a setting is unknown, a value has the wrong type, or several greedy
+                completions are requested.
         """
         trainer, model = self.trainer, self.model
         encoded = inputs.encoded(model.base, prompts)
@@ -167,20 +167,19 @@ class Policy:
         seed: int = 0,
         **settings: Any,
     ) -> Evaluation:
-        """Mean reward on held-out prompts, with its standard error.
+        """Returns the mean reward on held-out prompts, with its standard error.
 
         Args:
-            task: an environment or the name of one (``"digit_sum"``), which brings its held-out
-                prompts; or a reward, a function of (completion's text, prompt) that returns a
-                number.
-            prompts: in place of the environment's.
-            examples: of the held-out prompts the first so many.
-            seed: 0 by default, so that two evaluations draw alike.
-            settings: of sampling, as in ``completions``.
+            task: an environment or its name (``"digit_sum"``), which brings its held-out prompts;
+                or a reward function of (completion text, prompt) that returns a number.
+            prompts: replace the environment's prompts.
+            examples: number of held-out prompts, taken from the start; None takes all.
+            seed: fixed by default, so that two evaluations draw with the same seeds.
+            settings: sampling settings, as in ``completions``.
 
         Raises:
-            UserError: a reward function without prompts, or one that raises or returns what is no
-                finite number.
+            UserError: a reward function comes without prompts, raises, or returns something else
+                than a finite number.
         """
         return evaluate(
             self.name,
@@ -191,10 +190,11 @@ class Policy:
         )
 
     def save(self, catalog: Store | str | Path, why: str = "") -> Revision:
-        """Saves the policy as it is now as a revision, which ``NAME@latest`` then names.
+        """Saves the current weights as a revision and points ``NAME@latest`` at it.
 
         Args:
-            catalog: an open one, or the folder of one, which is made where there is none.
+            catalog: an open catalog or a catalog's folder, made if it does not exist.
+            why: note for the audit log.
         """
         trainer = self.trainer
         if not isinstance(catalog, Store):
@@ -205,39 +205,39 @@ class Policy:
         return catalog.catalog.export(self.name, data, self.steps, create=True, why=why)
 
     def export(self, directory: str | Path) -> Path:
-        """Writes the policy as it is now as a PEFT directory, which must not exist or be empty;
-        returns it.
+        """Writes the current weights as a PEFT directory and returns its path. The directory must
+        be empty or not exist.
         """
         return self.model.write_peft(
             self.trainer.adapter(self.name), self.config.adapter, directory
         )
 
     def save_state(self, file: str | Path) -> Path:
-        """Saves all that training goes on from: adapter, moments, accumulated gradients, counters
-        and seeds. ``Model.resume`` reads it.
+        """Saves the training state for ``Model.resume``: adapter, moments, accumulated gradients,
+        counters and seeds.
 
         Args:
-            file: is replaced where it exists.
+            file: an existing file is replaced.
         """
         return saved.save(file, self.trainer, self.name, self.model.base.fingerprint, self.draws)
 
     def remove(self) -> None:
-        """Takes the policy out of training; see ``Model.remove``."""
+        """Removes the policy from training; see ``Model.remove``."""
         self.trainer  # noqa: B018
         self.model.remove(self)
 
 
 class Model:
-    """A resident base and the policies that train over it; a context manager, which closes it.
+    """A resident base and the policies that train over it; a context manager that closes itself.
 
     Attributes:
-        base: the frozen base itself.
-        name: what ``load`` was given.
-        policies: the policies in training, by name.
-        trainer: their training state; None before the first policy.
-        engine: samples.
-        specs: shapes of the base's parameters, from which those of adapters follow.
-        seed: adapters and samples derive from it.
+        base: the frozen base.
+        name: the name given to ``load``.
+        policies: policies in training, by name.
+        trainer: trainer of all policies; None before the first policy.
+        engine: sampling engine.
+        specs: parameter specs of the base, which determine the shapes of adapters.
+        seed: seeds of adapters and samples derive from it.
     """
 
     def __init__(self, base: Base, seed: int = 0):
@@ -265,9 +265,7 @@ class Model:
         self.close()
 
     def close(self) -> None:
-        """Frees the base, the policies and the sampler's cache; training that was not saved is
-        lost.
-        """
+        """Frees the base, the policies and the sampler's cache. Unsaved training is lost."""
         if not self._closed:
             self._closed = True
             self.trainer = None
@@ -275,7 +273,7 @@ class Model:
             del self.base, self.engine
 
     def need_open(self) -> None:
-        """Raises ``UserError`` once the model is closed."""
+        """Raises ``UserError`` if the model is closed."""
         if self._closed:
             raise UserError(f"the model {self.name!r} was closed: load it again with mint.load")
 
@@ -293,26 +291,27 @@ class Model:
         reference: Stored | str | Path | None = None,
         seed: int | None = None,
     ) -> Policy:
-        """Takes a new policy into training.
+        """Adds a new policy to training.
 
         Args:
-            rank: of its adapter, 8 by default.
-            start: where it begins: a revision (``store["adder@latest"]``) or a PEFT directory,
-                whose rank, alpha and targets it then has. Without one its adapter changes nothing
-                yet.
+            name: name under which its revisions are saved.
+            rank: adapter rank, 8 by default.
+            start: initial adapter: a revision (``store["adder@latest"]``) or a PEFT directory,
+                which sets rank, alpha and targets too. None starts from an adapter whose delta is
+                zero.
             alpha: the adapter's scale is ``alpha / rank``; twice the rank by default.
-            targets: projections that are adapted, such as ``["q", "v"]``; all linear ones by
-                default.
-            learning_rate: of AdamW, 1e-4 by default; or
-            optimizer: all of AdamW's numbers and its schedule.
+            targets: projections to adapt, such as ``["q", "v"]``; all linear ones by default.
+            learning_rate: AdamW's learning rate, 1e-4 by default.
+            optimizer: all of AdamW's settings and its schedule, in place of ``learning_rate``.
             loss: a name in ``train.losses.KINDS``, a ``LossConfig``, or a function of
-                ``mint.Tokens``, as ``register_loss`` takes.
-            reference: what KL terms and DPO compare with: a revision or a PEFT directory; by
-                default where the policy began.
-            seed: of its adapter; by default the model's. The name enters too.
+                ``mint.Tokens``, as in ``register_loss``.
+            reference: reference adapter of KL terms and DPO: a revision or a PEFT directory. By
+                default it is the policy's own start.
+            seed: seed of the adapter's initial values, combined with the name; the model's by
+                default.
 
         Raises:
-            UserError: the name is taken, the base has no such target, or a value is of another
+            UserError: the name is taken, the base has no such target, or a value has the wrong
                 type.
         """
         self.need_open()
@@ -340,14 +339,14 @@ class Model:
                 if value is not None
             ]:
                 raise UserError(
-                    f"{given[0]} is given beside start, whose adapter is {loaded.config}: leave"
+                    f"{given[0]} and start are both given; start has {loaded.config}: leave"
                     f" {given[0]} out"
                 )
             adapter = loaded.config
         else:
             rank = 8 if rank is None else rank
             adapter = AdapterConfig(rank, targets=(ALL_LINEAR,) if targets is None else targets)  # type: ignore[arg-type]
-            adapter.bucket  # noqa: B018 - refuses a rank out of range
+            adapter.bucket  # noqa: B018 - raises if the rank is out of range
             adapter = dataclasses.replace(adapter, alpha=2.0 * rank if alpha is None else alpha)
         if not 0 < adapter.alpha < float("inf"):
             raise UserError(
@@ -387,7 +386,7 @@ class Model:
         return policy
 
     def join(self, config: PolicyConfig) -> Policy:
-        """Takes a policy into training by its config, as jobs make them."""
+        """Adds a policy to training by its config."""
         self.need_open()
         if self.trainer is None:
             self.trainer = Trainer(self.base, [config])
@@ -397,10 +396,10 @@ class Model:
         return self.policies[config.name]
 
     def need_trainer(self) -> Trainer:
-        """The training state.
+        """Returns the trainer.
 
         Raises:
-            UserError: no policy was made yet.
+            UserError: no policy is in training yet.
         """
         self.need_open()
         if self.trainer is None:
@@ -408,14 +407,16 @@ class Model:
         return self.trainer
 
     def resume(self, file: str | Path, *, loss: Loss | None = None) -> Policy:
-        """Takes a policy back into training with the state that ``Policy.save_state`` wrote: its
-        next step is the one that the saved policy would have taken, bit for bit if it trains alone.
+        """Adds a policy with the state that ``Policy.save_state`` wrote. If it trains alone, its
+        next step has the same bits as the next step of the saved policy.
 
         Args:
-            loss: where the policy's own was a function that is not registered here.
+            file: the state file.
+            loss: replaces the policy's loss, if that was a function not registered here.
 
         Raises:
-            UserError: no such file, a state of another base, or the name is taken.
+            UserError: the file does not exist, its policy trained over another base, or the name is
+                taken.
         """
         self.need_open()
         state = saved.read(
@@ -431,11 +432,11 @@ class Model:
         return policy
 
     def remove(self, policy: str | Policy) -> None:
-        """Takes a policy out of training and frees its memory; what was not saved is lost. The name
-        may be used again.
+        """Removes a policy from training and frees its memory. Unsaved training is lost; the name
+        becomes free.
 
         Raises:
-            UserError: no such policy.
+            UserError: the policy is not in training.
         """
         self.need_open()
         [name] = inputs.by_policy({policy: None}, self.policies)
@@ -443,20 +444,20 @@ class Model:
         del self.policies[name]
 
     def train_step(self, rows: Mapping[str | Policy, Rows]) -> dict[str, dict[str, float]]:
-        """One update of several policies, in one pass through the base: ``{"a": rows, "b": rows}``.
+        """Runs one update of several policies in one pass: ``{"a": rows, "b": rows}``.
 
         Returns:
-            by policy what ``Policy.train_step`` returns.
+            the metrics of ``Policy.train_step``, by policy.
 
         Raises:
-            UserError: no such policy, or rows that its loss cannot learn from; no policy is updated
-                then.
+            UserError: a policy is not in training, or its loss cannot learn from its rows. No
+                policy is updated then.
         """
         trainer, groups = self.need_trainer(), self._groups(rows)
         return trainer.update(groups)
 
     def forward_backward(self, rows: Mapping[str | Policy, Rows]) -> dict[str, dict[str, float]]:
-        """Adds the gradients of several policies' rows to their sums; see
+        """Adds the gradients of several policies' rows to their gradient sums; see
         ``Policy.forward_backward``.
         """
         trainer, groups = self.need_trainer(), self._groups(rows)
@@ -465,28 +466,30 @@ class Model:
         }
 
     def optim_step(self, policies: Sequence[str | Policy]) -> dict[str, dict[str, float]]:
-        """Applies the gradient sums of these policies, and clears them."""
+        """Applies the gradient sums of these policies with AdamW and clears them."""
         names = inputs.by_policy(
             dict.fromkeys(inputs.one_by_one(policies, "policies")), self.policies
         )
         return self.need_trainer().optim_step(list(names))
 
     def gradients(self, rows: Mapping[str | Policy, Rows]) -> dict[str, Any]:
-        """The gradients of several policies' rows, from one pass; see ``Policy.gradients``."""
+        """Returns the gradients of several policies' rows, from one pass; see
+        ``Policy.gradients``.
+        """
         trainer, groups = self.need_trainer(), self._groups(rows)
         return trainer.gradients(groups)[0]
 
     def _groups(self, rows: Any) -> dict[str, Any]:
         trainer = self.need_trainer()
-        mine = inputs.by_policy(rows, self.policies)
+        by_name = inputs.by_policy(rows, self.policies)
         return {
             name: inputs.to_groups(self.base, name, trainer.policies[name].loss, each)
-            for name, each in mine.items()
+            for name, each in by_name.items()
         }
 
     def sample(self, prompt: Prompt, revision: Stored | None = None, **settings: Any) -> str:
-        """The text of one completion of the base, or of a stored revision over it; settings as
-        ``completions`` takes them.
+        """Returns the text of one completion of the base or of a stored revision; settings as in
+        ``completions``.
         """
         return self.completions([prompt], revision, **settings)[0][0].text or ""
 
@@ -502,16 +505,16 @@ class Model:
 
         Args:
             prompts: each is text, a list of messages, or a list of token ids.
-            revision: one for all prompts, or one for each, sampled together; None is the base.
-            slots: adapters of a rank bucket that are on the device at once; more take turns.
-            seed: the same seed gives the same tokens. Without one each call draws others, which
-                follow from the model's ``seed`` and the number of the call.
-            settings: of sampling, such as ``n``, ``max_tokens``, ``temperature`` (0, greedy, by
-                default), ``top_p``, ``stop``; all are fields of ``mint.Request``.
+            revision: one for all prompts, or a list with one for each; None is the base.
+            slots: device slots of each rank bucket; with more adapters than slots they take turns.
+            seed: the same seed gives the same tokens. None draws new tokens in each call, derived
+                from the model's ``seed`` and the number of the call.
+            settings: fields of ``mint.Request`` such as ``n``, ``max_tokens``, ``temperature``
+                (0, greedy, by default), ``top_p`` and ``stop``.
 
         Raises:
-            UserError: an unknown setting, not one revision for each prompt, or revisions of several
-                catalogs.
+            UserError: a setting is unknown, the number of revisions is not that of the prompts, or
+                revisions come from several catalogs.
         """
         self.need_open()
         encoded = inputs.encoded(self.base, prompts)
@@ -527,8 +530,8 @@ class Model:
         )
         if wrong := [one for one in each if one is not None and not isinstance(one, Stored)]:
             raise UserError(
-                f"revision is {wrong[0]!r:.80}; expected what store['policy@latest'] gives, store"
-                " being a mint.open(...)"
+                f"revision is {wrong[0]!r:.80}; expected store['policy@latest'], where store is"
+                " mint.open(...)"
             )
         if len(each) != len(encoded):
             raise UserError(
@@ -538,7 +541,7 @@ class Model:
         stores = {id(one.store): one.store for one in each if one is not None}  # type: ignore[union-attr]
         if len(stores) > 1:
             raise UserError(
-                f"the revisions are of {len(stores)} catalogs: sample those of each by themselves"
+                f"the revisions come from {len(stores)} catalogs: sample one catalog in a call"
             )
         names = [None if one is None else one.digest for one in each]  # type: ignore[union-attr]
         with Pool(
@@ -562,7 +565,7 @@ class Model:
         seed: int = 0,
         **settings: Any,
     ) -> Evaluation:
-        """Mean reward of the base, or of a stored revision, on held-out prompts; see
+        """Returns the mean reward of the base or of a stored revision on held-out prompts; see
         ``Policy.evaluate``.
         """
         who = "the base" if revision is None else str(revision)
@@ -575,24 +578,25 @@ class Model:
         )
 
     def export(self, revision: Stored, directory: str | Path) -> Path:
-        """Writes a revision as a PEFT directory, which must not exist or be empty; returns it.
+        """Writes a revision as a PEFT directory and returns its path. The directory must be empty
+        or not exist.
 
         Raises:
-            UserError: the directory is not empty, or the revision is of another base.
+            UserError: the directory is not empty, or the revision belongs to another base.
         """
         self.need_open()
         loaded = self._adapter(revision, "revision")
         return self.write_peft(loaded.adapter, loaded.config, directory)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of text that continues other text: without the tokenizer's opening token."""
+        """Returns the token ids of text, without the tokenizer's opening token."""
         self.need_open()
         if not isinstance(text, str):
             raise UserError(f"text is {text!r:.80}; expected text")
         return self.base.need_tokenizer().encode(text, special=False)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of token ids, special tokens left out."""
+        """Returns the text of token ids, without special tokens."""
         self.need_open()
         [ids] = inputs.encoded(self.base, [tokens]) if not isinstance(tokens, str) else [()]
         if not ids:
@@ -600,13 +604,13 @@ class Model:
         return self.base.need_tokenizer().decode(list(ids))
 
     def own_seed(self, seed: int | None) -> int | None:
-        """A seed that a caller gave, checked."""
+        """Returns the caller's seed, checked; None stays None."""
         return None if seed is None else inputs.as_seed(seed)
 
     def requests(
         self, prompts: Sequence[tuple[int, ...]], settings: Mapping[str, Any], seeds: Sequence[int]
     ) -> list[Request]:
-        """What is asked of the engine for each prompt."""
+        """Returns one engine request for each prompt."""
         tokenizer = self.base.tokenizer
         given: dict[str, Any] = {
             "stop_ids": () if tokenizer is None else tokenizer.eos_ids
@@ -655,13 +659,13 @@ class Model:
             return adapters.read_adapter(place.digest, self.base, place.store)
         if not isinstance(place, str | Path):
             raise UserError(
-                f"{what} is {place!r:.80}; expected store['policy@latest'], store being a"
+                f"{what} is {place!r:.80}; expected store['policy@latest'], where store is"
                 " mint.open(...), or a PEFT directory"
             )
         path = Path(place).expanduser()
         if not peft.is_peft(path):
             raise UserError(
-                f"{what} is {str(place)!r}, which is no PEFT directory ({peft.CONFIG}); of a"
+                f"{what} is {str(place)!r}, which is not a PEFT directory ({peft.CONFIG}); for a"
                 " revision give store['policy@latest']"
             )
         return adapters.read_adapter(path.absolute(), self.base)

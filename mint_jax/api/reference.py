@@ -1,7 +1,6 @@
-"""The Python face as one page, from signatures and docstrings: ``python -m mint_jax.api.reference >
-docs/api.md``.
+"""Reference page of the Python API, made from signatures and docstrings.
 
-A test holds the two equal.
+``python -m mint_jax.api.reference > docs/api.md`` writes it; a test fails if the file is stale.
 """
 
 import dataclasses
@@ -14,14 +13,16 @@ import mint_jax
 
 HEAD = """# Python
 
-Everything that `import mint_jax as mint` gives. [From Python](jobs.md#from-python) runs jobs; the README's ten lines train, sample and save
-a policy. A value that cannot be meant raises `mint.UserError`, which names the value, what was expected and the remedy.
+This page lists every name of `import mint_jax as mint`: functions, objects and settings, with their arguments and errors.
+The README's ten lines train, sample and save a policy; [From Python](jobs.md#from-python) runs whole jobs.
 
-Generated from the docstrings in `mint_jax/`.
+An invalid value raises `mint.UserError`. Its message names the value, the expectation and the remedy.
+
+The page is generated from the docstrings in `mint_jax/`.
 """  # noqa: E501
 EXAMPLES = """## Examples
 
-Several policies in one pass through the base, each with its own rank and loss:
+Train several policies in one pass through the base, each with its own rank and loss:
 
 ```python
 base = mint.load("smollm2-135m-instruct")
@@ -33,7 +34,7 @@ base.train_step({
 })
 ```
 
-One step of GRPO by hand, with a reward that is a function:
+Run one GRPO step by hand, with a reward function:
 
 ```python
 policy = base.policy("grpo", loss=mint.LossConfig("ppo", kl_kind="k3", kl=0.05))
@@ -43,7 +44,7 @@ policy.train_step(mint.groups(completions, rewards))
 print(policy.evaluate("digit_sum", examples=20, max_tokens=4))
 ```
 
-Two turns: what the environment wrote is read and not learned.
+Train on two turns. The environment's text is context and gets no loss:
 
 ```python
 [[first]] = policy.completions(["2 + 2 ="], temperature=1.0, max_tokens=8)
@@ -52,7 +53,7 @@ prompt = [*first.request.prompt, *first.tokens, *base.encode(" Are you sure?")]
 groups = mint.groups([[[first, second]]], [[1.0]], baseline="none")
 ```
 
-A loss of your own, by a function or by its name in any config:
+Register a loss of your own and use it by name in any config:
 
 ```python
 import jax.numpy as jnp
@@ -61,10 +62,10 @@ mint.register_loss("squashed", lambda t: -jnp.tanh(t.advantages) * t.logp)
 base.policy("own", loss="squashed")
 ```
 
-Stop and go on, and to and from PEFT:
+Save and resume training, and convert to and from PEFT:
 
 ```python
-base.policies["sums"].save_state("sums.state")    # base.resume("sums.state") goes on from it, in any process
+base.policies["sums"].save_state("sums.state")    # base.resume("sums.state") continues, in any process
 base.policies["sums"].export("sums-peft")         # a PEFT directory
 base.policy("again", start="sums-peft")
 ```
@@ -91,12 +92,12 @@ SETTINGS = (
     "TrainSequence",
 )
 BELOW = ("Catalog", "Trainer", "Engine", "Scorer", "Example", "ListEnvironment", "UserError")
-# of one module of the face for another
+# public to the other modules of the API only
 INTERNAL = {"join", "need_open", "need_trainer", "own_seed", "requests", "generate", "write_peft"}
 
 
 def page() -> str:
-    """The page's text."""
+    """Returns the page as Markdown."""
     parts = [HEAD, EXAMPLES]
     for title, names in (
         ("Functions", FUNCTIONS),
@@ -135,7 +136,7 @@ def _entry(name: str, thing: Any, methods: bool, below: bool) -> Iterator[str]:
 
 
 def _signature(name: str, thing: Any) -> str:
-    """A signature with short names of types, a parameter a line where it is long."""
+    """Returns a signature with short type names; a long one has one parameter a line."""
     signature = inspect.signature(thing)
     shown = [p for p in signature.parameters.values() if p.name != "self"]
     texts, star = [], False
@@ -166,7 +167,7 @@ def _short(text: str) -> str:
 
 
 def _markdown(doc: str | None) -> str:
-    """A docstring as Markdown: sections become lists, indented code becomes a block."""
+    """Returns a docstring as Markdown: sections become lists, indented code becomes a block."""
     blocks, out = re.split(r"\n\n+", inspect.cleandoc(doc or "")), []
     for block in blocks:
         title, _, rest = block.partition("\n")

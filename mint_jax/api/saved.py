@@ -1,4 +1,4 @@
-"""A policy's training state in a file, written and read back with the same bits."""
+"""File of one policy's training state; reading restores the same bits."""
 
 import dataclasses
 from pathlib import Path
@@ -14,17 +14,17 @@ from mint_jax.train.trainer import Trainer
 
 
 def save(file: str | Path, trainer: Trainer, name: str, fingerprint: str, draws: int) -> Path:
-    """Writes a policy's file whole, or not at all.
+    """Writes a policy's training state atomically and returns the path.
 
     Args:
-        fingerprint: of the base.
+        fingerprint: fingerprint of the base.
         draws: see ``Policy.draws``.
 
     Raises:
-        UserError: it cannot be written.
+        UserError: the file cannot be written.
     """
     path = _path(file)
-    held, reference = trainer.held(name), trainer.reference(name)
+    state, reference = trainer.held(name), trainer.reference(name)
     notes: dict[str, Any] = {
         "policy": dataclasses.asdict(trainer.policies[name]),
         "base": fingerprint,
@@ -34,12 +34,12 @@ def save(file: str | Path, trainer: Trainer, name: str, fingerprint: str, draws:
     if reference is not None:
         config, adapter = reference
         notes["reference"] = dataclasses.asdict(config)
-        held = dataclasses.replace(
-            held, parts={**held.parts, "reference": dict(params_lib.leaves_with_path(adapter))}
+        state = dataclasses.replace(
+            state, parts={**state.parts, "reference": dict(params_lib.leaves_with_path(adapter))}
         )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        files.write_file(path, held.to_bytes(notes))
+        files.write_file(path, state.to_bytes(notes))
     except OSError as error:
         raise UserError(
             f"file {path} cannot be written ({error.strerror or error}): choose another place"
@@ -49,15 +49,15 @@ def save(file: str | Path, trainer: Trainer, name: str, fingerprint: str, draws:
 
 @dataclasses.dataclass(frozen=True)
 class Saved:
-    """What a file holds.
+    """Contents of a state file.
 
     Attributes:
-        config: of the policy.
+        config: config of the policy.
         state: adapter, moments, gradients and counters.
-        reference: shape and factors of what KL terms and DPO compare with; None for the base or the
-            start.
+        reference: config and factors of the reference adapter of KL terms and DPO; None if the
+            reference is the base or the start.
         draws: see ``Policy.draws``.
-        shapes: padded sizes of the updates so far.
+        shapes: padded shapes of the updates so far.
     """
 
     config: PolicyConfig
@@ -67,7 +67,7 @@ class Saved:
     shapes: list[tuple[int, ...]]
 
     def restore(self, trainer: Trainer) -> None:
-        """Puts the state in the place of the policy's, which has joined the trainer."""
+        """Replaces the training state of the policy, which must have joined ``trainer``."""
         trainer.restore(self.config.name, self.state)
         if self.reference is not None:
             trainer.refer(self.config.name, *self.reference)
@@ -75,24 +75,24 @@ class Saved:
 
 
 def read(file: str | Path, fingerprint: str, base: str, loss: LossConfig | None) -> Saved:
-    """Reads what ``save`` wrote.
+    """Reads a file that ``save`` wrote.
 
     Args:
-        fingerprint, base: of the base that is here, and its name.
-        loss: in the place of the policy's own.
+        fingerprint, base: fingerprint and name of the loaded base.
+        loss: replaces the policy's own loss.
 
     Raises:
-        UserError: no such file, or a state of another base.
+        UserError: the file does not exist, or its policy trained over another base.
     """
     path = _path(file)
     try:
         data = path.read_bytes()
     except OSError as error:
         raise UserError(
-            f"file {path} cannot be read ({error.strerror or error}): give one that save_state"
-            " wrote"
+            f"file {path} cannot be read ({error.strerror or error}): give a file that"
+            " save_state wrote"
         ) from None
-    held = Held.from_bytes(data, str(path))
+    state = Held.from_bytes(data, str(path))
     notes = notes_of(data)
     if not {"policy", "base", "draws", "shapes"} <= set(notes):
         raise UserError(
@@ -100,21 +100,21 @@ def read(file: str | Path, fingerprint: str, base: str, loss: LossConfig | None)
         )
     if notes["base"] != fingerprint:
         raise UserError(
-            f"{path} is of base {notes['base'][:12]}, this is {fingerprint[:12]} ({base}): load the"
-            " base it trained on"
+            f"{path} belongs to base {notes['base'][:12]}, but {base} is"
+            f" {fingerprint[:12]}: load the base that the policy trained over"
         )
     fields = notes["policy"]
     own = loss if loss is not None else LossConfig(**fields["loss"])
     config = PolicyConfig(
-        fields["name"], held.config, OptimizerConfig(**fields["optimizer"]), own, fields["seed"]
+        fields["name"], state.config, OptimizerConfig(**fields["optimizer"]), own, fields["seed"]
     )
-    compared, reference = held.parts.get("reference"), None
+    compared, reference = state.parts.get("reference"), None
     if compared is not None:
         adapter = notes["reference"]
         shape = AdapterConfig(**adapter | {"targets": tuple(adapter["targets"])})
         reference = shape, params_lib.nest(dict(compared))
     state = dataclasses.replace(
-        held, parts={name: part for name, part in held.parts.items() if name != "reference"}
+        state, parts={name: part for name, part in state.parts.items() if name != "reference"}
     )
     return Saved(
         config, state, reference, notes["draws"], [tuple(shape) for shape in notes["shapes"]]

@@ -1,4 +1,4 @@
-"""A catalog by names, for notebooks."""
+"""Catalog access by name, for the Python API."""
 
 import dataclasses
 from pathlib import Path
@@ -10,12 +10,12 @@ from mint_jax.jobs.catalogs import JobCatalog
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Stored:
-    """A revision: what a name stood for when it was looked up.
+    """A revision in a catalog, fixed when its name was looked up.
 
     Attributes:
-        store: the catalog it is in.
+        store: the catalog that has it.
         name: ``policy@number``.
-        digest: of its bytes.
+        digest: digest of its bytes.
     """
 
     store: JobCatalog
@@ -29,8 +29,8 @@ class Stored:
 class Store:
     """An open catalog, a context manager.
 
-    ``store["adder@latest"]`` looks a revision up by ``policy@alias``, ``policy@number`` or digest.
-    ``store.catalog`` has everything else: promote, roll back, list, tag, retire.
+    ``store["adder@latest"]`` finds a revision by ``policy@alias``, ``policy@number`` or digest.
+    ``store.catalog`` does everything else: promote, roll back, list, tag, retire.
     """
 
     def __init__(self, place: JobCatalog):
@@ -42,10 +42,10 @@ class Store:
 
     @property
     def place(self) -> JobCatalog:
-        """The catalog as jobs see it.
+        """The catalog in the form that jobs use.
 
         Raises:
-            UserError: it was closed.
+            UserError: the store is closed.
         """
         if self._place is None:
             raise UserError(f"the catalog {self._name} was closed: open it again with mint.open")
@@ -57,10 +57,10 @@ class Store:
         return self.place.main
 
     def __getitem__(self, name: str) -> Stored:
-        """The revision that a name stands for now.
+        """Returns the revision that a name resolves to now.
 
         Raises:
-            UserError: an unknown name.
+            UserError: the name is unknown.
         """
         if not isinstance(name, str):
             raise UserError(
@@ -70,7 +70,7 @@ class Store:
         return Stored(self.place, f"{found.policy}@{found.number}", found.digest)
 
     def close(self) -> None:
-        """Closes the database's connections."""
+        """Closes the database connections."""
         if self._place is not None:
             self._place.close()
             self._place = None
@@ -86,12 +86,12 @@ def open(place: str | Path, payloads: str = "", create: bool = False) -> Store:
     """Opens a catalog.
 
     Args:
-        place: its folder, or its database's URL.
-        payloads: folder, ``s3://`` or ``gs://`` of the payloads; needed with a URL.
-        create: make the catalog where there is none.
+        place: the catalog's folder, or its database's URL.
+        payloads: folder, ``s3://`` or ``gs://`` address of the payloads; required with a URL.
+        create: makes the catalog if it does not exist.
 
     Raises:
-        UserError: there is none, or it cannot be opened.
+        UserError: the catalog does not exist or cannot be opened.
     """
     if not isinstance(place, str | Path) or not str(place):
         raise UserError(f"place is {place!r}; expected a catalog's folder or its database's URL")

@@ -76,7 +76,7 @@ WRONG = {
     "max_tokens": (lambda m, p, s: m.completions(["2"], max_tokens=10**6), "exceed the context"),
     "a name for a revision": (
         lambda m, p, s: m.sample("2", "p@latest"),
-        r"revision is 'p@latest'; expected what store\['policy@latest'\]",
+        r"revision is 'p@latest'; expected store\['policy@latest'\]",
     ),
     "names for revisions": (
         lambda m, p, s: m.completions(["2"], ["p@latest"]),
@@ -104,7 +104,7 @@ WRONG = {
     ),
     "a row and a group": (
         lambda m, p, s: p.train_step([group(), ROWS[0]]),
-        r"rows\[1\] is .*expected groups all through",
+        r"rows\[1\] is .*expected only groups",
     ),
     "a group and a row": (
         lambda m, p, s: p.train_step([ROWS[0], group()]),
@@ -222,7 +222,7 @@ WRONG = {
     ),
     "start nowhere": (
         lambda m, p, s: m.policy("x", start="nowhere"),
-        "start is 'nowhere', which is no PEFT directory",
+        "start is 'nowhere', which is not a PEFT directory",
     ),
     "start of a number": (lambda m, p, s: m.policy("x", start=3), "start is 3; expected"),
     "a reference of nothing": (
@@ -242,7 +242,7 @@ WRONG = {
     "export to a number": (lambda m, p, s: p.export(3), "directory is 3"),
     "export of a name": (
         lambda m, p, s: m.export("p@latest", "out"),
-        "revision is 'p@latest', which is no PEFT directory",
+        "revision is 'p@latest', which is not a PEFT directory",
     ),
     "a revision by number": (lambda m, p, s: s[3], "revision is 3; expected a name"),
     "an unknown revision": (lambda m, p, s: s["nobody@latest"], "nobody"),
@@ -253,7 +253,7 @@ WRONG = {
     "load in another dtype": (lambda m, p, s: mint.load("tiny-random", dtype="float8"), "float8"),
     "run a dict": (
         lambda m, p, s: mint.run({"job": "sft"}, "w"),
-        "config is .*expected what mint.config",
+        "config is .*expected a config from mint.config",
     ),
     "encode a number": (lambda m, p, s: m.encode(3), "text is 3"),
     "decode text": (lambda m, p, s: m.decode("x"), "tokens is 'x'"),

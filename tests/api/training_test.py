@@ -160,7 +160,7 @@ def test_gradients_start_and_export_agree_with_peft(with_peft, hf_dirs, tmp_path
     assert base.policy("same", start=out, loss=kl).forward_backward([group])["kl"] == pytest.approx(
         0.0, abs=1e-6
     )
-    with pytest.raises(mint.UserError, match="rank is given beside start"):
+    with pytest.raises(mint.UserError, match="rank and start are both given"):
         base.policy("x", 4, start=out)
     with pytest.raises(mint.UserError, match="is not empty"):
         plain.export(out)
