@@ -21,6 +21,7 @@ from flax import struct
 
 from mint_jax import ordered
 from mint_jax.lora.rows import Ends, RowAdapters
+from pallas_kernels.products import product
 
 
 @struct.dataclass
@@ -187,12 +188,7 @@ def lora_delta(x_MD: jax.Array, a_RD: jax.Array, b_RF: jax.Array) -> jax.Array:
     chex.assert_equal_shape([a_RD, b_RF], dims=0)
     # Always through the rank: r (D + F) numbers a row. B A as a matrix would be D F of them, and a
     # model of its own per adapter.
-    h_MR = jnp.einsum("MD,RD->MR", x_MD, a_RD, preferred_element_type=jnp.float32).astype(
-        x_MD.dtype
-    )
-    return jnp.einsum("MR,RF->MF", h_MR, b_RF, preferred_element_type=jnp.float32).astype(
-        x_MD.dtype
-    )
+    return product("MR,RF->MF", product("MD,RD->MR", x_MD, a_RD), b_RF)
 
 
 lora_delta_per_block = jax.vmap(lora_delta)  # [P, M, D], [P, R, D], [P, R, F] -> [P, M, F]

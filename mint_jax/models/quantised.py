@@ -20,6 +20,7 @@ import numpy as np
 from mint_jax import params as params_lib
 from mint_jax.errors import choice
 from mint_jax.params import ParamSpec
+from pallas_kernels.products import product, product_f32
 
 KINDS: dict[str, tuple[Any, float]] = {
     "int8": (np.dtype(np.int8), 127.0),
@@ -63,15 +64,10 @@ def quantise(w: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def matmul(x_BTD: jax.Array, leaf: dict[str, Any]) -> jax.Array:
-    """``x W`` in float32, ``[B, T, F]``, of a plain or quantised projection."""
-    w = leaf["w"]
-    y = jnp.einsum(
-        "BTD,DF->BTF",
-        x_BTD,
-        w.astype(x_BTD.dtype) if "scale" in leaf else w,
-        preferred_element_type=jnp.float32,
-    )
-    return scaled(y, leaf)
+    """Returns ``x W``, ``[B, T, F]`` in the dtype of ``x``, of a plain or quantised projection."""
+    if "scale" not in leaf:
+        return product("BTD,DF->BTF", x_BTD, leaf["w"])
+    return scaled(product_f32("BTD,DF->BTF", x_BTD, leaf["w"]), leaf).astype(x_BTD.dtype)
 
 
 def scaled(y: jax.Array, leaf: dict[str, Any]) -> jax.Array:

@@ -29,6 +29,7 @@ from mint_jax.models.rope import rope_tables, rotate
 from mint_jax.params import ParamSpec
 from mint_jax.sharding import constrain
 from pallas_kernels.layer_matmul import blocks, layer_matmul
+from pallas_kernels.products import product_f32
 
 # Of so many rows, those in use, a CPU's kernel multiplies the unembedding. SmolLM2-135M's, which
 # XLA's product of 8 rows reads at 23 GB/s: of XLA's speed 0.9 to 1.0 at 1 row, 1.3 to 1.7 at 8, 1.1
@@ -382,11 +383,6 @@ def logits(
                 h_BTD, (table[None],), jnp.int32(0), used, transposed=True, implementation=kernel
             )
         else:
-            out = jnp.einsum(
-                "BTD,VD->BTV",
-                h_BTD,
-                stored.table(table, h_BTD.dtype),
-                preferred_element_type=jnp.float32,
-            )
+            out = product_f32("BTD,VD->BTV", h_BTD, stored.table(table, h_BTD.dtype))
         delta = None if lora is None else batch_delta(h_BTD, lora.at("unembed"), out.shape[-1])
         return out if delta is None else out + delta.astype(jnp.float32)

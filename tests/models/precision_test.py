@@ -1,4 +1,6 @@
-"""float32 means float32 on every device: what programs lowered for a TPU ask of each product."""
+"""Products are as exact as the base is stored, and no more: what programs lowered for TPUs and GPUs
+ask of each product.
+"""
 
 import functools
 import re
@@ -9,9 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mint_jax import params as params_lib
 from mint_jax.aot.programs import Plan, RolloutShape, TrainShape
 from mint_jax.lora.tree import AdapterConfig
 from mint_jax.rollout import score
+from tests.pallas_kernels import gpu
 
 SHAPES = (
     TrainShape(policies=2, rows=2, tokens=16, targets=8, remat="names"),
@@ -75,3 +79,46 @@ def test_the_cpu_computes_the_same_bits(tiny_base, rng):
         np.testing.assert_array_equal(
             ours, score.next_token_logprobs(base.params, None, tokens, cfg=base.cfg)
         )
+
+
+DOT = re.compile(r"stablehlo\.dot_general .*: \(tensor<(\S+)>, tensor<(\S+)>\) -> ")
+
+
+def frozen_operands(family, quantise, tiny_base, mesh) -> dict[str, set[str]]:
+    """Dtypes of the frozen matrices that a training step over a bfloat16 base multiplies on a GPU,
+    each with that of the other operand, by shape; but the router's, whose choices are discrete.
+    """
+    cfg = tiny_base(family).cfg
+    adapter = AdapterConfig(4, targets=("all-linear",))
+    plan = Plan(cfg, mesh, jnp.bfloat16, adapter, quantise)
+    step, _ = plan.training(TrainShape(2, 2, 17, 8, "names"))  # no dimension of the model is 17
+    text = gpu.text(step.fn, *step.args)
+    leaves = params_lib.leaves_with_path(plan.specs)
+    shapes = {
+        "x".join(map(str, spec.shape[-2:]))
+        for path, spec in leaves
+        if path.endswith("/w") and "router" not in path and "experts" not in path
+    }
+    found = {}
+    for operands in DOT.findall(text):
+        dims, dtypes = zip(*(one.rpartition("x")[::2] for one in operands))
+        for shape in shapes.intersection(dims):
+            found.setdefault(shape, set()).update(dtypes)
+    assert found.keys() == shapes
+    return found
+
+
+@pytest.mark.parametrize("quantise", ["", "int8", "float8"])
+@pytest.mark.parametrize(
+    "family", ["qwen3", *(pytest.param(f, marks=pytest.mark.long) for f in ("qwen3_moe", "glm"))]
+)
+def test_a_gpu_multiplies_a_bfloat16_base_in_bfloat16(family, quantise, tiny_base, mesh):
+    """Forward and backward: a float32 cotangent has a GPU multiply in TF32, at half the speed."""
+    found = frozen_operands(family, quantise, tiny_base, mesh)
+    assert all(dtypes == {"bf16"} for dtypes in found.values()), found
+
+
+def test_a_setting_keeps_gradients_in_float32(tiny_base, mesh):
+    with jax.default_matmul_precision("float32"):
+        found = frozen_operands("qwen3", "int8", tiny_base, mesh)
+    assert all(dtypes == {"bf16", "f32"} for shape, dtypes in found.items() if shape != "97x48")
