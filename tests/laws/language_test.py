@@ -20,7 +20,16 @@ ROOMS = [
     "mint_jax/api",
 ]
 PAGES = [
+    "*.md",
+    "launch/README.md",
+    "docs/catalog.md",
+    "docs/index.md",
+    "docs/jobs.md",
+    "docs/laws.md",
+    "docs/numbers.md",
+    "docs/own_task.md",
     "docs/pods.md",
+    "docs/sweeps.md",
 ]
 OPENING = re.compile(r"(What|Who|Whose|Whom|Whether|Of|How|Where|When|Why|Which|As)\b")
 PROSE = re.compile(
