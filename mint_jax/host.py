@@ -106,7 +106,11 @@ def threads_for_simulated_devices() -> int | None:
 
 
 def use_compilation_cache(directory: str | Path) -> None:
-    """Keeps compiled programs on disk, so that a second run starts at once."""
+    """Keeps compiled programs on disk, so that a second run starts at once.
+
+    On GPUs JAX keeps XLA's measurements of fusions below the same directory: programs that are not
+    there yet are compiled without measuring what others have measured.
+    """
     path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)
     jax.config.update("jax_compilation_cache_dir", str(path))

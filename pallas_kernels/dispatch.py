@@ -58,7 +58,16 @@ def platform_here() -> str:
     """The platform that programs for this process's devices are lowered for, as ``Implementation``
     has it.
     """
-    backend = jax.default_backend()
+    return _platform(jax.default_backend())
+
+
+def platform_of_mesh() -> str:
+    """Platform of the mesh that is set, also a compile-only one; without one ``platform_here``."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return platform_here() if device is None else _platform(device.platform)
+
+
+def _platform(backend: str) -> str:
     return "cuda" if backend == "gpu" else backend
 
 

@@ -69,6 +69,7 @@ def packed_attention(
     scale: float,
     chosen: jax.Array | None = None,
     kernel: str = "auto",
+    keep: bool = True,
 ) -> jax.Array:
     """Causal attention within segments and their parents; ``[B, T, N, V]`` in the dtype of ``q``.
 
@@ -76,6 +77,8 @@ def packed_attention(
         chosen: the keys that each query may see at all, ``[B, T, ceil(T / 8)]`` as ``pack_keys``
             packs them; None for all.
         kernel: see ``config.Kernels``.
+        keep: names queries and keys for ``transformer.REMAT``; False where the caller named what
+            they are computed from.
     """
     chex.assert_rank([q_BTNH, v_BTKV], 4)
     B, T, N, H = q_BTNH.shape
@@ -83,12 +86,14 @@ def packed_attention(
     chex.assert_shape([k_BTKH, v_BTKV], [(B, T, K, H), (B, T, K, V)])
     chex.assert_shape(list(segments), (B, T))
     q = q_BTNH.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4)  # B K G T H
-    q = checkpoint_name(sharding.constrain(q, "batch", "kv_heads", None, "tokens", None), "query")
+    q = sharding.constrain(q, "batch", "kv_heads", None, "tokens", None)
     k, v = (
         sharding.constrain(x.transpose(0, 2, 1, 3), "batch", "kv_heads", "tokens", None)
         for x in (k_BTKH, v_BTKV)
     )
-    k, v = checkpoint_name(k, "key"), checkpoint_name(v, "value")
+    if keep:
+        q, k = checkpoint_name(q, "query"), checkpoint_name(k, "key")
+    v = checkpoint_name(v, "value")
     o: jax.Array = _attended(q, k, v, segments.own, segments.parent, chosen, scale, kernel)
     return o.transpose(0, 3, 1, 2, 4).reshape(B, T, N, V)
 

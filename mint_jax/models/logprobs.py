@@ -20,9 +20,13 @@ from mint_jax import sharding
 from mint_jax.lora.apply import AnyAdapters, SlotBlocks
 from mint_jax.models import stored
 from mint_jax.models.transformer import logits, unembed_held, unembed_shape, unembed_table
+from pallas_kernels import dispatch
 
-# bound on one device's float32 logits of a slice, which has one position of every row at least
-SLICE_BYTES = 64 << 20
+# Bound on one device's float32 logits of a slice, which has one position of every row at least. On
+# an H100 slices of 64 MiB are 128 rows of Qwen3's vocabulary: 149 of them took 86 ms, where the
+# products alone take 34.
+SLICE_BYTES, GPU_SLICE_BYTES = 64 << 20, 1 << 30
+GPU_SLICE_SHARE = 64  # of a GPU's memory a slice takes one part in this many, at most
 PART_BYTES = 8 << 20  # of a table held in fewer bits, what is in float32 at once
 
 
@@ -36,7 +40,7 @@ def target_logprobs(
     """``log p(target | h)`` in float32, ``[B, M]``; differentiable in ``h`` and in adapters of
     ``unembed``.
 
-    Memory is bounded by ``SLICE_BYTES``, or one position of every row, whatever M and V are. A
+    Memory is bounded by ``_slice_bytes``, or one position of every row, whatever M and V are. A
     table that is held in fewer bits than it is multiplied in comes in parts of ``PART_BYTES``, each
     read once, with the softmax summed as they come: neither it nor the logits are ever there whole
     (SmolLM2's are 113 MB, and 25 for 128 positions).
@@ -67,12 +71,21 @@ def _in_parts(table: jax.Array, h: jax.Array) -> bool:
 
 
 def _slice_count(rows: int, positions: int, vocab: int) -> int:
-    """The fewest slices of ``positions`` whose logits, on one device, respect ``SLICE_BYTES``.
+    """The fewest slices of ``positions`` whose logits, on one device, fit ``_slice_bytes``.
 
     Rows stay whole: they are what the mesh splits, and a slice of them would travel.
     """
     devices = sharding.parts_here(rows, "batch") * sharding.parts_here(vocab, "vocab")
-    return max(1, min(positions, -(-rows * positions * vocab * 4 // (SLICE_BYTES * devices))))
+    return max(1, min(positions, -(-rows * positions * vocab * 4 // (_slice_bytes() * devices))))
+
+
+def _slice_bytes() -> int:
+    """Bound on a slice's logits, in bytes, on the devices that the program is lowered for."""
+    if dispatch.platform_of_mesh() != "cuda":
+        return SLICE_BYTES
+    stats = jax.local_devices()[0].memory_stats() or {}  # None on a CPU, which compiles for others
+    share = stats.get("bytes_limit", GPU_SLICE_SHARE * GPU_SLICE_BYTES) // GPU_SLICE_SHARE
+    return max(SLICE_BYTES, min(GPU_SLICE_BYTES, share))
 
 
 def _sliced(x: jax.Array, n: int, axis: int) -> jax.Array:

@@ -77,8 +77,11 @@ def require() -> None:
     """Compiles and registers the kernels, once in a process.
 
     Raises:
-        NotImplementedError: with the reason, where that cannot be done.
+        NotImplementedError: they cannot be compiled, or this process computes on an accelerator,
+            where compiling them takes 19 s for programs that never run.
     """
+    if (backend := jax.default_backend()) != "cpu":
+        raise NotImplementedError(f"this process computes on a {backend}")
     why = _load()
     if why:
         raise NotImplementedError(why)

@@ -2,6 +2,8 @@
 and in slices.
 """
 
+import types
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -13,6 +15,7 @@ from mint_jax.lora.tree import bind
 from mint_jax.models import logprobs, stored
 from mint_jax.models.logprobs import target_logprobs
 from pallas_kernels.layer_matmul import blocks
+from tests.pallas_kernels import gpu
 
 B, M, D, V = 4, 5, 16, 50
 
@@ -320,3 +323,13 @@ def test_a_row_that_is_not_finite_leaves_the_others_of_a_table_in_parts_alone(rn
     assert np.isnan(np.asarray(dirty)[hit]).all()
     assert np.asarray(clean)[~hit].tobytes() == np.asarray(dirty)[~hit].tobytes()
     assert np.asarray(dh)[~hit].tobytes() == np.asarray(bad)[~hit].tobytes()
+
+
+def test_slices_on_a_gpu_are_of_its_memory(monkeypatch):
+    rows, positions, vocab = 4, 4096, 151936
+    assert logprobs._slice_count(rows, positions, vocab) == 149
+    with gpu.abstract():
+        assert logprobs._slice_count(rows, positions, vocab) == 10
+        small = types.SimpleNamespace(memory_stats=lambda: {"bytes_limit": 16 << 30})
+        monkeypatch.setattr(jax, "local_devices", lambda: [small])
+        assert logprobs._slice_count(rows, positions, vocab) == 38
