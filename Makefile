@@ -124,7 +124,7 @@ test-console: setup-dev $(CONSOLE)/.setup
 
 bench: setup-dev
 	for config in configs/bench/*.py; do \
-	  $(BIN)/python -m mint_jax.launch --config=$$config:ci --workdir=runs/bench/$$(basename $$config .py) || exit 1; \
+	  $(BIN)/python -m benchmarks --config=$$config:ci --workdir=runs/bench/$$(basename $$config .py) || exit 1; \
 	done
 
 # The paper's sweeps, which go on where they stopped: SIZE=ci for the small ones, SWEEPS="learning" for one that takes two hours.
@@ -132,13 +132,13 @@ SIZE ?= cpu
 SWEEPS ?= active_wave cold_staircase handoff packed_load catalog concurrent_grpo scale_up fleet_model
 sweeps: setup-dev
 	failed=; for sweep in $(SWEEPS); do \
-	  $(BIN)/python -m mint_jax.launch --config=configs/sweeps/$$sweep.py:$(SIZE) --workdir=runs/sweeps/$(SIZE)/$$sweep || failed="$$failed $$sweep"; \
+	  $(BIN)/python -m benchmarks --config=configs/sweeps/$$sweep.py:$(SIZE) --workdir=runs/sweeps/$(SIZE)/$$sweep || failed="$$failed $$sweep"; \
 	done; test -z "$$failed" || { echo "error: these sweeps have points that failed:$$failed" >&2; exit 1; }
 
 # Measures again what the pages quote, an hour on two idle cores, and writes their tables; FIGURES=--pods what is compiled for pods.
 FIGURES ?=
 figures: setup-dev
-	$(BIN)/python -m mint_jax.figures $(FIGURES)
+	$(BIN)/python -m benchmarks.figures $(FIGURES)
 
 lint: setup-dev
 	$(BIN)/ruff check .

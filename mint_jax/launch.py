@@ -24,7 +24,7 @@ import sys
 import sysconfig
 import textwrap
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -204,11 +204,10 @@ def main(argv: Sequence[str]) -> None:
 def outline(config: Config, name: str) -> str:
     """What a run is about to do, in a line."""
     words = [f"job {config.job} of {name}"]
-    if config.job != "bench":  # whose settings of these names are counts, or several of them
-        if "policies" in config:
-            words.append(f"{len(config.policies)} policies")
-        if "steps" in config:
-            words.append(f"{config.steps} steps")
+    if "policies" in config:
+        words.append(f"{len(config.policies)} policies")
+    if "steps" in config:
+        words.append(f"{config.steps} steps")
     over = f" over {config.base}" if isinstance(config.get("base"), str) else ""
     return ", ".join(words) + over
 
@@ -244,23 +243,16 @@ def _with_jax(args: argparse.Namespace, config: Config, workdir: Path) -> None:
     compiling.announce()
     result = run(config, workdir)
     if multihost.is_main():
-        show(config, result, workdir)
+        show(result, workdir)
     multihost.barrier("end")
-    if result.get("failed"):  # points of a sweep; its report has their reasons
-        sys.exit(1)
     host.leave(0)
 
 
-def show(config: Config, result: dict[str, Any], workdir: Path) -> None:
-    """Prints a result: a bench's as one JSON object, others' as tables and the place of the
-    whole.
-    """
+def show(result: dict[str, Any], workdir: Path) -> None:
+    """Prints a result as tables, and the place of the whole."""
     from mint_jax.jobs import report
 
-    if config.job == "bench":
-        print(json.dumps(result), flush=True)
-    else:
-        report.result(result, workdir / "result.json")
+    report.result(result, workdir / "result.json")
 
 
 def run(config: Config, workdir: Path) -> dict[str, Any]:
@@ -304,7 +296,7 @@ def _leave(status: int, reason: str) -> None:
         joined.leave(status, reason)
 
 
-def cli() -> None:
+def cli(main: Callable[[Sequence[str]], None] = main) -> None:
     """Runs ``main`` and prints a user's mistake as one line instead of a traceback."""
     interrupts.install(_leave)
     logging.getLogger("jax").setLevel(logging.WARNING)

@@ -5,7 +5,7 @@ A table is ``<op>/tuned/<device>.json``, of a device's kind as JAX names it: ``{
 {...}, ...}}``, where the key names what a call's speed depends on (platform, dtypes, shapes in
 powers of two) and what else stands beside the sizes is how they were measured. Tables under
 ``tuned/<op>`` in the cache (``cache.folder``) are this machine's own and come first.
-``mint_jax/bench/tune_kernels.py`` writes them.
+``benchmarks/tune_kernels.py`` writes them.
 
 Sizes are looked up while a program is traced. Which device it is for, and sizes that are being
 tried, are part of the key of JAX's caches (``jax.make_user_context``), so that no program has

@@ -196,12 +196,9 @@ def test_a_config_built_in_python_is_that_of_a_file_and_runs_as_launch_runs_it(t
 
 def test_a_shipped_config_is_read_as_launch_reads_it_with_settings_changed():
     configs = Path(__file__).parents[1] / "configs"
-    bench = mint.read_config(f"{configs}/bench/handoff.py:ci", n=3, shape={"layers": 2})
-    expected = launch.load(f"{configs}/bench/handoff.py:ci")[0].to_dict()
-    assert bench.to_dict() == expected | {"n": 3, "shape": expected["shape"] | {"layers": 2}}
-    assert mint.read_config(configs / "tiny/sft.py", steps=3).steps == 3
-    for setting, value, told in (("m", 3, "'m'"), ("n", "three", "str")):
-        with pytest.raises(mint.UserError, match=told):
-            mint.read_config(configs / "bench/handoff.py", **{setting: value})
-    with pytest.raises(mint.UserError, match="stpes"):
-        mint.read_config(configs / "tiny/sft.py", stpes=3)
+    read = mint.read_config(f"{configs}/quickstart.py:ci", steps=3, mesh={"data": 1})
+    expected = launch.load(f"{configs}/quickstart.py:ci")[0].to_dict()
+    assert read.to_dict() == expected | {"steps": 3, "mesh": expected["mesh"] | {"data": 1}}
+    for setting, value, message in (("stpes", 3, "stpes"), ("steps", "three", "str")):
+        with pytest.raises(mint.UserError, match=message):
+            mint.read_config(configs / "tiny/sft.py", **{setting: value})

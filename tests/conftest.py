@@ -57,7 +57,7 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 # reads XLA_FLAGS once and for all: tests change the variable for processes that they start
 jax.devices()
 
-LIGHT = {"catalog", "data", "envs", "bench", "aot", "service"}  # folders whose files take seconds
+LIGHT = {"catalog", "data", "envs", "benchmarks", "aot", "service"}  # files of seconds
 
 
 @pytest.hookimpl(tryfirst=True)  # before marks are read

@@ -208,8 +208,6 @@ def test_a_dry_run_refuses_what_the_run_refuses(folder, args, message, dry):
         ("fastapi", (SERVE,), "serve"),
         ("google.protobuf", (SERVE,), "serve"),
         ("libtpu", (POD,), "tpu-aot"),
-        ("torch", (f"--config={ROOT / 'configs' / 'bench' / 'engine.py'}:ci",), "bench"),
-        ("uvicorn", (f"--config={ROOT / 'configs' / 'bench' / 'service.py'}:ci",), "serve"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
@@ -262,23 +260,6 @@ def test_a_run_says_at_once_what_it_does(folder):
     assert first.startswith("[launch] job sft of ")
     assert "2 policies, 6 steps over tiny-random; results in work" in first
     assert used.user + used.system < 2.0
-
-
-@pytest.mark.parametrize(
-    "bench", sorted(path.stem for path in (ROOT / "configs" / "bench").glob("*.py"))
-)
-def test_every_bench_says_what_it_does(bench):
-    """Their settings are their own: ``policies`` is a count in one and several counts in
-    another.
-    """
-    spec = importlib.util.spec_from_file_location(
-        "config", ROOT / "configs" / "bench" / f"{bench}.py"
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    assert launcher.outline(module.get_config(), bench).startswith(f"job bench of {bench}")
 
 
 def test_a_run_prints_its_result_last_and_saves_it_with_its_config(folder, hf_dirs):

@@ -17,10 +17,10 @@ import jax
 import numpy as np
 import pytest
 
+from benchmarks.postgres_server import free_port
 from mint_jax import mesh as mesh_lib
 from mint_jax import multihost
 from mint_jax import params as params_lib
-from mint_jax.bench.postgres_server import free_port
 from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.packed import unpack
 from mint_jax.errors import UserError

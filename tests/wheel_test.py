@@ -62,6 +62,7 @@ def test_a_wheel_trains_outside_the_repository(tmp_path):
     (Path(here) / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
     where = run(python, "-c", "import mint_jax; print(mint_jax.__file__)", cwd=elsewhere, env=env)
     assert Path(where.strip()).is_relative_to(tmp_path / "venv")
+    assert not (Path(here) / "benchmarks").exists()
     console = ROOT / "mint_jax" / "service" / "console"
     for path in sorted(
         [

@@ -1,7 +1,7 @@
 """1 to 1,024 distinct adapters in one batch of decoding: what a step takes over one of the bare
 base, and whether rows stay themselves.
 
-Command: python -m mint_jax.launch --config=configs/bench/active_wave.py
+Command: python -m benchmarks --config=configs/bench/active_wave.py
 --workdir=runs/bench/active_wave Short:   --config=configs/bench/active_wave.py:ci Default size:
 about eight minutes on two CPU cores, 12 GB of memory.
 """
@@ -11,7 +11,6 @@ from ml_collections import ConfigDict
 
 def get_config(size: str = "default") -> ConfigDict:
     config = ConfigDict()
-    config.job = "bench"
     config.bench = "active_wave"
     config.base = "smollm2-135m-instruct"
     config.dtype = "float32"

@@ -1,7 +1,7 @@
 """A catalog of a thousand to a hundred thousand revisions, or a million: names, cold loads, memory;
 and MLflow's registry beside it.
 
-Command: python -m mint_jax.launch --config=configs/bench/catalog_scale.py
+Command: python -m benchmarks --config=configs/bench/catalog_scale.py
 --workdir=runs/bench/catalog_scale Short:   --config=configs/bench/catalog_scale.py:ci The peer
 needs `pip install mlflow-skinny`, here or in another environment:
 --config.peer.python=path/to/its/python Million: --config=configs/bench/catalog_scale.py:million
@@ -14,7 +14,6 @@ from ml_collections import ConfigDict
 
 def get_config(size: str = "default") -> ConfigDict:
     config = ConfigDict()
-    config.job = "bench"
     config.bench = "catalog_scale"
     config.seed = 0
     config.entries = (1_000, 10_000, 100_000)

@@ -1,7 +1,7 @@
 """1 to 64 requests for cold adapters at once, distinct ones and the same one: when each has its
 slot.
 
-Command: python -m mint_jax.launch --config=configs/bench/cold_staircase.py
+Command: python -m benchmarks --config=configs/bench/cold_staircase.py
 --workdir=runs/bench/cold_staircase Short:   --config=configs/bench/cold_staircase.py:ci Default
 size: adapters of Qwen3-30B-A3B's shape at rank 1 with 6 of its 48 layers, 13 MB each; one minute on
 two CPU cores, 3 GB of memory, 1 GB of disk (removed at the end).
@@ -12,7 +12,6 @@ from ml_collections import ConfigDict
 
 def get_config(size: str = "default") -> ConfigDict:
     config = ConfigDict()
-    config.job = "bench"
     config.bench = "cold_staircase"
     config.seed = 0
     config.n = 7

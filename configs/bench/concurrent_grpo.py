@@ -1,7 +1,7 @@
 """GRPO of 3 and of 8 policies over one base: one after another, overlapped, batched; and where
 batching stops to pay.
 
-Command: python -m mint_jax.launch --config=configs/bench/concurrent_grpo.py
+Command: python -m benchmarks --config=configs/bench/concurrent_grpo.py
 --workdir=runs/bench/concurrent_grpo Short:   --config=configs/bench/concurrent_grpo.py:ci Long:
 --config=configs/bench/concurrent_grpo.py:long Default size: five minutes on two CPU cores;
 --config.memory=(8,) measures peak memory too, a quarter of a minute a process. Half an hour's :long
@@ -14,7 +14,6 @@ from ml_collections import ConfigDict
 
 def get_config(size: str = "default") -> ConfigDict:
     config = ConfigDict()
-    config.job = "bench"
     config.bench = "concurrent_grpo"
     config.base = "smollm2-135m-instruct"
     config.dtype = "float32"

@@ -1,7 +1,7 @@
 """Decoding rows of eight adapters and the bare base in one batch, beside vLLM on the same
 processor.
 
-Command: python -m mint_jax.launch --config=configs/bench/decode_vs_vllm.py
+Command: python -m benchmarks --config=configs/bench/decode_vs_vllm.py
 --workdir=runs/bench/decode_vs_vllm \
     --config.python=runs/vllm/bin/python
 Short:   --config=configs/bench/decode_vs_vllm.py:ci
@@ -16,7 +16,6 @@ from ml_collections import ConfigDict
 
 def get_config(size: str = "default") -> ConfigDict:
     config = ConfigDict()
-    config.job = "bench"
     config.bench = "decode_vs_vllm"
     config.base = "smollm2-135m-instruct"
     config.dtype = "float32"

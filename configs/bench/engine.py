@@ -1,7 +1,7 @@
 """The sampling engine against torch + transformers, against a static loop, and against memory; its
 programs and its bits.
 
-Command: python -m mint_jax.launch --config=configs/bench/engine.py --workdir=runs/bench/engine
+Command: python -m benchmarks --config=configs/bench/engine.py --workdir=runs/bench/engine
 Short:   --config=configs/bench/engine.py:ci
 One part: --config.parts="('continuous',)", of decode, prefill, continuous, prefix and company
 Needs the ``bench`` extra. Default size: ten minutes on two CPU cores, 5 GB of memory.
@@ -12,7 +12,6 @@ from ml_collections import ConfigDict
 
 def get_config(size: str = "default") -> ConfigDict:
     config = ConfigDict()
-    config.job = "bench"
     config.bench = "engine"
     config.base = "smollm2-135m-instruct"
     config.dtype = "float32"

@@ -1,7 +1,7 @@
 """Engines that a wave of 2,300 distinct policies of a million names needs, by a model of measured
 single engines.
 
-Command: python -m mint_jax.launch --config=configs/bench/fleet_model.py
+Command: python -m benchmarks --config=configs/bench/fleet_model.py
 --workdir=runs/bench/fleet_model Short:   --config=configs/bench/fleet_model.py:ci Seconds: nothing
 is measured, two reports are read.
 """
@@ -13,7 +13,6 @@ def get_config(size: str = "default") -> ConfigDict:
     if size not in ("default", "ci"):
         raise ValueError(f"fleet_model size {size!r}; expected default or ci")
     config = ConfigDict()
-    config.job = "bench"
     config.bench = "fleet_model"
     # of the bench or the sweep
     config.active_wave = "notebooks/reports/cpu-2-cores/active_wave.json"

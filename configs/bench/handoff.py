@@ -1,7 +1,7 @@
 """From an optimizer step to the next sampled token by four paths, for SmolLM2 and for a base of
 Qwen3-4B's shape.
 
-Command: python -m mint_jax.launch --config=configs/bench/handoff.py --workdir=runs/bench/handoff
+Command: python -m benchmarks --config=configs/bench/handoff.py --workdir=runs/bench/handoff
 Short:   --config=configs/bench/handoff.py:ci   (two tiny bases)
 Long:    --config=configs/bench/handoff.py:long (64 tokens of the large base too, as of SmolLM2)
 Whole:   --config=configs/bench/handoff.py:gpu  (all 36 layers in bfloat16, made on the device)
@@ -14,7 +14,6 @@ from ml_collections import ConfigDict
 
 def get_config(size: str = "default") -> ConfigDict:
     config = ConfigDict()
-    config.job = "bench"
     config.bench = "handoff"
     config.base = "smollm2-135m-instruct"
     config.dtype = "float32"

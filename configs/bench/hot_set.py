@@ -1,7 +1,7 @@
 """Hit rates of device slots and of the host cache over uniform, Zipf and bursty traffic, beside LRU
 and the optimal policy.
 
-Command: python -m mint_jax.launch --config=configs/bench/hot_set.py --workdir=runs/bench/hot_set
+Command: python -m benchmarks --config=configs/bench/hot_set.py --workdir=runs/bench/hot_set
 Short:   --config=configs/bench/hot_set.py:ci
 Default size: about two minutes on one CPU core.
 """
@@ -11,7 +11,6 @@ from ml_collections import ConfigDict
 
 def get_config(size: str = "default") -> ConfigDict:
     config = ConfigDict()
-    config.job = "bench"
     config.bench = "hot_set"
     config.seed = 0
     config.n = 5  # traces of each kind

@@ -1,7 +1,7 @@
 """Training requests made durable, through the journal of futures against a row each in SQLite:
 requests a second of 1, 8 and 64 clients.
 
-Command: python -m mint_jax.launch --config=configs/bench/journal.py --workdir=runs/bench/journal
+Command: python -m benchmarks --config=configs/bench/journal.py --workdir=runs/bench/journal
 Short:   --config=configs/bench/journal.py:ci
 Default size: a minute or two on two CPU cores, 0.3 GB of disk (removed at the end).
 """
@@ -11,7 +11,6 @@ from ml_collections import ConfigDict
 
 def get_config(size: str = "default") -> ConfigDict:
     config = ConfigDict()
-    config.job = "bench"
     config.bench = "journal"
     config.seed = 0
     config.n = 5  # rounds; in each both sides have their turn

@@ -1,7 +1,7 @@
 """Adapters of an expert's gate and up over the base's grouped product, by every implementation that
 runs here, beside the floor of bytes.
 
-Command: python -m mint_jax.launch --config=configs/bench/kernels.py --workdir=runs/bench/kernels
+Command: python -m benchmarks --config=configs/bench/kernels.py --workdir=runs/bench/kernels
 Short:   --config=configs/bench/kernels.py:ci
 Real:    --config=configs/bench/kernels.py:qwen3 (Qwen3-30B-A3B's widths in bfloat16, for an
 accelerator with 32 GB) Default size: a small layer in float32, a minute and a half on two CPU
@@ -17,7 +17,6 @@ def _cell(tokens: int, adapters: int, rank: int, backward: bool = False) -> Conf
 
 def get_config(size: str = "default") -> ConfigDict:
     config = ConfigDict()
-    config.job = "bench"
     config.bench = "kernels"
     config.seed = 0
     config.n = 5

@@ -1,7 +1,7 @@
 """Peak host memory while a base is loaded, over what the base takes; and the logits error of 8-bit
 bases.
 
-Command: python -m mint_jax.launch --config=configs/bench/load_base.py
+Command: python -m benchmarks --config=configs/bench/load_base.py
 --workdir=runs/bench/load_base Short:   --config=configs/bench/load_base.py:ci Writes a checkpoint
 of 2 GB into the workdir and removes it; about three minutes on two CPU cores.
 """
@@ -11,7 +11,6 @@ from ml_collections import ConfigDict
 
 def get_config(size: str = "default") -> ConfigDict:
     config = ConfigDict()
-    config.job = "bench"
     config.bench = "load_base"
     config.base = "smollm2-135m-instruct"
     config.dtype = "float32"

@@ -1,7 +1,7 @@
 """What adapters add to a layer of routed experts, for 1, 8 and 64 policies, and against
 ``ragged_dot`` over (expert, slot).
 
-Command: python -m mint_jax.launch --config=configs/bench/moe_step.py --workdir=runs/bench/moe_step
+Command: python -m benchmarks --config=configs/bench/moe_step.py --workdir=runs/bench/moe_step
 Short:   --config=configs/bench/moe_step.py:ci
 GPU:     --config=configs/bench/moe_step.py:gpu
 Default size: a layer of Qwen3-30B-A3B with 64 x 32 tokens, five minutes on two CPU cores, 16 GB of
@@ -13,7 +13,6 @@ from ml_collections import ConfigDict
 
 def get_config(size: str = "default") -> ConfigDict:
     config = ConfigDict()
-    config.job = "bench"
     config.bench = "moe_step"
     config.seed = 0
     config.n = 5

@@ -1,7 +1,7 @@
 """File to device slot of an adapter shaped for Qwen3-30B-A3B at rank 1: 37,248 tensors, 672
 tensors, or one packed object.
 
-Command: python -m mint_jax.launch --config=configs/bench/packed_load.py
+Command: python -m benchmarks --config=configs/bench/packed_load.py
 --workdir=runs/bench/packed_load Short:   --config=configs/bench/packed_load.py:ci Default size: a
 few minutes on two CPU cores, 8 GB of memory, 2 GB of disk (removed at the end).
 """
@@ -11,7 +11,6 @@ from ml_collections import ConfigDict
 
 def get_config(size: str = "default") -> ConfigDict:
     config = ConfigDict()
-    config.job = "bench"
     config.bench = "packed_load"
     config.seed = 0
     config.n = 7

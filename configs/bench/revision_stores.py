@@ -1,7 +1,7 @@
 """Revisions in packs against an Orbax checkpoint each, and TensorStore's zarr3 and OCDBT: bytes,
 files, export, cold load; folder and S3.
 
-Command: python -m mint_jax.launch --config=configs/bench/revision_stores.py
+Command: python -m benchmarks --config=configs/bench/revision_stores.py
 --workdir=runs/bench/revision_stores Short:   --config=configs/bench/revision_stores.py:ci S3 is
 moto's server on loopback (`pip install 'moto[server]' boto3`); without it the report says that S3
 was not measured. Default size: under five minutes on two CPU cores, 1 GB of disk (removed at the
@@ -13,7 +13,6 @@ from ml_collections import ConfigDict
 
 def get_config(size: str = "default") -> ConfigDict:
     config = ConfigDict()
-    config.job = "bench"
     config.bench = "revision_stores"
     config.seed = 0
     config.n = 5  # rounds; in each every store has its turn

@@ -1,7 +1,7 @@
 """The first minutes of make serve: seconds to an open port, the first token, the first training
 step; with an empty cache, then again.
 
-Command: python -m mint_jax.launch --config=configs/bench/serve_start.py
+Command: python -m benchmarks --config=configs/bench/serve_start.py
 --workdir=runs/bench/serve_start Short:   --config=configs/bench/serve_start.py:ci Default size:
 four minutes on two idle CPU cores.
 """
@@ -11,13 +11,12 @@ from ml_collections import ConfigDict
 
 def get_config(size: str = "default") -> ConfigDict:
     config = ConfigDict()
-    config.job = "bench"
     config.bench = "serve_start"
     config.base = "smollm2-135m-instruct"
     config.dtype = "float32"
     config.rank = 32
     config.tokens = 32  # of the first step
-    config.program = "mint_jax.launch"  # starts the server
+    config.program = "benchmarks"  # starts the server
     config.server = ConfigDict({"ranks": (32,)})
     if size == "ci":
         config.base = "tiny-random"

@@ -1,7 +1,7 @@
 """Tenants that train and sample over one base in one process: what sharing saves, gaps between
 dispatches of rows, and memory.
 
-Command: python -m mint_jax.launch --config=configs/bench/service.py --workdir=runs/bench/service
+Command: python -m benchmarks --config=configs/bench/service.py --workdir=runs/bench/service
 Short:   --config=configs/bench/service.py:ci
 Default size: about fifteen minutes on two CPU cores, 6 GB of memory, 1 GB of disk.
 """
@@ -11,7 +11,6 @@ from ml_collections import ConfigDict
 
 def get_config(size: str = "default") -> ConfigDict:
     config = ConfigDict()
-    config.job = "bench"
     config.bench = "service"
     config.base = "smollm2-135m-instruct"
     config.dtype = "float32"

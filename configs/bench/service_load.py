@@ -1,7 +1,7 @@
 """Clients over HTTP train, save and sample more policies and revisions than there are slots:
 errors, wrong weights, latencies, memory.
 
-Command: python -m mint_jax.launch --config=configs/bench/service_load.py
+Command: python -m benchmarks --config=configs/bench/service_load.py
 --workdir=runs/bench/service_load Short:   --config=configs/bench/service_load.py:ci Default size:
 ten minutes of load behind the three that it takes two cores to make the revisions; 12 GB of memory,
 10 GB of disk.
@@ -12,7 +12,6 @@ from ml_collections import ConfigDict
 
 def get_config(size: str = "default") -> ConfigDict:
     config = ConfigDict()
-    config.job = "bench"
     config.bench = "service_load"
     config.base = "smollm2-135m-instruct"
     config.dtype = "float32"
@@ -28,7 +27,7 @@ def get_config(size: str = "default") -> ConfigDict:
     config.check_every = 5  # answers
     # by which the server's memory may grow in the last third of the load, beyond its caches
     config.growth_mb = 100.0
-    config.program = "mint_jax.launch"  # starts the server
+    config.program = "benchmarks"  # starts the server
     config.server = ConfigDict(
         {"ranks": (8,), "slots": 16, "adapters": 16, "max_rows": 32, "snapshot_every": 16}
     )

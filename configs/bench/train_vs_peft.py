@@ -1,7 +1,7 @@
 """One step over four policies, and a mixed batch of four adapters, against torch + transformers +
 PEFT.
 
-Command: python -m mint_jax.launch --config=configs/bench/train_vs_peft.py
+Command: python -m benchmarks --config=configs/bench/train_vs_peft.py
 --workdir=runs/bench/train_vs_peft Short:   --config=configs/bench/train_vs_peft.py:ci Long:
 --config=configs/bench/train_vs_peft.py:long (torch.compile is tried for the peer too, up to a
 quarter of an hour,
@@ -14,7 +14,6 @@ from ml_collections import ConfigDict
 
 def get_config(size: str = "default") -> ConfigDict:
     config = ConfigDict()
-    config.job = "bench"
     config.bench = "train_vs_peft"
     config.base = "smollm2-135m-instruct"
     config.dtype = "float32"

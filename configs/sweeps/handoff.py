@@ -1,7 +1,7 @@
 """From an optimizer step to the next tokens by four paths, over ranks and bases: bytes, seconds,
 steps of 64 and 304 tokens.
 
-Command: python -m mint_jax.launch --config=configs/sweeps/handoff.py:cpu
+Command: python -m benchmarks --config=configs/sweeps/handoff.py:cpu
 --workdir=runs/sweeps/cpu/handoff Sizes:   configs/sweeps/handoff.py:ci,
 configs/sweeps/handoff.py:cpu, configs/sweeps/handoff.py:gpu, configs/sweeps/handoff.py:pod Size
 cpu: SmolLM2-135M, and one of Qwen3-4B's 36 layers and of Qwen3-30B-A3B's 48, each with as large a
@@ -104,7 +104,7 @@ def get_config(size: str = "cpu") -> ConfigDict:
         )
 
     config = ConfigDict()
-    config.job = "sweep"
+    config.bench = "sweep"
     config.sweep = "handoff"
     config.size = size
     config.claim = (

@@ -1,7 +1,7 @@
 """Reward and loss curves by rank and seed: SFT, DPO, GRPO, PPO, CISPO; replay of routes on a sparse
 base; samplers in 8 bits.
 
-Command: python -m mint_jax.launch --config=configs/sweeps/learning.py:cpu
+Command: python -m benchmarks --config=configs/sweeps/learning.py:cpu
 --workdir=runs/sweeps/cpu/learning Sizes:   configs/sweeps/learning.py:ci,
 configs/sweeps/learning.py:cpu, configs/sweeps/learning.py:gpu, configs/sweeps/learning.py:pod Size
 cpu: SmolLM2-135M, three seeds, 12 steps of GRPO; about two hours on two CPU cores, point by point.
@@ -165,7 +165,7 @@ def get_config(size: str = "cpu") -> ConfigDict:
                 option.replace("{rank}", "16") for option in grids[name]["options"]
             )
     config = ConfigDict()
-    config.job = "sweep"
+    config.bench = "sweep"
     config.sweep = "learning"
     config.size = size
     config.claim = (

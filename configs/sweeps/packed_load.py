@@ -1,6 +1,6 @@
 """File to device slot of adapters on routed experts, by experts, rank and layout.
 
-Command: python -m mint_jax.launch --config=configs/sweeps/packed_load.py:cpu
+Command: python -m benchmarks --config=configs/sweeps/packed_load.py:cpu
 --workdir=runs/sweeps/cpu/packed_load Sizes:   configs/sweeps/packed_load.py:ci,
 configs/sweeps/packed_load.py:cpu, configs/sweeps/packed_load.py:gpu,
          configs/sweeps/packed_load.py:pod
@@ -42,7 +42,7 @@ def get_config(size: str = "cpu") -> ConfigDict:
         "figures": FIGURES,
     }
     config = ConfigDict()
-    config.job = "sweep"
+    config.bench = "sweep"
     config.sweep = "packed_load"
     config.size = size
     config.claim = (

@@ -1,7 +1,7 @@
 """Pods that are not attached: bytes, collectives and rooflines of every pod config, by adapters and
 rank, with our kernels and without.
 
-Command: python -m mint_jax.launch --config=configs/sweeps/scale_up.py:cpu
+Command: python -m benchmarks --config=configs/sweeps/scale_up.py:cpu
 --workdir=runs/sweeps/cpu/scale_up Sizes:   configs/sweeps/scale_up.py:ci,
 configs/sweeps/scale_up.py:cpu, configs/sweeps/scale_up.py:gpu, configs/sweeps/scale_up.py:pod Needs
 the ``tpu-aot`` extra and no accelerator: all sizes run on a CPU. Size cpu: Qwen3-4B on four v5p,
@@ -87,7 +87,7 @@ def get_config(size: str = "cpu") -> ConfigDict:
             "minutes": 10.0,
         }
     config = ConfigDict()
-    config.job = "sweep"
+    config.bench = "sweep"
     config.sweep = "scale_up"
     config.size = size
     config.claim = (

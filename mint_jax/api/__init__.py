@@ -28,7 +28,7 @@ from mint_jax.api.evaluation import Evaluation
 from mint_jax.api.inputs import as_seed
 from mint_jax.api.model import Model, Policy
 from mint_jax.api.store import Store, Stored, open
-from mint_jax.errors import UserError, choice
+from mint_jax.errors import UserError
 from mint_jax.jobs import settings
 from mint_jax.models import base as base_lib
 
@@ -85,16 +85,13 @@ def config(job: str, **values: Any) -> ConfigDict:
 def read_config(name: str | Path, **changes: Any) -> ConfigDict:
     """Reads a config file, ``FILE`` or ``FILE:ARGUMENT`` as for ``--config``, and applies changes.
 
-        mint.read_config("configs/bench/handoff.py:ci", n=3)
+        mint.read_config("configs/sft/smollm2.py", steps=3)
 
     Raises:
         UserError: the file does not exist or refuses its argument, a setting is unknown, or a value
             has the wrong type.
     """
-    config, declared = launch.load(str(name))
-    # a benchmark declares its settings in its config file
-    if declared is None and (unknown := [setting for setting in changes if setting not in config]):
-        raise choice("setting", unknown[0], list(config))
+    config, _ = launch.load(str(name))
     try:
         config.update(changes)
     except TypeError as error:

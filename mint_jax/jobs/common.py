@@ -17,8 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from mint_jax import host, mesh, multihost, trackers
-from mint_jax.bench import stamp
+from mint_jax import host, mesh, multihost, stamp, trackers
 from mint_jax.data import chat
 from mint_jax.data.order import epoch_indices
 from mint_jax.errors import UserError

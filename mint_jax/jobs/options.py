@@ -18,7 +18,6 @@ from mint_jax.lora.config import AdapterConfig
 from mint_jax.models import names
 from mint_jax.models.kernels import Kernels
 from mint_jax.rollout.ranges import check_ranges
-from mint_jax.sweeps.grid import Grid, Picture, Reference
 from mint_jax.train import advantages
 from mint_jax.train.config import KINDS, LossConfig, OptimizerConfig
 
@@ -730,30 +729,7 @@ class Schedule:
     chips: tuple[str, ...] = tuple(SCHEDULED_CHIPS)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Sweep:
-    """What the job has.
-
-    Attributes:
-        job: what to run.
-        sweep: its name.
-        size: of the points, as the report names it.
-        claim: what it shows, in a sentence.
-        grids: points over a job each.
-        references: what others report.
-        pictures: what is drawn.
-    """
-
-    job: str
-    sweep: str
-    size: str
-    claim: str
-    grids: dict[str, Grid]
-    references: dict[str, Reference]
-    pictures: dict[str, Picture]
-
-
-OF_JOB: dict[str, type | None] = {  # job -> its settings; None: the config file declares them
+OF_JOB: dict[str, type] = {
     "grpo": Grpo,
     "sft": Sft,
     "dpo": Dpo,
@@ -761,9 +737,7 @@ OF_JOB: dict[str, type | None] = {  # job -> its settings; None: the config file
     "sample": Sample,
     "score": Score,
     "serve": Serve,
-    "bench": None,
     "pretrain": Pretrain,
     "scale_up": ScaleUp,
     "schedule": Schedule,
-    "sweep": Sweep,
 }

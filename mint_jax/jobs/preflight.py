@@ -13,35 +13,23 @@ from typing import Any
 
 from mint_jax.aot import chips
 from mint_jax.envs import env as env_lib
-from mint_jax.errors import UserError, choice
-from mint_jax.jobs import BENCHES, options
+from mint_jax.errors import UserError
+from mint_jax.jobs import options
 from mint_jax.models import names
 
 TRACKERS = ("wandb", "mlflow")  # setting, package and extra have one name
 SERVE = ("fastapi", "uvicorn", "google.protobuf", "zstandard", "pyrage")
-BENCHES_NEED = {  # extra and packages of benches that cannot do without them
-    "engine": ("bench", ("torch", "transformers")),
-    "train_vs_peft": ("bench", ("torch", "transformers", "peft")),
-    "service": ("serve", SERVE),
-    "service_load": ("serve", SERVE),
-}
 
 
 def check(config: Any, workdir: Path) -> None:
     """Raises ``UserError`` for the first thing that the run would need and that is not there."""
     _workdir(workdir)
     declared = options.OF_JOB[config.job]
-    if config.job == "bench":
-        if config.bench not in BENCHES:
-            raise choice("bench", config.bench, BENCHES)
-        extra, modules = BENCHES_NEED.get(config.bench, ("", ()))
-        for module in modules:
-            need_package(module, extra, f"bench {config.bench!r}")
-    if declared is not None and issubclass(declared, options.OnBase):
+    if issubclass(declared, options.OnBase):
         names.check(config.base)
-    if declared is not None and issubclass(declared, options.WithCatalog):
+    if issubclass(declared, options.WithCatalog):
         _catalog(config, made_here=issubclass(declared, options.Training) or config.job == "serve")
-    if declared is not None and issubclass(declared, options.Training):
+    if issubclass(declared, options.Training):
         for name in TRACKERS:
             if config[name]:
                 need_package(name, name, f"{name}={config[name]!r}")

@@ -15,7 +15,7 @@ HEAD = """# Settings
 
 What the config of each job may have; `--config=FILE --help` prints the same with a file's own values. Settings without a default must
 be given, `(not set)` means that the job decides. Sections are joined by dots, as on the command line: `--config.checkpoint.every=5`.
-Benches declare theirs in their files, in `configs/bench/`.
+Benchmarks declare theirs in `configs/bench/` and `configs/sweeps/`.
 
 Generated from the dataclasses in `mint_jax/jobs/`.
 """  # noqa: E501

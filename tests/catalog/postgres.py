@@ -4,7 +4,7 @@ import os
 
 import sqlalchemy as sa
 
-from mint_jax.bench.postgres_server import PostgresServer
+from benchmarks.postgres_server import PostgresServer
 
 
 class Server(PostgresServer):

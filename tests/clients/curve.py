@@ -12,7 +12,7 @@ from typing import Any
 
 import matplotlib
 
-from mint_jax.bench import stamp
+from mint_jax import stamp
 
 NAMES = {
     "reward": "env/all/reward/total",

@@ -11,7 +11,7 @@ import pytest
 import tinker
 from tinker import types
 
-from mint_jax.bench.service_client import Served
+from benchmarks.service_client import Served
 from mint_jax.errors import UserError
 from mint_jax.jobs import serve
 from mint_jax.models.base import cache_dir

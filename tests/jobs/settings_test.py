@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from ml_collections import ConfigDict
 
-from mint_jax import figures, launch
+from mint_jax import launch
 from mint_jax.errors import UserError
 from mint_jax.jobs import JOBS, options, reference, settings
 
@@ -103,11 +103,6 @@ def test_what_a_file_leaves_out_has_its_default_and_can_be_set(own):
             "--config.topology=smallest",
             "--config.model.sliding_window=128",
         ),
-        (
-            "configs/bench/catalog_scale.py",
-            "--config.entries=(10000,)",
-            "--config.peer.python=~/peer/bin/python",
-        ),
     ],
     ids=lambda c: "+".join(c).replace("--config.", "").replace("configs/", ""),
 )
@@ -121,15 +116,6 @@ def test_documented_changes_are_taken(command):
         for part in path.split("."):
             at = at[part]
         assert str(at).replace(" ", "") == text or text.startswith("~"), path
-
-
-@pytest.mark.parametrize("run", [*figures.RUNS, *figures.POD_RUNS], ids=lambda run: run.name)
-def test_commands_of_figures_are_taken(run, tmp_path):
-    arguments = figures.command(run, tmp_path, tmp_path, seed=3 if run.seeds else None)[2:]
-    others, changes = launch.split(arguments)
-    name = next(a for a in others if a.startswith("--config=")).removeprefix("--config=")
-    config, declared = launch.load(str(ROOT / name), changes)
-    settings.check(declared, config)
 
 
 @pytest.mark.parametrize(

@@ -14,13 +14,11 @@ from tests.laws.configs_trace_test import NAMES, load, pretrained  # noqa: F401 
 SMALL = ("configs/tiny/sft.py", "configs/sample.py", "configs/score.py", "configs/evaluate.py")
 TRAIN = [name for name in NAMES if load(name).job in ("grpo", "sft", "dpo")]
 ELSEWHERE = (
-    "bench",
-    "sweep",
     "scale_up",
     "schedule",
     "serve",
     "pretrain",
-)  # benches_test, sweeps/configs_test, scale_up_test, …, and the others' base
+)  # scale_up_test, …, and the others' base
 
 
 def run(name, folder, *options):

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mint_jax.bench import timing, tune_kernels
+from benchmarks import timing, tune_kernels
 from mint_jax.errors import UserError
 from mint_jax.models import kernel_calls
 from mint_jax.models.kernel_calls import Call

@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from mint_jax.bench import hot_set, traffic
+from benchmarks import hot_set, traffic
 from mint_jax.residency.eviction_score import EvictionScore, Ranking
 
 HALF = 10.0

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks.postgres_server import free_port
 from mint_jax import messages
-from mint_jax.bench.postgres_server import free_port
 from mint_jax.catalog.packed import Schema, pack
 from mint_jax.digest import blake3_of
 from mint_jax.lora.tree import Slot

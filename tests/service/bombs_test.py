@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import zstandard
 
-from mint_jax.bench.service_client import Served
+from benchmarks.service_client import Served
 from mint_jax.service import weight
 
 pytestmark = pytest.mark.long

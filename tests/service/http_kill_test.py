@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mint_jax.bench.postgres_server import free_port
-from mint_jax.bench.service_client import Served
+from benchmarks.postgres_server import free_port
+from benchmarks.service_client import Served
 from mint_jax.train.held import Held
 from tests.service.http_tenants import TENANTS, Tenant, serve_all
 

@@ -13,7 +13,7 @@ import time
 
 import numpy as np
 
-from mint_jax.bench.service_client import (
+from benchmarks.service_client import (
     Client,
     Gone,
     Policy,

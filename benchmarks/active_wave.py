@@ -1,0 +1,197 @@
+"""Many adapters in one batch: what distinct adapters add to a step of decoding, from one of them to
+a thousand.
+
+Every row of a batch names an adapter, 1 to 1,024 distinct ones in turn, and all rows decode. A step
+of it is timed in turn with one of the bare base, which has no adapters resident at all, at the same
+number of rows: ``overhead`` is what it takes longer, as a share of the base's time. ``overhead_1``:
+all rows name one adapter of the larger rank; ``overhead_64`` and ``overhead_1024``: as many rows as
+adapters of the smaller. Beside each stands ``bytes_share``: the bytes of the distinct adapters over
+the base's, what they must cost where memory is the limit and all of it is read once.
+
+``errors``: rows whose tokens or log-probabilities differ, in any bit, from those of the same
+adapter and token decoded alone in the same program. ``unchanged``: rows that their adapter does not
+change, for which this says nothing. A few rows of each batch are checked so, for each takes a
+batch's time (``checked``).
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from benchmarks import timing
+from benchmarks.bases import open_base
+from benchmarks.decode_steps import Steps, adapter_bytes, random_stack
+from mint_jax.errors import UserError
+from mint_jax.lora.tree import AdapterConfig, Slot, Stacks
+from mint_jax.models.base import Base
+from mint_jax.rollout.device import STEPS, Drawn
+
+
+class _Batch(NamedTuple):
+    """Rows that name ``count`` distinct adapters of one rank."""
+
+    rank: int
+    count: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.count} of rank {self.rank}"
+
+    def slots(self, rows: int) -> list[Slot | None]:
+        return [Slot(AdapterConfig(self.rank).bucket, r % self.count) for r in range(rows)]
+
+
+def run(config: Any, workdir: Path) -> dict[str, Any]:
+    """Runs the bench; returns its report and draws ``active_wave.png``."""
+    base = open_base(config)
+    shapes = sorted(config.shapes)
+    waves = [wave for wave in config.waves.values() if wave.counts]
+    most = {wave.rank: max(wave.counts) for wave in waves}
+    if shapes[-1] < max(most.values()):
+        raise UserError(
+            f"{max(most.values())} adapters need as many rows: the largest of config.shapes is"
+            f" {shapes[-1]}"
+        )
+    batches: dict[int, list[_Batch]] = {rows: [] for rows in shapes}
+    for wave in waves:
+        for count in wave.counts:
+            batches[next(rows for rows in shapes if rows >= count)].append(_Batch(wave.rank, count))
+    stacks: dict[int, Stacks] = {}
+    for rank, slots in most.items():
+        adapter = AdapterConfig(rank, 2.0 * rank)
+        stacks[rank] = {adapter.bucket: random_stack(base, adapter, slots, config.seed)}
+    each = {rank: adapter_bytes(base, AdapterConfig(rank)) for rank in most}
+    found = {
+        rows: _measure(config, base, rows, mine, stacks) for rows, mine in batches.items() if mine
+    }
+
+    points = []
+    for rows, (times, checked) in found.items():
+        for batch in batches[rows]:
+            points.append(
+                {
+                    "name": batch.name,
+                    "rank": batch.rank,
+                    "distinct": batch.count,
+                    "rows": rows,
+                    "overhead": timing.ratio(times, batch.name, "bare", less=1),
+                    "step_s": timing.median(times[batch.name], 1 / _steps(config, rows)),
+                    "bytes_share": float(f"{batch.count * each[batch.rank] / base.nbytes:.4g}"),
+                    **checked[batch],
+                }
+            )
+    points.sort(key=lambda point: (point["rank"], point["distinct"]))
+    ranks = sorted(most)
+    headlines = {}
+    for rank, count in ((ranks[-1], 1), (ranks[0], 64), (ranks[0], 1024)):
+        for point in points:
+            if (point["rank"], point["distinct"]) == (rank, count):
+                headlines |= {
+                    f"overhead_{count}": point["overhead"],
+                    f"bytes_share_{count}": point["bytes_share"],
+                }
+    report: dict[str, Any] = {
+        "bench": "active_wave",
+        "base": base.name,
+        "weights": base.weights,
+        "device": timing.device(),
+        "n": config.n,
+        "distinct": max(most.values()),
+        **headlines,
+        "errors": sum(point["errors"] for point in points),
+        "unchanged": sum(point["unchanged"] for point in points),
+        "checked": sum(point["checked"] for point in points),
+        "base_bytes": base.nbytes,
+        "bytes_an_adapter": {f"rank_{rank}": each[rank] for rank in ranks},
+        "batches": points,
+        "steps_of_a_call": {str(rows): _steps(config, rows) for rows in found},
+        "call_seconds": {str(rows): timing.medians_of(times) for rows, (times, _) in found.items()},
+    }
+    _draw(report, workdir / "active_wave.png")
+    return report
+
+
+def _steps(config: Any, rows: int) -> int:
+    """Steps of one timed call: fewer where there are more rows."""
+    return min(STEPS, max(1, config.row_steps // rows))
+
+
+def _measure(
+    config: Any, base: Base, rows: int, batches: Sequence[_Batch], stacks: dict[int, Stacks]
+) -> tuple[dict[str, list[float]], dict[_Batch, dict[str, int]]]:
+    """Seconds of all batches of one number of rows, in turn with the bare base, and what is wrong
+    with them.
+    """
+    count = _steps(config, rows)
+    steps = Steps(base, rows, config.context + count, config.seed)
+    bare = [None] * rows
+    checked = {}
+    plain = _told(steps.take({}, steps.plan(bare, {}), count))
+    for batch in batches:
+        checked[batch] = _check(config, steps, batch, stacks[batch.rank], count, plain)
+
+    def side(slots: Sequence[Slot | None], mine: Stacks) -> Callable[[], Any]:
+        plan = jax.device_put(steps.plan(slots, mine, config.context))
+        return lambda: steps.take(mine, plan, count)
+
+    sides = {"bare": side(bare, {})} | {
+        batch.name: side(batch.slots(rows), stacks[batch.rank]) for batch in batches
+    }
+    return timing.in_turn(f"{rows} rows", sides, config.n), checked
+
+
+def _told(drawn: Drawn) -> np.ndarray:
+    """Tokens and log-probabilities of every row, as bits: ``[R, 2, K]`` int32."""
+    return np.stack([np.asarray(drawn.tokens), np.asarray(drawn.logprobs).view(np.int32)], axis=1)
+
+
+def _check(
+    config: Any, steps: Steps, batch: _Batch, stacks: Stacks, count: int, plain: np.ndarray
+) -> dict[str, int]:
+    """Rows that differ from the same adapter alone, and rows that are as the bare base's, of those
+    that are checked.
+    """
+    slots = batch.slots(steps.rows)
+    together = _told(steps.take(stacks, steps.plan(slots, stacks), count))
+    chosen = np.unique(np.linspace(0, min(batch.count, steps.rows) - 1, config.checked).astype(int))
+    errors = 0
+    for r in chosen.tolist():
+        alone = _told(steps.take(stacks, steps.plan(slots, stacks, alone=r), count))
+        errors += not np.array_equal(alone[r], together[r])
+    same = (together == plain).all(axis=(1, 2))
+    return {"errors": errors, "unchanged": int(same.sum()), "checked": len(chosen)}
+
+
+def _draw(report: dict[str, Any], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, ax = plt.subplots(figsize=(5, 3.4))
+    for rank in sorted({point["rank"] for point in report["batches"]}):
+        mine = [point for point in report["batches"] if point["rank"] == rank]
+        counts = [point["distinct"] for point in mine]
+        overheads = [100 * timing.value(point["overhead"]) for point in mine]
+        [line] = ax.plot(counts, overheads, "o-", label=f"rank {rank}")
+        shares = [100 * point["bytes_share"] for point in mine]
+        ax.plot(
+            counts,
+            shares,
+            ":",
+            color=line.get_color(),
+            label=f"bytes of rank {rank} over the base's",
+        )
+    ax.set_xscale("log", base=2)
+    ax.set_ylim(bottom=0)
+    ax.set_xlabel("distinct adapters in the batch")
+    ax.set_ylabel("time over the bare base, %")
+    ax.set_title(f"decoding {report['base']}, {report['device']}", fontsize=10)
+    ax.legend(fontsize=8)
+    ax.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)

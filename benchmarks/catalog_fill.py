@@ -1,0 +1,181 @@
+"""Catalogs to measure: many policies of a tiny base with real packed adapters, all different, a few
+KB each.
+
+Entry ``k`` of a catalog of ``entries`` is revision ``k // policies + 1`` of policy ``k %
+policies``: every policy is exported once, then every policy again, as training does. The bytes of a
+batch follow from the seed and the batch's number, so that whoever reads them back knows what they
+must be.
+"""
+
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import ml_dtypes
+import numpy as np
+
+from benchmarks import timing
+from mint_jax import host
+from mint_jax import params as params_lib
+from mint_jax.catalog.lifecycle import Catalog
+from mint_jax.catalog.packed import Schema, pack, unpack
+from mint_jax.catalog.records.exports import Export
+from mint_jax.errors import UserError
+from mint_jax.lora import tree as lora_tree
+from mint_jax.lora.tree import AdapterConfig
+from mint_jax.metrics import Progress
+from mint_jax.models import transformer
+from mint_jax.models.config import ModelConfig
+
+BASE = "0" * 64  # fingerprint of the base that is only a shape here
+TARGETS = ("q", "v")
+ADAPTER = AdapterConfig(2, 4.0, TARGETS)
+DTYPE = "bfloat16"
+ROOM = 8192  # bytes of disk an entry may need, with its rows and the database's log
+
+
+def base_specs() -> Any:
+    """The tiny base, as shapes."""
+    return transformer.abstract(
+        ModelConfig("qwen3", 64, 64, 2, num_heads=4, num_kv_heads=2, head_dim=16, d_ff=128)
+    )
+
+
+class Plan(NamedTuple):
+    """What is in a catalog.
+
+    Attributes:
+        entries: revisions in all.
+        per_policy: revisions of each policy.
+        batch: exports of one transaction and one pack.
+        seed: of all bytes.
+    """
+
+    entries: int
+    per_policy: int
+    batch: int
+    seed: int
+
+    @property
+    def policies(self) -> int:
+        return -(-self.entries // self.per_policy)
+
+    def policy(self, k: int) -> str:
+        """Name of the policy of entry ``k``, or of policy ``k``."""
+        return f"policy-{k % self.policies:07d}"
+
+    def newest(self, policy: int) -> int:
+        """Number of a policy's newest revision."""
+        return -(-(self.entries - policy) // self.policies)
+
+    def batches(self) -> Iterator[range]:
+        """Runs of entries."""
+        for start in range(0, self.entries, self.batch):
+            yield range(start, min(start + self.batch, self.entries))
+
+
+class Payloads:
+    """Packed adapters: one packed in earnest, then others with the same header and other
+    numbers.
+    """
+
+    def __init__(self, seed: int):
+        self._seed = seed
+        wanted = lora_tree.adapter_specs(base_specs(), ADAPTER)
+        model = pack(
+            jax.tree.map(lambda s: np.zeros(s.shape, np.float32), wanted),
+            Schema(BASE, ADAPTER, DTYPE),
+        )
+        size = params_lib.count(wanted)
+        self._head = model[: -2 * size]
+        self._size = size
+        self.nbytes = len(model)
+        unpack(self.batch(0, 1)[0])  # raises, should the header not fit
+
+    def batch(self, number: int, count: int) -> list[bytes]:
+        """``count`` objects; the same for the same number and count."""
+        values = np.random.default_rng((self._seed, number)).standard_normal(
+            (count, self._size), np.float32
+        )
+        rows = values.astype(ml_dtypes.bfloat16).view(np.uint8)
+        return [self._head + row.tobytes() for row in rows]
+
+
+def open_catalog(folder: Path, database: str | None = None, actor: str = "trainer") -> Catalog:
+    """The catalog of a folder, its records in a database elsewhere if one is named."""
+    return (
+        Catalog.open(folder, actor=actor)
+        if database is None
+        else Catalog.open(database, folder / "payloads", actor=actor)
+    )
+
+
+def fill(folder: Path, plan: Plan, database: str | None = None) -> dict[str, Any]:
+    """Makes a catalog; returns what it took and what lies on the disk afterwards.
+
+    Raises:
+        UserError: the disk has too little free space.
+    """
+    free = shutil.disk_usage(folder).free
+    if free < plan.entries * ROOM:
+        need = f"{plan.entries} entries need {plan.entries * ROOM / 1e9:.0f} GB of disk"
+        raise UserError(f"{need}, {folder} has {free / 1e9:.0f}: choose another workdir")
+    payloads = Payloads(plan.seed)
+    seconds, work = [], []
+    progress = Progress(f"catalog of {plan.entries}", plan.entries)
+    with open_catalog(folder, database) as catalog:
+        for number, batch in enumerate(plan.batches()):
+            objects = payloads.batch(number, len(batch))
+            exports = [
+                Export(plan.policy(k), data, 100 * (k // plan.policies + 1))
+                for k, data in zip(batch, objects, strict=True)
+            ]
+            began, used = time.perf_counter(), time.process_time()
+            catalog.export_many(exports, create=True)
+            seconds.append(time.perf_counter() - began)
+            work.append(time.process_time() - used)
+            progress.update(batch.stop, f"{batch.stop / sum(seconds):.0f} entries/s")
+        counts = catalog.stats()
+    if (counts["revisions"], counts["payloads"], counts["policies"]) != (
+        plan.entries,
+        plan.entries,
+        plan.policies,
+    ):
+        raise AssertionError(
+            f"the catalog should have {plan.entries} different revisions of {plan.policies}"
+            f" policies, it has {counts}"
+        )
+    last = max(1, len(seconds) // 10)  # batches
+    done = sum(map(len, list(plan.batches())[-last:]))
+    return {
+        "entries": plan.entries,
+        "policies": plan.policies,
+        "per_policy": plan.per_policy,
+        "batch": plan.batch,
+        "object_bytes": payloads.nbytes,
+        "create_s": timing.total(seconds),
+        "entries_per_s": round(plan.entries / sum(seconds), 1),
+        "entries_per_s_last_tenth": round(done / sum(seconds[-last:]), 1),
+        "entries_per_cpu_s": round(plan.entries / sum(work), 1),
+        **on_disk(folder),
+        "packs": counts["packs"],
+        "create_rss_peak_bytes": host.peak_rss_bytes(),
+        "payload_bytes": counts["payload_bytes"],
+    }
+
+
+def on_disk(folder: Path) -> dict[str, int]:
+    """Bytes and files below a folder, and the bytes of its database."""
+    files = [Path(where) / name for where, _, names in os.walk(folder) for name in names]
+    sizes = {path: path.stat().st_size for path in files}
+    return {
+        "bytes": sum(sizes.values()),
+        "files": len(files),
+        "database_bytes": sum(
+            size for path, size in sizes.items() if path.name.startswith("catalog.db")
+        ),
+    }

@@ -1,0 +1,543 @@
+"""A catalog of 10^3 to 10^6 revisions: what making it costs, and what names, cold loads and memory
+cost in it.
+
+Each size is made for real (see ``catalog_fill``) in a process of its own and measured in another,
+so that resident memory is that of a process which only reads. Measured there, each request timed
+alone:
+
+- ``resolve``: ``policy@latest`` for names of each kind of ``traffic``, and ``policy@number`` for
+  uniform revisions. Beside them runs a ``control``: 0.1 ms of arithmetic. What its 99th percentile
+  has beyond that, the machine took. ``undisturbed`` are the requests (and their share) during which
+  the kernel gave the core to no other thread; ``cpu`` is the thread's own time.
+- ``load``: name -> resolve -> read -> verify -> unpack -> admit -> device slot, through
+  ``Residency`` with a small host cache and few slots, for names of each kind; by where the bytes
+  were found: storage (cold), host or device. ``load`` are the Zipf names, ``loads`` all kinds.
+  ``disk``: cold loads after the packs and the database were dropped from the page cache.
+- ``promote``: one alias after another moves by a revision.
+- ``errors``: requests that raised, or gave another revision than the name stands for. Whole batches
+  are read back besides.
+
+``mlflow``: its model registry beside ours, see ``registry_peer``; null where it is not installed.
+"""
+
+import contextlib
+import json
+import os
+import resource
+import shutil
+import sqlite3
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from ml_collections import ConfigDict
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import registry_peer, timing, traffic
+from benchmarks.alone import alone
+from benchmarks.catalog_fill import (
+    ADAPTER,
+    BASE,
+    DTYPE,
+    TARGETS,
+    Payloads,
+    Plan,
+    base_specs,
+    fill,
+    on_disk,
+    open_catalog,
+)
+from benchmarks.postgres_server import PostgresServer
+from mint_jax import host
+from mint_jax.catalog.lifecycle import Catalog
+from mint_jax.catalog.packed import digest_of, unpack
+from mint_jax.catalog.storage.payloads import Place
+from mint_jax.errors import UserError, choice
+from mint_jax.metrics import Progress
+from mint_jax.residency.admission import Admission
+from mint_jax.residency.residency import Residency
+from mint_jax.residency.slots import DeviceSlots
+
+PUBLISHED = {
+    "source": (
+        "MinT, arXiv 2605.13779: Qwen3-30B-A3B rank 1, 4 GPUs, 64 requests through the whole"
+        " service; not the same measurement"
+    ),
+    "names": [1_000, 10_000, 100_000],
+    "warm_p95_s": [20.9, 12.2, 12.1],
+    "cold_p95_s": [193, 191, 190],
+    "one_cold_load_s": 1.36,
+    "million_names": "sized on paper, not run",
+}
+CONTROL_S = 1e-4
+DATABASES = ("sqlite", "postgres")
+_RESOLVE = ("p50_ms", "p99_ms", "p50_cpu_ms", "p99_cpu_ms", "p99_undisturbed_ms")
+COLUMNS = {
+    "entries": "entries",
+    "entries/s": "entries_per_s",
+    "MB": "bytes",
+    "files": "files",
+    "resolve p50 ms": "resolve_p50_ms",
+    "p99 ms": "resolve_p99_ms",
+    "undisturbed": "resolve_p99_undisturbed_ms",
+    "cold p50 ms": "cold_p50_ms",
+    "p99 ms ": "cold_p99_ms",
+    "host hits": "host_hit_rate",
+    "RSS MB": "rss_bytes",
+    "errors": "errors",
+}
+
+
+def _percentiles(seconds: np.ndarray | list[float], what: str = "") -> dict[str, timing.Figure]:
+    """Milliseconds."""
+    return (
+        {f"p{q}{what}_ms": timing.percentile(seconds, q, 1e3) for q in (50, 99)}
+        if len(seconds)
+        else {}
+    )
+
+
+def _spin() -> None:
+    """``CONTROL_S`` of this thread's work."""
+    end = time.thread_time() + CONTROL_S
+    while time.thread_time() < end:
+        pass
+
+
+def resolves(
+    catalog: Catalog, what: str, names: Iterable[tuple[str, int]], count: int
+) -> dict[str, Any]:
+    """Resolves names one after the other.
+
+    Args:
+        names: each with the revision number that it stands for.
+    """
+    wall, work, whole, control, errors = (
+        np.empty(count),
+        np.empty(count),
+        np.empty(count, bool),
+        [],
+        0,
+    )
+    progress = Progress(what, count)
+    for k, (name, number) in enumerate(names):
+        others = _preemptions()
+        began, used = time.perf_counter(), time.thread_time()
+        try:
+            errors += catalog.resolve(name).number != number
+        except UserError:
+            errors += 1
+        wall[k], work[k] = time.perf_counter() - began, time.thread_time() - used
+        whole[k] = _preemptions() == others
+        if k % 10 == 0:
+            began = time.perf_counter()
+            _spin()
+            control.append(time.perf_counter() - began)
+        progress.update(k + 1)
+    return {
+        **_percentiles(wall),
+        **_percentiles(work, "_cpu"),
+        **_percentiles(wall[whole], "_undisturbed"),
+        "undisturbed": round(float(whole.mean()), 4),
+        "control_p99_ms": _percentiles(control)["p99_ms"],
+        "errors": int(errors),
+    }
+
+
+def _largest(resolved: Mapping[str, Mapping[str, Any]], key: str) -> Any:
+    """Of the kinds of names; None where none has it: on a busy machine the kernel may take the core
+    in each of few resolutions.
+    """
+    return max((of[key] for of in resolved.values() if key in of), key=timing.value, default=None)
+
+
+def _preemptions() -> int:
+    """How often the kernel took the core from this thread."""
+    # the first is Linux
+    return resource.getrusage(getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)).ru_nivcsw
+
+
+class _Loads:
+    """The way from a name to a device slot."""
+
+    def __init__(self, catalog: Catalog, config: Any, object_bytes: int):
+        slots = DeviceSlots(base_specs(), {ADAPTER.bucket: config.slots}, TARGETS, jnp.dtype(DTYPE))
+        admission = Admission(BASE, base_specs(), {ADAPTER.bucket: slots.targets(ADAPTER.bucket)})
+        self._catalog = catalog
+        self._places: dict[str, Place] = {}  # of the request under way
+        self._seen: set[str] = set()
+        host_bytes = config.host_entries * object_bytes
+        self.residency = Residency(
+            self._fetch,
+            unpack,
+            admission,
+            slots,
+            host_bytes,
+            workers=os.cpu_count() or 1,
+            niceness=0,
+        )
+
+    def _fetch(self, digest: str) -> np.ndarray:
+        return self._catalog.store.read(self._places[digest])  # verified by residency
+
+    def empty(self) -> None:
+        """Drops all adapters from slots and host cache."""
+        for digest in self._seen:
+            self.residency.drop(digest)
+        self._seen.clear()
+
+    def measure(
+        self, what: str, names: Iterable[str], count: int, drop: bool = False
+    ) -> dict[str, Any]:
+        """Loads one name after the other; seconds by tier, from the request to the written slot.
+
+        Args:
+            drop: a load's adapter is dropped everywhere afterwards and found cold the next time.
+        """
+        found: dict[str, list[float]] = {"device": [], "host": [], "cold": []}
+        errors, progress = 0, Progress(what, count)
+        for k, name in enumerate(names):
+            began = time.perf_counter()
+            try:
+                resolved = self._catalog.resolve(name)
+                digest = resolved.digest
+                self._places = {digest: resolved.place}
+                self._seen.add(digest)
+                tier = "host" if digest in self.residency.host else "cold"
+                future = self.residency.acquire(digest)
+                if future.done():
+                    tier = "device"
+                [lease] = [future.result()] if future.done() else self.residency.wait_for([digest])
+                for array in (
+                    self.residency.stacks[lease.slot.bucket].factors["dense"]["attn"]["q"].values()
+                ):
+                    array.block_until_ready()
+                found[tier].append(time.perf_counter() - began)
+                lease.release()
+                if tier != "device":
+                    future.result().release()
+                if drop:
+                    self.residency.drop(digest)
+            except UserError:
+                errors += 1
+            progress.update(k + 1, f"{len(found['cold'])} cold")
+        loads = len(found["host"]) + len(found["cold"])
+        return {
+            "requests": count,
+            "device_hit_rate": round(len(found["device"]) / count, 4),
+            "host_hit_rate": round(len(found["host"]) / loads, 4) if loads else None,
+            "cold_rate": round(len(found["cold"]) / count, 4),
+            **{tier: _percentiles(seconds) for tier, seconds in found.items()},
+            "errors": errors,
+        }
+
+
+def measure(
+    fields: dict[str, Any], folder: str, entries: int, database: str | None = None
+) -> dict[str, Any]:
+    """All requests to one catalog; for a fresh process."""
+    config: Any = ConfigDict(fields)
+    plan = Plan(entries, config.per_policy, config.batch, config.seed)
+    rng = np.random.default_rng(config.seed + 1)
+    payloads, requests = Payloads(plan.seed), config.requests
+    drawn = lambda kind, count: traffic.draws(kind, plan.policies, count, config.zipf, rng)  # noqa: E731
+    with open_catalog(Path(folder), database, actor="reader") as catalog:
+        catalog.resolve(plan.policy(0))  # compiles the statements
+        before = host.rss_bytes()
+        latest = lambda policies: (  # noqa: E731
+            (f"{plan.policy(p)}@latest", plan.newest(p)) for p in policies.tolist()
+        )
+        numbers = rng.integers(0, entries, requests).tolist()
+        numbered = (
+            (f"{plan.policy(k)}@{k // plan.policies + 1}", k // plan.policies + 1) for k in numbers
+        )
+        resolve = {
+            **{
+                kind: resolves(
+                    catalog, f"{entries}: {kind} names", latest(drawn(kind, requests)), requests
+                )
+                for kind in config.traffic
+            },
+            "numbers": resolves(catalog, f"{entries}: revisions by number", numbered, requests),
+        }
+        after_resolves = host.rss_bytes()
+        wrong = _read_back(catalog, plan, payloads, rng)
+        loads = _Loads(catalog, config, payloads.nbytes)
+        alias = lambda policies: (f"{plan.policy(p)}@latest" for p in policies.tolist())  # noqa: E731
+        # compiles the write
+        loads.measure("warm-up", alias(drawn("uniform", config.slots)), config.slots)
+        found = {}
+        for kind in config.traffic:
+            loads.empty()
+            found[kind] = loads.measure(
+                f"{entries}: {kind} loads", alias(drawn(kind, config.loads)), config.loads
+            )
+        load = found["zipf" if "zipf" in found else config.traffic[0]]
+        loads.empty()
+        _drop_from_page_cache(Path(folder))
+        uniform = alias(rng.integers(0, plan.policies, config.disk_loads))
+        disk = loads.measure(f"{entries}: loads from disk", uniform, config.disk_loads, drop=True)
+        loads.residency.close()
+        rss = host.rss_bytes()
+        lone = _lone_exports(catalog, payloads, config.lone_exports)
+        promote = _promotes(
+            catalog, plan, rng.permutation(plan.policies)[: config.promotions].tolist()
+        )
+    names = (*config.traffic, "numbers")
+    return {
+        "requests": len(names) * requests,
+        "resolve": resolve,
+        **{f"resolve_{key}": _largest(resolve, key) for key in _RESOLVE},
+        "control_p99_ms": max(
+            (resolve[name]["control_p99_ms"] for name in names), key=timing.value
+        ),
+        "load": load,
+        "loads": found,
+        "promote": promote,
+        "disk": disk["cold"],
+        "cold_p50_ms": load["cold"].get("p50_ms"),
+        "cold_p99_ms": load["cold"].get("p99_ms"),
+        "host_hit_rate": load["host_hit_rate"],
+        "lone_export": lone,
+        "rss_bytes": rss,
+        "rss_grown_by_resolves": after_resolves - before,
+        "rss_after_resolves": after_resolves,
+        "errors": (
+            sum(resolve[name]["errors"] for name in names)
+            + sum(one["errors"] for one in found.values())
+            + disk["errors"]
+            + wrong
+        ),
+        "rows_bytes_per_entry": (
+            _rows(Path(folder) / "catalog.db", entries) if database is None else None
+        ),
+    }
+
+
+def _read_back(catalog: Catalog, plan: Plan, payloads: Payloads, rng: np.random.Generator) -> int:
+    """How many revisions of two random batches are not those that were exported."""
+    batches = list(plan.batches())
+    wrong = 0
+    for number in rng.integers(0, len(batches), 2).tolist():
+        batch = batches[number]
+        expected = [digest_of(data) for data in payloads.batch(number, len(batch))]
+        found = catalog.resolve_many([f"{plan.policy(k)}@{k // plan.policies + 1}" for k in batch])
+        wrong += sum(
+            resolved.digest != digest for resolved, digest in zip(found, expected, strict=True)
+        )
+        data = catalog.store.read_many(resolved.place for resolved in found)
+        wrong += sum(
+            digest_of(buffer) != digest for buffer, digest in zip(data, expected, strict=True)
+        )
+    return wrong
+
+
+def _lone_exports(catalog: Catalog, payloads: Payloads, count: int) -> dict[str, timing.Figure]:
+    """One export at a time: a pack and a transaction each."""
+    seconds = []
+    for k, data in enumerate(payloads.batch(1 << 40, count)):
+        began = time.perf_counter()
+        catalog.export(f"lone-{k}", data, 1, create=True)
+        seconds.append(time.perf_counter() - began)
+    return _percentiles(seconds)
+
+
+def _promotes(catalog: Catalog, plan: Plan, policies: Iterable[int]) -> dict[str, timing.Figure]:
+    """An alias of each policy moves to its newest revision: one transaction each."""
+    seconds = []
+    for p in policies:
+        began = time.perf_counter()
+        catalog.promote(plan.policy(p), plan.newest(p))
+        seconds.append(time.perf_counter() - began)
+    return _percentiles(seconds)
+
+
+def _drop_from_page_cache(folder: Path) -> None:
+    """Makes the next reads come from the disk, on systems that can."""
+    if hasattr(os, "posix_fadvise"):
+        for path in folder.rglob("*"):
+            if path.is_file():
+                handle = os.open(path, os.O_RDONLY)
+                try:
+                    os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+                finally:
+                    os.close(handle)
+
+
+def _rows(database: Path, entries: int) -> dict[str, float] | None:
+    """Bytes of each table and of its indexes, over the entries; None where SQLite was built without
+    ``dbstat``.
+    """
+    connection = sqlite3.connect(f"file:{database}?mode=ro", uri=True)
+    try:
+        found = connection.execute(
+            "SELECT m.tbl_name, m.type, sum(s.pgsize) FROM dbstat s JOIN sqlite_master m ON m.name"
+            " = s.name GROUP BY 1, 2"
+        ).fetchall()
+    except sqlite3.OperationalError:
+        return None
+    finally:
+        connection.close()
+    rows = {
+        f"{table}{'' if kind == 'table' else ' indexes'}": round(size / entries, 1)
+        for table, kind, size in found
+    }
+    return {name: size for name, size in sorted(rows.items()) if size >= 1}
+
+
+def run(config: Any, workdir: Path) -> dict[str, Any]:
+    """Runs the bench; returns its report. The catalogs it makes are removed."""
+    folder = workdir / "catalog_scale"
+    report: dict[str, Any] = {
+        "bench": "catalog_scale",
+        "device": timing.device(),
+        "cores": os.cpu_count(),
+        "published": PUBLISHED,
+    }
+    rows: list[dict[str, Any]] = []
+    try:
+        for entries in config.entries:
+            _fresh(folder)
+            began, load_before = time.perf_counter(), os.getloadavg()[0]
+            with _server(config.database) as (database, data):
+                row = alone(
+                    fill,
+                    folder,
+                    Plan(entries, config.per_policy, config.batch, config.seed),
+                    database,
+                )
+                row |= alone(measure, config.to_dict(), str(folder), entries, database)
+                row |= (
+                    {}
+                    if data is None
+                    else {name: row[name] + more for name, more in on_disk(data).items()}
+                )
+            row |= {"load_average": [round(load_before, 1), round(os.getloadavg()[0], 1)]}
+            shutil.rmtree(folder)
+            row["whole_s"] = round(time.perf_counter() - began, 1)
+            rows = sorted([*rows, row], key=lambda row: row["entries"])
+            # what is measured stays, whatever comes
+            (workdir / "catalog_scale.json").write_text(json.dumps(rows, indent=1))
+            _draw(rows, workdir / "catalog_scale.png")
+            _show(rows)
+        if config.peer.entries:
+            _fresh(folder)
+            report |= registry_peer.compare(config.peer.to_dict(), folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    top = (
+        "entries",
+        "requests",
+        *(f"resolve_{key}" for key in _RESOLVE),
+        "control_p99_ms",
+        "cold_p50_ms",
+        "cold_p99_ms",
+    )
+    report |= {
+        key: rows[-1][key]
+        for key in (*top, "bytes", "files", "rss_bytes", "rows_bytes_per_entry", "entries_per_s")
+    }
+    report["rss_over_smallest"] = rows[-1]["rss_after_resolves"] - rows[0]["rss_after_resolves"]
+    report["errors"] = sum(row["errors"] for row in rows)
+    return report | {"sizes": rows}
+
+
+@contextlib.contextmanager
+def _server(database: str) -> Iterator[tuple[str | None, Path | None]]:
+    """The URL of an empty database and the folder of its files; None for SQLite, which lies in the
+    catalog's folder.
+
+    Raises:
+        UserError: another name, or PostgreSQL does not start.
+    """
+    if database not in DATABASES:
+        raise choice("database", database, DATABASES)
+    if database == "sqlite":
+        yield None, None
+        return
+    try:
+        server = PostgresServer()
+    except RuntimeError as error:
+        raise UserError(f"database is postgres: {error}") from None
+    try:
+        yield server.url, server.data
+    finally:
+        server.stop()
+
+
+def _fresh(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def _show(rows: list[dict[str, Any]]) -> None:
+    table = Table(title="a catalog by its size", title_justify="left")
+    for name in COLUMNS:
+        table.add_column(name, justify="right")
+    for row in rows:
+        shown = {key: timing.value(row[key]) for key in COLUMNS.values() if row[key] is not None}
+        table.add_row(
+            *(
+                str(round(shown[key] / 1e6) if key.endswith("bytes") else shown.get(key, "-"))
+                for key in COLUMNS.values()
+            )
+        )
+    console = Console(stderr=True, highlight=False)
+    console.width = max(console.width, 140)  # a log is no narrower than a terminal
+    console.print(table)
+
+
+def _draw(rows: list[dict[str, Any]], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    sizes = [row["entries"] for row in rows]
+    figure, axes = plt.subplots(1, 3, figsize=(12, 3.6))
+    for key, label in (
+        ("p50_ms", "p50"),
+        ("p99_ms", "p99"),
+        ("p99_undisturbed_ms", "p99, undisturbed"),
+    ):
+        axes[0].plot(
+            sizes, [timing.value(row[f"resolve_{key}"]) for row in rows], "o-", label=label
+        )
+    axes[0].plot(
+        sizes,
+        [timing.value(row["control_p99_ms"]) for row in rows],
+        "k:",
+        label="p99 of 0.1 ms of arithmetic",
+    )
+    axes[0].set_ylabel("resolve, ms")
+    for key in ("p50_ms", "p99_ms"):
+        axes[1].plot(
+            sizes, [timing.value(row[f"cold_{key}"]) for row in rows], "o-", label=f"cold {key[:3]}"
+        )
+        axes[1].plot(
+            sizes,
+            [timing.value(row["disk"].get(key)) for row in rows],
+            "s--",
+            label=f"from disk {key[:3]}",
+        )
+    axes[1].set_ylabel("name to device slot, ms")
+    axes[2].plot(sizes, [row["entries_per_s"] for row in rows], "o-", label="whole")
+    axes[2].plot(
+        sizes, [row["entries_per_s_last_tenth"] for row in rows], "s--", label="last tenth"
+    )
+    axes[2].set_ylabel("exports, entries/s")
+    axes[2].set_ylim(bottom=0)
+    for ax in axes:
+        ax.set_xscale("log")
+        ax.set_xlabel("revisions in the catalog")
+        ax.grid(alpha=0.3)
+        ax.legend(fontsize=8)
+    for ax in axes[:2]:
+        ax.set_yscale("log")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)

@@ -1,0 +1,202 @@
+"""What cold loads cost those who decode meanwhile.
+
+``decode_pause_p99``: the 99th percentile of a decode step of a small model, commit included, while
+a cold load goes on, over that without. Windows of steps take turns: quiet, loading, and quiet once
+more. A loading window begins with the request and ends with the step in which the last piece is
+written, so the whole load is inside it, and every step of it is counted; ``decode_loads`` says how
+many loads began and ended inside such windows. ``decode_noise_p99``, the second quiet steps over
+the first, is what the machine makes of no difference at all. Residency is opened as jobs open it.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks import timing
+from benchmarks.packed_files import Files
+from benchmarks.packed_store import forget, load, residency_of
+from mint_jax import mesh as mesh_lib
+from mint_jax import params as params_lib
+from mint_jax.metrics import Progress
+from mint_jax.models import transformer
+from mint_jax.models.config import ModelConfig
+from mint_jax.models.paged import PAGE, RUN_PAGES
+from mint_jax.residency.opening import PIECE_BYTES
+from mint_jax.residency.residency import Residency
+from mint_jax.rollout import device, plans
+from mint_jax.rollout.pages import pages_for
+from mint_jax.rollout.schedule import longest_table
+
+PROMPT = 16  # tokens of each row's prompt
+
+
+class _Decoder:
+    """A small model that decodes one token of every row at each call."""
+
+    def __init__(self, pause: Any, seed: int):
+        head_dim = 64
+        heads = pause.d_model // head_dim
+        self.cfg = ModelConfig(
+            "qwen3",
+            pause.vocab_size,
+            pause.d_model,
+            pause.layers,
+            heads,
+            heads,
+            head_dim,
+            4 * pause.d_model,
+            tie_embeddings=True,
+            qk_norm=True,
+        )
+        self.params = params_lib.init(transformer.abstract(self.cfg), jax.random.key(seed))
+        rows, self.new = pause.rows, max(pause.quiet, pause.longest) + 2
+        prompts = (
+            np.random.default_rng(seed)
+            .integers(3, pause.vocab_size, (rows, PROMPT))
+            .astype(np.int32)
+        )
+        table, self.pages = longest_table(PROMPT + self.new), 1 + pages_for(self.new, PAGE)
+        # Row r has pages r pages, ...: the first its prompt's, the others its own, which begin with
+        # a new run.
+        mine = np.arange(rows * self.pages, dtype=np.int32).reshape(rows, -1)
+        tables = np.zeros((rows, table), np.int32)
+        tables[:, 0] = mine[:, 0]
+        tables[:, RUN_PAGES : RUN_PAGES + self.pages - 1] = mine[:, 1:]
+        tokens = np.pad(prompts[:, :-1], ((0, 0), (0, PAGE - PROMPT + 1)))
+        self.blocks = plans.blocks_plan([[]], rows, table, ())._replace(
+            tokens=tokens, page=mine[:, 0], table=tables
+        )
+        full = np.full((rows,), self.new, np.int32)
+        prefix = np.full((rows,), PROMPT - 1, np.int32)
+        plan, _ = plans.rows_plan([], rows, 1, table, pause.vocab_size, ())
+        self.rows = plan._replace(
+            token=prompts[:, -1], table=tables, prefix=prefix, until=full, limit=full
+        )
+        self.mesh = mesh_lib.single_device_mesh()
+
+    def steps(self, most: int, between: Callable[[], bool]) -> list[float]:
+        """Seconds of each step, ``between`` included, which says whether it was the last; ``most``
+        at most.
+        """
+        out, rows = [], self.rows
+        pool = device.empty_pool(self.cfg, self.mesh, len(rows.token) * self.pages, np.float32)
+        with jax.set_mesh(self.mesh):
+            pool, _ = jax.block_until_ready(
+                device.prefill(self.params, {}, pool, self.blocks, cfg=self.cfg)
+            )
+            for _ in range(most):
+                began = time.perf_counter()
+                last = between()
+                pool, drawn = device.decode(self.params, {}, pool, rows, np.int32(1), cfg=self.cfg)
+                rows = rows._replace(
+                    token=np.asarray(drawn.tokens)[:, 0], own=rows.own + np.int32(1)
+                )
+                out.append(time.perf_counter() - began)
+                if last:
+                    break
+        return out
+
+
+class _ColdLoad:
+    """One cold load, from the request at a window's first step to its last piece: what happens
+    between steps.
+
+    Attributes:
+        ended: seconds since the request; None until its slot is written.
+    """
+
+    def __init__(self, residency: Residency, digest: str):
+        self.residency, self.digest = residency, digest
+        self.future, self.began, self.ended = None, 0.0, None
+
+    def __call__(self) -> bool:
+        if self.future is None:
+            self.began = time.perf_counter()
+            self.future = self.residency.acquire(self.digest)
+        self.residency.commit_ready(PIECE_BYTES)
+        if self.future.done():
+            self.future.result().release()
+            self.ended = time.perf_counter() - self.began
+        return self.ended is not None
+
+
+def decode_pause(config: Any, files: Files) -> dict[str, Any]:
+    """Decode steps with and without a cold load behind them, in windows that take turns.
+
+    Raises:
+        RuntimeError: a load did not end inside its window.
+    """
+    pause = config.pause
+    decoder = _Decoder(pause, config.seed)
+    residency = residency_of(files.store, files.specs, 2)
+    load(residency, files.digests[:1])  # compiles
+    decoder.steps(3, lambda: False)
+    windows: dict[str, list[list[float]]] = {"quiet": [], "loading": [], "again": []}
+    seconds = []
+    progress = Progress("decode pause", pause.windows)
+    for k in range(pause.windows):
+        windows["quiet"].append(decoder.steps(pause.quiet, lambda: False))
+        digest = files.digests[(k + 1) % len(files.digests)]
+        forget(residency, [digest])
+        cold = _ColdLoad(residency, digest)
+        windows["loading"].append(decoder.steps(pause.longest, cold))
+        if cold.ended is None:
+            residency.close()
+            raise RuntimeError(
+                f"a cold load did not end within {pause.longest} decode steps: raise"
+                " config.pause.longest"
+            )
+        seconds.append(cold.ended)
+        windows["again"].append(decoder.steps(pause.quiet, lambda: False))
+        progress.update(
+            k + 1, f"a cold load in {len(windows['loading'][-1])} steps, {cold.ended:.2f} s"
+        )
+    residency.close()
+    return {
+        "decode_pause_p99": _ratio(windows, "loading", 99),
+        "decode_pause_p50": _ratio(windows, "loading", 50),
+        "decode_noise_p99": _ratio(windows, "again", 99),
+        "decode_noise_p50": _ratio(windows, "again", 50),
+        "decode_step_ms": {
+            name: {
+                f"p{q}": timing.percentile([s for steps in of for s in steps], q, 1e3)
+                for q in (50, 99)
+            }
+            for name, of in windows.items()
+        },
+        "decode_load_ms": timing.median(seconds, 1e3),
+        "decode_steps": sum(map(len, windows["loading"])),
+        "decode_loads": len(seconds),
+    }
+
+
+def _ratio(windows: dict[str, list[list[float]]], name: str, q: float) -> timing.Figure:
+    """A percentile of all steps of one kind over that of the quiet ones; the interval is the
+    bootstrap over rounds.
+    """
+    mine, quiet = windows[name], windows["quiet"]
+
+    def of(rounds: np.ndarray) -> float:
+        return float(
+            np.divide(
+                *(
+                    np.percentile(np.concatenate([steps[k] for k in rounds]), q)
+                    for steps in (mine, quiet)
+                )
+            )
+        )
+
+    n = len(quiet)
+    drawn = [
+        of(rounds)
+        for rounds in np.random.default_rng(0).integers(0, n, (timing.BOOTSTRAPS // 4, n))
+    ]
+    low, high = np.percentile(drawn, (2.5, 97.5))
+    return {
+        "percentile": round(of(np.arange(n)), 4),
+        "interval": [round(float(low), 4), round(float(high), 4)],
+        "n": n,
+    }

@@ -1,0 +1,156 @@
+"""Decoding rows of many adapters in one batch: vLLM on the same processor, checkpoint, adapters and
+prompts, beside ours.
+
+Rows name adapters in turn, the last the bare base; prompts are in both caches before the clock
+starts. ``ratio_R``: tokens a second of R rows over vLLM's in float32, which is our arithmetic,
+whatever a base's ``weights`` are held in; ``ratio_R_bfloat16``: over vLLM's in bfloat16, whose
+weights are half the bytes. ``same_tokens_R``: share of greedy tokens that both drew in float32.
+vLLM is started by the options that its users have, compiled for this base, with as many sequences
+and adapters at once as there are.
+"""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks import timing, vllm_peer
+from benchmarks.bases import open_base
+from benchmarks.decode_steps import random_stack
+from benchmarks.elsewhere import Elsewhere
+from mint_jax.errors import UserError
+from mint_jax.lora import peft
+from mint_jax.lora import tree as lora_tree
+from mint_jax.lora.tree import AdapterConfig, Slot
+from mint_jax.models import transformer
+from mint_jax.models.base import Base
+from mint_jax.models.outline import peft_tables
+from mint_jax.rollout.engine import Engine
+from mint_jax.rollout.request import Request
+
+
+def run(config: Any, workdir: Path) -> dict[str, Any]:
+    """Runs the bench; where no interpreter is named ours alone, with ``"vllm": None``.
+
+    Raises:
+        UserError: the interpreter that is named is not there.
+        RuntimeError: vLLM did not start, or ended.
+    """
+    if config.python and not Path(config.python).is_file():
+        raise UserError(
+            f"python is {config.python!r}, which is not there: name the interpreter of an"
+            " environment that has vLLM"
+        )
+    base = open_base(config)
+    report: dict[str, Any] = {
+        "bench": "decode_vs_vllm",
+        "base": base.name,
+        "device": timing.device(),
+        "n": config.n,
+        "vllm": None,
+    }
+    report |= {"weights": base.weights, "adapters": config.adapters}
+    folder = workdir / "adapters"
+    peers: dict[str, Elsewhere] = {}
+    try:
+        for dtype in config.dtypes if config.python else ():
+            settings = json.dumps(_settings(config, base, dtype))
+            peers[dtype] = Elsewhere(
+                config.python, vllm_peer.__file__, settings, workdir / f"vllm_{dtype}.log"
+            )
+            report["vllm"] = peers[dtype].version
+        return report | _compare(config, base, peers, folder)
+    finally:
+        for peer in peers.values():
+            peer.close()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _settings(config: Any, base: Base, dtype: str) -> dict[str, Any]:
+    return {
+        "directory": str(base.directory),
+        "dtype": dtype,
+        "context": config.context + config.tokens + 1,
+        "rows": max(config.rows),
+        "adapters": config.adapters,
+        "rank": max(8, AdapterConfig(config.rank).bucket),  # which vLLM has room for
+        "compile": config.compile,
+        "cache_gb": config.cache_gb,
+    }
+
+
+def _compare(config: Any, base: Base, peers: dict[str, Elsewhere], folder: Path) -> dict[str, Any]:
+    adapter = AdapterConfig(config.rank, 2.0 * config.rank)
+    stack = random_stack(base, adapter, config.adapters, config.seed)
+    paths = _written(base, adapter, stack, folder)
+    rng = np.random.default_rng(config.seed)
+    out: dict[str, Any] = {}
+    for rows in config.rows:
+        prompts = [
+            tuple(rng.integers(3, base.cfg.vocab_size, config.context + 1).tolist())
+            for _ in range(rows)
+        ]
+        named = [i % (config.adapters + 1) for i in range(rows)]  # the last is the base
+        engine = Engine(base, max_rows=rows, rows=(rows,))
+        slots = [
+            (Slot(adapter.bucket, k), k) if k < config.adapters else (None, None) for k in named
+        ]
+        options = {"max_tokens": config.tokens, "temperature": 0.0, "stop_ids": ()}
+        # whose prompts stay in the cache
+        requests = [Request(p, slot, version=k, **options) for p, (slot, k) in zip(prompts, slots)]
+        theirs = [(k + 1, str(paths[k])) if k < config.adapters else (0, "") for k in named]
+        last: dict[str, Any] = {}
+
+        def ours(
+            engine: Engine = engine, requests: list[Request] = requests, last: dict[str, Any] = last
+        ) -> None:
+            last["ours"] = [c.tokens for [c] in engine.generate(requests, {adapter.bucket: stack})]
+
+        def side(
+            dtype: str, prompts: Any = prompts, theirs: Any = theirs, last: dict[str, Any] = last
+        ) -> Callable[[], None]:
+            def call() -> None:
+                last[dtype] = peers[dtype].ask(
+                    {"prompts": prompts, "adapters": theirs, "tokens": config.tokens}
+                )
+
+            return call
+
+        ours()
+        read = engine.counts["prefilled_tokens"]
+        times = timing.in_turn(
+            f"decoding {rows} rows",
+            {"ours": ours} | {dtype: side(dtype) for dtype in peers},
+            config.n,
+            warm=2,
+        )
+        if engine.counts["prefilled_tokens"] != read:
+            raise RuntimeError("prompts were to stay in the cache, and were read again")
+        out[f"seconds_{rows}"] = timing.medians_of(times)
+        for dtype in peers:
+            name = f"ratio_{rows}" if dtype == "float32" else f"ratio_{rows}_{dtype}"
+            out[name] = timing.ratio(times, dtype, "ours")
+        if "float32" in last:
+            out[f"same_tokens_{rows}"] = round(
+                float((np.array(last["ours"]) == np.array(last["float32"])).mean()), 3
+            )
+    return out
+
+
+def _written(
+    base: Base, adapter: AdapterConfig, stack: lora_tree.AdapterStack, folder: Path
+) -> list[Path]:
+    """The adapters of a stack as directories of PEFT's."""
+    shutil.rmtree(folder, ignore_errors=True)  # of a run that was ended
+    specs = lora_tree.adapter_specs(transformer.abstract(base.cfg), adapter)
+    names, _ = peft_tables(base.cfg)
+    paths = []
+    for k in range(stack.slots):
+        tree = jax.device_get(lora_tree.read_slot(stack, k, adapter.rank, specs))
+        paths.append(folder / f"adapter-{k}")
+        peft.write_peft(paths[-1], tree, adapter, names)
+    return paths

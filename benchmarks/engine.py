@@ -1,0 +1,413 @@
+"""The sampling engine: against torch and transformers, against what it would be without its parts,
+and against memory.
+
+``ratio_decode_R``: tokens a second of R rows, greedy, whose prompts are in the cache on both sides,
+over those of transformers on the same checkpoint (``torch_peer``, with its fastest options). Where
+the base stays in its checkpoint's blocks (``weights``), ``ratio_decode_R_in_full`` is that of the
+engine on a base in float32, in the same rounds. ``ratio_prefill``: tokens of prompts a second to
+the first new token.
+
+``ratio_continuous``: tokens a second on ragged lengths over those of a lockstep loop, which stands
+for the one that this engine had before: requests are sorted by the length of their prompts and
+taken in groups of as many as there are rows; all rows of a group go on until its last one has
+ended, and no group begins before that. ``ratio_continuous_idle_rows_free``: over a loop with the
+same groups whose ended rows are not computed, which on CPUs the kernels of this engine spare it.
+All run the same programs at the same number of rows. ``static_rows_busy`` is the share of these
+loops' rows and steps that draw a token. No request stops before its ``max_tokens``, by which the
+engine orders those that it is given at once: where completions stop earlier it knows less of them.
+
+``ratio_prefix``: one request of n samples over n requests of other prompts of the same length,
+prompts and tokens together. No prompt is read twice in what compares prompts: each call has a
+tenant of its own, and tenants share nothing.
+
+``bandwidth_share``: the bytes that a step must read, all weights once and what is cached of each
+row, over the time of a step of the engine, host and all; as a share of what reading memory reaches
+here, measured in turn with it. By the number of rows: with many of them products are the limit and
+not memory.
+
+``compiles_after_warmup``: programs compiled by random mixtures of requests after ``Engine.warm``,
+of all settings, adapters and lengths, from a thread that serves and from ``generate``.
+``differing_tokens``: tokens whose id or log-probabilities differ, in any bit, when the same
+requests are asked one by one; ``differing_tokens_preempted``: the same on an engine with so little
+cache that samples lose their pages on the way (``preempted``).
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks import timing
+from benchmarks.bandwidth import Bandwidth
+from benchmarks.bases import open_base
+from benchmarks.decode_steps import random_stack
+from benchmarks.torch_peer import TorchPeer
+from mint_jax.compiling import compilations
+from mint_jax.errors import UserError, choice
+from mint_jax.lora.tree import AdapterConfig, Slot, Stacks
+from mint_jax.metrics import Progress
+from mint_jax.models.base import Base
+from mint_jax.models.paged import PAGE
+from mint_jax.rollout import device
+from mint_jax.rollout.engine import Engine
+from mint_jax.rollout.request import Completion, Request
+from mint_jax.rollout.schedule import pages_needed
+
+_tenants = (f"bench {k}" for k in itertools.count())  # each reads its prompts itself
+
+
+def run(config: Any, workdir: Path) -> dict[str, Any]:
+    """Runs the bench; returns its report."""
+    for part in config.parts:
+        if part not in PARTS:
+            raise choice("part of the bench", part, PARTS)
+    base = open_base(config)
+    report: dict[str, Any] = {
+        "bench": "engine",
+        "base": base.name,
+        "dtype": config.dtype,
+        "device": timing.device(),
+        "n": config.n,
+    }
+    report["weights"] = base.weights
+    for part in config.parts:
+        rng = np.random.default_rng(config.seed)
+        if part == "decode" and base.weights == "blocks":
+            report |= _decode(config, base, rng, open_base({**config, "as_stored": False}))
+        else:
+            report |= PARTS[part](config, base, rng)
+    return report
+
+
+def _prompts(base: Base, rng: np.random.Generator, lengths: Sequence[int]) -> list[tuple[int, ...]]:
+    return [tuple(rng.integers(3, base.cfg.vocab_size, length).tolist()) for length in lengths]
+
+
+def _fixed(base: Base, rows: int, **options: Any) -> Engine:
+    """An engine with one program of decoding."""
+    return Engine(base, max_rows=rows, rows=(rows,), **options)
+
+
+# -- against transformers
+
+
+def _decode(
+    config: Any, base: Base, rng: np.random.Generator, in_full: Base | None = None
+) -> dict[str, Any]:
+    part, out = config.decode, {}
+    if part.context % PAGE:
+        raise UserError(
+            f"config.decode.context is {part.context}: give a multiple of {PAGE}, whole pages stay"
+            " in the cache"
+        )
+    peer = TorchPeer(base.directory)
+    reading = Bandwidth(config.read_bytes)
+    shares: dict[str, timing.Figure] = {}
+    for rows in part.rows:
+        prompts = _prompts(base, rng, [part.context + 1] * rows)
+        tried = peer.fastest(
+            lambda prompts=prompts: peer.decoder(np.array(prompts), part.trial_tokens)
+        )
+        draw = peer.decoder(np.array(prompts), part.tokens)
+        engines = {"ours": _fixed(base, rows)} | (
+            {"in_full": _fixed(in_full, rows)} if in_full else {}
+        )
+        requests = [Request(prompt, max_tokens=part.tokens, temperature=0.0) for prompt in prompts]
+        for engine in engines.values():
+            engine.generate(requests)
+        read = [engine.counts["prefilled_tokens"] for engine in engines.values()]
+        last: dict[str, np.ndarray] = {}
+
+        def ours(
+            name: str,
+            engine: Engine,
+            requests: Sequence[Request] = requests,
+            last: dict[str, Any] = last,
+        ) -> None:
+            last[name] = np.array([c.tokens for [c] in engine.generate(requests)])
+
+        def peers(draw: Callable[[], np.ndarray] = draw, last: dict[str, Any] = last) -> None:
+            last["peer"] = draw()
+
+        sides = {name: functools.partial(ours, name, engine) for name, engine in engines.items()}
+        times = timing.in_turn(
+            f"decoding {rows} rows", {**sides, "peer": peers, "read": reading}, config.n
+        )
+        if [engine.counts["prefilled_tokens"] for engine in engines.values()] != read:
+            raise RuntimeError("prompts were to stay in the cache, and were read again")
+        step = _step_bytes(base, rows, part.context + 1 + (part.tokens - 1) / 2)
+        a_byte = {
+            "read": [seconds / reading.nbytes for seconds in times["read"]],
+            "step": [seconds / (part.tokens * step) for seconds in times["ours"]],
+        }
+        shares[str(rows)] = timing.ratio(a_byte, "read", "step")
+        out |= {
+            f"ratio_decode_{rows}": timing.ratio(times, "peer", "ours"),
+            f"decode_{rows}_seconds": timing.medians_of(times),
+            f"decode_{rows}_same_tokens": round(float((last["ours"] == last["peer"]).mean()), 3),
+            f"decode_{rows}_step_bytes": round(step),
+            f"peer_options_decode_{rows}": str(peer.options),
+            f"peer_candidates_s_decode_{rows}": tried,
+        }
+        if in_full:
+            out[f"ratio_decode_{rows}_in_full"] = timing.ratio(times, "peer", "in_full")
+    first = shares[str(part.rows[0])]
+    rates = {name: round(rate / 1e9, 2) for name, rate in reading.rates.items()}
+    return out | {
+        "bandwidth_share": first,
+        "bandwidth_shares": shares,
+        "bandwidth_way": reading.way,
+        "bandwidth_tried_gb_per_s": rates,
+    }
+
+
+def _step_bytes(base: Base, rows: int, length: float) -> float:
+    """Bytes that a step of a dense base reads at least: weights that multiply, and ``length``
+    positions of each row.
+    """
+    cfg = base.cfg
+    # of which a row reads one line
+    table = 0 if cfg.tie_embeddings else cfg.vocab_size * cfg.d_model * base.dtype.itemsize
+    position = device.page_bytes(cfg, base.dtype, False) / PAGE
+    return base.nbytes - table + rows * length * position
+
+
+def _prefill(config: Any, base: Base, rng: np.random.Generator) -> dict[str, Any]:
+    part = config.prefill
+    peer, engine = TorchPeer(base.directory), _fixed(base, part.rows)
+    prompts = _prompts(base, rng, [part.prompt] * part.rows)
+    tried = peer.fastest(lambda: lambda: peer.prefill(np.array(prompts)), caches=("dynamic",))
+    last: dict[str, Any] = {}
+
+    def ours() -> None:
+        tenant = next(_tenants)
+        requests = [
+            Request(prompt, max_tokens=1, temperature=0.0, tenant=tenant) for prompt in prompts
+        ]
+        last["ours"] = np.array([c.tokens[0] for [c] in engine.generate(requests)])
+
+    def peers() -> None:
+        last["peer"] = peer.prefill(np.array(prompts))
+
+    times = timing.in_turn("prefill", {"ours": ours, "peer": peers}, config.n)
+    return {
+        "ratio_prefill": timing.ratio(times, "peer", "ours"),
+        "prefill_seconds": timing.medians_of(times),
+        "prefill_tokens": part.rows * part.prompt,
+        "prefill_same_tokens": round(float((last["ours"] == last["peer"]).mean()), 3),
+        "peer_options_prefill": str(peer.options),
+        "peer_candidates_s_prefill": tried,
+    }
+
+
+# -- against itself without a part
+
+
+def static_loop(engine: Engine, requests: Sequence[Request], rows: int) -> list[list[Completion]]:
+    """Answers requests of n = 1 in groups, each of which begins when all rows of the one before it
+    have ended.
+    """
+    order = sorted(range(len(requests)), key=lambda i: len(requests[i].prompt))
+    out: dict[int, list[Completion]] = {}
+    for k in range(0, len(order), rows):
+        group = order[k : k + rows]
+        out |= zip(group, engine.generate([requests[i] for i in group]))
+    return [out[i] for i in range(len(requests))]
+
+
+def _continuous(config: Any, base: Base, rng: np.random.Generator) -> dict[str, Any]:
+    part = config.continuous
+    engine = _fixed(base, part.rows)
+    lengths = rng.integers(part.prompt[0], part.prompt[1] + 1, part.requests)
+    tokens = rng.integers(part.tokens[0], part.tokens[1] + 1, part.requests).tolist()
+    prompts = _prompts(base, rng, lengths.tolist())
+
+    def requests() -> list[Request]:
+        tenant = next(_tenants)
+        return [
+            Request(prompt, max_tokens=most, temperature=0.0, tenant=tenant)
+            for prompt, most in zip(prompts, tokens)
+        ]
+
+    said: dict[str, list[list[int]]] = {}
+
+    def continuous() -> None:
+        said["continuous"] = [c.tokens for [c] in engine.generate(requests())]
+
+    def static() -> None:
+        said["static"] = [c.tokens for [c] in static_loop(engine, requests(), part.rows)]
+
+    order = sorted(range(part.requests), key=lambda i: len(prompts[i]))
+    groups = [order[k : k + part.rows] for k in range(0, part.requests, part.rows)]
+    longest = {i: max(tokens[j] for j in group) for group in groups for i in group}
+
+    def lockstep() -> None:
+        long = [
+            dataclasses.replace(request, max_tokens=longest[i])
+            for i, request in enumerate(requests())
+        ]
+        said["lockstep"] = [
+            c.tokens[:most] for [c], most in zip(static_loop(engine, long, part.rows), tokens)
+        ]
+
+    engine.warm()
+    times = timing.in_turn(
+        "ragged lengths",
+        {"continuous": continuous, "lockstep": lockstep, "static": static},
+        config.n,
+        warm=0,
+    )
+    steps = sum(longest.values())
+    return {
+        "ratio_continuous": timing.ratio(times, "lockstep", "continuous"),
+        "ratio_continuous_idle_rows_free": timing.ratio(times, "static", "continuous"),
+        "continuous_seconds": timing.medians_of(times),
+        "continuous_tokens": sum(tokens),
+        "continuous_same_tokens": said["continuous"] == said["static"] == said["lockstep"],
+        "static_rows_busy": round(sum(tokens) / steps, 3),
+    }
+
+
+def _prefix(config: Any, base: Base, rng: np.random.Generator) -> dict[str, Any]:
+    part = config.prefix
+    engine = _fixed(base, part.samples)
+    prompts = _prompts(base, rng, [part.prompt] * part.samples)
+
+    def one() -> None:
+        engine.generate(
+            [Request(prompts[0], n=part.samples, max_tokens=part.tokens, tenant=next(_tenants))]
+        )
+
+    def distinct() -> None:
+        tenant = next(_tenants)
+        engine.generate(
+            [Request(prompt, max_tokens=part.tokens, tenant=tenant) for prompt in prompts]
+        )
+
+    engine.warm()
+    times = timing.in_turn(
+        "samples of one prompt", {"one": one, "distinct": distinct}, config.n, warm=0
+    )
+    return {
+        "ratio_prefix": timing.ratio(times, "distinct", "one"),
+        "prefix_seconds": timing.medians_of(times),
+        "prefix_samples": part.samples,
+        "prefix_prompt": part.prompt,
+        "prefix_tokens": part.tokens,
+    }
+
+
+# -- what must not change
+
+
+def _mixture(part: Any, base: Base, rng: np.random.Generator, stacks: Stacks) -> list[Request]:
+    """Requests of all kinds; about a third name no adapter."""
+    slots: list[Slot | None] = [
+        Slot(bucket, i) for bucket, stack in stacks.items() for i in range(stack.slots)
+    ]
+    out = []
+    for prompt in _prompts(base, rng, rng.integers(1, part.prompt + 1, part.requests).tolist()):
+        out.append(
+            Request(
+                prompt,
+                None if rng.random() < 1 / 3 else slots[int(rng.integers(len(slots)))],
+                n=int(rng.choice((1, 1, 1, 2, part.rows + 1))),
+                max_tokens=int(rng.integers(1, part.tokens + 1)),
+                temperature=float(rng.choice((0.0, 0.7, 1.3))),
+                top_k=int(rng.choice((0, 40))),
+                top_p=float(rng.choice((1.0, 0.9))),
+                min_p=float(rng.choice((0.0, 0.02))),
+                repetition_penalty=float(rng.choice((1.0, 1.2))),
+                frequency_penalty=float(rng.choice((0.0, 0.5))),
+                logit_bias=((7, 1.5),) if rng.random() < 0.2 else (),
+                top_logprobs=int(rng.choice((0, 0, 5))),
+                seed=int(rng.integers(2**31)),
+                stop_ids=(
+                    tuple(rng.integers(0, base.cfg.vocab_size, 50).tolist())
+                    if rng.random() < 0.3
+                    else ()
+                ),
+            )
+        )
+    return out
+
+
+def _differing(one: Sequence[Sequence[Completion]], other: Sequence[Sequence[Completion]]) -> int:
+    """Tokens whose id or log-probabilities differ, those included that only one side has."""
+    count = 0
+    for mine, theirs in zip(one, other, strict=True):
+        for x, y in zip(mine, theirs, strict=True):
+            told = (
+                list(
+                    zip(
+                        c.tokens,
+                        c.logprobs,
+                        c.drawn_logprobs,
+                        c.top_logprobs or itertools.repeat(None),
+                    )
+                )
+                for c in (x, y)
+            )
+            count += sum(a != b for a, b in itertools.zip_longest(*told))
+    return count
+
+
+def _company(config: Any, base: Base, rng: np.random.Generator) -> dict[str, Any]:
+    part = config.company
+    stacks: Stacks = {}
+    for rank in part.ranks:
+        adapter = AdapterConfig(rank, 2.0 * rank)
+        stacks[adapter.bucket] = random_stack(base, adapter, part.slots, config.seed + rank)
+    engine = _fixed(base, part.rows)
+    with compilations() as seen:
+        engine.warm(stacks)
+        warm = len(seen)
+        for k in range(part.rounds):
+            mixture = _mixture(part, base, rng, stacks)
+            if k % 2:
+                with engine.serving(stacks):
+                    for stream in [engine.submit(request) for request in mixture]:
+                        stream.result()
+            else:
+                engine.generate(mixture, stacks)
+        compiled = seen[warm:]
+
+    requests = _mixture(part, base, rng, stacks)
+    alone, progress = [], Progress("requests alone", len(requests))
+    for request in requests:
+        alone += engine.generate([request], stacks)
+        progress.update(len(alone))
+    order = rng.permutation(len(requests)).tolist()
+    together: list[Any] = [None] * len(requests)
+    for i, completions in zip(order, engine.generate([requests[i] for i in order], stacks)):
+        together[i] = completions
+    # the largest sample fits, and rows beside it soon lack pages
+    pages = max(map(pages_needed, requests)) + part.rows // 2
+    tight = _fixed(
+        base, part.rows, cache_bytes=pages * device.page_bytes(base.cfg, base.dtype, False)
+    )
+    preempted = tight.generate(requests, stacks)
+    return {
+        "compiles_in_warmup": warm,
+        "compiles_after_warmup": len(compiled),
+        "compiled_after_warmup": sorted(set(compiled)),
+        "mixtures": part.rounds,
+        "requests_a_mixture": part.requests,
+        "company_tokens": sum(len(c.tokens) for completions in alone for c in completions),
+        "differing_tokens": _differing(alone, together),
+        "differing_tokens_preempted": _differing(alone, preempted),
+        "preempted": tight.counts["preempted"],
+    }
+
+
+PARTS: dict[str, Callable[[Any, Base, np.random.Generator], dict[str, Any]]] = {
+    "decode": _decode,
+    "prefill": _prefill,
+    "continuous": _continuous,
+    "prefix": _prefix,
+    "company": _company,
+}

@@ -1,0 +1,141 @@
+"""Hit rates of the slot table and of the host cache over traffic, beside those of LRU and of the
+best there could be.
+
+The product's own tables are asked, with a clock that moves by ``request_s`` a request, and nothing
+is loaded: a hit rate follows from the order of requests alone. ``lru`` evicts what was not used for
+longest (``OrderedDict``); ``optimal`` what is next used last (Belady 1966, "A study of replacement
+algorithms for a virtual-storage computer"), which no policy that does not see the future can beat.
+All entries are equally large, as adapters of one rank and base are. A figure is the mean over ``n``
+traces with its interval.
+"""
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks import timing, traffic
+from mint_jax.metrics import Progress
+from mint_jax.residency.host_cache import HostCache
+from mint_jax.residency.slot_table import SlotTable
+
+BUCKET = 1
+LOAD_S = 1e-3  # what every miss is said to take: equal, so that only use decides
+
+
+def run(config: Any, workdir: Path) -> dict[str, Any]:
+    """Runs the bench; returns its report."""
+    points = []
+    progress = Progress("hot set", len(config.traffic) * len(config.capacities) * config.n)
+    for kind in config.traffic:
+        seeds = np.random.SeedSequence(config.seed).spawn(config.n)
+        traces = [
+            traffic.draws(
+                kind, config.names, config.requests, config.zipf, np.random.default_rng(s)
+            ).tolist()
+            for s in seeds
+        ]
+        for capacity in config.capacities:
+            rates: dict[str, list[float]] = {name: [] for name in POLICIES}
+            for trace in traces:
+                for name, policy in POLICIES.items():
+                    rates[name].append(policy(trace, capacity, config) / len(trace))
+                progress.update(len(points) * config.n + len(rates["lru"]), f"{kind} {capacity}")
+            hits = {name: timing.mean(values) for name, values in rates.items()}
+            points.append(
+                {
+                    "name": f"{kind} {capacity}",
+                    "traffic": kind,
+                    "capacity": capacity,
+                    "hit_rate": hits,
+                }
+            )
+    return {
+        "bench": "hot_set",
+        "names": config.names,
+        "requests": config.requests,
+        "n": config.n,
+        "points": points,
+    }
+
+
+def slots(trace: Sequence[int], capacity: int, config: Any) -> int:
+    """Hits of the slot table."""
+    now = [0.0]
+    table = SlotTable(
+        {BUCKET: capacity}, {BUCKET: 1}, half_life_s=config.half_life_s, clock=lambda: now[0]
+    )
+    hits = 0
+    for name in map(str, trace):
+        now[0] += config.request_s
+        if table.lease(name) is not None:
+            hits += 1
+            table.release(name)
+        elif table.reserve(BUCKET, name, "t") is not None:
+            table.fill(name, LOAD_S)
+    return hits
+
+
+def host(trace: Sequence[int], capacity: int, config: Any) -> int:
+    """Hits of the host cache."""
+    now, buffer = [0.0], np.zeros(64, np.uint8)
+    cache = HostCache(
+        capacity * buffer.nbytes, half_life_s=config.half_life_s, clock=lambda: now[0]
+    )
+    hits = 0
+    for name in map(str, trace):
+        now[0] += config.request_s
+        if cache.lease(name) is not None:
+            hits += 1
+            cache.release(name)
+        elif cache.reserve(name, buffer, "t") is not None:
+            cache.confirm(name, LOAD_S)
+            cache.release(name)
+    return hits
+
+
+def lru(trace: Sequence[int], capacity: int, config: Any) -> int:
+    """Hits where what was not used for longest goes."""
+    kept: OrderedDict[int, None] = OrderedDict()
+    hits = 0
+    for name in trace:
+        if name in kept:
+            hits += 1
+            kept.move_to_end(name)
+            continue
+        if len(kept) == capacity:
+            kept.popitem(last=False)
+        kept[name] = None
+    return hits
+
+
+def optimal(trace: Sequence[int], capacity: int, config: Any) -> int:
+    """Hits where what is next used last goes."""
+    after, seen = [0] * len(trace), {}
+    for k in range(len(trace) - 1, -1, -1):
+        after[k] = seen.get(trace[k], len(trace))
+        seen[trace[k]] = k
+    kept: dict[int, int] = {}  # name -> its next use
+    heap: list[tuple[int, int]] = []  # (-next use, name); those that are not current are skipped
+    hits = 0
+    for name, following in zip(trace, after):
+        if name in kept:
+            hits += 1
+        elif len(kept) == capacity:
+            while kept.get(heap[0][1]) != -heap[0][0]:
+                heapq.heappop(heap)
+            del kept[heapq.heappop(heap)[1]]
+        kept[name] = following
+        heapq.heappush(heap, (-following, name))
+    return hits
+
+
+POLICIES: dict[str, Callable[[Sequence[int], int, Any], int]] = {
+    "slots": slots,
+    "host": host,
+    "lru": lru,
+    "optimal": optimal,
+}

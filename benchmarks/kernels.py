@@ -1,0 +1,294 @@
+"""What adapters of one expert projection pair (gate and up) add to the base's grouped product, by
+every implementation that runs here.
+
+Cells are shapes of decoding, prefill and training (forward and backward, the base frozen). Of each
+cell the base's grouped product alone is one side; others are base and adapters: ``model``, what a
+model runs on this platform; each implementation of ``pallas_kernels.packed_lora`` by its name,
+never interpreted; ``ragged``, the adapters as two ``ragged_dot`` over groups of (expert, adapter);
+``tokamax`` and ``torch``, base and adapters by these libraries' grouped products, where they are
+installed (``kernel_peers``); ``loop``, a Python loop over experts and their adapters with a product
+each. ``over_base`` is a side's time over the base's; ``ratio_ragged``, ``ratio_tokamax``,
+``ratio_torch`` and ``ratio_loop`` are theirs over the model's. ``floor_over_base`` is counted and
+no time: the least bytes of base and adapters over the base's, alone where the adapters' product is
+a call of its own, inside where it is part of the base's (``pallas_kernels.cost``). A side that
+cannot run is named under ``empty`` with the reason.
+
+Axes: M rows (a token and one of its experts), D in, F out, R rank, E experts, P adapters, G groups
+(expert, adapter).
+"""
+
+import functools
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import timing
+from benchmarks.kernel_peers import Product, TorchGrouped, tokamax_dot
+from mint_jax.errors import choice
+from mint_jax.models.grouped import grouped_matmul
+from mint_jax.models.packed_lora import Adapters, Groups, project
+from pallas_kernels import cost, dispatch, packed_lora
+
+PEERS = ("ragged", "tokamax", "torch", "loop")
+PROJECTIONS = 2  # gate and up
+CHECKED = 16  # rows of each side that are compared with float64
+
+Side = Callable[[], Any]
+
+
+class Products(NamedTuple):
+    """Whose grouped products: the base's, and the adapters'."""
+
+    base: Product
+    dot: Product
+
+
+class _Cell:
+    """Rows routed at random, factors of all (expert, adapter), and the base's matrices."""
+
+    def __init__(self, size: Any, cell: Any, dtype: Any, seed: int):
+        E, P, D, F, R = size.experts, cell.adapters, size.d_model, size.width, cell.rank
+        rng = np.random.default_rng(seed)
+        expert = np.argsort(rng.random((cell.tokens, E)), axis=1)[:, : size.per_token]
+        adapter = np.arange(cell.tokens) * P // cell.tokens
+        self.factor = np.sort((expert * P + adapter[:, None]).reshape(-1)).astype(np.int32)
+        self.sizes_G = np.bincount(self.factor, minlength=E * P).astype(np.int32)
+        self.sizes_E = self.sizes_G.reshape(E, P).sum(axis=1, dtype=np.int32)
+        M, key, self.adapters = len(self.factor), jax.random.key(seed), P
+        keys = iter(jax.random.split(key, 2 + 3 * PROJECTIONS))
+
+        def normal(*shape: int, scale: float = 1.0) -> jax.Array:
+            return (scale * jax.random.normal(next(keys), shape)).astype(dtype)
+
+        self.x = normal(M, D)
+        self.g = [normal(M, F)] * PROJECTIONS
+        self.w = [normal(E, D, F, scale=D**-0.5) for _ in range(PROJECTIONS)]
+        self.a = [normal(E * P, R, D, scale=D**-0.5) for _ in range(PROJECTIONS)]
+        self.b = [normal(E * P, R, F, scale=R**-0.5) for _ in range(PROJECTIONS)]
+        self.backward = cell.backward
+
+    def floor(self) -> dict[str, float]:
+        """The least bytes of base and adapters over the base's."""
+        lora, base = cost.Cost(0, 0, 0), cost.Cost(0, 0, 0)
+        for backward in (False, True)[: 1 + self.backward]:
+            lora += cost.packed_lora(self.x, self.a, self.b, self.g, self.factor, backward)
+            base += cost.grouped(self.x, self.w, self.sizes_E, backward)
+        return {
+            "alone": round(1 + lora.nbytes / base.nbytes, 4),
+            "inside": round(1 + lora.weights / base.nbytes, 4),
+        }
+
+    def sides(
+        self, most_ragged: float, without: Collection[str]
+    ) -> tuple[dict[str, Side], dict[str, str]]:
+        """What runs here, and why the others do not; of peers those that are not left out."""
+        factor, sizes = jnp.asarray(self.factor), jnp.asarray(self.sizes_E)
+        sides, empty = {"base": self._side(lambda x, w: _base(x, w, sizes), self.x)}, {}
+        args = self.x, self.a, self.b
+        sides["model"] = self._side(
+            functools.partial(_model, sizes=sizes, groups=self._groups()), *args
+        )
+        for one in packed_lora.ADD:
+            if reason := self._reason(one):
+                empty[one.name] = reason
+            else:
+                sides[one.name] = self._side(
+                    functools.partial(_named, sizes=sizes, factor=factor, name=one.name), *args
+                )
+        dots: dict[str, Callable[[], Products]] = {
+            "ragged": lambda: Products(grouped_matmul, jax.lax.ragged_dot),
+            "tokamax": lambda: Products(tokamax_dot(), tokamax_dot()),
+        }
+        groups = jnp.asarray(self.sizes_G)
+        for name in without:
+            empty[name] = "left out by config.without"
+        for name, product in dots.items():
+            if name in without:
+                continue
+            if (
+                jax.default_backend() == "cpu"
+                and (steps := self.x.size * len(self.sizes_G) * self.a[0].shape[1]) > most_ragged
+            ):
+                empty[name] = (
+                    f"{steps:.1g} multiply-adds for one factor: on a CPU ragged_dot multiplies"
+                    " every row by every group's"
+                )
+                continue
+            try:
+                sides[name] = self._side(
+                    functools.partial(_products, sizes=sizes, groups=groups, of=product()), *args
+                )
+            except NotImplementedError as reason:
+                empty[name] = str(reason)
+        if "torch" not in without:
+            try:
+                torch = TorchGrouped(
+                    self.x, self.w, self.a, self.b, self.g, self.sizes_E, self.sizes_G
+                )
+                sides["torch"] = torch.both if self.backward else torch.forward
+            except NotImplementedError as reason:
+                empty["torch"] = str(reason)
+        if "loop" in without:
+            return sides, empty
+        if self.backward:
+            empty["loop"] = "forward only"
+        else:
+            sides["loop"] = lambda: jax.block_until_ready(self._loop())
+        return sides, empty
+
+    def _groups(self) -> Groups:
+        G = len(self.sizes_G)
+        first = np.cumsum(self.sizes_G) - self.sizes_G
+        return Groups(
+            *(jnp.asarray(v, jnp.int32) for v in (first, self.sizes_G, np.arange(G))),
+            factor=jnp.asarray(self.factor),
+            contiguous=True,
+        )
+
+    def _reason(self, one: dispatch.Implementation) -> str:
+        """Why an implementation cannot run, or nothing."""
+        if one.platform not in (None, here := dispatch.platform_here()):
+            return f"a kernel for {one.platform}, and this is {here}"
+        tables: list[Any] = [(packed_lora.ADD, (self.x, self.a, self.b, self.g, self.factor))]
+        if self.backward:
+            tables.append(
+                (packed_lora.BACKWARD, (self.x, self.a, self.b, self.g, self.x, self.factor))
+            )
+        for table, args in tables:
+            told = dict(dispatch.explain(table, *args)).get(one.name, "has no gradients")
+            if not told.startswith("serves"):
+                return told
+        return ""
+
+    def _side(self, fn: Any, *args: Any) -> Side:
+        """One pass of ``fn(*args, w)``; backward with the gradients of the arguments."""
+        if not self.backward:
+            forward = jax.jit(fn)
+            return lambda: jax.block_until_ready(forward(*args, self.w))
+
+        def both(args, w, g):
+            y, vjp = jax.vjp(lambda *args: fn(*args, w), *args)
+            return y, vjp(g)
+
+        run = jax.jit(both)
+        return lambda: jax.block_until_ready(run(args, self.w, self.g))
+
+    def _loop(self) -> list[jax.Array]:
+        """Products of slices, one after another; a compiled program for each number of rows."""
+        parts, first = [], 0
+        for e, n in enumerate(self.sizes_E):
+            if not n:
+                continue
+            base = _expert(int(n), self.x, self.w, first, e)
+            mine, at = [], first
+            for g in range(e * self.adapters, (e + 1) * self.adapters):
+                if self.sizes_G[g]:
+                    mine.append(_group(int(self.sizes_G[g]), self.x, self.a, self.b, at, g))
+                    at += int(self.sizes_G[g])
+            parts.append([y + jnp.concatenate(own) for y, own in zip(base, zip(*mine))])
+            first += int(n)
+        return [jnp.concatenate(of) for of in zip(*parts)]
+
+    def error(self, made: Any) -> float:
+        """The largest difference of some rows from float64, over their largest entry."""
+        made, worst = (made[0] if self.backward else made), 0.0
+        rows = np.linspace(0, len(self.factor) - 1, CHECKED).astype(int)
+        for k, y in enumerate(made):
+            for m in rows:
+                g = int(self.factor[m])
+                x, w, a, b = (
+                    np.array(v, np.float64)
+                    for v in (self.x[m], self.w[k][g // self.adapters], self.a[k][g], self.b[k][g])
+                )
+                want = x @ w + (a @ x) @ b
+                row = y[m] if isinstance(y, jax.Array) else y[m].detach().float().cpu().numpy()
+                worst = max(
+                    worst,
+                    float(np.abs(np.array(row, np.float64) - want).max() / np.abs(want).max()),
+                )
+        return float(f"{worst:.2g}")
+
+
+def _base(x: jax.Array, w: Any, sizes: jax.Array) -> list[jax.Array]:
+    return [grouped_matmul(x, one, sizes) for one in w]
+
+
+def _model(
+    x: jax.Array, a: Any, b: Any, w: Any, sizes: jax.Array, groups: Groups
+) -> list[jax.Array]:
+    return project(x, [{"w": one} for one in w], sizes, [Adapters(groups, tuple(zip(a, b)))])
+
+
+def _named(
+    x: jax.Array, a: Any, b: Any, w: Any, sizes: jax.Array, factor: jax.Array, name: str
+) -> list[jax.Array]:
+    return list(packed_lora.packed_lora(x, a, b, _base(x, w, sizes), factor, implementation=name))
+
+
+def _products(
+    x: jax.Array, a: Any, b: Any, w: Any, sizes: jax.Array, groups: jax.Array, of: Products
+) -> list[jax.Array]:
+    """Base and adapters by one grouped product each."""
+
+    def delta(a_k: jax.Array, b_k: jax.Array) -> jax.Array:
+        return of.dot(of.dot(x, a_k.swapaxes(1, 2), groups), b_k, groups)
+
+    return [of.base(x, one, sizes) + delta(a_k, b_k) for one, a_k, b_k in zip(w, a, b)]
+
+
+def _rows(x: jax.Array, at: Any, n: int) -> jax.Array:
+    return jax.lax.dynamic_slice_in_dim(x, at, n)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _expert(n: int, x: jax.Array, w: Any, at: Any, e: Any) -> list[jax.Array]:
+    return [_rows(x, at, n) @ one[e] for one in w]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _group(n: int, x: jax.Array, a: Any, b: Any, at: Any, g: Any) -> list[jax.Array]:
+    return [_rows(x, at, n) @ a_k[g].T @ b_k[g] for a_k, b_k in zip(a, b)]
+
+
+def run(config: Any, workdir: Path) -> dict[str, Any]:
+    """Runs the bench; returns its report."""
+    for peer in config.without:
+        if peer not in PEERS:
+            raise choice("without", peer, PEERS)
+    dtype = jnp.dtype(config.dtype)
+    report: dict[str, Any] = {
+        "bench": "kernels",
+        "device": timing.device(),
+        "n": config.n,
+        "dtype": config.dtype,
+        "size": config.size.to_dict(),
+        "cells": [],
+    }
+    for name, cell in config.cells.items():
+        report["cells"].append(
+            {"name": name}
+            | cell.to_dict()
+            | _measured(name, _Cell(config.size, cell, dtype, config.seed), config)
+        )
+    return report
+
+
+def _measured(name: str, cell: _Cell, config: Any) -> dict[str, Any]:
+    sides, empty = cell.sides(config.most_ragged, config.without)
+    errors = {side: cell.error(call()) for side, call in sides.items() if side != "base"}
+    times = timing.in_turn(name, sides, config.n)
+    peers = {f"ratio_{peer}": timing.ratio(times, peer, "model") for peer in PEERS if peer in sides}
+    return {
+        "rows": len(cell.factor),
+        "groups_present": int(np.count_nonzero(cell.sizes_G)),
+        "seconds": timing.medians_of(times),
+        "over_base": {side: timing.ratio(times, side, "base") for side in sides if side != "base"},
+        **peers,
+        "floor_over_base": cell.floor(),
+        "errors": errors,
+        "empty": empty,
+    }

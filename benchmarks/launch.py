@@ -1,0 +1,82 @@
+"""Runs one benchmark: ``python -m benchmarks --config=configs/bench/engine.py:ci --workdir=DIR``.
+
+``config.bench`` names a module of this package; ``--config.x=y`` changes a setting of the file.
+The result is printed as one JSON object and saved as ``WORKDIR/result.json`` with its stamp.
+"""
+
+import argparse
+import importlib
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mint_jax import api, host, launch, stamp
+from mint_jax.errors import choice
+from mint_jax.files import write_file
+from mint_jax.jobs import common, settings
+
+Config = Any  # a ConfigDict
+BENCHES = sorted(path.stem for path in Path(__file__).parents[1].glob("configs/bench/*.py"))
+
+
+def program_of(config: str) -> tuple[str, ...]:
+    """Returns the command that runs a config: a benchmark's, a sweep's, or a job's."""
+    own = Path(config.partition(":")[0]).parent.name in ("bench", "sweeps")
+    return sys.executable, "-m", "benchmarks" if own else "mint_jax.launch"
+
+
+def settings_of(config: Config) -> type | None:
+    """Returns the settings class of a benchmark; None where its config file declares them.
+
+    Raises:
+        UserError: no such benchmark.
+    """
+    if config.get("bench") not in (*BENCHES, "sweep"):
+        raise choice("bench", config.get("bench"), (*BENCHES, "sweep"))
+    return getattr(importlib.import_module(f"benchmarks.{config.bench}"), "Settings", None)
+
+
+def load(name: str, changes: Sequence[tuple[str, str]] = ()) -> Config:
+    """Reads the config ``FILE`` or ``FILE:ARGUMENT``, changed and checked.
+
+    Raises:
+        UserError: an unknown setting, or a value of another type.
+    """
+    file, _, argument = name.partition(":")
+    config = launch.read_config(Path(file).expanduser(), argument or None)
+    declared = settings_of(config)
+    settings.fill(declared, config)
+    for path, text in changes:
+        settings.change(declared, config, path, text)
+    settings.check(declared, config)
+    return config
+
+
+def run(config: Config, workdir: Path) -> dict[str, Any]:
+    """Runs a benchmark in this process and saves its config and its result."""
+    workdir.mkdir(parents=True, exist_ok=True)
+    saved = common.plain(config)
+    write_file(workdir / "config.json", json.dumps(saved, indent=1) + "\n")
+    result = importlib.import_module(f"benchmarks.{config.bench}").run(config, workdir)
+    stamped = result | {"stamp": stamp.stamp(saved)}
+    write_file(workdir / "result.json", json.dumps(stamped) + "\n")
+    return result
+
+
+def main(argv: Sequence[str]) -> None:
+    others, changes = launch.split(argv)
+    parser = argparse.ArgumentParser("benchmarks", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--config", metavar="FILE[:SIZE]", required=True, help="config file")
+    parser.add_argument("--workdir", metavar="DIR", help="for results; under runs/ by default")
+    args = parser.parse_args(others)
+    config = load(args.config, changes)
+    workdir = args.workdir or launch.default_workdir(args.config, config.bench)
+    print(f"[benchmarks] {args.config}; results in {workdir}", file=sys.stderr, flush=True)
+    api.prepare()
+    result = run(config, Path(workdir).expanduser())
+    print(json.dumps(result), flush=True)
+    if result.get("failed"):  # points of a sweep; its report has their reasons
+        sys.exit(1)
+    host.leave(0)

@@ -1,0 +1,341 @@
+"""What adapters add to a layer of routed experts: forward and backward with P policies against the
+bare base, and against the same adapters by ``jax.lax.ragged_dot`` over groups of (expert, slot).
+
+``forward_backward_overhead`` is the time with P policies over the time without adapters, less 1.
+``ratio_ragged`` is the other formulation's time over ours, both with the same base products, so
+that only the adapters' differ; it runs at the smaller ``config.ragged`` sizes, which is the layer
+to quote it for: on CPU ``ragged_dot`` multiplies every row by every group. ``parts`` times each
+projection alone, with and without adapters. ``decode_ratio_sliced`` is of a step in which each of
+so many rows has one token: the time with a layer's experts as the scan's inputs, which are copies,
+over ours. Attention is left out: it is the same on every side.
+
+Axes: N tokens, M rows (a token and one of its experts), E experts, X experts of a token, D model
+width, F expert width, L layers, P policies, R rank, G groups.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from ml_collections import ConfigDict
+
+from benchmarks import timing
+from mint_jax import params as params_lib
+from mint_jax.lora.apply import BoundAdapters
+from mint_jax.models import experts, moe, router
+from mint_jax.models.config import Experts, ModelConfig
+from mint_jax.models.expert_parallel import routed
+from mint_jax.models.experts import groups_of, sort_rows
+from mint_jax.models.grouped import grouped_matmul
+from mint_jax.models.mlp import swiglu
+from mint_jax.models.norm import rms_norm
+from mint_jax.models.packed_lora import Adapters, project
+
+# as ``expert_parallel.routed``
+Routed = Callable[[jax.Array, jax.Array, jax.Array, Any, Any], jax.Array]
+
+
+class _Stack:
+    """A random stack of routed layers, tokens, and the gradient that comes from above."""
+
+    def __init__(self, size: Any, rank: int, seed: int):
+        self.size, self.rank = size, rank
+        shape = Experts(size.experts, size.per_token, size.width)
+        heads = {"num_heads": 1, "num_kv_heads": 1, "head_dim": size.d_model}
+        self.cfg = ModelConfig(
+            "qwen3_moe", 1, size.d_model, size.layers, **heads, d_ff=size.width, experts=shape
+        )
+        self.params = params_lib.init(
+            moe.specs(self.cfg, size.layers, jnp.float32), jax.random.key(seed)
+        )
+        rng = np.random.default_rng(seed)
+        self.x_BTD, self.g_BTD = (
+            jnp.asarray(rng.normal(size=(size.rows, size.tokens, size.d_model)), jnp.float32)
+            for _ in range(2)
+        )
+
+    @property
+    def visits(self) -> int:
+        """M: tokens times experts of a token."""
+        return self.size.rows * self.size.tokens * self.size.per_token
+
+    def adapters(self, policies: int) -> BoundAdapters:
+        """``policies`` adapters of all expert projections, both factors random."""
+        size, key = self.size, jax.random.key(policies)
+        factors = {}
+        for i, name in enumerate(experts.NAMES):
+            d_in, d_out = self.params["experts"][name]["w"].shape[2:]
+            outer = size.layers, policies, size.experts, self.rank
+            a, b = (
+                jax.random.normal(jax.random.fold_in(key, 2 * i + j), (*outer, d))
+                for j, d in enumerate((d_in, d_out))
+            )
+            factors[name] = {"a": a * d_in**-0.5, "b": 0.01 * b}
+        return BoundAdapters(({"experts": factors},), (policies,))
+
+    def forward(
+        self,
+        x_BTD: jax.Array,
+        lora: BoundAdapters | None,
+        params: Any,
+        through: Routed,
+        sliced: bool = False,
+    ) -> jax.Array:
+        """``[B, T, D]`` behind all layers; ``through`` computes the experts. ``sliced``: the scan
+        slices them out of their stacks.
+        """
+
+        # the latter as the decoder
+        layers, stacks = ({"moe": params}, None) if sliced else experts.detach({"moe": params})
+
+        def layer(x, inputs):
+            p, number, lora = inputs
+            p = experts.attach(p, stacks, number)["moe"]
+            h = rms_norm(x, p["norm"], self.cfg.norm_eps)
+            assert self.cfg.experts is not None
+            route = router.route(h, p, None, self.cfg.experts)
+            return (
+                x
+                + through(
+                    h,
+                    route.ids,
+                    route.weights,
+                    p["experts"],
+                    None if lora is None else lora.at("experts"),
+                ),
+                None,
+            )
+
+        return jax.lax.scan(layer, x_BTD, (layers, jnp.arange(self.size.layers), lora))[0]
+
+    def side(
+        self, policies: int, through: Routed, backward: bool, sliced: bool = False
+    ) -> Callable[[], Any]:
+        """One pass as a call that can be timed; backward forms the gradients of the tokens and of
+        the adapters.
+        """
+        lora = self.adapters(policies) if policies else None
+
+        def forward(x, lora, params):
+            return self.forward(x, lora, params, through, sliced)
+
+        def both(x, lora, params, g):
+            y, vjp = jax.vjp(lambda x, lora: forward(x, lora, params), x, lora)
+            return y, vjp(g)
+
+        run = jax.jit(both if backward else forward)
+        args = (self.x_BTD, lora, self.params, *((self.g_BTD,) if backward else ()))
+        return lambda: jax.block_until_ready(run(*args))
+
+    def work(self, policies: int) -> dict[str, float]:
+        """Operations and least bytes of the experts in one forward and backward."""
+        size, rank, itemsize = self.size, self.rank, 4
+        ends = 3 * (size.d_model + size.width)  # in plus out dimensions of the three projections
+        base = 3 * size.experts * size.d_model * size.width
+        factors = policies * size.experts * rank * ends
+        # the frozen base has two products a row, a factor three; the base is read twice, factors
+        # too, and their gradients written
+        return {
+            "base_gflop": size.layers * 4 * self.visits * base / size.experts / 1e9,
+            "adapter_gflop": size.layers * 6 * self.visits * rank * ends / 1e9 if policies else 0.0,
+            "base_mbytes": size.layers * 2 * itemsize * base / 1e6,
+            "adapter_mbytes": size.layers * 3 * itemsize * factors / 1e6,
+        }
+
+
+def ragged_routed(
+    x_BTD: jax.Array, ids_BTX: jax.Array, weights_BTX: jax.Array, p: Any, lora: Any
+) -> jax.Array:
+    """``expert_parallel.routed`` with the adapters' factors as one ``ragged_dot`` each over all
+    (expert, slot) groups.
+    """
+    B, T, D = x_BTD.shape
+    (factors,), (P,) = lora.buckets, lora.blocks
+    p = {name: {"w": leaf["w"][leaf["layer"]]} for name, leaf in p.items()}
+    E, X = p["gate"]["w"].shape[0], ids_BTX.shape[-1]
+    row = jnp.arange(B * T * X, dtype=jnp.int32)
+    order = sort_rows(ids_BTX.reshape(-1), row // (X * T * (B // P)), E, P)
+    sizes_G = order.counts.reshape(-1)
+
+    def groups(w_PERD: jax.Array) -> jax.Array:
+        return w_PERD.swapaxes(0, 1).reshape(E * P, *w_PERD.shape[2:])
+
+    def project(x_MD: jax.Array, name: str) -> jax.Array:
+        y = grouped_matmul(x_MD, p[name]["w"], jnp.sum(order.counts, axis=1))
+        h_MR = jax.lax.ragged_dot(x_MD, groups(factors[name]["a"]).swapaxes(1, 2), sizes_G)
+        return y + jax.lax.ragged_dot(h_MR, groups(factors[name]["b"]), sizes_G)
+
+    x_MD = x_BTD.reshape(B * T, D)[order.order // X]
+    y_MD = project(swiglu(project(x_MD, "gate"), project(x_MD, "up")), "down")[order.inverse]
+    return jnp.einsum("BTXD,BTX->BTD", y_MD.reshape(B, T, X, D), weights_BTX)
+
+
+def run(config: Any, workdir: Path) -> dict[str, Any]:
+    """Runs the bench; returns its report and draws ``moe_step.png``."""
+    report: dict[str, Any] = {
+        "bench": "moe_step",
+        "device": timing.device(),
+        "n": config.n,
+        "rank": config.rank,
+        "size": config.size.to_dict(),
+        "ragged_size": config.ragged.to_dict(),
+    }
+    stack = _Stack(config.size, config.rank, config.seed)
+    for name, backward in (("forward", False), ("forward_backward", True)):
+        sides: dict[str, Any] = {
+            str(count): stack.side(count, routed, backward) for count in (0, *config.policies)
+        }
+        matmul = timing.Matmul()
+        times = timing.in_turn(name, sides | {"matmul": matmul}, config.n)
+        report[f"{name}_overhead"] = {
+            str(count): timing.ratio(times, str(count), "0", less=1) for count in config.policies
+        }
+        report[f"{name}_matmul_gflop_per_s"] = round(
+            matmul.flops / timing.medians(times)["matmul"] / 1e9, 1
+        )
+        report[f"{name}_seconds"] = timing.medians_of(times)
+    for count in config.policies:
+        report[f"work_{count}"] = {
+            name: round(value, 2) for name, value in stack.work(count).items()
+        }
+    middle = config.ragged_policies
+    report["parts_seconds"] = _parts(stack, middle, config.n)
+
+    small = _Stack(config.ragged, config.rank, config.seed)
+    sides = {
+        "ours": small.side(middle, routed, True),
+        "ragged": small.side(middle, ragged_routed, True),
+        "matmul": timing.Matmul(),
+    }
+    # the matmul stands between the other's large arrays and our next turn
+    times = timing.in_turn("ragged_dot", sides, config.n)
+    report["ratio_ragged"] = timing.ratio(times, "ragged", "ours")
+    report["ragged_seconds"] = timing.medians_of(times)
+    report["ragged_difference"] = _difference(small, middle)
+    size = {name: list(x) if isinstance(x, tuple) else x for name, x in config.decode.items()}
+    report |= {"decode_size": size, "decode_ratio_sliced": _decode(config)}
+    _draw(report, workdir / "moe_step.png")
+    return report
+
+
+def _decode(config: Any) -> dict[str, timing.Figure]:
+    """By rows: the time of a step with slices of experts over that without."""
+    out = {}
+    for rows in config.decode.rows:
+        stack = _Stack(
+            ConfigDict(config.decode.to_dict() | {"rows": rows, "tokens": 1}),
+            config.rank,
+            config.seed,
+        )
+        sides = {
+            name: stack.side(0, routed, False, name == "sliced") for name in ("sliced", "ours")
+        }
+        out[str(rows)] = timing.ratio(
+            timing.in_turn(f"decode {rows}", sides, config.n), "sliced", "ours"
+        )
+    return out
+
+
+def _parts(stack: _Stack, policies: int, n: int) -> dict[str, timing.Figure]:
+    """Seconds of the stages of one layer's adapters and of its base, each alone, forward and
+    backward.
+    """
+    size, M, P = stack.size, stack.visits, policies
+    E, X = size.experts, size.per_token
+    rng = np.random.default_rng(0)
+    expert_M = jnp.asarray(
+        np.argsort(rng.random((M // X, E)), axis=1)[:, :X].reshape(-1), jnp.int32
+    )
+    block_M = jnp.repeat(jnp.arange(P, dtype=jnp.int32), M // P, total_repeat_length=M)
+    sort = jax.jit(lambda e, b: sort_rows(e, b, E, P))
+    order = sort(expert_M, block_M)
+    sizes_E, groups = (
+        jnp.sum(order.counts, axis=1),
+        groups_of(order, 0, jnp.arange(P, dtype=jnp.int32)),
+    )
+    factors = jax.tree.map(
+        lambda w: w[0].reshape(P * E, *w.shape[3:]), stack.adapters(P).buckets[0]["experts"]
+    )
+    base = jax.tree.map(lambda w: w[0], stack.params["experts"])
+    x_ND = stack.x_BTD.reshape(-1, size.d_model)
+    rows = {
+        d: jnp.asarray(rng.normal(size=(M, d)), jnp.float32) for d in (size.d_model, size.width)
+    }
+
+    def there_and_back(fn: Any, frozen: Any, *args: Any) -> Callable[[], Any]:
+        """``fn(frozen, *args)`` and the gradients of ``args``."""
+
+        def both(g, frozen, *args):
+            y, vjp = jax.vjp(lambda *args: fn(frozen, *args), *args)
+            return y, vjp(g)
+
+        shape = jax.eval_shape(fn, frozen, *args).shape
+        run, g = jax.jit(both), jnp.ones(shape, jnp.float32)
+        return lambda: jax.block_until_ready(run(g, frozen, *args))
+
+    def each(what: str, name: str) -> Callable[[], Any]:
+        d_in, d_out = base[name]["w"].shape[1:]
+        adapters = (
+            []
+            if what == "base"
+            else [Adapters(groups, ((factors[name]["a"], factors[name]["b"]),))]
+        )
+
+        def run(frozen, x, adapters):
+            return project(x, [frozen[0]], frozen[1], adapters)[0]
+
+        return there_and_back(run, (base[name], sizes_E), rows[d_in], adapters)
+
+    def gather(order: Any, x_ND: jax.Array) -> jax.Array:
+        return x_ND[order.order // X][order.inverse]
+
+    sides = {
+        f"{what}_{name}": each(what, name)
+        for what in ("base", "adapters")
+        for name in experts.NAMES
+    }
+    sides["sort"] = lambda: jax.block_until_ready(sort(expert_M, block_M))
+    sides["gathers"] = there_and_back(gather, order, x_ND)
+    return timing.medians_of(timing.in_turn("parts", sides, n))
+
+
+def _difference(stack: _Stack, policies: int) -> float:
+    """Largest difference of both formulations' outputs."""
+    lora = stack.adapters(policies)
+    ours, theirs = (
+        jax.jit(stack.forward, static_argnums=3)(stack.x_BTD, lora, stack.params, f)
+        for f in (routed, ragged_routed)
+    )
+    return float(f"{float(jnp.abs(ours - theirs).max()):.2g}")
+
+
+def _draw(report: dict[str, Any], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, ax = plt.subplots(figsize=(5, 3.4))
+    for name in ("forward", "forward_backward"):
+        overhead = report[f"{name}_overhead"]
+        ax.plot(
+            [int(count) for count in overhead],
+            [100 * timing.value(figure) for figure in overhead.values()],
+            "o-",
+            label=name.replace("_", " + "),
+        )
+    ax.set_xscale("log", base=2)
+    ax.set_ylim(bottom=0)
+    ax.set_xlabel(f"policies of rank {report['rank']} in the batch")
+    ax.set_ylabel("time over the bare base, %")
+    ax.set_title(
+        f"adapters of {report['size']['experts']} routed experts, {report['device']}", fontsize=10
+    )
+    ax.legend()
+    ax.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)

@@ -1,0 +1,362 @@
+"""File to device slot: one packed object against the same adapter in PEFT's tensors, and what
+residency makes of many.
+
+All sides read the same values from files in the page cache and end when the slot is written.
+``packed`` goes from a catalog through ``Residency`` as jobs do, opened by the same function with no
+setting of the bench's own; it verifies the digest and checks the layout, which the other sides do
+not do (values are searched for NaN when the catalog takes them in, and by no side here). It is
+compared with
+
+- ``ratio_packed``: loading as an engine does that keeps one array a module, as PEFT and vLLM do:
+  safetensors ``load_file`` of the 37,248 tensors, one device array for each (all handed over in one
+  call), stacked on the device layer by layer into the packed factors, written to the slot. MinT's
+  own unpacked path took 0.367 s to read such a file and 0.754 s to build an object for each tensor,
+  on its machine and in PyTorch; that is quoted, not run.
+- ``ratio_stacked_on_host``: the cleverest straightforward way from the same file: tensors of a
+  projection are stacked by numpy on the host, and only the 14 stacks become device arrays.
+- ``ratio_672``: the same from a file in which experts are stacked already, one tensor per layer,
+  projection and factor.
+- ``ratio_peft_load_adapter``: PEFT's real ``load_adapter`` into a torch model, of a small dense
+  adapter (it finishes in seconds there), against ours of the same adapter.
+
+``cold_over_1``: ``distinct`` cold revisions at once over one. All is in memory, so this is a matter
+of cores: 16 loads that keep all cores busy, over one that keeps a single core busy, is
+``cold_over_1_floor`` (from CPU times); where one load uses all cores, which makes both sides
+faster, the ratio is up to ``cold_over_1_cpu``.
+
+``host_bytes_ratio``: growth of resident memory over the bytes that the host cache counts.
+``cpu_seconds``, and the ``cpu_ratio``s from them, are of all threads of the process: they hold also
+where others use the machine, which ``load_average`` shows.
+
+``decode_pause_p99``: see ``decode_pause``.
+"""
+
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import timing
+from benchmarks.alone import alone
+from benchmarks.decode_pause import decode_pause
+from benchmarks.packed_files import Files
+from benchmarks.packed_store import BASE, TARGETS, Store, forget, load, residency_of
+from mint_jax import host
+from mint_jax.catalog.packed import Schema, pack, unpack
+from mint_jax.digest import blake3_alone, blake3_of
+from mint_jax.errors import UserError, choice
+from mint_jax.lora import peft
+from mint_jax.lora import tree as lora_tree
+from mint_jax.lora.tree import AdapterConfig, AdapterStack, Slot
+from mint_jax.metrics import Progress
+from mint_jax.models import hf, transformer
+from mint_jax.models.config import ModelConfig
+from mint_jax.residency.admission import Admission, verify
+from mint_jax.residency.residency import Residency
+
+
+class _Plain:
+    """A slot written without residency: read, put on the device, write."""
+
+    def __init__(self, files: Files, dtype: Any):
+        self.files = files
+        bucket = files.config.bucket
+        specs = lora_tree.stack_specs(files.specs, TARGETS, bucket, 1)
+        self.stack = AdapterStack(
+            jax.tree.map(lambda s: jnp.zeros(s.shape, dtype), specs),
+            jnp.zeros((1,), jnp.float32),
+            bucket,
+        )
+        self._write = jax.jit(lora_tree.write_slot, donate_argnums=0)
+
+    def load(self, read: Callable[[], Any]) -> None:
+        adapter = jax.device_put(read())  # what is on the device already stays as it is
+        self.stack = jax.block_until_ready(
+            self._write(self.stack, jnp.int32(0), adapter, jnp.float32(self.files.config.scale))
+        )
+
+
+def _loads(config: Any, files: Files) -> dict[str, Any]:
+    """One adapter by three ways, then many at once."""
+    first = files.digests[0]
+    plain = _Plain(files, jnp.dtype(config.dtype))
+    residency = residency_of(files.store, files.specs, config.distinct)
+
+    def cold(digests: list[str]) -> Callable[[], None]:
+        def call() -> None:
+            load(residency, digests)
+
+        return call
+
+    times: dict[str, list[float]] = {}
+    work: dict[str, list[float]] = {}
+    sides = {
+        "per_tensor": lambda: plain.load(files.per_tensor),
+        "stacked_on_host": lambda: plain.load(files.read_unpacked),
+        "middle": lambda: plain.load(files.read_middle),
+        "packed": cold([first]),
+        "all": cold(files.digests),
+    }
+    progress = Progress("file to slot", config.n + 1)
+    for k in range(config.n + 1):  # the first round compiles and warms
+        for name, call in sides.items():
+            forget(residency, files.digests)
+            began, used = time.perf_counter(), time.process_time()
+            call()
+            times.setdefault(name, []).append(time.perf_counter() - began)
+            work.setdefault(name, []).append(time.process_time() - used)
+        progress.update(
+            k + 1, " ".join(f"{name} {values[-1]:.3f} s" for name, values in times.items())
+        )
+    times, work = ({name: values[1:] for name, values in of.items()} for of in (times, work))
+    same = _same(plain, residency, files)
+    forget(residency, files.digests)
+    files.store.reads.clear()
+    futures = [residency.acquire(first, f"tenant {i}") for i in range(config.distinct)]
+    load(residency, [first])
+    for future in futures:
+        future.result().release()
+    again = len(files.store.reads)
+    residency.close()
+    cpu = timing.medians(work)
+    many = f"cold{config.distinct}_over_1"
+    return {
+        "ratio_packed": timing.ratio(times, "per_tensor", "packed"),
+        "ratio_stacked_on_host": timing.ratio(times, "stacked_on_host", "packed"),
+        "ratio_672": timing.ratio(times, "middle", "packed"),
+        "load_ms": timing.median(times["packed"], 1e3),
+        "seconds": timing.medians_of(times),
+        many: timing.ratio(times, "all", "packed"),
+        f"{many}_floor": round(cpu["all"] / cpu["packed"] / (os.cpu_count() or 1), 3),
+        f"{many}_cpu": timing.ratio(work, "all", "packed"),
+        f"same{config.distinct}_loads": again,
+        "cpu_ratio_packed": timing.ratio(work, "per_tensor", "packed"),
+        "cpu_ratio_stacked_on_host": timing.ratio(work, "stacked_on_host", "packed"),
+        "cpu_ratio_672": timing.ratio(work, "middle", "packed"),
+        "cpu_seconds": {name: round(s, 4) for name, s in cpu.items()},
+        "load_seconds": {name: [round(s, 4) for s in values] for name, values in times.items()},
+        "load_average": [round(x, 1) for x in os.getloadavg()],
+        "same_values": same,
+    }
+
+
+def _same(plain: _Plain, residency: Residency, files: Files) -> bool:
+    """Whether the other ways and residency put the same into their slots."""
+    [lease] = residency.wait_for([files.digests[0]])
+    mine = lora_tree.read_slot(residency.stacks[lease.slot.bucket], lease.slot.index)
+    same = []
+    for read in (files.per_tensor, files.read_unpacked, files.read_middle):
+        plain.load(read)
+        found = lora_tree.read_slot(plain.stack, 0)
+        same += jax.tree.leaves(jax.tree.map(lambda x, y: bool(jnp.array_equal(x, y)), mine, found))
+    lease.release()
+    return all(same)
+
+
+def _parts(config: Any, files: Files) -> dict[str, timing.Figure]:
+    """Milliseconds of the stages of one cold load, each alone."""
+    digest, bucket = files.digests[0], files.config.bucket
+    residency = residency_of(files.store, files.specs, 1)
+    slots = residency.slots
+    admission = Admission(BASE, files.specs, {bucket: slots.targets(bucket)}, files.digests)
+    foreign = Admission(BASE, files.specs, {bucket: slots.targets(bucket)})
+    buffer = files.store.fetch(digest)
+    adapter, schema = unpack(buffer)
+
+    def stage():
+        return slots.stage(Slot(bucket, 0), adapter, schema.config)
+
+    def write(staged):
+        slots.write(staged)
+        jax.block_until_ready(slots.stacks)
+
+    sides: dict[str, Callable[[], Any]] = {
+        "fetch": lambda: files.store.fetch(digest),
+        "touch": lambda: files.store.fetch(digest)[::4096].sum(),
+        "verify_one_core": lambda: verify(digest, buffer, blake3_alone),
+        "verify": lambda: verify(digest, buffer, blake3_of),
+        "unpack": lambda: unpack(buffer),
+        "admit": lambda: admission.check(digest, adapter, schema),
+        "admit_foreign": lambda: foreign.check(digest, adapter, schema),
+        "stage": stage,
+        "stage_and_write": lambda: write(stage()),
+    }
+    times = timing.in_turn("parts", sides, config.n)
+    residency.close()
+    return timing.medians_of(times, 1e3)
+
+
+def _host_bytes(config: Any, files: Files, folder: Path) -> dict[str, Any]:
+    """Resident memory that a filled host cache takes, over the bytes it counts: large revisions,
+    then many small ones.
+    """
+    small = config.small
+    cfg = ModelConfig(
+        "qwen3",
+        64,
+        small.d_model,
+        small.layers,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=small.d_model // 4,
+        d_ff=2 * small.d_model,
+    )
+    specs, adapter_config = transformer.abstract(cfg), AdapterConfig(1, 2.0, TARGETS)
+    rng = np.random.default_rng(config.seed)
+    wanted = lora_tree.adapter_specs(specs, adapter_config)
+    little = Store(folder / "little")
+    schema = Schema(BASE, adapter_config, config.dtype)
+    objects = [
+        pack(jax.tree.map(lambda s: rng.standard_normal(s.shape, np.float32), wanted), schema)
+        for _ in range(small.count)
+    ]
+    digests = little.add(objects, together=True)
+    del objects
+    out: dict[str, Any] = {}
+    for name, store, shape, all_digests in (
+        ("", files.store, files.cfg, files.digests),
+        ("_small", little, cfg, digests),
+    ):
+        # each in a fresh process: no freed memory hides what is taken
+        fills = [
+            alone(_fill_host, store.folder, shape, all_digests) for _ in range(config.host_fills)
+        ]
+        out[f"host_bytes_ratio{name}"] = timing.median(grown / counted for grown, counted in fills)
+        out[f"host_bytes{name}"] = fills[0][1]
+    return out
+
+
+def _fill_host(folder: str, cfg: ModelConfig, digests: list[str]) -> tuple[int, int]:
+    """Growth of resident memory, and bytes counted, while revisions fill the host cache behind a
+    slot that is taken.
+    """
+    store = Store(folder)
+    store.lease(digests)
+    residency = residency_of(store, transformer.abstract(cfg), 1, depth=len(digests))
+    first, *others = digests
+    residency.wait_for([first])  # its lease keeps the only slot: the others stay on the host
+    before, counted = host.rss_bytes(), residency.host.nbytes
+    for digest in others:
+        residency.prefetch(digest)
+    while residency.state()["loads"]["unfinished"]:
+        time.sleep(0.01)
+    grown, counted = host.rss_bytes() - before, residency.host.nbytes - counted
+    residency.close()
+    return grown, counted
+
+
+def _against_peft(config: Any, folder: Path) -> dict[str, Any]:
+    """PEFT's own ``load_adapter`` of a small dense adapter against ours, both from files."""
+    try:
+        import torch
+        import transformers
+        from peft import PeftModel
+    except ImportError as error:
+        return {"peft": f"not measured: {error}"}
+    size = config.peft
+    heads = size.d_model // 64 or 1
+    fields = {
+        "vocab_size": 256,
+        "hidden_size": size.d_model,
+        "intermediate_size": 3 * size.d_model,
+        "num_hidden_layers": size.layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "head_dim": size.d_model // heads,
+        "tie_word_embeddings": False,
+    }
+    cfg = ModelConfig(
+        "llama",
+        256,
+        size.d_model,
+        size.layers,
+        heads,
+        heads,
+        size.d_model // heads,
+        3 * size.d_model,
+        tie_embeddings=False,
+    )
+    specs, adapter_config = (
+        transformer.abstract(cfg),
+        AdapterConfig(size.rank, 2.0 * size.rank, TARGETS),
+    )
+    rng = np.random.default_rng(config.seed)
+    adapter = jax.tree.map(
+        lambda s: rng.standard_normal(s.shape, np.float32),
+        lora_tree.adapter_specs(specs, adapter_config),
+    )
+    path = folder / "peft"
+    peft.write_peft(
+        path, adapter, adapter_config, hf.module_names(cfg, lora_tree.projections(specs, TARGETS))
+    )
+    store = Store(folder / "dense")
+    [digest] = store.add([pack(adapter, Schema(BASE, adapter_config, "float32"))])
+    residency = residency_of(store, specs, 1)
+    torch.manual_seed(0)
+    model = PeftModel.from_pretrained(
+        transformers.LlamaForCausalLM(transformers.LlamaConfig(**fields)),
+        path,
+        adapter_name="first",
+    )
+
+    def theirs() -> None:
+        model.load_adapter(path, adapter_name="second")
+        model.delete_adapter("second")
+
+    def ours() -> None:
+        residency.drop(digest)
+        load(residency, [digest])
+
+    times = timing.in_turn("PEFT load_adapter", {"peft": theirs, "ours": ours}, config.n)
+    residency.close()
+    return {
+        "ratio_peft_load_adapter": timing.ratio(times, "peft", "ours"),
+        "peft_load_ms": timing.medians_of(times, 1e3),
+        "peft_bytes": store.nbytes([digest]),
+    }
+
+
+def run(config: Any, workdir: Path) -> dict[str, Any]:
+    """Runs the bench; returns its report. The files it makes are removed."""
+    if config.n < 5:
+        raise UserError(f"n is {config.n}; medians need at least 5")
+    folder = workdir / "packed_load"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    report: dict[str, Any] = {
+        "bench": "packed_load",
+        "device": timing.device(),
+        "cores": os.cpu_count(),
+        "n": config.n,
+    }
+    try:
+        files = Files(config, folder)
+        report |= {
+            "shape": config.shape.to_dict(),
+            "tensors": files.tensors,
+            "file_bytes": {
+                "unpacked": files.unpacked.stat().st_size,
+                "middle": files.middle.stat().st_size,
+                "packed": files.store.nbytes(files.digests[:1]),
+            },
+        }
+        parts: dict[str, Callable[[], dict[str, Any]]] = {
+            "loads": lambda: _loads(config, files),
+            "stages": lambda: {"parts_ms": _parts(config, files)},
+            "host": lambda: _host_bytes(config, files, folder),
+            "pause": lambda: decode_pause(config, files),
+            "peft": lambda: _against_peft(config, folder),
+        }
+        if unknown := [name for name in config.parts if name not in parts]:
+            raise choice("a part", unknown[0], parts)
+        for name in config.parts:
+            report |= parts[name]()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return report

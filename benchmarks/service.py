@@ -1,0 +1,424 @@
+"""Many tenants train and sample over one base, in one process, through what the service stands on:
+journal, queues and loop.
+
+- ``cpu_ratio_N``: seconds of CPU of N tenants' rounds one tenant after the other, over those of all
+  at once. A round of a tenant is a forward and backward of its data and an update.
+  ``wall_ratio_N``: the same of seconds. ``cpu_round_N``: CPU seconds of a round of all at once;
+  ``flop_floor_round``: what the multiplications of a tenant's tokens alone cost, at the rate of a
+  large matmul here.
+- ``flood_p95_ratio``: the 95th percentile of one tenant's rounds while another sends rounds without
+  waiting, over that alone.
+- ``fair_p95_ratio_N``: of N tenants that are busy all the time, the worst one's 95th percentile of
+  a round over a tenant's alone; N where all get the same and sharing a step saves nothing.
+- ``unembedding_ratio``: a step and an update of policies whose adapters have the unembedding too
+  (what Tinker's client asks for unless told otherwise) over those of adapters without it.
+- ``gap_p50_ms``, ``gap_p90_ms``: how long rows that decode wait for a slice of training, beside the
+  bound that was asked for (``gap_bound_ms``) and the cheapest slice there is, below which no bound
+  helps (``gap_least_ms``). ``decode_share``: tokens drawn a second beside training over those
+  without.
+- ``rss_a_tenant``: growth of resident memory for a tenant more than there are slots, over the bytes
+  of its adapter and moments.
+- ``handoff_p50_ms``, ``handoff_p95_ms``: from the answer to an update until its weights can be
+  sampled: the policy's adapter as a durable revision of the catalog, and its load into a slot. It
+  is the time to a first token, ``first_token_p50_ms``, less that of another prompt of 8 tokens once
+  the weights are there, ``prefill_p50_ms``. ``wrong_revisions``: answers that name another digest.
+- ``errors``: requests that failed.
+"""
+
+import dataclasses
+import shutil
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks import timing
+from benchmarks.bases import open_base
+from mint_jax import host
+from mint_jax import params as params_lib
+from mint_jax.lora.tree import AdapterConfig
+from mint_jax.metrics import Progress
+from mint_jax.models import transformer
+from mint_jax.models.base import Base
+from mint_jax.rollout.request import Request
+from mint_jax.service.calls import Call, Create, ForwardBackward, Optim, Save
+from mint_jax.service.loop import Loop
+from mint_jax.service.server import Server, Sizes
+from mint_jax.train import held
+from mint_jax.train.blocks import Datum, Work
+from mint_jax.train.config import BlockShape, OptimizerConfig
+from mint_jax.train.live import NO_LOSS, Live
+
+WAIT_S = 600.0
+
+
+class _Tenants:
+    """Clients of one server, each with a policy of its own."""
+
+    def __init__(self, config: Any, server: Server):
+        self.config, self.server = config, server
+        self.base, self.durable = server.base, server.durable
+        self.session = server.book.open_session("bench", {})
+        self.errors = 0
+        self._rng = np.random.default_rng(config.seed)
+        self._sent: dict[str, int] = {}
+        self._lock = threading.Lock()
+
+    def send(self, name: str, *calls: Call) -> list[str]:
+        """Ids of a tenant's next calls."""
+        ids = []
+        for call in calls:
+            with self._lock:
+                self._sent[name] += 1
+                number = self._sent[name]
+            ids.append(self.durable.submit(name, number, call, wait_s=None))
+        return ids
+
+    def wait(self, ids: Sequence[str]) -> None:
+        for id in ids:
+            try:
+                if self.durable.result(id, WAIT_S) is None:
+                    raise TimeoutError(
+                        f"a request has no result within {WAIT_S:.0f} s:"
+                        f" {self.durable.failed or 'the machine is too slow'}"
+                    )
+            except (RuntimeError, ValueError):
+                self.errors += 1
+        self.durable.futures.acknowledge(ids)
+
+    def join(self) -> str:
+        """A new tenant's policy."""
+        c, number = self.config, len(self._sent)
+        name = self.server.book.add_model(self.session, number, f"tenant {number}", {}).id
+        self._sent[name] = 0
+        self.wait(
+            self.send(name, Create(AdapterConfig(c.rank, 2.0 * c.rank, tuple(c.targets)), number))
+        )
+        return name
+
+    def data(self) -> ForwardBackward:
+        made = []
+        for _ in range(self.config.sequences):
+            with self._lock:
+                tokens = self._rng.integers(
+                    0, self.base.cfg.vocab_size, self.config.tokens + 1
+                ).astype(np.int32)
+            made.append(Datum(tokens[:-1], tokens[1:], np.ones(self.config.tokens, np.float32)))
+        return ForwardBackward(made, NO_LOSS)
+
+    def round(self, name: str) -> None:
+        """Data and an update, sent together."""
+        self.wait(self.send(name, self.data(), Optim(OptimizerConfig(1e-4))))
+
+    def together(self, names: Sequence[str]) -> None:
+        threads = [threading.Thread(target=self.round, args=(name,)) for name in names]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def one_by_one(self, names: Sequence[str]) -> None:
+        for name in names:
+            self.round(name)
+
+
+def _costs(
+    sides: dict[str, Callable[[], None]], n: int, what: str
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Seconds, and seconds of CPU, of every side in turn; the first round is not counted."""
+    wall: dict[str, list[float]] = {name: [] for name in sides}
+    cpu: dict[str, list[float]] = {name: [] for name in sides}
+    progress = Progress(what, n + 1)
+    for k in range(n + 1):
+        for name, call in sides.items():
+            began, used = time.perf_counter(), time.process_time()
+            call()
+            wall[name].append(time.perf_counter() - began)
+            cpu[name].append(time.process_time() - used)
+        progress.update(
+            k + 1, " ".join(f"{name} {values[-1]:.2f} s" for name, values in wall.items())
+        )
+    return {k: v[1:] for k, v in wall.items()}, {k: v[1:] for k, v in cpu.items()}
+
+
+def _shared(config: Any, tenants: _Tenants, names: Sequence[str]) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for count in config.tenants:
+        mine = names[:count]
+        sides = {
+            "alone": lambda m=mine: tenants.one_by_one(m),
+            "together": lambda m=mine: tenants.together(m),
+        }
+        wall, cpu = _costs(sides, config.n, f"{count} tenants")
+        out |= {
+            f"cpu_ratio_{count}": timing.ratio(cpu, "alone", "together"),
+            f"wall_ratio_{count}": timing.ratio(wall, "alone", "together"),
+        }
+        out[f"cpu_round_{count}"] = timing.median(cpu["together"])
+    return out
+
+
+def _flood(config: Any, tenants: _Tenants, small: str, large: str) -> dict[str, Any]:
+    """One tenant's rounds, in turn alone and beside another whose queue never ends."""
+
+    def times(what: str, count: int) -> list[float]:
+        out, progress = [], Progress(f"rounds {what}", count)
+        for k in range(count):
+            began = time.perf_counter()
+            tenants.round(small)
+            out.append(time.perf_counter() - began)
+            progress.update(k + 1)
+        return out
+
+    times("alone", 1)
+    alone = times("alone", config.flood_rounds)
+    ended = threading.Event()
+
+    def flood() -> None:
+        waiting: list[list[str]] = []
+        while not ended.is_set():
+            waiting.append(tenants.send(large, tenants.data(), Optim(OptimizerConfig(1e-4))))
+            if len(waiting) > config.flood_depth:
+                tenants.wait(waiting.pop(0))
+        for ids in waiting:
+            tenants.wait(ids)
+
+    thread = threading.Thread(target=flood)
+    thread.start()
+    beside = times("beside a flood", config.flood_rounds + 1)[1:]
+    ended.set()
+    thread.join()
+    both = {"beside": beside, "alone": alone}
+    return {
+        "flood_p95_ratio": timing.percentile_ratio(both, "beside", "alone", 95),
+        "flood_p50_ratio": timing.ratio(both, "beside", "alone"),
+        "flood_rounds": config.flood_rounds,
+    }
+
+
+def _fair(config: Any, tenants: _Tenants, names: Sequence[str]) -> dict[str, Any]:
+    """Tenants of equal weight that never wait for each other."""
+
+    def busy(name: str, out: list[float], progress: Progress | None = None) -> None:
+        for k in range(config.fair_rounds):
+            began = time.perf_counter()
+            tenants.round(name)
+            out.append(time.perf_counter() - began)
+            if progress is not None:
+                progress.update(k + 1)
+
+    found: dict[str, Any] = {"fair_rounds": config.fair_rounds}
+    for count in [count for count in config.tenants if count > 1]:
+        times: dict[str, list[float]] = {name: [] for name in ("alone", *names[:count])}
+        busy(names[0], times["alone"])
+        told = [
+            Progress(f"{count} busy tenants, rounds of one", config.fair_rounds),
+            *[None] * (count - 1),
+        ]
+        threads = [
+            threading.Thread(target=busy, args=(name, times[name], one))
+            for name, one in zip(names, told)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        worst = max(names[:count], key=lambda name: np.percentile(times[name], 95))
+        found[f"fair_p95_ratio_{count}"] = timing.percentile_ratio(times, worst, "alone", 95)
+    return found
+
+
+def _unembedding(config: Any, base: Base) -> dict[str, Any]:
+    """Training with and without the unembedding among the targets: programs of their own, at the
+    bench's widest step.
+    """
+    shape = max((BlockShape(*shape) for shape in config.shapes), key=lambda shape: shape.size)
+    adapter = AdapterConfig(config.rank, 2.0 * config.rank)
+    rng = np.random.default_rng(config.seed)
+
+    def side(targets: Sequence[str]) -> Callable[[], None]:
+        live = Live(base, {adapter.bucket: shape.blocks}, targets, [shape])
+        names = [f"{i}" for i in range(live.shapes[0].blocks)]
+        for i, name in enumerate(names):
+            live.join(
+                name, held.fresh(live.specs, dataclasses.replace(adapter, targets=live.targets), i)
+            )
+        tokens = rng.integers(0, base.cfg.vocab_size, shape.tokens + 1).astype(np.int32)
+        datum = Datum(tokens[:-1], tokens[1:], np.ones(shape.tokens, np.float32))
+
+        def call() -> None:
+            live.step([Work(name, [datum] * shape.rows, NO_LOSS) for name in names])
+            live.optim({name: OptimizerConfig(1e-4) for name in names})
+
+        return call
+
+    sides = {"with": side((*config.targets, "unembed")), "without": side(config.targets)}
+    times = timing.in_turn("unembedding", sides, config.n)
+    return {
+        "unembedding_ratio": timing.ratio(times, "with", "without"),
+        "unembedding_step": list(shape),
+    }
+
+
+def _gaps(config: Any, tenants: _Tenants, loop: Loop, names: Sequence[str]) -> dict[str, Any]:
+    """Rows decode, in turn with and without training beside them."""
+    rng = np.random.default_rng(config.seed)
+
+    def decode() -> float:
+        prompts = [
+            tuple(rng.integers(0, tenants.base.cfg.vocab_size, 8).tolist())
+            for _ in range(config.decode.rows)
+        ]
+        began = time.perf_counter()
+        loop.engine.generate(
+            [
+                Request(p, max_tokens=config.decode.tokens, temperature=1.0, seed=i)
+                for i, p in enumerate(prompts)
+            ]
+        )
+        return config.decode.rows * config.decode.tokens / (time.perf_counter() - began)
+
+    def train(name: str, ended: threading.Event) -> None:
+        while not ended.is_set():
+            tenants.round(name)
+
+    decode()
+    rates: dict[str, list[float]] = {"quiet": [], "beside": []}
+    loop.gaps.clear()
+    progress = Progress("decoding with and without training beside it", config.n)
+    while len(rates["quiet"]) < config.n or (not loop.gaps and len(rates["quiet"]) < 20 * config.n):
+        rates["quiet"].append(decode())
+        ended = threading.Event()
+        threads = [threading.Thread(target=train, args=(name, ended)) for name in names[:2]]
+        for thread in threads:
+            thread.start()
+        rates["beside"].append(decode())
+        ended.set()
+        for thread in threads:
+            thread.join()
+        progress.update(min(config.n, len(rates["beside"])))
+    least = min(seconds for _, backward, seconds in loop.training.live.times if backward)
+    return {
+        "gap_p50_ms": timing.percentile(loop.gaps, 50, 1e3),
+        "gap_p90_ms": timing.percentile(loop.gaps, 90, 1e3),
+        "gap_bound_ms": 1e3 * loop.gap_s,
+        "gap_least_ms": round(1e3 * least, 1),
+        "decode_share": timing.ratio(rates, "beside", "quiet"),
+        "decode_tokens_per_s": timing.medians_of(rates),
+    }
+
+
+def _handoff(config: Any, tenants: _Tenants, name: str) -> dict[str, Any]:
+    """An update, and at once a token of the policy as it then is."""
+    first, prefill, wrong, server = [], [], 0, tenants.server
+    rng = np.random.default_rng(config.seed)
+
+    def draw(digest: str) -> int:
+        """Whether a token was drawn by other weights."""
+        prompt = tuple(rng.integers(0, tenants.base.cfg.vocab_size, 8).tolist())
+        [answer] = server.engine.submit(
+            Request(prompt, revision=digest, max_tokens=1, temperature=1.0, stop_ids=())
+        ).result(WAIT_S)
+        return answer.revision != digest
+
+    progress = Progress("handoffs", config.handoffs + 1)
+    for k in range(config.handoffs + 1):  # the first compiles the write of its shapes
+        tenants.round(name)
+        began = time.perf_counter()
+        [id] = tenants.send(name, Save("sampler_weights", None, f"{tenants.session}:sample:{k}"))
+        told = tenants.durable.result(id, WAIT_S)
+        digest = server.book.sampler(server.book.owner(name), told["sampling_session_id"]).digest
+        assert digest is not None
+        wrong += draw(digest)
+        drawn = time.perf_counter()
+        wrong += draw(digest)
+        first += [drawn - began][: k > 0]
+        prefill += [time.perf_counter() - drawn][: k > 0]
+        progress.update(k + 1)
+    handoff = [x - y for x, y in zip(first, prefill)]
+    return {
+        "handoff_p50_ms": timing.percentile(handoff, 50, 1e3),
+        "handoff_p95_ms": timing.percentile(handoff, 95, 1e3),
+        "first_token_p50_ms": timing.percentile(first, 50, 1e3),
+        "prefill_p50_ms": timing.percentile(prefill, 50, 1e3),
+        "wrong_revisions": wrong,
+    }
+
+
+def _memory(config: Any, tenants: _Tenants, live: Live) -> dict[str, Any]:
+    """Tenants beyond the slots, each of which trains once."""
+    per: list[float] = []
+    for _ in range(config.memory_tenants):
+        before = host.rss_bytes()
+        name = tenants.join()
+        tenants.round(name)
+        per.append(host.rss_bytes() - before)
+    one = live.held(name)
+    return {
+        "rss_a_tenant": timing.mean(x / one.nbytes for x in per),
+        "tenant_mb": round(one.nbytes / 1e6, 1),
+    }
+
+
+def run(config: Any, workdir: Path) -> dict[str, Any]:
+    """Runs the bench; returns its report."""
+    base = open_base(config)
+    bucket = AdapterConfig(config.rank).bucket
+    sizes = Sizes(
+        slots={bucket: config.slots},
+        adapters={bucket: 2},
+        shapes=[BlockShape(*shape) for shape in config.shapes],
+        max_rows=config.decode.rows,
+        gap_s=config.gap_s,
+    )
+    folder = workdir / "server"
+    shutil.rmtree(folder, ignore_errors=True)
+    server = Server(base, folder, sizes)
+    server.warm(lambda what, done, total: Progress("compiling", total).update(done, what))
+    try:
+        with server.running():
+            tenants = _Tenants(config, server)
+            names = [tenants.join() for _ in range(max(*config.tenants, 2))]
+            found = (
+                _shared(config, tenants, names)
+                | _flood(config, tenants, *names[:2])
+                | _gaps(config, tenants, server.loop, names)
+            )
+            found |= (
+                _fair(config, tenants, names)
+                | _handoff(config, tenants, names[0])
+                | _memory(config, tenants, server.live)
+            )
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    found |= _unembedding(config, base)
+    live = server.live
+    multiply = timing.Matmul()
+    seconds = timing.medians(timing.in_turn("matmul", {"matmul": multiply}, config.n))["matmul"]
+    tokens = config.sequences * config.tokens
+    weights = params_lib.count(transformer.abstract(base.cfg))
+    # forward, and gradients of activations twice as much at most
+    floor = 3 * 2 * weights * tokens / (multiply.flops / seconds)
+    return {
+        "bench": "service",
+        "base": config.base,
+        "dtype": config.dtype,
+        "weights": base.weights,
+        "device": timing.device(),
+        "n": config.n,
+        "errors": tenants.errors,
+        **found,
+        "tokens_a_round": tokens,
+        "flop_floor_round": float(f"{floor:.3g}"),
+        "steps": live.counts["steps"],
+        "tokens_over_padded": round(
+            live.counts["tokens"] / max(1, live.counts["padded_tokens"]), 3
+        ),
+        "costs_s": {
+            f"{s.blocks} x {s.rows} x {s.tokens}{'' if b else ' forward'}": round(c, 3)
+            for s, b, c in live.times
+        },
+    }

@@ -1,0 +1,433 @@
+"""Clients over HTTP of a server in a process of its own: more policies than training slots, more
+revisions than adapter slots.
+
+The first ``policies`` clients train one policy each, and save it now and then; the others sample
+revisions that they choose at random. All send heartbeats. First each policy makes its share of the
+revisions; of each revision its greedy tokens are noted when it is new.
+
+- ``rounds``, ``saves``, ``samples``, ``heartbeats``: requests in the time of load that were
+  answered; ``..._p50_ms``, ``..._p99_ms``: from sending to the result, long polls included. A round
+  is a forward and backward and an update, sent together; a save is one of weights to sample from.
+- ``errors``: requests that were refused or failed; ``first_errors``: what the first of them were
+  told. ``again``: how often something was asked again, by status.
+- ``wrong_revisions``: of ``checked`` answers, every so many of a client's, those that another
+  revision gave. Their tokens are scored once more under the same path, the revision's greedy tokens
+  are drawn once more, and where its training state was saved beside it (``checked_in_training``) a
+  policy is made from that and scores the tokens too. ``most_error``: of a log-probability between
+  these, nats; ``least_distance``: between the greedy tokens' log-probabilities of any two
+  revisions, what an answer of another would show.
+- ``rss_mb_start``, ``rss_mb_end``: resident memory of the server when the load began and ended.
+  ``rss_mb_grown``: by how much the lowest memory of the last third of the load is above that of the
+  second third, less what the caches of adapters and of idle policies' states grew by meanwhile
+  (``caches_mb_grown``); above ``growth_mb`` the bench fails.
+- ``decode_gap_ms``: quantiles of how long rows that decode waited for training, as ``/metrics`` has
+  them.
+- ``made_s``: seconds that it took to make the revisions; ``revisions_after``: how many there were
+  at the end.
+"""
+
+import asyncio
+import collections
+import contextlib
+import itertools
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Awaitable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import numpy as np
+
+from benchmarks import timing
+from benchmarks.service_client import (
+    Client,
+    Failed,
+    Gone,
+    Policy,
+    Sampler,
+    Served,
+    forward,
+    forward_backward,
+    optim,
+)
+from mint_jax.metrics import Progress
+
+VOCABULARY = 256  # ids that every base has
+# of a round: revisions of one policy differ by far more than float32 does, and adapters stay small
+# beside the base
+LEARNING_RATE = 0.002
+# nats between two scores of a token by the same weights, in float32, by two programs
+TOLERANCE = 5e-3
+KINDS = ("round", "save", "sample", "heartbeat")
+
+
+class _Revision(NamedTuple):
+    """What can be sampled.
+
+    Attributes:
+        path: of the weights.
+        state: path of the training state that was saved beside it; empty where none was.
+        tokens, logprobs: drawn greedily behind the common prompt when it was new.
+    """
+
+    path: str
+    state: str
+    tokens: list[int]
+    logprobs: list[float]
+
+
+class _Session:
+    """One client with connections of its own: its session, and a sampling session for each revision
+    that it sampled.
+    """
+
+    def __init__(self, load: "_Load", number: int, client: Client):
+        self.load, self.number, self.client = load, number, client
+        self.rng = np.random.default_rng([load.config.seed, number])
+        self._samplers: dict[str, Sampler] = {}
+
+    async def open(self) -> None:
+        self.id = await self.client.session()
+
+    async def sampler(self, path: str) -> Sampler:
+        if path not in self._samplers:
+            sampler = Sampler(self.client, self.id, len(self._samplers), path)
+            await sampler.create()
+            self._samplers[path] = sampler
+        return self._samplers[path]
+
+    async def pause(self) -> None:
+        await asyncio.sleep(self.rng.uniform(0, 2 * self.load.config.pause_s))
+
+    def row(self, count: int) -> list[int]:
+        return self.rng.integers(1, VOCABULARY, count).tolist()
+
+    # -- what it does until the load ends
+
+    async def heartbeats(self) -> None:
+        # clients do not begin together
+        await asyncio.sleep(self.rng.uniform(0, self.load.config.heartbeat_s))
+        while not self.load.over:
+            await self.load.timed(
+                "heartbeat", self.client.post("session_heartbeat", {"session_id": self.id})
+            )
+            await asyncio.sleep(min(self.load.config.heartbeat_s, max(0.0, self.load.left_s)))
+
+    async def sampling(self) -> None:
+        c, load = self.load.config, self.load
+        for count in itertools.count(1):
+            await self.pause()
+            if load.over:
+                return
+            revision = load.revisions[int(self.rng.integers(len(load.revisions)))]
+            prompt = self.row(c.prompt)
+            answer = await load.timed("sample", self._sample(revision, prompt))
+            if answer is not None and count % c.check_every == 0:
+                await load.check(self, revision, prompt, answer["sequences"][0])
+
+    async def _sample(self, revision: _Revision, prompt: list[int]) -> Any:
+        return await (await self.sampler(revision.path)).sample(
+            prompt, self.load.config.new_tokens, 1.0
+        )
+
+    async def training(self, policy: Policy) -> None:
+        load = self.load
+        for count in itertools.count(1):
+            await self.pause()
+            if load.over:
+                return
+            if await load.timed("round", self.round(policy)) is None:
+                return  # its next request would wait for the one that was refused
+            if (
+                count % load.config.save_every == 0
+                and (await load.timed("save", self.save(policy, f"load-{count}", False))) is None
+            ):
+                return
+
+    async def round(self, policy: Policy) -> list[bytes]:
+        c = self.load.config
+        asked = [
+            (
+                "forward_backward",
+                forward_backward([self.row(c.tokens + 1) for _ in range(c.sequences)]),
+            ),
+            ("optim_step", optim(LEARNING_RATE)),
+        ]
+        ids = [await policy.send(path, body) for path, body in asked]
+        return [await self.client.result(id) for id in ids]
+
+    async def save(self, policy: Policy, name: str, state: bool) -> _Revision:
+        """A revision of a policy, which the others sample from now on."""
+        path = (await policy.do("save_weights_for_sampler", {"path": name}))["path"]
+        saved = (await policy.do("save_weights", {"path": name}))["path"] if state else ""
+        found = await self.load.greedy(self, path)
+        revision = _Revision(path, saved, found["tokens"], found["logprobs"])
+        self.load.revisions.append(revision)
+        return revision
+
+    async def prepare(self, policy: Policy, base: str, count: int) -> None:
+        """A new policy, and its share of the revisions, the last with its training state."""
+        await policy.create(base, self.load.config.rank, self.number)
+        for k in range(count):
+            await self.round(policy)
+            await self.save(policy, f"made-{k}", k == count - 1)
+            self.load.made()
+
+
+class _Load:
+    """All clients of one server, and what they found."""
+
+    def __init__(self, config: Any, clients: Sequence[Client]):
+        self.config, self.clients = config, clients
+        self.prompt = (
+            np.random.default_rng(config.seed).integers(1, VOCABULARY, config.prompt).tolist()
+        )
+        self.revisions: list[_Revision] = []
+        self.seconds: dict[str, list[float]] = {kind: [] for kind in (*KINDS, "check")}
+        self.errors: list[str] = []
+        self.checked = self.checked_in_training = self.wrong = 0
+        self.most_error = 0.0
+        self.rss: list[tuple[float, int, int]] = []  # seconds, resident bytes, bytes of caches
+        self._numbers: collections.defaultdict[str, Iterator[int]] = collections.defaultdict(
+            itertools.count
+        )
+        self._progress = Progress("revisions", config.revisions)
+
+    @property
+    def left_s(self) -> float:
+        return self._until - time.perf_counter()
+
+    @property
+    def over(self) -> bool:
+        return self.left_s <= 0
+
+    def made(self) -> None:
+        self._progress.update(len(self.revisions))
+
+    async def timed(self, kind: str, call: Awaitable[Any]) -> Any:
+        """What a request gives; None where it failed."""
+        began = time.perf_counter()
+        try:
+            found = await call
+        except (Failed, Gone, TimeoutError, httpx.HTTPError) as error:
+            self.errors.append(f"{kind}: {error}")
+            return None
+        self.seconds[kind].append(time.perf_counter() - began)
+        return found
+
+    async def greedy(self, session: _Session, path: str) -> Any:
+        sampler = await session.sampler(path)
+        return (await sampler.sample(self.prompt, self.config.new_tokens, 0.0))["sequences"][0]
+
+    async def check(
+        self, session: _Session, revision: _Revision, prompt: list[int], answer: Any
+    ) -> None:
+        """Whether an answer is its revision's; a request that fails here is an error too."""
+        found = await self.timed("check", self._wrong(session, revision, prompt, answer))
+        if found is not None:
+            self.checked += 1
+            self.wrong += found
+
+    async def _wrong(
+        self, session: _Session, revision: _Revision, prompt: list[int], answer: Any
+    ) -> bool:
+        whole = prompt + answer["tokens"]
+        told = await (await session.sampler(revision.path)).sample(
+            whole, 1, 0.0, prompt_logprobs=True
+        )
+        scores = [told["prompt_logprobs"][len(prompt) :]]
+        if revision.state:
+            scores.append(
+                (await self._scored_in_training(session, revision, whole))[len(prompt) - 1 :]
+            )
+            self.checked_in_training += 1
+        errors = [float(np.abs(np.subtract(one, answer["logprobs"])).max()) for one in scores]
+        self.most_error = max(self.most_error, *errors)
+        return (
+            max(errors) > TOLERANCE
+            or (await self.greedy(session, revision.path))["tokens"] != revision.tokens
+        )
+
+    async def _scored_in_training(
+        self, session: _Session, revision: _Revision, tokens: list[int]
+    ) -> list[float]:
+        """Log-probabilities of all tokens but the first, by a policy that is made from the
+        revision's training state, and ended.
+        """
+        policy = Policy(session.client, session.id, 1 + next(self._numbers[session.id]))
+        await policy.load(revision.state)
+        told = await policy.do("forward", forward([tokens]))
+        await session.client.post("unload_model", {"model_id": policy.id})
+        return told["loss_fn_outputs"][0]["logprobs"]["data"]
+
+    async def run(self, served: Served) -> dict[str, Any]:
+        """Makes the revisions, then loads the server; what was found."""
+        c = self.config
+        base = json.loads(await self.clients[0].get("/api/v1/get_server_capabilities"))[
+            "supported_models"
+        ][0]["model_name"]
+        sessions = [_Session(self, number, client) for number, client in enumerate(self.clients)]
+        for session in sessions:
+            await session.open()
+        policies = [Policy(session.client, session.id, 0) for session in sessions[: c.policies]]
+        shares = [len(share) for share in np.array_split(np.arange(c.revisions), c.policies)]
+        began = time.perf_counter()
+        async with asyncio.TaskGroup() as group:
+            for session, policy, share in zip(sessions, policies, shares, strict=False):
+                group.create_task(session.prepare(policy, base, share))
+        made_s = time.perf_counter() - began
+        least = least_distance([revision.logprobs for revision in self.revisions])
+        began, self._until = time.perf_counter(), time.perf_counter() + c.seconds
+        for client in self.clients:
+            client.again.clear()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._watch(served))
+            for session in sessions:
+                group.create_task(session.heartbeats())
+                mine = (
+                    session.training(policies[session.number])
+                    if session.number < c.policies
+                    else session.sampling()
+                )
+                group.create_task(mine)
+        took = time.perf_counter() - began
+        gaps = re.findall(
+            r'mint_decode_gap_seconds\{quantile="([\d.]+)"\} (\S+)',
+            await self.clients[0].get("/metrics"),
+        )
+        return {
+            **self._requests(took),
+            "wrong_revisions": self.wrong,
+            "checked": self.checked,
+            "checked_in_training": self.checked_in_training,
+            "most_error": float(f"{self.most_error:.3g}"),
+            "least_distance": float(f"{least:.3g}"),
+            **self._memory(),
+            "decode_gap_ms": {quantile: round(1e3 * float(value), 1) for quantile, value in gaps},
+            "made_s": round(made_s, 1),
+            "revisions_after": len(self.revisions),
+        }
+
+    async def _watch(self, served: Served) -> None:
+        """Reads the server's memory each second, and ten times how much of it is in caches."""
+        progress = Progress("seconds of load", int(self.config.seconds))
+        began, asked_at, caches = time.perf_counter(), 0.0, 0
+        while not self.over:
+            at = time.perf_counter() - began
+            if at >= asked_at:
+                state, asked_at = (
+                    json.loads(await self.clients[0].get("/debug/state")),
+                    at + self.config.seconds / 10,
+                )
+                caches = state["residency"]["host"]["bytes"] + state["training"]["host_bytes"]
+            self.rss.append((at, served.rss_bytes(), caches))
+            counts = ", ".join(
+                f"{len(times)} {kind}s" for kind, times in self.seconds.items() if kind in KINDS
+            )
+            progress.update(
+                int(time.perf_counter() - began),
+                f"{counts}, {len(self.errors)} errors, {self.rss[-1][1] / 1e6:.0f} MB",
+            )
+            await asyncio.sleep(1.0)
+
+    def _requests(self, took: float) -> dict[str, Any]:
+        out: dict[str, Any] = {
+            "load_s": round(took, 1),
+            "errors": len(self.errors),
+            "first_errors": self.errors[:3],
+        }
+        out["again"] = dict(sum((client.again for client in self.clients), collections.Counter()))
+        for kind in KINDS:
+            times = self.seconds[kind]
+            out[f"{kind}s"] = len(times)
+            if times:
+                out |= {f"{kind}_p{q}_ms": timing.percentile(times, q, 1e3) for q in (50, 99)}
+        return out
+
+    def _memory(self) -> dict[str, float]:
+        """Megabytes when the load began and ended, and their growth in its last third."""
+        grown, caches = growth(self.rss)
+        told = {
+            "rss_mb_start": self.rss[0][1],
+            "rss_mb_end": self.rss[-1][1],
+            "rss_mb_grown": grown,
+            "caches_mb_grown": caches,
+        }
+        return {name: round(float(size) / 1e6, 1) for name, size in told.items()}
+
+
+def growth(read: Sequence[tuple[float, int, int]]) -> tuple[int, int]:
+    """Bytes by which memory beyond the caches, and the caches, grew from the second third of a load
+    to the last.
+
+    The lowest of each third counts: between two times at which freed memory is given back there is
+    any amount of it.
+
+    Args:
+        read: seconds, resident bytes and bytes of caches.
+    """
+    end = read[-1][0]
+    thirds = [
+        [row for row in read if end * part / 3 <= row[0] <= end * (part + 1) / 3] for part in (1, 2)
+    ]
+    if not all(thirds):
+        return 0, 0
+    before, after = (min(third, key=lambda row: row[1]) for third in thirds)
+    caches = after[2] - before[2]
+    return after[1] - before[1] - max(0, caches), caches
+
+
+def least_distance(rows: list[list[float]]) -> float:
+    """The smallest distance of any two rows, by their entries that differ most."""
+    table = np.array(rows)
+    return min(
+        (float(np.abs(table[i + 1 :] - row).max(axis=1).min()) for i, row in enumerate(table[:-1])),
+        default=0.0,
+    )
+
+
+async def _loaded(config: Any, served: Served) -> dict[str, Any]:
+    url = await asyncio.to_thread(served.ready)
+    async with contextlib.AsyncExitStack() as opened:
+        # a pool of connections for each: httpcore looks at all of a pool's at each request
+        clients = [await opened.enter_async_context(Client(url)) for _ in range(config.clients)]
+        return await _Load(config, clients).run(served)
+
+
+def run(config: Any, workdir: Path) -> dict[str, Any]:
+    """Runs the bench; returns its report. What the server made is removed."""
+    folder = workdir / "server"
+    shutil.rmtree(folder, ignore_errors=True)
+    options = {"base": config.base, "dtype": config.dtype, "port": 0, **config.server}
+    served = Served(config.program, "configs/serve.py", folder, options)
+    try:
+        found = asyncio.run(_loaded(config, served))
+        ended = served.stop()
+    finally:
+        served.kill()
+        shutil.rmtree(folder, ignore_errors=True)
+    if found["rss_mb_grown"] > config.growth_mb:
+        raise RuntimeError(
+            f"the server's memory grew by {found['rss_mb_grown']} MB beyond its caches in the last"
+            f" third of the load; expected {config.growth_mb} MB at most"
+        )
+    return {
+        "bench": "service_load",
+        "base": config.base,
+        "dtype": config.dtype,
+        "device": timing.device(),
+        "cores": os.cpu_count(),
+        "clients": config.clients,
+        "policies": config.policies,
+        "slots": config.server.slots,
+        "revisions": config.revisions,
+        "adapters": config.server.adapters,
+        "rank": config.rank,
+        **found,
+        "tokens_sampled": ended["tokens_sampled"],
+        "training_steps": ended["training_steps"],
+    }

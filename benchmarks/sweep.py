@@ -1,0 +1,115 @@
+"""A sweep: a grid of points over other jobs, each a process of its own, in one report beside what
+others measured.
+
+Resumable point by point: the same command runs what is not done, and again what failed. The parts
+are in ``benchmarks/sweeps``.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from benchmarks.sweeps import grid, pictures, report, rows, runner
+from mint_jax import stamp
+from mint_jax.errors import choice
+from mint_jax.jobs import hold, settings
+from mint_jax.jobs.common import Config, say
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Settings of a sweep.
+
+    Attributes:
+        bench: always sweep.
+        sweep: name of the sweep.
+        size: size of the points, as the report names it.
+        claim: what the sweep shows, in a sentence.
+        grids: points over one job or benchmark each.
+        references: figures that others report.
+        pictures: what is drawn.
+    """
+
+    bench: str
+    sweep: str
+    size: str
+    claim: str
+    grids: dict[str, grid.Grid]
+    references: dict[str, grid.Reference]
+    pictures: dict[str, grid.Picture]
+
+
+def run(config: Config, workdir: Path) -> dict[str, Any]:
+    """Runs the points that are not done, then writes ``report.json``, ``report.md`` and the
+    pictures.
+
+    Raises:
+        UserError: a grid, reference or picture that does not fit the others.
+    """
+    made = settings.check(Settings, config)
+    points = points_of(made)
+    held = hold.Hold(workdir)
+    try:
+        return _run(made, points, workdir)
+    finally:
+        held.release()
+
+
+def _run(made: Settings, points: list[grid.Point], workdir: Path) -> dict[str, Any]:
+    records = runner.run_all(points, workdir, say)
+    entries = [rows.entry_of(point, records, workdir) for point in points]
+    failed = sum(entry["state"] == "failed" for entry in entries)
+    whole = {
+        "bench": "sweep",
+        "sweep": made.sweep,
+        "size": made.size,
+        "claim": made.claim,
+        "grids": {
+            name: {"about": one.about, "config": one.config} for name, one in made.grids.items()
+        },
+        "points": stamp.without_paths(entries),
+        "references": [dataclasses.asdict(one) for one in made.references.values()],
+        "failed": failed,
+    }
+    whole["pictures"] = pictures.draw(made.pictures, whole, workdir)
+    report.write(whole, workdir)
+    say(
+        f"[sweep] {made.sweep}: {len(entries) - failed} points done, {failed} failed;"
+        f" {workdir / 'report.md'}"
+    )
+    for entry in entries:
+        if entry["state"] == "failed":
+            say(f"[sweep] {entry['name']} failed: {entry['reason']}")
+    return {
+        "bench": "sweep",
+        "sweep": made.sweep,
+        "size": made.size,
+        "points": len(entries),
+        "rows": sum(len(entry["rows"]) for entry in entries),
+        "failed": failed,
+        "report": str(workdir / "report.json"),
+        "pictures": whole["pictures"],
+    }
+
+
+def points_of(made: Settings) -> list[grid.Point]:
+    """The points of a sweep's settings.
+
+    Raises:
+        UserError: see ``run``.
+    """
+    for what, named in (("references", made.references), ("pictures", made.pictures)):
+        for name, one in named.items():
+            if one.grid not in made.grids:
+                raise choice(f"{what}.{name}.grid", one.grid, made.grids)
+    for name, picture in made.pictures.items():
+        of = made.grids[picture.grid]
+        if picture.kind not in pictures.KINDS:
+            raise choice(f"pictures.{name}.kind", picture.kind, pictures.KINDS)
+        for setting in filter(None, (picture.x, picture.panels, *picture.by)):
+            if setting not in {**of.axes, **of.each}:
+                raise choice(f"a setting of pictures.{name}", setting, {**of.axes, **of.each})
+        drawn = {"lines": of.figures, "timeline": of.data, "curves": {picture.y: ""}}[picture.kind]
+        if picture.y not in drawn:
+            raise choice(f"pictures.{name}.y", picture.y, drawn)
+    return grid.points_of(made.grids)

@@ -1,0 +1,202 @@
+"""Pictures of a sweep: a figure over a setting with what others report, curves over steps with
+bands, and what a device did when.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import timing
+from benchmarks.sweeps.grid import Picture
+
+KINDS = ("lines", "curves", "timeline")
+COLOURS = {"rollout": "C0", "reward": "C7", "update": "C3"}
+
+
+def draw(pictures: Mapping[str, Picture], report: Mapping[str, Any], workdir: Path) -> list[str]:
+    """Draws those of which there are rows; names of the files in the workdir."""
+    drawn = []
+    for name, picture in pictures.items():
+        rows = [
+            row
+            for point in report["points"]
+            if point["grid"] == picture.grid
+            for row in point["rows"]
+        ]
+        if rows:
+            references = [
+                one
+                for one in report["references"]
+                if one["grid"] == picture.grid and picture.y in one["figures"]
+            ]
+            {"lines": _lines, "curves": _curves, "timeline": _timeline}[picture.kind](
+                picture, rows, references, workdir / f"{name}.png"
+            )
+            drawn.append(f"{name}.png")
+    return drawn
+
+
+def _panels(picture: Picture, rows: Sequence[Any]) -> Iterator[tuple[str, list[Any]]]:
+    """Rows of each panel, with its title."""
+    if not picture.panels:
+        yield "", list(rows)
+        return
+    for value in dict.fromkeys(row["settings"][picture.panels] for row in rows):
+        yield (
+            f"{picture.panels} {value}",
+            [row for row in rows if row["settings"][picture.panels] == value],
+        )
+
+
+def _series(picture: Picture, rows: Sequence[Any]) -> dict[str, list[Any]]:
+    """Rows of each line, by its label."""
+    out: dict[str, list[Any]] = {}
+    for row in rows:
+        label = ", ".join(f"{name} {row['settings'][name]}" for name in picture.by)
+        out.setdefault(label or "ours", []).append(row)
+    return out
+
+
+def _lines(picture: Picture, rows: Sequence[Any], references: Sequence[Any], path: Path) -> None:
+    panels = list(_panels(picture, rows))
+    figure, axes = _figure(len(panels))
+    for ax, (title, mine) in zip(axes, panels):
+        for label, line in _series(picture, mine).items():
+            points = [(row["settings"][picture.x], row["figures"].get(picture.y)) for row in line]
+            points = [(x, y) for x, y in points if y is not None]
+            if not points:
+                continue
+            ends = [y["interval"] if timing.is_figure(y) else [y, y] for _, y in points]
+            middle = [timing.value(y) for _, y in points]
+            low = [max(0.0, m - end[0]) for m, end in zip(middle, ends)]
+            high = [max(0.0, end[1] - m) for m, end in zip(middle, ends)]
+            ax.errorbar(
+                [x for x, _ in points],
+                middle,
+                yerr=[low, high],
+                marker="o",
+                ms=4,
+                capsize=2,
+                label=label,
+            )
+        _references(ax, picture, references)
+        ax.set(title=title, xlabel=picture.x)
+        if "x" in picture.log:
+            ax.set_xscale("log", base=2)
+            values = sorted({row["settings"][picture.x] for row in mine})
+            ax.set_xticks(values, [_short(x) for x in values], minor=False)
+        if "y" in picture.log:
+            ax.set_yscale("log")
+        ax.grid(alpha=0.3)
+        ax.legend(fontsize=7)
+    axes[0].set_ylabel(picture.y)
+    _save(figure, path)
+
+
+def _short(x: float) -> str:
+    """A number as a label of few characters."""
+    for size, unit in ((10**6, "M"), (10**3, "k")):
+        if x >= size and x % (size // 10) == 0:
+            return f"{x / size:g}{unit}"
+    return f"{x:g}" if x < 10**6 else f"{x:.0f}"
+
+
+def _references(ax: Any, picture: Picture, references: Sequence[Any]) -> None:
+    """What others report: a star where their setting is known, else a line across."""
+    for k, one in enumerate(references):
+        at, value = one["settings"].get(picture.x), timing.value(one["figures"][picture.y])
+        words = " ".join(str(v) for name, v in one["settings"].items() if name != picture.x)
+        label, colour = f"{one['who']} {words}".strip(), f"C{5 + k % 5}"
+        if isinstance(at, int | float):
+            ax.plot([at], [value], "*", ms=11, color=colour, label=label)
+        else:
+            ax.axhline(value, ls="--", lw=1, color=colour, label=label)
+
+
+def _curves(picture: Picture, rows: Sequence[Any], references: Sequence[Any], path: Path) -> None:
+    panels = list(_panels(picture, rows))
+    figure, axes = _figure(len(panels))
+    lines: dict[str, Any] = {}  # one legend for all panels, below them: curves leave no corner free
+    for ax, (title, mine) in zip(axes, panels):
+        series = _series(picture, mine)
+        for label, [row, *_] in series.items():
+            curve = row["curve"]
+            [line] = ax.plot(curve["steps"], curve["median"])
+            ax.fill_between(
+                curve["steps"],
+                curve["low"],
+                curve["high"],
+                alpha=0.5 / max(3, len(series)),
+                color=line.get_color(),
+            )
+            lines.setdefault(f"{label}, n {curve['n']}", line)
+        ax.set(title=title, xlabel="step")
+        ax.grid(alpha=0.3)
+    axes[0].set_ylabel(picture.y)
+    wide = 0.065 * max(map(len, lines)) + 0.6  # inches, of an entry
+    across = max(1, min(len(lines), int(figure.get_figwidth() / wide)))
+    rows_of_legend = -(-len(lines) // across)
+    figure.legend(lines.values(), lines, fontsize=8, loc="lower center", ncols=across)
+    _save(figure, path, below=0.06 * rows_of_legend + 0.02)
+
+
+def _timeline(picture: Picture, rows: Sequence[Any], references: Sequence[Any], path: Path) -> None:
+    """A lane a policy and one of the device, a panel a row; all on one scale of time."""
+    import matplotlib.patches as patches
+
+    figure, axes = _figure(len(rows), width=9.0, height=2.2, stacked=True)
+    longest = max(span["end_s"] for row in rows for span in row["data"][picture.y])
+    for ax, row in zip(axes, rows):
+        spans = row["data"][picture.y]
+        names = sorted(
+            {name for span in spans for name in span["policies"]},
+            key=lambda name: (len(name), name),
+        )
+        lanes = {name: k for k, name in enumerate(["device", *names])}
+        for span in spans:
+            on_device = ["device"] if span["phase"] != "reward" else []
+            for name in [*on_device, *span["policies"]]:
+                ax.barh(
+                    lanes[name],
+                    span["end_s"] - span["start_s"],
+                    left=span["start_s"],
+                    height=0.8,
+                    color=COLOURS[span["phase"]],
+                )
+        ax.set_yticks(list(lanes.values()), list(lanes), fontsize=6)
+        ax.invert_yaxis()
+        ax.set_xlim(0, longest)
+        ax.set_title(
+            ", ".join(f"{name} {value}" for name, value in row["settings"].items()), fontsize=9
+        )
+    axes[0].legend(
+        handles=[patches.Patch(color=colour, label=phase) for phase, colour in COLOURS.items()],
+        fontsize=7,
+        loc="upper right",
+    )
+    axes[-1].set_xlabel("seconds")
+    _save(figure, path)
+
+
+def _figure(
+    panels: int, width: float = 4.6, height: float = 3.6, stacked: bool = False
+) -> tuple[Any, list[Any]]:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows, columns = (panels, 1) if stacked else (1, panels)
+    figure, axes = plt.subplots(
+        rows, columns, figsize=(width * columns, height * rows), squeeze=False, sharey=not stacked
+    )
+    return figure, list(axes.flat)
+
+
+def _save(figure: Any, path: Path, below: float = 0.0) -> None:
+    """Args: ``below``: the share of the height that stays free at the bottom."""
+    import matplotlib.pyplot as plt
+
+    figure.tight_layout(rect=(0, below, 1, 1))
+    figure.savefig(path, dpi=110)
+    plt.close(figure)

@@ -1,0 +1,138 @@
+"""A sweep's report: ``report.json`` for programs, ``report.md`` for people, with what others report
+in the same tables.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import timing
+from mint_jax.files import write_file
+
+
+def write(report: dict[str, Any], workdir: Path) -> None:
+    """Writes both files."""
+    write_file(workdir / "report.json", json.dumps(report, indent=1) + "\n")
+    write_file(workdir / "report.md", markdown(report))
+
+
+def markdown(report: Mapping[str, Any]) -> str:
+    """The report as a page: a table a grid, pictures, what failed, and where the figures come
+    from.
+    """
+    parts = [f"# Sweep {report['sweep']}, {report['size']}", report["claim"]]
+    for name, grid in report["grids"].items():
+        points = [point for point in report["points"] if point["grid"] == name]
+        references = [one for one in report["references"] if one["grid"] == name]
+        parts += [f"## {name}", *filter(None, [grid["about"]]), table_of(points, references)]
+        parts += dict.fromkeys(
+            f"{one['who']}: {one['source']}{'; ' + one['note'] if one['note'] else ''}."
+            for one in references
+        )
+    parts += [f"![{name}]({name})" for name in report["pictures"]]
+    parts += ["## Where it comes from", *sources(report["points"])]
+    return "\n\n".join(parts) + "\n"
+
+
+def table_of(points: Sequence[Mapping[str, Any]], references: Iterable[Mapping[str, Any]]) -> str:
+    """Settings, then figures with interval and n; below ours what others report; a failed point has
+    its reason.
+    """
+    references = list(references)
+    ours = [(point, row) for point in points for row in point["rows"]]
+    settings = _names(
+        [row["settings"] for _, row in ours] + [point["settings"] for point in points]
+    )
+    figures = _names([row["figures"] for _, row in ours] + [one["figures"] for one in references])
+    lines = [
+        _line(["whose", *settings, *figures]),
+        "|" + " --- |" * (1 + len(settings) + len(figures)),
+    ]
+    for point in points:
+        for row in point["rows"]:
+            lines.append(
+                _line(
+                    ["ours", *_values(settings, row["settings"]), *_values(figures, row["figures"])]
+                )
+            )
+        if point["state"] == "failed":
+            lines.append(
+                _line(
+                    [
+                        "ours",
+                        *_values(settings, point["settings"]),
+                        f"failed: {point['reason']}",
+                        *[""] * (len(figures) - 1),
+                    ]
+                )
+            )
+    for one in references:
+        lines.append(
+            _line(
+                [one["who"], *_values(settings, one["settings"]), *_values(figures, one["figures"])]
+            )
+        )
+    return "\n".join(lines)
+
+
+def sources(points: Iterable[Mapping[str, Any]]) -> list[str]:
+    """A line for each commit and machine; a point's command is in ``report.json``."""
+    found: dict[str, list[str]] = {}
+    for point in points:
+        if "commit" in point:
+            machine, commit = (
+                point["machine"],
+                str(point["commit"])[:10] + (" with changes" if point["dirty"] else ""),
+            )
+            at = (
+                f"at `{commit}` on {machine['cpu']}, {machine['cores']} cores,"
+                f" {machine['devices']}; jax {point['versions']['jax']}"
+            )
+            found.setdefault(at, []).append(point["date"])
+    return [
+        f"{len(dates)} points {at}; {min(dates)} to {max(dates)}." for at, dates in found.items()
+    ]
+
+
+def shown(figure: Any) -> str:
+    """A figure as tables have it: ``1.73 (1.7 to 1.8, n 5)``."""
+    if timing.is_figure(figure):
+        low, high = figure["interval"]
+        return (
+            f"{_number(timing.value(figure))} ({_number(low)} to {_number(high)}, n"
+            f" {figure['n']:,})"
+        )
+    return (
+        ""
+        if figure is None
+        else (
+            _number(figure)
+            if isinstance(figure, int | float) and not isinstance(figure, bool)
+            else str(figure)
+        )
+    )
+
+
+def _number(value: float) -> str:
+    return (
+        f"{value:,}"
+        if isinstance(value, int)
+        else f"{value:,.0f}"
+        if abs(value) >= 1000
+        else f"{value:.4g}"
+    )
+
+
+def _names(dicts: Iterable[Mapping[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(name for one in dicts for name in one))
+
+
+def _values(names: Sequence[str], of: Mapping[str, Any]) -> list[str]:
+    return [shown(of.get(name)) for name in names]
+
+
+def _line(cells: Iterable[Any]) -> str:
+    return (
+        "| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+    )

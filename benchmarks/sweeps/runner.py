@@ -1,0 +1,198 @@
+"""Runs points one after another, each as a process of its own, and goes on where it was stopped.
+
+A process of its own has its own memory, devices and compiled programs, so that a point's figures do
+not depend on those before it, and a point that dies ends nothing else. It is the command that a
+user would give. A run's folder below ``WORKDIR/points`` has its log and the job's output;
+``record.json``, written whole or not at all, says how it ended and under which key: config,
+options, seed, commit, changes on top of it, and the files that it reads. Of the same key a run that
+ended well is not repeated, one that failed is, in its folder, where a training job finds its
+checkpoint. One that ended well keeps none: 58 runs of ``learning`` left 17 GB of them and filled a
+disk.
+"""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.launch import program_of
+from benchmarks.sweeps.grid import Point
+from mint_jax import checkpoint, stamp
+from mint_jax.digest import blake3_of
+from mint_jax.errors import UserError
+from mint_jax.files import write_file
+from mint_jax.metrics import clock
+
+GRACE_S = 60.0  # for a job to write its checkpoint when the sweep is stopped
+# A sweep that is killed leaves no process that goes on measuring beside the next start. The child
+# asks for it itself (prctl's PR_SET_PDEATHSIG is 1): a function between fork and exec may not run
+# where JAX has threads.
+_ASK = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execv(sys.argv[1], sys.argv[1:])"
+_WITH_PARENT = (sys.executable, "-S", "-c", _ASK) if sys.platform == "linux" else ()
+
+
+class Run(NamedTuple):
+    """One process of a point."""
+
+    point: Point
+    seed: int | None
+
+    @property
+    def name(self) -> str:
+        return self.point.name if self.seed is None else f"{self.point.name}-seed{self.seed}"
+
+    def folder(self, workdir: Path) -> Path:
+        return workdir / "points" / self.name
+
+    def arguments(self) -> list[str]:
+        """Config and options, with places still to be filled in."""
+        seeded = [] if self.seed is None else [f"--config.seed={self.seed}"]
+        return [*self.point.arguments(), *seeded]
+
+    def key(self, workdir: Path, code: Any) -> str:
+        """The digest of all that decides what the run measures, but for the machine."""
+        read = {path: _digest(Path(_placed(path, workdir))) for path in self.point.of.reads}
+        return blake3_of(json.dumps([self.arguments(), code, read], sort_keys=True).encode())
+
+
+def runs_of(points: Sequence[Point]) -> list[Run]:
+    return [Run(point, seed) for point in points for seed in point.of.seeds or (None,)]
+
+
+def run_all(
+    points: Sequence[Point],
+    workdir: Path,
+    say: Callable[[str], None],
+    program: Callable[[str], Sequence[str]] = program_of,
+) -> dict[str, Any]:
+    """Runs what is not done.
+
+    Args:
+        program: returns the command of a config, which takes ``--config``, ``--workdir`` and
+            options, and writes ``result.json``.
+
+    Returns:
+        By name of a run its record: ``state`` (done or failed), ``reason``, ``seconds``, ``key``,
+        ``command``.
+    """
+    runs, code = runs_of(points), [stamp.code(), stamp.changes()]
+    records = {run.name: _record(run, workdir, code) for run in runs}
+    todo = [run for run in runs if records[run.name] is None]
+    if len(todo) < len(runs):
+        say(
+            f"{len(runs) - len(todo)} of {len(runs)} runs are done already, in {workdir / 'points'}"
+        )
+    expected, spent = 0.0, 0.0
+    for k, run in enumerate(todo):
+        left = (
+            60
+            * sum(one.point.of.minutes for one in todo[k:])
+            * (spent / expected if spent else 1.0)
+        )
+        say(
+            f"[sweep] {len(runs) - len(todo) + k + 1}/{len(runs)} {run.name} ({clock(spent)}, about"
+            f" {clock(left)} left)"
+        )
+        records[run.name] = record = _run(run, workdir, code, program(run.point.of.config))
+        expected, spent = expected + 60 * run.point.of.minutes, spent + record["seconds"]
+        if record["state"] == "failed":
+            say(f"[sweep] {run.name} failed after {clock(record['seconds'])}: {record['reason']}")
+    return records
+
+
+def _record(run: Run, workdir: Path, code: Any) -> dict[str, Any] | None:
+    """Of a run that ended well under the same key; another key's folder goes."""
+    folder, key = run.folder(workdir), run.key(workdir, code)
+    try:
+        begun = (folder / "key").read_text()
+        record = json.loads((folder / "record.json").read_text())
+    except FileNotFoundError:
+        record = {}
+        begun = (folder / "key").read_text() if (folder / "key").is_file() else ""
+    if begun != key:
+        shutil.rmtree(folder, ignore_errors=True)
+        return None
+    return record if record.get("state") == "done" and record["key"] == key else None
+
+
+def _run(run: Run, workdir: Path, code: Any, command: Sequence[str]) -> dict[str, Any]:
+    """Runs one process to its end, and writes its record."""
+    folder, key = run.folder(workdir), run.key(workdir, code)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_file(folder / "key", key)
+    (folder / "result.json").unlink(missing_ok=True)
+    arguments = [_placed(text, workdir) for text in run.arguments()]
+    began = time.monotonic()
+    with (folder / "log").open("w") as log:
+        status = _wait([*command, *arguments, f"--workdir={folder}"], log)
+    reason = "" if status == 0 else _reason(status, folder / "log")
+    if not reason and not (folder / "result.json").is_file():
+        reason = "it ended well and left no result.json"
+    shown = ["python", *command[1:], *run.arguments(), f"--workdir=points/{run.name}"]
+    record = {
+        "key": key,
+        "state": "failed" if reason else "done",
+        "reason": reason,
+        "seconds": round(time.monotonic() - began, 1),
+        "command": " ".join(shown),
+    }
+    write_file(folder / "record.json", json.dumps(record))
+    if not reason:
+        shutil.rmtree(folder / checkpoint.FOLDER, ignore_errors=True)
+    return record
+
+
+def _wait(command: list[str], log: Any) -> int:
+    """The exit status of a process that does not outlive this one."""
+    process = subprocess.Popen(
+        [*_WITH_PARENT, *command], stdin=subprocess.DEVNULL, stdout=log, stderr=log
+    )
+    try:
+        return process.wait()
+    except BaseException:
+        process.terminate()
+        try:
+            process.wait(GRACE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        raise
+
+
+def _reason(status: int, log: Path) -> str:
+    """Why a process failed: what killed it, or its last error."""
+    if status < 0:
+        return f"killed by {signal.Signals(-status).name}"
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    told = [line for line in lines if line.startswith("error")] or lines[-1:]
+    return told[-1][:500] if told else f"status {status}, and nothing in {log.name}"
+
+
+def _placed(text: str, workdir: Path) -> str:
+    return text.replace("{workdir}", str(workdir)).replace(
+        "{beside}", str(workdir.resolve().parent)
+    )
+
+
+def _digest(path: Path) -> str:
+    return blake3_of(path.read_bytes()) if path.is_file() else "missing"
+
+
+def result_of(run: Run, workdir: Path) -> dict[str, Any]:
+    """What a run's job left.
+
+    Raises:
+        UserError: it is not JSON any more.
+    """
+    path = run.folder(workdir) / "result.json"
+    try:
+        return stamp.load(path)
+    except ValueError as error:
+        raise UserError(
+            f"{path} is no JSON ({error}): remove the folder, and start the sweep again"
+        ) from None

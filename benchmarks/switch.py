@@ -1,0 +1,341 @@
+"""Promotion and rollback while others read: how long a move of an alias takes, and whether anybody
+reads what is past.
+
+A catalog of 10^4 revisions. One thread moves the alias ``serving`` of some policies, forward and
+back; threads of the same process and one other process resolve these policies' ``serving`` all the
+while, in turn with names of the whole catalog. Every move and every read notes when it began and
+ended, on the one monotonic clock that all processes of a machine share.
+
+The same moves are made before that without readers (``quiet``), and while only the other process
+does (``elsewhere``): what lies between is Python's, whose threads run one at a time.
+
+A read is **stale** when it began after a move had returned and shows a revision from before that
+move: what it shows must be what the alias was at some time between the last move that ended before
+the read began and the last that began before it ended. ``decided`` are the reads for which that is
+one revision only; ``soon`` those that began within 5 milliseconds of the return of a move of their
+policy. ``sync``: appending 4 KB to a file and syncing it, which a commit cannot undercut.
+
+``postgres``: the same on a PostgreSQL server on loopback; null where there is none.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import shutil
+import threading
+import time
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from benchmarks import timing
+from benchmarks.catalog_fill import Plan, fill, open_catalog
+from benchmarks.postgres_server import PostgresServer
+from mint_jax.catalog.lifecycle import Catalog
+from mint_jax.errors import UserError
+from mint_jax.metrics import Progress
+
+ALIAS = "serving"
+SOON_NS = 5_000_000
+_FIELDS = 4  # of a read: policy, began, ended, number
+READY_S = 120.0
+
+
+class Move(NamedTuple):
+    """One move of an alias, in nanoseconds of the monotonic clock.
+
+    Attributes:
+        policy: its index.
+        number: the revision that the alias named afterwards.
+    """
+
+    policy: int
+    began: int
+    ended: int
+    number: int
+    kind: str
+
+
+def judge(moves: Sequence[Move], reads: np.ndarray, first: int) -> dict[str, int]:
+    """Counts reads that are stale, decided and soon; see the module.
+
+    Args:
+        moves: by one writer, in order.
+        reads: rows of policy, began, ended, number.
+        first: number that every alias named before its first move.
+    """
+    stale = decided = soon = 0
+    for policy in np.unique(reads[:, 0]).tolist():
+        mine = [move for move in moves if move.policy == policy]
+        began, ended = (
+            np.array([getattr(move, name) for move in mine], np.int64)
+            for name in ("began", "ended")
+        )
+        numbers = np.array([first, *(move.number for move in mine)])
+        rows = reads[reads[:, 0] == policy]
+        # moves that had returned: the newest of them is numbers[low]
+        low = np.searchsorted(ended, rows[:, 1], side="right")
+        high = np.searchsorted(began, rows[:, 2], side="left")  # moves that may have been seen
+        one = low == high
+        decided += int(one.sum())
+        stale += int((numbers[low[one]] != rows[one, 3]).sum())
+        for i in np.flatnonzero(~one):
+            stale += int(rows[i, 3] not in numbers[low[i] : high[i] + 1])
+        after = low > 0
+        soon += int((rows[after, 1] - ended[low[after] - 1] < SOON_NS).sum())
+    return {"stale_reads": stale, "decided": decided, "soon": soon}
+
+
+def _read(
+    catalog: Catalog, plan: Plan, policies: Sequence[int], seed: int, stop: Any, ready: Any
+) -> tuple[array, array, int]:
+    """Resolves until stopped; reads of ``serving``, nanoseconds of the other requests, errors."""
+    rng = np.random.default_rng(seed)
+    reads, others, errors = array("q"), array("q"), 0
+    while not stop.is_set():
+        hot, other = (
+            rng.integers(0, len(policies), 256).tolist(),
+            rng.integers(0, plan.policies, 256).tolist(),
+        )
+        for k, policy in zip(hot, other, strict=True):
+            try:
+                began = time.monotonic_ns()
+                found = catalog.resolve(f"{plan.policy(policies[k])}@{ALIAS}")
+                ended = time.monotonic_ns()
+                reads.extend((k, began, ended, found.number))
+                catalog.resolve(f"{plan.policy(policy)}@latest")
+                others.append(time.monotonic_ns() - ended)
+            except UserError:
+                errors += 1
+            if stop.is_set():
+                break
+        ready.set()
+    return reads, others, errors
+
+
+def _read_elsewhere(
+    where: tuple[str, str | None],
+    plan: Plan,
+    policies: Sequence[int],
+    stop: Any,
+    ready: Any,
+    answer: Any,
+) -> None:
+    """``_read`` in a process of its own."""
+    with open_catalog(Path(where[0]), where[1], actor="another process") as catalog:
+        reads, others, errors = _read(catalog, plan, policies, 1_000, stop, ready)
+    answer.send((reads.tobytes(), others.tobytes(), errors))
+
+
+class _Writer:
+    """Moves aliases, and knows what they must be."""
+
+    def __init__(self, catalog: Catalog, plan: Plan, policies: Sequence[int], seed: int):
+        self._catalog, self._plan, self._policies = catalog, plan, policies
+        self._rng = np.random.default_rng(seed)
+        self._stacks = [[1] for _ in policies]  # what a rollback goes back to lies under the last
+        self.moves: list[Move] = []
+        self.errors = 0
+        for policy in policies:
+            catalog.promote(plan.policy(policy), 1, ALIAS, why="start")
+
+    def move(self, k: int) -> None:
+        """One move of the k-th policy's alias."""
+        stack, name = self._stacks[k], self._plan.policy(self._policies[k])
+        back = len(stack) > 1 and self._rng.random() < 0.5
+        if back:
+            stack.pop()
+        else:
+            stack.append(
+                int(
+                    self._rng.choice(
+                        [n for n in range(1, self._plan.per_policy + 1) if n != stack[-1]]
+                    )
+                )
+            )
+        began = time.monotonic_ns()
+        found = (
+            self._catalog.rollback(name, ALIAS)
+            if back
+            else self._catalog.promote(name, stack[-1], ALIAS)
+        )
+        ended = time.monotonic_ns()
+        self.errors += found.number != stack[-1]
+        self.moves.append(Move(k, began, ended, stack[-1], "rollback" if back else "promote"))
+
+    def run(self, count: int, what: str) -> list[Move]:
+        """``count`` moves, the policies in turn."""
+        progress, first = Progress(what, count), len(self.moves)
+        for k in range(count):
+            self.move(k % len(self._policies))
+            progress.update(k + 1)
+        return self.moves[first:]
+
+
+def _percentiles(nanoseconds: Any) -> dict[str, timing.Figure] | None:
+    """Milliseconds."""
+    values = np.asarray(nanoseconds)
+    return (
+        {f"p{q}_ms": timing.percentile(values, q, 1e-6) for q in (50, 99)} if values.size else None
+    )
+
+
+def _latency(moves: Sequence[Move]) -> dict[str, Any]:
+    return {
+        kind: _percentiles([move.ended - move.began for move in moves if move.kind == kind])
+        for kind in ("promote", "rollback")
+    }
+
+
+def _sync(folder: Path, count: int) -> dict[str, timing.Figure] | None:
+    """What the disk takes to make 4 KB durable."""
+    out = []
+    with (folder / "sync").open("wb", buffering=0) as file:
+        for _ in range(count):
+            began = time.monotonic_ns()
+            file.write(bytes(4096))
+            os.fdatasync(file.fileno())
+            out.append(time.monotonic_ns() - began)
+    return _percentiles(out)
+
+
+def _wait(events: Sequence[Any]) -> None:
+    if not all(event.wait(READY_S) for event in events):
+        raise UserError(
+            f"no reader resolved {ALIAS!r} within {READY_S:.0f} s: look at what else this machine"
+            " does"
+        )
+
+
+def measure(config: Any, folder: Path, database: str | None, what: str) -> dict[str, Any]:
+    """Everything on one database.
+
+    Args:
+        database: URL; None for SQLite in the folder.
+    """
+    plan = Plan(config.entries, config.per_policy, config.batch, config.seed)
+    filled = fill(folder, plan, database)
+    policies = (
+        np.random.default_rng(config.seed)
+        .choice(plan.policies, config.policies, replace=False)
+        .tolist()
+    )
+    sync = _sync(folder, 100)
+    spawn = multiprocessing.get_context("spawn")
+    stop, ready = spawn.Event(), spawn.Event()
+    theirs, answer = spawn.Pipe(duplex=False)
+    found: list[tuple[array, array, int]] = []
+    started = [threading.Event() for _ in range(config.threads)]
+    with open_catalog(folder, database, actor="operator") as catalog:
+        writer = _Writer(catalog, plan, policies, config.seed)
+        quiet = writer.run(config.moves // 2, f"{what}: moves without readers")
+        others = [
+            threading.Thread(
+                target=lambda i=i: found.append(_read(catalog, plan, policies, i, stop, started[i]))
+            )
+            for i in range(config.threads)
+        ]
+        process = spawn.Process(
+            target=_read_elsewhere,
+            args=((str(folder), database), plan, policies, stop, ready, answer),
+            daemon=True,
+        )
+        process.start()
+        answer.close()
+        try:
+            _wait([ready])
+            apart = writer.run(config.moves // 2, f"{what}: moves, another process reads")
+            for other in others:
+                other.start()
+            _wait(started)
+            began = time.monotonic()
+            busy = writer.run(config.moves, f"{what}: moves under traffic")
+            seconds = time.monotonic() - began
+        finally:
+            stop.set()
+            for other in others:
+                if other.ident is not None:
+                    other.join()
+        if not theirs.poll(READY_S):
+            raise UserError("the other process that reads has ended without its results")
+        reads, rest, errors = theirs.recv()
+        process.join(READY_S)
+        elsewhere = np.frombuffer(reads, np.int64).reshape(-1, _FIELDS)
+        # the audit log knows each of them
+        log = sum(1 for move in writer.moves if move.policy == 0)
+        kept = (
+            len(catalog.history(plan.policy(policies[0]), ALIAS, limit=len(writer.moves) + 2)) - 1
+        )
+    here = [np.frombuffer(reads, np.int64).reshape(-1, _FIELDS) for reads, _, _ in found]
+    first = busy[0].began
+    both = np.concatenate([*here, elsewhere])
+    during = both[both[:, 1] >= first]
+    verdict = judge(writer.moves, both, 1)
+    return {
+        "entries": plan.entries,
+        "policies": config.policies,
+        "moves": len(busy),
+        **_latency(busy),
+        "quiet": _latency(quiet),
+        "elsewhere": _latency(apart),
+        "moves_per_s": round(len(busy) / seconds, 1),
+        "sync": sync,
+        "reads": len(both),
+        "reads_elsewhere": len(elsewhere),
+        "reads_per_s": round(2 * len(during) / seconds),
+        "read": _percentiles(during[:, 2] - during[:, 1]),
+        "other_reads": _percentiles(
+            np.concatenate(
+                [np.frombuffer(values, np.int64) for values in (rest, *(o for _, o, _ in found))]
+            )
+        ),
+        **verdict,
+        "errors": errors + sum(e for _, _, e in found) + writer.errors + abs(log - kept),
+        "fill_entries_per_s": filled["entries_per_s"],
+    }
+
+
+def run(config: Any, workdir: Path) -> dict[str, Any]:
+    """Runs the bench; returns its report. What it makes is removed."""
+    folder = workdir / "switch"
+    report: dict[str, Any] = {
+        "bench": "switch",
+        "device": timing.device(),
+        "cores": os.cpu_count(),
+        "threads": config.threads,
+    }
+
+    def on(what: str, database: str | None = None) -> dict[str, Any]:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        began = os.getloadavg()[0]
+        return measure(config, folder, database, what) | {
+            "load_average": [round(began, 1), round(os.getloadavg()[0], 1)]
+        }
+
+    try:
+        report["sqlite"] = on("SQLite")
+        with contextlib.ExitStack() as stack:
+            report |= {"postgres": None}
+            if not config.postgres:
+                report["postgres_missing"] = "not asked for"
+            else:
+                try:
+                    server = PostgresServer()
+                except RuntimeError as error:
+                    report["postgres_missing"] = str(error)
+                else:
+                    stack.callback(server.stop)
+                    report["postgres"] = on("PostgreSQL", server.url)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    both = [report[name] for name in ("sqlite", "postgres") if report[name] is not None]
+    mine = report["sqlite"]
+    for kind in ("promote", "rollback"):
+        report |= {f"{kind}_{key}": value for key, value in mine[kind].items()}
+    return report | {
+        key: sum(row[key] for row in both) for key in ("reads", "stale_reads", "errors")
+    }

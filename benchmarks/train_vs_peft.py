@@ -1,0 +1,233 @@
+"""Training and sampling several adapters at once against torch + transformers + PEFT on the same
+weights and tokens.
+
+``ratio_train``: P policies, each a GRPO group of rollouts of one prompt; our one step against P
+updates of the peer, one after another (PEFT has no other way). ``ratio_train_distinct``: the same
+number of tokens as rows that share nothing, every token a target: a row of the peer is then a row
+of ours, and both come near the machine's matmul rate. ``ratio_sample``: a batch whose rows use
+different adapters, greedy.
+"""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks import timing, work
+from benchmarks.bases import open_base
+from benchmarks.peft_peer import Options, PeftPeer, Work, fastest
+from mint_jax import params as params_lib
+from mint_jax.lora.peft import write_peft
+from mint_jax.lora.tree import AdapterConfig
+from mint_jax.models import hf
+from mint_jax.models.base import Base
+from mint_jax.rollout.engine import Engine
+from mint_jax.rollout.request import Request
+from mint_jax.train.batch import Group, TrainSequence
+from mint_jax.train.config import LossConfig, OptimizerConfig, PolicyConfig
+from mint_jax.train.trainer import Trainer
+
+LEARNING_RATE = 1e-5
+
+
+def _trainer(config: Any, base: Base, rng: np.random.Generator) -> Trainer:
+    """Policies whose B is not zero, so that every product matters."""
+    adapter = AdapterConfig(config.rank, 2.0 * config.rank)
+    loss, optimizer = (
+        LossConfig("importance_sampling"),
+        OptimizerConfig(LEARNING_RATE, max_grad_norm=1.0),
+    )
+    trainer = Trainer(
+        base,
+        [PolicyConfig(f"p{i}", adapter, optimizer, loss, seed=i) for i in range(config.policies)],
+    )
+    for name in trainer.policies:
+        fresh = trainer.adapter(name)
+        noisy = params_lib.map_with_path(
+            lambda path, x: (
+                x if path.endswith("/a") else rng.normal(0, 0.01, x.shape).astype(np.float32)
+            ),
+            fresh,
+        )
+        trainer.load_adapter(name, noisy)
+    return trainer
+
+
+class _Workload:
+    """Rows of ``prompt`` tokens, which a policy's rows share, and completion tokens."""
+
+    def __init__(
+        self, config: Any, vocab: int, prompt: int, shared: bool, rng: np.random.Generator
+    ):
+        P, B, T = config.policies, config.rows, config.tokens
+        self.prompt = prompt
+        self.tokens_PBT = rng.integers(20, vocab, (P, B, T))
+        if shared:
+            self.tokens_PBT[:, :, :prompt] = self.tokens_PBT[:, :1, :prompt]
+        self.advantages_PB = rng.normal(0, 1, (P, B)).astype(np.float32)
+        self.old_logp = np.full((P, B, T - prompt), -10.0, np.float32)
+        self.shared = shared
+
+    def groups(self, p: int) -> list[Group]:
+        B, T = self.tokens_PBT.shape[1:]
+        count = T - self.prompt
+        sequences = []
+        for b in range(B):
+            advantages = [float(self.advantages_PB[p, b])] * count
+            sequences.append(
+                TrainSequence(
+                    self.tokens_PBT[p, b, self.prompt :].tolist(),
+                    [1 / (B * count)] * count,
+                    advantages,
+                    self.old_logp[p, b].tolist(),
+                )
+            )
+        prefixes = self.tokens_PBT[p, :, : self.prompt].tolist()
+        return (
+            [Group(prefixes[0], sequences)]
+            if self.shared
+            else [Group(prefix, [s]) for prefix, s in zip(prefixes, sequences)]
+        )
+
+    def torch_updates(self, count: int) -> list[tuple[Any, ...]]:
+        """The peer's updates of the first ``count`` policies."""
+        return [
+            (f"p{p}", self.tokens_PBT[p], self.prompt, self.advantages_PB[p], self.old_logp[p])
+            for p in range(count)
+        ]
+
+    def flops(self, base: Base, config: Any) -> dict[str, int]:
+        """Operations that this workload takes at least, with the prompt computed once a group."""
+        P, B, T = self.tokens_PBT.shape
+        count = T - self.prompt
+        tokens = P * ((self.prompt - 1) + B * count if self.shared else B * (T - 1))
+        own = B * count * (self.prompt - 1) + B * count * (count + 1) // 2
+        prompts = (self.prompt - 1) * self.prompt // 2 * (1 if self.shared else B)
+        return work.train_step_flops(
+            base.cfg, tokens, P * B * count, P * (own + prompts), AdapterConfig(config.rank)
+        )
+
+
+def run(config: Any, workdir: Path) -> dict[str, Any]:
+    """Runs the bench; returns its report."""
+    base = open_base(config)
+    rng = np.random.default_rng(config.seed)
+    trainer = _trainer(config, base, rng)
+    workloads = {
+        "train": _Workload(config, base.cfg.vocab_size, config.tokens // 2, True, rng),
+        "train_distinct": _Workload(config, base.cfg.vocab_size, 1, False, rng),
+    }
+    report: dict[str, Any] = {
+        "bench": "train_vs_peft",
+        "base": base.name,
+        "weights": base.weights,
+        "device": timing.device(),
+        "policies": config.policies,
+        "rows": config.rows,
+        "tokens": config.tokens,
+        "rank": config.rank,
+        "n": config.n,
+    }
+    with tempfile.TemporaryDirectory(dir=workdir) as folder:
+        made = (base.directory, _export(trainer, base, Path(folder)), LEARNING_RATE)
+        rows = _Rows(config, base, rng)
+        works = {
+            name: Work("updates", (workload.torch_updates(2),))
+            for name, workload in workloads.items()
+        }
+        works["sample"] = Work("generate", (rows.prompts, rows.names, config.trial_tokens))
+        best, report["peer_candidates_s"] = fastest(PeftPeer(*made), made, works, config.compile_s)
+        report["peer_options"] = {name: str(options) for name, options in best.items()}
+        peer = PeftPeer(*made)  # the one that was tried has moved
+    # before training moves the two sides apart
+    report |= _sample(config, base, trainer, peer, best["sample"], rows)
+    for name, workload in workloads.items():
+        peer.use(best[name])
+        report |= _train(name, workload, config, base, trainer, peer)
+    return report
+
+
+class _Rows:
+    """Prompts to sample from, each with its adapter."""
+
+    def __init__(self, config: Any, base: Base, rng: np.random.Generator):
+        self.names = [f"p{i % config.policies}" for i in range(config.sample_rows)]
+        self.prompts = rng.integers(
+            20, base.cfg.vocab_size, (config.sample_rows, config.sample_prompt)
+        )
+
+
+def _export(trainer: Trainer, base: Base, folder: Path) -> dict[str, Path]:
+    out = {}
+    for name in trainer.policies:
+        adapter = trainer.adapter(name)
+        paths = {path.rsplit("/", 1)[0] for path, _ in params_lib.leaves_with_path(adapter)}
+        out[name] = folder / name
+        write_peft(
+            out[name], adapter, trainer.policies[name].adapter, hf.module_names(base.cfg, paths)
+        )
+    return out
+
+
+def _train(
+    name: str, workload: _Workload, config: Any, base: Base, trainer: Trainer, peer: PeftPeer
+) -> dict[str, Any]:
+    groups = {policy: workload.groups(p) for p, policy in enumerate(trainer.policies)}
+    losses: dict[str, list[float]] = {"ours": [], "peer": []}
+
+    def ours() -> None:
+        rows = trainer.update(groups)
+        losses["ours"].append(sum(r["loss"] for r in rows.values()))
+        jax.block_until_ready(trainer.state)
+
+    def peers() -> None:
+        losses["peer"].append(peer.updates(workload.torch_updates(config.policies)))
+
+    matmul = timing.Matmul(base.dtype)
+    times = timing.in_turn(name, {"ours": ours, "peer": peers, "matmul": matmul}, config.n)
+    flops = workload.flops(base, config)
+    seconds = timing.medians(times)
+    ceiling = matmul.flops / seconds["matmul"]
+    gap = max(abs(a - b) / max(1.0, abs(b)) for a, b in zip(losses["ours"], losses["peer"]))
+    return {
+        f"ratio_{name}": timing.ratio(times, "peer", "ours"),
+        f"{name}_seconds": timing.medians_of(times),
+        f"{name}_matmul_gflop_per_s": round(ceiling / 1e9, 1),
+        f"{name}_gflop": {part: round(value / 1e9, 1) for part, value in flops.items()},
+        f"{name}_bytes_least": work.train_step_bytes(
+            base.cfg, base.dtype.itemsize, int(workload.tokens_PBT.size)
+        ),
+        f"{name}_fraction_of_matmul": round(sum(flops.values()) / seconds["ours"] / ceiling, 3),
+        f"{name}_loss_gap": float(f"{gap:.2g}"),
+    }
+
+
+def _sample(
+    config: Any, base: Base, trainer: Trainer, peer: PeftPeer, options: Options, rows: _Rows
+) -> dict[str, Any]:
+    requests = [
+        Request(
+            tuple(prompt), trainer.slots[name], max_tokens=config.sample_tokens, temperature=0.0
+        )
+        for prompt, name in zip(rows.prompts.tolist(), rows.names)
+    ]
+    peer.use(options)
+    engine = Engine(base)
+    last: dict[str, np.ndarray] = {}
+
+    def ours() -> None:
+        last["ours"] = np.array([c[0].tokens for c in engine.generate(requests, trainer.stacks)])
+
+    def peers() -> None:
+        last["peer"] = peer.generate(rows.prompts, rows.names, config.sample_tokens)
+
+    times = timing.in_turn("sample", {"ours": ours, "peer": peers}, config.n)
+    count = config.sample_rows * config.sample_tokens
+    return {
+        "ratio_sample": timing.ratio(times, "peer", "ours"),
+        "sample_seconds": timing.medians_of(times),
+        "sample_tokens": count,
+        "sample_same_tokens": round(float((last["ours"] == last["peer"]).mean()), 3),
+    }

@@ -1,0 +1,87 @@
+"""Many policies in one training step: what a further policy costs where the number of rows stays.
+
+Each side is forward, backward and optimizer step of rows of random tokens. ``together``:
+``policies`` policies share the rows in one step. ``one``: a single policy has all of them;
+``overhead`` is what ``together`` takes longer, as a share of it. ``one_by_one``: a step for each
+policy with its part of the rows, up to ``one_by_one`` policies, since that takes as many steps;
+null beyond.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks import timing
+from benchmarks.bases import open_base
+from mint_jax import params as params_lib
+from mint_jax.errors import UserError
+from mint_jax.lora.tree import AdapterConfig
+from mint_jax.models.base import Base
+from mint_jax.train.batch import Group, TrainSequence
+from mint_jax.train.config import LossConfig, PolicyConfig
+from mint_jax.train.trainer import Trainer
+
+
+def run(config: Any, workdir: Path) -> dict[str, Any]:
+    """Runs the bench; returns its report."""
+    if config.policies > config.rows:
+        raise UserError(
+            f"{config.policies} policies need as many rows: config.rows is {config.rows}"
+        )
+    base = open_base(config)
+    many, single = _trainer(config, base, config.policies), _trainer(config, base, 1)
+    rng = np.random.default_rng(config.seed)
+    rows = [_group(config, base, rng) for _ in range(config.rows)]
+    parts = {name: rows[p :: config.policies] for p, name in enumerate(many.policies)}
+    [lone] = single.policies
+
+    def one_by_one() -> None:
+        for name, mine in parts.items():
+            many.update({name: mine})
+        jax.block_until_ready(many.state)
+
+    sides = {"together": _step(many, parts), "one": _step(single, {lone: rows})}
+    if config.policies <= config.one_by_one:
+        sides["one_by_one"] = one_by_one
+    times = timing.in_turn(f"{config.policies} policies", sides, config.n)
+    return {
+        "bench": "train_wave",
+        "base": base.name,
+        "device": timing.device(),
+        "n": config.n,
+        "policies": config.policies,
+        "rank": config.rank,
+        "rows": config.rows,
+        "tokens": config.tokens,
+        "overhead": timing.ratio(times, "together", "one", less=1),
+        "ratio_one_by_one": (
+            timing.ratio(times, "one_by_one", "together") if "one_by_one" in times else None
+        ),
+        "seconds": timing.medians_of(times),
+        "state_bytes": params_lib.nbytes(many.state),
+        "base_bytes": base.nbytes,
+    }
+
+
+def _trainer(config: Any, base: Base, policies: int) -> Trainer:
+    adapter, loss = AdapterConfig(config.rank, 2.0 * config.rank), LossConfig("cross_entropy")
+    return Trainer(
+        base, [PolicyConfig(f"p{i}", adapter, loss=loss, seed=i) for i in range(policies)]
+    )
+
+
+def _group(config: Any, base: Base, rng: np.random.Generator) -> Group:
+    """One row: a token, and those that follow it, all of them targets."""
+    tokens = rng.integers(3, base.cfg.vocab_size, config.tokens + 1).tolist()
+    return Group(tokens[:1], [TrainSequence(tokens[1:], [1 / config.tokens] * config.tokens)])
+
+
+def _step(trainer: Trainer, groups: dict[str, list[Group]]) -> Callable[[], None]:
+    def call() -> None:
+        trainer.update(groups)
+        jax.block_until_ready(trainer.state)
+
+    return call

@@ -1,0 +1,204 @@
+"""Sizes of the kernels' tiles by measurement: ``pallas_kernels.tuning``'s tables for the
+accelerator that is attached.
+
+Of each call (``models.kernel_calls``) it begins with what is taken now and goes, step by step, to
+the fastest of the sizes of which one number is twice or half as large, as long as one is faster by
+the whole interval of its ratio. What does not compile there, or gives other results, is passed over
+and told. The end is measured against the beginning once more, alone, and is written only if it is
+faster by its whole interval. ``ratio`` is the beginning's time over the end's. Arguments that a
+program adds to in place are copied before each call, on both sides: ratios of calls that do little
+else are nearer to 1 than their kernels'.
+
+Tables go to ``<workdir>/tuned/<op>/<device>.json`` and, with ``keep``, to the cache, where programs
+look for them. A table that is to serve all users goes to the folder ``tuned`` of its op.
+"""
+
+import functools
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from benchmarks import timing
+from mint_jax.errors import UserError
+from mint_jax.metrics import Progress
+from mint_jax.models import kernel_calls
+from mint_jax.models.kernel_calls import Call
+from pallas_kernels import cache, dispatch, tuning
+
+# Of the largest entry: sums in another order, and results of bfloat16 that are rounded to a
+# neighbour.
+TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
+Side = Callable[[], Any]
+
+
+class Found(NamedTuple):
+    """The fastest sizes of one call.
+
+    Attributes:
+        key: of the table.
+        rule: what was taken before.
+        best: the same where nothing was surely faster.
+        ratio: of the times of ``rule`` and ``best``; None where they are the same.
+        tried: how many sizes were measured.
+        refused: sizes that were not, and why.
+    """
+
+    key: str
+    rule: Any
+    best: Any
+    ratio: timing.Figure | None
+    tried: int
+    refused: dict[str, str]
+
+
+def search(
+    call: Call, platform: str, args: tuple[Any, ...], n: int, steps: int, least_s: float
+) -> Found:
+    """Hill-climbing from the sizes that ``call`` has now.
+
+    Args:
+        platform: whose kernel is meant.
+        n: calls of each side, in turn.
+        steps: at most.
+        least_s: seconds of a side; shorter calls are repeated.
+
+    Raises:
+        UserError: the call has no sizes here: XLA's form serves it.
+    """
+    with tuning.noted() as notes:
+        first = _compiled(call, args)
+    mine = [one for one in notes if (one.op, one.platform) == (call.op, platform)]
+    if not mine:
+        raise UserError(f"{call.name} has no sizes to choose: no kernel serves it here")
+    key, rule = mine[-1].key, mine[-1].sizes
+    wanted = jax.device_get(first(*args))
+    sides, refused, best = {rule: _side(first, args, least_s)}, {}, rule
+    for _ in range(steps):
+        near = [
+            one for one in tuning.neighbours(best) if one not in sides and str(one) not in refused
+        ]
+        for one in near:
+            try:
+                with tuning.trying(call.op, one):
+                    made = _compiled(call, args)
+                _check(jax.device_get(made(*args)), wanted)
+                sides[one] = _side(made, args, least_s)
+            except Exception as reason:
+                # compilers refuse in many ways; a refusal is of these sizes alone, and told
+                refused[str(one)] = f"{type(reason).__name__}: {reason}".splitlines()[0][:200]
+        here = [best, *(one for one in near if one in sides)]
+        times = timing.in_turn(call.name, {str(one): sides[one] for one in here}, n)
+        fastest = min(here, key=lambda one: statistics.median(times[str(one)]))
+        if fastest == best or timing.ratio(times, str(best), str(fastest))["interval"][0] <= 1:
+            break
+        best = fastest
+    ratio = None
+    if best != rule:
+        times = timing.in_turn(call.name, {"rule": sides[rule], "best": sides[best]}, 2 * n)
+        ratio = timing.ratio(times, "rule", "best")
+        if ratio["interval"][0] <= 1:
+            best, ratio = rule, None
+    return Found(key, rule, best, ratio, len(sides), refused)
+
+
+def _compiled(call: Call, args: tuple[Any, ...]) -> Callable[..., Any]:
+    # a new function, so that it is traced
+    return jax.jit(lambda *args: call.fn(*args)).lower(*args).compile()
+
+
+def _check(made: Any, wanted: Any) -> None:
+    for one, other in zip(jax.tree.leaves(made), jax.tree.leaves(wanted), strict=True):
+        x, y = np.asarray(one, np.float32), np.asarray(other, np.float32)
+        most = TOLERANCE.get(str(other.dtype), TOLERANCE["float32"]) * max(
+            1e-30, float(np.abs(y[np.isfinite(y)]).max(initial=0))
+        )
+        if x.shape != y.shape or not np.allclose(x, y, rtol=0, atol=most, equal_nan=True):
+            raise ValueError("its results are not those of the sizes that were taken before")
+
+
+def _side(made: Callable[..., Any], args: tuple[Any, ...], least_s: float) -> Side:
+    once = functools.partial(_repeated, made, args)
+    seconds = []
+    for _ in range(3):
+        began = time.perf_counter()
+        once(1)
+        seconds.append(time.perf_counter() - began)
+    return functools.partial(once, max(1, round(least_s / statistics.median(seconds))))
+
+
+def _repeated(made: Callable[..., Any], args: tuple[Any, ...], times: int) -> None:
+    for _ in range(times):
+        out = made(*args)
+    jax.block_until_ready(out)
+
+
+def run(config: Any, workdir: Path) -> dict[str, Any]:
+    """Runs the bench; returns its report."""
+    device = jax.local_devices()[0]
+    platform = dispatch.platform_here()
+    report: dict[str, Any] = {
+        "bench": "tune_kernels",
+        "device": timing.device(),
+        "kind": device.device_kind,
+        "n": config.n,
+        "calls": [],
+    }
+    if platform not in ("tpu", "cuda"):
+        return report | {
+            "empty": (
+                f"kernels whose sizes can be chosen are of TPUs and GPUs, and this is {platform}"
+            )
+        }
+    chosen = list(_chosen(config, kernel_calls.calls(device, platform)))
+    rng, progress = np.random.default_rng(config.seed), Progress("tuning", len(chosen))
+    for k, call in enumerate(chosen):
+        row: dict[str, Any] = {"op": call.op, "shape": list(call.shape)}
+        try:
+            found = search(
+                call, platform, call.arguments(rng), config.n, config.steps, config.least_s
+            )
+        except UserError as reason:
+            row["empty"] = str(reason)
+        else:
+            row |= {name: getattr(found, name) for name in ("key", "ratio", "tried", "refused")}
+            row |= {"rule": tuning.as_dict(found.rule), "best": tuning.as_dict(found.best)}
+            keep(found, call.op, device.device_kind, workdir, config.keep)
+        report["calls"].append(row)
+        progress.update(k + 1, f"{call.name} {row.get('ratio') or row.get('empty') or 'as it was'}")
+    return report
+
+
+def _chosen(config: Any, calls: Iterator[Call]) -> Iterator[Call]:
+    every = list(calls)
+    if unknown := sorted(set(config.ops) - {call.op for call in every}):
+        raise UserError(
+            f"ops has {unknown[0]!r}; expected some of:"
+            f" {', '.join(dict.fromkeys(call.op for call in every))}"
+        )
+    counts: dict[str, int] = {}
+    for call in every:
+        counts[call.op] = counts.get(call.op, 0) + 1
+        if (not config.ops or call.op in config.ops) and (
+            not config.shapes or counts[call.op] <= config.shapes
+        ):
+            yield call
+
+
+def keep(found: Found, op: str, device: str, workdir: Path, in_cache: bool) -> None:
+    """Writes an entry where the best is another one than before; into the cache too, if wanted."""
+    if found.ratio is None:
+        return
+    entry = {
+        "config": tuning.as_dict(found.best),
+        "rule": tuning.as_dict(found.rule),
+        "ratio": found.ratio,
+        "jax": jax.__version__,
+    }
+    folder = op.split()[0]
+    for root in (workdir, cache.folder())[: 1 + in_cache]:
+        tuning.write(op, device, {found.key: entry}, root / "tuned" / folder)

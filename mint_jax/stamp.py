@@ -1,0 +1,146 @@
+"""Where a figure comes from: the stamp that every result carries.
+
+The commit is the last one that changed what runs (``CODE``), so that a commit of reports or of
+prose does not age them.
+"""
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path, PurePath
+from typing import Any
+
+import jax
+import psutil
+
+from mint_jax.digest import blake3_of
+
+ROOT = Path(__file__).parents[1]
+CODE = ("mint_jax", "pallas_kernels", "benchmarks", "configs", "pyproject.toml", "constraints")
+ALWAYS = ("jax", "jaxlib", "numpy")
+WHERE_USED = (
+    "torch",
+    "transformers",
+    "peft",
+    "libtpu",
+    "psycopg",
+    "orbax-checkpoint",
+    "tensorstore",
+)
+FIELDS = ("commit", "dirty", "date", "versions", "machine", "config")
+
+
+def stamp(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Commit, date, versions, machine and resolved config of what this process measured.
+
+    Args:
+        config: plain, as it is saved in the workdir.
+    """
+    return {
+        **code(),
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "versions": versions(),
+        "machine": machine(),
+        "config": dict(config),
+    }
+
+
+def code() -> dict[str, Any]:
+    """The commit of what runs, and whether there are changes on top of it; None for both outside a
+    checkout.
+    """
+    commit = _git("log", "-1", "--format=%H", "--", *CODE)
+    return {
+        "commit": commit,
+        "dirty": bool(_git("status", "--porcelain", "--", *CODE)) if commit else None,
+    }
+
+
+def changes() -> str | None:
+    """A digest of what runs here and no commit has; None without such changes, or outside a
+    checkout.
+    """
+    if not code()["dirty"]:
+        return None
+    added = (_git("ls-files", "--others", "--exclude-standard", "--", *CODE) or "").splitlines()
+    texts = [
+        (_git("diff", "HEAD", "--", *CODE) or "").encode(),
+        *((ROOT / name).read_bytes() for name in added),
+    ]
+    return blake3_of(b"\0".join(texts))
+
+
+def versions() -> dict[str, str]:
+    """Of Python, of the packages that always compute, and of others that this process has
+    imported.
+    """
+    used = [
+        name for name in WHERE_USED if name.replace("-", "_").split("_checkpoint")[0] in sys.modules
+    ]
+    return {"python": platform.python_version()} | {
+        name: importlib.metadata.version(name) for name in (*ALWAYS, *used)
+    }
+
+
+def machine() -> dict[str, Any]:
+    """CPU model, cores, bytes of memory, and the devices that JAX computes on."""
+    return {
+        "cpu": _cpu(),
+        "cores": os.cpu_count(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+    }
+
+
+def _cpu() -> str:
+    try:
+        found = re.search(
+            r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE
+        )
+    except OSError:
+        found = None
+    return found[1].strip() if found else platform.processor() or platform.machine()
+
+
+def _git(*arguments: str) -> str | None:
+    """What git says about the checkout that this package lies in; None without one."""
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, timeout=30
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def without_paths(tree: Any) -> Any:
+    """A report whose absolute paths are cut to their last part: what is committed names no
+    machine's folders.
+    """
+    if isinstance(tree, dict):
+        return {key: without_paths(child) for key, child in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [without_paths(child) for child in tree]
+    return PurePath(tree).name if isinstance(tree, str) and absolute_path(tree) else tree
+
+
+def absolute_path(text: str) -> bool:
+    """Whether a value is a path that holds on one machine only."""
+    return bool(re.match(r"(/|~|[A-Za-z]:\\|file:)", text))
+
+
+def lacks(report: Mapping[str, Any]) -> list[str]:
+    """What a report's stamp does not have."""
+    found = report.get("stamp", {})
+    return [name for name in FIELDS if found.get(name) is None]
+
+
+def load(path: Path) -> dict[str, Any]:
+    """A report from its file."""
+    return json.loads(path.read_text())

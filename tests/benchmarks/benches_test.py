@@ -1,0 +1,187 @@
+"""Every bench runs: the short form of each here, its other sizes as short as they can be made among
+the slow tests.
+"""
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks import launch, timing
+from mint_jax import launch as job_launch
+
+FOLDER = Path(__file__).parents[2] / "configs" / "bench"
+NAMES = sorted(path.stem for path in FOLDER.glob("*.py"))
+SHORT = {  # what makes another size short: fewer repetitions, not other shapes
+    "catalog_scale": (
+        "--config.entries=(200,)",
+        "--config.requests=200",
+        "--config.loads=50",
+        "--config.disk_loads=20",
+        "--config.lone_exports=5",
+    ),
+    "active_wave": ("--config.n=1", "--config.checked=1"),
+    "concurrent_grpo": ("--config.n=1", "--config.memory_n=1", "--config.reward_s=0.01"),
+    "engine": (
+        "--config.n=1",
+        "--config.continuous.requests=10",
+        "--config.company.requests=6",
+        "--config.company.rounds=2",
+        "--config.decode.tokens=16",
+    ),
+    "packed_load": (
+        "--config.n=5",
+        "--config.distinct=2",
+        "--config.small.count=50",
+        "--config.pause.windows=2",
+    ),
+    "revision_stores": (
+        "--config.entries=50",
+        "--config.others=50",
+        "--config.loads=5",
+        "--config.s3.entries=50",
+        "--config.s3.others=10",
+    ),
+    "service": (
+        "--config.n=1",
+        "--config.tenants=(1, 2)",
+        "--config.flood_rounds=3",
+        "--config.handoffs=2",
+        "--config.memory_tenants=1",
+    ),
+    "service_load": (
+        "--config.clients=6",
+        "--config.policies=4",
+        "--config.revisions=8",
+        "--config.seconds=10.0",
+    ),
+    "switch": ("--config.entries=200", "--config.moves=20"),
+    "train_vs_peft": ("--config.n=1", "--config.compile_s=1.0"),
+}
+NOT_ON_CPUS = {"tune_kernels"}  # reports are empty there, and say why
+# 36 layers of a 4B model, 16,384 tokens
+GPU_ONLY = {"handoff:gpu", "moe_step:gpu", "kernels:qwen3"}
+
+
+def sizes(name):
+    """Sizes that a config's docstring names, besides the short one; the first is the default."""
+    named = re.findall(rf"{name}\.py(:\w+)?", (FOLDER / f"{name}.py").read_text())
+    return [
+        name + size
+        for size in dict.fromkeys(named)
+        if size != ":ci" and name + size not in GPU_ONLY
+    ]
+
+
+def load(name, *options):
+    file, _, size = name.partition(":")
+    changes = job_launch.split(options)[1]
+    return launch.load(str(FOLDER / f"{file}.py") + (f":{size}" if size else ""), changes)
+
+
+def run(name, folder, *options):
+    report = launch.run(load(name, *options), folder)
+    assert json.loads(json.dumps(report)) == report
+    assert report["bench"] == name.split(":")[0]
+    return report
+
+
+def figures(tree):
+    """All figures of a report."""
+    if timing.is_figure(tree):
+        return [tree]
+    children = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ()
+    return [figure for child in children for figure in figures(child)]
+
+
+@pytest.fixture(autouse=True)
+def one_device_in_children(monkeypatch):
+    """Processes that a bench starts see one device, as this one's mesh does."""
+    flags = re.sub(r"--xla_force_host_platform_device_count=\d+", "", os.environ["XLA_FLAGS"])
+    monkeypatch.setenv("XLA_FLAGS", flags.strip())  # XLA takes a blank for the name of a file
+
+
+def check_handoff(report):
+    """Both bases are measured, though each has a policy of the same name."""
+    assert (report["base"], report["large"]["base"]) == ("tiny-random", "Qwen3-4B, 1 of 36 layers")
+    for found in (report, report["large"]):
+        assert found["same_first_token"]
+        assert found["handoff_ratio"]["n"] == 2
+        assert found["bytes"]["adapter_memory"] < found["bytes"]["merged_disk"]
+
+
+def check_packed_load(report):
+    """Every load that the pause is measured with ended in its window."""
+    assert report["same_values"]
+    assert report["decode_loads"] == load("packed_load:ci").pause.windows
+    assert report["decode_steps"] >= report["decode_loads"]
+
+
+def check_engine(report):
+    """Nothing compiles once it is warm, and no token depends on its company, though samples lost
+    their pages on the way.
+    """
+    assert (
+        report["compiles_after_warmup"],
+        report["differing_tokens"],
+        report["differing_tokens_preempted"],
+    ) == (0, 0, 0)
+    assert report["compiles_in_warmup"] > 0
+    assert report["preempted"] > 0
+    assert report["continuous_same_tokens"]
+
+
+def check_active_wave(report):
+    """Every row is its own adapter's, and no adapter is without effect."""
+    assert (report["errors"], report["unchanged"]) == (0, 0)
+    assert report["checked"] >= len(report["batches"])
+
+
+def check_service(report):
+    """No tenant's request failed, and rows waited for slices of training."""
+    assert report["errors"] == report["wrong_revisions"] == 0
+    assert report["gap_p50_ms"]["n"] > 0
+    assert report["tokens_over_padded"] > 0.5
+
+
+def check_service_load(report):
+    """Nothing failed, every answer that was checked is its revision's, and another's would have
+    shown.
+    """
+    assert report["errors"] == report["wrong_revisions"] == 0, report["first_errors"]
+    assert report["checked"] > 0
+    assert report["least_distance"] > 10 * report["most_error"]
+    assert min(report[kind] for kind in ("rounds", "samples", "heartbeats")) > 0
+
+
+CHECKS = {
+    "active_wave": check_active_wave,
+    "engine": check_engine,
+    "handoff": check_handoff,
+    "packed_load": check_packed_load,
+    "service": check_service,
+    "service_load": check_service_load,
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", NAMES)
+def test_the_short_form_of_a_bench_runs(name, tmp_path):
+    report = run(f"{name}:ci", tmp_path)
+    found = figures(report)
+    assert found or name in NOT_ON_CPUS, "a bench measures something"
+    assert ("this is cpu" in report.get("empty", "")) == (name in NOT_ON_CPUS)
+    assert all(figure["n"] >= 1 for figure in found)
+    CHECKS.get(name, lambda _: None)(report)
+    left = {path.name for path in tmp_path.iterdir() if path.is_dir()}
+    assert not left, "what a bench makes on the disk is removed"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", [size for name in NAMES if name not in NOT_ON_CPUS for size in sizes(name)]
+)
+def test_every_size_of_a_bench_runs(name, tmp_path):
+    assert figures(run(name, tmp_path, *SHORT.get(name.split(":")[0], ("--config.n=1",))))

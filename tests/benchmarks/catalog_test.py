@@ -1,0 +1,98 @@
+"""What the catalog's benches say must be so: stale reads are found, payloads differ and load, a
+missing peer is told.
+"""
+
+import numpy as np
+
+from benchmarks import registry_peer
+from benchmarks.catalog_fill import (
+    ADAPTER,
+    BASE,
+    Payloads,
+    Plan,
+    base_specs,
+    fill,
+    open_catalog,
+)
+from benchmarks.switch import Move, judge
+from mint_jax.catalog.packed import digest_of, unpack
+from mint_jax.lora import tree as lora_tree
+
+MOVES = [  # the policies' indices, when the moves began and ended, what they moved to
+    Move(0, 100, 200, 2, "promote"),
+    Move(1, 250, 290, 4, "promote"),
+    Move(0, 300, 400, 3, "promote"),
+    Move(0, 500, 600, 2, "rollback"),
+]
+
+
+def verdict(*reads):
+    return judge(MOVES, np.array(reads, np.int64), first=1)
+
+
+def test_reads_of_their_time_are_not_stale():
+    reads = [
+        (0, 10, 50, 1),
+        (0, 210, 220, 2),
+        (0, 401, 450, 3),
+        (0, 700, 710, 2),
+        (1, 10, 20, 1),
+        (1, 291, 300, 4),
+    ]
+    assert verdict(*reads) == {"stale_reads": 0, "decided": 6, "soon": 4}
+
+
+def test_a_read_beside_a_move_may_see_either_side():
+    either = [
+        (0, 150, 160, 1),
+        (0, 150, 160, 2),
+        (0, 250, 350, 2),
+        (0, 250, 350, 3),
+        (0, 50, 450, 1),
+        (0, 50, 450, 3),
+    ]
+    assert verdict(*either) == {"stale_reads": 0, "decided": 0, "soon": 2}
+
+
+def test_stale_reads_are_found():
+    assert verdict((0, 201, 210, 1))["stale_reads"] == 1  # the move to 2 had returned
+    # 2 again may be the rollback that was under way
+    assert verdict((0, 410, 550, 2))["stale_reads"] == 0
+    assert verdict((0, 410, 490, 2))["stale_reads"] == 1
+    assert verdict((0, 350, 380, 1))["stale_reads"] == 1
+    assert verdict((0, 10, 50, 2))["stale_reads"] == 1  # from the future is wrong too
+    assert verdict((1, 291, 300, 1), (0, 700, 710, 2))["stale_reads"] == 1
+
+
+def test_a_filled_catalog_holds_what_its_plan_says(tmp_path):
+    plan = Plan(entries=23, per_policy=4, batch=7, seed=3)
+    report = fill(tmp_path, plan)
+    assert (report["entries"], report["policies"]) == (23, 6)
+    payloads = Payloads(plan.seed)
+    digests = [
+        digest_of(data)
+        for n, batch in enumerate(plan.batches())
+        for data in payloads.batch(n, len(batch))
+    ]
+    assert len(set(digests)) == 23
+    with open_catalog(tmp_path) as catalog:
+        for k, digest in enumerate(digests):
+            assert catalog.resolve(f"{plan.policy(k)}@{k // plan.policies + 1}").digest == digest
+        for policy in range(plan.policies):
+            assert catalog.resolve(f"{plan.policy(policy)}@latest").number == plan.newest(policy)
+        adapter, schema = unpack(catalog.load(plan.policy(5)))
+    assert (schema.base, schema.config) == (BASE, ADAPTER)
+    lora_tree.check_fits(adapter, schema.config, base_specs(), "it")
+
+
+def test_a_missing_peer_is_told(tmp_path):
+    config = {"entries": 4, "seconds": 1.0, "samples": 1, "per_policy": 1}
+    nowhere = registry_peer.compare({**config, "python": str(tmp_path / "python")}, tmp_path)
+    assert nowhere["mlflow"] is None
+    assert "does not exist" in nowhere["mlflow_missing"]
+    broken = tmp_path / "broken"
+    broken.write_text("#!/bin/sh\necho no mlflow here >&2\nexit 3\n")
+    broken.chmod(0o755)
+    found = registry_peer.compare({**config, "python": str(broken)}, tmp_path)
+    assert found["mlflow"] is None
+    assert "status 3: no mlflow here" in found["mlflow_missing"]

@@ -1,0 +1,196 @@
+"""Points are run once, go on after kill -9, fail alone, and are run again when what they measure
+has changed.
+"""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from benchmarks.sweeps import rows, runner
+from benchmarks.sweeps.grid import Grid, figure_at, points_of
+from mint_jax.errors import UserError
+from tests.benchmarks import fake_job
+
+FIGURES = {"s": "sides/name={side}/s", "count": "count"}
+GRID = Grid(
+    config="fake.py",
+    axes={"k": (0, 1, 2)},
+    options=("--config.k={k}",),
+    each={"side": ("x",)},
+    figures=FIGURES,
+    data={},
+)
+
+
+@pytest.fixture(autouse=True)
+def one_code(monkeypatch):
+    """What git says, once for all points; the tests change it."""
+    monkeypatch.setattr(runner.stamp, "code", lambda: {"commit": "c", "dirty": False})
+    monkeypatch.setattr(runner.stamp, "changes", lambda: None)
+
+
+def run(grid, folder, said=None):
+    points = points_of({"g": grid})
+    say = (said if said is not None else []).append
+    return points, runner.run_all(points, folder, say, fake_job.program)
+
+
+def ran(folder):
+    path = folder / "points" / "ran"
+    return Counter(path.read_text().split()) if path.is_file() else Counter()
+
+
+def test_points_run_once_with_progress(tmp_path):
+    said = []
+    points, records = run(GRID, tmp_path, said)
+    assert {name: one["state"] for name, one in records.items()} == {
+        "g-k=0": "done",
+        "g-k=1": "done",
+        "g-k=2": "done",
+    }
+    assert [line.split(" (")[0] for line in said] == [
+        f"[sweep] {k + 1}/3 g-k={k}" for k in range(3)
+    ]
+    assert all("left)" in line for line in said)
+    again = run(GRID, tmp_path)[1]
+    assert again == records
+    assert set(ran(tmp_path).values()) == {1}
+    entry = rows.entry_of(points[1], records, tmp_path)
+    assert entry["rows"] == [
+        {
+            "settings": {"k": 1, "side": "x"},
+            "figures": {"s": {"median": 2.0, "interval": [1.0, 2.0], "n": 3}, "count": 7},
+        }
+    ]
+    assert entry["commit"] == "some commit"
+    assert not list(tmp_path.glob("points/*/checkpoints")), "nobody goes on with a run that is done"
+
+
+def test_a_failed_point_is_a_row_with_its_reason_and_is_tried_again(tmp_path):
+    failing = dataclasses.replace(GRID, options=(*GRID.options, "--config.fail=1"))
+    points, records = run(failing, tmp_path)
+    entries = [rows.entry_of(point, records, tmp_path) for point in points]
+    assert [entry["state"] for entry in entries] == ["done", "failed", "done"]
+    assert entries[1]["reason"] == "error: the value is 3; expected 4"
+    assert entries[1]["rows"] == []
+    assert [path.parent.name for path in tmp_path.glob("points/*/checkpoints")] == ["g-k=1"], (
+        "which goes on from there"
+    )
+    run(failing, tmp_path)
+    assert ran(tmp_path) == {"g-k=0": 1, "g-k=1": 2, "g-k=2": 1}
+
+
+def test_another_config_commit_or_input_runs_again(tmp_path, monkeypatch):
+    read = tmp_path / "read.json"
+    grid = dataclasses.replace(GRID, axes={"k": (0,)}, reads=("{workdir}/read.json",))
+    expected = 1
+    for change in (
+        lambda: None,
+        lambda: read.write_text("1"),
+        lambda: read.write_text("2"),
+        lambda: monkeypatch.setattr(runner.stamp, "code", lambda: {"commit": "d", "dirty": False}),
+        lambda: monkeypatch.setattr(runner.stamp, "changes", lambda: "more"),
+    ):
+        change()
+        for _ in range(2):
+            run(grid, tmp_path)
+        assert ran(tmp_path) == {"g-k=0": expected}
+        expected += 1
+    run(dataclasses.replace(grid, options=(*grid.options, "--config.more=1")), tmp_path)
+    assert ran(tmp_path) == {"g-k=0": expected}
+
+
+def test_seeds_are_merged_and_curves_have_bands(tmp_path):
+    grid = dataclasses.replace(
+        GRID, axes={"k": (0,)}, seeds=(0, 1, 5), curve="reward", curve_of="p"
+    )
+    points, records = run(grid, tmp_path)
+    entry = rows.entry_of(points[0], records, tmp_path)
+    assert entry["seeds"] == [0, 1, 5]
+    [row] = entry["rows"]
+    assert row["figures"] == {
+        "s": {"median": 2.0, "interval": [1.0, 6.0], "n": 3},
+        "count": {"median": 7.0, "interval": [7.0, 7.0], "n": 3},
+    }
+    assert row["curve"] == {
+        "steps": [0, 1, 2],
+        "median": [1, 2, 3],
+        "low": [0, 1, 2],
+        "high": [5, 6, 7],
+        "n": 3,
+    }
+    (tmp_path / "points" / "g-k=0-seed1" / "metrics.jsonl").unlink()
+    lost = rows.entry_of(points[0], records, tmp_path)
+    assert (lost["state"], lost["reason"]) == ("failed", "metrics.jsonl has no reward of p")
+
+
+def test_kill_9_loses_one_point(tmp_path):
+    """The sweep is a process that is killed while a point waits: that point is killed with it, and
+    alone is run again.
+    """
+    code = (
+        "import sys; from pathlib import Path; sys.path.insert(0, sys.argv[1])\nfrom"
+        " tests.benchmarks.runner_test import GRID, dataclasses, points_of, runner,"
+        "fake_job\nrunner.stamp.code, runner.stamp.changes = (lambda: {'commit': 'c', 'dirty':"
+        " False}), (lambda: None)\ngrid = dataclasses.replace(GRID, options=(*GRID.options,"
+        " '--config.wait=' + sys.argv[3]))\nrunner.run_all(points_of({'g': grid}),"
+        " Path(sys.argv[2]), print, fake_job.program)\n"
+    )
+    root = str(Path(__file__).parents[2])
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, root, str(tmp_path), "1"],
+        env=os.environ | {"PYTHONPATH": root},
+    )
+    try:
+        until(lambda: ran(tmp_path)["g-k=1"] == 1)
+        [child] = children(process.pid)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    until(
+        lambda: (
+            not Path(f"/proc/{child}").exists()
+            or "\nState:\tZ" in Path(f"/proc/{child}/status").read_text()
+        )
+    )
+    waiting = dataclasses.replace(GRID, options=(*GRID.options, "--config.wait=1"))
+    first = runner.runs_of(points_of({"g": waiting}))
+    assert runner._record(first[0], tmp_path, [{"commit": "c", "dirty": False}, None])
+    assert runner._record(first[1], tmp_path, [{"commit": "c", "dirty": False}, None]) is None
+    assert not (tmp_path / "points" / "g-k=1" / "record.json").exists()
+    assert ran(tmp_path) == {"g-k=0": 1, "g-k=1": 1}
+
+
+def until(true):
+    end = time.monotonic() + 120
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def children(pid):
+    return [int(x) for x in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_mistakes_in_a_grid_are_told():
+    for change, words in (
+        ({"axes": {"k": ()}}, "at least one value"),
+        ({"axes": {"k": (1, 1)}}, "two points are called"),
+        ({"options": ("--config.x={other}",)}, "no setting 'other'"),
+        ({"figures": {"s": "sides/{other}"}}, "no setting 'other'"),
+    ):
+        with pytest.raises(UserError, match=words):
+            points_of({"g": dataclasses.replace(GRID, **change)})
+    left = points_of({"g": dataclasses.replace(GRID, without=({"k": 1},))})
+    assert [point.settings for point in left] == [{"k": 0}, {"k": 2}]
+    for path in ("other", "sides/name=y/s", "count/more"):
+        with pytest.raises(KeyError, match="the result has no"):
+            figure_at(json.loads('{"sides": [{"name": "x"}], "count": 1}'), path, {})
