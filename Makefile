@@ -26,7 +26,7 @@ comma := ,
 SETUP := $(VENV)/.setup$(EXTRAS:%=-with-%)
 SETUP_DEV := $(VENV)/.setup-dev$(EXTRAS:%=-with-%)
 
-.PHONY: setup setup-dev quickstart serve test test-long test-slow test-device test-clients test-evals test-old-clients test-console bench sweeps figures lint docs format clean
+.PHONY: setup setup-dev quickstart serve test test-long test-changed test-slow test-device test-clients test-evals test-old-clients test-console bench sweeps figures lint docs format clean
 
 setup: $(SETUP)
 setup-dev: $(SETUP_DEV)
@@ -67,6 +67,12 @@ CODE ?= users
 test-long: HANGS_AFTER = 900
 test-long: setup-dev
 	MINT_TEST_CODE=$(CODE) $(PYTEST) -q -m "long and not slow$(if $(filter users,$(CODE)),, and not users)" $(TESTS)
+
+# The tests that the changes since a commit can affect, long ones too, the nearest first; before every push.
+SINCE ?= origin/main
+test-changed: HANGS_AFTER = 900
+test-changed: setup-dev
+	affected=$$($(BIN)/python -m tests.changed $(SINCE)) && test -z "$$affected" || $(PYTEST) -q -m "not slow and not tpu and not gpu and not users" $$affected
 
 test-slow: HANGS_AFTER = 10800
 test-slow: setup-dev
