@@ -438,7 +438,7 @@ def test_no_settings_give_nan_or_a_token_that_they_exclude(rng, kernel):
                     drawn_logprob, np.log(p_V[token]), atol=error, err_msg=str(what)
                 )
                 checked += 1
-    assert checked > 100
+    assert checked > 50
 
 
 def test_a_row_draws_the_same_token_alone_and_in_any_batch(draw, rng, mixed):
