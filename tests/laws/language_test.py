@@ -31,6 +31,7 @@ PAGES = [
     "docs/numbers.md",
     "docs/own_task.md",
     "docs/pods.md",
+    "docs/service.md",
     "docs/sweeps.md",
 ]
 OPENING = re.compile(r"(What|Who|Whose|Whom|Whether|Of|How|Where|When|Why|Which|As)\b")
