@@ -27,8 +27,8 @@ import numpy as np
 
 from benchmarks import timing
 from mint_jax.catalog.lifecycle import Catalog
-from mint_jax.service.futures import Futures
-from mint_jax.service.table import Done
+from mint_jax.service.futures import Done, Futures
+from mint_jax.service.server_db import ServerDatabase
 
 WAIT_S = 60.0
 
@@ -39,7 +39,8 @@ class _Journal:
     def __init__(self, folder: Path, body: bytes, result: bytes):
         self._body, self._result, self._rounds = body, result, 0
         self._models: list[str] = []
-        self._futures = Futures(folder)
+        self._database = ServerDatabase(folder / "server.db")
+        self._futures = Futures(self._database)
         self._stop = threading.Event()
         self._executor = threading.Thread(target=self._execute)
         self._executor.start()
@@ -53,7 +54,6 @@ class _Journal:
         """Deletes what earlier rounds left."""
         for model in self._models:
             self._futures.forget(model)
-        self._futures.trim()
         self._models.clear()
         self._rounds += 1
 
@@ -72,6 +72,7 @@ class _Journal:
         self._stop.set()
         self._executor.join()
         self._futures.close()
+        self._database.close()
 
 
 class _Rows:

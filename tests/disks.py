@@ -2,11 +2,16 @@
 
 import os
 import shutil
+import sqlite3
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from mint_jax.service.server_db import ServerDatabase
 
 ROOT = Path(__file__).parents[1]
 LIMITS = ("full disk", "file size")
@@ -43,3 +48,33 @@ def run_limited(limit: str, megabytes: int, module: str, directory: Path) -> str
     assert done.returncode == 0, done.stderr[-2000:]
     assert "Traceback" not in done.stderr, done.stderr[:2000]
     return done.stdout
+
+
+class FullDatabase:
+    """A disk without room for a server's database: within the block, statements that begin so fail
+    as SQLite's do.
+    """
+
+    def __init__(
+        self, database: ServerDatabase, statement: str, gate: threading.Event | None = None
+    ):
+        self._database, self._statement, self._gate = database, statement, gate
+        self._real = database._connection
+
+    def __enter__(self) -> None:
+        self._database._connection = self  # type: ignore[assignment]
+
+    def __exit__(self, *_: object) -> None:
+        self._database._connection = self._real
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    def execute(self, query: str, *values: Any) -> sqlite3.Cursor:
+        if query.startswith(self._statement):
+            if self._gate is not None:
+                self._gate.wait(30)
+            error = sqlite3.OperationalError("database or disk is full")
+            error.sqlite_errorcode = sqlite3.SQLITE_FULL
+            raise error
+        return self._real.execute(query, *values)

@@ -61,8 +61,7 @@ def sizes_of(config: Config) -> Any:
     )
 
 
-# for a server that is being opened when the program is told to stop; its journal is then as after a
-# kill
+# grace for a server that is opening when the program must stop; its folder is then as after a kill
 STOP_S = 5.0
 
 

@@ -1,4 +1,4 @@
-"""Answers that live as long as the process: samples, and whatever else needs no journal.
+"""Answers that live as long as the process: samples, and whatever else need not survive a restart.
 
 A client asks again for what a restart took. An answer is kept until it is acknowledged, or
 ``keep_s`` seconds after it was delivered, or ``forgotten_s`` after it came where nobody fetches it;

@@ -28,12 +28,12 @@ from mint_jax.service.console.sessions import Browsers
 from mint_jax.service.durable import Unavailable
 from mint_jax.service.futures import Conflict, Gone
 from mint_jax.service.gate import Gate, Limits
-from mint_jax.service.journal import JournalFailed, Overloaded
 from mint_jax.service.keys import Keys
 from mint_jax.service.mint_extras import MintExtras
 from mint_jax.service.openai_types import OPENAI, Bounds
 from mint_jax.service.quotas import Busy, OverQuota
 from mint_jax.service.server import Server
+from mint_jax.service.server_db import Overloaded
 from mint_jax.service.starting import Starting
 from mint_jax.service.tinker import Tinker
 from mint_jax.service.tinker_futures import Futures
@@ -55,7 +55,6 @@ STATUSES: dict[type[Exception], int] = {
     Busy: 429,
     OverQuota: 403,
     Unavailable: 503,
-    JournalFailed: 503,
     DatabaseFailed: 503,
     StorageFailed: 503,
     UserError: 400,

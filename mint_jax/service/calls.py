@@ -1,5 +1,5 @@
-"""What the journal keeps of a training request, and of its result: a name and bytes, from which the
-call is made again after a restart.
+"""Training requests and their results as they are stored: a name and bytes, from which the call is
+made again after a restart.
 
 Arrays of all data stand behind each other in a safetensors file, whose metadata has the rest as
 JSON.
@@ -158,7 +158,7 @@ def decode(name: str, body: bytes) -> Call:
         )
     if name != "forward_backward":
         raise UserError(
-            f"there is no training request {name!r}: the journal is of another version of mint_jax"
+            f"there is no training request {name!r}: the database is of another version of mint_jax"
         )
     told, columns = _unpacked(body)
     kind, low, high, kl_kind, *others = told["loss"]

@@ -38,9 +38,8 @@ from mint_jax.digest import blake3_of
 from mint_jax.errors import UserError
 from mint_jax.service import calls
 from mint_jax.service.calls import Call, Load, Save
-from mint_jax.service.futures import Futures
-from mint_jax.service.journal import JournalFailed
-from mint_jax.service.table import Category, Done, Failed, Outcome, Request
+from mint_jax.service.futures import Category, Done, Failed, Futures, Outcome, TrainingRequest
+from mint_jax.service.server_db import ServerDatabase
 from mint_jax.service.training import Training
 from mint_jax.train import held as held_lib
 from mint_jax.train.held import Held
@@ -112,7 +111,9 @@ class _Policy:
     """
 
     running: collections.deque[list[Any]] = dataclasses.field(default_factory=collections.deque)
-    held_back: collections.deque[Request] = dataclasses.field(default_factory=collections.deque)
+    held_back: collections.deque[TrainingRequest] = dataclasses.field(
+        default_factory=collections.deque
+    )
     wanted: bool = False
     since: int = 0
     at: float = 0.0
@@ -143,7 +144,7 @@ class Durable:
             or at last.
 
     Raises:
-        JournalBusy, JournalDamaged, JournalFailed, UserError: see ``Futures``; a snapshot is
+        JournalBusy, JournalDamaged, DatabaseFailed, UserError: see ``Futures``; a snapshot is
             damaged.
     """
 
@@ -151,6 +152,7 @@ class Durable:
         self,
         folder: Path,
         training: Training,
+        database: ServerDatabase,
         every: int = 16,
         every_s: float = 60.0,
         clock: Any = time.monotonic,
@@ -172,7 +174,7 @@ class Durable:
         self.states, self.loads = folder / "states", folder / "loads"
         self.loads.mkdir(parents=True, exist_ok=True)
         found = [Snapshot.read(path) for path in sorted(self.states.glob("*.safetensors"))]
-        self.futures = Futures(folder / "journal", {s.model: s.place for s in found}, **futures)
+        self.futures = Futures(database, {s.model: s.place for s in found}, **futures)
         self.restored = [snapshot.model for snapshot in found]
         for path in self.loads.iterdir():
             if not self.futures.is_needed(path.name.partition("-")[0]):
@@ -206,7 +208,7 @@ class Durable:
         """The id of a request, which is not lost from now on. See ``Futures.submit``.
 
         Raises:
-            Conflict, Gone, Overloaded, JournalFailed: as there.
+            Conflict, Gone, Overloaded, DatabaseFailed: as there.
             Unavailable: the server has failed or is being closed.
         """
         return self.futures.submit(model, seq_id, *self._encoded(call), wait_s=wait_s)
@@ -283,14 +285,14 @@ class Durable:
                 break
             self._start(policy, policy.held_back.popleft())
 
-    def _start(self, policy: _Policy, request: Request) -> None:
+    def _start(self, policy: _Policy, request: TrainingRequest) -> None:
         """Hands a request to training; the finisher hears of its end."""
         running: list[Any] = [request, None]
         policy.running.append(running)
         try:
             call = calls.decode(request.call, request.body)
             future = self._asked(request, call)
-            if not request.again:
+            if not request.is_again:
                 future.add_done_callback(
                     lambda future: (
                         future.exception() or self._heard(request.model, call, future.result())
@@ -301,7 +303,7 @@ class Durable:
             future.set_exception(reason)
         future.add_done_callback(lambda future: self._ends.put((request.model, running, future)))
 
-    def _asked(self, request: Request, call: Call) -> "Future[Any]":
+    def _asked(self, request: TrainingRequest, call: Call) -> "Future[Any]":
         model, training, tenant = request.model, self.training, self.tenant_of(request.model)
         if isinstance(call, calls.ForwardBackward):
             return _then(
@@ -333,14 +335,14 @@ class Durable:
 
         return training.do(model, begin, tenant)
 
-    def _saved(self, request: Request, call: Save, tenant: str) -> "Future[Any]":
+    def _saved(self, request: TrainingRequest, call: Save, tenant: str) -> "Future[Any]":
         """Reads the policy in its turn, and writes the checkpoint beside the loop, after the
         policy's saves before it.
 
         Once is enough: ``again`` it is there already.
         """
         saved: Future[Any] = Future()
-        if request.again:
+        if request.is_again:
             saved.set_result({})
             return saved
         if (store := self.store) is None:
@@ -420,7 +422,7 @@ class Durable:
                 try:
                     self._take_snapshot(model, policy)
                     policy.since = 0
-                except JournalFailed as reason:  # then the next request's end tries again
+                except DatabaseFailed as reason:  # then the next request's end tries again
                     log.warning("no snapshot of %s is taken now: %s", model, reason)
                 policy.wanted, policy.at = False, self._clock()
             self._start_ready(policy)
@@ -444,7 +446,7 @@ class Durable:
             self.futures.snapshot(snapshot.model, snapshot.place)
             self._drop_loads(loads)
             self.futures.expire()
-        except (OSError, JournalFailed) as reason:
+        except (OSError, DatabaseFailed) as reason:
             log.warning("the snapshot of %s is not written yet: %s", snapshot.model, reason)
             with self._lock:
                 policy.since = max(policy.since, self.every)

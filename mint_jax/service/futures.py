@@ -1,232 +1,292 @@
-"""Futures of training requests that outlive the process: accepted once, run in order, their results
-kept until they have arrived.
+"""Futures of training requests that survive a restart: each request is accepted once, runs in
+order, and its result is kept until the client has it.
 
-A request is (model, seq_id, call, body). ``submit`` returns its id when it is in the journal; the
-same request again gets the same id and is not run again, the same number with another body is a
-``Conflict``. ``take`` hands requests to the executor, each model's in the order of its numbers,
-from 1 and without gaps; ``finish`` takes a result, which others see when it is in the journal too.
-``wait`` and ``wait_task`` return it. It is kept until ``acknowledge``, or until ``keep_s`` after
-the last ``delivered``; whoever asks later gets ``Gone``, and so does a repeated request of which
-only its number is still known.
+A request is (model, seq_id, call, body). ``submit`` returns its id once it is in the database; the
+same request again returns the same id and does not run again, and the same number with another body
+raises ``Conflict``. ``take`` hands requests to the executor, each model's in the order of its
+numbers, from 1 and without gaps. ``finish`` takes the result; ``wait`` and ``wait_task`` return it
+once it is in the database too. It is kept until ``acknowledge``, or until ``keep_s`` after the last
+``delivered``. Later calls raise ``Gone``, and so does a repeated request of which only the number
+is known.
 
-**Restart.** Somebody else keeps the models' states. A snapshot of a model's state goes with
-``place(model)``, taken by the executor between two requests of it: the state holds what was done by
-exactly those requests whose results lie before that place. Once the snapshot is durable,
-``snapshot(model, place)`` says so. Whoever opens the journal again says which places the snapshots
-that it has loaded go with; ``take`` then first gives the requests that ended behind their model's
-place (``again``: the state needs them, their results are known and stay as they are; those that
-failed had no effect and are left out), in the order in which they ended, and then those that were
-accepted and have not ended. Calls must depend on nothing but state and body.
+**Restart.** The caller keeps the models' states. A *place* counts everything that was accepted or
+has ended. A snapshot of a model's state goes with ``place(model)``, which the executor calls
+between two requests of the model: the state holds exactly those requests that ended up to that
+place. Once the snapshot is durable, the caller calls ``snapshot(model, place)``. After a restart
+the caller passes the places of the snapshots that it has loaded. ``take`` then first returns the
+requests that ended after their model's place (``is_again``: the state needs them, their results
+stay as they are; failed requests had no effect and are left out), in the order in which they ended,
+and then the unfinished ones. Calls must depend on nothing but state and body.
 
-``trim`` deletes segments of which every request is *settled*: its result is acknowledged or
-expired, and it failed or lies behind a snapshot. Of settled requests the numbers are known for
-ever, their ids are not. A result that nobody fetches keeps its segment and all later ones;
-``forget`` ends a model with all that it has.
+A request is *settled* when its result is acknowledged or expired, and it failed or a snapshot has
+it. Settled requests are deleted and only their numbers stay known. ``forget`` deletes a model.
 """
 
 import asyncio
 import collections
+import dataclasses
+import enum
 import functools
-import json
+import sqlite3
 import threading
 import time
 import uuid
-import zlib
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mint_jax.digest import blake3_of
 from mint_jax.errors import UserError
-from mint_jax.service.journal import Found, Journal, JournalDamaged, Overloaded
-from mint_jax.service.records import LONGEST_NAME, OVERHEAD, Kind, Record, decode, encode
-from mint_jax.service.table import Category, Done, Entry, Failed, Model, Outcome, Request, State
+from mint_jax.service.server_db import Connection, DatabaseDamaged, Overloaded, ServerDatabase
 from mint_jax.service.waker import Waker
 
 KEEP_S = 300.0
+LONGEST_NAME = 1000  # bytes of a model's name, and of a call's
+# ``requests.place`` and ``ended`` are the places of the body and of the result in ``payloads``.
+# ``kept`` is 0 for a result to deliver, 1 once delivered, 2 once released, 3 once settled; settled
+# rows stay only while a lower number of their model is not settled.
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS payloads (
+    place INTEGER PRIMARY KEY AUTOINCREMENT, digest TEXT NOT NULL, data BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS requests (
+    place INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, model TEXT NOT NULL,
+    seq_id INTEGER NOT NULL, call TEXT NOT NULL, digest TEXT NOT NULL, ended INTEGER,
+    category TEXT, kept INTEGER NOT NULL DEFAULT 0, UNIQUE (model, seq_id));
+CREATE TABLE IF NOT EXISTS progress (
+    model TEXT PRIMARY KEY, first_unsettled INTEGER NOT NULL, place INTEGER NOT NULL)
+"""
+
+
+class Category(enum.StrEnum):
+    """Whose mistake a failure is."""
+
+    USER = "user"
+    SERVER = "server"
+    UNKNOWN = "unknown"
+
+
+@dataclasses.dataclass(frozen=True)
+class Done:
+    """A request's result."""
+
+    result: bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Failed:
+    """The error of a request that had no effect."""
+
+    error: str
+    category: Category = Category.SERVER
+
+
+Outcome = Done | Failed
+
+
+class TrainingRequest(NamedTuple):
+    """A request for the executor.
+
+    Attributes:
+        is_again: its result is known; the model's state needs it.
+    """
+
+    id: str
+    model: str
+    seq_id: int
+    call: str
+    body: bytes
+    is_again: bool
 
 
 class Conflict(UserError):
-    """A number of a model was used for another request."""
+    """The number was used for another request."""
 
 
 class Gone(UserError):
-    """No future of this id, or its result was acknowledged or has expired."""
+    """There is no future of this id, or its result was acknowledged or has expired."""
 
 
 def unknown(id: str) -> Gone:
-    """The error for an id of which nothing is known, or nothing may be told: the two have the same
-    words.
-    """
+    """Returns the error for an id that is unknown or another tenant's; both have the same text."""
     return Gone(
         f"future {id[:80]!r} is not kept here: it was never given out, or its result was delivered"
     )
 
 
+@dataclasses.dataclass(eq=False, slots=True)
+class _Tracked:
+    """A request that is not settled.
+
+    Attributes:
+        place: of its body; 0 until it is accepted.
+        accepted: None once it is accepted.
+        ended: place of its result; 0 while there is none.
+        is_taken: the executor has it.
+        delivered_at: seconds of the futures' clock.
+    """
+
+    id: str
+    model: str
+    seq_id: int
+    call: str
+    digest: str
+    place: int = 0
+    accepted: "Future[int] | None" = None
+    ended: int = 0
+    category: Category | None = None
+    is_again: bool = False
+    is_taken: bool = False
+    delivered_at: float | None = None
+    is_released: bool = False
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class _ModelQueue:
+    """The requests of one model.
+
+    Attributes:
+        next: number of the request that becomes ready next.
+        place: of the newest durable snapshot.
+        first_unsettled: all lower numbers are settled.
+        settled: higher numbers that are settled.
+        running: requests that are ready or taken, in order.
+    """
+
+    next: int = 1
+    place: int = 0
+    first_unsettled: int = 1
+    settled: set[int] = dataclasses.field(default_factory=set)
+    entries: dict[int, _Tracked] = dataclasses.field(default_factory=dict)
+    running: "collections.deque[_Tracked]" = dataclasses.field(default_factory=collections.deque)
+
+    def is_settled(self, seq_id: int) -> bool:
+        return seq_id < self.first_unsettled or seq_id in self.settled
+
+    def settle(self, seq_ids: Iterable[int]) -> None:
+        self.settled.update(seq_ids)
+        while self.first_unsettled in self.settled:
+            self.settled.remove(self.first_unsettled)
+            self.first_unsettled += 1
+
+    def advance(self) -> list[_Tracked]:
+        """Returns the requests that become ready, in order; skips those whose effect the state
+        has.
+        """
+        ready = []
+        self.next = max(self.next, self.first_unsettled)
+        while (entry := self.entries.get(self.next)) is not None or self.is_settled(self.next):
+            if entry is not None and (entry.is_again or not entry.ended):
+                if entry.accepted is not None:
+                    break
+                ready.append(entry)
+            self.next += 1
+        self.running.extend(ready)
+        return ready
+
+
 class Futures:
-    """All unsettled requests, over the journal in ``folder``; may be called from any thread.
+    """All unsettled requests of a database; all methods may be called from any thread.
 
     Args:
-        places: of each model with a snapshot, the place that goes with the one that was loaded.
-        forget: models that are ended first, because their snapshots are lost and the journal alone
-            cannot bring them back.
-        keep_s: seconds for which a result is kept after it has arrived.
-        clock: monotonic seconds. After a restart the time to keep a delivered result begins anew.
-        journal: options of ``Journal``.
+        places: place of the loaded snapshot, of each model that has one.
+        forget: models to delete first, because their snapshots are lost.
+        keep_s: seconds that a result is kept after its delivery.
+        clock: monotonic seconds. A restart begins the time of delivered results again.
 
     Raises:
-        JournalBusy, JournalDamaged, JournalFailed: as ``Journal``.
-        UserError: a snapshot is older than what was deleted behind another one, or of a place that
-            the journal has not reached.
+        DatabaseDamaged: a body or a result is not what was written.
+        UserError: a snapshot is older than the requests that were deleted since, or is of another
+            database.
     """
 
     def __init__(
         self,
-        folder: Path,
+        database: ServerDatabase,
         places: Mapping[str, int] | None = None,
         *,
         forget: Iterable[str] = (),
         keep_s: float = KEEP_S,
         clock: Callable[[], float] = time.monotonic,
-        **journal: Any,
     ):
-        self.keep_s, self._clock = keep_s, clock
+        self.keep_s, self._clock, self._database = keep_s, clock, database
         self._lock = threading.Lock()
         self._some_ready = threading.Condition(self._lock)
         self._waker = Waker()
         self._closed = False
-        self._models: dict[str, Model] = {}
-        self._ids: dict[str, Entry] = {}
-        self._unsettled: dict[int, Entry] = {}  # by place, in its order
-        # the earliest first
-        self._delivered: collections.OrderedDict[str, Entry] = collections.OrderedDict()
-        self._ready: collections.deque[Entry] = collections.deque()
-        self._journal = Journal(folder, **journal)
+        self._models: dict[str, _ModelQueue] = {}
+        self._ids: dict[str, _Tracked] = {}
+        # by time of delivery
+        self._delivered: collections.OrderedDict[str, _Tracked] = collections.OrderedDict()
+        self._ready: collections.deque[_Tracked] = collections.deque()
+        self._end = 0  # the highest place that is known
+        database.create(SCHEMA)
+        for model in forget:
+            database.write(functools.partial(_delete_model, model)).result()
         try:
-            self._load(dict(places or {}), forget)
-        except BaseException:
-            self._journal.close()
+            self._load(places or {})
+        except UserError:
             raise
+        except ValueError as error:
+            raise DatabaseDamaged(f"{database.path} is damaged: {error}") from None
 
-    def __enter__(self) -> "Futures":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    # clients
 
     def submit(
         self, model: str, seq_id: int, call: str, body: bytes, *, wait_s: float | None = 0.0
     ) -> str:
-        """The id of a request, which is in the journal when this returns.
+        """Returns the id of a request, which is in the database by then.
 
         Args:
-            wait_s: seconds to wait where the journal's queue is full; 0 refuses at once, None waits
-                however long it takes.
+            wait_s: seconds to wait while the database's queue is full; None has no limit.
 
         Raises:
             Conflict: another request had this number.
-            Gone: this one ran long ago.
+            Gone: the request ran long ago.
             Overloaded: the queue is full.
-            JournalFailed: the disk refuses it: it was not accepted, and may be sent again.
+            DatabaseFailed: the disk refuses: the request was not accepted and may be sent again.
         """
-        give_up = None if wait_s is None else time.monotonic() + wait_s
+        until = None if wait_s is None else time.monotonic() + wait_s
         while True:
             try:
                 entry = self._accept(model, seq_id, call, body)
                 break
             except Overloaded:
-                if give_up is not None and time.monotonic() >= give_up:
+                if until is not None and time.monotonic() >= until:
                     raise
-                self._journal.wait_for_room(
-                    OVERHEAD + len(body), None if give_up is None else give_up - time.monotonic()
-                )
-        if (ticket := entry.ticket) is not None:
-            ticket.result()
+                self._database.wait_for_room(len(body), until)
+        if (accepted := entry.accepted) is not None:
+            accepted.result()
         return entry.id
 
     async def submit_task(self, model: str, seq_id: int, call: str, body: bytes) -> str:
-        """``submit`` of an asyncio task, refused at once where the journal's queue is full."""
+        """``submit`` for an asyncio task; a full queue refuses at once."""
         entry = self._accept(model, seq_id, call, body)
-        if (ticket := entry.ticket) is not None:
-            await asyncio.wrap_future(ticket)
+        if (accepted := entry.accepted) is not None:
+            await asyncio.wrap_future(accepted)
         return entry.id
 
-    def take(self, timeout_s: float = 0.0) -> Request | None:
-        """The next request to run, in the order of its model's numbers; None when there is none in
-        time, or no more at all.
-
-        A model's next request may be taken before the last one has finished.
-        """
-        with self._lock:
-            self._some_ready.wait_for(lambda: self._ready or self._closed, timeout_s)
-            if not self._ready or self._closed:
-                return None
-            entry = self._ready.popleft()
-            entry.taken, body = True, entry.body
-            assert body is not None
-            return Request(entry.id, entry.model, entry.seq_id, entry.call, body, entry.again)
-
-    def finish(self, id: str, outcome: Outcome) -> None:
-        """Says how a request ended that was taken, in the order of its model's; others see it when
-        it is in the journal.
-
-        Waits while the journal's queue is full. While the disk refuses records the outcome is kept,
-        and seen once it is written. Of a request that is run ``again`` nothing is kept, and of a
-        model that was forgotten meanwhile neither.
-
-        Raises:
-            ValueError: it was not taken, or one before it has not finished.
-            JournalFailed: the journal is closed; the request runs once more when it is open again.
-        """
-        with self._lock:
-            entry = self._ids.get(id)
-            if entry is None:
-                return
-            running = self._models[entry.model].running
-            if not entry.taken or running[0] is not entry:
-                raise ValueError(
-                    f"request {entry.seq_id} of {entry.model!r} is not the one to finish now:"
-                    " finish them as they were taken"
-                )
-            entry.taken = False
-            if entry.again:
-                running.popleft()
-                entry.again, entry.body = False, None
-                self._settle(entry)
-                return
-            entry.state = State.ENDING
-        if isinstance(outcome, Done):
-            record = Record(Kind.DONE, id, body=outcome.result)
-        else:
-            record = Record(Kind.FAILED, id, call=outcome.category, body=outcome.error.encode())
-        ticket = self._journal.append(encode(record), wait_s=None, keep=True)
-        with self._lock:
-            running.popleft()
-        ticket.add_done_callback(functools.partial(self._ended, entry, outcome))
-
     def wait(self, id: str, timeout_s: float = 0.0) -> Outcome | None:
-        """A request's outcome; None when it has not ended in time.
+        """Returns a request's outcome; None if it has not ended in time.
 
         Raises:
             Gone: the id is unknown, or its result is no longer kept.
         """
         with self._waker.register(id) as sleeper:
-            if (outcome := self._look(id)) is None and timeout_s > 0 and not self._closed:
+            if (outcome := self._outcome(id)) is None and timeout_s > 0 and not self._closed:
                 self._waker.sleep(sleeper, timeout_s)
-                outcome = self._look(id)
+                outcome = self._outcome(id)
         return outcome
 
     async def wait_task(self, id: str, timeout_s: float = 0.0) -> Outcome | None:
-        """``wait`` of an asyncio task."""
+        """``wait`` for an asyncio task."""
         with self._waker.register(id, task=True) as sleeper:
-            if (outcome := self._look(id)) is None and timeout_s > 0 and not self._closed:
+            if (outcome := self._outcome(id)) is None and timeout_s > 0 and not self._closed:
                 await self._waker.sleep_task(sleeper, timeout_s)
-                outcome = self._look(id)
+                outcome = self._outcome(id)
         return outcome
 
     def about(self, id: str) -> tuple[str, str]:
-        """The model and the call of a request.
+        """Returns the model and the call of a request.
 
         Raises:
             Gone: the id is unknown, or its result is no longer kept.
@@ -237,379 +297,374 @@ class Futures:
             raise unknown(id)
         return entry.model, entry.call
 
-    def is_needed(self, id: str) -> bool:
-        """Whether a request has still to run, be it again."""
-        with self._lock:
-            entry = self._ids.get(id)
-            return entry is not None and (entry.again or entry.state is not State.ENDED)
-
     def delivered(self, id: str) -> None:
-        """Says that the outcome has arrived at the client: from now on it is kept for ``keep_s``
-        only.
-
-        The journal learns of it with its next write; what a crash makes it forget is kept until it
-        is delivered again.
+        """Marks an outcome as delivered: from now on it is kept for ``keep_s`` only. A crash may
+        lose the mark; then the outcome is kept until it is delivered again.
         """
         with self._lock:
             entry = self._ids.get(id)
-            if entry is None or entry.released:
+            if entry is None or entry.is_released:
                 return
-            self._must_have_ended(entry)
+            _check_ended(entry)
+            if entry.delivered_at is None:
+                self._note("UPDATE requests SET kept = 1 WHERE place = ?", entry.place)
             entry.delivered_at = self._clock()
             self._delivered[id] = entry
             self._delivered.move_to_end(id)
-            self._journal.append(
-                encode(Record(Kind.DELIVERED, id)), bounded=False, lazy=True, keep=True
-            )
 
     def acknowledge(self, ids: Iterable[str]) -> None:
-        """Says that the client has these outcomes and will not ask again. Unknown ids are fine:
-        they were acknowledged before.
+        """Releases outcomes that the client has. Unknown ids were acknowledged before.
 
         Raises:
             UserError: one has not ended yet.
         """
         with self._lock:
-            entries = [
-                self._ids[id]
-                for id in dict.fromkeys(ids)
-                if id in self._ids and not self._ids[id].released
-            ]
+            found = [self._ids[id] for id in dict.fromkeys(ids) if id in self._ids]
+            entries = [entry for entry in found if not entry.is_released]
             for entry in entries:
-                self._must_have_ended(entry)
+                _check_ended(entry)
             for entry in entries:
-                self._journal.append(
-                    encode(Record(Kind.ACKNOWLEDGED, entry.id)), bounded=False, lazy=True, keep=True
-                )
                 self._release(entry)
 
-    def expire(self) -> int:
-        """Releases the outcomes whose time is over, then ``trim``."""
+    def expire(self) -> None:
+        """Releases the outcomes whose time is over."""
         with self._lock:
-            self._release_expired()
-        return self.trim()
+            while self._delivered:
+                entry = next(iter(self._delivered.values()))
+                if not self._is_expired(entry):
+                    break
+                self._release(entry)
+
+    # the executor
+
+    def take(self, timeout_s: float = 0.0) -> TrainingRequest | None:
+        """Returns the next request to run; None if there is none in time, or after ``close``.
+
+        A model's next request may be taken before the last one has finished.
+        """
+        while True:
+            with self._lock:
+                self._some_ready.wait_for(lambda: self._ready or self._closed, timeout_s)
+                if not self._ready or self._closed:
+                    return None
+                entry = self._ready.popleft()
+                entry.is_taken, again = True, entry.is_again
+            if (body := self._payload(entry.place)) is not None:  # None: the model was forgotten
+                return TrainingRequest(entry.id, entry.model, entry.seq_id, entry.call, body, again)
+
+    def finish(self, id: str, outcome: Outcome) -> None:
+        """Ends a taken request, in the order of its model; ``wait`` returns the outcome once it is
+        in the database.
+
+        While the disk refuses, the outcome waits. The outcome of a request that ran again, or of a
+        forgotten model, is dropped.
+
+        Raises:
+            ValueError: it was not taken, or one before it has not finished.
+            DatabaseFailed: the database is closed; the request runs again after a restart.
+        """
+        if isinstance(outcome, Done):
+            data, category = outcome.result, None
+        else:
+            data, category = outcome.error.encode(), outcome.category
+        with self._lock:
+            entry = self._ids.get(id)
+            if entry is None:
+                return
+            running = self._models[entry.model].running
+            if not entry.is_taken or running[0] is not entry:
+                raise ValueError(
+                    f"request {entry.seq_id} of {entry.model!r} is not the one to finish now:"
+                    " finish them as they were taken"
+                )
+            running.popleft()
+            entry.is_taken = False
+            if entry.is_again:
+                entry.is_again = False
+                self._settle(entry.model, [entry])
+                return
+
+            def apply(connection: Connection) -> int:
+                ended = _insert_payload(connection, blake3_of(data), data)
+                query = "UPDATE requests SET ended = ?, category = ? WHERE place = ?"
+                connection.execute(query, (ended, category, entry.place))
+                return ended
+
+            written = self._database.write(apply, len(data), keep=True)
+        written.add_done_callback(functools.partial(self._ended, entry, category))
+
+    def is_needed(self, id: str) -> bool:
+        """Returns whether a request has still to run, for the first time or again."""
+        with self._lock:
+            entry = self._ids.get(id)
+            return entry is not None and (entry.is_again or not entry.ended)
 
     def place(self, model: str) -> int:
-        """The place that goes with the model's state as it is now; everything before it is on the
-        disk when this returns.
+        """Returns the place that goes with the model's state as it is now, once everything up to it
+        is on the disk. The executor calls this between two requests of the model.
 
-        To be called by the executor between two requests of the model.
+        Raises:
+            DatabaseFailed: the disk refuses.
         """
         with self._lock:
             running = self._models[model].running if model in self._models else ()
-            if running and running[0].again:
-                return running[0].ended_at
-        return self._journal.flush()
+            if running and running[0].is_again:
+                return running[0].ended - 1
+        place = self._database.write(_last_place).result()
+        self._end = max(self._end, place)
+        return place
 
     def snapshot(self, model: str, place: int) -> None:
-        """Says that a snapshot of the model's state at a place is durable: what ended before is not
-        run again.
+        """Records that a snapshot of the model's state at a place is durable: requests that ended
+        up to there do not run again.
 
         Raises:
-            UserError: the journal has not reached this place.
+            UserError: the database has not reached this place.
         """
-        self._must_have_reached(model, place)
+        self._check_reached(model, place)
         with self._lock:
-            mine = self._model(model)
-            mine.place = max(mine.place, place)
-            for entry in list(mine.entries.values()):
-                self._settle(entry)
+            queue = self._models.setdefault(model, _ModelQueue())
+            queue.place = max(queue.place, place)
+            self._settle(model, list(queue.entries.values()))
 
     def forget(self, model: str, then: Callable[[], None] = lambda: None) -> None:
-        """Ends a model: its requests that wait are not run, its outcomes are gone, its name is as
-        if never used.
+        """Deletes a model: its waiting requests do not run, its outcomes are gone, and its name is
+        as if never used.
 
         Args:
-            then: called when a restart knows of it too, in any thread. Until then the model's
-                snapshot is needed to open the journal.
+            then: called, in any thread, when the deletion is durable. Until then the model's
+                snapshot is needed to open the database.
         """
         with self._lock:
             if model not in self._models:
                 then()
                 return
-            ticket = self._journal.append(
-                encode(Record(Kind.FORGOTTEN, model=model)), bounded=False, keep=True
-            )
-            gone = self._drop(model)
+            written = self._database.write(functools.partial(_delete_model, model), keep=True)
+            ids = [entry.id for entry in self._models.pop(model).entries.values()]
+            for id in ids:
+                del self._ids[id]
+                self._delivered.pop(id, None)
             self._ready = collections.deque(entry for entry in self._ready if entry.model != model)
-        self._waker.wake(gone)
-        ticket.add_done_callback(lambda ticket: ticket.exception() or then())
+        self._waker.wake(ids)
+        written.add_done_callback(lambda written: written.exception() or then())
 
-    def trim(self) -> int:
-        """Deletes the segments whose requests are all settled; returns how many. Waits for the disk
-        where there is one.
-
-        Raises:
-            JournalFailed: the disk refuses.
-        """
-        with self._lock:
-            needed = next(iter(self._unsettled), self._journal.end)
-            if not self._journal.releases(needed):
-                return 0
-            known = {
-                name: [m.floor, m.place, *sorted(m.settled)] for name, m in self._models.items()
-            }
-            record = Record(Kind.CHECKPOINT, body=json.dumps(known).encode())
-            ticket = self._journal.append(encode(record), bounded=False)
-        ticket.result()
-        return self._journal.release(min(needed, ticket.start))
+    # the server
 
     @property
     def trouble(self) -> str:
-        """Why the disk refuses further requests now; empty while it takes them."""
-        return self._journal.trouble
+        """Reason why the disk refuses further requests now; empty while it takes them."""
+        return self._database.trouble
 
     def end_waits(self) -> None:
-        """Ends all waits, as if their time were over."""
+        """Ends all waits as if their time were over."""
         self._waker.wake_all()
 
     def close(self) -> None:
-        """Writes what is queued, and ends all waits: those for outcomes that are not there return
-        None.
+        """Ends all waits; those for outcomes that are not there return None. The database stays
+        open.
         """
         with self._lock:
             self._closed = True
             self._some_ready.notify_all()
-        self._journal.close()
         self._waker.wake_all()
 
-    def _model(self, name: str) -> Model:
-        return self._models.setdefault(name, Model())
+    # internals; ``_note``, ``_release`` and ``_settle`` need the lock
 
-    def _accept(self, model: str, seq_id: int, call: str, body: bytes) -> Entry:
-        """The entry of a request, which may be on its way to the journal still."""
+    def _accept(self, model: str, seq_id: int, call: str, body: bytes) -> _Tracked:
+        """Returns the entry of a request, which may still be on its way to the database."""
         for what, text in (("model", model), ("call", call)):
             if not 0 < len(text.encode()) <= LONGEST_NAME:
                 raise UserError(f"{what} is {text[:80]!r}; expected 1 to {LONGEST_NAME} bytes")
         if not 1 <= seq_id < 2**63:
             raise UserError(f"seq_id of a request to {model!r} is {seq_id}; expected 1 or more")
-        digest, id = blake3_of(body), uuid.uuid4().hex
-        payload = encode(Record(Kind.REQUEST, id, model, seq_id, call, digest, body))
-        checksum = zlib.crc32(payload)  # here, for it takes a millisecond a MB
+        entry = _Tracked(uuid.uuid4().hex, model, seq_id, call, blake3_of(body))
+
+        def apply(connection: Connection) -> int:
+            place = _insert_payload(connection, entry.digest, body)
+            query = "INSERT INTO requests (place, id, model, seq_id, call, digest)"
+            values = (place, entry.id, model, seq_id, call, entry.digest)
+            connection.execute(f"{query} VALUES (?, ?, ?, ?, ?, ?)", values)
+            return place
+
         with self._lock:
-            mine = self._models.get(model)
-            found = mine.entries.get(seq_id) if mine is not None else None
-            if found is not None:
-                if (found.digest, found.call) != (digest, call):
+            queue = self._models.get(model, _ModelQueue())
+            if (found := queue.entries.get(seq_id)) is not None:
+                if (found.digest, found.call) != (entry.digest, call):
                     raise Conflict(
                         f"request {seq_id} of {model!r} was {found.call!r} with another body: give"
                         " a new request a new seq_id"
                     )
                 return found
-            if mine is not None and mine.is_settled(seq_id):
+            if queue.is_settled(seq_id):
                 raise Gone(
                     f"request {seq_id} of {model!r} has run, and its result was delivered: give a"
                     " new request a new seq_id"
                 )
-            ticket = self._journal.append(payload, checksum=checksum)
-            entry = Entry(id, model, seq_id, call, digest, ticket.start, ticket, body)
-            self._model(model).entries[seq_id] = self._ids[id] = self._unsettled[entry.start] = (
-                entry
-            )
-        ticket.add_done_callback(functools.partial(self._accepted, entry))
+            accepted = entry.accepted = self._database.write(apply, len(body))
+            self._models[model] = queue
+            queue.entries[seq_id] = self._ids[entry.id] = entry
+        accepted.add_done_callback(functools.partial(self._accepted, entry))
         return entry
 
-    def _accepted(self, entry: Entry, ticket: Future[int]) -> None:
-        """A request is in the journal: it and those that waited for it become ready. One that the
-        disk refused leaves no trace.
-        """
-        if ticket.exception() is not None:
-            self._withdraw(entry)
-            return
+    def _accepted(self, entry: _Tracked, written: "Future[int]") -> None:
+        """Makes a request ready, and those that waited for it. A refused one leaves no trace."""
         with self._lock:
-            mine = self._models.get(entry.model)
-            entry.ticket = None
-            if mine is not None and (ready := mine.advance()):
-                self._ready.extend(ready)
-                self._some_ready.notify_all()
-
-    def _withdraw(self, entry: Entry) -> None:
-        """Takes a request out of all tables. Its place may be another's by now: the journal goes on
-        behind what it acknowledged.
-        """
-        with self._lock:
-            self._untrack(entry)
-            mine = self._models.get(entry.model)
-            if mine is not None and mine.entries.get(entry.seq_id) is entry:
-                del mine.entries[entry.seq_id]
-
-    def _untrack(self, entry: Entry) -> None:
-        self._ids.pop(entry.id, None)
-        if self._unsettled.get(entry.start) is entry:
-            del self._unsettled[entry.start]
-
-    def _ended(self, entry: Entry, outcome: Outcome, ticket: Any) -> None:
-        """An outcome is in the journal."""
-        if ticket.exception() is not None:
-            return
-        with self._lock:
-            if entry.id not in self._ids:
+            queue = self._models.get(entry.model)
+            if queue is None or queue.entries.get(entry.seq_id) is not entry:
                 return  # its model was forgotten
-            entry.end(outcome, ticket.start, ticket.end)
-            entry.body = None
+            if written.exception() is not None:
+                del queue.entries[entry.seq_id], self._ids[entry.id]
+                return
+            entry.accepted, entry.place = None, written.result()
+            self._end = max(self._end, entry.place)
+            self._ready.extend(queue.advance())
+            self._some_ready.notify_all()
+
+    def _ended(self, entry: _Tracked, category: Category | None, written: "Future[int]") -> None:
+        if written.exception() is not None:
+            return
+        with self._lock:
+            entry.ended, entry.category = written.result(), category
+            self._end = max(self._end, entry.ended)
         self._waker.wake((entry.id,))
 
-    def _look(self, id: str) -> Outcome | None:
-        """A request's outcome if it has ended."""
+    def _outcome(self, id: str) -> Outcome | None:
         with self._lock:
             entry = self._ids.get(id)
-            if entry is not None and self._expired(entry):
-                self._expire(entry)
-            if entry is None or entry.released:
+            if entry is not None and not entry.is_released and self._is_expired(entry):
+                self._release(entry)
+            if entry is None or entry.is_released:
                 raise unknown(id)
-            if entry.state is not State.ENDED or entry.outcome is not None:
-                return entry.outcome
-        try:
-            return Done(decode(self._journal.read(entry.ended_at)).body)
-        except UserError:
-            if entry.released:  # meanwhile, and its segment may be deleted
-                raise Gone(f"future {id!r} was acknowledged while it was asked for") from None
-            raise
+            if not entry.ended:
+                return None
+        if (data := self._payload(entry.ended)) is None:  # released meanwhile
+            raise unknown(id)
+        return Done(data) if entry.category is None else Failed(data.decode(), entry.category)
 
-    @staticmethod
-    def _must_have_ended(entry: Entry) -> None:
-        if entry.state is not State.ENDED:
-            raise UserError(
-                f"future {entry.id!r} has not ended: nothing of it can have been delivered"
-            )
+    def _payload(self, place: int) -> bytes | None:
+        rows = self._database.read("SELECT data FROM payloads WHERE place = ?", place)
+        return rows[0]["data"] if rows else None
 
-    def _must_have_reached(self, model: str, place: int) -> None:
-        end = self._journal.end
-        if place > end:
-            raise UserError(
-                f"snapshot of {model!r} is of place {place}, but the journal ends at {end}: it is"
-                " of another journal"
-            )
-
-    def _release(self, entry: Entry) -> None:
-        entry.released, entry.outcome = True, None
-        self._delivered.pop(entry.id, None)
-        self._settle(entry)
-
-    def _release_expired(self) -> None:
-        while self._delivered:
-            entry = next(iter(self._delivered.values()))
-            if not self._expired(entry):
-                break
-            self._expire(entry)
-
-    def _expire(self, entry: Entry) -> None:
-        """Releases an outcome whose time is over; the record keeps a restart from beginning that
-        time anew.
-        """
-        self._journal.append(
-            encode(Record(Kind.ACKNOWLEDGED, entry.id)), bounded=False, lazy=True, keep=True
-        )
-        self._release(entry)
-
-    def _expired(self, entry: Entry) -> bool:
+    def _is_expired(self, entry: _Tracked) -> bool:
         return entry.delivered_at is not None and entry.delivered_at + self.keep_s <= self._clock()
 
-    def _settle(self, entry: Entry) -> None:
-        """Forgets a request of which nothing but its number is needed."""
-        mine = self._models[entry.model]
-        if entry.released and not entry.again and (entry.failed or entry.ended <= mine.place):
-            del mine.entries[entry.seq_id]
-            self._untrack(entry)
-            mine.settle((entry.seq_id,))
+    def _check_reached(self, model: str, place: int) -> None:
+        if place > self._end:
+            raise UserError(
+                f"snapshot of {model!r} is of place {place}, but the requests end at {self._end}:"
+                " it is of another database"
+            )
 
-    def _drop(self, model: str) -> list[str]:
-        """Takes a model out of all tables, where it is; returns the ids of its requests."""
-        entries = self._models.pop(model, Model()).entries.values()
-        for entry in entries:
-            self._untrack(entry)
-            self._delivered.pop(entry.id, None)
-        return [entry.id for entry in entries]
+    def _note(self, query: str, *values: Any) -> None:
+        self._database.write(lambda c: c.execute(query, values), keep=True, lazy=True)
 
-    # opening
+    def _release(self, entry: _Tracked) -> None:
+        entry.is_released = True
+        self._delivered.pop(entry.id, None)
+        self._note("UPDATE requests SET kept = 2 WHERE place = ?", entry.place)
+        self._note("DELETE FROM payloads WHERE place = ?", entry.ended)
+        self._settle(entry.model, [entry])
 
-    def _load(self, places: dict[str, int], forget: Iterable[str]) -> None:
-        """Reads the journal."""
-        known: dict[str, list[int]] = {}
-        for found in self._journal.records():
-            try:
-                record = decode(found.payload)
-                if record.kind is Kind.CHECKPOINT:
-                    known = json.loads(record.body)
-                elif record.kind is Kind.FORGOTTEN:
-                    self._drop(record.model)
-                    known.pop(record.model, None)
-                else:
-                    self._load_record(record, found, places)
-            except ValueError as error:
-                raise JournalDamaged(
-                    f"journal {self._journal.folder} has at place {found.start} what is no record:"
-                    f" {error}"
-                ) from None
-        for name in forget:
-            if name in self._models or name in known:
-                self._journal.append(encode(Record(Kind.FORGOTTEN, model=name)))
-                self._drop(name)
-                known.pop(name, None)
-        for name, place in places.items():
-            self._must_have_reached(name, place)
-        for name, (floor, place, *settled) in known.items():
-            if places.get(name, 0) < place:
+    def _settle(self, model: str, entries: Iterable[_Tracked]) -> None:
+        """Deletes those requests of which only the numbers are needed."""
+        queue = self._models[model]
+        settled = [
+            entry
+            for entry in entries
+            if entry.is_released
+            and not entry.is_again
+            and (entry.category is not None or entry.ended <= queue.place)
+        ]
+        if not settled:
+            return
+        for entry in settled:
+            del queue.entries[entry.seq_id], self._ids[entry.id]
+        queue.settle(entry.seq_id for entry in settled)
+        places = [(entry.place,) for entry in settled]
+        progress = model, queue.first_unsettled, queue.place
+
+        def apply(connection: Connection) -> None:
+            connection.executemany("DELETE FROM payloads WHERE place = ?", places)
+            connection.executemany("UPDATE requests SET kept = 3 WHERE place = ?", places)
+            connection.execute("DELETE FROM requests WHERE model = ? AND seq_id < ?", progress[:2])
+            connection.execute("INSERT OR REPLACE INTO progress VALUES (?, ?, ?)", progress)
+
+        self._database.write(apply, keep=True, lazy=True)
+
+    def _load(self, places: Mapping[str, int]) -> None:
+        """Reads the database."""
+        self._database.write(_check_payloads).result()
+        self._end = self._database.write(_last_place).result()
+        for model, place in places.items():
+            self._check_reached(model, place)
+        for model, first_unsettled, place in self._database.read("SELECT * FROM progress"):
+            if places.get(model, 0) < place:
                 raise UserError(
-                    f"snapshot of {name!r} is of place {places.get(name, 0)}, but what lies before"
-                    f" {place} is needed no more, and some of it is deleted: load the newest"
-                    " snapshot, or forget the model if that is lost"
+                    f"snapshot of {model!r} is of place {places.get(model, 0)}, but requests up to"
+                    f" {place} are deleted: load the newest snapshot, or forget the model if that"
+                    " is lost"
                 )
-            mine = self._model(name)
-            gone = [seq_id for seq_id in mine.entries if seq_id < floor or seq_id in settled]
-            for entry in map(mine.entries.pop, gone):
-                self._untrack(entry)
-            mine.floor = floor
-            mine.settle(settled)
-        ready: list[tuple[int, int, Entry]] = []
-        for name, mine in self._models.items():
-            mine.place = places.get(name, 0)
-            for entry in list(mine.entries.values()):
-                entry.again = (
-                    entry.state is State.ENDED and not entry.failed and entry.ended > mine.place
-                )
-                if not entry.again and entry.state is State.ENDED:
-                    entry.body = None
-                    self._settle(entry)
-            latest = 0  # place of what the request had to wait for
-            for entry in mine.advance():
-                latest = max(latest, entry.start)
-                ready.append((0, entry.ended_at, entry) if entry.again else (1, latest, entry))
+            self._models[model] = _ModelQueue(first_unsettled=first_unsettled)
+        for row in self._database.read("SELECT * FROM requests ORDER BY place"):
+            self._load_request(row)
+        ready: list[tuple[int, int, _Tracked]] = []
+        with self._lock:
+            for model, queue in self._models.items():
+                queue.place = places.get(model, 0)
+                for entry in queue.entries.values():
+                    entry.is_again = entry.category is None and entry.ended > queue.place
+                self._settle(model, list(queue.entries.values()))
+                latest = 0  # place of what the request had to wait for
+                for entry in queue.advance():
+                    latest = max(latest, entry.place)
+                    ready.append((0, entry.ended, entry) if entry.is_again else (1, latest, entry))
         ready.sort(key=lambda turn: turn[:2])  # stable: the numbers of a model stay in order
         self._ready.extend(entry for _, _, entry in ready)
-        delivered = [
-            entry
-            for entry in self._ids.values()
-            if entry.delivered_at is not None and not entry.released
-        ]
-        self._delivered.update((entry.id, entry) for entry in delivered)
 
-    def _load_record(self, record: Record, found: Found, places: dict[str, int]) -> None:
-        if record.kind is Kind.REQUEST:
-            entry = Entry(
-                record.id,
-                record.model,
-                record.seq_id,
-                record.call,
-                record.digest,
-                found.start,
-                None,
-                record.body,
-            )
-            self._model(record.model).entries[record.seq_id] = self._ids[
-                record.id
-            ] = self._unsettled[found.start] = entry
+    def _load_request(self, row: sqlite3.Row) -> None:
+        queue = self._models.setdefault(row["model"], _ModelQueue())
+        if row["kept"] == 3:
+            queue.settle([row["seq_id"]])
             return
-        entry = self._ids.get(record.id)
-        if entry is None:
-            return  # its request was settled, and is deleted
-        if record.kind is Kind.DONE:
-            entry.end(Done(record.body), found.start, found.end)
-            if found.end <= places.get(entry.model, 0):
-                entry.body = None
-        elif record.kind is Kind.FAILED:
-            entry.end(Failed(record.body.decode(), Category(record.call)), found.start, found.end)
-        elif record.kind is Kind.DELIVERED:
+        entry = _Tracked(
+            row["id"], row["model"], row["seq_id"], row["call"], row["digest"], row["place"]
+        )
+        entry.ended, entry.is_released = row["ended"] or 0, row["kept"] == 2
+        entry.category = None if row["category"] is None else Category(row["category"])
+        queue.entries[entry.seq_id] = self._ids[entry.id] = entry
+        if row["kept"] == 1:
             entry.delivered_at = self._clock()
-        elif record.kind is Kind.ACKNOWLEDGED:
-            entry.released, entry.outcome = True, None
+            self._delivered[entry.id] = entry
+
+
+def _check_ended(entry: _Tracked) -> None:
+    if not entry.ended:
+        raise UserError(f"future {entry.id!r} has not ended: its outcome cannot have arrived")
+
+
+def _insert_payload(connection: Connection, digest: str, data: bytes) -> int:
+    query = "INSERT INTO payloads (digest, data) VALUES (?, ?)"
+    place = connection.execute(query, (digest, data)).lastrowid
+    assert place is not None
+    return place
+
+
+def _check_payloads(connection: Connection) -> None:
+    for place, digest, data in connection.execute("SELECT place, digest, data FROM payloads"):
+        if blake3_of(data) != digest:
+            raise ValueError(
+                f"payload {place} is not what was written; restore the file from a backup"
+            )
+
+
+def _last_place(connection: Connection) -> int:
+    query = "SELECT seq FROM sqlite_sequence WHERE name = 'payloads'"
+    return next(iter(connection.execute(query)), (0,))[0]
+
+
+def _delete_model(model: str, connection: Connection) -> None:
+    for place in ("place", "ended"):
+        query = f"SELECT {place} FROM requests WHERE model = ?"
+        connection.execute(f"DELETE FROM payloads WHERE place IN ({query})", (model,))
+    connection.execute("DELETE FROM requests WHERE model = ?", (model,))
+    connection.execute("DELETE FROM progress WHERE model = ?", (model,))

@@ -1,7 +1,7 @@
 """One server: a resident base, its loop, and all that outlives the process, below one folder.
 
-FOLDER/server.db     sessions, models, samplers, checkpoints' rows (book.py)
-FOLDER/training/     the journal of accepted training requests, and states of policies (durable.py)
+FOLDER/server.db     sessions, models, samplers, checkpoints' rows (book.py), training requests
+(futures.py) FOLDER/training/     states of policies (durable.py)
 FOLDER/checkpoints/  training states that were saved, and adapters for other engines
 (checkpoints.py) FOLDER/catalog/      revisions: all that can be sampled, unless a catalog elsewhere
 is named FOLDER/spilled/      states of policies that are idle; nothing of it is needed after a
@@ -59,6 +59,7 @@ from mint_jax.service.loop import Loop
 from mint_jax.service.owned import Owned
 from mint_jax.service.provenance import Sequences
 from mint_jax.service.quotas import OverQuota, Quotas
+from mint_jax.service.server_db import ServerDatabase
 from mint_jax.service.weights import Weights
 from mint_jax.train.config import BlockShape
 from mint_jax.train.live import Live
@@ -150,6 +151,7 @@ class Server:
             folder=folder / "spilled",
         )
         with contextlib.ExitStack() as opened:
+            self.database = opened.enter_context(ServerDatabase(folder / "server.db"))
             self.book = opened.enter_context(contextlib.closing(Book(folder / "server.db")))
             self.catalog = opened.enter_context(
                 contextlib.closing(
@@ -278,6 +280,7 @@ class Server:
         durable = Durable(
             self.folder / "training",
             self.loop.training,
+            self.database,
             self.sizes.every,
             self.sizes.every_s,
             store=self.checkpoints,

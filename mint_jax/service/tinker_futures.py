@@ -17,8 +17,8 @@ from mint_jax.service import calls, checkpoints
 from mint_jax.service import futures as futures_
 from mint_jax.service.answers import PREFIX, Answer, group_of
 from mint_jax.service.asking import OFF_LOOP, Handler, beside, given, reason_of, tenant_of, told_in
+from mint_jax.service.futures import Category, Failed
 from mint_jax.service.server import Server
-from mint_jax.service.table import Category, Failed
 from mint_jax.service.wire import forward_backward as wire_training
 from mint_jax.service.wire import samples as wire_samples
 from mint_jax.service.wire.reading import boolean, integer, mapping, number, sequence, text

@@ -123,7 +123,7 @@ def told_of(bob: Tenant, number: int) -> list:
 def before(tenants, bob, site):
     """What bob gets before anything bad was sent, and which threads there are then."""
     threads = {thread.name for thread in threading.enumerate()}
-    assert {"executor", "finisher", "journal", "engine", "web"} <= threads
+    assert {"executor", "finisher", "database", "engine", "web"} <= threads
     return told_of(bob, 1), threads
 
 
@@ -1126,7 +1126,7 @@ def test_nobody_noticed(ann, bob, site, before):
     assert ready.status_code == 200
 
 
-def test_the_journal_opens_again(site, sites, tiny_base, folder, ann, bob, before):
+def test_the_folder_opens_again(site, sites, tiny_base, folder, ann, bob, before):
     """Ended, and served again from its folder: states, futures that failed, and what waits are
     there.
     """

@@ -84,6 +84,6 @@ def test_small_calls_come_back(call):
 
 def test_a_call_of_another_version_is_refused():
     with pytest.raises(
-        UserError, match="there is no training request 'distil': the journal is of another version"
+        UserError, match="there is no training request 'distil': the database is of another version"
     ):
         calls.decode("distil", b"{}")

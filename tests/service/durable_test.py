@@ -14,6 +14,7 @@ from mint_jax.service.calls import Create, ForwardBackward, Optim
 from mint_jax.service.durable import Durable, Snapshot, path_of
 from mint_jax.service.fairness import Counters
 from mint_jax.service.futures import Conflict, Gone
+from mint_jax.service.server_db import ServerDatabase
 from mint_jax.service.training import Training
 from mint_jax.train.live import Live
 from tests.train.live_test import CONFIGS, SHAPES, coefs, random_data, random_optimizer
@@ -28,7 +29,8 @@ class Server:
         self.live = Live(base, {8: 2}, shapes=SHAPES, host_bytes=20_000, folder=folder / "spilled")
         self.woken, self.stopped = threading.Event(), False
         self.training = Training(self.live, Counters(), self.woken.set)
-        self.durable = Durable(folder, self.training, **settings)
+        self.database = ServerDatabase(folder / "server.db")
+        self.durable = Durable(folder, self.training, self.database, **settings)
         self.thread = threading.Thread(target=self.run)
         self.thread.start()
 
@@ -43,6 +45,7 @@ class Server:
         self.stopped = True
         self.thread.join()
         self.durable.close()
+        self.database.close()
 
     def get(self, id):
         until = time.monotonic() + DEADLINE_S
@@ -201,7 +204,7 @@ def test_a_caller_s_mistake_ends_its_own_request(rng, server_of):
         server.durable.submit("a", 3, Create(CONFIGS["a"], 2))
     assert server.durable.submit("a", 3, Create(CONFIGS["a"], 1)) == ids[2]
     with pytest.raises(UserError, match="every is 0"):
-        Durable(server.durable.states.parent, server.training, every=0)
+        Durable(server.durable.states.parent, server.training, server.database, every=0)
 
 
 def test_a_device_that_fails_loses_nothing_that_was_accepted(rng, server_of, monkeypatch):

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from mint_jax.errors import UserError
-from mint_jax.service.futures import KEEP_S, Conflict, Futures, Gone
-from mint_jax.service.table import IN_MEMORY, Category, Done, Failed
+from mint_jax.service.futures import KEEP_S, Category, Conflict, Done, Failed, Futures, Gone
+from mint_jax.service.server_db import ServerDatabase
 from tests.residency.clock import Clock
 
 MODELS = st.sampled_from(("a", "b"))
@@ -26,13 +26,11 @@ BODIES = (b"short", b"long", b"fails")
 
 
 def outcome_of(model, seq_id, body):
-    """What running a request gives: a short result, one that is not kept in memory, or a
-    failure.
-    """
+    """What running a request gives: a short result, a long one, or a failure."""
     text = f"{model} {seq_id}".encode()
     return {
         b"short": Done(text),
-        b"long": Done(text * IN_MEMORY),
+        b"long": Done(text * 20_000),
         b"fails": Failed(f"no: {model} {seq_id}", Category.USER),
     }[body]
 
@@ -89,13 +87,14 @@ class Machine(RuleBasedStateMachine):
 
     def open(self) -> Futures:
         places = {name: policy.place for name, policy in self.policies.items() if policy.place}
-        return Futures(self.place(), places, clock=self.clock, segment_bytes=400)
+        self.database = ServerDatabase(self.place() / "server.db")
+        return Futures(self.database, places, clock=self.clock)
 
     def place(self) -> Path:
         return self.folder / str(self.opened)
 
     def teardown(self):
-        self.futures.close()
+        self.database.close()
 
     @rule(
         model=MODELS,
@@ -132,7 +131,7 @@ class Machine(RuleBasedStateMachine):
         policy = self.policies[request.model]
         known = policy.requests[request.seq_id]
         assert expected[request.model] == request.seq_id
-        assert (request.id, request.body, request.again) == (known.id, known.body, known.ended)
+        assert (request.id, request.body, request.is_again) == (known.id, known.body, known.ended)
         policy.taken.append(request.seq_id)
 
     @rule(
@@ -166,7 +165,6 @@ class Machine(RuleBasedStateMachine):
                 self.acknowledge(model, seq_id)
         if also:
             self.snapshot(model)
-            self.trim()
 
     @rule(model=MODELS)
     def finish(self, model):
@@ -238,10 +236,6 @@ class Machine(RuleBasedStateMachine):
         policy.place, policy.saved = place, list(policy.state)
         self.futures.snapshot(model, place)
 
-    @rule()
-    def trim(self):
-        self.futures.trim()
-
     @rule(model=MODELS)
     def forget(self, model):
         self.futures.forget(model)
@@ -253,8 +247,8 @@ class Machine(RuleBasedStateMachine):
         """Notes of deliveries wait for no sync, so a crash may lose the last; here they have been
         synced.
         """
-        self.futures._journal.flush()
-        before = self.futures
+        self.database.write(lambda connection: None).result()
+        before = self.database
         if crash:
             old = self.place()
             self.opened += 1
@@ -294,7 +288,7 @@ class Machine(RuleBasedStateMachine):
 )
 def test_futures_are_what_their_model_says(memory, examples, steps):
     class Here(Machine):
-        folder = memory / "journal"
+        folder = memory / "server"
 
     phases = (Phase.generate,)  # shrinking replays thousands of steps
     checks = list(HealthCheck)

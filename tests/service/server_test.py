@@ -17,18 +17,18 @@ import numpy as np
 import pytest
 from sqlalchemy import event
 
+from mint_jax.catalog.records.database import DatabaseFailed
 from mint_jax.errors import UserError
 from mint_jax.lora.tree import AdapterConfig
 from mint_jax.mesh import single_device_mesh
 from mint_jax.models import base as base_lib
-from mint_jax.service import journal
+from mint_jax.service import server_db
 from mint_jax.service.book import Book, NotFound, steady
 from mint_jax.service.calls import Create, ForwardBackward, Load, Optim, Save
 from mint_jax.service.durable import Snapshot, path_of
-from mint_jax.service.journal import JournalFailed
 from mint_jax.service.server import Server, Sizes
 from mint_jax.train.state import OptimizerConfig
-from tests.disks import run_limited
+from tests.disks import FullDatabase, run_limited
 from tests.residency.clock import Clock
 from tests.service.tinker_training_test import same_parts
 from tests.train.live_test import SHAPES, coefs, random_data
@@ -191,7 +191,7 @@ def fill_the_disk(directory: str):
     ``run_limited``.
     """
     logging.disable()
-    journal.RETRY_S, rng = 0.05, np.random.default_rng(0)
+    server_db.RETRY_S, rng = 0.05, np.random.default_rng(0)
     base = base_lib.load(os.environ["MINT_TEST_BASE"], single_device_mesh())
     made, saves = Path(directory) / "server", {}
     report: dict = {"full": [], "failed": [], "refused": []}
@@ -223,7 +223,7 @@ def fill_the_disk(directory: str):
                         number += 1
                         saves |= {number: (call.kind, call.name)} if isinstance(call, Save) else {}
                         break
-                    except JournalFailed as reason:
+                    except DatabaseFailed as reason:
                         assert time.monotonic() < give_up
                         report["refused"].append(str(reason))
                         report["full"].append(server.trouble())
@@ -288,6 +288,10 @@ def full_disk(server, call):
     def grow(connection, *_):
         connection.execute("PRAGMA max_page_count=4294967294")
 
+    if call == "database":
+        with FullDatabase(server.database, "COMMIT"):
+            yield
+        return
     engine = server.book._engine
     with pytest.MonkeyPatch.context() as patch:
         if call == "sqlite":
@@ -300,21 +304,21 @@ def full_disk(server, call):
         event.listen(engine, "checkout", grow)
 
 
-@pytest.mark.parametrize("call", ["pwrite", "fsync", "replace", "rename", "sqlite"])
+@pytest.mark.parametrize("call", ["database", "fsync", "replace", "rename", "sqlite"])
 def test_after_a_full_disk_training_goes_on_with_all_that_was_acknowledged(
     serve, rng, monkeypatch, call
 ):
     """Whatever fails of it: each request fails once and says why, or is done; the state stays, and
     nothing needs a restart.
     """
-    monkeypatch.setattr(journal, "RETRY_S", 0.05)
+    monkeypatch.setattr(server_db, "RETRY_S", 0.05)
     notes = {"what": "x" * 60_000}  # more than the pages that a database has free
     accepted, told, reasons = {}, {}, []
 
     def send(server, model, number, call):
         try:
             accepted[number] = server.durable.submit(model, number, call)
-        except JournalFailed as reason:
+        except DatabaseFailed as reason:
             reasons.append(str(reason))
             return False
         return True
@@ -361,9 +365,9 @@ def test_after_a_full_disk_training_goes_on_with_all_that_was_acknowledged(
                     continue
                 number += 1
                 hear(server, number, 0.5)
-            if call in ("pwrite", "fsync"):
+            if call == "database":
                 assert refused
-                assert "No space left" in server.trouble()
+                assert "disk is full" in server.trouble()
                 assert server.trouble(sampling=True) == ""
             with contextlib.suppress(UserError):
                 server.book.open_session("default", {"note": notes})
@@ -479,10 +483,10 @@ def test_saves_of_a_policy_are_kept_in_their_order_and_a_load_follows_them(serve
 def test_a_policy_that_is_forgotten_on_a_full_disk_leaves_a_folder_that_opens(
     serve, tmp_path, monkeypatch
 ):
-    """Its snapshot is needed until the journal says that it is gone. Its session is over, so it
+    """Its snapshot is needed until the database says that it is gone. Its session is over, so it
     does not come back.
     """
-    monkeypatch.setattr(journal, "RETRY_S", 0.05)
+    monkeypatch.setattr(server_db, "RETRY_S", 0.05)
     with serve(every=1).running() as server:
         session, model = model_of(server)
         done = [
@@ -496,9 +500,9 @@ def test_a_policy_that_is_forgotten_on_a_full_disk_leaves_a_folder_that_opens(
         while not snapshot.exists():
             assert time.monotonic() < give_up
             time.sleep(0.01)
-        with full_disk(server, "pwrite"):
+        with full_disk(server, "database"):
             server.end_session(session)
-            with pytest.raises(JournalFailed):
+            with pytest.raises(DatabaseFailed):
                 server.durable.submit("another", 3, Create(AdapterConfig(1, 2.0, ("q",))))
             assert snapshot.exists()
             shutil.copytree(server.folder, tmp_path / "crashed")

@@ -1,4 +1,4 @@
-"""A process that trains eight tenants over one base until it is killed: loop, journal, snapshots,
+"""A process that trains eight tenants over one base until it is killed: loop, requests, snapshots,
 and the tenants' clients.
 
 ``python -m tests.service.server_victim BASE FOLDER SEED``. Every client sends its numbered calls
@@ -23,6 +23,7 @@ from mint_jax.rollout.engine import Engine
 from mint_jax.service.calls import Create, ForwardBackward, Optim
 from mint_jax.service.durable import Durable
 from mint_jax.service.loop import Loop
+from mint_jax.service.server_db import ServerDatabase
 from mint_jax.train.blocks import BlockShape, Datum
 from mint_jax.train.live import NO_LOSS, Live
 from mint_jax.train.state import OptimizerConfig
@@ -51,7 +52,8 @@ def main(base_folder: str, folder: Path, seed: int) -> None:
     live = Live(base, {4: 3}, ("q", "down"), SHAPES, host_bytes=0, folder=folder / "spilled")
     loop = Loop(Engine(base, rows=(8,)), live)
     live.warm()
-    durable = Durable(folder / "server", loop.training, every=3)
+    database = ServerDatabase(folder / "server" / "server.db")
+    durable = Durable(folder / "server", loop.training, database, every=3)
     lock = threading.Lock()
     with loop.running(), (folder / "told").open("a") as told:
         print("begun", flush=True)
@@ -77,6 +79,7 @@ def main(base_folder: str, folder: Path, seed: int) -> None:
             for t in range(TENANTS)
         }
     durable.close()
+    database.close()
     (folder / "states").mkdir(exist_ok=True)
     for name, held in states.items():
         (folder / "states" / name).write_bytes(held.to_bytes())

@@ -1,9 +1,9 @@
 """A process that uses futures as a service does, until it is killed: clients that submit, an
 executor, snapshots, deliveries.
 
-``python -m tests.service.victim FOLDER SEED``. FOLDER has the journal, ``state.json`` with the last
-snapshot, and ``told``: a line of JSON about each thing that a client was told, written right after
-it was.
+``python -m tests.service.victim FOLDER SEED``. FOLDER has the database, ``state.json`` with the
+last snapshot, and ``told``: a line of JSON for each thing that a client was told, written right
+after it was.
 """
 
 import json
@@ -15,11 +15,10 @@ import time
 from pathlib import Path
 
 from mint_jax.files import write_file
-from mint_jax.service.futures import Futures
-from mint_jax.service.table import Category, Done, Failed, Outcome
+from mint_jax.service.futures import Category, Done, Failed, Futures, Outcome
+from mint_jax.service.server_db import ServerDatabase
 
 MODELS = ("a", "b", "c")
-SEGMENT = 4000
 WINDOW = 3  # requests of a model that are submitted out of order
 
 
@@ -63,8 +62,8 @@ class Victim:
         self.lock = threading.Lock()
         self.state, places = load(folder)
         self.lines = os.open(folder / "told", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-        self.futures = Futures(folder / "journal", places, segment_bytes=SEGMENT)
-        self.futures.acknowledge(acknowledged)  # the last may not have reached the journal
+        self.futures = Futures(ServerDatabase(folder / "server.db"), places)
+        self.futures.acknowledge(acknowledged)  # the last may not have reached the disk
 
     def say(self, *fields: object) -> None:
         os.write(self.lines, (json.dumps(fields) + "\n").encode())

@@ -1,0 +1,352 @@
+"""One SQLite file, and one thread that writes it: changes that arrive while a transaction is being
+written share the next one (group commit).
+
+A change is a function of the writer's connection. Its future is resolved once the transaction is
+synced (write-ahead log, ``synchronous=FULL``), so whatever is acknowledged survives ``kill -9`` and
+a loss of power.
+
+When the disk refuses a transaction, because it is full for example, the transaction is rolled back
+and every change in the queue fails. Further changes are refused until the disk takes a probe, which
+the writer tries every ``RETRY_S`` seconds. Changes that record something that has already happened
+cannot be refused: with ``keep`` they stay in the queue, in order, until the disk takes them. After
+a failed sync SQLite writes the same pages again instead of syncing again, because the kernel may
+have dropped them (Rebello et al. 2020, "Can Applications Recover from fsync Failures?").
+"""
+
+import collections
+import contextlib
+import fcntl
+import os
+import sqlite3
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from mint_jax.catalog.records.database import DatabaseFailed
+from mint_jax.errors import UserError
+
+RETRY_S = 1.0  # between two probes of a disk that refused
+PROBE_BYTES = 64 << 10  # size of a probe, or the size of the queue if that is larger
+GROUP_BYTES = (
+    8 << 20
+)  # per transaction, so that the first change of a large group does not wait long
+LAZY_S = 0.2  # delay of changes that need no transaction of their own
+# codes of errors that are the disk's, not the statement's
+_DISK_CODES = {
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_CANTOPEN,
+    sqlite3.SQLITE_READONLY,
+    sqlite3.SQLITE_BUSY,
+}
+
+Connection = sqlite3.Connection
+
+
+class FolderBusy(UserError):
+    """Another process, or another object of this process, has the database open."""
+
+
+class DatabaseDamaged(UserError):
+    """The file is not what was written."""
+
+
+class Overloaded(UserError):
+    """The queue is full.
+
+    Attributes:
+        retry_after_s: duration of the last transaction in seconds; there is room after about that.
+    """
+
+    def __init__(self, message: str, retry_after_s: float):
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class _Change(Future[Any]):
+    def __init__(self, apply: Callable[[Connection], Any], nbytes: int, keep: bool):
+        super().__init__()
+        self.apply, self.nbytes, self.keep = apply, nbytes, keep
+        self.set_running_or_notify_cancel()  # a caller that stops waiting cancels no write
+
+
+class ServerDatabase:
+    """The database of one server; all methods may be called from any thread.
+
+    Args:
+        path: file, created if missing; ``PATH.lock`` beside it is held while it is open.
+        queue_bytes: limit of the bytes that wait to be written.
+
+    Attributes:
+        trouble: reason why the disk refuses changes now; empty while it takes them.
+
+    Raises:
+        FolderBusy: it is open elsewhere.
+        DatabaseDamaged: it fails SQLite's integrity check.
+        DatabaseFailed: the disk refuses.
+    """
+
+    def __init__(self, path: Path, queue_bytes: int = 64 << 20):
+        self.path, self.queue_bytes, self.trouble = path, queue_bytes, ""
+        self._lock = threading.Lock()
+        self._work = threading.Condition(self._lock)  # a change is queued, or the writer must end
+        self._room = threading.Condition(self._lock)  # the queue shrank, or the disk refuses
+        self._queue: collections.deque[_Change] = collections.deque()
+        self._queued = 0  # bytes, including those being written
+        self._urgent = self._closed = False
+        self._commit_s = 0.01
+        self._readers: list[Connection] = []
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._guard = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise DatabaseFailed(
+                f"cannot open {path} ({error.strerror}): check the disk"
+            ) from error
+        try:
+            fcntl.flock(self._guard, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._connection = self._connect()
+            self._check()
+        except BlockingIOError:
+            os.close(self._guard)
+            raise FolderBusy(
+                f"{path} is open already: stop the other process, or choose another folder"
+            ) from None
+        except BaseException as error:
+            os.close(self._guard)
+            raise self._explained(error) from None
+        self._thread = threading.Thread(target=self._run, name="database", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> "ServerDatabase":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def create(self, schema: str) -> None:
+        """Creates tables: statements separated by semicolons."""
+
+        def apply(connection: Connection) -> None:
+            for statement in filter(str.strip, schema.split(";")):
+                connection.execute(statement)
+
+        self.write(apply).result()
+
+    def read(self, query: str, *values: Any) -> list[sqlite3.Row]:
+        """Returns the rows of a query, over everything that is acknowledged."""
+        try:
+            connection = self._readers.pop()
+        except IndexError:
+            connection = self._connect()
+        try:
+            return connection.execute(query, values).fetchall()
+        except sqlite3.DatabaseError as error:
+            raise self._explained(error) from None
+        finally:
+            self._readers.append(connection)
+
+    def write(
+        self,
+        apply: Callable[[Connection], Any],
+        nbytes: int = 0,
+        *,
+        keep: bool = False,
+        lazy: bool = False,
+    ) -> "Future[Any]":
+        """Queues a change; its future returns the result of ``apply`` once that is synced.
+
+        Changes apply in the order of the calls. One that raises changes nothing, and its future has
+        the error.
+
+        Args:
+            nbytes: size that counts against the queue's limit.
+            keep: a disk that refuses delays the change; without this the change fails.
+            lazy: the change waits up to ``LAZY_S`` for another one's transaction.
+
+        Raises:
+            Overloaded: the queue is full.
+            DatabaseFailed: the disk refuses, or the database is closed.
+        """
+        change = _Change(apply, nbytes, keep)
+        with self._lock:
+            if self._closed or (self.trouble and not keep):
+                raise DatabaseFailed(self.trouble or f"{self.path} is closed: open it again")
+            if not self._fits(nbytes) and not keep:
+                raise Overloaded(
+                    f"{self._queued} bytes wait for the disk, of at most {self.queue_bytes}: ask"
+                    " again",
+                    self._commit_s,
+                )
+            self._queue.append(change)
+            self._queued += nbytes
+            if not (lazy or self._urgent) or len(self._queue) == 1:
+                self._urgent = self._urgent or not lazy
+                self._work.notify()
+        return change
+
+    def wait_for_room(self, nbytes: int, until: float | None) -> None:
+        """Returns once ``nbytes`` more fit into the queue or would be refused, or at ``until``, in
+        seconds of ``time.monotonic``; None has no limit.
+        """
+        with self._lock:
+            self._room.wait_for(
+                lambda: self._closed or self.trouble or self._fits(nbytes),
+                None if until is None else until - time.monotonic(),
+            )
+
+    def close(self) -> None:
+        """Writes what is queued and lets others open the file. Closing again does nothing."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._work.notify()
+            self._room.notify_all()
+        self._thread.join()
+        for connection in (*self._readers, self._connection):
+            with contextlib.suppress(sqlite3.Error):
+                connection.close()
+        os.close(self._guard)
+
+    def _fits(self, nbytes: int) -> bool:
+        return self._queued == 0 or self._queued + nbytes <= self.queue_bytes
+
+    def _connect(self) -> Connection:
+        connection = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False)
+        connection.row_factory = sqlite3.Row
+        connection.execute("PRAGMA busy_timeout=30000")
+        connection.execute("PRAGMA synchronous=FULL")
+        return connection
+
+    def _check(self) -> None:
+        self._connection.execute("PRAGMA journal_mode=WAL")
+        found = self._connection.execute("PRAGMA integrity_check(1)").fetchone()[0]
+        if found != "ok":
+            raise DatabaseDamaged(f"{self.path} is damaged ({found}): restore it from a backup")
+        self._connection.execute("CREATE TABLE IF NOT EXISTS probe (data BLOB)")
+
+    def _explained(self, error: BaseException) -> BaseException:
+        """Returns the error that callers get for one of SQLite's."""
+        if not isinstance(error, sqlite3.DatabaseError):
+            return error
+        if _is_of_disk(error):
+            return DatabaseFailed(f"cannot use {self.path} ({error}): check the disk")
+        if isinstance(error, (sqlite3.IntegrityError, sqlite3.ProgrammingError)):
+            return error
+        return DatabaseDamaged(f"{self.path} is damaged ({error}): restore it from a backup")
+
+    # the writer's thread
+
+    def _run(self) -> None:
+        while group := self._next_group():
+            began = time.monotonic()
+            try:
+                outcomes = self._commit(group)
+            except Exception as error:
+                self._refuse(group, error)
+                self._recover()
+                continue
+            with self._lock:
+                self._queued -= sum(change.nbytes for change in group)
+                self._commit_s = time.monotonic() - began
+                self._room.notify_all()
+            for change, (result, error) in zip(group, outcomes, strict=True):
+                if error is None:
+                    change.set_result(result)
+                else:
+                    change.set_exception(error)
+
+    def _next_group(self) -> list[_Change]:
+        """Returns the changes of the next transaction; none once the database is closed."""
+        with self._lock:
+            self._work.wait_for(lambda: self._queue or self._closed)
+            self._work.wait_for(lambda: self._urgent or self._closed, LAZY_S)
+            group: list[_Change] = []
+            nbytes = 0
+            while self._queue and (not group or nbytes + self._queue[0].nbytes <= GROUP_BYTES):
+                group.append(self._queue.popleft())
+                nbytes += group[-1].nbytes
+            self._urgent = bool(self._queue)
+            return group
+
+    def _commit(self, group: list[_Change]) -> list[tuple[Any, BaseException | None]]:
+        """Writes one transaction; returns the result or the error of each change."""
+        connection, outcomes = self._connection, []
+        try:
+            connection.execute("BEGIN IMMEDIATE")
+            for change in group:
+                connection.execute("SAVEPOINT change")
+                try:
+                    outcomes.append((change.apply(connection), None))
+                except Exception as error:
+                    if _is_of_disk(error):
+                        raise
+                    connection.execute("ROLLBACK TO change")
+                    outcomes.append((None, self._explained(error)))
+                connection.execute("RELEASE change")
+            connection.execute("COMMIT")
+        except BaseException:
+            if connection.in_transaction:  # SQLite rolls back by itself where the disk is full
+                connection.execute("ROLLBACK")
+            raise
+        return outcomes
+
+    def _refuse(self, group: list[_Change], error: Exception) -> None:
+        """Fails what may be refused, after a transaction that could not be written."""
+        with self._lock:
+            self.trouble = self._reason(error)
+            queued = [*group, *self._queue]
+            self._queue = collections.deque(change for change in queued if change.keep)
+            self._queued, self._urgent = sum(c.nbytes for c in self._queue), bool(self._queue)
+            self._room.notify_all()
+        for change in queued:
+            if not change.keep:
+                change.set_exception(DatabaseFailed(self.trouble))
+
+    def _reason(self, error: Exception) -> str:
+        return (
+            f"cannot write {self.path} ({error}): free space on its disk, or repair the disk; the"
+            " server goes on by itself then"
+        )
+
+    def _recover(self) -> None:
+        """Waits until the disk takes a probe. If the database is closed before, fails what is
+        queued.
+        """
+        while True:
+            with self._lock:
+                closing = self._work.wait_for(lambda: self._closed, RETRY_S)
+                nbytes = max(PROBE_BYTES, self._queued)
+            try:
+                self._commit([_Change(_insert_probe(nbytes), 0, False)])
+                self._commit([_Change(lambda c: c.execute("DELETE FROM probe"), 0, False)])
+            except Exception as error:
+                with self._lock:
+                    self.trouble = self._reason(error)
+                    lost = [self._queue.popleft() for _ in range(len(self._queue) * closing)]
+                for change in lost:
+                    change.set_exception(DatabaseFailed(self.trouble))
+                if not closing:
+                    continue
+                return
+            with self._lock:
+                self.trouble = ""
+                self._room.notify_all()
+            return
+
+
+def _insert_probe(nbytes: int) -> Callable[[Connection], Any]:
+    return lambda connection: connection.execute(
+        "INSERT INTO probe VALUES (zeroblob(?))", (nbytes,)
+    )
+
+
+def _is_of_disk(error: BaseException) -> bool:
+    return (
+        isinstance(error, sqlite3.OperationalError)
+        and (getattr(error, "sqlite_errorcode", 0) & 255) in _DISK_CODES
+    )
