@@ -12,8 +12,8 @@ import numpy as np
 from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.packed import Schema, unpack
 from mint_jax.catalog.records.exports import Export
+from mint_jax.catalog.records.leases import Lease
 from mint_jax.catalog.records.lookup import Resolved
-from mint_jax.catalog.records.sessions import Lease
 from mint_jax.residency.opening import Known, open_residency
 from mint_jax.residency.residency import Residency
 

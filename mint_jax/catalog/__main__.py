@@ -2,6 +2,6 @@
 
 import sys
 
-from mint_jax.catalog.cli.parser import main
+from mint_jax.catalog.cli.main import main
 
 sys.exit(main())

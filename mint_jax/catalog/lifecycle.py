@@ -3,35 +3,71 @@
     catalog = Catalog.open("runs/catalog")                      # SQLite and payloads in one folder
     catalog = Catalog.open("postgresql://db/mint", "s3://bucket/payloads")
     catalog.create_policy("chat", schema)
-    revision = catalog.export("chat", packed, step=100)         # durable and visible when it
-    returns catalog.promote("chat", revision.number, "serving", why="best of the sweep")
+    revision = catalog.export("chat", packed, step=100)         # durable and visible on return
+    catalog.promote("chat", revision.number, "serving", why="best of the sweep")
     catalog.resolve("chat@serving")                             # digest, place, schema
 
 Every change is one transaction with its entry in the audit log. All methods may be called from many
-threads, and many processes may open one catalog. Revisions are named as ``names`` says; errors are
-``UserError``.
+threads, and many processes may open one catalog. ``names`` describes how revisions are named;
+errors are ``UserError``.
 """
 
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from mint_jax.catalog.records.aliases import Aliases
+from mint_jax.catalog import gc as _gc
+from mint_jax.catalog import verify as _verify
+from mint_jax.catalog.records import aliases as _aliases
+from mint_jax.catalog.records import evaluations as _evaluations
+from mint_jax.catalog.records import exports, leases, lookup, sessions, training_records
+from mint_jax.catalog.records import policies as _policies
+from mint_jax.catalog.records import revisions as _revisions
 from mint_jax.catalog.records.database import Database
-from mint_jax.catalog.records.retention import Retention
-from mint_jax.catalog.records.revisions import Revisions
-from mint_jax.catalog.records.sessions import Leases, Sessions
-from mint_jax.catalog.records.work import Work
+from mint_jax.catalog.records.handle import Handle
 from mint_jax.catalog.storage.payloads import PayloadStore
-from mint_jax.catalog.upkeep import recovery
-from mint_jax.catalog.upkeep.upkeep import Upkeep
 from mint_jax.errors import UserError
 
 
-class Catalog(Revisions, Aliases, Retention, Sessions, Leases, Work, Upkeep):
-    """Everything that can be done with a catalog; each class above is one kind of record, in a file
-    of its own.
-    """
+class Catalog(Handle):
+    """An open catalog. Its methods are the functions of the modules below."""
+
+    create_policy = _policies.create_policy
+    policy = _policies.policy
+    policies = _policies.list_policies
+    branches = _policies.branches
+    keep_last = _policies.keep_last
+    delete = _policies.delete
+
+    revision = _revisions.revision
+    revisions = _revisions.list_revisions
+    retire, restore = _revisions.retire, _revisions.restore
+    pin, unpin = _revisions.pin, _revisions.unpin
+    tag, tags, tags_of = _revisions.tag, _revisions.tags, _revisions.tags_of
+
+    promote, rollback = _aliases.promote, _aliases.rollback
+    aliases, aliases_of = _aliases.list_aliases, _aliases.aliases_of
+    history, audit, recent = _aliases.history, _aliases.list_audit, _aliases.recent
+
+    export, export_many, branch = exports.export, exports.export_many, exports.branch
+    resolve, resolve_many = lookup.resolve, lookup.resolve_many
+    holds, load = lookup.holds, lookup.load
+
+    open_session = sessions.open_session
+    renew_session, close_session = sessions.renew_session, sessions.close_session
+    lease, lease_many, read_leased = leases.lease, leases.lease_many, leases.read_leased
+    renew_lease, release = leases.renew_lease, leases.release
+
+    checkpoint = training_records.checkpoint
+    checkpoints = training_records.list_checkpoints
+    rollout, rollouts = training_records.rollout, training_records.list_rollouts
+    read_rollout = training_records.read_rollout
+    drop_rollouts = training_records.drop_rollouts
+    record_evaluation = _evaluations.record_evaluation
+    evaluations = _evaluations.list_evaluations
+
+    gc, compact, stats = _gc.collect, _gc.compact, _gc.stats
+    verify = _verify.verify
 
     @classmethod
     def open(
@@ -43,17 +79,17 @@ class Catalog(Revisions, Aliases, Retention, Sessions, Leases, Work, Upkeep):
         timeout_s: float = 30.0,
         clock: Callable[[], float] = time.time,
     ) -> "Catalog":
-        """Opens a catalog, making it where there is none.
+        """Opens a catalog, creating it if needed.
 
         Args:
             place: a folder, which holds ``catalog.db`` and ``payloads/``; or a database URL.
             payloads: URL or folder of the payloads; required with a database URL.
-            actor: who makes the changes, where a method's ``by`` says nothing.
-            timeout_s: how long a locked or lost database is waited for.
+            actor: author of the changes where a method's ``by`` is None.
+            timeout_s: seconds to wait for a locked or lost database.
             clock: seconds since 1970.
 
         Raises:
-            UserError: the database or the folder cannot be used, or is of a newer version.
+            UserError: database or folder cannot be used, or the catalog is of another version.
         """
         if "://" in str(place):
             if payloads is None:
@@ -75,9 +111,7 @@ class Catalog(Revisions, Aliases, Retention, Sessions, Leases, Work, Upkeep):
             payloads = folder / "payloads" if payloads is None else payloads
         database = Database(url, timeout_s)
         try:
-            catalog = cls(database, PayloadStore(str(payloads)), actor, clock)
-            recovery.record_losses(database, catalog._author(why="found on opening"))
-            return catalog
+            return cls(database, PayloadStore(str(payloads)), actor, clock)
         except BaseException:
             database.close()
             raise

@@ -13,7 +13,7 @@ from mint_jax import multihost
 from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.packed import Schema, digest_of, pack, unpack
 from mint_jax.catalog.records import names as catalog_names
-from mint_jax.catalog.records.sessions import Lease
+from mint_jax.catalog.records.leases import Lease
 from mint_jax.errors import UserError
 from mint_jax.jobs.catalogs import JobCatalog, Named
 from mint_jax.jobs.common import say

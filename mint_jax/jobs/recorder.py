@@ -31,7 +31,8 @@ from mint_jax import multihost
 from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.packed import Schema, digest_of, pack
 from mint_jax.catalog.records.exports import Export
-from mint_jax.catalog.records.sessions import Lease, Session
+from mint_jax.catalog.records.leases import Lease
+from mint_jax.catalog.records.sessions import Session
 from mint_jax.errors import UserError
 from mint_jax.files import write_file
 from mint_jax.jobs import common

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from mint_jax.catalog.cli import diff
-from mint_jax.catalog.cli.parser import main
+from mint_jax.catalog.cli.main import main
 from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.packed import Schema, pack
+from mint_jax.catalog.rollouts import Rollouts, pack_rollouts
 from mint_jax.lora.config import AdapterConfig
 from tests.catalog.adapters import SCHEMA, packed
 
@@ -98,23 +99,6 @@ def test_ls_shows_where_aliases_point_and_finds_names(run, told):
         assert told("ls", f"--match={nothing}")["policies"] == []
 
 
-def test_rollouts_are_listed_newest_first(run, told, folder):
-    assert told("rollouts", "chat") == {"rollouts": []}
-    with Catalog.open(folder) as catalog:
-        for step in (1, 2):
-            catalog.rollout(
-                "chat", step, b"rollout %d" % step, tokens=10 * step, mean_reward=step / 4
-            )
-    found = told("rollouts", "chat")["rollouts"]
-    assert [(one["step"], one["tokens"], one["mean_reward"]) for one in found] == [
-        (2, 20, 0.5),
-        (1, 10, 0.25),
-    ]
-    assert len(told("rollouts", "chat", "--limit=1")["rollouts"]) == 1
-    assert "0.25" in run("rollouts", "chat")[1]
-    assert "'nobody' is not in the catalog" in refused(run, "rollouts", "nobody")
-
-
 def test_ls_of_a_policy_lists_its_revisions(run, told):
     assert [(one["number"], one["step"]) for one in told("ls", "chat")["revisions"]] == [
         (1, 0),
@@ -154,29 +138,56 @@ def test_show_a_policy_and_a_revision(run, told, folder):
     assert "trainer-7 (number 1" in run("show", "chat")[1]
 
 
-def test_history_and_audit_tell_who_why_and_when(run, told):
-    moves = told("history", "chat")["moves"]
+def test_rollouts_are_listed_newest_first_and_read_back(run, told, folder):
+    assert told("rollouts", "list", "chat") == {"rollouts": []}
+    assert "no rollouts: list them" in refused(run, "rollouts", "show", "chat")
+    digest = told("show", "chat@1")["revision"]["digest"]
+    with Catalog.open(folder) as catalog:
+        for step in (1, 2):
+            made = Rollouts(
+                "chat", step, [[5, 6]], [[[7, step]]], [[[-0.5, -1.0]]], [[[digest] * 2]],
+                np.array([[step / 4]]),
+            )  # fmt: skip
+            catalog.rollout("chat", step, pack_rollouts(made), tokens=2, mean_reward=step / 4)
+    found = told("rollouts", "list", "chat")["rollouts"]
+    assert [(one["step"], one["tokens"], one["mean_reward"]) for one in found] == [
+        (2, 2, 0.5),
+        (1, 2, 0.25),
+    ]
+    assert len(told("rollouts", "list", "chat", "--limit=1")["rollouts"]) == 1
+    assert told("rollouts", "show", "chat", "--step=1") == {
+        "policy": "chat",
+        "step": 1,
+        "samples": [
+            {
+                "prompt": [5, 6],
+                "tokens": [7, 1],
+                "logprobs": [-0.5, -1.0],
+                "revisions": [digest] * 2,
+                "reward": 0.25,
+            }
+        ],
+    }
+    assert told("rollouts", "show", "chat")["step"] == 2
+    assert digest[:12] in run("rollouts", "show", "chat")[1]
+    assert "no rollouts of step 9" in refused(run, "rollouts", "show", "chat", "--step=9")
+    assert "'nobody' is not in the catalog" in refused(run, "rollouts", "list", "nobody")
+
+
+def test_audit_names_authors_and_reasons(run, told):
+    moves = told("audit", "chat@serving")["entries"]
     assert [(move["before"], move["after"], move["actor"], move["why"]) for move in moves] == [
         (None, 1, "tester", "first"),
         (1, 2, "ann", "better"),
     ]
-    assert told("history", "chat", "serving", "--limit=1")["next"] == str(moves[0]["id"])
-    assert told("history", "chat", f"--at={moves[0]['at'] - 1}")["alias"] is None
-    assert told("history", "chat", f"--at={moves[1]['at'] + 1}")["alias"]["number"] == 2
-    assert "never had an alias 'nightly'" in refused(run, "history", "chat", "nightly")
+    assert told("audit", "chat@serving", "--limit=1")["next"] == str(moves[0]["id"])
+    assert "never had an alias 'nightly'" in refused(run, "audit", "chat@nightly")
     entries = told("audit", "chat")["entries"]
-    assert [entry["action"] for entry in entries] == [
-        "create",
-        "export",
-        "export",
-        "export",
-        "promote",
-        "promote",
-    ]
+    actions = ["create", "export", "export", "export", "promote", "promote"]
+    assert [entry["action"] for entry in entries] == actions
     assert len(told("audit")["entries"]) == len(entries) + 2
-    assert [
-        e["id"] for e in told("audit", f"--after={entries[0]['id']}", "--limit=2")["entries"]
-    ] == [e["id"] for e in entries[1:3]]
+    page = told("audit", f"--after={entries[0]['id']}", "--limit=2")["entries"]
+    assert [entry["id"] for entry in page] == [entry["id"] for entry in entries[1:3]]
     assert "better" in run("audit")[1]
 
 
@@ -194,28 +205,67 @@ def test_moves_name_their_author(told, folder):
         ]
 
 
-def test_branch_retire_restore_pin(run, told, folder):
-    made = told("branch", "chat-2", "chat@2", "--keep-last=3")["policy"]
-    assert (made["parent"], made["keep_last"]) == ("chat@2", 3)
+def test_retire_restore_pin(run, told, folder):
     told("retire", "chat@1")
-    told("retire", "chat-2")
+    told("retire", "acme/bot")
     told("pin", "chat@2")
-    with Catalog.open(folder) as catalog:
-        assert catalog.revision("chat", 1).state == "retired"
-        assert catalog.policy("chat-2").state == "retired"
-        assert catalog.revision("chat", 2).pinned
     assert told("show", "chat@1")["revision"]["state"] == "retired"
-    assert [one["policy"] for one in told("ls", "--state=retired")["policies"]] == ["chat-2"]
+    assert told("show", "chat@2")["revision"]["pinned"]
+    assert [one["policy"] for one in told("ls", "--state=retired")["policies"]] == ["acme/bot"]
     told("restore", "chat@1")
-    told("restore", "chat-2")
+    told("restore", "acme/bot")
     told("unpin", "chat@2")
-    with Catalog.open(folder) as catalog:
-        assert catalog.revision("chat", 1).state == "live"
-        assert catalog.policy("chat-2").state == "active"
-        assert not catalog.revision("chat", 2).pinned
+    assert told("show", "chat@1")["revision"]["state"] == "live"
+    assert not told("show", "chat@2")["revision"]["pinned"]
+    assert told("ls", "--state=retired")["policies"] == []
     assert "named by serving" in refused(run, "retire", "chat@2")
     assert "names no revision" in refused(run, "pin", "chat")
     assert "ends with '@'" in refused(run, "retire", "chat@")
+
+
+def test_retention_is_set_and_lifted(run, told):
+    assert told("keep-last", "chat", "1") == {"policy": "chat", "keep_last": 1}
+    assert told("gc", "--dry-run", "--grace=0")["revisions"] == ["chat@1"]
+    assert "the last 2, and what aliases" in run("keep-last", "chat", "2")[1]
+    assert told("keep-last", "chat", "all")["keep_last"] is None
+    assert told("gc", "--dry-run", "--grace=0")["revisions"] == []
+
+
+def test_scores_are_shown(told, run, folder):
+    with Catalog.open(folder) as catalog:
+        score = {"metrics": {"reward": 0.5, "n": 3}, "isolated": 0.5, "shared": 0.5}
+        catalog.record_evaluation(
+            "chat@2", renderer="plain", scorer="exact", dataset="ab" * 32, seed=3, **score
+        )
+    (found,) = told("show", "chat@2")["evaluations"]
+    assert (found["number"], found["metrics"], found["seed"]) == (2, {"reward": 0.5, "n": 3}, 3)
+    assert told("show", "chat")["evaluations"] == [found]
+    assert "n 3, reward 0.5" in run("show", "chat")[1]
+
+
+def test_tags_and_the_removal_of_a_policy(run, told):
+    assert told("tag", "chat", "team=a", "use=tests", "--why=order") == {
+        "name": "chat",
+        "tags": {"team": "a", "use": "tests"},
+    }
+    assert told("tag", "chat@2", "best=yes")["tags"] == {"best": "yes"}
+    assert told("tag", "chat", "--remove=use")["tags"] == {"team": "a"}
+    assert "team=a" in run("ls")[1]
+    assert [one["policy"] for one in told("ls", "--tag=team=a")["policies"]] == ["chat"]
+    assert told("ls", "--tag=team=a", "--tag=use=tests")["policies"] == []
+    assert told("show", "chat")["tags"] == {"team": "a"}
+    assert told("show", "chat@serving")["tags"] == {"best": "yes"}
+    assert "write KEY=VALUE" in refused(run, "tag", "chat")
+    message = refused(run, "tag", "chat", "team=b", "--remove=team")
+    assert "'team' is to be set and removed" in message
+    with pytest.raises(SystemExit):
+        run("tag", "chat", "team")
+    assert "retire it first" in refused(run, "delete", "chat")
+    assert run("retire", "chat")[0] == 0
+    assert told("delete", "chat", "--why=done") == {"policy": "chat", "is": "deleted"}
+    assert [one["policy"] for one in told("ls")["policies"]] == ["acme/bot"]
+    deleted = told("ls", "--state=deleted")["policies"]
+    assert [one["name"].split("@")[0] for one in deleted] == ["chat"]
 
 
 def test_gc_says_what_it_removes_and_a_dry_run_removes_nothing(run, told, folder):
@@ -232,53 +282,6 @@ def test_gc_says_what_it_removes_and_a_dry_run_removes_nothing(run, told, folder
         foretold["payload_bytes"],
     )
     assert [one["number"] for one in told("ls", "chat")["revisions"]] == [2, 3]
-
-
-def test_retention_is_set_and_lifted(run, told):
-    told("branch", "chat-2", "chat@1")
-    assert (
-        "the last 1, and what aliases, pins, leases and branches name of chat"
-        in run("keep-last", "chat", "1")[1]
-    )
-    kept = told("keep-last", "chat", "1")["kept_beyond"]
-    assert kept == [
-        {"number": 1, "because": ["parent of chat-2"]},
-        {"number": 2, "because": ["alias serving"]},
-    ]
-    assert "parent of chat-2" in run("keep-last", "chat", "1")[1]
-    assert told("gc", "--dry-run", "--grace=0")["revisions"] == []
-    told("retire", "chat-2")
-    assert told("keep-last", "chat", "2")["kept_beyond"] == kept[:1]
-    told("branch", "other", "acme/bot@1")
-    assert told("keep-last", "acme/bot", "1")["kept_beyond"] == [], (
-        "the newest stays for what it is"
-    )
-    assert told("keep-last", "chat", "all") == {
-        "policy": "chat",
-        "keep_last": None,
-        "kept_beyond": [],
-    }
-    assert told("gc", "--dry-run", "--grace=0")["revisions"] == []
-    assert "policy 'nobody' is not in the catalog" in refused(run, "keep-last", "nobody", "3")
-
-
-def test_a_lost_database_is_told_and_its_adapters_recovered(run, told, folder):
-    (folder / "catalog.db").unlink()
-    assert run("verify")[0] == 2, "there is no catalog, and looking makes none"
-    Catalog.open(folder).close()
-    code, out, _ = run("verify", "--json")
-    assert code == 1
-    assert "are gone" in json.loads(out)["findings"][0]["what"]
-    assert "gc --accept-losses" in refused(run, "gc", "--grace=0")
-    digests = {one["digest"] for one in told("recover", "--dry-run", "--grace=0")["revisions"]}
-    assert len(digests) == 4
-    assert told("ls")["policies"] == []
-    assert "recovered: 4" in run("recover", "--grace=0", "--policy=again-{digest}", "--why=lost")[1]
-    assert {one["policy"] for one in told("ls")["policies"]} == {
-        f"again-{digest[:32]}" for digest in digests
-    }
-    assert told("gc", "--grace=0", "--accept-losses")["payloads"] == 0
-    assert run("verify")[0] == 0
 
 
 def test_verify_names_what_is_damaged(run, folder):
@@ -311,25 +314,6 @@ def test_verify_names_what_is_damaged(run, folder):
     assert run("verify", "chat@2")[0] == 1
     assert run("verify", "chat@1")[0] == 0
     assert "damaged" in refused(run, "export", "chat@2", f"--packed={folder / 'x'}")
-
-
-def test_stats_and_evaluations(told, run, folder):
-    assert told("stats")["revisions"] == 4
-    assert "revisions" in run("stats")[1]
-    assert told("evaluations", "chat") == {"evaluations": []}
-    with Catalog.open(folder) as catalog:
-        score = {"metrics": {"reward": 0.5, "n": 3}, "isolated": 0.5, "shared": 0.5}
-        catalog.record_evaluation(
-            "chat@2", renderer="plain", scorer="exact", dataset="ab" * 32, seed=3, **score
-        )
-    (found,) = told("evaluations", "chat")["evaluations"]
-    assert (found["number"], found["metrics"], found["seed"]) == (2, {"reward": 0.5, "n": 3}, 3)
-    assert (
-        told("evaluations", "chat@2")["evaluations"]
-        == [found]
-        == told("show", "chat@2")["evaluations"]
-    )
-    assert "n 3, reward 0.5" in run("show", "chat")[1]
 
 
 def adapter_bytes(a, b, alpha: float = 2.0, path: str = "q") -> bytes:
@@ -408,17 +392,15 @@ def test_export_packed_is_the_bytes_and_replaces_nothing(told, run, tmp_path):
     [
         (["show", "nobody"], "policy 'nobody' is not in the catalog"),
         (["show", "chat@9"], "no revision"),
-        (["promote", "chat"], "which revision"),
+        (["promote", "chat"], "no revision is given"),
         (["promote", "chat@1", "2"], "two revisions"),
         (["promote", "chat@99"], "no revision 99"),
         (["rollback", "chat", "--alias=latestt"], "latestt"),
         (["rollback", "chat", "--to=3"], "did not point at revision 3"),
-        (["branch", "chat", "chat@1"], "exists already"),
-        (["branch", "a/b/c", "chat@1"], "'/'"),
         (["diff", "chat@1", "feedfeedfeed"], "no digest begins so"),
         (["ls", "x" * 100_000], "100000 characters"),
         (["retire", "chat@1", "--why=" + "x" * 5000], "at most 4000"),
-        (["evaluations", "../../etc"], "tenant '..' begins with '.'"),
+        (["show", "../../etc"], "tenant '..' begins with '.'"),
     ],
 )
 def test_mistakes_are_one_line_and_status_2(run, argv, message):
@@ -450,11 +432,11 @@ def test_a_catalog_that_is_not_there_is_not_made(tmp_path, capsys):
 def test_control_characters_do_not_reach_the_terminal(run, told, folder):
     why = "\x1b[2Jgone\u202e"
     told("promote", "chat@1", f"--why={why}")
-    code, out, _ = run("history", "chat")
+    code, out, _ = run("audit", "chat@serving")
     assert code == 0
     assert not re.search("[\x1b\u202e]", out)
     assert "\\x1b[2Jgone\\u202e" in out
-    assert told("history", "chat")["moves"][-1]["why"] == why
+    assert told("audit", "chat@serving")["entries"][-1]["why"] == why
     assert "\x1b" not in refused(run, "show", "a\x1b[31m")
 
 
@@ -508,33 +490,3 @@ def test_a_reader_that_stops_early_is_no_error(folder):
     process.stdout.close()
     assert process.stderr.read() == b""
     assert process.wait(300) == 0
-
-
-def test_tags_names_and_the_end_of_a_policy(run, told, folder):
-    assert told("tag", "chat", "team=a", "use=tests", "--why=order") == {
-        "name": "chat",
-        "tags": {"team": "a", "use": "tests"},
-    }
-    assert told("tag", "chat@2", "best=yes")["tags"] == {"best": "yes"}
-    assert told("tag", "chat", "--remove=use")["tags"] == {"team": "a"}
-    assert "team=a" in run("ls")[1]
-    assert [one["policy"] for one in told("ls", "--tag=team=a")["policies"]] == ["chat"]
-    assert told("ls", "--tag=team=a", "--tag=use=tests")["policies"] == []
-    assert told("show", "chat")["tags"] == {"team": "a"}
-    assert told("show", "chat@serving")["tags"] == {"best": "yes"}
-    assert "give KEY=VALUE" in refused(run, "tag", "chat")
-    assert "'team' is to be set and removed" in refused(
-        run, "tag", "chat", "team=b", "--remove=team"
-    )
-    with pytest.raises(SystemExit):
-        run("tag", "chat", "team")
-
-    assert told("rename", "chat", "talk")["policy"]["policy"] == "talk"
-    assert run("show", "talk")[0] == 0
-    assert "retire it first" in refused(run, "delete", "talk")
-    assert run("retire", "talk")[0] == 0
-    assert told("delete", "talk", "--why=done") == {"policy": "talk", "is": "deleted"}
-    assert [one["policy"] for one in told("ls")["policies"]] == ["acme/bot"]
-    assert [one["name"].split("@")[0] for one in told("ls", "--state=deleted")["policies"]] == [
-        "talk"
-    ]

@@ -19,7 +19,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from mint_jax import nested
-from mint_jax.catalog.cli.parser import main
+from mint_jax.catalog.cli.main import main
 from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.packed import Schema, pack, unpack
 from mint_jax.errors import UserError
@@ -81,7 +81,7 @@ def test_import_then_export_gives_the_same_files(run, base, many, tmp_path):
     write_adapter(many / "b", base, 2, config)
     code, told, err = run("import", many)
     assert (code, told["imported"], told["refused"]) == (0, 2, [])
-    assert "import: 2 of 2" in err
+    assert "import: adapters 2 of 2" in err
     for name in "ab":
         code, _, _ = run("export", name, tmp_path / "out" / name)
         assert code == 0
@@ -184,7 +184,7 @@ def test_names_come_from_the_template(run, base, many, tmp_path):
         write_adapter(many / folder / "best", base, ord(folder))
     code, told, _ = run("import", many)
     assert (code, told["imported"]) == (1, 1)
-    assert "is that of" in told["refused"][0]["reason"]
+    assert "is already that of" in told["refused"][0]["reason"]
     code, told, _ = run(
         "import",
         many,
@@ -522,7 +522,7 @@ def packs_of(folder: Path) -> int:
 
 TOGETHER = """
 import pathlib, sys, time
-from mint_jax.catalog.cli.parser import main
+from mint_jax.catalog.cli.main import main
 from mint_jax.catalog.storage.payloads import PayloadStore
 
 signs, me, *argv = sys.argv[1:]

@@ -234,25 +234,6 @@ def test_promoting_what_is_there_changes_nothing(catalog):
     assert [alias.name for alias in catalog.aliases("p")] == ["candidate", "latest"]
 
 
-def test_an_alias_is_told_for_any_time(catalog, clock):
-    start = clock.now
-    expected = []
-    for step in range(6):
-        clock.now = start + 10 * step
-        catalog.export("p", packed(step), step, create=True)
-        catalog.promote("p", step + 1)
-        expected.append((clock.now, step + 1))
-    clock.now += 10
-    catalog.rollback("p", to=2)
-    expected.append((clock.now, 2))
-    for at, number in expected:
-        for later in (0, 9.5):
-            told = catalog.alias_at("p", "serving", at + later)
-            assert (told.number, told.digest) == (number, sha(packed(number - 1)))
-    assert catalog.alias_at("p", "serving", start - 1) is None
-    assert catalog.alias_at("p", "candidate", clock.now) is None
-
-
 def test_the_log_is_in_order_though_the_clock_goes_back(catalog, clock):
     start = clock.now
     for step in range(6):
@@ -262,8 +243,6 @@ def test_the_log_is_in_order_though_the_clock_goes_back(catalog, clock):
     entries = catalog.audit("p")
     assert [entry.after for entry in entries if entry.action == "promote"] == [1, 2, 3, 4, 5, 6]
     assert {entry.at for entry in entries} == {start}
-    assert catalog.alias_at("p", "serving", start).number == 6
-    assert catalog.alias_at("p", "serving", start - 1) is None
     assert {revision.created_at for revision in catalog.revisions("p")} == {start}
 
 
@@ -515,32 +494,6 @@ def test_evaluations_name_what_produced_them(catalog, clock):
     assert [
         entry.details["scorer"] for entry in catalog.audit("p") if entry.action == "evaluate"
     ] == ["exact/2"] * 2
-
-
-def test_an_operation_is_done_once(catalog, clock):
-    made, fresh = catalog.begin_operation("export", "key-1", {"policy": "p", "step": 3})
-    assert (fresh, made.state, made.request) == (True, "running", {"policy": "p", "step": 3})
-    assert catalog.begin_operation("export", "key-1", {"step": 3, "policy": "p"}) == (made, False)
-    assert catalog.begin_operation("export", "key-1", tenant="lab")[1]  # keys are a tenant's own
-    with pytest.raises(UserError, match="used for another request of kind 'export'"):
-        catalog.begin_operation("export", "key-1", {"policy": "q"})
-    with pytest.raises(UserError, match="used for another request"):
-        catalog.begin_operation("promote", "key-1", {"policy": "p", "step": 3})
-    clock.now += 2
-    ended = catalog.finish_operation(made.id, {"revision": "ab"})
-    assert (ended.state, ended.result, ended.finished_at) == ("done", {"revision": "ab"}, clock.now)
-    assert (
-        catalog.finish_operation(made.id, {"revision": "ab"}) == catalog.operation(made.id) == ended
-    )
-    assert catalog.begin_operation("export", "key-1", {"policy": "p", "step": 3}) == (ended, False)
-    with pytest.raises(UserError, match="has ended already as done"):
-        catalog.finish_operation(made.id, error="no")
-    other, _ = catalog.begin_operation("train", "key-2")
-    assert catalog.finish_operation(other.id, error="disk full").error == "disk full"
-    assert catalog.operation(other.id).state == "failed"
-    for call in (lambda: catalog.operation("nothing"), lambda: catalog.finish_operation("nothing")):
-        with pytest.raises(UserError, match="'nothing' does not exist"):
-            call()
 
 
 def test_training_leaves_checkpoints_and_rollouts(catalog):

@@ -311,7 +311,7 @@ class Machine(RuleBasedStateMachine):
         if session is None:
             return
         policy = self.trained[session.policy_id, session.number]
-        there = self.policies.get(session.policy) is policy  # neither renamed nor deleted
+        there = self.policies.get(session.policy) is policy  # not deleted
         current = there and policy.session == session.number and policy.owner is not None
         if close:
             if not current:
@@ -345,21 +345,6 @@ class Machine(RuleBasedStateMachine):
         assert self.catalog.tag(named, changes) == {
             key: value for (of, key), value in policy.tags.items() if of == number
         }
-
-    @rule(name=st.sampled_from(NAMES), new=st.sampled_from(NAMES))
-    def rename(self, name, new):
-        policy = self.policies.get(name)
-        if "/" in name and "/" not in new:
-            new = f"lab/{new}"  # a plain name stays in its tenant
-        taken, other_tenant = new != name and new in self.policies, "/" in new and "/" not in name
-        if policy is None or policy.owner is not None or taken or other_tenant:
-            self.refused(self.catalog.rename, name, new)
-            return
-        self.catalog.rename(name, new)
-        self.policies[new] = self.policies.pop(name)
-        for other in self.policies.values():
-            if other.parent is not None and other.parent[0] == name:
-                other.parent = (new, other.parent[1])
 
     @rule(name=st.sampled_from(NAMES))
     def delete(self, name):

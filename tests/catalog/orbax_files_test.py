@@ -14,7 +14,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from mint_jax.catalog import orbax_files
-from mint_jax.catalog.cli.parser import main
+from mint_jax.catalog.cli.main import main
 from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.packed import Schema, digest_of, pack
 from mint_jax.errors import UserError

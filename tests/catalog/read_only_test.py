@@ -33,7 +33,7 @@ if os.getuid() == 0:
     sets[0], sets[1] = sets[0] & ~2, sets[1] & ~2  # effective and permitted
     assert libc.capset(header, sets) == 0
 
-from mint_jax.catalog.cli.parser import main
+from mint_jax.catalog.cli.main import main
 from mint_jax.jobs import sample, settings
 
 folder, base, out, *commands = sys.argv[1:]

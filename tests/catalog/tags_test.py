@@ -1,12 +1,10 @@
-"""Tags, new names, and the end of a policy: what can be found afterwards, and what is refused."""
-
-import threading
+"""Tags, and the removal of a policy."""
 
 import pytest
 
 from mint_jax.errors import UserError
-from tests.catalog.adapters import SCHEMA, packed
-from tests.catalog.conftest import execute, same_bytes
+from tests.catalog.adapters import packed
+from tests.catalog.conftest import same_bytes
 
 
 @pytest.fixture
@@ -92,120 +90,15 @@ def test_what_cannot_be_tagged(filled, name, changes, told):
     assert filled.stats()["tags"] == 0
 
 
-@pytest.mark.parametrize(
-    ("statement", "told"),
-    [
-        (
-            "UPDATE tags SET value = 'y' WHERE number = 0",
-            ["p has tag team='y', the audit log says 'x'"],
-        ),
-        ("DELETE FROM tags WHERE number = 2", ["p@2 has tag best=None, the audit log says 'yes'"]),
-        (
-            "UPDATE policies SET name = 'r' WHERE name = 'p'",
-            [
-                "policy r was made as p, says the audit log",
-                "policy r is not what its checksum says",
-            ],
-        ),
-        (
-            "UPDATE policies SET state = 'deleted' WHERE name = 'p'",
-            ["policy p has state 'deleted', the audit log says 'active'"],
-        ),
-        (
-            "UPDATE policies SET checksum = 1 WHERE name = 'p'",
-            ["policy p is not what its checksum says"],
-        ),
-        (
-            "UPDATE revisions SET checksum = checksum + 1 WHERE number = 2 AND policy_id = 1",
-            ["revision p@2 is not what its checksum says"],
-        ),
-        (
-            "UPDATE aliases SET checksum = NULL WHERE name = 'latest' AND policy_id = 1",
-            ["alias p@latest is not what its checksum says"],
-        ),
-    ],
-)
-def test_a_row_that_was_changed_behind_the_catalogs_back_is_found(filled, statement, told):
-    filled.tag("p", {"team": "x"})
-    filled.tag("p@2", {"best": "yes"})
-    execute(filled, statement)
-    assert [finding.what for finding in filled.verify()] == told
-
-
-def test_a_policy_gets_another_name(filled):
-    filled.branch("child", "p@2")
-    filled.record_evaluation(
-        "p@2", renderer="r", scorer="s", dataset="d", seed=0, metrics={}, isolated=1.0, shared=1.0
-    )
-    digest = filled.resolve("p@serving").digest
-    assert filled.rename("p", "chat", by="ann", why="what it does").policy == "chat"
-    assert filled.resolve("chat@serving").digest == digest
-    assert filled.policy("child").parent == "chat@2"
-    assert filled.evaluations("chat")[0].policy == "chat"
-    with pytest.raises(UserError, match="policy 'p' is not in the catalog"):
-        filled.resolve("p@serving")
-    entry = filled.audit("chat")[-1]
-    assert (entry.action, entry.details, entry.why) == (
-        "rename",
-        {"before": "p", "after": "chat"},
-        "what it does",
-    )
-    filled.create_policy("p", SCHEMA)  # the name is free
-    assert filled.policy("p").revisions == 0
-    assert filled.rename("chat", "chat").policy == "chat"
-    assert list(filled.verify()) == []
-
-
-def test_a_name_stays_in_its_tenant(filled):
-    filled.export("lab/p", packed(5), 0, create=True)
-    assert filled.rename("lab/p", "fresh").policy == "lab/fresh"
-    assert filled.rename("lab/fresh", "lab/p").policy == "lab/p"
-    with pytest.raises(UserError, match="of tenant 'default' and 'lab/z' of 'lab'"):
-        filled.rename("p", "lab/z")
-
-
-@pytest.mark.parametrize("call", ["rename", "delete"])
-def test_a_policy_in_training_keeps_its_name(filled, call):
-    session = filled.open_session("p", "a job")
-    filled.retire("p")
-    change = (lambda: filled.rename("p", "z")) if call == "rename" else (lambda: filled.delete("p"))
-    with pytest.raises(UserError, match="policy 'p' is being trained by 'a job'"):
-        change()
-    filled.close_session(session)
-    change()
-    with pytest.raises(UserError, match="policy 'p' is not in the catalog"):
-        filled.export("p", packed(9), 9, session=session)
-
-
-@pytest.mark.parametrize("call", ["rename", "delete"])
-def test_the_session_of_a_killed_job_keeps_no_policy_for_ever(filled, clock, call):
+def test_a_policy_in_training_is_not_deleted(filled, clock):
     session = filled.open_session("p", "a job", 60.0)
     filled.retire("p")
-    clock.now += 61.0
-    filled.rename("p", "z") if call == "rename" else filled.delete("p")
+    with pytest.raises(UserError, match="policy 'p' is being trained by 'a job'"):
+        filled.delete("p")
+    clock.now += 61.0  # the job was killed
+    filled.delete("p")
     with pytest.raises(UserError, match="policy 'p' is not in the catalog"):
         filled.export("p", packed(9), 9, session=session)
-    assert list(filled.verify()) == []
-
-
-def test_a_name_is_given_once(filled, place):
-    with pytest.raises(UserError, match="policy 'q' exists already"):
-        filled.rename("p", "q")
-    results = []
-
-    def claim(policy: str) -> None:
-        with place.open() as mine:
-            try:
-                results.append(mine.rename(policy, "z").policy)
-            except UserError as error:
-                results.append(str(error))
-
-    threads = [threading.Thread(target=claim, args=(policy,)) for policy in ("p", "q")]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(results) == ["policy 'z' exists already: choose another name", "z"]
     assert list(filled.verify()) == []
 
 
@@ -235,9 +128,9 @@ def test_a_policy_is_deleted_and_its_name_begins_anew(filled):
     )
     assert entry.details["policy"] == "p"
     assert entry.details["revisions"] == [1, 2, 3, 4]
-    assert [
-        (one.policy, one.number, one.digest) for one in filled.evaluations_of(score.digest)
-    ] == [(None, None, score.digest)]
+    assert [(one.policy, one.number, one.digest) for one in filled.evaluations(score.digest)] == [
+        (None, None, score.digest)
+    ]
     assert filled.gc(grace_s=0.0).payloads == 2, (
         "the rollout and revision 4; q has the bytes of the others"
     )

@@ -18,7 +18,7 @@ import torch
 from ml_collections import ConfigDict
 
 from mint_jax import launch
-from mint_jax.catalog.cli.parser import main
+from mint_jax.catalog.cli.main import main
 from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.packed import pack, unpack
 from mint_jax.errors import Interrupted, UserError

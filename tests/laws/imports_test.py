@@ -54,7 +54,6 @@ ONLY_IN = {  # optional packages, and what only one place may know
     "gguf": "models/gguf.py",
     "llguidance": "rollout/grammar.py",
     "sqlalchemy": ("catalog/", "service/book.py"),
-    "alembic": "catalog/",
     "psycopg": "catalog/",
     "prometheus_client": ("residency/", "service/", "top.py"),
 }

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from mint_jax import nested
-from mint_jax.catalog.cli.looking import find_revision
+from mint_jax.catalog.cli.listing import find_revision
 from mint_jax.catalog.cli.output import Result, table
 from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.packed import Schema, unpack

@@ -1,9 +1,8 @@
-"""Import in bulk: readers in parallel, some thousand adapters a transaction, and a second run goes
-on where one was stopped.
+"""Import in bulk: parallel readers, and about a thousand adapters per transaction.
 
-A source becomes a revision of the policy that the template names. What a policy has already, by
-digest, is not imported again. What cannot be imported is reported with its reason and keeps nothing
-else from being imported.
+A source becomes a revision of the policy that the template names. Adapters that the policy has
+already, by digest, are skipped, so the same command continues a stopped import. A source that
+cannot be imported is reported with its reason; the others are imported.
 """
 
 import argparse
@@ -21,6 +20,7 @@ from mint_jax.catalog.packed import digest_of
 from mint_jax.catalog.records import exports, names
 from mint_jax.catalog.records.database import DatabaseFailed
 from mint_jax.catalog.records.exports import Export
+from mint_jax.catalog.records.handle import check_active
 from mint_jax.catalog.records.names import full_name
 from mint_jax.catalog.storage.payloads import StorageFailed
 from mint_jax.errors import UserError
@@ -40,21 +40,29 @@ class Ready:
 
 @dataclasses.dataclass
 class Tally:
-    """What was done so far."""
+    """Counts of an import, as reported."""
 
+    dry_run: bool
     imported: int = 0
     present: int = 0
     bytes: int = 0
     refused: list[Refusal] = dataclasses.field(default_factory=list)
 
-    @property
-    def done(self) -> int:
-        return self.imported + self.present + len(self.refused)
+    def add(self, one: Ready) -> None:
+        """Counts an imported adapter."""
+        self.imported += 1
+        self.bytes += len(one.data)
+
+    def refuse(self, source: Source, reason: object) -> None:
+        """Counts a refused source."""
+        self.refused.append(Refusal(str(source.path), str(reason)))
 
 
 def run(args: argparse.Namespace, catalog: Catalog | None) -> Result:
-    """Imports all sources; status 1 where one was refused. ``catalog`` None: there is none yet, in
-    a dry run.
+    """Imports all sources; status 1 if one was refused.
+
+    Args:
+        catalog: None in a dry run without a catalog.
     """
     sources, refused = find(args.paths, args.follow_links)
     if not sources and not refused:
@@ -66,65 +74,61 @@ def run(args: argparse.Namespace, catalog: Catalog | None) -> Result:
         raise UserError(
             f"{count} PEFT directories need the base that they were trained on: give --base"
         )
-    tally = Tally(refused=refused)
+    tally, total = Tally(args.dry_run, refused=refused), len(sources) + len(refused)
     planned = _plan(sources, args.policy, args.tenant, tally)
-    progress = Progress("check" if args.dry_run else "import", len(sources) + len(refused))
-    batch: list[Ready] = []
-    held = 0
+    progress = Progress("check" if args.dry_run else "import")
     try:
-        for found in _read(planned, args):
-            if isinstance(found, Refusal):
-                tally.refused.append(found)
-            else:
-                batch.append(found)
-                held += len(found.data)
-            if len(batch) >= args.batch or held >= BATCH_BYTES:
-                _commit(batch, args, catalog, tally)
-                batch, held = [], 0
-            progress.at(tally.done, f"{len(tally.refused)} refused, {size(tally.bytes)}")
-        _commit(batch, args, catalog, tally)
+        for batch in _batches(_read(planned, args), tally, args.batch):
+            _commit(batch, args, catalog, tally)
+            done = tally.imported + tally.present + len(tally.refused)
+            note = f"{len(tally.refused)} refused, {size(tally.bytes)}"
+            progress.at("adapters", done, total, note)
     except UserError as error:
         raise UserError(
-            f"{error} ({tally.imported:,} were imported before; the same command goes on behind"
+            f"{error} ({tally.imported:,} were imported before; the same command continues after"
             " them)"
         ) from None
-    progress.end(tally.done, f"{len(tally.refused)} refused, {size(tally.bytes)}")
-    return _report(tally, args.dry_run)
-
-
-def _report(tally: Tally, dry_run: bool) -> Result:
-    data = {
-        "dry_run": dry_run,
-        "imported": tally.imported,
-        "present": tally.present,
-        "bytes": tally.bytes,
-        "refused": tally.refused,
-    }
-    imported = "would be imported" if dry_run else "imported"
+    progress.end(always=True)
     counts = [
-        (imported, f"{tally.imported:,}"),
+        ("would be imported" if tally.dry_run else "imported", f"{tally.imported:,}"),
         ("present already", f"{tally.present:,}"),
         ("refused", f"{len(tally.refused):,}"),
+        ("bytes", f"{tally.bytes:,}"),
     ]
-    parts: list = [facts("", [*counts, ("bytes", f"{tally.bytes:,}")])]
+    parts: list = [facts("", counts)]
     if tally.refused:
-        parts.append(
-            table("refused", ("path", "reason"), ((one.path, one.reason) for one in tally.refused))
-        )
-    return Result(data, parts, 1 if tally.refused else 0)
+        rows = ((one.path, one.reason) for one in tally.refused)
+        parts.append(table("refused", ("path", "reason"), rows))
+    return Result(tally, parts, 1 if tally.refused else 0)
+
+
+def _batches(
+    found: Iterator[Ready | Refusal], tally: Tally, count: int
+) -> Iterator[Sequence[Ready]]:
+    """Splits adapters into transactions of bounded number and bytes; counts refusals."""
+    batch: list[Ready] = []
+    held = 0
+    for one in found:
+        if isinstance(one, Refusal):
+            tally.refused.append(one)
+        else:
+            batch.append(one)
+            held += len(one.data)
+        if len(batch) >= count or held >= BATCH_BYTES:
+            yield batch
+            batch, held = [], 0
+    yield batch
 
 
 def policy_name(template: str, path: Path, tenant: str | None) -> str:
-    """The policy a source becomes, by the template.
+    """Returns the policy of a source, by the template.
 
     Raises:
         UserError: an unknown field, or a name that is not allowed.
     """
     path = path.absolute()
-    fields = {
-        "name": path.stem if path.suffix == ".safetensors" else path.name,
-        "parent": path.parent.name,
-    }
+    stem = path.stem if path.suffix == ".safetensors" else path.name
+    fields = {"name": stem, "parent": path.parent.name}
 
     def fill(match: re.Match) -> str:
         if match[1] not in fields:
@@ -141,8 +145,8 @@ def policy_name(template: str, path: Path, tenant: str | None) -> str:
 def _plan(
     sources: Sequence[Source], template: str, tenant: str | None, tally: Tally
 ) -> list[tuple[Source, str]]:
-    """Each source with its policy; two of one policy would become its revisions in an arbitrary
-    order.
+    """Pairs sources with policies, refusing a second source of a policy: the order of the two would
+    be arbitrary.
     """
     # a wrong template is one error, not thousands
     policy_name(template, Path("/parent/name"), tenant)
@@ -153,19 +157,19 @@ def _plan(
             policy = policy_name(template, source.path, tenant)
             if (first := taken.setdefault(policy, source.path)) != source.path:
                 raise UserError(
-                    f"policy {policy!r} is that of {first} already: choose another --policy, such"
+                    f"policy {policy!r} is already that of {first}: choose another --policy, such"
                     " as '{parent}-{name}'"
                 )
             planned.append((source, policy))
         except UserError as error:
-            tally.refused.append(Refusal(str(source.path), str(error)))
+            tally.refuse(source, error)
     return planned
 
 
 def _read(
     planned: Sequence[tuple[Source, str]], args: argparse.Namespace
 ) -> Iterator[Ready | Refusal]:
-    """Reads sources in order, several at once, and only so far ahead that they fit in memory."""
+    """Reads sources in order, several at once; the number read ahead bounds the memory."""
     from mint_jax.catalog.cli.peft_files import packed_object
     from mint_jax.models.outline import outline
 
@@ -206,26 +210,22 @@ def _read(
 def _commit(
     batch: Sequence[Ready], args: argparse.Namespace, catalog: Catalog | None, tally: Tally
 ) -> None:
-    """Makes revisions of a batch, without those that are there already."""
-    if not batch:
-        return
-    there = (
-        [False] * len(batch)
-        if catalog is None
-        else catalog.holds([(one.policy, one.digest) for one in batch])
-    )
-    tally.present += sum(there)
-    new = [one for one, present in zip(batch, there) if not present]
+    """Makes revisions of the adapters that are not in the catalog yet."""
+    pairs = [(one.policy, one.digest) for one in batch]
+    present = [False] * len(batch) if catalog is None else catalog.holds(pairs)
+    tally.present += sum(present)
+    new = [one for one, there in zip(batch, present) if not there]
     if not args.dry_run:
         assert catalog is not None
         _export(new, args, catalog, tally)
         return
     for one in new:
-        reason = None if catalog is None else _would_refuse(one, catalog, args)
-        if reason is None:
-            tally.imported, tally.bytes = tally.imported + 1, tally.bytes + len(one.data)
-        else:
-            tally.refused.append(Refusal(str(one.source.path), reason))
+        try:
+            if catalog is not None:
+                _check(one, catalog, args)
+            tally.add(one)
+        except UserError as error:
+            tally.refuse(one.source, error)
 
 
 def _as_export(one: Ready, args: argparse.Namespace) -> Export:
@@ -233,45 +233,39 @@ def _as_export(one: Ready, args: argparse.Namespace) -> Export:
     return Export(one.policy, one.data, args.step, origin=origin[:4000], force=args.force)
 
 
-def _would_refuse(one: Ready, catalog: Catalog, args: argparse.Namespace) -> str | None:
-    key = names.parse_policy(one.policy)
+def _check(one: Ready, catalog: Catalog, args: argparse.Namespace) -> None:
+    """Raises ``UserError`` if an export to an existing policy would be refused."""
     try:
         record = catalog.policy(one.policy)
-    except UserError:
-        return None  # a new one
-    try:
-        if record.state != "active":
-            raise UserError(f"policy {one.policy!r} is retired: restore it first")
-        exports.check_schema(exports.prepare(*key, _as_export(one, args)), record.schema)
-    except UserError as error:
-        return str(error)
-    return None
+    except UserError:  # a new one
+        return
+    check_active(record)
+    key = names.parse_policy(one.policy)
+    exports.check_schema(exports.prepare(*key, _as_export(one, args)), record.schema)
 
 
 def _export(
     some: Sequence[Ready], args: argparse.Namespace, catalog: Catalog, tally: Tally
 ) -> None:
-    """One transaction; where the catalog refuses it, its halves, down to the adapters that are at
-    fault.
+    """Exports in one transaction; if it is refused, in halves, down to the adapters at fault.
 
     Raises:
-        UserError: not an adapter is at fault but storage or database.
+        UserError: storage or database failed, not an adapter.
     """
     pending = collections.deque([list(some)] if some else [])
     while pending:
         part = pending.popleft()
+        items = [_as_export(one, args) for one in part]
         try:
-            catalog.export_many(
-                [_as_export(one, args) for one in part], create=True, by=args.by, why=args.why
-            )
+            catalog.export_many(items, create=True, by=args.by, why=args.why)
         except (StorageFailed, DatabaseFailed):
             raise
         except UserError as error:
             if len(part) == 1:
-                tally.refused.append(Refusal(str(part[0].source.path), str(error)))
+                tally.refuse(part[0].source, error)
             else:
                 middle = len(part) // 2
                 pending.extendleft([part[middle:], part[:middle]])
             continue
-        tally.imported += len(part)
-        tally.bytes += sum(len(one.data) for one in part)
+        for one in part:
+            tally.add(one)

@@ -1,7 +1,7 @@
-"""What commands print: tables or one JSON document on stdout, progress on stderr.
+"""Output of commands: tables or one JSON document on stdout, progress on stderr.
 
-Texts that strangers may have written (names, reasons, origins) are shown without control
-characters: a terminal obeys those.
+Text that strangers may have written (names, reasons, origins) is shown without control characters,
+which a terminal would execute.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from rich.text import Text
 
 @dataclasses.dataclass
 class Result:
-    """What a command found.
+    """The result of a command.
 
     Attributes:
         data: for ``--json``.
@@ -52,9 +52,7 @@ def show(result: Result, as_json: bool) -> None:
 
 
 def ready(value: Any) -> Any:
-    """``value`` as JSON knows it: records as objects, digests as hex; a number that JSON lacks
-    becomes null.
-    """
+    """Converts a value for JSON: records to objects, numbers that JSON lacks to null."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {
             field.name: ready(getattr(value, field.name)) for field in dataclasses.fields(value)
@@ -69,7 +67,7 @@ def ready(value: Any) -> Any:
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Table:
-    """A table; columns whose name begins with ``#`` are numbers and stand to the right."""
+    """Returns a table; columns whose name starts with ``#`` are numbers, aligned right."""
     made = Table(title=plain(title) or None, title_justify="left", header_style="bold")
     for column in columns:
         made.add_column(
@@ -83,7 +81,7 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> 
 
 
 def facts(title: str, pairs: Iterable[tuple[str, Any]]) -> Table:
-    """A table of one thing's properties; those that are None are left out."""
+    """Returns a table of properties, without those that are None."""
     made = Table(title=plain(title) or None, title_justify="left", show_header=False)
     for name, value in pairs:
         if value is not None:
@@ -92,7 +90,7 @@ def facts(title: str, pairs: Iterable[tuple[str, Any]]) -> Table:
 
 
 def plain(value: Any) -> str:
-    """One line of visible characters."""
+    """Formats a value as one line of visible characters."""
     if value is None:
         return ""
     if isinstance(value, bool):
@@ -112,17 +110,17 @@ def _is_visible(char: str) -> bool:
 
 
 def when(seconds: float | None) -> str | None:
-    """Seconds since 1970 as UTC."""
+    """Formats seconds since 1970 as UTC."""
     if seconds is None:
         return None
     try:
         return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(seconds))
-    except (OverflowError, ValueError, OSError):  # a clock that was far off
+    except (OverflowError, ValueError, OSError):  # a clock far off
         return f"{seconds:.0f} s"
 
 
 def size(count: int | float) -> str:
-    """Bytes for people."""
+    """Formats a number of bytes."""
     for unit in ("B", "kB", "MB", "GB"):
         if abs(count) < 1000:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -131,68 +129,39 @@ def size(count: int | float) -> str:
 
 
 class Progress:
-    """One line on stderr: what, how far, how fast, how long still. Rewritten on a terminal, else a
-    line every 10 s.
+    """A line on stderr per stage: how far, how fast, time left. Rewritten on a terminal, else
+    written every 10 s.
     """
 
-    def __init__(self, what: str, total: int | None):
-        self.what, self.total = what, total
-        self._start = self._shown = time.monotonic()
+    def __init__(self, title: str):
+        self._title, self._stage, self._line = title, "", ""
         self._terminal = sys.stderr.isatty()
-        self._width = 0
+        self._start = self._shown = time.monotonic()
 
-    def at(self, done: int, extra: str = "") -> None:
-        """``done`` of ``total``."""
+    def at(self, stage: str, done: int, total: int, note: str = "") -> None:
+        """Reports ``done`` of ``total`` in this stage."""
         now = time.monotonic()
+        if stage != self._stage:
+            if self._stage:
+                self.end()
+                self._start = self._shown = now
+            self._stage = stage
+        rate = done / max(now - self._start, 1e-9)
+        line = f"{self._title}: {stage} {done:,} of {total:,}, {rate:,.1f}/s"
+        if rate > 0 and done < total:
+            line += f", {(total - done) / rate:,.0f} s left"
+        line += f", {note}" if note else ""
+        width, self._line = len(self._line), line
         if now - self._shown >= (0.2 if self._terminal else 10.0):
             self._shown = now
-            self._write(self._line(done, now, extra))
+            if self._terminal:
+                print("\r" + line.ljust(width), end="", file=sys.stderr, flush=True)
+            else:
+                print(line, file=sys.stderr, flush=True)
 
-    def _line(self, done: int, now: float, extra: str) -> str:
-        rate = done / max(now - self._start, 1e-9)
-        line = f"{self.what}: {done:,}"
-        if self.total is not None:
-            line += f" of {self.total:,}"
-        line += f", {rate:,.1f}/s"
-        if self.total and rate > 0 and done < self.total:
-            line += f", {(self.total - done) / rate:,.0f} s left"
-        return line + (f", {extra}" if extra else "")
-
-    def end(self, done: int, extra: str = "") -> None:
-        """The last line."""
-        now = time.monotonic()
-        self._write(f"{self._line(done, now, extra)}, took {now - self._start:.1f} s")
-        self.leave()
-
-    def leave(self) -> None:
-        """Nothing more is written over the line, if there is one."""
-        if self._width:
-            print(file=sys.stderr, flush=True)
-
-    def _write(self, line: str) -> None:
-        if self._terminal:
-            print("\r" + line.ljust(self._width), end="", file=sys.stderr, flush=True)
-            self._width = len(line)
-        else:
-            print(line, file=sys.stderr, flush=True)
-
-
-class Stages:
-    """Progress of work in several stages, one after the other; what is over at once says
-    nothing.
-    """
-
-    def __init__(self, what: str):
-        self.what = what
-        self._stage, self._progress = "", Progress(what, None)
-
-    def at(self, stage: str, done: int, total: int) -> None:
-        """``done`` of ``total`` in this stage."""
-        if stage != self._stage:
-            self._progress.leave()
-            self._stage, self._progress = stage, Progress(f"{self.what}: {stage}", total)
-        self._progress.at(done)
-
-    def end(self) -> None:
-        """Leaves the last line."""
-        self._progress.leave()
+    def end(self, always: bool = False) -> None:
+        """Prints the last line of the stage; of a short one only if ``always``."""
+        if self._line and (always or self._shown > self._start):
+            start = "\r" if self._terminal else ""
+            print(start + self._line, file=sys.stderr, flush=True)
+        self._line = ""

@@ -1,23 +1,25 @@
-"""Aliases: movable names of revisions. Promotion and rollback are moves; no payload is touched.
+"""Aliases: movable names of revisions. Promotion and rollback move an alias; no payload changes.
 
-The moves of one alias are numbered 1, 2, …; each remembers which move lies ``under`` it. A
-promotion lies on the move before it; a rollback to an older move lies on what that one lay on.
-Going back twice therefore goes further back, and a promotion of the bad revision undoes a rollback.
-The whole history stays in the audit log.
+The moves of an alias are numbered 1, 2, …; each records in ``rollback_to`` the move that a rollback
+restores. For a promotion this is the move before it; for a rollback to an older move it is that
+move's own ``rollback_to``. So rolling back twice goes further back, and promoting the bad revision
+undoes a rollback. The whole history stays in the audit log.
 """
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import sqlalchemy as sa
 
 from mint_jax.catalog.records import audit, names
 from mint_jax.catalog.records.audit import AuditEntry, Author
 from mint_jax.catalog.records.database import chunks
+from mint_jax.catalog.records.handle import Handle, touch
 from mint_jax.catalog.records.names import full_name
-from mint_jax.catalog.records.policies import Policies, PolicyRecord, touch
+from mint_jax.catalog.records.policies import PolicyRecord
 from mint_jax.catalog.records.revisions import find_revision
-from mint_jax.catalog.records.tables import alias_checksum, aliases, revisions
+from mint_jax.catalog.records.tables import aliases, revisions
 from mint_jax.catalog.records.tables import audit as log
 from mint_jax.errors import UserError
 
@@ -34,196 +36,145 @@ class Alias:
     updated_at: float
 
 
-class Aliases(Policies):
-    """Moves aliases, and reads where they were."""
+def promote(
+    catalog: Handle,
+    policy: str,
+    revision: int | str,
+    alias: str = "serving",
+    *,
+    by: str | None = None,
+    why: str = "",
+) -> Alias:
+    """Points an alias at a live revision of the policy, creating the alias if needed.
 
-    def promote(
-        self,
-        policy: str,
-        revision: int | str,
-        alias: str = "serving",
-        *,
-        by: str | None = None,
-        why: str = "",
-    ) -> Alias:
-        """Points an alias at a live revision of the policy; a new alias is made. Already there:
-        nothing changes.
-        """
-        alias = names.clean_alias(alias)
+    Nothing changes if it points there already.
+    """
+    alias = names.clean_alias(alias)
 
-        def body(connection: sa.Connection, author: Author, row: sa.Row) -> Alias:
-            target, now = (
-                find_revision(connection, row, revision, live=True),
-                current(connection, row, alias),
+    def body(connection: sa.Connection, author: Author, row: sa.Row) -> Alias:
+        target = find_revision(connection, row, revision, live=True)
+        now = current(connection, row, alias)
+        if now is not None and now.revision_id == target.id:
+            return _as_alias(row, now)
+        rollback_to = 0 if now is None else now.version
+        return _move(connection, author, row, now, target, alias, "promote", rollback_to)
+
+    return catalog.change(policy, body, by, why, active=True)
+
+
+def rollback(
+    catalog: Handle,
+    policy: str,
+    alias: str = "serving",
+    *,
+    to: int | str | None = None,
+    by: str | None = None,
+    why: str = "",
+) -> Alias:
+    """Points an alias back at the revision before, or at the earlier revision ``to``.
+
+    Raises:
+        UserError: the alias has no such earlier revision, or retention has removed it.
+    """
+    alias = names.clean_alias(alias)
+
+    def body(connection: sa.Connection, author: Author, row: sa.Row) -> Alias:
+        target = None if to is None else find_revision(connection, row, to, live=True)
+        now = current(connection, row, alias)
+        full = f"{full_name(row.tenant, row.name)}@{alias}"
+        if now is None:
+            raise UserError(f"alias {full} does not exist: promote a revision first")
+        move = _entry(connection, row, alias, now.version)
+        while move.rollback_to:
+            move = _entry(connection, row, alias, move.rollback_to)
+            if target is None or move.after == target.number:
+                target = target or find_revision(connection, row, move.after, live=True)
+                before = move.rollback_to
+                return _move(connection, author, row, now, target, alias, "rollback", before)
+        if target is None:
+            raise UserError(
+                f"alias {full} has no revision before {now.number}: promote another one instead"
             )
-            if now is not None and now.revision_id == target.id:
-                return Alias(
-                    full_name(row.tenant, row.name),
-                    alias,
-                    now.number,
-                    now.digest.hex(),
-                    now.version,
-                    now.updated_at,
-                )
-            return _move(
-                connection,
-                author,
-                row,
-                now,
-                target,
-                alias,
-                "promote",
-                under=0 if now is None else now.version,
-            )
+        raise UserError(
+            f"alias {full} did not point at revision {target.number} before: promote it instead,"
+            " or choose from its history"
+        )
 
-        return self._change(policy, body, by, why, active=True)
+    return catalog.change(policy, body, by, why, active=True)
 
-    def rollback(
-        self,
-        policy: str,
-        alias: str = "serving",
-        *,
-        to: int | str | None = None,
-        by: str | None = None,
-        why: str = "",
-    ) -> Alias:
-        """Points an alias back: at the revision under the present one, or at ``to``, which must lie
-        further down.
 
-        Raises:
-            UserError: nothing lies there, or retention has removed it.
-        """
-        alias = names.clean_alias(alias)
+def list_aliases(catalog: Handle, policy: str) -> list[Alias]:
+    """Returns all aliases of a policy by name."""
+    return catalog.look(
+        policy, lambda c, row: [_as_alias(row, found) for found in c.execute(_select(row))]
+    )
 
-        def body(connection: sa.Connection, author: Author, row: sa.Row) -> Alias:
-            target = None if to is None else find_revision(connection, row, to, live=True)
-            return _rollback(connection, author, row, alias, target)
 
-        return self._change(policy, body, by, why, active=True)
+def aliases_of(catalog: Handle, records: Sequence[PolicyRecord]) -> dict[str, list[str]]:
+    """Returns ``alias@number`` of all aliases of these policies, by their full names."""
+    found: dict[int, list[str]] = {}
+    columns = (aliases.c.policy_id, aliases.c.name, revisions.c.number)
+    for some in chunks([one.id for one in records]):
+        query = sa.select(*columns).join(revisions, aliases.c.revision_id == revisions.c.id)
+        query = query.where(aliases.c.policy_id.in_(some)).order_by(aliases.c.name)
+        rows = catalog.database.read(lambda c, query=query: c.execute(query).tuples().all())
+        for policy_id, name, number in rows:
+            found.setdefault(policy_id, []).append(f"{name}@{number}")
+    return {one.policy: found.get(one.id, []) for one in records}
 
-    def aliases(self, policy: str) -> list[Alias]:
-        """All aliases of a policy by name."""
 
-        def body(connection: sa.Connection, row: sa.Row) -> list[Alias]:
-            mine, found = full_name(row.tenant, row.name), connection.execute(_of(row))
-            return [
-                Alias(mine, one.name, one.number, one.digest.hex(), one.version, one.updated_at)
-                for one in found
-            ]
+def history(
+    catalog: Handle, policy: str, alias: str = "serving", *, after: int = 0, limit: int = 1000
+) -> list[AuditEntry]:
+    """Returns the moves of an alias, oldest first; the next page starts ``after`` the last id."""
+    alias = names.clean_alias(alias)
+    return catalog.look(policy, lambda c, row: audit.entries(c, row.id, alias, after, limit))
 
-        return self._look(policy, body)
 
-    def aliases_of(self, records: Sequence[PolicyRecord]) -> dict[str, list[str]]:
-        """``alias@number`` of all aliases of these policies, by their full names and in order of
-        aliases.
-        """
-        found: dict[int, list[str]] = {}
-        columns = (aliases.c.policy_id, aliases.c.name, revisions.c.number)
-        for some in chunks([one.id for one in records]):
-            query = sa.select(*columns).join(revisions, aliases.c.revision_id == revisions.c.id)
-            query = query.where(aliases.c.policy_id.in_(some)).order_by(aliases.c.name)
-            for policy_id, name, number in self.database.read(
-                lambda c, query=query: c.execute(query).tuples().all()
-            ):
-                found.setdefault(policy_id, []).append(f"{name}@{number}")
-        return {one.policy: found.get(one.id, []) for one in records}
+def list_audit(
+    catalog: Handle, policy: str | None = None, *, after: int = 0, limit: int = 1000
+) -> list[AuditEntry]:
+    """Returns the audit log of one policy or of all, oldest first; the next page starts ``after``
+    the last id.
+    """
+    if policy is None:
+        return catalog.database.read(lambda c: audit.entries(c, None, None, after, limit))
+    return catalog.look(policy, lambda c, row: audit.entries(c, row.id, None, after, limit))
 
-    def history(
-        self, policy: str, alias: str = "serving", *, after: int = 0, limit: int = 1000
-    ) -> list[AuditEntry]:
-        """The moves of an alias, oldest first; the next page begins ``after`` the last one's id."""
-        alias = names.clean_alias(alias)
-        return self._look(policy, lambda c, row: audit.entries(c, row.id, alias, after, limit))
 
-    def alias_at(self, policy: str, alias: str, time: float) -> Alias | None:
-        """What an alias was at a time, None before its first move. Read from the log, so removed
-        revisions are included.
-        """
-        alias = names.clean_alias(alias)
-
-        def body(connection: sa.Connection, row: sa.Row) -> Alias | None:
-            query = sa.select(log).where(
-                log.c.policy_id == row.id, log.c.alias == alias, log.c.at <= time
-            )
-            found = connection.execute(query.order_by(log.c.version.desc()).limit(1)).first()
-            if found is None:
-                return None
-            digest = audit.details(found)["digest"]
-            return Alias(
-                full_name(row.tenant, row.name), alias, found.after, digest, found.version, found.at
-            )
-
-        return self._look(policy, body)
-
-    def audit(
-        self, policy: str | None = None, *, after: int = 0, limit: int = 1000
-    ) -> list[AuditEntry]:
-        """The audit log in order, of one policy or of all; the next page begins ``after`` the last
-        one's id.
-        """
-        if policy is None:
-            return self.database.read(lambda c: audit.entries(c, None, None, after, limit))
-        return self._look(policy, lambda c, row: audit.entries(c, row.id, None, after, limit))
-
-    def recent(
-        self,
-        policy: str,
-        *,
-        before: int | None = None,
-        limit: int = 1000,
-        without: Sequence[str] = (),
-    ) -> list[AuditEntry]:
-        """A policy's audit log backwards, the newest entry first; the next page is ``before`` the
-        last one's id.
-
-        Args:
-            without: actions that are left out.
-        """
-        return self._look(policy, lambda c, row: audit.newest(c, row.id, before, limit, without))
+def recent(
+    catalog: Handle,
+    policy: str,
+    *,
+    before: int | None = None,
+    limit: int = 1000,
+    without: Sequence[str] = (),
+) -> list[AuditEntry]:
+    """Returns a policy's audit log, newest first, without some actions; the next page is ``before``
+    the last id.
+    """
+    return catalog.look(policy, lambda c, row: audit.newest(c, row.id, before, limit, without))
 
 
 def current(connection: sa.Connection, policy: sa.Row, alias: str) -> sa.Row | None:
-    """An alias with the number, digest and state of its revision."""
-    return connection.execute(_of(policy).where(aliases.c.name == alias)).first()
+    """Returns an alias with the number and digest of its revision."""
+    return connection.execute(_select(policy).where(aliases.c.name == alias)).first()
 
 
-def _of(policy: sa.Row) -> sa.Select:
-    query = sa.select(aliases, revisions.c.number, revisions.c.digest).join(
-        revisions, aliases.c.revision_id == revisions.c.id
-    )
+def _select(policy: sa.Row) -> sa.Select:
+    query = sa.select(aliases, revisions.c.number, revisions.c.digest)
+    query = query.join(revisions, aliases.c.revision_id == revisions.c.id)
     return query.where(aliases.c.policy_id == policy.id).order_by(aliases.c.name)
 
 
-def _rollback(
-    connection: sa.Connection, author: Author, policy: sa.Row, alias: str, to: sa.Row | None
-) -> Alias:
-    now = current(connection, policy, alias)
-    named = f"{full_name(policy.tenant, policy.name)}@{alias}"
-    if now is None:
-        raise UserError(f"alias {named} does not exist: promote a revision first")
-    move = _entry(connection, policy, alias, now.version)
-    while move.under:
-        move = _entry(connection, policy, alias, move.under)
-        if to is None or move.after == to.number:
-            target = find_revision(connection, policy, move.after, live=True) if to is None else to
-            return _move(
-                connection, author, policy, now, target, alias, "rollback", under=move.under
-            )
-    if to is None:
-        raise UserError(
-            f"alias {named} has no revision before {now.number}: promote another one instead"
-        )
-    raise UserError(
-        f"alias {named} did not point at revision {to.number} before: promote it instead, or choose"
-        " from its history"
-    )
+def _as_alias(policy: sa.Row, row: Any) -> Alias:
+    full, digest = full_name(policy.tenant, policy.name), row.digest.hex()
+    return Alias(full, row.name, row.number, digest, row.version, row.updated_at)
 
 
 def _entry(connection: sa.Connection, policy: sa.Row, alias: str, version: int) -> sa.Row:
-    query = sa.select(log).where(
-        log.c.policy_id == policy.id, log.c.alias == alias, log.c.version == version
-    )
-    return connection.execute(query).one()
+    query = sa.select(log).where(log.c.policy_id == policy.id, log.c.alias == alias)
+    return connection.execute(query.where(log.c.version == version)).one()
 
 
 def _move(
@@ -234,36 +185,25 @@ def _move(
     target: sa.Row,
     alias: str,
     action: str,
-    under: int,
+    rollback_to: int,
 ) -> Alias:
     at = max(author.now, policy.touched_at)
     version = 1 if now is None else now.version + 1
-    checksum = alias_checksum(policy.id, alias, version, target.number, target.digest)
-    values = {"revision_id": target.id, "version": version, "updated_at": at, "checksum": checksum}
+    values = {"revision_id": target.id, "version": version, "updated_at": at}
     if now is None:
         connection.execute(aliases.insert(), {"policy_id": policy.id, "name": alias, **values})
     else:
-        connection.execute(
-            aliases.update()
-            .where(aliases.c.policy_id == policy.id, aliases.c.name == alias)
-            .values(**values)
-        )
+        own = (aliases.c.policy_id == policy.id, aliases.c.name == alias)
+        connection.execute(aliases.update().where(*own).values(**values))
     touch(connection, author, policy)
     fields = {
         "alias": alias,
         "before": None if now is None else now.number,
         "after": target.number,
         "version": version,
-        "under": under,
+        "rollback_to": rollback_to,
     }
-    audit.append(
-        connection, audit.row(author, action, policy, {"digest": target.digest.hex()}, **fields)
-    )
-    return Alias(
-        full_name(policy.tenant, policy.name),
-        alias,
-        target.number,
-        target.digest.hex(),
-        version,
-        at,
-    )
+    digest = target.digest.hex()
+    audit.log(connection, author, action, policy, {"digest": digest}, **fields)
+    full = full_name(policy.tenant, policy.name)
+    return Alias(full, alias, target.number, digest, version, at)

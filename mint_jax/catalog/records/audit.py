@@ -1,8 +1,8 @@
-"""The audit log: who changed what, why and when. Append only; written in the transaction of the
-change itself.
+"""The audit log: each change with its author, reason and time. Append only, written in the
+transaction of the change.
 
-The order of events is the order of ``id``, never of the clock. Times of one policy do not go back:
-an entry is stamped with the later of now and the policy's last change.
+``id`` orders the entries, never the clock. Times of one policy do not go back: an entry is stamped
+with the later of now and the policy's last change.
 """
 
 import dataclasses
@@ -15,12 +15,11 @@ import sqlalchemy as sa
 from mint_jax.catalog.records.database import WRITE
 from mint_jax.catalog.records.names import full_name, note
 from mint_jax.catalog.records.tables import audit, policies
-from mint_jax.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)
 class Author:
-    """Who makes a change, why, and what their clock says."""
+    """The author of a change, the reason, and the time by the author's clock."""
 
     actor: str
     why: str
@@ -33,9 +32,7 @@ class Author:
 
 @dataclasses.dataclass(frozen=True)
 class AuditEntry:
-    """One state change. ``id`` orders all of them, whatever the clocks said; ``before`` and
-    ``after`` are revision numbers.
-    """
+    """One change. ``before`` and ``after`` are revision numbers."""
 
     id: int
     at: float
@@ -50,6 +47,9 @@ class AuditEntry:
     details: dict[str, Any]
 
 
+_EMPTY = dict.fromkeys(("alias", "before", "after", "version", "rollback_to"))
+
+
 def row(
     author: Author,
     action: str,
@@ -57,18 +57,13 @@ def row(
     details: dict[str, Any] | None = None,
     **fields: Any,
 ) -> dict[str, Any]:
-    """The values of one entry. ``policy``: a row or mapping with ``id`` and ``touched_at``."""
-    return {
+    """Returns the values of one entry. ``policy`` has ``id`` and ``touched_at``."""
+    return _EMPTY | {
         "at": author.now if policy is None else max(author.now, policy.touched_at),
         "actor": author.actor,
         "why": author.why,
         "action": action,
         "policy_id": None if policy is None else policy.id,
-        "alias": None,
-        "before": None,
-        "after": None,
-        "version": None,
-        "under": None,
         "details": json.dumps(details or {}, sort_keys=True),
         **fields,
     }
@@ -81,6 +76,18 @@ def append(connection: sa.Connection, *rows: dict[str, Any]) -> None:
         connection.execute(audit.insert(), [{**values, "write": write} for values in rows])
 
 
+def log(
+    connection: sa.Connection,
+    author: Author,
+    action: str,
+    policy: Any = None,
+    details: dict[str, Any] | None = None,
+    **fields: Any,
+) -> None:
+    """Adds one entry."""
+    append(connection, row(author, action, policy, details, **fields))
+
+
 def entries(
     connection: sa.Connection,
     policy_id: int | None = None,
@@ -88,19 +95,13 @@ def entries(
     after: int = 0,
     limit: int = 1000,
 ) -> list[AuditEntry]:
-    """Entries in order, those with an id above ``after``."""
-    query = (
-        sa.select(audit, policies.c.tenant, policies.c.name)
-        .outerjoin(policies)
-        .where(audit.c.id > after)
-        .order_by(audit.c.id)
-        .limit(limit)
-    )
+    """Returns entries with an id above ``after``, oldest first."""
+    query = _select().where(audit.c.id > after).order_by(audit.c.id)
     if policy_id is not None:
         query = query.where(audit.c.policy_id == policy_id)
     if alias is not None:
         query = query.where(audit.c.alias == alias)
-    return [_entry(found) for found in connection.execute(query)]
+    return [_entry(found) for found in connection.execute(query.limit(limit))]
 
 
 def newest(
@@ -110,41 +111,24 @@ def newest(
     limit: int,
     without: Sequence[str] = (),
 ) -> list[AuditEntry]:
-    """The last entries of a policy, the newest first: those with an id below ``before``, without
-    some actions.
+    """Returns a policy's entries with an id below ``before``, newest first, without some
+    actions.
     """
-    query = sa.select(audit, policies.c.tenant, policies.c.name).join(policies)
-    query = query.where(audit.c.policy_id == policy_id, audit.c.action.not_in(list(without)))
+    query = _select().where(audit.c.policy_id == policy_id, audit.c.action.not_in(list(without)))
     if before is not None:
         query = query.where(audit.c.id < before)
-    return [
-        _entry(found)
-        for found in connection.execute(query.order_by(audit.c.id.desc()).limit(limit))
-    ]
+    found = connection.execute(query.order_by(audit.c.id.desc()).limit(limit))
+    return [_entry(one) for one in found]
+
+
+def _select() -> sa.Select:
+    return sa.select(audit, policies.c.tenant, policies.c.name).outerjoin(policies)
 
 
 def _entry(found: sa.Row) -> AuditEntry:
-    return AuditEntry(
-        found.id,
-        found.at,
-        found.actor,
-        found.why,
-        found.action,
-        None if found.policy_id is None else full_name(found.tenant, found.name),
-        found.alias,
-        found.before,
-        found.after,
-        found.version,
-        details(found),
-    )
+    policy = None if found.policy_id is None else full_name(found.tenant, found.name)
+    values: dict[str, Any] = {name: found._mapping[name] for name in _COLUMNS}
+    return AuditEntry(policy=policy, **values | {"details": json.loads(found.details)})
 
 
-def details(found: sa.Row) -> dict[str, Any]:
-    """The details of a row of the log."""
-    try:
-        return json.loads(found.details)
-    except ValueError:
-        raise UserError(
-            f"entry {found.id} of the audit log is damaged: run verify, restore the database from a"
-            " backup"
-        ) from None
+_COLUMNS = [field.name for field in dataclasses.fields(AuditEntry) if field.name != "policy"]

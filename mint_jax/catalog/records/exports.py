@@ -1,10 +1,9 @@
-"""Exports: packed adapters become revisions. The payload is durable first, then one transaction
-makes the revisions visible.
+"""Exports: packed adapters become revisions.
 
-However many exports are given, their new bytes go to storage as one pack and their rows in one
-transaction; either all of them are revisions afterwards or none. Bytes that the policy has already
-at that very step make no second revision, so an export may be repeated after a crash; ``latest``
-names it again.
+The payloads are durable first; then one transaction makes the revisions visible. The new bytes of
+all exports in a call become one pack and their rows one transaction: either all are revisions
+afterwards or none. Bytes that the policy already has at that step make no second revision, so an
+export may be repeated after a crash; ``latest`` points at it again.
 """
 
 import dataclasses
@@ -19,24 +18,17 @@ import sqlalchemy as sa
 
 from mint_jax import nested
 from mint_jax.catalog import header
-from mint_jax.catalog.packed import Buffer, Schema, as_bytes, digest_of, schema_digest, unpack
-from mint_jax.catalog.records import audit, names, policies, sessions
+from mint_jax.catalog.packed import Buffer, Schema, as_bytes, digest_of, unpack
+from mint_jax.catalog.records import audit, lookup, names, policies, sessions
 from mint_jax.catalog.records.audit import Author
 from mint_jax.catalog.records.database import chunks, dialect_insert
-from mint_jax.catalog.records.lookup import Lookup
+from mint_jax.catalog.records.handle import Handle, check_active, lock
 from mint_jax.catalog.records.names import LATEST, full_name, note, whole
 from mint_jax.catalog.records.payload_rows import add_payloads, store_and_commit
 from mint_jax.catalog.records.policies import PolicyRecord
 from mint_jax.catalog.records.revisions import Revision, as_revision, find_revision
 from mint_jax.catalog.records.sessions import Session
-from mint_jax.catalog.records.tables import (
-    alias_checksum,
-    aliases,
-    payloads,
-    revision_checksum,
-    revisions,
-    schemas,
-)
+from mint_jax.catalog.records.tables import aliases, revisions, schemas
 from mint_jax.catalog.records.tables import policies as policy_table
 from mint_jax.catalog.storage.payloads import Place
 from mint_jax.errors import UserError
@@ -51,11 +43,11 @@ class Export:
     Attributes:
         policy: ``name`` or ``tenant/name``.
         data: the packed object.
-        step: optimizer steps done.
-        session: the right to write, where a session is open.
-        origin: where it comes from, in words.
-        force: take an adapter with NaN or infinite weights too, to look into what went wrong.
-        sampling: how training draws the rollouts, for evaluations of the revision.
+        step: number of optimizer steps done.
+        session: the right to write, if a session is open.
+        origin: source of the adapter, in words.
+        force: accept an adapter with NaN or infinite weights, for debugging.
+        sampling: sampling parameters of training rollouts, for evaluations of the revision.
     """
 
     policy: str
@@ -69,7 +61,7 @@ class Export:
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """An export with what can be known of it without the database."""
+    """An export, checked as far as possible without the database."""
 
     tenant: str
     name: str
@@ -82,154 +74,137 @@ class Prepared:
     finite: bool
     sampling: str | None
 
+    @property
+    def key(self) -> tuple[str, str]:
+        """Tenant and name of the policy."""
+        return self.tenant, self.name
 
-class Exports(Lookup):
-    """Makes revisions."""
 
-    def export(
-        self,
-        policy: str,
-        data: Buffer,
-        step: int,
-        *,
-        session: Session | None = None,
-        origin: str = "",
-        create: bool = False,
-        force: bool = False,
-        by: str | None = None,
-        why: str = "",
-    ) -> Revision:
-        """Makes a packed adapter a revision, which ``latest`` then names; see ``export_many``."""
-        return self.export_many(
-            [Export(policy, data, step, session, origin, force)], create=create, by=by, why=why
-        )[0]
+def export(
+    catalog: Handle,
+    policy: str,
+    data: Buffer,
+    step: int,
+    *,
+    session: Session | None = None,
+    origin: str = "",
+    create: bool = False,
+    force: bool = False,
+    by: str | None = None,
+    why: str = "",
+) -> Revision:
+    """Makes a packed adapter a revision, at which ``latest`` then points; see ``export_many``."""
+    item = Export(policy, data, step, session, origin, force)
+    return export_many(catalog, [item], create=create, by=by, why=why)[0]
 
-    def export_many(
-        self, items: Sequence[Export], *, create: bool = False, by: str | None = None, why: str = ""
-    ) -> list[Revision]:
-        """Makes packed adapters revisions, all or none of them, durable and visible when it
-        returns.
 
-        Args:
-            create: make policies that do not exist, with their first adapter's schema.
+def export_many(
+    catalog: Handle,
+    items: Sequence[Export],
+    *,
+    create: bool = False,
+    by: str | None = None,
+    why: str = "",
+) -> list[Revision]:
+    """Makes packed adapters revisions, all or none, durable and visible on return.
 
-        Raises:
-            UserError: a policy is unknown, retired or written by another session; an adapter is not
-                of its policy's schema, or has NaN or infinite weights and is not forced; storage or
-                database cannot be written.
-        """
-        if not items:
-            return []
-        author = self._author(by, why)
-        prepared = [prepare(*names.parse_policy(item.policy), item) for item in items]
-        objects = {ready.digest: item.data for ready, item in zip(prepared, items)}
-        return store_and_commit(
-            self.database,
-            self.store,
-            objects,
-            lambda c, places: commit(c, author, prepared, places, create),
+    Args:
+        create: create missing policies, with their first adapter's schema.
+
+    Raises:
+        UserError: a policy is unknown, retired or written by another session; an adapter does not
+            match its policy's schema, or has NaN or infinite weights without ``force``; storage or
+            database cannot be written.
+    """
+    if not items:
+        return []
+    author = catalog.author(by, why)
+    prepared = [prepare(*names.parse_policy(item.policy), item) for item in items]
+    objects = {ready.digest: item.data for ready, item in zip(prepared, items)}
+    return store_and_commit(
+        catalog.database,
+        catalog.store,
+        objects,
+        lambda c, places: commit(c, author, prepared, places, create),
+    )
+
+
+def branch(
+    catalog: Handle,
+    name: str,
+    revision: str,
+    *,
+    keep_last: int | None = None,
+    by: str | None = None,
+    why: str = "",
+) -> PolicyRecord:
+    """Creates policy ``name``, whose first revision shares the bytes of a revision, ``policy@…`` or
+    a digest, of another policy.
+    """
+    key, author = names.parse_policy(name), catalog.author(by, why)
+    found = lookup.resolve(catalog, revision)
+    parent = names.parse_policy(found.policy)
+
+    def body(connection: sa.Connection) -> PolicyRecord:
+        row = lock(connection, *parent, active=True)
+        start = find_revision(connection, row, found.number, live=True)
+        made = policies.insert(connection, author, *key, read_schema(row.json), keep_last)
+        first = Prepared(
+            *key,
+            digest=start.digest,
+            length=start.length,
+            schema=found.schema,
+            step=start.step,
+            session=None,
+            origin=f"branch of {found.policy}@{found.number}",
+            finite=found.finite,
+            sampling=start.sampling,
         )
+        commit(connection, author, [first], {}, create=False)
+        update = policy_table.update().where(policy_table.c.id == made.id)
+        connection.execute(update.values(parent_revision=start.id))
+        return policies.records(connection, [lock(connection, *key)])[0]
 
-    def branch(
-        self,
-        name: str,
-        revision: str,
-        *,
-        keep_last: int | None = None,
-        by: str | None = None,
-        why: str = "",
-    ) -> PolicyRecord:
-        """Makes policy ``name``, which begins with the bytes of a revision of another policy,
-        ``policy@…`` or a digest.
-
-        The bytes are shared, the histories are not.
-        """
-        key, found = names.parse_policy(name), self.resolve(revision)
-
-        def body(connection: sa.Connection, author: Author, row: sa.Row) -> PolicyRecord:
-            begin = find_revision(connection, row, found.number, live=True)
-            made = policies.create(connection, author, *key, read_schema(row.json), keep_last)
-            origin = f"branch of {full_name(row.tenant, row.name)}@{begin.number}"
-            at = max(author.now, made.touched_at)
-            of_bytes = sa.select(schemas.c.digest).join(
-                payloads, payloads.c.schema_id == schemas.c.id
-            )
-            schema = connection.execute(
-                of_bytes.where(payloads.c.digest == begin.digest)
-            ).scalar_one()
-            values = {
-                "policy_id": made.id,
-                "number": 1,
-                "step": begin.step,
-                "digest": begin.digest,
-                "origin": origin,
-                "pinned": False,
-                "state": "live",
-                "created_at": at,
-                "sampling": begin.sampling,
-                "checksum": revision_checksum(made.id, 1, begin.digest, schema),
-            }
-            first = connection.scalar(revisions.insert().returning(revisions.c.id), values)
-            latest = {
-                "policy_id": made.id,
-                "name": LATEST,
-                "revision_id": first,
-                "version": 1,
-                "updated_at": at,
-            }
-            connection.execute(
-                aliases.insert(),
-                latest | {"checksum": alias_checksum(made.id, LATEST, 1, 1, begin.digest)},
-            )
-            mine = policy_table.update().where(policy_table.c.id == made.id)
-            connection.execute(mine.values(parent_revision=begin.id, last_number=1))
-            fields = {"alias": LATEST, "after": 1, "version": 1, "under": 0}
-            audit.append(
-                connection,
-                audit.row(
-                    author,
-                    "branch",
-                    made,
-                    {"digest": begin.digest.hex(), "origin": origin},
-                    **fields,
-                ),
-            )
-            return policies.record(connection, *key)
-
-        return self._change(found.policy, body, by, why, active=True)
+    return catalog.database.write(body)
 
 
 def prepare(tenant: str, name: str, export: Export) -> Prepared:
-    """Digest and schema of the bytes, checked.
+    """Checks the bytes and computes their digest.
 
     Raises:
-        UserError: not a packed adapter, or one with NaN or infinite weights that is not forced.
+        UserError: not a packed adapter, or NaN or infinite weights without ``force``.
     """
-    step = whole(f"step of an export of {full_name(tenant, name)!r}", export.step)
+    full = full_name(tenant, name)
+    step = whole(f"step of an export of {full!r}", export.step)
     data = as_bytes(export.data)
-    digest, origin = bytes.fromhex(digest_of(data)), note("origin", export.origin)
     schema = schema_text(data)
-    if not (finite := is_finite(data, schema)) and not export.force:
-        path = next(
-            path for path, leaf in nested.leaves_with_path(unpack(data)[0]) if not all_finite(leaf)
-        )
+    finite = is_finite(data, schema)
+    if not finite and not export.force:
+        leaves = nested.leaves_with_path(unpack(data)[0])
+        path = next(path for path, leaf in leaves if not all_finite(leaf))
         raise UserError(
-            f"policy {full_name(tenant, name)!r}: {path} of the exported adapter has NaN or"
-            " infinite values: the run has diverged, export an earlier step, or this one with"
-            " force"
+            f"policy {full!r}: {path} of the exported adapter has NaN or infinite values: the run"
+            " has diverged, export an earlier step, or this one with force"
         )
-    sampling = (
-        None
-        if export.sampling is None
-        else json.dumps(dict(export.sampling), sort_keys=True, allow_nan=False)
-    )
+    sampling = None
+    if export.sampling is not None:
+        sampling = json.dumps(dict(export.sampling), sort_keys=True, allow_nan=False)
     return Prepared(
-        tenant, name, digest, data.size, schema, step, export.session, origin, finite, sampling
+        tenant,
+        name,
+        digest=bytes.fromhex(digest_of(data)),
+        length=data.size,
+        schema=schema,
+        step=step,
+        session=export.session,
+        origin=note("origin", export.origin),
+        finite=finite,
+        sampling=sampling,
     )
 
 
 def is_finite(data: np.ndarray, schema: str) -> bool:
-    """Looks at all weights of a packed object at once: they lie back to back behind its header."""
+    """Checks all weights of a packed object at once: they lie back to back after its header."""
     start = 8 + header_size(data[:8].tobytes(), data.size, header.MAX_HEADER, "its header")
     return all_finite(data[start:].view(header.DTYPES[header.TAGS[read_schema(schema).dtype]]))
 
@@ -241,33 +216,23 @@ def commit(
     places: dict[bytes, Place],
     create: bool,
 ) -> list[Revision]:
-    """The one transaction: payloads, revisions, ``latest`` and the audit log. See
-    ``store_and_commit``.
-    """
+    """Writes payloads, revisions, ``latest`` and the audit log; see ``store_and_commit``."""
     ids = policies.schema_ids(connection, {export.schema for export in exports})
-    owners = _locked_policies(connection, author, exports, ids, create)
+    owners = _lock_policies(connection, author, exports, ids, create)
     for export in exports:
-        policy = owners[export.tenant, export.name]
+        policy = owners[export.key]
         sessions.check_writer(policy, export.session)
         if ids[export.schema] != policy.schema_id:
             check_schema(export, policy.json)
+    needed: dict[bytes, int | None] = {export.digest: ids[export.schema] for export in exports}
     finite = {export.digest: export.finite for export in exports}
-    add_payloads(
-        connection,
-        author,
-        {export.digest: ids[export.schema] for export in exports},
-        places,
-        finite,
-    )
-    had = _already_there(
-        connection,
-        [owners[e.tenant, e.name].id for e in exports if owners[e.tenant, e.name].last_number],
-        exports,
-    )
+    add_payloads(connection, author, needed, places, finite)
+    old = {owners[export.key].id for export in exports if owners[export.key].last_number}
+    had = _find_same(connection, old, exports)
     new: dict[tuple[int, int, bytes], dict[str, Any]] = {}
-    chosen = []  # per export: its revision's key
+    chosen = []  # for each export, the key of its revision
     for export in exports:
-        policy = owners[export.tenant, export.name]
+        policy = owners[export.key]
         key = (policy.id, export.step, export.digest)
         chosen.append(key)
         if key not in had and key not in new:
@@ -282,41 +247,33 @@ def commit(
                 "state": "live",
                 "created_at": max(author.now, policy.touched_at),
                 "sampling": export.sampling,
-                "checksum": revision_checksum(
-                    policy.id, policy.last_number, export.digest, schema_digest(export.schema)
-                ),
             }
     if new:
         insert = revisions.insert().returning(revisions.c.id, sort_by_parameter_order=True)
         for key, number in zip(new, connection.scalars(insert, list(new.values()))):
             had[key] = SimpleNamespace(id=number, **new[key])
-    _advance_latest(
-        connection,
-        author,
-        [(owners[e.tenant, e.name], had[key]) for e, key in zip(exports, chosen)],
-    )
-    results = []
-    for export, key in zip(exports, chosen):
-        had[key].length = export.length
-        results.append(as_revision(owners[export.tenant, export.name], had[key]))
-    return results
+    made = [(owners[export.key], had[key]) for export, key in zip(exports, chosen)]
+    _advance_latest(connection, author, made)
+    for export, (_, revision) in zip(exports, made):
+        revision.length = export.length
+    return [as_revision(policy, revision) for policy, revision in made]
 
 
-def _locked_policies(
+def _lock_policies(
     connection: sa.Connection,
     author: Author,
     exports: Sequence[Prepared],
     ids: dict[str, int],
     create: bool,
 ) -> dict[tuple[str, str], Any]:
-    """The policies of the exports, locked in one order, with the present move of ``latest``;
-    missing ones are made if asked.
+    """Locks the policies of the exports in one order, creating missing ones if ``create``; each has
+    the present move of ``latest``.
     """
     wanted: dict[tuple[str, str], Prepared] = {}
     for export in exports:
-        wanted.setdefault((export.tenant, export.name), export)
+        wanted.setdefault(export.key, export)
     owners = _select_policies(connection, wanted)
-    missing = [key for key in wanted if key not in owners]
+    missing = sorted(wanted.keys() - owners.keys())
     if missing and not create:
         unknown = ", ".join(repr(full_name(*key)) for key in missing[:3])
         raise UserError(
@@ -324,77 +281,55 @@ def _locked_policies(
         )
     if missing:
         rows = []
-        for key in sorted(missing):
-            schema = read_schema(wanted[key].schema)
-            rows.append(policies.new_row(author, *key, schema, ids[wanted[key].schema]))
-        insert = (
-            dialect_insert(connection, policy_table)
-            .on_conflict_do_nothing()
-            .returning(policy_table.c.id)
-        )
-        # the others were made by another writer in this moment
-        mine = set(connection.scalars(insert, rows))
-        made = _select_policies(connection, dict.fromkeys(missing))
+        for key in missing:
+            text = wanted[key].schema
+            rows.append(policies.new_row(author, *key, read_schema(text), ids[text]))
+        insert = dialect_insert(connection, policy_table).on_conflict_do_nothing()
+        # another writer may have just made the others
+        own = set(connection.scalars(insert.returning(policy_table.c.id), rows))
+        made = _select_policies(connection, missing)
         owners |= made
-        new = [policy for policy in made.values() if policy.id in mine]
-        policies.seal(connection, [(policy.id, policy.tenant, policy.name) for policy in new])
-        audit.append(
-            connection,
-            *(
-                audit.row(author, "create", policy, policies.creation(policy, None))
-                for policy in new
-            ),
-        )
+        new = [policy for policy in made.values() if policy.id in own]
+        audit.append(connection, *(policies.created(author, policy) for policy in new))
     for policy in owners.values():
-        if policy.state != "active":
-            raise UserError(
-                f"policy {full_name(policy.tenant, policy.name)!r} is retired: restore it first"
-            )
+        check_active(policy)
     return owners
 
 
 def _select_policies(
     connection: sa.Connection, keys: Iterable[tuple[str, str]]
 ) -> dict[tuple[str, str], Any]:
-    found = {}
     by_tenant: dict[str, list[str]] = {}
     for tenant, name in keys:
         by_tenant.setdefault(tenant, []).append(name)
+    found = {}
     for tenant, some in sorted(by_tenant.items()):
         for chunk in chunks(sorted(some)):
             query = sa.select(policy_table, schemas.c.json).join(schemas)
-            query = query.where(
-                policy_table.c.tenant == tenant, policy_table.c.name.in_(chunk)
-            ).order_by(policy_table.c.name)
-            for row in connection.execute(query.with_for_update(of=policy_table)):
+            query = query.where(policy_table.c.tenant == tenant, policy_table.c.name.in_(chunk))
+            query = query.order_by(policy_table.c.name).with_for_update(of=policy_table)
+            for row in connection.execute(query):
                 found[row.tenant, row.name] = SimpleNamespace(
                     **row._mapping, latest_id=None, latest_number=None, latest_version=0
                 )
     by_id = {policy.id: policy for policy in found.values()}
+    columns = (aliases.c.policy_id, aliases.c.revision_id, revisions.c.number, aliases.c.version)
     for chunk in chunks([number for number, policy in by_id.items() if policy.last_number]):
-        query = sa.select(
-            aliases.c.policy_id, aliases.c.revision_id, aliases.c.version, revisions.c.number
-        )
-        query = query.join(revisions, aliases.c.revision_id == revisions.c.id)
-        for row in connection.execute(
-            query.where(aliases.c.policy_id.in_(chunk), aliases.c.name == LATEST)
-        ):
-            policy = by_id[row.policy_id]
-            policy.latest_id, policy.latest_number, policy.latest_version = (
-                row.revision_id,
-                row.number,
-                row.version,
-            )
+        query = sa.select(*columns).join(revisions, aliases.c.revision_id == revisions.c.id)
+        query = query.where(aliases.c.policy_id.in_(chunk), aliases.c.name == LATEST)
+        for policy_id, *latest in connection.execute(query):
+            policy = by_id[policy_id]
+            policy.latest_id, policy.latest_number, policy.latest_version = latest
     return found
 
 
-def _already_there(
-    connection: sa.Connection, policy_ids: list[int], exports: Sequence[Prepared]
+def _find_same(
+    connection: sa.Connection, policy_ids: set[int], exports: Sequence[Prepared]
 ) -> dict[tuple[int, int, bytes], Any]:
+    """Live revisions of these policies with the bytes of the exports, by policy, step, digest."""
     found = {}
-    digests = sorted({export.digest for export in exports})
-    for some in chunks(sorted(set(policy_ids))):
-        for chunk in chunks(digests):
+    for some in chunks(sorted(policy_ids)):
+        for chunk in chunks(sorted({export.digest for export in exports})):
             query = sa.select(revisions).where(
                 revisions.c.digest.in_(chunk),
                 revisions.c.policy_id.in_(some),
@@ -406,7 +341,7 @@ def _already_there(
 
 
 def _advance_latest(connection: sa.Connection, author: Author, made: list[tuple[Any, Any]]) -> None:
-    """``latest`` follows the exports, one audit entry each."""
+    """Points ``latest`` at the exports in order, with one audit entry each."""
     entries, touched = [], {}
     for policy, revision in made:
         if policy.latest_id == revision.id:  # exported again
@@ -416,70 +351,43 @@ def _advance_latest(connection: sa.Connection, author: Author, made: list[tuple[
             "before": policy.latest_number,
             "after": revision.number,
             "version": policy.latest_version + 1,
-            "under": policy.latest_version,
+            "rollback_to": policy.latest_version,
         }
-        entries.append(
-            audit.row(
-                author,
-                "export",
-                policy,
-                {"digest": revision.digest.hex(), "step": revision.step},
-                **fields,
-            )
-        )
-        policy.latest_id, policy.latest_number, policy.latest_version = (
-            revision.id,
-            revision.number,
-            policy.latest_version + 1,
-        )
-        policy.latest_digest = revision.digest
+        details = {"digest": revision.digest.hex(), "step": revision.step}
+        entries.append(audit.row(author, "export", policy, details, **fields))
+        policy.latest_id, policy.latest_number = revision.id, revision.number
+        policy.latest_version += 1
         touched[policy.id] = policy
     if not touched:
         return
     at = {number: max(author.now, policy.touched_at) for number, policy in touched.items()}
-    _upsert_latest(connection, touched, at)
-    update = policy_table.update().where(policy_table.c.id == sa.bindparam("policy"))
-    update = update.values(last_number=sa.bindparam("number"), touched_at=sa.bindparam("at"))
-    connection.execute(
-        update,
-        [
-            {"policy": number, "number": p.last_number, "at": at[number]}
-            for number, p in touched.items()
-        ],
-    )
-    audit.append(connection, *entries)
-
-
-def _upsert_latest(
-    connection: sa.Connection, touched: dict[int, Any], at: dict[int, float]
-) -> None:
     insert = dialect_insert(connection, aliases)
-    insert = insert.on_conflict_do_update(
-        index_elements=["policy_id", "name"],
-        set_={
-            name: insert.excluded[name]
-            for name in ("revision_id", "version", "updated_at", "checksum")
-        },
-    )
+    moved = {name: insert.excluded[name] for name in ("revision_id", "version", "updated_at")}
+    insert = insert.on_conflict_do_update(index_elements=["policy_id", "name"], set_=moved)
     rows = [
         {
             "policy_id": number,
             "name": LATEST,
-            "revision_id": p.latest_id,
-            "version": p.latest_version,
+            "revision_id": policy.latest_id,
+            "version": policy.latest_version,
             "updated_at": at[number],
-            "checksum": alias_checksum(
-                number, LATEST, p.latest_version, p.latest_number, p.latest_digest
-            ),
         }
-        for number, p in touched.items()
+        for number, policy in touched.items()
     ]
     connection.execute(insert, rows)
+    update = policy_table.update().where(policy_table.c.id == sa.bindparam("policy"))
+    update = update.values(last_number=sa.bindparam("number"), touched_at=sa.bindparam("at"))
+    values = [
+        {"policy": number, "number": policy.last_number, "at": at[number]}
+        for number, policy in touched.items()
+    ]
+    connection.execute(update, values)
+    audit.append(connection, *entries)
 
 
 @functools.lru_cache(1024)
 def read_schema(text: str) -> Schema:
-    """A schema from its text."""
+    """Parses a schema."""
     return Schema.from_json(text)
 
 
@@ -490,7 +398,7 @@ def _canonical(text: str) -> tuple[str, str]:
 
 
 def schema_text(data: Buffer) -> str:
-    """The schema of a packed object, which is checked as ``unpack`` does but without a look at the
+    """Returns the schema of a packed object, checked as ``unpack`` does but without reading the
     factors.
 
     Raises:
@@ -507,24 +415,17 @@ def schema_text(data: Buffer) -> str:
 
 
 def check_schema(export: Prepared, policy_schema: str) -> None:
-    """The bytes must be of the policy's base and adapter config; the dtype may differ.
-
-    Raises:
-        UserError: they are not.
+    """Raises ``UserError`` unless the bytes have the policy's base and adapter config; the dtype
+    may differ.
     """
-    mine, theirs = read_schema(export.schema), read_schema(policy_schema)
-    mine = dataclasses.replace(mine, dtype=theirs.dtype)
-    if mine != theirs:
-        for what, found, expected in (
-            ("base", mine.base, theirs.base),
-            *(
-                (f.name, getattr(mine.config, f.name), getattr(theirs.config, f.name))
-                for f in dataclasses.fields(mine.config)
-            ),
-        ):
-            if found != expected:
-                named = full_name(export.tenant, export.name)
-                raise UserError(
-                    f"policy {named!r} has {what} {expected!r}, the exported adapter has {found!r}:"
-                    " export it as another policy"
-                )
+    own, expected = read_schema(export.schema), read_schema(policy_schema)
+    fields = [("base", own.base, expected.base)]
+    for field in dataclasses.fields(own.config):
+        values = (getattr(config, field.name) for config in (own.config, expected.config))
+        fields.append((field.name, *values))
+    for name, found, wanted in fields:
+        if found != wanted:
+            raise UserError(
+                f"policy {full_name(*export.key)!r} has {name} {wanted!r}, the exported adapter has"
+                f" {found!r}: export it as another policy"
+            )

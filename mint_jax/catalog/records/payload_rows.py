@@ -1,13 +1,12 @@
-"""Payloads as the database knows them: their digests, packs and places; and how bytes come in
-before the rows that name them.
+"""Payloads in the database: digests, packs and places.
 
-The bytes are durable first, then one transaction makes what names them visible. Bytes that the
-catalog holds already are not stored again.
+New bytes are made durable first; then one transaction adds the rows that refer to them. Bytes that
+the catalog has already are not stored again.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import TypeVar
 
 import sqlalchemy as sa
 
@@ -16,32 +15,29 @@ from mint_jax.catalog.records.audit import Author
 from mint_jax.catalog.records.database import Database, chunks, insert_new
 from mint_jax.catalog.records.tables import packs, payloads
 from mint_jax.catalog.storage.pack_format import Name
-from mint_jax.catalog.storage.payloads import Place
+from mint_jax.catalog.storage.payloads import PayloadStore, Place
 from mint_jax.errors import UserError
 
+T = TypeVar("T")
 ATTEMPTS = 5
 
 
-class Store(Protocol):
-    """What exports need of a payload store."""
-
-    def put(
-        self, objects: Iterable[Buffer], digests: Iterable[str] | None = None
-    ) -> list[Place]: ...
-    def delete(self, pack: str) -> None: ...
-
-
 class Vanished(Exception):
-    """Payloads that were counted on have been removed meanwhile: put them again."""
+    """Payloads that a commit relied on were removed meanwhile; store them again."""
 
     def __init__(self, digests: Iterable[bytes]):
         super().__init__()
         self.digests = set(digests)
 
 
-def store_and_commit(database: Database, store: Store, objects: dict[bytes, Buffer], commit) -> Any:
-    """Makes ``objects`` durable, then runs ``commit(connection, places)``; again where garbage
-    collection was in between.
+def store_and_commit(
+    database: Database,
+    store: PayloadStore,
+    objects: dict[bytes, Buffer],
+    commit: Callable[[sa.Connection, dict[bytes, Place]], T],
+) -> T:
+    """Makes ``objects`` durable, then runs ``commit(connection, places)``; repeats both if garbage
+    collection removed a payload in between.
 
     Args:
         objects: bytes by digest.
@@ -53,60 +49,49 @@ def store_and_commit(database: Database, store: Store, objects: dict[bytes, Buff
     for _ in range(ATTEMPTS):
         missing = [digest for digest in objects if digest not in held and digest not in places]
         if missing:
-            stored = store.put(
-                [objects[digest] for digest in missing], [digest.hex() for digest in missing]
-            )
+            digests = [digest.hex() for digest in missing]
+            stored = store.put([objects[digest] for digest in missing], digests)
             places.update(zip(missing, stored))
         try:
             result = database.write(lambda c: commit(c, places))
-            _delete_unused(database, store, {place.pack for place in places.values()})
-            return result
         except Vanished as gone:
             for digest in gone.digests:
                 held.pop(digest, None)
                 places.pop(digest, None)
+            continue
+        _delete_unused(database, store, {place.pack for place in places.values()})
+        return result
     raise UserError(
         f"payloads of {len(objects)} exports were removed {ATTEMPTS} times while they were written:"
         " lengthen gc's grace period"
     )
 
 
-def _delete_unused(database: Database, store: Store, names: set[str]) -> None:
-    """Removes those of our packs whose bytes another writer committed first: no payload was ever in
-    them. Killed before, gc does it.
+def _delete_unused(database: Database, store: PayloadStore, names: set[str]) -> None:
+    """Removes our packs whose bytes another writer committed first: they never held a payload.
+
+    If this process is killed before, gc removes them.
     """
-
-    def unused(connection: sa.Connection) -> list[str]:
-        used = sa.exists().where(payloads.c.pack_id == packs.c.id)
-        return list(
-            connection.scalars(
-                sa.select(packs.c.name).where(
-                    packs.c.name.in_(names), packs.c.state == "dead", ~used
-                )
-            )
-        )
-
-    if names and (lost := database.read(unused)):
+    empty = ~sa.exists().where(payloads.c.pack_id == packs.c.id)
+    unused = sa.and_(packs.c.name.in_(names), packs.c.state == "dead")
+    query = sa.select(packs.c.name).where(unused, empty)
+    if names and (lost := database.read(lambda c: list(c.scalars(query)))):
         for name in lost:
             store.delete(name)
-        database.write(
-            lambda c: c.execute(
-                packs.delete().where(packs.c.name.in_(lost), packs.c.state == "dead")
-            )
-        )
+        removal = packs.delete().where(packs.c.name.in_(lost), packs.c.state == "dead")
+        database.write(lambda c: c.execute(removal))
 
 
 def known(connection: sa.Connection, digests: list[bytes]) -> dict[bytes, int | None]:
-    """Schema ids of those payloads that the catalog holds; they stay until the transaction ends."""
+    """Returns schema ids of the payloads that the catalog holds; on PostgreSQL they stay until the
+    transaction ends.
+    """
     found: dict[bytes, int | None] = {}
     for chunk in chunks(sorted(digests)):
-        query = (
-            sa.select(payloads.c.digest, payloads.c.schema_id)
-            .where(payloads.c.digest.in_(chunk))
-            .order_by(payloads.c.digest)
-        )
-        for row in connection.execute(query.with_for_update(read=True, key_share=True)):
-            found[row.digest] = row.schema_id
+        query = sa.select(payloads.c.digest, payloads.c.schema_id)
+        query = query.where(payloads.c.digest.in_(chunk)).order_by(payloads.c.digest)
+        query = query.with_for_update(read=True, key_share=True)
+        found |= dict(connection.execute(query).tuples().all())
     return found
 
 
@@ -117,20 +102,22 @@ def add_payloads(
     places: dict[bytes, Place],
     finite: Mapping[bytes, bool] = MappingProxyType({}),
 ) -> None:
-    """Payload rows, by digest with their schema's id.
+    """Adds payload rows.
 
     Args:
-        finite: of adapters, whether all their weights are: the loads that follow go by it.
+        needed: schema ids by digest; None for a payload that is not an adapter.
+        places: places of new payloads, whose packs are entered too. A pack of ours that no payload
+            is in, because all came from other writers meanwhile, is marked dead.
+        finite: True for payloads whose weights are all finite.
 
     Raises:
-        Vanished: a payload is neither in the database nor in ``places``, or its pack was swept as
-            abandoned.
+        Vanished: payloads that are neither in the database nor in ``places``.
     """
     new = {digest: places[digest] for digest in sorted(needed) if digest in places}
     if new:
         ids = enter_packs(connection, author, list(new.values()))
-        if dead := {digest for digest, place in new.items() if place.pack not in ids}:
-            raise Vanished(dead)
+        if swept := {digest for digest, place in new.items() if place.pack not in ids}:
+            raise Vanished(swept)
         rows = [
             {
                 "digest": digest,
@@ -144,17 +131,15 @@ def add_payloads(
             for digest, place in new.items()
         ]
         insert_new(connection, payloads, rows)
-        unused = sa.and_(
-            packs.c.id.in_(set(ids.values())), ~sa.exists().where(payloads.c.pack_id == packs.c.id)
-        )
-        connection.execute(packs.update().where(unused).values(state="dead", changed_at=author.now))
+        empty = ~sa.exists().where(payloads.c.pack_id == packs.c.id)
+        unused = packs.update().where(packs.c.id.in_(set(ids.values())), empty)
+        connection.execute(unused.values(state="dead", changed_at=author.now))
     found = known(connection, list(needed))
-    without_schema = {
-        digest for digest, schema in found.items() if schema is None and needed[digest] is not None
-    }
-    for digest in sorted(without_schema):  # stored as something else before, such as a rollout
-        values = {"schema_id": needed[digest], "finite": finite.get(digest)}
-        connection.execute(payloads.update().where(payloads.c.digest == digest).values(**values))
+    for digest in sorted(found):
+        if found[digest] is None and needed[digest] is not None:  # stored as a rollout before
+            update = payloads.update().where(payloads.c.digest == digest)
+            values = {"schema_id": needed[digest], "finite": finite.get(digest)}
+            connection.execute(update.values(**values))
     if missing := needed.keys() - found.keys():
         raise Vanished(missing)
 
@@ -162,23 +147,24 @@ def add_payloads(
 def enter_packs(
     connection: sa.Connection, author: Author, places: Sequence[Place]
 ) -> dict[str, int]:
-    """Rows of new packs; their ids by name, without packs that were swept as abandoned
-    meanwhile.
-    """
-    sizes: dict[str, int] = {}
-    for place in places:
-        sizes[place.pack] = Name.parse(place.pack).size
+    """Adds rows of new packs; returns ids by name, without packs swept as abandoned meanwhile."""
     rows = [
-        {"name": name, "bytes": sizes[name], "state": "live", "changed_at": author.now}
-        for name in sorted(sizes)
+        {
+            "name": name,
+            "bytes": Name.parse(name).size,
+            "state": "live",
+            "changed_at": author.now,
+        }
+        for name in sorted({place.pack for place in places})
     ]
     insert_new(connection, packs, rows)
-    query = sa.select(packs).where(packs.c.name.in_(list(sizes))).with_for_update(read=True)
-    return {pack.name: pack.id for pack in connection.execute(query) if pack.state == "live"}
+    query = sa.select(packs).where(packs.c.name.in_([row["name"] for row in rows]))
+    found = connection.execute(query.with_for_update(read=True))
+    return {pack.name: pack.id for pack in found if pack.state == "live"}
 
 
 def place_of(connection: sa.Connection, digest: str) -> Place:
-    """Where any payload lies, of a revision or not.
+    """Returns the place of any payload, of a revision or not.
 
     Raises:
         UserError: the catalog does not hold it.

@@ -1,14 +1,8 @@
-"""Policies: made, found and listed; and what every kind of record stands on: a policy's row, found
-or locked, and who changes it.
-"""
+"""Policies: created, listed, retired, deleted, and how many revisions they keep."""
 
 import dataclasses
-import getpass
-import os
-import socket
-import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy import exc
@@ -16,33 +10,36 @@ from sqlalchemy import exc
 from mint_jax.catalog.packed import Schema, schema_digest
 from mint_jax.catalog.records import audit, names
 from mint_jax.catalog.records.audit import Author
-from mint_jax.catalog.records.database import Database, chunks, insert_new
+from mint_jax.catalog.records.database import chunks, insert_new
+from mint_jax.catalog.records.handle import Handle, by_name, lock, touch
 from mint_jax.catalog.records.names import full_name
-from mint_jax.catalog.records.tables import policies, policy_checksum, revisions, schemas, tags
-from mint_jax.catalog.storage.payloads import PayloadStore
+from mint_jax.catalog.records.tables import (
+    aliases,
+    checkpoints,
+    leases,
+    policies,
+    revisions,
+    rollouts,
+    schemas,
+    tags,
+)
 from mint_jax.errors import UserError
 
-T = TypeVar("T")
 DELETED = "deleted"
-_SEAL = (
-    policies.update()
-    .where(policies.c.id == sa.bindparam("of"))
-    .values(checksum=sa.bindparam("sum"))
-)
 
 
 @dataclasses.dataclass(frozen=True)
 class PolicyRecord:
-    """A trained behaviour over a base, by name.
+    """A named sequence of adapter revisions over one base.
 
     Attributes:
         base: fingerprint of the base.
-        schema: JSON text of the schema its revisions have.
+        schema: JSON text of the revisions' schema.
         parent: the revision it branched from, ``policy@number``.
         state: ``active``, ``retired`` or ``deleted``.
-        keep_last: how many of the newest revisions retention keeps; None keeps all.
-        revisions: revisions made so far, also those that retention removed: the last one's number.
-        session_owner: who trains it now.
+        keep_last: number of newest revisions that retention keeps; None keeps all.
+        revisions: number of the last revision, removed ones included.
+        session_owner: owner of the open training session.
     """
 
     id: int
@@ -62,208 +59,175 @@ class PolicyRecord:
 
     @property
     def policy(self) -> str:
+        """The full name."""
         return full_name(self.tenant, self.name)
 
 
-class Policies:
-    """The part of ``Catalog`` that the files beside this one extend, one kind of record each.
+def create_policy(
+    catalog: Handle,
+    name: str,
+    schema: Schema,
+    *,
+    keep_last: int | None = None,
+    by: str | None = None,
+    why: str = "",
+) -> PolicyRecord:
+    """Creates a policy whose revisions have ``schema``.
 
     Args:
-        database: opened already.
-        store: the payloads.
-        actor: who makes the changes, where a method's ``by`` says nothing.
-        clock: seconds since 1970.
+        name: ``name`` or ``tenant/name``.
+        keep_last: number of newest revisions that ``gc`` keeps; None keeps all.
+
+    Raises:
+        UserError: the name is taken or not allowed.
     """
+    key, author = names.parse_policy(name), catalog.author(by, why)
 
-    def __init__(
-        self,
-        database: Database,
-        store: PayloadStore,
-        actor: str | None = None,
-        clock: Callable[[], float] = time.time,
-    ):
-        self.database, self.store = database, store
-        self.actor = f"{_user()}@{socket.gethostname()}" if actor is None else actor
-        self._clock = clock
+    def body(connection: sa.Connection) -> PolicyRecord:
+        return records(connection, [insert(connection, author, *key, schema, keep_last)])[0]
 
-    def _author(self, by: str | None = None, why: str = "") -> Author:
-        return Author(self.actor if by is None else by, why, self._clock())
+    return catalog.database.write(body)
 
-    def _look(self, policy: str, body: Callable[[Any, Any], T]) -> T:
-        """``body(connection, its row)`` of a policy, in a transaction that reads."""
-        key = names.parse_policy(policy)
-        return self.database.read(lambda c: body(c, find(c, *key)))
 
-    def _change(
-        self,
-        policy: str,
-        body: Callable[[Any, Author, Any], T],
-        by: str | None = None,
-        why: str = "",
-        active: bool = False,
-    ) -> T:
-        """``body(connection, author, its row)`` of a policy, in a transaction that writes; the row
-        is locked.
+def policy(catalog: Handle, name: str) -> PolicyRecord:
+    """Returns a policy's record."""
+    return catalog.look(name, lambda c, row: records(c, [row])[0])
 
-        Args:
-            active: refuse a retired policy.
-        """
-        key, author = names.parse_policy(policy), self._author(by, why)
-        return self.database.write(lambda c: body(c, author, lock(c, *key, active=active)))
 
-    def create_policy(
-        self,
-        name: str,
-        schema: Schema,
-        *,
-        keep_last: int | None = None,
-        by: str | None = None,
-        why: str = "",
-    ) -> PolicyRecord:
-        """Makes a policy whose revisions will have ``schema``.
+def list_policies(
+    catalog: Handle,
+    tenant: str | None = None,
+    after: str | None = None,
+    limit: int = 100,
+    state: str | None = None,
+    match: str = "",
+    tagged: Mapping[str, str] | None = None,
+) -> list[PolicyRecord]:
+    """Returns a page of policies by tenant and name; the next page starts ``after`` the last one's
+    ``policy``.
 
-        Args:
-            name: ``name`` or ``tenant/name``.
-            keep_last: how many of the newest revisions ``gc`` keeps; None keeps all.
+    Args:
+        state: only policies of this state; None: all but deleted ones.
+        match: only policies whose name contains this text.
+        tagged: only policies with all these tags.
+    """
+    query = _select().order_by(policies.c.tenant, policies.c.name).limit(limit)
+    query = query.where(policies.c.state != DELETED if state is None else policies.c.state == state)
+    if tenant is not None:
+        query = query.where(policies.c.tenant == tenant)
+    if match:
+        query = query.where(policies.c.name.contains(match, autoescape=True))
+    for key, value in (tagged or {}).items():
+        found = (tags.c.policy_id == policies.c.id, tags.c.number == 0, tags.c.key == key)
+        query = query.where(sa.exists().where(*found, tags.c.value == value))
+    if after is not None:
+        last = sa.tuple_(*names.parse_policy(after))
+        query = query.where(sa.tuple_(policies.c.tenant, policies.c.name) > last)
+    return catalog.database.read(lambda c: records(c, list(c.execute(query))))
 
-        Raises:
-            UserError: the name is taken or not allowed.
-        """
-        key, author = names.parse_policy(name), self._author(by, why)
 
-        def body(connection: sa.Connection) -> PolicyRecord:
-            create(connection, author, *key, schema, keep_last)
-            return record(connection, *key)
+def branches(
+    catalog: Handle, policy: str, tenant: str | None = None, limit: int = 100
+) -> list[PolicyRecord]:
+    """Returns the policies that branched from this one, by name; of one tenant, or of all."""
 
-        return self.database.write(body)
-
-    def policy(self, name: str) -> PolicyRecord:
-        """A policy's record."""
-        key = names.parse_policy(name)
-        return self.database.read(lambda c: record(c, *key))
-
-    def policies(
-        self,
-        tenant: str | None = None,
-        after: str | None = None,
-        limit: int = 100,
-        state: str | None = None,
-        match: str = "",
-        tagged: Mapping[str, str] | None = None,
-    ) -> list[PolicyRecord]:
-        """A page of policies in the order of tenant and name; the next page begins ``after`` the
-        last one's ``policy``.
-
-        Args:
-            state: only policies of this state; None: all but deleted ones.
-            match: only policies whose name has this in it.
-            tagged: only policies that have all these tags.
-        """
-        query = (
-            sa.select(policies, schemas.c.json)
-            .join(schemas)
-            .order_by(policies.c.tenant, policies.c.name)
-            .limit(limit)
-        )
+    def body(connection: sa.Connection, row: sa.Row) -> list[PolicyRecord]:
+        parents = sa.select(revisions.c.id).where(revisions.c.policy_id == row.id)
+        query = _select().where(policies.c.parent_revision.in_(parents))
         if tenant is not None:
             query = query.where(policies.c.tenant == tenant)
-        query = query.where(
-            policies.c.state != DELETED if state is None else policies.c.state == state
-        )
-        if match:
-            query = query.where(policies.c.name.contains(match, autoescape=True))
-        for key, value in (tagged or {}).items():
-            mine = (
-                tags.c.policy_id == policies.c.id,
-                tags.c.number == 0,
-                tags.c.key == key,
-                tags.c.value == value,
-            )
-            query = query.where(sa.exists().where(*mine))
-        if after is not None:
-            query = query.where(
-                sa.tuple_(policies.c.tenant, policies.c.name)
-                > sa.tuple_(*names.parse_policy(after))
-            )
-        return self.database.read(lambda c: _records(c, list(c.execute(query))))
+        query = query.order_by(policies.c.tenant, policies.c.name).limit(limit)
+        return records(connection, list(connection.execute(query)))
 
-    def branches(
-        self, policy: str, tenant: str | None = None, limit: int = 100
-    ) -> list[PolicyRecord]:
-        """Policies that branched from a revision of this one, by name; those of one tenant, or of
-        all.
-        """
+    return catalog.look(policy, body)
 
-        def body(connection: sa.Connection, row: sa.Row) -> list[PolicyRecord]:
-            mine = sa.select(revisions.c.id).where(revisions.c.policy_id == row.id)
-            query = sa.select(policies, schemas.c.json).join(schemas)
-            query = query.where(policies.c.parent_revision.in_(mine), policies.c.state != DELETED)
-            if tenant is not None:
-                query = query.where(policies.c.tenant == tenant)
-            return _records(
-                connection,
-                list(
-                    connection.execute(
-                        query.order_by(policies.c.tenant, policies.c.name).limit(limit)
-                    )
-                ),
-            )
 
-        return self._look(policy, body)
+def keep_last(
+    catalog: Handle, policy: str, keep_last: int | None, *, by: str | None = None, why: str = ""
+) -> None:
+    """Sets the number of newest revisions that ``gc`` keeps; None keeps all."""
 
-    def rename(
-        self, policy: str, name: str, *, by: str | None = None, why: str = ""
-    ) -> PolicyRecord:
-        """Gives a policy another name of the same tenant; the old one no longer resolves, and is
-        free.
+    def body(connection: sa.Connection, author: Author, row: sa.Row) -> None:
+        check_keep_last(keep_last)
+        touch(connection, author, row, keep_last=keep_last)
+        details = {"before": row.keep_last, "after": keep_last}
+        audit.log(connection, author, "keep_last", row, details)
 
-        Raises:
-            UserError: the name is taken, or the policy is being trained: the job would not find it
-                again.
-        """
-        tenant, key = names.parse_policy(policy)
-        if "/" not in name:
-            name = full_name(tenant, name)
-        other, fresh = names.parse_policy(name)
-        if other != tenant:
+    catalog.change(policy, body, by, why)
+
+
+def set_state(connection: sa.Connection, author: Author, row: sa.Row, state: str) -> None:
+    """Retires or restores a locked policy."""
+    if row.state != state:
+        touch(connection, author, row, state=state)
+        audit.log(connection, author, "retire" if state == "retired" else "restore", row)
+
+
+def delete(catalog: Handle, policy: str, *, by: str | None = None, why: str = "") -> None:
+    """Removes a retired policy: its revisions, aliases, tags, checkpoints' and rollouts' records.
+
+    ``gc`` then frees the bytes that nothing else refers to. The name is free again; the audit log
+    and the evaluations stay.
+
+    Raises:
+        UserError: the policy is not retired, is being trained, or one of its revisions is leased or
+            another policy's parent.
+    """
+
+    def body(connection: sa.Connection, author: Author, row: sa.Row) -> None:
+        full = full_name(row.tenant, row.name)
+        if row.state != "retired":
+            raise UserError(f"policy {full!r} is {row.state}: retire it first")
+        if row.session_owner is not None and author.now < row.session_expires:
             raise UserError(
-                f"policy {policy!r} is of tenant {tenant!r} and {name!r} of {other!r}: branch from"
-                " it there instead"
+                f"policy {full!r} is being trained by {row.session_owner!r}: end that job, or"
+                " close its session, first"
             )
+        own = revisions.c.policy_id == row.id
+        children = sa.select(revisions.c.number, policies.c.tenant, policies.c.name).join_from(
+            policies, revisions, policies.c.parent_revision == revisions.c.id
+        )
+        leased = sa.select(revisions.c.number, leases.c.owner).join_from(
+            revisions, leases, leases.c.digest == revisions.c.digest
+        )
+        held = [
+            f"{full}@{number} is the parent of {full_name(tenant, name)!r}"
+            for number, tenant, name in connection.execute(children.where(own)).tuples()
+        ] + [
+            f"{full}@{number} is leased by {owner!r}"
+            for number, owner in connection.execute(
+                leased.where(own, leases.c.expires_at > author.now)
+            ).tuples()
+        ]
+        if held:
+            raise UserError(f"revision {min(held)}: policy {full!r} cannot be deleted yet")
+        query = sa.select(revisions.c.number, revisions.c.digest).where(own)
+        found = connection.execute(query.order_by(revisions.c.number)).tuples().all()
+        free = f"{row.name}@{DELETED}-{row.id}"
+        touch(connection, author, row, state=DELETED, name=free, parent_revision=None)
+        for table in (aliases, tags, checkpoints, rollouts, revisions):
+            connection.execute(table.delete().where(table.c.policy_id == row.id))
+        gone = {
+            "revisions": [number for number, _ in found],
+            "digests": [digest.hex() for _, digest in found],
+        }
+        audit.log(connection, author, "delete", row, {"policy": full, **gone})
 
-        def body(connection: sa.Connection, author: Author, row: sa.Row) -> PolicyRecord:
-            refuse_trained(author, row)
-            if fresh != key:
-                taken = f"policy {full_name(tenant, fresh)!r} exists already: choose another name"
-                if connection.execute(_by_name(tenant, fresh)).first() is not None:
-                    raise UserError(taken)
-                try:
-                    with connection.begin_nested():
-                        touch(connection, author, row, name=fresh)
-                except exc.IntegrityError:  # made by another process in this moment
-                    raise UserError(taken) from None
-                details = {"before": full_name(tenant, key), "after": full_name(tenant, fresh)}
-                audit.append(connection, audit.row(author, "rename", row, details))
-            return record(connection, tenant, fresh)
-
-        return self._change(policy, body, by, why)
+    catalog.change(policy, body, by, why)
 
 
 def schema_ids(connection: sa.Connection, texts: set[str]) -> dict[str, int]:
-    """Ids of schemas by their text; new ones are added."""
+    """Returns the ids of schemas by their text, adding new ones."""
     digests = {schema_digest(text): text for text in sorted(texts)}
     query = sa.select(schemas.c.digest, schemas.c.id).where(schemas.c.digest.in_(list(digests)))
     found = {digests[digest]: number for digest, number in connection.execute(query)}
     if len(found) < len(texts):
-        insert_new(
-            connection,
-            schemas,
-            [
-                {"digest": digest, "json": text}
-                for digest, text in digests.items()
-                if text not in found
-            ],
-        )
+        new = [
+            {"digest": digest, "json": text}
+            for digest, text in digests.items()
+            if text not in found
+        ]
+        insert_new(connection, schemas, new)
         found = {digests[digest]: number for digest, number in connection.execute(query)}
     return found
 
@@ -276,28 +240,23 @@ def new_row(
     schema_id: int,
     keep_last: int | None = None,
 ) -> dict[str, Any]:
-    """The values of a policy that has no revision yet."""
+    """Returns the values of a policy without revisions."""
     check_keep_last(keep_last)
     return {
         "tenant": tenant,
         "name": name,
         "base": schema.base,
         "schema_id": schema_id,
-        "parent_revision": None,
         "state": "active",
         "keep_last": keep_last,
         "created_at": author.now,
         "touched_at": author.now,
         "last_number": 0,
         "session_number": 0,
-        "session_owner": None,
-        "session_expires": None,
-        "session_seconds": None,
-        "session_revision": None,
     }
 
 
-def create(
+def insert(
     connection: sa.Connection,
     author: Author,
     tenant: str,
@@ -305,153 +264,63 @@ def create(
     schema: Schema,
     keep_last: int | None = None,
 ) -> sa.Row:
-    """Makes a policy and returns its locked row.
+    """Creates a policy and returns its locked row.
 
     Raises:
         UserError: the name is taken.
     """
-    schema_id = schema_ids(connection, {schema.to_json()})[schema.to_json()]
-    if connection.execute(_by_name(tenant, name)).first() is not None:
-        raise UserError(f"policy {full_name(tenant, name)!r} exists already: choose another name")
+    taken = f"policy {full_name(tenant, name)!r} exists already: choose another name"
+    text = schema.to_json()
+    schema_id = schema_ids(connection, {text})[text]
+    if connection.execute(by_name(tenant, name)).first() is not None:
+        raise UserError(taken)
     try:
         with connection.begin_nested():
             values = new_row(author, tenant, name, schema, schema_id, keep_last)
-            made_id = connection.execute(
-                policies.insert().returning(policies.c.id), values
-            ).scalar_one()
-    except exc.IntegrityError:  # made by another process in this moment
-        raise UserError(
-            f"policy {full_name(tenant, name)!r} exists already: choose another name"
-        ) from None
-    seal(connection, [(made_id, tenant, name)])
+            connection.execute(policies.insert(), values)
+    except exc.IntegrityError:  # another process has just made it
+        raise UserError(taken) from None
     made = lock(connection, tenant, name)
-    audit.append(connection, audit.row(author, "create", made, creation(made, keep_last)))
+    audit.append(connection, created(author, made, keep_last))
     return made
 
 
-def seal(connection: sa.Connection, made: Sequence[tuple[int, str, str]]) -> None:
-    """Enters the checksums of new policies: id, tenant and name of each."""
-    if made:
-        connection.execute(
-            _SEAL,
-            [
-                {"of": number, "sum": policy_checksum(number, tenant, name)}
-                for number, tenant, name in made
-            ],
-        )
-
-
-def creation(policy: Any, keep_last: int | None) -> dict[str, Any]:
-    """What the audit log says of a policy when it is made: all that could reveal a changed row."""
-    return {
+def created(author: Author, policy: Any, keep_last: int | None = None) -> dict[str, Any]:
+    """Returns the audit entry of a new policy."""
+    details = {
         "policy": full_name(policy.tenant, policy.name),
         "schema": policy.json,
         "keep_last": keep_last,
     }
+    return audit.row(author, "create", policy, details)
 
 
-def _by_name(tenant: str, name: str) -> sa.Select:
-    return (
-        sa.select(policies, schemas.c.json)
-        .join(schemas)
-        .where(policies.c.tenant == tenant, policies.c.name == name)
-    )
+def _select() -> sa.Select:
+    return sa.select(policies, schemas.c.json).join(schemas)
 
 
-def find(connection: sa.Connection, tenant: str, name: str) -> sa.Row:
-    """A policy's row with its schema's text as ``json``.
-
-    Raises:
-        UserError: there is none.
-    """
-    found = connection.execute(_by_name(tenant, name)).first()
-    if found is None:
-        raise UserError(
-            f"policy {full_name(tenant, name)!r} is not in the catalog: list the policies, or"
-            " create it"
-        )
-    return found
-
-
-def lock(connection: sa.Connection, tenant: str, name: str, active: bool = False) -> sa.Row:
-    """``find``, and no other transaction changes this policy until the transaction ends.
-
-    Raises:
-        UserError: there is none, or it is retired and must be ``active``.
-    """
-    found = connection.execute(_by_name(tenant, name).with_for_update(of=policies)).first()
-    if found is None:
-        return find(connection, tenant, name)  # for its message
-    if active and found.state != "active":
-        raise UserError(f"policy {full_name(tenant, name)!r} is retired: restore it first")
-    return found
-
-
-def refuse_trained(author: Author, policy: Any) -> None:
-    """Raises where a session is open on a locked policy. One that has expired is a job's that was
-    killed; it is fenced off by name.
-    """
-    if policy.session_owner is not None and author.now < policy.session_expires:
-        mine = full_name(policy.tenant, policy.name)
-        raise UserError(
-            f"policy {mine!r} is being trained by {policy.session_owner!r}: end that job, or close"
-            " its session, first"
-        )
-
-
-def touch(connection: sa.Connection, author: Author, policy: Any, **changes: Any) -> None:
-    """Changes columns of a locked policy and stamps it."""
-    changes["touched_at"] = max(author.now, policy.touched_at)
-    if "name" in changes:
-        changes["checksum"] = policy_checksum(policy.id, policy.tenant, changes["name"])
-    connection.execute(policies.update().where(policies.c.id == policy.id).values(**changes))
-
-
-def record(connection: sa.Connection, tenant: str, name: str) -> PolicyRecord:
-    """The policy of that name."""
-    return _records(connection, [find(connection, tenant, name)])[0]
-
-
-def _records(connection: sa.Connection, rows: list[sa.Row]) -> list[PolicyRecord]:
+def records(connection: sa.Connection, rows: list[sa.Row]) -> list[PolicyRecord]:
+    """Returns the records of rows selected with their schema's ``json``."""
     parents: dict[int, str] = {}
     for chunk in chunks([row.parent_revision for row in rows if row.parent_revision is not None]):
         query = sa.select(revisions.c.id, revisions.c.number, policies.c.tenant, policies.c.name)
-        query = query.join(policies, revisions.c.policy_id == policies.c.id).where(
-            revisions.c.id.in_(chunk)
+        query = query.join(policies, revisions.c.policy_id == policies.c.id)
+        for found in connection.execute(query.where(revisions.c.id.in_(chunk))):
+            parents[found.id] = f"{full_name(found.tenant, found.name)}@{found.number}"
+    made = []
+    for row in rows:
+        values = {name: row._mapping[name] for name in _COLUMNS}
+        parent = parents.get(row.parent_revision)
+        made.append(
+            PolicyRecord(**values, schema=row.json, parent=parent, revisions=row.last_number)
         )
-        parents |= {
-            row.id: f"{full_name(row.tenant, row.name)}@{row.number}"
-            for row in connection.execute(query)
-        }
-    return [
-        PolicyRecord(
-            row.id,
-            row.tenant,
-            row.name,
-            row.base,
-            row.json,
-            parents.get(row.parent_revision),
-            row.state,
-            row.keep_last,
-            row.created_at,
-            row.touched_at,
-            row.last_number,
-            row.session_number,
-            row.session_owner,
-            row.session_expires,
-        )
-        for row in rows
-    ]
+    return made
+
+
+_COLUMNS = {field.name for field in dataclasses.fields(PolicyRecord)} & set(policies.c.keys())
 
 
 def check_keep_last(keep_last: int | None) -> None:
-    """Raises unless it is None or a positive number."""
+    """Raises ``UserError`` unless it is None or a positive number."""
     if keep_last is not None:
         names.whole("keep_last (None keeps all revisions)", keep_last, 1, 10**9)
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # a container's user without a name
-        return str(os.getuid())

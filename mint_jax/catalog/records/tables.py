@@ -1,35 +1,26 @@
-"""The catalog's tables, in SQLAlchemy Core; ``migrations/`` makes them, in steps.
+"""The catalog's tables, in SQLAlchemy Core, for SQLite and PostgreSQL alike.
 
-Written for SQLite and PostgreSQL alike. Times are seconds since 1970, digests are 32 raw bytes,
-JSON is text. Names are compared byte by byte in both (PostgreSQL would otherwise order them by its
-locale, and pages would differ).
+Times are seconds since 1970, digests are 32 raw bytes, JSON is text. Names are compared byte by
+byte on both databases: PostgreSQL would otherwise order them by its locale, and pages would differ.
 
-A revision is known inside its policy by ``number`` (1, 2, …), which is never given twice; the audit
-log names revisions by it, so the log still reads after retention has removed a row.
-
-The rows that a name leads through carry a checksum. A flipped bit in an index of SQLite's file lets
-a statement find another row than the one asked for, with nothing to show it by: SQLite takes the
-columns of the key from the index. The checksum is in no index, so the row that was found says whose
-it is.
+A revision's ``number`` (1, 2, …) is unique in its policy and never given twice. The audit log names
+revisions by number, so the log stays readable after retention has removed a row.
 """
-
-import zlib
 
 import sqlalchemy as sa
 
-# the newest migration: databases behind it are upgraded when opened, ones ahead are refused
-HEAD = "0006"
+VERSION = 7  # of these tables; a database of another version is refused
 VERSION_TABLE = "catalog_version"
 
 metadata = sa.MetaData()
 
-# SQLite counts rows for an INTEGER key alone
+# SQLite numbers rows by itself only for an INTEGER key
 _Id = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
 _Name = sa.String().with_variant(sa.VARCHAR(collation="C"), "postgresql")
 
 
 class _Bytes(sa.LargeBinary):
-    """Bytes as the drivers take and give them; SQLAlchemy would wrap every value."""
+    """Bytes as the drivers take and return them; SQLAlchemy would wrap every value."""
 
     cache_ok = True
 
@@ -44,51 +35,47 @@ _Digest = _Bytes(32)
 _Time = sa.Double()
 
 
+def _column(name: str, kind, *more, **options) -> sa.Column:
+    """A column that is not null."""
+    return sa.Column(name, kind, *more, nullable=False, **options)
+
+
 def _id() -> sa.Column:
     return sa.Column("id", _Id, primary_key=True, autoincrement=True)
 
 
-def _policy() -> sa.Column:
-    return sa.Column("policy_id", _Id, sa.ForeignKey("policies.id"), nullable=False)
+def _policy(**options) -> sa.Column:
+    return _column("policy_id", _Id, sa.ForeignKey("policies.id"), **options)
 
 
 schemas = sa.Table(
     "schemas",
     metadata,
     _id(),
-    # of the text, which may be too long for an index
-    sa.Column("digest", _Digest, nullable=False, unique=True),
-    sa.Column("json", sa.Text, nullable=False),
+    _column("digest", _Digest, unique=True),  # of the text, which may be too long for an index
+    _column("json", sa.Text),
 )
 
+_PARENT = sa.ForeignKey("revisions.id", name="policies_parent", use_alter=True)
 policies = sa.Table(
     "policies",
     metadata,
     _id(),
-    sa.Column("tenant", _Name, nullable=False),
-    sa.Column("name", _Name, nullable=False),
-    sa.Column("base", sa.String, nullable=False),
-    sa.Column("schema_id", _Id, sa.ForeignKey("schemas.id"), nullable=False),
-    sa.Column(
-        "parent_revision",
-        _Id,
-        sa.ForeignKey("revisions.id", name="policies_parent", use_alter=True),
-        index=True,
-    ),
-    # active | retired | deleted: its name is free, its audit entries stay
-    sa.Column("state", sa.String, nullable=False),
+    _column("tenant", _Name),
+    _column("name", _Name),
+    _column("base", sa.String),
+    _column("schema_id", _Id, sa.ForeignKey("schemas.id")),
+    sa.Column("parent_revision", _Id, _PARENT, index=True),
+    _column("state", sa.String),  # active | retired | deleted: name free, audit entries stay
     sa.Column("keep_last", sa.Integer),  # null: keep all
-    sa.Column("created_at", _Time, nullable=False),
-    # of its last change; times of one policy never go back
-    sa.Column("touched_at", _Time, nullable=False),
-    sa.Column("last_number", sa.Integer, nullable=False),
-    # fences writers: only the newest session may write
-    sa.Column("session_number", sa.Integer, nullable=False),
+    _column("created_at", _Time),
+    _column("touched_at", _Time),  # last change; times of one policy never go back
+    _column("last_number", sa.Integer),
+    _column("session_number", sa.Integer),  # fences writers: only the newest session may write
     sa.Column("session_owner", sa.String),  # null: no session is open
     sa.Column("session_expires", _Time),
     sa.Column("session_seconds", _Time),
     sa.Column("session_revision", sa.Integer),  # number of the revision it started from
-    sa.Column("checksum", sa.BigInteger),  # policy_checksum
     sa.UniqueConstraint("tenant", "name"),
 )
 
@@ -96,11 +83,11 @@ packs = sa.Table(
     "packs",
     metadata,
     _id(),
-    sa.Column("name", _Name, nullable=False, unique=True),
-    sa.Column("bytes", sa.BigInteger, nullable=False),
-    # live | dead: named by no payload, its file goes after a grace period
-    sa.Column("state", sa.String, nullable=False),
-    sa.Column("changed_at", _Time, nullable=False),
+    _column("name", _Name, unique=True),
+    _column("bytes", sa.BigInteger),
+    # live | dead: without payloads, removed after a grace period | swept: never to be committed
+    _column("state", sa.String),
+    _column("changed_at", _Time),
 )
 
 payloads = sa.Table(
@@ -108,12 +95,11 @@ payloads = sa.Table(
     metadata,
     sa.Column("digest", _Digest, primary_key=True),
     sa.Column("schema_id", _Id, sa.ForeignKey("schemas.id")),  # null: not an adapter
-    sa.Column("pack_id", _Id, sa.ForeignKey("packs.id"), nullable=False, index=True),
-    sa.Column("offset", sa.BigInteger, nullable=False),
-    sa.Column("length", sa.BigInteger, nullable=False),
-    sa.Column("created_at", _Time, nullable=False),
-    # whether all weights are; null: not checked, as before this column was
-    sa.Column("finite", sa.Boolean),
+    _column("pack_id", _Id, sa.ForeignKey("packs.id"), index=True),
+    _column("offset", sa.BigInteger),
+    _column("length", sa.BigInteger),
+    _column("created_at", _Time),
+    sa.Column("finite", sa.Boolean),  # all weights are finite; null: not an adapter
 )
 
 revisions = sa.Table(
@@ -121,16 +107,15 @@ revisions = sa.Table(
     metadata,
     _id(),
     _policy(),
-    sa.Column("number", sa.Integer, nullable=False),
-    sa.Column("step", sa.BigInteger, nullable=False),
-    sa.Column("digest", _Digest, sa.ForeignKey("payloads.digest"), nullable=False),
-    sa.Column("origin", sa.String, nullable=False),
-    sa.Column("pinned", sa.Boolean, nullable=False),
-    sa.Column("state", sa.String, nullable=False),  # live | retired
-    sa.Column("created_at", _Time, nullable=False),
-    # JSON: how training drew its rollouts; null: it drew none, or the exporter did not say
+    _column("number", sa.Integer),
+    _column("step", sa.BigInteger),
+    _column("digest", _Digest, sa.ForeignKey("payloads.digest")),
+    _column("origin", sa.String),
+    _column("pinned", sa.Boolean),
+    _column("state", sa.String),  # live | retired
+    _column("created_at", _Time),
+    # JSON: sampling of training rollouts; null: none, or unknown
     sa.Column("sampling", sa.Text),
-    sa.Column("checksum", sa.BigInteger),  # revision_checksum
     sa.UniqueConstraint("policy_id", "number"),
     sa.Index("revisions_digest", "digest", "policy_id"),
 )
@@ -138,26 +123,21 @@ revisions = sa.Table(
 aliases = sa.Table(
     "aliases",
     metadata,
-    sa.Column(
-        "policy_id", _Id, sa.ForeignKey("policies.id"), primary_key=True, autoincrement=False
-    ),
+    _policy(primary_key=True, autoincrement=False),
     sa.Column("name", _Name, primary_key=True),
-    sa.Column("revision_id", _Id, sa.ForeignKey("revisions.id"), nullable=False, index=True),
-    sa.Column("version", sa.Integer, nullable=False),  # moves so far
-    sa.Column("updated_at", _Time, nullable=False),
-    sa.Column("checksum", sa.BigInteger),  # alias_checksum
+    _column("revision_id", _Id, sa.ForeignKey("revisions.id"), index=True),
+    _column("version", sa.Integer),  # number of moves
+    _column("updated_at", _Time),
 )
 
 tags = sa.Table(
     "tags",
     metadata,
-    sa.Column(
-        "policy_id", _Id, sa.ForeignKey("policies.id"), primary_key=True, autoincrement=False
-    ),
-    # of a revision; 0: of the policy itself
+    _policy(primary_key=True, autoincrement=False),
+    # revision number; 0: the policy itself
     sa.Column("number", sa.Integer, primary_key=True, autoincrement=False),
     sa.Column("key", _Name, primary_key=True),
-    sa.Column("value", _Name, nullable=False),
+    _column("value", _Name),
     sa.Index("tags_key", "key", "value"),
 )
 
@@ -165,20 +145,20 @@ audit = sa.Table(
     "audit",
     metadata,
     _id(),
-    sa.Column("at", _Time, nullable=False),
-    sa.Column("actor", sa.String, nullable=False),
-    sa.Column("why", sa.String, nullable=False),
-    sa.Column("action", sa.String, nullable=False),
+    _column("at", _Time),
+    _column("actor", sa.String),
+    _column("why", sa.String),
+    _column("action", sa.String),
     sa.Column("policy_id", _Id, sa.ForeignKey("policies.id")),
     sa.Column("alias", _Name),  # set where an alias moved
     sa.Column("before", sa.Integer),  # revision numbers
     sa.Column("after", sa.Integer),
     sa.Column("version", sa.Integer),  # of the alias after the move
-    sa.Column("under", sa.Integer),  # the version a rollback from here returns to, 0 for none
-    sa.Column("details", sa.Text, nullable=False),
-    # of the transaction: who lost the answer to a commit finds it by this
-    sa.Column("write", _Bytes(16), nullable=False),
-    # Two moves cannot both be an alias's n-th: its history is a line, by the database's own word.
+    sa.Column("rollback_to", sa.Integer),  # version that a rollback from here restores; 0: none
+    _column("details", sa.Text),
+    # one id per transaction: a writer whose commit lost its connection looks for it
+    _column("write", _Bytes(16)),
+    # the history of an alias is a line: no two moves have one version
     sa.UniqueConstraint("policy_id", "alias", "version"),
     sa.Index("audit_policy", "policy_id", "id"),
 )
@@ -188,9 +168,9 @@ checkpoints = sa.Table(
     metadata,
     _id(),
     _policy(),
-    sa.Column("step", sa.BigInteger, nullable=False),
-    sa.Column("place", sa.String, nullable=False),
-    sa.Column("created_at", _Time, nullable=False),
+    _column("step", sa.BigInteger),
+    _column("place", sa.String),
+    _column("created_at", _Time),
     sa.Index("checkpoints_policy", "policy_id", "id"),
 )
 
@@ -199,68 +179,37 @@ rollouts = sa.Table(
     metadata,
     _id(),
     _policy(),
-    sa.Column("step", sa.BigInteger, nullable=False),
-    sa.Column("digest", _Digest, sa.ForeignKey("payloads.digest"), nullable=False, index=True),
-    sa.Column("tokens", sa.BigInteger, nullable=False),
-    sa.Column("mean_reward", _Time, nullable=False),
-    sa.Column("created_at", _Time, nullable=False),
+    _column("step", sa.BigInteger),
+    _column("digest", _Digest, sa.ForeignKey("payloads.digest"), index=True),
+    _column("tokens", sa.BigInteger),
+    _column("mean_reward", _Time),
+    _column("created_at", _Time),
     sa.Index("rollouts_policy", "policy_id", "id"),
 )
 
+_REMOVED = sa.ForeignKey("revisions.id", ondelete="SET NULL")
 evaluations = sa.Table(
     "evaluations",
     metadata,
     _id(),
-    # null once retention removed it
-    sa.Column("revision_id", _Id, sa.ForeignKey("revisions.id", ondelete="SET NULL"), index=True),
-    sa.Column("digest", _Digest, nullable=False, index=True),
-    sa.Column("base", sa.String, nullable=False),
-    sa.Column("renderer", sa.String, nullable=False),
-    sa.Column("scorer", sa.String, nullable=False),
-    sa.Column("dataset", sa.String, nullable=False),
-    sa.Column("seed", sa.BigInteger, nullable=False),
-    sa.Column("metrics", sa.Text, nullable=False),
-    sa.Column("isolated", _Time, nullable=False),  # score with this revision loaded alone
-    sa.Column("shared", _Time, nullable=False),  # score in a batch with other revisions
-    sa.Column("created_at", _Time, nullable=False),
-)
-
-operations = sa.Table(
-    "operations",
-    metadata,
-    sa.Column("id", sa.String, primary_key=True),
-    sa.Column("tenant", _Name, nullable=False),
-    sa.Column("kind", sa.String, nullable=False),
-    sa.Column("key", _Name, nullable=False),
-    sa.Column("state", sa.String, nullable=False),  # running | done | failed
-    sa.Column("request", sa.Text, nullable=False),
-    sa.Column("result", sa.Text),
-    sa.Column("error", sa.Text),
-    sa.Column("created_at", _Time, nullable=False),
-    sa.Column("finished_at", _Time, index=True),
-    sa.UniqueConstraint("tenant", "key"),
+    sa.Column("revision_id", _Id, _REMOVED, index=True),  # null once retention removed it
+    _column("digest", _Digest, index=True),
+    _column("base", sa.String),
+    _column("renderer", sa.String),
+    _column("scorer", sa.String),
+    _column("dataset", sa.String),
+    _column("seed", sa.BigInteger),
+    _column("metrics", sa.Text),
+    _column("isolated", _Time),  # score with this revision loaded alone
+    _column("shared", _Time),  # score in a batch with other revisions
+    _column("created_at", _Time),
 )
 
 leases = sa.Table(
     "leases",
     metadata,
     _id(),
-    sa.Column("digest", _Digest, sa.ForeignKey("payloads.digest"), nullable=False, index=True),
-    sa.Column("owner", sa.String, nullable=False),
-    sa.Column("expires_at", _Time, nullable=False, index=True),
+    _column("digest", _Digest, sa.ForeignKey("payloads.digest"), index=True),
+    _column("owner", sa.String),
+    _column("expires_at", _Time, index=True),
 )
-
-
-def policy_checksum(policy_id: int, tenant: str, name: str) -> int:
-    """Of a policy's row: who it is."""
-    return zlib.crc32(f"{policy_id}/{tenant}/{name}".encode())
-
-
-def revision_checksum(policy_id: int, number: int, digest: bytes, schema_digest: bytes) -> int:
-    """Of a revision's row: which revision of which policy it is, its bytes and their schema."""
-    return zlib.crc32(f"{policy_id}@{number}/{digest.hex()}/{schema_digest.hex()}".encode())
-
-
-def alias_checksum(policy_id: int, name: str, version: int, number: int, digest: bytes) -> int:
-    """Of an alias's row: its last move, and the revision that it then named."""
-    return zlib.crc32(f"{policy_id}@{name}/{version}/{number}/{digest.hex()}".encode())

@@ -1,0 +1,188 @@
+"""Records of training: checkpoints, from which a run resumes, and rollouts, from which it learned.
+
+Orbax writes a checkpoint's bytes (``mint_jax.checkpoint``); the catalog records their path. A
+rollout object is a payload, like a revision's.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+import sqlalchemy as sa
+
+from mint_jax.catalog.packed import Buffer, digest_of
+from mint_jax.catalog.records import audit, lookup, names
+from mint_jax.catalog.records.audit import Author
+from mint_jax.catalog.records.handle import Handle, lock, touch
+from mint_jax.catalog.records.names import full_name, note, whole
+from mint_jax.catalog.records.payload_rows import add_payloads, store_and_commit
+from mint_jax.catalog.records.sessions import Session, check_writer
+from mint_jax.catalog.records.tables import checkpoints, rollouts
+from mint_jax.catalog.storage.payloads import Place
+from mint_jax.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingCheckpoint:
+    """The place of the state that resumes training."""
+
+    id: int
+    policy: str
+    step: int
+    place: str
+    created_at: float
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutRecord:
+    """A stored batch of rollouts. ``digest`` is its object's, which records the revision of every
+    token (``mint_jax.catalog.rollouts``).
+    """
+
+    id: int
+    policy: str
+    step: int
+    digest: str
+    tokens: int
+    mean_reward: float
+    created_at: float
+
+
+def checkpoint(
+    catalog: Handle,
+    policy: str,
+    step: int,
+    place: str,
+    *,
+    session: Session | None = None,
+    keep: int | None = None,
+    by: str | None = None,
+    why: str = "",
+) -> TrainingCheckpoint:
+    """Records that a training checkpoint is committed at ``place``.
+
+    Args:
+        keep: number of newest checkpoints whose records stay; None keeps all.
+    """
+
+    def body(connection: sa.Connection, author: Author, row: sa.Row) -> TrainingCheckpoint:
+        check_writer(row, session)
+        if keep is not None and whole("keep", keep) < 1:
+            raise UserError(
+                f"keep is {keep}; expected the number of checkpoints whose records stay, at least 1"
+            )
+        values = {
+            "policy_id": row.id,
+            "step": whole("step", step),
+            "place": note("place", place),
+            "created_at": max(author.now, row.touched_at),
+        }
+        number = connection.scalar(checkpoints.insert().returning(checkpoints.c.id), values)
+        touch(connection, author, row)
+        details: dict[str, Any] = {"step": step, "place": place}
+        if keep is not None:
+            older = sa.select(checkpoints.c.id).where(checkpoints.c.policy_id == row.id)
+            older = older.order_by(checkpoints.c.id.desc()).offset(keep)
+            if gone := list(connection.scalars(older)):
+                connection.execute(checkpoints.delete().where(checkpoints.c.id.in_(gone)))
+                details["forgotten"] = len(gone)
+        audit.log(connection, author, "checkpoint", row, details)
+        return _checkpoint(row, {"id": number, **values})
+
+    return catalog.change(policy, body, by, why, active=True)
+
+
+def list_checkpoints(catalog: Handle, policy: str, limit: int = 100) -> list[TrainingCheckpoint]:
+    """Returns a policy's checkpoints, newest first."""
+    return catalog.look(
+        policy,
+        lambda c, row: [_checkpoint(row, one) for one in _newest(c, checkpoints, row, limit)],
+    )
+
+
+def rollout(
+    catalog: Handle,
+    policy: str,
+    step: int,
+    data: Buffer,
+    *,
+    tokens: int,
+    mean_reward: float,
+    session: Session | None = None,
+    by: str | None = None,
+    why: str = "",
+) -> RolloutRecord:
+    """Stores a rollout object (``rollouts.pack_rollouts``) of one step."""
+    key, author = names.parse_policy(policy), catalog.author(by, why)
+    digest = bytes.fromhex(digest_of(data))
+
+    def body(connection: sa.Connection, places: dict[bytes, Place]) -> RolloutRecord:
+        row = lock(connection, *key, active=True)
+        add_payloads(connection, author, {digest: None}, places)
+        check_writer(row, session)
+        if not math.isfinite(mean_reward):
+            raise UserError(
+                f"mean_reward of a rollout of {full_name(*key)!r} is {mean_reward}: give a finite"
+                " number"
+            )
+        values = {
+            "policy_id": row.id,
+            "step": whole("step", step),
+            "digest": digest,
+            "tokens": whole("tokens", tokens),
+            "mean_reward": float(mean_reward),
+            "created_at": max(author.now, row.touched_at),
+        }
+        number = connection.scalar(rollouts.insert().returning(rollouts.c.id), values)
+        touch(connection, author, row)
+        details = {"step": step, "digest": digest.hex()}
+        audit.log(connection, author, "rollout", row, details)
+        return _rollout(row, {"id": number, **values})
+
+    return store_and_commit(catalog.database, catalog.store, {digest: data}, body)
+
+
+def list_rollouts(catalog: Handle, policy: str, limit: int = 100) -> list[RolloutRecord]:
+    """Returns a policy's rollout records, newest first; ``read_rollout`` loads one."""
+    return catalog.look(
+        policy, lambda c, row: [_rollout(row, one) for one in _newest(c, rollouts, row, limit)]
+    )
+
+
+def read_rollout(catalog: Handle, record: RolloutRecord) -> np.ndarray:
+    """Loads a rollout object: ``uint8``, read-only, digest verified."""
+    return lookup.load_payload(catalog, record.digest)
+
+
+def drop_rollouts(
+    catalog: Handle, policy: str, before_step: int, *, by: str | None = None, why: str = ""
+) -> int:
+    """Removes the records of rollouts of earlier steps; ``gc`` then frees their bytes."""
+
+    def body(connection: sa.Connection, author: Author, row: sa.Row) -> int:
+        earlier = (rollouts.c.policy_id == row.id, rollouts.c.step < before_step)
+        dropped = connection.execute(rollouts.delete().where(*earlier)).rowcount
+        if dropped:
+            touch(connection, author, row)
+            details = {"before_step": before_step, "rollouts": dropped}
+            audit.log(connection, author, "drop rollouts", row, details)
+        return dropped
+
+    return catalog.change(policy, body, by, why)
+
+
+def _newest(connection: sa.Connection, table: sa.Table, policy: sa.Row, limit: int) -> list[Any]:
+    query = sa.select(table).where(table.c.policy_id == policy.id).order_by(table.c.id.desc())
+    return [dict(row._mapping) for row in connection.execute(query.limit(limit))]
+
+
+def _checkpoint(policy: sa.Row, values: dict[str, Any]) -> TrainingCheckpoint:
+    full = full_name(policy.tenant, policy.name)
+    return TrainingCheckpoint(policy=full, **{k: v for k, v in values.items() if k != "policy_id"})
+
+
+def _rollout(policy: sa.Row, values: dict[str, Any]) -> RolloutRecord:
+    full = full_name(policy.tenant, policy.name)
+    values = {k: v for k, v in values.items() if k != "policy_id"}
+    return RolloutRecord(policy=full, **values | {"digest": values["digest"].hex()})
