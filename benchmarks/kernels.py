@@ -47,7 +47,7 @@ class Products(NamedTuple):
     dot: Product
 
 
-class _Cell:
+class Cell:
     """Rows routed at random, factors of all (expert, adapter), and the base's matrices."""
 
     def __init__(self, size: Any, cell: Any, dtype: Any, seed: int):
@@ -87,10 +87,10 @@ class _Cell:
     ) -> tuple[dict[str, Side], dict[str, str]]:
         """What runs here, and why the others do not; of peers those that are not left out."""
         factor, sizes = jnp.asarray(self.factor), jnp.asarray(self.sizes_E)
-        sides, empty = {"base": self._side(lambda x, w: _base(x, w, sizes), self.x)}, {}
+        sides, empty = {"base": self._side(lambda x, w: base_products(x, w, sizes), self.x)}, {}
         args = self.x, self.a, self.b
         sides["model"] = self._side(
-            functools.partial(_model, sizes=sizes, groups=self._groups()), *args
+            functools.partial(model_products, sizes=sizes, groups=self.groups()), *args
         )
         for one in packed_lora.ADD:
             if reason := self._reason(one):
@@ -140,7 +140,7 @@ class _Cell:
             sides["loop"] = lambda: jax.block_until_ready(self._loop())
         return sides, empty
 
-    def _groups(self) -> Groups:
+    def groups(self) -> Groups:
         G = len(self.sizes_G)
         first = np.cumsum(self.sizes_G) - self.sizes_G
         return Groups(
@@ -213,11 +213,11 @@ class _Cell:
         return float(f"{worst:.2g}")
 
 
-def _base(x: jax.Array, w: Any, sizes: jax.Array) -> list[jax.Array]:
+def base_products(x: jax.Array, w: Any, sizes: jax.Array) -> list[jax.Array]:
     return [grouped_matmul(x, one, sizes) for one in w]
 
 
-def _model(
+def model_products(
     x: jax.Array, a: Any, b: Any, w: Any, sizes: jax.Array, groups: Groups
 ) -> list[jax.Array]:
     return project(x, [{"w": one} for one in w], sizes, [Adapters(groups, tuple(zip(a, b)))])
@@ -226,7 +226,9 @@ def _model(
 def _named(
     x: jax.Array, a: Any, b: Any, w: Any, sizes: jax.Array, factor: jax.Array, name: str
 ) -> list[jax.Array]:
-    return list(packed_lora.packed_lora(x, a, b, _base(x, w, sizes), factor, implementation=name))
+    return list(
+        packed_lora.packed_lora(x, a, b, base_products(x, w, sizes), factor, implementation=name)
+    )
 
 
 def _products(
@@ -272,12 +274,12 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
         report["cells"].append(
             {"name": name}
             | cell.to_dict()
-            | _measured(name, _Cell(config.size, cell, dtype, config.seed), config)
+            | _measured(name, Cell(config.size, cell, dtype, config.seed), config)
         )
     return report
 
 
-def _measured(name: str, cell: _Cell, config: Any) -> dict[str, Any]:
+def _measured(name: str, cell: Cell, config: Any) -> dict[str, Any]:
     sides, empty = cell.sides(config.most_ragged, config.without)
     errors = {side: cell.error(call()) for side, call in sides.items() if side != "base"}
     times = timing.in_turn(name, sides, config.n)

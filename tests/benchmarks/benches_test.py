@@ -62,7 +62,7 @@ SHORT = {  # what makes another size short: fewer repetitions, not other shapes
 }
 NOT_ON_CPUS = {"tune_kernels"}  # reports are empty there, and say why
 # 36 layers of a 4B model, 16,384 tokens
-GPU_ONLY = {"handoff:gpu", "moe_step:gpu", "kernels:qwen3"}
+GPU_ONLY = {"gpu", "handoff:gpu", "moe_step:gpu", "kernels:qwen3"}
 
 
 def sizes(name):
@@ -139,6 +139,15 @@ def check_active_wave(report):
     assert report["checked"] >= len(report["batches"])
 
 
+def check_gpu(report):
+    """Every part but the peers measured something."""
+    rows = report["rows"]
+    assert not [row for row in rows if row.keys() & {"failed", "stopped"}]
+    skipped = {row["part"] for row in rows if "skipped" in row}
+    parts = {row["part"] for row in rows if figures(row) or row["part"] == "floors"}
+    assert (skipped, parts) == ({"peers"}, {*load("gpu:ci").parts} - skipped)
+
+
 def check_service(report):
     """No tenant's request failed, and rows waited for slices of training."""
     assert report["errors"] == report["wrong_revisions"] == 0
@@ -159,6 +168,7 @@ def check_service_load(report):
 CHECKS = {
     "active_wave": check_active_wave,
     "engine": check_engine,
+    "gpu": check_gpu,
     "handoff": check_handoff,
     "packed_load": check_packed_load,
     "service": check_service,

@@ -1,0 +1,549 @@
+"""One GPU against its own limits: training, decoding, prefill, handoff and experts, in one command.
+
+Parts run in the order of ``config.parts``. Every measurement is a row, printed and appended to
+``WORKDIR/gpu.jsonl`` as soon as it is there. ``config.limits`` has two numbers of seconds for each
+part: it is skipped where less than the first is left of ``config.seconds``, and measures no further
+row after the second. Skipped parts and failures are rows too.
+
+Shares compare with what the same card does in the same run (``floors``): reading memory, and a
+chain of products of the model's own shapes. ``first_s`` is a first call, compilation included;
+``profile`` lists the kernels of one call. ``peers`` runs transformers and PEFT on random weights of
+the same shape, in a process of its own.
+"""
+
+import functools
+import json
+import multiprocessing
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import kernels, timing
+from benchmarks.decode_steps import Steps, adapter_bytes, random_stack
+from mint_jax import params as params_lib
+from mint_jax.lora.tree import AdapterConfig, Slot
+from mint_jax.mesh import single_device_mesh
+from mint_jax.models import base as base_lib
+from mint_jax.models import names, transformer
+from mint_jax.models.paged import PAGE
+from mint_jax.rollout import device
+from mint_jax.rollout.device import STEPS
+from mint_jax.rollout.engine import Engine
+from mint_jax.rollout.request import Request
+from mint_jax.train.batch import Group, TrainSequence
+from mint_jax.train.config import LossConfig, PolicyConfig
+from mint_jax.train.trainer import Trainer
+
+Row = dict[str, Any]
+TOP_KERNELS = 25  # of a profile
+
+
+def run(config: Any, workdir: Path) -> dict[str, Any]:
+    """Runs the bench; returns its rows."""
+    workdir.mkdir(parents=True, exist_ok=True)
+    file = workdir / "gpu.jsonl"
+    file.unlink(missing_ok=True)
+    deadline = time.monotonic() + config.seconds
+    began = time.monotonic()
+    base = base_lib.load(config.base, single_device_mesh(), config.dtype)
+    jax.block_until_ready(base.params)
+    bench = _Bench(config, base, file, deadline)
+    rows = [_told(file, {"part": "base", "s": _since(began), "bytes": base.nbytes})]
+    for name in config.parts:
+        (least, most), began = config.limits[name], time.monotonic()
+        if (left := deadline - began) < least:
+            rows.append(_told(file, {"part": name, "skipped": f"{left:.0f} s left"}))
+            continue
+        try:
+            for row in getattr(bench, name)():
+                rows.append(_told(file, {"part": name, "s": _since(began)} | row))
+                if time.monotonic() > min(began + most, deadline):
+                    rows.append(_told(file, {"part": name, "stopped": f"after {_since(began)} s"}))
+                    break
+        except Exception as error:  # a part that fails leaves the others their time
+            traceback.print_exc()
+            rows.append(_told(file, {"part": name, "failed": repr(error)[:500]}))
+    return {"bench": "gpu", "base": base.name, "device": timing.device(), "rows": rows}
+
+
+def _since(began: float) -> float:
+    return round(time.monotonic() - began, 1)
+
+
+def _told(file: Path, row: Row) -> Row:
+    """Appends a row to the file and prints it."""
+    line = json.dumps(row)
+    with file.open("a") as out:
+        out.write(line + "\n")
+    print(line, file=sys.stderr, flush=True)
+    return row
+
+
+def _timed(call: Callable[[], Any], n: int) -> tuple[float, list[float]]:
+    """Seconds of a first call, and of ``n`` more."""
+    seconds = []
+    for _ in range(n + 1):
+        began = time.perf_counter()
+        jax.block_until_ready(call())
+        seconds.append(time.perf_counter() - began)
+    return round(seconds[0], 2), seconds[1:]
+
+
+class _Bench:
+    """The parts. Each yields rows.
+
+    Attributes:
+        bandwidth, rate: bytes and floating-point operations a second, measured by ``floors``.
+        engine: of ``decode`` and ``prefill``.
+    """
+
+    def __init__(self, config: Any, base: base_lib.Base, file: Path, deadline: float):
+        self.config, self.base, self.file, self.deadline = config, base, file, deadline
+        self.rng = np.random.default_rng(config.seed)
+        self.bandwidth = self.rate = 0.0
+        self.engine: Engine | None = None
+        self.weights = params_lib.count(transformer.abstract(base.cfg))
+
+    def _tokens(self, count: int) -> list[int]:
+        return self.rng.integers(3, self.base.cfg.vocab_size, count).tolist()
+
+    def _share(self, floor_s: float, seconds: float) -> float | None:
+        """Share of a floor; None before ``floors`` ran."""
+        return round(floor_s / seconds, 4) if self.rate else None
+
+    def _floor(self, nbytes: float = 0, flops: float = 0) -> float:
+        return max(nbytes / self.bandwidth, flops / self.rate) if self.rate else 0.0
+
+    # -- floors
+
+    def floors(self) -> Iterator[Row]:
+        """Bytes read a second; operations a second of a chain of one layer's products."""
+        part, n = self.config.floors, self.config.n
+        count = part.read_bytes // 4
+
+        @jax.jit
+        def read(words: jax.Array) -> jax.Array:
+            def body(i: jax.Array, total: jax.Array) -> jax.Array:
+                return total + jnp.sum(words ^ i.astype(jnp.uint32))
+
+            return jax.lax.fori_loop(0, part.loops, body, jnp.uint32(0))
+
+        words = jax.random.bits(jax.random.key(0), (count,), jnp.uint32)
+        first, times = _timed(functools.partial(read, words), n)
+        self.bandwidth = part.loops * 4 * count / float(np.median(times))
+        del words
+        yield {"name": "read", "first_s": first, "gb_per_s": round(self.bandwidth / 1e9, 1)}
+
+        layer = self.base.params["dense"]
+        chain = [layer["attn"][name]["w"][0] for name in "qo"]
+        chain += [layer["mlp"][name]["w"][0] for name in ("up", "down")]
+        x = jax.random.normal(jax.random.key(1), (part.rows, chain[0].shape[0])).astype(
+            self.base.dtype
+        )
+
+        @functools.partial(jax.jit, static_argnums=2)
+        def multiply(x: jax.Array, chain: list[jax.Array], result: Any) -> jax.Array:
+            def body(_: jax.Array, x: jax.Array) -> jax.Array:
+                for w in chain:
+                    x = jnp.dot(x, w, preferred_element_type=result).astype(x.dtype)
+                return x
+
+            return jax.lax.fori_loop(0, part.loops, body, x)
+
+        flops = part.loops * 2 * part.rows * sum(w.size for w in chain)
+        # The second form is how products were asked for before, a float32 result that is rounded.
+        for name, result in (
+            ("matmul", x.dtype),
+            ("matmul, float32 result rounded", jnp.dtype(jnp.float32)),
+        ):
+            first, times = _timed(lambda result=result: multiply(x, chain, result), n)
+            rate = flops / float(np.median(times))
+            self.rate = self.rate or rate
+            yield {"name": name, "first_s": first, "tflop_per_s": round(rate / 1e12, 1)}
+
+    # -- training
+
+    def train_1(self) -> Iterator[Row]:
+        """One policy has all rows."""
+        yield from self._train(1)
+
+    def train_8(self) -> Iterator[Row]:
+        """The same rows, shared by 8 policies."""
+        yield from self._train(8)
+
+    def _train(self, policies: int) -> Iterator[Row]:
+        part = self.config.train
+        adapter, loss = AdapterConfig(part.rank, 2.0 * part.rank), LossConfig("cross_entropy")
+        named = [PolicyConfig(f"p{i}", adapter, loss=loss, seed=i) for i in range(policies)]
+        trainer = Trainer(self.base, named, max_tokens=part.rows * part.tokens)
+        groups = {
+            policy.name: [self._row_of_tokens(part.tokens) for _ in range(part.rows // policies)]
+            for policy in named
+        }
+
+        def step() -> Any:
+            trainer.update(groups)
+            return trainer.state
+
+        def backward() -> Any:
+            trainer.forward_backward(groups)
+            return trainer.state
+
+        first, times = _timed(step, self.config.n)
+        seconds, tokens = float(np.median(times)), part.rows * part.tokens
+        stats = jax.local_devices()[0].memory_stats() or {}
+        yield {
+            "name": f"{policies} x {part.rows // policies} x {part.tokens}",
+            "first_s": first,
+            "step_s": timing.median(times),
+            "tokens_per_s": round(tokens / seconds),
+            "tflop_per_s": round(4 * self.weights * tokens / seconds / 1e12, 1),
+            "share_of_matmul": self._share(self._floor(flops=4 * self.weights * tokens), seconds),
+            "peak_bytes_so_far": stats.get("peak_bytes_in_use"),
+        }
+        _, times = _timed(backward, self.config.n)
+        yield {"name": "forward and backward", "step_s": timing.median(times)}
+        yield {"name": "profile of a step"} | profile(step)
+
+    def _row_of_tokens(self, count: int) -> Group:
+        tokens = self._tokens(count)
+        after = tokens[1:]
+        return Group(tokens[:1], [TrainSequence(after, [1 / len(after)] * len(after))])
+
+    # -- sampling
+
+    def decode(self) -> Iterator[Row]:
+        """A step of decoding through the engine, from the difference of two lengths; prompts are in
+        the cache.
+        """
+        part = self.config.decode
+        self.engine = engine = Engine(
+            self.base, rows=part.rows, max_rows=max(part.rows), cache_bytes=part.cache_bytes
+        )
+        short, long = STEPS, STEPS + part.tokens
+        for rows in sorted(part.rows, reverse=True):
+            prompts = [tuple(self._tokens(part.context + 1)) for _ in range(rows)]
+
+            def sample(tokens: int, prompts: list[Any] = prompts) -> None:
+                engine.generate([Request(p, max_tokens=tokens, temperature=0.0) for p in prompts])
+
+            first, _ = _timed(lambda: sample(long), 0)
+            times = timing.in_turn(
+                f"{rows} rows",
+                {"short": lambda: sample(short), "long": lambda: sample(long)},
+                self.config.n,
+            )
+            steps = [(b - a) / part.tokens for a, b in zip(times["short"], times["long"])]
+            positions = part.context + (short + long) / 2
+            nbytes = self.base.nbytes + rows * positions * self._position_bytes()
+            yield {
+                "name": f"{rows} rows",
+                "first_s": first,
+                "step_ms": timing.median(steps, 1e3),
+                "positions": positions,
+                "floor_ms": round(1e3 * self._floor(nbytes), 3),
+                "share_of_bytes": self._share(self._floor(nbytes), float(np.median(steps))),
+            }
+
+    def _position_bytes(self) -> float:
+        """Bytes of one token's keys and values in all layers."""
+        return device.page_bytes(self.base.cfg, self.base.dtype, False) / PAGE
+
+    def prefill(self) -> Iterator[Row]:
+        """One prompt that is not in the cache, and its first token."""
+        count = self.config.prefill.tokens
+        engine = self.engine or Engine(
+            self.base, rows=(1,), max_rows=1, cache_bytes=self.config.decode.cache_bytes
+        )
+
+        def read() -> None:
+            engine.generate([Request(tuple(self._tokens(count)), max_tokens=1, temperature=0.0)])
+
+        first, times = _timed(read, self.config.n)
+        seconds = float(np.median(times))
+        table = int(np.prod(transformer.unembed_shape(self.base.params)))
+        floor = self._floor(flops=2 * (self.weights - table) * count)
+        yield {
+            "name": f"{count} tokens",
+            "first_s": first,
+            "to_first_token_s": timing.median(times),
+            "tokens_per_s": round(count / seconds),
+            "share_of_matmul": self._share(floor, seconds),
+        }
+        self.engine = None  # its cache is room for what follows
+
+    def adapters(self) -> Iterator[Row]:
+        """Steps of decoding without the engine: the bare base, and several distinct adapters."""
+        part = self.config.decode
+        rows, adapter = max(part.rows), AdapterConfig(part.rank, 2.0 * part.rank)
+        positions = part.context + STEPS // 2
+        steps = Steps(self.base, rows, part.context + STEPS, self.config.seed)
+        counts = [count for count in part.adapters if count <= rows]
+        stacks = {adapter.bucket: random_stack(self.base, adapter, max(counts), self.config.seed)}
+        each = adapter_bytes(self.base, adapter)
+        bare = jax.device_put(steps.plan([None] * rows, {}, part.context))
+        sides: dict[str, Callable[[], Any]] = {"bare": lambda: steps.take({}, bare, STEPS)}
+        for count in counts:
+            slots: list[Slot | None] = [Slot(adapter.bucket, r % count) for r in range(rows)]
+            plan = jax.device_put(steps.plan(slots, stacks, part.context))
+            sides[str(count)] = lambda plan=plan: steps.take(stacks, plan, STEPS)
+        times = timing.in_turn("adapters", sides, self.config.n)
+        base_bytes = self.base.nbytes + rows * positions * self._position_bytes()
+        for name, seconds in times.items():
+            nbytes = base_bytes + (0 if name == "bare" else int(name) * each)
+            step = float(np.median(seconds)) / STEPS
+            yield {
+                "name": f"{name} on {rows} rows",
+                "step_ms": timing.median(seconds, 1e3 / STEPS),
+                "share_of_bytes": self._share(self._floor(nbytes), step),
+                "over_bare": timing.ratio(times, name, "bare", less=1),
+                "bytes_over_bare": round(nbytes / base_bytes - 1, 4),
+            }
+        for name in ("bare", str(counts[-1])):
+            yield {"name": f"profile of {STEPS} steps, {name}"} | profile(sides[name])
+
+    def handoff(self) -> Iterator[Row]:
+        """An optimizer step, and the first token of exactly these weights: the sampler reads the
+        trainer's slot. AdamW runs in full, on gradient sums of zero.
+        """
+        part = self.config.handoff
+        policy = PolicyConfig("p", AdapterConfig(part.rank, 2.0 * part.rank))
+        trainer = Trainer(self.base, [policy])
+        engine = Engine(self.base, rows=(1,), max_rows=1, cache_bytes=part.cache_bytes)
+        prompt = tuple(self._tokens(part.prompt))
+
+        def hand_over() -> None:
+            trainer.optim_step(["p"])
+            request = Request(prompt, trainer.slots["p"], max_tokens=1, temperature=0.0)
+            engine.generate([request], trainer.stacks)
+
+        first, times = _timed(hand_over, part.n)
+        yield {
+            "name": f"rank {part.rank}",
+            "first_s": first,
+            "p50_ms": timing.percentile(times, 50, 1e3),
+            "p95_ms": timing.percentile(times, 95, 1e3),
+        }
+
+    # -- experts
+
+    def experts(self) -> Iterator[Row]:
+        """Gate and up of routed experts, base alone and with adapters: loops inside one program."""
+        part = self.config.experts
+        for name, of in part.cells.items():
+            cell = kernels.Cell(part.size, of, jnp.dtype(self.config.dtype), self.config.seed)
+            sizes, groups = jnp.asarray(cell.sizes_E), cell.groups()
+
+            def alone(x: Any, a: Any, b: Any, w: Any, sizes: Any = sizes) -> Any:
+                return kernels.base_products(x, w, sizes)
+
+            def adapted(
+                x: Any, a: Any, b: Any, w: Any, sizes: Any = sizes, groups: Any = groups
+            ) -> Any:
+                return kernels.model_products(x, a, b, w, sizes, groups)
+
+            found: Row = {"name": name, "rows": len(cell.factor)}
+            touched = int(np.count_nonzero(cell.sizes_E)) / len(cell.sizes_E)
+            passes = 2 if cell.backward else 1
+            nbytes = passes * touched * sum(w.nbytes for w in cell.w)
+            flops = passes * 2 * len(cell.factor) * sum(w[0].size for w in cell.w)
+            for side, fn in (("base", alone), ("with_adapters", adapted)):
+                call = _looped(fn, cell, part.loops)
+                found[f"{side}_first_s"], times = _timed(call, self.config.n)
+                times = [seconds / part.loops for seconds in times]
+                found[f"{side}_us"] = timing.median(times, 1e6)
+                if side == "base":
+                    floor = self._floor(nbytes, flops)
+                    found["floor_us"] = round(1e6 * floor, 1)
+                    found["share_of_floor"] = self._share(floor, float(np.median(times)))
+            yield found | {"floor_over_base": cell.floor()}
+
+    # -- peers
+
+    def peers(self) -> Iterator[Row]:
+        """See ``_peers``; the process ends at the deadline at the latest."""
+        if not self.config.peers.base:
+            yield {"skipped": "config.peers.base names no base"}
+            return
+        child = multiprocessing.get_context("spawn").Process(
+            target=_peers, args=(self.config.to_json_best_effort(), str(self.file))
+        )
+        child.start()
+        child.join(max(1.0, self.deadline - time.monotonic()))
+        if child.is_alive():
+            child.kill()
+            yield {"stopped": "at the deadline"}
+        else:
+            yield {"exit": child.exitcode}
+
+
+def _looped(fn: Callable[..., Any], cell: Any, loops: int) -> Callable[[], Any]:
+    """Calls of ``fn``, one after another in one program, each of rows that wait for the last."""
+
+    def once(x: jax.Array, a: Any, b: Any, w: Any) -> Any:
+        if not cell.backward:
+            return fn(x, a, b, w)
+        y, vjp = jax.vjp(lambda x, a, b: fn(x, a, b, w), x, a, b)
+        return y, vjp(list(cell.g))
+
+    @jax.jit
+    def run(x: jax.Array, a: Any, b: Any, w: Any) -> jax.Array:
+        def body(_: jax.Array, x: jax.Array) -> jax.Array:
+            made = jax.tree.leaves(once(x, a, b, w))
+            some = sum(leaf.reshape(-1)[0].astype(jnp.float32) for leaf in made)
+            return x.at[0, 0].add((1e-30 * some).astype(x.dtype))
+
+        return jax.lax.fori_loop(0, loops, body, x)
+
+    return lambda: run(cell.x, cell.a, cell.b, cell.w)
+
+
+def profile(call: Callable[[], Any]) -> Row:
+    """Kernels of one call by the profiler: the ones that took longest, how many there are, and the
+    milliseconds in which any runs.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            jax.block_until_ready(call())
+        [file] = Path(folder).rglob("*.xplane.pb")
+        data = jax.profiler.ProfileData.from_file(str(file))
+    kernels_of: dict[str, list[float]] = {}
+    spans = []
+    for plane in data.planes:
+        if not plane.name.startswith("/device:GPU"):
+            continue
+        for line in plane.lines:
+            if not line.name.startswith("Stream"):
+                continue
+            for event in line.events:
+                kernels_of.setdefault(event.name, []).append(event.duration_ns)
+                spans.append((event.start_ns, event.start_ns + event.duration_ns))
+    busy, end = 0.0, 0.0
+    for start, stop in sorted(spans):
+        busy += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    longest = sorted(kernels_of.items(), key=lambda item: -sum(item[1]))[:TOP_KERNELS]
+    if not spans:
+        return {
+            "planes": [[plane.name, *(line.name for line in plane.lines)] for plane in data.planes]
+        }
+    return {
+        "kernels": len(spans),
+        "busy_ms": round(busy / 1e6, 3),
+        "span_ms": round((end - min(start for start, _ in spans)) / 1e6, 3),
+        "top": [[name[:80], len(ns), round(sum(ns) / 1e6, 3)] for name, ns in longest],
+    }
+
+
+def _peers(config_json: str, file: str) -> None:
+    """PEFT's step of one policy and transformers' steps of decoding, appended to the file.
+
+    Adapters are in the base's dtype, nothing is computed twice. On a GPU a step of decoding is one
+    CUDA graph over a cache of fixed size.
+    """
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, Qwen3Config, StaticCache
+
+    config = json.loads(config_json)
+    fields = names.shape(config["peers"]["base"])
+    train, decode = config["train"], config["decode"]
+    where = "cuda" if torch.cuda.is_available() else "cpu"
+
+    def synchronise() -> None:
+        if where == "cuda":
+            torch.cuda.synchronize()
+
+    def seconds(call: Callable[[], Any], n: int) -> list[float]:
+        out = []
+        for _ in range(n):
+            synchronise()
+            began = time.perf_counter()
+            call()
+            synchronise()
+            out.append(time.perf_counter() - began)
+        return out
+
+    torch.manual_seed(0)
+    with torch.device(where):
+        model = AutoModelForCausalLM.from_config(
+            Qwen3Config(**fields), dtype=getattr(torch, config["dtype"]), attn_implementation="sdpa"
+        )
+    model.eval()
+
+    def decoding(rows: int) -> Row:
+        room = decode["context"] + 4 * STEPS
+        cache = StaticCache(config=model.config, max_cache_len=room)
+        shape = (rows, decode["context"])
+        prompt = torch.randint(3, fields["vocab_size"], shape, device=where)
+        at = prompt[:, -1:].clone()
+        places = torch.full((rows, 1), decode["context"], device=where)
+        model(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
+
+        def one() -> None:
+            out = model(
+                at, past_key_values=cache, use_cache=True, logits_to_keep=1, position_ids=places
+            )
+            at.copy_(out.logits[:, -1].argmax(-1, keepdim=True))
+
+        step: Callable[[], Any] = one
+        if where == "cuda":
+            side = torch.cuda.Stream()
+            with torch.cuda.stream(side):
+                one()
+            torch.cuda.current_stream().wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                one()
+            step = graph.replay
+        step()
+        times = seconds(lambda: [step() for _ in range(STEPS)], 3)
+        name = f"transformers, {rows} rows" + ", CUDA graph" * (where == "cuda")
+        return {"name": name, "step_ms": timing.median(times, 1e3 / STEPS)}
+
+    def training() -> Row:
+        lora = LoraConfig(
+            r=train["rank"], lora_alpha=2 * train["rank"], target_modules="all-linear"
+        )
+        peer: Any = get_peft_model(model, lora, autocast_adapter_dtype=False)
+        peer.train()
+        trained = [p for p in peer.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=1e-4, foreach=True)
+        passes = max(1, train["rows"] // config["peers"]["rows"])
+        shape = (passes, train["rows"] // passes, train["tokens"])
+        batches = torch.randint(3, fields["vocab_size"], shape, device=where)
+
+        def step() -> None:
+            for tokens in batches:
+                (peer(tokens, labels=tokens, use_cache=False).loss / passes).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step()
+        times = seconds(step, 3)
+        tokens = train["rows"] * train["tokens"]
+        return {
+            "name": f"PEFT, 1 policy, {passes} passes",
+            "step_s": timing.median(times),
+            "tokens_per_s": round(tokens / float(np.median(times))),
+        }
+
+    todo: list[Callable[[], Row]] = [
+        functools.partial(decoding, rows) for rows in sorted(decode["rows"], reverse=True)
+    ]
+    for measure in [*todo, training]:
+        try:
+            with torch.set_grad_enabled(measure is training):
+                row = measure()
+        except Exception as error:  # the others may run
+            traceback.print_exc()
+            row = {"failed": repr(error)[:500]}
+        _told(Path(file), {"part": "peers"} | row)

@@ -1,0 +1,78 @@
+"""One GPU against its own limits: training, decoding, prefill, handoff, experts, and peers.
+
+Command: python -m benchmarks --config=configs/bench/gpu.py --workdir=runs/bench/gpu
+Short:   --config=configs/bench/gpu.py:ci
+Hardware: one GPU of 80 GB, Qwen3-4B's shape in bfloat16. Nine minutes with empty caches. Results
+are appended to WORKDIR/gpu.jsonl as they come. --config.parts="('floors', 'train_8')" runs some
+parts only.
+"""
+
+from ml_collections import ConfigDict
+
+
+def get_config(size: str = "h100") -> ConfigDict:
+    config = ConfigDict()
+    config.bench = "gpu"
+    config.base = "random:qwen3-4b"
+    config.dtype = "bfloat16"
+    config.seed = 0
+    config.n = 5
+    config.seconds = 600.0  # parts that do not fit are skipped
+    config.limits = ConfigDict(
+        {  # seconds that must be left for a part to begin, and after which it adds no further row
+            "floors": (10, 40),
+            "train_1": (60, 200),
+            "decode": (30, 120),
+            "prefill": (15, 60),
+            "adapters": (30, 90),
+            "train_8": (60, 150),
+            "handoff": (30, 90),
+            "experts": (25, 90),
+            "peers": (60, 150),
+        }
+    )
+    config.parts = (
+        *("floors", "train_1", "decode", "prefill", "adapters", "train_8", "handoff"),
+        *("experts", "peers"),
+    )
+    config.floors = ConfigDict({"read_bytes": 4 << 30, "rows": 16384, "loops": 8})
+    config.train = ConfigDict({"rows": 32, "tokens": 512, "rank": 16})
+    config.decode = ConfigDict(
+        {
+            "rows": (1, 8, 64),
+            "context": 160,
+            "tokens": 64,
+            "cache_bytes": 8 << 30,
+            "rank": 16,
+            "adapters": (1, 8, 64),
+        }
+    )
+    config.prefill = ConfigDict({"tokens": 8192})
+    config.handoff = ConfigDict({"rank": 32, "prompt": 32, "n": 40, "cache_bytes": 1 << 30})
+    cells = {
+        "decode_64": {"tokens": 64, "adapters": 64, "rank": 16, "backward": False},
+        "prefill_8": {"tokens": 1024, "adapters": 8, "rank": 16, "backward": False},
+        "train_8": {"tokens": 2048, "adapters": 8, "rank": 16, "backward": True},
+    }
+    shape = {"experts": 128, "per_token": 8, "d_model": 2048, "width": 768}  # Qwen3-30B-A3B's
+    config.experts = ConfigDict({"size": shape, "cells": cells, "loops": 20})
+    config.peers = ConfigDict({"base": "random:qwen3-4b", "rows": 16})  # rows of one pass
+    if size == "ci":
+        config.base = "tiny-random"
+        config.n = 1
+        config.parts = tuple(part for part in config.parts if part != "train_1")
+        config.floors.update({"read_bytes": 1 << 20, "rows": 64, "loops": 2})
+        config.train.update({"rows": 8, "tokens": 16, "rank": 2})
+        config.decode.update({"rows": (2,), "context": 32, "tokens": 16, "rank": 2})
+        config.decode.update({"cache_bytes": 1 << 24, "adapters": (1, 2)})
+        config.prefill.tokens = 64
+        config.handoff.update({"rank": 2, "prompt": 8, "n": 3, "cache_bytes": 1 << 22})
+        config.experts.size.update({"experts": 4, "per_token": 2, "d_model": 128, "width": 128})
+        del config.experts.cells.prefill_8
+        for cell in config.experts.cells.values():
+            cell.update({"tokens": 16, "adapters": 2, "rank": 2})
+        config.experts.loops = 2
+        config.peers.base = ""  # none: tests of the others import torch
+    elif size != "h100":
+        raise ValueError(f"gpu size {size!r}; expected h100 or ci")
+    return config
