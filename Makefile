@@ -135,7 +135,7 @@ bench: setup-dev
 
 # The paper's sweeps, which go on where they stopped: SIZE=ci for the small ones, SWEEPS="learning" for one that takes two hours.
 SIZE ?= cpu
-SWEEPS ?= active_wave cold_staircase handoff packed_load catalog concurrent_grpo scale_up fleet_model
+SWEEPS ?= active_wave cold_staircase handoff packed_load catalog concurrent_grpo scale_up
 sweeps: setup-dev
 	failed=; for sweep in $(SWEEPS); do \
 	  $(BIN)/python -m benchmarks --config=configs/sweeps/$$sweep.py:$(SIZE) --workdir=runs/sweeps/$(SIZE)/$$sweep || failed="$$failed $$sweep"; \

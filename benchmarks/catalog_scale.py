@@ -16,8 +16,6 @@ alone:
 - ``promote``: one alias after another moves by a revision.
 - ``errors``: requests that raised, or gave another revision than the name stands for. Whole batches
   are read back besides.
-
-``mlflow``: its model registry beside ours, see ``registry_peer``; null where it is not installed.
 """
 
 import contextlib
@@ -34,10 +32,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks import registry_peer, timing, traffic
+from benchmarks import timing, traffic
 from benchmarks.alone import alone
 from benchmarks.catalog_fill import (
     ADAPTER,
@@ -76,20 +72,6 @@ PUBLISHED = {
 CONTROL_S = 1e-4
 DATABASES = ("sqlite", "postgres")
 _RESOLVE = ("p50_ms", "p99_ms", "p50_cpu_ms", "p99_cpu_ms", "p99_undisturbed_ms")
-COLUMNS = {
-    "entries": "entries",
-    "entries/s": "entries_per_s",
-    "MB": "bytes",
-    "files": "files",
-    "resolve p50 ms": "resolve_p50_ms",
-    "p99 ms": "resolve_p99_ms",
-    "undisturbed": "resolve_p99_undisturbed_ms",
-    "cold p50 ms": "cold_p50_ms",
-    "p99 ms ": "cold_p99_ms",
-    "host hits": "host_hit_rate",
-    "RSS MB": "rss_bytes",
-    "errors": "errors",
-}
 
 
 def _percentiles(seconds: np.ndarray | list[float], what: str = "") -> dict[str, timing.Figure]:
@@ -423,10 +405,6 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
             # what is measured stays, whatever comes
             (workdir / "catalog_scale.json").write_text(json.dumps(rows, indent=1))
             _draw(rows, workdir / "catalog_scale.png")
-            _show(rows)
-        if config.peer.entries:
-            _fresh(folder)
-            report |= registry_peer.compare(config.peer.to_dict(), folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     top = (
@@ -472,23 +450,6 @@ def _server(database: str) -> Iterator[tuple[str | None, Path | None]]:
 def _fresh(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-
-
-def _show(rows: list[dict[str, Any]]) -> None:
-    table = Table(title="a catalog by its size", title_justify="left")
-    for name in COLUMNS:
-        table.add_column(name, justify="right")
-    for row in rows:
-        shown = {key: timing.value(row[key]) for key in COLUMNS.values() if row[key] is not None}
-        table.add_row(
-            *(
-                str(round(shown[key] / 1e6) if key.endswith("bytes") else shown.get(key, "-"))
-                for key in COLUMNS.values()
-            )
-        )
-    console = Console(stderr=True, highlight=False)
-    console.width = max(console.width, 140)  # a log is no narrower than a terminal
-    console.print(table)
 
 
 def _draw(rows: list[dict[str, Any]], path: Path) -> None:

@@ -25,8 +25,7 @@ class Grid:
         about: what the grid shows, in a line.
         axes: setting and its values; there is a point for each combination.
         without: combinations that are left out: settings of an axis or several, by name.
-        options: of the command line; {setting} is a point's value, {workdir} the sweep's folder,
-            {beside} the one that it lies in.
+        options: of the command line; {setting} is a point's value, {workdir} the sweep's folder.
         seeds: one run each, whose numbers are merged; none: one run without a seed.
         minutes: that a run takes, roughly; the time left goes by it.
         each: setting and values that one run measures together; the report has a row for each
@@ -36,7 +35,6 @@ class Grid:
         data: the same for what is drawn and is no figure.
         curve: a column of the run's metrics.jsonl that is kept step by step.
         curve_of: whose rows of it, by name.
-        reads: files that the runs read; when they change, the points are run again.
     """
 
     config: str
@@ -51,7 +49,6 @@ class Grid:
     data: dict[str, str]
     curve: str = ""
     curve_of: str = ""
-    reads: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -120,7 +117,7 @@ class Point(NamedTuple):
 
     def arguments(self) -> list[str]:
         """Config and options of the command line, with places still to be filled in."""
-        places = {"workdir": "{workdir}", "beside": "{beside}"}
+        places = {"workdir": "{workdir}"}
         templates = (f"--config={self.of.config}", *self.of.options)
         return [
             _fill(template, self.settings | places, f"grids.{self.grid}.options")

@@ -54,10 +54,9 @@ class Run(NamedTuple):
         seeded = [] if self.seed is None else [f"--config.seed={self.seed}"]
         return [*self.point.arguments(), *seeded]
 
-    def key(self, workdir: Path, code: Any) -> str:
+    def key(self, code: Any) -> str:
         """The digest of all that decides what the run measures, but for the machine."""
-        read = {path: _digest(Path(_placed(path, workdir))) for path in self.point.of.reads}
-        return blake3_of(json.dumps([self.arguments(), code, read], sort_keys=True).encode())
+        return blake3_of(json.dumps([self.arguments(), code], sort_keys=True).encode())
 
 
 def runs_of(points: Sequence[Point]) -> list[Run]:
@@ -107,7 +106,7 @@ def run_all(
 
 def _record(run: Run, workdir: Path, code: Any) -> dict[str, Any] | None:
     """Of a run that ended well under the same key; another key's folder goes."""
-    folder, key = run.folder(workdir), run.key(workdir, code)
+    folder, key = run.folder(workdir), run.key(code)
     try:
         begun = (folder / "key").read_text()
         record = json.loads((folder / "record.json").read_text())
@@ -122,11 +121,11 @@ def _record(run: Run, workdir: Path, code: Any) -> dict[str, Any] | None:
 
 def _run(run: Run, workdir: Path, code: Any, command: Sequence[str]) -> dict[str, Any]:
     """Runs one process to its end, and writes its record."""
-    folder, key = run.folder(workdir), run.key(workdir, code)
+    folder, key = run.folder(workdir), run.key(code)
     folder.mkdir(parents=True, exist_ok=True)
     write_file(folder / "key", key)
     (folder / "result.json").unlink(missing_ok=True)
-    arguments = [_placed(text, workdir) for text in run.arguments()]
+    arguments = [text.replace("{workdir}", str(workdir)) for text in run.arguments()]
     began = time.monotonic()
     with (folder / "log").open("w") as log:
         status = _wait([*command, *arguments, f"--workdir={folder}"], log)
@@ -171,16 +170,6 @@ def _reason(status: int, log: Path) -> str:
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     told = [line for line in lines if line.startswith("error")] or lines[-1:]
     return told[-1][:500] if told else f"status {status}, and nothing in {log.name}"
-
-
-def _placed(text: str, workdir: Path) -> str:
-    return text.replace("{workdir}", str(workdir)).replace(
-        "{beside}", str(workdir.resolve().parent)
-    )
-
-
-def _digest(path: Path) -> str:
-    return blake3_of(path.read_bytes()) if path.is_file() else "missing"
 
 
 def result_of(run: Run, workdir: Path) -> dict[str, Any]:

@@ -1,12 +1,9 @@
-"""A catalog of a thousand to a hundred thousand revisions, or a million: names, cold loads, memory;
-and MLflow's registry beside it.
+"""A catalog of a thousand to a hundred thousand revisions, or a million: names, loads, memory.
 
-Command: python -m benchmarks --config=configs/bench/catalog_scale.py
---workdir=runs/bench/catalog_scale Short:   --config=configs/bench/catalog_scale.py:ci The peer
-needs `pip install mlflow-skinny`, here or in another environment:
---config.peer.python=path/to/its/python Million: --config=configs/bench/catalog_scale.py:million
-(nine minutes, 4 GB of disk, removed at the end; fewer requests) Default size: four minutes on two
-idle CPU cores, 1 GB of memory.
+Command: python -m benchmarks --config=configs/bench/catalog_scale.py --workdir=runs/catalog_scale
+Short:   --config=configs/bench/catalog_scale.py:ci
+Million: --config=configs/bench/catalog_scale.py:million (nine minutes, 4 GB of disk, then removed)
+Default size: four minutes on two idle CPU cores, 1 GB of memory.
 """
 
 from ml_collections import ConfigDict
@@ -29,10 +26,6 @@ def get_config(size: str = "default") -> ConfigDict:
     config.loads = 20_000
     config.disk_loads = 1_000
     config.lone_exports = 100
-    # 0 entries: no peer
-    config.peer = ConfigDict(
-        {"python": "", "entries": 10_000, "seconds": 300.0, "samples": 500, "per_policy": 4}
-    )
     if size == "ci":
         config.entries = (200, 1_000)
         config.requests = 500
@@ -40,7 +33,6 @@ def get_config(size: str = "default") -> ConfigDict:
         config.loads = 100
         config.disk_loads = 30
         config.lone_exports = 10
-        config.peer.update({"entries": 40, "seconds": 60.0, "samples": 10})
     elif size == "million":
         config.entries = (1_000, 10_000, 100_000, 1_000_000)
         config.requests = 30_000

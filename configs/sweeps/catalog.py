@@ -47,7 +47,6 @@ def get_config(size: str = "cpu") -> ConfigDict:
                 "options": (
                     "--config.entries=({entries},)",
                     "--config.database={database}",
-                    "--config.peer.entries=0",
                     *(
                         ()
                         if tiny

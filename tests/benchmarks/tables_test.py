@@ -1,149 +1,136 @@
-"""The page of the sweeps says what their committed reports say; each of its fields is one row that
-the sweep of size cpu measures.
-"""
+"""Pages show the figures of committed reports, and reports name their commit and intervals."""
 
 import json
-import subprocess
-import types
+import re
 
 import pytest
 
-from benchmarks import figures, sweep, timing
-from benchmarks.sweeps import tables
+from benchmarks import figures, sweep, tables, timing
 from mint_jax import stamp
-from mint_jax.errors import UserError
-from tests.benchmarks.configs_test import ISSUED, load
-from tests.benchmarks.reports_test import leaves
+from tests.benchmarks.configs_test import load
 
-REPORTS = tables.committed()
+REPORTS = sorted(
+    path for path in tables.REPORTS.glob("*/*.json") if path.parent in (tables.CPU, tables.PODS)
+)
+GPU = sorted((tables.REPORTS / "nvidia-h100").glob("*.json"))
+SWEEPS = sorted((tables.CPU / "sweeps").glob("*/report.json"))
+FIELDS = [
+    match
+    for path in sorted(tables.TEMPLATES.iterdir())
+    for match in tables.FIELD.findall(path.read_text())
+]
 
 
-def test_the_page_says_what_the_reports_say():
-    text = tables.PAGE.read_text()
-    assert "<!-- figures:sweeps -->" in text
-    assert tables.tables.render(text, tables.TABLES) == text, (
-        "python -m benchmarks.sweeps.tables writes it"
-    )
+def leaves(tree):
+    """Returns all values of a report; a figure is one value."""
+    if timing.is_figure(tree):
+        return [tree]
+    children = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ()
+    return [leaf for child in children for leaf in leaves(child)] if children else [tree]
 
 
-@pytest.mark.parametrize("name", REPORTS)
-def test_a_committed_report_is_whole_and_of_one_commit(name):
-    report, folder = REPORTS[name], tables.FOLDER / name
-    assert (report["sweep"], report["size"], report["failed"]) == (name, "cpu", 0)
+def has_no_absolute_path(report):
+    return not [x for x in leaves(report) if isinstance(x, str) and stamp.absolute_path(x)]
+
+
+@pytest.mark.parametrize("page", tables.PAGES, ids=lambda path: path.name)
+def test_pages_say_what_the_reports_say(page):
+    text = page.read_text()
+    assert "<!-- figures:" in text
+    assert tables.render(text) == text, "python -m benchmarks.tables writes it"
+
+
+@pytest.mark.parametrize("path", [*REPORTS, *GPU], ids=lambda path: path.stem)
+def test_a_report_names_its_commit_and_its_intervals(path):
+    report = stamp.load(path)
+    assert not stamp.lacks(report)
+    assert re.fullmatch(r"[0-9a-f]{40}", report["stamp"]["commit"])
+    if path in GPU:  # lent now and then, so its reports may have uncommitted changes
+        assert "H100" in report["stamp"]["machine"]["devices"]
+    else:
+        assert report["stamp"]["dirty"] is False
+    assert has_no_absolute_path(report)
+    found = [x for x in leaves(report) if timing.is_figure(x)]
+    assert found or path.parent != tables.CPU
+    for figure in found:
+        low, high = figure["interval"]
+        assert low <= timing.value(figure) <= high
+        assert figure["n"] >= 1
+
+
+@pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.parent.name)
+def test_a_report_of_a_sweep_is_whole_and_of_one_commit(path):
+    report = stamp.load(path)
+    assert (report["sweep"], report["size"], report["failed"]) == (path.parent.name, "cpu", 0)
     assert len({point["commit"] for point in report["points"]}) == 1
     assert not any(point["dirty"] for point in report["points"])
-    assert {path.name for path in folder.iterdir()} == {
-        "report.json",
-        "report.md",
-        *report["pictures"],
-    }
-    assert not [
-        text for text in leaves(report) if isinstance(text, str) and stamp.absolute_path(text)
-    ]
+    files = {"report.json", "report.md", *report["pictures"]}
+    assert {file.name for file in path.parent.iterdir()} == files
+    assert has_no_absolute_path(report)
 
 
-@pytest.mark.parametrize("name", sorted({row.sweep for row in tables.ROWS}))
-def test_every_field_is_one_row_that_the_sweep_measures(name):
-    made = load(name, "cpu")
+def test_every_measured_field_has_an_interval():
+    reports = tables.Reports()
+    for name, path, kind in FIELDS:
+        assert kind in tables.MEASURED or kind in tables.PLAIN
+        found = reports.field(name, path)
+        if kind in tables.MEASURED and not name.startswith("sweeps/"):
+            assert timing.is_figure(found), f"{name}: {path} has no n and interval"
+            assert found["n"] >= 2, f"{name}: {path} was measured once"
+
+
+@pytest.mark.parametrize("name", figures.SWEEPS)
+def test_every_field_of_a_sweep_is_one_row_of_its_config(name):
     points = [
         {
             "grid": point.grid,
-            "rows": [
-                {"settings": settings, "figures": point.of.figures} for settings in point.rows()
-            ],
+            "rows": [{"settings": row, "figures": point.of.figures} for row in point.rows()],
         }
-        for point in sweep.points_of(made)
+        for point in sweep.points_of(load(name, "cpu"))
     ]
-    fields = [
-        match
-        for row in tables.ROWS
-        if row.sweep == name
-        for match in tables._FIELD.finditer(row.text + row.figure)
-    ]
-    assert fields
-    for match in fields:
-        assert tables.field({"sweep": name, "points": points}, match[1], match[2], match[3])
-        assert match[4] in tables.tables.MEASURED or match[4] in tables.tables.PLAIN
+    reports = tables.Reports()
+    reports.loaded[f"sweeps/{name}"] = {"sweep": name, "points": points}
+    for report, path, _ in FIELDS:
+        if report == f"sweeps/{name}":
+            assert reports.field(report, path)
 
 
-def test_a_field_that_several_rows_or_none_have_is_refused():
-    rows = [
-        {"settings": {"k": k, "t": ("a", "b")}, "figures": {"s": timing.median([1.0, 2.0, 3.0])}}
-        for k in (1, 2)
-    ]
-    report = {"sweep": "x", "points": [{"grid": "g", "rows": rows}]}
-    spread = []
-    assert tables.filled("{g[k=1,t=('a', 'b')].s|s}", report, spread) == "2.00 s"
-    assert spread == ["1.00 to 3.00, 3"]
-    for settings in ("", "k=3"):
-        with pytest.raises(KeyError, match=f"rows of x have g\\[{settings}\\].s"):
-            tables.field(report, "g", settings, "s")
-
-
-@pytest.fixture
-def place(tmp_path, monkeypatch):
-    """Sweeps that end at once and leave a report of the commits ``place.commits``; published below
-    ``place.to``.
-    """
-    to, ran = tmp_path / "published", []
-    made = types.SimpleNamespace(
-        commits=["a" * 40], failed=0, status=0, ran=ran, to=to, workdir=tmp_path / "runs"
+def test_a_row_shows_values_and_intervals(monkeypatch, tmp_path):
+    machine = {"cpu": "A CPU", "cores": 2, "memory_bytes": 24e9, "devices": "1 x cpu"}
+    at = {"machine": machine, "versions": {"jax": "0.10.2"}, "dirty": False}
+    ratio = {"median": 366.912, "interval": [339.2, 390.04], "n": 5}
+    ms = {"percentile": 0.373, "interval": [0.36, 0.41], "n": 100_000}
+    x = {"ratio": ratio, "parts": [{"name": "a", "ms": ms}], "stamp": at | {"commit": "a" * 40}}
+    y = {"bytes": 538_090_408, "stamp": at | {"commit": "b" * 40, "dirty": True}}
+    rows = [{"settings": {"k": k}, "figures": {"s": ratio}} for k in (1, 2)]
+    swept = {"sweep": "z", "points": [{"grid": "g", "rows": rows} | x["stamp"]]}
+    for name, report in (("x", x), ("y", y), ("z", swept)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(report))
+    monkeypatch.setattr(tables, "CPU", tmp_path)
+    assert tables.fill("| {x:ratio|times} of {x:parts.a.ms|ms} | {spread} |") == (
+        "| 367× of 0.37 ms | 339 to 390, 5 / 0.36 to 0.41, 100,000 |\n"
     )
-
-    def run(arguments, cwd):
-        [folder] = [
-            figures.Path(text.removeprefix("--workdir="))
-            for text in arguments
-            if text.startswith("--workdir=")
-        ]
-        folder.mkdir(parents=True, exist_ok=True)
-        ran.append(folder.name)
-        points = [{"commit": commit, "dirty": commit == "dirty"} for commit in made.commits]
-        (folder / "report.json").write_text(
-            json.dumps({"points": points, "failed": made.failed, "pictures": ["a.png"]})
-        )
-        (folder / "report.md").write_text("page")
-        (folder / "a.png").write_bytes(b"picture")
-        (folder / "points").mkdir(exist_ok=True)
-        return subprocess.CompletedProcess(arguments, made.status)
-
-    monkeypatch.setattr(figures.subprocess, "run", run)
-    monkeypatch.setattr(tables, "FOLDER", to)
-    monkeypatch.setattr(tables, "write", lambda: ran.append("page"))
-    return made
+    assert tables.fill("{y:bytes|count} {x:ratio over x:ratio|ratio} {z:g[k=2].s|s}") == (
+        "538,090,408 1.00 367 s\n"
+    )
+    assert tables.fill("{x:ratio|times} {sources}.") == (
+        "367× at `aaaaaaaaaa` on A CPU, 2 cores, 24 GB; jax 0.10.2.\n"
+    )
+    both = tables.fill("{x:ratio|times} {y:bytes|MB} {sources}")
+    assert "(x);" in both
+    assert "`bbbbbbbbbb` with changes" in both
+    for field in ("x:parts.b", "z:g[].s", "z:g[k=3].s"):
+        with pytest.raises(KeyError):
+            tables.fill(f"{{{field}|times}}")
 
 
-def test_sweeps_are_published_with_page_and_pictures(place):
-    (place.to / "handoff").mkdir(parents=True)
-    (place.to / "handoff" / "old.png").touch()
-    figures.run_sweeps(["handoff", "catalog"], place.workdir)
-    assert place.ran == ["handoff", "page", "catalog", "page"]
-    assert {path.name for path in (place.to / "handoff").iterdir()} == {
-        "report.json",
-        "report.md",
-        "a.png",
-    }
+def test_bytes_on_the_wire_are_marked_as_a_minimum_where_they_are():
+    sent = {"a": {"bytes": int(2e9), "at_least": True}, "b": {"bytes": int(1e9), "at_least": False}}
+    assert tables.shown(sent, "sent", []) == "≥ 3.0 GB"
+    assert tables.shown({"b": sent["b"]}, "sent", []) == "1.0 GB"
+    assert tables.shown({"bound": "compute", "step_s": 0.873}, "bound", []) == "compute, 873 ms"
 
 
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [
-        ({"failed": 2}, "2 points of .* failed: start the sweep again"),
-        (
-            {"commits": ["a" * 40, "b" * 40]},
-            "was measured at aaaaaaaaaa, bbbbbbbbbb; what is published is of one commit",
-        ),
-        ({"commits": ["dirty"]}, "was measured at dirty with changes"),
-        ({"status": 1}, "the sweep handoff ended with status 1"),
-    ],
-)
-def test_what_is_not_whole_is_not_published(changed, said, place):
-    for name, value in changed.items():
-        setattr(place, name, value)
-    with pytest.raises(UserError, match=said):
-        figures.run_sweeps(["handoff"], place.workdir)
-    assert not place.to.exists()
-
-
-def test_all_sweeps_can_be_published():
-    assert set(figures.SWEEPS) == ISSUED
+def test_paths_of_a_machine_stay_out_of_reports():
+    report = {"catalog": "/home/somebody/runs/catalog", "bases": ["~/bases/x", "runs/y"]}
+    assert stamp.without_paths(report) == {"catalog": "catalog", "bases": ["x", "runs/y"]}

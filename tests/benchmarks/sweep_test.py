@@ -1,0 +1,124 @@
+"""A sweep reports failed points and published figures; two reports can be compared."""
+
+import functools
+import json
+import sys
+
+import pytest
+
+from benchmarks import compare, launch, tables
+from benchmarks.sweeps import runner
+from mint_jax.errors import UserError
+from tests.benchmarks import fake_job
+
+CONFIG = """
+from ml_collections import ConfigDict
+
+
+def get_config():
+    grid = {{
+        "config": "fake.py",
+        "axes": {{"k": (0, 1, 2)}},
+        "options": ("--config.k={{k}}", "--config.fail={fail}"),
+        "figures": {{"s": "sides/name=x/s", "count": "count"}},
+        "curve": "reward",
+        "curve_of": "p",
+    }}
+    other = {{"who": "Peer", "source": "its report", "grid": "g", "settings": {{"k": 2}}, "figures": {{"s": 9.0}}}}
+    pictures = {{
+        "s": {{"grid": "g", "x": "k", "y": "s"}},
+        "curves": {{"grid": "g", "kind": "curves", "y": "reward", "by": ("k",)}},
+    }}
+    return ConfigDict(
+        {{"bench": "sweep", "sweep": "fake", "size": "ci", "claim": "None.", "grids": {{"g": grid}}}}
+        | {{"references": {{"peer": other}}, "pictures": pictures}}
+    )
+"""  # noqa: E501
+
+
+@pytest.fixture
+def swept(tmp_path, monkeypatch):
+    """Runs a sweep of three points as a user does; returns status, result and folder."""
+    fake = functools.partial(runner.run_all, program=fake_job.program)
+    monkeypatch.setattr(runner, "run_all", fake)
+    monkeypatch.setattr(runner.stamp, "code", lambda: {"commit": "c", "dirty": False})
+    monkeypatch.setattr(runner.stamp, "changes", lambda: None)
+
+    def run(fail):
+        # a new name each time: Python reuses byte code of the same second and size
+        config = tmp_path / f"fake_sweep_{fail}.py"
+        config.write_text(CONFIG.format(fail=fail))
+        status = 0
+        try:
+            launch.main([f"--config={config}", f"--workdir={tmp_path / 'out'}"])
+        except SystemExit as error:
+            status = error.code
+        return status, json.loads((tmp_path / "out" / "result.json").read_text()), tmp_path / "out"
+
+    return run
+
+
+def test_a_failed_point_is_in_status_result_and_report(swept):
+    status, result, folder = swept(fail=1)
+    assert (status, result["failed"], result["points"], result["rows"]) == (1, 1, 3, 2)
+    found = json.loads((folder / "report.json").read_text())
+    assert [point["state"] for point in found["points"]] == ["done", "failed", "done"]
+    assert found["points"][0]["commit"] == "some commit"
+    page = (folder / "report.md").read_text()
+    assert "| ours | 1 | failed: error: the value is 3; expected 4 |" in page
+    assert "| Peer | 2 |  | 9 |" in page
+    assert "2 (1 to 2, n 3)" not in page
+    assert "3 (1 to 2, n 3)" in page
+    assert result["pictures"] == found["pictures"] == ["curves.png", "s.png"]
+    assert all((folder / name).read_bytes().startswith(b"\x89PNG") for name in result["pictures"])
+    status, result, folder = swept(fail=7)
+    assert (status, result["failed"], result["rows"]) == (0, 0, 3)
+
+
+def figure(median, low, high):
+    return {"median": median, "interval": [low, high], "n": 5}
+
+
+def report(**figures):
+    rows = [{"settings": {"k": 1}, "figures": figures}]
+    return {"sweep": "fake", "points": [{"grid": "g", "rows": rows}]}
+
+
+def test_differences_outside_of_the_intervals_are_marked():
+    a = report(s=figure(1.0, 0.9, 1.1), t=figure(1.0, 0.9, 1.1), count=3, a=1, text="memory")
+    b = report(s=figure(1.2, 1.05, 1.3), t=figure(0.8, 0.7, 0.89), count=4)
+    lines = {line.name: line for line in compare.compare(a, b)}
+    marks = {name: line.is_outside for name, line in lines.items()}
+    assert marks == {"g: k 1: s": False, "g: k 1: t": True, "g: k 1: count": True}
+    assert lines["g: k 1: t"].ratio == pytest.approx(0.8)
+    assert not any(line.is_outside for line in compare.compare(a, a))
+
+
+def test_reports_of_benchmarks_are_compared_by_path():
+    sides = [{"name": "p", "s": figure(1.0, 0.9, 1.1)}]
+    a = {"bench": "x", "sides": sides, "n": 5, "stamp": {"s": figure(1.0, 0.9, 1.1)}}
+    [line] = compare.compare(a, a)
+    assert line.name == "sides/p/s"
+    with pytest.raises(UserError, match="no figure in common"):
+        compare.compare(a, {"bench": "y"})
+
+
+def test_the_command_compares_committed_reports(tmp_path, monkeypatch, capsys):
+    for path in (tables.CPU / "handoff.json", tables.CPU / "sweeps" / "handoff"):
+        monkeypatch.setattr(sys, "argv", ["compare", str(path), str(path)])
+        compare.main()
+        out = capsys.readouterr().out
+        assert out.splitlines()[-1].startswith("0 of ")
+        assert "handoff_ratio |" in out
+    monkeypatch.setattr(sys, "argv", ["compare", str(tmp_path / "none.json"), str(path)])
+    with pytest.raises(SystemExit) as ended:
+        compare.main()
+    assert ended.value.code == 2
+    assert "none.json is no report" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("text", "message"), [("{", "is not JSON"), ("[]", "is a list")])
+def test_a_file_that_is_not_a_report_is_refused(text, message, tmp_path):
+    (tmp_path / "report.json").write_text(text)
+    with pytest.raises(UserError, match=message):
+        compare.read(tmp_path)
