@@ -30,7 +30,7 @@ from benchmarks.alone import alone
 from benchmarks.bases import make_grpo, open_base
 from mint_jax import host
 from mint_jax.models.base import cache_dir
-from mint_jax.train import schedule
+from mint_jax.train import phases as phases_lib
 
 _NAMED = {"overlapped": "_overlapped", "batched": ""}
 
@@ -47,7 +47,7 @@ class _Side:
 
     def __init__(self, job: Any, name: str, steps: int, reward_s: float):
         self.job, self.name, self.steps, self.reward_s = job, name, steps, reward_s
-        self.units = schedule.units_of(list(job.members), name)
+        self.units = phases_lib.units_of(list(job.members), name)
         self.start = jax.tree.map(jnp.copy, job.trainer.state)
         self.tokens = 0
         self.spans: list[dict[str, Any]] = []  # phases of the last call
@@ -90,10 +90,12 @@ class _Side:
         before = job.tokens
         first = dict.fromkeys(job.members, 0)
         overlap = self.name != "sequential"
-        with schedule.Phases(self.units, first, self.steps, overlap, workers=len(first)) as phases:
+        with phases_lib.Phases(
+            self.units, first, self.steps, overlap, workers=len(first)
+        ) as phases:
             for phase, unit in phases:
                 since = time.perf_counter()
-                if phase == schedule.ROLLOUT:
+                if phase == phases_lib.ROLLOUT:
                     samples = job.rollout(unit.names, unit.step)
                     self._span(phase, unit.names, since)
                     unit.score(self.reward, samples)
@@ -183,7 +185,7 @@ def run(
             report[f"policies_{count}"]["rewards_at_once"] = idle
         if count in config.waiting:
             what = f"{count} policies, rewards take {config.reward_s} s"
-            waiting = _series(config, job, schedule.SCHEDULES, config.reward_s, what)
+            waiting = _series(config, job, phases_lib.SCHEDULES, config.reward_s, what)
             report |= {
                 f"ratio_{count}_waiting{_NAMED[name]}": ratio
                 for name, ratio in waiting["ratio"].items()

@@ -28,7 +28,7 @@ from mint_jax.residency.opening import PIECE_BYTES
 from mint_jax.residency.residency import Residency
 from mint_jax.rollout import device, plans
 from mint_jax.rollout.pages import pages_for
-from mint_jax.rollout.schedule import longest_table
+from mint_jax.rollout.scheduler import longest_table
 
 PROMPT = 16  # tokens of each row's prompt
 

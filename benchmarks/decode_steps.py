@@ -19,10 +19,10 @@ from mint_jax.models import transformer
 from mint_jax.models.base import Base
 from mint_jax.models.paged import PAGE
 from mint_jax.rollout import device, plans
-from mint_jax.rollout.device import Drawn, Rows
+from mint_jax.rollout.device import DecodePlan, Drawn
 from mint_jax.rollout.pages import pages_for
 from mint_jax.rollout.request import Request
-from mint_jax.rollout.schedule import Prompt, Sample, longest_table
+from mint_jax.rollout.scheduler import CachedPrompt, SampleState, longest_table
 
 
 class Steps:
@@ -48,7 +48,7 @@ class Steps:
         stacks: Stacks,
         cached: int = 0,
         alone: int | None = None,
-    ) -> Rows:
+    ) -> DecodePlan:
         """Which rows decode, and with what.
 
         Args:
@@ -57,14 +57,14 @@ class Steps:
                 written there, at first zeros.
             alone: the only row that decodes; None for all of them.
         """
-        live: list[tuple[Sample, int]] = []
+        live: list[tuple[SampleState, int]] = []
         for r, slot in enumerate(slots):
             request = Request((self._first[r],), slot, max_tokens=self.room, temperature=0.0)
             pages = list(range(r * self._each, (r + 1) * self._each))
             live.append(
                 (
-                    Sample(
-                        Prompt(request, ("bench", None)),
+                    SampleState(
+                        CachedPrompt(request, ("bench", None)),
                         0,
                         r,
                         pages=pages,
@@ -91,7 +91,7 @@ class Steps:
             )
         return plan
 
-    def take(self, stacks: Stacks, plan: Rows, steps: int) -> Drawn:
+    def take(self, stacks: Stacks, plan: DecodePlan, steps: int) -> Drawn:
         """Takes steps, at most ``device.STEPS``; done when it returns."""
         with jax.set_mesh(self.base.mesh):
             self._pool, drawn = device.decode(

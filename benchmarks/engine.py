@@ -55,7 +55,7 @@ from mint_jax.models.paged import PAGE
 from mint_jax.rollout import device
 from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import Completion, Request
-from mint_jax.rollout.schedule import pages_needed
+from mint_jax.rollout.scheduler import pages_needed
 
 _tenants = (f"bench {k}" for k in itertools.count())  # each reads its prompts itself
 

@@ -47,8 +47,8 @@ from mint_jax.rollout.request import Request
 from mint_jax.service.calls import Call, Create, ForwardBackward, Optim, Save
 from mint_jax.service.loop import Loop
 from mint_jax.service.server import Server, Sizes
-from mint_jax.train import held
-from mint_jax.train.blocks import Datum, Work
+from mint_jax.train import host_state
+from mint_jax.train.blocks import Datum, TrainRequest
 from mint_jax.train.config import BlockShape, OptimizerConfig
 from mint_jax.train.live import NO_LOSS, Live
 
@@ -244,13 +244,14 @@ def _unembedding(config: Any, base: Base) -> dict[str, Any]:
         names = [f"{i}" for i in range(live.shapes[0].blocks)]
         for i, name in enumerate(names):
             live.join(
-                name, held.fresh(live.specs, dataclasses.replace(adapter, targets=live.targets), i)
+                name,
+                host_state.fresh(live.specs, dataclasses.replace(adapter, targets=live.targets), i),
             )
         tokens = rng.integers(0, base.cfg.vocab_size, shape.tokens + 1).astype(np.int32)
         datum = Datum(tokens[:-1], tokens[1:], np.ones(shape.tokens, np.float32))
 
         def call() -> None:
-            live.step([Work(name, [datum] * shape.rows, NO_LOSS) for name in names])
+            live.step([TrainRequest(name, [datum] * shape.rows, NO_LOSS) for name in names])
             live.optim({name: OptimizerConfig(1e-4) for name in names})
 
         return call
@@ -356,7 +357,7 @@ def _memory(config: Any, tenants: _Tenants, live: Live) -> dict[str, Any]:
         name = tenants.join()
         tenants.round(name)
         per.append(host.rss_bytes() - before)
-    one = live.held(name)
+    one = live.read_state(name)
     return {
         "rss_a_tenant": timing.mean(x / one.nbytes for x in per),
         "tenant_mb": round(one.nbytes / 1e6, 1),

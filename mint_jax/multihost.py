@@ -324,24 +324,6 @@ def take() -> bytes:
     return message
 
 
-def report(name: str, error: str | None) -> None:
-    """Tells process 0 how this one fared at something that it asked for; see ``heed``."""
-    _client().key_value_set(f"mint/report/{name}/{index()}", error or "")
-
-
-def heed(name: str) -> None:
-    """Waits until all others have reported.
-
-    Raises:
-        UserError: naming the first that could not do it.
-    """
-    for other in range(1, count()):
-        if error := _wait_for(f"mint/report/{name}/{other}"):
-            raise UserError(f"process {other}: {error}")
-    if count() > 1:
-        _client().key_value_delete(f"mint/report/{name}")
-
-
 def require_same(what: str, make: Callable[[], Any]) -> None:
     """Compares what every process made of its own files and options.
 

@@ -21,7 +21,7 @@ from mint_jax.lora.tree import ALL_LINEAR, AdapterConfig, Slot, Stacks, spelled_
 from mint_jax.models import hf, transformer
 from mint_jax.models.base import Base, public_name
 from mint_jax.models.outline import peft_tables
-from mint_jax.residency.pool import Pool, Turn
+from mint_jax.residency.pool import AdapterBatch, Pool
 from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import Completion, Request
 from mint_jax.train.config import OptimizerConfig, PolicyConfig
@@ -548,7 +548,7 @@ class Model:
             self.base, AdapterSource(self.base, next(iter(stores.values()), None)), names, slots
         ) as pool:
 
-            def sampled(turn: Turn) -> list[list[Completion]]:
+            def sampled(turn: AdapterBatch) -> list[list[Completion]]:
                 rows = [
                     (requests[i], turn.slot(names[i]), {"revision": names[i]}) for i in turn.rows
                 ]

@@ -9,7 +9,7 @@ from mint_jax import params as params_lib
 from mint_jax.errors import UserError
 from mint_jax.lora.tree import AdapterConfig
 from mint_jax.train.config import LossConfig, OptimizerConfig, PolicyConfig
-from mint_jax.train.held import Held, notes_of
+from mint_jax.train.host_state import HostState, notes_of
 from mint_jax.train.trainer import Trainer
 
 
@@ -24,7 +24,7 @@ def save(file: str | Path, trainer: Trainer, name: str, fingerprint: str, draws:
         UserError: the file cannot be written.
     """
     path = _path(file)
-    state, reference = trainer.held(name), trainer.reference(name)
+    state, reference = trainer.read_state(name), trainer.reference(name)
     notes: dict[str, Any] = {
         "policy": dataclasses.asdict(trainer.policies[name]),
         "base": fingerprint,
@@ -61,7 +61,7 @@ class Saved:
     """
 
     config: PolicyConfig
-    state: Held
+    state: HostState
     reference: tuple[AdapterConfig, Any] | None
     draws: int
     shapes: list[tuple[int, ...]]
@@ -92,7 +92,7 @@ def read(file: str | Path, fingerprint: str, base: str, loss: LossConfig | None)
             f"file {path} cannot be read ({error.strerror or error}): give a file that"
             " save_state wrote"
         ) from None
-    state = Held.from_bytes(data, str(path))
+    state = HostState.from_bytes(data, str(path))
     notes = notes_of(data)
     if not {"policy", "base", "draws", "shapes"} <= set(notes):
         raise UserError(

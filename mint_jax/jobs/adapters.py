@@ -24,7 +24,7 @@ from mint_jax.models import transformer
 from mint_jax.models.base import Base
 from mint_jax.models.outline import peft_tables
 from mint_jax.residency.opening import Known
-from mint_jax.residency.pool import Entry, Pool
+from mint_jax.residency.pool import AdapterEntry, Pool
 
 # payloads of later turns are kept from collection so long, and anew while turns go on
 LEASE_S = 86400.0
@@ -118,8 +118,8 @@ class AdapterSource:
     """What names in configs and data files stand for, for a ``Pool``: PEFT directories, and
     revisions of the catalog.
 
-    Revisions are leased from ``look_up`` until ``let_go``: what the names stood for stays, whatever
-    becomes of the names.
+    Revisions are leased from ``look_up`` until ``release``: what the names stood for stays,
+    whatever becomes of the names.
 
     Attributes:
         revisions: by name, of those that are the catalog's.
@@ -133,8 +133,8 @@ class AdapterSource:
         self._given: dict[str, np.ndarray] = {}  # packed objects that come from PEFT directories
         self._leases: dict[str, Lease] = {}
 
-    def look_up(self, names: Sequence[str]) -> dict[str, Entry]:
-        found: dict[str, Entry] = {}
+    def look_up(self, names: Sequence[str]) -> dict[str, AdapterEntry]:
+        found: dict[str, AdapterEntry] = {}
         named = []
         for name in names:
             if is_directory(name):
@@ -143,7 +143,7 @@ class AdapterSource:
                     pack(loaded.adapter, Schema(self.base.fingerprint, loaded.config)), np.uint8
                 )
                 self._given[loaded.digest] = data
-                found[name] = Entry(
+                found[name] = AdapterEntry(
                     loaded.digest, Known(loaded.config, "float32", True), data.nbytes
                 )
             else:
@@ -156,7 +156,7 @@ class AdapterSource:
                 schema, revision = Schema.from_json(text), Named(*which)
                 check_base(schema, str(revision), self.base)
                 self.revisions[name] = revision
-                found[name] = Entry(
+                found[name] = AdapterEntry(
                     revision.digest, Known(schema.config, schema.dtype, revision.finite), nbytes
                 )
             if multihost.count() == 1:  # several processes load all before they begin
@@ -196,7 +196,7 @@ class AdapterSource:
             if lease.expires_at < time.time() + LEASE_S / 2:
                 self._leases[digest] = self._main.renew_lease(lease, LEASE_S)
 
-    def let_go(self, digests: Iterable[str]) -> None:
+    def release(self, digests: Iterable[str]) -> None:
         held = [self._leases.pop(digest) for digest in list(digests) if digest in self._leases]
         if held:
             self._main.release(*held)

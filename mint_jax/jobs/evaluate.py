@@ -33,7 +33,7 @@ from mint_jax.jobs.options import GrpoSampling
 from mint_jax.lora.tree import Slot, Stacks
 from mint_jax.metrics import Progress
 from mint_jax.models.base import Base
-from mint_jax.residency.pool import Held, Pool
+from mint_jax.residency.pool import Pool, ResidentAdapters
 from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import Completion, Request
 from mint_jax.rollout.score import Scorer
@@ -252,7 +252,11 @@ def _sample(
         with Pool(base, AdapterSource(base, catalog), [name], 1) as own, own.hold([name]) as held:
             slot = held.slot(name)
             alone |= sample_together(
-                engine, requests, Held({text: slot} if slot else {}, held.stacks), [text], "alone"
+                engine,
+                requests,
+                ResidentAdapters({text: slot} if slot else {}, held.stacks),
+                [text],
+                "alone",
             )
             progress.update(len(parties) + 2 * k + 1, f"{text or 'base'} alone")
             scores[text] = _scores(
@@ -291,7 +295,7 @@ def _scores(
 def sample_together(
     engine: Engine,
     requests: Mapping[str, Sequence[Request]],
-    held: Held,
+    held: ResidentAdapters,
     names: Sequence[str],
     tenant: str,
 ) -> Completions:

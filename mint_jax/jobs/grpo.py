@@ -34,10 +34,11 @@ from mint_jax.lora.tree import Slot, Stacks
 from mint_jax.models import base as base_lib
 from mint_jax.models import router
 from mint_jax.models.base import DTYPES, Base
-from mint_jax.residency.pool import Held
+from mint_jax.residency.pool import ResidentAdapters
 from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import Completion, Request
-from mint_jax.train import advantages, schedule
+from mint_jax.train import advantages
+from mint_jax.train import phases as phases_lib
 from mint_jax.train.batch import Group
 from mint_jax.train.trainer import Trainer
 
@@ -137,7 +138,7 @@ class ConcurrentGrpo:
         # policy -> what its rollouts are drawn from, where that is another adapter
         self.fixed: dict[str, str] = {}
         # where those are, and their digests by policy
-        self._held, self._revisions = Held({}, {}), dict[str, str]()
+        self._held, self._revisions = ResidentAdapters({}, {}), dict[str, str]()
         self._books: dict[tuple[str, ...], ShapeBook] = {}
 
     def book(self, names: Sequence[str]) -> ShapeBook:
@@ -166,7 +167,7 @@ class ConcurrentGrpo:
             try:
                 yield
             finally:
-                self.fixed, self._held, self._revisions = {}, Held({}, {}), {}
+                self.fixed, self._held, self._revisions = {}, ResidentAdapters({}, {}), {}
 
     def rollout(self, names: Sequence[str], step: int) -> dict[str, Rollout]:
         """Samples all these policies' prompts: in one engine call, and one more for those that
@@ -417,10 +418,10 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
     """Trains, exports, evaluates; see the module. Returns the result it prints."""
     began = time.monotonic()
     settings.complete(config)  # a caller other than launch may leave settings out
-    schedule.check_workers(config.reward_workers)
+    phases_lib.check_workers(config.reward_workers)
     scoring.check_timeout(config.reward_timeout)
     common.claim_workdir(config, workdir)
-    units = schedule.units_of(list(config.policies), config.schedule, config.cohorts)
+    units = phases_lib.units_of(list(config.policies), config.schedule, config.cohorts)
     base = common.open_base(config)
     job = ConcurrentGrpo(config, base)
     books = {name: (job.book(names),) for names in units for name in names}
@@ -461,10 +462,12 @@ def _run(
     overlap, workers = config.schedule != "sequential", config.reward_workers
     with (
         run.stepping(),
-        schedule.Phases(units, run.step, config.steps, overlap, workers, job.watch.look) as phases,
+        phases_lib.Phases(
+            units, run.step, config.steps, overlap, workers, job.watch.look
+        ) as phases,
     ):
         for phase, unit in phases:
-            if phase == schedule.ROLLOUT:
+            if phase == phases_lib.ROLLOUT:
                 unit.score(job.reward, job.rollout(unit.names, unit.step))
                 continue
             scored = unit.scored()

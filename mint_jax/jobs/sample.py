@@ -29,7 +29,7 @@ from mint_jax.jobs.output import Output
 from mint_jax.jobs.score import check_row, made_from, tokens_of
 from mint_jax.metrics import Progress
 from mint_jax.models.base import Base
-from mint_jax.residency.pool import Turn
+from mint_jax.residency.pool import AdapterBatch
 from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import Completion, Request
 
@@ -175,7 +175,7 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
         names = [rows[n].get("adapter") for n in todo]
         progress = Progress("sample", len(rows), done=len(output.rows))
 
-        def sampled(turn: Turn) -> list[list[Completion]]:
+        def sampled(turn: AdapterBatch) -> list[list[Completion]]:
             mine = [todo[i] for i in turn.rows]
             digests = [pool.digests.get(names[i] or "") for i in turn.rows]
             slots = [turn.slot(names[i]) for i in turn.rows]

@@ -24,7 +24,7 @@ from mint_jax.jobs.common import Config
 from mint_jax.jobs.output import Output
 from mint_jax.metrics import Progress
 from mint_jax.models.base import Base
-from mint_jax.residency.pool import Turn
+from mint_jax.residency.pool import AdapterBatch
 from mint_jax.rollout.score import Scorer
 
 KEYS = ("id", "adapter", "tokens", "text")
@@ -92,7 +92,7 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
         names = [rows[n].get("adapter") for n in todo]
         progress = Progress("score", len(rows), done=len(output.rows))
 
-        def scored(turn: Turn) -> list[np.ndarray]:
+        def scored(turn: AdapterBatch) -> list[np.ndarray]:
             mine = [todo[i] for i in turn.rows]
 
             def done(results: dict[int, np.ndarray]) -> None:

@@ -1,9 +1,8 @@
-"""LoRA deltas of a whole batch: rows come in equal blocks, and each block has one adapter.
+"""LoRA deltas of a batch whose rows come in equal blocks, each with one adapter.
 
-A block is a policy's rows in training, a prompt's rollouts in sampling, a single row in serving:
-one mechanism for all. Blocks are ordered by rank bucket, so that a rank-r adapter costs rank-r
-work, and blocks without an adapter (the bare base) come last. The base projection never sees any of
-this: it multiplies all rows at once.
+A block is a policy's rows in training, a prompt's rollouts in sampling, or a single row in serving.
+Blocks are ordered by rank bucket, so a rank-r adapter costs rank-r work; blocks without an adapter
+(the bare base) come last. The base projection multiplies all rows at once.
 
 Axes: P blocks, M rows of a block times tokens, D in, F out, R rank. Hu et al. 2021, arXiv
 2106.09685, section 4.1.
@@ -29,11 +28,11 @@ class BoundAdapters:
     """Adapters bound to the blocks of one batch.
 
     Attributes:
-        buckets: per rank bucket a tree ``{"dense": {"attn": {"q": {"a": [L, P, R, D], "b": [L, P,
-            R, F]}}}}``; ``b`` already holds the scale ``alpha / rank``. Inside the layer scan the
-            leading L is gone.
+        buckets: for each rank bucket a tree ``{"dense": {"attn": {"q": {"a": [L, P, R, D], "b": [L,
+            P, R, F]}}}}``; ``b`` includes the scale ``alpha / rank``. Inside the layer scan there
+            is no L.
         blocks: number of blocks of each bucket.
-        base_blocks: number of trailing blocks that have no adapter.
+        base_blocks: number of blocks at the end without an adapter.
     """
 
     buckets: tuple[Any, ...]
@@ -46,21 +45,21 @@ class BoundAdapters:
 
     @property
     def targeted(self) -> bool:
-        """Whether any adapter has factors here."""
+        """True if any adapter has factors here."""
         return any(self.buckets)
 
     def at(self, name: str) -> "BoundAdapters":
-        """The adapters below one name of the tree; buckets without it become empty."""
+        """Returns the adapters below one name of the tree; buckets without it become empty."""
         return dataclasses.replace(self, buckets=tuple(tree.get(name, {}) for tree in self.buckets))
 
     def block_of_rows(self, rows: int) -> jax.Array:
-        """``[B]`` int32: the block of each row.
+        """Returns the block of each row, ``[B]`` int32.
 
         Raises:
-            ValueError: rows that do not fall into equal blocks.
+            ValueError: the rows do not divide into equal blocks.
         """
         if rows % self.total_blocks:
-            raise ValueError(f"{rows} rows do not fall into {self.total_blocks} equal blocks")
+            raise ValueError(f"{rows} rows do not divide into {self.total_blocks} equal blocks")
         return jnp.arange(rows, dtype=jnp.int32) // (rows // self.total_blocks)
 
     def over(
@@ -79,17 +78,17 @@ class BoundAdapters:
 
         Args:
             x: ``[B, T, ...]``, rows in block order; B is a multiple of the number of blocks.
-            fan: of no matter here, see ``RowAdapters.over``.
+            fan: unused here, see ``RowAdapters.over``.
 
         Returns:
-            ``[B, T, d_out]``, or None when no bucket targets this projection.
+            ``[B, T, d_out]``, or None if no bucket targets this projection.
         """
         if not self.targeted:
             return None
         B, T = x.shape[:2]
         rows = B // self.total_blocks
         if rows * self.total_blocks != B:
-            raise ValueError(f"{B} rows do not fall into {self.total_blocks} equal blocks")
+            raise ValueError(f"{B} rows do not divide into {self.total_blocks} equal blocks")
         parts, start = [], 0
         for factors, blocks in zip((*self.buckets, {}), (*self.blocks, self.base_blocks)):
             if not blocks:
@@ -106,21 +105,21 @@ class BoundAdapters:
 
 @struct.dataclass
 class SlotBlocks:
-    """Adapters of blocks of rows that stay in their stacks until a layer asks for its own.
+    """Adapters of blocks of rows that stay in their stacks until each layer reads its own.
 
-    Bound before the layers, ``[L, P, R, D]``, the factors of all policies of a batch are copied
-    whole: of eight policies of rank 8 on SmolLM2 78 MB of the 283 that a training step had beside
-    its arguments.
+    If they were bound before the layers, ``[L, P, R, D]``, the factors of all policies would be
+    copied: 78 MB of the 283 MB of temporaries in a training step of eight policies of rank 8 on
+    SmolLM2.
 
     Attributes:
-        layers: per rank bucket a tree of ``[L, S, ...]``, or what is below a name of it.
-        slots, scale: of each bucket ``[P]``: the slot of each block, one beyond the last reads the
-            last; and ``alpha / rank``.
-        taps: per bucket a tree of ``[L, P, ...]`` in the dtype of the products, whose gradient is
-            that of each block's factors as the products take them, B multiplied by the scale (in
-            float32, before it is rounded); what it holds is never read. All layers' gradients are
-            there at once: in float32 they were twice the bytes where a base is in bfloat16.
-        tables: those of the embedding and the unembedding, which are in no layer.
+        layers: for each rank bucket a tree of ``[L, S, ...]``, or a subtree below a name.
+        slots, scale: ``[P]`` for each bucket: slot of each block (out of range reads the last), and
+            ``alpha / rank``.
+        taps: for each bucket a tree of zeros ``[L, P, ...]`` in the dtype of the matmuls. Its
+            gradient is that of each block's factors, with B multiplied by the scale in float32
+            before rounding. Gradients of all layers exist at once; in float32 they would be twice
+            the bytes of a bfloat16 base's.
+        tables: adapters of the embedding and the unembedding, which are outside the layers.
     """
 
     layers: tuple[Any, ...]
@@ -130,7 +129,7 @@ class SlotBlocks:
     tables: BoundAdapters
 
     def at(self, name: str) -> Any:
-        """Those of one kind of layers, or of a table, which are bound."""
+        """Returns the adapters of one kind of layers, or the bound ones of a table."""
         if name in TABLES:
             return self.tables.at(name)
         layers, taps = (
@@ -139,7 +138,7 @@ class SlotBlocks:
         return dataclasses.replace(self, layers=layers, taps=taps)
 
     def in_layer(self, layer: jax.Array, taps: tuple[Any, ...]) -> BoundAdapters:
-        """Those of one layer, bound; ``taps`` are the layer's, ``[P, ...]``."""
+        """Returns the bound adapters of one layer; ``taps`` are the layer's, ``[P, ...]``."""
 
         def take(
             path: Any, stack: jax.Array, tap: jax.Array, slots: jax.Array, scale: jax.Array
@@ -153,9 +152,9 @@ class SlotBlocks:
             )
 
         buckets = []
-        for stacks, mine, slots, scale in zip(self.layers, taps, self.slots, self.scale):
+        for stacks, own_taps, slots, scale in zip(self.layers, taps, self.slots, self.scale):
             one = functools.partial(take, slots=slots, scale=scale)
-            buckets.append(jax.tree_util.tree_map_with_path(one, stacks, mine))
+            buckets.append(jax.tree_util.tree_map_with_path(one, stacks, own_taps))
         return BoundAdapters(
             tuple(buckets), tuple(len(slots) for slots in self.slots), self.tables.base_blocks
         )
@@ -165,7 +164,7 @@ class SlotBlocks:
 def _taken(
     tap: jax.Array, stack: jax.Array, layer: jax.Array, slots: jax.Array, scale: jax.Array | None
 ) -> jax.Array:
-    """``scale stack[layer, slots]`` in the dtype of ``tap``, whose gradient it has."""
+    """Returns ``scale * stack[layer, slots]`` in the dtype of ``tap``, which gets the gradient."""
     factor = stack.at[layer, slots].get(mode="clip")
     if scale is not None:
         factor = factor * scale.reshape(-1, *(1,) * (factor.ndim - 1))
@@ -175,19 +174,19 @@ def _taken(
 _taken.defvjp(lambda *args: (_taken(*args), None), lambda _, g: (g, None, None, None, None))
 
 
-TABLES = ("embed", "unembed")  # projections that are in no layer
-# what a projection takes: adapters of blocks of rows, or of rows that name slots
+TABLES = ("embed", "unembed")  # projections outside the layers
+# Adapters of a projection: of blocks of rows, or of rows that each name a slot.
 AnyAdapters = BoundAdapters | RowAdapters
 
 
 def lora_delta(x_MD: jax.Array, a_RD: jax.Array, b_RF: jax.Array) -> jax.Array:
-    """``(x A^T) B`` of one adapter, ``[M, F]`` in the dtype of ``x``; both products accumulate in
-    float32.
+    """Returns ``(x A^T) B`` of one adapter, ``[M, F]`` in the dtype of ``x``; both matmuls
+    accumulate in float32.
     """
     chex.assert_rank([x_MD, a_RD, b_RF], 2)
     chex.assert_equal_shape([a_RD, b_RF], dims=0)
-    # Always through the rank: r (D + F) numbers a row. B A as a matrix would be D F of them, and a
-    # model of its own per adapter.
+    # Always through the rank, R (D + F) numbers per row. B A as a matrix would be D F numbers per
+    # adapter.
     return product("MR,RF->MF", product("MD,RD->MR", x_MD, a_RD), b_RF)
 
 
@@ -200,12 +199,14 @@ def _of_blocks(factors: Any, x: jax.Array) -> jax.Array:
 
 
 def batch_delta(x_BTD: jax.Array, lora: AnyAdapters, d_out: int) -> jax.Array | None:
-    """The deltas of one projection for all rows, ``[B, T, F]``; None when no adapter targets it."""
+    """Returns the deltas of one projection for all rows, ``[B, T, F]``; None if no adapter targets
+    it.
+    """
     return lora.over(_of_blocks, x_BTD, d_out, x_BTD.dtype)
 
 
 def add_delta(x_BTD: jax.Array, y_BTF: jax.Array, lora: AnyAdapters, ends: Ends) -> jax.Array:
-    """The base's result with the deltas of one projection.
+    """Returns the base's result plus the deltas of one projection.
 
     Args:
         ends: logical axes of D and F.
@@ -219,8 +220,8 @@ def add_delta(x_BTD: jax.Array, y_BTF: jax.Array, lora: AnyAdapters, ends: Ends)
 def embedding_delta(
     tokens_BT: jax.Array, lora: AnyAdapters, d_out: int, dtype: Any
 ) -> jax.Array | None:
-    """The deltas of the embedding, ``[B, T, D]``: its input is one-hot, so ``x A^T`` is a lookup in
-    ``A [R, V]``.
+    """Returns the deltas of the embedding, ``[B, T, D]``. Its input is one-hot, so ``x A^T`` is a
+    lookup in ``A [R, V]``.
     """
 
     chex.assert_rank(tokens_BT, 2)

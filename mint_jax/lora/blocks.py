@@ -1,6 +1,4 @@
-"""Rows of many adapters -> blocks of equal size: how a mixed batch is ordered so that the device
-sees only blocks.
-"""
+"""Ordering of a mixed batch into blocks of equal size with one adapter each."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -20,10 +18,11 @@ class BlockPlan:
     """An order of rows in which each block of ``size`` consecutive rows has one adapter.
 
     Attributes:
-        order: indices of the given rows, blocks by bucket and slot, rows without an adapter last;
+        order: indices of the given rows: blocks by bucket and slot, then rows without an adapter;
             None is padding.
         size: rows of a block.
-        slots: per bucket the slot of each block.
+        slots: slot of each block, by bucket.
+        base_blocks: number of blocks at the end without an adapter.
         base_blocks: trailing blocks without an adapter.
     """
 
@@ -34,29 +33,28 @@ class BlockPlan:
 
 
 def plan_blocks(adapters: Sequence[Slot | None], row_multiple: int = 1) -> BlockPlan:
-    """Plans rows that each name an adapter.
+    """Plans a batch of rows that each name an adapter.
 
-    Blocks are as large as the numbers of rows allow. The number of blocks of each bucket is rounded
-    up, so that batches of changing composition share few compiled shapes.
+    Blocks are as large as possible. The number of blocks of each bucket is rounded up, so that
+    batches of changing composition share few compiled shapes.
 
     Args:
-        row_multiple: the number of rows in all is a multiple of this (the data axes of a mesh).
+        row_multiple: the total number of rows is a multiple of this (the data axes of a mesh).
     """
     members: dict[Slot | None, list[int]] = {}
     for row, slot in enumerate(adapters):
         members.setdefault(slot, []).append(row)
-    # Larger blocks are larger products: their size is the greatest that divides every adapter's
-    # number of rows. Rollouts of equal groups give blocks of a group; requests that each name
-    # another adapter give blocks of one row.
+    # Larger blocks are larger matmuls, so the size is the greatest common divisor of the adapters'
+    # row counts: the group size for rollouts of equal groups, one row for unrelated requests.
     size = int(np.gcd.reduce([len(rows) for rows in members.values()]))
     order: list[int | None] = []
     slots: dict[int, np.ndarray] = {}
     resident = sorted(slot for slot in members if slot is not None)
     for bucket in sorted({slot.bucket for slot in resident}):
-        mine = [slot for slot in resident if slot.bucket == bucket]
-        blocks = [slot.index for slot in mine for _ in range(len(members[slot]) // size)]
+        own = [slot for slot in resident if slot.bucket == bucket]
+        blocks = [slot.index for slot in own for _ in range(len(members[slot]) // size)]
         padding = round_up(len(blocks)) - len(blocks)
-        order += [row for slot in mine for row in members[slot]] + [None] * (padding * size)
+        order += [row for slot in own for row in members[slot]] + [None] * (padding * size)
         slots[bucket] = np.array(blocks + blocks[-1:] * padding, np.int32)
     bare = members.get(None, [])
     base_blocks = round_up(len(bare) // size) if bare else 0
@@ -68,7 +66,7 @@ def plan_blocks(adapters: Sequence[Slot | None], row_multiple: int = 1) -> Block
 
 
 def bind_blocks(plan: BlockPlan, stacks: Stacks, dtype: Any) -> BoundAdapters | None:
-    """The resident adapters bound to a plan's blocks; None where no row has one."""
+    """Binds resident adapters to a plan's blocks; None if no row has an adapter."""
     if not plan.slots:
         return None
     used = {bucket: stacks[bucket] for bucket in plan.slots}

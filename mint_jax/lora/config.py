@@ -1,6 +1,4 @@
-"""What defines an adapter's shape and scale. Without jax: the catalog reads it of a million
-adapters and needs no device.
-"""
+"""Configuration of an adapter. Imports no jax: the catalog reads it for a million adapters."""
 
 import dataclasses
 
@@ -13,12 +11,12 @@ LINEAR_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class AdapterConfig(Settings):
-    """What defines an adapter's shape and scale.
+    """Shape and scale of an adapter.
 
     Attributes:
         rank: R, at least 1.
-        alpha: scale numerator: the delta is ``alpha / rank * B A x``, or ``alpha / sqrt(rank)``
-            with ``rslora`` (arXiv 2312.03732).
+        alpha: numerator of the scale; the delta is ``alpha / rank * B A x``, or ``alpha /
+            sqrt(rank)`` times ``B A x`` with ``rslora`` (arXiv 2312.03732).
         targets: short names of the adapted projections, or ``all-linear``.
         rslora: see ``alpha``.
     """
@@ -38,7 +36,7 @@ class AdapterConfig(Settings):
 
 
 def bucket_of(rank: int) -> int:
-    """The rank bucket that holds ``rank``: the next power of two.
+    """Returns the rank bucket that holds ``rank``: the next power of two.
 
     Raises:
         UserError: a rank below 1 or above ``MAX_RANK``.

@@ -1,10 +1,9 @@
-"""Whether stored numbers are finite, at the speed of memory: floats compared as the integers they
-are stored as.
+"""Fast test for NaN and infinity, which compares floats as the integers they are stored as.
 
-The bits of an IEEE float, read as an integer, grow with its magnitude; infinities and NaNs are at
-the top, from one pattern on (all exponent bits set, mantissa 0). So two maxima decide, one over
-signed integers (numbers >= 0) and one over unsigned ones (numbers < 0), without a temporary.
-``numpy.isfinite`` of 53 M bfloat16 takes ten times as long.
+The bits of an IEEE float, read as an integer, grow with its magnitude. Infinities and NaNs are the
+largest patterns (all exponent bits set). Two maxima therefore decide, one over signed integers
+(numbers >= 0) and one over unsigned ones (numbers < 0), without a temporary. ``numpy.isfinite`` of
+53 M bfloat16 takes ten times as long.
 """
 
 import numpy as np
@@ -14,11 +13,11 @@ _INFINITY = {
     "bfloat16": (np.int16, np.uint16, 0x7F80),
     "float16": (np.int16, np.uint16, 0x7C00),
 }
-_PIECE = 1 << 19  # elements: the second pass finds them in the cache
+_PIECE = 1 << 19  # elements of a piece that stays in the CPU cache for the second maximum
 
 
 def all_finite(x: np.ndarray) -> bool:
-    """Whether an array has neither NaN nor infinity; any shape, any dtype."""
+    """Returns True if an array has neither NaN nor infinity; any shape, any dtype."""
     if x.dtype.name not in _INFINITY or not x.flags.c_contiguous:
         return bool(np.isfinite(x).all())
     signed, unsigned, infinity = _INFINITY[x.dtype.name]

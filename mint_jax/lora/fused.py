@@ -1,25 +1,24 @@
-"""Adapters of routed experts in PEFT's fused layout (also vLLM's 3-D one) -> factors of each
-expert.
+"""Reader of routed experts' adapters in PEFT's fused layout (also vLLM's 3-D layout).
 
-transformers keeps the experts of a layer as two 3-D parameters, ``gate_up_proj [E, 2F, D]`` (gate's
-rows first) and ``down_proj [E, D, F]``. PEFT wraps the module that holds them once for each, and
-has one pair of matrices for all experts:
+transformers stores the experts of a layer as two 3-D parameters, ``gate_up_proj [E, 2F, D]`` (gate
+rows first) and ``down_proj [E, D, F]``. PEFT wraps their module once for each parameter, with one
+pair of matrices for all experts:
 
 - ``A [E * R, in]`` is expert-major: row ``e * R + j`` is row j of expert e;
 - ``B [out, R * E]`` is rank-major: column ``j * E + e`` is column j of expert e.
 
-With both parameters adapted, gate_up is the inner wrapper (``<experts>.base_layer``) and down the
-outer one (``<experts>``); one alone is the outer one, and its shape says which it is. gate and up
-come apart in one of two ways:
+If both parameters are adapted, gate_up is the inner wrapper (``<experts>.base_layer``) and down the
+outer one (``<experts>``). A single one is the outer wrapper, and its shape identifies it. gate and
+up are separated in one of two ways:
 
 - a shared A, trained as one parameter: both get all of A, and their own rows of B;
 - the block form, converted from separate gate and up of rank R / 2: ``A = [A_gate; A_up]`` and B
-  block-diagonal. Where B still is, each gets its half, exactly; after further training the blocks
-  mix, and both keep rank R.
+  block-diagonal. While B is block-diagonal, each gets exactly its half; further training mixes the
+  blocks, and then both keep rank R.
 
-PEFT before 0.19.1 had in and out the other way round: its ``A [E * R, out]`` is our B and its ``B
-[in, R * E]`` our A. The any pair of the file that is not square shows which it is. GPT-OSS
-interleaves gate's and up's rows: not this layout.
+PEFT before 0.19.1 swapped in and out: its ``A [E * R, out]`` is our B, its ``B [in, R * E]`` our A.
+Any non-square pair of the file shows the orientation. GPT-OSS interleaves the rows of gate and up,
+which is not this layout.
 
 Axes: L layers, E experts, R rank, D in, F out; in the formulas above D is the model's width and F
 that of one expert.
@@ -35,17 +34,17 @@ from mint_jax.errors import UserError
 from mint_jax.lora.patterns import Patterns
 from mint_jax.lora.tree import Projection
 
-# fused parameter -> projections whose rows it stacks
+# Fused parameter -> projections whose rows it stacks.
 PARAMETERS = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
-PLAIN_SINCE = (0, 19, 1, True)  # PEFT's version, see _numbers
+PLAIN_SINCE = (0, 19, 1, True)  # first PEFT version without the swap, see _numbers
 
 
 class Pair(NamedTuple):
-    """The factors of one module as PEFT has them.
+    """The factors of one module in PEFT's layout.
 
     Attributes:
         a, b: ``[R, D]`` and ``[F, R]``.
-        scale: what ``b @ a`` is multiplied by.
+        scale: factor of ``b @ a``.
     """
 
     a: np.ndarray
@@ -54,7 +53,7 @@ class Pair(NamedTuple):
 
 
 Found = dict[str, dict[int, Pair]]  # projection path -> index among its modules -> factors
-# takes a module's A and B out of the file, if there
+# Removes a module's A and B from the file and returns them; None if absent.
 Take = Callable[[str], tuple[np.ndarray, np.ndarray] | None]
 
 
@@ -89,8 +88,8 @@ class Fused(NamedTuple):
 def fused_parameters(
     names: Mapping[str, Sequence[str]], projections: Mapping[str, Projection]
 ) -> dict[str, dict[str, Fused]]:
-    """The fused parameters of a base: name of the module that holds them -> ``gate_up_proj``,
-    ``down_proj`` -> what they are.
+    """Returns the fused parameters of a base, by module name and then ``gate_up_proj`` or
+    ``down_proj``.
 
     Args:
         names: projection path -> module name per layer and expert.
@@ -110,7 +109,7 @@ def fused_parameters(
             (layers, count), d_in = projections[paths[0]].stack, projections[paths[0]].d_in
             d_out = sum(projections[path].d_out for path in paths)
             for layer in range(layers):
-                # without the expert and the projection
+                # Strip the expert's number and the projection.
                 experts = names[paths[0]][layer * count].rsplit(".", 2)[0]
                 fused = Fused(
                     experts, f"{experts}.{parameter}", paths, layer * count, count, d_in, d_out
@@ -120,15 +119,15 @@ def fused_parameters(
 
 
 def is_targeted(name: str, targets: Iterable[str]) -> bool:
-    """Whether ``target_parameters`` names a parameter, as PEFT matches them: by the end of its
+    """Returns True if ``target_parameters`` contains a parameter; PEFT matches the end of its
     name.
     """
     return any(f".{name}".endswith(f".{target}") for target in targets)
 
 
 class _Read(NamedTuple):
-    """A pair of the file, the parameter it can be, and which ways round it fits: ``False`` plain,
-    ``True`` swapped.
+    """A pair of the file, its parameter, and its possible orientations: ``False`` plain, ``True``
+    swapped.
     """
 
     fused: Fused
@@ -148,8 +147,8 @@ def read_fused(
 
     Args:
         fused: see ``fused_parameters``.
-        version: the PEFT version that wrote the file, where known.
-        where: the file, for errors.
+        version: PEFT version that wrote the file, if known.
+        where: name of the file for errors.
 
     Raises:
         UserError: shapes that fit neither parameter, another number of experts or rank, or square
@@ -173,7 +172,7 @@ def read_fused(
                 )
             )
         if outer is not None:
-            # the inner one is gate_up, so that the outer one is down; alone it can be either
+            # With an inner pair the outer one must be down; alone it can be either.
             read.append(
                 _identify(
                     experts,
@@ -218,7 +217,7 @@ def _identify(
 
 
 def _orientation(read: Sequence[_Read], version: str | None, where: str) -> bool:
-    """Whether in and out are swapped; one program wrote the file, so any pair that is not square
+    """Returns True if in and out are swapped. One program wrote the file, so any non-square pair
     decides for all.
     """
     known = {next(iter(one.ways)) for one in read if len(one.ways) == 1}
@@ -227,22 +226,22 @@ def _orientation(read: Sequence[_Read], version: str | None, where: str) -> bool
     fused = read[0].fused
     if known:
         raise UserError(
-            f"{where}: some experts have in and out swapped as PEFT before 0.19.1 wrote them,"
-            " others not: save the adapter anew"
+            f"{where}: some experts have in and out swapped, as PEFT before 0.19.1 wrote them, and"
+            " others do not: save the adapter again"
         )
     if version is not None and _numbers(str(version)) >= PLAIN_SINCE:
         return False
     raise UserError(
         f"{where}: {fused.name} is adapted from {fused.d_in} to {fused.d_out}, and peft_version is"
-        f" {version!r}: PEFT before 0.19.1 wrote A and B of experts the other way round, which"
-        " square shapes do not show. If 0.19.1 or later trained it, set peft_version in"
-        " adapter_config.json to that; otherwise export the factors expert by expert"
+        f" {version!r}: PEFT before 0.19.1 swapped A and B of experts, which square shapes do"
+        " not show. If 0.19.1 or later trained it, set peft_version in adapter_config.json;"
+        " otherwise export the factors expert by expert"
     )
 
 
 def _numbers(version: str) -> tuple[int, int, int, bool]:
-    """``"0.19.1.dev0"`` -> ``(0, 19, 1, False)``; True for a release, 0 for what is missing or no
-    number.
+    """Parses ``"0.19.1.dev0"`` to ``(0, 19, 1, False)``; the last is True for a release, and
+    missing or non-numeric parts are 0.
     """
     major, minor, patch = (
         int(part) if part.isdigit() else 0 for part in (version.split(".") + ["0"] * 3)[:3]
@@ -251,13 +250,13 @@ def _numbers(version: str) -> tuple[int, int, int, bool]:
 
 
 def _split(one: _Read, swapped: bool, patterns: Patterns, where: str) -> dict[str, list[Pair]]:
-    """Projection path -> the factors of each expert."""
+    """Returns the factors of each expert by projection path."""
     fused, E = one.fused, one.fused.count
     rank = patterns.rank(fused.name) or one.a.shape[0] // E
     if one.a.shape[0] != E * rank or one.b.shape[1] != E * rank or not rank:
         raise UserError(
             f"{where}: {fused.name} has lora_A {one.a.shape} and lora_B {one.b.shape}; {E} experts"
-            f" of rank {rank}, as this base and adapter_config.json say, need {E * rank} rows and"
+            f" of rank {rank}, per this base and adapter_config.json, need {E * rank} rows and"
             " columns: an expert is missing, or it was trained on another model"
         )
     a_ERD = one.a.reshape(E, rank, -1)
@@ -278,7 +277,7 @@ def _split(one: _Read, swapped: bool, patterns: Patterns, where: str) -> dict[st
 
 
 def _is_block_diagonal(b_parts: Sequence[np.ndarray]) -> bool:
-    """Whether each part of B uses only its own share of the rank, bit for bit."""
+    """Returns True if each part of B uses only its own share of the rank, bit for bit."""
     shares = [np.split(b, len(b_parts), axis=2) for b in b_parts]
     return not any(
         share.any() for i, row in enumerate(shares) for j, share in enumerate(row) if i != j
@@ -288,10 +287,10 @@ def _is_block_diagonal(b_parts: Sequence[np.ndarray]) -> bool:
 def target_fields(
     fused: Iterable[Fused], rank: int, alpha: float, rslora: bool
 ) -> dict[str, dict[str, float]]:
-    """``rank_pattern`` and ``alpha_pattern`` with which PEFT fuses unpacked factors of one rank
-    without changing their scale.
+    """Returns ``rank_pattern`` and ``alpha_pattern`` with which PEFT fuses unpacked factors of one
+    rank without changing their scale.
 
-    Parameters that stack n projections get rank n R, so alpha grows by n, or by sqrt(n) under
+    Parameters that stack n projections get rank n R, so alpha grows by n, or by sqrt(n) with
     rslora.
     """
     ranks, alphas = {}, {}

@@ -1,21 +1,19 @@
-"""The rank and the scale that PEFT gives each module or parameter: ``r`` and ``lora_alpha`` with
-their patterns.
-"""
+"""Rank and scale of each module or parameter in PEFT: ``r`` and ``lora_alpha`` with patterns."""
 
 import re
 from collections.abc import Mapping
 from typing import Any
 
-DEFAULT_RANK, DEFAULT_ALPHA = 8, 8  # of ``peft.LoraConfig``: what a config leaves out means these
+DEFAULT_RANK, DEFAULT_ALPHA = 8, 8  # defaults of ``peft.LoraConfig`` for omitted fields
 
 
 class Patterns:
     """Ranks and scales of one ``adapter_config.json``.
 
     Attributes:
-        rank_default: ``r``; PEFT's default where the config has none.
-        alpha_default: ``lora_alpha``, likewise.
-        rslora: the scale is ``alpha / sqrt(rank)`` in place of ``alpha / rank``.
+        rank_default: ``r``, or PEFT's default.
+        alpha_default: ``lora_alpha``, or PEFT's default.
+        rslora: the scale is ``alpha / sqrt(rank)`` instead of ``alpha / rank``.
     """
 
     def __init__(self, config: Mapping[str, Any]):
@@ -29,16 +27,16 @@ class Patterns:
 
     @staticmethod
     def _lookup(patterns: Mapping[str, Any], name: str, default: Any) -> Any:
-        for pattern, value in patterns.items():  # as PEFT matches them: a whole suffix of the name
+        for pattern, value in patterns.items():  # PEFT matches a whole suffix of the name
             if re.match(rf"(.*\.)?({pattern})$", name):
                 return value
         return default
 
     def rank(self, name: str) -> int:
-        """The rank of a module or parameter."""
+        """Returns the rank of a module or parameter."""
         return self._lookup(self._ranks, name, self.rank_default)
 
     def scale(self, name: str, rank: int) -> float:
-        """What the delta of a module or parameter is multiplied by."""
+        """Returns the scale of the delta of a module or parameter."""
         alpha = self._lookup(self._alphas, name, self.alpha_default)
         return float(alpha) / (rank**0.5 if self.rslora else rank)

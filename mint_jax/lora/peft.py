@@ -1,11 +1,11 @@
-"""PEFT adapter directories <-> adapter trees, exactly. Module names come in as a table; none is
-known here.
+"""Exact conversion between PEFT adapter directories and adapter trees. Module names are an
+argument.
 
-``lora_A`` is our ``a`` as it is, ``lora_B`` is our ``b`` transposed; embeddings spell theirs
-``lora_embedding_A`` and ``lora_embedding_B``. One rank and one scale hold for a tree: a directory
-with ``rank_pattern`` or ``alpha_pattern`` is brought to its largest rank, and differing scales are
-folded into B. Routed experts are written expert by expert, which every program reads, and read in
-that form or fused (``fused.py``).
+``lora_A`` is our ``a``, ``lora_B`` is our ``b`` transposed; embeddings use ``lora_embedding_A`` and
+``lora_embedding_B``. A tree has one rank and one scale: a directory with ``rank_pattern`` or
+``alpha_pattern`` is padded to its largest rank, and differing scales are folded into B. Routed
+experts are written expert by expert, which every program reads; they are read in that form or fused
+(``fused.py``).
 """
 
 import json
@@ -34,9 +34,9 @@ from mint_jax.lora.tree import AdapterConfig, Projection, check_finite
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-# what PEFT takes for projections of experts in a model type that knows them
+# Names that PEFT takes for projections of experts in model types with experts.
 _MLP = {"gate_proj", "up_proj", "down_proj"}
-# Every field of ``peft.LoraConfig`` is read, in ONLY or in NO_EFFECT.
+# Every field of ``peft.LoraConfig`` is in READ, ONLY or NO_EFFECT.
 READ = (
     *(
         "peft_type",
@@ -55,7 +55,7 @@ READ = (
         "modules_to_save",
     ),
 )
-# fields that change what is computed -> the values that are computed here
+# Fields that change the computation -> supported values.
 ONLY: dict[str, tuple[Any, ...]] = {
     "use_dora": (False, None),
     "bias": ("none", None),
@@ -65,25 +65,25 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "alora_invocation_tokens": (None, []),
     "megatron_config": (None, {}),
     "ensure_weight_tying": (False, None),  # factors of the embedding that also adapt the head
-    # others change the base's weights
+    # other initialisations change the base's weights
     "init_lora_weights": (None, True, False, "gaussian", "eva", "orthogonal", "mica"),
     **dict.fromkeys(
         ("use_qalora", "use_bdlora", "kasa_config", "monteclora_config"), (None, False, {})
     ),
     **dict.fromkeys(("velora_config", "arrow_config"), (None, False, {})),
 }
-NO_EFFECT = {  # field -> why the outputs of a finished adapter do not depend on it
-    "task_type": "names the class of the model; the tensors say what is adapted",
+NO_EFFECT = {  # field -> reason why outputs of a trained adapter do not depend on it
+    "task_type": "names the class of the model; the tensors define the targets",
     "auto_mapping": "names the class of the model",
     "base_model_name_or_path": "a name; shapes are checked",
     "revision": "a name",
-    "inference_mode": "whether factors get gradients",
-    "lora_dropout": "training alone",
+    "inference_mode": "disables gradients",
+    "lora_dropout": "training only",
     "fan_in_fan_out": (
-        "how a Conv1D stores its weight; PEFT sets it back for linear layers, and factors are the"
+        "storage order of a Conv1D's weight; PEFT resets it for linear layers, and factors are the"
         " same"
     ),
-    "layers_pattern": "where layers_to_transform finds numbers; a file names its layers",
+    "layers_pattern": "locates numbers of layers_to_transform; a file names its layers",
     "megatron_core": "a module's name, used with megatron_config",
     "loftq_config": "used by init_lora_weights",
     "eva_config": "used by init_lora_weights",
@@ -93,16 +93,16 @@ NO_EFFECT = {  # field -> why the outputs of a finished adapter do not depend on
     "runtime_config": "never saved",
 }
 
-# projection path -> module name per layer, or per layer and expert
+# Projection path -> module name per layer, or per layer and expert.
 Names = Mapping[str, Sequence[str]]
 
 
 class BaseNames(dict[str, list[str]]):
-    """``Names`` of a base that can be asked about its own weights, which some adapter files carry.
+    """``Names`` of a base that can also compare base weights, which some adapter files contain.
 
     Attributes:
-        holds: whether the base's tensor of a name has these values; None where there is no such
-            tensor.
+        holds: returns True if the base's tensor of a name has these values; None if there is no
+            such tensor.
     """
 
     def __init__(self, holds: Callable[[str, np.ndarray], bool | None]):
@@ -117,7 +117,7 @@ def _tensor_names(path: str, module: str) -> tuple[str, str]:
 
 
 def is_peft(directory: str | Path) -> bool:
-    """Whether a path looks like a PEFT adapter directory."""
+    """Returns True if a path looks like a PEFT adapter directory."""
     return (Path(directory) / CONFIG).is_file()
 
 
@@ -129,16 +129,16 @@ def write_peft(
     base_name: str = "",
     moe_type: bool = False,
 ) -> None:
-    """Writes an adapter so that PEFT loads it with the same outputs; the directory appears whole or
-    not at all.
+    """Writes an adapter so that PEFT loads it with the same outputs; the directory is created
+    atomically.
 
-    PEFT cannot load one that has only gate or only up of routed experts, and says so.
+    PEFT cannot load an adapter of only gate or only up of routed experts, and raises.
 
     Args:
         names: modules of every projection.
-        base_name: what other programs open the base by.
-        moe_type: whether transformers' class of the base knows routed experts, also where all its
-            layers are dense.
+        base_name: name by which other programs open the base.
+        moe_type: the base's transformers class has routed experts, even if all its layers are
+            dense.
 
     Raises:
         UserError: the directory exists and is not empty.
@@ -172,20 +172,20 @@ def write_peft(
     with new_directory(directory) as staging:
         save_file(tensors, staging / WEIGHTS, metadata={"format": "pt"})
         (staging / CONFIG).write_text(json.dumps(fields, indent=2))
-        # safetensors writes for the owner alone
+        # safetensors makes files readable by their owner only
         (staging / WEIGHTS).chmod((staging / CONFIG).stat().st_mode)
 
 
 def _targets(
     flat: Mapping[str, Any], config: AdapterConfig, names: Names, moe_type: bool
 ) -> dict[str, Any]:
-    """The fields that name the modules to adapt.
+    """Returns the config fields that name the adapted modules.
 
-    Last names of modules, as everybody reads them. PEFT turns those of routed experts into
-    parameters that stack gate and up at twice the rank, which goes wrong twice: the same names no
-    longer adapt dense layers and shared experts, whose factors are then dropped without a word, and
-    under rslora the scale of gate and up grows by sqrt(2). There the parameters are named outright.
-    PEFT goes by the type of the model: it does so also where no layer has experts.
+    By default these are the last names of modules, which every program reads. For routed experts
+    PEFT converts them to parameters that stack gate and up at twice the rank. That fails in two
+    ways: the same names no longer adapt dense layers and shared experts, whose factors PEFT drops
+    silently, and with rslora the scale of gate and up grows by sqrt(2). In these cases the
+    parameters are named explicitly. PEFT decides by the model type, even if no layer has experts.
     """
     routed = {
         leaf.rsplit("/", 1)[0]: np.shape(factor)[:2]
@@ -197,8 +197,8 @@ def _targets(
         for path in sorted({leaf.rsplit("/", 1)[0] for leaf in flat})
     }
     of_experts = {last for path in routed for last in modules[path]} | (_MLP if moe_type else set())
-    beside = [path for path in modules if path not in routed and modules[path] & of_experts]
-    if not beside and not (routed and config.rslora):
+    colliding = [path for path in modules if path not in routed and modules[path] & of_experts]
+    if not colliding and not (routed and config.rslora):
         return {"target_modules": sorted(set().union(*modules.values()))}
     stacks = {path: Projection(stack, 0, 0, ()) for path, stack in routed.items()}
     fused = [
@@ -207,12 +207,12 @@ def _targets(
         for f in of_layer.values()
     ]
     parameters = [one.name for one in fused] + [
-        f"{module}.weight" for path in beside for module in names[path]
+        f"{module}.weight" for path in colliding for module in names[path]
     ]
     return {
         "target_modules": sorted(
             set().union(
-                *(modules[path] for path in modules if path not in routed and path not in beside)
+                *(modules[path] for path in modules if path not in routed and path not in colliding)
             )
         ),
         "target_parameters": sorted(parameters),
@@ -221,7 +221,7 @@ def _targets(
 
 
 def _per_module(factor: Any) -> np.ndarray:
-    """``[L, R, D]`` or ``[L, E, R, D]`` -> ``[modules, R, D]``."""
+    """Reshapes ``[L, R, D]`` or ``[L, E, R, D]`` to ``[modules, R, D]``."""
     factor = np.asarray(factor)
     return factor.reshape(-1, *factor.shape[-2:])
 
@@ -235,19 +235,19 @@ def read_peft(
     """Reads a PEFT adapter.
 
     Args:
-        names: modules of every projection of the base that could be adapted. ``BaseNames`` compare
-            weights of the base that the file carries (``modules_to_save``, an adapted embedding's
-            own); with others these are refused.
+        names: modules of every adaptable projection of the base. With ``BaseNames``, base weights
+            in the file (from ``modules_to_save`` or an adapted embedding) are compared with the
+            base's; otherwise they are rejected.
         projections: those projections.
-        finite: refuse NaN and infinite weights.
+        finite: reject NaN and infinite weights.
 
     Returns:
-        The factors, float32, and their config. Layers that the directory leaves out are zero, as
-        are dense layers and shared experts beside routed ones of the same name.
+        The factors, float32, and their config. Layers that the directory omits are zero, as are
+        dense layers and shared experts with the names of targeted routed ones.
 
     Raises:
-        UserError: not a PEFT LoRA directory, a feature this does not cover, a tensor of no known
-            projection, a wrong shape, a layer with some of its experts only, NaN weights, or
+        UserError: not a PEFT LoRA directory, an unsupported feature, a tensor of an unknown
+            projection, a wrong shape, a layer with only some of its experts, NaN weights, or
             nothing that binds.
     """
     directory = Path(directory)
@@ -256,7 +256,7 @@ def read_peft(
         tensors = load_file(directory / WEIGHTS)
     except (FileNotFoundError, SafetensorError) as error:
         hint = (
-            " (a pickle, adapter_model.bin, is not read: save it with safe_serialization=True)"
+            " (adapter_model.bin is a pickle, which is not read: save with safe_serialization=True)"
             if (directory / "adapter_model.bin").exists()
             else ""
         )
@@ -275,9 +275,8 @@ def read_peft(
         _take_base_weights(tensors, names, directory)
     if tensors:
         raise UserError(
-            f"{directory}: tensor {next(iter(tensors))!r} is no LoRA factor of this base: the"
-            " adapter was trained on another model, or the file has weights that the base's files"
-            " do not have"
+            f"{directory}: tensor {next(iter(tensors))!r} is not a LoRA factor of this base: the"
+            " adapter was trained on another model, or the file has weights that the base lacks"
         )
     if not found:
         raise UserError(
@@ -288,7 +287,7 @@ def read_peft(
     rank = max(pair.a.shape[0] for pairs in found.values() for pair in pairs.values())
     alpha = float(Patterns(config).alpha_default)
     targets = tuple(dict.fromkeys(path.rsplit("/", 1)[-1] for path in names if path in found))
-    mine = AdapterConfig(rank, alpha, targets, bool(config.get("use_rslora", False)))
+    result = AdapterConfig(rank, alpha, targets, bool(config.get("use_rslora", False)))
     flat = {}
     for path in [p for p in names if p.rsplit("/", 1)[-1] in targets]:
         pairs = found.get(path, {})
@@ -300,7 +299,7 @@ def read_peft(
         )
         for i, (a, b, scale) in pairs.items():
             a_all[i, : a.shape[0]] = a
-            b_all[i, : a.shape[0]] = b.T.astype(np.float32) * np.float32(scale / mine.scale)
+            b_all[i, : a.shape[0]] = b.T.astype(np.float32) * np.float32(scale / result.scale)
         flat |= {
             f"{path}/a": a_all.reshape(*stack, rank, D),
             f"{path}/b": b_all.reshape(*stack, rank, F),
@@ -308,16 +307,15 @@ def read_peft(
     adapter = params_lib.nest(flat)
     if finite:
         check_finite(adapter, str(directory))
-    return adapter, mine
+    return adapter, result
 
 
 def _take_base_weights(tensors: dict[str, np.ndarray], base: BaseNames, directory: Path) -> None:
-    """Takes the weights of the base out of a file: PEFT saves them beside an adapted embedding, and
+    """Removes base weights from a file's tensors: PEFT saves them with an adapted embedding, and
     for modules_to_save.
 
     Raises:
-        UserError: they differ from the base's, over which the adapter would not be what was
-            trained.
+        UserError: they differ from the base's, so the adapter would compute something else.
     """
     for name in list(tensors):
         plain = (
@@ -329,20 +327,19 @@ def _take_base_weights(tensors: dict[str, np.ndarray], base: BaseNames, director
             continue
         if not same:
             raise UserError(
-                f"{directory}: {name!r} differs from the base's {plain}: the adapter was trained"
-                " over other weights, or trained them too, and adapters alone are supported here;"
-                " use a base with these weights, or train without modules_to_save and without"
-                " changing the embedding"
+                f"{directory}: {name!r} differs from the base's {plain}: the adapter was trained on"
+                " other weights, or trained them too, which is not supported; use a base with these"
+                " weights, or train without modules_to_save and without changing the embedding"
             )
         del tensors[name]
 
 
 def _check_targeted(module: str, config: Mapping[str, Any], directory: Path) -> None:
-    """A module that has factors is among those that the config's lists name; PEFT would drop the
-    factors of any other.
+    """Raises unless the config's lists target a module that has factors; PEFT would drop the
+    factors.
 
-    A regular expression, which a stranger may have written, is not run: the file's tensors say what
-    is adapted.
+    Regular expressions are not evaluated, because they come from untrusted files; the tensors show
+    what is adapted.
     """
 
     def named(field: str) -> bool | None:
@@ -368,8 +365,7 @@ def _check_targeted(module: str, config: Mapping[str, Any], directory: Path) -> 
         if wrong:
             raise UserError(
                 f"{directory}: the file has factors of {module}, but {field} in {CONFIG} is"
-                f" {str(config[field])[:200]}, which leaves it out: config and weights do not"
-                " belong together"
+                f" {str(config[field])[:200]}, which excludes it: config and weights do not match"
             )
 
 
@@ -380,7 +376,7 @@ def _find(
     projections: Mapping[str, Projection],
     directory: Path,
 ) -> Found:
-    """Takes the factors of all known modules out of a file."""
+    """Removes the factors of all known modules from a file's tensors and returns them."""
     targets, patterns, fused = (
         config.get("target_parameters") or (),
         Patterns(config),
@@ -394,10 +390,10 @@ def _find(
                 continue
             if i in found.get(path, {}):
                 raise UserError(
-                    f"{directory}: {module} has factors of its own beside the fused ones of all"
-                    " experts; keep one of the two"
+                    f"{directory}: {module} has its own factors and the fused ones of all experts:"
+                    " keep one of the two"
                 )
-            # a matrix that is targeted as a parameter goes by that name in the patterns, too
+            # Patterns name a matrix in target_parameters by its parameter name.
             key = f"{module}.weight" if is_targeted(f"{module}.weight", targets) else module
             if key == module and not (targets and len(projections[path].stack) == 2):
                 _check_targeted(module, config, directory)
@@ -431,15 +427,15 @@ def _check_target_parameters(
         if not any(is_targeted(name, [target]) for name in known):
             raise UserError(
                 f"{directory / CONFIG}: target_parameters is {sorted(targets)!r}, of which"
-                f" {target!r} is none that can be adapted in this base, like {known[0]!r}: the"
-                " adapter was trained on another model"
+                f" {target!r} is not adaptable in this base, unlike {known[0]!r}: the adapter was"
+                " trained on another model"
             )
 
 
 def _check_pair(
     a: np.ndarray, b: np.ndarray, module: str, projection: Projection, rank: int, directory: Path
 ) -> int:
-    """The rank of a module's factors."""
+    """Checks a module's factors and returns their rank."""
     if a.ndim != 2 or b.ndim != 2 or not a.shape[0]:
         raise UserError(
             f"{directory}: {module} has lora_A {a.shape} and lora_B {b.shape}; expected two"
@@ -453,8 +449,8 @@ def _check_pair(
         )
     if rank != r:
         raise UserError(
-            f"{module} has rank {r} but {CONFIG} says {rank} (if nothing, {DEFAULT_RANK}): config"
-            " and weights do not belong together"
+            f"{module} has rank {r}, but {CONFIG} says {rank} (default {DEFAULT_RANK}): config and"
+            " weights do not match"
         )
     return r
 
@@ -462,13 +458,13 @@ def _check_pair(
 def _check_experts(
     pairs: Mapping[int, Pair], modules: Sequence[str], experts: int, directory: Path
 ) -> None:
-    """All experts of a layer, or none."""
+    """Raises unless a layer has factors of all its experts or of none."""
     for first in sorted({i // experts * experts for i in pairs}):
         if lacking := [i for i in range(first, first + experts) if i not in pairs]:
             raise UserError(
-                f"{directory}: {modules[lacking[0]]} is missing, though {experts - len(lacking)} of"
-                f" the {experts} experts of its layer are there: the file is incomplete; write all"
-                " of them, with zeros where one is not adapted"
+                f"{directory}: {modules[lacking[0]]} is missing, but {experts - len(lacking)} of"
+                f" the {experts} experts of its layer are present: write all of them, with zeros"
+                " for experts that are not adapted"
             )
 
 
@@ -496,13 +492,13 @@ def _read_config(directory: Path) -> dict[str, Any]:
             raise UserError(
                 f"{path}: {field} is {value!r}, which is not supported; train or merge it without"
             )
-        # A new feature of PEFT is switched on by true or by an object; numbers and names are
-        # parameters of one.
+        # New features of PEFT are enabled by true or by an object; numbers and names are their
+        # parameters.
         if field not in (*READ, *ONLY, *NO_EFFECT) and (
             value is True or (isinstance(value, dict | list) and value)
         ):
             raise UserError(
-                f"{path}: {field} is {str(value)[:200]}, which is not known here: remove the field"
-                " if the outputs of the adapter do not depend on it"
+                f"{path}: {field} is {str(value)[:200]}, which is unknown: remove the field if the"
+                " outputs of the adapter do not depend on it"
             )
     return config

@@ -1,26 +1,24 @@
-"""LoRA deltas of rows that each name a slot: which adapters a batch has, and how many, is data of
+"""LoRA deltas of rows that each name a slot. The adapters of a batch and their number are data of
 one compiled program.
 
-``apply.py`` has blocks of rows with one adapter each, whose number is part of the program: right
-for training, whose batches repeat, and wrong for serving, where every mixture of adapters would be
-a program of its own. Here the stacks stay where they are, ``[L, S, R, D]``, and a row's slot is an
-index into them. A projection then has one of three forms, chosen on the device by the rows there
-are:
+``apply.py`` handles blocks of rows, whose number is part of the program. That suits training, whose
+batches repeat; in serving every mixture of adapters would be another program. Here the stacks stay
+in place, ``[L, S, R, D]``, and a row's slot indexes into them. A projection has one of three forms,
+selected on the device:
 
     no row names an adapter      nothing
-    all that do name one slot    one product for blocks of up to 32 rows: the adapter is read once
-    several slots                a product for each row with factors gathered for it
+    all rows name the same slot  one matmul for blocks of up to 32 rows; the adapter is read once
+    several slots                a matmul for each row, with gathered factors
 
-SmolLM2-135M's linear layers at 32 rows of rank 8, over the bare base: one slot 0.99 by the second
-form and 1.44 by the third, 22 distinct slots 1.46 by the third. The forms give the same bits: on a
-CPU a product of 2 to 32 rows sums alike whatever their number, so the third form gives each row a
-twin, and rank 1, whose products would be of a matrix and a vector, a row of zeros.
+Time of SmolLM2-135M's linear layers at 32 rows of rank 8, relative to the bare base: one slot 0.99
+by the second form and 1.44 by the third; 22 distinct slots 1.46 by the third. The forms give the
+same bits: CPU matmuls of 2 to 32 rows sum alike, so the third form duplicates each row, and rank 1,
+whose matmuls would be matrix-vector products, is padded with a row of zeros.
 
-On TPUs, NVIDIA's GPUs and CPUs a kernel (``pallas_kernels.slot_lora``) adds to the base's result
-where it can serve: every distinct adapter is read once, from where it lies. Of 32 rows of eight
-adapters the third form reads each adapter four times, writes the copies and reads these. The three
-forms are for what the kernels leave: other dtypes, meshes that split inputs, a CPU without a C++
-compiler.
+On TPUs, NVIDIA GPUs and CPUs a kernel (``pallas_kernels.slot_lora``) adds to the base's result and
+reads every distinct adapter once, in place. For 32 rows of eight adapters the third form reads each
+adapter four times, writes the copies and reads them again. The three forms remain for other dtypes,
+meshes that split inputs, and CPUs without a C++ compiler.
 
 Axes: B rows, T tokens, L layers, S slots, P blocks, R rank, D in, F out, E experts, C distinct
 adapters of a batch.
@@ -48,25 +46,25 @@ KERNELS = (
     ("pallas_gpu", "cuda", slot_lora.pallas_gpu),
     ("cpu", "cpu", slot_lora.cpu),
 )
-# rows of a block where all rows name one slot; more would be another class of products, with other
-# bits
+# Rows of a block if all rows name one slot. Larger blocks use another kind of matmul, with other
+# bits.
 BLOCK = 32
 
 
 @struct.dataclass
 class RowBucket:
-    """What the rows name of one rank bucket.
+    """The adapters of one rank bucket that the rows name.
 
     Attributes:
-        factors: a tree of ``[L, S, (E,) R, D]`` and ``[L, S, (E,) R, F]``, or what is below a name
-            of it.
+        factors: a tree of ``[L, S, (E,) R, D]`` and ``[L, S, (E,) R, F]``, or a subtree below a
+            name.
         scale: ``[S]`` float32.
-        slots: ``[B]`` int32; -1 for rows that name none of this bucket.
-        form: scalar int32: 0 no row names a slot, 1 one slot, 2 several.
-        distinct: ``[C]`` int32, the slots that rows name, each once; repeats of 0 behind them.
-        order: ``[B]`` int32, where a row's slot stands in ``distinct``.
-        turn: of the tokens of all rows the kernel's own order, see ``slot_lora.pallas_gpu``; None:
-            it is made where it is needed.
+        slots: ``[B]`` int32; -1 for rows without an adapter of this bucket.
+        form: scalar int32: 0 no slot, 1 one slot, 2 several.
+        distinct: ``[C]`` int32, the distinct slots of the rows, padded with 0.
+        order: ``[B]`` int32, index of a row's slot in ``distinct``.
+        turn: the GPU kernel's order of all tokens, see ``slot_lora.pallas_gpu``; None computes it
+            in each call.
     """
 
     factors: Any
@@ -80,12 +78,12 @@ class RowBucket:
 
 @struct.dataclass
 class RowAdapters:
-    """The adapters of a batch of rows, for any projection or those below one name.
+    """The adapters of a batch of rows, for all projections or those below one name.
 
     Attributes:
-        buckets: one for each rank bucket that is resident.
-        layer: which layer of the factors; None outside layers.
-        kernel: which implementation of ``slot_lora`` is used, see ``config.Kernels``.
+        buckets: one for each resident rank bucket.
+        layer: index of the layer; None outside the layers.
+        kernel: implementation of ``slot_lora``, see ``config.Kernels``.
     """
 
     buckets: tuple[RowBucket, ...]
@@ -93,7 +91,7 @@ class RowAdapters:
     kernel: str = struct.field(pytree_node=False, default="xla")
 
     def at(self, name: str) -> "RowAdapters":
-        """The adapters below one name of the tree; buckets without it become empty."""
+        """Returns the adapters below one name of the tree; buckets without it become empty."""
         return dataclasses.replace(
             self,
             buckets=tuple(
@@ -102,13 +100,11 @@ class RowAdapters:
         )
 
     def in_layer(self, layer: jax.Array) -> "RowAdapters":
-        """Those of one layer."""
+        """Returns the adapters of one layer."""
         return dataclasses.replace(self, layer=layer)
 
     def in_turn(self, T: int) -> "RowAdapters":
-        """Those of rows of T tokens, with what the kernel of GPUs needs of them for every layer and
-        step: made here, it is made once.
-        """
+        """Precomputes the GPU kernel's order of rows of T tokens, once for all layers and steps."""
         if self.kernel not in ("auto", "pallas_gpu") or not sharding.one_device():
             return self
 
@@ -131,22 +127,22 @@ class RowAdapters:
 
     @property
     def targeted(self) -> bool:
-        """Whether any adapter has factors here."""
+        """True if any adapter has factors here."""
         return any(bucket.factors for bucket in self.buckets)
 
     @property
     def blocks(self) -> tuple[int, ...]:
-        """Adapters of each bucket that ``block_of_rows`` numbers, as many as the rows may name."""
+        """Number of adapters of each bucket that ``block_of_rows`` numbers."""
         return tuple(bucket.distinct.shape[0] for bucket in self.buckets)
 
     @property
     def total_blocks(self) -> int:
-        """Of all buckets, and one for rows without an adapter."""
+        """Number of adapters of all buckets, plus one for rows without an adapter."""
         return sum(self.blocks) + 1
 
     def block_of_rows(self, rows: int) -> jax.Array:
-        """``[B]`` int32: the number of each row's adapter, through all buckets; the last is
-        none.
+        """Returns the number of each row's adapter, ``[B]`` int32, counted through all buckets; the
+        last number is no adapter.
         """
         out, first = jnp.full((rows,), self.total_blocks - 1, jnp.int32), 0
         for bucket, count in zip(self.buckets, self.blocks):
@@ -157,11 +153,11 @@ class RowAdapters:
     def onto(
         self, fn: Callable[[Any, jax.Array], jax.Array], x: jax.Array, y: jax.Array, ends: Ends
     ) -> jax.Array:
-        """A projection's result with its adapters' deltas: ``y [B, T, F]`` of ``x [B, T, D]``.
+        """Adds the adapters' deltas to a projection's result: ``y [B, T, F]`` of ``x [B, T, D]``.
 
         Args:
-            fn: as ``over`` takes it, for what the kernel does not serve.
-            ends: how a mesh splits D and F.
+            fn: as in ``over``, used where the kernel does not apply.
+            ends: logical axes of D and F.
         """
 
         def plain(x: jax.Array, y: jax.Array, bucket: RowBucket, layer: jax.Array) -> jax.Array:
@@ -198,11 +194,11 @@ class RowAdapters:
 
         Args:
             x: ``[B, T, ...]``.
-            fan: rows of ``fn``'s products for each of ``x``: heads, where these are absorbed factor
-                by factor.
+            fan: rows of ``fn``'s matmuls for each row of ``x``: the heads, where the absorbed
+                projections of MLA apply the factors head by head.
 
         Returns:
-            ``[B, T, d_out]``, or None when no bucket targets this projection.
+            ``[B, T, d_out]``, or None if no bucket targets this projection.
         """
         parts = [
             self._of_bucket(bucket, fn, x, d_out, dtype, fan)
@@ -220,9 +216,10 @@ class RowAdapters:
             return jnp.zeros((B, T, d_out), dtype)
 
         def one() -> jax.Array:
-            # with heads both forms have 2 fan rows, or they would be of two classes
+            # With heads, both forms need blocks of 2 fan rows to use the same kind of matmul.
             P = -(-B // (BLOCK if fan == 1 else 2))
-            # two at least, where there are: a row alone would be another class of products
+            # At least two rows where possible: a single row is a matrix-vector product, with other
+            # bits.
             rows = -(-B // P)
             x_PW = jnp.pad(x, [(0, P * rows - B)] + [(0, 0)] * (x.ndim - 1)).reshape(
                 P, rows, *x.shape[1:]
@@ -236,18 +233,18 @@ class RowAdapters:
             out = fn(self._of_rows(bucket, x.dtype), x_BW)
             return out.reshape(B, twins, T, d_out)[:, 0]
 
-        # A prompt's tokens are 32 rows of one slot anyway: there the last form is the cheap one.
+        # A prompt's tokens are 32 rows of one slot anyway, so the last form is cheap there.
         delta = jax.lax.switch(bucket.form, [none, one, several]) if T == 1 else several()
         return jnp.where((bucket.slots >= 0)[:, None, None], delta, jnp.zeros((), dtype))
 
     def _of_rows(self, bucket: RowBucket, dtype: Any) -> Any:
-        """The factors of each row's slot, ``[B, R, .]``."""
+        """Returns the factors of each row's slot, ``[B, R, .]``."""
         mesh: Any = jax.sharding.get_abstract_mesh()
         if sharding.one_device():
             return self._take(bucket, jnp.maximum(bucket.slots, 0), dtype)
-        # Over a mesh the distinct slots travel, each once, and are dealt to the rows where these
-        # are: gathered for the rows first, they travel once for every row (Qwen3-4B, 1,024 rows of
-        # 8 adapters on four chips: 24 GB of collectives in a step).
+        # On a mesh each distinct slot is sent once and then gathered for the rows locally. Gathered
+        # for the rows first, factors are sent once for every row: 24 GB of collectives in a step of
+        # Qwen3-4B with 1,024 rows of 8 adapters on four chips.
         rows = sharding.partition(("batch",), mesh)[0]
 
         def dealt(x: jax.Array) -> jax.Array:
@@ -261,8 +258,8 @@ class RowAdapters:
         return jax.tree.map(dealt, self._take(bucket, bucket.distinct, dtype))
 
     def _take(self, bucket: RowBucket, slots: jax.Array, dtype: Any) -> Any:
-        """The factors of slots, ``[P, R, D]`` and ``[P, R, F]`` with the scale in the second, of
-        rank 2 at least.
+        """Returns the factors of slots, ``[P, R, D]`` and ``[P, R, F]``, the latter scaled; rank 1
+        is padded to 2.
         """
         layer = 0 if self.layer is None else self.layer
         a, b = bucket.factors["a"][layer, slots], bucket.factors["b"][layer, slots]
@@ -271,8 +268,8 @@ class RowAdapters:
         return {"a": a.astype(dtype), "b": b.astype(dtype)}
 
     def embedded(self, tokens_BT: jax.Array, d_out: int, dtype: Any) -> jax.Array | None:
-        """The deltas of the embedding, ``[B, T, D]``: of ``A [R, V]`` each row reads its tokens'
-        columns alone.
+        """Returns the deltas of the embedding, ``[B, T, D]``; each row reads only its tokens'
+        columns of ``A [R, V]``.
         """
         parts = []
         for bucket in self.buckets:
@@ -291,17 +288,17 @@ class RowAdapters:
         return sum(parts[1:], parts[0]) if parts else None
 
 
-# By the kernel.
+# The kernel.
 
 
 class _Split(NamedTuple):
-    """How the mesh that is set splits a projection: logical axes, None where it does not.
+    """Split of a projection by the current mesh: logical axes, None where it is not split.
 
     Attributes:
-        rows, inward, outward: of rows, inputs and outputs.
-        swap_in, swap_out: mesh axes that split rows and also inputs, or outputs (``fsdp``). Whole
-            rows of a device become parts of the rows of all that share these axes, which is what
-            the factors are split for, and afterwards whole again.
+        rows, inward, outward: axes of rows, inputs and outputs.
+        swap_in, swap_out: mesh axes that split rows and also inputs, or outputs (``fsdp``). An
+            all-to-all trades a device's whole rows for parts of the rows of all devices along these
+            axes, as the factors are split, and back afterwards.
     """
 
     rows: str | None
@@ -325,7 +322,7 @@ def _split(x: jax.Array, y: jax.Array, ends: Ends) -> _Split:
 def _require(
     x: jax.Array, y: jax.Array, bucket: RowBucket, layer: jax.Array, ends: Ends, op: Any
 ) -> None:
-    """Whether the kernels of ``op`` can serve each device's part.
+    """Raises if the kernels of ``op`` cannot serve each device's part.
 
     Raises:
         NotImplementedError: with the reason.
@@ -377,8 +374,8 @@ def _by_kernel(
     rows, inward, outward, swap_in, swap_out = _split(x, y, ends)
 
     def shrunk(x_MD: jax.Array, a: jax.Array, slot_M: jax.Array, first: jax.Array) -> jax.Array:
-        """``[M, R]``, where each device has a part of the inputs: what travels is the inner
-        product, R numbers a row.
+        """Returns ``x A^T``, ``[M, R]``. With split inputs only this inner product, R numbers a
+        row, is communicated.
         """
         if not swap_in:
             h_MR = op.shrink(x_MD, a, slot_M, first, interpret=interpret)

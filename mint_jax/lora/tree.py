@@ -1,12 +1,12 @@
-"""Adapters as pytrees: what a base can be adapted in, one policy's factors, and stacks of policies
-by rank bucket.
+"""Adapters as pytrees: adaptable projections of a base, one policy's factors, and stacks of
+policies by rank bucket.
 
-One policy's *adapter* is ``{"dense": {"attn": {"q": {"a": [L, R, D], "b": [L, R, F]}}}}``, at its
-true rank; leaves outside layers (``embed``, ``unembed``) have L = 1, and those of routed experts
-are packed, ``[L, E, R, D]``: one array for all experts of all layers. A *stack* holds S slots of
-one bucket, ``[L, S, R, D]`` or ``[L, S, E, R, D]``: the slot axis is 1 everywhere. A rank-r policy
-lives in the bucket of the next power of two; the padded rank rows are zero, get a zero gradient and
-stay zero. A policy that does not target a projection has zeros there, which stay zero likewise.
+One policy's *adapter* is ``{"dense": {"attn": {"q": {"a": [L, R, D], "b": [L, R, F]}}}}`` at its
+true rank. Leaves outside the layers (``embed``, ``unembed``) have L = 1. Routed experts are packed
+as one array ``[L, E, R, D]``. A *stack* holds S slots of one bucket, ``[L, S, R, D]`` or ``[L, S,
+E, R, D]``: the slot axis is always 1. A rank-r policy is in the bucket of the next power of two;
+padded rank rows are zero, get a zero gradient and stay zero. So do projections that a policy does
+not target.
 
 Axes: L layers, S slots, E experts, R rank, D in, F out. Hu et al. 2021, arXiv 2106.09685.
 """
@@ -31,23 +31,23 @@ from mint_jax.lora.finite import all_finite
 from mint_jax.lora.rows import RowAdapters, RowBucket
 from mint_jax.params import ParamSpec
 
-# every projection but embedding, unembedding and router, whatever the base calls them
+# Every projection except embedding, unembedding and router.
 ALL_LINEAR = "all-linear"
-UNUSUAL = (*TABLES, "router")  # adapted only where a config names them
+UNUSUAL = (*TABLES, "router")  # adapted only if a config names them
 SLOT_AXIS = 1
 
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Slot:
-    """Where a policy's adapter is resident: rank bucket and index in its stack."""
+    """Location of a resident adapter: rank bucket and index in its stack."""
 
     bucket: int
     index: int
 
 
 def target_paths(base_specs: Any) -> dict[str, list[str]]:
-    """Short target name -> paths of the projections it names, from the stacked ``ParamSpec`` tree
-    of a base.
+    """Returns the paths of the projections that each short target name stands for, from the stacked
+    ``ParamSpec`` tree of a base.
     """
     out: dict[str, list[str]] = {}
     for path, spec in params_lib.leaves_with_path(base_specs):
@@ -55,7 +55,7 @@ def target_paths(base_specs: Any) -> dict[str, list[str]]:
             assert isinstance(spec, ParamSpec)
             owner = path.removesuffix("/w")
             out.setdefault(owner.rsplit("/", 1)[-1], []).append(owner)
-    out.setdefault("unembed", ["unembed"])  # a tied head can be adapted apart from the embedding
+    out.setdefault("unembed", ["unembed"])  # a tied unembedding is adapted separately
     return out
 
 
@@ -75,10 +75,10 @@ class Projection(NamedTuple):
 
 
 def projections(base_specs: Any, targets: Iterable[str]) -> dict[str, Projection]:
-    """Path -> the projections that ``targets`` names.
+    """Returns the projections that ``targets`` names, by path.
 
     Raises:
-        UserError: a target the base does not have, or none at all.
+        UserError: a target that the base does not have, or no target.
     """
     known = target_paths(base_specs)
     targets = tuple(targets)
@@ -102,11 +102,11 @@ def projections(base_specs: Any, targets: Iterable[str]) -> dict[str, Projection
 
 
 def spelled_out(config: AdapterConfig, base_specs: Any) -> AdapterConfig:
-    """The same adapter with its targets named one by one, in the base's order: equal for all ways
-    to say them.
+    """Returns the config with its targets listed one by one in the base's order, so that equal sets
+    of targets compare equal.
 
     Raises:
-        UserError: a target the base does not have.
+        UserError: a target that the base does not have.
     """
     chosen = projections(base_specs, config.targets)
     targets = (
@@ -135,17 +135,17 @@ def _projection_at(base_specs: Any, path: str) -> Projection:
 
 
 def adapter_specs(base_specs: Any, config: AdapterConfig) -> Any:
-    """One policy's factors as ``ParamSpec`` leaves, at the true rank."""
+    """Returns one policy's factors as ``ParamSpec`` leaves, at the true rank."""
     return _factors(base_specs, config.targets, config.rank, ())
 
 
 def stack_specs(base_specs: Any, targets: Iterable[str], rank: int, slots: int) -> Any:
-    """The factors of a stack of ``slots`` policies."""
+    """Returns the factors of a stack of ``slots`` policies as ``ParamSpec`` leaves."""
     return _factors(base_specs, targets, rank, (slots,))
 
 
 def _factors(base_specs: Any, targets: Iterable[str], rank: int, slots: tuple[int, ...]) -> Any:
-    """Specs of A and B; in and out dimensions, layers and experts are sharded as the base's."""
+    """Returns specs of A and B; in, out, layer and expert axes are sharded as the base's."""
     flat = {}
     for path, p in projections(base_specs, targets).items():
         shape = (p.stack[0], *slots, *p.stack[1:], rank)
@@ -158,16 +158,16 @@ def _factors(base_specs: Any, targets: Iterable[str], rank: int, slots: tuple[in
 
 
 def _factor_axes(p: Projection, factor: str, stacked: bool) -> tuple[str | None, ...]:
-    """Logical axes of a factor: those of the base's projection, slots behind layers, and rank."""
+    """Returns the logical axes of a factor: the projection's, with slots after layers, and rank."""
     slots = ("slots",) if stacked else ()
     return (p.axes[0], *slots, *p.axes[1:-2], "rank", p.axes[-2] if factor == "a" else p.axes[-1])
 
 
 def constrain(tree: Any, base_specs: Any) -> Any:
-    """Pins every stacked factor of a tree, and what has a factor's path (moments, gradients), to
-    the shards of its projection.
+    """Constrains every stacked factor of a tree, and moments and gradients with a factor's path, to
+    the sharding of its projection.
 
-    Does nothing where no mesh is set.
+    Does nothing if no mesh is set.
     """
 
     def pin(keys: Any, leaf: jax.Array) -> jax.Array:
@@ -183,10 +183,10 @@ def constrain(tree: Any, base_specs: Any) -> Any:
 
 
 def init_adapter(base_specs: Any, config: AdapterConfig, key: jax.Array) -> Any:
-    """A fresh adapter as PEFT makes it: A uniform in ±1/sqrt(D), B zero; for ``embed`` A zero, B
-    normal.
+    """Returns a new adapter with PEFT's initialisation: A uniform in ±1/sqrt(D), B zero; for
+    ``embed`` A zero, B normal.
 
-    Each factor's randomness comes from ``key`` and its path only: the same seed gives the same
+    Each factor's randomness depends only on ``key`` and its path: the same seed gives the same
     adapter on any mesh and with any other targets.
     """
 
@@ -225,9 +225,7 @@ Stacks = dict[int, AdapterStack]  # bucket rank -> stack
 
 
 def empty_stack(base_specs: Any, targets: Iterable[str], rank: int, slots: int) -> AdapterStack:
-    """A stack of empty slots for one bucket; ``targets`` is the union over the policies it will
-    hold.
-    """
+    """Returns a stack of empty slots for one bucket; ``targets`` is the union over its policies."""
     specs = stack_specs(base_specs, targets, rank, slots)
     return AdapterStack(
         params_lib.init(specs, jax.random.key(0)), jnp.zeros((slots,), jnp.float32), rank
@@ -243,23 +241,23 @@ def _pad_rank(leaf: jax.Array, rank: int) -> jax.Array:
 def write_slot(
     stack: AdapterStack, slot: jax.Array | int, adapter: Any, scale: jax.Array | float
 ) -> AdapterStack:
-    """Puts one policy's adapter into a slot; projections it does not target become zero.
+    """Writes one policy's adapter into a slot; projections that it does not target become zero.
 
     Raises:
         ValueError: the adapter has a projection that the stack lacks.
     """
-    mine = dict(params_lib.leaves_with_path(adapter))
-    held = dict(params_lib.leaves_with_path(stack.factors))
-    if missing := sorted(set(mine) - set(held)):
+    new = dict(params_lib.leaves_with_path(adapter))
+    present = dict(params_lib.leaves_with_path(stack.factors))
+    if missing := sorted(set(new) - set(present)):
         raise ValueError(
             f"the stack of rank {stack.rank} has no {missing[0]!r}: make it with the union of all"
             " targets"
         )
 
     def put(path: str, leaf: jax.Array) -> jax.Array:
-        if path not in mine:
+        if path not in new:
             return leaf.at[:, slot].set(0.0)
-        return leaf.at[:, slot].set(_pad_rank(jnp.asarray(mine[path], leaf.dtype), stack.rank))
+        return leaf.at[:, slot].set(_pad_rank(jnp.asarray(new[path], leaf.dtype), stack.rank))
 
     return dataclasses.replace(
         stack,
@@ -271,8 +269,8 @@ def write_slot(
 def read_slot(
     stack: AdapterStack, slot: jax.Array | int, rank: int | None = None, targets: Any = None
 ) -> Any:
-    """One slot's adapter at its true rank, restricted to the tree of ``targets`` when given (an
-    adapter's spec tree).
+    """Returns one slot's adapter at its true rank, restricted to ``targets`` (an adapter's spec
+    tree) if given.
     """
     rank = stack.rank if rank is None else rank
     adapter = jax.tree.map(lambda x: x[:, slot, ..., :rank, :], stack.factors)
@@ -290,7 +288,7 @@ def _restrict(tree: Any, like: Any) -> Any:
 def stack_adapters(
     base_specs: Any, adapters: Mapping[str, tuple[AdapterConfig, Any]]
 ) -> tuple[Stacks, dict[str, Slot]]:
-    """Makes adapters resident: stacks with one slot each, and which slot each name got."""
+    """Builds stacks with one slot for each adapter; returns them and the slot of each name."""
     targets: dict[int, list[str]] = {}
     slots: dict[str, Slot] = {}
     counts: dict[int, int] = {}
@@ -309,20 +307,20 @@ def stack_adapters(
 
 
 def check_resident(slot: Slot | None, stacks: "Stacks") -> None:
-    """Refuses a slot that no stack has.
+    """Raises if no stack has the slot.
 
     Raises:
-        UserError: naming the slot.
+        UserError: names the slot.
     """
     if slot is not None and (
         slot.bucket not in stacks or not 0 <= slot.index < stacks[slot.bucket].slots
     ):
-        raise UserError(f"{slot} is not resident: load the adapter before asking for it")
+        raise UserError(f"{slot} is not resident: load the adapter first")
 
 
 def take_slots(tree: Any, slots: jax.Array) -> Any:
-    """The slots of a stacked tree, ``[L, S, ...] -> [L, P, ...]``; one beyond the last, of padding,
-    reads the last.
+    """Gathers slots of a stacked tree, ``[L, S, ...] -> [L, P, ...]``; an out-of-range slot of
+    padding reads the last.
     """
     return jax.tree.map(lambda x: jnp.take(x, slots, axis=SLOT_AXIS, mode="clip"), tree)
 
@@ -344,7 +342,7 @@ def bind(
 
     Args:
         parts: per bucket ``(factors [L, P, R, ...], scale [P])``, in block order.
-        base_blocks: trailing blocks without an adapter.
+        base_blocks: number of blocks at the end without an adapter.
         dtype: compute dtype; the scale is folded into B in float32 first.
     """
     buckets, blocks = [], []
@@ -374,10 +372,10 @@ def bind_layers(
     base_blocks: int = 0,
     dtype: Any = jnp.float32,
 ) -> SlotBlocks:
-    """``bind_slots``, a layer at a time.
+    """Binds blocks to slots as ``bind_slots``, but one layer at a time.
 
     Args:
-        taps: see ``taps_of``: what gradients are taken of.
+        taps: see ``taps_of``: zeros with respect to which gradients are taken.
     """
     ranks = sorted(slots)
     taps = taps_of(stacks, slots) if taps is None else taps
@@ -385,13 +383,14 @@ def bind_layers(
     scale = [stacks[b].scale.at[slots[b]].get(mode="clip") for b in ranks]
 
     def tables(b: int) -> Any:
-        mine = {name: stacks[b].factors[name] for name in TABLES if name in stacks[b].factors}
-        taken = jax.lax.stop_gradient(take_slots(mine, slots[b]))
-        return jax.tree.map(jnp.add, taken, {name: taps[b][name] for name in mine})
+        names = [name for name in TABLES if name in stacks[b].factors]
+        own = {name: stacks[b].factors[name] for name in names}
+        taken = jax.lax.stop_gradient(take_slots(own, slots[b]))
+        return jax.tree.map(jnp.add, taken, {name: taps[b][name] for name in names})
 
     def of_products(path: Any, tap: jax.Array, scale: jax.Array) -> jax.Array:
-        """Zeros still; but gradients become the products' own, which are of factors in ``dtype``,
-        of B with the scale.
+        """Converts taps to ``dtype``, so that gradients become those of the matmuls' factors, of B
+        including the scale.
         """
         return (
             tap * scale.reshape(1, -1, *(1,) * (tap.ndim - 2)) if path[-1].key == "b" else tap
@@ -408,8 +407,8 @@ def bind_layers(
 
 
 def taps_of(stacks: "Stacks", slots: dict[int, jax.Array]) -> dict[int, Any]:
-    """Zeros ``[L, P, ...]`` for each bucket, whose gradient is that of the blocks' factors: see
-    ``SlotBlocks``.
+    """Returns zeros ``[L, P, ...]`` for each bucket, whose gradient is that of the blocks' factors:
+    see ``SlotBlocks``.
     """
 
     def zeros(slots_P: jax.Array) -> Any:
@@ -421,12 +420,12 @@ def taps_of(stacks: "Stacks", slots: dict[int, jax.Array]) -> dict[int, Any]:
 def name_slots(
     stacks: "Stacks", slots: Mapping[int, jax.Array], kernel: str = "xla", tokens: int = 1
 ) -> RowAdapters | None:
-    """Resident adapters for rows that each name a slot; None without any stack.
+    """Binds resident adapters to rows that each name a slot; None without any stack.
 
     Args:
-        slots: of each bucket ``[B]`` int32, -1 for rows that name none there.
-        kernel: of dense projections, see ``RowAdapters``.
-        tokens: of each row.
+        slots: by bucket ``[B]`` int32, -1 for rows without an adapter there.
+        kernel: implementation for dense projections, see ``RowAdapters``.
+        tokens: tokens of each row.
     """
     if not stacks:
         return None
@@ -439,14 +438,14 @@ def name_slots(
 def _row_bucket(stack: AdapterStack, slots_B: jax.Array) -> RowBucket:
     B, C = slots_B.shape[0], min(slots_B.shape[0], stack.slots)
     slots_B = sharding.constrain(slots_B, None)
-    first = jnp.argmax(slots_B[:, None] == slots_B[None], axis=1)  # of the rows of the same slot
+    first = jnp.argmax(slots_B[:, None] == slots_B[None], axis=1)  # first row with the same slot
     leads = (first == jnp.arange(B)) & (slots_B >= 0)
     number = jnp.cumsum(leads) - 1
     distinct = jnp.zeros((C,), jnp.int32).at[jnp.where(leads, number, C)].set(slots_B, mode="drop")
     form = jnp.minimum(jnp.sum(leads), 2).astype(jnp.int32)
-    # A few numbers, and each device has them all: split by whatever the rows are, they were
-    # gathered and summed in parts, and for a mesh of experts and heads (16 x 4 chips of a v5p, one
-    # block of a prompt on each part) the TPU's compiler ended the process.
+    # Replicated, since they are few. Sharded as the rows they were gathered and summed in parts,
+    # and the TPU compiler crashed on a mesh of experts and heads (v5p:16x4, one prompt block on
+    # each part).
     distinct, order = (
         sharding.constrain(x, None) for x in (distinct, number[first].astype(jnp.int32))
     )
@@ -454,24 +453,24 @@ def _row_bucket(stack: AdapterStack, slots_B: jax.Array) -> RowBucket:
 
 
 def adapter_nbytes(base_specs: Any, config: AdapterConfig) -> int:
-    """Bytes of one policy's factors in float32 at its true rank."""
+    """Returns the bytes of one policy's float32 factors at its true rank."""
     return params_lib.nbytes(adapter_specs(base_specs, config))
 
 
 def check_fits(
     adapter: Any, config: AdapterConfig, base_specs: Any, what: str, finite: bool = True
 ) -> int:
-    """Admission: the adapter's projections, ranks and shapes are those its config asks of this
+    """Checks that an adapter has the projections, rank and shapes that its config needs on this
     base.
 
     Args:
-        finite: refuse NaN and infinite values too; reads every number.
+        finite: also reject NaN and infinite values, which reads every number.
 
     Returns:
-        How many projections bind, one per layer and expert.
+        Number of modules that bind, one per projection, layer and expert.
 
     Raises:
-        UserError: naming the first that does not fit, or that nothing binds.
+        UserError: names the first mismatch, or says that nothing binds.
     """
     wanted = {
         path: spec.shape
@@ -499,14 +498,14 @@ def check_fits(
 
 
 def check_finite(adapter: Any, what: str) -> None:
-    """Refuses an adapter with NaN or infinite weights.
+    """Raises if an adapter has NaN or infinite weights.
 
     Raises:
-        UserError: naming the tensor.
+        UserError: names the tensor.
     """
     for path, leaf in params_lib.leaves_with_path(adapter):
         if not all_finite(np.asarray(leaf)):
             raise UserError(
-                f"{what}: {path} has NaN or infinite values; the run that wrote it has diverged,"
-                " take an earlier revision"
+                f"{what}: {path} has NaN or infinite values; its run diverged: use an earlier"
+                " revision"
             )

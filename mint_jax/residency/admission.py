@@ -1,5 +1,5 @@
-"""What must hold before an adapter may take a slot: its bytes are those its name says, and it fits
-base and slots (law 9).
+"""Admission of adapters to slots: the bytes match the digest, and the adapter fits base and slots
+(law 9).
 """
 
 import math
@@ -19,10 +19,10 @@ DTYPES = ("float32", "bfloat16", "float16")
 def verify(
     digest: str, buffer: np.ndarray, digest_of: Callable[[np.ndarray], str] = blake3_alone
 ) -> None:
-    """Refuses bytes that are not the revision's.
+    """Raises if bytes do not have the revision's digest.
 
     Raises:
-        UserError: naming both digests.
+        UserError: names both digests.
     """
     found = digest_of(buffer)
     if found != digest:
@@ -34,7 +34,7 @@ def verify(
 
 
 def modules_of(adapter: Any) -> int:
-    """How many modules an adapter's factors are for, one per projection, layer and expert."""
+    """Returns the number of modules of an adapter, one per projection, layer and expert."""
     return sum(
         math.prod(np.shape(leaf)[:-2])
         for path, leaf in params_lib.leaves_with_path(adapter)
@@ -48,44 +48,46 @@ class Admission:
     Args:
         base: fingerprint of the base.
         base_specs: its ``ParamSpec`` tree.
-        held: per rank bucket the paths of the projections that its slots hold.
-        finite: digests of revisions whose numbers a catalog looked at when it took them in, and
-            found finite: the digest, which every load verifies, says that they are the same. Of
-            others every number is looked at.
+        projections: paths of the projections that each rank bucket's slots contain.
+        finite: digests of revisions that a catalog found finite on import. Every load verifies the
+            digest, so these are not checked for NaN again; others are.
     """
 
     def __init__(
-        self, base: str, base_specs: Any, held: Mapping[int, set[str]], finite: Container[str] = ()
+        self,
+        base: str,
+        base_specs: Any,
+        projections: Mapping[int, set[str]],
+        finite: Container[str] = (),
     ):
-        self.base, self.base_specs, self.held, self.finite = base, base_specs, dict(held), finite
+        self.base, self.base_specs = base, base_specs
+        self.projections, self.finite = dict(projections), finite
 
     def bucket(self, rank: int) -> int | None:
-        """The smallest rank bucket that there are slots of for adapters of a rank; None where all
-        are too small.
-        """
-        return min((bucket for bucket in self.held if bucket >= rank), default=None)
+        """Returns the smallest rank bucket with slots for a rank; None if all are too small."""
+        return min((bucket for bucket in self.projections if bucket >= rank), default=None)
 
     def check(self, digest: str, adapter: Any, schema: Any) -> int:
-        """Whether an unpacked adapter may take a slot.
+        """Raises if an unpacked adapter does not fit.
 
         Args:
             schema: has ``base``, a fingerprint, and ``config``, an ``AdapterConfig``.
 
         Returns:
-            How many modules bind.
+            Number of modules that bind.
 
         Raises:
-            UserError: base, layout, targets, rank, shapes or values; with the first that is wrong.
+            UserError: the first mismatch of base, layout, targets, rank, shapes or values.
         """
         what, config = f"revision {digest[:12]}", schema.config
         if schema.base != self.base:
             raise UserError(
                 f"{what} was trained on base {schema.base[:12]}, this is {self.base[:12]}: load it"
-                " where its own base is"
+                " on its own base"
             )
         bucket = self.bucket(config.rank)
         if bucket is None:
-            have = ", ".join(map(str, sorted(self.held))) or "none"
+            have = ", ".join(map(str, sorted(self.projections))) or "none"
             raise UserError(
                 f"{what} has rank {config.rank}; there are slots for rank buckets {have}: configure"
                 f" some for {config.bucket}"
@@ -100,10 +102,10 @@ class Admission:
             adapter, config, self.base_specs, what, digest not in self.finite
         )
         paths = {path.rsplit("/", 1)[0] for path, _ in params_lib.leaves_with_path(adapter)}
-        if homeless := sorted(paths - self.held[bucket]):
+        if missing := sorted(paths - self.projections[bucket]):
             raise UserError(
-                f"{what} adapts {homeless[0]}, which the slots do not hold: configure it among"
-                " their targets"
+                f"{what} adapts {missing[0]}, for which the slots have no room: add it to their"
+                " targets"
             )
         if not bound:
             raise UserError(f"{what}: no module binds; the adapter is empty")

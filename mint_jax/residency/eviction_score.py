@@ -1,23 +1,23 @@
-"""The score by which copies are kept: (seconds to bring one back x how often it is asked for) /
-bytes it takes, and a clock.
+"""Eviction score of cached copies: (seconds to load again x frequency of use) / bytes, plus a
+clock.
 
 This is GreedyDual-Size-Frequency (Cherkasova 1998, "Improving WWW proxies performance with
 greedy-dual-size-frequency caching policy", HP Labs HPL-98-69). The score of a use u is added to the
-clock of that moment, and the clock is raised to what each victim had: so copies age by what others
-are evicted after them. The frequency also halves every ``half_life_s``:
+clock at that moment, and the clock rises to the key of each victim, so copies age as others are
+evicted. The frequency also halves every ``half_life_s``:
 
-    F(u) = sum over uses v up to u of 2^-((u - v) / half_life)          key = clock(u) + seconds
-    F(u) / bytes
+    F(u) = sum over uses v up to u of 2^-((u - v) / half_life)
+    key = clock(u) + seconds F(u) / bytes
 
-Without the clock, by time alone, a session that ended kept its slot for minutes while new ones
-evicted each other: 64 slots under bursts of 32 requests hit 0.03 of them, and 0.73 with it (LRU
-0.91; under Zipf's law 0.37, 0.32 and 0.25: ``configs/bench/hot_set.py``).
+Without the clock, a session that ended kept its slot for minutes while new ones evicted each other:
+the hit rate of 64 slots under bursts of 32 requests was 0.03, and is 0.73 with it (LRU 0.91; under
+Zipf's law 0.37, 0.32 and 0.25: ``configs/bench/hot_set.py``).
 """
 
 import dataclasses
 import heapq
 
-_LEAST_S = 1e-6  # a load measured as 0 s still costs something
+_LEAST_S = 1e-6  # minimum cost of a load, even if measured as 0 s
 
 
 @dataclasses.dataclass(slots=True)
@@ -25,10 +25,10 @@ class EvictionScore:
     """The score of one copy.
 
     Attributes:
-        nbytes: what it takes.
-        seconds: what bringing it back takes.
+        nbytes: size.
+        seconds: time to load it again.
         frequency: F at the last use.
-        used_at: that use, in seconds of the cache's clock.
+        used_at: time of that use, in seconds of the cache's clock.
     """
 
     nbytes: int
@@ -44,16 +44,15 @@ class EvictionScore:
 
     @property
     def value(self) -> float:
-        """As of the last use."""
+        """Score as of the last use."""
         return max(self.seconds, _LEAST_S) * self.frequency / max(self.nbytes, 1)
 
 
 class Ranking:
-    """Copies that may be evicted, by score: over all, and within a tenant. Adding and removing cost
-    O(log n).
+    """Evictable copies by score, over all tenants and for each. Adding and removing take O(log n).
 
     Attributes:
-        clock: the key of the last victim.
+        clock: key of the last victim.
     """
 
     def __init__(self) -> None:
@@ -68,7 +67,7 @@ class Ranking:
         return len(self._keys)
 
     def add(self, digest: str, tenant: str, value: float) -> None:
-        """Adds a copy that was just used, or gives it another score."""
+        """Adds a copy that was just used, or updates its score."""
         key = self.clock + value
         self._keys[digest] = (key, tenant)
         for owner in (None, tenant):
@@ -78,14 +77,12 @@ class Ranking:
                 self._heaps[owner] = self._living(heap, owner)
 
     def remove(self, digest: str) -> None:
-        """Takes a copy out (it is leased, pinned or gone); its entries in the heaps are skipped
-        later.
-        """
+        """Removes a copy that is leased, pinned or dropped; its heap entries are skipped later."""
         self._keys.pop(digest, None)
 
     def evict(self, digest: str) -> None:
-        """Takes a victim out, whose key the clock is from now on. That of a tenant's own, which
-        goes for its quota, may be above others' keys, and says nothing of their age.
+        """Removes a victim and raises the clock to its key. A victim evicted for its tenant's quota
+        may have a higher key than other copies, and then the clock stays.
         """
         key, _ = self._keys[digest]
         lowest = self.lowest()
@@ -94,7 +91,7 @@ class Ranking:
         self.remove(digest)
 
     def lowest(self, tenant: str | None = None) -> str | None:
-        """The copy of the lowest score, of one tenant or of all; None when there is none."""
+        """Returns the copy with the lowest score, of one tenant or of all; None without copies."""
         heap = self._heaps.get(tenant, [])
         while heap and not self._is_current(heap[0], tenant):
             heapq.heappop(heap)

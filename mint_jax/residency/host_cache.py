@@ -1,8 +1,8 @@
-"""The host cache: packed adapters in host memory, one buffer a revision, within a budget of bytes.
+"""The host cache: packed adapters in host memory, one buffer per revision, within a byte budget.
 
-Nothing is unpacked here: the views of the tensors are made at each transfer and forgotten after it.
-Large buffers are kept as they come, memory-mapped for instance; what would hold more memory than
-its own bytes (a small mapping, a slice of a large read) is copied.
+Buffers stay packed; views of the tensors are made for each transfer and then dropped. Large buffers
+are stored without a copy, for instance memory-mapped. A buffer that would hold more memory than its
+own bytes (a small mapping, a slice of a large read) is copied.
 """
 
 import dataclasses
@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from mint_jax.residency.eviction_score import EvictionScore, Ranking
-from mint_jax.residency.quotas import Quotas, Use, within
+from mint_jax.residency.quotas import ResidencyQuotas, Use, within
 
-# a mapping costs the kernel whole pages and one of the 65,530 that a process may have
+# A mapping takes whole pages, and one of the 65,530 mappings that a process may have.
 COPY_BELOW = 1 << 20
 
 
@@ -27,29 +27,29 @@ class _Entry:
     score: EvictionScore
     leases: int
     ready: bool = False
-    doomed: bool = False  # to be dropped when the last lease ends
+    doomed: bool = False  # dropped when the last lease ends
 
 
 class HostCache:
     """Packed buffers by digest. All methods may be called from any thread.
 
     Args:
-        budget_bytes: the buffers take no more.
-        half_life_s: after so long a use counts half (see ``eviction_score``).
+        budget_bytes: limit on the bytes of all buffers.
+        half_life_s: seconds after which a use counts half (see ``eviction_score``).
         clock: seconds, monotonic.
-        on_evict: called with each digest that was evicted, under the cache's lock.
+        on_evict: called with each evicted digest, under the cache's lock.
     """
 
     def __init__(
         self,
         budget_bytes: int,
-        quotas: Quotas | None = None,
+        quotas: ResidencyQuotas | None = None,
         half_life_s: float = 600.0,
         clock: Callable[[], float] = time.monotonic,
         on_evict: Callable[[str], None] | None = None,
     ):
         self.budget_bytes, self.half_life_s = budget_bytes, half_life_s
-        self._quotas, self._clock, self._on_evict = quotas or Quotas(), clock, on_evict
+        self._quotas, self._clock, self._on_evict = quotas or ResidencyQuotas(), clock, on_evict
         self._lock = threading.RLock()
         self._entries: dict[str, _Entry] = {}
         self._pinned: set[str] = set()
@@ -59,7 +59,7 @@ class HostCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers."""
+        """Total bytes of all buffers."""
         return self._bytes
 
     def __len__(self) -> int:
@@ -71,7 +71,7 @@ class HostCache:
             return entry is not None and entry.ready
 
     def lease(self, digest: str) -> np.ndarray | None:
-        """The buffer, which stays until ``release``; None when it is not here."""
+        """Returns the buffer, which stays until ``release``; None if it is not cached."""
         with self._lock:
             entry = self._entries.get(digest)
             if entry is None or not entry.ready:
@@ -94,14 +94,14 @@ class HostCache:
                 self._rank(digest, entry)
 
     def reserve(self, digest: str, buffer: np.ndarray, tenant: str) -> np.ndarray | None:
-        """Takes in a buffer that was just fetched, leased and not yet to be seen: ``confirm`` or
-        ``discard`` must follow.
+        """Stores a fetched buffer, leased but not yet visible; ``confirm`` or ``discard`` must
+        follow.
 
-        Others are evicted for it, those of the same tenant where its quota demands that.
+        Evicts others for it, of the same tenant if its quota requires that.
 
         Returns:
-            The buffer as it is kept; None when it cannot be kept, because all that could go is
-            leased or pinned, or it is here already.
+            The stored buffer; None if it cannot be stored, because every other copy is leased or
+            pinned, or because it is cached already.
         """
         n = buffer.nbytes
         with self._lock:
@@ -116,8 +116,8 @@ class HostCache:
             return kept
 
     def confirm(self, digest: str, seconds: float) -> None:
-        """Makes a reserved buffer visible: it is verified. ``seconds`` is what bringing it here
-        took.
+        """Makes a reserved buffer visible after verification; ``seconds`` is the time it took to
+        load.
         """
         with self._lock:
             entry = self._entries[digest]
@@ -125,28 +125,28 @@ class HostCache:
             entry.score.seconds = seconds
 
     def discard(self, digest: str) -> None:
-        """Takes a reserved buffer out again: it is not what it should be."""
+        """Removes a reserved buffer that failed verification."""
         with self._lock:
             assert not self._entries[digest].ready, f"{digest} is confirmed: release it"
             self._remove(digest)
 
     def pin(self, digest: str) -> None:
-        """Keeps a revision from being evicted, now or once it is here."""
+        """Protects a revision from eviction, now or once it is cached."""
         with self._lock:
             self._pinned.add(digest)
             if entry := self._entries.get(digest):
                 self._unrank(digest, entry)
 
     def unpin(self, digest: str) -> None:
-        """Takes a pin away; none is no error."""
+        """Removes a pin, if there is one."""
         with self._lock:
             self._pinned.discard(digest)
             if entry := self._entries.get(digest):
                 self._rank(digest, entry)
 
     def drop(self, digest: str) -> bool:
-        """Removes a revision, pinned or not; a leased one goes when its last lease ends. Whether it
-        is gone now.
+        """Removes a revision, pinned or not; a leased one when its last lease ends. Returns True if
+        it is removed now.
         """
         with self._lock:
             self._pinned.discard(digest)
@@ -159,7 +159,7 @@ class HostCache:
             return digest not in self._entries
 
     def state(self) -> dict[str, Any]:
-        """Counts and bytes now."""
+        """Returns current counts and bytes."""
         with self._lock:
             leased = sum(1 for entry in self._entries.values() if entry.leases)
             return {
@@ -171,13 +171,13 @@ class HostCache:
             }
 
     def _make_room(self, n: int, tenant: str) -> bool:
-        """Evicts what must go; evicts nothing where that would not be enough."""
+        """Evicts enough for ``n`` bytes and returns True; else evicts nothing."""
         quota, used, idle = self._quotas.of(tenant), self._use, self._idle_use
-        held = (
+        in_use = (
             used.entries(tenant) - idle.entries(tenant) + 1,
             used.bytes(tenant) - idle.bytes(tenant) + n,
         )
-        if not (within(held[0], quota.host_entries) and within(held[1], quota.host_bytes)):
+        if not (within(in_use[0], quota.host_entries) and within(in_use[1], quota.host_bytes)):
             return False
         if self._bytes - self._idle_bytes + n > self.budget_bytes:
             return False
@@ -191,7 +191,7 @@ class HostCache:
         return True
 
     def _evict(self, digest: str | None) -> None:
-        assert digest is not None, "what is idle was counted wrongly"
+        assert digest is not None, "the bytes of idle copies were counted wrongly"
         self._unrank(digest, self._entries[digest], evicted=True)
         self._remove(digest)
         if self._on_evict is not None:
@@ -203,14 +203,14 @@ class HostCache:
         self._use.add(entry.tenant, -entry.score.nbytes, -1)
 
     def _rank(self, digest: str, entry: _Entry) -> None:
-        """Lets a copy be evicted, if nothing keeps it."""
+        """Makes a copy evictable, unless it is leased or pinned."""
         if not entry.leases and digest not in self._pinned and digest not in self._idle:
             self._idle.add(digest, entry.tenant, entry.score.value)
             self._idle_bytes += entry.score.nbytes
             self._idle_use.add(entry.tenant, entry.score.nbytes)
 
     def _unrank(self, digest: str, entry: _Entry, evicted: bool = False) -> None:
-        """Keeps a copy from being evicted, or evicts it."""
+        """Removes a copy from the evictable ones."""
         if digest in self._idle:
             (self._idle.evict if evicted else self._idle.remove)(digest)
             self._idle_bytes -= entry.score.nbytes
@@ -218,7 +218,7 @@ class HostCache:
 
 
 def _compact(buffer: np.ndarray) -> np.ndarray:
-    """The buffer, or a copy where keeping it would keep more memory than it has bytes."""
+    """Returns the buffer, or a copy if it would hold more memory than it has bytes."""
     owner = buffer
     while isinstance(owner.base, np.ndarray):
         owner = owner.base
@@ -226,7 +226,7 @@ def _compact(buffer: np.ndarray) -> np.ndarray:
         wasteful = (
             owner.nbytes if owner.base is None else memoryview(owner.base).nbytes
         ) > 1.1 * buffer.nbytes
-    else:  # a mapping: pages that are not read cost nothing
+    else:  # a mapping: unread pages cost nothing
         wasteful = buffer.nbytes < COPY_BELOW
     if wasteful:
         buffer = buffer.copy()

@@ -1,4 +1,4 @@
-"""Packed bytes on the host: lent by the cache, or fetched, verified, admitted and given to it."""
+"""Packed bytes on the host: from the cache, or fetched, verified, admitted and cached."""
 
 import contextlib
 import time
@@ -15,7 +15,7 @@ from mint_jax.residency.metrics import Metrics
 
 # digest -> the packed object, uint8, read-only; it must not change later
 Fetch = Callable[[str], np.ndarray]
-# packed object -> tree of views into it, schema (.base, .config)
+# packed object -> (tree of views into it, schema with .base and .config)
 Unpack = Callable[[np.ndarray], tuple[Any, Any]]
 
 
@@ -25,8 +25,8 @@ class Unpacked(NamedTuple):
     Attributes:
         adapter: views of the packed bytes ``[L, (E,) r, D]``.
         schema: has ``base`` and ``config``.
-        cold: the bytes came from storage just now.
-        nbytes: of the packed object.
+        cold: the bytes were just read from storage.
+        nbytes: size of the packed object.
     """
 
     adapter: Any
@@ -36,10 +36,10 @@ class Unpacked(NamedTuple):
 
 
 class HostTier:
-    """The host cache and the way into it.
+    """The host cache with its loading path.
 
-    Bytes are verified and admitted once, on their way from storage; what the cache has is taken as
-    it is. An object that the cache cannot keep is used and forgotten.
+    Bytes are verified and admitted once, when they come from storage. An object that the cache
+    cannot store is used once and dropped.
     """
 
     def __init__(
@@ -57,10 +57,10 @@ class HostTier:
 
     @contextlib.contextmanager
     def lend(self, digest: str, tenant: str) -> Iterator[Unpacked]:
-        """A revision, unpacked; its bytes stay where they are until the block ends.
+        """Yields a revision, unpacked; its bytes stay in place until the block ends.
 
         Raises:
-            UserError: it is not what its digest says, or does not fit; or what ``fetch`` raises.
+            UserError: its digest does not match, or it does not fit; or what ``fetch`` raises.
         """
         buffer = self.cache.lease(digest)
         cold = buffer is None
@@ -78,8 +78,8 @@ class HostTier:
                 self.cache.release(digest)
 
     def offer(self, digest: str, buffer: np.ndarray, tenant: str) -> bool:
-        """Gives the cache a revision that is in memory already; whether it has it. What does not
-        fit in is told when it is asked for.
+        """Offers the cache a revision that is in memory already; returns True if it is cached. An
+        adapter that does not fit is reported when it is requested.
         """
         if self.cache.lease(digest) is None:
             try:
@@ -97,7 +97,7 @@ class HostTier:
     def _admitted(
         self, digest: str, fetched: np.ndarray, tenant: str, began: float
     ) -> tuple[np.ndarray, Any, Any, bool]:
-        """Bytes, views, schema, and whether the cache keeps them; then they are leased."""
+        """Returns bytes, views, schema, and True if the bytes are cached (and then leased)."""
         buffer = self.cache.reserve(digest, fetched, tenant)
         kept = buffer is not None
         if buffer is None:

@@ -1,31 +1,31 @@
-"""A lease: one request's hold on a slot."""
+"""Leases of slots by requests."""
 
 from collections.abc import Callable
 
 from mint_jax.lora.tree import Slot
 
 
-class Lease:
-    """A revision's slot, its own until ``release``. A context manager; releasing twice is releasing
-    once.
+class AdapterLease:
+    """A lease of a revision's slot, which keeps the revision there until ``release``. A context
+    manager; releasing twice has no effect.
 
     Attributes:
-        digest: the revision.
-        slot: where it is.
-        modules: how many modules of the base it binds to, one per projection, layer and expert.
+        digest: digest of the revision.
+        slot: its slot.
+        modules: number of modules that it binds to, one per projection, layer and expert.
     """
 
-    def __init__(self, digest: str, slot: Slot, modules: int, give_back: Callable[[str], None]):
+    def __init__(self, digest: str, slot: Slot, modules: int, on_release: Callable[[str], None]):
         self.digest, self.slot, self.modules = digest, slot, modules
-        self._give_back: Callable[[str], None] | None = give_back
+        self._on_release: Callable[[str], None] | None = on_release
 
     def release(self) -> None:
         """Ends the lease."""
-        give_back, self._give_back = self._give_back, None
-        if give_back is not None:
-            give_back(self.digest)
+        on_release, self._on_release = self._on_release, None
+        if on_release is not None:
+            on_release(self.digest)
 
-    def __enter__(self) -> "Lease":
+    def __enter__(self) -> "AdapterLease":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,10 +1,9 @@
-"""The queue of cold loads: bounded, one load a revision however many ask, several at a time, each
-in a worker's thread.
+"""The bounded queue of cold loads: one load per revision for all its requests, several in parallel,
+each in a worker thread.
 
-What a load does is a function given to the queue. The order is: what only waits to be finished,
-what the host cache has, what must come from storage, prefetches; first come first served within
-each. A full queue drops a waiting prefetch, and otherwise refuses with the time after which to ask
-again.
+The work of a load is a function passed to the queue. Order: loads that only need to finish,
+revisions in the host cache, revisions in storage, prefetches; first come, first served within each.
+A full queue drops a waiting prefetch, or else refuses and says when to retry.
 """
 
 import dataclasses
@@ -18,17 +17,17 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from mint_jax.residency.quotas import Quotas
+from mint_jax.residency.quotas import ResidencyQuotas
 
-RESUMED, WARM, COLD, PREFETCH = range(4)  # priorities, the first goes first
-_SMOOTH = 0.2  # weight of the newest load in the running means
+RESUMED, WARM, COLD, PREFETCH = range(4)  # priorities, most urgent first
+_SMOOTH = 0.2  # weight of the newest load in the moving averages
 
 
 class QueueFull(RuntimeError):
-    """A load is refused for now.
+    """A load was refused for now.
 
     Attributes:
-        retry_after_s: seconds until half of what is ahead should be done.
+        retry_after_s: seconds until half of the loads ahead should be done.
         reason: ``queue_full`` or ``tenant_quota``.
     """
 
@@ -38,19 +37,19 @@ class QueueFull(RuntimeError):
 
 
 @dataclasses.dataclass(eq=False)
-class Load:
-    """One revision on its way.
+class ColdLoad:
+    """An unfinished load of one revision.
 
     Attributes:
-        tenant: who asked first.
+        tenant: tenant of the first request.
         priority: COLD, ...; a request that joins a prefetch raises it.
-        nbytes: as far as known.
-        waiting: the requests, each with its tenant's future.
-        submitted_at, started_at: seconds of the queue's clock; a load starts once, also if it
+        nbytes: size, if known.
+        waiting: futures of the requests.
+        submitted_at, started_at: seconds of the queue's clock; a load starts once, even if it
             pauses for a slot.
         queued: it waits for a worker.
-        cold, seconds: whether its bytes came from storage, and what staging them took.
-        slot, staged, modules: what its owner keeps with it.
+        cold, seconds: its bytes came from storage, and the time that staging took.
+        slot, staged, modules: data of the owner.
     """
 
     digest: str
@@ -70,23 +69,23 @@ class Load:
 
 
 class ColdLoads:
-    """Unfinished loads, and the threads that work on them.
+    """Unfinished loads and their worker threads.
 
     Args:
-        work: brings one revision; it must not raise, and ``finish`` must follow, there or later.
-        workers: threads.
-        depth: unfinished loads at most.
+        work: loads one revision; it must not raise. ``finish`` must follow, there or later.
+        workers: number of threads.
+        depth: maximum number of unfinished loads.
         size_of: packed bytes of a revision if known, for the ETA.
-        bytes_per_s: of one worker, assumed until loads were measured.
-        niceness: by how much the kernel prefers other threads (Linux): decoding goes first.
+        bytes_per_s: assumed rate of one worker until loads are measured.
+        niceness: Linux niceness of the threads, so that decoding has priority.
     """
 
     def __init__(
         self,
-        work: Callable[[Load], None],
+        work: Callable[[ColdLoad], None],
         workers: int = 4,
         depth: int = 256,
-        quotas: Quotas | None = None,
+        quotas: ResidencyQuotas | None = None,
         clock: Callable[[], float] = time.monotonic,
         size_of: Callable[[str], int | None] | None = None,
         bytes_per_s: float = 500e6,
@@ -94,14 +93,14 @@ class ColdLoads:
     ):
         self.workers, self.depth, self._work, self._clock = workers, depth, work, clock
         self._quotas, self._size_of, self._niceness = (
-            quotas or Quotas(),
+            quotas or ResidencyQuotas(),
             size_of or (lambda digest: None),
             niceness,
         )
         self.bytes_per_s, self._mean_bytes = bytes_per_s, 0.0
         self._lock = threading.Condition()
-        self._loads: dict[str, Load] = {}
-        self._heap: list[tuple[int, int, Load]] = []
+        self._loads: dict[str, ColdLoad] = {}
+        self._heap: list[tuple[int, int, ColdLoad]] = []
         self._numbers = itertools.count()
         self._closed = False
         self._threads = [
@@ -115,21 +114,23 @@ class ColdLoads:
         return len(self._loads)
 
     def digests(self) -> list[str]:
-        """Of all that are not finished."""
+        """Returns the digests of all unfinished loads."""
         return list(self._loads)
 
-    def find(self, digest: str) -> Load | None:
-        """The unfinished load of a revision."""
+    def find(self, digest: str) -> ColdLoad | None:
+        """Returns the unfinished load of a revision; None if there is none."""
         return self._loads.get(digest)
 
-    def submit(self, digest: str, tenant: str, priority: int = COLD) -> tuple[Load, Load | None]:
-        """Asks for a revision: joins the load under way, or queues one.
+    def submit(
+        self, digest: str, tenant: str, priority: int = COLD
+    ) -> tuple[ColdLoad, ColdLoad | None]:
+        """Requests a revision: joins its unfinished load, or enqueues one.
 
         Returns:
             The load, and the waiting prefetch that was dropped for it.
 
         Raises:
-            QueueFull: it is full, or the tenant's quota of loads is used up.
+            QueueFull: the queue is full, or the tenant's quota of loads is used up.
         """
         with self._lock:
             if self._closed:
@@ -157,11 +158,11 @@ class ColdLoads:
                 ]
                 if priority == PREFETCH or not idle:
                     raise self._full(
-                        f"{len(self._loads)} loads are unfinished, as many as may be", "queue_full"
+                        f"{len(self._loads)} loads are unfinished, the maximum", "queue_full"
                     )
                 dropped = max(idle, key=lambda load: load.number)
                 self._remove(dropped)
-            load = Load(
+            load = ColdLoad(
                 digest, tenant, priority, next(self._numbers), self._clock(), self._size_of(digest)
             )
             self._loads[digest] = load
@@ -172,16 +173,16 @@ class ColdLoads:
         wait = max(
             0.001, sum(self._remaining(load) for load in self._loads.values()) / self.workers / 2
         )
-        return QueueFull(f"{message}; ask again in {wait:.3g} s", wait, reason)
+        return QueueFull(f"{message}; retry in {wait:.3g} s", wait, reason)
 
-    def resume(self, load: Load) -> None:
-        """Queues a load that has paused; it goes first."""
+    def resume(self, load: ColdLoad) -> None:
+        """Enqueues a paused load with the highest priority."""
         with self._lock:
             load.priority, load.queued = RESUMED, True
             self._push(load)
 
-    def finish(self, load: Load) -> None:
-        """Forgets a load, and learns from one that came from storage."""
+    def finish(self, load: ColdLoad) -> None:
+        """Removes a load, and updates the measured rate if it came from storage."""
         with self._lock:
             self._remove(load)
             if load.cold and load.nbytes and load.seconds:
@@ -196,36 +197,38 @@ class ColdLoads:
                     else (1 - _SMOOTH) * self._mean_bytes + _SMOOTH * load.nbytes
                 )
 
-    def withdraw(self, load: Load) -> bool:
-        """Forgets a load that no worker has begun; whether there was time."""
+    def withdraw(self, load: ColdLoad) -> bool:
+        """Removes a load that no worker has started; returns False if one has."""
         with self._lock:
             idle = load.queued and load.slot is None and self._loads.get(load.digest) is load
             if idle:
                 self._remove(load)
             return idle
 
-    def eta(self, load: Load) -> float:
-        """Seconds until a load should be ready, if no slot has to be waited for: bytes ahead and
+    def eta(self, load: ColdLoad) -> float:
+        """Returns the seconds until a load should be ready, if a slot is free: the bytes ahead and
         its own at the measured rate.
         """
         with self._lock:
-            mine = (load.priority, load.number)
+            place = (load.priority, load.number)
             ahead = sum(
                 self._remaining(other)
                 for other in self._loads.values()
-                if (other.priority, other.number) < mine
+                if (other.priority, other.number) < place
             )
             waiting = ahead / self.workers if load.queued else 0.0
             return waiting + self._remaining(load)
 
     def eta_of_new(self, digest: str) -> float:
-        """Seconds that a load would take if it were asked for now."""
+        """Returns the seconds that a load would take if it were requested now."""
         with self._lock:
-            load = Load(digest, "", COLD, next(self._numbers), self._clock(), self._size_of(digest))
+            load = ColdLoad(
+                digest, "", COLD, next(self._numbers), self._clock(), self._size_of(digest)
+            )
             return self.eta(load)
 
-    def close(self) -> list[Load]:
-        """Stops the workers after what they are at; returns the loads that are then unfinished."""
+    def close(self) -> list[ColdLoad]:
+        """Stops the workers after their current loads; returns the unfinished loads."""
         with self._lock:
             self._closed = True
             self._lock.notify_all()
@@ -233,8 +236,8 @@ class ColdLoads:
             thread.join()
         return list(self._loads.values())
 
-    def _remaining(self, load: Load) -> float:
-        """Seconds of a worker's time that a load still takes."""
+    def _remaining(self, load: ColdLoad) -> float:
+        """Returns the worker seconds that a load still takes."""
         whole = (load.nbytes or self._mean_bytes) / self.bytes_per_s
         return (
             whole
@@ -242,22 +245,22 @@ class ColdLoads:
             else max(0.0, whole - (self._clock() - load.started_at))
         )
 
-    def _push(self, load: Load) -> None:
+    def _push(self, load: ColdLoad) -> None:
         heapq.heappush(self._heap, (load.priority, load.number, load))
         self._lock.notify()
 
-    def _remove(self, load: Load) -> None:
+    def _remove(self, load: ColdLoad) -> None:
         load.queued = False
         if self._loads.get(load.digest) is load:
             del self._loads[load.digest]
 
-    def _next(self) -> Load | None:
-        """Waits for the next load; None when the queue is closed."""
+    def _next(self) -> ColdLoad | None:
+        """Waits for the next load; None if the queue is closed."""
         with self._lock:
             while not self._closed:
                 while self._heap:
                     priority, _, load = heapq.heappop(self._heap)
-                    # else removed, or pushed again with another priority
+                    # Skip loads that were removed, or pushed again with another priority.
                     if load.queued and priority == load.priority:
                         load.queued = False
                         if load.started_at is None:
@@ -268,7 +271,7 @@ class ColdLoads:
 
     def _run(self) -> None:
         if sys.platform.startswith("linux") and self._niceness:
-            # of this thread only
+            # On Linux this sets the niceness of the calling thread only.
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._niceness)
         while (load := self._next()) is not None:
             self._work(load)

@@ -9,20 +9,20 @@ class Metrics:
     """Counters, gauges and histograms of one residency.
 
     Args:
-        registry: where they are registered; None keeps them to this object.
+        registry: registry of the metrics; None registers them nowhere.
 
     Attributes:
         hits, misses: by tier, ``device`` (a request found its slot) and ``host`` (a load found the
             packed bytes).
-        joined: requests that joined a load under way.
+        joined: requests that joined an unfinished load.
         queue_wait: seconds from a request to the start of its load.
         load_time: seconds from that start until the adapter can be written to its slot, by source:
             ``storage`` or ``host``.
-        bytes: by tier, in use now.
+        bytes: bytes in use, by tier.
         evictions: by tier.
         refusals: by reason: ``queue_full``, ``tenant_quota``, ``prefetch_dropped``, ``failed``.
-        uncached: loads whose packed bytes the host cache could not keep.
-        unfinished: loads under way.
+        uncached: loads whose packed bytes the host cache could not store.
+        unfinished: unfinished loads.
     """
 
     def __init__(self, registry: CollectorRegistry | None = None):
@@ -32,7 +32,7 @@ class Metrics:
         self.hits = Counter(name("hits"), "Found in a tier.", ["tier"], registry=registry)
         self.misses = Counter(name("misses"), "Not found in a tier.", ["tier"], registry=registry)
         self.joined = Counter(
-            name("joined"), "Requests that joined a load under way.", registry=registry
+            name("joined"), "Requests that joined an unfinished load.", registry=registry
         )
         self.queue_wait = Histogram(
             name("queue_wait_seconds"),
@@ -55,6 +55,6 @@ class Metrics:
             name("refusals"), "Loads refused, dropped or failed.", ["reason"], registry=registry
         )
         self.uncached = Counter(
-            name("uncached"), "Loads that the host cache could not keep.", registry=registry
+            name("uncached"), "Loads that the host cache could not store.", registry=registry
         )
-        self.unfinished = Gauge(name("unfinished_loads"), "Loads under way.", registry=registry)
+        self.unfinished = Gauge(name("unfinished_loads"), "Unfinished loads.", registry=registry)

@@ -1,7 +1,7 @@
-"""Residency as jobs open it: slots that hold what is to be loaded as it is stored, and loads that
-use the machine.
+"""Residency with the settings of jobs: slots in the stored dtype of the adapters, and loads on all
+cores.
 
-Benches of loading call this too, with nothing of their own, so that they measure what a job does.
+Loading benchmarks use this too, so that they measure what a job does.
 """
 
 import dataclasses
@@ -20,19 +20,19 @@ from mint_jax.residency.host_tier import Fetch, Unpack
 from mint_jax.residency.residency import Residency
 from mint_jax.residency.slots import DeviceSlots
 
-NICENESS = 10  # of the loaders' threads: decoding goes first
-# of a large adapter at a time between two decode steps, a millisecond's work; each piece costs 0.1
-# ms of its own
+NICENESS = 10  # niceness of loader threads, so that decoding has priority
+# Bytes of a large adapter written between two decode steps: about 1 ms, of which 0.1 ms is
+# overhead.
 PIECE_BYTES = 4 << 20
 
 
 @dataclasses.dataclass(frozen=True)
 class Known:
-    """What its record says of a revision before it is loaded.
+    """Facts about a revision that are known before it is loaded.
 
     Attributes:
-        dtype: of the stored factors.
-        finite: all weights are, found when a catalog took them in.
+        dtype: dtype of the stored factors.
+        finite: all weights are finite, as found by the catalog on import.
     """
 
     config: AdapterConfig
@@ -52,15 +52,14 @@ def open_residency(
     mesh: Mesh | None = None,
     depth: int = 256,
 ) -> Residency:
-    """Residency for given revisions, by digest.
+    """Opens residency for given revisions, by digest.
 
-    Slots have the dtype in which the revisions are stored (the narrowest that holds all of them
-    without rounding): half the bytes to write where that has 16 bits, and sampling multiplies by
-    the same numbers.
+    Slots have the stored dtype of the revisions, promoted so that none is rounded. 16-bit slots
+    halve the bytes to write, and sampling multiplies by the same numbers.
 
     Args:
         base: fingerprint of the base.
-        slots: of each rank bucket, at most; there are no more than revisions.
+        slots: maximum slots of each rank bucket; there are no more than revisions.
         host_bytes, depth: see ``Residency``.
     """
     counts = Counter(known.config.bucket for known in revisions.values())

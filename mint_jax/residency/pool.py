@@ -1,15 +1,11 @@
-"""Named adapters over the slots of one base: the one way by which jobs bring adapters to the
-devices.
+"""Named adapters over the slots of one base: the loading path of all jobs.
 
-    names --source.look_up--> digests, configs, bytes      checked against the base before anything
-    runs hold(names)  --residency--> slots, leased for a block   what comes next is fetched
-    meanwhile run(call)                                               rows of any number of
-    adapters, in turns of as many as fit
+    names --source.look_up--> digests, configs, bytes; checked against the base before anything runs
+    hold(names) --residency--> slots, leased for a block; the next ones are fetched meanwhile
+    run(call): rows of any number of adapters, in batches of as many adapters as fit
 
-Which rows run together depends on the input alone, not on how fast anything loads. Of several
-processes each has all adapters in its host's memory, for scores and samples of a block are called
-in all of them, and a load has no leader there (``others``); a block's adapters then become stacks
-of their own.
+Which rows run together depends on the input only, not on loading times. With several processes,
+each has all adapters in its host's memory and builds stacks for every block.
 """
 
 import contextlib
@@ -32,12 +28,12 @@ from mint_jax.residency.residency import Residency
 Result = TypeVar("Result")
 
 
-class Entry(NamedTuple):
-    """What a name stands for, before it is loaded.
+class AdapterEntry(NamedTuple):
+    """A resolved name.
 
     Attributes:
-        digest: of the packed object.
-        nbytes: of it.
+        digest: digest of the packed object.
+        nbytes: its size.
     """
 
     digest: str
@@ -45,37 +41,39 @@ class Entry(NamedTuple):
     nbytes: int
 
 
-class Source(Protocol):
-    """Where adapters come from: a catalog, directories."""
+class PoolSource(Protocol):
+    """Source of adapters, such as a catalog or directories."""
 
-    def look_up(self, names: Sequence[str]) -> dict[str, Entry]:
-        """What names stand for, and from now on keeps that from being collected. All or none."""
+    def look_up(self, names: Sequence[str]) -> dict[str, AdapterEntry]:
+        """Resolves names, and protects the results from garbage collection. All or none."""
         ...
 
     def fetch(self, digest: str) -> np.ndarray:
-        """A packed object; the caller verifies it."""
+        """Returns a packed object; the caller verifies it."""
         ...
 
     @property
     def unpack(self) -> Callable[[np.ndarray], tuple[Any, Any]]:
-        """From a packed object to its factors, and its schema with ``base`` and ``config``."""
+        """Function from a packed object to its factors, and its schema with ``base`` and
+        ``config``.
+        """
         ...
 
     def load(self, name: str) -> tuple[AdapterConfig, Any]:
-        """An adapter in this host's memory, verified; all processes call it."""
+        """Loads an adapter into this host's memory, verified; called in all processes."""
         ...
 
     def renew(self) -> None:
-        """Goes on keeping what was looked up."""
+        """Renews the protection of everything that was looked up."""
         ...
 
-    def let_go(self, digests: Iterable[str]) -> None:
-        """Keeps these no longer."""
+    def release(self, digests: Iterable[str]) -> None:
+        """Ends the protection of these objects."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
-class Held:
+class ResidentAdapters:
     """Adapters that are resident together.
 
     Attributes:
@@ -86,17 +84,17 @@ class Held:
     stacks: Stacks
 
     def slot(self, name: str | None) -> Slot | None:
-        """Where an adapter is; None for the bare base."""
+        """Returns an adapter's slot; None for the bare base."""
         return self.slots[name] if name else None
 
 
 @dataclasses.dataclass(frozen=True)
-class Turn(Held):
+class AdapterBatch(ResidentAdapters):
     """Rows whose adapters are resident together.
 
     Attributes:
         rows: indices into the names of the pool.
-        before: how many rows had their turn.
+        before: number of rows in earlier batches.
     """
 
     rows: list[int]
@@ -104,31 +102,32 @@ class Turn(Held):
 
 
 class Pool:
-    """See the module. A context that ends its loads and gives back what the source keeps.
+    """Named adapters of a job; see the module. A context that stops its loads and releases the
+    source's protection.
 
     Args:
-        names: of rows; None, and empty, is the bare base. Each is resolved once, here.
-        slots: on the device, of each rank bucket.
-        say: lines for the person watching.
+        names: adapter of each row; None or empty is the bare base. Each is resolved once.
+        slots: maximum device slots of each rank bucket.
+        say: prints a line for the user.
 
     Attributes:
         digests: by name.
 
     Raises:
-        UserError: an unknown name, or an adapter for another base.
+        UserError: an unknown name, or an adapter of another base.
     """
 
     def __init__(
         self,
         base: Base,
-        source: Source,
+        source: PoolSource,
         names: Sequence[str | None],
         slots: int,
         say: Callable[[str], None] = lambda text: None,
     ):
         if isinstance(slots, bool) or not isinstance(slots, int) or slots < 1:
             raise UserError(
-                f"slots is {slots!r}; expected how many adapters of a rank bucket may be on the"
+                f"slots is {slots!r}; expected the number of adapters of a rank bucket on the"
                 " device at once, at least 1"
             )
         self.base, self.names, self._source, self._slots, self._say = (
@@ -161,59 +160,60 @@ class Pool:
     def __exit__(self, *_: object) -> None:
         if self._residency is not None:
             self._residency.close()
-        self._source.let_go(list(self.digests.values()))
+        self._source.release(list(self.digests.values()))
 
-    def run(self, call: Callable[[Turn], Sequence[Result]]) -> list[Result]:
-        """Every row's result, in the order of the rows; ``call`` gives those of a turn's, in
-        theirs.
+    def run(self, call: Callable[[AdapterBatch], Sequence[Result]]) -> list[Result]:
+        """Returns every row's result in input order; ``call`` returns the results of one batch.
 
         Raises:
             UserError: a payload that is damaged or does not fit.
         """
         if len(self._plan) > 1:
             self._say(
-                f"{len(self._known)} adapters take {len(self._plan)} turns over {self._slots} slots"
-                " of each rank bucket"
+                f"{len(self._known)} adapters run in {len(self._plan)} batches over"
+                f" {self._slots} slots of each rank bucket"
             )
         results: dict[int, Result] = {}
         plan = self._plan or [[]]
-        turn_of = {digest: k for k, digests in enumerate(plan) for digest in digests}
+        batch_of = {digest: k for k, digests in enumerate(plan) for digest in digests}
         rows_of: list[list[int]] = [[] for _ in plan]
-        for i, name in enumerate(self.names):  # those of the bare base come first
-            rows_of[0 if name is None else turn_of[self.digests[name]]].append(i)
+        for i, name in enumerate(self.names):  # rows of the bare base run in the first batch
+            rows_of[0 if name is None else batch_of[self.digests[name]]].append(i)
         for k, (digests, rows) in enumerate(zip(plan, rows_of)):
             with self.hold(
                 [self.names[i] for i in rows], self._plan[k + 1] if k + 1 < len(self._plan) else ()
-            ) as held:
-                turn = Turn(held.slots, held.stacks, rows, len(results))
-                results.update(zip(rows, call(turn), strict=True))
-            self._source.let_go(digests)
+            ) as resident:
+                batch = AdapterBatch(resident.slots, resident.stacks, rows, len(results))
+                results.update(zip(rows, call(batch), strict=True))
+            self._source.release(digests)
         return [results[i] for i in range(len(self.names))]
 
     @contextlib.contextmanager
-    def hold(self, names: Iterable[str | None], following: Iterable[str] = ()) -> Iterator[Held]:
-        """Adapters in slots until the block ends; names among those of the pool.
+    def hold(
+        self, names: Iterable[str | None], following: Iterable[str] = ()
+    ) -> Iterator[ResidentAdapters]:
+        """Keeps adapters in slots until the block ends; the names must be among the pool's.
 
         Args:
             following: digests to fetch meanwhile.
 
         Raises:
-            UserError: a payload that is damaged or does not fit; more adapters of a rank bucket
-                than there are slots.
+            UserError: a payload that is damaged or does not fit, or more adapters of a rank bucket
+                than slots.
         """
         wanted = [name for name in dict.fromkeys(names) if name]
         if self._whole or not wanted:
             stacks, slots = lora_tree.stack_adapters(
                 self._specs, {name: self._whole[name] for name in wanted}
             )
-            yield Held(slots, multihost.replicate(stacks, self.base.mesh))
+            yield ResidentAdapters(slots, multihost.replicate(stacks, self.base.mesh))
             return
         digests = list(dict.fromkeys(self.digests[name] for name in wanted))
         counts = Counter(self._known[digest].known.config.bucket for digest in digests)
         if counts and max(counts.values()) > self._slots:
             raise UserError(
-                f"{max(counts.values())} adapters of one rank bucket are asked for together, slots"
-                f" is {self._slots}: set more"
+                f"{max(counts.values())} adapters of one rank bucket are needed together, but"
+                f" slots is {self._slots}: raise it"
             )
         residency = self._open()
         self._source.renew()
@@ -226,28 +226,30 @@ class Pool:
                     lease, rank = leases[self.digests[name]], self._entries[name].known.config.rank
                     self._say(f"adapter {name}: rank {rank}, {lease.modules} modules bound")
                     self._announced.add(name)
-            yield Held({name: leases[self.digests[name]].slot for name in wanted}, residency.stacks)
+            yield ResidentAdapters(
+                {name: leases[self.digests[name]].slot for name in wanted}, residency.stacks
+            )
         finally:
             for lease in leases.values():
                 lease.release()
 
     def _turns(self) -> list[list[str]]:
-        """Digests of each turn: of every rank bucket as many as there are slots, in the order in
-        which rows name them.
+        """Returns the digests of each batch: as many of every rank bucket as there are slots, in
+        the order in which rows name them.
         """
         plan: list[list[str]] = []
-        seen: Counter[int] = Counter()
+        used: Counter[int] = Counter()
         for digest, entry in self._known.items():
             bucket = entry.known.config.bucket
-            turn = seen[bucket] // self._slots
-            seen[bucket] += 1
-            if turn == len(plan):
+            k = used[bucket] // self._slots
+            used[bucket] += 1
+            if k == len(plan):
                 plan.append([])
-            plan[turn].append(digest)
+            plan[k].append(digest)
         return plan
 
     def _open(self) -> Residency:
-        """Residency with as many slots as are needed and allowed; its host cache has two turns."""
+        """Returns residency with as many slots as needed; its host cache holds two batches."""
         if self._residency is None:
             base, known = (
                 self.base.fingerprint,

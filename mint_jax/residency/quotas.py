@@ -1,21 +1,21 @@
-"""What one tenant may take of what all share, and what each takes now."""
+"""Limits of one tenant on shared resources, and the current use of each tenant."""
 
 import dataclasses
 from collections.abc import Mapping
 
 
 @dataclasses.dataclass(frozen=True)
-class Quota:
+class ResidencyQuota:
     """Limits of one tenant; None is no limit.
 
-    A copy counts for the tenant whose request brought it in, also while others use it.
+    A copy counts for the tenant whose request loaded it, even while others use it.
 
     Attributes:
-        host_bytes, host_entries: of the host cache. Beyond them its own copies of the lowest score
-            go; where those are in use, the new one is loaded without being kept.
-        slots: device slots over all buckets. Beyond them its own go; where those are in use, the
-            load waits.
-        loads: unfinished loads. Beyond them it is refused with ``retry_after_s``.
+        host_bytes, host_entries: of the host cache. Beyond them the tenant's own copies are
+            evicted; if those are in use, the new one is loaded without being cached.
+        slots: device slots over all buckets. Beyond them the tenant's own adapters are evicted; if
+            those are in use, the load waits.
+        loads: unfinished loads. Beyond them a request is refused with ``retry_after_s``.
     """
 
     host_bytes: int | None = None
@@ -25,24 +25,24 @@ class Quota:
 
 
 @dataclasses.dataclass(frozen=True)
-class Quotas:
-    """The quota of every tenant: ``named``, for all others ``default``."""
+class ResidencyQuotas:
+    """The quota of every tenant: ``named``, or else ``default``."""
 
-    default: Quota = Quota()
-    named: Mapping[str, Quota] = dataclasses.field(default_factory=dict)
+    default: ResidencyQuota = ResidencyQuota()
+    named: Mapping[str, ResidencyQuota] = dataclasses.field(default_factory=dict)
 
-    def of(self, tenant: str) -> Quota:
+    def of(self, tenant: str) -> ResidencyQuota:
         return self.named.get(tenant, self.default)
 
 
 class Use:
-    """Entries and bytes by tenant; a tenant without any is not listed."""
+    """Entries and bytes by tenant; tenants without entries are not stored."""
 
     def __init__(self) -> None:
         self._use: dict[str, tuple[int, int]] = {}
 
     def add(self, tenant: str, nbytes: int, entries: int = 1) -> None:
-        """Adds one entry, or takes one away with ``-nbytes`` and ``-1``."""
+        """Adds one entry, or removes one with ``-nbytes`` and ``-1``."""
         total = (self.entries(tenant) + entries, self.bytes(tenant) + nbytes)
         if total == (0, 0):
             self._use.pop(tenant, None)
@@ -57,5 +57,5 @@ class Use:
 
 
 def within(value: int, limit: int | None) -> bool:
-    """Whether a limit, if there is one, is kept."""
+    """Returns True if the value does not exceed the limit; None is no limit."""
     return limit is None or value <= limit

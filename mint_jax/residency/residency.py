@@ -1,14 +1,14 @@
-"""Residency: device slot <- host cache <- storage. Asked for a revision, it gives a lease on a
-slot, now or when loaded.
+"""Residency: device slots, the host cache and storage. A request for a revision gets a lease on a
+slot, at once or when the revision is loaded.
 
-    request              acquire(digest) -> Future[Lease]
-    loader's thread      fetch, verify, admit -> host cache; reserve a slot; transfer -> staged
-    engine's thread      commit_ready(), between two steps: staged -> slot; futures resolve
+    request              acquire(digest) -> Future[AdapterLease]
+    loader thread        fetch, verify, admit -> host cache; reserve a slot; transfer -> staged
+    engine thread        commit_ready(), between two steps: staged -> slot; futures resolve
     request              lease.slot while it runs, lease.release() at its end
 
 Storage is a function, ``fetch(digest)``, and so is the packed format, ``unpack(buffer)``. A load
-that finds every slot of its bucket leased waits for one without holding a worker, device memory or
-a place in the host cache.
+that finds every slot of its bucket leased waits for one without occupying a worker, device memory
+or the host cache.
 """
 
 import contextlib
@@ -24,35 +24,34 @@ import numpy as np
 from mint_jax.digest import blake3_alone, blake3_of
 from mint_jax.errors import UserError
 from mint_jax.lora.tree import Slot, Stacks
-from mint_jax.residency import others
 from mint_jax.residency.admission import Admission, modules_of
 from mint_jax.residency.host_cache import HostCache
 from mint_jax.residency.host_tier import Fetch, HostTier, Unpack
-from mint_jax.residency.lease import Lease
-from mint_jax.residency.loads import COLD, PREFETCH, WARM, ColdLoads, Load, QueueFull
+from mint_jax.residency.lease import AdapterLease
+from mint_jax.residency.loads import COLD, PREFETCH, WARM, ColdLoad, ColdLoads, QueueFull
 from mint_jax.residency.metrics import Metrics
-from mint_jax.residency.quotas import Quotas
+from mint_jax.residency.quotas import ResidencyQuotas
 from mint_jax.residency.slot_table import SlotTable
 from mint_jax.residency.slots import DeviceSlots
 
 
 class Residency:
-    """The three tiers of one base on one engine. All but ``commit_ready`` and ``wait_for`` may be
-    called from any thread.
+    """The three tiers of one base on one engine. All methods except ``commit_ready`` and
+    ``wait_for`` may be called from any thread.
 
     Args:
         fetch, unpack: storage and format.
-        admission: what is checked of an adapter that comes from storage.
+        admission: checks of adapters from storage.
         slots: the device's stacks.
         host_bytes: budget of the host cache.
         workers, depth, size_of, niceness: see ``ColdLoads``.
-        half_life_s: after so long a use counts half.
-        metrics: where to count.
-        digest_of: the revision digest of packed bytes; by default BLAKE3, on all cores while the
-            engine waits for loads or where the workers have no niceness, else in the worker's
-            thread, whose priority it keeps.
-        wrote: called with (digest, tenant, seconds) for each piece of an adapter once it is in its
-            slot; the loop waits for that.
+        half_life_s: seconds after which a use counts half.
+        metrics: metrics to update.
+        digest_of: digest function for packed bytes. The default is BLAKE3: on all cores while the
+            engine waits for loads or if workers have no niceness, else in the worker's thread at
+            its priority.
+        wrote: called with (digest, tenant, seconds) after each piece of an adapter is in its slot;
+            the loop blocks until it is.
     """
 
     def __init__(
@@ -65,7 +64,7 @@ class Residency:
         *,
         workers: int = 4,
         depth: int = 256,
-        quotas: Quotas | None = None,
+        quotas: ResidencyQuotas | None = None,
         half_life_s: float = 600.0,
         clock: Callable[[], float] = time.monotonic,
         size_of: Callable[[str], int | None] | None = None,
@@ -81,7 +80,7 @@ class Residency:
         self.host = HostCache(
             host_bytes, quotas, half_life_s, clock, lambda digest: evicted.labels("host").inc()
         )
-        self._niceness, self._idle = niceness, 0  # the second counts engines that wait
+        self._niceness, self._idle = niceness, 0  # _idle counts engines that wait for loads
         self._admission = admission
         digest_of = digest_of or self._blake3
         self._tier = HostTier(self.host, fetch, unpack, admission, self.metrics, digest_of, clock)
@@ -96,11 +95,11 @@ class Residency:
             clock,
             lambda digest: evicted.labels("device").inc(),
         )
-        # of the table, the lists below and the loads' futures; taken before any other
+        # Guards the table, the lists below and the loads' futures; acquired before other locks.
         self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)  # something became ready, or a load ended
-        self._ready: deque[Load] = deque()  # staged, waiting for commit_ready
-        self._parked: list[tuple[int, Load]] = []  # (bucket, load) waiting for a slot, in order
+        self._changed = threading.Condition(self._lock)  # a load became ready or ended
+        self._ready: deque[ColdLoad] = deque()  # staged, waiting for commit_ready
+        self._parked: list[tuple[int, ColdLoad]] = []  # (bucket, load) in order, waiting for a slot
         self.loads = ColdLoads(
             self._stage, workers, depth, quotas, clock, size_of, niceness=niceness
         )
@@ -110,20 +109,20 @@ class Residency:
 
     @property
     def stacks(self) -> Stacks:
-        """The stacks to sample from; one dict for good, whose arrays ``commit_ready`` replaces."""
+        """Stacks to sample from: always the same dict, whose arrays ``commit_ready`` replaces."""
         return self.slots.stacks
 
-    def acquire(self, digest: str, tenant: str = "default") -> "Future[Lease]":
-        """A lease on a revision's slot: at once when it is resident, else when its load is
-        committed.
+    def acquire(self, digest: str, tenant: str = "default") -> "Future[AdapterLease]":
+        """Returns a future lease on a revision's slot: resolved at once if it is resident, else
+        when its load is committed.
 
-        Cancelling the future withdraws the request. The future raises what ``fetch``, the
-        verification or the admission raise; nothing of a failed load stays.
+        Cancelling the future withdraws the request. The future raises what ``fetch``, verification
+        or admission raise; a failed load leaves nothing behind.
 
         Raises:
-            QueueFull: ask again in ``retry_after_s``.
+            QueueFull: retry in ``retry_after_s``.
         """
-        future: Future[Lease] = Future()
+        future: Future[AdapterLease] = Future()
         with self._lock:
             if (lease := self._lease(digest)) is not None:
                 self.metrics.hits.labels("device").inc()
@@ -138,7 +137,7 @@ class Residency:
         return future
 
     def prefetch(self, digest: str, tenant: str = "default") -> bool:
-        """A hint: brings a revision to the host, and to a slot if one is free. False where the
+        """Loads a revision into host memory, and into a slot if one is free. Returns False if the
         queue is full.
         """
         with self._lock:
@@ -150,14 +149,14 @@ class Residency:
         return True
 
     def offer(self, digest: str, buffer: np.ndarray, tenant: str = "default") -> bool:
-        """A hint with the packed bytes, which must not change later: as ``prefetch``, and nothing
-        is fetched. Whether the host has them.
+        """Runs ``prefetch`` with packed bytes that are in memory already and must not change;
+        nothing is fetched. Returns True if the host has them.
         """
         return self._tier.offer(digest, buffer, tenant) and self.prefetch(digest, tenant)
 
     def pin(self, digest: str, tenant: str = "default") -> bool:
-        """Brings a revision to host and slot and keeps it there. False where the queue is full: the
-        pin then holds from its arrival.
+        """Loads a revision into host memory and a slot, and pins it there. Returns False if the
+        queue is full; the pin then takes effect once it is loaded.
         """
         with self._lock:
             self.host.pin(digest)
@@ -170,25 +169,23 @@ class Residency:
         return True
 
     def unpin(self, digest: str) -> None:
-        """Takes a pin away."""
+        """Removes a pin."""
         with self._lock:
             self.host.unpin(digest)
             self.table.unpin(digest)
             self._pump()
 
     def drop(self, digest: str) -> bool:
-        """Removes a revision from slot and host; a leased one goes when its requests have ended.
-        Whether it is gone now.
+        """Removes a revision from slot and host memory; a leased one when its requests end. Returns
+        True if it is removed now.
         """
         with self._lock:
-            gone = self.host.drop(digest) & self.table.drop(digest)
+            dropped = self.host.drop(digest) & self.table.drop(digest)
             self._pump()
-            return gone
+            return dropped
 
     def eta(self, digest: str) -> float:
-        """Seconds until a revision should be ready to commit: 0 for a resident one, an estimate for
-        any other.
-        """
+        """Returns the estimated seconds until a revision can be committed; 0 if it is resident."""
         with self._lock:
             if self.table.find(digest) is not None:
                 return 0.0
@@ -196,15 +193,15 @@ class Residency:
             return self.loads.eta_of_new(digest) if load is None else self.loads.eta(load)
 
     def commit_ready(self, budget_bytes: int | None = None) -> int:
-        """Writes what is staged into its slots and resolves the requests. For the engine's thread,
-        between two steps.
+        """Writes staged adapters into their slots and resolves the requests. Called in the engine's
+        thread between two steps.
 
         Args:
-            budget_bytes: write at most this many, but at least one piece; what is left, also the
-                rest of a large adapter, waits for the next call.
+            budget_bytes: maximum bytes to write, but at least one piece. The rest, also of a large
+                adapter, waits for the next call.
 
         Returns:
-            How many revisions became resident.
+            Number of revisions that became resident.
         """
         committed = spent = 0
         while (load := self._first_ready()) is not None:
@@ -214,7 +211,6 @@ class Residency:
                 break
             try:
                 began = time.perf_counter()
-                others.write(staged.number)
                 whole = self.slots.write(staged)
                 if self._wrote is not None:
                     self.slots.settle(staged.slot.bucket)
@@ -228,10 +224,12 @@ class Residency:
             spent += piece
         return committed
 
-    def _lease(self, digest: str) -> Lease | None:
+    def _lease(self, digest: str) -> AdapterLease | None:
         slot = self.table.lease(digest)
         return (
-            None if slot is None else Lease(digest, slot, self.table.modules(digest), self._release)
+            None
+            if slot is None
+            else AdapterLease(digest, slot, self.table.modules(digest), self._release)
         )
 
     def _blake3(self, buffer: np.ndarray) -> str:
@@ -239,7 +237,7 @@ class Residency:
 
     @contextlib.contextmanager
     def _waiting(self) -> Iterator[None]:
-        """The engine's thread has nothing to run until a load ends: loads may have all cores."""
+        """Marks the engine's thread as waiting for loads, so that loads may use all cores."""
         with self._lock:
             self._idle += 1
         try:
@@ -252,11 +250,11 @@ class Residency:
         with self._lock:
             return self.table.nbytes
 
-    def _first_ready(self) -> Load | None:
+    def _first_ready(self) -> ColdLoad | None:
         with self._lock:
             return self._ready[0] if self._ready else None
 
-    def _commit(self, load: Load) -> None:
+    def _commit(self, load: ColdLoad) -> None:
         with self._lock:
             self._ready.popleft()
             load.staged = None
@@ -272,14 +270,14 @@ class Residency:
         for future, lease in granted:  # callbacks run here, without the lock
             future.set_result(lease)
 
-    def wait_for(self, digests: Sequence[str], tenant: str = "default") -> list[Lease]:
-        """Leases on several revisions, committing meanwhile: for a job that has nothing else to run
-        on the device.
+    def wait_for(self, digests: Sequence[str], tenant: str = "default") -> list[AdapterLease]:
+        """Returns leases on several revisions and commits meanwhile, for jobs with nothing else to
+        run on the device.
 
         Raises:
-            QueueFull, UserError: of the first that fails; no lease is left then.
+            QueueFull, UserError: of the first that fails; all leases are released then.
         """
-        futures: list[Future[Lease]] = []
+        futures: list[Future[AdapterLease]] = []
         try:
             with self._waiting():
                 futures.extend(self.acquire(digest, tenant) for digest in digests)
@@ -294,11 +292,11 @@ class Residency:
             raise
 
     def wait_ready(self, pending: Sequence[Future], timeout: float = 1.0) -> bool:
-        """Sleeps until something can be committed, or one of these requests has ended, or for
+        """Waits until something can be committed or one of these requests ends, at most
         ``timeout`` seconds.
 
         Returns:
-            Whether ``commit_ready`` has something to do.
+            True if ``commit_ready`` has something to do.
         """
         with self._waiting(), self._changed:
             self._changed.wait_for(
@@ -307,7 +305,7 @@ class Residency:
             return bool(self._ready)
 
     def state(self) -> dict[str, Any]:
-        """What is where: counts, bytes and queues."""
+        """Returns counts, bytes and queue lengths."""
         with self._lock:
             return {
                 "host": self.host.state(),
@@ -323,11 +321,11 @@ class Residency:
             }
 
     def close(self) -> None:
-        """Ends the workers; requests that are not resolved get ``CancelledError``."""
+        """Stops the workers; unresolved requests get ``CancelledError``."""
         for load in self.loads.close():
             self._end(load, CancelledError())
 
-    def _submit(self, digest: str, tenant: str, priority: int) -> Load:
+    def _submit(self, digest: str, tenant: str, priority: int) -> ColdLoad:
         try:
             load, dropped = self.loads.submit(digest, tenant, priority)
         except QueueFull as full:
@@ -339,15 +337,15 @@ class Residency:
             self.metrics.refusals.labels("prefetch_dropped").inc()
         return load
 
-    def _stage(self, load: Load) -> None:
-        """A worker's part of a load; every error goes to those who wait."""
+    def _stage(self, load: ColdLoad) -> None:
+        """Runs a worker's part of a load; errors go to the waiting requests."""
         try:
             self._bring(load)
         except Exception as error:
             self.metrics.refusals.labels("failed").inc()
             self._end(load, error)
 
-    def _bring(self, load: Load) -> None:
+    def _bring(self, load: ColdLoad) -> None:
         began = self._clock()
         if load.slot is None:
             self.metrics.queue_wait.observe(max(0.0, began - load.submitted_at))
@@ -357,9 +355,7 @@ class Residency:
             assert bucket is not None, "it was admitted"
             if (slot := self._slot_for(load, bucket)) is None:
                 return
-            with others.staging(load.digest, slot) as number:
-                staged = self.slots.stage(slot, adapter, schema.config)
-            staged.number = number
+            staged = self.slots.stage(slot, adapter, schema.config)
         load.seconds = max(0.0, self._clock() - began)
         self.metrics.load_time.labels("storage" if cold else "host").observe(load.seconds)
         with self._lock:
@@ -367,9 +363,9 @@ class Residency:
             self._ready.append(load)
             self._changed.notify_all()
 
-    def _slot_for(self, load: Load, bucket: int) -> Slot | None:
-        """The slot that a load is to fill; None where it waits for one, or ends because no request
-        waits for it.
+    def _slot_for(self, load: ColdLoad, bucket: int) -> Slot | None:
+        """Returns the slot for a load; None if it waits for one, or ends because no request waits
+        for it.
         """
         with self._lock:
             if load.slot is None:
@@ -383,14 +379,14 @@ class Residency:
             return load.slot
 
     def _pump(self) -> None:
-        """Gives slots to the loads that wait for one."""
+        """Assigns slots to the loads that wait for one."""
         waiting, self._parked = self._parked, []
         for bucket, load in waiting:
             try:
                 load.slot = self.table.reserve(bucket, load.digest, load.tenant)
             except UserError:
-                # there will be none: a worker finds that again and fails the waiting requests,
-                # without our lock
+                # No slot can become free. A worker finds the same error again and fails the
+                # waiting requests, without this lock.
                 self.loads.resume(load)
                 continue
             if load.slot is None:
@@ -398,10 +394,8 @@ class Residency:
             else:
                 self.loads.resume(load)
 
-    def _end(self, load: Load, error: BaseException) -> None:
-        """Ends a load that failed: nothing of it stays, and everyone who waits hears why."""
-        if load.staged is not None:
-            others.abandon(load.staged.number)
+    def _end(self, load: ColdLoad, error: BaseException) -> None:
+        """Ends a failed load: releases its slot and passes the error to the waiting requests."""
         with self._lock:
             if load.slot is not None:
                 self.table.abandon(load.digest)
@@ -418,10 +412,8 @@ class Residency:
         with self._changed:
             self._changed.notify_all()
 
-    def _withdraw(self, load: Load, future: "Future[Lease]") -> None:
-        """Takes a cancelled request out; a load that no request waits for is forgotten where it has
-        not begun.
-        """
+    def _withdraw(self, load: ColdLoad, future: "Future[AdapterLease]") -> None:
+        """Removes a cancelled request; a load without requests is dropped if it has not started."""
         if not future.cancelled():
             return
         with self._lock:

@@ -1,8 +1,7 @@
-"""Which revision is in which device slot, who uses it, and which goes when another needs its slot.
-No arrays here.
+"""Assignment of device slots to revisions: leases, pins and eviction. Plain Python, no arrays.
 
-A slot is free, filling (reserved for a revision whose bytes are on the way) or resident. Only
-resident ones are leased.
+A slot is free, filling (reserved for a revision that is being loaded) or resident. Only resident
+revisions are leased.
 """
 
 import dataclasses
@@ -13,7 +12,7 @@ from typing import Any
 from mint_jax.errors import UserError
 from mint_jax.lora.tree import Slot
 from mint_jax.residency.eviction_score import EvictionScore, Ranking
-from mint_jax.residency.quotas import Quotas, Use, within
+from mint_jax.residency.quotas import ResidencyQuotas, Use, within
 
 
 @dataclasses.dataclass(slots=True)
@@ -24,7 +23,7 @@ class _Occupant:
     filling: bool = True
     leases: int = 0
     modules: int = 0
-    doomed: bool = False  # to be cleared when the last lease ends
+    doomed: bool = False  # cleared when the last lease ends
 
 
 class SlotTable:
@@ -34,14 +33,14 @@ class SlotTable:
         capacities: slots of each bucket.
         slot_bytes: bytes of one slot of each bucket.
         half_life_s, clock: see ``HostCache``.
-        on_evict: called with each digest that was evicted.
+        on_evict: called with each evicted digest.
     """
 
     def __init__(
         self,
         capacities: Mapping[int, int],
         slot_bytes: Mapping[int, int],
-        quotas: Quotas | None = None,
+        quotas: ResidencyQuotas | None = None,
         half_life_s: float = 600.0,
         clock: Callable[[], float] = time.monotonic,
         on_evict: Callable[[str], None] | None = None,
@@ -49,7 +48,7 @@ class SlotTable:
         self.capacities, self.half_life_s = dict(capacities), half_life_s
         self._slot_bytes, self._quotas, self._clock, self._on_evict = (
             slot_bytes,
-            quotas or Quotas(),
+            quotas or ResidencyQuotas(),
             clock,
             on_evict,
         )
@@ -60,14 +59,12 @@ class SlotTable:
         self._use = Use()
 
     def find(self, digest: str) -> Slot | None:
-        """The slot where a revision is resident."""
+        """Returns the slot in which a revision is resident; None if it is not."""
         occupant = self._occupants.get(digest)
         return None if occupant is None or occupant.filling else occupant.slot
 
     def lease(self, digest: str) -> Slot | None:
-        """The slot where a revision is resident, which stays its own until ``release``; None when
-        there is none.
-        """
+        """Leases a resident revision's slot until ``release``; None if it is not resident."""
         occupant = self._occupants.get(digest)
         if occupant is None or occupant.filling:
             return None
@@ -78,7 +75,7 @@ class SlotTable:
         return occupant.slot
 
     def release(self, digest: str) -> bool:
-        """Ends a lease; whether the slot can now be given to another."""
+        """Ends a lease; returns True if the slot can now be reassigned."""
         occupant = self._occupants[digest]
         assert occupant.leases > 0, f"{digest} has no lease"
         occupant.leases -= 1
@@ -89,18 +86,17 @@ class SlotTable:
         return not occupant.leases
 
     def reserve(self, bucket: int, digest: str, tenant: str, evict: bool = True) -> Slot | None:
-        """A slot to fill with a revision: a free one, or that of the lowest score among those
-        without lease or pin.
+        """Reserves a slot for a revision: a free one, or the one with the lowest score among those
+        without lease or pin. ``fill`` or ``abandon`` must follow.
 
-        Where the tenant's quota of slots is used up, only its own go. ``fill`` or ``abandon`` must
-        follow.
+        If the tenant's quota of slots is used up, only its own revisions are evicted.
 
         Returns:
-            None when a lease must end first, or, without ``evict``, when none is free.
+            None if a lease must end first, or, without ``evict``, if none is free.
 
         Raises:
-            UserError: no such slot will ever be free: the bucket has none, all are pinned, or the
-                tenant may have none.
+            UserError: no such slot can become free: the bucket has none, all are pinned, or the
+                tenant's quota is 0.
         """
         assert digest not in self._occupants, f"{digest} has a slot"
         self._check_possible(bucket, tenant)
@@ -120,12 +116,12 @@ class SlotTable:
         return slot
 
     def _victims(self, bucket: int, tenant: str) -> list[str] | None:
-        """Who must go so that a tenant gets a slot of a bucket; None when what would have to go is
+        """Returns the revisions to evict so that a tenant gets a slot of a bucket; None if they are
         leased or pinned.
         """
         victims = []
         if not within(self._use.entries(tenant) + 1, self._quotas.of(tenant).slots):
-            # this bucket's first
+            # A slot of this bucket first.
             own = (
                 self._idle[b].lowest(tenant)
                 for b in sorted(self.capacities, key=lambda b: b != bucket)
@@ -146,7 +142,7 @@ class SlotTable:
             have = ", ".join(str(b) for b, n in sorted(self.capacities.items()) if n) or "none"
             raise UserError(
                 f"an adapter of rank bucket {bucket} needs a slot, and there are slots for {have}:"
-                " configure some"
+                " configure slots for this bucket"
             )
         if self._quotas.of(tenant).slots == 0:
             raise UserError(f"tenant {tenant!r} has a quota of 0 device slots: raise it")
@@ -162,8 +158,8 @@ class SlotTable:
             )
 
     def fill(self, digest: str, seconds: float, modules: int = 0) -> None:
-        """The reserved slot holds its revision now, of ``modules`` modules; ``seconds`` is what
-        bringing it there took.
+        """Marks a reserved slot as resident with ``modules`` modules; ``seconds`` is the time that
+        loading took.
         """
         occupant = self._occupants[digest]
         occupant.filling, occupant.modules = False, modules
@@ -171,18 +167,18 @@ class SlotTable:
         self._rank(digest)
 
     def abandon(self, digest: str) -> None:
-        """Gives a reserved slot back: its load failed."""
+        """Frees a reserved slot after its load failed."""
         assert self._occupants[digest].filling, f"{digest} is resident"
         self._clear(digest)
 
     def pin(self, digest: str) -> None:
-        """Keeps a revision from being evicted, now or once it is here."""
+        """Protects a revision from eviction, now or once it is resident."""
         self._pinned.add(digest)
         if occupant := self._occupants.get(digest):
             self._idle[occupant.slot.bucket].remove(digest)
 
     def unpin(self, digest: str) -> None:
-        """Takes a pin away; none is no error."""
+        """Removes a pin, if there is one."""
         self._pinned.discard(digest)
         if digest in self._occupants:
             self._rank(digest)
@@ -191,12 +187,12 @@ class SlotTable:
         return digest in self._pinned
 
     def modules(self, digest: str) -> int:
-        """How many modules a resident revision binds to."""
+        """Returns the number of modules that a resident revision binds to."""
         return self._occupants[digest].modules
 
     def drop(self, digest: str) -> bool:
-        """Clears a revision's slot, pinned or not; a leased one when its last lease ends. Whether
-        it is gone now.
+        """Clears a revision's slot, pinned or not; a leased one when its last lease ends. Returns
+        True if it is cleared now.
         """
         self._pinned.discard(digest)
         occupant = self._occupants.get(digest)
@@ -215,31 +211,31 @@ class SlotTable:
         self._use.add(occupant.tenant, -occupant.score.nbytes, -1)
 
     def _rank(self, digest: str) -> None:
-        """Lets a slot be taken, if nothing keeps it."""
+        """Makes a slot evictable, unless it is filling, leased or pinned."""
         occupant = self._occupants[digest]
         if not (occupant.filling or occupant.leases or digest in self._pinned):
             self._idle[occupant.slot.bucket].add(digest, occupant.tenant, occupant.score.value)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the slots in use."""
+        """Total bytes of the slots in use."""
         return sum(occupant.score.nbytes for occupant in self._occupants.values())
 
     def resident(self) -> Iterable[str]:
-        """Digests that are resident."""
+        """Returns the digests of resident revisions."""
         return [digest for digest, occupant in self._occupants.items() if not occupant.filling]
 
     def state(self) -> dict[int, dict[str, Any]]:
-        """Per bucket the number of slots by state."""
+        """Returns the number of slots by bucket and state."""
         out: dict[int, dict[str, Any]] = {}
         for bucket, capacity in self.capacities.items():
-            mine = {d: o for d, o in self._occupants.items() if o.slot.bucket == bucket}
+            own = {d: o for d, o in self._occupants.items() if o.slot.bucket == bucket}
             out[bucket] = {
                 "slots": capacity,
                 "free": len(self._free[bucket]),
-                "filling": sum(o.filling for o in mine.values()),
-                "leased": sum(o.leases > 0 for o in mine.values()),
-                "leases": sum(o.leases for o in mine.values()),
-                "pinned": len(self._pinned & mine.keys()),
+                "filling": sum(o.filling for o in own.values()),
+                "leased": sum(o.leases > 0 for o in own.values()),
+                "leases": sum(o.leases for o in own.values()),
+                "pinned": len(self._pinned & own.keys()),
             }
         return out

@@ -1,14 +1,12 @@
-"""Device slots: the stacks that engines sample from, and how an adapter's arrays get into one of
-their slots.
+"""Device slots: the stacks that engines sample from, and writes of adapters into their slots.
 
-``stage`` runs in a loader's thread: one transfer for each contiguous array, and, the first time an
-adapter of its shapes comes, the compilation of the program that writes it. ``write`` runs in the
-engine's thread between two steps: it hands the staged arrays to that program, which updates the
-donated stack in place: the bytes are read once and written once. (105 MB, the rank-1 adapter of
-Qwen3-30B-A3B, on one core of a CPU: staging 1.1 ms, writing 16.7; memcpy of as many bytes 12. A
-program for each array took 18, for two adapters at once 15.5 an adapter, threads 21.) A write may
-be cut into pieces of layers, so that no gap between two steps has to hold a whole large adapter; no
-request is given the slot before the last piece.
+``stage`` runs in a loader thread: one transfer per contiguous array, and a compilation for the
+first adapter of its shapes. ``write`` runs in the engine's thread between two steps: one program
+updates the donated stack in place, so bytes are read once and written once. (The rank-1 adapter of
+Qwen3-30B-A3B, 105 MB, on one CPU core: staging 1.1 ms, writing 16.7 ms, memcpy of the same bytes 12
+ms. One program per array took 18 ms, one for two adapters 15.5 ms each, threads 21 ms.) A write can
+be split into pieces of layers, so that a large adapter need not fit between two steps; requests get
+the slot after the last piece.
 
 Axes: L layers, S slots, E experts, R rank of the bucket, D in or out.
 """
@@ -33,14 +31,13 @@ from mint_jax.params import ParamSpec
 
 @dataclasses.dataclass
 class Staged:
-    """An adapter on the device, on its way into a slot.
+    """An adapter on the device that is not yet in its slot.
 
     Attributes:
         arrays: its factors at their true rank, in their stored dtype.
         program: the compiled write.
-        pieces: how many calls of it are needed; ``written`` are done.
+        pieces: number of calls of it; ``written`` are done.
         nbytes: bytes of the arrays.
-        number: of the load, see ``residency.others``.
     """
 
     slot: Slot
@@ -51,20 +48,19 @@ class Staged:
     pieces: int
     nbytes: int
     written: int = 0
-    number: int = 0
 
 
 class DeviceSlots:
-    """Stacks of empty slots, and writes into them.
+    """Stacks of slots, and writes into them.
 
     Args:
         base_specs: the base's ``ParamSpec`` tree.
         counts: slots of each rank bucket.
-        targets: the union of what the adapters may target.
-        dtype: of the stacks; adapters stored in another are converted on the device.
+        targets: union of the adapters' targets.
+        dtype: dtype of the stacks; adapters in another are converted on the device.
         mesh: the base's; None is the default device.
-        piece_bytes: a write of more bytes (as stored) is cut into pieces of about this many, where
-            a bucket has several slots; None never cuts.
+        piece_bytes: writes of more bytes (as stored) are split into pieces of about this size, if
+            the bucket has several slots; None never splits.
     """
 
     def __init__(
@@ -79,7 +75,7 @@ class DeviceSlots:
         self.mesh, self.piece_bytes = mesh, piece_bytes
         targets = tuple(targets)
         self._specs: dict[int, Any] = {}
-        self.stacks: Stacks = {}  # one object for good: who holds it sees every write
+        self.stacks: Stacks = {}  # never replaced, so that holders see every write
         for bucket, count in sorted(counts.items()):
             specs = lora_tree.stack_specs(base_specs, targets, bucket, count)
             self._specs[bucket] = jax.tree.map(lambda s: dataclasses.replace(s, dtype=dtype), specs)
@@ -88,7 +84,7 @@ class DeviceSlots:
                 factors, self._zeros(ParamSpec((count,), (None,), jnp.float32)), bucket
             )
         self._scalar = self._sharding(ParamSpec((), ()))
-        self._where = {  # bucket -> path -> the devices that hold one slot's part of a factor
+        self._where = {  # bucket -> path -> sharding of one slot's part of a factor
             bucket: {
                 path: self._sharding(_without_slots(spec))
                 for path, spec in params_lib.leaves_with_path(specs)
@@ -97,23 +93,22 @@ class DeviceSlots:
         }
 
     def slot_bytes(self, bucket: int) -> int:
-        """Device bytes of one slot."""
+        """Returns the device bytes of one slot."""
         stack = self.stacks[bucket]
         return params_lib.nbytes(stack.factors) // max(1, stack.slots)
 
     def targets(self, bucket: int) -> set[str]:
-        """Paths of the projections that the slots of a bucket hold."""
+        """Returns the paths of the projections that a bucket's slots contain."""
         return {
             path.rsplit("/", 1)[0] for path, _ in params_lib.leaves_with_path(self._specs[bucket])
         }
 
     def stage(self, slot: Slot, adapter: Any, config: AdapterConfig) -> Staged:
-        """Brings an admitted adapter to the device; returns when it is there. Any thread may call
-        it.
+        """Transfers an admitted adapter to the device and waits for it. May be called from any
+        thread.
 
         Args:
-            adapter: host arrays ``[L, (E,) r, D]``; read until the write is done, so they must not
-                change.
+            adapter: host arrays ``[L, (E,) r, D]``; they must not change until the write is done.
         """
         paths = dict(params_lib.leaves_with_path(adapter))
         numbers = (np.float32(config.scale), np.int32(slot.index))
@@ -121,12 +116,11 @@ class DeviceSlots:
             {path: self._where[slot.bucket][path] for path in paths},
             (self._scalar, self._scalar),
         )
-        # one call; on a CPU aligned pages are taken as they are
+        # One call; CPUs use aligned pages without a copy.
         arrays, (scale, index) = multihost.place((paths, numbers), where)
         nbytes = params_lib.nbytes(arrays)
-        # The only slot of a bucket is written whole: XLA on CPU copies a stack of one slot of
-        # 16-bit numbers at each piece (4.8 MB in 25 pieces: 12 ms; in one 0.3; of two slots 25
-        # pieces 3.8).
+        # A single slot is written whole: XLA on CPU copies a 16-bit stack of one slot for each
+        # piece (4.8 MB in 25 pieces 12 ms, in one 0.3; with two slots, 25 pieces 3.8).
         cut = self.piece_bytes if self.stacks[slot.bucket].slots > 1 else None
         pieces = 1 if cut is None else max(1, -(-nbytes // cut))
         program = self._program(slot.bucket, arrays, pieces)
@@ -134,12 +128,13 @@ class DeviceSlots:
         return Staged(slot, arrays, scale, index, program, pieces, nbytes)
 
     def write(self, staged: Staged) -> bool:
-        """Writes the next piece; True when it was the last. For the engine's thread, between steps.
+        """Writes the next piece; returns True if it was the last. Called in the engine's thread
+        between steps.
 
-        The stack's arrays are donated: what held the old ones must read ``stacks`` again.
+        Donates the stack's arrays: read ``stacks`` again afterwards.
         """
-        # Donated, the write touches its piece alone. A stack that is not is copied whole for every
-        # piece: on two cores a write into 256 MB took 79 ms so, and 0.03 ms in place.
+        # Donation makes the write touch its piece only. Otherwise the whole stack is copied for
+        # every piece: on two cores a write into 256 MB took 79 ms instead of 0.03.
         bucket = staged.slot.bucket
         self.stacks[bucket] = staged.program(
             self.stacks[bucket], staged.arrays, staged.scale, staged.index, np.int32(staged.written)
@@ -148,11 +143,11 @@ class DeviceSlots:
         return staged.written == staged.pieces
 
     def settle(self, bucket: int) -> None:
-        """Waits until what was written into a bucket's slots is there."""
+        """Waits until all writes into a bucket's slots are done."""
         jax.block_until_ready(self.stacks[bucket])
 
     def _program(self, bucket: int, arrays: Mapping[str, jax.Array], pieces: int) -> Any:
-        """The compiled write of adapters of these shapes, compiled once, in the calling thread."""
+        """Returns the compiled write for adapters of these shapes, compiled on first use."""
         numbers = [
             jax.ShapeDtypeStruct((), t, sharding=self._scalar)
             for t in (jnp.float32, jnp.int32, jnp.int32)
@@ -162,8 +157,7 @@ class DeviceSlots:
             for path, x in arrays.items()
         }
         shapes, structure = jax.tree.flatten((self._abstract(bucket), given, *numbers))
-        # the cache below does not make a second thread wait that asks for the same: both would
-        # compile it
+        # lru_cache does not stop two threads from compiling the same program at once.
         with _COMPILING:
             return _compiled(structure, tuple(shapes), pieces)
 
@@ -194,8 +188,8 @@ _COMPILING = threading.Lock()
 
 @functools.lru_cache(maxsize=128)
 def _compiled(structure: Any, shapes: tuple[jax.ShapeDtypeStruct, ...], pieces: int) -> Any:
-    """``write_piece`` for these shapes and shardings: one program for all slots of a process that
-    look alike.
+    """Compiles ``write_piece`` for these shapes and shardings, shared by all equal stacks of a
+    process.
     """
     stack, given, *numbers = jax.tree.unflatten(structure, shapes)
     out = jax.tree.map(lambda s: s.sharding, stack)
@@ -207,7 +201,7 @@ def _compiled(structure: Any, shapes: tuple[jax.ShapeDtypeStruct, ...], pieces: 
 
 
 def _without_slots(spec: ParamSpec) -> ParamSpec:
-    """One slot's part of a factor of a stack."""
+    """Returns the spec of one slot's part of a stacked factor."""
     shape, axes = list(spec.shape), list(spec.axes)
     del shape[SLOT_AXIS], axes[SLOT_AXIS]
     return ParamSpec(tuple(shape), tuple(axes), spec.dtype)
@@ -222,12 +216,12 @@ def write_piece(
     *,
     pieces: int,
 ) -> AdapterStack:
-    """Writes one of ``pieces`` ranges of layers of an adapter into a slot, in place where the stack
-    is donated.
+    """Writes one of ``pieces`` ranges of layers of an adapter into a slot, in place if the stack is
+    donated.
 
-    Numbers of 16 bits are moved as integers: XLA on CPU takes three times as long for bfloat16 (24
-    MiB: 17 against 5.4 ms). Rank rows beyond the adapter's, and projections that it does not
-    target, become zero. The scale comes with every piece.
+    16-bit numbers are moved as integers: XLA on CPU takes three times as long for bfloat16 (24 MiB:
+    17 ms instead of 5.4). Rank rows beyond the adapter's and projections that it does not target
+    become zero. The scale is written with every piece.
 
     Args:
         arrays: path -> ``[L, (E,) r, D]``, r at most the stack's rank.
@@ -249,8 +243,8 @@ def write_piece(
             )
 
         bits = _bits(factor)
-        # The slot may have held an adapter of a larger rank or of more projections: what the new
-        # one does not cover must be zero, or it would be added to its results.
+        # The slot may contain an adapter of a larger rank or of more projections, so the rest must
+        # be zeroed.
         if rank < R:
             bits = update(bits, jnp.zeros((*one[:-2], R - rank, one[-1]), factor.dtype), rank)
         if leaf is not None:
@@ -266,5 +260,5 @@ def write_piece(
 
 
 def _bits(x: jax.Array) -> jax.Array:
-    """Numbers of 16 bits as integers, others as they are."""
+    """Returns 16-bit numbers as integers, others unchanged."""
     return jax.lax.bitcast_convert_type(x, jnp.uint16) if x.dtype.itemsize == 2 else x

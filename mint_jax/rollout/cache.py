@@ -1,4 +1,4 @@
-"""The cache's pages on the device: how many there are, and which go to the host and come back."""
+"""The paged KV cache on the device: its size, and swapping its pages to the host."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -11,43 +11,46 @@ from mint_jax.errors import UserError
 from mint_jax.models.base import Base
 from mint_jax.models.paged import PAGE
 from mint_jax.rollout import device, plans
-from mint_jax.rollout.calls import Calls
+from mint_jax.rollout.calls import DeviceCalls
 from mint_jax.rollout.pages import pages_for
 from mint_jax.rollout.request import Request
-from mint_jax.rollout.schedule import own_pages, pages_needed
+from mint_jax.rollout.scheduler import own_pages, pages_needed
 
-CACHE_BYTES = 1 << 30  # on a CPU; on accelerators CACHE_SHARE of the memory that is free
+CACHE_BYTES = 1 << 30  # on CPUs; accelerators use CACHE_SHARE of their free memory
 CACHE_SHARE = 0.6
 LEAST_PAGES = 16
-SWAP_PAGES = 8  # pages of a part that go to or from the host in one call
+SWAP_PAGES = 8  # pages of each part in one swap call
 
 
-class Kept(NamedTuple):
-    """Contents of pages on the host: their number, see ``calls``, and the part that they were read
-    of.
+class SwappedPages(NamedTuple):
+    """Handle of page contents on the host.
+
+    Attributes:
+        number: key of the contents in ``DeviceCalls``.
+        part: mesh part that they were read from.
     """
 
     number: int
     part: int
 
 
-class Cache:
-    """The pool of one base.
+class PagedCache:
+    """The KV cache of one base.
 
     Args:
-        rows: rows that decode together at most, over all parts.
-        calls: whose pool it is.
-        nbytes: of all devices together, at most; None: see ``CACHE_BYTES``.
+        rows: maximum number of rows that decode together, over all parts.
+        calls: device calls of the engine that owns the cache.
+        nbytes: maximum bytes over all devices; None uses ``CACHE_BYTES`` or ``CACHE_SHARE``.
 
     Attributes:
-        pages: of each part.
-        most: of each part, that there may be.
+        pages: allocated pages of each part.
+        most: maximum pages of each part.
 
     Raises:
-        UserError: ``nbytes`` are not two pages of each part.
+        UserError: ``nbytes`` hold fewer than two pages of each part.
     """
 
-    def __init__(self, base: Base, rows: int, calls: Calls, nbytes: int | None):
+    def __init__(self, base: Base, rows: int, calls: DeviceCalls, nbytes: int | None):
         self.base, self.calls, self.rows = base, calls, rows
         self.parts = device.page_parts(base.cfg, base.mesh)
         self.pages, self.most = (
@@ -55,17 +58,18 @@ class Cache:
             multihost.agree("pages of the cache", lambda: self._count(nbytes)),
         )
 
-    def hold(self, requests: Sequence[Request] | None) -> bool:
-        """Makes it as large as it may be, or large enough for as many samples of these requests as
-        there are rows; whether it was made anew, empty.
+    def ensure_capacity(self, requests: Sequence[Request] | None) -> bool:
+        """Grows the cache to its maximum, or to hold as many samples of ``requests`` as there are
+        rows. Returns True if it was reallocated and is now empty.
 
-        One that is large enough stays, and the sizes are few, for each is a shape of the programs.
+        A cache that is large enough is kept. Sizes are rounded to few values, because each size is
+        one more shape to compile.
         """
         wanted = self.most
         if requests is not None:
-            # Samples of a prompt share its pages: of a request's samples one brings them, and the
-            # others their own. (Counted for each, 32 samples of 8 prompts of SmolLM2 took 189 MB
-            # where 94 hold them.)
+            # Samples of a request share the prompt's pages, so the prompt counts once and each
+            # further sample adds its own pages. Counting prompts per sample gave 32 samples of 8
+            # prompts of SmolLM2 189 MB instead of 94.
             longest = sorted(
                 (size for r in requests for size in (pages_needed(r), *[own_pages(r)] * (r.n - 1))),
                 reverse=True,
@@ -79,44 +83,46 @@ class Cache:
         self.calls.make(self.pages)
         return True
 
-    def keep(self, part: int, pages: Sequence[int]) -> Kept:
+    def swap_out(self, part: int, pages: Sequence[int]) -> SwappedPages:
         """Copies the contents of pages of one part to the host."""
-        return Kept(self.calls.keep(self._ids(part, pages, 0)), part)
+        return SwappedPages(self.calls.swap_out(self._ids(part, pages, 0)), part)
 
-    def restore(self, kept: Kept, part: int, pages: Sequence[int]) -> None:
-        """Puts them into as many pages of any part; they are no longer kept."""
-        self.calls.restore(
-            kept.number, self._ids(part, pages, plans.NOWHERE), (part - kept.part) * SWAP_PAGES
+    def swap_in(self, swapped: SwappedPages, part: int, pages: Sequence[int]) -> None:
+        """Writes the contents into as many pages of any part, and drops the host copy."""
+        self.calls.swap_in(
+            swapped.number,
+            self._ids(part, pages, plans.NOWHERE),
+            (part - swapped.part) * SWAP_PAGES,
         )
 
-    def forget(self, kept: Kept) -> None:
-        """Keeps them no longer."""
-        self.calls.forget(kept.number)
+    def discard(self, swapped: SwappedPages) -> None:
+        """Drops a host copy."""
+        self.calls.discard(swapped.number)
 
     def move(self, part: int, moves: Sequence[tuple[int, int, int, int, int]]) -> None:
-        """Makes pages of one part of others of it, each ``(low, high, begin, cut, to)`` as
-        ``device.Moves`` has them.
+        """Builds pages of one part from two others each; a move is ``(low, high, begin, cut, to)``
+        as in ``device.PageMoves``.
         """
-        for i in range(0, max(1, len(moves)), SWAP_PAGES):  # a call at least, which compiles
+        for i in range(0, max(1, len(moves)), SWAP_PAGES):  # at least one call, to compile it
             plan = np.zeros((5, self.parts * SWAP_PAGES), np.int32)
             plan[4] = plans.NOWHERE
             some = np.array(moves[i : i + SWAP_PAGES], np.int32).reshape(-1, 5).T
             plan[:, part * SWAP_PAGES : part * SWAP_PAGES + some.shape[1]] = some
-            self.calls.move(device.Moves(*plan))  # type: ignore[arg-type]
+            self.calls.move(device.PageMoves(*plan))  # type: ignore[arg-type]
 
     def routes(self, part: int, pages: Sequence[int], count: int) -> np.ndarray:
-        """The experts of the first ``count`` tokens of pages, ``[count, L, X]``."""
+        """Returns the expert ids of the first ``count`` tokens in pages, ``[count, L, X]``."""
         return self.calls.routes(
             self._ids(part, pages[: pages_for(count, PAGE)], 0), part * SWAP_PAGES, count
         )
 
     def nowhere(self) -> np.ndarray:
-        """Numbers of pages for one call, all of pages that are not there."""
+        """Returns page numbers for one call, all out of range."""
         return self._ids(0, [], plans.NOWHERE)[0]
 
     def _ids(self, part: int, pages: Sequence[int], none: int) -> list[np.ndarray]:
-        """Numbers of pages for calls of SWAP_PAGES each, one at least, the other parts' beside
-        them.
+        """Splits page numbers into calls of SWAP_PAGES, at least one. Each array also spans the
+        other parts, whose entries are ``none``.
         """
         out = []
         for i in range(0, max(1, len(pages)), SWAP_PAGES):
@@ -126,7 +132,7 @@ class Cache:
         return out
 
     def _count(self, nbytes: int | None) -> int:
-        """Pages of each part that so many bytes hold."""
+        """Returns the pages of each part that fit in ``nbytes``."""
         mesh, cfg = self.base.mesh, self.base.cfg
         if nbytes is None:
             stats = (
@@ -143,8 +149,8 @@ class Cache:
         count = nbytes // one // self.parts
         if count < 2:
             raise UserError(
-                f"a cache of {nbytes:,} bytes has not two pages of {one:,} for each of {self.parts}"
-                " parts: give more"
+                f"a cache of {nbytes:,} bytes cannot hold two pages of {one:,} bytes in each of"
+                f" {self.parts} parts: raise cache_gib"
             )
-        # No more than all rows can fill, and as much again for prompts that are kept.
+        # Enough for all rows at full context, and as much again for cached prompts.
         return min(count, 2 * -(-self.rows // self.parts) * (pages_for(cfg.context, PAGE) + 2))

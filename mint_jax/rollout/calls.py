@@ -1,29 +1,29 @@
-"""All that the engine asks of the devices: an empty pool, prefills, steps of decoding, pages to the
-host and back.
+"""Every call that the engine makes on the devices: allocate a pool, prefill, decode, swap pages.
 
-What a call needs is numbers from the host, a plan or the numbers of pages, and it changes the pool
-alone. So one process can decide for all: where there are several, process 0 has the schedule, the
-requests and their streams, and tells the others each call before it makes it; they do as they are
-told (``follow``) and know of no request. Residency's loads and writes into slots go the same way
-(``residency.others``). What pages held stays with every process that read them, under a number, and
-does not travel.
+A call's input is numbers from the host (a plan or page numbers), and it changes the pool only. With
+several processes over one mesh, process 0 therefore decides for all: it owns the scheduler and the
+requests, and broadcasts each call before it makes it. The other processes repeat the calls
+(``follow``) without knowing any request. Swapped page contents stay in every process that read
+them, under a number, and are never sent.
 
-    begin       which engine calls, and whether the others want the answers
-    make        an empty pool
-    release     its memory
-    prefill     a plan of blocks
-    decode      a plan of rows, steps, and whether alternatives are wanted
-    move        pages that are made of others' contents
-    keep        pages to the host, under a number         restore     these into other pages
-    forget      this number routes      the experts of some pages, under a number stage, write,
-    abandon                                 residency's: an adapter to the device, a piece of it
-    into its slot answers     the completions of ``generate`` end, fail   of the engine's call
+    begin       starts a call of ``Engine.generate``; says whether followers return completions
+    make        allocates an empty pool
+    release     frees the pool
+    prefill     runs a plan of blocks
+    decode      runs a plan of rows for some steps
+    move        builds pages from the contents of others
+    swap_out    copies pages to the host under a number
+    swap_in     writes such a copy into other pages and drops it
+    discard     drops such a copy
+    routes      reads the expert ids of some pages
+    answers     broadcasts the completions
+    end, fail   ends the call
 """
 
 import contextlib
 import itertools
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
@@ -33,71 +33,79 @@ from mint_jax.errors import UserError
 from mint_jax.lora.tree import Stacks
 from mint_jax.models.base import Base
 from mint_jax.models.paged import Teams
-from mint_jax.rollout import answers, device
-from mint_jax.rollout.device import Asked, Blocks, Drawn, Moves, Rows
+from mint_jax.rollout import device
+from mint_jax.rollout.completions import from_message, to_message
+from mint_jax.rollout.device import DecodePlan, Drawn, PageMoves, PrefillPlan, PromptScoring
 from mint_jax.rollout.request import Completion
 from mint_jax.rollout.sample import Penalties, SamplingParams
 
 RECORDS = {
     record.__name__: record
-    for record in (Asked, Blocks, Moves, Penalties, Rows, SamplingParams, Teams)
+    for record in (
+        PromptScoring,
+        PrefillPlan,
+        PageMoves,
+        Penalties,
+        DecodePlan,
+        SamplingParams,
+        Teams,
+    )
 }
-OURS = ("make", "release", "prefill", "decode", "move", "keep", "restore", "forget", "routes")
+DEVICE_CALLS = (
+    "make",
+    "release",
+    "prefill",
+    "decode",
+    "move",
+    "swap_out",
+    "swap_in",
+    "discard",
+    "routes",
+)
 
 
-class Obeys(Protocol):
-    """Another process's side of residency: see ``residency.others.Others``."""
-
-    @property
-    def stacks(self) -> Stacks: ...
-
-    def obey(self, word: str, values: Sequence[Any]) -> None: ...
-
-
-class Calls:
-    """See the module.
+class DeviceCalls:
+    """Device calls of one engine, repeated in every process; see the module.
 
     Args:
-        facts: of the engine, equal in all processes.
+        settings: sizes of the engine, which must be equal in all processes.
 
     Attributes:
-        pool: on the devices; None before it is made.
-        stacks: the adapters' of the engine's call.
+        pool: the pages on the devices; None before ``make``.
+        stacks: adapter stacks of the current call.
     """
 
-    def __init__(self, base: Base, keep_routes: bool, facts: Sequence[Any]):
-        self.base, self.keep_routes, self.facts = (
-            base,
-            keep_routes,
-            [base.fingerprint, keep_routes, *facts],
-        )
+    def __init__(self, base: Base, keep_routes: bool, settings: Sequence[Any]):
+        self.base, self.keep_routes = base, keep_routes
+        self.settings = [base.fingerprint, keep_routes, *settings]
         self.pool: Any = None
         self.stacks: Stacks = {}
-        self._kept: dict[int, list[Any]] = {}
-        self._visited: dict[int, np.ndarray] = {}  # of this call, where the others want the answers
+        self._swapped: dict[int, list[Any]] = {}
+        self._visited: dict[int, np.ndarray] = {}  # expert ids of this call, if followers answer
         self._numbers, self._open, self._answered = itertools.count(), False, False
 
-    # -- of process 0
+    # -- process 0
 
     def begin(self, answered: bool) -> None:
-        """Begins a call of the engine.
+        """Starts a call of the engine.
 
         Args:
-            answered: the others want the completions, ``answer``.
+            answered: followers return the completions too; see ``answer``.
         """
         self._open, self._answered = True, answered and multihost.count() > 1
-        messages.tell("begin", self.facts, self._answered)
+        messages.tell("begin", self.settings, self._answered)
 
     def answer(self, completions: Sequence[Sequence[Completion]]) -> None:
-        """Gives the others the completions; the experts that they visited are there."""
+        """Sends the completions to the followers, without expert ids, which they already have."""
         if self._answered:
             numbers = {id(array): number for number, array in self._visited.items()}
             messages.tell(
-                "answers", [[answers.told(c, numbers) for c in group] for group in completions]
+                "answers",
+                [[to_message(c, numbers) for c in group] for group in completions],
             )
 
     def end(self, error: BaseException | None = None) -> None:
-        """Ends the call, once; with an error, in all processes."""
+        """Ends the call once; an error is raised in every process."""
         self._visited = {}
         if not self._open:
             return
@@ -105,59 +113,59 @@ class Calls:
         if error is None:
             messages.tell("end")
         else:
-            # which is raised here; where process 0 cannot even say so, the others find that out
-            # themselves
+            # The caller raises the error. If even this message cannot be sent, the followers
+            # notice that by themselves.
             with contextlib.suppress(jax.errors.JaxRuntimeError, RuntimeError):
                 messages.tell(
                     "fail", isinstance(error, UserError), str(error) or type(error).__name__
                 )
 
     def make(self, pages: int) -> None:
-        """An empty pool of so many pages in each part."""
+        """Allocates an empty pool of ``pages`` pages in each part."""
         self._all("make", pages)
 
     def release(self) -> None:
-        """Gives the pool's memory back; the next that is asked for is ``make``."""
+        """Frees the pool's memory; the next call must be ``make``."""
         self._all("release")
 
-    def prefill(self, plan: Blocks) -> Any:
-        """Writes blocks; what is asked of them, on the host."""
+    def prefill(self, plan: PrefillPlan) -> Any:
+        """Writes blocks into their pages; returns the requested scores as host arrays, or None."""
         return self._all("prefill", plan)
 
-    def decode(self, plan: Rows, steps: int) -> Drawn:
-        """What rows drew, on the host; without the alternatives, which nobody wants, where no row
-        has ``top``.
+    def decode(self, plan: DecodePlan, steps: int) -> Drawn:
+        """Decodes; returns the drawn tokens as host arrays. ``top_ids`` and ``top_logprobs`` are
+        empty unless some row has ``top``.
         """
         return self._all("decode", plan, steps)
 
-    def move(self, moves: Moves) -> None:
-        """Makes pages of others' contents."""
+    def move(self, moves: PageMoves) -> None:
+        """Builds pages from the contents of others."""
         self._all("move", moves)
 
-    def settle(self) -> None:
-        """Waits until this process's devices have done what they were told."""
+    def block_until_ready(self) -> None:
+        """Waits until this process's devices have finished all calls so far."""
         jax.block_until_ready(self.pool)
 
-    def keep(self, ids: Sequence[np.ndarray]) -> int:
-        """The contents of pages on the host, in every process; the number under which they are."""
+    def swap_out(self, ids: Sequence[np.ndarray]) -> int:
+        """Copies pages to the host in every process; returns the number of the copy."""
         number = next(self._numbers)
-        self._all("keep", number, ids)
+        self._all("swap_out", number, ids)
         return number
 
-    def restore(self, number: int, ids: Sequence[np.ndarray], shift: int) -> None:
-        """Puts what was kept into pages, ``shift`` places on from where it was read, and forgets
+    def swap_in(self, number: int, ids: Sequence[np.ndarray], shift: int) -> None:
+        """Writes a copy into pages, ``shift`` entries after those it was read from, and drops
         it.
         """
-        self._all("restore", number, ids, shift)
+        self._all("swap_in", number, ids, shift)
 
-    def forget(self, number: int) -> None:
-        """Forgets what was kept; after ``drop`` nothing is."""
-        if number in self._kept:
-            self._all("forget", number)
+    def discard(self, number: int) -> None:
+        """Drops a copy, if ``drop`` has not dropped it already."""
+        if number in self._swapped:
+            self._all("discard", number)
 
     def routes(self, ids: Sequence[np.ndarray], at: int, count: int) -> np.ndarray:
-        """The experts of ``count`` tokens in pages, ``[count, L, X]``; a part's pages stand from
-        ``at`` on.
+        """Returns the expert ids of ``count`` tokens in pages, ``[count, L, X]``; the part's pages
+        begin at entry ``at``.
         """
         return self._all("routes", next(self._numbers), ids, at, count)
 
@@ -165,11 +173,11 @@ class Calls:
         messages.tell(word, *values)
         return getattr(self, f"_{word}")(*values)
 
-    # -- of all processes
+    # -- every process
 
     def drop(self) -> None:
-        """Forgets the pool and everything that was kept."""
-        self.pool, self._kept = None, {}
+        """Drops the pool and every swapped copy."""
+        self.pool, self._swapped = None, {}
 
     def _make(self, pages: int) -> None:
         self._release()
@@ -179,86 +187,86 @@ class Calls:
 
     def _release(self) -> None:
         self.pool = None
-        # what runs next, a rollout or an update, takes other sizes
+        # A following rollout or update allocates other sizes, which the freed blocks do not fit.
         if self.base.mesh.devices.flat[0].platform == "cpu":
             host.give_back_freed_memory()
 
-    def _prefill(self, plan: Blocks) -> Any:
+    def _prefill(self, plan: PrefillPlan) -> Any:
         self.pool, scores = device.prefill(
             self.base.params, self.stacks, self.pool, plan, cfg=self.base.cfg
         )
         return None if scores is None else multihost.to_host(tuple(scores))
 
-    def _decode(self, plan: Rows, steps: int) -> Drawn:
+    def _decode(self, plan: DecodePlan, steps: int) -> Drawn:
         args = self.base.params, self.stacks, self.pool, plan, np.int32(steps)
         self.pool, drawn = device.decode(*args, cfg=self.base.cfg)
         if not plan.top.any():
             drawn = drawn._replace(top_ids=np.zeros(0), top_logprobs=np.zeros(0))
         return Drawn(*multihost.to_host(tuple(drawn)))
 
-    def _move(self, moves: Moves) -> None:
+    def _move(self, moves: PageMoves) -> None:
         self.pool = device.move_pages(self.pool, moves, cfg=self.base.cfg)
 
-    def _keep(self, number: int, ids: Sequence[np.ndarray]) -> None:
-        self._kept[number] = [
+    def _swap_out(self, number: int, ids: Sequence[np.ndarray]) -> None:
+        self._swapped[number] = [
             multihost.to_host(device.read_pages(self.pool, some, cfg=self.base.cfg)) for some in ids
         ]
 
-    def _restore(self, number: int, ids: Sequence[np.ndarray], shift: int) -> None:
-        for some, held in zip(ids, self._kept.pop(number), strict=True):
+    def _swap_in(self, number: int, ids: Sequence[np.ndarray], shift: int) -> None:
+        for some, contents in zip(ids, self._swapped.pop(number), strict=True):
             if shift:
-                held = jax.tree.map(lambda x: np.roll(x, shift, axis=1), held)
-            self.pool = device.write_pages(self.pool, some, held, cfg=self.base.cfg)
+                contents = jax.tree.map(lambda x: np.roll(x, shift, axis=1), contents)
+            self.pool = device.write_pages(self.pool, some, contents, cfg=self.base.cfg)
 
-    def _forget(self, number: int) -> None:
-        del self._kept[number]
+    def _discard(self, number: int) -> None:
+        del self._swapped[number]
 
     def _routes(self, number: int, ids: Sequence[np.ndarray], at: int, count: int) -> np.ndarray:
-        of, each = (
-            {"routes": self.pool["moe"]["routes"]},
-            len(ids[0]) // device.page_parts(self.base.cfg, self.base.mesh),
-        )
-        read = [multihost.to_host(device.read_pages(of, some, cfg=self.base.cfg)) for some in ids]
+        source = {"routes": self.pool["moe"]["routes"]}
+        each = len(ids[0]) // device.page_parts(self.base.cfg, self.base.mesh)
+        read = [
+            multihost.to_host(device.read_pages(source, some, cfg=self.base.cfg)) for some in ids
+        ]
         # [L, n, PAGE, X]
-        whole = np.concatenate([held["routes"][:, at : at + each] for held in read], axis=1)
+        whole = np.concatenate([pages["routes"][:, at : at + each] for pages in read], axis=1)
         found = whole.reshape(whole.shape[0], -1, whole.shape[-1])[:, :count].swapaxes(0, 1)
         if self._answered:
             self._visited[number] = found
         return found
 
-    # -- of the others
+    # -- the other processes
 
-    def follow(self, residency: Obeys | None) -> list[list[Completion]]:
-        """Does what process 0 tells, until its call ends; the completions, where that gives any.
+    def follow(self) -> list[list[Completion]]:
+        """Repeats the calls of process 0 until its call ends; returns the completions, if sent.
 
         Raises:
-            UserError, RuntimeError: the call failed in process 0, that process is gone, or it runs
+            UserError, RuntimeError: the call failed in process 0, that process died, or it runs
                 another engine.
         """
         found: list[list[Completion]] = []
         while True:
             word, values = messages.hear(RECORDS)
-            if word in OURS:
+            if word in DEVICE_CALLS:
                 getattr(self, f"_{word}")(*values)
             elif word == "begin":
-                facts, self._answered = values
-                if facts != self.facts:
+                settings, self._answered = values
+                if settings != self.settings:
                     raise RuntimeError(
-                        f"process 0 runs an engine of {facts}, this process one of {self.facts}:"
-                        " their programs differ"
+                        f"process 0 runs an engine of {settings}, this process one of"
+                        f" {self.settings}: use the same settings in every process"
                     )
             elif word == "answers":
-                found = [[answers.heard(c, self._visited) for c in group] for group in values[0]]
+                found = [[from_message(c, self._visited) for c in group] for group in values[0]]
             elif word == "end":
                 self._visited = {}
                 return found
             elif word == "fail":
-                mistake, text = values
-                raise UserError(text) if mistake else RuntimeError(f"process 0 failed: {text}")
-            elif residency is not None:
-                residency.obey(word, values)
+                is_user_error, text = values
+                raise (
+                    UserError(text) if is_user_error else RuntimeError(f"process 0 failed: {text}")
+                )
             else:
                 raise RuntimeError(
-                    f"process 0 loads adapters ({word}), and this process follows without"
-                    " residency: give it to follow()"
+                    f"process 0 sent {word!r}, which this process does not know: run the same"
+                    " version in every process"
                 )

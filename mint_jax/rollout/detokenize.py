@@ -1,14 +1,14 @@
-"""Text of sampled tokens, decoded behind their prompt.
+"""Text of sampled tokens, decoded after their prompt.
 
-A token's text depends on the tokens before it: SentencePiece-like tokenizers drop the blank of a
-text's first word, and one character may be split over several tokens. So the text of a completion
-is what its tokens add to the text of the prompt.
+A token's text depends on the tokens before it: SentencePiece drops the space before a text's first
+word, and one character may span several tokens. The text of a completion is therefore the text that
+its tokens add to that of the prompt.
 """
 
 from collections.abc import Callable, Sequence
 
-HALF = "\N{REPLACEMENT CHARACTER}"  # what part of a character decodes to
-# tokens of a prompt that are decoded with a completion; more where these are no whole character
+HALF = "\N{REPLACEMENT CHARACTER}"  # decoded text of an incomplete character
+# Prompt tokens decoded with a completion; more if these contain no whole character.
 CONTEXT = 8
 
 Decode = Callable[[list[int]], str]
@@ -27,8 +27,8 @@ def context_of(decode: Decode, prompt: Sequence[int]) -> list[int]:
 
 
 def text_behind(decode: Decode, context: Sequence[int], tokens: Sequence[int]) -> str:
-    """Returns the text that tokens add behind a context; a character that they complete is
-    theirs.
+    """Returns the text that tokens add after a context, including a character that they
+    complete.
     """
     known, whole = decode(list(context)), decode([*context, *tokens])
     if whole.startswith(known):
@@ -38,15 +38,14 @@ def text_behind(decode: Decode, context: Sequence[int], tokens: Sequence[int]) -
 
 
 class Detokenizer:
-    """Text of one completion while it grows; each call decodes the new tokens and a few before
-    them.
+    """Incremental text of one completion. Each call decodes the new tokens and a few before them.
 
     Args:
-        decode: text of token ids.
+        decode: converts token ids to text.
         prompt: token ids of the prompt.
 
     Attributes:
-        text: the part that later tokens do not change.
+        text: the text that later tokens cannot change.
     """
 
     def __init__(self, decode: Decode, prompt: Sequence[int] = ()):
@@ -54,11 +53,13 @@ class Detokenizer:
         self.text = ""
 
     def added(self, tokens: Sequence[int], count: int | None = None) -> str:
-        """Returns what the completion's first ``count`` tokens (None: all) add to ``text``."""
+        """Returns the text after ``text`` of the completion's first ``count`` tokens (None:
+        all).
+        """
         return text_behind(self._decode, self._context, tokens[self._count : count])
 
     def settle(self, tokens: Sequence[int], added: str) -> None:
-        """Moves what all tokens add to ``text``, unless they end within a character."""
+        """Appends the text of all tokens to ``text``, unless they end within a character."""
         if added and not added.endswith(HALF):
             self.text += added
             self._context, self._count = list(tokens[self._count :]), len(tokens)

@@ -1,15 +1,14 @@
-"""The engine's device part: a cache in pages, prefill of blocks of prompts, decoding of rows, and
-pages to and from the host.
+"""The engine's programs on the device: prefill of prompt blocks, decoding of rows, page swaps.
 
-Every program is a pure function of the parameters, the adapters' stacks, the pool and a *plan*: a
-record of small arrays that says all the rest, which rows there are, where their pages lie, which
-adapter each names, how far it may go. What a plan says is data: the shapes of programs are numbers
-of rows and of prefill blocks alone, so that no mixture of requests compiles anything.
+Every program is a pure function of the parameters, the adapter stacks, the pool and a *plan*. A
+plan is a record of small arrays that says which rows there are, where their pages are, which
+adapter each names and how far each may go. Plans are data: program shapes depend only on the number
+of rows and of prefill blocks, so no mixture of requests compiles anything.
 
-A prompt's tokens but the last are prefilled in blocks of PAGE tokens, one page each, as many blocks
-at once as the program has, of any prompts; every block reads the pages before it, those that the
-same call wrote among them. The last token of a prompt is the first one that decoding reads: prefill
-computes no logits, and all samples of a prompt, however many, start alike.
+A prompt except its last token is prefilled in blocks of PAGE tokens, one page each. A call takes a
+fixed number of blocks of any prompts; each block reads the pages before it, including those that
+the same call wrote. Decoding reads the prompt's last token first. Prefill therefore computes no
+logits, and all samples of a prompt start alike.
 
 Axes: R rows, C blocks of prefill, D table entries, U pages, K steps of a dispatch, V vocab, n stop
 ids or biases, A alternatives.
@@ -42,32 +41,30 @@ from mint_jax.rollout.sample import (
     sample,
 )
 
-# tokens that a row draws in one dispatch at most: between two dispatches the host learns what was
-# drawn
+# Maximum tokens that a row draws in one dispatch; the host sees them only after the dispatch.
 STEPS = 16
-# a prompt's logits are computed in so many slices of its positions: all are 310 MB of 16 blocks and
-# 152k tokens
+# The logits of a prefill are computed in this many slices of its positions. All at once are 310 MB
+# for 16 blocks and a vocabulary of 152k.
 SCORE_PARTS = 4
-# tokens whose log-probabilities are told at each place at most, as many as OpenAI's API tells
+# Maximum number of alternative tokens at each position; OpenAI's API has the same limit.
 ALTERNATIVES = 20
 
 # {"tokens": [1, U, PAGE, 1] int32, "dense": {"k": [L, U, K, PAGE, H], "v": ...}, ...}
 Pool = dict[str, Any]
 
 
-class Blocks(NamedTuple):
+class PrefillPlan(NamedTuple):
     """The plan of a prefill.
 
     Attributes:
-        tokens: ``[C, PAGE]`` int32; what stands behind a prompt's end is never seen.
-        start: ``[C]`` the position of each block's first token, a multiple of PAGE.
-        page: ``[C]`` where it goes; a page that is not there for a block that is none.
-        table: ``[C, D]`` the prompt's pages.
-        slots: by rank bucket ``[C]`` slot of the adapter; -1 none.
-        used: int32, how many of the C x PAGE places come before the last token, with that one: CPUs
-            spend nothing on those behind.
-        asked: what is to be told of the tokens that may stand behind each one; None for blocks that
-            are only written.
+        tokens: ``[C, PAGE]`` int32; entries after the prompt's end are ignored.
+        start: ``[C]`` position of each block's first token, a multiple of PAGE.
+        page: ``[C]`` page that the block is written to; out of range for unused blocks.
+        table: ``[C, D]`` pages of the prompt.
+        slots: ``[C]`` adapter slot, keyed by rank bucket; -1 is no adapter of that bucket.
+        used: int32 scalar, number of the C x PAGE places up to the last token; CPU kernels skip
+            the places after it.
+        scoring: which next tokens to score; None for blocks that are only written.
     """
 
     tokens: jax.Array
@@ -76,17 +73,17 @@ class Blocks(NamedTuple):
     table: jax.Array
     slots: dict[int, jax.Array]
     used: jax.Array
-    asked: "Asked | None" = None
+    scoring: "PromptScoring | None" = None
 
 
-class Asked(NamedTuple):
-    """What is to be told of a prefill's places.
+class PromptScoring(NamedTuple):
+    """Tokens to score or draw at each position of a prefill.
 
     Attributes:
-        targets: ``[C, PAGE, 1 + A]`` int32: the token that stands behind, and others; what is told
-            of ids of -1 means nothing.
-        draws: ``[C]`` int32, how many tokens are to be drawn at each place, at most A.
-        seed: ``[C]`` uint32 of these draws.
+        targets: ``[C, PAGE, 1 + A]`` int32: the prompt's next token, then further ids; scores of
+            id -1 are meaningless.
+        draws: ``[C]`` int32, number of tokens to draw at each position, at most A.
+        seed: ``[C]`` uint32 seed of the draws.
     """
 
     targets: jax.Array
@@ -95,13 +92,12 @@ class Asked(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """Log-probabilities of tokens behind those of a prefill, under the model itself.
+    """Log-probabilities of next tokens in a prefill, under the unmodified model.
 
     Attributes:
         logprobs: ``[C, PAGE, 1 + A]`` float32, of the targets.
-        top_ids, top_logprobs: ``[C, PAGE, A]`` of the likeliest tokens at each place, the likeliest
-            first.
-        drawn_ids, drawn_logprobs: ``[C, PAGE, A]`` of the tokens that were drawn there.
+        top_ids, top_logprobs: ``[C, PAGE, A]``, the most likely tokens in descending order.
+        drawn_ids, drawn_logprobs: ``[C, PAGE, A]``, the tokens drawn at each position.
     """
 
     logprobs: jax.Array
@@ -111,25 +107,24 @@ class Scores(NamedTuple):
     drawn_logprobs: jax.Array
 
 
-class Rows(NamedTuple):
-    """The plan of some steps of decoding.
+class DecodePlan(NamedTuple):
+    """The plan of a decode dispatch.
 
     Attributes:
-        token: ``[R]`` int32, what each row reads first.
-        table: ``[R, D]`` pages: the prefix's, from a new run on the row's own.
-        prefix, own: ``[R]`` tokens that are cached of each part; position and number of the next
-            draw follow from them.
-        first: ``[R]`` the first run that the row reads itself; beyond its prefix for one in a team.
-        until: ``[R]`` how many own tokens the row's pages and this dispatch allow; rows that are
-            none have 0.
-        limit: ``[R]`` how many it may have at all.
-        stop_ids: ``[R, n]`` padded with -1.
-        top: ``[R]`` bool, who wants alternatives.
-        allowed: ``[R, ceil(V / 32)]`` uint32, a bit for each token that may come next, for
-            ``bound`` rows.
-        bound: ``[R]`` bool, whose next token a grammar binds; such a row draws one token a
-            dispatch.
-        slots: as in ``Blocks``.
+        token: ``[R]`` int32, the token that each row reads first.
+        table: ``[R, D]`` pages of the prefix; the row's own pages begin at the next whole run.
+        prefix, own: ``[R]`` cached tokens of the prompt and of the row itself; the position and
+            number of the next draw follow from them.
+        first: ``[R]`` first run that the row itself attends to; after its prefix if its team reads
+            the prefix.
+        until: ``[R]`` own tokens that the row may reach in this dispatch; 0 for unused rows.
+        limit: ``[R]`` own tokens that the row may ever have.
+        stop_ids: ``[R, n]``, padded with -1.
+        top: ``[R]`` bool, rows that want alternatives.
+        allowed: ``[R, ceil(V / 32)]`` uint32, one bit for each token that may come next; read only
+            for ``bound`` rows.
+        bound: ``[R]`` bool, rows constrained by a grammar; such a row draws one token a dispatch.
+        slots: as in ``PrefillPlan``.
         sampling: see ``rollout.sample``.
         teams: rows that read their prompt together.
     """
@@ -150,12 +145,12 @@ class Rows(NamedTuple):
     teams: Teams
 
 
-class Moves(NamedTuple):
-    """Pages that are made of two others: ``to[p] = low[begin + p]`` before position ``cut``,
-    ``high[p - cut]`` from there on.
+class PageMoves(NamedTuple):
+    """Pages built from two others each: ``to[p] = low[begin + p]`` for ``p < cut``, and
+    ``high[p - cut]`` after that.
 
     Attributes:
-        low, high, begin, cut, to: ``[n]`` int32; a page ``to`` that is not there is none.
+        low, high, begin, cut, to: ``[n]`` int32; entries whose ``to`` is out of range are ignored.
     """
 
     low: jax.Array
@@ -166,13 +161,13 @@ class Moves(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """What a dispatch drew.
+    """Output of a decode dispatch.
 
     Attributes:
         tokens, logprobs, drawn_logprobs: ``[R, K]``; see ``rollout.sample``.
-        count: ``[R]`` how many of each row's are there.
-        stopped: ``[R]`` bool: the last is a stop id.
-        top_ids, top_logprobs: ``[R, K, A]``, where a row wants them.
+        count: ``[R]`` number of tokens that each row drew.
+        stopped: ``[R]`` bool, the row's last token is a stop id.
+        top_ids, top_logprobs: ``[R, K, A]``, for rows with ``top``.
     """
 
     tokens: jax.Array
@@ -185,16 +180,16 @@ class Drawn(NamedTuple):
 
 
 def lanes(mesh: Mesh) -> int:
-    """Of what the widths of a pool's keys are multiples.
+    """Returns the multiple that key widths are padded to: 128 on TPU, 1 elsewhere.
 
-    A TPU keeps arrays whose last dimension is none of 128 by their pages, and turns the whole pool
-    at each call: for heads of 64, two copies of twice its bytes.
+    If the last dimension is not a multiple of 128, the TPU layout makes the pages minor and
+    transposes the whole pool at each call. For heads of 64 that is two copies of twice its bytes.
     """
     return 128 if mesh.devices.flat[0].platform == "tpu" else 1
 
 
 def pool_specs(cfg: ModelConfig, pages: int, dtype: Any, routes: bool, lanes: int = 1) -> Any:
-    """Shapes of a pool of ``pages`` pages; see ``transformer.cache_specs``, whose widths are
+    """Returns the shapes of a pool of ``pages`` pages: ``transformer.cache_specs`` with widths
     rounded up to ``lanes``.
     """
 
@@ -208,7 +203,7 @@ def pool_specs(cfg: ModelConfig, pages: int, dtype: Any, routes: bool, lanes: in
 
 
 def page_bytes(cfg: ModelConfig, dtype: Any, routes: bool, lanes: int = 1) -> int:
-    """Bytes of one page in all layers."""
+    """Returns the bytes of one page over all layers."""
     return sum(
         math.prod(leaf.shape) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(pool_specs(cfg, 1, jnp.dtype(dtype), routes, lanes))
@@ -216,8 +211,8 @@ def page_bytes(cfg: ModelConfig, dtype: Any, routes: bool, lanes: int = 1) -> in
 
 
 def pool_shardings(cfg: ModelConfig, specs: Any, mesh: Mesh) -> Any:
-    """Where each part of a pool is: pages with the rows that they belong to, heads of keys as the
-    projections are.
+    """Returns the shardings of a pool: pages split as the rows are, key heads as the projections
+    are.
     """
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         rows, heads = sharding.cache_axes(cache_heads(cfg))
@@ -234,7 +229,7 @@ def pool_shardings(cfg: ModelConfig, specs: Any, mesh: Mesh) -> Any:
 
 
 def empty_pool(cfg: ModelConfig, mesh: Mesh, pages: int, dtype: Any, routes: bool = False) -> Pool:
-    """A pool of ``pages`` pages on each of the mesh's parts (``page_parts``)."""
+    """Returns an empty pool of ``pages`` pages on each part of the mesh (``page_parts``)."""
     with jax.set_mesh(mesh):
         return _maker(cfg, mesh, pages, jnp.dtype(dtype), routes)()
 
@@ -242,7 +237,7 @@ def empty_pool(cfg: ModelConfig, mesh: Mesh, pages: int, dtype: Any, routes: boo
 def abstract_pool(
     cfg: ModelConfig, mesh: Mesh, pages: int, dtype: Any, routes: bool = False
 ) -> Pool:
-    """Shapes and shardings of ``empty_pool``'s, for compiling."""
+    """Returns the shapes and shardings of ``empty_pool`` for ahead-of-time compiling."""
     specs = pool_specs(cfg, pages * page_parts(cfg, mesh), jnp.dtype(dtype), routes, lanes(mesh))
     return jax.tree.map(
         lambda s, at: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=at),
@@ -251,7 +246,7 @@ def abstract_pool(
     )
 
 
-@functools.lru_cache(16)  # an engine that gives its cache's memory back asks in every call
+@functools.lru_cache(16)  # an engine with keep_cache=False allocates a pool in every call
 def _maker(
     cfg: ModelConfig, mesh: Mesh, pages: int, dtype: Any, routes: bool
 ) -> Callable[[], Pool]:
@@ -263,7 +258,9 @@ def _maker(
 
 
 def page_parts(cfg: ModelConfig, mesh: Mesh) -> int:
-    """Into how many parts the mesh splits rows and pages: a row's pages are those of its part."""
+    """Returns the number of parts that the mesh splits rows and pages into. A row's pages are in
+    the row's own part.
+    """
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         return sharding.ways(sharding.cache_axes(cache_heads(cfg))[0], mesh)
 
@@ -271,9 +268,9 @@ def page_parts(cfg: ModelConfig, mesh: Mesh) -> int:
 @functools.partial(jax.jit, static_argnames=("cfg",), donate_argnames=("pool",))
 @as_stored
 def prefill(
-    params: Any, stacks: Stacks, pool: Pool, blocks: Blocks, *, cfg: ModelConfig
+    params: Any, stacks: Stacks, pool: Pool, blocks: PrefillPlan, *, cfg: ModelConfig
 ) -> tuple[Pool, Scores | None]:
-    """Writes blocks of prompts into their pages; tells what is asked of them."""
+    """Writes blocks of prompts into their pages; returns the pool and the requested scores."""
     C, T = blocks.tokens.shape
     chex.assert_shape([blocks.start, blocks.page], (C,))
     positions = blocks.start[:, None] + jnp.arange(T, dtype=jnp.int32)[None]
@@ -283,30 +280,30 @@ def prefill(
     inputs = Inputs(blocks.tokens, positions, pool=pool, view=view)
     h, kept = hidden_states(params, lora, inputs, cfg)
     kept["tokens"] = _write_tokens(pool["tokens"], blocks.tokens, view, cfg)
-    if (asked := blocks.asked) is None:
+    if (scoring := blocks.scoring) is None:
         return kept, None
 
     def some(part: tuple[jax.Array, jax.Array, jax.Array]) -> Scores:
         h_CTD, targets_CTK, positions_CT = part
         logp_CTV = jax.nn.log_softmax(logits(params, lora, h_CTD), axis=-1)
-        told = jnp.take_along_axis(logp_CTV, jnp.maximum(targets_CTK, 0), axis=-1)
+        target_logp = jnp.take_along_axis(logp_CTV, jnp.maximum(targets_CTK, 0), axis=-1)
         top, ids = jax.lax.top_k(logp_CTV, min(ALTERNATIVES, cfg.vocab_size))
-        return Scores(told, ids, top, *_draws(logp_CTV, positions_CT, asked))
+        return Scores(target_logp, ids, top, *_draws(logp_CTV, positions_CT, scoring))
 
     parts = jax.lax.map(
-        some, tuple(split(x, SCORE_PARTS, 1) for x in (h, asked.targets, positions))
+        some, tuple(split(x, SCORE_PARTS, 1) for x in (h, scoring.targets, positions))
     )
     return kept, Scores(*(unsplit(x, 1) for x in parts))
 
 
 def _draws(
-    logp_CTV: jax.Array, positions_CT: jax.Array, asked: Asked
+    logp_CTV: jax.Array, positions_CT: jax.Array, scoring: PromptScoring
 ) -> tuple[jax.Array, jax.Array]:
-    """Tokens drawn at each place, ``[C, T, A]``, at temperature 1, and their log-probabilities."""
+    """Draws tokens at each position at temperature 1: ids and logprobs, ``[C, T, A]`` each."""
     C, T, V = logp_CTV.shape
     one, nothing = jnp.ones((C * T,), jnp.float32), jnp.zeros((C * T,), jnp.float32)
     params = SamplingParams(
-        one, jnp.zeros((C * T,), jnp.int32), one, nothing, jnp.repeat(asked.seed, T)
+        one, jnp.zeros((C * T,), jnp.int32), one, nothing, jnp.repeat(scoring.seed, T)
     )
     z_NV, first_N = logp_CTV.reshape(C * T, V), positions_CT.reshape(-1) * ALTERNATIVES
 
@@ -319,19 +316,19 @@ def _draws(
         jnp.zeros((C * T, ALTERNATIVES), jnp.float32),
     )
     ids, logprobs = jax.lax.fori_loop(
-        0, jnp.minimum(jnp.max(asked.draws), ALTERNATIVES), draw, none
+        0, jnp.minimum(jnp.max(scoring.draws), ALTERNATIVES), draw, none
     )
     return ids.reshape(C, T, -1), logprobs.reshape(C, T, -1)
 
 
 def _nowhere(pool: Pool) -> int:
-    """A page that no device has."""
+    """Returns a page number that is out of range."""
     return jax.tree.leaves(pool["tokens"])[0].shape[1]
 
 
 def _in_use(live: jax.Array) -> jax.Array:
-    """How many rows come before the last that is live, and that one: int32. Plans put those in use
-    first, of one device.
+    """Returns the number of rows up to the last live one, int32. On one device, plans place the
+    rows in use first.
     """
     return jnp.max(jnp.where(live, jnp.arange(1, len(live) + 1, dtype=jnp.int32), 0))
 
@@ -343,7 +340,7 @@ def _write_tokens(pool: jax.Array, tokens_BT: jax.Array, view: View, cfg: ModelC
 
 
 class _State(NamedTuple):
-    """What changes from step to step; ``live`` rows go on."""
+    """State of the decode loop; rows that are ``live`` continue."""
 
     step: jax.Array
     pool: Pool
@@ -356,11 +353,9 @@ class _State(NamedTuple):
 @functools.partial(jax.jit, static_argnames=("cfg",), donate_argnames=("pool",))
 @as_stored
 def decode(
-    params: Any, stacks: Stacks, pool: Pool, rows: Rows, steps: jax.Array, *, cfg: ModelConfig
+    params: Any, stacks: Stacks, pool: Pool, rows: DecodePlan, steps: jax.Array, *, cfg: ModelConfig
 ) -> tuple[Pool, Drawn]:
-    """Draws up to ``steps`` tokens of every row, at most STEPS; ends early when no row may go
-    on.
-    """
+    """Draws up to ``min(steps, STEPS)`` tokens for every row; ends early when no row is live."""
     R, A = rows.token.shape[0], min(ALTERNATIVES, cfg.vocab_size)
     lora = name_slots(stacks, rows.slots, cfg.kernels.slot_lora, 1)
     runs_of_prefix = -(-rows.prefix // paged.RUN)
@@ -453,7 +448,7 @@ def decode(
     return state.pool, state.drawn
 
 
-def _allowed(z_RV: jax.Array, rows: Rows) -> jax.Array:
+def _allowed(z_RV: jax.Array, rows: DecodePlan) -> jax.Array:
     token = jnp.arange(z_RV.shape[1])
     may = (rows.allowed[:, token // 32] >> (token % 32).astype(jnp.uint32)[None]) & 1
     return jnp.where((may == 1) | ~rows.bound[:, None], z_RV, -jnp.inf)
@@ -462,9 +457,7 @@ def _allowed(z_RV: jax.Array, rows: Rows) -> jax.Array:
 def _penalised(
     z_RV: jax.Array, sampling: SamplingParams, tokens: jax.Array, view: View, cfg: ModelConfig
 ) -> jax.Array:
-    """The logits with what penalties and biases make of them; the tokens so far stand in the
-    pages.
-    """
+    """Applies penalties and biases to the logits; the tokens so far are read from the pages."""
     penalties = sampling.penalties
     assert penalties is not None
     rows, _ = sharding.cache_axes(cache_heads(cfg))
@@ -472,14 +465,14 @@ def _penalised(
     def local(z_RV: jax.Array, penalties: Penalties, tokens: jax.Array, view: View) -> jax.Array:
         ids = tokens[0, view.table].reshape(len(z_RV), -1)  # [R, D PAGE]
         place = jnp.arange(view.capacity)[None]
-        # the first own token is the prompt's last
+        # The first own token is the last token of the prompt.
         own = place - (-(-view.prefix // paged.RUN) * paged.RUN)[:, None]
         prompt = (place < view.prefix[:, None]) | (own == 0)
         return penalised(z_RV, penalties, ids, prompt, (own > 0) & (own <= view.own[:, None]))
 
     def changed() -> jax.Array:
-        # Where the row's pages are: over a pod the tokens of long contexts are more than the
-        # logits.
+        # Runs where the row's pages are: on a pod the tokens of long contexts are more bytes than
+        # the logits.
         specs = (rows, None), (rows, None), (None, rows, None, None), (rows, None)
         out = sharding.over_devices(local, (z_RV, penalties, tokens, view), specs, (rows, None))
         return sharding.constrain(out, "batch", "vocab")
@@ -488,7 +481,7 @@ def _penalised(
 
 
 def _has_penalties(sampling: SamplingParams) -> jax.Array:
-    """``[R]`` bool."""
+    """Returns which rows have a penalty or a bias, ``[R]`` bool."""
     penalties = sampling.penalties
     assert penalties is not None
     counted = (penalties.repetition != 1) | (penalties.frequency != 0) | (penalties.presence != 0)
@@ -497,8 +490,8 @@ def _has_penalties(sampling: SamplingParams) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames=("cfg",))
 def read_pages(pool: Pool, pages: jax.Array, *, cfg: ModelConfig) -> Pool:
-    """The contents of pages, ``[L, n, ...]``; ``pages [n]`` int32, equally many of each part of the
-    mesh.
+    """Returns the contents of pages, ``[L, n, ...]``; ``pages [n]`` int32 has equally many of each
+    part of the mesh.
     """
     rows, heads = sharding.cache_axes(cache_heads(cfg))
     specs = jax.tree.map(lambda x: _axes(x, rows, heads), pool)
@@ -512,7 +505,7 @@ def read_pages(pool: Pool, pages: jax.Array, *, cfg: ModelConfig) -> Pool:
 
 @functools.partial(jax.jit, static_argnames=("cfg",), donate_argnames=("pool",))
 def write_pages(pool: Pool, pages: jax.Array, contents: Pool, *, cfg: ModelConfig) -> Pool:
-    """Puts contents back, into any pages; one that is not there is none."""
+    """Writes contents into any pages; out-of-range pages are skipped."""
     rows, heads = sharding.cache_axes(cache_heads(cfg))
     specs = jax.tree.map(lambda x: _axes(x, rows, heads), pool)
 
@@ -523,18 +516,18 @@ def write_pages(pool: Pool, pages: jax.Array, contents: Pool, *, cfg: ModelConfi
 
 
 @functools.partial(jax.jit, static_argnames=("cfg",), donate_argnames=("pool",))
-def move_pages(pool: Pool, moves: Moves, *, cfg: ModelConfig) -> Pool:
-    """Makes pages of others' contents; equally many of each part of the mesh."""
+def move_pages(pool: Pool, moves: PageMoves, *, cfg: ModelConfig) -> Pool:
+    """Builds pages from the contents of others; equally many of each part of the mesh."""
     rows, heads = sharding.cache_axes(cache_heads(cfg))
     specs = jax.tree.map(lambda x: _axes(x, rows, heads), pool)
 
-    # [L, n, ..., PAGE, X], each page by another number of positions
+    # [L, n, ..., PAGE, X]; each page is rolled by its own number of positions
     def rolled(x: jax.Array, by: jax.Array) -> jax.Array:
         return jax.vmap(lambda page, by: jnp.roll(page, by, axis=-2), in_axes=(1, 0), out_axes=1)(
             x, by
         )
 
-    def move(pool: Pool, moves: Moves) -> Pool:
+    def move(pool: Pool, moves: PageMoves) -> Pool:
         before = jnp.arange(PAGE)[None] < moves.cut[:, None]  # [n, PAGE]
 
         def of(x: jax.Array) -> jax.Array:

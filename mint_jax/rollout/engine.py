@@ -1,26 +1,24 @@
-"""The sampling engine: continuous batching over pages, any mixture of adapters, the same bits in
-any company.
+"""The sampling engine: continuous batching over pages, with any mixture of adapters.
 
-    generate(requests)              runs the loop in the caller's thread until all are answered
-    with engine.serving(...):       runs it in a thread of its own
-        engine.submit(request)      from any thread: a stream of tokens, with a result, to be
+    generate(requests)              runs the loop in the caller's thread until all have ended
+    with engine.serving(...):       runs the loop in a thread of its own
+        engine.submit(request)      from any thread; returns a stream of tokens that can be
         cancelled
 
-One turn of the loop: adapters that have arrived are written into slots; waiting samples get rows
-and pages; blocks of prompts are prefilled; all rows decode some steps. ``schedule.py`` decides,
-``plans.py`` says it to the device, ``device.py`` does it.
+One turn of the loop writes loaded adapters into slots, gives waiting samples rows and pages,
+prefills blocks of prompts, and decodes all rows for some steps. ``scheduler.py`` decides,
+``plans.py`` turns decisions into arrays, ``device.py`` runs them.
 
-Of several processes over one mesh the first runs the loop, and tells the others each call of the
-devices before it makes it (``calls.py``): one schedule, one clock, and requests that come, are
-cancelled or wait for adapters when they do. ``generate`` and ``warm`` are called in all of them and
-return the same; while process 0 serves, the others ``follow``.
+With several processes over one mesh, ``generate`` and ``warm`` are called in all of them and return
+the same. Process 0 runs the loop and broadcasts each device call before it makes it (``calls.py``).
+Serving runs in one process.
 
-A request and its seed give the same tokens and log-probabilities, bit for bit, at one number of
-rows, whatever the other rows, their order, the pages, hits of the prompts' cache (but with
-``reuse_decoded``), when its blocks are prefilled, preemption and the steps of a dispatch. Programs
-of different numbers of rows may round differently (on a CPU products of 2 to 32 rows sum alike); an
-engine with one entry in ``rows`` has but one. Which of them runs depends on how many rows there are
-and, while programs are compiled beside the loop (``compiled``), on which are ready.
+A request and its seed give the same tokens and log-probabilities, bit for bit, at one program
+shape: other rows, their order, pages, prefix-cache hits (except with ``reuse_decoded``), prefill
+order, preemption and steps per dispatch change nothing. Programs of different numbers of rows may
+round differently (CPU matmuls of 2 to 32 rows agree); an engine with one entry in ``rows`` has only
+one. The number of rows in use selects the program and, while programs are still compiling in the
+background (``compiled``), so does which of them are ready.
 """
 
 import contextlib
@@ -46,38 +44,44 @@ from mint_jax.models.base import Base
 from mint_jax.models.paged import PAGE
 from mint_jax.rollout import device, plans
 from mint_jax.rollout import request as requests_
-from mint_jax.rollout.answers import completion
-from mint_jax.rollout.cache import Cache, Kept
-from mint_jax.rollout.calls import Calls, Obeys
+from mint_jax.rollout.cache import PagedCache, SwappedPages
+from mint_jax.rollout.calls import DeviceCalls
+from mint_jax.rollout.completions import completion
 from mint_jax.rollout.detokenize import context_of, text_behind
 from mint_jax.rollout.device import STEPS
 from mint_jax.rollout.grammar import Grammars, reason_of
-from mint_jax.rollout.pages import Pages, pages_for, require_fit
+from mint_jax.rollout.pages import PagePool, pages_for, require_fit
 from mint_jax.rollout.request import Completion, Request
-from mint_jax.rollout.schedule import Prompt, Sample, Schedule, longest_table, pages_needed
+from mint_jax.rollout.scheduler import (
+    CachedPrompt,
+    SampleState,
+    Scheduler,
+    longest_table,
+    pages_needed,
+)
 from mint_jax.rollout.stops import Stops
 from mint_jax.rollout.stream import Piece, Stream
 
-ROWS = (8, 32, 128)  # shapes of decoding: the smallest that holds the rows there are is run
-# Blocks of a prefill, in pages: one number, for programs of different ones round differently, and
-# how many blocks wait at once is a matter of company (SmolLM2's keys of its second layer differ by
-# 5e-6 between 4 and 16). On a CPU 128 tokens: 512 at once would take
-# 0.8 of their time, and 3.2 times as long for a prompt of 30.
+ROWS = (8, 32, 128)  # decode program shapes; a step runs the smallest that holds its rows
+# Blocks of one prefill call, in pages. There is one shape because shapes round differently, and how
+# many blocks wait depends on other requests (layer-2 keys of SmolLM2 differ by 5e-6 between 4 and
+# 16 blocks). On CPUs 4 blocks: 16 take 0.8 of the time per token when full, but 3.2 times as long
+# for a prompt of 30 tokens.
 CPU_BLOCKS, BLOCKS = 4, 16
-# what a token that is drawn counts beside one that is prefilled, where tenants share (arXiv
-# 2401.00588, section 3.1)
+# Weight of a drawn token relative to a prefilled one in fair sharing between tenants
+# (arXiv:2401.00588, section 3.1).
 DRAWN = 2
-# calls of prefill between two dispatches while the engine serves: 512 tokens on a CPU, 2,048
-# elsewhere
+# Prefill calls between two decode dispatches while serving: 512 tokens on a CPU, 2,048 elsewhere.
 READS = 4
-# all are shown from the start, as 0
+# Counters that are reported as 0 from the start.
 COUNTS = ("prefills", "prefilled_tokens", "reused_tokens", "decodes", "drawn_tokens", "preempted")
-# how long new requests may go unseen while all that are there wait for adapters or programs
+# Maximum seconds between checks for new requests while all present ones wait for adapters or
+# programs.
 LOOK_S = 0.02
 
 
-class Lease(Protocol):
-    """A hold on a slot."""
+class SlotLease(Protocol):
+    """A lease that keeps a revision in its slot."""
 
     slot: Slot
 
@@ -85,7 +89,7 @@ class Lease(Protocol):
 
 
 class Residents(Protocol):
-    """What is asked of residency: see ``residency.Residency``."""
+    """The part of ``residency.Residency`` that the engine uses."""
 
     @property
     def stacks(self) -> Stacks: ...
@@ -97,8 +101,10 @@ class Residents(Protocol):
     def wait_ready(self, pending: Sequence[Future], timeout: float = 1.0) -> bool: ...
 
 
-class Beside(Protocol):
-    """What shares the devices, and decides whose samples come first: see ``service.loop.Loop``."""
+class Coscheduled(Protocol):
+    """Work that shares the devices with the engine and orders its tenants; implemented by
+    ``service.loop.Loop``.
+    """
 
     @property
     def waiting(self) -> int: ...
@@ -122,46 +128,43 @@ class Beside(Protocol):
 
 
 @dataclasses.dataclass(eq=False)
-class _Job:
-    """One request in the engine."""
+class _ActiveRequest:
+    """A request that has not ended."""
 
     stream: Stream
-    prompt: Prompt
-    samples: list[Sample] = dataclasses.field(default_factory=list)
+    prompt: CachedPrompt
+    samples: list[SampleState] = dataclasses.field(default_factory=list)
     lease: "Future[Any] | None" = None
     matcher: Any = None
 
 
 class Engine:
-    """See the module.
+    """The sampling engine of one base; see the module.
 
     Args:
         base: the resident base.
-        decode: text of token ids, for stop strings and ``Completion.text``; None without a
-            tokenizer.
-        max_rows: rows decoded together at most.
-        rows: the numbers of rows that are programs, instead of those of ``ROWS`` below ``max_rows``
-            and that itself.
+        decode: converts token ids to text, for stop strings and ``Completion.text``; None without
+            a tokenizer.
+        max_rows: maximum number of rows that decode together.
+        rows: decode program shapes; None uses ``ROWS`` below ``max_rows``, and ``max_rows``.
         keep_routes: record the experts that every token visits, for replay in training (R3).
-        cache_bytes: of the cache, over all devices; None: see ``cache.CACHE_BYTES``.
-        steps: tokens of a row between two looks of the host, 1 to STEPS.
-        reuse_decoded: prompts may begin with what was drawn before, a conversation's turns say, and
-            are not read again as far as the cache has them. What decoding wrote differs in the last
-            bits from what prefill would write, and so do log-probabilities behind it (by at most
-            2e-5 in float32, which ``tests/rollout/decoded_test.py`` holds): they depend on what was
-            asked before.
-        keep_cache: False: the cache's memory is free between two calls of ``generate``, and what
-            prompts left there is gone; for those who train in between, with weights that nobody
-            samples again. Beside a step of 8 policies over SmolLM2 it was 94 MB.
+        cache_bytes: size of the KV cache over all devices; None uses ``cache.CACHE_BYTES``.
+        steps: maximum tokens per row and dispatch, 1 to STEPS.
+        reuse_decoded: also cache what decoding wrote, so that the next turn of a conversation is
+            not prefilled again. Decoding and prefill differ in the last bits, so log-probabilities
+            then depend on earlier requests (by at most 2e-5 in float32, see
+            ``tests/rollout/decoded_test.py``).
+        keep_cache: False frees the cache's memory and its prompts after each call of ``generate``,
+            for training loops that change the weights in between. Next to a training step of 8
+            policies over SmolLM2 the cache is 94 MB.
 
     Attributes:
-        counts: what was done so far: tokens prefilled, reused and drawn, dispatches, samples
-            preempted.
-        compiled: while it is compiled what ``programs`` lists, which of these may be run; None:
-            any, compiled where it is called.
+        counts: totals so far: tokens prefilled, reused and drawn, dispatches, preempted samples.
+        compiled: programs of ``programs`` that are ready, while others compile in the background;
+            None compiles each program at its first call.
 
     Raises:
-        UserError: ``keep_routes`` with a base that has no experts; sizes out of their range.
+        UserError: ``keep_routes`` on a base without experts, or a size out of range.
     """
 
     def __init__(
@@ -177,22 +180,20 @@ class Engine:
         keep_cache: bool = True,
     ):
         if keep_routes and not base.cfg.routed:
-            raise UserError(
-                f"replay asks for routes, but {base.name} has no experts: switch it off"
-            )
+            raise UserError(f"keep_routes is True, but {base.name} has no experts: set it to False")
         if not 1 <= steps <= STEPS:
             raise UserError(f"steps is {steps}; expected 1 to {STEPS}")
         if max_rows < 1 or (rows is not None and (not rows or min(rows) < 1)):
             raise UserError(
-                f"max_rows is {max_rows} and rows {rows}; expected numbers of rows, at least 1"
+                f"max_rows is {max_rows} and rows {rows}; expected row counts of at least 1"
             )
         self.base, self.decode, self.keep_routes, self.steps = base, decode, keep_routes, steps
         self.reuse_decoded, self.keep_cache = reuse_decoded, keep_cache
         self.parts = device.page_parts(base.cfg, base.mesh)
         even = math.lcm(self.parts, base.row_multiple)
         wanted = rows if rows is not None else (*(r for r in ROWS if r < max_rows), max_rows)
-        # One row alone on a device, with others on other devices, would be another class of
-        # products; a program of one row has no others.
+        # One row alone on a device would use another kind of matmul than rows on other devices. A
+        # program with one row in all has no other rows to agree with.
         least = 2 * base.row_multiple if base.row_multiple > 1 else 1
         self.rows = tuple(sorted({-(-max(r, least) // even) * even for r in wanted}))
         wanted_blocks = CPU_BLOCKS if base.mesh.devices.flat[0].platform == "cpu" else BLOCKS
@@ -200,33 +201,33 @@ class Engine:
         self.table = longest_table(base.cfg.context)
         self.counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))
         self._grammars = Grammars(base)
-        self.calls = Calls(base, keep_routes, [*self.rows, self.blocks, self.table])
-        self.cache = Cache(base, self.rows[-1], self.calls, cache_bytes)
-        self._schedule = Schedule([Pages(0, PAGE)] * self.parts, 0)
+        self.calls = DeviceCalls(base, keep_routes, [*self.rows, self.blocks, self.table])
+        self.cache = PagedCache(base, self.rows[-1], self.calls, cache_bytes)
+        self._schedule = Scheduler([PagePool(0, PAGE)] * self.parts, 0)
         self.compiled: Programs | None = None
         self._residency: Residents | None = None
-        self._beside: Beside | None = None
-        self._tokens: Counter[str] = Counter()  # of each tenant in this turn
-        # tokens prefilled in this turn, of each tenant and revision
+        self._coscheduled: Coscheduled | None = None
+        self._tokens: Counter[str] = Counter()  # fair-share tokens of this turn, by tenant
+        # Tokens prefilled in this turn, by tenant and revision.
         self._read: Counter[tuple[str, str | None]] = Counter()
-        self._read_from = 0.0  # when the first of them went to the devices
+        self._read_from = 0.0  # time of the turn's first prefill call
         self._commit_bytes: int | None = None
-        self._jobs: list[_Job] = []
-        self._inbox: list[_Job] = []
+        self._jobs: list[_ActiveRequest] = []
+        self._inbox: list[_ActiveRequest] = []
         self._wake = threading.Condition()
-        self._running = threading.Lock()  # one thread at a time drives the device
+        self._running = threading.Lock()  # held by the one thread that drives the devices
         self._thread: threading.Thread | None = None
         self._stopping = False
-        # a count is one step: any thread may take a number
-        self._calls, self._asked = 0, itertools.count()
+        # ``next`` of a count is atomic, so any thread may take a number.
+        self._calls, self._submitted = 0, itertools.count()
 
-    # -- the doors
+    # -- public methods
 
     def check(self, request: Request, stacks: Stacks) -> None:
-        """Refuses a request that cannot be sampled; see ``request.check``.
+        """Raises if a request cannot be sampled; see ``request.check``.
 
         Raises:
-            UserError: also where the cache cannot hold one sample.
+            UserError: also if the cache cannot hold one sample.
         """
         requests_.check(request, self.base, stacks, self.decode is not None)
         self._grammars.matcher(request)
@@ -244,25 +245,23 @@ class Engine:
         between_steps: Callable[[], Any] | None = None,
         finished: Callable[[dict[int, list[Completion]]], Any] | None = None,
     ) -> list[list[Completion]]:
-        """Samples every request; results are in the order of the requests, ``n`` completions each.
+        """Samples every request; returns ``n`` completions for each, in the order of the requests.
 
         Args:
             stacks: resident adapters, by bucket rank.
-            between_steps: called before each turn of the loop, while the device has nothing under
-                way: the place to write other slots of ``stacks`` than those that requests name. Of
-                several processes, in the first.
-            progress: called with (requests done, requests) as they end; of several processes, in
-                the others once all have.
-            finished: called with the completions of requests that ended, by their indices; as
-                ``progress``.
+            progress: called with (requests done, requests) as requests end; in processes other
+                than 0, once at the end.
+            between_steps: called in process 0 before each turn of the loop, while the devices are
+                idle. It may write slots of ``stacks`` that no request names.
+            finished: called with the completions of requests that ended, keyed by their indices;
+                timed as ``progress``.
 
         Raises:
-            UserError: see ``check``: for all requests before the first is run. While the engine
-                serves, also what ``submit`` raises; ``stacks`` and ``between_steps`` are then the
-                loop's own.
+            UserError: see ``check``; all requests are checked before the first runs. While the
+                engine serves, also what ``submit`` raises, and ``stacks`` and ``between_steps`` are
+                ignored in favour of the serving loop's.
         """
-        # in every process; a pool would be made for none (94 MB and 18 ms in GRPO of eight policies
-        # on SmolLM2)
+        # Without requests no pool is needed: 94 MB and 18 ms in GRPO of 8 policies on SmolLM2.
         if not requests:
             return []
         stacks = self.calls.stacks if self._thread is not None else {} if stacks is None else stacks
@@ -280,12 +279,12 @@ class Engine:
         with self._driving(stacks, answered=True):
             self._calls += 1
             jobs = [self._job(request, Stream(request)) for request in requests]
-            self._hold(requests)
+            self._ensure_cache(requests)
             try:
-                # The largest limits first (Graham 1969, "longest processing time"): what is begun
-                # last is then done soon.
+                # Longest first (Graham 1969, longest processing time), so that samples started
+                # last end soon.
                 for job in sorted(jobs, key=lambda job: -job.prompt.request.max_tokens):
-                    self._begin(job)
+                    self._start(job)
                 left = dict(enumerate(jobs))
                 while left:
                     if between_steps is not None:
@@ -309,7 +308,7 @@ class Engine:
     def _wait_for(
         self, requests: Sequence[Request], progress: Any, finished: Any
     ) -> list[list[Completion]]:
-        """``generate`` through the loop that serves."""
+        """Runs ``generate`` through the serving loop."""
         streams: list[Stream] = []
         try:
             for request in requests:
@@ -332,36 +331,30 @@ class Engine:
         stacks: Stacks | None = None,
         residency: Residents | None = None,
         commit_bytes: int | None = None,
-        beside: Beside | None = None,
+        coscheduled: Coscheduled | None = None,
     ) -> Iterator["Engine"]:
-        """Runs the loop in a thread of its own, for ``submit``, until the block ends; what has not
-        ended then is cancelled.
-
-        Of several processes the first serves; the others call ``follow`` meanwhile.
+        """Runs the loop in its own thread until the block ends, and then cancels requests that have
+        not ended.
 
         Args:
-            stacks: adapters that are there; or
-            residency: brings those that requests name by ``revision``, while others decode.
-            commit_bytes: bytes written into slots between two turns, about; None is all that is
-                there.
-            beside: has a turn of its own between two of the loop's, in the loop's thread; ``wake``
-                tells that it has something to do.
+            stacks: resident adapters, if there is no ``residency``.
+            residency: loads adapters that requests name by ``revision``, while others decode.
+            commit_bytes: approximate bytes written into slots between two turns; None is no limit.
+            colocated: work that runs between two turns, in the loop's thread. ``wake`` notifies the
+                loop of new work.
 
         Raises:
-            UserError: this is not process 0.
+            UserError: several processes share the mesh.
         """
-        if not multihost.is_main():
+        if multihost.count() > 1:
             raise UserError(
-                f"process {multihost.index()} cannot serve, process 0 does: call follow here"
+                f"serving runs in one process, and {multihost.count()} share this mesh: call"
+                " generate, or start one process"
             )
         with self._driving(residency.stacks if residency is not None else stacks or {}):
-            self._residency, self._commit_bytes, self._beside, self._stopping = (
-                residency,
-                commit_bytes,
-                beside,
-                False,
-            )
-            self._hold(None)
+            self._residency, self._commit_bytes = residency, commit_bytes
+            self._coscheduled, self._stopping = coscheduled, False
+            self._ensure_cache(None)
             self._thread = threading.Thread(target=self._serve, name="engine", daemon=True)
             self._thread.start()
             try:
@@ -371,27 +364,27 @@ class Engine:
                     self._stopping = True
                     self._wake.notify_all()
                 self._thread.join()
-                self._thread, self._residency, self._beside = None, None, None
+                self._thread, self._residency, self._coscheduled = None, None, None
 
     @property
-    def serves(self) -> bool:
-        """Whether the loop runs, and takes requests."""
+    def is_serving(self) -> bool:
+        """True while the loop's thread accepts requests."""
         return self._thread is not None and not self._stopping
 
     @property
-    def able(self) -> bool:
-        """Whether what every request needs is compiled; from any thread."""
+    def is_ready(self) -> bool:
+        """True once the programs that every request needs are compiled; from any thread."""
         return bool(self._usable())
 
     def in_flight(self) -> Counter[tuple[str, str | None]]:
-        """Requests that have not ended, by tenant and revision; from any thread."""
+        """Returns the number of unfinished requests by tenant and revision; from any thread."""
         return Counter(
             (job.stream.request.tenant, job.stream.request.revision)
             for job in [*self._jobs, *self._inbox]
         )
 
     def state(self) -> dict[str, Any]:
-        """How much is under way and how much there is room for; from any thread."""
+        """Returns rows and pages, used and total; from any thread."""
         schedule = self._schedule
         rows = {name: len(getattr(schedule, name)) for name in ("running", "waiting", "swapped")}
         pages = {
@@ -401,19 +394,19 @@ class Engine:
         return {"rows": rows | {"most": self.rows[-1]}, "pages": pages}
 
     def wake(self) -> None:
-        """Tells the loop to look at what is beside it; from any thread."""
+        """Notifies the loop of new colocated work; from any thread."""
         with self._wake:
             self._wake.notify_all()
 
     def submit(self, request: Request, deadline_s: float | None = None) -> Stream:
-        """Asks for a request while the engine serves; from any thread.
+        """Enqueues a request while the engine serves; from any thread.
 
         Args:
-            deadline_s: seconds after which it is cancelled.
+            deadline_s: seconds after which the request is cancelled.
 
         Raises:
             UserError: see ``check``; or the engine does not serve.
-            QueueFull: residency's, with the time after which to ask again.
+            QueueFull: the load queue of residency is full; says when to retry.
         """
         if self._thread is None:
             raise UserError(
@@ -428,45 +421,29 @@ class Engine:
             job.lease = self._residency.acquire(request.revision, request.tenant)
         with self._wake:
             if self._stopping or self._thread is None:
-                self._give_back(job)
-                raise UserError("the engine is being stopped: ask another one")
+                self._release_lease(job)
+                raise UserError("the engine is stopping: retry on another one")
             self._inbox.append(job)
             self._wake.notify_all()
         return job.stream
 
-    def follow(self, stacks: Stacks | None = None, residency: Obeys | None = None) -> None:
-        """Does what process 0 tells as long as it serves; for every other process, with the same
-        arguments as ``serving`` there.
-
-        Args:
-            residency: this process's side of it, ``residency.others.Others``.
-
-        Raises:
-            UserError: serving failed in process 0 by a mistake, or this is process 0.
-            RuntimeError: it failed otherwise, or process 0 is gone.
-        """
-        if multihost.is_main():
-            raise UserError("process 0 leads: call serving here, and follow in the others")
-        self._follow(residency.stacks if residency is not None else stacks or {}, residency)
-
-    def _follow(self, stacks: Stacks, residency: Obeys | None = None) -> list[list[Completion]]:
+    def _follow(self, stacks: Stacks) -> list[list[Completion]]:
         with self._driving(stacks):
-            return self.calls.follow(residency)
+            return self.calls.follow()
 
     def warm(
         self, stacks: Stacks | None = None, progress: Callable[[str, int, int], None] | None = None
     ) -> None:
-        """Makes the cache as large as it may be, and compiles every program, so that no request
-        waits for one.
+        """Allocates the cache at its maximum and compiles every program, so that no request waits
+        for a compilation.
 
         Args:
-            progress: called with (what, done, in all) before each; of several processes, in the
-                first.
+            progress: called in process 0 with (program, done, total) before each program.
         """
         stacks = {} if stacks is None else stacks
         if multihost.is_main():
             with self._driving(stacks):
-                self._hold(None)
+                self._ensure_cache(None)
         else:
             self._follow(stacks)
         for i, program in enumerate(todo := self.programs(stacks)):
@@ -475,7 +452,7 @@ class Engine:
             program.build()
 
     def programs(self, stacks: Stacks) -> list[Program]:
-        """Every program of an engine that serves over these stacks."""
+        """Returns every program that an engine over these stacks runs."""
         cfg, params, shapes, cache = self.base.cfg, self.base.params, abstract(stacks), self.cache
         pool = device.abstract_pool(
             cfg, self.base.mesh, cache.most, self.base.dtype, self.keep_routes
@@ -497,13 +474,13 @@ class Engine:
             ids = cache.nowhere()
             lowered(device.read_pages, pool, ids)
             with jax.set_mesh(self.base.mesh):
-                held = jax.eval_shape(functools.partial(device.read_pages, cfg=cfg), pool, ids)
-            held = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), held)
-            lowered(device.write_pages, pool, ids, held)
+                contents = jax.eval_shape(functools.partial(device.read_pages, cfg=cfg), pool, ids)
+            contents = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), contents)
+            lowered(device.write_pages, pool, ids, contents)
             if self.keep_routes:
                 lowered(device.read_pages, {"routes": pool["moe"]["routes"]}, ids)
             if self.reuse_decoded:
-                lowered(device.move_pages, pool, device.Moves(*[ids] * 5))  # type: ignore[arg-type]
+                lowered(device.move_pages, pool, device.PageMoves(*[ids] * 5))  # type: ignore[arg-type]
 
         return [
             Program("prefill", f"prefill of {self.blocks * PAGE} tokens", prefill, 0),
@@ -526,8 +503,8 @@ class Engine:
     def _driving(self, stacks: Stacks, answered: bool = False) -> Iterator[None]:
         if not self._running.acquire(blocking=False):
             raise UserError(
-                "the engine is at work in another thread: submit to it there, or make an engine of"
-                " your own"
+                "the engine is running in another thread: submit to it there, or create a second"
+                " engine"
             )
         try:
             self.calls.stacks = stacks
@@ -537,7 +514,7 @@ class Engine:
                 yield
                 self.calls.end()
         except BaseException as error:
-            self.calls.drop()  # a call that failed may have taken the pool along
+            self.calls.drop()  # a failed call may have consumed the donated pool
             self.calls.end(error)
             raise
         finally:
@@ -554,18 +531,20 @@ class Engine:
                             self._inbox
                             or self._jobs
                             or self._stopping
-                            or (self._beside is not None and self._beside.waiting)
+                            or (self._coscheduled is not None and self._coscheduled.waiting)
                         ):
                             self._wake.wait()
                         if self._stopping:
                             break
                         new, self._inbox = self._inbox, []
                     for job in new:
-                        self._begin(job)
+                        self._start(job)
                     worked = (
-                        self._turn() if self._beside is None else self._turn_beside(self._beside)
+                        self._turn()
+                        if self._coscheduled is None
+                        else self._turn_coscheduled(self._coscheduled)
                     )
-                    # nothing to do but to wait for adapters or programs
+                    # All requests wait for adapters or programs.
                     if not worked and self._residency is not None:
                         coming = [
                             job.lease
@@ -581,21 +560,21 @@ class Engine:
             self._stopping = True
             left, self._inbox = [*self._jobs, *self._inbox], []
         self._clear(
-            left, error or UserError("the engine was stopped before this request ended: ask again")
+            left, error or UserError("the engine stopped before this request ended: send it again")
         )
 
-    def _turn_beside(self, beside: Beside) -> bool:
-        """One turn, and one of what is beside it."""
-        self._schedule.prefer(beside.order(self._schedule.tenants))
+    def _turn_coscheduled(self, coscheduled: Coscheduled) -> bool:
+        """Runs one turn of the engine and one of the colocated work."""
+        self._schedule.prefer(coscheduled.order(self._schedule.tenants))
         began = time.perf_counter()
         self._tokens.clear()
         worked = bool(self._jobs) and self._turn()
         if self._tokens:
-            beside.spent(time.perf_counter() - began, self._tokens)
-        return beside.turn(bool(self._schedule.running)) or worked
+            coscheduled.spent(time.perf_counter() - began, self._tokens)
+        return coscheduled.turn(bool(self._schedule.running)) or worked
 
-    def _job(self, request: Request, stream: Stream) -> _Job:
-        asked = requests_.stopping_by_id(request, self.base)
+    def _job(self, request: Request, stream: Stream) -> _ActiveRequest:
+        request_by_id = requests_.stopping_by_id(request, self.base)
         if request.revision is not None:
             version: Any = request.revision
         elif request.adapter is None:
@@ -603,23 +582,23 @@ class Engine:
         elif request.version is not None:
             version = request.version
         else:
-            # a slot whose weights have no name, and may be others for the next call: its prompts
-            # are shared within this one
+            # The slot's weights have no name and may change before the next call, so its prompts
+            # are shared within this call only.
             version = (
-                self._calls if self._thread is None else next(self._asked),
+                self._calls if self._thread is None else next(self._submitted),
                 request.adapter,
                 self._thread is None,
             )
-        return _Job(
+        return _ActiveRequest(
             stream,
-            Prompt(asked, (request.tenant, version)),
+            CachedPrompt(request_by_id, (request.tenant, version)),
             matcher=self._grammars.matcher(request),
         )
 
-    def _begin(self, job: _Job) -> None:
+    def _start(self, job: _ActiveRequest) -> None:
         self._jobs.append(job)
-        if self._beside is not None:
-            self._beside.began(job.prompt.request.tenant)
+        if self._coscheduled is not None:
+            self._coscheduled.began(job.prompt.request.tenant)
         job.samples = self._schedule.add(job.prompt, job)
         for sample in job.samples:
             sample.matcher = None if job.matcher is None else job.matcher.deep_copy()
@@ -630,7 +609,7 @@ class Engine:
                 )
 
     def _turn(self) -> bool:
-        """One turn of the loop; whether anything was done."""
+        """Runs one turn of the loop; returns True if anything was done."""
         self._read.clear()
         self._drop_cancelled()
         if self._residency is not None:
@@ -641,9 +620,8 @@ class Engine:
         before = len(self._schedule.running)
         self._schedule.admit(self._restore, self.steps, self._loaded)
         reads = 0
-        # Prompts are read before rows decode: a step costs the same with rows that are idle. While
-        # the engine serves, somebody looks at the rows that decode, and long prompts are read
-        # beside them.
+        # Prefill comes before decoding, because a step costs the same with idle rows. While
+        # serving, READS bounds it, so that a long prompt does not stall the rows that decode.
         while any(
             todo := self._schedule.to_prefill(self.blocks // self.parts, loaded=self._loaded)
         ):
@@ -654,10 +632,10 @@ class Engine:
         while any(todo := self._schedule.to_prefill(self.blocks // self.parts, scored=True)):
             self._prefill(todo, score=True)
             reads += 1
-        # their seconds must not be told as those of rows that decode next
-        if self._read and self._beside is not None:
-            self.calls.settle()
-            self._beside.took("prefill", time.perf_counter() - self._read_from, self._read)
+        # Otherwise the asynchronous prefill would be timed as part of the next decode.
+        if self._read and self._coscheduled is not None:
+            self.calls.block_until_ready()
+            self._coscheduled.took("prefill", time.perf_counter() - self._read_from, self._read)
         rows = self._schedule.to_decode(self.steps, self._preempt)
         if rows:
             most = max(Counter(s.prompt.part for s, _ in rows).values())
@@ -665,8 +643,8 @@ class Engine:
         return bool(reads or rows or len(self._schedule.running) != before)
 
     def _usable(self) -> list[int]:
-        """The numbers of rows that can be decoded; none before all that any request needs is
-        compiled.
+        """Returns the row counts whose decode program is compiled; empty until the programs that
+        every request needs are.
         """
         if self.compiled is None:
             return list(self.rows)
@@ -690,11 +668,11 @@ class Engine:
                     if sample.finish is None:
                         self._finish(sample, "cancelled")
 
-    def _loaded(self, sample: Sample) -> bool:
-        """Whether a sample's adapter is in a slot, which it fills in, and what it needs is
-        compiled.
+    def _loaded(self, sample: SampleState) -> bool:
+        """Returns True if a sample can run: its scoring program is compiled and its adapter is in a
+        slot, which is then written into the request.
         """
-        job: _Job = sample.owner
+        job: _ActiveRequest = sample.owner
         if (
             self.compiled is not None
             and sample.prompt.scored_from is not None
@@ -703,7 +681,7 @@ class Engine:
             return False
         if job.lease is None:
             return True
-        # a failure is told at the next turn
+        # A failed load is reported in the next turn, by _drop_cancelled.
         if not job.lease.done() or job.lease.exception() is not None:
             return False
         if job.prompt.request.adapter is None:
@@ -714,7 +692,7 @@ class Engine:
 
     # -- calls of the device
 
-    def _prefill(self, todo: list[list[tuple[Prompt, int]]], score: bool = False) -> None:
+    def _prefill(self, todo: list[list[tuple[CachedPrompt, int]]], score: bool = False) -> None:
         plan = plans.blocks_plan(todo, self.blocks, self.table, self.calls.stacks, score)
         if not self._read:
             self._read_from = time.perf_counter()
@@ -732,19 +710,24 @@ class Engine:
                 prompt.blocks[i].tokens
             )
 
-    def _decode(self, running: list[tuple[Sample, int]], rows: int) -> None:
+    def _decode(self, running: list[tuple[SampleState, int]], rows: int) -> None:
         plan, places = plans.rows_plan(
             running, rows, self.parts, self.table, self.base.cfg.vocab_size, self.calls.stacks
         )
         steps = 1 if any(sample.matcher is not None for sample, _ in running) else self.steps
         if self._schedule.waiting or self._schedule.swapped:
-            # Someone can have the row that is the first to reach its limit. Where training follows
-            # each dispatch, half of the rows: of 16 rows that began one after another each dispatch
-            # would draw a token a row, and then wait for a slice.
+            # Stop when the first row ends, so that a waiting sample gets its row. When training
+            # runs between dispatches, stop when half of the rows end: 16 rows that started one
+            # after another would otherwise draw one token per dispatch, and each dispatch would
+            # wait for a training slice.
             left = sorted(sample.limit - sample.own for sample, _ in running)
             steps = min(
                 steps,
-                left[len(left) // 2 if self._beside is not None and self._beside.waiting else 0],
+                left[
+                    len(left) // 2
+                    if self._coscheduled is not None and self._coscheduled.waiting
+                    else 0
+                ],
             )
         began = time.perf_counter()
         drawn = self.calls.decode(plan, steps)
@@ -769,17 +752,16 @@ class Engine:
             sample.owner.stream.put(
                 Piece(sample.number, new, sample.logprobs[len(sample.logprobs) - n :], top)
             )
-        if self._beside is not None and running:
-            self._beside.took("decode", seconds, tokens)
-        failed: dict[_Job, UserError] = {}
+        if self._coscheduled is not None and running:
+            self._coscheduled.took("decode", seconds, tokens)
+        failed: dict[_ActiveRequest, UserError] = {}
         for (sample, _), r in zip(running, places):
             if sample.matcher is not None and not drawn.stopped[r]:
                 sample.matcher.consume_token(sample.tokens[-1])
-            # its last mask may have been no mask
+            # An invalid grammar state yields a mask that allows everything.
             if sample.matcher is not None and (error := sample.matcher.get_error()):
                 failed[sample.owner] = UserError(
-                    f"its grammar cannot be followed any further: {reason_of(error)}; give a"
-                    " simpler one"
+                    f"the grammar failed during decoding: {reason_of(error)}; use a simpler grammar"
                 )
                 continue
             end, text = (None, None) if sample.stops is None else sample.stops.look(sample.tokens)
@@ -793,24 +775,24 @@ class Engine:
         for job, error in failed.items():
             self._clear([job], error)
 
-    def _preempt(self, sample: Sample) -> Kept:
+    def _preempt(self, sample: SampleState) -> SwappedPages:
         self.counts["preempted"] += 1
-        return self.cache.keep(sample.prompt.part, sample.pages[: pages_for(sample.own, PAGE)])
+        return self.cache.swap_out(sample.prompt.part, sample.pages[: pages_for(sample.own, PAGE)])
 
-    def _restore(self, sample: Sample) -> None:
+    def _restore(self, sample: SampleState) -> None:
         if sample.swapped is not None:
-            self.cache.restore(
+            self.cache.swap_in(
                 sample.swapped, sample.prompt.part, sample.pages[: pages_for(sample.own, PAGE)]
             )
             sample.swapped = None
 
-    # -- ends
+    # -- end of requests
 
-    def _finish(self, sample: Sample, why: str) -> None:
-        job: _Job = sample.owner
+    def _finish(self, sample: SampleState, why: str) -> None:
+        job: _ActiveRequest = sample.owner
         if self.keep_routes and sample.tokens and sample in self._schedule.running:
             self._keep_routes(sample)
-        # Weights without a name are those of this call, and nobody asks for them later.
+        # Weights without a digest or version cannot be named by a later call.
         if (
             self.reuse_decoded
             and sample in self._schedule.running
@@ -828,21 +810,21 @@ class Engine:
             if self._thread is not None and isinstance(job.prompt.key[1], tuple):
                 self._forget(job)
             self._remove(job)
-            self._give_back(job)
+            self._release_lease(job)
             job.stream.end([completion(s) for s in job.samples])
 
-    def _remove(self, job: _Job) -> None:
+    def _remove(self, job: _ActiveRequest) -> None:
         self._jobs.remove(job)
-        if self._beside is not None:
-            self._beside.ended(job.prompt.request.tenant)
+        if self._coscheduled is not None:
+            self._coscheduled.ended(job.prompt.request.tenant)
 
-    def _take_out(self, sample: Sample) -> None:
+    def _take_out(self, sample: SampleState) -> None:
         if sample.swapped is not None:
-            self.cache.forget(sample.swapped)
+            self.cache.discard(sample.swapped)
         self._schedule.finish(sample)
 
-    def _keep_routes(self, sample: Sample) -> None:
-        """Reads the experts that a sample's tokens visited, and once those of its prompt."""
+    def _keep_routes(self, sample: SampleState) -> None:
+        """Reads the expert ids of a sample's tokens and, once, of its prompt."""
         prompt = sample.prompt
         sample.routes = self.cache.routes(prompt.part, sample.pages, len(sample.tokens))
         if prompt.routes is None:
@@ -850,9 +832,9 @@ class Engine:
                 prompt.part, [block.page for block in prompt.blocks], prompt.length
             )
 
-    def _clear(self, jobs: Sequence[_Job], error: BaseException | None = None) -> None:
-        """Takes jobs that have not ended out of the engine, and forgets the prompts that nobody can
-        ask for again.
+    def _clear(self, jobs: Sequence[_ActiveRequest], error: BaseException | None = None) -> None:
+        """Removes unfinished requests from the engine, and drops cached prompts that no later
+        request can name.
         """
         for job in jobs:
             if job in self._jobs:
@@ -861,24 +843,24 @@ class Engine:
                     if sample.finish is None:
                         self._take_out(sample)
             if not job.stream.done:
-                self._give_back(job)
-                job.stream.end(error or UserError("the call was ended before this request was"))
+                self._release_lease(job)
+                job.stream.end(error or UserError("generate ended before this request did"))
             if isinstance(job.prompt.key[1], tuple):
                 self._forget(job)
 
-    def _forget(self, job: _Job) -> None:
+    def _forget(self, job: _ActiveRequest) -> None:
         for pages in self._schedule.pages:
             pages.forget(job.prompt.key)
 
-    def _give_back(self, job: _Job) -> None:
+    def _release_lease(self, job: _ActiveRequest) -> None:
         lease, job.lease = job.lease, None
         if lease is not None and not lease.cancel() and lease.exception() is None:
             lease.result().release()
 
-    def _hold(self, requests: Sequence[Request] | None) -> None:
-        """Makes the cache large enough for requests, or as large as it may be."""
-        if self.cache.hold(requests):
-            self._schedule = Schedule(
-                [Pages(self.cache.pages, PAGE) for _ in range(self.parts)],
+    def _ensure_cache(self, requests: Sequence[Request] | None) -> None:
+        """Makes the cache large enough for ``requests``, or as large as possible."""
+        if self.cache.ensure_capacity(requests):
+            self._schedule = Scheduler(
+                [PagePool(self.cache.pages, PAGE) for _ in range(self.parts)],
                 self.rows[-1] // self.parts,
             )

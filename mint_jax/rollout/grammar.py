@@ -1,9 +1,9 @@
-"""Completions that follow a JSON schema, a regular expression or a list of choices: which tokens
-may come next.
+"""Token masks for completions constrained by a JSON schema, a regular expression or a list of
+choices.
 
-``llguidance`` (Rust) computes the mask on the host in tens of microseconds a token, so a batch with
-such a row decodes one token a dispatch; what other rows draw is the same, bit for bit, as a
-dispatch's steps are never more than data.
+``llguidance`` (Rust) computes a mask on the host in tens of microseconds per token. A dispatch with
+such a row therefore decodes one token. Other rows still draw the same bits, because the number of
+steps is data and not a shape.
 """
 
 import json
@@ -22,25 +22,25 @@ from mint_jax.models.base import Base
 from mint_jax.rollout.request import BadField, Request
 from mint_jax.rollout.schemas import has_finite_value
 
-# JSON as ``json.dumps`` writes it: where white space is free, a model at a high temperature may
-# write nothing else. A schema that has this key says itself how it is.
+# JSON in the layout of ``json.dumps``. With free white space, a model at a high temperature may
+# write nothing else. A schema with this key overrides the layout.
 LAYOUT = {
     "x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 }
-KEPT = 256  # grammars that are compiled once for all requests that name them
-# A mask is computed in the engine's thread. With the default limit (1,000,000) one for
-# (a{1000}){1000} takes 2 s; with this one 0.03 s.
+KEPT = 256  # compiled grammars in the LRU cache
+# Masks are computed in the engine's thread. One mask for (a{1000}){1000} takes 2 s with the default
+# limit of 1,000,000, and 0.03 s with this one.
 FUEL = 200_000
-# llguidance follows references by recursion, and a stack that overflows ends the process: chains of
-# 1,500 do in 8 MiB. Schemas of at most LONGEST characters are compiled in a thread whose stack (of
-# which only used pages take memory) holds the longest chain in them.
+# llguidance follows references by recursion, and a stack overflow kills the process: a chain of
+# 1,500 references overflows 8 MiB. Schemas are limited to LONGEST characters and compiled in a
+# thread whose stack holds the longest chain; only pages that are used take memory.
 LONGEST, STACK = 1 << 18, 512 << 20
 
 Matcher = Any  # llguidance.LLMatcher
 
 
 def grammar_of(request: Request) -> tuple[str, str] | None:
-    """What kind of grammar a request has, and its text; None without one.
+    """Returns the kind and the text of a request's grammar; None without one.
 
     Raises:
         UserError: more than one.
@@ -62,14 +62,14 @@ class Grammars:
         self._base = base
         self._tokenizer: Any = None
         self._compiled: OrderedDict[tuple[str, str], Matcher] = OrderedDict()
-        self._lock = threading.Lock()  # requests are checked in the threads of those who ask
+        self._lock = threading.Lock()  # requests are checked in their callers' threads
 
     def matcher(self, request: Request) -> Matcher | None:
-        """A new matcher at its beginning; None for a request without a grammar.
+        """Returns a new matcher in its initial state; None for a request without a grammar.
 
         Raises:
-            UserError: a grammar that no text fits or that cannot be compiled, or a base without a
-                tokenizer.
+            UserError: a grammar that no text matches or that cannot be compiled, or a base
+                without a tokenizer.
         """
         named = grammar_of(request)
         if named is None:
@@ -77,7 +77,7 @@ class Grammars:
         with self._lock:
             found = self._compiled.get(named)
         if found is None:
-            found = self._compile(*named)  # may take seconds: not under the lock
+            found = self._compile(*named)  # may take seconds, so outside the lock
         with self._lock:
             self._compiled[named] = found
             self._compiled.move_to_end(named)
@@ -87,9 +87,7 @@ class Grammars:
 
     def _compile(self, kind: str, text: str) -> Matcher:
         if len(text) > LONGEST:
-            raise BadField(
-                kind, f"{kind} has {len(text)} characters; at most {LONGEST} are possible"
-            )
+            raise BadField(kind, f"{kind} has {len(text)} characters; expected at most {LONGEST}")
         try:
             return _on_large_stack(
                 lambda: _matcher(self._tokens(kind), kind, text, self._base.cfg.vocab_size)
@@ -102,12 +100,10 @@ class Grammars:
                 if isinstance(error, RecursionError)
                 else reason_of(str(error))
             )
-        raise BadField(
-            kind, f"{kind} {text[:200]!r} cannot be used: {reason}; give one that some text fits"
-        )
+        raise BadField(kind, f"{kind} {text[:200]!r} cannot be used: {reason}; change the grammar")
 
     def _tokens(self, kind: str) -> Any:
-        """Returns llguidance's own tokenizer, made once."""
+        """Returns llguidance's tokenizer, made once."""
         tokenizer = self._base.need_tokenizer()
         with self._lock:
             if self._tokenizer is None:
@@ -115,7 +111,7 @@ class Grammars:
                 if end is None:
                     raise UserError(
                         f"{kind} needs an end token, and the tokenizer in {self._base.directory}"
-                        " names none"
+                        " defines none"
                     )
                 self._tokenizer = llguidance.LLTokenizer(
                     tokenizer.sources[0], n_vocab=self._base.cfg.vocab_size, eos_token=end
@@ -124,7 +120,7 @@ class Grammars:
 
 
 def _matcher(tokenizer: Any, kind: str, text: str, vocab: int) -> Matcher:
-    """Raises ``ValueError`` with the reason where nothing fits a grammar, or it is too large."""
+    """Raises ``ValueError`` with the reason if no text matches, or the grammar is too large."""
     limits = llguidance.LLParserLimits(initial_lexer_fuel=FUEL, verbose_errors=False)
     matcher = llguidance.LLMatcher(tokenizer, _grammar(kind, text), log_level=0, limits=limits)
     begun = matcher.deep_copy()
@@ -133,7 +129,7 @@ def _matcher(tokenizer: Any, kind: str, text: str, vocab: int) -> Matcher:
     if error := begun.get_error():
         raise ValueError(error)
     if kind == "json_schema" and not has_finite_value(json.loads(text)):
-        raise ValueError("no JSON of finite length fits it")
+        raise ValueError("no finite JSON matches it")
     return matcher
 
 
@@ -155,9 +151,9 @@ def _on_large_stack(call: Callable[[], Any]) -> Any:
 
 
 def reason_of(error: str) -> str:
-    """Returns the first line of llguidance's message, in words."""
+    """Returns the first line of llguidance's message in plain words."""
     line = error.strip().splitlines()[0]
-    return "nothing fits it" if line.startswith("NoExtension") else line
+    return "no text matches it" if line.startswith("NoExtension") else line
 
 
 def _grammar(kind: str, text: str) -> str:
@@ -170,18 +166,18 @@ def _grammar(kind: str, text: str) -> str:
         return llguidance.LLMatcher.grammar_from_regex(text)
     choices = json.loads(text)
     if not choices or not all(isinstance(choice, str) and choice for choice in choices):
-        raise ValueError("expected texts, at least one, none of them empty")
+        raise ValueError("expected at least one choice, none of them empty")
     return llguidance.LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, choices)))
 
 
 def words(vocab: int) -> int:
-    """32-bit words of a mask over the vocabulary."""
+    """Returns the number of 32-bit words of a mask over the vocabulary."""
     return -(-vocab // 32)
 
 
 def mask_of(matcher: Matcher, vocab: int) -> np.ndarray:
-    """Which tokens may come next: ``[words]`` uint32, token i at bit ``i % 32`` of word ``i //
-    32``.
+    """Returns the mask of allowed next tokens, ``[words]`` uint32: token i is bit ``i % 32`` of
+    word ``i // 32``.
     """
     out = llguidance.numpy.allocate_token_bitmask(1, vocab)
     llguidance.numpy.fill_next_token_bitmask(matcher, out, 0)

@@ -1,13 +1,12 @@
-"""Which pages of one part of the cache are free, which hold what, and which prompts' blocks can be
-used again. No arrays.
+"""Free pages, used pages and the prefix cache of one part of the KV cache. Plain Python, no arrays.
 
-A *block* is one page of a prompt: PAGE tokens behind those of its parent, under one tenant and one
-version of the weights. Whole blocks are indexed by that chain, and the tokens themselves are
-compared, never a hash alone (law 7): a prompt that begins as another did takes its pages as they
-are. Prefill writes a block alike whatever is beside it, so that a hit changes no bit; blocks of
-what decoding wrote (``extend``) differ in the last bits from what prefill would write, and are
-there only where that was asked for. A block that nobody uses stays until its page is wanted, the
-least recently used one first, and never before its children.
+A *block* is one page of a prompt: PAGE tokens that follow those of its parent, for one tenant and
+one version of the weights. Full blocks are indexed by that chain. The tokens themselves are
+compared, never only a hash (law 7), so a prompt that begins as another did reuses its pages
+unchanged. Prefill writes a block the same in any batch, so a hit changes no bit. Blocks written by
+decoding (``extend``) differ in the last bits from prefilled ones, and exist only with
+``reuse_decoded``. An
+unused block stays until its page is needed: least recently used first, children before parents.
 """
 
 import itertools
@@ -18,8 +17,8 @@ from mint_jax.errors import UserError
 
 
 class Root:
-    """The empty prompt of one tenant and version: where chains begin. ``closed``: its blocks are
-    not to be used again.
+    """The empty prompt of one tenant and version, at which chains begin. Blocks of a ``closed``
+    root are not reused.
     """
 
     def __init__(self, key: Hashable) -> None:
@@ -31,11 +30,12 @@ class Block:
     """A page of a prompt.
 
     Attributes:
-        parent: the block, or the root, that it follows.
-        tokens: what it holds; fewer than a page only as the last of a prompt, which is not indexed.
-        users: how many prompts hold it.
-        ready: whether it is written, or a call that writes it is under way.
-        indexed: whether other prompts can find it.
+        parent: the previous block, or the root.
+        tokens: its tokens; only the last block of a prompt may have fewer than a page, and it is
+            not indexed.
+        users: number of prompts that hold it.
+        ready: True once it is written, or a call that writes it is enqueued.
+        indexed: other prompts can find it.
     """
 
     __slots__ = ("children", "indexed", "page", "parent", "ready", "root", "tokens", "users")
@@ -54,7 +54,7 @@ class Block:
         self.children: dict[tuple[int, ...], Block] = {}
 
 
-class Pages:
+class PagePool:
     """The pages of one part.
 
     Args:
@@ -65,22 +65,22 @@ class Pages:
     def __init__(self, count: int, size: int):
         self.count, self.size = count, size
         self._free = list(range(count - 1, -1, -1))
-        self._roots: dict[Hashable, Root] = {}  # those that have blocks
-        # nobody's, the least recently used first
+        self._roots: dict[Hashable, Root] = {}  # roots that have blocks
+        # Blocks without users, least recently used first.
         self._idle: OrderedDict[Block, None] = OrderedDict()
 
     @property
     def available(self) -> int:
-        """Pages that ``take`` could give."""
+        """Number of pages that ``take`` can return."""
         return len(self._free) + len(self._idle)
 
     @property
     def cached(self) -> int:
-        """Blocks that nobody uses and that are still there."""
+        """Number of cached blocks without users."""
         return len(self._idle)
 
     def take(self, n: int) -> list[int] | None:
-        """``n`` pages, or None where there are not as many."""
+        """Returns ``n`` pages, or None if fewer are available."""
         if n > self.available:
             return None
         while len(self._free) < n:
@@ -88,23 +88,23 @@ class Pages:
         return [self._free.pop() for _ in range(n)]
 
     def give(self, pages: Sequence[int]) -> None:
-        """Takes back what ``take`` gave."""
+        """Returns pages of ``take`` to the free list."""
         self._free.extend(pages)
         if len(self._free) > self.count:
-            raise RuntimeError("a page was given back twice")
+            raise RuntimeError("a page was freed twice")
 
     def open(
         self, key: Hashable, tokens: Sequence[int], spare: int = 0, shared: int | None = None
     ) -> tuple[list[Block], int] | None:
-        """The blocks of a prompt: those that are there, and new ones for the rest.
+        """Finds the cached blocks of a prompt and takes pages for the others.
 
         Args:
             key: tenant and version.
             spare: pages that must be available afterwards.
-            shared: how many blocks may be found, now and by others; None: all.
+            shared: number of blocks that may be shared with other prompts; None: all.
 
         Returns:
-            The blocks, in order, and how many of them were there; None, and nothing changed, where
+            The blocks in order, and how many of them were cached. None, with nothing changed, if
             there are too few pages.
         """
         root = self._roots.get(key) or Root(key)
@@ -117,7 +117,7 @@ class Pages:
                 break
             found.append(block)
             at = block
-        for block in found:  # before pages are taken, which may drop idle ones
+        for block in found:  # before ``take``, which may drop idle blocks
             block.users += 1
             self._idle.pop(block, None)
         fresh = pieces[len(found) :]
@@ -138,21 +138,19 @@ class Pages:
     def extend(
         self, key: Hashable, tokens: Sequence[int], begin: int
     ) -> tuple[list[Block], list[tuple[int, Block]]]:
-        """Blocks of tokens that are cached elsewhere, behind a prompt's: as many as there are pages
-        for.
+        """Adds blocks for tokens that follow a prompt and are cached in other pages, as far as
+        there are free pages.
 
         Args:
-            tokens: of a prompt that is open, and behind it; a last piece that is no whole page is
-                left out.
-            begin: how many whole blocks the prompt has; nothing is done where others could not find
-                them.
+            tokens: tokens of an open prompt and of what follows; a partial last page is left out.
+            begin: number of full blocks of the prompt; if these are not indexed, nothing is added.
 
         Returns:
-            Blocks that are held, to be closed; and of these the new ones with their numbers, which
-            are to be written and made ready.
+            The held blocks, to be passed to ``close``, and the new ones among them with their
+            numbers. The caller writes the new ones and marks them ready.
         """
         root = self._roots.get(key) or Root(key)
-        held: list[Block] = []
+        taken: list[Block] = []
         new: list[tuple[int, Block]] = []
         at: Block | Root = root
         for i in range(len(tokens) // self.size):
@@ -167,14 +165,14 @@ class Pages:
             elif block.ready:
                 block.users += 1
                 self._idle.pop(block, None)
-            else:  # of a prompt that is being read
+            else:  # another prompt is still being prefilled
                 break
-            held.append(block)
+            taken.append(block)
             at = block
-        return held, new
+        return taken, new
 
     def close(self, blocks: Sequence[Block]) -> None:
-        """Ends a prompt's use of its blocks."""
+        """Releases a prompt's blocks."""
         for block in reversed(blocks):  # children first: they are then the less recently used
             block.users -= 1
             if block.users < 0:
@@ -186,7 +184,7 @@ class Pages:
                     self._drop(block)
 
     def forget(self, key: Hashable) -> None:
-        """Blocks of a version that is no more: nobody finds them from now on."""
+        """Removes a version's blocks from the index."""
         root = self._roots.pop(key, None)
         if root is None:
             return
@@ -204,16 +202,16 @@ class Pages:
                 del self._roots[block.root.key]
         self.give([block.page])
 
-    def check(self, held: Sequence[int], users: Mapping[Block, int] | None = None) -> None:
-        """Whether every page is free, held by ``held``, or in a block, once, and whether idle
-        blocks may be dropped in their order.
+    def check(self, in_use: Sequence[int], users: Mapping[Block, int] | None = None) -> None:
+        """Raises if the books are wrong: every page must be free, in ``in_use`` or in a block,
+        exactly once, and idle blocks must be droppable in their order.
 
         Args:
-            held: what ``take`` gave, and the pages of blocks that no prompt can find.
-            users: how many prompts hold each block; None is not compared.
+            in_use: pages from ``take``, and pages of blocks that are not indexed.
+            users: expected users of each block; None skips this check.
 
         Raises:
-            RuntimeError: naming the pages that are not.
+            RuntimeError: names the wrong pages.
         """
         blocks: list[Block] = []
         stack: list[Block | Root] = list(self._roots.values())
@@ -221,7 +219,7 @@ class Pages:
             children = stack.pop().children.values()
             blocks.extend(children)
             stack.extend(children)
-        pages = sorted([*self._free, *held, *(block.page for block in blocks)])
+        pages = sorted([*self._free, *in_use, *(block.page for block in blocks)])
         if pages != list(range(self.count)):
             wrong = sorted(set(range(self.count)) ^ set(pages)) or [
                 p for p, q in itertools.pairwise(pages) if p == q
@@ -229,38 +227,38 @@ class Pages:
             raise RuntimeError(f"pages {wrong} are lost or held twice")
         turn = {block: i for i, block in enumerate(self._idle)}
         if set(turn) != {block for block in blocks if block.users == 0}:
-            raise RuntimeError("idle blocks are not those without users")
+            raise RuntimeError("the idle blocks are not the blocks without users")
         if any(
             not block.ready
             or any(turn.get(child, len(turn)) > i for child in block.children.values())
             for block, i in turn.items()
         ):
             raise RuntimeError(
-                "an idle block is not written, or would be dropped before its children"
+                "an idle block is not ready, or would be dropped before its children"
             )
         if any(
             child.ready and not block.ready for block in blocks for child in block.children.values()
         ):
-            raise RuntimeError("a block is written and its parent is not")
+            raise RuntimeError("a block is ready and its parent is not")
         if any(not root.children or root.closed for root in self._roots.values()):
-            raise RuntimeError("an empty chain is kept")
+            raise RuntimeError("the index has an empty or closed root")
         if users is not None and any(
             block.users != users.get(block, 0) for block in {*blocks, *users}
         ):
-            raise RuntimeError("a block's users are not those who hold it")
+            raise RuntimeError("the users of a block do not match the prompts that hold it")
 
 
 def pages_for(tokens: int, size: int) -> int:
-    """Pages that hold so many tokens."""
+    """Returns the number of pages that hold ``tokens`` tokens."""
     return -(-tokens // size)
 
 
 def require_fit(needed: int, count: int, what: str) -> None:
-    """Refuses a request that no cache of this size can hold.
+    """Raises if a request needs more pages than the cache has.
 
     Raises:
-        UserError: naming both.
+        UserError: names both numbers.
     """
     if needed > count:
-        remedy = "give more cache (--config.cache_gib), or ask for fewer tokens"
-        raise UserError(f"{what} needs {needed} pages of cache, there are {count}: {remedy}")
+        remedy = "raise --config.cache_gib, or lower the number of tokens"
+        raise UserError(f"{what} needs {needed} pages, the cache has {count}: {remedy}")

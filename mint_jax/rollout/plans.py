@@ -1,7 +1,6 @@
-"""From who runs next to the small arrays that say so to the device.
+"""Conversion of the scheduler's decisions into plans, the small arrays that ``device.py`` reads.
 
-Rows and blocks of each part of a mesh stand together, and numbers of pages and rows count within a
-part.
+Rows and blocks of one mesh part are contiguous. Numbers of pages and rows count within a part.
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,30 +10,30 @@ import numpy as np
 
 from mint_jax.lora.tree import Slot
 from mint_jax.models.paged import PAGE, RUN, TEAM, Teams
-from mint_jax.rollout.device import ALTERNATIVES, Asked, Blocks, Rows
+from mint_jax.rollout.device import ALTERNATIVES, DecodePlan, PrefillPlan, PromptScoring
 from mint_jax.rollout.grammar import mask_of, words
 from mint_jax.rollout.request import MAX_BIASES, MAX_STOP_IDS, Request, seed_of
 from mint_jax.rollout.sample import Penalties, SamplingParams
-from mint_jax.rollout.schedule import Prompt, Sample
+from mint_jax.rollout.scheduler import CachedPrompt, SampleState
 
-NOWHERE = 2**30  # a page that no device has
+NOWHERE = 2**30  # a page number that is out of range everywhere
 
 
 def blocks_plan(
-    todo: Sequence[Sequence[tuple[Prompt, int]]],
+    todo: Sequence[Sequence[tuple[CachedPrompt, int]]],
     count: int,
     table: int,
     buckets: Iterable[int],
     scored: bool = False,
-) -> Blocks:
-    """The plan of a prefill.
+) -> PrefillPlan:
+    """Returns the plan of a prefill.
 
     Args:
-        todo: of each part its blocks, as prompt and number.
-        count: blocks that the program has, of all parts.
+        todo: blocks of each part, as (prompt, block number).
+        count: blocks of the program, over all parts.
         table: entries of a table.
-        buckets: rank buckets that are resident.
-        scored: whether these are blocks whose places are asked about.
+        buckets: resident rank buckets.
+        scored: the plan asks for scores of these blocks' positions.
     """
     tokens, targets = (
         np.zeros((count, PAGE), np.int32),
@@ -60,33 +59,33 @@ def blocks_plan(
             tables[c, : len(pages)] = pages
             adapters[c] = prompt.request.adapter
             used = max(used, c * PAGE + len(block.tokens))
-    asked: Any = Asked(targets, draws, seed) if scored else None  # type: ignore[arg-type]
-    return Blocks(
+    scoring: Any = PromptScoring(targets, draws, seed) if scored else None  # type: ignore[arg-type]
+    return PrefillPlan(
         tokens,  # type: ignore[arg-type]
         start,  # type: ignore[arg-type]
         page,  # type: ignore[arg-type]
         tables,  # type: ignore[arg-type]
         _slots(adapters, buckets),
         np.array(used, np.int32),  # type: ignore[arg-type]
-        asked,
+        scoring,
     )
 
 
 def rows_plan(
-    running: Sequence[tuple[Sample, int]],
+    running: Sequence[tuple[SampleState, int]],
     rows: int,
     parts: int,
     table: int,
     vocab: int,
     buckets: Iterable[int],
-) -> tuple[Rows, list[int]]:
-    """The plan of some steps, and the row of each sample.
+) -> tuple[DecodePlan, list[int]]:
+    """Returns the plan of a decode dispatch, and the row of each sample.
 
     Args:
-        running: samples, and how many own tokens each may reach.
-        rows: rows that the program has, of all parts.
+        running: samples, and the number of own tokens that each may reach.
+        rows: rows of the program, over all parts.
     """
-    samples: list[Sample | None] = [None] * rows
+    samples: list[SampleState | None] = [None] * rows
     until, limit = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
     tables = np.zeros((rows, table), np.int32)
     used, places = [0] * parts, []
@@ -108,7 +107,7 @@ def rows_plan(
         if sample is not None and sample.matcher is not None:
             allowed[r] = mask_of(sample.matcher, vocab)
     teams = _teams(samples, rows // parts, tables)
-    plan = Rows(
+    plan = DecodePlan(
         token=column(np.int32, lambda s: s.tokens[-1] if s.tokens else s.prompt.request.prompt[-1]),
         table=tables,  # type: ignore[arg-type]
         prefix=prefix,
@@ -147,15 +146,15 @@ def _padded(lists: Iterable[Sequence[Any]], width: int, fill: Any, dtype: type) 
     return out
 
 
-def _teams(samples: Sequence[Sample | None], per_part: int, tables: np.ndarray) -> Teams:
-    """The teams of each part; a row's place in its team is its number among the request's
-    samples.
+def _teams(samples: Sequence[SampleState | None], per_part: int, tables: np.ndarray) -> Teams:
+    """Returns the teams of each part. A row's place in its team is its sample number modulo
+    TEAM.
     """
     Z = len(samples)
     rows, table = np.full((Z, TEAM), -1, np.int32), np.zeros_like(tables)
     prefix, place = np.zeros(Z, np.int32), np.full(Z, -1, np.int32)
     for begin in range(0, Z, per_part):
-        number: dict[tuple[Prompt, int], int] = {}
+        number: dict[tuple[CachedPrompt, int], int] = {}
         for r in range(begin, begin + per_part):
             sample = samples[r]
             if sample is None or sample.team is None:
@@ -169,21 +168,22 @@ def _teams(samples: Sequence[Sample | None], per_part: int, tables: np.ndarray) 
     return Teams(rows, table, prefix, place)  # type: ignore[arg-type]
 
 
-def _sampling(samples: Sequence[Sample | None]) -> SamplingParams:
-    asked = [Request((0,), temperature=0) if s is None else s.prompt.request for s in samples]
+def _sampling(samples: Sequence[SampleState | None]) -> SamplingParams:
+    requests = [Request((0,), temperature=0) if s is None else s.prompt.request for s in samples]
 
     def column(dtype: type, name: str) -> Any:
-        return np.array([getattr(r, name) for r in asked], dtype)
+        return np.array([getattr(r, name) for r in requests], dtype)
 
-    # A sample's noise follows from its request's seed and its number there, not from its place in
-    # this batch.
+    # Noise depends on the request's seed and the sample's number, not on its row.
     seeds = np.array(
         [0 if s is None else seed_of(s.prompt.request.seed, s.number) for s in samples], np.uint32
     )
     bias_ids = _padded(
-        ([token for token, _ in r.logit_bias] for r in asked), MAX_BIASES, -1, np.int32
+        ([token for token, _ in r.logit_bias] for r in requests), MAX_BIASES, -1, np.int32
     )
-    bias = _padded(([value for _, value in r.logit_bias] for r in asked), MAX_BIASES, 0, np.float32)
+    bias = _padded(
+        ([value for _, value in r.logit_bias] for r in requests), MAX_BIASES, 0, np.float32
+    )
     changes = (
         column(np.float32, f"{name}_penalty") for name in ("repetition", "frequency", "presence")
     )

@@ -1,12 +1,13 @@
-"""Ranges of sampling settings. Imports no jax, so that ``launch`` checks a config at once."""
+"""Valid ranges of sampling settings. Imports no jax, so that ``launch`` checks a config quickly."""
 
 import numbers
 from typing import Any
 
 from mint_jax.errors import UserError
 
-# Least, most, whether the least is excluded. Within them neither a logit nor an inverse leaves
-# float32 (XLA divides by multiplying with the inverse, and takes one below 1.2e-38 for 0).
+# Minimum, maximum, and True if the minimum itself is excluded. Within these ranges no logit and no
+# inverse leaves float32: XLA divides by multiplying with the inverse, and flushes values below
+# 1.2e-38 to 0.
 RANGES = {
     "temperature": (0, 1e30, False),
     "top_k": (0, 2**31 - 1, False),
@@ -19,14 +20,14 @@ RANGES = {
 
 
 def check_ranges(sampling: Any, prefix: str = "") -> None:
-    """Refuses settings outside ``RANGES``.
+    """Raises if a setting is outside ``RANGES``.
 
     Args:
         sampling: an object with some of these settings as attributes.
-        prefix: before the name of a setting in the error.
+        prefix: text before a setting's name in the error.
 
     Raises:
-        UserError: with the setting's name, value and range.
+        UserError: names the setting, its value and its range.
     """
     for name, (least, most, above) in RANGES.items():
         value = getattr(sampling, name, most)

@@ -1,4 +1,4 @@
-"""What is asked of the engine, and what it answers."""
+"""Requests to the engine, their validation, and completions."""
 
 import dataclasses
 import hashlib
@@ -12,16 +12,16 @@ from mint_jax.models.base import Base
 from mint_jax.rollout.device import ALTERNATIVES
 from mint_jax.rollout.ranges import check_ranges
 
-MAX_STOP_IDS = 64  # of a request, those of special tokens among its stop strings included
-MAX_BIASES = 300  # as many as OpenAI's API takes
-MAX_BIAS = 1e30  # times the largest repetition penalty, still far within float32
+MAX_STOP_IDS = 64  # per request, including special tokens among its stop strings
+MAX_BIASES = 300  # the limit of OpenAI's API
+MAX_BIAS = 1e30  # times the largest repetition penalty this is still far within float32
 
 
 class BadField(UserError):
-    """A field of a ``Request`` is wrong.
+    """An invalid field of a ``Request``.
 
     Attributes:
-        field: its name.
+        field: name of the field.
     """
 
     def __init__(self, field: str, message: str):
@@ -39,37 +39,34 @@ class Request:
 
     Attributes:
         prompt: token ids, at least one.
-        adapter: None samples the bare base, or what residency has of ``revision``.
-        n: completions wanted.
-        max_tokens: new tokens at most.
+        adapter: slot to sample with. None uses the slot that residency has for ``revision``, or
+            the bare base.
+        n: number of completions.
+        max_tokens: maximum number of new tokens.
         temperature, top_k, top_p, min_p: see ``SamplingParams``; within ``ranges.RANGES``.
         repetition_penalty, frequency_penalty, presence_penalty: see ``rollout.sample.Penalties``;
             within ``ranges.RANGES``.
-        logit_bias: (token id, what is added to its logit), each id once.
-        top_logprobs: of how many of the likeliest tokens at each place the log-probabilities are
-            wanted.
-        prompt_logprobs: whether the log-probabilities of the prompt's own tokens are wanted.
-        top_prompt_logprobs: at each place of the prompt, as ``top_logprobs``.
-        target_prompt_logprobs: ids at each place of the prompt but the first, at most ALTERNATIVES,
-            whose log-probabilities there are wanted; -1 for none.
-        prompt_alternatives: how many tokens are drawn at each place of the prompt but the first,
-            each for itself.
-        prompt_logprobs_last_n: what is asked of the prompt's places is told of its last n tokens
-            alone, and the rest of it may come from the cache; None: of all.
-        json_schema, regex, choice: what a completion must be, see ``grammar.py``; one of them at
-            most.
+        logit_bias: (token id, value added to its logit), each id once.
+        top_logprobs: number of most likely tokens returned at each position.
+        prompt_logprobs: return the log-probabilities of the prompt's tokens.
+        top_prompt_logprobs: as ``top_logprobs``, at each position of the prompt.
+        target_prompt_logprobs: ids to score at each position of the prompt except the first, at
+            most ALTERNATIVES; -1 is padding.
+        prompt_alternatives: number of tokens drawn independently at each position of the prompt
+            except the first.
+        prompt_logprobs_last_n: score only the last n tokens of the prompt, so that the rest can
+            come from the cache; None scores all.
+        json_schema, regex, choice: constraint on the completion, see ``grammar.py``; at most one.
         seed: completion i draws from a hash of seed and i; the same seed gives the same tokens in
             any batch.
         stop_ids: token ids that end a completion; the id itself is kept.
-        stop: strings that end a completion: its text ends before the string, its tokens with the
-            one completing it. One that is a special token of the tokenizer, which decoded text
-            leaves out, ends it by that token's id.
-        revision: digest of the revision that is in the adapter's slot, for the completions to name
-            (law 7).
-        version: of weights in the adapter's slot that have no digest yet, a number that no others
-            have: prompts that they read stay in the cache for later calls, as those of a revision
-            do. Of a slot with neither they are shared within one call.
-        tenant: who asks: prompts are shared, and quotas counted, within a tenant.
+        stop: strings that end a completion. The text ends before the string, the tokens with the
+            one that completes it. A special token of the tokenizer, which decoded text omits, is
+            matched by its id.
+        revision: digest of the revision in the adapter's slot; completions carry it (law 7).
+        version: unique number of weights without a digest. Prompts stay in the cache for later
+            calls, as with ``revision``; with neither they are shared within one call only.
+        tenant: owner of the request; prompts are shared and quotas counted per tenant.
     """
 
     prompt: tuple[int, ...]
@@ -102,14 +99,14 @@ class Request:
 
     @property
     def first_scored(self) -> int | None:
-        """The first place whose next token is scored; None where nothing is asked of the prompt."""
-        asked = (
+        """First position whose next token is scored; None if the prompt is not scored."""
+        requested = (
             self.prompt_logprobs,
             self.top_prompt_logprobs,
             self.target_prompt_logprobs is not None,
             self.prompt_alternatives,
         )
-        if not any(asked):
+        if not any(requested):
             return None
         last = len(self.prompt) - 1
         return (
@@ -123,29 +120,29 @@ class Completion:
 
     Attributes:
         tokens: ids, including a final stop id.
-        logprobs: float32, one a token, under the model itself (temperature 1, no filter, no
+        logprobs: float32 per token, under the unmodified model (temperature 1, no filter, no
             penalty).
-        drawn_logprobs: those under the distribution that drew the tokens, temperature, filters and
-            penalties included; ``logprobs`` where none changes anything, and in greedy decoding.
+        drawn_logprobs: float32 per token, under the distribution that was sampled, with
+            temperature, filters and penalties. Equal to ``logprobs`` if none of these applies, and
+            in greedy decoding.
         finish: ``stop``, ``length`` or ``cancelled``.
         text: decoded text before a stop string; None without a tokenizer.
-        routes: the experts that the input before each token visited, ``[tokens, L, X]``; None
-            unless the engine records them.
-        prompt_routes: those of the prompt but its last token, ``[prompt - 1, L, X]``; one array for
-            all samples of a prompt.
-        revision: digest of the revision that was sampled, as its request said; None for the bare
-            base.
-        top_logprobs: for each token the (id, log-probability under the model itself) of the
-            likeliest at its place, the likeliest first; None unless asked for.
-        prompt_logprobs: log-probabilities of the prompt's tokens but the first, under the model
-            itself; None unless asked for. NaN for those before the last n, where only these are
-            asked for; the next three have empty lists there.
-        top_prompt_logprobs: as ``top_logprobs``, at the places of the prompt's tokens but the
-            first.
-        target_prompt_logprobs: of the ids that the request names at each of these places; 0 for -1.
-        prompt_alternatives: (id, log-probability) of the tokens drawn at each of these places.
-        reused: tokens of the prompt that were in the cache when it came.
-        request: what was asked, for ``mint_jax.groups``; None unless the Python face asked.
+        routes: expert ids visited by the input before each token, ``[tokens, L, X]``; None unless
+            the engine records them.
+        prompt_routes: expert ids of the prompt except its last token, ``[prompt - 1, L, X]``; one
+            array shared by all samples of a prompt.
+        revision: digest of the sampled revision, from the request; None for the bare base.
+        top_logprobs: (id, log-probability under the unmodified model) of the most likely tokens at
+            each position, in descending order; None unless requested.
+        prompt_logprobs: log-probabilities of the prompt's tokens except the first, under the
+            unmodified model; None unless requested. With ``prompt_logprobs_last_n``, earlier
+            entries are NaN, and empty lists in the next three fields.
+        top_prompt_logprobs: as ``top_logprobs``, for the prompt's tokens except the first.
+        target_prompt_logprobs: log-probabilities of the requested ids at each of these positions;
+            0 for -1.
+        prompt_alternatives: (id, log-probability) of the tokens drawn at each of these positions.
+        reused: prompt tokens found in the cache.
+        request: the request, for ``mint_jax.groups``; None except in completions of the Python API.
     """
 
     tokens: list[int]
@@ -174,8 +171,8 @@ class Completion:
 
 
 def seed_of(seed: int, sample: int) -> int:
-    """The seed of one sample: a hash, so that neighbouring requests' samples never are each
-    other's, as with ``seed + sample``.
+    """Returns the seed of one sample. A hash, because ``seed + sample`` would give requests with
+    neighbouring seeds the same samples.
     """
     return int.from_bytes(
         hashlib.blake2b(f"{seed}/{sample}".encode(), digest_size=4).digest(), "little"
@@ -183,18 +180,18 @@ def seed_of(seed: int, sample: int) -> int:
 
 
 def check(request: Request, base: Base, stacks: Stacks, can_decode: bool) -> None:
-    """Refuses a request that cannot be sampled.
+    """Raises if a request cannot be sampled.
 
     Args:
-        can_decode: whether there is text of token ids, for stop strings.
+        can_decode: the engine can decode tokens to text, which stop strings need.
 
     Raises:
-        UserError: an empty prompt, one that does not fit the context, token ids outside the
-            vocabulary, settings out of their range, or stop strings that cannot match.
+        UserError: an empty prompt, one that exceeds the context, token ids outside the vocabulary,
+            settings out of range, or stop strings that cannot match.
     """
     context, vocab = base.cfg.context, base.cfg.vocab_size
     if not request.prompt:
-        raise BadField("prompt", "a prompt has no tokens: give at least one (a bos token, say)")
+        raise BadField("prompt", "the prompt is empty: give at least one token, such as bos")
     if request.max_tokens < 1 or request.n < 1:
         raise UserError(
             f"max_tokens is {request.max_tokens} and n is {request.n}; both must be at least 1"
@@ -231,8 +228,8 @@ def check(request: Request, base: Base, stacks: Stacks, can_decode: bool) -> Non
     if (count := len(stopping_by_id(request, base).stop_ids)) > MAX_STOP_IDS:
         raise BadField(
             "stop_ids",
-            f"a request stops at {count} token ids; at most {MAX_STOP_IDS} are possible: give the"
-            " rest as stop strings",
+            f"a request stops at {count} token ids; at most {MAX_STOP_IDS} are possible: use stop"
+            " strings for the rest",
         )
 
 
@@ -246,35 +243,35 @@ def _check_biases(biases: tuple[tuple[int, float], ...], vocab: int) -> None:
                 f" {vocab - 1}",
             )
     if len({token for token, _ in biases}) < len(biases):
-        raise BadField("logit_bias", f"logit_bias names a token twice: {biases}; give each id once")
+        raise BadField("logit_bias", f"logit_bias repeats a token: {biases}; give each id once")
     if len(biases) > MAX_BIASES:
         raise BadField(
-            "logit_bias", f"logit_bias has {len(biases)} tokens; at most {MAX_BIASES} are possible"
+            "logit_bias", f"logit_bias has {len(biases)} tokens; expected at most {MAX_BIASES}"
         )
 
 
 def _check_targets(request: Request, vocab: int) -> None:
     if (last := request.prompt_logprobs_last_n) is not None and last < 0:
         raise UserError(
-            f"prompt_logprobs_last_n is {last}; expected how many of the prompt's last tokens are"
-            " scored, at least 0"
+            f"prompt_logprobs_last_n is {last}; expected the number of final prompt tokens to"
+            " score, at least 0"
         )
     if (targets := request.target_prompt_logprobs) is None:
         return
     if len(targets) != (places := len(request.prompt) - 1):
         raise UserError(
-            f"target_prompt_logprobs has {len(targets)} places; a prompt of {places + 1} tokens has"
-            f" {places}, all but the first"
+            f"target_prompt_logprobs has {len(targets)} entries; a prompt of {places + 1} tokens"
+            f" needs {places}, one for each token except the first"
         )
     if (most := max(map(len, targets), default=0)) > ALTERNATIVES:
         raise UserError(
-            f"target_prompt_logprobs names {most} ids at one place; at most {ALTERNATIVES} are"
-            " possible"
+            f"target_prompt_logprobs has {most} ids at one position; expected at most"
+            f" {ALTERNATIVES}"
         )
     if wrong := [i for ids in targets for i in ids if not -1 <= i < vocab]:
         raise UserError(
-            f"target_prompt_logprobs has token id {wrong[0]}; this base has ids 0 to {vocab - 1},"
-            " and -1 is none"
+            f"target_prompt_logprobs has token id {wrong[0]}; expected ids 0 to {vocab - 1}, or -1"
+            " for padding"
         )
 
 
@@ -286,19 +283,18 @@ def _check_stop(stop: Any, base: Base, can_decode: bool) -> None:
         )
     if "" in stop:
         raise BadField(
-            "stop", "a stop string is empty: remove it, it would end every completion at once"
+            "stop", "a stop string is empty: remove it, since it would end every completion at once"
         )
     if stop and not can_decode:
         raise UserError(
             f"stop strings {stop!r} need a tokenizer, and {base.directory} has none: use stop_ids"
         )
     for text in stop:
-        if held := [special for special in _special(base) if special in text and special != text]:
+        if inner := [special for special in _special(base) if special in text and special != text]:
             raise BadField(
                 "stop",
-                f"stop string {text!r} holds the special token {held[0]!r}, which decoded text"
-                f" leaves out, so it would never match: stop at {held[0]!r} alone, or at text"
-                " alone",
+                f"stop string {text!r} contains the special token {inner[0]!r}, which decoded text"
+                f" omits, so it can never match: use {inner[0]!r} alone, or a string without it",
             )
 
 
@@ -307,7 +303,7 @@ def _special(base: Base) -> dict[str, int]:
 
 
 def stopping_by_id(request: Request, base: Base) -> Request:
-    """The request with special tokens among its stop strings as ids."""
+    """Returns the request with special tokens in ``stop`` moved to ``stop_ids``."""
     ids = [_special(base)[text] for text in request.stop if text in _special(base)]
     if not ids:
         return request

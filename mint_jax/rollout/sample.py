@@ -1,12 +1,12 @@
-"""Choosing the next token on the device: greedy, temperature, top-k, top-p, min-p, one seed a row.
+"""Selection of the next token on the device: greedy, temperature, top-k, top-p, min-p.
 
-The draw itself is ``pallas_kernels.draw``: a function of a row's logits, its seed, the position and
-the token's id alone, so that batching, other rows and padding change nothing.
+The draw is ``pallas_kernels.draw``: a function of a row's logits, its seed, the position and the
+token's id only, so that batching, other rows and padding change nothing.
 
-Filters are applied in this order, each on what the one before kept: temperature, top-k, top-p,
-min-p. Ties at the edge of a filter are kept, and the likeliest token passes every filter. Biases
-and then the three penalties come before all of them, see ``penalised``. Any settings within
-``rollout.ranges.RANGES`` give finite log-probabilities and a token that passes the filters: a
+Filters apply in this order, each to the output of the one before: temperature, top-k, top-p, min-p.
+Ties at the edge of a filter are kept, and the most likely token passes every filter. Biases and
+then the three penalties apply before all filters, see ``penalised``. Settings within
+``rollout.ranges.RANGES`` give finite log-probabilities and a token that passes the filters. A
 temperature that float32 cannot divide by (below 1.2e-38) is greedy.
 
 Axes: B rows, V vocab, C tokens drawn so far, n biases of a row, K alternatives of a token.
@@ -23,22 +23,22 @@ import jax.numpy as jnp
 from mint_jax.sharding import one_device
 from pallas_kernels.draw import draw
 
-# that one CPU filters at once: it makes five arrays like their logits, of 32 rows of SmolLM2 19 MB
-# more
+# Rows that a CPU filters at once. A filter makes five arrays the size of its logits: all 32 rows of
+# SmolLM2 at once take 19 MB more.
 FILTER_ROWS = 8
 
 
 class Penalties(NamedTuple):
-    """Per-row changes of logits by the tokens that were there before, and by token.
+    """Per-row changes of logits by earlier tokens and by token id.
 
     Attributes:
-        repetition: ``[B]``; of every token of the prompt or drawn, a logit above 0 is divided by it
-            and one below multiplied: CTRL (Keskar et al. 2019, arXiv:1909.05858, section 4.1), as
-            transformers has it. 1: none.
-        frequency: ``[B]``; subtracted once for each time that a token was drawn, as OpenAI's API
-            has it.
-        presence: ``[B]``; subtracted once where a token was drawn at all.
-        bias_ids, bias: ``[B, n]``; added to the logits of these tokens; ids of -1 are none.
+        repetition: ``[B]``; the logit of every token in the prompt or drawn so far is divided by it
+            if positive and multiplied if negative: CTRL (Keskar et al. 2019, arXiv:1909.05858,
+            section 4.1), as in transformers. 1 has no effect.
+        frequency: ``[B]``; subtracted once for each time that a token was drawn, as in OpenAI's
+            API.
+        presence: ``[B]``; subtracted once if a token was drawn at all.
+        bias_ids, bias: ``[B, n]``; added to the logits of these tokens; ids of -1 are padding.
     """
 
     repetition: jax.Array
@@ -49,15 +49,15 @@ class Penalties(NamedTuple):
 
 
 class SamplingParams(NamedTuple):
-    """Per-row arrays ``[B]``.
+    """Sampling settings as arrays ``[B]``.
 
     Attributes:
         temperature: 0 is greedy.
-        top_k: keep the k likeliest; 0 keeps all.
-        top_p: keep the smallest set with at least this mass; 1 keeps all.
-        min_p: drop tokens less likely than this fraction of the likeliest; 0 keeps all.
+        top_k: keep the k most likely tokens; 0 keeps all.
+        top_p: keep the smallest set with at least this probability; 1 keeps all.
+        min_p: drop tokens below this fraction of the highest probability; 0 keeps all.
         seed: uint32.
-        penalties: None where no row has any: counting what was drawn is a pass over the vocabulary.
+        penalties: None if no row has any: counting drawn tokens is a pass over the vocabulary.
     """
 
     temperature: jax.Array
@@ -75,12 +75,12 @@ def penalised(
     prompt_BC: jax.Array,
     drawn_BC: jax.Array,
 ) -> jax.Array:
-    """The logits that tokens are drawn from, float32.
+    """Returns the logits with biases and penalties applied, float32.
 
     Args:
-        tokens_BC: int32, what each row has read and drawn, at any places.
-        prompt_BC, drawn_BC: bool, at which of them stands a token of the prompt, and one that was
-            drawn.
+        tokens_BC: int32, the tokens of each row so far, in any order.
+        prompt_BC, drawn_BC: bool, positions of ``tokens_BC`` that are prompt tokens and drawn
+            tokens.
     """
     chex.assert_equal_shape([tokens_BC, prompt_BC, drawn_BC])
     chex.assert_equal_shape([penalties.bias_ids, penalties.bias])
@@ -103,11 +103,11 @@ def penalised(
 
 
 class Changes(NamedTuple):
-    """What is done to logits before tokens are drawn from them.
+    """A change of logits before the draw.
 
     Attributes:
-        rows: ``[B]`` bool, whose logits it may change.
-        apply: ``[B, V]`` -> ``[B, V]``, such as ``penalised``.
+        rows: ``[B]`` bool, rows that may change.
+        apply: function from logits ``[B, V]`` to ``[B, V]``, such as ``penalised``.
     """
 
     rows: jax.Array
@@ -125,25 +125,25 @@ def sample(
     """Draws one token a row.
 
     Args:
-        logits_BV: float32. A row with a NaN draws token 0, and so does one with plus infinity that
-            is not greedy; neither has a finite log-probability.
-        position: scalar or ``[B]`` int32, number of the token being drawn; with the seed it names
-            the random draw.
-        changes: what tokens are drawn from in place of the logits.
-        rows: int32, how many rows are in use, the first ones; what the others draw is of no use.
+        logits_BV: float32. A row with NaN draws token 0, and so does one with +inf unless greedy;
+            neither has a finite log-probability.
+        position: scalar or ``[B]`` int32, number of the token being drawn; seed and position
+            determine the noise.
+        changes: change of the logits that tokens are drawn from.
+        rows: int32, number of rows in use, at the front; the output of the others is undefined.
             None: all.
-        kernel: which implementation of ``draw``.
+        kernel: implementation of ``draw``.
 
     Returns:
-        Tokens ``[B]`` int32; their log-probabilities ``[B]`` under the model itself (temperature 1,
-        no filter); and those under the distribution that was drawn from, which are what a trainer's
-        importance ratio needs. The two are equal where the temperature is 1 and nothing filters,
-        and where decoding is greedy.
+        Tokens ``[B]`` int32; their log-probabilities ``[B]`` under the unmodified model
+        (temperature 1, no filter); and those under the sampled distribution, which a trainer's
+        importance ratio needs. The two are equal in greedy decoding, and at temperature 1 without
+        filters.
     """
     chex.assert_rank(logits_BV, 2)
     chex.assert_shape(list(params[:5]), logits_BV.shape[:1])
     keys = _keys(params.seed, position)
-    # XLA takes smaller ones for 0, and other kernels do not
+    # XLA flushes smaller temperatures to 0, other kernels do not.
     hot = params.temperature >= jnp.finfo(jnp.float32).tiny
     params = params._replace(temperature=jnp.where(hot, params.temperature, 0.0))
     filtered = hot & ((params.top_k > 0) | (params.top_p < 1) | (params.min_p > 0))
@@ -180,27 +180,26 @@ def sample(
         return token, logprob, jax.lax.cond(jnp.all(plain), lambda z: logprob, of_drawn, z_BV)
 
     def of_changed() -> tuple[jax.Array, jax.Array, jax.Array]:
-        # Rows that nothing changes have drawn already: what others ask for does not decide by which
-        # arithmetic a row is drawn. Noise is made once for each row, a tenth of the time without:
-        # of those that something changes the first draw gives the total alone.
+        # Unchanged rows are drawn first, so that other rows' settings never select the arithmetic
+        # of a row. Noise costs nine tenths of the time, so it is made once per row: for changed
+        # rows the first draw is greedy and only yields the total.
         first = take(logits_BV, jnp.where(changed, 0.0, params.temperature))
         at = _at(logits_BV, first.token)
         logprob = at - first.total
         own = (at - first.top) / over[:, 0] - first.warm
         plain = first.token, logprob, jnp.where(hot & (params.temperature != 1), own, logprob)
 
-        def others() -> tuple[jax.Array, jax.Array, jax.Array]:
+        def with_changes() -> tuple[jax.Array, jax.Array, jax.Array]:
             keep = filter_in_turn if one_device() else filter_
             changed_ones = of_all(first.total, jnp.where(changed, params.temperature, 0.0), keep)
             return tuple(jnp.where(changed, x, y) for x, y in zip(changed_ones, plain))  # type: ignore[return-value]
 
-        return jax.lax.cond(jnp.any(changed), others, lambda: plain)
+        return jax.lax.cond(jnp.any(changed), with_changes, lambda: plain)
 
-    # CPUs spare the passes over the vocabulary that no row asks for by a branch around them:
-    # greedy, eight rows of 49,152 logits took
-    # 0.64 ms though one was in use, now 0.17, and 32 that are drawn 20 to 32 ms, now 4. For TPUs
-    # libtpu 0.0.42.1 ends itself over a branch in a branch (assignment of memory, Qwen3-30B-A3B on
-    # 4 x 4 chips).
+    # On CPUs a branch skips passes over the vocabulary that no row needs. Greedy decoding of 8 rows
+    # of 49,152 logits with one in use fell from 0.64 ms to 0.17, and drawing 32 from 20-32 ms to 4.
+    # On TPUs libtpu 0.0.42.1 crashes on a branch within a branch (memory assignment, Qwen3-30B-A3B
+    # on 4 x 4 chips).
     return jax.lax.platform_dependent(
         cpu=of_changed,
         default=lambda: of_all(jax.nn.logsumexp(logits_BV, axis=-1), params.temperature),
@@ -210,11 +209,11 @@ def sample(
 def alternatives(
     logits_BV: jax.Array, count: int, rows: jax.Array | None = None, kernel: str = "xla"
 ) -> tuple[jax.Array, jax.Array]:
-    """The likeliest tokens of each row, ``[B, count]`` int32, and their log-probabilities under the
-    model itself, the largest first.
+    """Returns the most likely tokens of each row, ``[B, count]`` int32, and their log-probabilities
+    under the unmodified model, in descending order.
 
-    ``rows`` and ``kernel`` as of ``sample``: a token that was drawn has the log-probability that it
-    was drawn with, bit for bit.
+    ``rows`` and ``kernel`` as in ``sample``. A drawn token gets the same log-probability as in
+    ``sample``, bit for bit.
     """
     B = logits_BV.shape[0]
     top_BK, ids_BK = jax.lax.top_k(logits_BV, count)
@@ -223,7 +222,7 @@ def alternatives(
 
 
 def _keys(seed_B: jax.Array, position: jax.Array) -> jax.Array:
-    """``[B, 2]`` uint32, data of the keys of each row's draw."""
+    """Returns the PRNG key data of each row's draw, ``[B, 2]`` uint32."""
 
     def of(seed: jax.Array, position: jax.Array) -> jax.Array:
         return jax.random.key_data(
@@ -247,15 +246,15 @@ def _filter(z_BV: jax.Array, over_B1: jax.Array, params: SamplingParams) -> jax.
 
 
 def _keep_above(z_BV: jax.Array, mass_BV: jax.Array, goal_B: jax.Array) -> jax.Array:
-    """Keeps the largest logits: the fewest (with ties), at least one, whose mass reaches ``goal``;
-    the rest become -inf.
+    """Keeps the largest logits: the fewest (with ties), at least one, whose mass reaches ``goal``.
+    The rest become -inf.
 
-    The order is that of logits before the temperature: a large one makes unequal logits equal in
-    float32.
+    Logits are ordered before the temperature is applied, because a large temperature makes unequal
+    logits equal in float32.
 
     A binary search over the 32 bits of a monotone integer image of the logits finds the exact
-    threshold without a sort: 32 passes over the row, and a sixteenth of a sort's time (32 rows of
-    49,152 logits on two cores: 22 ms against 356).
+    threshold. Its 32 passes take a sixteenth of a sort's time (32 rows of 49,152 logits on two
+    cores: 22 ms instead of 356).
     """
     key = _ordered(z_BV)
 
@@ -265,13 +264,13 @@ def _keep_above(z_BV: jax.Array, mass_BV: jax.Array, goal_B: jax.Array) -> jax.A
         return jnp.where(mass >= goal_B, trial, low)
 
     threshold = jax.lax.fori_loop(0, 32, narrow, jnp.zeros(z_BV.shape[0], jnp.uint32))
-    # a goal that rounds to 0 is reached by no token
+    # A goal that rounds to 0 would be reached by no token.
     threshold = jnp.minimum(threshold, jnp.max(key, axis=-1))
     return jnp.where(key >= threshold[:, None], z_BV, -jnp.inf)
 
 
 def _ordered(z: jax.Array) -> jax.Array:
-    """float32 -> uint32 such that order is kept; 0 and -0 are equal."""
+    """Maps float32 to uint32 monotonically; 0 and -0 map to the same value."""
     z = jnp.where(z == 0, 0.0, z)
     bits = jax.lax.bitcast_convert_type(z, jnp.uint32)
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(0x80000000))

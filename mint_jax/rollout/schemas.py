@@ -1,7 +1,7 @@
-"""Whether some JSON of finite length fits a JSON schema that refers to itself.
+"""Detection of JSON schemas that refer to themselves and that no finite JSON matches.
 
-``llguidance`` refuses other schemas that nothing fits; ``{"type": "array", "items": {"$ref": "#"},
-"minItems": 1}`` it takes, and a completion under it never ends.
+``llguidance`` rejects other unsatisfiable schemas, but accepts ``{"type": "array", "items":
+{"$ref": "#"}, "minItems": 1}``, whose completions never end.
 """
 
 import urllib.parse
@@ -9,18 +9,18 @@ from typing import Any
 
 from mint_jax.errors import UserError
 
-MOST_STEPS = 200_000  # parts of schemas that are looked at
+MOST_STEPS = 200_000  # limit on visited parts of schemas
 
 
 def has_finite_value(schema: Any) -> bool:
-    """Returns whether a value exists in which no part has to contain itself; True for what a schema
-    leaves open.
+    """Returns True if the schema has a value in which no part must contain itself. Schemas that
+    constrain nothing return True.
 
-    The references that have such a value are the least fixed point of: all that the value must
-    contain has one.
+    The references with a finite value are a least fixed point: a reference is added once everything
+    that its value must contain has a finite value.
 
     Raises:
-        UserError: the schema refers to itself in too many ways.
+        UserError: the schema has too many references to itself.
     """
     targets = {ref: _target(schema, ref) for ref in _references(schema)}
     known: set[str] = set()
@@ -30,7 +30,7 @@ def has_finite_value(schema: Any) -> bool:
         nonlocal steps
         steps += 1
         if steps > MOST_STEPS:
-            raise UserError("its references are too many: write it with fewer")
+            raise UserError("it has too many references to itself: use fewer")
         if not isinstance(part, dict):
             return part is not False
         if (ref := part.get("$ref")) in targets and ref not in known:
@@ -85,7 +85,9 @@ def _references(schema: Any) -> list[str]:
 
 
 def _target(schema: Any, ref: str) -> Any:
-    """Returns the part that a reference names; True for none, which is refused elsewhere."""
+    """Returns the part that a reference names. Returns True for an unknown name, which llguidance
+    rejects.
+    """
     part = schema
     for name in ref[1:].split("/")[1:]:
         name = urllib.parse.unquote(name).replace("~1", "/").replace("~0", "~")

@@ -29,7 +29,7 @@ from mint_jax.models.transformer import Inputs, hidden_states
 def next_token_logprobs(
     params: Any, lora: BoundAdapters | None, tokens_BT: jax.Array, *, cfg: ModelConfig
 ) -> jax.Array:
-    """``log p(tokens[t + 1] | tokens[:t + 1])``, ``[B, T - 1]`` float32."""
+    """Returns ``log p(tokens[t + 1] | tokens[:t + 1])``, ``[B, T - 1]`` float32."""
     B, T = tokens_BT.shape
     inputs = sharding.constrain(tokens_BT[:, :-1], "batch", "tokens")
     positions = jnp.broadcast_to(jnp.arange(T - 1, dtype=jnp.int32), (B, T - 1))
@@ -41,7 +41,7 @@ class Scorer:
     """Scores sequences of any length in batches of similar length.
 
     Args:
-        max_tokens: tokens (padding included) of one batch.
+        max_tokens: maximum tokens of one batch, padding included.
     """
 
     def __init__(self, base: Base, max_tokens: int = 4096):
@@ -56,14 +56,14 @@ class Scorer:
         stacks: Stacks | None = None,
         done: Callable[[dict[int, np.ndarray]], Any] | None = None,
     ) -> list[np.ndarray]:
-        """Float32 ``[len - 1]`` per sequence, in the order given: entry i belongs to token i + 1.
+        """Returns float32 ``[len - 1]`` per sequence in input order; entry i scores token i + 1.
 
         Args:
-            done: called after each batch with the results of its sequences, by their indices.
+            done: called after each batch with the results of its sequences, by index.
 
         Raises:
             UserError: an empty sequence, one longer than the context, or ids outside the
-                vocabulary; checked first.
+                vocabulary; all sequences are checked first.
         """
         for n, sequence in enumerate(sequences):
             self.check(sequence, f"sequence {n}")
@@ -94,7 +94,7 @@ class Scorer:
         return out
 
     def check(self, sequence: Sequence[int], where: str) -> None:
-        """Refuses a sequence that cannot be scored; see ``logprobs``."""
+        """Raises if a sequence cannot be scored; see ``logprobs``."""
         cfg = self.base.cfg
         if not sequence:
             raise UserError(f"{where} has no tokens: give at least one")

@@ -1,4 +1,4 @@
-"""Where a stop string ends a completion."""
+"""Search for stop strings in a growing completion."""
 
 from collections.abc import Sequence
 
@@ -6,48 +6,48 @@ from mint_jax.rollout.detokenize import Decode, Detokenizer
 
 
 class Stops:
-    """Looks for stop strings in one completion while it grows.
+    """Searches one completion for stop strings while it grows.
 
     Args:
-        decode: text of token ids.
-        stops: none of them empty.
+        decode: converts token ids to text.
+        stops: non-empty strings.
         prompt: token ids that the completion continues.
 
     Attributes:
-        detokenizer: the completion's text.
+        detokenizer: incremental text of the completion.
     """
 
     def __init__(self, decode: Decode, stops: Sequence[str], prompt: Sequence[int] = ()):
         self.detokenizer, self._stops = Detokenizer(decode, prompt), stops
 
     def look(self, tokens: list[int]) -> tuple[int | None, str | None]:
-        """Returns how many tokens complete the first stop string, and the text before it; None
-        twice if there is none.
+        """Returns the number of tokens that complete the first stop string, and the text before
+        it; (None, None) without a match.
 
         Args:
-            tokens: all tokens of the completion: those of the last call and more.
+            tokens: all tokens of the completion so far.
         """
         known = self.detokenizer.text
         kept = max(map(len, self._stops)) - 1
-        seen = known[len(known) - min(kept, len(known)) :]
+        tail = known[len(known) - min(kept, len(known)) :]
 
         def holds(text: str) -> bool:
             return any(stop in text for stop in self._stops)
 
         added = self.detokenizer.added(tokens)
-        if not holds(seen + added):
+        if not holds(tail + added):
             self.detokenizer.settle(tokens, added)
             return None, None
         low, high = self.detokenizer.count + 1, len(tokens)
-        # Bisects for the shortest prefix whose text holds a stop string: a token may complete
-        # several characters, or a part of one, so the place of the string does not say which token
-        # completed it; every longer prefix holds it too.
+        # Bisects for the shortest prefix whose text contains a stop string. A token may complete
+        # several characters or part of one, so the string's position does not name the token; every
+        # longer prefix contains it too.
         while low < high:
             middle = (low + high) // 2
-            if holds(seen + self.detokenizer.added(tokens, middle)):
+            if holds(tail + self.detokenizer.added(tokens, middle)):
                 high = middle
             else:
                 low = middle + 1
-        text = seen + self.detokenizer.added(tokens, low)
+        text = tail + self.detokenizer.added(tokens, low)
         end = min(text.find(stop) for stop in self._stops if stop in text)
-        return low, known[: len(known) - len(seen)] + text[:end]
+        return low, known[: len(known) - len(tail)] + text[:end]

@@ -1,4 +1,4 @@
-"""A request's answers as they come."""
+"""Streaming output of one request."""
 
 import queue
 import threading
@@ -10,8 +10,8 @@ from mint_jax.rollout.request import Completion, Request
 
 
 class Piece(NamedTuple):
-    """Tokens of one sample, as they come; ``logprobs`` and ``top`` as ``Completion``'s ``logprobs``
-    and ``top_logprobs``.
+    """New tokens of one sample; ``logprobs`` and ``top`` as ``logprobs`` and ``top_logprobs`` of
+    ``Completion``.
     """
 
     sample: int
@@ -21,13 +21,12 @@ class Piece(NamedTuple):
 
 
 class Stream:
-    """One request's answers: an iterator of ``Piece`` until all samples have ended, and then
-    ``result``.
+    """One request's output: an iterator of ``Piece`` until all samples end, then ``result``.
 
-    Pieces go to one reader: whoever iterates, or who ``listen``s.
+    Pieces go to one reader: the iterator, or the callback of ``listen``.
 
     Attributes:
-        request: as it was asked.
+        request: the request as submitted.
     """
 
     def __init__(self, request: Request, deadline: float | None = None):
@@ -35,7 +34,7 @@ class Stream:
         self._pieces: queue.SimpleQueue[Piece | None] = queue.SimpleQueue()
         self._done: Future[list[Completion]] = Future()
         self._listener: Callable[[Piece | None], None] | None = None
-        self._lock = threading.Lock()  # of the change from the queue to a listener
+        self._lock = threading.Lock()  # guards the switch from the queue to a listener
 
     def __iter__(self) -> Iterator[Piece]:
         while (piece := self._pieces.get()) is not None:
@@ -43,11 +42,11 @@ class Stream:
         self._done.result()
 
     def result(self, timeout: float | None = None) -> list[Completion]:
-        """The completions, ``n`` of them; waits.
+        """Waits for the completions and returns them, ``n`` of them.
 
         Raises:
-            TimeoutError: not there in time; the request goes on.
-            UserError: its revision could not be loaded, or the engine was stopped.
+            TimeoutError: ``timeout`` seconds passed; the request continues.
+            UserError: its revision could not be loaded, or the engine stopped.
         """
         return self._done.result(timeout)
 
@@ -56,17 +55,16 @@ class Stream:
         return self._done.done()
 
     def when_done(self, call: Callable[["Stream"], None]) -> None:
-        """Calls this once ``result`` no longer waits, in the loop's thread or, where that is so
-        already, here; it must not wait.
+        """Calls ``call`` once ``result`` no longer waits: in the loop's thread, or here if that is
+        already so. It must not block.
         """
         self._done.add_done_callback(lambda _: call(self))
 
     def listen(self, call: "Callable[[Piece | None], None]") -> None:
-        """Calls this with each piece, in order and once, and with None when ``result`` no longer
-        waits.
+        """Calls ``call`` with each piece in order, then with None when ``result`` no longer waits.
 
-        What came before is told here, what comes later in the engine's thread, behind it. The call
-        must neither wait nor raise.
+        Earlier pieces are delivered here, later ones in the engine's thread. The callback must
+        neither block nor raise.
         """
         with self._lock:
             while not self._pieces.empty():
@@ -74,20 +72,20 @@ class Stream:
             self._listener = call
 
     def cancel(self) -> None:
-        """Ends it at the loop's next turn; what was drawn is its result."""
+        """Ends the request at the loop's next turn; the tokens drawn so far are its result."""
         self.cancelled = True
 
     def put(self, piece: Piece) -> None:
-        self._tell(piece)
+        self._publish(piece)
 
     def end(self, result: "list[Completion] | BaseException") -> None:
         if isinstance(result, BaseException):
             self._done.set_exception(result)
         else:
             self._done.set_result(result)
-        self._tell(None)
+        self._publish(None)
 
-    def _tell(self, piece: Piece | None) -> None:
+    def _publish(self, piece: Piece | None) -> None:
         with self._lock:
             if (listener := self._listener) is None:
                 self._pieces.put(piece)

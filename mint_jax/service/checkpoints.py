@@ -45,7 +45,7 @@ from mint_jax.models.base import Base
 from mint_jax.service import external
 from mint_jax.service.book import Book, Checkpoint, NotFound, Sampler
 from mint_jax.service.calls import Load, Save
-from mint_jax.train.held import Held
+from mint_jax.train.host_state import HostState
 
 log = logging.getLogger("mint_jax.service")
 SCHEME = "tinker://"
@@ -198,7 +198,7 @@ class Checkpoints:
 
     # -- what training asks for: see ``durable.Store``
 
-    def save(self, model: str, request: str, call: Save, held: Held) -> dict[str, Any]:
+    def save(self, model: str, request: str, call: Save, held: HostState) -> dict[str, Any]:
         """Keeps a state; what the client hears.
 
         Raises:
@@ -222,7 +222,7 @@ class Checkpoints:
             return 0
 
     def _keep(
-        self, model: str, tenant: str, request: str, call: Save, held: Held
+        self, model: str, tenant: str, request: str, call: Save, held: HostState
     ) -> dict[str, Any]:
         policy = f"{tenant}/{model}"
         if call.kind == "weights":
@@ -295,7 +295,7 @@ class Checkpoints:
         finally:
             self.writing.pop(digest, None)
 
-    def load(self, call: Load, kept: Path) -> Held:
+    def load(self, call: Load, kept: Path) -> HostState:
         """The state that a path names, with its moments or without.
 
         Args:
@@ -324,7 +324,7 @@ class Checkpoints:
             raise UserError(
                 f"{call.path} is damaged: its digest is not {digest}; load another checkpoint"
             )
-        held = Held.from_bytes(data, call.path)
+        held = HostState.from_bytes(data, call.path)
         return held if call.optimizer else held.fresh()
 
     def _file(self, digest: str) -> Path:

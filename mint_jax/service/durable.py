@@ -41,8 +41,8 @@ from mint_jax.service.calls import Call, Load, Save
 from mint_jax.service.futures import Category, Done, Failed, Futures, Outcome, TrainingRequest
 from mint_jax.service.server_db import ServerDatabase
 from mint_jax.service.training import Training
-from mint_jax.train import held as held_lib
-from mint_jax.train.held import Held
+from mint_jax.train import host_state as held_lib
+from mint_jax.train.host_state import HostState
 
 log = logging.getLogger("mint_jax.service")
 # how long the executor's thread sleeps where nothing wakes it: it looks whether it is to end
@@ -56,9 +56,9 @@ class Unavailable(UserError):
 class Store(Protocol):
     """Where checkpoints are: see ``checkpoints.Checkpoints``."""
 
-    def load(self, call: Load, kept: Path) -> Held: ...
+    def load(self, call: Load, kept: Path) -> HostState: ...
 
-    def save(self, model: str, request: str, call: Save, held: Held) -> dict[str, Any]: ...
+    def save(self, model: str, request: str, call: Save, held: HostState) -> dict[str, Any]: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Snapshot:
 
     model: str
     place: int
-    held: Held
+    held: HostState
 
     def write(self, folder: Path) -> None:
         """One file for each policy, replaced whole; on the disk when this returns."""
@@ -89,7 +89,7 @@ class Snapshot:
                 " the policy up"
             )
         notes = held_lib.notes_of(data)
-        return cls(notes["model"], notes["place"], Held.from_bytes(data, str(path)))
+        return cls(notes["model"], notes["place"], HostState.from_bytes(data, str(path)))
 
 
 def path_of(folder: Path, model: str) -> Path:
@@ -348,7 +348,7 @@ class Durable:
         if (store := self.store) is None:
             raise UserError("this server keeps no checkpoints: start it with a place for them")
 
-        def write(asked: "Future[Held]") -> None:
+        def write(asked: "Future[HostState]") -> None:
             try:
                 held = asked.result()
                 saved.set_result(
@@ -357,9 +357,9 @@ class Durable:
             except BaseException as reason:
                 saved.set_exception(reason)
 
-        def read(live: Any) -> Held:
+        def read(live: Any) -> HostState:
             return (
-                live.held(request.model).without_gradients()
+                live.read_state(request.model).without_gradients()
                 if call.kind == "weights"
                 else live.adapter(request.model)
             )
@@ -368,7 +368,7 @@ class Durable:
         before = self._last_saves.get(request.model)
         self._last_saves[request.model] = saved
 
-        def ready(asked: "Future[Held]") -> None:
+        def ready(asked: "Future[HostState]") -> None:
             if not self._closing:
                 self._saving.submit(write, asked)
 
@@ -469,7 +469,7 @@ class Durable:
                 self._ends.put((policy, Snapshot(model, place, future.result()), loads))
 
         self.training.do(
-            model, lambda live: live.held(model), self.tenant_of(model)
+            model, lambda live: live.read_state(model), self.tenant_of(model)
         ).add_done_callback(told)
 
     def _fail(self, failure: BaseException) -> None:

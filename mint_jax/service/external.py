@@ -23,14 +23,14 @@ from mint_jax.lora import peft
 from mint_jax.lora import tree as lora_tree
 from mint_jax.models import hf
 from mint_jax.models.base import Base, public_name
-from mint_jax.train.held import Held
+from mint_jax.train.host_state import HostState
 
 LINK_S = 3600.0
 SUFFIX = ".age"
 
 
 def files_of(
-    held: Held, base: Base, specs: Any, recipients: Sequence[str] = ()
+    held: HostState, base: Base, specs: Any, recipients: Sequence[str] = ()
 ) -> dict[str, bytes]:
     """The files of an adapter as PEFT has it, by name; each encrypted where there are recipients.
 

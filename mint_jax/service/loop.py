@@ -80,7 +80,7 @@ class Loop:
         """
         try:
             with self.engine.serving(
-                residency=self.residency, commit_bytes=self.commit_bytes, beside=self
+                residency=self.residency, commit_bytes=self.commit_bytes, coscheduled=self
             ):
                 yield self
         finally:

@@ -282,7 +282,7 @@ class _Api:
     def _submitted(self, body: dict[str, Any], tenant: str, make: Make) -> _Job:
         model = self._serves.weights.resolve(openai_types.model_of(body), tenant)
         self._serves.base.need_tokenizer()
-        if not self._serves.engine.serves:
+        if not self._serves.engine.is_serving:
             raise Unavailable("sampling has stopped: ask when the server is there again")
         answer = make(body, model, tenant)
         asked = answer.asked

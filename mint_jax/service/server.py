@@ -378,7 +378,7 @@ class Server:
                     " ready"
                 )
             found |= {"programs_ready": programs.ready, "programs": programs.total}
-            found |= {"samples": self.engine.able, "trains": self.live.able}
+            found |= {"samples": self.engine.is_ready, "trains": self.live.is_ready}
         found["status"] = found["status"] or "ready"
         return found
 
@@ -390,7 +390,7 @@ class Server:
             return "it is starting or being stopped"
         if self.durable.failed is not None:
             return f"training has failed: {self.durable.failed!r}"
-        if not self.engine.serves:
+        if not self.engine.is_serving:
             return "sampling has failed"
         return "" if sampling else self.durable.futures.trouble
 

@@ -31,7 +31,7 @@ def state_of(server: Server) -> dict[str, Any]:
             "waiting": server.loop.training.waiting,
             "policies": live.places(),
             "slots": live.slots,
-            "host_bytes": live.held_bytes,
+            "host_bytes": live.host_bytes_used,
             "counts": dict(live.counts),
         },
         "sampling": dict(engine.counts),

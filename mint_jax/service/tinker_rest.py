@@ -23,7 +23,7 @@ from mint_jax.service.book import Checkpoint, Model, NotFound, iso
 from mint_jax.service.server import Server
 from mint_jax.service.tinker_sessions import TRACE, trace_of
 from mint_jax.service.wire.reading import integer, text
-from mint_jax.train.held import Held
+from mint_jax.train.host_state import HostState
 
 PAGE = 20
 LONGEST_PAGE = 1000
@@ -186,7 +186,7 @@ class Rest:
 
     def _tar(self, digest: str) -> bytes:
         adapter, schema = unpack(self.server.checkpoints.fetch(digest))
-        held = Held(schema.config, {"factors": dict(params_lib.leaves_with_path(adapter))})
+        held = HostState(schema.config, {"factors": dict(params_lib.leaves_with_path(adapter))})
         out = io.BytesIO()
         with tarfile.open(fileobj=out, mode="w") as tar:
             for name, data in external.files_of(held, self.server.base, self.server.specs).items():

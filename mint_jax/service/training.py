@@ -21,7 +21,7 @@ from mint_jax.errors import UserError
 from mint_jax.service.costs import Costs, Payer
 from mint_jax.service.fairness import Counters
 from mint_jax.train import blocks
-from mint_jax.train.blocks import Datum, Work
+from mint_jax.train.blocks import Datum, TrainRequest
 from mint_jax.train.config import KINDS, OptimizerConfig
 from mint_jax.train.live import Live, StateLost
 from mint_jax.train.losses import LossCoefs
@@ -58,7 +58,7 @@ class Trained(NamedTuple):
 class _Operation:
     policy: str
     tenant: str
-    what: Work | OptimizerConfig | Callable[[Live], Any]
+    what: TrainRequest | OptimizerConfig | Callable[[Live], Any]
     future: "Future[Any]" = dataclasses.field(default_factory=Future)
 
 
@@ -115,7 +115,9 @@ class Training:
             blocks.check_loss(data, loss)
         except UserError as reason:
             refused = reason
-        return self._ask(_Operation(policy, tenant, Work(policy, data, loss, backward)), refused)
+        return self._ask(
+            _Operation(policy, tenant, TrainRequest(policy, data, loss, backward)), refused
+        )
 
     def optim(
         self, policy: str, numbers: OptimizerConfig, tenant: str = ""
@@ -194,8 +196,8 @@ class Training:
         heads.sort(key=lambda head: place[head.tenant])
         first = heads[0]
         try:
-            if isinstance(first.what, Work):
-                self._step([head for head in heads if isinstance(head.what, Work)], bound_s)
+            if isinstance(first.what, TrainRequest):
+                self._step([head for head in heads if isinstance(head.what, TrainRequest)], bound_s)
             elif isinstance(first.what, OptimizerConfig):
                 many = (
                     len(heads)
@@ -219,7 +221,7 @@ class Training:
         """Whether what it needs is compiled; calls need nothing, for before the first step every
         policy is on the host.
         """
-        if isinstance(operation.what, Work):
+        if isinstance(operation.what, TrainRequest):
             return self.live.can_move() and self.live.can_start(operation.what)
         return not isinstance(operation.what, OptimizerConfig) or self.live.can_move()
 
@@ -239,7 +241,7 @@ class Training:
         if self.costs is not None:
             self.costs.charge("train", step.seconds, tokens)
         for one in ready:
-            work: Work = one.what  # type: ignore[assignment]
+            work: TrainRequest = one.what  # type: ignore[assignment]
             if not work.left:
                 self._end(one, Trained.of(work.data, work.coefs, work.logprobs, work.loss))  # type: ignore[arg-type]
 
@@ -259,7 +261,7 @@ class Training:
         """
         found: list[_Operation] = []
         for one in self._queues[head.policy]:
-            if not isinstance(one.what, Work):
+            if not isinstance(one.what, TrainRequest):
                 break
             found.append(one)
         return found

@@ -1,4 +1,4 @@
-"""Rewards -> advantages and token weights, on the host in float64.
+"""Conversion of rewards to advantages and token weights, on the host in float64.
 
 Axes: Q prompts, G rollouts of a prompt.
 """
@@ -10,7 +10,7 @@ import numpy as np
 from mint_jax.errors import UserError, choice
 
 BASELINES = ("group_mean", "leave_one_out", "none")
-ROUNDINGS = 4  # spacings of numbers: a reward is often a sum of parts, and 0.1 + 0.2 is not 0.3
+ROUNDINGS = 4  # tolerance in float spacings: rewards are often sums, and 0.1 + 0.2 is not 0.3
 NORMALISATIONS = ("sequence", "token", "constant", "sum")
 
 
@@ -20,18 +20,18 @@ def group_advantages(
     divide_by_std: bool | None = None,
     eps: float = 1e-4,
 ) -> np.ndarray:
-    """Advantages ``[Q, G]`` float32 of each prompt's rollouts against each other.
+    """Returns the advantages of each prompt's rollouts against each other, ``[Q, G]`` float32.
+
+    Rewards of a group that are equal up to rounding give exactly 0 (with baseline ``none``: the
+    rewards).
 
     Args:
         baseline: ``group_mean`` (GRPO, arXiv 2402.03300 section 4.1.2), ``leave_one_out`` (RLOO,
             arXiv 2402.14740 eq. 9) or ``none``.
-        divide_by_std: GRPO's division by the group's (population) standard deviation; False is Dr.
-            GRPO (arXiv 2503.20783 section 3.2). None is as the baseline's paper has it:
-            ``group_mean`` is divided, ``leave_one_out`` and ``none`` are not.
+        divide_by_std: divide by the group's population standard deviation. False is Dr. GRPO
+            (arXiv 2503.20783 section 3.2). None follows the baseline's paper: True for
+            ``group_mean``, False for the others.
         eps: added to the standard deviation.
-
-    Rewards of a group that are equal up to rounding give exactly 0 (without a baseline:
-    themselves).
 
     Raises:
         UserError: an unknown baseline, a reward that is not finite or too large for float32, or a
@@ -45,17 +45,18 @@ def group_advantages(
         where = tuple(int(i) for i in np.argwhere(~np.isfinite(rewards))[0])
         raise UserError(
             f"reward at (prompt, rollout) {where} is {rewards[where]}; rewards must be finite"
-            " numbers: mend the reward function"
+            " numbers: fix the reward function"
         )
     group = rewards.shape[1]
     if group < 2 and baseline != "none":
         raise UserError(
-            f"baseline {baseline!r} needs at least 2 rollouts a prompt, there is {group}: raise"
+            f"baseline {baseline!r} needs at least 2 rollouts a prompt, got {group}: raise"
             " group_size or use baseline 'none'"
         )
-    # The mean of equal numbers is off by rounding, and an advantage of 1e-17 is a full step for
-    # Adam. So rewards count from the group's first, a spread of a few roundings counts as none,
-    # and the unit is a power of two near the largest, so that no square over- or underflows.
+    # The mean of equal numbers is off by rounding, and Adam turns an advantage of 1e-17 into a full
+    # step. So rewards are taken relative to the group's first, a spread of a few roundings counts
+    # as 0, and the unit is a power of two near the largest reward, so that no square over- or
+    # underflows.
     size = np.abs(rewards).max(axis=1, keepdims=True, initial=0.0)
     unit = np.ldexp(1.0, np.maximum(np.frexp(size)[1] - 1, -1000))
     from_first = rewards / unit - rewards[:, :1] / unit
@@ -81,7 +82,7 @@ def group_advantages(
 
 
 def token_weights(lengths: Sequence[int], normalisation: str, max_tokens: int = 1) -> list[float]:
-    """The weight of every token of each sequence, given the lengths of all sequences of one
+    """Returns the weight of each sequence's tokens, given the lengths of all sequences of one
     policy's update.
 
     ``sequence``: mean over each sequence, then over sequences (GRPO eq. 3). ``token``: mean over

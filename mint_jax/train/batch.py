@@ -1,10 +1,10 @@
-"""Sequences of many policies -> one padded batch.
+"""Packing of many policies' sequences into one padded batch.
 
 A *group* is a prefix and the sequences that continue it: a prompt and its rollouts, a prompt with a
-chosen and a rejected answer, or nothing and one text. A row keeps the prefix once; each sequence is
-a segment whose parent is the prefix segment. A sequence of c target tokens enters as c tokens, the
-last of the prefix first, so that every target is predicted from the position before it. Only target
-positions reach the unembedding.
+chosen and a rejected answer, or a text with an empty prompt. A row stores the prefix once; each
+sequence is a segment whose parent is the prefix segment. A sequence of c target tokens takes c
+places and begins with the prefix's last token, so that every target is predicted from the place
+before it. Only target positions reach the unembedding.
 
 Axes: P policies, B rows of a policy, T tokens of a row, M target positions of a row, Z pairs of a
 policy.
@@ -21,21 +21,21 @@ from mint_jax.data.buckets import ShapeBook, round_up
 from mint_jax.errors import UserError
 from mint_jax.train.losses import Targets
 
-LEAST = (1, 16, 8, 1)  # of B, T, M and Z
+LEAST = (1, 16, 8, 1)  # minimum B, T, M and Z
 
 
 @dataclasses.dataclass
 class TrainSequence:
-    """Target tokens and what the loss knows of each; lists are as long as ``tokens``.
+    """Target tokens with per-token inputs of the loss; lists are as long as ``tokens``.
 
     Attributes:
         tokens: the continuation of the group's prefix.
-        weights: 0 for tokens that are no target (they are still read).
-        advantages, old_logp, ref_logp: default 0.
-        first_logp: of the trainer before the first update on these tokens; None before it, and the
-            trainer puts it here then.
-        routes: experts that the token before each target visited when it was sampled, ``[tokens, L,
-            X]``; -1 for none.
+        weights: 0 for tokens that are input only.
+        advantages, old_logp, ref_logp: None is 0.
+        first_logp: the trainer's log-probabilities before the first update on these tokens; the
+            trainer fills this in.
+        routes: expert ids that the token before each target visited during sampling, ``[tokens, L,
+            X]``; -1 is unknown.
     """
 
     tokens: list[int]
@@ -52,11 +52,11 @@ class Group:
     """A prefix of at least one token, and the sequences that continue it.
 
     Attributes:
-        pair_weight: for DPO: the weight of the pair (chosen, rejected) that the two sequences form;
-            0 is no pair.
-        routes: experts that the prefix but its last token visited, ``[prefix - 1, L, X]``.
-        temperature: at which the sequences were drawn, above 0: all their log-probabilities are of
-            ``logits / temperature``.
+        pair_weight: weight of the DPO pair (chosen, rejected) that the two sequences form; 0 if
+            they are not a pair.
+        routes: expert ids of the prefix except its last token, ``[prefix - 1, L, X]``.
+        temperature: sampling temperature, above 0; log-probabilities are of ``logits /
+            temperature``.
     """
 
     prefix: list[int]
@@ -74,11 +74,11 @@ class Batch:
         tokens, positions, own, parent: ``[P, B, T]`` int32; ``own`` and ``parent`` are segments, 0
             is padding.
         index: ``[P, B, M]`` position in the row whose hidden state predicts the target.
-        target: ``[P, B, M]`` token ids; or ``[P, B, M, K]``, several of one distribution, whose
-            losses' numbers are ``[P, B, M K]``.
-        routes: recorded experts to replay, int16 ``[L, P, B, T, X]``, -1 for a token without; None:
-            the router chooses.
-        loss: targets of the loss, ``[P, B, M]`` and ``[P, Z]``.
+        target: ``[P, B, M]`` token ids; or ``[P, B, M, K]`` for K targets of one distribution, in
+            which case arrays of the loss are ``[P, B, M K]``.
+        routes: recorded experts to replay, int16 ``[L, P, B, T, X]``, -1 for tokens without; None
+            lets the router choose.
+        loss: inputs of the loss, ``[P, B, M]`` and ``[P, Z]``.
         inverse_temperature: of each target's distribution, float32 ``[P, B, M]``; None is 1
             everywhere.
     """
@@ -95,13 +95,13 @@ class Batch:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """P, B, T, M."""
+        """Sizes (P, B, T, M)."""
         return (*self.tokens.shape, self.index.shape[-1])  # type: ignore[return-value]
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
-    """Where a sequence's targets went: ``batch.index[policy, row, start : start + count]``."""
+class TargetSpan:
+    """Location of a sequence's targets: ``batch.index[policy, row, start : start + count]``."""
 
     policy: int
     row: int
@@ -118,22 +118,21 @@ class _Row:
 
 
 def cost(group: Group) -> int:
-    """Tokens that a group takes in a row."""
+    """Returns the number of tokens that a group takes in a row."""
     return len(group.prefix) - 1 + sum(len(s.tokens) for s in group.sequences)
 
 
 def padded_tokens(groups: Sequence[Group]) -> int:
-    """Tokens of one policy's rows, each as long as its largest group."""
+    """Returns the padded tokens of one policy's rows if they are as long as its largest group."""
     capacity = _capacity(groups)
     return len(_rows(groups, capacity)) * capacity
 
 
 def _capacity(groups: Iterable[Group]) -> int:
-    """Tokens of a row in which every group has room: as many as a row will be padded to, so that
-    short groups share one.
+    """Returns the row length that holds every group, rounded up to a padded size so that short
+    groups share a row.
     """
-    # 256 groups of 4 tokens took 256 rows of 16, and so four times as long, while a row was as long
-    # as its largest group.
+    # Without rounding, 256 groups of 4 tokens took 256 rows of 16 and four times as long.
     return round_up(max(map(cost, groups)), LEAST[1])
 
 
@@ -143,22 +142,22 @@ def pack(
     row_tokens: int | None = None,
     context: int | None = None,
     row_multiple: int = 1,
-) -> tuple[Batch, list[list[Place]]]:
+) -> tuple[Batch, list[list[TargetSpan]]]:
     """Packs each policy's groups into rows, first fit by decreasing size.
 
     Args:
-        shapes: keeps (B, T, M, Z) among few values.
-        row_tokens: length of a row; by default that of the largest group, rounded up as it will be.
-            A larger group is split, its prefix repeated.
-        context: refuse a sequence that, with its prefix, is longer.
-        row_multiple: rows of a policy are a multiple of this (the data axes of a mesh).
+        shapes: rounds (B, T, M, Z) to few values.
+        row_tokens: row length; None is that of the largest group, rounded up. A larger group is
+            split, with its prefix repeated.
+        context: maximum length of prefix and sequence.
+        row_multiple: number of rows of a policy is a multiple of this (the data axes of a mesh).
 
     Returns:
-        The batch, and per policy the place of each sequence in the order given.
+        The batch, and per policy the location of each sequence in input order.
 
     Raises:
-        UserError: no sequences, an empty prefix, a policy with pairs and a group that is not two
-            sequences, or a sequence longer than ``context``.
+        UserError: no sequences, an empty prefix, a group without two sequences in a policy with
+            pairs, or a sequence longer than ``context``.
     """
     if not policies or any(not any(g.sequences for g in groups) for groups in policies):
         raise UserError(
@@ -197,9 +196,9 @@ def pack(
 def _check(group: Group, context: int | None, paired: bool) -> None:
     if not group.prefix:
         raise UserError(
-            "a group has an empty prefix: the first token needs one before it (a bos token, say)"
+            "a group has an empty prefix: the first target needs a token before it, such as bos"
         )
-    if not 1e-30 <= group.temperature <= 1e30:  # its inverse is a factor in float32
+    if not 1e-30 <= group.temperature <= 1e30:  # the inverse must fit float32
         raise UserError(
             f"a group was drawn at temperature {group.temperature}; expected 1e-30 to 1e30: greedy"
             " tokens (temperature 0) were not drawn"
@@ -251,7 +250,7 @@ def _rows(groups: Sequence[Group], capacity: int) -> list[_Row]:
 
 def _fill(
     packed: list[list[_Row]], shape: tuple[int, int, int, int, int], pairs: list[list[float]]
-) -> tuple[Batch, list[list[Place]]]:
+) -> tuple[Batch, list[list[TargetSpan]]]:
     P, B, T, M, Z = shape
     ints = {
         name: np.zeros((P, B, T), np.int32) for name in ("tokens", "positions", "own", "parent")
@@ -264,9 +263,9 @@ def _fill(
     sharp = np.ones((P, B, M), np.float32)
     weights_PZ = np.zeros((P, Z), np.float32)
     routes = _no_routes(packed, (P, B, T))
-    places: list[list[Place]] = []
+    places: list[list[TargetSpan]] = []
     for p, rows in enumerate(packed):
-        found: dict[int, Place] = {}
+        found: dict[int, TargetSpan] = {}
         scored = 0
         for b, row in enumerate(rows):
             at, out, segment = 0, 0, 0
@@ -294,9 +293,8 @@ def _fill(
                     to = slice(out, out + len(chosen))
                     index[p, b, to] = at + chosen
                     target[p, b, to] = np.asarray(s.tokens)[chosen]
-                    # Pairs go by their place in the batch; other sequences are numbered among those
-                    # that have a target, as many as there are targets at most, which is what the
-                    # loss has segments for.
+                    # Pairs are numbered by their place in the batch. Other sequences are numbered
+                    # among those with targets, since the loss has as many segments as targets.
                     sequence[p, b, to] = number if pairs[p] else scored
                     scored += len(chosen) > 0
                     for name, array in floats.items():
@@ -306,7 +304,7 @@ def _fill(
                     if s.first_logp is None:
                         floats["first_logp"][p, b, to] = np.nan
                     sharp[p, b, to] = 1.0 / group.temperature
-                    found[number] = Place(p, b, to.start, len(chosen))
+                    found[number] = TargetSpan(p, b, to.start, len(chosen))
                     at, out = span.stop, to.stop
         places.append([found[i] for i in sorted(found)])
         weights_PZ[p, : len(pairs[p])] = pairs[p]
@@ -322,7 +320,7 @@ def _fill(
 
 
 def _no_routes(packed: list[list[_Row]], rows: tuple[int, int, int]) -> np.ndarray | None:
-    """Space for the routes of a batch, -1 everywhere; None where no sequence has any."""
+    """Returns an array for the routes of a batch, filled with -1; None if no sequence has any."""
     sequences = (
         s for policy in packed for row in policy for _, members in row.pieces for _, s in members
     )
@@ -331,10 +329,11 @@ def _no_routes(packed: list[list[_Row]], rows: tuple[int, int, int]) -> np.ndarr
 
 
 def mask_unrouted(groups: Sequence[Group]) -> tuple[list[Group], int]:
-    """Takes tokens without recorded experts out of the loss, where others of the policy have them.
+    """Removes tokens without recorded experts from the loss, if other tokens of the policy have
+    them.
 
     Returns:
-        The groups, and how many targets were masked.
+        The groups, and the number of masked targets.
     """
     if not any(s.routes is not None for g in groups for s in g.sequences):
         return list(groups), 0

@@ -1,14 +1,13 @@
-"""Data of many policies' requests -> blocks of declared shapes, for training whose programs are all
-known beforehand.
+"""Packing of requests into blocks of declared shapes, for training whose programs are all compiled
+in advance.
 
-A *datum* is one sequence with a target at every position. In a row it is a segment of its own, and
-rows are filled with data of one request. A *block* is some rows of a request: they have its loss
-and its policy's slot. Several blocks may name one slot, whose gradients then add up, and blocks
-that nothing is left for are padding: they name a slot that does not exist. So one policy with 64
-rows beside seven with one costs what its tokens cost.
+A *datum* is one sequence with a target at every position, and a segment of its own in a row. A
+*block* is some rows of one request; it has the request's loss and its policy's slot. Several blocks
+may name one slot; their gradients are summed. Unused blocks are padding and name a slot out of
+range. A policy with 64 rows next to seven policies with one therefore costs what its tokens cost.
 
-``train/batch.py`` packs what a job trains on, where a prompt's rollouts share it and few shapes
-follow from the data.
+``train/batch.py`` packs the data of jobs, where rollouts share their prompt and shapes follow from
+the data.
 
 Axes: P blocks, B rows, T tokens, N positions of a datum, K targets of a position, X experts a
 token, L layers.
@@ -32,15 +31,15 @@ class Datum:
     """One sequence of a request.
 
     Attributes:
-        tokens: ``[N]`` int32, which the model reads.
-        targets: ``[N]`` int32: position i predicts ``targets[i]``; or ``[N, K]``, several of one
-            distribution, for cross-entropy alone.
-        weights: float32 like ``targets``; of any sign, 0 for what is no target. Its log-probability
-            is told all the same.
+        tokens: ``[N]`` int32, input of the model.
+        targets: ``[N]`` int32, position i predicts ``targets[i]``; or ``[N, K]``, K targets of one
+            distribution, for cross-entropy only.
+        weights: float32 with the shape of ``targets``, of any sign. Targets of weight 0 are scored
+            but not trained on.
         advantages, old_logp: ``[N]`` float32, of a sampled datum.
-        in_ratio: ``[N]`` float32, 1 where a position counts in the ratio of the whole sequence
-            (GSPO), else 0; None: all of weight other than 0.
-        routes: ``[N, L, X]`` int16, the experts that each token visited when it was sampled, -1 for
+        in_ratio: ``[N]`` float32, 1 for positions in the ratio of the whole sequence (GSPO), else
+            0; None uses the positions of non-zero weight.
+        routes: ``[N, L, X]`` int16, expert ids that each token visited during sampling, -1 for
             none; replayed (R3).
     """
 
@@ -54,18 +53,18 @@ class Datum:
 
     @property
     def width(self) -> int:
-        """K; 1 where a position has one target."""
+        """Number of targets of a position, K."""
         return self.targets.shape[1] if self.targets.ndim == 2 else 1
 
 
 def check(data: Sequence[Datum], cfg: ModelConfig, shapes: "Sequence[BlockShape]") -> None:
-    """Refuses data that cannot be trained on, before anything is computed.
+    """Raises if data cannot be trained on, before anything is computed.
 
     Args:
-        shapes: of the steps there are.
+        shapes: declared step shapes.
 
     Raises:
-        UserError: naming the datum, counted from 0.
+        UserError: names the datum, counted from 0.
     """
     if not data:
         raise UserError("the request has no data: give at least one sequence")
@@ -78,8 +77,8 @@ def check(data: Sequence[Datum], cfg: ModelConfig, shapes: "Sequence[BlockShape]
     if not fitting:
         widest = max(shape.width for shape in shapes)
         raise UserError(
-            f"a datum has {width} targets a position; this server's steps have {widest} at most:"
-            " keep the likeliest"
+            f"a datum has {width} targets a position; the steps of this server take at most"
+            f" {widest}: keep the most likely ones"
         )
     longest = min(max(fitting), cfg.context)
     for i, datum in enumerate(data):
@@ -90,7 +89,7 @@ def check(data: Sequence[Datum], cfg: ModelConfig, shapes: "Sequence[BlockShape]
             )
         if n > longest:
             raise UserError(
-                f"{what} has {n} tokens; this server trains on {longest} at most: shorten it"
+                f"{what} has {n} tokens; this server trains on at most {longest}: shorten it"
             )
         if (
             datum.targets.ndim not in (1, 2)
@@ -110,8 +109,8 @@ def check(data: Sequence[Datum], cfg: ModelConfig, shapes: "Sequence[BlockShape]
             values = getattr(datum, name)
             if values is not None and (values.shape != (n,) or datum.targets.ndim == 2):
                 raise UserError(
-                    f"{what} has {name} of shape {values.shape}; expected [{n}], beside targets of"
-                    " that shape"
+                    f"{what} has {name} of shape {values.shape}; expected [{n}], with targets of"
+                    " the same shape"
                 )
         for name, ids in (("tokens", datum.tokens), ("targets", datum.targets)):
             if ids.min() < 0 or ids.max() >= cfg.vocab_size:
@@ -123,15 +122,15 @@ def check(data: Sequence[Datum], cfg: ModelConfig, shapes: "Sequence[BlockShape]
         for name in ("weights", "advantages", "old_logp"):
             values = getattr(datum, name)
             if values is not None and not np.isfinite(values).all():
-                raise UserError(f"{what} has {name} that are not finite: send numbers")
+                raise UserError(f"{what} has {name} that are not finite: send finite numbers")
 
 
 def check_loss(data: Sequence[Datum], loss: LossCoefs) -> None:
-    """Refuses data that lack what their loss is computed from, and losses that need a reference or
-    pairs, which data have not.
+    """Raises if data lack inputs of their loss, or if the loss needs a reference or pairs, which
+    live training does not have.
 
     Raises:
-        UserError: naming the datum, counted from 0.
+        UserError: names the datum, counted from 0.
     """
     kind = KINDS[int(loss.kind)]
     if kind == "dpo" or int(loss.kl_kind):
@@ -156,17 +155,17 @@ def check_loss(data: Sequence[Datum], loss: LossCoefs) -> None:
 
 
 @dataclasses.dataclass(eq=False)
-class Work:
-    """What of one request is still to be computed.
+class TrainRequest:
+    """The part of one request that is still to be computed.
 
     Attributes:
-        policy: whose adapter it is computed with.
-        data: all of the request's.
-        coefs: its loss, as numbers.
-        backward: adds to the policy's gradient; otherwise log-probabilities are all there is.
-        left: numbers of the data that no step has taken yet.
-        logprobs: of each datum, as its targets are shaped, once a step has taken it.
-        loss: the sum so far.
+        policy: name of the policy whose adapter is used.
+        data: all data of the request.
+        coefs: coefficients of its loss.
+        backward: add to the policy's gradient; False computes log-probabilities only.
+        left: indices of data that no step has processed.
+        logprobs: of each datum, in the shape of its targets, once a step has processed it.
+        loss: sum so far.
     """
 
     policy: str
@@ -183,7 +182,7 @@ class Work:
 
     @property
     def width(self) -> int:
-        """The most targets that a position has."""
+        """Largest number of targets of a position."""
         return max(datum.width for datum in self.data)
 
     @property
@@ -191,18 +190,18 @@ class Work:
         return any(datum.routes is not None for datum in self.data)
 
 
-class Block(NamedTuple):
-    """Rows of one request, each the numbers of its data."""
+class DatumBlock(NamedTuple):
+    """Rows of one request; each row lists indices of data."""
 
-    work: Work
+    work: TrainRequest
     rows: list[list[int]]
 
 
-def cut(works: Sequence[Work], shape: BlockShape) -> list[Block]:
-    """Blocks of this shape for what is left of these requests, which take turns block by block, in
-    the order given.
+def cut(works: Sequence[TrainRequest], shape: BlockShape) -> list[DatumBlock]:
+    """Returns blocks of ``shape`` for the remaining data of these requests, which take turns block
+    by block in the order given.
 
-    Data longer than a row of the shape are passed over. Nothing is marked as taken.
+    Skips data longer than a row. Does not mark anything as processed.
     """
     waiting = [
         sorted(
@@ -211,16 +210,16 @@ def cut(works: Sequence[Work], shape: BlockShape) -> list[Block]:
         )
         for w in works
     ]
-    blocks: list[Block] = []
+    blocks: list[DatumBlock] = []
     while len(blocks) < shape.blocks and any(waiting):
-        for work, mine in zip(works, waiting):
-            if mine and len(blocks) < shape.blocks:
-                blocks.append(Block(work, _rows(work, mine, shape)))
+        for work, indices in zip(works, waiting):
+            if indices and len(blocks) < shape.blocks:
+                blocks.append(DatumBlock(work, _rows(work, indices, shape)))
     return blocks
 
 
-def _rows(work: Work, waiting: list[int], shape: BlockShape) -> list[list[int]]:
-    """First fit by decreasing size; what is placed is taken off ``waiting``."""
+def _rows(work: TrainRequest, waiting: list[int], shape: BlockShape) -> list[list[int]]:
+    """Packs first fit by decreasing size; removes what it places from ``waiting``."""
     rows: list[list[int]] = [[]]
     space = [shape.tokens]
     for i in list(waiting):
@@ -238,27 +237,28 @@ def _rows(work: Work, waiting: list[int], shape: BlockShape) -> list[list[int]]:
     return rows
 
 
-def used(blocks: Sequence[Block]) -> int:
-    """Tokens of these blocks, padding not counted."""
+def used(blocks: Sequence[DatumBlock]) -> int:
+    """Returns the number of tokens of these blocks without padding."""
     return sum(
         block.work.data[i].tokens.size for block in blocks for row in block.rows for i in row
     )
 
 
-class Place(NamedTuple):
-    """Where a datum lies: positions ``start`` and on of a row."""
+class DatumSpan(NamedTuple):
+    """Location of a datum: positions of a row from ``start`` on."""
 
-    work: Work
+    work: TrainRequest
     datum: int
     block: int
     row: int
     start: int
 
 
-def fill(blocks: Sequence[Block], shape: BlockShape) -> tuple[Batch, list[Place]]:
-    """The batch of these blocks, blocks of padding behind them, and where each datum lies in it.
+def fill(blocks: Sequence[DatumBlock], shape: BlockShape) -> tuple[Batch, list[DatumSpan]]:
+    """Returns the batch of these blocks, followed by blocks of padding, and the location of each
+    datum.
 
-    Data with fewer targets than the shape has get some of weight 0 besides.
+    Data with fewer targets than the shape are padded with targets of weight 0.
     """
     P, B, T, width = shape
     ints = {
@@ -293,12 +293,12 @@ def fill(blocks: Sequence[Block], shape: BlockShape) -> tuple[Batch, list[Place]
                         array[at] = values
                 if routes is not None and datum.routes is not None:
                     routes[:, p, b, start : start + n] = np.swapaxes(datum.routes, 0, 1)
-                places.append(Place(block.work, i, p, b, start))
+                places.append(DatumSpan(block.work, i, p, b, start))
                 start, number = start + n, number + 1
     sequence = ints.pop("sequence")
 
     def flat(x: np.ndarray) -> np.ndarray:
-        """``[P, B, T]``, or that of every target ``[P, B, T K]``."""
+        """Repeats ``[P, B, T]`` for every target, to ``[P, B, T K]``."""
         return x if width == 1 else np.repeat(x, width, axis=-1)
 
     old = flat(floats["old_logp"])
@@ -310,8 +310,8 @@ def fill(blocks: Sequence[Block], shape: BlockShape) -> tuple[Batch, list[Place]
         flat(sequence),
         np.zeros((P, 0), np.float32),
     )
-    # The first update's log-probabilities are the sampler's, so that every ratio is to the sampler,
-    # as the callers' losses are written.
+    # first_logp is the sampler's, so that every ratio is relative to the sampler, as in the
+    # callers' formulas.
     loss = Targets(*numbers, first_logp=old, in_ratio=in_ratio.reshape(P, B, -1))  # type: ignore[arg-type]
     index = np.broadcast_to(np.arange(T, dtype=np.int32), (P, B, T))
     return Batch(
@@ -324,8 +324,8 @@ def fill(blocks: Sequence[Block], shape: BlockShape) -> tuple[Batch, list[Place]
     ), places
 
 
-def collect(places: Sequence[Place], logp: np.ndarray, losses: np.ndarray) -> None:
-    """Hands a step's results to its requests, and takes the data off what is left of them.
+def collect(places: Sequence[DatumSpan], logp: np.ndarray, losses: np.ndarray) -> None:
+    """Stores a step's results in its requests, and removes the data from their ``left``.
 
     Args:
         logp: ``[P, B, T, K]``.

@@ -1,4 +1,4 @@
-"""Configuration of a policy in training: loss, optimizer and the shapes of live training steps.
+"""Configuration of a policy in training: loss, optimizer and step shapes of live training.
 
 Imports no jax: ``launch`` checks configs with these classes before anything slow is imported.
 """
@@ -12,7 +12,7 @@ from mint_jax.errors import UserError, choice
 from mint_jax.fields import Settings
 from mint_jax.lora.config import AdapterConfig
 
-BUILT_IN = {  # losses and what each needs of the data, as ``losses.reads`` finds it
+BUILT_IN = {  # losses and the data fields that each needs, as ``losses.reads`` finds them
     "cross_entropy": frozenset(),
     "reinforce": frozenset(("advantages",)),
     "importance_sampling": frozenset(("advantages", "old_logp")),
@@ -28,7 +28,7 @@ SCHEDULES = ("constant", "linear", "cosine")
 
 
 class Registered(NamedTuple):
-    """A user's loss: its function (``losses.LossFn``) and what it needs of the data."""
+    """A user's loss: its function (``losses.LossFn``) and the data fields that it needs."""
 
     fn: Callable[[Any], Any]
     needs: frozenset[str]
@@ -38,13 +38,13 @@ registered: dict[str, Registered] = {}  # by name; see ``losses.register_loss``
 
 
 def known_kinds() -> tuple[str, ...]:
-    """Names of all losses, registered ones last."""
+    """Returns the names of all losses, registered ones last."""
     return (*KINDS, *registered)
 
 
 def needs(kind: str) -> frozenset[str]:
-    """What a loss needs of the data: among ``advantages``, ``old_logp``, ``ref_logp`` and
-    ``pairs``.
+    """Returns the data fields that a loss needs, among ``advantages``, ``old_logp``, ``ref_logp``
+    and ``pairs``.
     """
     if kind not in known_kinds():
         raise choice("loss", kind, known_kinds())
@@ -56,17 +56,16 @@ class LossConfig(Settings):
     """One policy's loss; see ``losses`` for the formulas.
 
     Attributes:
-        kind: a name in ``KINDS``, or that of a loss registered with ``mint_jax.register_loss``.
-        clip_low, clip_high: how far below and above 1 the ratio of PPO, GSPO and CISPO may go.
-            ``clip_low`` is by default 1, an open side, for CISPO and 0.2 for the others; 1 +
-            ``clip_high`` and 1 - ``clip_low`` are the bounds.
-        kl_kind, kl: KL to the reference.
+        kind: a name in ``KINDS``, or of a loss registered with ``mint_jax.register_loss``.
+        clip_low, clip_high: the ratio of PPO, GSPO and CISPO is clipped to ``[1 - clip_low, 1 +
+            clip_high]``. ``clip_low`` defaults to 1 (no lower bound) for CISPO, else to 0.2.
+        kl_kind, kl: estimator and weight of the KL to the reference.
         band_low, band_high: tokens whose probability ratio of trainer to sampler is outside are
-            masked; ``inf`` above and 0 below switch it off.
+            masked; 0 and ``inf`` disable it.
         dpo_beta: DPO only.
         dro_beta: DRO only.
-        reference: what KL and DPO compare with: ``start``, the adapter that the policy began with
-            (a fresh one is the base); ``base``; or a revision's name.
+        reference: reference of KL and DPO: ``start``, the policy's initial adapter (for a new one
+            the base); ``base``; or a revision's name.
     """
 
     kind: str = "ppo"
@@ -108,18 +107,18 @@ class LossConfig(Settings):
             )
         if self.kl_kind == "k1" and "advantages" not in needs(self.kind):
             raise UserError(
-                f"kl_kind 'k1' adjusts advantages, which loss {self.kind!r} has none of: use 'k3'"
-                " or 'none'"
+                f"kl_kind 'k1' adjusts advantages, which loss {self.kind!r} does not use: choose"
+                " 'k3' or 'none'"
             )
 
     @property
     def low(self) -> float:
-        """``clip_low``, or that of the loss's paper."""
+        """``clip_low``, or the default of the loss's paper."""
         return self.clip_low if self.clip_low is not None else 1.0 if self.kind == "cispo" else 0.2
 
     @property
     def needs(self) -> frozenset[str]:
-        """What the loss needs of the data, among ``advantages``, ``old_logp``, ``ref_logp`` and
+        """Data fields that the loss needs, among ``advantages``, ``old_logp``, ``ref_logp`` and
         ``pairs``.
         """
         also = {"ref_logp"} if self.kl_kind != "none" and self.kl != 0.0 else set()
@@ -127,17 +126,17 @@ class LossConfig(Settings):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether a reference's logprobs enter the loss."""
+        """True if reference log-probabilities enter the loss."""
         return "ref_logp" in self.needs
 
     @property
     def is_banded(self) -> bool:
-        """Whether a band masks tokens."""
+        """True if a band masks tokens."""
         return self.samples and (self.band_low > 0 or self.band_high < float("inf"))
 
     @property
     def samples(self) -> bool:
-        """Whether later updates on the same tokens are measured against the first."""
+        """True if later updates on the same tokens are measured against the first."""
         return self.kind not in ("cross_entropy", "dpo")
 
 
@@ -148,14 +147,14 @@ class OptimizerConfig(Settings):
     Attributes:
         learning_rate: peak value.
         b1, b2: decay of the first and second moment.
-        eps: beside the second moment's root.
+        eps: added to the root of the second moment.
         weight_decay: decoupled, times the learning rate.
         warmup_steps: linear from 0.
-        total_steps: where ``schedule`` ends.
+        total_steps: step at which ``schedule`` ends.
         schedule: after warm-up: ``constant``, or ``linear`` / ``cosine`` down to ``final_fraction``
             of the peak at ``total_steps``.
         final_fraction: see ``schedule``.
-        max_grad_norm: clip the policy's own global gradient norm; 0 switches it off.
+        max_grad_norm: maximum global gradient norm of the policy; 0 disables clipping.
     """
 
     learning_rate: float = 1e-4
@@ -184,7 +183,7 @@ class OptimizerConfig(Settings):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class PolicyConfig(Settings):
-    """What defines one policy in training."""
+    """Definition of one policy in training."""
 
     name: str
     adapter: AdapterConfig
@@ -194,7 +193,7 @@ class PolicyConfig(Settings):
 
 
 class BlockShape(NamedTuple):
-    """A shape of one step: P blocks of B rows of T tokens, with K targets a position."""
+    """Shape of one step: P blocks of B rows of T tokens, with K targets a position."""
 
     blocks: int
     rows: int
@@ -203,14 +202,14 @@ class BlockShape(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Tokens, padding counted."""
+        """Number of tokens, padding included."""
         return self.blocks * self.rows * self.tokens
 
 
-# Shapes of live training's steps, on accelerators and on CPUs. On a CPU a token of a long row costs
-# the same in any company: of rows of 256, 5.3 ms alone and 4.8 in fours (CPU time; SmolLM2, two
-# cores), and steps beyond a server's ``idle_gap_s`` are never chosen. Short rows gain: one of 64
-# alone 7.5 ms a token, eight 4.8.
+# Step shapes of live training on accelerators and on CPUs. On a CPU a token of a long row costs
+# nearly the same in any batch: rows of 256 take 5.3 ms a token alone and 4.8 in fours (CPU time,
+# SmolLM2, two cores), and steps longer than a server's ``idle_gap_s`` are never chosen. Short rows
+# gain: a row of 64 takes 7.5 ms a token alone and 4.8 in a batch of eight.
 SHAPES = (
     BlockShape(1, 1, 256),
     BlockShape(8, 1, 256),

@@ -1,14 +1,13 @@
 """Live training: policies join, leave and change while others train, and nothing is compiled for
 it.
 
-All that varies is data. The programs are those of declared shapes (``blocks.BlockShape``), a stack
-of slots for each declared rank, and one each to write and to read a slot. A policy of a rank
-between has the next larger slot, with zeros that stay zero. A policy that is not at work may be
-anywhere: in its slot, in host memory, in a file. It is brought to a slot when something is computed
-for it, and the one that was not used for longest goes.
+Everything that varies is data. The programs are one for each declared shape (``BlockShape``), and
+one each to write and read a slot of each declared rank. A policy of a rank in between uses the next
+larger slot, padded with zeros that stay zero. The state of an idle policy is in its slot, in host
+memory or in a file. It is loaded into a slot when something is computed for it; the least recently
+used policy is evicted.
 
-One thread owns a ``Live``. It orders nothing: who calls it says what is computed next
-(``service/loop.py``).
+One thread owns a ``Live`` and decides what is computed next (``service/loop.py``).
 
 Axes: S slots, P blocks, B rows, T tokens, K targets of a position.
 """
@@ -39,16 +38,16 @@ from mint_jax.train import blocks as blocks_lib
 from mint_jax.train import one_slot
 from mint_jax.train import state as state_lib
 from mint_jax.train import step as step_lib
-from mint_jax.train.blocks import Block, Work
+from mint_jax.train.blocks import DatumBlock, TrainRequest
 from mint_jax.train.config import CPU_SHAPES, KINDS, SHAPES, BlockShape, OptimizerConfig
-from mint_jax.train.held import PARTS, Held, Spilled
+from mint_jax.train.host_state import PARTS, HostState, SpilledState
 from mint_jax.train.losses import LossCoefs
 from mint_jax.train.state import Hyper, State
 from mint_jax.train.step_times import StepTimes
 
 log = logging.getLogger("mint_jax.train")
-SPILL_RETRY_S = 5.0  # after the disk refused a state
-# shown from the start, as 0
+SPILL_RETRY_S = 5.0  # seconds until the disk is tried again after a failed write
+# Counters that are reported as 0 from the start.
 COUNTS = (
     "steps",
     "tokens",
@@ -62,15 +61,15 @@ NO_LOSS = LossCoefs(KINDS.index("cross_entropy"), 0.0, np.inf, 0, 0.0, 0.0, np.i
 
 
 def shapes_for(mesh: Mesh) -> tuple[BlockShape, ...]:
-    """The shapes that earn their compilation on a mesh's devices."""
+    """Returns the default step shapes on a mesh's devices."""
     return CPU_SHAPES if mesh.devices.flat[0].platform == "cpu" else SHAPES
 
 
 class StateLost(UserError):
-    """A policy's state cannot be read back from its file.
+    """A policy's state cannot be read from its file.
 
     Attributes:
-        policy: its name.
+        policy: name of the policy.
     """
 
     def __init__(self, policy: str, reason: Exception):
@@ -81,22 +80,20 @@ class StateLost(UserError):
 
 
 class Step(NamedTuple):
-    """What one step took: its shape, the blocks in it, and the seconds until its results were on
-    the host.
-    """
+    """One step: its shape, its blocks, and the seconds until its results were on the host."""
 
     shape: BlockShape
-    blocks: list[Block]
+    blocks: list[DatumBlock]
     seconds: float
 
 
 @dataclasses.dataclass(eq=False)
-class _Policy:
+class _TrainedPolicy:
     config: AdapterConfig
     bucket: int
-    held: Held | Spilled | None  # None while it is in a slot
+    off_device: HostState | SpilledState | None  # state off the device; None while it is in a slot
     slot: int | None = None
-    pending: bool = False  # gradients that no update has used
+    pending: bool = False  # has gradients that no update has used
     used: int = 0
 
 
@@ -104,26 +101,26 @@ class Live:
     """The policies in training, wherever their state is.
 
     Args:
-        base: the resident base; read, never written.
-        slots: of each rank bucket, a power of two, how many policies are on the device at once.
-        targets: what policies may adapt; every slot has room for all of it.
-        shapes: of the steps there are; none: ``shapes_for``; blocks are added until a mesh splits
+        base: the resident base; read only.
+        slots: number of device slots by rank bucket, a power of two.
+        targets: projections that policies may adapt; every slot has room for all of them.
+        shapes: declared step shapes; none uses ``shapes_for``. Blocks are added until a mesh splits
             their rows evenly.
-        remat: what the backward pass keeps, a key of ``transformer.REMAT``.
-        host_bytes: of states in host memory; beyond them the ones not used for longest are written
-            to files.
-        folder: for these files; None keeps all in memory.
+        remat: rematerialisation of the backward pass, a key of ``transformer.REMAT``.
+        host_bytes: limit on states in host memory; beyond it the least recently used ones are
+            written to files.
+        folder: directory of these files; None keeps all states in memory.
 
     Attributes:
-        counts: steps, tokens (padding counted and not), slots written and read, states written to
-            files and read again.
-        times: seconds of a step of each shape, as measured.
-        compiled: while it is compiled what ``programs`` lists, which of these may be run; None:
-            any, compiled where it is called.
+        counts: steps, tokens (with and without padding), slots written and read, states written to
+            files and read back.
+        times: measured seconds of a step by shape.
+        compiled: programs of ``programs`` that are ready, while others compile in the background;
+            None compiles each program at its first call.
 
     Raises:
-        UserError: a bucket that is no power of two, no shape for plain targets, a target that the
-            base does not have; there are several processes.
+        UserError: a bucket that is not a power of two, no shape for plain targets, a target that
+            the base does not have; or several processes.
     """
 
     def __init__(
@@ -140,13 +137,13 @@ class Live:
             raise choice("remat", remat, transformer.REMAT)
         if (count := multihost.count()) > 1:
             raise UserError(
-                f"live training is of one process, here are {count}: start one over all its"
+                f"live training runs in one process, here are {count}: start one process over all"
                 " devices, or train by a job"
             )
         if not slots or any(b != lora_tree.bucket_of(b) or n < 1 for b, n in slots.items()):
             raise UserError(
-                f"slots is {dict(slots)}; expected numbers of slots by rank, ranks that are powers"
-                " of two"
+                f"slots is {dict(slots)}; expected numbers of slots by rank, with ranks that are"
+                " powers of two"
             )
         shapes = shapes or shapes_for(base.mesh)
         if any(min(shape) < 1 for shape in shapes) or all(shape.width > 1 for shape in shapes):
@@ -154,8 +151,7 @@ class Live:
                 f"shapes is {list(shapes)}; expected sizes of at least 1, one of them for plain"
                 " targets"
             )
-        # The mesh splits rows: of a shape with fewer blocks than it has parts for them there are
-        # more.
+        # The mesh splits rows, so a shape needs enough blocks for every part of the mesh.
         even = [
             shape._replace(blocks=_round_up(shape.blocks, shape.rows, base.row_multiple))
             for shape in shapes
@@ -173,41 +169,41 @@ class Live:
         self.host_bytes, self.folder = host_bytes, folder
         self.counts: collections.Counter[str] = collections.Counter(dict.fromkeys(COUNTS, 0))
         self.times = StepTimes()
-        self._spills_from = 0.0  # when the disk is tried again after it refused, monotonic seconds
+        self._spills_from = 0.0  # monotonic seconds from which the disk is tried again
         self.compiled: Programs | None = None
-        self._policies: dict[str, _Policy] = {}
+        self._policies: dict[str, _TrainedPolicy] = {}
         self._free = {bucket: list(range(n))[::-1] for bucket, n in self.slots.items()}
         self._clock = 0
         self._brought: collections.defaultdict[str, float] = collections.defaultdict(float)
         with jax.set_mesh(base.mesh):
             self.state: State = _empty(base.cfg, tuple(self.slots.items()), self.targets)
 
-    # -- who is there
+    # -- membership
 
-    def join(self, name: str, held: Held) -> None:
-        """Takes a policy in, with a state from ``held.fresh`` or one that was read before.
+    def join(self, name: str, state: HostState) -> None:
+        """Adds a policy, with a state from ``host_state.fresh`` or one that was read before.
 
         Raises:
-            UserError: the name is taken, or an adapter that no slot is made for.
+            UserError: the name is taken, or no slot fits the adapter.
         """
         if name in self._policies:
             raise UserError(f"policy {name!r} is in training already: choose another name")
-        self._policies[name] = self._admitted(name, held)
+        self._policies[name] = self._admitted(name, state)
         self._spill()
 
-    def replace(self, name: str, held: Held) -> None:
-        """Gives a policy another state; its pending gradients go.
+    def replace(self, name: str, state: HostState) -> None:
+        """Replaces a policy's state; drops its pending gradients.
 
         Raises:
-            UserError: an unknown policy, or an adapter that no slot is made for.
+            UserError: an unknown policy, or no slot fits the adapter.
         """
-        new = self._admitted(name, held)
+        new = self._admitted(name, state)
         self.leave(name)
         self._policies[name] = new
         self._spill()
 
-    def _admitted(self, name: str, held: Held) -> _Policy:
-        config = held.config
+    def _admitted(self, name: str, state: HostState) -> _TrainedPolicy:
+        config = state.config
         bucket = next((b for b in self.slots if b >= config.rank), None)
         if bucket is None:
             raise UserError(
@@ -220,12 +216,14 @@ class Live:
                 f"policy {name!r} adapts {strange[0]!r}; this server trains"
                 f" {', '.join(self.targets)}"
             )
-        lora_tree.check_fits(held.adapter(), config, self.specs, f"policy {name!r}")
+        lora_tree.check_fits(state.adapter(), config, self.specs, f"policy {name!r}")
         self._clock += 1
-        return _Policy(config, bucket, held, pending="grad" in held.parts, used=self._clock)
+        return _TrainedPolicy(
+            config, bucket, state, pending="grad" in state.parts, used=self._clock
+        )
 
     def leave(self, name: str) -> None:
-        """Takes a policy out; its state is gone.
+        """Removes a policy and its state.
 
         Raises:
             UserError: an unknown policy.
@@ -233,11 +231,11 @@ class Live:
         policy = self._known(name)
         if policy.slot is not None:
             self._free[policy.bucket].append(policy.slot)
-        if isinstance(policy.held, Spilled):
-            policy.held.path.unlink(missing_ok=True)
+        if isinstance(policy.off_device, SpilledState):
+            policy.off_device.path.unlink(missing_ok=True)
         del self._policies[name]
 
-    def _known(self, name: str) -> _Policy:
+    def _known(self, name: str) -> _TrainedPolicy:
         if name not in self._policies:
             raise UserError(
                 f"policy {name!r} is not in training; policies are"
@@ -252,13 +250,13 @@ class Live:
         return self._known(name).config
 
     def where(self, name: str) -> str:
-        """``slot``, ``host`` or ``disk``."""
+        """Returns the location of a policy's state: ``slot``, ``host`` or ``disk``."""
         policy = self._known(name)
         return (
             "slot"
             if policy.slot is not None
             else "host"
-            if isinstance(policy.held, Held)
+            if isinstance(policy.off_device, HostState)
             else "disk"
         )
 
@@ -266,38 +264,38 @@ class Live:
         return list(self._policies)
 
     def places(self) -> dict[str, int]:
-        """How many policies are in a ``slot``, on the ``host`` and on ``disk``."""
+        """Returns the number of policies by location: ``slot``, ``host``, ``disk``."""
         return dict(collections.Counter(map(self.where, list(self._policies))))
 
     @property
-    def held_bytes(self) -> int:
+    def host_bytes_used(self) -> int:
         """Bytes of the states in host memory."""
         return sum(
-            policy.held.nbytes
+            policy.off_device.nbytes
             for policy in list(self._policies.values())
-            if isinstance(policy.held, Held)
+            if isinstance(policy.off_device, HostState)
         )
 
-    # -- what is computed
+    # -- computation
 
     def choose(
-        self, works: Sequence[Work], bound_s: float | None = None
-    ) -> tuple[BlockShape, list[Block]]:
-        """The shape of the next step and the blocks in it: among those that cost at most
-        ``bound_s``, as measured, the one with the most tokens a second; the cheapest that serves
-        the first work where none does.
+        self, works: Sequence[TrainRequest], bound_s: float | None = None
+    ) -> tuple[BlockShape, list[DatumBlock]]:
+        """Returns the shape of the next step and its blocks: the shape with the most tokens a
+        second among those whose measured time is at most ``bound_s``. If none is, the cheapest that
+        serves the first request.
 
         Args:
-            works: the first is served for certain; the others where they fit beside it.
+            works: the first is always served, the others as far as they fit.
 
         Raises:
-            UserError: nothing is left of the first, or it was not checked: no shape is long and
-                wide enough.
+            UserError: the first has no data left, or no shape is long and wide enough (it was not
+                checked).
         """
         first = works[0]
         if not first.left:
             raise UserError(
-                f"the request of policy {first.policy!r} is done: nothing is left of it"
+                f"the request of policy {first.policy!r} is complete: it has no data left"
             )
         alike, names = [], set[str]()
         for work in works:
@@ -316,8 +314,8 @@ class Live:
                     found.append((self.times.seconds(shape, first.backward), shape, made))
         if not found:
             raise UserError(
-                f"no step takes what is left of the request of policy {first.policy!r}: see"
-                " blocks.check"
+                f"no step shape fits the remaining data of policy {first.policy!r}: call"
+                " blocks.check first"
             )
         cheap = [one for one in found if bound_s is not None and one[0] <= bound_s]
         if bound_s is not None and not cheap:
@@ -325,13 +323,13 @@ class Live:
         _, shape, made = max(cheap or found, key=lambda one: blocks_lib.used(one[2]) / one[0])
         return shape, made
 
-    def _kind(self, work: Work) -> tuple[Any, ...]:
-        """What must be the same in works of one step."""
+    def _kind(self, work: TrainRequest) -> tuple[Any, ...]:
+        """Returns the properties that all requests of one step must share."""
         return self._known(work.policy).bucket, work.backward, work.width > 1, work.routed
 
-    def can_start(self, work: Work) -> bool:
-        """Whether a step that is compiled takes a part of what is left of a request; where none
-        does the smallest such is compiled next.
+    def can_start(self, work: TrainRequest) -> bool:
+        """Returns True if a compiled step takes a part of a request's remaining data. If none does,
+        the smallest such program is compiled next.
         """
         if self.compiled is None or work.policy not in self or not work.left:
             return True
@@ -348,14 +346,14 @@ class Live:
         )
 
     def can_move(self) -> bool:
-        """Whether policies can be brought to slots and updated without compiling anything."""
+        """Returns True if policies can be loaded into slots and updated without compiling."""
         return self.compiled is None or all(
             self.compiled.has(("update", bucket)) for bucket in self.slots
         )
 
     @property
-    def able(self) -> bool:
-        """Whether a policy of each rank can be trained, by some step; from any thread."""
+    def is_ready(self) -> bool:
+        """True if a policy of each rank can be trained by some compiled step; from any thread."""
         keys = (
             ("step", bucket, shape, True, False)
             for bucket in self.slots
@@ -367,22 +365,22 @@ class Live:
             self.can_move() and {key[1] for key in keys if compiled.has(key)} == set(self.slots)
         )
 
-    def _key(self, work: Work, shape: BlockShape) -> tuple[Any, ...]:
+    def _key(self, work: TrainRequest, shape: BlockShape) -> tuple[Any, ...]:
         return "step", self._known(work.policy).bucket, shape, work.backward, work.routed
 
-    def _has(self, work: Work, shape: BlockShape) -> bool:
+    def _has(self, work: TrainRequest, shape: BlockShape) -> bool:
         return self.compiled is None or self.compiled.has(self._key(work, shape))
 
-    def step(self, works: Sequence[Work], bound_s: float | None = None) -> Step:
-        """Computes a part of what is left of these requests, the first of them for certain, and
-        hands them their results.
+    def step(self, works: Sequence[TrainRequest], bound_s: float | None = None) -> Step:
+        """Computes a part of the remaining data of these requests, always some of the first, and
+        stores the results in the requests.
 
         Gradients add to those of their policies. See ``choose``.
         """
         shape, made = self.choose(works, bound_s)
         batch, places = blocks_lib.fill(made, shape)
         bucket = self._known(made[0].work.policy).bucket
-        at = self.hold([block.work.policy for block in made])
+        at = self.load([block.work.policy for block in made])
         slots = np.full(shape.blocks, self.slots[bucket], np.int32)
         slots[: len(made)] = [at[block.work.policy].index for block in made]
         began = time.perf_counter()
@@ -428,25 +426,25 @@ class Live:
         return np.asarray(logp), np.asarray(losses)
 
     def optim(self, updates: Mapping[str, OptimizerConfig]) -> dict[str, dict[str, float]]:
-        """An update of each named policy by its gradients and these numbers; the gradients are used
-        up.
+        """Updates each named policy from its gradients with these hyperparameters, and clears the
+        gradients.
 
         A policy whose gradient is not finite keeps its state, and ``skipped`` is 1.
 
         Returns:
-            Of each policy ``grad_norm`` (before clipping), ``learning_rate`` and ``skipped``.
+            ``grad_norm`` (before clipping), ``learning_rate`` and ``skipped`` by policy.
         """
         out: dict[str, dict[str, float]] = {}
         for bucket in self.slots:
-            mine = [name for name in updates if self._known(name).bucket == bucket]
-            for i in range(0, len(mine), self.slots[bucket]):
-                out |= self._optim(bucket, mine[i : i + self.slots[bucket]], updates)
+            names = [name for name in updates if self._known(name).bucket == bucket]
+            for i in range(0, len(names), self.slots[bucket]):
+                out |= self._optim(bucket, names[i : i + self.slots[bucket]], updates)
         return {name: out[name] for name in updates}
 
     def _optim(
         self, bucket: int, names: list[str], updates: Mapping[str, OptimizerConfig]
     ) -> dict[str, dict[str, float]]:
-        S, at = self.slots[bucket], self.hold(names)
+        S, at = self.slots[bucket], self.load(names)
         slots = np.full(S, S, np.int32)
         slots[: len(names)] = [at[name].index for name in names]
         rows = [Hyper.of(updates[name]) for name in names] + [Hyper.of(OptimizerConfig())] * (
@@ -467,25 +465,25 @@ class Live:
         }
 
     def forget_gradients(self, name: str) -> None:
-        """Drops a policy's pending gradients: those of a request that failed must not stay."""
+        """Drops a policy's pending gradients, after a request failed."""
         if self._known(name).pending:
-            self.replace(name, self.held(name).without_gradients())
+            self.replace(name, self.read_state(name).without_gradients())
 
-    # -- where their state is
+    # -- location of states
 
-    def hold(self, names: Sequence[str]) -> dict[str, Slot]:
-        """Brings policies into slots, and says which.
+    def load(self, names: Sequence[str]) -> dict[str, Slot]:
+        """Loads policies into slots and returns the slots.
 
         Raises:
-            StateLost: one cannot be read from its file; the others are as they were.
+            StateLost: a state cannot be read from its file; the others are unchanged.
             UserError: more policies of a rank than slots.
         """
         wanted = dict.fromkeys(names)
         for bucket, count in self.slots.items():
             if (many := sum(self._known(n).bucket == bucket for n in wanted)) > count:
                 raise UserError(
-                    f"{many} policies of rank {bucket} are asked for at once; there are {count}"
-                    " slots: ask for fewer"
+                    f"{many} policies of rank {bucket} were requested at once; there are {count}"
+                    " slots: request fewer"
                 )
         self._clock += 1
         for name in wanted:
@@ -497,7 +495,7 @@ class Live:
                     self._bring(self._policies[name])
                 except (OSError, UserError) as reason:
                     raise StateLost(name, reason) from reason
-                # not to be measured as a part of what is computed next
+                # Otherwise the transfer would be timed as part of the next computation.
                 jax.block_until_ready(self.state[self._policies[name].bucket])
                 self._brought[name] += time.perf_counter() - began
         self._spill()
@@ -507,11 +505,11 @@ class Live:
         }
 
     def brought(self) -> dict[str, float]:
-        """Seconds in which policies were brought to slots since this was asked last."""
+        """Returns the seconds of loading by policy since the last call."""
         out, self._brought = dict(self._brought), collections.defaultdict(float)
         return out
 
-    def _bring(self, policy: _Policy) -> None:
+    def _bring(self, policy: _TrainedPolicy) -> None:
         free = self._free[policy.bucket]
         if not free:
             here = [
@@ -520,74 +518,79 @@ class Live:
                 if p.bucket == policy.bucket and p.slot is not None
             ]
             idle = min(here, key=lambda p: p.used)
-            idle.held = self._taken(idle)
+            idle.off_device = self._read_slot(idle)
             free.append(idle.slot)  # type: ignore[arg-type]
             idle.slot = None
-        spilled = policy.held if isinstance(policy.held, Spilled) else None
+        spilled = policy.off_device if isinstance(policy.off_device, SpilledState) else None
         if spilled is not None:
-            policy.held = spilled.read()
+            policy.off_device = spilled.read()
             self.counts["spills_read"] += 1
-        assert isinstance(policy.held, Held)
+        assert isinstance(policy.off_device, HostState)
         slot = free.pop()
         with jax.set_mesh(self.base.mesh):
-            one = one_slot.padded(policy.held, self.state[policy.bucket])
+            one = one_slot.padded(policy.off_device, self.state[policy.bucket])
             self.state[policy.bucket] = one_slot.write(
                 self.state.pop(policy.bucket), np.int32(slot), one, cfg=self.base.cfg
             )
         self.state = dict(sorted(self.state.items()))
-        policy.slot, policy.held = slot, None
+        policy.slot, policy.off_device = slot, None
         if spilled is not None:
             spilled.path.unlink(missing_ok=True)
         self.counts["slots_written"] += 1
 
-    def _taken(self, policy: _Policy, parts_of: Sequence[str] = PARTS) -> Held:
-        """The state of a policy in a slot, read to the host; of ``PARTS`` those that are asked
-        for.
-        """
+    def _read_slot(self, policy: _TrainedPolicy, parts_of: Sequence[str] = PARTS) -> HostState:
+        """Copies these ``PARTS`` of a policy's state from its slot to the host."""
         assert policy.slot is not None
         with jax.set_mesh(self.base.mesh):
             one = one_slot.read(self.state[policy.bucket], np.int32(policy.slot))
         self.counts["slots_read"] += 1
-        return one_slot.taken(
+        return one_slot.to_host(
             one,
             policy.config,
             self.specs,
             [name for name in parts_of if name != "grad" or policy.pending],
         )
 
-    def held(self, name: str) -> Held:
-        """A copy of a policy's state, wherever it is."""
+    def read_state(self, name: str) -> HostState:
+        """Returns a copy of a policy's state, wherever it is."""
         policy = self._known(name)
         if policy.slot is not None:
-            return self._taken(policy)
-        return policy.held.read() if isinstance(policy.held, Spilled) else policy.held  # type: ignore[return-value]
+            return self._read_slot(policy)
+        return (
+            policy.off_device.read()
+            if isinstance(policy.off_device, SpilledState)
+            else policy.off_device
+        )  # type: ignore[return-value]
 
-    def adapter(self, name: str) -> Held:
-        """``held`` without moments and gradients: only the adapter is read from the device."""
+    def adapter(self, name: str) -> HostState:
+        """Returns ``read_state`` without moments and gradients; reads only the adapter from the
+        device.
+        """
         policy = self._known(name)
         return (
-            self._taken(policy, ("factors",))
+            self._read_slot(policy, ("factors",))
             if policy.slot is not None
-            else self.held(name).fresh()
+            else self.read_state(name).fresh()
         )
 
     def _spill(self) -> None:
-        """Writes states to files until those in memory are within their bytes. While the disk
-        refuses them they stay in memory.
+        """Writes states to files until those in memory fit ``host_bytes``. States stay in memory
+        while the disk rejects them.
         """
         if self.folder is None or time.monotonic() < self._spills_from:
             return
         here = sorted(
-            (p for p in self._policies.values() if isinstance(p.held, Held)), key=lambda p: -p.used
+            (p for p in self._policies.values() if isinstance(p.off_device, HostState)),
+            key=lambda p: -p.used,
         )
         total = 0
         for policy in here:
-            assert isinstance(policy.held, Held)
-            total += policy.held.nbytes
+            assert isinstance(policy.off_device, HostState)
+            total += policy.off_device.nbytes
             if total > self.host_bytes:
                 try:
-                    policy.held = Spilled.write(
-                        policy.held, self.folder / f"{uuid.uuid4().hex}.safetensors"
+                    policy.off_device = SpilledState.write(
+                        policy.off_device, self.folder / f"{uuid.uuid4().hex}.safetensors"
                     )
                 except OSError as reason:
                     log.warning(
@@ -598,10 +601,10 @@ class Live:
                 self.counts["spills_written"] += 1
 
     def warm(self, progress: Callable[[str, int, int], None] | None = None) -> None:
-        """Compiles every program there is, so that no request waits for one.
+        """Compiles every program, so that no request waits for a compilation.
 
         Args:
-            progress: called with (what, done, in all) before each.
+            progress: called with (program, done, total) before each program.
         """
         for i, program in enumerate(todo := self.programs()):
             if progress is not None:
@@ -609,8 +612,8 @@ class Live:
             program.build()
 
     def programs(self) -> list[Program]:
-        """Every program: the updates of each rank, and its steps with and without a backward pass;
-        with experts to replay, too, where the base has some.
+        """Returns every program: updates of each rank, and steps with and without a backward pass;
+        if the base has experts, also steps that replay them.
         """
         out = []
         smallest = next(shape for shape in self.shapes if shape.width == 1)
@@ -688,7 +691,7 @@ class Live:
 
 
 def _column(coefs: Sequence[LossCoefs], count: int) -> LossCoefs:
-    """The losses of the blocks of a step, ``[count]`` each; padding behind them has none."""
+    """Returns the loss coefficients of a step's blocks, ``[count]`` each; padding has no loss."""
     columns = zip(*[*coefs, *[NO_LOSS] * (count - len(coefs))])
     kinds = ("kind", "kl_kind")
     return LossCoefs(
@@ -700,7 +703,7 @@ def _column(coefs: Sequence[LossCoefs], count: int) -> LossCoefs:
 
 
 def _round_up(blocks: int, rows: int, parts: int) -> int:
-    """The fewest blocks from ``blocks`` on whose rows fall into ``parts`` equal parts."""
+    """Returns the smallest number >= ``blocks`` whose rows split into ``parts`` equal parts."""
     return next(n for n in range(blocks, blocks + parts) if n * rows % parts == 0)
 
 

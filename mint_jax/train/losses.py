@@ -1,5 +1,5 @@
-"""Losses of one policy, all with one signature; which one applies is data, so that policies of one
-step may differ.
+"""Losses of one policy, all with one signature. The kind of loss is data, so the policies of one
+step may use different ones.
 
 Every loss is a sum over target tokens of ``weight * per-token loss`` (or over pairs, for DPO).
 Weights carry the normalisation, computed on the host when the batch is built
@@ -7,39 +7,38 @@ Weights carry the normalisation, computed on the host when the batch is built
 whole batch.
 
 A loss is one function, ``Tokens -> per-token loss [B, M]``. The built-in ones are in ``BUILT_IN``;
-``register_loss`` adds others at run time. What a loss needs of the data is found by tracing it
+``register_loss`` adds others at run time. The data fields that a loss needs are found by tracing it
 once: the fields of ``Tokens`` that it reads.
 
-A token's log-probability is known three times: of the *sampler* when it was drawn (``old_logp``),
-of the trainer before the *first* update on it (``first_logp``; in that update itself it is the
-present one), and of the trainer now. With k = exp(first_logp - old_logp), r = exp(logp -
-first_logp), A the advantage, sg the stopped gradient:
+A token has three log-probabilities: the *sampler's* when it was drawn (``old_logp``), the trainer's
+before the *first* update on it (``first_logp``; during that update it equals the present one), and
+the trainer's now. With k = exp(first_logp - old_logp), r = exp(logp - first_logp), A the advantage,
+sg the stopped gradient:
 
-    cross_entropy          -logp
-    reinforce              -A logp                                            Williams 1992
-    importance_sampling    -k A r                                             off-policy REINFORCE;
-    k r = exp(logp - old_logp) ppo                    -k min(r A, clip(r, 1 - low, 1 + high) A)
-    arXiv 1707.06347 eq. 7; GRPO arXiv 2402.03300
-                                                                              eq. 3; low != high:
-                                                                              DAPO arXiv 2503.14476
-                                                                              eq. 10
-    cispo                  -k sg(clip(r, 1 - low, 1 + high)) A logp           MiniMax-M1 arXiv
-    2506.13585 eq. 4 gspo                   as ppo, with one s = exp(mean(logp - first_logp))  arXiv
-    2507.18071 eqs. 5 and 13: the gradient at a
-                           of the whole sequence for r                        token is s times that
-                           of its logp
-    dro                    -(A logp - beta/2 (logp - old_logp)^2)             arXiv 2405.19107 eq.
-    6, its value given as A dpo                    -log sigmoid(beta ((c - c_ref) - (j - j_ref)))
-    arXiv 2305.18290 eq. 7, on pairs of sequences
+    cross_entropy        -logp
+    reinforce            -A logp                                        Williams 1992
+    importance_sampling  -k A r                                         off-policy REINFORCE
+    ppo                  -k min(r A, clip(r, 1 - low, 1 + high) A)      arXiv 1707.06347 eq. 7;
+    GRPO:
+                                                                        arXiv 2402.03300 eq. 3; DAPO
+                                                                        (low != high): arXiv
+                                                                        2503.14476 eq. 10
+    cispo                -k sg(clip(r, 1 - low, 1 + high)) A logp       arXiv 2506.13585 eq. 4
+    gspo                 as ppo with s = exp(mean(logp - first_logp))   arXiv 2507.18071 eqs. 5, 13
+                         of the sequence for r; the gradient at a
+                         token is s times that of its logp
+    dro                  -(A logp - beta/2 (logp - old_logp)^2)         arXiv 2405.19107 eq. 6, with
+                                                                        its value in A
+    dpo                  -log sigmoid(beta ((c - c_ref) - (j - j_ref))) arXiv 2305.18290 eq. 7
 
-So the clip bounds what updates do to the policy, and k corrects for who drew the tokens: another
-engine, or an older policy (decoupled PPO, arXiv 2110.00641). A token whose k leaves [band_low,
-band_high] has weight zero (IcePop, Ring-1T, arXiv 2510.18855): later updates do not move it in or
-out of the band. PPO as first written, clipped against the sampler, is ``first_logp = old_logp``.
+The clip bounds how far updates move the policy, and k corrects for the distribution that drew the
+tokens: another engine, or an older policy (decoupled PPO, arXiv 2110.00641). A token whose k leaves
+[band_low, band_high] has weight zero (IcePop, Ring-1T, arXiv 2510.18855); later updates do not move
+it in or out of the band. Original PPO, clipped against the sampler, is ``first_logp = old_logp``.
 
-KL to the reference, ``ref_logp``: ``k1`` subtracts ``kl * sg(logp - ref_logp)`` from the advantage
-(its gradient is then that of the KL; the estimator itself has a zero-mean gradient), ``k3`` adds
-``kl * (exp(d) - d - 1)``, d = ref_logp - logp (Schulman 2020; GRPO eq. 4).
+KL to the reference, ``ref_logp``: ``k1`` subtracts ``kl * sg(logp - ref_logp)`` from the advantage,
+which gives the gradient of the KL (the estimator itself has a zero-mean gradient). ``k3`` adds ``kl
+* (exp(d) - d - 1)``, d = ref_logp - logp (Schulman 2020; GRPO eq. 4).
 
 Axes: B rows, M target positions of a row, Z pairs.
 """
@@ -58,21 +57,21 @@ from mint_jax import ordered
 from mint_jax.errors import UserError, own_traceback
 from mint_jax.train.config import KINDS, KL_KINDS, Registered, known_kinds, registered
 
-MAX_LOG_RATIO = 20.0  # exp of a larger one would overflow in products
+MAX_LOG_RATIO = 20.0  # exp of larger ones would overflow in products
 
 
 class LossCoefs(NamedTuple):
     """One policy's loss as data: scalars here, ``[P]`` in a batch.
 
     Attributes:
-        kind: index into ``KINDS``; beyond it, into the registered functions that ``policy_loss`` is
-            given.
-        ratio_low, ratio_high: bounds of the ratio r, or of s; a ``ratio_low`` of 0 leaves the lower
-            side open.
+        kind: index into ``KINDS``; larger values index the registered functions passed to
+            ``policy_loss``.
+        ratio_low, ratio_high: bounds of the ratio r, or of s; a ``ratio_low`` of 0 disables the
+            lower bound.
         kl_kind: index into ``KL_KINDS``.
         kl: weight of the KL to the reference.
-        band_low, band_high: tokens whose k is outside are masked; 0 and inf switch it off.
-        beta: of DPO the inverse temperature, of DRO the weight of the squared log-ratio.
+        band_low, band_high: tokens whose k is outside are masked; 0 and inf disable it.
+        beta: for DPO the inverse temperature, for DRO the weight of the squared log-ratio.
     """
 
     kind: jax.Array
@@ -87,24 +86,23 @@ class LossCoefs(NamedTuple):
 
 @struct.dataclass
 class Targets:
-    """What the loss of one policy is computed from, all ``[B, M]`` unless said; padding has weight
-    0.
+    """Inputs of one policy's loss, ``[B, M]`` unless noted; padding has weight 0.
 
-    Tokens of weight 0 are left out of loss, gradient and metrics, whatever stands there, infinities
-    and NaN included.
+    Tokens of weight 0 are excluded from loss, gradient and metrics, even if their values are
+    infinite or NaN.
 
     Attributes:
         weights: float32, normalised.
         advantages: float32.
-        old_logp: of the sampler, when the tokens were drawn.
-        ref_logp: of the reference.
-        sequence: int32, which sequence of the policy's batch a token is in; pair z is sequences 2z
-            (chosen), 2z + 1.
+        old_logp: the sampler's, when the tokens were drawn.
+        ref_logp: the reference's.
+        sequence: int32, number of the token's sequence in the policy's batch; pair z is sequences
+            2z (chosen) and 2z + 1 (rejected).
         pair_weights: ``[Z]``, 0 where there is no pair.
-        first_logp: of the trainer before the first update on these tokens; NaN where this is the
-            first, None where it is for all.
-        in_ratio: 1 for tokens that count in their sequence's ratio s, 0 for others, which have s
-            too; None: all of weight other than 0.
+        first_logp: the trainer's before the first update on these tokens; NaN where this is the
+            first update, None if it is so for all.
+        in_ratio: 1 for tokens that count in their sequence's ratio s, 0 for others (which also get
+            s); None counts all tokens of non-zero weight.
     """
 
     weights: jax.Array
@@ -118,24 +116,24 @@ class Targets:
 
 
 class Tokens(NamedTuple):
-    """What a loss function reads: one policy's tokens. Arrays are float32 ``[B, M]`` unless said;
+    """Input of a loss function: one policy's tokens. Arrays are float32 ``[B, M]`` unless noted;
     padding has ``mask`` 0.
 
     Attributes:
-        logp: log-probability of each target under the policy now. Gradients flow through it and the
-            two ratios.
-        advantages: of each token, less the KL penalty where ``kl_kind`` is ``k1``.
+        logp: log-probability of each target under the policy now. Gradients flow through it and
+            the two ratios.
+        advantages: per token, minus the KL penalty if ``kl_kind`` is ``k1``.
         old_logp: log-probability under the sampler that drew the token.
         first_logp: log-probability under the policy before the first update on these tokens.
         ref_logp: log-probability under the reference.
         ratio: ``exp(logp - first_logp)``; 1 in the first update.
         sequence_ratio: ``exp`` of the mean of ``logp - first_logp`` over the token's sequence; its
             gradient at a token is that of ``ratio`` times itself.
-        sampler_ratio: ``exp(first_logp - old_logp)``, the correction for tokens that another policy
-            drew.
+        sampler_ratio: ``exp(first_logp - old_logp)``, the correction for tokens drawn by another
+            policy.
         mask: 1 at target tokens, 0 elsewhere.
-        sequence: int32, the number of the token's sequence.
-        coefs: the numbers of the policy's ``LossConfig``: ``ratio_low``, ``ratio_high``, ``beta``
+        sequence: int32, number of the token's sequence.
+        coefs: coefficients of the policy's ``LossConfig``: ``ratio_low``, ``ratio_high``, ``beta``
             and others.
     """
 
@@ -182,36 +180,36 @@ BUILT_IN: dict[str, LossFn] = {
             * t.logp
         )
     ),
-    "dpo": lambda t: jnp.zeros_like(t.logp),  # its loss is of pairs: see policy_loss
+    "dpo": lambda t: jnp.zeros_like(t.logp),  # its loss is over pairs: see policy_loss
     "gspo": lambda t: _ppo(t.sequence_ratio, t),
     "dro": _dro,
 }
-CLIPPING = ("ppo", "gspo", "cispo")  # whose metrics count the tokens at which a clip binds
+CLIPPING = ("ppo", "gspo", "cispo")  # losses that report how often a clip binds
 
 
 def register_loss(name: str, fn: LossFn) -> None:
-    """Adds a loss, which ``LossConfig(name)`` and ``loss.kind`` in a config then name. A second
-    function of a name replaces the first.
+    """Adds a loss under a name for ``LossConfig(name)`` and ``loss.kind`` in configs. Registering a
+    name again replaces its function.
 
         def clipped_reinforce(t):  # t is a Tokens; returns the loss of each token, [B, M]
             return -jnp.clip(t.advantages, -1, 1) * t.logp
 
         mint.register_loss("clipped_reinforce", clipped_reinforce)
 
-    The policy's loss is the sum over its target tokens of weight times what ``fn`` returns. ``fn``
-    is traced by JAX and must use ``jax.numpy``. What it reads of its argument decides what its
+    The policy's loss is the sum over its target tokens of weight times the output of ``fn``. ``fn``
+    is traced by JAX and must use ``jax.numpy``. The fields that it reads determine what its
     policies must be given: ``advantages``, ``old_logp`` (also through ``sampler_ratio``), or a
     reference for ``ref_logp``.
 
     Raises:
-        UserError: a built-in loss has the name, or ``fn`` is not such a function.
+        UserError: the name is a built-in loss, or ``fn`` is not such a function.
     """
     if not isinstance(name, str) or not re.fullmatch(r"\w[\w.-]*", name):
         raise UserError(
-            f"name of a loss is {name!r}; expected text of letters, digits and _: 'my_loss', say"
+            f"the name of a loss is {name!r}; expected letters, digits and _, such as 'my_loss'"
         )
     if name in BUILT_IN:
-        raise UserError(f"loss {name!r} is built in: register yours by another name")
+        raise UserError(f"loss {name!r} is built in: choose another name")
     if not callable(fn):
         raise UserError(
             f"loss {name!r} is {fn!r:.80}; expected a function of mint.Tokens that returns the loss"
@@ -236,7 +234,7 @@ def register_loss(name: str, fn: LossFn) -> None:
 
 
 def name_of(fn: LossFn) -> str:
-    """The name of a function among the registered losses; registers it where it has none."""
+    """Returns the registered name of a loss function; registers it if it has none."""
     for name, known in registered.items():
         if known.fn is fn:
             return name
@@ -252,21 +250,21 @@ def name_of(fn: LossFn) -> str:
 
 
 def functions_of(kinds: Iterable[str]) -> tuple[LossFn, ...]:
-    """The registered functions among these losses, in one order, as a program takes them."""
+    """Returns the registered functions among these losses, in the order that programs take them."""
     return tuple(registered[kind].fn for kind in sorted(set(kinds)) if kind in registered)
 
 
 def index_of(kind: str, custom: tuple[LossFn, ...] = ()) -> int:
-    """``LossCoefs.kind`` of a loss in a program that has these registered functions."""
+    """Returns ``LossCoefs.kind`` of a loss in a program with these registered functions."""
     return KINDS.index(kind) if kind in KINDS else len(KINDS) + custom.index(registered[kind].fn)
 
 
 @functools.lru_cache(maxsize=256)
 def reads(fn: LossFn) -> frozenset[str]:
-    """The fields of ``Tokens`` that a loss function reads, found by tracing it.
+    """Returns the fields of ``Tokens`` that a loss function reads, found by tracing it.
 
     Raises:
-        UserError: it does not return one number a token.
+        UserError: the function does not return one float per token.
     """
     found: set[str] = set()
 
@@ -276,7 +274,7 @@ def reads(fn: LossFn) -> frozenset[str]:
 
         def __getattr__(self, name: str) -> Any:
             if name not in Tokens._fields:
-                raise UserError(f"reads {name!r}; a loss is given {', '.join(Tokens._fields)}")
+                raise UserError(f"reads {name!r}; expected one of {', '.join(Tokens._fields)}")
             found.add(name)
             return getattr(self._tokens, name)
 
@@ -303,8 +301,8 @@ def reads(fn: LossFn) -> frozenset[str]:
             else f"{type(out).__name__}"
         )
         raise UserError(
-            f"returns {what} for tokens of shape {shape}; expected a float for each token: leave"
-            " the sum to the trainer"
+            f"returns {what} for tokens of shape {shape}; expected one float per token: the trainer"
+            " computes the sum"
         )
     return frozenset(found)
 
@@ -312,23 +310,23 @@ def reads(fn: LossFn) -> frozenset[str]:
 def policy_loss(
     logp_BM: jax.Array, targets: Targets, coefs: LossCoefs, custom: tuple[LossFn, ...] = ()
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The loss of one policy and its metrics; ``jax.vmap`` over a leading axis of the first three
-    gives many.
+    """Returns the loss of one policy and its metrics; ``jax.vmap`` over a leading axis of the first
+    three arguments gives many.
 
     Args:
-        custom: registered functions, which kinds beyond ``KINDS`` stand for.
+        custom: registered functions, selected by kinds beyond ``KINDS``.
 
     Returns:
-        A scalar, and float32 scalars that sum over micro-batches: ``tokens`` counts target tokens,
-        and names ending in ``_sum`` are sums over them: ``clipped`` counts those that a clip binds,
-        ``gap`` is |log k|; ``max_gap`` is a maximum.
+        A scalar, and float32 scalars that sum over micro-batches, except ``max_gap``, which is a
+        maximum. ``tokens`` counts target tokens; names ending in ``_sum`` are sums over them, where
+        ``clipped`` is 1 if a clip binds and ``gap`` is |log k|.
     """
     chex.assert_rank(logp_BM, 2)
     t = targets
     chex.assert_equal_shape([logp_BM, t.weights, t.advantages, t.old_logp, t.ref_logp, t.sequence])
     live = t.weights != 0
 
-    # 0 * inf is NaN, also backwards: nothing is computed from what has no weight
+    # 0 * inf is NaN, also in the backward pass, so values of weight 0 are replaced before any use.
     def used(x: jax.Array) -> jax.Array:
         return jnp.where(live, x, 0.0)
 
@@ -357,7 +355,7 @@ def policy_loss(
     advantage = advantages + jnp.where(uses_k1, coefs.kl * jax.lax.stop_gradient(to_ref), 0.0)
 
     counted = mask if t.in_ratio is None else used(t.in_ratio)
-    # s, with the gradient of each token's own logp
+    # s in value, with the gradient of each token's own logp
     whole = _of_sequences(log_ratio, counted, t.sequence)
     keep = jnp.where(is_sampled, inside, True)
     tokens = Tokens(
@@ -406,10 +404,10 @@ def policy_loss(
 
 
 def _applied(fn: LossFn, t: Tokens, applies: jax.Array) -> jax.Array:
-    """A loss at the tokens that it applies to; numbers without a meaning elsewhere.
+    """Applies a loss to its tokens; the output elsewhere is meaningless.
 
-    Other policies' tokens, and padding, enter it as constants: its derivative may be infinite at
-    their values, and zero times infinity would become their gradient.
+    Tokens of other policies and padding enter as constants: the derivative may be infinite at their
+    values, and zero times infinity would be a NaN gradient.
     """
     logp, ratio, whole = (
         jnp.where(applies, x, safe)
@@ -419,10 +417,10 @@ def _applied(fn: LossFn, t: Tokens, applies: jax.Array) -> jax.Array:
 
 
 def _of_sequences(log_ratio: jax.Array, mask: jax.Array, sequence: jax.Array) -> jax.Array:
-    """``exp`` of each sequence's mean log-ratio over its places in the mask, at each of its places
-    ``[B, M]``.
+    """Returns ``exp`` of each sequence's mean log-ratio over its masked-in places, at each of its
+    places ``[B, M]``.
     """
-    many = mask.size  # as many sequences as there are places at most
+    many = mask.size  # upper bound on the number of sequences
     counted = jnp.where(mask != 0, jax.lax.stop_gradient(log_ratio), 0.0)
     total = ordered.segment_sum(counted.ravel(), sequence.ravel(), many)
     count = ordered.segment_sum(mask.ravel(), sequence.ravel(), many)
@@ -436,7 +434,7 @@ def _k3(to_ref: jax.Array) -> jax.Array:
 
 
 def _gains(to_ref: jax.Array, t: Targets) -> jax.Array:
-    """``logp - ref_logp`` of chosen and rejected, summed over each sequence, ``[Z, 2]``."""
+    """Returns ``logp - ref_logp`` of chosen and rejected, summed over sequences, ``[Z, 2]``."""
     pairs = t.pair_weights.shape[0]
     if not pairs:
         return jnp.zeros((0, 2), jnp.float32)

@@ -1,6 +1,4 @@
-"""One policy's training state between its slot of a stack and the host: read, write, and conversion
-to and from ``Held``.
-"""
+"""Transfer of one policy's training state between its slot of a stack and the host."""
 
 import dataclasses
 import functools
@@ -17,7 +15,7 @@ from mint_jax.lora.tree import AdapterConfig
 from mint_jax.models import transformer
 from mint_jax.models.config import ModelConfig
 from mint_jax.train import state as state_lib
-from mint_jax.train.held import PARTS, Held
+from mint_jax.train.host_state import PARTS, HostState
 from mint_jax.train.state import TrainStack
 
 
@@ -35,7 +33,7 @@ class OneSlot(NamedTuple):
 
 
 def in_bucket(stack: TrainStack, slot: jax.Array) -> OneSlot:
-    """The leaves of one slot; ``read`` is the compiled form."""
+    """Returns the leaves of one slot; ``read`` is the compiled form."""
     of = functools.partial(
         jax.tree.map,
         lambda x: jax.lax.dynamic_index_in_dim(x, slot, state_lib.slot_axis(x), keepdims=False),
@@ -52,15 +50,15 @@ read = jax.jit(in_bucket)
 
 @functools.partial(jax.jit, static_argnames=("cfg",), donate_argnames=("stack",))
 def write(stack: TrainStack, slot: jax.Array, one: OneSlot, cfg: ModelConfig) -> TrainStack:
-    """The stack with one slot replaced; the policy's optimizer settings in ``stack.hyper`` stay."""
+    """Returns the stack with one slot replaced; its optimizer settings in ``stack.hyper`` stay."""
 
-    def put(all_: Any, mine: Any) -> Any:
+    def put(all_: Any, own: Any) -> Any:
         return jax.tree.map(
             lambda x, y: jax.lax.dynamic_update_index_in_dim(
                 x, y.astype(x.dtype), slot, state_lib.slot_axis(x)
             ),
             all_,
-            mine,
+            own,
         )
 
     opt = {
@@ -82,30 +80,30 @@ def write(stack: TrainStack, slot: jax.Array, one: OneSlot, cfg: ModelConfig) ->
     return lora_tree.constrain(new, transformer.abstract(cfg))
 
 
-def padded(held: Held, stack: TrainStack) -> OneSlot:
-    """A state from the host as a slot of this stack holds it: zeros for what it does not have."""
+def padded(state: HostState, stack: TrainStack) -> OneSlot:
+    """Pads a state from the host with zeros to the shapes of this stack's slots."""
     shapes = jax.eval_shape(in_bucket, stack, np.int32(0))
     parts = {}
     for name in PARTS:
-        mine = held.parts.get(name, {})
+        arrays = state.parts.get(name, {})
 
-        def put(path: str, like: Any, mine: Mapping[str, np.ndarray] = mine) -> np.ndarray:
+        def put(path: str, like: Any, arrays: Mapping[str, np.ndarray] = arrays) -> np.ndarray:
             out = np.zeros(like.shape, like.dtype)
-            if path in mine:
-                out[..., : held.config.rank, :] = mine[path]
+            if path in arrays:
+                out[..., : state.config.rank, :] = arrays[path]
             return out
 
         parts[name] = params_lib.map_with_path(put, getattr(shapes, name))
     factors, mu, nu, grad = (parts[name] for name in PARTS)
-    counts = (np.int32(n) for n in (held.count, held.steps, held.skipped))
-    return OneSlot(factors, mu, nu, grad, np.float32(held.config.scale), *counts)
+    counts = (np.int32(n) for n in (state.count, state.steps, state.skipped))
+    return OneSlot(factors, mu, nu, grad, np.float32(state.config.scale), *counts)
 
 
-def taken(
+def to_host(
     one: OneSlot, config: AdapterConfig, base_specs: Any, parts_of: Sequence[str] = PARTS
-) -> Held:
-    """A slot's leaves as a state on the host, with these of ``PARTS``; moments only where an update
-    has made them.
+) -> HostState:
+    """Copies these ``PARTS`` of a slot's leaves to the host; moments only if an update has made
+    them.
     """
     paths = {
         path for path, _ in params_lib.leaves_with_path(lora_tree.adapter_specs(base_specs, config))
@@ -114,13 +112,13 @@ def taken(
     parts = {}
     for name in parts_of:
         if name not in ("mu", "nu") or count:
-            mine = {
+            arrays = {
                 path: leaf
                 for path, leaf in params_lib.leaves_with_path(getattr(one, name))
                 if path in paths
             }
             parts[name] = {
                 path: np.array(leaf)[..., : config.rank, :].copy()
-                for path, leaf in jax.device_get(mine).items()
+                for path, leaf in jax.device_get(arrays).items()
             }
-    return Held(config, parts, count, steps, skipped)
+    return HostState(config, parts, count, steps, skipped)

@@ -1,8 +1,8 @@
 """Training state of many policies: adapters, AdamW moments, gradient sums and counters, stacked by
 rank bucket.
 
-Only policies in training are here. Everything of one policy is one slot of one bucket, so that
-resuming, switching or dropping a policy is a slot operation, and the base appears nowhere.
+Only policies in training are stored here. Everything of one policy is one slot of one bucket, so
+resuming, switching or dropping a policy is a slot operation.
 
 Axes: L layers, S slots, R rank, D in, F out.
 """
@@ -44,15 +44,15 @@ class Hyper:
 
     @classmethod
     def of(cls, config: OptimizerConfig) -> "Hyper":
-        """One policy's numbers, without a slot axis."""
+        """Returns one policy's hyperparameters, without a slot axis."""
         values = dataclasses.asdict(config)
         values["schedule"] = SCHEDULES.index(config.schedule)
         values["max_grad_norm"] = config.max_grad_norm or math.inf
         return cls(*(np.float32(values[f.name]) for f in dataclasses.fields(cls)))  # type: ignore[arg-type]
 
-    def put(self, slot: jax.Array | int, mine: "Hyper") -> "Hyper":
-        """``mine``, from ``of``, in that slot."""
-        return jax.tree.map(lambda all_S, x: all_S.at[slot].set(x), self, mine)
+    def put(self, slot: jax.Array | int, one: "Hyper") -> "Hyper":
+        """Returns the stack with ``one``, from ``of``, in a slot."""
+        return jax.tree.map(lambda all_S, x: all_S.at[slot].set(x), self, one)
 
 
 @struct.dataclass
@@ -60,12 +60,12 @@ class TrainStack:
     """S policies of one rank bucket in training.
 
     Attributes:
-        adapters: their factors and scales.
+        adapters: factors and scales.
         opt: optax state of ``optimizer``; moments ``[L, S, R, D]``, counts ``[S]``.
-        grad_sum: gradients accumulated since the last update, like the factors.
+        grad_sum: gradients accumulated since the last update, in the shapes of the factors.
         hyper: ``[S]`` each.
         steps: updates applied, ``[S]`` int32.
-        skipped: updates refused because the gradient was not finite, ``[S]`` int32.
+        skipped: updates skipped because the gradient was not finite, ``[S]`` int32.
     """
 
     adapters: AdapterStack
@@ -82,26 +82,27 @@ State = dict[int, TrainStack]  # bucket rank -> stack
 def optimizer(
     hyper: Hyper, learning_rate: jax.Array | float
 ) -> optax.GradientTransformationExtraArgs:
-    """AdamW of one policy, or of one of its factors. Its numbers may be traced: as data of the
-    update's program, other ones compile nothing, and the optimizer's own state is two moments and a
-    count.
+    """Returns AdamW for one policy or one of its factors.
+
+    Hyperparameters may be traced. As inputs of the update's program, new values compile nothing,
+    and the optimizer state is only two moments and a count.
     """
     adamw = optax.adamw(
         learning_rate, b1=hyper.b1, b2=hyper.b2, eps=hyper.eps, weight_decay=hyper.weight_decay
     )
-    return optax.chain(optax.identity(), adamw)  # checkpoints have its state in second place
+    return optax.chain(optax.identity(), adamw)  # checkpoints expect its state in second place
 
 
 def clip_factor(hyper: Hyper, norm: jax.Array) -> jax.Array:
-    """What a policy's gradient of this global norm is multiplied by, so that its norm is at most
+    """Returns the factor that scales a gradient of this global norm to at most
     ``max_grad_norm``.
     """
     return jnp.where(norm < hyper.max_grad_norm, 1.0, hyper.max_grad_norm / norm)
 
 
 def by_leaf(opt: Any, factors: Any) -> Any:
-    """The optimizer's state of every factor, in a tree like theirs: its moments, and what all of
-    them share, the count.
+    """Returns the optimizer state of every factor, in a tree like theirs: its moments, and the
+    shared count.
     """
     tree = jax.tree.structure(factors)
 
@@ -116,11 +117,11 @@ def by_leaf(opt: Any, factors: Any) -> Any:
 
 
 def joined(opts: Any, opt: Any, factors: Any) -> Any:
-    """The state of which ``by_leaf`` made ``opts``, in the form of ``opt``."""
+    """Inverts ``by_leaf``: joins ``opts`` to a state in the form of ``opt``."""
     tree = jax.tree.structure(factors)
 
-    def one(held: Any, *parts: Any) -> Any:
-        return jax.tree.unflatten(tree, parts) if _like(tree, held) else parts[0]
+    def one(leaf: Any, *parts: Any) -> Any:
+        return jax.tree.unflatten(tree, parts) if _like(tree, leaf) else parts[0]
 
     return jax.tree.map(one, opt, *tree.flatten_up_to(opts), is_leaf=functools.partial(_like, tree))
 
@@ -130,15 +131,15 @@ def _like(tree: Any, x: Any) -> bool:
 
 
 def slot_axis(leaf: jax.Array) -> int:
-    """Factors and moments carry slots on axis 1, per-policy numbers on axis 0."""
+    """Returns the slot axis: 1 for factors and moments, 0 for per-policy numbers."""
     return lora_tree.SLOT_AXIS if leaf.ndim > 1 else 0
 
 
 def empty(
     base_specs: Any, configs: list[AdapterConfig], slots: dict[int, int] | None = None
 ) -> State:
-    """A state with slots for these adapters, one slot each unless ``slots`` says how many a bucket
-    has.
+    """Returns an empty state with slots for these adapters: ``slots[bucket]`` of each bucket, or
+    one for each adapter.
     """
     counts: dict[int, int] = {}
     targets: dict[int, list[str]] = {}
@@ -163,7 +164,7 @@ def empty(
 
 
 def _spread(slots: int, leaf: Any) -> jax.Array:
-    """One policy's optimizer leaf -> that leaf for all slots."""
+    """Broadcasts one policy's optimizer leaf to all slots, as zeros."""
     leaf = jnp.asarray(leaf)
     axis = 0 if leaf.ndim == 0 else lora_tree.SLOT_AXIS
     return jnp.zeros((*leaf.shape[:axis], slots, *leaf.shape[axis:]), leaf.dtype)
@@ -172,12 +173,12 @@ def _spread(slots: int, leaf: Any) -> jax.Array:
 def start(
     stack: TrainStack, slot: jax.Array | int, adapter: Any, scale: jax.Array | float, hyper: Hyper
 ) -> TrainStack:
-    """Puts a policy into a slot with fresh moments and counters; all other slots stay as they are.
+    """Puts a policy into a slot with fresh moments and counters; other slots stay as they are.
 
-    Everything but the stack's shapes is data, so that one program starts any policy of a bucket.
+    Everything except the stack's shapes is data, so one program starts any policy of a bucket.
 
     Args:
-        hyper: the policy's numbers, from ``Hyper.of``.
+        hyper: the policy's hyperparameters, from ``Hyper.of``.
     """
     return TrainStack(
         adapters=lora_tree.write_slot(stack.adapters, slot, adapter, scale),

@@ -1,12 +1,11 @@
-"""The multi-policy step: one forward and backward through the base for all policies' rows, then
-each policy's own update.
+"""The multi-policy step: one forward and backward pass through the base for all policies' rows,
+then each policy's own update.
 
 ``forward_backward`` adds to the policies' gradient sums and returns logprobs and metrics;
-``optim_step`` applies AdamW with each policy's own hyperparameters. The base is an argument that is
-read; no gradient of it is ever formed.
+``optim_step`` applies AdamW with each policy's own hyperparameters. The base is read only; its
+gradient is never formed.
 
-Rows of a batch are policy blocks ordered as ``slots`` lists them: buckets by rank, then slots as
-given.
+Rows of a batch are policy blocks in the order of ``slots``: buckets by rank, then slots as given.
 
 Axes: P policies, B rows of a policy, T tokens, M targets of a row, S slots.
 """
@@ -39,9 +38,11 @@ Slots = dict[int, jax.Array]  # bucket rank -> [n] int32, distinct slots
 def batch_logprobs(
     params: Any, lora: SlotBlocks | None, batch: Batch, cfg: ModelConfig, remat: str = "none"
 ) -> tuple[jax.Array, jax.Array | None]:
-    """``log p(target)`` of every target of a batch at its temperature, float32 ``[P, B, M]``, or
-    ``[P, B, M K]`` of several targets a position; with recorded routes also how far the router's
-    own choice before each target strays from them, ``[P, B, M]``, a share averaged over layers.
+    """Returns ``log p(target)`` of every target at its temperature, float32 ``[P, B, M]``, or ``[P,
+    B, M K]`` for K targets a position.
+
+    With recorded routes, also returns the share of replayed experts before each target that the
+    router would not have chosen, ``[P, B, M]``, averaged over layers; else None.
     """
     P, B, T, M = batch.shape
     rows = P * B
@@ -72,14 +73,14 @@ def batch_logprobs(
 def score(
     params: Any, batch: Batch, stacks: Stacks, slots: Slots, *, cfg: ModelConfig
 ) -> jax.Array:
-    """Logprobs of a batch under frozen adapters, or the bare base: the reference of KL terms and
-    DPO costs no second model.
+    """Returns the logprobs of a batch under frozen adapters or the bare base. A reference for KL or
+    DPO needs no second model.
 
     Args:
-        batch: P policies, first those of ``slots`` in their order, then those whose reference is
+        batch: P policies: first those of ``slots`` in their order, then those whose reference is
             the bare base.
-        stacks: the frozen adapters; empty where every reference is the bare base.
-        slots: which slot of ``stacks`` each policy's reference is.
+        stacks: the frozen adapters; empty if every reference is the bare base.
+        slots: slot of each policy's reference in ``stacks``.
     """
     bare = batch.shape[0] - sum(s.shape[0] for s in slots.values())
     lora = (
@@ -95,8 +96,8 @@ def score(
 def score_losses(
     params: Any, batch: Batch, coefs: LossCoefs, stacks: Stacks, slots: Slots, *, cfg: ModelConfig
 ) -> tuple[jax.Array, jax.Array]:
-    """``forward_backward`` without the backward half: log-probabilities, and each block's loss
-    ``[P]``.
+    """Runs ``forward_backward`` without the backward pass; returns log-probabilities and each
+    block's loss ``[P]``.
     """
     lora = lora_tree.bind_layers(stacks, slots, dtype=params["final_norm"].dtype)
     logp, _ = batch_logprobs(params, lora, batch, cfg)
@@ -123,10 +124,10 @@ def forward_backward(
         state: only ``grad_sum`` changes. Donated.
         batch: P policies in the order of ``slots``.
         coefs: ``[P]`` each.
-        slots: which slot each policy is; one may stand several times, its gradients add up, and one
-            beyond the last is padding, whose gradient is dropped.
+        slots: slot of each policy. Gradients of a repeated slot add up; those of an out-of-range
+            slot, which is padding, are dropped.
         remat: a key of ``transformer.REMAT``.
-        custom: registered losses that ``coefs`` name.
+        custom: registered losses that ``coefs`` selects.
 
     Returns:
         The state, logprobs ``[P, B, M]`` and metrics ``[P]``.
@@ -137,7 +138,7 @@ def forward_backward(
     specs = transformer.abstract(cfg)
 
     def loss(taps):
-        taps = lora_tree.constrain(taps, specs)  # and so are their gradients
+        taps = lora_tree.constrain(taps, specs)  # constrains their gradients too
         logp, missed = batch_logprobs(
             params, lora_tree.bind_layers(stacks, slots, taps, dtype=dtype), batch, cfg, remat
         )
@@ -148,8 +149,7 @@ def forward_backward(
             is_target = jnp.any(batch.loss.weights.reshape(*missed.shape, -1) != 0, axis=-1)
             metrics["out_of_route_sum"] = jnp.sum(missed * is_target, axis=(1, 2))
         # A policy's loss depends on its own adapter only, so the gradient of the sum is every
-        # policy's own gradient: one backward pass of the base for all of them, where a gradient per
-        # policy would be as many.
+        # policy's own gradient, from one backward pass of the base.
         return jnp.sum(losses), (logp, metrics | {"loss": losses})
 
     grads, (logp, metrics) = jax.grad(loss, has_aux=True)(lora_tree.taps_of(stacks, slots))
@@ -162,9 +162,9 @@ def forward_backward(
 
 
 def _added(sums: Any, parts: Any, slots: jax.Array) -> Any:
-    """The sums with each policy's part added to its slot's, one after the other: a scatter takes
-    all parts in another order of axes, which is as much memory again as they are (of four policies
-    of rank 8 on SmolLM2 39 MB).
+    """Adds each policy's part to its slot's sum, one after another. A scatter would transpose all
+    parts first, which takes their size again in memory (39 MB for four policies of rank 8 on
+    SmolLM2).
     """
 
     def add(n: jax.Array, total: jax.Array, part: jax.Array) -> jax.Array:
@@ -189,14 +189,14 @@ def _added(sums: Any, parts: Any, slots: jax.Array) -> Any:
 def optim_step_with(
     stack: state_lib.TrainStack, slots: jax.Array, count: jax.Array, hyper: Hyper
 ) -> tuple[state_lib.TrainStack, dict[str, jax.Array]]:
-    """``optim_step`` of one bucket, by numbers that come with the call; which slots and how many is
-    data.
+    """Runs ``optim_step`` for one bucket with hyperparameters of this call. Slots and their count
+    are data.
 
     Args:
-        slots: ``[S]`` int32, the first ``count`` of them distinct, the others beyond the last slot.
-        hyper: ``[S]`` each, of these slots; they stay in the state.
+        slots: ``[S]`` int32; the first ``count`` are distinct, the others out of range.
+        hyper: ``[S]`` each, for these slots; stored in the state.
     """
-    put = jax.tree.map(lambda held, new: held.at[slots].set(new, mode="drop"), stack.hyper, hyper)
+    put = jax.tree.map(lambda old, new: old.at[slots].set(new, mode="drop"), stack.hyper, hyper)
     stack = dataclasses.replace(stack, hyper=put)
     _, one = jax.eval_shape(_update_slot, stack, slots[0])
     zeros = {name: jnp.zeros(slots.shape, x.dtype) for name, x in one.items()}
@@ -205,20 +205,20 @@ def optim_step_with(
 
 @functools.partial(jax.jit, donate_argnames=("state",))
 def optim_step(state: State, slots: Slots) -> tuple[State, dict[str, jax.Array]]:
-    """Updates the named policies from their gradient sums and clears these; every other slot is
+    """Updates the named policies from their gradient sums and clears these; other slots are
     untouched.
 
     A policy whose gradient is not finite keeps its adapter and moments, and its ``skipped`` count
-    rises.
+    increases.
 
     Returns:
-        The state, and ``[P]`` metrics in the order of ``slots``: ``grad_norm`` (before clipping),
+        The state, and metrics ``[P]`` in the order of ``slots``: ``grad_norm`` (before clipping),
         ``learning_rate``, ``skipped``.
     """
     new, rows = dict(state), []
     for b in sorted(slots):
-        # One policy after the other: AdamW is bound by memory, and this way its temporaries are one
-        # policy's; ``vmap``'s are as many times that as there are policies.
+        # One policy after another: AdamW is bound by memory bandwidth, and ``vmap`` would multiply
+        # its temporaries by the number of policies.
         policies = slots[b].shape[0]
         _, one = jax.eval_shape(_update_slot, state[b], slots[b][0])
         zeros = {name: jnp.zeros((policies,), x.dtype) for name, x in one.items()}
@@ -238,9 +238,8 @@ def _update_nth(slots: jax.Array, n: jax.Array, carry: tuple[Any, Any]) -> tuple
 def _update_slot(
     stack: state_lib.TrainStack, slot: jax.Array
 ) -> tuple[state_lib.TrainStack, dict[str, jax.Array]]:
-    """AdamW for one slot of a stack, in place, leaf by leaf: temporaries are of one factor (of all
-    of them they were 71 MB in SmolLM2 at rank 8, and of several policies at once as many times
-    more).
+    """Applies AdamW to one slot in place, leaf by leaf. Temporaries are of one factor; those of all
+    factors are 71 MB in SmolLM2 at rank 8.
     """
 
     def at(x: jax.Array, slot: jax.Array = slot) -> jax.Array:
@@ -266,14 +265,14 @@ def _update_slot(
         return jax.lax.dynamic_update_index_in_dim(old, part, slot, state_lib.slot_axis(old))
 
     def in_place(slot: jax.Array, leaf: Any) -> Any:
-        mine = jax.tree.map(functools.partial(at, slot=slot), leaf)
-        # Behind a condition that always holds. XLA would fuse the reads above with the writes
-        # below, see that they overlap, and copy the whole stack first. It does not fuse across a
-        # branch; so the zeros come through it too, for the norm reads what they replace. And so
-        # does the slot: the next leaf, which waits for it, is not read before. Nor, by the barrier,
-        # before this one is written: on TPUs all new leaves were there at once (Qwen3-4B, 16
-        # policies of rank 32 on v5p:2x2x1: temporaries of 873 MB, with it 238).
-        slot, new = jax.lax.cond(slot >= 0, update, lambda *x: _zeros_like(update, *x), slot, *mine)
+        own = jax.tree.map(functools.partial(at, slot=slot), leaf)
+        # The condition always holds. Without a branch XLA fuses the reads above with the writes
+        # below, sees them overlap, and copies the whole stack first. The zeroed gradient passes
+        # through the branch too, because the norm reads what it replaces, and so does the slot, so
+        # that the next leaf is read only after this one. The barrier makes it wait for the writes
+        # as well: without it, TPUs held all new leaves at once (Qwen3-4B, 16 policies of rank 32 on
+        # v5p:2x2x1: temporaries of 873 MB instead of 238).
+        slot, new = jax.lax.cond(slot >= 0, update, lambda *x: _zeros_like(update, *x), slot, *own)
         return jax.lax.optimization_barrier(
             (slot, jax.tree.map(functools.partial(put, slot), leaf, new))
         )
@@ -303,7 +302,7 @@ def _zeros_like(fn: Any, *args: Any) -> Any:
 
 
 def scheduled_rate(hyper: Hyper, steps: jax.Array) -> jax.Array:
-    """The learning rate of the update that follows ``steps`` updates; elementwise over policies."""
+    """Returns the learning rate of the update after ``steps`` updates; elementwise."""
     step = steps.astype(jnp.float32) + 1.0
     warm = jnp.minimum(step / jnp.maximum(hyper.warmup_steps, 1.0), 1.0)
     span = jnp.maximum(hyper.total_steps - hyper.warmup_steps, 1.0)

@@ -1,9 +1,8 @@
-"""What a step of each shape takes, as measured: the figures that shapes are chosen by.
+"""Measured step times of each shape, by which live training chooses shapes.
 
-A shape that looks slow is not chosen, and what is not chosen is not measured. So no single
-measurement decides: a moment in which the machine did something else would keep a shape from being
-chosen for good. When the last measurement alone counted, 8 blocks of 32 tokens of SmolLM2 stood at
-1.5 s at the end of one run of the service's bench and at 0.57 at the end of another.
+A shape that looks slow is not chosen, and so not measured again. A single slow measurement must
+therefore not decide. With only the last measurement, 8 blocks of 32 tokens of SmolLM2 stood at 1.5
+s at the end of one run of the service's bench and at 0.57 s at the end of another.
 """
 
 import collections
@@ -13,21 +12,21 @@ from collections.abc import Callable, Iterator
 
 from mint_jax.train.config import BlockShape
 
-KEPT = 5  # measurements of a shape
-# of what a shape's tokens take in others, while it was never run: it is tried where a step would be
-# full
+KEPT = 5  # measurements per shape
+# An unmeasured shape is assumed to take this fraction of what its tokens take in other shapes, so
+# that it is tried when a step would fill it.
 HOPE = 0.8
-# without a measurement, after which a shape's own say nothing about today's machine any more
+# Seconds after which a shape's measurements are no longer trusted.
 STALE_S = 60.0
 
 Key = tuple[BlockShape, bool]
 
 
 class StepTimes:
-    """Seconds of a step by shape, forward alone and with its backward pass.
+    """Seconds of a step by shape, for forward passes and for forward and backward passes.
 
     Args:
-        clock: seconds; a test's own.
+        clock: returns seconds; replaced in tests.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
@@ -36,24 +35,24 @@ class StepTimes:
         self._last: dict[Key, float] = {}
 
     def add(self, shape: BlockShape, backward: bool, seconds: float) -> None:
-        """A step's time, now."""
+        """Records a step's time."""
         self._measured.setdefault((shape, backward), collections.deque(maxlen=KEPT)).append(seconds)
         self._last[shape, backward] = self._clock()
 
     def seconds(self, shape: BlockShape, backward: bool) -> float:
-        """What a step should take.
+        """Returns the expected seconds of a step.
 
-        The lower median of the last ``KEPT``; of a shape that was not measured for ``STALE_S``, the
-        least of these and of what its tokens take in the shapes that were, so that once in that
-        time it may be tried again. Of one that never was, ``HOPE`` of what its tokens take in
-        others, or their number where nothing was measured.
+        The lower median of the last ``KEPT`` measurements. If the newest is older than ``STALE_S``,
+        the smaller of the fastest measurement and a per-token estimate from other shapes, so that
+        the shape is tried again. For an unmeasured shape ``HOPE`` times that estimate, or its
+        number of tokens if nothing was measured.
         """
         own = self._measured.get((shape, backward))
         if own is not None and self._fresh((shape, backward)):
             return statistics.median_low(own)
-        others = [key for key in self._measured if key[1] == backward and key != (shape, backward)]
-        others = list(filter(self._fresh, others)) if own is not None else others
-        known = [(key[0].size, statistics.median_low(self._measured[key])) for key in others]
+        keys = [key for key in self._measured if key[1] == backward and key != (shape, backward)]
+        keys = list(filter(self._fresh, keys)) if own is not None else keys
+        known = [(key[0].size, statistics.median_low(self._measured[key])) for key in keys]
         by_tokens = (
             [shape.size * sum(s for _, s in known) / sum(n for n, _ in known)] if known else []
         )
@@ -65,7 +64,7 @@ class StepTimes:
         return self._clock() - self._last[key] <= STALE_S
 
     def __iter__(self) -> Iterator[tuple[BlockShape, bool, float]]:
-        """Of each that was measured its shape, whether it is backward, and ``seconds``."""
+        """Yields (shape, backward, seconds) of each measured shape."""
         return (
             (shape, backward, self.seconds(shape, backward))
             for shape, backward in list(self._measured)

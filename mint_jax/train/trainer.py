@@ -1,8 +1,8 @@
-"""Many policies in training over one resident base: names to slots, groups to batches, batches to
+"""Training of many policies over one resident base: names to slots, groups to batches, batches to
 updates.
 
-The host-side object that jobs, benches and the service share. It owns the training state and
-nothing else: no files, no prompts, no rewards.
+The host object that jobs and benchmarks share. It owns the training state only: no files, no
+prompts, no rewards.
 """
 
 import functools
@@ -29,20 +29,20 @@ from mint_jax.train import step as step_lib
 from mint_jax.train.batch import (
     Batch,
     Group,
-    Place,
+    TargetSpan,
     TrainSequence,
     mask_unrouted,
     pack,
     padded_tokens,
 )
 from mint_jax.train.config import KL_KINDS, LossConfig, PolicyConfig
-from mint_jax.train.held import Held
+from mint_jax.train.host_state import HostState
 from mint_jax.train.losses import LossCoefs, LossFn
 from mint_jax.train.state import Hyper, State, TrainStack
 
 
 def _coefs(loss: LossConfig, custom: tuple[LossFn, ...]) -> LossCoefs:
-    """A loss as numbers, for a program that has these registered losses."""
+    """Returns a loss as coefficients, for a program with these registered losses."""
     beta = loss.dro_beta if loss.kind == "dro" else loss.dpo_beta
     kinds = losses.index_of(loss.kind, custom), KL_KINDS.index(loss.kl_kind)
     bounds = 1.0 - loss.low, 1.0 + loss.clip_high
@@ -50,8 +50,7 @@ def _coefs(loss: LossConfig, custom: tuple[LossFn, ...]) -> LossCoefs:
 
 
 def stack_coefs(configs: Sequence[LossConfig], custom: tuple[LossFn, ...] = ()) -> LossCoefs:
-    """``LossCoefs`` of ``[P]`` arrays."""
-
+    """Returns the ``LossCoefs`` of several policies, ``[P]`` arrays."""
     rows = [_coefs(c, custom) for c in configs]
     kinds = ("kind", "kl_kind")
     columns = (
@@ -61,8 +60,8 @@ def stack_coefs(configs: Sequence[LossConfig], custom: tuple[LossFn, ...] = ()) 
     return LossCoefs(*columns)  # type: ignore[arg-type]
 
 
-# A version of weights: a number that no other weights of this process have, known at once; their
-# digest takes a copy to the host.
+# A version is a unique number of one policy's weights in this process. Unlike a digest it is known
+# without a copy to the host.
 _versions = itertools.count(1)
 
 
@@ -82,10 +81,10 @@ def _started(
     cfg: ModelConfig,
     adapter: AdapterConfig,
 ) -> TrainStack:
-    """``state.start`` with given weights or, where they are a seed, fresh ones.
+    """Runs ``state.start`` with given weights, or with fresh ones if ``weights`` is a seed.
 
-    A program for each rank and targets, and not one for all policies at once: compiling that took
-    0.7 s a policy.
+    There is one program for each rank and set of targets. One program for all policies took 0.7 s a
+    policy to compile.
     """
     specs = transformer.abstract(cfg)
     if not isinstance(weights, dict):
@@ -102,13 +101,11 @@ def _read(stack: AdapterStack, slot: jax.Array, cfg: ModelConfig, adapter: Adapt
 
 @functools.partial(jax.jit, static_argnames=("cfg",), donate_argnames=("larger",))
 def _grown(larger: TrainStack, stack: TrainStack, cfg: ModelConfig) -> TrainStack:
-    """A larger stack whose first slots are those of ``stack``; what that one does not hold stays
-    zero.
-    """
-    held = dict(jax.tree_util.tree_leaves_with_path(stack))
+    """Copies ``stack`` to the first slots of a larger stack; leaves that it lacks stay zero."""
+    present = dict(jax.tree_util.tree_leaves_with_path(stack))
 
     def put(path: Any, new: jax.Array) -> jax.Array:
-        if (old := held.get(path)) is None:
+        if (old := present.get(path)) is None:
             return new
         return jax.lax.dynamic_update_slice(new, old, (0,) * new.ndim)
 
@@ -119,7 +116,7 @@ def _grown(larger: TrainStack, stack: TrainStack, cfg: ModelConfig) -> TrainStac
 
 @functools.partial(jax.jit, static_argnames=("index", "cfg"))
 def _without(stack: TrainStack, index: int, cfg: ModelConfig) -> TrainStack:
-    """The stack without one slot."""
+    """Returns the stack without one slot."""
     smaller = jax.tree.map(lambda x: jnp.delete(x, index, state_lib.slot_axis(x)), stack)
     return lora_tree.constrain(smaller, transformer.abstract(cfg))
 
@@ -128,17 +125,17 @@ class Trainer:
     """The policies in training and their state on the devices.
 
     Args:
-        base: the resident base; read, never written.
+        base: the resident base; read only.
         policies: names must differ.
-        max_tokens: tokens of one forward and backward, rows filled up to the longest of a policy;
-            larger updates accumulate over several.
-        remat: what the backward pass keeps, a key of ``transformer.REMAT``.
+        max_tokens: tokens of one forward and backward pass, with rows padded to the longest of a
+            policy; larger updates accumulate over several passes.
+        remat: rematerialisation of the backward pass, a key of ``transformer.REMAT``.
 
     Attributes:
-        versions: of each policy's adapter as it is now; a new one whenever it may have changed.
+        versions: version of each policy's adapter; renewed whenever it may have changed.
 
     Raises:
-        UserError: duplicate names, a rank or target the base cannot have.
+        UserError: duplicate names, or a rank or target that the base does not support.
     """
 
     def __init__(
@@ -162,7 +159,7 @@ class Trainer:
         self.slots = self._assign(policies)
         self.versions: dict[str, int] = {}
         self._references: dict[str, tuple[AdapterConfig, Any]] = {}
-        # of the references, made when first used
+        # Stacks and slots of the references, made on first use.
         self._resident: tuple[Stacks, dict[str, Slot]] | None = None
         with jax.set_mesh(base.mesh):
             self.state = _empty(cfg=base.cfg, adapters=tuple(p.adapter for p in policies))
@@ -171,7 +168,7 @@ class Trainer:
 
     @property
     def state(self) -> State:
-        """What training updates; who sets it may have set anybody's adapter."""
+        """The training state. Setting it renews all versions."""
         return self._state
 
     @state.setter
@@ -183,12 +180,11 @@ class Trainer:
         self.versions |= {name: next(_versions) for name in names}
 
     def join(self, policy: PolicyConfig) -> None:
-        """Takes one more policy into training; the others keep their state. Only the stack of its
-        rank bucket is made anew, larger, and only programs in which that stack takes part are
-        compiled again.
+        """Adds a policy; the others keep their state. Only the stack of its rank bucket is
+        enlarged, and only programs with that stack are compiled again.
 
         Raises:
-            UserError: the name is taken, or a rank or target the base cannot have.
+            UserError: the name is taken, or a rank or target that the base does not support.
         """
         if policy.name in self.policies:
             raise UserError(f"policy {policy.name!r} is in training already: choose another name")
@@ -206,8 +202,8 @@ class Trainer:
             self._start(policy, np.uint32(policy.seed & 0xFFFFFFFF))
 
     def leave(self, name: str) -> None:
-        """Takes a policy out of training and frees its slot; the others keep their state, those
-        behind it in a slot one lower.
+        """Removes a policy and frees its slot. The others keep their state; later slots of the
+        bucket move down by one.
 
         Raises:
             UserError: an unknown policy.
@@ -227,41 +223,39 @@ class Trainer:
         if self._references.pop(name, None) is not None:
             self._resident = None
 
-    def held(self, name: str) -> Held:
-        """A copy of a policy's state on the host: adapter, moments, the gradients that have
-        accumulated, counters.
+    def read_state(self, name: str) -> HostState:
+        """Returns a host copy of a policy's state: adapter, moments, accumulated gradients,
+        counters.
         """
-        return one_slot.taken(self._one(name), self.policies[name].adapter, self.specs)
+        return one_slot.to_host(self._one(name), self.policies[name].adapter, self.specs)
 
-    def restore(self, name: str, held: Held) -> None:
-        """Gives a policy the state that ``held`` returned, with the same bits.
+    def restore(self, name: str, saved: HostState) -> None:
+        """Restores a policy's state from ``read_state``, with the same bits.
 
         Raises:
             UserError: an unknown policy, or a state that does not fit its config.
         """
         self._order([name])
         lora_tree.check_fits(
-            held.adapter(), self.policies[name].adapter, self.specs, f"policy {name!r}"
+            saved.adapter(), self.policies[name].adapter, self.specs, f"policy {name!r}"
         )
-        self._put(name, one_slot.padded(held, self.state[self.slots[name].bucket]))
+        self._put(name, one_slot.padded(saved, self.state[self.slots[name].bucket]))
 
     def gradient(self, name: str) -> Any:
-        """The gradients that have accumulated since a policy's last update, a tree like
+        """Returns the gradients accumulated since a policy's last update, as a tree like
         ``adapter``.
         """
-        held = one_slot.taken(self._one(name), self.policies[name].adapter, self.specs, ["grad"])
-        return params_lib.nest(dict(held.parts["grad"]))
+        one = one_slot.to_host(self._one(name), self.policies[name].adapter, self.specs, ["grad"])
+        return params_lib.nest(dict(one.parts["grad"]))
 
     def gradients(
         self, groups: Mapping[str, Sequence[Group]]
     ) -> tuple[dict[str, Any], dict[str, dict[str, float]]]:
-        """The gradients of these groups alone, and their metrics, by policy; the state stays as it
-        is.
+        """Returns the gradients of these groups alone and their metrics, by policy; the state is
+        unchanged.
         """
-        before, versions = (
-            {name: self._one(name) for name in self._order(list(groups))},
-            dict(self.versions),
-        )
+        before = {name: self._one(name) for name in self._order(list(groups))}
+        versions = dict(self.versions)
         try:
             for name, one in before.items():
                 self._put(name, one._replace(grad=jax.tree.map(np.zeros_like, one.grad)))
@@ -292,10 +286,10 @@ class Trainer:
         self._renew([name])
 
     def _start(self, policy: PolicyConfig, weights: Any) -> None:
-        """Puts a policy into its slot: an adapter, or a fresh one from a seed."""
+        """Puts a policy into its slot, with an adapter or a fresh one from a seed."""
         at, config = self.slots[policy.name], policy.adapter
         stack, numbers = self.state[at.bucket], Hyper.of(policy.optimizer)
-        shape = AdapterConfig(config.rank, targets=config.targets)  # the scale is data
+        shape = AdapterConfig(config.rank, targets=config.targets)  # scale is data
         where = np.int32(at.index), np.float32(config.scale)
         self._renew([policy.name])
         self._state = {
@@ -315,15 +309,13 @@ class Trainer:
 
     @property
     def stacks(self) -> Stacks:
-        """The adapters as the sampling engine takes them: the very arrays that training updates, no
-        copy.
-        """
+        """Adapters for the sampling engine: the arrays that training updates, without a copy."""
         return {bucket: stack.adapters for bucket, stack in self.state.items()}
 
     def _order(self, names: Sequence[str]) -> list[str]:
-        """Policies in block order: by bucket, then slot."""
+        """Returns policy names in block order: by bucket, then slot."""
         if not names:
-            raise UserError("no policies are named: give at least one")
+            raise UserError("no policies were named: give at least one")
         unknown = [n for n in names if n not in self.slots]
         if unknown:
             raise UserError(
@@ -343,13 +335,12 @@ class Trainer:
     def _passes(
         self, groups: Mapping[str, Sequence[Group]], ordered: Sequence[str]
     ) -> Iterator[dict[str, list[Group]]]:
-        """Micro-batches, each with groups of some policies, within ``max_tokens`` if single groups
-        allow it.
+        """Yields micro-batches with groups of some policies, within ``max_tokens`` if single groups
+        fit.
 
-        A policy that has no room beside the others waits for a pass of its own: were every policy
-        in every pass, with fewer of its groups, each pass would make the gradients of all and add
-        them to sums. A power of two of them are together, so that lengths, which vary from step to
-        step, ask for few programs.
+        A policy for which there is no room waits for a later pass. With every policy in every pass,
+        each pass would compute and add up the gradients of all. The number of policies in a pass is
+        a power of two, so that varying lengths need few programs.
         """
         room = self.max_tokens // max(padded_tokens(groups[n]) for n in ordered)
         together = len(ordered) if room >= len(ordered) else 1 << max(0, room.bit_length() - 1)
@@ -363,17 +354,18 @@ class Trainer:
                         not taken[n] or padded_tokens([*taken[n], queue[0]]) <= budget
                     ):
                         taken[n].append(queue.pop(0))
-                # a policy with fewer groups sits later passes out
-                yield {n: mine for n, mine in taken.items() if mine}
+                # Policies with fewer groups skip the later passes.
+                yield {n: chunk for n, chunk in taken.items() if chunk}
 
-    def _pack(self, chunk: list[list[Group]], shapes: ShapeBook) -> tuple[Batch, list[list[Place]]]:
+    def _pack(
+        self, chunk: list[list[Group]], shapes: ShapeBook
+    ) -> tuple[Batch, list[list[TargetSpan]]]:
         return pack(
             chunk, shapes, context=self.base.cfg.context, row_multiple=self.base.row_multiple
         )
 
     def refer(self, name: str, config: AdapterConfig, adapter: Any) -> None:
-        """Sets the frozen adapter that a policy's reference logprobs are of; without one they are
-        the bare base's.
+        """Sets the frozen adapter for a policy's reference logprobs; the default is the bare base.
 
         Raises:
             UserError: an unknown policy, or weights that do not fit their config.
@@ -384,18 +376,15 @@ class Trainer:
         self._resident = None
 
     def reference(self, name: str) -> tuple[AdapterConfig, Any] | None:
-        """The frozen adapter that ``refer`` set for a policy; None where it is compared with the
-        bare base.
-        """
+        """Returns the frozen adapter set by ``refer``; None for the bare base."""
         self._order([name])
         return self._references.get(name)
 
     def references(self) -> tuple[Stacks, dict[str, Slot]]:
-        """The frozen adapters of the references, and which slot each policy's is; a policy without
-        one has the bare base.
+        """Returns the stacks of all reference adapters, and the slot of each policy that has one.
 
         Raises:
-            UserError: a policy's loss names a revision that ``refer`` was not given.
+            UserError: a policy's loss names a revision whose adapter ``refer`` was not given.
         """
         for name, p in self.policies.items():
             if (
@@ -413,8 +402,8 @@ class Trainer:
         return self._resident
 
     def _reference(self, missing: Mapping[str, list[Group]], shapes: ShapeBook) -> None:
-        """Fills each ``ref_logp`` that a pass lacks with the reference's logprobs (0 at tokens that
-        are no target).
+        """Computes missing ``ref_logp`` of a pass from the reference (0 at tokens that are not
+        targets).
         """
         stacks, all_slots = self.references()
         adapted = sorted((n for n in missing if n in all_slots), key=lambda n: all_slots[n])
@@ -425,7 +414,7 @@ class Trainer:
             for b in buckets
         }
         groups = [missing[n] for n in order]
-        # in the shape that training has: nothing more to compile as lengths vary
+        # Same shape as the training pass, so that varying lengths compile nothing more.
         batch, places = self._pack(groups, shapes)
         with jax.set_mesh(self.base.mesh):
             used = {b: stacks[b] for b in buckets}
@@ -440,16 +429,14 @@ class Trainer:
     def forward_backward(
         self, groups: Mapping[str, Sequence[Group]], shapes: ShapeBook | None = None
     ) -> dict[str, dict[str, float]]:
-        """Adds the gradients of each policy's groups to its sum; metrics per policy, summed over
-        its tokens.
+        """Adds the gradients of each policy's groups to its sum; returns metrics by policy, summed
+        over tokens.
 
-        Reference logprobs are computed here for policies whose loss needs them and whose sequences
-        lack them. Sequences that a sampler drew and that have no ``first_logp`` are given theirs:
-        later updates on them are measured by it.
+        Missing reference logprobs are computed here if a policy's loss needs them. Sampled
+        sequences without ``first_logp`` get theirs, against which later updates are measured.
 
         Args:
-            shapes: the book of padded sizes to go by, where results must not depend on what else
-                was trained here.
+            shapes: padded sizes to use, if results must not depend on earlier calls.
         """
         shapes = shapes or self.shapes
         ordered = self._order(list(groups))
@@ -501,8 +488,8 @@ class Trainer:
                         max(old, float(value)) if key == "max_gap" else old + float(value)
                     )
         for name in ordered:  # masked sequences are copies
-            for s, mine in zip(_sequences(groups[name]), _sequences(routed[name])):
-                s.ref_logp, s.first_logp = mine.ref_logp, mine.first_logp
+            for s, copy in zip(_sequences(groups[name]), _sequences(routed[name])):
+                s.ref_logp, s.first_logp = copy.ref_logp, copy.first_logp
         return {
             name: _of_loss(totals[name], self.policies[name].loss, groups[name]) for name in ordered
         }
@@ -519,21 +506,20 @@ class Trainer:
     def update(
         self, groups: Mapping[str, Sequence[Group]], shapes: ShapeBook | None = None
     ) -> dict[str, dict[str, float]]:
-        """One optimizer update of every named policy from its groups; mean metrics per policy."""
+        """Runs one optimizer update of every named policy; returns mean metrics by policy."""
         totals = self.forward_backward(groups, shapes)
         steps = self.optim_step(list(groups))
         return {name: summarise(totals[name]) | steps[name] for name in groups}
 
     def adapter(self, name: str) -> Any:
-        """One policy's adapter on the host, at its true rank and targets."""
+        """Returns one policy's adapter on the host, at its true rank and targets."""
         return jax.tree.map(np.asarray, jax.device_get(self.snapshot(name)))
 
     def snapshot(self, name: str) -> Any:
-        """``adapter`` on the devices: arrays of its own, which later updates leave alone, whole in
-        every process.
+        """Returns a copy of one policy's adapter on the devices, replicated to every process. Later
+        updates do not change it.
 
-        Their copies to the host are under way when it returns, so that ``jax.device_get`` in
-        another thread only waits.
+        Copies to the host have been started, so ``jax.device_get`` in another thread only waits.
         """
         self._order([name])
         config, slot = self.policies[name].adapter, self.slots[name]
@@ -550,14 +536,13 @@ class Trainer:
         return arrays
 
     def load_adapter(self, name: str, adapter: Any) -> None:
-        """Starts a policy from given weights, with fresh optimizer state. They are its reference
-        where that is ``start``.
+        """Starts a policy from given weights with fresh optimizer state. They become its reference
+        if that is ``start``.
 
-        The arrays of its stack are donated, as by an update: what held the old ones must read
-        ``stacks`` again.
+        Donates the arrays of its stack, as an update does: read ``stacks`` again afterwards.
 
         Raises:
-            UserError: an unknown policy, or weights that do not fit its config.
+            UserError: an unknown policy, or weights that do not fit their config.
         """
         self._order([name])
         lora_tree.check_fits(adapter, self.policies[name].adapter, self.specs, f"policy {name!r}")
@@ -573,10 +558,10 @@ def _sequences(groups: Sequence[Group]) -> list[TrainSequence]:
 
 
 def _of_sequences(
-    groups: Sequence[Group], places: Sequence[Place], values_PBM: np.ndarray, other: float
+    groups: Sequence[Group], places: Sequence[TargetSpan], values_PBM: np.ndarray, other: float
 ) -> Iterator[tuple[TrainSequence, list[float]]]:
-    """Each sequence of a packed chunk and its values, one a token, ``other`` at tokens that are no
-    target.
+    """Yields each sequence of a packed chunk with its values, one per token, ``other`` at tokens
+    that are not targets.
     """
     for s, place in zip(_sequences(groups), places, strict=True):
         values = np.full(len(s.tokens), other, np.float32)
@@ -591,11 +576,10 @@ def _lacks_reference(groups: Sequence[Group]) -> bool:
 
 
 def _check_needs(name: str, loss: LossConfig, groups: Sequence[Group]) -> None:
-    """Refuses groups that lack what the loss is computed from: it would train nothing, or something
-    else.
+    """Raises if groups lack inputs of the loss, which would then train nothing or something else.
 
     Raises:
-        UserError: naming what is missing.
+        UserError: names the missing inputs.
     """
     what = {"advantages": "advantages", "old_logp": "old_logp, the sampler's log-probabilities"}
     for field in sorted(loss.needs & set(what)):
@@ -604,27 +588,26 @@ def _check_needs(name: str, loss: LossConfig, groups: Sequence[Group]) -> None:
                 raise UserError(
                     f"policy {name!r}: loss {loss.kind!r} needs"
                     f" {' and '.join(what[f] for f in sorted(loss.needs & set(what)))}, and"
-                    f" sequence {i} has no {field}: train on scored completions (mint_jax.groups"
-                    " makes groups of them), or give the policy loss 'cross_entropy' to learn from"
-                    " texts"
+                    f" sequence {i} has no {field}: train on scored completions (see"
+                    " mint_jax.groups), or use loss 'cross_entropy' to train on texts"
                 )
     if "pairs" in loss.needs and not all(g.pair_weight for g in groups):
         raise UserError(
             f"policy {name!r}: loss {loss.kind!r} needs pairs of a chosen and a rejected answer,"
-            " and a group has no pair_weight: give rows with prompt, chosen and rejected, or the"
-            " policy another loss"
+            " and a group has no pair_weight: give rows with prompt, chosen and rejected, or"
+            " choose another loss"
         )
     if "pairs" not in loss.needs and any(g.pair_weight for g in groups):
         raise UserError(
-            f"policy {name!r}: loss {loss.kind!r} has no use for the pairs of these groups: give"
-            " the policy loss 'dpo'"
+            f"policy {name!r}: loss {loss.kind!r} does not use the pairs of these groups: choose"
+            " loss 'dpo'"
         )
 
 
 def _of_loss(
     totals: dict[str, float], loss: LossConfig, groups: Sequence[Group]
 ) -> dict[str, float]:
-    """The metrics that mean something for a loss and its data."""
+    """Returns the metrics that are meaningful for a loss and its data."""
     drawn = loss.samples and all(s.old_logp is not None for s in _sequences(groups))
     means = {
         "kl_sum": loss.needs_reference,
@@ -641,16 +624,9 @@ def _of_loss(
 
 
 def summarise(totals: dict[str, float]) -> dict[str, float]:
-    """Sums over tokens and pairs -> means."""
-    of_pairs, as_they_are = (
-        ("margin", "preferred", "chosen", "rejected"),
-        (
-            "loss",
-            "tokens",
-            "unrouted",
-            "max_gap",
-        ),
-    )
+    """Converts sums over tokens and pairs to means."""
+    of_pairs = ("margin", "preferred", "chosen", "rejected")
+    as_they_are = ("loss", "tokens", "unrouted", "max_gap")
     out = {name: totals[name] for name in as_they_are if name in totals}
     for key, total in totals.items():
         if key.endswith("_sum"):

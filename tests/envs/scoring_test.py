@@ -174,11 +174,11 @@ import threading
 from mint_jax.envs import scoring
 from mint_jax.envs.env import Example, ListEnvironment
 from mint_jax.errors import UserError
-from mint_jax.train import schedule
+from mint_jax.train import phases as phases_lib
 example = Example("prompt", "")
 env = ListEnvironment([example], [example], lambda text, example: float(threading.Event().wait()))
 try:
-    with schedule.Phases([["a"]], {"a": 0}, 1, False, 1, scoring.Watch(1.5).look) as phases:
+    with phases_lib.Phases([["a"]], {"a": 0}, 1, False, 1, scoring.Watch(1.5).look) as phases:
         for phase, unit in phases:
             unit.score(lambda name, text: scoring.score(name, env, text, example), {"a": ""})
 except UserError as error:

@@ -623,7 +623,7 @@ def test_a_cache_that_cannot_hold_a_line_says_how_to_have_more(hf_dirs, rng, tmp
     with pytest.raises(
         UserError,
         match=(
-            r":1: a prompt of 100 tokens with 64 new ones needs 6 pages of cache, there are"
+            r":1: a prompt of 100 tokens with 64 new ones needs 6 pages, the cache has"
             r" .*cache_gib"
         ),
     ):

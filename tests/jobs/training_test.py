@@ -118,7 +118,7 @@ def test_a_bad_reward_names_policy_and_remedy(factory, says, own_env, tmp_path):
 @pytest.mark.parametrize("where", ["held out", "in training"])
 def test_a_reward_that_hangs_ends_the_run_at_its_timeout(where, own_env, tmp_path, monkeypatch):
     monkeypatch.setattr("mint_jax.envs.scoring.LOOK_S", 0.1)
-    monkeypatch.setattr("mint_jax.train.schedule.LOOK_S", 0.1)
+    monkeypatch.setattr("mint_jax.train.phases.LOOK_S", 0.1)
     release = threading.Event()
     examples = [Example(f"{i} is", "hangs" if where == "in training" else "") for i in range(4)]
     held_out = [Example("9 is", "hangs" if where == "held out" else "")]

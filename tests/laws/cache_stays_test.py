@@ -28,9 +28,9 @@ from mint_jax.models import transformer
 from mint_jax.models.config import Indexer, Latent, ModelConfig
 from mint_jax.models.paged import PAGE, RUN
 from mint_jax.rollout import device, plans
-from mint_jax.rollout.pages import Pages, pages_for
+from mint_jax.rollout.pages import PagePool, pages_for
 from mint_jax.rollout.request import Request
-from mint_jax.rollout.schedule import Prompt, Schedule, longest_table
+from mint_jax.rollout.scheduler import CachedPrompt, Scheduler, longest_table
 
 pytestmark = pytest.mark.bits
 
@@ -151,10 +151,10 @@ def planned(cfg, mesh, prompts, G):
     here = -(-len(prompts) // parts)
     # more than is asked for: temporaries are of the rows, not of the pool
     count = 4 * here * (pages_for(T, PAGE) + G * pages_for(C, PAGE))
-    schedule = Schedule([Pages(count, PAGE) for _ in range(parts)], here * G)
+    schedule = Scheduler([PagePool(count, PAGE) for _ in range(parts)], here * G)
     for prompt in prompts:
         schedule.add(
-            Prompt(Request(tuple(prompt), max_tokens=C, temperature=0, n=G), ("", None)), None
+            CachedPrompt(Request(tuple(prompt), max_tokens=C, temperature=0, n=G), ("", None)), None
         )
     schedule.admit(lambda sample: None, C)
     blocks = []

@@ -14,9 +14,9 @@ from mint_jax.rollout import device, score
 from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import Request
 from mint_jax.rollout.score import Scorer
-from mint_jax.train import held, step
+from mint_jax.train import host_state, step
 from mint_jax.train.batch import Group, TrainSequence
-from mint_jax.train.blocks import Datum, Work
+from mint_jax.train.blocks import Datum, TrainRequest
 from mint_jax.train.config import BlockShape, OptimizerConfig
 from mint_jax.train.live import Live
 from mint_jax.train.trainer import LossConfig, PolicyConfig, Trainer
@@ -148,7 +148,7 @@ def test_sampling_with_routes_and_training_that_replays_them_compile_nothing(tin
     )
     engine.warm()
     live.warm()
-    live.join("a", held.fresh(live.specs, AdapterConfig(3, 6.0, ("q", "v")), 0))
+    live.join("a", host_state.fresh(live.specs, AdapterConfig(3, 6.0, ("q", "v")), 0))
     with compilations() as seen:
         [[drawn]] = engine.generate([Request(tuple(rng.integers(3, 97, 9).tolist()), max_tokens=8)])
         routes = np.concatenate([drawn.prompt_routes, drawn.routes])
@@ -157,7 +157,7 @@ def test_sampling_with_routes_and_training_that_replays_them_compile_nothing(tin
             Datum(tokens, tokens, np.ones(len(tokens), np.float32), routes=routes.astype(np.int16))
         ]
         for backward in (True, False):
-            work = Work("a", data, coefs("cross_entropy"), backward)
+            work = TrainRequest("a", data, coefs("cross_entropy"), backward)
             live.step([work])
             assert not work.left
         live.optim({"a": OptimizerConfig(1e-3)})

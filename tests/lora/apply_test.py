@@ -226,7 +226,7 @@ def test_a_projection_nobody_targets_has_no_delta():
 
 def test_rows_that_do_not_fall_into_equal_blocks_are_refused():
     factors = {"a": jnp.ones((2, 1, 5)), "b": jnp.ones((2, 1, 6))}
-    with pytest.raises(ValueError, match="5 rows do not fall into 3 equal blocks"):
+    with pytest.raises(ValueError, match="5 rows do not divide into 3 equal blocks"):
         batch_delta(jnp.ones((5, 2, 5)), BoundAdapters((factors,), (2,), base_blocks=1), 6)
-    with pytest.raises(ValueError, match="5 rows do not fall into 3 equal blocks"):
+    with pytest.raises(ValueError, match="5 rows do not divide into 3 equal blocks"):
         BoundAdapters((factors,), (2,), base_blocks=1).block_of_rows(5)

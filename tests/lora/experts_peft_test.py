@@ -297,8 +297,8 @@ SPOILT = {
     "an expert is missing": (
         lambda t: [t.pop(f"{EXPERT3}.lora_{f}.weight") for f in "AB"],
         (
-            r"layers\.1\.mlp\.experts\.3\.up_proj is missing, though 7 of the 8 experts of its"
-            r" layer are there.*write all of them"
+            r"layers\.1\.mlp\.experts\.3\.up_proj is missing, but 7 of the 8 experts of its"
+            r" layer are present: write all of them"
         ),
     ),
     "only A": (
@@ -310,8 +310,8 @@ SPOILT = {
             {f"{EXPERT3.replace('.3.', '.8.')}.lora_A.weight": t[f"{EXPERT3}.lora_A.weight"]}
         ),
         (
-            r"experts\.8\.up_proj\.lora_A\.weight' is no LoRA factor of this base: the adapter was"
-            r" trained on another model"
+            r"experts\.8\.up_proj\.lora_A\.weight' is not a LoRA factor of this base: the adapter"
+            r" was trained on another model"
         ),
     ),
     "another width": (

@@ -351,8 +351,8 @@ SPOILT = {
     "one layer swapped": (
         swap_layer0,
         (
-            "some experts have in and out swapped as PEFT before 0.19.1 wrote them, others not:"
-            " save the adapter anew"
+            "some experts have in and out swapped, as PEFT before 0.19.1 wrote them, and others do"
+            " not: save the adapter again"
         ),
     ),
     "fused and unpacked": (
@@ -363,7 +363,7 @@ SPOILT = {
             }
         ),
         (
-            r"experts\.5\.up_proj has factors of its own beside the fused ones of all experts; keep"
+            r"experts\.5\.up_proj has its own factors and the fused ones of all experts: keep"
             r" one of the two"
         ),
     ),
@@ -371,7 +371,7 @@ SPOILT = {
         lambda t: t.update(
             {f"{LAYER0.replace('.0.', '.7.')}.lora_A.weight": t[f"{LAYER0}.lora_A.weight"]}
         ),
-        r"layers\.7\.mlp\.experts\.lora_A\.weight' is no LoRA factor of this base",
+        r"layers\.7\.mlp\.experts\.lora_A\.weight' is not a LoRA factor of this base",
     ),
     "nan": (
         lambda t: t[f"{LAYER0}.lora_B.weight"].__setitem__((0, 0), np.nan),
@@ -390,15 +390,15 @@ def test_weights_that_do_not_fit_are_refused(change, message, directory, tiny_ba
 REFUSED_FIELDS = {
     "unknown parameter": (
         {"target_parameters": [DOWN, "mlp.experts.up_proj"]},
-        r"of which 'mlp\.experts\.up_proj' is none that can be adapted",
+        r"of which 'mlp\.experts\.up_proj' is not adaptable",
     ),
     "part of a name": (
         {"target_parameters": ["wn_proj"]},
-        r"of which 'wn_proj' is none that can be adapted",
+        r"of which 'wn_proj' is not adaptable",
     ),
     "embedding": (
         {"target_parameters": ["embed_tokens.weight"]},
-        r"of which 'embed_tokens\.weight' is none",
+        r"of which 'embed_tokens\.weight' is not adaptable",
     ),
     "rank": (
         {"r": 2},
@@ -410,7 +410,7 @@ REFUSED_FIELDS = {
     ),
     "a layer that is not there": (
         {"target_parameters": [GATE_UP, DOWN, "mlp.gate.weight", "layers.9.mlp.experts.down_proj"]},
-        r"of which 'layers\.9\.mlp\.experts\.down_proj' is none",
+        r"of which 'layers\.9\.mlp\.experts\.down_proj' is not adaptable",
     ),
 }
 

@@ -230,9 +230,9 @@ REFUSED_FIELDS = [
     ({"arrow_config": {"top_k": 3}}, "arrow_config is {'top_k': 3}"),
     (
         {"a_feature_of_next_year": True},
-        "a_feature_of_next_year is True, which is not known here: remove the field if",
+        "a_feature_of_next_year is True, which is unknown: remove the field if",
     ),
-    ({"next_config": {"a": 1}}, "next_config is {'a': 1}, which is not known here"),
+    ({"next_config": {"a": 1}}, "next_config is {'a': 1}, which is unknown"),
     # the lists leave out what the file has, so PEFT would drop it
     (
         {"target_modules": ["q_proj"]},
@@ -263,10 +263,10 @@ REFUSED_FIELDS = [
         r"target_parameters is \['mlp.experts.down_proj'\]",
     ),
     ({"layer_replication": [[0, 2]]}, r"layer_replication is \[\[0, 2\]\]"),
-    ({"r": 5}, "q_proj has rank 4 but adapter_config.json says 5"),
+    ({"r": 5}, "q_proj has rank 4, but adapter_config.json says 5"),
     (
         {"rank_pattern": {"layers.1.self_attn.q_proj": 2}},
-        "layers.1.self_attn.q_proj has rank 4 but adapter_config.json says 2",
+        "layers.1.self_attn.q_proj has rank 4, but adapter_config.json says 2",
     ),
     # these change what the base or the delta computes, so the factors alone would serve wrong
     # logits
@@ -390,7 +390,7 @@ def test_weights_of_the_base_in_a_file_are_compared_with_the_base(
     bare = oracles.torch_logits(oracles.torch_model(hf_dirs(family)), tokens_BT)
     theirs = oracles.torch_logits(peft_model(hf_dirs(family), tmp_path / "same"), tokens_BT)
     assert_same_logits(our_logits(base, adapter, config, tokens_BT), theirs, bare)
-    with pytest.raises(UserError, match="is no LoRA factor of this base"):
+    with pytest.raises(UserError, match="is not a LoRA factor of this base"):
         read_peft(tmp_path / "same", dict(names), shapes)  # nothing to compare with
 
     # the base as a program in bfloat16 saves it
@@ -411,7 +411,7 @@ def test_weights_of_the_base_in_a_file_are_compared_with_the_base(
         with pytest.raises(
             UserError,
             match=(
-                f"'{name}' differs from the base's .*: the adapter was trained over other weights"
+                f"'{name}' differs from the base's .*: the adapter was trained on other weights"
             ),
         ):
             read_peft(other, names, shapes)
@@ -440,8 +440,8 @@ REFUSED_TENSORS = {
             }
         ),
         (
-            "'base_model.model.model.layers.7.self_attn.q_proj.lora_A.weight' is no LoRA factor of"
-            " this base"
+            "'base_model.model.model.layers.7.self_attn.q_proj.lora_A.weight' is not a LoRA factor"
+            " of this base"
         ),
     ),
     "nan": (with_nan, "dense/attn/q/b has NaN or infinite values"),
@@ -505,7 +505,8 @@ def test_broken_files_are_refused(name, content, message, directory, tiny_base):
 def test_a_pickle_is_refused_with_the_way_out(directory, tiny_base):
     (directory / WEIGHTS).rename(directory / "adapter_model.bin")
     with pytest.raises(
-        UserError, match=r"adapter_model\.bin, is not read: save it with safe_serialization=True"
+        UserError,
+        match="is a pickle, which is not read: save with safe_serialization=True",
     ):
         read_peft(directory, *tables(tiny_base("llama_bias")))
 

@@ -246,7 +246,7 @@ def test_rows_are_sorted_by_expert_then_block(rng):
 
 def test_rows_that_blocks_do_not_divide_are_refused(rng):
     x, ids, weights, p, lora, _ = _problem(rng, "one_bucket")
-    with pytest.raises(ValueError, match="5 rows do not fall into 3 equal blocks"):
+    with pytest.raises(ValueError, match="5 rows do not divide into 3 equal blocks"):
         routed(x[:5], ids[:5], weights[:5], p, lora)
 
 

@@ -13,7 +13,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from mint_jax.residency.host_cache import HostCache
-from mint_jax.residency.quotas import Quota, Quotas
+from mint_jax.residency.quotas import ResidencyQuota, ResidencyQuotas
 from tests.residency.clock import Clock
 
 
@@ -91,7 +91,7 @@ def test_a_reserved_buffer_is_seen_only_when_confirmed_and_takes_room_at_once():
 
 
 def test_a_quota_makes_a_tenant_evict_its_own():
-    quotas = Quotas(named={"small": Quota(host_bytes=10, host_entries=2)})
+    quotas = ResidencyQuotas(named={"small": ResidencyQuota(host_bytes=10, host_entries=2)})
     cache = HostCache(100, quotas, clock=Clock())
     put(cache, "others", 50, "big", seconds=1e-3)  # of the lowest score
     put(cache, "x", 4, "small")
@@ -159,9 +159,9 @@ class Against(RuleBasedStateMachine):
     @initialize(budget=st.integers(1, 30), quota=st.integers(0, 12), entries=st.integers(0, 4))
     def start(self, budget, quota, entries):
         self.clock, self.evicted = Clock(), []
-        self.quota = Quota(host_bytes=quota, host_entries=entries)
+        self.quota = ResidencyQuota(host_bytes=quota, host_entries=entries)
         self.cache = HostCache(
-            budget, Quotas(named={"t1": self.quota}), 10.0, self.clock, self.evicted.append
+            budget, ResidencyQuotas(named={"t1": self.quota}), 10.0, self.clock, self.evicted.append
         )
         self.here: dict[str, tuple[int, str]] = {}  # digest -> bytes, tenant
         self.leases: dict[str, int] = {}

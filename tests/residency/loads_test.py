@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from mint_jax.residency.loads import COLD, PREFETCH, WARM, ColdLoads, QueueFull
-from mint_jax.residency.quotas import Quota, Quotas
+from mint_jax.residency.quotas import ResidencyQuota, ResidencyQuotas
 from tests.residency.clock import Clock
 
 LONG = 30.0  # a deadlock fails, it does not hang
@@ -118,7 +118,7 @@ def test_a_full_queue_drops_the_newest_waiting_prefetch_then_refuses_with_a_time
 
 
 def test_a_tenant_has_its_own_bound(held):
-    one = held(quotas=Quotas(named={"small": Quota(loads=1)}))
+    one = held(quotas=ResidencyQuotas(named={"small": ResidencyQuota(loads=1)}))
     one.queue.submit("x", "small")
     one.wait_at_work()
     with pytest.raises(QueueFull, match="'small' has 1 unfinished") as refused:

@@ -20,7 +20,7 @@ from mint_jax.models import transformer
 from mint_jax.residency.admission import Admission
 from mint_jax.residency.loads import QueueFull
 from mint_jax.residency.metrics import Metrics
-from mint_jax.residency.quotas import Quota, Quotas
+from mint_jax.residency.quotas import ResidencyQuota, ResidencyQuotas
 from mint_jax.residency.residency import Residency
 from mint_jax.residency.slots import DeviceSlots
 from mint_jax.rollout.engine import Engine
@@ -254,7 +254,7 @@ WRONG = {
     "not packed": "not a packed adapter",
     "base": "was trained on base 111111111111",
     "rank": "there are slots for rank buckets 2",
-    "targets": "adapts unembed, which the slots do not hold",
+    "targets": "adapts unembed, for which the slots have no room",
     "shape": r"has shape .*; this base and rank 2 need",
     "missing": "is missing, though its config targets it",
     "strange": "is not among the targets",
@@ -513,7 +513,7 @@ def test_a_dropped_revision_goes_when_its_requests_have_ended(world):
 
 
 def test_a_tenant_over_its_quota_of_slots_waits_for_its_own(world):
-    w = world(capacities={2: 3}, quotas=Quotas(named={"small": Quota(slots=1)}))
+    w = world(capacities={2: 3}, quotas=ResidencyQuotas(named={"small": ResidencyQuota(slots=1)}))
     first = w.residency.acquire(w.new(), "small")
     w.settle(first)
     second = w.residency.acquire(w.new(), "small")

@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from mint_jax.errors import UserError
-from mint_jax.residency.quotas import Quota, Quotas
+from mint_jax.residency.quotas import ResidencyQuota, ResidencyQuotas
 from mint_jax.residency.slot_table import SlotTable
 from tests.residency.clock import Clock
 
@@ -82,7 +82,7 @@ def test_leases_pins_and_fillings_stay_and_without_eviction_nobody_goes():
 
 def test_a_quota_of_slots_takes_only_the_tenants_own_in_any_bucket():
     gone = []
-    table = make({1: 2, 8: 2}, Quotas(named={"t": Quota(slots=2)}), gone)
+    table = make({1: 2, 8: 2}, ResidencyQuotas(named={"t": ResidencyQuota(slots=2)}), gone)
     fill(table, 1, "other", "big", seconds=1e-3)
     fill(table, 1, "x", "t")
     fill(table, 8, "y", "t", seconds=9.0)
@@ -112,7 +112,7 @@ def test_a_quota_of_slots_takes_only_the_tenants_own_in_any_bucket():
     ],
 )
 def test_what_can_never_have_a_slot_is_refused(bucket, tenant, message):
-    table = make({1: 1, 8: 1}, Quotas(named={"none": Quota(slots=0)}))
+    table = make({1: 1, 8: 1}, ResidencyQuotas(named={"none": ResidencyQuota(slots=0)}))
     fill(table, 8, "x")
     table.pin("x")
     with pytest.raises(UserError, match=message):
@@ -147,7 +147,10 @@ class Against(RuleBasedStateMachine):
             quota,
         )
         self.table = make(
-            self.capacities, Quotas(named={"t1": Quota(slots=quota)}), self.evicted, self.clock
+            self.capacities,
+            ResidencyQuotas(named={"t1": ResidencyQuota(slots=quota)}),
+            self.evicted,
+            self.clock,
         )
         self.here: dict[str, dict] = {}
         self.pinned: set[str] = set()

@@ -309,7 +309,7 @@ def test_neighbours_that_are_cancelled_change_no_bit(world):
         ends = [c.finish for stream in loud for c in stream.result(300)]
     assert "cancelled" in ends
     engine._schedule.check()
-    assert engine._schedule.idle
+    assert engine._schedule.is_idle
 
 
 @pytest.mark.long

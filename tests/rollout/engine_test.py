@@ -343,7 +343,7 @@ def test_no_requests(tiny_base):
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        ({"prompt": ()}, "a prompt has no tokens"),
+        ({"prompt": ()}, "the prompt is empty"),
         ({"max_tokens": 0}, "max_tokens is 0"),
         ({"max_tokens": -3}, "max_tokens is -3"),
         ({"n": 0}, "n is 0"),
@@ -389,7 +389,7 @@ def test_no_requests(tiny_base):
         ),
         ({"logit_bias": ((3, float("nan")),)}, "logit_bias has nan"),
         ({"logit_bias": ((3, float("-inf")),)}, r"logit_bias has -inf .*-1e\+30 bans a token"),
-        ({"logit_bias": ((3, 1.0), (3, 2.0))}, "names a token twice"),
+        ({"logit_bias": ((3, 1.0), (3, 2.0))}, "repeats a token"),
     ],
 )
 def test_bad_requests_are_refused_before_any_runs(tiny_base, bad, message):
@@ -450,7 +450,7 @@ def test_a_stop_string_that_is_a_special_token_ends_a_completion_by_its_id(rng, 
     assert "<end>" not in found.text
     with pytest.raises(
         UserError,
-        match=r"'<end>!' holds the special token '<end>'.*would never match: stop at '<end>' alone",
+        match=r"'<end>!' contains the special token '<end>'.*can never match: use '<end>' alone",
     ):
         engine.generate([dataclasses.replace(request, stop=("<end>!",))])
 
@@ -770,9 +770,12 @@ def test_alternatives_at_a_prompts_places_are_drawn_from_the_model(rng, tiny_bas
     [
         (
             {"target_prompt_logprobs": ((1,),)},
-            "target_prompt_logprobs has 1 places; a prompt of 3 tokens has 2",
+            "target_prompt_logprobs has 1 entries; a prompt of 3 tokens needs 2",
         ),
-        ({"target_prompt_logprobs": ((), (1,) * 21)}, "names 21 ids at one place; at most 20"),
+        (
+            {"target_prompt_logprobs": ((), (1,) * 21)},
+            "has 21 ids at one position; expected at most 20",
+        ),
         ({"target_prompt_logprobs": ((), (-2,))}, "token id -2"),
         ({"prompt_logprobs_last_n": -1}, "prompt_logprobs_last_n is -1"),
         ({"prompt_alternatives": 21}, "prompt_alternatives is 21; expected 0 to 20"),

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mint_jax.errors import UserError
-from mint_jax.rollout.pages import Pages, pages_for, require_fit
+from mint_jax.rollout.pages import PagePool, pages_for, require_fit
 
 SIZE = 2  # tokens of a page
 TENANTS, VERSIONS = ("a", "b"), (None, 1)
@@ -24,7 +24,7 @@ PROMPTS = [
 
 
 class World:
-    """Pages, and what a device would have in them.
+    """Pages, and the contents that a device would have in them.
 
     Attributes:
         contents: page -> the chain that was written there last, or whose it is since.
@@ -34,7 +34,7 @@ class World:
     """
 
     def __init__(self, count: int):
-        self.pages = Pages(count, SIZE)
+        self.pages = PagePool(count, SIZE)
         self.contents: dict[int, object] = {}
         self.born: Counter = Counter()
         self.prompts: list = []
@@ -182,7 +182,7 @@ def test_any_operations_leave_every_page_once_and_hits_are_of_the_same_tenant_ve
     assert sum(done) >= 10_000
 
 
-def opened(pages: Pages, tokens, key=("a", None), ready: bool = True) -> tuple[list, int]:
+def opened(pages: PagePool, tokens, key=("a", None), ready: bool = True) -> tuple[list, int]:
     got = pages.open(key, tokens)
     assert got is not None
     for block in got[0]:
@@ -191,7 +191,7 @@ def opened(pages: Pages, tokens, key=("a", None), ready: bool = True) -> tuple[l
 
 
 def test_whole_blocks_are_found_again_and_a_last_one_that_is_not_whole_never_is():
-    pages = Pages(8, SIZE)
+    pages = PagePool(8, SIZE)
     blocks, found = opened(pages, (1, 2, 3, 4, 5))
     assert (len(blocks), found) == (3, 0)
     again, found = opened(pages, (1, 2, 3, 4, 5))
@@ -204,13 +204,13 @@ def test_whole_blocks_are_found_again_and_a_last_one_that_is_not_whole_never_is(
 
 @pytest.mark.parametrize("other", [("b", None), ("a", 1)], ids=["tenant", "version"])
 def test_another_tenant_or_version_finds_nothing(other):
-    pages = Pages(8, SIZE)
+    pages = PagePool(8, SIZE)
     opened(pages, (1, 2, 3, 4))
     assert opened(pages, (1, 2, 3, 4), other)[1] == 0
 
 
 def test_a_block_that_nobody_wrote_is_not_kept_for_others():
-    pages = Pages(4, SIZE)
+    pages = PagePool(4, SIZE)
     blocks, _ = opened(pages, (1, 2, 3, 4), ready=False)
     blocks[0].ready = True
     pages.close(blocks)
@@ -219,7 +219,7 @@ def test_a_block_that_nobody_wrote_is_not_kept_for_others():
 
 
 def test_the_least_recently_used_block_goes_first_and_a_parent_after_its_children():
-    pages = Pages(4, SIZE)
+    pages = PagePool(4, SIZE)
     old, new = opened(pages, (1, 1, 2, 2))[0], opened(pages, (3, 3, 4, 4))[0]
     pages.close(new)
     pages.close(old)
@@ -232,7 +232,7 @@ def test_the_least_recently_used_block_goes_first_and_a_parent_after_its_childre
 
 
 def test_a_forgotten_version_is_never_found_and_its_pages_are_free_when_their_last_user_ends():
-    pages = Pages(4, SIZE)
+    pages = PagePool(4, SIZE)
     blocks, _ = opened(pages, (1, 2, 3, 4))
     pages.close(opened(pages, (1, 2))[0])
     pages.forget(("a", None))
@@ -246,7 +246,7 @@ def test_a_forgotten_version_is_never_found_and_its_pages_are_free_when_their_la
 
 
 def test_where_there_are_too_few_pages_nothing_is_opened_and_nothing_dropped():
-    pages = Pages(4, SIZE)
+    pages = PagePool(4, SIZE)
     pages.close(opened(pages, (1, 2, 3, 4))[0])
     assert pages.open(("a", None), (1, 2, 3, 4, 5, 6), spare=2) is None, (
         "what is found is not to spare"
@@ -258,7 +258,7 @@ def test_where_there_are_too_few_pages_nothing_is_opened_and_nothing_dropped():
 
 
 def test_as_many_versions_as_come_leave_nothing_behind():
-    pages = Pages(2, SIZE)
+    pages = PagePool(2, SIZE)
     for version in range(1000):
         pages.close(opened(pages, (version,) * 4, ("a", version))[0])
         pages.close(opened(pages, (version,), ("b", version))[0])
@@ -266,13 +266,13 @@ def test_as_many_versions_as_come_leave_nothing_behind():
 
 
 def test_giving_or_closing_twice_is_an_error():
-    pages = Pages(2, SIZE)
+    pages = PagePool(2, SIZE)
     got = pages.take(1)
     assert got is not None
     pages.give(got)
-    with pytest.raises(RuntimeError, match="given back twice"):
+    with pytest.raises(RuntimeError, match="freed twice"):
         pages.give(got)
-    pages = Pages(2, SIZE)
+    pages = PagePool(2, SIZE)
     blocks, _ = opened(pages, (1, 2))
     pages.close(blocks)
     with pytest.raises(RuntimeError, match="closed twice"):
@@ -280,7 +280,7 @@ def test_giving_or_closing_twice_is_an_error():
 
 
 def test_the_check_names_pages_that_are_lost_and_finds_wrong_users():
-    pages = Pages(4, SIZE)
+    pages = PagePool(4, SIZE)
     assert pages.take(1) == [0]
     with pytest.raises(RuntimeError, match=r"pages \[0\] are lost"):
         pages.check([])
@@ -298,5 +298,5 @@ def test_the_check_names_pages_that_are_lost_and_finds_wrong_users():
 def test_pages_are_rounded_up_and_what_does_not_fit_is_refused():
     assert [pages_for(n, 32) for n in (0, 1, 32, 33, 64)] == [0, 1, 1, 2, 2]
     require_fit(4, 4, "it")
-    with pytest.raises(UserError, match="it needs 5 pages of cache, there are 4"):
+    with pytest.raises(UserError, match="it needs 5 pages, the cache has 4"):
         require_fit(5, 4, "it")

@@ -22,7 +22,7 @@ from mint_jax.service.book import Book, NotFound
 from mint_jax.service.calls import Create, ForwardBackward, Load, Optim, Save
 from mint_jax.service.checkpoints import Checkpoints
 from mint_jax.service.server import Server, Sizes
-from mint_jax.train import held as held_lib
+from mint_jax.train import host_state as held_lib
 from mint_jax.train.state import OptimizerConfig
 from tests.train.live_test import SHAPES, coefs, random_data, random_state
 
@@ -60,7 +60,9 @@ class Client:
         return self.server.book.sampler(self.tenant, told["sampling_session_id"]).digest
 
     def held(self, model):
-        return self.server.loop.training.do(model, lambda live: live.held(model)).result(WAIT_S)
+        return self.server.loop.training.do(model, lambda live: live.read_state(model)).result(
+            WAIT_S
+        )
 
     def put(self, model, state):
         self.server.loop.training.do(model, lambda live: live.replace(model, state)).result(WAIT_S)

@@ -88,7 +88,7 @@ def held_of(server, name):
     """A policy's state behind all that it was asked, which a server that was opened again may still
     be doing again.
     """
-    return server.training.do(name, lambda live: live.held(name)).result(DEADLINE_S)
+    return server.training.do(name, lambda live: live.read_state(name)).result(DEADLINE_S)
 
 
 def parts(held):

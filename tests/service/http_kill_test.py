@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks.postgres_server import free_port
 from benchmarks.service_client import Served
-from mint_jax.train.held import Held
+from mint_jax.train.host_state import HostState
 from tests.service.http_tenants import TENANTS, Tenant, serve_all
 
 KILLS = int(os.environ.get("MINT_TEST_KILLS", "3"))
@@ -97,9 +97,11 @@ async def undisturbed(folder: Path, rounds: list[int], seed: int) -> list[Tenant
         served.stop()
 
 
-def last_state(folder: Path, tenant: Tenant) -> Held:
+def last_state(folder: Path, tenant: Tenant) -> HostState:
     digest = digests(folder)[f"tinker://{tenant.policy.id}/weights/last"]
-    return Held.from_bytes((folder / "checkpoints" / f"{digest}.safetensors").read_bytes(), "it")
+    return HostState.from_bytes(
+        (folder / "checkpoints" / f"{digest}.safetensors").read_bytes(), "it"
+    )
 
 
 @pytest.mark.long

@@ -12,7 +12,7 @@ from mint_jax.lora.tree import AdapterConfig
 from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import Request
 from mint_jax.service.loop import Loop
-from mint_jax.train import held
+from mint_jax.train import host_state
 from mint_jax.train.live import Live
 from mint_jax.train.state import OptimizerConfig
 from tests.rollout.serving_test import contended
@@ -116,7 +116,7 @@ def test_a_revision_is_sampled_with_the_same_bits_while_policies_train(rng, worl
 def test_training_alone_needs_no_request_for_samples(rng, world, loop_of):
     loop = loop_of()
     with loop.running():
-        state = held.fresh(loop.training.live.specs, AdapterConfig(2), 3)
+        state = host_state.fresh(loop.training.live.specs, AdapterConfig(2), 3)
         loop.training.do("a", lambda live: live.join("a", state)).result(60)
         told = loop.training.forward_backward(
             "a", random_data(rng, "cross_entropy"), coefs("cross_entropy")
@@ -237,7 +237,7 @@ def test_a_failure_of_training_ends_samples_too(rng, loop_of, monkeypatch):
         for each in (stream, future):
             with pytest.raises(RuntimeError, match="the device is lost"):
                 each.result(60)
-        with pytest.raises(UserError, match="the engine is being stopped"):
+        with pytest.raises(UserError, match="the engine is stopping"):
             loop.engine.submit(Request((1, 2, 3)))
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from mint_jax.service.calls import Optim
-from mint_jax.train.held import Held
+from mint_jax.train.host_state import HostState
 from tests.service.server_victim import TENANTS, plan
 
 ROOT = Path(__file__).parents[2]
@@ -90,7 +90,7 @@ def test_a_server_that_is_killed_loses_nothing_and_runs_nothing_twice(
         assert found[key][1] == (loss if loss is None else pytest.approx(loss, rel=1e-3))
     for tenant in range(TENANTS):
         one, two = (
-            Held.from_bytes((at / "states" / f"t{tenant}").read_bytes(), "it")
+            HostState.from_bytes((at / "states" / f"t{tenant}").read_bytes(), "it")
             for at in (tmp_path / "whole", killed)
         )
         updates = sum(isinstance(call, Optim) for call in plan(tenant, seed))

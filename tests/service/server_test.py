@@ -272,7 +272,7 @@ def test_a_server_on_a_disk_that_is_full_from_time_to_time(hf_dirs, tmp_path, mo
 
 
 def held_of(server, model):
-    return server.loop.training.do(model, lambda live: live.held(model)).result(WAIT_S)
+    return server.loop.training.do(model, lambda live: live.read_state(model)).result(WAIT_S)
 
 
 @contextlib.contextmanager

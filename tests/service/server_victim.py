@@ -75,7 +75,9 @@ def main(base_folder: str, folder: Path, seed: int) -> None:
         for one in clients:
             one.join()
         states = {
-            f"t{t}": loop.training.do(f"t{t}", lambda live, t=t: live.held(f"t{t}")).result(WAIT_S)
+            f"t{t}": loop.training.do(f"t{t}", lambda live, t=t: live.read_state(f"t{t}")).result(
+                WAIT_S
+            )
             for t in range(TENANTS)
         }
     durable.close()

@@ -99,7 +99,7 @@ class Site:
     def held(self, trainer: tinker.TrainingClient):
         """A policy's state as it lies in the server, once what was asked of it has run."""
         return self.server.loop.training.do(
-            trainer.model_id, lambda live: live.held(trainer.model_id)
+            trainer.model_id, lambda live: live.read_state(trainer.model_id)
         ).result(STARTED_S)
 
     def put(self, trainer: tinker.TrainingClient, held) -> None:

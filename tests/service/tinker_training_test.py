@@ -12,7 +12,7 @@ import torch
 from tinker import types
 
 from mint_jax.service import tinker as tinker_
-from mint_jax.train.blocks import Datum, Work
+from mint_jax.train.blocks import Datum, TrainRequest
 from mint_jax.train.live import Live
 from mint_jax.train.losses import KINDS, LossCoefs
 from tests import oracles
@@ -136,13 +136,13 @@ def test_a_base_with_experts_or_latents_trains_as_live_training_does(family, rng
         numbers = random_optimizer(rng)
         result = trainer.forward_backward(sent(data, kind), kind, options(kind)).result()
         trainer.optim_step(adam(numbers)).result()
-        work = Work("a", data, coefs(kind))
+        work = TrainRequest("a", data, coefs(kind))
         live_test.run(live, [work], 1e9)
         live.optim({"a": numbers})
         for got, want in zip(logprobs_of(result), work.logprobs, strict=True):
             np.testing.assert_allclose(got, want, atol=2e-5)  # steps of other shapes
         assert result.metrics["loss:sum"] == pytest.approx(work.loss, rel=1e-4, abs=1e-3)
-    mine, alone = site.held(trainer), live.held("a")
+    mine, alone = site.held(trainer), live.read_state("a")
     assert mine.count == alone.count == 2
     for path, leaf in alone.parts["factors"].items():
         moved = np.abs(leaf - start.parts["factors"][path]).max()

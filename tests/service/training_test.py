@@ -193,7 +193,7 @@ def test_a_mistake_is_its_caller_s_alone():
     live = Pretended("ab")
     training = Training(live, Counters())
     bad = training.forward_backward("a", [datum(17)], NO_LOSS)
-    with pytest.raises(UserError, match="datum 0 has 17 tokens; this server trains on 16 at most"):
+    with pytest.raises(UserError, match="datum 0 has 17 tokens; this server trains on at most 16"):
         bad.result(0)
     unknown, unknown_update = (
         training.forward_backward("x", [datum(3)], NO_LOSS),
@@ -279,7 +279,9 @@ def test_tenants_in_threads_of_their_own_train_as_torch_does(rng, tiny_base, hf_
         for path, factor in alone.factors.items():
             moved = np.abs(factor.detach().numpy() - state.parts["factors"][path]).max()
             np.testing.assert_allclose(
-                live.held(name).parts["factors"][path], factor.detach(), atol=2e-2 * moved + 1e-6
+                live.read_state(name).parts["factors"][path],
+                factor.detach(),
+                atol=2e-2 * moved + 1e-6,
             )
 
 
@@ -294,7 +296,7 @@ def test_a_policy_whose_state_cannot_be_read_back_fails_alone(rng, tiny_base, tm
         live.join(name, state)
     lost, other = states
     assert live.places() == {"disk": 2}
-    path = live._policies[lost].held.path
+    path = live._policies[lost].off_device.path
     if what == "gone":
         path.unlink()
     else:

@@ -27,7 +27,7 @@ from mint_jax.rollout.request import Completion
 from mint_jax.service.calls import ForwardBackward
 from mint_jax.service.training import Trained
 from mint_jax.service.wire import forward_backward, losses, messages, samples, tensors
-from mint_jax.train.blocks import Block, BlockShape, Work, fill
+from mint_jax.train.blocks import BlockShape, DatumBlock, TrainRequest, fill
 from mint_jax.train.losses import KINDS, policy_loss
 
 PROTO, JSON = "application/x-protobuf", "application/json"
@@ -353,8 +353,8 @@ def test_losses_are_the_contracts(loss, config, loss_and_slope, rng):
     inputs = [sampled_inputs(rng, n, loss) for n in sizes]
     request = sdk_request([sdk_datum(np.arange(n), i) for n, i in zip(sizes, inputs)], loss, config)
     call = forward_backward.read(proto_body(request), PROTO).asked().call
-    work = Work("p", call.data, call.loss)
-    batch, places = fill([Block(work, [[0, 1]])], BlockShape(1, 1, 32))
+    work = TrainRequest("p", call.data, call.loss)
+    batch, places = fill([DatumBlock(work, [[0, 1]])], BlockShape(1, 1, 32))
     targets = jax.tree.map(lambda x: jnp.asarray(x[0]), batch.loss)
     logp = -rng.random((1, 32)).astype(np.float32) * 2
     coefs = jax.tree.map(

@@ -114,7 +114,7 @@ def test_a_reward_that_is_not_finite_is_refused_with_its_place(bad, rng):
 def test_a_group_of_one_has_no_baseline(baseline, rng):
     rewards_QG = rng.normal(size=(3, 1))
     with pytest.raises(
-        UserError, match=f"baseline '{baseline}' needs at least 2 rollouts a prompt, there is 1"
+        UserError, match=f"baseline '{baseline}' needs at least 2 rollouts a prompt, got 1"
     ):
         group_advantages(rewards_QG, baseline)
     # rounded to float32

@@ -9,7 +9,7 @@ from mint_jax.errors import UserError
 from mint_jax.train.blocks import (
     BlockShape,
     Datum,
-    Work,
+    TrainRequest,
     check,
     check_loss,
     collect,
@@ -61,7 +61,7 @@ def test_every_datum_is_computed_once_and_sees_itself_alone(lengths, P, B, T, wi
             )
             for n in each
         ]
-        works.append(Work(f"p{p}", data, NO_LOSS))
+        works.append(TrainRequest(f"p{p}", data, NO_LOSS))
     steps, expected = 0, [0.0] * len(works)
     while any(w.left for w in works):
         made = cut(works, shape)
@@ -117,8 +117,8 @@ def test_every_datum_is_computed_once_and_sees_itself_alone(lengths, P, B, T, wi
 
 def test_one_policy_with_many_rows_fills_what_seven_with_one_leave(rng):
     """64 rows beside seven of one row are 71 rows, not 8 times 64."""
-    works = [Work("large", [datum(rng, 16) for _ in range(64)], NO_LOSS)]
-    works += [Work(f"small{i}", [datum(rng, 16)], NO_LOSS) for i in range(7)]
+    works = [TrainRequest("large", [datum(rng, 16) for _ in range(64)], NO_LOSS)]
+    works += [TrainRequest(f"small{i}", [datum(rng, 16)], NO_LOSS) for i in range(7)]
     shape, padded = BlockShape(8, 1, 16), 0
     while any(w.left for w in works):
         collect(fill(cut(works, shape), shape)[1], np.zeros((8, 1, 16, 1)), np.zeros(8))
@@ -129,7 +129,7 @@ def test_one_policy_with_many_rows_fills_what_seven_with_one_leave(rng):
 def test_data_with_fewer_targets_than_the_shape_have_others_of_no_weight(rng):
     one = datum(rng, 5, 2)
     shape = BlockShape(1, 1, 8, 4)
-    batch, places = fill(cut([Work("a", [one], NO_LOSS)], shape), shape)
+    batch, places = fill(cut([TrainRequest("a", [one], NO_LOSS)], shape), shape)
     weights = batch.loss.weights.reshape(1, 1, 8, 4)
     np.testing.assert_array_equal(weights[0, 0, :5, :2], one.weights)
     assert not weights[..., 2:].any()
@@ -154,7 +154,7 @@ def wrong(rng, **fields):
         ({"tokens": np.zeros((2, 2), np.int32)}, r"datum 1 has tokens of shape \(2, 2\)"),
         (
             {"tokens": np.zeros(21, np.int32)},
-            "datum 1 has 21 tokens; this server trains on 20 at most: shorten it",
+            "datum 1 has 21 tokens; this server trains on at most 20: shorten it",
         ),
         (
             {"targets": np.zeros(3, np.int32)},
@@ -210,16 +210,16 @@ def test_data_longer_or_wider_than_every_step_are_refused(rng, tiny_base):
     cfg, shapes = tiny_base().cfg, [BlockShape(1, 1, 20), BlockShape(1, 1, 6, 3)]
     for data, message in (
         ([], "the request has no data"),
-        ([datum(rng, 7, 3)], "datum 0 has 7 tokens; this server trains on 6 at most"),
+        ([datum(rng, 7, 3)], "datum 0 has 7 tokens; this server trains on at most 6"),
         (
             [datum(rng, 3, 2), datum(rng, 7)],
-            "datum 1 has 7 tokens; this server trains on 6 at most",
+            "datum 1 has 7 tokens; this server trains on at most 6",
         ),
         (
             [datum(rng, 4, 4)],
             (
-                "a datum has 4 targets a position; this server's steps have 3 at most: keep the"
-                " likeliest"
+                "a datum has 4 targets a position; the steps of this server take at most 3: keep"
+                " the most likely ones"
             ),
         ),
     ):

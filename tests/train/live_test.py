@@ -18,11 +18,11 @@ from mint_jax.lora.tree import AdapterConfig, AdapterStack
 from mint_jax.mesh import make_mesh
 from mint_jax.models import base as base_lib
 from mint_jax.models import transformer
-from mint_jax.train import held as held_lib
+from mint_jax.train import host_state as held_lib
 from mint_jax.train import live as live_lib
 from mint_jax.train.batch import Group, TrainSequence
-from mint_jax.train.blocks import BlockShape, Datum, Work
-from mint_jax.train.held import Held, Spilled
+from mint_jax.train.blocks import BlockShape, Datum, TrainRequest
+from mint_jax.train.host_state import HostState, SpilledState
 from mint_jax.train.live import Live
 from mint_jax.train.losses import KINDS, LossCoefs
 from mint_jax.train.state import OptimizerConfig
@@ -198,7 +198,7 @@ def random_state(rng, base, config):
         p: rng.normal(0, 0.5 * s.shape[-1] ** -0.5, s.shape).astype(np.float32)
         for p, s in params_lib.leaves_with_path(specs)
     }
-    return Held(config, {"factors": factors})
+    return HostState(config, {"factors": factors})
 
 
 def run(live, works, bound_s=None):
@@ -248,7 +248,7 @@ def test_tenants_that_are_moved_about_train_as_if_alone(rng, live_of, hf_dirs):
             while kind in ("ppo", "cispo", "gspo") and not away_from_edges(alone[name], data, kind):
                 data = random_data(rng, kind)
             kind = "cross_entropy" if kind == "soft" else kind
-            works.append(Work(name, data, coefs(kind)))
+            works.append(TrainRequest(name, data, coefs(kind)))
             expected.append(alone[name].forward_backward(data, kind))
             seen |= {live.where(each) for each in CONFIGS}
         run(live, works)
@@ -266,7 +266,7 @@ def test_tenants_that_are_moved_about_train_as_if_alone(rng, live_of, hf_dirs):
     assert seen == {"slot", "host", "disk"}, "else the test says nothing of where a state lies"
     assert live.counts["spills_read"] > 0
     for name, tenant in alone.items():
-        held = live.held(name)
+        held = live.read_state(name)
         assert (held.steps, held.count, held.skipped) == (4, 4, 0)
         for path, factor in tenant.factors.items():
             moved = np.abs(factor.detach().numpy() - states[name].parts["factors"][path]).max()
@@ -280,16 +280,16 @@ def test_forward_alone_changes_nothing_and_tells_the_same(rng, live_of):
     live = live_of()
     live.join("a", random_state(rng, live.base, CONFIGS["a"]))
     data = random_data(rng, "ppo")
-    works = [Work("a", data, coefs("ppo"), backward) for backward in (False, True)]
+    works = [TrainRequest("a", data, coefs("ppo"), backward) for backward in (False, True)]
     run(live, works[:1])
-    assert set(live.held("a").parts) == {"factors"}, "nothing pends"
+    assert set(live.read_state("a").parts) == {"factors"}, "nothing pends"
     run(live, works[1:])
-    assert set(live.held("a").parts) == {"factors", "grad"}
+    assert set(live.read_state("a").parts) == {"factors", "grad"}
     for one, two in zip(works[0].logprobs, works[1].logprobs):
         np.testing.assert_allclose(one, two, atol=1e-5)  # another program
     assert works[0].loss == pytest.approx(works[1].loss, rel=1e-5)
     live.forget_gradients("a")
-    assert set(live.held("a").parts) == {"factors"}
+    assert set(live.read_state("a").parts) == {"factors"}
 
 
 @pytest.mark.long
@@ -315,18 +315,21 @@ def test_what_is_warm_compiles_nothing_for_any_tenant(rng, live_of):
             names = [f"{turn} {rank}" for rank in range(1, 9) if f"{turn} {rank}" in live]
             kinds = [*LOSSES, "soft"]
             works = [
-                Work(n, random_data(rng, k), coefs(k if k in LOSSES else "cross_entropy"))
+                TrainRequest(n, random_data(rng, k), coefs(k if k in LOSSES else "cross_entropy"))
                 for n in names
                 for k in rng.choice(kinds, 2)
             ]
             run(live, works, bound_s=float(rng.choice([1e-9, 1e9])))
             run(
                 live,
-                [Work(n, random_data(rng, "ppo"), coefs("ppo"), backward=False) for n in names],
+                [
+                    TrainRequest(n, random_data(rng, "ppo"), coefs("ppo"), backward=False)
+                    for n in names
+                ],
             )
             live.optim({n: random_optimizer(rng) for n in names if rng.random() < 0.8})
             live.leave(names[0])
-            live.replace(names[1], live.held(names[1]).fresh())
+            live.replace(names[1], live.read_state(names[1]).fresh())
     assert compiled == []
 
 
@@ -356,8 +359,8 @@ def test_a_tenant_that_diverges_leaves_the_others_bits(family, how, rng, tiny_ba
                     for d in mine
                 ]
             works = [
-                Work("a", mine, coefs("cross_entropy")),
-                Work("b", data["b"][turn], coefs("cross_entropy")),
+                TrainRequest("a", mine, coefs("cross_entropy")),
+                TrainRequest("b", data["b"][turn], coefs("cross_entropy")),
             ]
             run(live, works)
             rate = 3e38 if wild and how == "rate" else 1e-3
@@ -367,8 +370,10 @@ def test_a_tenant_that_diverges_leaves_the_others_bits(family, how, rng, tiny_ba
 
     (calm, told), (wild, again) = trained(False), trained(True)
     jax.tree.map(np.testing.assert_array_equal, told, again)
-    jax.tree.map(np.testing.assert_array_equal, calm.held("b").parts, wild.held("b").parts)
-    a = wild.held("a")
+    jax.tree.map(
+        np.testing.assert_array_equal, calm.read_state("b").parts, wild.read_state("b").parts
+    )
+    a = wild.read_state("a")
     assert a.skipped > 0 or not all(np.isfinite(x).all() for x in a.parts["factors"].values()), (
         "else nothing diverged"
     )
@@ -378,7 +383,7 @@ def gradients(live, works):
     for name in {work.policy for work in works}:
         live.forget_gradients(name)
     run(live, works)
-    return {name: live.held(name).parts["grad"] for name in {work.policy for work in works}}
+    return {name: live.read_state(name).parts["grad"] for name in {work.policy for work in works}}
 
 
 def assert_close(found, expected):
@@ -404,7 +409,7 @@ def test_its_gradients_are_those_of_a_job_s_trainer(family, rng, tiny_base):
     texts = [rng.integers(3, 97, n).tolist() for n in (13, 7, 10)]
     weights = [rng.normal(size=len(t) - 1).astype(np.float32) for t in texts]
     data = [Datum(np.int32(t[:-1]), np.int32(t[1:]), w) for t, w in zip(texts, weights)]
-    found = gradients(live, [Work("a", data, coefs("cross_entropy"))])["a"]
+    found = gradients(live, [TrainRequest("a", data, coefs("cross_entropy"))])["a"]
     trainer.forward_backward(
         {"a": [Group([t[0]], [TrainSequence(t[1:], w.tolist())]) for t, w in zip(texts, weights)]}
     )
@@ -438,7 +443,7 @@ def test_a_mesh_of_eight_devices_gives_the_same(family, rng, hf_dirs, tiny_base)
     for live in lives:
         for name, state in states.items():
             live.join(name, state)
-        works = [Work(name, data[name], coefs("importance_sampling")) for name in "abc"]
+        works = [TrainRequest(name, data[name], coefs("importance_sampling")) for name in "abc"]
         found.append((gradients(live, works), [w.logprobs for w in works]))
     # sums over parts
     jax.tree.map(
@@ -452,14 +457,14 @@ def test_a_bound_takes_the_largest_step_below_it(rng, live_of):
     live = live_of()
     live.join("a", random_state(rng, live.base, CONFIGS["a"]))
     data = [Datum(np.full(12, 5, np.int32), np.full(12, 5, np.int32), np.ones(12, np.float32))] * 8
-    work = Work("a", data, coefs("cross_entropy"))
+    work = TrainRequest("a", data, coefs("cross_entropy"))
     for shape, seconds in zip(SHAPES, (12e-3, 60e-3, 23e-3)):
         live.times.add(shape, True, seconds)
     assert live.choose([work], None)[0] == SHAPES[1], "the most tokens a second"
     assert live.choose([work], 30e-3)[0] == SHAPES[2]
     assert live.choose([work], 15e-3)[0] == SHAPES[0]
     assert live.choose([work], 1e-9)[0] == SHAPES[0], "the cheapest, where none is cheap enough"
-    long = Work(
+    long = TrainRequest(
         "a",
         [Datum(np.full(20, 5, np.int32), np.full(20, 5, np.int32), np.ones(20, np.float32))],
         coefs("cross_entropy"),
@@ -472,15 +477,15 @@ def test_a_state_survives_the_host_and_a_file_bit_by_bit(updates, rng, live_of, 
     live = live_of()
     live.join("b", random_state(rng, live.base, CONFIGS["b"]))
     for _ in range(updates):
-        run(live, [Work("b", random_data(rng, "cross_entropy"), coefs("cross_entropy"))])
+        run(live, [TrainRequest("b", random_data(rng, "cross_entropy"), coefs("cross_entropy"))])
         live.optim({"b": random_optimizer(rng)})
-    run(live, [Work("b", random_data(rng, "cross_entropy"), coefs("cross_entropy"))])
-    held = live.held("b")
+    run(live, [TrainRequest("b", random_data(rng, "cross_entropy"), coefs("cross_entropy"))])
+    held = live.read_state("b")
     assert set(held.parts) == {"factors", "grad"} | ({"mu", "nu"} if updates else set())
-    again = Held.from_bytes(held.to_bytes(), "it")
+    again = HostState.from_bytes(held.to_bytes(), "it")
     live.replace("b", again)
-    live.hold(["b"])
-    for other in (again, live.held("b")):
+    live.load(["b"])
+    for other in (again, live.read_state("b")):
         assert (other.config, other.count, other.steps, other.skipped) == (
             held.config,
             updates,
@@ -488,14 +493,14 @@ def test_a_state_survives_the_host_and_a_file_bit_by_bit(updates, rng, live_of, 
             0,
         )
         jax.tree.map(np.testing.assert_array_equal, dict(other.parts), dict(held.parts))
-    spilled = Spilled.write(held, tmp_path / "one")
+    spilled = SpilledState.write(held, tmp_path / "one")
     data = bytearray(spilled.path.read_bytes())
     data[int(rng.integers(len(data)))] ^= 1 << int(rng.integers(8))
     spilled.path.write_bytes(data)
     with pytest.raises(UserError, match="is damaged: its digest is not"):
         spilled.read()
-    with pytest.raises(UserError, match="it is no training state of mint_jax"):
-        Held.from_bytes(b"12345678{}", "it")
+    with pytest.raises(UserError, match="it is not a training state of mint_jax"):
+        HostState.from_bytes(b"12345678{}", "it")
 
 
 def test_a_fresh_state_is_as_peft_begins_and_follows_its_seed(live_of):
@@ -531,7 +536,7 @@ def test_a_fresh_state_is_as_peft_begins_and_follows_its_seed(live_of):
             ),
             "adapts 'embed'; this",
         ),
-        (lambda live, state: live.hold("abc"), "policy 'b' is not in training"),
+        (lambda live, state: live.load("abc"), "policy 'b' is not in training"),
         (
             lambda live, state: Live(live.base, {3: 1}),
             r"slots is \{3: 1\}; expected numbers of slots by rank",
@@ -556,7 +561,7 @@ def test_what_cannot_be_is_refused_by_name(call, message, rng, live_of):
 
 def test_several_processes_are_refused(live_of, monkeypatch):
     monkeypatch.setattr(multihost, "count", lambda: 2)
-    with pytest.raises(UserError, match="live training is of one process, here are 2"):
+    with pytest.raises(UserError, match="live training runs in one process, here are 2"):
         live_of()
 
 
@@ -565,12 +570,12 @@ def test_too_many_policies_or_targets_at_once_are_refused(rng, live_of):
     for name in "abc":
         live.join(name, random_state(rng, live.base, CONFIGS[name]))
     with pytest.raises(
-        UserError, match="3 policies of rank 8 are asked for at once; there are 2 slots"
+        UserError, match="3 policies of rank 8 were requested at once; there are 2 slots"
     ):
-        live.hold("abc")
+        live.load("abc")
     wide = Datum(np.full(3, 5, np.int32), np.full((3, 9), 5, np.int32), np.ones((3, 9), np.float32))
-    with pytest.raises(UserError, match="no step takes what is left of the request of policy 'a'"):
-        live.step([Work("a", [wide], coefs("cross_entropy"))])
+    with pytest.raises(UserError, match="no step shape fits the remaining data of policy 'a'"):
+        live.step([TrainRequest("a", [wide], coefs("cross_entropy"))])
 
 
 def test_states_stay_in_memory_while_the_disk_refuses_them(rng, live_of, monkeypatch):
@@ -580,7 +585,7 @@ def test_states_stay_in_memory_while_the_disk_refuses_them(rng, live_of, monkeyp
     live, states = live_of(host_bytes=0), {}
     with monkeypatch.context() as patch:
         patch.setattr(
-            Spilled,
+            SpilledState,
             "write",
             lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")),
         )
@@ -588,15 +593,15 @@ def test_states_stay_in_memory_while_the_disk_refuses_them(rng, live_of, monkeyp
             states[name] = random_state(rng, live.base, config)
             live.join(name, states[name])
         for name in CONFIGS:
-            live.hold([name])
+            live.load([name])
         assert live.places() == {"slot": 2, "host": len(CONFIGS) - 2}
         for name, state in states.items():
-            assert live.held(name).to_bytes() == state.to_bytes()
-    live.hold(list(CONFIGS)[:1])
+            assert live.read_state(name).to_bytes() == state.to_bytes()
+    live.load(list(CONFIGS)[:1])
     assert live.counts["spills_written"] == 0, "it is not tried at every step"
     monkeypatch.setattr(live_lib, "SPILL_RETRY_S", 0.0)
     live._spills_from = 0.0
-    live.hold(list(CONFIGS)[1:2])
+    live.load(list(CONFIGS)[1:2])
     assert live.places() == {"slot": 2, "disk": len(CONFIGS) - 2}
     for name, state in states.items():
-        assert live.held(name).to_bytes() == state.to_bytes()
+        assert live.read_state(name).to_bytes() == state.to_bytes()

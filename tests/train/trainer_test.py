@@ -470,7 +470,7 @@ def test_only_metrics_that_mean_something_for_a_loss_are_reported(rng, tiny_base
         (LossConfig("reinforce", band_high=2.0), "old_logp", "sequence 0 has no old_logp"),
         (LossConfig("dro"), "old_logp", "sequence 0 has no old_logp"),
         (LossConfig("dpo"), "pair_weight", "loss 'dpo' needs pairs of a chosen and a rejected"),
-        (LossConfig("cross_entropy"), "", "has no use for the pairs"),
+        (LossConfig("cross_entropy"), "", "does not use the pairs"),
     ],
 )
 def test_data_that_would_train_nothing_is_refused(loss, lacking, says, rng, tiny_base):

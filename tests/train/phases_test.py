@@ -7,8 +7,8 @@ from collections import Counter
 import pytest
 
 from mint_jax.errors import UserError
-from mint_jax.train import schedule as schedule_lib
-from mint_jax.train.schedule import SCHEDULES, Timing, check_workers, units_of
+from mint_jax.train import phases as schedule_lib
+from mint_jax.train.phases import SCHEDULES, Timing, check_workers, units_of
 
 WAIT_S = 60  # only reached when a test fails
 
@@ -221,7 +221,7 @@ def test_one_failed_reward_of_a_unit_stops_its_update():
 
 @pytest.mark.parametrize("workers", [0, -1, 1.5, True, None])
 def test_no_workers_are_refused(workers):
-    with pytest.raises(UserError, match=r"reward_workers is .*; expected how many .*at least 1"):
+    with pytest.raises(UserError, match=r"reward_workers is .*; expected the number .*at least 1"):
         check_workers(workers)
 
 
@@ -229,7 +229,7 @@ def test_who_waits_is_looked_after(monkeypatch):
     """Every second, with how long and for how many; and a reward that hangs is found while the
     devices have other work.
     """
-    monkeypatch.setattr("mint_jax.train.schedule.LOOK_S", 0.01)
+    monkeypatch.setattr("mint_jax.train.phases.LOOK_S", 0.01)
     phases, looks = Notes(), []
 
     def look(waited, waiting):

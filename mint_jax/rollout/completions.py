@@ -1,4 +1,4 @@
-"""From what was drawn and read to what is answered, and to what other processes hear of it."""
+"""Completions of ended samples, and their form in messages between processes."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -8,11 +8,11 @@ import numpy as np
 
 from mint_jax.models.paged import PAGE
 from mint_jax.rollout.request import Completion
-from mint_jax.rollout.schedule import Prompt, Sample
+from mint_jax.rollout.scheduler import CachedPrompt, SampleState
 
 
-def completion(sample: Sample) -> Completion:
-    """What is said of a sample that has ended."""
+def completion(sample: SampleState) -> Completion:
+    """Returns the completion of a sample that has ended."""
     n, request, prompt = len(sample.tokens), sample.prompt.request, sample.prompt
     return Completion(
         sample.tokens,
@@ -29,18 +29,18 @@ def completion(sample: Sample) -> Completion:
     )
 
 
-def _scores(prompt: Prompt) -> dict[str, Any]:
-    """What was asked of the prompt's places, by the names of ``Completion``."""
+def _scores(prompt: CachedPrompt) -> dict[str, Any]:
+    """Returns the requested prompt scores, keyed by the fields of ``Completion``."""
     request, first = prompt.request, prompt.request.first_scored
     if first is None:
         return {}
-    # By place: log-probabilities of the targets, ids and log-probabilities of the likeliest, those
-    # of the drawn.
+    # Each entry: logprobs of the targets, ids and logprobs of the most likely tokens, ids and
+    # logprobs of the drawn alternatives.
     places: list[Any] = [None] * first
     if prompt.scores:
-        told = [place for i in sorted(prompt.scores) for place in zip(*prompt.scores[i])]
-        places += told[first - min(prompt.scores) * PAGE :]
-    else:  # it was cancelled before, or there is nothing to score
+        scored = [place for i in sorted(prompt.scores) for place in zip(*prompt.scores[i])]
+        places += scored[first - min(prompt.scores) * PAGE :]
+    else:  # cancelled before prefill, or a prompt of one token
         places += [None] * (prompt.length - first)
     out: dict[str, Any] = {}
     if request.prompt_logprobs:
@@ -69,19 +69,20 @@ PAIRS = ("top_logprobs", "top_prompt_logprobs", "prompt_alternatives")  # lists 
 ROUTES = ("routes", "prompt_routes")
 
 
-def told(one: Completion, numbers: Mapping[int, int]) -> dict[str, Any]:
-    """A completion as a message.
+def to_message(one: Completion, numbers: Mapping[int, int]) -> dict[str, Any]:
+    """Returns a completion as a message.
 
     Args:
-        numbers: under which every process has the experts, by the ``id`` of their array.
+        numbers: number of each array of expert ids, keyed by the array's ``id``. Every process
+            already has these arrays, so only their numbers are sent.
     """
     out = {field.name: getattr(one, field.name) for field in dataclasses.fields(one)}
     out |= {name: np.array(out[name], dtype) for name, dtype in NUMBERS.items()}
     return out | {name: None if out[name] is None else numbers[id(out[name])] for name in ROUTES}
 
 
-def heard(message: Mapping[str, Any], routes: Mapping[int, np.ndarray]) -> Completion:
-    """``told`` of another process as the completion it was."""
+def from_message(message: Mapping[str, Any], routes: Mapping[int, np.ndarray]) -> Completion:
+    """Returns the completion that ``to_message`` serialised in another process."""
     out: dict[str, Any] = dict(message)
     out |= {name: out[name].tolist() for name in NUMBERS}
     out |= {

@@ -1,9 +1,9 @@
-"""One policy's training state off the device: adapter, AdamW's moments and what has accumulated, at
+"""One policy's training state off the device: adapter, AdamW moments and accumulated gradients, at
 the adapter's own rank and targets.
 
-What is zero is not kept: moments before the first update, gradients where none are pending. It lies
-in host memory or in a file, and comes back to any slot whose stack has its targets, with the same
-bits.
+Parts that are zero are not stored: moments before the first update, gradients if none are pending.
+The state is in host memory or in a file, and returns to any slot whose stack has its targets, with
+the same bits.
 """
 
 import dataclasses
@@ -25,14 +25,14 @@ PARTS = ("factors", "mu", "nu", "grad")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Held:
+class HostState:
     """A policy's state on the host.
 
     Attributes:
-        config: its adapter's.
-        parts: of ``PARTS`` the trees ``{path: [L, R, D]}`` that are not zero; ``factors`` always.
-        count: updates that the moments have seen.
-        steps, skipped: updates applied, and refused because the gradient was not finite.
+        config: configuration of its adapter.
+        parts: trees ``{path: [L, R, D]}`` of the non-zero ``PARTS``; ``factors`` always.
+        count: number of updates in the moments.
+        steps, skipped: updates applied, and updates skipped because a gradient was not finite.
     """
 
     config: AdapterConfig
@@ -46,60 +46,61 @@ class Held:
         return sum(array.nbytes for part in self.parts.values() for array in part.values())
 
     def adapter(self) -> Any:
-        """The adapter as a tree."""
+        """Returns the adapter as a tree."""
         return params_lib.nest(dict(self.parts["factors"]))
 
-    def without_gradients(self) -> "Held":
-        """As a checkpoint keeps it: pending gradients are no part of one."""
+    def without_gradients(self) -> "HostState":
+        """Returns the state without pending gradients, as stored in checkpoints."""
         return dataclasses.replace(
             self, parts={name: part for name, part in self.parts.items() if name != "grad"}
         )
 
-    def fresh(self) -> "Held":
-        """The same adapter before its first update."""
-        return Held(self.config, {"factors": self.parts["factors"]})
+    def fresh(self) -> "HostState":
+        """Returns the same adapter before its first update."""
+        return HostState(self.config, {"factors": self.parts["factors"]})
 
     def to_bytes(self, notes: Mapping[str, Any] | None = None) -> bytes:
-        """A safetensors file; ``from_bytes`` reads it.
+        """Returns the state as a safetensors file for ``from_bytes``.
 
         Args:
-            notes: JSON that goes with it, for ``notes_of``.
+            notes: JSON stored with it, for ``notes_of``.
         """
         tensors = {
             f"{name}/{path}": np.ascontiguousarray(array)
             for name, part in self.parts.items()
             for path, array in part.items()
         }
-        told = {"config": dataclasses.asdict(self.config), "notes": dict(notes or {})}
-        told |= {name: getattr(self, name) for name in ("count", "steps", "skipped")}
-        # One entry: of several, safetensors writes now this and now that one first, and equal
-        # states would have different bytes.
-        return safetensors.numpy.save(tensors, {"training_state": json.dumps(told)})
+        metadata = {"config": dataclasses.asdict(self.config), "notes": dict(notes or {})}
+        metadata |= {name: getattr(self, name) for name in ("count", "steps", "skipped")}
+        # One metadata entry only: safetensors writes several in varying order, and equal states
+        # must have equal bytes.
+        return safetensors.numpy.save(tensors, {"training_state": json.dumps(metadata)})
 
     @classmethod
-    def from_bytes(cls, data: bytes, what: str) -> "Held":
-        """What ``to_bytes`` made.
+    def from_bytes(cls, data: bytes, what: str) -> "HostState":
+        """Reads a file of ``to_bytes``.
 
         Raises:
-            UserError: it is something else.
+            UserError: the file is something else.
         """
         try:
-            told = json.loads(_metadata(data)["training_state"])
+            metadata = json.loads(_metadata(data)["training_state"])
             tensors = safetensors.numpy.load(data)
         except (ValueError, KeyError, TypeError, safetensors.SafetensorError) as reason:
             raise UserError(
-                f"{what} is no training state of mint_jax ({reason}): give a file that it wrote"
+                f"{what} is not a training state of mint_jax ({reason}): give a file that it wrote"
             ) from None
-        config, _ = told.pop("config"), told.pop("notes")
+        config, _ = metadata.pop("config"), metadata.pop("notes")
         parts: dict[str, dict[str, np.ndarray]] = {}
         for name, array in tensors.items():
             part, path = name.split("/", 1)
             parts.setdefault(part, {})[path] = array
-        return cls(AdapterConfig(**config | {"targets": tuple(config["targets"])}), parts, **told)
+        config = AdapterConfig(**config | {"targets": tuple(config["targets"])})
+        return cls(config, parts, **metadata)
 
 
 def notes_of(data: bytes) -> dict[str, Any]:
-    """The notes that ``Held.to_bytes`` was given."""
+    """Returns the notes stored by ``HostState.to_bytes``."""
     return json.loads(_metadata(data)["training_state"])["notes"]
 
 
@@ -107,13 +108,13 @@ def _metadata(data: bytes) -> dict[str, str]:
     return json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
 
 
-def fresh(base_specs: Any, config: AdapterConfig, seed: int) -> Held:
-    """A new policy's state: A uniform in ±1/sqrt(D), B zero; for ``embed`` A zero, B normal, as
-    ``lora.tree.init_adapter`` has them.
+def fresh(base_specs: Any, config: AdapterConfig, seed: int) -> HostState:
+    """Returns a new policy's state: A uniform in ±1/sqrt(D), B zero; for ``embed`` A zero, B
+    normal, as in ``lora.tree.init_adapter``.
 
-    The numbers are drawn on the host from the seed and each factor's path (Philox): ranks and
-    targets that no policy had before compile nothing. They are not those that ``init_adapter``
-    draws on the device from the same seed.
+    Numbers are drawn on the host (Philox) from the seed and each factor's path, so that new ranks
+    and targets compile nothing. They differ from those that ``init_adapter`` draws on the device
+    from the same seed.
     """
     factors = {}
     for path, spec in params_lib.leaves_with_path(adapter_specs(base_specs, config)):
@@ -130,15 +131,15 @@ def fresh(base_specs: Any, config: AdapterConfig, seed: int) -> Held:
             )
         else:
             factors[path] = np.zeros(spec.shape, np.float32)
-    return Held(config, {"factors": factors})
+    return HostState(config, {"factors": factors})
 
 
 @dataclasses.dataclass(frozen=True)
-class Spilled:
+class SpilledState:
     """A state in a file.
 
     Attributes:
-        digest: of its bytes, compared when it is read.
+        digest: of the file's bytes, verified on reading.
     """
 
     path: Path
@@ -146,14 +147,14 @@ class Spilled:
     nbytes: int
 
     @classmethod
-    def write(cls, held: Held, path: Path) -> "Spilled":
-        """The file is on the disk when this returns."""
-        data = held.to_bytes()
+    def write(cls, state: HostState, path: Path) -> "SpilledState":
+        """Writes a state; it is on disk when this returns."""
+        data = state.to_bytes()
         files.write_file(path, data)
         return cls(path, blake3_of(data), len(data))
 
-    def read(self) -> Held:
-        """The state.
+    def read(self) -> HostState:
+        """Returns the state.
 
         Raises:
             UserError: the file is damaged.
@@ -164,4 +165,4 @@ class Spilled:
                 f"{self.path} is damaged: its digest is not {self.digest}; restore the policy from"
                 " a checkpoint"
             )
-        return Held.from_bytes(data, str(self.path))
+        return HostState.from_bytes(data, str(self.path))

@@ -1,21 +1,19 @@
-"""Who runs next: sequences, their pages, and the order in which prompts are read and rows decode.
-No arrays, no device.
+"""The scheduler: which samples run, which pages they hold, and which blocks are prefilled next.
+Plain Python, no arrays.
 
-    waiting --admit--> running --finish--> gone
-                          |  ^
-                   preempt|  |admit       no page is left for an older row: the youngest gives its
-                   own pages up,
-                          v  |            whose contents wait in the host's memory
+    waiting --admit--> running --finish--> ended
+                         |  ^
+                  preempt|  |admit      an older row needs a page and none is free: the youngest
+                         v  |           sample's own pages are swapped to the host
                         swapped
 
-A sequence is one sample of a request. Its prompt's blocks are held as long as any of the request's
-samples run; its own pages are taken as it grows. Older sequences come first in everything, so that
-each one that is admitted ends: the oldest of a part can have every page of it, and a request that
-would not fit then is refused at the door.
+A sequence is one sample of a request. Its prompt's blocks are held while any sample of the request
+runs; its own pages are taken as it grows. Older sequences have priority everywhere, so every
+admitted sequence ends: the oldest of a part can take all its pages, and a request that does not fit
+even then is rejected on submission.
 
-A call of prefill costs the same with places that are empty. Blocks of prompts that wait are read
-*ahead* in those that running ones leave, and are given up before anyone goes without a page for
-them.
+A prefill call costs the same with empty places. Places that running prompts leave empty prefill the
+blocks of waiting prompts *ahead*; these are released before a running sequence goes without a page.
 """
 
 import dataclasses
@@ -25,20 +23,20 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from mint_jax.models.paged import PAGE, RUN, RUN_PAGES, TEAM
-from mint_jax.rollout.pages import Block, Pages, pages_for
+from mint_jax.rollout.pages import Block, PagePool, pages_for
 from mint_jax.rollout.request import Request
 
 
 @dataclasses.dataclass(eq=False)
-class Prompt:
-    """A request's prompt but its last token, in the cache while samples of it run.
+class CachedPrompt:
+    """A request's prompt except its last token, cached while samples of the request run.
 
     Attributes:
         key: tenant and version of the weights that read it.
-        part: whose pages it has.
-        blocks: while ``users`` is above 0, and while it is read ahead.
-        reused: tokens that were there when it was opened first.
-        routes, scores: what was read of it, where asked for; scores by the number of the block.
+        part: mesh part of its pages.
+        blocks: its blocks, while ``users`` is positive or it is prefilled ahead.
+        reused: tokens that were cached when it was first opened.
+        routes, scores: expert ids and scores of its tokens, if requested; scores by block number.
     """
 
     request: Request
@@ -56,40 +54,40 @@ class Prompt:
 
     @property
     def length(self) -> int:
-        """Tokens of the prefix."""
+        """Number of tokens of the prefix."""
         return len(self.request.prompt) - 1
 
     @property
     def ready(self) -> bool:
-        """Whether all of it is written."""
+        """True if every block is written."""
         return all(block.ready for block in self.blocks)
 
     @property
     def scored_from(self) -> int | None:
-        """The first of the blocks whose places are scored; they are not shared, for what is found
-        in the cache has no scores.
+        """First block whose positions are scored. Scored blocks are not shared, because cached
+        blocks have no scores.
         """
         first = self.request.first_scored
         return None if first is None else first // PAGE
 
 
 @dataclasses.dataclass(eq=False)
-class Sample:
-    """One sample.
+class SampleState:
+    """One sample of a request.
 
     Attributes:
-        number: which of the request's.
-        order: of admission's queue, the smallest first.
-        pages: its own.
-        tokens, logprobs, drawn_logprobs, top: what was drawn.
-        swapped: the contents of its pages, while they are on the host.
-        finish: why it has ended; None while it has not.
-        text: what its tokens say, where anyone asked.
-        matcher: of its grammar.
-        stops: looks for its stop strings.
+        number: index among the request's samples.
+        order: admission order, smallest first.
+        pages: its own pages.
+        tokens, logprobs, drawn_logprobs, top: its output so far.
+        swapped: handle of its pages' contents while they are on the host.
+        finish: why it ended; None while it runs.
+        text: decoded text, if requested.
+        matcher: state of its grammar.
+        stops: search for its stop strings.
     """
 
-    prompt: Prompt
+    prompt: CachedPrompt
     number: int
     order: int
     owner: Any = None
@@ -107,90 +105,90 @@ class Sample:
 
     @property
     def own(self) -> int:
-        """Tokens of its own part that are cached: the prompt's last and all drawn but the last."""
+        """Number of its own cached tokens: the prompt's last and all drawn except the last."""
         return len(self.tokens)
 
     @property
     def room(self) -> int:
-        """Own tokens that its pages hold."""
+        """Number of own tokens that its pages hold."""
         return len(self.pages) * PAGE
 
     @property
     def limit(self) -> int:
-        """Own tokens at most."""
+        """Maximum number of own tokens."""
         return self.prompt.request.max_tokens
 
     @property
     def team(self) -> int | None:
-        """Which team of its prompt's it reads with; a matter of the request alone, for forms of a
-        product may differ in their bits.
+        """Team that it reads its prompt with. It depends on the request only, because team and
+        single attention may round differently.
         """
         return self.number // TEAM if self.prompt.request.n > 1 and self.prompt.length else None
 
     def table(self) -> list[int]:
-        """Its pages: those of the prefix, up to a whole run, and its own."""
+        """Returns its pages: those of the prefix, padded to a whole run, then its own."""
         prefix = [block.page for block in self.prompt.blocks]
         return prefix + [0] * (-len(prefix) % RUN_PAGES) + self.pages
 
 
-class Schedule:
-    """Sequences over the pages of every part.
+class Scheduler:
+    """Sequences and pages of every part.
 
     Args:
-        pages: of each part.
-        rows: rows of a part that run at once, at most.
+        pages: pages of each part.
+        rows: maximum number of rows of a part that run at once.
     """
 
-    def __init__(self, pages: Sequence[Pages], rows: int):
+    def __init__(self, pages: Sequence[PagePool], rows: int):
         self.pages, self.rows = list(pages), rows
-        self.waiting: deque[Sample] = deque()
-        self.swapped: list[Sample] = []
-        self.running: list[Sample] = []
-        self.ahead: list[Prompt] = []  # that hold blocks, and no sample of them runs
+        self.waiting: deque[SampleState] = deque()
+        self.swapped: list[SampleState] = []
+        self.running: list[SampleState] = []
+        self.ahead: list[CachedPrompt] = []  # prompts with blocks of which no sample runs yet
         self._order = itertools.count()
 
     @property
-    def idle(self) -> bool:
+    def is_idle(self) -> bool:
+        """True if there is nothing to do."""
         """Whether nothing is left to do."""
         return not (self.waiting or self.swapped or self.running)
 
     @property
     def tenants(self) -> set[str]:
-        """Whose sequences wait."""
+        """Tenants with waiting sequences."""
         return {s.prompt.request.tenant for s in self.waiting}
 
     def prefer(self, tenants: Sequence[str]) -> None:
-        """Orders those that wait by their tenants, and those of one as they came."""
+        """Orders waiting sequences by tenant, and within a tenant by age."""
         if len(tenants) > 1:
             place = {tenant: i for i, tenant in enumerate(tenants)}
             self.waiting = deque(
                 sorted(self.waiting, key=lambda s: (place[s.prompt.request.tenant], s.order))
             )
 
-    def add(self, prompt: Prompt, owner: Any) -> list[Sample]:
-        """Queues the samples of a request."""
-        new = [Sample(prompt, i, next(self._order), owner) for i in range(prompt.request.n)]
+    def add(self, prompt: CachedPrompt, owner: Any) -> list[SampleState]:
+        """Enqueues the samples of a request."""
+        new = [SampleState(prompt, i, next(self._order), owner) for i in range(prompt.request.n)]
         self.waiting.extend(new)
         return new
 
     def admit(
         self,
-        restore: Callable[[Sample], None],
+        restore: Callable[[SampleState], None],
         steps: int,
-        loaded: Callable[[Sample], bool] = lambda s: True,
+        loaded: Callable[[SampleState], bool] = lambda s: True,
     ) -> None:
-        """Lets sequences run as long as there are rows and pages: those that were preempted first,
-        then the oldest that wait.
+        """Starts sequences while there are rows and pages: preempted ones first, then the oldest
+        waiting.
 
         Args:
-            restore: writes a preempted sequence's contents into the pages that it has now.
-            steps: tokens that a sequence should have pages for at once.
-            loaded: whether a waiting sequence's adapter is there; those whose is not are passed
-                over.
+            restore: writes a preempted sequence's contents into its new pages.
+            steps: tokens that a sequence needs pages for at once.
+            loaded: True if a waiting sequence's adapter is resident; other sequences are skipped.
         """
         for sequence in sorted(self.swapped, key=lambda s: s.order):
             if not self._place(sequence, sequence.own + 1):
-                return  # nobody overtakes: younger ones would take the pages that it waits for
+                return  # a younger sequence would take the pages that this one waits for
             self.swapped.remove(sequence)
             restore(sequence)
         passed = []
@@ -203,9 +201,9 @@ class Schedule:
                 break
         self.waiting.extendleft(reversed(passed))
 
-    def _place(self, sequence: Sample, tokens: int) -> bool:
-        """Gives a sequence a row, its prompt and pages for ``tokens`` of its own; whether there
-        were any.
+    def _place(self, sequence: SampleState, tokens: int) -> bool:
+        """Gives a sequence a row, its prompt's blocks and pages for ``tokens`` own tokens; returns
+        False if there are none.
         """
         prompt = sequence.prompt
         parts = (
@@ -232,9 +230,9 @@ class Schedule:
             return True
         return False
 
-    def _open(self, prompt: Prompt, part: int, spare: int, give_up: bool = True) -> bool:
-        """Gives a prompt its blocks in a part, if it has not got them there; whether there are
-        pages for them, and ``spare`` more.
+    def _open(self, prompt: CachedPrompt, part: int, spare: int, give_up: bool = True) -> bool:
+        """Opens a prompt's blocks in a part unless they are there; returns False if the part lacks
+        pages for them and ``spare`` more.
         """
         if prompt in self.ahead:
             if prompt.part == part:
@@ -250,24 +248,24 @@ class Schedule:
             prompt.reused = found * PAGE
         return True
 
-    def _close(self, prompt: Prompt) -> None:
+    def _close(self, prompt: CachedPrompt) -> None:
         self.pages[prompt.part].close(prompt.blocks)
         prompt.blocks = []
         if prompt in self.ahead:
             self.ahead.remove(prompt)
 
-    def _take(self, part: int, count: int, but: Prompt | None = None) -> list[int] | None:
-        """Pages of a part, also of what was read ahead of ``but``; None where there are not as
-        many.
+    def _take(self, part: int, count: int, but: CachedPrompt | None = None) -> list[int] | None:
+        """Takes pages of a part, also from prompts prefilled ahead except ``but``; None if there
+        are too few.
         """
         while (pages := self.pages[part].take(count)) is None:
             if not self._give_up(part, but):
                 return None
         return pages
 
-    def _give_up(self, part: int, but: Prompt | None = None) -> bool:
-        """Gives up the last prompt that a part has ahead; its whole blocks that are read can still
-        be found. Whether there was one.
+    def _give_up(self, part: int, but: CachedPrompt | None = None) -> bool:
+        """Releases the last prompt prefilled ahead in a part; its full blocks stay in the index.
+        Returns False if there is none.
         """
         last = next(
             (
@@ -282,21 +280,24 @@ class Schedule:
         return last is not None
 
     def rows_of(self, part: int) -> int:
-        """Rows of a part that run."""
+        """Returns the number of running rows of a part."""
         return sum(s.prompt.part == part for s in self.running)
 
     def to_prefill(
-        self, count: int, scored: bool = False, loaded: Callable[[Sample], bool] = lambda s: True
-    ) -> list[list[tuple[Prompt, int]]]:
-        """Of each part up to ``count`` blocks that are to be written next, each as its prompt and
-        number; they count as written.
+        self,
+        count: int,
+        scored: bool = False,
+        loaded: Callable[[SampleState], bool] = lambda s: True,
+    ) -> list[list[tuple[CachedPrompt, int]]]:
+        """Returns up to ``count`` blocks of each part to write next, as (prompt, block number), and
+        marks them as ready.
 
         Args:
-            scored: those whose places are scored, as soon as all before them are written, or the
-                others.
-            loaded: as of ``admit``.
+            scored: return blocks with scored positions whose predecessors are all written, instead
+                of the others.
+            loaded: as in ``admit``.
         """
-        out: list[list[tuple[Prompt, int]]] = [[] for _ in self.pages]
+        out: list[list[tuple[CachedPrompt, int]]] = [[] for _ in self.pages]
         for prompt in dict.fromkeys(s.prompt for s in self.running):
             first = len(prompt.blocks) if prompt.scored_from is None else prompt.scored_from
             if not scored:
@@ -308,14 +309,17 @@ class Schedule:
         return out
 
     def _read_ahead(
-        self, out: list[list[tuple[Prompt, int]]], count: int, loaded: Callable[[Sample], bool]
+        self,
+        out: list[list[tuple[CachedPrompt, int]]],
+        count: int,
+        loaded: Callable[[SampleState], bool],
     ) -> None:
-        """Fills what is left of a call, with those that wait in their order, up to the first that
-        the pages do not suffice for.
+        """Fills the rest of a call from waiting prompts in their order, up to the first for which
+        pages are lacking.
         """
         for sequence in itertools.islice((s for s in self.waiting if loaded(s)), self.rows):
             prompt = sequence.prompt
-            # none of its blocks is read by this program
+            # Skip prompts that run, and prompts whose every block the scoring program prefills.
             if prompt.users or not prompt.length or prompt.scored_from == 0:
                 continue
             if prompt not in self.ahead:
@@ -327,14 +331,16 @@ class Schedule:
                 self.ahead.append(prompt)
             _write(prompt, range(len(prompt.blocks))[: prompt.scored_from], out[prompt.part], count)
 
-    def to_decode(self, steps: int, preempt: Callable[[Sample], Any]) -> list[tuple[Sample, int]]:
-        """The rows that decode next, and how many own tokens each may reach.
+    def to_decode(
+        self, steps: int, preempt: Callable[[SampleState], Any]
+    ) -> list[tuple[SampleState, int]]:
+        """Returns the rows that decode next, and the number of own tokens that each may reach.
 
-        A row without a page for its next token takes the youngest's; one with less than ``steps``
-        goes as far as it can.
+        A row without a page for its next token preempts the youngest; one with pages for fewer than
+        ``steps`` tokens runs as far as they last.
 
         Args:
-            preempt: reads the contents of a sequence's pages, which it then loses.
+            preempt: copies a sequence's pages to the host before it loses them.
         """
         out = []
         for sequence in list(self.running):
@@ -360,13 +366,13 @@ class Schedule:
                 out.append((sequence, goal))
         return [(s, goal) for s, goal in out if s in self.running]
 
-    def _preempt(self, sequence: Sample, read: Callable[[Sample], Any]) -> None:
+    def _preempt(self, sequence: SampleState, read: Callable[[SampleState], Any]) -> None:
         sequence.swapped = read(sequence) if sequence.own else None
         self._release(sequence)
         self.swapped.append(sequence)
 
-    def finish(self, sequence: Sample) -> None:
-        """Ends a sequence, wherever it is; its row and pages are free at once."""
+    def finish(self, sequence: SampleState) -> None:
+        """Ends a sequence in any state; its row and pages are free at once."""
         if sequence in self.running:
             self._release(sequence)
         elif sequence in self.swapped:
@@ -380,25 +386,26 @@ class Schedule:
         sequence.swapped = None
 
     def extend(
-        self, sequence: Sample, move: Callable[[int, Sequence[tuple[int, int, int, int, int]]], Any]
+        self,
+        sequence: SampleState,
+        move: Callable[[int, Sequence[tuple[int, int, int, int, int]]], Any],
     ) -> None:
-        """Lets later prompts find what a sequence that runs has drawn: copies of its whole blocks
-        behind its prompt's.
+        """Adds the full blocks of a running sequence's drawn tokens to the prefix cache.
 
-        A prompt's page that is not full and the sequence's own, which begin with a page of their
-        own, become pages without a gap.
+        The prompt's partial last page and the sequence's own pages, which begin with a new page,
+        are copied into pages without a gap.
 
         Args:
-            move: makes pages of a part of others, see ``device.Moves``.
+            move: builds pages of a part from others, see ``device.Moves``.
         """
         prompt, own = sequence.prompt, sequence.own
         if not prompt.ready or (prompt.blocks and prompt.blocks[0].root.closed):
             return
         tokens = (*prompt.request.prompt, *sequence.tokens)[: prompt.length + own]
         pool, (begin, cut) = self.pages[prompt.part], divmod(prompt.length, PAGE)
-        held, new = pool.extend(prompt.key, tokens, begin)
-        # own position o stands at cut + o behind the whole blocks: page j of them has the end of
-        # own page j - 1 and the beginning of j
+        taken, new = pool.extend(prompt.key, tokens, begin)
+        # Own position o goes to cut + o after the full blocks, so page j of them has the end of own
+        # page j - 1 and the beginning of own page j.
         moves = []
         for i, block in new:
             j = i - begin
@@ -407,16 +414,16 @@ class Schedule:
                 if j
                 else (prompt.blocks[begin].page if cut else 0, 0)
             )
-            # its last page may end within the page before
+            # The copied tokens may end within page j - 1.
             high = sequence.pages[j] if j < len(sequence.pages) else 0
             moves.append((low, high, first, cut, block.page))
         if moves:
             move(prompt.part, moves)
         for _, block in new:
             block.ready = True
-        pool.close(held)
+        pool.close(taken)
 
-    def _release(self, sequence: Sample) -> None:
+    def _release(self, sequence: SampleState) -> None:
         self.running.remove(sequence)
         self.pages[sequence.prompt.part].give(sequence.pages)
         sequence.pages = []
@@ -425,37 +432,35 @@ class Schedule:
             self._close(sequence.prompt)
 
     def check(self) -> None:
-        """Whether all pages are accounted for; for tests.
+        """Raises if pages are lost or held twice; for tests.
 
         Raises:
-            RuntimeError: see ``Pages.check``.
+            RuntimeError: see ``PagePool.check``.
         """
         for part, pool in enumerate(self.pages):
-            mine = [s for s in self.running if s.prompt.part == part]
-            prompts = Counter(s.prompt for s in mine)
-            if len(mine) > self.rows or any(prompt.users != n for prompt, n in prompts.items()):
+            running = [s for s in self.running if s.prompt.part == part]
+            prompts = Counter(s.prompt for s in running)
+            if len(running) > self.rows or any(p.users != n for p, n in prompts.items()):
                 raise RuntimeError(
-                    f"part {part} has more rows than there are, or a prompt other users than its"
-                    " samples that run"
+                    f"part {part} runs more than {self.rows} rows, or a prompt's users are not its"
+                    " running samples"
                 )
             ahead = [prompt for prompt in self.ahead if prompt.part == part]
             users = Counter(b for prompt in (*prompts, *ahead) for b in prompt.blocks)
-            unseen = [b.page for b in users if not b.indexed or b.root.closed]
-            pool.check([page for s in mine for page in s.pages] + unseen, users)
+            unindexed = [b.page for b in users if not b.indexed or b.root.closed]
+            pool.check([page for s in running for page in s.pages] + unindexed, users)
         if any(s.pages or s.finish for s in (*self.waiting, *self.swapped)):
             raise RuntimeError("a sequence that does not run has pages, or has ended")
         if any(prompt.users for prompt in self.ahead) or not {*self.ahead} <= {
             s.prompt for s in self.waiting
         }:
-            raise RuntimeError(
-                "a prompt is read ahead that runs already, or that nobody waits with"
-            )
+            raise RuntimeError("a prompt prefilled ahead already runs, or no sample of it waits")
 
 
 def _write(
-    prompt: Prompt, numbers: Iterable[int], into: list[tuple[Prompt, int]], count: int
+    prompt: CachedPrompt, numbers: Iterable[int], into: list[tuple[CachedPrompt, int]], count: int
 ) -> None:
-    """Adds those of a prompt's blocks that are not written, until there are ``count``."""
+    """Appends a prompt's unwritten blocks until ``into`` has ``count``."""
     for i in numbers:
         if not prompt.blocks[i].ready and len(into) < count:
             prompt.blocks[i].ready = True
@@ -463,15 +468,17 @@ def _write(
 
 
 def longest_table(context: int) -> int:
-    """Table entries of a row of ``context`` tokens: whole runs of a prefix and of its own part."""
+    """Returns the table entries of a row of ``context`` tokens: whole runs of prefix and own
+    part.
+    """
     return RUN_PAGES * (-(-context // RUN) + 1)
 
 
 def own_pages(request: Request) -> int:
-    """Pages that one sample of a request has of its own at most."""
+    """Returns the maximum number of own pages of one sample of a request."""
     return pages_for(request.max_tokens, PAGE)
 
 
 def pages_needed(request: Request) -> int:
-    """Pages that one sample of a request takes at most, its prompt's included."""
+    """Returns the maximum number of pages of one sample, with its prompt."""
     return pages_for(len(request.prompt) - 1, PAGE) + own_pages(request)

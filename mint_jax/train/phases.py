@@ -1,13 +1,12 @@
-"""Who works when: steps of many policies through rollout (device), reward (host) and update
-(device).
+"""Interleaving of rollout (device), reward (host) and update (device) of many policies.
 
 Policies are grouped in *units*; a unit's rollout and its update are one device call each.
 ``sequential``: one policy a unit, the device waits for its rewards. ``overlapped``: one policy a
-unit, the device takes another unit meanwhile. ``batched``: all policies in ``cohorts`` units,
-overlapped. What a policy computes does not depend on its unit, so the three give the same results
-and differ in time only.
+unit, the device runs another unit meanwhile. ``batched``: all policies in ``cohorts`` units,
+overlapped. A policy's results do not depend on its unit, so the three schedules give the same
+results and differ in time only.
 
-Where several processes run, process 0 waits for its rewards and decides what is next; the others
+With several processes, process 0 waits for its rewards and decides the next phase; the others
 follow.
 """
 
@@ -31,7 +30,7 @@ LOOK_S = 1.0
 
 
 def units_of(names: Sequence[str], schedule: str, cohorts: int = 1) -> list[list[str]]:
-    """The units of a schedule.
+    """Returns the units of a schedule.
 
     Raises:
         UserError: an unknown schedule, or more cohorts than policies.
@@ -46,21 +45,21 @@ def units_of(names: Sequence[str], schedule: str, cohorts: int = 1) -> list[list
 
 
 def check_workers(workers: int) -> None:
-    """Refuses a number of reward threads that is none.
+    """Raises if the number of reward threads is invalid.
 
     Raises:
-        UserError: naming it.
+        UserError: names the value.
     """
     if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
         raise UserError(
-            f"reward_workers is {workers!r}; expected how many policies' rewards are computed at"
-            " once, at least 1"
+            f"reward_workers is {workers!r}; expected the number of policies whose rewards are"
+            " computed at once, at least 1"
         )
 
 
 @dataclasses.dataclass
 class Timing:
-    """Seconds the devices were busy, and the time in all."""
+    """Seconds that the devices were busy, and wall time."""
 
     rollout_s: float = 0.0
     update_s: float = 0.0
@@ -76,31 +75,31 @@ class Unit:
     """Policies that are rolled out and updated together.
 
     Attributes:
-        step: updates behind them.
+        step: number of updates so far.
     """
 
     names: list[str]
     step: int
     _submit: Callable[..., futures.Future]
-    _pending: dict[str, futures.Future] | None = None  # rewards on their way
+    _pending: dict[str, futures.Future] | None = None  # rewards being computed
 
     def score(self, reward: Callable[[str, Any], Any], samples: Mapping[str, Any]) -> None:
-        """Has ``reward(name, samples[name])`` computed for each policy, in worker threads that the
-        process does not wait for.
+        """Submits ``reward(name, samples[name])`` of each policy to worker threads, for which the
+        process does not wait at exit.
         """
         self._pending = {name: self._submit(reward, name, samples[name]) for name in self.names}
 
     def scored(self) -> dict[str, Any]:
-        """What the rewards returned, by policy; raises what one of them raised."""
+        """Returns the rewards by policy; raises the exception of a failed one."""
         return {name: future.result() for name, future in (self._pending or {}).items()}
 
     def unfinished(self) -> list[futures.Future]:
-        """Rewards that are not there yet."""
+        """Returns the futures of rewards that are not computed yet."""
         return [future for future in (self._pending or {}).values() if not future.done()]
 
 
 class Phases:
-    """What the devices do next, one phase of one unit after another; a context manager that ends
+    """Iterator over the device phases, one phase of one unit at a time; a context manager that ends
     the reward threads.
 
         with Phases(units, first_step, steps, overlap=True) as phases:
@@ -110,19 +109,19 @@ class Phases:
                 else:
                     update(unit.scored(), unit.step)
 
-    The body is one device call. An update's rewards are all there; a reward that failed raises
-    before its unit's update.
+    The body is one device call. An update starts only when all its rewards are computed; a failed
+    reward raises before its unit's update.
 
     Args:
-        first_step: where each policy starts; policies of a unit must agree.
-        steps: where all end.
-        overlap: take up another unit while rewards are computed.
-        workers: rewards that are computed at once.
-        look: ``(seconds waited, rewards to come)``, called before each phase, and every second in
-            which the devices wait; may raise.
+        first_step: step at which each policy starts; policies of a unit must agree.
+        steps: step at which all end.
+        overlap: run another unit while rewards are computed.
+        workers: number of rewards computed at once.
+        look: called with (seconds waited, pending rewards) before each phase, and every second
+            while the devices wait; it may raise.
 
     Attributes:
-        timing: of the phases so far; of the whole once all are done.
+        timing: of the phases so far, and of the whole run at the end.
 
     Raises:
         UserError: policies of a unit start at different steps.
@@ -176,7 +175,7 @@ class Phases:
 
 
 def _first_of(names: Sequence[str], first_step: Mapping[str, int]) -> int:
-    """The step at which all policies of a unit start."""
+    """Returns the step at which all policies of a unit start."""
     firsts = {first_step[name] for name in names}
     if len(firsts) > 1:
         raise UserError(
@@ -188,12 +187,11 @@ def _first_of(names: Sequence[str], first_step: Mapping[str, int]) -> int:
 
 @contextlib.contextmanager
 def _daemons(workers: int) -> Iterator[Callable[..., futures.Future]]:
-    """Threads that compute what is submitted; the process does not wait for a function that hangs,
-    nor does the end of the block.
+    """Daemon threads that compute what is submitted. Neither the end of the block nor of the
+    process waits for a function that hangs.
 
-    ``ThreadPoolExecutor`` would: it could then be interrupted by nothing but a signal. Threads
-    without work end with the block: one that has yet to wake when the process ends makes it abort
-    ("exception not rethrown").
+    ``ThreadPoolExecutor`` waits, and only a signal can interrupt it. Idle threads end with the
+    block: one that wakes during the exit of the process aborts it ("exception not rethrown").
     """
     tasks: queue.SimpleQueue[tuple[futures.Future, Callable, tuple] | None] = queue.SimpleQueue()
     closed = threading.Event()
@@ -234,15 +232,15 @@ def _daemons(workers: int) -> Iterator[Callable[..., futures.Future]]:
 def _next(
     waiting: Sequence[Unit], may_start: bool, look: Callable[[float, int], None] | None
 ) -> int | None:
-    """Which waiting unit to update, or None to roll out an idle one if that ``may_start``; blocks
-    until there is something to do.
+    """Returns the index of the waiting unit to update, or None to roll out an idle one if
+    ``may_start``; blocks until either is possible.
 
     Raises:
-        Whatever a reward of that unit, or ``look``, raised: here, where every process hears of it.
+        Exception: of a reward of that unit or of ``look``, so that every process sees it.
     """
     began = time.monotonic()
     if look is not None:
-        look(0.0, len(waiting))  # one that hangs is found while the devices have other work
+        look(0.0, len(waiting))  # detects a hanging reward while the devices have other work
     while True:
         found = next((i for i, unit in enumerate(waiting) if not unit.unfinished()), None)
         if found is not None:

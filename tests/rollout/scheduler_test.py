@@ -11,9 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mint_jax.models.paged import PAGE, RUN, RUN_PAGES, TEAM
-from mint_jax.rollout.pages import Pages, pages_for
+from mint_jax.rollout.pages import PagePool, pages_for
 from mint_jax.rollout.request import Request
-from mint_jax.rollout.schedule import Prompt, Sample, Schedule, longest_table, pages_needed
+from mint_jax.rollout.scheduler import (
+    CachedPrompt,
+    SampleState,
+    Scheduler,
+    longest_table,
+    pages_needed,
+)
 
 KEYS = [("a", None), ("a", "r1"), ("b", None)]
 NUMBERS = st.integers(0, 10_000)
@@ -36,31 +42,31 @@ class Device:
     """
 
     def __init__(self, parts: int, pages: int, rows: int, steps: int, blocks: int):
-        self.schedule = Schedule([Pages(pages, PAGE) for _ in range(parts)], rows)
+        self.schedule = Scheduler([PagePool(pages, PAGE) for _ in range(parts)], rows)
         self.steps, self.blocks = steps, blocks
         self.memory: list[dict[tuple[int, int], object]] = [{} for _ in range(parts)]
         self.stops = 0
         self.turns = self.operations = 0
         self.preempted = self.reused = self.ahead = 0
-        self.samples: list[Sample] = []
-        self.started: list[Sample] = []
-        self.loads: list[Prompt] = []
+        self.samples: list[SampleState] = []
+        self.started: list[SampleState] = []
+        self.loads: list[CachedPrompt] = []
 
     def add(self, request: Request, key, loaded: bool = True) -> None:
-        prompt = Prompt(request, key)
+        prompt = CachedPrompt(request, key)
         self.samples += self.schedule.add(prompt, owner=None)
         if not loaded:
             self.loads.append(prompt)
 
     # what the contents ought to be
 
-    def text(self, prompt: Prompt, i: int) -> object:
+    def text(self, prompt: CachedPrompt, i: int) -> object:
         return prompt.key, prompt.prefix[: (i + 1) * PAGE]
 
-    def own(self, sample: Sample, place: int) -> object:
+    def own(self, sample: SampleState, place: int) -> object:
         return sample, place, sample.tokens[place - 1] if place else None
 
-    def check_contents(self, sample: Sample) -> None:
+    def check_contents(self, sample: SampleState) -> None:
         memory = self.memory[sample.prompt.part]
         pages = sample.table()
         start = -(-len(sample.prompt.prefix) // RUN) * RUN_PAGES
@@ -79,7 +85,7 @@ class Device:
 
     # the loop
 
-    def read(self, sample: Sample) -> object:
+    def read(self, sample: SampleState) -> object:
         """Preempts."""
         assert sample.order == max(
             s.order for s in self.schedule.running if s.prompt.part == sample.prompt.part
@@ -95,7 +101,7 @@ class Device:
             for page in sample.pages[: pages_for(sample.own, PAGE)]
         ]
 
-    def restore(self, sample: Sample) -> None:
+    def restore(self, sample: SampleState) -> None:
         assert not sample.own or sample.swapped is not None
         assert sample.room > sample.own, "there is room for the next token"
         for page, contents in zip(sample.pages, sample.swapped or ()):
@@ -186,7 +192,7 @@ class Device:
         assert read or drew or not self.schedule.running, "a turn in which nothing was done"
         self.schedule.check()
 
-    def finish(self, sample: Sample) -> None:
+    def finish(self, sample: SampleState) -> None:
         self.schedule.finish(sample)
         sample.finish = "end"
         assert sample not in [
@@ -198,7 +204,7 @@ class Device:
     def finish_all(self, bound: int) -> None:
         self.loads.clear()
         turns = 0
-        while not self.schedule.idle:
+        while not self.schedule.is_idle:
             self.turn(turns)
             turns += 1
             assert turns <= bound, "it does not end"
@@ -337,7 +343,7 @@ def test_prompts_that_wait_are_read_in_the_places_that_are_left():
     for pattern, length in enumerate((80, 150, 120)):
         device.add(of_pattern(pattern, length, 3), ("a", None))
     read, calls = Counter(), 0
-    while not device.schedule.idle:
+    while not device.schedule.is_idle:
         device.admit()
         while any(todo := device.schedule.to_prefill(2)):
             calls += 1
@@ -438,9 +444,12 @@ def test_requests_spread_over_the_parts():
 
 def test_samples_are_in_teams_by_their_number_alone():
     prompts = [
-        Prompt(Request((1,) * length, n=n), ("a", None)) for length, n in ((5, 20), (1, 20), (5, 1))
+        CachedPrompt(Request((1,) * length, n=n), ("a", None))
+        for length, n in ((5, 20), (1, 20), (5, 1))
     ]
-    many, without, single = (Schedule([Pages(1, PAGE)], 1).add(prompt, None) for prompt in prompts)
+    many, without, single = (
+        Scheduler([PagePool(1, PAGE)], 1).add(prompt, None) for prompt in prompts
+    )
     assert [s.team for s in many] == [i // TEAM for i in range(20)]
     assert {s.team for s in (*without, *single)} == {None}, (
         "no prompt to read, or nobody to read it with"
