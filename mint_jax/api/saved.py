@@ -29,7 +29,7 @@ def save(file: str | Path, trainer: Trainer, name: str, fingerprint: str, draws:
         "policy": dataclasses.asdict(trainer.policies[name]),
         "base": fingerprint,
         "draws": draws,
-        "shapes": trainer.shapes.seen,  # padding decides the order of sums
+        "shapes": trainer.shapes.shapes,  # padding decides the order of sums
     }
     if reference is not None:
         config, adapter = reference
@@ -71,7 +71,9 @@ class Saved:
         trainer.restore(self.config.name, self.state)
         if self.reference is not None:
             trainer.refer(self.config.name, *self.reference)
-        trainer.shapes.seen += [shape for shape in self.shapes if shape not in trainer.shapes.seen]
+        trainer.shapes.shapes += [
+            shape for shape in self.shapes if shape not in trainer.shapes.shapes
+        ]
 
 
 def read(file: str | Path, fingerprint: str, base: str, loss: LossConfig | None) -> Saved:

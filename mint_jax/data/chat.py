@@ -1,10 +1,9 @@
-"""Rows of conversations and preferences -> token ids with a mark on those to be learned.
+"""Conversations and preferences as token ids with a loss mask.
 
-A row is rendered to one text, by the checkpoint's own chat template where it has messages, and
-encoded as one text: as the model reads it. Replies are spans of that text, and a token that holds a
-character of a reply is learned; so a token that straddles the end of the prompt belongs to the
-reply. A text that no template ends gets the checkpoint's end token: what is never shown an end does
-not learn to stop.
+A row is rendered to one text, with the checkpoint's chat template if it has messages, and encoded
+as one text, as the model reads it. Replies are spans of that text. A token with a character of a
+reply is a target, so a token that straddles prompt and reply belongs to the reply. A text that no
+template ends gets the checkpoint's end token; without it the model would not learn to stop.
 """
 
 import dataclasses
@@ -17,17 +16,17 @@ from mint_jax.data.chat_template import Span
 from mint_jax.data.tokenizer import Message, Tokenizer
 from mint_jax.errors import UserError
 
-Forms = tuple[tuple[str, ...], ...]  # alternatives, each the columns of a row
+Forms = tuple[tuple[str, ...], ...]  # alternatives, each a set of columns
 SUPERVISED: Forms = (("messages",), ("prompt", "completion"), ("text",))
 PREFERENCES: Forms = (("prompt", "chosen", "rejected"), ("chosen", "rejected"))
 OF_CHATS = ("tools", "chat_template_kwargs")  # further columns of rows with messages
-# not for chat_template_kwargs
+# names that chat_template_kwargs may not set
 OWN = ("messages", "add_generation_prompt", "generation_prompt", "tools")
 
 
 @dataclasses.dataclass(frozen=True)
 class Marked:
-    """Token ids; ``learn[i]`` says whether token i is a target; ``prompt`` is the text before the
+    """Token ids with ``learn[i]``, true if token i is a target, and ``prompt``, the text before the
     first reply.
     """
 
@@ -44,15 +43,14 @@ class Marked:
 def conversation(
     tokenizer: Tokenizer, messages: list[Message], where: str = "a row", **variables: Any
 ) -> Marked:
-    """A whole conversation; the assistant's turns are targets, up to and including their end token.
-
-    The targets are those that the template marks by ``{% generation %}``, if it does.
+    """Encodes a whole conversation. Targets are the assistant's turns up to and including their end
+    token, or the parts that the template marks with ``{% generation %}``.
 
     Args:
-        variables: for the template.
+        variables: variables of the template.
 
     Raises:
-        UserError: no assistant turn, or a template that rewrites earlier turns.
+        UserError: there is no assistant turn, or the template rewrites earlier turns.
     """
     replies = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
     if not replies:
@@ -77,8 +75,8 @@ def conversation(
 
 
 def prompt_tokens(tokenizer: Tokenizer, row: dict[str, Any], where: str) -> list[int]:
-    """Token ids of a row's ``messages`` with the reply's opening; ``tools`` and
-    ``chat_template_kwargs`` as in rows to learn from.
+    """Returns the token ids of a row's ``messages`` with the reply's opening; ``tools`` and
+    ``chat_template_kwargs`` as in training rows.
     """
     variables = _variables(tokenizer, row, ("messages",), where)
     return _placed(
@@ -87,7 +85,7 @@ def prompt_tokens(tokenizer: Tokenizer, row: dict[str, Any], where: str) -> list
 
 
 def _placed(where: str, render: Callable[..., Any], *args: Any, **variables: Any) -> Any:
-    """What a function returns; its errors name the row."""
+    """Calls ``render`` and adds the row to its errors."""
     try:
         return render(*args, **variables)
     except UserError as error:
@@ -102,9 +100,7 @@ def _marked(
     special: bool = False,
     to_end: bool = False,
 ) -> Marked:
-    """A text encoded as a whole; ``to_end``: a reply ends with its end token, what its template
-    writes behind is not learned.
-    """
+    """Encodes a text as a whole. With ``to_end`` a reply's targets end at its end token."""
     tokens, ranges = tokenizer.encode_spans(text, spans, special)
     learn = [False] * len(tokens)
     for reply in ranges:
@@ -125,7 +121,9 @@ def continuation(
     append_eos: bool,
     **variables: Any,
 ) -> Marked:
-    """A prompt and a reply to learn: chat turns for messages, plain continued text for a string."""
+    """Encodes a prompt and a reply: chat turns if the prompt has messages, otherwise continued
+    text.
+    """
     if not isinstance(prompt, str):
         turns = [{"role": "assistant", "content": reply}] if isinstance(reply, str) else reply
         return conversation(tokenizer, [*prompt, *turns], where, **variables)
@@ -146,8 +144,8 @@ def continuation(
 
 
 def _ended(tokenizer: Tokenizer, marked: Marked, append_eos: bool) -> Marked:
-    """The text with the checkpoint's end token behind it, unless it ends with one, as a target; as
-    it is without ``append_eos``.
+    """Appends the checkpoint's end token as a target, unless the text ends with one or
+    ``append_eos`` is false.
 
     Raises:
         UserError: the checkpoint names no end token.
@@ -170,17 +168,17 @@ def _ended(tokenizer: Tokenizer, marked: Marked, append_eos: bool) -> Marked:
 def supervised_row(
     tokenizer: Tokenizer, row: dict[str, Any], where: str, append_eos: bool = True
 ) -> Marked:
-    """One training text: ``{"messages"}``, ``{"prompt", "completion"}`` or ``{"text"}``.
-
-    Rows with messages may have ``tools`` and ``chat_template_kwargs``, which the template sees.
+    """Encodes one training row: ``{"messages"}``, ``{"prompt", "completion"}`` or ``{"text"}``.
+    Rows with messages may have ``tools`` and ``chat_template_kwargs`` for the template.
 
     Args:
-        where: the row's place, for errors.
-        append_eos: end ``text``, and a ``completion`` of a ``prompt`` that is text, with the
-            checkpoint's end token.
+        where: place of the row, for errors.
+        append_eos: appends the end token to ``text``, and to the ``completion`` of a plain
+            ``prompt``.
 
     Raises:
-        UserError: none of the three, a column of another type, or nothing to learn.
+        UserError: the row has none of the three forms, a column has the wrong type, or there is no
+            target.
     """
     form = form_of(row, SUPERVISED, where)
     variables = _variables(tokenizer, row, form, where)
@@ -209,14 +207,14 @@ def supervised_row(
 def preference_row(
     tokenizer: Tokenizer, row: dict[str, Any], where: str, append_eos: bool = True
 ) -> tuple[Marked, Marked]:
-    """A chosen and a rejected reply: ``{"prompt", "chosen", "rejected"}``, or two whole
+    """Encodes a chosen and a rejected reply: ``{"prompt", "chosen", "rejected"}``, or two whole
     conversations without ``prompt``.
 
     Args:
-        where, append_eos: see ``supervised_row``.
+        where, append_eos: as in ``supervised_row``.
 
     Raises:
-        UserError: a column is missing or of another type, or the two do not share their prompt.
+        UserError: a column is missing or has the wrong type, or the replies have different prompts.
     """
     form = form_of(row, PREFERENCES, where)
     variables = _variables(tokenizer, row, form, where)
@@ -239,10 +237,10 @@ def preference_row(
 
 
 def form_of(row: dict[str, Any], forms: Forms, where: str) -> tuple[str, ...]:
-    """The columns that a row is read by: the first of the forms that it has all columns of.
+    """Returns the columns of the first form that the row has completely.
 
     Raises:
-        UserError: none of them.
+        UserError: the row has no complete form.
     """
     for form in forms:
         if all(column in row for column in form):
@@ -256,11 +254,11 @@ def form_of(row: dict[str, Any], forms: Forms, where: str) -> tuple[str, ...]:
 def _variables(
     tokenizer: Tokenizer, row: dict[str, Any], form: tuple[str, ...], where: str
 ) -> dict[str, Any]:
-    """What a row gives the template beside its messages."""
+    """Returns a row's template variables: tools and ``chat_template_kwargs``."""
     given = {name: row[name] for name in OF_CHATS if row.get(name) not in (None, [], {})}
     if given and ("text" in form or isinstance(row.get("prompt"), str)):
         raise UserError(
-            f"{where} has {' and '.join(given)} beside plain text, which no chat template renders:"
+            f"{where} has {' and '.join(given)} and plain text, which no chat template renders:"
             " give messages, or leave them out"
         )
     variables = _read_json(
@@ -285,7 +283,7 @@ def _variables(
 
 
 def _read_json(value: Any, kind: type, column: str, where: str) -> Any:
-    """A list or an object, given as such or as JSON text."""
+    """Returns a list or an object, given directly or as JSON text."""
     try:
         read = json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
@@ -299,7 +297,7 @@ def _read_json(value: Any, kind: type, column: str, where: str) -> Any:
 
 
 def messages_of(value: Any, column: str, where: str) -> list[Message]:
-    """A list of messages, each with a role."""
+    """Returns a checked list of messages, each with a role."""
     if (
         not isinstance(value, list | tuple)
         or not value
@@ -313,10 +311,8 @@ def messages_of(value: Any, column: str, where: str) -> list[Message]:
 
 
 def _message(message: Message, where: str) -> Message:
-    """A message as templates want it, and as the service reads it: arguments of calls as objects,
-    parts that are text joined.
-
-    A field that is null is absent, as in a table.
+    """Returns a message in the form of chat templates and of the service: call arguments as
+    objects, text parts joined. Null fields count as absent.
     """
     message = {name: value for name, value in message.items() if value is not None}
     content, calls = message.get("content"), message.get("tool_calls")
@@ -360,8 +356,8 @@ def _prompt(row: dict[str, Any], where: str) -> list[Message] | str:
 
 
 def _reply(row: dict[str, Any], column: str, where: str) -> list[Message] | str:
-    """A reply given as text, as a message, or as a list of messages that begins and ends with the
-    assistant's.
+    """Returns a reply given as text, as a message, or as messages that begin and end with the
+    assistant.
     """
     value = row[column]
     if isinstance(value, str):

@@ -1,5 +1,5 @@
-"""A checkpoint's chat templates: where they are, and a sandboxed ``jinja2`` that renders one as
-transformers does.
+"""Chat templates of a checkpoint: locates them and renders them as transformers does, in sandboxed
+``jinja2``.
 """
 
 import datetime
@@ -10,18 +10,18 @@ from typing import Any
 
 from mint_jax.errors import UserError
 
-Span = tuple[int, int]  # first character, and the one behind the last
+Span = tuple[int, int]  # first character, one past the last
 
 
 def read_templates(directory: Path, config: dict[str, Any]) -> dict[str, str]:
-    """The text of each template by its name; the usual one is ``default``.
+    """Returns the text of each template by name; the usual one is ``default``.
 
-    Files (``chat_template.jinja``, ``additional_chat_templates/NAME.jinja``) go before
-    ``chat_template`` of ``tokenizer_config.json``, which is one text, a list of names and texts, or
-    a mapping.
+    Files (``chat_template.jinja``, ``additional_chat_templates/NAME.jinja``) take precedence over
+    ``chat_template`` in ``tokenizer_config.json``, which is a text, a list of names and texts, or a
+    mapping.
 
     Raises:
-        UserError: a template that is no text.
+        UserError: a template is not text.
     """
     files = {"default": directory / "chat_template.jinja"}
     files |= {
@@ -42,7 +42,7 @@ def read_templates(directory: Path, config: dict[str, Any]) -> dict[str, str]:
     templates: dict[str, Any] = given if isinstance(given, dict) else {"default": given}
     if not all(isinstance(text, str) for text in templates.values()):
         raise UserError(
-            f"chat_template in {directory / 'tokenizer_config.json'} is no text or named texts:"
+            f"chat_template in {directory / 'tokenizer_config.json'} must be text or named texts:"
             " fetch it again"
         )
     return templates
@@ -52,10 +52,10 @@ class Template:
     """A compiled template.
 
     Attributes:
-        marks: whether it marks replies by ``{% generation %}``.
+        marks: true if it marks replies with ``{% generation %}``.
 
     Raises:
-        UserError: it is not valid jinja.
+        UserError: the source is not valid jinja.
     """
 
     def __init__(self, source: str):
@@ -65,7 +65,7 @@ class Template:
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         self.marks = False
-        # no text holds these
+        # random marks that no text contains
         self._begin, self._end = (f"\N{NULL}{secrets.token_hex(16)}" for _ in range(2))
 
         def refuse(message: str) -> None:
@@ -96,7 +96,7 @@ class Template:
             return nodes.Scope([mark(self._begin), *body, mark(self._end)]).set_lineno(line)
 
         class Generation(Extension):
-            """``{% generation %}``, which transformers has for trainers."""
+            """``{% generation %}``, an extension of transformers for training."""
 
             tags = {"generation"}
 
@@ -120,7 +120,7 @@ class Template:
             ) from None
 
     def render(self, **variables: Any) -> tuple[str, list[Span]]:
-        """The text, and where the template marks replies in it."""
+        """Returns the text and the spans of the marked replies."""
         text = self._template.render(**variables)
         spans, parts, length = [], [], 0
         for part in text.split(self._begin):

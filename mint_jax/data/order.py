@@ -1,5 +1,5 @@
-"""The order of training examples: a function of seed and step, so that a data position is just a
-step number.
+"""Order of training examples: a function of seed and step, so the step number is the data
+position.
 """
 
 import functools
@@ -8,9 +8,7 @@ import numpy as np
 
 
 def epoch_indices(examples: int, per_step: int, seed: int, step: int) -> list[int]:
-    """Indices of step ``step`` when ``per_step`` examples a step walk through a new permutation
-    every epoch.
-    """
+    """Returns the example indices of one step; each epoch is a new permutation."""
     out = []
     for position in range(step * per_step, (step + 1) * per_step):
         epoch, at = divmod(position, examples)

@@ -1,4 +1,4 @@
-"""Rows of data files: JSONL, parquet and Arrow, checked as they are read."""
+"""Data files: rows of JSONL, parquet and Arrow, checked while they are read."""
 
 import bz2
 import gzip
@@ -20,23 +20,22 @@ TABLES = (".parquet", ".arrow", ".feather")
 
 
 def read_rows(path: str | Path) -> list[Row]:
-    """All rows of a file; see ``numbered_rows``."""
+    """Returns all rows of a file; see ``numbered_rows``."""
     return [row for _, row in numbered_rows(path)]
 
 
 def numbered_rows(path: str | Path) -> list[tuple[str, Row]]:
-    """All rows of a data file, each with its place: ``file:line`` as an editor counts, or the row's
-    number.
+    """Returns all rows of a data file, each with its place: ``file:line``, or the row number of a
+    table.
 
-    The suffix names the form: one JSON object a line (``.jsonl``, ``.json``, ``.ndjson``;
-    compressed where ``.gz``, ``.bz2``, ``.xz`` or ``.zst`` follows), or a table (``.parquet``,
-    ``.arrow``, ``.feather``). Tables give all rows the same fields, null where a row has none: such
-    fields are left out, at every depth, as JSONL leaves them out.
+    The suffix selects the format: one JSON object a line (``.jsonl``, ``.json``, ``.ndjson``, also
+    with ``.gz``, ``.bz2``, ``.xz`` or ``.zst``), or a table (``.parquet``, ``.arrow``,
+    ``.feather``). Null fields of a table count as absent at every depth, as in JSONL.
 
     Raises:
-        UserError: no such file, another suffix, damaged contents, a line that is no JSON object
-            (one key twice and NaN are no JSON), columns of one name, no rows, or a form that needs
-            pyarrow without it.
+        UserError: the file is missing, empty or damaged, has an unknown suffix, a line that is not
+            a JSON object (a repeated key and NaN are invalid), two columns of one name, or needs
+            pyarrow.
     """
     path = Path(path)
     if not path.is_file():
@@ -86,7 +85,7 @@ def _jsonl(path: Path, packed: str) -> Iterator[tuple[str, Row]]:
 
 
 def _object(line: bytes, where: str) -> Row:
-    """The JSON object that a line is."""
+    """Parses one line to its JSON object."""
     try:
         row = json.loads(
             line.decode(), object_pairs_hook=_pairs, parse_constant=_refuse, parse_float=_finite
@@ -108,12 +107,12 @@ def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         keys = [key for key, _ in pairs]
-        raise ValueError(f"key {next(key for key in keys if keys.count(key) > 1)!r} stands twice")
+        raise ValueError(f"key {next(key for key in keys if keys.count(key) > 1)!r} is repeated")
     return found
 
 
 def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON number, null is")
+    raise ValueError(f"{constant} is not a JSON number; use null")
 
 
 def _finite(text: str) -> float:
@@ -133,8 +132,8 @@ def _pyarrow(path: Path) -> Any:
 
 
 def _table(path: Path) -> list[tuple[str, Row]]:
-    """Rows of a parquet or Arrow file; pandas writes Arrow's file form, Hugging Face's datasets its
-    stream.
+    """Returns the rows of a parquet or Arrow file. pandas writes Arrow's file format, Hugging Face
+    datasets its stream format.
     """
     pyarrow = _pyarrow(path)
     try:
@@ -166,8 +165,8 @@ def _present(fields: Iterable[tuple[str, Any]]) -> Row:
 
 
 def _reader(type_: Any) -> Callable[[Any], Any]:
-    """A function from Arrow's values to those of JSON: structs lose the fields that are null, and
-    maps are objects.
+    """Returns a function from Arrow values to JSON values: null fields of structs are dropped, maps
+    become objects.
     """
     from pyarrow import types
 
@@ -186,7 +185,7 @@ def _reader(type_: Any) -> Callable[[Any], Any]:
 
 
 def write_rows(path: str | Path, rows: Iterable[Row]) -> None:
-    """Writes JSONL; the file appears whole or not at all.
+    """Writes JSONL atomically.
 
     Raises:
         UserError: the folder cannot be written.
@@ -201,10 +200,10 @@ def write_rows(path: str | Path, rows: Iterable[Row]) -> None:
 
 
 def json_line(row: Row) -> str:
-    """A row as a line of JSONL, with its end."""
+    """Returns a row as one line of JSONL, with its newline."""
     text = json.dumps(row, ensure_ascii=False)
     try:
         text.encode()
-    except UnicodeEncodeError:  # half of a character, which only an escape can write
+    except UnicodeEncodeError:  # a lone surrogate can only be written as an escape
         text = json.dumps(row)
     return text + "\n"

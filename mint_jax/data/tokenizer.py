@@ -1,4 +1,4 @@
-"""The checkpoint's own tokenizer and chat templates: text and messages to token ids and back."""
+"""Tokenizer and chat templates of a checkpoint: text and messages to token ids and back."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,9 +17,9 @@ class Tokenizer:
     Attributes:
         vocab_size: largest id + 1.
         eos_ids: ids that end a completion.
-        special_ids: id of each special token by its text; ``decode`` leaves them out.
-        eos_id: the one that ends a text: the tokenizer's own, else the model's; None where the
-            checkpoint names none.
+        special_ids: id of each special token by its text; ``decode`` omits these tokens.
+        eos_id: id that ends a text: the tokenizer's, else the model's; None if the checkpoint names
+            none.
     """
 
     def __init__(self, directory: str | Path):
@@ -51,9 +51,7 @@ class Tokenizer:
         return self._fast.token_to_id(token) if token else None
 
     def encode(self, text: str, special: bool = True) -> list[int]:
-        """Token ids; ``special`` adds what the checkpoint's post-processor adds (a bos token,
-        say).
-        """
+        """Returns token ids. ``special`` adds the post-processor's tokens, such as a bos token."""
         return self._fast.encode(text, add_special_tokens=special).ids
 
     def decode(self, ids: list[int], skip_special: bool = True) -> str:
@@ -62,12 +60,11 @@ class Tokenizer:
     def encode_spans(
         self, text: str, spans: Sequence[Span], special: bool = True
     ) -> tuple[list[int], list[range]]:
-        """Token ids of a whole text, and which of them stand in each of some spans of its
-        characters.
+        """Returns the token ids of a text and, for each span of characters, the range of tokens in
+        it.
 
-        A token that holds a character of a span is in it, also one that straddles its beginning or
-        its end (as in transformers' assistant mask). Tokens that the post-processor adds are in
-        none.
+        A token belongs to a span if it has a character of the span, as in transformers' assistant
+        mask. Tokens that the post-processor adds belong to no span.
         """
         encoding = self._fast.encode(text, add_special_tokens=special)
         added = encoding.special_tokens_mask if special else [0] * len(encoding.ids)
@@ -76,35 +73,35 @@ class Tokenizer:
             for i, place in enumerate(encoding.offsets)
             if place[0] < place[1] and not added[i]
         ]
-        held = (
+        inside = (
             [i for i, start, end in placed if max(start, begin) < min(end, stop)]
             for begin, stop in spans
         )
         return encoding.ids, [
-            range(found[0], found[-1] + 1) if found else range(0) for found in held
+            range(found[0], found[-1] + 1) if found else range(0) for found in inside
         ]
 
     @property
     def sources(self) -> tuple[str, str | None]:
-        """What decides how a prompt becomes tokens: the tokenizer's JSON and the chat templates'
-        text, None without one.
+        """JSON of the tokenizer and text of the chat templates (None without one); they determine a
+        prompt's tokens.
         """
         return self._fast.to_str(), "\n".join(self._templates.values()) if self._templates else None
 
     @property
     def chats(self) -> bool:
-        """Whether the checkpoint has a chat template."""
+        """True if the checkpoint has a chat template."""
         return bool(self._templates)
 
     def render(
         self, messages: list[Message], generation_prompt: bool = True, **variables: Any
     ) -> str:
-        """The text of a conversation by the checkpoint's chat template, which sees what
-        ``transformers`` shows it.
+        """Returns the text of a conversation, rendered by the checkpoint's chat template with the
+        variables that ``transformers`` passes.
 
-        Tools and documents are none where ``variables`` has none, and special tokens that the
-        checkpoint lacks are undefined. Of several templates ``tool_use`` is taken where there are
-        tools, else ``default``.
+        Tools and documents default to None, and special tokens that the checkpoint lacks are
+        undefined. With several templates, ``tool_use`` is used if there are tools, else
+        ``default``.
 
         Raises:
             UserError: the checkpoint has no template, or the template refuses the messages.
@@ -114,10 +111,8 @@ class Tokenizer:
     def render_replies(
         self, messages: list[Message], **variables: Any
     ) -> tuple[str, list[Span] | None]:
-        """The text of a conversation, and where the template marks replies in it; None if it marks
-        none.
-
-        A template marks them by ``{% generation %}``.
+        """Returns the text of a conversation and the spans of replies that the template marks with
+        ``{% generation %}``, or None if it marks none.
         """
         text, spans, marks = self._render(messages, False, variables)
         return text, spans if marks else None
@@ -156,5 +151,5 @@ class Tokenizer:
     def encode_chat(
         self, messages: list[Message], generation_prompt: bool = True, **variables: Any
     ) -> list[int]:
-        """Token ids of a conversation; the template itself writes the special tokens."""
+        """Returns the token ids of a conversation; the template writes the special tokens."""
         return self.encode(self.render(messages, generation_prompt, **variables), special=False)

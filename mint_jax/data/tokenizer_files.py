@@ -1,9 +1,9 @@
-"""Builds a checkpoint's tokenizer from its files, with the tokens that transformers 5 gives.
+"""Tokenizers built from a checkpoint's files, with the token ids of transformers 5.
 
-``tokenizer.json`` decides, with three exceptions. Truncation and padding that were saved with it
-are off. Tokens that only ``tokenizer_config.json`` (or the older ``special_tokens_map.json`` and
-``added_tokens.json``) names are added. And a ``tokenizer_class`` that builds its own normalizer and
-pre-tokenizer takes only vocabulary, merges and post-processor from the file.
+``tokenizer.json`` decides, with three exceptions. Saved truncation and padding are off. Tokens that
+only ``tokenizer_config.json`` (or the older ``special_tokens_map.json`` and ``added_tokens.json``)
+names are added. A ``tokenizer_class`` that builds its own normalizer and pre-tokenizer uses only
+vocabulary, merges and post-processor of the file.
 """
 
 import json
@@ -21,9 +21,8 @@ DEFAULTS = {  # special tokens of classes that build their own pipeline
     "GPT2Tokenizer": dict.fromkeys(("unk_token", "bos_token", "eos_token"), "<|endoftext|>"),
     "Qwen2Tokenizer": dict.fromkeys(("unk_token", "eos_token", "pad_token"), "<|endoftext|>"),
 }
-# Classes of transformers 5 that build their own pipeline too and belong to no family of models
-# here.
-OTHERS = re.compile(
+# classes of transformers 5 with their own pipeline that belong to no supported family
+UNSUPPORTED = re.compile(
     "(?:Albert|Bart|Barthez|Bert|BigBird|Blenderbot|CLIP|Camembert|CodeGen|CodeLlama|Cohere|Cpm|DPRContextEncoder"
     "|DPRQuestionEncoder|DPRReader|Deberta|DebertaV2|DistilBert|Esmc|Funnel|GPTNeoX|Gemma|Herbert|Lasr|LayoutLMv2"
     "|LayoutLMv3|LayoutXLM|Luke|MBart|MBart50|MLuke|MPNet|MarkupLM|MobileBert|Nllb|Nougat|OpenAIGPT|Pegasus|Qwen3_5"
@@ -41,11 +40,11 @@ def read(directory: Path) -> tuple[Any, dict[str, str], dict[str, Any]]:
     """Reads the tokenizer of a checkpoint.
 
     Returns:
-        A ``tokenizers.Tokenizer``; the text of each named special token (``eos_token``, say); and
-        ``tokenizer_config.json``.
+        a ``tokenizers.Tokenizer``; the text of each named special token, such as ``eos_token``; and
+            ``tokenizer_config.json``.
 
     Raises:
-        UserError: no or unreadable files, or settings whose effect on text is not supported.
+        UserError: a file is missing or unreadable, or a setting has an unsupported effect on text.
     """
     from tokenizers import Tokenizer
 
@@ -72,8 +71,8 @@ def read(directory: Path) -> tuple[Any, dict[str, str], dict[str, Any]]:
         fast = _built(kind, source, fast, config, path)
     elif source.get("model", {}).get("dropout"):
         raise UserError(
-            f"{path} has dropout {source['model']['dropout']}, so that a text has other tokens each"
-            " time: set it to null"
+            f"{path} has dropout {source['model']['dropout']}, so the tokens of a text are random:"
+            " set it to null"
         )
     _check_cleanup(config, source, directory)
     fast.no_truncation()
@@ -83,7 +82,7 @@ def read(directory: Path) -> tuple[Any, dict[str, str], dict[str, Any]]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; empty where there is no file."""
+    """Returns the JSON object in a file; empty if the file does not exist."""
     try:
         found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     except ValueError as error:
@@ -97,8 +96,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _keep_blanks(part: Any) -> bool:
-    """Makes a post-processor count a token's blanks as its text in offsets; says whether it did
-    not.
+    """Makes a post-processor include a token's blanks in its offsets; returns true if it trimmed
+    them.
     """
     if isinstance(part, list):
         return sum(map(_keep_blanks, part)) > 0
@@ -113,8 +112,8 @@ def _keep_blanks(part: Any) -> bool:
 def _class_of(
     config: dict[str, Any], model: dict[str, Any], source: dict[str, Any], directory: Path
 ) -> str:
-    """Name of the class that transformers takes; empty for the one that takes ``tokenizer.json`` as
-    it is.
+    """Returns the name of the tokenizer class that transformers uses; empty if it uses
+    ``tokenizer.json`` unchanged.
     """
     model_type = model.get("model_type", "")
     named = str(config.get("tokenizer_class") or model.get("tokenizer_class") or "").removesuffix(
@@ -125,7 +124,7 @@ def _class_of(
     if named == "LlamaTokenizer" and '"ByteLevel"' in json.dumps(source):
         return ""  # its own pipeline is SentencePiece's; Llama 3 and DeepSeek name it all the same
     kind = named or USUAL.get(model_type, "")
-    if OTHERS.fullmatch(kind):
+    if UNSUPPORTED.fullmatch(kind):
         raise UserError(
             f"tokenizer_class in {directory / 'tokenizer_config.json'} is {kind}, which builds a"
             " pipeline of its own that is not supported: set it to PreTrainedTokenizerFast to take"
@@ -135,8 +134,8 @@ def _class_of(
 
 
 def _built(kind: str, source: dict[str, Any], fast: Any, config: dict[str, Any], path: Path) -> Any:
-    """The pipeline that a class builds around the vocabulary, merges and post-processor of the
-    file.
+    """Builds the pipeline of a tokenizer class around the vocabulary, merges and post-processor of
+    the file.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
@@ -181,8 +180,8 @@ def _built(kind: str, source: dict[str, Any], fast: Any, config: dict[str, Any],
 
 
 def _check_cleanup(config: dict[str, Any], source: dict[str, Any], directory: Path) -> None:
-    """Refuses the removal of blanks from decoded text where transformers does it: not of BPE,
-    unless forced.
+    """Refuses cleanup of blanks in decoded text where transformers would do it; BPE does so only if
+    forced.
     """
     forced = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
     is_bpe = source.get("model", {}).get("type") == "BPE"
@@ -201,14 +200,12 @@ def _add_tokens(
     source: dict[str, Any],
     directory: Path,
 ) -> dict[str, str]:
-    """Adds the tokens that files beside ``tokenizer.json`` name, in the order that gives them
-    transformers' ids.
-
-    Tokens that the model has no row for are left out: nothing could be computed from them.
+    """Adds the tokens that other files name, in the order that gives them transformers' ids. Tokens
+    without a row in the model are left out.
 
     Returns:
-        The text of each named special token: of ``NAMED``, of the class, and others such as
-        ``image_token``.
+        the text of each named special token: of ``NAMED``, of the class, and others such as
+            ``image_token``.
     """
     listed = config.get("added_tokens_decoder")
     if listed is None:
@@ -264,7 +261,7 @@ def _add_tokens(
 
 
 def _token(value: Any, special: bool) -> Any:
-    """A token that is given as text or with its flags, special if it is named so; None for any
+    """Returns a token given as text or with its flags, special if it is named so; None for any
     other value.
     """
     from tokenizers import AddedToken

@@ -1,5 +1,5 @@
-"""One-digit arithmetic as text to be continued: what a 135M-parameter model can half do, so that
-learning starts at once.
+"""One-digit arithmetic as text completion. A model of 135M parameters solves it half of the time,
+so learning starts at once.
 """
 
 import itertools
@@ -12,8 +12,8 @@ HELD_OUT = 0.3  # of all pairs of digits
 
 
 def _bare_number(completion: str, example: Example) -> float:
-    """1 for the number alone, 0.2 for text in which it is the only number, 0.1 for one of
-    several.
+    """Returns 1 for the number alone, 0.2 for text in which it is the only number, 0.1 if it is one
+    of several.
     """
     text = completion.strip()
     if text == example.answer:
@@ -26,12 +26,12 @@ def _bare_number(completion: str, example: Example) -> float:
 
 def _split(examples: list[Example], seed: int) -> ListEnvironment:
     random.Random(seed).shuffle(examples)
-    held = round(len(examples) * HELD_OUT)
-    return ListEnvironment(examples[held:], examples[:held], _bare_number)
+    count = round(len(examples) * HELD_OUT)
+    return ListEnvironment(examples[count:], examples[:count], _bare_number)
 
 
 def digit_sum(seed: int = 0) -> ListEnvironment:
-    """``1 + 1 = 2`` and then a sum of two digits to be completed; the rest of the line must be the
+    """Builds the task ``1 + 1 = 2`` and then a sum of two digits; the rest of the line must be the
     bare number.
     """
     pairs = itertools.product(range(10), repeat=2)
@@ -39,8 +39,8 @@ def digit_sum(seed: int = 0) -> ListEnvironment:
 
 
 def larger_of_two(seed: int = 0) -> ListEnvironment:
-    """The larger of two different digits, after one example; the rest of the line must be the bare
-    number.
+    """Builds the task of the larger of two digits, after one example; the rest of the line must be
+    the bare number.
     """
     pairs = itertools.permutations(range(10), 2)
     return _split([Example(f"2 or 9: 9\n{a} or {b}:", str(max(a, b))) for a, b in pairs], seed)

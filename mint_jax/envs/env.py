@@ -1,6 +1,6 @@
-"""The protocol between tasks and jobs: prompts with answers, and a reward for a completion's text.
+"""Protocol of tasks: prompts with answers, and a reward for a completion's text.
 
-Rewards run on the host, in threads, while the devices work for other policies: they must be pure
+Rewards run on the host, in threads, while the devices work for other policies. They must be pure
 functions.
 """
 
@@ -18,12 +18,12 @@ Message = dict[str, str]
 
 @dataclasses.dataclass(frozen=True)
 class Example:
-    """One prompt and what its reward needs to know.
+    """One prompt, and the data of its reward.
 
     Attributes:
         messages: the conversation so far, or plain text for a base without a chat template.
-        answer: the expected answer; its meaning is the environment's.
-        data: anything else the reward needs.
+        answer: the expected answer; the environment defines its meaning.
+        data: further data of the reward.
     """
 
     messages: tuple[Message, ...] | str
@@ -38,11 +38,11 @@ class Environment(Protocol):
     held_out: Sequence[Example]
 
     def reward(self, completion: str, example: Example) -> float:
-        """A finite number, higher is better."""
+        """Returns a finite number; higher is better."""
         ...
 
 
-# config name -> "module:factory"; imported when used, for an environment may need an extra
+# config name -> "module:factory"; imported when used, since some need an extra
 REGISTRY: dict[str, Any] = {
     "digit_sum": "mint_jax.envs.digits:digit_sum",
     "larger_of_two": "mint_jax.envs.digits:larger_of_two",
@@ -55,20 +55,18 @@ NEEDS = {"reasoning_gym": "reasoning_gym"}  # name -> package of the ``data`` ex
 
 
 def register_environment(name: str, factory: Callable[..., Environment]) -> None:
-    """Adds an environment, which ``env.name`` in a config then names; its further settings are the
-    factory's arguments.
-
-    A second factory of a name replaces the first.
+    """Adds an environment under a name for ``env.name`` in a config. The config's further settings
+    are the factory's arguments. A second factory replaces the first.
 
     Raises:
-        UserError: a shipped environment has the name, or the factory cannot be called.
+        UserError: a shipped environment has the name, or the factory is not callable.
     """
     if not isinstance(name, str) or not name or ":" in name:
         raise UserError(
-            f"name of an environment is {name!r}; expected text without a colon: 'my_task', say"
+            f"name of an environment is {name!r}; expected text without a colon, such as 'my_task'"
         )
     if isinstance(REGISTRY.get(name), str):
-        raise UserError(f"environment {name!r} is a shipped one: register yours by another name")
+        raise UserError(f"environment {name!r} is shipped with mint_jax: choose another name")
     if not callable(factory):
         raise UserError(
             f"environment {name!r} is {factory!r:.80}; expected a function that returns an"
@@ -78,11 +76,11 @@ def register_environment(name: str, factory: Callable[..., Environment]) -> None
 
 
 def check_options(name: str, **options: Any) -> Any:
-    """The factory of an environment, which takes these options; it is not called.
+    """Returns the factory of an environment after checking its options, without calling it.
 
     Raises:
-        UserError: an unknown name, options the factory does not take, or a package that it needs
-            and that is not installed.
+        UserError: the name is unknown, the factory does not take the options, or a package is
+            missing.
     """
     if (needed := NEEDS.get(name)) and importlib.util.find_spec(needed) is None:
         raise UserError(
@@ -108,11 +106,11 @@ def check_options(name: str, **options: Any) -> Any:
 
 
 def make(name: str, **options: Any) -> Environment:
-    """The environment called ``name``, or ``module:factory`` of the user's own.
+    """Builds the environment ``name``, or ``module:factory`` of the user.
 
     Raises:
-        UserError: see ``check_options``; also a mistake in its code, with the traceback, or
-            something that is no environment.
+        UserError: as in ``check_options``; or the factory raised (with its traceback), or returned
+            something else than an environment.
     """
     factory = check_options(name, **options)
     try:
@@ -121,7 +119,7 @@ def make(name: str, **options: Any) -> Environment:
         raise
     except Exception as error:
         raise UserError(
-            f"environment {name!r} raised {type(error).__name__}: {error}: mend"
+            f"environment {name!r} raised {type(error).__name__}: {error}: fix"
             f" it\n{own_traceback(error)}"
         ) from None
     _check(name, environment)
@@ -129,7 +127,7 @@ def make(name: str, **options: Any) -> Environment:
 
 
 def _factory(name: str) -> Any:
-    """What a name in a config stands for."""
+    """Returns the factory that a config name refers to."""
     target = REGISTRY.get(name, name)
     if callable(target):
         return target
@@ -145,12 +143,11 @@ def _factory(name: str) -> Any:
             and f"{module}.".startswith(f"{error.name}.")
         ):
             raise UserError(
-                f"environment {name!r} could not be imported ({error}): check the module path; it"
-                " is looked for beside the config, in the present folder and among installed"
-                " packages"
+                f"environment {name!r} could not be imported ({error}): check the module path; the"
+                " config's folder, the current folder and installed packages are searched"
             ) from None
         raise UserError(
-            f"environment {name!r} could not be imported ({type(error).__name__}: {error}): mend"
+            f"environment {name!r} could not be imported ({type(error).__name__}: {error}): fix"
             f" it, or install what it needs\n{own_traceback(error)}"
         ) from None
     if not hasattr(found, factory):
@@ -168,10 +165,10 @@ def _factory(name: str) -> Any:
 
 
 def _check(name: str, environment: Any) -> None:
-    """Refuses what does not keep the protocol."""
+    """Raises ``UserError`` if an object is not an environment."""
     if inspect.iscoroutine(environment):
         environment.close()
-        raise UserError(f"environment {name!r} is made by an async function: make it a plain one")
+        raise UserError(f"environment {name!r} is made by an async function: use a plain function")
     expected = (
         "expected an environment: an object with train, held_out and reward, such as"
         " envs.env.ListEnvironment"
@@ -179,7 +176,7 @@ def _check(name: str, environment: Any) -> None:
     for part in ("train", "held_out", "reward"):
         if not hasattr(environment, part):
             raise UserError(
-                f"environment {name!r} made {_shown(environment)}, which has no {part}; {expected}"
+                f"environment {name!r} is {_shown(environment)}, which has no {part}; {expected}"
             )
     for split in ("train", "held_out"):
         examples = getattr(environment, split)
@@ -208,7 +205,7 @@ def _check(name: str, environment: Any) -> None:
     if inspect.iscoroutinefunction(environment.reward):
         raise UserError(
             f"reward of environment {name!r} is async; rewards run in threads, several at once:"
-            " make it a plain function"
+            " use a plain function"
         )
 
 
@@ -222,7 +219,7 @@ def _signature(factory: Any) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class ListEnvironment:
-    """An environment made of two lists and a function of (completion, example)."""
+    """Environment made of two lists and a score function of (completion, example)."""
 
     train: Sequence[Example]
     held_out: Sequence[Example]

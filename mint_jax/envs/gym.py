@@ -1,6 +1,4 @@
-"""Tasks of ``reasoning-gym`` (the ``data`` extra): procedurally generated, scored by its own
-verifiers.
-"""
+"""Tasks of ``reasoning-gym`` (the ``data`` extra): generated questions with their own verifiers."""
 
 from typing import Any
 
@@ -16,12 +14,12 @@ def reasoning_gym_task(
     instruction: str = "Reply with the answer only.",
     **options: Any,
 ) -> ListEnvironment:
-    """A ``reasoning_gym`` dataset.
+    """Builds a ``reasoning_gym`` dataset as an environment.
 
     Args:
-        task: its name, ``chain_sum`` say.
-        size, held_out: number of training and held-out items; seeds differ, and held-out questions
-            are kept out of training.
+        task: name of the task, such as ``chain_sum``.
+        size, held_out: number of training and held-out items. Their seeds differ, and held-out
+            questions are removed from training.
         options: passed to ``reasoning_gym.create_dataset``.
 
     Raises:
@@ -39,16 +37,18 @@ def reasoning_gym_task(
         test = reasoning_gym.create_dataset(task, size=held_out, seed=seed + 1_000_003, **options)
     except (ValueError, TypeError, AssertionError) as error:
         raise UserError(
-            f"reasoning_gym does not make task {task!r} with options {options} ({error})"
+            f"reasoning_gym cannot make task {task!r} with options {options} ({error})"
         ) from None
 
     def example(item: dict[str, Any]) -> Example:
         messages = ({"role": "user", "content": f"{item['question']}\n{instruction}".strip()},)
         return Example(messages, str(item["answer"]), item)
 
-    held = [example(item) for item in test]
-    seen = {item["question"] for item in test}
-    rows = [example(item) for item in train if item["question"] not in seen]
+    held_out_rows = [example(item) for item in test]
+    questions = {item["question"] for item in test}
+    rows = [example(item) for item in train if item["question"] not in questions]
     return ListEnvironment(
-        rows, held, lambda completion, e: float(train.score_answer(completion.strip(), e.data))
+        rows,
+        held_out_rows,
+        lambda completion, e: float(train.score_answer(completion.strip(), e.data)),
     )

@@ -1,4 +1,4 @@
-"""Questions with answers from a file, as GSM8K has them: JSONL or parquet with ``question`` and
+"""Questions with answers from a JSONL or parquet file, in the form of GSM8K: ``question`` and
 ``answer``.
 """
 
@@ -12,12 +12,14 @@ _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
 def final_answer(text: str) -> str:
-    """What follows ``####`` (GSM8K's mark), or the whole text; commas inside numbers removed."""
+    """Returns the text after ``####`` (GSM8K's mark), or the whole text, without commas inside
+    numbers.
+    """
     return re.sub(r"(?<=\d),(?=\d)", "", text.rsplit("####", 1)[-1].strip())
 
 
 def last_number(text: str) -> str | None:
-    """The last number of a text, without commas or zeros after its decimals."""
+    """Returns the last number of a text, without commas or trailing zeros."""
     found = _NUMBER.findall(text)
     return (
         re.sub(r"(\.\d*?)0+$", r"\1", found[-1].replace(",", "")).removesuffix(".")
@@ -27,8 +29,8 @@ def last_number(text: str) -> str | None:
 
 
 def _score(completion: str, example: Example) -> float:
-    """1 if the last number is the answer; for answers that are no number, 1 if the text is the
-    answer.
+    """Returns 1 if the last number is the answer. If the answer is not a number, the text must
+    equal it.
     """
     if not _NUMBER.fullmatch(example.answer):
         return float(completion.strip() == example.answer)
@@ -42,17 +44,16 @@ def questions(
     question: str = "question",
     answer: str = "answer",
 ) -> ListEnvironment:
-    """Questions of a file.
+    """Builds an environment from a file of questions.
 
     Args:
         path: a file that ``data.sources`` reads.
-        held_out: this many first rows, or the path of a second file.
+        held_out: number of held-out rows, taken from the start, or the path of a second file.
         instruction: appended to each question.
-        question, answer: the names of the columns; ``question`` may also hold a list of chat
-            messages.
+        question, answer: names of the columns; ``question`` may be a list of chat messages.
 
     Raises:
-        UserError: a missing file or column.
+        UserError: a file or a column is missing.
     """
 
     def example(row: dict, where: str) -> Example:

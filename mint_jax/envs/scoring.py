@@ -1,9 +1,9 @@
-"""Rewards of completions: what a reward function may return, what is said of its mistakes, and a
-watch over slow ones.
+"""Evaluation of reward functions: checks their results, explains their errors and reports slow
+ones.
 
-A thread cannot be ended from outside. So rewards run in threads that do not keep the process alive,
-each call says what it is at, and who waits for them looks at that: after some seconds it is shown,
-after a time-out the wait ends with an error.
+Python cannot end a thread from outside. Rewards therefore run in daemon threads, each call
+registers itself, and the waiting thread inspects the calls: it reports slow ones, and after a
+timeout it raises.
 """
 
 import dataclasses
@@ -20,8 +20,8 @@ from mint_jax.envs.env import Environment, Example
 from mint_jax.errors import UserError, own_traceback
 
 T = TypeVar("T")
-TIMEOUT_S = 600.0  # of one completion's reward
-SHOWN_S = 10.0  # a wait is shown after so long, and again each time it has doubled
+TIMEOUT_S = 600.0  # for one completion's reward
+SHOWN_S = 10.0  # first report of a wait; later ones after each doubling
 LOOK_S = 1.0
 
 
@@ -42,14 +42,14 @@ _running: dict[int, _Call] = {}  # by thread
 
 
 def score(who: str, env: Environment, completion: str, example: Example) -> float:
-    """The reward of one completion.
+    """Returns the reward of one completion.
 
     Args:
-        who: the policy that drew it, for errors.
+        who: policy that sampled it, for errors.
 
     Raises:
-        UserError: the reward function raised, with its traceback, or returned what is no finite
-            number.
+        UserError: the reward function raised, with its traceback, or returned something else than a
+            finite number.
     """
     call = _running[threading.get_ident()] = _Call(
         who, completion, example.messages, time.monotonic()
@@ -58,7 +58,7 @@ def score(who: str, env: Environment, completion: str, example: Example) -> floa
         value: Any = env.reward(completion, example)
     except Exception as error:
         raise UserError(
-            f"the reward function raised {type(error).__name__}: {error}; {call}: mend it and"
+            f"the reward function raised {type(error).__name__}: {error}; {call}: fix it and"
             f" resume\n{own_traceback(error)}"
         ) from None
     finally:
@@ -66,8 +66,7 @@ def score(who: str, env: Environment, completion: str, example: Example) -> floa
     if inspect.iscoroutine(value):
         value.close()
         raise UserError(
-            f"the reward function is async, {call}: rewards run in threads, make it a plain"
-            " function"
+            f"the reward function is async, {call}: rewards run in threads, use a plain function"
         )
     if (
         isinstance(value, str | bool)
@@ -78,21 +77,21 @@ def score(who: str, env: Environment, completion: str, example: Example) -> floa
         shown = f"{value!r:.80} ({type(value).__name__})"
         raise UserError(
             f"the reward function returned {shown}; expected a number, such as float(...) of it;"
-            f" {call}: mend it and resume"
+            f" {call}: fix it and resume"
         )
     if not math.isfinite(value := float(value)):
         raise UserError(
-            f"the reward function returned {value}; expected a finite number; {call}: mend it and"
+            f"the reward function returned {value}; expected a finite number; {call}: fix it and"
             " resume"
         )
     return value
 
 
 def check_timeout(timeout_s: float) -> None:
-    """Refuses a time-out that is no number of seconds.
+    """Checks a timeout.
 
     Raises:
-        UserError: naming it.
+        UserError: the value is not a finite number of seconds >= 0.
     """
     if (
         isinstance(timeout_s, bool)
@@ -100,20 +99,20 @@ def check_timeout(timeout_s: float) -> None:
         or not 0 <= timeout_s < math.inf
     ):
         raise UserError(
-            f"reward_timeout is {timeout_s!r}; expected seconds that one completion's reward may"
-            " take, or 0 for any time"
+            f"reward_timeout is {timeout_s!r}; expected the seconds that a completion's reward may"
+            " take, or 0 for no limit"
         )
 
 
 class Watch:
-    """Watches the rewards of this process that are awaited.
+    """Watch over the rewards that this process awaits.
 
     Args:
-        timeout_s: seconds that one completion's reward may take; 0 lets it take any.
-        out: where slow ones are shown.
+        timeout_s: seconds that one completion's reward may take; 0 disables the limit.
+        out: stream for reports of slow rewards.
 
     Raises:
-        UserError: the time-out is no number of seconds.
+        UserError: the timeout is not a number of seconds.
     """
 
     def __init__(self, timeout_s: float = TIMEOUT_S, out: TextIO | None = None):
@@ -122,22 +121,21 @@ class Watch:
         self._waited, self._due = 0.0, SHOWN_S
 
     def look(self, waited_s: float, waiting: int) -> None:
-        """To be called every second of a wait.
+        """Inspects running rewards; call it every second of a wait.
 
         Args:
             waited_s: seconds since the wait began.
-            waiting: policies whose rewards are not there yet.
+            waiting: number of policies whose rewards are missing.
 
         Raises:
-            UserError: a reward has taken longer than the time-out, naming policy, prompt and
-                completion.
+            UserError: a reward exceeded the timeout; names policy, prompt and completion.
         """
         now, calls = time.monotonic(), sorted(_running.values(), key=lambda call: call.began)
         if self.timeout_s and calls and now - calls[0].began > self.timeout_s:
             raise UserError(
                 f"a reward has taken {now - calls[0].began:.0f} s, {calls[0]}; reward_timeout is"
-                f" {self.timeout_s:g} s: mend the reward function, or raise reward_timeout (0 is"
-                " none), and resume"
+                f" {self.timeout_s:g} s: fix the reward function, or raise reward_timeout (0"
+                " disables it), and resume"
             )
         if waited_s < self._waited:  # another wait
             self._due = SHOWN_S
@@ -154,8 +152,8 @@ class Watch:
             print(text, file=self._out or sys.stderr, flush=True)
 
     def over(self, call: Callable[[], T]) -> T:
-        """What ``call``, which computes rewards, returns; it runs in a thread of its own, under
-        this watch.
+        """Runs ``call``, which computes rewards, in a thread under this watch and returns its
+        result.
         """
         future, began = in_thread(call), time.monotonic()
         while not wait([future], LOOK_S).done:

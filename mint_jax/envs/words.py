@@ -1,4 +1,4 @@
-"""Word tasks about form: say a word back, or say it inside brackets."""
+"""Word tasks about form: repeat a word, or write it in brackets."""
 
 import random
 
@@ -17,13 +17,13 @@ HELD_OUT = 0.3
 
 def _split(examples: list[Example], score, seed: int) -> ListEnvironment:
     random.Random(seed).shuffle(examples)
-    held = round(len(examples) * HELD_OUT)
-    return ListEnvironment(examples[held:], examples[:held], score)
+    count = round(len(examples) * HELD_OUT)
+    return ListEnvironment(examples[count:], examples[:count], score)
 
 
 def _says(completion: str, example: Example) -> float:
-    """1 for exactly the answer, 0.5 up to case and a final full stop, 0.1 for text that contains
-    it.
+    """Returns 1 for exactly the answer, 0.5 up to case and a final full stop, 0.1 for text that
+    contains it.
     """
     text = completion.strip()
     if text == example.answer:
@@ -34,7 +34,7 @@ def _says(completion: str, example: Example) -> float:
 
 
 def copy_word(seed: int = 0) -> ListEnvironment:
-    """A chat of one example; the reply must be the word and nothing else."""
+    """Builds a chat task with one example; the reply must be the word and nothing else."""
     opening = (
         {"role": "system", "content": "Repeat the word."},
         {"role": "user", "content": "cat"},
@@ -48,7 +48,9 @@ def copy_word(seed: int = 0) -> ListEnvironment:
 
 
 def bracket_word(seed: int = 0) -> ListEnvironment:
-    """A style: after two examples, the rest of the line must be the word in square brackets."""
+    """Builds a completion task with two examples; the rest of the line must be the word in
+    brackets.
+    """
 
     def score(completion: str, example: Example) -> float:
         text = completion.strip()

@@ -324,7 +324,7 @@ class TrainingRun:
             held = shapes[::-1] if isinstance(shapes, list) else shapes[name]
             # those of sampling came first, as long as it had some
             for book, seen in zip(books, held[-len(books) :]):
-                book.seen = [tuple(shape) for shape in seen]
+                book.shapes = [tuple(shape) for shape in seen]
         at = sorted(set(self.step.values()))
         policies = (
             ""
@@ -496,7 +496,7 @@ class TrainingRun:
         their sizes must be forgotten.
         """
         for name in names:
-            self._seen[name] = [list(book.seen) for book in self.shapes[name]]
+            self._seen[name] = [list(book.shapes) for book in self.shapes[name]]
 
     def _exports(self, step: int) -> bool:
         return step % self.config.export_every == 0 or step == self.config.steps

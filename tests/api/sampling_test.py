@@ -114,7 +114,10 @@ def test_evaluation_is_the_mean_over_prompts_with_its_standard_error(model, monk
             "ZeroDivisionError",
         ),
         (lambda: model.evaluate(reward, prompts, examples=0), "examples is 0"),
-        (lambda: mint.register_environment("digit_sum", reward), "'digit_sum' is a shipped one"),
+        (
+            lambda: mint.register_environment("digit_sum", reward),
+            "'digit_sum' is shipped with mint_jax",
+        ),
         (lambda: mint.register_environment("x", 3), "environment 'x' is 3"),
     ):
         with pytest.raises(mint.UserError, match=says):

@@ -51,7 +51,7 @@ def test_a_shape_fits_and_wastes_little_and_is_reused(needs, least, waste):
         else:
             assert shape == fresh
         given_out.append(shape)
-    assert set(book.seen) == set(given_out)
+    assert set(book.shapes) == set(given_out)
 
 
 def test_shapes_of_other_ranks_are_not_mixed():

@@ -382,10 +382,10 @@ def test_rows_give_the_template_variables(tmp_path):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"text": "a b", "tools": [TOOL]}, "row 5 has tools beside plain text"),
+        ({"text": "a b", "tools": [TOOL]}, "row 5 has tools and plain text"),
         (
             {"prompt": "a", "completion": "b", "chat_template_kwargs": {"x": 1}},
-            "row 5 has chat_template_kwargs beside plain text",
+            "row 5 has chat_template_kwargs and plain text",
         ),
         (
             {"messages": [turn("user", "q"), turn("assistant", "a")], "tools": "add"},

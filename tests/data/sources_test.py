@@ -205,13 +205,13 @@ def test_a_byte_order_mark_is_no_text(tmp_path):
         (
             "rows.jsonl",
             b'{"a": 1}\n{"a": 1, "b": {"c": 1, "d": 2, "c": 3}}',
-            r"rows.jsonl:2 is not valid JSON \(key 'c' stands twice\)",
+            r"rows.jsonl:2 is not valid JSON \(key 'c' is repeated\)",
         ),
-        ("rows.jsonl", b'{"a": NaN}', r"rows.jsonl:1 is not valid JSON \(NaN is no JSON number"),
+        ("rows.jsonl", b'{"a": NaN}', r"rows.jsonl:1 is not valid JSON \(NaN is not a JSON number"),
         (
             "rows.jsonl",
             b'{"a": [-Infinity]}',
-            r"rows.jsonl:1 is not valid JSON \(-Infinity is no JSON number",
+            r"rows.jsonl:1 is not valid JSON \(-Infinity is not a JSON number",
         ),
         ("rows.jsonl", b'{"a": 1e999}', r"rows.jsonl:1 is not valid JSON \(1e999 is too large"),
         (

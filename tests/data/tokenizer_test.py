@@ -251,7 +251,7 @@ def test_templates_without_a_default_are_refused(copy):
     with pytest.raises(UserError, match="has chat templates rag, but none is called default"):
         Tokenizer(copy).render(CHAT)
     change_config(copy, chat_template={"default": 5})
-    with pytest.raises(UserError, match=r"chat_template in .*tokenizer_config.json is no text"):
+    with pytest.raises(UserError, match=r"chat_template in .*tokenizer_config.json must be text"):
         Tokenizer(copy)
 
 

@@ -60,7 +60,7 @@ def test_options_reach_the_factory(tmp_path, own):
         (":task", {}, "':task'"),
         ("own:task", {"n": 0}, "has no train examples"),
         ("own:task", {"held": 0}, "has no held_out examples"),
-        ("reasoning_gym", {"task": "no_such_task"}, "does not make task"),
+        ("reasoning_gym", {"task": "no_such_task"}, "cannot make task"),
     ],
 )
 def test_bad_names_and_options_are_refused(own, name, options, message):
@@ -103,7 +103,7 @@ async def reward(completion, example):
         ),
         (
             {"reward": staticmethod(reward)},
-            "reward of environment .* is async; .*make it a plain function",
+            "reward of environment .* is async; .*use a plain function",
         ),
         ({"held_out": ()}, "has no held_out examples"),
     ],
@@ -131,13 +131,13 @@ def test_a_factory_must_make_an_environment(monkeypatch, part):
     with pytest.raises(
         UserError,
         match=(
-            rf"made namespace.* \(SimpleNamespace\), which has no {part}; expected an environment"
+            rf"is namespace.* \(SimpleNamespace\), which has no {part}; expected an environment"
         ),
     ):
         env_lib.make("own_made_for_test:make")
     module.make = lambda: [1]
     with pytest.raises(
-        UserError, match=r"made \[1\] \(list\), which has no train; expected an environment"
+        UserError, match=r"is \[1\] \(list\), which has no train; expected an environment"
     ):
         env_lib.make("own_made_for_test:make")
     module.make = 3

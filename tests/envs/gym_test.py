@@ -66,5 +66,5 @@ def test_the_same_seed_gives_the_same_items():
     ],
 )
 def test_unknown_tasks_and_bad_options_are_refused(task, options):
-    with pytest.raises(UserError, match=f"reasoning_gym does not make task '{task}'"):
+    with pytest.raises(UserError, match=f"reasoning_gym cannot make task '{task}'"):
         reasoning_gym_task(task, **options)

@@ -66,7 +66,7 @@ def test_a_mistake_in_a_reward_keeps_the_users_frames_and_none_of_ours(own):
 def test_a_mistake_in_an_environment_keeps_the_users_frames(own, tmp_path):
     with pytest.raises(
         UserError,
-        match=rf"(?s)'{own}:broken' raised TypeError: .*no len\(\).*: mend it.*return len\(value\)",
+        match=rf"(?s)'{own}:broken' raised TypeError: .*no len\(\).*: fix it.*return len\(value\)",
     ) as caught:
         env_lib.make(f"{own}:broken")
     assert "mint_jax" not in str(caught.value)
@@ -111,7 +111,7 @@ def test_what_is_no_number_is_refused(value, told):
     with pytest.raises(
         UserError,
         match=(
-            rf"{told}.*policy 'ada', completion 'text' of prompt 'what is 2 \+ 2\?'.*mend it and"
+            rf"{told}.*policy 'ada', completion 'text' of prompt 'what is 2 \+ 2\?'.*fix it and"
             r" resume"
         ),
     ):
@@ -123,14 +123,14 @@ def test_an_async_reward_is_refused_where_it_shows():
         return 1.0
 
     with pytest.raises(
-        UserError, match=r"reward function is async, policy 'ada'.*make it a plain function"
+        UserError, match=r"reward function is async, policy 'ada'.*use a plain function"
     ):
         scoring.score("ada", env_of(reward), "x", EXAMPLE)
 
 
 @pytest.mark.parametrize("timeout", [-1, float("inf"), float("nan"), "60", True, None])
 def test_a_timeout_is_seconds(timeout):
-    with pytest.raises(UserError, match=r"reward_timeout is .*; expected seconds"):
+    with pytest.raises(UserError, match=r"reward_timeout is .*; expected the seconds"):
         scoring.Watch(timeout)
 
 

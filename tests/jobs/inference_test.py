@@ -383,7 +383,7 @@ def test_score_refuses(row, says, hf_dirs, tmp_path):
         ({"temperature": -1}, "in.jsonl:3: temperature is -1.*; expected 0 <= temperature"),
         ({"top_p": 0.0}, r"top_p is 0.0; expected 0 < top_p <= 1"),
         ({"n": 0}, "at least 1"),
-        ({"tools": []}, "in.jsonl:3 has tools beside plain text"),
+        ({"tools": []}, "in.jsonl:3 has tools and plain text"),
         (
             {"max_tokens": 500},
             "in.jsonl:3: a prompt of 2 tokens and max_tokens 500 exceed the context of 256",

@@ -18,6 +18,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 ROOMS = [
     "mint_jax/api",
+    "mint_jax/data",
+    "mint_jax/envs",
     "mint_jax/lora",
     "mint_jax/residency",
     "mint_jax/rollout",
