@@ -410,8 +410,10 @@ def profile(call: Callable[[], Any]) -> Row:
     """Kernels of one call by the profiler: the ones that took longest, how many there are, and the
     milliseconds in which any runs.
     """
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # a call of the host's is an event of its own
     with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
+        with jax.profiler.trace(folder, profiler_options=options):
             jax.block_until_ready(call())
         [file] = Path(folder).rglob("*.xplane.pb")
         data = jax.profiler.ProfileData.from_file(str(file))
