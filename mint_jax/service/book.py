@@ -1,134 +1,98 @@
-"""Who is served: sessions, models, samplers and checkpoints, as rows of one SQLite database.
+"""Sessions, models, samplers, checkpoints and costs of one server, as rows of its database.
 
-What they hold lies elsewhere: training states in the journal's folder, adapters in the catalog,
-checkpoints in files. A row of another tenant is as if it were not there; only a published
-checkpoint is seen by all. Whatever creates a row may be sent again, and finds it.
+The payloads are elsewhere: training states in ``training/``, adapters in the catalog, checkpoints
+in files. Another tenant's row is invisible; only a published checkpoint is visible to all. Calls
+that create a row may be repeated and then find it.
 
-Rows are in the order in which they were made (SQLite's ``rowid``), whatever the clock said then.
-Times of day are shown to people, and end what has a time to live; they come from ``steady``, so
-that a clock which is set while the server runs moves none of them.
+Lists are in the order of creation (SQLite's ``rowid``), whatever the clock was. Times of day are
+for display and for times to live; ``steady`` keeps them from jumping while the server runs.
 """
 
-import contextlib
 import dataclasses
 import datetime
+import json
+import sqlite3
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import sqlalchemy as sa
-from sqlalchemy import exc
-from sqlalchemy.dialects import sqlite
-
-from mint_jax.catalog.records.database import DatabaseFailed
 from mint_jax.errors import UserError
+from mint_jax.service.server_db import Connection, ServerDatabase
 
-META = sa.MetaData()
-SESSIONS = sa.Table(
-    "sessions", META,
-    sa.Column("id", sa.String, primary_key=True),
-    sa.Column("tenant", sa.String, nullable=False, index=True),
-    sa.Column("told", sa.JSON, nullable=False),
-    sa.Column("created", sa.Float, nullable=False),
-    sa.Column("ended", sa.Float),
-)  # fmt: skip
-MODELS = sa.Table(
-    "models", META,
-    sa.Column("id", sa.String, primary_key=True),
-    sa.Column("session", sa.String, nullable=False, index=True),
-    sa.Column("tenant", sa.String, nullable=False, index=True),
-    sa.Column("told", sa.JSON, nullable=False),
-    sa.Column("created", sa.Float, nullable=False),
-    sa.Column("ended", sa.Float),
-)  # fmt: skip
-POINTS = sa.Table(
-    "points", META,
-    sa.Column("model", sa.String, primary_key=True),
-    sa.Column("number", sa.Integer, primary_key=True, autoincrement=False),
-    sa.Column("at", sa.Float, nullable=False),
-    sa.Column("loss", sa.Float),
-    sa.Column("grad_norm", sa.Float),
-)  # fmt: skip
-SAMPLERS = sa.Table(
-    "samplers", META,
-    sa.Column("id", sa.String, primary_key=True),
-    sa.Column("session", sa.String, nullable=False, index=True),
-    sa.Column("tenant", sa.String, nullable=False),
-    sa.Column("path", sa.String),
-    sa.Column("digest", sa.String, index=True),
-    sa.Column("clients", sa.Integer, nullable=False),
-    sa.Column("created", sa.Float, nullable=False),
-)  # fmt: skip
-CHECKPOINTS = sa.Table(
-    "checkpoints", META,
-    sa.Column("model", sa.String, primary_key=True),
-    sa.Column("kind", sa.String, primary_key=True),
-    sa.Column("name", sa.String, primary_key=True),
-    sa.Column("tenant", sa.String, nullable=False, index=True),
-    sa.Column("digest", sa.String, nullable=False, index=True),
-    sa.Column("nbytes", sa.Integer, nullable=False),
-    sa.Column("request", sa.String, nullable=False),
-    sa.Column("told", sa.JSON, nullable=False),
-    sa.Column("created", sa.Float, nullable=False),
-    sa.Column("expires", sa.Float),
-    sa.Column("public", sa.Boolean, nullable=False),
-)  # fmt: skip
-# Bytes that a removed row named. They are deleted once no row names them, and so are their rows
-# here.
-RECLAIM = sa.Table(
-    "reclaim", META,
-    sa.Column("digest", sa.String, primary_key=True),
-    sa.Column("policy", sa.String, primary_key=True),
-    sa.Column("kind", sa.String, nullable=False),
-)  # fmt: skip
-STARTS = sa.Table("starts", META, sa.Column("number", sa.Integer, primary_key=True))
 SECONDS = ("prefill_s", "decode_s", "train_s", "update_s", "load_s")
 SUMS = (*SECONDS, "prefill_tokens", "decode_tokens", "train_tokens")
-COSTS = sa.Table(
-    "costs", META,
-    sa.Column("tenant", sa.String, primary_key=True),
-    sa.Column("policy", sa.String, primary_key=True, index=True),
-    *(sa.Column(name, sa.Float, nullable=False) for name in SECONDS),
-    *(sa.Column(name, sa.Integer, nullable=False) for name in SUMS[len(SECONDS) :]),
-)  # fmt: skip
+# ``reclaim`` has payloads that a removed row named; they are deleted once no row names them.
+SCHEMA = f"""
+CREATE TABLE IF NOT EXISTS sessions (id TEXT PRIMARY KEY, tenant TEXT NOT NULL,
+    details TEXT NOT NULL, created REAL NOT NULL, ended REAL);
+CREATE INDEX IF NOT EXISTS sessions_of_tenant ON sessions (tenant);
+CREATE TABLE IF NOT EXISTS models (id TEXT PRIMARY KEY, session TEXT NOT NULL, tenant TEXT NOT NULL,
+    details TEXT NOT NULL, created REAL NOT NULL, ended REAL);
+CREATE INDEX IF NOT EXISTS models_of_session ON models (session);
+CREATE INDEX IF NOT EXISTS models_of_tenant ON models (tenant);
+CREATE TABLE IF NOT EXISTS points (model TEXT NOT NULL, number INTEGER NOT NULL, at REAL NOT NULL,
+    loss REAL, grad_norm REAL, PRIMARY KEY (model, number));
+CREATE TABLE IF NOT EXISTS samplers (id TEXT PRIMARY KEY, session TEXT NOT NULL,
+    tenant TEXT NOT NULL, path TEXT, digest TEXT, clients INTEGER NOT NULL, created REAL NOT NULL);
+CREATE INDEX IF NOT EXISTS samplers_of_session ON samplers (session);
+CREATE INDEX IF NOT EXISTS samplers_of_digest ON samplers (digest);
+CREATE TABLE IF NOT EXISTS checkpoints (model TEXT NOT NULL, kind TEXT NOT NULL, name TEXT NOT NULL,
+    tenant TEXT NOT NULL, digest TEXT NOT NULL, nbytes INTEGER NOT NULL, request TEXT NOT NULL,
+    details TEXT NOT NULL, created REAL NOT NULL, expires REAL, public INTEGER NOT NULL,
+    PRIMARY KEY (model, kind, name));
+CREATE INDEX IF NOT EXISTS checkpoints_of_tenant ON checkpoints (tenant);
+CREATE INDEX IF NOT EXISTS checkpoints_of_digest ON checkpoints (digest);
+CREATE TABLE IF NOT EXISTS reclaim (digest TEXT NOT NULL, policy TEXT NOT NULL, kind TEXT NOT NULL,
+    PRIMARY KEY (digest, policy));
+CREATE TABLE IF NOT EXISTS starts (number INTEGER PRIMARY KEY);
+CREATE TABLE IF NOT EXISTS costs (tenant TEXT NOT NULL, policy TEXT NOT NULL,
+    {", ".join(f"{name} REAL NOT NULL" for name in SECONDS)},
+    {", ".join(f"{name} INTEGER NOT NULL" for name in SUMS[len(SECONDS) :])},
+    PRIMARY KEY (tenant, policy));
+CREATE INDEX IF NOT EXISTS costs_of_policy ON costs (policy)
+"""
+_KEY = "model = ? AND kind = ? AND name = ?"
+_LIVE = "(expires IS NULL OR expires > ?)"
+_UNNAMED = (
+    "NOT EXISTS (SELECT 1 FROM checkpoints WHERE digest = {0})"
+    " AND NOT EXISTS (SELECT 1 FROM samplers WHERE digest = {0})"
+)
+_COSTS = ", ".join(f"SUM({name}) AS {name}" for name in SUMS)
 
 
 class NotFound(UserError):
-    """There is no such thing, or it is another tenant's."""
+    """It does not exist, or it is another tenant's."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Session:
-    """A client's session; ``told`` is what the client says of it: tags, metadata, a display
-    name.
-    """
+    """A client's session; ``details`` has the client's tags, metadata and display name."""
 
     id: str
     tenant: str
-    told: dict[str, Any]
+    details: dict[str, Any]
     created: float
     ended: float | None
 
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A policy that is or was trained; ``told`` has its rank, what it adapts and the user's
+    """A policy that is or was in training; ``details`` has rank, targets and the user's
     metadata.
     """
 
     id: str
     session: str
     tenant: str
-    told: dict[str, Any]
+    details: dict[str, Any]
     created: float
     ended: float | None
 
 
 class Point(NamedTuple):
-    """An update of a policy: the loss of a target before it, None where there was none or it was
-    not finite; the gradient's norm.
+    """One update of a policy: the loss of a target before it, None if unknown or not finite; the
+    gradient's norm.
     """
 
     at: float
@@ -138,7 +102,7 @@ class Point(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Sampler:
-    """Who samples: the bare base, or for good the weights of one digest."""
+    """A sampler of the bare base, or always of the weights of one digest."""
 
     id: str
     session: str
@@ -156,8 +120,8 @@ class Checkpoint:
     Attributes:
         kind: ``weights``, ``sampler_weights`` or ``external_weights``.
         digest: of its bytes.
-        request: which one made it.
-        told: rank, what is adapted, the user's metadata.
+        request: id of the request that made it.
+        details: rank, targets, the user's metadata.
         expires: seconds since 1970; None: never.
     """
 
@@ -168,7 +132,7 @@ class Checkpoint:
     digest: str
     nbytes: int
     request: str
-    told: dict[str, Any]
+    details: dict[str, Any]
     created: float
     expires: float | None
     public: bool
@@ -178,256 +142,190 @@ class Checkpoint:
         return f"tinker://{self.model}/{self.kind}/{self.name}"
 
     @property
+    def key(self) -> tuple[str, str, str]:
+        return self.model, self.kind, self.name
+
+    @property
     def policy(self) -> str:
-        """The catalog's policy whose revision a sampler checkpoint is; a copy's is that of its
+        """The catalog's policy that has a sampler checkpoint as a revision; of a copy, that of its
         source.
         """
-        return self.told.get("policy") or f"{self.tenant}/{self.model}"
+        return self.details.get("policy") or f"{self.tenant}/{self.model}"
 
 
 class Book:
-    """All rows; may be called from any thread. What a change returns from is on the disk.
+    """All rows; may be called from any thread. A change is on the disk when its call returns.
 
     Args:
-        path: of the database's file.
         clock: seconds since 1970; None: ``steady``.
+
+    Raises:
+        DatabaseFailed: of every method; the disk refuses, and nothing is changed.
     """
 
-    def __init__(self, path: Path, clock: Callable[[], float] | None = None):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.clock = clock or steady()
+    def __init__(self, database: ServerDatabase, clock: Callable[[], float] | None = None):
+        self._database, self.clock = database, clock or steady()
         self._owners: dict[str, str] = {}
-        self._engine = sa.create_engine(f"sqlite:///{path}", connect_args={"timeout": 30.0})
-        with self._engine.begin() as connection:
-            connection.exec_driver_sql("PRAGMA journal_mode=WAL")
-            META.create_all(connection)
+        database.create(SCHEMA)
 
-    def close(self) -> None:
-        self._engine.dispose()
+    # sessions
 
-    @contextlib.contextmanager
-    def _write(self) -> Iterator[sa.Connection]:
-        """A transaction.
-
-        Raises:
-            DatabaseFailed: it cannot be written, say because the disk is full; nothing is changed.
-        """
-        try:
-            with self._engine.begin() as connection:
-                yield connection
-        except exc.OperationalError as error:
-            place = self._engine.url.database
-            raise DatabaseFailed(
-                f"{place} cannot be written ({error.orig}): nothing was changed; free space on its"
-                " disk"
-            ) from error
-
-    # -- sessions
-
-    def open_session(self, tenant: str, told: Mapping[str, Any], id: str | None = None) -> str:
-        """The id of a new session; of one that is named, and made unless it is there, ``id``."""
+    def open_session(self, tenant: str, details: Mapping[str, Any], id: str | None = None) -> str:
+        """Returns the id of a new session; ``id`` names one, which is created unless it exists."""
         id = id or uuid.uuid4().hex
-        self._insert(SESSIONS, id=id, tenant=tenant, told=dict(told), created=self.clock())
+        self._insert("sessions", id, tenant, json.dumps(dict(details)), self.clock(), None)
         return id
 
     def session(self, tenant: str, id: str) -> Session:
-        return self._one(Session, SESSIONS, f"session {id!r}", tenant, SESSIONS.c.id == id)
+        return self._one(Session, f"session {id!r}", "sessions", tenant, id)
 
     def sessions(self, tenant: str, limit: int | None = None, offset: int = 0) -> list[Session]:
-        """The newest first."""
-        return self._page(Session, SESSIONS, tenant, limit, offset)
+        """Returns sessions, the newest first."""
+        return self._page(Session, "sessions WHERE tenant = ?", (tenant,), limit, offset)
 
-    def tell_session(self, session: Session, **more: Any) -> None:
-        """Adds to what the client says of a session."""
-        with self._write() as connection:
-            told = connection.execute(
-                sa.select(SESSIONS.c.told).where(SESSIONS.c.id == session.id)
-            ).scalar_one()
-            connection.execute(
-                SESSIONS.update().where(SESSIONS.c.id == session.id).values(told=told | more)
-            )
+    def update_session(self, session: Session, **details: Any) -> None:
+        """Adds to a session's details."""
+        query = "UPDATE sessions SET details = json_patch(details, ?) WHERE id = ?"
+        self._write(query, json.dumps(details), session.id)
 
     def end_session(self, id: str) -> list[str]:
-        """Ends a session, and returns its models that had not ended."""
-        with self._write() as connection:
-            connection.execute(
-                SESSIONS.update()
-                .where(SESSIONS.c.id == id, SESSIONS.c.ended.is_(None))
-                .values(ended=self.clock())
-            )
-            mine = (MODELS.c.session == id, MODELS.c.ended.is_(None))
-            found = list(connection.scalars(sa.select(MODELS.c.id).where(*mine)))
-            connection.execute(MODELS.update().where(*mine).values(ended=self.clock()))
-        return found
+        """Ends a session; returns its models that had not ended."""
+        now = self.clock()
+
+        def apply(connection: Connection) -> list[str]:
+            query = "UPDATE sessions SET ended = ? WHERE id = ? AND ended IS NULL"
+            connection.execute(query, (now, id))
+            query = "UPDATE models SET ended = ? WHERE session = ? AND ended IS NULL RETURNING id"
+            return [row["id"] for row in connection.execute(query, (now, id)).fetchall()]
+
+        return self._database.write(apply).result()
 
     def open_sessions(self) -> dict[str, str]:
-        """Tenants of the sessions that have not ended, by id."""
-        query = sa.select(SESSIONS.c.id, SESSIONS.c.tenant).where(SESSIONS.c.ended.is_(None))
-        with self._engine.connect() as connection:
-            return dict(connection.execute(query).tuples().all())
+        """Returns the tenants of sessions that have not ended, by id."""
+        rows = self._database.read("SELECT id, tenant FROM sessions WHERE ended IS NULL")
+        return dict(map(tuple, rows))
 
     def count_start(self) -> int:
-        """Counts a start of the server, and returns its number: 1, 2, …"""
-        with self._write() as connection:
-            return connection.execute(STARTS.insert().values(number=None)).inserted_primary_key[0]  # type: ignore[index]
+        """Counts a start of the server; returns its number, from 1."""
+        return self._write("INSERT INTO starts DEFAULT VALUES RETURNING number")[0]["number"]
 
-    # -- models
+    # models
 
-    def add_model(self, session: str, number: int, tenant: str, told: Mapping[str, Any]) -> Model:
-        """A session's model of this number, which is made unless it is there."""
+    def add_model(
+        self, session: str, number: int, tenant: str, details: Mapping[str, Any]
+    ) -> Model:
+        """Returns a session's model of this number, created unless it exists."""
         id = f"{session}:train:{number}"
-        self._insert(
-            MODELS, id=id, session=session, tenant=tenant, told=dict(told), created=self.clock()
-        )
+        made = id, session, tenant, json.dumps(dict(details)), self.clock(), None
+        self._insert("models", *made)
         return self.model(tenant, id)
 
     def model(self, tenant: str, id: str) -> Model:
-        return self._one(Model, MODELS, f"model {id!r}", tenant, MODELS.c.id == id)
+        return self._one(Model, f"model {id!r}", "models", tenant, id)
 
     def owner(self, model: str) -> str:
-        """Whose a model is."""
+        """Returns the tenant that owns a model.
+
+        Raises:
+            NotFound: there is no such model.
+        """
         if (tenant := self._owners.get(model)) is None:
-            with self._engine.connect() as connection:
-                tenant = connection.execute(
-                    sa.select(MODELS.c.tenant).where(MODELS.c.id == model)
-                ).scalar()
-            if tenant is None:
+            rows = self._database.read("SELECT tenant FROM models WHERE id = ?", model)
+            if not rows:
                 raise NotFound(f"there is no model {model[:200]!r}")
-            self._owners[model] = tenant
+            tenant = self._owners[model] = rows[0]["tenant"]
         return tenant
 
-    def tell_of_model(self, id: str, told: Mapping[str, Any]) -> None:
-        with self._write() as connection:
-            connection.execute(MODELS.update().where(MODELS.c.id == id).values(told=dict(told)))
-
     def end_model(self, id: str) -> None:
-        with self._write() as connection:
-            connection.execute(
-                MODELS.update()
-                .where(MODELS.c.id == id, MODELS.c.ended.is_(None))
-                .values(ended=self.clock())
-            )
+        self._write("UPDATE models SET ended = ? WHERE id = ? AND ended IS NULL", self.clock(), id)
 
     def has_ended(self, model: str) -> bool:
-        """Whether a model has ended; True for one that is not there."""
-        query = sa.select(MODELS.c.id).where(MODELS.c.id == model, MODELS.c.ended.is_(None))
-        with self._engine.connect() as connection:
-            return connection.execute(query).first() is None
+        """Returns whether a model has ended; True if it does not exist."""
+        query = "SELECT 1 FROM models WHERE id = ? AND ended IS NULL"
+        return not self._database.read(query, model)
 
     def living(self, tenant: str) -> list[Model]:
-        """A tenant's models that have not ended."""
-        with self._engine.connect() as connection:
-            rows = connection.execute(
-                sa.select(MODELS).where(MODELS.c.tenant == tenant, MODELS.c.ended.is_(None))
-            )
-            return [Model(**row._mapping) for row in rows]
+        """Returns a tenant's models that have not ended."""
+        query = "SELECT * FROM models WHERE tenant = ? AND ended IS NULL"
+        return [_record(Model, row) for row in self._database.read(query, tenant)]
 
     def models(
         self, tenant: str, limit: int, offset: int, project: str | None = None
     ) -> list[Model]:
-        """The newest first; of one project's sessions, or of all."""
-        return self._page(Model, MODELS, tenant, limit, offset, *_in_project(project))
+        """Returns models, the newest first; of one project's sessions, or of all."""
+        where, values = _in_project(tenant, project)
+        return self._page(Model, f"models WHERE {where}", values, limit, offset)
 
     def models_of(self, tenant: str, session: str) -> list[str]:
-        return self._ids(MODELS, tenant, session)
+        return self._ids("models", tenant, session)
 
     def count_models(self, tenant: str, project: str | None = None) -> int:
-        return self._count(MODELS, tenant, *_in_project(project))
+        where, values = _in_project(tenant, project)
+        return self._scalar(f"SELECT COUNT(*) FROM models WHERE {where}", *values)
 
-    # -- how training goes
+    # training curves
 
     def add_points(self, points: Mapping[str, Sequence[Point]]) -> None:
-        """Further updates of models, in order: all of them, or none where this raises."""
-        last = sa.select(sa.func.coalesce(sa.func.max(POINTS.c.number), 0))
-        with self._write() as connection:
-            for model, some in points.items():
-                start = connection.execute(last.where(POINTS.c.model == model)).scalar_one() + 1
-                rows = [
-                    {"model": model, "number": start + i, **point._asdict()}
-                    for i, point in enumerate(some)
-                ]
-                connection.execute(POINTS.insert(), rows)
+        """Adds updates of models, in order, in one transaction."""
+
+        def apply(connection: Connection) -> None:
+            for model, new in points.items():
+                query = "SELECT COALESCE(MAX(number), 0) FROM points WHERE model = ?"
+                start = connection.execute(query, (model,)).fetchone()[0] + 1
+                rows = [(model, start + i, *point) for i, point in enumerate(new)]
+                connection.executemany("INSERT INTO points VALUES (?, ?, ?, ?, ?)", rows)
+
+        self._database.write(apply).result()
 
     def points(self, model: str, most: int) -> list[tuple[int, Point]]:
-        """A model's updates with their numbers from 1, evenly thinned to at most ``most`` and the
-        last one.
+        """Returns a model's updates with their numbers from 1, evenly thinned to at most ``most``
+        and the last one.
         """
-        mine = POINTS.c.model == model
-        with self._engine.connect() as connection:
-            last = (
-                connection.execute(sa.select(sa.func.max(POINTS.c.number)).where(mine)).scalar()
-                or 0
-            )
-            kept = sa.or_(POINTS.c.number % max(1, -(-last // most)) == 0, POINTS.c.number == last)
-            found = connection.execute(
-                sa.select(POINTS).where(mine, kept).order_by(POINTS.c.number)
-            )
-            return [(row.number, Point(row.at, row.loss, row.grad_norm)) for row in found]
+        last = self._scalar("SELECT MAX(number) FROM points WHERE model = ?", model) or 0
+        query = "SELECT number, at, loss, grad_norm FROM points WHERE model = ?"
+        query += " AND (number % ? = 0 OR number = ?) ORDER BY number"
+        rows = self._database.read(query, model, max(1, -(-last // most)), last)
+        return [(number, Point(*point)) for number, *point in rows]
 
-    # -- samplers
+    # samplers
 
     def add_sampler(
         self, session: str, number: int, tenant: str, path: str | None, digest: str | None
     ) -> Sampler:
-        """A session's sampler of this number, which is made unless it is there."""
+        """Returns a session's sampler of this number, created unless it exists."""
         id = f"{session}:sample:{number}"
-        made = {"path": path, "digest": digest, "clients": 1, "created": self.clock()}
-        self._insert(SAMPLERS, id=id, session=session, tenant=tenant, **made)
+        self._insert("samplers", id, session, tenant, path, digest, 1, self.clock())
         return self.sampler(tenant, id)
 
     def sampler(self, tenant: str, id: str) -> Sampler:
-        return self._one(Sampler, SAMPLERS, f"sampling session {id!r}", tenant, SAMPLERS.c.id == id)
+        return self._one(Sampler, f"sampling session {id!r}", "samplers", tenant, id)
 
     def join_sampler(self, tenant: str, id: str) -> int:
-        """The number of one more client of a sampler."""
+        """Returns the number of one more client of a sampler."""
         self.sampler(tenant, id)
-        with self._write() as connection:
-            query = (
-                SAMPLERS.update()
-                .where(SAMPLERS.c.id == id)
-                .values(clients=SAMPLERS.c.clients + 1)
-                .returning(SAMPLERS.c.clients)
-            )
-            return connection.execute(query).scalar_one() - 1
+        query = "UPDATE samplers SET clients = clients + 1 WHERE id = ? RETURNING clients"
+        return self._write(query, id)[0]["clients"] - 1
 
     def samplers_of(self, tenant: str, session: str) -> list[str]:
-        return self._ids(SAMPLERS, tenant, session)
+        return self._ids("samplers", tenant, session)
 
     def remove_snapshots(self, seconds: float, limit: int = 256) -> int:
         """Removes samplers of unnamed weights whose session ended more than ``seconds`` ago, at
         most ``limit``; returns how many.
         """
-        query = sa.select(SAMPLERS.c.id).join(SESSIONS, SAMPLERS.c.session == SESSIONS.c.id)
-        query = query.where(
-            SESSIONS.c.ended < self.clock() - seconds,
-            SAMPLERS.c.path.is_(None),
-            SAMPLERS.c.digest.is_not(None),
-        )
-        with self._write() as connection:
-            gone = (
-                SAMPLERS.delete()
-                .where(SAMPLERS.c.id.in_(query.limit(limit)))
-                .returning(SAMPLERS.c.digest)
-            )
-            digests = list(connection.scalars(gone))
-            self._offer(
-                connection,
-                [{"digest": one, "policy": "", "kind": "sampler_weights"} for one in digests],
-            )
-        return len(digests)
+        where = """id IN (SELECT samplers.id FROM samplers JOIN sessions ON session = sessions.id
+            WHERE ended < ? AND path IS NULL AND digest IS NOT NULL LIMIT ?)"""
+        return self._remove("samplers", where, self.clock() - seconds, limit)
 
-    # -- checkpoints
+    # checkpoints
 
     def need_free(self, model: str, kind: str, name: str, request: str) -> None:
         """
         Raises:
-            UserError: the name is taken by what another request saved.
+            UserError: another request saved a checkpoint of this name.
         """
-        with self._engine.connect() as connection:
-            found = connection.execute(
-                sa.select(CHECKPOINTS.c.request).where(*_key(model, kind, name))
-            ).first()
-        if found is not None and found.request != request:
+        query = f"SELECT 1 FROM checkpoints WHERE {_KEY} AND request != ?"
+        if self._database.read(query, model, kind, name, request):
             raise UserError(
                 f"tinker://{model}/{kind}/{name} exists already: choose another name, or save with"
                 " overwrite"
@@ -437,93 +335,57 @@ class Book:
         """Adds a row, or replaces the one of its name; the replaced row's bytes may then be
         reclaimed.
 
-        The caller checks with ``need_free`` whether it may replace a row, and runs one save of a
-        model after another.
+        The caller checks with ``need_free`` whether it may replace a row, and runs the saves of a
+        model one after another.
         """
-        gone = (
-            CHECKPOINTS.delete()
-            .where(*_key(checkpoint.model, checkpoint.kind, checkpoint.name))
-            .returning(CHECKPOINTS)
-        )
-        with self._write() as connection:
-            replaced = [Checkpoint(**row._mapping) for row in connection.execute(gone).all()]
-            connection.execute(CHECKPOINTS.insert().values(**dataclasses.asdict(checkpoint)))
-            self._offer(
-                connection, [_reclaim(row) for row in replaced if row.digest != checkpoint.digest]
-            )
+        row = dataclasses.asdict(checkpoint) | {"details": json.dumps(checkpoint.details)}
+
+        def apply(connection: Connection) -> None:
+            _delete(connection, "checkpoints", _KEY, checkpoint.key, keep=checkpoint.digest)
+            marks = ", ".join("?" * len(row))
+            connection.execute(f"INSERT INTO checkpoints VALUES ({marks})", tuple(row.values()))
+
+        self._database.write(apply).result()
 
     def checkpoint(
         self, tenant: str, model: str, kind: str, name: str, published: bool = False
     ) -> Checkpoint:
-        """One of the tenant's own; or, with ``published``, anybody's that is public.
+        """Returns a tenant's checkpoint; with ``published``, also another's public one.
 
         Raises:
-            NotFound: also where it has expired.
+            NotFound: it does not exist, or has expired.
         """
-        with self._engine.connect() as connection:
-            row = connection.execute(sa.select(CHECKPOINTS).where(*_key(model, kind, name))).first()
-        found = None if row is None else Checkpoint(**row._mapping)
-        expired = found is not None and found.expires is not None and found.expires <= self.clock()
-        if (
-            found is None
-            or expired
-            or (found.tenant != tenant and not (published and found.public))
-        ):
+        query = f"SELECT * FROM checkpoints WHERE {_KEY} AND {_LIVE}"
+        query += " AND (tenant = ? OR (? AND public))"
+        rows = self._database.read(query, model, kind, name, self.clock(), tenant, published)
+        if not rows:
             raise NotFound(f"there is no checkpoint {f'tinker://{model}/{kind}/{name}'[:200]}")
-        return found
+        return _record(Checkpoint, rows[0])
 
     def checkpoints(
         self, tenant: str, model: str | None = None, limit: int | None = None, offset: int = 0
     ) -> list[Checkpoint]:
-        """The newest first; of one model, or of all."""
-        query = sa.select(CHECKPOINTS).where(*self._mine(tenant, model)).order_by(_ROWID.desc())
-        with self._engine.connect() as connection:
-            return [
-                Checkpoint(**row._mapping)
-                for row in connection.execute(query.limit(limit).offset(offset))
-            ]
+        """Returns checkpoints, the newest first; of one model, or of all."""
+        where = f"checkpoints WHERE tenant = ? AND {_LIVE} AND (? IS NULL OR model = ?)"
+        values = tenant, self.clock(), model, model
+        return self._page(Checkpoint, where, values, limit, offset)
 
     def checkpoint_bytes(self, tenant: str) -> int:
-        """Of all that a tenant has, each content once."""
-        each = (
-            sa.select(CHECKPOINTS.c.digest, CHECKPOINTS.c.nbytes)
-            .where(*self._mine(tenant, None))
-            .distinct()
-            .subquery()
-        )
-        with self._engine.connect() as connection:
-            return connection.execute(
-                sa.select(sa.func.coalesce(sa.func.sum(each.c.nbytes), 0))
-            ).scalar_one()
+        """Returns the bytes of a tenant's checkpoints, each content once."""
+        query = f"SELECT DISTINCT digest, nbytes FROM checkpoints WHERE tenant = ? AND {_LIVE}"
+        query = f"SELECT COALESCE(SUM(nbytes), 0) FROM ({query})"
+        return self._scalar(query, tenant, self.clock())
 
     def checkpoint_totals(self, tenant: str, session: str) -> tuple[int, int]:
-        """How many checkpoints a session's models have, and their bytes."""
-        models = sa.select(MODELS.c.id).where(
-            MODELS.c.tenant == tenant, MODELS.c.session == session
-        )
-        query = sa.select(
-            sa.func.count(), sa.func.coalesce(sa.func.sum(CHECKPOINTS.c.nbytes), 0)
-        ).select_from(CHECKPOINTS)
-        with self._engine.connect() as connection:
-            return tuple(
-                connection.execute(
-                    query.where(CHECKPOINTS.c.tenant == tenant, CHECKPOINTS.c.model.in_(models))
-                ).one()
-            )  # type: ignore[return-value]
+        """Returns the number and the bytes of the checkpoints of a session's models."""
+        query = """SELECT COUNT(*), COALESCE(SUM(nbytes), 0) FROM checkpoints WHERE tenant = ?
+            AND model IN (SELECT id FROM models WHERE tenant = ? AND session = ?)"""
+        count, nbytes = self._database.read(query, tenant, tenant, session)[0]
+        return count, nbytes
 
     def count_checkpoints(self, tenant: str) -> int:
-        with self._engine.connect() as connection:
-            return connection.execute(
-                sa.select(sa.func.count()).select_from(CHECKPOINTS).where(*self._mine(tenant, None))
-            ).scalar_one()
-
-    def _mine(self, tenant: str, model: str | None) -> list[Any]:
-        living = sa.or_(CHECKPOINTS.c.expires.is_(None), CHECKPOINTS.c.expires > self.clock())
-        return [
-            CHECKPOINTS.c.tenant == tenant,
-            living,
-            *([] if model is None else [CHECKPOINTS.c.model == model]),
-        ]
+        query = f"SELECT COUNT(*) FROM checkpoints WHERE tenant = ? AND {_LIVE}"
+        return self._scalar(query, tenant, self.clock())
 
     def change_checkpoint(self, checkpoint: Checkpoint, **values: Any) -> None:
         """Sets ``expires`` or ``public`` of the tenant's checkpoint of this path.
@@ -531,13 +393,10 @@ class Book:
         Raises:
             NotFound: it was removed, or has expired.
         """
-        key = (
-            *_key(checkpoint.model, checkpoint.kind, checkpoint.name),
-            *self._mine(checkpoint.tenant, None),
-        )
-        with self._write() as connection:
-            changed = connection.execute(CHECKPOINTS.update().where(*key).values(**values)).rowcount
-        if not changed:
+        sets = ", ".join(f"{name} = ?" for name in values)
+        query = f"UPDATE checkpoints SET {sets} WHERE {_KEY} AND tenant = ? AND {_LIVE} RETURNING 1"
+        where = *checkpoint.key, checkpoint.tenant, self.clock()
+        if not self._write(query, *values.values(), *where):
             raise NotFound(f"there is no checkpoint {checkpoint.path[:200]}")
 
     def remove_checkpoint(self, checkpoint: Checkpoint) -> None:
@@ -547,187 +406,143 @@ class Book:
         Raises:
             NotFound: there is none.
         """
-        key = (
-            *_key(checkpoint.model, checkpoint.kind, checkpoint.name),
-            CHECKPOINTS.c.tenant == checkpoint.tenant,
-        )
-        if not self._remove(*key):
+        where = f"{_KEY} AND tenant = ?"
+        if not self._remove("checkpoints", where, *checkpoint.key, checkpoint.tenant):
             raise NotFound(f"there is no checkpoint {checkpoint.path[:200]}")
 
     def remove_expired(self) -> int:
-        """Removes the checkpoints whose time to live is over, and returns how many."""
-        return self._remove(CHECKPOINTS.c.expires <= self.clock())
-
-    def _remove(self, *where: Any) -> int:
-        """One transaction: a row that is saved or kept for longer meanwhile is seen as it is
-        then.
-        """
-        with self._write() as connection:
-            found = connection.execute(
-                CHECKPOINTS.delete().where(*where).returning(CHECKPOINTS)
-            ).all()
-            self._offer(connection, [_reclaim(Checkpoint(**row._mapping)) for row in found])
-        return len(found)
+        """Removes the checkpoints whose time to live is over; returns how many."""
+        return self._remove("checkpoints", "expires <= ?", self.clock())
 
     def unused(self, digest: str) -> bool:
-        """Whether no checkpoint and no sampler names these bytes."""
-        with self._engine.connect() as connection:
-            return (
-                connection.execute(
-                    sa.select(sa.literal(1)).where(_unnamed(sa.literal(digest)))
-                ).first()
-                is not None
-            )
+        """Returns whether no checkpoint and no sampler names these bytes."""
+        return bool(self._scalar(f"SELECT {_UNNAMED.format('?1')}", digest))
 
     def named(self) -> set[str]:
-        """The digests of all checkpoints."""
-        with self._engine.connect() as connection:
-            return set(connection.scalars(sa.select(CHECKPOINTS.c.digest).distinct()))
+        """Returns the digests of all checkpoints."""
+        return {row[0] for row in self._database.read("SELECT DISTINCT digest FROM checkpoints")}
 
     def reclaimable(self) -> list[tuple[str, str, str]]:
-        """Digest, policy and kind of removed checkpoints whose bytes no row names now; a sampler's
-        weights may have no policy.
+        """Returns digest, policy and kind of removed checkpoints whose bytes no row names now; the
+        weights of a sampler may have no policy.
         """
-        query = sa.select(RECLAIM.c.digest, RECLAIM.c.policy, RECLAIM.c.kind).where(
-            _unnamed(RECLAIM.c.digest)
-        )
-        with self._engine.connect() as connection:
-            return [tuple(row) for row in connection.execute(query)]
+        where = _UNNAMED.format("reclaim.digest")
+        query = f"SELECT digest, policy, kind FROM reclaim WHERE {where}"
+        return [tuple(row) for row in self._database.read(query)]
 
     def reclaimed(self, digest: str, policy: str) -> None:
-        """Notes that bytes are deleted."""
-        with self._write() as connection:
-            connection.execute(
-                RECLAIM.delete().where(RECLAIM.c.digest == digest, RECLAIM.c.policy == policy)
-            )
+        """Records that bytes are deleted."""
+        self._write("DELETE FROM reclaim WHERE digest = ? AND policy = ?", digest, policy)
 
-    @staticmethod
-    def _offer(connection: sa.Connection, rows: list[dict[str, str]]) -> None:
-        if rows:
-            connection.execute(RECLAIM.insert().prefix_with("OR IGNORE"), rows)
-
-    # -- what was spent
+    # costs
 
     def add_costs(self, costs: Mapping[tuple[str, str], Mapping[str, float]]) -> None:
-        """Adds to what (tenant, policy) have cost: all of it, or nothing where this raises."""
-        rows = [
-            {"tenant": tenant, "policy": policy, **sums} for (tenant, policy), sums in costs.items()
-        ]
-        query = sqlite.insert(COSTS)
-        sums = {name: COSTS.c[name] + query.excluded[name] for name in SUMS}
-        with self._write() as connection:
-            connection.execute(
-                query.on_conflict_do_update(index_elements=["tenant", "policy"], set_=sums), rows
-            )
+        """Adds to the costs of (tenant, policy) pairs in one transaction."""
+        rows = [(*key, *(sums[name] for name in SUMS)) for key, sums in costs.items()]
+        marks = ", ".join("?" * (2 + len(SUMS)))
+        sets = ", ".join(f"{name} = {name} + excluded.{name}" for name in SUMS)
+        query = f"INSERT INTO costs VALUES ({marks}) ON CONFLICT DO UPDATE SET {sets}"
+        self._database.write(lambda connection: connection.executemany(query, rows)).result()
 
     def costs(
         self, by: str, tenant: str | None, limit: int | None, offset: int
     ) -> list[tuple[str, dict[str, Any]]]:
-        """Sums by ``tenant`` or ``policy``, the largest first; of all tenants, or of one."""
-        query = (
-            _sums(COSTS.c[by]).order_by(_SECONDS.desc(), COSTS.c[by]).limit(limit).offset(offset)
-        )
-        return self._named(query if tenant is None else query.where(COSTS.c.tenant == tenant))
+        """Returns sums by ``tenant`` or ``policy``, the largest first; of all tenants, or of
+        one.
+        """
+        seconds = " + ".join(f"SUM({name})" for name in SECONDS)
+        query = f"SELECT {by}, {_COSTS} FROM costs WHERE ? IS NULL OR tenant = ?"
+        query += f" GROUP BY {by} ORDER BY {seconds} DESC, {by} LIMIT ? OFFSET ?"
+        return self._sums(query, tenant, tenant, -1 if limit is None else limit, offset)
 
     def costs_of(self, policies: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
-        """Sums of these policies, where there are any; at most some hundred."""
-        return self._named(_sums(COSTS.c.policy).where(COSTS.c.policy.in_(policies)))
+        """Returns sums of at most some hundred policies."""
+        marks = ", ".join("?" * len(policies))
+        query = f"SELECT policy, {_COSTS} FROM costs WHERE policy IN ({marks}) GROUP BY policy"
+        return self._sums(query, *policies)
 
-    def _named(self, query: sa.Select[Any]) -> list[tuple[str, dict[str, Any]]]:
-        with self._engine.connect() as connection:
-            return [(row[0], dict(zip(SUMS, row[1:]))) for row in connection.execute(query)]
+    # internals
 
-    # -- how
+    def _write(self, query: str, *values: Any) -> list[sqlite3.Row]:
+        return self._database.write(lambda c: c.execute(query, values).fetchall()).result()
 
-    def _insert(self, table: sa.Table, **values: Any) -> None:
-        """Unless its key is there."""
-        with self._write() as connection:
-            connection.execute(table.insert().prefix_with("OR IGNORE").values(**values))
+    def _scalar(self, query: str, *values: Any) -> Any:
+        return self._database.read(query, *values)[0][0]
 
-    def _one(self, kind: Any, table: sa.Table, what: str, tenant: str, *where: Any) -> Any:
-        with self._engine.connect() as connection:
-            row = connection.execute(
-                sa.select(table).where(table.c.tenant == tenant, *where)
-            ).first()
-        if row is None:
+    def _insert(self, table: str, *values: Any) -> None:
+        """Inserts a row unless its key exists."""
+        marks = ", ".join("?" * len(values))
+        self._write(f"INSERT OR IGNORE INTO {table} VALUES ({marks})", *values)
+
+    def _remove(self, table: str, where: str, *values: Any) -> int:
+        """Deletes rows and notes their bytes in one transaction; returns how many."""
+        return self._database.write(lambda c: _delete(c, table, where, values)).result()
+
+    def _one(self, kind: Any, what: str, table: str, tenant: str, id: str) -> Any:
+        rows = self._database.read(f"SELECT * FROM {table} WHERE id = ? AND tenant = ?", id, tenant)
+        if not rows:
             raise NotFound(f"there is no {what[:200]}")
-        return kind(**row._mapping)
+        return _record(kind, rows[0])
 
     def _page(
-        self, kind: Any, table: sa.Table, tenant: str, limit: int | None, offset: int, *where: Any
+        self, kind: Any, where: str, values: Iterable[Any], limit: int | None, offset: int
     ) -> list[Any]:
-        query = (
-            sa.select(table)
-            .where(table.c.tenant == tenant, *where)
-            .order_by(_ROWID.desc())
-            .limit(limit)
-            .offset(offset)
-        )
-        with self._engine.connect() as connection:
-            return [kind(**row._mapping) for row in connection.execute(query)]
+        query = f"SELECT * FROM {where} ORDER BY rowid DESC LIMIT ? OFFSET ?"
+        rows = self._database.read(query, *values, -1 if limit is None else limit, offset)
+        return [_record(kind, row) for row in rows]
 
-    def _ids(self, table: sa.Table, tenant: str, session: str) -> list[str]:
-        query = (
-            sa.select(table.c.id)
-            .where(table.c.tenant == tenant, table.c.session == session)
-            .order_by(_ROWID)
-        )
-        with self._engine.connect() as connection:
-            return list(connection.scalars(query))
+    def _ids(self, table: str, tenant: str, session: str) -> list[str]:
+        query = f"SELECT id FROM {table} WHERE tenant = ? AND session = ? ORDER BY rowid"
+        return [row["id"] for row in self._database.read(query, tenant, session)]
 
-    def _count(self, table: sa.Table, tenant: str, *where: Any) -> int:
-        with self._engine.connect() as connection:
-            return connection.execute(
-                sa.select(sa.func.count())
-                .select_from(table)
-                .where(table.c.tenant == tenant, *where)
-            ).scalar_one()
+    def _sums(self, query: str, *values: Any) -> list[tuple[str, dict[str, Any]]]:
+        rows = self._database.read(query, *values)
+        return [(row[0], dict(zip(SUMS, tuple(row)[1:]))) for row in rows]
 
 
-def _in_project(project: str | None) -> tuple[Any, ...]:
-    """The condition that a model's session is of a project."""
+def _record(kind: Any, row: sqlite3.Row) -> Any:
+    fields = dict(zip(row.keys(), row))
+    if "details" in fields:
+        fields["details"] = json.loads(fields["details"])
+    if "public" in fields:
+        fields["public"] = bool(fields["public"])
+    return kind(**fields)
+
+
+def _delete(
+    connection: Connection, table: str, where: str, values: Iterable[Any], keep: str = ""
+) -> int:
+    """Deletes rows and notes in ``reclaim`` which bytes they named, but for the digest ``keep``."""
+    query = f"DELETE FROM {table} WHERE {where} RETURNING *"
+    rows = connection.execute(query, tuple(values)).fetchall()
+    for row in rows:
+        if table == "samplers":
+            named = row["digest"], "", "sampler_weights"
+        else:
+            named = row["digest"], _record(Checkpoint, row).policy, row["kind"]
+        if named[0] != keep:
+            connection.execute("INSERT OR IGNORE INTO reclaim VALUES (?, ?, ?)", named)
+    return len(rows)
+
+
+def _in_project(tenant: str, project: str | None) -> tuple[str, tuple[str, ...]]:
+    """Returns the condition of models of a tenant's project, and its values."""
     if project is None:
-        return ()
-    return (
-        MODELS.c.session.in_(
-            sa.select(SESSIONS.c.id).where(SESSIONS.c.told["project_id"].as_string() == project)
-        ),
-    )
-
-
-_ROWID = sa.literal_column("rowid")
-_SECONDS = sum((sa.func.sum(COSTS.c[name]) for name in SECONDS), sa.literal(0.0))
-
-
-def _sums(by: sa.Column[Any]) -> sa.Select[Any]:
-    return sa.select(by, *(sa.func.sum(COSTS.c[name]) for name in SUMS)).group_by(by)
-
-
-def _key(model: str, kind: str, name: str) -> Iterable[Any]:
-    return CHECKPOINTS.c.model == model, CHECKPOINTS.c.kind == kind, CHECKPOINTS.c.name == name
-
-
-def _reclaim(row: Checkpoint) -> dict[str, str]:
-    return {"digest": row.digest, "policy": row.policy, "kind": row.kind}
-
-
-def _unnamed(digest: Any) -> Any:
-    """Whether no checkpoint and no sampler names a digest."""
-    return sa.and_(
-        *(~sa.exists().where(table.c.digest == digest) for table in (CHECKPOINTS, SAMPLERS))
-    )
+        return "tenant = ?", (tenant,)
+    inside = "SELECT id FROM sessions WHERE json_extract(details, '$.project_id') = ?"
+    return f"tenant = ? AND session IN ({inside})", (tenant, project)
 
 
 def steady(
     wall: Callable[[], float] = time.time, monotonic: Callable[[], float] = time.monotonic
 ) -> Callable[[], float]:
-    """A clock of seconds since 1970 that reads the system's clock once, now, and counts on by
-    itself.
+    """Returns a clock of seconds since 1970 that reads the system's clock once, now, and then
+    follows the monotonic one.
     """
     offset = wall() - monotonic()
     return lambda: offset + monotonic()
 
 
 def iso(at: float) -> str:
-    """ISO 8601 of seconds since 1970."""
+    """Returns seconds since 1970 as ISO 8601."""
     return datetime.datetime.fromtimestamp(at, datetime.UTC).isoformat()

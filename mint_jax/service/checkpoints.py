@@ -255,7 +255,7 @@ class Checkpoints:
                         )
                     }
                 now = self.book.clock()
-                told = {
+                details = {
                     "config": dataclasses.asdict(held.config),
                     "base": self.base.fingerprint,
                     "metadata": call.metadata,
@@ -269,7 +269,7 @@ class Checkpoints:
                     digest,
                     nbytes,
                     request,
-                    told | {"policy": policy},
+                    details | {"policy": policy},
                     now,
                     expires,
                     False,
@@ -312,9 +312,9 @@ class Checkpoints:
             )
         if (file := next(kept.parent.glob(f"{kept.name}-*"), None)) is None:
             with self.reading(call.tenant, call.path) as row:
-                if row.told["base"] != self.base.fingerprint:
+                if row.details["base"] != self.base.fingerprint:
                     raise UserError(
-                        f"{call.path} is of base {row.told['base'][:12]}, this is"
+                        f"{call.path} is of base {row.details['base'][:12]}, this is"
                         f" {self.base.fingerprint[:12]}: load it where its own is"
                     )
                 file = kept.with_name(f"{kept.name}-{row.digest}")
@@ -362,7 +362,7 @@ class Checkpoints:
     # -- what REST asks for
 
     def config(self, row: Checkpoint) -> AdapterConfig:
-        fields = row.told["config"]
+        fields = row.details["config"]
         return AdapterConfig(**fields | {"targets": tuple(fields["targets"])})
 
     def copy(self, tenant: str, source: str, model: str, request: str, ttl_s: int | None) -> str:
@@ -373,13 +373,13 @@ class Checkpoints:
             self.book.need_free(model, row.kind, row.name, request)
             self.need_room(tenant, 0 if row.tenant == tenant else row.nbytes)
             # whose revision a sampler checkpoint is stays the source's
-            told = row.told | {"policy": row.policy}
+            details = row.details | {"policy": row.policy}
             made = dataclasses.replace(
                 row,
                 model=model,
                 tenant=tenant,
                 request=request,
-                told=told,
+                details=details,
                 created=now,
                 expires=expires,
                 public=False,

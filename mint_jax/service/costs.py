@@ -117,7 +117,7 @@ class Costs:
         """Writes down what is new. What could not be written is tried again with the next.
 
         Raises:
-            sqlalchemy.exc.SQLAlchemyError: the book is busy, or its disk is full.
+            DatabaseFailed: the disk refuses.
         """
         with self._writing:
             with self._lock:

@@ -98,9 +98,9 @@ class MintExtras:
                 f"{path} is no path of sampler weights; save_weights_for_sampler makes them"
             )
         row = self.server.book.checkpoint(tenant, *where, published=published)
-        if row.told["base"] != self.server.base.fingerprint:
+        if row.details["base"] != self.server.base.fingerprint:
             raise UserError(
-                f"{path} is of another base, {row.told['base'][:12]}: sum what is of"
+                f"{path} is of another base, {row.details['base'][:12]}: sum what is of"
                 f" {self.server.name}"
             )
         return row

@@ -52,13 +52,13 @@ class Owned:
             self._check_room(tenant, more, self._trained(tenant))
 
     def _trained(self, tenant: str) -> list[Model]:
-        return [model for model in self._book.living(tenant) if "rank" in model.told]
+        return [model for model in self._book.living(tenant) if "rank" in model.details]
 
     def _check_room(self, tenant: str, more: int, trained: list[Model]) -> None:
         if (most := self._quotas.of(tenant).bytes) is None:
             return
         has = self._book.checkpoint_bytes(tenant) + sum(
-            self._state_bytes(one.told["rank"], one.told["train"]) for one in trained
+            self._state_bytes(one.details["rank"], one.details["train"]) for one in trained
         )
         if has + more > most:
             raise OverQuota(

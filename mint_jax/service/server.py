@@ -1,11 +1,11 @@
 """One server: a resident base, its loop, and all that outlives the process, below one folder.
 
-FOLDER/server.db     sessions, models, samplers, checkpoints' rows (book.py), training requests
-(futures.py) FOLDER/training/     states of policies (durable.py)
-FOLDER/checkpoints/  training states that were saved, and adapters for other engines
-(checkpoints.py) FOLDER/catalog/      revisions: all that can be sampled, unless a catalog elsewhere
-is named FOLDER/spilled/      states of policies that are idle; nothing of it is needed after a
-restart
+FOLDER/server.db     training requests (futures.py), sessions, models, samplers, checkpoints' rows
+                     (book.py)
+FOLDER/training/     states of policies (durable.py)
+FOLDER/checkpoints/  saved training states, and adapters for other engines (checkpoints.py)
+FOLDER/catalog/      revisions to sample from, unless a catalog elsewhere is named
+FOLDER/spilled/      states of idle policies; not needed after a restart
 """
 
 import contextlib
@@ -152,7 +152,7 @@ class Server:
         )
         with contextlib.ExitStack() as opened:
             self.database = opened.enter_context(ServerDatabase(folder / "server.db"))
-            self.book = opened.enter_context(contextlib.closing(Book(folder / "server.db")))
+            self.book = Book(self.database)
             self.catalog = opened.enter_context(
                 contextlib.closing(
                     Catalog.open(catalog or folder / "catalog", payloads, actor="service")
@@ -291,8 +291,8 @@ class Server:
             ),
         )
         self.durable = durable
-        # Only now is it certain that no other process has the folder. The loop, which may spill
-        # states, does not run yet.
+        # no other process has the folder: the database is open; the loop, which may spill states,
+        # does not run yet
         shutil.rmtree(self.folder / "spilled", ignore_errors=True)
         (self.folder / "spilled").mkdir(parents=True)
         self.checkpoints.sweep(leftovers)
@@ -518,11 +518,11 @@ class Server:
         told = {
             "rank": config.rank,
             "train": self.trained_families(config),
-            "metadata": row.told.get("metadata"),
+            "metadata": row.details.get("metadata"),
             "copy_of": source,
         }
         model = self.book.add_model(session, place, tenant, told)
-        if model.told.get("copy_of") != source:
+        if model.details.get("copy_of") != source:
             raise Conflict(f"model {model.id!r} is another one: give a copy a new model_seq_id")
         self.book.end_model(model.id)
         return self.checkpoints.copy(tenant, source, model.id, f"copy of {source}", ttl_s)

@@ -136,7 +136,7 @@ class Tinker:
         if reason in REASONS:
             detail = str(told.get("detail") or "")[:LONGEST_REASON]
             await asyncio.to_thread(
-                self.server.book.tell_session, session, finished=reason, detail=detail or None
+                self.server.book.update_session, session, finished=reason, detail=detail or None
             )
         await asyncio.to_thread(self.server.end_session, session.id)
         return JSONResponse({})
@@ -209,7 +209,7 @@ class Tinker:
         model = self._model(
             tenant_of(request), text((await told_in(request)).get("model_id"), "model_id")
         )
-        name, rank = self.server.name, model.told.get("rank")
+        name, rank = self.server.name, model.details.get("rank")
         data = {
             "model_name": name,
             "tokenizer_id": self.server.tokenizer,

@@ -92,12 +92,12 @@ class Rest:
             "base_model": self.server.name,
             "model_owner": tenant,
             "is_lora": True,
-            "lora_rank": model.told.get("rank"),
+            "lora_rank": model.details.get("rank"),
             "corrupted": False,
             "last_request_time": iso(heard),
             "last_checkpoint": newest["weights"],
             "last_sampler_checkpoint": newest["sampler_weights"],
-            "user_metadata": model.told.get("metadata"),
+            "user_metadata": model.details.get("metadata"),
         }
 
     async def sessions(self, request: Asked) -> Response:
@@ -108,8 +108,8 @@ class Rest:
         book, tenant = self.server.book, tenant_of(request)
         found = book.session(tenant, request.path_params["session"])
         told = {
-            "user_metadata": found.told.get("user_metadata"),
-            "display_name": found.told.get("display_name"),
+            "user_metadata": found.details.get("user_metadata"),
+            "display_name": found.details.get("display_name"),
         }
         runs, samplers = book.models_of(tenant, found.id), book.samplers_of(tenant, found.id)
         return JSONResponse({"training_run_ids": runs, "sampler_ids": samplers} | told)
@@ -257,7 +257,7 @@ def _shown(row: Checkpoint) -> dict[str, Any]:
         "tinker_path": row.path,
         "size_bytes": row.nbytes,
         "public": row.public,
-        "user_metadata": row.told.get("metadata"),
+        "user_metadata": row.details.get("metadata"),
         "expires_at": None if row.expires is None else iso(row.expires),
     }
 

@@ -65,7 +65,7 @@ class Sessions:
 
     def _summary(self, session: Session) -> dict[str, Any]:
         count, nbytes = self.server.book.checkpoint_totals(session.tenant, session.id)
-        told = session.told
+        told = session.details
         return {
             "session_id": session.id,
             "created_at": _iso(_place(session)[0]),
@@ -82,7 +82,7 @@ class Sessions:
         """Moves a session, and with it its runs, into a project."""
         session = self.server.book.session(tenant_of(request), request.path_params["session"])
         project = text((await told_in(request)).get("project_id"), "project_id")
-        self.server.book.tell_session(session, project_id=project[:1000])
+        self.server.book.update_session(session, project_id=project[:1000])
         return JSONResponse({})
 
     async def export(self, request: Asked) -> Response:
@@ -125,12 +125,12 @@ def trace_of(server: Server, tenant: str, id: str) -> bytes:
             args=args,
         )
 
-    life(0, f"session {id}", session.created, session.ended, session.told)
+    life(0, f"session {id}", session.created, session.ended, session.details)
     rows = 0
     for rows, model in enumerate(
         (book.model(tenant, one) for one in book.models_of(tenant, id)), 1
     ):
-        life(rows, model.id, model.created, model.ended, {"rank": model.told.get("rank")})
+        life(rows, model.id, model.created, model.ended, {"rank": model.details.get("rank")})
         for number, point in book.points(model.id, 10_000):
             add(
                 rows,
@@ -190,14 +190,14 @@ def _status(session: Session) -> dict[str, Any] | None:
     """None where it ended without a word of its client."""
     if session.ended is None:
         return {"type": "active"}
-    reason = session.told.get("finished")
+    reason = session.details.get("finished")
     return (
         None
         if reason is None
         else {
             "type": "client_finished",
             "reason": {"type": reason},
-            "detail": session.told.get("detail"),
+            "detail": session.details.get("detail"),
         }
     )
 
@@ -224,7 +224,7 @@ def _filter(told: Mapping[str, Any], tenant: str) -> Callable[[Session], bool]:
     )
 
     def fits(session: Session) -> bool:
-        mine = session.told
+        mine = session.details
         if session.tenant not in owners or (
             projects is not None and mine.get("project_id") not in projects
         ):

@@ -22,6 +22,7 @@ from mint_jax.service.book import Book, NotFound
 from mint_jax.service.calls import Create, ForwardBackward, Load, Optim, Save
 from mint_jax.service.checkpoints import Checkpoints
 from mint_jax.service.server import Server, Sizes
+from mint_jax.service.server_db import ServerDatabase
 from mint_jax.train import host_state as held_lib
 from mint_jax.train.state import OptimizerConfig
 from tests.train.live_test import SHAPES, coefs, random_data, random_state
@@ -172,7 +173,7 @@ def test_what_is_loaded_is_what_was_saved(rng, server):
                 np.testing.assert_array_equal(found.parts[part][key], leaf)
     row = server.book.checkpoint(client.tenant, model, "weights", "one")
     assert row.path == path
-    assert row.told["metadata"] == {"why": "test"}
+    assert row.details["metadata"] == {"why": "test"}
 
 
 @pytest.mark.long
@@ -381,7 +382,10 @@ class Shelf:
     KINDS = ("weights", "sampler_weights", "external_weights")
 
     def __init__(self, base, folder):
-        self.book, self.catalog = Book(folder / "server.db"), Catalog.open(folder / "catalog")
+        self.book, self.catalog = (
+            Book(ServerDatabase(folder / "server.db")),
+            Catalog.open(folder / "catalog"),
+        )
         self.checkpoints = Checkpoints(folder / "checkpoints", self.book, self.catalog, base)
         self.session = self.book.open_session("default", {})
         self.model = self.book.add_model(self.session, 0, "default", {}).id
@@ -414,7 +418,7 @@ class Shelf:
             assert any((self.checkpoints.folder / "external" / row.digest).iterdir())
 
     def close(self):
-        self.book.close()
+        self.book._database.close()
         self.catalog.close()
 
 

@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
-from sqlalchemy.exc import OperationalError
 from tinker import types
 
 from mint_jax import top
+from mint_jax.catalog.records.database import DatabaseFailed
 from mint_jax.service.book import Book
 from mint_jax.service.costs import BASE, KINDS, Cost, Costs, Payer
+from mint_jax.service.server_db import ServerDatabase
 from tests.service.sites import datum_of
 from tests.service.sites import site as site
 from tests.service.sites import sites as sites
@@ -28,9 +29,8 @@ SAMPLING = types.SamplingParams(max_tokens=16)
 
 @pytest.fixture
 def book(tmp_path):
-    book = Book(tmp_path / "server.db")
-    yield book
-    book.close()
+    with ServerDatabase(tmp_path / "server.db") as database:
+        yield Book(database)
 
 
 def random_shares(rng):
@@ -73,9 +73,9 @@ def test_what_was_written_or_told_is_there_after_a_restart(book, tmp_path):
     costs.charge("load", 1.0, {Payer("a", "digest"): 1})
     told = costs.by_policy()
     assert told == {"a model": Cost(decode_s=2.0, load_s=1.0, decode_tokens=3)}
-    again = Book(tmp_path / "server.db")
-    assert Costs(again).by_policy() == told
-    again.close()
+    book._database.close()
+    with ServerDatabase(tmp_path / "server.db") as database:
+        assert Costs(Book(database)).by_policy() == told
 
 
 def test_a_book_that_cannot_be_written_loses_nothing(book, monkeypatch):
@@ -85,10 +85,10 @@ def test_a_book_that_cannot_be_written_loses_nothing(book, monkeypatch):
 
         def busy(rows):
             costs.charge("train", 1.0, {Payer("a", "p"): 10})  # meanwhile
-            raise OperationalError("insert", {}, Exception("database is locked"))
+            raise DatabaseFailed("server.db is locked")
 
         patch.setattr(book, "add_costs", busy)
-        with pytest.raises(OperationalError, match="locked"):
+        with pytest.raises(DatabaseFailed, match="locked"):
             costs.flush()
     assert costs.by_policy() == {"p": Cost(train_s=2.0, train_tokens=20)}
 

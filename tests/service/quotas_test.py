@@ -221,9 +221,9 @@ def test_bytes_of_states_and_checkpoints(rng, site, limited):
 
 
 def owned(site):
-    told = [model.told for model in site.server.book.living("default") if "rank" in model.told]
+    living = [model.details for model in site.server.book.living("default")]
     return site.server.book.checkpoint_bytes("default") + sum(
-        site.server._state_bytes(one["rank"], one["train"]) for one in told
+        site.server._state_bytes(one["rank"], one["train"]) for one in living if "rank" in one
     )
 
 

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from sqlalchemy import event
 
 from mint_jax.catalog.records.database import DatabaseFailed
 from mint_jax.errors import UserError
@@ -27,6 +26,7 @@ from mint_jax.service.book import Book, NotFound, steady
 from mint_jax.service.calls import Create, ForwardBackward, Load, Optim, Save
 from mint_jax.service.durable import Snapshot, path_of
 from mint_jax.service.server import Server, Sizes
+from mint_jax.service.server_db import ServerDatabase
 from mint_jax.train.state import OptimizerConfig
 from tests.disks import FullDatabase, run_limited
 from tests.residency.clock import Clock
@@ -170,7 +170,8 @@ def test_a_steady_clock_reads_the_clock_of_the_machine_once(tmp_path):
 
 def test_what_was_made_later_comes_first_whatever_the_clock_says(tmp_path):
     clock = Clock(2e9)
-    book = Book(tmp_path / "server.db", clock)
+    database = ServerDatabase(tmp_path / "server.db")
+    book = Book(database, clock)
     made = []
     for _ in range(4):
         clock.advance(-1000.0)
@@ -183,7 +184,7 @@ def test_what_was_made_later_comes_first_whatever_the_clock_says(tmp_path):
     assert [one.id for one in book.sessions("default", 3, 1)] == made[2::-1]
     assert [one.id for one in book.models("default", 10, 0)] == models[::-1]
     assert book.models_of("default", made[0]) == models
-    book.close()
+    database.close()
 
 
 def fill_the_disk(directory: str):
@@ -282,26 +283,18 @@ def full_disk(server, call):
     def refuse(*_, **__):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    def stop_growth(connection, *_):
-        connection.execute("PRAGMA max_page_count=1")
-
-    def grow(connection, *_):
-        connection.execute("PRAGMA max_page_count=4294967294")
-
     if call == "database":
         with FullDatabase(server.database, "COMMIT"):
             yield
         return
-    engine = server.book._engine
-    with pytest.MonkeyPatch.context() as patch:
-        if call == "sqlite":
-            event.listen(engine, "checkout", stop_growth)
-        else:
-            patch.setattr(os, call, refuse)
-        yield
     if call == "sqlite":
-        event.remove(engine, "checkout", stop_growth)
-        event.listen(engine, "checkout", grow)
+        server.database._connection.execute("PRAGMA max_page_count=1")
+        yield
+        server.database._connection.execute("PRAGMA max_page_count=4294967294")
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, call, refuse)
+        yield
 
 
 @pytest.mark.parametrize("call", ["database", "fsync", "replace", "rename", "sqlite"])
@@ -475,7 +468,7 @@ def test_saves_of_a_policy_are_kept_in_their_order_and_a_load_follows_them(serve
         ids = [server.durable.submit(model, number, call) for number, call in enumerate(calls, 1)]
         assert [server.durable.result(id, WAIT_S) for id in ids[1:]] == [{"path": path}] * 3
         assert starts == [{"turn": 1}, {"turn": 2}]
-        assert server.book.checkpoint("default", model, "weights", "x").told["metadata"] == {
+        assert server.book.checkpoint("default", model, "weights", "x").details["metadata"] == {
             "turn": 2
         }
 
@@ -500,8 +493,9 @@ def test_a_policy_that_is_forgotten_on_a_full_disk_leaves_a_folder_that_opens(
         while not snapshot.exists():
             assert time.monotonic() < give_up
             time.sleep(0.01)
+        server.book.end_session(session)
         with full_disk(server, "database"):
-            server.end_session(session)
+            server.durable.forget(model)
             with pytest.raises(DatabaseFailed):
                 server.durable.submit("another", 3, Create(AdapterConfig(1, 2.0, ("q",))))
             assert snapshot.exists()
