@@ -1,19 +1,18 @@
-"""Checkpoints of policies in training, by the paths that Tinker gives them:
-``tinker://<model>/<kind>/<name>``.
+"""Checkpoints of policies in training, under Tinker's paths ``tinker://<model>/<kind>/<name>``:
 
     weights             the state without pending gradients, a file named by its digest
-    sampler_weights     the adapter, a revision of the catalog's policy that is called as the model
-    is external_weights    the adapter as PEFT has it, for other engines: see ``external.py``
+    sampler_weights     the adapter, a revision of the catalog's policy that has the model's name
+    external_weights    the adapter in PEFT's format, for other engines: see ``external.py``
 
-A sampler's weights are a revision too, whether they have a name or not: what is sampled never
-changes, and is found after a restart.
+A sampler's weights are always a revision, with or without a name: what is sampled never changes,
+and a restart finds it.
 
-Several rows may name the same bytes: checkpoints of equal states, copies, samplers. Two rules keep
-a reader and a writer that run beside a removal safe. Whoever writes or reads bytes marks their
-digest as in use, from before it looks for them until the row that names them is committed. Bytes
-are deleted under the lock of these marks, and only where no row names them and nobody uses them. A
-removal is therefore two steps: one transaction takes the row away and notes its bytes, which is all
-that a client waits for; ``reclaim`` deletes the bytes, now or in a later pass.
+Several rows may name the same bytes: checkpoints of equal states, copies, samplers. Two rules make
+removals safe next to readers and writers. A reader or writer marks a digest as in use before it
+looks for the bytes, and until the row that names them is committed. Bytes are deleted under the
+lock of these marks, and only if no row names them and no one uses them. A removal therefore has two
+steps: one transaction removes the row and notes its bytes, which is all that a client waits for;
+then ``reclaim`` deletes the bytes, now or later.
 """
 
 import collections
@@ -49,10 +48,10 @@ from mint_jax.train.host_state import HostState
 
 log = logging.getLogger("mint_jax.service")
 SCHEME = "tinker://"
-# and what Tinker calls their types
+# kinds of paths, and Tinker's names of their types
 KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 SNAPSHOTS_S = 86400.0
-SHORTEST_S, LONGEST_S = 3600, 10 * 366 * 86400  # of a time to live
+SHORTEST_S, LONGEST_S = 3600, 10 * 366 * 86400  # limits of a time to live
 
 
 class Path_(NamedTuple):
@@ -67,11 +66,7 @@ class Path_(NamedTuple):
 
 
 def parse(path: str) -> Path_:
-    """A path's parts.
-
-    Raises:
-        UserError: it is none.
-    """
+    """Parses a checkpoint's path. Raises ``UserError`` if it is malformed."""
     parts = path.removeprefix(SCHEME).split("/")
     if not path.startswith(SCHEME) or len(parts) != 3 or parts[1] not in KINDS or not all(parts):
         raise UserError(
@@ -82,16 +77,12 @@ def parse(path: str) -> Path_:
 
 
 def is_digest(text: str) -> bool:
-    """Whether a text is a revision's whole digest."""
+    """Returns whether a text is a revision's complete digest."""
     return len(text) == 64 and not set(text) - set("0123456789abcdef")
 
 
 def check_name(name: Any) -> str:
-    """A checkpoint's name as a segment of its path.
-
-    Raises:
-        UserError: it is none.
-    """
+    """Returns a checkpoint's name, one segment of its path. Raises ``UserError`` if it is not."""
     if not isinstance(name, str) or not name or "\\" in name or "?" in name or "#" in name:
         raise UserError(
             f"a checkpoint's name is {str(name)[:80]!r}; expected one segment of a path, as in"
@@ -101,17 +92,13 @@ def check_name(name: Any) -> str:
 
 
 def check_ttl(seconds: Any) -> int | None:
-    """A time to live.
-
-    Raises:
-        UserError: it is no whole number of seconds in its range.
-    """
+    """Returns a time to live in seconds. Raises ``UserError`` if it is out of range."""
     if seconds is None:
         return None
     if type(seconds) is not int or not SHORTEST_S <= seconds <= LONGEST_S:
         raise UserError(
-            f"ttl_seconds is {str(seconds)[:40]}; expected {SHORTEST_S} to {LONGEST_S}, or none for"
-            " ever"
+            f"ttl_seconds is {str(seconds)[:40]}; expected {SHORTEST_S} to {LONGEST_S}, or null for"
+            " no limit"
         )
     return seconds
 
@@ -120,17 +107,17 @@ class Checkpoints:
     """The checkpoints of one server.
 
     Args:
-        folder: of those that are files.
-        book: their rows.
+        folder: of the files.
+        book: the rows.
         catalog: of revisions.
-        base: that all are of.
-        offer: (digest, packed bytes, tenant) of weights that are about to be sampled, told before
-            they are written: their way to the device does not wait for the disk.
-        need_room: (tenant, bytes more) -> refuses what is beyond a quota.
+        base: of all checkpoints.
+        offer: called with (digest, packed bytes, tenant) of weights that are sampled next, before
+            they are written: their transfer to the device does not wait for the disk.
+        need_room: called with (tenant, further bytes); raises beyond a quota.
 
     Attributes:
-        naming: held while a name is looked at and given, and with it the tenant's room.
-        writing: the models of revisions that the catalog does not have yet, by digest.
+        naming: lock of the check and the assignment of a name, and of the tenant's quota.
+        writing: models of revisions that the catalog does not have yet, by digest.
     """
 
     def __init__(
@@ -142,23 +129,17 @@ class Checkpoints:
         offer: Callable[[str, np.ndarray, str], Any] | None = None,
         need_room: Callable[[str, int], None] = lambda tenant, more: None,
     ):
-        self.folder, self.book, self.catalog, self.base, self.need_room = (
-            folder,
-            book,
-            catalog,
-            base,
-            need_room,
-        )
-        self._offer = offer
+        self.folder, self.book, self.catalog, self.base = folder, book, catalog, base
+        self.need_room, self._offer = need_room, offer
         self.specs = transformer.abstract(base.cfg)
         self.naming = threading.Lock()
         self.writing: dict[str, str] = {}
         self._marks = threading.Lock()  # of ``_in_use``; bytes are deleted under it
-        # digests, and policies that are exported to
+        # digests, and policies with an export
         self._in_use: collections.Counter[str] = collections.Counter()
         folder.mkdir(parents=True, exist_ok=True)
 
-    # -- who uses which bytes: see the module
+    # marks: see the module
 
     @contextlib.contextmanager
     def using(self, *keys: str) -> Iterator[None]:
@@ -174,14 +155,11 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def reading(self, tenant: str, path: str) -> Iterator[Checkpoint]:
-        """Yields the row of a path, one of the tenant's or a public one, and keeps its bytes until
-        the block ends.
-
-        Raises:
-            NotFound, UserError: there is none, or the path is malformed.
+        """Yields the row of a path, the tenant's or a public one, and keeps its bytes until the
+        block ends. Raises ``NotFound``, or ``UserError`` if the path is malformed.
         """
         where = parse(path)
-        with self._marks:  # so that no removal comes between the row and the mark
+        with self._marks:  # no removal between the row and the mark
             row = self.book.checkpoint(tenant, *where, published=True)
             self._in_use[row.digest] += 1
         try:
@@ -196,14 +174,14 @@ class Checkpoints:
                 if self._in_use[key] <= 0:
                     del self._in_use[key]
 
-    # -- what training asks for: see ``durable.Store``
+    # training: see ``durable.Store``
 
     def save(self, model: str, request: str, call: Save, held: HostState) -> dict[str, Any]:
-        """Keeps a state; what the client hears.
+        """Writes a state; returns the client's result.
 
         Raises:
-            UserError: the name is taken, weights to be sampled are not finite, or the tenant has no
-                room for them.
+            UserError: the name is taken, weights to sample are not finite, or the tenant's quota is
+                used up.
         """
         tenant = self.book.owner(model)
         if call.name is None:
@@ -215,7 +193,7 @@ class Checkpoints:
             return self._keep(model, tenant, request, call, held)
 
     def _replaced(self, model: str, kind: str, name: str) -> int:
-        """Bytes of what has a name now."""
+        """Returns the bytes of the checkpoint that has a name now."""
         try:
             return self.book.checkpoint(self.book.owner(model), model, kind, name).nbytes
         except NotFound:
@@ -262,21 +240,12 @@ class Checkpoints:
                 }
                 expires = None if call.ttl_s is None else now + call.ttl_s
                 row = Checkpoint(
-                    model,
-                    call.kind,
-                    call.name or "",
-                    tenant,
-                    digest,
-                    nbytes,
-                    request,
-                    details | {"policy": policy},
-                    now,
-                    expires,
-                    False,
+                    *(model, call.kind, call.name, tenant, digest, nbytes, request),
+                    *(details | {"policy": policy}, now, expires, False),
                 )
                 self.book.add_checkpoint(row)
         except BaseException:
-            # the save's own failure is what the client hears; ``sweep`` finds what is left
+            # the client gets the save's own failure; ``sweep`` finds the rest
             with contextlib.suppress(Exception):
                 self._delete(digest, policy, call.kind)
             raise
@@ -286,7 +255,7 @@ class Checkpoints:
     def _export(
         self, policy: str, model: str, digest: str, data: np.ndarray, steps: int, soon: bool
     ) -> None:
-        """Makes the adapter a revision. ``soon``: it is going to be sampled at once."""
+        """Makes the adapter a revision. ``soon``: it is sampled next."""
         self.writing[digest] = model
         try:
             if soon and self._offer is not None:
@@ -296,14 +265,14 @@ class Checkpoints:
             self.writing.pop(digest, None)
 
     def load(self, call: Load, kept: Path) -> HostState:
-        """The state that a path names, with its moments or without.
+        """Returns the state of a path, with or without its moments.
 
         Args:
-            kept: where the state is kept as well, as ``kept-DIGEST``, on the disk when this
-                returns. What is there already is loaded again, whatever became of the path.
+            kept: the state is linked to ``kept-DIGEST``, durably. A link that exists is loaded
+                again, even if the path is gone.
 
         Raises:
-            UserError: there is none, it is no training state, or of another base.
+            UserError: the path has no training state, or one of another base.
         """
         if parse(call.path).kind != "weights":
             raise UserError(
@@ -330,17 +299,15 @@ class Checkpoints:
     def _file(self, digest: str) -> Path:
         return self.folder / f"{digest}.safetensors"
 
-    # -- what is sampled
+    # sampling
 
     def fetch(self, digest: str) -> np.ndarray:
-        """A revision's packed bytes, for residency."""
+        """Returns a revision's packed bytes, for residency."""
         return self.catalog.load(digest)
 
     def digest(self, tenant: str, path: str) -> str:
-        """Of the weights that a path names.
-
-        Raises:
-            NotFound, UserError: there are none; they are not for sampling.
+        """Returns the digest of a path's weights. Raises ``NotFound``, or ``UserError`` if they
+        cannot be sampled.
         """
         where = parse(path)
         if where.kind != "sampler_weights":
@@ -350,29 +317,27 @@ class Checkpoints:
         return self.book.checkpoint(tenant, *where, published=True).digest
 
     def add_sampler(self, session: str, number: int, tenant: str, path: str) -> Sampler:
-        """A session's sampler of the weights that a path names, made unless it is there.
-
-        Raises:
-            NotFound, UserError: see ``digest``.
+        """Returns a session's sampler of the weights of a path, created unless it exists. Raises as
+        ``digest``.
         """
         self.digest(tenant, path)
         with self.reading(tenant, path) as row:
             return self.book.add_sampler(session, number, tenant, path, row.digest)
 
-    # -- what REST asks for
+    # REST
 
     def config(self, row: Checkpoint) -> AdapterConfig:
         fields = row.details["config"]
         return AdapterConfig(**fields | {"targets": tuple(fields["targets"])})
 
     def copy(self, tenant: str, source: str, model: str, request: str, ttl_s: int | None) -> str:
-        """The path of a copy that belongs to another model; bytes are shared."""
+        """Returns the path of a copy that belongs to another model; bytes are shared."""
         with self.naming, self.reading(tenant, source) as row:
             now = self.book.clock()
             expires = None if ttl_s is None else now + ttl_s
             self.book.need_free(model, row.kind, row.name, request)
             self.need_room(tenant, 0 if row.tenant == tenant else row.nbytes)
-            # whose revision a sampler checkpoint is stays the source's
+            # the revision of a sampler checkpoint stays in the source's policy
             details = row.details | {"policy": row.policy}
             made = dataclasses.replace(
                 row,
@@ -388,29 +353,25 @@ class Checkpoints:
         return made.path
 
     def remove(self, row: Checkpoint) -> None:
-        """Removes the tenant's checkpoint of a row's path. Where its bytes cannot be deleted now, a
-        later ``reclaim`` does it.
-
-        Raises:
-            NotFound: there is none any more; then nothing is changed.
+        """Removes the tenant's checkpoint of a row's path. If its bytes cannot be deleted now, a
+        later ``reclaim`` deletes them. Raises ``NotFound`` and changes nothing if it is gone.
         """
         self.book.remove_checkpoint(row)
         self.reclaim()
 
     def expire(self) -> int:
-        """Removes what has outlived its time, and returns how many rows that were.
+        """Removes rows whose time is over; returns how many.
 
-        Weights that were saved to be sampled at once go ``SNAPSHOTS_S`` after the end of their
-        session: no call of Tinker's deletes them, and a run of reinforcement learning makes one at
-        each step.
+        Unnamed weights of samplers are removed ``SNAPSHOTS_S`` after the end of their session: no
+        call of Tinker's deletes them, and reinforcement learning makes one at each step.
         """
         count = self.book.remove_expired() + self.book.remove_snapshots(SNAPSHOTS_S)
         self.reclaim()
         return count
 
     def reclaim(self) -> None:
-        """Deletes the bytes of removed checkpoints that no row names and nobody uses. A failure is
-        logged: a later pass tries again.
+        """Deletes the bytes of removed checkpoints that no row names and no one uses. A failure is
+        logged; a later call tries again.
         """
         try:
             for digest, policy, kind in self.book.reclaimable():
@@ -420,7 +381,7 @@ class Checkpoints:
             log.exception("bytes of removed checkpoints are not deleted yet")
 
     def _delete(self, digest: str, policy: str, kind: str) -> bool:
-        """Deletes bytes; False where somebody uses them or a row names them."""
+        """Deletes bytes; returns False if they are in use or a row names them."""
         with self._marks:
             if not policy and kind == "sampler_weights":
                 policy = self._policy_of(digest)
@@ -435,7 +396,7 @@ class Checkpoints:
         return True
 
     def leftovers(self) -> list[Path]:
-        """What a process that was killed left: half-written files, and bytes whose row was never
+        """Returns what a killed process left: half-written files, and bytes whose row was never
         committed.
         """
         named = self.book.named()
@@ -448,8 +409,8 @@ class Checkpoints:
         ]
 
     def sweep(self, leftovers: Iterable[Path]) -> None:
-        """Deletes ``leftovers`` that were listed before anything was saved, but for those that are
-        named or used by now.
+        """Deletes ``leftovers`` that were listed before the first save, except those that are named
+        or in use by now.
         """
         for path in leftovers:
             with self._marks:
@@ -462,8 +423,8 @@ class Checkpoints:
                     path.unlink(missing_ok=True)
 
     def _retire(self, policy: str, digest: str) -> None:
-        """Retires a policy's revisions of a digest, but for those that a person gave an alias, and
-        the last that the policy has.
+        """Retires a policy's revisions of a digest, except those that a person gave an alias, and
+        the policy's last one.
         """
         try:
             named = {
@@ -498,7 +459,7 @@ class Checkpoints:
             page = self.catalog.revisions(policy, after=page[-1].number)
 
     def _policy_of(self, digest: str) -> str:
-        """The policy of a model of this server's that has a live revision of a digest; empty where
+        """Returns the policy of this server's model that has a live revision of a digest; empty if
         there is none.
         """
         try:
@@ -506,5 +467,5 @@ class Checkpoints:
             return f"{self.book.owner(model)}/{model}"
         except (DatabaseFailed, StorageFailed):
             raise
-        except UserError:  # retired already, or somebody else's
+        except UserError:  # retired, or of another server
             return ""

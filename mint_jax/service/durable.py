@@ -1,23 +1,20 @@
-"""Training that survives its process: accepted requests are in the journal before anyone hears of
-them, and states are kept as snapshots.
+"""Training that survives a restart: accepted requests are in the database before their ids are
+returned, and states are kept as snapshots.
 
-    submit ─→ futures (journal) ─→ executor's thread ─→ training (the loop's) ─→ finisher's thread
-    ─→ futures (journal) ─→ wait
-                                                                                         └─→
-                                                                                         snapshots
+    submit -> futures -> executor's thread -> training (the loop's thread) -> finisher's thread
+           -> futures -> wait, and snapshots
 
-A snapshot is one policy's state, pending gradients and all, between two of its requests; with it
-stands the place in the journal up to which it has everything. After a restart every policy has the
-state of its snapshot, and what was done behind it is done again in the same order: then its state
-is what it was, but for the order of float32 sums, since the requests of others that it shared a
-step with may be others now. Nothing that was accepted is lost, and nothing runs twice as far as a
-client can see.
+A snapshot is one policy's state with its pending gradients, between two of its requests, and the
+place up to which it has everything. A restart loads each policy's snapshot and runs the requests
+after it again, in the same order. The state is then the same except for the order of float32 sums,
+because a request may share its step with other requests than before. Nothing accepted is lost, and
+clients see nothing run twice.
 
-While a disk refuses writes, new requests are refused and accepted ones go on: their results are
-told once they are written, and snapshots are tried again with the next request of their policy.
-Requests of one policy also save in their order, and a load follows the saves that were asked for
-before it. What a load has read is kept under ``loads`` until a snapshot has it: a restart that
-loads again finds it there, whatever became of the checkpoint.
+While the disk refuses writes, new requests are refused and accepted ones continue: their results
+are returned once they are written, and a snapshot is tried again with the policy's next request.
+Saves of one policy are written in order, and a load waits for the saves before it. A loaded file is
+kept under ``loads`` until a snapshot includes it, so a restart can load it again although the
+checkpoint is deleted.
 """
 
 import collections
@@ -41,20 +38,19 @@ from mint_jax.service.calls import Call, Load, Save
 from mint_jax.service.futures import Category, Done, Failed, Futures, Outcome, TrainingRequest
 from mint_jax.service.server_db import ServerDatabase
 from mint_jax.service.training import Training
-from mint_jax.train import host_state as held_lib
+from mint_jax.train import host_state
 from mint_jax.train.host_state import HostState
 
 log = logging.getLogger("mint_jax.service")
-# how long the executor's thread sleeps where nothing wakes it: it looks whether it is to end
-LOOK_S = 0.5
+TAKE_S = 0.5  # the executor checks this often whether it must end
 
 
 class Unavailable(UserError):
-    """The server has failed or is being closed: ask when it is there again."""
+    """The server has failed or is closing: try again once it has restarted."""
 
 
 class Store(Protocol):
-    """Where checkpoints are: see ``checkpoints.Checkpoints``."""
+    """A place of checkpoints: see ``checkpoints.Checkpoints``."""
 
     def load(self, call: Load, kept: Path) -> HostState: ...
 
@@ -63,20 +59,20 @@ class Store(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
-    """A policy's state, and the place of the journal up to which it has everything."""
+    """A policy's state, and the place up to which it has everything."""
 
     model: str
     place: int
     held: HostState
 
     def write(self, folder: Path) -> None:
-        """One file for each policy, replaced whole; on the disk when this returns."""
+        """Replaces the policy's file, which is on the disk when this returns."""
         data = self.held.to_bytes({"model": self.model, "place": self.place})
         files.write_file(path_of(folder, self.model), bytes.fromhex(blake3_of(data)) + data)
 
     @classmethod
     def read(cls, path: Path) -> "Snapshot":
-        """What ``write`` wrote.
+        """Reads a file of ``write``.
 
         Raises:
             UserError: the file is damaged.
@@ -88,64 +84,65 @@ class Snapshot:
                 f"{path} is damaged: its digest is not {digest}; restore it, or delete it to give"
                 " the policy up"
             )
-        notes = held_lib.notes_of(data)
+        notes = host_state.notes_of(data)
         return cls(notes["model"], notes["place"], HostState.from_bytes(data, str(path)))
 
 
 def path_of(folder: Path, model: str) -> Path:
-    """Where a policy's snapshot lies: names are anything, and files' are not."""
+    """Returns the path of a policy's snapshot; its name is a digest because models' names may have
+    any characters.
+    """
     return folder / f"{blake3_of(model.encode())[:32]}.safetensors"
 
 
 @dataclasses.dataclass(eq=False)
-class _Policy:
-    """What the threads know of one policy.
+class _PolicyQueue:
+    """One policy's requests between the threads.
 
     Attributes:
-        running: what was handed to training and has not been finished, in order, with its outcome
-            once there is one.
-        held_back: what waits for a snapshot to be taken, or for a save to be written that it may
-            load.
-        since, at: updates since the last snapshot, and when that was.
-        loads: ids of the load requests since then.
+        running: requests in training that are not finished, in order, with their future once that
+            is done.
+        waiting: requests that wait for a snapshot, or for a save that they may load.
+        snapshot_due: a snapshot is taken once nothing is running.
+        updates, at: updates since the last snapshot, and its time.
+        loads: ids of the load requests since the last snapshot.
     """
 
     running: collections.deque[list[Any]] = dataclasses.field(default_factory=collections.deque)
-    held_back: collections.deque[TrainingRequest] = dataclasses.field(
+    waiting: collections.deque[TrainingRequest] = dataclasses.field(
         default_factory=collections.deque
     )
-    wanted: bool = False
-    since: int = 0
+    snapshot_due: bool = False
+    updates: int = 0
     at: float = 0.0
     loads: list[str] = dataclasses.field(default_factory=list)
 
 
 class Durable:
-    """Training requests over a folder: ``journal`` and ``states`` in it.
+    """Training requests of one server.
 
     Args:
-        folder: of one server.
-        training: the loop's; nobody else trains its policies.
+        folder: of ``states`` and ``loads``.
+        training: the loop's; its policies belong to this object.
+        database: of the requests.
         every: updates of a policy between two snapshots.
-        every_s: seconds after which one is taken at its next request's end all the same.
+        every_s: seconds after which the policy's next request ends with a snapshot in any case.
         clock: monotonic seconds.
-        store: of checkpoints; None refuses to load and to save.
-        ended: called with a policy and the number of its request that has ended; with None when all
-            have, because it was forgotten.
-        tenant_of: whom a policy's time is charged to; each policy is a tenant of its own where
-            nothing is said.
-        heard: told, in the loop's thread, of each call that ended well, with its model and result;
-            not of one that runs again.
+        store: of checkpoints; None refuses loads and saves.
+        tenant_of: returns the tenant that a policy's time is charged to; by default each policy is
+            its own tenant.
+        on_result: called in the loop's thread with the model, the call and the result of each
+            request that succeeds for the first time.
+        on_end: called with a policy and the number of a request that has ended; the number is None
+            when the policy was forgotten.
         futures: options of ``Futures``.
 
     Attributes:
-        futures: ids, results and what is kept of them.
-        restored: policies that were there when it was opened, and how many requests each runs again
-            or at last.
+        futures: ids and results.
+        restored: policies that a snapshot restored.
 
     Raises:
-        JournalBusy, JournalDamaged, DatabaseFailed, UserError: see ``Futures``; a snapshot is
-            damaged.
+        DatabaseDamaged, DatabaseFailed, UserError: see ``Futures``; or a snapshot is damaged.
     """
 
     def __init__(
@@ -158,19 +155,24 @@ class Durable:
         clock: Any = time.monotonic,
         store: Store | None = None,
         tenant_of: Callable[[str], str] = str,
-        heard: Callable[[str, Call, Any], None] = lambda model, call, result: None,
-        ended: Callable[[str, int | None], None] = lambda model, number: None,
+        on_result: Callable[[str, Call, Any], None] = lambda model, call, result: None,
+        on_end: Callable[[str, int | None], None] = lambda model, number: None,
         **futures: Any,
     ):
         if every < 1 or every_s <= 0:
             raise UserError(
-                f"every is {every} and every_s {every_s}; expected an update at least, and seconds"
-                " above 0"
+                f"every is {every} and every_s {every_s}; expected at least 1 update, and more than"
+                " 0 seconds"
             )
         self.training, self.every, self.every_s, self._clock = training, every, every_s, clock
-        self.store, self.tenant_of, self._heard, self._ended = store, tenant_of, heard, ended
+        self.store, self.tenant_of, self._on_result, self._on_end = (
+            store,
+            tenant_of,
+            on_result,
+            on_end,
+        )
         self._saving = ThreadPoolExecutor(2, "saving")
-        self._last_saves: dict[str, Future[Any]] = {}  # of each policy, under the lock
+        self._last_saves: dict[str, Future[Any]] = {}  # by policy, under the lock
         self.states, self.loads = folder / "states", folder / "loads"
         self.loads.mkdir(parents=True, exist_ok=True)
         found = [Snapshot.read(path) for path in sorted(self.states.glob("*.safetensors"))]
@@ -180,41 +182,35 @@ class Durable:
             if not self.futures.is_needed(path.name.partition("-")[0]):
                 path.unlink()
         for snapshot in found:
-            training.do(
-                snapshot.model,
-                lambda live, s=snapshot: live.join(s.model, s.held),
-                tenant_of(snapshot.model),
-            )
-        self._policies: collections.defaultdict[str, _Policy] = collections.defaultdict(
-            lambda: _Policy(at=clock())
+            self._do(snapshot.model, lambda live, s=snapshot: live.join(s.model, s.held))
+        self._policies: collections.defaultdict[str, _PolicyQueue] = collections.defaultdict(
+            lambda: _PolicyQueue(at=clock())
         )
         self._lock = threading.Lock()  # of the policies
+        # (policy, entry of ``running``, future) or (queue, snapshot, loads); None ends the thread
         self._ends: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._closing = False
         self.failed: BaseException | None = None
         self._threads = [
             threading.Thread(target=run, name=name, daemon=True)
-            for name, run in self._jobs().items()
+            for name, run in (("executor", self._execute), ("finisher", self._finish_all))
         ]
         for thread in self._threads:
             thread.start()
 
-    def _jobs(self) -> dict[str, Any]:
-        return {"executor": self._execute, "finisher": self._finish_all}
-
-    # -- the doors, from any thread
+    # any thread
 
     def submit(self, model: str, seq_id: int, call: Call, wait_s: float | None = 0.0) -> str:
-        """The id of a request, which is not lost from now on. See ``Futures.submit``.
+        """Returns the id of a request, which is durable by then. See ``Futures.submit``.
 
         Raises:
             Conflict, Gone, Overloaded, DatabaseFailed: as there.
-            Unavailable: the server has failed or is being closed.
+            Unavailable: the server has failed or is closing.
         """
         return self.futures.submit(model, seq_id, *self._encoded(call), wait_s=wait_s)
 
     async def submit_task(self, model: str, seq_id: int, call: Call) -> str:
-        """``submit`` of an asyncio task, refused at once where the journal's queue is full."""
+        """``submit`` for an asyncio task; a full queue refuses at once."""
         return await self.futures.submit_task(model, seq_id, *self._encoded(call))
 
     def _encoded(self, call: Call) -> tuple[str, bytes]:
@@ -225,12 +221,12 @@ class Durable:
         return calls.encode(call)
 
     def result(self, id: str, timeout_s: float = 0.0) -> Any:
-        """What a call gave; None while it has not ended.
+        """Returns the result of a request; None if it has not ended.
 
         Raises:
-            UserError: the call failed by a mistake of its caller.
-            RuntimeError: it failed otherwise.
-            Gone: no such id, or the result is no longer kept.
+            UserError: the caller's mistake failed the request.
+            RuntimeError: something else failed it.
+            Gone: the id is unknown, or the result is no longer kept.
         """
         outcome = self.futures.wait(id, timeout_s)
         if isinstance(outcome, Failed):
@@ -238,22 +234,17 @@ class Durable:
         return None if outcome is None else calls.decode_result(outcome.result)
 
     def forget(self, model: str) -> None:
-        """Ends a policy: its state, its snapshot, its requests and their results are gone."""
+        """Deletes a policy: its state, its snapshot, its requests and their results."""
         self.futures.forget(model, lambda: path_of(self.states, model).unlink(missing_ok=True))
-        self._ended(model, None)
+        self._on_end(model, None)
         with self._lock:
-            if (gone := self._policies.pop(model, None)) is not None:
-                self._drop_loads(gone.loads)
+            if (policy := self._policies.pop(model, None)) is not None:
+                self._drop_loads(policy.loads)
             self._last_saves.pop(model, None)
-
-        def leave(live: Any) -> None:
-            if model in live:
-                live.leave(model)
-
-        self.training.do(model, leave, self.tenant_of(model))
+        self._do(model, lambda live: model in live and live.leave(model))
 
     def close(self) -> None:
-        """Ends the threads. What training has not ended runs again when this is opened next."""
+        """Ends the threads. Unfinished requests run again after a restart."""
         self._closing = True
         self._ends.put(None)
         for thread in self._threads:
@@ -261,137 +252,132 @@ class Durable:
         self._saving.shutdown()
         self.futures.close()
 
-    # -- the executor's thread: requests to training
+    def _do(self, model: str, call: Callable[[Any], Any]) -> "Future[Any]":
+        return self.training.do(model, call, self.tenant_of(model))
+
+    def _fail(self, failure: BaseException) -> None:
+        self.failed = failure
+        self.training.close(failure)
+
+    # the executor's thread: requests to training
 
     def _execute(self) -> None:
         try:
             while not self._closing and self.failed is None:
-                if (request := self.futures.take(LOOK_S)) is not None:
+                if (request := self.futures.take(TAKE_S)) is not None:
                     with self._lock:
                         policy = self._policies[request.model]
-                        policy.held_back.append(request)
+                        policy.waiting.append(request)
                         self._start_ready(policy)
         except BaseException as failure:
             self._fail(failure)
 
-    def _start_ready(self, policy: _Policy) -> None:
-        """Hands training what may be started now: nothing while a snapshot is wanted, and no load
-        before the saves that it follows.
+    def _start_ready(self, policy: _PolicyQueue) -> None:
+        """Starts waiting requests: none while a snapshot is due, and no load before the saves that
+        it follows.
         """
-        while policy.held_back and not policy.wanted:
-            if policy.held_back[0].call == "load" and any(
+        while policy.waiting and not policy.snapshot_due:
+            if policy.waiting[0].call == "load" and any(
                 request.call == "save" for request, _ in policy.running
             ):
                 break
-            self._start(policy, policy.held_back.popleft())
+            self._start(policy, policy.waiting.popleft())
 
-    def _start(self, policy: _Policy, request: TrainingRequest) -> None:
-        """Hands a request to training; the finisher hears of its end."""
+    def _start(self, policy: _PolicyQueue, request: TrainingRequest) -> None:
         running: list[Any] = [request, None]
         policy.running.append(running)
         try:
             call = calls.decode(request.call, request.body)
-            future = self._asked(request, call)
+            future = self._dispatch(request, call)
             if not request.is_again:
                 future.add_done_callback(
                     lambda future: (
-                        future.exception() or self._heard(request.model, call, future.result())
+                        future.exception() or self._on_result(request.model, call, future.result())
                     )
                 )
-        except (UserError, OSError) as reason:
+        except (UserError, OSError) as error:
             future = Future()
-            future.set_exception(reason)
+            future.set_exception(error)
         future.add_done_callback(lambda future: self._ends.put((request.model, running, future)))
 
-    def _asked(self, request: TrainingRequest, call: Call) -> "Future[Any]":
+    def _dispatch(self, request: TrainingRequest, call: Call) -> "Future[Any]":
         model, training, tenant = request.model, self.training, self.tenant_of(request.model)
         if isinstance(call, calls.ForwardBackward):
-            return _then(
-                training.forward_backward(model, call.data, call.loss, tenant, call.backward),
-                call.told,
-            )
+            future = training.forward_backward(model, call.data, call.loss, tenant, call.backward)
+            return _then(future, call.told)
         if isinstance(call, calls.Optim):
             return training.optim(model, call.numbers, tenant)
         if isinstance(call, calls.Refused):
             raise UserError(call.reason)
         if isinstance(call, Save):
-            return self._saved(request, call, tenant)
+            return self._save(request, call)
         if isinstance(call, Load):
-            if self.store is None:
+            if (store := self.store) is None:
                 raise UserError("this server keeps no checkpoints: there is nothing to load")
-            held, told = (
-                _of_store(lambda: self.store.load(call, self.loads / request.id)),  # type: ignore[arg-type]
-                {"path": call.path},
-            )
+            held = _of_store(lambda: store.load(call, self.loads / request.id))
+            result = {"path": call.path}
         else:
-            held, told = held_lib.fresh(training.live.specs, call.config, call.seed), {}
+            held, result = host_state.fresh(training.live.specs, call.config, call.seed), {}
 
         def begin(live: Any) -> dict[str, Any]:
             if isinstance(call, Load) and model in live:
                 live.replace(model, held)
             else:
                 live.join(model, held)
-            return told
+            return result
 
-        return training.do(model, begin, tenant)
+        return self._do(model, begin)
 
-    def _saved(self, request: TrainingRequest, call: Save, tenant: str) -> "Future[Any]":
-        """Reads the policy in its turn, and writes the checkpoint beside the loop, after the
-        policy's saves before it.
-
-        Once is enough: ``again`` it is there already.
+    def _save(self, request: TrainingRequest, call: Save) -> "Future[Any]":
+        """Reads the policy in its turn, and writes the checkpoint in another thread, after the
+        policy's earlier saves. A repeated request was written before.
         """
-        saved: Future[Any] = Future()
+        model, saved = request.model, Future()
         if request.is_again:
             saved.set_result({})
             return saved
         if (store := self.store) is None:
             raise UserError("this server keeps no checkpoints: start it with a place for them")
 
-        def write(asked: "Future[HostState]") -> None:
+        def write(read: "Future[HostState]") -> None:
             try:
-                held = asked.result()
-                saved.set_result(
-                    _of_store(lambda: store.save(request.model, request.id, call, held))
-                )
-            except BaseException as reason:
-                saved.set_exception(reason)
+                held = read.result()
+                saved.set_result(_of_store(lambda: store.save(model, request.id, call, held)))
+            except BaseException as error:
+                saved.set_exception(error)
 
-        def read(live: Any) -> HostState:
-            return (
-                live.read_state(request.model).without_gradients()
-                if call.kind == "weights"
-                else live.adapter(request.model)
-            )
-
-        asked = self.training.do(request.model, read, tenant)
-        before = self._last_saves.get(request.model)
-        self._last_saves[request.model] = saved
-
-        def ready(asked: "Future[HostState]") -> None:
+        def start(read: "Future[HostState]") -> None:
             if not self._closing:
-                self._saving.submit(write, asked)
+                self._saving.submit(write, read)
 
+        weights = call.kind == "weights"
+        read = self._do(
+            model,
+            lambda live: (
+                live.read_state(model).without_gradients() if weights else live.adapter(model)
+            ),
+        )
+        before, self._last_saves[model] = self._last_saves.get(model), saved
         if before is None:
-            asked.add_done_callback(ready)
+            read.add_done_callback(start)
         else:
-            before.add_done_callback(lambda _: asked.add_done_callback(ready))
+            before.add_done_callback(lambda _: read.add_done_callback(start))
         return saved
 
-    # -- the finisher's thread: results and snapshots to the disk
+    # the finisher's thread: results and snapshots to the disk
 
     def _finish_all(self) -> None:
         try:
-            while (what := self._ends.get()) is not None:
-                if isinstance(what[1], Snapshot):
-                    self._keep(*what)
+            while (item := self._ends.get()) is not None:
+                if isinstance(item[1], Snapshot):
+                    self._write_snapshot(*item)
                 else:
-                    self._note(*what)
+                    self._finish(*item)
         except BaseException as failure:
             self._fail(failure)
 
-    def _note(self, model: str, running: list[Any], future: "Future[Any]") -> None:
-        """Finishes what has ended of a policy, in its order, and takes a snapshot where one is
+    def _finish(self, model: str, running: list[Any], future: "Future[Any]") -> None:
+        """Finishes a policy's requests that have ended, in order, and takes a snapshot if one is
         due.
         """
         running[1] = future
@@ -401,37 +387,44 @@ class Durable:
             while policy.running and policy.running[0][1] is not None:
                 ended.append(policy.running.popleft())
             for request, done in ended:
-                # What a checkpoint gave is kept at once: it may be gone when it is asked for again.
-                policy.since += (
-                    self.every if request.call == "load" else request.call in ("optim", "create")
-                )
-                policy.loads += [request.id] if request.call == "load" else []
                 if not isinstance(done.exception(), (UserError, OSError, type(None))):
-                    # nobody's mistake: what is not finished runs again when the journal is opened
-                    # next
-                    raise done.exception()
+                    raise done.exception()  # unfinished requests run again after a restart
+                if request.call == "load":  # a snapshot now: the checkpoint may be deleted later
+                    policy.updates += self.every
+                    policy.loads.append(request.id)
+                policy.updates += request.call in ("optim", "create")
         for request, done in ended:
             self.futures.finish(request.id, outcome_of(done))
-            self._ended(model, request.seq_id)
+            self._on_end(model, request.seq_id)
         with self._lock:
-            due = policy.since >= self.every or (
-                policy.since and self._clock() - policy.at >= self.every_s
-            )
-            policy.wanted = policy.wanted or bool(due)
-            if policy.wanted and not policy.running:
+            overdue = policy.updates and self._clock() - policy.at >= self.every_s
+            policy.snapshot_due |= bool(policy.updates >= self.every or overdue)
+            if policy.snapshot_due and not policy.running:
                 try:
                     self._take_snapshot(model, policy)
-                    policy.since = 0
-                except DatabaseFailed as reason:  # then the next request's end tries again
-                    log.warning("no snapshot of %s is taken now: %s", model, reason)
-                policy.wanted, policy.at = False, self._clock()
+                    policy.updates = 0
+                except DatabaseFailed as error:  # the end of the next request tries again
+                    log.warning("no snapshot of %s is taken now: %s", model, error)
+                policy.snapshot_due, policy.at = False, self._clock()
             self._start_ready(policy)
 
-    def _keep(self, policy: _Policy, snapshot: Snapshot, loads: Sequence[str]) -> None:
-        """Writes a snapshot, unless its policy was forgotten meanwhile: what stood there again
-        would come back with a restart.
+    def _take_snapshot(self, model: str, policy: _PolicyQueue) -> None:
+        """Asks the loop for the state; none of the policy's requests is running."""
+        place = self.futures.place(model)
+        loads, policy.loads = policy.loads, []
 
-        Where the disk refuses, the snapshot before stays, and the end of the policy's next request
+        def put(future: "Future[Any]") -> None:
+            if future.exception() is None:
+                self._ends.put((policy, Snapshot(model, place, future.result()), loads))
+
+        self._do(model, lambda live: live.read_state(model)).add_done_callback(put)
+
+    def _write_snapshot(
+        self, policy: _PolicyQueue, snapshot: Snapshot, loads: Sequence[str]
+    ) -> None:
+        """Writes a snapshot, unless its policy was forgotten: a restart would restore it.
+
+        If the disk refuses, the older snapshot stays, and the end of the policy's next request
         tries again.
         """
         try:
@@ -439,17 +432,16 @@ class Durable:
             with self._lock:
                 forgotten = self._policies.get(snapshot.model) is not policy
             if forgotten:
-                # a restart knows that it was forgotten, and needs no snapshot
-                self.futures.place(snapshot.model)
+                self.futures.place(snapshot.model)  # by now the deletion is durable
                 path_of(self.states, snapshot.model).unlink(missing_ok=True)
                 return
             self.futures.snapshot(snapshot.model, snapshot.place)
             self._drop_loads(loads)
             self.futures.expire()
-        except (OSError, DatabaseFailed) as reason:
-            log.warning("the snapshot of %s is not written yet: %s", snapshot.model, reason)
+        except (OSError, DatabaseFailed) as error:
+            log.warning("the snapshot of %s is not written yet: %s", snapshot.model, error)
             with self._lock:
-                policy.since = max(policy.since, self.every)
+                policy.updates = max(policy.updates, self.every)
                 policy.loads += loads
 
     def _drop_loads(self, ids: Sequence[str]) -> None:
@@ -457,57 +449,38 @@ class Durable:
             for path in self.loads.glob(f"{id}-*"):
                 path.unlink(missing_ok=True)
 
-    def _take_snapshot(self, model: str, policy: _Policy) -> None:
-        """Asks for the state between what has ended and what is to be started: nothing of the
-        policy is under way.
-        """
-        place = self.futures.place(model)
-        loads, policy.loads = policy.loads, []
-
-        def told(future: "Future[Any]") -> None:
-            if future.exception() is None:
-                self._ends.put((policy, Snapshot(model, place, future.result()), loads))
-
-        self.training.do(
-            model, lambda live: live.read_state(model), self.tenant_of(model)
-        ).add_done_callback(told)
-
-    def _fail(self, failure: BaseException) -> None:
-        self.failed = failure
-        self.training.close(failure)
-
 
 def outcome_of(future: "Future[Any]") -> Outcome:
-    """How a request ended, as the journal keeps it."""
-    reason = future.exception()
-    if reason is None:
+    """Returns the outcome of a request as the database keeps it."""
+    error = future.exception()
+    if error is None:
         return Done(calls.encode_result(future.result()))
-    return Failed(str(reason), Category.USER if isinstance(reason, UserError) else Category.SERVER)
+    return Failed(str(error), Category.USER if isinstance(error, UserError) else Category.SERVER)
 
 
 def _of_store(call: Callable[[], Any]) -> Any:
-    """What a store gives. A failure of it, a database that is busy say, is that of one request: no
-    state has changed.
+    """Returns a store's result. Its failure, such as a busy database, becomes an ``OSError`` that
+    fails one request: no state has changed.
     """
     try:
         return call()
-    except (DatabaseFailed, StorageFailed) as reason:  # no mistake of who asked
-        raise OSError(str(reason)) from reason
+    except (DatabaseFailed, StorageFailed) as error:  # UserErrors, but not the client's
+        raise OSError(str(error)) from error
     except (UserError, OSError):
         raise
-    except Exception as reason:
-        raise OSError(f"checkpoints cannot be reached: {reason}") from reason
+    except Exception as error:
+        raise OSError(f"checkpoints cannot be reached: {error}") from error
 
 
 def _then(future: "Future[Any]", call: Callable[[Any], Any]) -> "Future[Any]":
-    """The future of what a call makes of a future's result."""
+    """Returns the future of a function of another future's result."""
     made: Future[Any] = Future()
 
     def ended(future: "Future[Any]") -> None:
         try:
             made.set_result(call(future.result()))
-        except BaseException as reason:
-            made.set_exception(reason)
+        except BaseException as error:
+            made.set_exception(error)
 
     future.add_done_callback(ended)
     return made

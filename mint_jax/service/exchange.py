@@ -1,5 +1,5 @@
-"""What passes between the gate and one client: the body as it comes, the answer with its id, and a
-refusal in place of one.
+"""The two sides of one HTTP request at the gate: the body as it arrives, and the response with its
+id or a refusal instead.
 """
 
 import asyncio
@@ -8,8 +8,7 @@ import json
 import traceback
 from typing import Any
 
-# for which the body of a refused request is read and thrown away, so that the answer is not lost in
-# a reset
+# seconds that a refused request's body is read and discarded, so that no reset loses the response
 LINGER_S = 2.0
 _TYPES = {
     401: ("authentication_error", "invalid_api_key"),
@@ -19,7 +18,7 @@ _TYPES = {
 
 
 class Refusal(Exception):
-    """A request ends here, with this status."""
+    """Ends a request with this status."""
 
     def __init__(
         self, status: int, message: str, headers: dict[str, str] | None = None, close: bool = False
@@ -29,15 +28,15 @@ class Refusal(Exception):
 
 
 class Left(Exception):
-    """The client left before its body was whole."""
+    """The client disconnected before its body was complete."""
 
 
 class Source:
     """``receive`` of one request.
 
     Attributes:
-        bytes: of the body that have come.
-        whole: that was all.
+        bytes: received bytes of the body.
+        whole: the body is complete.
     """
 
     def __init__(self, receive: Any):
@@ -45,7 +44,7 @@ class Source:
         self.bytes, self.whole = 0, False
 
     async def read(self) -> bytes:
-        """The next part of the body."""
+        """Returns the next part of the body."""
         message = await self._receive()
         if message["type"] == "http.disconnect":
             raise Left
@@ -55,11 +54,11 @@ class Source:
         return part
 
     async def drained(self, headers: list[tuple[bytes, bytes]], limit: int) -> bool:
-        """Reads what is left of a refused body, for a short time and at most ``limit`` bytes;
-        whether that was all.
+        """Reads the rest of a refused body, for ``LINGER_S`` and up to ``limit`` bytes; returns
+        whether it is complete.
         """
         if values(headers, b"expect"):
-            return self.whole  # the client waits to be told to send it
+            return self.whole  # the client waits for permission to send it
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LINGER_S):
                 while not self.whole and self.bytes <= limit:
@@ -68,13 +67,11 @@ class Source:
 
 
 class Reply:
-    """``send`` of one request: adds its id, counts, and keeps a 500 back until it is known whether
-    an exception comes behind it.
-
-    Starlette sends its own 500 before it passes an exception on.
+    """``send`` of one request: adds its id, counts, and delays a 500 until it is known whether an
+    exception follows, because Starlette sends its own 500 before it raises.
 
     Attributes:
-        status: of the answer; 0 while there is none, logged as 499: the client left.
+        status: of the response; 0 before it, logged as 499: the client disconnected.
         bytes: of its body.
     """
 
@@ -107,15 +104,15 @@ class Reply:
         await self._send(message)
 
     async def flush(self) -> None:
-        """Sends what was kept back: no exception came."""
+        """Sends a delayed 500; no exception followed."""
         kept, self._kept = self._kept, []
         for message in kept:
             self._started = True
             await self._pass(message)
 
     async def refuse(self, refusal: Refusal, close: bool) -> None:
-        """Answers with an error, unless an answer has begun: that one stays cut off, and the server
-        closes the connection.
+        """Responds with an error. A response that has started stays cut off; the server then closes
+        the connection.
         """
         if self._started:
             return
@@ -141,7 +138,7 @@ class Reply:
 
 
 def replay(body: bytes, receive: Any) -> Any:
-    """A ``receive`` that gives the body first, whole."""
+    """Returns a ``receive`` that first gives the complete body."""
     waiting = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def first() -> Any:
@@ -151,12 +148,12 @@ def replay(body: bytes, receive: Any) -> Any:
 
 
 def release(error: BaseException) -> None:
-    """Lets go of what the functions that raised an error have in their variables, the request's
-    body and all that it was parsed into.
+    """Clears the local variables of the functions that raised an error: the body and all that was
+    parsed from it.
 
-    An exception keeps them through its traceback, and a task whose exception it is keeps the
-    exception: a cycle, which stays until the garbage collector looks at the oldest objects. Three
-    refused requests of 64 MB had taken a gigabyte.
+    The exception holds them through its traceback, and its task holds the exception. That cycle
+    stays until the garbage collector reaches the oldest generation: three refused requests of 64 MB
+    took a gigabyte.
     """
     reason: BaseException | None = error
     while reason is not None:
@@ -165,11 +162,11 @@ def release(error: BaseException) -> None:
 
 
 def path_of(scope: Any) -> str:
-    """The path below the app's root."""
+    """Returns the path below the app's root."""
     root, path = scope.get("root_path", ""), scope["path"]
     return path[len(root) :] if root and path.startswith(root + "/") else path
 
 
 def values(headers: list[tuple[bytes, bytes]], name: bytes) -> list[str]:
-    """Of all headers of a name, in small letters."""
+    """Returns the values of all headers of a lower-case name."""
     return [value.decode("latin-1") for key, value in headers if key == name]

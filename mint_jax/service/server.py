@@ -285,8 +285,8 @@ class Server:
             self.sizes.every_s,
             store=self.checkpoints,
             tenant_of=self.book.owner,
-            heard=self.curves.heard,
-            ended=lambda model, number: (
+            on_result=self.curves.heard,
+            on_end=lambda model, number: (
                 self.quotas.end_all(model) if number is None else self.quotas.end((model, number))
             ),
         )

@@ -1,10 +1,9 @@
-"""Training requests of many policies, run a slice at a time by the thread that owns the devices.
+"""Training requests of many policies, run slice by slice in the thread that owns the devices.
 
-Each policy's requests run in the order in which they came: a forward and backward never overtakes
-an update, nor an update a forward and backward. Requests of different policies that are ready
-together go in one step, and so do several of one policy with no update between, whose gradients add
-up. A request's future completes with its own last slice. Who was served least comes first
-(``fairness.py``).
+Each policy's requests run in order: neither a forward and backward nor an update overtakes the
+other. Requests of different policies that are ready share a step. So do several of one policy
+without an update between them; their gradients add up. A request's future completes with its last
+slice. The tenant with the least service goes first (``fairness.py``).
 """
 
 import collections
@@ -28,10 +27,10 @@ from mint_jax.train.losses import LossCoefs
 
 
 class Trained(NamedTuple):
-    """What a forward and backward gives: of each datum the log-probabilities of its targets, and
-    the loss, a sum.
+    """Result of a forward and backward: log-probabilities of each datum's targets, and the summed
+    loss.
 
-    ``elementwise``: of cross-entropy each target's own part of the loss.
+    ``elementwise``: for cross-entropy, the loss of each target.
     """
 
     logprobs: list[np.ndarray]
@@ -42,10 +41,10 @@ class Trained(NamedTuple):
     def of(
         cls, data: Sequence[Datum], loss: LossCoefs, logprobs: list[np.ndarray], total: float
     ) -> "Trained":
-        """What a request gives whose log-probabilities are there."""
+        """Returns the result of a request from its log-probabilities."""
         if KINDS[int(loss.kind)] != "cross_entropy":
             return cls(logprobs, total)
-        # a weight of 0 times minus infinity, or of 3e38 times some
+        # a weight of 0 times minus infinity, or of 3e38 times a number
         with np.errstate(invalid="ignore", over="ignore"):
             elementwise = [
                 np.where(d.weights == 0, 0, -d.weights * logp).astype(np.float32)
@@ -61,9 +60,9 @@ class _Operation:
     what: TrainRequest | OptimizerConfig | Callable[[Live], Any]
     future: "Future[Any]" = dataclasses.field(default_factory=Future)
 
-
-def _payer(operation: _Operation) -> Payer:
-    return Payer(operation.tenant, operation.policy)
+    @property
+    def payer(self) -> Payer:
+        return Payer(self.tenant, self.policy)
 
 
 class Training:
@@ -71,9 +70,9 @@ class Training:
 
     Args:
         live: the policies; only ``turn`` touches them.
-        counters: whose turn it is, shared with sampling.
+        counters: service of each tenant, shared with sampling.
         woken: called, from any thread, when there is something new to do.
-        costs: told what policies took.
+        costs: charged with what policies take.
     """
 
     def __init__(
@@ -87,13 +86,13 @@ class Training:
         self._woken = woken
         self._lock = threading.Lock()
         self._inbox: list[_Operation] = []
-        # of policies with something to do; the thread's own
+        # of policies with something to do; only the devices' thread touches them
         self._queues: dict[str, collections.deque[_Operation]] = {}
         self._count = 0
-        self._update_s = 0.0  # an update of one policy, as measured last
+        self._update_s = 0.0  # seconds of one policy's update, last measured
         self._closed: BaseException | None = None
 
-    # -- from any thread
+    # any thread
 
     def forward_backward(
         self,
@@ -103,66 +102,64 @@ class Training:
         tenant: str = "",
         backward: bool = True,
     ) -> "Future[Trained]":
-        """Adds the gradient of a loss over these data to the policy's; without ``backward`` it only
-        tells what it would be.
+        """Adds the gradient of a loss over these data to the policy's; without ``backward`` only
+        computes the loss.
 
-        What cannot be trained on fails through the future, with a ``UserError``, before anything of
-        it is computed.
+        Invalid data fail through the future with a ``UserError`` before anything is computed.
         """
-        refused: UserError | None = None
+        error: UserError | None = None
         try:
             blocks.check(data, self.live.base.cfg, self.live.shapes)
             blocks.check_loss(data, loss)
         except UserError as reason:
-            refused = reason
-        return self._ask(
-            _Operation(policy, tenant, TrainRequest(policy, data, loss, backward)), refused
+            error = reason
+        return self._enqueue(
+            _Operation(policy, tenant, TrainRequest(policy, data, loss, backward)), error
         )
 
     def optim(
         self, policy: str, numbers: OptimizerConfig, tenant: str = ""
     ) -> "Future[dict[str, float]]":
-        """Updates a policy by the gradients that were added before, with these numbers."""
-        return self._ask(_Operation(policy, tenant, numbers))
+        """Updates a policy with its accumulated gradients and these optimizer settings."""
+        return self._enqueue(_Operation(policy, tenant, numbers))
 
     def do(self, policy: str, call: Callable[[Live], Any], tenant: str = "") -> "Future[Any]":
-        """Calls this in the policy's order, between steps: to let it join or leave, to save or to
-        load it.
+        """Runs a function in the policy's order, between steps; it may add, remove, read or replace
+        the policy.
         """
-        return self._ask(_Operation(policy, tenant, call))
+        return self._enqueue(_Operation(policy, tenant, call))
 
-    def _ask(self, operation: _Operation, refused: BaseException | None = None) -> "Future[Any]":
-        # what was asked for is done: training is not cancelled
-        operation.future.set_running_or_notify_cancel()
+    def _enqueue(self, operation: _Operation, error: BaseException | None = None) -> "Future[Any]":
+        operation.future.set_running_or_notify_cancel()  # accepted training is not cancelled
         with self._lock:
-            refused = refused or self._closed
-            if refused is None:
+            error = error or self._closed
+            if error is None:
                 self.counters.begin(operation.tenant)
                 self._inbox.append(operation)
                 self._count += 1
-        if refused is not None:
-            operation.future.set_exception(refused)
+        if error is not None:
+            operation.future.set_exception(error)
         else:
             self._woken()
         return operation.future
 
     @property
     def waiting(self) -> int:
-        """Requests that have not ended."""
+        """Number of unfinished requests."""
         return self._count
 
     def queued(self) -> dict[str, int]:
-        """Requests that have not ended, of each policy that has some."""
+        """Returns the number of unfinished requests of each policy that has some."""
         return {policy: len(queue) for policy, queue in list(self._queues.items())}
 
-    # -- the thread that owns the devices
+    # the thread that owns the devices
 
     def turn(self, bound_s: float | None = None) -> bool:
-        """Computes one slice, of at most about ``bound_s`` seconds where any is that short; whether
-        there was anything to do for which the programs are compiled.
+        """Computes one slice, of at most about ``bound_s`` seconds if a step is that short; returns
+        whether there was anything to do whose programs are compiled.
 
-        A failure that is nobody's mistake ends all requests, and is raised: what is on the devices
-        may be lost.
+        A failure that no request caused ends all requests and is raised, because what is on the
+        devices may be lost.
         """
         with self._lock:
             new, self._inbox = self._inbox, []
@@ -177,7 +174,7 @@ class Training:
             raise
 
     def close(self, reason: BaseException) -> None:
-        """Ends all requests with this reason, and refuses further ones."""
+        """Fails all requests, and later ones, with this exception."""
         with self._lock:
             self._closed = reason
             left = [*self._inbox, *(one for queue in self._queues.values() for one in queue)]
@@ -190,54 +187,49 @@ class Training:
         heads = [queue[0] for queue in self._queues.values() if self._can_start(queue[0])]
         if not heads:
             return False
-        place = {
-            tenant: i for i, tenant in enumerate(self.counters.order(head.tenant for head in heads))
-        }
+        order = self.counters.order(head.tenant for head in heads)
+        place = {tenant: i for i, tenant in enumerate(order)}
         heads.sort(key=lambda head: place[head.tenant])
         first = heads[0]
         try:
             if isinstance(first.what, TrainRequest):
                 self._step([head for head in heads if isinstance(head.what, TrainRequest)], bound_s)
             elif isinstance(first.what, OptimizerConfig):
-                many = (
-                    len(heads)
-                    if bound_s is None or not self._update_s
-                    else max(1, int(bound_s / self._update_s))
-                )
-                self._update(
-                    [head for head in heads if isinstance(head.what, OptimizerConfig)][:many]
-                )
+                most = len(heads)
+                if bound_s is not None and self._update_s:
+                    most = max(1, int(bound_s / self._update_s))
+                updates = [head for head in heads if isinstance(head.what, OptimizerConfig)]
+                self._update(updates[:most])
             else:
                 self._call(first, first.what)
-        except (
-            StateLost
-        ) as lost:  # before anything was computed: the requests of other policies have another turn
+        except StateLost as lost:  # nothing was computed: the other policies have another turn
             self._fail(self._queues[lost.policy][0], lost)
         if first.policy in self._queues:  # behind the other policies of its tenant
             self._queues[first.policy] = self._queues.pop(first.policy)
         return True
 
     def _can_start(self, operation: _Operation) -> bool:
-        """Whether what it needs is compiled; calls need nothing, for before the first step every
-        policy is on the host.
+        """Returns whether the programs of an operation are compiled. Functions need none: before
+        the first step every policy is on the host.
         """
         if isinstance(operation.what, TrainRequest):
             return self.live.can_move() and self.live.can_start(operation.what)
         return not isinstance(operation.what, OptimizerConfig) or self.live.can_move()
 
     def _step(self, heads: list[_Operation], bound_s: float | None) -> None:
-        ready = [one for head in heads for one in self._until_update(head)]
-        if not (ready := self._here(ready)):
+        ready = self._resident([one for head in heads for one in self._until_update(head)])
+        if not ready:
             return
         step = self.live.step([one.what for one in ready], bound_s)  # type: ignore[misc]
-        shares: collections.Counter[str] = collections.Counter()
-        payers, tokens = {id(one.what): _payer(one) for one in ready}, collections.Counter[Payer]()
+        payers = {id(one.what): one.payer for one in ready}
+        tokens = collections.Counter[Payer]()
         for block in step.blocks:
             tokens[payers[id(block.work)]] += blocks.used([block])
+        shares = collections.Counter[str]()
         for payer, count in tokens.items():
             shares[payer.tenant] += count
         self.counters.charge(step.seconds, shares)
-        self._charge(ready)
+        self._charge_moves(ready)
         if self.costs is not None:
             self.costs.charge("train", step.seconds, tokens)
         for one in ready:
@@ -245,19 +237,17 @@ class Training:
             if not work.left:
                 self._end(one, Trained.of(work.data, work.coefs, work.logprobs, work.loss))  # type: ignore[arg-type]
 
-    def _here(self, ready: list[_Operation]) -> list[_Operation]:
-        """Those whose policy is in training; of the others the future fails."""
+    def _resident(self, ready: list[_Operation]) -> list[_Operation]:
+        """Returns the operations whose policy is in training; fails the others."""
         for one in ready:
             if one.policy not in self.live:
-                self._fail(
-                    one,
-                    UserError(f"policy {one.policy!r} is not in training: create or load it first"),
-                )
+                message = f"policy {one.policy!r} is not in training: create or load it first"
+                self._fail(one, UserError(message))
         return [one for one in ready if one.policy in self.live]
 
     def _until_update(self, head: _Operation) -> list[_Operation]:
-        """The forward and backward passes of a policy that may run in any order: those before the
-        next of its other requests.
+        """Returns a policy's forward and backward passes before its next other operation; they may
+        run in any order.
         """
         found: list[_Operation] = []
         for one in self._queues[head.policy]:
@@ -267,44 +257,43 @@ class Training:
         return found
 
     def _update(self, heads: list[_Operation]) -> None:
-        if not (heads := self._here(heads)):
+        if not (heads := self._resident(heads)):
             return
         began = time.perf_counter()
-        told = self.live.optim({one.policy: one.what for one in heads})  # type: ignore[misc]
+        results = self.live.optim({one.policy: one.what for one in heads})  # type: ignore[misc]
         seconds = time.perf_counter() - began
         self._update_s = seconds / len(heads)
         self.counters.charge(seconds, collections.Counter(one.tenant for one in heads))
-        moved = self._charge(heads)
+        moved = self._charge_moves(heads)
         if self.costs is not None:
-            self.costs.charge("update", seconds - moved, dict.fromkeys(map(_payer, heads), 1))
+            payers = dict.fromkeys((one.payer for one in heads), 1)
+            self.costs.charge("update", seconds - moved, payers)
         for one in heads:
-            self._end(one, told[one.policy])
+            self._end(one, results[one.policy])
 
-    def _charge(self, operations: Sequence[_Operation]) -> float:
-        """Tells what it took to bring policies to their slots; how long that was of all
-        together.
-        """
-        payers, moved = {one.policy: _payer(one) for one in operations}, self.live.brought()
+    def _charge_moves(self, operations: Sequence[_Operation]) -> float:
+        """Charges the moves of policies to their slots; returns their seconds."""
+        payers, moved = {one.policy: one.payer for one in operations}, self.live.brought()
         if self.costs is not None:
             for policy, seconds in moved.items():
                 self.costs.charge("load", seconds, {payers[policy]: 1})
         return sum(moved.values())
 
     def _call(self, head: _Operation, call: Callable[[Live], Any]) -> None:
-        """Mistakes, and disks that fail, are told to who asked; others go on."""
+        """Runs a function. Mistakes of its caller and failing disks fail its own future."""
         began = time.perf_counter()
-        result, refused = None, None
+        result, error = None, None
         try:
             result = call(self.live)
         except (UserError, OSError) as reason:
-            refused = reason
+            error = reason
         seconds = time.perf_counter() - began
         self.counters.charge(seconds, {head.tenant: 1.0})
-        self.live.brought()  # is a part of these seconds
+        self.live.brought()  # included in these seconds
         if self.costs is not None:
-            self.costs.charge("load", seconds, {_payer(head): 1})
-        if refused is not None:
-            self._fail(head, refused)
+            self.costs.charge("load", seconds, {head.payer: 1})
+        if error is not None:
+            self._fail(head, error)
         else:
             self._end(head, result)
 
