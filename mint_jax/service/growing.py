@@ -1,4 +1,4 @@
-"""The text of a completion as it is told, and the text of each token."""
+"""Streaming text of a completion, and the text of each token."""
 
 import bisect
 import json
@@ -63,15 +63,15 @@ class TokenTexts:
 
 
 class Places:
-    """Where tokens stand in a text, in characters.
+    """Offsets of tokens in a text, in characters.
 
     Args:
-        shown: special tokens are part of the text, as they are of a prompt's.
+        shown: special tokens are part of the text, as in prompts.
 
     Attributes:
-        begins: the place of each token's first character; of the rest of a split character, the
-            place behind it.
-        chars: the character that each token's first byte belongs to.
+        begins: offset of each token's first character; for the rest of a split character, the
+            offset after it.
+        chars: offset of the character that has each token's first byte.
     """
 
     def __init__(self, texts: TokenTexts, shown: bool = False):
@@ -80,11 +80,10 @@ class Places:
         self.chars: list[int] = []
 
     def add(self, tokens: Sequence[int], text: str) -> None:
-        """Places further tokens.
+        """Adds tokens.
 
         Args:
-            text: all of the text that is known, which tells the blanks and special tokens that it
-                has.
+            text: all known text, which decides which blanks and special tokens it includes.
         """
         for token in tokens:
             data = self._texts.bytes_of(token)
@@ -93,7 +92,7 @@ class Places:
             ):
                 data = b""
             part = data.decode(errors="replace")
-            # blanks come and go at the beginning of words
+            # tokenizers add and drop blanks at the start of words
             if HALF not in part and not text.startswith(part, self._next):
                 if text.startswith(" " + part, self._next):
                     self._next += 1
@@ -113,19 +112,19 @@ def _begins_character(byte: bytes) -> bool:
 
 
 class Growing:
-    """One completion's text while it grows. Text that was told is never taken back: neither part of
-    a character is told, nor text that may turn out to be the beginning of a stop string.
+    """One completion's text while it is streamed. Streamed text is final: part of a character
+    waits, and so does text that may begin a stop string.
 
-    All text that was told is the completion's whole text. (A byte-fallback tokenizer decodes all
-    bytes of a run as unknown if the last ones are part of a character: of a completion that is cut
-    off there, earlier characters of the run were told as they are.)
+    All pieces together are the completion's text. There is one exception: a byte-fallback tokenizer
+    decodes a whole run of bytes as unknown if the run ends within a character, but the earlier
+    characters of the run were streamed as they are.
 
     Args:
-        decode: text of token ids.
-        texts: of each token.
-        prompt: token ids that the completion continues.
+        decode: returns the text of token ids.
+        texts: text of each token.
+        prompt: token ids before the completion.
         stop: strings that end it.
-        marker: text that is kept for ``end`` from there on; empty: all of it.
+        marker: text from which on everything waits for ``end``; empty: everything waits.
     """
 
     def __init__(
@@ -142,13 +141,13 @@ class Growing:
             self._stops.detokenizer if self._stops is not None else Detokenizer(decode, prompt)
         )
         self._withheld = tuple(stop) if not marker else (*stop, marker)
-        self._ended: str | None = None  # the text before a stop string
-        self.tokens: list[int] = []  # without those behind the one that completes a stop string
+        self._ended: str | None = None  # the text before a stop string, once there is one
+        self.tokens: list[int] = []  # up to the one that completes a stop string
         self.places = Places(texts)
         self.told, self.tokens_told = "", 0
 
     def add(self, tokens: Sequence[int]) -> tuple[int, str]:
-        """Returns how many further tokens, and which further text, can now be told."""
+        """Returns the number of further tokens and the further text that can be streamed."""
         self.tokens += tokens
         if self._stops is not None:
             end, self._ended = self._stops.look(self.tokens)
@@ -168,8 +167,8 @@ class Growing:
         )
 
     def end(self, text: str) -> str:
-        """Returns what was not told yet of the whole text."""
-        # see the class; the bytes behind what was told are unknown
+        """Returns the rest of the whole text."""
+        # see the class: the rest of the run is unknown bytes
         if not text.startswith(self.told):
             text = self.told + self._decode(self.tokens[self._detokenizer.count :])
         return self._tell(text)[1]
@@ -180,7 +179,7 @@ class Growing:
         return max(0, count), new
 
     def _open(self, known: str) -> int:
-        """Returns how many characters at the end may begin something that is withheld."""
+        """Returns how many characters at the end may begin a stop string or the marker."""
         untold = len(known) - len(self.told)
         for count in range(min(max(map(len, self._withheld), default=1) - 1, untold), 0, -1):
             if any(text.startswith(known[-count:]) for text in self._withheld):
@@ -189,7 +188,7 @@ class Growing:
 
 
 def _unicode_of_bytes() -> dict[str, int]:
-    """GPT-2's alphabet: printable bytes are themselves, the others follow from 256 on."""
+    """Returns GPT-2's alphabet: printable bytes are themselves, the rest count from 256."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {
