@@ -240,7 +240,7 @@ class Checkpoints:
                 }
                 expires = None if call.ttl_s is None else now + call.ttl_s
                 row = Checkpoint(
-                    *(model, call.kind, call.name, tenant, digest, nbytes, request),
+                    *(model, call.kind, call.name or "", tenant, digest, nbytes, request),
                     *(details | {"policy": policy}, now, expires, False),
                 )
                 self.book.add_checkpoint(row)

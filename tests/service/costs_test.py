@@ -118,7 +118,7 @@ def worked(rng, site, monkeypatch):
         (live, "step"),
         (live, "optim"),
         (calls, "prefill"),
-        (calls, "settle"),
+        (calls, "block_until_ready"),
         (calls, "decode"),
     ):
         clocked(monkeypatch, thing, name, took)
