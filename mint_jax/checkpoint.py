@@ -1,12 +1,12 @@
 """Training checkpoints through Orbax: asynchronous, atomic, the last few kept.
 
-A checkpoint is a tree of arrays, further trees that each restore alone, and one JSON value,
-committed together. ``save`` returns once the arrays are copied off the devices; ``wait`` returns
-once everything is on disk. A crash at any moment leaves the checkpoints committed before. With the
-files their digests are committed, and nothing is restored from a file that has changed.
+A checkpoint has a tree of arrays, further trees that restore alone, and one JSON value, committed
+together. ``save`` returns once the arrays are copied off the devices, ``wait`` once everything is
+on disk. A crash at any moment leaves the earlier checkpoints intact. Digests of the files are
+committed with them, and a changed file is never restored.
 
-Where several processes run, all make the same calls in the same order, on one shared folder; each
-writes its own shards.
+Several processes make the same calls in the same order on one shared folder; each writes its own
+shards.
 """
 
 import asyncio
@@ -27,20 +27,20 @@ import orbax.checkpoint as ocp
 from mint_jax import multihost
 from mint_jax.errors import UserError
 
-FOLDER = "checkpoints"  # of a run, in its workdir
-# of a checkpoint: its own digest, then {path: [bytes, SHA-256]} of every other file
+FOLDER = "checkpoints"  # folder in a workdir
+# file of a checkpoint: its own digest, then {path: [bytes, SHA-256]} of every other file
 DIGESTS = "digests.json"
-COMMITTED = "commit_success.txt"  # Orbax's mark, written last
+COMMITTED = "commit_success.txt"  # Orbax's marker, written last
 
 
 class _WithDigests(ocp.path.atomicity.AtomicRenameTemporaryPath):
-    """A checkpoint's folder that gets ``DIGESTS`` before it gets its final name: no crash leaves
+    """Temporary checkpoint folder that gets ``DIGESTS`` before its final name, so no crash leaves
     one without the other.
     """
 
     async def finalize(self) -> None:
-        if _step_of(self.get_final()) is not None:  # not an item's folder within
-            # or files would change after
+        if _step_of(self.get_final()) is not None:  # not an item's folder
+            # metadata written later would change the files
             store, self._checkpoint_metadata_store = self._checkpoint_metadata_store, None
             if store is not None:
                 await asyncio.to_thread(store.wait_until_finished)
@@ -62,23 +62,23 @@ def _write_digests(folder: Path) -> None:
 
 
 def _digest(path: Path) -> list[Any]:
-    """Size and SHA-256."""
+    """Returns size in bytes and SHA-256."""
     with open(path, "rb") as file:
         return [path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()]
 
 
 def _damage(folder: Path) -> str:
-    """The first file of a checkpoint that is not what was saved, and how; empty where all are."""
+    """Describes the first damaged file of a checkpoint; empty if all files are intact."""
     for name in (DIGESTS, COMMITTED):
         if not (folder / name).is_file():
-            return _how(folder / name)
+            return _absent(folder / name)
     own, _, text = (folder / DIGESTS).read_bytes().partition(b"\n")
     if hashlib.sha256(text).hexdigest().encode() != own:
         return f"{folder / DIGESTS} has changed since it was written"
     for name, (size, digest) in json.loads(text).items():
         path = folder / name
         if not path.is_file():
-            return _how(path)
+            return _absent(path)
         if path.stat().st_size != size:
             return f"{path} has {path.stat().st_size} bytes, {size} were written"
         if _digest(path)[1] != digest:
@@ -86,7 +86,7 @@ def _damage(folder: Path) -> str:
     return ""
 
 
-def _how(path: Path) -> str:
+def _absent(path: Path) -> str:
     return f"{path} is {'no file' if path.exists() else 'missing'}"
 
 
@@ -94,8 +94,8 @@ class Checkpoints:
     """Numbered checkpoints of one run.
 
     Args:
-        directory: their folder.
-        keep: how many of the newest to keep.
+        directory: folder of the checkpoints.
+        keep: number of newest checkpoints to keep.
         on_commit: called in the caller's thread with the step, once that step is durable.
     """
 
@@ -109,14 +109,14 @@ class Checkpoints:
             step_prefix="step",
             cleanup_tmp_directories=True,
             temporary_path_class=_WithDigests,
-            # Created in the background, they are awaited by a counter of the process, which a
-            # revision saved meanwhile moves on.
+            # Background creation waits on a counter of the process, which another Orbax save
+            # advances.
             async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
         )
         for logger in (absl.logging.get_absl_logger(), logging.getLogger("asyncio")):
-            logger.addFilter(_told_by_wait)
-        if not isinstance(sys.unraisablehook, _Others):
-            sys.unraisablehook = _Others(sys.unraisablehook)
+            logger.addFilter(_is_not_raised_by_wait)
+        if not isinstance(sys.unraisablehook, _DropClosedLoop):
+            sys.unraisablehook = _DropClosedLoop(sys.unraisablehook)
         self.directory = Path(directory).absolute()
         self._manager = ocp.CheckpointManager(self.directory, options=options)
         self._on_commit = on_commit
@@ -126,25 +126,25 @@ class Checkpoints:
     def save(
         self, step: int, arrays: Any, extra: Any, items: Mapping[str, Any] | None = None
     ) -> None:
-        """Starts saving. The save before it is waited for, so at most one is in flight.
+        """Starts saving after waiting for the previous save, so at most one is in flight.
 
         Args:
             items: further trees by name;
                 ``orbax.checkpoint.StandardCheckpointer().restore(directory / "step_9" / name)``
-                gives one of them to any program.
+                restores one in any program.
 
         Raises:
-            UserError: the disk is full or not writable; the checkpoints before stay valid.
+            UserError: the disk is full or not writable; earlier checkpoints stay valid.
         """
         self.wait()
         latest = self.latest()
         if latest is not None and step <= latest:
             raise ValueError(
-                f"step {step} is not newer than {latest}, which is saved in {self.directory}"
+                f"step {step} is not newer than {latest}, the latest in {self.directory}"
             )
-        beside = {name: ocp.args.StandardSave(tree) for name, tree in (items or {}).items()}
+        further = {name: ocp.args.StandardSave(tree) for name, tree in (items or {}).items()}
         args = ocp.args.Composite(
-            arrays=ocp.args.StandardSave(arrays), extra=ocp.args.JsonSave(extra), **beside
+            arrays=ocp.args.StandardSave(arrays), extra=ocp.args.JsonSave(extra), **further
         )
         try:
             self._manager.save(step, args=args)
@@ -153,10 +153,10 @@ class Checkpoints:
         self._pending = step
 
     def wait(self) -> None:
-        """Returns when nothing is in flight; reports the step that became durable.
+        """Waits until nothing is in flight, then reports the durable step.
 
         Raises:
-            UserError: the save failed; the checkpoints before stay valid.
+            UserError: the save failed; earlier checkpoints stay valid.
         """
         try:
             self._manager.wait_until_finished()
@@ -192,8 +192,8 @@ class Checkpoints:
         )
 
     def latest(self) -> int | None:
-        """The newest step, or None: what process 0 sees of the folder. Whether its files are whole
-        ``restore`` finds out.
+        """Returns the newest step in process 0's view of the folder, or None. ``restore`` checks
+        the files.
         """
         return multihost.agree("newest checkpoint", self._newest)
 
@@ -201,7 +201,9 @@ class Checkpoints:
         return max(self._steps(), default=None)
 
     def _steps(self) -> list[int]:
-        """Of all folders with a checkpoint's final name, which Orbax gives to whole ones alone."""
+        """Returns the steps of all folders with a final name, which Orbax gives to complete
+        checkpoints only.
+        """
         return [
             step
             for path in self.directory.iterdir()
@@ -209,10 +211,10 @@ class Checkpoints:
         ]
 
     def _check(self, step: int) -> None:
-        """Every file of a checkpoint is what was saved: process 0's word.
+        """Checks on process 0 that every file of a checkpoint is unchanged.
 
         Raises:
-            UserError: naming the file, and the newest older checkpoint that is whole.
+            UserError: names the damaged file and the newest intact older checkpoint.
         """
 
         def look() -> None:
@@ -228,10 +230,10 @@ class Checkpoints:
             whole = next((s for s in older if not _damage(self.directory / f"step_{s}")), None)
             remedy = (
                 f"restore it from a copy, or remove {folder} and start again with the same command"
-                f" to go on from step {whole}"
+                f" to resume from step {whole}"
                 if whole is not None
                 else (
-                    f"restore it from a copy, or remove {self.directory} to begin anew; no older"
+                    f"restore it from a copy, or remove {self.directory} to start over; no older"
                     " checkpoint is whole"
                 )
             )
@@ -244,14 +246,13 @@ class Checkpoints:
             self._checked.add(step)
 
     def restore(self, arrays: Any, step: int | None = None) -> tuple[int, Any, Any]:
-        """Step, arrays and JSON value of a checkpoint, the newest by default.
+        """Returns step, arrays and JSON value of a checkpoint, the newest by default.
 
         Args:
-            arrays: a tree of arrays or ``ShapeDtypeStruct`` with the shapes and shardings to
-                restore into.
+            arrays: tree of arrays or ``ShapeDtypeStruct`` with the target shapes and shardings.
 
         Raises:
-            UserError: no checkpoint, one of another shape, or one with a damaged file.
+            UserError: there is no checkpoint, its shapes differ, or a file is damaged.
         """
         step = self.latest() if step is None else step
         if step is None:
@@ -260,16 +261,14 @@ class Checkpoints:
         return step, restored["arrays"], restored["extra"]
 
     def has(self, step: int, item: str) -> bool:
-        """Whether a checkpoint has a further tree of this name: process 0's word."""
+        """Returns true if a checkpoint has a further tree of this name, by process 0's view."""
         self._check(step)
         return multihost.agree(
             "items of a checkpoint", lambda: (self.directory / f"step_{step}" / item).is_dir()
         )
 
     def has_array(self, step: int, name: str) -> bool:
-        """Whether a checkpoint's arrays have this name anywhere in their paths: process 0's
-        word.
-        """
+        """Returns true if a checkpoint's arrays have this name in a path, by process 0's view."""
 
         def look() -> bool:
             with ocp.StandardCheckpointer() as checkpointer:
@@ -282,9 +281,7 @@ class Checkpoints:
         return multihost.agree("names in a checkpoint", look)
 
     def restore_item(self, step: int, item: str, arrays: Any) -> Any:
-        """One of the further trees of a checkpoint; arguments and errors as ``restore`` has
-        them.
-        """
+        """Restores one further tree of a checkpoint; arguments and errors as in ``restore``."""
         return self._restore(step, **{item: _like(arrays)})[item]
 
     def _restore(self, step: int, **items: Any) -> Any:
@@ -295,12 +292,12 @@ class Checkpoints:
         except Exception as error:
             raise UserError(
                 f"checkpoint {step} in {self.directory} does not fit this config"
-                f" ({str(error).splitlines()[0]}): resume with the config saved beside it, or"
+                f" ({str(error).splitlines()[0]}): resume with the config saved in its workdir, or"
                 " choose another --workdir"
             ) from None
 
     def close(self) -> None:
-        """Waits and releases the folder."""
+        """Waits for the last save and closes the manager."""
         self.wait()
         self._manager.close()
 
@@ -310,18 +307,18 @@ def _like(arrays: Any) -> Any:
 
 
 def _keys(tree: Any) -> set[str]:
-    """All keys of nested dicts."""
+    """Returns all keys of nested dicts."""
     children = (
         tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ()
     )
     return set(tree if isinstance(tree, dict) else ()).union(*map(_keys, children))
 
 
-class _Others:
-    """A hook for errors that no caller can catch, except those that ``wait`` raises.
+class _DropClosedLoop:
+    """Unraisable-exception hook that drops errors which ``wait`` raises anyway.
 
-    A save that fails closes its event loop; TensorStore's other writes then report to it, with a
-    stack trace for each.
+    A failed save closes its event loop; TensorStore's other writes then report to it, with a stack
+    trace each.
     """
 
     def __init__(self, hook: Callable[[Any], Any]):
@@ -335,10 +332,10 @@ class _Others:
             self._hook(unraisable)
 
 
-def _told_by_wait(record: logging.LogRecord) -> bool:
-    """Leaves out what is logged of errors in Orbax's threads and tasks, a stack trace for each
-    array: ``wait`` raises one of them.
+def _is_not_raised_by_wait(record: logging.LogRecord) -> bool:
+    """Filters out log records of errors in Orbax threads and tasks, one stack trace per array;
+    ``wait`` raises one of them.
     """
-    # which names the task that is awaited no more
+    # asyncio names the abandoned task in the message
     where = record.pathname if record.name != "asyncio" else record.getMessage()
     return record.levelno < logging.ERROR or "/orbax/checkpoint/" not in where

@@ -1,9 +1,8 @@
-"""Compiles programs in a thread while others run, and says what is being compiled: it may take a
-minute.
+"""Compilation in a background thread, and announcements of long compilations.
 
-JAX reports the start of each compilation as a scalar and its end as a duration of one event, with
-the program's name. What ends within ``AFTER_S``, as everything that comes from the compilation
-cache does, is not worth a line.
+JAX reports the start of each compilation as a scalar and its end as a duration, with the program's
+name. A compilation shorter than ``AFTER_S``, such as a read from the compilation cache, is not
+announced.
 """
 
 import contextlib
@@ -22,15 +21,14 @@ AFTER_S = 2.0
 
 
 class Program(NamedTuple):
-    """A program of declared shapes.
+    """Program of declared shapes.
 
     Attributes:
-        key: what ``Programs`` is asked for it by.
-        name: for people.
-        build: lowers and compiles it, and runs nothing: jit finds it when it is called with such
-            arguments.
-        urgency: 0 of what the first request needs, 1 of what makes others faster, 2 of what few ask
-            for.
+        key: key for ``Programs``.
+        name: name for display.
+        build: lowers and compiles the program without running it; jit finds it when called with
+            such arguments.
+        urgency: 0 for programs of the first request, 1 for faster ones, 2 for rarely used ones.
     """
 
     key: Hashable
@@ -40,22 +38,22 @@ class Program(NamedTuple):
 
 
 class Programs:
-    """Programs compiled one after another in a thread of its own, the urgent ones first, while
-    those that are ready run.
+    """Programs compiled one after another in a background thread, urgent ones first, while ready
+    ones run.
 
-    XLA releases the GIL while it compiles. ``close`` does not wait for the program that is being
-    compiled, which nothing can interrupt.
+    XLA releases the GIL while it compiles. ``close`` does not wait for the running compilation,
+    which cannot be interrupted.
 
     Args:
-        todo: all of them; keys are distinct.
-        changed: called in the thread after each, and when one could not be compiled.
-        compiled: called with the name of each program before it is compiled, how many are ready,
-            and how many there are.
+        todo: all programs, with distinct keys.
+        changed: called in the thread after each program and after a failure.
+        compiled: called before each compilation with the program's name, the number of ready
+            programs and the total.
 
     Attributes:
-        total: how many there are.
-        now: the name of the program that is being compiled; empty while none is.
-        failed: why one could not be compiled; no further one is then.
+        total: number of programs.
+        now: name of the program being compiled; empty if none is.
+        failed: exception of a failed compilation; no program is compiled after it.
     """
 
     def __init__(
@@ -73,35 +71,35 @@ class Programs:
         self._thread = threading.Thread(target=self._run, name="compiler", daemon=True)
 
     def start(self) -> None:
-        """Begins to compile."""
+        """Starts compiling."""
         host.may_abandon(self._thread)
         self._thread.start()
 
     def close(self) -> None:
-        """Begins no further program."""
+        """Stops before the next program."""
         self.closed = True
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Waits until all are ready; whether they are."""
+        """Waits until all programs are ready; returns false after the timeout."""
         self._thread.join(timeout_s)
         return self.done
 
     @property
     def ready(self) -> int:
-        """How many can be run."""
+        """Number of ready programs."""
         return len(self._ready)
 
     @property
     def done(self) -> bool:
-        """Whether all can be run."""
+        """True if all programs are ready."""
         return self.ready == self.total
 
     def has(self, key: Hashable) -> bool:
-        """Whether a program can be run without compiling anything; from any thread."""
+        """Returns true if a program can run without compiling; callable from any thread."""
         return key in self._ready
 
     def want(self, key: Hashable) -> bool:
-        """``has``; a program that is not ready is compiled next, for somebody waits for it."""
+        """Returns ``has``, and compiles a missing program next."""
         if key in self._ready:
             return True
         with self._lock:
@@ -117,7 +115,7 @@ class Programs:
                 self._ready.add(program.key)
                 self.now = ""
                 self._changed()
-        except BaseException as error:  # told by who waits for the rest: the server ends with it
+        except BaseException as error:  # the server polls `failed` and ends
             self.failed = error
             self._changed()
 
@@ -127,10 +125,9 @@ class Programs:
 
 
 def abstract(tree: Any) -> Any:
-    """Shapes and shardings of a tree's arrays, for compiling: the arrays may be donated meanwhile.
-
-    Arrays that are committed to no device have no sharding here: a call takes them to wherever the
-    others are.
+    """Returns shapes and shardings of a tree's arrays for compiling, since the arrays may be
+    donated meanwhile. An array that is not committed to a device has no sharding here: a call moves
+    it to the others.
     """
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(
@@ -141,20 +138,20 @@ def abstract(tree: Any) -> Any:
 
 
 class Announcer:
-    """Prints a line once a compilation has taken ``after`` seconds, and one when it ends.
+    """Prints a line when a compilation has taken ``after`` seconds, and one when it ends.
 
     Args:
-        out: stderr, as it then is, by default.
+        out: output stream; the current stderr by default.
     """
 
     def __init__(self, after: float = AFTER_S, out: TextIO | None = None):
         self._after, self._out = after, out
-        # by the thread that compiles
+        # by compiling thread
         self._waiting: dict[int, tuple[threading.Timer, threading.Event]] = {}
 
     def started(self, event: str, value: float, **about: str | int) -> None:
-        """A listener for scalars."""
-        del value  # when it began
+        """Listens to scalars."""
+        del value  # start time
         if event != EVENT:
             return
         said, name = threading.Event(), about.get("fun_name", "a program")
@@ -169,7 +166,7 @@ class Announcer:
         timer.start()
 
     def ended(self, event: str, duration_secs: float, **about: str | int) -> None:
-        """A listener for durations; JAX reports those of compilations that failed, too."""
+        """Listens to durations; JAX reports failed compilations too."""
         found = self._waiting.pop(threading.get_ident(), None) if event == EVENT else None
         if found is None:
             return
@@ -184,25 +181,25 @@ class Announcer:
 
 @contextlib.contextmanager
 def compilations() -> Iterator[list[str]]:
-    """A list that grows by the name of every program compiled inside, from the disk's cache or
+    """Yields a list that grows by the name of every program compiled inside, cached on disk or
     not.
     """
-    seen: list[str] = []
+    names: list[str] = []
 
     def listen(event: str, duration_secs: float, **about: str | int) -> None:
         if event == EVENT:
-            seen.append(str(about.get("fun_name", "?")))
+            names.append(str(about.get("fun_name", "?")))
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
-        yield seen
+        yield names
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
 
 
 def announce() -> None:
-    """From now on compilations of this process are announced, by the first process where there are
-    several.
+    """Announces all later compilations of this process; with several processes only process 0
+    does.
     """
     if multihost.is_main():
         announcer = Announcer()

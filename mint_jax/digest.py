@@ -1,25 +1,23 @@
-"""The digest of stored bytes: BLAKE3 (O'Connor, Aumasson, Neves, Wilcox-O'Hearn 2020), 256 bits, 64
+"""Digests of stored bytes: BLAKE3 (O'Connor, Aumasson, Neves, Wilcox-O'Hearn 2020), 256 bits, 64
 hex digits.
 
-Every load of a revision hashes all its bytes, and with SHA-256 that was two thirds of a load: 85 ms
-of CPU for the 105 MB of a rank-1 adapter of Qwen3-30B-A3B, where BLAKE3 takes 19 (AVX2, one core).
-It is a cryptographic hash of the same width, and a tree: one long message can be hashed by several
-cores. SHA-256 is as fast only where the CPU has instructions for it and a library uses them.
+Every load of a revision hashes all its bytes. With SHA-256 that was two thirds of a load: 85 ms of
+CPU for the 105 MB of a rank-1 adapter of Qwen3-30B-A3B; BLAKE3 takes 19 ms (AVX2, one core). It is
+a cryptographic hash of the same width, and its tree lets several cores hash one long message.
 """
 
 import numpy as np
 from blake3 import blake3
 
-THREADED = 1 << 20  # bytes from which waking other threads pays
+THREADED = 1 << 20  # bytes above which threads pay off
 
 
 def blake3_of(data: bytes | bytearray | memoryview | np.ndarray, threads: int | None = None) -> str:
-    """64 hex digits of a contiguous buffer; lets other Python threads run meanwhile.
+    """Returns 64 hex digits of a contiguous buffer; releases the GIL.
 
     Args:
-        threads: for buffers of 1 MiB and more; None is one a core. The helpers are threads of the
-            process with its own priority: a caller of low priority that shall stay out of the way
-            takes 1.
+        threads: number of threads for buffers of 1 MiB and more; None is one per core. The helpers
+            have the priority of the process, so a low-priority caller passes 1.
     """
     view = data.reshape(-1).view(np.uint8).data if isinstance(data, np.ndarray) else data
     if memoryview(view).nbytes < THREADED or threads == 1:
@@ -28,5 +26,5 @@ def blake3_of(data: bytes | bytearray | memoryview | np.ndarray, threads: int | 
 
 
 def blake3_alone(data: bytes | bytearray | memoryview | np.ndarray) -> str:
-    """``blake3_of`` in the calling thread alone."""
+    """Returns ``blake3_of`` in the calling thread only."""
     return blake3_of(data, 1)

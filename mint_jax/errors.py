@@ -1,4 +1,4 @@
-"""The error a user can mend: it names the value, what was expected, and the remedy."""
+"""Errors that a user can fix: the message names the value, the expectation and the remedy."""
 
 import traceback
 from pathlib import Path
@@ -7,8 +7,8 @@ _PACKAGE = str(Path(__file__).parent)
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C, or a signal that ends the program: a line says where it stands, and the exit status
-    is 128 and the signal.
+    """Ctrl-C or a termination signal. The message says where the program stopped; the exit status
+    is 128 plus the signal number.
     """
 
     def __init__(self, message: str, number: int):
@@ -17,19 +17,19 @@ class Interrupted(KeyboardInterrupt):
 
 
 class UserError(ValueError):
-    """A mistake in a config, a file or a request. ``launch`` prints it as one line, without a
+    """Mistake in a config, a file or a request. ``launch`` prints it as one line, without a
     traceback.
     """
 
 
 def choice(what: str, value: object, choices: object) -> UserError:
-    """A ``UserError`` for a value that is none of ``choices``."""
+    """Returns a ``UserError`` for a value that is not among ``choices``."""
     return UserError(f"{what} is {value!r}; choose one of: {', '.join(map(str, choices))}")  # type: ignore[call-overload]
 
 
 def own_traceback(error: BaseException) -> str:
-    """The traceback of an error in a user's code, this package's frames left out; of an error in
-    ours alone, all of it.
+    """Returns the traceback of an error without this package's frames; if all frames are ours, the
+    whole traceback.
     """
     shown = traceback.TracebackException.from_exception(error)
     chain, one = [], shown

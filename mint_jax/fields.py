@@ -1,4 +1,4 @@
-"""Dataclasses of settings that check the types of their values and show only what differs from the
+"""Settings dataclasses that check the types of their values and print only what differs from the
 defaults.
 """
 
@@ -18,7 +18,7 @@ _WORDS = {int: "a whole number", float: "a number", str: "text", bool: "True or 
 
 
 class Settings:
-    """Base of a frozen dataclass whose fields are settings, decorated with ``repr=False``."""
+    """Base of a frozen dataclass of settings, decorated with ``repr=False``."""
 
     def __post_init__(self):
         vars(self).update(check(type(self), vars(self), type(self).__name__))
@@ -33,13 +33,13 @@ class Settings:
 
 
 def check(cls: type, values: Mapping[str, Any], what: str) -> dict[str, Any]:
-    """These values of a dataclass's fields; a list becomes the tuple that is expected.
+    """Returns checked values of a dataclass's fields; a list becomes the expected tuple.
 
     Args:
-        what: names the place in errors.
+        what: place named in errors.
 
     Raises:
-        UserError: a name that is no field, or a value of another type.
+        UserError: a name is not a field, or a value has the wrong type.
     """
     hints = _hints(cls)
     for name in values:
@@ -52,7 +52,7 @@ def check(cls: type, values: Mapping[str, Any], what: str) -> dict[str, Any]:
 
 
 def unknown(said: str, name: object, known: Iterable[str]) -> UserError:
-    """The error for a name that is none of ``known``, with the nearest one."""
+    """Returns the error for a name that is not in ``known``, with the nearest known name."""
     known = list(known)
     near = difflib.get_close_matches(str(name), known, 1)
     return UserError(
@@ -69,7 +69,7 @@ def _hints(cls: type) -> dict[str, Any]:
 
 
 def _is_plainly(kind: Any, value: Any) -> bool:
-    """Whether a value is of a type beyond doubt; quick, for the catalog makes a million of these
+    """Returns true if a value is certainly of a type. Fast, since the catalog makes a million such
     objects.
     """
     if type(value) is tuple:
@@ -80,7 +80,7 @@ def _is_plainly(kind: Any, value: Any) -> bool:
 
 @functools.cache
 def _item(kind: Any) -> Any:
-    """``X`` of ``tuple[X, ...]``."""
+    """Returns ``X`` of ``tuple[X, ...]``."""
     items = typing.get_args(kind) if typing.get_origin(kind) is tuple else ()
     return items[0] if len(items) == 2 and items[1] is Ellipsis else None
 

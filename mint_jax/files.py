@@ -1,6 +1,4 @@
-"""Files and folders that appear whole or not at all: written beside their place under another name,
-then renamed.
-"""
+"""Atomic files and folders: written under a temporary name in the same folder, then renamed."""
 
 import contextlib
 import errno
@@ -11,25 +9,28 @@ from collections.abc import Iterator
 from pathlib import Path
 
 
-def _beside(target: Path) -> Path:
-    """A name of its own in the same folder, hence on the same disk: a rename moves no bytes."""
+def _temporary_name(target: Path) -> Path:
+    """Returns a unique temporary name in the same folder, hence on the same disk: a rename moves no
+    bytes.
+    """
     return target.parent / f".{target.name[:100]}-{uuid.uuid4().hex}"
 
 
 def write_file(target: Path, data: str | bytes, *, replace: bool = True) -> None:
-    """Writes a file. It is on the disk when this returns; a crash leaves what stood there before.
+    """Writes a file durably and atomically: after a crash either the old or the new contents
+    remain.
 
     Args:
-        replace: what stands there already; otherwise it stays.
+        replace: replaces an existing file.
 
     Raises:
-        FileExistsError: something stands there, and may not be replaced.
-        OSError: it cannot be written.
+        FileExistsError: the file exists and ``replace`` is false.
+        OSError: the file cannot be written.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    staging = _beside(target)
+    staging = _temporary_name(target)
     try:
-        # unlike tempfile's, with the rights that the user's umask gives
+        # unlike tempfile's, with the permissions of the user's umask
         with open(staging, "xb") as file:
             file.write(data.encode() if isinstance(data, str) else data)
             file.flush()
@@ -37,16 +38,14 @@ def write_file(target: Path, data: str | bytes, *, replace: bool = True) -> None
         if replace:
             os.replace(staging, target)
         else:
-            os.link(staging, target)  # unlike a rename it replaces nothing that appeared meanwhile
+            os.link(staging, target)  # unlike a rename, never replaces a file
         sync_folder(target.parent)
     finally:
         staging.unlink(missing_ok=True)
 
 
 def link(source: Path, target: Path) -> None:
-    """Gives a file a second name, or copies it where that is not possible; on the disk when this
-    returns.
-    """
+    """Gives a file a second name, or copies it where links are impossible; durable on return."""
     try:
         os.link(source, target)
     except OSError as error:
@@ -57,7 +56,7 @@ def link(source: Path, target: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """What was made, renamed or removed in a folder is so on the disk when this returns."""
+    """Makes creations, renames and removals in a folder durable."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -67,21 +66,18 @@ def sync_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def new_directory(target: Path, proof: str = "") -> Iterator[Path]:
-    """Yields a folder that becomes ``target`` when the block ends; a crash leaves no ``target``
-    behind.
-
-    An empty folder in its place is replaced.
+    """Yields a folder that becomes ``target`` when the block ends; a crash leaves no ``target``. An
+    empty ``target`` is replaced.
 
     Args:
-        proof: a file that every whole ``target`` has. Where another process made the same
-            ``target`` meanwhile, that one then stays, and what stands there without this file is
-            replaced.
+        proof: name of a file that every complete ``target`` has. If another process made ``target``
+            meanwhile, that one stays; a ``target`` without this file is replaced.
 
     Raises:
-        OSError: something else stands there.
+        OSError: ``target`` exists.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    staging = _beside(target)
+    staging = _temporary_name(target)
     staging.mkdir()
     try:
         yield staging

@@ -1,4 +1,4 @@
-"""The host: settings of its process, made once at start-up, and its memory."""
+"""Host settings of the process, made once at start-up, and its memory."""
 
 import ctypes
 import glob
@@ -18,9 +18,9 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -2, -4, -8
 def keep_freed_memory() -> bool:
     """Makes glibc keep freed memory instead of returning it to the kernel.
 
-    XLA on CPU allocates and frees its temporaries (over 1 GB in a training step) in every call;
-    returned to the kernel they cost a page fault for each 4 KiB of the next call. Does nothing but
-    return False outside Linux with glibc.
+    XLA on CPU allocates and frees its temporaries (over 1 GB in a training step) in every call.
+    Returned to the kernel, they cost a page fault per 4 KiB of the next call. Returns false outside
+    Linux with glibc.
     """
     if not sys.platform.startswith("linux"):
         return False
@@ -38,12 +38,12 @@ def keep_freed_memory() -> bool:
 
 
 def give_back_freed_memory() -> bool:
-    """Returns to the kernel what ``keep_freed_memory`` keeps; False where there is no glibc.
+    """Returns the memory of ``keep_freed_memory`` to the kernel; false without glibc.
 
-    To be called between phases of different sizes: holes that one leaves do not fit the other's
-    temporaries, and the heap grows by both. GRPO of eight policies on SmolLM2-135M held 2.2 to 2.4
-    GB in its update, more in each step, and 1.9 so; the update takes a tenth longer, for its pages
-    are faulted in again.
+    Call it between phases of different sizes: one phase's holes do not fit the other's temporaries,
+    and the heap grows by both. GRPO of eight policies on SmolLM2-135M had 2.2 to 2.4 GB in its
+    update, growing each step, and 1.9 GB with this call; the update takes a tenth longer, since its
+    pages fault again.
     """
     try:
         ctypes.CDLL("libc.so.6").malloc_trim(0)
@@ -53,24 +53,22 @@ def give_back_freed_memory() -> bool:
 
 
 def run_in_the_calling_thread() -> None:
-    """Has a CPU's programs run in the thread that calls them; before JAX looks for devices.
+    """Runs CPU programs in the calling thread; call it before JAX looks for devices.
 
-    In a thread of JAX's own they free their temporaries when that thread comes to it, up to 3 ms
-    after their results are there: the next program's were then often taken beside them, and the
-    heap kept both (78 MB in GRPO of eight policies on SmolLM2). It costs nothing, for whoever runs
-    a program here waits for it: decoding and training took the same time. Programs over several
-    devices are not concerned.
+    In JAX's own thread a program frees its temporaries up to 3 ms after its results. The next
+    program then allocated new ones, and the heap kept both (78 MB in GRPO of eight policies on
+    SmolLM2). Decoding and training take the same time either way. Programs over several devices are
+    not affected.
     """
     jax.config.update("jax_cpu_enable_async_dispatch", False)
 
 
 def leave_out_absent_tpu() -> None:
-    """Has JAX not look for a TPU where only its compiler is installed.
+    """Keeps JAX from looking for a TPU where only the TPU compiler is installed.
 
-    libtpu, which compiles for TPUs that are elsewhere, otherwise asks this machine for its own
-    first: it prints its errors, and has been seen to wait twenty seconds for a metadata server.
-    Does nothing where JAX_PLATFORMS says what to use, where a GPU's plugin is installed too, or
-    where a device file may be a TPU's.
+    libtpu would probe this machine first, print errors, and sometimes wait twenty seconds for a
+    metadata server. Does nothing if JAX_PLATFORMS is set, a GPU plugin is installed, or a device
+    file may be a TPU's.
     """
     chosen: str = jax.config.jax_platforms  # type: ignore[attr-defined]
     if chosen or importlib.util.find_spec("libtpu") is None:
@@ -84,16 +82,15 @@ def leave_out_absent_tpu() -> None:
 
 
 def threads_for_simulated_devices() -> int | None:
-    """Gives XLA's CPU client more threads than simulated devices; returns how many it sets, None
-    where there is one device or it is said.
+    """Gives XLA's CPU client more threads than simulated devices; returns the number, or None if
+    there is one device or the user set it.
 
-    Every collective holds a thread of the client's pool until all its devices have come, and a
-    device may wait in two at once, for independent ones of two mesh axes take any order. XLA has a
-    thread a device where cores are fewer: eight devices on two cores stood still for good in a
-    training step over expert=4 x tensor=2 (two all-reduces and six all-gathers held all eight
-    threads).
+    Every collective blocks a thread of the pool until all its devices arrive, and a device may wait
+    in two at once, since independent collectives of two mesh axes run in any order. XLA has one
+    thread per device on few cores: eight devices on two cores deadlocked in a training step over
+    expert=4 x tensor=2.
     """
-    # the last one counts
+    # the last flag wins
     found = re.findall(
         r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", "")
     )
@@ -106,10 +103,9 @@ def threads_for_simulated_devices() -> int | None:
 
 
 def use_compilation_cache(directory: str | Path) -> None:
-    """Keeps compiled programs on disk, so that a second run starts at once.
+    """Caches compiled programs on disk, so that a second run starts at once.
 
-    On GPUs JAX keeps XLA's measurements of fusions below the same directory: programs that are not
-    there yet are compiled without measuring what others have measured.
+    On GPUs JAX also caches XLA's measurements of fusions there, so new programs reuse them.
     """
     path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)
@@ -122,21 +118,20 @@ _abandoned: list[threading.Thread] = []
 
 
 def may_abandon(thread: threading.Thread) -> None:
-    """Lets the process end while this daemon thread compiles or loads, see ``leave``."""
+    """Lets the process end while this daemon thread compiles or loads; see ``leave``."""
     _abandoned.append(thread)
 
 
 def is_abandoning() -> bool:
-    """Whether a thread that ``may_abandon`` named still runs."""
+    """Returns true while a thread given to ``may_abandon`` runs."""
     return any(thread.is_alive() for thread in _abandoned)
 
 
 def leave(status: int) -> None:
-    """Ends the process where it would abandon a thread; returns elsewhere, for an ordinary end.
+    """Ends the process at once if a thread would be abandoned; otherwise returns.
 
-    An ordinary end waits for what XLA compiles, and then aborts: a daemon thread that asks for the
-    GIL of an interpreter that is gone is ended by an exception that unwinds C++ frames (exit code
-    134 after 18 s).
+    A normal exit waits for XLA's compilation and then aborts: a daemon thread that asks for the GIL
+    of a finalised interpreter is unwound through C++ frames (exit code 134 after 18 s).
     """
     if is_abandoning():
         sys.stdout.flush()
@@ -145,24 +140,24 @@ def leave(status: int) -> None:
 
 
 def keep_stdout() -> None:
-    """Keeps native libraries off stdout, which belongs to the result: gloo, for one, reports every
-    connection there.
+    """Keeps native libraries off stdout, which is for the result; gloo reports every connection
+    there.
     """
     sys.stdout.flush()
-    mine = os.dup(1)
+    result = os.dup(1)
     os.dup2(2, 1)
-    sys.stdout = os.fdopen(mine, "w", buffering=1)
+    sys.stdout = os.fdopen(result, "w", buffering=1)
 
 
 def rss_bytes() -> int:
-    """Resident memory of this process now."""
+    """Returns the resident memory of this process."""
     import psutil
 
     return psutil.Process(os.getpid()).memory_info().rss
 
 
 def peak_rss_bytes() -> int:
-    """The most resident memory this process has had, since its start or the last
+    """Returns the peak resident memory of this process, since its start or the last
     ``reset_peak_rss``.
     """
     status = Path("/proc/self/status")
@@ -177,7 +172,7 @@ def peak_rss_bytes() -> int:
 
 
 def reset_peak_rss() -> bool:
-    """Starts ``peak_rss_bytes`` anew; False where the system has no such switch (all but Linux)."""
+    """Resets ``peak_rss_bytes``; returns false outside Linux."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:

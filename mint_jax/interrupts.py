@@ -1,10 +1,10 @@
-"""Ends a program within seconds of SIGINT or SIGTERM, whatever its main thread is doing.
+"""Termination within seconds of SIGINT or SIGTERM, whatever the main thread is doing.
 
-Python runs signal handlers between bytecodes of the main thread, so a handler waits as long as XLA
-compiles or a program runs; an exception that a handler raises may also end in a callback that
-discards it. The kernel-side half of a handler writes the signal's number to a pipe at once. A
-thread reads it, says so, and ends the process if the orderly way out takes longer than ``GRACE_S``.
-Everything that has been acknowledged is on the disk by then, as it is for a process that is killed.
+Python runs signal handlers between bytecodes of the main thread, so a handler waits while XLA
+compiles or a program runs. An exception raised by a handler may also end in a callback that
+discards it. The wakeup descriptor writes the signal's number to a pipe at once. A thread reads it,
+prints a line, and ends the process if a clean exit takes longer than ``GRACE_S``. Everything
+acknowledged is on disk by then, as for a killed process.
 """
 
 import contextlib
@@ -19,22 +19,22 @@ from types import FrameType
 from mint_jax.errors import Interrupted
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-GRACE_S = 10.0  # from the first signal: a step and its checkpoint may end
-AGAIN_S = 1.0  # from a second one
+GRACE_S = 10.0  # seconds after the first signal: a step and its checkpoint may finish
+AGAIN_S = 1.0  # seconds after the second signal
 
-_standing: list[Callable[[], str]] = []  # say where the program stands; the last one counts
+_standing: list[Callable[[], str]] = []  # where the program resumes; the last one is used
 DISCARDING = ("__del__", "_xla_gc_callback")  # functions whose exceptions Python discards
 
-_repeated: list[int] = []  # signals that this module delivers a second time
-_grace: list[float] = []  # of the blocks that are running, the last one counts
+_repeated: list[int] = []  # signals delivered a second time by this module
+_grace: list[float] = []  # seconds of the active blocks; the last one is used
 
 
 def install(leave: Callable[[int, str], None]) -> None:
-    """Has both signals raise ``Interrupted`` in the main thread, which must call this, and end the
-    process when that does not.
+    """Makes both signals raise ``Interrupted`` in the main thread, the caller, and end the process
+    if that does not.
 
     Args:
-        leave: called with exit status and message before the process is ended; it tells other
+        leave: called with exit status and message before the process is ended; notifies other
             processes of the run.
     """
     reading, writing = os.pipe()
@@ -47,8 +47,8 @@ def install(leave: Callable[[int, str], None]) -> None:
 
 @contextlib.contextmanager
 def grace(seconds: float) -> Iterator[None]:
-    """Gives the orderly way out this long, if the first signal comes in the block: a server ends
-    what it is answering.
+    """Sets the time for a clean exit if the first signal arrives in the block; a server finishes
+    its answers.
     """
     _grace.append(seconds)
     try:
@@ -58,8 +58,8 @@ def grace(seconds: float) -> Iterator[None]:
 
 
 def restore() -> None:
-    """Puts back the handlers of both signals, which a native library has replaced: libtpu does as
-    it is loaded.
+    """Restores the handlers of both signals after a native library replaced them, as libtpu does
+    when loaded.
     """
     if threading.current_thread() is threading.main_thread():
         for number in SIGNALS:
@@ -68,17 +68,15 @@ def restore() -> None:
 
 
 def standing(where: Callable[[], str]) -> None:
-    """Registers what to say of a program that is ended: where the same command goes on. It is
-    called from another thread.
-    """
+    """Registers a function that says where the same command resumes; another thread calls it."""
     _standing.append(where)
 
 
 def interrupt(number: int, frame: FrameType | None) -> None:
-    """A handler that raises ``Interrupted``; where an exception would be discarded, as soon as that
-    is over.
+    """Raises ``Interrupted``; where an exception would be discarded, as soon as that code has
+    returned.
 
-    JAX has a callback of the garbage collector: a Ctrl-C that met it was printed, and forgotten.
+    JAX has a callback of the garbage collector; a Ctrl-C inside it was printed and ignored.
     """
     while frame is not None:
         if frame.f_code.co_name in DISCARDING:
@@ -112,7 +110,7 @@ def _watch(reading: int, leave: Callable[[int, str], None]) -> None:
 
 
 def _next(reading: int) -> int:
-    """The next of ``SIGNALS`` that arrives."""
+    """Returns the next of ``SIGNALS`` that arrives."""
     while True:
         for number in os.read(reading, 64):
             if number in _repeated:
@@ -123,7 +121,7 @@ def _next(reading: int) -> int:
 
 def _end(number: int, leave: Callable[[int, str], None]) -> None:
     status, name = 128 + number, signal.Signals(number).name
-    last = threading.Timer(2 * AGAIN_S, os._exit, (status,))  # if the others cannot be told
+    last = threading.Timer(2 * AGAIN_S, os._exit, (status,))  # if notifying the others blocks
     last.daemon = True
     last.start()
     where = f"; {_standing[-1]()}" if _standing else ""

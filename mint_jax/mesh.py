@@ -19,14 +19,14 @@ AXES = ("data", "fsdp", "expert", "tensor")
 
 
 def make_mesh(sizes: Mapping[str, int] | None = None, devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh over ``devices`` (all of them by default).
+    """Builds a mesh over ``devices`` (all by default).
 
     Args:
-        sizes: axis -> size; absent axes are 1, and one axis may be -1: whatever is left. None: all
-            on ``data``.
+        sizes: axis -> size; absent axes are 1, and one axis may be -1 (the rest). None puts all
+            devices on ``data``.
 
     Raises:
-        UserError: an unknown axis, or sizes whose product is not the number of devices.
+        UserError: an axis is unknown, or the product of the sizes is not the number of devices.
     """
     devices = list(jax.devices()) if devices is None else devices
     sizes = {"data": -1} if sizes is None else dict(sizes)
@@ -51,5 +51,5 @@ def make_mesh(sizes: Mapping[str, int] | None = None, devices: Sequence[Any] | N
 
 
 def single_device_mesh(device: Any = None) -> Mesh:
-    """A mesh of one device, so that the same code runs everywhere."""
+    """Builds a mesh of one device, so that the same code runs everywhere."""
     return make_mesh({}, [device or jax.devices()[0]])

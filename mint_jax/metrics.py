@@ -1,7 +1,6 @@
-"""What a run leaves to read: JSONL rows, TensorBoard scalars, progress lines with a rate and the
-time left.
+"""Metrics of a run: JSONL rows, TensorBoard scalars, and progress lines with the time left.
 
-Where several processes run, the first writes and prints; in the others the same calls do nothing.
+With several processes only the first writes and prints.
 """
 
 import contextlib
@@ -17,19 +16,18 @@ from mint_jax import multihost
 from mint_jax.errors import UserError
 from mint_jax.files import write_file
 
-KEPT = 64  # last updates that the time left goes by
+KEPT = 64  # number of last updates that estimate the time left
 
 
 class MetricsWriter:
-    """Appends rows to ``metrics.jsonl`` and their numbers to TensorBoard, both at once and in the
-    calling thread.
+    """Appends rows to ``metrics.jsonl`` and their numbers to TensorBoard, in the calling thread.
 
-    tensorboardX's own ``SummaryWriter`` writes in a thread; when that dies of a full disk, with a
-    traceback, the eleventh call after it waits for ever.
+    tensorboardX's ``SummaryWriter`` writes in a thread. If a full disk kills that thread, the
+    eleventh later call blocks.
 
     Args:
-        directory: the run's workdir.
-        tensorboard: also write event files under ``tensorboard/``.
+        directory: workdir of the run.
+        tensorboard: also writes event files under ``tensorboard/``.
 
     Raises:
         UserError: a file cannot be written, here or in ``write``.
@@ -41,18 +39,18 @@ class MetricsWriter:
         self._failed = False
         if not multihost.is_main():
             return
-        with self._told(self.path):
+        with self._explained(self.path):
             self._file = self.path.open("ab", buffering=0)
         if tensorboard:
             from tensorboardX.event_file_writer import EventsWriter
 
             folder = Path(directory) / "tensorboard"
-            with self._told(folder):
+            with self._explained(folder):
                 folder.mkdir(exist_ok=True)
                 self._board = EventsWriter(str(folder / "events"))
 
     def write(self, step: int, name: str, values: dict[str, Any]) -> None:
-        """One row ``{"step", "name", ...values}``."""
+        """Writes one row ``{"step", "name", ...values}``."""
         if self._file is None:
             return
         line = (
@@ -61,8 +59,8 @@ class MetricsWriter:
             ).encode()
             + b"\n"
         )
-        with self._told(self.path):
-            while line:  # a disk that is nearly full takes a part
+        with self._explained(self.path):
+            while line:  # a nearly full disk takes a part
                 line = line[self._file.write(line) :]
         if self._board is not None:
             from tensorboardX.proto import event_pb2
@@ -71,7 +69,7 @@ class MetricsWriter:
             numbers = {
                 key: value for key, value in values.items() if isinstance(value, int | float)
             }
-            with self._told(self.path.parent / "tensorboard"):
+            with self._explained(self.path.parent / "tensorboard"):
                 for key, value in numbers.items():
                     event = event_pb2.Event(  # type: ignore[arg-type]
                         wall_time=time.time(), step=step, summary=scalar(f"{name}/{key}", value)
@@ -80,8 +78,8 @@ class MetricsWriter:
                 self._board.flush()
 
     @contextlib.contextmanager
-    def _told(self, path: Path) -> Iterator[None]:
-        """Turns an error of the file system into a line."""
+    def _explained(self, path: Path) -> Iterator[None]:
+        """Turns a file-system error into a ``UserError``."""
         try:
             yield
         except OSError as error:
@@ -93,15 +91,15 @@ class MetricsWriter:
             ) from None
 
     def close(self) -> None:
-        """What was written is in the files. A second time, as when an interruption meets the end of
-        a run, it does nothing.
+        """Closes the files. A second call does nothing, as when an interruption meets the end of a
+        run.
         """
         files, self._file, self._board = (self._file, self._board), None, None
         for file in files:
             if file is not None:
                 try:
                     file.close()
-                except OSError as error:  # what a full disk did not take has been reported
+                except OSError as error:  # a full disk has been reported
                     if not self._failed:
                         raise UserError(
                             f"{self.path.parent} cannot be written ({error.strerror or error})"
@@ -109,7 +107,7 @@ class MetricsWriter:
 
 
 def truncate_rows(path: Path, keep: dict[str, int]) -> None:
-    """Drops the rows of each name at or after ``keep[name]``: a resumed run writes those steps
+    """Drops the rows of each name at or after step ``keep[name]``; a resumed run writes them
     again.
     """
     if not path.is_file():
@@ -130,11 +128,11 @@ class Progress:
     at the end.
 
     Args:
-        total: all there is to do, in pieces.
-        done: pieces that were done before.
-        per: pieces of one that is shown: 3 for steps that three policies take, 1e6 for bytes shown
-            as MB. The time left goes by pieces, and is not known before the second update.
-        unit: what those are, in words.
+        total: number of pieces.
+        done: pieces done earlier.
+        per: pieces per displayed unit: 3 for steps of three policies, 1e6 for bytes shown as MB.
+            The time left is known from the second update on.
+        unit: name of the displayed unit.
     """
 
     def __init__(
@@ -154,10 +152,10 @@ class Progress:
         self._at = (0.0, done)  # seconds and pieces of the last update
         # seconds a piece and pieces, of each update but the first
         self._paces: list[tuple[float, int]] = []
-        self._begun = False
+        self._started = False
 
     def update(self, done: int, detail: str = "") -> None:
-        """Says how far it is, unless it has just been said."""
+        """Prints the progress, unless it was printed just before."""
         now = time.monotonic()
         if not multihost.is_main():
             return
@@ -177,18 +175,16 @@ class Progress:
         print(f"[{self.what}] {words} ({clock(elapsed)}{eta})", file=self.out, flush=True)
 
     def _note(self, elapsed: float, done: int) -> None:
-        """Keeps the pace since the last update. The first one is not kept: its programs were
-        compiled on the way.
-        """
+        """Records the pace since the last update, except the first, which includes compilation."""
         before, pieces = self._at[0], done - self._at[1]
         if pieces > 0:
-            if self._begun:
+            if self._started:
                 self._paces.append(((elapsed - before) / pieces, pieces))
                 del self._paces[:-KEPT]
-            self._at, self._begun = (elapsed, done), True
+            self._at, self._started = (elapsed, done), True
 
     def _pace(self) -> float:
-        """Seconds a piece, the median over the pieces: steps that compiled something do not
+        """Returns seconds per piece, the median over pieces, so steps that compiled do not
         count.
         """
         half = sum(pieces for _, pieces in self._paces) / 2
@@ -200,7 +196,7 @@ class Progress:
 
 
 def clock(seconds: float) -> str:
-    """``75.2`` -> ``1:15``."""
+    """Formats seconds: ``75.2`` -> ``1:15``."""
     whole = int(seconds)
     hours, rest = divmod(whole, 3600)
     return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60}:{rest % 60:02d}"

@@ -1,16 +1,15 @@
-"""Several processes as one program: they join, hear process 0's decisions, and read arrays that
-span them.
+"""Several processes as one program: joining, agreeing on decisions of process 0, and reading arrays
+that span processes.
 
-Every process runs the same code and makes the same device calls in the same order; JAX asks no
-more. What could differ from host to host (rewards, which phase is next, when to stop) is decided by
-process 0 and heard by the others through ``agree``, over the coordinator's key-value store: no
-device is involved and nothing compiles. Where process 0 alone decides what the devices do next,
-step by step, the others hear of each step in a row of messages (``post``, ``take``; ``messages.py``
-says what is in one). Files are written by process 0, checkpoints by all together, on a folder that
-all hosts share. In a single process all of this does nothing.
+Every process runs the same code and makes the same device calls in the same order, as JAX requires.
+Process 0 decides whatever may differ between hosts (rewards, the next phase, when to stop), and the
+others receive it through ``agree``, over the coordinator's key-value store, without devices or
+compilation. Where process 0 decides each device call, it sends messages (``post``, ``take``; see
+``messages.py``). Process 0 writes files; all write checkpoints, on a folder that all hosts share.
+In a single process all of this does nothing.
 
-Environment variables, for machines that JAX does not recognise: ``MINT_COORDINATOR`` (host:port of
-process 0), ``MINT_PROCESSES`` (how many), ``MINT_PROCESS`` (which one this is, from 0).
+Environment variables for machines that JAX does not recognise: ``MINT_COORDINATOR`` (host:port of
+process 0), ``MINT_PROCESSES`` (number of processes), ``MINT_PROCESS`` (index of this one, from 0).
 """
 
 import functools
@@ -35,21 +34,19 @@ from mint_jax import host
 from mint_jax.errors import UserError
 
 VARIABLES = ("MINT_COORDINATOR", "MINT_PROCESSES", "MINT_PROCESS")
-# how often a waiting process looks whether another has failed; there is no limit on the wait, a
-# reward may take hours
+# interval at which a waiting process checks the others; a wait has no limit, since a reward may
+# take hours
 POLL_S = 5
-LEAVE_S = 10  # how long process 0, failing, waits for others that fail with it
-BARRIER_S = 3600  # how long processes wait for the slowest
-# of the agreements in the coordinator's memory, those before the last ``FORGET_EVERY`` are dropped
+LEAVE_S = 10  # seconds a failing process 0 waits for others that fail with it
+BARRIER_S = 3600  # seconds to wait for the slowest process
+# number of agreements kept in the coordinator's memory
 FORGET_EVERY = 1024
-# messages of a row that are dropped together, once every process has taken them; no more than twice
-# as many wait
+# messages dropped together once every process has taken them; at most twice as many wait
 POSTS = 256
 FAILED = "mint/failed"
 
 T = TypeVar("T")
-# They name keys and barriers: the same in every process. Messages are posted by several threads of
-# process 0.
+# counters that name keys and barriers, equal in every process; several threads of process 0 post
 _agreements, _meetings, _posts, _posting = (
     itertools.count(),
     itertools.count(),
@@ -64,20 +61,20 @@ def join(
     expected: int = 0,
     timeout_s: int = 300,
 ) -> None:
-    """Joins the other processes; before anything asks JAX for devices. Does nothing for a single
+    """Joins the other processes; call it before JAX looks for devices. Does nothing for a single
     process.
 
     Args:
-        environment: where ``VARIABLES`` are looked up; all three or none.
-        detect: without them, join the TPU pod, SLURM or MPI job that JAX finds itself in.
-        expected: how many processes were started, where the caller knows; 0 accepts any number.
+        environment: source of ``VARIABLES``; all three or none are set.
+        detect: without them, joins the TPU pod, SLURM or MPI job that JAX detects.
+        expected: number of started processes; 0 accepts any number.
         timeout_s: seconds to wait for the others.
 
     Raises:
-        UserError: variables that are missing or wrong, nothing to detect, no way to the
-            coordinator, another number of processes than expected. Where the others do not come,
-            the process prints one line and ends with status 1, for they may come when the job is
-            started again: JAX does not return from that wait.
+        UserError: variables are missing or wrong, nothing is detected, the coordinator is
+            unreachable, or the number of processes is not ``expected``. If the others do not
+            arrive, the process prints one line and exits with status 1, since JAX does not return
+            from that wait; a restart may succeed.
     """
     settings = _settings(environment)
     if settings is None and not detect:
@@ -100,8 +97,7 @@ def join(
         if settings is None
         else f"{settings[0]} as process {settings[2]} of {settings[1]}"
     )
-    # JAX aborts the process, with a stack trace, when its own timeout is over: be there first, with
-    # a sentence.
+    # JAX aborts with a stack trace after its own timeout: exit earlier, with one line
     watch = threading.Timer(
         timeout_s, _give_up, [_not_joined(where, f"the others did not come in {timeout_s} s")]
     )
@@ -120,7 +116,7 @@ def join(
     finally:
         watch.cancel()
     require_same("the number of processes", count)
-    # each of them would run the whole job, all into one workdir
+    # otherwise each would run the whole job in one workdir
     if expected and count() != expected:
         raise UserError(
             f"{count()} processes joined, and --distributed={expected} expected {expected}: give"
@@ -129,11 +125,10 @@ def join(
 
 
 def topology() -> str:
-    """Every process's host with its number of devices, for a line of the log.
+    """Returns every host with its number of devices, as one log line.
 
     Raises:
-        UserError: in every process, naming the first that has another number of devices than
-            process 0.
+        UserError: in every process; names the first with another number of devices than process 0.
     """
     number = next(_meetings)
     _client().key_value_set(
@@ -169,7 +164,9 @@ def _give_up(message: str) -> None:
 
 
 def _settings(environment: Mapping[str, str]) -> tuple[str, int, int] | None:
-    """Coordinator, number of processes and number of this one; None when no variable is set."""
+    """Returns coordinator, number of processes and index of this one; None if no variable is
+    set.
+    """
     found = {name: environment[name] for name in VARIABLES if environment.get(name)}
     if not found:
         return None
@@ -204,38 +201,37 @@ def _settings(environment: Mapping[str, str]) -> tuple[str, int, int] | None:
 
 
 def count() -> int:
-    """Processes that joined; asks no device."""
+    """Returns the number of joined processes, without asking a device."""
     return distributed.global_state.num_processes
 
 
 def index() -> int:
-    """Which process this is."""
+    """Returns the index of this process."""
     return distributed.global_state.process_id
 
 
 def is_main() -> bool:
-    """Whether this process decides, prints and writes files."""
+    """Returns true in process 0, which decides, prints and writes files."""
     return index() == 0
 
 
 def agree(name: str, make: Callable[[], T]) -> T:
-    """What ``make`` returns on process 0, in every process; the others do not call it.
-
-    Every process must come here in the same order. In a single process this is ``make()``.
+    """Returns ``make()`` of process 0 in every process; the others do not call it. All processes
+    must call this in the same order.
 
     Args:
-        name: what is agreed on, for errors.
-        make: may return anything that JSON holds; tuples arrive as lists, floats bit for bit.
+        name: subject of the agreement, for errors.
+        make: returns a JSON value; tuples arrive as lists, floats bit for bit.
 
     Raises:
-        Whatever ``make`` raises, on process 0; a ``UserError`` also on all others, any other
-        exception there as RuntimeError.
+        the exception of ``make`` on process 0. The others raise the same ``UserError``, or
+            RuntimeError for any other exception.
     """
     if count() == 1:
         return make()
     number = next(_agreements)
     if number and number % FORGET_EVERY == 0:
-        barrier("forget")  # now no process waits for an old one
+        barrier("forget")  # no process waits for an old one now
         if is_main():
             _client().key_value_delete(f"mint/{number // FORGET_EVERY - 1}")
     key = f"mint/{number // FORGET_EVERY}/{number}"
@@ -272,8 +268,7 @@ def _hear(key: str, name: str) -> Any:
 
 
 def _wait_for(key: str, kind: str = "") -> Any:
-    """The value of a key, once another process has set it; ``kind`` is ``_bytes`` for one that is
-    no text.
+    """Returns the value of a key once another process has set it; ``kind`` is ``_bytes`` for bytes.
 
     Raises:
         RuntimeError: a process failed, or process 0 is gone.
@@ -292,13 +287,13 @@ def _wait_for(key: str, kind: str = "") -> Any:
 
 
 def post(message: bytes) -> None:
-    """Sends a message to every other process, which ``take`` them in this order; for process 0, any
-    thread of it.
+    """Sends a message from process 0, any thread, to every other process; ``take`` returns them in
+    this order.
 
     On loopback a message of up to 10 KB arrives after 0.35 ms, one of 100 KB after 1.3, of 1 MB
     after 11 (two busy cores). ``multihost_utils.broadcast_one_to_all`` takes 0.95 ms up to 100 KB
-    and 4 for 1 MB; but it is a collective of the devices, which waits behind their work, wants all
-    shapes known before, and leaves those who wait for work in a collective that times out.
+    and 4 ms for 1 MB, but it is a device collective: it waits behind device work, needs all shapes
+    in advance, and an idle process would wait in a collective that times out.
     """
     with _posting:
         number = next(_posts)
@@ -312,7 +307,7 @@ def post(message: bytes) -> None:
 
 
 def take() -> bytes:
-    """The next message of process 0; waits for it.
+    """Waits for the next message of process 0 and returns it.
 
     Raises:
         RuntimeError: a process failed, or process 0 is gone.
@@ -325,14 +320,14 @@ def take() -> bytes:
 
 
 def require_same(what: str, make: Callable[[], Any]) -> None:
-    """Compares what every process made of its own files and options.
+    """Compares a value that every process derives from its own files and options.
 
     Args:
-        what: its name in the error.
-        make: returns anything that JSON holds; not called in a single process.
+        what: name of the value in the error.
+        make: returns a JSON value; not called in a single process.
 
     Raises:
-        UserError: in every process, naming the first that differs from process 0.
+        UserError: in every process; names the first that differs from process 0.
     """
     if count() == 1:
         return
@@ -353,30 +348,30 @@ def require_same(what: str, make: Callable[[], Any]) -> None:
 
 
 def barrier(name: str) -> None:
-    """Returns once every process is here; all must come in the same order.
+    """Waits until every process is here; all must call it in the same order.
 
     Raises:
-        JaxRuntimeError: one did not come within ``BARRIER_S`` seconds.
+        JaxRuntimeError: a process did not arrive within ``BARRIER_S`` seconds.
     """
     if count() > 1:
         _client().wait_at_barrier(f"mint/{name}/{next(_meetings)}", BARRIER_S * 1000)
 
 
 def to_host(tree: Any) -> Any:
-    """Copies a tree of arrays to numpy, whole in every process; all processes must call it, with
+    """Copies a tree of arrays to numpy, complete in every process; all processes must call it with
     the same tree.
 
-    An array that no process holds whole is first gathered on the devices, all of them by one
-    program.
+    An array that no process has completely is first gathered on the devices, by one program for
+    all.
     """
     return jax.tree.map(np.asarray, jax.device_get(whole(tree)))
 
 
 def whole(tree: Any) -> Any:
-    """The arrays of a tree, each as one that this process holds whole; ``to_host``'s part on the
-    devices, with the same rule.
+    """Returns the arrays of a tree in a form that this process has completely; the device part of
+    ``to_host``.
 
-    ``jax.device_get`` then copies them to the host without the other processes, in any thread.
+    ``jax.device_get`` then copies them to the host in any thread, without the other processes.
     """
     leaves, treedef = jax.tree.flatten(tree)
     split = [
@@ -397,8 +392,8 @@ def _gather(mesh: Any) -> Callable[[list[jax.Array]], list[jax.Array]]:
 
 
 def replicate(tree: Any, mesh: Any) -> Any:
-    """Host arrays, equal in every process, as arrays on all devices of the mesh; in a single
-    process they stay as they are.
+    """Returns host arrays, equal in every process, as arrays on all devices of the mesh; unchanged
+    in a single process.
     """
     if count() == 1:
         return tree
@@ -407,11 +402,11 @@ def replicate(tree: Any, mesh: Any) -> Any:
 
 
 def place(tree: Any, shardings: Any) -> Any:
-    """``jax.device_put`` of host arrays that are equal in every process: each puts its own parts,
-    at a time of its own.
+    """Puts host arrays that are equal in every process on devices; each process puts its own parts
+    independently.
 
-    ``jax.device_put`` would compare the processes' values in a collective, which other threads'
-    programs may not wait for.
+    ``jax.device_put`` would compare the values in a collective, which must not wait for other
+    threads' programs.
     """
     if count() == 1:
         return jax.device_put(tree, shardings)
@@ -424,13 +419,13 @@ def place(tree: Any, shardings: Any) -> Any:
 
 
 def leave(status: int, reason: str) -> None:
-    """Ends a failed process where there are several; a single one only where it abandons a thread,
-    see ``host.leave``.
+    """Ends a failed process of several; a single one only if it abandons a thread, see
+    ``host.leave``.
 
-    An ordinary exit would wait for the others, which may be waiting for this one. Process 0 has the
-    key-value store, without which the others abort: it gives those that fail for the same reason
-    ``LEAVE_S`` seconds to say so. The rest hear the reason where they next wait, or lose their
-    connection, and end too.
+    A normal exit would wait for the others, which may wait for this one. The others abort without
+    process 0's key-value store, so process 0 gives processes that fail for the same reason
+    ``LEAVE_S`` seconds to report it. The rest read the reason at their next wait, or lose the
+    connection, and exit.
     """
     if count() == 1:
         host.leave(status)
@@ -447,7 +442,7 @@ def leave(status: int, reason: str) -> None:
         ):
             time.sleep(0.1)
         if is_main():
-            time.sleep(1)  # between their word and their end
+            time.sleep(1)  # lets them print before they end
     finally:
         os._exit(status)
 

@@ -1,5 +1,5 @@
-"""Nested dicts by path: ``{"dense": {"q": x}}`` and ``"dense/q"``. Without jax, so that programs
-which only look start at once.
+"""Nested dicts by path: ``{"dense": {"q": x}}`` and ``"dense/q"``. Imports no jax, so that light
+programs start at once.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ def leaves_with_path(tree: Tree, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def map_with_path(fn: Callable[[str, Any], Any], tree: Tree, prefix: str = "") -> Tree:
-    """``fn(path, leaf)`` over a nested dict, in the same structure."""
+    """Maps ``fn(path, leaf)`` over a nested dict, keeping its structure."""
     if isinstance(tree, dict):
         return {
             name: map_with_path(fn, child, f"{prefix}/{name}" if prefix else name)
@@ -28,7 +28,7 @@ def map_with_path(fn: Callable[[str, Any], Any], tree: Tree, prefix: str = "") -
 
 
 def nest(flat: dict[str, Any]) -> Tree:
-    """``{"dense/attn/q": x}`` -> ``{"dense": {"attn": {"q": x}}}``."""
+    """Builds a nested dict: ``{"dense/attn/q": x}`` -> ``{"dense": {"attn": {"q": x}}}``."""
     tree: Tree = {}
     for path, value in flat.items():
         *parents, name = path.split("/")

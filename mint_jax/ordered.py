@@ -1,9 +1,7 @@
-"""Sums of segments in an order of their own: on a GPU a scatter adds what it is given in whatever
-order its threads come.
+"""Segment sums in a fixed order. On a GPU a scatter adds in the order of its threads.
 
-The same batch then gave an embedding's adapter other bits from run to run (an H100; two of 388
-numbers, by one unit in the last place), and so it looked as if a neighbour's settings had changed a
-policy's step.
+With a scatter an embedding adapter's gradient changed from run to run (an H100; two of 388 numbers,
+by one unit in the last place), which looked as if one policy had affected another.
 """
 
 import functools
@@ -14,8 +12,8 @@ import jax.numpy as jnp
 
 
 def segment_sum(values: jax.Array, ids: jax.Array, many: int) -> jax.Array:
-    """``[many, ...]``: the sums of the values ``[N, ...]`` that have each id ``[N]``; of ids from
-    ``many`` on nothing.
+    """Returns ``[many, ...]``: sums of the values ``[N, ...]`` by their ids ``[N]``; ids >=
+    ``many`` are dropped.
     """
     out: Any = _segment_sum(values, ids, many)
     return out
@@ -41,14 +39,14 @@ _segment_sum.defvjp(_forward, _backward)
 
 
 def sorted_sum(values: jax.Array, ids: jax.Array, many: int) -> jax.Array:
-    """As ``segment_sum``, by a scan over the values in the order of their ids."""
+    """Computes ``segment_sum`` by a scan over the values sorted by id."""
     order = jnp.argsort(ids, stable=True)
-    mine, values, dtype = (
+    present, values, dtype = (
         ids[order],
         values[order].astype(jnp.promote_types(values.dtype, jnp.float32)),
         values.dtype,
     )
-    changes = mine[1:] != mine[:-1]
+    changes = present[1:] != present[:-1]
     one = jnp.ones((1,), bool)
     leads = jnp.concatenate([one, changes]).reshape(-1, *(1,) * (values.ndim - 1))
 
@@ -59,14 +57,14 @@ def sorted_sum(values: jax.Array, ids: jax.Array, many: int) -> jax.Array:
     ends = jnp.concatenate([changes, one])
     return (
         jnp.zeros((many, *values.shape[1:]), dtype)
-        .at[jnp.where(ends, mine, many)]
+        .at[jnp.where(ends, present, many)]
         .set(sums.astype(dtype), mode="drop")
     )
 
 
 @jax.custom_vjp
 def columns(table_RV: jax.Array, ids_N: jax.Array) -> jax.Array:
-    """``table[:, ids]`` as ``[N, R]``, whose gradient is a ``segment_sum``."""
+    """Returns ``table[:, ids]`` as ``[N, R]``; its gradient is a ``segment_sum``."""
     return table_RV[:, ids_N].T
 
 

@@ -1,7 +1,6 @@
-"""Parameter trees described before they exist: one tree of ``ParamSpec`` yields shapes, init,
-shardings and sizes.
+"""Parameter specs: one tree of ``ParamSpec`` yields shapes, init, shardings and sizes.
 
-A model is a nested dict; layers of one kind are one tree whose leaves have a leading ``layers``
+A model is a nested dict. Layers of one kind are one tree whose leaves have a leading ``layers``
 axis, scanned by the model.
 """
 
@@ -17,14 +16,14 @@ from mint_jax.nested import Tree, leaves_with_path, map_with_path, nest  # noqa:
 
 @dataclasses.dataclass(frozen=True)
 class ParamSpec:
-    """One parameter.
+    """Spec of one parameter.
 
     Attributes:
         shape: global shape; matrices are ``[in, out]``, stacked ones ``[layers, in, out]``.
-        axes: a logical axis name per dimension, see ``sharding.RULES``.
+        axes: logical axis name of each dimension, see ``sharding.RULES``.
         dtype: dtype of the stored array.
         init: ``normal`` (std ``1/sqrt(fan_in)``), ``zeros`` or ``ones``.
-        fan_in: dimension whose size scales ``normal``; the last but one when None.
+        fan_in: dimension whose size scales ``normal``; the second last if None.
     """
 
     shape: tuple[int, ...]
@@ -58,8 +57,8 @@ class ParamSpec:
 
 
 def init(specs: Tree, key: jax.Array) -> Tree:
-    """Random parameters; each leaf's key is folded from its path, so adding a leaf changes no
-    other.
+    """Returns random parameters. Each leaf's key is folded from its path, so adding a leaf changes
+    no other.
     """
     return map_with_path(
         lambda path, spec: spec.materialise(jax.random.fold_in(key, path_seed(path))), specs
@@ -67,7 +66,7 @@ def init(specs: Tree, key: jax.Array) -> Tree:
 
 
 def path_seed(path: str) -> int:
-    """A stable 31-bit number for a path (Python's ``hash`` differs between runs)."""
+    """Returns a stable 31-bit number for a path (Python's ``hash`` differs between runs)."""
     seed = 0
     for byte in path.encode():
         seed = (seed * 1000003 ^ byte) & 0x7FFFFFFF
@@ -75,7 +74,7 @@ def path_seed(path: str) -> int:
 
 
 def abstract(specs: Tree, shardings: Tree | None = None) -> Tree:
-    """The same tree as ``ShapeDtypeStruct``, for ``jit.lower`` and restore targets."""
+    """Returns the tree as ``ShapeDtypeStruct``, for ``jit.lower`` and restore targets."""
     if shardings is None:
         return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), specs)
     return jax.tree.map(
@@ -84,12 +83,12 @@ def abstract(specs: Tree, shardings: Tree | None = None) -> Tree:
 
 
 def count(specs: Tree) -> int:
-    """Number of parameters of a tree of specs or arrays."""
+    """Returns the number of parameters of a tree of specs or arrays."""
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(specs))
 
 
 def nbytes(tree: Tree) -> int:
-    """Bytes of a tree of specs or arrays."""
+    """Returns the bytes of a tree of specs or arrays."""
     return sum(
         math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree)
     )

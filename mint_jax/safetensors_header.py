@@ -1,5 +1,5 @@
-"""The first part of a safetensors file, a u64 N and N bytes of JSON, whoever wrote it: read within
-a limit, and strictly.
+"""Headers of safetensors files (a u64 N and N bytes of JSON), read within a limit and parsed
+strictly.
 """
 
 import json
@@ -7,7 +7,7 @@ from typing import Any
 
 from mint_jax.errors import UserError
 
-_OTHERS = [  # formats that people hold for weights, by how they begin
+_OTHER_FORMATS = [  # formats mistaken for weights, by first bytes
     (b"PK\x03\x04", "a zip archive (PyTorch's format, which can run code when it is read)"),
     (b"PK\x05\x06", "an empty zip archive"),
     (b"\x80\x02", "a pickle, which can run code when it is read"),
@@ -23,15 +23,15 @@ _OTHERS = [  # formats that people hold for weights, by how they begin
 
 
 def header_size(head: bytes, size: int, most: int, what: str) -> int:
-    """N, from a file's first 8 bytes.
+    """Returns N from a file's first 8 bytes.
 
     Args:
-        size: of the whole file.
-        most: larger headers are refused.
-        what: names the header in messages.
+        size: size of the whole file, bytes.
+        most: limit on N.
+        what: name of the header in messages.
 
     Raises:
-        UserError: the file is of another format or cut off, or N is too large.
+        UserError: the file has another format, is truncated, or N is too large.
     """
     if len(head) < 8:
         raise UserError(
@@ -49,17 +49,15 @@ def header_size(head: bytes, size: int, most: int, what: str) -> int:
 
 
 def other_format(head: bytes) -> str | None:
-    """What a file that is no safetensors file is, in words, by its first 8 bytes; None where that
-    is unknown.
-    """
-    return next((what for start, what in _OTHERS if head.startswith(start)), None)
+    """Returns the name of another file format by its first 8 bytes; None if unknown."""
+    return next((what for start, what in _OTHER_FORMATS if head.startswith(start)), None)
 
 
 def parse_json(text: bytes | str, what: str) -> Any:
-    """JSON without what JSON does not have (NaN, infinities) and without a name given twice.
+    """Parses strict JSON: no NaN, no infinities, no repeated names.
 
     Raises:
-        UserError: naming ``what``.
+        UserError: names ``what``.
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -87,10 +85,10 @@ def parse_json(text: bytes | str, what: str) -> Any:
 
 
 def parse_object(text: bytes | str, what: str) -> dict[str, Any]:
-    """``parse_json`` of an object.
+    """Parses a JSON object with ``parse_json``.
 
     Raises:
-        UserError: naming ``what``.
+        UserError: names ``what``.
     """
     found = parse_json(text, what)
     if not isinstance(found, dict):
@@ -99,6 +97,6 @@ def parse_object(text: bytes | str, what: str) -> dict[str, Any]:
 
 
 def shown(name: object) -> str:
-    """A stranger's name, short and in plain characters."""
+    """Returns an untrusted name, shortened and in printable characters."""
     text = ascii(name)
     return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"

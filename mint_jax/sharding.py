@@ -1,7 +1,6 @@
-"""The one table from logical axis names to mesh axes, and what follows from it.
+"""Table from logical axis names to mesh axes, and the shardings that follow from it.
 
-Everything else names logical axes. A mesh axis that is absent from the mesh, or has size 1, splits
-nothing.
+All other code names logical axes. A mesh axis that is absent or has size 1 splits nothing.
 """
 
 import math
@@ -43,10 +42,10 @@ RULES: dict[str, Axis] = {
 
 
 def mesh_axes(name: str | None, mesh: Any) -> tuple[str, ...]:
-    """The mesh axes, of more than one device, over which a logical axis is split.
+    """Returns the mesh axes of more than one device that split a logical axis.
 
     Raises:
-        ValueError: a name that is not in ``RULES``.
+        ValueError: the name is not in ``RULES``.
     """
     if name is not None and name not in RULES:
         raise ValueError(f"logical axis {name!r} is not in sharding.RULES: add a line there")
@@ -56,25 +55,25 @@ def mesh_axes(name: str | None, mesh: Any) -> tuple[str, ...]:
 
 
 def ways(name: str | None, mesh: Any) -> int:
-    """Into how many parts a logical axis is split."""
+    """Returns the number of parts of a logical axis."""
     return math.prod(mesh.shape[axis] for axis in mesh_axes(name, mesh))
 
 
 def parts_here(size: int, name: str) -> int:
-    """Into how many parts the mesh that is set splits a dimension of ``size``; 1 where none is
-    set.
+    """Returns the number of parts into which the current mesh splits a dimension of ``size``; 1
+    without a mesh.
     """
     mesh = jax.sharding.get_abstract_mesh()
     return 1 if mesh.empty else math.gcd(size, ways(name, mesh))
 
 
 def cache_axes(heads: int | None) -> tuple[str, str | None]:
-    """Over which logical axes the mesh that is set splits a cache: its rows and pages, and its
-    heads.
+    """Returns the logical axes that split a cache on the current mesh: of its rows and pages, and
+    of its heads.
 
-    Each device of a tensor group keeps a part of its own: some heads, or some rows where heads do
-    not divide or are shared (four key heads over eight devices, say, or latents). What travels in
-    decoding is then queries and sums of values, never the cache.
+    Each device of a tensor group keeps a part: some heads, or some rows where heads do not divide
+    or are shared (four key heads over eight devices, or latents). Decoding then moves queries and
+    partial sums, never the cache.
 
     Args:
         heads: K of keys and values; None for latents, which all heads share.
@@ -90,10 +89,10 @@ def cache_axes(heads: int | None) -> tuple[str, str | None]:
 
 
 def partition(axes: Sequence[str | None], mesh: Mesh) -> PartitionSpec:
-    """The ``PartitionSpec`` of an array whose dimensions carry these logical names.
+    """Returns the ``PartitionSpec`` of an array with these logical dimension names.
 
     Raises:
-        ValueError: two dimensions map to the same mesh axis, or a name is not in ``RULES``.
+        ValueError: two dimensions map to one mesh axis, or a name is not in ``RULES``.
     """
     used: set[str] = set()
     out: list[Axis] = []
@@ -111,10 +110,11 @@ def partition(axes: Sequence[str | None], mesh: Mesh) -> PartitionSpec:
 
 
 def sharding_of(spec: ParamSpec, mesh: Mesh) -> NamedSharding:
-    """The sharding of one parameter; a dimension that its mesh axes do not divide is an error.
+    """Returns the sharding of one parameter.
 
     Raises:
-        UserError: naming the dimension, the mesh axis and the remedy.
+        UserError: mesh axes do not divide a dimension; names the dimension, the axis and the
+            remedy.
     """
     pspec = partition(spec.axes, mesh)
     for size, name, entry in zip(spec.shape, spec.axes, pspec):
@@ -131,15 +131,14 @@ def sharding_of(spec: ParamSpec, mesh: Mesh) -> NamedSharding:
 
 
 def shardings(specs: Any, mesh: Mesh) -> Any:
-    """A tree of ``NamedSharding`` for a tree of ``ParamSpec``."""
+    """Returns a tree of ``NamedSharding`` for a tree of ``ParamSpec``."""
     return jax.tree.map(lambda spec: sharding_of(spec, mesh), specs)
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
-    """Pins the sharding of an activation inside ``jit``; does nothing where no mesh is set.
+    """Constrains the sharding of an activation inside ``jit``; does nothing without a mesh.
 
-    A dimension that its mesh axes do not divide (four key heads over eight devices, say) stays
-    whole.
+    A dimension that its mesh axes do not divide (four key heads over eight devices) stays whole.
     """
     mesh: Any = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
@@ -148,8 +147,8 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
 
 
 def fitting(shape: Sequence[int], *axes: str | None) -> tuple[str | None, ...]:
-    """Those of the axes over which the mesh that is set splits a dimension evenly; None in place of
-    the others.
+    """Returns the axes that split a dimension evenly on the current mesh; None in place of the
+    others.
     """
     mesh: Any = jax.sharding.get_abstract_mesh()
     if mesh.empty:
@@ -161,7 +160,7 @@ def fitting(shape: Sequence[int], *axes: str | None) -> tuple[str | None, ...]:
 
 
 def one_device() -> bool:
-    """Whether the mesh that is set has one device, or there is none."""
+    """Returns true if the current mesh has one device, or there is no mesh."""
     mesh: Any = jax.sharding.get_abstract_mesh()
     return mesh.empty or mesh.size == 1
 
@@ -169,12 +168,12 @@ def one_device() -> bool:
 def over_devices(
     fn: Callable[..., Any], args: Sequence[Any], specs: Sequence[Any], out_specs: Any
 ) -> Any:
-    """``fn(*args)`` of each device's own parts; as it is where no mesh is set.
+    """Applies ``fn(*args)`` to each device's own parts; directly without a mesh.
 
     Args:
-        specs: of each argument a tuple of logical axes, for all its leaves and shortened to their
+        specs: for each argument a tuple of logical axes, for all its leaves and shortened to their
             rank, or a tree of such.
-        out_specs: of the results, a tree of such.
+        out_specs: tree of such for the results.
     """
     mesh: Any = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:

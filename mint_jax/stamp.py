@@ -1,7 +1,7 @@
-"""Where a figure comes from: the stamp that every result carries.
+"""Stamps of results: the commit, machine, versions and config that produced a figure.
 
-The commit is the last one that changed what runs (``CODE``), so that a commit of reports or of
-prose does not age them.
+The commit is the last one that changed ``CODE``, so commits of reports or prose do not outdate a
+figure.
 """
 
 import datetime
@@ -37,10 +37,10 @@ FIELDS = ("commit", "dirty", "date", "versions", "machine", "config")
 
 
 def stamp(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Commit, date, versions, machine and resolved config of what this process measured.
+    """Returns commit, date, versions, machine and resolved config of this process.
 
     Args:
-        config: plain, as it is saved in the workdir.
+        config: plain config, as saved in the workdir.
     """
     return {
         **code(),
@@ -52,7 +52,7 @@ def stamp(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def code() -> dict[str, Any]:
-    """The commit of what runs, and whether there are changes on top of it; None for both outside a
+    """Returns the commit of ``CODE`` and true if there are changes on top; None for both outside a
     checkout.
     """
     commit = _git("log", "-1", "--format=%H", "--", *CODE)
@@ -63,7 +63,7 @@ def code() -> dict[str, Any]:
 
 
 def changes() -> str | None:
-    """A digest of what runs here and no commit has; None without such changes, or outside a
+    """Returns a digest of uncommitted changes of ``CODE``; None without such changes or outside a
     checkout.
     """
     if not code()["dirty"]:
@@ -77,8 +77,8 @@ def changes() -> str | None:
 
 
 def versions() -> dict[str, str]:
-    """Of Python, of the packages that always compute, and of others that this process has
-    imported.
+    """Returns the versions of Python, of the packages that always compute, and of other imported
+    packages.
     """
     used = [
         name for name in WHERE_USED if name.replace("-", "_").split("_checkpoint")[0] in sys.modules
@@ -89,7 +89,7 @@ def versions() -> dict[str, str]:
 
 
 def machine() -> dict[str, Any]:
-    """CPU model, cores, bytes of memory, and the devices that JAX computes on."""
+    """Returns CPU model, cores, bytes of memory, and the devices of JAX."""
     return {
         "cpu": _cpu(),
         "cores": os.cpu_count(),
@@ -109,7 +109,7 @@ def _cpu() -> str:
 
 
 def _git(*arguments: str) -> str | None:
-    """What git says about the checkout that this package lies in; None without one."""
+    """Returns the output of git for this package's checkout; None outside a checkout."""
     try:
         done = subprocess.run(
             ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, timeout=30
@@ -120,8 +120,8 @@ def _git(*arguments: str) -> str | None:
 
 
 def without_paths(tree: Any) -> Any:
-    """A report whose absolute paths are cut to their last part: what is committed names no
-    machine's folders.
+    """Returns a report with absolute paths cut to their last part, so that committed reports name
+    no machine's folders.
     """
     if isinstance(tree, dict):
         return {key: without_paths(child) for key, child in tree.items()}
@@ -131,16 +131,16 @@ def without_paths(tree: Any) -> Any:
 
 
 def absolute_path(text: str) -> bool:
-    """Whether a value is a path that holds on one machine only."""
+    """Returns true if a value is a path on one machine."""
     return bool(re.match(r"(/|~|[A-Za-z]:\\|file:)", text))
 
 
 def lacks(report: Mapping[str, Any]) -> list[str]:
-    """What a report's stamp does not have."""
+    """Returns the keys that a report's stamp lacks."""
     found = report.get("stamp", {})
     return [name for name in FIELDS if found.get(name) is None]
 
 
 def load(path: Path) -> dict[str, Any]:
-    """A report from its file."""
+    """Reads a report from its file."""
     return json.loads(path.read_text())

@@ -1,9 +1,9 @@
-"""What a server does, as a table that follows it: ``python -m mint_jax.top
---url=http://127.0.0.1:8000 [--key=KEY] [--once]``.
+"""Live table of a server: ``python -m mint_jax.top --url=http://127.0.0.1:8000 [--key=KEY]
+[--once]``.
 
-Reads ``/debug/state`` and ``/metrics``, which need a key of scope ``admin`` where the server has
-keys. Tokens a second and shares of the devices are between two looks, costs since ever. A server
-that is gone is waited for. ``q`` or Ctrl-C ends it.
+Reads ``/debug/state`` and ``/metrics``, which require a key of scope ``admin`` if the server has
+keys. Tokens per second and device shares are between two polls, costs are totals. The table waits
+for a server that is down. ``q`` or Ctrl-C ends it.
 """
 
 import argparse
@@ -26,22 +26,22 @@ from rich.table import Table
 from rich.text import Text
 
 TIMEOUT_S = 10.0
-# column -> what is said of a policy
+# column -> field of a policy
 NAMES = {"policy": "policy", "tenant": "tenant", "train": "training", "serve": "serving"}
 NUMBERS = ("queue", "sample", "tok/s", "share", "dev s")
 
 
-class Gone(Exception):
-    """The server does not answer, or not so that it is understood."""
+class ServerUnreachable(Exception):
+    """The server does not answer, or its answer is not understood."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Look:
-    """What a server said at one moment.
+    """State of a server at one moment.
 
     Attributes:
-        state: of ``/debug/state``.
-        requests: answered since its start, by ``/metrics``.
+        state: answer of ``/debug/state``.
+        requests: answered requests since the start, from ``/metrics``.
     """
 
     state: dict[str, Any]
@@ -49,9 +49,10 @@ class Look:
 
     @classmethod
     def at(cls, url: str, key: str | None) -> "Look":
-        """
+        """Polls a server.
+
         Raises:
-            Gone: see there.
+            ServerUnreachable: the server does not answer.
         """
         state = json.loads(_read(f"{url}/debug/state", key))
         families = text_string_to_metric_families(_read(f"{url}/metrics", key).decode())
@@ -64,7 +65,7 @@ class Look:
         return cls(state, sum(counted))
 
     def since(self, before: "Look") -> float:
-        """Seconds; 0 where the server was started anew between."""
+        """Returns the seconds since ``before``; 0 if the server restarted in between."""
         return (
             max(0.0, self.state["at"] - before.state["at"])
             if self.state["up_s"] >= before.state["up_s"]
@@ -83,13 +84,15 @@ def _read(url: str, key: str | None) -> bytes:
             if error.code in (401, 403)
             else "is this a server of mint_jax?"
         )
-        raise Gone(f"{url} answers {error.code}: {why}") from error
+        raise ServerUnreachable(f"{url} answers {error.code}: {why}") from error
     except (OSError, ValueError) as error:
-        raise Gone(f"{url} does not answer: {getattr(error, 'reason', None) or error}") from error
+        raise ServerUnreachable(
+            f"{url} does not answer: {getattr(error, 'reason', None) or error}"
+        ) from error
 
 
 def table_of(now: Look, before: Look) -> RenderableType:
-    """All that is shown of two looks."""
+    """Returns the table of two polls."""
     return Group(
         Panel(
             _summary(now, before),
@@ -187,7 +190,7 @@ def _bytes(count: float) -> str:
 
 @contextlib.contextmanager
 def _keys() -> Iterator[Callable[[float], str]]:
-    """Yields what waits for a key for some seconds; where no terminal has keys, it only waits."""
+    """Yields a function that waits for a key for some seconds; without a terminal it only waits."""
     if not sys.stdin.isatty():
         yield lambda seconds: time.sleep(seconds) or ""
         return
@@ -225,7 +228,7 @@ def follow(
                 now = Look.at(url, key)
                 live.update(table_of(now, before or now), refresh=True)
                 before = now
-            except Gone as gone:
+            except ServerUnreachable as gone:
                 live.update(Panel(Text(f"{gone}; waiting for it")), refresh=True)
                 before = None
             if wait(interval_s) == "q":
@@ -233,7 +236,7 @@ def follow(
 
 
 def main(arguments: Sequence[str] | None = None, console: Console | None = None) -> int:
-    """The command. Returns the exit status: 1 where ``--once`` finds no server."""
+    """Runs the command. Returns the exit status: 1 if ``--once`` finds no server."""
     parser = argparse.ArgumentParser(
         prog="python -m mint_jax.top", description="What a server does, as a table that follows it."
     )
@@ -257,7 +260,7 @@ def main(arguments: Sequence[str] | None = None, console: Console | None = None)
         before = Look.at(url, given.key)
         time.sleep(given.interval)
         console.print(table_of(Look.at(url, given.key), before))
-    except Gone as gone:
+    except ServerUnreachable as gone:
         print(gone, file=sys.stderr)
         return 1
     return 0

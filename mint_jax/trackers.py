@@ -1,10 +1,8 @@
-"""The rows of ``metrics.jsonl`` in Weights & Biases and MLflow, for people who look at their runs
-there.
+"""Rows of ``metrics.jsonl`` in Weights & Biases and MLflow.
 
-Where to and as whom, each takes from its own environment (``WANDB_MODE``, ``WANDB_API_KEY``,
-``MLFLOW_TRACKING_URI``). A resumed run goes on in the tracker's run that it had: its id is kept in
-the workdir. What a tracker does not take stands in ``metrics.jsonl`` all the same, so an outage is
-said once and does not end a training.
+Address and credentials come from each tracker's own environment (``WANDB_MODE``, ``WANDB_API_KEY``,
+``MLFLOW_TRACKING_URI``). The workdir keeps the id of the tracker's run, so a resumed job continues
+it. All rows are in ``metrics.jsonl`` too, so an outage is reported once and does not end a job.
 """
 
 import functools
@@ -25,7 +23,7 @@ T = TypeVar("T")
 
 
 class Tracker(Protocol):
-    """One run in one tracker; ``id`` finds it again."""
+    """Run in one tracker; ``id`` finds it again."""
 
     id: str
 
@@ -34,15 +32,15 @@ class Tracker(Protocol):
 
 
 class Trackers:
-    """The trackers that a config names.
+    """Trackers that a config names.
 
     Args:
         workdir: keeps the ids of their runs.
-        named: what each is to write to: a W&B project, an MLflow experiment; empty: not used.
-        config: of the job, which they show beside the curves.
+        named: target of each tracker: a W&B project, an MLflow experiment; empty disables it.
+        config: config of the job, shown with the curves.
 
     Raises:
-        UserError: a package is missing, or a run cannot be begun.
+        UserError: a package is missing, or a run cannot be started.
     """
 
     def __init__(self, workdir: str | Path, named: Mapping[str, str], config: Mapping[str, Any]):
@@ -64,7 +62,7 @@ class Trackers:
             multihost.agree("trackers", begin)
 
     def write(self, step: int, name: str, values: Mapping[str, Any]) -> None:
-        """The numbers of one row, as ``name/metric``."""
+        """Writes the numbers of one row as ``name/metric``."""
         numbers = {
             f"{name}/{key}": float(value)
             for key, value in values.items()
@@ -74,7 +72,7 @@ class Trackers:
             self._try(kind, lambda one=one: one.log(step, name, numbers))
 
     def close(self, finished: bool = True) -> None:
-        """Sends what is left and ends the runs."""
+        """Sends the remaining rows and ends the runs."""
         trackers, self._trackers = self._trackers, {}
         for kind, one in trackers.items():
             self._try(kind, lambda one=one: one.close(finished))
@@ -105,8 +103,7 @@ class Trackers:
 
 
 def check(named: Mapping[str, str]) -> None:
-    """Refuses trackers that could not begin a run: to be called before anything is loaded or
-    claimed.
+    """Checks that the trackers can start a run, before anything is loaded or claimed.
 
     Raises:
         UserError: a package is missing, W&B has no API key, or MLflow's server does not answer.
@@ -132,7 +129,7 @@ def _mlflow_answers() -> None:
 
 
 def _usable(kind: str, where: str, call: Callable[[], T]) -> T:
-    """What the call returns; its errors are a user's."""
+    """Returns the result of ``call``; turns its errors into ``UserError``."""
     try:
         return call()
     except ImportError:

@@ -191,7 +191,7 @@ def test_a_checkpoint_of_another_shape_is_refused(rng, checkpoints, change):
         UserError,
         match=(
             r"checkpoint 4 in .* does not fit this config .*: resume with the config saved"
-            r" beside it"
+            r" in its workdir"
         ),
     ):
         saved.restore(arrays)
@@ -271,7 +271,7 @@ def test_every_damaged_file_is_named_and_nothing_is_restored(how, rng, tmp_path,
             message = str(error.value)
             assert message.startswith(f"checkpoint 7 is damaged: {folder / 'step_7' / file} ")
             assert (
-                f"remove {folder / 'step_7'} and start again with the same command to go on from"
+                f"remove {folder / 'step_7'} and start again with the same command to resume from"
                 " step 6" in message
             )
             assert "config" not in message
@@ -284,7 +284,7 @@ def test_every_damaged_file_is_named_and_nothing_is_restored(how, rng, tmp_path,
     assert_same(found, arrays)
     DAMAGES[how](folder / "step_6" / "arrays" / "_METADATA")
     with pytest.raises(
-        UserError, match=f"remove {folder} to begin anew; no older checkpoint is whole"
+        UserError, match=f"remove {folder} to start over; no older checkpoint is whole"
     ):
         checkpoints().restore(arrays)
 
@@ -300,7 +300,7 @@ def test_a_step_whose_copy_was_broken_off_is_refused(rng, tmp_path, checkpoints,
         shutil.copytree(folder / "step_7" / "extra", folder / "step_11" / "extra")
     with pytest.raises(
         UserError,
-        match=r"checkpoint 11 is damaged: .*step_11/digests.json is missing: .* go on from step 7",
+        match=r"checkpoint 11 is damaged: .*step_11/digests.json is missing: .* resume from step 7",
     ):
         checkpoints().restore(arrays)
     shutil.rmtree(folder / "step_11")
@@ -349,7 +349,7 @@ def test_two_processes_find_the_same_damage(tmp_path):
     assert one == other
     assert (one["equal"], one["extra"]) == (True, {"at": 2})
     assert re.match(
-        r"checkpoint 2 is damaged: .*/step_2/arrays/.* has changed since it was written: .* go on"
+        r"checkpoint 2 is damaged: .*/step_2/arrays/.* has changed since it was written: .* resume"
         r" from step 1$",
         one["says"],
     )

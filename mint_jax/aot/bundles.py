@@ -1,9 +1,9 @@
-"""The TPU compiler's final schedule of a kernel, read from its dump: bundles, and which of them lie
-in loops and branches.
+"""Final schedule of a kernel, read from the TPU compiler's dump: bundles, and the loops and
+branches that contain them.
 
-A bundle is what a core's units begin together in one cycle when nothing waits. How many there are
-is a static count and no time: it knows no copy that has not arrived and no stall. The dump's form
-is the compiler's own, and what cannot be read is an error.
+A bundle is the set of instructions that a core's units start in one cycle if nothing waits. Its
+count is static and not a time: it ignores late copies and stalls. The dump's format is the
+compiler's own; unreadable parts raise an error.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 
 from mint_jax.errors import UserError
 
-# what is counted beside bundles -> its word in the dump
+# further counts -> word in the dump
 WORDS = {"vmatmul": "vmatmul", "vmatpush": "vmatpush", "spills": "_spill]"}
 
 _BUNDLE = re.compile(r"^ *(0x[0-9a-f]+|0)\s+(LB|LH|LE|PB|PF|CT)?: +>*\s*\{(.*)")
@@ -23,12 +23,12 @@ _REGION = re.compile(r"Start(?:/End empty)? region (\d+)")
 
 @dataclasses.dataclass
 class Part:
-    """A stretch of the schedule.
+    """Part of a schedule.
 
     Attributes:
-        kind: ``kernel``, ``loop``, or ``branch``: a stretch that a condition skips.
-        first, behind: where it begins, and what follows it.
-        parts: loops and branches in it, in their order.
+        kind: ``kernel``, ``loop``, or ``branch``, a part that a condition skips.
+        first, behind: start line, and the line that follows it.
+        parts: loops and branches inside, in order.
         lines: its bundles, without those of its parts.
     """
 
@@ -39,18 +39,18 @@ class Part:
     lines: list[str] = dataclasses.field(default_factory=list)
 
     def has(self, pattern: str) -> bool:
-        """Whether an instruction is in it or in its parts."""
+        """Returns true if an instruction is in the part or in its parts."""
         return any(re.search(pattern, line) for part in self.walk() for line in part.lines)
 
     def walk(self) -> Iterator["Part"]:
-        """Itself and all that is in it, in the order of the schedule."""
+        """Yields the part and everything in it, in schedule order."""
         yield self
         for part in self.parts:
             yield from part.walk()
 
     def run(self, times: Callable[["Part"], int]) -> Counter[str]:
-        """Bundles and ``WORDS`` that run, where each part inside runs ``times(part)`` times
-        whenever what it lies in runs once.
+        """Counts bundles and ``WORDS`` of one run; each inner part runs ``times(part)`` times per
+        run of its parent.
         """
         total = Counter({"bundles": len(self.lines)})
         total.update(
@@ -63,10 +63,10 @@ class Part:
 
 
 def parse(dump: str) -> Part:
-    """The schedule in a ``final_bundles`` file.
+    """Parses a ``final_bundles`` file.
 
     Raises:
-        UserError: there is none, or it has branches that this cannot read.
+        UserError: it has no schedule, or branches of an unknown form.
     """
     lines, regions, blocks = [], {}, []
     for text in dump.splitlines():

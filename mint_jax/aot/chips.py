@@ -1,10 +1,9 @@
-"""Accelerators on paper: what a chip can do by its datasheet, and the devices of a named pod that
-is not attached.
+"""Datasheet peaks of accelerators, and compile-only devices of a named pod.
 
-A target is named by its torus, ``v5p:4x4x8`` (128 TPU v5p chips), or as clouds name the slice,
-``v5p-256``; ``cuda:h200x8`` is one server of eight GPUs. The devices of a target compile programs
-and do nothing else: no array can be put on them. All rates are datasheet peaks, which no program
-reaches; estimates that use them are lower bounds.
+A target is named by its torus, ``v5p:4x4x8`` (128 TPU v5p chips), or by its cloud name,
+``v5p-256``; ``cuda:h200x8`` is one server of eight GPUs. A target's devices only compile programs;
+no array can be put on them. All rates are datasheet peaks, so estimates that use them are lower
+bounds.
 """
 
 import dataclasses
@@ -35,11 +34,11 @@ class Chip:
 
     Attributes:
         hbm: bytes; the runtime keeps a few percent of them.
-        flops: dense bfloat16 operations a second.
-        hbm_rate: bytes a second.
-        link_rate: bytes a second that leave the chip over all its links together, half the
-            bidirectional figure.
-        slices: the pods that can be had, smallest first.
+        flops: dense bfloat16 operations per second.
+        hbm_rate: bytes per second.
+        link_rate: bytes per second that leave the chip over all its links together, half the
+            datasheet's bidirectional rate.
+        slices: sizes of its pods, smallest first.
     """
 
     hbm: int
@@ -98,10 +97,10 @@ class Target:
 
 
 def names(kind: str) -> list[str]:
-    """The targets of one chip kind, smallest first: ``v5p`` -> ``v5p:2x2x1`` and so on.
+    """Returns the targets of one chip kind, smallest first: ``v5p`` -> ``v5p:2x2x1`` and so on.
 
     Raises:
-        UserError: an unknown kind.
+        UserError: the kind is unknown.
     """
     if kind not in CHIPS:
         raise choice("chip", kind, CHIPS)
@@ -111,11 +110,11 @@ def names(kind: str) -> list[str]:
 
 
 def canonical(name: str) -> str:
-    """Our name of a pod that may be named as clouds do: ``v5p-64`` -> ``v5p:2x4x4``,
-    ``v5litepod-16`` -> ``v5e:4x4``.
+    """Returns our name of a pod from a cloud name: ``v5p-64`` -> ``v5p:2x4x4``, ``v5litepod-16`` ->
+    ``v5e:4x4``.
 
     Raises:
-        UserError: an unknown name; for a known chip, with the sizes that there are.
+        UserError: the name is unknown; for a known chip, lists its sizes.
     """
     known = [each for kind in CHIPS for each in names(kind)]
     if name in known:

@@ -1,9 +1,8 @@
-"""Matrix FLOPs of a function as it is written, counted in its jaxpr before any compiler or
-partitioning sees it.
+"""Matrix FLOPs of a function, counted in its jaxpr before compilation and partitioning.
 
-The count of all devices together; a scan multiplies its body by its length, a while loop counts its
-body once, of a conditional the dearest branch counts. Rematerialisation is in it; what partitioning
-computes more than once is not.
+The count covers all devices together. A scan multiplies its body by its length, a while loop counts
+its body once, a conditional counts its most expensive branch. Rematerialisation is included; work
+that partitioning repeats is not.
 """
 
 import math

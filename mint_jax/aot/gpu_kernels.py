@@ -1,9 +1,8 @@
-"""What the compiler of an H200 makes of the GPU kernels: registers, what it spills, temporaries. It
-needs no GPU, only the CUDA wheels.
+"""Resources of every GPU kernel on an H200, by the compiler of the CUDA wheels, without a GPU.
 
-``python -m mint_jax.aot.gpu_kernels`` compiles every kernel in every shape of ``shapes.py`` and has
-the wheels' ``ptxas`` tell of each what it takes. Lowering alone does not show a kernel that Triton
-refuses, nor one that takes more shared memory than there is.
+``python -m mint_jax.aot.gpu_kernels`` compiles every kernel in every shape of ``shapes.py`` and
+prints what the wheels' ``ptxas`` reports. Lowering alone misses kernels that Triton refuses and
+kernels that need too much shared memory.
 """
 
 import re
@@ -22,12 +21,12 @@ from pallas_kernels import tuning
 
 
 class Kernel(NamedTuple):
-    """One kernel, as ``ptxas`` tells.
+    """Report of ``ptxas`` on one kernel.
 
     Attributes:
-        name: of the function.
-        registers: of a thread.
-        spilled: bytes of a thread that did not fit into registers, stored.
+        name: name of the function.
+        registers: registers of a thread.
+        spilled: bytes that a thread spills.
     """
 
     name: str
@@ -35,10 +34,10 @@ class Kernel(NamedTuple):
     spilled: int
 
 
-def kernels(told: str) -> list[Kernel]:
-    """Of what ``ptxas -v`` writes, in its order."""
+def kernels(report: str) -> list[Kernel]:
+    """Parses the output of ``ptxas -v``, in its order."""
     out = []
-    for one in re.split(r"Compiling entry function ", told)[1:]:
+    for one in re.split(r"Compiling entry function ", report)[1:]:
         name, spilled, registers = (
             re.search(p, one)
             for p in (r"'(\w+)'", r"(\d+) bytes spill stores", r"Used (\d+) registers")
@@ -50,7 +49,7 @@ def kernels(told: str) -> list[Kernel]:
 
 
 def compiled(call: Call, target: chips.Target, folder: Path) -> tuple[list[Kernel], int]:
-    """The kernels of Pallas in the program, and its bytes of temporaries."""
+    """Returns the Pallas kernels of a program, and its bytes of temporaries."""
     with jax.default_device(target.devices[0]), tuning.on(target.devices[0].device_kind):
         lowered: Any = jax.jit(call.fn, donate_argnums=call.donated).lower(*call.args)
     made = lowered.compile(target.options | {"xla_dump_to": str(folder)})
@@ -62,16 +61,16 @@ def compiled(call: Call, target: chips.Target, folder: Path) -> tuple[list[Kerne
             " here: jax 0.10.2 does"
         )
     for ptx in written:
-        if not ptx.stat().st_size:  # of constants alone
+        if not ptx.stat().st_size:  # constants only
             continue
-        told = subprocess.run(
+        report = subprocess.run(
             [ptxas, "-v", "-arch=sm_90a", ptx, "-o", "/dev/null"],
             capture_output=True,
             text=True,
             check=True,
         ).stderr
-        # XLA's own begin with a letter
-        out += [one for one in kernels(told) if one.name.startswith("_")]
+        # XLA's own names start with a letter
+        out += [one for one in kernels(report) if one.name.startswith("_")]
     return out, made.memory_analysis().temp_size_in_bytes
 
 
@@ -80,12 +79,12 @@ def main() -> None:
     for call in calls(target.devices[0], "cuda"):
         with tempfile.TemporaryDirectory() as folder:
             made, temporaries = compiled(call, target, Path(folder))
-        told = ", ".join(
+        report = ", ".join(
             f"{one.name} {one.registers} registers"
             + f" {one.spilled} bytes spilled" * (one.spilled > 0)
             for one in made
         )
-        sys.stdout.write(f"{call.name}: {told}; {temporaries >> 10} KiB of temporaries\n")
+        sys.stdout.write(f"{call.name}: {report}; {temporaries >> 10} KiB of temporaries\n")
 
 
 if __name__ == "__main__":

@@ -1,18 +1,18 @@
-"""What a compiled program does, read from its text: matrix FLOPs and collectives, loop bodies
+"""Work of a compiled program, read from its text: matrix FLOPs and collectives, with loop bodies
 counted as often as they run.
 
-``Compiled.cost_analysis`` counts the body of a loop once, however many layers it scans. Here the
-text of the optimised, partitioned module (one device's share) is walked from its entry, and every
-loop multiplies what is in it by its trip count: the one the compiler noted, or the constant that
-the loop's condition compares its counter with. Of a loop whose end depends on data the caller may
-say how often it runs, by the scopes it was traced in. Any other counts once, and what is in it is
-marked as a minimum; but for the one loop whose body is a call's step, as in a program that decodes
-until its caller stops it, and one pass of it is what is asked for.
+``Compiled.cost_analysis`` counts a loop's body once, however many layers it scans. This module
+walks the text of the optimised, partitioned module (one device's share) from its entry and
+multiplies each loop by its trip count: the compiler's note, or the constant in the loop's
+condition. For a loop whose end depends on data the caller may state the trip count, by the scopes
+in which the loop was traced. Any other loop counts once, and its contents are marked as a minimum.
+The exception is the one loop whose body is a call's step, as in a program that decodes until its
+caller stops it.
 
-Bytes of a collective are those that one device sends, by the ring algorithm, over a group of n: a
-shard of o bytes costs o (n - 1) to all-gather, o (n - 1) / n to reduce-scatter or all-to-all, twice
+Bytes of a collective are those that one device sends with the ring algorithm over a group of n: for
+a shard of o bytes, o (n - 1) to all-gather, o (n - 1) / n to reduce-scatter or all-to-all, twice
 that to all-reduce, o to permute. A TPU spreads a collective over fusions that compute meanwhile;
-each of them shows it, under one channel, and it counts once.
+they share a channel and count once.
 """
 
 import dataclasses
@@ -51,28 +51,26 @@ class Instruction:
 
     @property
     def channel(self) -> str:
-        """Of a collective: unique in a module; empty where there is none."""
+        """Channel of a collective, unique in a module; empty without one."""
         found = re.search(r"\bchannel_id=(\d+)", self.rest)
         return found[1] if found else ""
 
     def called(self, attribute: str) -> list[str]:
-        """Computations that an attribute names: ``calls=%a`` or ``branch_computations={%a,
-        %b}``.
-        """
+        """Computations named by an attribute: ``calls=%a`` or ``branch_computations={%a, %b}``."""
         found = re.search(rf"\b{attribute}=(\{{[^}}]*\}}|%?[\w.\-]+)", self.rest)
         return re.findall(r"[\w.\-]+", found[1]) if found else []
 
 
 @dataclasses.dataclass
 class Cost:
-    """Of one device, for one call of the program.
+    """Work of one device in one call of the program.
 
     Attributes:
-        flops: of dots and convolutions; kernels written by hand are opaque and not in it.
-        counts, bytes: by collective: how often it runs, and bytes sent.
-        kernels: calls of such kernels.
+        flops: FLOPs of dots and convolutions, without hand-written kernels.
+        counts, bytes: runs and bytes sent, by collective.
+        kernels: calls of hand-written kernels.
         unknown_loops: loops counted once because their end depends on data.
-        least: kinds of collectives that such a loop has: their counts and bytes are minima.
+        least: kinds of collectives in such loops; their counts and bytes are minima.
     """
 
     flops: float = 0.0
@@ -87,19 +85,19 @@ class Cost:
         self.flops += times * other.flops
         self.kernels += times * other.kernels
         self.unknown_loops += other.unknown_loops
-        for mine, theirs in ((self.counts, other.counts), (self.bytes, other.bytes)):
+        for own, theirs in ((self.counts, other.counts), (self.bytes, other.bytes)):
             for kind, value in theirs.items():
-                mine[kind] = mine.get(kind, 0.0) + times * value
+                own[kind] = own.get(kind, 0.0) + times * value
 
 
 class Module:
-    """The computations of a module's text.
+    """Computations of a module's text.
 
     Args:
-        steps: the entry's loop of unknown length that computes most is a call's step.
-        trips: turns of loops of unknown length, by the names of ``jax.named_scope`` around them,
-            outermost first: ``"teams/runs"`` is a loop of ``runs`` within ``teams``. Scopes that no
-            key has do not matter.
+        steps: true if the entry's largest loop of unknown length is a call's step.
+        trips: trip counts of loops of unknown length, by the names of ``jax.named_scope`` around
+            them, outermost first: ``"teams/runs"`` is a loop of ``runs`` within ``teams``. Scopes
+            that no key names are ignored.
     """
 
     def __init__(self, text: str, steps: bool = False, trips: Mapping[str, int] | None = None):
@@ -140,7 +138,7 @@ class Module:
             )
 
     def _channels(self) -> dict[str, str]:
-        """Channel of a collective inside fusions -> the one computation in which it counts."""
+        """Channel of a collective inside fusions -> the one computation that counts it."""
         fused = {
             name
             for body in self.computations.values()
@@ -153,7 +151,7 @@ class Module:
         }
 
     def cost(self) -> Cost:
-        """Of the entry computation."""
+        """Returns the cost of the entry computation."""
         return self._of(self.entry, False)
 
     @functools.cache  # noqa: B019 (a module lives as long as its report)
@@ -165,8 +163,8 @@ class Module:
         return total
 
     def _of_instruction(self, i: Instruction, scattered: bool) -> tuple[Cost, float]:
-        """The cost of an instruction and how often it counts; ``scattered``: an all-reduce here
-        keeps one slice only.
+        """Returns the cost of an instruction and its multiplicity. ``scattered``: an all-reduce
+        keeps only one slice.
         """
         kind = i.op.removesuffix("-start")
         if i.op == "while":
@@ -205,7 +203,9 @@ class Module:
         return Cost(), 0
 
     def _group(self, i: Instruction) -> int:
-        """Devices that take part together, from ``{{0,1},{2,3}}`` or ``[groups,size]<=[...]``."""
+        """Returns the number of devices that participate, from ``{{0,1},{2,3}}`` or
+        ``[groups,size]<=[...]``.
+        """
         if found := re.search(r"replica_groups=\[(\d+),(\d+)\]", i.rest):
             return int(found[2])
         if found := re.search(r"replica_groups=\{\{([\d,]*)\}", i.rest):
@@ -246,8 +246,8 @@ class Module:
         )
 
     def _convolution(self, i: Instruction) -> float:
-        """TPUs compute dots as convolutions; a batch dimension is a dilated window that meets one
-        input position each.
+        """Returns the FLOPs of a convolution. TPUs compute dots as convolutions; a batch dimension
+        is a dilated window that meets one input position each.
         """
         labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", i.rest)
         assert labels, i.rest
@@ -275,7 +275,7 @@ class Module:
 def _window_meetings(
     a: int, k: int, o: int, stride="1", pad="0_0", lhs_dilate="1", rhs_dilate="1", rhs_reversal="0"
 ) -> int:
-    """Pairs of an output and a window position that meet an input element rather than padding or a
+    """Counts pairs of an output and a window position that meet an input element, not padding or a
     hole.
     """
     at = (
@@ -287,7 +287,7 @@ def _window_meetings(
 
 
 def _split_call(text: str) -> tuple[str, str]:
-    """``a, b), attributes`` -> operands and attributes: up to the parenthesis that closes the
+    """Splits ``a, b), attributes`` into operands and attributes at the closing parenthesis of the
     call.
     """
     depth = 1
@@ -303,18 +303,20 @@ def _names(operands: str) -> Iterator[str]:
 
 
 def arrays(type_: str) -> list[str]:
-    """The array types of which a type consists, ``bf16[4,32]`` each."""
+    """Returns the array types in a type, each ``bf16[4,32]``."""
     return [found[0] for found in _ARRAY.finditer(type_)]
 
 
 def shape(type_: str) -> tuple[int, ...]:
-    """Dimensions of an array type ``bf16[4,32]{1,0}``."""
+    """Returns the dimensions of an array type ``bf16[4,32]{1,0}``."""
     found = _ARRAY.search(type_)
     return tuple(int(n) for n in found[2].split(",") if n) if found else ()
 
 
 def nbytes(type_: str) -> float:
-    """Bytes of an array type, or of all arrays of a tuple type, without padding of tiles."""
+    """Returns the bytes of an array type, or of all arrays of a tuple type, without tile
+    padding.
+    """
     total = 0.0
     for dtype, dims in _ARRAY.findall(type_):
         bits = _BITS.get(dtype) or int((re.search(r"\d+", dtype) or ["32"])[0])

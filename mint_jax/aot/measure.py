@@ -1,8 +1,8 @@
-"""One program on one pod: compiled, then its bytes against the memory, its work against the
-datasheet's rates.
+"""Measurement of one program on one pod: its bytes against the memory, its work against datasheet
+rates.
 
-The times are estimates and lower bounds: datasheet peaks, all links busy, compute, memory and links
-perfectly overlapped, and of memory traffic only the arguments that a call reads, once, and the new
+Times are estimated lower bounds: datasheet peaks, all links busy, compute, memory and links
+perfectly overlapped. Memory traffic counts the arguments that a call reads, once, and the new
 outputs, written once.
 """
 
@@ -28,30 +28,30 @@ _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """What a program takes of each device; bytes and FLOPs are one device's, for one call.
+    """Resources of a program; bytes and FLOPs are per device and call.
 
     Attributes:
         program: its name.
         hbm: bytes of the device.
-        arguments, temporaries, outputs, aliased: bytes; aliased outputs live in donated arguments.
+        arguments, temporaries, outputs, aliased: bytes; aliased outputs use donated arguments.
         total: bytes needed at once.
-        flops: of matrix products: the larger of the compiled program's and the traced function's
-            share.
-        flops_traced: the traced function's, divided by the devices: less than ``flops`` where
+        flops: FLOPs of matrix products: the larger of the compiled program's and the traced
+            function's share.
+        flops_traced: FLOPs of the traced function divided by the devices; less than ``flops`` where
             devices repeat work.
-        hbm_bytes: arguments but what a call leaves unread, and new outputs.
-        counts, sent: collectives by kind: how many, and bytes sent.
-        kernels: calls of kernels written by hand, whose FLOPs the compiled text does not state.
-        unknown_loops: loops whose length depends on data, counted once; that of ``decode`` whose
-            body is a step is none of them, nor are those whose turns the program states.
-        least: kinds of collectives inside such loops: their counts and bytes are minima.
-        compute_s, memory_s, links_s: each at the datasheet's rate.
-        tokens: of all devices.
+        hbm_bytes: bytes of read arguments and new outputs.
+        counts, sent: number and bytes of collectives, by kind.
+        kernels: calls of hand-written kernels, whose FLOPs the compiled text does not state.
+        unknown_loops: loops of data-dependent length, counted once; without the step loop of
+            ``decode`` and loops with stated trip counts.
+        least: kinds of collectives inside such loops; their counts and bytes are minima.
+        compute_s, memory_s, links_s: seconds at the datasheet's rates.
+        tokens: tokens of all devices.
         compile_s: wall seconds.
         text: the compiled program.
-        refused: the compiler's own words where memory did not suffice.
-        stated: whether it said how many bytes it lacks; else ``total`` counts as many temporaries
-            as the memory has.
+        refused: the compiler's message if memory did not suffice.
+        stated: true if it states the missing bytes; else ``total`` assumes temporaries of the
+            memory's size.
     """
 
     program: str
@@ -80,15 +80,15 @@ class Measured:
 
     @property
     def free(self) -> float:
-        """Fraction of the memory that stays free; negative when the program does not fit."""
+        """Fraction of the memory that stays free; negative if the program does not fit."""
         return 1 - self.total / self.hbm
 
     def fits(self, margin: float) -> bool:
-        """Whether this fraction of the memory stays free."""
+        """Returns true if this fraction of the memory stays free."""
         return not self.refused and self.free >= margin
 
     def reason(self, margin: float) -> str:
-        """Why it does not fit, as it was found."""
+        """Reason why the program does not fit."""
         needs = f"{self.total / GIB:.1f} of {self.hbm / GIB:.1f} GiB a device"
         if self.refused and not self.stated:
             return f"{self.program} was refused by the compiler: {self.refused}"
@@ -105,13 +105,13 @@ class Measured:
 
     @property
     def bound(self) -> str:
-        """Which of the three takes longest."""
+        """Name of the largest of the three times."""
         return max((self.compute_s, "compute"), (self.memory_s, "memory"), (self.links_s, "links"))[
             1
         ]
 
     def json(self, margin: float) -> dict[str, Any]:
-        """What the job prints of it."""
+        """Returns the fields for the job's report."""
         out: dict[str, Any] = {
             "fits": int(self.fits(margin)),
             "free_hbm_fraction": round(self.free, 4),
@@ -151,15 +151,14 @@ class Measured:
 
 @dataclasses.dataclass(frozen=True)
 class Colocated:
-    """One process that trains and samples over one base: what is resident, and the most that any
-    one program adds.
+    """One process that trains and samples over one base: resident bytes, and the most that any
+    program adds.
 
     Attributes:
         hbm: bytes of the device.
-        arguments: bytes resident on each device: the base once, training state, adapters in
-            sampling, caches and batches.
-        temporaries: bytes of the program that needs most beside them, its temporaries and new
-            outputs.
+        arguments: resident bytes per device: one base, training state, sampling adapters, caches
+            and batches.
+        temporaries: temporaries and new outputs of the program that needs most.
     """
 
     hbm: int
@@ -172,15 +171,15 @@ class Colocated:
 
     @property
     def free(self) -> float:
-        """Fraction of the memory that stays free; negative where it does not suffice."""
+        """Fraction of the memory that stays free; negative if it does not suffice."""
         return 1 - self.total / self.hbm
 
     def fits(self, margin: float) -> bool:
-        """Whether this fraction of the memory stays free."""
+        """Returns true if this fraction of the memory stays free."""
         return self.free >= margin
 
     def json(self, margin: float) -> dict[str, Any]:
-        """What the job prints of it."""
+        """Returns the fields for the job's report."""
         return {
             "bytes": self.total,
             "argument_bytes": self.arguments,
@@ -191,20 +190,20 @@ class Colocated:
 
 
 def colocated(measured: Sequence[Measured], base_bytes: int) -> Colocated:
-    """What ``train``, ``optim``, ``prefill`` and ``decode`` hold together, one of them running at a
-    time.
+    """Returns the memory of ``train``, ``optim``, ``prefill`` and ``decode`` together, one of them
+    running at a time.
 
-    Resident are the arguments of ``train`` and of ``decode``, which both count the base. Those of
-    ``prefill`` are ``decode``'s, but for its plan, kilobytes that are left out.
+    Resident are the arguments of ``train`` and ``decode``, without the second base. The arguments
+    of ``prefill`` are those of ``decode`` except its plan of some kilobytes.
     """
     by = {m.program: m for m in measured}
     resident = by["train"].arguments + by["decode"].arguments - base_bytes
-    beside = [m.temporaries + m.outputs - m.aliased for m in measured]
-    return Colocated(measured[0].hbm, resident, max(beside))
+    added = [m.temporaries + m.outputs - m.aliased for m in measured]
+    return Colocated(measured[0].hbm, resident, max(added))
 
 
 def measure(program: Program, mesh: Mesh, target: Target) -> Measured:
-    """Compiles a program for a target and reads what it takes."""
+    """Compiles a program for a target and measures it."""
     began = time.monotonic()
     with tuning.on(target.devices[0].device_kind):
         traced = program.trace(mesh)
@@ -263,8 +262,8 @@ def measure(program: Program, mesh: Mesh, target: Target) -> Measured:
 
 @contextlib.contextmanager
 def _not_cached() -> Iterator[None]:
-    """Keeps programs out of the compilation cache: those for devices that are not attached cannot
-    be read back.
+    """Disables the compilation cache: programs for devices that are not attached cannot be read
+    back.
     """
     name = "jax_persistent_cache_min_compile_time_secs"
     before = getattr(jax.config, name)
@@ -276,6 +275,6 @@ def _not_cached() -> Iterator[None]:
 
 
 def _temporaries(message: str) -> int | None:
-    """Bytes of temporaries that did not fit, by the compiler; None where it does not say."""
+    """Returns the missing bytes of temporaries stated by the compiler, or None."""
     found = re.search(r"([\d.]+)([KMGT])\w*\)? (?:exceeds|of) ", message)
     return int(float(found[1]) * _UNITS[found[2]]) if found else None

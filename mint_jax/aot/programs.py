@@ -1,9 +1,9 @@
-"""The programs of a job on a pod that is not attached: abstract arguments with shardings, and how
-each is compiled.
+"""Programs of a job on a pod that is not attached: abstract arguments with shardings, and how each
+is compiled.
 
-Nothing here allocates: parameters, training state, adapters and the pool of pages are
-``ShapeDtypeStruct`` trees, laid out as the library lays out the real ones. Plans of sampling are
-the engine's own, of nobody: what they hold is data, their shapes are all.
+Nothing here allocates. Parameters, training state, adapters and the page pool are
+``ShapeDtypeStruct`` trees with the layout of the real ones. Sampling plans have the engine's shapes
+without contents.
 
 Axes: P policies, B rows of a policy, T tokens, M targets of a row, N adapters, Q prompts, G
 rollouts of a prompt, S tokens of a prompt, C new tokens.
@@ -44,20 +44,18 @@ Tree = Any
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A function with everything its compilation depends on.
+    """Function with everything its compilation depends on.
 
     Attributes:
         name: ``train``, ``optim``, ``prefill`` or ``decode``.
-        fn: takes ``args``.
+        fn: function of ``args``.
         args: abstract arguments, each leaf with its sharding.
-        donated: which arguments' buffers the outputs reuse.
-        out: output shardings: donation needs them to equal those of the donated argument.
-        tokens: tokens that one call takes through the model: read by it, or drawn.
-        steps: whether its outermost loop of unknown length takes one step in a call that is
-            measured.
-        trips: turns of loops whose length is data, by the scopes that they are in; see
-            ``hlo.Module``.
-        unread: bytes of each device's arguments that a call that is measured leaves alone.
+        donated: indices of arguments whose buffers the outputs reuse.
+        out: output shardings; donation requires those of the donated argument.
+        tokens: tokens that one call reads or samples.
+        steps: true if its outermost loop of unknown length takes one step in a measured call.
+        trips: trip counts of loops of data-dependent length, by scope; see ``hlo.Module``.
+        unread: bytes of each device's arguments that a measured call does not read.
     """
 
     name: str
@@ -71,7 +69,7 @@ class Program:
     unread: int = 0
 
     def trace(self, mesh: Mesh) -> Any:
-        """The traced function, with its jaxpr and ``lower``."""
+        """Returns the traced function, with its jaxpr and ``lower``."""
         with jax.set_mesh(mesh):
             return jax.jit(self.fn, donate_argnums=self.donated, out_shardings=self.out).trace(
                 *self.args
@@ -82,14 +80,14 @@ class Plan:
     """One base with its adapters on one mesh, as abstract trees.
 
     Args:
-        cfg: the base.
-        mesh: of compile-only devices, or any others.
-        dtype: of the base, activations and caches; adapters in training are float32.
-        adapter: shape of every policy's adapter.
-        quantise: how the base's matrices are stored, see ``models.quantised``.
+        cfg: config of the base.
+        mesh: mesh of compile-only or real devices.
+        dtype: dtype of the base, activations and caches; training adapters are float32.
+        adapter: config of every policy's adapter.
+        quantise: storage of the base's matrices, see ``models.quantised``.
 
     Raises:
-        UserError: the mesh does not divide a dimension of the base or of the adapters.
+        UserError: the mesh does not divide a dimension of the base or the adapters.
     """
 
     def __init__(
@@ -110,12 +108,12 @@ class Plan:
         return device_bytes(self.params)
 
     def programs(self, train: TrainShape, rollout: RolloutShape) -> Iterator[Program]:
-        """The four programs of reinforcement learning."""
+        """Returns the four programs of reinforcement learning."""
         yield from self.training(train)
         yield from self.sampling(rollout)
 
     def training(self, shape: TrainShape) -> tuple[Program, Program]:
-        """``forward_backward`` and ``optim_step`` of every policy."""
+        """Returns ``forward_backward`` and ``optim_step`` of every policy."""
         self._check_rows("train.policies x train.rows", shape.policies * shape.rows)
         P, bucket = shape.policies, self.adapter.bucket
         state = self._place(jax.eval_shape(lambda: state_lib.empty(self.specs, [self.adapter] * P)))
@@ -133,23 +131,22 @@ class Plan:
         )
 
     def sampling(self, shape: RolloutShape) -> tuple[Program, Program]:
-        """``prefill`` of blocks of prompts and ``decode`` of all rollouts, with N adapters
-        resident.
+        """Returns ``prefill`` of prompt blocks and ``decode`` of all rollouts, with N resident
+        adapters.
 
-        What is measured of them is a call at full length: of prompts' last blocks, and of every
-        rollout's last token.
+        The measured call is one at full length: the prompts' last blocks, and every rollout's last
+        token.
         """
         parts = device.page_parts(self.cfg, self.mesh)
         self._check_rows("rollout.prompts", shape.prompts, parts)
         rows, blocks = shape.prompts * shape.rollouts, parts * -(-shape.blocks // parts)
         bucket, table = self.adapter.bucket, longest_table(shape.prompt_tokens + shape.new_tokens)
         stacks = {bucket: self._place(jax.eval_shape(lambda: self._adapters(shape.adapters)))}
-        # A prompt's last token is the first own one of each rollout, whose last is drawn and never
-        # read.
+        # A rollout's first token is the prompt's last; its last token is sampled and never read.
         shared, own = pages_for(shape.prompt_tokens - 1, PAGE), pages_for(shape.new_tokens, PAGE)
-        held = shape.prompts * shared + rows * own
+        total_pages = shape.prompts * shared + rows * own
         specs = device.pool_specs(
-            self.cfg, held, jnp.dtype(self.dtype), False, device.lanes(self.mesh)
+            self.cfg, total_pages, jnp.dtype(self.dtype), False, device.lanes(self.mesh)
         )
         where = device.pool_shardings(self.cfg, specs, self.mesh)
         pool = jax.tree.map(
@@ -173,7 +170,7 @@ class Plan:
             "indexer": past + own_runs,
         }
         # of prefill, which reads one prompt of each part at least
-        unread = device_bytes(pool) * (held - parts * shared) // held
+        unread = device_bytes(pool) * (total_pages - parts * shared) // total_pages
         args, reads = (self.params, stacks, pool), {"runs": past, "indexer": past}
         return (
             Program(
@@ -240,12 +237,12 @@ class Plan:
         return self._split(shape, (None,) * len(shape), dtype)
 
     def _plan(self, plan: Tree) -> Tree:
-        """A plan as the engine hands it over: whole on every device."""
+        """Returns a plan in the form that the engine passes: whole on every device."""
         return jax.tree.map(lambda x: self._whole(np.shape(x), x.dtype), plan)
 
     def _place(self, tree: Tree) -> Tree:
-        """Abstract adapters or training state: factors, and what has their path, split like the
-        base; the rest whole.
+        """Returns abstract adapters or training state: factors, and leaves with their path, split
+        like the base; the rest whole.
         """
         whole = NamedSharding(self.mesh, PartitionSpec())
 
@@ -265,12 +262,12 @@ class Plan:
 
 
 def device_bytes(tree: Tree) -> int:
-    """Bytes of abstract arrays on each device."""
+    """Returns the bytes of abstract arrays on each device."""
     return sum(
         math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
     )
 
 
 def _shardings(tree: Tree) -> Tree:
-    """Output shardings like these arguments'."""
+    """Returns output shardings equal to those of the arguments."""
     return jax.tree.map(lambda x: x.sharding, tree)

@@ -1,4 +1,4 @@
-"""What was measured, as rows of a table and as a picture."""
+"""Table rows and picture of measured programs."""
 
 import textwrap
 from collections.abc import Callable, Sequence
@@ -19,12 +19,12 @@ COLLECTIVES = (
 
 
 def columns(measured: Sequence[Measured]) -> tuple[str, ...]:
-    """The head of the table: a column a program, and one for all in one process."""
+    """Returns the table head: a column per program, and one for the colocated process."""
     return ("each device, one call", *(m.program for m in measured), "colocated")
 
 
 def rows(measured: Sequence[Measured], together: Colocated, margin: float) -> list[tuple[str, ...]]:
-    """A line a quantity; what a program that the compiler refused would have shown is a dash."""
+    """Returns one line per quantity; a refused program shows dashes."""
 
     def line(name: str, value: Callable[[Measured], str]) -> tuple[str, ...]:
         return (name, *("-" if m.refused else value(m) for m in measured), "-")
@@ -66,16 +66,15 @@ def rows(measured: Sequence[Measured], together: Colocated, margin: float) -> li
 
 
 def _number(value: float) -> str:
-    """Three digits, plainly."""
+    """Formats three digits."""
     return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
 
 
 def picture(title: Sequence[str], measured: Sequence[Measured], path: Path) -> None:
-    """Bytes of each device stacked against its memory, and the three terms of each program's
-    estimated time.
+    """Draws the bytes of each device against its memory, and the three time terms of each program.
 
     Args:
-        title: lines, each broken where it is wider than the picture.
+        title: lines, broken where they exceed the picture's width.
     """
     import matplotlib
 
@@ -111,7 +110,7 @@ def picture(title: Sequence[str], measured: Sequence[Measured], path: Path) -> N
         right.set_ylim(1e3 * longest / 1e5, 2e3 * longest)
     right.set_ylabel("ms a call at datasheet peaks (estimate)")
     right.legend(fontsize=8)
-    # as many letters as 10 inches hold
+    # letters in 10 inches
     lines = [part for line in title for part in textwrap.wrap(line, 130)]
     figure.set_figheight(3.2 + 0.2 * len(lines))
     figure.suptitle("\n".join(lines), fontsize=10)

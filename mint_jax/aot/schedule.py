@@ -1,30 +1,28 @@
-"""What one tile of rows costs in the TPU compiler's static schedule: packed LoRA beside the base's
-own product of the same rows.
+"""Bundles of one tile of rows in the TPU compiler's static schedule: packed LoRA compared with the
+base's product.
 
-The compiler dumps its final bundles when a flag asks for it as libtpu loads, so each chip's kernels
-are compiled in a process of their own: ``python -m mint_jax.aot.schedule CHIP FOLDER``. The flags
-are undocumented; without a dump there is an error and no report.
+The compiler dumps its final bundles if a flag is set while libtpu loads, so each chip's kernels are
+compiled in their own process: ``python -m mint_jax.aot.schedule CHIP FOLDER``. The flags are
+undocumented; without a dump there is an error and no report.
 
-A tile is one turn of a kernel's grid, in the middle of a call, whose adapters come in one chunk and
-are finite, as are the rows. Of its bundles ``tile`` counts
+A tile is one grid iteration in the middle of a call, with finite rows and finite adapters in one
+chunk. ``tile`` counts its bundles
 
-- once: those of the turn itself, which moves blocks of rows, and of the products: they are there
-  twice, for at most half a chunk of adapters and for more, and one of both runs;
-- as often as the tile has adapters: the loop that starts the copies of their factors, the loop that
-  waits for them, and, backward, the loop that starts the copies of their gradients and the loop
-  that waits for them;
-- not at all: what fetches and computes further chunks, the second computation where something was
-  not finite, what clears the buffers at a call's first tile, and what a tile without an adapter
-  does instead.
+- once: those of the iteration itself, which moves blocks of rows, and of the products. The products
+exist twice, for at most half a chunk of adapters and for more; one of both runs;
+- once per adapter: the loops that start and await the copies of factors and, backward, of
+gradients;
+- never: further chunks, the second computation for non-finite values, clearing at a call's first
+tile, and tiles without an adapter.
 
-Of packed matmul a turn is a visit, a tile and an expert, and ``visit`` counts once the turn, the
-products with adapters and one of the two forms of the first of them; as often as the tile has
-adapters the loop that waits for their factors and the one that starts the copies of the next
-visit's, which has as many; and nothing that runs only again or for further chunks.
+For packed matmul an iteration is a visit, a tile and an expert. ``visit`` counts once the
+iteration, the products with adapters and one of the two forms of the first; once per adapter the
+loop that awaits their factors and the one that starts the copies of the next visit; and never what
+runs only again or for further chunks.
 
-Instructions with a condition of their own count whether it holds or not, and set-up before and
-behind the grid is a call's, not a tile's. The base's product is megablox's grouped matmul with one
-matrix as its tile, once for each projection; backward, with the matrix transposed.
+Conditional instructions count always, and set-up outside the grid belongs to a call, not a tile.
+The base's product is megablox's grouped matmul with one matrix as its tile, once for each
+projection; backward, with the transposed matrix.
 
 Axes: M rows, D in, F out, R rank, W factors, E experts.
 """
@@ -47,15 +45,15 @@ from mint_jax.aot.bundles import Part
 from mint_jax.errors import UserError, choice
 from pallas_kernels import cost
 
-TILE, TILES = 128, 4  # several: of one alone the compiler makes no loop
-# Qwen3-30B-A3B's gate and up; stacks too large to be kept in a core
+TILE, TILES = 128, 4  # several, since a single tile compiles to no loop
+# gate and up of Qwen3-30B-A3B; the stacks exceed a core's memory
 D, F, E, RANK, W = 2048, 768, 128, 16, 128 * 64
-ADAPTERS = (1, 2, 4, 5, 8)  # of a tile
-# -> width of its matrix unit
+ADAPTERS = (1, 2, 4, 5, 8)  # adapters in a tile
+# chip -> width of its matrix unit
 CHIPS = {"v5e:2x2": 128, "v5p:2x2x1": 128, "v6e:2x2": 256, "tpu7x:2x2x1": 256}
-GOALS = {128: 0.3, 256: 0.5}  # bundles over the base's, up to GOAL_ADAPTERS in a tile
+GOALS = {128: 0.3, 256: 0.5}  # limit on bundles over the base's, up to GOAL_ADAPTERS in a tile
 GOAL_ADAPTERS = 4
-KERNELS = {  # -> name in the dump
+KERNELS = {  # kernel -> name in the dump
     "base": "gmm",
     "base_backward": "gmm",
     "add": "packed_lora",
@@ -69,8 +67,8 @@ _START = r"= dma\.(?!done)\w+"
 
 
 def _compile(folder: Path, chip: str) -> None:
-    """Compiles all kernels for a chip, each one's dump into a folder of its own, which libtpu must
-    have been told of.
+    """Compiles all kernels for a chip, each with a dump folder of its own; libtpu must have the
+    dump flag.
     """
     import functools
 
@@ -126,7 +124,7 @@ def _compile(folder: Path, chip: str) -> None:
 
 
 def schedules(chip: str, folder: Path) -> dict[str, Part]:
-    """The schedules of all ``KERNELS`` for a chip; their dumps are left in the folder.
+    """Returns the schedules of all ``KERNELS`` for a chip; their dumps stay in the folder.
 
     Raises:
         UserError: the compiler failed, or left no dump.
@@ -163,11 +161,11 @@ def schedules(chip: str, folder: Path) -> dict[str, Part]:
 
 
 def tile(kernel: Part, adapters: int) -> Counter[str]:
-    """Bundles and instructions of one tile with so many adapters (none matters to the base's
-    product).
+    """Counts bundles and instructions of one tile with this number of adapters (irrelevant to the
+    base).
 
     Raises:
-        UserError: the schedule is not of the form that the module's docstring describes.
+        UserError: the schedule does not have the form in the module's docstring.
     """
     outer = _grid(kernel)
     once, inner = [outer], _with_products(outer)
@@ -201,10 +199,10 @@ def tile(kernel: Part, adapters: int) -> Counter[str]:
 
 
 def visit(kernel: Part, adapters: int) -> Counter[str]:
-    """Bundles and instructions of one visit of packed matmul with so many adapters.
+    """Counts bundles and instructions of one packed-matmul visit with this number of adapters.
 
     Raises:
-        UserError: the schedule is not of the form that the module's docstring describes.
+        UserError: the schedule does not have the form in the module's docstring.
     """
     once = [_grid(kernel)]
     while not _own_products(once[-1]) and (inner := _with_products(once[-1])):
@@ -254,9 +252,8 @@ def _own_products(part: Part) -> bool:
 
 
 def report(chip: str, folder: Path) -> dict[str, Any]:
-    """Counts of one tile on a chip, by adapters in the tile, over those of the base; the lanes'
-    floor; whether the goal is met; and base and adapters in one pass over base and adapters in
-    two.
+    """Returns the counts of one tile on a chip by adapters, over the base; the lower bound of
+    lanes; whether the goal is met; and one pass over two passes.
     """
     made, unit = schedules(chip, folder), CHIPS[chip]
     base, back = (
@@ -288,21 +285,21 @@ def report(chip: str, folder: Path) -> dict[str, Any]:
     }
 
 
-def _over(mine: Counter[str], base: dict[str, int]) -> dict[str, Any]:
-    return dict(mine) | {"over_base": round(mine["bundles"] / base["bundles"], 4)}
+def _over(own: Counter[str], base: dict[str, int]) -> dict[str, Any]:
+    return dict(own) | {"over_base": round(own["bundles"] / base["bundles"], 4)}
 
 
 def _lanes(adapters: int, unit: int) -> float:
-    """Passes of the matrix unit over the base's."""
+    """Returns passes of the matrix unit over the base's."""
     factor = np.repeat(np.arange(adapters), -(-TILE // adapters))[:TILE]
     return cost.packed_lora_passes(factor, RANK, D, (F, F), unit) / (2 * cost.passes(D, F, unit))
 
 
 def reports(names: Sequence[str], folder: Path) -> dict[str, Any]:
-    """Of several chips, with what was compiled and by which compiler.
+    """Returns the reports of several chips, with the compiler and what was compiled.
 
     Raises:
-        UserError: an unknown chip, or no schedule.
+        UserError: a chip is unknown, or left no schedule.
     """
     if unknown := [name for name in names if name not in CHIPS]:
         raise choice("chip", unknown[0], CHIPS)

@@ -5,14 +5,14 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class TrainShape:
-    """One ``forward_backward``.
+    """Shape of one ``forward_backward``.
 
     Attributes:
         policies: P.
         rows: B of each policy.
         tokens: T of a row.
-        targets: M of a row's tokens, at most.
-        remat: what the backward pass keeps: a name in models.transformer.REMAT.
+        targets: largest M, targets of a row.
+        remat: name in ``models.transformer.REMAT``: what the backward pass keeps.
     """
 
     policies: int
@@ -24,17 +24,16 @@ class TrainShape:
 
 @dataclasses.dataclass(frozen=True)
 class RolloutShape:
-    """A pool that holds all rollouts at full length, and the ``prefill`` and ``decode`` that fill
-    it.
+    """Shape of a pool of all rollouts at full length, and of the ``prefill`` and ``decode`` that
+    fill it.
 
     Attributes:
-        adapters: N that are resident; which row names which is data.
+        adapters: N resident adapters; the adapter of a row is data.
         prompts: Q.
         rollouts: G of each prompt, which share its pages; Q G rows decode together.
         prompt_tokens: S of each prompt.
-        new_tokens: C of each rollout, at most.
-        blocks: of 32 tokens of prompts that one prefill reads, at least: as many in each part of
-            the mesh.
+        new_tokens: largest C, new tokens of a rollout.
+        blocks: minimum number of 32-token prompt blocks per prefill, split evenly over the mesh.
     """
 
     adapters: int

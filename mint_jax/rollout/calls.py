@@ -93,13 +93,13 @@ class DeviceCalls:
             answered: followers return the completions too; see ``answer``.
         """
         self._open, self._answered = True, answered and multihost.count() > 1
-        messages.tell("begin", self.settings, self._answered)
+        messages.send("begin", self.settings, self._answered)
 
     def answer(self, completions: Sequence[Sequence[Completion]]) -> None:
         """Sends the completions to the followers, without expert ids, which they already have."""
         if self._answered:
             numbers = {id(array): number for number, array in self._visited.items()}
-            messages.tell(
+            messages.send(
                 "answers",
                 [[to_message(c, numbers) for c in group] for group in completions],
             )
@@ -111,12 +111,12 @@ class DeviceCalls:
             return
         self._open = False
         if error is None:
-            messages.tell("end")
+            messages.send("end")
         else:
             # The caller raises the error. If even this message cannot be sent, the followers
             # notice that by themselves.
             with contextlib.suppress(jax.errors.JaxRuntimeError, RuntimeError):
-                messages.tell(
+                messages.send(
                     "fail", isinstance(error, UserError), str(error) or type(error).__name__
                 )
 
@@ -170,7 +170,7 @@ class DeviceCalls:
         return self._all("routes", next(self._numbers), ids, at, count)
 
     def _all(self, word: str, *values: Any) -> Any:
-        messages.tell(word, *values)
+        messages.send(word, *values)
         return getattr(self, f"_{word}")(*values)
 
     # -- every process
@@ -245,7 +245,7 @@ class DeviceCalls:
         """
         found: list[list[Completion]] = []
         while True:
-            word, values = messages.hear(RECORDS)
+            word, values = messages.receive(RECORDS)
             if word in DEVICE_CALLS:
                 getattr(self, f"_{word}")(*values)
             elif word == "begin":

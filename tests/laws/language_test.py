@@ -17,6 +17,12 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 ROOMS = [
+    *(
+        str(path.relative_to(ROOT))
+        for path in sorted((ROOT / "mint_jax").glob("*.py"))
+        if path.name != "launch.py"
+    ),
+    "mint_jax/aot",
     "mint_jax/api",
     "mint_jax/data",
     "mint_jax/envs",

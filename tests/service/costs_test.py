@@ -236,7 +236,7 @@ def test_top_waits_for_a_server_that_is_gone(site, monkeypatch):
         if there is None:
             ended.set()
         if there is False:
-            raise top.Gone("it does not answer")
+            raise top.ServerUnreachable("it does not answer")
         return real(url, key)
 
     monkeypatch.setattr(top.Look, "at", at)
