@@ -45,6 +45,7 @@ PAGES = [
     "docs/pods.md",
     "docs/service.md",
     "docs/sweeps.md",
+    "notebooks/*.ipynb",
 ]
 OPENING = re.compile(r"(What|Who|Whose|Whom|Whether|Of|How|Where|When|Why|Which|As)\b")
 PROSE = re.compile(
