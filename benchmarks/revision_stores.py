@@ -70,7 +70,7 @@ class Packs:
         for start in range(0, len(objects), BATCH):
             some = objects[start : start + BATCH]
             digests = [digest_of(data) for data in some]
-            self._where += zip(digests, self._store.put(some, digests), strict=True)
+            self._where += zip(digests, self._store.put(some), strict=True)
 
     def get(self, index: int) -> tuple[Any, Schema]:
         digest, place = self._where[index]

@@ -13,8 +13,7 @@ lost its payloads.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Iterator, Sequence
 
 import sqlalchemy as sa
 
@@ -29,15 +28,13 @@ from mint_jax.catalog.records.tables import metadata, packs, payloads, policies,
 from mint_jax.catalog.storage.payloads import PackDamaged, PackInfo, PackMissing, Place
 from mint_jax.errors import UserError
 
-T = TypeVar("T")
-OnProgress = Callable[[str, int, int], None]  # stage, items done, items in all
 SMALL = 8 << 20  # bytes; smaller packs are joined
 LARGE = 256 << 20  # maximum bytes of a joined pack, unless one object is larger
 
 
 @dataclasses.dataclass
 class Report:
-    """What was removed, or would be.
+    """Counts of a collection: removed, or that would be.
 
     Attributes:
         revisions: as ``policy@number``.
@@ -72,7 +69,6 @@ def collect(
     grace_s: float = 3600.0,
     by: str | None = None,
     why: str = "",
-    progress: OnProgress | None = None,
 ) -> Report:
     """Removes what retention gives up and nothing refers to, in transactions of bounded size.
 
@@ -81,26 +77,25 @@ def collect(
         compact: join small and mostly dead packs too.
         grace_s: seconds that a pack's file stays after its last payload, and that a writer may take
             to write and commit; shorten it only while no process writes.
-        progress: called with the stage, items done, and items in all.
 
     Raises:
         UserError: the database is damaged: live payloads could look unreferenced.
     """
     report, author = Report(dry_run), catalog.author(by, why)
     if dry_run:
-        _foresee(catalog, author, report, progress)
+        _foresee(catalog, author, report)
     else:
         if damage := catalog.database.damage(1):
             raise UserError(
                 f"database {catalog.database.name} is damaged ({damage[0]}): nothing was removed;"
                 " restore it from a backup, then collect"
             )
-        _remove_rows(catalog, author, report, progress)
-    _sweep_dead(catalog, author, grace_s, report, progress)
-    _sweep_abandoned(catalog, author, grace_s, report, progress)
+        _remove_rows(catalog, author, report)
+    _sweep_dead(catalog, author, grace_s, report)
+    _sweep_abandoned(catalog, author, grace_s, report)
     report.leftovers = len(catalog.store.sweep(grace_s, dry_run))
     if compact:
-        _compact(catalog, author, report, progress)
+        _compact(catalog, author, report)
     return report
 
 
@@ -109,7 +104,7 @@ def compact(
 ) -> Report:
     """Joins small and mostly dead packs; ``gc`` removes the old files after its grace period."""
     report = Report(dry_run)
-    _compact(catalog, catalog.author(by, why), report, None)
+    _compact(catalog, catalog.author(by, why), report)
     return report
 
 
@@ -131,25 +126,13 @@ def stats(catalog: Handle) -> dict[str, int]:
     )
 
 
-def _stages(
-    progress: OnProgress | None, stage: str, items: Sequence[T], size: int = 500
-) -> Iterator[Sequence[T]]:
-    """``chunks`` that reports progress."""
-    for k, some in enumerate(chunks(items, size)):
-        yield some
-        if progress is not None:
-            progress(stage, k * size + len(some), len(items))
-
-
-def _remove_rows(
-    catalog: Handle, author: Author, report: Report, progress: OnProgress | None
-) -> None:
+def _remove_rows(catalog: Handle, author: Author, report: Report) -> None:
     database = catalog.database
     report.leases = database.write(lambda c: leases.remove_expired(c, author))
-    for some in _stages(progress, "policies", database.read(retention.candidates), 100):
-        gone = database.write(lambda c, some=some: retention.remove(c, author, some))
-        report.revisions += [f"{one.policy}@{one.number}" for one in gone]
-    for some in _stages(progress, "payloads", database.read(lambda c: _unreferenced(c, author))):
+    for some in chunks(database.read(retention.candidates), 100):
+        removed = database.write(lambda c, some=some: retention.remove(c, author, some))
+        report.revisions += [f"{one.policy}@{one.number}" for one in removed]
+    for some in chunks(database.read(lambda c: _unreferenced(c, author))):
         lengths = database.write(lambda c, some=some: _remove_payloads(c, author, some))
         report.payloads += len(lengths)
         report.payload_bytes += sum(lengths)
@@ -197,19 +180,19 @@ def _retire_packs(connection: sa.Connection, author: Author) -> None:
     connection.execute(update.values(state="dead", changed_at=author.now))
 
 
-def _foresee(catalog: Handle, author: Author, report: Report, progress: OnProgress | None) -> None:
+def _foresee(catalog: Handle, author: Author, report: Report) -> None:
     """Counts what ``_remove_rows`` would remove."""
     database = catalog.database
     expired = sa.select(sa.func.count()).where(lease_table.c.expires_at <= author.now)
     report.leases = database.read(lambda c: c.scalar(expired)) or 0
-    gone = []
-    for some in _stages(progress, "policies", database.read(retention.candidates), 100):
-        gone += database.read(lambda c, some=some: retention.expendable(c, author, some))
-    report.revisions = [f"{one.policy}@{one.number}" for one in gone]
+    going = []
+    for some in chunks(database.read(retention.candidates), 100):
+        going += database.read(lambda c, some=some: retention.expendable(c, author, some))
+    report.revisions = [f"{one.policy}@{one.number}" for one in going]
     freed = set(database.read(lambda c: _unreferenced(c, author)))
-    removed = {one.id for one in gone}
-    for some in chunks(sorted({one.digest for one in gone})):
-        freed |= database.read(lambda c, some=some: _would_free(c, author, some, removed))
+    ids = {one.id for one in going}
+    for some in chunks(sorted({one.digest for one in going})):
+        freed |= database.read(lambda c, some=some: _would_free(c, author, some, ids))
     report.payloads = len(freed)
     for some in chunks(sorted(freed)):
         query = sa.select(sa.func.sum(payloads.c.length)).where(payloads.c.digest.in_(some))
@@ -229,18 +212,10 @@ def _would_free(
     return set(digests) - used
 
 
-def _sweep_dead(
-    catalog: Handle,
-    author: Author,
-    grace_s: float,
-    report: Report,
-    progress: OnProgress | None,
-) -> None:
+def _sweep_dead(catalog: Handle, author: Author, grace_s: float, report: Report) -> None:
     database = catalog.database
     query = sa.select(packs).where(packs.c.state == "dead").order_by(packs.c.id)
-    for [pack] in _stages(
-        progress, "dead packs", database.read(lambda c: c.execute(query).all()), 1
-    ):
+    for pack in database.read(lambda c: c.execute(query).all()):
         this = packs.c.id == pack.id
         if pack.changed_at > author.now - grace_s:
             report.waiting += 1
@@ -258,15 +233,9 @@ def _sweep_dead(
         report.pack_bytes += pack.bytes
 
 
-def _sweep_abandoned(
-    catalog: Handle,
-    author: Author,
-    grace_s: float,
-    report: Report,
-    progress: OnProgress | None,
-) -> None:
+def _sweep_abandoned(catalog: Handle, author: Author, grace_s: float, report: Report) -> None:
     old = [pack for pack in catalog.store.packs() if pack.mtime < author.now - grace_s]
-    for some in _stages(progress, "packs", old):
+    for some in chunks(old):
         names = [pack.name for pack in some]
         live = catalog.database.read(lambda c, names=names: _committed(c, names))
         strays = [pack for pack in some if pack.name not in live]
@@ -303,10 +272,9 @@ def _committed(connection: sa.Connection, names: Sequence[str]) -> set[str]:
     return set(connection.scalars(query))
 
 
-def _compact(catalog: Handle, author: Author, report: Report, progress: OnProgress | None) -> None:
+def _compact(catalog: Handle, author: Author, report: Report) -> None:
     store = catalog.store
-    batches = list(_batches(catalog.database.read(_joinable)))
-    for [batch] in _stages(progress, "joins of packs", batches, 1):
+    for batch in _batches(catalog.database.read(_joinable)):
         rows = [
             row
             for some in chunks(batch)
@@ -316,10 +284,7 @@ def _compact(catalog: Handle, author: Author, report: Report, progress: OnProgre
         if not report.dry_run:
             # damaged payloads stay, for ``verify`` to report
             whole = [row for row in rows if _is_whole(catalog, row)]
-            places = store.put(
-                (store.read(_place(row), row.digest.hex()) for row in whole),
-                (row.digest.hex() for row in whole),
-            )
+            places = store.put(store.read(_place(row), row.digest.hex()) for row in whole)
             moves = list(zip(whole, places))
             moved = catalog.database.write(lambda c, moves=moves: _move(c, author, moves))
         report.moved += len(moved)

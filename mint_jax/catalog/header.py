@@ -1,17 +1,16 @@
 """The header of a safetensors file, written aligned and read strictly.
 
 A safetensors file is a u64 N, N bytes of JSON and the tensors' bytes without a gap. The safetensors
-package writes no alignment beyond 8 bytes, reads only by copying every tensor, and says little
-about what is wrong with a damaged file, so the header is handled here (its first bytes and its JSON
-in ``mint_jax.safetensors_header``); the tests hold every file against the package.
+package aligns to 8 bytes only, copies every tensor it reads, and reports little about a damaged
+file. So the header is handled here, with ``mint_jax.safetensors_header``; the tests compare every
+file with the package.
 
-Written: the data begins at a multiple of 64 bytes. Tensors cannot have gaps between them, so they
-are ordered by how much of 64 divides their size: an array starts at a multiple of 64 when its size
-and those before it are multiples of 64 (every factor of a real model is), and otherwise at a
-multiple of whatever power of two divides its own size.
+Written: the data starts at a multiple of 64 bytes. Tensors cannot have gaps between them, so they
+are ordered by the power of two, up to 64, that divides their size: each array is aligned to the
+power of two that divides its own size. For every factor of a real model this is 64.
 
-Read: whatever a stranger may have put in the bytes ends in a ``UserError`` that says what is wrong,
-before anything larger than the header (at most ``MAX_HEADER``) is allocated.
+Read: any malformed bytes raise ``UserError`` with the fault, before anything larger than the header
+(at most ``MAX_HEADER``) is allocated.
 """
 
 import json
@@ -27,7 +26,7 @@ from mint_jax.errors import UserError, choice
 from mint_jax.safetensors_header import header_size, parse_object, shown
 
 ALIGNMENT = 64
-# a packed adapter has tens of arrays; parsing hostile JSON costs some 25 times its size
+# a packed adapter has tens of arrays; parsing hostile JSON takes 25 times its size
 MAX_HEADER = 1 << 20
 MAX_DIMS = 8
 MAX_NAME = 512
@@ -40,8 +39,8 @@ TAGS = {str(dtype): tag for tag, dtype in DTYPES.items()}  # "bfloat16" -> "BF16
 _SEGMENT = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*")
 
 
-class Tensor(NamedTuple):
-    """Where one array lies: bytes ``[begin, end)`` behind the header."""
+class TensorExtent(NamedTuple):
+    """One array: bytes ``[begin, end)`` after the header."""
 
     dtype: np.dtype
     shape: tuple[int, ...]
@@ -50,13 +49,13 @@ class Tensor(NamedTuple):
 
 
 def layout(arrays: Mapping[str, np.ndarray]) -> list[str]:
-    """The order in which arrays are stored: most aligned first, then by name."""
+    """Returns the order in which arrays are stored: most aligned first, then by name."""
     return sorted(arrays, key=lambda name: (-math.gcd(arrays[name].nbytes, ALIGNMENT), name))
 
 
 def write(arrays: Mapping[str, np.ndarray], metadata: dict[str, str]) -> bytes:
-    """The header of arrays stored in the order of ``layout``; its length is a multiple of
-    ``ALIGNMENT``.
+    """Returns the header of arrays stored in the order of ``layout``, a multiple of ``ALIGNMENT``
+    long.
 
     Raises:
         UserError: a name or a dtype that ``read`` would refuse.
@@ -85,8 +84,8 @@ def write(arrays: Mapping[str, np.ndarray], metadata: dict[str, str]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def read(data: np.ndarray) -> tuple[dict[str, str], dict[str, Tensor], int]:
-    """Metadata, tensors by name and where the data begins, from the uint8 bytes of a whole file.
+def read(data: np.ndarray) -> tuple[dict[str, str], dict[str, TensorExtent], int]:
+    """Returns metadata, tensors by name, and the start of the data, from a whole file's bytes.
 
     Raises:
         UserError: the bytes are not exactly one safetensors file of known dtypes and harmless
@@ -106,28 +105,23 @@ def read(data: np.ndarray) -> tuple[dict[str, str], dict[str, Tensor], int]:
 
 
 def is_size(value: object) -> bool:
-    """Whether it is an integer that fits in 63 bits and is not negative (``True`` is none)."""
+    """True for an integer of 0 to 2^63 - 1, not for a bool."""
     return type(value) is int and 0 <= value < 1 << 63
 
 
-def _tensor(name: str, entry: Any) -> Tensor:
+def _tensor(name: str, entry: Any) -> TensorExtent:
     where = f"array {shown(name)}"
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise UserError(f"{where} is not described by exactly dtype, shape and data_offsets")
     tag, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(tag, str) or tag not in DTYPES:
         raise UserError(f"{where} has dtype {shown(tag)}; known are {', '.join(DTYPES)}")
-    if not isinstance(shape, list) or len(shape) > MAX_DIMS or not all(map(is_size, shape)):
+    if not _are_sizes(shape) or len(shape) > MAX_DIMS:
         raise UserError(
             f"{where} has shape {shown(shape)}; expected at most {MAX_DIMS} sizes that are not"
             " negative"
         )
-    if (
-        not isinstance(offsets, list)
-        or len(offsets) != 2
-        or not all(map(is_size, offsets))
-        or offsets[0] > offsets[1]
-    ):
+    if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise UserError(f"{where} has offsets {shown(offsets)}; expected [begin, end]")
     needed = math.prod(shape) * DTYPES[tag].itemsize  # Python's integers do not overflow
     if needed != offsets[1] - offsets[0]:
@@ -135,11 +129,15 @@ def _tensor(name: str, entry: Any) -> Tensor:
             f"{where} of shape {shown(shape)} needs {needed} bytes; its offsets give"
             f" {offsets[1] - offsets[0]}"
         )
-    return Tensor(DTYPES[tag], tuple(shape), offsets[0], offsets[1])
+    return TensorExtent(DTYPES[tag], tuple(shape), offsets[0], offsets[1])
+
+
+def _are_sizes(value: Any) -> bool:
+    return isinstance(value, list) and all(map(is_size, value))
 
 
 def _check_names(names: Mapping[str, object]) -> None:
-    """Names are relative paths of plain segments, and none of them is the folder of another."""
+    """Checks that names are relative paths of plain segments, and none is the folder of another."""
     folders = set()
     for name in names:
         segments = name.split("/")
@@ -153,8 +151,8 @@ def _check_names(names: Mapping[str, object]) -> None:
         raise UserError(f"{shown(min(clash))} is an array and a folder of arrays at once")
 
 
-def _check_extents(tensors: dict[str, Tensor], size: int) -> None:
-    """The tensors cover the data exactly: no gap, no overlap, nothing outside."""
+def _check_extents(tensors: dict[str, TensorExtent], size: int) -> None:
+    """Checks that the tensors cover the data exactly: no gap, no overlap, nothing outside."""
     end = 0
     for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
         if tensor.end > size:
@@ -163,11 +161,10 @@ def _check_extents(tensors: dict[str, Tensor], size: int) -> None:
                 " its header wrong"
             )
         if tensor.begin != end:
-            kind = (
-                "overlaps the array before it" if tensor.begin < end else "leaves a gap before it"
-            )
+            kind = "overlaps the array" if tensor.begin < end else "leaves a gap"
             raise UserError(
                 f"array {shown(name)} begins at byte {tensor.begin}, expected {end}: it {kind}"
+                " before it"
             )
         end = tensor.end
     if end != size:

@@ -1,15 +1,13 @@
-"""A revision as an Orbax checkpoint, which any program with Orbax restores, without this package.
+"""A revision as an Orbax checkpoint in a folder, which Orbax restores without this package.
 
 Two items: ``adapter``, the factors in the layout of ``lora.tree``, and ``revision``, JSON with the
-packed object's ``schema`` (base, rank, scale rule, targets, layout, dtype), its ``digest``, and
-what the catalog calls it::
+packed object's ``schema``, its ``digest``, policy and number::
 
-    restored =
-    orbax.checkpoint.Checkpointer(orbax.checkpoint.CompositeCheckpointHandler()).restore(directory)
+    checkpointer = ocp.Checkpointer(ocp.CompositeCheckpointHandler())
+    restored = checkpointer.restore(directory)
     restored.adapter["dense"]["attn"]["q"]["a"], restored.revision["schema"]["alpha"]
 
-In a folder. Packs are what buckets get: Orbax 0.12 refuses ``s3://`` paths for arrays ("should be
-absolute", with s3fs installed); ``gs://`` was not tried.
+Orbax 0.12 refuses ``s3://`` paths for arrays; ``gs://`` was not tried.
 """
 
 import json
@@ -33,24 +31,24 @@ _MARK = "_CHECKPOINT_METADATA"  # Orbax's own file in every checkpoint
 
 
 def is_revision(names: set[str]) -> bool:
-    """Whether a folder with these entries is a checkpoint as ``write`` makes it."""
+    """True for the entries of a checkpoint made by ``write``."""
     return {_MARK, ADAPTER, REVISION} <= names
 
 
 def write(directory: str | Path, data: Buffer, about: Mapping[str, Any]) -> None:
-    """Writes a packed object as a checkpoint, which appears whole or not at all.
+    """Writes a packed object as a checkpoint, atomically.
 
     Args:
-        about: what the JSON item records beside schema and digest, such as policy and number.
+        about: more fields of the JSON item, such as policy and number.
 
     Raises:
-        UserError: the directory is there already, or cannot be written.
+        UserError: the directory exists, or cannot be written.
     """
-    import orbax.checkpoint as ocp  # seconds, which a look through folders need not wait for
+    import orbax.checkpoint as ocp  # takes seconds, which a listing need not wait for
 
     if "://" in str(directory):
         raise UserError(
-            f"output {str(directory)[:80]!r} is no folder: Orbax does not write arrays to s3://;"
+            f"output {str(directory)[:80]!r} is not a folder: Orbax does not write arrays to s3://;"
             " write it to a folder"
         )
     directory = Path(directory).absolute()
@@ -65,20 +63,19 @@ def write(directory: str | Path, data: Buffer, about: Mapping[str, Any]) -> None
         directory.parent.mkdir(parents=True, exist_ok=True)
         with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
             checkpointer.save(directory, items)
-    except Exception as error:  # TensorStore's are ValueErrors, Orbax's of many kinds
-        reason = str(error).splitlines()[0][:300] if str(error) else type(error).__name__
+    except Exception as error:  # Orbax raises many kinds
         raise UserError(
-            f"output {directory} cannot be written ({reason}): choose another place, or free disk"
-            " space"
+            f"output {directory} cannot be written ({_first_line(error)}): choose another place, or"
+            " free disk space"
         ) from None
 
 
 def read(directory: Path, max_bytes: int) -> bytes:
-    """The packed object of a checkpoint, looked at before anything of its size is read.
+    """Returns the packed object of a checkpoint, checked before its factors are read.
 
     Raises:
-        UserError: no such checkpoint, one with links, more than ``max_bytes``, or factors that are
-            not what its schema or its digest says.
+        UserError: no such checkpoint, links in it, more than ``max_bytes``, or factors that do not
+            match its schema or its digest.
     """
     import jax
     import orbax.checkpoint as ocp
@@ -89,7 +86,7 @@ def read(directory: Path, max_bytes: int) -> bytes:
     recorded = _revision(directory)
     schema = Schema.from_json(json.dumps(recorded.get("schema")))
     try:
-        # declared with a class of its own for paths
+        # cast: Orbax declares its own class for paths
         handler, place = ocp.PyTreeCheckpointHandler(), cast(Any, directory / ADAPTER)
         about = handler.metadata(place).tree
         leaves = jax.tree.leaves(about)
@@ -135,7 +132,7 @@ def _revision(directory: Path) -> dict[str, Any]:
 
 
 def _nested(adapter: Any) -> Any:
-    """The restored tree as plain dicts with names as keys."""
+    """Converts the restored tree to plain dicts."""
     flat = {path: np.asarray(leaf) for path, leaf in nested.leaves_with_path(adapter)}
     return nested.nest(flat)
 

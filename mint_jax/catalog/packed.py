@@ -1,12 +1,10 @@
 """The packed object: one adapter revision as bytes.
 
 It is a valid safetensors file (see ``header``): the factors, one contiguous array per projection
-and A/B in the layout of ``lora.tree``, and one metadata entry ``schema`` that says base, rank,
-scale rule, targets, layout and dtype. Its BLAKE3 hash (why: see ``mint_jax.digest``) is the
-revision's digest: it covers payload, schema and base, the same adapter always has the same bytes,
-and every load can verify it.
-
-Conversion to and from PEFT's per-expert tensors is ``lora.peft``'s.
+and A/B in the layout of ``lora.tree``, and one metadata entry ``schema`` with base, rank, scale
+rule, targets, layout and dtype. Its BLAKE3 hash (see ``mint_jax.digest``) is the revision's digest:
+it covers factors, schema and base, and every load can verify it. The same adapter always has the
+same bytes. ``lora.peft`` converts to and from PEFT's per-expert tensors.
 """
 
 import dataclasses
@@ -35,10 +33,10 @@ Buffer = bytes | bytearray | memoryview | np.ndarray
 
 @dataclasses.dataclass(frozen=True)
 class Schema:
-    """What a packed adapter is.
+    """The description of a packed adapter.
 
     Attributes:
-        base: fingerprint of the base it was trained on.
+        base: fingerprint of the base.
         config: rank, alpha, targets, scale rule.
         dtype: of the stored factors: float32, float16 or bfloat16.
     """
@@ -48,7 +46,7 @@ class Schema:
     dtype: str = "float32"
 
     def to_json(self) -> str:
-        """One line, the same for equal schemas."""
+        """Returns one line of JSON, equal for equal schemas."""
         config = self.config
         fields = {
             "format": FORMAT,
@@ -83,22 +81,13 @@ class Schema:
                 f"the schema {'has' if strange[0] in fields else 'lacks'} {ascii(strange[0])[:60]};"
                 f" expected {', '.join(sorted(names))}"
             )
-        base, rank, alpha, targets = (
-            fields["base"],
-            fields["rank"],
-            fields["alpha"],
-            fields["targets"],
-        )
+        base, rank, alpha, targets = (fields[k] for k in ("base", "rank", "alpha", "targets"))
         checks = [
             ("base", _is_text(base), "a fingerprint"),
             ("rank", header.is_size(rank) and 1 <= rank <= MAX_RANK, f"1 to {MAX_RANK}"),
             ("alpha", type(alpha) is float and math.isfinite(alpha), "a finite number"),
             ("scale", fields["scale"] in list(scales), " or ".join(scales)),
-            (
-                "targets",
-                isinstance(targets, list) and len(targets) > 0 and all(map(_is_text, targets)),
-                "a list of names",
-            ),
+            ("targets", _are_texts(targets), "a list of names"),
             ("layout", fields["layout"] == LAYOUT, LAYOUT),
             ("dtype", fields["dtype"] in list(header.TAGS), " or ".join(header.TAGS)),
         ]
@@ -107,19 +96,20 @@ class Schema:
                 raise UserError(
                     f"the schema's {name} is {ascii(fields[name])[:60]}; expected {expected}"
                 )
-        return cls(
-            base,
-            AdapterConfig(rank, alpha, tuple(targets), scales[fields["scale"]]),
-            fields["dtype"],
-        )
+        config = AdapterConfig(rank, alpha, tuple(targets), scales[fields["scale"]])
+        return cls(base, config, fields["dtype"])
 
 
 def _is_text(value: object) -> bool:
     return isinstance(value, str) and 1 <= len(value) <= MAX_TEXT
 
 
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and len(value) > 0 and all(map(_is_text, value))
+
+
 def pack(adapter: Any, schema: Schema) -> bytes:
-    """One policy's factors -> the packed object. Deterministic: same values, same bytes.
+    """Packs one policy's factors, deterministically.
 
     Raises:
         UserError: a schema or an array name that ``unpack`` would refuse.
@@ -138,17 +128,17 @@ def pack(adapter: Any, schema: Schema) -> bytes:
 
 
 def unpack(data: Buffer) -> tuple[Any, Schema]:
-    """The packed object -> factors and schema.
+    """Unpacks factors and schema.
 
     Args:
         data: bytes, a memoryview or a uint8 array, memory-mapped too.
 
     Returns:
-        A nested dict of read-only arrays that are views of ``data``, not copies, and the schema.
+        A nested dict of read-only arrays, views of ``data``, and the schema.
 
     Raises:
-        UserError: not a packed adapter, damaged, or of another version; nothing of the size it
-            claims was allocated.
+        UserError: not a packed adapter, damaged, or of another version; nothing of its claimed size
+            was allocated.
     """
     view = as_bytes(data)
     try:
@@ -165,32 +155,30 @@ def unpack(data: Buffer) -> tuple[Any, Schema]:
         ) from None
     flat = {}
     for name, tensor in sorted(tensors.items()):
-        flat[name] = (
-            view[start + tensor.begin : start + tensor.end].view(tensor.dtype).reshape(tensor.shape)
-        )
+        data = view[start + tensor.begin : start + tensor.end]
+        flat[name] = data.view(tensor.dtype).reshape(tensor.shape)
     return nested.nest(flat), schema
 
 
 def digest_of(data: Buffer) -> str:
-    """The revision digest of a packed object: BLAKE3, 64 hex digits."""
+    """Returns the revision digest of a packed object: BLAKE3, 64 hex digits."""
     return blake3_of(as_bytes(data))
 
 
 @functools.lru_cache(1024)
 def schema_digest(text: str) -> bytes:
-    """The digest of a schema's text, 32 bytes."""
+    """Returns the digest of a schema's text, 32 bytes."""
     return bytes.fromhex(digest_of(text.encode(errors="replace")))
 
 
 def as_bytes(data: Buffer) -> np.ndarray:
-    """A read-only uint8 view of a contiguous buffer."""
+    """Returns a read-only uint8 view of a contiguous buffer."""
     if isinstance(data, np.ndarray):
-        view = np.asarray(data).reshape(-1).view(np.uint8) if data.flags.c_contiguous else None
-        if view is None:
+        if not data.flags.c_contiguous:
             raise ValueError(
                 f"an array of strides {data.strides} is not one run of bytes: copy it first"
             )
-        view = view.view()
+        view = np.asarray(data).reshape(-1).view(np.uint8).view()
     else:
         view = np.frombuffer(data, np.uint8)
     view.flags.writeable = False

@@ -1,7 +1,7 @@
-"""The rollout object: what one policy sampled in one step, and which revision drew each token.
+"""The rollout object: samples of one policy in one step, with the revision that drew each token.
 
-A safetensors file without padding: prompts, tokens, log-probabilities and rewards end to end,
-lengths beside them, and per token the index of its revision in a list of digests.
+A safetensors file without padding: prompts, tokens, log-probabilities and rewards are concatenated;
+their lengths are arrays too, and each token has an index into a list of digests.
 """
 
 import dataclasses
@@ -33,11 +33,11 @@ class Rollouts:
     """Q prompts with G samples each.
 
     Attributes:
-        policy, step: whose batch it was, and how many updates the policy had behind it.
+        policy, step: the policy, and its number of updates before this batch.
         prompts: token ids of each prompt.
-        tokens, logprobs: ``[Q][G]`` lists, of the sampled tokens, under the revision that drew
-            them.
-        revisions: ``[Q][G]`` digests, one a token.
+        tokens, logprobs: ``[Q][G]`` lists of sampled tokens, and their log-probabilities under the
+            revision that drew them.
+        revisions: ``[Q][G]`` lists of digests, one per token.
         rewards: ``[Q, G]``.
     """
 
@@ -51,14 +51,15 @@ class Rollouts:
 
 
 def pack_rollouts(rollouts: Rollouts) -> bytes:
-    """The object's bytes, the same for the same rollouts.
+    """Returns the object's bytes, deterministically.
 
     Raises:
         ValueError: a token without a log-probability or a revision.
     """
-    rows = [row for group in rollouts.tokens for row in group]
-    logprobs = [row for group in rollouts.logprobs for row in group]
-    drawn = [row for group in rollouts.revisions for row in group]
+    rows, logprobs, drawn = (
+        [row for group in groups for row in group]
+        for groups in (rollouts.tokens, rollouts.logprobs, rollouts.revisions)
+    )
     if not list(map(len, rows)) == list(map(len, logprobs)) == list(map(len, drawn)):
         raise ValueError("every token needs one log-probability and one revision")
     digests = list(dict.fromkeys(digest for row in drawn for digest in row))
@@ -72,18 +73,14 @@ def pack_rollouts(rollouts: Rollouts) -> bytes:
         "revision": [index[digest] for row in drawn for digest in row],
         "rewards": rollouts.rewards,
     }
-    about = {
-        "format": FORMAT,
-        "policy": rollouts.policy,
-        "step": rollouts.step,
-        "revisions": digests,
-    }
     packed = {name: np.ascontiguousarray(values, _DTYPES[name]) for name, values in arrays.items()}
-    return safetensors.numpy.save(packed, {"rollouts": json.dumps(about, sort_keys=True)})
+    batch = {"policy": rollouts.policy, "step": rollouts.step, "revisions": digests}
+    text = json.dumps({"format": FORMAT} | batch, sort_keys=True)
+    return safetensors.numpy.save(packed, {"rollouts": text})
 
 
 def unpack_rollouts(data: Buffer) -> Rollouts:
-    """Reads ``pack_rollouts``'s bytes.
+    """Reads the bytes of ``pack_rollouts``.
 
     Raises:
         UserError: they are something else, or of another version.
@@ -92,41 +89,35 @@ def unpack_rollouts(data: Buffer) -> Rollouts:
     try:
         arrays = safetensors.numpy.load(raw)
         size = header_size(raw, len(raw), len(raw), "its header")
-        about = parse_object(
-            parse_object(raw[8 : 8 + size], "its header")["__metadata__"]["rollouts"],
-            "its description",
-        )
-        if about["format"] != FORMAT:
+        metadata = parse_object(raw[8 : 8 + size], "its header")["__metadata__"]
+        batch = parse_object(metadata["rollouts"], "its description")
+        if batch["format"] != FORMAT:
             raise UserError(
-                f"rollouts of format {str(about['format'])[:40]!r}; this version reads {FORMAT!r}"
+                f"rollouts of format {str(batch['format'])[:40]!r}; this version reads {FORMAT!r}"
             )
         lengths = arrays["lengths"]
-        ends = np.cumsum(lengths.reshape(-1), dtype=np.int64).tolist()
-        if (
-            any(arrays[name].dtype != dtype for name, dtype in _DTYPES.items())
-            or (lengths < 0).any()
-        ):
+        wrong = any(arrays[name].dtype != dtype for name, dtype in _DTYPES.items())
+        if wrong or (lengths < 0).any():
             raise ValueError("dtypes or lengths are wrong")
-        if not {arrays[n].size for n in ("tokens", "logprobs", "revision")} == {
-            ends[-1] if ends else 0
-        }:
+        flat = lengths.reshape(-1).tolist()
+        ends = np.cumsum(flat, dtype=np.int64).tolist()
+        total = ends[-1] if ends else 0
+        if {arrays[name].size for name in ("tokens", "logprobs", "revision")} != {total}:
             raise ValueError("lengths do not add up to the tokens")
 
         def rows(values: list) -> list[list[list]]:
-            cut = [values[end - n : end] for end, n in zip(ends, lengths.reshape(-1).tolist())]
-            return [
-                cut[q * lengths.shape[1] : (q + 1) * lengths.shape[1]]
-                for q in range(lengths.shape[0])
-            ]
+            cut = [values[end - n : end] for end, n in zip(ends, flat)]
+            count = lengths.shape[1]
+            return [cut[q * count : (q + 1) * count] for q in range(lengths.shape[0])]
 
         prompts = np.split(arrays["prompts"], np.cumsum(arrays["prompt_lengths"])[:-1])
         return Rollouts(
-            about["policy"],
-            about["step"],
-            [p.tolist() for p in prompts],
+            batch["policy"],
+            batch["step"],
+            [prompt.tolist() for prompt in prompts],
             rows(arrays["tokens"].tolist()),
             rows(arrays["logprobs"].tolist()),
-            rows([about["revisions"][i] for i in arrays["revision"].tolist()]),
+            rows([batch["revisions"][i] for i in arrays["revision"].tolist()]),
             arrays["rewards"],
         )
     except UserError:

@@ -12,12 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mint_jax.catalog.cli import diff
 from mint_jax.catalog.cli.main import main
 from mint_jax.catalog.lifecycle import Catalog
-from mint_jax.catalog.packed import Schema, pack
 from mint_jax.catalog.rollouts import Rollouts, pack_rollouts
-from mint_jax.lora.config import AdapterConfig
 from tests.catalog.adapters import SCHEMA, packed
 
 ROOT = Path(__file__).parents[2]
@@ -316,66 +313,6 @@ def test_verify_names_what_is_damaged(run, folder):
     assert "damaged" in refused(run, "export", "chat@2", f"--packed={folder / 'x'}")
 
 
-def adapter_bytes(a, b, alpha: float = 2.0, path: str = "q") -> bytes:
-    rank = a.shape[1]
-    schema = Schema("ab" * 32, AdapterConfig(rank, alpha, (path,)))
-    return pack({"dense": {"attn": {path: {"a": a, "b": b}}}}, schema)
-
-
-def test_diff_compares_products_not_factors(told, run, folder, rng):
-    a1, b1 = (
-        rng.normal(size=(3, 2, 40)).astype(np.float32),
-        rng.normal(size=(3, 2, 24)).astype(np.float32),
-    )
-    a2, b2 = (
-        rng.normal(size=(3, 5, 40)).astype(np.float32),
-        rng.normal(size=(3, 5, 24)).astype(np.float32),
-    )
-    with Catalog.open(folder) as catalog:
-        catalog.export("one", adapter_bytes(a1, b1, 3.0), 1, create=True)
-        catalog.export("two", adapter_bytes(a2, b2, 7.0), 1, create=True)
-        catalog.export("same", adapter_bytes(2 * a1, b1 / 2, 3.0), 1, create=True)
-        catalog.export("other", adapter_bytes(a1, b1, 3.0, "v"), 1, create=True)
-        catalog.export("narrow", adapter_bytes(a1[..., :8].copy(), b1, 3.0), 1, create=True)
-    found = told("diff", "one@1", "two")
-    m1 = 1.5 * np.einsum("lrd,lrf->ldf", a1.astype(np.float64), b1)
-    m2 = 1.4 * np.einsum("lrd,lrf->ldf", a2.astype(np.float64), b2)
-    expected = [
-        np.linalg.norm(m1),
-        np.linalg.norm(m2),
-        np.linalg.norm(m1 - m2),
-        (m1 * m2).sum() / np.linalg.norm(m1) / np.linalg.norm(m2),
-    ]
-    for row, name in zip(found["projections"], ("dense/attn/q", "all"), strict=True):
-        assert row["projection"] == name
-        values = [row[key] for key in ("norm_a", "norm_b", "norm_difference", "cosine")]
-        # double precision, a few hundred terms
-        np.testing.assert_allclose(values, expected, rtol=1e-10)
-    assert found["schema"] == {"alpha": [3.0, 7.0], "rank": [2, 5]}
-    row = told("diff", "one", "same")["projections"][0]  # other factors, one product
-    assert row["norm_difference"] < 1e-12 * row["norm_a"]
-    assert row["cosine"] == pytest.approx(1.0, abs=1e-12)
-    assert told("diff", "one", "one")["same_bytes"] is True
-    assert told("diff", "one", "one")["projections"][0]["norm_difference"] == 0.0
-    q, v, whole = told("diff", "one", "other")["projections"]
-    assert (q["norm_b"], q["note"], q["cosine"]) == (0.0, "only in the first", None)
-    assert (v["norm_a"], v["note"]) == (0.0, "only in the second")
-    assert whole["norm_difference"] == pytest.approx(2**0.5 * np.linalg.norm(m1))
-    assert told("diff", "one", "narrow")["projections"][0]["norm_difference"] is None
-    assert "shapes differ" in run("diff", "one", "narrow")[1]
-    assert "alpha" in run("diff", "one", "two")[1]
-
-
-def test_diff_of_close_revisions_does_not_cancel(rng):
-    a, b = rng.normal(size=(1, 4, 30)), rng.normal(size=(1, 4, 20))
-    moved = b.copy()
-    moved[0, 0, 0] += 1e-10
-    row = diff.compare({"q": {"a": a, "b": b}}, 1.0, {"q": {"a": a, "b": moved}}, 1.0)[0]
-    # rounding is 1e-16 of the norms (about 50); a difference of Gram matrices would leave 1e-8 of
-    # them
-    assert row["norm_difference"] == pytest.approx(1e-10 * np.linalg.norm(a[0, 0]), rel=1e-3)
-
-
 def test_export_packed_is_the_bytes_and_replaces_nothing(told, run, tmp_path):
     target = tmp_path / "out" / "one.safetensors"
     assert told("export", "chat@2", f"--packed={target}")["number"] == 2
@@ -397,7 +334,7 @@ def test_export_packed_is_the_bytes_and_replaces_nothing(told, run, tmp_path):
         (["promote", "chat@99"], "no revision 99"),
         (["rollback", "chat", "--alias=latestt"], "latestt"),
         (["rollback", "chat", "--to=3"], "did not point at revision 3"),
-        (["diff", "chat@1", "feedfeedfeed"], "no digest begins so"),
+        (["show", "feedfeedfeed"], "no digest begins so"),
         (["ls", "x" * 100_000], "100000 characters"),
         (["retire", "chat@1", "--why=" + "x" * 5000], "at most 4000"),
         (["show", "../../etc"], "tenant '..' begins with '.'"),

@@ -69,20 +69,6 @@ def test_retention_keeps_the_last(ten):
     assert entry.details["digests"][0] == blake3(packed(7)).hexdigest()
 
 
-def test_a_collection_tells_how_far_it_is(ten, clock):
-    told: list[tuple[str, int, int]] = []
-    ten.gc(compact=False)
-    clock.now += 2 * HOUR
-    ten.export("p", packed(11), 11)
-    report = ten.gc(progress=lambda *at: told.append(at))
-    assert [at for at in told if at[0] == "policies"] == [("policies", 1, 1)]
-    assert [at for at in told if at[0] == "dead packs"] == [
-        ("dead packs", k, 8) for k in range(1, 9)
-    ]
-    assert (report.packs, report.waiting) == (7, 1)
-    assert ("joins of packs", 1, 1) in told
-
-
 def test_what_protects_a_revision(ten, clock):
     ten.pin("p", 1)
     ten.promote("p", 2, "serving")
@@ -213,8 +199,8 @@ def test_a_writer_whose_pack_was_swept_stores_again(place, monkeypatch):
     catalog.create_policy("p", SCHEMA)
     real, swept = catalog.store.put, []
 
-    def put(objects, digests=None):
-        places = real(objects, digests)
+    def put(objects):
+        places = real(objects)
         if not swept:
             swept.append(other.gc(grace_s=-10.0, compact=False).abandoned)
         return places
@@ -237,8 +223,8 @@ def test_a_pack_that_lost_a_race_goes_at_once_and_a_killed_writers_is_offered(pl
     catalog, other = place.open(), place.open()
     real, delete = catalog.store.put, catalog.store.delete
 
-    def put(objects, digests=None):
-        places = real(objects, digests)
+    def put(objects):
+        places = real(objects)
         other.export("p", packed(1), 1, create=True)
         return places
 
@@ -246,8 +232,8 @@ def test_a_pack_that_lost_a_race_goes_at_once_and_a_killed_writers_is_offered(pl
     catalog.export("q", packed(1), 1, create=True)
     assert len(list(catalog.store.packs())) == 1
 
-    def put_again(objects, digests=None):
-        places = real(objects, digests)
+    def put_again(objects):
+        places = real(objects)
         other.export("p", packed(2), 2)
         return places
 
@@ -261,7 +247,7 @@ def test_a_pack_that_lost_a_race_goes_at_once_and_a_killed_writers_is_offered(pl
     monkeypatch.setattr(catalog.store, "delete", delete)
     foretold = other.gc(dry_run=True, compact=False)
     assert foretold.waiting == 1
-    assert foretold.waiting_bytes > len(packed(2))
+    assert foretold.waiting_bytes == len(packed(2))
     assert other.gc(grace_s=-10.0, compact=False).packs == 1
     assert len(list(catalog.store.packs())) == 2
     assert same_bytes(catalog.load("q"), packed(2))

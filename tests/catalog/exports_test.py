@@ -37,9 +37,9 @@ def test_nothing_is_visible_before_the_bytes_are_durable(place, monkeypatch):
     order = []
     real_put, real_commit = catalog.store.put, exports.commit
 
-    def put(objects, digests=None):
+    def put(objects):
         assert visible(place) == before
-        places = real_put(objects, digests)
+        places = real_put(objects)
         order.append("put")
         assert visible(place) == before  # durable, and still nobody knows
         return places

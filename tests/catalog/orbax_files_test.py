@@ -130,7 +130,7 @@ def test_export_and_import_on_the_command_line(tmp_path, capsys):
         )
         == 2
     )
-    assert "is no folder" in capsys.readouterr().err
+    assert "is not a folder" in capsys.readouterr().err
     umask = os.umask(0)
     os.umask(umask)
     assert out.stat().st_mode & 0o777 == 0o777 & ~umask

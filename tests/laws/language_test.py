@@ -24,6 +24,7 @@ ROOMS = [
     ),
     "mint_jax/aot",
     "mint_jax/api",
+    "mint_jax/catalog",
     "mint_jax/data",
     "mint_jax/envs",
     "mint_jax/lora",

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Callable
 
 from mint_jax.catalog.cli.listing import tags_text
-from mint_jax.catalog.cli.output import Progress, Result, size, table
+from mint_jax.catalog.cli.output import Result, size, table
 from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.records import names
 from mint_jax.catalog.records.aliases import Alias
@@ -103,16 +103,13 @@ def keep_last(args: argparse.Namespace, catalog: Catalog) -> Result:
 
 def gc(args: argparse.Namespace, catalog: Catalog) -> Result:
     """Removes what may go, and lists it."""
-    progress = Progress("gc")
     report = catalog.gc(
         dry_run=args.dry_run,
         compact=not args.no_compact,
         grace_s=args.grace,
         by=args.by,
         why=args.why,
-        progress=progress.at,
     )
-    progress.end()
     rows = [
         (name, f"{count:,}", None if bytes is None else size(bytes))
         for name, count, bytes in (

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from mint_jax.catalog.cli.output import Progress, Result, facts, size, table
-from mint_jax.catalog.cli.sources import Refusal, Source, find
+from mint_jax.catalog.cli.output import ProgressLine, Result, facts, size, table
+from mint_jax.catalog.cli.sources import ImportRefusal, Source, find
 from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.packed import digest_of
 from mint_jax.catalog.records import exports, names
@@ -46,7 +46,7 @@ class Tally:
     imported: int = 0
     present: int = 0
     bytes: int = 0
-    refused: list[Refusal] = dataclasses.field(default_factory=list)
+    refused: list[ImportRefusal] = dataclasses.field(default_factory=list)
 
     def add(self, one: Ready) -> None:
         """Counts an imported adapter."""
@@ -55,7 +55,7 @@ class Tally:
 
     def refuse(self, source: Source, reason: object) -> None:
         """Counts a refused source."""
-        self.refused.append(Refusal(str(source.path), str(reason)))
+        self.refused.append(ImportRefusal(str(source.path), str(reason)))
 
 
 def run(args: argparse.Namespace, catalog: Catalog | None) -> Result:
@@ -76,19 +76,19 @@ def run(args: argparse.Namespace, catalog: Catalog | None) -> Result:
         )
     tally, total = Tally(args.dry_run, refused=refused), len(sources) + len(refused)
     planned = _plan(sources, args.policy, args.tenant, tally)
-    progress = Progress("check" if args.dry_run else "import")
+    progress = ProgressLine("check" if args.dry_run else "import")
     try:
         for batch in _batches(_read(planned, args), tally, args.batch):
             _commit(batch, args, catalog, tally)
             done = tally.imported + tally.present + len(tally.refused)
             note = f"{len(tally.refused)} refused, {size(tally.bytes)}"
-            progress.at("adapters", done, total, note)
+            progress.at(done, total, note)
     except UserError as error:
         raise UserError(
             f"{error} ({tally.imported:,} were imported before; the same command continues after"
             " them)"
         ) from None
-    progress.end(always=True)
+    progress.end()
     counts = [
         ("would be imported" if tally.dry_run else "imported", f"{tally.imported:,}"),
         ("present already", f"{tally.present:,}"),
@@ -103,20 +103,20 @@ def run(args: argparse.Namespace, catalog: Catalog | None) -> Result:
 
 
 def _batches(
-    found: Iterator[Ready | Refusal], tally: Tally, count: int
+    found: Iterator[Ready | ImportRefusal], tally: Tally, count: int
 ) -> Iterator[Sequence[Ready]]:
     """Splits adapters into transactions of bounded number and bytes; counts refusals."""
     batch: list[Ready] = []
-    held = 0
+    size_held = 0
     for one in found:
-        if isinstance(one, Refusal):
+        if isinstance(one, ImportRefusal):
             tally.refused.append(one)
         else:
             batch.append(one)
-            held += len(one.data)
-        if len(batch) >= count or held >= BATCH_BYTES:
+            size_held += len(one.data)
+        if len(batch) >= count or size_held >= BATCH_BYTES:
             yield batch
-            batch, held = [], 0
+            batch, size_held = [], 0
     yield batch
 
 
@@ -168,7 +168,7 @@ def _plan(
 
 def _read(
     planned: Sequence[tuple[Source, str]], args: argparse.Namespace
-) -> Iterator[Ready | Refusal]:
+) -> Iterator[Ready | ImportRefusal]:
     """Reads sources in order, several at once; the number read ahead bounds the memory."""
     from mint_jax.catalog.cli.peft_files import packed_object
     from mint_jax.models.outline import outline
@@ -177,19 +177,19 @@ def _read(
     if base is not None:
         assert base.tables and base.specs  # noqa: PT018 - made once, before there are threads
 
-    def read(source: Source, policy: str) -> Ready | Refusal:
+    def read(source: Source, policy: str) -> Ready | ImportRefusal:
         try:
             data = packed_object(source, base, args.dtype, args.force, args.max_bytes)
             return Ready(source, policy, data, digest_of(data))
         except UserError as error:
-            return Refusal(str(source.path), str(error))
+            return ImportRefusal(str(source.path), str(error))
         except OSError as error:
-            return Refusal(
+            return ImportRefusal(
                 str(source.path),
                 f"{error.filename or source.path} cannot be read ({error.strerror or error})",
             )
         except Exception as error:  # one malformed file must not keep thousands of others out
-            return Refusal(
+            return ImportRefusal(
                 str(source.path), f"it cannot be read ({type(error).__name__}: {str(error)[:300]})"
             )
 

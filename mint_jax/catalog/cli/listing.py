@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
-from mint_jax.catalog.cli.output import Progress, Result, facts, size, table, when
+from mint_jax.catalog.cli.output import ProgressLine, Result, facts, size, table, when
 from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.packed import SCALES, Schema
 from mint_jax.catalog.records import names
@@ -237,17 +237,17 @@ def rollouts(args: argparse.Namespace, catalog: Catalog) -> Result:
     if not chosen:
         step = "" if args.step is None else f" of step {args.step}"
         raise UserError(f"policy {args.policy!r} has no rollouts{step}: list them")
-    held = unpack_rollouts(catalog.read_rollout(chosen[0]))
+    batch = unpack_rollouts(catalog.read_rollout(chosen[0]))
     samples = []
-    for q, prompt in enumerate(held.prompts):
-        for g, tokens in enumerate(held.tokens[q]):
+    for q, prompt in enumerate(batch.prompts):
+        for g, tokens in enumerate(batch.tokens[q]):
             samples.append(
                 {
                     "prompt": prompt,
                     "tokens": tokens,
-                    "logprobs": held.logprobs[q][g],
-                    "revisions": held.revisions[q][g],
-                    "reward": float(held.rewards[q, g]),
+                    "logprobs": batch.logprobs[q][g],
+                    "revisions": batch.revisions[q][g],
+                    "reward": float(batch.rewards[q, g]),
                 }
             )
     rows = []
@@ -256,8 +256,8 @@ def rollouts(args: argparse.Namespace, catalog: Catalog) -> Result:
         counts = (len(one["prompt"]), len(one["tokens"]), one["reward"])
         rows.append((k, *counts, drawn, " ".join(map(str, one["tokens"]))))
     columns = ("#sample", "#prompt tokens", "#tokens", "#reward", "revisions", "token ids")
-    title = f"{args.policy}, step {held.step}"
-    data = {"policy": args.policy, "step": held.step, "samples": samples}
+    title = f"{args.policy}, step {batch.step}"
+    data = {"policy": args.policy, "step": batch.step, "samples": samples}
     return Result(data, [table(title, columns, rows)])
 
 
@@ -268,14 +268,14 @@ def verify(args: argparse.Namespace, catalog: Catalog) -> Result:
         checked = [1, catalog.resolve(args.name).place.length]
         findings = list(catalog.verify(args.name))
     else:
-        progress, total = Progress("verify"), catalog.stats()["payloads"]
+        progress, total = ProgressLine("verify: payloads"), catalog.stats()["payloads"]
 
         def at(count: int, bytes: int) -> None:
             checked[:] = count, bytes
-            progress.at("payloads", count, total)
+            progress.at(count, total)
 
         findings = list(catalog.verify(progress=at))
-        progress.end(always=True)
+        progress.end()
     data = {"payloads": checked[0], "bytes": checked[1], "findings": findings}
     if not findings:
         return Result(data, [f"{checked[0]:,} payloads, {size(checked[1])}: nothing is damaged"])

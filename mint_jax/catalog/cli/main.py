@@ -123,12 +123,6 @@ def _add_listing(command: Command) -> None:
     add("--step", type=_count_or_0, metavar="N", help="to show (default: the newest)")
     add("--limit", type=_count, default=100, metavar="N", help="at most N (default 100)")
 
-    add = command(
-        "diff:run", "compare two revisions: schema, and change of each projection", "diff"
-    )
-    add("a", metavar="A", help=_REVISION)
-    add("b", metavar="B", help=_REVISION)
-
     add = command("listing:verify", "read everything, or one revision, and list what is damaged")
     add("name", nargs="?", help=_REVISION)
 

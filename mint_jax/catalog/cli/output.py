@@ -128,40 +128,33 @@ def size(count: int | float) -> str:
     return f"{count:.1f} TB"
 
 
-class Progress:
-    """A line on stderr per stage: how far, how fast, time left. Rewritten on a terminal, else
-    written every 10 s.
+class ProgressLine:
+    """A line on stderr: how far, how fast, time left. Rewritten on a terminal, else written every
+    10 s.
     """
 
     def __init__(self, title: str):
-        self._title, self._stage, self._line = title, "", ""
+        self._title, self._line = title, ""
         self._terminal = sys.stderr.isatty()
         self._start = self._shown = time.monotonic()
 
-    def at(self, stage: str, done: int, total: int, note: str = "") -> None:
-        """Reports ``done`` of ``total`` in this stage."""
+    def at(self, done: int, total: int, note: str = "") -> None:
+        """Reports ``done`` of ``total``."""
         now = time.monotonic()
-        if stage != self._stage:
-            if self._stage:
-                self.end()
-                self._start = self._shown = now
-            self._stage = stage
         rate = done / max(now - self._start, 1e-9)
-        line = f"{self._title}: {stage} {done:,} of {total:,}, {rate:,.1f}/s"
+        line = f"{self._title}: {done:,} of {total:,}, {rate:,.1f}/s"
         if rate > 0 and done < total:
             line += f", {(total - done) / rate:,.0f} s left"
         line += f", {note}" if note else ""
         width, self._line = len(self._line), line
         if now - self._shown >= (0.2 if self._terminal else 10.0):
             self._shown = now
-            if self._terminal:
-                print("\r" + line.ljust(width), end="", file=sys.stderr, flush=True)
-            else:
-                print(line, file=sys.stderr, flush=True)
+            end = "" if self._terminal else "\n"
+            start = "\r" if self._terminal else ""
+            print(start + line.ljust(width), end=end, file=sys.stderr, flush=True)
 
-    def end(self, always: bool = False) -> None:
-        """Prints the last line of the stage; of a short one only if ``always``."""
-        if self._line and (always or self._shown > self._start):
+    def end(self) -> None:
+        """Prints the last line."""
+        if self._line:
             start = "\r" if self._terminal else ""
             print(start + self._line, file=sys.stderr, flush=True)
-        self._line = ""

@@ -1,5 +1,5 @@
-"""One source -> factors, checked before anything large is read: PEFT directories, Orbax checkpoints
-and packed files of strangers.
+"""Reading of one source, which a stranger may have made: PEFT directory, Orbax checkpoint or packed
+file. Everything is checked before anything large is read.
 """
 
 import math
@@ -7,10 +7,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from mint_jax import nested
+from mint_jax.catalog import header
 from mint_jax.catalog.cli.sources import CONFIG, WEIGHTS, Source, pickle_refusal
 from mint_jax.catalog.packed import Schema, pack, unpack
 from mint_jax.errors import UserError
@@ -23,29 +23,24 @@ from mint_jax.safetensors_header import header_size, parse_json, parse_object
 MAX_CONFIG = 4 << 20
 MAX_HEADER = 64 << 20  # Kimi-K2 has 138,000 factors of experts, 24 MB of header
 _HALVES = {"BF16": "bfloat16", "F16": "float16"}
-_DTYPES = {
-    "float32": np.dtype(np.float32),
-    "float16": np.dtype(np.float16),
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-}
 
 
 def packed_object(
     source: Source, base: Outline | None, dtype: str, force: bool, max_bytes: int
 ) -> bytes:
-    """The packed object of a source.
+    """Returns the packed object of a source.
 
     Args:
-        base: needed for PEFT directories; others must fit it where it is given.
-        dtype: of the factors; ``keep``: the file's, where that is exact.
-        force: take NaN and infinite weights.
+        base: required for PEFT directories; others must match it if given.
+        dtype: of the factors; ``keep``: the file's, if that is exact.
+        force: accept NaN and infinite weights.
 
     Raises:
-        UserError: why it is refused.
+        UserError: it is refused.
         OSError: it cannot be read.
     """
     if source.orbax:
-        from mint_jax.catalog import orbax_files  # with Orbax, which takes seconds to import
+        from mint_jax.catalog import orbax_files  # imports Orbax, which takes seconds
 
         return _checked(orbax_files.read(source.path, max_bytes), source, base, force)
     if not source.peft:
@@ -61,22 +56,24 @@ def packed_object(
             dtype = "float32"
     elif not force:
         with np.errstate(over="ignore"):
-            narrow = nested.map_with_path(lambda _, leaf: leaf.astype(_DTYPES[dtype]), adapter)
+            narrow = nested.map_with_path(
+                lambda _, leaf: leaf.astype(header.DTYPES[header.TAGS[dtype]]), adapter
+            )
         tree.check_finite(narrow, f"{source.path.name} in {dtype}")
     return pack(adapter, Schema(base.fingerprint, config, dtype))
 
 
 def _is_exact(adapter: Any, dtype: str) -> bool:
+    narrow = header.DTYPES[header.TAGS[dtype]]
     with np.errstate(over="ignore"):
-        leaves = (leaf for _, leaf in nested.leaves_with_path(adapter))
-        return dtype == "float32" or all(
-            np.array_equal(leaf, leaf.astype(_DTYPES[dtype]).astype(np.float32), equal_nan=True)
-            for leaf in leaves
+        return all(
+            np.array_equal(leaf, leaf.astype(narrow).astype(np.float32), equal_nan=True)
+            for _, leaf in nested.leaves_with_path(adapter)
         )
 
 
 def _checked(data: bytes, source: Source, base: Outline | None, force: bool) -> bytes:
-    """A packed object as it is, looked at as closely as what comes from PEFT."""
+    """Returns a packed object unchanged, after the checks that a PEFT directory gets."""
     adapter, schema = unpack(data)
     if base is not None:
         if schema.base != base.fingerprint:
@@ -91,9 +88,7 @@ def _checked(data: bytes, source: Source, base: Outline | None, force: bool) -> 
 
 
 def _check_directory(source: Source, base: Outline, max_bytes: int) -> set[str]:
-    """Config and header of a PEFT directory, before ``peft`` reads it; dtypes of its factors, as
-    safetensors calls them.
-    """
+    """Checks config and header of a PEFT directory; returns its factors' safetensors dtypes."""
     config = parse_json(source.file(CONFIG, MAX_CONFIG).read_bytes(), CONFIG)
     if not isinstance(config, dict):
         raise UserError(f"{CONFIG} is not a JSON object")
@@ -124,7 +119,7 @@ def _read_header(path: Path) -> dict[str, Any]:
 
 
 def _check_config(config: dict[str, Any]) -> int:
-    """Types and sizes of what ``lora`` reads; the largest rank."""
+    """Checks types and sizes of the fields that ``lora`` reads; returns the largest rank."""
     ranks, alphas = config.get("rank_pattern") or {}, config.get("alpha_pattern") or {}
     if not isinstance(ranks, dict) or not isinstance(alphas, dict):
         raise UserError(f"{CONFIG}: rank_pattern and alpha_pattern must be objects")
@@ -151,7 +146,7 @@ def _check_config(config: dict[str, Any]) -> int:
 
 
 def _check_pattern(pattern: str) -> None:
-    """A regular expression that cannot keep the matcher busy: few repetitions, none of a group."""
+    """Refuses a regular expression that could match slowly: few repetitions, none of a group."""
     if (
         len(pattern) > 500
         or len(re.findall(r"(?<!\\)[*+{]", pattern)) > 3
@@ -170,8 +165,8 @@ def _check_pattern(pattern: str) -> None:
 
 
 def _unpacked_bytes(tensors: set[str], base: Outline, rank: int) -> int:
-    """What the adapter takes in memory: all layers of each projection of which the file has one, at
-    the largest rank.
+    """Returns the adapter's bytes in memory: all layers of each projection in the file, at the
+    largest rank.
     """
     modules = {
         re.sub(r"(\.base_layer)?\.lora_(embedding_)?[AB](\.weight)?$", "", name).removeprefix(
@@ -181,11 +176,11 @@ def _unpacked_bytes(tensors: set[str], base: Outline, rank: int) -> int:
     }
     names, projections = base.tables
     targets = set()
-    for path, mine in names.items():
-        fused = len(projections[path].stack) == 2 and any(
-            name.rsplit(".", 2)[0] in modules for name in mine
+    for path, own in names.items():
+        fused = (
+            {name.rsplit(".", 2)[0] for name in own} if len(projections[path].stack) == 2 else set()
         )
-        if fused or any(name in modules for name in mine):
+        if modules & {*own, *fused}:
             targets.add(path.rsplit("/", 1)[-1])
     chosen = [projections[path] for path in names if path.rsplit("/", 1)[-1] in targets]
     return sum(4 * rank * math.prod(one.stack) * (one.d_in + one.d_out) for one in chosen)

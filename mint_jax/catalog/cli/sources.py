@@ -1,9 +1,7 @@
-"""What there is to import under the paths that were given: PEFT directories, Orbax checkpoints and
-packed safetensors files.
+"""Discovery of adapters under given paths: PEFT directories, Orbax checkpoints, packed files.
 
-A folder may come from a stranger. Symbolic links that lead out of it are refused unless asked for,
-and never walked in circles; what is no regular file is not opened (a named pipe would wait for
-ever).
+A folder may come from a stranger. Symbolic links that lead out of it are refused unless allowed,
+and links in a circle are not followed. Only regular files are opened: a named pipe would block.
 """
 
 import dataclasses
@@ -17,16 +15,16 @@ from mint_jax.errors import UserError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
+_OUTSIDE = "a symbolic link out of the folder, which is not followed"
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """One adapter to be.
+    """One adapter to import.
 
     Attributes:
         path: a directory (``peft`` or ``orbax``) or a file.
-        root: the real folder that its files may not lead out of; None where links may lead
-            anywhere.
+        root: the real folder that its files must be in; None if links may lead anywhere.
     """
 
     path: Path
@@ -35,18 +33,15 @@ class Source:
     orbax: bool = False
 
     def file(self, name: str, max_bytes: int) -> Path:
-        """One of its files, for a packed one ``""``, safe to open.
+        """Returns one of its files, ``""`` for a packed one, after checks.
 
         Raises:
             UserError: not a regular file, too large, or a link out of the folder.
-            OSError: not there, or not readable.
+            OSError: missing or not readable.
         """
         path = self.path / name if name else self.path
         if self.root is not None and not _inside(path, self.root):
-            raise UserError(
-                f"{path.name} is a symbolic link out of the folder, which is not followed: copy the"
-                " file, or say --follow-links"
-            )
+            raise UserError(f"{path.name} is {_OUTSIDE}: copy the file, or say --follow-links")
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
             raise UserError(f"{path.name} is no regular file")
@@ -59,32 +54,29 @@ class Source:
 
 
 @dataclasses.dataclass(frozen=True)
-class Refusal:
-    """What was not imported, and why."""
+class ImportRefusal:
+    """A path that was not imported, and the reason."""
 
     path: str
     reason: str
 
 
-def find(paths: Iterable[str], follow_links: bool) -> tuple[list[Source], list[Refusal]]:
-    """All adapters under some paths, in the order of the paths and of the names in each folder.
+def find(paths: Iterable[str], follow_links: bool) -> tuple[list[Source], list[ImportRefusal]]:
+    """Returns all adapters under some paths, by path and by name in each folder.
 
     Raises:
-        UserError: a path that is not there.
+        UserError: a path does not exist.
     """
     found: dict[Path, Source] = {}
-    refused: dict[str, Refusal] = {}
+    refused: dict[str, ImportRefusal] = {}
     for text in paths:
         path = Path(text)
         try:
-            status = path.stat()
+            is_folder = stat.S_ISDIR(path.stat().st_mode)
         except (OSError, ValueError) as error:
-            raise UserError(
-                f"{text!r} cannot be imported ({getattr(error, 'strerror', None) or error}): check"
-                " the path"
-            ) from None
-        some = _walk(path, follow_links) if stat.S_ISDIR(status.st_mode) else _file(path, None)
-        for one in some:
+            reason = getattr(error, "strerror", None) or error
+            raise UserError(f"{text!r} cannot be imported ({reason}): check the path") from None
+        for one in _walk(path, follow_links) if is_folder else _file(path, None):
             if isinstance(one, Source):
                 found.setdefault(Path(os.path.abspath(one.path)), one)
             else:
@@ -93,30 +85,28 @@ def find(paths: Iterable[str], follow_links: bool) -> tuple[list[Source], list[R
 
 
 def pickle_refusal(name: str) -> str:
-    """Why a pickle is not read, and what to do."""
+    """Returns the reason why a pickle is not read, and the remedy."""
     return (
         f"{name} is a pickle, which can run code when it is read: save the adapter with"
         " save_pretrained(safe_serialization=True)"
     )
 
 
-def _walk(top: Path, follow_links: bool) -> Iterator[Source | Refusal]:
+def _walk(top: Path, follow_links: bool) -> Iterator[Source | ImportRefusal]:
     real_top = Path(os.path.realpath(top))
     root = None if follow_links else real_top
-    seen, waiting = {real_top}, [top]
+    visited, waiting = {real_top}, [top]
     while waiting:
         folder = waiting.pop()
         try:
             with os.scandir(folder) as listing:
-                entries = sorted(
-                    (entry for entry in listing if not entry.name.startswith(".")),
-                    key=lambda entry: entry.name,
-                )
+                entries = [entry for entry in listing if not entry.name.startswith(".")]
         except OSError as error:
-            yield Refusal(str(folder), f"the folder cannot be listed ({error.strerror})")
+            yield ImportRefusal(str(folder), f"the folder cannot be listed ({error.strerror})")
             continue
+        entries.sort(key=lambda entry: entry.name)
         names = {entry.name for entry in entries}
-        if orbax_files.is_revision(names):  # all that is below is its own
+        if orbax_files.is_revision(names):  # everything below belongs to the checkpoint
             yield Source(folder, False, root, orbax=True)
             continue
         peft = CONFIG in names
@@ -128,15 +118,10 @@ def _walk(top: Path, follow_links: bool) -> Iterator[Source | Refusal]:
             if _is_dir(entry):
                 real = Path(os.path.realpath(path))
                 if root is not None and not _inside(path, root):
-                    yield Refusal(
-                        str(path),
-                        "it is a symbolic link out of the folder, which is not followed: see"
-                        " --follow-links",
-                    )
-                elif real not in seen and (
-                    follow_links or not entry.is_symlink()
-                ):  # what a link inside names is met at its own place
-                    seen.add(real)
+                    yield ImportRefusal(str(path), f"it is {_OUTSIDE}: see --follow-links")
+                elif real not in visited and (follow_links or not entry.is_symlink()):
+                    # the target of a link inside the folder is found at its own place
+                    visited.add(real)
                     below.append(path)
             elif not peft:
                 yield from _file(path, root)
@@ -150,15 +135,16 @@ def _is_dir(entry: os.DirEntry) -> bool:
         return False
 
 
-def _file(path: Path, root: Path | None) -> Iterator[Source | Refusal]:
+def _file(path: Path, root: Path | None) -> Iterator[Source | ImportRefusal]:
     if path.name == WEIGHTS:
-        yield Refusal(str(path), f"there is no {CONFIG} beside it, which says rank and scale")
+        reason = f"there is no {CONFIG} in its folder, which holds rank and scale"
+        yield ImportRefusal(str(path), reason)
     elif path.name == "adapter_model.bin" or (root is None and path.suffix in PICKLES):
-        yield Refusal(str(path), pickle_refusal(path.name))
+        yield ImportRefusal(str(path), pickle_refusal(path.name))
     elif path.suffix == ".safetensors":
         yield Source(path, False, root)
     elif path.name == CONFIG:
-        yield Refusal(str(path), "give the folder that holds it")
+        yield ImportRefusal(str(path), "give the folder that holds it")
 
 
 def _inside(path: Path, root: Path) -> bool:

@@ -96,12 +96,12 @@ def entries(
     limit: int = 1000,
 ) -> list[AuditEntry]:
     """Returns entries with an id above ``after``, oldest first."""
-    query = _select().where(audit.c.id > after).order_by(audit.c.id)
+    found = [audit.c.id > after]
     if policy_id is not None:
-        query = query.where(audit.c.policy_id == policy_id)
+        found.append(audit.c.policy_id == policy_id)
     if alias is not None:
-        query = query.where(audit.c.alias == alias)
-    return [_entry(found) for found in connection.execute(query.limit(limit))]
+        found.append(audit.c.alias == alias)
+    return _select(connection, found, audit.c.id, limit)
 
 
 def newest(
@@ -114,15 +114,16 @@ def newest(
     """Returns a policy's entries with an id below ``before``, newest first, without some
     actions.
     """
-    query = _select().where(audit.c.policy_id == policy_id, audit.c.action.not_in(list(without)))
+    found = [audit.c.policy_id == policy_id, audit.c.action.not_in(list(without))]
     if before is not None:
-        query = query.where(audit.c.id < before)
-    found = connection.execute(query.order_by(audit.c.id.desc()).limit(limit))
-    return [_entry(one) for one in found]
+        found.append(audit.c.id < before)
+    return _select(connection, found, audit.c.id.desc(), limit)
 
 
-def _select() -> sa.Select:
-    return sa.select(audit, policies.c.tenant, policies.c.name).outerjoin(policies)
+def _select(connection: sa.Connection, where: list, order: Any, limit: int) -> list[AuditEntry]:
+    query = sa.select(audit, policies.c.tenant, policies.c.name).outerjoin(policies)
+    query = query.where(*where).order_by(order).limit(limit)
+    return [_entry(found) for found in connection.execute(query)]
 
 
 def _entry(found: sa.Row) -> AuditEntry:

@@ -365,7 +365,7 @@ def _read_only_uri(path: Path) -> str:
     if index.is_file():
         return f"file:{quoted}?mode=ro"
     raise DatabaseFailed(
-        f"database {path} has commits in {log.name} that cannot be read without writing beside it:"
+        f"database {path} has commits in {log.name} that cannot be read without writing next to it:"
         " open it once as a user who may write it"
     )
 

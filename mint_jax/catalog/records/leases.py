@@ -76,10 +76,10 @@ def renew_lease(catalog: Handle, lease: Lease, seconds: float = 60.0) -> Lease:
     return dataclasses.replace(lease, expires_at=expires)
 
 
-def release(catalog: Handle, *held: Lease) -> None:
+def release(catalog: Handle, *leased: Lease) -> None:
     """Ends leases in one transaction; leases that have ended are ignored."""
-    if held and not catalog.database.read_only:
-        ended = leases.delete().where(leases.c.id.in_([lease.id for lease in held]))
+    if leased and not catalog.database.read_only:
+        ended = leases.delete().where(leases.c.id.in_([lease.id for lease in leased]))
         catalog.database.write(lambda c: c.execute(ended))
 
 

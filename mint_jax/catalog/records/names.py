@@ -1,10 +1,8 @@
-"""Names of policies, tenants, aliases and revisions. They are keys of the database and never part
-of a path.
+"""Names of policies, tenants, aliases and revisions: keys of the database, never parts of a path.
 
 A revision is named ``policy@alias``, ``policy@12`` (its number), ``policy`` (short for
-``policy@latest``), each also as ``tenant/policy…``, or by its digest or a prefix of it. So that one
-text never means two things, a policy's name is not 8 or more hex digits and an alias is not a
-number.
+``policy@latest``), each also as ``tenant/policy…``, or by its digest or a prefix of it. To keep
+names unambiguous, a policy's name is not 8 or more hex digits, and an alias is not a number.
 """
 
 import dataclasses
@@ -22,8 +20,8 @@ _NUMBER = re.compile(r"[0-9]{1,9}")
 
 @dataclasses.dataclass(frozen=True)
 class RevisionName:
-    """A parsed name: by ``digest`` prefix, or by policy and ``number`` or ``alias``. ``tenant``
-    None: any tenant (digests).
+    """A parsed name: a ``digest`` prefix, of any tenant if ``tenant`` is None; or policy and
+    ``number`` or ``alias``.
     """
 
     tenant: str | None
@@ -34,24 +32,20 @@ class RevisionName:
 
 
 def clean(what: str, text: str) -> str:
-    """``text`` in unicode's composed form (NFC), so that one visible name is one key.
+    """Returns ``text`` in unicode's composed form (NFC), so that one visible name is one key.
 
     Raises:
-        UserError: empty, longer than 200 characters, or with characters that do not belong in a
-            name.
+        UserError: empty, longer than 200 characters, or with characters not allowed in a name.
     """
     if not isinstance(text, str):
         raise UserError(f"{what} is {type(text).__name__}; a name is text")
-    # composing shortens; far longer text is not even looked at
-    if not 0 < len(text) <= 4 * LONGEST:
+    # composing shortens a text, at most to a quarter
+    composed = unicodedata.normalize("NFC", text) if len(text) <= 4 * LONGEST else text
+    if not 0 < len(composed) <= LONGEST:
         raise UserError(
-            f"{what} {_short(text)} has {len(text)} characters; names have 1 to {LONGEST}"
+            f"{what} {_short(text)} has {len(composed)} characters; names have 1 to {LONGEST}"
         )
-    text = unicodedata.normalize("NFC", text)
-    if len(text) > LONGEST:
-        raise UserError(
-            f"{what} {_short(text)} has {len(text)} characters; names have 1 to {LONGEST}"
-        )
+    text = composed
     for char in text:
         category = unicodedata.category(char)
         if char in "/@" or category[0] == "C" or category in ("Zl", "Zp"):
@@ -86,26 +80,25 @@ def clean_alias(text: str) -> str:
 
 
 def parse_policy(text: str, tenant: str | None = None) -> tuple[str, str]:
-    """``policy`` or ``tenant/policy`` -> tenant, name. With ``tenant``, another tenant's name is
-    refused.
+    """Splits ``policy`` or ``tenant/policy`` into tenant and name; refuses other tenants' names if
+    ``tenant`` is given.
     """
     if not isinstance(text, str):
         raise UserError(f"policy name is {type(text).__name__}; a name is text")
-    mine = DEFAULT_TENANT if tenant is None else tenant
     head, slash, tail = text.partition("/")
     if slash:
         head = clean("tenant", head)
         if tenant is not None and head != tenant:
             raise UserError(f"policy {_short(text)} belongs to another tenant than {tenant!r}")
         return head, clean_policy(tail)
-    return clean("tenant", mine), clean_policy(text)
+    return clean("tenant", DEFAULT_TENANT if tenant is None else tenant), clean_policy(text)
 
 
 def parse_revision(text: str, tenant: str | None = None) -> RevisionName:
-    """Reads any of the forms above.
+    """Parses any of the forms above.
 
     Raises:
-        UserError: it has none of the forms, or names another tenant than ``tenant``.
+        UserError: malformed, or a name of another tenant than ``tenant``.
     """
     if not isinstance(text, str):
         raise UserError(f"revision name is {type(text).__name__}; a name is text")
@@ -121,12 +114,12 @@ def parse_revision(text: str, tenant: str | None = None) -> RevisionName:
 
 
 def digest_range(prefix: str) -> tuple[bytes, bytes]:
-    """The least and the greatest digest that begin with these hex digits."""
+    """Returns the lowest and the highest digest with this prefix of hex digits."""
     return bytes.fromhex(prefix.ljust(64, "0")), bytes.fromhex(prefix.ljust(64, "f"))
 
 
 def note(what: str, text: str, longest: int = 4000) -> str:
-    """Free text such as a reason or an owner, refused where a database could not store it."""
+    """Returns free text such as a reason or an owner, if the database can store it."""
     if not isinstance(text, str) or len(text) > longest or "\0" in text or not _encodes(text):
         raise UserError(
             f"{what} {_short(str(text))} must be text of at most {longest} characters without NUL"
@@ -135,7 +128,7 @@ def note(what: str, text: str, longest: int = 4000) -> str:
 
 
 def whole(what: str, value: int, least: int = 0, most: int = 2**62) -> int:
-    """An integer that a database column holds."""
+    """Returns an integer in a range."""
     if (
         isinstance(value, bool)
         or not hasattr(value, "__index__")
@@ -146,14 +139,14 @@ def whole(what: str, value: int, least: int = 0, most: int = 2**62) -> int:
 
 
 def duration(what: str, seconds: float) -> float:
-    """A positive number of seconds, at most some thirty years."""
+    """Returns a positive number of seconds, below 1e9."""
     if not 0 < seconds < 1e9:
         raise UserError(f"{what} is {seconds} seconds; expected a positive number below 1e9")
     return float(seconds)
 
 
 def full_name(tenant: str, name: str) -> str:
-    """``name`` for the default tenant, ``tenant/name`` for others."""
+    """Returns ``name`` for the default tenant, ``tenant/name`` for others."""
     return name if tenant == DEFAULT_TENANT else f"{tenant}/{name}"
 
 
@@ -170,10 +163,10 @@ def _short(text: str) -> str:
 
 
 def is_digest(text: str) -> bool:
-    """Whether the text reads as a digest or a prefix of one."""
+    """True for a digest or a prefix of one."""
     return _DIGEST.fullmatch(text) is not None
 
 
 def is_number(text: str) -> bool:
-    """Whether the text reads as a revision's number."""
+    """True for a revision's number."""
     return _NUMBER.fullmatch(text) is not None

@@ -44,19 +44,20 @@ def store_and_commit(
         commit: writes rows; raises ``Vanished`` for payloads that are neither in the database nor
             in ``places``.
     """
-    held = database.read(lambda c: known(c, list(objects)))
+    stored_before = database.read(lambda c: known(c, list(objects)))
     places: dict[bytes, Place] = {}
     for _ in range(ATTEMPTS):
-        missing = [digest for digest in objects if digest not in held and digest not in places]
+        missing = [
+            digest for digest in objects if digest not in stored_before and digest not in places
+        ]
         if missing:
-            digests = [digest.hex() for digest in missing]
-            stored = store.put([objects[digest] for digest in missing], digests)
+            stored = store.put([objects[digest] for digest in missing])
             places.update(zip(missing, stored))
         try:
             result = database.write(lambda c: commit(c, places))
         except Vanished as gone:
             for digest in gone.digests:
-                held.pop(digest, None)
+                stored_before.pop(digest, None)
                 places.pop(digest, None)
             continue
         _delete_unused(database, store, {place.pack for place in places.values()})
@@ -68,7 +69,7 @@ def store_and_commit(
 
 
 def _delete_unused(database: Database, store: PayloadStore, names: set[str]) -> None:
-    """Removes our packs whose bytes another writer committed first: they never held a payload.
+    """Removes our packs whose bytes another writer committed first: no payload was in them.
 
     If this process is killed before, gc removes them.
     """

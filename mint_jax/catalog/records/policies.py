@@ -190,7 +190,7 @@ def delete(catalog: Handle, policy: str, *, by: str | None = None, why: str = ""
         leased = sa.select(revisions.c.number, leases.c.owner).join_from(
             revisions, leases, leases.c.digest == revisions.c.digest
         )
-        held = [
+        reasons = [
             f"{full}@{number} is the parent of {full_name(tenant, name)!r}"
             for number, tenant, name in connection.execute(children.where(own)).tuples()
         ] + [
@@ -199,19 +199,19 @@ def delete(catalog: Handle, policy: str, *, by: str | None = None, why: str = ""
                 leased.where(own, leases.c.expires_at > author.now)
             ).tuples()
         ]
-        if held:
-            raise UserError(f"revision {min(held)}: policy {full!r} cannot be deleted yet")
+        if reasons:
+            raise UserError(f"revision {min(reasons)}: policy {full!r} cannot be deleted yet")
         query = sa.select(revisions.c.number, revisions.c.digest).where(own)
         found = connection.execute(query.order_by(revisions.c.number)).tuples().all()
         free = f"{row.name}@{DELETED}-{row.id}"
         touch(connection, author, row, state=DELETED, name=free, parent_revision=None)
         for table in (aliases, tags, checkpoints, rollouts, revisions):
             connection.execute(table.delete().where(table.c.policy_id == row.id))
-        gone = {
+        removed = {
             "revisions": [number for number, _ in found],
             "digests": [digest.hex() for _, digest in found],
         }
-        audit.log(connection, author, "delete", row, {"policy": full, **gone})
+        audit.log(connection, author, "delete", row, {"policy": full, **removed})
 
     catalog.change(policy, body, by, why)
 

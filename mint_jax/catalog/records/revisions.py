@@ -116,10 +116,10 @@ def _set_state(
 
 def _check_unnamed(connection: sa.Connection, policy: sa.Row, found: sa.Row) -> None:
     query = sa.select(aliases.c.name).where(aliases.c.revision_id == found.id)
-    if held := list(connection.scalars(query.order_by(aliases.c.name))):
+    if naming := list(connection.scalars(query.order_by(aliases.c.name))):
         raise UserError(
             f"revision {full_name(policy.tenant, policy.name)}@{found.number} is named by"
-            f" {', '.join(held)}: promote another or roll back first"
+            f" {', '.join(naming)}: promote another or roll back first"
         )
 
 

@@ -84,9 +84,9 @@ def checkpoint(
         if keep is not None:
             older = sa.select(checkpoints.c.id).where(checkpoints.c.policy_id == row.id)
             older = older.order_by(checkpoints.c.id.desc()).offset(keep)
-            if gone := list(connection.scalars(older)):
-                connection.execute(checkpoints.delete().where(checkpoints.c.id.in_(gone)))
-                details["forgotten"] = len(gone)
+            if removed := list(connection.scalars(older)):
+                connection.execute(checkpoints.delete().where(checkpoints.c.id.in_(removed)))
+                details["forgotten"] = len(removed)
         audit.log(connection, author, "checkpoint", row, details)
         return _checkpoint(row, {"id": number, **values})
 

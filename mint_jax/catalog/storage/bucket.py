@@ -1,9 +1,8 @@
 """Packs in a bucket (``s3://``, ``gs://``) or in this process's memory (``memory://``), through
 TensorStore.
 
-One object is one request, atomic and durable when it is answered. A long pack is written in parts,
-so that neither side holds it whole and no limit on the size of a request matters; the last part
-commits it.
+One object is one request, atomic and durable when answered. A long pack is written in parts, so
+neither side holds it whole and no request reaches a size limit; the last part commits it.
 """
 
 import collections
@@ -22,20 +21,20 @@ from mint_jax.catalog.storage.pack_format import Name, PackDamaged
 from mint_jax.errors import UserError
 
 PART = 8 << 20  # bytes of one request to write
-PARALLEL = 3  # requests of one writer that are under way at once
-WINDOW = 64 << 20  # bytes of one caller's ranged reads that are under way at once, or one read
-READS = 64  # the same, how many
+PARALLEL = 3  # requests of one writer in flight
+WINDOW = 64 << 20  # bytes of one caller's reads in flight, or one read
+READS = 64  # number of one caller's reads in flight
 
 
 class Bucket:
     """Packs under a prefix of a bucket, or in this process's memory.
 
-    Credentials and endpoint are the machine's: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (or any
-    other way the AWS tools know), AWS_ENDPOINT_URL, AWS_REGION; for ``gs://`` the Google
+    Credentials and endpoint come from the environment: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY
+    (or another way of the AWS tools), AWS_ENDPOINT_URL, AWS_REGION; for ``gs://`` the Google
     application default credentials.
 
     Args:
-        timeout: seconds until a request, with all its retries, is given up.
+        timeout: seconds until a request, with all its retries, fails.
     """
 
     def __init__(self, url: str, scheme: str, bucket: str, path: str, timeout: float):
@@ -73,11 +72,11 @@ class Bucket:
         )
         if self._endpoint:
             options["endpoint"] = self._endpoint.rstrip("/")
-            # servers of other makers ignore it, the signature needs one
+            # other servers ignore it, but the signature needs one
             region = region or "us-east-1"
         if region:
             options["aws_region"] = region
-        # else every opening complains on stderr about absent ~/.aws files
+        # otherwise every opening warns about missing ~/.aws files
         if os.environ.get("AWS_ACCESS_KEY_ID"):
             options["aws_credentials"] = {"type": "environment"}
         return options
@@ -86,14 +85,14 @@ class Bucket:
         return _BucketWriter(self, stem, PART)
 
     def start(self, key: str, data: bytes | None) -> ts.Future:
-        """Starts writing or deleting an object."""
+        """Starts writing an object, or deleting it if ``data`` is None."""
         return self._store.write(key, data)
 
     def wait(self, future: Any, doing: str) -> Any:
-        """A request's result.
+        """Returns a request's result.
 
         Raises:
-            UserError: it failed, or took longer than the timeout; then it may still arrive.
+            UserError: it failed or timed out; after a timeout it may still arrive.
         """
         try:
             return future.result(timeout=self._timeout)
@@ -134,22 +133,16 @@ class Bucket:
         keys = self.wait(self._store.list(ts.KvStore.KeyRange(prefix, after)), "list")
         yield from sorted(key.decode(errors="replace") for key in keys)
 
-    def has(self, key: str) -> bool:
-        return (
-            self.wait(self._store.read(key, byte_range=slice(0, 1)), f"look for {key} in").state
-            == "value"
-        )
-
     def modified(self, key: str) -> float | None:
-        """Not known of an object; its name says when its writing began."""
+        """Returns when the writing started, from the key: an object's own time is unknown."""
         stem = pack_format.stem_of(key)
-        return None if stem is None else pack_format.began_at(stem)
+        return None if stem is None else pack_format.started_at(stem)
 
     def delete(self, key: str) -> None:
         self.wait(self.start(key, None), f"delete {key} of")
 
     def _explain(self, error: Exception, doing: str) -> UserError:
-        """The reason in one line and a remedy."""
+        """Returns an error with reason and remedy in one line."""
         text = str(error).split("\n", 1)[0].split(" [", 1)[0].strip()[:300] or type(error).__name__
         where = f"{self.url}{f' at {self._endpoint}' if self._endpoint else ''}"
         if "OUT_OF_RANGE" in text:
@@ -174,10 +167,9 @@ class Bucket:
 
 
 class _BucketWriter:
-    """Writes equal parts as they fill up, and last the object that the pack is named by: that
-    commits it.
+    """Writes equal parts as they fill up; the last one has the pack's name and commits it.
 
-    Holds at most ``PARALLEL`` parts and the one that is filling up.
+    Holds at most ``PARALLEL`` parts and the one being filled.
     """
 
     def __init__(self, bucket: Bucket, stem: str, part: int):
@@ -209,13 +201,13 @@ class _BucketWriter:
         name = Name(self._stem, size, self._part if self._parts else 0)
         while self._under_way:
             self._bucket.wait(self._under_way.pop(0), "write to")
-        # should the last request fail, it may have arrived: its parts stay until gc or a sweep
+        # if the last request fails, it may still arrive: the parts stay until gc or a sweep
         self._parts = 0
         self._bucket.wait(self._bucket.start(name.key, bytes(self._filling)), "write to")
         return name
 
     def abort(self) -> None:
-        # ends at the first failure, a bucket that is down is not waited for; a sweep finds the rest
+        # stops at the first failure; a sweep removes the rest
         with contextlib.suppress(UserError):
             while self._under_way:
                 self._bucket.wait(self._under_way.pop(0), "write to")
@@ -234,11 +226,6 @@ _MEMORY = ts.Context()  # memory://name is the same everywhere in this process
 
 
 def _retries(timeout: float) -> dict[str, Any]:
-    """So many retries that their pauses (0.1 s doubling to 2 s, and as much again at random) fit in
-    the timeout.
-    """
-    return {
-        "max_retries": max(2, 4 + math.floor((timeout - 6) / 3)),
-        "initial_delay": "100ms",
-        "max_delay": "2s",
-    }
+    """Retries whose pauses (0.1 s doubling to 2 s, plus as much at random) fit in the timeout."""
+    count = max(2, 4 + math.floor((timeout - 6) / 3))
+    return {"max_retries": count, "initial_delay": "100ms", "max_delay": "2s"}

@@ -1,8 +1,7 @@
 """Packs in a folder, through the file system.
 
-A pack is written aside, synced, renamed into place, and its folder synced. Large objects are read
-as memory maps. This is not TensorStore's file driver, which takes a value as one ``bytes``, copies
-it, and reads by copying: see ``payloads``.
+A pack is staged, synced, renamed into place, and its folder synced. Large objects are read as
+memory maps. TensorStore's file driver would copy them when reading and writing: see ``payloads``.
 """
 
 import contextlib
@@ -22,14 +21,12 @@ from mint_jax.errors import UserError
 
 
 class Folder:
-    """Packs in a folder. Made when the first pack is written, so that a folder that may only be
-    read can be opened.
-    """
+    """Packs in a folder. The first write makes it, so a read-only folder can be opened."""
 
     def __init__(self, root: Path):
         self.root = root.absolute()
         self.url = str(self.root)
-        self._made: set[str] = set()  # folders known to exist durably
+        self._made: set[str] = set()  # folders that are durable
         with self.explained("read"):
             if self.root.exists() and not self.root.is_dir():
                 raise UserError(f"{self.root} is not a folder: payloads need one")
@@ -38,12 +35,12 @@ class Folder:
         return _FileWriter(self, stem)
 
     def make(self, relative: str) -> Path:
-        """A folder below the root, durable."""
+        """Makes a durable folder below the root."""
         path = self.root / relative
         if relative not in self._made:
             for folder in reversed([path, *path.parents]):
                 inside = folder != self.root and folder.is_relative_to(self.root)
-                # inside, another process may have made it and not yet synced it
+                # another process may have made it and not yet synced it
                 if not folder.is_dir() or inside:
                     folder.mkdir(exist_ok=True)
                     _sync(folder.parent)
@@ -64,7 +61,7 @@ class Folder:
                 ) from None
             try:
                 if end - begin >= pack_format.MAPPED:
-                    # before memory is taken for it; a view beyond the end would kill the process
+                    # before allocating; a map beyond the end would kill the process
                     if os.fstat(handle).st_size < end:
                         raise PackDamaged(
                             f"{key} in {self.url} ends before byte {end}: it was cut off"
@@ -80,7 +77,7 @@ class Folder:
         return data
 
     def list(self, prefix: str) -> Iterator[str]:
-        """Keys of files below ``prefix``, a folder or the beginning of a folder's name."""
+        """Yields keys of files below ``prefix``, a folder or the start of a folder's name."""
         folder, _, start = prefix.rpartition("/")
         with self.explained("list"), contextlib.suppress(FileNotFoundError, NotADirectoryError):
             with os.scandir(self.root / folder) as found:
@@ -96,11 +93,8 @@ class Folder:
                 else:
                     yield key
 
-    def has(self, key: str) -> bool:
-        return self.modified(key) is not None
-
     def modified(self, key: str) -> float | None:
-        """When a file was last written, seconds since 1970; None when it is gone."""
+        """Returns when a file was last written, seconds since 1970; None if it does not exist."""
         with self.explained("list"):
             try:
                 return (self.root / key).stat().st_mtime
@@ -126,7 +120,9 @@ class Folder:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 remedy = "free disk space, run gc, or choose a larger disk"
             elif error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
-                remedy = "the folder is read-only for this user; mend its rights or choose another"
+                remedy = (
+                    "the folder is read-only for this user; change its rights or choose another"
+                )
             elif error.errno in (errno.EMFILE, errno.ENFILE):
                 remedy = "raise the limit of open files (ulimit -n)"
             else:
@@ -137,7 +133,7 @@ class Folder:
 
 
 class _FileWriter:
-    """Writes beside the packs, then syncs the file, renames it into place and syncs the folder."""
+    """Stages a file, then syncs it, renames it into place and syncs the folder."""
 
     def __init__(self, folder: Folder, stem: str):
         self._folder = folder
@@ -163,10 +159,10 @@ class _FileWriter:
         return name
 
     def abort(self) -> None:
-        # what cannot be flushed to a full disk is not wanted any more
+        # a full disk may refuse the flush; the file is removed anyway
         with contextlib.suppress(OSError):
             self._file.close()
-        with contextlib.suppress(OSError):  # a later sweep will find it
+        with contextlib.suppress(OSError):  # a sweep removes it later
             self._path.unlink(missing_ok=True)
 
 
@@ -179,7 +175,7 @@ def _sync(directory: Path) -> None:
 
 
 def _aligned(size: int) -> np.ndarray:
-    """Uninitialised bytes that begin at a multiple of 64, as XLA wants them."""
+    """Returns uninitialised bytes at a multiple of 64, as XLA wants them."""
     data = np.empty(size + 64, np.uint8)
     start = -data.ctypes.data % 64
     return data[start : start + size]
@@ -187,21 +183,14 @@ def _aligned(size: int) -> np.ndarray:
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.mmap.restype = ctypes.c_void_p
-_LIBC.mmap.argtypes = [
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int64,
-]
+_LIBC.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
 _LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _FAILED = ctypes.c_void_p(-1).value
 
 
 class _Mapping:
-    """A read-only memory map without an open file: Python's own keeps one per map, and a cache may
-    hold thousands.
+    """A read-only memory map without an open file: Python's ``mmap`` keeps one per map, and a cache
+    may hold thousands of maps.
     """
 
     def __init__(self, handle: int, offset: int, length: int):

@@ -1,4 +1,4 @@
-"""What a place for packs offers, and how it fails. ``folder`` and ``bucket`` are the two kinds."""
+"""The interface of a place for packs, and its errors; ``folder`` and ``bucket`` implement it."""
 
 from collections.abc import Iterable, Iterator
 from typing import Protocol
@@ -12,17 +12,15 @@ Piece = tuple[str, int, int]  # bytes [begin, end) of the object with a key
 
 
 class PackMissing(UserError):
-    """A pack is not where its name says: deleted or never there. Who has an old place resolves the
-    revision again.
-    """
+    """A pack was deleted or never existed; resolve the revision again."""
 
 
 class StorageFailed(UserError):
-    """The storage refuses, is full or does not answer."""
+    """The storage is full, refuses a request or does not answer."""
 
 
 class Writer(Protocol):
-    """One pack in writing. Leaving it uncommitted removes what it wrote."""
+    """Writes one pack; ``abort`` removes an uncommitted one."""
 
     def write(self, data: memoryview | bytes) -> None: ...
     def commit(self, size: int) -> Name: ...
@@ -37,6 +35,5 @@ class Storage(Protocol):
     def writer(self, stem: str) -> Writer: ...
     def read(self, pieces: Iterable[Piece]) -> Iterator[np.ndarray]: ...
     def list(self, prefix: str) -> Iterator[str]: ...
-    def has(self, key: str) -> bool: ...
     def modified(self, key: str) -> float | None: ...
     def delete(self, key: str) -> None: ...

@@ -1,15 +1,13 @@
-"""Payloads: immutable objects by place, many in one pack, in a folder or a bucket. Knows bytes and
-digests, no names.
+"""Payloads: immutable objects by place, many in one pack, in a folder or a bucket.
 
-A pack (see ``pack_format``) is there whole or not at all: in a folder it is written aside, synced
-and renamed; in a bucket it exists with its last object. What a killed writer leaves is never listed
-as a pack and is removed by ``sweep``.
+A pack (see ``pack_format``) exists whole or not at all: in a folder it is staged, synced and
+renamed; in a bucket its last object commits it. Leftovers of a killed writer are never listed as a
+pack, and ``sweep`` removes them.
 
-Why packs are not Orbax checkpoints, which training checkpoints are, and which ``export
---format=orbax`` writes: ``configs/bench/revision_stores.py`` measures both, and TensorStore's zarr3
-and OCDBT, in a folder and on S3. TensorStore's file driver commits in a folder as fast as
-``folder`` does (both 8 ms, two syncs), but wants the whole value in one piece and copies it: 100
-MiB more for 100 MiB.
+Packs are not Orbax checkpoints: ``configs/bench/revision_stores.py`` measures both, and
+TensorStore's zarr3 and OCDBT. TensorStore's file driver commits in a folder as fast as ``folder``
+(both 8 ms, two syncs), but takes the whole value in one piece and copies it: 100 MiB more for 100
+MiB.
 """
 
 import os
@@ -30,19 +28,17 @@ from mint_jax.errors import UserError
 
 __all__ = ["PackDamaged", "PackInfo", "PackMissing", "PayloadStore", "Place", "StorageFailed"]
 
-# leftovers so old have no writer: ``put`` commits nothing that took half as long
+# older leftovers have no writer: ``put`` commits nothing that took half as long
 ABANDONED_S = 24 * 3600.0
-TAIL = 64 << 10  # bytes read at once from a pack's end: the trailer of 1,300 objects
 
 
 class PackInfo(NamedTuple):
     """A pack as listed.
 
     Attributes:
-        name: unique for ever.
+        name: unique, never used again.
         bytes: of the whole pack.
-        mtime: seconds since 1970 when it was written; from a bucket when its writing began, by the
-            writer's clock.
+        mtime: when it was written, or in a bucket when its writing started, in seconds since 1970.
     """
 
     name: str
@@ -51,112 +47,72 @@ class PackInfo(NamedTuple):
 
 
 class PayloadStore:
-    """Packs of objects at a URL. May be used by several threads and processes at once.
+    """Packs of objects at a URL, for several threads and processes at once.
 
     Args:
         url: a folder's path, ``file:///path``, ``s3://bucket/path``, ``gs://bucket/path`` or
             ``memory://name``.
-        timeout: seconds after which one request to a bucket, with all its retries, is an error.
+        timeout: seconds until one request to a bucket, with all its retries, fails.
     """
 
     def __init__(self, url: str | os.PathLike[str], timeout: float = 60.0):
         self._storage = _open_storage(os.fspath(url), timeout)
         self.url = self._storage.url
 
-    def put(self, objects: Iterable[Buffer], digests: Iterable[str] | None = None) -> list[Place]:
-        """Stores objects in one new pack; all are durable when it returns, or none is there.
+    def put(self, objects: Iterable[Buffer]) -> list[Place]:
+        """Stores objects in one new pack; on return all are durable, after an error none is stored.
 
         Args:
-            objects: bytes-like, taken one by one: a generator need not hold them all.
-            digests: theirs, where the caller has just computed it; trusted.
+            objects: bytes-like, read one by one, so a generator need not hold them all.
 
         Returns:
-            One place each, in order.
+            One place per object, in order.
 
         Raises:
             UserError: the storage is full, refuses or does not answer.
         """
-        pairs = (
-            ((data, None) for data in objects)
-            if digests is None
-            else zip(objects, digests, strict=True)
-        )
-        writer, entries, position, start = None, [], 0, time.monotonic()
+        writer, places, position, start = None, [], 0, time.monotonic()
         try:
-            for data, known in pairs:
+            for data in objects:
                 view = as_bytes(data)
-                digest = bytes.fromhex(known or digest_of(view))
                 writer = writer or self._storage.writer(pack_format.new_stem())
                 pad = pack_format.padding(position, view.size)
                 writer.write(bytes(pad))
                 writer.write(view.data)
-                entries.append((digest, position + pad, view.size))
+                places.append((position + pad, view.size))
                 position += pad + view.size
             if writer is None:
                 return []
-            pad = pack_format.padding(position, 0)
-            trailer = pack_format.trailer(entries, position + pad)
-            writer.write(bytes(pad) + trailer)
+            if not position:  # only empty objects: a pack has at least one byte
+                writer.write(b"\0")
             if time.monotonic() - start > ABANDONED_S / 2:
                 raise StorageFailed(
                     f"writing a pack in {self.url} took {time.monotonic() - start:.0f} s: put fewer"
                     " objects at once"
                 )
-            name = str(writer.commit(position + pad + len(trailer)))
+            name = str(writer.commit(max(position, 1)))
         except BaseException:
             if writer is not None:
                 writer.abort()
             raise
-        return [Place(name, offset, length) for _, offset, length in entries]
-
-    def copy(self, places: Sequence[Place], digests: Sequence[str] | None = None) -> list[Place]:
-        """Copies objects into one new pack and returns their new places; for compaction. The old
-        ones stay.
-
-        Args:
-            places: of any packs, in the order wanted.
-            digests: what they must be; by default what their packs' trailers say.
-
-        Raises:
-            PackDamaged: an object is not what its digest says; nothing is copied then.
-        """
-        if digests is None:
-            known = {
-                place: digest
-                for pack in dict.fromkeys(p.pack for p in places)
-                for digest, place in self.index(pack)
-            }
-            if lost := [place for place in places if place not in known]:
-                raise PackDamaged(f"{lost[0]} is not in the trailer of its pack")
-            digests = [known[place] for place in places]
-        found = self.read_many(places)
-        return self.put(
-            (
-                _verified(data, digest, place)
-                for data, digest, place in zip(found, digests, places, strict=True)
-            ),
-            digests,
-        )
+        return [Place(name, offset, length) for offset, length in places]
 
     def read(self, place: Place, digest: str | None = None) -> np.ndarray:
-        """An object's bytes, read-only uint8; from a folder a memory map where it has 1 MiB or
-        more.
+        """Returns an object's bytes, read-only uint8; from a folder a memory map if 1 MiB or more.
 
         Args:
-            digest: verified when given; reads every byte.
+            digest: compared with all bytes if given.
 
         Raises:
             PackMissing: no such pack.
-            PackDamaged: it is too short, or the bytes are not what the digest says.
+            PackDamaged: the pack is too short, or the bytes do not match the digest.
             UserError: the storage refuses or does not answer.
         """
         data = next(self.read_many([place]))
         return data if digest is None else _verified(data, digest, place)
 
     def read_many(self, places: Iterable[Place]) -> Iterator[np.ndarray]:
-        """The objects in the order of ``places``; from a bucket several requests are under way at
-        once.
-        """
+        """Yields the objects in order; from a bucket with several requests in flight."""
         places = list(places)
         pieces = [list(self._pieces(place)) for place in places]
         found = self._storage.read(piece for of_one in pieces for piece in of_one)
@@ -164,36 +120,21 @@ class PayloadStore:
             yield _join([next(found) for _ in of_one], place.length)
 
     def _pieces(self, place: Place) -> Iterator[Piece]:
-        if not (
-            isinstance(place.pack, str)
-            and isinstance(place.offset, int)
-            and isinstance(place.length, int)
-        ):
-            raise PackDamaged(
-                f"{place} is not a place in a pack: the database that says so is damaged"
-            )
         name = Name.parse(place.pack)
         if place.offset < 0 or place.length < 0 or place.offset + place.length > name.size:
             raise PackDamaged(
-                f"{place} is not inside its pack of {name.size} bytes: the database that says so is"
-                " damaged"
+                f"{place} is not inside its pack of {name.size} bytes: the database is damaged"
             )
         return name.pieces(place.offset, place.offset + place.length)
 
     def delete(self, pack: str) -> None:
-        """Removes a pack; one that is gone already is fine. Who holds an object read from it keeps
-        it.
-        """
+        """Removes a pack, if it exists; objects read from it stay valid."""
         name = Name.parse(pack)
-        for key in [name.key, *name.parts]:  # first the object that makes it a pack
+        for key in [name.key, *name.parts]:  # first the object that commits it
             self._storage.delete(key)
 
-    def exists(self, pack: str) -> bool:
-        """Whether the pack is there; says nothing of its bytes."""
-        return self._storage.has(Name.parse(pack).key)
-
     def packs(self) -> Iterator[PackInfo]:
-        """All packs, whole ones only."""
+        """Lists all committed packs."""
         for digit in "0123456789abcdef":
             for key in self._storage.list(f"packs/{digit}"):
                 name = _name_in(key)
@@ -201,33 +142,15 @@ class PayloadStore:
                 if name is not None and modified is not None:
                     yield PackInfo(str(name), name.size, modified)
 
-    def index(self, pack: str) -> list[tuple[str, Place]]:
-        """Digest and place of each object of a pack, from its trailer.
-
-        Raises:
-            PackMissing: no such pack.
-            PackDamaged: the trailer or the length is not as written.
-        """
-        name = Name.parse(pack)
-        tail = self.read(Place(pack, max(0, name.size - TAIL), min(name.size, TAIL))).tobytes()
-        size = (
-            pack_format.table_size(tail[-pack_format.FOOTER.size :], name) + pack_format.FOOTER.size
-        )
-        if size > len(tail):
-            tail = self.read(Place(pack, name.size - size, size)).tobytes()
-        return pack_format.read_trailer(tail[-size:], name)
-
     def sweep(self, older_s: float = ABANDONED_S, dry_run: bool = False) -> list[str]:
-        """Removes what killed writers left: files in writing, and parts of packs that were never
-        committed.
+        """Removes leftovers of killed writers: staged files, and parts of uncommitted packs.
 
         Args:
-            older_s: leaves alone what was written to within this many seconds. Less than the
-                default only while no process writes.
-            dry_run: removes nothing.
+            older_s: minimum age in seconds. Less than the default only while no process writes.
+            dry_run: remove nothing.
 
         Returns:
-            Keys of what was (or would be) removed.
+            Keys removed, or that would be.
         """
         found = list(self._storage.list("staging/"))
         for digit in "0123456789abcdef":
@@ -237,7 +160,7 @@ class PayloadStore:
                 if parts
                 else set()
             )
-            # listed first: not committed since
+            # packs are listed after parts: these were not committed in between
             found += [key for key in parts if pack_format.stem_of(key) not in whole]
         limit = time.time() - older_s
         left = [key for key in found if (self._storage.modified(key) or limit + 1) <= limit]
@@ -247,12 +170,7 @@ class PayloadStore:
 
 
 def _open_storage(url: str, timeout: float) -> Storage:
-    """A folder's path, ``file://``, ``s3://bucket/path``, ``gs://bucket/path`` or
-    ``memory://name``.
-
-    Raises:
-        UserError: a URL of another kind.
-    """
+    """Opens a folder or bucket. Raises ``UserError`` for other URLs."""
     if "://" not in url:
         return Folder(Path(url))
     parts = urlsplit(url)
@@ -262,10 +180,10 @@ def _open_storage(url: str, timeout: float) -> Storage:
         return Folder(Path(unquote(parts.path)))
     if parts.scheme not in ("s3", "gs", "memory") or not parts.netloc:
         raise UserError(
-            f"{url} is no place for payloads; write a folder's path, s3://bucket/path,"
+            f"{url} is not a place for payloads; write a folder's path, s3://bucket/path,"
             " gs://bucket/path or memory://name"
         )
-    # TensorStore takes a third of a second to import, and a folder does without
+    # TensorStore takes 0.3 s to import, and a folder does not need it
     from mint_jax.catalog.storage.bucket import Bucket
 
     return Bucket(url, parts.scheme, parts.netloc, parts.path.strip("/"), timeout)

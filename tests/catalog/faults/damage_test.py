@@ -17,7 +17,6 @@ from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.packed import digest_of
 from mint_jax.catalog.records.exports import Export
 from mint_jax.catalog.records.lookup import Resolved
-from mint_jax.catalog.storage.pack_format import FOOTER
 from mint_jax.errors import UserError
 from tests.catalog.adapters import OTHER, SCHEMA, packed
 from tests.catalog.conftest import execute, same_bytes
@@ -243,7 +242,7 @@ def test_a_damaged_pack_concerns_its_revisions_only(catalog, place, choice, how)
         data[choice.randrange(where[victim].place.offset, ends[victim])] ^= 1 << choice.randrange(8)
         hit = {victim}
     elif how == "cut":
-        size = choice.randrange(1, len(data) - FOOTER.size)
+        size = choice.randrange(1, len(data))
         data, hit = data[:size], {name for name, end in ends.items() if end > size}
     path.chmod(0o644)
     path.write_bytes(data)
