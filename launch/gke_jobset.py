@@ -1,16 +1,15 @@
-"""Runs one job on every host of a TPU slice, or on GPU or CPU nodes, of a GKE cluster that has
-JobSet: creates, follows, deletes.
+"""Runs one job on every host of a TPU slice, or on GPU or CPU nodes, of a GKE cluster with JobSet.
 
     .venv/bin/python launch/gke_jobset.py --name=run1 --image=IMAGE --hosts=4
     --accelerator=tpu-v5p-slice --topology=2x2x4 \\
         -- --config=configs/dpo/smollm2.py --workdir=/runs/dpo --config.mesh.fsdp=16
 
-What is created is ``gke_jobset.yaml`` with these values. On TPUs GKE tells every host who the
-others are, and JAX reads it; elsewhere the processes have the number of their pod, and the first
-pod's name from the JobSet. Needs kubectl with a context of the cluster.
+Creates ``gke_jobset.yaml`` with these values, prints the logs and deletes it. On TPUs JAX reads the
+hosts from GKE's variables; elsewhere a process has its pod's index and the first pod's name from
+the JobSet. Needs kubectl with a context of the cluster.
 
-Status: 0 as the job's, 1 for a job or a host that failed, 2 for a mistake in the options. Ctrl-C
-deletes the JobSet.
+Status: 0 if the job succeeded, 1 if the job or a host failed, 2 for a mistake in the options.
+Ctrl-C deletes the JobSet.
 """
 
 import argparse
@@ -39,7 +38,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class Failed(Exception):
-    """What ends the program: a message and a status."""
+    """Error that ends the program, with a message and a status."""
 
     def __init__(self, message: str, status: int = 1):
         super().__init__(message)
@@ -47,10 +46,10 @@ class Failed(Exception):
 
 
 def options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """This program's options and, from behind ``--``, those of ``mint_jax.launch``.
+    """Parses this program's options and, after ``--``, those of ``mint_jax.launch``.
 
     Raises:
-        Failed: one is missing, or does not go with the others.
+        Failed: an option is missing or contradicts another.
     """
     parser = Parser(
         description=__doc__,
@@ -125,7 +124,7 @@ def options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         or chips(args) * args.hosts != slice_chips(args)
     ):
         raise Failed(
-            f"--topology={args.topology} is no slice that --hosts={args.hosts} share evenly: expected AxB or AxBxC chips",  # noqa: E501
+            f"--topology={args.topology} is not a slice that --hosts={args.hosts} share evenly: expected AxB or AxBxC chips",  # noqa: E501
             2,
         )
     return args, after
@@ -136,12 +135,12 @@ def slice_chips(args: argparse.Namespace) -> int:
 
 
 def chips(args: argparse.Namespace) -> int:
-    """Of a host."""
+    """Returns the number of chips of a host."""
     return slice_chips(args) // args.hosts
 
 
 def jobset(args: argparse.Namespace, job: list[str]) -> dict[str, Any]:
-    """The JobSet to create."""
+    """Returns the JobSet to create."""
     out = yaml.safe_load(TEMPLATE.read_text())
     out["metadata"] |= {"name": args.name, "namespace": args.namespace}
     out["spec"]["failurePolicy"]["maxRestarts"] = args.restarts
@@ -178,8 +177,8 @@ def jobset(args: argparse.Namespace, job: list[str]) -> dict[str, Any]:
 
 
 def commands(args: argparse.Namespace, attempt: int = 0, tail: int = -1) -> dict[str, list[str]]:
-    """All that is ever run; of the pods of one attempt, and of their logs so many last lines, or
-    all.
+    """Returns all commands of the launcher; logs have the last lines, or all, of one attempt's
+    pods.
     """
     kubectl = ["kubectl", f"--namespace={args.namespace}"]
     of = f"--selector=jobset.sigs.k8s.io/jobset-name={args.name},jobset.sigs.k8s.io/restart-attempt={attempt}"  # noqa: E501
@@ -213,15 +212,15 @@ def show(args: argparse.Namespace, job: list[str]) -> None:
             [container] = created["spec"]["replicatedJobs"][0]["template"]["spec"]["template"][
                 "spec"
             ]["containers"]
-            told = " ".join(f"{one['name']}={one.get('value', host)}" for one in container["env"])
-            print(f"# host {host}: {told}")
+            shown = " ".join(f"{one['name']}={one.get('value', host)}" for one in container["env"])
+            print(f"# host {host}: {shown}")
 
 
 def follow(args: argparse.Namespace) -> None:
-    """Prints the pods' logs until the JobSet has ended, restarts included.
+    """Prints the pods' logs until the JobSet ends, restarts included.
 
     Raises:
-        Failed: it failed, or its pods did not all start in time.
+        Failed: the JobSet failed, or its pods did not all start in time.
     """
     attempt, tail = -1, -1
     while True:
@@ -232,7 +231,7 @@ def follow(args: argparse.Namespace) -> None:
             if not ended:
                 started(args, attempt)
         if not ended or tail == -1:
-            # until all pods have ended, or the connection has
+            # until all pods or the connection end
             subprocess.run(commands(args, attempt, tail)["logs"])
             tail = 0
         if ended == "Completed":
@@ -249,10 +248,10 @@ def follow(args: argparse.Namespace) -> None:
 
 
 def started(args: argparse.Namespace, attempt: int) -> None:
-    """Returns once all pods run, or one of them has ended.
+    """Waits until all pods run, or one has ended.
 
     Raises:
-        Failed: they did not in time; with what Kubernetes says of the first that is missing.
+        Failed: a timeout, with Kubernetes' report on the first missing pod.
     """
     until = time.monotonic() + args.wait
     while True:

@@ -1,17 +1,16 @@
-"""Runs one job on several nodes of a Ray cluster, one process for each: submits itself (``ray job
-submit``), places, joins, watches.
+"""Runs one job on several nodes of a Ray cluster, one process for each.
 
     python launch/ray_job.py --address=http://HEAD:8265 --nodes=2 --gpus=8
     --directory=/shared/mint_jax \\
         -- --config=configs/dpo/smollm2.py --workdir=/shared/runs/dpo --config.mesh.fsdp=16
 
-Needs Ray here and on the cluster, nothing else; every node has this repository with its .venv in
-DIRECTORY. The driver, which runs in the cluster, takes one whole share of resources on each of so
-many nodes, asks the first for its address and a free port, and starts the command everywhere with
-these; on TPU nodes JAX reads them from the TPU's metadata instead.
+Submits itself with ``ray job submit``. Needs only Ray, here and on the cluster; every node has this
+repository with its .venv in DIRECTORY. The driver, inside the cluster, takes one share of resources
+on each node, asks the first for its address and a free port, and starts the command everywhere with
+them. On TPU nodes JAX reads them from the TPU's metadata.
 
-Status: 0 as the job's, 1 otherwise (Ray tells no more), 2 for a mistake in the options. Ctrl-C
-stops the job.
+Status: 0 if the job succeeded, 1 if not (Ray reports no more), 2 for a mistake in the options.
+Ctrl-C stops the job.
 """
 
 import argparse
@@ -27,8 +26,8 @@ import uuid
 from pathlib import Path
 from typing import Any, NoReturn
 
-GRACE_S = 150  # for the processes left to notice that one is gone: heartbeats take 100 s
-MISTAKE = 2  # the status of mint_jax.launch for one; no other start would mend it
+GRACE_S = 150  # seconds for the other processes to notice a failure: heartbeats take 100 s
+MISTAKE = 2  # status of mint_jax.launch for a mistake, which a restart would repeat
 
 
 class Parser(argparse.ArgumentParser):
@@ -37,7 +36,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class Failed(Exception):
-    """What ends the program: a message and a status."""
+    """Error that ends the program, with a message and a status."""
 
     def __init__(self, message: str, status: int = 1):
         super().__init__(message)
@@ -45,10 +44,10 @@ class Failed(Exception):
 
 
 def options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """This program's options and, from behind ``--``, those of ``mint_jax.launch``.
+    """Parses this program's options and, after ``--``, those of ``mint_jax.launch``.
 
     Raises:
-        Failed: one is missing, or is none.
+        Failed: an option is missing or invalid.
     """
     parser = Parser(
         description=__doc__,
@@ -67,7 +66,7 @@ def options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--gpus", type=int, default=0, help="of a node")
     parser.add_argument("--tpus", type=int, default=0, help="chips of a node")
     parser.add_argument(
-        "--wait", type=int, default=600, help="seconds until so many nodes have to be free"
+        "--wait", type=int, default=600, help="seconds limit until the nodes are free"
     )
     parser.add_argument("--restarts", type=int, default=0, help="after a failure; the job resumes")
     parser.add_argument(
@@ -107,7 +106,7 @@ def options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def job_command(args: argparse.Namespace, job: list[str]) -> list[str]:
-    """What runs on every node, in DIRECTORY."""
+    """Returns the command that runs on every node, in DIRECTORY."""
     return [".venv/bin/python", "-u", "-m", "mint_jax.launch", f"--distributed={args.nodes}", *job]
 
 
@@ -140,20 +139,20 @@ def show(args: argparse.Namespace, argv: list[str], job: list[str]) -> None:
         f"# {shlex.join(job_command(args, job))}  # once more after a failure: {args.restarts} times"  # noqa: E501
     )
     for i in range(args.nodes):
-        told = " ".join(
+        shown = " ".join(
             f"{key}={value}"
             for key, value in variables(args, "ADDRESS_OF_NODE_0:FREE_PORT", i).items()
         )
         print(
-            f"# node {i}: {told or 'process numbers and coordinator from the metadata of the TPU'}"
+            f"# node {i}: {shown or 'process numbers and coordinator from the metadata of the TPU'}"
         )
 
 
 def submit(args: argparse.Namespace, argv: list[str]) -> None:
-    """Returns once the job has ended well; its output is here.
+    """Submits the job, prints its output and waits until it succeeds.
 
     Raises:
-        Failed: it did not, or Ray is not there.
+        Failed: the job failed, or Ray is not available.
     """
     if shutil.which("ray") is None:
         raise Failed(
@@ -170,23 +169,23 @@ def submit(args: argparse.Namespace, argv: list[str]) -> None:
 
 
 class Node:
-    """On one node: the actor that starts the process there and watches it."""
+    """Actor on one node that starts the process there and watches it."""
 
     process: subprocess.Popen | None = None
 
     def address(self) -> str:
-        """This node's, with a port that is free."""
+        """Returns this node's address with a free port."""
         import ray
 
         with socket.socket() as free:
             free.bind(("", 0))
             return f"{ray.util.get_node_ip_address()}:{free.getsockname()[1]}"
 
-    def run(self, command: list[str], directory: str, told: dict[str, str]) -> int:
-        """The status of the process, whose output is this actor's, which Ray shows with the node's
-        address.
+    def run(self, command: list[str], directory: str, environment: dict[str, str]) -> int:
+        """Runs the process and returns its status; its output is the actor's, which Ray shows with
+        the node's address.
         """
-        self.process = subprocess.Popen(command, cwd=directory, env=os.environ | told)
+        self.process = subprocess.Popen(command, cwd=directory, env=os.environ | environment)
         return self.process.wait()
 
     def stop(self) -> None:
@@ -199,7 +198,7 @@ class Node:
 
 
 def share(args: argparse.Namespace) -> dict[str, float]:
-    """What the process takes of a node."""
+    """Returns the process's share of a node's resources."""
     return (
         {"CPU": 1.0}
         | ({"GPU": float(args.gpus)} if args.gpus else {})
@@ -208,10 +207,10 @@ def share(args: argparse.Namespace) -> dict[str, float]:
 
 
 def attempt(args: argparse.Namespace, job: list[str]) -> int:
-    """Runs the job once on nodes of its own; its status, that of the first process to fail.
+    """Runs the job once on its own nodes; returns the status of the first process to fail.
 
     Raises:
-        Failed: the nodes were not to be had.
+        Failed: the nodes were not available.
     """
     import ray
     from ray.util.placement_group import placement_group, remove_placement_group
@@ -220,12 +219,12 @@ def attempt(args: argparse.Namespace, job: list[str]) -> int:
     group = placement_group([share(args)] * args.nodes, strategy="STRICT_SPREAD")
     try:
         if not group.wait(args.wait):
-            held = [
+            free = [
                 (one["NodeManagerAddress"], one["Resources"]) for one in ray.nodes() if one["Alive"]
             ]
             alive = [
                 f"{address} { ({key: have[key] for key in share(args) if key in have}) }"
-                for address, have in held
+                for address, have in free
             ]
             raise Failed(
                 f"{args.nodes} nodes with {share(args)} free did not come in {args.wait} s; alive are: {'; '.join(alive)}"  # noqa: E501
@@ -254,7 +253,7 @@ def attempt(args: argparse.Namespace, job: list[str]) -> int:
 
 
 def watch(running: list[Any], nodes: list[Any]) -> int:
-    """Waits for all processes; once one has failed, ``GRACE_S`` longer, then stops the others."""
+    """Waits for all processes; after a failure waits ``GRACE_S`` longer, then stops the others."""
     import ray
 
     waiting, first, until = {ref: i for i, ref in enumerate(running)}, 0, None
@@ -284,7 +283,7 @@ def watch(running: list[Any], nodes: list[Any]) -> int:
 
 
 def drive(args: argparse.Namespace, job: list[str]) -> int:
-    """In the cluster: runs the job, again after a failure that is no mistake."""
+    """Runs the job inside the cluster, again after a failure that is not a mistake."""
     import ray
 
     ray.init()

@@ -5,17 +5,17 @@
 #     --setup='git clone URL mint_jax && make -C mint_jax setup EXTRAS=tpu && sudo mount FILESTORE:/runs /mnt/runs' \
 #     -- --config=configs/dpo/smollm2.py --workdir=/mnt/runs/dpo --config.mesh.fsdp=16
 #
-# Options; what follows "--" goes to mint_jax.launch on every host, where JAX finds coordinator and process numbers in the TPU's metadata:
-#   --name=NAME               of the queued resource and its node: one that is ACTIVE is used, and not deleted at the end
+# Everything after "--" goes to mint_jax.launch on every host; JAX reads coordinator and process indices from the TPU's metadata. Options:
+#   --name=NAME               name of the queued resource and its node; an ACTIVE one is used and not deleted at the end
 #   --project= --zone= --accelerator_type= --runtime_version=
-#   --setup=COMMAND           run first on every host, in the login's home; must make DIRECTORY with its .venv, once for each slice
-#   --directory=DIRECTORY     the repository on every host, below the login's home unless absolute (mint_jax)
-#   --create_flag=FLAG        passed on to the creation, such as --spot or --network=N; may be repeated
-#   --wait=SECONDS            for the slice to become ACTIVE (3600)
-#   --restarts=N              run again this often after a failure, on a new slice where this one is gone (0); the job resumes
-#   --collect=FOLDER          copies the workdir from worker 0 into this folder of yours at the end
-#   --keep                    leaves the slice
-#   --dry_run                 prints every command and what each host is told; runs nothing
+#   --setup=COMMAND           runs first on every host, in the login's home, once per slice; must make DIRECTORY with its .venv
+#   --directory=DIRECTORY     repository on every host, relative to the login's home unless absolute (mint_jax)
+#   --create_flag=FLAG        passed to the creation, such as --spot or --network=N; may be repeated
+#   --wait=SECONDS            limit for the slice to become ACTIVE (3600)
+#   --restarts=N              restarts after failures, on a new slice if this one is gone (0); the job resumes
+#   --collect=FOLDER          copies the workdir from worker 0 to this local folder at the end
+#   --keep                    does not delete the slice
+#   --dry_run                 prints every command and each host's variables; runs nothing
 #
 # Status: the job's; 2 is a mistake in options or config, which is not tried again. Ctrl-C ends the job on all hosts.
 set -euo pipefail
@@ -85,7 +85,7 @@ hosts_of() {  # of an accelerator type, whose number counts cores (8 a host) up 
   echo $(((number + a_host - 1) / a_host))
 }
 
-commands() {  # all that is ever run
+commands() {  # all commands of the launcher
   local where=("--project=$project" "--zone=$zone") queue=(gcloud compute tpus queued-resources) vm=(gcloud compute tpus tpu-vm)
   create=("${queue[@]}" create "$name" "--node-id=$name" "${where[@]}" "--accelerator-type=$accelerator_type"
     "--runtime-version=$runtime_version" ${create_flags[@]+"${create_flags[@]}"} --quiet)
@@ -142,7 +142,7 @@ whole() {
 await() {
   local now until=$((SECONDS + wait))
   while true; do
-    now=$("${state[@]}") || now='unknown, gcloud failed'  # once in hours is no reason to give up one's place
+    now=$("${state[@]}") || now='unknown, gcloud failed'  # one failed query does not end the wait
     say "$name is ${now:-not listed yet}"
     case $now in
       ACTIVE) return ;;

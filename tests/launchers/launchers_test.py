@@ -175,7 +175,7 @@ def test_a_dry_run_prints_the_commands_and_what_each_host_is_told_and_runs_nothi
         ),
         (
             [*GKE, "--accelerator=a", "--topology=3x3", *JOB],
-            "--topology=3x3 is no slice that --hosts=2 share evenly",
+            "--topology=3x3 is not a slice that --hosts=2 share evenly",
         ),
         ([*GKE, "--", "--config=x", "--workdir=runs/x"], "--workdir is outside /runs"),
         ([*GKE, "--imaeg=x", *JOB], "unrecognized arguments: --imaeg=x"),

@@ -17,6 +17,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 ROOMS = [
+    "launch",
     *(
         str(path.relative_to(ROOT))
         for path in sorted((ROOT / "mint_jax").glob("*.py"))
