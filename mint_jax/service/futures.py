@@ -41,6 +41,7 @@ from mint_jax.service.server_db import Connection, DatabaseDamaged, Overloaded, 
 from mint_jax.service.waker import Waker
 
 KEEP_S = 300.0
+SHORT = 64 << 10  # bytes of a payload up to which it stays in memory
 LONGEST_NAME = 1000  # bytes of a model's name, and of a call's
 # ``requests.place`` and ``ended`` are the places of the body and of the result in ``payloads``.
 # ``kept`` is 0 for a result to deliver, 1 once delivered, 2 once released, 3 once settled; settled
@@ -121,6 +122,7 @@ class _Tracked:
         place: of its body; 0 until it is accepted.
         accepted: None once it is accepted.
         ended: place of its result; 0 while there is none.
+        data: a short body until it is taken, then a short result; reading costs 50 us.
         is_taken: the executor has it.
         delivered_at: seconds of the futures' clock.
     """
@@ -133,6 +135,7 @@ class _Tracked:
     place: int = 0
     accepted: "Future[int] | None" = None
     ended: int = 0
+    data: bytes | None = None
     category: Category | None = None
     is_again: bool = False
     is_taken: bool = False
@@ -349,7 +352,10 @@ class Futures:
                     return None
                 entry = self._ready.popleft()
                 entry.is_taken, again = True, entry.is_again
-            if (body := self._payload(entry.place)) is not None:  # None: the model was forgotten
+                body, entry.data = entry.data, None
+            if body is None:
+                body = self._payload(entry.place)
+            if body is not None:  # None: the model was forgotten
                 return TrainingRequest(entry.id, entry.model, entry.seq_id, entry.call, body, again)
 
     def finish(self, id: str, outcome: Outcome) -> None:
@@ -391,7 +397,7 @@ class Futures:
                 return ended
 
             written = self._database.write(apply, len(data), keep=True)
-        written.add_done_callback(functools.partial(self._ended, entry, category))
+        written.add_done_callback(functools.partial(self._ended, entry, category, data))
 
     def is_needed(self, id: str) -> bool:
         """Returns whether a request has still to run, for the first time or again."""
@@ -478,6 +484,7 @@ class Futures:
         if not 1 <= seq_id < 2**63:
             raise UserError(f"seq_id of a request to {model!r} is {seq_id}; expected 1 or more")
         entry = _Tracked(uuid.uuid4().hex, model, seq_id, call, blake3_of(body))
+        entry.data = body if len(body) <= SHORT else None
 
         def apply(connection: Connection) -> int:
             place = _insert_payload(connection, entry.digest, body)
@@ -520,11 +527,14 @@ class Futures:
             self._ready.extend(queue.advance())
             self._some_ready.notify_all()
 
-    def _ended(self, entry: _Tracked, category: Category | None, written: "Future[int]") -> None:
+    def _ended(
+        self, entry: _Tracked, category: Category | None, data: bytes, written: "Future[int]"
+    ) -> None:
         if written.exception() is not None:
             return
         with self._lock:
             entry.ended, entry.category = written.result(), category
+            entry.data = data if len(data) <= SHORT else None
             self._end = max(self._end, entry.ended)
         self._waker.wake((entry.id,))
 
@@ -537,7 +547,8 @@ class Futures:
                 raise unknown(id)
             if not entry.ended:
                 return None
-        if (data := self._payload(entry.ended)) is None:  # released meanwhile
+            data = entry.data
+        if data is None and (data := self._payload(entry.ended)) is None:  # released meanwhile
             raise unknown(id)
         return Done(data) if entry.category is None else Failed(data.decode(), entry.category)
 
@@ -559,10 +570,9 @@ class Futures:
         self._database.write(lambda c: c.execute(query, values), keep=True, lazy=True)
 
     def _release(self, entry: _Tracked) -> None:
-        entry.is_released = True
+        entry.is_released, entry.data = True, None
         self._delivered.pop(entry.id, None)
         self._note("UPDATE requests SET kept = 2 WHERE place = ?", entry.place)
-        self._note("DELETE FROM payloads WHERE place = ?", entry.ended)
         self._settle(entry.model, [entry])
 
     def _settle(self, model: str, entries: Iterable[_Tracked]) -> None:
@@ -580,12 +590,13 @@ class Futures:
         for entry in settled:
             del queue.entries[entry.seq_id], self._ids[entry.id]
         queue.settle(entry.seq_id for entry in settled)
-        places = [(entry.place,) for entry in settled]
+        places = [(entry.place, entry.ended) for entry in settled]
         progress = model, queue.first_unsettled, queue.place
 
         def apply(connection: Connection) -> None:
-            connection.executemany("DELETE FROM payloads WHERE place = ?", places)
-            connection.executemany("UPDATE requests SET kept = 3 WHERE place = ?", places)
+            connection.executemany("DELETE FROM payloads WHERE place IN (?, ?)", places)
+            bodies = [pair[:1] for pair in places]
+            connection.executemany("UPDATE requests SET kept = 3 WHERE place = ?", bodies)
             connection.execute("DELETE FROM requests WHERE model = ? AND seq_id < ?", progress[:2])
             connection.execute("INSERT OR REPLACE INTO progress VALUES (?, ?, ?)", progress)
 

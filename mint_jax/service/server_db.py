@@ -16,11 +16,12 @@ have dropped them (Rebello et al. 2020, "Can Applications Recover from fsync Fai
 import collections
 import contextlib
 import fcntl
+import logging
 import os
 import sqlite3
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from typing import Any
 from mint_jax.catalog.records.database import DatabaseFailed
 from mint_jax.errors import UserError
 
+log = logging.getLogger("mint_jax.service")
 RETRY_S = 1.0  # between two probes of a disk that refused
 PROBE_BYTES = 64 << 10  # size of a probe, or the size of the queue if that is larger
 GROUP_BYTES = (
@@ -97,6 +99,7 @@ class ServerDatabase:
         self._queue: collections.deque[_Change] = collections.deque()
         self._queued = 0  # bytes, including those being written
         self._urgent = self._closed = False
+        self._alone = 0  # changes at the front of the queue that get a transaction each
         self._commit_s = 0.01
         self._readers: list[Connection] = []
         try:
@@ -244,21 +247,29 @@ class ServerDatabase:
     def _run(self) -> None:
         while group := self._next_group():
             began = time.monotonic()
+            error, results = None, []
             try:
-                outcomes = self._commit(group)
-            except Exception as error:
+                results = self._commit(group)
+            except Exception as reason:
+                error = reason
+            if error is not None and _is_of_disk(error):
                 self._refuse(group, error)
                 self._recover()
-                continue
-            with self._lock:
-                self._queued -= sum(change.nbytes for change in group)
-                self._commit_s = time.monotonic() - began
-                self._room.notify_all()
-            for change, (result, error) in zip(group, outcomes, strict=True):
-                if error is None:
+            elif error is not None and len(group) > 1:  # one of them fails: write each alone
+                with self._lock:
+                    self._queue.extendleft(reversed(group))
+                    self._alone, self._urgent = len(group), True
+            else:
+                with self._lock:
+                    self._queued -= sum(change.nbytes for change in group)
+                    self._commit_s = time.monotonic() - began
+                    self._room.notify_all()
+                if error is not None:
+                    if group[0].keep:  # no one may be waiting for its future
+                        log.error("a change of %s failed", self.path, exc_info=error)
+                    group[0].set_exception(self._explained(error))
+                for change, result in zip(group, results):
                     change.set_result(result)
-                else:
-                    change.set_exception(error)
 
     def _next_group(self) -> list[_Change]:
         """Returns the changes of the next transaction; none once the database is closed."""
@@ -270,30 +281,26 @@ class ServerDatabase:
             while self._queue and (not group or nbytes + self._queue[0].nbytes <= GROUP_BYTES):
                 group.append(self._queue.popleft())
                 nbytes += group[-1].nbytes
+                if self._alone:
+                    self._alone -= 1
+                    break
             self._urgent = bool(self._queue)
             return group
 
-    def _commit(self, group: list[_Change]) -> list[tuple[Any, BaseException | None]]:
-        """Writes one transaction; returns the result or the error of each change."""
-        connection, outcomes = self._connection, []
+    def _commit(self, group: Sequence[_Change]) -> list[Any]:
+        """Writes one transaction; returns the results of its changes."""
+        connection = self._connection
+        if connection.in_transaction:  # the disk refused a rollback
+            connection.execute("ROLLBACK")
         try:
             connection.execute("BEGIN IMMEDIATE")
-            for change in group:
-                connection.execute("SAVEPOINT change")
-                try:
-                    outcomes.append((change.apply(connection), None))
-                except Exception as error:
-                    if _is_of_disk(error):
-                        raise
-                    connection.execute("ROLLBACK TO change")
-                    outcomes.append((None, self._explained(error)))
-                connection.execute("RELEASE change")
+            results = [change.apply(connection) for change in group]
             connection.execute("COMMIT")
         except BaseException:
-            if connection.in_transaction:  # SQLite rolls back by itself where the disk is full
+            if connection.in_transaction:  # SQLite rolls back by itself if the disk is full
                 connection.execute("ROLLBACK")
             raise
-        return outcomes
+        return results
 
     def _refuse(self, group: list[_Change], error: Exception) -> None:
         """Fails what may be refused, after a transaction that could not be written."""
@@ -302,6 +309,7 @@ class ServerDatabase:
             queued = [*group, *self._queue]
             self._queue = collections.deque(change for change in queued if change.keep)
             self._queued, self._urgent = sum(c.nbytes for c in self._queue), bool(self._queue)
+            self._alone = 0
             self._room.notify_all()
         for change in queued:
             if not change.keep:
