@@ -61,9 +61,9 @@ NAMES = """
 """
 # class names that two rooms still share: an entry goes when its room is converted
 SHARED = """
-    Answer Asked Busy Call Checkpoint Checkpoints Cost Evaluation Futures Gone Kind Message
-    Model Named NotFound Page Part Plan Policies Policy Program Progress Recorder Refusal
-    Request Session Sessions Snapshot Source Store Tensor Tokens Training Watch
+    Answer Asked Busy Call Checkpoint Checkpoints Cost Evaluation Futures Message Model Named
+    NotFound Page Part Plan Policy Program Recorder Session Sessions Snapshot Source Store
+    Tokens Training Watch
 """
 
 
