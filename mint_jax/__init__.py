@@ -1,11 +1,11 @@
 """mint_jax: many LoRA policies over one resident, frozen base model.
 
-Train many policies at once, export each step as an immutable adapter revision, sample any of them,
-evaluate and roll back, without ever building a merged checkpoint. Reading order: ``launch``,
-``jobs``, ``train`` and ``rollout``, ``models``, ``lora``.
+Trains many policies at once, exports each step as an immutable adapter revision, samples, evaluates
+and rolls back revisions, and never builds a merged checkpoint. Reading order: ``launch``, ``jobs``,
+``train`` and ``rollout``, ``models``, ``lora``.
 
-``import mint_jax as mint`` gives the names below; each is imported when it is first used, for some
-take seconds.
+``import mint_jax as mint`` gives the names below. Each is imported on first use, since some take
+seconds.
 """
 
 import importlib
