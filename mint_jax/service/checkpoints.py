@@ -176,7 +176,7 @@ class Checkpoints:
 
     # training: see ``durable.Store``
 
-    def save(self, model: str, request: str, call: Save, held: HostState) -> dict[str, Any]:
+    def save(self, model: str, request: str, call: Save, state: HostState) -> dict[str, Any]:
         """Writes a state; returns the client's result.
 
         Raises:
@@ -185,12 +185,12 @@ class Checkpoints:
         """
         tenant = self.book.owner(model)
         if call.name is None:
-            return self._keep(model, tenant, request, call, held)
+            return self._keep(model, tenant, request, call, state)
         with self.naming:  # two saves of one model may be written at once
             if not call.overwrite:
                 self.book.need_free(model, call.kind, call.name, request)
-            self.need_room(tenant, held.nbytes - self._replaced(model, call.kind, call.name))
-            return self._keep(model, tenant, request, call, held)
+            self.need_room(tenant, state.nbytes - self._replaced(model, call.kind, call.name))
+            return self._keep(model, tenant, request, call, state)
 
     def _replaced(self, model: str, kind: str, name: str) -> int:
         """Returns the bytes of the checkpoint that has a name now."""
@@ -200,26 +200,32 @@ class Checkpoints:
             return 0
 
     def _keep(
-        self, model: str, tenant: str, request: str, call: Save, held: HostState
+        self, model: str, tenant: str, request: str, call: Save, state: HostState
     ) -> dict[str, Any]:
         policy = f"{tenant}/{model}"
         if call.kind == "weights":
-            data = held.to_bytes()
+            data = state.to_bytes()
             digest, nbytes = blake3_of(data), len(data)
             write = functools.partial(files.write_file, self._file(digest), data)
         elif call.kind == "sampler_weights":
             data = as_bytes(
                 pack(
-                    held.adapter(),
-                    Schema(self.base.fingerprint, lora_tree.spelled_out(held.config, self.specs)),
+                    state.adapter(),
+                    Schema(self.base.fingerprint, lora_tree.spelled_out(state.config, self.specs)),
                 )
             )
             digest, nbytes = digest_of(data), data.nbytes
             write = functools.partial(
-                self._export, policy, model, digest, data, held.steps, soon=call.sampler is not None
+                self._export,
+                policy,
+                model,
+                digest,
+                data,
+                state.steps,
+                soon=call.sampler is not None,
             )
         else:
-            contents = external.files_of(held, self.base, self.specs, call.recipients)
+            contents = external.files_of(state, self.base, self.specs, call.recipients)
             digest, nbytes = external.digest_of(contents), sum(map(len, contents.values()))
             write = functools.partial(external.write, self.folder / "external", digest, contents)
         try:
@@ -234,7 +240,7 @@ class Checkpoints:
                     }
                 now = self.book.clock()
                 details = {
-                    "config": dataclasses.asdict(held.config),
+                    "config": dataclasses.asdict(state.config),
                     "base": self.base.fingerprint,
                     "metadata": call.metadata,
                 }
@@ -293,8 +299,8 @@ class Checkpoints:
             raise UserError(
                 f"{call.path} is damaged: its digest is not {digest}; load another checkpoint"
             )
-        held = HostState.from_bytes(data, call.path)
-        return held if call.optimizer else held.fresh()
+        state = HostState.from_bytes(data, call.path)
+        return state if call.optimizer else state.fresh()
 
     def _file(self, digest: str) -> Path:
         return self.folder / f"{digest}.safetensors"

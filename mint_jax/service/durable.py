@@ -54,7 +54,7 @@ class Store(Protocol):
 
     def load(self, call: Load, kept: Path) -> HostState: ...
 
-    def save(self, model: str, request: str, call: Save, held: HostState) -> dict[str, Any]: ...
+    def save(self, model: str, request: str, call: Save, state: HostState) -> dict[str, Any]: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,11 +63,11 @@ class Snapshot:
 
     model: str
     place: int
-    held: HostState
+    state: HostState
 
     def write(self, folder: Path) -> None:
         """Replaces the policy's file, which is on the disk when this returns."""
-        data = self.held.to_bytes({"model": self.model, "place": self.place})
+        data = self.state.to_bytes({"model": self.model, "place": self.place})
         files.write_file(path_of(folder, self.model), bytes.fromhex(blake3_of(data)) + data)
 
     @classmethod
@@ -182,7 +182,7 @@ class Durable:
             if not self.futures.is_needed(path.name.partition("-")[0]):
                 path.unlink()
         for snapshot in found:
-            self._do(snapshot.model, lambda live, s=snapshot: live.join(s.model, s.held))
+            self._do(snapshot.model, lambda live, s=snapshot: live.join(s.model, s.state))
         self._policies: collections.defaultdict[str, _PolicyQueue] = collections.defaultdict(
             lambda: _PolicyQueue(at=clock())
         )
@@ -314,16 +314,16 @@ class Durable:
         if isinstance(call, Load):
             if (store := self.store) is None:
                 raise UserError("this server keeps no checkpoints: there is nothing to load")
-            held = _of_store(lambda: store.load(call, self.loads / request.id))
+            state = _of_store(lambda: store.load(call, self.loads / request.id))
             result = {"path": call.path}
         else:
-            held, result = host_state.fresh(training.live.specs, call.config, call.seed), {}
+            state, result = host_state.fresh(training.live.specs, call.config, call.seed), {}
 
         def begin(live: Any) -> dict[str, Any]:
             if isinstance(call, Load) and model in live:
-                live.replace(model, held)
+                live.replace(model, state)
             else:
-                live.join(model, held)
+                live.join(model, state)
             return result
 
         return self._do(model, begin)
@@ -341,8 +341,8 @@ class Durable:
 
         def write(read: "Future[HostState]") -> None:
             try:
-                held = read.result()
-                saved.set_result(_of_store(lambda: store.save(model, request.id, call, held)))
+                state = read.result()
+                saved.set_result(_of_store(lambda: store.save(model, request.id, call, state)))
             except BaseException as error:
                 saved.set_exception(error)
 

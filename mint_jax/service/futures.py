@@ -59,7 +59,7 @@ CREATE TABLE IF NOT EXISTS progress (
 
 
 class Category(enum.StrEnum):
-    """Whose mistake a failure is."""
+    """Cause of a failure: the client's mistake, the server, or unknown."""
 
     USER = "user"
     SERVER = "server"

@@ -190,10 +190,8 @@ class Growing:
 def _unicode_of_bytes() -> dict[str, int]:
     """Returns GPT-2's alphabet: printable bytes are themselves, the rest count from 256."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in plain]
-    return {chr(byte): byte for byte in plain} | {
-        chr(256 + n): byte for n, byte in enumerate(others)
-    }
+    rest = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + n): byte for n, byte in enumerate(rest)}
 
 
 _ALPHABET = _unicode_of_bytes()

@@ -79,7 +79,7 @@ class ServerDatabase:
     """The database of one server; all methods may be called from any thread.
 
     Args:
-        path: file, created if missing; ``PATH.lock`` beside it is held while it is open.
+        path: file, created if missing; ``PATH.lock`` next to it is locked while it is open.
         queue_bytes: limit of the bytes that wait to be written.
 
     Attributes:
