@@ -5,6 +5,7 @@ The result is printed as one JSON object and saved as ``WORKDIR/result.json`` wi
 """
 
 import argparse
+import dataclasses
 import importlib
 import json
 import sys
@@ -12,12 +13,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ml_collections import ConfigDict
+
 from mint_jax import api, host, launch, stamp
 from mint_jax.errors import choice
 from mint_jax.files import write_file
-from mint_jax.jobs import common, settings
+from mint_jax.harness import settings
 
-Config = Any  # a ConfigDict
+Config = Any  # a ConfigDict, or the settings class of the benchmark
 BENCHES = sorted(path.stem for path in Path(__file__).parents[1].glob("configs/bench/*.py"))
 
 
@@ -46,18 +49,25 @@ def load(name: str, changes: Sequence[tuple[str, str]] = ()) -> Config:
     """
     file, _, argument = name.partition(":")
     config = launch.read_config(Path(file).expanduser(), argument or None)
-    declared = settings_of(config)
-    settings.fill(declared, config)
+    declared, tree = settings_of(config), config.to_dict()
     for path, text in changes:
-        settings.change(declared, config, path, text)
-    settings.check(declared, config)
-    return config
+        settings.change(declared or declaration(tree), tree, path, text)
+    return settings.build(declared, tree) if declared else ConfigDict(tree)
+
+
+def declaration(tree: dict[str, Any]) -> type:
+    """Returns a dataclass of a file's names, with the types of its values."""
+    kinds = {
+        name: declaration(each) if isinstance(each, dict) else Any if each is None else type(each)
+        for name, each in tree.items()
+    }
+    return dataclasses.make_dataclass("FileSettings", kinds.items())
 
 
 def run(config: Config, workdir: Path) -> dict[str, Any]:
     """Runs a benchmark in this process and saves its config and its result."""
     workdir.mkdir(parents=True, exist_ok=True)
-    saved = common.plain(config)
+    saved = settings.plain(config.to_dict() if isinstance(config, ConfigDict) else config)
     write_file(workdir / "config.json", json.dumps(saved, indent=1) + "\n")
     result = importlib.import_module(f"benchmarks.{config.bench}").run(config, workdir)
     stamped = result | {"stamp": stamp.stamp(saved)}

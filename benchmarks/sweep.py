@@ -12,8 +12,8 @@ from typing import Any
 from benchmarks.sweeps import grid, pictures, report, rows, runner
 from mint_jax import stamp
 from mint_jax.errors import choice
-from mint_jax.jobs import hold, settings
-from mint_jax.jobs.common import Config, say
+from mint_jax.harness.start import say
+from mint_jax.harness.workdir import WorkdirLock
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,20 +39,19 @@ class Settings:
     pictures: dict[str, grid.Picture]
 
 
-def run(config: Config, workdir: Path) -> dict[str, Any]:
+def run(made: Settings, workdir: Path) -> dict[str, Any]:
     """Runs the points that are not done, then writes ``report.json``, ``report.md`` and the
     pictures.
 
     Raises:
         UserError: a grid, reference or picture that does not fit the others.
     """
-    made = settings.check(Settings, config)
     points = points_of(made)
-    held = hold.Hold(workdir)
+    lock = WorkdirLock(workdir)
     try:
         return _run(made, points, workdir)
     finally:
-        held.release()
+        lock.release()
 
 
 def _run(made: Settings, points: list[grid.Point], workdir: Path) -> dict[str, Any]:

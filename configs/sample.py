@@ -1,4 +1,4 @@
-"""Completions of given prompts, JSONL to JSONL; see ``mint_jax/jobs/sample.py`` for the lines.
+"""Completions of given prompts, JSONL to JSONL; see ``mint_jax/recipes/sample.py`` for the lines.
 
 Command: python -m mint_jax.launch --config=configs/sample.py --config.base=DIR
 --config.input=F.jsonl --config.output=G.jsonl

@@ -1,5 +1,5 @@
 """Log-probabilities of given token sequences or texts, JSONL to JSONL; see
-``mint_jax/jobs/score.py`` for the lines.
+``mint_jax/recipes/score.py`` for the lines.
 
 Command: python -m mint_jax.launch --config=configs/score.py --config.base=DIR
 --config.input=F.jsonl --config.output=G.jsonl

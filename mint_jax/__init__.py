@@ -1,8 +1,8 @@
 """mint_jax: many LoRA policies over one resident, frozen base model.
 
 Trains many policies at once, exports each step as an immutable adapter revision, samples, evaluates
-and rolls back revisions, and never builds a merged checkpoint. Reading order: ``launch``, ``jobs``,
-``train`` and ``rollout``, ``models``, ``lora``.
+and rolls back revisions, and never builds a merged checkpoint. Reading order: ``launch``,
+``recipes``, ``train`` and ``rollout``, ``models``, ``lora``.
 
 ``import mint_jax as mint`` gives the names below. Each is imported on first use, since some take
 seconds.
@@ -24,7 +24,7 @@ _NAMES = {  # name -> module
     "Store": "api",
     "Stored": "api",
     "Evaluation": "api",
-    "groups": "jobs.episodes",
+    "groups": "api.episodes",
     "register_loss": "train.losses",
     "register_environment": "envs.env",
     "Tokens": "train.losses",

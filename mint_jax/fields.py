@@ -17,6 +17,11 @@ from mint_jax.errors import UserError
 _WORDS = {int: "a whole number", float: "a number", str: "text", bool: "True or False"}
 
 
+def setting(help: str, default: Any = dataclasses.MISSING) -> Any:
+    """Declares a field of a dataclass, with its line of ``--help`` and of ``docs/settings.md``."""
+    return dataclasses.field(default=default, metadata={"help": help})
+
+
 class Settings:
     """Base of a frozen dataclass of settings, decorated with ``repr=False``."""
 

@@ -1,23 +1,23 @@
 """``python -m mint_jax.launch --config=configs/<...>.py --workdir=DIR``: runs the job that the
 config names.
 
-``--config.x=y`` overrides a setting, whether the file spells it or not; a misspelt one is an error
-that names the nearest; ``--config.policies.*.x=y`` sets it for all policies. Beside ``--config``,
-``--help`` lists every setting of the job and ``--dry_run`` says what would run and take. The
-resolved config is saved beside the results. Modules beside the config file can be imported.
+``--config.x=y`` overrides a setting, ``--config.policies.*.x=y`` for all policies; a misspelt name
+is an error that shows the nearest. With ``--config``, ``--help`` lists every setting of the job and
+``--dry_run`` shows the program and its bytes. The workdir keeps the resolved config. The config
+file can import modules of its folder.
 
-On several hosts the same command runs on every one: with ``--distributed`` where JAX finds the
-others by itself, elsewhere with the three environment variables of ``multihost``. ``launch/`` has
-programs that start it on TPU slices, GKE, SLURM and Ray.
+On several hosts the same command runs on each: with ``--distributed`` where JAX finds the hosts,
+elsewhere with the three environment variables of ``multihost``. ``launch/`` has programs that start
+it on TPU slices, GKE, SLURM and Ray.
 """
 
 import argparse
 import errno
-import importlib
 import importlib.util
 import inspect
 import json
 import logging
+import os
 import shutil
 import signal
 import sys
@@ -31,13 +31,14 @@ from typing import Any, NoReturn
 import absl.logging
 from ml_collections import ConfigDict
 
-from mint_jax import interrupts
+from mint_jax import interrupts, recipes
 from mint_jax.errors import UserError
-from mint_jax.jobs import ALONE, JOBS, preflight, settings
-from mint_jax.jobs.settings import Config
+from mint_jax.harness import settings
+from mint_jax.harness.options import BaseSettings, RecipeSettings
+from mint_jax.recipes import options
 
 FLAG = "--config."
-# what a wheel brings beside the package
+# configs of an installed wheel
 SHIPPED = Path(sysconfig.get_path("data")) / "share" / "mint_jax"
 
 
@@ -72,14 +73,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--help",
         action="store_true",
-        help="this text and, beside --config, every setting of its job",
+        help="print this text and, with --config, every setting of its job",
     )
     return parser
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
-    """Arguments of the program, and changes ``(path, text)`` of the config: ``--config.x=y``, or
-    ``--config.x y``.
+    """Returns the program's arguments, and changes ``(path, text)`` of the config: ``--config.x=y``
+    or ``--config.x y``.
     """
     others, changes = [], []
     queue = list(argv)
@@ -96,13 +97,13 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
 
 
 def read_config(file: Path, argument: str | None) -> ConfigDict:
-    """The config of a file as it stands there; the file's folder can be imported from.
+    """Returns the config of a file; the file can import modules of its folder.
 
     Raises:
         UserError: no such file, no ``get_config`` in it, or an argument that it refuses.
     """
     if not file.is_file() and (installed := SHIPPED / file).is_file():
-        file = installed  # a wheel's, where there is no checkout
+        file = installed
     if not file.is_file():
         raise UserError(f"config {file} does not exist: check the path of --config")
     if (folder := str(file.parent.resolve())) not in sys.path:
@@ -128,25 +129,28 @@ def read_config(file: Path, argument: str | None) -> ConfigDict:
     return config
 
 
-def load(name: str, changes: Sequence[tuple[str, str]] = ()) -> tuple[Config, type | None]:
-    """A config with every setting of its job and the command line's changes, not yet checked; and
-    what declares the settings.
+def load(
+    name: str, changes: Sequence[tuple[str, str]] = ()
+) -> tuple[type[RecipeSettings], dict[str, Any]]:
+    """Returns the class of a config's settings, and its values with the command line's changes.
 
     Args:
         name: ``FILE`` or ``FILE:ARGUMENT``.
+
+    Raises:
+        UserError: an unknown job or setting; values are checked by ``settings.build``.
     """
     file, _, argument = name.partition(":")
-    config = read_config(Path(file).expanduser(), argument or None)
-    declared = settings.settings_of(dict(changes).get("job", config.get("job")))
-    settings.fill(declared, config)
+    tree = read_config(Path(file).expanduser(), argument or None).to_dict()
+    cls = options.of_job(dict(changes).get("job", tree.get("job")))
     for path, text in changes:
-        settings.change(declared, config, path, text)
-    return config, declared
+        settings.change(cls, tree, path, text)
+    return cls, tree
 
 
 def default_workdir(name: str, job: str) -> Path:
-    """``runs/`` and the config's path below a folder ``configs``; elsewhere the job and the file's
-    name. Arguments are part of it.
+    """Returns ``runs/`` and the config's path below a folder ``configs``, else job and file name,
+    with its argument.
     """
     file, _, argument = name.partition(":")
     parts = Path(file).expanduser().resolve().with_suffix("").parts
@@ -158,12 +162,13 @@ def default_workdir(name: str, job: str) -> Path:
     return Path("runs", *below[:-1], "-".join(filter(None, [below[-1], argument])))
 
 
-def usage(config: Config, declared: type | None) -> str:
-    """Every setting with its present value, its type and its line."""
+def usage(cls: type[RecipeSettings], tree: dict[str, Any]) -> str:
+    """Lists every setting with its present value, type and help."""
     width = min(120, shutil.get_terminal_size().columns)
-    out = [f"\nsettings of job {config.job}:"]
-    for path, words, value, line in settings.describe(declared, config):
-        shown = "" if value is None else str(value) if isinstance(value, str) else repr(value)
+    out = [f"\nsettings of job {tree['job']}:"]
+    for path, words, value, line in settings.describe(cls, tree):
+        is_unset = value is None or value is settings.UNSET
+        shown = "" if is_unset else value if isinstance(value, str) else repr(value)
         out.append(f"  {FLAG}{path}={shown}")
         about = f"{words}; {line}" if line else words
         out += textwrap.wrap(about, width, initial_indent=" " * 6, subsequent_indent=" " * 6)
@@ -183,15 +188,14 @@ def main(argv: Sequence[str]) -> None:
         return
     if args.config is None:
         raise UserError("no config: give --config=configs/<...>.py")
-    config, declared = load(args.config, changes)
-    settings.check(declared, config)
-    config.lock()
+    config = settings.build(*load(args.config, changes))
     workdir = (
         Path(args.workdir).expanduser()
         if args.workdir
         else default_workdir(args.config, config.job)
     )
-    preflight.check(config, workdir)
+    check_workdir(workdir)
+    config.preflight()
     print(
         f"[launch] {outline(config, args.config)};"
         f" {'dry run' if args.dry_run else f'results in {workdir}'}",
@@ -201,27 +205,35 @@ def main(argv: Sequence[str]) -> None:
     _with_jax(args, config, workdir)
 
 
-def outline(config: Config, name: str) -> str:
-    """What a run is about to do, in a line."""
+def outline(config: RecipeSettings, name: str) -> str:
+    """Describes a run in a line."""
     words = [f"job {config.job} of {name}"]
-    if "policies" in config:
-        words.append(f"{len(config.policies)} policies")
-    if "steps" in config:
-        words.append(f"{config.steps} steps")
-    over = f" over {config.base}" if isinstance(config.get("base"), str) else ""
+    if (policies := getattr(config, "policies", None)) is not None:
+        words.append(f"{len(policies)} policies")
+    if (steps := getattr(config, "steps", None)) is not None:
+        words.append(f"{steps} steps")
+    over = f" over {config.base}" if isinstance(config, BaseSettings) else ""
     return ", ".join(words) + over
 
 
-def _with_jax(args: argparse.Namespace, config: Config, workdir: Path) -> None:
-    """What follows once the command line and the config are known to be right: JAX takes seconds to
-    import.
-    """
+def check_workdir(workdir: Path) -> None:
+    """Refuses a workdir that cannot be made or written; makes nothing."""
+    there = next(folder for folder in (workdir, *workdir.absolute().parents) if folder.exists())
+    is_writable = os.access(there, os.W_OK | os.X_OK)
+    if not there.is_dir() or not is_writable:
+        why = f"no permission in {there}" if there.is_dir() else f"{there} is no folder"
+        raise UserError(f"workdir {workdir} cannot be written ({why}): choose another --workdir")
+
+
+def _with_jax(args: argparse.Namespace, config: RecipeSettings, workdir: Path) -> None:
+    """Imports JAX, which takes seconds, and runs the job."""
     from mint_jax import compiling, host, multihost
+    from mint_jax.harness import report
     from mint_jax.models.names import cache_dir
 
     host.leave_out_absent_tpu()
     if args.dry_run:
-        from mint_jax.jobs import dry_run
+        from mint_jax.recipes import dry_run
 
         print(json.dumps(dry_run.describe(config, workdir), indent=1))
         return
@@ -231,7 +243,7 @@ def _with_jax(args: argparse.Namespace, config: Config, workdir: Path) -> None:
     multihost.join(detect=args.distributed is not None, expected=args.distributed or 0)
     if multihost.count() > 1:
         host.keep_stdout()
-        if config.job in ALONE:
+        if config.job in recipes.ALONE:
             raise UserError(
                 f"job {config.job!r} runs in one process, and {multihost.count()} have joined:"
                 " start it on one host alone"
@@ -243,39 +255,29 @@ def _with_jax(args: argparse.Namespace, config: Config, workdir: Path) -> None:
     compiling.announce()
     result = run(config, workdir)
     if multihost.is_main():
-        show(result, workdir)
+        report.result(result, workdir / "result.json")
     multihost.barrier("end")
     host.leave(0)
 
 
-def show(result: dict[str, Any], workdir: Path) -> None:
-    """Prints a result as tables, and the place of the whole."""
-    from mint_jax.jobs import report
+def run(config: RecipeSettings, workdir: Path) -> dict[str, Any]:
+    """Runs a job in this process; ``WORKDIR/result.json`` has its result too.
 
-    report.result(result, workdir / "result.json")
-
-
-def run(config: Config, workdir: Path) -> dict[str, Any]:
-    """Runs a checked config's job in this process; its result is in ``WORKDIR/result.json`` too.
-
-    The result of a job that has kernels (of the setting ``kernels``) tells which ones of this
-    machine's chips were passed over, and why.
+    The result of a job with the setting ``kernels`` names the kernels of this machine's chips that
+    were passed over, and why.
 
     Raises:
         UserError: a mistake in the config or in a file, or a full disk.
     """
-    from mint_jax.jobs.common import save_result
+    from mint_jax.harness.workdir import save_result
     from pallas_kernels import dispatch
 
     try:
         before = dispatch.fallen.copy()
-        result = importlib.import_module(JOBS[str(config.job)]).run(config, workdir)
-        # a result that has them already keeps them: of other chips, or of a run that was finished
-        # before
-        if "kernels" in config:
-            result.setdefault(
-                "kernels_passed_over", dispatch.passed_over(before, dispatch.platform_here())
-            )
+        result = recipes.run(config, workdir)
+        if hasattr(config, "kernels"):  # finished runs and compilations have theirs already
+            passed_over = dispatch.passed_over(before, dispatch.platform_here())
+            result.setdefault("kernels_passed_over", passed_over)
         save_result(result, workdir, config)
         return result
     except OSError as error:
@@ -289,8 +291,8 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
 
 
 def _leave(status: int, reason: str) -> None:
-    """Ends a process of several, telling the others; returns in a single one, which is what it is
-    until JAX has been imported.
+    """Ends one of several processes and tells the others; returns in a single process, or before
+    JAX is imported.
     """
     if (joined := sys.modules.get("mint_jax.multihost")) is not None and hasattr(joined, "leave"):
         joined.leave(status, reason)
@@ -300,7 +302,7 @@ def cli(main: Callable[[Sequence[str]], None] = main) -> None:
     """Runs ``main`` and prints a user's mistake as one line instead of a traceback."""
     interrupts.install(_leave)
     logging.getLogger("jax").setLevel(logging.WARNING)
-    absl.logging.set_verbosity(absl.logging.ERROR)  # Orbax warns of what a user cannot change
+    absl.logging.set_verbosity(absl.logging.ERROR)  # Orbax warns of things that users cannot change
     try:
         main(sys.argv[1:])
     except UserError as error:
@@ -320,13 +322,13 @@ def cli(main: Callable[[Sequence[str]], None] = main) -> None:
 
 
 def _abandons() -> bool:
-    """Whether an ordinary end would abort: see ``host.leave``."""
+    """True where an ordinary end would abort; see ``host.leave``."""
     loaded = sys.modules.get("mint_jax.host")
     return loaded is not None and hasattr(loaded, "is_abandoning") and loaded.is_abandoning()
 
 
 def _which() -> str:
-    """`` in process 3`` where several have joined."""
+    """Returns `` in process 3`` where several have joined."""
     joined = sys.modules.get("mint_jax.multihost")
     return f" in process {joined.index()}" if joined is not None and joined.count() > 1 else ""
 

@@ -3,6 +3,7 @@ jobs do.
 """
 
 import ast
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -14,8 +15,9 @@ import pytest
 
 import mint_jax as mint
 from mint_jax import api, launch, mesh
-from mint_jax.jobs import sft, supervised
+from mint_jax.harness import settings
 from mint_jax.lora.tree import AdapterConfig
+from mint_jax.recipes import sft, supervised
 from mint_jax.train.state import OptimizerConfig
 from mint_jax.train.trainer import LossConfig, PolicyConfig, Trainer
 
@@ -181,7 +183,7 @@ def test_a_config_built_in_python_is_that_of_a_file_and_runs_as_launch_runs_it(t
         f" ConfigDict({ {'job': 'sft'} | plain!r})\n"
     )
     (tmp_path / "mine.py").write_text(file)
-    assert config.to_dict() == launch.load(str(tmp_path / "mine.py"))[0].to_dict()
+    assert config == settings.build(*launch.load(str(tmp_path / "mine.py")))
     assert config.export_every == 10
     with pytest.raises(mint.UserError, match="stpes"):
         mint.config("sft", **plain, stpes=2)
@@ -197,8 +199,9 @@ def test_a_config_built_in_python_is_that_of_a_file_and_runs_as_launch_runs_it(t
 def test_a_shipped_config_is_read_as_launch_reads_it_with_settings_changed():
     configs = Path(__file__).parents[1] / "configs"
     read = mint.read_config(f"{configs}/quickstart.py:ci", steps=3, mesh={"data": 1})
-    expected = launch.load(f"{configs}/quickstart.py:ci")[0].to_dict()
-    assert read.to_dict() == expected | {"steps": 3, "mesh": expected["mesh"] | {"data": 1}}
-    for setting, value, message in (("stpes", 3, "stpes"), ("steps", "three", "str")):
+    file = settings.build(*launch.load(f"{configs}/quickstart.py:ci"))
+    mesh = dataclasses.replace(file.mesh, data=1)
+    assert read == dataclasses.replace(file, steps=3, mesh=mesh)
+    for setting, value, message in (("stpes", 3, "stpes"), ("steps", "three", "whole number")):
         with pytest.raises(mint.UserError, match=message):
             mint.read_config(configs / "tiny/sft.py", **{setting: value})

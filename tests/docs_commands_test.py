@@ -22,7 +22,7 @@ from mint_jax.lora import tree
 from mint_jax.lora.config import AdapterConfig
 from mint_jax.models import outline
 from tests import oracles
-from tests.jobs.serve_test import Served
+from tests.recipes.serve_test import Served
 
 ROOT = Path(__file__).parents[1]
 PYTHON = {".venv/bin/python": sys.executable}

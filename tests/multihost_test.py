@@ -24,10 +24,10 @@ from mint_jax import params as params_lib
 from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.packed import unpack
 from mint_jax.errors import UserError
-from mint_jax.jobs import grpo
 from mint_jax.mesh import make_mesh
 from mint_jax.params import ParamSpec
 from mint_jax.sharding import shardings
+from tests.configs import run_config
 
 ROOT = Path(__file__).parents[1]
 TINY = ROOT / "configs" / "tiny" / "grpo.py"
@@ -333,6 +333,7 @@ def test_a_mistake_ends_every_process_with_its_line(tmp_path):
 ENVIRONMENT = """
 import os, random, time
 from mint_jax.envs.env import Example, ListEnvironment
+from tests.configs import run_config
 
 def score(completion, example):
     assert os.environ.get("MINT_PROCESS", "0") == "0"
@@ -403,7 +404,7 @@ def test_a_grpo_step_on_two_processes_is_that_of_one_device(tmp_path, monkeypatc
     )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "varied", raising=False)
-    alone = grpo.run(config, one)
+    alone = run_config(config, one)
 
     parts, whole = metrics_of(tmp_path / "two"), metrics_of(one)
     assert parts.keys() == whole.keys() == {(0, "ppo")}

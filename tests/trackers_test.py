@@ -10,7 +10,9 @@ import pytest
 
 from mint_jax import trackers
 from mint_jax.errors import UserError
-from mint_jax.jobs import common, dry_run, settings, sft
+from mint_jax.harness import start
+from mint_jax.recipes import dry_run
+from tests.configs import read, run_config
 
 ROOT = Path(__file__).parents[1]
 
@@ -188,12 +190,12 @@ def test_a_tracker_without_key_or_server_is_refused_before_anything_is_claimed(
     monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path))
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(common, "open_base", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr(start, "open_base", lambda *_: pytest.fail("loaded"))
     config = runpy.run_path(str(ROOT / "configs" / "tiny" / "sft.py"))["get_config"]()
     config[kind] = "project"
     for refuse in (
-        lambda: sft.run(settings.complete(config), tmp_path / "work"),
-        lambda: dry_run.describe(config, tmp_path / "work"),
+        lambda: run_config(config, tmp_path / "work"),
+        lambda: dry_run.describe(read(config), tmp_path / "work"),
     ):
         with pytest.raises(UserError, match=rf"{kind}='project' cannot begin a run \(.*{told}"):
             refuse()

@@ -2,43 +2,36 @@
 
 import dataclasses
 
+from mint_jax.fields import setting
+
 
 @dataclasses.dataclass(frozen=True)
 class TrainShape:
-    """Shape of one ``forward_backward``.
+    """Shape of one ``forward_backward``."""
 
-    Attributes:
-        policies: P.
-        rows: B of each policy.
-        tokens: T of a row.
-        targets: largest M, targets of a row.
-        remat: name in ``models.transformer.REMAT``: what the backward pass keeps.
-    """
-
-    policies: int
-    rows: int
-    tokens: int
-    targets: int
-    remat: str = "full"
+    policies: int = setting("P, number of policies")
+    rows: int = setting("B, rows of each policy")
+    tokens: int = setting("T, tokens of a row")
+    targets: int = setting("M, largest number of target tokens of a row")
+    remat: str = setting(
+        "values that the backward pass keeps: a name in models.transformer.REMAT", "full"
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class RolloutShape:
-    """Shape of a pool of all rollouts at full length, and of the ``prefill`` and ``decode`` that
-    fill it.
-
-    Attributes:
-        adapters: N resident adapters; the adapter of a row is data.
-        prompts: Q.
-        rollouts: G of each prompt, which share its pages; Q G rows decode together.
-        prompt_tokens: S of each prompt.
-        new_tokens: largest C, new tokens of a rollout.
-        blocks: minimum number of 32-token prompt blocks per prefill, split evenly over the mesh.
+    """Shape of a pool that holds all rollouts at full length, and of its ``prefill`` and
+    ``decode``.
     """
 
-    adapters: int
-    prompts: int
-    rollouts: int
-    prompt_tokens: int
-    new_tokens: int
-    blocks: int = 16
+    adapters: int = setting("N, number of resident adapters; rows name theirs at run time")
+    prompts: int = setting("Q, number of prompts")
+    rollouts: int = setting(
+        "G, rollouts of a prompt, which share its pages; Q G rows decode together"
+    )
+    prompt_tokens: int = setting("S, tokens of a prompt")
+    new_tokens: int = setting("C, largest number of new tokens of a rollout")
+    blocks: int = setting(
+        "least number of 32-token blocks that one prefill reads, the same in each part of the mesh",
+        16,
+    )

@@ -16,11 +16,11 @@
 """
 
 import functools
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from jax.sharding import Mesh
-from ml_collections import ConfigDict
 
 from mint_jax import compiling, host, launch
 from mint_jax import mesh as mesh_lib
@@ -29,8 +29,9 @@ from mint_jax.api.inputs import as_seed
 from mint_jax.api.model import Model, Policy
 from mint_jax.api.store import Store, Stored, open
 from mint_jax.errors import UserError
-from mint_jax.jobs import settings
+from mint_jax.harness.options import RecipeSettings
 from mint_jax.models import base as base_lib
+from mint_jax.recipes import options
 
 __all__ = [
     "Evaluation",
@@ -69,7 +70,7 @@ def load(
     )
 
 
-def config(job: str, **values: Any) -> ConfigDict:
+def config(job: str, **values: Any) -> RecipeSettings:
     """Returns a job's config with the given values; every other setting has its default.
 
         mint.config("sft", base="smollm2-135m-instruct", steps=20,
@@ -79,10 +80,10 @@ def config(job: str, **values: Any) -> ConfigDict:
         UserError: a job or setting is unknown, or a required setting is missing. See
             ``docs/settings.md``.
     """
-    return settings.complete(ConfigDict({"job": job, **values}))
+    return options.read({"job": job, **values})
 
 
-def read_config(name: str | Path, **changes: Any) -> ConfigDict:
+def read_config(name: str | Path, **changes: Any) -> RecipeSettings:
     """Reads a config file, ``FILE`` or ``FILE:ARGUMENT`` as for ``--config``, and applies changes.
 
         mint.read_config("configs/sft/smollm2.py", steps=3)
@@ -91,15 +92,21 @@ def read_config(name: str | Path, **changes: Any) -> ConfigDict:
         UserError: the file does not exist or refuses its argument, a setting is unknown, or a value
             has the wrong type.
     """
-    config, _ = launch.load(str(name))
-    try:
-        config.update(changes)
-    except TypeError as error:
-        raise UserError(f"{name}: {error}") from None
-    return settings.complete(config)
+    _, tree = launch.load(str(name))
+    return options.read(_merged(tree, changes))
 
 
-def run(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
+def _merged(tree: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a nested dict with changes; sections keep their other settings."""
+    return {**tree} | {
+        name: _merged(tree[name], value)
+        if isinstance(value, Mapping) and isinstance(tree.get(name), Mapping)
+        else value
+        for name, value in changes.items()
+    }
+
+
+def run(config: RecipeSettings, workdir: str | Path) -> dict[str, Any]:
     """Runs a job in this process, as ``python -m mint_jax.launch`` does.
 
     Returns:
@@ -108,11 +115,10 @@ def run(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
     Raises:
         UserError: the config is not one, or the job refuses it.
     """
-    if not isinstance(config, ConfigDict):
+    if not isinstance(config, RecipeSettings):
         raise UserError(
             f"config is {config!r:.80}; expected a config from mint.config or mint.read_config"
         )
-    settings.complete(config)
     prepare()
     return launch.run(config, Path(workdir))
 

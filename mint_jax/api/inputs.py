@@ -11,8 +11,9 @@ import numpy as np
 
 from mint_jax import fields
 from mint_jax.errors import UserError, choice
-from mint_jax.jobs import common, dpo, sft, supervised
+from mint_jax.harness import start
 from mint_jax.models.base import Base
+from mint_jax.recipes import dpo, sft, supervised
 from mint_jax.rollout.request import Request
 from mint_jax.train import losses
 from mint_jax.train.batch import Group, TrainSequence
@@ -73,7 +74,7 @@ def encoded(base: Base, prompts: Any) -> list[tuple[int, ...]]:
                 f"prompts[{i}] is {prompt!r:.80}; expected text, a list of messages with role and"
                 " content, or a list of token ids"
             )
-        out.append(tuple(common.encode(base, prompt)))
+        out.append(tuple(start.encode(base, prompt)))
     return out
 
 

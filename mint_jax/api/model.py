@@ -14,8 +14,9 @@ from mint_jax.catalog.packed import Schema, pack
 from mint_jax.catalog.records.names import parse_policy
 from mint_jax.catalog.records.revisions import Revision
 from mint_jax.errors import UserError
-from mint_jax.jobs import adapters, common
-from mint_jax.jobs.adapters import AdapterSource, Loaded
+from mint_jax.harness import adapters
+from mint_jax.harness.adapters import AdapterSource, LoadedAdapter
+from mint_jax.harness.start import policy_seed
 from mint_jax.lora import peft
 from mint_jax.lora.tree import ALL_LINEAR, AdapterConfig, Slot, Stacks, spelled_out
 from mint_jax.models import hf, transformer
@@ -372,7 +373,7 @@ class Model:
                 loss_config,
                 reference=reference.name if isinstance(reference, Stored) else str(reference),
             )
-        own_seed = common.policy_seed(self.seed if seed is None else inputs.as_seed(seed), name)
+        own_seed = policy_seed(self.seed if seed is None else inputs.as_seed(seed), name)
         config = PolicyConfig(name, adapter, optimizer, loss_config, own_seed)
         policy = self.join(config)
         try:
@@ -654,7 +655,7 @@ class Model:
             ) from None
         return directory
 
-    def _adapter(self, place: Stored | str | Path, what: str) -> Loaded:
+    def _adapter(self, place: Stored | str | Path, what: str) -> LoadedAdapter:
         if isinstance(place, Stored):
             return adapters.read_adapter(place.digest, self.base, place.store)
         if not isinstance(place, str | Path):

@@ -124,6 +124,10 @@ def _entry(name: str, thing: Any, methods: bool, below: bool) -> Iterator[str]:
     if not inspect.isclass(thing) or (dataclasses.is_dataclass(thing) and name in SETTINGS):
         yield f"```python\n{_signature(name, thing)}\n```\n"
     yield _markdown(thing.__doc__)
+    if dataclasses.is_dataclass(thing) and name in SETTINGS:
+        lines = {f.name: f.metadata["help"] for f in dataclasses.fields(thing) if f.metadata}
+        if lines:
+            yield "".join(f"- `{field}`: {line}.\n" for field, line in lines.items())
     for method, value in vars(thing).items() if methods else ():
         if method.startswith("_") or method in INTERNAL:
             continue

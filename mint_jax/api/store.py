@@ -5,7 +5,7 @@ from pathlib import Path
 
 from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.errors import UserError
-from mint_jax.jobs.catalogs import JobCatalog
+from mint_jax.harness.catalogs import JobCatalog
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

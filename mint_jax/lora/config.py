@@ -3,7 +3,7 @@
 import dataclasses
 
 from mint_jax.errors import UserError
-from mint_jax.fields import Settings
+from mint_jax.fields import Settings, setting
 
 MAX_RANK = 1024
 LINEAR_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
@@ -11,20 +11,18 @@ LINEAR_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class AdapterConfig(Settings):
-    """Shape and scale of an adapter.
+    """Shape and scale of an adapter."""
 
-    Attributes:
-        rank: R, at least 1.
-        alpha: numerator of the scale; the delta is ``alpha / rank * B A x``, or ``alpha /
-            sqrt(rank)`` times ``B A x`` with ``rslora`` (arXiv 2312.03732).
-        targets: short names of the adapted projections, or ``all-linear``.
-        rslora: see ``alpha``.
-    """
-
-    rank: int
-    alpha: float = 16.0
-    targets: tuple[str, ...] = LINEAR_TARGETS
-    rslora: bool = False
+    rank: int = setting("number of rows R of A and of columns of B, at least 1")
+    alpha: float = setting(
+        "numerator of the scale: the delta is alpha / rank * B A x, or alpha / sqrt(rank) with "
+        "rslora",
+        16.0,
+    )
+    targets: tuple[str, ...] = setting(
+        "short names of the adapted projections, or all-linear", LINEAR_TARGETS
+    )
+    rslora: bool = setting("scale by alpha / sqrt(rank), arXiv 2312.03732", False)
 
     @property
     def scale(self) -> float:

@@ -5,6 +5,7 @@ a config at once.
 import dataclasses
 
 from mint_jax.errors import choice
+from mint_jax.fields import setting
 
 # the names in the ops' own tables; tests/models/kernels_test.py holds the two equal
 IMPLEMENTATIONS = {
@@ -22,37 +23,43 @@ IMPLEMENTATIONS = {
 
 @dataclasses.dataclass(frozen=True)
 class Kernels:
-    """Which implementation each op of ``pallas_kernels`` has: auto, or one that is named. Those of
-    Pallas run in an interpreter on a CPU.
-
-    Attributes:
-        packed_lora: adapters of experts: auto, xla, pallas_tpu or pallas_gpu.
-        grouped_matmul: experts' own matrices: auto, xla or pallas_gpu.
-        slot_lora: adapters of other projections where rows name slots, in sampling: auto, xla,
-            pallas_tpu, pallas_gpu or cpu.
-        packed_attention: attention in training and scoring: auto, xla, pallas_tpu or pallas_gpu;
-            where an indexer chooses keys it is xla.
-        paged_attention: grouped-query attention to the cache of samplers: auto, xla, pallas_tpu,
-            pallas_gpu or cpu.
-        latent_attention: the same of multi-head latent attention; where an indexer chooses keys it
-            is xla.
-        packed_matmul: experts' matrices and adapters in one pass, forward: auto, xla (one after the
-            other) or pallas_tpu. It is xla where one of packed_lora and grouped_matmul is not auto,
-            unless it is named itself.
-        layer_matmul: the frozen projections of a sampler's layers, and of few rows the unembedding:
-            auto, xla, pallas_gpu or cpu.
-        draw: a sampler's choice of the next token: auto, xla or cpu.
+    """Implementation of each op of ``pallas_kernels``: auto or a name. Pallas kernels run in an
+    interpreter on CPUs.
     """
 
-    packed_lora: str = "auto"
-    grouped_matmul: str = "auto"
-    slot_lora: str = "auto"
-    packed_attention: str = "auto"
-    paged_attention: str = "auto"
-    latent_attention: str = "auto"
-    packed_matmul: str = "auto"
-    layer_matmul: str = "auto"
-    draw: str = "auto"
+    packed_lora: str = setting("adapters of experts: auto, xla, pallas_tpu or pallas_gpu", "auto")
+    grouped_matmul: str = setting("matrices of experts: auto, xla or pallas_gpu", "auto")
+    slot_lora: str = setting(
+        "adapters of other projections in sampling, where each row names a slot: auto, xla, "
+        "pallas_tpu, pallas_gpu or cpu",
+        "auto",
+    )
+    packed_attention: str = setting(
+        "attention in training and scoring: auto, xla, pallas_tpu or pallas_gpu; models with an "
+        "indexer use xla",
+        "auto",
+    )
+    paged_attention: str = setting(
+        "grouped-query attention over the sampler's cache: auto, xla, pallas_tpu, pallas_gpu or "
+        "cpu",
+        "auto",
+    )
+    latent_attention: str = setting(
+        "multi-head latent attention over the sampler's cache: auto, xla, pallas_tpu or "
+        "pallas_gpu; models with an indexer use xla",
+        "auto",
+    )
+    packed_matmul: str = setting(
+        "matrices and adapters of experts in one forward pass: auto, xla (two passes) or "
+        "pallas_tpu; auto means xla where packed_lora or grouped_matmul is named",
+        "auto",
+    )
+    layer_matmul: str = setting(
+        "frozen projections of the sampler's layers, and the unembedding of few rows: auto, xla, "
+        "pallas_gpu or cpu",
+        "auto",
+    )
+    draw: str = setting("choice of the next token: auto, xla or cpu", "auto")
 
     def __post_init__(self) -> None:
         for op, names in IMPLEMENTATIONS.items():

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from mint_jax.errors import UserError, choice
-from mint_jax.fields import Settings
+from mint_jax.fields import Settings, setting
 from mint_jax.lora.config import AdapterConfig
 
 BUILT_IN = {  # losses and the data fields that each needs, as ``losses.reads`` finds them
@@ -53,31 +53,37 @@ def needs(kind: str) -> frozenset[str]:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class LossConfig(Settings):
-    """One policy's loss; see ``losses`` for the formulas.
+    """Loss of one policy; ``losses`` has the formulas."""
 
-    Attributes:
-        kind: a name in ``KINDS``, or of a loss registered with ``mint_jax.register_loss``.
-        clip_low, clip_high: the ratio of PPO, GSPO and CISPO is clipped to ``[1 - clip_low, 1 +
-            clip_high]``. ``clip_low`` defaults to 1 (no lower bound) for CISPO, else to 0.2.
-        kl_kind, kl: estimator and weight of the KL to the reference.
-        band_low, band_high: tokens whose probability ratio of trainer to sampler is outside are
-            masked; 0 and ``inf`` disable it.
-        dpo_beta: DPO only.
-        dro_beta: DRO only.
-        reference: reference of KL and DPO: ``start``, the policy's initial adapter (for a new one
-            the base); ``base``; or a revision's name.
-    """
-
-    kind: str = "ppo"
-    clip_low: float | None = None
-    clip_high: float = 0.2
-    kl_kind: str = "none"
-    kl: float = 0.0
-    band_low: float = 0.0
-    band_high: float = float("inf")
-    dpo_beta: float = 0.1
-    dro_beta: float = 0.05
-    reference: str = "start"
+    kind: str = setting(
+        "a name in train.config.KINDS, or of a loss registered with mint_jax.register_loss", "ppo"
+    )
+    clip_low: float | None = setting(
+        "PPO, GSPO and CISPO clip the probability ratio at 1 - clip_low; unset: 1 (no bound) for "
+        "CISPO, else 0.2",
+        None,
+    )
+    clip_high: float = setting(
+        "PPO, GSPO and CISPO clip the probability ratio at 1 + clip_high", 0.2
+    )
+    kl_kind: str = setting("estimator of the KL to the reference: none, k1 or k3", "none")
+    kl: float = setting("coefficient of the KL to the reference", 0.0)
+    band_low: float = setting(
+        "tokens whose ratio of trainer to sampler probability is lower are masked; 0: none", 0.0
+    )
+    band_high: float = setting(
+        "tokens whose ratio of trainer to sampler probability is higher are masked; inf: none",
+        float("inf"),
+    )
+    dpo_beta: float = setting(
+        "DPO's beta: a larger one keeps the policy nearer to its reference", 0.1
+    )
+    dro_beta: float = setting("DRO's beta", 0.05)
+    reference: str = setting(
+        "policy that KL and DPO compare with: start, the adapter that training began with (a new "
+        "one equals the base); base; or a revision's name",
+        "start",
+    )
 
     def __post_init__(self):
         super().__post_init__()
@@ -142,31 +148,22 @@ class LossConfig(Settings):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class OptimizerConfig(Settings):
-    """AdamW of one policy (arXiv 1711.05101) and its learning-rate schedule.
+    """AdamW of one policy (arXiv 1711.05101) and its learning-rate schedule."""
 
-    Attributes:
-        learning_rate: peak value.
-        b1, b2: decay of the first and second moment.
-        eps: added to the root of the second moment.
-        weight_decay: decoupled, times the learning rate.
-        warmup_steps: linear from 0.
-        total_steps: step at which ``schedule`` ends.
-        schedule: after warm-up: ``constant``, or ``linear`` / ``cosine`` down to ``final_fraction``
-            of the peak at ``total_steps``.
-        final_fraction: see ``schedule``.
-        max_grad_norm: maximum global gradient norm of the policy; 0 disables clipping.
-    """
-
-    learning_rate: float = 1e-4
-    b1: float = 0.9
-    b2: float = 0.999
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    max_grad_norm: float = 1.0
-    warmup_steps: int = 0
-    total_steps: int = 0
-    schedule: str = "constant"
-    final_fraction: float = 0.0
+    learning_rate: float = setting("peak learning rate", 1e-4)
+    b1: float = setting("decay of the first moment", 0.9)
+    b2: float = setting("decay of the second moment", 0.999)
+    eps: float = setting("added to the root of the second moment", 1e-8)
+    weight_decay: float = setting("decoupled, times the learning rate", 0.0)
+    max_grad_norm: float = setting("bound of the policy's own global gradient norm; 0: none", 1.0)
+    warmup_steps: int = setting("updates of a linear warm-up from 0", 0)
+    total_steps: int = setting("update at which the schedule ends", 0)
+    schedule: str = setting(
+        "after warm-up: constant, or linear or cosine down to final_fraction of the peak at "
+        "total_steps",
+        "constant",
+    )
+    final_fraction: float = setting("share of the peak learning rate at total_steps", 0.0)
 
     def __post_init__(self):
         super().__post_init__()

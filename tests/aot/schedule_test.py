@@ -6,7 +6,7 @@ import pytest
 
 from mint_jax.aot import bundles, schedule
 from mint_jax.errors import UserError
-from mint_jax.jobs import schedule as job
+from tests.configs import run_config
 from tests.laws.configs_trace_test import load
 
 DUMP = """
@@ -71,7 +71,7 @@ def test_a_kernel_of_another_form_is_an_error():
 def test_counts_of_real_kernels_are_what_shapes_say(tmp_path):
     config = load("configs/schedule.py", "--config.chips=('v5e:2x2',)")
     try:
-        result = job.run(config, tmp_path)
+        result = run_config(config, tmp_path)
     except UserError as reason:
         pytest.skip(str(reason))  # no compiler, or one that does not know the undocumented flags
     chip = result["chips"]["v5e:2x2"]

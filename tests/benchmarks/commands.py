@@ -5,7 +5,7 @@ from pathlib import Path
 
 from benchmarks import launch as bench_launch
 from mint_jax import launch
-from mint_jax.jobs import settings
+from mint_jax.harness import settings
 
 ROOT = Path(__file__).parents[2]
 
@@ -17,5 +17,4 @@ def check(arguments: Sequence[str]) -> None:
     if "benchmarks" in bench_launch.program_of(name):
         bench_launch.load(str(ROOT / name), changes)
     else:
-        config, declared = launch.load(str(ROOT / name), changes)
-        settings.check(declared, config)
+        settings.build(*launch.load(str(ROOT / name), changes))

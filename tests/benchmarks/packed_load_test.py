@@ -13,8 +13,8 @@ from benchmarks import packed_load, packed_store, timing
 from benchmarks.packed_store import Store, load, residency_of
 from mint_jax import digest
 from mint_jax.catalog.packed import Schema, pack
-from mint_jax.jobs.adapters import pool_of
-from mint_jax.jobs.catalogs import JobCatalog
+from mint_jax.harness.adapters import pool_of
+from mint_jax.harness.catalogs import JobCatalog
 from mint_jax.models import transformer
 from mint_jax.residency import opening
 from tests.rollout.score_test import random_adapters
@@ -82,7 +82,7 @@ def _noting(notes: list, name: str, real):
     return lambda data: notes.append(name) or real(data)
 
 
-@pytest.mark.slow  # the short form runs in jobs/benches_test.py
+@pytest.mark.slow  # the short form runs in benchmarks/benches_test.py
 def test_the_short_bench_runs_and_every_load_is_inside_its_window(tmp_path):
     config = config_of("ci")
     config.distinct, config.small.count = 3, 20

@@ -34,7 +34,7 @@ if os.getuid() == 0:
     assert libc.capset(header, sets) == 0
 
 from mint_jax.catalog.cli.main import main
-from mint_jax.jobs import sample, settings
+from tests.configs import run_config
 
 folder, base, out, *commands = sys.argv[1:]
 try:
@@ -43,10 +43,10 @@ except OSError:
     print("may not write", flush=True)
 for command in commands:
     print("status", main([f"--catalog={folder}", *command.split()]), flush=True)
-config = settings.complete(runpy.run_path("configs/sample.py")["get_config"]())
+config = runpy.run_path("configs/sample.py")["get_config"]()
 config.update(base=base, catalog=folder, input=f"{out}/in.jsonl", output=f"{out}/out.jsonl")
 config.sampling.max_tokens = 3
-print("sampled", sample.run(config, Path(out) / "work")["tokens"], flush=True)
+print("sampled", run_config(config, Path(out) / "work")["tokens"], flush=True)
 """
 
 

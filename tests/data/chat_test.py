@@ -11,8 +11,8 @@ from transformers import AutoTokenizer
 from mint_jax.data import chat
 from mint_jax.data.tokenizer import Tokenizer
 from mint_jax.errors import UserError
-from mint_jax.jobs import sft
 from mint_jax.models import base as base_lib
+from mint_jax.recipes import sft
 from tests.data.tiny_tokenizers import CHATML, ZEPHYR, byte_level, metaspace, save, sentence_piece
 
 END = "<|im_end|>"

@@ -21,16 +21,17 @@ from mint_jax import multihost, sharding
 from mint_jax import params as params_lib
 from mint_jax.aot import chips, hlo, programs
 from mint_jax.aot.measure import measure
-from mint_jax.jobs import scale_up
 from mint_jax.lora.tree import AdapterConfig
 from mint_jax.mesh import make_mesh, single_device_mesh
 from mint_jax.models import transformer
 from mint_jax.models.config import Indexer, Latent, ModelConfig
 from mint_jax.models.paged import PAGE, RUN
+from mint_jax.recipes import scale_up
 from mint_jax.rollout import device, plans
 from mint_jax.rollout.pages import PagePool, pages_for
 from mint_jax.rollout.request import Request
 from mint_jax.rollout.scheduler import CachedPrompt, Scheduler, longest_table
+from tests.configs import read
 
 pytestmark = pytest.mark.bits
 
@@ -311,7 +312,7 @@ def config_of(name):
 
 
 def check_prefill(config):
-    question, target = scale_up.Question(config), chips.target(config.topology)
+    question, target = scale_up.Question(read(config)), chips.target(config.topology)
     plan = question.plan(target)
     prefill = plan.sampling(question.rollout)[0]
     m = measure(prefill, plan.mesh, target)
@@ -341,7 +342,7 @@ def test_prompts_are_read_on_every_pod_by_the_whole_model(name):
 @pytest.mark.parametrize("name", PODS)
 def test_a_thousand_rows_of_eight_thousand_tokens_decode_on_every_pod(name):
     config = config_of(name)
-    question, target = scale_up.Question(config), chips.target(config.topology)
+    question, target = scale_up.Question(read(config)), chips.target(config.topology)
     plan = question.plan(target)
     # Four chips cannot hold 4,096 tokens of each row beside the prompts: there nearly all of the
     # context is shared.

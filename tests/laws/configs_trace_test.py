@@ -17,25 +17,21 @@ from mint_jax.aot import schedule
 from mint_jax.aot.programs import Plan
 from mint_jax.data.buckets import ShapeBook
 from mint_jax.data.tokenizer import Tokenizer
-from mint_jax.envs import env as env_lib
 from mint_jax.errors import UserError
-from mint_jax.jobs import (
-    JOBS,
-    common,
-    dpo,
-    grpo,
-    options,
-    pretrain,
-    sample,
-    scale_up,
-    serve,
-    settings,
-    sft,
-    supervised,
-)
+from mint_jax.harness import settings, start
 from mint_jax.models import base as base_lib
 from mint_jax.models import config as config_lib
 from mint_jax.models import transformer
+from mint_jax.recipes import (
+    RECIPES,
+    dpo,
+    grpo,
+    sample,
+    scale_up,
+    serve,
+    sft,
+    supervised,
+)
 from mint_jax.rollout import device, plans
 from mint_jax.rollout.engine import BLOCKS
 from mint_jax.rollout.request import Request
@@ -44,6 +40,7 @@ from mint_jax.train import state as state_lib
 from mint_jax.train import step
 from mint_jax.train.batch import Group, TrainSequence, pack
 from mint_jax.train.trainer import stack_coefs
+from tests.configs import run_config
 
 ROOT = Path(__file__).parents[2]
 
@@ -67,9 +64,7 @@ TRAINING = {"grpo", "sft", "dpo"}
 
 def load(name, *overrides):
     """What ``launch`` makes of ``--config=name`` and overrides."""
-    config, declared = launch.load(str(ROOT / name), launch.split(overrides)[1])
-    settings.check(declared, config)
-    return config
+    return settings.build(*launch.load(str(ROOT / name), launch.split(overrides)[1]))
 
 
 @pytest.fixture(scope="session")
@@ -78,7 +73,7 @@ def pretrained(tmp_path_factory):
     step.
     """
     config = load("configs/tiny/pretrain_moe.py", "--config.steps=1")
-    return pretrain.run(config, tmp_path_factory.mktemp("pretrain_moe"))["base"]
+    return run_config(config, tmp_path_factory.mktemp("pretrain_moe"))["base"]
 
 
 def abstract_base(config, pretrained):
@@ -90,7 +85,7 @@ def abstract_base(config, pretrained):
     )
     cfg = config_lib.read_config(directory)
     params = params_lib.abstract(transformer.abstract(cfg, base_lib.DTYPES[config.dtype]))
-    devices = mesh.make_mesh(dict(config.mesh), jax.devices()[:1])
+    devices = mesh.make_mesh(config.mesh.axes(), jax.devices()[:1])
     return base_lib.Base(config.base, directory, cfg, params, devices, Tokenizer(directory), "")
 
 
@@ -98,12 +93,12 @@ def training_groups(config, base):
     """Per policy the groups of its first step; sampled tokens are made up, at full length."""
     if config.job == "grpo":
         out = {}
-        for m in grpo.members_of(config, base):
+        for name, m in grpo.members_of(config, base).items():
             tokens = [5] * m.sampling.max_tokens
             sampled = TrainSequence(
                 tokens, [1.0] * len(tokens), [0.5] * len(tokens), [-1.0] * len(tokens)
             )
-            out[m.name] = [
+            out[name] = [
                 Group(prompt, [sampled] * m.sampling.group_size)
                 for prompt in m.train[: m.sampling.prompts]
             ]
@@ -119,11 +114,11 @@ def training_groups(config, base):
 @pytest.mark.parametrize("name", NAMES)
 def test_config_loads_and_is_whole(name):
     config = load(name)
-    assert config.job in JOBS
-    assert config.get("dtype", "float32") in base_lib.DTYPES
-    if "mesh" in config and config.job != "scale_up":  # whose mesh is that of a pod
-        mesh.make_mesh(dict(config.mesh), jax.devices()[:1])
-    if "base" in config:
+    assert config.job in RECIPES
+    assert getattr(config, "dtype", "float32") in base_lib.DTYPES
+    if hasattr(config, "mesh") and config.job != "scale_up":  # whose mesh is that of a pod
+        mesh.make_mesh(config.mesh.axes(), jax.devices()[:1])
+    if hasattr(config, "base"):
         assert load(name, f"--config.base={config.base}x").base == config.base + "x"
     with pytest.raises(UserError, match="baze is no setting"):
         load(name, "--config.baze=tiny-random")
@@ -138,7 +133,7 @@ def test_training_config_traces(name, pretrained):
     base = abstract_base(config, pretrained)
     specs = transformer.abstract(base.cfg)
     policies = {
-        n: common.policy_config(n, section, i)
+        n: start.policy_config(n, section, i)
         for i, (n, section) in enumerate(config.policies.items())
     }
     groups = training_groups(config, base)
@@ -178,30 +173,23 @@ def test_other_configs_build():
     for name in NAMES:
         config = load(name)
         if config.job == "evaluate":
-            environment = env_lib.make(**config.env)
+            environment = config.env.make()
             assert len(environment.held_out) >= config.examples
-            Request(
-                **common.build(
-                    options.GrpoSampling, config.get("sampling", {}), "sampling"
-                ).drawing,
-                prompt=(1,),
-            )
-        elif config.job == "scale_up" and config.model.architectures[0] in config_lib.FAMILIES:
+            Request(**config.sampling.given, prompt=(1,))
+        elif config.job == "scale_up" and config.model["architectures"][0] in config_lib.FAMILIES:
             question = scale_up.Question(config)
-            devices = mesh.make_mesh(dict.fromkeys(config.mesh, 1), jax.devices()[:1])
+            devices = mesh.make_mesh(dict.fromkeys(config.mesh.axes(), 1), jax.devices()[:1])
             plan = Plan(question.cfg, devices, question.dtype, question.adapter)
             assert len(list(plan.programs(question.train, question.rollout))) == 4
         elif config.job == "sample":
             base = types.SimpleNamespace(tokenizer=None)
-            sample.request_of(base, {"tokens": [1]}, dict(config.sampling), name)  # type: ignore[arg-type]
+            sample.request_of(base, {"tokens": [1]}, vars(config.sampling), name)  # type: ignore[arg-type]
         elif config.job == "serve":
             assert serve.sizes_of(config).slots
         elif config.job == "schedule":
             assert set(config.chips) == set(schedule.CHIPS)
         elif config.job == "pretrain":
-            assert (
-                config_lib.from_hf({**config.model.to_dict(), "vocab_size": 10}).experts is not None
-            )
+            assert config_lib.from_hf({**config.model, "vocab_size": 10}).experts is not None
         else:
             assert config.job in TRAINING | {
                 "score",

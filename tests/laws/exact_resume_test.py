@@ -20,11 +20,12 @@ import pytest
 from mint_jax import host, mesh
 from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.checkpoint import Checkpoints
-from mint_jax.jobs import grpo
 from mint_jax.lora.tree import AdapterConfig
+from mint_jax.recipes import grpo
 from mint_jax.train.batch import Group, TrainSequence
 from mint_jax.train.state import OptimizerConfig
 from mint_jax.train.trainer import LossConfig, PolicyConfig, Trainer
+from tests.configs import run_config
 
 pytestmark = pytest.mark.bits
 
@@ -106,6 +107,7 @@ def test_restored_training_state_continues_bit_for_bit(tiny_base, rng, tmp_path)
 # step moves every policy.
 ENVIRONMENT = """
 from mint_jax.envs.env import Example, ListEnvironment
+from tests.configs import run_config
 
 def make(vary=False):
     prompts = [" ".join(str(i * 7919)[:3]) + " x" * (i * 5 % 11 if vary else 0) for i in range(100, 130)]
@@ -174,7 +176,7 @@ def train(steps: int, vary: bool, workdir: Path) -> dict[str, str]:
         policy.env = {"name": "varied:make", "vary": vary}
         policy.optimizer.learning_rate = 1e-2
         policy.sampling.update({"max_tokens": 12, "stop": ("e", "a") if vary else ()})
-    return {p["name"]: p["revision"] for p in grpo.run(config, workdir)["policies"]}
+    return {p["name"]: p["revision"] for p in run_config(config, workdir)["policies"]}
 
 
 @pytest.fixture

@@ -12,7 +12,8 @@ ROOT = Path(__file__).parents[2]
 LEVELS = [
     {"api"},
     {"launch", "top"},
-    {"jobs"},
+    {"recipes"},
+    {"harness"},
     {"aot"},
     {"service"},
     {"train", "rollout", "catalog", "residency", "envs"},

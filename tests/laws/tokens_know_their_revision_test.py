@@ -18,19 +18,22 @@ from mint_jax import mesh
 from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.packed import unpack
 from mint_jax.catalog.rollouts import unpack_rollouts
-from mint_jax.jobs import adapters, grpo, recorder
-from mint_jax.jobs.catalogs import JobCatalog
+from mint_jax.harness import adapters, recorder
+from mint_jax.harness.catalogs import JobCatalog
 from mint_jax.lora import tree as lora_tree
 from mint_jax.models import base as base_lib
 from mint_jax.models import transformer
+from mint_jax.recipes import grpo
 from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import Request
 from mint_jax.rollout.score import Scorer
+from tests.configs import run_config
 
 ROOT = Path(__file__).parents[2]
 ATOL = 1e-4  # float32: a scorer's batch has another shape than the sampler's
 ENVIRONMENT = """
 from mint_jax.envs.env import Example, ListEnvironment
+from tests.configs import run_config
 
 def make():
     examples = [Example(str(i * 7919), "") for i in range(100, 112)]
@@ -80,7 +83,7 @@ def run_job(tmp_path, monkeypatch):
             policy.env = {"name": "lettered:make"}
             policy.optimizer.learning_rate = 0.1
             policy.update(changes)
-        grpo.run(config, tmp_path / workdir)
+        run_config(config, tmp_path / workdir)
         return config
 
     return run

@@ -12,11 +12,11 @@ from mint_jax import params as params_lib
 from mint_jax.aot import chips
 from mint_jax.aot.measure import measure
 from mint_jax.aot.programs import device_bytes
-from mint_jax.jobs import scale_up
 from mint_jax.lora import tree as lora_tree
 from mint_jax.lora.tree import AdapterConfig, bucket_of
 from mint_jax.models import transformer
 from mint_jax.models.config import Experts, ModelConfig
+from mint_jax.recipes import scale_up
 from mint_jax.rollout import device, plans
 from mint_jax.rollout.scheduler import longest_table
 from mint_jax.rollout.score import next_token_logprobs

@@ -17,11 +17,12 @@ import torch
 from mint_jax import params as params_lib
 from mint_jax.data.buckets import ShapeBook
 from mint_jax.errors import UserError
-from mint_jax.jobs.grpo import Rollout, rollout_groups
-from mint_jax.jobs.options import GrpoSampling
 from mint_jax.lora import tree
 from mint_jax.lora.tree import AdapterConfig
 from mint_jax.models import transformer
+from mint_jax.recipes.grpo import rollout_groups
+from mint_jax.recipes.options import GrpoSampling
+from mint_jax.recipes.rollouts import Rollout
 from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import Completion, Request
 from mint_jax.train.batch import Group, TrainSequence, pack

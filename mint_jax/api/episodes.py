@@ -1,0 +1,175 @@
+"""``mint.groups``: completions and rewards of Python callers as groups to train on."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from mint_jax.errors import UserError
+from mint_jax.recipes.episodes import Episode, of_completion, to_groups
+from mint_jax.rollout.request import Completion, Request
+from mint_jax.train.batch import Group
+
+# The trainer knows the temperature of a sample and no filter: tokens that were drawn with these
+# have no probability ratio to it.
+FILTERS = (
+    *("top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"),
+    *("logit_bias", "json_schema", "regex", "choice"),
+)
+Turns = Completion | Sequence[Completion]
+
+
+def of_turns(turns: Turns, where: str) -> Episode:
+    """Returns an episode of completions, each of which continues the one before it.
+
+    Raises:
+        UserError: completions that name no request, were drawn greedily or from a filtered
+            distribution, at different temperatures, or do not continue each other.
+    """
+    turns = [turns] if isinstance(turns, Completion) else turns
+    if (
+        not isinstance(turns, Sequence)
+        or not turns
+        or not all(isinstance(turn, Completion) for turn in turns)
+    ):
+        raise UserError(
+            f"{where} is {turns!r:.80}; expected a Completion, or a list of those of its turns"
+        )
+    requests = [_drawn(turn, where) for turn in turns]
+    if len({request.temperature for request in requests}) > 1:
+        raise UserError(
+            f"{where} has turns of temperatures {sorted({r.temperature for r in requests})}: draw"
+            " all turns at one temperature"
+        )
+    episode = of_completion(requests[0].prompt, turns[0], requests[0].temperature)
+    for k, (turn, request) in enumerate(zip(turns[1:], requests[1:]), 2):
+        so_far = [*episode.prompt, *episode.tokens]
+        if list(request.prompt[: len(so_far)]) != so_far:
+            raise UserError(
+                f"{where}: the prompt of turn {k} does not begin with the tokens of the turns"
+                " before it: make it of token ids, [*turn.request.prompt, *turn.tokens,"
+                " *base.encode(reply)]"
+            )
+        between = list(request.prompt[len(so_far) :])
+        routes = None
+        if (
+            episode.routes is not None
+            and turn.routes is not None
+            and turn.prompt_routes is not None
+        ):
+            read = turn.prompt_routes[len(so_far) - 1 : len(request.prompt) - 1]
+            routes = np.concatenate([episode.routes, read, turn.routes])
+        episode = dataclasses.replace(
+            episode,
+            tokens=[*episode.tokens, *between, *turn.tokens],
+            drawn=episode.drawn + [False] * len(between) + [True] * len(turn.tokens),
+            logprobs=[*episode.logprobs, *(0.0 for _ in between), *turn.drawn_logprobs],
+            routes=routes,
+        )
+    return episode
+
+
+def _drawn(completion: Completion, where: str) -> Request:
+    request = completion.request
+    if request is None:
+        raise UserError(
+            f"{where} does not know its request: take completions from Model.completions or"
+            " Policy.completions"
+        )
+    if request.temperature == 0:
+        raise UserError(
+            f"{where} is greedy: its tokens were not drawn and have no gradient; sample it at a"
+            " temperature, 1.0 say"
+        )
+    for name in FILTERS:
+        value = getattr(request, name)
+        if value != Request.__dataclass_fields__[name].default:
+            raise UserError(
+                f"{where} was drawn with {name}={value!r}; completions that train are drawn from"
+                f" the whole distribution: leave {name} out"
+            )
+    return request
+
+
+def groups(
+    completions: Sequence[Sequence[Turns]],
+    rewards: Sequence[Sequence[float]],
+    *,
+    baseline: str = "group_mean",
+    divide_by_std: bool | None = None,
+    normalisation: str = "token",
+    max_tokens: int | None = None,
+) -> list[Group]:
+    """Returns groups to train on from completions and their rewards: one step of GRPO by hand.
+
+        completions = policy.completions(prompts, n=8, temperature=1.0)
+        rewards = [[score(c.text) for c in several] for several in completions]
+        policy.train_step(mint.groups(completions, rewards))
+
+    Args:
+        completions: several for each prompt, as ``completions`` returns them. A list in place of
+            a completion has the turns of one episode: each turn's prompt starts with the tokens of
+            the turns before it, and the tokens in between are the environment's, which are read
+            and not trained on.
+        rewards: a number for each, higher is better.
+        baseline: subtracted from a prompt's rewards: ``group_mean`` (GRPO), ``leave_one_out``
+            (RLOO) or ``none``.
+        divide_by_std: divides advantages by the standard deviation of the prompt's rewards; None
+            follows the baseline's paper.
+        normalisation: weights of an update's tokens: ``token``, ``sequence``, ``constant`` or
+            ``sum``.
+        max_tokens: divisor of ``constant``; None takes the largest ``max_tokens`` of a request.
+
+    Raises:
+        UserError: completions that cannot train, or a reward that is missing or not finite.
+    """
+    for name, value in (("completions", completions), ("rewards", rewards)):
+        if isinstance(value, str) or not isinstance(value, Sequence | np.ndarray) or not len(value):
+            raise UserError(
+                f"{name} is {value!r:.80}; expected a list with one list for each prompt"
+            )
+    if len(completions) != len(rewards):
+        raise UserError(
+            f"there are completions of {len(completions)} prompts and rewards of {len(rewards)}:"
+            " give a list for each prompt"
+        )
+    episodes = []
+    for q, (several, earned) in enumerate(zip(completions, rewards)):
+        if not isinstance(several, Sequence) or isinstance(several, str) or not several:
+            raise UserError(f"completions[{q}] is {several!r:.80}; expected a list of Completions")
+        if (
+            not isinstance(earned, Sequence | np.ndarray)
+            or isinstance(earned, str)
+            or len(earned) != len(several)
+        ):
+            count = len(earned) if isinstance(earned, Sequence | np.ndarray) else "no list"
+            raise UserError(
+                f"rewards[{q}] has {count} for {len(several)} completions: give one number for each"
+            )
+        episodes.append(
+            [of_turns(turns, f"completions[{q}][{g}]") for g, turns in enumerate(several)]
+        )
+        if len({(tuple(one.prompt), one.temperature) for one in episodes[q]}) > 1:
+            raise UserError(
+                f"completions[{q}] are of several prompts or temperatures: compare completions of"
+                " one prompt"
+            )
+        if len(several) != len(completions[0]):
+            raise UserError(
+                f"completions[{q}] has {len(several)} completions, completions[0] has"
+                f" {len(completions[0])}: draw equally many"
+            )
+    try:
+        rewards_QG = np.array([[float(r) for r in earned] for earned in rewards], np.float64)
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"rewards are no numbers ({error}): give a finite number for each completion"
+        ) from None
+    if max_tokens is None:
+        max_tokens = max(
+            t.request.max_tokens  # type: ignore[arg-type]
+            for some in completions
+            for c in some
+            for t in ([c] if isinstance(c, Completion) else c)
+        )
+    return to_groups(episodes, rewards_QG, baseline, divide_by_std, normalisation, max_tokens)

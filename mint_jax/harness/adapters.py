@@ -1,0 +1,189 @@
+"""Adapters by name, in configs and data files: a PEFT directory, or a revision of the catalog."""
+
+import dataclasses
+import os
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mint_jax import multihost
+from mint_jax.catalog.lifecycle import Catalog
+from mint_jax.catalog.packed import Schema, digest_of, pack, unpack
+from mint_jax.catalog.records import names as catalog_names
+from mint_jax.catalog.records.leases import Lease
+from mint_jax.errors import UserError
+from mint_jax.harness.catalogs import JobCatalog, Named
+from mint_jax.harness.start import say
+from mint_jax.lora import peft
+from mint_jax.lora import tree as lora_tree
+from mint_jax.lora.tree import AdapterConfig
+from mint_jax.models import transformer
+from mint_jax.models.base import Base
+from mint_jax.models.outline import peft_tables
+from mint_jax.residency.opening import Known
+from mint_jax.residency.pool import AdapterEntry, Pool
+
+LEASE_S = 86400.0  # of payloads that wait for their turn; renewed while turns go on
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedAdapter:
+    """An adapter on the host.
+
+    Attributes:
+        digest: of its packed object.
+        revision: None for a PEFT directory.
+    """
+
+    adapter: Any
+    config: AdapterConfig
+    digest: str
+    revision: Named | None = None
+
+
+def read_adapter(name: str | Path, base: Base, catalog: JobCatalog | None = None) -> LoadedAdapter:
+    """Returns an adapter that fits the base.
+
+    Args:
+        name: a PEFT directory, or ``policy``, ``policy@alias``, ``policy@12`` or a digest of
+            ``catalog``.
+
+    Raises:
+        UserError: not found, unreadable, corrupt, or of another base.
+    """
+    text = str(name)
+    if is_directory(text):
+        loaded, bound = _read_directory(text, base)
+    else:
+        data, revision = need_catalog(text, catalog).load(text)
+        adapter, schema = unpack(data)
+        check_base(schema, str(revision), base)
+        loaded = LoadedAdapter(adapter, schema.config, revision.digest, revision)
+        bound = lora_tree.check_fits(
+            adapter, schema.config, transformer.abstract(base.cfg), text, finite=not revision.finite
+        )
+    say(f"adapter {text}: rank {loaded.config.rank}, {bound} modules bound")
+    return loaded
+
+
+def _read_directory(text: str, base: Base) -> tuple[LoadedAdapter, int]:
+    """Returns a PEFT directory's adapter, and the number of modules that it binds."""
+    adapter, config = peft.read_peft(Path(text), *peft_tables(base.cfg))  # checks the numbers
+    abstract = transformer.abstract(base.cfg)
+    bound = lora_tree.check_fits(adapter, config, abstract, text, finite=False)
+    digest = digest_of(pack(adapter, Schema(base.fingerprint, config)))
+    return LoadedAdapter(adapter, config, digest), bound
+
+
+def is_directory(text: str) -> bool:
+    """Tells a PEFT directory's path from a revision's name."""
+    only_a_name = not text.startswith(("/", ".")) and ("@" in text or catalog_names.is_digest(text))
+    return not only_a_name and peft.is_peft(Path(text))
+
+
+def need_catalog(text: str, catalog: JobCatalog | None) -> JobCatalog:
+    """Returns the catalog.
+
+    Raises:
+        UserError: the config names none.
+    """
+    if catalog is None:
+        raise UserError(
+            f"adapter {text} is no PEFT directory ({peft.CONFIG}), and no catalog is given to look"
+            " it up in: check the path, or set --config.catalog"
+        )
+    return catalog
+
+
+def check_base(schema: Schema, revision: str, base: Base) -> None:
+    """Refuses a revision that was trained on another base."""
+    if schema.base != base.fingerprint:
+        raise UserError(
+            f"revision {revision} was trained on base {schema.base[:12]}, this is"
+            f" {base.fingerprint[:12]} ({base.name}): load its own base"
+        )
+
+
+class AdapterSource:
+    """Adapters by name for a ``Pool``. The catalog's revisions are leased from ``look_up`` until
+    ``release``, whatever becomes of their names.
+
+    Attributes:
+        revisions: the catalog's, by name.
+    """
+
+    unpack = staticmethod(unpack)
+
+    def __init__(self, base: Base, catalog: JobCatalog | None):
+        self.base, self._catalog = base, catalog
+        self.revisions: dict[str, Named] = {}
+        self._peft: dict[str, np.ndarray] = {}  # packed objects of PEFT directories
+        self._leases: dict[str, Lease] = {}
+
+    def look_up(self, names: Sequence[str]) -> dict[str, AdapterEntry]:
+        found: dict[str, AdapterEntry] = {}
+        for name in filter(is_directory, names):
+            loaded, _ = _read_directory(name, self.base)
+            packed = pack(loaded.adapter, Schema(self.base.fingerprint, loaded.config))
+            self._peft[loaded.digest] = data = np.frombuffer(packed, np.uint8)
+            known = Known(loaded.config, "float32", True)
+            found[name] = AdapterEntry(loaded.digest, known, data.nbytes)
+        if revisions := [name for name in names if name not in found]:
+            need_catalog(revisions[0], self._catalog)
+            found |= self._look_up_revisions(revisions)
+        return {name: found[name] for name in names}
+
+    def _look_up_revisions(self, names: Sequence[str]) -> dict[str, AdapterEntry]:
+        def resolve() -> list[list[Any]]:
+            return [
+                [one.policy, one.number, one.digest, one.finite, one.schema, one.place.length]
+                for one in self._main.resolve_many(names)
+            ]
+
+        found = {}
+        for name, (*which, text, nbytes) in zip(names, multihost.agree("revisions", resolve)):
+            schema, revision = Schema.from_json(text), Named(*which)
+            check_base(schema, str(revision), self.base)
+            self.revisions[name] = revision
+            known = Known(schema.config, schema.dtype, revision.finite)
+            found[name] = AdapterEntry(revision.digest, known, nbytes)
+        if multihost.count() == 1:  # several processes load all adapters before they begin
+            digests = sorted({entry.digest for entry in found.values()})
+            owner = f"turns of process {os.getpid()}"
+            self._leases = dict(zip(digests, self._main.lease_many(digests, owner, LEASE_S)))
+        return found
+
+    @property
+    def _main(self) -> Catalog:
+        assert self._catalog is not None
+        return self._catalog.main
+
+    def fetch(self, digest: str) -> np.ndarray:
+        if digest in self._peft:
+            return self._peft[digest]
+        return self._main.read_leased(self._leases[digest], verified=False)  # residency verifies
+
+    def load(self, name: str) -> tuple[AdapterConfig, Any]:
+        exact = self.revisions[name].digest if name in self.revisions else name
+        loaded = read_adapter(exact, self.base, self._catalog)
+        return loaded.config, loaded.adapter
+
+    def renew(self) -> None:
+        for digest, lease in self._leases.items():
+            if lease.expires_at < time.time() + LEASE_S / 2:
+                self._leases[digest] = self._main.renew_lease(lease, LEASE_S)
+
+    def release(self, digests: Iterable[str]) -> None:
+        leases = [self._leases.pop(digest) for digest in list(digests) if digest in self._leases]
+        if leases:
+            self._main.release(*leases)
+
+
+def pool_of(
+    base: Base, names: Sequence[str | None], catalog: JobCatalog | None, slots: int
+) -> Pool:
+    """Returns a pool of the adapters that a config or the rows of a file name."""
+    return Pool(base, AdapterSource(base, catalog), names, slots, say)

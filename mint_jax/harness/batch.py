@@ -1,0 +1,303 @@
+"""Recipes from JSONL to JSONL: rows of any number of adapters, in turns of those that fit.
+
+Each row is on disk as soon as it is done. Rows are appended to ``OUTPUT.part``, which starts with
+what they are made from; the same command continues an interrupted run. At the end ``OUTPUT``
+appears as a whole, in the order of the input, and the part is removed.
+"""
+
+import contextlib
+import difflib
+import fcntl
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from mint_jax import interrupts, multihost
+from mint_jax.catalog.packed import digest_of
+from mint_jax.data.sources import Row, json_line, numbered_rows, write_rows
+from mint_jax.errors import Interrupted, UserError
+from mint_jax.harness import adapters, catalogs, start, workdir
+from mint_jax.harness.options import BatchSettings
+from mint_jax.lora.tree import Slot, Stacks
+from mint_jax.metrics import Progress
+from mint_jax.models.base import Base
+from mint_jax.residency.pool import AdapterBatch
+
+Finished = Callable[[dict[int, Any]], None]  # results by index, as soon as they are there
+
+
+class Placed(NamedTuple):
+    """The adapters of a turn's rows: slots in stacks, and digests; None for the bare base."""
+
+    slots: list[Slot | None]
+    digests: list[str | None]
+    stacks: Stacks
+
+
+class Program(Protocol):
+    """What a recipe does with rows."""
+
+    unit: str  # of progress lines
+
+    @property
+    def keys(self) -> Sequence[str]:
+        """Names that a row may have."""
+        ...
+
+    def prepare(self, row: Row, where: str) -> Any:
+        """Returns the checked input of a row; ``where`` is its place for errors."""
+        ...
+
+    def compute(self, inputs: Sequence[Any], placed: "Placed", done: Finished) -> list[Any]:
+        """Returns the results of a turn's rows."""
+        ...
+
+    def to_row(self, made: Any, result: Any, digest: str | None) -> Row:
+        """Returns the output of a row, without its id, from its input and result."""
+        ...
+
+
+def run(
+    config: BatchSettings,
+    folder: Path,
+    program_of: Callable[[Base], Program],
+    made_from: Mapping[str, Any],
+) -> tuple[dict[str, Any], list[Row], list[Any], float]:
+    """Runs a program over the rows of ``config.input``.
+
+    Args:
+        made_from: further settings that decide the results, for resuming.
+
+    Returns:
+        the common part of the recipe's result, all output rows, the results computed now, and
+        seconds.
+    """
+    workdir.save_config(config, folder)
+    source, path = config.files()
+    places, rows = zip(*numbered_rows(source))
+    decides = {"input with digest": digest_of(json.dumps(rows, sort_keys=True).encode())[:12]}
+    decides |= {name: getattr(config, name) for name in ("base", "dtype", "quantise")}
+    with Output(path, len(rows), decides | dict(made_from)) as output:
+        todo = [n for n in range(len(rows)) if n not in output.rows]
+        base = start.open_base(config)
+        program, inputs = program_of(base), []
+        for row, where in zip(rows, places):
+            _check_row(row, program.keys, where)
+            inputs.append(program.prepare(row, where))
+        names = [rows[n].get("adapter") for n in todo]
+        progress = Progress(config.job, len(rows), done=len(output.rows))
+
+        def compute(turn: AdapterBatch) -> list[Any]:
+            mine = [todo[i] for i in turn.rows]
+            slots = [turn.slot(names[i]) for i in turn.rows]
+            digests = [pool.digests.get(names[i] or "") for i in turn.rows]
+
+            def done(results: dict[int, Any]) -> None:
+                made = {}
+                for i, result in results.items():
+                    n = mine[i]
+                    row = program.to_row(inputs[n], result, digests[i])
+                    made[n] = {"id": rows[n].get("id", n), **row}
+                output.add(made)
+                progress.update(len(output.rows), program.unit)
+
+            placed = Placed(slots, digests, turn.stacks)
+            return program.compute([inputs[n] for n in mine], placed, done)
+
+        with (
+            catalogs.reading(config) as catalog,
+            adapters.pool_of(base, names, catalog, config.slots) as pool,
+        ):
+            by_name = {f"adapter {name}": digest for name, digest in pool.digests.items()}
+            output.begin({"base's fingerprint": base.fingerprint} | by_name)
+            began = time.monotonic()
+            results = pool.run(compute)
+            seconds = time.monotonic() - began
+        output.finish()
+    common = {
+        "adapters": len({row.get("adapter") for row in rows} - {None, ""}),
+        "resumed": len(rows) - len(todo),
+        "output": str(path),
+    }
+    return common, [output.rows[n] for n in range(len(rows))], results, seconds
+
+
+def _check_row(row: Row, keys: Sequence[str], where: str) -> None:
+    """Refuses a row with unknown keys, or with an ``adapter`` that is no text."""
+    for key in row:
+        if key not in keys:
+            near = difflib.get_close_matches(key, keys, 1)
+            raise UserError(
+                f"{where} has {key!r}, which means nothing{f'; {near[0]!r}?' if near else ''}: a"
+                f" line has {', '.join(keys)}"
+            )
+    name = row.get("adapter")
+    if name is not None and not isinstance(name, str):
+        raise UserError(
+            f"{where}: adapter is {name!r}; expected a PEFT directory or a revision's name, or null"
+            " for the bare base"
+        )
+
+
+def tokens_of(base: Base, row: Row, where: str) -> list[int]:
+    """Returns the token ids of a row with ``tokens`` or ``text``."""
+    if "tokens" in row:
+        tokens = row["tokens"]
+        if not isinstance(tokens, list) or not all(type(t) is int for t in tokens):
+            raise UserError(f"{where}: tokens is {str(tokens)[:80]}; expected a list of token ids")
+        return tokens
+    if "text" in row:
+        if not isinstance(row["text"], str):
+            raise UserError(f"{where}: text is {str(row['text'])[:80]}; expected a string")
+        return base.need_tokenizer().encode(row["text"])
+    raise UserError(f"{where} has {', '.join(row) or 'nothing'}; expected tokens or text")
+
+
+class Output:
+    """Rows of one run, a context manager. Several processes have the same rows; the first writes.
+
+    Args:
+        path: of the output.
+        total: number of rows.
+        made_from: what decides the rows, by names that users know.
+
+    Attributes:
+        rows: finished ones, by index in the input.
+
+    Raises:
+        UserError: the folder cannot be written, another process writes there, or there is a part
+            that was made from something else.
+        Interrupted: leaving the context on Ctrl-C or SIGTERM, with the number of finished rows.
+    """
+
+    def __init__(self, path: Path, total: int, made_from: Mapping[str, Any]):
+        self.path, self.part, self.total = path, path.with_name(path.name + ".part"), total
+        self.rows: dict[int, Row] = {}
+        self._made_from: dict[str, Any] = {}
+        self._file: Any = None
+        try:
+            for entry in multihost.agree("rows that are done", self._open):
+                if "row" in entry:
+                    self.rows[entry["row"]] = entry["result"]
+                else:
+                    self._made_from |= entry["made_from"]
+            self.begin(made_from)
+        except BaseException:
+            if self._file is not None:
+                self._file.close()
+            raise
+
+    def __enter__(self) -> "Output":
+        interrupts.standing(self._state)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, *_: object
+    ) -> None:
+        if self._file is not None:
+            with contextlib.suppress(OSError):  # a full disk was reported before
+                self._file.close()
+            if not self.rows:
+                self.part.unlink(missing_ok=True)
+        if isinstance(error, KeyboardInterrupt):
+            number = getattr(error, "number", signal.SIGINT)
+            raise Interrupted(f"{str(error) or 'SIGINT'}; {self._state()}", number) from None
+
+    def begin(self, made_from: Mapping[str, Any]) -> None:
+        """Records what the rows are made from, as far as it is known.
+
+        Raises:
+            UserError: there are rows that were made from something else.
+        """
+        given = json.loads(json.dumps(made_from, default=str))
+        for key, value in given.items():
+            if self.rows and (old := self._made_from.get(key, value)) != value:
+                raise UserError(
+                    f"{self.part} holds {len(self.rows)} of {self.total} rows of a run with {key}"
+                    f" {old!r}, this one has {value!r}: repeat the former to continue them, remove"
+                    " that file to start again, or choose another output"
+                )
+        if new := {key: value for key, value in given.items() if key not in self._made_from}:
+            self._made_from |= new
+            multihost.agree("output", lambda: self._append([{"made_from": new}]))
+
+    def add(self, results: Mapping[int, Row]) -> None:
+        """Appends finished rows; they are on disk when this returns."""
+        entries = [{"row": n, "result": row} for n, row in results.items()]
+        multihost.agree("output", lambda: self._append(entries))
+        self.rows |= results
+
+    def finish(self) -> None:
+        """Writes the whole output and removes the part."""
+
+        def write() -> None:
+            write_rows(self.path, (self.rows[n] for n in range(self.total)))
+            self.part.unlink(missing_ok=True)
+
+        multihost.agree("output", write)
+
+    def _open(self) -> list[Row]:
+        """Returns the entries of the part, if any."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            if self.path.is_dir():
+                raise IsADirectoryError("it is a folder")
+            self._file = self.part.open("a+b")
+            self._lock()
+            self._file.seek(0)
+            whole = self._file.read()
+            lines = whole[: whole.rfind(b"\n") + 1].splitlines()
+            self._file.truncate(whole.rfind(b"\n") + 1)  # the last line may be cut short
+        except OSError as error:
+            raise UserError(
+                f"output {self.path} cannot be written ({error}): choose another path or free disk"
+                " space"
+            ) from None
+        try:
+            entries = [json.loads(line) for line in lines]
+            if not all(("row" in e and "result" in e) or "made_from" in e for e in entries):
+                raise ValueError("other entries")
+        except (ValueError, TypeError):
+            raise UserError(
+                f"{self.part} is not what an interrupted job leaves: remove it, or choose another"
+                " output"
+            ) from None
+        if not any("row" in entry for entry in entries):
+            self._file.truncate(0)
+            return []
+        return entries
+
+    def _lock(self) -> None:
+        """Refuses an output that another process is writing."""
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"output {self.path} is being written by another process: wait until it ends, or"
+                " choose another"
+            ) from None
+        except OSError:
+            pass  # a file system without locks
+
+    def _append(self, entries: list[Row]) -> None:
+        try:
+            self._file.write("".join(map(json_line, entries)).encode())
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise UserError(
+                f"output {self.part} cannot be written ({error}): {self._state()}, once there is"
+                " space"
+            ) from None
+
+    def _state(self) -> str:
+        if not self.rows:
+            return f"none of {self.total} rows is done; the same command starts again"
+        return (
+            f"{len(self.rows)} of {self.total} rows are in {self.part}; the same command goes on"
+            " with the others"
+        )

@@ -1,0 +1,274 @@
+"""Settings that several recipes share, as frozen dataclasses, and the checks of what they name.
+
+``settings`` builds them from a config file. ``preflight`` of a recipe's settings checks bases,
+files, folders and packages before JAX is imported or anything is written; what needs the base, the
+devices or the rows of a file is checked by the recipe. Imports no JAX.
+"""
+
+import dataclasses
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from mint_jax.envs import env as env_lib
+from mint_jax.errors import UserError, choice
+from mint_jax.fields import setting
+from mint_jax.harness.settings import Count, Natural, Open, Place
+from mint_jax.lora.config import AdapterConfig
+from mint_jax.models import names
+from mint_jax.models.kernels import Kernels
+from mint_jax.train.config import LossConfig, OptimizerConfig
+
+TRACKERS = ("wandb", "mlflow")  # the setting, the package and the extra have the same name
+ROW_FILES = (".parquet", ".arrow")  # need pyarrow
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RecipeSettings:
+    """Settings of every recipe."""
+
+    job: str = setting("recipe to run")
+
+    def preflight(self) -> None:
+        """Raises ``UserError`` for the first thing that the settings name and that is missing."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshSizes:
+    """Sizes of the mesh axes; one of them may be -1, which takes the remaining devices."""
+
+    data: int = setting("copies of the base; each takes a part of the rows", -1)
+    fsdp: int = setting("parts of the base's width, and of the rows", 1)
+    expert: int = setting("parts of the rows, and of routed experts", 1)
+    tensor: int = setting("parts of heads, ffw and vocabulary", 1)
+
+    def axes(self) -> dict[str, int]:
+        """Returns size by axis."""
+        return dataclasses.asdict(self)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BaseSettings(RecipeSettings):
+    """Settings of every recipe over a base."""
+
+    base: Place = setting(
+        "checkpoint directory, name of a checkpoint on the hub, or name of a packaged base"
+    )
+    dtype: str = setting("storage and compute type of the base: float32 or bfloat16", "float32")
+    quantise: str = setting(
+        "int8 or float8 stores the layers' matrices in 8 bits; empty: in dtype", ""
+    )
+    as_stored: bool = setting(
+        "on a single CPU, keep weights in the checkpoint's 16 bits or blocks of 8 and 4 bits: the "
+        "same numbers in fewer bytes",
+        True,
+    )
+    mesh: MeshSizes = setting("division of the devices", MeshSizes())
+    kernels: Kernels = setting("implementation of each kernel", Kernels())
+
+    def __post_init__(self):
+        if self.dtype not in names.DTYPES:
+            raise choice("dtype", self.dtype, names.DTYPES)
+        if self.quantise not in ("", *names.QUANTISED):
+            raise choice("quantise", self.quantise, ["", *names.QUANTISED])
+
+    def preflight(self) -> None:
+        names.check(self.base)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CatalogSettings(BaseSettings):
+    """Settings of recipes over a base and a catalog."""
+
+    catalog: Place = setting(
+        "folder or database URL of the catalog; empty: training creates WORKDIR/catalog", ""
+    )
+    payloads: Place = setting(
+        "folder, s3:// or gs:// of the payloads; empty: inside the catalog's folder", ""
+    )
+
+    @property
+    def creates_catalog(self) -> bool:
+        """True where a missing catalog is created."""
+        return False
+
+    def preflight(self) -> None:
+        super().preflight()
+        if self.catalog.startswith(("postgres://", "postgresql")):
+            need_package("psycopg", "postgres", "a catalog in PostgreSQL")
+        if self.catalog and not self.creates_catalog:
+            need_catalog(self.catalog)
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointSettings:
+    """Checkpoints of a training run."""
+
+    every: Count = setting("steps between two checkpoints", 10)
+    keep: Count = setting("number of checkpoints kept", 2)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PolicySettings:
+    """Settings of a policy in training."""
+
+    adapter: AdapterConfig = setting("shape and scale of the adapter")
+    optimizer: OptimizerConfig = setting("AdamW and its schedule", OptimizerConfig())
+    loss: LossConfig = setting("the loss", LossConfig())
+    seed: Natural | None = setting(
+        "seed of the policy; unset: from the run's seed and its name", None
+    )
+    rollout_revision = ""  # GRPO policies may draw from another revision
+
+    def preflight(self, where: str) -> None:
+        """Checks the environment or the data file; ``where`` is the policy's path in errors."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainingSettings(CatalogSettings):
+    """Settings of grpo, sft and dpo."""
+
+    seed: Natural = setting(
+        "seed of data order, adapters and sampling; a policy's own seed follows from it and the "
+        "policy's name",
+        0,
+    )
+    steps: Count = setting("updates of each policy")
+    remat: str = setting(
+        "values that the backward pass keeps: a name in models.transformer.REMAT", "names"
+    )
+    max_tokens_per_pass: Count = setting(
+        "tokens of one forward and backward pass; a larger update takes several passes", 16384
+    )
+    tenant: str = setting("owner of the policies in the catalog", "default")
+    export_every: Count = setting(
+        "steps between two exported revisions; the last step always exports", 10
+    )
+    eval_every: Natural = setting(
+        "steps between two evaluations on held-out data; the alias best names the best revision; "
+        "0: none during training",
+        0,
+    )
+    checkpoint: CheckpointSettings = setting("checkpoints of the run", CheckpointSettings())
+    tensorboard: bool = setting("write metrics for TensorBoard too", True)
+    wandb: str = setting("Weights & Biases project that gets the metrics; empty: none", "")
+    mlflow: str = setting("MLflow experiment that gets the metrics; empty: none", "")
+    policies: dict[str, PolicySettings] = setting("policies by name")
+
+    keep_rollouts = 0  # GRPO has rollouts to keep
+
+    # a resumed run may change these; the others must stay
+    CHANGEABLE = (
+        *("steps", "export_every", "checkpoint", "reward_workers", "reward_timeout"),
+        *("keep_rollouts", "cache_gib", "kernels", "tensorboard", *TRACKERS),
+    )
+
+    @property
+    def creates_catalog(self) -> bool:
+        return True
+
+    @property
+    def trackers(self) -> dict[str, str]:
+        """Project or experiment by tracker; empty where a tracker is not used."""
+        return {name: getattr(self, name) for name in TRACKERS}
+
+    def preflight(self) -> None:
+        super().preflight()
+        for name, where in self.trackers.items():
+            if where:
+                need_package(name, name, f"{name}={where!r}")
+        for name, policy in self.policies.items():
+            policy.preflight(f"policies.{name}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EnvSettings(Open):
+    """An environment; further settings are its own options."""
+
+    name: str = setting("a name in envs.env.REGISTRY, or module:factory")
+
+    def make(self) -> env_lib.Environment:
+        """Returns the environment."""
+        return env_lib.make(self.name, **self.extra)
+
+    def preflight(self, where: str) -> None:
+        check_environment(where, self.name, self.extra)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BatchSettings(CatalogSettings):
+    """Settings of recipes that read and write JSONL files."""
+
+    input: Place = setting("JSONL file to read", "")
+    output: Place = setting("JSONL file to write", "")
+    slots: Count = setting(
+        "adapters on the device at once, for each rank bucket; more adapters take turns", 64
+    )
+
+    def files(self) -> tuple[Path, Path]:
+        """Returns input and output.
+
+        Raises:
+            UserError: either is not set, or the input does not exist.
+        """
+        for name in ("input", "output"):
+            if not getattr(self, name):
+                raise UserError(f"{name} is empty: set --config.{name}=FILE.jsonl")
+        if not Path(self.input).is_file():
+            raise UserError(
+                f"input {self.input} does not exist: set --config.input to a JSONL file"
+            )
+        if self.input.endswith(ROW_FILES):
+            need_package("pyarrow", "data", f"reading {self.input}")
+        return Path(self.input), Path(self.output)
+
+    def preflight(self) -> None:
+        super().preflight()
+        self.files()
+
+
+def need_package(module: str, extra: str, what: str) -> None:
+    """Refuses a feature whose optional package is not installed; nothing is imported.
+
+    Raises:
+        UserError: with the extra to install.
+    """
+    try:
+        found = importlib.util.find_spec(module)
+    except ModuleNotFoundError:  # a parent package is missing
+        found = None
+    if found is None:
+        raise UserError(
+            f"{what} needs the package {module}, which is not installed: pip install"
+            f" 'mint-jax[{extra}]'"
+        )
+
+
+def need_catalog(place: str) -> None:
+    """Refuses a catalog folder that does not exist; databases are asked when they are opened.
+
+    Raises:
+        UserError: no catalog at ``place``.
+    """
+    if "://" not in place and not (Path(place) / "catalog.db").is_file():
+        raise UserError(
+            f"catalog {place} does not exist: set --config.catalog to a catalog's folder or its"
+            " database's URL"
+        )
+
+
+def check_environment(where: str, name: str, options: dict[str, Any]) -> None:
+    """Checks that an environment can be imported and takes these options, and that a ``jsonl``
+    environment's file exists.
+    """
+    env_lib.check_options(name, **options)
+    if name == "jsonl":
+        check_data(f"{where}.path", options["path"])
+
+
+def check_data(where: str, path: str) -> None:
+    """Checks that a data file exists, and that its reader is installed."""
+    if not Path(path).is_file():
+        raise UserError(f"{where}: data file {path} does not exist: check the path in the config")
+    if path.endswith(ROW_FILES):
+        need_package("pyarrow", "data", f"reading {path}")

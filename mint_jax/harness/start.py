@@ -1,0 +1,128 @@
+"""The first steps of every recipe: messages, the base, and the policies with their seeds."""
+
+import dataclasses
+import hashlib
+import math
+import sys
+import time
+from typing import Any
+
+import jax
+import numpy as np
+
+from mint_jax import host, mesh, multihost
+from mint_jax.data import chat
+from mint_jax.data.order import epoch_indices
+from mint_jax.errors import UserError
+from mint_jax.harness.options import BaseSettings, PolicySettings
+from mint_jax.metrics import Progress
+from mint_jax.models import base as base_lib
+from mint_jax.models.base import Base
+from mint_jax.train.config import PolicyConfig
+
+
+def say(message: str) -> None:
+    """Prints a line on stderr, in the first process; stdout is for results."""
+    if multihost.is_main():
+        print(message, file=sys.stderr, flush=True)
+
+
+def open_base(config: BaseSettings) -> Base:
+    """Builds the mesh and loads the base.
+
+    Raises:
+        UserError: some processes of the devices have not joined, or have a different base.
+    """
+    if jax.process_count() != multihost.count():
+        raise UserError(
+            f"these devices belong to {jax.process_count()} processes, of which {multihost.count()}"
+            " joined: start all with --distributed"
+        )
+    if jax.process_index() != multihost.index():
+        raise UserError(
+            f"MINT_PROCESS is {multihost.index()} on host {jax.process_index()} of this slice: use"
+            " --distributed in its place"
+        )
+    devices = mesh.make_mesh(config.mesh.axes())
+    began, progress = time.monotonic(), None
+
+    def report(done: int, total: int) -> None:
+        nonlocal progress
+        progress = progress or Progress("loading base", total, per=1e6, unit="MB")
+        progress.update(done)
+
+    how = config.dtype, report, config.quantise, config.kernels, config.as_stored
+    base = base_lib.load(config.base, devices, *how)
+    multihost.require_same("the base", lambda: base.fingerprint)
+    processes = f" of {multihost.count()} processes" if multihost.count() > 1 else ""
+    say(
+        f"base {base.name}: {base.nbytes / 1e6:.0f} MB in {base.weights} on {devices.size}"
+        f" device(s){processes} in {time.monotonic() - began:.1f} s, resident"
+        f" {host.rss_bytes() / 1e9:.2f} GB"
+    )
+    return base
+
+
+def encode(base: Base, prompt: Any) -> list[int]:
+    """Returns the token ids of a prompt: text as it is, messages through the chat template, opening
+    the reply.
+    """
+    tokenizer = base.need_tokenizer()
+    if isinstance(prompt, str):
+        return tokenizer.encode(prompt)
+    return tokenizer.encode_chat(chat.messages_of(prompt, "prompt", "an example"))
+
+
+def cache_bytes(cache_gib: float) -> int | None:
+    """Returns bytes of the sampler's cache; None lets the engine choose.
+
+    Raises:
+        UserError: a negative or infinite size.
+    """
+    if not 0 <= cache_gib < 2**30:
+        raise UserError(f"cache_gib is {cache_gib}; expected GiB of cache, or 0")
+    return int(cache_gib * 2**30) or None
+
+
+def policy_seed(seed: int, name: str) -> int:
+    """Returns a policy's own 32-bit seed from the run's seed and its name alone: other policies of
+    a config do not change it.
+
+    Raises:
+        UserError: the run's seed is negative.
+    """
+    if seed < 0:
+        raise UserError(f"seed is {seed}; expected a whole number >= 0")
+    words = np.frombuffer(hashlib.blake2b(name.encode(), digest_size=16).digest(), "<u4")
+    return int(np.random.SeedSequence([seed, *words.tolist()]).generate_state(1)[0])
+
+
+def policy_config(name: str, policy: PolicySettings, run_seed: int) -> PolicyConfig:
+    """Returns the trainer's config of a policy; its seed is its own or ``policy_seed``."""
+    if not (math.isfinite(policy.adapter.alpha) and policy.adapter.alpha > 0):
+        raise UserError(
+            f"policies.{name}.adapter.alpha is {policy.adapter.alpha}; expected a finite number"
+            " above 0: the adapter's scale is alpha / rank"
+        )
+    seed = policy_seed(run_seed, name) if policy.seed is None else policy.seed
+    return PolicyConfig(name, policy.adapter, policy.optimizer, policy.loss, seed)
+
+
+@dataclasses.dataclass
+class PolicyData:
+    """Training and held-out examples of one policy.
+
+    Attributes:
+        config: of the trainer.
+        train, held_out: examples as the recipe takes them: token ids of prompts, or groups.
+        per_step: examples of an update.
+    """
+
+    config: PolicyConfig
+    train: list[Any]
+    held_out: list[Any]
+    per_step: int
+
+    def chosen(self, step: int) -> list[int]:
+        """Returns the indices into ``train`` of a step."""
+        return epoch_indices(len(self.train), self.per_step, self.config.seed, step)

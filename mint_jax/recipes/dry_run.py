@@ -1,0 +1,61 @@
+"""``launch --dry_run``: the program and the bytes of a config, from the config and the base's
+``config.json``. Nothing is loaded or written.
+"""
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from mint_jax import mesh, trackers
+from mint_jax import params as params_lib
+from mint_jax.harness import workdir
+from mint_jax.harness.options import BaseSettings, RecipeSettings, TrainingSettings
+from mint_jax.lora import tree as lora_tree
+from mint_jax.models import hf, names, stored, transformer
+from mint_jax.models.base import DTYPES
+from mint_jax.recipes import RECIPES
+from mint_jax.train import state as state_lib
+
+
+def describe(config: RecipeSettings, folder: Path) -> dict[str, Any]:
+    """Returns ``runs``, ``workdir``, ``config`` and, for recipes over a base, ``bytes``: of the
+    base and of policies in training on all devices; of a checkpoint and of each policy's revision
+    on disk. Activations and the sampler's cache depend on the lengths of texts, and are not
+    included.
+
+    Raises:
+        UserError: settings that do not fit each other, or the base.
+    """
+    module = importlib.import_module(RECIPES[config.job])
+    about = (module.__doc__ or "").split("\n\n")[0].replace("\n", " ")
+    out: dict[str, Any] = {
+        "runs": f"{module.__name__}: {about}",
+        "workdir": str(folder),
+        "config": workdir.to_json(config),
+    }
+    if isinstance(config, TrainingSettings):
+        trackers.check(config.trackers)
+    if not isinstance(config, BaseSettings):
+        return out
+    mesh.make_mesh(config.mesh.axes())
+    if (directory := names.local(config.base)) is None:
+        why = f"base {config.base} is not on this machine yet; the job fetches it"
+        return out | {"bytes": None, "why": why}
+    cfg, dtype, quantise = hf.read_model(directory), DTYPES[config.dtype], config.quantise
+    refused = stored.why_not(dtype, quantise, jax.devices(), config.kernels.layer_matmul)
+    as_stored = config.as_stored and not refused
+    base, *_ = hf.resident_specs(directory, cfg, dtype, quantise, as_stored)
+    sizes: dict[str, Any] = {"devices": {"base": params_lib.nbytes(base)}, "disk": {}}
+    if isinstance(config, TrainingSettings):
+        specs = transformer.abstract(cfg)
+        adapters = {name: policy.adapter for name, policy in config.policies.items()}
+        empty = jax.eval_shape(lambda: state_lib.empty(specs, list(adapters.values())))
+        state = params_lib.nbytes(empty)
+        sizes["devices"]["policies_in_training"] = state
+        sizes["disk"]["checkpoint"] = state
+        sizes["disk"]["revision"] = {
+            name: lora_tree.adapter_nbytes(specs, adapter) for name, adapter in adapters.items()
+        }
+    return out | {"bytes": sizes}

@@ -1,0 +1,43 @@
+"""Every setting of every recipe as one page: ``python -m mint_jax.recipes.reference >
+docs/settings.md``.
+"""
+
+import importlib
+from collections.abc import Iterator
+
+from mint_jax.harness import settings
+from mint_jax.recipes import RECIPES
+from mint_jax.recipes.options import OF_JOB
+
+HEAD = """# Settings
+
+Look up here which settings the config of each job has; `--config=FILE --help` prints them with a file's own values.
+A setting without a default must be given. `(not set)` means that the job decides.
+Dots join sections, as on the command line: `--config.checkpoint.every=5`.
+Benchmarks declare theirs in `configs/bench/` and `configs/sweeps/`.
+
+Generated from `mint_jax/harness/options.py` and `mint_jax/recipes/options.py`.
+"""  # noqa: E501
+
+
+def page() -> str:
+    """Returns the page."""
+    parts = [HEAD]
+    for job, module in RECIPES.items():
+        doc = importlib.import_module(module).__doc__ or ""
+        about = doc.split("\n\n")[0].strip().replace("\n", " ")
+        head = "| setting | default | type | meaning |\n| --- | --- | --- | --- |"
+        parts.append(f"## {job}\n\n{about}\n\n{head}\n" + "\n".join(_rows(OF_JOB[job])))
+    return "\n".join(parts) + "\n"
+
+
+def _rows(cls: type) -> Iterator[str]:
+    """Yields a table row for every setting; ``NAME`` stands for a policy's name."""
+    for path, words, value, line in settings.describe(cls, {}):
+        shown = "(not set)" if value is None else "" if value is settings.UNSET else f"`{value!r}`"
+        cells = (f"`{path}`", shown, words, line)
+        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+if __name__ == "__main__":
+    print(page(), end="")

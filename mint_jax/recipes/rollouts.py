@@ -1,0 +1,216 @@
+"""Rollouts: prompts of each policy's environment, and completions that its adapter draws.
+
+Axes: Q prompts, G completions of a prompt.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from mint_jax import metrics, multihost
+from mint_jax.catalog import rollouts as catalog_rollouts
+from mint_jax.envs.env import Environment, Example
+from mint_jax.errors import UserError
+from mint_jax.harness import adapters, start
+from mint_jax.harness.catalogs import JobCatalog
+from mint_jax.harness.start import PolicyData
+from mint_jax.lora.tree import Slot, Stacks
+from mint_jax.models.base import Base
+from mint_jax.recipes.options import GrpoSampling, GrpoSettings
+from mint_jax.residency.pool import ResidentAdapters
+from mint_jax.rollout.engine import Engine
+from mint_jax.rollout.request import Completion, Request
+from mint_jax.train import advantages
+from mint_jax.train.trainer import Trainer
+
+
+@dataclasses.dataclass
+class Member(PolicyData):
+    """A policy with its environment; ``train`` and ``held_out`` are token ids of prompts."""
+
+    env: Environment
+    sampling: GrpoSampling
+
+
+@dataclasses.dataclass
+class Rollout:
+    """Completions of one policy's step; examples and prompts are in the same order.
+
+    Attributes:
+        revision: digest of the fixed revision that drew them; None where the policy did.
+        version: of the trainer, where the policy drew them.
+    """
+
+    examples: list[Example]
+    prompts: list[list[int]]
+    completions: list[list[Completion]]
+    revision: str | None = None
+    version: int | None = None
+
+
+def members_of(config: GrpoSettings, base: Base) -> dict[str, Member]:
+    """Returns the policies with their prompts encoded.
+
+    Raises:
+        UserError: a prompt and its completion exceed the context.
+    """
+    members = {}
+    for name, policy in config.policies.items():
+        env, sampling = policy.env.make(), policy.sampling
+        train = [start.encode(base, e.messages) for e in env.train]
+        held_out = [start.encode(base, e.messages) for e in env.held_out[: config.eval.examples]]
+        longest = max(map(len, train + held_out))
+        if longest + sampling.max_tokens > base.cfg.context:
+            raise UserError(
+                f"policy {name!r}: a prompt of {longest} tokens and max_tokens"
+                f" {sampling.max_tokens} exceed the context of {base.cfg.context}: lower max_tokens"
+                " or drop long prompts"
+            )
+        own = start.policy_config(name, policy, config.seed)
+        members[name] = Member(own, train, held_out, sampling.prompts, env, sampling)
+    prompts = [[m.train, m.held_out] for m in members.values()]
+    multihost.require_same("the prompts", lambda: prompts)
+    return members
+
+
+class PolicySampler:
+    """Samples policies in training, with their current adapters in the trainer's own slots.
+
+    Attributes:
+        tokens: number of tokens sampled in this process.
+        fixed: digest or PEFT directory of policies that sample from another adapter.
+    """
+
+    def __init__(
+        self, config: GrpoSettings, base: Base, members: Mapping[str, Member], trainer: Trainer
+    ):
+        self.config, self.base, self.members, self.trainer = config, base, members, trainer
+        tokenizer, samplings = base.need_tokenizer(), [m.sampling for m in members.values()]
+        self.engine = Engine(
+            base,
+            tokenizer.decode,
+            config.max_rows,
+            keep_routes=base.cfg.routed and any(s.replay for s in samplings),
+            cache_bytes=start.cache_bytes(config.cache_gib),
+            keep_cache=False,
+        )
+        self.stop_ids, self.tokens = tokenizer.eos_ids, 0
+        self.fixed: dict[str, str] = {}
+        self._held, self._digests = ResidentAdapters({}, {}), dict[str, str]()  # of fixed adapters
+
+    @contextlib.contextmanager
+    def sampling_from(self, fixed: dict[str, str], catalog: JobCatalog) -> Iterator[None]:
+        """In this block these policies sample from other adapters, which stay as they are.
+
+        Args:
+            fixed: digest or PEFT directory, by policy.
+        """
+        names = list(fixed.values())
+        with (
+            adapters.pool_of(self.base, names, catalog, max(1, len(names))) as pool,
+            pool.hold(names) as held,
+        ):
+            digests = {name: pool.digests[text] for name, text in fixed.items()}
+            self.fixed, self._held, self._digests = fixed, held, digests
+            try:
+                yield
+            finally:
+                self.fixed, self._held, self._digests = {}, ResidentAdapters({}, {}), {}
+
+    def rollout(self, names: Sequence[str], step: int) -> dict[str, Rollout]:
+        """Samples the prompts of a step: one engine call for policies that sample themselves, and
+        one for those with fixed adapters.
+        """
+        order = multihost.agree("data order", lambda: {n: self._draw(n, step) for n in names})
+        own, fixed = ([n for n in names if (n in self.fixed) == is_fixed] for is_fixed in (0, 1))
+        slots = {name: self._held.slots[self.fixed[name]] for name in fixed}
+        out = self._sample(own, order, self.trainer.slots, self.trainer.stacks)
+        out |= self._sample(fixed, order, slots, self._held.stacks)
+        return {name: out[name] for name in names}
+
+    def _draw(self, name: str, step: int) -> list[tuple[int, int]]:
+        """Returns the index and the seed of each prompt of a step."""
+        member = self.members[name]
+        chosen = member.chosen(step)
+        seeds = np.random.SeedSequence([member.config.seed, step]).generate_state(len(chosen))
+        return list(zip(chosen, seeds.tolist()))
+
+    def _sample(
+        self,
+        names: Sequence[str],
+        order: Mapping[str, list[tuple[int, int]]],
+        slots: Mapping[str, Slot],
+        stacks: Stacks,
+    ) -> dict[str, Rollout]:
+        out, requests, owners = {}, [], []
+        for name in names:
+            member, adapter = self.members[name], self._adapter(name)
+            indices = [index for index, _ in order[name]]
+            examples = [member.env.train[index] for index in indices]
+            out[name] = Rollout(examples, [member.train[index] for index in indices], [], **adapter)
+            for index, seed in order[name]:
+                own = {"n": member.sampling.group_size, "seed": seed, "adapter": slots[name]}
+                requests.append(self._request(member, member.train[index], **own, **adapter))
+                owners.append(name)
+        for name, completions in zip(owners, self.engine.generate(requests, stacks)):
+            out[name].completions.append(completions)
+            self.tokens += sum(len(c.tokens) for c in completions)
+        return out
+
+    def _adapter(self, name: str) -> dict[str, Any]:
+        """Names the weights that draw a policy's rollouts: a digest, or the policy's version."""
+        if name in self._digests:
+            return {"revision": self._digests[name]}
+        return {"version": self.trainer.versions[name]}
+
+    def _request(self, member: Member, prompt: Sequence[int], **own: Any) -> Request:
+        drawing = member.sampling.drawing
+        return Request(**drawing, prompt=tuple(prompt), stop_ids=self.stop_ids, **own)
+
+    def held_out(self, names: Sequence[str]) -> dict[str, list[list[Completion]]]:
+        """Samples the held-out prompts with the policies as they are, with seeds of their own."""
+        out: dict[str, list[list[Completion]]] = {name: [] for name in names}
+        requests, owners, n = [], [], self.config.eval.samples
+        for name in names:
+            now = {"adapter": self.trainer.slots[name], "version": self.trainer.versions[name]}
+            for i, prompt in enumerate(self.members[name].held_out):
+                requests.append(self._request(self.members[name], prompt, n=n, seed=i * n, **now))
+                owners.append(name)
+        progress = metrics.Progress("evaluating", len(requests))
+        results = self.engine.generate(
+            requests, self.trainer.stacks, lambda done, _: progress.update(done, "prompts")
+        )
+        for name, completions in zip(owners, results):
+            out[name].append(completions)
+        return out
+
+
+def rollout_metrics(
+    sampling: GrpoSampling, rollout: Rollout, rewards_QG: np.ndarray
+) -> dict[str, float]:
+    """Returns metrics of scored rollouts: reward, its std within a prompt, tokens of a completion,
+    shares of truncated completions and of prompts without advantage, and the entropy of a token in
+    nats, estimated by the mean of ``-log p`` of the drawn ones.
+    """
+    drawn = [c for group in rollout.completions for c in group]
+    advantage = advantages.group_advantages(rewards_QG, sampling.baseline, sampling.divide_by_std)
+    return {
+        "reward": float(rewards_QG.mean()),
+        "reward_std": float(rewards_QG.std(axis=1).mean()),
+        "completion_tokens": float(np.mean([len(c.tokens) for c in drawn])),
+        "truncated": float(np.mean([c.finish == "length" for c in drawn])),
+        "zero_advantage": float((advantage == 0).all(axis=1).mean()),
+        "entropy": -float(np.mean([p for c in drawn for p in c.drawn_logprobs])),
+    }
+
+
+def as_record(rollout: Rollout, rewards_QG: np.ndarray, digest: str) -> catalog_rollouts.Rollouts:
+    """Returns scored rollouts as the catalog keeps them."""
+    tokens = [[c.tokens for c in group] for group in rollout.completions]
+    logprobs = [[c.logprobs for c in group] for group in rollout.completions]
+    drawn_by = [[[digest] * len(row) for row in group] for group in tokens]
+    made = tokens, logprobs, drawn_by, rewards_QG
+    return catalog_rollouts.Rollouts("", 0, rollout.prompts, *made)

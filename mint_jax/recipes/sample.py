@@ -1,0 +1,166 @@
+"""Completions of given prompts: JSONL in, JSONL out, base and adapters mixed in one batch.
+
+A line is ``{"prompt": "text"}``, ``{"messages": [...]}`` (with ``tools`` and
+``chat_template_kwargs`` of the chat template) or ``{"tokens": [...]}``. It may have an ``id``, an
+``adapter`` (a PEFT directory, or a revision of ``config.catalog``), any setting of
+``config.sampling``, ``logit_bias`` (added to logits by token id, ``{"17": -100}``),
+``target_prompt_logprobs`` and ``prompt_logprobs_last_n``; see ``rollout.request``.
+
+A result is ``{"id", "prompt_tokens", "revision", "completions": [{"tokens", "logprobs", "text",
+"finish"}]}``, in the order of the input; ``revision`` is the adapter's digest, null for the bare
+base. Requested ``top_logprobs`` are lists of [token, log-probability] of a completion; values of
+the prompt's positions have the names of their settings. More adapters than ``config.slots`` take
+turns. The same command continues an interrupted run; see ``harness.batch``.
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mint_jax import fields
+from mint_jax.data import chat
+from mint_jax.errors import UserError
+from mint_jax.harness import batch, start
+from mint_jax.models.base import Base
+from mint_jax.recipes.options import LineSampling, SampleSettings
+from mint_jax.rollout.engine import Engine
+from mint_jax.rollout.request import Completion, Request
+
+OF_PROMPT = (
+    *("prompt_logprobs", "top_prompt_logprobs", "target_prompt_logprobs"),
+    "prompt_alternatives",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class LineOptions(LineSampling):
+    """Settings of one line."""
+
+    logit_bias: dict = dataclasses.field(default_factory=dict)
+    target_prompt_logprobs: tuple[tuple[int, ...], ...] | None = None
+    prompt_logprobs_last_n: int | None = None
+
+
+SETTINGS = tuple(f.name for f in dataclasses.fields(LineOptions))
+
+
+def run(config: SampleSettings, folder: Path) -> dict[str, Any]:
+    """Samples ``config.input`` into ``config.output``; returns the result."""
+    decides = {f"sampling.{name}": value for name, value in vars(config.sampling).items()}
+
+    def program_of(base: Base) -> LineSampler:
+        return LineSampler(base, config)
+
+    common, rows, drawn, seconds = batch.run(config, folder, program_of, decides)
+    new = sum(len(c.tokens) for completions in drawn for c in completions)
+    return {
+        "job": "sample",
+        "prompts": len(rows),
+        "tokens": sum(len(c["tokens"]) for row in rows for c in row["completions"]),
+        "tokens_per_s": round(new / seconds, 1),
+        **common,
+    }
+
+
+class LineSampler:
+    """Samples requests of many adapters."""
+
+    keys = ("id", "adapter", "prompt", "messages", "tokens", "text", *chat.OF_CHATS, *SETTINGS)
+    unit = "prompts"
+
+    def __init__(self, base: Base, config: SampleSettings):
+        self.base, self.defaults = base, vars(config.sampling)
+        decode = base.tokenizer.decode if base.tokenizer is not None else None
+        cache_bytes = start.cache_bytes(config.cache_gib)
+        self.engine = Engine(base, decode, config.max_rows, cache_bytes=cache_bytes)
+
+    def prepare(self, row: batch.Row, where: str) -> Request:
+        request = request_of(self.base, row, self.defaults, where)
+        try:
+            self.engine.check(request, {})
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from None
+        return request
+
+    def compute(
+        self, inputs: Sequence[Request], placed: batch.Placed, done: batch.Finished
+    ) -> list[list[Completion]]:
+        requests = [
+            dataclasses.replace(request, adapter=slot, revision=digest)
+            for request, slot, digest in zip(inputs, placed.slots, placed.digests)
+        ]
+        return self.engine.generate(requests, placed.stacks, finished=done)
+
+    def to_row(self, made: Request, result: list[Completion], digest: str | None) -> batch.Row:
+        row = {"prompt_tokens": list(made.prompt), "revision": digest}
+        asked = {name: getattr(result[0], name) for name in OF_PROMPT}
+        if (values := asked["prompt_logprobs"]) is not None:  # JSON has no NaN
+            asked["prompt_logprobs"] = [None if math.isnan(p) else p for p in values]
+        row |= {name: value for name, value in asked.items() if value is not None}
+        completions = []
+        for c in result:
+            top = {} if c.top_logprobs is None else {"top_logprobs": c.top_logprobs}
+            shown = {"tokens": c.tokens, "logprobs": c.logprobs, "text": c.text, "finish": c.finish}
+            completions.append(shown | top)
+        return row | {"completions": completions}
+
+
+def request_of(base: Base, row: batch.Row, defaults: dict[str, Any], where: str) -> Request:
+    """Returns the request of one line for the bare base; the checkpoint's end tokens end a
+    completion too.
+    """
+    given = vars(LineSampling()) | defaults
+    given |= {name: row[name] for name in SETTINGS if name in row}
+    if isinstance(given["stop"], str):
+        given["stop"] = (given["stop"],)
+    if isinstance(given["json_schema"], dict):
+        given["json_schema"] = json.dumps(given["json_schema"])
+    given = fields.check(LineOptions, given, where)
+    ends = base.tokenizer.eos_ids if base.tokenizer is not None else ()
+    if not given.pop("ignore_eos"):
+        given["stop_ids"] = (*given["stop_ids"], *ends)
+    biases = given.get("logit_bias", {}).items()
+    given["logit_bias"] = tuple(_bias(where, token, bias) for token, bias in biases)
+    given |= {name: given[name] or None for name in ("json_schema", "regex", "choice")}
+    return Request(prompt=tuple(_prompt(base, row, where)), **given)
+
+
+def _bias(where: str, token: str, bias: Any) -> tuple[int, float]:
+    if not token.isdecimal() or isinstance(bias, bool) or not isinstance(bias, int | float):
+        raise UserError(
+            f"{where}: logit_bias has {token!r}: {bias!r}; expected numbers by token id, as in"
+            ' {"17": -100}'
+        )
+    return int(token), float(bias)
+
+
+def _prompt(base: Base, row: batch.Row, where: str) -> list[int]:
+    """Returns the token ids of a line's ``prompt``, ``messages``, ``tokens`` or ``text``."""
+    given = [name for name in ("prompt", "messages", "tokens", "text") if name in row]
+    if len(given) > 1:
+        raise UserError(f"{where} has {' and '.join(given)}: give one of them")
+    if "prompt" in row and not isinstance(row["prompt"], str):
+        raise UserError(
+            f"{where}: prompt is {str(row['prompt'])[:80]}; expected a string; a conversation is"
+            " called messages"
+        )
+    if "messages" in row:
+        messages = row["messages"]
+        turns = messages if isinstance(messages, list) else []
+        if not turns or not all(
+            isinstance(m, dict) and isinstance(m.get("role"), str) for m in turns
+        ):
+            wanted = 'expected a list of {"role": ..., "content": ...}; plain text is called prompt'
+            raise UserError(f"{where}: messages is {str(messages)[:80]!r}; {wanted}")
+        return chat.prompt_tokens(base.need_tokenizer(), row, where)
+    if given := [name for name in chat.OF_CHATS if name in row]:
+        raise UserError(
+            f"{where} has {given[0]} and plain text, which no chat template renders: give"
+            " messages, or leave it out"
+        )
+    if "prompt" in row:
+        return start.encode(base, row["prompt"])
+    return batch.tokens_of(base, row, where)

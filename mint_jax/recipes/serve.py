@@ -1,0 +1,189 @@
+"""Serves one base: many tenants train adapters over it and sample from them, with Tinker's and
+OpenAI's clients.
+
+It prints ``{"listening": true, "url": ...}`` before it loads the base, ``{"ready": true, "url":
+...}`` when everything is compiled, and serves until SIGTERM or Ctrl-C. A request is served as soon
+as its own programs are compiled. Everything acknowledged is in the workdir: the same command
+continues from there.
+"""
+
+import contextlib
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+from mint_jax import host, multihost
+from mint_jax.errors import UserError
+from mint_jax.harness import start, workdir
+from mint_jax.harness.workdir import WorkdirLock
+from mint_jax.metrics import Progress
+from mint_jax.recipes.options import ServeSettings
+from mint_jax.train.config import BlockShape
+
+# for a server that is still opening when it is stopped; its records are then as after a kill
+STOP_S = 5.0
+
+
+def sizes_of(config: ServeSettings) -> Any:
+    """Returns ``service.server.Sizes`` of the settings.
+
+    Raises:
+        UserError: malformed ranks or shapes.
+    """
+    from mint_jax.service.server import Sizes
+
+    shapes = []
+    for shape in config.shapes:
+        if (
+            not isinstance(shape, list | tuple)
+            or len(shape) not in (3, 4)
+            or not all(type(n) is int and n > 0 for n in shape)
+        ):
+            raise UserError(
+                f"shapes has {shape!r}; expected blocks, rows and tokens of a step, and targets a"
+                " position, as in (4, 1, 1024)"
+            )
+        shapes.append(BlockShape(*shape))
+    if not config.ranks:
+        raise UserError("ranks is empty; expected the ranks that policies may have, as in (8, 32)")
+    return Sizes(
+        slots=dict.fromkeys(config.ranks, config.slots),
+        adapters=dict.fromkeys(config.ranks, config.adapters),
+        shapes=shapes,
+        max_rows=config.max_rows,
+        cache_bytes=start.cache_bytes(config.cache_gib),
+        reuse_decoded=config.reuse_decoded,
+        host_bytes=int(config.host_gib * 2**30),
+        gap_s=config.gap_s,
+        idle_gap_s=config.idle_gap_s,
+        every=config.snapshot_every,
+        every_s=config.snapshot_s,
+        session_s=config.session_s,
+    )
+
+
+def run(config: ServeSettings, folder: Path) -> dict[str, Any]:
+    """Serves until a signal; ``precompile=only`` fills the compilation cache and returns."""
+    if (count := multihost.count()) > 1:
+        raise UserError(
+            f"the service is of one process, here are {count}: start one over all its devices"
+        )
+    try:
+        from mint_jax.service import app, binding, gate
+        from mint_jax.service.keys import Keys
+        from mint_jax.service.openai_types import OPENAI, WIDE
+        from mint_jax.service.quotas import Quota, Quotas
+        from mint_jax.service.server import Server
+        from mint_jax.service.starting import Starting
+    except ImportError as error:
+        raise UserError(f"the service needs {error.name}: install mint-jax[serve]") from None
+    keys = Keys(Path(config.api_keys)) if config.api_keys else None
+    binding.check_binding(config.host, keys, bool(config.certificate) or config.behind_tls)
+    binding.check_hosts(config.hosts)
+    sizes = sizes_of(config)
+    default = Quota(
+        tokens=config.tenant_tokens or None,
+        policies=config.tenant_policies or None,
+        bytes=int(config.tenant_gib * 2**30) or None,
+    )
+    quotas = Quotas(default, Path(config.api_keys) if config.api_keys else None)
+    limits = gate.Limits(
+        body_bytes=config.body_mb << 20,
+        tenant=config.tenant_requests,
+        held_bytes=int(config.bodies_gib * 2**30),
+    )
+    bars: list[Progress] = []
+
+    def compiling(name: str, done: int, total: int) -> None:
+        starting.doing = f"compiling {name}: {done} of {total} programs are ready"
+        bars[:] = bars or [Progress("compiling", total)]
+        bars[0].update(done, name)
+
+    def open_server() -> Server:
+        base = start.open_base(config)
+        named = {"name": config.name or None, "tokenizer": config.tokenizer or None}
+        peft_folder = Path(config.peft_folder) if config.peft_folder else None
+        return Server(
+            base,
+            folder,
+            sizes,
+            config.catalog or None,
+            config.payloads or None,
+            **named,
+            peft_folder=peft_folder,
+            quotas=quotas,
+        )
+
+    tls = (
+        {"ssl_certfile": config.certificate, "ssl_keyfile": config.private_key or None}
+        if config.certificate
+        else {}
+    )
+    url = ""
+    opening = threading.Lock()
+    opened = contextlib.ExitStack()
+    servers: list[Server] = []
+    failed: list[BaseException] = []
+
+    def serve() -> None:
+        try:
+            starting.doing = f"loading {config.base}"
+            server = open_server()
+            if config.precompile == "before":
+                server.warm(compiling)
+            starting.doing = "reading its workdir"
+            with opening:
+                if web.should_exit:
+                    return
+                if config.precompile == "background":
+                    server.compile_beside(compiling)
+                opened.enter_context(server.running())
+                servers.append(server)
+            bounds = OPENAI if config.openai_limits else WIDE
+            starting.begin(app.make(server, keys, limits, config.hosts, bounds), server.end_waits)
+            if server.programs is None or server.programs.wait():
+                print(json.dumps({"ready": True, "url": url}), flush=True)
+            elif server.programs.failed is not None:
+                raise server.programs.failed
+        except BaseException as error:  # the main thread raises it below
+            failed.append(error)
+            web.should_exit = True
+
+    starter = threading.Thread(target=serve, name="starter", daemon=True)
+
+    def started(port: int) -> None:
+        nonlocal url
+        where = f"[{config.host}]" if ":" in config.host else config.host
+        url = f"{'https' if tls else 'http'}://{where}:{port}"
+        print(json.dumps({"listening": True, "url": url}), flush=True)
+        host.may_abandon(starter)
+        starter.start()
+
+    starting = Starting()
+    lock = WorkdirLock(folder)
+    try:
+        workdir.save_config(config, folder)
+        if config.precompile == "only":
+            with contextlib.closing(open_server()) as server:
+                return {"job": "serve", "compiled": server.warm(compiling)}
+        web = app.Web(starting, starting, config.host, config.port, started, **tls)
+        with contextlib.suppress(SystemExit):  # uvicorn raises it for a port in use
+            web.run()
+        if not web.started:
+            raise UserError(
+                f"port {config.port} of {config.host} cannot be used: choose another --config.port,"
+                " or 0 for any that is free"
+            )
+        if opening.acquire(timeout=STOP_S):
+            opened.close()
+    finally:
+        lock.release()
+    if failed:
+        raise failed[0]
+    done = servers[0] if servers else None
+    counts = {
+        "tokens_sampled": 0 if done is None else done.engine.counts["drawn_tokens"],
+        "training_steps": 0 if done is None else done.live.counts["steps"],
+    }
+    return {"job": "serve", "stopped_by": web.stopped_by, **counts}

@@ -1,0 +1,75 @@
+"""Tables on terminals of any width: no line is longer, no number is broken."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from mint_jax.harness import report
+
+COLUMNS = (
+    "policy",
+    "rank",
+    "margin_before",
+    "margin_after",
+    "preferred_before",
+    "preferred_after",
+    "adapter_bytes",
+    "note",
+)
+ROWS = [
+    (
+        f"policy{i}",
+        8 * i,
+        0.0,
+        1234.56789 + i,
+        0.5,
+        0.987,
+        123456789 + i,
+        "some words that may wrap",
+    )
+    for i in range(3)
+]
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 100, 200])
+def test_a_table_fits_the_terminal(width, monkeypatch):
+    out = io.StringIO()
+    monkeypatch.setattr(report, "_console", Console(file=out, width=width, highlight=False))
+    report.table("held out", COLUMNS, ROWS)
+    text = out.getvalue()
+    assert max(map(len, text.splitlines())) <= width
+    for value in ("1234.568", "1236.568", "123456791", "0.987"):
+        assert value in text
+    for column in COLUMNS:
+        assert column in text.replace("\n", " ")
+    blocks = text.count("policy2")
+    assert (blocks == 1) == (width >= 200) if width in (40, 60, 200) else blocks >= 1, (
+        "further columns stand behind the name again"
+    )
+    assert text.count("held out") == 1
+
+
+def test_a_result_is_a_table_with_the_names_of_revisions(capsys, tmp_path):
+    row = {
+        "name": "adder",
+        "rank": 2,
+        "reward_before": 0.25,
+        "reward_after": 0.75,
+        "revision": "ab" * 32,
+        "number": 3,
+    }
+    found = {
+        "job": "grpo",
+        "policies": [row],
+        "wall_s": 1.5,
+        "kernels_passed_over": [],
+        "stamp": {"config": {}},
+    }
+    report.result(found, tmp_path / "result.json")
+    out = capsys.readouterr().out
+    assert "adder@3" in out
+    assert "0.750" in out
+    assert "abab" not in out
+    assert out.splitlines()[-2:] == ["wall_s 1.5", f"result: {tmp_path / 'result.json'}"]
+    assert len(out) < 1000, "no page of JSON"

@@ -1,0 +1,315 @@
+"""A config of one's own: every setting of its job exists, can be changed from the command line, is
+listed, and is checked.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from mint_jax import launch
+from mint_jax.errors import UserError
+from mint_jax.harness import settings
+from mint_jax.recipes import RECIPES, options, reference
+
+ROOT = Path(__file__).parents[2]
+TEN_LINES = """
+from ml_collections import ConfigDict
+
+def get_config():
+    config = ConfigDict()
+    config.job = "sft"
+    config.base = "tiny-random"
+    config.steps = 4
+    config.policies = ConfigDict({n: {"data": {"env": "digit_sum"}, "adapter": {"rank": 2}} for n in ("adder", "v2")})
+    return config
+"""  # noqa: E501
+
+
+@pytest.fixture
+def own(tmp_path):
+    """Loads a config file of the user's own with changes, as ``launch`` does; the file's text can
+    be given.
+    """
+
+    def load(*changes, text=TEN_LINES, name="own.py"):
+        (tmp_path / name).write_text(text)
+        return settings.build(*launch.load(str(tmp_path / name), launch.split(changes)[1]))
+
+    return load
+
+
+def test_what_a_file_leaves_out_has_its_default_and_can_be_set(own):
+    config = own()
+    assert (
+        config.dtype,
+        config.mesh.data,
+        config.checkpoint.every,
+        config.policies["adder"].batch_size,
+    ) == ("float32", -1, 10, 8)
+    assert config.policies["adder"].seed is None, "derived, unless somebody sets it"
+    config = own(
+        "--config.catalog=runs/catalog",
+        "--config.policies.adder.optimizer.warmup_steps",
+        "3",
+        "--config.policies.adder.seed=7",
+        "--config.policies.*.adapter.alpha=64",
+        "--config.checkpoint.keep=5",
+        "--config.tensorboard=false",
+        "--config.policies.v2.adapter.targets=('q', 'v')",
+    )
+    assert config.catalog == "runs/catalog"
+    assert config.policies["adder"].optimizer.warmup_steps == 3
+    assert config.policies["v2"].optimizer.warmup_steps == 0
+    assert config.policies["adder"].seed == 7
+    assert [p.adapter.alpha for p in config.policies.values()] == [64.0, 64.0]
+    assert isinstance(config.policies["v2"].adapter.alpha, float)
+    assert config.checkpoint.keep == 5
+    assert config.tensorboard is False
+    assert config.policies["v2"].adapter.targets == ("q", "v")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("configs/sft/smollm2.py", "--config.policies.bracket.data.path=rows.jsonl"),
+        ("configs/dpo/smollm2.py", "--config.policies.adder.data.path=pairs.jsonl"),
+        (
+            "configs/sample.py",
+            "--config.catalog=runs/q/catalog",
+            "--config.input=p.jsonl",
+            "--config.sampling.max_tokens=6",
+        ),
+        (
+            "configs/evaluate.py",
+            "--config.catalog=runs/quickstart/catalog",
+            "--config.adapters.policy=adder@latest",
+        ),
+        ("configs/evaluate.py", "--config.adapters.adder-v1=adder@1", "--config.env.seed=3"),
+        (
+            "configs/quickstart.py",
+            "--config.schedule=overlapped",
+            "--config.policies.adder.env.count=12",
+        ),
+        (
+            "configs/tiny/grpo_moe.py",
+            "--config.router_noise=0.3",
+            "--config.policies.*.sampling.replay=False",
+        ),
+        (
+            "configs/scale_up/tiny.py",
+            "--config.topology=smallest",
+            "--config.model.sliding_window=128",
+        ),
+    ],
+    ids=lambda c: "+".join(c).replace("--config.", "").replace("configs/", ""),
+)
+def test_documented_changes_are_taken(command):
+    name, *changes = command
+    at_start = settings.build(*launch.load(str(ROOT / name), launch.split(changes)[1]))
+    for path, text in launch.split(changes)[1]:
+        path = path.replace("*", "experts")
+        at = settings.plain(at_start)
+        for part in path.split("."):
+            at = at[part]
+        assert str(at).replace(" ", "") == text or text.startswith("~"), path
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ("stepps=3", "stepps is no setting: did you mean steps?"),
+        ("chekpoint.every=3", "chekpoint is no setting: did you mean checkpoint?"),
+        ("checkpoint.evry=3", "checkpoint.evry is no setting: did you mean checkpoint.every?"),
+        ("polices.adder.seed=3", "polices is no setting: did you mean policies?"),
+        ("policies.addr.seed=3", "policies.addr is no setting: did you mean policies.adder?"),
+        ("policies.adder.adaptor.rank=3", "did you mean policies.adder.adapter?"),
+        (
+            "policies.adder.optimizer.warmup=3",
+            "did you mean policies.adder.optimizer.warmup_steps?",
+        ),
+        ("mesh.tensr=3", "did you mean mesh.tensor?"),
+        ("qqqq=3", "qqqq is no setting: the config has job, base, "),
+        ("steps.more=3", "steps is a value, not a section: set --config.steps=3"),
+        ("adapter.rank=3", "adapter is no setting"),
+        ("checkpoint=3", "checkpoint is a section, not a value: .* it has every, keep"),
+        ("policies.adder={}", "policies.adder is a section, not a value"),
+    ],
+)
+def test_a_misspelt_setting_is_refused_with_the_nearest(own, change, says):
+    with pytest.raises(UserError, match=says.replace("?", r"\?")):
+        own(f"--config.{change}")
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ("steps=abc", "steps is 'abc'; expected a whole number, at least 1: set --config.steps"),
+        ("steps=0", "steps is 0; expected a whole number, at least 1"),
+        ("steps=1.5", "steps is '1.5'; expected a whole number"),
+        ("seed=-1", "seed is -1; expected a whole number, at least 0"),
+        ("export_every=0", "export_every is 0; expected a whole number, at least 1"),
+        ("checkpoint.every=0", "checkpoint.every is 0; expected"),
+        ("policies.adder.batch_size=-8", "policies.adder.batch_size is -8; expected"),
+        ("policies.adder.seed=-1", "policies.adder.seed is -1; expected"),
+        ("tensorboard=maybe", "tensorboard is 'maybe'; expected True or False"),
+        (
+            "policies.adder.optimizer.learning_rate=fast",
+            "learning_rate is 'fast'; expected a number",
+        ),
+        (
+            "policies.adder.optimizer.schedule=steps",
+            "policies.adder.optimizer: schedule is 'steps'; choose one of",
+        ),
+        ("policies.adder.adapter.targets=(1, 2)", r"targets is .*; expected a tuple of texts"),
+        ("policies.adder.data.held_out=few", "held_out is 'few'; expected a whole number"),
+    ],
+)
+def test_a_value_of_another_type_is_refused(own, change, says):
+    with pytest.raises(UserError, match=says):
+        own(f"--config.{change}")
+
+
+def test_a_single_text_is_a_tuple_of_one(tmp_path):
+    def stops(*changes):
+        file = str(ROOT / "configs" / "sample.py")
+        return settings.build(*launch.load(file, launch.split(changes)[1])).sampling.stop
+
+    assert stops() == ()
+    assert stops("--config.sampling.stop= 6") == (" 6",)
+    assert stops("--config.sampling.stop=(") == ("(",)
+    assert stops("--config.sampling.stop=") == ()
+    assert stops(r"--config.sampling.stop=('\n', ' 6')") == ("\n", " 6")
+    with pytest.raises(UserError, match=r"sampling.stop is .*5.*; expected a tuple of texts"):
+        stops("--config.sampling.stop=(5,)")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        (
+            'config.base = "tiny-random"',
+            "pass",
+            "base is not set .*: give it to the config file, or set --config.base=",
+        ),
+        ("config.steps = 4", "pass", "steps is not set"),
+        ('{"rank": 2}', "{}", "policies.adder.adapter.rank is not set"),
+        ('"adapter": {"rank": 2}', '"batch_size": 2', "policies.adder.adapter.rank is not set"),
+        (
+            '"adapter": {"rank": 2}',
+            '"adapter": 2',
+            "policies.adder.adapter is 2; expected a section",
+        ),
+        ("config.steps = 4", "config.step = 4", "step is no setting: did you mean steps"),
+        ("config.steps = 4", "config.steps = 4.0", "steps is 4.0; expected a whole number"),
+        ("config.steps = 4", "config.steps = True", "steps is True; expected a whole number"),
+        ("return config", "return {}", "get_config of .* returned a dict"),
+        ("def get_config", "def config", "has no function get_config"),
+    ],
+)
+def test_a_file_with_a_mistake_is_refused(own, old, new, says):
+    with pytest.raises(UserError, match=says):
+        own(text=TEN_LINES.replace(old, new))
+
+
+def test_an_argument_that_nobody_takes_is_refused(own, tmp_path):
+    own()
+    with pytest.raises(UserError, match="takes no argument: drop ':ci'"):
+        launch.load(str(tmp_path / "own.py") + ":ci")
+    with pytest.raises(UserError, match="quickstart size 'cii'"):
+        launch.load(str(ROOT / "configs" / "quickstart.py") + ":cii")
+
+
+def test_home_is_expanded_in_every_path(own, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/somebody")
+    config = own(
+        "--config.base=~/b",
+        "--config.catalog=~/c",
+        "--config.payloads=~/p",
+        "--config.policies.adder.data.path=~/d.jsonl",
+    )
+    assert (config.base, config.catalog, config.payloads) == (
+        "/home/somebody/b",
+        "/home/somebody/c",
+        "/home/somebody/p",
+    )
+    assert config.policies["adder"].data.path == "/home/somebody/d.jsonl"
+    changes = launch.split(
+        [
+            "--config.adapters.mine=~/adapter",
+            "--config.env.path=~/q.jsonl",
+            "--config.env.pattern=a~/b",
+        ]
+    )[1]
+    config = settings.build(*launch.load(str(ROOT / "configs" / "evaluate.py"), changes))
+    assert (config.adapters["mine"], config.env.extra["path"]) == (
+        "/home/somebody/adapter",
+        "/home/somebody/q.jsonl",
+    )
+    assert config.env.extra["pattern"] == "a~/b"
+    for job in RECIPES:
+        fields = settings.declared(options.of_job(job))
+        places = {name: kind for name, (kind, *_) in fields.items()}
+        assert all(
+            places[name] is settings.Place for name in places.keys() & {"input", "output"}
+        ), job
+
+
+def test_modules_beside_the_config_can_be_imported(own, tmp_path):
+    (tmp_path / "my_ranks.py").write_text("RANK = 32\n")
+    text = TEN_LINES.replace('{"rank": 2}', '{"rank": RANK}').replace(
+        "def get", "from my_ranks import RANK\ndef get"
+    )
+    assert own(text=text).policies["adder"].adapter.rank == 32
+
+
+@pytest.mark.parametrize("job", RECIPES)
+def test_every_setting_has_a_line(job):
+    found = list(settings.describe(options.of_job(job), {}))
+    assert [line.path for line in found if not line.help] == []
+
+
+def test_help_lists_every_setting_with_its_present_value(capsys):
+    launch.main(
+        [f"--config={ROOT / 'configs' / 'sft' / 'smollm2.py'}", "--config.seed=12", "--help"]
+    )
+    text = capsys.readouterr().out
+    for line in (
+        "--config.seed=12\n",
+        "--config.catalog=\n",
+        "--config.policies.bracket.optimizer.warmup_steps=2\n",
+    ):
+        assert f"  {line}" in text
+    assert "--config.policies.adder.seed=\n" in text
+    assert "--config.policies.adder.data.NAME=" in text
+    assert "whole number, at least 1; updates of each policy" in text
+    launch.main(["--help"])
+    assert "--workdir" in capsys.readouterr().out
+
+
+def test_default_workdirs_differ_where_configs_do(tmp_path):
+    runs = {
+        launch.default_workdir(name, job)
+        for name, job in (
+            ("configs/sft/smollm2.py", "sft"),
+            ("configs/dpo/smollm2.py", "dpo"),
+            ("configs/tiny/sft.py", "sft"),
+            ("configs/quickstart.py", "grpo"),
+            ("configs/quickstart.py:ci", "grpo"),
+            (str(tmp_path / "own.py"), "sft"),
+            (str(tmp_path / "own.py"), "dpo"),
+        )
+    }
+    assert len(runs) == 7
+    assert {
+        Path("runs/sft/smollm2"),
+        Path("runs/quickstart"),
+        Path("runs/quickstart-ci"),
+        Path("runs/dpo/own"),
+    } <= runs
+
+
+def test_the_page_of_all_settings_is_up_to_date():
+    """``python -m mint_jax.recipes.reference > docs/settings.md`` makes it anew."""
+    assert (ROOT / "docs" / "settings.md").read_text() == reference.page()
+    for name in [n for n in reference.page().split("\n## ")[1:] if n.startswith("grpo")]:
+        assert "`policies.NAME.adapter.rank` |  |" in name, "what must be given has no default"
