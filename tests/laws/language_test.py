@@ -31,6 +31,12 @@ ROOMS = [
     "mint_jax/lora",
     "mint_jax/residency",
     "mint_jax/rollout",
+    "mint_jax/service/book.py",
+    "mint_jax/service/checkpoints.py",
+    "mint_jax/service/durable.py",
+    "mint_jax/service/exchange.py",
+    "mint_jax/service/server_db.py",
+    "mint_jax/service/training.py",
     "mint_jax/train",
 ]
 PAGES = [
