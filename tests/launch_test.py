@@ -205,7 +205,7 @@ def test_a_dry_run_refuses_what_the_run_refuses(folder, args, message, dry):
         ("pyarrow", (TRAIN, "--config.policies.*.data.path=rows.parquet"), "data"),
         ("reasoning_gym", (TRAIN, "--config.policies.*.data.env=reasoning_gym"), "data"),
         ("psycopg", (TRAIN, "--config.catalog=postgresql://localhost/mint"), "postgres"),
-        ("fastapi", (SERVE,), "serve"),
+        ("starlette", (SERVE,), "serve"),
         ("google.protobuf", (SERVE,), "serve"),
         ("libtpu", (POD,), "tpu-aot"),
     ],

@@ -1,5 +1,5 @@
-"""Which adapters are where, under vLLM's names, so that routers which read those know where a
-request need not wait.
+"""Locations of adapters under vLLM's metric names, for routers that send requests to where their
+adapter is loaded.
 """
 
 import time

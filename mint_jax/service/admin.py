@@ -1,4 +1,4 @@
-"""What operators ask of costs: ``/admin/costs`` in pages, and the series that Prometheus counts."""
+"""Costs for operators: ``/admin/costs``, and counters for Prometheus."""
 
 import dataclasses
 import json
@@ -11,15 +11,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from mint_jax.errors import UserError, choice
+from mint_jax.errors import UserError
 from mint_jax.service.costs import COUNTED, KINDS, Costs
-
-MOST_LISTED = 1000
+from mint_jax.service.queries import CostsQuery, query_of
 
 
 class CostMetrics(Collector):
-    """Seconds and tokens since the process began, by tenant and kind. Of policies there may be a
-    million: see ``/admin/costs``.
+    """Seconds and tokens since the process started, by tenant and kind.
+
+    There may be a million policies: for these see ``/admin/costs``.
     """
 
     def __init__(self, costs: Costs):
@@ -29,11 +29,11 @@ class CostMetrics(Collector):
         labels = ["tenant", "kind"]
         seconds = CounterMetricFamily(
             "mint_device_seconds",
-            "Seconds of the devices, by who asked and what for.",
+            "Device seconds by tenant and kind of work.",
             labels=labels,
         )
         tokens = CounterMetricFamily(
-            "mint_device_tokens", "Tokens that these served.", labels=labels
+            "mint_device_tokens", "Tokens processed in these seconds.", labels=labels
         )
         for tenant, cost in sorted(self._costs.since_start().items()):
             told = dataclasses.asdict(cost)
@@ -45,30 +45,19 @@ class CostMetrics(Collector):
 
 
 def routes(costs: Costs) -> list[Route]:
-    """``GET /admin/costs?by=policy|tenant&tenant=T&limit=N&offset=N``: what each has cost since
-    ever, the dearest first.
+    """``GET /admin/costs?by=policy|tenant&tenant=T&limit=N&offset=N``: total
+    costs, highest first.
     """
 
     async def listed(request: Request) -> Response:
-        asked = request.query_params
-        by, tenant = asked.get("by", "policy"), asked.get("tenant")
-        if by not in ("policy", "tenant"):
-            raise choice("by", by[:80], ("policy", "tenant"))
-        if by == "tenant" and tenant is not None:
+        query = query_of(CostsQuery, request)
+        if query.by == "tenant" and query.tenant is not None:
             raise UserError("tenant is given with by=tenant: leave one of them out")
-        limit, offset = (
-            _number("limit", asked.get("limit", "100"), 1, MOST_LISTED),
-            _number("offset", asked.get("offset", "0"), 0, 10**9),
+        found = await run_in_threadpool(
+            lambda: costs.listed(query.by, query.tenant, query.limit + 1, query.offset)
         )
-        found = await run_in_threadpool(lambda: costs.listed(by, tenant, limit + 1, offset))
-        page = [{by: name} | cost.told() for name, cost in found.items()]
-        told = {"costs": page[:limit], "has_more": len(page) > limit}
-        return Response(json.dumps(told) + "\n", media_type="application/json")
+        page = [{query.by: name} | cost.told() for name, cost in found.items()]
+        listed = {"costs": page[: query.limit], "has_more": len(page) > query.limit}
+        return Response(json.dumps(listed) + "\n", media_type="application/json")
 
     return [Route("/admin/costs", listed, methods=["GET"])]
-
-
-def _number(name: str, text: str, low: int, high: int) -> int:
-    if not (text.isascii() and text.isdigit() and len(text) < 12 and low <= int(text) <= high):
-        raise UserError(f"{name} is {text[:40]!r}; expected a whole number from {low} to {high}")
-    return int(text)

@@ -54,16 +54,14 @@ class Answer:
 
 
 def group_of(tenant: str, whose: str, clone: int = 0) -> str:
-    """Who polls together: the requests of one copy of a client, of a sampler say."""
+    """Returns the group of a client's copy, whose requests are polled together."""
     return f"{tenant}/{whose}/{clone}"
 
 
 def unknown(id: str) -> Gone:
-    """The error for an id of which nothing is known, or nothing may be told: the two have the same
-    words.
-    """
+    """Returns the error for an id that is unknown or another tenant's, in the same words."""
     return Gone(
-        f"request {id[:80]!r} is not kept here: the server was started anew, or its answer was"
+        f"request {id[:80]!r} is not kept here: the server has restarted, or its answer was"
         " delivered; ask again"
     )
 
@@ -103,7 +101,7 @@ class Answers:
         return len(self._answers)
 
     def begin(self, group: str, number: int | None, body: str) -> tuple[Answer, bool]:
-        """The answer to a request, and whether it is new.
+        """Returns the answer to a request, and whether it is new.
 
         Args:
             number: the request's own in its group; a number that is there is the same request sent
@@ -177,7 +175,7 @@ class Answers:
             self._drop(one)
 
     def find(self, id: str) -> Answer:
-        """An answer, ended or not.
+        """Returns an answer, ended or not.
 
         Raises:
             Gone: there is none of this id, or no longer.
@@ -188,11 +186,11 @@ class Answers:
         return found
 
     def is_in(self, id: str, group: str) -> bool:
-        """Whether there is such an answer in a group."""
+        """Returns whether an answer is in a group."""
         return (found := self._answers.get(id)) is not None and found.group == group
 
     async def wait(self, id: str, timeout_s: float) -> Answer | None:
-        """An answer that has ended; None where it has not in time.
+        """Returns an answer once it has ended; None on timeout.
 
         Raises:
             Gone: see ``find``.
@@ -205,9 +203,7 @@ class Answers:
     async def wait_group(
         self, group: str, cursor: int, timeout_s: float
     ) -> tuple[list[Answer], int]:
-        """What of a group ended behind a cursor, and the next cursor; empty where nothing did in
-        time.
-        """
+        """Returns a group's answers that ended after a cursor, and the next cursor."""
         with self._waker.register(group, task=True) as sleeper:
             if not (found := self._behind(group, cursor)) and timeout_s > 0:
                 await self._waker.sleep_task(sleeper, timeout_s)
@@ -219,18 +215,18 @@ class Answers:
             return [answer for place, answer in self._ends.get(group, {}).items() if place > cursor]
 
     def delivered(self, answer: Answer) -> None:
-        """Says that an answer has arrived: from now on it is kept for ``keep_s`` only."""
+        """Marks an answer as delivered: it is kept for another ``keep_s``."""
         answer.delivered = self._clock()
 
     def acknowledge(self, ids: Iterable[str]) -> None:
-        """Says that the client has these answers; unknown ids are fine."""
+        """Drops answers that the client has received; unknown ids are ignored."""
         with self._lock:
             for id in ids:
                 if (found := self._answers.get(id)) is not None and found.ended is not None:
                     self._drop(found)
 
     def expire(self) -> int:
-        """Drops what has outlived its time; how many."""
+        """Drops expired answers; returns their number."""
         now = self._clock()
         with self._lock:
             gone = [

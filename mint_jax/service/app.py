@@ -1,4 +1,4 @@
-"""The HTTP application: every route over one server, behind the gate, and how it is served."""
+"""The HTTP application: all routes over one server, behind the gate, and its web server."""
 
 import contextlib
 import functools
@@ -15,25 +15,17 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Match, Route
 
 from mint_jax import interrupts
-from mint_jax.catalog.records.database import DatabaseFailed
-from mint_jax.catalog.storage.interface import StorageFailed
-from mint_jax.errors import UserError
-from mint_jax.residency.loads import QueueFull
-from mint_jax.service import admin, connections, exchange, openai, openapi, status
-from mint_jax.service.asking import reason_of, tenant_of
-from mint_jax.service.bodies import TooLarge, UnknownCoding
-from mint_jax.service.book import NotFound
+from mint_jax.service import admin, connections, openai, openapi, status
 from mint_jax.service.console.routes import Console
 from mint_jax.service.console.sessions import Browsers
-from mint_jax.service.durable import Unavailable
-from mint_jax.service.futures import Conflict, Gone
+from mint_jax.service.errors import STATUSES, handler
+from mint_jax.service.exchange import error_body
 from mint_jax.service.gate import Gate, Limits
+from mint_jax.service.handlers import tenant_of
 from mint_jax.service.keys import Keys
 from mint_jax.service.mint_extras import MintExtras
 from mint_jax.service.openai_types import OPENAI, Bounds
-from mint_jax.service.quotas import Busy, OverQuota
 from mint_jax.service.server import Server
-from mint_jax.service.server_db import Overloaded
 from mint_jax.service.starting import Starting
 from mint_jax.service.tinker import Tinker
 from mint_jax.service.tinker_futures import Futures
@@ -43,28 +35,11 @@ from mint_jax.service.tinker_sessions import Sessions
 from mint_jax.service.tokens import Tokens
 from mint_jax.service.watch import Source, Watch, gaps_of
 
-# the first that fits; 429 and 503 are for load alone, since clients ask again then
-STATUSES: dict[type[Exception], int] = {
-    NotFound: 404,
-    Conflict: 409,
-    Gone: 410,
-    TooLarge: 413,
-    UnknownCoding: 415,
-    Overloaded: 429,
-    QueueFull: 429,
-    Busy: 429,
-    OverQuota: 403,
-    Unavailable: 503,
-    DatabaseFailed: 503,
-    StorageFailed: 503,
-    UserError: 400,
-}
-RETRY_AFTER_S = 5.0  # where nothing says better
-DRAIN_S = 30  # for requests that are being answered when the server is told to stop
+DRAIN_S = 30  # seconds for requests in flight when the server stops
 
 
 class _Openai:
-    """A server as ``openai.py`` asks for one."""
+    """Adapts a server to ``openai.Serves``."""
 
     def __init__(self, server: Server, bounds: Bounds):
         self.engine, self.base, self.weights, self.submit = (
@@ -79,31 +54,15 @@ class _Openai:
         return tenant_of(request)
 
 
-def status_of(error: Exception) -> int:
-    """The HTTP status of what a handler raised."""
-    return next(status for kind, status in STATUSES.items() if isinstance(error, kind))
-
-
-async def told(request: Request, error: Exception) -> Response:
-    """An error as Tinker's clients read it."""
-    exchange.release(error)
-    status = status_of(error)
-    retry = getattr(error, "retry_after_s", RETRY_AFTER_S if status == 503 else None)
-    headers = None if retry is None else {"retry-after": str(max(1, round(retry)))}
-    return JSONResponse({"detail": reason_of(error)}, status, headers)
-
-
 async def unrouted(request: Request, error: Exception) -> Response:
-    """A path or a method that no route has."""
+    """Answers a path or a method that no route has."""
     assert isinstance(error, HTTPException)
-    what = (
-        "there is no such path here: look at its spelling"
-        if error.status_code == 404
-        else "this path takes another method"
-    )
-    told = f"{request.method} {request.url.path[:200]}: {what}"
+    what = "there is no such path here: check its spelling"
+    if error.status_code == 405:
+        what = "this path takes another method"
+    message = f"{request.method} {request.url.path[:200]}: {what}"
     headers = error.headers
-    if error.status_code == 405:  # starlette tells the methods of the first route of a path alone
+    if error.status_code == 405:  # starlette lists the methods of a path's first route only
         routes = [
             route
             for route in request.app.routes
@@ -114,14 +73,10 @@ async def unrouted(request: Request, error: Exception) -> Response:
                 sorted({method for route in routes for method in route.methods or ()})
             )
         }
-    if request.url.path.startswith(openai.PREFIXES):
-        code = "unknown_url" if error.status_code == 404 else None
-        return JSONResponse(
-            {"error": openai.shape(told, "invalid_request_error", None, code)},
-            error.status_code,
-            headers,
-        )
-    return JSONResponse({"detail": told}, error.status_code, headers)
+    by_openai = request.url.path.startswith(openai.PREFIXES)
+    code = "unknown_url" if error.status_code == 404 else None
+    body = error_body(error.status_code, message, by_openai, code=code)
+    return JSONResponse(body, error.status_code, headers)
 
 
 def make(
@@ -131,20 +86,20 @@ def make(
     hosts: Iterable[str] = (),
     bounds: Bounds = OPENAI,
 ) -> Any:
-    """The ASGI application of a server that is running.
+    """Returns the ASGI application of a running server.
 
     Args:
-        bounds: of fields of OpenAI's API.
         hosts: see ``Gate``.
+        bounds: limits of the fields of OpenAI's API.
     """
     live, loop, engine = server.live, server.loop, server.engine
     watch = Watch(
         [
-            Source("engine", "counter", "What the engine did.", lambda: engine.counts),
-            Source("training", "counter", "What live training did.", lambda: live.counts),
+            Source("engine", "counter", "Counts of the engine.", lambda: engine.counts),
+            Source("training", "counter", "Counts of live training.", lambda: live.counts),
             gaps_of(
                 "decode_gap_seconds",
-                "How long rows that decode waited for training.",
+                "Seconds that decoding rows waited for training.",
                 lambda: list(loop.gaps),
             ),
         ],
@@ -166,9 +121,8 @@ def make(
     ]
     of_people = Console(server, browsers, serves).routes()
     routes = [tokens, *of_tinker, *openai.routes(serves), *of_operators, *of_people]
-    app = Starlette(
-        routes=routes, exception_handlers={**dict.fromkeys(STATUSES, told), HTTPException: unrouted}
-    )
+    handlers = {**dict.fromkeys(STATUSES, handler()), HTTPException: unrouted}
+    app = Starlette(routes=routes, exception_handlers=handlers)
     return watch.around(
         Gate(
             app,
@@ -182,14 +136,14 @@ def make(
 
 
 def _exchange(tokens: Tokens) -> Route:
-    """Where a key is exchanged for a token. A token is not: one that was found would renew itself
-    for ever.
+    """Returns the route that exchanges a key for a token. A token is refused: a stolen one could
+    otherwise renew itself forever.
     """
 
     async def exchanged(request: Request) -> Response:
         if getattr(request.state, "by_token", False):
             return JSONResponse(
-                {"detail": "this is a token already: send the API key, for which there are others"},
+                {"detail": "this is a token already: send the API key"},
                 403,
             )
         return JSONResponse({"jwt": tokens.make(getattr(request.state, "key", "-"))})
@@ -198,14 +152,14 @@ def _exchange(tokens: Tokens) -> Route:
 
 
 class Web(uvicorn.Server):
-    """Serves an application until a signal or ``should_exit`` says to stop: what is being answered
-    ends, long polls end at once.
+    """Serves an application until a signal or ``should_exit`` stops it. Requests in flight are
+    finished; long polls end at once.
 
     Args:
-        server: whose ``end_waits`` ends long polls: a ``Server`` or a ``Starting``.
-        app: from ``make``, or what becomes one.
-        started: called with the port once connections are taken.
-        options: further ones of ``uvicorn.Config``.
+        server: its ``end_waits`` ends long polls.
+        app: from ``make``, or a ``Starting``.
+        started: called with the port once connections are accepted.
+        options: further options of ``uvicorn.Config``.
 
     Attributes:
         stopped_by: the signal's name.
@@ -245,9 +199,7 @@ class Web(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Unlike uvicorn's own it does not raise the signal again: the program ends in its own
-        way.
-        """
+        """Handles signals without raising them again, as uvicorn would: the program ends itself."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return

@@ -1,5 +1,5 @@
-"""Where a server may listen, and which names it answers to without keys: loopback's, and those that
-a setting adds.
+"""Addresses that a server may listen at, and host names that it answers to without keys: loopback's
+and those of a setting.
 """
 
 import ipaddress
@@ -13,7 +13,7 @@ _AUTHORITY = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+)(?::[0-9]{0,5})?")
 
 
 def check_binding(host: str, keys: Keys | None, tls: bool) -> None:
-    """Whether a server may listen at a host.
+    """Checks that a server may listen at a host.
 
     Args:
         tls: connections are encrypted, by the server or by a proxy before it.
@@ -37,7 +37,7 @@ def check_binding(host: str, keys: Keys | None, tls: bool) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host's name or address is this machine's alone."""
+    """Returns whether a host name or address is a loopback address."""
     host = host.strip("[]")
     if host == "localhost":
         return True

@@ -109,7 +109,7 @@ def depth_of(data: bytes) -> int:
 
 
 def parse_json(data: bytes, max_depth: int = DEPTH, finite: bool = True) -> object:
-    """What a body of JSON says.
+    """Returns the value of a JSON body.
 
     Args:
         finite: refuse ``NaN``, infinity and numbers beyond float64; else they are taken as Python

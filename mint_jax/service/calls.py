@@ -46,7 +46,7 @@ class ForwardBackward:
     columns: Sequence[np.ndarray | None] | None = None
 
     def told(self, trained: Trained) -> Trained:
-        """What it gave, in the shape in which it is told."""
+        """Returns a result in the shape of the sent targets."""
         if self.columns is None:
             return trained
 
@@ -179,7 +179,7 @@ def encode_result(result: Any) -> bytes:
 
 
 def decode_result(body: bytes) -> Any:
-    """What ``encode_result`` was given."""
+    """Inverts ``encode_result``."""
     if body[:1] == b"j":
         return json.loads(body[1:])
     told, columns = _unpacked(body[1:])
@@ -204,7 +204,7 @@ def _packed(told: Mapping[str, Any], columns: Mapping[str, Sequence[np.ndarray |
 
 
 def _unpacked(body: bytes) -> tuple[dict[str, Any], dict[str, list[Any]]]:
-    """What ``_packed`` was given; the rows' arrays are views of one."""
+    """Inverts ``_packed``; the rows' arrays are views of one array."""
     size = int.from_bytes(body[:8], "little")
     told, shapes = json.loads(json.loads(body[8 : 8 + size])["__metadata__"]["told"])
     columns: dict[str, list[Any]] = {}

@@ -1,9 +1,9 @@
-"""Chats: messages and tools to a prompt through the checkpoint's chat template, and calls of tools
-out of an answer.
+"""Chats: messages and tools to a prompt through the checkpoint's chat template, and tool calls out
+of an answer.
 
-Calls are read in the form in which the template writes them (``tool_calls.py``). A template that
-has no place for tools gets them as text: a list of them in the system message, earlier calls in the
-assistant's content, and results in messages of the user. A call that the caller demands is drawn
+Calls are parsed in the form that the template writes (``tool_calls.py``). A template without a
+place for tools gets them as text: a list of them in the system message, earlier calls in the
+assistant's content, and results in user messages. A call that ``tool_choice`` demands is sampled
 under a JSON schema instead.
 """
 
@@ -11,14 +11,18 @@ import dataclasses
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from mint_jax.data.tokenizer import Message, Tokenizer
-from mint_jax.service import fields, tool_calls
-from mint_jax.service.fields import BadRequest, wrong
+import pydantic
+from pydantic import Field
+
+from mint_jax.data.tokenizer import Message as TemplateMessage
+from mint_jax.data.tokenizer import Tokenizer
+from mint_jax.service import tool_calls
 from mint_jax.service.tool_calls import END, MARKER, Call, Form
+from mint_jax.service.validation import BadRequest, Body, Text, wrong
 
-# what a template is given by other fields
+# template variables that have a field of their own
 OWN = {"messages", "generation_prompt", "add_generation_prompt", "tools", "documents"}
 ROLES = ("developer", "system", "user", "assistant", "tool", "function")  # OpenAI's
 
@@ -36,18 +40,77 @@ To call a function, write a JSON object with its name and its arguments, between
 RESULT = "<tool_response>\n{content}\n</tool_response>"
 
 
+class Function(Body):
+    name: Text
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: Function
+
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: str
+
+
+class RefusalPart(Body):
+    type: Literal["refusal"]
+    refusal: str
+
+
+Part = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
+
+
+class CalledFunction(Body):
+    name: Text
+    arguments: str | dict[str, Any] | None = None
+
+    @pydantic.field_validator("arguments")
+    @classmethod
+    def _is_object(cls, value: Any) -> Any:
+        if isinstance(value, str) and tool_calls.value_of(value or "{}") is None:
+            raise ValueError("is not a JSON object: send the arguments of the call as one")
+        return value
+
+
+class EarlierCall(Body):
+    function: CalledFunction
+
+
+class Message(Body):
+    """One message; further fields reach the chat template."""
+
+    role: str
+    content: str | list[Part] | None = None
+    refusal: str | None = None
+    tool_calls: list[EarlierCall] | None = None
+
+    @pydantic.model_validator(mode="after")
+    def _has_content(self) -> "Message":
+        if self.content is None and not self.tool_calls and self.refusal is None:
+            raise ValueError("has no content: give text, or a list of text parts")
+        return self
+
+
+class OpenAIMessage(Message):
+    """A message of one of the roles that OpenAI's API has."""
+
+    role: Literal["developer", "system", "user", "assistant", "tool", "function"]  # type: ignore[assignment]
+
+
 @dataclasses.dataclass(frozen=True)
 class Tools:
-    """How an answer's calls are read.
+    """The tools of a chat, and how calls of them are parsed.
 
     Attributes:
-        shown: for the template.
+        shown: as the template gets them.
         schemas: JSON schemas of the parameters, by name.
-        form: of calls in the answer; None where a call is demanded.
-        forced: the tool that must be called; empty: any one of them; None: the model may call or
-            not.
+        form: syntax of calls in the answer; None if a call is demanded.
+        forced: the tool that must be called; empty: any of them; None: no call is demanded.
         schema: JSON schema of a demanded call.
-        parallel: an answer may have more than one call.
+        parallel: an answer may have several calls.
     """
 
     shown: list[dict[str, Any]]
@@ -59,12 +122,12 @@ class Tools:
 
     @property
     def marker(self) -> str:
-        """Text from which on an answer is no content: see ``Growing``."""
+        """Text that ends an answer's content: see ``Growing``."""
         return MARKER if self.forced is None else ""
 
     def calls_in(self, answer: str) -> tuple[str, list[Call]]:
-        """Returns an answer's content and its calls; all of it is content where a call cannot be
-        read.
+        """Returns an answer's content and its calls. If a call cannot be parsed, the whole answer
+        is content.
         """
         if self.form is not None:
             content, calls = tool_calls.read(answer, self.form, self.schemas)
@@ -81,73 +144,44 @@ def takes_tools(tokenizer: Tokenizer) -> bool:
     return re.search(r"\btools\b", tokenizer.sources[1] or "") is not None
 
 
-def tools_of(body: dict[str, Any], tokenizer: Tokenizer) -> Tools | None:
-    """Reads what a body says of tools; None where there are none to be called.
+def tools_of(
+    tools: list[dict[str, Any]] | None,
+    choice: str | dict[str, Any] | None,
+    parallel: bool | None,
+    tokenizer: Tokenizer,
+) -> Tools | None:
+    """Returns the tools of a body (see ``ChatBody``); None if none can be called.
 
     Raises:
-        BadRequest: not tools, or a template whose calls cannot be read here.
+        BadRequest: the choice is not among the tools, or the template's calls cannot be parsed.
     """
-    given, choice = body.get("tools"), body.get("tool_choice")
-    parallel = fields.flag(body, "parallel_tool_calls", True)
-    if given is None or given == []:
+    if not tools:
         if choice not in (None, "none", "auto"):
-            raise wrong("tool_choice", choice, "tools to choose from: give them as tools")
+            raise wrong("tool_choice", choice, "none or auto without tools: give tools")
         return None
-    if not isinstance(given, list):
-        raise wrong("tools", given, "a list of functions")
-    functions = dict(map(_function, given))
+    given = [tool["function"] for tool in tools]
+    functions = {one["name"]: one.get("parameters") or {"type": "object"} for one in given}
     if choice == "none":
         return None
     if choice is None or choice == "auto":
-        form = (
-            tool_calls.form_of(tokenizer.sources[1] or "")
-            if takes_tools(tokenizer)
-            else tool_calls.json_object
-        )
+        takes, template = takes_tools(tokenizer), tokenizer.sources[1] or ""
+        form = tool_calls.form_of(template) if takes else tool_calls.json_object
         if form is None:
             raise BadRequest(
                 "tools",
-                "this model's chat template writes calls of tools in a form that is not read here"
-                f" (read are {MARKER} with JSON, Qwen3-Coder's and GLM's): leave tools out, or"
-                " demand a call by tool_choice, which is drawn under a schema",
+                "this model's chat template writes tool calls in a form that is not supported here"
+                f" (supported are {MARKER} with JSON, Qwen3-Coder's and GLM's): leave tools out, or"
+                " demand a call by tool_choice, which is sampled under a schema",
             )
-        return Tools(given, functions, form, parallel=parallel)
+        return Tools(tools, functions, form, parallel=parallel is not False)
     if choice == "required":
-        return Tools(
-            given,
-            functions,
-            None,
-            "",
-            {"anyOf": [_call_schema(name, schema) for name, schema in functions.items()]},
-        )
+        calls = [_call_schema(name, schema) for name, schema in functions.items()]
+        return Tools(tools, functions, None, "", {"anyOf": calls})
     named = choice.get("function") if isinstance(choice, dict) else None
     name = named.get("name") if isinstance(named, dict) else None
     if not isinstance(name, str) or name not in functions:
-        raise wrong(
-            "tool_choice", choice, "none, auto, required, or a function that is among tools"
-        )
-    return Tools(given, functions, None, name, functions[name])
-
-
-def _function(tool: Any) -> tuple[str, dict[str, Any]]:
-    """Returns name and parameters' schema of one tool."""
-    function = (
-        tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
-    )
-    if (
-        not isinstance(function, dict)
-        or not isinstance(function.get("name"), str)
-        or not function["name"]
-    ):
-        raise wrong(
-            "tools",
-            tool,
-            'functions, {"type": "function", "function": {"name": ..., "parameters": {...}}}',
-        )
-    parameters = function.get("parameters") or {"type": "object"}
-    if not isinstance(parameters, dict):
-        raise wrong("tools", parameters, f"a JSON schema as the parameters of {function['name']!r}")
-    return function["name"], parameters
+        raise wrong("tool_choice", choice, "none, auto, required, or one of the tools")
+    return Tools(tools, functions, None, name, functions[name])
 
 
 def _call_schema(name: str, parameters: dict[str, Any]) -> dict[str, Any]:
@@ -161,46 +195,45 @@ def _call_schema(name: str, parameters: dict[str, Any]) -> dict[str, Any]:
 
 
 def prompt_of(
-    body: dict[str, Any], tokenizer: Tokenizer, tools: Tools | None, strict: bool = True
+    messages: Sequence[Mapping[str, Any]],
+    tokenizer: Tokenizer,
+    tools: Tools | None = None,
+    variables: Mapping[str, Any] | None = None,
+    opening: bool = True,
 ) -> list[int]:
-    """Returns the token ids of a body's messages with the reply's opening.
+    """Returns the token ids of validated messages.
 
     Args:
-        strict: refuse roles that OpenAI's API does not have.
+        variables: further variables of the template.
+        opening: append the opening of a reply.
 
     Raises:
-        BadRequest: not messages.
-        UserError: the template refuses them.
+        BadRequest: a variable has a field of its own.
+        UserError: the template refuses the messages.
     """
-    given = body.get("messages")
-    if not isinstance(given, list) or not given:
-        raise wrong("messages", given, 'a list of messages, [{"role": "user", "content": "..."}]')
-    variables = fields.mapping(body, "chat_template_kwargs") or {}
+    variables = dict(variables or {})
     if taken := OWN & variables.keys():
         raise BadRequest(
             "chat_template_kwargs",
-            f"chat_template_kwargs has {sorted(taken)[0]}, which has a field of its own: leave"
-            " it out",
+            f"chat_template_kwargs has {sorted(taken)[0]}, which has a field of its own: leave it"
+            " out",
         )
-    template = tokenizer.sources[1] or ""
-    messages = [
-        _message(one, f"messages[{i}]", strict, "developer" in template)
-        for i, one in enumerate(given)
-    ]
+    has_developer = "developer" in (tokenizer.sources[1] or "")
+    read = [_for_template(message, has_developer) for message in messages]
     if not takes_tools(tokenizer):
-        messages = as_text(messages, None if tools is None else tools.shown)
+        read = as_text(read, None if tools is None else tools.shown)
     elif tools is not None:
-        variables = variables | {"tools": tools.shown}
-    opening = fields.flag(body, "add_generation_prompt", True)
-    rendered = tokenizer.render(messages, opening, **variables)
-    return tokenizer.encode(fields.text("messages", rendered), special=False)
+        variables["tools"] = tools.shown
+    return tokenizer.encode(tokenizer.render(read, opening, **variables), special=False)
 
 
-def as_text(messages: Sequence[Message], tools: Sequence[Any] | None) -> list[Message]:
-    """Returns messages with tools, calls and results written as text, for a template that knows
-    none of them.
+def as_text(
+    messages: Sequence[TemplateMessage], tools: Sequence[Any] | None
+) -> list[TemplateMessage]:
+    """Returns messages with tools, calls and results written as text, for a template without any
+    of them.
     """
-    out: list[Message] = []
+    out: list[TemplateMessage] = []
     for message in messages:
         message = dict(message)
         calls = message.pop("tool_calls", None)
@@ -227,72 +260,32 @@ def as_text(messages: Sequence[Message], tools: Sequence[Any] | None) -> list[Me
     return [{key: value for key, value in message.items() if key != "results"} for message in out]
 
 
-def _message(given: Any, where: str, strict: bool, has_developer: bool) -> Message:
-    """Reads one message; ``developer`` is ``system`` to templates that do not know it. A null is a
-    field that is not there.
+def _for_template(given: Mapping[str, Any], has_developer: bool) -> TemplateMessage:
+    """Returns a message as templates expect it: content as one text, arguments of calls as objects.
+
+    A null is the same as absent; ``developer`` becomes ``system`` for templates without that role.
     """
-    if not isinstance(given, dict) or not isinstance(role := given.get("role"), str):
-        raise wrong("messages", given, 'messages with a role, {"role": "user", "content": "..."}')
-    if strict and role not in ROLES:
-        raise wrong(f"{where}.role", role, f"one of {', '.join(ROLES)}")
-    if role == "developer" and not has_developer:
-        role = "system"
-    calls, refusal = given.get("tool_calls"), given.get("refusal")
-    content = given.get("content")
-    if content is None and isinstance(refusal, str):
-        content = refusal
     message = {
         key: value
         for key, value in given.items()
         if value is not None and key not in ("refusal", "tool_calls")
     }
-    message |= {"role": role, "content": _content(content, bool(calls), f"{where}.content")}
-    if calls:
-        if not isinstance(calls, list):
-            raise wrong(f"{where}.tool_calls", calls, "a list as a message's tool_calls")
-        message["tool_calls"] = [
-            _made(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)
-        ]
+    if given["role"] == "developer" and not has_developer:
+        message["role"] = "system"
+    content = given.get("content")
+    if content is None:
+        content = given.get("refusal") or ""
+    elif isinstance(content, list):
+        content = "\n".join(filter(None, (part[part["type"]] for part in content)))
+    message["content"] = content
+    if calls := given.get("tool_calls"):
+        message["tool_calls"] = [_with_object(call) for call in calls]
     return message
 
 
-def _content(content: Any, calls: bool, where: str) -> str:
-    """Returns a message's text; parts that are text are joined."""
-    if isinstance(content, list):
-        parts = [part if isinstance(part, dict) else {} for part in content]
-        texts = [
-            part.get(part["type"]) if part.get("type") in ("text", "refusal") else None
-            for part in parts
-        ]
-        if not all(isinstance(text, str) for text in texts):
-            raise wrong(
-                where,
-                content,
-                "content of text alone: parts of other types cannot be read by this model",
-            )
-        return "\n".join(filter(None, texts))
-    if content is None and calls:
-        return ""
-    if not isinstance(content, str):
-        raise wrong(
-            where, content, "text, or a list of parts that are text, as a message's content"
-        )
-    return content
-
-
-def _made(call: Any, where: str) -> dict[str, Any]:
-    """Reads an earlier call as templates want it: its arguments, which are JSON text in OpenAI's
-    API, as an object.
-    """
-    function = call.get("function") if isinstance(call, dict) else None
-    arguments = function.get("arguments") if isinstance(function, dict) else None
-    value = tool_calls.value_of(arguments or "{}") if isinstance(arguments, str) else arguments
-    if (
-        not isinstance(function, dict)
-        or not isinstance(function.get("name"), str)
-        or not isinstance(value, dict)
-    ):
-        raise wrong(
-            where, call, 'calls of tools, {"function": {"name": ..., "arguments": "{...}"}}'
-        )
-    return {**call, "function": {**function, "arguments": value}}
+def _with_object(call: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns an earlier call with its arguments, JSON text in OpenAI's API, as an object."""
+    arguments = call["function"].get("arguments")
+    if not isinstance(arguments, dict):
+        arguments = tool_calls.value_of(arguments or "{}")
+    return {**call, "function": {**call["function"], "arguments": arguments}}

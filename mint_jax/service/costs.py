@@ -1,5 +1,4 @@
-"""What policies and tenants have cost: seconds of the devices, split over the policies that a
-dispatch served.
+"""Costs of policies and tenants: device seconds, split over the policies that a dispatch served.
 
 The loop measures each dispatch until its results are on the host, and says which tokens it had of
 whom. Each token bears the same part of its dispatch: all rows of a step wait for its longest, all
@@ -29,7 +28,7 @@ COUNTED = ("prefill", "decode", "train")  # whose shares are tokens
 
 
 class Payer(NamedTuple):
-    """Who asked, and for which policy: a model's id, a revision's digest or ``BASE``."""
+    """A tenant and the policy it used: a model's id, a revision's digest or ``BASE``."""
 
     tenant: str
     policy: str
@@ -37,7 +36,7 @@ class Payer(NamedTuple):
 
 @dataclasses.dataclass
 class Cost:
-    """Of a policy or a tenant, or several.
+    """Costs of a policy, a tenant, or several.
 
     Attributes:
         prefill_s, decode_s: seconds of sampling: prompts read, tokens drawn.
@@ -68,7 +67,7 @@ class Cost:
             setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
 
     def told(self) -> dict[str, float]:
-        """As JSON, the sums too."""
+        """Returns the costs and their sums as JSON."""
         return dataclasses.asdict(self) | {"seconds": self.seconds, "tokens": self.tokens}
 
 
@@ -80,7 +79,7 @@ class Costs:
         policy_of: the policy that a revision is of, by digest; called by ``flush`` alone.
 
     Attributes:
-        measured_s: what all dispatches of this process took together, as ``charge`` was told.
+        measured_s: what all dispatches of this process took together, as ``charge`` got it.
     """
 
     def __init__(self, book: Book, policy_of: Callable[[str], str] = str):

@@ -10,11 +10,18 @@ from typing import Any
 
 # seconds that a refused request's body is read and discarded, so that no reset loses the response
 LINGER_S = 2.0
-_TYPES = {
-    401: ("authentication_error", "invalid_api_key"),
-    403: ("permission_error", None),
-    429: ("rate_limit_error", None),
-}
+_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+
+
+def error_body(
+    status: int, message: str, openai: bool, param: str | None = None, code: str | None = None
+) -> dict[str, Any]:
+    """Returns the JSON of an error: ``{"detail": ...}``, or OpenAI's form."""
+    if not openai:
+        return {"detail": message}
+    kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    code = "invalid_api_key" if status == 401 else code
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 class Refusal(Exception):
@@ -117,12 +124,7 @@ class Reply:
         if self._started:
             return
         self._kept = []
-        kind, code = _TYPES.get(
-            refusal.status,
-            ("server_error" if refusal.status >= 500 else "invalid_request_error", None),
-        )
-        error = {"error": {"message": refusal.message, "type": kind, "param": None, "code": code}}
-        body = json.dumps(error if self._openai else {"detail": refusal.message}).encode()
+        body = json.dumps(error_body(refusal.status, refusal.message, self._openai)).encode()
         headers = {
             "content-type": "application/json",
             "content-length": str(len(body)),

@@ -1,20 +1,18 @@
-"""Adapters for other engines: a PEFT directory, encrypted to age keys where a client asks for it,
-and links to its files that expire.
+"""Adapters for other engines: a PEFT directory, encrypted to age keys on request, and signed links
+to its files that expire.
 
-A link carries what it opens and until when, signed with a key of the server: who follows it needs
-no other right.
+A link is a JSON Web Token that names its file; whoever has it needs no key.
 """
 
-import base64
-import hmac
 import importlib
-import json
 import secrets
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import jwt
 
 from mint_jax import files
 from mint_jax.digest import blake3_of
@@ -23,6 +21,7 @@ from mint_jax.lora import peft
 from mint_jax.lora import tree as lora_tree
 from mint_jax.models import hf
 from mint_jax.models.base import Base, public_name
+from mint_jax.service.tokens import OPTIONS
 from mint_jax.train.host_state import HostState
 
 LINK_S = 3600.0
@@ -32,10 +31,10 @@ SUFFIX = ".age"
 def files_of(
     held: HostState, base: Base, specs: Any, recipients: Sequence[str] = ()
 ) -> dict[str, bytes]:
-    """The files of an adapter as PEFT has it, by name; each encrypted where there are recipients.
+    """Returns an adapter's files in PEFT's format by name; encrypted if there are recipients.
 
     Raises:
-        UserError: a recipient is no age public key.
+        UserError: a recipient is not an age public key.
     """
     with tempfile.TemporaryDirectory() as made:
         paths = list(lora_tree.projections(specs, held.config.targets))
@@ -57,7 +56,7 @@ def files_of(
 
 
 def digest_of(contents: Mapping[str, bytes]) -> str:
-    """The digest of an adapter's files, by which its folder is named."""
+    """Returns the digest of an adapter's files, the name of its folder."""
     return blake3_of(
         b"".join(
             blake3_of(name.encode() + b"\0" + data).encode() for name, data in contents.items()
@@ -66,9 +65,7 @@ def digest_of(contents: Mapping[str, bytes]) -> str:
 
 
 def write(folder: Path, digest: str, contents: Mapping[str, bytes]) -> None:
-    """Writes an adapter's files into ``folder / digest``; they are on the disk when this
-    returns.
-    """
+    """Writes an adapter's files durably into ``folder / digest``."""
     if (folder / digest).exists():
         return
     with files.new_directory(folder / digest, proof=next(iter(contents))) as new:
@@ -86,14 +83,14 @@ def _encrypted(data: bytes, recipients: Sequence[str]) -> bytes:
         keys = [pyrage.x25519.Recipient.from_str(text) for text in recipients]
     except pyrage.RecipientError as reason:
         raise UserError(
-            f"age_encryption_recipients has what is no age public key ({reason}): give keys that"
+            f"age_encryption_recipients has no age public key ({reason}): give keys that"
             " begin with age1"
         ) from None
     return pyrage.encrypt(data, keys)
 
 
 def names(folder: Path, digest: str) -> list[str]:
-    """Of the files."""
+    """Returns the names of an adapter's files."""
     return sorted(path.name for path in (folder / digest).iterdir())
 
 
@@ -105,8 +102,8 @@ class Links:
     """Makes and follows links.
 
     Args:
-        folder: what they lead into.
-        key: of this server, 32 bytes or more.
+        folder: the folder of the files.
+        key: the server's signing key, 32 bytes or more.
         clock: seconds since 1970.
     """
 
@@ -114,34 +111,30 @@ class Links:
         self.folder, self._key, self._clock = folder, key, clock
 
     def make(self, digest: str, name: str, seconds: float = LINK_S) -> str:
-        """A token that opens one file."""
-        told = json.dumps([digest, name, self._clock() + seconds]).encode()
-        return base64.urlsafe_b64encode(self._sign(told) + told).decode().rstrip("=")
+        """Returns a token that opens one file."""
+        claims = {"file": [digest, name], "exp": self._clock() + seconds}
+        return jwt.encode(claims, self._key, "HS256")
 
     def follow(self, token: str) -> Path:
-        """The file.
+        """Returns the file of a token.
 
         Raises:
-            UserError: the token is not of this server, or its time is over.
+            UserError: the token is not from this server, or has expired.
         """
         try:
-            data = base64.urlsafe_b64decode(token + "=" * (-len(token) % 4))
-        except ValueError:
-            data = b""
-        signature, told = data[:32], data[32:]
-        if not told or not hmac.compare_digest(signature, self._sign(told)):
-            raise UserError("this link is none of this server: ask for new ones")
-        digest, name, until = json.loads(told)
-        if until < self._clock():
-            raise UserError("this link has expired: ask for new ones")
+            claims = jwt.decode(token, self._key, ["HS256"], options=OPTIONS)  # type: ignore[arg-type]
+        except (jwt.PyJWTError, ValueError):
+            claims = {}
+        if "file" not in claims:
+            raise UserError("this link is not from this server: request new ones")
+        if claims["exp"] < self._clock():
+            raise UserError("this link has expired: request new ones")
+        digest, name = claims["file"]
         return self.folder / digest / name
-
-    def _sign(self, told: bytes) -> bytes:
-        return hmac.digest(self._key, told, "sha256")
 
 
 def key_of(path: Path) -> bytes:
-    """The key in a file, which is made where there is none."""
+    """Returns the key in a file, which is made if missing."""
     if not path.exists():
         files.write_file(path, secrets.token_bytes(32))
         path.chmod(0o600)

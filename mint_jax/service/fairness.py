@@ -1,4 +1,4 @@
-"""Whose turn it is: virtual counters of what each tenant was served (Sheng et al. 2024, arXiv
+"""Fair scheduling: virtual counters of each tenant's service (Sheng et al. 2024, arXiv
 2401.00588, algorithm 2).
 
 Who was served least, by weight, comes next. A tenant that comes back after a pause is lifted to the
@@ -16,7 +16,7 @@ from mint_jax.errors import UserError
 
 
 class Counters:
-    """Of each tenant the seconds served, over its weight; from any thread.
+    """Seconds served to each tenant, divided by its weight. Thread-safe.
 
     Args:
         weights: of tenants; 1 for one that is not named. Twice the weight is twice the share.
@@ -42,7 +42,7 @@ class Counters:
         self.seconds: collections.defaultdict[str, float] = collections.defaultdict(float)
 
     def begin(self, tenant: str) -> None:
-        """One more request of a tenant is there."""
+        """Counts a new request of a tenant."""
         with self._lock:
             if not self._busy[tenant]:
                 others = [self._counters[t] for t, n in self._busy.items() if n]
@@ -52,7 +52,7 @@ class Counters:
             self._busy[tenant] += 1
 
     def end(self, tenant: str) -> None:
-        """One of its requests has ended."""
+        """Counts a request as ended."""
         with self._lock:
             self._busy[tenant] -= 1
             if not self._busy[tenant]:
@@ -60,8 +60,8 @@ class Counters:
                 self._last = self._counters[tenant]
 
     def charge(self, seconds: float, shares: Mapping[str, float]) -> None:
-        """What a dispatch took, split over tenants by their shares of it, which sum to anything
-        above 0.
+        """Charges a dispatch's seconds to tenants in proportion to their shares, which sum to more
+        than 0.
         """
         total = sum(shares.values())
         with self._lock:
@@ -71,6 +71,6 @@ class Counters:
                 self._counters[tenant] += mine / self._weights.get(tenant, 1.0)
 
     def order(self, tenants: Iterable[str]) -> list[str]:
-        """These tenants, who was served least first; equals in the order given."""
+        """Sorts tenants by service, least first; ties keep their order."""
         with self._lock:
             return sorted(dict.fromkeys(tenants), key=lambda tenant: self._counters[tenant])

@@ -1,7 +1,6 @@
-"""Before every request: who asks, whether they may, and how much. A pure ASGI middleware around the
-whole app.
+"""ASGI middleware before every request: keys and scopes, and limits of bytes, seconds and counts.
 
-It knows keys and scopes, bytes, seconds and counts; what a request means is left to the app. A body
+The meaning of a request is left to the app. A body
 is read whole, and decompressed, before the app is called: the app's first ``receive`` gives all of
 it. The app finds in ``scope["state"]`` the strings ``tenant``, ``key`` (its id), ``session`` and
 ``request_id``, the tuple ``scopes``, and ``by_token``: whether a token was shown for the key. Time
@@ -29,13 +28,14 @@ from mint_jax.errors import UserError
 from mint_jax.service import weight
 from mint_jax.service.binding import check_hosts, is_ours
 from mint_jax.service.bodies import TooLarge, UnknownCoding, decompress
+from mint_jax.service.endpoints import TABLE, Endpoint, Table
 from mint_jax.service.exchange import Left, Refusal, Reply, Source, path_of, replay, values
 from mint_jax.service.keys import SCOPES, Keys
 from mint_jax.service.quotas import Quotas
-from mint_jax.service.rules import TABLE, Rule, Table
 from mint_jax.service.tokens import is_token
 from mint_jax.service.wire.reading import is_protobuf
 
+_Found = Endpoint | None
 log = logging.getLogger("mint_jax.service")
 
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
@@ -45,17 +45,17 @@ _OFF_LOOP = 1 << 16  # bytes of a body from which it is weighed in a thread
 
 
 def waits(path: str) -> bool:
-    """Whether requests of a path are long polls, which hold nothing but their connection."""
+    """Returns whether a path is a long poll, which uses nothing but its connection."""
     return path.rstrip("/").endswith(("/retrieve_future", "/retrieve_futures"))
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """How much one request, one tenant and all together may have.
+    """Limits of one request, one tenant and the server.
 
     Attributes:
         body_bytes: of a body with data, as sent and decompressed.
-        small_body_bytes: the same on paths that take no data, see ``rules.Rule``.
+        small_body_bytes: the same on paths that take no data, see ``Endpoint.data``.
         open_body_bytes: the same where no key is needed.
         body_s: seconds in which a body has to arrive.
         tenant, total: requests in flight, of a tenant whose quota says no other number, and of all.
@@ -101,20 +101,20 @@ class _Who:
 
 
 class Budget:
-    """Bytes that all requests in flight hold together."""
+    """Bytes of all requests in flight."""
 
     def __init__(self, limit: int):
         self.limit, self.held, self.lock = limit, 0, threading.Lock()
 
 
 class Share:
-    """What one request holds of the budget until its block ends; for any thread."""
+    """One request's part of the budget until its block ends. Thread-safe."""
 
     def __init__(self, budget: Budget):
         self._budget, self._held, self._ended = budget, 0, False
 
     def take(self, count: int) -> None:
-        """Holds bytes, where there is room.
+        """Reserves bytes.
 
         Raises:
             Refusal: 413, there never is; 429, there is none now.
@@ -154,7 +154,7 @@ class Sessions(Protocol):
     """Keys that browsers have shown; their further requests bring a cookie in place of the key."""
 
     def covers(self, path: str) -> bool:
-        """Whether cookies count there."""
+        """Returns whether cookies are accepted on a path."""
         ...
 
     def find(self, headers: list[tuple[bytes, bytes]]) -> tuple[str, str] | None:
@@ -162,7 +162,7 @@ class Sessions(Protocol):
         ...
 
     def refusal(self, scope: Any) -> Refusal:
-        """What a browser without a session is told."""
+        """Returns the refusal of a browser without a session."""
         ...
 
 
@@ -178,8 +178,7 @@ class Gate:
         table: what each path needs.
         quotas: of requests in flight by tenant.
         sessions: of browsers; None: there are none.
-        hosts: names that requests without keys may have in ``Host`` and ``Origin`` beside those of
-            loopback.
+        hosts: further names that ``Host`` and ``Origin`` of requests without keys may have.
     """
 
     def __init__(
@@ -215,8 +214,8 @@ class Gate:
         reply = Reply(send, _request_id(scope["headers"]), path.startswith(_OPENAI))
         source = Source(receive)
         try:
-            rule = self.table.find(scope["method"], path)
-            is_open = rule is not None and rule.open
+            endpoint = self.table.find(scope["method"], path)
+            is_open = endpoint is not None and endpoint.open
             try:
                 # an absolute URI, whose host would count in place of the header's, or `*`
                 if not path.startswith("/"):
@@ -226,13 +225,13 @@ class Gate:
                         " the host in Host",
                     )
                 who = _Who() if is_open and self.keys is not None else self._who(scope, path)
-                self._check_scope(rule, who, scope["method"], path)
+                self._check_scope(endpoint, who, scope["method"], path)
                 with (
                     self._counted(None if is_open or self.limits.waits(path) else who.tenant),
                     Share(self.budget) as share,
                 ):
-                    body = await self._body(scope["headers"], source, self._most(rule), share)
-                    await self._weigh(body, rule, scope["headers"], share)
+                    body = await self._body(scope["headers"], source, self._most(endpoint), share)
+                    await self._weigh(body, endpoint, scope["headers"], share)
                     state = {
                         "tenant": who.tenant,
                         "scopes": who.scopes,
@@ -273,7 +272,7 @@ class Gate:
             log.info("%s", json.dumps(line))
 
     def _who(self, scope: Any, path: str) -> _Who:
-        """Whose request this is, by its headers."""
+        """Returns the tenant and scopes of a request, by its headers."""
         headers = scope["headers"]
         if self.keys is None:
             self._check_local(headers)
@@ -302,8 +301,8 @@ class Gate:
         return _Who(key.tenant, key.scopes, key.id, is_token(secret), key.id)
 
     def _check_local(self, headers: list[tuple[bytes, bytes]]) -> None:
-        """Refuses browsers' requests for pages of other sites, whatever name these have given to
-        this machine.
+        """Refuses browsers' requests from pages of other sites, whatever name these give to this
+        machine.
         """
         named = values(headers, b"host")
         if len(named) != 1 or not is_ours(named[0], self.hosts):
@@ -324,8 +323,8 @@ class Gate:
                 )
 
     def _of_session(self, scope: Any, sessions: Sessions) -> _Who:
-        """Whose a browser's request is. Its key is looked up each time: it may have been
-        revoked.
+        """Returns the tenant and scopes of a browser's session. Its key is looked up each time: it
+        may have been revoked.
         """
         assert self.keys is not None, "there are no sessions without keys"
         if (found := sessions.find(scope["headers"])) is None:
@@ -336,8 +335,8 @@ class Gate:
             raise sessions.refusal(scope)
         return _Who(key.tenant, key.scopes, key.id, session=found[1])
 
-    def _check_scope(self, rule: Rule | None, who: _Who, method: str, path: str) -> None:
-        needed = rule.scopes if rule is not None else ()
+    def _check_scope(self, endpoint: _Found, who: _Who, method: str, path: str) -> None:
+        needed = endpoint.scopes if endpoint is not None else ()
         if needed and not set(needed) & set(who.scopes):
             has = ", ".join(who.scopes)
             raise Refusal(
@@ -366,11 +365,11 @@ class Gate:
             if not self.in_flight[tenant]:
                 del self.in_flight[tenant]
 
-    def _most(self, rule: Rule | None) -> int:
-        """Returns the bytes that a body may have under a rule."""
-        if rule is not None and rule.open:
+    def _most(self, endpoint: _Found) -> int:
+        """Returns the bytes that a body may have under a endpoint."""
+        if endpoint is not None and endpoint.open:
             return self.limits.open_body_bytes
-        has_data = rule is not None and rule.data
+        has_data = endpoint is not None and endpoint.data
         return (
             self.limits.body_bytes
             if has_data
@@ -378,16 +377,20 @@ class Gate:
         )
 
     async def _weigh(
-        self, body: bytes, rule: Rule | None, headers: list[tuple[bytes, bytes]], share: Share
+        self,
+        body: bytes,
+        endpoint: _Found,
+        headers: list[tuple[bytes, bytes]],
+        share: Share,
     ) -> None:
-        """Holds what the body takes once it is parsed, before it is.
+        """Reserves the memory of the parsed body before it is parsed.
 
         Raises:
             Refusal: it is too much, or more than there is room for now.
         """
         protobuf = (
-            rule is not None
-            and rule.protobuf
+            endpoint is not None
+            and endpoint.protobuf
             and any(map(is_protobuf, values(headers, b"content-type")[:1]))
         )
         weigh = weight.of_protobuf if protobuf else weight.of_json

@@ -49,7 +49,7 @@ class Inbox:
         self._pieces: list[tuple[int, Piece | None]] = []
 
     def follow(self, number: int, stream: Stream) -> None:
-        """Reads a stream from now on; its pieces are told with its number."""
+        """Reads a stream from now on; its pieces carry its number."""
         stream.listen(lambda piece: self._handover.give(self._put, number, piece))
 
     def _put(self, number: int, piece: Piece | None) -> None:

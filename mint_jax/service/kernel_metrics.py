@@ -1,6 +1,4 @@
-"""Which kernels of this machine's platform were passed over while programs were traced, for
-Prometheus.
-"""
+"""Kernels of this platform that were skipped while programs were traced, for Prometheus."""
 
 import collections
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""API keys: who may ask for what. ``python -m mint_jax.service.keys add|list|revoke --folder DIR
+"""API keys: tenants and scopes. ``python -m mint_jax.service.keys add|list|revoke --folder DIR
 ...``
 
 A key is 32 random bytes, shown once as a prefix and 43 characters of base64url. The file
@@ -43,7 +43,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """What is kept of a key.
+    """A stored key.
 
     Attributes:
         id: by which it is listed and revoked; no secret.
@@ -81,7 +81,7 @@ class Key:
             _seconds(self, what)
 
     def expired(self, now: float) -> bool:
-        """Whether its time is over at ``now``, seconds since 1970."""
+        """Returns whether the key has expired at ``now``, seconds since 1970."""
         return bool(self.expires) and now >= _seconds(self, "expires")
 
 
@@ -115,8 +115,7 @@ class Keys:
         self.tokens = Tokens(folder, clock)
 
     def find(self, secret: str) -> Key | None:
-        """The key that a client showed, or one of whose tokens it did; None if it is unknown,
-        revoked or expired.
+        """Returns the key of a secret or of a token; None if it is unknown, revoked or expired.
 
         Hashes are compared in constant time. They are looked up by their first four bytes, which
         tells nothing of a key: who asks can compute the hash of a guess, but cannot find a guess
@@ -144,7 +143,7 @@ class Keys:
         return None if id is None else self._by_id.get(id)
 
     def by_id(self, id: str) -> Key | None:
-        """A key that was found before; None if it was revoked or has expired since.
+        """Returns a key by id; None if it was revoked or has expired.
 
         Raises:
             UserError: as ``find``.
@@ -211,7 +210,7 @@ def read(folder: Path) -> list[Key]:
         keys = [Key(**{**entry, "scopes": tuple(entry["scopes"])}) for entry in entries]
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise UserError(
-            f"{path} is not a list of keys ({error}): mend it, or put back a copy of it"
+            f"{path} is not a list of keys ({error}): repair it, or restore a copy of it"
         ) from error
     return keys
 
@@ -279,9 +278,7 @@ def revoke(folder: Path, id: str) -> Key:
 
 
 def _digest(secret: str) -> bytes | None:
-    """Hash of a key's last characters, whatever stands before them; None of what cannot be a
-    key.
-    """
+    """Returns the hash of a key's last characters; None for a text that cannot be a key."""
     return (
         hashlib.sha256(secret[-CHARACTERS:].encode()).digest()
         if _SECRET.fullmatch(secret)
@@ -290,7 +287,7 @@ def _digest(secret: str) -> bytes | None:
 
 
 def _seconds(key: Key, what: str) -> float:
-    """A time of a key as seconds since 1970; 0 of an empty one."""
+    """Returns a time of a key as seconds since 1970; 0 if empty."""
     value = getattr(key, what)
     if not value and what == "expires":
         return 0.0
@@ -310,8 +307,8 @@ def _seconds(key: Key, what: str) -> float:
 
 @contextlib.contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """One change at a time, over all processes: a key that was revoked meanwhile must not come
-    back.
+    """Locks the folder for one change at a time over all processes, so that a key revoked
+    meanwhile does not come back.
     """
     folder.mkdir(parents=True, exist_ok=True)
     handle = os.open(folder, os.O_RDONLY)

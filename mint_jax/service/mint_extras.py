@@ -1,16 +1,16 @@
-"""What MinT's own client, ``mindlab-toolkit``, asks beside Tinker's API: sums of sampler weights.
+"""Requests of MinT's own client, ``mindlab-toolkit``, beyond Tinker's API: sums of sampler weights.
 
-Its other request, forward and backward of the reverse KL to a reference, is refused: there the loss
-at each place is a sum over the vocabulary, ``sum_v p(v) (log p(v) - log q(v))``, which no training
-step here computes. With the log-probabilities of sampled tokens alone it could only be estimated,
-and where tokens were not sampled from the policy itself not even that.
+Its other request, forward and backward of the reverse KL to a reference, is refused: its loss sums
+over the vocabulary at each position, ``sum_v p(v) (log p(v) - log q(v))``, which no training step
+computes here. Log-probabilities of sampled tokens give only an estimate, and a biased one if the
+tokens were not sampled from the policy itself.
 """
 
 import asyncio
 import dataclasses
 from typing import Any
 
-from starlette.requests import Request as Asked
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
@@ -20,12 +20,12 @@ from mint_jax.digest import blake3_of
 from mint_jax.errors import UserError
 from mint_jax.service import checkpoints
 from mint_jax.service.answers import Answer
-from mint_jax.service.asking import tenant_of, told_in
 from mint_jax.service.book import Checkpoint, NotFound
 from mint_jax.service.calls import Refused
+from mint_jax.service.handlers import body_of, tenant_of
 from mint_jax.service.interpolation import Interpolated, interpolate
 from mint_jax.service.server import Server
-from mint_jax.service.wire.reading import integer, number, sequence, text
+from mint_jax.service.tinker_types import Interpolate, ReverseKl
 
 MAX_SOURCES = 16
 NO_REVERSE_KL = (
@@ -37,11 +37,11 @@ NO_REVERSE_KL = (
 
 
 class MintExtras:
-    """The handlers over one server."""
+    """The handlers of one server."""
 
     def __init__(self, server: Server):
         self.server = server
-        self._running: set[asyncio.Task[None]] = set()  # the loop alone would not keep them
+        self._running: set[asyncio.Task[None]] = set()  # the event loop keeps weak references only
 
     def routes(self) -> list[Route]:
         return [
@@ -49,24 +49,12 @@ class MintExtras:
             Route("/api/v1/mint/forward_backward_reverse_kl", self.reverse_kl, methods=["POST"]),
         ]
 
-    async def interpolate(self, request: Asked) -> Response:
-        """Answers with a future. The same request again makes the same checkpoint again: a name is
-        taken only for others.
+    async def interpolate(self, request: Request) -> Response:
+        """Answers with a future. A repeated request makes the same checkpoint again, under the same
+        name.
         """
-        told, tenant = await told_in(request), tenant_of(request)
-        if told.get("output_checkpoint_type", "sampler") != "sampler":
-            raise UserError(
-                f"output_checkpoint_type is {str(told['output_checkpoint_type'])[:40]!r}; expected"
-                " sampler"
-            )
-        paths = [
-            text(path, "source_paths")
-            for path in sequence(told.get("source_paths"), "source_paths")
-        ]
-        coefficients = [
-            number(one, "coefficients")
-            for one in sequence(told.get("coefficients"), "coefficients")
-        ]
+        body, tenant = await body_of(Interpolate, request), tenant_of(request)
+        paths, coefficients = body.source_paths, body.coefficients
         if not 1 <= len(paths) == len(coefficients) <= MAX_SOURCES:
             raise UserError(
                 f"there are {len(paths)} source_paths and {len(coefficients)} coefficients;"
@@ -75,8 +63,8 @@ class MintExtras:
         digest = blake3_of(await request.body())
         name = (
             f"interpolated-{digest[:12]}"
-            if told.get("output_path") is None
-            else checkpoints.check_name(told["output_path"])
+            if body.output_path is None
+            else checkpoints.check_name(body.output_path)
         )
         rows = [self._source(tenant, path, published=i > 0) for i, path in enumerate(paths)]
         answer, _ = self.server.answers.begin(f"{tenant}/{rows[0].model}", None, digest)
@@ -86,11 +74,11 @@ class MintExtras:
         return JSONResponse({"request_id": answer.id, "model_id": rows[0].model})
 
     def _source(self, tenant: str, path: str, published: bool) -> Checkpoint:
-        """The row of sampler weights; the first has to be the caller's own, whose model the sum
-        goes to.
+        """Returns the row of sampler weights. The first must belong to the caller: the sum goes to
+        its model.
 
         Raises:
-            NotFound, UserError: there are none; they are something else, or of another base.
+            NotFound, UserError: they do not exist, are no sampler weights, or are of another base.
         """
         where = checkpoints.parse(path)
         if where.kind != "sampler_weights":
@@ -108,7 +96,7 @@ class MintExtras:
     async def _end(
         self, answer: Answer, rows: list[Checkpoint], coefficients: list[float], name: str
     ) -> None:
-        """Ends the answer, whatever happens."""
+        """Ends the answer with the sum, or with its failure."""
         try:
             value = await asyncio.to_thread(self._summed, answer.body, rows, coefficients, name)
         except Exception as failure:
@@ -119,11 +107,11 @@ class MintExtras:
     def _summed(
         self, request: str, rows: list[Checkpoint], coefficients: list[float], name: str
     ) -> dict[str, Any]:
-        """Makes the checkpoint; what the client hears."""
+        """Makes the checkpoint and returns the result."""
         server, paths = self.server, [row.path for row in rows]
         unpacked = [unpack(server.checkpoints.fetch(row.digest)) for row in rows]
         sources = [(adapter, schema.config) for adapter, schema in unpacked]
-        # A rank that there are slots for: the smallest in which the sum is exact, or the largest.
+        # the smallest rank of a slot in which the sum is exact, else the largest rank
         ranks, whole = sorted(server.sizes.adapters), sum(config.rank for _, config in sources)
         made = interpolate(
             sources,
@@ -153,8 +141,8 @@ class MintExtras:
         made: Interpolated,
         metadata: dict[str, Any],
     ) -> Checkpoint:
-        """The row of a sum. Its revision is of a policy apart: all revisions of one have one rank,
-        and sums may have others.
+        """Returns the row of a sum. Its revision belongs to a policy of its own: all revisions of a
+        policy have one rank, and sums may have another.
         """
         server = self.server
         schema = Schema(server.base.fingerprint, made.config)
@@ -190,15 +178,15 @@ class MintExtras:
             server.book.add_checkpoint(row)
         return row
 
-    async def reverse_kl(self, request: Asked) -> Response:
-        """Fails through a future; a request that has a number uses it up."""
-        told, tenant = await told_in(request), tenant_of(request)
-        model = self.server.book.model(tenant, text(told.get("model_id"), "model_id"))
+    async def reverse_kl(self, request: Request) -> Response:
+        """Fails its future; a numbered request uses up its number."""
+        body, tenant = await body_of(ReverseKl, request), tenant_of(request)
+        model = self.server.book.model(tenant, body.model_id)
         if model.ended is not None:
             raise NotFound(f"model {model.id!r} has ended: load a checkpoint of it into a new one")
-        if told.get("seq_id") is not None:
-            place = integer(told["seq_id"], "seq_id", 1)
-            id = await self.server.durable.submit_task(model.id, place + 1, Refused(NO_REVERSE_KL))
+        if body.seq_id is not None:
+            refused = Refused(NO_REVERSE_KL)
+            id = await self.server.durable.submit_task(model.id, body.seq_id + 1, refused)
             return JSONResponse({"request_id": id, "model_id": model.id})
         answer, _ = self.server.answers.begin(f"{tenant}/{model.id}", None, "")
         self.server.answers.end(answer, failure=UserError(NO_REVERSE_KL))

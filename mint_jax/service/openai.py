@@ -1,22 +1,16 @@
-"""OpenAI's API over one engine, with vLLM's fields and its endpoints for adapters, under ``/v1``
-and ``/oai/api/v1``.
+"""OpenAI's API over one engine, with vLLM's fields and its adapter endpoints, under ``/v1`` and
+``/oai/api/v1``.
 
-    GET  /models  /models/{name}                          the base, loaded adapters, the tenant's
-    policies POST /completions  /chat/completions  /responses      one body, or server-sent events
-    GET, DELETE /responses/{id}                           responses that were kept POST
-    /load_lora_adapter  /unload_lora_adapter         vLLM's
-
-A name is resolved once a request; the answer names the revision in ``mint_revision`` and
+A model's name is resolved once per request; the answer names the revision in ``mint_revision`` and
 ``x-mint-revision`` (``base`` for the bare base). Handlers are plain ASGI: a body is read, resolved,
-tokenised and checked in a thread, the rest costs the loop one wake-up for all that a dispatch of
-the engine brought. Who leaves cancels what it asked for.
+tokenised and validated in a thread; each dispatch of the engine wakes the event loop once.
+Disconnecting cancels the client's samples.
 """
 
 import asyncio
 import contextlib
 import dataclasses
 import json
-import math
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Protocol
@@ -28,43 +22,45 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 import mint_jax
-from mint_jax.catalog.records.database import DatabaseFailed
-from mint_jax.catalog.storage.interface import StorageFailed
-from mint_jax.errors import UserError
 from mint_jax.models.base import Base
 from mint_jax.models.paged import PAGE
-from mint_jax.residency.loads import QueueFull
 from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import BadField, ContextExceeded
-from mint_jax.rollout.request import Request as Asking
+from mint_jax.rollout.request import Request as SampleRequest
 from mint_jax.rollout.stream import Piece, Stream
-from mint_jax.service import fields, openai_types, responses
+from mint_jax.service import errors, openai_types
 from mint_jax.service.durable import Unavailable
-from mint_jax.service.exchange import release
 from mint_jax.service.growing import TokenTexts
 from mint_jax.service.handover import Handover, Inbox
 from mint_jax.service.openai_answers import Answer
-from mint_jax.service.openai_types import TOO_LONG, Asked, Bounds
-from mint_jax.service.quotas import Busy, OverQuota
-from mint_jax.service.responses import Response, Store, Unknown
-from mint_jax.service.weights import Model, NotFound, Taken, Weights
+from mint_jax.service.openai_types import (
+    TOO_LONG,
+    Bounds,
+    ChatBody,
+    CompletionBody,
+    CompletionSpec,
+    LoadAdapter,
+    UnloadAdapter,
+    limited,
+)
+from mint_jax.service.queries import ModelsQuery, query_of
+from mint_jax.service.responses import Response, ResponseBody, Store, own_names, response_of
+from mint_jax.service.validation import BadRequest, check, parse
+from mint_jax.service.weights import Model, Taken, Weights
 
 PREFIXES = ("/v1", "/oai/api/v1")
-MOST_LISTED = 1000
 HEADER = "x-mint-revision"
 
-
-# of a body, the model that it names, and the tenant
-Make = Callable[[dict[str, Any], Model, str], Answer | Response]
+Kind = type[CompletionBody] | type[ChatBody] | type[ResponseBody]
 
 
 class Serves(Protocol):
-    """What is served.
+    """The server behind the API.
 
     Attributes:
-        engine: while it serves; made with the base tokenizer's ``decode``.
-        weights: their names.
-        bounds: of fields.
+        engine: running; made with the base tokenizer's ``decode``.
+        weights: resolves model names.
+        bounds: limits of fields.
     """
 
     engine: Engine
@@ -73,16 +69,16 @@ class Serves(Protocol):
     bounds: Bounds
 
     def tenant(self, request: Request) -> str:
-        """Who asks."""
+        """Returns the tenant of a request."""
         ...
 
-    def submit(self, request: Asking) -> Stream:
-        """Asks the engine, where the tenant may."""
+    def submit(self, request: SampleRequest) -> Stream:
+        """Submits to the engine within the tenant's quota."""
         ...
 
 
 def routes(serves: Serves) -> list[Route]:
-    """The routes, to be mounted in an app whose loop they then use."""
+    """Returns the routes, for an app in whose event loop they run."""
     api = _Api(serves)
     endpoints = [
         ("/models", "GET", api.models),
@@ -103,17 +99,13 @@ def routes(serves: Serves) -> list[Route]:
 
 
 def sampling(serves: Serves) -> "tuple[_Endpoint, _Endpoint]":
-    """ASGI apps of ``/completions`` and ``/chat/completions``, for other paths than those of the
-    API.
-    """
+    """Returns ASGI apps of ``/completions`` and ``/chat/completions``, for other paths."""
     api = _Api(serves)
     return _Endpoint(api.completions), _Endpoint(api.chats)
 
 
 class _Endpoint:
-    """An ASGI app of a function that answers by itself, or returns what is to be answered; errors
-    become OpenAI's.
-    """
+    """An ASGI app of a function that sends its answer or returns it; errors get OpenAI's form."""
 
     def __init__(self, call: Callable[..., Any]):
         self._call = call
@@ -135,61 +127,17 @@ class _Endpoint:
         except Exception as error:
             if begun:
                 raise
-            response = failure(error)
+            response = errors.answer(error, openai=True)
             await response(scope, receive, send)
             if response.status_code == 500:  # for the server's log
                 raise
 
 
-def failure(error: Exception) -> JSONResponse:
-    """What a caller is told of an error."""
-    release(error)
-    status, kind, param, code, headers = (
-        400,
-        "invalid_request_error",
-        getattr(error, "param", None),
-        None,
-        {},
-    )
-    if isinstance(error, NotFound):
-        status, param, code = 404, "model", "model_not_found"
-    elif isinstance(error, QueueFull):
-        status, kind, code = 429, "rate_limit_error", error.reason
-        headers = {
-            "retry-after": str(math.ceil(error.retry_after_s)),
-            "retry-after-ms": str(math.ceil(1000 * error.retry_after_s)),
-        }
-    elif isinstance(error, Busy):
-        status, kind, code, headers = (
-            429,
-            "rate_limit_error",
-            "tokens",
-            {"retry-after": str(math.ceil(error.retry_after_s))},
-        )
-    elif isinstance(error, OverQuota):
-        status, kind, code = 403, "permission_error", "insufficient_quota"
-    elif isinstance(error, DatabaseFailed | StorageFailed | Unavailable):
-        status, kind = 503, "server_error"
-    elif isinstance(error, Unknown) and error.param is None:
-        status = 404
-    elif isinstance(error, fields.BadRequest):
-        code = error.code
-    elif not isinstance(error, UserError):
-        status, kind = 500, "server_error"
-    message = str(error) if status != 500 else "the server failed: its log says why"
-    return JSONResponse({"error": shape(message, kind, param, code)}, status, headers)
-
-
-def shape(message: str, kind: str, param: str | None, code: str | None) -> dict[str, Any]:
-    """Returns an error as OpenAI's API has it."""
-    return {"message": message, "type": kind, "param": param, "code": code}
-
-
 @dataclasses.dataclass(frozen=True)
 class _Job:
-    """A body that is being sampled for: a stream for each prompt."""
+    """A body that is being sampled, one stream for each prompt."""
 
-    asked: Asked
+    spec: CompletionSpec
     answer: Answer | Response
     streams: list[Stream]
 
@@ -215,42 +163,45 @@ class _Api:
     # -- completions and chats
 
     async def completions(self, request: Request, send: Send) -> HttpResponse | None:
-        return await self._serve(request, send, self._completion)
+        return await self._serve(request, send, CompletionBody)
 
     async def chats(self, request: Request, send: Send) -> HttpResponse | None:
-        return await self._serve(request, send, self._chat)
+        return await self._serve(request, send, ChatBody)
 
     async def responses(self, request: Request, send: Send) -> HttpResponse | None:
-        return await self._serve(request, send, self._response)
+        return await self._serve(request, send, ResponseBody)
 
-    def _completion(self, body: dict[str, Any], model: Model, tenant: str) -> Answer:
-        return self._answer(openai_types.completion_of, body, model)
+    def _answer(
+        self, body: CompletionBody | ChatBody | ResponseBody, model: Model, tenant: str
+    ) -> Answer | Response:
+        assert self._texts is not None, "the base has a tokenizer"
+        tokenizer = self._serves.base.need_tokenizer()
+        if isinstance(body, CompletionBody):
+            spec = openai_types.completion_of(body, tokenizer)
+        elif isinstance(body, ChatBody):
+            spec = openai_types.chat_of(body, tokenizer, self._room)
+        else:
+            asked = response_of(body, tenant, self._store)
+            try:
+                chat = check(limited(ChatBody, self._serves.bounds, self._room), asked.chat)
+                answer = self._answer(chat, model, tenant)
+            except BadRequest as error:
+                raise own_names(error) from None
+            assert isinstance(answer, Answer)
+            return Response(answer, asked, tenant, self._store)
+        return Answer(spec, model, self._texts, tokenizer.decode, self._fingerprint)
 
-    def _chat(self, body: dict[str, Any], model: Model, tenant: str) -> Answer:
-        return self._answer(openai_types.chat_of, body, model)
+    @property
+    def _room(self) -> int:
+        """Maximum number of tokens of an answer: the cache's capacity for one sample, less a page
+        at each of its ends.
+        """
+        base, cache = self._serves.base, self._serves.engine.cache
+        return min(base.cfg.context, max(1, cache.most - 2) * PAGE)
 
-    def _response(self, body: dict[str, Any], model: Model, tenant: str) -> Response:
-        asked = responses.asked_of(body, tenant, self._store)
-        try:
-            return Response(
-                self._answer(openai_types.chat_of, asked.chat, model), asked, tenant, self._store
-            )
-        except fields.BadRequest as error:
-            raise responses.own_names(error) from None
-
-    def _answer(self, read: Callable[..., Asked], body: dict[str, Any], model: Model) -> Answer:
-        base, engine = self._serves.base, self._serves.engine
-        # of an answer without a limit: what the cache holds of one sample, a page for each of its
-        # two ends left out
-        room = min(base.cfg.context, max(1, engine.cache.most - 2) * PAGE)
-        assert self._texts is not None, "there is a tokenizer"
-        tokenizer = base.need_tokenizer()
-        asked = read(body, tokenizer, room, self._serves.bounds)
-        return Answer(asked, model, self._texts, tokenizer.decode, self._fingerprint)
-
-    async def _serve(self, request: Request, send: Send, make: Make) -> HttpResponse | None:
+    async def _serve(self, request: Request, send: Send, kind: Kind) -> HttpResponse | None:
         raw, tenant = await request.body(), self._serves.tenant(request)
-        beginning = asyncio.ensure_future(asyncio.to_thread(self._begin, raw, tenant, make))
+        beginning = asyncio.ensure_future(asyncio.to_thread(self._begin, raw, tenant, kind))
         try:
             job = await asyncio.shield(beginning)
         except asyncio.CancelledError:
@@ -259,7 +210,7 @@ class _Api:
             )
             raise
         async with _watched(job, request.receive):
-            if job.asked.stream:
+            if job.spec.stream:
                 await self._stream(job, send)
                 return None
             await self._ended(job)
@@ -268,59 +219,56 @@ class _Api:
             json.dumps(body), headers={HEADER: job.header}, media_type="application/json"
         )
 
-    def _begin(self, raw: bytes, tenant: str, make: Make) -> _Job:
-        """Reads a body and asks the engine; in a thread.
+    def _begin(self, raw: bytes, tenant: str, kind: Kind) -> _Job:
+        """Validates a body and submits its prompts to the engine; runs in a thread.
 
         Raises:
-            UserError, QueueFull: nothing of it is left in the engine.
+            UserError, QueueFull: none of its prompts are left in the engine.
         """
         try:
-            return self._submitted(fields.parse(raw), tenant, make)
+            body = parse(limited(kind, self._serves.bounds, self._room), raw)
+            return self._submitted(body, tenant)
         except RecursionError:
-            raise fields.BadRequest(None, "the body is nested too deeply: flatten it") from None
+            raise BadRequest(None, "the body is nested too deeply: flatten it") from None
 
-    def _submitted(self, body: dict[str, Any], tenant: str, make: Make) -> _Job:
-        model = self._serves.weights.resolve(openai_types.model_of(body), tenant)
+    def _submitted(self, body: CompletionBody | ChatBody | ResponseBody, tenant: str) -> _Job:
+        model = self._serves.weights.resolve(body.model, tenant)
         self._serves.base.need_tokenizer()
         if not self._serves.engine.is_serving:
-            raise Unavailable("sampling has stopped: ask when the server is there again")
-        answer = make(body, model, tenant)
-        asked = answer.asked
+            raise Unavailable("sampling has stopped: retry once the server is up again")
+        answer = self._answer(body, model, tenant)
+        spec = answer.spec
         streams: list[Stream] = []
         try:
-            for prompt in asked.prompts:
-                seed = asked.request.seed if asked.seeded else secrets.randbits(32)
-                made = dataclasses.replace(
-                    asked.request,
+            for prompt in spec.prompts:
+                request = dataclasses.replace(
+                    spec.request,
                     prompt=prompt.tokens,
-                    seed=seed,
+                    seed=spec.request.seed if spec.seeded else secrets.randbits(32),
                     revision=model.digest,
                     tenant=tenant,
                 )
-                streams.append(self._serves.submit(made))
+                streams.append(self._serves.submit(request))
         except BaseException as error:
             for stream in streams:
                 stream.cancel()
             if isinstance(error, BadField):
                 code = TOO_LONG if isinstance(error, ContextExceeded) else None
-                refused = fields.BadRequest(
-                    asked.names.get(error.field, error.field), str(error), code
-                )
-                raise (
-                    responses.own_names(refused) if isinstance(answer, Response) else refused
-                ) from None
+                name = spec.names.get(error.field, error.field)
+                refused = BadRequest(name, str(error), code)
+                raise (own_names(refused) if isinstance(answer, Response) else refused) from None
             raise
-        return _Job(asked, answer, streams)
+        return _Job(spec, answer, streams)
 
     def _hand(self) -> Handover:
-        """The way into the running loop."""
+        """Returns the handover into the running loop."""
         loop = asyncio.get_running_loop()
         if self._handover is None or self._handover.loop is not loop:
             self._handover = Handover(loop)
         return self._handover
 
     async def _ended(self, job: _Job) -> None:
-        """Returns when all streams have."""
+        """Returns when all streams have ended."""
         handover, left = self._hand(), len(job.streams)
         ended = handover.loop.create_future()
 
@@ -335,8 +283,8 @@ class _Api:
         await ended
 
     async def _stream(self, job: _Job, send: Send) -> None:
-        """Sends chunks as they come. The response begins with the first of them, so that what fails
-        before has its status.
+        """Sends chunks as they come. The response starts with the first chunk, so that an earlier
+        failure has its status.
         """
         answer, inbox, left = job.answer, Inbox(self._hand()), len(job.streams)
         for number, stream in enumerate(job.streams):
@@ -349,9 +297,8 @@ class _Api:
             except Exception as error:
                 if not begun:
                     raise
-                await _send(
-                    send, job, answer.failed(json.loads(bytes(failure(error).body))["error"])
-                )
+                failed = json.loads(bytes(errors.answer(error, openai=True).body))
+                await _send(send, job, answer.failed(failed["error"]))
                 break
             left -= ended
             if not begun:
@@ -364,7 +311,7 @@ class _Api:
                 begun = True
             await _send(send, job, chunks)
         else:
-            if job.asked.usage:
+            if job.spec.usage:
                 await _send(
                     send, job, [answer.usage_chunk([stream.result(0) for stream in job.streams])]
                 )
@@ -383,12 +330,8 @@ class _Api:
     # -- models and adapters
 
     async def models(self, request: Request, _: Send) -> HttpResponse:
-        limit, after = request.query_params.get("limit", "100"), request.query_params.get("after")
-        if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= MOST_LISTED):
-            raise fields.wrong("limit", limit, f"an integer from 1 to {MOST_LISTED}")
-        page = await asyncio.to_thread(
-            self._serves.weights.page, self._serves.tenant(request), after, int(limit)
-        )
+        query, tenant = query_of(ModelsQuery, request), self._serves.tenant(request)
+        page = await asyncio.to_thread(self._serves.weights.page, tenant, query.after, query.limit)
         ids = [card["id"] for card in page.cards]
         edges = (
             {"first_id": ids[0], "last_id": ids[-1]} if ids else {"first_id": None, "last_id": None}
@@ -402,28 +345,24 @@ class _Api:
         )
 
     async def load(self, request: Request, _: Send) -> HttpResponse:
-        body = fields.parse(await request.body())
-        name, path = (
-            fields.text(key, body.get(key), empty=False) for key in ("lora_name", "lora_path")
-        )
-        inplace = fields.flag(body, "load_inplace")
+        body, tenant = parse(LoadAdapter, await request.body()), self._serves.tenant(request)
+        name, inplace = body.lora_name, bool(body.load_inplace)
         try:
             model = await asyncio.to_thread(
-                self._serves.weights.load, name, path, self._serves.tenant(request), inplace
+                self._serves.weights.load, name, body.lora_path, tenant, inplace
             )
         except Taken as taken:
-            raise fields.BadRequest("lora_name", str(taken)) from None
+            raise BadRequest("lora_name", str(taken)) from None
         return PlainTextResponse(f"Success: adapter {name!r} is loaded, revision {model.digest}.")
 
     async def unload(self, request: Request, _: Send) -> HttpResponse:
-        body = fields.parse(await request.body())
-        name = fields.text("lora_name", body.get("lora_name"), empty=False)
+        name = parse(UnloadAdapter, await request.body()).lora_name
         await asyncio.to_thread(self._serves.weights.unload, name, self._serves.tenant(request))
         return PlainTextResponse(f"Success: adapter {name!r} is unloaded.")
 
 
 def _read(job: _Job, came: Sequence[tuple[int, Piece | None]]) -> tuple[list[dict[str, Any]], int]:
-    """Chunks for what has come, and how many streams have ended."""
+    """Returns the chunks of new pieces, and the number of streams that have ended."""
     chunks = job.answer.chunks([(number, piece) for number, piece in came if piece is not None])
     ended = [number for number, piece in came if piece is None]
     for number in ended:
@@ -439,9 +378,7 @@ async def _send(send: Send, job: _Job, chunks: Sequence[dict[str, Any]]) -> None
 
 @contextlib.asynccontextmanager
 async def _watched(job: _Job, receive: Receive) -> AsyncIterator[None]:
-    """Cancels a job's streams as soon as who asked has left, and what is left of them when the
-    block ends.
-    """
+    """Cancels a job's streams when the client disconnects or the block ends."""
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":

@@ -1,4 +1,4 @@
-"""What is answered: a body for completions or a chat, or the chunks of one while it comes."""
+"""Answers of completions and chats: one body, or the chunks of a stream."""
 
 import dataclasses
 import json
@@ -10,7 +10,7 @@ from typing import Any
 from mint_jax.rollout.request import Completion
 from mint_jax.rollout.stream import Piece
 from mint_jax.service.growing import Growing, Places, TokenTexts
-from mint_jax.service.openai_types import Asked, Prompt
+from mint_jax.service.openai_types import CompletionSpec, Prompt
 from mint_jax.service.weights import Model
 
 FINISH = {"cancelled": "abort"}  # vLLM's word; no word of OpenAI's fits
@@ -47,32 +47,32 @@ class Answer:
 
     def __init__(
         self,
-        asked: Asked,
+        spec: CompletionSpec,
         model: Model,
         texts: TokenTexts,
         decode: Callable[[list[int]], str],
         fingerprint: str = "",
     ):
-        self.asked, self.model, self._texts, self._fingerprint = asked, model, texts, fingerprint
-        self.id = f"{'chatcmpl' if asked.chat else 'cmpl'}-{secrets.token_hex(12)}"
+        self.spec, self.model, self._texts, self._fingerprint = spec, model, texts, fingerprint
+        self.id = f"{'chatcmpl' if spec.chat else 'cmpl'}-{secrets.token_hex(12)}"
         self.created = int(time.time())
-        marker = None if asked.tools is None else asked.tools.marker
+        marker = None if spec.tools is None else spec.tools.marker
         self._growing = [
-            Growing(decode, texts, prompt.tokens, asked.request.stop, marker)
-            for prompt in asked.prompts
-            for _ in range(asked.request.n if asked.stream else 0)
+            Growing(decode, texts, prompt.tokens, spec.request.stop, marker)
+            for prompt in spec.prompts
+            for _ in range(spec.request.n if spec.stream else 0)
         ]
         self._drawn: list[list[Entry]] = [[] for _ in self._growing]
         self._begun: set[int] = set()
 
-    # -- all at once
+    # -- whole answers
 
     def whole(self, results: Sequence[Sequence[Completion]]) -> dict[str, Any]:
         """The body: ``results`` are the completions of each prompt."""
         choices = []
         for index, prompt, done in self._all(results):
             choice = self._choice(index, prompt, self._part(done), done)
-            if self.asked.chat:
+            if self.spec.chat:
                 content, calls = self._calls(index, done)
                 message: dict[str, Any] = {
                     "role": "assistant",
@@ -82,21 +82,21 @@ class Answer:
                 choice["message"] = message | ({"tool_calls": calls} if calls else {})
             choice["finish_reason"] = self._finish(index, done)
             choices.append(choice)
-        body = self._frame("chat.completion" if self.asked.chat else "text_completion", choices)
-        if self.asked.chat:
-            body |= self._of_prompt(self.asked.prompts[0], results[0][0])
+        body = self._frame("chat.completion" if self.spec.chat else "text_completion", choices)
+        if self.spec.chat:
+            body |= self._of_prompt(self.spec.prompts[0], results[0][0])
         return body | {"usage": self._usage(results), "mint_revision": self.model.digest}
 
     def _all(
         self, results: Sequence[Sequence[Completion]]
     ) -> Iterator[tuple[int, Prompt, Completion]]:
-        for k, (prompt, some) in enumerate(zip(self.asked.prompts, results, strict=True)):
+        for k, (prompt, some) in enumerate(zip(self.spec.prompts, results, strict=True)):
             for i, done in enumerate(some):
-                yield k * self.asked.request.n + i, prompt, done
+                yield k * self.spec.request.n + i, prompt, done
 
     def _part(self, done: Completion, told: int = 0) -> Part:
-        """All of a completion but the tokens of it that were told before."""
-        if self.asked.silent:
+        """Returns a completion without its first tokens, which were sent before."""
+        if self.spec.silent:
             return Part("", [])
         assert done.text is not None, "the engine has a tokenizer"
         places = Places(self._texts)
@@ -116,24 +116,22 @@ class Answer:
         are not among them. Callers that score tokens, who ask for ``echo`` or for ids, get every
         token.
         """
-        scores = self.asked.echo or self.asked.token_ids or self.asked.as_ids
+        scores = self.spec.echo or self.spec.token_ids or self.spec.as_ids
         return (
             len(done.tokens)
             if scores or done.finish != "stop"
             else places.within(len(done.text or ""))
         )
 
-    # -- as it comes
+    # -- streams
 
     def chunks(self, pieces: Sequence[tuple[int, Piece]]) -> list[dict[str, Any]]:
-        """Chunks for what has come: (number of the prompt, piece); one for each choice that has
-        something to tell.
-        """
+        """Returns a chunk for each choice with new text, from (number of the prompt, piece)."""
         came: dict[int, Part] = {}
-        if self.asked.whole or self.asked.silent:
+        if self.spec.whole or self.spec.silent:
             return []
         for number, piece in pieces:
-            index = number * self.asked.request.n + piece.sample
+            index = number * self.spec.request.n + piece.sample
             growing, drawn, before = (
                 self._growing[index],
                 self._drawn[index],
@@ -148,7 +146,7 @@ class Answer:
                 [*before.entries, *drawn[told]],
                 [*before.begins, *growing.places.begins[told]],
             )
-        wanted = self.asked.logprobs or self.asked.token_ids
+        wanted = self.spec.logprobs or self.spec.token_ids
         return [
             chunk
             for index, part in came.items()
@@ -157,19 +155,19 @@ class Answer:
         ]
 
     def last_chunks(self, number: int, results: Sequence[Completion]) -> list[dict[str, Any]]:
-        """The last chunks of a prompt's choices."""
+        """Returns the last chunks of a prompt's choices."""
         out = []
         for i, done in enumerate(results):
-            index = number * self.asked.request.n + i
+            index = number * self.spec.request.n + i
             calls: list[dict[str, Any]] = []
-            if self.asked.whole or self.asked.silent:
+            if self.spec.whole or self.spec.silent:
                 part = self._part(done)
-                content, calls = self._calls(index, done) if self.asked.chat else (part.text, [])
+                content, calls = self._calls(index, done) if self.spec.chat else (part.text, [])
                 part = dataclasses.replace(part, text=content)
             else:
                 growing = self._growing[index]
                 content, calls = (
-                    self._calls(index, done) if self.asked.chat else (done.text or "", [])
+                    self._calls(index, done) if self.spec.chat else (done.text or "", [])
                 )
                 part = dataclasses.replace(
                     self._part(done, growing.tokens_told), text=growing.end(content)
@@ -178,7 +176,7 @@ class Answer:
         return out
 
     def usage_chunk(self, results: Sequence[Sequence[Completion]]) -> dict[str, Any]:
-        """The chunk behind all others, where it is asked for."""
+        """Returns the last chunk, with the usage."""
         return self._frame(self._chunk, []) | {
             "usage": self._usage(results),
             "mint_revision": self.model.digest,
@@ -186,20 +184,20 @@ class Answer:
 
     @property
     def _chunk(self) -> str:
-        return "chat.completion.chunk" if self.asked.chat else "text_completion"
+        return "chat.completion.chunk" if self.spec.chat else "text_completion"
 
     def _chunks(
         self, index: int, part: Part, done: Completion | None = None, calls: Sequence[Any] = ()
     ) -> list[dict[str, Any]]:
         """A choice's next chunk, behind the one that opens a chat's."""
         prompt, first, out = (
-            self.asked.prompts[index // self.asked.request.n],
+            self.spec.prompts[index // self.spec.request.n],
             index not in self._begun,
             [],
         )
         self._begun.add(index)
         extra: dict[str, Any] = {}
-        if self.asked.chat and first:
+        if self.spec.chat and first:
             opening = {
                 "index": index,
                 "delta": {"role": "assistant", "content": "", "refusal": None},
@@ -208,7 +206,7 @@ class Answer:
             }
             out.append(self._frame(self._chunk, [opening]) | self._of_prompt(prompt, done))
         choice = self._choice(index, prompt, part, done, first)
-        if self.asked.chat:
+        if self.spec.chat:
             choice["delta"] = {"content": part.text} if part.text or not calls else {}
             if calls:
                 choice["delta"] |= {
@@ -220,7 +218,7 @@ class Answer:
         return [*out, self._frame(self._chunk, [choice]) | extra]
 
     def failed(self, error: dict[str, Any]) -> list[dict[str, Any]]:
-        """Returns what ends a stream that has begun."""
+        """Returns the chunk that ends a stream that failed midway."""
         return [{"error": error}]
 
     def written(self, chunk: dict[str, Any]) -> str:
@@ -236,30 +234,30 @@ class Answer:
             "id": self.id,
             "object": kind,
             "created": self.created,
-            "model": self.asked.model,
+            "model": self.spec.model,
             "choices": choices,
         } | {"system_fingerprint": self._fingerprint}
 
     def _choice(
         self, index: int, prompt: Prompt, part: Part, done: Completion | None, first: bool = True
     ) -> dict[str, Any]:
-        """What a choice has in both forms of answer; ``first``: nothing of it was told before."""
-        asked = self.asked
+        """Returns a choice's fields of both forms of answer; ``first``: of its first chunk."""
+        spec = self.spec
         choice: dict[str, Any] = {"index": index}
-        if asked.token_ids:
+        if spec.token_ids:
             choice["token_ids"] = list(part.tokens)
-        if asked.chat:
+        if spec.chat:
             told = [self._token(*entry) for entry in part.entries]
             return choice | {
-                "logprobs": {"content": told, "refusal": None} if asked.logprobs else None
+                "logprobs": {"content": told, "refusal": None} if spec.logprobs else None
             }
         if first:
             choice |= self._of_prompt(prompt, done)
-        choice["text"] = (prompt.text if asked.echo and first else "") + part.text
+        choice["text"] = (prompt.text if spec.echo and first else "") + part.text
         choice["logprobs"] = None
-        if asked.logprobs:
+        if spec.logprobs:
             entries, begins = part.entries, part.begins
-            if asked.echo:
+            if spec.echo:
                 assert done is not None, (
                     "log-probabilities of prompts come with the whole completion"
                 )
@@ -275,7 +273,7 @@ class Answer:
             done.prompt_logprobs or [],
             done.top_prompt_logprobs or [[]] * (len(prompt.tokens) - 1),
         )
-        k = self.asked.request.top_logprobs
+        k = self.spec.request.top_logprobs
         rest = (
             (token, p, some[:k])
             for token, p, some in zip(prompt.tokens[1:], logprobs, top, strict=True)
@@ -283,22 +281,22 @@ class Answer:
         return [(prompt.tokens[0], None, []), *rest]
 
     def _name(self, token: int) -> str:
-        return f"token_id:{token}" if self.asked.as_ids else self._texts.text_of(token)
+        return f"token_id:{token}" if self.spec.as_ids else self._texts.text_of(token)
 
     def _table(self, entries: Sequence[Entry], begins: Sequence[int]) -> dict[str, Any]:
-        """Log-probabilities as completions have them."""
+        """Returns log-probabilities in the form of completions."""
         top = [None if p is None else self._likeliest(token, p, some) for token, p, some in entries]
         return {
             "tokens": [self._name(token) for token, _, _ in entries],
             "token_logprobs": [p for _, p, _ in entries],
-            "top_logprobs": top if self.asked.request.top_logprobs else None,
+            "top_logprobs": top if self.spec.request.top_logprobs else None,
             "text_offset": list(begins),
         }
 
     def _likeliest(
         self, token: int, logprob: float, some: Sequence[tuple[int, float]]
     ) -> dict[str, float]:
-        """By text, the likeliest of each; the token itself is among them."""
+        """Returns the likeliest tokens by text, the sampled one among them."""
         out: dict[str, float] = {}
         for other, p in some:
             out.setdefault(self._name(other), p)
@@ -308,7 +306,7 @@ class Answer:
     def _token(
         self, token: int, logprob: float | None, some: Sequence[tuple[int, float]]
     ) -> dict[str, Any]:
-        """A token as chats tell it."""
+        """Returns a token in the form of chats."""
         others = [
             {"token": self._name(i), "logprob": p, "bytes": list(self._texts.bytes_of(i))}
             for i, p in some
@@ -321,13 +319,11 @@ class Answer:
         }
 
     def _of_prompt(self, prompt: Prompt, done: Completion | None) -> dict[str, Any]:
-        """vLLM's fields: the prompt's ids, and what is asked of its tokens: by id, with the rank
-        where it is known.
-        """
+        """Returns vLLM's fields: the prompt's ids, and its tokens' log-probabilities by id."""
         out: dict[str, Any] = (
-            {"prompt_token_ids": list(prompt.tokens)} if self.asked.token_ids else {}
+            {"prompt_token_ids": list(prompt.tokens)} if self.spec.token_ids else {}
         )
-        if (k := self.asked.prompt_top) is None or done is None:
+        if (k := self.spec.prompt_top) is None or done is None:
             return out
         places: list[Any] = [None]
         for token, p, some in zip(
@@ -348,11 +344,11 @@ class Answer:
         return out | {"prompt_logprobs": places}
 
     def _calls(self, index: int, done: Completion) -> tuple[str, list[dict[str, Any]]]:
-        """A chat's content and its calls of tools."""
+        """Returns a chat's content and its tool calls."""
         text = done.text or ""
-        if self.asked.tools is None:
+        if self.spec.tools is None:
             return text, []
-        content, calls = self.asked.tools.calls_in(text)
+        content, calls = self.spec.tools.calls_in(text)
         made = [
             {
                 "id": f"{self.id}-{index}-{i}",
@@ -364,14 +360,14 @@ class Answer:
         return content, made
 
     def _finish(self, index: int, done: Completion) -> str:
-        if self.asked.chat and self._calls(index, done)[1]:
+        if self.spec.chat and self._calls(index, done)[1]:
             return "tool_calls"
-        return "length" if self.asked.silent else FINISH.get(done.finish, done.finish)
+        return "length" if self.spec.silent else FINISH.get(done.finish, done.finish)
 
     def _usage(self, results: Sequence[Sequence[Completion]]) -> dict[str, Any]:
-        prompt = sum(len(one.tokens) for one in self.asked.prompts)
+        prompt = sum(len(one.tokens) for one in self.spec.prompts)
         drawn = (
-            0 if self.asked.silent else sum(len(done.tokens) for some in results for done in some)
+            0 if self.spec.silent else sum(len(done.tokens) for some in results for done in some)
         )
         reused = sum(some[0].reused for some in results)
         details = {"cached_tokens": reused}

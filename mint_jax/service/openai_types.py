@@ -1,39 +1,53 @@
-"""What a body of ``/completions`` or ``/chat/completions`` asks for: every field that OpenAI's API
-and vLLM have and we do.
+"""Bodies of ``/completions`` and ``/chat/completions``: OpenAI's fields, and those of vLLM that are
+supported.
 
-Fields that are not known are ignored; known ones that would change the answer, and cannot be had,
-are refused.
+Unknown fields are ignored. Known fields that would change the answer and are not supported are
+refused.
 """
 
 import dataclasses
+import functools
 import json
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any, Literal, TypeVar
+
+import pydantic
+from pydantic import Field
 
 from mint_jax.data.tokenizer import Tokenizer
 from mint_jax.rollout.device import ALTERNATIVES
 from mint_jax.rollout.request import MAX_BIASES, MAX_STOP_IDS, Request
-from mint_jax.service import chat, fields
-from mint_jax.service.chat import Tools
-from mint_jax.service.fields import BadRequest, flag, number, whole, wrong
+from mint_jax.service import chat
+from mint_jax.service.chat import Message, OpenAIMessage, Tool, Tools
+from mint_jax.service.validation import (
+    BadRequest,
+    Body,
+    Like,
+    Text,
+    TokenId,
+    parse,
+    unsupported,
+    wrong,
+)
 
-# of a prompt, of a body, of a body's prompts together
-MOST_SAMPLES, MOST_PROMPTS, MOST_CHOICES = 128, 2048, 4096
-DEFAULT_TOKENS = 16  # of completions, as OpenAI's API has it
-# what OpenAI's API takes for a prompt that is not there or empty: the beginning of a document
-START = "<|endoftext|>"
+# completions of a prompt, prompts of a body, completions of a body
+MAX_SAMPLES, MAX_PROMPTS, MAX_CHOICES = 128, 2048, 4096
+DEFAULT_TOKENS = 16  # of completions, as in OpenAI's API
+START = "<|endoftext|>"  # OpenAI's API reads an empty prompt as the beginning of a document
+TOO_LONG = "context_length_exceeded"  # an error code
+NAMES = {"stop_ids": "stop_token_ids"}  # fields of ``Request`` that bodies call otherwise
 
 
 @dataclasses.dataclass(frozen=True)
 class Bounds:
-    """How far fields may go.
+    """Limits of fields.
 
     Attributes:
-        temperature: at most.
-        logprobs: of completions: alternatives at most.
-        stops: stop strings at most.
-        strict: other roles than OpenAI's are refused.
+        temperature: maximum.
+        logprobs: maximum number of alternatives in completions.
+        stops: maximum number of stop strings.
+        strict: refuse roles that OpenAI's API does not have.
     """
 
     temperature: float = 2.0
@@ -42,8 +56,16 @@ class Bounds:
     strict: bool = True
 
 
-# OpenAI's own; those of the engine
+# OpenAI's own limits, and those of the engine
 OPENAI, WIDE = Bounds(), Bounds(math.inf, ALTERNATIVES, 1 << 20, False)
+
+Ids = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+Schema = dict[str, Any]
+Count = Annotated[int, Field(ge=1)]
+Top = Annotated[int, Field(ge=0, le=ALTERNATIVES)]
+BiasKey = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {  # field -> values that mean "not used"
     "suffix": (None, ""),
     "use_beam_search": (None, False),
@@ -65,37 +87,170 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {  # field -> values that mean "not us
 }
 
 
-TOO_LONG = "context_length_exceeded"  # code of errors
-NAMES = {"stop_ids": "stop_token_ids"}  # fields of ``Request`` that bodies call otherwise
+def refusing(name: str, fields: Mapping[str, tuple[Any, ...]]) -> type[Body]:
+    """Returns a base class of bodies whose given fields are unsupported."""
+    types: dict[str, Any] = {key: (unsupported(values), None) for key, values in fields.items()}
+    return pydantic.create_model(name, __base__=Body, **types)
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+
+
+class NamedSchema(Body):
+    schema_: Schema | None = Field(None, alias="schema")
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+
+
+class StructuredOutputs(Body):
+    json_: Schema | str | None = Field(None, alias="json")
+    regex: Text | None = None
+    choice: Annotated[list[Text], Field(min_length=1)] | None = None
+
+
+class SamplingFields(refusing("SamplingFields", UNSUPPORTED)):
+    """Fields that completions and chats share; null is the same as absent."""
+
+    model: Text
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=1e30)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=1e-6, le=1e6)] | None = None
+    logit_bias: Annotated[dict[BiasKey, Bias], Field(max_length=MAX_BIASES)] | None = None
+    stop: Text | list[Text] | None = None
+    stop_token_ids: (
+        Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS // 2, fail_fast=True)] | None
+    ) = None
+    ignore_eos: bool | None = None
+    max_tokens: Count | None = None
+    prompt_logprobs: Top | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    response_format: ResponseFormat | None = None
+    guided_json: Schema | str | None = None
+    guided_regex: Text | None = None
+    guided_choice: Annotated[list[Text], Field(min_length=1)] | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+
+class CompletionBody(SamplingFields):
+    prompt: (
+        Annotated[
+            str
+            | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+            | Ids
+            | Annotated[list[Ids], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)],
+            Field(union_mode="left_to_right"),
+        ]
+        | None
+    ) = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = Field(
+        None, description="0 with echo only: the prompt is returned and nothing is sampled."
+    )
+    logprobs: Top | None = None
+    echo: bool | None = None
+    add_special_tokens: bool | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] | None = Field(
+        None, description="Equal to n."
+    )
+
+
+class ChatBody(SamplingFields):
+    messages: Annotated[list[Annotated[dict[str, Any], Like(OpenAIMessage)]], Field(min_length=1)]
+    logprobs: bool | None = None
+    top_logprobs: Top | None = None
+    max_completion_tokens: Count | None = None
+    tools: list[Annotated[dict[str, Any], Like(Tool)]] | None = None
+    parallel_tool_calls: bool | None = None
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    echo: unsupported((None, False)) = None  # type: ignore[valid-type]
+
+
+class UnloadAdapter(Body):
+    lora_name: Text
+
+
+class LoadAdapter(UnloadAdapter):
+    lora_path: Text
+    load_inplace: bool | None = None
+
+
+T = TypeVar("T", bound=Body)
+
+
+@functools.cache
+def limited(kind: type[T], bounds: Bounds, context: int) -> type[T]:
+    """Returns a body's model with one server's limits, for validation and OpenAPI alike.
+
+    Args:
+        context: maximum number of tokens of an answer.
+    """
+    kind_of: Any = Annotated  # types made at run time
+    count = kind_of[int, Field(ge=1, le=context)] | None
+    types: dict[str, Any] = {
+        "temperature": kind_of[float, Field(ge=0, le=min(1e30, bounds.temperature))] | None,
+        "stop": Text | kind_of[list[Text], Field(max_length=bounds.stops)] | None,
+        "max_completion_tokens": count,
+        "max_output_tokens": count,
+        "max_tokens": count,
+    }
+    if issubclass(kind, CompletionBody):
+        types["max_tokens"] = kind_of[int, Field(ge=0, le=context)] | None
+        types["logprobs"] = kind_of[int, Field(ge=0, le=bounds.logprobs)] | None
+    if not bounds.strict:
+        message = kind_of[dict[str, Any], Like(Message)]
+        types["messages"] = kind_of[list[message], Field(min_length=1)]
+    fields: Any = {
+        name: (types[name], field) for name, field in kind.model_fields.items() if name in types
+    }
+    for name, (_, field) in fields.items():
+        fields[name] = (
+            types[name],
+            ... if field.is_required() else Field(None, description=field.description),
+        )
+    return pydantic.create_model(kind.__name__, __base__=kind, **fields)
 
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """Token ids, and the text that ``echo`` tells."""
+    """Token ids, and the text that ``echo`` returns."""
 
     tokens: tuple[int, ...]
     text: str
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
-    """A body, read.
+class CompletionSpec:
+    """A validated body: what to sample, and what the answer shows.
 
     Attributes:
         prompts: at least one.
-        request: how each of them is sampled; without a prompt.
-        seeded: the body names a seed.
-        chat: answered as a chat.
-        echo: prompts are told before their completions.
-        silent: the completions themselves are not told, max_tokens is 0.
-        logprobs: those of tokens are told.
-        prompt_top: alternatives told at each place of a prompt by vLLM's ``prompt_logprobs``; None:
-            it is not asked for.
-        token_ids: told beside text.
-        as_ids: tokens beside log-probabilities are told by their ids.
-        usage: the last chunk of a stream tells it.
-        tools: whose calls are looked for.
-        names: what the body calls fields of ``request``, where it is another name.
+        request: the sampling settings; its prompt is empty.
+        seeded: the body gives a seed.
+        chat: the answer is a chat's.
+        echo: the answer repeats the prompts.
+        silent: ``max_tokens`` is 0: the answer has no completion text.
+        logprobs: the answer has log-probabilities.
+        prompt_top: number of alternatives at each position of the prompt (vLLM's
+            ``prompt_logprobs``); None if the answer has none.
+        token_ids: the answer has token ids next to the text.
+        as_ids: log-probabilities name tokens by id.
+        usage: a stream ends with a chunk of token counts.
+        tools: for parsing tool calls.
+        names: the body's names of fields of ``request``, where they differ.
     """
 
     model: str
@@ -116,280 +271,200 @@ class Asked:
 
     @property
     def whole(self) -> bool:
-        """What is asked for is known at a completion's end only, so that a stream has it as one
-        piece.
-        """
+        """The answer is known only when a completion ends, so a stream has it in one chunk."""
         return self.prompt_top is not None or (self.echo and self.logprobs)
 
 
-def model_of(body: dict[str, Any]) -> str:
-    """The name of the model that a body asks.
-
-    Raises:
-        BadRequest: none.
-    """
-    return fields.text("model", body.get("model"), empty=False)
-
-
-def refuse_used(body: dict[str, Any], unsupported: Mapping[str, tuple[Any, ...]]) -> None:
-    """Refuses fields that are not supported, by the values of each that mean "not used"."""
-    for name, unused in unsupported.items():
-        if body.get(name) not in unused:
-            raise BadRequest(name, f"{name} is not supported: leave it out")
-
-
-def completion_of(
-    body: dict[str, Any], tokenizer: Tokenizer, context: int, bounds: Bounds = OPENAI
-) -> Asked:
-    """A body of ``/completions``.
-
-    Raises:
-        BadRequest: naming the field that is wrong.
-    """
-    top = whole(body, "logprobs", None, 0, bounds.logprobs)
-    echo = flag(body, "echo")
-    settings = _settings(body, tokenizer, bounds)
-    tokens = whole(body, "max_tokens", DEFAULT_TOKENS, 0 if echo else 1, context)
-    if (best := whole(body, "best_of", None, 1, MOST_SAMPLES)) not in (None, settings["n"]):
-        raise wrong(
-            "best_of", best, "as many as n: all samples are told, ranking them is the caller's"
-        )
-    named, schema = _format(body)
-    shown = _shown(body, settings, top is not None, top or 0, echo)
-    request = Request((), max_tokens=max(1, tokens), **settings, **schema)
+def completion_of(body: CompletionBody, tokenizer: Tokenizer) -> CompletionSpec:
+    """Returns the spec of a body of ``/completions``. Raises ``BadRequest``."""
+    echo, top = bool(body.echo), body.logprobs
+    tokens = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
+    if not tokens and not echo:
+        raise wrong("max_tokens", 0, "1 or more without echo")
+    settings = _settings(body, tokenizer) | _scores(body, top or 0, echo and top is not None)
+    if body.best_of not in (None, settings["n"]):
+        raise wrong("best_of", body.best_of, "the value of n: all samples are returned unranked")
+    named, grammar = _grammar(body)
     prompts = _prompts(body, tokenizer)
-    if len(prompts) * request.n > MOST_CHOICES:
+    if len(prompts) * settings["n"] > MAX_CHOICES:
         raise wrong(
-            "n",
-            request.n,
-            f"at most {MOST_CHOICES} completions of all {len(prompts)} prompts together",
+            "n", body.n, f"at most {MAX_CHOICES} completions of all {len(prompts)} prompts together"
         )
-    names = NAMES | dict.fromkeys(schema, named)
-    return Asked(
+    return CompletionSpec(
         prompts=prompts,
-        request=request,
+        request=Request((), max_tokens=max(1, tokens), **settings, **grammar),
         chat=False,
         echo=echo,
         silent=tokens == 0,
-        names=names,
-        **shown,
+        logprobs=top is not None,
+        names=NAMES | dict.fromkeys(grammar, named),
+        **_shown(body),
     )
 
 
-def chat_of(
-    body: dict[str, Any], tokenizer: Tokenizer, context: int, bounds: Bounds = OPENAI
-) -> Asked:
-    """A body of ``/chat/completions``.
+def chat_of(body: ChatBody, tokenizer: Tokenizer, context: int) -> CompletionSpec:
+    """Returns the spec of a body of ``/chat/completions``.
 
     Args:
-        context: tokens of prompt and answer at most; an answer without a limit of its own may take
-            what the prompt leaves.
+        context: maximum number of tokens of prompt and answer; an answer without a limit of its own
+            may take what the prompt leaves.
 
     Raises:
-        BadRequest: naming the field that is wrong.
+        BadRequest: names the wrong field.
         UserError: the chat template refuses the messages.
     """
-    logprobs, top = flag(body, "logprobs"), whole(body, "top_logprobs", 0, 0, ALTERNATIVES)
-    if top and not logprobs:
-        raise wrong("top_logprobs", top, "0 without logprobs: set logprobs to true")
-    if body.get("echo") not in (None, False):
-        raise wrong("echo", body["echo"], "nothing: a chat's prompt is told by completions alone")
-    settings: dict[str, Any] = _settings(body, tokenizer, bounds)
-    named, schema = _format(body)
-    limit = [
-        whole(body, name, None, 1, context) for name in ("max_completion_tokens", "max_tokens")
-    ]
-    tools = chat.tools_of(body, tokenizer)
+    if body.top_logprobs and not body.logprobs:
+        raise wrong("top_logprobs", body.top_logprobs, "0 without logprobs: set logprobs to true")
+    named, grammar = _grammar(body)
+    tools = chat.tools_of(body.tools, body.tool_choice, body.parallel_tool_calls, tokenizer)
     if tools is not None and tools.schema is not None:
-        if schema:
+        if grammar:
             raise BadRequest(
                 "tool_choice",
-                "tool_choice demands a call, and the body another form of answer: give one of"
-                " the two",
+                "tool_choice demands a call, and the body another form of answer: give one of them",
             )
-        named, schema = "tools", dict[str, Any](json_schema=json.dumps(tools.schema))
-    shown = _shown(body, settings, logprobs, top, False)
-    tokens = tuple(chat.prompt_of(body, tokenizer, tools, bounds.strict))
+        named, grammar = "tools", dict[str, Any](json_schema=json.dumps(tools.schema))
+    tokens = tuple(
+        chat.prompt_of(
+            body.messages,
+            tokenizer,
+            tools,
+            body.chat_template_kwargs or {},
+            body.add_generation_prompt is not False,
+        )
+    )
     if len(tokens) >= context:
         raise BadRequest(
             "messages",
             f"messages are {len(tokens)} tokens, and the context has {context}: shorten them",
             TOO_LONG,
         )
-    most = next((value for value in limit if value is not None), context - len(tokens))
-    request = Request((), max_tokens=most, **settings, **schema)
-    names = NAMES | {"prompt": "messages"} | dict.fromkeys(schema, named)
-    return Asked(
-        prompts=[Prompt(tokens, "")], request=request, chat=True, tools=tools, names=names, **shown
+    most = body.max_completion_tokens or body.max_tokens or context - len(tokens)
+    settings = _settings(body, tokenizer) | _scores(body, body.top_logprobs or 0, False)
+    return CompletionSpec(
+        prompts=[Prompt(tokens, "")],
+        request=Request((), max_tokens=most, **settings, **grammar),
+        chat=True,
+        tools=tools,
+        logprobs=bool(body.logprobs),
+        names=NAMES | {"prompt": "messages"} | dict.fromkeys(grammar, named),
+        **_shown(body),
     )
 
 
-def _shown(
-    body: dict[str, Any], settings: dict[str, Any], logprobs: bool, top: int, echo: bool
-) -> dict[str, Any]:
-    """What is told of an answer, and what of it the engine must be asked for, which goes to
-    ``settings``.
-    """
-    refuse_used(body, UNSUPPORTED)
-    stream, options = flag(body, "stream"), fields.mapping(body, "stream_options")
-    if options is not None and not stream:
+def _shown(body: SamplingFields) -> dict[str, Any]:
+    """Returns the fields of a spec that completions and chats share."""
+    if body.stream_options is not None and not body.stream:
         raise BadRequest(
             "stream_options",
-            "stream_options are given, but stream is not true: leave them out, or stream",
+            "stream_options is given, but stream is not true: leave it out, or stream",
         )
-    prompt_top = whole(body, "prompt_logprobs", None, 0, ALTERNATIVES)
-    settings["top_logprobs"] = top
-    if prompt_top is not None or (echo and logprobs):
-        settings |= {
-            "prompt_logprobs": True,
-            "top_prompt_logprobs": max(prompt_top or 0, top if echo else 0),
-        }
     return {
-        "model": model_of(body),
-        "seeded": body.get("seed") is not None,
-        "stream": stream,
-        "usage": flag(options or {}, "include_usage"),
-        "logprobs": logprobs,
-        "prompt_top": prompt_top,
-        "token_ids": flag(body, "return_token_ids"),
-        "as_ids": flag(body, "return_tokens_as_token_ids"),
+        "model": body.model,
+        "seeded": body.seed is not None,
+        "stream": bool(body.stream),
+        "usage": bool(body.stream_options and body.stream_options.include_usage),
+        "prompt_top": body.prompt_logprobs,
+        "token_ids": bool(body.return_token_ids),
+        "as_ids": bool(body.return_tokens_as_token_ids),
     }
 
 
-def _settings(body: dict[str, Any], tokenizer: Tokenizer, bounds: Bounds) -> dict[str, Any]:
-    """Settings of ``Request`` that completions and chats share."""
-    ends = () if flag(body, "ignore_eos") else tokenizer.eos_ids
-    stop_ids = (
-        ()
-        if body.get("stop_token_ids") is None
-        else fields.ids("stop_token_ids", body["stop_token_ids"])
-    )
-    if len(stop_ids) > MAX_STOP_IDS // 2:
-        raise wrong("stop_token_ids", body["stop_token_ids"], f"at most {MAX_STOP_IDS // 2} ids")
-    if len(stops := fields.texts(body, "stop")) > bounds.stops:
-        raise wrong("stop", body["stop"], f"at most {bounds.stops} strings")
-    return {
-        "n": whole(body, "n", 1, 1, MOST_SAMPLES),
-        "seed": whole(body, "seed", 0, -(2**63), 2**64 - 1) % 2**32,
-        "temperature": number(body, "temperature", 1.0, 0.0, bounds.temperature),
-        "top_p": number(body, "top_p", 1.0, 0.0, 1.0, above=True),
-        "top_k": max(0, whole(body, "top_k", 0, -1, 2**31 - 1)),
-        "min_p": number(body, "min_p", 0.0, 0.0, 1.0),
-        "presence_penalty": number(body, "presence_penalty", 0.0, -2.0, 2.0),
-        "frequency_penalty": number(body, "frequency_penalty", 0.0, -2.0, 2.0),
-        "repetition_penalty": number(body, "repetition_penalty", 1.0, 1e-6, 1e6),
-        "logit_bias": _biases(body),
-        "stop": stops,
-        "stop_ids": tuple(dict.fromkeys((*ends, *stop_ids))),
+def _scores(body: SamplingFields, top: int, echoed: bool) -> dict[str, Any]:
+    """Returns the log-probabilities that the engine must compute."""
+    if body.prompt_logprobs is None and not echoed:
+        return {"top_logprobs": top}
+    in_prompt = max(body.prompt_logprobs or 0, top if echoed else 0)
+    return {"top_logprobs": top, "prompt_logprobs": True, "top_prompt_logprobs": in_prompt}
+
+
+def _settings(body: SamplingFields, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Returns the settings of ``Request`` that completions and chats share."""
+    ends = () if body.ignore_eos else tokenizer.eos_ids
+    stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    settings = {
+        "n": body.n or 1,
+        "seed": (body.seed or 0) % 2**32,
+        "top_k": max(0, body.top_k or 0),
+        "logit_bias": tuple((int(id), bias) for id, bias in (body.logit_bias or {}).items()),
+        "stop": tuple(stop),
+        "stop_ids": tuple(dict.fromkeys((*ends, *(body.stop_token_ids or ())))),
     }
+    for name, default in _DEFAULTS.items():
+        value = getattr(body, name)
+        settings[name] = default if value is None else value
+    return settings
 
 
-def _biases(body: dict[str, Any]) -> tuple[tuple[int, float], ...]:
-    given = fields.mapping(body, "logit_bias") or {}
-    if len(given) > MAX_BIASES:
-        raise wrong("logit_bias", given, f"at most {MAX_BIASES} tokens")
-    out: dict[int, float] = {}
-    for key, value in given.items():
-        if not (key.isascii() and key.isdigit() and len(key) < 10):
-            raise BadRequest("logit_bias", f"logit_bias has {key[:40]!a}; expected token ids")
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int | float)
-            or not math.isfinite(value)
-            or not -100 <= value <= 100
-        ):
-            raise BadRequest(
-                "logit_bias",
-                f"logit_bias of token {key} is {str(value)[:40]!a}; expected a number from -100"
-                " to 100",
-            )
-        out[int(key)] = float(value)
-    return tuple(out.items())
+_DEFAULTS = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+}
 
 
-def _format(body: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The field that has the grammar of an answer, OpenAI's or one of vLLM's, and the grammar by
-    the names of ``Request``.
-    """
+class _AnySchema(pydantic.RootModel[Schema]):
+    """A JSON schema that is sent as text."""
+
+
+def _grammar(body: SamplingFields) -> tuple[str, dict[str, Any]]:
+    """Returns the field that constrains the answer, and the constraint as ``Request`` names it."""
     found: dict[str, dict[str, Any]] = {}
-    if (given := fields.mapping(body, "response_format")) is not None:
-        kind = given.get("type")
-        if kind not in ("text", "json_object", "json_schema"):
-            raise wrong("response_format.type", kind, "text, json_object or json_schema")
-        if kind == "json_object":
-            found["response_format"] = {"json_schema": '{"type": "object"}'}
-        elif kind == "json_schema":
-            named = fields.mapping(given, "json_schema") or {}
-            found["response_format"] = {
-                "json_schema": _schema("response_format.json_schema.schema", named.get("schema"))
-            }
-    for prefix, source in (
-        ("guided_", body),
-        ("", fields.mapping(body, "structured_outputs") or {}),
-    ):
-        where = prefix or "structured_outputs."
-        for key in ("json", "regex", "choice"):
-            if (value := source.get(prefix + key)) is not None:
-                found[where + key] = _grammar(where + key, key, value)
+    form, outputs = (
+        body.response_format,
+        body.structured_outputs or StructuredOutputs.model_validate({}),
+    )
+    if form is not None and form.type == "json_object":
+        found["response_format"] = {"json_schema": '{"type": "object"}'}
+    elif form is not None and form.type == "json_schema":
+        schema = None if form.json_schema is None else form.json_schema.schema_
+        if schema is None:
+            raise wrong("response_format.json_schema.schema", None, "a JSON schema")
+        found["response_format"] = {"json_schema": json.dumps(schema)}
+    given = {
+        "guided_json": body.guided_json,
+        "guided_regex": body.guided_regex,
+        "guided_choice": body.guided_choice,
+        "structured_outputs.json": outputs.json_,
+        "structured_outputs.regex": outputs.regex,
+        "structured_outputs.choice": outputs.choice,
+    }
+    for name, value in given.items():
+        if value is None:
+            continue
+        if name.endswith("json"):
+            if isinstance(value, str):
+                value = parse(_AnySchema, value.encode()).root
+            found[name] = {"json_schema": json.dumps(value)}
+        elif name.endswith("regex"):
+            found[name] = {"regex": value}
+        else:
+            found[name] = {"choice": tuple(value)}
     if len(found) > 1:
         raise BadRequest(list(found)[1], f"{' and '.join(found)} are given: give one of them")
     return next(iter(found.items()), ("", {}))
 
 
-def _grammar(name: str, kind: str, value: Any) -> dict[str, Any]:
-    if kind == "json":
-        return {
-            "json_schema": _schema(
-                name, fields.parse(value.encode()) if isinstance(value, str) else value
-            )
-        }
-    if kind == "regex":
-        return {"regex": fields.text(name, value, empty=False)}
-    if not isinstance(value, list) or not value:
-        raise wrong(name, value, "a list of texts")
-    return {"choice": tuple(fields.text(name, one, empty=False) for one in value)}
-
-
-def _schema(name: str, value: Any) -> str:
-    if not isinstance(value, dict):
-        raise wrong(name, value, "a JSON schema")
-    return json.dumps(value)
-
-
-def _prompts(body: dict[str, Any], tokenizer: Tokenizer) -> list[Prompt]:
-    given = body.get("prompt")
-    given = "" if given is None else given
-    if isinstance(given, str):
-        return [_from_text(given, body, tokenizer)]
-    if (
-        not isinstance(given, list)
-        or not given
-        or (isinstance(given[0], str | list) and len(given) > MOST_PROMPTS)
-    ):
-        raise wrong(
-            "prompt",
-            given,
-            f"text, token ids, or a list of either with 1 to {MOST_PROMPTS} prompts",
-        )
-    if isinstance(given[0], str):
-        return [_from_text(one, body, tokenizer) for one in given]
-    lists = given if isinstance(given[0], list) else [given]
-    read = [fields.ids("prompt", one) for one in lists]
-    return [Prompt(tokens, tokenizer.decode(list(tokens), skip_special=False)) for tokens in read]
-
-
-def _from_text(given: Any, body: dict[str, Any], tokenizer: Tokenizer) -> Prompt:
-    given = fields.text("prompt", given)
-    tokens = tokenizer.encode(given, special=flag(body, "add_special_tokens", True))
-    return Prompt(tuple(tokens or _start(tokenizer)), given)
+def _prompts(body: CompletionBody, tokenizer: Tokenizer) -> list[Prompt]:
+    given = "" if body.prompt is None else body.prompt
+    prompts: list[Any] = [given] if isinstance(given, str) or isinstance(given[0], int) else given
+    out = []
+    for one in prompts:
+        if isinstance(one, str):
+            tokens = tokenizer.encode(one, special=body.add_special_tokens is not False)
+            out.append(Prompt(tuple(tokens or _start(tokenizer)), one))
+        else:
+            out.append(Prompt(tuple(one), tokenizer.decode(one, skip_special=False)))
+    return out
 
 
 def _start(tokenizer: Tokenizer) -> list[int]:
     """Returns the token that a document begins with, for an empty prompt."""
-    start = (
-        tokenizer.encode("")
-        or [id for id in (tokenizer.special_ids.get(START), tokenizer.eos_id) if id is not None][:1]
-    )
+    ids = (tokenizer.special_ids.get(START), tokenizer.eos_id)
+    start = tokenizer.encode("") or [id for id in ids if id is not None][:1]
     if not start:
         raise wrong("prompt", "", "text: this tokenizer has no token that begins a document")
     return start

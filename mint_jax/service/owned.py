@@ -1,6 +1,4 @@
-"""What tenants own against what they may own: policies in training, and bytes of these and of
-checkpoints.
-"""
+"""Quotas of owned objects: policies in training, and bytes of these and of checkpoints."""
 
 import threading
 from collections.abc import Callable, Mapping
@@ -46,7 +44,7 @@ class Owned:
     def need_room(self, tenant: str, more: int) -> None:
         """
         Raises:
-            OverQuota: so many more bytes are more than the tenant may have.
+            OverQuota: the bytes exceed the tenant's quota.
         """
         if more > 0 and self._quotas.of(tenant).bytes is not None:
             self._check_room(tenant, more, self._trained(tenant))

@@ -1,5 +1,6 @@
-"""What a tenant may have, at once and in all. ``python -m mint_jax.service.quotas set|list --folder
-DIR ...``
+"""Quotas of tenants, for load and for owned objects.
+
+``python -m mint_jax.service.quotas set|list --folder DIR ...`` changes and lists them.
 
 Load comes and goes: requests and tokens in flight beyond a quota are ``Busy``, 429, and clients ask
 again by themselves. What is owned stays until its owner lets go: policies in training and bytes
@@ -7,8 +8,8 @@ beyond a quota are ``OverQuota``, 403, at which clients stop (the Tinker SDK ask
 after 409, 429 and 5xx, and for an hour after 402). A request that would never fit is ``OverQuota``
 too.
 
-The file ``quotas.json`` lies beside ``keys.json``. A server reads it again when it has changed; one
-that it cannot read then is logged, and the quotas of before hold.
+The file ``quotas.json`` is in the folder of ``keys.json``. A server reads it again when it has
+changed; if it cannot, it logs the failure and keeps the earlier quotas.
 """
 
 import argparse
@@ -58,7 +59,7 @@ class OverQuota(UserError):
 
 @dataclasses.dataclass(frozen=True)
 class Quota:
-    """Of one tenant; None is no limit.
+    """Limits of one tenant; None is no limit.
 
     Attributes:
         requests: HTTP requests in flight, long polls not counted.
@@ -201,7 +202,7 @@ class Quotas:
         return bool(numbers) and key[1] < min(numbers)  # type: ignore[index]
 
     def end(self, key: Hashable) -> None:
-        """What was counted under a key has ended; an unknown one is fine."""
+        """Releases the tokens of a key; an unknown key is ignored."""
         with self._lock:
             tenant, tokens = self._held.pop(key, ("", 0))
             if tokens:
@@ -236,13 +237,13 @@ def read(folder: Path) -> dict[str, Quota]:
         ) from error
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(
-            f"{path} has no quotas by tenant ({error}): mend it, or put back a copy of it"
+            f"{path} has no quotas by tenant ({error}): repair it, or restore a copy of it"
         ) from error
 
 
 def set_quota(folder: Path, tenant: str, **limits: int | None) -> Quota:
-    """Gives a tenant these limits beside those it has; None takes one away. A running server
-    follows within a second or two.
+    """Sets limits of a tenant and keeps its others; None removes one. A running server follows
+    within two seconds.
 
     Raises:
         UserError: a bad tenant, limit or file.

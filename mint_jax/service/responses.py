@@ -1,8 +1,8 @@
-"""OpenAI's Responses API: bodies become bodies of chats, and answers of chats become responses or
-their events.
+"""OpenAI's Responses API: bodies become chats, and answers of chats become responses or their
+events.
 
-Text, function tools, structured output, streams and ``previous_response_id`` are served. What is
-known and cannot be had (other tools, background, conversations, reasoning) is refused by name.
+Text, function tools, structured output, streams and ``previous_response_id`` are supported. Other
+tools, background mode, conversations and reasoning are refused by name.
 """
 
 import collections
@@ -12,14 +12,16 @@ import json
 import secrets
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from pydantic import Discriminator, Field, Tag
+
+from mint_jax.rollout.device import ALTERNATIVES
 from mint_jax.rollout.request import Completion
 from mint_jax.rollout.stream import Piece
-from mint_jax.service import fields
-from mint_jax.service.fields import BadRequest, wrong
 from mint_jax.service.openai_answers import Answer
-from mint_jax.service.openai_types import refuse_used
+from mint_jax.service.openai_types import Count, Schema, refusing
+from mint_jax.service.validation import BadRequest, Body, Like, Text
 
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {  # field -> values that mean "not used"
     "background": (None, False),
@@ -29,55 +31,120 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {  # field -> values that mean "not us
     "truncation": (None, "disabled"),
     "context_management": (None, []),
 }
-KEPT = (  # fields that chats call the same, vLLM's among them
-    *(
-        "model",
-        "stream",
-        "temperature",
-        "top_p",
-        "parallel_tool_calls",
-        "top_k",
-        "min_p",
-        "seed",
-        "stop",
-        "stop_token_ids",
-        "ignore_eos",
-    ),
-    *(
-        "logit_bias",
-        "presence_penalty",
-        "frequency_penalty",
-        "repetition_penalty",
-        "chat_template_kwargs",
-    ),
-)
-NAMES = {  # what chats call fields of responses
+# fields with the same name in chats, vLLM's among them
+KEPT = {"model", "stream", "temperature", "top_p", "parallel_tool_calls", "top_k", "min_p", "seed"}
+KEPT |= {"stop", "stop_token_ids", "ignore_eos", "logit_bias", "presence_penalty"}
+KEPT |= {"frequency_penalty", "repetition_penalty", "chat_template_kwargs"}
+NAMES = {  # a chat's name of a field -> the name in responses
     "max_completion_tokens": "max_output_tokens",
     "response_format": "text.format",
     "messages": "input",
 }
 LOGPROBS = "message.output_text.logprobs"
-STORE_BYTES = 64 << 20  # of responses that are kept, as JSON
+STORE_BYTES = 64 << 20  # of stored responses, as JSON
 Messages = list[dict[str, Any]]
 
 
+class InputText(Body):
+    type: Literal["input_text", "output_text"]
+    text: str
+
+
+class InputRefusal(Body):
+    type: Literal["refusal"]
+    refusal: str
+
+
+Content = str | list[Annotated[InputText | InputRefusal, Field(discriminator="type")]]
+
+
+class MessageItem(Body):
+    type: Literal["message"] | None = None
+    role: str
+    content: Content
+
+
+class FunctionCall(Body):
+    type: Literal["function_call"]
+    call_id: str | None = None
+    name: Text
+    arguments: str
+
+
+class FunctionOutput(Body):
+    type: Literal["function_call_output"]
+    call_id: str | None = None
+    output: Content
+
+
+def _kind_of(item: Any) -> Any:
+    return item.get("type") or "message" if isinstance(item, dict) else None
+
+
+Item = Annotated[
+    Annotated[MessageItem, Tag("message")]
+    | Annotated[FunctionCall, Tag("function_call")]
+    | Annotated[FunctionOutput, Tag("function_call_output")],
+    Discriminator(_kind_of),
+]
+
+
+class FunctionTool(Body):
+    type: Literal["function"]
+    name: Text
+    description: str | None = None
+    parameters: Schema | None = None
+    strict: bool | None = None
+
+
+class TextFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    schema_: Schema | None = Field(None, alias="schema")
+
+
+class TextOptions(Body):
+    format: Annotated[dict[str, Any], Like(TextFormat)] | None = None
+
+
+class ResponseBody(refusing("ResponseFields", UNSUPPORTED)):
+    model: Text
+    input: str | Annotated[list[Annotated[dict[str, Any], Like(Item)]], Field(min_length=1)]
+    instructions: str | None = None
+    previous_response_id: Text | None = None
+    stream: bool | None = None
+    store: bool | None = None
+    temperature: Annotated[float, Field(ge=0, le=1e30)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    max_output_tokens: Count | None = None
+    metadata: dict[str, Any] | None = None
+    tools: list[Annotated[dict[str, Any], Like(FunctionTool)]] | None = None
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    include: list[str] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=ALTERNATIVES)] | None = None
+
+    # the fields that chats have too are checked with the chat
+    model_config = {"extra": "allow"}
+
+
 class Unknown(BadRequest):
-    """A response is not kept here."""
+    """A response is not stored here."""
 
     def __init__(self, id: str, param: str | None = None):
+        self.status = 404 if param is None else 400
         super().__init__(
             param,
-            f"response {id[:100]!r} is not kept here: it was deleted, is too old, or the server was"
-            " started anew",
+            f"response {id[:100]!r} is not stored here: it was deleted, is too old, or the server"
+            " has restarted since",
         )
 
 
 class Store:
-    """Responses that were asked to be kept, the newest ``STORE_BYTES`` of them, in memory. From any
-    thread.
+    """Stored responses, the newest ``STORE_BYTES`` of them, in memory. Thread-safe.
 
     Args:
-        most_bytes: of all tenants together.
+        most_bytes: limit of all tenants together.
     """
 
     def __init__(self, most_bytes: int = STORE_BYTES):
@@ -87,7 +154,7 @@ class Store:
         )
 
     def put(self, tenant: str, response: Mapping[str, Any], messages: Messages) -> None:
-        """Keeps a response and the conversation that it ends."""
+        """Stores a response and the conversation that it ends."""
         data = json.dumps([response, messages])
         with self._lock:
             self._kept[tenant, response["id"]] = data, len(data)
@@ -101,7 +168,7 @@ class Store:
         """Returns a tenant's response and the conversation that it ends.
 
         Raises:
-            Unknown: it is not kept, or is another tenant's.
+            Unknown: it is not stored, or belongs to another tenant.
         """
         with self._lock:
             found = self._kept.get((tenant, id))
@@ -111,7 +178,7 @@ class Store:
         return response, messages
 
     def delete(self, tenant: str, id: str) -> None:
-        """Raises ``Unknown`` as ``get``."""
+        """Deletes a response. Raises ``Unknown`` as ``get`` does."""
         with self._lock:
             found = self._kept.pop((tenant, id), None)
             if found is None:
@@ -120,82 +187,74 @@ class Store:
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
-    """A body, read.
+class ResponseSpec:
+    """A validated body.
 
     Attributes:
-        chat: the body of the chat that it stands for.
-        messages: of the conversation, without the instructions.
-        told: what the response repeats of the body.
-        store: the response is kept.
+        chat: the body of the chat that is sampled.
+        messages: the conversation, without the instructions.
+        repeated: fields of the body that the response repeats.
+        store: store the response.
     """
 
     chat: dict[str, Any]
     messages: Messages
-    told: dict[str, Any]
+    repeated: dict[str, Any]
     store: bool
 
 
-def asked_of(body: dict[str, Any], tenant: str, store: Store) -> Asked:
-    """Reads a body of ``/responses``.
-
-    Raises:
-        BadRequest: naming the field that is wrong.
-    """
-    refuse_used(body, UNSUPPORTED)
-    instructions, previous = body.get("instructions"), body.get("previous_response_id")
-    messages: Messages = []
+def response_of(body: ResponseBody, tenant: str, store: Store) -> ResponseSpec:
+    """Returns the spec of a body of ``/responses``. Raises ``BadRequest``."""
+    previous, messages = body.previous_response_id, []
     if previous is not None:
-        messages = store.get(
-            tenant, fields.text("previous_response_id", previous), "previous_response_id"
-        )[1]
-    messages += _messages(body.get("input"))
-    chat = {name: body[name] for name in KEPT if name in body}
-    chat["messages"] = copy.deepcopy(messages)
-    if instructions is not None:
-        system = fields.text("instructions", instructions)
-        if (first := messages[0])["role"] in ("system", "developer") and isinstance(
-            first["content"], str
-        ):
-            chat["messages"][0]["content"] = f"{system}\n\n{first['content']}"
+        messages = store.get(tenant, previous, "previous_response_id")[1]
+    messages += _messages(body.input)
+    given = body.model_dump(include=KEPT, exclude_unset=True)
+    chat: dict[str, Any] = given | {"messages": copy.deepcopy(messages)}
+    if body.instructions is not None:
+        first = messages[0]
+        if first["role"] in ("system", "developer") and isinstance(first["content"], str):
+            chat["messages"][0]["content"] = f"{body.instructions}\n\n{first['content']}"
         else:
-            chat["messages"].insert(0, {"role": "system", "content": system})
-    tools, choice = body.get("tools") or [], body.get("tool_choice")
-    if not isinstance(tools, list):
-        raise wrong("tools", tools, "a list of functions")
-    chat["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools)]
+            chat["messages"].insert(0, {"role": "system", "content": body.instructions})
+    tools, choice = body.tools or [], body.tool_choice
+    fields = "name", "description", "parameters", "strict"
+    chat["tools"] = [
+        {"type": "function", "function": {f: tool[f] for f in fields if tool.get(f) is not None}}
+        for tool in tools
+    ]
+    chat["tool_choice"] = choice
     if isinstance(choice, dict) and choice.get("type") == "function":
         chat["tool_choice"] = {"type": "function", "function": {"name": choice.get("name")}}
-    else:
-        chat["tool_choice"] = choice
-    chat["max_completion_tokens"] = body.get("max_output_tokens")
-    form = (fields.mapping(body, "text") or {}).get("format")
-    chat["response_format"] = _format(form)
-    include = body.get("include") or []
-    if not isinstance(include, list) or not all(isinstance(one, str) for one in include):
-        raise wrong("include", include, "a list of names")
-    top = fields.whole(body, "top_logprobs", 0, 0, 20)
-    chat |= {"logprobs": True, "top_logprobs": top} if top or LOGPROBS in include else {}
-    kept = fields.flag(body, "store", True)
-    told = {
-        "instructions": instructions,
-        "max_output_tokens": body.get("max_output_tokens"),
-        "metadata": fields.mapping(body, "metadata") or {},
-        "parallel_tool_calls": fields.flag(body, "parallel_tool_calls", True),
+    chat["max_completion_tokens"] = body.max_output_tokens
+    form = None if body.text is None else body.text.format
+    chat["response_format"] = form
+    if form is not None and form["type"] == "json_schema":
+        schema = {"schema": form.get("schema")}
+        chat["response_format"] = {"type": "json_schema", "json_schema": schema}
+    top = body.top_logprobs or 0
+    if top or LOGPROBS in (body.include or ()):
+        chat |= {"logprobs": True, "top_logprobs": top}
+    kept = body.store is not False
+    repeated = {
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata or {},
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": previous,
         "store": kept,
-        "temperature": fields.number(body, "temperature", 1.0, 0.0),
+        "temperature": 1.0 if body.temperature is None else body.temperature,
         "text": {"format": form or {"type": "text"}},
         "tool_choice": choice or "auto",
         "tools": tools,
         "top_logprobs": top,
-        "top_p": fields.number(body, "top_p", 1.0, 0.0),
+        "top_p": 1.0 if body.top_p is None else body.top_p,
     }
-    return Asked(chat, messages, told, kept)
+    return ResponseSpec(chat, messages, repeated, kept)
 
 
 def own_names(error: BadRequest) -> BadRequest:
-    """Returns an error about a chat's body with the names that the fields have in responses."""
+    """Returns an error about the chat with the names that the fields have in responses."""
     for name, own in NAMES.items():
         if error.param is not None and error.param.startswith(name):
             return BadRequest(
@@ -204,94 +263,50 @@ def own_names(error: BadRequest) -> BadRequest:
     return error
 
 
-def _tool(tool: Any, where: str) -> dict[str, Any]:
-    if not isinstance(tool, dict) or tool.get("type") != "function":
-        kind = tool.get("type") if isinstance(tool, dict) else tool
-        raise wrong(f"{where}.type", kind, "function: tools of other types are not served here")
-    function = {
-        key: tool[key]
-        for key in ("name", "description", "parameters", "strict")
-        if tool.get(key) is not None
-    }
-    return {"type": "function", "function": function}
-
-
-def _format(given: Any) -> dict[str, Any] | None:
-    """Returns ``text.format`` as ``response_format``."""
-    if isinstance(given, dict) and given.get("type") == "json_schema":
-        return {"type": "json_schema", "json_schema": {"schema": given.get("schema")}}
-    return given
-
-
-def _messages(given: Any) -> Messages:
-    """Returns the input, a text or items, as messages of a chat."""
-    if isinstance(given, str):
-        return [{"role": "user", "content": given}]
-    if not isinstance(given, list) or not given:
-        raise wrong("input", given, "text, or a list of items")
+def _messages(items: str | Sequence[Mapping[str, Any]]) -> Messages:
+    """Returns validated input as messages of a chat."""
+    if isinstance(items, str):
+        return [{"role": "user", "content": items}]
     out: Messages = []
-    for i, item in enumerate(given):
-        where = f"input[{i}]"
-        if not isinstance(item, dict):
-            raise wrong(where, item, "an item")
-        kind = item.get("type", "message")
+    for item in items:
+        kind = _kind_of(item)
         if kind == "message":
-            out.append(
-                {
-                    "role": item.get("role"),
-                    "content": _text(item.get("content"), f"{where}.content"),
-                }
-            )
+            out.append({"role": item["role"], "content": _text(item["content"])})
         elif kind == "function_call":
-            function = {"name": item.get("name"), "arguments": item.get("arguments")}
+            function = {"name": item["name"], "arguments": item["arguments"]}
             call = {"id": item.get("call_id"), "type": "function", "function": function}
             if not out or out[-1]["role"] != "assistant":
                 out.append({"role": "assistant", "content": None})
             out[-1].setdefault("tool_calls", []).append(call)
-        elif kind == "function_call_output":
-            content = _text(item.get("output"), f"{where}.output")
-            out.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
         else:
-            raise wrong(
-                f"{where}.type",
-                kind,
-                "message, function_call or function_call_output: others are not served here",
-            )
+            content = _text(item["output"])
+            out.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
     return out
 
 
-def _text(content: Any, where: str) -> Any:
-    """Returns content as a text; what is no list is left to the chat."""
-    if not isinstance(content, list):
+def _text(content: str | Sequence[Mapping[str, Any]]) -> str:
+    if isinstance(content, str):
         return content
-    texts = []
-    for part in content:
-        kind = part.get("type") if isinstance(part, dict) else part
-        if kind not in ("input_text", "output_text", "refusal"):
-            raise wrong(
-                f"{where}.type", kind, "parts that are text: others cannot be read by this model"
-            )
-        texts.append(fields.text(where, part.get("refusal" if kind == "refusal" else "text")))
-    return "\n".join(texts)
+    return "\n".join(part.get("text") or part.get("refusal") or "" for part in content)
 
 
 class Response:
-    """The response to one body, as ``Answer`` is to a chat's.
+    """The response to one body; wraps the ``Answer`` to its chat.
 
     Args:
-        answer: to the chat.
-        store: keeps the response of this tenant, if it asks so.
+        answer: the answer to the chat.
+        store: stores the response for this tenant, if the body asks for it.
     """
 
-    def __init__(self, answer: Answer, asked: Asked, tenant: str, store: Store):
-        self._answer, self._asked, self._tenant, self._store = answer, asked, tenant, store
-        self.asked, self.model, self.id = (
-            answer.asked,
+    def __init__(self, answer: Answer, spec: ResponseSpec, tenant: str, store: Store):
+        self._answer, self._spec, self._tenant, self._store = answer, spec, tenant, store
+        self.spec, self.model, self.id = (
+            answer.spec,
             answer.model,
             "resp_" + secrets.token_hex(16),
         )
         self._sent = 0
-        self._output: list[dict[str, Any]] = []  # of a stream
+        self._output: list[dict[str, Any]] = []  # items of a stream
         self._logprobs: list[Any] = []
 
     def whole(self, results: Sequence[Sequence[Completion]]) -> dict[str, Any]:
@@ -324,8 +339,8 @@ class Response:
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": usage["total_tokens"],
         }
-        if self._asked.store:
-            self._store.put(self._tenant, body, [*self._asked.messages, *_messages(output)])
+        if self._spec.store:
+            self._store.put(self._tenant, body, [*self._spec.messages, *_messages(output)])
         return body
 
     def _body(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
@@ -337,13 +352,13 @@ class Response:
             "background": False,
             "error": None,
             "incomplete_details": None,
-            "model": self._answer.asked.model,
+            "model": self._answer.spec.model,
             "output": output,
             "reasoning": {"effort": None, "summary": None},
             "truncation": "disabled",
             "usage": None,
             "user": None,
-            **self._asked.told,
+            **self._spec.repeated,
             "mint_revision": self.model.digest,
         }
 
@@ -366,10 +381,10 @@ class Response:
         }
         return made | {"name": call["function"]["name"], "arguments": call["function"]["arguments"]}
 
-    # -- as it comes
+    # -- streams
 
     def chunks(self, pieces: Sequence[tuple[int, Piece]]) -> list[dict[str, Any]]:
-        """Returns the events for what has come."""
+        """Returns the events for new pieces."""
         return self._begin() + [
             event for chunk in self._answer.chunks(pieces) for event in self._deltas(chunk)
         ]
@@ -391,23 +406,23 @@ class Response:
         return [*out, self._event(f"response.{body['status']}", response=body)]
 
     def failed(self, error: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Returns the event that ends a stream which has begun."""
+        """Returns the event that ends a stream that failed midway."""
         body = self._body("failed", self._output)
         body["error"] = {"code": "server_error", "message": error["message"]}
         return [self._event("response.failed", response=body)]
 
     def written(self, event: Mapping[str, Any]) -> str:
-        """Returns an event as a stream has it."""
+        """Returns an event as the stream's text."""
         return f"event: {event['type']}\ndata: {json.dumps(event)}\n\n"
 
-    end = ""  # of a stream
+    end = ""  # text that ends a stream
 
     def usage_chunk(self, results: Sequence[Sequence[Completion]]) -> dict[str, Any]:
-        raise AssertionError("the last event of a response has its usage")
+        raise AssertionError("a response's last event has its usage")
 
-    def _event(self, kind: str, **what: Any) -> dict[str, Any]:
+    def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
         self._sent += 1
-        return copy.deepcopy({"type": kind, "sequence_number": self._sent - 1, **what})
+        return copy.deepcopy({"type": kind, "sequence_number": self._sent - 1, **fields})
 
     def _begin(self) -> list[dict[str, Any]]:
         if self._sent:
@@ -418,7 +433,7 @@ class Response:
         ]
 
     def _open(self) -> list[dict[str, Any]]:
-        """The events that begin the message."""
+        """Returns the events that begin the message."""
         item = self._message("", [], "in_progress")
         self._output.append(item)
         added = self._event(
@@ -433,7 +448,7 @@ class Response:
         return {"item_id": self._output[0]["id"], "output_index": 0, "content_index": 0}
 
     def _deltas(self, chunk: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """The events of a chat's chunk with text."""
+        """Returns the events of a chat's chunk with text."""
         choice = chunk["choices"][0]
         text, logprobs = choice["delta"].get("content") or "", _logprobs(choice)
         self._logprobs += logprobs
@@ -452,7 +467,7 @@ class Response:
         ]
 
     def _close(self, finish: str) -> list[dict[str, Any]]:
-        """The events that end the message."""
+        """Returns the events that end the message."""
         [item] = self._output
         [part] = item["content"]
         part["logprobs"] += self._logprobs
@@ -469,7 +484,7 @@ class Response:
         ]
 
     def _called(self, item: dict[str, Any]) -> list[dict[str, Any]]:
-        """The events of a call."""
+        """Returns the events of a call."""
         place = {"item_id": item["id"], "output_index": len(self._output)}
         self._output.append(item)
         begun = item | {"arguments": "", "status": "in_progress"}

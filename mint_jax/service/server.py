@@ -76,7 +76,7 @@ SAMPLERS = 1 << 16  # that are remembered
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What is on the device, and which programs there are.
+    """Sizes of device state, and the programs to compile.
 
     Attributes:
         slots: of policies in training, by the largest rank that they take.
@@ -117,7 +117,7 @@ class Server:
         sizes: of what is on the device.
         catalog: a folder or a database's URL; None: inside ``folder``.
         payloads: see ``Catalog.open``.
-        name: what clients call the base, beside the name that it was loaded by.
+        name: the clients' name of the base, in addition to its own.
         tokenizer: what clients load the tokenizer by: a name on the hub, or a folder that they see
             too.
         peft_folder: below which PEFT adapters may be loaded by path; None: none may.
@@ -332,8 +332,7 @@ class Server:
                 trimmed = time.monotonic()
 
     def maintain(self) -> None:
-        """Lets go of what has outlived its time, and writes down what is new; called again and
-        again.
+        """Expires old objects and writes new records; called periodically.
 
         A step that fails, because of a full disk say, is logged and tried again with the next call;
         the others go on, for some of them free space.
@@ -383,8 +382,8 @@ class Server:
         return found
 
     def trouble(self, sampling: bool = False) -> str:
-        """Why requests would not be served now, or once their programs are compiled; empty if they
-        would. ``sampling``: of samples alone, which need no disk.
+        """Returns why requests cannot be served; empty if they can. ``sampling``: only for samples,
+        which need no disk.
         """
         if not self.ready:
             return "it is starting or being stopped"
@@ -401,7 +400,7 @@ class Server:
         self.answers.wake_all()
 
     def is_open(self, tenant: str, session: str) -> bool:
-        """Whether a session goes on; if so, it was heard of.
+        """Returns whether a session is open; if so, counts as a heartbeat.
 
         Raises:
             NotFound: no such session of the tenant's.
@@ -430,7 +429,7 @@ class Server:
             self.durable.forget(model)
 
     def policy_of(self, policy: str) -> str:
-        """What costs of a revision are kept under: see ``Costs.by_policy``.
+        """Returns the policy that a revision's costs belong to: see ``Costs.by_policy``.
 
         Raises:
             DatabaseFailed, StorageFailed: nobody can tell now.
@@ -465,7 +464,7 @@ class Server:
     # -- what clients call things
 
     def is_base(self, name: str) -> bool:
-        """Whether a client means the resident base."""
+        """Returns whether a name is the resident base's."""
         return name.lower() in {self.name.lower(), self.base.name.lower()}
 
     def need_base(self, name: str | None) -> None:
@@ -499,7 +498,7 @@ class Server:
         return AdapterConfig(rank, ALPHA, tuple(targets))
 
     def trained_families(self, config: AdapterConfig) -> dict[str, bool]:
-        """Which families of projections an adapter has."""
+        """Returns the families of projections that an adapter has."""
         return {
             family: any(target in config.targets for target in members)
             for family, members in self.families.items()
@@ -569,7 +568,7 @@ class Server:
         return id
 
     def _state_bytes(self, rank: int, train: Mapping[str, bool]) -> int:
-        """Of the weights and the two moments of a policy."""
+        """Returns the bytes of a policy's weights and two moments."""
         return 3 * params_lib.nbytes(
             lora_tree.adapter_specs(self.specs, self.adapter_config(rank, train))
         )

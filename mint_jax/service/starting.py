@@ -1,8 +1,8 @@
-"""What a port answers before its server is there: ``/health`` and ``/ready``, and 503 with the
-reason to everything else.
+"""Answers of a port before its server is ready: ``/health`` and ``/ready``, and 503 with the reason
+for everything else.
 
-Loading a base takes seconds, a large one minutes. Clients that come meanwhile are told to ask
-again, as they do for any 503, and whoever started the program sees that it lives and what it does.
+Loading a base takes seconds to minutes. Clients retry meanwhile, as for any 503, and whoever
+started the program sees its progress.
 """
 
 import json

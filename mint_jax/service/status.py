@@ -17,7 +17,7 @@ MOST_SHOWN = 200  # policies; the busiest first
 
 
 def state_of(server: Server) -> dict[str, Any]:
-    """What is there now. Called in a thread."""
+    """Returns the server's current state; call it in a thread."""
     live, engine = server.live, server.engine
     shown, left_out = policies_of(server)
     memory = [device.memory_stats() or {} for device in server.base.mesh.local_devices]

@@ -1,46 +1,52 @@
-"""Tinker's HTTP interface: sessions, models and training. Beside it are ``tinker_sampling.py``,
-``tinker_futures.py`` with what becomes of requests, and ``tinker_rest.py``, which lists and manages
-what was saved.
+"""Tinker's sessions, models and training requests.
 
-A training request that can be placed (its model and its number are known) is accepted whatever is
-wrong with its content: its number is used up, and its future says why. What cannot be placed is a
-400, what is not there or another tenant's a 404.
+A training request whose place is known (its model and its number) is accepted whatever is wrong
+with its content: its number is used up, and its future fails. A request without a place gets 400,
+one for a missing or another tenant's object 404.
 """
 
 import asyncio
 import json
-import math
 import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from starlette.requests import Request as Asked
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from mint_jax.errors import UserError
-from mint_jax.service import calls, checkpoints
+from mint_jax.service import calls, checkpoints, handlers
 from mint_jax.service.answers import group_of
-from mint_jax.service.asking import (
-    LONGEST_REASON,
-    Handler,
-    beside,
-    given,
-    reason_of,
-    tenant_of,
-    told_in,
-)
 from mint_jax.service.book import Model, NotFound
 from mint_jax.service.calls import Call, Create, Load, Refused, Save
+from mint_jax.service.errors import LONGEST_REASON, reason_of
 from mint_jax.service.futures import Conflict
+from mint_jax.service.handlers import body_of, off_loop, tenant_of
 from mint_jax.service.server import Server
 from mint_jax.service.tinker_sessions import REASONS
+from mint_jax.service.tinker_types import (
+    MAX_METADATA,
+    AdamParams,
+    CreateModel,
+    CreateSession,
+    FinishSession,
+    LoadPlace,
+    LoadWeights,
+    ModelPlace,
+    ModelRef,
+    OptimStep,
+    RequestPlace,
+    SaveForSampler,
+    SaveWeights,
+    SessionRef,
+)
+from mint_jax.service.validation import parse
 from mint_jax.service.wire import forward_backward as wire_training
-from mint_jax.service.wire.reading import boolean, integer, mapping, number, sequence, text
 from mint_jax.train.config import OptimizerConfig
 
 CLIENT_CONFIG = {
-    # a key is exchanged for a token first; one that the SDK would not send otherwise, sk-..., too
+    # exchange keys for tokens first, also keys such as sk-... that the SDK would not send otherwise
     "pjwt_auth_enabled": True,
     "proto_compress_fwdbwd": True,
     "sample_use_retrieve_futures": True,
@@ -51,17 +57,24 @@ DYNAMIC_CONFIG = {
     "sample_cancel_enabled": True,
     "sample_cancel_max_batch_size": 64,
 }
-LARGEST_NOTE = 1 << 16  # bytes of JSON that the user may put beside a thing
+ADAM = {  # the optimizer's name and Tinker's default of each of ``AdamParams``
+    "learning_rate": ("learning_rate", 1e-4),
+    "beta1": ("b1", 0.9),
+    "beta2": ("b2", 0.95),
+    "eps": ("eps", 1e-12),
+    "weight_decay": ("weight_decay", 0.0),
+    "grad_clip_norm": ("max_grad_norm", 0.0),
+}
 
 
 class Tinker:
-    """The handlers over one server."""
+    """The handlers of one server."""
 
     def __init__(self, server: Server):
         self.server = server
 
     def routes(self) -> list[Route]:
-        posts: dict[str, Handler] = {
+        posts = {
             "client/config": self.client_config,
             "client/dynamic_config": self.dynamic_config,
             "create_session": self.create_session,
@@ -79,29 +92,26 @@ class Tinker:
             "save_weights_for_sampler": self.save_weights_for_sampler,
             "save_weights_external": self.save_weights_external,
         }
-        gets: dict[str, Handler] = {
-            "healthz": self.healthz,
-            "get_server_capabilities": self.capabilities,
-        }
-        return [
-            Route(f"/api/v1/{path}", handler, methods=["POST"]) for path, handler in posts.items()
-        ] + [Route(f"/api/v1/{path}", handler, methods=["GET"]) for path, handler in gets.items()]
+        gets = {"healthz": self.healthz, "get_server_capabilities": self.capabilities}
+        return handlers.routes(
+            [("POST", *row) for row in posts.items()] + [("GET", *row) for row in gets.items()]
+        )
 
     # -- handshake and sessions
 
-    async def client_config(self, request: Asked) -> Response:
+    async def client_config(self, request: Request) -> Response:
         return JSONResponse(CLIENT_CONFIG)
 
-    async def dynamic_config(self, request: Asked) -> Response:
+    async def dynamic_config(self, request: Request) -> Response:
         return JSONResponse(DYNAMIC_CONFIG)
 
-    async def healthz(self, request: Asked) -> Response:
+    async def healthz(self, request: Request) -> Response:
         return JSONResponse({"status": "ok"})
 
-    async def telemetry(self, request: Asked) -> Response:
+    async def telemetry(self, request: Request) -> Response:
         return JSONResponse({"status": "accepted"})
 
-    async def capabilities(self, request: Asked) -> Response:
+    async def capabilities(self, request: Request) -> Response:
         model = {
             "max_context_length": self.server.base.cfg.context,
             "trainable": True,
@@ -109,32 +119,28 @@ class Tinker:
         }
         return JSONResponse({"supported_models": [{"model_name": self.server.name} | model]})
 
-    async def create_session(self, request: Asked) -> Response:
-        told = await told_in(request)
-        kept: dict[str, Any] = {
-            name: given(told, name, text) for name in ("display_name", "project_id", "sdk_version")
-        }
-        kept |= {"tags": given(told, "tags", sequence), "user_metadata": _metadata(told)}
-        if len(json.dumps(kept)) > 2 * LARGEST_NOTE:
+    async def create_session(self, request: Request) -> Response:
+        notes = (await body_of(CreateSession, request)).model_dump()
+        if len(json.dumps(notes)) > 2 * MAX_METADATA:
             raise UserError(
-                f"{', '.join(kept)} have more than {2 * LARGEST_NOTE} bytes of JSON together: say"
-                " less of the session"
+                f"{', '.join(notes)} have more than {2 * MAX_METADATA} bytes of JSON together:"
+                " shorten them"
             )
-        id = await asyncio.to_thread(self.server.book.open_session, tenant_of(request), kept)
+        id = await asyncio.to_thread(self.server.book.open_session, tenant_of(request), notes)
         return JSONResponse({"type": "create_session", "session_id": id})
 
-    async def heartbeat(self, request: Asked) -> Response:
-        id = text((await told_in(request)).get("session_id"), "session_id")
+    async def heartbeat(self, request: Request) -> Response:
+        id = (await body_of(SessionRef, request)).session_id
         if not self.server.is_open(tenant_of(request), id):
-            return JSONResponse({"detail": f"session {id[:80]!r} is over"}, 410)
+            return JSONResponse({"detail": f"session {id[:80]!r} has ended"}, 410)
         return JSONResponse({"type": "session_heartbeat"})
 
-    async def finish_session(self, request: Asked) -> Response:
+    async def finish_session(self, request: Request) -> Response:
         session = self.server.book.session(tenant_of(request), request.path_params["session"])
-        told = await told_in(request) if await request.body() else {}
-        reason = (given(told, "reason", mapping) or {}).get("type")
+        body = await body_of(FinishSession, request) if await request.body() else FinishSession()
+        reason = None if body.reason is None else body.reason.type
         if reason in REASONS:
-            detail = str(told.get("detail") or "")[:LONGEST_REASON]
+            detail = (body.detail or "")[:LONGEST_REASON]
             await asyncio.to_thread(
                 self.server.book.update_session, session, finished=reason, detail=detail or None
             )
@@ -143,79 +149,65 @@ class Tinker:
 
     # -- models
 
-    async def create_model(self, request: Asked) -> Response:
-        told, tenant = await told_in(request), tenant_of(request)
-        session = text(told.get("session_id"), "session_id")
-        place = integer(told.get("model_seq_id"), "model_seq_id", 0)
-        self.server.need_open(tenant, session)
-        id = f"{session}:train:{place}"
-        about: dict[str, Any] = {"metadata": _metadata(told)}
+    async def create_model(self, request: Request) -> Response:
+        raw, tenant = await request.body(), tenant_of(request)
+        place = parse(ModelPlace, raw)
+        self.server.need_open(tenant, place.session_id)
+        id = f"{place.session_id}:train:{place.model_seq_id}"
+        about: dict[str, Any] = {"metadata": place.user_metadata}
 
-        def wanted() -> Call:
-            self.server.need_base(given(told, "base_model", text))
-            _need_adam(told.get("optimizer_config"))
-            lora = mapping(told.get("lora_config") or {}, "lora_config")
-            train = {
-                family: boolean(lora.get(family, True), family) for family in self.server.families
-            }
+        def make() -> Call:
+            body = parse(CreateModel, raw)
+            self.server.need_base(body.base_model)
+            lora = {} if body.lora_config is None else body.lora_config.model_dump()
+            train = {family: lora.get(family, True) for family in self.server.families}
             config = self.server.adapter_config(lora.get("rank", 32), train)
             about.update(rank=config.rank, train=train)
-            # The same request sent again is the same: a seed that nobody told is the model's name.
-            seed = (
-                zlib.crc32(id.encode())
-                if lora.get("seed") is None
-                else integer(lora["seed"], "seed", -(2**63), 2**63 - 1)
-            )
-            return Create(config, seed)
+            # without a seed the model's name is one, so that a repeated request is the same
+            seed = lora.get("seed")
+            return Create(config, zlib.crc32(id.encode()) if seed is None else seed)
 
-        call = _call(wanted)
-        await self._added(session, place, tenant, about)
-        return await self._accepted(id, tenant, 0, call)
+        call = _call(make)
+        await self._add(place, tenant, about)
+        return await self._submit(id, tenant, 0, call)
 
-    async def load_weights(self, request: Asked) -> Response:
-        told, tenant = await told_in(request), tenant_of(request)
-        call = _call(lambda: self._load_of(told, tenant))
-        if told.get("session_id") is None:
-            return await self._train(told, tenant, lambda: call)
-        session = text(told["session_id"], "session_id")
-        place = integer(told.get("model_seq_id"), "model_seq_id", 0)
-        self.server.need_open(tenant, session)
-        about: dict[str, Any] = {"metadata": _metadata(told)}
+    async def load_weights(self, request: Request) -> Response:
+        raw, tenant = await request.body(), tenant_of(request)
+        call = _call(lambda: self._load(parse(LoadWeights, raw), tenant))
+        if parse(LoadPlace, raw).session_id is None:
+            return await self._train(parse(RequestPlace, raw), tenant, lambda: call)
+        place = parse(ModelPlace, raw)
+        self.server.need_open(tenant, place.session_id)
+        about: dict[str, Any] = {"metadata": place.user_metadata}
         if isinstance(call, Load):
             row = self.server.book.checkpoint(tenant, *checkpoints.parse(call.path), published=True)
             config = self.server.checkpoints.config(row)
             about |= {"rank": config.rank, "train": self.server.trained_families(config)}
-        await self._added(session, place, tenant, about)
-        return await self._accepted(f"{session}:train:{place}", tenant, 0, call)
+        await self._add(place, tenant, about)
+        return await self._submit(f"{place.session_id}:train:{place.model_seq_id}", tenant, 0, call)
 
-    def _load_of(self, told: Mapping[str, Any], tenant: str) -> Call:
-        self.server.need_base(given(told, "base_model", text))
-        _need_adam(told.get("optimizer_config"))
-        call = Load(
-            text(told.get("path"), "path"),
-            boolean(told.get("optimizer", False), "optimizer"),
-            tenant,
+    def _load(self, body: LoadWeights, tenant: str) -> Call:
+        self.server.need_base(body.base_model)
+        self.server.book.checkpoint(tenant, *checkpoints.parse(body.path), published=True)
+        return Load(body.path, body.optimizer, tenant)
+
+    async def _add(self, place: ModelPlace, tenant: str, about: Mapping[str, Any]) -> None:
+        """Records a new model, or finds it recorded by an earlier copy of the request."""
+        model = await asyncio.to_thread(
+            self.server.owned.add_model, place.session_id, place.model_seq_id, tenant, about
         )
-        self.server.book.checkpoint(tenant, *checkpoints.parse(call.path), published=True)
-        return call
-
-    async def _added(self, session: str, place: int, tenant: str, about: Mapping[str, Any]) -> None:
-        """Writes down a model that is to be made, or is made already."""
-        model = await asyncio.to_thread(self.server.owned.add_model, session, place, tenant, about)
         if model.ended is not None:
             raise Conflict(f"model {model.id!r} has ended: give a new one a new model_seq_id")
 
-    async def get_info(self, request: Asked) -> Response:
-        model = self._model(
-            tenant_of(request), text((await told_in(request)).get("model_id"), "model_id")
-        )
+    async def get_info(self, request: Request) -> Response:
+        model = self._model(tenant_of(request), (await body_of(ModelRef, request)).model_id)
         name, rank = self.server.name, model.details.get("rank")
         data = {
             "model_name": name,
             "tokenizer_id": self.server.tokenizer,
             "arch": self.server.base.cfg.family,
         }
-        told = {
+        info = {
             "type": "get_info",
             "model_id": model.id,
             "model_data": data,
@@ -223,11 +215,11 @@ class Tinker:
             "lora_rank": rank,
             "model_name": name,
         }
-        return JSONResponse(told | {"optimizer_config": {"type": "adamw"}})
+        return JSONResponse(info | {"optimizer_config": {"type": "adamw"}})
 
-    async def unload_model(self, request: Asked) -> Response:
+    async def unload_model(self, request: Request) -> Response:
         tenant = tenant_of(request)
-        model = self._model(tenant, text((await told_in(request)).get("model_id"), "model_id"))
+        model = self._model(tenant, (await body_of(ModelRef, request)).model_id)
         await asyncio.to_thread(self.server.durable.forget, model.id)
         await asyncio.to_thread(self.server.book.end_model, model.id)
         answer, _ = self.server.answers.begin(group_of(tenant, model.id), None, "")
@@ -240,135 +232,89 @@ class Tinker:
             raise NotFound(
                 f"model {id!r} has ended with its session: load a checkpoint of it into a new one"
             )
-        self.server.is_open(tenant, model.session)  # a contact with the session, as a heartbeat is
+        self.server.is_open(tenant, model.session)  # counts as a heartbeat
         return model
 
     # -- training
 
-    async def _train(
-        self, told: Mapping[str, Any], tenant: str, wanted: Callable[[], Call]
-    ) -> Response:
-        """Accepts a request of JSON."""
-        model = self._model(tenant, text(told.get("model_id"), "model_id"))
-        place = integer(told.get("seq_id"), "seq_id", 1)
-        return await self._accepted(model.id, tenant, place, _call(wanted))
+    async def _train(self, place: RequestPlace, tenant: str, make: Callable[[], Call]) -> Response:
+        model = self._model(tenant, place.model_id)
+        return await self._submit(model.id, tenant, place.seq_id, _call(make))
 
-    async def _accepted(self, model: str, tenant: str, place: int, call: Call) -> Response:
-        """The id of a training request. A model's first is the one that makes it."""
+    async def _submit(self, model: str, tenant: str, place: int, call: Call) -> Response:
+        """Returns the id of a training request. A model's first request creates the model."""
         id = await self.server.submit_training(model, tenant, place + 1, call)
         return JSONResponse({"request_id": id, "model_id": model})
 
-    async def forward_backward(self, request: Asked) -> Response:
+    async def forward_backward(self, request: Request) -> Response:
         body, tenant = await request.body(), tenant_of(request)
         kind = request.headers.get("content-type", "")
-        message = await beside(len(body), lambda: wire_training.read(body, kind))
+        message = await off_loop(len(body), lambda: wire_training.read(body, kind))
         model = self._model(tenant, message.model_id)
 
-        def wanted() -> Call:
-            asked = message.asked()
-            return self.server.sequences.with_routes(
-                asked.call, [one.model_input for one in asked.spans], tenant
-            )
+        def make() -> Call:
+            batch = message.batch()
+            spans = [one.model_input for one in batch.spans]
+            return self.server.sequences.with_routes(batch.call, spans, tenant)
 
-        call = await beside(len(body), lambda: _call(wanted))
-        return await self._accepted(model.id, tenant, message.seq_id, call)
+        call = await off_loop(len(body), lambda: _call(make))
+        return await self._submit(model.id, tenant, message.seq_id, call)
 
-    async def optim_step(self, request: Asked) -> Response:
-        told = await told_in(request)
+    async def optim_step(self, request: Request) -> Response:
+        raw, tenant = await request.body(), tenant_of(request)
 
-        def wanted() -> Call:
-            if told.get("optimizer_params") is not None:
-                _need_adam(told["optimizer_params"])
-            return calls.Optim(_adam(mapping(told.get("adam_params") or {}, "adam_params")))
+        def make() -> Call:
+            return calls.Optim(_adam(parse(OptimStep, raw).adam_params or AdamParams()))
 
-        return await self._train(told, tenant_of(request), wanted)
+        return await self._train(parse(RequestPlace, raw), tenant, make)
 
-    async def save_weights(self, request: Asked) -> Response:
-        told = await told_in(request)
-        return await self._train(told, tenant_of(request), lambda: _save("weights", told))
+    async def save_weights(self, request: Request) -> Response:
+        return await self._save(request, "weights")
 
-    async def save_weights_external(self, request: Asked) -> Response:
-        told = await told_in(request)
-        return await self._train(told, tenant_of(request), lambda: _save("external_weights", told))
+    async def save_weights_external(self, request: Request) -> Response:
+        return await self._save(request, "external_weights")
 
-    async def save_weights_for_sampler(self, request: Asked) -> Response:
-        told, tenant = await told_in(request), tenant_of(request)
-        session = self._model(tenant, text(told.get("model_id"), "model_id")).session
+    async def _save(self, request: Request, kind: str) -> Response:
+        raw, tenant = await request.body(), tenant_of(request)
+        place = parse(RequestPlace, raw)
+        return await self._train(place, tenant, lambda: _save(kind, parse(SaveWeights, raw)))
 
-        def wanted() -> Call:
-            if told.get("kind", "snapshot") != "snapshot":
-                raise UserError(
-                    f"kind is {str(told['kind'])[:40]!r}; this server makes snapshots: leave it"
-                    " out, and save again to go on"
-                )
-            if told.get("sampling_session_seq_id") is None:
-                return _save("sampler_weights", told)
-            place = integer(told["sampling_session_seq_id"], "sampling_session_seq_id", 0)
-            return Save("sampler_weights", None, f"{session}:sample:{place}")
+    async def save_weights_for_sampler(self, request: Request) -> Response:
+        raw, tenant = await request.body(), tenant_of(request)
+        place = parse(RequestPlace, raw)
+        session = self._model(tenant, place.model_id).session
 
-        return await self._train(told, tenant, wanted)
+        def make() -> Call:
+            body = parse(SaveForSampler, raw)
+            if body.sampling_session_seq_id is None:
+                return _save("sampler_weights", body)
+            sampler = f"{session}:sample:{body.sampling_session_seq_id}"
+            return Save("sampler_weights", None, sampler)
+
+        return await self._train(place, tenant, make)
 
 
-def _call(wanted: Callable[[], Call]) -> Call:
-    """The call, or why there is none."""
+def _call(make: Callable[[], Call]) -> Call:
+    """Returns a call, or a refusal with the reason why there is none."""
     try:
-        return wanted()
+        return make()
     except UserError as reason:
         return Refused(reason_of(reason))
 
 
-def _save(kind: str, told: Mapping[str, Any]) -> Save:
-    recipients = given(told, "age_encryption_recipients", sequence) or ()
+def _save(kind: str, body: SaveWeights) -> Save:
     return Save(
         kind,
-        checkpoints.check_name(told.get("path")),
-        ttl_s=checkpoints.check_ttl(told.get("ttl_seconds")),
-        overwrite=boolean(told.get("overwrite", False), "overwrite"),
-        metadata=_metadata(told),
-        recipients=tuple(text(one, "age_encryption_recipients") for one in recipients),
+        checkpoints.check_name(body.path),
+        ttl_s=checkpoints.check_ttl(body.ttl_seconds),
+        overwrite=body.overwrite,
+        metadata=body.user_metadata,
+        recipients=tuple(body.age_encryption_recipients or ()),
     )
 
 
-def _metadata(told: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The user's own words on what is made."""
-    metadata = given(told, "user_metadata", mapping)
-    if metadata is not None and len(json.dumps(metadata)) > LARGEST_NOTE:
-        raise UserError(
-            f"user_metadata has more than {LARGEST_NOTE} bytes of JSON: keep it elsewhere, and name"
-            " the place"
-        )
-    return None if metadata is None else dict(metadata)
-
-
-def _need_adam(told: Any) -> None:
-    kind = "adamw" if told is None else mapping(told, "optimizer_config").get("type", "adamw")
-    if kind != "adamw":
-        raise UserError(
-            f"the optimizer's type is {str(kind)[:40]!r}; this server has adamw: leave it out, and"
-            " send AdamParams"
-        )
-
-
-# name -> the optimizer's own, Tinker's default, smallest value, and the one that it must stay below
-ADAM = {
-    "learning_rate": ("learning_rate", 1e-4, 0.0, math.inf),
-    "beta1": ("b1", 0.9, 0.0, 1.0),
-    "beta2": ("b2", 0.95, 0.0, 1.0),
-    "eps": ("eps", 1e-12, 0.0, math.inf),
-    "weight_decay": ("weight_decay", 0.0, 0.0, math.inf),
-    "grad_clip_norm": ("max_grad_norm", 0.0, 0.0, math.inf),
-}
-
-
-def _adam(told: Mapping[str, Any]) -> OptimizerConfig:
-    """AdamW's numbers."""
-    out = {}
-    for name, (own, default, low, high) in ADAM.items():
-        value = default if told.get(name) is None else number(told[name], name)
-        if not low <= value < high:
-            raise UserError(
-                f"{name} is {value}; expected {low:g} or more"
-                + (", and a finite number" if high == math.inf else f", below {high:g}")
-            )
-        out[own] = value
-    return OptimizerConfig(**out)
+def _adam(params: AdamParams) -> OptimizerConfig:
+    given = params.model_dump(exclude_none=True)
+    return OptimizerConfig(
+        **{own: given.get(name, default) for name, (own, default) in ADAM.items()}
+    )

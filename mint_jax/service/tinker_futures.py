@@ -1,56 +1,56 @@
-"""Tinker's futures: what became of a request, waited for one by one or for a whole sampler, and
-requests that nobody waits for any more.
+"""Tinker's futures: waiting for the result of one request or of a whole sampler, and cancelling
+requests.
 """
 
+import asyncio
+import functools
 import math
 from typing import Any
 
 from starlette.background import BackgroundTask
-from starlette.requests import Request as Asked
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from mint_jax.errors import UserError
 from mint_jax.rollout.stream import Stream
 from mint_jax.service import answers as answers_
-from mint_jax.service import calls, checkpoints
+from mint_jax.service import calls, checkpoints, handlers
 from mint_jax.service import futures as futures_
 from mint_jax.service.answers import PREFIX, Answer, group_of
-from mint_jax.service.asking import OFF_LOOP, Handler, beside, given, reason_of, tenant_of, told_in
+from mint_jax.service.errors import reason_of
 from mint_jax.service.futures import Category, Failed
+from mint_jax.service.handlers import body_of, off_loop, tenant_of
 from mint_jax.service.server import Server
+from mint_jax.service.tinker_types import CancelFuture, RetrieveFuture, RetrieveFutures
 from mint_jax.service.wire import forward_backward as wire_training
 from mint_jax.service.wire import samples as wire_samples
-from mint_jax.service.wire.reading import boolean, integer, mapping, number, sequence, text
 
 POLL_S = 40.0  # the SDK gives up after 45
 GROUP_POLL_S = 30.0
-# bytes of a result from which a client is told its size first, where it asks for that
+# bytes of a result from which a client can ask for its size first
 LARGE = 1 << 20
 PROTOBUF = "application/x-protobuf"
 
 
 class Futures:
-    """The handlers over one server."""
+    """The handlers of one server."""
 
     def __init__(self, server: Server):
         self.server = server
 
     def routes(self) -> list[Route]:
-        posts: dict[str, Handler] = {
+        posts = {
             "retrieve_future": self.retrieve_future,
             "retrieve_futures": self.retrieve_futures,
             "cancel_future": self.cancel_future,
         }
-        return [
-            Route(f"/api/v1/{path}", handler, methods=["POST"]) for path, handler in posts.items()
-        ]
+        return handlers.routes([("POST", *row) for row in posts.items()])
 
-    async def retrieve_future(self, request: Asked) -> Response:
-        told, tenant = await told_in(request), tenant_of(request)
-        id = text(told.get("request_id"), "request_id")
+    async def retrieve_future(self, request: Request) -> Response:
+        body, tenant = await body_of(RetrieveFuture, request), tenant_of(request)
+        id, small = body.request_id, body.allow_metadata_only
         protobuf = PROTOBUF in request.headers.get("accept", "")
-        small = boolean(told.get("allow_metadata_only", False), "allow_metadata_only")
         if id.startswith(PREFIX):
             return await self._answer(id, tenant, protobuf, small)
         futures = self.server.durable.futures
@@ -69,7 +69,7 @@ class Futures:
             return JSONResponse(
                 _result(call, model, calls.decode_result(outcome.result)), background=then
             )
-        body = await beside(
+        body = await off_loop(
             len(outcome.result),
             lambda: wire_training.encode(calls.decode_result(outcome.result), protobuf),
         )
@@ -88,52 +88,38 @@ class Futures:
             )
         if isinstance(answer.value, dict):
             return JSONResponse(answer.value, background=then)
-        asked, completions = answer.value
-        body = await beside(OFF_LOOP + 1, lambda: wire_samples.encode(completions, asked, protobuf))
+        spec, completions = answer.value
+        encode = functools.partial(wire_samples.encode, completions, spec, protobuf)
+        body = await asyncio.to_thread(encode)
         return _payload(body, protobuf, small, then)
 
     def _own(self, id: str, tenant: str) -> Answer:
-        """A tenant's answer."""
+        """Returns a tenant's answer."""
         answer = self.server.answers.find(id)
         if not answer.group.startswith(f"{tenant}/"):
             raise answers_.unknown(id)
         return answer
 
-    async def retrieve_futures(self, request: Asked) -> Response:
-        told, tenant = await told_in(request), tenant_of(request)
-        target = mapping(told.get("target"), "target")
-        sampler = self.server.sampler(
-            tenant, text(target.get("sampling_session_id"), "sampling_session_id")
-        ).id
-        group = group_of(
-            tenant, sampler, integer(target.get("cloned_sampler_id", 0), "cloned_sampler_id", 0)
-        )
+    async def retrieve_futures(self, request: Request) -> Response:
+        body, tenant = await body_of(RetrieveFutures, request), tenant_of(request)
+        sampler = self.server.sampler(tenant, body.target.sampling_session_id).id
+        group = group_of(tenant, sampler, body.target.cloned_sampler_id)
         answers = self.server.answers
-        mine = [
-            text(id, "retrieved_request_ids")
-            for id in given(told, "retrieved_request_ids", sequence) or ()
-        ]
-        answers.acknowledge(id for id in mine if answers.is_in(id, group))
-        cursor = integer(told.get("prev_cursor", 0), "prev_cursor", 0, 2**63 - 1)
-        timeout = (
-            GROUP_POLL_S
-            if told.get("timeout") is None
-            else min(GROUP_POLL_S, number(told["timeout"], "timeout"))
+        answers.acknowledge(
+            id for id in body.retrieved_request_ids or () if answers.is_in(id, group)
         )
-        ended, cursor = await answers.wait_group(group, cursor, timeout)
+        timeout = GROUP_POLL_S if body.timeout is None else min(GROUP_POLL_S, body.timeout)
+        ended, cursor = await answers.wait_group(group, body.prev_cursor, timeout)
         found = [
             {"request_id": one.id, "state": "finished" if one.failure is None else "failed"}
             for one in ended
         ]
         return JSONResponse({"completions": found, "cursor": cursor})
 
-    async def cancel_future(self, request: Asked) -> Response:
-        told, tenant = await told_in(request), tenant_of(request)
-        single, several = (
-            given(told, "request_id", text),
-            given(told, "request_ids", sequence) or [],
-        )
-        ids = [text(id, "request_ids") for id in several] + ([] if single is None else [single])
+    async def cancel_future(self, request: Request) -> Response:
+        body, tenant = await body_of(CancelFuture, request), tenant_of(request)
+        single = [] if body.request_id is None else [body.request_id]
+        ids = [*(body.request_ids or ()), *single]
         for answer in [self._own(id, tenant) for id in ids]:
             if isinstance(answer.what, Stream):
                 answer.what.cancel()
@@ -146,24 +132,24 @@ def _not_yet() -> Response:
 
 
 def _payload(body: bytes, protobuf: bool, small: bool, then: BackgroundTask) -> Response:
-    """A result; of a large one its size alone, where the client wants to make room first."""
+    """Returns a result; only the size of a large one, if the client asks for that first."""
     if small and len(body) > LARGE:
         return JSONResponse({"status": "complete_metadata", "response_payload_size": len(body)})
     return Response(body, media_type=PROTOBUF if protobuf else "application/json", background=then)
 
 
-def _result(call: str, model: str, told: dict[str, Any]) -> dict[str, Any]:
-    """The answer to a call that is told in JSON."""
+def _result(call: str, model: str, result: dict[str, Any]) -> dict[str, Any]:
+    """Returns the JSON of a call's result."""
     if call == "create":
         return {"type": "create_model", "model_id": model}
     if call == "load":
-        return {"type": "load_weights", "path": told["path"], "model_id": model}
-    if call == "optim":  # JSON has no infinity; that the gradient had one is what ``skipped`` says
-        return {"metrics": {name: value for name, value in told.items() if math.isfinite(value)}}
-    kind = checkpoints.parse(told["path"]).kind if "path" in told else "sampler_weights"
+        return {"type": "load_weights", "path": result["path"], "model_id": model}
+    if call == "optim":  # JSON has no infinity; ``skipped`` says that the gradient had one
+        return {"metrics": {name: value for name, value in result.items() if math.isfinite(value)}}
+    kind = checkpoints.parse(result["path"]).kind if "path" in result else "sampler_weights"
     names = {
         "weights": "save_weights",
         "sampler_weights": "save_weights_for_sampler",
         "external_weights": "save_weights_external",
     }
-    return {"type": names[kind]} | told
+    return {"type": names[kind]} | result

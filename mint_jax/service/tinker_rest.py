@@ -1,5 +1,5 @@
-"""Tinker's REST part: what was trained and saved, by pages; names, times to live, copies and
-downloads of checkpoints.
+"""Tinker's REST endpoints: lists of runs, sessions and checkpoints, and checkpoints published,
+copied, deleted and downloaded.
 """
 
 import asyncio
@@ -9,7 +9,7 @@ import tarfile
 from email.utils import formatdate
 from typing import Any
 
-from starlette.requests import Request as Asked
+from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
@@ -17,29 +17,29 @@ from mint_jax import params as params_lib
 from mint_jax.catalog.packed import unpack
 from mint_jax.digest import blake3_of
 from mint_jax.errors import UserError
-from mint_jax.service import checkpoints, external
-from mint_jax.service.asking import Handler, tenant_of, told_in
+from mint_jax.service import checkpoints, external, handlers
 from mint_jax.service.book import Checkpoint, Model, NotFound, iso
+from mint_jax.service.handlers import body_of, tenant_of
+from mint_jax.service.queries import MAX_LISTED, PageQuery, RunsQuery, query_of
 from mint_jax.service.server import Server
 from mint_jax.service.tinker_sessions import TRACE, trace_of
-from mint_jax.service.wire.reading import integer, text
+from mint_jax.service.tinker_types import CopyWeights, SetTtl, WeightsInfo
+from mint_jax.service.validation import wrong
 from mint_jax.train.host_state import HostState
 
-PAGE = 20
-LONGEST_PAGE = 1000
-# of a link: no file of this name lies anywhere, it is made for who follows it
+# a link's file name; the archive is made when the link is followed
 ARCHIVE = "archive.tar"
 _CHECKPOINT = "training_runs/{model}/checkpoints/{kind}/{name}"
 
 
 class Rest:
-    """The handlers over one server."""
+    """The handlers of one server."""
 
     def __init__(self, server: Server):
         self.server = server
 
     def routes(self) -> list[Route]:
-        table: list[tuple[str, str, Handler]] = [
+        table = [
             ("GET", "training_runs", self.runs),
             ("GET", "training_runs/{model}", self.run),
             ("GET", "training_runs/{model}/checkpoints", self.checkpoints_of),
@@ -56,16 +56,14 @@ class Rest:
             ("GET", "sessions", self.sessions),
             ("GET", "sessions/{session}", self.session),
         ]
-        return [
-            Route(f"/api/v1/{path}", handler, methods=[method]) for method, path, handler in table
-        ]
+        return handlers.routes(table)
 
     # -- runs and sessions
 
-    async def runs(self, request: Asked) -> Response:
-        limit, offset = _page(request)
+    async def runs(self, request: Request) -> Response:
+        query = query_of(RunsQuery, request)
+        (limit, offset), project = _page(query), query.project_id
         book, tenant = self.server.book, tenant_of(request)
-        project = request.query_params.get("project_id")
         found = [self._run(model, tenant) for model in book.models(tenant, limit, offset, project)]
         cursor = {
             "offset": offset,
@@ -74,7 +72,7 @@ class Rest:
         }
         return JSONResponse({"training_runs": found, "cursor": cursor})
 
-    async def run(self, request: Asked) -> Response:
+    async def run(self, request: Request) -> Response:
         tenant = tenant_of(request)
         return JSONResponse(
             self._run(self.server.book.model(tenant, request.path_params["model"]), tenant)
@@ -100,62 +98,62 @@ class Rest:
             "user_metadata": model.details.get("metadata"),
         }
 
-    async def sessions(self, request: Asked) -> Response:
-        found = self.server.book.sessions(tenant_of(request), *_page(request))
+    async def sessions(self, request: Request) -> Response:
+        found = self.server.book.sessions(tenant_of(request), *_page(query_of(PageQuery, request)))
         return JSONResponse({"sessions": [session.id for session in found]})
 
-    async def session(self, request: Asked) -> Response:
+    async def session(self, request: Request) -> Response:
         book, tenant = self.server.book, tenant_of(request)
         found = book.session(tenant, request.path_params["session"])
-        told = {
+        notes = {
             "user_metadata": found.details.get("user_metadata"),
             "display_name": found.details.get("display_name"),
         }
         runs, samplers = book.models_of(tenant, found.id), book.samplers_of(tenant, found.id)
-        return JSONResponse({"training_run_ids": runs, "sampler_ids": samplers} | told)
+        return JSONResponse({"training_run_ids": runs, "sampler_ids": samplers} | notes)
 
     # -- checkpoints
 
-    async def checkpoints(self, request: Asked) -> Response:
-        limit, offset = _page(request)
+    async def checkpoints(self, request: Request) -> Response:
+        limit, offset = _page(query_of(PageQuery, request))
         book, tenant = self.server.book, tenant_of(request)
         found = [_shown(row) for row in book.checkpoints(tenant, limit=limit, offset=offset)]
         cursor = {"offset": offset, "limit": limit, "total_count": book.count_checkpoints(tenant)}
         return JSONResponse({"checkpoints": found, "cursor": cursor})
 
-    async def checkpoints_of(self, request: Asked) -> Response:
+    async def checkpoints_of(self, request: Request) -> Response:
         book, tenant = self.server.book, tenant_of(request)
         model = book.model(tenant, request.path_params["model"])
         return JSONResponse(
             {"checkpoints": [_shown(row) for row in book.checkpoints(tenant, model.id)]}
         )
 
-    def _row(self, request: Asked) -> Checkpoint:
-        asked = request.path_params
+    def _row(self, request: Request) -> Checkpoint:
+        path = request.path_params
         return self.server.book.checkpoint(
-            tenant_of(request), asked["model"], asked["kind"], asked["name"]
+            tenant_of(request), path["model"], path["kind"], path["name"]
         )
 
-    async def delete(self, request: Asked) -> Response:
+    async def delete(self, request: Request) -> Response:
         await asyncio.to_thread(self.server.checkpoints.remove, self._row(request))
         return Response(status_code=204)
 
-    async def publish(self, request: Asked) -> Response:
+    async def publish(self, request: Request) -> Response:
         self.server.book.change_checkpoint(self._row(request), public=True)
         return JSONResponse({})
 
-    async def unpublish(self, request: Asked) -> Response:
+    async def unpublish(self, request: Request) -> Response:
         self.server.book.change_checkpoint(self._row(request), public=False)
         return JSONResponse({})
 
-    async def set_ttl(self, request: Asked) -> Response:
-        row, told = self._row(request), await told_in(request)
-        seconds = checkpoints.check_ttl(told.get("ttl_seconds"))
+    async def set_ttl(self, request: Request) -> Response:
+        row, body = self._row(request), await body_of(SetTtl, request)
+        seconds = checkpoints.check_ttl(body.ttl_seconds)
         book = self.server.book
         book.change_checkpoint(row, expires=None if seconds is None else book.clock() + seconds)
         return JSONResponse({})
 
-    async def urls(self, request: Asked) -> Response:
+    async def urls(self, request: Request) -> Response:
         row, links = self._row(request), self.server.links
         if row.kind != "external_weights":
             raise UserError(
@@ -172,8 +170,8 @@ class Rest:
             {"urls": made, "expires": iso(self.server.book.clock() + external.LINK_S)}
         )
 
-    async def archive(self, request: Asked) -> Response:
-        """Old SDKs: where a tar of the adapter is for the next hour, as PEFT has it."""
+    async def archive(self, request: Request) -> Response:
+        """Redirects old SDKs to a tar of the adapter in PEFT's format, for an hour."""
         row, links = self._row(request), self.server.links
         if row.kind != "sampler_weights":
             raise UserError(
@@ -195,7 +193,7 @@ class Rest:
                 tar.addfile(entry, io.BytesIO(data))
         return out.getvalue()
 
-    async def file(self, request: Asked) -> Response:
+    async def file(self, request: Request) -> Response:
         path = self.server.links.follow(request.path_params["token"])
         if path.name == TRACE:
             made = await asyncio.to_thread(
@@ -210,29 +208,28 @@ class Rest:
             raise NotFound("the checkpoint of this link was deleted: save another one")
         return FileResponse(path, media_type="application/octet-stream", filename=path.name)
 
-    async def weights_info(self, request: Asked) -> Response:
-        path = checkpoints.parse(text((await told_in(request)).get("tinker_path"), "tinker_path"))
+    async def weights_info(self, request: Request) -> Response:
+        path = checkpoints.parse((await body_of(WeightsInfo, request)).tinker_path)
         row = self.server.book.checkpoint(tenant_of(request), *path, published=True)
         config = self.server.checkpoints.config(row)
-        told = {
+        info = {
             "base_model": self.server.name,
             "is_lora": True,
             "lora_rank": config.rank,
             "optimizer_config": {"type": "adamw"},
         }
-        return JSONResponse(told | self.server.trained_families(config))
+        return JSONResponse(info | self.server.trained_families(config))
 
-    async def copy(self, request: Asked) -> Response:
-        """Into a session that is named; or, as the SDK asks for it, into a new one of a project,
-        which is a label here.
+    async def copy(self, request: Request) -> Response:
+        """Copies a checkpoint into a given session or, as the SDK asks, into a new one.
+
+        The new session belongs to a project, which is only a label here.
         """
-        told, tenant = await told_in(request), tenant_of(request)
-        source, ttl_s = (
-            text(told.get("source_path"), "source_path"),
-            checkpoints.check_ttl(told.get("ttl_seconds")),
-        )
-        if told.get("session_id") is None:
-            project = text(told.get("destination_project_id"), "destination_project_id")
+        body, tenant = await body_of(CopyWeights, request), tenant_of(request)
+        source, ttl_s = body.source_path, checkpoints.check_ttl(body.ttl_seconds)
+        if body.session_id is None:
+            if (project := body.destination_project_id) is None:
+                raise wrong("destination_project_id", None, "a project, or a session_id")
             self.server.book.checkpoint(tenant, *checkpoints.parse(source), published=True)
             key = request.headers.get("x-idempotency-key")
             again = (
@@ -243,8 +240,9 @@ class Rest:
             )
             place = 0
         else:
-            session = text(told["session_id"], "session_id")
-            place = integer(told.get("model_seq_id"), "model_seq_id", 0)
+            if body.model_seq_id is None:
+                raise wrong("model_seq_id", None, "the number of a model of the session")
+            session, place = body.session_id, body.model_seq_id
         path = await asyncio.to_thread(self.server.copy, tenant, source, session, place, ttl_s)
         return JSONResponse({"tinker_path": path})
 
@@ -262,15 +260,6 @@ def _shown(row: Checkpoint) -> dict[str, Any]:
     }
 
 
-def _page(request: Asked) -> tuple[int, int]:
-    """How many, from which on."""
-
-    def of(name: str, default: int, most: int) -> int:
-        told = request.query_params.get(name)
-        if told is None:
-            return default
-        if not told.isdecimal() or len(told) > 18:
-            raise UserError(f"{name} is {told[:40]!r}; expected a number from 0")
-        return min(int(told), most)
-
-    return of("limit", PAGE, LONGEST_PAGE), of("offset", 0, 2**62)
+def _page(query: PageQuery) -> tuple[int, int]:
+    """Returns limit and offset."""
+    return min(query.limit, MAX_LISTED), query.offset

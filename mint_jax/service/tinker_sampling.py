@@ -1,11 +1,11 @@
-"""Tinker's sampling: sessions of a base or of weights that were saved, and samples, which are
-answers of this process.
+"""Tinker's sampling: sampling sessions of a base or of saved weights, and samples, which only this
+process keeps.
 """
 
 import asyncio
 import zlib
 
-from starlette.requests import Request as Asked
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
@@ -15,42 +15,40 @@ from mint_jax.models.paged import PAGE
 from mint_jax.residency.loads import QueueFull
 from mint_jax.rollout.request import Completion
 from mint_jax.rollout.stream import Stream
+from mint_jax.service import handlers
 from mint_jax.service.answers import Answer, group_of
-from mint_jax.service.asking import Handler, beside, given, tenant_of, told_in
 from mint_jax.service.durable import Unavailable
 from mint_jax.service.futures import Conflict
+from mint_jax.service.handlers import body_of, off_loop, tenant_of
 from mint_jax.service.quotas import Busy
 from mint_jax.service.server import Server
+from mint_jax.service.tinker_types import CreateSampler, SamplerRef
 from mint_jax.service.wire import samples as wire_samples
-from mint_jax.service.wire.reading import integer, text
 
-CLONE = 1_000_000_000  # samples of the n-th copy of a client are numbered from n times this
+CLONE = 1_000_000_000  # the n-th copy of a client numbers its samples from n times this
 
 
 class Sampling:
-    """The handlers over one server."""
+    """The handlers of one server."""
 
     def __init__(self, server: Server):
         self.server = server
 
     def routes(self) -> list[Route]:
-        posts: dict[str, Handler] = {
-            "create_sampling_session": self.create_sampling_session,
-            "join_sampling_session": self.join_sampling_session,
-            "asample": self.asample,
-        }
-        found = Route("/api/v1/samplers/{sampler}", self.sampler, methods=["GET"])
-        return [
-            Route(f"/api/v1/{path}", handler, methods=["POST"]) for path, handler in posts.items()
-        ] + [found]
+        return handlers.routes(
+            [
+                ("POST", "create_sampling_session", self.create_sampling_session),
+                ("POST", "join_sampling_session", self.join_sampling_session),
+                ("POST", "asample", self.asample),
+                ("GET", "samplers/{sampler}", self.sampler),
+            ]
+        )
 
-    async def create_sampling_session(self, request: Asked) -> Response:
-        told, tenant = await told_in(request), tenant_of(request)
-        session = text(told.get("session_id"), "session_id")
-        place = integer(told.get("sampling_session_seq_id"), "sampling_session_seq_id", 0)
+    async def create_sampling_session(self, request: Request) -> Response:
+        body, tenant = await body_of(CreateSampler, request), tenant_of(request)
+        session, place, path = body.session_id, body.sampling_session_seq_id, body.model_path
         self.server.need_open(tenant, session)
-        path = given(told, "model_path", text)
-        digest = self._weights(tenant, path, given(told, "base_model", text))
+        digest = self._weights(tenant, path, body.base_model)
         if path is None:
             sampler = await asyncio.to_thread(
                 self.server.book.add_sampler, session, place, tenant, None, None
@@ -67,41 +65,41 @@ class Sampling:
         return JSONResponse({"type": "create_sampling_session", "sampling_session_id": sampler.id})
 
     def _weights(self, tenant: str, path: str | None, base_model: str | None) -> str | None:
-        """The digest of what is to be sampled; None for the bare base."""
+        """Returns the digest of the weights to sample; None for the bare base."""
         if path is None and base_model is None:
-            raise UserError("neither model_path nor base_model is given: say what to sample")
+            raise UserError("neither model_path nor base_model is given: give one")
         self.server.need_base(base_model)
         if path is None:
             return None
         return self.server.checkpoints.digest(tenant, path)
 
-    async def join_sampling_session(self, request: Asked) -> Response:
-        id = text((await told_in(request)).get("sampling_session_id"), "sampling_session_id")
+    async def join_sampling_session(self, request: Request) -> Response:
+        id = (await body_of(SamplerRef, request)).sampling_session_id
         count = await asyncio.to_thread(self.server.book.join_sampler, tenant_of(request), id)
         return JSONResponse({"type": "join_sampling_session", "client_counter": count})
 
-    async def sampler(self, request: Asked) -> Response:
+    async def sampler(self, request: Request) -> Response:
         found = self.server.sampler(tenant_of(request), request.path_params["sampler"])
         return JSONResponse(
             {"sampler_id": found.id, "base_model": self.server.name, "model_path": found.path}
         )
 
-    async def asample(self, request: Asked) -> Response:
+    async def asample(self, request: Request) -> Response:
         body, tenant, server = await request.body(), tenant_of(request), self.server
         if trouble := server.trouble(sampling=True):
             raise Unavailable(trouble)
-        message = await beside(len(body), lambda: wire_samples.read(body))
+        message = await off_loop(len(body), lambda: wire_samples.read(body))
         if message.sampling_session_id is not None:
             group, place = message.sampling_session_id, message.seq_id
             digest = self.server.sampler(tenant, group).digest
-        else:  # SDKs before sampling sessions: nothing tells a request that is sent again
+        else:  # SDKs before sampling sessions: a repeated request cannot be recognised
             group, place = "", None
             digest = self._weights(tenant, message.model_path, message.base_model)
         clone = 0 if place is None else place // CLONE
         answer, new = server.answers.begin(group_of(tenant, group, clone), place, blake3_of(body))
         if new:
             try:
-                await beside(len(body), lambda: self._sample(answer, message, tenant, digest))
+                await off_loop(len(body), lambda: self._sample(answer, message, tenant, digest))
             except (QueueFull, Busy):
                 server.answers.withdraw(answer)
                 raise
@@ -115,12 +113,11 @@ class Sampling:
     ) -> None:
         server = self.server
         eos = () if server.base.tokenizer is None else server.base.tokenizer.eos_ids
-        # Of a sample without a limit: what the cache holds, a page for each of its two ends left
-        # out.
+        # a sample without a limit may take the cache's capacity, less a page at each end
         room = min(server.base.cfg.context, max(1, server.engine.cache.most - 2) * PAGE)
-        # The same request sent again is another answer's: what nobody seeded may differ.
-        asked = message.asked(room, eos, zlib.crc32(answer.id.encode()))
-        stream = server.submit(server.request(asked.request, digest, tenant))
+        # without a seed a repeated request is another sample
+        spec = message.spec(room, eos, zlib.crc32(answer.id.encode()))
+        stream = server.submit(server.request(spec.request, digest, tenant))
         answer.what, answer.count = stream, stream.request.n
 
         def ended(stream: Stream) -> None:
@@ -139,17 +136,15 @@ class Sampling:
                 server.sequences.add(f"{answer.id}.{i}", tenant, completion)
             server.answers.end(
                 answer,
-                (asked, completions),
-                nbytes=sum(map(_bytes_of, completions)) + 40 * len(asked.request.prompt),
+                (spec, completions),
+                nbytes=sum(map(_bytes_of, completions)) + 40 * len(spec.request.prompt),
             )
 
         stream.when_done(ended)
 
 
 def _bytes_of(completion: Completion) -> int:
-    """Returns about how many bytes a completion takes in memory, its numbers as Python's
-    objects.
-    """
+    """Estimates the bytes of a completion in memory, with its numbers as Python objects."""
     numbers = (
         len(completion.tokens)
         + len(completion.logprobs)

@@ -1,6 +1,6 @@
-"""Tinker's requests about sessions: lists, search, projects, and a session's timeline as a trace.
+"""Tinker's session requests: search, projects, and a session's timeline as a trace.
 
-A project is a label here: every tenant has all that it names.
+A project is only a label here: a tenant has access to all projects.
 """
 
 import datetime
@@ -8,44 +8,41 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from starlette.requests import Request as Asked
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from mint_jax.errors import UserError, choice
-from mint_jax.service.asking import Handler, given, tenant_of, told_in
+from mint_jax.service import handlers
 from mint_jax.service.book import Session
+from mint_jax.service.handlers import body_of, tenant_of
 from mint_jax.service.server import Server
-from mint_jax.service.wire.reading import integer, mapping, sequence, shown, text
+from mint_jax.service.tinker_types import AssignProject, SearchSessions, Status
+from mint_jax.service.validation import wrong
 
-TRACE = "trace.json"  # of a link; made when somebody follows it
-REASONS = ("success", "errored", "interrupted")  # for which a client says that it has finished
-LONGEST_PAGE = 200
+TRACE = "trace.json"  # a link's file name; the trace is made when the link is followed
+REASONS = ("success", "errored", "interrupted")  # of clients that finish a session
 
 
 class Sessions:
-    """The handlers over one server."""
+    """The handlers of one server."""
 
     def __init__(self, server: Server):
         self.server = server
 
     def routes(self) -> list[Route]:
-        table: list[tuple[str, str, Handler]] = [
-            ("POST", "sessions/search", self.search),
-            ("PUT", "sessions/{session}/project", self.assign),
-            ("GET", "sessions/{session}/trace_export", self.export),
-        ]
-        return [
-            Route(f"/api/v1/{path}", handler, methods=[method]) for method, path, handler in table
-        ]
-
-    async def search(self, request: Asked) -> Response:
-        """Answers with a page of the tenant's sessions that match, the newest first."""
-        told, tenant = await told_in(request), tenant_of(request)
-        limit = integer(
-            50 if told.get("limit") is None else told["limit"], "limit", 1, LONGEST_PAGE
+        return handlers.routes(
+            [
+                ("POST", "sessions/search", self.search),
+                ("PUT", "sessions/{session}/project", self.assign),
+                ("GET", "sessions/{session}/trace_export", self.export),
+            ]
         )
-        fits, before = _filter(told, tenant), _cursor(told)
+
+    async def search(self, request: Request) -> Response:
+        """Answers with a page of the tenant's sessions that match, newest first."""
+        query, tenant = await body_of(SearchSessions, request), tenant_of(request)
+        limit = query.limit or 50
+        fits, before = _filter(query, tenant), _cursor(query)
         found = []
         for session in sorted(self.server.book.sessions(tenant), key=_place, reverse=True):
             if (before is None or _place(session) < before) and fits(session):
@@ -65,30 +62,28 @@ class Sessions:
 
     def _summary(self, session: Session) -> dict[str, Any]:
         count, nbytes = self.server.book.checkpoint_totals(session.tenant, session.id)
-        told = session.details
+        notes = session.details
         return {
             "session_id": session.id,
             "created_at": _iso(_place(session)[0]),
             "owner": session.tenant,
-            "project_id": told.get("project_id") or "",
+            "project_id": notes.get("project_id") or "",
             "status": _status(session),
             "checkpoints_count": count,
             "checkpoint_storage_bytes": nbytes,
-            "display_name": told.get("display_name"),
-            "user_metadata": told.get("user_metadata"),
+            "display_name": notes.get("display_name"),
+            "user_metadata": notes.get("user_metadata"),
         }
 
-    async def assign(self, request: Asked) -> Response:
+    async def assign(self, request: Request) -> Response:
         """Moves a session, and with it its runs, into a project."""
         session = self.server.book.session(tenant_of(request), request.path_params["session"])
-        project = text((await told_in(request)).get("project_id"), "project_id")
+        project = (await body_of(AssignProject, request)).project_id
         self.server.book.update_session(session, project_id=project[:1000])
         return JSONResponse({})
 
-    async def export(self, request: Asked) -> Response:
-        """Answers with a link to the session's timeline, which needs no key and is good for an
-        hour.
-        """
+    async def export(self, request: Request) -> Response:
+        """Answers with a link to the session's timeline, valid without a key for an hour."""
         session = self.server.book.session(tenant_of(request), request.path_params["session"])
         url = request.url_for(
             "file", token=self.server.links.make(f"{session.tenant}/{session.id}", TRACE)
@@ -97,11 +92,10 @@ class Sessions:
 
 
 def trace_of(server: Server, tenant: str, id: str) -> bytes:
-    """Returns a session's timeline in the JSON of Chrome's traces, which https://ui.perfetto.dev
-    opens.
+    """Returns a session's timeline in Chrome's trace format, for https://ui.perfetto.dev.
 
-    A row for each model, with its life, its updates with loss and gradient's norm, and its
-    checkpoints; one for each sampler. Times of single requests are not kept.
+    There is a row for each model, with its lifetime, its updates with loss and gradient norm, and
+    its checkpoints, and one for each sampler. Times of single requests are not kept.
     """
     book = server.book
     session, events = book.session(tenant, id), []
@@ -157,9 +151,7 @@ def trace_of(server: Server, tenant: str, id: str) -> bytes:
 
 
 def _place(session: Session) -> tuple[int, str]:
-    """Orders sessions by when they were made: microseconds, which a cursor's time has too, and the
-    id.
-    """
+    """Returns the sort key of a session: creation in microseconds, as in a cursor, and id."""
     return round(1e6 * session.created), session.id
 
 
@@ -170,24 +162,20 @@ def _iso(microseconds: int) -> str:
     )
 
 
-def _cursor(told: Mapping[str, Any]) -> tuple[int, str] | None:
-    if (cursor := given(told, "cursor", mapping)) is None:
+def _cursor(query: SearchSessions) -> tuple[int, str] | None:
+    if query.cursor is None:
         return None
-    at = text(cursor.get("last_created_at"), "cursor.last_created_at")
+    at = query.cursor.last_created_at
     try:
         moment = datetime.datetime.fromisoformat(at)
         since = moment - datetime.datetime.fromtimestamp(0, datetime.UTC)
     except (ValueError, TypeError):
-        raise UserError(
-            f"cursor.last_created_at is {shown(at)}; expected a next_cursor as it was given"
-        ) from None
-    return since // datetime.timedelta(microseconds=1), text(
-        cursor.get("last_session_id"), "cursor.last_session_id"
-    )
+        raise wrong("cursor.last_created_at", at, "a next_cursor as it was returned") from None
+    return since // datetime.timedelta(microseconds=1), query.cursor.last_session_id
 
 
 def _status(session: Session) -> dict[str, Any] | None:
-    """None where it ended without a word of its client."""
+    """Returns a session's status; None if it ended without a request of its client."""
     if session.ended is None:
         return {"type": "active"}
     reason = session.details.get("finished")
@@ -202,65 +190,38 @@ def _status(session: Session) -> dict[str, Any] | None:
     )
 
 
-def _filter(told: Mapping[str, Any], tenant: str) -> Callable[[Session], bool]:
-    """Returns whether a session is what a search asks for."""
-    id, name = given(told, "session_id", text), given(told, "display_name", text)
-    words = None if name is None else name.lower().split()
-    projects = given(told, "project_ids", sequence)
-    metadata = given(told, "user_metadata", mapping) or {}
-    owner = given(told, "owner", mapping) or {}
-    owners = {tenant}
-    if (kind := owner.get("type", "own")) not in ("own", "accessible", "user"):
-        raise choice("owner.type", str(kind)[:80], ("own", "accessible", "user"))
-    if kind == "user":
-        owners = {
-            text(one, "owner.owner_urns")
-            for one in sequence(owner.get("owner_urns"), "owner.owner_urns")
-        }
-    statuses = (
-        None
-        if told.get("statuses") is None
-        else [_wanted(one) for one in sequence(told["statuses"], "statuses")]
-    )
+def _filter(query: SearchSessions, tenant: str) -> Callable[[Session], bool]:
+    """Returns a predicate of the sessions that match a search."""
+    words = None if query.display_name is None else query.display_name.lower().split()
+    owner, owners = query.owner, {tenant}
+    if owner is not None and owner.type == "user":
+        if owner.owner_urns is None:
+            raise wrong("owner.owner_urns", None, "a list of owners")
+        owners = set(owner.owner_urns)
 
     def fits(session: Session) -> bool:
-        mine = session.details
-        if session.tenant not in owners or (
-            projects is not None and mine.get("project_id") not in projects
-        ):
+        notes = session.details
+        projects, metadata = query.project_ids, notes.get("user_metadata") or {}
+        if session.tenant not in owners:
             return False
-        if any(
-            (mine.get("user_metadata") or {}).get(key) != value for key, value in metadata.items()
-        ):
+        if projects is not None and notes.get("project_id") not in projects:
             return False
-        if statuses is not None and not any(wanted(_status(session)) for wanted in statuses):
+        if any(metadata.get(key) != value for key, value in (query.user_metadata or {}).items()):
             return False
-        called = (mine.get("display_name") or "").lower()
-        matches = [session.id == id] * (id is not None) + (
-            [] if words is None else [all(word in called for word in words)]
-        )
+        status = _status(session)
+        if query.statuses is not None and not any(_has(one, status) for one in query.statuses):
+            return False
+        name = (notes.get("display_name") or "").lower()
+        matches = [session.id == query.session_id] * (query.session_id is not None)
+        matches += [] if words is None else [all(word in name for word in words)]
         return not matches or any(matches)
 
     return fits
 
 
-def _wanted(told: Any) -> Callable[[Mapping[str, Any] | None], bool]:
-    """Returns whether a session's status is one that a search names. None here has failed or was
-    cancelled.
-    """
-    status = mapping(told, "statuses")
-    kinds = ("active", "cancelled", "failed", "client_finished")
-    if (kind := status.get("type")) not in kinds:
-        raise choice("statuses.type", str(kind)[:80], kinds)
-    reasons = (
-        REASONS
-        if status.get("reasons") is None
-        else sequence(status["reasons"], "statuses.reasons")
-    )
-    if unknown := [one for one in reasons if one not in REASONS]:
-        raise choice("statuses.reasons", str(unknown[0])[:80], REASONS)
-    return lambda found: (
-        found is not None
-        and found["type"] == kind
-        and (kind != "client_finished" or found["reason"]["type"] in reasons)
-    )
+def _has(wanted: Status, found: Mapping[str, Any] | None) -> bool:
+    """Returns whether a session has a status; none has failed or was cancelled here."""
+    if found is None or found["type"] != wanted.type:
+        return False
+    reasons = REASONS if wanted.reasons is None else wanted.reasons
+    return wanted.type != "client_finished" or found["reason"]["type"] in reasons

@@ -1,88 +1,65 @@
-"""Short-lived tokens for API keys: Tinker's SDKs exchange the key that they were given for one, and
-renew it before it ends.
+"""Short-lived tokens for API keys: Tinker's SDKs exchange their key for one, and renew it in time.
 
-A token is a JSON Web Token (RFC 7519) that names a key by its id, signed with HMAC and SHA-256
-(``HS256``). It says nothing of what its key may do: that is looked up with every request, so that a
-token ends with its key. What signs them is 32 random bytes in a file beside the keys, so that
-tokens outlive a restart; where the server has no keys, they are of this process, and nobody reads
-them.
+A token is a JSON Web Token (RFC 7519) with the key's id, signed by ``HS256``. Scopes are looked up
+with every request, so a token ends with its key. The signing secret is a file in the keys'
+folder, so that tokens outlive a restart; a server without keys has a secret of its process.
 """
 
-import base64
-import hashlib
-import hmac
-import json
+import contextlib
 import os
 import secrets
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+
+import jwt
 
 from mint_jax.errors import UserError
 
 FILE = "tokens.secret"
-LIFE_S = 3600  # the SDK asks for another 300 s before the end
-_HEADER = b'{"alg":"HS256","typ":"JWT"}'
-MOST = 1024  # characters of a token that is looked at
+LIFE_S = 3600  # the SDK renews a token 300 s before its end
+MAX_CHARACTERS = 1024  # longer tokens are not parsed
+OPTIONS = {"verify_exp": False, "verify_iat": False}  # the server's clock decides
 
 
 class Tokens:
-    """Signs and reads tokens.
+    """Signs and verifies tokens.
 
     Args:
-        folder: of the keys; None where there are none.
+        folder: the folder of the keys; None without keys.
         clock: seconds since 1970.
 
     Raises:
-        UserError: the file of what signs cannot be read or made, or others may read it.
+        UserError: the secret's file cannot be read or made, or others may read it.
     """
 
     def __init__(self, folder: Path | None = None, clock: Callable[[], float] = time.time):
-        self._secret, self._clock = (
-            (secrets.token_bytes(32) if folder is None else _kept(folder / FILE)),
-            clock,
-        )
+        self._secret = secrets.token_bytes(32) if folder is None else _kept(folder / FILE)
+        self._clock = clock
 
     def make(self, key: str) -> str:
-        """A token for the key with this id, good for ``LIFE_S`` seconds."""
+        """Returns a token for a key's id, valid for ``LIFE_S`` seconds."""
         now = int(self._clock())
-        told = {"sub": key, "iat": now, "exp": now + LIFE_S}
-        signed = b".".join(
-            map(_encode, (_HEADER, json.dumps(told, separators=(",", ":")).encode()))
-        )
-        return b".".join((signed, _encode(self._sign(signed)))).decode()
+        return jwt.encode({"sub": key, "iat": now, "exp": now + LIFE_S}, self._secret, "HS256")
 
     def key_of(self, token: str) -> str | None:
-        """The id of the key that a token is for; None where it was not signed here, or its time is
-        over.
-        """
-        signed, _, signature = token[: MOST + 1].encode().rpartition(b".")
-        if len(token) > MOST or not hmac.compare_digest(_encode(self._sign(signed)), signature):
+        """Returns the id of a token's key; None if it is invalid or has expired."""
+        if len(token) > MAX_CHARACTERS:
             return None
-        told = json.loads(_decode(signed.partition(b".")[2]))
-        return told["sub"] if self._clock() < told["exp"] else None
-
-    def _sign(self, data: bytes) -> bytes:
-        return hmac.digest(self._secret, data, hashlib.sha256)
+        with contextlib.suppress(jwt.PyJWTError, ValueError):
+            claims = jwt.decode(token, self._secret, ["HS256"], options=OPTIONS)  # type: ignore[arg-type]
+            return claims["sub"] if self._clock() < claims["exp"] else None
+        return None
 
 
 def is_token(secret: str) -> bool:
-    """Whether what a client shows is a token: a key has no full stops."""
+    """Returns whether a credential is a token: keys have no full stops."""
     return secret.count(".") == 2
 
 
-def _encode(data: bytes) -> bytes:
-    return base64.urlsafe_b64encode(data).rstrip(b"=")
-
-
-def _decode(data: bytes) -> Any:
-    return base64.urlsafe_b64decode(data + b"=" * (-len(data) % 4))
-
-
 def _kept(path: Path) -> bytes:
-    """What signs, which is made where it is not there; it appears whole, and a second server that
-    makes it too has the first one's.
+    """Returns the signing secret, which is made if missing. It appears whole; of two servers that
+    make it at once, the second reads the first one's.
     """
     try:
         if not path.exists():

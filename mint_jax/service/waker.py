@@ -1,5 +1,4 @@
-"""Waits for something that ends once, by threads and asyncio tasks alike; nobody looks again and
-again.
+"""Waits of threads and asyncio tasks for one-time events, without polling.
 
 A thread sleeps on a lock of its own, a task on a future of its loop. ``wake`` hands each loop one
 call for all tasks that ended since the last one ran: crossing into a loop writes to its pipe, which
@@ -14,7 +13,7 @@ from collections.abc import Iterable, Iterator
 
 
 class _Sleeper:
-    """Who waits for ``key``: a thread, or a task where ``future`` is set."""
+    """A thread that waits for ``key``, or a task if ``future`` is set."""
 
     def __init__(self, key: str, future: "asyncio.Future[None] | None" = None):
         self.key, self.future = key, future
@@ -23,7 +22,7 @@ class _Sleeper:
 
 
 class Waker:
-    """All who wait, by what they wait for."""
+    """All waiters, by key."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

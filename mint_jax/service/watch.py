@@ -28,8 +28,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from mint_jax.errors import UserError, choice
+from mint_jax.service.endpoints import TABLE, Table
 from mint_jax.service.exchange import path_of
-from mint_jax.service.rules import TABLE, Table
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 QUANTILES = (0.5, 0.95, 0.99, 1.0)
@@ -72,7 +72,7 @@ class Source:
 
 
 def gaps_of(name: str, what: str, seconds: Callable[[], Iterable[float]]) -> Source:
-    """Quantiles of the last so many durations, as gauges: half, 95 %, 99 % and all of them are not
+    """Quantiles of the last durations, as gauges: half, 95 %, 99 % and all of them are not
     longer. None where there are none.
 
     Args:
@@ -168,8 +168,8 @@ class Watch:
             if scope["type"] != "http":
                 await app(scope, receive, send)
                 return
-            rule = self.table.find(scope["method"], path_of(scope))
-            route = "other" if rule is None else f"{scope['method']} {rule.template}"
+            found = self.table.find(scope["method"], path_of(scope))
+            route = "other" if found is None else f"{scope['method']} {found.path}"
             began, status = time.perf_counter(), 0
             received, sent, first = (
                 self.received.labels(route),

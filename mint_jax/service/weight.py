@@ -25,7 +25,7 @@ _FIELD, _ROW = 128, 1024
 
 
 def of_json(body: bytes) -> int:
-    """Returns bytes that the parsed JSON takes, beside the body's own.
+    """Returns bytes that the parsed JSON takes, in addition to the body's own.
 
     Counts brackets and commas in strings too, where they stand for nothing.
 
@@ -52,7 +52,7 @@ def of_json(body: bytes) -> int:
 
 
 def of_protobuf(body: bytes, message: str = "ForwardBackwardRequest") -> int:
-    """Returns bytes that the parsed message and the arrays made of it take, beside the body's own.
+    """Returns bytes of the parsed message and its arrays, in addition to the body's own.
 
     Args:
         message: which of ``wire.messages`` it is.

@@ -1,4 +1,4 @@
-"""What a model's name stands for, for one tenant: the bare base or a revision, by digest.
+"""Model names of a tenant, resolved to the bare base or to a revision's digest.
 
     the base's name                        the bare base
     tinker://…/sampler_weights/…           what a function that is given says
@@ -51,7 +51,7 @@ class Taken(UserError):
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """What a name stood for when it was asked.
+    """A resolved name.
 
     Attributes:
         name: as it was written.
@@ -108,7 +108,7 @@ class Weights:
         self._bytes: dict[str, np.ndarray] = {}  # of PEFT folders, by digest
 
     def resolve(self, name: str, tenant: str) -> Model:
-        """What a name stands for now.
+        """Resolves a name.
 
         Raises:
             NotFound: unknown, retired, or another tenant's.

@@ -80,15 +80,11 @@ def answered(url: str, path: str) -> float:
 def narrowed(document: dict[str, Any], base: str) -> dict[str, Any]:
     """The document, whose completions are of the base and short."""
     out = copy.deepcopy(document)
-    for path in (path for path in out["paths"] if path.endswith("completions")):
-        fields = out["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"][
-            "properties"
-        ]
-        fields["model"] = {"const": base}
-        for name in ("max_tokens", "max_completion_tokens", "n", "best_of"):
-            if name in fields:
-                fields[name] = {"type": "integer", "minimum": 1, "maximum": MOST}
-        out["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"][
-            "required"
-        ].append("max_tokens")
+    for name in ("CompletionBody", "ChatBody"):
+        body = out["components"]["schemas"][name]
+        body["properties"]["model"] = {"const": base}
+        for field in ("max_tokens", "max_completion_tokens", "n", "best_of"):
+            if field in body["properties"]:
+                body["properties"][field] = {"type": "integer", "minimum": 1, "maximum": MOST}
+        body["required"].append("max_tokens")
     return out

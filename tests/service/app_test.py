@@ -16,8 +16,8 @@ from tinker import types
 
 from mint_jax.models import base as base_lib
 from mint_jax.service import keys as keys_lib
+from mint_jax.service.endpoints import TABLE
 from mint_jax.service.keys import Keys
-from mint_jax.service.rules import TABLE
 from tests.service.sites import sites  # noqa: F401 (a fixture)
 
 GREEDY = types.SamplingParams(max_tokens=4, temperature=0.0)
@@ -50,7 +50,7 @@ def get(site, path, key=None):
     return httpx.get(site.url + path, headers={} if key is None else {"x-api-key": key})
 
 
-def test_every_route_has_a_rule(guarded):
+def test_every_route_has_an_endpoint(guarded):
     for route in routed(guarded._web.config.app):
         assert isinstance(route, Route)
         path = route.path.replace("{name:path}", "a").replace("{", "").replace("}", "")

@@ -22,9 +22,9 @@ import zstandard
 
 from mint_jax.service import keys as keys_
 from mint_jax.service import tinker_futures
+from mint_jax.service.endpoints import TABLE
 from mint_jax.service.gate import Limits
 from mint_jax.service.keys import SCOPES
-from mint_jax.service.rules import TABLE
 from mint_jax.service.status import state_of
 from mint_jax.service.wire import messages
 from tests.service import bad_world

@@ -9,12 +9,13 @@ from mint_jax.data.tokenizer import Tokenizer
 from mint_jax.models import base as base_lib
 from mint_jax.rollout.request import Completion
 from mint_jax.rollout.stream import Piece
-from mint_jax.service.chat import Call, Tools, prompt_of, tools_of
-from mint_jax.service.fields import BadRequest
+from mint_jax.service import chat
+from mint_jax.service.chat import Call, Tools
 from mint_jax.service.growing import TokenTexts
 from mint_jax.service.openai_answers import Answer
-from mint_jax.service.openai_types import chat_of
+from mint_jax.service.openai_types import ChatBody, chat_of
 from mint_jax.service.tool_calls import json_object
+from mint_jax.service.validation import BadRequest, check
 from mint_jax.service.weights import Model
 
 TEMPLATE = """{%- if tools %}TOOLS{% for tool in tools %} {{ tool | tojson }}{% endfor %}
@@ -41,6 +42,19 @@ ENDS = (
     ' c"}}</tool_call> Done.'
 )
 MESSAGES = [{"role": "user", "content": "Weather in Oslo?"}]
+
+
+def body_of(body):
+    return check(ChatBody, {"model": "m", "messages": MESSAGES, **body})
+
+
+def tools_of(body, tokenizer):
+    body = body_of(body)
+    return chat.tools_of(body.tools, body.tool_choice, body.parallel_tool_calls, tokenizer)
+
+
+def prompt_of(body, tokenizer, tools):
+    return chat.prompt_of(body_of(body).messages, tokenizer, tools)
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +99,7 @@ def test_a_template_that_writes_calls_otherwise_is_told_and_a_demanded_call_need
     tokenizer_of,
 ):
     tokenizer = tokenizer_of("{{ messages }}{{ tools }}[TOOL_CALLS]")
-    with pytest.raises(BadRequest, match="form that is not read here") as error:
+    with pytest.raises(BadRequest, match="form that is not supported here") as error:
         tools_of({"tools": [WEATHER]}, tokenizer)
     assert error.value.param == "tools"
     demanded = tools_of({"tools": [WEATHER], "tool_choice": "required"}, tokenizer)
@@ -171,7 +185,7 @@ def test_a_stream_with_calls_is_the_same_as_an_answer(tokenizer, text):
     tokens = tokenizer.encode(text)
     done = Completion(tokens, [-1.0] * len(tokens), [-1.0] * len(tokens), "stop", text)
     answer = Answer(
-        chat_of(body, tokenizer, 512), Model("m"), TokenTexts(tokenizer), tokenizer.decode
+        chat_of(body_of(body), tokenizer, 512), Model("m"), TokenTexts(tokenizer), tokenizer.decode
     )
     whole = answer.whole([[done]])["choices"][0]
     chunks = [

@@ -4,6 +4,7 @@ import asyncio
 import gzip
 import json
 import logging
+import re
 import time
 from typing import Any
 
@@ -24,9 +25,9 @@ from tinker.types.client_config_response import ClientConfigResponse
 from mint_jax.errors import UserError
 from mint_jax.service import weight
 from mint_jax.service.binding import check_binding
+from mint_jax.service.endpoints import TABLE, Endpoint, Table
 from mint_jax.service.gate import Gate, Limits
 from mint_jax.service.keys import SCOPES, Keys, add, revoke
-from mint_jax.service.rules import TABLE, Rule, Table
 
 LOCAL = [(b"host", b"localhost")]  # a server without keys wants to be called by such a name
 
@@ -422,25 +423,23 @@ def test_the_official_clients_name_refusals_as_they_should(folder, keys, secrets
 SEGMENT = st.text(
     st.characters(exclude_characters="/", exclude_categories=("Cs",)), min_size=1, max_size=8
 ).filter(lambda s: s not in (".", ".."))
-PATHS = [(method, rule) for rule in TABLE.rules for method in rule.methods]
 
 
 @given(
-    st.sampled_from(PATHS),
+    st.sampled_from(TABLE.endpoints),
     st.lists(SEGMENT, min_size=4, max_size=4),
     st.sets(st.sampled_from(SCOPES), min_size=1),
     st.booleans(),
 )
-def test_the_table_decides_for_every_path_method_and_set_of_scopes(at, segments, scopes, slash):
-    method, rule = at
-    path = rule.template
-    for segment in segments:
-        path = path.replace("{}", segment, 1)
-    path = path.replace("{*}", "/".join(segments)) + "/" * slash
+def test_the_table_decides_for_every_path_method_and_set_of_scopes(one, segments, scopes, slash):
+    method = one.method
+    rest = re.sub(r"{\w+:path}", lambda _: "/".join(segments), one.path)
+    left = iter(segments)
+    path = re.sub(r"{\w+}", lambda _: next(left), rest) + "/" * slash
     found = TABLE.find(method, path)
     assert found is not None
     # a name may look like another route, as `x/publish` does
-    assert found.scopes == rule.scopes or found.template != rule.template
+    assert found.scopes == one.scopes or found.path != one.path
     status = asyncio.run(_status(method, path, tuple(scopes)))
     allowed = not found.scopes or bool(set(found.scopes) & scopes)
     assert status == (200 if allowed else 403)
@@ -522,9 +521,9 @@ def test_scopes_by_example(keys, secrets, method, path, scopes):
 
 def test_a_table_that_is_wrong_is_told():
     with pytest.raises(UserError, match="scope 'write'"):
-        Table([Rule(("GET",), "/a", ("write",))])
-    with pytest.raises(UserError, match="two rules"):
-        Table([Rule(("GET",), "/a", ()), Rule(("POST", "GET"), "/a", None)])
+        Table([Endpoint("GET", "/a", ("write",))])
+    with pytest.raises(UserError, match="two endpoints"):
+        Table([Endpoint("GET", "/a", ()), Endpoint("GET", "/a", None)])
     with pytest.raises(UserError, match="body_s is 0"):
         Limits(body_s=0)
     with pytest.raises(UserError, match="less than one body"):

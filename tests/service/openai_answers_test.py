@@ -11,7 +11,8 @@ from mint_jax.rollout.stops import Stops
 from mint_jax.rollout.stream import Piece
 from mint_jax.service.growing import TokenTexts
 from mint_jax.service.openai_answers import Answer
-from mint_jax.service.openai_types import completion_of
+from mint_jax.service.openai_types import CompletionBody, completion_of
+from mint_jax.service.validation import check
 from mint_jax.service.weights import Model
 from tests.rollout.detokenize_test import KINDS, TEXTS, made
 
@@ -45,7 +46,8 @@ def answered(tokenizer, done, **body):
     """One choice, whole, and the chunks of the same as a stream, token by token."""
     read = {
         stream: completion_of(
-            {"model": "m", "prompt": PROMPT, "stream": stream, **body}, tokenizer, 512
+            check(CompletionBody, {"model": "m", "prompt": PROMPT, "stream": stream, **body}),
+            tokenizer,
         )
         for stream in (False, True)
     }

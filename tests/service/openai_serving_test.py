@@ -661,7 +661,7 @@ BAD = [  # field, body
     *[("stream", {"stream": v}) for v in ("yes", 1, [])],
     *[("stream_options", {"stream_options": v}) for v in (5, {"include_usage": True})],
     *[
-        ("include_usage", {"stream": True, "stream_options": {"include_usage": v}})
+        ("stream_options.include_usage", {"stream": True, "stream_options": {"include_usage": v}})
         for v in ("yes", 3)
     ],
     *[("presence_penalty", {"presence_penalty": v}) for v in (3, "x")],
@@ -690,7 +690,7 @@ BAD = [  # field, body
         )
         for v in ({"type": "wrong"}, {"$ref": "#"})
     ],
-    ("json_schema", {"response_format": {"type": "json_schema", "json_schema": 5}}),
+    ("response_format.json_schema", {"response_format": {"type": "json_schema", "json_schema": 5}}),
     *[
         ("guided_json", {"guided_json": v})
         for v in (
@@ -771,7 +771,7 @@ def test_what_is_wrong_is_a_400_that_names_the_field(world, client):
                 error = found.json()["error"]
                 if (
                     not (error["param"] or "").startswith(field)
-                    and "surrogate" not in error["message"]
+                    and "not JSON" not in error["message"]  # half of a surrogate pair
                 ):
                     unnamed.append((change, error))
                 assert error["type"] == "invalid_request_error"

@@ -9,68 +9,19 @@ from hypothesis import strategies as st
 from mint_jax.data.tokenizer import Tokenizer
 from mint_jax.errors import UserError
 from mint_jax.models import base as base_lib
-from mint_jax.service import fields
-from mint_jax.service.openai_types import UNSUPPORTED, chat_of, completion_of
-from mint_jax.service.responses import Store, asked_of
+from mint_jax.service.openai_types import (
+    OPENAI,
+    ChatBody,
+    CompletionBody,
+    chat_of,
+    completion_of,
+    limited,
+)
+from mint_jax.service.responses import ResponseBody, Store, response_of
+from mint_jax.service.validation import BadRequest, check, parse
 from tests.service.chat_test import TEMPLATE, WEATHER
 
-NAMES = [
-    *(
-        "model",
-        "prompt",
-        "messages",
-        "max_tokens",
-        "max_completion_tokens",
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "n",
-        "seed",
-        "stop",
-    ),
-    *(
-        "stop_token_ids",
-        "ignore_eos",
-        "logprobs",
-        "top_logprobs",
-        "echo",
-        "stream",
-        "stream_options",
-        "presence_penalty",
-        "best_of",
-    ),
-    *(
-        "frequency_penalty",
-        "repetition_penalty",
-        "logit_bias",
-        "response_format",
-        "guided_json",
-        "guided_regex",
-        "guided_choice",
-    ),
-    *(
-        "structured_outputs",
-        "prompt_logprobs",
-        "return_token_ids",
-        "tools",
-        "tool_choice",
-        "chat_template_kwargs",
-        "add_special_tokens",
-    ),
-    *(
-        "input",
-        "instructions",
-        "max_output_tokens",
-        "text",
-        "include",
-        "metadata",
-        "store",
-        "previous_response_id",
-        "parallel_tool_calls",
-    ),
-    *UNSUPPORTED,
-]
+NAMES = sorted({*CompletionBody.model_fields, *ChatBody.model_fields, *ResponseBody.model_fields})
 KEYS = [
     *(
         "role",
@@ -130,8 +81,14 @@ def tokenizer():
     return made
 
 
-def response_of(body, tokenizer, context):
-    return chat_of(asked_of(body, "default", Store()).chat, tokenizer, context)
+def spec_of(kind, raw, tokenizer):
+    """Reads a body as the service does."""
+    body = parse(limited(kind, OPENAI, 512), raw)
+    if isinstance(body, CompletionBody):
+        return completion_of(body, tokenizer)
+    if isinstance(body, ResponseBody):
+        body = check(ChatBody, response_of(body, "default", Store()).chat)
+    return chat_of(body, tokenizer, 512)
 
 
 @settings(
@@ -139,10 +96,10 @@ def response_of(body, tokenizer, context):
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(
-    st.sampled_from([completion_of, chat_of, response_of]),
+    st.sampled_from([CompletionBody, ChatBody, ResponseBody]),
     st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=4),
 )
-def test_any_body_is_read_or_refused(tokenizer, read, change):
+def test_any_body_is_read_or_refused(tokenizer, kind, change):
     good = {
         "model": "m",
         "prompt": "x",
@@ -150,8 +107,7 @@ def test_any_body_is_read_or_refused(tokenizer, read, change):
         "input": "x",
     }
     try:
-        body = fields.parse(json.dumps({**good, **change}).encode())
-        asked = read(body, tokenizer, 512)
+        asked = spec_of(kind, json.dumps({**good, **change}).encode(), tokenizer)
     except UserError:
         return
     assert asked.prompts
@@ -173,7 +129,11 @@ def test_what_is_given_is_what_is_asked(tokenizer):
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    asked = chat_of(body, tokenizer, 512)
+
+    def read(body):
+        return spec_of(ChatBody, json.dumps(body).encode(), tokenizer)
+
+    asked = read(body)
     request = asked.request
     assert (request.stop, request.stop_ids, request.top_k, request.seed) == (
         ("END",),
@@ -187,7 +147,7 @@ def test_what_is_given_is_what_is_asked(tokenizer):
         '{"type": "integer"}',
     )
     assert (asked.stream, asked.usage, asked.chat, asked.whole) == (True, True, True, False)
-    assert chat_of({**body, "ignore_eos": True}, tokenizer, 512).request.stop_ids == (7, 2)
+    assert read({**body, "ignore_eos": True}).request.stop_ids == (7, 2)
     demanded = {**body, "tools": [WEATHER], "tool_choice": "required"}
-    with pytest.raises(fields.BadRequest, match="another form of answer"):
-        chat_of(demanded, tokenizer, 512)
+    with pytest.raises(BadRequest, match="another form of answer"):
+        read(demanded)

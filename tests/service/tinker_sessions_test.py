@@ -162,8 +162,8 @@ def test_a_timeline_is_downloaded_without_a_key(made, site):  # noqa: F811
     [
         ({"limit": 0}, "limit"),
         ({"limit": 201}, "limit"),
-        ({"statuses": [{"type": "odd"}]}, "statuses.type"),
-        ({"statuses": [{"type": "client_finished", "reasons": ["odd"]}]}, "statuses.reasons"),
+        ({"statuses": [{"type": "odd"}]}, "statuses[0].type"),
+        ({"statuses": [{"type": "client_finished", "reasons": ["odd"]}]}, "statuses[0].reasons[0]"),
         ({"owner": {"type": "odd"}}, "owner.type"),
         ({"owner": {"type": "user"}}, "owner.owner_urns"),
         ({"cursor": {"last_created_at": "yesterday", "last_session_id": "x"}}, "last_created_at"),

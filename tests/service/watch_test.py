@@ -94,7 +94,7 @@ def test_requests_are_counted_by_template_and_status(tmp_path):
     [got] = ask(app, ("GET", "/metrics", key))
     assert got.headers["content-type"].startswith("text/plain; version=")
     found = values(got.text)
-    sample, models = ("route", "POST /api/v1/asample"), ("route", "GET /v1/models/{*}")
+    sample, models = ("route", "POST /api/v1/asample"), ("route", "GET /v1/models/{name:path}")
     assert found["mint_http_requests_total", sample, ("status", "200")] == 3
     assert found["mint_http_requests_total", sample, ("status", "401")] == 1
     assert found["mint_http_requests_total", models, ("status", "200")] == 4

@@ -1,6 +1,4 @@
-"""What a server does, in the console: models in training, and for operators what is where, what
-waits, and who was served how much.
-"""
+"""The console's server pages: models in training, and for operators residency, queues and costs."""
 
 import collections
 import math
@@ -52,9 +50,7 @@ class Operations:
             return "ended"
 
     def costs(self, asked: Asked) -> Page:
-        """The dearest policies and tenants since ever; of the tenant that asks what it asked for,
-        where it is no operator.
-        """
+        """Shows the policies and tenants with the highest costs; operators see all tenants."""
         costs, tenant = self.server.costs, None if asked.everything else asked.tenant
         tables = {"policy": list(costs.listed("policy", tenant, DEAREST, 0).items())}
         if asked.everything:
@@ -62,7 +58,7 @@ class Operations:
         return Page("costs.html", {"tables": tables, "kinds": KINDS, "most": DEAREST})
 
     def state(self, asked: Asked) -> Page:
-        """What is where and what waits, of all tenants."""
+        """Shows residency and queues of all tenants."""
         server = self.server
         state, places = state_of(server), collections.Counter(server.live.places())
         residency, gaps = state["residency"], sorted(server.loop.gaps)

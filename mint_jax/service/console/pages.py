@@ -1,5 +1,4 @@
-"""How the console's pages are made and sent: templates, static files, headers, and what every
-request of a browser has to pass.
+"""The console's pages: templates, static files, headers, and checks of every browser request.
 
 A handler is a function of ``Asked`` that returns a ``Page``; it runs in a thread, since it reads
 databases. Templates escape whatever they show. The pages' policy for browsers
@@ -22,11 +21,9 @@ import jinja2
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
-from mint_jax.catalog.records.database import DatabaseFailed
-from mint_jax.catalog.storage.interface import StorageFailed
 from mint_jax.errors import UserError
-from mint_jax.service.book import NotFound
 from mint_jax.service.console.sessions import UNDER, Browsers, same_origin
+from mint_jax.service.errors import Forbidden, status_of
 
 HERE = Path(__file__).parent
 THEME = "mint_theme"  # a cookie that the page's own script sets
@@ -53,27 +50,9 @@ HEADERS = {
 MOST_FIELDS = 20  # of a form
 
 
-class Forbidden(UserError):
-    """The one who asks may not do this."""
-
-
-class Busy(UserError):
-    """Too much of it at once."""
-
-
-STATUSES: dict[type[UserError], int] = {
-    NotFound: 404,
-    Forbidden: 403,
-    Busy: 429,
-    DatabaseFailed: 503,
-    StorageFailed: 503,
-    UserError: 400,
-}
-
-
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """What a browser asks for.
+    """A browser's request.
 
     Attributes:
         path, query, form: parts of the path, fields of the query and of the form.
@@ -95,7 +74,7 @@ class Asked:
 
     @property
     def everything(self) -> bool:
-        """Whether all tenants' are shown."""
+        """The browser sees all tenants."""
         return "admin" in self.scopes
 
     def may(self, *scopes: str) -> bool:
@@ -230,7 +209,7 @@ async def form_of(request: Request) -> dict[str, str]:
 
 def of_error(error: UserError) -> Page:
     """The page of a mistake."""
-    status = next(status for kind, status in STATUSES.items() if isinstance(error, kind))
+    status = status_of(error)
     return Page("error.html", {"error": str(error)[:2000], "status": status}, status)
 
 

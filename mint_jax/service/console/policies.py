@@ -17,8 +17,9 @@ from mint_jax.catalog.records.policies import PolicyRecord
 from mint_jax.catalog.storage.interface import StorageFailed
 from mint_jax.errors import UserError
 from mint_jax.service.book import Model, NotFound
-from mint_jax.service.console.pages import Asked, Forbidden, Page, of_error, quoted, url_of
+from mint_jax.service.console.pages import Asked, Page, of_error, quoted, url_of
 from mint_jax.service.console.sessions import UNDER
+from mint_jax.service.errors import Forbidden
 from mint_jax.service.server import Server
 
 LISTED = 50  # policies of a page

@@ -18,9 +18,11 @@ from mint_jax.service import openai
 from mint_jax.service.binding import is_ours
 from mint_jax.service.console import pages, sessions
 from mint_jax.service.console.operations import Operations
-from mint_jax.service.console.pages import HEADERS, TOKEN, Asked, Busy, Forbidden, Page, Pages
+from mint_jax.service.console.pages import HEADERS, TOKEN, Asked, Page, Pages
 from mint_jax.service.console.policies import Policies
 from mint_jax.service.console.sessions import COOKIE, LONGEST_S, UNDER, Browsers
+from mint_jax.service.errors import Forbidden
+from mint_jax.service.quotas import Busy
 from mint_jax.service.server import Server
 
 # the first that a key may see

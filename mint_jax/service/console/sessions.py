@@ -63,8 +63,8 @@ class Browsers:
         return (key, session) if self._clock() < end else None
 
     def refusal(self, scope: Any) -> Refusal:
-        """Sends a person to the place where a key is asked for; htmx is told to, since it would put
-        that page into a part of this one.
+        """Redirects to the sign-in page; htmx gets a header instead, or it would insert that page
+        into a part of this one.
         """
         root = scope.get("root_path", "")
         asks = root + f"{UNDER}/sign-in"
@@ -108,9 +108,7 @@ class Browsers:
     # -- forms
 
     def token(self, session: str) -> str:
-        """What forms of a session's pages bring with them; of one for all where nobody needs a
-        session.
-        """
+        """Returns the token of a session's forms; without keys all sessions share one."""
         return hmac.new(self._secret, session.encode(), "sha256").hexdigest()
 
     def check(self, session: str, token: str) -> bool:
@@ -118,9 +116,7 @@ class Browsers:
 
 
 def same_origin(headers: Mapping[str, str]) -> bool:
-    """Whether a page of this server sent a request: browsers say so, and what says nothing of it is
-    no browser's form.
-    """
+    """Returns whether a page of this server sent a request, by the browser's headers."""
     if (site := headers.get("sec-fetch-site")) is not None:
         return site == "same-origin"
     origin = urllib.parse.urlsplit(headers.get("origin", "")).netloc
@@ -128,7 +124,7 @@ def same_origin(headers: Mapping[str, str]) -> bool:
 
 
 def cookies_of(headers: list[tuple[bytes, bytes]]) -> dict[str, str]:
-    """Of a request, by their names."""
+    """Returns a request's cookies by name."""
     found: dict[str, str] = {}
     for name, value in headers:
         if name == b"cookie":

@@ -1,9 +1,9 @@
-"""Forward and backward on the wire: a request's bytes as a call, and what it gave as bytes.
+"""Forward and backward requests on the wire: bytes to calls, results to bytes.
 
-A request is taken in two steps. ``read`` tells which place of which model it has, ``Message.asked``
-what is wanted there: one with bad data has a place all the same, and fails there.
+A request is read in two steps: ``read`` finds its place (model and number), ``Message.batch`` its
+content. A request with bad content keeps its place and fails there.
 
-Axes: N positions of a datum, K targets of a position as they were sent, k as they are computed.
+Axes: N positions of a datum, K targets of a position as sent, k as computed.
 """
 
 import itertools
@@ -16,26 +16,17 @@ from google.protobuf.message import DecodeError
 
 from mint_jax.errors import UserError
 from mint_jax.service.calls import ForwardBackward
+from mint_jax.service.tinker_types import RequestPlace
 from mint_jax.service.training import Trained
+from mint_jax.service.validation import Body, Text, check, parse
 from mint_jax.service.wire import losses, messages, tensors
-from mint_jax.service.wire.reading import (
-    integer,
-    is_protobuf,
-    json_object,
-    json_tokens,
-    mapping,
-    need_json,
-    proto_tokens,
-    sequence,
-    shown,
-    text,
-)
-from mint_jax.service.wire.tensors import MAX_CELLS, Tensor
+from mint_jax.service.wire.reading import ModelInput, is_protobuf, need_json, proto_tokens, shown
+from mint_jax.service.wire.tensors import MAX_CELLS, Tensor, TensorBody
 from mint_jax.train.blocks import Datum
 
 
 class Span(NamedTuple):
-    """A run of a datum's positions that a sequence sampled here has too.
+    """A run of a datum's positions that come from a sequence sampled here.
 
     Attributes:
         kind: ``prompt`` or ``sampled``: which part of the sequence.
@@ -51,20 +42,18 @@ class Span(NamedTuple):
 
 
 class Spans(NamedTuple):
-    """Where a datum's positions came from, run behind run over all of them; empty where nothing is
-    told.
-    """
+    """Sources of a datum's positions, as consecutive runs over all of them; empty if not given."""
 
     model_input: tuple[Span, ...] = ()
     loss_fn_inputs: tuple[Span, ...] = ()
 
 
-class Asked(NamedTuple):
-    """A request.
+class BatchContent(NamedTuple):
+    """The content of a request.
 
     Attributes:
-        call: with its data's targets as they are computed; those that were packed have ``columns``,
-            see ``tensors.packed``.
+        call: with targets as they are computed; packed ones have ``columns``, see
+            ``tensors.packed``.
         spans: of each datum.
     """
 
@@ -72,38 +61,49 @@ class Asked(NamedTuple):
     spans: list[Spans]
 
 
+class DatumBody(Body):
+    model_input: ModelInput
+    loss_fn_inputs: dict[str, TensorBody]
+
+
+class BatchBody(Body):
+    data: list[DatumBody]
+    loss_fn: Text
+    loss_fn_config: dict[str, Any] | None = None
+
+
+class ForwardBackwardBody(RequestPlace):
+    forward_backward_input: BatchBody | None = None
+    forward_input: BatchBody | None = None
+
+
 class Message:
     """A request whose place is known.
 
     Attributes:
-        model_id: whose.
-        seq_id: its place among the model's requests, from 1.
+        model_id: the model.
+        seq_id: the request's place among the model's requests, from 1.
     """
 
-    def __init__(self, body: Any):
-        self._proto = not isinstance(body, Mapping)
-        told = {"model_id": body.model_id, "seq_id": body.seq_id} if self._proto else body
-        self.model_id = text(told.get("model_id"), "model_id")
-        self.seq_id = integer(told.get("seq_id"), "seq_id", 1)
-        self._body = body
+    def __init__(self, place: RequestPlace, body: Any):
+        self.model_id, self.seq_id = place.model_id, place.seq_id
+        self._body = body  # JSON, or a protobuf message
 
-    def asked(self) -> Asked:
-        """What is wanted.
+    def batch(self) -> BatchContent:
+        """Returns the content.
 
         Raises:
-            UserError: it is not computable; lengths of data against the steps there are and ids
-                against the vocabulary are left to ``train.blocks.check``.
+            UserError: it cannot be computed. ``train.blocks.check`` checks lengths against the
+                training steps and ids against the vocabulary.
         """
-        loss, config, data, backward = self._of_proto() if self._proto else self._of_json()
+        read = self._of_json if isinstance(self._body, bytes) else self._of_proto
+        loss, config, data, backward = read()
         coefs = losses.coefs(loss, config)
         rows, columns, sources, cells = [], [], [], 0
         for i, (tokens, inputs, spans) in enumerate(data):
             sent = _sent(f"datum {i}", loss, tokens, inputs)
-            cells += (
-                0
-                if sent["target_tokens"].cells is None
-                else tensors.volume(sent["target_tokens"].shape)
-            )
+            targets = sent["target_tokens"]
+            cells += 0 if targets.cells is None else tensors.volume(targets.shape)
             if cells > MAX_CELLS:
                 raise UserError(
                     f"the sparse target_tokens of data 0 to {i} have {cells} cells; expected"
@@ -114,7 +114,7 @@ class Message:
             columns.append(column)
             sources.append(spans)
         packed = columns if any(column is not None for column in columns) else None
-        return Asked(ForwardBackward(rows, coefs, backward, packed), sources)
+        return BatchContent(ForwardBackward(rows, coefs, backward, packed), sources)
 
     def _of_proto(self) -> tuple[str, Mapping[str, Any], Any, bool]:
         body = self._body
@@ -146,50 +146,35 @@ class Message:
         return body.loss_fn, config or dict(body.loss_fn_config), data(), not body.forward_only
 
     def _of_json(self) -> tuple[str, Mapping[str, Any], Any, bool]:
-        given = [
-            name
-            for name in ("forward_backward_input", "forward_input")
-            if self._body.get(name) is not None
-        ]
-        if len(given) != 1:
+        body = parse(ForwardBackwardBody, self._body)
+        backward = body.forward_backward_input is not None
+        given = body.forward_backward_input or body.forward_input
+        if given is None or (backward and body.forward_input is not None):
             raise UserError(
-                f"the request has {' and '.join(given) or 'no input'}; expected"
-                " forward_backward_input or forward_input"
+                "expected one of forward_backward_input and forward_input in the request: send it"
             )
-        told = mapping(self._body[given[0]], given[0])
 
         def data():
-            for i, value in enumerate(sequence(told.get("data"), "data")):
-                datum = mapping(value, f"datum {i}")
-                tokens = json_tokens(datum.get("model_input"), f"datum {i}: model_input")
-                inputs = mapping(datum.get("loss_fn_inputs"), f"datum {i}: loss_fn_inputs")
-                yield tokens, {k: (tensors.from_json, v) for k, v in inputs.items()}, Spans()
+            for i, datum in enumerate(given.data):
+                tokens = datum.model_input.tokens(f"datum {i}: model_input")
+                inputs = {k: (tensors.from_json, v) for k, v in datum.loss_fn_inputs.items()}
+                yield tokens, inputs, Spans()
 
-        loss = text(told.get("loss_fn"), "loss_fn")
-        return (
-            loss,
-            mapping(told.get("loss_fn_config") or {}, "loss_fn_config"),
-            data(),
-            given[0] == "forward_backward_input",
-        )
+        return given.loss_fn, given.loss_fn_config or {}, data(), backward
 
 
 _SPANNED = ("model_input", "loss_fn_input")
 
 
 def read(body: bytes, content_type: str) -> Message:
-    """A request, protobuf or JSON, as its place; the JSON of ``/forward`` says itself that nothing
-    is added to the gradient.
-
-    Args:
-        body: decompressed.
+    """Returns a request, protobuf or JSON, with its place.
 
     Raises:
-        UserError: nothing can be made of the bytes, or they name no place.
+        UserError: the bytes are malformed, or name no place.
     """
     if not is_protobuf(content_type):
         need_json(content_type)
-        return Message(json_object(body))
+        return Message(parse(RequestPlace, body), body)
     message = messages.ForwardBackwardRequest()
     try:
         message.ParseFromString(body)
@@ -197,15 +182,18 @@ def read(body: bytes, content_type: str) -> Message:
         raise UserError(
             f"the body is no ForwardBackwardRequest ({shown(str(reason))}): send the message whole"
         ) from None
-    return Message(message)
+    place = {"model_id": message.model_id, "seq_id": message.seq_id}
+    return Message(check(RequestPlace, place), message)
 
 
 def _spans(told: Any, length: int, what: str) -> tuple[Span, ...]:
     spans = []
     for i, one in enumerate(told):
         if (arm := one.WhichOneof("span")) is None:
-            raise UserError(f"{what}[{i}] is of no kind; expected prompt_tokens or sampled_tokens")
+            raise UserError(f"{what}[{i}] has no kind; expected prompt_tokens or sampled_tokens")
         run = getattr(one, arm)
+        if not run.sequence_id:
+            raise UserError(f"{what}[{i}].sequence_id is ''; expected the id of a sampled sequence")
         if run.offset < 0 or run.length < 0:
             raise UserError(
                 f"{what}[{i}] has offset {run.offset} and length {run.length}; expected neither"
@@ -214,7 +202,7 @@ def _spans(told: Any, length: int, what: str) -> tuple[Span, ...]:
         spans.append(
             Span(
                 arm.removesuffix("_tokens"),
-                text(run.sequence_id, f"{what}[{i}].sequence_id"),
+                run.sequence_id,
                 run.offset,
                 run.length,
             )
@@ -227,10 +215,10 @@ def _spans(told: Any, length: int, what: str) -> tuple[Span, ...]:
 
 
 def _sent(what: str, loss: str, tokens: np.ndarray, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
-    """A datum's tensors that its loss reads, all of the shape of ``target_tokens``.
+    """Returns a datum's tensors that its loss reads, all of the shape of ``target_tokens``.
 
     Args:
-        inputs: a tensor's reader and what it reads, by name. Those of other losses are not read.
+        inputs: a tensor's reader and its argument, by name. Tensors of other losses are not read.
     """
     if unknown := [name for name in inputs if name not in losses.INPUTS]:
         raise UserError(
@@ -262,7 +250,7 @@ def _sent(what: str, loss: str, tokens: np.ndarray, inputs: Mapping[str, Any]) -
         if tensor.shape != targets.shape:
             raise UserError(
                 f"{tensor.what} has shape {list(tensor.shape)}; target_tokens has"
-                f" {list(targets.shape)}, which all have"
+                f" {list(targets.shape)}, the shape of all"
             )
     return sent
 
@@ -270,7 +258,7 @@ def _sent(what: str, loss: str, tokens: np.ndarray, inputs: Mapping[str, Any]) -
 def _datum(
     what: str, loss: str, tokens: np.ndarray, sent: Mapping[str, Tensor]
 ) -> tuple[Datum, np.ndarray | None]:
-    """The datum of tensors that ``_sent`` gave, and where its cells went if they were packed."""
+    """Returns the datum of ``_sent``'s tensors, and its columns if they were packed."""
     targets = sent["target_tokens"]
     if len(targets.shape) == 2:
         weights = sent["weights"]
@@ -284,8 +272,7 @@ def _datum(
     floats = {name: tensor.floats() for name, tensor in sent.items() if name != "target_tokens"}
     weights = floats.get("weights")
     in_ratio = None
-    # the mask is of the ratio alone: positions outside of it have the ratio, and what advantage
-    # they were given
+    # the mask selects the positions of the ratio; positions outside it keep their advantages
     if loss == "gspo":
         in_ratio = (floats["sequence_ratio_mask"] != 0).astype(np.float32)
         weights = ((in_ratio != 0) | (floats["advantages"] != 0)).astype(np.float32)
@@ -296,12 +283,11 @@ def _datum(
 
 
 def encode(trained: Trained, protobuf: bool) -> bytes:
-    """The answer: of each datum ``logprobs`` and, for cross-entropy, ``elementwise_loss``.
+    """Returns the answer: ``logprobs`` of each datum and, for cross-entropy, ``elementwise_loss``.
 
     Args:
         trained: shaped as the targets were sent, see ``ForwardBackward.told``.
-        protobuf: else JSON, with ``NaN`` and ``Infinity`` where a number is none, as Python's
-            reader, which old SDKs use, takes them.
+        protobuf: else JSON with ``NaN`` and ``Infinity``, which the JSON reader of old SDKs takes.
     """
     columns = {"logprobs": trained.logprobs} | (
         {} if trained.elementwise is None else {"elementwise_loss": trained.elementwise}
@@ -318,7 +304,7 @@ def encode(trained: Trained, protobuf: bool) -> bytes:
     message = messages.ForwardBackwardOutput(
         loss_fn_output_type="ArrayRecord", metrics={"loss:sum": trained.loss}
     )
-    # shapes of one record agree
+    # one record has one trailing shape
     for trailing, run in itertools.groupby(rows, lambda told: told["logprobs"].shape[1:]):
         record, together = message.loss_fn_outputs.add(type_tag="ArrayRecord"), list(run)
         record.num_datums = len(together)

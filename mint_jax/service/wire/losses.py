@@ -28,8 +28,8 @@ CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 
 
 class Loss(NamedTuple):
-    """What a loss needs of each datum beside ``target_tokens``, and its options with their
-    defaults; None has to be given.
+    """A loss's inputs besides ``target_tokens``, and its options with their defaults; None: the
+    option is required.
     """
 
     needs: tuple[str, ...]

@@ -1,8 +1,8 @@
 """The protobuf messages of the Tinker wire format, built from a table: the SDK that generates them
 is a client, no part of a server.
 
-Package ``tinker_public``, proto3. They stand in a pool of their own, so that the SDK's may be
-loaded beside them.
+Package ``tinker_public``, proto3. They have a pool of their own, so that the SDK's can be loaded
+too.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ ENUMS = {
     "StopReason": ("STOP_REASON_STOP", "STOP_REASON_LENGTH"),
     "DType": ("DTYPE_UNSPECIFIED", "DTYPE_FLOAT32", "DTYPE_INT64", "DTYPE_INT32", "DTYPE_BFLOAT16"),
 }
-# message -> fields: number, name, type; `*` repeated, `?` told apart from its default, `map:` of
+# message -> fields: number, name, type; `*` repeated, `?` distinct from its default, `map:` of
 # strings to it, `type|name` one of `name`
 MESSAGES = {
     "SampleResponse": (

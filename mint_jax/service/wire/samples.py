@@ -1,44 +1,38 @@
-"""Sampling on the wire: a request's JSON as ``rollout.request.Request``, and completions as bytes.
+"""Samples on the wire: a request's JSON to ``rollout.request.Request``, and completions to bytes.
 
-Axes: P tokens of the prompt, T tokens of a completion, K cells of a place as they were sent, k
-likeliest or drawn of a place.
+Axes: P tokens of the prompt, T tokens of a completion, K cells of a position as sent, k likeliest
+or drawn tokens of a position.
 """
 
 import itertools
 import json
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
+from pydantic import Field
 
 from mint_jax.errors import UserError
 from mint_jax.rollout.device import ALTERNATIVES
 from mint_jax.rollout.request import Completion, Request
+from mint_jax.service.tinker_types import SampleRequest
+from mint_jax.service.validation import Body, Number, Text, TokenId, parse
 from mint_jax.service.wire import messages, tensors
-from mint_jax.service.wire.reading import (
-    boolean,
-    integer,
-    json_object,
-    json_tokens,
-    mapping,
-    number,
-    sequence,
-    text,
-)
+from mint_jax.service.wire.reading import ModelInput
+from mint_jax.service.wire.tensors import TensorBody
 
-MAX_SAMPLES = 4096  # of one request, whose ids are answered at once
-MAX_PLACE = 2**63 - 1  # a copy of a client begins at a random number of up to 1e9, times 1e9
-NO_TOKEN, NO_LOGPROB = 0, -99999.0  # of a cell that holds nothing
+MAX_SAMPLES = 4096  # of one request, whose answer lists their ids
+NO_TOKEN, NO_LOGPROB = 0, -99999.0  # of an empty cell
 _NAN = math.nan
 
 
 class Named(NamedTuple):
-    """The cells whose log-probabilities a request names, as it sent them.
+    """The cells whose log-probabilities a request asks for, as sent.
 
     Attributes:
         tensor: ``[P - 1, K]`` token ids.
-        wanted: for each of its values, row after row, whether it is an id: -1 is none.
+        wanted: for each of its values, row after row, whether it is an id (not -1).
         rows: the row of each value.
     """
 
@@ -47,133 +41,122 @@ class Named(NamedTuple):
     rows: np.ndarray
 
 
-class Asked(NamedTuple):
-    """A request, and what its answer is shaped by."""
+class SampleSpec(NamedTuple):
+    """A request, and the named cells that shape its answer."""
 
     request: Request
     named: Named | None = None
+
+
+Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+Top = Annotated[int, Field(ge=0, le=ALTERNATIVES)]
+
+
+class SampleParams(Body):
+    max_tokens: Int32 | None = None
+    temperature: Number | None = None
+    top_k: Int32 | None = None
+    top_p: Number | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
+    stop: Text | list[Text] | list[TokenId] | None = None
+
+
+class SampleBody(SampleRequest):
+    prompt: ModelInput
+    sampling_params: SampleParams | None = None
+    num_samples: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] | None = None
+    prompt_logprobs: bool | None = None
+    topk_sample_logprobs: Top | None = None
+    topk_prompt_logprobs: Top | None = None
+    prompt_alt_tokens_k: Top | None = None
+    prompt_logprobs_last_n: Int32 | None = None
+    target_prompt_logprobs: TensorBody | None = None
 
 
 class Message:
     """A request of ``asample`` whose place is known.
 
     Attributes:
-        sampling_session_id, base_model, model_path: what is to be sampled; the first of them that
-            is not None.
-        seq_id: its place in the session, from 0; None where there is no session.
+        sampling_session_id, base_model, model_path: the model to sample: the first that is given.
+        seq_id: the request's place in the session, from 0; None without a session.
     """
 
-    def __init__(self, told: Mapping[str, Any]):
+    def __init__(self, body: bytes):
+        place = parse(SampleRequest, body)
+        self.sampling_session_id, self.seq_id = place.sampling_session_id, place.seq_id
+        self.model_path, self.base_model = place.model_path, place.base_model
         names = "sampling_session_id", "model_path", "base_model"
-        of = {name: text(told[name], name) for name in names if told.get(name) is not None}
-        if not of:
-            raise UserError(f"the request has none of {', '.join(names)}: say what to sample")
-        self.sampling_session_id, self.model_path, self.base_model = (
-            of.get(name) for name in names
-        )
-        self.seq_id = (
-            None if told.get("seq_id") is None else integer(told["seq_id"], "seq_id", 0, MAX_PLACE)
-        )
+        if all(getattr(self, name) is None for name in names):
+            raise UserError(f"the request has none of {', '.join(names)}: give one")
         if self.sampling_session_id is not None and self.seq_id is None:
             raise UserError(
                 "the request has a sampling_session_id and no seq_id: number the session's requests"
                 " from 0"
             )
-        self._told = told
+        self._body = body
 
-    def asked(self, context: int, end_ids: Sequence[int], seed: int) -> Asked:
-        """What is wanted, of the bare base: adapter, revision and tenant are the caller's to add.
+    def spec(self, context: int, end_ids: Sequence[int], seed: int) -> SampleSpec:
+        """Returns the content, for the bare base: the caller adds revision and tenant.
 
-        A seed is told modulo 2**32. ``stop`` replaces what stops by itself: with one, the model's
-        end tokens are tokens like others.
+        Seeds are taken modulo 2**32. With ``stop`` the model's end tokens are ordinary tokens.
 
         Args:
-            context: tokens that the base reads; without ``max_tokens`` a completion goes up to
-                there.
-            end_ids: of the model's end of text, at which it stops unless ``stop`` is given.
-            seed: where none is told.
+            context: maximum length of a completion without ``max_tokens``.
+            end_ids: the model's end tokens, which stop a completion without ``stop``.
+            seed: default.
 
         Raises:
-            UserError: a value is of the wrong type; ranges are left to ``rollout.request.check``.
+            UserError: a wrong value; ``rollout.request.check`` checks ranges.
         """
-        told = self._told
-        prompt = json_tokens(told.get("prompt"), "prompt")
-        params = mapping(told.get("sampling_params") or {}, "sampling_params")
-        stop, stop_ids = _stop(params.get("stop"), end_ids)
-
-        def given(name: str, default: Any, of: Mapping[str, Any] = told) -> Any:
-            """The value, or the default where it is null or not there."""
-            return default if of.get(name) is None else of[name]
-
-        max_tokens, last = params.get("max_tokens"), told.get("prompt_logprobs_last_n")
-        named = (
-            None
-            if told.get("target_prompt_logprobs") is None
-            else _named(told["target_prompt_logprobs"], prompt.size - 1)
-        )
-        top_k = integer(given("top_k", -1, params), "top_k")
+        body = parse(SampleBody, self._body)
+        params, target = body.sampling_params or SampleParams(), body.target_prompt_logprobs
+        prompt = body.prompt.tokens("prompt")
+        stop, stop_ids = _stop(params.stop, end_ids)
+        named = None if target is None else _named(target, prompt.size - 1)
+        most, top_k, given = params.max_tokens, params.top_k, params.seed
         request = Request(
             tuple(prompt.tolist()),
-            n=integer(given("num_samples", 1), "num_samples", 1, MAX_SAMPLES),
-            max_tokens=(
-                max(1, context - prompt.size)
-                if max_tokens is None
-                else integer(max_tokens, "max_tokens")
-            ),
-            temperature=number(given("temperature", 1.0, params), "temperature"),
-            top_k=0 if top_k == -1 else top_k,
-            top_p=number(given("top_p", 1.0, params), "top_p"),
-            top_logprobs=integer(
-                given("topk_sample_logprobs", 0), "topk_sample_logprobs", 0, ALTERNATIVES
-            ),
-            prompt_logprobs=boolean(given("prompt_logprobs", False), "prompt_logprobs"),
-            top_prompt_logprobs=integer(
-                given("topk_prompt_logprobs", 0), "topk_prompt_logprobs", 0, ALTERNATIVES
-            ),
+            n=body.num_samples or 1,
+            max_tokens=max(1, context - prompt.size) if most is None else most,
+            temperature=1.0 if params.temperature is None else params.temperature,
+            top_k=0 if top_k is None or top_k == -1 else top_k,
+            top_p=1.0 if params.top_p is None else params.top_p,
+            top_logprobs=body.topk_sample_logprobs or 0,
+            prompt_logprobs=bool(body.prompt_logprobs),
+            top_prompt_logprobs=body.topk_prompt_logprobs or 0,
             target_prompt_logprobs=None if named is None else _places(named),
-            prompt_alternatives=integer(
-                given("prompt_alt_tokens_k", 0), "prompt_alt_tokens_k", 0, ALTERNATIVES
-            ),
-            prompt_logprobs_last_n=(
-                None if last is None else integer(last, "prompt_logprobs_last_n")
-            ),
-            seed=integer(given("seed", seed, params), "seed", -(2**63), 2**64 - 1) % 2**32,
+            prompt_alternatives=body.prompt_alt_tokens_k or 0,
+            prompt_logprobs_last_n=body.prompt_logprobs_last_n,
+            seed=(seed if given is None else given) % 2**32,
             stop_ids=stop_ids,
             stop=stop,
         )
         if request.prompt_alternatives and request.temperature != 1:
             raise UserError(
-                f"temperature is {request.temperature}; prompt_alt_tokens_k draws at 1 alone: ask"
-                " for them apart"
+                f"temperature is {request.temperature}; prompt_alt_tokens_k draws only at 1: send"
+                " two requests"
             )
-        return Asked(request, named)
+        return SampleSpec(request, named)
 
 
 def read(body: bytes) -> Message:
-    """A request as its place.
-
-    Args:
-        body: decompressed JSON. Fields that are not known are passed over: SDKs grow.
-
-    Raises:
-        UserError: it is none, or names nothing to sample.
-    """
-    return Message(json_object(body))
+    """Returns a request with its place. Raises ``UserError`` if it has none."""
+    return Message(body)
 
 
-def _stop(told: Any, end_ids: Sequence[int]) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Strings and ids that end a completion."""
-    if told is None:
+def _stop(
+    stop: str | list[str] | list[int] | None, end_ids: Sequence[int]
+) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Returns the strings and ids that end a completion."""
+    if stop is None:
         return (), tuple(end_ids)
-    if isinstance(told, str):
-        return (text(told, "stop"),), ()
-    if all(isinstance(one, str) for one in sequence(told, "stop")):
-        return tuple(text(one, "stop") for one in told), ()
-    return (), tuple(integer(one, "stop", 0) for one in told)
+    items = [stop] if isinstance(stop, str) else stop
+    texts = tuple(one for one in items if isinstance(one, str))
+    return texts, tuple(one for one in items if isinstance(one, int))
 
 
-def _named(told: Any, places: int) -> Named:
-    tensor = tensors.from_json(told, "target_prompt_logprobs")
+def _named(target: tensors.TensorBody, places: int) -> Named:
+    tensor = tensors.from_json(target, "target_prompt_logprobs")
     if len(tensor.shape) != 2 or tensor.shape[0] != places:
         raise UserError(
             f"target_prompt_logprobs has shape {list(tensor.shape)}; expected [{places}, K]: all of"
@@ -185,33 +168,33 @@ def _named(told: Any, places: int) -> Named:
 
 
 def _places(named: Named) -> tuple[tuple[int, ...], ...]:
-    """The ids that are wanted at each place."""
+    """Returns the wanted ids of each position."""
     ids, rows = named.tensor.integers()[named.wanted], named.rows[named.wanted]
     ends = np.searchsorted(rows, np.arange(named.tensor.shape[0] + 1))
     return tuple(tuple(ids[a:b].tolist()) for a, b in itertools.pairwise(ends))
 
 
-def encode(completions: Sequence[Completion], asked: Asked, protobuf: bool) -> bytes:
-    """The answer; ``logprobs`` are those of the distribution that was drawn from, after
-    temperature, top-k and top-p.
+def encode(completions: Sequence[Completion], spec: SampleSpec, protobuf: bool) -> bytes:
+    """Returns the answer; ``logprobs`` are of the sampled distribution, after temperature, top-k
+    and top-p.
 
-    Places of a prompt that were not scored have log-probability NaN (null in JSON), and nothing
-    among their likeliest and drawn.
+    Positions of a prompt that were not scored have log-probability NaN (null in JSON), and no
+    likeliest or drawn tokens.
 
     Args:
-        asked: what the completions are of.
-        protobuf: else the JSON of old SDKs; what these did not know is there if it was asked for.
+        spec: the request of these completions.
+        protobuf: else the JSON of old SDKs, with newer fields only if requested.
 
     Raises:
         UserError: a completion was cancelled.
     """
     if cancelled := [one for one in completions if one.finish not in ("stop", "length")]:
         raise UserError(f"a sample ended as {cancelled[0].finish!r} before it was done: ask again")
-    return (_proto if protobuf else _json)(completions, asked)
+    return (_proto if protobuf else _json)(completions, spec)
 
 
 def _scored(first: Completion) -> np.ndarray | None:
-    """``[P]`` float32 log-probabilities of the prompt."""
+    """Returns the prompt's log-probabilities, float32 ``[P]``."""
     return (
         None
         if first.prompt_logprobs is None
@@ -220,9 +203,7 @@ def _scored(first: Completion) -> np.ndarray | None:
 
 
 def _matrix(places: Sequence[Sequence[tuple[int, float]]], k: int) -> tuple[np.ndarray, np.ndarray]:
-    """Ids int32 and log-probabilities float32, both ``[places, k]``; cells behind the last of a
-    place hold nothing.
-    """
+    """Returns ids int32 and log-probabilities float32, ``[places, k]``, padded on the right."""
     ids, logprobs = (
         np.full((len(places), k), NO_TOKEN, np.int32),
         np.full((len(places), k), NO_LOGPROB, np.float32),
@@ -234,21 +215,17 @@ def _matrix(places: Sequence[Sequence[tuple[int, float]]], k: int) -> tuple[np.n
 
 
 def _values(named: Named, first: Completion) -> np.ndarray:
-    """Log-probabilities of the named cells, float32, as the request lists them; 0 where it named
-    nothing.
-    """
-    told, counts = (
-        first.target_prompt_logprobs,
-        np.bincount(named.rows[named.wanted], minlength=named.tensor.shape[0]),
-    )
-    assert told is not None, "the completion is not of this request"
+    """Returns float32 log-probabilities of the named cells in the request's order; 0 for others."""
+    found = first.target_prompt_logprobs
+    counts = np.bincount(named.rows[named.wanted], minlength=named.tensor.shape[0])
+    assert found is not None, "the completion is not of this request"
     out = np.zeros(named.wanted.size, np.float32)
-    out[named.wanted] = [value for place, n in zip(told, counts) for value in place or [_NAN] * n]
+    out[named.wanted] = [value for place, n in zip(found, counts) for value in place or [_NAN] * n]
     return out
 
 
-def _proto(completions: Sequence[Completion], asked: Asked) -> bytes:
-    first, request = completions[0], asked.request
+def _proto(completions: Sequence[Completion], spec: SampleSpec) -> bytes:
+    first, request = completions[0], spec.request
     message = messages.SampleResponse(prompt_cache_hit_tokens=first.reused)
     for one in completions:
         sequence = message.sequences.add(
@@ -268,8 +245,8 @@ def _proto(completions: Sequence[Completion], asked: Asked) -> bytes:
             [[], *first.top_prompt_logprobs],
             request.top_prompt_logprobs,
         )
-    if asked.named is not None:
-        _write_named(message.target_prompt_logprobs, asked.named, first)
+    if spec.named is not None:
+        _write_named(message.target_prompt_logprobs, spec.named, first)
     if first.prompt_alternatives is not None:
         both = message.prompt_alt_tokens.tokens, message.prompt_alt_tokens.logprobs
         for tensor, array in zip(
@@ -302,15 +279,14 @@ def _write_named(message: Any, named: Named, first: Completion) -> None:
     message.sparse_csr.col_indices = tensor.columns.astype("<i8").tobytes()
 
 
-def _json(completions: Sequence[Completion], asked: Asked) -> bytes:
-    first, request = completions[0], asked.request
+def _json(completions: Sequence[Completion], spec: SampleSpec) -> bytes:
+    first, request = completions[0], spec.request
     sequences = []
     for one in completions:
         logprobs = np.array(one.drawn_logprobs, np.float32).tolist()
-        told = {"stop_reason": one.finish, "tokens": one.tokens, "logprobs": logprobs}
-        sequences.append(
-            told if one.top_logprobs is None else told | {"topk_logprobs": one.top_logprobs}
-        )
+        sequence = {"stop_reason": one.finish, "tokens": one.tokens, "logprobs": logprobs}
+        top = {} if one.top_logprobs is None else {"topk_logprobs": one.top_logprobs}
+        sequences.append(sequence | top)
     scored, top = _scored(first), first.top_prompt_logprobs
     answer: dict[str, Any] = {
         "type": "sample",
@@ -320,15 +296,15 @@ def _json(completions: Sequence[Completion], asked: Asked) -> bytes:
         ),
         "topk_prompt_logprobs": None if top is None else [None, *(place or None for place in top)],
     }
-    if asked.named is not None:
-        tensor = asked.named.tensor
-        told = tensors.to_json(_values(asked.named, first)) | {"shape": list(tensor.shape)}
+    if spec.named is not None:
+        tensor = spec.named.tensor
+        target = tensors.to_json(_values(spec.named, first)) | {"shape": list(tensor.shape)}
         if tensor.rows is not None and tensor.columns is not None:
-            told |= {
+            target |= {
                 "sparse_crow_indices": tensor.rows.tolist(),
                 "sparse_col_indices": tensor.columns.tolist(),
             }
-        answer["target_prompt_logprobs"] = told
+        answer["target_prompt_logprobs"] = target
     if first.prompt_alternatives is not None:
         ids, logprobs = _matrix(first.prompt_alternatives, request.prompt_alternatives)
         answer["prompt_alt_tokens"] = {

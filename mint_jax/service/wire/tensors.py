@@ -1,54 +1,49 @@
-"""Tensors of requests: dense, or sparse rows (CSR) whose cells that are not listed are 0.
+"""Tensors of requests: dense, or sparse rows (CSR) whose unlisted cells are 0.
 
-Nothing is made that is larger than what was sent, but for ``Tensor.dense`` and ``packed``, which
-``MAX_CELLS`` bounds: a shape is only told, and may be any.
+Nothing larger than the request is allocated, except by ``Tensor.dense`` and ``packed``, which
+``MAX_CELLS`` bounds: a shape is only a claim.
 
 Axes: N positions, K targets of a position, n listed cells.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from mint_jax.errors import UserError, choice
+from mint_jax.service.validation import Body
 from mint_jax.service.wire import messages
 from mint_jax.service.wire.reading import (
     as_int32,
     integers,
-    mapping,
     numbers,
     raw,
-    sequence,
     shape_of,
     shown,
     volume,
 )
 
 MAX_CELLS = 2**22  # N K of sparse tensors, of one request together: 16 MB of answers a field
-FORMS = {  # of values in protobuf: as they lie there, and whether they are whole numbers
+FORMS = {  # numpy type of values in protobuf, and whether they are whole numbers
     messages.FLOAT32: ("<f4", False),
     messages.INT64: ("<i8", True),
     messages.INT32: ("<i4", True),
     messages.BFLOAT16: ("<u2", False),
 }
-# in JSON: whether they are whole numbers
-NAMES = {"float32": False, "bfloat16": False, "int64": True, "int32": True}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Tensor:
-    """A tensor as it was sent.
+    """A tensor as sent.
 
     Attributes:
         what: names it in messages.
-        values: flat: of all cells, row after row, or of the listed ones; whole numbers or floats,
-            as they were sent.
+        values: flat, row after row: all cells or the listed ones; int64 or floats.
         shape: one or two axes.
-        cells: ``[n]`` int64, numbers of the listed cells, row after row, ascending; None where all
+        cells: ``[n]`` int64, flat indices of the listed cells, ascending; None if all are listed.
+        rows: CSR's row pointers ``[N + 1]`` int64, and ``columns`` ``[n]`` int64; None if all cells
             are listed.
-        rows: CSR's row pointers ``[N + 1]`` int64, and ``columns`` ``[n]`` int64; None where all
-            cells are listed.
     """
 
     what: str
@@ -59,7 +54,7 @@ class Tensor:
     columns: np.ndarray | None = None
 
     def integers(self) -> np.ndarray:
-        """``values`` as int32.
+        """Returns ``values`` as int32.
 
         Raises:
             UserError: they are floats, or need more bits.
@@ -69,7 +64,7 @@ class Tensor:
         return as_int32(self.values, self.what)
 
     def floats(self) -> np.ndarray:
-        """``values`` as float32.
+        """Returns ``values`` as float32.
 
         Raises:
             UserError: one is not finite, or too large.
@@ -85,7 +80,7 @@ class Tensor:
         return out
 
     def dense(self, values: np.ndarray) -> np.ndarray:
-        """Values, one a listed cell, in the tensor's shape."""
+        """Returns values of the listed cells in the tensor's shape."""
         if self.cells is None:
             return values.reshape(self.shape)
         out = np.zeros(volume(self.shape), values.dtype)
@@ -94,10 +89,10 @@ class Tensor:
 
 
 def from_proto(message: Any, what: str) -> Tensor:
-    """Of a ``Tensor`` message.
+    """Returns the tensor of a ``Tensor`` message.
 
     Raises:
-        UserError: its bytes, type and shape do not go together.
+        UserError: its bytes, type and shape do not match.
     """
     if message.dtype not in FORMS:
         raise choice(
@@ -124,33 +119,29 @@ def from_proto(message: Any, what: str) -> Tensor:
     return _sparse(what, values, message.shape, rows, columns)
 
 
-def from_json(value: Any, what: str) -> Tensor:
-    """Of ``{"data": [...], "dtype": .., "shape"?: [...], "sparse_crow_indices"?: [...],
-    "sparse_col_indices"?: [...]}``.
+class TensorBody(Body):
+    """A tensor in JSON. Items of the lists are validated as arrays."""
 
-    Raises:
-        UserError: as ``from_proto``.
-    """
-    told = mapping(value, what)
-    dtype = told.get("dtype")
-    if not isinstance(dtype, str) or dtype not in NAMES:
-        raise UserError(f"{what}: dtype is {shown(dtype)}; choose one of: {', '.join(NAMES)}")
-    values = (integers if NAMES[dtype] else numbers)(told.get("data"), f"{what}: data")
-    shape = sequence(told.get("shape") or [], f"{what}: shape")
-    rows, columns = told.get("sparse_crow_indices"), told.get("sparse_col_indices")
-    if rows is None and columns is None:
+    data: list[Any]
+    dtype: Literal["float32", "bfloat16", "int64", "int32"]
+    shape: list[Any] | None = None
+    sparse_crow_indices: list[Any] | None = None
+    sparse_col_indices: list[Any] | None = None
+
+
+def from_json(tensor: TensorBody, what: str) -> Tensor:
+    """Returns the tensor of a JSON body. Raises ``UserError`` as ``from_proto`` does."""
+    values = (integers if tensor.dtype.startswith("int") else numbers)(tensor.data, f"{what}: data")
+    shape = tensor.shape or []
+    if tensor.sparse_crow_indices is None and tensor.sparse_col_indices is None:
         return _dense(what, values, shape)
-    return _sparse(
-        what,
-        values,
-        shape,
-        integers(rows, f"{what}: crow_indices"),
-        integers(columns, f"{what}: col_indices"),
-    )
+    rows = integers(tensor.sparse_crow_indices or [], f"{what}: crow_indices")
+    columns = integers(tensor.sparse_col_indices or [], f"{what}: col_indices")
+    return _sparse(what, values, shape, rows, columns)
 
 
 def to_json(array: np.ndarray) -> dict[str, Any]:
-    """An array as ``from_json`` takes it; whole numbers as int64, others as float32."""
+    """Returns an array as a JSON tensor; whole numbers as int64, others as float32."""
     return {
         "data": array.reshape(-1).tolist(),
         "dtype": "int64" if array.dtype.kind == "i" else "float32",
@@ -200,17 +191,17 @@ def _sparse(
 
 
 def packed(targets: Tensor, weights: Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """Sparse targets and weights of one shape ``[N, K]``, the cells of each row moved to the left,
-    so that what is computed is narrow.
+    """Returns sparse targets and weights of one shape ``[N, K]`` with each row's cells moved to the
+    left, so that the computed arrays are narrow.
 
-    A cell counts that either lists: a sparse tensor leaves out zeros, token 0 and weight 0 among
-    them. Behind the listed cells of a row one stands for all others, target 0 with weight 0, whose
-    log-probability is theirs too.
+    A cell counts if either tensor lists it: a sparse tensor omits zeros, also token 0 and weight 0.
+    After a row's listed cells one cell stands for all others, target 0 with weight 0, whose
+    log-probability they share.
 
     Returns:
-        Targets ``[N, k]`` int32 and weights ``[N, k]`` float32, and of each cell of the shape that
-        was sent the column of its row that has it, ``[N, K]`` int32: what was computed goes back by
-        ``np.take_along_axis(.., 1)``. None where k is K.
+        Targets ``[N, k]`` int32, weights ``[N, k]`` float32, and for each sent cell its column in
+        the packed row, ``[N, K]`` int32: ``np.take_along_axis(.., 1)`` unpacks results.
+        None for the columns if k is K.
     """
     (N, K), ids, floats, of_ids, of_floats = (
         targets.shape,

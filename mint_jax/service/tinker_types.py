@@ -1,0 +1,225 @@
+"""JSON bodies of Tinker's API.
+
+A training request is accepted once its place is known (model and number), whatever else is wrong
+with it: its future then fails. So each such body extends a class of its place fields, which is
+validated first; OpenAPI documents the place only.
+"""
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field
+
+from mint_jax.service.validation import Body, Number, Place, SeqId, Text
+
+MAX_METADATA = 1 << 16  # bytes of JSON of a user's notes
+Amount = Annotated[float, Field(ge=0, le=3.4028234663852886e38)]
+Share = Annotated[float, Field(ge=0, lt=1)]
+
+
+def _small(value: dict[str, Any]) -> dict[str, Any]:
+    if len(json.dumps(value)) > MAX_METADATA:
+        raise ValueError(
+            f"has more than {MAX_METADATA} bytes of JSON: store it elsewhere, and give its location"
+        )
+    return value
+
+
+Metadata = Annotated[dict[str, Any], AfterValidator(_small)]
+
+
+class SessionRef(Body):
+    session_id: Text
+
+
+class ModelRef(Body):
+    model_id: Text
+
+
+class SamplerRef(Body):
+    sampling_session_id: Text
+
+
+class ModelPlace(SessionRef):
+    """The place of a new model."""
+
+    model_seq_id: Place
+    user_metadata: Metadata | None = None
+
+
+class RequestPlace(ModelRef):
+    """The place of a training request."""
+
+    seq_id: SeqId
+
+
+class CreateSession(Body):
+    display_name: Text | None = None
+    project_id: Text | None = None
+    sdk_version: Text | None = None
+    tags: list[Any] | None = None
+    user_metadata: Metadata | None = None
+
+
+class FinishReason(Body):
+    type: str | None = None
+
+
+class FinishSession(Body):
+    reason: FinishReason | None = None
+    detail: str | None = None
+
+
+class LoraConfig(Body):
+    rank: int = 32
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    train_attn: bool = True
+    train_mlp: bool = True
+    train_unembed: bool = True
+
+
+class Optimizer(Body):
+    type: Literal["adamw"] = "adamw"
+
+
+class CreateModel(ModelPlace):
+    base_model: Text | None = None
+    lora_config: LoraConfig | None = None
+    optimizer_config: Optimizer | None = None
+
+
+class LoadWeights(Body):
+    """A checkpoint to load, into a new model of a session or into a model in training."""
+
+    path: Text
+    optimizer: bool = False
+    base_model: Text | None = None
+    optimizer_config: Optimizer | None = None
+
+
+class LoadPlace(Body):
+    session_id: Text | None = None
+
+
+class AdamParams(Body):
+    """Settings of AdamW; a null is Tinker's default."""
+
+    learning_rate: Amount | None = None
+    beta1: Share | None = None
+    beta2: Share | None = None
+    eps: Amount | None = None
+    weight_decay: Amount | None = None
+    grad_clip_norm: Amount | None = None
+
+
+class OptimStep(RequestPlace):
+    adam_params: AdamParams | None = None
+    optimizer_params: Optimizer | None = None
+
+
+class SaveWeights(RequestPlace):
+    path: str | None = None
+    ttl_seconds: int | None = None
+    overwrite: bool = False
+    user_metadata: Metadata | None = None
+    age_encryption_recipients: list[Text] | None = None
+
+
+class SaveForSampler(SaveWeights):
+    kind: Literal["snapshot"] = "snapshot"
+    sampling_session_seq_id: Place | None = None
+
+
+class CreateSampler(SessionRef):
+    sampling_session_seq_id: Place
+    model_path: Text | None = None
+    base_model: Text | None = None
+
+
+class RetrieveFuture(Body):
+    request_id: Text
+    allow_metadata_only: bool = False
+
+
+class SamplerTarget(SamplerRef):
+    cloned_sampler_id: Place = 0
+
+
+class RetrieveFutures(Body):
+    target: SamplerTarget
+    retrieved_request_ids: list[Text] | None = None
+    prev_cursor: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    timeout: Number | None = None
+
+
+class CancelFuture(Body):
+    request_id: Text | None = None
+    request_ids: list[Text] | None = None
+
+
+class WeightsInfo(Body):
+    tinker_path: Text
+
+
+class SetTtl(Body):
+    ttl_seconds: int | None = None
+
+
+class CopyWeights(SetTtl):
+    source_path: Text
+    session_id: Text | None = None
+    model_seq_id: Place | None = None
+    destination_project_id: Text | None = None
+
+
+class AssignProject(Body):
+    project_id: Text
+
+
+class Cursor(Body):
+    last_created_at: Text
+    last_session_id: Text
+
+
+class Owner(Body):
+    type: Literal["own", "accessible", "user"] = "own"
+    owner_urns: list[Text] | None = None
+
+
+class Status(Body):
+    type: Literal["active", "cancelled", "failed", "client_finished"]
+    reasons: list[Literal["success", "errored", "interrupted"]] | None = None
+
+
+class SearchSessions(Body):
+    session_id: Text | None = None
+    project_ids: list[Any] | None = None
+    user_metadata: dict[str, Any] | None = None
+    display_name: Text | None = None
+    owner: Owner | None = None
+    statuses: list[Status] | None = None
+    limit: Annotated[int, Field(ge=1, le=200)] | None = None
+    cursor: Cursor | None = None
+
+
+class Interpolate(Body):
+    """A weighted sum of sampler weights."""
+
+    source_paths: Annotated[list[Text], Field(min_length=1)]
+    coefficients: Annotated[list[Number], Field(min_length=1)]
+    output_checkpoint_type: Literal["sampler"] = "sampler"
+    output_path: str | None = None
+
+
+class ReverseKl(ModelRef):
+    seq_id: SeqId | None = None
+
+
+class SampleRequest(Body):
+    """The place of a sample; what else is wrong fails its future."""
+
+    sampling_session_id: Text | None = None
+    model_path: Text | None = None
+    base_model: Text | None = None
+    # a copy of a client numbers its samples from a random number of up to 1e9, times 1e9
+    seq_id: Annotated[int, Field(ge=0, lt=2**63)] | None = None

@@ -1,0 +1,193 @@
+"""Request bodies validated by pydantic models; both doors, and OpenAPI, use the same models."""
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, TypeVar
+
+import pydantic
+from pydantic import Field, GetCoreSchemaHandler, WithJsonSchema
+from pydantic_core import core_schema, from_json
+
+from mint_jax.errors import UserError
+from mint_jax.service.bodies import DEPTH, depth_of
+
+
+class BadRequest(UserError):
+    """A field of a request is wrong.
+
+    Attributes:
+        param: the field's path, such as ``messages[0].role``; None for the body as a whole.
+        code: OpenAI's error code, where it has one.
+    """
+
+    def __init__(self, param: str | None, message: str, code: str | None = None):
+        super().__init__(message)
+        self.param, self.code = param, code
+
+
+class Body(pydantic.BaseModel):
+    """Base of all bodies: types are strict, unknown fields are ignored."""
+
+    model_config = pydantic.ConfigDict(strict=True, json_schema_extra=lambda s: _drop_titles(s))
+
+
+TYPES = {  # pydantic's error types
+    "greater_than_equal": "{ge} or more",
+    "greater_than": "more than {gt}",
+    "less_than_equal": "at most {le}",
+    "less_than": "less than {lt}",
+    "string_type": "a string",
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "list_type": "a list",
+    "dict_type": "an object",
+    "model_type": "an object",
+    "model_attributes_type": "an object",
+}
+T = TypeVar("T", bound=pydantic.BaseModel)
+Text = Annotated[str, Field(min_length=1)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Place = Annotated[int, Field(ge=0, lt=2**31)]  # the number of an object in its session
+SeqId = Annotated[int, Field(ge=1, lt=2**31)]  # the number of a training request
+Number = Annotated[float, Field(ge=-3.4028234663852886e38, le=3.4028234663852886e38)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Like:
+    """Validates a value as a model and keeps it as it was sent, with its keys in their order."""
+
+    model: Any
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> Any:
+        def keep(value: Any, check: Any) -> Any:
+            check(value)
+            return value
+
+        return core_schema.no_info_wrap_validator_function(
+            keep, handler.generate_schema(self.model)
+        )
+
+
+def unsupported(values: Sequence[Any]) -> Any:
+    """Returns the type of a field that is accepted only with values that mean "not used"."""
+
+    def check(value: Any) -> Any:
+        if value not in values:
+            raise ValueError("is not supported: leave it out")
+        return value
+
+    schema = {"enum": list(values), "description": "Not supported: leave it out."}
+    return Annotated[Any, pydantic.AfterValidator(check), WithJsonSchema(schema)]
+
+
+def parse(model: type[T], raw: bytes) -> T:
+    """Validates the JSON of a body.
+
+    Raises:
+        BadRequest: it is not JSON, or not such a body; the message names the first wrong field.
+    """
+    if depth_of(raw) > DEPTH:  # before anything recurses
+        raise BadRequest(
+            None, f"the JSON nests deeper than {DEPTH} lists and objects: send it flatter"
+        )
+    try:
+        return model.model_validate_json(raw)
+    except pydantic.ValidationError as error:
+        details = error.errors(include_url=False)
+    first = details[0]
+    if first["type"] == "json_invalid":
+        reason = first["msg"].removeprefix("Invalid JSON: ")
+        raise BadRequest(None, f"the body is not JSON in UTF-8 ({reason}): check what was sent")
+    raise _refusal(details, from_json(raw))
+
+
+def check(model: type[T], value: Any) -> T:
+    """Validates values as ``parse`` does a body. Raises ``BadRequest`` likewise."""
+    try:
+        return model.model_validate(value)
+    except pydantic.ValidationError as error:
+        details = error.errors(include_url=False)
+    raise _refusal(details, value)
+
+
+def wrong(name: str, value: Any, expected: str) -> BadRequest:
+    """Returns the error for a field's value."""
+    return BadRequest(name, f"{name} is {shown(value)}; expected {expected}")
+
+
+def shown(value: Any) -> str:
+    """Returns a value for a message, cut where it is long."""
+    if isinstance(value, dict | list):
+        return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)}"
+    named = {None: "null", True: "true", False: "false"}
+    text = named[value] if value is None or isinstance(value, bool) else ascii(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _refusal(details: Sequence[Any], body: Any) -> BadRequest:
+    """Returns one error for the first wrong field, at the deepest place that is wrong in it.
+
+    A union reports an error for each of its types; those of one place become one sentence.
+    """
+    top = details[0]["loc"][:1]
+    found = [(*_locate(one, body), one) for one in details if one["loc"][:1] == top]
+    depth = max(len(path) for path, _, _ in found)
+    path, value, first = next(one for one in found if len(one[0]) == depth)
+    name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)[1:]
+    name = name if len(name) <= 200 else name[:197] + "..."
+    if first["type"] == "missing":
+        return BadRequest(name, f"{name} is missing: give it")
+    if first["type"] == "value_error":
+        return BadRequest(name, f"{name} {first['msg'].removeprefix('Value error, ')}")
+    if first["type"].startswith("union_tag"):
+        key, tags = first["ctx"]["discriminator"].strip("'"), first["ctx"].get("expected_tags")
+        return wrong(
+            f"{name}.{key}",
+            value.get(key) if isinstance(value, dict) else value,
+            f"one of {tags}" if tags else "a type",
+        )
+    expected = [_expected(one) for path_, _, one in found if path_ == path]
+    return BadRequest(
+        name or None,
+        f"{name or 'the body'} is {shown(value)}; expected {' or '.join(dict.fromkeys(expected))}",
+    )
+
+
+def _locate(detail: Mapping[str, Any], body: Any) -> tuple[tuple[Any, ...], Any]:
+    """Returns the path of an error in a body, and the value there.
+
+    Pydantic's locations also name the types of a union; these are no keys of the body.
+    """
+    path: list[Any] = []
+    for i, part in enumerate(detail["loc"]):
+        if part in (body if isinstance(body, dict) else range(_length(body))):
+            body = body[part]
+        elif detail["type"] == "missing" and i == len(detail["loc"]) - 1:
+            body = None
+        else:
+            continue
+        path.append(part)
+    return tuple(path), body
+
+
+def _length(value: Any) -> int:
+    return len(value) if isinstance(value, list) else 0
+
+
+def _expected(detail: Mapping[str, Any]) -> str:
+    """Returns what pydantic expected: ``'a' or 'b'`` of ``Input should be 'a' or 'b'``."""
+    message = detail["msg"]
+    if detail["type"] in TYPES:
+        return TYPES[detail["type"]].format(**detail.get("ctx", {}))
+    found = re.fullmatch(r"\w+ should (?:be|have) (.*?)( after validation, not \d+)?", message)
+    return found[1] if found else message[:1].lower() + message[1:]
+
+
+def _drop_titles(schema: dict[str, Any]) -> None:
+    schema.pop("title", None)
+    for field in schema.get("properties", {}).values():
+        field.pop("title", None)
+        if "default" in field and field["default"] is None:
+            del field["default"]
