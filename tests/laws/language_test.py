@@ -67,7 +67,7 @@ NAMES = """
 """
 # class names that two rooms still share: an entry goes when its room is converted
 SHARED = """
-    Answer Asked Busy Call Checkpoint Checkpoints Cost Evaluation Futures Message Model Named
+    Answer Call Checkpoint Checkpoints Cost Evaluation Futures Message Model Named
     NotFound Page Part Plan Policy Program Recorder Session Sessions Snapshot Source Store
     Tokens Training Watch
 """
