@@ -331,7 +331,7 @@ def test_an_expired_key_and_a_broken_file(folder, secrets, caplog):
     got = ask(gate_of(keys=later), "GET", "/api/v1/training_runs", headers=bearer(secrets["read"]))
     assert got.status_code == 503
     assert str(folder) not in got.text
-    assert "mend it" in caplog.text
+    assert "repair it" in caplog.text
 
 
 @pytest.mark.parametrize(

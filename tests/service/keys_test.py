@@ -152,7 +152,7 @@ def test_an_entry_that_is_wrong_is_told(tmp_path, change):
     add(tmp_path, "alice", ["read"])
     entry = json.loads((tmp_path / FILE).read_text())[0]
     (tmp_path / FILE).write_text(json.dumps([{**entry, **change}]))
-    with pytest.raises(UserError, match="mend it"):
+    with pytest.raises(UserError, match="repair it"):
         Keys(tmp_path)
 
 

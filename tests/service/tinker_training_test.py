@@ -163,7 +163,7 @@ def test_many_requests_in_flight_run_in_their_order(rng, site, hf_dirs):
     tenants = [Tenant(model, state) for state in states]
     for trainer, state in zip(trainers, states):
         site.put(trainer, state)
-    futures, expected, refused = [], [], []
+    futures, updates, expected, refused = [], [], [], []
     for turn in range(6):
         for trainer, tenant in zip(trainers, tenants):
             data, numbers = random_data(rng, "cross_entropy", 24), random_optimizer(rng)
@@ -176,7 +176,7 @@ def test_many_requests_in_flight_run_in_their_order(rng, site, hf_dirs):
                 refused.append(
                     trainer.forward_backward([datum_of(data[0]), wrong], "cross_entropy")
                 )
-            trainer.optim_step(adam(numbers))
+            updates.append(trainer.optim_step(adam(numbers)))
             expected.append(tenant.forward_backward(data, "cross_entropy"))
             tenant.optim(numbers)
     for future, (loss, logprobs) in zip(futures, expected):
@@ -192,6 +192,8 @@ def test_many_requests_in_flight_run_in_their_order(rng, site, hf_dirs):
         ) as failed:
             future.result()
         assert failed.value.category == types.RequestErrorCategory.User
+    for update in updates:
+        update.result()
     for trainer in trainers:
         assert site.held(trainer).count == 6
 
@@ -372,7 +374,7 @@ def test_a_teacher_s_distribution_in_sparse_and_dense_cells(rng, site, hf_dirs):
         ),
         (
             lambda t, d: t.optim_step(types.AdamParams(learning_rate=-1.0)),
-            "learning_rate is -1.0; expected 0 or more",
+            "learning_rate is -1.0; expected 0.0 or more",
         ),
         (lambda t, d: t.save_state("a/b"), "a checkpoint's name"),
         (
