@@ -36,7 +36,15 @@ from mint_jax.train.config import KINDS, LossConfig
 
 TOO_LONG = ("refuse", "cut", "drop")
 PRECOMPILE = ("background", "before", "only")
-SERVICE_PACKAGES = ("fastapi", "uvicorn", "google.protobuf", "zstandard", "pyrage")
+SERVICE_PACKAGES = (
+    "starlette",
+    "pydantic",
+    "jwt",
+    "uvicorn",
+    "google.protobuf",
+    "zstandard",
+    "pyrage",
+)
 CACHE_GIB = "largest cache of the sampler, GiB; 0: 1 GiB on a CPU, most free memory elsewhere"
 MAX_ROWS = "rows sampled together"
 REWARD_TIMEOUT = "seconds that the reward of one completion may take; 0: no limit"
