@@ -94,7 +94,7 @@ def logits_error(base: Base, kind: str) -> dict[str, Any]:
                 tree,
                 None,
                 transformer.hidden_states(
-                    tree, None, transformer.Inputs(tokens, positions), base.cfg
+                    tree, None, transformer.DecoderInputs(tokens, positions), base.cfg
                 )[0],
             )[0]
 

@@ -1,6 +1,5 @@
-"""Kernels for the adapters' products; each op is a package with a reference, a form for XLA and one
+"""Kernels for the adapters' matmuls. Each op is a package with a reference, an XLA form and a form
 for each accelerator.
 
-Imports jax alone. Which form runs is ``dispatch``'s matter, and what happens under ``vmap`` is each
-op's own rule.
+Imports jax only. ``dispatch`` selects the implementation; each op has its own batching rule.
 """

@@ -1,12 +1,11 @@
-"""Batching rules of the grouped products: ``vmap`` over policies makes more rows of one product,
-never more products.
+"""Batching rules of the grouped matmuls: ``vmap`` over policies adds rows to one matmul, never more
+matmuls.
 
-JAX's own rule for the loop or the ragged product inside would copy matrices that all policies
-share, or run once a policy. These rules give the rows of all policies one order instead: by group
-where the matrices are shared, so that each group's rows of all policies meet its matrix together;
-by policy, then group, where every policy has matrices of its own. Each rule calls its own function
-again, so that ``vmap`` of ``vmap`` merges as well. What is batched here has no derivative: the
-``custom_vjp`` of the products stands outside.
+JAX's own rule for the inner loop or ragged product would copy matrices that all policies share, or
+run once per policy. These rules merge the rows of all policies in one order: by group if matrices
+are shared, so that each matrix is read once for all policies; by policy, then group, if every
+policy has its own matrices. Each rule calls its own function again, so nested ``vmap`` merges too.
+The functions here have no derivative; the ``custom_vjp`` of the matmuls is outside.
 
 Axes: P policies, M rows of one policy, G groups, W matrices of one policy.
 """
@@ -19,13 +18,13 @@ import jax.numpy as jnp
 
 
 class Merged:
-    """The rows of P policies, each sorted by group, in one order; rows behind a policy's last group
-    come last.
+    """Merged order of the rows of P policies, each sorted by group; rows after a policy's last
+    group come last.
 
     Args:
         sizes_PG: rows of each policy's groups.
         M: rows of a policy.
-        by_group: the rows of group 0 of all policies come first; otherwise all rows of policy 0.
+        by_group: rows of group 0 of all policies come first; otherwise all rows of policy 0.
     """
 
     def __init__(self, sizes_PG: jax.Array, M: int, by_group: bool):
@@ -37,7 +36,7 @@ class Merged:
         else:
             first_PG = _exclusive_sum(sizes_PG)
         first_P1 = _exclusive_sum(rest_P1) + jnp.sum(stop_PG[:, -1])
-        # J: G, and the rest
+        # J: the G groups and the rest.
         moved_PJ = jnp.concatenate(
             [first_PG - (stop_PG - sizes_PG), first_P1 - stop_PG[:, -1:]], axis=1
         )
@@ -50,18 +49,18 @@ class Merged:
         )
 
     def take(self, x: jax.Array, batched: bool) -> jax.Array:
-        """``[P, M, K]``, or ``[M, K]`` that all policies share, in the merged order ``[P * M,
+        """Brings ``[P, M, K]``, or ``[M, K]`` shared by all policies, to the merged order ``[P * M,
         K]``.
         """
         return x.reshape(-1, x.shape[-1])[self.source] if batched else x[self.source % x.shape[0]]
 
     def back(self, y: jax.Array) -> jax.Array:
-        """``[P * M, N]`` in the merged order as ``[P, M, N]``."""
+        """Brings ``[P * M, N]`` from the merged order to ``[P, M, N]``."""
         return y[self.place_PM]
 
 
 def _exclusive_sum(x: jax.Array) -> jax.Array:
-    """Of each entry the sum of those before it, row by row."""
+    """Returns for each entry the sum of those before it, row by row."""
     flat = x.reshape(-1)
     return (jnp.cumsum(flat, dtype=jnp.int32) - flat).reshape(x.shape)
 
@@ -71,14 +70,14 @@ def each(x: jax.Array, batched: bool, P: int) -> jax.Array:
 
 
 def joined(x: jax.Array, batched: bool, P: int) -> jax.Array:
-    """``[P, W, ...]`` as ``[P * W, ...]``."""
+    """Reshapes ``[P, W, ...]`` to ``[P * W, ...]``."""
     x = each(x, batched, P)
     return x.reshape(-1, *x.shape[2:])
 
 
 def following(index: jax.Array | None, G: int, batched: bool = False) -> jax.Array:
-    """Which matrix each of G groups has, ``[G]``, of ``grouped_matmul``'s ``index``; ``[P, G]`` of
-    ``batched`` ones.
+    """Returns the matrix of each of G groups, ``[G]``, from the ``index`` of ``grouped_matmul``;
+    ``[P, G]`` from a ``batched`` one.
     """
     if index is not None and index.ndim > batched:
         return index
@@ -87,13 +86,13 @@ def following(index: jax.Array | None, G: int, batched: bool = False) -> jax.Arr
 
 
 def _own_index(index: jax.Array, batched: bool, P: int, W: int) -> jax.Array:
-    """Which of the joined matrices each policy's groups have."""
+    """Returns the joined matrices of each policy's groups."""
     return (each(index, batched, P) + W * jnp.arange(P, dtype=index.dtype)[:, None]).reshape(-1)
 
 
 def batched_product(fn: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """``fn(x [M, K], w [W, K, N], sizes [G], index [G], a number or None) -> [M, N]``, see
-    ``grouped.grouped_matmul``, with its rule.
+    """Adds the batching rule to ``fn(x [M, K], w [W, K, N], sizes [G], index [G], a number or None)
+    -> [M, N]``, see ``grouped.grouped_matmul``.
     """
     call = jax.custom_batching.custom_vmap(fn)
 
@@ -118,8 +117,8 @@ def batched_product(fn: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
 
 
 def batched_outer(fn: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """``fn(left [M, A], right [M, B], sizes [G]) -> [G, A, B]``, the gradient of the matrices, with
-    its rule.
+    """Adds the batching rule to ``fn(left [M, A], right [M, B], sizes [G]) -> [G, A, B]``, the
+    gradient of the matrices.
     """
     call = jax.custom_batching.custom_vmap(fn)
 

@@ -1,26 +1,24 @@
-"""What a call costs at least, counted from its shapes and, where they are given, the factors of its
-rows: operations, bytes, passes.
+"""Lower bounds on the cost of a call from its shapes and, if given, the factors of its rows:
+operations, bytes, passes.
 
-Bytes are those that must move whatever computes it: a row that is read once, a result that is
-written once (read too, where it is added to), every distinct factor and every distinct expert's
-matrix once. What counts is who is *present* in the rows, not how many lie in the stacks. A
-multiply-add is two operations. Passes are what a TPU's matrix unit cannot avoid: it holds a square
-of weights, 128 or 256 wide, which costs the same whether a product fills it or not; an adapter of
-rank 16 fills 16 columns of it.
+Bytes count what any implementation must move: each row read once, each result written once (and
+read, if added to), every distinct factor and every distinct expert's matrix once. Only factors
+named by rows count, not the whole stacks. A multiply-add is two operations. Passes count weight
+tiles of a TPU's matrix unit, 128 or 256 wide, which cost the same whether a matmul fills them or
+not; an adapter of rank 16 fills 16 columns.
 
-What adapters add to a base has two floors. Alone (``packed_lora`` as a call behind the base's)
-their rows are moved once more, and ``Cost.nbytes`` is what moves. Inside the base's own product the
-rows and the results are there already, and ``Cost.weights`` is what moves besides. For
-Qwen3-30B-A3B in bfloat16, each token with 8 distinct experts drawn uniformly, gate, up and down,
-over the bytes of the base (its rows and its distinct experts' matrices), expected: (tokens,
-adapters, rank) -> inside, alone
+The adapters' part has two bounds. As a separate call (``packed_lora`` after the base) the rows move
+once more, and ``Cost.nbytes`` counts. Within the base's matmul rows and results are already there,
+and only ``Cost.weights`` is extra. Relative to the bytes of the base (its rows and its distinct
+experts' matrices) for Qwen3-30B-A3B in bfloat16, with 8 distinct experts per token drawn uniformly,
+gate, up and down, expected: (tokens, adapters, rank) -> within, separate
 
     64, 64, 16        +11.6 %  +12.4 %
     1,024, 8, 16      +21.1 %  +33.5 %
     1,024, 64, 16    +108.6 % +121.1 %
     1,024, 1,024, 1   +10.5 %  +23.0 %
 
-Axes: M rows, D in, F out, R rank, W factors, K projections that read the same rows, E experts.
+Axes: M rows, D in, F out, R rank, W factors, K projections of the same rows, E experts.
 """
 
 from collections.abc import Sequence
@@ -28,12 +26,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-TILE = 128  # rows that a TPU's kernel multiplies at once
-COLUMNS = 128  # which a chunk of adapters fills: eight of rank 16, see ``packed_lora.pallas_tpu``
+TILE = 128  # rows of a TPU kernel's matmul
+COLUMNS = 128  # columns of a chunk of adapters: eight of rank 16, see ``packed_lora.pallas_tpu``
 
 
 class Cost(NamedTuple):
-    """Of one call.
+    """Cost of one call.
 
     Attributes:
         flops: operations.
@@ -47,11 +45,11 @@ class Cost(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """All bytes that must move."""
+        """Total bytes that must move."""
         return self.rows + self.weights
 
     def __add__(self, other: "Cost") -> "Cost":  # type: ignore[override]
-        return Cost(*(mine + theirs for mine, theirs in zip(self, other)))
+        return Cost(*(current + theirs for current, theirs in zip(self, other)))
 
 
 def packed_lora(
@@ -62,16 +60,15 @@ def packed_lora(
     factor: Any = None,
     backward: bool = False,
 ) -> Cost:
-    """Of ``packed_lora.packed_lora``, or of its gradients; arguments need a shape and a dtype only.
+    """Returns the cost of ``packed_lora.packed_lora`` or its gradients; arguments need a shape and
+    a dtype only.
 
-    Backward reads x and the results' gradients, adds to the gradient of x, reads each present
-    factor and writes its gradient; the zeros that the gradients of the others are, a whole stack's
-    where the caller wants one, are not counted.
+    The backward pass reads x and the results' gradients, adds to the gradient of x, reads each
+    present factor and writes its gradient. Zero gradients of absent factors are not counted.
 
     Args:
         x, a, b, onto: ``[M, D]``, ``[W, R, D]``, ``[W, R, F]`` and ``[M, F]`` of each projection.
-        factor: ``[M]``, concrete; without it every row has a factor, and there are as many as rows
-            and stacks allow.
+        factor: ``[M]``, concrete; None assumes the maximum number of distinct factors.
     """
     (M, D), (W, R) = x.shape, a[0].shape[:2]
     if factor is None:
@@ -82,7 +79,7 @@ def packed_lora(
     widths = [y.shape[1] for y in onto]
     size_x, size_y, size_w = (np.dtype(one.dtype).itemsize for one in (x, onto[0], a[0]))
     weights = present * R * sum(D + F for F in widths) * size_w
-    if backward:  # h, and the gradients of h, x, a and b
+    if backward:  # matmuls of h, and of the gradients of h, x, a and b
         flops = sum(2 * M * R * (3 * D + 2 * F) for F in widths)
         return Cost(flops, M * (3 * D * size_x + sum(widths) * size_y), 2 * weights)
     return Cost(
@@ -93,13 +90,12 @@ def packed_lora(
 
 
 def grouped(x: Any, w: Sequence[Any], sizes: Any = None, backward: bool = False) -> Cost:
-    """Of the base's grouped products that read the same rows; backward is the gradient of the rows
-    alone, as the base is frozen.
+    """Returns the cost of the base's grouped matmuls of the same rows; backward is the gradient of
+    the rows only, since the base is frozen.
 
     Args:
         x, w: ``[M, D]``, and ``[E, D, F]`` of each projection; results have the dtype of x.
-        sizes: ``[E]`` rows of each expert, concrete; without them there are as many experts as rows
-            and stacks allow.
+        sizes: ``[E]`` rows of each expert, concrete; None assumes the maximum number of experts.
     """
     M, D = x.shape
     if sizes is None:
@@ -123,11 +119,11 @@ def packed_matmul(
     sizes: Any = None,
     factor: Any = None,
 ) -> Cost:
-    """Of ``packed_matmul.packed_matmul``: base and adapters, with rows read and results written
-    once.
+    """Returns the cost of ``packed_matmul.packed_matmul``: base and adapters, with rows read and
+    results written once.
 
     Args:
-        x, w, a, b, sizes, factor: as ``grouped`` and ``packed_lora`` take them.
+        x, w, a, b, sizes, factor: as in ``grouped`` and ``packed_lora``.
     """
     base = grouped(x, w, sizes)
     lora = packed_lora(
@@ -141,8 +137,8 @@ def packed_matmul(
 
 
 def passes(d_in: int, d_out: int, unit: int, rows: int = TILE) -> int:
-    """Rows times squares of weights that a product ``[rows, d_in] [d_in, d_out]`` takes in a matrix
-    unit ``unit`` wide.
+    """Returns rows times weight tiles of a matmul ``[rows, d_in] [d_in, d_out]`` in a matrix unit
+    ``unit`` wide.
     """
     return rows * -(-d_in // unit) * -(-d_out // unit)
 
@@ -150,14 +146,14 @@ def passes(d_in: int, d_out: int, unit: int, rows: int = TILE) -> int:
 def packed_lora_passes(
     factor: Any, rank: int, d_in: int, d_out: Sequence[int], unit: int, tile: int = TILE
 ) -> int:
-    """Of the forward products of all tiles that have an adapter, a chunk of at most ``COLUMNS`` / R
-    adapters after another.
+    """Returns the passes of the forward matmuls of all tiles with adapters, in chunks of at most
+    ``COLUMNS`` / R adapters.
 
-    In the first product the columns of a chunk's adapters stand side by side for all projections;
-    in the second each projection has its own factors below each other.
+    In the first matmul the columns of a chunk's adapters are adjacent for all projections; in the
+    second each projection has its own factors, stacked.
 
     Args:
-        factor: ``[M]``, concrete, as ``packed_lora`` takes it.
+        factor: ``[M]``, concrete, as in ``packed_lora``.
         unit: width of a chip's matrix unit, 128 (v5e, v5p) or 256 (v6e, TPU7x).
     """
     factor, chunk = np.asarray(factor), 1 << max(0, (COLUMNS // rank).bit_length() - 1)

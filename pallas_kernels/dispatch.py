@@ -1,9 +1,9 @@
-"""Which implementation of an op runs, and why not another one.
+"""Selection of an op's implementation, with the reasons against the others.
 
-Every op has a table, the best first. One that cannot serve says so before anything is computed, by
-a ``NotImplementedError`` with the reason, and the next is asked; the last serves everything.
-``auto`` decides by the platform that a program is *lowered for*, inside it
-(``jax.lax.platform_dependent``): so a program compiled ahead of time for a TPU has the TPU's kernel
+Every op has a table, best first. An implementation that cannot serve raises ``NotImplementedError``
+with the reason before anything is computed, and the next is tried; the last serves everything.
+``auto`` selects by the platform that a program is *lowered for*, inside the program
+(``jax.lax.platform_dependent``), so a program compiled ahead of time for a TPU has the TPU's kernel
 wherever it is compiled.
 """
 
@@ -19,12 +19,12 @@ _log = logging.getLogger(__name__)
 
 
 class Fall(NamedTuple):
-    """An implementation that was passed over.
+    """An implementation that was skipped.
 
     Attributes:
         op, implementation: their names.
-        platform: the one that it is for.
-        reason: why it could not serve.
+        platform: platform of the implementation.
+        reason: reason why it could not serve.
     """
 
     op: str
@@ -33,7 +33,7 @@ class Fall(NamedTuple):
     reason: str
 
 
-# how often each was passed over, in this process
+# Number of times that each was skipped in this process.
 fallen: collections.Counter[Fall] = collections.Counter()
 
 
@@ -41,11 +41,11 @@ class Implementation(NamedTuple):
     """One way to compute an op.
 
     Attributes:
-        name: for ``implementation=``.
-        platform: what it is lowered for; None is any.
-        call: of the op's arrays, with ``interpret`` where it is a kernel of Pallas'.
-        require: of the same arrays (or their shapes); raises ``NotImplementedError`` with the
-            reason where it cannot serve them.
+        name: name for ``implementation=``.
+        platform: platform that it is lowered for; None is any.
+        call: function of the op's arrays, and ``interpret`` for a Pallas kernel.
+        require: function of the same arrays (or their shapes); raises ``NotImplementedError`` with
+            the reason if it cannot serve them.
     """
 
     name: str
@@ -55,14 +55,14 @@ class Implementation(NamedTuple):
 
 
 def platform_here() -> str:
-    """The platform that programs for this process's devices are lowered for, as ``Implementation``
-    has it.
+    """Returns the platform that programs for this process's devices are lowered for, as in
+    ``Implementation``.
     """
     return _platform(jax.default_backend())
 
 
 def platform_of_mesh() -> str:
-    """Platform of the mesh that is set, also a compile-only one; without one ``platform_here``."""
+    """Returns the platform of the current mesh, also a compile-only one, or ``platform_here``."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return platform_here() if device is None else _platform(device.platform)
 
@@ -72,16 +72,16 @@ def _platform(backend: str) -> str:
 
 
 def named(implementation: str) -> bool:
-    """Whether this is a kernel's name, which on a CPU runs in an interpreter."""
+    """Returns True for a kernel's name; on a CPU such a kernel runs in interpret mode."""
     return implementation not in ("auto", "xla", "cpu")
 
 
 def anything(*args: Any) -> None:
-    """``require`` of an implementation that serves everything."""
+    """Accepts everything, as the ``require`` of an implementation."""
 
 
 def explain(table: Sequence[Implementation], *args: Any) -> list[tuple[str, str]]:
-    """Of each implementation its name, and ``serves`` or why it does not."""
+    """Returns each implementation's name with ``serves``, or the reason why it does not."""
     out = []
     for one in table:
         try:
@@ -100,17 +100,15 @@ def run(
     interpret: Any = None,
     **static: Any,
 ) -> Any:
-    """The op of ``args``.
+    """Runs the op on ``args``.
 
     Args:
-        implementation: a name of the table, or ``auto``.
-        interpret: runs a kernel that is named in Pallas' interpreter; None: where it is lowered for
-            a CPU.
-        static: what every implementation is given beside the arrays, and a program holds as
-            constants.
+        implementation: a name in the table, or ``auto``.
+        interpret: run a named kernel in Pallas' interpreter; None: if lowered for a CPU.
+        static: extra arguments of every implementation, which become constants of the program.
 
     Raises:
-        ValueError: no such implementation, or one that was named cannot serve.
+        ValueError: no such implementation, or a named one that cannot serve.
     """
     if implementation != "auto":
         named = [one for one in table if one.name == implementation]
@@ -122,11 +120,11 @@ def run(
         try:
             named[0].require(*args)
         except NotImplementedError as reason:
-            others = ", ".join(
-                name for name, told in explain(table, *args) if told.startswith("serves")
+            serving = ", ".join(
+                name for name, status in explain(table, *args) if status.startswith("serves")
             )
             raise ValueError(
-                f"{op} by {implementation}: {reason}; choose auto or one of: {others}"
+                f"{op} by {implementation}: {reason}; choose auto or one of: {serving}"
             ) from None
         call = functools.partial(named[0].call, **static)
         if named[0].platform in (None, "cpu"):
@@ -152,16 +150,15 @@ def run(
 
 
 def passed_over(since: collections.Counter[Fall], platform: str) -> list[dict[str, Any]]:
-    """The kernels of one platform that were passed over since, for reports: those of others were
-    never wanted.
+    """Returns the kernels of one platform that were skipped since ``since``, for reports.
 
     Args:
-        since: a copy of ``fallen`` from then.
+        since: an earlier copy of ``fallen``.
         platform: as in ``Implementation``, or another one, which has no kernels.
 
     Returns:
-        Of each kernel and reason ``op``, ``implementation``, ``reason`` and ``times``: how many
-        calls, each traced once a program.
+        For each kernel and reason ``op``, ``implementation``, ``reason`` and ``times``: the number
+        of calls, each traced once per program.
     """
     return [
         {

@@ -1,7 +1,7 @@
-"""Division of integers that are not negative, in kernels.
+"""Division of non-negative integers in kernels.
 
-``//`` and ``%`` of a traced number look at signs, and to lower a sign for a TPU Pallas must know
-which one it is: such a kernel could be lowered only where a TPU is attached or a topology is named.
+``//`` and ``%`` of traced numbers look at signs, and lowering a sign for a TPU needs to know which
+TPU. Such a kernel could be lowered only with an attached TPU or a named topology.
 """
 
 from typing import Any
@@ -11,10 +11,10 @@ import jax.numpy as jnp
 
 
 def div(x: Any, n: int) -> jax.Array:
-    """``x // n``."""
+    """Returns ``x // n``."""
     return jax.lax.div(x, jnp.int32(n))
 
 
 def rem(x: Any, n: int) -> jax.Array:
-    """``x % n``."""
+    """Returns ``x % n``."""
     return jax.lax.rem(x, jnp.int32(n))

@@ -1,10 +1,10 @@
-"""How rows' tokens lie in pages, and XLA's loop over them, which both attentions to a paged cache
+"""Layout of rows' tokens in pages, and the XLA loop over them that both attentions to a paged cache
 share.
 
 A pool ``[L, U, ..., PAGE, X]`` has pages of PAGE positions. A row's table lists its pages in two
 parts, the *prefix* and the row's *own* tokens, each of which begins with a new *run* of RUN
-positions. The loop reads one run of every row at a time, as far as the longest row reaches; the
-kernel of TPUs (``paged_tpu``) reads of each row what is there.
+positions. The loop reads one run of every row at a time, up to the longest row; the TPU kernel
+(``paged_tpu``) reads only each row's own pages.
 
 Axes: L layers, U pages, B rows, T new tokens, D table entries, X width, M queries of a row, S
 positions of a run.
@@ -20,20 +20,19 @@ from pallas_kernels import tuning
 from pallas_kernels.partial import Partial, join, nothing
 
 PAGE = 32  # positions of a page
-RUN = 128  # positions that one turn of the loop reads
+RUN = 128  # positions read in one iteration of the loop
 RUN_PAGES = RUN // PAGE
 
 
 class Rows(NamedTuple):
-    """What of a pool each row reads.
+    """Pages of a pool that each row reads.
 
     Attributes:
         layer: int32.
         table: ``[B, D]`` int32 pages, D a multiple of RUN_PAGES: those of a row's prefix and, from
-            a new run on, of its own tokens. Entries behind a part's pages may name pages that are
-            not there.
-        prefix, own: ``[B]`` int32, how many tokens each part has.
-        first: ``[B]`` int32, the first run that is read.
+            a new run on, of its own tokens. Entries after a part's pages may be out of range.
+        prefix, own: ``[B]`` int32, number of tokens of each part.
+        first: ``[B]`` int32, first run to read.
     """
 
     layer: jax.Array
@@ -43,7 +42,7 @@ class Rows(NamedTuple):
     first: jax.Array
 
 
-# Attention of queries [B, ..., M, X] to one run: of pages [B, RUN_PAGES], seen [B, S] or, where
+# Attention of queries [B, ..., M, X] to one run of pages [B, RUN_PAGES], with a mask [B, S] or, if
 # keys are chosen, [B, tokens, S].
 Score = Callable[[Any, jax.Array, jax.Array], Partial]
 
@@ -51,22 +50,22 @@ Score = Callable[[Any, jax.Array, jax.Array], Partial]
 def read(
     pool: jax.Array, layer: jax.Array, pages: jax.Array, width: int | None = None
 ) -> jax.Array:
-    """A run of each row, ``[B, RUN_PAGES, ..., PAGE, X] -> [B, ..., S, X]``; of X the first
-    ``width``.
+    """Reads a run of each row, ``[B, RUN_PAGES, ..., PAGE, X] -> [B, ..., S, X]``; the first
+    ``width`` of X.
     """
     run = jnp.moveaxis(pool[layer, pages], 1, -3)
     return run.reshape(*run.shape[:-3], RUN, run.shape[-1])[..., :width]
 
 
-def clean(values: jax.Array, seen: jax.Array) -> jax.Array:
-    """Values ``[..., S, X]`` with zeros where no token is: what a page's last owner left may be
-    NaN, and a weight of 0 does not hide it.
+def clean(values: jax.Array, visible: jax.Array) -> jax.Array:
+    """Zeroes values ``[..., S, X]`` where no token is: a page's previous contents may be NaN, and a
+    weight of 0 does not hide it.
     """
-    return jnp.where(seen[..., None], values, jnp.zeros((), values.dtype))
+    return jnp.where(visible[..., None], values, jnp.zeros((), values.dtype))
 
 
 def seen_in_run(prefix: jax.Array, own: jax.Array, run_B: jax.Array) -> jax.Array:
-    """``[B, S]``: which positions of a run hold a token."""
+    """Returns which positions of a run hold a token, ``[B, S]``."""
     runs_of_prefix = -(-prefix // RUN)
     there = jnp.where(
         run_B < runs_of_prefix, prefix - RUN * run_B, own - RUN * (run_B - runs_of_prefix)
@@ -75,8 +74,8 @@ def seen_in_run(prefix: jax.Array, own: jax.Array, run_B: jax.Array) -> jax.Arra
 
 
 def run_pages(table: jax.Array, run_B: jax.Array) -> jax.Array:
-    """``[B, RUN_PAGES]``: the pages of one run of each row; those of the last run for a row that
-    has not as many.
+    """Returns the pages of one run of each row, ``[B, RUN_PAGES]``; the last run's for a row with
+    fewer runs.
     """
     runs = table.reshape(table.shape[0], -1, RUN_PAGES)
     return jnp.take_along_axis(runs, jnp.minimum(run_B, runs.shape[1] - 1)[:, None, None], axis=1)[
@@ -85,41 +84,41 @@ def run_pages(table: jax.Array, run_B: jax.Array) -> jax.Array:
 
 
 def last_run(prefix: jax.Array, own: jax.Array) -> jax.Array:
-    """``[B]``: how many runs each row has."""
+    """Returns the number of runs of each row, ``[B]``."""
     return -(-prefix // RUN) + -(-own // RUN)
 
 
 def op_of(queries: Sequence[jax.Array]) -> str:
-    """Which attention this is, for tables of ``tuning``."""
+    """Returns the name of this attention in tables of ``tuning``."""
     return "latent_attention" if len(queries) > 1 else "paged_attention"
 
 
 def key_of(queries: Sequence[jax.Array], pools: Sequence[jax.Array]) -> str:
-    """What a call's speed depends on, for the same tables; of ``[B, K, M, H_i]`` and the pools."""
+    """Returns the tuning key of a call, from ``[B, K, M, H_i]`` and the pools."""
     B, K, M, _ = queries[0].shape
     widths = "+".join(f"{q.shape[3]}/{pool.shape[-1]}" for q, pool in zip(queries, pools))
     return f"{queries[0].dtype} rows {tuning.power(B)} heads {K} queries {tuning.power(M)} {widths}"
 
 
 def check_rows(B: int, rows: Rows) -> None:
-    """Raises ValueError where these are not B rows, or a table ends within a run."""
+    """Raises ValueError unless these are B rows with tables of whole runs."""
     _, table, *of_rows = rows
     if table.ndim != 2 or table.shape[0] != B or table.shape[1] % RUN_PAGES:
         raise ValueError(
             f"table has shape {table.shape}; expected [{B}, D], D a multiple of {RUN_PAGES}"
         )
     if any(x.shape != (B,) for x in of_rows):
-        told = " and ".join(str(x.shape) for x in of_rows)
-        raise ValueError(f"prefix, own and first have shapes {told}; expected [{B}]")
+        shapes = " and ".join(str(x.shape) for x in of_rows)
+        raise ValueError(f"prefix, own and first have shapes {shapes}; expected [{B}]")
 
 
 def attend(score: Score, queries: Any, rows: Rows, chosen: jax.Array | None = None) -> Partial:
-    """Attention of each row's queries to its runs from ``first`` on, by XLA.
+    """Attends from each row's queries to its runs from ``first`` on, by XLA.
 
     Args:
         score: attention of queries to one run.
         queries: a tree of ``[B, ..., M, X]``.
-        chosen: ``[B, T, D / RUN_PAGES, S]`` bool, positions that may be seen at all; None for all.
+        chosen: ``[B, T, D / RUN_PAGES, S]`` bool, positions that may be attended to; None for all.
     """
     _, table, prefix, own, first = rows
     B = table.shape[0]

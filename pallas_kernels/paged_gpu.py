@@ -1,18 +1,17 @@
-"""GPU kernel of attention to a paged cache: a program reads a part of one row's own pages for a
-block of one head's queries.
+"""GPU kernel of attention to a paged cache: a program reads a part of one row's pages for a block
+of one head's queries.
 
-A row's runs are divided evenly among several programs, for a GPU has more than a hundred processors
-and a batch that decodes often fewer rows, and one long row would keep the others waiting. Each
-program leaves its part of the softmax; XLA joins a row's parts (Flash-Decoding, and FlashAttention,
-arXiv 2205.14135, section 3.1, Algorithm 1 line 12). How many parts there are follows from shapes,
-and where each ends from its row: a row's result is a function of the row alone.
+A row's runs are divided evenly among several programs, because a GPU has more than a hundred
+processors, decode batches often have fewer rows, and one long row would delay the others. Each
+program stores its part of the softmax; XLA joins a row's parts (Flash-Decoding, and FlashAttention,
+arXiv 2205.14135, section 3.1, Algorithm 1 line 12). The number of parts follows from shapes, and
+their ends from the row, so a row's result depends on the row only.
 
-Pages are read where the pool lies, through the table, and positions that hold no token not at all:
-they stand as zeros, whatever a page's last owner left. As in ``paged_tpu`` scores are sums over
-several pools of keys, and one pool has the values.
+Pages are read in place through the table. Positions without a token are not read and count as
+zeros. As in ``paged_tpu``, scores are sums over several pools of keys, and one pool has the values.
 
-Axes: L layers, U pages, B rows, D table entries, K heads that have keys of their own, M queries of
-one, Q of a program, X width in the pool, V of values, S positions of a step, N parts.
+Axes: L layers, U pages, B rows, D table entries, K kv heads, M queries of one, Q of a program, X
+width in the pool, V of values, S positions of a step, N parts.
 """
 
 import functools
@@ -40,21 +39,21 @@ from pallas_kernels.triton import (
     write,
 )
 
-PROGRAMS = 8 * 132  # eight for each processor of an H200
-PARTS_BYTES = 16 << 20  # of the parts of all rows at most, where there are several
-LEAST_RUNS = 4  # of a part, where a row fills its table
+PROGRAMS = 8 * 132  # eight per processor of an H200
+PARTS_BYTES = 16 << 20  # limit on the parts of all rows, if there are several
+LEAST_RUNS = 4  # minimum runs of a part for a row that fills its table
 
 
 class Config(NamedTuple):
-    """Sizes of blocks, powers of two from 16 on.
+    """Block sizes, powers of two of at least 16.
 
     Attributes:
-        queries: of a program, Q.
+        queries: queries of a program, Q.
         keys: positions of a step, S; at most RUN.
-        most: columns of one product.
-        parts: of a row, N.
-        warps: of 32 threads, of a program.
-        stages: of loads that are on their way.
+        most: maximum columns of one matmul.
+        parts: parts of a row, N.
+        warps: warps of a program.
+        stages: pipelined loads.
     """
 
     queries: int
@@ -68,15 +67,15 @@ class Config(NamedTuple):
 def config(
     queries: Sequence[jax.Array], pools: Sequence[jax.Array], width: int, positions: int
 ) -> Config:
-    """As measured, or else what the registers and the 227 KiB of shared memory of one of an H200's
-    processors hold, by its compiler's word.
+    """Returns measured sizes, or sizes that fit the registers and the 227 KiB of shared memory of
+    an H200 processor, according to its compiler.
 
-    Triton keeps a step's keys and values under way only if it has stages left behind the table's
-    entry: 3 stages hold one step of them, 5 two, which is what a block of few queries waits for.
-    With 64 queries of 512 (latents) a third stage spills 8 bytes.
+    Triton prefetches a step's keys and values only with stages beyond the table's entry: 3 stages
+    prefetch one step, 5 two, as blocks of few queries need. With 64 queries of 512 (latents) a
+    third stage spills 8 bytes.
     """
     B, K, M, _ = queries[0].shape
-    exact = pools[0].dtype == jnp.float32  # without matrix units: operands are in registers too
+    exact = pools[0].dtype == jnp.float32  # without tensor cores, operands occupy registers too
     wide = width > 256
     Q = power_of_two(M, 16 if exact else 64)
     parts, programs = 1, B * K * pl.cdiv(M, Q)
@@ -101,7 +100,7 @@ def config(
 
 
 def require(queries: Sequence[jax.Array], pools: Sequence[jax.Array], width: int) -> None:
-    """Whether ``attend`` can serve these.
+    """Raises if ``attend`` cannot serve these arrays.
 
     Raises:
         NotImplementedError: with the reason.
@@ -128,7 +127,7 @@ def _kernel(
     queries, pools, (top, total, out) = refs[:keys], refs[keys:-3], refs[-3:]
     (_, K, M, _), (parts, *_, V), S = queries[0].shape, out.shape, how.keys
     b, part, head, block = unravel(pl.program_id(0), parts, K, pl.cdiv(M, how.queries))
-    mine, zero = columns(block, how.queries, M), 0 * block
+    current, zero = columns(block, how.queries, M), 0 * block
     begin = _runs(prefix[b]) * RUN  # of the row's own tokens
     last, end_of_prefix, end = _runs(prefix[b]) + _runs(own[b]), prefix[b], begin + own[b]
     each = div(jnp.maximum(last - first[b], 0) + (parts - 1), parts)
@@ -137,17 +136,17 @@ def _kernel(
 
     of_keys = [pieces(q.shape[3], how.most, zero) for q in queries]
     of_values = pieces(V, how.most, zero)
-    q = [read(ref, b, head, mine, at) for ref, spans in zip(queries, of_keys) for at in spans]
+    q = [read(ref, b, head, current, at) for ref, spans in zip(queries, of_keys) for at in spans]
 
     def step(i: jax.Array, so_far: softmax.Running) -> softmax.Running:
         position = start * RUN + i * S + jax.lax.iota(jnp.int32, S)
-        seen = (position < end_of_prefix) | ((position >= begin) & (position < end))
-        page = triton.load(table.at[b, div(position, PAGE)], mask=seen, other=0)
+        visible = (position < end_of_prefix) | ((position >= begin) & (position < end))
+        page = triton.load(table.at[b, div(position, PAGE)], mask=visible, other=0)
         place = rem(position, PAGE)
 
         def read_pages(pool: Any, at: Span) -> jax.Array:
             across = at.at.start + jax.lax.iota(jnp.int32, at.at.size)
-            mask = seen[:, None] if at.there is None else seen[:, None] & at.there[None]
+            mask = visible[:, None] if at.there is None else visible[:, None] & at.there[None]
             index = layer[...], page[:, None], head, place[:, None], across[None]
             return triton.load(
                 pool.at[index],
@@ -158,13 +157,13 @@ def _kernel(
         k = [[read_pages(pool, at) for at in spans] for pool, spans in zip(pools, of_keys)]
         v = k[value] if value < keys else [read_pages(pools[value], at) for at in of_values]
         s = softmax.scores(q, [one for of_pool in k for one in of_pool]) * scale
-        return softmax.meet(so_far, s, seen[None], v)
+        return softmax.meet(so_far, s, visible[None], v)
 
     made = jax.lax.fori_loop(0, runs * (RUN // S), step, softmax.begin(how.queries, of_values))
     for ref, numbers in ((top, made.top), (total, made.total)):
-        write(ref, numbers, part, b, head, mine)
+        write(ref, numbers, part, b, head, current)
     for one, at in zip(made.values, of_values):
-        write(out, one, part, b, head, mine, at)
+        write(out, one, part, b, head, current, at)
 
 
 def _paged_attention(*refs: Any, **how: Any) -> None:
@@ -185,19 +184,18 @@ def attend(
     how: Config | None = None,
     interpret: Any = False,
 ) -> Partial:
-    """Attention of each row's queries to its runs from ``first`` on, ``[B, K, M, 1]`` twice and
-    ``[B, K, M, width]``.
+    """Attends from each row's queries to its runs from ``first`` on; returns ``[B, K, M, 1]`` twice
+    and ``[B, K, M, width]``.
 
     Args:
-        queries: ``[B, K, M, H_i]`` for the keys of the pools of the same places; scores are the sum
-            over them.
+        queries: ``[B, K, M, H_i]`` for the keys of the i-th pool; scores are the sum over them.
         pools: ``[L, U, K, PAGE, X_i]``, X_i at least H_i.
-        value: the pool of the values, of which the first ``width`` dimensions are summed: H_i where
-            it is a pool of keys too.
+        value: index of the pool of values, of which the first ``width`` dimensions are summed: H_i
+            if it is also a pool of keys.
     """
     (B, K, M, _), positions = queries[0].shape, rows.table.shape[1] * PAGE
     how = config(queries, pools, width, positions) if how is None else how
-    # as many positions as there may be
+    # Maximum number of positions.
     flops = 2 * B * K * M * positions * (sum(q.shape[3] for q in queries) + width)
     nbytes = B * K * positions * sum(pool.shape[-1] * pool.dtype.itemsize for pool in pools)
     numbers = jax.ShapeDtypeStruct((how.parts, B, K, M), jnp.float32)

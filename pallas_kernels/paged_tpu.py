@@ -1,21 +1,21 @@
-"""TPU kernel of attention to a paged cache: each row walks its own pages, which are fetched from
-where the pool lies.
+"""TPU kernel of attention to a paged cache: each row iterates over its own pages, fetched in place
+from the pool.
 
 A program of the grid is a row with all its queries. Its tokens come in chunks of a few runs, whose
-pages are copied side by side into one of several slots of a core's memory, while the chunks before
-are computed. The chunks of all rows are one stream: behind a row's last chunk comes the next row's
-first, so that a row of one page waits for memory no longer than any other. Pages that hold no token
-are not read, rows that have nothing to read are passed over, and tables are fetched a row at a
-time: as prefetched scalars those of 128 rows of 65,536 tokens would be all of a core's 1 MiB.
-Statistics of chunks are merged as they come (FlashAttention, arXiv 2205.14135, section 3.1,
-Algorithm 1).
+pages are copied side by side into one of several VMEM slots while earlier chunks are computed. The
+chunks of all rows form one stream: a row's last chunk is followed by the next row's first, so short
+rows wait no longer for memory. Pages without tokens are not read, empty rows are skipped, and
+tables
+are fetched one row at a time: as prefetched scalars those of 128 rows of 65,536 tokens would fill
+all of a core's 1 MiB. Statistics of chunks are merged as they come (FlashAttention, arXiv
+2205.14135, section 3.1, Algorithm 1).
 
 Scores are sums over several pools of keys, and one pool has the values: keys and values of heads,
-or a latent that is both beside a rotary key that is not. What a page's last owner left where no
-token is may be NaN: scores are masked there, and values set to zero.
+or a latent that is both plus a rotary key. Positions without a token may hold NaN from earlier use:
+scores are masked there, and values zeroed.
 
-Axes: L layers, U pages, B rows, D table entries, K heads that have keys of their own, M queries of
-one, X width in the pool, V of values, S positions of a chunk, N slots.
+Axes: L layers, U pages, B rows, D table entries, K kv heads, M queries of one, X width in the pool,
+V of values, S positions of a chunk, N slots.
 """
 
 import functools
@@ -35,9 +35,9 @@ from pallas_kernels.products import dot
 
 LANES = 128
 SUBLANES = 8
-VMEM_LIMIT = 56 << 20  # of 64 MiB a core on a TPU7x, the smallest
+VMEM_LIMIT = 56 << 20  # of 64 MiB per core on a TPU7x, the smallest
 ROOM = 54 << 20
-# What the stream of chunks has in scalar memory.
+# Scalars of the stream of chunks.
 ROW, CHUNK, NEXT, STARTED, TAKEN, ENTERED = range(6)
 
 
@@ -45,12 +45,12 @@ class Config(NamedTuple):
     """Sizes.
 
     Attributes:
-        runs: of a chunk at most; a power of two.
-        chunk_bytes: of a chunk at most, where one run is not more.
-        slots: chunks in a core's memory: one that is read, and others under way.
-        rows: queries of one product at most.
-        parts: into which rows are split where their number divides: v4 and v5p have two cores that
-            share a device's grid.
+        runs: maximum runs of a chunk; a power of two.
+        chunk_bytes: maximum bytes of a chunk, unless one run is more.
+        slots: chunks in VMEM: one being read, the others in transfer.
+        rows: maximum queries of one matmul.
+        parts: parts that rows are split into if their number divides: v4 and v5p have two cores
+            that share a device's grid.
     """
 
     runs: int = 8
@@ -61,13 +61,13 @@ class Config(NamedTuple):
 
 
 def sized(queries: Sequence[jax.Array], pools: Sequence[jax.Array]) -> Config:
-    """As measured, or else the rule."""
+    """Returns measured sizes, or the rule's."""
     return tuning.chosen(op_of(queries), "tpu", key_of(queries, pools), Config())
 
 
 class _Sizes(NamedTuple):
-    """What follows from the shapes: runs of a chunk, heads and queries of one product, queries of a
-    head with padding.
+    """Sizes that follow from the shapes: runs of a chunk, heads and queries of one matmul, queries
+    of a head with padding.
     """
 
     runs: int
@@ -97,10 +97,10 @@ def _sizes(queries: Sequence[jax.Array], pools: Sequence[jax.Array], config: Con
 def require(
     queries: Sequence[jax.Array], pools: Sequence[jax.Array], value: int, width: int
 ) -> None:
-    """Whether ``attend`` can serve these.
+    """Raises if ``attend`` cannot serve these arrays.
 
     Args:
-        value: which pool has the values, of which ``width`` dimensions are wanted.
+        value: index of the pool of values, of which ``width`` dimensions are needed.
 
     Raises:
         NotImplementedError: with the reason.
@@ -112,7 +112,7 @@ def require(
             " served"
         )
     if wrong := [pool.shape[-1] for pool in pools if pool.shape[-1] % LANES]:
-        raise NotImplementedError(f"a pool's width {wrong[0]} is no multiple of {LANES}")
+        raise NotImplementedError(f"a pool's width {wrong[0]} is not a multiple of {LANES}")
     config = sized(queries, pools)
     sizes = _sizes(queries, pools, config)
 
@@ -126,9 +126,9 @@ def require(
         )
 
     K, S, M = queries[0].shape[1], sizes.runs * RUN, sizes.M
-    held = config.slots * sum(K * nbytes(S, pool.shape[-1], pool.dtype) for pool in pools)
-    held += 2 * K * sum(nbytes(M, q.shape[-1], q.dtype) for q in queries)
-    held += (
+    stored = config.slots * sum(K * nbytes(S, pool.shape[-1], pool.dtype) for pool in pools)
+    stored += 2 * K * sum(nbytes(M, q.shape[-1], q.dtype) for q in queries)
+    stored += (
         2 * K * nbytes(M, width, jnp.float32)
         + 2 * nbytes(2, K * M, jnp.float32)
         + 2 * K * nbytes(M, LANES, jnp.float32)
@@ -136,9 +136,9 @@ def require(
     values = nbytes(LANES, K * M, jnp.float32) + sizes.heads * (
         3 * nbytes(sizes.rows, S, jnp.float32) + 2 * nbytes(sizes.rows, width, jnp.float32)
     )
-    if held + values > ROOM:
+    if stored + values > ROOM:
         raise NotImplementedError(
-            f"queries and chunks need {(held + values) >> 20} MiB of a core's memory, and"
+            f"queries and chunks need {(stored + values) >> 20} MiB of a core's memory, and"
             f" {ROOM >> 20} are there"
         )
 
@@ -148,13 +148,13 @@ def _runs(tokens: jax.Array) -> jax.Array:
 
 
 class _Positions:
-    """Where each row's tokens lie."""
+    """Positions of each row's tokens."""
 
     def __init__(self, prefix: Any, own: Any, first: Any, runs: int):
         self.prefix, self.own, self.first, self.runs = prefix, own, first, runs
 
     def begin(self, b: jax.Array) -> jax.Array:
-        """The position at which the row's own tokens begin."""
+        """Returns the position at which the row's own tokens begin."""
         return _runs(self.prefix[b]) * RUN
 
     def chunks(self, b: jax.Array) -> jax.Array:
@@ -162,18 +162,18 @@ class _Positions:
         return div(jnp.maximum(last - self.first[b], 0) + self.runs - 1, self.runs)
 
     def position(self, b: jax.Array, chunk: jax.Array) -> jax.Array:
-        """Of a chunk the first one."""
+        """Returns the first position of a chunk."""
         return (self.first[b] + chunk * self.runs) * RUN
 
-    def seen(self, b: jax.Array, position: jax.Array) -> jax.Array:
-        """Whether positions hold a token."""
+    def visible(self, b: jax.Array, position: jax.Array) -> jax.Array:
+        """Returns which positions hold a token."""
         begin = self.begin(b)
         return (position < self.prefix[b]) | (
             (position >= begin) & (position < begin + self.own[b])
         )
 
     def filled(self, b: jax.Array, position: jax.Array, count: int) -> jax.Array:
-        """Whether so many positions from this one on all do, which begin and end with runs."""
+        """Returns True if ``count`` positions from this one on, which are whole runs, all do."""
         begin = self.begin(b)
         return (position + count <= self.prefix[b]) | (
             (position >= begin) & (position + count <= begin + self.own[b])
@@ -181,12 +181,12 @@ class _Positions:
 
 
 class _Stream:
-    """The chunks of rows ``[start, stop)`` one behind another: one is read while the next ones, of
-    rows to come too, are under way.
+    """The chunks of rows ``[start, stop)`` in sequence: one is read while the next ones, also of
+    later rows, are in transfer.
 
     Args:
-        pools: ``[L, U, K, PAGE, X]`` and of each the slots ``[N, K, S, X]``.
-        tables: ``[2, 1, D]`` of the row whose chunks are being started and of the one behind it.
+        pools: ``[L, U, K, PAGE, X]``, and the slots ``[N, K, S, X]`` of each.
+        tables: ``[2, 1, D]`` of the row whose chunks are being started and of the next one.
     """
 
     def __init__(
@@ -218,8 +218,8 @@ class _Stream:
             jax.lax.fori_loop(0, self.slots - 1, lambda i, _: self._start(), None)
 
     def take(self, b: jax.Array, chunk: jax.Array) -> jax.Array:
-        """Waits for the next chunk, which is this one, and starts another; the slot in which it
-        is.
+        """Waits for the next chunk, which must be this one, and starts another; returns its
+        slot.
         """
         slot = rem(self.state[TAKEN], self.slots)
         self._each_page(b, chunk, slot, "wait")
@@ -228,7 +228,7 @@ class _Stream:
         return slot
 
     def _following(self, b: jax.Array) -> jax.Array:
-        """The first row from this one on that has something to read."""
+        """Returns the first row from this one on that has tokens to read."""
         last = self.stop - 1
         empty = lambda b: (b < self.stop) & (self.rows.chunks(jnp.minimum(b, last)) == 0)  # noqa: E731
         return jax.lax.while_loop(empty, lambda b: b + 1, b)
@@ -239,9 +239,7 @@ class _Stream:
         )
 
     def _enter(self, row: jax.Array) -> None:
-        """Chunks of this row are started from now on; its table is under way, the following row's
-        is sent for.
-        """
+        """Starts chunks of this row: waits for its table, and fetches the following row's."""
         slot = rem(self.state[ENTERED], 2)
         self._table(row, slot).wait()
         following = self._following(row + 1)
@@ -253,7 +251,7 @@ class _Stream:
             self._table(following, 1 - slot).start()
 
     def _start(self) -> None:
-        """Sends for the next chunk, where there is one."""
+        """Starts the transfer of the next chunk, if there is one."""
         row = self.state[ROW]
 
         @pl.when(row < self.stop)
@@ -281,7 +279,7 @@ class _Stream:
         full = self.rows.filled(b, position, pages * PAGE)
 
         def one(j: Any) -> None:
-            # To wait, how much comes is enough.
+            # Waiting only needs the number of bytes.
             page = self.tables[table, 0, div(position, PAGE) + j] if what == "start" else 0
             for n, (pool, slots) in enumerate(self.pools):
                 to = slots.at[slot, :, pl.ds(pl.multiple_of(j * PAGE, PAGE), PAGE)]
@@ -295,7 +293,7 @@ class _Stream:
             if what == "start":
                 for j in range(pages):
                     one(j)
-            else:  # for all at once
+            else:  # all at once
                 for n, (_pool, slots) in enumerate(self.pools):
                     pltpu.make_async_copy(
                         slots.at[slot], slots.at[slot], self.sem.at[slot, n]
@@ -303,11 +301,11 @@ class _Stream:
 
         @pl.when(~full)
         def _some() -> None:
-            # Entries behind a part's pages may name a page that is not there.
+            # Entries after a part's pages may be out of range.
             jax.lax.fori_loop(
                 0,
                 pages,
-                lambda j, _: pl.when(self.rows.seen(b, position + j * PAGE))(lambda: one(j)),
+                lambda j, _: pl.when(self.rows.visible(b, position + j * PAGE))(lambda: one(j)),
                 None,
             )
 
@@ -315,7 +313,7 @@ class _Stream:
 def _clean(
     rows: _Positions, b: jax.Array, position: jax.Array, values: Any, slot: jax.Array
 ) -> None:
-    """Zeros in a slot's values ``[K, S, X]`` where no token is."""
+    """Zeroes a slot's values ``[K, S, X]`` where no token is."""
     S = values.shape[2]
 
     @pl.when(~rows.filled(b, position, S))
@@ -324,7 +322,7 @@ def _clean(
             at = pl.ds(pl.multiple_of(j * PAGE, PAGE), PAGE)
             here = position + j * PAGE + jax.lax.broadcasted_iota(jnp.int32, (1, PAGE, 1), 1)
             old = values[slot, :, at].astype(jnp.float32)
-            values[slot, :, at] = jnp.where(rows.seen(b, here), old, 0.0).astype(values.dtype)
+            values[slot, :, at] = jnp.where(rows.visible(b, here), old, 0.0).astype(values.dtype)
 
         jax.lax.fori_loop(0, S // PAGE, one, None)
 
@@ -367,31 +365,33 @@ def _kernel(
     def of_chunk(chunk: jax.Array, _: None) -> None:
         slot, position = stream.take(b, chunk), rows.position(b, chunk)
         _clean(rows, b, position, slots[value], slot)
-        seen = rows.seen(b, position + jax.lax.broadcasted_iota(jnp.int32, (1, 1, S), 2))
+        visible = rows.visible(b, position + jax.lax.broadcasted_iota(jnp.int32, (1, 1, S), 2))
 
         def of_block(i: jax.Array, _: None) -> None:
             blocks = M // sizes.rows
             heads = pl.ds(div(i, blocks) * sizes.heads, sizes.heads)
-            mine = pl.ds(pl.multiple_of(rem(i, blocks) * sizes.rows, sizes.rows), sizes.rows)
+            current = pl.ds(pl.multiple_of(rem(i, blocks) * sizes.rows, sizes.rows), sizes.rows)
             s = jnp.zeros((), jnp.float32)
             for q, key in zip(queries, slots):
-                s = s + dot(q[0, heads, mine], key[slot, heads, :, : q.shape[3]], (2, 2), 1)
-            # the largest so far is finite: the weight of -inf is 0
-            s = jnp.where(seen, s * scale, -jnp.inf)
-            old = top[heads, mine]
+                s = s + dot(q[0, heads, current], key[slot, heads, :, : q.shape[3]], (2, 2), 1)
+            # The maximum so far is finite, so the weight of -inf is 0.
+            s = jnp.where(visible, s * scale, -jnp.inf)
+            old = top[heads, current]
             new = jnp.maximum(old, jnp.max(s, axis=2, keepdims=True))
             p, shrunk = jnp.exp(s - new[..., :1]), jnp.exp(old - new)
-            top[heads, mine] = new
-            total[heads, mine] = shrunk * total[heads, mine] + jnp.sum(p, axis=2, keepdims=True)
+            top[heads, current] = new
+            total[heads, current] = shrunk * total[heads, current] + jnp.sum(
+                p, axis=2, keepdims=True
+            )
             v = slots[value][slot, heads, :, :V]
-            out[0, heads, mine] = shrunk[..., :1] * out[0, heads, mine] + dot(
+            out[0, heads, current] = shrunk[..., :1] * out[0, heads, current] + dot(
                 p.astype(v.dtype), v, (2, 1), 1
             )
 
         jax.lax.fori_loop(0, K // sizes.heads * (M // sizes.rows), of_block, None)
 
     jax.lax.fori_loop(0, rows.chunks(b), of_chunk, None)
-    # A number of each query as a column would be padded to 128 lanes in the result: they leave as
+    # Per-query numbers as columns would be padded to 128 lanes in the result, so they are stored as
     # rows.
     for n, column in enumerate((top, total)):
         stats[0, n : n + 1] = column[...].reshape(K * M, LANES).T[:1]
@@ -408,14 +408,13 @@ def attend(
     config: Config | None = None,
     interpret: Any = False,
 ) -> Partial:
-    """Attention of each row's queries to its runs from ``first`` on, ``[B, K, M, 1]`` twice and
-    ``[B, K, M, width]``.
+    """Attends from each row's queries to its runs from ``first`` on; returns ``[B, K, M, 1]`` twice
+    and ``[B, K, M, width]``.
 
     Args:
-        queries: ``[B, K, M, H_i]`` for the keys of the pools of the same places; scores are the sum
-            over them.
+        queries: ``[B, K, M, H_i]`` for the keys of the i-th pool; scores are the sum over them.
         pools: ``[L, U, K, PAGE, X_i]``, X_i at least H_i.
-        value: the pool of the values, of which the first ``width`` dimensions are summed.
+        value: index of the pool of values, of which the first ``width`` dimensions are summed.
     """
     config = config or sized(queries, pools)
     layer, table, prefix, own, first = rows
@@ -429,10 +428,10 @@ def attend(
         return pl.BlockSpec((1, *shape), lambda p, i, *_: (p * each + i, *(0 for _ in shape)))
 
     if not interpret:
-        # Else a pool small enough for a core's memory is copied there whole before each call.
+        # Otherwise a pool that fits VMEM is copied there whole before each call.
         pools = [pltpu.with_memory_space_constraint(pool, pltpu.HBM) for pool in pools]
     where_it_is = pl.BlockSpec(memory_space=pl.ANY)
-    positions = D * PAGE  # as many as there may be: how many there are is data
+    positions = D * PAGE  # the maximum; the actual number is data
     flops = 2 * B * K * sizes.M * positions * (sum(q.shape[3] for q in queries) + width)
     nbytes = B * K * positions * sum(pool.shape[-1] * pool.dtype.itemsize for pool in pools)
     stats, out = pl.pallas_call(
@@ -461,9 +460,8 @@ def attend(
             jax.ShapeDtypeStruct((B, 2, K * sizes.M), jnp.float32),
             jax.ShapeDtypeStruct((B, K, sizes.M, width), jnp.float32),
         ],
-        # With checks of bounds a page's two copies are some 90 bundles of a v5p's program, without
-        # them 20, where attention to it is 40; pages are looked up for positions that hold a token
-        # alone.
+        # With bounds checks a page's two copies are some 90 bundles of a v5p's program, without
+        # them 20, while attention to it is 40. Only pages of positions with a token are looked up.
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"),
             vmem_limit_bytes=VMEM_LIMIT,

@@ -1,10 +1,10 @@
-"""Products accumulated in float32, of kernels and of frozen matrices, and the dtype of their
+"""Matmuls accumulated in float32, for kernels and frozen matrices, and the dtype of their
 gradients.
 
-A gradient of a bfloat16 product is a product in bfloat16 too: its cotangent is rounded before it is
-multiplied. With float32 cotangents XLA converts the matrix, and a GPU multiplies in TF32: on an
-H100 that was 299 ms of a training step of 1,042 (Qwen3-4B, 16,384 tokens), twice what bfloat16
-takes. ``jax_default_matmul_precision`` of ``float32`` or ``highest`` keeps float32 cotangents.
+The gradient of a bfloat16 matmul is a bfloat16 matmul: its cotangent is rounded first. With float32
+cotangents XLA converts the matrix, and a GPU multiplies in TF32: on an H100 that was 299 ms of a
+training step of 1,042 ms (Qwen3-4B, 16,384 tokens), twice the time of bfloat16.
+``jax_default_matmul_precision`` of ``float32`` or ``highest`` keeps float32 cotangents.
 """
 
 import functools
@@ -15,10 +15,10 @@ import jax.numpy as jnp
 
 
 def dot(x: jax.Array, y: jax.Array, contract: tuple[int, int], batch: int = 0) -> jax.Array:
-    """One axis of each summed over, in the dtype of ``x`` and accumulated in float32; the first
-    ``batch`` axes go together.
+    """Contracts one axis of each, in the dtype of ``x`` and accumulated in float32; the first
+    ``batch`` axes are batch axes.
     """
-    # by default a TPU multiplies float32 as bfloat16
+    # By default a TPU multiplies float32 as bfloat16.
     exact = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     dims = ((contract[0],), (contract[1],)), (tuple(range(batch)),) * 2
     return jax.lax.dot_general(
@@ -27,19 +27,19 @@ def dot(x: jax.Array, y: jax.Array, contract: tuple[int, int], batch: int = 0) -
 
 
 def product(subscripts: str, x: jax.Array, w: jax.Array) -> jax.Array:
-    """``einsum`` of two arrays in the dtype of ``x``, accumulated in float32."""
+    """Computes ``einsum`` of two arrays in the dtype of ``x``, accumulated in float32."""
     kept = _of_gradients(x.dtype)
     return jnp.einsum(subscripts, x, w.astype(x.dtype), preferred_element_type=kept).astype(x.dtype)
 
 
 def _of_gradients(dtype: Any) -> Any:
-    """Dtype of the cotangents of products in ``dtype``."""
+    """Returns the dtype of the cotangents of matmuls in ``dtype``."""
     chosen = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
     return jnp.dtype(jnp.float32) if chosen in ("float32", "highest") else dtype
 
 
 def product_f32(subscripts: str, x: jax.Array, w: jax.Array) -> jax.Array:
-    """``product`` before it is rounded; its cotangent is rounded to the dtype of ``x``."""
+    """Computes ``product`` without final rounding; rounds its cotangent to ``x``'s dtype."""
     out: Any = _product_f32(subscripts, x, w)
     return out
 
@@ -50,7 +50,8 @@ def _product_f32(subscripts: str, x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def _forward(subscripts: str, x: Any, w: Any) -> tuple[jax.Array, Any]:
-    # as structure, not as a value: a frozen matrix costs no product backwards
+    # Kept as structure, not as a value, so that a frozen matrix adds no matmul to the backward
+    # pass.
     return _product_f32(subscripts, x.value, w.value), (x.value, w.value, (True,) * w.perturbed)
 
 

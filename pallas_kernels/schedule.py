@@ -1,5 +1,5 @@
-"""Tiles of rows that are sorted by group: small arrays that tell a loop or a kernel which rows to
-take, and for which group.
+"""Tiles of rows that are sorted by group: small arrays that say which rows a loop or a kernel
+takes, and for which group.
 """
 
 import jax
@@ -9,8 +9,7 @@ import jax.numpy as jnp
 def schedule(
     M: int, sizes: jax.Array, tile: int, first: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Tiles of rows sorted by group: of each its group and first row, in order; and how many there
-    are.
+    """Returns group and first row of each tile in order, and the number of tiles.
 
     Args:
         sizes, first: ``[G]`` rows and first row of each group.
@@ -27,8 +26,8 @@ def schedule(
 def tiles(
     M: int, sizes: jax.Array, tile: int, first: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """As ``schedule``, for a grid, which has as many tiles as there can be at most: of each its
-    group, its first row and the row where its group ends; 0 for tiles that are not there.
+    """Returns group, first row and end of group of each tile, for a grid of the maximum number of
+    tiles; 0 for unused tiles.
     """
     group_V, first_V, total = schedule(M, sizes, tile, first)
     there = jnp.arange(group_V.shape[0], dtype=jnp.int32) < total

@@ -1,6 +1,5 @@
-"""The running softmax of the attention kernels of GPUs: a program's queries meet their keys block
-by block (FlashAttention, arXiv 2205.14135, Algorithm 1), with values in pieces whose widths are
-powers of two.
+"""The running softmax of the GPU attention kernels: a program's queries process their keys block by
+block (FlashAttention, arXiv 2205.14135, Algorithm 1), with values in pieces of power-of-two widths.
 
 Axes: Q queries, S keys of a block, V width of a piece.
 """
@@ -19,9 +18,9 @@ class Running(NamedTuple):
     """Attention to the keys so far, all float32.
 
     Attributes:
-        top: ``[Q]``, the largest score; MASKED before there is one.
+        top: ``[Q]``, the largest score; MASKED initially.
         total: ``[Q]``, sum of ``exp(score - top)``.
-        values: of each piece ``[Q, V]``, sum of ``exp(score - top) v``.
+        values: for each piece ``[Q, V]``, sum of ``exp(score - top) v``.
     """
 
     top: jax.Array
@@ -30,7 +29,7 @@ class Running(NamedTuple):
 
 
 def begin(queries: int, values: Sequence[Span]) -> Running:
-    """Attention to no key."""
+    """Returns attention to no key."""
     zero = jnp.zeros((queries,), jnp.float32)
     return Running(
         zero + MASKED, zero, tuple(jnp.zeros((queries, one.at.size), jnp.float32) for one in values)
@@ -38,16 +37,14 @@ def begin(queries: int, values: Sequence[Span]) -> Running:
 
 
 def scores(queries: Sequence[jax.Array], keys: Sequence[jax.Array]) -> jax.Array:
-    """``[Q, S]`` float32 of pieces ``[Q, H]`` and ``[S, H]``."""
+    """Returns scores ``[Q, S]`` float32 from pieces ``[Q, H]`` and ``[S, H]``."""
     s, *more = (dot(q, k, (1, 1)) for q, k in zip(queries, keys, strict=True))
     return sum(more, s)
 
 
-def meet(so_far: Running, s: jax.Array, seen: jax.Array, values: Sequence[jax.Array]) -> Running:
-    """The queries go on to keys with scores ``s [Q, S]``, where ``seen``, and pieces of values
-    ``[S, V]``.
-    """
-    s = jnp.where(seen, s, -jnp.inf)  # the largest so far is finite: the weight of -inf is 0
+def meet(so_far: Running, s: jax.Array, visible: jax.Array, values: Sequence[jax.Array]) -> Running:
+    """Adds keys with scores ``s [Q, S]``, where ``visible``, and pieces of values ``[S, V]``."""
+    s = jnp.where(visible, s, -jnp.inf)  # the maximum so far is finite, so the weight of -inf is 0
     top = jnp.maximum(so_far.top, jnp.max(s, axis=1))
     p, shrunk = jnp.exp(s - top[:, None]), jnp.exp(so_far.top - top)
     new = (

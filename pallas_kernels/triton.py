@@ -1,8 +1,9 @@
-"""What the GPU kernels share: blocks of arrays by Triton through Pallas.
+"""Shared parts of the GPU kernels: blocks of arrays for Triton through Pallas.
 
-Triton's blocks have powers of two as sizes, and its dots no side below 16. So a block may reach
-beyond its array or its rows: what lies there is not read, and stands as zeros. That is a select,
-never a product by 0, and what is not finite there stays there.
+Triton's blocks have power-of-two sizes, and its dots sides of at least 16. A block may extend
+beyond
+its array or its rows: what lies there is not read and counts as zeros. This is a select, never a
+product by 0, so non-finite values beyond stay out.
 
 Axes: T rows of a tile.
 """
@@ -17,14 +18,14 @@ from jax.experimental.pallas import triton
 
 from pallas_kernels.naturals import div, rem
 
-LEAST = 16  # rows and columns of a dot
-# compute capabilities that give a program 99 KiB of shared memory; others from 8.0 on 163 or 227
+LEAST = 16  # minimum rows and columns of a dot
+# Compute capabilities with 99 KiB of shared memory per program; others from 8.0 on have 163 or 227.
 SMALL = {8.6, 8.9, 12.0, 12.1}
 
 
 def attached() -> list[float]:
-    """Compute capabilities of the GPUs that are attached; where there are none, what is compiled is
-    for others, and unknown.
+    """Returns the compute capabilities of the attached GPUs; empty without any, when programs are
+    compiled for unknown others.
     """
     try:
         return [float(device.compute_capability) for device in jax.local_devices(backend="cuda")]
@@ -33,10 +34,10 @@ def attached() -> list[float]:
 
 
 def require_shared_memory(what: str) -> None:
-    """For kernels that need more than 99 KiB.
+    """Raises for kernels that need more than 99 KiB if a GPU has no more.
 
     Raises:
-        NotImplementedError: a GPU is attached that has no more.
+        NotImplementedError: such a GPU is attached.
     """
     if small := sorted(SMALL.intersection(attached())):
         raise NotImplementedError(
@@ -46,15 +47,15 @@ def require_shared_memory(what: str) -> None:
 
 
 def power_of_two(n: int, most: int) -> int:
-    """The smallest that is not below ``n``, between LEAST and ``most``."""
+    """Returns the smallest power of two of at least ``n``, between LEAST and ``most``."""
     return min(most, max(LEAST, 1 << (n - 1).bit_length()))
 
 
 class Span:
-    """``size`` places of an axis from ``start`` on, of which those before ``stop`` are there.
+    """``size`` places of an axis from ``start`` on; those before ``stop`` are valid.
 
     Args:
-        stop: None: all are.
+        stop: None: all are valid.
     """
 
     def __init__(self, start: Any, size: int, stop: Any = None):
@@ -64,8 +65,8 @@ class Span:
 
     @classmethod
     def of(cls, places: jax.Array, there: jax.Array) -> "Span":
-        """Places in any order; those that are not there have to be beyond the axis, where an
-        interpreter drops what is stored.
+        """Makes a span of places in any order; invalid ones must be beyond the axis, where the
+        interpreter drops stores.
         """
         out = cls(0, places.shape[0])
         out.at, out.there = places, there
@@ -73,7 +74,7 @@ class Span:
 
     @property
     def places(self) -> jax.Array:
-        """``[size]`` int32."""
+        """Returns the places, ``[size]`` int32."""
         return (
             self.at
             if isinstance(self.at, jax.Array)
@@ -82,8 +83,8 @@ class Span:
 
 
 def unravel(program: jax.Array, *sizes: int) -> list[jax.Array]:
-    """Coordinates of a program in a grid of which all axes but the first have these sizes; the last
-    one's vary fastest.
+    """Returns a program's coordinates in a grid whose axes except the first have these sizes; the
+    last varies fastest.
     """
     out = []
     for size in reversed(sizes):
@@ -93,17 +94,17 @@ def unravel(program: jax.Array, *sizes: int) -> list[jax.Array]:
 
 
 def columns(block: Any, size: int, n: int) -> Span:
-    """Block number ``block`` of an axis of ``n``."""
+    """Returns block number ``block`` of an axis of ``n``."""
     return Span(block * size, size, None if n % size == 0 else n)
 
 
 def pieces(n: int, most: int, zero: Any) -> list[Span]:
-    """An axis of ``n`` as blocks of at most ``most`` side by side, so that 192 are 128 and 64 and
-    not 256.
+    """Splits an axis of ``n`` into adjacent blocks of at most ``most``, so that 192 is 128 and 64
+    instead of 256.
 
     Args:
-        zero: a 0 that is no constant: from JAX 0.12 on a constant start is refused if its block
-            reaches beyond the array.
+        zero: a 0 that is not constant: from JAX 0.12 on a constant start is rejected if its block
+            extends beyond the array.
     """
     out, start = [], 0
     while start < n:
@@ -119,7 +120,7 @@ def _at_and_mask(index: tuple[Any, ...]) -> tuple[tuple[Any, ...], jax.Array | N
     def along(values: jax.Array, n: int) -> jax.Array:
         return jax.lax.expand_dims(values, [axis for axis in range(len(spans)) if axis != n])
 
-    # then all are numbers: Pallas' interpreter has no blocks beside these
+    # Then all are numbers: Pallas' interpreter does not mix these with blocks.
     if any(isinstance(one.at, jax.Array) for one in spans):
         at = tuple(
             along(one.places, spans.index(one)) if isinstance(one, Span) else one for one in index
@@ -135,7 +136,7 @@ def _at_and_mask(index: tuple[Any, ...]) -> tuple[tuple[Any, ...], jax.Array | N
 
 
 def read(ref: Any, *index: Any, beyond: int = 0) -> jax.Array:
-    """The block at the spans that end ``index``, ``beyond`` where it reaches beyond them."""
+    """Reads the block at the spans that end ``index``; ``beyond`` outside them."""
     at, mask = _at_and_mask(index)
     return triton.load(
         ref.at[at], mask=mask, other=None if mask is None else jnp.full((), beyond, ref.dtype)
@@ -143,13 +144,13 @@ def read(ref: Any, *index: Any, beyond: int = 0) -> jax.Array:
 
 
 def write(ref: Any, value: jax.Array, *index: Any) -> None:
-    """Stores what of ``value`` is within the spans, in the dtype of ``ref``."""
+    """Stores the part of ``value`` within the spans, in the dtype of ``ref``."""
     at, mask = _at_and_mask(index)
     triton.store(ref.at[at], value.astype(ref.dtype), mask=mask)
 
 
 def cost(flops: int, *arrays: jax.Array) -> pl.CostEstimate:
-    """Of a kernel that reads or writes these once: for those who count what a program does, see
+    """Returns the cost estimate of a kernel that reads or writes these arrays once, see
     ``aot/flops.py``.
     """
     return pl.CostEstimate(
@@ -160,8 +161,8 @@ def cost(flops: int, *arrays: jax.Array) -> pl.CostEstimate:
 
 
 def dot(x: jax.Array, y: jax.Array, contract: tuple[int, int]) -> jax.Array:
-    """The product over one axis of each, in float32; ``y`` as ``x`` is. Float32 goes through no
-    TF32, whose 10 bits are too few.
+    """Contracts one axis of each in float32; ``y`` is converted to the dtype of ``x``. Float32 does
+    not use TF32, whose 10 bits are too few.
     """
     exact = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     y = y.astype(x.dtype)

@@ -1,15 +1,14 @@
-"""Sizes of tiles that were measured: tables of each op and device, which come before a kernel's own
+"""Measured tile sizes: tables for each op and device, which take precedence over a kernel's own
 rule.
 
-A table is ``<op>/tuned/<device>.json``, of a device's kind as JAX names it: ``{key: {"config":
-{...}, ...}}``, where the key names what a call's speed depends on (platform, dtypes, shapes in
-powers of two) and what else stands beside the sizes is how they were measured. Tables under
-``tuned/<op>`` in the cache (``cache.folder``) are this machine's own and come first.
-``benchmarks/tune_kernels.py`` writes them.
+A table is ``<op>/tuned/<device>.json``, named by JAX's device kind: ``{key: {"config": {...},
+...}}``. The key names what a call's speed depends on (platform, dtypes, shapes in powers of two);
+other fields say how the sizes were measured. Tables under ``tuned/<op>`` in the cache
+(``cache.folder``) are this machine's own and take precedence. ``benchmarks/tune_kernels.py``
+writes them.
 
-Sizes are looked up while a program is traced. Which device it is for, and sizes that are being
-tried, are part of the key of JAX's caches (``jax.make_user_context``), so that no program has
-another one's.
+Sizes are looked up while a program is traced. The target device and sizes under trial are part of
+the key of JAX's caches (``jax.make_user_context``), so that no program gets another's.
 """
 
 import contextlib
@@ -29,11 +28,11 @@ Sizes = TypeVar("Sizes", bound=tuple)
 
 
 class Choice(NamedTuple):
-    """What a program was traced with.
+    """Sizes that a program was traced with.
 
     Attributes:
-        op, platform, key: of a call.
-        sizes: those of the table or of the rule.
+        op, platform, key: identify the call.
+        sizes: from the table or the rule.
     """
 
     op: str
@@ -42,13 +41,13 @@ class Choice(NamedTuple):
     sizes: Any
 
 
-class _Asked(NamedTuple):
-    """What programs are traced for.
+class _TraceContext(NamedTuple):
+    """Target of tracing.
 
     Attributes:
-        device: its kind; None: the one that is attached.
-        op: whose sizes are given; none other's are.
-        sizes: instead of the table's and the rule's.
+        device: device kind; None: the attached one.
+        op: op whose sizes are overridden.
+        sizes: override of the table's and the rule's sizes.
     """
 
     device: str | None = None
@@ -56,27 +55,27 @@ class _Asked(NamedTuple):
     sizes: Any = None
 
 
-_asked = jax.make_user_context(_Asked())
-_notes: list[list["Choice"]] = []  # of each ``noted`` that is under way
+_asked = jax.make_user_context(_TraceContext())
+_notes: list[list["Choice"]] = []  # one list for each active ``noted``
 
 
 @contextlib.contextmanager
 def on(device: str) -> Iterator[None]:
-    """Programs that are traced within are for this kind of device, which need not be attached."""
+    """Traces programs for this kind of device, which need not be attached."""
     with _asked(_asked.value._replace(device=device)):
         yield
 
 
 @contextlib.contextmanager
 def trying(op: str, sizes: Any) -> Iterator[None]:
-    """Programs that are traced within have these sizes of one op."""
+    """Traces programs with these sizes of one op."""
     with _asked(_asked.value._replace(op=op, sizes=sizes)):
         yield
 
 
 @contextlib.contextmanager
 def noted() -> Iterator[list[Choice]]:
-    """A list that is filled with what programs are traced with meanwhile."""
+    """Yields a list that collects the sizes of programs traced meanwhile."""
     _notes.append([])
     try:
         yield _notes[-1]
@@ -85,16 +84,16 @@ def noted() -> Iterator[list[Choice]]:
 
 
 def chosen(op: str, platform: str, key: str, rule: Sizes) -> Sizes:
-    """The sizes of a call of an op's kernel.
+    """Returns the sizes of a call of an op's kernel.
 
     Args:
-        op: its name, as in ``trying`` and as its folder's, which a word may follow: ``packed_lora
-            backward``.
-        platform: what the kernel is lowered for; a device of another one has no table of it.
-        rule: what is taken without a table; a ``NamedTuple`` of numbers and of such tuples.
+        op: its name, as in ``trying`` and as its folder's, optionally followed by a word:
+            ``packed_lora backward``.
+        platform: platform of the kernel; devices of other platforms have no table of it.
+        rule: sizes without a table; a ``NamedTuple`` of numbers and of such tuples.
     """
     asked, key = _asked.value, f"{platform} {key}"
-    # kernels of other platforms are asked too, whether they could serve
+    # Kernels of other platforms are asked too, to see if they could serve.
     if asked.op == op and type(asked.sizes) is type(rule):
         return asked.sizes
     device = asked.device or _attached(platform)
@@ -106,7 +105,7 @@ def chosen(op: str, platform: str, key: str, rule: Sizes) -> Sizes:
 
 
 def power(n: int) -> int:
-    """The next power of two, for keys."""
+    """Returns the next power of two, for keys."""
     return 1 << max(0, n - 1).bit_length()
 
 
@@ -119,16 +118,16 @@ def filename(device: str) -> str:
 
 
 def folders(op: str) -> list[Path]:
-    """Where tables of an op are looked for, the last first."""
+    """Returns the folders of an op's tables; later ones take precedence."""
     folder = op.split()[0]
     return [Path(__file__).with_name(folder) / "tuned", cache.folder() / "tuned" / folder]
 
 
 def table(op: str, device: str) -> dict[str, Any]:
-    """``key -> entry`` of an op on a kind of device; empty where nobody measured.
+    """Returns an op's table for a kind of device, ``key -> entry``; empty without measurements.
 
     Raises:
-        ValueError: a table is no such table; the message names the file.
+        ValueError: an invalid table; names the file.
     """
     return {
         key: entry
@@ -139,39 +138,39 @@ def table(op: str, device: str) -> dict[str, Any]:
 
 @functools.cache
 def _read(path: Path) -> dict[str, dict[str, Any]]:
-    """``{op: {key: entry}}`` of a file."""
+    """Returns the contents of a file, ``{op: {key: entry}}``."""
     if not path.exists():
         return {}
     try:
-        held = json.loads(path.read_text())
-        for entries in held.values():
+        stored = json.loads(path.read_text())
+        for entries in stored.values():
             for entry in entries.values():
                 entry["config"].items()
     except (ValueError, AttributeError, KeyError, TypeError) as wrong:
         raise ValueError(
-            f"{path} is no table of measured sizes ({type(wrong).__name__}: {wrong}): delete it, or"
-            " measure again"
+            f"{path} is not a table of measured sizes ({type(wrong).__name__}: {wrong}): delete it,"
+            " or measure again"
         ) from None
-    return held
+    return stored
 
 
 def write(op: str, device: str, entries: dict[str, Any], folder: Path) -> Path:
-    """Adds entries to an op's table in ``folder``, instead of those with the same keys; its
+    """Adds entries to an op's table in ``folder``, replacing those with the same keys; returns the
     path.
     """
     path = folder / filename(device)
-    held = dict(_read(path))
-    held[op] = held.get(op, {}) | entries
+    stored = dict(_read(path))
+    stored[op] = stored.get(op, {}) | entries
     folder.mkdir(parents=True, exist_ok=True)
     scratch = path.with_suffix(f".{os.getpid()}")
-    scratch.write_text(json.dumps(held, indent=1, sort_keys=True) + "\n")
+    scratch.write_text(json.dumps(stored, indent=1, sort_keys=True) + "\n")
     scratch.replace(path)
     _read.cache_clear()
     return path
 
 
 def as_dict(sizes: Any) -> Any:
-    """Sizes as JSON has them."""
+    """Returns sizes as JSON objects."""
     return (
         {name: as_dict(value) for name, value in sizes._asdict().items()}
         if hasattr(sizes, "_asdict")
@@ -179,22 +178,22 @@ def as_dict(sizes: Any) -> Any:
     )
 
 
-def _like(rule: Any, held: Any) -> Any:
+def _like(rule: Any, stored: Any) -> Any:
     if not hasattr(rule, "_fields"):
-        return int(held)
-    if set(held) != set(rule._fields):
+        return int(stored)
+    if set(stored) != set(rule._fields):
         raise ValueError(
-            f"a table has sizes {sorted(held)} where the kernel has {sorted(rule._fields)}: measure"
-            " again"
+            f"a table has sizes {sorted(stored)} where the kernel has {sorted(rule._fields)}:"
+            " measure again"
         )
-    return type(rule)(*(_like(getattr(rule, name), held[name]) for name in rule._fields))
+    return type(rule)(*(_like(getattr(rule, name), stored[name]) for name in rule._fields))
 
 
 def neighbours(sizes: Sizes) -> Iterator[Sizes]:
-    """Sizes of which one number is twice or half as large, or of stages one more or less."""
+    """Yields sizes with one number doubled or halved, or one more or fewer stages."""
     for name, value in zip(sizes._fields, sizes):  # type: ignore[attr-defined]
         if hasattr(value, "_fields"):
             yield from (sizes._replace(**{name: one}) for one in neighbours(value))  # type: ignore[attr-defined]
         else:
-            others = (value + 1, value - 1) if name == "stages" else (2 * value, value // 2)
-            yield from (sizes._replace(**{name: one}) for one in others if one > 0)  # type: ignore[attr-defined]
+            rest = (value + 1, value - 1) if name == "stages" else (2 * value, value // 2)
+            yield from (sizes._replace(**{name: one}) for one in rest if one > 0)  # type: ignore[attr-defined]

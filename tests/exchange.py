@@ -27,7 +27,9 @@ def _logits(params, bound, tokens_BT, cfg):
     return transformer.logits(
         params,
         bound,
-        transformer.hidden_states(params, bound, transformer.Inputs(tokens_BT, positions), cfg)[0],
+        transformer.hidden_states(
+            params, bound, transformer.DecoderInputs(tokens_BT, positions), cfg
+        )[0],
     )
 
 

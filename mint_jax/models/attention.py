@@ -1,12 +1,12 @@
 """Grouped-query attention (Ainslie et al. 2023, arXiv 2305.13245) over packed rows; ``paged.py``
-has that over a cache.
+has the form over a KV cache.
 
 A row may hold several segments. A token attends to earlier tokens of its own segment and of its
-*parent* segment: with a prompt as the parent of its rollouts, a GRPO group keeps its prompt once.
-Scores are computed in blocks of queries against only the keys before them, and recomputed in the
-backward pass (FlashAttention, arXiv 2205.14135, section 3.1). On TPUs and GPUs kernels of
-``pallas_kernels`` do that in a core's memory; XLA writes every block's scores to the device's and
-reads them again.
+*parent* segment. With a prompt as the parent of its rollouts, a GRPO group stores its prompt once.
+Scores are computed in blocks of queries against the keys before them only, and recomputed in the
+backward pass (FlashAttention, arXiv 2205.14135, section 3.1). On TPUs and GPUs, kernels of
+``pallas_kernels`` keep scores on chip; XLA writes every block's scores to memory and reads them
+again.
 
 Axes: B rows, T query tokens, S key positions, N query heads, K kv heads, G query heads per kv head,
 H head dim of queries and keys, V head dim of values, M = G T queries of a kv head.
@@ -26,22 +26,21 @@ from pallas_kernels import packed_attention as kernels
 from pallas_kernels.dispatch import Implementation, anything, run
 from pallas_kernels.partial import MASKED, partial_softmax
 
-# Static query blocks of a row: each sees only the keys before its end, so that half of the scores
-# are never computed. Forward and backward, 4 rows of 1,024 tokens, 9 heads of 64, two AVX-512
-# cores: 1 block 479 ms, 2 348, 4 268, 8 220, 16 204. Each block is code of its own in every layer's
-# program.
+# Static query blocks of a row. Each attends only to the keys before its end, which skips half of
+# the scores. Forward and backward of 4 rows of 1,024 tokens, 9 heads of 64, on two AVX-512 cores: 1
+# block 479 ms, 2 348, 4 268, 8 220, 16 204. Every block adds code to each layer's program.
 MAX_CAUSAL_BLOCKS = 8
 MIN_BLOCK = 64
-# bound on one device's scores of a block; larger ones are computed in slices
+# Bound on one device's scores of a block; larger ones are computed in slices.
 SCORE_BYTES = 256 << 20
 
 
 class Segments(NamedTuple):
-    """Which tokens of a packed row belong together.
+    """Segments of the tokens of packed rows.
 
     Attributes:
         own: ``[B, T]`` int32 segment of each token.
-        parent: ``[B, T]`` segment whose tokens it also sees; equal to ``own`` where there is none.
+        parent: ``[B, T]`` segment that it also attends to; equal to ``own`` if there is none.
     """
 
     own: jax.Array
@@ -49,11 +48,11 @@ class Segments(NamedTuple):
 
 
 class Context(NamedTuple):
-    """What every layer of one call shares.
+    """Inputs shared by all layers of one call.
 
     Attributes:
         cos, sin: rotary tables ``[B, T, rope_dim / 2]``.
-        segments: packed rows; None when a cache is read.
+        segments: of packed rows; None with a KV cache.
     """
 
     cos: jax.Array
@@ -71,13 +70,14 @@ def packed_attention(
     kernel: str = "auto",
     keep: bool = True,
 ) -> jax.Array:
-    """Causal attention within segments and their parents; ``[B, T, N, V]`` in the dtype of ``q``.
+    """Computes causal attention within segments and their parents; ``[B, T, N, V]`` in the dtype of
+    ``q``.
 
     Args:
-        chosen: the keys that each query may see at all, ``[B, T, ceil(T / 8)]`` as ``pack_keys``
-            packs them; None for all.
+        chosen: keys that each query may attend to, ``[B, T, ceil(T / 8)]`` as packed by
+            ``pack_keys``; None for all.
         kernel: see ``config.Kernels``.
-        keep: names queries and keys for ``transformer.REMAT``; False where the caller named what
+        keep: names queries and keys for ``transformer.REMAT``; False if the caller has named what
             they are computed from.
     """
     chex.assert_rank([q_BTNH, v_BTKV], 4)
@@ -99,33 +99,32 @@ def packed_attention(
 
 
 def causal(T: int) -> jax.Array:
-    """``[T, T]``: may a new token see another."""
+    """Returns the causal mask of new tokens, ``[T, T]`` bool."""
     return jnp.arange(T)[:, None] >= jnp.arange(T)[None]
 
 
 def pack_keys(mask: jax.Array) -> jax.Array:
-    """``[..., S]`` bool -> ``[..., ceil(S / 8)]`` uint8: what a layer keeps for its backward pass
-    is a bit a pair.
+    """Packs ``[..., S]`` bool to ``[..., ceil(S / 8)]`` uint8, so that a layer stores one bit per
+    pair for its backward pass.
     """
     return jnp.packbits(mask, axis=-1)
 
 
 def unpack_keys(bits: jax.Array, S: int) -> jax.Array:
-    """The inverse of ``pack_keys``."""
+    """Inverts ``pack_keys``."""
     return jnp.unpackbits(bits, axis=-1, count=S).astype(bool)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
 def _attended(q, k, v, own, parent, chosen, scale, kernel):
-    """``[B, K, G, T, V]`` of ``q [B, K, G, T, H]`` and ``k, v [B, K, T, .]``."""
+    """Returns ``[B, K, G, T, V]`` from ``q [B, K, G, T, H]`` and ``k, v [B, K, T, .]``."""
     return _attended_forward(q, k, v, own, parent, chosen, scale, kernel)[0]
 
 
 def _attended_forward(q, k, v, own, parent, chosen, scale, kernel):
     o, lse = run("packed_attention", FORWARD, kernel, (q, k, v, own, parent, chosen), scale=scale)
-    # Kept for the backward pass are the output and one number a query. The weights, which JAX's own
-    # derivative of a softmax would keep, are t times S numbers a head, and are computed again from
-    # these.
+    # The backward pass needs the output and one number per query. JAX's derivative of a softmax
+    # would store the weights, T x S numbers per head; they are recomputed instead.
     o, lse = checkpoint_name(o, "attended"), checkpoint_name(lse, "logsumexp")
     return o, (q, k, v, own, parent, chosen, o, lse)
 
@@ -142,8 +141,8 @@ def _attended_backward(scale, kernel, residuals, g):
 _attended.defvjp(_attended_forward, _attended_backward)
 
 
-def seen(own_q, parent_q, own_k, start):
-    """``[B, t, S]``: does key s stand before query ``start + t``, in its segment or its parent."""
+def segment_mask(own_q, parent_q, own_k, start):
+    """Returns ``[B, t, S]`` bool: key s precedes query ``start + t`` in its segment or parent."""
     t, S = own_q.shape[1], own_k.shape[1]
     before = start + jnp.arange(t)[:, None] >= jnp.arange(S)[None]
     own = (own_q[:, :, None] == own_k[:, None]) | (parent_q[:, :, None] == own_k[:, None])
@@ -151,15 +150,15 @@ def seen(own_q, parent_q, own_k, start):
 
 
 def _slices(q, S):
-    """Into how many slices of queries a block falls so that scores stay below ``SCORE_BYTES``."""
+    """Returns the number of query slices that keeps scores below ``SCORE_BYTES``."""
     B, K, G, t, _ = q.shape
     devices = sharding.parts_here(B, "batch") * sharding.parts_here(K, "kv_heads")
     return slice_count(t, 4 * B * K * G * t * S // devices)
 
 
 def slice_count(n: int, nbytes: int) -> int:
-    """The least divisor of ``n`` that cuts ``nbytes`` into slices of at most ``SCORE_BYTES``; ``n``
-    where none does.
+    """Returns the smallest divisor of ``n`` that splits ``nbytes`` into slices of at most
+    ``SCORE_BYTES``; ``n`` if there is none.
     """
     wanted = math.ceil(nbytes / SCORE_BYTES)
     return next((count for count in range(max(1, wanted), n + 1) if n % count == 0), n)
@@ -173,7 +172,7 @@ def _scores(q, k, own_q, parent_q, own_k, chosen, start, scale):
         )
         * scale
     )
-    allowed = seen(own_q, parent_q, own_k, start)
+    allowed = segment_mask(own_q, parent_q, own_k, start)
     if chosen is not None:
         allowed &= unpack_keys(chosen, k.shape[2])
     return jnp.where(allowed[:, None, None], s.reshape(B, K, G, t, -1), MASKED).reshape(s.shape)
@@ -213,27 +212,27 @@ def _slice_backward(q, k, v, own_q, parent_q, own_k, chosen, start, scale, o, ls
 
 
 def split(x, n, axis):
-    """``n`` slices of an axis, stacked in front; None stays None."""
+    """Splits an axis into ``n`` slices, stacked in front; None stays None."""
     return jax.tree.map(lambda leaf: jnp.stack(jnp.split(leaf, n, axis=axis)), x)
 
 
 def unsplit(x, axis):
-    """The inverse of ``split``."""
+    """Inverts ``split``."""
     return jnp.concatenate(list(x), axis=axis)
 
 
 def _split_queries(own_q, parent_q, chosen, start, n):
-    """Slices of the masks' inputs: which keys a block's queries may see."""
+    """Splits the inputs of a block's mask into slices of queries."""
     size = own_q.shape[1] // n
     return *(split(x, n, 1) for x in (own_q, parent_q, chosen)), start + jnp.arange(n) * size
 
 
-# In plain XLA: blocks of queries one after another, those of a slice at a time.
+# XLA: blocks of queries one after another, in slices.
 
 
 def _blocks(q, own, parent, chosen):
-    """``(start, stop, own, parent, chosen)`` of each block of queries, with the bits of the keys
-    before its end.
+    """Yields ``(start, stop, own, parent, chosen)`` of each block of queries, with the bits of the
+    keys before its end.
     """
     T = q.shape[3]
     size = max(MIN_BLOCK, -(-T // MAX_CAUSAL_BLOCKS))
@@ -309,7 +308,7 @@ def _backward_by_xla(q, k, v, own, parent, chosen, o, lse, g, *, scale):
     )
 
 
-# By a kernel.
+# Kernels.
 
 
 def _forward_by_kernel(q, k, v, own, parent, chosen, *, scale, kernel, interpret=False):
@@ -331,7 +330,7 @@ def _backward_by_kernel(q, k, v, own, parent, chosen, o, lse, g, *, scale, kerne
 def _by(name: str, platform: str, call, kernel) -> Implementation:
     def require(q, k, v, own, parent, chosen, *rest):
         if chosen is not None:
-            raise NotImplementedError("which keys a query sees is chosen")
+            raise NotImplementedError("an indexer chooses the keys")
         kernel.require(q, k, v)
 
     return Implementation(name, platform, functools.partial(call, kernel=kernel), require)

@@ -1,4 +1,4 @@
-"""The resident base: from a name to a directory, and from a directory to parameters on a mesh."""
+"""The resident base: resolves a name to a checkpoint directory, and loads it onto a mesh."""
 
 import dataclasses
 import importlib.util
@@ -31,13 +31,13 @@ class Base:
     """One frozen base model, resident on a mesh.
 
     Attributes:
-        name: what the user asked for.
-        directory: the checkpoint it came from.
+        name: name given by the user.
+        directory: checkpoint directory.
         cfg: its dimensions.
-        params: the frozen tree; nothing ever writes to it.
-        mesh: where it lives.
+        params: the frozen tree; never written.
+        mesh: mesh of the parameters.
         tokenizer: None for a directory without one (token ids only).
-        fingerprint: hex digest naming this base in revisions.
+        fingerprint: hex digest that names this base in revisions.
     """
 
     name: str
@@ -50,12 +50,12 @@ class Base:
 
     @property
     def dtype(self) -> Any:
-        """Compute dtype: that of the final norm, for projections may be stored smaller."""
+        """Compute dtype: that of the final norm, since projections may be stored in fewer bits."""
         return self.params["final_norm"].dtype
 
     @property
     def weights(self) -> str:
-        """How the matrices are held, for reports: ``blocks``, see ``stored.py``, or dtypes."""
+        """Storage of the matrices, for reports: ``blocks``, see ``stored.py``, or dtypes."""
         kinds = {
             leaf.dtype.name
             for path, leaf in params_lib.leaves_with_path(self.params)
@@ -69,16 +69,16 @@ class Base:
 
     @property
     def full_bytes(self) -> int:
-        """Of all weights in the compute dtype, however they are held."""
+        """Bytes of all weights in the compute dtype."""
         return params_lib.count(transformer.abstract(self.cfg)) * self.dtype.itemsize
 
     @property
     def row_multiple(self) -> int:
-        """Batches have a multiple of this many rows: the ways in which the mesh splits them."""
+        """Number that batch rows are a multiple of: the ways in which the mesh splits them."""
         return sharding.ways("batch", self.mesh)
 
     def need_tokenizer(self) -> Tokenizer:
-        """The tokenizer, or an error that says what to do without one."""
+        """Returns the tokenizer; raises ``UserError`` if there is none."""
         if self.tokenizer is None:
             raise UserError(
                 f"{self.directory} has no tokenizer.json: give token ids instead of text or"
@@ -88,11 +88,11 @@ class Base:
 
 
 def resolve(name: str) -> Path:
-    """The checkpoint directory behind a base name: a directory, a packaged model, or a hub
-    repository; of random weights all but these.
+    """Returns the checkpoint directory of a base name: a directory, a packaged model, a hub
+    repository, or random weights (whose directory lacks the weights).
 
     Raises:
-        UserError: none of the three, with what was tried.
+        UserError: none of these; says what was tried.
     """
     base_names.check(name)
     if Path(name).is_dir():
@@ -105,11 +105,11 @@ def resolve(name: str) -> Path:
 
 
 def public_name(name: str) -> str:
-    """What other programs open the base of a name by: an absolute directory, or its name on the
-    hub.
+    """Returns the name by which other programs open a base: an absolute directory, or its name on
+    the hub.
 
-    The packaged base is named as the hub calls it; there lie its full weights, here those of a
-    4-bit GGUF file.
+    For the packaged base this is the hub's name. The hub has its full weights, the package those of
+    a 4-bit GGUF file.
     """
     if Path(name).is_dir():
         return str(Path(name).resolve())
@@ -127,7 +127,7 @@ def _unpack(name: str) -> Path:
         return target
     found = importlib.util.find_spec(module) is not None
     if there and not (found and os.access(target.parent, os.W_OK)):
-        # converted before blocks were kept, and not ours to convert again: it is held in full
+        # Converted without blocks, and not writable here: it is loaded in full.
         return target
     return gguf.convert(base_names.need_package(name) / file, target)
 
@@ -148,8 +148,8 @@ def _make_random(name: str) -> Path:
 
 
 def _outline_of_random(name: str) -> Path:
-    """A directory with the ``config.json`` of a base that is made on the devices, and the packaged
-    model's tokenizer where there is one.
+    """Returns a directory with the ``config.json`` of a base of random weights, and the packaged
+    model's tokenizer if available.
     """
     fields = base_names.shape(name)
     target = cache_dir() / "bases" / f"random-{made.fingerprint(fields)[:16]}"
@@ -177,8 +177,9 @@ def _download(name: str) -> Path:
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(
-            f"base {name!r} is no directory here and the hub did not give it ({reason}): check the"
-            f" name and the network, or use a local directory or one of: {', '.join(PACKAGED)}"
+            f"base {name!r} is not a local directory, and the hub did not return it ({reason}):"
+            " check the name and the network, or use a local directory or one of:"
+            f" {', '.join(PACKAGED)}"
         ) from None
 
 
@@ -194,11 +195,11 @@ def load(
     """Resolves and loads a base.
 
     Args:
-        dtype: ``float32`` or ``bfloat16``: storage and compute of the base.
+        dtype: ``float32`` or ``bfloat16``, storage and compute dtype of the base.
         quantise: ``int8`` or ``float8`` stores the layers' matrices in 8 bits, see
-            ``quantised.py``; empty: as ``dtype`` says.
-        as_stored: whether weights that the checkpoint has in fewer bits than float32 stay so where
-            that serves, see ``stored.py``.
+            ``quantised.py``; empty stores them in ``dtype``.
+        as_stored: keep weights that the checkpoint stores in fewer bits than float32 in that form
+            where possible, see ``stored.py``.
 
     Raises:
         UserError: see ``resolve`` and ``hf.load``; also a tokenizer with more ids than the model
@@ -214,12 +215,12 @@ def load(
     if tokenizer is not None and tokenizer.vocab_size > cfg.vocab_size:
         raise UserError(
             f"the tokenizer in {directory} has ids up to {tokenizer.vocab_size - 1} but the model"
-            f" has {cfg.vocab_size} rows: tokenizer and weights do not belong together"
+            f" has {cfg.vocab_size} rows: tokenizer and weights do not match"
         )
     if base_names.is_random(name):
         params = made.params(cfg, mesh, DTYPES[dtype], quantise, progress)
         return Base(name, directory, cfg, params, mesh, tokenizer, fingerprint(name, directory))
-    as_stored = as_stored and not stored.why_not(
+    as_stored = as_stored and not stored.reason_against(
         DTYPES[dtype], quantise, list(mesh.devices.flat), kernels.layer_matmul
     )
     params = hf.load(directory, cfg, mesh, DTYPES[dtype], progress, quantise, as_stored)
@@ -227,7 +228,7 @@ def load(
 
 
 def fingerprint(name: str, directory: Path) -> str:
-    """The hex digest of a base by its name and where ``resolve`` found it."""
+    """Returns the hex digest of a base, by its name and its resolved directory."""
     return (
         made.fingerprint(base_names.shape(name))
         if base_names.is_random(name)

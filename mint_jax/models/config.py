@@ -1,6 +1,6 @@
-"""``ModelConfig``: what the model functions need to know, read from a Hugging Face ``config.json``.
+"""``ModelConfig``: dimensions and switches of a model, read from a Hugging Face ``config.json``.
 
-A model is described by these fields, never by testing its name; families differ only in the mapping
+A model is described by these fields, never by testing its name. Families differ only in the mapping
 below and in the name table of ``models/hf.py``.
 """
 
@@ -44,12 +44,12 @@ class Experts:
 
     Attributes:
         count: E routed experts of a layer.
-        per_token: X experts that each token visits.
+        per_token: X experts visited by each token.
         width: F of one expert.
-        shared: experts that every token visits, kept as one MLP of ``shared * width``.
-        scores: ``softmax`` over all experts, or ``sigmoid`` of each with a bias that only the
-            choice sees (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
-        normalise: the chosen weights are divided by their sum.
+        shared: experts visited by every token, stored as one MLP of ``shared * width``.
+        scores: ``softmax`` over all experts, or ``sigmoid`` of each with a bias that only affects
+            the choice (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
+        normalise: divide the chosen weights by their sum.
         scale: factor on the weights after that.
         groups, groups_chosen: experts come from the best ``groups_chosen`` of ``groups`` equal
             groups.
@@ -71,9 +71,8 @@ class Latent:
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1).
 
     Attributes:
-        q_latent: width of the query's bottleneck; 0 where queries come straight from the residual
-            stream.
-        kv_latent: C, width of the latent from which keys and values are expanded.
+        q_latent: width of the query's latent; 0 if queries come directly from the residual stream.
+        kv_latent: C, width of the latent of keys and values.
         nope, rope: dimensions of a head's key without and with rotary position; the rotary part is
             shared by the heads.
         value: dimensions of a head's value.
@@ -92,10 +91,10 @@ class Indexer:
 
     Attributes:
         heads, width: I heads of this many dimensions.
-        topk: keys that a query attends to.
+        topk: number of keys that a query attends to.
         interleaved: rotary pairs are neighbours; otherwise the halves of the head.
-        full: per layer, whether it has an indexer; the others reuse the choice of the last layer
-            that has one.
+        full: per layer, True if it has an indexer; other layers reuse the choice of the last layer
+            with one.
     """
 
     heads: int
@@ -107,12 +106,11 @@ class Indexer:
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """Dimensions and switches of a decoder. Letters as in the style of this code base: D, F, N, K,
-    H, V, L.
+    """Dimensions and switches of a decoder, with the axis letters D, F, N, K, H, V, L.
 
     ``latent`` replaces grouped-query attention, ``experts`` the MLP of all but the first
-    ``dense_layers`` layers. ``directory`` is the checkpoint that it was read with, for questions
-    about its files; it is no part of equality.
+    ``dense_layers`` layers. ``directory`` is the source checkpoint, used to look up its files; it
+    is not part of equality.
     """
 
     family: str
@@ -141,7 +139,7 @@ class ModelConfig:
 
     @property
     def stacks(self) -> dict[str, int]:
-        """Layer kind -> number of layers, in the order they run."""
+        """Number of layers by kind, in execution order."""
         dense = self.num_layers if self.experts is None else self.dense_layers
         return {
             kind: layers
@@ -151,27 +149,24 @@ class ModelConfig:
 
     @property
     def routed(self) -> bool:
-        """Whether any layer has experts: one with a prefix of dense layers may have nothing behind
-        it.
-        """
+        """True if any layer has experts; a model with experts may be all dense prefix."""
         return "moe" in self.stacks
 
     def layers_of(self, kind: str) -> range:
-        """The layers of one stack, numbered through the model."""
+        """Returns the layers of one stack, numbered through the model."""
         first = 0 if kind == "dense" or "dense" not in self.stacks else self.stacks["dense"]
         return range(first, first + self.stacks[kind])
 
     @property
     def rope_dim(self) -> int:
-        """Dimensions of a head that carry rotary position."""
+        """Dimensions of a head with rotary position."""
         return self.latent.rope if self.latent is not None else self.head_dim
 
     def replace(self, **changes: Any) -> "ModelConfig":
         return dataclasses.replace(self, **changes)
 
 
-# Every field of config.json that is read -> its value where the file lacks it: the default of the
-# transformers class.
+# Every field of config.json that is read -> default of the transformers class.
 _GROUPED = {
     "vocab_size": 151936,
     "hidden_size": 4096,
@@ -267,9 +262,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     ),
 }
 _OFF, _ONE = (None, False), (None, 1)
-# Fields that change the forward pass, in the transformers class or in the code of a model's makers
-# -> the values that are computed here. Any other value is refused. Fields in neither table have no
-# effect in the transformers class.
+# Fields that change the forward pass, in the transformers class or in the model's original code ->
+# supported values. Other values are rejected. Fields in neither table have no effect in the
+# transformers class.
 ONLY: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
     "is_causal": (None, True),
@@ -310,12 +305,11 @@ _ROPE_NEEDS = {  # rope_type -> keys that its formula needs
 
 
 def _rope(fields: dict[str, Any], context: int) -> tuple[float, RopeScaling | None]:
-    """Base and scaling of the rotary embedding, from any of the spellings that transformers 5
+    """Returns base and scaling of the rotary embedding, from any spelling that transformers 5
     reads.
 
-    ``rope_scaling`` (old) replaces ``rope_parameters`` (new) where both are there; a ``rope_theta``
-    in the one that counts goes before the one beside it; ``original_max_position_embeddings``
-    beside it goes before the one inside.
+    ``rope_scaling`` (old) overrides ``rope_parameters`` (new). A ``rope_theta`` inside overrides
+    the top-level one; a top-level ``original_max_position_embeddings`` overrides the one inside.
     """
     raw = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
     if not isinstance(raw, dict) or any(isinstance(value, dict) for value in raw.values()):
@@ -357,14 +351,14 @@ def _rope(fields: dict[str, Any], context: int) -> tuple[float, RopeScaling | No
         if raw.get(key) is not None
     }
     numbers |= {key: _number(float, raw, key) for key in ("beta_fast", "beta_slow") if raw.get(key)}
-    whole = kind == "yarn" and raw["factor"] is None  # then the lengths say it
+    whole = kind == "yarn" and raw["factor"] is None  # then the context lengths define it
     factor = context / original if whole else _number(float, raw, "factor")
     truncate = bool(raw.get("truncate", True))
     return theta, RopeScaling(kind, factor, original, truncate=truncate, **numbers)
 
 
 def _number(cast: type, fields: dict[str, Any], name: str) -> Any:
-    """A numeric field."""
+    """Returns a numeric field."""
     value = fields[name]
     if (
         isinstance(value, bool)
@@ -381,7 +375,7 @@ def _number(cast: type, fields: dict[str, Any], name: str) -> Any:
 
 
 def _decoder_fields(fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields that every supported family spells the same way."""
+    """Returns the fields that every supported family spells the same way."""
     context = _number(int, fields, "max_position_embeddings")
     width, heads = _number(int, fields, "hidden_size"), _number(int, fields, "num_attention_heads")
     if fields["num_key_value_heads"] is None:
@@ -412,7 +406,7 @@ def _decoder_fields(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _one_of(given: dict[str, Any], fields: dict[str, Any], *names: str) -> int:
-    """A number that has several names; the default is that of the first."""
+    """Returns a number that has several names; the default is that of the first."""
     found = {name: given[name] for name in names if given.get(name) is not None}
     if len(set(map(repr, found.values()))) > 1:
         raise UserError(
@@ -469,8 +463,8 @@ def _checked(experts: Experts) -> Experts:
 def _deepseek(
     given: dict[str, Any], fields: dict[str, Any], family: str, *more_names: str
 ) -> ModelConfig:
-    """DeepSeek-V3 and its kin (Kimi-K2, Moonlight): latent attention, sigmoid routing, shared
-    experts, dense first layers.
+    """Maps DeepSeek-V3 and relatives (Kimi-K2, Moonlight): latent attention, sigmoid routing,
+    shared experts, dense first layers.
     """
     if fields["n_shared_experts"] is None:
         fields = fields | {"n_shared_experts": 0}
@@ -571,15 +565,13 @@ FAMILIES: dict[str, tuple[str, Callable[..., ModelConfig]]] = {
 
 
 def from_hf(given: dict[str, Any]) -> ModelConfig:
-    """``ModelConfig`` from the contents of a ``config.json``.
+    """Returns the ``ModelConfig`` of the contents of a ``config.json``.
 
-    A field that is absent has the default of its transformers class (``DEFAULTS``). A field that
-    would change the forward pass in a way that is not implemented is refused (``ONLY``); all others
-    have no effect.
+    A missing field has the default of its transformers class (``DEFAULTS``). A field that would
+    change the forward pass in an unsupported way is rejected (``ONLY``); others have no effect.
 
     Raises:
-        UserError: an architecture, an activation, a rotary embedding or an attention option that is
-            not implemented.
+        UserError: an unsupported architecture, activation, rotary embedding or attention option.
     """
     names = given.get("architectures") or [
         name for name, (kind, _) in FAMILIES.items() if kind == given.get("model_type")
@@ -592,7 +584,7 @@ def from_hf(given: dict[str, Any]) -> ModelConfig:
     if given.get("model_type") in set(DEFAULTS) - {family}:
         raise UserError(
             f"config.json: architectures is {names!r} but model_type is {given['model_type']!r};"
-            " transformers goes by model_type: correct the one that is wrong"
+            " transformers uses model_type: correct the wrong one"
         )
     keys = ("quantization_config", "compression_config", "quantization")  # the last is MLX's
     if quantised := next((given[key] for key in keys if given.get(key)), None):
@@ -623,7 +615,7 @@ def from_hf(given: dict[str, Any]) -> ModelConfig:
 
 
 def read_config(directory: str | Path) -> ModelConfig:
-    """``ModelConfig`` of a checkpoint directory.
+    """Returns the ``ModelConfig`` of a checkpoint directory.
 
     Raises:
         UserError: no readable ``config.json`` there.
@@ -648,9 +640,7 @@ def read_config(directory: str | Path) -> ModelConfig:
 def rope_frequencies(
     dim: int, theta: float, scaling: RopeScaling | None
 ) -> tuple[np.ndarray, float]:
-    """Inverse frequencies ``[dim / 2]`` (float64) and the factor by which cos and sin are
-    multiplied.
-    """
+    """Returns inverse frequencies ``[dim / 2]`` (float64) and the factor on cos and sin."""
     exponent = np.arange(0, dim, 2, dtype=np.float64) / dim
     inv = theta**-exponent
     if scaling is None:
@@ -665,7 +655,7 @@ def rope_frequencies(
         smooth = np.clip(smooth, 0.0, 1.0)
         return (1 - smooth) * inv / scaling.factor + smooth * inv, 1.0
 
-    # the dimension that makes this many turns over the original context
+    # The dimension that makes this many rotations over the original context.
     def turns_at(rotations: float) -> float:
         return (
             dim
@@ -689,5 +679,5 @@ def rope_frequencies(
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:
-    """YaRN's attention temperature, ``0.1 * mscale * ln(factor) + 1`` (section 3.3)."""
+    """Returns YaRN's attention temperature, ``0.1 * mscale * ln(factor) + 1`` (section 3.3)."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

@@ -1,16 +1,16 @@
-"""The lightning indexer of DeepSeek sparse attention: which keys a query of latent attention may
-see at all.
+"""The lightning indexer of DeepSeek sparse attention, which chooses the keys that a query of latent
+attention may attend to.
 
 DeepSeek-V3.2 (arXiv 2512.02556, section 2.1): ``score_ts = sum_i w_ti relu(q_ti . k_s)``, with
-queries from the latent of the attention's queries, one key a token, and weights from the residual
-stream; the ``topk`` best of the keys that a token could see are chosen. In GLM-5 not every layer
-has an indexer: a layer without one reuses the choice of the last that has, through stacks of either
-kind, so the choice travels with the residual stream. It is kept as a bit a pair, one array for
-packed rows, one per part where there is a cache; None as long as ``topk`` keys are all there are.
+queries from the latent of the attention's queries, one key per token, and weights from the residual
+stream. The ``topk`` best visible keys are chosen. In GLM-5 a layer without an indexer reuses the
+choice of the last layer with one, also across stacks of dense and MoE layers, so the choice is
+carried with the residual stream. It is one bit per pair: one array for packed rows, one per part
+with a cache; None while there are at most ``topk`` keys.
 
-Nothing here has a gradient. The parameters are bare arrays, not projections with a ``w``: no
-adapter can target them. Where several keys score as the last one chosen does, all of them are
-chosen, whatever part of a cache they are in.
+Nothing here has a gradient. Parameters are bare arrays, not projections with a ``w``, so adapters
+cannot target them. If several keys tie with the last chosen one, all of them are chosen, in every
+part of a cache.
 
 Axes: B rows, T query tokens, S key positions, D model width, C the query's latent, I heads, H their
 width, U pages, and Q and W rows in two axes.
@@ -30,7 +30,7 @@ from mint_jax.models.attention import (
     Segments,
     causal,
     pack_keys,
-    seen,
+    segment_mask,
     slice_count,
     split,
     unsplit,
@@ -41,17 +41,16 @@ from mint_jax.params import ParamSpec
 from pallas_kernels.paged import last_run, read, run_pages, seen_in_run
 
 KEY_NORM_EPS = 1e-6
-# bits [B, T, ceil(S / 8)] of each part, the row's own tokens last
+# Bits [B, T, ceil(S / 8)] of each part; the row's new tokens come last.
 Chosen = tuple[jax.Array, ...] | None
 
 
-class Turn(NamedTuple):
-    """Where one layer stands among its stack's indexers; before the scan, with a leading layer
-    axis.
+class IndexerPosition(NamedTuple):
+    """Position of one layer among its stack's indexers; before the scan with a leading layer axis.
 
     Attributes:
-        nth: int32, the position of its indexer.
-        full: bool, whether it has one; None where all layers of the stack do.
+        nth: int32, index of its indexer.
+        full: bool, the layer has an indexer; None if all layers of the stack have one.
     """
 
     nth: Any
@@ -59,16 +58,16 @@ class Turn(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """The indexers of a stack of layers, ``[L_full, ...]``, and one layer's turn; ``stack`` is None
-    where no layer has one.
+    """The indexers of a stack of layers, ``[L_full, ...]``, and one layer's position; ``stack`` is
+    None if no layer has one.
     """
 
     stack: Any
-    turn: Turn
+    position: IndexerPosition
 
 
 def specs(cfg: ModelConfig, kind: str, dtype: Any) -> dict[str, Any]:
-    """``{"indexer": ...}`` for the layers of one kind that have an indexer; ``{}`` where none
+    """Returns ``{"indexer": ...}`` for the layers of one kind that have an indexer; ``{}`` if none
     has.
     """
     if cfg.indexer is None:
@@ -96,28 +95,28 @@ def _full(cfg: ModelConfig, kind: str) -> list[bool]:
 
 
 def detach(layers: Any) -> tuple[Any, Any]:
-    """The parameters of a stack without its indexers, which are fewer than its layers, and
-    those.
+    """Splits a stack's parameters into those without indexers and the indexers, of which there are
+    fewer than layers.
     """
     attn = dict(layers["attn"])
     stack = attn.pop("indexer", None)
     return layers | {"attn": attn}, stack
 
 
-def turns(cfg: ModelConfig, kind: str) -> Turn | None:
-    """What the layers of one kind do, to be scanned with their parameters; None for a model without
-    indexers.
+def positions(cfg: ModelConfig, kind: str) -> IndexerPosition | None:
+    """Returns the indexer positions of the layers of one kind, to be scanned with their parameters;
+    None for a model without indexers.
     """
     if cfg.indexer is None:
         return None
     full = np.array(_full(cfg, kind))
     nth = np.maximum(np.cumsum(full) - 1, 0).astype(np.int32)
-    return Turn(nth, None if full.all() else full)
+    return IndexerPosition(nth, None if full.all() else full)
 
 
 def undecided(B: int, T: int, view: paged.View | None, cfg: ModelConfig) -> Chosen:
-    """What the first layer is given: the shape of a choice, or None where there is nothing to
-    choose; ``view`` is the cache's.
+    """Returns the first layer's input: zeros in the shape of a choice, or None if all keys fit;
+    ``view`` is the cache's.
     """
     sizes = [*(() if view is None else (view.capacity,)), T]
     if cfg.indexer is None or sum(sizes) <= cfg.indexer.topk:
@@ -134,21 +133,21 @@ def select(
     cfg: ModelConfig,
     chosen: Chosen,
 ) -> tuple[Chosen, paged.Cache | None]:
-    """This layer's choice, and the cache with the indexer's keys of these tokens.
+    """Returns this layer's choice, and the cache with the indexer's keys of these tokens.
 
     Args:
         cache: as in ``latent_attention``, with ``index [L, U, PAGE, H]``; None without one.
-        chosen: the choice of the layer before, see ``undecided``.
+        chosen: choice of the previous layer, see ``undecided``.
     """
     assert cfg.indexer is not None
     ix = cfg.indexer
-    # Which keys are the best has no derivative, and indexers are frozen here: without the stop the
-    # backward pass would keep, and go through, products that cannot contribute.
+    # The choice has no derivative and indexers are frozen. Without stop_gradient the backward pass
+    # would store and run matmuls that contribute nothing.
     h_BTD, q_latent_BTC, stack = jax.lax.stop_gradient((h_BTD, q_latent_BTC, layer.stack))
 
     def weights() -> Any:
         return jax.tree.map(
-            lambda w: jax.lax.dynamic_index_in_dim(w, layer.turn.nth, keepdims=False), stack
+            lambda w: jax.lax.dynamic_index_in_dim(w, layer.position.nth, keepdims=False), stack
         )
 
     def keys() -> jax.Array:
@@ -158,15 +157,14 @@ def select(
         return jnp.zeros((*h_BTD.shape[:2], ix.width), h_BTD.dtype)
 
     def where_full(decide: Any, otherwise: Any) -> Any:
-        # Which layers have an indexer is data of the scan. As a condition the layers without one
-        # pay nothing for it; were both sides computed and one selected, every layer would score all
-        # keys.
+        # Which layers have an indexer is data of the scan. With a condition the other layers pay
+        # nothing; with a select every layer would score all keys.
         if stack is None:
             return otherwise()
         return (
             decide()
-            if layer.turn.full is None
-            else jax.lax.cond(layer.turn.full, decide, otherwise)
+            if layer.position.full is None
+            else jax.lax.cond(layer.position.full, decide, otherwise)
         )
 
     with jax.named_scope("indexer"):
@@ -210,8 +208,8 @@ def _keys(h_BTD, p, ctx: Context, ix: Indexer, cfg: ModelConfig) -> jax.Array:
 def _queries(
     h_BTD, q_latent_BTC, p, ctx: Context, ix: Indexer, cfg: ModelConfig
 ) -> tuple[jax.Array, jax.Array]:
-    """Queries ``[B, T, I, H]`` and float32 weights ``[B, T, I]`` with every constant factor in
-    them.
+    """Returns queries ``[B, T, I, H]`` and float32 weights ``[B, T, I]``, which include all
+    constant factors.
     """
     B, T, _ = h_BTD.shape
     q = jnp.einsum("BTC,CF->BTF", q_latent_BTC, p["q"], preferred_element_type=jnp.float32).astype(
@@ -235,14 +233,14 @@ def _layer_norm(x_BTH: jax.Array, p: Any) -> jax.Array:
 
 def _with_position(x_BTIH: jax.Array, ctx: Context, ix: Indexer, cfg: ModelConfig) -> jax.Array:
     """Rotates the first ``rope_dim`` dimensions of each head."""
-    turned, rest = jnp.split(x_BTIH, [cfg.rope_dim], axis=-1)
-    turn = rotate_pairs if ix.interleaved else rotate
-    return jnp.concatenate([turn(turned, ctx.cos, ctx.sin), rest], axis=-1)
+    rotated, rest = jnp.split(x_BTIH, [cfg.rope_dim], axis=-1)
+    rotation = rotate_pairs if ix.interleaved else rotate
+    return jnp.concatenate([rotation(rotated, ctx.cos, ctx.sin), rest], axis=-1)
 
 
 def _scores(q_QWTIH: jax.Array, w_QWTI: jax.Array, k_QSH: jax.Array) -> jax.Array:
-    """``sum_i w_i relu(q_i . k)``, ``[Q, W, T, S]`` float32; as many heads at once as
-    ``SCORE_BYTES`` allows.
+    """Returns ``sum_i w_i relu(q_i . k)``, ``[Q, W, T, S]`` float32, in groups of heads that fit
+    ``SCORE_BYTES``.
     """
     (*rows, heads), S = w_QWTI.shape, k_QSH.shape[1]
     n = slice_count(heads, 4 * w_QWTI.size * S // sharding.parts_here(len(w_QWTI), "batch"))
@@ -262,31 +260,28 @@ def _scores(q_QWTIH: jax.Array, w_QWTI: jax.Array, k_QSH: jax.Array) -> jax.Arra
 
 
 def _best(parts: list[jax.Array], topk: int) -> tuple[jax.Array, ...]:
-    """The bits of the ``topk`` largest over all parts ``[B, T, S]``: those not below the last of
-    them.
+    """Returns the bits of the ``topk`` largest scores over all parts ``[B, T, S]``, including ties
+    with the last.
 
-    A query with fewer keys than ``topk`` gets them all, and some that it may not see: attention has
-    its own mask.
+    A query with fewer than ``topk`` visible keys also gets invisible ones, which attention masks.
     """
-    # The parts of a cache are split over devices by position. The best of each part are few and may
-    # travel; the scores of all positions stay where they are, and each part is then cut at the one
-    # threshold.
+    # A cache's parts are split over devices by position. The best of each part are few and may be
+    # communicated; the scores of all positions stay in place and are cut at one threshold.
     tops = [jax.lax.top_k(s, min(topk, s.shape[-1]))[0] for s in parts]
     last = jax.lax.top_k(jnp.concatenate(tops, axis=-1), topk)[0][..., -1:]
     return tuple(pack_keys(s >= last) for s in parts)
 
 
 def _choose_packed(q_BTIH, w_BTI, k_BSH, segments: Segments, topk: int) -> jax.Array:
-    """The choice of packed rows, in slices of queries so that never are all scores there at
-    once.
-    """
+    """Returns the choice of packed rows, in slices of queries so that scores fit in memory."""
     T = q_BTIH.shape[1]
     n = slice_count(T, 4 * w_BTI.size * T // sharding.parts_here(len(w_BTI), "batch"))
 
     def one(slices):
         q, w, own, parent, start = slices
         s = _scores(q[:, None], w[:, None], k_BSH)[:, 0]
-        return _best([jnp.where(seen(own, parent, segments.own, start), s, -jnp.inf)], topk)[0]
+        visible = segment_mask(own, parent, segments.own, start)
+        return _best([jnp.where(visible, s, -jnp.inf)], topk)[0]
 
     if n == 1:
         return one((q_BTIH, w_BTI, *segments, 0))
@@ -295,14 +290,14 @@ def _choose_packed(q_BTIH, w_BTI, k_BSH, segments: Segments, topk: int) -> jax.A
 
 
 def _choose_cached(q_BTIH, w_BTI, k_BTH, cache: paged.Cache, topk: int) -> Chosen:
-    """The choice over a cache's positions, prefix and own in the order of the row's table, and the
-    new tokens' own keys.
+    """Returns the choice over a cache's positions (prefix, then own, in the order of the row's
+    table) and over the new tokens' own keys.
     """
 
     def local(q_BTIH, w_BTI, k_BTH, pool, layer, view):
         B, T = w_BTI.shape[:2]
 
-        # every row reads its prefix itself: which keys a query may see is its own
+        # Every row reads its prefix itself, not in a team, because its keys are its own choice.
         def fill(run, scores):
             run_B = jnp.full((B,), run, jnp.int32)
             k_BSH = read(pool, layer, run_pages(view.table, run_B), k_BTH.shape[-1])

@@ -1,15 +1,15 @@
-"""Routed experts over a mesh: tokens travel to the experts, no expert and no adapter of one ever
-travels.
+"""Routed experts over a mesh: tokens are sent to the experts; experts and their adapters never
+move.
 
-Each device owns whole experts, and the adapters' share of them. Few tokens (decoding) are gathered
-by everybody and the results summed; many (training, prefill) are exchanged all-to-all, each token
-once per visit. A round has capacity for somewhat more tokens than equally loaded experts need;
-tokens beyond it go in further rounds, so none is ever dropped. Wherever sums depend on the round in
-which a token travels, each block of rows has capacity of its own: another policy's routing must not
-change in which order a policy's numbers are added.
+Each device owns whole experts and their adapters' factors. Few tokens (decoding) are all-gathered
+and the results summed; many (training, prefill) are exchanged all-to-all, each token once per
+visit. A round has capacity for somewhat more tokens than equally loaded experts need. Tokens beyond
+it go in further rounds, so none is dropped. Where sums depend on a token's round, each block of
+rows has its own capacity, because another policy's routing must not change the order of a policy's
+sums.
 
-The backward pass is written out, for how many rounds there are is data and JAX has no reverse of
-such a loop: it exchanges gradients the same way and recomputes the experts' inner activations.
+The backward pass is written out, because the number of rounds is data and JAX cannot reverse such a
+loop. It exchanges gradients the same way and recomputes the experts' inner activations.
 
 Axes: B rows, T tokens, D model width, X experts of a token, N tokens of a device, M token-expert
 pairs, W devices of an exchange, C capacity of a block between two of them, K keys: blocks, or
@@ -32,18 +32,18 @@ from mint_jax.lora.rows import RowAdapters
 from mint_jax.models.config import Kernels
 from mint_jax.models.experts import expert_mlp
 
-GATHER_TOKENS = 4096  # up to this many tokens of an exchange are gathered
-SLACK = 1.5  # capacity of a round over what equally loaded experts need
+GATHER_TOKENS = 4096  # largest number of tokens of an exchange that are gathered
+SLACK = 1.5  # capacity of a round relative to what equally loaded experts need
 
 
 class Visits(NamedTuple):
-    """Tokens and where they go; every array may be batched in front.
+    """Tokens and their routes; every array may have batch axes in front.
 
     Attributes:
         x: ``[N, D]``.
         ids: ``[N, X]`` int32 experts; -1 is none.
         weights: ``[N, X]`` float32.
-        block: ``[N]`` int32 block of adapters, see its ``block_of_rows``.
+        block: ``[N]`` int32 block of adapters, see ``block_of_rows``.
     """
 
     x: jax.Array
@@ -60,11 +60,11 @@ def routed(
     lora: AnyAdapters | None,
     kernels: Kernels = Kernels(),
 ) -> jax.Array:
-    """The weighted sum of each token's experts, ``[B, T, D]``.
+    """Returns the weighted sum of each token's experts, ``[B, T, D]``.
 
     Args:
-        p: ``{"gate": {"w": [E, D, F]}, "up": ..., "down": ...}``, E sharded as ``sharding.RULES``
-            says; or of all layers, with the layer's number, see ``expert_mlp``.
+        p: ``{"gate": {"w": [E, D, F]}, "up": ..., "down": ...}``, E sharded by ``sharding.RULES``;
+            or of all layers, with the layer's number, see ``expert_mlp``.
         lora: adapters of the experts, ``[P, E, R, D]`` and ``[P, E, R, F]``, E sharded likewise.
         kernels: see ``packed_lora.project``.
     """
@@ -97,7 +97,7 @@ def routed(
 
 
 def _here(v: Visits, p: Any, lora: AnyAdapters | None, kernels: Kernels) -> jax.Array:
-    """All experts on this device."""
+    """Runs all experts on this device."""
     N, X = v.ids.shape
     token = jnp.arange(N * X, dtype=jnp.int32) // X
     y_MD = expert_mlp(v.x, X, v.ids.reshape(-1), v.block[token], p, lora, kernels)
@@ -112,14 +112,13 @@ def _sharded(x, weights, lora, ids, block, p, of_block, kernels):
 
 
 def _specs(mesh: Any, lora: AnyAdapters | None, p: Any) -> tuple[PartitionSpec, Any, Any]:
-    """How tokens, adapters and experts are sharded."""
+    """Returns the sharding of tokens, adapters and experts."""
     axes = sharding.partition(("experts",), mesh)
     rows = sharding.partition(("batch",), mesh)
-    # Factors are packed by expert, ``[P, E, R, D]`` and, of rows that name slots, ``[L, S, E, R,
-    # D]``; the rest are numbers.
+    # Factors are packed by expert, ``[P, E, R, D]`` or, for rows that name slots, ``[L, S, E, R,
+    # D]``; other leaves are numbers.
     spec_of = {4: PartitionSpec(None, *axes), 5: PartitionSpec(None, None, *axes)}
-    # Experts are ``[E, D, F]``, of all layers ``[L, E, D, F]`` with one number; scales are ``[E,
-    # F]``.
+    # Experts are ``[E, D, F]``, or ``[L, E, D, F]`` with the layer's number; scales are ``[E, F]``.
     spec_of_p = {0: PartitionSpec(), 4: spec_of[4]}
     return (
         rows,
@@ -161,9 +160,8 @@ def _backward(of_block, kernels, residuals, g):
             mesh, x.shape[0], ids.shape[1], p["gate"]["w"].shape[-3], of_block, kernels
         )
         dx, dw, dlora = exchange.back(Visits(x, ids, weights, block), p, lora, g)
-        # An expert's adapters lie on one device of the experts' axes and once on each of the others
-        # that hold rows: their gradients are of different rows, and the copies stay equal only if
-        # each gets the sum.
+        # An expert's adapters are replicated over the axes that split rows but not experts. The
+        # replicas' gradients are of different rows, and replicas stay equal only with the sum.
         if replicas:
             dlora = jax.lax.psum(dlora, replicas)
         return dx.astype(x.dtype), dw, dlora
@@ -186,16 +184,16 @@ def _exchange(
     of_block: int | None,
     kernels: Kernels = Kernels(),
 ) -> "Gather | AllToAll":
-    """The cheaper way for ``tokens`` tokens of each device, ``of_block`` consecutive ones a block;
-    None: in any order, forward only.
+    """Returns the cheaper exchange for ``tokens`` tokens of each device, in blocks of ``of_block``
+    consecutive ones; None: in any order, forward only.
     """
     axes = sharding.mesh_axes("experts", mesh)
-    # axes over which tokens differ
+    # Axes over which tokens differ.
     split = tuple(a for a in axes if a in sharding.mesh_axes("batch", mesh))
-    same = tuple(a for a in axes if a not in split)  # axes over which devices hold the same tokens
-    # Gathering brings every token to every device, which needs no capacity for what chance does to
-    # the routing; its bytes grow with the tokens of all devices, those of an exchange with a
-    # device's own, times its visits and SLACK.
+    same = tuple(a for a in axes if a not in split)  # axes over which devices have the same tokens
+    # Gathering brings every token to every device and needs no capacity for uneven routing. Its
+    # bytes grow with the tokens of all devices; those of an exchange with a device's own tokens
+    # times visits and SLACK.
     gathered = tokens * math.prod(mesh.shape[a] for a in split)
     ways = math.prod(mesh.shape[a] for a in axes)
     if of_block is None or gathered <= GATHER_TOKENS:
@@ -220,16 +218,16 @@ def _exchange(
 
 
 def _capacity(pairs: int, ways: int) -> int:
-    """Pairs of a round between one device and one of ``ways`` others."""
+    """Returns the pairs of a round between one device and one of ``ways`` others."""
     return min(pairs, -(-math.ceil(SLACK * pairs / ways) // 8) * 8)
 
 
 class Plan(NamedTuple):
-    """In which order pairs travel.
+    """Order in which pairs are sent.
 
     Attributes:
-        order: ``[M]`` pairs sorted by key, those that have none last.
-        first, count: ``[K]`` the first pair of each key, and how many it has.
+        order: ``[M]`` pairs sorted by key; pairs without a key come last.
+        first, count: ``[K]`` first pair and number of pairs of each key.
     """
 
     order: jax.Array
@@ -238,26 +236,25 @@ class Plan(NamedTuple):
 
     @classmethod
     def of(cls, key_M: jax.Array, keys: int) -> "Plan":
-        """Pairs by key, 0 to ``keys - 1``; ``keys`` is none."""
+        """Sorts pairs by key, 0 to ``keys - 1``; ``keys`` means no key."""
         count = jnp.zeros((keys + 1,), jnp.int32).at[key_M].add(1)[:-1]
         return cls(jnp.argsort(key_M, stable=True), jnp.cumsum(count) - count, count)
 
     def rounds(self, capacity: int) -> jax.Array:
-        """How many it takes with ``capacity`` pairs of each key in one."""
+        """Returns the number of rounds with ``capacity`` pairs of each key."""
         return jnp.max(-(-self.count // capacity))
 
     def round(self, r: jax.Array, capacity: int) -> tuple[jax.Array, jax.Array]:
-        """The pairs of round r, ``[K * capacity]``, and which of them are real."""
-        # Capacity that a key does not fill is clipped to some pair that exists. What it computes is
-        # thrown away by ``real``, and with a select: that pair may be another policy's, whose
-        # numbers may be NaN, and NaN times 0 is NaN.
+        """Returns the pairs of round r, ``[K * capacity]``, and which of them are real."""
+        # Unfilled capacity is clipped to some existing pair, whose result ``real`` discards with a
+        # select: that pair may be another policy's and NaN, and NaN times 0 is NaN.
         nth = r * capacity + jnp.arange(capacity, dtype=jnp.int32)[None]
         at = jnp.clip(self.first[:, None] + nth, 0, self.order.shape[0] - 1)
         return self.order[at].reshape(-1), (nth < self.count[:, None]).reshape(-1)
 
 
 def _weighted(x_ND, token_M, expert_M, block_M, weight_M, p, lora, kernels):
-    """Rows times their weights, float32 ``[M, D]``."""
+    """Returns rows times their weights, float32 ``[M, D]``."""
     return (
         expert_mlp(x_ND, token_M, expert_M, block_M, p, lora, kernels).astype(jnp.float32)
         * weight_M[:, None]
@@ -265,18 +262,19 @@ def _weighted(x_ND, token_M, expert_M, block_M, weight_M, p, lora, kernels):
 
 
 class Gather(NamedTuple):
-    """Every device sees all tokens and computes what its own experts owe them.
+    """Every device gathers all tokens and computes those routed to its own experts.
 
-    Forward the blocks share their capacity: a token's pairs are added in their order, whatever the
-    round. Backward each has its own, for the gradient of its adapter is a sum over rounds.
+    In the forward pass blocks share the capacity: a token's pairs are added in their order,
+    whatever the round. In the backward pass each block has its own, because its adapter's gradient
+    is a sum over rounds.
 
     Attributes:
         axes: mesh axes over which experts are split.
-        split: those of them over which tokens are split too.
+        split: those over which tokens are split too.
         same: the others.
-        capacity: pairs of a round forward.
-        capacity_back: pairs of a block in a round backward.
-        experts: experts held here.
+        capacity: pairs of a forward round.
+        capacity_back: pairs of a block in a backward round.
+        experts: number of local experts.
         kernels: see ``packed_lora.project``.
     """
 
@@ -301,7 +299,7 @@ class Gather(NamedTuple):
         return jax.lax.psum(x, self.same) if self.same else x
 
     def _plan(self, v: Visits, block_M: jax.Array, blocks: int) -> tuple[Plan, jax.Array]:
-        """The pairs whose expert is here, by block; and the local expert of every pair or -1."""
+        """Returns the pairs with a local expert, by block; and every pair's local expert or -1."""
         local = v.ids.reshape(-1) - jax.lax.axis_index(self.axes) * self.experts
         here = (local >= 0) & (local < self.experts) & (v.ids.reshape(-1) >= 0)
         return Plan.of(jnp.where(here, block_M, blocks), blocks), jnp.where(here, local, -1)
@@ -313,9 +311,8 @@ class Gather(NamedTuple):
         def body(r, y):
             pair, real = plan.round(r, self.capacity)
             token, expert = pair // v.ids.shape[1], jnp.where(real, local[pair], -1)
-            # A token's experts here may be in different rounds and the same row is added to twice:
-            # in float32, in the order of its pairs, so that the sum does not depend on who else is
-            # in the round.
+            # A token's local experts may be in different rounds, which add to the same row. The sum
+            # is float32 in the order of the pairs, so it does not depend on other tokens.
             return y.at[token].add(
                 _weighted(
                     v.x,
@@ -369,8 +366,8 @@ class Gather(NamedTuple):
 
 
 def _zero_sums(v: Visits, lora: AnyAdapters | None) -> tuple[jax.Array, jax.Array, Any]:
-    """Float32 zeros, in which the gradients of activations, of every pair's weight and of adapters
-    are summed over rounds.
+    """Returns float32 zeros to sum the gradients of activations, pair weights and adapters over
+    rounds.
     """
     dlora = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), lora)
     return jnp.zeros(v.x.shape, jnp.float32), jnp.zeros((v.ids.size,), jnp.float32), dlora
@@ -381,19 +378,19 @@ def _like(tree: Any, other: Any) -> Any:
 
 
 class AllToAll(NamedTuple):
-    """Each token goes to the devices of its experts, ``capacity`` pairs of a block between two
+    """Each token is sent to the devices of its experts, ``capacity`` pairs of a block between two
     devices a round.
 
     Attributes:
         axes: mesh axes over which experts are split.
-        same: those over which devices hold the same tokens: each takes its share of them.
-        copies: devices that hold the same tokens.
+        same: those over which devices have the same tokens; each device takes a share of them.
+        copies: number of devices with the same tokens.
         ways: W devices of the exchange.
-        blocks: most blocks that a device has tokens of.
+        blocks: maximum number of blocks with tokens on one device.
         capacity: C.
-        experts: experts held here.
+        experts: number of local experts.
         kernels: see ``packed_lora.project``.
-        all_axes: every mesh axis, so that all devices make the same number of rounds.
+        all_axes: every mesh axis, so that all devices run the same number of rounds.
     """
 
     axes: tuple[str, ...]
@@ -407,7 +404,7 @@ class AllToAll(NamedTuple):
     all_axes: tuple[str, ...]
 
     def _share(self, x: jax.Array, fill: int = 0) -> jax.Array:
-        """This device's share of the tokens that ``same`` devices hold alike."""
+        """Returns this device's share of the tokens that ``same`` devices all have."""
         if not self.same:
             return x
         size = -(-x.shape[0] // self.copies)
@@ -427,18 +424,17 @@ class AllToAll(NamedTuple):
         return jax.lax.all_gather(x, self.same, axis=0, tiled=True)[:tokens] if self.same else x
 
     def _plan(self, v: Visits) -> tuple[Plan, jax.Array]:
-        """Pairs by device and block, and the rounds they need."""
+        """Returns pairs by device and block, and the number of rounds."""
         keys, ids = self.ways * self.blocks, v.ids.reshape(-1)
-        # among those here, which are consecutive
+        # Relative to the device's first block; its blocks are consecutive.
         block = jnp.repeat(v.block - v.block[0], v.ids.shape[1])
         plan = Plan.of(jnp.where(ids >= 0, ids // self.experts * self.blocks + block, keys), keys)
-        # The most that any device needs, over axes that take no part in this exchange too: a device
-        # that left the loop earlier would be missed in the collectives of the others, which then
-        # wait for ever.
+        # The maximum over all devices, also along axes outside this exchange: a device that left
+        # the loop earlier would deadlock the collectives of the others.
         return plan, jax.lax.pmax(plan.rounds(self.capacity), self.all_axes)
 
     def _swap(self, tree: Any) -> Any:
-        """``[W * blocks * C, ...]``: what is for device w goes there, what comes from w stands at
+        """Exchanges ``[W * blocks * C, ...]``: sends the w-th part to device w, and receives w's in
         its place.
         """
         return jax.tree.map(
@@ -447,7 +443,7 @@ class AllToAll(NamedTuple):
         )
 
     def _send(self, v: Visits, pair: jax.Array, real: jax.Array) -> Any:
-        """Rows for the experts of other devices: activations, local expert or -1, block, weight."""
+        """Sends rows to the experts' devices: activations, local expert or -1, block, weight."""
         token = pair // v.ids.shape[1]
         expert = jnp.where(real, v.ids.reshape(-1)[pair] % self.experts, -1)
         return self._swap(

@@ -1,13 +1,13 @@
-"""Routed experts with packed adapters: rows sorted by (expert, adapter), base and deltas as grouped
-matmuls.
+"""Routed experts with packed adapters: rows are sorted by (expert, adapter), and base and deltas
+are grouped matmuls.
 
-Every token is computed by every expert that it was routed to. The base multiplies each expert's
-rows of all adapters together; an adapter of rank r adds rank-r work for its own rows only, however
-many adapters are resident.
+Every token is computed by all experts that it was routed to. The base multiplies each expert's rows
+of all adapters together. An adapter of rank r adds rank-r work for its own rows only, whatever the
+number of resident adapters.
 
-Axes: N tokens, M rows (a token and one of its experts), E experts held here, D model width, F
-expert width, P blocks of a rank bucket, R rank. Adapter factors are packed, ``[P, E, R, D]`` and
-``[P, E, R, F]``, one array per projection and factor.
+Axes: N tokens, M rows (a token and one of its experts), E local experts, D model width, F expert
+width, P blocks of a rank bucket, R rank. Adapter factors are packed, ``[P, E, R, D]`` and ``[P, E,
+R, F]``, one array per projection and factor.
 """
 
 import functools
@@ -30,7 +30,7 @@ NAMES = ("gate", "up", "down")
 
 
 def specs(L: int, E: int, D: int, F: int, dtype: Any) -> dict[str, Any]:
-    """The matrices of ``L`` layers of ``E`` experts."""
+    """Returns the specs of the matrices of ``L`` layers of ``E`` experts."""
 
     def packed(d_in: int, d_out: int, axes: tuple[str, str]) -> dict[str, ParamSpec]:
         return {"w": ParamSpec((L, E, d_in, d_out), ("layers", "experts", *axes), dtype)}
@@ -40,15 +40,15 @@ def specs(L: int, E: int, D: int, F: int, dtype: Any) -> dict[str, Any]:
 
 
 def detach(layers: Any) -> tuple[Any, Any]:
-    """The parameters of a stack of layers without its experts' matrices, and those; None where
-    there are none.
+    """Splits a stack's parameters into those without the experts' matrices and these matrices; None
+    without experts.
 
-    A scan over layers slices what it is given, which is a copy, and a layer's experts are most of a
-    model: as the scan's inputs all of them were read and written in every step of decoding, also
-    those that no token visits (Qwen3-30B-A3B's 128 are 1.2 GB a layer in bfloat16, and a row visits
-    8). Two cores, six layers of 64 experts of 512 x 384, float32, 4 visited: a step of 1, 8 and 32
-    rows took 105 to 138, 143 to 148 and 214 to 228 ms as slices, and 6.5 to 8.4, 51 to 53 and 105
-    to 132 so. So the loop closes over whole stacks, and products begin at a layer's first expert
+    A scan over layers slices its inputs, which copies them, and experts are most of a model's
+    bytes. As scan inputs all experts were read and written in every decode step, including those
+    that no token visits (the 128 of Qwen3-30B-A3B are 1.2 GB a layer in bfloat16, and a row visits
+    8). On two cores with six layers of 64 experts of 512 x 384, float32, 4 visited, a step of 1, 8
+    and 32 rows took 105-138, 143-148 and 214-228 ms with slices, and 6.5-8.4, 51-53 and 105-132
+    without. So the loop closes over whole stacks, and matmuls begin at a layer's first expert
     (``attach``).
     """
     if "moe" not in layers:
@@ -63,8 +63,8 @@ def detach(layers: Any) -> tuple[Any, Any]:
 
 
 def attach(layer: Any, stacks: Any, number: jax.Array) -> Any:
-    """One layer's parameters with its experts as ``expert_mlp`` takes them, whole stacks and the
-    layer's number.
+    """Returns one layer's parameters with its experts as ``expert_mlp`` takes them: whole stacks
+    and the layer's number.
     """
     if stacks is None:
         return layer
@@ -76,8 +76,8 @@ def attach(layer: Any, stacks: Any, number: jax.Array) -> Any:
 
 
 def _of_layer(leaf: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """A projection's matrices as ``packed_lora.project`` takes them: those of all layers behind
-    each other.
+    """Returns a projection's matrices as ``packed_lora.project`` takes them, flattened over
+    layers.
     """
     if "layer" not in leaf:
         return leaf
@@ -90,9 +90,9 @@ class Order(NamedTuple):
     """Rows sorted by (expert, block).
 
     Attributes:
-        order, inverse: ``[M]`` permutations; rows of no expert held here come last.
+        order, inverse: ``[M]`` permutations; rows without a local expert come last.
         counts: ``[E, blocks]`` rows of each expert and block.
-        expert, block: ``[M]`` of each sorted row; the number of blocks for rows of no expert.
+        expert, block: ``[M]`` of each sorted row; ``blocks`` for rows without a local expert.
     """
 
     order: jax.Array
@@ -103,20 +103,19 @@ class Order(NamedTuple):
 
 
 def sort_rows(expert_M: jax.Array, block_M: jax.Array, E: int, blocks: int) -> Order:
-    """Sorts rows; an expert outside ``0 .. E - 1`` is held elsewhere."""
+    """Sorts rows; an expert outside ``0 .. E - 1`` is on another device."""
     here = (expert_M >= 0) & (expert_M < E)
-    # By expert, then by block: the base's product meets all rows of an expert in one piece, whoever
-    # they belong to, and within it each adapter's rows are one piece too. Stable, so that a
-    # policy's rows keep their order among themselves, and its sums theirs, whatever other policies
-    # send to the same expert (law 3).
+    # By expert, then by block: the base multiplies all rows of an expert in one piece, and each
+    # adapter's rows are one piece within it. Stable, so that a policy's rows keep their relative
+    # order, and its sums their rounding, whatever other policies route to the same expert (law 3).
     key = jnp.where(here, expert_M * blocks + block_M, E * blocks).astype(jnp.int32)
     order = jnp.argsort(key, stable=True)
     rank = jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0], dtype=order.dtype))
     counts = jnp.zeros((E * blocks + 1,), jnp.int32).at[key].add(1)[:-1].reshape(E, blocks)
     sorted_key = key[order]
-    held = sorted_key < E * blocks
+    is_local = sorted_key < E * blocks
     return Order(
-        order, rank, counts, sorted_key // blocks, jnp.where(held, sorted_key % blocks, blocks)
+        order, rank, counts, sorted_key // blocks, jnp.where(is_local, sorted_key % blocks, blocks)
     )
 
 
@@ -129,17 +128,16 @@ def expert_mlp(
     lora: AnyAdapters | None,
     kernels: Kernels = Kernels(),
 ) -> jax.Array:
-    """``down(silu(gate x) * up x)`` of each row's expert with its block's adapter, ``[M, D]``;
-    zeros for no expert.
+    """Computes ``down(silu(gate x) * up x)`` of each row's expert with its block's adapter, ``[M,
+    D]``; zeros for rows without an expert.
 
     Args:
         x_ND: tokens.
-        token_M: which token each row is; or how many rows every token has, which then follow each
-            other.
-        expert_M: expert of each row, 0 to E - 1; anything else is none.
-        block_M: block of each row, see its ``block_of_rows``.
-        p: ``{"gate": {"w": [E, D, F]}, "up": ..., "down": {"w": [E, F, D]}}``; with ``"layer"`` in
-            each, its number, ``w`` is of all layers, ``[L, E, D, F]``.
+        token_M: token of each row; or the number of consecutive rows of every token.
+        expert_M: expert of each row, 0 to E - 1; other values are no expert.
+        block_M: block of each row, see ``block_of_rows``.
+        p: ``{"gate": {"w": [E, D, F]}, "up": ..., "down": {"w": [E, F, D]}}``. With ``"layer"`` in
+            each, the layer's number, ``w`` is of all layers, ``[L, E, D, F]``.
         lora: this layer's adapters of the experts.
         kernels: see ``packed_lora.project``.
     """
@@ -163,13 +161,13 @@ def expert_mlp(
     )
 
 
-# Gradients of what is moved are gathered: a scatter is slower, and on a GPU it adds a token's rows
-# in whatever order its threads come.
+# Gradients of permutations are gathers: a scatter is slower, and on a GPU it adds a token's rows in
+# nondeterministic order.
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _rows_of(x_ND: jax.Array, order_M: jax.Array, inverse_M: jax.Array, each: int) -> jax.Array:
-    """The tokens as sorted rows, ``each`` for each of them."""
+    """Gathers the tokens of sorted rows; each token has ``each`` rows."""
     return x_ND[order_M // each]
 
 
@@ -190,7 +188,7 @@ _rows_of.defvjp(lambda x, order, inverse, each: (x[order // each], inverse), _ro
 
 @jax.custom_vjp
 def _put_back(y_MD: jax.Array, order_M: jax.Array, inverse_M: jax.Array) -> jax.Array:
-    """Sorted rows in the order that they had before."""
+    """Restores the original order of sorted rows."""
     return y_MD[inverse_M]
 
 
@@ -207,7 +205,7 @@ def _project(
     order: Order,
     kernels: Kernels,
 ) -> list[jax.Array]:
-    """The projections ``names`` of the same rows."""
+    """Computes the projections ``names`` of the same rows."""
     adapters, first = [], 0
     layer = lora.layer if isinstance(lora, RowAdapters) else None
     for bucket, blocks in zip(lora.buckets, lora.blocks) if lora is not None else ():
@@ -218,11 +216,11 @@ def _project(
             for name in names
         ]
         if any(pairs):
-            mine = jnp.clip(order.block - first, 0, blocks - 1)
+            index = jnp.clip(order.block - first, 0, blocks - 1)
             scale_M = (
                 None
                 if scale_P is None
-                else jnp.where(order.block < first + blocks, scale_P[mine], 1.0)
+                else jnp.where(order.block < first + blocks, scale_P[index], 1.0)
             )
             adapters.append(
                 Adapters(
@@ -243,13 +241,12 @@ def _project(
 def _placed(
     bucket: Any, blocks: int, layer: jax.Array | None
 ) -> tuple[Any, jax.Array, jax.Array | None]:
-    """A bucket's factors with all in front of an expert's ``[R, .]`` to be one axis, of each block
-    the place of its adapter there in adapters, and its scale where B does not hold it.
+    """Returns a bucket's factors, the index of each block's adapter along the axes before ``[R,
+    .]``, flattened, and its scale if B does not include it.
     """
     if not isinstance(bucket, RowBucket):
         return bucket, jnp.arange(blocks, dtype=jnp.int32), None
-    # Whole stacks of all layers: a slice of this layer's would be a copy of every resident adapter,
-    # in every step.
+    # Whole stacks: a slice of this layer's would copy every resident adapter in every step.
     S = bucket.scale.shape[0]
     return (
         bucket.factors,
@@ -259,15 +256,15 @@ def _placed(
 
 
 def groups_of(order: Order, first: int, place_P: jax.Array) -> Groups:
-    """The rows of one rank bucket, whose blocks are ``first .. first + P - 1`` and whose adapters
-    have these places.
+    """Returns the rows of one rank bucket, with blocks ``first .. first + P - 1`` and these adapter
+    indices.
     """
     (E, blocks), P = order.counts.shape, place_P.shape[0]
     begin = (jnp.cumsum(order.counts.reshape(-1)) - order.counts.reshape(-1)).reshape(E, blocks)
     index = place_P[None] * E + jnp.arange(E, dtype=jnp.int32)[:, None]
-    mine = (order.block >= first) & (order.block < first + P)
+    is_own = (order.block >= first) & (order.block < first + P)
     factor = jnp.where(
-        mine, place_P[jnp.clip(order.block - first, 0, P - 1)] * E + order.expert, -1
+        is_own, place_P[jnp.clip(order.block - first, 0, P - 1)] * E + order.expert, -1
     )
     rows = slice(first, first + P)
     return Groups(

@@ -1,8 +1,8 @@
-"""GGUF files -> a Hugging Face checkpoint directory, dequantised here with ``gguf``, and the blocks
-of 4 and 8 bits beside it.
+"""Conversion of GGUF files to Hugging Face checkpoint directories: dequantised weights, and the
+original blocks of 4 and 8 bits.
 
-Covers the ``llama`` architecture with a byte-level BPE tokenizer (SmolLM2 and its like). llama.cpp
-permutes the rows of q and k for its interleaved rotary embedding; this undoes it.
+Covers the ``llama`` architecture with a byte-level BPE tokenizer (such as SmolLM2). llama.cpp
+permutes the rows of q and k for its interleaved rotary embedding; this is undone.
 """
 
 import json
@@ -28,8 +28,8 @@ _LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-# fields of llama.* that are read or checked; another one may change the forward pass (scaled rope,
-# experts, windows)
+# Fields of llama.* that are read or checked. Others may change the forward pass (scaled rope,
+# experts, windows).
 _READ = {
     *(
         "block_count",
@@ -52,13 +52,10 @@ _SPECIAL_TOKEN = 3  # gguf token_type of control tokens
 
 def convert(file: str | Path, directory: str | Path) -> Path:
     """Writes ``config.json``, ``model.safetensors`` (float32), ``model.blocks`` and the tokenizer
-    of a GGUF file.
-
-    The directory appears whole or not at all, so a crash half-way leaves nothing that a later run
-    would trust.
+    of a GGUF file. The directory is created atomically.
 
     Raises:
-        UserError: not a GGUF file, or an architecture or tokenizer that is not covered.
+        UserError: not a GGUF file, or an unsupported architecture or tokenizer.
     """
     import gguf
 
@@ -126,7 +123,7 @@ def _tensors(reader: Any, fields: dict[str, Any]) -> dict[str, np.ndarray]:
 
 
 def _blocks(reader: Any, fields: dict[str, Any]) -> dict[str, tuple[str, np.ndarray]]:
-    """Kind and rows of bytes of the tensors that come in blocks which a base may stay in."""
+    """Returns kind and rows of bytes of the tensors in supported blocks."""
     return {
         _hf_name(tensor.name): (
             tensor.tensor_type.name,
@@ -138,7 +135,7 @@ def _blocks(reader: Any, fields: dict[str, Any]) -> dict[str, tuple[str, np.ndar
 
 
 def _rows_in_order(rows: np.ndarray, name: str, fields: dict[str, Any]) -> np.ndarray:
-    """A tensor's rows, of numbers or of bytes, as transformers has them."""
+    """Returns a tensor's rows, of numbers or of bytes, in transformers' order."""
     heads = fields["llama.attention.head_count"]
     if ".attn_q." in name:
         rows = _undo_rope_permutation(rows, heads)
@@ -190,7 +187,7 @@ def _check_names(reader: Any) -> None:
 
 
 def _undo_rope_permutation(w: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of each head from interleaved pairs (0, H/2, 1, H/2 + 1, ...) back to two halves."""
+    """Reorders the rows of each head from interleaved pairs (0, H/2, 1, ...) to two halves."""
     rows, d_in = w.shape
     head_dim = rows // heads
     return w.reshape(heads, head_dim // 2, 2, d_in).swapaxes(1, 2).reshape(rows, d_in)

@@ -1,13 +1,12 @@
-"""Grouped matmul: rows sorted by group, each group with a matrix of its own; rows behind the last
+"""Grouped matmul: rows are sorted by group, and each group has its own matrix. Rows after the last
 group give zeros.
 
-On accelerators this is a product of ``pallas_kernels.grouped_matmul``: on TPUs
-``jax.lax.ragged_dot``, on NVIDIA's GPUs a kernel. XLA's CPU form of the former multiplies every row
-by every matrix, so there the product runs in tiles of one group's rows, in a loop as long as there
-are tiles: exact for any distribution of rows.
+On accelerators this is ``pallas_kernels.grouped_matmul``: ``jax.lax.ragged_dot`` on TPUs, a kernel
+on NVIDIA GPUs. XLA's CPU form of ``ragged_dot`` multiplies every row by every matrix, so on CPUs
+the product runs in a loop over tiles of one group's rows, exact for any distribution of rows.
 
-No group reads another's rows or matrix, though a product by 0 would hide them as long as they are
-finite: 0 times NaN is NaN. Tiles mask both operands.
+No group reads another's rows or matrix, even multiplied by 0: 0 times NaN is NaN. Tiles mask both
+operands.
 
 Axes: M rows, G groups, W matrices, K in, N out.
 """
@@ -27,12 +26,11 @@ from pallas_kernels.dispatch import named
 from pallas_kernels.grouped_matmul.xla import finite, group_of_rows
 from pallas_kernels.schedule import schedule
 
-# Rows of a tile on CPU: a multiple of STEP, about MAX_TILE at most. A tile costs a pass over its
-# matrix, so many small ones read the experts again and again; rows beyond a group's last are
-# computed in vain. On two AVX-512 cores, float32, 2,048 rows and matrices of 512 x 256: of 128
-# experts tiles of 24 rows (chosen here) take 17 ms, of 8 rows 27, of 160 rows 33, of 512 rows 70;
-# of 16 experts tiles of 152 rows (chosen) 5 ms, of 8 rows 14, of 512 rows 9. ``ragged_dot``, which
-# XLA's CPU form runs as every row by every matrix, takes 518 and 88 ms.
+# Rows of a CPU tile: a multiple of STEP, about MAX_TILE at most. A tile costs a pass over its
+# matrix, so small tiles read the experts repeatedly; rows past a group's end are wasted work. On
+# two AVX-512 cores, float32, 2,048 rows and matrices of 512 x 256: for 128 experts tiles of 24 rows
+# (chosen here) take 17 ms, of 8 rows 27, of 160 rows 33, of 512 rows 70; for 16 experts tiles of
+# 152 rows (chosen) 5 ms, of 8 rows 14, of 512 rows 9. ``ragged_dot`` takes 518 and 88 ms.
 STEP, MAX_TILE = 8, 160
 
 
@@ -44,14 +42,15 @@ def grouped_matmul(
     transposed: bool = False,
     kernel: str = "auto",
 ) -> jax.Array:
-    """``x[m] @ w[index[group of m]]``, ``[M, N]`` in the dtype of ``x``, accumulated in float32.
+    """Returns ``x[m] @ w[index[group of m]]``, ``[M, N]`` in the dtype of ``x``, accumulated in
+    float32.
 
     Args:
         x_MK: rows, those of group 0 first.
-        w_WKN: matrices, of the dtype of ``x`` or a smaller one; ``[W, N, K]`` when ``transposed``.
+        w_WKN: matrices, in the dtype of ``x`` or a smaller one; ``[W, N, K]`` if ``transposed``.
         sizes_G: int32 rows of each group, zero allowed; their sum is at most M.
-        index_G: which matrix each group has; one number: group g has matrix ``index + g``, of a
-            stack of which a slice would be a copy; None: group g has matrix g.
+        index_G: matrix of each group; a scalar means that group g has matrix ``index + g`` of a
+            stack, whose slice would be a copy; None: group g has matrix g.
         kernel: ``config.Kernels.grouped_matmul``.
     """
     chex.assert_rank([x_MK, w_WKN, sizes_G], [2, 3, 1])
@@ -65,7 +64,7 @@ def _grouped(x, w, sizes, index, transposed, kernel):
 
 
 def _forward(x, w, sizes, index, transposed, kernel):
-    # as structure, not as a value: a frozen base costs no product backwards
+    # Kept as structure, not as a value, so that a frozen base adds no matmul to the backward pass.
     trained = (True,) if w.perturbed else ()
     x, w, sizes, index = jax.tree.map(
         lambda arg: arg.value, (x, w, sizes, index), is_leaf=lambda arg: hasattr(arg, "perturbed")
@@ -86,8 +85,8 @@ _grouped.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def in_place(dw_G: jax.Array, w: jax.Array, index: jax.Array | None) -> jax.Array:
-    """Groups' gradients as that of ``w``, with zeros for matrices that no group has: each layer of
-    a base that learns pays for all.
+    """Scatters the groups' gradients into the shape of ``w``, with zeros elsewhere: for a trainable
+    base every layer pays for the whole stack.
     """
     if index is not None:
         dw_G = jnp.zeros(w.shape, jnp.float32).at[following(index, dw_G.shape[0])].add(dw_G)
@@ -96,7 +95,7 @@ def in_place(dw_G: jax.Array, w: jax.Array, index: jax.Array | None) -> jax.Arra
 
 @batched_outer
 def outer(left_MA: jax.Array, right_MB: jax.Array, sizes_G: jax.Array) -> jax.Array:
-    """Each group's sum of outer products of its rows, ``[G, A, B]`` float32."""
+    """Returns each group's sum of outer products of its rows, ``[G, A, B]`` float32."""
     return jax.lax.platform_dependent(
         left_MA, right_MB, sizes_G, cpu=_outer_tiles, default=_outer_ragged
     )
@@ -104,7 +103,7 @@ def outer(left_MA: jax.Array, right_MB: jax.Array, sizes_G: jax.Array) -> jax.Ar
 
 @functools.cache
 def _product(transposed: bool, kernel: str) -> Callable[..., jax.Array]:
-    """Of rows, matrices, sizes and index."""
+    """Returns the product as a function of rows, matrices, sizes and index."""
 
     product = functools.partial(op.grouped_matmul, transposed=transposed, implementation=kernel)
     if named(kernel):
@@ -131,8 +130,8 @@ def _outer_ragged(left_MA, right_MB, sizes):
 
 
 def tile_rows(rows: int, groups: int) -> int:
-    """Rows of a tile: most groups of average size, give or take what chance does to it, fill a
-    whole number of tiles.
+    """Returns the rows of a tile, such that most groups of about average size fill a whole number
+    of tiles.
     """
     average = rows / max(1, groups)
     most = average + 2 * average**0.5
@@ -141,27 +140,27 @@ def tile_rows(rows: int, groups: int) -> int:
 
 
 class Tile:
-    """One tile of a group's rows inside a loop: reads and writes that leave rows of other groups
+    """One tile of a group's rows inside a loop; reads and writes leave rows of other groups
     alone.
     """
 
     def __init__(self, first: jax.Array, stop: jax.Array, rows: int, M: int):
         self.start, self.rows = jnp.minimum(first, M - rows), rows
         row = self.start + jnp.arange(rows, dtype=jnp.int32)
-        self.mine = ((row >= first) & (row < stop))[:, None]
+        self.is_own = ((row >= first) & (row < stop))[:, None]
 
     def read(self, x: jax.Array) -> jax.Array:
         return jax.lax.dynamic_slice_in_dim(x, self.start, self.rows)
 
     def own(self, x: jax.Array) -> jax.Array:
-        """As ``read``, with zeros in rows of other groups."""
-        return jnp.where(self.mine, self.read(x), jnp.zeros((), x.dtype))
+        """Reads with zeros in rows of other groups."""
+        return jnp.where(self.is_own, self.read(x), jnp.zeros((), x.dtype))
 
     def add(self, x: jax.Array, part: jax.Array) -> jax.Array:
         """Adds ``part`` to this tile's own rows of ``x``."""
         old = self.read(x)
         return jax.lax.dynamic_update_slice_in_dim(
-            x, jnp.where(self.mine, (old + part).astype(x.dtype), old), self.start, 0
+            x, jnp.where(self.is_own, (old + part).astype(x.dtype), old), self.start, 0
         )
 
 
@@ -172,7 +171,7 @@ def over_tiles(
     sizes: jax.Array,
     first: jax.Array | None = None,
 ) -> Any:
-    """``body(tile, group, carry)`` over all tiles, in order; see ``schedule``."""
+    """Runs ``body(tile, group, carry)`` over all tiles in order; see ``schedule``."""
     rows = min(tile_rows(M, sizes.shape[0]), M)
     first_G = jnp.cumsum(sizes) - sizes if first is None else first
     group, first_n, total = schedule(M, sizes, rows, first_G)
@@ -185,23 +184,23 @@ def over_tiles(
 
 
 def blank(shape: tuple[int, ...], dtype: Any, sizes: jax.Array, key: int) -> jax.Array:
-    """Zeros for a loop to write into. Each needs a ``key`` of its own: equal constants are merged,
-    and then copied for every loop.
+    """Returns zeros for a loop to write into. Each buffer needs its own ``key``: XLA merges equal
+    constants, and then copies them for every loop.
     """
-    # What XLA cannot know to be zero it does not merge. With ``jnp.zeros`` the backward pass of two
-    # projections of 32 experts with adapters takes 13 % longer: each loop first copies the shared
-    # constant into the buffer that it may write.
+    # A value that XLA cannot prove to be zero is not merged. With ``jnp.zeros`` the backward pass
+    # of two projections of 32 experts with adapters takes 13 % longer, because each loop copies the
+    # shared constant first.
     never = jnp.sum(sizes) < -key
     return jnp.broadcast_to(jnp.where(never, 1, 0).astype(dtype), shape)
 
 
 def at(w: jax.Array, i: jax.Array) -> jax.Array:
-    """``w[i]`` without its axis."""
+    """Returns ``w[i]`` without its axis."""
     return jax.lax.dynamic_index_in_dim(w, i, keepdims=False)
 
 
 def dot(left: jax.Array, right: jax.Array, contract: tuple[int, int]) -> jax.Array:
-    """The product over one dimension of each, accumulated in float32."""
+    """Contracts one dimension of each, accumulated in float32."""
     numbers = (((contract[0],), (contract[1],)), ((), ()))
     return jax.lax.dot_general(
         left, right.astype(left.dtype), numbers, preferred_element_type=jnp.float32
@@ -218,11 +217,11 @@ def tiled_matmul(
     scaled: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
     key: int = 0,
 ) -> jax.Array:
-    """The form of the CPU.
+    """Computes ``grouped_matmul`` on CPU.
 
     Args:
         onto: ``[M, N]`` to add to, instead of zeros.
-        scaled: ``(group, its product in float32) -> what to write``.
+        scaled: maps ``(group, float32 product)`` to the value to write.
         key: see ``blank``.
     """
     M, N = x.shape[0], w.shape[1 if transposed else 2]

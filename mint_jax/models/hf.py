@@ -1,8 +1,8 @@
-"""Hugging Face checkpoints: safetensors -> sharded parameters, and back.
+"""Hugging Face checkpoints: loads safetensors into sharded parameters, and writes them.
 
-Each process reads only what its shards need, leaf by leaf: host memory peaks at one leaf's shard,
-never a second copy of the model. Names of tensors live here and nowhere else; a new family is one
-table below and one mapping in ``models/config.py``.
+Each process reads only its shards, leaf by leaf, so host memory peaks at one leaf's shard. Names of
+tensors are defined here only; a new family is one table below and one mapping in
+``models/config.py``.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ from mint_jax.safetensors_header import header_size, parse_object
 _log = logging.getLogger(__name__)
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-MAX_HEADER = 100_000_000  # bytes, the limit of the format's own package
+MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors package
 _DENSE = {  # path below one layer -> name below model.layers.{i}
     "attn/norm": "input_layernorm.weight",
     "attn/o/w": "self_attn.o_proj.weight",
@@ -93,11 +93,11 @@ LAYER_NAMES: dict[str, dict[str, str]] = {
     "deepseek_v3": _LATENT | _MOE,
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), _SPARSE | _MOE),
 }
-FLOATS = ("F64", "F32", "F16", "BF16")  # dtypes that are read, as safetensors calls them
-PREFIXES = {  # what stands before the decoder's names in a file -> before the head's
+FLOATS = ("F64", "F32", "F16", "BF16")  # supported dtypes, as named by safetensors
+PREFIXES = {  # prefix of the decoder's names in a file -> prefix of the head's
     "model.": "",
-    "": "",  # of the decoder saved alone
-    "language_model.model.": "language_model.",  # of the text part of models of images and text
+    "": "",  # a decoder saved alone
+    "language_model.model.": "language_model.",  # the text part of an image and text model
     "model.language_model.": "",
 }
 GLOBAL_NAMES = {
@@ -108,13 +108,13 @@ GLOBAL_NAMES = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
-    """Where one leaf comes from: its tensors, and how they are laid out on disk.
+class LeafSource:
+    """Tensors of one leaf, and their layout on disk.
 
     Attributes:
         names: one tensor, or one per index of the leaf's leading axes, row-major.
-        stack: the sizes of those axes: layers, or layers and experts.
-        transposed: the file holds ``[out, in]``.
+        stack: sizes of those axes: layers, or layers and experts.
+        transposed: the file stores ``[out, in]``.
     """
 
     names: tuple[str, ...]
@@ -122,10 +122,10 @@ class Source:
     transposed: bool
 
 
-def source_of(path: str, spec: ParamSpec, cfg: ModelConfig) -> Source:
-    """The tensors behind the leaf at ``path``."""
+def source_of(path: str, spec: ParamSpec, cfg: ModelConfig) -> LeafSource:
+    """Returns the tensors of the leaf at ``path``."""
     if path in GLOBAL_NAMES:
-        return Source((GLOBAL_NAMES[path],), (), False)
+        return LeafSource((GLOBAL_NAMES[path],), (), False)
     kind, rest = path.split("/", 1)
     name = LAYER_NAMES[cfg.family][rest]
     layers: Iterable[int] = cfg.layers_of(kind)
@@ -137,25 +137,25 @@ def source_of(path: str, spec: ParamSpec, cfg: ModelConfig) -> Source:
     names = tuple(
         f"model.layers.{layer}.{name.replace('{e}', str(e))}" for layer in layers for e in experts
     )
-    # matrices are transposed, vectors are as they are
-    return Source(names, spec.shape[:depth], len(spec.shape) > depth + 1)
+    # Matrices are transposed, vectors are not.
+    return LeafSource(names, spec.shape[:depth], len(spec.shape) > depth + 1)
 
 
 def is_moe_type(cfg: ModelConfig) -> bool:
-    """Whether transformers' class of this base knows routed experts, though all of its layers may
-    be dense.
+    """Returns True if the base's transformers class has routed experts, even if all its layers are
+    dense.
     """
     return _MOE.items() <= LAYER_NAMES[cfg.family].items()
 
 
 def module_names(cfg: ModelConfig, paths: Iterable[str]) -> BaseNames:
-    """Projection path -> its Hugging Face module names, one per layer, or per layer and expert
-    (PEFT names adapters by them).
+    """Returns the Hugging Face module names of each projection path, one per layer, or per layer
+    and expert. PEFT names adapters by them.
     """
     specs = dict(params_lib.leaves_with_path(transformer.abstract(cfg)))
     out = BaseNames(functools.partial(_holds, cfg))
     for path in paths:
-        if path == "unembed":  # also where the head is tied and has no tensor of its own
+        if path == "unembed":  # also a tied head, which has no tensor
             names: tuple[str, ...] = (GLOBAL_NAMES["unembed/w"],)
         else:
             names = source_of(f"{path}/w", specs[f"{path}/w"], cfg).names
@@ -164,19 +164,17 @@ def module_names(cfg: ModelConfig, paths: Iterable[str]) -> BaseNames:
 
 
 class Checkpoint:
-    """The tensors of a checkpoint directory, opened lazily, under the names that transformers gives
-    them.
+    """Lazily opened tensors of a checkpoint directory, by their names in transformers.
 
-    ``model.safetensors`` is read where it exists; else the files of
-    ``model.safetensors.index.json``; else all ``*.safetensors``. The first two are transformers'
-    order.
+    Reads ``model.safetensors`` if it exists, else the files of ``model.safetensors.index.json``,
+    else all ``*.safetensors``; the first two in transformers' order.
 
     Args:
-        tied: the head is the embedding, so either of them stands for both.
+        tied: the head is the embedding, so either tensor stands for both.
 
     Raises:
-        UserError: no weights, a file that is missing or damaged, an index that contradicts its
-            files, or two files with different tensors of one name.
+        UserError: no weights, a missing or damaged file, an index that contradicts its files, or
+            two files with different tensors of one name.
     """
 
     def __init__(self, directory: str | Path, tied: bool = False):
@@ -240,31 +238,31 @@ class Checkpoint:
         if not same_values(*(self._open(file).get_slice(name) for file in (one, other))):
             raise UserError(
                 f"{self.directory / one} and {other} both hold {name!r}, and the two differ: remove"
-                " the file that does not belong to the checkpoint"
+                " the file that is not part of the checkpoint"
             )
 
     def tensor(self, name: str) -> Any:
-        """A lazy slice object with ``get_shape()`` and indexing.
+        """Returns a lazy slice object with ``get_shape()`` and indexing.
 
         Raises:
-            UserError: the checkpoint has no tensor of this name.
+            UserError: the checkpoint has no such tensor.
         """
         if name not in self.files:
             near = [n for n in self.files if n.split(".")[-2:] == name.split(".")[-2:]][:2]
             hint = f" (it has {', '.join(near)})" if near else ""
             raise UserError(
                 f"{self.directory} has no tensor {name!r}{hint}: config.json and weights do not"
-                " belong together"
+                " match"
             )
         return self._open(self.files[name]).get_slice(self._names[name])
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """Tensor name -> file, as an index says."""
+    """Returns the file of each tensor name, from an index."""
     try:
         found = json.loads(index.read_text())["weight_map"]
         if not found or any(not file or Path(file).name != file for file in found.values()):
-            raise ValueError("weight_map names no files beside it")
+            raise ValueError("weight_map names no files in the same directory")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
             f"{index} is not a safetensors index ({error!r}): fetch the checkpoint again"
@@ -273,20 +271,20 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def _plain_name(stored: str, prefix: str) -> str:
-    """The name in transformers of a tensor whose decoder lies below ``prefix`` in the file."""
+    """Returns a tensor's name in transformers, given the decoder's ``prefix`` in the file."""
     if stored == PREFIXES[prefix] + GLOBAL_NAMES["unembed/w"]:
         return GLOBAL_NAMES["unembed/w"]
     return f"model.{stored.removeprefix(prefix)}" if stored.startswith(prefix) else stored
 
 
 def same_values(one: Any, other: Any) -> bool:
-    """Whether two tensors, lazy or not, are equal in shape and numbers; of different dtypes in the
-    coarser of the two.
+    """Returns True if two tensors, lazy or not, have equal shape and numbers; different dtypes are
+    compared in the coarser one.
     """
     shapes = [tuple(x.get_shape() if hasattr(x, "get_shape") else x.shape) for x in (one, other)]
     if shapes[0] != shapes[1]:
         return False
-    # read in pieces: an embedding is gigabytes
+    # Read in pieces, because an embedding can be gigabytes.
     rows = max(1, (8 << 20) // max(1, math.prod(shapes[0][1:])))
     count = shapes[0][0] if shapes[0] else 0
     parts = (
@@ -301,8 +299,8 @@ def same_values(one: Any, other: Any) -> bool:
 
 
 def read_model(directory: str | Path) -> ModelConfig:
-    """``config.read_config``, and a head that differs from the embedding is used, as transformers
-    does, tied or not.
+    """Reads the config as ``config.read_config``. A head that differs from the embedding is used
+    even if they are declared as tied, as in transformers.
 
     Raises:
         UserError: see ``read_config`` and ``Checkpoint``.
@@ -322,8 +320,8 @@ def read_model(directory: str | Path) -> ModelConfig:
     return cfg.replace(tie_embeddings=False)
 
 
-def _read(ckpt: Checkpoint, source: Source, index: tuple[slice, ...], dtype: Any) -> np.ndarray:
-    """The part ``index`` of a leaf, in the leaf's own orientation."""
+def _read(ckpt: Checkpoint, source: LeafSource, index: tuple[slice, ...], dtype: Any) -> np.ndarray:
+    """Returns the part ``index`` of a leaf, in the leaf's orientation."""
 
     def one(name: str, index: tuple[slice, ...]) -> np.ndarray:
         part = ckpt.tensor(name)
@@ -335,10 +333,12 @@ def _read(ckpt: Checkpoint, source: Source, index: tuple[slice, ...], dtype: Any
 
 
 def _stack(
-    source: Source, index: tuple[slice, ...], one: Callable[[str, tuple[slice, ...]], np.ndarray]
+    source: LeafSource,
+    index: tuple[slice, ...],
+    one: Callable[[str, tuple[slice, ...]], np.ndarray],
 ) -> np.ndarray:
-    """The part ``index`` of a stacked leaf, from ``one(name, index of a single tensor)``, held once
-    and one tensor at a time.
+    """Returns the part ``index`` of a stacked leaf from ``one(name, index of a single tensor)``,
+    with one tensor at a time in memory.
     """
     if not source.stack:
         return one(source.names[0], index)
@@ -355,9 +355,7 @@ def _stack(
 
 
 def _aligned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """An empty array that begins at a multiple of 64 bytes: on CPU it becomes the device's own,
-    without a second copy.
-    """
+    """Returns an empty array aligned to 64 bytes, which the CPU device uses without a copy."""
     nbytes = math.prod(shape) * np.dtype(dtype).itemsize
     buffer = np.empty(nbytes + 64, np.uint8)
     start = -buffer.ctypes.data % 64
@@ -365,15 +363,15 @@ def _aligned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
 
 
 def _read_quantised(
-    ckpt: Checkpoint, source: Source, kind: str, leaf: str, index: tuple[slice, ...]
+    ckpt: Checkpoint, source: LeafSource, kind: str, leaf: str, index: tuple[slice, ...]
 ) -> np.ndarray:
-    """The part ``index`` of a quantised projection's ``w`` or ``scale``; a channel's scale needs
-    all of the channel.
+    """Returns the part ``index`` of a quantised projection's ``w`` or ``scale``; a channel's scale
+    needs the whole channel.
     """
 
     def one(name: str, index: tuple[slice, ...]) -> np.ndarray:
         rows, channels = index if leaf == "w" else (slice(None), index[0])
-        single = Source((name,), (), source.transposed)
+        single = LeafSource((name,), (), source.transposed)
         values, scale = quantised.quantise(
             _read(ckpt, single, (slice(None), channels), np.float32), kind
         )
@@ -382,14 +380,16 @@ def _read_quantised(
     return _stack(source, index, one)
 
 
-def _read_held(held: stored.BlockFile, source: Source, index: tuple[slice, ...]) -> np.ndarray:
-    """The blocks of a leaf; one device has all of it."""
-    return _stack(source, index, lambda name, index: held.tensor(name)[index])
+def _read_blocks(
+    block_file: stored.BlockFile, source: LeafSource, index: tuple[slice, ...]
+) -> np.ndarray:
+    """Returns the blocks of a leaf; one device has all of it."""
+    return _stack(source, index, lambda name, index: block_file.tensor(name)[index])
 
 
 def _check_tensors(ckpt: Checkpoint, specs: Any, cfg: ModelConfig) -> None:
-    """Every tensor that the model needs is there, in its shape and in a dtype that is read; and
-    every other is harmless.
+    """Raises unless every tensor of the model is present, with its shape and a supported dtype, and
+    all others are harmless.
     """
     wanted = set()
     for path, spec in params_lib.leaves_with_path(specs):
@@ -401,8 +401,8 @@ def _check_tensors(ckpt: Checkpoint, specs: Any, cfg: ModelConfig) -> None:
             part = ckpt.tensor(name)
             if (found := tuple(part.get_shape())) != expected:
                 raise UserError(
-                    f"tensor {name!r} has shape {found} but config.json asks for {expected}: the"
-                    " two do not belong together"
+                    f"tensor {name!r} has shape {found} but config.json needs {expected}: the two"
+                    " do not match"
                 )
             if (dtype := part.get_dtype()) not in FLOATS:
                 raise UserError(
@@ -414,8 +414,8 @@ def _check_tensors(ckpt: Checkpoint, specs: Any, cfg: ModelConfig) -> None:
     if unread:
         raise UserError(
             f"{ckpt.directory}: this model does not read {len(unread)} of the tensors, the first is"
-            f" {min(unread)!r}: config.json and weights do not belong together, or the checkpoint"
-            " has a part that is not supported; remove the tensors if the model runs without them"
+            f" {min(unread)!r}: config.json and weights do not match, or the checkpoint has an"
+            " unsupported part; remove the tensors if the model runs without them"
         )
     if beyond := sum(_layer_beyond(name, ckpt, cfg) for name in ckpt.files):
         _log.warning(
@@ -426,8 +426,8 @@ def _check_tensors(ckpt: Checkpoint, specs: Any, cfg: ModelConfig) -> None:
 
 
 def _layer_beyond(name: str, ckpt: Checkpoint, cfg: ModelConfig) -> bool:
-    """Whether a tensor belongs to a layer of multi-token prediction, which speculative decoding
-    alone uses.
+    """Returns True for a tensor of a multi-token prediction layer, which only speculative decoding
+    uses.
     """
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     return (
@@ -438,11 +438,11 @@ def _layer_beyond(name: str, ckpt: Checkpoint, cfg: ModelConfig) -> bool:
 
 
 def _harmless(name: str, ckpt: Checkpoint, cfg: ModelConfig) -> bool:
-    """Whether logits are the same without a tensor."""
-    # follows from config.json; old releases of transformers saved it
+    """Returns True if logits do not depend on a tensor."""
+    # Derived from config.json; old releases of transformers saved it.
     if name.endswith(".rotary_emb.inv_freq"):
         return True
-    # a value head of TRL's PPO: reads the last hidden state, returns no logits
+    # The value head of TRL's PPO reads the last hidden state and returns no logits.
     if name.startswith("v_head."):
         return True
     if name == GLOBAL_NAMES["unembed/w"] and cfg.tie_embeddings:
@@ -450,7 +450,7 @@ def _harmless(name: str, ckpt: Checkpoint, cfg: ModelConfig) -> bool:
     if cfg.indexer is not None and (
         found := re.match(r"model\.layers\.(\d+)\.self_attn\.indexer\.", name)
     ):
-        layer = int(found[1])  # a layer that takes over the choice of the one before
+        layer = int(found[1])  # a layer that reuses the choice of an earlier one
         return layer >= cfg.num_layers or not cfg.indexer.full[layer]
     return _layer_beyond(name, ckpt, cfg)
 
@@ -464,34 +464,31 @@ def load(
     quantise: str = "",
     as_stored: bool = False,
 ) -> Any:
-    """Reads a checkpoint straight into sharded device arrays.
+    """Reads a checkpoint into sharded device arrays.
 
     Args:
         dtype: dtype of the resident base.
-        quantise: a key of ``quantised.KINDS``: the layers' matrices in 8 bits.
-        as_stored: whether weights stay as they are stored, see ``stored.py``; of float32 on one
-            CPU.
-        progress: called with (bytes done, bytes in all) after each leaf.
+        quantise: a key of ``quantised.KINDS`` for 8-bit matrices in the layers.
+        as_stored: keep weights as they are stored, see ``stored.py``; float32 on one CPU.
+        progress: called with (bytes done, total bytes) after each leaf.
 
     Raises:
-        UserError: a tensor that is missing, of a wrong shape or dtype, or read by nothing; found
-            before anything is loaded.
+        UserError: a tensor that is missing, unused, or of a wrong shape or dtype; checked before
+            anything is loaded.
     """
     ckpt, in_full = Checkpoint(directory, cfg.tie_embeddings), transformer.abstract(cfg, dtype)
     _check_tensors(ckpt, in_full, cfg)
-    specs, held = resident_specs(directory, cfg, dtype, quantise, as_stored)
+    specs, block_file = resident_specs(directory, cfg, dtype, quantise, as_stored)
     plain = dict(params_lib.leaves_with_path(in_full))
     if (index := ckpt.directory / INDEX).is_file() and set(ckpt.files.values()) == {SINGLE}:
-        _log.warning(
-            "%s is read; the files of %s beside it are not", ckpt.directory / SINGLE, index.name
-        )
+        _log.warning("%s is read; the files of %s are not", ckpt.directory / SINGLE, index.name)
     total, done = params_lib.nbytes(specs), 0
 
     def leaf(path: str, spec: ParamSpec) -> jax.Array:
         nonlocal done
         target = sharding_lib.sharding_of(spec, mesh)
-        if held is not None and spec.dtype == np.uint8:
-            read = functools.partial(_read_held, held, source_of(path, plain[path], cfg))
+        if block_file is not None and spec.dtype == np.uint8:
+            read = functools.partial(_read_blocks, block_file, source_of(path, plain[path], cfg))
         elif path in plain and (plain[path].dtype == spec.dtype or not quantise):
             read = functools.partial(_read, ckpt, source_of(path, spec, cfg), dtype=spec.dtype)
         else:
@@ -513,7 +510,7 @@ def load(
 def resident_specs(
     directory: str | Path, cfg: ModelConfig, dtype: Any, quantise: str, as_stored: bool
 ) -> tuple[Any, stored.BlockFile | None]:
-    """The specs of a base as it is held; and the checkpoint's blocks, if it stays in these.
+    """Returns the specs of a base in memory, and the checkpoint's blocks if it stays in these.
 
     Raises:
         UserError: a missing tensor, see ``Checkpoint``, or blocks of other weights, see
@@ -523,15 +520,15 @@ def resident_specs(
     if not as_stored:
         return specs, None
     if (directory / stored.FILE).is_file():
-        held = stored.BlockFile(directory, fingerprint(directory))
+        block_file = stored.BlockFile(directory, fingerprint(directory))
         return (
             stored.specs_in_blocks(
                 specs,
                 lambda path, spec: {
-                    held.kinds.get(n, "") for n in source_of(path, spec, cfg).names
+                    block_file.kinds.get(n, "") for n in source_of(path, spec, cfg).names
                 },
             ),
-            held,
+            block_file,
         )
     ckpt = Checkpoint(directory, cfg.tie_embeddings)
     return (
@@ -546,7 +543,7 @@ def resident_specs(
 
 
 def tensors(params: Any, cfg: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
-    """The tensors of a tree under their Hugging Face names and orientation, one layer at a time."""
+    """Yields a tree's tensors with Hugging Face names and orientation, one layer at a time."""
     for path, array in params_lib.leaves_with_path(params):
         source = source_of(path, ParamSpec(array.shape, (None,) * array.ndim), cfg)
         for i, name in enumerate(source.names):
@@ -555,8 +552,8 @@ def tensors(params: Any, cfg: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def _holds(cfg: ModelConfig, name: str, value: np.ndarray) -> bool | None:
-    """Whether the base's tensor of this name has these values; None where its files, if any, have
-    no such tensor.
+    """Returns True if the base's tensor of this name has these values; None if its files have no
+    such tensor.
     """
     if cfg.directory is None or not any(Path(cfg.directory).glob("*.safetensors")):
         return None
@@ -567,7 +564,7 @@ def _holds(cfg: ModelConfig, name: str, value: np.ndarray) -> bool | None:
 
 
 def save(params: Any, cfg: ModelConfig, directory: str | Path) -> None:
-    """Writes ``model.safetensors`` under the family's names. For tools and tests: training never
+    """Writes ``model.safetensors`` with the family's names. For tools and tests: training never
     saves a base.
     """
     Path(directory).mkdir(parents=True, exist_ok=True)
@@ -575,11 +572,11 @@ def save(params: Any, cfg: ModelConfig, directory: str | Path) -> None:
 
 
 def fingerprint(directory: str | Path) -> str:
-    """A hex digest that identifies a base: config fields, tensor names, shapes, dtypes and samples
-    of every tensor's bytes.
+    """Returns a hex digest that identifies a base: config fields, tensor names, shapes, dtypes and
+    samples of every tensor's bytes.
 
-    It reads 12 KiB of each tensor instead of all of it, so that a terabyte base takes seconds: made
-    to catch a wrong base, not an attacker.
+    It reads 12 KiB of each tensor, so that a terabyte base takes seconds. It detects a wrong base,
+    not an attack.
     """
     directory = Path(directory)
     config = json.loads((directory / "config.json").read_text())
@@ -597,7 +594,7 @@ def fingerprint(directory: str | Path) -> str:
 
 
 def _spans(directory: Path) -> Iterator[tuple[str, dict[str, Any], tuple[Path, int, int]]]:
-    """Name, header and byte range of every tensor (safetensors format: u64 header size, JSON
+    """Yields name, header and byte range of every tensor (safetensors format: u64 header size, JSON
     header, data).
     """
     stored_in = Checkpoint(directory).stored

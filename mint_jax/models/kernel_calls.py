@@ -1,5 +1,5 @@
-"""Calls of the ops of ``pallas_kernels`` in the shapes of real models: to be compiled, or measured
-with random arguments.
+"""Calls of the ops of ``pallas_kernels`` in the shapes of real models, to compile them or to
+measure them with random arguments.
 """
 
 import functools
@@ -32,9 +32,9 @@ from pallas_kernels.paged import PAGE, RUN, Rows
 from pallas_kernels.paged_attention import shapes as paged_shapes
 from pallas_kernels.slot_lora import shapes as slot_shapes
 
-PAGES = 4096  # of a pool
+PAGES = 4096  # pages of a pool
 
-# a call's integers, in the order of its arguments' leaves
+# A call's integer arguments, in the order of its arguments' leaves.
 Numbers = Callable[[np.random.Generator], tuple[Any, ...]]
 
 
@@ -42,12 +42,12 @@ class Call(NamedTuple):
     """One call of an op.
 
     Attributes:
-        op: its name, as ``pallas_kernels.tuning`` has it.
-        shape: of a model.
-        fn: of ``args``.
-        args: abstract.
-        donated: which argument is added to in place.
-        numbers: that are no data: who rows belong to, and where things lie.
+        op: name of the op in ``pallas_kernels.tuning``.
+        shape: shape from a model.
+        fn: function of ``args``.
+        args: abstract arguments.
+        donated: indices of arguments that are updated in place.
+        numbers: makes the integer arguments: owners of rows, and locations.
     """
 
     op: str
@@ -63,7 +63,7 @@ class Call(NamedTuple):
         return f"{self.op} {tuple(self.shape)}"
 
     def arguments(self, rng: np.random.Generator) -> tuple[Any, ...]:
-        """Random ones, on the default device."""
+        """Returns random arguments on the default device."""
         numbers, keys = (
             iter(self.numbers(rng)),
             iter(jax.random.split(jax.random.key(int(rng.integers(2**31))), 64)),
@@ -85,7 +85,7 @@ class Call(NamedTuple):
 
 
 def calls(device: Any, platform: str) -> Iterator[Call]:
-    """The ops that have a kernel of this platform, ``tpu`` or ``cuda``, for a program on this
+    """Yields calls of the ops with a kernel for this platform, ``tpu`` or ``cuda``, on this
     device.
     """
     place = SingleDeviceSharding(device)
@@ -252,7 +252,7 @@ def _paged(spec: Spec) -> Iterator[Call]:
         return Rows(layer, table, *numbers)
 
     def numbers(rng: np.random.Generator, s: Any) -> tuple[Any, ...]:
-        """Half a table of prefix behind which up to a quarter is the rows' own."""
+        """Returns half a table of prefix, followed by the rows' own tokens, up to a quarter."""
         prefix, own = (
             np.full(s.rows, s.positions // 2 // RUN * RUN),
             rng.integers(1, s.positions // 4, s.rows),

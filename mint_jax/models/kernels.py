@@ -1,5 +1,5 @@
-"""Which implementation each op of ``pallas_kernels`` has. Imports no jax, so that ``launch`` checks
-a config at once.
+"""Choice of implementation for each op of ``pallas_kernels``. Imports no jax, so that ``launch``
+checks a config quickly.
 """
 
 import dataclasses
@@ -7,7 +7,7 @@ import dataclasses
 from mint_jax.errors import choice
 from mint_jax.fields import setting
 
-# the names in the ops' own tables; tests/models/kernels_test.py holds the two equal
+# Names in the ops' own tables; tests/models/kernels_test.py checks that they agree.
 IMPLEMENTATIONS = {
     "packed_lora": ("pallas_tpu", "pallas_gpu", "xla"),
     "grouped_matmul": ("pallas_gpu", "xla"),

@@ -1,4 +1,4 @@
-"""A frozen projection plus its adapters' deltas: the one seam between base and adapters."""
+"""A frozen projection plus its adapters' deltas: the only place where base and adapters meet."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from mint_jax.models import quantised, stored
 from mint_jax.models.stacked import LayerOf, products
 from mint_jax.params import ParamSpec
 
-AXES: dict[str, Ends] = {  # logical axes of every projection's in and out dimension
+AXES: dict[str, Ends] = {  # logical axes of every projection's in and out dimensions
     "q": ("embed", "q_heads"),
     "k": ("embed", "kv_heads"),
     "v": ("embed", "kv_heads"),
@@ -29,8 +29,8 @@ AXES: dict[str, Ends] = {  # logical axes of every projection's in and out dimen
 def matrix(
     name: str, L: int, d_in: int, d_out: int, dtype: Any, bias: bool = False
 ) -> dict[str, ParamSpec]:
-    """The specs of one projection in ``L`` stacked layers: ``w [L, in, out]`` and, if asked for,
-    ``b [L, out]``.
+    """Returns the specs of one projection in ``L`` stacked layers: ``w [L, in, out]`` and, with
+    ``bias``, ``b [L, out]``.
     """
     leaf = {"w": ParamSpec((L, d_in, d_out), ("layers", *AXES[name]), dtype)}
     if bias:
@@ -41,11 +41,11 @@ def matrix(
 def project(
     x_BTD: jax.Array, params: dict[str, Any], lora: AnyAdapters | None, name: str
 ) -> jax.Array:
-    """``x W + bias + delta``, ``[B, T, F]``.
+    """Returns ``x W + bias + delta``, ``[B, T, F]``.
 
-    The base product runs once over all rows of all policies; ``params[name]`` is ``{"w": [D, F]}``,
-    or ``stacked.LayerOf``, with an optional ``"b": [F]``, or as ``quantised.py`` or ``stored.py``
-    has it, and ``lora`` holds this layer's adapters.
+    The base's matmul runs once over all rows of all policies. ``params[name]`` is ``{"w": [D, F]}``
+    or a ``stacked.LayerOf``, with an optional ``"b": [F]``, or in the form of ``quantised.py`` or
+    ``stored.py``; ``lora`` has this layer's adapters.
     """
     return project_each(x_BTD, params, lora, (name,))[0]
 
@@ -53,7 +53,7 @@ def project(
 def project_each(
     x_BTD: jax.Array, params: dict[str, Any], lora: AnyAdapters | None, names: tuple[str, ...]
 ) -> list[jax.Array]:
-    """``project`` by several projections of the same rows, in one call where their matrices are
+    """Runs ``project`` for several projections of the same rows, in one call if their matrices are
     read from stacks.
     """
     whole: dict[str, jax.Array] = {}

@@ -1,10 +1,11 @@
-"""Log-probabilities of given tokens, in slices over positions: one definition for training, scoring
-and rollout checks.
+"""Log-probabilities of given tokens, in slices over positions; used by training, scoring and checks
+of rollouts.
 
 The unembedding is frozen, so with ``p = softmax(W h / T)`` the gradient of ``log p[y]`` with
-respect to ``h`` is ``(W[y] - p W) / T``: it needs nothing from later in the loss. The forward pass
-of a training step computes it while the logits of a slice are at hand, and the backward pass is one
-multiplication: no logits are kept and none are computed twice.
+respect to ``h`` is ``(W[y] - p W) / T``, which needs nothing from later in the loss. The forward
+pass of a training step computes it while a slice's logits are in memory, and the backward pass is
+one
+multiplication: logits are neither kept nor recomputed.
 
 Axes: B rows, M target positions of a row, V vocab, D model width, C positions of a slice, N = B C,
 K targets of a position.
@@ -19,15 +20,15 @@ import jax.numpy as jnp
 from mint_jax import sharding
 from mint_jax.lora.apply import AnyAdapters, SlotBlocks
 from mint_jax.models import stored
-from mint_jax.models.transformer import logits, unembed_held, unembed_shape, unembed_table
+from mint_jax.models.transformer import logits, stored_unembed, unembed_shape, unembed_table
 from pallas_kernels import dispatch
 
-# Bound on one device's float32 logits of a slice, which has one position of every row at least. On
-# an H100 slices of 64 MiB are 128 rows of Qwen3's vocabulary: 149 of them took 86 ms, where the
-# products alone take 34.
+# Bound on one device's float32 logits of a slice, which has at least one position of every row. On
+# an H100 slices of 64 MiB are 128 rows of Qwen3's vocabulary: 149 of them took 86 ms, while the
+# matmuls alone take 34.
 SLICE_BYTES, GPU_SLICE_BYTES = 64 << 20, 1 << 30
-GPU_SLICE_SHARE = 64  # of a GPU's memory a slice takes one part in this many, at most
-PART_BYTES = 8 << 20  # of a table held in fewer bits, what is in float32 at once
+GPU_SLICE_SHARE = 64  # a slice takes at most one part in this many of a GPU's memory
+PART_BYTES = 8 << 20  # float32 bytes of one part of a table that is stored in fewer bits
 
 
 def target_logprobs(
@@ -37,17 +38,17 @@ def target_logprobs(
     targets_BM: jax.Array,
     inverse_temperature_BM: jax.Array | None = None,
 ) -> jax.Array:
-    """``log p(target | h)`` in float32, ``[B, M]``; differentiable in ``h`` and in adapters of
-    ``unembed``.
+    """Returns ``log p(target | h)`` in float32, ``[B, M]``; differentiable in ``h`` and in adapters
+    of ``unembed``.
 
     Memory is bounded by ``_slice_bytes``, or one position of every row, whatever M and V are. A
-    table that is held in fewer bits than it is multiplied in comes in parts of ``PART_BYTES``, each
-    read once, with the softmax summed as they come: neither it nor the logits are ever there whole
-    (SmolLM2's are 113 MB, and 25 for 128 positions).
+    table stored in fewer bits than its matmul uses is processed in parts of ``PART_BYTES``, each
+    read once with a running softmax, so neither it nor the logits exist whole (SmolLM2's are 113
+    MB, and 25 for 128 positions).
 
     Args:
-        targets_BM: or ``[B, M, K]``, several of one distribution (soft targets): one pass over the
-            vocabulary serves all of a position, and the result is ``[B, M, K]``.
+        targets_BM: or ``[B, M, K]``, K targets of one distribution (soft targets): one pass over
+            the vocabulary serves all targets of a position, and the result is ``[B, M, K]``.
         inverse_temperature_BM: float32, above 0: the distribution is that of ``logits /
             temperature``; None is 1 everywhere.
     """
@@ -56,13 +57,13 @@ def target_logprobs(
     if lora is not None and lora.at("unembed").targeted:
         return _with_adapters(params, lora, h_BMD, targets_BM, inverse_temperature_BM)
     of = _frozen if targets_BM.ndim == 2 else _frozen_many
-    held = unembed_held(params)
-    table = held if _in_parts(held, h_BMD) else stored.table(held, h_BMD.dtype)
+    weights = stored_unembed(params)
+    table = weights if _in_parts(weights, h_BMD) else stored.table(weights, h_BMD.dtype)
     return of(h_BMD, jax.lax.stop_gradient(table), targets_BM, inverse_temperature_BM)
 
 
 def _part_rows(table: jax.Array) -> int:
-    """How many of a table's rows are a part: whole panels of those in blocks."""
+    """Returns the number of rows of a table's part: whole panels for a table in blocks."""
     return max(1, PART_BYTES // (4 * stored.table_shape(table)[1] * 64)) * 64
 
 
@@ -71,25 +72,28 @@ def _in_parts(table: jax.Array, h: jax.Array) -> bool:
 
 
 def _slice_count(rows: int, positions: int, vocab: int) -> int:
-    """The fewest slices of ``positions`` whose logits, on one device, fit ``_slice_bytes``.
+    """Returns the smallest number of slices of ``positions`` whose logits on one device fit
+    ``_slice_bytes``.
 
-    Rows stay whole: they are what the mesh splits, and a slice of them would travel.
+    Rows stay whole, because the mesh splits them and a slice of rows would be communicated.
     """
     devices = sharding.parts_here(rows, "batch") * sharding.parts_here(vocab, "vocab")
     return max(1, min(positions, -(-rows * positions * vocab * 4 // (_slice_bytes() * devices))))
 
 
 def _slice_bytes() -> int:
-    """Bound on a slice's logits, in bytes, on the devices that the program is lowered for."""
+    """Returns the bound on a slice's logits in bytes, on the devices that a program is lowered
+    for.
+    """
     if dispatch.platform_of_mesh() != "cuda":
         return SLICE_BYTES
-    stats = jax.local_devices()[0].memory_stats() or {}  # None on a CPU, which compiles for others
+    stats = jax.local_devices()[0].memory_stats() or {}  # None on a CPU that compiles for others
     share = stats.get("bytes_limit", GPU_SLICE_SHARE * GPU_SLICE_BYTES) // GPU_SLICE_SHARE
     return max(SLICE_BYTES, min(GPU_SLICE_BYTES, share))
 
 
 def _sliced(x: jax.Array, n: int, axis: int) -> jax.Array:
-    """``n`` equal slices of an axis stacked in front; the last one is padded with zeros."""
+    """Splits an axis into ``n`` equal slices, stacked in front; the last is padded with zeros."""
     size = -(-x.shape[axis] // n)
     pad = [(0, 0)] * x.ndim
     pad[axis] = (0, n * size - x.shape[axis])
@@ -101,14 +105,13 @@ def _sliced(x: jax.Array, n: int, axis: int) -> jax.Array:
 def _log_softmax_at(
     z_BCV: jax.Array, y_BC: jax.Array, sharp_BC: jax.Array | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """``log softmax(sharp z)[y]``, like ``y``, and of all positions ``exp(sharp (z - max z))`` with
-    its sum; ``z`` is not written anew.
+    """Returns ``log softmax(sharp z)[y]``, like ``y``, and for all positions ``exp(sharp (z - max
+    z))`` with its sum, in the memory of ``z``.
     """
     z_NV = z_BCV.reshape(-1, z_BCV.shape[-1])
     picked_NK = jnp.take_along_axis(z_NV, y_BC.reshape(len(z_NV), -1), axis=-1)
-    # What is picked is at most the maximum. But so it must be picked first, the exponentials are
-    # the last to read z, and take its memory; two arrays of one shape can. Else XLA picks at the
-    # end, and a slice's logits are in memory twice.
+    # The redundant max makes XLA gather the targets before the exp, so exp can reuse z's buffer.
+    # Without it both arrays stay live.
     top_N1 = jnp.maximum(
         jnp.max(z_NV, axis=-1, keepdims=True), jnp.max(picked_NK, axis=-1, keepdims=True)
     )
@@ -133,13 +136,13 @@ def _frozen(h_BMD, table, targets_BM, sharp_BM):
 
 
 def _logits_width(table, h):
-    """Logits of a position that are there at once."""
+    """Returns the number of logits of a position that are in memory at once."""
     return _part_rows(table) if _in_parts(table, h) else table.shape[0]
 
 
 def _over_slices(one, inputs, vocab):
-    """``one((h[B, C, D], y[B, C], sharp[B, C]))`` over slices of the positions; the results put
-    together again, ``[B, M, ...]``.
+    """Runs ``one((h[B, C, D], y[B, C], sharp[B, C]))`` over slices of the positions and
+    concatenates the results, ``[B, M, ...]``.
     """
     B, M = inputs[1].shape[:2]
     n = _slice_count(B, M, vocab)
@@ -154,9 +157,7 @@ def _mapped(one, inputs, n):
 
 
 def _by_parts(h_BCD, table, y_BC, sharp_BC, with_mean) -> tuple[jax.Array, Any]:
-    """``_log_probs_and_mean`` of a table that comes in parts; the mean is None where it is not
-    asked for.
-    """
+    """Implements ``_log_probs_and_mean`` for a table in parts; the mean is None unless wanted."""
     V, D = stored.table_shape(table)
     rows = _part_rows(table)
     h_ND = h_BCD.reshape(-1, D)
@@ -165,8 +166,8 @@ def _by_parts(h_BCD, table, y_BC, sharp_BC, with_mean) -> tuple[jax.Array, Any]:
     sharp_N1 = jnp.ones((N, 1), jnp.float32) if sharp_BC is None else sharp_BC.reshape(N, 1)
 
     def add(first, part, sums):
-        """Takes the part whose first row is ``first`` into the sums, which are relative to the
-        greatest logit so far.
+        """Adds the part whose first row is ``first`` to the sums, which are relative to the largest
+        logit so far.
         """
         top_N1, total_N1, picked_NK, mean_ND = sums
         w_VD = stored.table(part, h_ND.dtype)
@@ -209,9 +210,9 @@ def _by_parts(h_BCD, table, y_BC, sharp_BC, with_mean) -> tuple[jax.Array, Any]:
 
 
 def _log_probs_and_mean(h_BCD, table, y_BC, sharp_BC):
-    """The log-probabilities of a slice, and ``p W``, the mean row of the table under the model's
-    own distribution, while the slice's exponentials are there: the second of the two products of
-    this pass, and what the backward pass would otherwise have to compute the logits again for.
+    """Returns the log-probabilities of a slice, and ``p W``, the mean row of the table under the
+    model's own distribution, while the slice's exponentials are in memory. The backward pass would
+    otherwise have to recompute the logits for it.
     """
     if _in_parts(table, h_BCD):
         return _by_parts(h_BCD, table, y_BC, sharp_BC, with_mean=True)
@@ -270,7 +271,7 @@ def _many_backward(kept, g_BMK):
 
     K, D = targets_BMK.shape[-1], mean_BMD.shape[-1]
     inputs = mean_BMD, targets_BMK, g_BMK, sharp_BM
-    # of the table's rows at the targets
+    # Slices of the table's rows at the targets.
     n = _slice_count(targets_BMK.shape[0], targets_BMK.shape[1], K * D)
     return (one(inputs) if n == 1 else _mapped(one, inputs, n)), None, None, None
 
@@ -279,12 +280,12 @@ _frozen_many.defvjp(_many_forward, _many_backward)
 
 
 def _with_adapters(params, lora, h_BMD, targets_BM, sharp_BM):
-    """Adapters on the unembedding need the logits' own gradient: slices over positions, recomputed
-    backwards.
+    """Handles adapters on the unembedding, which need the logits' own gradient: slices over
+    positions, recomputed in the backward pass.
     """
     n = _slice_count(h_BMD.shape[0], h_BMD.shape[1], unembed_shape(params)[0])
 
-    # unpacked once, not for every slice
+    # Unpacked once, not for every slice.
     params = {"unembed": {"w": unembed_table(params, h_BMD.dtype)}}
 
     @jax.checkpoint

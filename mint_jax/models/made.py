@@ -1,7 +1,6 @@
-"""Bases of random weights in the shapes of real models, made on the devices: nothing is downloaded
-or read.
+"""Bases of random weights in the shapes of real models, made on the devices without any file.
 
-For benches, rehearsals and programs at real sizes. What they say is noise.
+For benchmarks, rehearsals and programs at real sizes. Their output is noise.
 """
 
 import functools
@@ -24,7 +23,7 @@ from mint_jax.params import ParamSpec
 
 
 def fingerprint(fields: dict[str, Any]) -> str:
-    """A hex digest that identifies random weights of this shape; of no trained base."""
+    """Returns a hex digest that identifies random weights of this shape, and no trained base."""
     return hashlib.sha256(
         b"random weights of seed 0 " + json.dumps(fields, sort_keys=True).encode()
     ).hexdigest()
@@ -37,15 +36,15 @@ def params(
     quantise: str = "",
     progress: Callable[[int, int], None] | None = None,
 ) -> params_lib.Tree:
-    """Random parameters where they are to be, sharded; the same on every mesh, but for the last bit
-    where platforms differ.
+    """Returns random parameters, sharded; the same on every mesh, except the last bit between
+    platforms.
 
-    A leaf is one program without temporaries of its size. In 8 bits weights are drawn as such, with
-    the scale that keeps their spread: the matrix is never there in full.
+    A leaf is one program without temporaries of its size. 8-bit weights are drawn as integers, with
+    a scale that keeps their spread, so the full matrix never exists.
 
     Args:
-        quantise: as of ``base.load``.
-        progress: called with (bytes done, bytes in all) after each leaf.
+        quantise: as in ``base.load``.
+        progress: called with (bytes done, total bytes) after each leaf.
     """
     specs = transformer.abstract(cfg, dtype, quantise)
     plain = dict(params_lib.leaves_with_path(transformer.abstract(cfg, dtype)))
@@ -70,8 +69,8 @@ def params(
 
 
 def _in_8_bits(plain: ParamSpec, spec: ParamSpec, kind: str, key: jax.Array) -> jax.Array:
-    """A quantised matrix, or its scales: four deviations of a normal distribution are the largest
-    number there is.
+    """Returns a quantised matrix or its scales; the largest number is four standard deviations of a
+    normal distribution.
     """
     top, deviations = quantised.KINDS[kind][1], 4
     if spec.dtype == jnp.float32:
@@ -84,13 +83,13 @@ def _in_8_bits(plain: ParamSpec, spec: ParamSpec, kind: str, key: jax.Array) -> 
 
 
 def refuse_peers(name: str) -> None:
-    """Of what other programs would have to open.
+    """Raises for bases that other programs would have to open.
 
     Raises:
         UserError: random weights are in no file.
     """
     if is_random(name):
         raise UserError(
-            f"base {name!r} is made on the devices and in no file that another program could read:"
-            " use a checkpoint"
+            f"base {name!r} is made on the devices and is in no file that another program could"
+            " read: use a checkpoint"
         )

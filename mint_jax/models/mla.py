@@ -2,15 +2,15 @@
 heads from one latent.
 
 A token's keys and values are ``W_kv_b c`` of a latent ``c`` of C dimensions, plus one rotary key
-that the heads share. Rows without a cache expand the latents and attend as any other model does. A
-cache holds only latents and rotary keys: there the key half of ``W_kv_b`` is absorbed into the
-query and the value half into the output (section 2.1.2), ``q^T (W_k c) = (W_k^T q)^T c``. An
-adapter on ``kv_b`` is absorbed factor by factor, ``W_k + B_k A`` giving ``W_k^T q + A^T (B_k^T
-q)``, so that no policy's merged weights ever exist. ``dsa.py`` may narrow the keys of either form.
+shared by the heads. Rows without a cache expand the latents and attend as usual. A cache holds only
+latents and rotary keys: there the key half of ``W_kv_b`` is absorbed into the query and the value
+half into the output (section 2.1.2), ``q^T (W_k c) = (W_k^T q)^T c``. An adapter on ``kv_b`` is
+absorbed factor by factor, ``W_k + B_k A`` giving ``W_k^T q + A^T (B_k^T q)``, so no merged weights
+exist. ``dsa.py`` may restrict the keys of either form.
 
 Axes: B rows, T tokens, S key positions, N heads, C latent, H dimensions of a head's key without
-position (in ``q_BTNH`` whole: with the rotary ones), J rotary dimensions, V of a head's value, P
-blocks of rows with one adapter, R rank, M = T N queries of a row, U pages.
+position (in ``q_BTNH`` with the rotary ones), J rotary dimensions, V of a head's value, P blocks of
+rows with one adapter, R rank, M = T N queries of a row, U pages.
 """
 
 from typing import Any
@@ -31,12 +31,12 @@ from mint_jax.params import ParamSpec
 from pallas_kernels import latent_attention as latent_kernels
 from pallas_kernels.partial import join
 
-LATENT_EPS = 1e-6  # of the norms on latents, whatever the epsilon of the residual stream's
+LATENT_EPS = 1e-6  # of the norms on latents, independent of the residual stream's
 
 
 def specs(cfg: ModelConfig, L: int, dtype: Any) -> dict[str, Any]:
-    """The attention parameters of ``L`` stacked layers; ``q`` takes the place of ``q_a``, ``q_b``
-    where queries have no latent.
+    """Returns the attention parameters of ``L`` stacked layers; ``q`` replaces ``q_a`` and ``q_b``
+    if queries have no latent.
     """
     D, N, m = cfg.d_model, cfg.num_heads, _latent(cfg)
     width = N * (m.nope + m.rope)
@@ -61,8 +61,8 @@ def _latent(cfg: ModelConfig) -> Latent:
 
 
 def scale(cfg: ModelConfig) -> float:
-    """The factor on scores: ``(nope + rope)^-1/2``, times the square of YaRN's temperature where
-    the config asks for it.
+    """Returns the factor on scores: ``(nope + rope)^-1/2``, times the square of YaRN's temperature
+    if the config has it.
     """
     m, scaling = _latent(cfg), cfg.rope_scaling
     plain = (m.nope + m.rope) ** -0.5
@@ -81,17 +81,17 @@ def latent_attention(
     indexer: dsa.Layer | None = None,
     chosen: dsa.Chosen = None,
 ) -> tuple[jax.Array, Any, dsa.Chosen]:
-    """Attention of one layer.
+    """Computes attention of one layer.
 
     Args:
         h_BTD: the normalised residual stream.
-        cache: ``{"latent": [L, U, PAGE, C], "rope": [L, U, PAGE, J]}``, with ``index`` where there
-            are indexers; None without one.
-        indexer: the stack's indexers, where ``cfg`` has them.
-        chosen: the keys that the layer before chose, see ``dsa.undecided``.
+        cache: ``{"latent": [L, U, PAGE, C], "rope": [L, U, PAGE, J]}``, and ``index`` with
+            indexers; None without one.
+        indexer: the stack's indexers, if ``cfg`` has them.
+        chosen: keys chosen by the previous layer, see ``dsa.undecided``.
 
     Returns:
-        ``[B, T, D]``; the cache's pool with these tokens in it; and the keys chosen here.
+        ``[B, T, D]``; the cache's pool with these tokens; and the keys chosen here.
     """
     B, T, _ = h_BTD.shape
     m = _latent(cfg)
@@ -107,12 +107,11 @@ def latent_attention(
     if indexer is not None:
         assert q_latent is not None
         chosen, cache = dsa.select(h_BTD, q_latent, indexer, cache, ctx, cfg, chosen)
-    # Two forms of one product. Expanded, each head has keys and values of its own: fewer operations
-    # per pair of tokens (nope + rope + value numbers instead of 2 latent + rope), which is what
-    # counts where all tokens are new. Absorbed, the expansion moves from the keys to the query: a
-    # cache keeps latent + rope numbers of a token (576 in DeepSeek-V3) where expanded keys and
-    # values would be heads times (nope + rope + value), 40,960, and decoding reads the whole cache
-    # for one token.
+    # Two forms of one product. Expanded, each head has its own keys and values: fewer operations
+    # per pair (nope + rope + value numbers instead of 2 latent + rope), which matters if all tokens
+    # are new. Absorbed, the expansion moves from keys to queries: a cache stores latent + rope
+    # numbers per token (576 in DeepSeek-V3) instead of heads (nope + rope + value) = 40,960, and
+    # decoding reads the whole cache for one token.
     pool = None
     if cache is None:
         out_BTNV = _expanded(q_BTNH, q_BTNJ, latent_BTC, rope_BTJ, p, lora, ctx, cfg, chosen)
@@ -133,7 +132,7 @@ def _expanded(
     cfg: ModelConfig,
     chosen: dsa.Chosen,
 ):
-    """Attention within packed rows, over every head's own keys and values."""
+    """Attends within packed rows, over every head's own keys and values."""
     B, T, N, _ = q_BTNH.shape
     m = _latent(cfg)
     assert ctx.segments is not None
@@ -145,7 +144,7 @@ def _expanded(
         jnp.concatenate([k_BTNH, shared_BTNJ], axis=-1),
     )
     bits = None if chosen is None else chosen[0]
-    # what is chosen no kernel serves
+    # No kernel supports chosen keys.
     kernel = cfg.kernels.packed_attention if chosen is None else "auto"
     return packed_attention(q, k, v_BTNV, ctx.segments, scale(cfg), bits, kernel)
 
@@ -153,8 +152,8 @@ def _expanded(
 def _absorbed(
     q_BTNH, q_BTNJ, new, cache: paged.Cache, p, lora, cfg: ModelConfig, chosen: dsa.Chosen
 ):
-    """Attention to cached latents and, causally, to the new tokens' own; and the cache with those
-    in it.
+    """Attends to cached latents and causally to the new tokens' own; also returns the updated
+    cache.
     """
     m = _latent(cfg)
     w_CNF = p["kv_b"]["w"].reshape(m.kv_latent, cfg.num_heads, m.nope + m.value)
@@ -172,16 +171,16 @@ def _absorbed(
         def read(queries, rows, chosen):
             q_C, q_J = queries
             args = q_C, q_J, pool["latent"], pool["rope"], rows, chosen
-            # what is chosen no kernel serves
+            # No kernel supports chosen keys.
             kernel = cfg.kernels.latent_attention if chosen is None else "auto"
             return latent_kernels.latent_attention(*args, scale=factor, implementation=kernel)
 
-        past, own_seen = None, causal(T)[None]
+        past, own_mask = None, causal(T)[None]
         if chosen is not None:
             past = unpack_keys(chosen[0], view.capacity).reshape(B, T, -1, paged.RUN)
-            own_seen = own_seen & unpack_keys(chosen[1], T)
+            own_mask = own_mask & unpack_keys(chosen[1], T)
         own = latent_kernels.xla.scored(
-            *queries, new["latent"], new["rope"], jnp.broadcast_to(own_seen, (B, T, T)), factor
+            *queries, new["latent"], new["rope"], jnp.broadcast_to(own_mask, (B, T, T)), factor
         )
         whole = join(paged.attend(view, jnp.int32(layer), queries, read, past), own)
         return (whole.value / whole.total).astype(q_BTNC.dtype).reshape(q_BTNC.shape), pool
@@ -206,7 +205,7 @@ def _absorbed(
 
 
 def _absorb_key(q_BTNH, w_CNH, adapters: AnyAdapters | None, m: Latent):
-    """``W_k^T q`` and its adapters' share, ``[B, T, N, C]``: what a latent is multiplied by."""
+    """Returns ``W_k^T q`` with its adapters' part, ``[B, T, N, C]``, to multiply latents by."""
     B, T, N, _ = q_BTNH.shape
     out = jnp.einsum("BTNH,CNH->BTNC", q_BTNH, w_CNH, preferred_element_type=jnp.float32).astype(
         q_BTNH.dtype
@@ -228,7 +227,7 @@ def _absorb_key(q_BTNH, w_CNH, adapters: AnyAdapters | None, m: Latent):
 
 
 def _absorb_value(o_BTNC, w_CNV, adapters: AnyAdapters | None, m: Latent):
-    """``W_v o`` and its adapters' share, ``[B, T, N, V]``: the values behind a weighted sum of
+    """Returns ``W_v o`` with its adapters' part, ``[B, T, N, V]``: values from weighted sums of
     latents.
     """
     B, T, N, _ = o_BTNC.shape
@@ -251,7 +250,7 @@ def _absorb_value(o_BTNC, w_CNV, adapters: AnyAdapters | None, m: Latent):
 
 
 def _heads(b_PRF: jax.Array, N: int) -> jax.Array:
-    """The output factor of an adapter on ``kv_b``, ``[P, R, N, H + V]``."""
+    """Reshapes the output factor of an adapter on ``kv_b`` to ``[P, R, N, H + V]``."""
     return b_PRF.reshape(*b_PRF.shape[:2], N, -1)
 
 

@@ -14,14 +14,14 @@ from mint_jax.params import ParamSpec
 
 
 def specs(L: int, D: int, F: int, dtype: Any, bias: bool = False) -> dict[str, Any]:
-    """The parameters of ``L`` stacked MLPs of width ``F``, with the norm before them."""
+    """Returns the parameters of ``L`` stacked MLPs of width ``F``, with the norm before them."""
     return {"norm": ParamSpec((L, D), ("layers", "norm"), dtype, "ones")} | projections(
         L, D, F, dtype, bias
     )
 
 
 def projections(L: int, D: int, F: int, dtype: Any, bias: bool = False) -> dict[str, Any]:
-    """The three matrices alone."""
+    """Returns the three matrices only."""
     return {
         "gate": matrix("gate", L, D, F, dtype, bias),
         "up": matrix("up", L, D, F, dtype, bias),
@@ -31,7 +31,7 @@ def projections(L: int, D: int, F: int, dtype: Any, bias: bool = False) -> dict[
 
 @jax.custom_vjp
 def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """``silu(gate) * up`` ; the backward pass keeps only its two arguments."""
+    """Returns ``silu(gate) * up``; the backward pass stores only the two arguments."""
     return jax.nn.silu(gate) * up
 
 
@@ -45,7 +45,7 @@ swiglu.defvjp(lambda gate, up: (swiglu(gate, up), (gate, up)), _swiglu_backward)
 
 
 def mlp(h_BTD: jax.Array, p: Any, lora: AnyAdapters | None) -> jax.Array:
-    """The gated MLP, ``down(silu(gate h) * up h)``."""
+    """Computes the gated MLP, ``down(silu(gate h) * up h)``."""
     gate, up = project_each(h_BTD, p, lora, ("gate", "up"))
     gate, up = checkpoint_name(gate, "mlp_gate"), checkpoint_name(up, "mlp_up")
     return project(swiglu(gate, up), p, lora, "down")

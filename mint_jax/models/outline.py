@@ -1,4 +1,4 @@
-"""A base without its weights: what it takes to read, check and write adapters of it."""
+"""A base without its weights, sufficient to read, check and write its adapters."""
 
 import dataclasses
 import functools
@@ -21,8 +21,8 @@ class Outline:
     """A base's dimensions and identity.
 
     Attributes:
-        name: what the user asked for.
-        fingerprint: hex digest naming this base in revisions.
+        name: name given by the user.
+        fingerprint: hex digest that names this base in revisions.
     """
 
     name: str
@@ -41,21 +41,21 @@ class Outline:
 
 
 def peft_tables(cfg: ModelConfig) -> tuple[BaseNames, dict[str, Projection]]:
-    """Module names of every projection of a base that can be adapted, and the projections."""
+    """Returns the module names of every adaptable projection of a base, and the projections."""
     specs = transformer.abstract(cfg)
     projections = lora_tree.projections(specs, lora_tree.target_paths(specs))
     return hf.module_names(cfg, projections), projections
 
 
 def outline(name: str, fingerprint: str | None = None) -> Outline:
-    """A base by the name or directory that ``base.load`` takes. Reads ``config.json`` and 12 KiB of
-    each tensor, no more.
+    """Reads a base's outline by the name or directory that ``base.load`` takes: ``config.json`` and
+    12 KiB of each tensor.
 
     Args:
-        fingerprint: what the base's weights have, where only its ``config.json`` is at hand.
+        fingerprint: fingerprint of the weights, if only ``config.json`` is available.
 
     Raises:
-        UserError: no such base, or no weights to take the fingerprint of.
+        UserError: no such base, or no weights to compute the fingerprint from.
     """
     directory = base_lib.resolve(name)
     cfg = hf.read_model(directory)
@@ -63,19 +63,19 @@ def outline(name: str, fingerprint: str | None = None) -> Outline:
         found = _fingerprint(name, directory)
         if fingerprint is not None and fingerprint != found:
             raise UserError(
-                f"base {name!r} has fingerprint {found[:12]}, not {fingerprint[:12]}: it is another"
-                " base"
+                f"base {name!r} has fingerprint {found[:12]}, not {fingerprint[:12]}: it is a"
+                " different base"
             )
         return Outline(name, cfg, found)
     if fingerprint is None:
         raise UserError(
-            f"base {name!r} has no *.safetensors in {directory}, from which its fingerprint is"
-            " taken: give the fingerprint too"
+            f"base {name!r} has no *.safetensors in {directory} to compute its fingerprint from:"
+            " give the fingerprint too"
         )
     if not re.fullmatch("[0-9a-f]{64}", fingerprint):
         raise UserError(
-            f"fingerprint {fingerprint[:80]!r} is not one: it has 64 hex digits, as `show` of a"
-            " policy of this base says"
+            f"fingerprint {fingerprint[:80]!r} is invalid: expected 64 hex digits, as printed by"
+            " `show` for a policy of this base"
         )
     return Outline(name, cfg, fingerprint)
 

@@ -2,12 +2,12 @@
 low-rank product.
 
 ``y[m] = x[m] W[e] + (x[m] A[g]^T) B[g]`` with rows sorted by expert e and group g = (expert,
-adapter), for all projections that read the same rows. On TPUs and NVIDIA's GPUs the adapters' part
-is a kernel of ``pallas_kernels``, where it can serve; on other accelerators, and where it cannot,
-each product is a grouped matmul. On CPU the products with few columns (``x A^T``, backward ``dy
-B^T`` and the factors' gradients) run in one loop over tiles of a group's rows that reads the wide
-rows once; the products with few terms are sums over the rank, added to the base's result in one
-fused pass over it, which is all that is read and written twice for the adapters' sake.
+adapter), for all projections of the same rows. On TPUs and NVIDIA GPUs the adapters' part is a
+kernel of ``pallas_kernels`` where it applies; elsewhere on accelerators each product is a grouped
+matmul. On CPU the products with few columns (``x A^T``, backward ``dy B^T`` and the factors'
+gradients) run in one loop over tiles of a group's rows, which reads the wide rows once. The
+products with few terms are sums over the rank, added to the base's result in one fused pass over
+it.
 
 Axes: M rows, E experts, G groups, W adapter factors, D in, F out, R rank. Hu et al. 2021, arXiv
 2106.09685, section 4.1.
@@ -39,27 +39,27 @@ from pallas_kernels.batching import Merged, each, following, joined
 from pallas_kernels.dispatch import Implementation, anything, named, run
 
 # Up to this rank ``h B`` is a sum over the rank, fused into one pass over the wide result; above it
-# a second loop over tiles. On two AVX-512 cores, 2,048 rows, 32 experts of 512 x 512, four
-# adapters: base alone 9 to 11 ms; with rank 4 / 8 / 16 the sum takes
-# 10.3 / 12.3 / 11.6 ms and the loop 10.9 / 12.7 / 11.8; with rank 32 / 64 the sum 15.2 / 15.7 and
-# the loop 12.5 / 12.4.
+# a second loop over tiles. On two AVX-512 cores with 2,048 rows, 32 experts of 512 x 512 and four
+# adapters, the base alone takes 9 to 11 ms; with rank 4 / 8 / 16 the sum takes 10.3 / 12.3 / 11.6
+# ms and the loop 10.9 / 12.7 / 11.8; with rank 32 / 64 the sum 15.2 / 15.7 and the loop 12.5 /
+# 12.4.
 FEW_TERMS = 16
-# Rows of an expert, on average, up to which packed matmul on a TPU is for rows without adapters
-# too: a tile of it. By reasoning, no TPU has measured it: with fewer the copy that ``ragged_dot``
-# needs is more bytes than the rows.
+# Average rows of an expert up to which packed matmul on TPU also serves rows without adapters: one
+# tile. Not measured on a TPU: below it, the copy that ``ragged_dot`` needs has more bytes than the
+# rows.
 FEW_ROWS = 128
 
 
 @struct.dataclass
 class Groups:
-    """Which rows have which factors.
+    """Assignment of rows to factors.
 
     Attributes:
         first: ``[G]`` int32 first row of each group, ascending.
         sizes: ``[G]`` int32 rows of each group.
-        index: ``[G]`` int32 factors of each group; no two groups have the same.
+        index: ``[G]`` int32 factors of each group, all different.
         factor: ``[M]`` int32 factors of each row; -1 for rows of no group.
-        contiguous: rows of no group all come behind the others.
+        contiguous: rows of no group all come after the others.
     """
 
     first: jax.Array
@@ -77,9 +77,8 @@ class Adapters(NamedTuple):
 
     Attributes:
         groups: their rows.
-        factors: of each projection; None where these adapters have none.
-        scale: ``[M]`` float32 of each row's adapter, where B does not hold it already: forward
-            only.
+        factors: of each projection; None if these adapters do not target it.
+        scale: ``[M]`` float32 scale of each row's adapter, if B does not include it; forward only.
     """
 
     groups: Groups
@@ -88,7 +87,7 @@ class Adapters(NamedTuple):
 
 
 class _Terms(NamedTuple):
-    """``h[m] w[factor of m]`` to be added: ``h [M, R]``, ``w [W, R, N]``."""
+    """A term ``h[m] w[factor of m]`` to add: ``h [M, R]``, ``w [W, R, N]``."""
 
     h: jax.Array
     w: jax.Array
@@ -102,15 +101,16 @@ def project(
     adapters: Sequence[Adapters],
     kernels: Kernels = Kernels(),
 ) -> list[jax.Array]:
-    """``[M, F]`` of each projection, in the dtype of ``x``; zeros in rows behind the last expert.
+    """Returns ``[M, F]`` of each projection, in the dtype of ``x``; zeros in rows after the last
+    expert.
 
     Args:
         x_MD: rows, those of expert 0 first.
-        bases: of each projection ``{"w": [E, D, F]}`` and, quantised, ``"scale": [E, F]``; with
-            ``"index"``, a number, w has more matrices, and expert 0's stands at that place.
+        bases: for each projection ``{"w": [E, D, F]}`` and, if quantised, ``"scale": [E, F]``; with
+            ``"index"``, a number, w has more matrices, and expert 0's is at that index.
         sizes_E: int32 rows of each expert.
         adapters: rank buckets.
-        kernels: of the experts' products and of the adapters', see ``config.Kernels``.
+        kernels: implementations, see ``config.Kernels``.
     """
     return list(_project(kernels, x_MD, tuple(bases), sizes_E, tuple(adapters)))
 
@@ -121,9 +121,8 @@ def _project(kernels, x, bases, sizes, adapters):
 
 
 def _forward(kernels, x, bases, sizes, adapters):
-    # Whether the base learns is known while tracing, and kept as the structure of the residuals: a
-    # frozen base, which is the rule, then has no product for its own gradient in the compiled
-    # program. As a value it would be a branch with both sides in it.
+    # Whether the base is trainable is known while tracing and kept as structure of the residuals,
+    # so that a frozen base has no matmul for its own gradient. As a value it would be a branch.
     trained = tuple((True,) if base["w"].perturbed else () for base in bases)
     args = jax.tree.map(
         lambda arg: arg.value,
@@ -153,7 +152,7 @@ def _dense(g: Any) -> jax.Array:
 
 @functools.cache
 def _products(kernels: Kernels) -> Any:
-    """The projections."""
+    """Returns the projections as a function with a batching rule."""
 
     @jax.custom_batching.custom_vmap
     def call(x, bases, sizes, adapters):
@@ -170,7 +169,7 @@ def _products(kernels: Kernels) -> Any:
 
 @functools.cache
 def _gradients(kernels: Kernels) -> Any:
-    """Of the rows, and of each bucket's factors."""
+    """Returns the gradients of the rows and of each bucket's factors, with a batching rule."""
 
     @jax.custom_batching.custom_vmap
     def call(x, bases, sizes, adapters, g):
@@ -189,7 +188,7 @@ def _gradients(kernels: Kernels) -> Any:
 
 
 def _by_platform(kernels: Kernels, tiles: Any, products: Any) -> Any:
-    # A kernel that is named runs on a CPU too, if only in an interpreter.
+    # A named kernel also runs on a CPU, in interpret mode.
     of_kernels = any(
         map(named, (kernels.packed_lora, kernels.grouped_matmul, kernels.packed_matmul))
     )
@@ -202,7 +201,7 @@ def _by_platform(kernels: Kernels, tiles: Any, products: Any) -> Any:
 
 
 def _merge(P, batched, x, bases, sizes, adapters):
-    """The policies' rows, and what ``_products`` takes, for all of them."""
+    """Merges the arguments of ``_products`` for all policies."""
     of_x, of_bases, of_sizes, of_adapters = batched[:4]
     sizes_PE, shared = each(sizes, of_sizes, P), not any(jax.tree.leaves(of_bases))
     rows = Merged(sizes_PE, x.shape[-2], shared)
@@ -238,7 +237,7 @@ def _merge(P, batched, x, bases, sizes, adapters):
 def _of_policies(
     base: dict[str, jax.Array], batched: dict[str, bool], P: int, E: int
 ) -> dict[str, jax.Array]:
-    """Matrices of single policies, where each has its own."""
+    """Returns the matrices of single policies, if each has its own."""
     index, of_index = base.get("index"), batched.get("index", False)
     of_groups = each(following(index, E, of_index), of_index, P)
     W = base["w"].shape[-3]
@@ -253,18 +252,17 @@ def _base_gradient(x, g, sizes, base):
     return {"w": dw} | {name: None for name in ("scale", "index") if name in base}
 
 
-# On accelerators: grouped matmuls over rows that are contiguous by group.
+# Accelerators: grouped matmuls over rows that are contiguous by group.
 
 
 def _grouped(
     x: jax.Array, w: jax.Array, groups: Groups, transposed: bool, kernel: str
 ) -> jax.Array:
-    # A ragged product wants the rows of its groups back to back from the first on. Rows of the bare
-    # base between them (a batch in which some rows have no adapter) are moved behind, by a stable
-    # sort that keeps the groups' order, and their zeros back.
+    # A ragged product needs its groups' rows contiguous from the start. Rows without an adapter
+    # between them are moved to the end by a stable sort, and their zeros back.
     if groups.contiguous:
         return grouped_matmul(x, w, groups.sizes, groups.index, transposed, kernel)
-    # the rows of groups, still sorted, then the others
+    # Rows of groups, still sorted, then the others.
     front = jnp.argsort(groups.factor < 0, stable=True)
     back = jnp.zeros_like(front).at[front].set(jnp.arange(front.shape[0], dtype=front.dtype))
     return grouped_matmul(x[front], w, groups.sizes, groups.index, transposed, kernel)[back]
@@ -304,8 +302,8 @@ def _back_grouped(x, a, b, g, dx, factor, *, groups, kernel):
 def _table(
     table: Sequence[Implementation], grouped: Any, groups: Groups, kernels: Kernels
 ) -> tuple[Implementation, ...]:
-    """The kernels of accelerators, and in place of the loop over runs, which is slow where there
-    are many, grouped products.
+    """Returns the accelerators' kernels, with grouped products as the fallback instead of the loop
+    over runs, which is slow for many runs.
     """
     form = functools.partial(grouped, groups=groups, kernel=kernels.grouped_matmul)
     return (*(one for one in table if one.platform), Implementation("xla", None, form, anything))
@@ -317,15 +315,15 @@ def _products_kernels(x, bases, sizes, adapters, kernels):
     if kernel == "xla" or (first is None and not _reads_few(x, bases, sizes)):
         out = [_base_grouped(x, base, sizes, False, kernels.grouped_matmul) for base in bases]
         return tuple(_add(x, out, adapters, kernels))
-    # A bucket with factors of all projections in the base's pass, or one whose factors no row has;
-    # others are added to what it makes.
-    mine = adapters.pop(first) if first is not None else None
+    # A bucket with factors of all projections runs in the base's pass (or factors that no row
+    # uses); other buckets are added to its result.
+    own = adapters.pop(first) if first is not None else None
     factor, scale = (
         (jnp.full(x.shape[:1], -1, jnp.int32), None)
-        if mine is None
-        else (mine.groups.factor, mine.scale)
+        if own is None
+        else (own.groups.factor, own.scale)
     )
-    a, b = _nobodys(x, bases) if mine is None else _present(mine.factors)[1]
+    a, b = _unused_factors(x, bases) if own is None else _present(own.factors)[1]
 
     def two_passes(x, w, sizes, a, b, factor, scale, place, w_scale):
         index = {} if place is None else {"index": place}
@@ -338,7 +336,7 @@ def _products_kernels(x, bases, sizes, adapters, kernels):
             _add(
                 x,
                 base,
-                [] if mine is None else [Adapters(mine.groups, tuple(zip(a, b)), scale)],
+                [] if own is None else [Adapters(own.groups, tuple(zip(a, b)), scale)],
                 kernels,
             )
         )
@@ -363,35 +361,35 @@ def _products_kernels(x, bases, sizes, adapters, kernels):
 
 
 def _reads_few(x: jax.Array, bases: Sequence[dict[str, jax.Array]], sizes: jax.Array) -> bool:
-    """Whether the kernel is for the base alone too: it takes whole stacks, and matrices of 8 bits
-    as they are, where a ragged product gets a copy of a layer's experts, in the dtype of ``x``.
+    """Returns True if the kernel should also run the base alone: it reads whole stacks and 8-bit
+    matrices in place, where a ragged product copies a layer's experts in the dtype of ``x``.
 
-    With many rows of each expert that copy is little beside the product, whose tiles are then the
-    larger ones.
+    With many rows per expert that copy is small next to the matmul, whose larger tiles then win.
     """
     return not {"index", "scale"}.isdisjoint(bases[0]) and x.shape[0] <= FEW_ROWS * sizes.shape[0]
 
 
-def _nobodys(
+def _unused_factors(
     x: jax.Array, bases: Sequence[dict[str, jax.Array]]
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Factors of one adapter of rank 8 for each projection; zeros."""
+    """Returns zero factors of one adapter of rank 8 for each projection."""
     return tuple(
         [jnp.zeros((1, 8, base["w"].shape[axis]), x.dtype) for base in bases] for axis in (1, 2)
     )  # type: ignore[return-value]
 
 
 def _one_pass(kernels: Kernels, bases: Sequence[dict[str, jax.Array]]) -> str:
-    """How base and adapters are one product: auto, xla (they are two), or a kernel's name.
+    """Returns the implementation of base and adapters in one product: auto, xla (two products), or
+    a kernel's name.
 
     Raises:
-        ValueError: a kernel that cannot serve is named.
+        ValueError: a named kernel cannot serve.
     """
     kernel = kernels.packed_matmul
     if any("index" in base and base["index"].ndim for base in bases):
         if named(kernel):
             raise ValueError(
-                f"packed_matmul by {kernel}: experts' matrices are of single policies; choose auto"
+                f"packed_matmul by {kernel}: each policy has its own experts' matrices; choose auto"
                 " or xla"
             )
         return "xla"
@@ -403,13 +401,13 @@ def _one_pass(kernels: Kernels, bases: Sequence[dict[str, jax.Array]]) -> str:
 
 
 def _add(x, out, adapters, kernels):
-    """``out`` of each projection with what adapters add."""
+    """Adds the adapters' part to each projection in ``out``."""
     out = list(out)
     for groups, factors, scale in adapters:
-        mine, (a, b) = _present(factors)
+        present, (a, b) = _present(factors)
         table = _table(op.ADD, _add_grouped, groups, kernels)
-        args = x, a, b, [out[k] for k in mine], groups.factor, scale
-        for k, y in zip(mine, run("packed_lora", table, kernels.packed_lora, args)):
+        args = x, a, b, [out[k] for k in present], groups.factor, scale
+        for k, y in zip(present, run("packed_lora", table, kernels.packed_lora, args)):
             out[k] = y
     return out
 
@@ -424,31 +422,31 @@ def _gradients_kernels(x, bases, sizes, adapters, g, kernels):
     )
     grads = []
     for groups, factors, _ in adapters:
-        mine, (a, b) = _present(factors)
+        present, (a, b) = _present(factors)
         table, args = (
             _table(op.BACKWARD, _back_grouped, groups, kernels),
             (
                 x,
                 a,
                 b,
-                [g[k] for k in mine],
+                [g[k] for k in present],
                 dx,
                 groups.factor,
             ),
         )
         dx, da, db = run("packed_lora backward", table, kernels.packed_lora, args)
-        given = dict(zip(mine, zip(da, db)))
+        given = dict(zip(present, zip(da, db)))
         grads.append(tuple(given.get(k) for k in range(len(bases))))
     return dx, tuple(grads)
 
 
 def _present(factors):
-    """Which projections these adapters have, and their A and B."""
-    mine = [k for k, pair in enumerate(factors) if pair]
-    return mine, tuple([factors[k][i] for k in mine] for i in range(2))
+    """Returns the indices of projections with factors, and their A and B."""
+    present = [k for k, pair in enumerate(factors) if pair]
+    return present, tuple([factors[k][i] for k in present] for i in range(2))
 
 
-# On CPU.
+# CPU.
 
 
 def _products_tiles(x, bases, sizes, adapters):
@@ -474,12 +472,12 @@ def _scaled(h: jax.Array, scale: jax.Array | None) -> jax.Array:
 def _gradients_tiles(x, bases, sizes, adapters, g):
     back, grads = [], []
     for groups, factors, _ in adapters:
-        mine, _ = _present(factors)
+        present, _ = _present(factors)
         backs, dfactors = _backward_tiles(
-            x, [factors[k] for k in mine], groups, [g[k] for k in mine]
+            x, [factors[k] for k in present], groups, [g[k] for k in present]
         )
-        back.append(dict(zip(mine, backs)))
-        given = dict(zip(mine, dfactors))
+        back.append(dict(zip(present, backs)))
+        given = dict(zip(present, dfactors))
         grads.append(tuple(given.get(k) for k in range(len(bases))))
     dx = None
     for k, base in enumerate(bases):
@@ -518,10 +516,9 @@ def _with_terms_tiles(x, base, sizes, terms, onto, transposed, key):
             *(y, y.shape[0], groups.sizes, groups.first),
         )
     if few := [one for one in terms if one.w.shape[1] <= FEW_TERMS]:
-        # Backwards in a loop of one turn: in place, once. Outside a loop XLA fuses the sum into
-        # each of its consumers and computes, or stores, it for every one of them: 8 % of the
-        # backward pass of two projections. The turn's number comes from the data (``sizes``), or
-        # XLA would simplify the loop away.
+        # In the backward pass the sum runs in a loop of one iteration, in place. Outside a loop XLA
+        # fuses it into each consumer and repeats it: 8 % of the backward pass of two projections.
+        # The trip count comes from data (``sizes``), or XLA would remove the loop.
         def add(zero, y):
             return functools.reduce(functools.partial(_add_terms, zero), few, y)
 
@@ -534,34 +531,35 @@ def _with_terms_tiles(x, base, sizes, terms, onto, transposed, key):
 
 
 def _add_terms(zero: jax.Array, y: jax.Array, terms: _Terms) -> jax.Array:
-    """The sum over the rank, row by row; ``zero`` comes from the loop and keeps the terms inside
+    """Sums over the rank, row by row; ``zero`` comes from the loop and keeps the terms inside
     it.
     """
     h, factor = terms.h.astype(jnp.float32), terms.groups.factor
     R, N = terms.w.shape[1:]
     rows_WN, first = terms.w.reshape(-1, N), jnp.maximum(factor, 0) * R + zero
-    # a select, not a product with 0: another policy's factors may be NaN
-    mine = (factor >= 0)[:, None]
+    # A select, not a product with 0: another policy's factors may be NaN.
+    has_factor = (factor >= 0)[:, None]
     out = y.astype(jnp.float32)
     for r in range(R):
-        out = out + jnp.where(mine, h[:, r, None] * rows_WN[first + r].astype(jnp.float32), 0.0)
+        term = h[:, r, None] * rows_WN[first + r].astype(jnp.float32)
+        out = out + jnp.where(has_factor, term, 0.0)
     return out.astype(y.dtype)
 
 
 def _backward_tiles(x, factors, groups, g):
     def body(tile, group, carry):
-        # a neighbour's row may be NaN: both sides of a sum over rows have zeros there
+        # A neighbour's row may be NaN: both sides of a sum over rows are zeroed there.
         rows, i = tile.own(x), groups.index[group]
         new_back, new_grads = [], []
         for (a, b), g_MF, total, (da, db) in zip(factors, g, *carry):
             g_t = tile.own(g_MF)
-            # Computed again from rows that are read anyway: kept from the forward pass it is [M, R]
-            # of each projection and bucket.
-            h = jnp.where(tile.mine, dot(rows, at(a, i), (1, 1)), 0.0).astype(x.dtype)
-            mine = jnp.where(tile.mine, dot(g_t, at(b, i), (1, 1)), 0.0).astype(x.dtype)
-            new_back.append(tile.add(total, mine))
+            # Recomputed from rows that are read anyway; keeping it from the forward pass takes [M,
+            # R] for each projection and bucket.
+            h = jnp.where(tile.is_own, dot(rows, at(a, i), (1, 1)), 0.0).astype(x.dtype)
+            dh = jnp.where(tile.is_own, dot(g_t, at(b, i), (1, 1)), 0.0).astype(x.dtype)
+            new_back.append(tile.add(total, dh))
             new_grads.append(
-                (_add_at(da, i, dot(mine, rows, (0, 0))), _add_at(db, i, dot(h, g_t, (0, 0))))
+                (_add_at(da, i, dot(dh, rows, (0, 0))), _add_at(db, i, dot(h, g_t, (0, 0))))
             )
         return new_back, new_grads
 

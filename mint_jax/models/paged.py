@@ -1,23 +1,23 @@
-"""A cache in pages, and attention to it: how the decoder reads tokens that earlier calls have left.
+"""The paged KV cache, and attention to it.
 
-The pool is a tree of arrays ``[L, U, ..., PAGE, X]``: a page holds PAGE positions of one row, of
-one kind of cache entry, in all layers. A row's *table* lists its pages. It has two parts: the
-*prefix*, the prompt but its last token, written by prefill and shared by all samples of the prompt;
-and the row's *own* tokens, from the prompt's last one on. Each begins with a new *run* of RUN
-positions, the unit in which attention reads (``pallas_kernels.paged``), so that no context length
-is a shape.
+The pool is a tree of arrays ``[L, U, ..., PAGE, X]``. A page holds PAGE positions of one row, of
+one kind of cache entry, in all layers. A row's *table* lists its pages, in two parts: the *prefix*,
+the prompt except its last token, written by prefill and shared by all samples of the prompt; and
+the row's *own* tokens from the prompt's last one on. Each part begins with a new *run* of RUN
+positions, the unit of attention's reads (``pallas_kernels.paged``), so no context length is a
+shape.
 
-Samples of one prompt stand in *teams*: a team reads its prompt's runs once, all its rows' queries
-in one product, and each row then reads its own tokens. Which rows are in teams is data too.
+Samples of one prompt form *teams*. A team reads its prompt's runs once, with all its rows' queries
+in one matmul, and each row then reads its own tokens. Membership is data too.
 
-New tokens are written first. One token a row is then read from its page as those before it are;
-those of a page see each other from the arrays at hand, causally. Nothing here concatenates, slices
-by layer or copies a pool: it rides in the carry of the layer scan, and reads are gathers of (layer,
-page). Over a mesh each device has pages of its own, and a row's pages are where the row is
-(``sharding.cache_axes``): page numbers count within a device, and no page travels.
+New tokens are written first. With one token per row it is then read from its page like those before
+it; tokens of a whole page attend to each other causally from the arrays at hand. The pool is never
+concatenated, sliced by layer or copied: it is carried through the layer scan, and reads are gathers
+of (layer, page). On a mesh each device has its own pages, and a row's pages are on the row's device
+(``sharding.cache_axes``): page numbers count within a device, and no page is communicated.
 
 Axes: L layers, U pages, B rows, T new tokens, D table entries, X width, M queries of a row (heads
-and tokens), H heads that have keys of their own, S positions of a run, Z teams, W rows of a team.
+and tokens), H kv heads, S positions of a run, Z teams, W rows of a team.
 """
 
 from collections.abc import Callable
@@ -40,13 +40,13 @@ TEAM = 8  # rows of a team
 
 
 class Teams(NamedTuple):
-    """Rows that read one prompt together; teams that are used come first.
+    """Rows that read one prompt together; used teams come first.
 
     Attributes:
         rows: ``[Z, W]`` int32; -1 is none.
         table: ``[Z, D]`` pages of the prompt.
-        prefix: ``[Z]`` positions of it.
-        place: ``[B]`` team times W and place in it of each row; -1 for a row that reads its prompt
+        prefix: ``[Z]`` number of its positions.
+        place: ``[B]`` team times W plus place in it of each row; -1 for a row that reads its prompt
             itself.
     """
 
@@ -57,17 +57,16 @@ class Teams(NamedTuple):
 
 
 class View(NamedTuple):
-    """Where each row's tokens lie, and where its new ones go.
+    """Pages of each row, and where its new tokens are written.
 
     Attributes:
         table: ``[B, D]`` int32 pages, D a multiple of RUN_PAGES.
-        prefix, own: ``[B]`` int32 positions of the two parts that are there.
-        first: ``[B]`` int32, the first run that the row reads itself.
-        page: ``[B]`` int32, where new tokens go; a page that is not there means nowhere.
-        at: ``[B]`` int32, at which position of that page (T = 1); None: T = PAGE tokens are the
-            whole page.
-        teams: None where no row is in one.
-        used: int32, how many of the B x T new tokens are any, the first ones; None: all.
+        prefix, own: ``[B]`` int32 cached positions of the two parts.
+        first: ``[B]`` int32, first run that the row reads itself.
+        page: ``[B]`` int32, page of the new tokens; out of range discards them.
+        at: ``[B]`` int32, position in that page (T = 1); None: T = PAGE tokens fill the page.
+        teams: None if no row is in one.
+        used: int32, number of the B x T new tokens in use, at the front; None: all.
     """
 
     table: jax.Array
@@ -81,7 +80,7 @@ class View(NamedTuple):
 
     @property
     def capacity(self) -> int:
-        """Positions that a row may have."""
+        """Maximum number of positions of a row."""
         return self.table.shape[1] * PAGE
 
 
@@ -98,14 +97,14 @@ class Cache(NamedTuple):
     view: View
 
 
-# Attention of a tree of queries [B, ..., M, X] to what rows read, of which keys may be chosen: see
+# Attention of a tree of queries [B, ..., M, X] to the rows' pages, with optional chosen keys: see
 # ``pallas_kernels.paged.attend``.
 Attend = Callable[[Any, Rows, jax.Array | None], Partial]
 
 
 def write(pool: jax.Array, layer: jax.Array, new: jax.Array, view: View) -> jax.Array:
-    """Puts ``new [B, ..., T, X]`` of one layer into a pool ``[L, U, ..., PAGE, X]``, whose X may be
-    larger: see ``device.lanes``.
+    """Writes ``new [B, ..., T, X]`` of one layer into a pool ``[L, U, ..., PAGE, X]``, whose X may
+    be larger: see ``device.lanes``.
     """
     new = jnp.pad(
         new.astype(pool.dtype), ((0, 0),) * (new.ndim - 1) + ((0, pool.shape[-1] - new.shape[-1]),)
@@ -114,8 +113,8 @@ def write(pool: jax.Array, layer: jax.Array, new: jax.Array, view: View) -> jax.
         return pool.at[layer, view.page].set(new, mode="drop")
     if pool.ndim == 4:
         return pool.at[layer, view.page, view.at].set(new[..., 0, :], mode="drop")
-    # Heads are indexed too: where a write is of several heads at one position, a TPU wants them
-    # side by side and turns the pool.
+    # Heads are indexed too: for a write of several heads at one position, the TPU layout would make
+    # heads minor and transpose the pool.
     heads = jnp.arange(pool.shape[2], dtype=jnp.int32)[None]
     return pool.at[layer, view.page[:, None], heads, view.at[:, None]].set(
         new[..., 0, :], mode="drop"
@@ -125,13 +124,13 @@ def write(pool: jax.Array, layer: jax.Array, new: jax.Array, view: View) -> jax.
 def attend(
     view: View, layer: jax.Array, queries: Any, read: Attend, chosen: jax.Array | None = None
 ) -> Partial:
-    """Attention of each row's queries to what its table holds, before it is merged with the new
-    tokens' own.
+    """Attends from each row's queries to its table, to be joined with the attention to the new
+    tokens.
 
     Args:
         queries: a tree of ``[B, ..., M, X]``.
-        read: attention to what rows read themselves.
-        chosen: ``[B, T, D / RUN_PAGES, S]`` bool, positions that may be seen at all; None for all.
+        read: attention to the rows' pages.
+        chosen: ``[B, T, D / RUN_PAGES, S]`` bool, positions that may be attended to; None for all.
     """
     with jax.named_scope("runs"):
         total = read(queries, Rows(layer, view.table, view.prefix, view.own, view.first), chosen)
@@ -139,8 +138,7 @@ def attend(
         return total
     teams = view.teams
     with jax.named_scope("teams"):
-        # Where no row is in a team, which is every batch of single samples, not even their queries
-        # are gathered.
+        # Without teams, as in every batch of single samples, the queries are not even gathered.
         there = jnp.any(teams.place >= 0)
         return jax.lax.cond(
             there,
@@ -151,18 +149,18 @@ def attend(
 
 
 def teams_at_once(teams: int, rows: int) -> int:
-    """Teams of one product: as many as there are where all rows are in full teams."""
+    """Returns the teams of one matmul: the number of teams if all rows are in full teams."""
     return min(teams, max(4, rows // TEAM))
 
 
 def _of_teams(
     teams: Teams, layer: jax.Array, queries: Any, read: Attend, chosen: jax.Array | None
 ) -> Partial:
-    """The rows' attention to their teams' prompts; none for a row without a team."""
+    """Returns the rows' attention to their teams' prompts; nothing for a row without a team."""
     (Z, W), B = teams.rows.shape, teams.place.shape[0]
     at_once = teams_at_once(Z, B)
     row = jnp.maximum(teams.rows, 0)
-    mine = jax.tree.map(lambda x: _gathered(x, row), queries)
+    gathered = jax.tree.map(lambda x: _gathered(x, row), queries)
     bits = None if chosen is None else chosen[row].reshape(Z, -1, *chosen.shape[2:])
 
     def group(g: jax.Array, all_: Partial) -> Partial:
@@ -172,7 +170,7 @@ def _of_teams(
         none = jnp.zeros((at_once,), jnp.int32)
         with jax.named_scope("runs"):
             rows = Rows(layer, part(teams.table), part(teams.prefix), none, none)
-            one = read(jax.tree.map(part, mine), rows, None if bits is None else part(bits))
+            one = read(jax.tree.map(part, gathered), rows, None if bits is None else part(bits))
         return jax.tree.map(
             lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, g * at_once, 0), all_, one
         )
@@ -180,7 +178,7 @@ def _of_teams(
     used = jnp.max(jnp.where(jnp.any(teams.rows >= 0, axis=1), jnp.arange(Z), -1)) + 1
     nobody = jnp.zeros((Z,), jnp.int32)
     none = nothing(
-        jax.eval_shape(read, mine, Rows(layer, teams.table, nobody, nobody, nobody), bits)
+        jax.eval_shape(read, gathered, Rows(layer, teams.table, nobody, nobody, nobody), bits)
     )
     total = jax.lax.fori_loop(0, -(-used // at_once), group, none)
     place = jnp.maximum(teams.place, 0)
@@ -195,7 +193,7 @@ def _of_teams(
 
 
 def _gathered(x: jax.Array, row_ZW: jax.Array) -> jax.Array:
-    """Queries ``[B, ..., M, X]`` of rows, those of a team side by side: ``[Z, ..., W M, X]``."""
+    """Gathers queries ``[B, ..., M, X]`` of rows, a team's in one: ``[Z, ..., W M, X]``."""
     x = jnp.moveaxis(x[row_ZW], 1, -3)
     return x.reshape(*x.shape[:-3], -1, x.shape[-1])
 
@@ -209,13 +207,13 @@ def grouped_query_attention(
     scale: float,
     kernel: str = "auto",
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Attention of T new tokens to what is in the cache and causally to each other; ``[B, T, N,
-    H]``, and the pool with them in it.
+    """Attends from T new tokens to the cache and causally to each other; returns ``[B, T, N, H]``
+    and the pool with the new tokens.
 
     Args:
         new: ``k`` and ``v`` of the new tokens, ``[B, K, T, H]``.
-        pool: those of all, ``[L, U, K, PAGE, H]``.
-        kernel: of the attention to the cache, see ``config.Kernels``.
+        pool: ``k`` and ``v`` of all tokens, ``[L, U, K, PAGE, H]``.
+        kernel: implementation of attention to the cache, see ``config.Kernels``.
     """
     chex.assert_rank([q_BTNH, new["k"]], 4)
 
@@ -229,7 +227,7 @@ def grouped_query_attention(
                 q_BKMH, pool["k"], pool["v"], rows, scale=scale, implementation=kernel
             )
 
-        if T == 1:  # it is in its page by now; a row that is none has none and reads nothing
+        if T == 1:  # already in its page; unused rows have no page and read nothing
             there = (view.page < pool["k"].shape[1]).astype(jnp.int32)
             whole = attend(view._replace(own=view.own + there), jnp.int32(layer), q_BKMH, read)
         else:
@@ -255,8 +253,8 @@ def grouped_query_attention(
 
 
 def record(pool: jax.Array, ids_BTX: jax.Array, cache: Cache, heads: int | None) -> jax.Array:
-    """The experts of new tokens, written where the tokens are; ``heads`` are those of the cache's
-    keys.
+    """Writes the expert ids of new tokens to the tokens' pages; ``heads`` are the cache's kv
+    heads.
     """
     rows, _ = sharding.cache_axes(heads)
     spec = None, rows, None, None

@@ -2,9 +2,9 @@
 channel.
 
 ``w[:, f] ~ q[:, f] * scale[f]`` with ``scale[f] = max |w[:, f]| / top``, rounded to nearest. The
-base is never trained, so the scale multiplies the product's result, and gradients pass through as
-through any constant matrix. The router, whose choices are discrete, and the latents' expansion,
-which attention absorbs, stay as they are.
+base is never trained, so the scale multiplies the matmul's result, and gradients pass through as
+for any constant matrix. The router, whose choices are discrete, and the expansion of latents, which
+attention absorbs, are not quantised.
 
 Axes: D in, F out. Source of the scheme: LLM.int8() (arXiv 2208.07339) section 2.1, without its
 outlier path.
@@ -30,8 +30,8 @@ KEPT = ("router", "kv_b")  # projections that stay in the base's dtype
 
 
 def specs(tree: Any, kind: str) -> Any:
-    """The specs of a base whose layers' matrices are quantised: ``{"w": [..., D, F] 8 bit, "scale":
-    [..., F] float32}``.
+    """Returns the specs of a base whose layers' matrices are quantised: ``{"w": [..., D, F] 8 bit,
+    "scale": [..., F] float32}``.
 
     Raises:
         UserError: an unknown kind.
@@ -52,8 +52,8 @@ def specs(tree: Any, kind: str) -> Any:
 
 
 def quantise(w: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
-    """``w [..., D, F]`` -> 8-bit values in the same shape, and scales ``[..., F]`` float32; a zero
-    channel has scale 1.
+    """Quantises ``w [..., D, F]`` to 8-bit values in the same shape and scales ``[..., F]``
+    float32; a zero channel has scale 1.
     """
     dtype, top = KINDS[kind]
     w = np.asarray(w, np.float32)
@@ -71,9 +71,9 @@ def matmul(x_BTD: jax.Array, leaf: dict[str, Any]) -> jax.Array:
 
 
 def scaled(y: jax.Array, leaf: dict[str, Any]) -> jax.Array:
-    """A product with the matrix as it is stored, made that of the matrix.
+    """Scales the product with a stored matrix to that with the real matrix.
 
-    The scale is one number a column, so it may wait until after the product: F multiplications a
-    row in place of D times F, and the matrix is read in 8 bits, converted as it is read.
+    The scale is per column, so it is applied after the matmul: F multiplications per row instead of
+    D times F, and the matrix is read in 8 bits.
     """
     return y * leaf["scale"][None, None] if "scale" in leaf else y

@@ -1,8 +1,8 @@
-"""Which experts a token visits, and with what weights.
+"""Routing: the experts of each token and their weights.
 
 ``softmax``: the best X of a softmax over all experts, renormalised (Qwen3-MoE; Shazeer et al. 2017,
-arXiv 1701.06538). ``sigmoid``: each expert's own score; a bias enters the choice but not the
-weight, and experts come from the best groups, a group being as good as the sum of its two best
+arXiv 1701.06538). ``sigmoid``: each expert has its own score. A bias enters the choice but not the
+weight, and experts come from the best groups, ranked by the sum of their two best experts
 (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
 
 Axes: B rows, T tokens, D model width, E experts, X experts of a token.
@@ -20,7 +20,7 @@ from mint_jax.params import ParamSpec
 
 
 def specs(L: int, D: int, experts: Experts, dtype: Any) -> dict[str, ParamSpec]:
-    """The router of ``L`` stacked layers; ``choice_bias`` is float32 as released."""
+    """Returns the router of ``L`` stacked layers; ``choice_bias`` is float32 as released."""
     leaf = {"w": ParamSpec((L, D, experts.count), ("layers", *AXES["router"]), dtype)}
     if experts.scores == "sigmoid":
         leaf["choice_bias"] = ParamSpec((L, experts.count), ("layers", None), jnp.float32, "zeros")
@@ -28,13 +28,13 @@ def specs(L: int, D: int, experts: Experts, dtype: Any) -> dict[str, ParamSpec]:
 
 
 class Route(NamedTuple):
-    """Where tokens go.
+    """Experts and weights of tokens.
 
     Attributes:
         ids: int32 ``[B, T, X]``.
         weights: float32 ``[B, T, X]``.
-        missed: float32 ``[B, T]``, the share of the router's own choice that a replayed record does
-            not have; 0 without one.
+        missed: float32 ``[B, T]``, share of the router's own choice that a replayed record lacks; 0
+            without a record.
     """
 
     ids: jax.Array
@@ -53,14 +53,13 @@ def route(
 
     Args:
         p: holds ``router``.
-        replay_BTX: ids recorded by the sampler, -1 for a token without any: they take the place of
-            the choice, and the weights are this router's own scores of them (R3, arXiv 2510.11370),
-            so that gradients flow as if it had chosen.
+        replay_BTX: ids recorded by the sampler, -1 for tokens without. They replace the choice,
+            with this router's own scores as weights (R3, arXiv 2510.11370), so gradients flow as if
+            it had chosen them.
     """
     with jax.named_scope("router"):
-        # In float32 whatever the base's dtype: experts are chosen by comparison, and rounding to 8
-        # bits of mantissa makes ties of scores that differ, which sampler and trainer may then
-        # break differently.
+        # In float32 whatever the base's dtype: rounding to 8 bits of mantissa makes ties of
+        # different scores, which sampler and trainer may break differently.
         logits = project(h_BTD.astype(jnp.float32), p, lora, "router")
         scores = (
             jax.nn.sigmoid(logits)
@@ -71,10 +70,10 @@ def route(
         missed = jnp.zeros(ids.shape[:-1], jnp.float32)
         if replay_BTX is not None:
             recorded = replay_BTX.astype(jnp.int32)
-            strange = ~jnp.any(ids[..., None] == recorded[..., None, :], axis=-1) & (
+            unrecorded = ~jnp.any(ids[..., None] == recorded[..., None, :], axis=-1) & (
                 recorded[..., :1] >= 0
             )
-            missed = jnp.mean(strange.astype(jnp.float32), axis=-1)
+            missed = jnp.mean(unrecorded.astype(jnp.float32), axis=-1)
             ids = jnp.where(recorded >= 0, recorded, ids)
         weights = jnp.take_along_axis(scores, ids, axis=-1)
         if experts.normalise:
@@ -83,7 +82,7 @@ def route(
 
 
 def choose(scores_BTE: jax.Array, bias_E: jax.Array | None, experts: Experts) -> jax.Array:
-    """The ids of the best ``per_token`` experts, int32 ``[B, T, X]``."""
+    """Returns the ids of the best ``per_token`` experts, int32 ``[B, T, X]``."""
     if bias_E is not None:
         scores_BTE = scores_BTE + bias_E[None, None]
     if experts.groups > 1:
@@ -96,13 +95,13 @@ def choose(scores_BTE: jax.Array, bias_E: jax.Array | None, experts: Experts) ->
 
 
 def perturb(params: Any, std: float, key: jax.Array) -> Any:
-    """The base with normal noise on its routers' weights, for studies of replay: it moves the
-    choice of experts and their weights.
+    """Returns the base with normal noise on its routers' weights, for studies of replay. Noise
+    changes the choice of experts and their weights.
 
-    Replay undoes the first and not the second (R3, arXiv 2510.11370, replays the choice alone).
+    Replay undoes the first and not the second (R3, arXiv 2510.11370, replays the choice only).
 
     Args:
-        std: of the noise, relative to the weights' own spread.
+        std: of the noise, relative to that of the weights.
     """
     moe = params["moe"]["moe"]
     w = moe["router"]["w"]

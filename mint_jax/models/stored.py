@@ -1,12 +1,12 @@
-"""A float32 base whose weights stay as its checkpoint has them: a half or a sixth of the bytes, and
+"""A float32 base whose weights keep the bits of the checkpoint: a half or a sixth of the bytes, and
 bit for bit the same numbers.
 
-Most checkpoints have bfloat16. One converted from 4 bits (``gguf.py``) has its weights in float32,
-for everyone, and beside them ``model.blocks`` with the same in the blocks that they came in. One
-CPU with the kernels of ``pallas_kernels.layer_matmul`` holds these: decoding is bound by the bytes
-of the weights. Products are float32's, so norms, the router, the latents' expansion and routed
-experts are held in that. A training step unpacks each layer when it comes to it, where it would
-copy it out of the stack.
+Most checkpoints have bfloat16. One converted from 4 bits (``gguf.py``) has float32 weights for all
+readers, and ``model.blocks`` with the original blocks. One CPU with the kernels of
+``pallas_kernels.layer_matmul`` keeps the blocks in memory, since the bytes of the weights bound
+decoding. Matmuls are float32, and so are norms, the router, the expansion of latents and routed
+experts. A training step unpacks each layer when it runs, where it would otherwise copy it out of
+the stack.
 
 Axes: B rows, T tokens, L layers, D in, F out, V vocab, P and N panels and blocks, see
 ``pallas_kernels.layer_matmul.blocks``.
@@ -33,7 +33,7 @@ from pallas_kernels.layer_matmul import blocks, unpack
 
 FILE = "model.blocks"
 TABLES = ("embed/w", "unembed/w")
-MATRIX, TABLE = "Q4_1", "Q8_0"  # the kinds of blocks that are held so
+MATRIX, TABLE = "Q4_1", "Q8_0"  # supported kinds of blocks
 
 
 def save(tensors: Mapping[str, tuple[str, np.ndarray]], fingerprint: str, directory: Path) -> None:
@@ -41,7 +41,7 @@ def save(tensors: Mapping[str, tuple[str, np.ndarray]], fingerprint: str, direct
 
     Args:
         tensors: name -> kind and uint8 ``[F, N * row]``, as ``blocks.pack`` takes it.
-        fingerprint: of the checkpoint that it belongs to.
+        fingerprint: of its checkpoint.
     """
     about = {
         "kinds": json.dumps({name: kind for name, (kind, _) in tensors.items()}),
@@ -55,10 +55,10 @@ def save(tensors: Mapping[str, tuple[str, np.ndarray]], fingerprint: str, direct
 
 
 class BlockFile:
-    """The blocks of a checkpoint.
+    """Packed blocks of a checkpoint.
 
     Raises:
-        UserError: a file that cannot be read, or one of other weights.
+        UserError: an unreadable file, or one of other weights.
     """
 
     def __init__(self, directory: Path, fingerprint: str):
@@ -67,30 +67,29 @@ class BlockFile:
             self._file = safe_open(self.path, framework="numpy")
         except (SafetensorError, OSError) as error:
             raise UserError(
-                f"{self.path} cannot be read ({error}): remove it, and the weights beside it are"
-                " held in full"
+                f"{self.path} cannot be read ({error}): remove it to load the float32 weights"
             ) from None
         about = self._file.metadata() or {}
         if about.get("fingerprint") != fingerprint:
             raise UserError(
-                f"{self.path} is of other weights than those beside it: remove it, and these are"
-                " held in full"
+                f"{self.path} has other weights than its checkpoint: remove it to load the float32"
+                " weights"
             )
         self.kinds: dict[str, str] = json.loads(about["kinds"])
 
     def tensor(self, name: str) -> np.ndarray:
-        """The packed blocks of a tensor, ``[P, N, bytes]``."""
+        """Returns the packed blocks of a tensor, ``[P, N, bytes]``."""
         return blocks.pack(self._file.get_tensor(name), self.kinds[name])
 
 
-def why_not(dtype: Any, quantise: str, devices: Sequence[Any], kernel: str) -> str:
-    """Why this machine and these settings hold a base's weights in full; empty where they may stay
-    as they are stored.
+def reason_against(dtype: Any, quantise: str, devices: Sequence[Any], kernel: str) -> str:
+    """Returns the reason why these settings need weights in full; empty if they can stay as they
+    are stored.
     """
     if quantise or dtype != jnp.float32 or kernel == "xla":
-        return "settings ask for other weights or products"
+        return "the settings need other weights or matmuls"
     if len(devices) > 1 or devices[0].platform != "cpu":
-        return "only one CPU has their kernels"
+        return "the kernels for stored weights run on one CPU only"
     try:
         native.require()
     except NotImplementedError as reason:
@@ -99,7 +98,7 @@ def why_not(dtype: Any, quantise: str, devices: Sequence[Any], kernel: str) -> s
 
 
 def _matrices(flat: Mapping[str, ParamSpec]) -> set[str]:
-    """Paths of the layers' dense matrices."""
+    """Returns the paths of the layers' dense matrices."""
     return {
         path
         for path, spec in flat.items()
@@ -108,12 +107,12 @@ def _matrices(flat: Mapping[str, ParamSpec]) -> set[str]:
 
 
 def specs(tree: Any, kind_of: Callable[[str, ParamSpec], set[str]]) -> Any:
-    """The specs of a base in 16 bits: all matrices of the layers, if all come in them, and each
-    table that does.
+    """Returns the specs of a base in 16 bits: all matrices of the layers if the checkpoint has all
+    of them in 16 bits, and each such table.
 
     Args:
         tree: the specs in float32.
-        kind_of: path and spec -> dtypes of its tensors, as safetensors calls them.
+        kind_of: maps path and spec to the dtypes of its tensors, as named by safetensors.
     """
     flat = dict(params_lib.leaves_with_path(tree))
     matrices = _matrices(flat)
@@ -126,12 +125,12 @@ def specs(tree: Any, kind_of: Callable[[str, ParamSpec], set[str]]) -> Any:
 
 
 def specs_in_blocks(tree: Any, kind_of: Callable[[str, ParamSpec], set[str]]) -> Any:
-    """The specs of a base in blocks: all matrices of the layers, if all come in blocks that fit,
-    and each table that does.
+    """Returns the specs of a base in blocks: all matrices of the layers if the checkpoint has all
+    of them in blocks that fit, and each such table.
 
     Args:
         tree: the specs in float32.
-        kind_of: path and spec -> kinds of its tensors, ``""`` for what comes in none.
+        kind_of: maps path and spec to the kinds of its tensors, ``""`` for no blocks.
     """
     flat = dict(params_lib.leaves_with_path(tree))
     matrices = _matrices(flat)
@@ -153,23 +152,23 @@ def specs_in_blocks(tree: Any, kind_of: Callable[[str, ParamSpec], set[str]]) ->
 
 
 def narrower(w: jax.Array, x: jax.Array) -> bool:
-    """Whether a matrix is held in fewer bits than the float32 that it is multiplied in, and without
-    a scale: see ``quantised.py``.
+    """Returns True for a matrix that is stored in fewer bits than the float32 of its matmul and has
+    no scale (see ``quantised.py`` for those).
     """
-    return blocks.are(w) or (w.dtype == jnp.bfloat16 and x.dtype == jnp.float32)
+    return blocks.is_packed(w) or (w.dtype == jnp.bfloat16 and x.dtype == jnp.float32)
 
 
 @jax.custom_vjp
 def matmul(x_BTD: jax.Array, w: jax.Array) -> jax.Array:
-    """``x W`` in float32, ``[B, T, F]``, of one layer's matrix as it is held; put in full again for
-    the gradient, not kept.
+    """Returns ``x W`` in float32, ``[B, T, F]``, for one layer's matrix as stored. The gradient
+    unpacks it again instead of keeping it.
     """
     return jnp.einsum("BTD,DF->BTF", x_BTD, _full(w), preferred_element_type=jnp.float32)
 
 
 def _full(w: jax.Array) -> jax.Array:
-    """``[D, F]`` float32."""
-    return unpack(w) if blocks.are(w) else w.astype(jnp.float32)
+    """Returns the matrix ``[D, F]`` in float32."""
+    return unpack(w) if blocks.is_packed(w) else w.astype(jnp.float32)
 
 
 def _backward(w: jax.Array, g_BTF: jax.Array) -> tuple[jax.Array, None]:
@@ -180,18 +179,20 @@ matmul.defvjp(lambda x, w: (matmul(x, w), w), _backward)
 
 
 def table(w: jax.Array, dtype: Any) -> jax.Array:
-    """The table ``[V, D]`` of an embedding as it is held, in ``dtype`` at least."""
+    """Returns an embedding table ``[V, D]`` in ``dtype`` or a wider one."""
     return (
-        unpack(w, transposed=True) if blocks.are(w) else w.astype(jnp.promote_types(w.dtype, dtype))
+        unpack(w, transposed=True)
+        if blocks.is_packed(w)
+        else w.astype(jnp.promote_types(w.dtype, dtype))
     )
 
 
 def table_shape(w: jax.Array) -> tuple[int, int]:
-    """V and D of an embedding as it is held."""
-    V, D = blocks.matrix_shape(w)[::-1] if blocks.are(w) else w.shape
+    """Returns V and D of an embedding table as stored."""
+    V, D = blocks.matrix_shape(w)[::-1] if blocks.is_packed(w) else w.shape
     return V, D
 
 
 def rows(w: jax.Array, at: jax.Array, dtype: Any) -> jax.Array:
-    """Rows ``[..., D]`` of an embedding as it is held, at int32 ``[...]``, in the base's dtype."""
-    return blocks.columns(w, at) if blocks.are(w) else w[at].astype(dtype)
+    """Gathers rows ``[..., D]`` of a stored embedding at int32 ``[...]``, in the base's dtype."""
+    return blocks.columns(w, at) if blocks.is_packed(w) else w[at].astype(dtype)

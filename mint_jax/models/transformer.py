@@ -1,9 +1,8 @@
 """The decoder as pure functions over a parameter tree: ``abstract(cfg)``, ``hidden_states``,
 ``logits``.
 
-Leaves LoRA to ``linear.project``, attention to ``attention.py`` and ``mla.py``, sampling and losses
-to others. All policies' rows run through the base together; nothing here knows how many policies
-there are.
+``linear.project`` applies LoRA, ``attention.py`` and ``mla.py`` have attention. Rows of all
+policies run through the base together; the model does not know the number of policies.
 
 Axes: B rows, T tokens, L layers, V vocab, D model width, F ffw width, N query heads, K kv heads, H
 head dim.
@@ -31,15 +30,15 @@ from mint_jax.sharding import constrain
 from pallas_kernels.layer_matmul import blocks, layer_matmul
 from pallas_kernels.products import product_f32
 
-# Of so many rows, those in use, a CPU's kernel multiplies the unembedding. SmolLM2-135M's, which
-# XLA's product of 8 rows reads at 23 GB/s: of XLA's speed 0.9 to 1.0 at 1 row, 1.3 to 1.7 at 8, 1.1
-# to 1.3 at 16, 0.8 to 1.0 at 24 and 32, 0.6 at 128 (four runs on two cores).
+# Up to this many rows in use, a CPU kernel computes the logits. Speed relative to XLA's matmul for
+# SmolLM2-135M, whose table XLA reads at 23 GB/s for 8 rows: 0.9 to 1.0 at 1 row, 1.3 to 1.7 at 8,
+# 1.1 to 1.3 at 16, 0.8 to 1.0 at 24 and 32, 0.6 at 128 (four runs on two cores).
 FEW_ROWS = 32
 
-# What the backward pass keeps of each layer. SmolLM2-135M, 4 rows of 256 tokens, float32, two
-# cores, forward and backward: "none" 804 MiB of temporaries and 2.40 s, "names" 736 MiB and 2.36 s,
-# "full" 140 MiB and 2.68 s, for it runs every layer twice. On accelerators "names" is what keeps
-# large products from being computed twice while norms and activations are.
+# Values of each layer that the backward pass keeps. SmolLM2-135M, 4 rows of 256 tokens, float32,
+# two cores, forward and backward: "none" 804 MiB of temporaries and 2.40 s, "names" 736 MiB and
+# 2.36 s, "full" 140 MiB and 2.68 s, since it runs every layer twice. On accelerators "names" avoids
+# recomputing large matmuls but recomputes norms and activations.
 REMAT = {
     "none": None,
     "names": jax.checkpoint_policies.save_only_these_names(
@@ -51,8 +50,8 @@ REMAT = {
 
 
 def abstract(cfg: ModelConfig, dtype: Any = jnp.float32, quantise: str = "") -> Any:
-    """The ``ParamSpec`` tree of a base: ``{"embed", <layer kind>: {"attn", "mlp" or "moe"}, ...,
-    "final_norm", "unembed"}``.
+    """Returns the ``ParamSpec`` tree of a base: ``{"embed", <layer kind>: {"attn", "mlp" or
+    "moe"}, ..., "final_norm", "unembed"}``.
 
     ``quantise``: a key of ``quantised.KINDS`` for 8-bit matrices in the layers.
     """
@@ -82,7 +81,7 @@ def abstract(cfg: ModelConfig, dtype: Any = jnp.float32, quantise: str = "") -> 
 
 
 def attention_specs(cfg: ModelConfig, L: int, dtype: Any) -> dict[str, Any]:
-    """The parameters of grouped-query attention in ``L`` stacked layers."""
+    """Returns the parameters of grouped-query attention in ``L`` stacked layers."""
     D, H, qkv = cfg.d_model, cfg.head_dim, cfg.qkv_bias
     attn: dict[str, Any] = {
         "norm": ParamSpec((L, D), ("layers", "norm"), dtype, "ones"),
@@ -100,38 +99,38 @@ def attention_specs(cfg: ModelConfig, L: int, dtype: Any) -> dict[str, Any]:
 
 
 def unembed_table(params: Any, dtype: Any) -> jax.Array:
-    """``[V, D]`` in ``dtype`` at least: the output matrix, which is the embedding when they are
-    tied.
+    """Returns the output matrix ``[V, D]`` in ``dtype`` or a wider one; it is the embedding if they
+    are tied.
     """
-    return stored.table(unembed_held(params), dtype)
+    return stored.table(stored_unembed(params), dtype)
 
 
 def unembed_shape(params: Any) -> tuple[int, int]:
-    """V and D."""
-    return stored.table_shape(unembed_held(params))
+    """Returns V and D."""
+    return stored.table_shape(stored_unembed(params))
 
 
-def unembed_held(params: Any) -> jax.Array:
-    """The output matrix as it is held, see ``stored.py``."""
+def stored_unembed(params: Any) -> jax.Array:
+    """Returns the output matrix as stored, see ``stored.py``."""
     return (params["unembed"] if "unembed" in params else params["embed"])["w"]
 
 
 def cache_heads(cfg: ModelConfig) -> int | None:
-    """Heads of a cache's keys and values; None for latents, which all heads share."""
+    """Returns the heads of a cache's keys and values; None for latents, which all heads share."""
     return cfg.num_kv_heads if cfg.latent is None else None
 
 
 def cache_specs(
     cfg: ModelConfig, pages: int, dtype: Any = jnp.float32, routes: bool = False
 ) -> Any:
-    """The shapes of a cache of ``pages`` pages: ``{"dense": {"k": [L, U, K, PAGE, H], "v": ...},
-    "moe": ...}``.
+    """Returns the shapes of a cache of ``pages`` pages: ``{"dense": {"k": [L, U, K, PAGE, H], "v":
+    ...}, "moe": ...}``.
 
-    Under latent attention ``{"latent": [L, U, PAGE, C], "rope": [L, U, PAGE, J]}``, with ``index``
-    where keys are chosen.
+    With latent attention ``{"latent": [L, U, PAGE, C], "rope": [L, U, PAGE, J]}``, and ``index``
+    with an indexer.
 
     Args:
-        routes: with ``routes [L, U, PAGE, X]`` of MoE layers, for replay in training (R3).
+        routes: add ``routes [L, U, PAGE, X]`` of MoE layers, for replay in training (R3).
     """
 
     def entry(width: int, *heads: int, dtype: Any = dtype) -> Any:
@@ -147,21 +146,21 @@ def cache_specs(
         names |= {} if cfg.indexer is None else {"index": entry(cfg.indexer.width)}
     out = {kind: {name: make(L) for name, make in names.items()} for kind, L in cfg.stacks.items()}
     if routes and cfg.routed and cfg.experts is not None:
-        # the smallest that holds an expert's number
+        # The smallest dtype that holds an expert's number.
         kind = jnp.uint8 if cfg.experts.count <= 256 else jnp.uint16
         out["moe"]["routes"] = entry(cfg.experts.per_token, dtype=kind)(cfg.stacks["moe"])
     return out
 
 
 @struct.dataclass
-class Inputs:
-    """What the decoder reads.
+class DecoderInputs:
+    """Inputs of the decoder.
 
     Attributes:
         tokens_BT, positions_BT: int32.
-        segments: how rows are packed; by default each row is one segment. Without a cache only.
-        pool: the cache, ``{"dense": {name: [L, U, ..., PAGE, X]}}`` as ``cache_specs`` says; the
-            current tokens follow it.
+        segments: of packed rows, without a cache; None makes each row one segment.
+        pool: the cache, ``{"dense": {name: [L, U, ..., PAGE, X]}}``, see ``cache_specs``; the
+            current tokens come after its contents.
         view: each row's pages in it.
         replay: recorded experts of every MoE layer, ``[L, B, T, X]``, see ``router.route``.
     """
@@ -177,7 +176,7 @@ class Inputs:
 def hidden_states(
     params: Any,
     lora: AnyAdapters | SlotBlocks | None,
-    inputs: Inputs,
+    inputs: DecoderInputs,
     cfg: ModelConfig,
     *,
     keep_routes: bool = False,
@@ -187,14 +186,14 @@ def hidden_states(
 
     Args:
         lora: adapters bound to the rows; None for the bare base.
-        keep_routes: without a cache, also return the experts that were used. A cache with
-            ``routes`` keeps them itself.
+        keep_routes: without a cache, also return the experts used. A cache with ``routes`` stores
+            them itself.
         remat: a key of ``REMAT``.
 
     Returns:
-        ``[B, T, D]``; and per layer kind the pool with the current tokens in it or, without a
-        cache, for MoE layers what was asked for: ``"routes"``, int32 ``[L, B, T, X]``, and
-        ``"missed"``, see ``router.Route``.
+        ``[B, T, D]``; and by layer kind the pool with the current tokens or, without a cache, for
+        MoE layers with ``keep_routes``: ``"routes"``, int32 ``[L, B, T, X]``, and ``"missed"``, see
+        ``router.Route``.
     """
     tokens_BT, positions_BT, segments, view, replay = (
         inputs.tokens_BT,
@@ -222,19 +221,24 @@ def hidden_states(
             stacked.detach(scanned) if view is not None and sharding.one_device() else (scanned, {})
         )
 
-        mine = _below(lora, kind)
+        adapters = _below(lora, kind)
 
         def layer(
-            carry, layer_inputs, indexers=indexers, stacks=stacks, matrices=matrices, mine=mine
+            carry,
+            layer_inputs,
+            indexers=indexers,
+            stacks=stacks,
+            matrices=matrices,
+            adapters=adapters,
         ):
             x, chosen, pool = carry
-            p, a, number, turn, routes = layer_inputs
+            p, a, number, position, routes = layer_inputs
             used = None if view is None else view.used
             p = experts.attach(
                 stacked.attach(p, matrices, number, cfg.kernels.layer_matmul, used), stacks, number
             )
-            a = _of_layer(mine, number, a)
-            indexer = None if turn is None else dsa.Layer(indexers, turn)
+            a = _of_layer(adapters, number, a)
+            indexer = None if position is None else dsa.Layer(indexers, position)
             cache = None if view is None else paged.Cache(pool, number, view)
             x, chosen, pool, route = _layer(x, chosen, p, a, cache, indexer, routes, ctx, cfg)
             return (x, chosen, pool), (
@@ -242,25 +246,24 @@ def hidden_states(
             )
 
         if REMAT[remat] is not None:
-            # Inside a scan XLA cannot merge the second computation with the first, so the barriers
-            # against that are left out.
+            # Inside a scan XLA cannot merge the recomputation with the original, so the barriers
+            # against that are not needed.
             layer = jax.checkpoint(layer, policy=REMAT[remat], prevent_cse=False)
-        # The pool is carried, not scanned over: as the scan's inputs and outputs it is a copy of
-        # the cache in every step (387 MB of temporaries where this has 17), and so are stacks of
-        # adapters, of which rows need some.
+        # The pool is carried, not scanned over: as scan input and output it is copied in every step
+        # (387 MB of temporaries instead of 17), and so would be the stacks of adapters.
         pool = None if view is None else inputs.pool[kind]
         below = (
-            mine.taps
-            if isinstance(mine, SlotBlocks)
+            adapters.taps
+            if isinstance(adapters, SlotBlocks)
             else None
-            if isinstance(mine, RowAdapters)
-            else mine
+            if isinstance(adapters, RowAdapters)
+            else adapters
         )
         xs = (
             scanned,
             below,
             jnp.arange(cfg.stacks[kind]),
-            dsa.turns(cfg, kind),
+            dsa.positions(cfg, kind),
             replay if kind == "moe" else None,
         )
         (x, chosen, pool), kept[kind] = jax.lax.scan(layer, (x, chosen, pool), xs)
@@ -309,8 +312,8 @@ def _layer(
 
 
 def _of_layer(lora: Any, number: jax.Array, sliced: Any) -> AnyAdapters | None:
-    """The adapters of one layer: taken by its number from stacks that stay where they are, or as
-    the scan has sliced them.
+    """Returns the adapters of one layer: indexed from the stacks in place, or as sliced by the
+    scan.
     """
     if isinstance(lora, RowAdapters):
         return lora.in_layer(number)
@@ -327,8 +330,8 @@ def _attention(h_BTD, p, lora, cache: paged.Cache | None, ctx: Context, cfg: Mod
         y.reshape(B, T, -1, cfg.head_dim) for y in project_each(h_BTD, p, lora, ("q", "k", "v"))
     )
     if cfg.qk_norm:
-        # The norm's gradient needs its input. Kept behind the norm, queries and keys have both
-        # projections computed twice, which is 6 % of the products of a step over Qwen3-4B.
+        # The norm's gradient needs its input. If only the output is kept, both projections run
+        # twice, 6 % of the matmuls of a training step of Qwen3-4B.
         q, k = checkpoint_name(q, "query"), checkpoint_name(k, "key")
         q, k = rms_norm(q, p["q_norm"], cfg.norm_eps), rms_norm(k, p["k_norm"], cfg.norm_eps)
     q, k = rotate(q, ctx.cos, ctx.sin), rotate(k, ctx.cos, ctx.sin)
@@ -338,8 +341,8 @@ def _attention(h_BTD, p, lora, cache: paged.Cache | None, ctx: Context, cfg: Mod
         kernel = cfg.kernels.packed_attention
         out = packed_attention(q, k, v, ctx.segments, scale, kernel=kernel, keep=not cfg.qk_norm)
     else:
-        # Heads before positions: a decode step reads one head's keys of all positions, which then
-        # lie in one piece of memory.
+        # Heads before positions, so that a decode step reads one head's keys of all positions from
+        # contiguous memory.
         new = {"k": k.swapaxes(1, 2), "v": v.swapaxes(1, 2)}
         own = {name: cache.pool[name] for name in new}
         out, kv = paged.grouped_query_attention(
@@ -350,7 +353,7 @@ def _attention(h_BTD, p, lora, cache: paged.Cache | None, ctx: Context, cfg: Mod
 
 
 def embed(params: Any, lora: AnyAdapters | SlotBlocks | None, tokens_BT: jax.Array) -> jax.Array:
-    """Token embeddings ``[B, T, D]``, with the deltas of adapters that target ``embed``."""
+    """Returns token embeddings ``[B, T, D]`` with the deltas of adapters on ``embed``."""
     table = params["embed"]["w"]
     x = stored.rows(table, tokens_BT, params["final_norm"].dtype)
     delta = (
@@ -366,17 +369,17 @@ def logits(
     kernel: str = "xla",
     used: jax.Array | None = None,
 ) -> jax.Array:
-    """``[B, T, V]`` float32, with the deltas of adapters that target ``unembed``.
+    """Returns logits ``[B, T, V]`` float32, with the deltas of adapters on ``unembed``.
 
     Args:
-        kernel: which implementation of ``layer_matmul`` serves few rows on one device. Only XLA's
-            has a gradient.
-        used: int32, how many of the B x T tokens are any, the first ones; None: all.
+        kernel: implementation of ``layer_matmul`` for few rows on one device. Only XLA's has a
+            gradient.
+        used: int32, number of the B x T tokens in use, at the front; None: all.
     """
-    table = unembed_held(params)
+    table = stored_unembed(params)
     chex.assert_shape(h_BTD, (None, None, stored.table_shape(table)[1]))
     with jax.named_scope("unembed"):
-        if kernel != "xla" and blocks.are(table):
+        if kernel != "xla" and blocks.is_packed(table):
             (out,) = layer_matmul(h_BTD, (table[None],), jnp.int32(0), used, implementation=kernel)
         elif (
             kernel != "xla"

@@ -80,7 +80,9 @@ def mean_loss(
     """Returns the mean cross-entropy of the tokens to learn, in nats."""
     inputs = tokens_BT[:, :-1]
     positions = jnp.broadcast_to(jnp.arange(inputs.shape[1], dtype=jnp.int32), inputs.shape)
-    h, _ = transformer.hidden_states(params, None, transformer.Inputs(inputs, positions), cfg)
+    h, _ = transformer.hidden_states(
+        params, None, transformer.DecoderInputs(inputs, positions), cfg
+    )
     losses = optax.softmax_cross_entropy_with_integer_labels(
         transformer.logits(params, None, h), tokens_BT[:, 1:]
     )

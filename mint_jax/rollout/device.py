@@ -31,7 +31,13 @@ from mint_jax.models.attention import split, unsplit
 from mint_jax.models.config import ModelConfig
 from mint_jax.models.paged import PAGE, Teams, View
 from mint_jax.models.precision import as_stored
-from mint_jax.models.transformer import Inputs, cache_heads, cache_specs, hidden_states, logits
+from mint_jax.models.transformer import (
+    DecoderInputs,
+    cache_heads,
+    cache_specs,
+    hidden_states,
+    logits,
+)
 from mint_jax.rollout.sample import (
     Changes,
     Penalties,
@@ -277,7 +283,7 @@ def prefill(
     none = jnp.zeros((C,), jnp.int32)
     view = View(blocks.table, blocks.start, none, none, blocks.page, used=blocks.used)
     lora = name_slots(stacks, blocks.slots, cfg.kernels.slot_lora, T)
-    inputs = Inputs(blocks.tokens, positions, pool=pool, view=view)
+    inputs = DecoderInputs(blocks.tokens, positions, pool=pool, view=view)
     h, kept = hidden_states(params, lora, inputs, cfg)
     kept["tokens"] = _write_tokens(pool["tokens"], blocks.tokens, view, cfg)
     if (scoring := blocks.scoring) is None:
@@ -379,7 +385,9 @@ def decode(
 
     def body(s: _State) -> _State:
         view = view_of(s.own, s.live)
-        inputs = Inputs(s.token[:, None], (rows.prefix + s.own)[:, None], pool=s.pool, view=view)
+        inputs = DecoderInputs(
+            s.token[:, None], (rows.prefix + s.own)[:, None], pool=s.pool, view=view
+        )
         h, kept = hidden_states(params, lora, inputs, cfg)
         kept["tokens"] = _write_tokens(s.pool["tokens"], s.token[:, None], view, cfg)
         z_RV = sharding.constrain(

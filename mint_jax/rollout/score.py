@@ -21,7 +21,7 @@ from mint_jax.models.base import Base
 from mint_jax.models.config import ModelConfig
 from mint_jax.models.logprobs import target_logprobs
 from mint_jax.models.precision import as_stored
-from mint_jax.models.transformer import Inputs, hidden_states
+from mint_jax.models.transformer import DecoderInputs, hidden_states
 
 
 @functools.partial(jax.jit, static_argnames=("cfg",))
@@ -33,7 +33,7 @@ def next_token_logprobs(
     B, T = tokens_BT.shape
     inputs = sharding.constrain(tokens_BT[:, :-1], "batch", "tokens")
     positions = jnp.broadcast_to(jnp.arange(T - 1, dtype=jnp.int32), (B, T - 1))
-    h, _ = hidden_states(params, lora, Inputs(inputs, positions), cfg)
+    h, _ = hidden_states(params, lora, DecoderInputs(inputs, positions), cfg)
     return target_logprobs(params, lora, h, tokens_BT[:, 1:])
 
 

@@ -54,7 +54,9 @@ def batch_logprobs(
     replay = (
         None if batch.routes is None else batch.routes.reshape(batch.routes.shape[0], rows, T, -1)
     )
-    inputs = transformer.Inputs(flat(batch.tokens), flat(batch.positions), segments, replay=replay)
+    inputs = transformer.DecoderInputs(
+        flat(batch.tokens), flat(batch.positions), segments, replay=replay
+    )
     h, kept = transformer.hidden_states(
         params, lora, inputs, cfg, keep_routes=replay is not None, remat=remat
     )

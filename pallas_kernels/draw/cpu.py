@@ -1,5 +1,5 @@
-"""By the kernel for CPUs (``native/draw.cc``): two passes over the rows in use, where XLA has ten
-over all rows of a program.
+"""The CPU kernel of ``draw`` (``native/draw.cc``): two passes over the rows in use, where XLA has
+ten over all rows of a program.
 """
 
 import jax
@@ -12,7 +12,7 @@ from pallas_kernels.draw.results import Drawn
 def require(
     z: jax.Array, temperature: jax.Array, keys: jax.Array, rows: jax.Array | None = None
 ) -> None:
-    """Whether ``draw`` can serve these, or their shapes.
+    """Raises if ``draw`` cannot serve these arrays or shapes.
 
     Raises:
         NotImplementedError: with the reason.
@@ -26,7 +26,7 @@ def require(
 def draw(
     z: jax.Array, temperature: jax.Array, keys: jax.Array, rows: jax.Array | None = None
 ) -> Drawn:
-    """See ``pallas_kernels.draw.draw``; rows that are not in use get zeros."""
+    """Implements ``pallas_kernels.draw.draw``; unused rows get zeros."""
     results = [
         jax.ShapeDtypeStruct(z.shape[:1], dtype) for dtype in (jnp.int32, *[jnp.float32] * 3)
     ]

@@ -1,4 +1,4 @@
-"""What a draw gives."""
+"""Result of ``draw``."""
 
 from typing import NamedTuple
 
@@ -6,13 +6,13 @@ import jax
 
 
 class Drawn(NamedTuple):
-    """Of each row, ``[R]``.
+    """Result for each row, ``[R]``.
 
     Attributes:
-        token: int32; 0 in a row with a NaN, and where the largest number is infinite and the
+        token: int32; 0 in a row with a NaN, and if the largest number is infinite and the
             temperature is not 0.
-        top: the largest number; of no use in a row with a NaN.
-        total: ``log(sum(exp(z)))``; not finite where a number is NaN or infinite.
+        top: the largest number; meaningless in a row with a NaN.
+        total: ``log(sum(exp(z)))``; not finite if a number is NaN or infinite.
         warm: ``log(sum(exp((z - top) / temperature)))``; at temperature 0 as at 1.
     """
 

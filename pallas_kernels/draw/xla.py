@@ -1,4 +1,4 @@
-"""By XLA, of all rows."""
+"""The XLA form of ``draw``, over all rows."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from pallas_kernels.draw.results import Drawn
 def draw(
     z: jax.Array, temperature: jax.Array, keys: jax.Array, rows: jax.Array | None = None
 ) -> Drawn:
-    """See ``pallas_kernels.draw.draw``; what is not asked of the result is not computed."""
+    """Implements ``pallas_kernels.draw.draw``; unused parts of the result are not computed."""
     hot = temperature > 0
     top = jnp.max(z, axis=-1, keepdims=True)
     warm = (z - top) / jnp.where(hot, temperature, 1.0)[:, None]
@@ -23,11 +23,11 @@ def draw(
 
 
 def exponential(keys: jax.Array, vocab: int) -> jax.Array:
-    """``[R, V]`` standard exponential noise, each entry a function of its row's key and of its
-    token's id alone.
+    """Returns standard exponential noise ``[R, V]``, each entry a function of its row's key and its
+    token's id only.
     """
 
-    # threefry's counter is the token's id: a longer vocabulary begins with the same bits
+    # The token's id is threefry's counter: a longer vocabulary begins with the same bits.
     def bits(key: jax.Array) -> jax.Array:
         return jax.random.bits(
             jax.random.wrap_key_data(key, impl="threefry2x32"), (vocab,), jnp.uint32
@@ -38,11 +38,10 @@ def exponential(keys: jax.Array, vocab: int) -> jax.Array:
 
 
 def first_of_largest(z: jax.Array) -> jax.Array:
-    """``[R]`` int32; 0 in a row with a NaN. Two plain reductions: on a CPU XLA's own argmax takes
-    five times as long.
+    """Returns the first argmax, ``[R]`` int32; 0 in a row with a NaN. Two plain reductions, because
+    XLA's own argmax takes five times as long on a CPU.
     """
     V = z.shape[1]
-    # XLA's max over rows of 4,099 numbers left a NaN out on a CPU, so that it says itself where the
-    # row's token is.
+    # XLA's max over rows of 4,099 numbers dropped a NaN on a CPU, so NaN is tested explicitly.
     token = jnp.where(jnp.isnan(z), 0, jnp.arange(V, dtype=jnp.int32))
     return jnp.min(jnp.where(z < jnp.max(z, axis=-1, keepdims=True), V, token), axis=-1)

@@ -1,9 +1,9 @@
-"""GPU kernel of grouped matmul: a program makes a block of columns of one tile of rows, all of the
-same group.
+"""GPU kernel of grouped matmul: a program computes a block of columns of one tile of rows of one
+group.
 
-Tiles begin where groups begin, so that no result depends on how many rows other groups have. Rows
-behind the last group have tiles too, which are written as zeros. Programs that follow each other
-share a tile's rows and a group's matrix in the second-level cache.
+Tiles begin where groups begin, so no result depends on other groups' row counts. Rows after the
+last group have tiles too, which are written as zeros. Consecutive programs share a tile's rows and
+a group's matrix in the L2 cache.
 
 Axes: M rows, T rows of a tile, G groups, W matrices, K in, N out, V tiles.
 """
@@ -22,14 +22,14 @@ from pallas_kernels.triton import Span, attached, columns, cost, dot, power_of_t
 
 
 class Config(NamedTuple):
-    """Sizes of blocks, powers of two from 16 on.
+    """Block sizes, powers of two of at least 16.
 
     Attributes:
-        rows: of a tile, T.
-        columns: of a block of the result.
-        depth: of K, in one step.
-        warps: of 32 threads, of a program.
-        stages: of loads that are on their way.
+        rows: rows of a tile, T.
+        columns: columns of a block of the result.
+        depth: part of K in one step.
+        warps: warps of a program.
+        stages: pipelined loads.
     """
 
     rows: int
@@ -40,10 +40,10 @@ class Config(NamedTuple):
 
 
 def config(x: jax.Array, w: jax.Array, sizes: jax.Array, transposed: bool) -> Config:
-    """As measured, or else tiles of about an average group, and loads of 96 KiB at most. Compiled
-    for an H200 none spills registers.
+    """Returns measured sizes, or tiles of about an average group with loads of at most 96 KiB.
+    Compiled for an H200 none spills registers.
     """
-    exact = x.dtype == jnp.float32  # without matrix units: operands are in registers too
+    exact = x.dtype == jnp.float32  # without tensor cores, operands occupy registers too
     rows = power_of_two(-(-x.shape[0] // sizes.shape[0]), 64 if exact else 128)
     wide = power_of_two(w.shape[1 if transposed else 2], 64 if exact or rows < 64 else 128)
     deep = power_of_two(x.shape[1], 32 if exact else 128 if rows < 64 else 64)
@@ -58,7 +58,7 @@ def config(x: jax.Array, w: jax.Array, sizes: jax.Array, transposed: bool) -> Co
 
 
 def require(x: jax.Array, w: jax.Array, sizes: jax.Array, index: jax.Array | None) -> None:
-    """Whether the kernel can serve these.
+    """Raises if the kernel cannot serve these arrays.
 
     Raises:
         NotImplementedError: with the reason.
@@ -71,10 +71,10 @@ def require(x: jax.Array, w: jax.Array, sizes: jax.Array, index: jax.Array | Non
         )
     if _overflows(w) and (index is None or index.ndim):
         raise NotImplementedError(
-            "matrices of one byte an element are between 2 and 4 GiB: places in them overflow"
+            "matrices of one byte an element are between 2 and 4 GiB: offsets overflow"
         )
     if w.dtype == jnp.float8_e4m3fn and (least := min(attached(), default=8.9)) < 8.9:
-        # Triton would abort
+        # Triton would abort.
         raise NotImplementedError(
             f"this GPU is of compute capability {least}, and float8 is read from 8.9 on"
         )
@@ -83,8 +83,8 @@ def require(x: jax.Array, w: jax.Array, sizes: jax.Array, index: jax.Array | Non
 
 
 def _overflows(w: jax.Array) -> bool:
-    """Whether places in it are none: Pallas counts elements in 32 bits up to 4 GiB of an array, and
-    Triton takes them as signed.
+    """Returns True if offsets overflow: Pallas counts elements in 32 bits up to 4 GiB, and Triton
+    takes them as signed.
     """
     return w.dtype.itemsize == 1 and 1 << 31 <= w.size <= 1 << 32
 
@@ -103,7 +103,7 @@ def _grouped_matmul(
         part = read(w, g, across, inner) if transposed else read(w, g, inner, across)
         return sums + dot(read(x, rows, inner), part, (1, 1 if transposed else 0))
 
-    # Pallas 0.10 makes a select between two constants one of booleans
+    # Pallas 0.10 makes a select between two constants one of booleans.
     steps = (g >= 0).astype(jnp.int32) * pl.cdiv(K, how.depth)
     write(
         y,
@@ -116,7 +116,7 @@ def _grouped_matmul(
 def _tiles(
     M: int, sizes: jax.Array, index: jax.Array | None, tile: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """As ``schedule.tiles``, with a tile's matrix for its group: -1 behind the last one."""
+    """Returns ``schedule.tiles`` with a tile's matrix for its group: -1 after the last one."""
     index = (
         jnp.arange(sizes.shape[0], dtype=jnp.int32) if index is None else index.astype(jnp.int32)
     )
@@ -136,7 +136,7 @@ def grouped_matmul(
     how: Config | None = None,
     interpret: Any = False,
 ) -> jax.Array:
-    """See ``grouped_matmul``."""
+    """Implements ``grouped_matmul``."""
     M, N = x.shape[0], w.shape[1 if transposed else 2]
     how = config(x, w, sizes, transposed) if how is None else how
     if index is not None and index.ndim == 0:

@@ -1,4 +1,4 @@
-"""Grouped matmul group by group in float64: what the others are compared with."""
+"""Grouped matmul group by group in float64, the oracle of the other forms."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ import numpy as np
 def grouped_matmul(
     x: Any, w: Any, sizes: Any, index: Any = None, transposed: bool = False
 ) -> np.ndarray:
-    """As ``grouped_matmul.grouped_matmul``."""
+    """Implements ``grouped_matmul.grouped_matmul``."""
     x, w = np.asarray(x, np.float64), np.asarray(w, np.float64)
     w = w.swapaxes(1, 2) if transposed else w
     y, first = np.zeros((x.shape[0], w.shape[2])), 0

@@ -1,4 +1,4 @@
-"""Shapes of real models, for tests, tuning and benches."""
+"""Shapes of real models, for tests, tuning and benchmarks."""
 
 from typing import NamedTuple
 
@@ -7,11 +7,11 @@ class Shape(NamedTuple):
     """One call.
 
     Attributes:
-        rows, d_in, d_out: of the call.
+        rows, d_in, d_out: sizes of the call.
         groups: experts of one device.
-        transposed: whether matrices lie as ``[d_out, d_in]``: the rows' gradients.
-        dtype: of rows.
-        stored: of matrices.
+        transposed: matrices are ``[d_out, d_in]``, as in the rows' gradients.
+        dtype: dtype of rows.
+        stored: dtype of matrices.
     """
 
     rows: int

@@ -1,10 +1,9 @@
-"""Grouped matmul by ``jax.lax.ragged_dot``, which XLA has kernels of for TPUs alone: elsewhere it
-is a dense product.
+"""Grouped matmul by ``jax.lax.ragged_dot``. XLA has kernels for it on TPUs only; elsewhere it is a
+dense product.
 
-No group reads another's rows or matrix, though a product by 0 would hide them as long as they are
-finite: 0 times NaN is NaN. What a ragged product does with the rest of an operand is its
-implementation's affair (JAX's own contracts over all groups), so that it is given finite operands,
-and NaN is put where a group had others.
+No group reads another's rows or matrix, even multiplied by 0: 0 times NaN is NaN. A ragged product
+may do so (JAX's own contracts over all groups), so it gets finite operands, and NaN is restored
+where a group had one.
 
 Axes: M rows, G groups, W matrices, K in, N out.
 """
@@ -17,19 +16,19 @@ from jax.experimental.layout import Layout, with_layout_constraint
 def grouped_matmul(
     x: jax.Array, w: jax.Array, sizes: jax.Array, index: jax.Array | None, transposed: bool
 ) -> jax.Array:
-    """See ``grouped_matmul``."""
+    """Implements ``grouped_matmul``."""
     if index is not None and index.ndim == 0:
-        # The slice as it lies in the stack: the transposed product wants it turned, and XLA would
-        # turn the whole stack before the loop over layers, a copy of two of three matrices of all
-        # experts (Qwen3-30B-A3B on eight v5p chips 4.8 GB a device, Kimi-K2 on 128 21 GB).
+        # The slice is taken in the stack's layout. The transposed product wants the other one, and
+        # XLA would transpose the whole stack before the loop over layers: a copy of two of three
+        # matrices of all experts (Qwen3-30B-A3B on eight v5p chips 4.8 GB a device, Kimi-K2 on 128
+        # 21 GB).
         w = with_layout_constraint(
             jax.lax.dynamic_slice_in_dim(w, index, sizes.shape[0]), Layout((0, 1, 2))
         )
         index = None
-    # Matrices that the groups share are the base's: finite, or no policy's results are. Those that
-    # an index gives are single policies', and a ragged product may multiply another group's NaN by
-    # 0 where it only means to leave it out. So it gets finite operands, and the rows whose own
-    # matrix was not finite get their NaN back afterwards.
+    # Matrices shared by the groups are the base's, which is finite. Matrices selected by an index
+    # may be single policies', and a ragged product may multiply another group's NaN by 0. It gets
+    # finite operands, and rows whose own matrix was not finite get their NaN back afterwards.
     w, bad_G = (w, None) if index is None else finite(w[index])
     w = w.astype(x.dtype)
     w = w.swapaxes(1, 2) if transposed else w
@@ -41,20 +40,20 @@ def grouped_matmul(
 
 
 def _inside(x_MN: jax.Array, sizes_G: jax.Array) -> jax.Array:
-    """Zero behind the last group."""
+    """Zeroes rows after the last group."""
     return jnp.where(
         (jnp.arange(x_MN.shape[0]) < jnp.sum(sizes_G))[:, None], x_MN, jnp.zeros((), x_MN.dtype)
     )
 
 
 def finite(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """``x`` with 0 for all that is not finite, and of each entry of its first axis whether any
-    was.
+    """Replaces non-finite numbers of ``x`` by 0; also returns which entries of the first axis had
+    any.
     """
     fine = jnp.isfinite(x)
     return jnp.where(fine, x, jnp.zeros((), x.dtype)), ~jnp.all(fine, axis=tuple(range(1, x.ndim)))
 
 
 def group_of_rows(M: int, sizes_G: jax.Array) -> jax.Array:
-    """``[M]``; G for rows behind the last group."""
+    """Returns the group of each row, ``[M]``; G after the last group."""
     return jnp.searchsorted(jnp.cumsum(sizes_G), jnp.arange(M, dtype=sizes_G.dtype), side="right")

@@ -1,8 +1,8 @@
 """Latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1.2) of each row's absorbed queries to
 the latents in its pages.
 
-A token's latent is the key of all heads and, weighted, their value: it is read once for both.
-Beside it lies a rotary key.
+A token's latent is the key of all heads and, weighted, their value, so it is read once for both. A
+rotary key is stored next to it.
 
 Axes: L layers, U pages, B rows, T new tokens, M queries of a row (T times heads), C latent, J
 rotary dimensions, D table entries, S positions of a run.
@@ -37,22 +37,22 @@ def latent_attention(
     implementation: str = "auto",
     interpret: Any = None,
 ) -> Partial:
-    """Attention to what is in the cache, ``[B, M, 1]`` twice and ``[B, M, C]`` float32; MASKED, 0
-    and 0 where there is nothing.
+    """Attends to the cache; returns ``[B, M, 1]`` twice and ``[B, M, C]`` float32; MASKED, 0 and 0
+    for empty rows.
 
     Args:
         q_latent, q_rope: ``[B, M, C]`` and ``[B, M, J]``.
-        latent, rope: ``[L, U, PAGE, C']`` and ``[L, U, PAGE, J']``, at least C and J; what lies
-            beyond is not looked at.
-        rows: what each row reads.
-        chosen: ``[B, T, D / RUN_PAGES, S]`` bool, positions that a token may see at all; None for
+        latent, rope: ``[L, U, PAGE, C']`` and ``[L, U, PAGE, J']``, at least C and J wide; the rest
+            is padding.
+        rows: pages of each row.
+        chosen: ``[B, T, D / RUN_PAGES, S]`` bool, positions that a token may attend to; None for
             all.
-        scale: of scores.
+        scale: factor on scores.
         implementation: ``auto``, ``xla``, ``pallas_tpu`` or ``pallas_gpu``, see ``dispatch``.
-        interpret: run a kernel that is named in Pallas' interpreter; None: on a CPU.
+        interpret: run a named kernel in Pallas' interpreter; None: on a CPU.
 
     Raises:
-        ValueError: shapes that do not fit, or an implementation that cannot serve them.
+        ValueError: shapes that do not match, or an implementation that cannot serve them.
     """
     queries, pools = (q_latent.shape, q_rope.shape), (latent.shape, rope.shape)
     if queries[0][:2] != queries[1][:2] or any(

@@ -1,5 +1,5 @@
-"""GPU kernel of latent attention to a paged cache: that of ``paged_gpu`` with one head, whose
-latents are keys and values at once.
+"""GPU kernel of latent attention to a paged cache: ``paged_gpu`` with one head, whose latents are
+both keys and values.
 """
 
 from typing import Any
@@ -20,13 +20,13 @@ def require(
     rows: Rows,
     chosen: jax.Array | None = None,
 ) -> None:
-    """Whether ``attend`` can serve these.
+    """Raises if ``attend`` cannot serve these arrays.
 
     Raises:
         NotImplementedError: with the reason.
     """
     if chosen is not None:
-        raise NotImplementedError("which keys a query sees is chosen")
+        raise NotImplementedError("an indexer chooses the keys")
     paged_gpu.require([q_latent, q_rope], [latent, rope], q_latent.shape[2])
 
 
@@ -42,7 +42,7 @@ def attend(
     how: Config | None = None,
     interpret: Any = False,
 ) -> Partial:
-    """See ``latent_attention``."""
+    """Implements ``latent_attention``."""
     queries, pools = [q_latent[:, None], q_rope[:, None]], [latent[:, :, None], rope[:, :, None]]
     out = paged_gpu.attend(queries, pools, 0, q_latent.shape[2], rows, scale, how, interpret)
     return Partial(*(x[:, 0] for x in out))

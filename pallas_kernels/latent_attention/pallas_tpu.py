@@ -1,5 +1,5 @@
-"""TPU kernel of latent attention to a paged cache: that of ``paged_tpu`` with one head, whose
-latents are keys and values at once.
+"""TPU kernel of latent attention to a paged cache: ``paged_tpu`` with one head, whose latents are
+both keys and values.
 """
 
 from typing import Any
@@ -20,13 +20,13 @@ def require(
     rows: Rows,
     chosen: jax.Array | None = None,
 ) -> None:
-    """Whether ``attend`` can serve these.
+    """Raises if ``attend`` cannot serve these arrays.
 
     Raises:
         NotImplementedError: with the reason.
     """
     if chosen is not None:
-        raise NotImplementedError("which keys a query sees is chosen")
+        raise NotImplementedError("an indexer chooses the keys")
     heads = [
         jax.ShapeDtypeStruct((x.shape[0], 1, *x.shape[1:]), x.dtype) for x in (q_latent, q_rope)
     ]
@@ -45,7 +45,7 @@ def attend(
     config: Config | None = None,
     interpret: Any = False,
 ) -> Partial:
-    """See ``latent_attention``."""
+    """Implements ``latent_attention``."""
     queries, pools = [q_latent[:, None], q_rope[:, None]], [latent[:, :, None], rope[:, :, None]]
     out = paged_tpu.attend(queries, pools, 0, q_latent.shape[2], rows, scale, config, interpret)
     return Partial(*(x[:, 0] for x in out))

@@ -1,4 +1,4 @@
-"""Latent attention to a paged cache row by row in float64: what the others are compared with."""
+"""Latent attention to a paged cache row by row in float64, the oracle of the other forms."""
 
 from typing import Any
 
@@ -11,8 +11,8 @@ from pallas_kernels.paged_attention.reference import paged_attention
 def latent_attention(
     q_latent: Any, q_rope: Any, latent: Any, rope: Any, rows: Rows, scale: float
 ) -> list[np.ndarray]:
-    """As ``latent_attention.latent_attention``: one head whose keys are latent and rotary key side
-    by side, and its values the latent.
+    """Implements ``latent_attention.latent_attention`` as one head whose keys are latent and rotary
+    key concatenated, and whose values are the latent.
     """
     (C, J), wide = (q_latent.shape[-1], q_rope.shape[-1]), np.float64
     q = np.concatenate([np.array(q_latent, wide), np.array(q_rope, wide)], axis=-1)[:, None]

@@ -1,4 +1,4 @@
-"""Shapes of real models, for tests and benches."""
+"""Shapes of real models, for tests and benchmarks."""
 
 from typing import NamedTuple
 
@@ -7,11 +7,11 @@ class Shape(NamedTuple):
     """One call on one device, which has all heads of its rows.
 
     Attributes:
-        rows: of the call: rows that decode, teams, or blocks of prefill.
+        rows: rows that decode, teams, or blocks of prefill.
         queries: heads, times rows of a team or tokens of a block.
-        positions: that a table has room for.
-        latent, rope, width: dimensions, and those of rotary keys as they lie in the pool.
-        dtype: of queries and pool.
+        positions: capacity of a table.
+        latent, rope, width: dimensions, and those of rotary keys in the pool.
+        dtype: dtype of queries and pool.
     """
 
     rows: int

@@ -1,5 +1,5 @@
-"""Latent attention to a paged cache in plain XLA: a run of all rows at a time, as far as the
-longest reaches.
+"""The XLA form of latent attention to a paged cache: a run of all rows at a time, up to the longest
+row.
 
 Axes: B rows, T new tokens, M queries of a row (T times heads), C latent, J rotary dimensions, S
 positions of a run.
@@ -21,8 +21,8 @@ def scored(
     seen_BTS: jax.Array,
     scale: float,
 ) -> Partial:
-    """Attention to latents at hand; the queries of a token, or of a team's rows together, see the
-    same of them.
+    """Attends to given latents; queries of a token, or of a team's rows together, have the same
+    mask.
     """
     s = jnp.einsum("BMC,BSC->BMS", q_BMC, latent_BSC, preferred_element_type=jnp.float32)
     s += jnp.einsum("BMJ,BSJ->BMS", q_BMJ, rope_BSJ, preferred_element_type=jnp.float32)
@@ -48,14 +48,16 @@ def attend(
     *,
     scale: float,
 ) -> Partial:
-    """See ``latent_attention``."""
+    """Implements ``latent_attention``."""
 
-    def score(queries: tuple[jax.Array, jax.Array], pages: jax.Array, seen: jax.Array) -> Partial:
+    def score(
+        queries: tuple[jax.Array, jax.Array], pages: jax.Array, visible: jax.Array
+    ) -> Partial:
         latent_BSC, rope_BSJ = (
             paged.read(pool, rows.layer, pages, q.shape[-1])
             for pool, q in zip((latent, rope), queries)
         )
-        seen_BTS = seen[:, None] if seen.ndim == 2 else seen
+        seen_BTS = visible[:, None] if visible.ndim == 2 else visible
         return scored(
             *queries, paged.clean(latent_BSC, jnp.any(seen_BTS, axis=1)), rope_BSJ, seen_BTS, scale
         )

@@ -1,5 +1,5 @@
-"""Rows times one layer's matrices of stacks: what the frozen projections of a scan over layers are,
-and an unembedding. Forward only.
+"""Rows times one layer's matrices of stacks: the frozen projections in a scan over layers, and the
+unembedding. Forward only.
 
 Axes: M rows, L layers, D in, F out, P and N panels and blocks of a matrix in 4 or 8 bits, see
 ``blocks``.
@@ -15,7 +15,7 @@ from pallas_kernels.layer_matmul import blocks, cpu, pallas_gpu, xla
 
 
 def table(transposed: bool) -> tuple[Implementation, ...]:
-    """Implementations of ``layer_matmul``."""
+    """Returns the implementations of ``layer_matmul``."""
     require, of_gpu = (
         functools.partial(form.require, transposed=transposed) for form in (cpu, pallas_gpu)
     )
@@ -34,7 +34,7 @@ def table(transposed: bool) -> tuple[Implementation, ...]:
 
 
 def unpacking(transposed: bool) -> tuple[Implementation, ...]:
-    """Implementations of ``unpack``."""
+    """Returns the implementations of ``unpack``."""
     return (
         Implementation(
             "cpu",
@@ -57,20 +57,20 @@ def layer_matmul(
     transposed: bool = False,
     implementation: str = "auto",
 ) -> tuple[jax.Array, ...]:
-    """``x w[layer]`` of every stack, ``[..., F]`` float32 each.
+    """Returns ``x w[layer]`` of every stack, ``[..., F]`` float32 each.
 
     Args:
         x: ``[..., D]`` float32 or bfloat16.
         stacks: ``[L, D, F]`` of one dtype, float32, bfloat16, int8 or float8_e4m3fn, each with its
-            own F, or all of them in blocks of one kind, ``[L, P, N, bytes]`` uint8; ``[L, F, D]``
-            when ``transposed``, of which only XLA serves 8 bits.
+            own F; or all in blocks of one kind, ``[L, P, N, bytes]`` uint8. ``[L, F, D]`` if
+            ``transposed``, for which only XLA serves 8 bits.
         layer: int32, at most L - 1.
-        rows: int32, how many of x are in use, the first ones; what the others get is of no use, and
-            CPUs spend nothing on it. None: all.
+        rows: int32, number of rows of x in use, at the front; the output of the others is
+            undefined, and CPUs skip them. None: all.
         implementation: ``auto``, ``xla``, ``cpu`` or ``pallas_gpu``, see ``dispatch``.
 
     Raises:
-        ValueError: shapes that do not fit, or an implementation that cannot serve them.
+        ValueError: shapes that do not match, or an implementation that cannot serve them.
     """
     for w in stacks:
         shape = _shape(w)
@@ -78,7 +78,7 @@ def layer_matmul(
             len(shape) != 3
             or x.shape[-1] != shape[2 if transposed else 1]
             or layer.shape
-            or (transposed and blocks.are(w))
+            or (transposed and blocks.is_packed(w))
         ):
             wanted = "[L, F, D]" if transposed else "[L, D, F]"
             raise ValueError(
@@ -89,7 +89,7 @@ def layer_matmul(
 
 
 def unpack(w: jax.Array, *, transposed: bool = False, implementation: str = "auto") -> jax.Array:
-    """The matrix ``[D, F]`` float32 of blocks ``[P, N, bytes]``, or its transpose; every
+    """Returns the float32 matrix ``[D, F]`` of blocks ``[P, N, bytes]``, or its transpose; every
     implementation gives the same bits.
 
     Raises:
@@ -99,4 +99,6 @@ def unpack(w: jax.Array, *, transposed: bool = False, implementation: str = "aut
 
 
 def _shape(w: jax.Array) -> tuple[int, ...]:
-    return (*w.shape[:-3], *blocks.matrix_shape(w)) if w.ndim == 4 and blocks.are(w) else w.shape
+    return (
+        (*w.shape[:-3], *blocks.matrix_shape(w)) if w.ndim == 4 and blocks.is_packed(w) else w.shape
+    )

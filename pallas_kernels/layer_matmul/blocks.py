@@ -1,13 +1,13 @@
-"""Matrices as a checkpoint of 4 or 8 bits has them: blocks of 32 numbers with a scale, a sixth or a
-quarter of float32's bytes.
+"""Matrices of a 4- or 8-bit checkpoint: blocks of 32 numbers with a scale, a sixth or a quarter of
+float32's bytes.
 
-A weight of 4 bits is ``q d + m``, with d and m float16, one of 8 bits ``q d``: the numbers of
-ggml's ``Q4_1`` and ``Q8_0``. The products are exact in float32 and the sum is rounded once, so a
-weight is bit for bit what the dequantised checkpoint has, wherever it is unpacked.
+A 4-bit weight is ``q d + m`` with d and m float16, an 8-bit one ``q d``: ggml's ``Q4_1`` and
+``Q8_0``. Products are exact in float32 and the sum is rounded once, so an unpacked weight has the
+bits of the dequantised checkpoint.
 
-A matrix ``[D, F]`` is uint8 ``[F / 64, D / 32, bytes]``: panels of 64 columns, each a row of
-blocks, which a thread reads as one stream. A block has d of its 64 columns, with 4 bits m too, and
-then for every input 64 bytes, with 4 bits for every two, the first input in the lower half.
+A matrix ``[D, F]`` is uint8 ``[F / 64, D / 32, bytes]``: panels of 64 columns, each a row of blocks
+that a thread reads as one stream. A block has d of its 64 columns, and m with 4 bits, then 64 bytes
+for every input, or for every two with 4 bits, the first in the lower half.
 
 Axes: L layers, D in, F out, P panels of F, N blocks of D.
 """
@@ -20,16 +20,16 @@ import numpy as np
 
 from pallas_kernels import native
 
-COLUMNS, DEPTH = 64, 32  # of a block
+COLUMNS, DEPTH = 64, 32  # size of a block
 
 
 class Kind(NamedTuple):
-    """A format.
+    """A block format.
 
     Attributes:
-        row: bytes of one output's block in a checkpoint: d, m where there is one, and the numbers;
-            of 4 bits those of inputs j and j + 16 in byte j.
-        scales: how many float16 it begins with.
+        row: bytes of one output's block in a checkpoint: d, m if any, and the numbers; with 4 bits
+            those of inputs j and j + 16 in byte j.
+        scales: number of float16 values at its start.
     """
 
     row: int
@@ -37,7 +37,7 @@ class Kind(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Of a block of 64 columns."""
+        """Bytes of a block of 64 columns."""
         return COLUMNS * self.row
 
 
@@ -45,28 +45,28 @@ KINDS = {"Q4_1": Kind(4 + DEPTH // 2, 2), "Q8_0": Kind(2 + DEPTH, 1)}
 
 
 def fit(D: int, F: int) -> bool:
-    """Whether a matrix ``[D, F]`` is whole blocks."""
+    """Returns True if a matrix ``[D, F]`` is whole blocks."""
     return D % DEPTH == 0 and F % COLUMNS == 0
 
 
-def are(w: jax.Array | np.ndarray) -> bool:
-    """Whether an array is a matrix in blocks, or a stack of them."""
+def is_packed(w: jax.Array | np.ndarray) -> bool:
+    """Returns True for a matrix in blocks, or a stack of them."""
     return w.dtype == np.uint8
 
 
 def blocks_shape(D: int, F: int, kind: str) -> tuple[int, int, int]:
-    """``[P, N, bytes]`` of a matrix ``[D, F]``."""
+    """Returns the shape ``[P, N, bytes]`` of a matrix ``[D, F]``."""
     return F // COLUMNS, D // DEPTH, KINDS[kind].bytes
 
 
 def matrix_shape(blocks: jax.Array) -> tuple[int, int]:
-    """D and F of ``[..., P, N, bytes]``."""
+    """Returns D and F of ``[..., P, N, bytes]``."""
     return blocks.shape[-2] * DEPTH, blocks.shape[-3] * COLUMNS
 
 
 def pack(rows: np.ndarray, kind: str) -> np.ndarray:
-    """uint8 ``[P, N, bytes]`` of a checkpoint's matrix, uint8 ``[F, N * row]``: for every output
-    its blocks.
+    """Packs a checkpoint's matrix, uint8 ``[F, N * row]`` (blocks of each output), to uint8 ``[P,
+    N, bytes]``.
     """
     row, scales = KINDS[kind]
     F, N = rows.shape[0], rows.shape[1] // row
@@ -82,13 +82,13 @@ def pack(rows: np.ndarray, kind: str) -> np.ndarray:
 
 
 def _halves(part: jax.Array) -> jax.Array:
-    """float32 ``[..., 1, 64]`` of bytes ``[..., 128]``."""
+    """Returns float32 ``[..., 1, 64]`` from bytes ``[..., 128]``."""
     pairs = part.reshape(*part.shape[:-1], 1, COLUMNS, 2)
     return jax.lax.bitcast_convert_type(pairs, jnp.float16).astype(jnp.float32)
 
 
 def _weights(blocks: jax.Array) -> jax.Array:
-    """float32 ``[..., 32, 64]`` of blocks ``[..., bytes]``."""
+    """Returns float32 ``[..., 32, 64]`` from blocks ``[..., bytes]``."""
     rest = blocks.shape[:-1]
     if blocks.shape[-1] == KINDS["Q8_0"].bytes:
         q = jax.lax.bitcast_convert_type(blocks[..., 2 * COLUMNS :], jnp.int8).reshape(
@@ -107,7 +107,7 @@ def _weights(blocks: jax.Array) -> jax.Array:
 
 
 def unpack(blocks: jax.Array, transposed: bool = False) -> jax.Array:
-    """The matrix ``[D, F]`` float32 of ``[P, N, bytes]``, or ``[F, D]``, by XLA."""
+    """Unpacks ``[P, N, bytes]`` to float32 ``[D, F]``, or ``[F, D]``, by XLA."""
     D, F = matrix_shape(blocks)
     w_PNKC = _weights(blocks)
     return (
@@ -118,21 +118,21 @@ def unpack(blocks: jax.Array, transposed: bool = False) -> jax.Array:
 
 
 def unpack_by_cpu(blocks: jax.Array, transposed: bool = False) -> jax.Array:
-    """As ``unpack``, by the kernel for CPUs."""
+    """Unpacks like ``unpack``, by the CPU kernel."""
     D, F = matrix_shape(blocks)
     out = jax.ShapeDtypeStruct((F, D) if transposed else (D, F), jnp.float32)
     return native.call("mint_block_unpack", out, blocks, transposed=transposed)
 
 
 def require_cpu(blocks: jax.Array) -> None:
-    """Raises NotImplementedError, with the reason, where ``unpack_by_cpu`` cannot serve."""
+    """Raises NotImplementedError with the reason if ``unpack_by_cpu`` cannot serve."""
     native.require_one_device()
     native.require()
 
 
 def columns(blocks: jax.Array, at: jax.Array) -> jax.Array:
-    """Columns of a matrix in 8 bits, ``[..., D]`` float32 of int32 ``[...]``: rows of the table
-    whose transpose it is.
+    """Gathers columns of an 8-bit matrix, ``[..., D]`` float32 at int32 ``[...]``: rows of the
+    table whose transpose it is.
     """
     P, N, _ = blocks.shape
     panel, column = at // COLUMNS, at % COLUMNS

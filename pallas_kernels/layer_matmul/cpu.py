@@ -1,22 +1,21 @@
-"""A layer's matrices read from where they lie in their stacks, by the kernel for CPUs
-(``native/layer_matmul.cc``).
+"""The CPU kernel of ``layer_matmul`` (``native/layer_matmul.cc``), which reads a layer's matrices
+in place from their stacks.
 
-XLA copies the layer out of the stack before it multiplies: SmolLM2-135M's layers, 425 MB, were read
-twice and written once in every step of decoding. Here a thread takes panels of columns: up to eight
-rows read a matrix in one go, and for many rows a panel is put side by side in the cache once,
-converted where the weights are of fewer bits. Transposed, as an unembedding is, a sum has a part in
-every lane. Sums are in float32 whatever the weights are: those in bfloat16 are half the bytes of a
-step, and the products the same as of float32 weights of these values. Matrices of the same rows, as
-those of queries, keys and values, are one call: threads come together once, which is 3 to 6 % of
-SmolLM2-135M's products of 1 and of 8 rows.
+XLA copies the layer out of the stack first: SmolLM2-135M's layers, 425 MB, were read twice and
+written once in every decode step. Here a thread takes panels of columns. Up to eight rows read a
+matrix in one pass; for many rows a panel is copied contiguously into the cache once, converted if
+the weights have fewer bits. For a transposed matrix, such as an unembedding, a sum has a part in
+every lane. Sums are float32, so bfloat16 weights halve the bytes and give the same results as
+float32 weights of these values. Matrices of the same rows, such as q, k and v, are one call, which
+saves thread synchronisation: 3 to 6 % of SmolLM2-135M's matmuls of 1 and of 8 rows.
 
-Matrices in blocks of 4 bits (``native/block_matmul.cc``) are unpacked in registers, or for more
-than two rows block by block in the first cache: SmolLM2-135M's layers take 3.9 ms of 1 row where
-float32 takes 15.8, 7.2 where it takes 18.4 of 8, 18 where it takes 30 of 32 and 63 where it takes
-75 of 128 (medians of 15 in turn, two cores), and the bits are the same.
+Matrices in 4-bit blocks (``native/block_matmul.cc``) are unpacked in registers, or for more than
+two rows block by block in the L1 cache. SmolLM2-135M's layers take 3.9 ms for 1 row where float32
+takes 15.8, 7.2 instead of 18.4 for 8, 18 instead of 30 for 32 and 63 instead of 75 for 128 (medians
+of 15 in turn, two cores), with the same bits.
 
-A row's bits do not depend on how many other rows there are. So only those in use are multiplied: a
-program of 128 rows that reads a prompt of ten tokens does the work of one block of 32.
+A row's bits do not depend on the number of other rows, so only rows in use are multiplied: a
+program of 128 rows that prefills ten tokens does the work of one block of 32.
 """
 
 import jax
@@ -35,7 +34,7 @@ def require(
     rows: jax.Array | None = None,
     transposed: bool = False,
 ) -> None:
-    """Whether ``matmul`` can serve these, or their shapes.
+    """Raises if ``matmul`` cannot serve these arrays or shapes.
 
     Raises:
         NotImplementedError: with the reason.
@@ -52,7 +51,7 @@ def require(
             )
         if transposed and w.dtype.itemsize == 1:
             raise NotImplementedError(f"tables in {w.dtype} have no kernel")
-        if blocks.are(w) and w.shape[3] != stacks[0].shape[3]:
+        if blocks.is_packed(w) and w.shape[3] != stacks[0].shape[3]:
             raise NotImplementedError("matrices in blocks of two kinds are not one call")
     native.require_one_device()
     native.require()
@@ -65,9 +64,9 @@ def matmul(
     rows: jax.Array | None = None,
     transposed: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """See ``layer_matmul``; rows that are not in use get zeros."""
+    """Implements ``layer_matmul``; unused rows get zeros."""
     x_MD = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
-    in_blocks = blocks.are(stacks[0])
+    in_blocks = blocks.is_packed(stacks[0])
     widths = [
         blocks.matrix_shape(w)[1] if in_blocks else w.shape[1 if transposed else 2] for w in stacks
     ]

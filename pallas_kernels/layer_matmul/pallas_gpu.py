@@ -1,14 +1,13 @@
-"""GPU kernel of a layer's matrices read from where they lie in their stacks, for rows as few as
-decoding has.
+"""GPU kernel of ``layer_matmul`` for the few rows of decoding, which reads a layer's matrices in
+place from their stacks.
 
-XLA's form copies a layer out of its stack before it multiplies: compiled for an H200 a step of
-Qwen3-4B's decoding reads 8 GB, writes them and reads them again (an H100 took 13.2 ms for 64 rows,
-where 8 GB alone take 2.7). Here a program multiplies all rows by a block of columns of a part of
-the depth; parts are as many as keep all processors busy, since few rows leave few blocks. XLA adds
-the parts up, in order, as it reads them. Weights in 8 bits are read as they are stored.
+XLA's form copies a layer out of its stack first. Compiled for an H200, a decode step of Qwen3-4B
+reads 8 GB, writes them and reads them again (an H100 took 13.2 ms for 64 rows; 8 GB take 2.7). Here
+a program multiplies all rows by a block of columns of a part of the depth. There are enough parts
+to occupy all processors, since few rows give few blocks. XLA adds the parts in order as it reads
+them. 8-bit weights are read as stored.
 
-Float32 rows are XLA's, whose products follow ``jax_default_matmul_precision``, as those of training
-do.
+Float32 rows are left to XLA, whose matmuls follow ``jax_default_matmul_precision`` as in training.
 
 Axes: M rows, L layers, D in, F out, S parts of D.
 """
@@ -24,20 +23,20 @@ from jax.experimental.pallas import triton
 from pallas_kernels import native, tuning
 from pallas_kernels.triton import attached, columns, cost, dot, power_of_two, read, write
 
-MOST = 256  # rows; of more, a product takes longer than a copy of its matrix
-PROGRAMS = 512  # about four for each processor of an H100
+MOST = 256  # rows; with more, a matmul takes longer than a copy of its matrix
+PROGRAMS = 512  # about four per processor of an H100
 
 
 class Config(NamedTuple):
-    """Sizes of blocks, powers of two from 16 on, and how many parts there are.
+    """Block sizes, powers of two of at least 16, and the number of parts.
 
     Attributes:
-        rows: of a tile.
-        columns: of a block of the result.
-        depth: of D, in one step.
+        rows: rows of a tile.
+        columns: columns of a block of the result.
+        depth: part of D in one step.
         parts: S.
-        warps: of 32 threads, of a program.
-        stages: of loads that are on their way.
+        warps: warps of a program.
+        stages: pipelined loads.
     """
 
     rows: int
@@ -49,8 +48,8 @@ class Config(NamedTuple):
 
 
 def config(x: jax.Array, w: jax.Array, transposed: bool) -> Config:
-    """As measured, or else the rule: tiles of up to 64 rows, and parts of 256 of the depth at
-    least.
+    """Returns measured sizes, or the rule: tiles of up to 64 rows, and parts of at least 256 of the
+    depth.
     """
     (M, D), F = x.shape, w.shape[1 if transposed else 2]
     rows, wide, deep = power_of_two(M, 64), power_of_two(F, 64), power_of_two(D, 64)
@@ -67,7 +66,7 @@ def require(
     rows: jax.Array | None = None,
     transposed: bool = False,
 ) -> None:
-    """Whether ``matmul`` can serve these, or their shapes.
+    """Raises if ``matmul`` cannot serve these arrays or shapes.
 
     Raises:
         NotImplementedError: with the reason.
@@ -82,12 +81,12 @@ def require(
             raise NotImplementedError(
                 f"weights are {w.dtype}; bfloat16, int8 and float8_e4m3fn are served"
             )
-        if w.dtype.itemsize == 1 and 1 << 31 <= w.size <= 1 << 32:  # as of grouped matmul
+        if w.dtype.itemsize == 1 and 1 << 31 <= w.size <= 1 << 32:  # as in grouped matmul
             raise NotImplementedError(
-                "a stack of one byte an element is between 2 and 4 GiB: places in it overflow"
+                "a stack of one byte an element is between 2 and 4 GiB: offsets overflow"
             )
         if w.dtype == jnp.float8_e4m3fn and (least := min(attached(), default=8.9)) < 8.9:
-            # Triton would abort
+            # Triton would abort.
             raise NotImplementedError(
                 f"this GPU is of compute capability {least}, and float8 is read from 8.9 on"
             )
@@ -99,7 +98,7 @@ def _layer_matmul(
 ) -> None:
     (M, D), F = x.shape, out.shape[2]
     tiles, blocks = pl.cdiv(M, how.rows), pl.cdiv(F, how.columns)
-    # those of the same block of columns, which read the same weights, follow each other
+    # Programs of the same block of columns, which read the same weights, are consecutive.
     program = pl.program_id(0)
     tile = jax.lax.rem(program, tiles)
     block = jax.lax.rem(jax.lax.div(program, tiles), blocks)
@@ -129,7 +128,7 @@ def matmul(
     how: Config | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, ...]:
-    """See ``layer_matmul``; tiles of rows that are not in use get zeros."""
+    """Implements ``layer_matmul``; tiles of unused rows get zeros."""
     x_MD = x.reshape(-1, x.shape[-1])
     scalars = [
         jnp.reshape(jnp.int32(one), 1) for one in (layer, x_MD.shape[0] if rows is None else rows)

@@ -1,5 +1,5 @@
-"""Shapes of real models' dense projections as decoding has them, for tests and benches: Qwen3-4B's
-of 1 to 256 rows.
+"""Shapes of real models' dense projections in decoding, for tests and benchmarks: Qwen3-4B with
+1 to 256 rows.
 """
 
 from typing import NamedTuple

@@ -1,5 +1,5 @@
-"""A layer's matrix by XLA, which on TPUs reads it inside the product, and on CPUs and GPUs copies
-it first.
+"""The XLA form of ``layer_matmul``, which reads the matrix within the matmul on TPUs and copies it
+first on CPUs and GPUs.
 """
 
 import jax
@@ -15,7 +15,7 @@ def matmul(
     rows: jax.Array | None = None,
     transposed: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """See ``layer_matmul``; all rows are multiplied."""
+    """Implements ``layer_matmul``; all rows are multiplied."""
     none, sums = jnp.int32(0), "...D,FD->...F" if transposed else "...D,DF->...F"
 
     def of_layer(w: jax.Array) -> jax.Array:
@@ -24,7 +24,7 @@ def matmul(
         )
 
     def product(w: jax.Array) -> jax.Array:
-        one = blocks.unpack(of_layer(w)) if blocks.are(w) else of_layer(w)
+        one = blocks.unpack(of_layer(w)) if blocks.is_packed(w) else of_layer(w)
         return jnp.einsum(
             sums,
             x,

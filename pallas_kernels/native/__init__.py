@@ -1,12 +1,12 @@
-"""Kernels for CPUs in C++, called by XLA through its foreign functions: compiled once for this
-machine's own processor, on first use.
+"""CPU kernels in C++, called through XLA's foreign functions and compiled for this machine's
+processor on first use.
 
-XLA's form of these ops copies what it reads before it multiplies: a layer's matrices out of the
-stack, the pages of a row's context, an adapter for every row. A step of decoding is little else
-than reading, so these kernels read from where things lie. They are compiled where they run, for the
-vectors that are there; a machine without a C++ compiler has XLA's forms, and ``dispatch`` says why.
+XLA's form of these ops copies its inputs first: a layer's matrices out of the stack, the pages of a
+row's context, an adapter for every row. Decoding is mostly reading, so these kernels read in place.
+They are compiled locally for the available vector units. Without a C++ compiler XLA's forms run,
+and ``dispatch`` reports why.
 
-``CXX`` names the compiler. What it made is kept beside the other caches, in ``MINT_JAX_CACHE`` or
+``CXX`` names the compiler. Compiled libraries are cached in ``MINT_JAX_CACHE`` or
 ``~/.cache/mint_jax``.
 """
 
@@ -39,9 +39,9 @@ TARGETS = (
     "mint_paged_attention",
     "mint_draw",
 )
-# No -ffast-math: a NaN has to stay one, and sums are in the order that they are written in. What is
-# fused says so (multiply_add): left to the compiler it is fused in some loops and not in others,
-# and a row's bits depend on which loop had it.
+# No -ffast-math: NaN must stay NaN, and sums keep their order. Fused operations are explicit
+# (multiply_add): the compiler would fuse some loops and not others, and a row's bits would depend
+# on the loop that computed it.
 FLAGS = (
     "-std=c++17",
     "-O3",
@@ -52,7 +52,7 @@ FLAGS = (
     "-ffp-contract=off",
     "-w",
 )
-SECONDS = 300  # a compiler that takes longer hangs
+SECONDS = 300  # a compiler that takes longer is treated as hanging
 
 
 def call(
@@ -62,7 +62,7 @@ def call(
     aliases: dict[int, int] | None = None,
     **attributes: Any,
 ) -> Any:
-    """One of ``TARGETS`` of arrays, as ``jax.ffi.ffi_call`` has it.
+    """Calls one of ``TARGETS`` on arrays, as ``jax.ffi.ffi_call``.
 
     Raises:
         NotImplementedError: see ``require``.
@@ -78,7 +78,7 @@ def require() -> None:
 
     Raises:
         NotImplementedError: they cannot be compiled, or this process computes on an accelerator,
-            where compiling them takes 19 s for programs that never run.
+            where 19 s of compiling would be wasted.
     """
     if (backend := jax.default_backend()) != "cpu":
         raise NotImplementedError(f"this process computes on a {backend}")
@@ -88,9 +88,7 @@ def require() -> None:
 
 
 def require_one_device() -> None:
-    """Raises NotImplementedError where XLA would divide a call over devices, of which it knows
-    nothing.
-    """
+    """Raises NotImplementedError if XLA would partition a call over devices, which it cannot do."""
     mesh = jax.sharding.get_abstract_mesh()
     split = {
         name: size
@@ -103,7 +101,7 @@ def require_one_device() -> None:
 
 @functools.cache
 def _load() -> str:
-    """Why there are no kernels; empty where they are registered."""
+    """Registers the kernels; returns the reason if that fails, else an empty string."""
     try:
         library = ctypes.CDLL(str(_built()))
     except (OSError, subprocess.SubprocessError) as error:
@@ -117,11 +115,11 @@ def _compiler() -> str:
     for name in (os.environ.get("CXX", ""), "c++", "g++", "clang++"):
         if name and shutil.which(shlex.split(name)[0]):
             return name
-    raise OSError("no C++ compiler is there: install g++ or clang++, or name one with CXX")
+    raise OSError("no C++ compiler found: install g++ or clang++, or name one with CXX")
 
 
 def _built() -> Path:
-    """The library for these sources, this compiler, this processor and this jaxlib."""
+    """Returns the library for these sources, this compiler, this processor and this jaxlib."""
     compiler = shlex.split(_compiler())
     native = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
     command = [
@@ -135,7 +133,7 @@ def _built() -> Path:
         jaxlib.__version__,
         platform.machine(),
         _processor(),
-        _told([*compiler, "--version"]),
+        _run_command([*compiler, "--version"]),
     ]
     digest = hashlib.blake2b(digest_size=12)
     for part in (
@@ -147,7 +145,7 @@ def _built() -> Path:
     if made.is_file():
         return made
     made.parent.mkdir(parents=True, exist_ok=True)
-    # several processes may do this at once, and each ends with a whole file
+    # Several processes may do this at once; each writes a whole file.
     with tempfile.TemporaryDirectory(dir=made.parent) as folder:
         whole = Path(folder) / "kernels.so"
         objects = [str(Path(folder) / f"{name}.o") for name in SOURCES]
@@ -156,13 +154,13 @@ def _built() -> Path:
             for name, o in zip(SOURCES, objects)
         ]
         with ThreadPoolExecutor() as pool:
-            list(pool.map(_told, each))
-        _told([*command, *objects, "-o", str(whole)])
+            list(pool.map(_run_command, each))
+        _run_command([*command, *objects, "-o", str(whole)])
         os.replace(whole, made)
     return made
 
 
-def _told(command: list[str]) -> str:
+def _run_command(command: list[str]) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
     if done.returncode:
         raise OSError(
@@ -172,8 +170,8 @@ def _told(command: list[str]) -> str:
 
 
 def _processor() -> str:
-    """What the processor can do, as far as the system tells: a home on a network may serve machines
-    of several kinds.
+    """Returns the processor's features: a shared home directory may serve several kinds of
+    machines.
     """
     info = Path("/proc/cpuinfo")
     if not info.is_file():

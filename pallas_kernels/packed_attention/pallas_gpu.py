@@ -1,12 +1,12 @@
-"""GPU kernels of attention within packed rows: a program's block of queries walks the blocks of
-keys that it may see.
+"""GPU kernels of attention within packed rows: a program's block of queries iterates over the
+blocks of keys that it may attend to.
 
-Which these are is listed beforehand, so that the loop has no branches: what is above the diagonal
-and what belongs to other texts is neither computed nor read. The forward pass keeps running maxima
-and sums (FlashAttention, arXiv 2205.14135, Algorithm 1). The backward pass is two kernels, one of
-blocks of queries that sums over keys, and one of blocks of keys that sums over the queries of all
-heads of their group (section B.4): nothing is added to by two programs. Widths that are no powers
-of two are cut into pieces that are.
+These blocks are listed in advance, so the loop has no branches: blocks above the diagonal or of
+other texts are neither computed nor read. The forward pass keeps running maxima and sums
+(FlashAttention, arXiv 2205.14135, Algorithm 1). The backward pass is two kernels: one of blocks of
+queries that sums over keys, and one of blocks of keys that sums over the queries of all heads of
+their group (section B.4), so no two programs add to the same place. Widths that are not powers of
+two are split into pieces that are.
 
 Axes: B rows, K kv heads, G query heads of each, T tokens, H width of queries and keys, V of values,
 Q queries and S keys of a block, I blocks of queries, J blocks of keys.
@@ -36,17 +36,17 @@ from pallas_kernels.triton import (
 )
 
 WIDEST = 256
-# segments of what is beyond a row: they see nothing and are seen by nothing
+# Segments beyond a row: they attend to nothing and nothing attends to them.
 NO_QUERY, NO_KEY = -1, -2
 
 
 class Block(NamedTuple):
-    """Sizes of one kernel, powers of two from 16 on.
+    """Block sizes of one kernel, powers of two of at least 16.
 
     Attributes:
-        queries, keys: of a block, Q and S.
-        warps: of 32 threads, of a program.
-        stages: of loads that are on their way.
+        queries, keys: sizes of a block, Q and S.
+        warps: warps of a program.
+        stages: pipelined loads.
     """
 
     queries: int
@@ -59,7 +59,7 @@ class Config(NamedTuple):
     """Sizes of the three kernels.
 
     Attributes:
-        most: columns of one product.
+        most: maximum columns of one matmul.
         forward, of_queries, of_keys: the forward pass, and the kernels of both gradients.
     """
 
@@ -70,18 +70,18 @@ class Config(NamedTuple):
 
 
 def config(op: str, q: jax.Array, v: jax.Array) -> Config:
-    """Of ``packed_attention`` or ``packed_attention backward``: what was measured, or else the
+    """Returns the sizes for ``packed_attention`` or ``packed_attention backward``: measured, or the
     rule.
     """
     return tuning.chosen(op, "cuda", key_of(q, v), _rule(q, v))
 
 
 def _rule(q: jax.Array, v: jax.Array) -> Config:
-    """What the registers and the 227 KiB of shared memory of one of an H200's processors hold, by
-    what its compiler says.
+    """Returns sizes that fit the registers and the 227 KiB of shared memory of an H200 processor,
+    according to its compiler.
     """
     wide = max(q.shape[-1], v.shape[-1])
-    if q.dtype == jnp.float32:  # without matrix units: operands are in registers too
+    if q.dtype == jnp.float32:  # without tensor cores, operands occupy registers too
         return Config(
             32, Block(32, 32, 8, 2), Block(32, 32, 8, 2), Block(32, 32 if wide <= 128 else 16, 8, 2)
         )
@@ -93,7 +93,7 @@ def _rule(q: jax.Array, v: jax.Array) -> Config:
 
 
 def require(q: jax.Array, k: jax.Array, v: jax.Array, *rest: Any) -> None:
-    """Whether ``forward`` and ``backward`` can serve these, or their shapes.
+    """Raises if ``forward`` and ``backward`` cannot serve these arrays or shapes.
 
     Raises:
         NotImplementedError: with the reason.
@@ -114,17 +114,17 @@ def require(q: jax.Array, k: jax.Array, v: jax.Array, *rest: Any) -> None:
 def _visits(
     own: jax.Array, parent: jax.Array, how: Block, of_keys: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """Of each block of queries the blocks of keys that it visits in their order, ``[B, I, J]``, and
-    how many; or the other way around.
+    """Returns for each block of queries the blocks of keys that it visits in order, ``[B, I, J]``,
+    and their number; or the other way around.
     """
     T, wider = own.shape[1], max(how.queries, how.keys)
     padding = ((0, 0), (0, -T % wider))
-    # Beyond the row a block's ranges are as without it.
+    # Beyond the row a block's ranges are as without the padding.
     own, parent = (jnp.pad(x.astype(jnp.int32), padding, mode="edge") for x in (own, parent))
     meet = meeting(own, parent, how.queries, how.keys)
     visited, size = (meet.swapaxes(1, 2), how.queries) if of_keys else (meet, how.keys)
     blocks = jnp.arange(visited.shape[2], dtype=jnp.int32)
-    # where the other kind's blocks are wider, some may lie beyond the row
+    # If the other kind's blocks are wider, some may lie beyond the row.
     visited &= (blocks * size < T)[None, None]
     return jnp.sort(jnp.where(visited, blocks, len(blocks)), axis=2), jnp.sum(
         visited, axis=2, dtype=jnp.int32
@@ -132,10 +132,10 @@ def _visits(
 
 
 class _Row:
-    """What a program reads of its row.
+    """One row's data that a program reads.
 
     Args:
-        mine: the program's block.
+        block: the program's block.
         zero: see ``pieces``.
     """
 
@@ -161,15 +161,15 @@ class _Row:
 
 
 def _parts(ref: Any, *index: Any) -> list[jax.Array]:
-    """The block in pieces, which are the last of the index."""
+    """Returns the block in pieces; pieces are the last index."""
     *index, spans = index
     return [read(ref, *index, at) for at in spans]
 
 
-def _seen(
+def _visible(
     own_q: jax.Array, parent_q: jax.Array, own_k: jax.Array, queries: Span, keys: Span, axis: int
 ) -> jax.Array:
-    """Which keys each query sees; queries lie along this axis."""
+    """Returns the mask of keys for each query; queries are along this axis."""
     position = [one.at.start + jax.lax.iota(jnp.int32, one.at.size) for one in (queries, keys)]
     (own_q, parent_q, at_q), (own_k, at_k) = (
         tuple(jax.lax.expand_dims(x, [along]) for x in of)
@@ -183,22 +183,22 @@ def _packed_attention(
 ) -> None:
     (B, K, G, T, H), V = q.shape, v.shape[3]
     i, b, h, g = unravel(pl.program_id(0), B, K, G)
-    i = pl.cdiv(T, how.queries) - 1 - i  # the last ones see most: they begin first
-    row, mine = _Row(own, parent, b, most, (H, V), 0 * i), columns(i, how.queries, T)
-    of_q, q_parts = row.queries(mine), _parts(q, b, h, g, mine, row.H)
+    i = pl.cdiv(T, how.queries) - 1 - i  # the last blocks have most keys, so they start first
+    row, current = _Row(own, parent, b, most, (H, V), 0 * i), columns(i, how.queries, T)
+    of_q, q_parts = row.queries(current), _parts(q, b, h, g, current, row.H)
 
     def step(n: jax.Array, so_far: softmax.Running) -> softmax.Running:
         at = columns(visits[b, i, n], how.keys, T)
         s = softmax.scores(q_parts, _parts(k, b, h, at, row.H)) * scale
         return softmax.meet(
-            so_far, s, _seen(*of_q, row.keys(at), mine, at, 0), _parts(v, b, h, at, row.V)
+            so_far, s, _visible(*of_q, row.keys(at), current, at, 0), _parts(v, b, h, at, row.V)
         )
 
     made = jax.lax.fori_loop(0, counts[b, i], step, softmax.begin(how.queries, row.V))
-    write(lse, made.top + jnp.log(made.total), b, h, g, mine)
+    write(lse, made.top + jnp.log(made.total), b, h, g, current)
     for one, at in zip(made.values, row.V):
-        # every query sees itself: no sum is 0
-        write(out, one / made.total[:, None], b, h, g, mine, at)
+        # Every query attends to itself, so no sum is 0.
+        write(out, one / made.total[:, None], b, h, g, current, at)
 
 
 def _packed_attention_queries(
@@ -221,26 +221,26 @@ def _packed_attention_queries(
     (B, K, G, T, H), V = q.shape, v.shape[3]
     i, b, h, g = unravel(pl.program_id(0), B, K, G)
     i = pl.cdiv(T, how.queries) - 1 - i
-    row, mine = _Row(own, parent, b, most, (H, V), 0 * i), columns(i, how.queries, T)
+    row, current = _Row(own, parent, b, most, (H, V), 0 * i), columns(i, how.queries, T)
     of_q, q_parts, g_parts = (
-        row.queries(mine),
-        _parts(q, b, h, g, mine, row.H),
-        _parts(g_out, b, h, g, mine, row.V),
+        row.queries(current),
+        _parts(q, b, h, g, current, row.H),
+        _parts(g_out, b, h, g, current, row.V),
     )
-    lse, along = read(lse, b, h, g, mine)[:, None], read(along, b, h, g, mine)[:, None]
+    lse, along = read(lse, b, h, g, current)[:, None], read(along, b, h, g, current)[:, None]
 
     def step(n: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         at = columns(visits[b, i, n], how.keys, T)
-        seen, k_parts = _seen(*of_q, row.keys(at), mine, at, 0), _parts(k, b, h, at, row.H)
-        p = jnp.where(seen, jnp.exp(softmax.scores(q_parts, k_parts) * scale - lse), 0.0)
+        visible, k_parts = _visible(*of_q, row.keys(at), current, at, 0), _parts(k, b, h, at, row.H)
+        p = jnp.where(visible, jnp.exp(softmax.scores(q_parts, k_parts) * scale - lse), 0.0)
         ds = jnp.where(
-            seen, p * (softmax.scores(g_parts, _parts(v, b, h, at, row.V)) - along) * scale, 0.0
+            visible, p * (softmax.scores(g_parts, _parts(v, b, h, at, row.V)) - along) * scale, 0.0
         ).astype(k.dtype)
         return tuple(total + dot(ds, one, (1, 0)) for total, one in zip(sums, k_parts))
 
     zeros = tuple(jnp.zeros((how.queries, at.at.size), jnp.float32) for at in row.H)
     for one, at in zip(jax.lax.fori_loop(0, counts[b, i], step, zeros), row.H):
-        write(dq, one, b, h, g, mine, at)
+        write(dq, one, b, h, g, current, at)
 
 
 def _packed_attention_keys(
@@ -262,28 +262,28 @@ def _packed_attention_keys(
     how: Block,
 ) -> None:
     (B, K, G, T, H), V = q.shape, v.shape[3]
-    j, b, h = unravel(pl.program_id(0), B, K)  # the first ones are seen by most
-    row, mine = _Row(own, parent, b, most, (H, V), 0 * j), columns(j, how.keys, T)
+    j, b, h = unravel(pl.program_id(0), B, K)  # the first blocks have most queries
+    row, current = _Row(own, parent, b, most, (H, V), 0 * j), columns(j, how.keys, T)
     of_k, k_parts, v_parts = (
-        row.keys(mine),
-        _parts(k, b, h, mine, row.H),
-        _parts(v, b, h, mine, row.V),
+        row.keys(current),
+        _parts(k, b, h, current, row.H),
+        _parts(v, b, h, current, row.V),
     )
     count = counts[b, j]
 
     def step(n: jax.Array, sums: Any) -> Any:
         g = jax.lax.div(n, count)
         at = columns(visits[b, j, n - g * count], how.queries, T)
-        seen = _seen(*row.queries(at), of_k, at, mine, 1)
+        visible = _visible(*row.queries(at), of_k, at, current, 1)
         q_parts, g_parts = _parts(q, b, h, g, at, row.H), _parts(g_out, b, h, g, at, row.V)
         # [S, Q]
         p = jnp.where(
-            seen,
+            visible,
             jnp.exp(softmax.scores(k_parts, q_parts) * scale - read(lse, b, h, g, at)[None]),
             0.0,
         )
         dp = softmax.scores(v_parts, g_parts) - read(along, b, h, g, at)[None]
-        ds = jnp.where(seen, p * dp * scale, 0.0).astype(q.dtype)
+        ds = jnp.where(visible, p * dp * scale, 0.0).astype(q.dtype)
         return (
             tuple(total + dot(ds, one, (1, 0)) for total, one in zip(sums[0], q_parts)),
             tuple(
@@ -300,7 +300,7 @@ def _packed_attention_keys(
         (dk, dv), jax.lax.fori_loop(0, G * count, step, zeros), (row.H, row.V)
     ):
         for one, at in zip(sums, spans):
-            write(ref, one, b, h, mine, at)
+            write(ref, one, b, h, current, at)
 
 
 def _call(
@@ -337,7 +337,7 @@ def forward(
     how: Config | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """As ``pallas_tpu.forward``."""
+    """Implements ``pallas_tpu.forward``."""
     (B, K, G, T, H), V, how = (
         q.shape,
         v.shape[3],
@@ -371,7 +371,7 @@ def backward(
     how: Config | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """As ``pallas_tpu.backward``."""
+    """Implements ``pallas_tpu.backward``."""
     (B, K, G, T, H), V, how = (
         q.shape,
         v.shape[3],

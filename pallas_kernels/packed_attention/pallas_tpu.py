@@ -1,12 +1,11 @@
-"""TPU kernels of attention within packed rows: blocks of queries against blocks of keys, scores in
-a core's memory alone.
+"""TPU kernels of attention within packed rows: blocks of queries against blocks of keys, with
+scores in VMEM only.
 
-Blocks above the diagonal are neither computed nor fetched, and those whose segments have nothing to
-do with each other are passed over: a row of eight texts costs what its texts cost. The forward pass
-keeps running maxima and sums (FlashAttention, arXiv 2205.14135, Algorithm 1). The backward pass is
-two kernels, one that sums over keys, for the queries' gradient, and one that sums over queries and
-heads of a group, for keys and values (section B.4); the latter computes scores transposed, so that
-numbers of queries are rows.
+Blocks above the diagonal are neither computed nor fetched, and blocks of unrelated segments are
+skipped, so a row of eight texts costs what its texts cost. The forward pass keeps running maxima
+and sums (FlashAttention, arXiv 2205.14135, Algorithm 1). The backward pass is two kernels: one sums
+over keys for the queries' gradient, the other over queries and heads of a group for keys and values
+(section B.4). The latter computes transposed scores, so that per-query numbers are rows.
 
 Axes: B rows, K kv heads, G query heads of each, N = K G, T tokens, H width of queries and keys, V
 of values, Q queries and S keys of a block.
@@ -27,29 +26,29 @@ from pallas_kernels.partial import MASKED
 from pallas_kernels.products import dot
 
 LANES = 128
-VMEM_LIMIT = 56 << 20  # of 64 MiB a core on a TPU7x, the smallest
-WIDEST = 256  # with blocks of 512 all is below 16 MiB then
+VMEM_LIMIT = 56 << 20  # of 64 MiB per core on a TPU7x, the smallest
+WIDEST = 256  # with blocks of 512 everything is below 16 MiB then
 
 
 class Config(NamedTuple):
     """Sizes.
 
     Attributes:
-        block: queries and keys of one product at most; a power of two times 128.
+        block: maximum queries and keys of one matmul; a power of two times 128.
     """
 
     block: int = 512
 
 
 def config(op: str, q: jax.Array, v: jax.Array) -> Config:
-    """Of ``packed_attention`` or ``packed_attention backward``: what was measured, or else the
+    """Returns the sizes for ``packed_attention`` or ``packed_attention backward``: measured, or the
     rule.
     """
     return tuning.chosen(op, "tpu", key_of(q, v), Config())
 
 
 def require(q: jax.Array, k: jax.Array, v: jax.Array, *rest: Any) -> None:
-    """Whether ``forward`` and ``backward`` can serve these, or their shapes.
+    """Raises if ``forward`` and ``backward`` cannot serve these arrays or shapes.
 
     Raises:
         NotImplementedError: with the reason.
@@ -66,7 +65,7 @@ def require(q: jax.Array, k: jax.Array, v: jax.Array, *rest: Any) -> None:
 
 
 class _Blocks:
-    """How T tokens fall into blocks.
+    """Division of T tokens into blocks.
 
     Attributes:
         size: tokens of a block.
@@ -89,10 +88,10 @@ class _Blocks:
 def _segments(
     blocks: _Blocks, own: jax.Array, parent: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Segments ``[B, 1, T]`` twice, and ``[B, blocks, blocks]`` which blocks of queries may see
-    something of which keys.
+    """Returns segments ``[B, 1, T]`` twice, and ``[B, blocks, blocks]``: which blocks of queries
+    may attend to which blocks of keys.
     """
-    # padding sees itself
+    # Padding attends to itself.
     own, parent = (blocks.padded(x.astype(jnp.int32), 1, fill=-1) for x in (own, parent))
     return (
         own[:, None],
@@ -102,22 +101,22 @@ def _segments(
 
 
 def _column(row: jax.Array) -> jax.Array:
-    """``[1, Q] -> [Q, 1]``: in memory numbers of queries are rows of lanes, for as columns they
-    would be padded to 128 lanes.
+    """Transposes ``[1, Q]`` to ``[Q, 1]``. In memory per-query numbers are rows; columns would be
+    padded to 128 lanes.
     """
     return jnp.broadcast_to(row, (LANES, row.shape[1])).T[:, :1]
 
 
 def _row(column: jax.Array) -> jax.Array:
-    """``[Q, 1] -> [1, Q]``."""
+    """Transposes ``[Q, 1]`` to ``[1, Q]``."""
     return jnp.broadcast_to(column, (column.shape[0], LANES)).T[:1]
 
 
-def _seen(
+def _visible(
     own_q: jax.Array, parent_q: jax.Array, own_k: jax.Array, i: jax.Array, j: jax.Array, axis: int
 ) -> jax.Array:
-    """Which keys of block j each query of block i sees; queries are columns ``[Q, 1]`` with axis 0,
-    and rows with axis 1.
+    """Returns the mask of keys of block j for each query of block i; queries are columns ``[Q, 1]``
+    with axis 0, and rows with axis 1.
     """
     size = own_q.size
     query, key = (jax.lax.broadcasted_iota(jnp.int32, (size, size), n) for n in (axis, 1 - axis))
@@ -137,20 +136,20 @@ def _forward_kernel(
 
     @pl.when(meet[0, 0, j] > 0)
     def _block() -> None:
-        seen = _seen(_column(own_q[0]), _column(parent_q[0]), own_k[0], i, j, 0)
-        s = jnp.where(seen, dot(q[0, 0], k[0, 0], (1, 1)) * scale, MASKED)
+        visible = _visible(_column(own_q[0]), _column(parent_q[0]), own_k[0], i, j, 0)
+        s = jnp.where(visible, dot(q[0, 0], k[0, 0], (1, 1)) * scale, MASKED)
         old = top[...]
         new = jnp.maximum(old, jnp.max(s, axis=1, keepdims=True))
-        # A select: a query that has seen none of its keys yet has the masked score as its largest,
-        # whose weight would be 1.
-        p, shrunk = jnp.where(seen, jnp.exp(s - new[:, :1]), 0.0), jnp.exp(old - new)
+        # A select, because the maximum of a query without any visible key so far is the masked
+        # score, whose weight would be 1.
+        p, shrunk = jnp.where(visible, jnp.exp(s - new[:, :1]), 0.0), jnp.exp(old - new)
         top[...] = new
         total[...] = shrunk * total[...] + jnp.sum(p, axis=1, keepdims=True)
         acc[...] = shrunk[:, :1] * acc[...] + dot(p.astype(v.dtype), v[0, 0], (1, 0))
 
     @pl.when(j == pl.num_programs(3) - 1)
     def _last() -> None:
-        # every query sees itself: no sum is 0
+        # Every query attends to itself, so no sum is 0.
         out[0, 0] = (acc[...] / total[:, :1]).astype(out.dtype)
         lse[0, 0] = _row((top[...] + jnp.log(total[...]))[:, :1])
 
@@ -166,12 +165,12 @@ def _queries_kernel(
 
     @pl.when(meet[0, 0, j] > 0)
     def _block() -> None:
-        seen = _seen(_column(own_q[0]), _column(parent_q[0]), own_k[0], i, j, 0)
+        visible = _visible(_column(own_q[0]), _column(parent_q[0]), own_k[0], i, j, 0)
         p = jnp.where(
-            seen, jnp.exp(dot(q[0, 0], k[0, 0], (1, 1)) * scale - _column(lse[0, 0])), 0.0
+            visible, jnp.exp(dot(q[0, 0], k[0, 0], (1, 1)) * scale - _column(lse[0, 0])), 0.0
         )
         ds = jnp.where(
-            seen, p * (dot(g[0, 0], v[0, 0], (1, 1)) - _column(along[0, 0])) * scale, 0.0
+            visible, p * (dot(g[0, 0], v[0, 0], (1, 1)) - _column(along[0, 0])) * scale, 0.0
         )
         acc[...] += dot(ds.astype(k.dtype), k[0, 0], (1, 0))
 
@@ -209,9 +208,9 @@ def _keys_kernel(
 
     @pl.when(meet[0, 0, i] > 0)
     def _block() -> None:
-        seen = _seen(own_q[0], parent_q[0], _column(own_k[0]), i, j, 1)  # [S, Q]
-        p = jnp.where(seen, jnp.exp(dot(k[0, 0], q[0, 0], (1, 1)) * scale - lse[0, 0]), 0.0)
-        ds = jnp.where(seen, p * (dot(v[0, 0], g[0, 0], (1, 1)) - along[0, 0]) * scale, 0.0)
+        visible = _visible(own_q[0], parent_q[0], _column(own_k[0]), i, j, 1)  # [S, Q]
+        p = jnp.where(visible, jnp.exp(dot(k[0, 0], q[0, 0], (1, 1)) * scale - lse[0, 0]), 0.0)
+        ds = jnp.where(visible, p * (dot(v[0, 0], g[0, 0], (1, 1)) - along[0, 0]) * scale, 0.0)
         dv_acc[...] += dot(p.astype(g.dtype), g[0, 0], (1, 0))
         dk_acc[...] += dot(ds.astype(q.dtype), q[0, 0], (1, 0))
 
@@ -221,12 +220,12 @@ def _keys_kernel(
 
 
 def _heads(blocks: _Blocks, x: jax.Array) -> jax.Array:
-    """``[B, K, G, T, .]`` as ``[B, N, T, .]``, padded to blocks."""
+    """Reshapes ``[B, K, G, T, .]`` to ``[B, N, T, .]``, padded to blocks."""
     return blocks.padded(x.reshape(x.shape[0], -1, *x.shape[3:]), 2)
 
 
 def _rows(blocks: _Blocks, x: jax.Array) -> jax.Array:
-    """A number of each query ``[B, K, G, T]`` as ``[B, N, 1, T]``, padded to blocks."""
+    """Reshapes per-query numbers ``[B, K, G, T]`` to ``[B, N, 1, T]``, padded to blocks."""
     return blocks.padded(x.reshape(x.shape[0], -1, 1, x.shape[3]), 3)
 
 
@@ -257,10 +256,10 @@ def _call(
 
 
 def _specs(blocks: _Blocks, G: int, H: int, V: int) -> tuple[list[Any], Any, Any]:
-    """Of segments and which blocks meet, q, k and v, where the grid is (row, query head, block of
-    queries, block of keys).
+    """Returns the block specs of segments and meeting blocks, q, k and v, for a grid of (row, query
+    head, block of queries, block of keys).
     """
-    # what is above the diagonal is not fetched
+    # Blocks above the diagonal are not fetched.
     size, last = blocks.size, lambda i, j: jnp.minimum(i, j)
     metas = [
         pl.BlockSpec(
@@ -294,14 +293,14 @@ def forward(
     how: Config | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """``[B, K, G, T, V]`` in the dtype of ``q``, and the logarithm of each query's sum of weights
-    ``[B, K, G, T]`` float32.
+    """Returns ``[B, K, G, T, V]`` in the dtype of ``q``, and the logarithm of each query's sum of
+    weights ``[B, K, G, T]`` float32.
 
     Args:
         q: ``[B, K, G, T, H]``.
         k, v: ``[B, K, T, H]`` and ``[B, K, T, V]``.
-        own, parent: ``[B, T]`` int32, at least 0: the segment of each token, and the one whose
-            tokens it sees beside its own.
+        own, parent: ``[B, T]`` int32, at least 0: each token's segment, and the other segment that
+            it attends to.
     """
     (B, K, G, T, H), V = q.shape, v.shape[3]
     blocks = _Blocks(T, how or config("packed_attention", q, v))
@@ -353,10 +352,10 @@ def backward(
     how: Config | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gradients of q, k and v, in their dtypes.
+    """Returns the gradients of q, k and v, in their dtypes.
 
     Args:
-        out, lse: what ``forward`` gave.
+        out, lse: results of ``forward``.
         g: ``[B, K, G, T, V]``, the gradient of ``out``.
     """
     (B, K, G, T, H), V = q.shape, v.shape[3]
@@ -388,7 +387,7 @@ def backward(
         out_shape=[jax.ShapeDtypeStruct((B, N, full, H), q.dtype)],
         scratch_shapes=[vmem(H)],
     )
-    # The block of queries; those that see none of these keys are not fetched.
+    # The block of queries; blocks that attend to none of these keys are not fetched.
     at = lambda t, j: jnp.maximum(rem(t, blocks.count), j)  # noqa: E731
     head = lambda n, t: n * G + div(t, blocks.count)  # noqa: E731
     of_q = lambda w: pl.BlockSpec((1, 1, S, w), lambda b, n, j, t: (b, head(n, t), at(t, j), 0))  # noqa: E731

@@ -1,4 +1,4 @@
-"""Attention of packed rows in float64: what the kernels are compared with."""
+"""Attention of packed rows in float64, the oracle of the kernels."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ import numpy as np
 def attention(
     q: Any, k: Any, v: Any, own: Any, parent: Any, scale: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """``[B, K, G, T, V]``, and the logarithms of the sums of weights ``[B, K, G, T]``."""
+    """Returns ``[B, K, G, T, V]``, and the logarithms of the sums of weights ``[B, K, G, T]``."""
     p, lse = _weights(q, k, own, parent, scale)
     return np.einsum("bkgts,bksv->bkgtv", p, _wide(v)), lse
 
@@ -16,7 +16,7 @@ def attention(
 def gradients(
     q: Any, k: Any, v: Any, own: Any, parent: Any, scale: float, g: Any
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of q, k and v, where ``g [B, K, G, T, V]`` is that of the result."""
+    """Returns the gradients of q, k and v, where ``g [B, K, G, T, V]`` is the result's."""
     p, _ = _weights(q, k, own, parent, scale)
     q, k, v, g = _wide(q), _wide(k), _wide(v), _wide(g)
     dp = np.einsum("bkgtv,bksv->bkgts", g, v)
@@ -31,10 +31,10 @@ def gradients(
 def _weights(q: Any, k: Any, own: Any, parent: Any, scale: float) -> tuple[np.ndarray, np.ndarray]:
     own, parent = np.asarray(own), np.asarray(parent)
     T = own.shape[1]
-    seen = (own[:, :, None] == own[:, None]) | (parent[:, :, None] == own[:, None])
-    seen = seen & (np.arange(T)[:, None] >= np.arange(T)[None])
+    visible = (own[:, :, None] == own[:, None]) | (parent[:, :, None] == own[:, None])
+    visible = visible & (np.arange(T)[:, None] >= np.arange(T)[None])
     s = np.where(
-        seen[:, None, None], np.einsum("bkgth,bksh->bkgts", _wide(q), _wide(k)) * scale, -np.inf
+        visible[:, None, None], np.einsum("bkgth,bksh->bkgts", _wide(q), _wide(k)) * scale, -np.inf
     )
     top = s.max(-1, keepdims=True)
     total = np.exp(s - top).sum(-1, keepdims=True)

@@ -1,4 +1,4 @@
-"""Which blocks of keys a block of queries has anything to do with: rows of several texts cost what
+"""Pairs of blocks of queries and keys that can interact, so that rows of several texts cost what
 their texts cost.
 
 Axes: B rows, T tokens, I blocks of queries, J blocks of keys.
@@ -11,9 +11,7 @@ from pallas_kernels import tuning
 
 
 def key_of(q: jax.Array, v: jax.Array) -> str:
-    """What a call's speed depends on, for tables of ``tuning``; of ``q [B, K, G, T, H]`` and ``v
-    [B, K, T, V]``.
-    """
+    """Returns the tuning key of a call with ``q [B, K, G, T, H]`` and ``v [B, K, T, V]``."""
     B, K, G, T, H = q.shape
     return (
         f"{q.dtype} rows {tuning.power(B)} tokens {tuning.power(T)} heads {K}x{G} {H}>{v.shape[3]}"
@@ -21,10 +19,9 @@ def key_of(q: jax.Array, v: jax.Array) -> str:
 
 
 def meeting(own: jax.Array, parent: jax.Array, queries: int, keys: int) -> jax.Array:
-    """``[B, I, J]`` bool: may a query of block i see a key of block j.
+    """Returns ``[B, I, J]`` bool: a query of block i may attend to a key of block j.
 
-    Ranges of segments that overlap say may; those that do not overlap say no, and so does what is
-    above the diagonal.
+    True if their ranges of segments overlap and the pair is not above the diagonal.
 
     Args:
         own, parent: ``[B, T]``, T a multiple of both sizes.

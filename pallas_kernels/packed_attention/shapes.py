@@ -1,4 +1,4 @@
-"""Shapes of real models, for tests and benches."""
+"""Shapes of real models, for tests and benchmarks."""
 
 from typing import NamedTuple
 

@@ -1,9 +1,8 @@
-"""Packed LoRA: each row's own adapter, of many that lie in stacks, added to what the base made of
-the row.
+"""Packed LoRA: adds each row's own adapter, selected from stacks, to the base's result.
 
-``onto_k[m] + (x[m] a_k[w]^T) b_k[w]`` with ``w`` the row's factor: an adapter, or an adapter's
-share of one expert. The projections k read the same rows (an expert's gate and up), which are read
-once for all of them.
+``onto_k[m] + (x[m] a_k[w]^T) b_k[w]`` with ``w`` the row's factor: an adapter, or an adapter's part
+of one expert. The projections k have the same rows (an expert's gate and up), which are read once
+for all of them.
 
 Axes: M rows, D in, F out, R rank, W factors, K projections of the same rows.
 """
@@ -44,20 +43,20 @@ def packed_lora(
     implementation: str = "auto",
     interpret: Any = None,
 ) -> tuple[jax.Array, ...]:
-    """``onto_k + (x a_k^T) b_k`` by each row's factor, ``[M, F_k]`` of each projection.
+    """Returns ``onto_k + (x a_k^T) b_k`` by each row's factor, ``[M, F_k]`` of each projection.
 
     Differentiable in x, a, b and onto; under ``vmap`` it is one product of all rows.
 
     Args:
         x: ``[M, D]``.
-        a, b: ``[W, R, D]`` and ``[W, R, F_k]``; ``b`` holds the scale.
-        onto: ``[M, F_k]``; its memory is used again where it may be.
-        factor: ``[M]`` int32; equal ones stand together, -1 is none, anywhere.
+        a, b: ``[W, R, D]`` and ``[W, R, F_k]``; ``b`` includes the scale.
+        onto: ``[M, F_k]``; its memory is reused if possible.
+        factor: ``[M]`` int32; equal ones are adjacent, -1 is none, anywhere.
         implementation: ``auto``, ``xla``, ``pallas_tpu`` or ``pallas_gpu``, see ``dispatch``.
-        interpret: run a kernel that is named in Pallas' interpreter; None: on a CPU.
+        interpret: run a named kernel in Pallas' interpreter; None: on a CPU.
 
     Raises:
-        ValueError: shapes that do not fit, or an implementation that cannot serve them.
+        ValueError: shapes that do not match, or an implementation that cannot serve them.
     """
     for a_k, b_k, y in zip(a, b, onto, strict=True):
         shapes = x.shape, a_k.shape, b_k.shape, y.shape
@@ -114,8 +113,8 @@ def _add(how: tuple[str, Any]) -> Any:
 
 
 def gradients(how: tuple[str, Any]) -> Any:
-    """``(x, a, b, g, dx_onto, factor) -> dx, da, db`` by the implementation and ``interpret`` of
-    ``how``, with its rule for ``vmap``.
+    """Returns ``(x, a, b, g, dx_onto, factor) -> dx, da, db`` for the implementation and
+    ``interpret`` in ``how``, with its batching rule.
     """
 
     @jax.custom_batching.custom_vmap
@@ -129,7 +128,7 @@ def gradients(how: tuple[str, Any]) -> Any:
         P: int, batched: Any, x: Any, a: Any, b: Any, g: Any, dx_onto: Any, factor: Any
     ) -> Any:
         of_x, of_a, of_b, of_g, of_onto, of_factor = batched
-        # Gradients are each policy's own, those of factors that all share too.
+        # Gradients are per policy, also those of shared factors.
         a, b, factor = of_policies(P, (a, b, factor), (of_a, of_b, of_factor), shared=False)
         x, g, dx_onto = jax.tree.map(
             lambda v, of: joined(v, of, P), (x, g, dx_onto), (of_x, of_g, of_onto)
@@ -143,7 +142,7 @@ def gradients(how: tuple[str, Any]) -> Any:
 
 
 def of_policies(P: int, values: Any, batched: Any, shared: bool) -> Any:
-    """The factors of P policies behind each other, and each row's number among them."""
+    """Concatenates the factors of P policies, and renumbers the rows' factors."""
     (a, b, factor), (of_a, of_b, of_factor) = values, batched
     W, factor = a[0].shape[-3], each(factor, of_factor, P)
     if not shared:

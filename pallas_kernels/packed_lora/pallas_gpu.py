@@ -1,12 +1,12 @@
-"""GPU kernels of packed LoRA: a program has rows of one run alone, so that no adapter meets
-another's rows.
+"""GPU kernels of packed LoRA: a program has rows of one run only, so no adapter meets another's
+rows.
 
-Tiles begin where runs of rows with the same factor begin, and rows beyond a run are masked when
-they are read and written: no product has two adapters' operands, and no result depends on where
-other rows lie. Forward one program makes a tile's ``x A^T`` and adds its product with B to the
-rows, block of columns by block. Backward a first kernel does the same with A and B exchanged and
-keeps ``x A^T`` and ``g B^T``, which are ``[M, R]``; the others sum a run's outer products tile by
-tile, in order: nothing is added to by two programs.
+Tiles begin where runs of rows with the same factor begin, and rows beyond a run are masked on reads
+and writes, so no result depends on other rows. In the forward pass one program computes a tile's
+``x A^T`` and adds its product with B to the rows, one block of columns at a time. In the backward
+pass a first kernel does the same with A and B exchanged and stores ``x A^T`` and ``g B^T``, which
+are ``[M, R]``. The others sum a run's outer products tile by tile in order, so no two programs add
+to the same place.
 
 Axes: M rows, T rows of a tile, D in, F out, R rank, K projections of the same rows, W factors, V
 tiles, J runs.
@@ -26,18 +26,18 @@ from pallas_kernels.packed_lora.runs import whole_runs
 from pallas_kernels.schedule import tiles
 from pallas_kernels.triton import LEAST, Span, columns, cost, dot, power_of_two, read, write
 
-MOST = 256  # rank
+MOST = 256  # largest rank
 
 
 class Config(NamedTuple):
-    """Sizes of blocks, powers of two from 16 on.
+    """Block sizes, powers of two of at least 16.
 
     Attributes:
-        rows: of a tile, T.
-        depth: columns of wide arrays that one step reads.
+        rows: rows of a tile, T.
+        depth: columns of wide arrays in one step.
         sums: columns of wide arrays in a block of the factors' gradients.
-        warps: of 32 threads, of a program.
-        stages: of loads that are on their way.
+        warps: warps of a program.
+        stages: pipelined loads.
     """
 
     rows: int
@@ -48,10 +48,10 @@ class Config(NamedTuple):
 
 
 def config(op: str, x: jax.Array, a: Sequence[jax.Array]) -> Config:
-    """Of ``packed_lora``, and behind it ``backward``: what was measured, or else the rule.
+    """Returns the sizes for ``packed_lora``, or its ``backward``: measured, or the rule.
 
     Args:
-        x, a: rows, and the factors of all projections that are as wide.
+        x, a: rows, and the factors of all projections of equal width.
     """
     (M, D), (W, R, _) = x.shape, a[0].shape
     key = (
@@ -62,11 +62,11 @@ def config(op: str, x: jax.Array, a: Sequence[jax.Array]) -> Config:
 
 
 def _rule(x: jax.Array, a: Sequence[jax.Array]) -> Config:
-    """Tiles of about an average run, and loads of 96 KiB at most. Compiled for an H200 float32
-    spills up to 8 bytes, bfloat16 none.
+    """Returns tiles of about an average run, with loads of at most 96 KiB. Compiled for an H200
+    float32 spills up to 8 bytes, bfloat16 none.
     """
     (W, R, _), K, M = a[0].shape, len(a), x.shape[0]
-    # exact: without matrix units, operands are in registers too
+    # Exact: without tensor cores, operands occupy registers too.
     exact, R = x.dtype == jnp.float32, power_of_two(R, MOST)
     most = (8192 if exact else 16384) // (K * R)  # sums of a program are 32 or 64 KiB of registers
     rows = max(LEAST, min(power_of_two(-(-M // min(W, M)), 32 if exact else 64), most))
@@ -87,7 +87,7 @@ def _rule(x: jax.Array, a: Sequence[jax.Array]) -> Config:
 
 
 def require_add(x: jax.Array, a: Sequence[jax.Array], b: Sequence[jax.Array], *rest: Any) -> None:
-    """Whether ``add`` can serve these.
+    """Raises if ``add`` cannot serve these arrays.
 
     Raises:
         NotImplementedError: with the reason.
@@ -109,21 +109,21 @@ require_backward = require_add
 
 
 def _tile(of_tiles: Sequence[Any], how: Config) -> tuple[jax.Array, Span, jax.Array]:
-    """This program's factor and rows, and whether it has any."""
+    """Returns this program's factor and rows, and True if it has any."""
     factor, first, stop = (ref[pl.program_id(0)] for ref in of_tiles)
     return factor, Span(first, how.rows, stop), stop > first
 
 
 def _ranks(R: int, w: jax.Array) -> Span:
-    # The start is 0, but of ``w``, not a constant: from JAX 0.12 on a constant one is refused if
-    # the block reaches beyond its array.
+    # The start is 0, computed from ``w``: from JAX 0.12 on a constant start is rejected if the
+    # block extends beyond its array.
     return columns(0 * w, power_of_two(R, MOST), R)
 
 
 def _shrink(
     x: Any, rows: Span, stacks: Sequence[Any], w: jax.Array, how: Config
 ) -> tuple[jax.Array, ...]:
-    """``[T, R]`` float32: the rows times factor w of each stack ``[W, R, D]``."""
+    """Returns the rows times factor w of each stack ``[W, R, D]``, ``[T, R]`` float32."""
     R, D = stacks[0].shape[1:]
     ranks = _ranks(R, w)
 
@@ -148,8 +148,8 @@ def _expand(
     new: Any,
     how: Config,
 ) -> None:
-    """``new = old + `` the sum over ``terms`` of ``h [T, R]`` times factor w of a stack ``[W, R,
-    F]``, in these rows.
+    """Writes ``old`` plus the sum over ``terms`` of ``h [T, R]`` times factor w of a stack ``[W, R,
+    F]`` to ``new``, in these rows.
     """
     R, F = terms[0][1].shape[1:]
     ranks = _ranks(R, w)
@@ -184,7 +184,7 @@ def _packed_lora(*refs: Any, K: int, how: Config, scaled: bool) -> None:
 
 
 def _tiles_of(factor: jax.Array, W: int, how: Config) -> tuple[Any, Any]:
-    """Of each tile, and of each whole run, its factor, first row and the row where the run ends."""
+    """Returns factor, first row and end of run of each tile, and of each whole run."""
     w_J, first_J, sizes_J = whole_runs(factor, W)
     run_V, first_V, stop_V = tiles(factor.shape[0], sizes_J, how.rows, first_J)
     return (w_J[run_V], first_V, stop_V), (w_J, first_J, first_J + sizes_J)
@@ -204,7 +204,7 @@ def add(
     how: Config | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, ...]:
-    """``onto_k + scale (x a_k^T) b_k`` of each row's factor; see ``packed_lora``."""
+    """Returns ``onto_k + scale (x a_k^T) b_k`` by each row's factor; see ``packed_lora``."""
     K, how = len(a), config("packed_lora", x, a) if how is None else how
     of_tiles, _ = _tiles_of(factor, a[0].shape[0], how)
     scales = [] if scale is None else [scale.astype(jnp.float32)]
@@ -271,8 +271,8 @@ def _outer(
     how: Config,
     interpret: Any,
 ) -> Any:
-    """Each run's sum of outer products of its rows ``[M, R]`` and ``[M, N]``, at its factor's place
-    in zeros like ``[W, R, N]``.
+    """Returns each run's sum of outer products of its rows ``[M, R]`` and ``[M, N]``, at its
+    factor's place in zeros like ``[W, R, N]``.
     """
     K = len(left)
     return pl.pallas_call(
@@ -296,8 +296,8 @@ def backward(
     how: Config | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-    """Gradients of ``add``: of x, added to ``dx_onto [M, D]``, and of the factors, zeros where no
-    row names them.
+    """Returns the gradients of ``add``: of x, added to ``dx_onto [M, D]``, and of the factors,
+    zeros for factors without rows.
     """
     K, (W, R, _), how = (
         len(a),

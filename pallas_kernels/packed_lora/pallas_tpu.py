@@ -1,23 +1,21 @@
-"""TPU kernels of packed LoRA: rows in tiles, the adapters of a tile side by side in the matrix
+"""TPU kernels of packed LoRA: rows in tiles, with the adapters of a tile side by side in the matrix
 unit.
 
-A tile's runs come in chunks of as many adapters as fill 128 columns: eight of rank 16. Their
-factors are fetched from where the stacks lie, the next chunk's while this one is computed; rows are
-multiplied by all of a chunk's adapters at once, and what is not a row's own is set to zero before
-it goes on. So the work follows the runs that are there, and nothing is made of the size of a stack.
+A tile's runs come in chunks of adapters that fill 128 columns: eight of rank 16. Their factors are
+fetched from the stacks, the next chunk's during the computation of this one. Rows are multiplied by
+all of a chunk's adapters at once, and products with other rows' adapters are zeroed before the next
+step. The work follows the runs in the batch, and nothing has the size of a stack.
 
-Projections of the same rows share the first product. A chunk's columns of two of them fill a matrix
-unit that is 256 wide; where a tile has no more than half a chunk of adapters, theirs fill one that
-is 128 wide, and the product takes half as many squares. Backward they share the rows' gradient, of
-one product as deep as both, and the one of all their A; and with half a chunk sums are made of as
-many runs.
+Projections of the same rows share the first matmul. Two of a chunk's projections fill a matrix unit
+that is 256 wide; if a tile has at most half a chunk of adapters, they fill one that is 128 wide,
+and the matmul takes half as many weight tiles. In the backward pass they share the rows' gradient,
+of one matmul as deep as both, and that of all their A; with half a chunk, sums cover as many runs.
 
-Side by side, 0 x NaN is NaN: an adapter's NaN would reach its neighbours in the second product, and
-a row's NaN its neighbours' gradients. For the same reason it reaches all rows of such a product,
-and the first eight tell of it. A tile where they are not finite is computed again with zeros for
-what is not finite, and NaN is put where it belongs. Sums that were finite are the same then, bit
-for bit: only terms are replaced that were zero. (-0.0 may become 0.0 in rows without an adapter
-beside others that have one.)
+Side by side, 0 x NaN is NaN: an adapter's NaN would reach its neighbours in the second matmul, and
+a row's NaN its neighbours' gradients. It reaches all rows of such a matmul, so its first eight rows
+reveal it. A tile in which they are not finite is computed again with zeros for non-finite values,
+and NaN is put where it belongs. Finite sums keep their bits, since only zero terms are replaced.
+(-0.0 may become 0.0 in rows without an adapter next to others with one.)
 
 Axes: M rows, T rows of a tile, D in, F out, R rank, C adapters of a chunk, K projections of the
 same rows, W factors.
@@ -47,7 +45,7 @@ def require_add(
     onto: Sequence[jax.Array],
     *rest: Any,
 ) -> None:
-    """Whether ``add`` can serve these.
+    """Raises if ``add`` cannot serve these arrays.
 
     Raises:
         NotImplementedError: with the reason.
@@ -71,7 +69,7 @@ def require_backward(
     dx_onto: jax.Array,
     *rest: Any,
 ) -> None:
-    """Whether ``backward`` can serve these.
+    """Raises if ``backward`` cannot serve these arrays.
 
     Raises:
         NotImplementedError: with the reason.
@@ -151,7 +149,7 @@ def _add_kernel(
 
 
 def _of_pairs(runs: Runs, tile: int) -> Runs:
-    """Runs whose factors come with a neighbour: a row's number is that of its own of its run's two
+    """Returns runs whose factors come in pairs: a row's number selects its own of its run's two
     columns.
     """
     second = jnp.take_along_axis(runs.meta[..., :tile], jnp.maximum(runs.local, 0), axis=2) % 2
@@ -180,11 +178,11 @@ def add(
     interpret: Any = False,
     grouping: Callable[[jax.Array, int], Runs] = runs_of,
 ) -> tuple[jax.Array, ...]:
-    """``onto_k + scale (x a_k^T) b_k`` of each row's factor; see ``packed_lora``.
+    """Returns ``onto_k + scale (x a_k^T) b_k`` by each row's factor; see ``packed_lora``.
 
     Args:
-        config: sizes of tiles; None: as they were measured, or the rule's.
-        grouping: the runs of a tile's rows.
+        config: tile sizes; None: measured, or the rule's.
+        grouping: function from a tile's rows to runs.
     """
     config = config or tiles.config("packed_lora", x, a, b)
     (M, D), K, pairs = x.shape, len(a), tiles.in_pairs(a)
@@ -233,13 +231,13 @@ def add(
 
 
 class _Sums:
-    """Gradients of one projection's factors: summed over the rows of a run, over tiles where it is
+    """Gradients of one projection's factors, summed over the rows of a run, across tiles if it is
     longer.
 
     Args:
-        carry: ``[2, R, N]`` float32 of the run that comes from the tile before, and of the one that
-            goes on in the next.
-        stage: ``[C, R, N]`` of a chunk, on its way out.
+        carry: ``[2, R, N]`` float32 of the run continued from the tile before, and of the one that
+            continues in the next.
+        stage: ``[C, R, N]`` of a chunk, to be written out.
         pairs: sums of a run come with its neighbour's, which are zeros.
     """
 
@@ -250,7 +248,7 @@ class _Sums:
         self.count, self.comes = meta[0, 0, T + COUNT], meta[0, 0, T + BEFORE]
 
     def put(self, chunk: jax.Array, first: bool, sums: jax.Array, at: Any) -> None:
-        """This tile's ``[n, .]`` of the chunk's first n / R runs, for some columns."""
+        """Stores this tile's ``[n, .]`` of the chunk's first n / R runs, for some columns."""
         R = self.stage.shape[1] * (2 if self.pairs else 1)
         runs = [sums[row : row + R] for row in range(0, sums.shape[0], R)]
         if self.pairs:
@@ -262,12 +260,11 @@ class _Sums:
             .reshape(len(runs), *self.stage.shape[1:2], -1)
             .astype(self.stage.dtype)
         )
-        # The tile's last run, should it go on; the last chunk writes last. A choice between
-        # registers, for with all runs as float32 in memory, from where one can be read, a fifth of
-        # the kernel's stores was of them.
+        # The tile's last run, if it continues; the last chunk writes last. A select between
+        # registers: with all runs as float32 in memory, this was a fifth of the kernel's stores.
         last = self.count - 1 - chunk * self.stage.shape[0]
         self.behind[:, at] = functools.reduce(
-            lambda held, c: jnp.where(last == c, runs[c], held), range(1, len(runs)), runs[0]
+            lambda stored, c: jnp.where(last == c, runs[c], stored), range(1, len(runs)), runs[0]
         )
 
 
@@ -281,31 +278,31 @@ def _outer(
     columns: int,
     safe: bool,
 ) -> jax.Array:
-    """A chunk's sums of rows' outer products; returned is what ``not_finite`` tells from whether
-    all of ``right_ref`` was finite.
+    """Stores a chunk's sums of rows' outer products; returns ``not_finite`` for whether all of
+    ``right_ref`` was finite.
 
     Args:
-        sums: of factors that have the same right side.
-        left_ref: ``[len(sums) n, T]``, zeros where a row of the tile is not of a column's run.
+        sums: of factors with the same right side.
+        left_ref: ``[len(sums) n, T]``, zeros where a row of the tile is not in a column's run.
         right_ref: ``[T, N]``.
-        own: ``[n, T]``, where it is.
+        own: ``[n, T]``, True where it is.
     """
     n, N = own.shape[0], right_ref.shape[1]
 
     def part(at: Any, strange: jax.Array) -> jax.Array:
         left, right = left_ref[...], right_ref[:, at]
         if safe:
-            mine = jnp.where(own, 1.0, 0.0).astype(right.dtype)
-            bad = dot(mine, jnp.where(tiles.fine(right), 0.0, 1.0).astype(right.dtype), (1, 0))
+            current = jnp.where(own, 1.0, 0.0).astype(right.dtype)
+            bad = dot(current, jnp.where(tiles.fine(right), 0.0, 1.0).astype(right.dtype), (1, 0))
             spoilt = jnp.where(tiles.fine(left), 0.0, 1.0).astype(left.dtype)
             bad = jnp.concatenate([bad] * len(sums)) + dot(
                 spoilt, jnp.ones(right.shape, right.dtype), (1, 0)
             )
             left, right = tiles.cleaned(left), tiles.cleaned(right)
         made = dot(left, right, (1, 0))
-        held = jnp.where(bad > 0, jnp.nan, made) if safe else made
+        stored = jnp.where(bad > 0, jnp.nan, made) if safe else made
         for k, one in enumerate(sums):
-            one.put(chunk, first, held[k * n : (k + 1) * n], at)
+            one.put(chunk, first, stored[k * n : (k + 1) * n], at)
         return strange + tiles.folded(made[:8])
 
     return tiles.over(
@@ -317,11 +314,11 @@ def _outer(
 
 
 class _Sends:
-    """Puts gradients where they belong: every run of a chunk that ends in this tile, of all
+    """Writes finished gradients to the outputs: every run of a chunk that ends in this tile, of all
     factors.
 
     Args:
-        pairs: outputs ``[W, R, N]``, zeros where nothing is put, and stages ``[C, R, N]``.
+        pairs: outputs ``[W, R, N]``, initially zeros, and stages ``[C, R, N]``.
     """
 
     def __init__(self, meta: Any, pairs: Sequence[tuple[Any, Any]], sem: Any, C: int, T: int):
@@ -345,7 +342,7 @@ class _Sends:
 
 def _back_kernel(meta, local, x, *refs, K: int, C: int, R: int, columns: int, pairs: bool) -> None:
     g, refs = refs[:K], refs[K:]
-    # behind it zeros, which the sums begin as
+    # Followed by zeros, the initial value of the sums.
     a, b, dx_onto, refs = refs[:K], refs[K : 2 * K], refs[2 * K], refs[4 * K + 1 :]
     dx, grads, refs = refs[0], refs[1 : 1 + 2 * K], refs[1 + 2 * K :]
     buffers, carries, stages = (refs[2 * K * i : 2 * K * (i + 1)] for i in range(3))
@@ -365,17 +362,19 @@ def _back_kernel(meta, local, x, *refs, K: int, C: int, R: int, columns: int, pa
         dx[...] = dx_onto[...]
 
     def computed(chunk: jax.Array, first: bool, safe: bool, halves: bool) -> jax.Array:
-        slot, held = rem(chunk, 2), C // 2 if halves else C
-        n, m = C * R, held * R
-        if halves and K == 2:  # both projections' columns beside each other
-            a_buf, mine = (
-                [one.at[:, :held] for one in buffers[:K]],
+        slot, stored = rem(chunk, 2), C // 2 if halves else C
+        n, m = C * R, stored * R
+        if halves and K == 2:  # both projections' columns side by side
+            a_buf, current = (
+                [one.at[:, :stored] for one in buffers[:K]],
                 [rows.own(chunk, k) for k in range(K)],
             )
-            own = [mine[0] | mine[1]]
+            own = [current[0] | current[1]]
             dh = [
                 sum(
-                    tiles.shrink(g[k], [buffers[K + k].at[:, :held]] * 2, slot, mine[k], columns)[0]
+                    tiles.shrink(
+                        g[k], [buffers[K + k].at[:, :stored]] * 2, slot, current[k], columns
+                    )[0]
                     for k in range(K)
                 )
             ]
@@ -384,8 +383,8 @@ def _back_kernel(meta, local, x, *refs, K: int, C: int, R: int, columns: int, pa
             dh = [tiles.shrink(g[k], [buffers[K + k]], slot, own[k], columns)[0] for k in range(K)]
         for k, one in enumerate(dh):
             dh_ref[:, k * n : (k + 1) * n] = one.astype(x.dtype)
-        # Of nine orders of these and of what follows none took fewer bundles on v6e and TPU7x: what
-        # is turned is not waited for.
+        # Of nine orders of these and the following operations none took fewer bundles on v6e and
+        # TPU7x: transposes are not waited for.
         _turn(dh, dh_left, K * m)
         _turn(tiles.shrink(x, a_buf, slot, own[0], columns), h_left, K * m)
         across = (
@@ -430,8 +429,8 @@ def _back_kernel(meta, local, x, *refs, K: int, C: int, R: int, columns: int, pa
 
 
 def _turn(sheets: Sequence[jax.Array], out_ref: Any, n: int) -> None:
-    """``[T, .]`` float32 each, the other way round below each other in the first n rows; 32-bit
-    entries alone can be turned.
+    """Transposes float32 ``[T, .]`` arrays into the first n rows, stacked; only 32-bit entries can
+    be transposed.
     """
     each = n // len(sheets)
     for k, one in enumerate(sheets):
@@ -453,7 +452,7 @@ def _back_scratch(
 
 
 def _sums_dtype(a: Sequence[jax.Array]) -> Any:
-    """Of factors that come in pairs sums leave as float32: of bfloat16 a copy to one would write
+    """Returns float32 for factors that come in pairs, because copying one bfloat16 would overwrite
     its neighbour.
     """
     return jnp.float32 if tiles.in_pairs(a) else a[0].dtype
@@ -469,8 +468,8 @@ def backward(
     config: Config | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-    """Gradients of ``add``: of x, added to ``dx_onto [M, D]``, and of the factors, zeros where no
-    row names them.
+    """Returns the gradients of ``add``: of x, added to ``dx_onto [M, D]``, and of the factors,
+    zeros for factors without rows.
     """
     config = config or tiles.config("packed_lora backward", x, a, b)
     D, K, R, pairs = x.shape[1], len(a), tiles.held_rank(a), tiles.in_pairs(a)

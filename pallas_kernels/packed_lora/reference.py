@@ -1,4 +1,4 @@
-"""Packed LoRA row by row in float64: what the others are compared with."""
+"""Packed LoRA row by row in float64, the oracle of the other forms."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +9,7 @@ import numpy as np
 def packed_lora(
     x: Any, a: Sequence[Any], b: Sequence[Any], onto: Sequence[Any], factor: Any, scale: Any = None
 ) -> list[np.ndarray]:
-    """As ``packed_lora.packed_lora``."""
+    """Implements ``packed_lora.packed_lora``."""
     x, a, b, onto = _wide(x), [_wide(w) for w in a], [_wide(w) for w in b], [_wide(y) for y in onto]
     for m, w in enumerate(np.asarray(factor)):
         for a_k, b_k, y_k in zip(a, b, onto):
@@ -21,7 +21,7 @@ def packed_lora(
 def gradients(
     x: Any, a: Sequence[Any], b: Sequence[Any], g: Sequence[Any], factor: Any
 ) -> tuple[np.ndarray, list[np.ndarray], list[np.ndarray]]:
-    """Of x, a and b, where ``g`` are those of the results."""
+    """Returns the gradients of x, a and b, where ``g`` are the results'."""
     x, a, b, g = _wide(x), [_wide(w) for w in a], [_wide(w) for w in b], [_wide(y) for y in g]
     dx, da, db = np.zeros_like(x), [np.zeros_like(w) for w in a], [np.zeros_like(w) for w in b]
     for m, w in enumerate(np.asarray(factor)):

@@ -1,8 +1,7 @@
-"""Which adapters rows meet: small arrays that tell a kernel what to fetch and which rows it is for.
+"""Runs of rows by adapter: small arrays that say what a kernel fetches and for which rows.
 
-A *run* is the rows of a tile that have one factor. Where equal factors stand together (``runs_of``)
-a run may go on in the next tile; where they stand in any order (``slots_of``) each tile has its
-own.
+A *run* is the rows of a tile with one factor. If equal factors are adjacent (``runs_of``), a run
+may continue in the next tile; if they are in any order (``slots_of``), each tile has its own runs.
 
 Axes: M rows, N tiles, T rows of a tile, W factors, J whole runs.
 """
@@ -12,8 +11,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-# Behind a tile's ids: how many runs it has; whether the first comes from the tile before, and the
-# last goes on in the next.
+# After a tile's ids: its number of runs, and whether the first continues from the tile before and
+# the last in the next.
 COUNT, BEFORE, BEHIND = range(3)
 EXTRA = 3
 
@@ -21,10 +20,9 @@ EXTRA = 3
 class Runs(NamedTuple):
     """Rows with the same factor, tile by tile.
 
-    Attributes:
-        meta: ``[N, 1, T + EXTRA]`` int32: the factor of each run of a tile, and behind them three
-            numbers.
-        local: ``[N, 1, T]`` int32: which run of its tile each row is in; -1 for rows of none.
+    meta: ``[N, 1, T + EXTRA]`` int32: the factor of each run of a tile, followed by three
+        numbers.
+    local: ``[N, 1, T]`` int32: number of each row's run in its tile; -1 for none.
     """
 
     meta: jax.Array
@@ -32,7 +30,7 @@ class Runs(NamedTuple):
 
 
 def runs_of(factor_M: jax.Array, tile: int) -> Runs:
-    """The runs of rows whose equal factors stand together; -1 is none."""
+    """Returns the runs of rows whose equal factors are adjacent; -1 is none."""
     M = factor_M.shape[0]
     N = -(-M // tile)
     factor = jnp.pad(factor_M.astype(jnp.int32), (0, N * tile - M), constant_values=-1)
@@ -61,16 +59,16 @@ def runs_of(factor_M: jax.Array, tile: int) -> Runs:
 
 
 def slots_of(slot_M: jax.Array, tile: int, first: jax.Array | int = 0) -> Runs:
-    """The distinct slots of each tile, whose rows stand in any order; -1 is none.
+    """Returns the distinct slots of each tile, whose rows are in any order; -1 is none.
 
     Args:
-        first: the factor of slot 0. Where a loop over layers changes this alone, all else is
-            computed once and before it.
+        first: factor of slot 0. If a loop over layers changes only this, the rest is computed once
+            before it.
     """
     M = slot_M.shape[0]
     N = -(-M // tile)
     slot = jnp.pad(slot_M.astype(jnp.int32), (0, N * tile - M), constant_values=-1).reshape(N, tile)
-    # tile x tile comparisons: of 128 rows less than a sort takes, and no loop.
+    # Tile x tile comparisons: for 128 rows faster than a sort, and no loop.
     # of the rows with the same slot
     leader = jnp.argmax(slot[:, :, None] == slot[:, None], axis=2).astype(jnp.int32)
     leads = (leader == jnp.arange(tile, dtype=jnp.int32)[None]) & (slot >= 0)
@@ -84,16 +82,16 @@ def slots_of(slot_M: jax.Array, tile: int, first: jax.Array | int = 0) -> Runs:
 
 
 def whole_runs(factor_M: jax.Array, W: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The runs, not cut, ``[J]`` each with J the most that there can be: the factor, first row and
-    rows of each; no rows where no run is.
+    """Returns factor, first row and number of rows of each whole run, ``[J]`` each with J the
+    maximum; zero rows for unused entries.
 
     Args:
-        factor_M: equal ones stand together, -1 is none.
-        W: how many factors there are.
+        factor_M: equal ones are adjacent, -1 is none.
+        W: number of factors.
     """
     M = factor_M.shape[0]
     J, row = min(W, M), jnp.arange(M, dtype=jnp.int32)
-    # numbers beyond the stack are its last one's, as XLA has it
+    # Numbers beyond the stack mean its last entry, as in XLA.
     factor = jnp.minimum(factor_M.astype(jnp.int32), W - 1)
     none = jnp.full((1,), -1, jnp.int32)
     begins = (factor >= 0) & (factor != jnp.concatenate([none, factor[:-1]]))

@@ -1,4 +1,4 @@
-"""Shapes of real models, for tests, tuning and benches."""
+"""Shapes of real models, for tests, tuning and benchmarks."""
 
 from typing import NamedTuple
 
@@ -7,10 +7,10 @@ class Shape(NamedTuple):
     """One call.
 
     Attributes:
-        rows, d_in, d_out: of the call; one width out for each projection.
-        rank: of the adapters.
+        rows, d_in, d_out: sizes of the call; one output width for each projection.
+        rank: rank of the adapters.
         factors: adapters times experts of one device.
-        dtype: of rows and factors.
+        dtype: dtype of rows and factors.
     """
 
     rows: int

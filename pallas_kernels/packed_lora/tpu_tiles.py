@@ -1,5 +1,5 @@
-"""What the TPU kernels of packed LoRA do with one tile of rows and one chunk of its adapters; see
-``pallas_tpu``.
+"""Operations of the TPU kernels of packed LoRA on one tile of rows and one chunk of its adapters;
+see ``pallas_tpu``.
 
 Axes: T rows of a tile, D in, F out, R rank, C adapters of a chunk.
 """
@@ -20,14 +20,12 @@ from pallas_kernels.products import dot
 
 LANES = 128
 
-VMEM_LIMIT = 56 << 20  # of 64 MiB a core on a TPU7x, the smallest
-# of it by our own count: what needed 51 MiB compiled for all chips, what needed 55 did not for a
-# TPU7x
+VMEM_LIMIT = 56 << 20  # of 64 MiB per core on a TPU7x, the smallest
+# Usable part by our own count: 51 MiB compiled for all chips, 55 did not for a TPU7x.
 ROOM = 54 << 20
 
-# No copy leaves its array, for numbers beyond a stack are its last one's: the compiler's check of
-# each one's ends was 57 of the 77 bundles that start an adapter's copies (v5e's static schedule,
-# gate and up of Qwen3-30B-A3B).
+# No bounds checks, since numbers beyond a stack mean its last entry: the checks were 57 of the 77
+# bundles that start an adapter's copies (v5e's static schedule, gate and up of Qwen3-30B-A3B).
 PARAMS = pltpu.CompilerParams(
     dimension_semantics=("arbitrary",), vmem_limit_bytes=VMEM_LIMIT, disable_bounds_checks=True
 )
@@ -37,8 +35,8 @@ class Config(NamedTuple):
     """Sizes of tiles.
 
     Attributes:
-        rows: of a tile; a multiple of 16.
-        columns: of wide arrays that one product makes or reads at once.
+        rows: rows of a tile; a multiple of 16.
+        columns: columns of wide arrays in one matmul.
     """
 
     rows: int = 128
@@ -46,12 +44,12 @@ class Config(NamedTuple):
 
 
 def config(op: str, x: jax.Array, a: Sequence[jax.Array], b: Sequence[jax.Array]) -> Config:
-    """Of ``packed_lora`` or ``packed_lora backward``: what was measured, or else the rule."""
+    """Returns the sizes for ``packed_lora`` or ``packed_lora backward``: measured, or the rule."""
     return tuning.chosen(op, "tpu", key_of(x, a, b), Config())
 
 
 def key_of(x: jax.Array, a: Sequence[jax.Array], b: Sequence[jax.Array]) -> str:
-    """What a call's speed depends on, for tables of ``tuning``."""
+    """Returns the tuning key of a call."""
     (M, D), (W, R, _), widths = x.shape, a[0].shape, "+".join(str(one.shape[2]) for one in b)
     return (
         f"{x.dtype} rows {tuning.power(M)} {D}>{widths} {a[0].dtype} rank {R} factors"
@@ -66,14 +64,13 @@ def require_room(
     made: int = 0,
     config: Config = Config(),
 ) -> None:
-    """Memory of a core for the scratch, for blocks of rows, of which one is computed while another
-    travels, and for values on the way.
+    """Raises if VMEM lacks room for scratch, double-buffered blocks of rows, and temporaries.
 
     Args:
-        made: rows of the products' results, if more than a tile's.
+        made: rows of the matmuls' results, if more than a tile's.
 
     Raises:
-        NotImplementedError: there is less.
+        NotImplementedError: there is too little.
     """
 
     def nbytes(shape: Sequence[int], dtype: Any) -> int:
@@ -86,20 +83,20 @@ def require_room(
             * size
         )
 
-    held = sum(nbytes(one.shape, one.dtype) for one in scratch) + 2 * sum(
+    stored = sum(nbytes(one.shape, one.dtype) for one in scratch) + 2 * sum(
         nbytes(block[:2], block[2]) for block in blocks
     )
     made = max(made, tile_rows(x, config))
     values = 3 * nbytes((made, narrower(config.columns, made)), jnp.float32)
-    if held + values > ROOM:
+    if stored + values > ROOM:
         raise NotImplementedError(
-            f"tiles and factors need {(held + values) >> 20} MiB of a core's memory, and"
+            f"tiles and factors need {(stored + values) >> 20} MiB of a core's memory, and"
             f" {ROOM >> 20} are there"
         )
 
 
 def in_pairs(a: Sequence[jax.Array]) -> bool:
-    """Whether factors are fetched two at a time, see ``Fetch``: an even number of rank 1 in
+    """Returns True if factors are fetched two at a time, see ``Fetch``: an even number of rank 1 in
     bfloat16.
     """
     W, R, _ = a[0].shape
@@ -107,17 +104,17 @@ def in_pairs(a: Sequence[jax.Array]) -> bool:
 
 
 def held_rank(a: Sequence[jax.Array]) -> int:
-    """Rows that a factor takes where it is fetched to."""
+    """Returns the rows that a factor takes in its buffer."""
     return 2 if in_pairs(a) else a[0].shape[1]
 
 
 def require(
     x: jax.Array, a: Sequence[jax.Array], b: Sequence[jax.Array], pairs: bool = False
 ) -> None:
-    """What the kernels need.
+    """Raises unless the kernels can serve these arrays.
 
     Args:
-        pairs: this one can fetch factors in pairs.
+        pairs: this kernel can fetch factors in pairs.
 
     Raises:
         NotImplementedError: with the reason.
@@ -135,17 +132,17 @@ def require(
     if any(w.shape[1] != R for w in (*a, *b)):
         raise NotImplementedError("projections of the same rows have several ranks")
     if R == 1 and a[0].dtype == jnp.bfloat16 and not (pairs and in_pairs(a)):
-        # XLA keeps these with W in the place of the rank; a kernel's operand would be a copy of the
-        # whole stack, in every call.
+        # XLA stores these with W in place of the rank; a kernel's operand would be a copy of the
+        # whole stack in every call.
         raise NotImplementedError("rank 1 in bfloat16 would be copied whole")
-    # of rank 12 XLA keeps stacks in another order, and copies them whole before each call
+    # XLA stores stacks of rank 12 in another order, and would copy them whole before each call.
     if R & (R - 1) and R % 8:
         raise NotImplementedError(f"rank {R} is neither a power of two nor a multiple of 8")
-    # A block of 64 columns behind whole ones compiles, for the 576 columns of Kimi-K2's latents and
-    # rotated keys say. But compilers for v5p and TPU7x keep stacks of such a width with another
-    # axis innermost, and copy them whole before each call.
+    # A block of 64 columns after whole ones compiles, as for the 576 columns of Kimi-K2's latents
+    # and rotary keys. But the compilers for v5p and TPU7x store such stacks with another axis
+    # innermost, and copy them whole before each call.
     if wrong := [n for n in (D, *(w.shape[2] for w in b)) if n % LANES]:
-        raise NotImplementedError(f"width {wrong[0]} is no multiple of {LANES}")
+        raise NotImplementedError(f"width {wrong[0]} is not a multiple of {LANES}")
 
 
 def tile_rows(x: jax.Array, config: Config) -> int:
@@ -153,7 +150,7 @@ def tile_rows(x: jax.Array, config: Config) -> int:
 
 
 def chunk_size(R: int) -> int:
-    """Adapters of a chunk: a power of two, for half a chunk of some tiles."""
+    """Returns the adapters of a chunk: a power of two, so that some tiles can use half a chunk."""
     return 1 << max(0, (LANES // R).bit_length() - 1)
 
 
@@ -174,19 +171,19 @@ def estimate(of: cost.Cost) -> Any:
 
 
 def block_of(n: int, most: int) -> int:
-    """The largest divisor of n that is a multiple of LANES and at most ``most``."""
+    """Returns the largest divisor of n that is a multiple of LANES and at most ``most``."""
     return max(d for d in range(LANES, min(n, max(most, LANES)) + 1, LANES) if n % d == 0)
 
 
 def narrower(columns: int, rows: int) -> int:
-    """Columns of blocks of so many rows, of high ranks fewer: no more values on their way than of
-    256 rows.
+    """Returns the columns of blocks of ``rows`` rows, fewer for high ranks, so that temporaries are
+    no larger than for 256 rows.
     """
     return columns * 2 * LANES // max(rows, 2 * LANES)
 
 
 def over(n: int, block: int, body: Any, carry: Any = None) -> Any:
-    """``body(slice, carry)`` over blocks of columns."""
+    """Runs ``body(slice, carry)`` over blocks of columns."""
     return jax.lax.fori_loop(
         0,
         n // block,
@@ -204,17 +201,17 @@ def cleaned(x: jax.Array) -> jax.Array:
 
 
 def as_column(row_1T: jax.Array, T: int) -> jax.Array:
-    """``[1, T] -> [T, 1]``: in memory numbers of rows are rows of lanes, for as columns they would
-    be padded to 128 lanes.
+    """Transposes ``[1, T]`` to ``[T, 1]``. In memory per-row numbers are rows; columns would be
+    padded to 128 lanes.
     """
     return jnp.broadcast_to(row_1T, (LANES, T)).T[:, :1]
 
 
 class Rows:
-    """What a tile's rows have to do with its runs.
+    """Relation of a tile's rows to its runs.
 
     Attributes:
-        run: ``[T, 1]`` the number of each row's run in the tile; negative for rows of none.
+        run: ``[T, 1]`` number of each row's run in the tile; negative for none.
     """
 
     def __init__(self, local_ref: Any, T: int, C: int, R: int):
@@ -222,32 +219,32 @@ class Rows:
         self.C, self.R, self.T = C, R, T
 
     def own(self, chunk: jax.Array, half: int | None = None) -> jax.Array:
-        """``[T, C R]``: whether a column of the chunk is the row's own.
+        """Returns ``[T, C R]``: True if a column of the chunk is the row's own.
 
         Args:
-            half: the columns hold the chunk's first C / 2 adapters twice, and only this half of
-                them is meant.
+            half: the columns hold the chunk's first C / 2 adapters twice; selects one of the
+                halves.
         """
-        column, held = (
+        column, stored = (
             div(jax.lax.broadcasted_iota(jnp.int32, (self.T, self.C * self.R), 1), self.R),
             self.C,
         )
         if half is not None:
-            held = self.C // 2
-            # none of the first half's
-            column = jnp.where(div(column, held) == half, rem(column, held), self.C)
+            stored = self.C // 2
+            # none of the first half
+            column = jnp.where(div(column, stored) == half, rem(column, stored), self.C)
         return column + chunk * self.C == self.run
 
 
 class Fetch:
-    """The factors of chunks, the next one's under way while one is read.
+    """Factors of chunks, with the next chunk's transfer overlapping the use of this one.
 
-    Stacks of rank 1 in bfloat16 come as ``[W, .]``, which is how XLA keeps them. A word of memory
-    holds two rows there, so that a factor's neighbour comes with it, and buffers are as of rank 2.
+    bfloat16 stacks of rank 1 come as ``[W, .]``, XLA's layout for them. A word of memory holds two
+    rows, so a factor's neighbour comes with it, and buffers are as for rank 2.
 
     Args:
         pairs: stacks ``[W, R, .]`` and buffers ``[2, C, R, .]``.
-        begin: the buffers' half that chunk 0 comes to.
+        begin: half of the buffers for chunk 0.
     """
 
     def __init__(
@@ -269,12 +266,12 @@ class Fetch:
         )
 
     def slot(self, chunk: jax.Array) -> jax.Array:
-        """The half of a chunk."""
+        """Returns the buffer half of a chunk."""
         return rem(chunk + self.begin, 2)
 
     def clear(self) -> None:
-        """At the first tile: columns that a chunk leaves unused would hold what was in memory, and
-        NaN there is right but slow.
+        """Clears the buffers at the first tile: columns that a chunk does not use would hold old
+        memory, and NaN there is correct but slow.
         """
 
         @pl.when(pl.program_id(0) == 0)
@@ -314,11 +311,11 @@ def shrink(
     columns: int,
     scale: jax.Array | None = None,
 ) -> list[jax.Array]:
-    """Rows times all adapters of the buffers ``w [2, C, R, D]``, side by side, cut into pieces as
+    """Multiplies rows by all adapters of the buffers ``w [2, C, R, D]``, side by side, in pieces as
     wide as ``own [T, n]``.
 
-    Zeros where a piece's column is not the row's own, times ``scale [T, 1]``; ``[T, n]`` float32
-    each.
+    Returns ``[T, n]`` float32 each, times ``scale [T, 1]``; zeros where a column is not the row's
+    own.
     """
     (T, D), n = x_ref.shape, own.shape[1]
     pieces = sum(math.prod(one.shape[1:3]) for one in w) // n
@@ -327,8 +324,8 @@ def shrink(
         rows = jnp.concatenate(
             [one[slot, :, :, at].reshape(-1, at.size).astype(x_ref.dtype) for one in w]
         )
-        # Two products with the zeros set between them and their sum: as one sum, a TPU7x left one
-        # of its two matrix units idle.
+        # Two matmuls, with zeros set in between, and their sum: as one sum, a TPU7x left one of its
+        # two matrix units idle.
         middle = at.size // LANES // 2 * LANES
         for columns in (slice(0, middle), slice(middle, None)) if middle else (slice(None),):
             made = dot(x_ref[:, at][:, columns], rows[:, columns], (1, 1))
@@ -349,14 +346,13 @@ def expand(
     columns: int,
     safe: bool,
 ) -> jax.Array:
-    """Adds h times a chunk's factors, those of all buffers below each other, to ``old``; what
-    ``not_finite`` tells a factor's from.
+    """Adds h times a chunk's stacked factors to ``old``; also returns ``not_finite`` of a factor.
 
     Args:
         h_ref: ``[T, n]``, zeros where a column is not the row's own.
-        factors: buffers ``[2, C, R, F]``, of n rows together.
-        own: which columns those are, in pieces beside each other.
-        safe: no row sees what is not finite in factors that are not its own.
+        factors: buffers ``[2, C, R, F]``, n rows in total.
+        own: which columns are the row's own, in adjacent pieces.
+        safe: mask non-finite values of other rows' factors.
     """
     F = out_ref.shape[1]
 
@@ -365,10 +361,10 @@ def expand(
             [one[slot, :, :, at].reshape(-1, at.size).astype(h_ref.dtype) for one in factors]
         )
         if safe:
-            mine = jnp.concatenate(
+            current = jnp.concatenate(
                 [jnp.where(one, 1.0, 0.0).astype(w.dtype) for one in own], axis=1
             )
-            bad = dot(mine, jnp.where(fine(w), 0.0, 1.0).astype(w.dtype), (1, 0))
+            bad = dot(current, jnp.where(fine(w), 0.0, 1.0).astype(w.dtype), (1, 0))
             w = cleaned(w)
         delta = dot(h_ref[...], w, (1, 0))
         new = old_ref[:, at].astype(jnp.float32) + delta
@@ -381,7 +377,7 @@ def expand(
 
 
 def folded(made: jax.Array) -> jax.Array:
-    """``[8, 128]`` sum of ``[T, n]``."""
+    """Returns the ``[8, 128]`` sum of ``[T, n]``."""
     parts = [
         made[i : i + 8, j : j + LANES]
         for i in range(0, made.shape[0], 8)
@@ -391,15 +387,15 @@ def folded(made: jax.Array) -> jax.Array:
 
 
 def not_finite(strange: jax.Array) -> jax.Array:
-    """1 if a sum of products' first eight rows is not finite: what is not finite on a product's
-    right side reaches every row.
+    """Returns 1 if a sum of matmuls' first eight rows is not finite: a non-finite value on the
+    right side of a matmul reaches every row.
     """
     return jnp.where(fine(jnp.sum(strange)), 0, 1)
 
 
 def over_chunks(count: jax.Array, C: int, fetch: Fetch, body: Any) -> Any:
-    """``body(chunk, first) -> int32`` over the chunks of a tile, while the next one's factors are
-    fetched; the sum.
+    """Runs ``body(chunk, first) -> int32`` over the chunks of a tile while the next one's factors
+    are fetched; returns the sum.
     """
     chunks = div(count + C - 1, C)
 

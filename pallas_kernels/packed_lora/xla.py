@@ -1,5 +1,5 @@
-"""Packed LoRA in plain XLA, a run of rows at a time: serves every shape, makes nothing large, and
-is slow where there are many runs.
+"""The XLA form of packed LoRA, one run of rows at a time: serves every shape with small
+temporaries, and is slow for many runs.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ TILE = 128
 
 
 def _over_runs(body: Any, carry: Any, factor: jax.Array, tile: int) -> Any:
-    """``body(first row, own [T, 1], factor, carry)`` over the runs of all tiles."""
+    """Runs ``body(first row, own [T, 1], factor, carry)`` over the runs of all tiles."""
     runs = runs_of(factor, tile)
 
     def of_tile(t: jax.Array, carry: Any) -> Any:
@@ -32,7 +32,7 @@ def _padded(x: jax.Array, tile: int) -> jax.Array:
 
 
 def _own(x: jax.Array, row: jax.Array, own: jax.Array) -> jax.Array:
-    """A tile with zeros in rows of other runs: theirs may be NaN, and 0 x NaN is NaN."""
+    """Zeroes a tile's rows of other runs: they may be NaN, and 0 x NaN is NaN."""
     return jnp.where(
         own, jax.lax.dynamic_slice_in_dim(x, row, own.shape[0]), jnp.zeros((), x.dtype)
     )
@@ -57,7 +57,7 @@ def add(
     factor: jax.Array,
     scale: jax.Array | None = None,
 ) -> tuple[jax.Array, ...]:
-    """See ``packed_lora``; ``scale [M]`` is of each row."""
+    """Implements ``packed_lora``; ``scale [M]`` is per row."""
     M, tile = x.shape[0], min(TILE, x.shape[0])
     x, onto = _padded(x, tile), [_padded(y, tile) for y in onto]
     s = None if scale is None else _padded(scale[:, None], tile)
@@ -82,7 +82,7 @@ def backward(
     dx_onto: jax.Array,
     factor: jax.Array,
 ) -> tuple[jax.Array, tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-    """Gradients of ``add``: of x, added to ``dx_onto``, and of the factors, in their dtypes."""
+    """Returns the gradients of ``add``: of x, added to ``dx_onto``, and of the factors."""
     M, tile = x.shape[0], min(TILE, x.shape[0])
     x, g, dx = _padded(x, tile), [_padded(y, tile) for y in g], _padded(dx_onto, tile)
 
@@ -93,14 +93,14 @@ def backward(
         dx, da, db = carry
         rows, new_a, new_b, delta = _own(x, row, own), [], [], jnp.zeros((), jnp.float32)
         for a_k, b_k, g_k, sum_a, sum_b in zip(a, b, g, da, db):
-            mine = _own(g_k, row, own)
+            current = _own(g_k, row, own)
             h, dh = (
                 dot(rows, _at(a_k, w), (1, 1)).astype(x.dtype),
-                dot(mine, _at(b_k, w), (1, 1)).astype(x.dtype),
+                dot(current, _at(b_k, w), (1, 1)).astype(x.dtype),
             )
             h, dh = (jnp.where(own, part, jnp.zeros((), x.dtype)) for part in (h, dh))
             new_a.append(added(sum_a, w, dot(dh, rows, (0, 0))))
-            new_b.append(added(sum_b, w, dot(h, mine, (0, 0))))
+            new_b.append(added(sum_b, w, dot(h, current, (0, 0))))
             delta = delta + dot(dh, _at(a_k, w), (1, 0))
         return _put(dx, row, own, delta), new_a, new_b
 

@@ -1,11 +1,10 @@
-"""Packed matmul: rows sorted by expert, each times its expert's frozen matrix and by its own
-adapter, in one pass.
+"""Packed matmul: rows sorted by expert, each times its expert's frozen matrix and its own adapter,
+in one pass.
 
 ``y_k[m] = x[m] w_k[e] + (x[m] a_k[f]^T) b_k[f]`` with ``e`` the row's expert and ``f`` its factor,
-for all projections k of the same rows. It is ``grouped_matmul`` and then ``packed_lora``, with rows
-read once and results written once. Gradients are by the kernels of these two: in one kernel with
-the base's product that of x needs inner products that the factors' gradients need again, see
-docs/kernels.md.
+for all projections k of the same rows. Equals ``grouped_matmul`` followed by ``packed_lora``, with
+rows read once and results written once. Gradients use the kernels of these two, because a fused
+kernel would recompute inner products that the factors' gradients need, see docs/kernels.md.
 
 Axes: M rows, E experts, D in, F out, R rank, W factors, K projections of the same rows.
 """
@@ -41,24 +40,24 @@ def packed_matmul(
     implementation: str = "auto",
     interpret: Any = None,
 ) -> tuple[jax.Array, ...]:
-    """``x w_k + (x a_k^T) b_k`` by each row's expert and factor, ``[M, F_k]`` of each projection;
-    zeros behind the last expert.
+    """Returns ``x w_k + (x a_k^T) b_k`` by each row's expert and factor, ``[M, F_k]`` of each
+    projection; zeros after the last expert.
 
-    Differentiable in x, a and b, for the base is frozen; under ``vmap`` it is one product of all
+    Differentiable in x, a and b, since the base is frozen; under ``vmap`` it is one product of all
     rows.
 
     Args:
         x: ``[M, D]``, rows of expert 0 first.
         w: ``[E, D, F_k]``.
         sizes: ``[E]`` int32 rows of each expert; their sum is at most M.
-        a, b: ``[W, R, D]`` and ``[W, R, F_k]``; ``b`` holds the scale.
-        factor: ``[M]`` int32; equal ones stand together, -1 is none.
+        a, b: ``[W, R, D]`` and ``[W, R, F_k]``; ``b`` includes the scale.
+        factor: ``[M]`` int32; equal ones are adjacent, -1 is none.
         implementation: ``auto``, ``xla`` or ``pallas_tpu``, see ``dispatch``.
-        interpret: run a kernel that is named in Pallas' interpreter; None: on a CPU.
+        interpret: run a named kernel in Pallas' interpreter; None: on a CPU.
 
     Raises:
-        ValueError: shapes that do not fit, an implementation that cannot serve them, or a gradient
-            of ``w``.
+        ValueError: shapes that do not match, an implementation that cannot serve them, or a
+            gradient of ``w``.
     """
     for w_k, a_k, b_k in zip(w, a, b, strict=True):
         (E, D, F), (W, R, _) = w_k.shape, a_k.shape
@@ -82,7 +81,7 @@ def _packed(how: tuple[str, Any], x: Any, w: Any, sizes: Any, a: Any, b: Any, fa
 
 def _forward(how: Any, x: Any, w: Any, sizes: Any, a: Any, b: Any, factor: Any) -> Any:
     if any(one.perturbed for one in w):
-        raise ValueError("a gradient of the experts' matrices was asked for; they are frozen")
+        raise ValueError("a gradient of the experts' matrices was requested; they are frozen")
     args = jax.tree.map(
         lambda arg: arg.value,
         (x, w, sizes, a, b, factor),

@@ -1,18 +1,17 @@
-"""TPU kernel of packed matmul: experts' matrices and the adapters of their rows in one pass over
-the rows.
+"""TPU kernel of packed matmul: experts' matrices and their rows' adapters in one pass.
 
-Rows are cut into tiles, and a tile meets its experts one after another (``visits``). The matrices
-of a visit are blocks that Pallas fetches a visit ahead, once for visits of the same expert that
-follow each other. The factors of a visit's adapters come in chunks that fill 128 columns, as in
-``packed_lora``, the first of them while the visit before is computed. A visit's product and that of
-its first chunk are one sum, which is written once, into the rows that are the expert's own.
-Matrices of 8 bits travel so, and are converted in the core's memory: as an operand of a product
-outside they would be written in 16 bits, all experts of a layer, and read again.
+Rows are split into tiles, and a tile visits its experts one after another (``visits``). The
+matrices of a visit are blocks that Pallas fetches one visit ahead, once for consecutive visits of
+an expert. The factors of a visit's adapters come in chunks that fill 128 columns, as in
+``packed_lora``, the first of them during the previous visit. A visit's matmul and that of its first
+chunk are one sum, written once into the expert's own rows. 8-bit matrices are transferred as such
+and converted in VMEM; as an operand of an XLA matmul, all experts of a layer would be written in 16
+bits and read again.
 
-Side by side 0 x NaN is NaN: an adapter's NaN in B would reach all rows of its visit. The sum of all
-that a visit makes shows it. Then the visit is computed once more by the same code, with zeros in
-place of what is not finite in B, and NaN is put where it belongs: other rows have the bits that
-they would have without it. Rows of other experts are never written.
+Side by side 0 x NaN is NaN: an adapter's NaN in B would reach all rows of its visit, and the sum of
+the visit's results shows it. The visit is then computed again by the same code with zeros for
+non-finite values in B, and NaN is put where it belongs: other rows keep their bits. Rows of other
+experts are never written.
 
 Axes: M rows, T rows of a tile, E experts, D in, F out, R rank, C adapters of a chunk, K projections
 of the same rows, W factors.
@@ -36,14 +35,14 @@ from pallas_kernels.packed_matmul.visits import visits_of
 from pallas_kernels.products import dot
 
 Arrays = Sequence[jax.Array]
-# what matrices may be stored in beside the rows' dtype
+# Dtypes of matrices other than the rows' dtype.
 EIGHT = (jnp.dtype(jnp.int8), jnp.dtype(jnp.float8_e4m3fn))
-MOST_VISITS = 1 << 16  # two numbers of each in 1 MiB of scalars
+MOST_VISITS = 1 << 16  # two numbers of each fit 1 MiB of scalar memory
 
 
 def config(x: jax.Array, w: Arrays, sizes: jax.Array, a: Arrays, b: Arrays) -> Config:
-    """As measured, or else tiles of 128 rows, and smaller ones for experts of few rows, down to 32:
-    a visit multiplies all rows of its tile.
+    """Returns measured sizes, or tiles of 128 rows, smaller for experts of few rows, at least 32: a
+    visit multiplies all rows of its tile.
     """
     average = -(-x.shape[0] // sizes.shape[0])
     rule = Config(rows=min(128, max(32, pl.next_power_of_2(2 * average))))
@@ -66,7 +65,7 @@ def require(
     first: jax.Array | None = None,
     w_scale: Arrays | None = None,
 ) -> None:
-    """Whether ``matmul`` can serve these.
+    """Raises if ``matmul`` cannot serve these arrays.
 
     Raises:
         NotImplementedError: with the reason.
@@ -131,9 +130,9 @@ def _kernel(
     )
     sem, begin = refs[-2:]
     v, of = pl.program_id(0), tiles.Rows(local, T, C, R)
-    # nothing is written in the tile yet
+    # Nothing is written to the tile yet.
     fresh = (v == 0) | (tile_V[v] != tile_V[jnp.maximum(v - 1, 0)])
-    mine = of.run >= -1
+    current = of.run >= -1
     count, pairs = meta[0, 0, T + COUNT], [*zip(a, a_buf), *zip(b, b_buf)]
     chunks = div(count + C - 1, C)
 
@@ -157,7 +156,7 @@ def _kernel(
         return out[k][:, at].astype(jnp.float32)
 
     def write(k: int, at: Any, new: jax.Array, fresh: jax.Array | bool) -> None:
-        out[k][:, at] = jnp.where(mine, new, jnp.where(fresh, 0.0, made(k, at))).astype(
+        out[k][:, at] = jnp.where(current, new, jnp.where(fresh, 0.0, made(k, at))).astype(
             out[k].dtype
         )
 
@@ -168,7 +167,7 @@ def _kernel(
             blocks(k, lambda at, _, k=k: write(k, at, based(k, at), fresh))
 
     def shrink(chunk: jax.Array) -> None:
-        """``h_refs``: rows times the chunk's A, zeros where a column is not the row's own."""
+        """Stores rows times the chunk's A, zeros where a column is not the row's own."""
         slot = fetch.slot(chunk)
 
         def whole() -> None:
@@ -180,7 +179,7 @@ def _kernel(
             [both] = tiles.shrink(
                 x, [one.at[:, : C // 2] for one in a_buf], slot, first | second, columns, scale
             )
-            # Turned, the second one's columns lie where its adapters' B do.
+            # Swapped, so that the second one's columns are where its adapters' B are.
             for ref, h in zip(h_refs, (both, pltpu.roll(both, C * R // 2, 1))):
                 ref[...] = jnp.where(first, h, 0.0).astype(ref.dtype)
 
@@ -190,12 +189,12 @@ def _kernel(
             whole()
 
     def expand(chunk: jax.Array, k: int, base: Any, fresh: jax.Array | bool) -> jax.Array:
-        """Writes ``base`` and what the chunk adds; ``[8, 128]``, sums of it all."""
+        """Writes ``base`` plus the chunk's part; returns sums of the result, ``[8, 128]``."""
         slot = fetch.slot(chunk)
 
         def part(at: Any, total: jax.Array) -> jax.Array:
-            # The small product first: behind the large one it took 480 bundles more on a v5e, 9 %
-            # of the base's.
+            # The small matmul first: after the large one it took 480 bundles more on a v5e, 9 % of
+            # the base's.
             delta = dot(
                 h_refs[k][...],
                 b_buf[k][slot, :, :, at].reshape(C * R, at.size).astype(x.dtype),
@@ -208,18 +207,18 @@ def _kernel(
         return blocks(k, part, jnp.zeros((8, tiles.LANES), jnp.float32))
 
     def clean(chunk: jax.Array) -> None:
-        """Zeros for what is not finite in the chunk's B, and in ``bad_refs`` where a row's own
-        was.
+        """Zeroes non-finite values in the chunk's B; marks rows whose own B was non-finite in
+        ``bad_refs``.
         """
         slot, own = fetch.slot(chunk), jnp.where(of.own(chunk), 1.0, 0.0)
         for k in range(K):
 
             def part(at: Any, _: None, k: int = k) -> None:
-                held = b_buf[k][slot, :, :, at]
+                stored = b_buf[k][slot, :, :, at]
                 bad_refs[k][:, at] = dot(
-                    own, jnp.where(tiles.fine(held), 0.0, 1.0).reshape(C * R, at.size), (1, 0)
+                    own, jnp.where(tiles.fine(stored), 0.0, 1.0).reshape(C * R, at.size), (1, 0)
                 )
-                b_buf[k][slot, :, :, at] = tiles.cleaned(held)
+                b_buf[k][slot, :, :, at] = tiles.cleaned(stored)
 
             blocks(k, part)
 
@@ -254,7 +253,7 @@ def _kernel(
 
         @pl.when(again)
         def _fetched_once_more() -> None:
-            coming.wait(jnp.int32(0))  # its place may be needed
+            coming.wait(jnp.int32(0))  # its buffer may be needed
             fetch.start(jnp.int32(0))
 
         strange = one(jnp.int32(0), again, based, fresh)
@@ -266,7 +265,7 @@ def _kernel(
 
     @pl.when(count > 0)
     def _some() -> None:
-        # One copy of the code for both turns: another might add in another order.
+        # One copy of the code for both passes, because another might add in another order.
         jax.lax.fori_loop(
             0,
             2,
@@ -292,14 +291,13 @@ def matmul(
     how: Config | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, ...]:
-    """``x w_k + scale (x a_k^T) b_k``; see ``packed_matmul``.
+    """Returns ``x w_k + scale (x a_k^T) b_k``; see ``packed_matmul``.
 
     Args:
-        scale: ``[M]`` of each row.
-        first: int32, where the first expert's matrix stands in ``w``, which may have those of other
-            layers too: a slice of it would be a copy of every expert, the ones that nobody visits
-            among them.
-        w_scale: ``[E, F_k]`` float32, of matrices of 8 bits: what ``x w_k`` is multiplied by.
+        scale: ``[M]`` per row.
+        first: int32, index of the first expert's matrix in ``w``, which may also have other
+            layers': a slice would copy every expert, including those without rows.
+        w_scale: ``[E, F_k]`` float32, scales of 8-bit matrices for ``x w_k``.
     """
     how = how or config(x, w, sizes, a, b)
     (M, D), K, (W, R, _) = x.shape, len(w), a[0].shape

@@ -1,4 +1,4 @@
-"""Packed matmul in float64: what the others are compared with."""
+"""Packed matmul in float64, the oracle of the other forms."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +18,7 @@ def packed_matmul(
     factor: Any,
     scale: Any = None,
 ) -> list[np.ndarray]:
-    """As ``packed_matmul.packed_matmul``."""
+    """Implements ``packed_matmul.packed_matmul``."""
     return lora.packed_lora(
         x, a, b, [grouped_matmul(x, one, sizes) for one in w], inside(factor, sizes), scale
     )
@@ -33,7 +33,7 @@ def gradients(
     g: Sequence[Any],
     factor: Any,
 ) -> tuple[np.ndarray, list[np.ndarray], list[np.ndarray]]:
-    """Of x, a and b, where ``g`` are those of the results."""
+    """Returns the gradients of x, a and b, where ``g`` are the results'."""
     dx, da, db = lora.gradients(x, a, b, g, inside(factor, sizes))
     return (
         dx + sum(grouped_matmul(one, matrix, sizes, transposed=True) for one, matrix in zip(g, w)),
@@ -43,6 +43,6 @@ def gradients(
 
 
 def inside(factor: Any, sizes: Any) -> np.ndarray:
-    """-1 behind the last expert."""
+    """Sets factors after the last expert to -1."""
     factor = np.asarray(factor)
     return np.where(np.arange(len(factor)) < np.sum(sizes), factor, -1)

@@ -9,10 +9,10 @@ class Shape(NamedTuple):
     """One call.
 
     Attributes:
-        rows, d_in, d_out: of the call; one width out for each projection.
-        experts: of one device.
-        rank: of the adapters.
-        adapters: of each expert.
+        rows, d_in, d_out: sizes of the call; one output width for each projection.
+        experts: experts of one device.
+        rank: rank of the adapters.
+        adapters: adapters of each expert.
     """
 
     rows: int

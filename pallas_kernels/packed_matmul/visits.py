@@ -1,9 +1,9 @@
-"""Which expert and which adapters a tile of rows meets: small arrays that tell the TPU's kernel
-what to fetch, turn by turn.
+"""Visits of tiles of rows to experts and adapters: small arrays that say what the TPU kernel
+fetches in each step.
 
 A *visit* is the rows of one tile that one expert has. A tile with rows of several experts is
-visited once for each, the visits of a tile behind each other; one that has none is visited once, to
-be written. Within a visit runs of rows with one factor count from 0.
+visited once for each, consecutively; one without rows is visited once, to be written. Within a
+visit, runs of rows with one factor count from 0.
 
 Axes: M rows, N tiles, T rows of a tile, E experts, V visits.
 """
@@ -17,14 +17,15 @@ from pallas_kernels.packed_lora.runs import COUNT, EXTRA, runs_of
 
 
 class Visits(NamedTuple):
-    """Turns of the kernel, as many as there can be and one more, which has neither rows nor runs.
+    """Steps of the kernel: the maximum number of visits and one more, which has no rows and no
+    runs.
 
     Attributes:
-        total: ``[]`` int32, how many there are.
-        tile, expert: ``[V]`` int32; where a visit has no rows, the expert before, whose matrices
-            are there already.
-        meta: ``[V, 1, T + EXTRA]`` int32: the factor of each run, and at ``T + COUNT`` how many
-            there are.
+        total: ``[]`` int32, number of visits.
+        tile, expert: ``[V]`` int32; a visit without rows has the previous expert, whose matrices
+            are already there.
+        meta: ``[V, 1, T + EXTRA]`` int32: the factor of each run, and their number at ``T +
+            COUNT``.
         local: ``[V, 1, T]`` int32: the run of each row; -1 for rows of the expert without an
             adapter, -2 for rows of other experts.
     """
@@ -37,11 +38,11 @@ class Visits(NamedTuple):
 
 
 def visits_of(sizes_E: jax.Array, factor_M: jax.Array, tile: int) -> Visits:
-    """The visits of rows that are sorted by expert.
+    """Returns the visits of rows that are sorted by expert.
 
     Args:
         sizes_E: rows of each expert.
-        factor_M: of each row; equal ones stand together, -1 is none.
+        factor_M: factor of each row; equal ones are adjacent, -1 is none.
     """
     M, E = factor_M.shape[0], sizes_E.shape[0]
     N, T = -(-M // tile), tile
@@ -56,12 +57,14 @@ def visits_of(sizes_E: jax.Array, factor_M: jax.Array, tile: int) -> Visits:
     stop_N = jnp.cumsum(visits_N, dtype=jnp.int32)
     V = N + min(E, M)
     tile_V = jnp.minimum(_count_up(stop_N, V), N - 1)
-    mine = visit[tile_V] == (jnp.arange(V, dtype=jnp.int32) - (stop_N - visits_N)[tile_V])[:, None]
-    expert_V = jax.lax.cummax(jnp.max(jnp.where(mine, expert[tile_V], 0), axis=1))
+    current = (
+        visit[tile_V] == (jnp.arange(V, dtype=jnp.int32) - (stop_N - visits_N)[tile_V])[:, None]
+    )
+    expert_V = jax.lax.cummax(jnp.max(jnp.where(current, expert[tile_V], 0), axis=1))
     run = runs.local[tile_V, 0]
-    adapted = mine & (run >= 0)
+    adapted = current & (run >= 0)
     low = jnp.min(jnp.where(adapted, run, T), axis=1, keepdims=True)
-    local = jnp.where(adapted, run - low, jnp.where(mine, -1, -2))
+    local = jnp.where(adapted, run - low, jnp.where(current, -1, -2))
     ids = jnp.take_along_axis(
         runs.meta[tile_V, 0, :T],
         jnp.minimum(low + jnp.arange(T, dtype=jnp.int32)[None], T - 1),
@@ -79,5 +82,5 @@ def visits_of(sizes_E: jax.Array, factor_M: jax.Array, tile: int) -> Visits:
 
 
 def _count_up(stop: jax.Array, n: int) -> jax.Array:
-    """``[n]``: of each number from 0 how many of the ascending ``stop`` are at most it."""
+    """Returns how many of the ascending ``stop`` are at most i, for i below n, ``[n]``."""
     return jnp.cumsum(jnp.zeros((n,), jnp.int32).at[stop].add(1, mode="drop"), dtype=jnp.int32)

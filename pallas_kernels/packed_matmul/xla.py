@@ -1,4 +1,4 @@
-"""Packed matmul as two passes in plain XLA: grouped matmul, then packed LoRA's sum. Serves every
+"""The XLA form of packed matmul in two passes: grouped matmul, then packed LoRA. Serves every
 shape.
 """
 
@@ -20,11 +20,11 @@ def matmul(
     factor: jax.Array,
     scale: jax.Array | None = None,
 ) -> tuple[jax.Array, ...]:
-    """See ``packed_matmul``; ``scale [M]`` is of each row."""
+    """Implements ``packed_matmul``; ``scale [M]`` is per row."""
     onto = [grouped.grouped_matmul(x, one, sizes, None, False) for one in w]
     return lora.add(x, a, b, onto, inside(factor, sizes), scale)
 
 
 def inside(factor: jax.Array, sizes: jax.Array) -> jax.Array:
-    """-1 behind the last expert."""
+    """Sets factors after the last expert to -1."""
     return jnp.where(jnp.arange(factor.shape[0]) < jnp.sum(sizes), factor, -1)

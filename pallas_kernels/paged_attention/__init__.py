@@ -1,5 +1,4 @@
-"""Grouped-query attention (arXiv 2305.13245) of each row's queries to what its table of pages
-holds.
+"""Grouped-query attention (arXiv 2305.13245) of each row's queries to its table of pages.
 
 Axes: L layers, U pages, B rows, K kv heads, M queries of one (heads of its group times new tokens),
 H head dim, X width in the pool.
@@ -33,20 +32,20 @@ def paged_attention(
     implementation: str = "auto",
     interpret: Any = None,
 ) -> Partial:
-    """Attention to what is in the cache, ``[B, K, M, 1]`` twice and ``[B, K, M, H]`` float32;
-    MASKED, 0 and 0 where there is nothing.
+    """Attends to the cache; returns ``[B, K, M, 1]`` twice and ``[B, K, M, H]`` float32; MASKED, 0
+    and 0 for empty rows.
 
     Args:
         q: ``[B, K, M, H]``.
-        k, v: ``[L, U, K, PAGE, X]``, X at least H; what lies beyond H is not looked at.
-        rows: what each row reads.
-        scale: of scores.
+        k, v: ``[L, U, K, PAGE, X]``, X at least H; the rest is padding.
+        rows: pages of each row.
+        scale: factor on scores.
         implementation: ``auto``, ``xla``, ``pallas_tpu``, ``pallas_gpu`` or ``cpu``, see
             ``dispatch``.
-        interpret: run a kernel that is named in Pallas' interpreter; None: on a CPU.
+        interpret: run a named kernel in Pallas' interpreter; None: on a CPU.
 
     Raises:
-        ValueError: shapes that do not fit, or an implementation that cannot serve them.
+        ValueError: shapes that do not match, or an implementation that cannot serve them.
     """
     (B, K, _, H), pools = q.shape, (k.shape, v.shape)
     if any(len(pool) != 5 or pool[2:4] != (K, PAGE) or pool[4] < H for pool in pools):

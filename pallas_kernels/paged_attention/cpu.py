@@ -1,8 +1,8 @@
-"""Grouped-query attention to a paged cache on CPUs (``native/paged_attention.cc``): pages are read
-where they lie, as many as a row has.
+"""The CPU kernel of grouped-query attention to a paged cache (``native/paged_attention.cc``), which
+reads each row's pages in place.
 
-XLA's form gathers a run of every row, as far as the longest reaches, turns it, and multiplies. Axes
-as in ``paged_attention``.
+XLA's form gathers a run of every row up to the longest, transposes it, and multiplies. Axes as in
+``paged_attention``.
 """
 
 import jax
@@ -13,11 +13,11 @@ from pallas_kernels import native
 from pallas_kernels.paged import Rows
 from pallas_kernels.partial import Partial
 
-LANES = 16  # of the widest vectors; a head is whole ones
+LANES = 16  # of the widest vectors; a head is a multiple
 
 
 def require(q: jax.Array, k: jax.Array, v: jax.Array, rows: Rows) -> None:
-    """Whether ``attend`` can serve these, or their shapes.
+    """Raises if ``attend`` cannot serve these arrays or shapes.
 
     Raises:
         NotImplementedError: with the reason.
@@ -33,7 +33,7 @@ def require(q: jax.Array, k: jax.Array, v: jax.Array, rows: Rows) -> None:
 
 
 def attend(q: jax.Array, k: jax.Array, v: jax.Array, rows: Rows, *, scale: float) -> Partial:
-    """See ``paged_attention``."""
+    """Implements ``paged_attention``."""
     layer, *of_rows = (jnp.int32(x) for x in rows)
     B, K, M, H = q.shape
     one = jax.ShapeDtypeStruct((B, K, M, 1), jnp.float32)

@@ -1,5 +1,5 @@
-"""GPU kernel of grouped-query attention to a paged cache: that of ``paged_gpu`` with pools of keys
-and of values.
+"""GPU kernel of grouped-query attention to a paged cache: ``paged_gpu`` with pools of keys and of
+values.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from pallas_kernels.partial import Partial
 
 
 def require(q: jax.Array, k: jax.Array, v: jax.Array, *rest: Any) -> None:
-    """Whether ``attend`` can serve these.
+    """Raises if ``attend`` cannot serve these arrays.
 
     Raises:
         NotImplementedError: with the reason.
@@ -31,5 +31,5 @@ def attend(
     how: Config | None = None,
     interpret: Any = False,
 ) -> Partial:
-    """See ``paged_attention``."""
+    """Implements ``paged_attention``."""
     return paged_gpu.attend([q], [k, v], 1, q.shape[3], rows, scale, how, interpret)

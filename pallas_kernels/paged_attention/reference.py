@@ -1,6 +1,4 @@
-"""Grouped-query attention to a paged cache row by row in float64: what the others are compared
-with.
-"""
+"""Grouped-query attention to a paged cache row by row in float64, the oracle of the other forms."""
 
 from typing import Any
 
@@ -11,14 +9,14 @@ from pallas_kernels.partial import MASKED
 
 
 def positions(prefix: int, own: int, first: int) -> np.ndarray:
-    """Where in its table's pages a row's tokens from the run ``first`` on are."""
+    """Returns the positions of a row's tokens from the run ``first`` on in its table's pages."""
     begin = -(-prefix // RUN) * RUN
     at = np.concatenate([np.arange(prefix), begin + np.arange(own)])
     return at[at >= first * RUN]
 
 
 def softmax(s: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The parts of a softmax over scores ``[M, S]`` and its sum of values ``[S, V]``."""
+    """Returns the parts of a softmax over scores ``[M, S]`` and its sum of values ``[S, V]``."""
     if not s.shape[1]:
         return np.full((len(s), 1), MASKED), np.zeros((len(s), 1)), np.zeros((len(s), v.shape[1]))
     top = s.max(1, keepdims=True)
@@ -27,7 +25,7 @@ def softmax(s: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.nd
 
 
 def paged_attention(q: Any, k: Any, v: Any, rows: Rows, scale: float) -> list[np.ndarray]:
-    """As ``paged_attention.paged_attention``."""
+    """Implements ``paged_attention.paged_attention``."""
     layer, table, prefix, own, first = rows
     q, (k, v) = np.array(q, np.float64), (np.array(x[layer], np.float64) for x in (k, v))
     table, (B, K, M, H) = np.asarray(table), q.shape

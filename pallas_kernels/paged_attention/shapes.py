@@ -1,4 +1,4 @@
-"""Shapes of real models, for tests and benches."""
+"""Shapes of real models, for tests and benchmarks."""
 
 from typing import NamedTuple
 
@@ -7,12 +7,13 @@ class Shape(NamedTuple):
     """One call on one device.
 
     Attributes:
-        rows: of the call: rows that decode, teams, or blocks of prefill.
-        heads: of keys.
-        queries: of a head of keys: heads of its group, times rows of a team or tokens of a block.
-        head_dim, width: of queries, and of keys as they lie in the pool.
-        positions: that a table has room for.
-        dtype: of queries and pool.
+        rows: rows that decode, teams, or blocks of prefill.
+        heads: kv heads.
+        queries: queries of a kv head: heads of its group, times rows of a team or tokens of a
+            block.
+        head_dim, width: of queries, and of keys in the pool.
+        positions: capacity of a table.
+        dtype: dtype of queries and pool.
     """
 
     rows: int
@@ -24,14 +25,14 @@ class Shape(NamedTuple):
     dtype: str = "bfloat16"
 
 
-# Qwen3-30B-A3B (32 heads over 4), Qwen3-4B (32 over 8), SmolLM2-135M (9 over 3, of 64); one head of
-# keys is a device's of several.
+# Qwen3-30B-A3B (32 heads over 4), Qwen3-4B (32 over 8), SmolLM2-135M (9 over 3, of 64); shapes with
+# one kv head are one device's share of several.
 DECODE = (
     Shape(128, 4, 8, 128, 128, 8192),
     Shape(8, 4, 8, 128, 128, 32768),
     Shape(32, 8, 4, 128, 128, 32768),
     Shape(128, 1, 8, 128, 128, 32768),
-    Shape(256, 1, 8, 128, 128, 131072),  # whose tables are four times a core's scalar memory
+    Shape(256, 1, 8, 128, 128, 131072),  # tables are four times a core's scalar memory
     Shape(32, 3, 3, 64, 128, 8192),
     Shape(32, 3, 3, 64, 128, 8192, "float32"),
     Shape(7, 4, 8, 128, 128, 8192, "float32"),

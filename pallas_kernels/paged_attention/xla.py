@@ -1,5 +1,5 @@
-"""Grouped-query attention to a paged cache in plain XLA: a run of all rows at a time, as far as the
-longest reaches.
+"""The XLA form of grouped-query attention to a paged cache: a run of all rows at a time, up to the
+longest row.
 
 Axes: B rows, K kv heads, M queries of one, H head dim, S positions of a run.
 """
@@ -13,12 +13,12 @@ from pallas_kernels.partial import MASKED, Partial, partial_softmax
 
 
 def scored(
-    q_BKMH: jax.Array, k_BKSH: jax.Array, v_BKSH: jax.Array, seen: jax.Array, scale: float
+    q_BKMH: jax.Array, k_BKSH: jax.Array, v_BKSH: jax.Array, visible: jax.Array, scale: float
 ) -> Partial:
-    """Attention to keys at hand; ``seen`` broadcasts to ``[B, K, M, S]``."""
+    """Attends to given keys; ``visible`` broadcasts to ``[B, K, M, S]``."""
     s = jnp.einsum("BKMH,BKSH->BKMS", q_BKMH, k_BKSH, preferred_element_type=jnp.float32) * scale
     return partial_softmax(
-        jnp.where(seen, s, MASKED),
+        jnp.where(visible, s, MASKED),
         lambda p: jnp.einsum(
             "BKMS,BKSH->BKMH", p.astype(v_BKSH.dtype), v_BKSH, preferred_element_type=jnp.float32
         ),
@@ -33,7 +33,7 @@ def attend(
     *,
     scale: float,
 ) -> Partial:
-    """See ``paged_attention``."""
+    """Implements ``paged_attention``."""
 
     def score(q_BKMH: jax.Array, pages: jax.Array, seen_BS: jax.Array) -> Partial:
         k_BKSH, v_BKSH = (paged.read(pool, rows.layer, pages, q_BKMH.shape[-1]) for pool in (k, v))

@@ -1,8 +1,7 @@
 """Slot LoRA on CPUs (``native/slot_lora.cc``): rows of one slot together, each distinct adapter
 read once, nothing gathered.
 
-Float32 alone, and both products at once: over a mesh whose devices have parts of the inputs the
-caller's form remains.
+Float32 only, and both matmuls at once: on a mesh that splits the inputs the caller's form runs.
 """
 
 from typing import Any
@@ -14,7 +13,7 @@ from pallas_kernels import native
 
 
 def require_add(x: jax.Array, a: jax.Array, b: jax.Array, onto: jax.Array) -> None:
-    """Whether ``add`` can serve these, or their shapes.
+    """Raises if ``add`` cannot serve these arrays or shapes.
 
     Raises:
         NotImplementedError: with the reason.
@@ -27,12 +26,12 @@ def require_add(x: jax.Array, a: jax.Array, b: jax.Array, onto: jax.Array) -> No
 
 
 def require_shrink(x: jax.Array, a: jax.Array) -> None:
-    """Raises NotImplementedError: there is no such half here."""
+    """Raises NotImplementedError: there is no separate first half here."""
     raise NotImplementedError("a mesh splits inputs")
 
 
 def require_expand(b: jax.Array, onto: jax.Array) -> None:
-    """Raises NotImplementedError: there is no such half here."""
+    """Raises NotImplementedError: there is no separate second half here."""
     raise NotImplementedError("a mesh splits inputs")
 
 
@@ -46,7 +45,7 @@ def add(
     first: jax.Array | int = 0,
     interpret: Any = False,
 ) -> jax.Array:
-    """As ``pallas_tpu.add``."""
+    """Implements ``pallas_tpu.add``."""
     del interpret
     scale = jnp.ones(x.shape[:1], jnp.float32) if scale is None else scale
     out = jax.ShapeDtypeStruct(onto.shape, jnp.float32)

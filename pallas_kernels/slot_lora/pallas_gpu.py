@@ -1,13 +1,12 @@
-"""Slot LoRA on GPUs: two kernels that fetch and store rows by their numbers, so that nothing is
-sorted or copied but these numbers.
+"""Slot LoRA on GPUs: two kernels that load and store rows by their numbers, so only these numbers
+are sorted.
 
-Tiles have rows of one slot alone, as those of packed LoRA's kernels: no product has two adapters'
-operands, and no result depends on where other rows lie. Which rows a tile has (``Turn``) follows
-from the slots alone; a sampler makes it once for all layers and steps. The inner products are made
-in parts of the depth, and a row's outputs block by block, each by a program of its own: a decoding
-batch has few tiles, and a GPU more than a hundred processors. One program for both products of a
-tile, which walked all of D and then all of F, took an H100 12 ms of a step of Qwen3-4B's 36 layers,
-as long as the bare base took; the rows' order, made anew for each projection, was in it.
+Tiles have rows of one slot only, as in packed LoRA's kernels, so no result depends on other rows.
+The order of rows and tiles (``Turn``) follows from the slots only; a sampler computes it once for
+all layers and steps. Inner products are computed in parts of the depth, and a row's outputs block
+by block, each in its own program, because a decode batch has few tiles and a GPU more than a
+hundred processors. One program for both matmuls of a tile, with the order computed for each
+projection, took an H100 12 ms of a step of Qwen3-4B's 36 layers, as long as the bare base.
 
 Axes: M rows, T rows of a tile, D in, F out, R rank, W slots, V tiles, S parts of D.
 """
@@ -26,19 +25,19 @@ from pallas_kernels.packed_lora.pallas_gpu import MOST
 from pallas_kernels.packed_lora.pallas_gpu import require_add as require_packed
 from pallas_kernels.triton import Span, columns, cost, dot, power_of_two, read, write
 
-FEW = 512  # rows; beyond, tiles are twice as large
-PROGRAMS = 512  # about four for each processor of an H100
+FEW = 512  # rows; with more, tiles are twice as large
+PROGRAMS = 512  # about four per processor of an H100
 
 
 class Config(NamedTuple):
-    """Sizes of blocks, powers of two from 16 on, and how many parts there are.
+    """Block sizes, powers of two of at least 16, and the number of parts.
 
     Attributes:
-        depth: columns of the rows that one step reads.
+        depth: columns of the rows in one step.
         parts: S.
-        columns: of a block of the result.
-        warps: of 32 threads, of a program.
-        stages: of loads that are on their way.
+        columns: columns of a block of the result.
+        warps: warps of a program.
+        stages: pipelined loads.
     """
 
     depth: int
@@ -50,12 +49,12 @@ class Config(NamedTuple):
 
 @struct.dataclass
 class Turn:
-    """Rows by their slots, and in tiles.
+    """Rows by slot, in tiles.
 
     Attributes:
         rows: ``[M]`` int32, row numbers in the order of their slots.
-        slot, first, stop: ``[V]`` int32, of each tile its slot, and where in ``rows`` it begins and
-            its slot's rows end; tiles that are not there begin and end at 0.
+        slot, first, stop: ``[V]`` int32, each tile's slot, its start in ``rows`` and the end of its
+            slot's rows; unused tiles begin and end at 0.
         tile: T.
     """
 
@@ -67,29 +66,29 @@ class Turn:
 
 
 def turn(slot: jax.Array, W: int) -> Turn:
-    """The order and the tiles of rows that name slots ``[M]``, -1 none, of W."""
+    """Returns order and tiles of rows that name slots ``[M]``, -1 none, of W."""
     M = slot.shape[0]
     tile, number = 16 if M <= FEW else 32, jnp.arange(M, dtype=jnp.int32)
     rows = jnp.argsort(slot, stable=True).astype(jnp.int32)
-    mine = slot[rows]
-    leads = jnp.concatenate([jnp.ones((min(M, 1),), bool), mine[1:] != mine[:-1]])
+    current = slot[rows]
+    leads = jnp.concatenate([jnp.ones((min(M, 1),), bool), current[1:] != current[:-1]])
     begins = jax.lax.cummax(jnp.where(leads, number, 0))
     ends = jax.lax.cummin(
         jnp.where(jnp.concatenate([leads[1:], jnp.ones((min(M, 1),), bool)]), number + 1, M),
         reverse=True,
     )
-    starts = (mine >= 0) & ((number - begins) % tile == 0)
+    starts = (current >= 0) & ((number - begins) % tile == 0)
     V = M // tile + min(W, M)
     place = jnp.where(starts, jnp.cumsum(starts) - 1, V)
 
     def of_tiles(x: jax.Array) -> jax.Array:
         return jnp.zeros((V,), jnp.int32).at[place].set(x.astype(jnp.int32), mode="drop")
 
-    return Turn(rows, of_tiles(mine), of_tiles(number), of_tiles(ends), tile)
+    return Turn(rows, of_tiles(current), of_tiles(number), of_tiles(ends), tile)
 
 
 def config(x: jax.Array, a: jax.Array, F: int, how: Turn) -> Config:
-    """As measured, or else the rule."""
+    """Returns measured sizes, or the rule's."""
     (M, D), (W, R, _) = x.shape, a.shape
     exact, R = x.dtype == jnp.float32, power_of_two(R, MOST)
     depth = next(
@@ -110,7 +109,7 @@ def config(x: jax.Array, a: jax.Array, F: int, how: Turn) -> Config:
 
 
 def require_add(x: jax.Array, a: jax.Array, b: jax.Array, onto: jax.Array) -> None:
-    """Whether ``add`` can serve these, or their shapes.
+    """Raises if ``add`` cannot serve these arrays or shapes.
 
     Raises:
         NotImplementedError: with the reason.
@@ -119,25 +118,27 @@ def require_add(x: jax.Array, a: jax.Array, b: jax.Array, onto: jax.Array) -> No
 
 
 def require_shrink(x: jax.Array, a: jax.Array) -> None:
-    """As ``require_add``, of ``shrink``."""
+    """Raises if ``shrink`` cannot serve these, like ``require_add``."""
     require_packed(x, [a], [])
 
 
 def require_expand(b: jax.Array, onto: jax.Array) -> None:
-    """As ``require_add``, of ``expand``."""
+    """Raises if ``expand`` cannot serve these, like ``require_add``."""
     require_packed(onto, [b], [])
 
 
-def _mine(order: Any, of_tiles: Any, v: jax.Array, tile: int) -> tuple[Span, jax.Array, jax.Array]:
-    """The rows of tile v, by their numbers; its slot, and whether it has any."""
+def _rows_of_tile(
+    order: Any, of_tiles: Any, v: jax.Array, tile: int
+) -> tuple[Span, jax.Array, jax.Array]:
+    """Returns the row numbers of tile v, its slot, and True if it has any rows."""
     slot, first, stop = (ref[v] for ref in of_tiles)
     place = Span(first, tile, stop)
     return Span.of(read(order, place, beyond=order.shape[0]), place.there), slot, stop > first
 
 
 def _ranks(R: int, w: jax.Array) -> Span:
-    # The start is 0, but of ``w``, not a constant: from JAX 0.12 on a constant one is refused if
-    # the block reaches beyond its array.
+    # The start is 0, computed from ``w``: from JAX 0.12 on a constant start is rejected if the
+    # block extends beyond its array.
     return columns(0 * w, power_of_two(R, MOST), R)
 
 
@@ -146,7 +147,7 @@ def _slot_lora_shrink(order: Any, *refs: Any, tile: int, how: Config) -> None:
     parts, R, D = h.shape[0], h.shape[2], x.shape[1]
     program = pl.program_id(0)
     v, share = jax.lax.div(program, parts), jax.lax.rem(program, parts)
-    rows, slot, there = _mine(order, of_tiles, v, tile)
+    rows, slot, there = _rows_of_tile(order, of_tiles, v, tile)
     w, steps = slot + first[0], pl.cdiv(D, how.depth)
     each, ranks = pl.cdiv(steps, parts), _ranks(R, slot)
 
@@ -171,7 +172,7 @@ def _slot_lora_expand(order: Any, *refs: Any, tile: int, how: Config) -> None:
     (parts, _, R), F = h.shape, onto.shape[1]
     blocks, program = pl.cdiv(F, how.columns), pl.program_id(0)
     v = jax.lax.div(program, blocks)
-    rows, slot, there = _mine(order, of_tiles, v, tile)
+    rows, slot, there = _rows_of_tile(order, of_tiles, v, tile)
     w, across, ranks = (
         slot + first[0],
         columns(program - v * blocks, how.columns, F),
@@ -194,8 +195,8 @@ def _slot_lora_expand(order: Any, *refs: Any, tile: int, how: Config) -> None:
 def _parts(
     x: jax.Array, a: jax.Array, order: Turn, first: jax.Array | int, how: Config, interpret: Any
 ) -> jax.Array:
-    """``[S, M, R]`` float32: of each row the inner product with its factor, in parts; nothing is
-    written for rows of none.
+    """Returns each row's inner product with its factor, in parts, ``[S, M, R]`` float32; rows of no
+    slot are not written.
     """
     M, R = x.shape[0], a.shape[1]
     return pl.pallas_call(
@@ -218,7 +219,7 @@ def _onto(
     how: Config,
     interpret: Any,
 ) -> jax.Array:
-    """``onto + scale h b`` of inner products in parts, in the memory of ``onto``."""
+    """Returns ``onto + scale h b`` from inner products in parts, in the memory of ``onto``."""
     return pl.pallas_call(
         functools.partial(_slot_lora_expand, tile=order.tile, how=how),
         grid=(order.slot.shape[0] * pl.cdiv(onto.shape[1], how.columns),),
@@ -246,10 +247,10 @@ def add(
     how: Config | None = None,
     interpret: Any = False,
 ) -> jax.Array:
-    """As ``pallas_tpu.add``.
+    """Implements ``pallas_tpu.add``.
 
     Args:
-        order: ``turn`` of the slots, where it is at hand.
+        order: ``turn`` of the slots, if precomputed.
     """
     order = turn(slot, a.shape[0]) if order is None else order
     how = config(x, a, onto.shape[1], order) if how is None else how
@@ -267,7 +268,7 @@ def shrink(
     how: Config | None = None,
     interpret: Any = False,
 ) -> jax.Array:
-    """As ``pallas_tpu.shrink``."""
+    """Implements ``pallas_tpu.shrink``."""
     order = turn(slot, a.shape[0])
     how = config(x, a, 0, order) if how is None else how
     return jnp.where(
@@ -284,7 +285,7 @@ def expand(
     how: Config | None = None,
     interpret: Any = False,
 ) -> jax.Array:
-    """As ``pallas_tpu.expand``."""
+    """Implements ``pallas_tpu.expand``."""
     order = turn(slot, b.shape[0])
     how = config(onto, b, 0, order) if how is None else how
     return _onto(

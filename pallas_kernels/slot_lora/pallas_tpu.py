@@ -1,5 +1,5 @@
-"""TPU kernels of slot LoRA, made of those of packed LoRA: the runs of a tile are its distinct
-slots, whatever the order of its rows.
+"""TPU kernels of slot LoRA, built from those of packed LoRA: the runs of a tile are its distinct
+slots, in any order of its rows.
 
 Axes: M rows, T rows of a tile, D in, F out, R rank, C adapters of a chunk, W slots.
 """
@@ -22,7 +22,7 @@ from pallas_kernels.products import dot
 
 
 def require_add(x: jax.Array, a: jax.Array, b: jax.Array, onto: jax.Array) -> None:
-    """Whether ``add`` can serve these, or their shapes.
+    """Raises if ``add`` cannot serve these arrays or shapes.
 
     Raises:
         NotImplementedError: with the reason.
@@ -31,13 +31,13 @@ def require_add(x: jax.Array, a: jax.Array, b: jax.Array, onto: jax.Array) -> No
 
 
 def require_shrink(x: jax.Array, a: jax.Array) -> None:
-    """As ``require_add``, of ``shrink``."""
+    """Raises if ``shrink`` cannot serve these, like ``require_add``."""
     tiles.require(x, [a], [])
     tiles.require_room(_shrink_scratch(a), [(tiles.tile_rows(x, Config()), x.shape[1], x.dtype)], x)
 
 
 def require_expand(b: jax.Array, onto: jax.Array) -> None:
-    """As ``require_add``, of ``expand``."""
+    """Raises if ``expand`` cannot serve these, like ``require_add``."""
     tiles.require(onto, [b], [])
     tiles.require_room(
         _expand_scratch(b, onto, Config()),
@@ -57,15 +57,15 @@ def add(
     config: Config | None = None,
     interpret: Any = False,
 ) -> jax.Array:
-    """``onto + scale (x a^T) b`` of each row's slot, ``[M, F]``.
+    """Returns ``onto + scale (x a^T) b`` by each row's slot, ``[M, F]``.
 
     Args:
         x: ``[M, D]``.
         a, b: ``[W, R, D]`` and ``[W, R, F]``.
-        onto: ``[M, F]``; its memory is used again where it may be.
+        onto: ``[M, F]``; its memory is reused if possible.
         slot: ``[M]`` int32, in any order; -1 is none.
         scale: ``[M]`` float32.
-        first: where slot 0 is in the stacks.
+        first: index of slot 0 in the stacks.
     """
     return packed.add(
         x,
@@ -81,7 +81,7 @@ def add(
 
 
 def _fold(n: int, R: int) -> jax.Array:
-    """``[n, R]``, where ``h [T, n] fold`` sums columns that are R apart."""
+    """Returns ``[n, R]`` such that ``h [T, n] fold`` sums columns that are R apart."""
     row, column = (jax.lax.broadcasted_iota(jnp.int32, (n, R), i) for i in (0, 1))
     return jnp.where(rem(row, R) == column, 1.0, 0.0)
 
@@ -95,7 +95,7 @@ def _shrink_kernel(meta, local, x, a, out, a_buf, sem, *, C: int, R: int, column
 
     def chunk_of(chunk: jax.Array, first: bool) -> jax.Array:
         [h] = tiles.shrink(x, [a_buf], rem(chunk, 2), rows.own(chunk), columns)
-        out[...] += dot(h, _fold(C * R, R), (1, 0))  # a row has zeros in all columns but its own
+        out[...] += dot(h, _fold(C * R, R), (1, 0))  # a row is zero in all columns but its own
         return jnp.int32(0)
 
     @pl.when(count > 0)
@@ -151,7 +151,7 @@ def shrink(
     config: Config = Config(),
     interpret: Any = False,
 ) -> jax.Array:
-    """``x a^T`` of each row's slot, ``[M, R]`` float32; zeros for none."""
+    """Returns ``x a^T`` by each row's slot, ``[M, R]`` float32; zeros for none."""
     (M, D), R, tile = x.shape, a.shape[1], tiles.tile_rows(x, config)
     out = [jax.ShapeDtypeStruct((M, R), jnp.float32)]
     kernel = functools.partial(_shrink_kernel, C=tiles.chunk_size(R), R=R, columns=config.columns)
@@ -181,8 +181,8 @@ def expand(
     config: Config = Config(),
     interpret: Any = False,
 ) -> jax.Array:
-    """``onto + h b`` of each row's slot, ``[M, F]``; ``h [M, R]`` float32 is rounded to the dtype
-    of ``onto`` first.
+    """Returns ``onto + h b`` by each row's slot, ``[M, F]``; ``h [M, R]`` float32 is rounded to the
+    dtype of ``onto`` first.
     """
     F, R, tile = onto.shape[1], b.shape[1], tiles.tile_rows(onto, config)
     kernel = functools.partial(_expand_kernel, C=tiles.chunk_size(R), R=R, columns=config.columns)
@@ -219,9 +219,9 @@ def _call(
 ) -> jax.Array:
     rows, factors, *onto = args
     tile = in_specs[0].block_shape[0]
-    # numbers beyond the stack are its last one's
+    # Numbers beyond the stack mean its last entry.
     runs = slots_of(jnp.minimum(slot, factors.shape[0] - 1), tile, first)
-    # Of factors at most one a row is read, whatever lies in the stack.
+    # At most one factor per row is read, whatever the size of the stack.
     moved = (
         rows.nbytes
         + min(factors.nbytes, rows.shape[0] * factors.nbytes // factors.shape[0])

@@ -1,8 +1,8 @@
-"""Shapes of real models' dense projections, for tests and benches."""
+"""Shapes of real models' dense projections, for tests and benchmarks."""
 
 from pallas_kernels.packed_lora.shapes import Shape
 
-# A step of decoding and 16 blocks of prompts; slots times layers. Qwen3-4B (2,560 wide, 9,728 in
+# A decode step and 16 blocks of prompts; slots times layers. Qwen3-4B (2,560 wide, 9,728 in
 # the MLP) and Llama-3-70B (8,192, 28,672) over eight devices.
 DECODE = (
     Shape(8, 2560, (4096,), 16, 36 * 64),

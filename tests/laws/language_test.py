@@ -29,6 +29,7 @@ ROOMS = [
     "mint_jax/data",
     "mint_jax/envs",
     "mint_jax/lora",
+    "mint_jax/models",
     "mint_jax/residency",
     "mint_jax/rollout",
     "mint_jax/service/book.py",
@@ -38,6 +39,7 @@ ROOMS = [
     "mint_jax/service/server_db.py",
     "mint_jax/service/training.py",
     "mint_jax/train",
+    "pallas_kernels",
 ]
 PAGES = [
     "*.md",

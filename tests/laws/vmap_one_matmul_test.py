@@ -145,7 +145,7 @@ def test_vmap_of_one_policy_is_one_base_matmul(tiny_base):
         bound = lora_tree.bind([(jax.tree.map(lambda x: x[:, None], adapter), jnp.ones(1))])
         positions_BT = jnp.broadcast_to(jnp.arange(T), tokens_BT.shape)
         return transformer.hidden_states(
-            params, bound, transformer.Inputs(tokens_BT, positions_BT), cfg
+            params, bound, transformer.DecoderInputs(tokens_BT, positions_BT), cfg
         )[0]
 
     one = lora_tree.adapter_specs(specs, AdapterConfig(4))
@@ -246,7 +246,7 @@ def one_policy(cfg, remat="none"):
         return transformer.hidden_states(
             params,
             bound,
-            transformer.Inputs(tokens_BT, positions_BT, replay=replay),
+            transformer.DecoderInputs(tokens_BT, positions_BT, replay=replay),
             cfg,
             remat=remat,
             keep_routes=True,

@@ -100,7 +100,7 @@ def logits_and_gradients(params, stacks, tokens_BT, pull_BTV, cfg, blocks, base_
         bound = tree.bind(parts, base_blocks)
         positions = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1])[None], tokens_BT.shape)
         h, _ = transformer.hidden_states(
-            params, bound, transformer.Inputs(tokens_BT, positions), cfg
+            params, bound, transformer.DecoderInputs(tokens_BT, positions), cfg
         )
         out = transformer.logits(params, bound, h)
         return jnp.sum(pull_BTV * out), out

@@ -122,7 +122,10 @@ def test_two_adapters_in_one_batch_have_the_logits_and_gradients_that_peft_gives
         positions = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1])[None], tokens_BT.shape)
         bound = tree.bind(parts)
         h = transformer.hidden_states(
-            base.params, bound, transformer.Inputs(jnp.asarray(tokens_BT), positions), base.cfg
+            base.params,
+            bound,
+            transformer.DecoderInputs(jnp.asarray(tokens_BT), positions),
+            base.cfg,
         )[0]
         logits = transformer.logits(base.params, bound, h)
         return jnp.sum(logits * weight_BTV), logits

@@ -202,7 +202,10 @@ def test_a_hub_name_without_the_hub_is_refused_with_what_to_try(mesh, monkeypatc
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     message = _message(base_lib.load, "nobody/no-such-model", mesh)
-    assert "base 'nobody/no-such-model' is no directory here and the hub did not give it" in message
+    assert (
+        "base 'nobody/no-such-model' is not a local directory, and the hub did not return it"
+        in message
+    )
     assert "check the name and the network" in message
     assert "smollm2-135m-instruct" in message
 
@@ -228,7 +231,7 @@ def test_a_tokenizer_larger_than_the_vocabulary_is_refused(ckpt, mesh):
     _vocabulary(ckpt, 98)
     message = _message(base_lib.load, str(ckpt), mesh)
     assert f"the tokenizer in {ckpt} has ids up to 97 but the model has 97 rows" in message
-    assert "tokenizer and weights do not belong together" in message
+    assert "tokenizer and weights do not match" in message
     _vocabulary(ckpt, 97)
     assert base_lib.load(str(ckpt), mesh).need_tokenizer().vocab_size == 97
     _vocabulary(ckpt, 40)  # padded embeddings are common

@@ -495,7 +495,7 @@ def test_plain_rope_frequencies_follow_the_paper(theta):
         ({"logits_scaling": 8.0}, ["logits_scaling is 8.0", "only None or 1"]),
         (
             {"model_type": "qwen3"},
-            ["model_type is 'qwen3'", "LlamaForCausalLM", "correct the one that is wrong"],
+            ["model_type is 'qwen3'", "LlamaForCausalLM", "correct the wrong one"],
         ),
         (
             {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, "num_local_experts": 16},

@@ -55,7 +55,7 @@ def _clear_tokens(rng, model, shape=(B, T), shared=0):
 @functools.partial(jax.jit, static_argnames=("cfg", "remat"))
 def _run(params, lora, tokens_BT, positions_BT, segments=None, *, cfg, remat="none"):
     h, _ = transformer.hidden_states(
-        params, lora, transformer.Inputs(tokens_BT, positions_BT, segments), cfg, remat=remat
+        params, lora, transformer.DecoderInputs(tokens_BT, positions_BT, segments), cfg, remat=remat
     )
     return transformer.logits(params, lora, h)
 
@@ -77,7 +77,7 @@ def test_logits_and_choices_equal_transformers(family, rng, tiny_base, hf_dirs, 
 
     monkeypatch.setattr(mla.dsa, "select", watched)
     h, _ = jax.jit(transformer.hidden_states, static_argnames="cfg")(
-        base.params, None, transformer.Inputs(tokens_BT, _arange(tokens_BT)), cfg=base.cfg
+        base.params, None, transformer.DecoderInputs(tokens_BT, _arange(tokens_BT)), cfg=base.cfg
     )
     jax.effects_barrier()
     # float32 sums in another order

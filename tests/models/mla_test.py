@@ -65,7 +65,9 @@ def _whole(params, lora, tokens_BT, *, cfg):
     positions = jnp.broadcast_to(
         jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None], tokens_BT.shape
     )
-    h, _ = transformer.hidden_states(params, lora, transformer.Inputs(tokens_BT, positions), cfg)
+    h, _ = transformer.hidden_states(
+        params, lora, transformer.DecoderInputs(tokens_BT, positions), cfg
+    )
     return transformer.logits(params, lora, h)
 
 

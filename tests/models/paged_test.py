@@ -137,7 +137,7 @@ def left_over(rng, spec):
 def _step(params, stacks, slots, tokens_BT, positions_BT, pool, view, *, cfg):
     lora = tree.name_slots(stacks, slots)
     h, pool = transformer.hidden_states(
-        params, lora, transformer.Inputs(tokens_BT, positions_BT, pool=pool, view=view), cfg
+        params, lora, transformer.DecoderInputs(tokens_BT, positions_BT, pool=pool, view=view), cfg
     )
     return transformer.logits(params, lora, h), pool
 

@@ -16,7 +16,7 @@ from mint_jax.mesh import make_mesh
 from mint_jax.models import base as base_lib
 from mint_jax.models import quantised, transformer
 from mint_jax.models.config import Kernels, read_config
-from mint_jax.models.transformer import Inputs, hidden_states, logits
+from mint_jax.models.transformer import DecoderInputs, hidden_states, logits
 from pallas_kernels import packed_matmul
 
 # of a channel's largest value; half a step of 8 bits, of a 3-bit mantissa
@@ -28,7 +28,7 @@ def run(base, tokens_BT):
     with jax.set_mesh(base.mesh):
         f = jax.jit(
             lambda p, t: logits(
-                p, None, hidden_states(p, None, Inputs(t, positions_BT), base.cfg)[0]
+                p, None, hidden_states(p, None, DecoderInputs(t, positions_BT), base.cfg)[0]
             )
         )
         return np.asarray(f(base.params, tokens_BT))

@@ -151,7 +151,7 @@ def test_layers_have_the_bits_of_float32_and_logits_are_as_near_as_rounding(both
     @jax.jit
     def hidden(params, cfg_base=both[0]):
         return transformer.hidden_states(
-            params, None, transformer.Inputs(tokens, positions), cfg_base.cfg
+            params, None, transformer.DecoderInputs(tokens, positions), cfg_base.cfg
         )[0]
 
     states = [hidden(base.params) for base in both]
@@ -238,11 +238,13 @@ def test_what_it_does_not_serve_is_held_in_full(directory, mesh, monkeypatch):
     assert kinds(mesh, quantise="int8") == {jnp.dtype("int8"), jnp.dtype("float32")}
 
     def no_compiler():
-        raise NotImplementedError("no C++ compiler is there")
+        raise NotImplementedError("no C++ compiler found")
 
     monkeypatch.setattr(stored.native, "require", no_compiler)
     assert kinds(mesh) == full
-    assert stored.why_not(jnp.float32, "", jax.devices()[:1], "auto") == "no C++ compiler is there"
+    assert (
+        stored.reason_against(jnp.float32, "", jax.devices()[:1], "auto") == "no C++ compiler found"
+    )
 
 
 OTHERS = [("Q8_0", "Q8_0", 128), ("Q4_1", "Q4_1", 128), ("Q4_1", "Q8_0", 96), ("F16", "F16", 128)]
@@ -279,7 +281,7 @@ def test_blocks_of_other_weights_are_refused(tmp_path, mesh, rng):
         )
         gguf_lib.convert(tmp_path / f"{name}.gguf", tmp_path / name)
     (tmp_path / "one" / stored.FILE).write_bytes((tmp_path / "other" / stored.FILE).read_bytes())
-    with pytest.raises(UserError, match="is of other weights than those beside it: remove it"):
+    with pytest.raises(UserError, match="has other weights than its checkpoint: remove it"):
         base_lib.load(str(tmp_path / "one"), mesh)
     (tmp_path / "one" / stored.FILE).write_bytes(b"cut short")
     with pytest.raises(UserError, match="cannot be read"):

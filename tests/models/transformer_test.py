@@ -25,7 +25,7 @@ from mint_jax.models.config import ModelConfig
 from mint_jax.models.logprobs import target_logprobs
 from mint_jax.models.mlp import swiglu
 from mint_jax.models.paged import PAGE
-from mint_jax.models.transformer import Inputs, hidden_states, logits
+from mint_jax.models.transformer import DecoderInputs, hidden_states, logits
 from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import Request
 from tests import oracles
@@ -48,7 +48,7 @@ def _arange(shape):
 @functools.partial(jax.jit, static_argnames=("cfg", "remat"))
 def _logits(params, tokens_BT, positions_BT, segments=None, *, cfg, remat="none"):
     h_BTD, _ = hidden_states(
-        params, None, Inputs(tokens_BT, positions_BT, segments=segments), cfg, remat=remat
+        params, None, DecoderInputs(tokens_BT, positions_BT, segments=segments), cfg, remat=remat
     )
     return logits(params, None, h_BTD)
 
@@ -284,7 +284,7 @@ def test_decoding_with_a_cache_equals_the_full_forward(name, hf_dirs, tiny_base,
 @functools.partial(jax.jit, static_argnames="cfg")
 def _routes(params, tokens_BT, *, cfg):
     return hidden_states(
-        params, None, Inputs(tokens_BT, _arange(tokens_BT.shape)), cfg, keep_routes=True
+        params, None, DecoderInputs(tokens_BT, _arange(tokens_BT.shape)), cfg, keep_routes=True
     )[1]["moe"]["routes"]
 
 
@@ -374,7 +374,7 @@ def _forward_and_gradient(mesh, base, factors, tokens, g_BM, g_BTD):
 def _adapter_gradients(params, factors, tokens, g_BM, g_BTD):
     def loss(adapters):
         lora = bind(zip(adapters, (scale for _, scale in factors)), base_blocks=1)
-        h_BTD, _ = hidden_states(params, lora, Inputs(tokens, _arange(tokens.shape)), EVEN)
+        h_BTD, _ = hidden_states(params, lora, DecoderInputs(tokens, _arange(tokens.shape)), EVEN)
         logp_BM = target_logprobs(params, lora, h_BTD[:, :-1], tokens[:, 1:])
         return jnp.sum(logp_BM * g_BM) + jnp.sum(h_BTD * g_BTD), (h_BTD, logp_BM)
 

@@ -322,7 +322,7 @@ def test_an_implementation_says_why_it_does_not_serve_and_what_does(rng):
     )
     assert dispatch.fallen.total() == before + 1, "counted"
     for wrong, why in (
-        (arguments(rng, 16, 96, (128,), 16, 4, "float32"), "width 96 is no multiple of 128"),
+        (arguments(rng, 16, 96, (128,), 16, 4, "float32"), "width 96 is not a multiple of 128"),
         (
             arguments(rng, 16, 128, (128,), 12, 4, "float32"),
             "rank 12 is neither a power of two nor a multiple of 8",

@@ -212,7 +212,7 @@ def test_an_implementation_says_why_it_does_not_serve_and_shapes_are_checked(rng
     assert told(spec(4, 2, 3, 64), spec(1, 9, 2, 32, 128)) == "serves on tpu"
     assert (
         told(spec(4, 2, 3, 64), spec(1, 9, 2, 32, 64))
-        == "does not serve: a pool's width 64 is no multiple of 128"
+        == "does not serve: a pool's width 64 is not a multiple of 128"
     )
     assert "all bfloat16 or all float32" in told(
         spec(4, 2, 3, 64, dtype="float32"), spec(1, 9, 2, 32, 128)

@@ -125,7 +125,8 @@ def test_a_file_that_is_no_table_is_named(empty_cache, text):
     with pytest.raises(
         ValueError,
         match=(
-            f"{re.escape(str(path))} is no table of measured sizes .* delete it, or measure again"
+            f"{re.escape(str(path))} is not a table of measured sizes .* delete it, or"
+            " measure again"
         ),
     ):
         tuning.table("packed_lora", DEVICE)

@@ -112,7 +112,7 @@ def test_a_result_tells_which_kernels_of_its_machine_were_passed_over(
     assert told["cpu"] == []
     (of_pages,) = (one for one in told["tpu"] if one["op"] == "paged_attention")
     assert of_pages["implementation"] == "pallas_tpu"
-    assert "is no multiple of 128" in of_pages["reason"]
+    assert "is not a multiple of 128" in of_pages["reason"]
     assert of_pages["times"] > 0
 
 

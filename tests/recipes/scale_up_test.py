@@ -146,7 +146,7 @@ def test_adapters_of_experts_are_kernels_on_a_tpu(config, tmp_path, capsys):
     config.model.moe_intermediate_size = 192
     made = run_config(config, tmp_path)
     assert {one["reason"] for one in made["kernels_passed_over"]} == {
-        "width 192 is no multiple of 128"
+        "width 192 is not a multiple of 128"
     }
     assert "was passed over" in capsys.readouterr().err
     text = (tmp_path / "train.hlo.txt").read_text()

@@ -53,7 +53,7 @@ def _logits(params, adapter, tokens_BT, replay, cfg):
         params,
         bound,
         transformer.hidden_states(
-            params, bound, transformer.Inputs(tokens_BT, positions, replay=replay), cfg
+            params, bound, transformer.DecoderInputs(tokens_BT, positions, replay=replay), cfg
         )[0],
     )
 

@@ -111,7 +111,11 @@ def test_recorded_routes_are_those_of_a_full_forward_pass(base, rng):
             inputs = np.array([[*group.prefix, *s.tokens[:-1]]], np.int32)
             positions = np.arange(inputs.shape[1], dtype=np.int32)[None]
             _, kept = transformer.hidden_states(
-                base.params, None, transformer.Inputs(inputs, positions), CFG, keep_routes=True
+                base.params,
+                None,
+                transformer.DecoderInputs(inputs, positions),
+                CFG,
+                keep_routes=True,
             )
             full = np.asarray(kept["moe"]["routes"])[:, 0].swapaxes(0, 1)
             recorded = np.concatenate([group.routes, s.routes])
@@ -202,7 +206,7 @@ def test_the_out_of_route_rate_counts_other_choices(base, rng):
             _, kept = transformer.hidden_states(
                 other.params,
                 None,
-                transformer.Inputs(inputs, positions, replay=replay),
+                transformer.DecoderInputs(inputs, positions, replay=replay),
                 CFG,
                 keep_routes=True,
             )
