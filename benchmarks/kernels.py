@@ -226,9 +226,26 @@ def model_products(
 def _named(
     x: jax.Array, a: Any, b: Any, w: Any, sizes: jax.Array, factor: jax.Array, name: str
 ) -> list[jax.Array]:
-    return list(
-        packed_lora.packed_lora(x, a, b, base_products(x, w, sizes), factor, implementation=name)
-    )
+    return list(_adapted(name, x, tuple(a), tuple(b), tuple(base_products(x, w, sizes)), factor))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _adapted(name: str, x: Any, a: Any, b: Any, onto: Any, factor: Any) -> Any:
+    return packed_lora.packed_lora(x, a, b, onto, factor, name)
+
+
+def _adapted_backward(name: str, residuals: Any, g: Any) -> Any:
+    x, a, b, factor = residuals
+    return *packed_lora.gradients(x, a, b, g, jnp.zeros_like(x), factor, name), g, None
+
+
+_adapted.defvjp(
+    lambda name, x, a, b, onto, factor: (
+        _adapted(name, x, a, b, onto, factor),
+        (x, a, b, factor),
+    ),
+    _adapted_backward,
+)
 
 
 def _products(

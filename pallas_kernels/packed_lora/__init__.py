@@ -7,15 +7,12 @@ for all of them.
 Axes: M rows, D in, F out, R rank, W factors, K projections of the same rows.
 """
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels import dispatch
-from pallas_kernels.batching import each, joined
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.packed_lora import pallas_gpu, pallas_tpu, xla
 
@@ -45,7 +42,7 @@ def packed_lora(
 ) -> tuple[jax.Array, ...]:
     """Returns ``onto_k + (x a_k^T) b_k`` by each row's factor, ``[M, F_k]`` of each projection.
 
-    Differentiable in x, a, b and onto; under ``vmap`` it is one product of all rows.
+    Has no rules for ``grad`` and ``vmap``; ``mint_jax/models/packed_lora.py`` has both.
 
     Args:
         x: ``[M, D]``.
@@ -73,79 +70,24 @@ def packed_lora(
         raise ValueError(
             f"factor has shape {factor.shape}; expected one for each of {x.shape[0]} rows"
         )
-    return _packed((implementation, interpret), x, tuple(a), tuple(b), tuple(onto), factor)
+    args = x, tuple(a), tuple(b), tuple(onto), factor
+    return dispatch.run("packed_lora", ADD, implementation, args, interpret)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _packed(how: tuple[str, Any], x: Any, a: Any, b: Any, onto: Any, factor: Any) -> Any:
-    return _add(how)(x, a, b, onto, factor)
+def gradients(
+    x: jax.Array,
+    a: Stacks,
+    b: Stacks,
+    g: Stacks,
+    dx_onto: jax.Array,
+    factor: jax.Array,
+    implementation: str = "auto",
+    interpret: Any = None,
+) -> tuple[jax.Array, tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+    """Returns the gradients of x, added to ``dx_onto [M, D]``, and of a and b.
 
-
-def _forward(how: Any, x: Any, a: Any, b: Any, onto: Any, factor: Any) -> Any:
-    return _add(how)(x, a, b, onto, factor), (x, a, b, factor)
-
-
-def _backward(how: Any, residuals: Any, g: Any) -> Any:
-    x, a, b, factor = residuals
-    dx, da, db = gradients(how)(x, a, b, g, jnp.zeros_like(x), factor)
-    return dx, da, db, g, None
-
-
-_packed.defvjp(_forward, _backward)
-
-
-def _add(how: tuple[str, Any]) -> Any:
-    @jax.custom_batching.custom_vmap
-    def call(x: Any, a: Any, b: Any, onto: Any, factor: Any) -> Any:
-        return dispatch.run("packed_lora", ADD, how[0], (x, a, b, onto, factor), how[1])
-
-    @call.def_vmap
-    def rule(P: int, batched: Any, x: Any, a: Any, b: Any, onto: Any, factor: Any) -> Any:
-        of_x, of_a, of_b, of_onto, of_factor = batched
-        a, b, factor = of_policies(
-            P, (a, b, factor), (of_a, of_b, of_factor), shared=not any((*of_a, *of_b))
-        )
-        x, onto = jax.tree.map(lambda v, of: joined(v, of, P), (x, onto), (of_x, of_onto))
-        out = tuple(y.reshape(P, -1, y.shape[-1]) for y in call(x, a, b, onto, factor))
-        return out, jax.tree.map(lambda _: True, out)
-
-    return call
-
-
-def gradients(how: tuple[str, Any]) -> Any:
-    """Returns ``(x, a, b, g, dx_onto, factor) -> dx, da, db`` for the implementation and
-    ``interpret`` in ``how``, with its batching rule.
+    Args:
+        g: ``[M, F_k]``, gradient of each projection's result; the others as in ``packed_lora``.
     """
-
-    @jax.custom_batching.custom_vmap
-    def call(x: Any, a: Any, b: Any, g: Any, dx_onto: Any, factor: Any) -> Any:
-        return dispatch.run(
-            "packed_lora backward", BACKWARD, how[0], (x, a, b, g, dx_onto, factor), how[1]
-        )
-
-    @call.def_vmap
-    def rule(
-        P: int, batched: Any, x: Any, a: Any, b: Any, g: Any, dx_onto: Any, factor: Any
-    ) -> Any:
-        of_x, of_a, of_b, of_g, of_onto, of_factor = batched
-        # Gradients are per policy, also those of shared factors.
-        a, b, factor = of_policies(P, (a, b, factor), (of_a, of_b, of_factor), shared=False)
-        x, g, dx_onto = jax.tree.map(
-            lambda v, of: joined(v, of, P), (x, g, dx_onto), (of_x, of_g, of_onto)
-        )
-        out = jax.tree.map(
-            lambda v: v.reshape(P, -1, *v.shape[1:]), call(x, a, b, g, dx_onto, factor)
-        )
-        return out, jax.tree.map(lambda _: True, out)
-
-    return call
-
-
-def of_policies(P: int, values: Any, batched: Any, shared: bool) -> Any:
-    """Concatenates the factors of P policies, and renumbers the rows' factors."""
-    (a, b, factor), (of_a, of_b, of_factor) = values, batched
-    W, factor = a[0].shape[-3], each(factor, of_factor, P)
-    if not shared:
-        a, b = jax.tree.map(lambda w, of: joined(w, of, P), (a, b), (of_a, of_b))
-        factor = jnp.where(factor < 0, -1, factor + W * jnp.arange(P, dtype=factor.dtype)[:, None])
-    return a, b, factor.reshape(-1)
+    args = x, tuple(a), tuple(b), tuple(g), dx_onto, factor
+    return dispatch.run("packed_lora backward", BACKWARD, implementation, args, interpret)

@@ -200,13 +200,13 @@ def test_a_missing_tensor_is_named(ckpt, mesh):
 @pytest.mark.parametrize(
     ("field", "value", "words"),
     [
-        ("intermediate_size", 88, ["mlp.gate_proj.weight", "shape (80, 48)", "asks for (88, 48)"]),
+        ("intermediate_size", 88, ["mlp.gate_proj.weight", "shape (80, 48)", "needs (88, 48)"]),
         (
             "num_key_value_heads",
             4,
-            ["self_attn.k_proj.weight", "shape (32, 48)", "asks for (64, 48)"],
+            ["self_attn.k_proj.weight", "shape (32, 48)", "needs (64, 48)"],
         ),
-        ("vocab_size", 96, ["model.embed_tokens.weight", "shape (97, 48)", "asks for (96, 48)"]),
+        ("vocab_size", 96, ["model.embed_tokens.weight", "shape (97, 48)", "needs (96, 48)"]),
         ("num_hidden_layers", 4, ["no tensor 'model.layers.3.input_layernorm.weight'"]),
     ],
 )

@@ -236,44 +236,6 @@ def test_a_number_beyond_the_stack_is_its_last_ones(rng, form):
     )
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("implementation", FORMS)
-def test_vmap_over_policies_is_one_product_with_their_gradients(rng, implementation):
-    P, call = (
-        3,
-        functools.partial(packed_lora.packed_lora, implementation=implementation, interpret=True),
-    )
-    of = [arguments(rng, 40, 128, (128, 128), 16, 6, "float32") for _ in range(P)]
-    x, a, b, onto, factor = jax.tree.map(lambda *v: jnp.stack(v), *of)
-    weights = jnp.array(rng.normal(size=(40, 128)), jnp.float32)
-
-    def loss(x, a, b, onto, factor):
-        return sum(jnp.sum(y * weights) for y in call(x, a, b, onto, factor))
-
-    many = jax.jit(jax.vmap(call))
-    close(
-        many(x, a, b, onto, factor),
-        [np.stack(y) for y in zip(*(reference.packed_lora(*one) for one in of))],
-        "float32",
-    )
-    grads = jax.jit(jax.vmap(jax.grad(loss, argnums=(0, 1, 2, 3))))(x, a, b, onto, factor)
-    wanted = [reference.gradients(o[0], o[1], o[2], [weights, weights], o[4]) for o in of]
-    close(grads[:3], jax.tree.map(lambda *v: np.stack(v), *wanted), "float32")
-    close(grads[3], [np.broadcast_to(weights, (P, 40, 128))] * 2, "float32")
-    one, of_many = (
-        str(jax.make_jaxpr(f)(*args)).count("pallas_call[")
-        for f, args in ((call, of[0]), (many, (x, a, b, onto, factor)))
-    )
-    assert one == of_many == (implementation != "xla")
-    # Rows of several policies with adapters that all share: each policy's gradient of them is its
-    # own.
-    shared = jax.vmap(jax.grad(loss, argnums=1), in_axes=(0, None, None, 0, 0))(
-        x, of[0][1], of[0][2], onto, factor
-    )
-    alone = [reference.gradients(o[0], of[0][1], of[0][2], [weights, weights], o[4])[1] for o in of]
-    close(shared, jax.tree.map(lambda *v: np.stack(v), *alone), "float32")
-
-
 def test_runs_are_cut_at_tiles():
     made = runs.runs_of(jnp.array([-1, 4, 4, 4, 4, 4, -1, 2, 2, 0], jnp.int32), 4)
     assert made.local.tolist() == [[[-1, 0, 0, 0]], [[0, 0, -1, 1]], [[0, 1, -1, -1]]]

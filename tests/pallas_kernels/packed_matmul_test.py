@@ -186,54 +186,6 @@ def test_the_kernel_has_no_races_and_reads_nothing_that_was_not_written(rng):
     assert np.array(again)[~bad].tobytes() == np.array(made[0])[~bad].tobytes()
 
 
-@pytest.mark.parametrize("implementation", first(1, sorted(FORMS, reverse=True)))
-def test_vmap_over_policies_is_one_product_with_their_gradients(rng, implementation):
-    P, M, case = 3, 40, (40, 128, (128, 128), 16, 3, 2, "float32")
-    call = functools.partial(
-        packed_matmul.packed_matmul, implementation=implementation, interpret=True
-    )
-    of = [arguments(rng, *case) for _ in range(P)]
-    w = of[0][1]
-    x, _, sizes, a, b, factor = jax.tree.map(lambda *v: jnp.stack(v), *of)
-    weights = [jnp.array(rng.normal(size=(M, 128)), jnp.float32) for _ in w]
-
-    def loss(x, a, b, w, sizes, factor):
-        return sum(
-            jnp.sum(y * g) for y, g in zip(call(x, w, sizes, a, b, factor), weights, strict=True)
-        )
-
-    many = jax.jit(jax.vmap(call, in_axes=(0, None, 0, 0, 0, 0)))
-    wanted = [reference.packed_matmul(one[0], w, *one[2:]) for one in of]
-    close(many(x, w, sizes, a, b, factor), [np.stack(y) for y in zip(*wanted)], "float32")
-    grads = jax.jit(jax.vmap(jax.grad(loss, argnums=(0, 1, 2)), in_axes=(0, 0, 0, None, 0, 0)))(
-        x, a, b, w, sizes, factor
-    )
-    wanted = [reference.gradients(one[0], w, one[2], one[3], one[4], weights, one[5]) for one in of]
-    close(grads, jax.tree.map(lambda *v: np.stack(v), *wanted), "float32")
-    jaxprs = (
-        jax.make_jaxpr(lambda *args: call(args[0], w, *args[1:]))(of[0][0], *of[0][2:]),
-        jax.make_jaxpr(many)(x, w, sizes, a, b, factor),
-    )
-    one, of_many = (str(jaxpr).count("pallas_call[") for jaxpr in jaxprs)
-    assert one == of_many == (implementation == "pallas_tpu")
-    # Experts of each policy, and adapters that all share.
-    own = jnp.stack([one[1][0] for one in of])
-    made = jax.vmap(call, in_axes=(0, 0, 0, None, None, 0))(
-        x, [own], sizes, a[0][:1], b[0][:1], factor
-    )
-    wanted = [
-        reference.packed_matmul(one[0], [one[1][0]], one[2], [a[0][0]], [b[0][0]], one[5])
-        for one in of
-    ]
-    close(made, [np.stack(y) for y in zip(*wanted)], "float32")
-
-
-def test_the_base_is_frozen(rng):
-    x, w, sizes, a, b, factor = arguments(rng, 16, 128, (128,), 8, 2, 2, "float32")
-    with pytest.raises(ValueError, match="they are frozen"):
-        jax.grad(lambda w: packed_matmul.packed_matmul(x, w, sizes, a, b, factor)[0].sum())(w)
-
-
 def test_visits_are_of_one_tile_and_one_expert():
     factor = jnp.array([-1, 5, 5, 5, 1, 1, 1, 3, 3, -1, -1, -1], jnp.int32)
     made = visits.visits_of(jnp.array([4, 0, 1, 1, 2], jnp.int32), factor, 4)
