@@ -25,7 +25,7 @@ from ml_collections import ConfigDict
 from benchmarks import timing
 from mint_jax import params as params_lib
 from mint_jax.lora.apply import BoundAdapters
-from mint_jax.models import experts, moe, router
+from mint_jax.models import experts, moe, router, stacked
 from mint_jax.models.config import Experts, ModelConfig
 from mint_jax.models.expert_parallel import routed
 from mint_jax.models.experts import groups_of, sort_rows
@@ -89,11 +89,13 @@ class _Stack:
         """
 
         # the latter as the decoder
-        layers, stacks = ({"moe": params}, None) if sliced else experts.detach({"moe": params})
+        layers, stacks = (
+            ({"moe": params}, None) if sliced else stacked.detach({"moe": params}, False)
+        )
 
         def layer(x, inputs):
             p, number, lora = inputs
-            p = experts.attach(p, stacks, number)["moe"]
+            p = stacked.attach(p, stacks, number)["moe"]
             h = rms_norm(x, p["norm"], self.cfg.norm_eps)
             assert self.cfg.experts is not None
             route = router.route(h, p, None, self.cfg.experts)

@@ -94,15 +94,6 @@ def _full(cfg: ModelConfig, kind: str) -> list[bool]:
     return [cfg.indexer.full[layer] for layer in cfg.layers_of(kind)]
 
 
-def detach(layers: Any) -> tuple[Any, Any]:
-    """Splits a stack's parameters into those without indexers and the indexers, of which there are
-    fewer than layers.
-    """
-    attn = dict(layers["attn"])
-    stack = attn.pop("indexer", None)
-    return layers | {"attn": attn}, stack
-
-
 def positions(cfg: ModelConfig, kind: str) -> IndexerPosition | None:
     """Returns the indexer positions of the layers of one kind, to be scanned with their parameters;
     None for a model without indexers.

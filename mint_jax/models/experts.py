@@ -39,42 +39,6 @@ def specs(L: int, E: int, D: int, F: int, dtype: Any) -> dict[str, Any]:
     return {"gate": packed(D, F, inward), "up": packed(D, F, inward), "down": packed(F, D, outward)}
 
 
-def detach(layers: Any) -> tuple[Any, Any]:
-    """Splits a stack's parameters into those without the experts' matrices and these matrices; None
-    without experts.
-
-    A scan over layers slices its inputs, which copies them, and experts are most of a model's
-    bytes. As scan inputs all experts were read and written in every decode step, including those
-    that no token visits (the 128 of Qwen3-30B-A3B are 1.2 GB a layer in bfloat16, and a row visits
-    8). On two cores with six layers of 64 experts of 512 x 384, float32, 4 visited, a step of 1, 8
-    and 32 rows took 105-138, 143-148 and 214-228 ms with slices, and 6.5-8.4, 51-53 and 105-132
-    without. So the loop closes over whole stacks, and matmuls begin at a layer's first expert
-    (``attach``).
-    """
-    if "moe" not in layers:
-        return layers, None
-    experts = layers["moe"]["experts"]
-    left = {
-        name: {key: x for key, x in leaf.items() if key != "w"} for name, leaf in experts.items()
-    }
-    return layers | {"moe": layers["moe"] | {"experts": left}}, {
-        name: leaf["w"] for name, leaf in experts.items()
-    }
-
-
-def attach(layer: Any, stacks: Any, number: jax.Array) -> Any:
-    """Returns one layer's parameters with its experts as ``expert_mlp`` takes them: whole stacks
-    and the layer's number.
-    """
-    if stacks is None:
-        return layer
-    experts = {
-        name: leaf | {"w": stacks[name], "layer": number}
-        for name, leaf in layer["moe"]["experts"].items()
-    }
-    return layer | {"moe": layer["moe"] | {"experts": experts}}
-
-
 def _of_layer(leaf: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """Returns a projection's matrices as ``packed_lora.project`` takes them, flattened over
     layers.

@@ -19,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from mint_jax import sharding
 from mint_jax.lora.apply import AnyAdapters, SlotBlocks, batch_delta, embedding_delta
 from mint_jax.lora.rows import RowAdapters
-from mint_jax.models import dsa, experts, mla, mlp, moe, paged, quantised, stacked, stored
+from mint_jax.models import dsa, mla, mlp, moe, paged, quantised, stacked, stored
 from mint_jax.models.attention import Context, Segments, packed_attention
 from mint_jax.models.config import ModelConfig
 from mint_jax.models.linear import matrix, project, project_each
@@ -215,30 +215,16 @@ def hidden_states(
     chosen = dsa.undecided(B, T, view, cfg)
     kept = {}
     for kind in cfg.stacks:
-        scanned, indexers = dsa.detach(params[kind])
-        scanned, stacks = experts.detach(scanned)
-        scanned, matrices = (
-            stacked.detach(scanned) if view is not None and sharding.one_device() else (scanned, {})
-        )
-
+        scanned, whole = stacked.detach(params[kind], view is not None and sharding.one_device())
         adapters = _below(lora, kind)
 
-        def layer(
-            carry,
-            layer_inputs,
-            indexers=indexers,
-            stacks=stacks,
-            matrices=matrices,
-            adapters=adapters,
-        ):
+        def layer(carry, layer_inputs, whole=whole, adapters=adapters):
             x, chosen, pool = carry
             p, a, number, position, routes = layer_inputs
             used = None if view is None else view.used
-            p = experts.attach(
-                stacked.attach(p, matrices, number, cfg.kernels.layer_matmul, used), stacks, number
-            )
+            p = stacked.attach(p, whole, number, cfg.kernels.layer_matmul, used)
             a = _of_layer(adapters, number, a)
-            indexer = None if position is None else dsa.Layer(indexers, position)
+            indexer = None if position is None else dsa.Layer(whole.indexers, position)
             cache = None if view is None else paged.Cache(pool, number, view)
             x, chosen, pool, route = _layer(x, chosen, p, a, cache, indexer, routes, ctx, cfg)
             return (x, chosen, pool), (

@@ -44,7 +44,7 @@ def describe(config: RecipeSettings, folder: Path) -> dict[str, Any]:
         why = f"base {config.base} is not on this machine yet; the job fetches it"
         return out | {"bytes": None, "why": why}
     cfg, dtype, quantise = hf.read_model(directory), DTYPES[config.dtype], config.quantise
-    refused = stored.why_not(dtype, quantise, jax.devices(), config.kernels.layer_matmul)
+    refused = stored.reason_against(dtype, quantise, jax.devices(), config.kernels.layer_matmul)
     as_stored = config.as_stored and not refused
     base, *_ = hf.resident_specs(directory, cfg, dtype, quantise, as_stored)
     sizes: dict[str, Any] = {"devices": {"base": params_lib.nbytes(base)}, "disk": {}}

@@ -39,7 +39,7 @@ import numpy as np
 from mint_jax import multihost
 from mint_jax.compiling import Program, Programs, abstract
 from mint_jax.errors import UserError
-from mint_jax.lora.tree import Slot, Stacks
+from mint_jax.lora.tree import Stacks
 from mint_jax.models.base import Base
 from mint_jax.models.paged import PAGE
 from mint_jax.rollout import device, plans
@@ -78,14 +78,6 @@ COUNTS = ("prefills", "prefilled_tokens", "reused_tokens", "decodes", "drawn_tok
 # Maximum seconds between checks for new requests while all present ones wait for adapters or
 # programs.
 LOOK_S = 0.02
-
-
-class SlotLease(Protocol):
-    """A lease that keeps a revision in its slot."""
-
-    slot: Slot
-
-    def release(self) -> None: ...
 
 
 class Residents(Protocol):
@@ -340,8 +332,8 @@ class Engine:
             stacks: resident adapters, if there is no ``residency``.
             residency: loads adapters that requests name by ``revision``, while others decode.
             commit_bytes: approximate bytes written into slots between two turns; None is no limit.
-            colocated: work that runs between two turns, in the loop's thread. ``wake`` notifies the
-                loop of new work.
+            coscheduled: work that runs between two turns, in the loop's thread. ``wake`` notifies
+                the loop of new work.
 
         Raises:
             UserError: several processes share the mesh.
@@ -394,7 +386,7 @@ class Engine:
         return {"rows": rows | {"most": self.rows[-1]}, "pages": pages}
 
     def wake(self) -> None:
-        """Notifies the loop of new colocated work; from any thread."""
+        """Notifies the loop of new coscheduled work; from any thread."""
         with self._wake:
             self._wake.notify_all()
 
@@ -564,7 +556,7 @@ class Engine:
         )
 
     def _turn_coscheduled(self, coscheduled: Coscheduled) -> bool:
-        """Runs one turn of the engine and one of the colocated work."""
+        """Runs one turn of the engine and one of the coscheduled work."""
         self._schedule.prefer(coscheduled.order(self._schedule.tenants))
         began = time.perf_counter()
         self._tokens.clear()

@@ -122,8 +122,8 @@ def test_chosen_keys_are_left_to_xla(rng):
     chosen = rng.random((3, 2, table.shape[1] // 4, 128)) < 0.5
     args = *queries, latent, rope, rows
     assert dict(dispatch.explain(latent_attention.ATTEND, *args, chosen)) == {
-        "pallas_tpu": "does not serve: which keys a query sees is chosen",
-        "pallas_gpu": "does not serve: which keys a query sees is chosen",
+        "pallas_tpu": "does not serve: an indexer chooses the keys",
+        "pallas_gpu": "does not serve: an indexer chooses the keys",
         "xla": "serves on any platform",
     }
     made = latent_attention.latent_attention(*args, chosen, scale=SCALE)

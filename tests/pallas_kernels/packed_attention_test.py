@@ -310,4 +310,4 @@ def test_it_says_what_it_does_not_serve(monkeypatch):
         gpu.attach(monkeypatch, "9.0", attached)
         assert told(small._replace(H=192)) == "serves on cuda"
         assert (told(small._replace(H=200)) == "serves on cuda") == serves
-    assert told(small, chosen=True) == "does not serve: which keys a query sees is chosen"
+    assert told(small, chosen=True) == "does not serve: an indexer chooses the keys"
