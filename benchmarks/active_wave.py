@@ -1,17 +1,14 @@
-"""Many adapters in one batch: what distinct adapters add to a step of decoding, from one of them to
-a thousand.
+"""Time that many adapters add to a decoding step, from one adapter to a thousand.
 
-Every row of a batch names an adapter, 1 to 1,024 distinct ones in turn, and all rows decode. A step
-of it is timed in turn with one of the bare base, which has no adapters resident at all, at the same
-number of rows: ``overhead`` is what it takes longer, as a share of the base's time. ``overhead_1``:
-all rows name one adapter of the larger rank; ``overhead_64`` and ``overhead_1024``: as many rows as
-adapters of the smaller. Beside each stands ``bytes_share``: the bytes of the distinct adapters over
-the base's, what they must cost where memory is the limit and all of it is read once.
+The rows of a batch name their adapters in turn. A step is timed in turn with a step of the bare
+base with the same number of rows; ``overhead`` is the extra time over the base's. In ``overhead_1``
+all rows name one adapter of the larger rank; in ``overhead_64`` and ``overhead_1024`` every row has
+its own adapter of the smaller rank. ``bytes_share`` is the bytes of the adapters over the base's:
+the least cost where memory bandwidth is the limit.
 
-``errors``: rows whose tokens or log-probabilities differ, in any bit, from those of the same
-adapter and token decoded alone in the same program. ``unchanged``: rows that their adapter does not
-change, for which this says nothing. A few rows of each batch are checked so, for each takes a
-batch's time (``checked``).
+``errors`` counts rows whose tokens or log-probabilities differ in any bit from the same adapter and
+token decoded alone by the same program. ``unchanged`` counts rows whose adapter has no effect.
+Only ``checked`` rows are compared, since each takes the time of a batch.
 """
 
 from collections.abc import Callable, Sequence
@@ -45,7 +42,7 @@ class _Batch(NamedTuple):
 
 
 def run(config: Any, workdir: Path) -> dict[str, Any]:
-    """Runs the bench; returns its report and draws ``active_wave.png``."""
+    """Runs the bench; returns its report."""
     base = open_base(config)
     shapes = sorted(config.shapes)
     waves = [wave for wave in config.waves.values() if wave.counts]
@@ -65,7 +62,9 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
         stacks[rank] = {adapter.bucket: random_stack(base, adapter, slots, config.seed)}
     each = {rank: adapter_bytes(base, AdapterConfig(rank)) for rank in most}
     found = {
-        rows: _measure(config, base, rows, mine, stacks) for rows, mine in batches.items() if mine
+        rows: _measure(config, base, rows, stack, stacks)
+        for rows, stack in batches.items()
+        if stack
     }
 
     points = []
@@ -110,7 +109,6 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
         "steps_of_a_call": {str(rows): _steps(config, rows) for rows in found},
         "call_seconds": {str(rows): timing.medians_of(times) for rows, (times, _) in found.items()},
     }
-    _draw(report, workdir / "active_wave.png")
     return report
 
 
@@ -129,13 +127,13 @@ def _measure(
     steps = Steps(base, rows, config.context + count, config.seed)
     bare = [None] * rows
     checked = {}
-    plain = _told(steps.take({}, steps.plan(bare, {}), count))
+    plain = _ids_and_logprobs(steps.take({}, steps.plan(bare, {}), count))
     for batch in batches:
         checked[batch] = _check(config, steps, batch, stacks[batch.rank], count, plain)
 
-    def side(slots: Sequence[Slot | None], mine: Stacks) -> Callable[[], Any]:
-        plan = jax.device_put(steps.plan(slots, mine, config.context))
-        return lambda: steps.take(mine, plan, count)
+    def side(slots: Sequence[Slot | None], stack: Stacks) -> Callable[[], Any]:
+        plan = jax.device_put(steps.plan(slots, stack, config.context))
+        return lambda: steps.take(stack, plan, count)
 
     sides = {"bare": side(bare, {})} | {
         batch.name: side(batch.slots(rows), stacks[batch.rank]) for batch in batches
@@ -143,7 +141,7 @@ def _measure(
     return timing.in_turn(f"{rows} rows", sides, config.n), checked
 
 
-def _told(drawn: Drawn) -> np.ndarray:
+def _ids_and_logprobs(drawn: Drawn) -> np.ndarray:
     """Tokens and log-probabilities of every row, as bits: ``[R, 2, K]`` int32."""
     return np.stack([np.asarray(drawn.tokens), np.asarray(drawn.logprobs).view(np.int32)], axis=1)
 
@@ -155,43 +153,11 @@ def _check(
     that are checked.
     """
     slots = batch.slots(steps.rows)
-    together = _told(steps.take(stacks, steps.plan(slots, stacks), count))
+    together = _ids_and_logprobs(steps.take(stacks, steps.plan(slots, stacks), count))
     chosen = np.unique(np.linspace(0, min(batch.count, steps.rows) - 1, config.checked).astype(int))
     errors = 0
     for r in chosen.tolist():
-        alone = _told(steps.take(stacks, steps.plan(slots, stacks, alone=r), count))
+        alone = _ids_and_logprobs(steps.take(stacks, steps.plan(slots, stacks, alone=r), count))
         errors += not np.array_equal(alone[r], together[r])
     same = (together == plain).all(axis=(1, 2))
     return {"errors": errors, "unchanged": int(same.sum()), "checked": len(chosen)}
-
-
-def _draw(report: dict[str, Any], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, ax = plt.subplots(figsize=(5, 3.4))
-    for rank in sorted({point["rank"] for point in report["batches"]}):
-        mine = [point for point in report["batches"] if point["rank"] == rank]
-        counts = [point["distinct"] for point in mine]
-        overheads = [100 * timing.value(point["overhead"]) for point in mine]
-        [line] = ax.plot(counts, overheads, "o-", label=f"rank {rank}")
-        shares = [100 * point["bytes_share"] for point in mine]
-        ax.plot(
-            counts,
-            shares,
-            ":",
-            color=line.get_color(),
-            label=f"bytes of rank {rank} over the base's",
-        )
-    ax.set_xscale("log", base=2)
-    ax.set_ylim(bottom=0)
-    ax.set_xlabel("distinct adapters in the batch")
-    ax.set_ylabel("time over the bare base, %")
-    ax.set_title(f"decoding {report['base']}, {report['device']}", fontsize=10)
-    ax.legend(fontsize=8)
-    ax.grid(alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)

@@ -1,4 +1,4 @@
-"""Work in a process of its own, whose memory is then its own too."""
+"""Runs a function in a fresh process, whose memory is then its own."""
 
 import concurrent.futures
 import multiprocessing
@@ -9,10 +9,10 @@ T = TypeVar("T")
 
 
 def alone(function: Callable[..., T], *arguments: object) -> T:
-    """What a function returns in a fresh process.
+    """Returns the result of a function in a fresh process.
 
     Raises:
-        BrokenProcessPool: the process died; a ``multiprocessing.Pool`` would wait for it for ever.
+        BrokenProcessPool: the process died; a ``multiprocessing.Pool`` would wait without end.
         Whatever the function raises.
     """
     with concurrent.futures.ProcessPoolExecutor(

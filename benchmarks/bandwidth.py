@@ -1,6 +1,4 @@
-"""What reading memory reaches here: an array far larger than any cache of the processor, read
-whole.
-"""
+"""Measures memory bandwidth by reading an array much larger than the caches."""
 
 import time
 from collections.abc import Callable
@@ -14,7 +12,7 @@ TRIES = 5
 
 
 class Bandwidth:
-    """As one side of ``timing.in_turn`` it shows how many bytes a second the machine can read or
+    """A side of ``timing.in_turn``: bytes per second that the machine can read or
     copy meanwhile.
 
     Three ways are tried, the fastest one is used: a sum, a product with two columns, whose weights

@@ -1,10 +1,8 @@
-"""Catalogs to measure: many policies of a tiny base with real packed adapters, all different, a few
-KB each.
+"""Fills catalogs with many policies of a tiny base and distinct packed adapters of a few KB.
 
-Entry ``k`` of a catalog of ``entries`` is revision ``k // policies + 1`` of policy ``k %
-policies``: every policy is exported once, then every policy again, as training does. The bytes of a
-batch follow from the seed and the batch's number, so that whoever reads them back knows what they
-must be.
+Entry ``k`` is revision ``k // policies + 1`` of policy ``k % policies``: every policy is exported
+once, then every policy again, as training does. The seed and the batch number determine the bytes
+of a batch, so a reader knows what to expect.
 """
 
 import os
@@ -46,7 +44,7 @@ def base_specs() -> Any:
 
 
 class Plan(NamedTuple):
-    """What is in a catalog.
+    """Contents of a catalog.
 
     Attributes:
         entries: revisions in all.

@@ -1,21 +1,17 @@
-"""A catalog of 10^3 to 10^6 revisions: what making it costs, and what names, cold loads and memory
-cost in it.
+"""A catalog of 10^3 to 10^6 revisions: its making, names, cold loads and memory.
 
-Each size is made for real (see ``catalog_fill``) in a process of its own and measured in another,
-so that resident memory is that of a process which only reads. Measured there, each request timed
-alone:
+Each size is filled (``catalog_fill``) in one process and measured in another, whose resident memory
+is then that of a reader. Each request is timed alone:
 
 - ``resolve``: ``policy@latest`` for names of each kind of ``traffic``, and ``policy@number`` for
-  uniform revisions. Beside them runs a ``control``: 0.1 ms of arithmetic. What its 99th percentile
-  has beyond that, the machine took. ``undisturbed`` are the requests (and their share) during which
-  the kernel gave the core to no other thread; ``cpu`` is the thread's own time.
-- ``load``: name -> resolve -> read -> verify -> unpack -> admit -> device slot, through
-  ``Residency`` with a small host cache and few slots, for names of each kind; by where the bytes
-  were found: storage (cold), host or device. ``load`` are the Zipf names, ``loads`` all kinds.
-  ``disk``: cold loads after the packs and the database were dropped from the page cache.
-- ``promote``: one alias after another moves by a revision.
-- ``errors``: requests that raised, or gave another revision than the name stands for. Whole batches
-  are read back besides.
+  uniform revisions. ``control`` is 0.1 ms of arithmetic in between; the excess of its 99th
+  percentile is the machine's. ``undisturbed`` requests ran without a context switch; ``cpu`` is the
+  thread's own time.
+- ``load``: from name to device slot through ``Residency`` with a small host cache and few slots, by
+  the tier that had the bytes: storage (cold), host or device. ``load`` has Zipf names, ``loads``
+  all kinds. ``disk``: cold loads after packs and database were dropped from the page cache.
+- ``promote``: moves of one alias after another by a revision.
+- ``errors``: requests that raised or returned another revision. Whole batches are read back too.
 """
 
 import contextlib
@@ -107,14 +103,14 @@ def resolves(
     )
     progress = Progress(what, count)
     for k, (name, number) in enumerate(names):
-        others = _preemptions()
+        preempted = _preemptions()
         began, used = time.perf_counter(), time.thread_time()
         try:
             errors += catalog.resolve(name).number != number
         except UserError:
             errors += 1
         wall[k], work[k] = time.perf_counter() - began, time.thread_time() - used
-        whole[k] = _preemptions() == others
+        whole[k] = _preemptions() == preempted
         if k % 10 == 0:
             began = time.perf_counter()
             _spin()
@@ -131,14 +127,14 @@ def resolves(
 
 
 def _largest(resolved: Mapping[str, Mapping[str, Any]], key: str) -> Any:
-    """Of the kinds of names; None where none has it: on a busy machine the kernel may take the core
-    in each of few resolutions.
+    """Returns the largest value over the kinds of names; None if no kind has one, since on a busy
+    machine every resolution may be preempted.
     """
     return max((of[key] for of in resolved.values() if key in of), key=timing.value, default=None)
 
 
 def _preemptions() -> int:
-    """How often the kernel took the core from this thread."""
+    """Returns the number of involuntary context switches of this thread."""
     # the first is Linux
     return resource.getrusage(getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)).ru_nivcsw
 
@@ -151,7 +147,7 @@ class _Loads:
         admission = Admission(BASE, base_specs(), {ADAPTER.bucket: slots.targets(ADAPTER.bucket)})
         self._catalog = catalog
         self._places: dict[str, Place] = {}  # of the request under way
-        self._seen: set[str] = set()
+        self._loaded: set[str] = set()
         host_bytes = config.host_entries * object_bytes
         self.residency = Residency(
             self._fetch,
@@ -168,9 +164,9 @@ class _Loads:
 
     def empty(self) -> None:
         """Drops all adapters from slots and host cache."""
-        for digest in self._seen:
+        for digest in self._loaded:
             self.residency.drop(digest)
-        self._seen.clear()
+        self._loaded.clear()
 
     def measure(
         self, what: str, names: Iterable[str], count: int, drop: bool = False
@@ -188,7 +184,7 @@ class _Loads:
                 resolved = self._catalog.resolve(name)
                 digest = resolved.digest
                 self._places = {digest: resolved.place}
-                self._seen.add(digest)
+                self._loaded.add(digest)
                 tier = "host" if digest in self.residency.host else "cold"
                 future = self.residency.acquire(digest)
                 if future.done():
@@ -301,7 +297,7 @@ def measure(
 
 
 def _read_back(catalog: Catalog, plan: Plan, payloads: Payloads, rng: np.random.Generator) -> int:
-    """How many revisions of two random batches are not those that were exported."""
+    """Counts revisions of two random batches that differ from what was exported."""
     batches = list(plan.batches())
     wrong = 0
     for number in rng.integers(0, len(batches), 2).tolist():
@@ -404,7 +400,6 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
             rows = sorted([*rows, row], key=lambda row: row["entries"])
             # what is measured stays, whatever comes
             (workdir / "catalog_scale.json").write_text(json.dumps(rows, indent=1))
-            _draw(rows, workdir / "catalog_scale.png")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     top = (
@@ -450,55 +445,3 @@ def _server(database: str) -> Iterator[tuple[str | None, Path | None]]:
 def _fresh(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-
-
-def _draw(rows: list[dict[str, Any]], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    sizes = [row["entries"] for row in rows]
-    figure, axes = plt.subplots(1, 3, figsize=(12, 3.6))
-    for key, label in (
-        ("p50_ms", "p50"),
-        ("p99_ms", "p99"),
-        ("p99_undisturbed_ms", "p99, undisturbed"),
-    ):
-        axes[0].plot(
-            sizes, [timing.value(row[f"resolve_{key}"]) for row in rows], "o-", label=label
-        )
-    axes[0].plot(
-        sizes,
-        [timing.value(row["control_p99_ms"]) for row in rows],
-        "k:",
-        label="p99 of 0.1 ms of arithmetic",
-    )
-    axes[0].set_ylabel("resolve, ms")
-    for key in ("p50_ms", "p99_ms"):
-        axes[1].plot(
-            sizes, [timing.value(row[f"cold_{key}"]) for row in rows], "o-", label=f"cold {key[:3]}"
-        )
-        axes[1].plot(
-            sizes,
-            [timing.value(row["disk"].get(key)) for row in rows],
-            "s--",
-            label=f"from disk {key[:3]}",
-        )
-    axes[1].set_ylabel("name to device slot, ms")
-    axes[2].plot(sizes, [row["entries_per_s"] for row in rows], "o-", label="whole")
-    axes[2].plot(
-        sizes, [row["entries_per_s_last_tenth"] for row in rows], "s--", label="last tenth"
-    )
-    axes[2].set_ylabel("exports, entries/s")
-    axes[2].set_ylim(bottom=0)
-    for ax in axes:
-        ax.set_xscale("log")
-        ax.set_xlabel("revisions in the catalog")
-        ax.grid(alpha=0.3)
-        ax.legend(fontsize=8)
-    for ax in axes[:2]:
-        ax.set_yscale("log")
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)

@@ -1,11 +1,10 @@
-"""Many requests for cold adapters at once: when each has its slot, for distinct adapters and for
-one and the same.
+"""Simultaneous requests for cold adapters: distinct ones, and one adapter for all.
 
-All requests are made at once of a ``Residency`` opened as jobs do, whose slots hold all; the files
-are in the page cache. A loader that holds a lock over the whole load serves them one after another,
-a staircase: the k-th waits k loads. ``distinct`` and ``identical`` have, by number of requests,
-seconds to the first, the median and the last slot, ``over_one``, the last over that of a single
-request, and of identical requests the reads of storage.
+All requests start together on a ``Residency`` opened as jobs open it; the slots hold all adapters,
+and the files are in the page cache. A loader that locks the whole load serves them one by one, so
+that the k-th waits for k loads. ``distinct`` and ``identical`` have, by number of requests, seconds
+to the first, median and last slot; ``over_one`` is the last over a single request's time. Identical
+requests also count the reads of storage.
 """
 
 import shutil

@@ -1,19 +1,15 @@
-"""Concurrent GRPO over one base: policies one after another, overlapped, and batched in one step;
-equal work on every side.
+"""Concurrent GRPO over one base: sequential, overlapped and batched schedules with equal work.
 
-Every timed call starts from the same training state and runs the same steps with the same seeds, so
-that all schedules sample the same number of tokens (it is checked). Rewards of the tasks take
-microseconds; ``reward_s`` adds the waiting time of a verifier elsewhere for a second series
-(``ratio_P_waiting``), since gaps are what overlapping fills. ``busy`` is the share of the time in
-which the devices work on a rollout or an update; ``timeline`` has the phases of each schedule's
-last call.
+Every timed call starts from one training state and runs the same steps with the same seeds, and the
+number of sampled tokens is compared. Rewards take microseconds; ``reward_s`` adds the latency of a
+remote verifier in a second series (``ratio_P_waiting``), which overlapping hides. ``busy`` is the
+share of time in which the devices work; ``timeline`` has the phases of each schedule's last call.
 
-What the batched schedule's peak has more, of 8 policies on SmolLM2 in blocks, is what is in work at
-once: a cache of 48 pages, 71 MB, where one policy's samples take 16, 24 MB, and in the training
-step's 76 MB of temporaries the gradients of a pass's policies (27) and the inputs of their layers
-(12). On a CPU the process shows it only because nothing is held twice: temporaries are freed before
-the next program takes its own (``host.run_in_the_calling_thread``), and what a rollout leaves is
-given back (``host.give_back_freed_memory``). No base and no optimizer state is in it.
+The batched schedule's peak memory is higher by the work in flight: with 8 policies on SmolLM2 a
+cache of 48 pages (71 MB, against 24 MB), and 76 MB of temporaries in the training step. On a CPU
+the process shows this only because temporaries are freed before the next program allocates
+(``host.run_in_the_calling_thread``) and a rollout's memory is returned
+(``host.give_back_freed_memory``).
 """
 
 import time

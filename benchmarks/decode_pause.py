@@ -1,11 +1,10 @@
-"""What cold loads cost those who decode meanwhile.
+"""Slowdown of decoding while a cold adapter loads.
 
-``decode_pause_p99``: the 99th percentile of a decode step of a small model, commit included, while
-a cold load goes on, over that without. Windows of steps take turns: quiet, loading, and quiet once
-more. A loading window begins with the request and ends with the step in which the last piece is
-written, so the whole load is inside it, and every step of it is counted; ``decode_loads`` says how
-many loads began and ended inside such windows. ``decode_noise_p99``, the second quiet steps over
-the first, is what the machine makes of no difference at all. Residency is opened as jobs open it.
+``decode_pause_p99`` is the 99th percentile of a decode step of a small model during a cold load,
+over that without one. Windows of steps alternate: quiet, loading, quiet. A loading window starts
+with the request and ends with the step that writes the last piece; ``decode_loads`` counts the
+loads inside such windows. ``decode_noise_p99`` compares the two quiet windows. Residency is opened
+as jobs open it.
 """
 
 import time
@@ -61,13 +60,13 @@ class _Decoder:
         table, self.pages = longest_table(PROMPT + self.new), 1 + pages_for(self.new, PAGE)
         # Row r has pages r pages, ...: the first its prompt's, the others its own, which begin with
         # a new run.
-        mine = np.arange(rows * self.pages, dtype=np.int32).reshape(rows, -1)
+        pages = np.arange(rows * self.pages, dtype=np.int32).reshape(rows, -1)
         tables = np.zeros((rows, table), np.int32)
-        tables[:, 0] = mine[:, 0]
-        tables[:, RUN_PAGES : RUN_PAGES + self.pages - 1] = mine[:, 1:]
+        tables[:, 0] = pages[:, 0]
+        tables[:, RUN_PAGES : RUN_PAGES + self.pages - 1] = pages[:, 1:]
         tokens = np.pad(prompts[:, :-1], ((0, 0), (0, PAGE - PROMPT + 1)))
         self.blocks = plans.blocks_plan([[]], rows, table, ())._replace(
-            tokens=tokens, page=mine[:, 0], table=tables
+            tokens=tokens, page=pages[:, 0], table=tables
         )
         full = np.full((rows,), self.new, np.int32)
         prefix = np.full((rows,), PROMPT - 1, np.int32)
@@ -177,14 +176,14 @@ def _ratio(windows: dict[str, list[list[float]]], name: str, q: float) -> timing
     """A percentile of all steps of one kind over that of the quiet ones; the interval is the
     bootstrap over rounds.
     """
-    mine, quiet = windows[name], windows["quiet"]
+    loading, quiet = windows[name], windows["quiet"]
 
     def of(rounds: np.ndarray) -> float:
         return float(
             np.divide(
                 *(
                     np.percentile(np.concatenate([steps[k] for k in rounds]), q)
-                    for steps in (mine, quiet)
+                    for steps in (loading, quiet)
                 )
             )
         )

@@ -1,8 +1,7 @@
-"""Steps of decoding without an engine around them, and stacks of random adapters to take them with.
+"""Decoding steps without an engine, and stacks of random adapters for them.
 
-An engine's time has its host's part in it, and which rows decode is the schedule's doing. Here a
-plan is made once and its steps are taken as often as wanted: each call reads and writes the same
-places, so that all calls do the same work.
+An engine's time includes the host's part and depends on its schedule. Here a plan is made once, and
+each call reads and writes the same places, so all calls do the same work.
 """
 
 from collections.abc import Sequence
@@ -49,7 +48,7 @@ class Steps:
         cached: int = 0,
         alone: int | None = None,
     ) -> DecodePlan:
-        """Which rows decode, and with what.
+        """Rows that decode, and their arguments.
 
         Args:
             slots: of each row; None is the bare base.

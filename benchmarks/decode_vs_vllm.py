@@ -1,12 +1,10 @@
-"""Decoding rows of many adapters in one batch: vLLM on the same processor, checkpoint, adapters and
-prompts, beside ours.
+"""Decoding rows of many adapters in one batch, against vLLM on the same CPU.
 
-Rows name adapters in turn, the last the bare base; prompts are in both caches before the clock
-starts. ``ratio_R``: tokens a second of R rows over vLLM's in float32, which is our arithmetic,
-whatever a base's ``weights`` are held in; ``ratio_R_bfloat16``: over vLLM's in bfloat16, whose
-weights are half the bytes. ``same_tokens_R``: share of greedy tokens that both drew in float32.
-vLLM is started by the options that its users have, compiled for this base, with as many sequences
-and adapters at once as there are.
+Both sides have the same checkpoint, adapters and prompts. Rows name adapters in turn, the last row
+the bare base; prompts are cached before the clock starts. ``ratio_R`` is our tokens a second with R
+rows over vLLM's in float32, which is our arithmetic; ``ratio_R_bfloat16`` is over vLLM in bfloat16,
+whose weights have half the bytes. ``same_tokens_R`` is the share of equal greedy tokens in float32.
+vLLM runs with its users' options, compiled, with as many sequences and adapters as there are.
 """
 
 import json

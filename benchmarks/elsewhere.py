@@ -1,6 +1,4 @@
-"""A program of ours in an interpreter that has what ours lacks, spoken to by lines of JSON: peers
-with environments of their own.
-"""
+"""Runs a peer in an interpreter of its own environment, by lines of JSON."""
 
 import json
 import subprocess
@@ -9,7 +7,7 @@ from typing import Any
 
 
 class Elsewhere:
-    """The program, once it has told what it is.
+    """The program, after its first line describes it.
 
     Args:
         python: the interpreter.

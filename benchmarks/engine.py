@@ -1,35 +1,23 @@
-"""The sampling engine: against torch and transformers, against what it would be without its parts,
-and against memory.
+"""The sampling engine against torch and transformers, against itself without its parts, and against
+memory bandwidth.
 
-``ratio_decode_R``: tokens a second of R rows, greedy, whose prompts are in the cache on both sides,
-over those of transformers on the same checkpoint (``torch_peer``, with its fastest options). Where
-the base stays in its checkpoint's blocks (``weights``), ``ratio_decode_R_in_full`` is that of the
-engine on a base in float32, in the same rounds. ``ratio_prefill``: tokens of prompts a second to
-the first new token.
-
-``ratio_continuous``: tokens a second on ragged lengths over those of a lockstep loop, which stands
-for the one that this engine had before: requests are sorted by the length of their prompts and
-taken in groups of as many as there are rows; all rows of a group go on until its last one has
-ended, and no group begins before that. ``ratio_continuous_idle_rows_free``: over a loop with the
-same groups whose ended rows are not computed, which on CPUs the kernels of this engine spare it.
-All run the same programs at the same number of rows. ``static_rows_busy`` is the share of these
-loops' rows and steps that draw a token. No request stops before its ``max_tokens``, by which the
-engine orders those that it is given at once: where completions stop earlier it knows less of them.
-
-``ratio_prefix``: one request of n samples over n requests of other prompts of the same length,
-prompts and tokens together. No prompt is read twice in what compares prompts: each call has a
-tenant of its own, and tenants share nothing.
-
-``bandwidth_share``: the bytes that a step must read, all weights once and what is cached of each
-row, over the time of a step of the engine, host and all; as a share of what reading memory reaches
-here, measured in turn with it. By the number of rows: with many of them products are the limit and
-not memory.
-
-``compiles_after_warmup``: programs compiled by random mixtures of requests after ``Engine.warm``,
-of all settings, adapters and lengths, from a thread that serves and from ``generate``.
-``differing_tokens``: tokens whose id or log-probabilities differ, in any bit, when the same
-requests are asked one by one; ``differing_tokens_preempted``: the same on an engine with so little
-cache that samples lose their pages on the way (``preempted``).
+- ``ratio_decode_R``: greedy tokens a second of R cached rows over those of transformers on the same
+  checkpoint with its fastest options. Where the base keeps its checkpoint's blocks,
+  ``ratio_decode_R_in_full`` is the same with our base in float32.
+- ``ratio_prefill``: prompt tokens a second to the first new token.
+- ``ratio_continuous``: tokens a second on ragged lengths over a lockstep loop: requests sorted by
+  prompt length run in groups, and a group ends with its slowest row.
+  ``ratio_continuous_idle_rows_free``: over the same loop when ended rows cost nothing.
+  ``static_rows_busy``: share of the loops' rows and steps that sample a token. Requests end only at
+  ``max_tokens``, by which the engine sorts them; earlier stops would tell it less.
+- ``ratio_prefix``: one request of n samples over n requests of other prompts of the same length.
+  Every call has its own tenant, so that no prompt is reused.
+- ``bandwidth_share``: bytes that a step must read (weights once, and each row's cache) over its
+  time, as a share of the measured memory bandwidth.
+- ``compiles_after_warmup``: programs compiled by random mixtures of requests after ``Engine.warm``.
+- ``differing_tokens``: tokens whose id or log-probabilities differ in any bit from the same
+  requests one by one; ``differing_tokens_preempted``: the same with so little cache that rows are
+  preempted.
 """
 
 import dataclasses
@@ -339,9 +327,9 @@ def _mixture(part: Any, base: Base, rng: np.random.Generator, stacks: Stacks) ->
 def _differing(one: Sequence[Sequence[Completion]], other: Sequence[Sequence[Completion]]) -> int:
     """Tokens whose id or log-probabilities differ, those included that only one side has."""
     count = 0
-    for mine, theirs in zip(one, other, strict=True):
-        for x, y in zip(mine, theirs, strict=True):
-            told = (
+    for ours, theirs in zip(one, other, strict=True):
+        for x, y in zip(ours, theirs, strict=True):
+            logprobs = (
                 list(
                     zip(
                         c.tokens,
@@ -352,7 +340,7 @@ def _differing(one: Sequence[Sequence[Completion]], other: Sequence[Sequence[Com
                 )
                 for c in (x, y)
             )
-            count += sum(a != b for a, b in itertools.zip_longest(*told))
+            count += sum(a != b for a, b in itertools.zip_longest(*logprobs))
     return count
 
 
@@ -363,9 +351,9 @@ def _company(config: Any, base: Base, rng: np.random.Generator) -> dict[str, Any
         adapter = AdapterConfig(rank, 2.0 * rank)
         stacks[adapter.bucket] = random_stack(base, adapter, part.slots, config.seed + rank)
     engine = _fixed(base, part.rows)
-    with compilations() as seen:
+    with compilations() as programs:
         engine.warm(stacks)
-        warm = len(seen)
+        warm = len(programs)
         for k in range(part.rounds):
             mixture = _mixture(part, base, rng, stacks)
             if k % 2:
@@ -374,7 +362,7 @@ def _company(config: Any, base: Base, rng: np.random.Generator) -> dict[str, Any
                         stream.result()
             else:
                 engine.generate(mixture, stacks)
-        compiled = seen[warm:]
+        compiled = programs[warm:]
 
     requests = _mixture(part, base, rng, stacks)
     alone, progress = [], Progress("requests alone", len(requests))
@@ -385,7 +373,7 @@ def _company(config: Any, base: Base, rng: np.random.Generator) -> dict[str, Any
     together: list[Any] = [None] * len(requests)
     for i, completions in zip(order, engine.generate([requests[i] for i in order], stacks)):
         together[i] = completions
-    # the largest sample fits, and rows beside it soon lack pages
+    # the largest sample fits, and other rows soon lack pages
     pages = max(map(pages_needed, requests)) + part.rows // 2
     tight = _fixed(
         base, part.rows, cache_bytes=pages * device.page_bytes(base.cfg, base.dtype, False)

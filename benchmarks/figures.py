@@ -90,19 +90,12 @@ RUNS = (
     ),
     Run("engine", "bench/engine.py", 10),
     Run("decode_vs_vllm", "bench/decode_vs_vllm.py", 8, (_VLLM,)),
-    Run(
-        "active_wave", "bench/active_wave.py", 8, pictures=(("active_wave.png", "active_wave.png"),)
-    ),
+    Run("active_wave", "bench/active_wave.py", 8),
     Run("handoff", "bench/handoff.py", 4),
-    Run("moe_step", "bench/moe_step.py", 4, pictures=(("moe_step.png", "moe_step.png"),)),
+    Run("moe_step", "bench/moe_step.py", 4),
     Run("load_base", "bench/load_base.py", 3),
     Run("packed_load", "bench/packed_load.py", 4),
-    Run(
-        "catalog_scale",
-        "bench/catalog_scale.py:million",
-        9,
-        pictures=(("catalog_scale.png", "catalog_scale.png"),),
-    ),
+    Run("catalog_scale", "bench/catalog_scale.py:million", 9),
     Run("switch", "bench/switch.py", 2),
     Run("service", "bench/service.py", 15),
     Run("service_load", "bench/service_load.py", 25),

@@ -56,21 +56,23 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
     base = base_lib.load(config.base, single_device_mesh(), config.dtype)
     jax.block_until_ready(base.params)
     bench = _Bench(config, base, file, deadline)
-    rows = [_told(file, {"part": "base", "s": _since(began), "bytes": base.nbytes})]
+    rows = [_reported(file, {"part": "base", "s": _since(began), "bytes": base.nbytes})]
     for name in config.parts:
         (least, most), began = config.limits[name], time.monotonic()
         if (left := deadline - began) < least:
-            rows.append(_told(file, {"part": name, "skipped": f"{left:.0f} s left"}))
+            rows.append(_reported(file, {"part": name, "skipped": f"{left:.0f} s left"}))
             continue
         try:
             for row in getattr(bench, name)():
-                rows.append(_told(file, {"part": name, "s": _since(began)} | row))
+                rows.append(_reported(file, {"part": name, "s": _since(began)} | row))
                 if time.monotonic() > min(began + most, deadline):
-                    rows.append(_told(file, {"part": name, "stopped": f"after {_since(began)} s"}))
+                    rows.append(
+                        _reported(file, {"part": name, "stopped": f"after {_since(began)} s"})
+                    )
                     break
         except Exception as error:  # a part that fails leaves the others their time
             traceback.print_exc()
-            rows.append(_told(file, {"part": name, "failed": repr(error)[:500]}))
+            rows.append(_reported(file, {"part": name, "failed": repr(error)[:500]}))
     return {"bench": "gpu", "base": base.name, "device": timing.device(), "rows": rows}
 
 
@@ -78,7 +80,7 @@ def _since(began: float) -> float:
     return round(time.monotonic() - began, 1)
 
 
-def _told(file: Path, row: Row) -> Row:
+def _reported(file: Path, row: Row) -> Row:
     """Appends a row to the file and prints it."""
     line = json.dumps(row)
     with file.open("a") as out:
@@ -410,10 +412,8 @@ def profile(call: Callable[[], Any]) -> Row:
     """Kernels of one call by the profiler: the ones that took longest, how many there are, and the
     milliseconds in which any runs.
     """
-    options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = 0  # a call of the host's is an event of its own
     with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder, profiler_options=options):
+        with jax.profiler.trace(folder):
             jax.block_until_ready(call())
         [file] = Path(folder).rglob("*.xplane.pb")
         data = jax.profiler.ProfileData.from_file(str(file))
@@ -548,4 +548,4 @@ def _peers(config_json: str, file: str) -> None:
         except Exception as error:  # the others may run
             traceback.print_exc()
             row = {"failed": repr(error)[:500]}
-        _told(Path(file), {"part": "peers"} | row)
+        _reported(Path(file), {"part": "peers"} | row)

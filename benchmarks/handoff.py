@@ -2,13 +2,12 @@
 
 ``merged_disk``: merge, write a checkpoint, sync, read it back, sample. ``merged_memory``: merge on
 the device, sample. ``adapter_disk``: export a revision, sync, read and verify it, write it to a
-slot, sample. ``adapter_memory``: copy the training slot to a sampling slot on the device, sample.
-All programs are compiled before the clock starts. A handoff ends when the weights to sample with
-are ready; the first token is timed with it and after it.
+slot, sample. ``adapter_memory``: copy the training slot to a sampling slot, sample. All programs
+are compiled before the clock starts. A handoff ends when the weights can be sampled.
 
 ``handoff_ratio`` compares the handoffs of ``merged_disk`` and ``adapter_memory``, ``step_ratio``
-the handoff and 64 tokens. ``ratios`` are those of ``merged_disk`` over every path; ``steps`` has
-seconds and ratios of the handoff with each number of tokens.
+the handoff and 64 tokens. ``ratios`` compare ``merged_disk`` with every path; ``steps`` has seconds
+and ratios for each number of tokens.
 """
 
 import dataclasses
@@ -213,7 +212,7 @@ def _in_turn(config: Any, paths: _Paths, tokens: tuple[int, ...], what: str) -> 
 
 
 def _over_each(times: dict[str, list[float]]) -> dict[str, timing.Figure]:
-    """How many times longer the merged checkpoint through disk takes than each path."""
+    """Returns the time of the merged checkpoint through disk over each path's."""
     return {name: timing.ratio(times, "merged_disk", name) for name in PATHS}
 
 

@@ -1,12 +1,9 @@
-"""Hit rates of the slot table and of the host cache over traffic, beside those of LRU and of the
-best there could be.
+"""Hit rates of the slot table and of the host cache, next to LRU and to the optimum.
 
-The product's own tables are asked, with a clock that moves by ``request_s`` a request, and nothing
-is loaded: a hit rate follows from the order of requests alone. ``lru`` evicts what was not used for
-longest (``OrderedDict``); ``optimal`` what is next used last (Belady 1966, "A study of replacement
-algorithms for a virtual-storage computer"), which no policy that does not see the future can beat.
-All entries are equally large, as adapters of one rank and base are. A figure is the mean over ``n``
-traces with its interval.
+The product's own tables run with a clock that advances ``request_s`` per request, and nothing is
+loaded: a hit rate depends on the order of requests alone. ``optimal`` evicts the entry whose next
+use is last (Belady 1966, "A study of replacement algorithms for a virtual-storage computer"); no
+policy can beat it. All entries have equal size. A figure is the mean over ``n`` traces.
 """
 
 import heapq
@@ -114,10 +111,10 @@ def lru(trace: Sequence[int], capacity: int, config: Any) -> int:
 
 def optimal(trace: Sequence[int], capacity: int, config: Any) -> int:
     """Hits where what is next used last goes."""
-    after, seen = [0] * len(trace), {}
+    after, next_use = [0] * len(trace), {}
     for k in range(len(trace) - 1, -1, -1):
-        after[k] = seen.get(trace[k], len(trace))
-        seen[trace[k]] = k
+        after[k] = next_use.get(trace[k], len(trace))
+        next_use[trace[k]] = k
     kept: dict[int, int] = {}  # name -> its next use
     heap: list[tuple[int, int]] = []  # (-next use, name); those that are not current are skipped
     hits = 0

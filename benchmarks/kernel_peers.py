@@ -1,8 +1,6 @@
-"""Others' grouped products, where they are installed and run on this process's devices: tokamax'
-``ragged_dot`` and torch's ``grouped_mm``.
+"""Grouped matmuls of tokamax (``ragged_dot``) and torch (``grouped_mm``), where they are installed.
 
-Each multiplies base and adapters of one expert projection pair: rows sorted by group, an expert or
-an adapter's share of one.
+Each multiplies base and adapters of one expert projection pair; rows are sorted by group.
 
 Axes: M rows, D in, F out, R rank, E experts, G groups (expert, adapter).
 """

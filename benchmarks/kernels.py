@@ -1,17 +1,15 @@
-"""What adapters of one expert projection pair (gate and up) add to the base's grouped product, by
-every implementation that runs here.
+"""Time that adapters add to the grouped matmul of one expert projection pair (gate and up).
 
-Cells are shapes of decoding, prefill and training (forward and backward, the base frozen). Of each
-cell the base's grouped product alone is one side; others are base and adapters: ``model``, what a
-model runs on this platform; each implementation of ``pallas_kernels.packed_lora`` by its name,
-never interpreted; ``ragged``, the adapters as two ``ragged_dot`` over groups of (expert, adapter);
-``tokamax`` and ``torch``, base and adapters by these libraries' grouped products, where they are
-installed (``kernel_peers``); ``loop``, a Python loop over experts and their adapters with a product
-each. ``over_base`` is a side's time over the base's; ``ratio_ragged``, ``ratio_tokamax``,
-``ratio_torch`` and ``ratio_loop`` are theirs over the model's. ``floor_over_base`` is counted and
-no time: the least bytes of base and adapters over the base's, alone where the adapters' product is
-a call of its own, inside where it is part of the base's (``pallas_kernels.cost``). A side that
-cannot run is named under ``empty`` with the reason.
+Cells are shapes of decoding, prefill and training (forward and backward, frozen base). The sides of
+a cell: the base alone; ``model``, the implementation that a model uses on this platform; each
+implementation of ``pallas_kernels.packed_lora``, never interpreted; ``ragged``, the adapters as two
+``ragged_dot`` over groups of (expert, adapter); ``tokamax`` and ``torch``, grouped matmuls of these
+libraries where installed; ``loop``, a Python loop over experts and adapters.
+
+``over_base`` is a side's time over the base's, ``ratio_SIDE`` a side's over the model's.
+``floor_over_base`` is counted: least bytes of base and adapters over the base's, with the adapters'
+product alone or inside the base's (``pallas_kernels.cost``). ``empty`` names the sides that cannot
+run, with the reason.
 
 Axes: M rows (a token and one of its experts), D in, F out, R rank, E experts, P adapters, G groups
 (expert, adapter).
@@ -41,7 +39,7 @@ Side = Callable[[], Any]
 
 
 class Products(NamedTuple):
-    """Whose grouped products: the base's, and the adapters'."""
+    """Grouped matmuls of the base and of the adapters."""
 
     base: Product
     dot: Product
@@ -85,7 +83,7 @@ class Cell:
     def sides(
         self, most_ragged: float, without: Collection[str]
     ) -> tuple[dict[str, Side], dict[str, str]]:
-        """What runs here, and why the others do not; of peers those that are not left out."""
+        """Returns the sides that run here, and why others do not."""
         factor, sizes = jnp.asarray(self.factor), jnp.asarray(self.sizes_E)
         sides, empty = {"base": self._side(lambda x, w: base_products(x, w, sizes), self.x)}, {}
         args = self.x, self.a, self.b
@@ -150,7 +148,7 @@ class Cell:
         )
 
     def _reason(self, one: dispatch.Implementation) -> str:
-        """Why an implementation cannot run, or nothing."""
+        """Returns the reason why an implementation cannot run; empty if it can."""
         if one.platform not in (None, here := dispatch.platform_here()):
             return f"a kernel for {one.platform}, and this is {here}"
         tables: list[Any] = [(packed_lora.ADD, (self.x, self.a, self.b, self.g, self.factor))]
@@ -159,9 +157,9 @@ class Cell:
                 (packed_lora.BACKWARD, (self.x, self.a, self.b, self.g, self.x, self.factor))
             )
         for table, args in tables:
-            told = dict(dispatch.explain(table, *args)).get(one.name, "has no gradients")
-            if not told.startswith("serves"):
-                return told
+            reason = dict(dispatch.explain(table, *args)).get(one.name, "has no gradients")
+            if not reason.startswith("serves"):
+                return reason
         return ""
 
     def _side(self, fn: Any, *args: Any) -> Side:
@@ -184,12 +182,12 @@ class Cell:
             if not n:
                 continue
             base = _expert(int(n), self.x, self.w, first, e)
-            mine, at = [], first
+            groups_here, at = [], first
             for g in range(e * self.adapters, (e + 1) * self.adapters):
                 if self.sizes_G[g]:
-                    mine.append(_group(int(self.sizes_G[g]), self.x, self.a, self.b, at, g))
+                    groups_here.append(_group(int(self.sizes_G[g]), self.x, self.a, self.b, at, g))
                     at += int(self.sizes_G[g])
-            parts.append([y + jnp.concatenate(own) for y, own in zip(base, zip(*mine))])
+            parts.append([y + jnp.concatenate(own) for y, own in zip(base, zip(*groups_here))])
             first += int(n)
         return [jnp.concatenate(of) for of in zip(*parts)]
 

@@ -76,11 +76,11 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str]) -> None:
-    others, changes = launch.split(argv)
+    arguments, changes = launch.split(argv)
     parser = argparse.ArgumentParser("benchmarks", description=__doc__, allow_abbrev=False)
     parser.add_argument("--config", metavar="FILE[:SIZE]", required=True, help="config file")
     parser.add_argument("--workdir", metavar="DIR", help="for results; under runs/ by default")
-    args = parser.parse_args(others)
+    args = parser.parse_args(arguments)
     config = load(args.config, changes)
     workdir = args.workdir or launch.default_workdir(args.config, config.bench)
     print(f"[benchmarks] {args.config}; results in {workdir}", file=sys.stderr, flush=True)

@@ -1,8 +1,8 @@
-"""What loading a base costs in host memory, and what 8 bits cost in accuracy.
+"""Host memory that loading a base takes, and the error of 8-bit weights.
 
-A random sparse checkpoint of ``config.gigabytes`` in several files is written, then loaded in a
-process of its own, plain and quantised: peak resident memory over what the base itself takes. Then
-the logits of ``config.base`` in 8 bits against its own.
+A random sparse checkpoint of ``config.gigabytes`` in several files is loaded in a fresh process,
+plain and quantised: peak resident memory over the bytes of the base. Then the logits of
+``config.base`` in 8 bits are compared with its own.
 """
 
 import json

@@ -1,6 +1,4 @@
-"""Merged weights, as a baseline only: what systems without resident adapters hand from trainer to
-sampler.
-"""
+"""Merges adapters into the base: the baseline of systems without resident adapters."""
 
 from typing import Any
 

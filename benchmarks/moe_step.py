@@ -1,13 +1,11 @@
-"""What adapters add to a layer of routed experts: forward and backward with P policies against the
-bare base, and against the same adapters by ``jax.lax.ragged_dot`` over groups of (expert, slot).
+"""Time that adapters add to a layer of routed experts, forward and backward.
 
-``forward_backward_overhead`` is the time with P policies over the time without adapters, less 1.
-``ratio_ragged`` is the other formulation's time over ours, both with the same base products, so
-that only the adapters' differ; it runs at the smaller ``config.ragged`` sizes, which is the layer
-to quote it for: on CPU ``ragged_dot`` multiplies every row by every group. ``parts`` times each
-projection alone, with and without adapters. ``decode_ratio_sliced`` is of a step in which each of
-so many rows has one token: the time with a layer's experts as the scan's inputs, which are copies,
-over ours. Attention is left out: it is the same on every side.
+``forward_backward_overhead`` is the time with P policies over the bare base's, less 1.
+``ratio_ragged`` is the time of the same adapters by ``jax.lax.ragged_dot`` over groups of (expert,
+slot) over ours, both with our base products, at the smaller ``config.ragged`` sizes: on CPUs
+``ragged_dot`` multiplies every row by every group. ``parts`` times each projection alone.
+``decode_ratio_sliced`` is a decoding step whose experts are inputs of the scan over layers, which
+copies them, over ours. Attention is left out: it is equal on all sides.
 
 Axes: N tokens, M rows (a token and one of its experts), E experts, X experts of a token, D model
 width, F expert width, L layers, P policies, R rank, G groups.
@@ -176,7 +174,7 @@ def ragged_routed(
 
 
 def run(config: Any, workdir: Path) -> dict[str, Any]:
-    """Runs the bench; returns its report and draws ``moe_step.png``."""
+    """Runs the bench; returns its report."""
     report: dict[str, Any] = {
         "bench": "moe_step",
         "device": timing.device(),
@@ -219,7 +217,6 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
     report["ragged_difference"] = _difference(small, middle)
     size = {name: list(x) if isinstance(x, tuple) else x for name, x in config.decode.items()}
     report |= {"decode_size": size, "decode_ratio_sliced": _decode(config)}
-    _draw(report, workdir / "moe_step.png")
     return report
 
 
@@ -312,32 +309,3 @@ def _difference(stack: _Stack, policies: int) -> float:
         for f in (routed, ragged_routed)
     )
     return float(f"{float(jnp.abs(ours - theirs).max()):.2g}")
-
-
-def _draw(report: dict[str, Any], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, ax = plt.subplots(figsize=(5, 3.4))
-    for name in ("forward", "forward_backward"):
-        overhead = report[f"{name}_overhead"]
-        ax.plot(
-            [int(count) for count in overhead],
-            [100 * timing.value(figure) for figure in overhead.values()],
-            "o-",
-            label=name.replace("_", " + "),
-        )
-    ax.set_xscale("log", base=2)
-    ax.set_ylim(bottom=0)
-    ax.set_xlabel(f"policies of rank {report['rank']} in the batch")
-    ax.set_ylabel("time over the bare base, %")
-    ax.set_title(
-        f"adapters of {report['size']['experts']} routed experts, {report['device']}", fontsize=10
-    )
-    ax.legend()
-    ax.grid(alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)

@@ -1,6 +1,4 @@
-"""One adapter of a given shape in all its forms on disk, and the ways to read those that are not
-packed.
-"""
+"""Writes one adapter in several layouts on disk, and reads those that are not packed."""
 
 import functools
 from pathlib import Path

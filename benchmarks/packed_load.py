@@ -1,34 +1,23 @@
-"""File to device slot: one packed object against the same adapter in PEFT's tensors, and what
-residency makes of many.
+"""From file to device slot: one packed object against the same adapter as PEFT's tensors.
 
 All sides read the same values from files in the page cache and end when the slot is written.
-``packed`` goes from a catalog through ``Residency`` as jobs do, opened by the same function with no
-setting of the bench's own; it verifies the digest and checks the layout, which the other sides do
-not do (values are searched for NaN when the catalog takes them in, and by no side here). It is
-compared with
+``packed`` goes from a catalog through ``Residency``, opened as jobs open it; it also verifies the
+digest and checks the layout, which no other side does. The ratios over it:
 
-- ``ratio_packed``: loading as an engine does that keeps one array a module, as PEFT and vLLM do:
-  safetensors ``load_file`` of the 37,248 tensors, one device array for each (all handed over in one
-  call), stacked on the device layer by layer into the packed factors, written to the slot. MinT's
-  own unpacked path took 0.367 s to read such a file and 0.754 s to build an object for each tensor,
-  on its machine and in PyTorch; that is quoted, not run.
-- ``ratio_stacked_on_host``: the cleverest straightforward way from the same file: tensors of a
-  projection are stacked by numpy on the host, and only the 14 stacks become device arrays.
-- ``ratio_672``: the same from a file in which experts are stacked already, one tensor per layer,
-  projection and factor.
-- ``ratio_peft_load_adapter``: PEFT's real ``load_adapter`` into a torch model, of a small dense
-  adapter (it finishes in seconds there), against ours of the same adapter.
+- ``ratio_packed``: one array per module, as PEFT and vLLM keep them: safetensors ``load_file`` of
+  37,248 tensors, one device array each, stacked on the device and written to the slot. MinT's own
+  unpacked path took 0.367 s to read such a file and 0.754 s to build its objects, on its machine in
+  PyTorch; these are quoted, not measured.
+- ``ratio_stacked_on_host``: the same file stacked by numpy on the host; 14 stacks become arrays.
+- ``ratio_672``: a file with stacked experts: one tensor per layer, projection and factor.
+- ``ratio_peft_load_adapter``: PEFT's ``load_adapter`` of a small dense adapter into a torch model.
 
-``cold_over_1``: ``distinct`` cold revisions at once over one. All is in memory, so this is a matter
-of cores: 16 loads that keep all cores busy, over one that keeps a single core busy, is
-``cold_over_1_floor`` (from CPU times); where one load uses all cores, which makes both sides
-faster, the ratio is up to ``cold_over_1_cpu``.
-
-``host_bytes_ratio``: growth of resident memory over the bytes that the host cache counts.
-``cpu_seconds``, and the ``cpu_ratio``s from them, are of all threads of the process: they hold also
-where others use the machine, which ``load_average`` shows.
-
-``decode_pause_p99``: see ``decode_pause``.
+``cold_over_1`` is ``distinct`` simultaneous cold loads over one. The files are in memory, so cores
+are the limit: ``cold_over_1_floor`` is 16 loads on all cores over one load on one core, from CPU
+times; ``cold_over_1_cpu`` is the same where one load uses all cores. ``host_bytes_ratio`` is the
+growth of resident memory over the bytes that the host cache counts. ``cpu_seconds`` and
+``cpu_ratio`` cover all threads of the process, so that other load on the machine matters less.
+``decode_pause_p99`` is described in ``decode_pause``.
 """
 
 import os
@@ -147,14 +136,14 @@ def _loads(config: Any, files: Files) -> dict[str, Any]:
 
 
 def _same(plain: _Plain, residency: Residency, files: Files) -> bool:
-    """Whether the other ways and residency put the same into their slots."""
+    """Returns True if all ways write the same values into their slots."""
     [lease] = residency.wait_for([files.digests[0]])
-    mine = lora_tree.read_slot(residency.stacks[lease.slot.bucket], lease.slot.index)
+    ours = lora_tree.read_slot(residency.stacks[lease.slot.bucket], lease.slot.index)
     same = []
     for read in (files.per_tensor, files.read_unpacked, files.read_middle):
         plain.load(read)
         found = lora_tree.read_slot(plain.stack, 0)
-        same += jax.tree.leaves(jax.tree.map(lambda x, y: bool(jnp.array_equal(x, y)), mine, found))
+        same += jax.tree.leaves(jax.tree.map(lambda x, y: bool(jnp.array_equal(x, y)), ours, found))
     lease.release()
     return all(same)
 
@@ -239,10 +228,10 @@ def _fill_host(folder: str, cfg: ModelConfig, digests: list[str]) -> tuple[int, 
     store = Store(folder)
     store.lease(digests)
     residency = residency_of(store, transformer.abstract(cfg), 1, depth=len(digests))
-    first, *others = digests
-    residency.wait_for([first])  # its lease keeps the only slot: the others stay on the host
+    first, *rest = digests
+    residency.wait_for([first])  # its lease keeps the only slot: the rest stay on the host
     before, counted = host.rss_bytes(), residency.host.nbytes
-    for digest in others:
+    for digest in rest:
         residency.prefetch(digest)
     while residency.state()["loads"]["unfinished"]:
         time.sleep(0.01)

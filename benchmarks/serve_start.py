@@ -1,14 +1,10 @@
-"""The first minutes of ``make serve``: from the command to an open port, the first token, the first
-training step and all programs.
+"""The first minutes of ``make serve``, from the command until every program is compiled.
 
-Each start is a process of its own, as a user's: ``cold`` with an empty cache (base, kernels in C++
-and programs are made), then ``warm``.
-
-- ``listening_s``, ``token_s``, ``step_s``, ``ready_s``: seconds from the command until the port is
-  open, a completion is there, a forward, backward and update are done, and ``/ready`` is 200.
-  Client and server share the machine.
-- ``..._cpu_s``: CPU time of the server and the compilers it started until then, of all cores: what
-  other work beside does not change.
+Each start is a fresh process: ``cold`` with an empty cache, then ``warm``. ``listening_s``,
+``token_s``, ``step_s`` and ``ready_s`` are seconds from the command until the port is open, a
+completion has arrived, a forward-backward with an update is done, and ``/ready`` is 200.
+``..._cpu_s`` is the CPU time of the server and of its compilers until then, which other load on the
+machine does not change. Client and server share the machine.
 """
 
 import asyncio

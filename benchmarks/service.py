@@ -1,28 +1,25 @@
-"""Many tenants train and sample over one base, in one process, through what the service stands on:
-journal, queues and loop.
+"""Many tenants train and sample over one base in one process, below HTTP: database, queues, loop.
 
-- ``cpu_ratio_N``: seconds of CPU of N tenants' rounds one tenant after the other, over those of all
-  at once. A round of a tenant is a forward and backward of its data and an update.
-  ``wall_ratio_N``: the same of seconds. ``cpu_round_N``: CPU seconds of a round of all at once;
-  ``flop_floor_round``: what the multiplications of a tenant's tokens alone cost, at the rate of a
-  large matmul here.
-- ``flood_p95_ratio``: the 95th percentile of one tenant's rounds while another sends rounds without
-  waiting, over that alone.
-- ``fair_p95_ratio_N``: of N tenants that are busy all the time, the worst one's 95th percentile of
-  a round over a tenant's alone; N where all get the same and sharing a step saves nothing.
-- ``unembedding_ratio``: a step and an update of policies whose adapters have the unembedding too
-  (what Tinker's client asks for unless told otherwise) over those of adapters without it.
-- ``gap_p50_ms``, ``gap_p90_ms``: how long rows that decode wait for a slice of training, beside the
-  bound that was asked for (``gap_bound_ms``) and the cheapest slice there is, below which no bound
-  helps (``gap_least_ms``). ``decode_share``: tokens drawn a second beside training over those
-  without.
-- ``rss_a_tenant``: growth of resident memory for a tenant more than there are slots, over the bytes
-  of its adapter and moments.
-- ``handoff_p50_ms``, ``handoff_p95_ms``: from the answer to an update until its weights can be
-  sampled: the policy's adapter as a durable revision of the catalog, and its load into a slot. It
-  is the time to a first token, ``first_token_p50_ms``, less that of another prompt of 8 tokens once
-  the weights are there, ``prefill_p50_ms``. ``wrong_revisions``: answers that name another digest.
-- ``errors``: requests that failed.
+- ``cpu_ratio_N``: CPU seconds of N tenants' rounds one tenant after another over all at once;
+  ``wall_ratio_N``: the same in seconds. A round is a forward-backward and an update.
+  ``cpu_round_N``: CPU seconds of a round of all at once; ``flop_floor_round``: the matmuls of one
+  tenant's tokens at the measured matmul rate.
+- ``flood_p95_ratio``: 95th percentile of a tenant's rounds while another tenant floods the queue,
+  over that alone.
+- ``fair_p95_ratio_N``: of N busy tenants, the worst 95th percentile of a round over a tenant's
+  alone; N where all get the same share and sharing a step saves nothing.
+- ``unembedding_ratio``: a step of policies with adapters on the unembedding (the default of
+  Tinker's client) over a step without.
+- ``gap_p50_ms``, ``gap_p90_ms``: wait of decoding rows for a training slice; ``gap_bound_ms`` is
+  the requested limit, ``gap_least_ms`` the shortest slice. ``decode_share``: tokens a second during
+  training over those without.
+- ``rss_a_tenant``: growth of resident memory for each tenant without a slot, over the bytes of its
+  adapter and moments.
+- ``handoff_p50_ms``, ``handoff_p95_ms``: from an update's response until its weights can be
+  sampled: a durable revision and its load into a slot. It is ``first_token_p50_ms`` less
+  ``prefill_p50_ms``, a prompt of 8 tokens with resident weights. ``wrong_revisions``: responses
+  that name another digest.
+- ``errors``: failed requests.
 """
 
 import dataclasses
@@ -147,10 +144,10 @@ def _costs(
 def _shared(config: Any, tenants: _Tenants, names: Sequence[str]) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for count in config.tenants:
-        mine = names[:count]
+        chosen = names[:count]
         sides = {
-            "alone": lambda m=mine: tenants.one_by_one(m),
-            "together": lambda m=mine: tenants.together(m),
+            "alone": lambda m=chosen: tenants.one_by_one(m),
+            "together": lambda m=chosen: tenants.together(m),
         }
         wall, cpu = _costs(sides, config.n, f"{count} tenants")
         out |= {
@@ -162,7 +159,7 @@ def _shared(config: Any, tenants: _Tenants, names: Sequence[str]) -> dict[str, A
 
 
 def _flood(config: Any, tenants: _Tenants, small: str, large: str) -> dict[str, Any]:
-    """One tenant's rounds, in turn alone and beside another whose queue never ends."""
+    """Times one tenant's rounds, alone and while another floods the queue."""
 
     def times(what: str, count: int) -> list[float]:
         out, progress = [], Progress(f"rounds {what}", count)
@@ -188,13 +185,13 @@ def _flood(config: Any, tenants: _Tenants, small: str, large: str) -> dict[str, 
 
     thread = threading.Thread(target=flood)
     thread.start()
-    beside = times("beside a flood", config.flood_rounds + 1)[1:]
+    flooded = times("during a flood", config.flood_rounds + 1)[1:]
     ended.set()
     thread.join()
-    both = {"beside": beside, "alone": alone}
+    both = {"flooded": flooded, "alone": alone}
     return {
-        "flood_p95_ratio": timing.percentile_ratio(both, "beside", "alone", 95),
-        "flood_p50_ratio": timing.ratio(both, "beside", "alone"),
+        "flood_p95_ratio": timing.percentile_ratio(both, "flooded", "alone", 95),
+        "flood_p50_ratio": timing.ratio(both, "flooded", "alone"),
         "flood_rounds": config.flood_rounds,
     }
 
@@ -214,13 +211,13 @@ def _fair(config: Any, tenants: _Tenants, names: Sequence[str]) -> dict[str, Any
     for count in [count for count in config.tenants if count > 1]:
         times: dict[str, list[float]] = {name: [] for name in ("alone", *names[:count])}
         busy(names[0], times["alone"])
-        told = [
+        result = [
             Progress(f"{count} busy tenants, rounds of one", config.fair_rounds),
             *[None] * (count - 1),
         ]
         threads = [
             threading.Thread(target=busy, args=(name, times[name], one))
-            for name, one in zip(names, told)
+            for name, one in zip(names, result)
         ]
         for thread in threads:
             thread.start()
@@ -265,7 +262,7 @@ def _unembedding(config: Any, base: Base) -> dict[str, Any]:
 
 
 def _gaps(config: Any, tenants: _Tenants, loop: Loop, names: Sequence[str]) -> dict[str, Any]:
-    """Rows decode, in turn with and without training beside them."""
+    """Times decoding rows, with and without concurrent training."""
     rng = np.random.default_rng(config.seed)
 
     def decode() -> float:
@@ -287,27 +284,27 @@ def _gaps(config: Any, tenants: _Tenants, loop: Loop, names: Sequence[str]) -> d
             tenants.round(name)
 
     decode()
-    rates: dict[str, list[float]] = {"quiet": [], "beside": []}
+    rates: dict[str, list[float]] = {"quiet": [], "training": []}
     loop.gaps.clear()
-    progress = Progress("decoding with and without training beside it", config.n)
+    progress = Progress("decoding with and without training", config.n)
     while len(rates["quiet"]) < config.n or (not loop.gaps and len(rates["quiet"]) < 20 * config.n):
         rates["quiet"].append(decode())
         ended = threading.Event()
         threads = [threading.Thread(target=train, args=(name, ended)) for name in names[:2]]
         for thread in threads:
             thread.start()
-        rates["beside"].append(decode())
+        rates["training"].append(decode())
         ended.set()
         for thread in threads:
             thread.join()
-        progress.update(min(config.n, len(rates["beside"])))
+        progress.update(min(config.n, len(rates["training"])))
     least = min(seconds for _, backward, seconds in loop.training.live.times if backward)
     return {
         "gap_p50_ms": timing.percentile(loop.gaps, 50, 1e3),
         "gap_p90_ms": timing.percentile(loop.gaps, 90, 1e3),
         "gap_bound_ms": 1e3 * loop.gap_s,
         "gap_least_ms": round(1e3 * least, 1),
-        "decode_share": timing.ratio(rates, "beside", "quiet"),
+        "decode_share": timing.ratio(rates, "training", "quiet"),
         "decode_tokens_per_s": timing.medians_of(rates),
     }
 
@@ -318,7 +315,7 @@ def _handoff(config: Any, tenants: _Tenants, name: str) -> dict[str, Any]:
     rng = np.random.default_rng(config.seed)
 
     def draw(digest: str) -> int:
-        """Whether a token was drawn by other weights."""
+        """Returns True if other weights sampled a token."""
         prompt = tuple(rng.integers(0, tenants.base.cfg.vocab_size, 8).tolist())
         [answer] = server.engine.submit(
             Request(prompt, revision=digest, max_tokens=1, temperature=1.0, stop_ids=())
@@ -330,8 +327,8 @@ def _handoff(config: Any, tenants: _Tenants, name: str) -> dict[str, Any]:
         tenants.round(name)
         began = time.perf_counter()
         [id] = tenants.send(name, Save("sampler_weights", None, f"{tenants.session}:sample:{k}"))
-        told = tenants.durable.result(id, WAIT_S)
-        digest = server.book.sampler(server.book.owner(name), told["sampling_session_id"]).digest
+        result = tenants.durable.result(id, WAIT_S)
+        digest = server.book.sampler(server.book.owner(name), result["sampling_session_id"]).digest
         assert digest is not None
         wrong += draw(digest)
         drawn = time.perf_counter()

@@ -1,8 +1,7 @@
-"""A server in a process of its own, and clients of it over HTTP as light as they can be: Tinker's
-requests in JSON.
+"""A server in its own process, and light HTTP clients that send Tinker's requests as JSON.
 
-A client asks again as the official one does: where there is no connection, at 408, 409, 429 and
-from 500 on; a training request under its own number, a sample that a restart took (410) anew.
+A client retries as the official one does: without a connection, at 408, 409, 429 and from 500 on. A
+training request keeps its number; a sample that a restart lost (410) gets a new one.
 """
 
 import asyncio
@@ -31,7 +30,7 @@ class Served:
     Args:
         program: the module that runs jobs.
         config: with its size, as in ``configs/serve.py:ci``.
-        workdir: what it prints on stderr goes beside it, to ``<workdir>.log``.
+        workdir: what it prints on stderr goes to ``<workdir>.log``.
         options: of its config, by name.
         environment: what differs from this process's.
     """
@@ -47,14 +46,14 @@ class Served:
         workdir.parent.mkdir(parents=True, exist_ok=True)
         self._workdir = workdir
         self._log = workdir.with_name(f"{workdir.name}.log")
-        told = [f"--config.{name}={value}" for name, value in options.items()]
+        settings = [f"--config.{name}={value}" for name, value in options.items()]
         command = [
             sys.executable,
             "-m",
             program,
             f"--config={config}",
             f"--workdir={workdir}",
-            *told,
+            *settings,
         ]
         with self._log.open("w") as log:
             self.process = subprocess.Popen(
@@ -71,7 +70,7 @@ class Served:
         Raises:
             RuntimeError: it ended before; with its log's end.
         """
-        return self._told("listening")
+        return self._wait_for("listening")
 
     def ready(self) -> str:
         """Waits until everything is compiled; its URL.
@@ -79,13 +78,13 @@ class Served:
         Raises:
             RuntimeError: it ended before; with its log's end.
         """
-        return self._told("ready")
+        return self._wait_for("ready")
 
-    def _told(self, word: str) -> str:
+    def _wait_for(self, word: str) -> str:
         assert self.process.stdout is not None
         while line := self.process.stdout.readline():
-            if word in (told := json.loads(line)):
-                return told["url"]
+            if word in (event := json.loads(line)):
+                return event["url"]
         raise RuntimeError(f"the server ended with {self.process.wait()}: {self.log()}")
 
     def log(self) -> str:
@@ -121,7 +120,7 @@ class Failed(Exception):
     """A request that was refused or failed for good."""
 
 
-class Gone(Exception):
+class Expired(Exception):
     """The server keeps nothing of this id (410)."""
 
 
@@ -158,24 +157,24 @@ class Client:
         """A page's text."""
         return (await self._http.get(path)).raise_for_status().text
 
-    async def post(self, path: str, told: Mapping[str, Any]) -> bytes:
+    async def post(self, path: str, body: Mapping[str, Any]) -> bytes:
         """The body of an answer.
 
         Raises:
-            Gone, Failed: 410; another status below 500 that is no reason to ask again.
+            Expired, Failed: 410; another status below 500 that is no reason to ask again.
             TimeoutError: ``WAIT_S`` are over.
         """
         give_up, pause = time.monotonic() + WAIT_S, PAUSE_S
         while time.monotonic() < give_up:
             try:
-                answer = await self._http.post(f"/api/v1/{path}", json=told)
+                answer = await self._http.post(f"/api/v1/{path}", json=body)
             except httpx.TransportError:
                 why = "connection"
             else:
                 if answer.status_code < 300:
                     return answer.content
                 if answer.status_code == 410:
-                    raise Gone(answer.text)
+                    raise Expired(answer.text)
                 if answer.status_code not in (408, 409, 429) and answer.status_code < 500:
                     raise Failed(f"{path}: {answer.status_code} {answer.text[:500]}")
                 why = str(answer.status_code)
@@ -185,15 +184,15 @@ class Client:
                 pause = min(2 * pause, LONGEST_PAUSE_S)
         raise TimeoutError(f"{path} has no answer within {WAIT_S:.0f} s")
 
-    async def ask(self, path: str, told: Mapping[str, Any]) -> Any:
+    async def ask(self, path: str, body: Mapping[str, Any]) -> Any:
         """``post``, and the JSON that it gives."""
-        return json.loads(await self.post(path, told))
+        return json.loads(await self.post(path, body))
 
     async def result(self, id: str) -> bytes:
-        """What a future gave, as it stands in the answer.
+        """Returns the result of a future, as bytes of its response.
 
         Raises:
-            Gone: it is not kept.
+            Expired: it is not kept.
             Failed: it failed.
         """
         body = await self.post("retrieve_future", {"request_id": id, "allow_metadata_only": False})
@@ -223,38 +222,38 @@ class Policy:
         self.id, self.sent = f"{session}:train:{place}", 0
 
     async def create(self, base: str, rank: int, seed: int) -> None:
-        told = {
+        body = {
             "session_id": self.session,
             "model_seq_id": self.place,
             "base_model": base,
             "lora_config": {"rank": rank, "seed": seed},
         }
-        await self.client.result((await self.client.ask("create_model", told))["request_id"])
+        await self.client.result((await self.client.ask("create_model", body))["request_id"])
 
     async def load(self, path: str) -> None:
         """Creates it from a training state."""
-        told = {
+        body = {
             "session_id": self.session,
             "model_seq_id": self.place,
             "path": path,
             "optimizer": True,
         }
-        await self.client.result((await self.client.ask("load_weights", told))["request_id"])
+        await self.client.result((await self.client.ask("load_weights", body))["request_id"])
 
-    async def send(self, path: str, told: Mapping[str, Any]) -> str:
+    async def send(self, path: str, body: Mapping[str, Any]) -> str:
         """The id of its next request."""
         self.sent += 1
-        return await self.send_as(self.sent, path, told)
+        return await self.send_as(self.sent, path, body)
 
-    async def send_as(self, number: int, path: str, told: Mapping[str, Any]) -> str:
+    async def send_as(self, number: int, path: str, body: Mapping[str, Any]) -> str:
         """The id of the request of this number."""
-        return (await self.client.ask(path, {"model_id": self.id, "seq_id": number, **told}))[
+        return (await self.client.ask(path, {"model_id": self.id, "seq_id": number, **body}))[
             "request_id"
         ]
 
-    async def do(self, path: str, told: Mapping[str, Any]) -> Any:
-        """What its next request gives."""
-        return json.loads(await self.client.result(await self.send(path, told)))
+    async def do(self, path: str, body: Mapping[str, Any]) -> Any:
+        """Sends the next request; returns its result."""
+        return json.loads(await self.client.result(await self.send(path, body)))
 
 
 def forward_backward(rows: Sequence[Sequence[int]]) -> dict[str, Any]:
@@ -298,11 +297,11 @@ class Sampler:
     async def sample(
         self, prompt: Sequence[int], max_tokens: int, temperature: float, **options: Any
     ) -> Any:
-        """The answer to the session's next request; of one that the server lost, the answer when it
-        was asked anew.
+        """The answer to the session's next request; a request that the
+        server lost is sent again.
         """
         number, self.sent = self.sent, self.sent + 1
-        told = {
+        body = {
             "sampling_session_id": self.id,
             "seq_id": number,
             "num_samples": 1,
@@ -316,8 +315,8 @@ class Sampler:
             **options,
         }
         while True:
-            id = (await self.client.ask("asample", told))["request_id"]
+            id = (await self.client.ask("asample", body))["request_id"]
             try:
                 return json.loads(await self.client.result(id))
-            except Gone:
+            except Expired:
                 self.client.again["410"] += 1

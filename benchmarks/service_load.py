@@ -1,29 +1,24 @@
-"""Clients over HTTP of a server in a process of its own: more policies than training slots, more
-revisions than adapter slots.
+"""HTTP clients of one server: more policies than training slots, more revisions than adapter slots.
 
-The first ``policies`` clients train one policy each, and save it now and then; the others sample
-revisions that they choose at random. All send heartbeats. First each policy makes its share of the
-revisions; of each revision its greedy tokens are noted when it is new.
+The first ``policies`` clients train and save one policy each; the others sample random revisions.
+All send heartbeats. The policies first make the revisions, and each revision's greedy tokens are
+recorded.
 
-- ``rounds``, ``saves``, ``samples``, ``heartbeats``: requests in the time of load that were
-  answered; ``..._p50_ms``, ``..._p99_ms``: from sending to the result, long polls included. A round
-  is a forward and backward and an update, sent together; a save is one of weights to sample from.
-- ``errors``: requests that were refused or failed; ``first_errors``: what the first of them were
-  told. ``again``: how often something was asked again, by status.
-- ``wrong_revisions``: of ``checked`` answers, every so many of a client's, those that another
-  revision gave. Their tokens are scored once more under the same path, the revision's greedy tokens
-  are drawn once more, and where its training state was saved beside it (``checked_in_training``) a
-  policy is made from that and scores the tokens too. ``most_error``: of a log-probability between
-  these, nats; ``least_distance``: between the greedy tokens' log-probabilities of any two
-  revisions, what an answer of another would show.
-- ``rss_mb_start``, ``rss_mb_end``: resident memory of the server when the load began and ended.
-  ``rss_mb_grown``: by how much the lowest memory of the last third of the load is above that of the
-  second third, less what the caches of adapters and of idle policies' states grew by meanwhile
-  (``caches_mb_grown``); above ``growth_mb`` the bench fails.
-- ``decode_gap_ms``: quantiles of how long rows that decode waited for training, as ``/metrics`` has
-  them.
-- ``made_s``: seconds that it took to make the revisions; ``revisions_after``: how many there were
-  at the end.
+- ``rounds``, ``saves``, ``samples``, ``heartbeats``: requests answered during the load;
+  ``..._p50_ms``, ``..._p99_ms``: from sending to the result, long polls included. A round is a
+  forward-backward and an update, sent together; a save is one of weights to sample from.
+- ``errors``: refused or failed requests; ``first_errors``: their messages. ``again``: retries by
+  status.
+- ``wrong_revisions``: of ``checked`` responses those from another revision. A response is scored
+  again under the same path, the revision's greedy tokens are sampled again, and where its training
+  state was saved (``checked_in_training``) a policy made from it scores the tokens too.
+  ``most_error``: largest difference of a log-probability, nats; ``least_distance``: smallest
+  difference between the greedy log-probabilities of two revisions, which a mix-up would show.
+- ``rss_mb_start``, ``rss_mb_end``: resident memory of the server around the load.
+  ``rss_mb_grown``: lowest memory of the last third less that of the second third, less the growth
+  of caches (``caches_mb_grown``); the benchmark fails above ``growth_mb``.
+- ``decode_gap_ms``: quantiles of the decoding rows' wait for training, from ``/metrics``.
+- ``made_s``: seconds to make the revisions; ``revisions_after``: their number at the end.
 """
 
 import asyncio
@@ -45,8 +40,8 @@ import numpy as np
 from benchmarks import timing
 from benchmarks.service_client import (
     Client,
+    Expired,
     Failed,
-    Gone,
     Policy,
     Sampler,
     Served,
@@ -58,7 +53,7 @@ from mint_jax.metrics import Progress
 
 VOCABULARY = 256  # ids that every base has
 # of a round: revisions of one policy differ by far more than float32 does, and adapters stay small
-# beside the base
+# in addition to the base
 LEARNING_RATE = 0.002
 # nats between two scores of a token by the same weights, in float32, by two programs
 TOLERANCE = 5e-3
@@ -66,11 +61,11 @@ KINDS = ("round", "save", "sample", "heartbeat")
 
 
 class _Revision(NamedTuple):
-    """What can be sampled.
+    """A revision that can be sampled.
 
     Attributes:
         path: of the weights.
-        state: path of the training state that was saved beside it; empty where none was.
+        state: path of the training state that was saved with it; empty if none was.
         tokens, logprobs: drawn greedily behind the common prompt when it was new.
     """
 
@@ -209,11 +204,11 @@ class _Load:
         self._progress.update(len(self.revisions))
 
     async def timed(self, kind: str, call: Awaitable[Any]) -> Any:
-        """What a request gives; None where it failed."""
+        """Returns the result of a request; None if it failed."""
         began = time.perf_counter()
         try:
             found = await call
-        except (Failed, Gone, TimeoutError, httpx.HTTPError) as error:
+        except (Failed, Expired, TimeoutError, httpx.HTTPError) as error:
             self.errors.append(f"{kind}: {error}")
             return None
         self.seconds[kind].append(time.perf_counter() - began)
@@ -226,7 +221,7 @@ class _Load:
     async def check(
         self, session: _Session, revision: _Revision, prompt: list[int], answer: Any
     ) -> None:
-        """Whether an answer is its revision's; a request that fails here is an error too."""
+        """Returns True if a response is from its revision; a failed request counts as an error."""
         found = await self.timed("check", self._wrong(session, revision, prompt, answer))
         if found is not None:
             self.checked += 1
@@ -236,10 +231,10 @@ class _Load:
         self, session: _Session, revision: _Revision, prompt: list[int], answer: Any
     ) -> bool:
         whole = prompt + answer["tokens"]
-        told = await (await session.sampler(revision.path)).sample(
+        scored = await (await session.sampler(revision.path)).sample(
             whole, 1, 0.0, prompt_logprobs=True
         )
-        scores = [told["prompt_logprobs"][len(prompt) :]]
+        scores = [scored["prompt_logprobs"][len(prompt) :]]
         if revision.state:
             scores.append(
                 (await self._scored_in_training(session, revision, whole))[len(prompt) - 1 :]
@@ -260,9 +255,9 @@ class _Load:
         """
         policy = Policy(session.client, session.id, 1 + next(self._numbers[session.id]))
         await policy.load(revision.state)
-        told = await policy.do("forward", forward([tokens]))
+        answer = await policy.do("forward", forward([tokens]))
         await session.client.post("unload_model", {"model_id": policy.id})
-        return told["loss_fn_outputs"][0]["logprobs"]["data"]
+        return answer["loss_fn_outputs"][0]["logprobs"]["data"]
 
     async def run(self, served: Served) -> dict[str, Any]:
         """Makes the revisions, then loads the server; what was found."""
@@ -288,12 +283,12 @@ class _Load:
             group.create_task(self._watch(served))
             for session in sessions:
                 group.create_task(session.heartbeats())
-                mine = (
+                own = (
                     session.training(policies[session.number])
                     if session.number < c.policies
                     else session.sampling()
                 )
-                group.create_task(mine)
+                group.create_task(own)
         took = time.perf_counter() - began
         gaps = re.findall(
             r'mint_decode_gap_seconds\{quantile="([\d.]+)"\} (\S+)',
@@ -351,13 +346,13 @@ class _Load:
     def _memory(self) -> dict[str, float]:
         """Megabytes when the load began and ended, and their growth in its last third."""
         grown, caches = growth(self.rss)
-        told = {
+        caches = {
             "rss_mb_start": self.rss[0][1],
             "rss_mb_end": self.rss[-1][1],
             "rss_mb_grown": grown,
             "caches_mb_grown": caches,
         }
-        return {name: round(float(size) / 1e6, 1) for name, size in told.items()}
+        return {name: round(float(size) / 1e6, 1) for name, size in caches.items()}
 
 
 def growth(read: Sequence[tuple[float, int, int]]) -> tuple[int, int]:

@@ -1,8 +1,7 @@
-"""A sweep: a grid of points over other jobs, each a process of its own, in one report beside what
-others measured.
+"""Runs a sweep: a grid of points over jobs and benchmarks, each in its own process.
 
-Resumable point by point: the same command runs what is not done, and again what failed. The parts
-are in ``benchmarks/sweeps``.
+The same command continues a stopped sweep and repeats failed points. One report has all points next
+to figures that others report.
 """
 
 import dataclasses

@@ -1,21 +1,17 @@
-"""Promotion and rollback while others read: how long a move of an alias takes, and whether anybody
-reads what is past.
+"""Promotion and rollback under concurrent reads: the time to move an alias, and stale reads.
 
-A catalog of 10^4 revisions. One thread moves the alias ``serving`` of some policies, forward and
-back; threads of the same process and one other process resolve these policies' ``serving`` all the
-while, in turn with names of the whole catalog. Every move and every read notes when it began and
-ended, on the one monotonic clock that all processes of a machine share.
+One thread moves the alias ``serving`` of some policies in a catalog of 10^4 revisions. Threads of
+this process and another process resolve these aliases, in turn with names of the whole catalog.
+Every move and read records its start and end on the monotonic clock that all processes share. The
+same moves run first without readers (``quiet``), then with only the other process (``elsewhere``):
+the difference is Python's, whose threads run one at a time.
 
-The same moves are made before that without readers (``quiet``), and while only the other process
-does (``elsewhere``): what lies between is Python's, whose threads run one at a time.
+A read is **stale** if it shows a value that the alias had at no time between the last move that
+ended before the read started and the last move that started before the read ended. ``decided``
+counts reads with one valid value; ``soon`` those that started within 5 ms after a move of their
+policy. ``sync`` is appending 4 KB to a file and syncing it, a lower bound of a commit.
 
-A read is **stale** when it began after a move had returned and shows a revision from before that
-move: what it shows must be what the alias was at some time between the last move that ended before
-the read began and the last that began before it ended. ``decided`` are the reads for which that is
-one revision only; ``soon`` those that began within 5 milliseconds of the return of a move of their
-policy. ``sync``: appending 4 KB to a file and syncing it, which a commit cannot undercut.
-
-``postgres``: the same on a PostgreSQL server on loopback; null where there is none.
+``postgres`` is the same on a PostgreSQL server on loopback; null without one.
 """
 
 import contextlib
@@ -69,12 +65,11 @@ def judge(moves: Sequence[Move], reads: np.ndarray, first: int) -> dict[str, int
     """
     stale = decided = soon = 0
     for policy in np.unique(reads[:, 0]).tolist():
-        mine = [move for move in moves if move.policy == policy]
+        own = [move for move in moves if move.policy == policy]
         began, ended = (
-            np.array([getattr(move, name) for move in mine], np.int64)
-            for name in ("began", "ended")
+            np.array([getattr(move, name) for move in own], np.int64) for name in ("began", "ended")
         )
-        numbers = np.array([first, *(move.number for move in mine)])
+        numbers = np.array([first, *(move.number for move in own)])
         rows = reads[reads[:, 0] == policy]
         # moves that had returned: the newest of them is numbers[low]
         low = np.searchsorted(ended, rows[:, 1], side="right")
@@ -94,7 +89,7 @@ def _read(
 ) -> tuple[array, array, int]:
     """Resolves until stopped; reads of ``serving``, nanoseconds of the other requests, errors."""
     rng = np.random.default_rng(seed)
-    reads, others, errors = array("q"), array("q"), 0
+    reads, rest, errors = array("q"), array("q"), 0
     while not stop.is_set():
         hot, other = (
             rng.integers(0, len(policies), 256).tolist(),
@@ -107,13 +102,13 @@ def _read(
                 ended = time.monotonic_ns()
                 reads.extend((k, began, ended, found.number))
                 catalog.resolve(f"{plan.policy(policy)}@latest")
-                others.append(time.monotonic_ns() - ended)
+                rest.append(time.monotonic_ns() - ended)
             except UserError:
                 errors += 1
             if stop.is_set():
                 break
         ready.set()
-    return reads, others, errors
+    return reads, rest, errors
 
 
 def _read_elsewhere(
@@ -126,8 +121,8 @@ def _read_elsewhere(
 ) -> None:
     """``_read`` in a process of its own."""
     with open_catalog(Path(where[0]), where[1], actor="another process") as catalog:
-        reads, others, errors = _read(catalog, plan, policies, 1_000, stop, ready)
-    answer.send((reads.tobytes(), others.tobytes(), errors))
+        reads, rest, errors = _read(catalog, plan, policies, 1_000, stop, ready)
+    answer.send((reads.tobytes(), rest.tobytes(), errors))
 
 
 class _Writer:
@@ -191,7 +186,7 @@ def _latency(moves: Sequence[Move]) -> dict[str, Any]:
 
 
 def _sync(folder: Path, count: int) -> dict[str, timing.Figure] | None:
-    """What the disk takes to make 4 KB durable."""
+    """Times the sync of 4 KB to disk."""
     out = []
     with (folder / "sync").open("wb", buffering=0) as file:
         for _ in range(count):
@@ -232,7 +227,7 @@ def measure(config: Any, folder: Path, database: str | None, what: str) -> dict[
     with open_catalog(folder, database, actor="operator") as catalog:
         writer = _Writer(catalog, plan, policies, config.seed)
         quiet = writer.run(config.moves // 2, f"{what}: moves without readers")
-        others = [
+        readers = [
             threading.Thread(
                 target=lambda i=i: found.append(_read(catalog, plan, policies, i, stop, started[i]))
             )
@@ -248,7 +243,7 @@ def measure(config: Any, folder: Path, database: str | None, what: str) -> dict[
         try:
             _wait([ready])
             apart = writer.run(config.moves // 2, f"{what}: moves, another process reads")
-            for other in others:
+            for other in readers:
                 other.start()
             _wait(started)
             began = time.monotonic()
@@ -256,7 +251,7 @@ def measure(config: Any, folder: Path, database: str | None, what: str) -> dict[
             seconds = time.monotonic() - began
         finally:
             stop.set()
-            for other in others:
+            for other in readers:
                 if other.ident is not None:
                     other.join()
         if not theirs.poll(READY_S):
@@ -333,9 +328,9 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     both = [report[name] for name in ("sqlite", "postgres") if report[name] is not None]
-    mine = report["sqlite"]
+    own = report["sqlite"]
     for kind in ("promote", "rollback"):
-        report |= {f"{kind}_{key}": value for key, value in mine[kind].items()}
+        report |= {f"{kind}_{key}": value for key, value in own[kind].items()}
     return report | {
         key: sum(row[key] for row in both) for key in ("reads", "stale_reads", "errors")
     }

@@ -1,12 +1,9 @@
-"""How benches measure: sides run in turn in one process, medians with their intervals, and what a
-large matmul reaches here.
+"""Times sides in turn in one process; medians and ratios with intervals; the machine's matmul rate.
 
-A *figure* is ``{"median": m, "interval": [low, high], "n": n}``: what a report says of everything
-it measured. The interval of a sample's quantile has its ends at order statistics (95 % by the
-normal approximation of the binomial; at n = 5 smallest and largest, which hold the median of any
-continuous distribution with 94 %); that of a ratio of medians is the 95 % percentile bootstrap over
-rounds, in each of which both sides ran. Figures of a ``percentile``, ``mean`` or ``total`` name
-their value so.
+A *figure* is ``{"median": m, "interval": [low, high], "n": n}``, or has ``percentile``, ``mean`` or
+``total`` in place of ``median``. The interval of a quantile ends at order statistics (95 % by the
+normal approximation of the binomial; at n = 5 the smallest and largest, 94 %). That of a ratio of
+medians is the 95 % percentile bootstrap over rounds, each of which ran both sides.
 """
 
 import math
@@ -101,7 +98,7 @@ def total(values: Iterable[float]) -> Figure:
 
 
 def ratio(times: Mapping[str, list[float]], slow: str, fast: str, less: float = 0.0) -> Figure:
-    """How many times longer ``slow`` took than ``fast``, by their medians; ``less`` is subtracted
+    """Returns the median of ``slow`` over that of ``fast``; ``less`` is subtracted
     (1 makes it an overhead).
     """
     a, b = (np.array(times[name]) for name in (slow, fast))
@@ -158,7 +155,7 @@ def value(figure: Any) -> float:
 
 
 def is_figure(tree: Any) -> bool:
-    """Whether a part of a report is a figure."""
+    """Returns True if a part of a report is a figure."""
     return (
         isinstance(tree, dict)
         and {"interval", "n"} <= tree.keys()

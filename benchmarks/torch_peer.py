@@ -1,10 +1,8 @@
-"""The peer of sampling without adapters: torch and transformers on the same checkpoint, with a
-cache of keys and values.
+"""Greedy sampling without adapters by torch and transformers on the same checkpoint.
 
-Its loop is written out here, greedy and nothing else, and its prompts are in the cache before the
-clock starts: what ``generate`` of transformers does around each step is not held against it. It
-runs with the options that make it fastest on the work itself: threads, attention, a cache that
-grows or one of fixed size.
+The loop is written out here and prompts are cached before the clock starts, so the overhead of
+``generate`` does not count. It runs with the fastest options for the work: threads, attention, a
+growing or a static cache.
 """
 
 import time

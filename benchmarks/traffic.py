@@ -1,4 +1,4 @@
-"""Which of many names is asked for next: uniform, by Zipf's law, or in bursts of sessions."""
+"""Draws names of requests: uniform, by Zipf's law, or in bursts of sessions."""
 
 import numpy as np
 

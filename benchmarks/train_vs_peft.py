@@ -1,11 +1,9 @@
-"""Training and sampling several adapters at once against torch + transformers + PEFT on the same
-weights and tokens.
+"""Training and sampling several adapters at once, against torch, transformers and PEFT.
 
-``ratio_train``: P policies, each a GRPO group of rollouts of one prompt; our one step against P
-updates of the peer, one after another (PEFT has no other way). ``ratio_train_distinct``: the same
-number of tokens as rows that share nothing, every token a target: a row of the peer is then a row
-of ours, and both come near the machine's matmul rate. ``ratio_sample``: a batch whose rows use
-different adapters, greedy.
+``ratio_train``: P policies with a GRPO group of one prompt each; our one step against P updates of
+the peer, one after another, since PEFT has no other way. ``ratio_train_distinct``: as many tokens
+in rows that share nothing, where both sides approach the matmul rate. ``ratio_sample``: a greedy
+batch whose rows use different adapters.
 """
 
 import tempfile

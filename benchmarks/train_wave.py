@@ -1,10 +1,9 @@
-"""Many policies in one training step: what a further policy costs where the number of rows stays.
+"""Cost of a further policy in a training step with a fixed number of rows.
 
-Each side is forward, backward and optimizer step of rows of random tokens. ``together``:
-``policies`` policies share the rows in one step. ``one``: a single policy has all of them;
-``overhead`` is what ``together`` takes longer, as a share of it. ``one_by_one``: a step for each
-policy with its part of the rows, up to ``one_by_one`` policies, since that takes as many steps;
-null beyond.
+Each side is forward, backward and optimizer step on random tokens. ``together``: ``policies``
+policies share the rows. ``one``: one policy has all rows; ``overhead`` is the extra time of
+``together`` over it. ``one_by_one``: a step per policy with its part of the rows, up to
+``one_by_one`` policies; null beyond.
 """
 
 from collections.abc import Callable
@@ -39,8 +38,8 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
     [lone] = single.policies
 
     def one_by_one() -> None:
-        for name, mine in parts.items():
-            many.update({name: mine})
+        for name, part in parts.items():
+            many.update({name: part})
         jax.block_until_ready(many.state)
 
     sides = {"together": _step(many, parts), "one": _step(single, {lone: rows})}

@@ -1,16 +1,14 @@
-"""Sizes of the kernels' tiles by measurement: ``pallas_kernels.tuning``'s tables for the
-accelerator that is attached.
+"""Measures tile sizes and writes ``pallas_kernels.tuning``'s tables for the attached accelerator.
 
-Of each call (``models.kernel_calls``) it begins with what is taken now and goes, step by step, to
-the fastest of the sizes of which one number is twice or half as large, as long as one is faster by
-the whole interval of its ratio. What does not compile there, or gives other results, is passed over
-and told. The end is measured against the beginning once more, alone, and is written only if it is
-faster by its whole interval. ``ratio`` is the beginning's time over the end's. Arguments that a
-program adds to in place are copied before each call, on both sides: ratios of calls that do little
-else are nearer to 1 than their kernels'.
+For each call (``models.kernel_calls``) the search starts from the present sizes and halves or
+doubles one number at a time, while a candidate is faster by the whole interval of its ratio. Sizes
+that do not compile or give other results are skipped and reported. The best is measured against the
+start once more and written only if it is faster by its whole interval; ``ratio`` is start over end.
+Arguments that a program updates in place are copied before each call on both sides, which moves
+ratios of short calls towards 1.
 
-Tables go to ``<workdir>/tuned/<op>/<device>.json`` and, with ``keep``, to the cache, where programs
-look for them. A table that is to serve all users goes to the folder ``tuned`` of its op.
+Tables go to ``<workdir>/tuned/<op>/<device>.json`` and, with ``keep``, to the cache where programs
+look for them. A table for all users goes to the op's folder ``tuned``.
 """
 
 import functools
@@ -72,10 +70,10 @@ def search(
     """
     with tuning.noted() as notes:
         first = _compiled(call, args)
-    mine = [one for one in notes if (one.op, one.platform) == (call.op, platform)]
-    if not mine:
+    own = [one for one in notes if (one.op, one.platform) == (call.op, platform)]
+    if not own:
         raise UserError(f"{call.name} has no sizes to choose: no kernel serves it here")
-    key, rule = mine[-1].key, mine[-1].sizes
+    key, rule = own[-1].key, own[-1].sizes
     wanted = jax.device_get(first(*args))
     sides, refused, best = {rule: _side(first, args, least_s)}, {}, rule
     for _ in range(steps):
@@ -89,7 +87,7 @@ def search(
                 _check(jax.device_get(made(*args)), wanted)
                 sides[one] = _side(made, args, least_s)
             except Exception as reason:
-                # compilers refuse in many ways; a refusal is of these sizes alone, and told
+                # compilers refuse in many ways; only these sizes are affected
                 refused[str(one)] = f"{type(reason).__name__}: {reason}".splitlines()[0][:200]
         here = [best, *(one for one in near if one in sides)]
         times = timing.in_turn(call.name, {str(one): sides[one] for one in here}, n)

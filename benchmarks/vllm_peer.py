@@ -1,8 +1,7 @@
-"""vLLM on CPUs, the peer of decoding with many adapters in one batch: the program that runs where
-it is installed, by ``elsewhere``.
+"""Decodes with vLLM on CPUs: the program that ``elsewhere`` runs in vLLM's environment.
 
-It needs nothing but the standard library and vLLM, reads batches of requests, a JSON object a line,
-and answers each with the tokens that it drew. It fetches nothing and reports nothing.
+It needs the standard library and vLLM alone, reads batches of requests as JSON lines, and writes
+the sampled tokens of each. It has no network access and sends no usage reports.
 """
 
 import json
@@ -56,9 +55,11 @@ def serve(settings: dict[str, Any]) -> None:
             for number, path in batch["adapters"]
         ]
         prompts = [{"prompt_token_ids": prompt} for prompt in batch["prompts"]]
-        told = engine.generate(prompts, how, lora_request=adapters, use_tqdm=False)
+        outputs = engine.generate(prompts, how, lora_request=adapters, use_tqdm=False)
         print(
-            json.dumps([list(one.outputs[0].token_ids) for one in told]), file=answers, flush=True
+            json.dumps([list(one.outputs[0].token_ids) for one in outputs]),
+            file=answers,
+            flush=True,
         )
 
 

@@ -1,8 +1,7 @@
-"""Operations of a training step, counted from the dimensions: what the device must do at least.
+"""Counts the operations of a training step from the dimensions, as a lower bound.
 
-A multiply-add is two operations. The base is frozen: its backward pass has the product for the
-activations and none for the weights, so forward and backward cost 2 + 2 operations a weight and
-token.
+A multiply-add is two operations. The base is frozen: its backward pass multiplies for activations
+but not for weights, so forward and backward cost 2 + 2 operations per weight and token.
 """
 
 import math

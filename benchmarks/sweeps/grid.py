@@ -1,9 +1,7 @@
-"""A sweep as data: grids of points over existing jobs, what others report of the same, and what is
-drawn.
+"""A sweep as data: grids of points, figures that others report, and pictures.
 
-A *point* is one combination of a grid's axes: one command line, or one for each seed. What it
-prints is a job's result, of which the grid says where its figures stand. So a sweep measures
-nothing itself.
+A *point* is one combination of a grid's axes: one command, or one per seed. The grid says where its
+figures are in the result of the command.
 """
 
 import dataclasses
@@ -53,12 +51,12 @@ class Grid:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reference:
-    """What somebody else reports of the same quantity.
+    """Figures of the same quantity that others report.
 
     Attributes:
         who: as tables and pictures name it.
         source: where it is reported.
-        grid: of the points that it stands beside.
+        grid: of the points that it is compared with.
         settings: that it was measured at, by the names of the grid's.
         figures: name of a figure and its value.
         note: what is different there.
@@ -74,7 +72,7 @@ class Reference:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Picture:
-    """What is drawn of a grid.
+    """A picture of a grid.
 
     Attributes:
         grid: whose rows.
@@ -163,7 +161,7 @@ def points_of(grids: Mapping[str, Grid]) -> list[Point]:
 
 
 def figure_at(result: Any, path: str, settings: Mapping[str, Any]) -> Any:
-    """What stands in a result.
+    """Returns the value at a path of a result.
 
     Args:
         path: names joined by ``/``; ``name=value`` is the first such entry of a list, and

@@ -1,6 +1,4 @@
-"""Pictures of a sweep: a figure over a setting with what others report, curves over steps with
-bands, and what a device did when.
-"""
+"""Draws a sweep: figures over a setting, curves with bands, and timelines of the device."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -60,8 +58,8 @@ def _series(picture: Picture, rows: Sequence[Any]) -> dict[str, list[Any]]:
 def _lines(picture: Picture, rows: Sequence[Any], references: Sequence[Any], path: Path) -> None:
     panels = list(_panels(picture, rows))
     figure, axes = _figure(len(panels))
-    for ax, (title, mine) in zip(axes, panels):
-        for label, line in _series(picture, mine).items():
+    for ax, (title, shown) in zip(axes, panels):
+        for label, line in _series(picture, shown).items():
             points = [(row["settings"][picture.x], row["figures"].get(picture.y)) for row in line]
             points = [(x, y) for x, y in points if y is not None]
             if not points:
@@ -83,7 +81,7 @@ def _lines(picture: Picture, rows: Sequence[Any], references: Sequence[Any], pat
         ax.set(title=title, xlabel=picture.x)
         if "x" in picture.log:
             ax.set_xscale("log", base=2)
-            values = sorted({row["settings"][picture.x] for row in mine})
+            values = sorted({row["settings"][picture.x] for row in shown})
             ax.set_xticks(values, [_short(x) for x in values], minor=False)
         if "y" in picture.log:
             ax.set_yscale("log")
@@ -102,7 +100,7 @@ def _short(x: float) -> str:
 
 
 def _references(ax: Any, picture: Picture, references: Sequence[Any]) -> None:
-    """What others report: a star where their setting is known, else a line across."""
+    """Draws others' figures: a star where their setting is known, else a line across."""
     for k, one in enumerate(references):
         at, value = one["settings"].get(picture.x), timing.value(one["figures"][picture.y])
         words = " ".join(str(v) for name, v in one["settings"].items() if name != picture.x)
@@ -117,8 +115,8 @@ def _curves(picture: Picture, rows: Sequence[Any], references: Sequence[Any], pa
     panels = list(_panels(picture, rows))
     figure, axes = _figure(len(panels))
     lines: dict[str, Any] = {}  # one legend for all panels, below them: curves leave no corner free
-    for ax, (title, mine) in zip(axes, panels):
-        series = _series(picture, mine)
+    for ax, (title, shown) in zip(axes, panels):
+        series = _series(picture, shown)
         for label, [row, *_] in series.items():
             curve = row["curve"]
             [line] = ax.plot(curve["steps"], curve["median"])

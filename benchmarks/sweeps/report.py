@@ -1,6 +1,4 @@
-"""A sweep's report: ``report.json`` for programs, ``report.md`` for people, with what others report
-in the same tables.
-"""
+"""Writes a sweep's report: ``report.json``, and ``report.md`` with others' figures."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence

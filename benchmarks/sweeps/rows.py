@@ -1,4 +1,4 @@
-"""From the results of runs to the rows of a report: figures by setting, merged over seeds."""
+"""Turns the results of runs into rows of a report, merged over seeds."""
 
 import json
 import statistics
@@ -22,10 +22,10 @@ def entry_of(point: Point, records: Mapping[str, dict[str, Any]], workdir: Path)
         ``dirty``, ``date``, ``machine``, ``versions``, ``config``.
     """
     runs = runs_of([point])
-    mine = [records[run.name] for run in runs]
+    outcomes = [records[run.name] for run in runs]
     failed = [
         f"{run.name}: {one['reason']}" if len(runs) > 1 else one["reason"]
-        for run, one in zip(runs, mine)
+        for run, one in zip(runs, outcomes)
         if one["state"] == "failed"
     ]
     entry = {
@@ -34,8 +34,8 @@ def entry_of(point: Point, records: Mapping[str, dict[str, Any]], workdir: Path)
         "settings": point.settings,
         "state": "failed" if failed else "done",
         "reason": "; ".join(failed),
-        "command": mine[0]["command"],
-        "seconds": round(sum(one["seconds"] for one in mine), 1),
+        "command": outcomes[0]["command"],
+        "seconds": round(sum(one["seconds"] for one in outcomes), 1),
         "rows": [],
     }
     if failed:

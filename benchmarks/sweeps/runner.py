@@ -1,13 +1,10 @@
-"""Runs points one after another, each as a process of its own, and goes on where it was stopped.
+"""Runs the points of a sweep one after another, each in its own process, and resumes after a stop.
 
-A process of its own has its own memory, devices and compiled programs, so that a point's figures do
-not depend on those before it, and a point that dies ends nothing else. It is the command that a
-user would give. A run's folder below ``WORKDIR/points`` has its log and the job's output;
-``record.json``, written whole or not at all, says how it ended and under which key: config,
-options, seed, commit, changes on top of it, and the files that it reads. Of the same key a run that
-ended well is not repeated, one that failed is, in its folder, where a training job finds its
-checkpoint. One that ended well keeps none: 58 runs of ``learning`` left 17 GB of them and filled a
-disk.
+Its own process gives each point its own memory, devices and compiled programs, and a point that
+dies ends no other. A run's folder below ``WORKDIR/points`` has its log and output. ``record.json``,
+written atomically, has the outcome and the key: arguments, commit and uncommitted changes. A
+finished run of the same key is not repeated; a failed one is, in its folder, where a training job
+finds its checkpoint. Finished runs keep no checkpoint: 58 runs of ``learning`` left 17 GB.
 """
 
 import json
@@ -29,7 +26,7 @@ from mint_jax.files import write_file
 from mint_jax.metrics import clock
 
 GRACE_S = 60.0  # for a job to write its checkpoint when the sweep is stopped
-# A sweep that is killed leaves no process that goes on measuring beside the next start. The child
+# A sweep that is killed leaves no process that continues during the next start. The child
 # asks for it itself (prctl's PR_SET_PDEATHSIG is 1): a function between fork and exec may not run
 # where JAX has threads.
 _ASK = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execv(sys.argv[1], sys.argv[1:])"
@@ -105,7 +102,7 @@ def run_all(
 
 
 def _record(run: Run, workdir: Path, code: Any) -> dict[str, Any] | None:
-    """Of a run that ended well under the same key; another key's folder goes."""
+    """Returns the record of a finished run of this key; removes the folder of another key."""
     folder, key = run.folder(workdir), run.key(code)
     try:
         begun = (folder / "key").read_text()
@@ -164,16 +161,16 @@ def _wait(command: list[str], log: Any) -> int:
 
 
 def _reason(status: int, log: Path) -> str:
-    """Why a process failed: what killed it, or its last error."""
+    """Returns why a process failed: its signal, or its last error."""
     if status < 0:
         return f"killed by {signal.Signals(-status).name}"
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    told = [line for line in lines if line.startswith("error")] or lines[-1:]
-    return told[-1][:500] if told else f"status {status}, and nothing in {log.name}"
+    errors = [line for line in lines if line.startswith("error")] or lines[-1:]
+    return errors[-1][:500] if errors else f"status {status}, and nothing in {log.name}"
 
 
 def result_of(run: Run, workdir: Path) -> dict[str, Any]:
-    """What a run's job left.
+    """Returns the result of a run.
 
     Raises:
         UserError: it is not JSON any more.

@@ -41,8 +41,6 @@ SHORT = {  # what makes another size short: fewer repetitions, not other shapes
         "--config.entries=50",
         "--config.others=50",
         "--config.loads=5",
-        "--config.s3.entries=50",
-        "--config.s3.others=10",
     ),
     "service": (
         "--config.n=1",

@@ -17,6 +17,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 ROOMS = [
+    "benchmarks",
     "launch",
     *(
         str(path.relative_to(ROOT))

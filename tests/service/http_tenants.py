@@ -15,7 +15,7 @@ import numpy as np
 
 from benchmarks.service_client import (
     Client,
-    Gone,
+    Expired,
     Policy,
     Sampler,
     forward,
@@ -158,7 +158,7 @@ class Tenant:
         try:
             assert await self.policy.send_as(number, told.path, told.body) == told.id
             assert await self.client.result(told.id) == told.result
-        except Gone:
+        except Expired:
             raise AssertionError(
                 f"request {number} of {self.policy.id} was told {time.monotonic() - told.at:.0f}"
                 " s ago"
