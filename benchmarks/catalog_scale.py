@@ -4,9 +4,7 @@ Each size is filled (``catalog_fill``) in one process and measured in another, w
 is then that of a reader. Each request is timed alone:
 
 - ``resolve``: ``policy@latest`` for names of each kind of ``traffic``, and ``policy@number`` for
-  uniform revisions. ``control`` is 0.1 ms of arithmetic in between; the excess of its 99th
-  percentile is the machine's. ``undisturbed`` requests ran without a context switch; ``cpu`` is the
-  thread's own time.
+  uniform revisions. ``cpu`` is the thread's own time.
 - ``load``: from name to device slot through ``Residency`` with a small host cache and few slots, by
   the tier that had the bytes: storage (cold), host or device. ``load`` has Zipf names, ``loads``
   all kinds. ``disk``: cold loads after packs and database were dropped from the page cache.
@@ -17,11 +15,9 @@ is then that of a reader. Each request is timed alone:
 import contextlib
 import json
 import os
-import resource
 import shutil
-import sqlite3
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,20 +50,8 @@ from mint_jax.residency.admission import Admission
 from mint_jax.residency.residency import Residency
 from mint_jax.residency.slots import DeviceSlots
 
-PUBLISHED = {
-    "source": (
-        "MinT, arXiv 2605.13779: Qwen3-30B-A3B rank 1, 4 GPUs, 64 requests through the whole"
-        " service; not the same measurement"
-    ),
-    "names": [1_000, 10_000, 100_000],
-    "warm_p95_s": [20.9, 12.2, 12.1],
-    "cold_p95_s": [193, 191, 190],
-    "one_cold_load_s": 1.36,
-    "million_names": "sized on paper, not run",
-}
-CONTROL_S = 1e-4
 DATABASES = ("sqlite", "postgres")
-_RESOLVE = ("p50_ms", "p99_ms", "p50_cpu_ms", "p99_cpu_ms", "p99_undisturbed_ms")
+_RESOLVE = ("p50_ms", "p99_ms", "p50_cpu_ms", "p99_cpu_ms")
 
 
 def _percentiles(seconds: np.ndarray | list[float], what: str = "") -> dict[str, timing.Figure]:
@@ -79,13 +63,6 @@ def _percentiles(seconds: np.ndarray | list[float], what: str = "") -> dict[str,
     )
 
 
-def _spin() -> None:
-    """``CONTROL_S`` of this thread's work."""
-    end = time.thread_time() + CONTROL_S
-    while time.thread_time() < end:
-        pass
-
-
 def resolves(
     catalog: Catalog, what: str, names: Iterable[tuple[str, int]], count: int
 ) -> dict[str, Any]:
@@ -94,49 +71,21 @@ def resolves(
     Args:
         names: each with the revision number that it stands for.
     """
-    wall, work, whole, control, errors = (
-        np.empty(count),
-        np.empty(count),
-        np.empty(count, bool),
-        [],
-        0,
-    )
+    wall, work, errors = np.empty(count), np.empty(count), 0
     progress = Progress(what, count)
     for k, (name, number) in enumerate(names):
-        preempted = _preemptions()
         began, used = time.perf_counter(), time.thread_time()
         try:
             errors += catalog.resolve(name).number != number
         except UserError:
             errors += 1
         wall[k], work[k] = time.perf_counter() - began, time.thread_time() - used
-        whole[k] = _preemptions() == preempted
-        if k % 10 == 0:
-            began = time.perf_counter()
-            _spin()
-            control.append(time.perf_counter() - began)
         progress.update(k + 1)
     return {
         **_percentiles(wall),
         **_percentiles(work, "_cpu"),
-        **_percentiles(wall[whole], "_undisturbed"),
-        "undisturbed": round(float(whole.mean()), 4),
-        "control_p99_ms": _percentiles(control)["p99_ms"],
         "errors": int(errors),
     }
-
-
-def _largest(resolved: Mapping[str, Mapping[str, Any]], key: str) -> Any:
-    """Returns the largest value over the kinds of names; None if no kind has one, since on a busy
-    machine every resolution may be preempted.
-    """
-    return max((of[key] for of in resolved.values() if key in of), key=timing.value, default=None)
-
-
-def _preemptions() -> int:
-    """Returns the number of involuntary context switches of this thread."""
-    # the first is Linux
-    return resource.getrusage(getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)).ru_nivcsw
 
 
 class _Loads:
@@ -269,10 +218,10 @@ def measure(
     return {
         "requests": len(names) * requests,
         "resolve": resolve,
-        **{f"resolve_{key}": _largest(resolve, key) for key in _RESOLVE},
-        "control_p99_ms": max(
-            (resolve[name]["control_p99_ms"] for name in names), key=timing.value
-        ),
+        **{
+            f"resolve_{key}": max((one[key] for one in resolve.values()), key=timing.value)
+            for key in _RESOLVE
+        },
         "load": load,
         "loads": found,
         "promote": promote,
@@ -289,9 +238,6 @@ def measure(
             + sum(one["errors"] for one in found.values())
             + disk["errors"]
             + wrong
-        ),
-        "rows_bytes_per_entry": (
-            _rows(Path(folder) / "catalog.db", entries) if database is None else None
         ),
     }
 
@@ -346,27 +292,6 @@ def _drop_from_page_cache(folder: Path) -> None:
                     os.close(handle)
 
 
-def _rows(database: Path, entries: int) -> dict[str, float] | None:
-    """Bytes of each table and of its indexes, over the entries; None where SQLite was built without
-    ``dbstat``.
-    """
-    connection = sqlite3.connect(f"file:{database}?mode=ro", uri=True)
-    try:
-        found = connection.execute(
-            "SELECT m.tbl_name, m.type, sum(s.pgsize) FROM dbstat s JOIN sqlite_master m ON m.name"
-            " = s.name GROUP BY 1, 2"
-        ).fetchall()
-    except sqlite3.OperationalError:
-        return None
-    finally:
-        connection.close()
-    rows = {
-        f"{table}{'' if kind == 'table' else ' indexes'}": round(size / entries, 1)
-        for table, kind, size in found
-    }
-    return {name: size for name, size in sorted(rows.items()) if size >= 1}
-
-
 def run(config: Any, workdir: Path) -> dict[str, Any]:
     """Runs the bench; returns its report. The catalogs it makes are removed."""
     folder = workdir / "catalog_scale"
@@ -374,7 +299,6 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
         "bench": "catalog_scale",
         "device": timing.device(),
         "cores": os.cpu_count(),
-        "published": PUBLISHED,
     }
     rows: list[dict[str, Any]] = []
     try:
@@ -406,14 +330,10 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
         "entries",
         "requests",
         *(f"resolve_{key}" for key in _RESOLVE),
-        "control_p99_ms",
         "cold_p50_ms",
         "cold_p99_ms",
     )
-    report |= {
-        key: rows[-1][key]
-        for key in (*top, "bytes", "files", "rss_bytes", "rows_bytes_per_entry", "entries_per_s")
-    }
+    report |= {key: rows[-1][key] for key in (*top, "bytes", "files", "rss_bytes", "entries_per_s")}
     report["rss_over_smallest"] = rows[-1]["rss_after_resolves"] - rows[0]["rss_after_resolves"]
     report["errors"] = sum(row["errors"] for row in rows)
     return report | {"sizes": rows}

@@ -3,7 +3,7 @@
 ``forward_backward_overhead`` is the time with P policies over the bare base's, less 1.
 ``ratio_ragged`` is the time of the same adapters by ``jax.lax.ragged_dot`` over groups of (expert,
 slot) over ours, both with our base products, at the smaller ``config.ragged`` sizes: on CPUs
-``ragged_dot`` multiplies every row by every group. ``parts`` times each projection alone.
+``ragged_dot`` multiplies every row by every group.
 ``decode_ratio_sliced`` is a decoding step whose experts are inputs of the scan over layers, which
 copies them, over ours. Attention is left out: it is equal on all sides.
 
@@ -26,11 +26,10 @@ from mint_jax.lora.apply import BoundAdapters
 from mint_jax.models import experts, moe, router, stacked
 from mint_jax.models.config import Experts, ModelConfig
 from mint_jax.models.expert_parallel import routed
-from mint_jax.models.experts import groups_of, sort_rows
+from mint_jax.models.experts import sort_rows
 from mint_jax.models.grouped import grouped_matmul
 from mint_jax.models.mlp import swiglu
 from mint_jax.models.norm import rms_norm
-from mint_jax.models.packed_lora import Adapters, project
 
 # as ``expert_parallel.routed``
 Routed = Callable[[jax.Array, jax.Array, jax.Array, Any, Any], jax.Array]
@@ -202,7 +201,6 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
             name: round(value, 2) for name, value in stack.work(count).items()
         }
     middle = config.ragged_policies
-    report["parts_seconds"] = _parts(stack, middle, config.n)
 
     small = _Stack(config.ragged, config.rank, config.seed)
     sides = {
@@ -236,69 +234,6 @@ def _decode(config: Any) -> dict[str, timing.Figure]:
             timing.in_turn(f"decode {rows}", sides, config.n), "sliced", "ours"
         )
     return out
-
-
-def _parts(stack: _Stack, policies: int, n: int) -> dict[str, timing.Figure]:
-    """Seconds of the stages of one layer's adapters and of its base, each alone, forward and
-    backward.
-    """
-    size, M, P = stack.size, stack.visits, policies
-    E, X = size.experts, size.per_token
-    rng = np.random.default_rng(0)
-    expert_M = jnp.asarray(
-        np.argsort(rng.random((M // X, E)), axis=1)[:, :X].reshape(-1), jnp.int32
-    )
-    block_M = jnp.repeat(jnp.arange(P, dtype=jnp.int32), M // P, total_repeat_length=M)
-    sort = jax.jit(lambda e, b: sort_rows(e, b, E, P))
-    order = sort(expert_M, block_M)
-    sizes_E, groups = (
-        jnp.sum(order.counts, axis=1),
-        groups_of(order, 0, jnp.arange(P, dtype=jnp.int32)),
-    )
-    factors = jax.tree.map(
-        lambda w: w[0].reshape(P * E, *w.shape[3:]), stack.adapters(P).buckets[0]["experts"]
-    )
-    base = jax.tree.map(lambda w: w[0], stack.params["experts"])
-    x_ND = stack.x_BTD.reshape(-1, size.d_model)
-    rows = {
-        d: jnp.asarray(rng.normal(size=(M, d)), jnp.float32) for d in (size.d_model, size.width)
-    }
-
-    def there_and_back(fn: Any, frozen: Any, *args: Any) -> Callable[[], Any]:
-        """``fn(frozen, *args)`` and the gradients of ``args``."""
-
-        def both(g, frozen, *args):
-            y, vjp = jax.vjp(lambda *args: fn(frozen, *args), *args)
-            return y, vjp(g)
-
-        shape = jax.eval_shape(fn, frozen, *args).shape
-        run, g = jax.jit(both), jnp.ones(shape, jnp.float32)
-        return lambda: jax.block_until_ready(run(g, frozen, *args))
-
-    def each(what: str, name: str) -> Callable[[], Any]:
-        d_in, d_out = base[name]["w"].shape[1:]
-        adapters = (
-            []
-            if what == "base"
-            else [Adapters(groups, ((factors[name]["a"], factors[name]["b"]),))]
-        )
-
-        def run(frozen, x, adapters):
-            return project(x, [frozen[0]], frozen[1], adapters)[0]
-
-        return there_and_back(run, (base[name], sizes_E), rows[d_in], adapters)
-
-    def gather(order: Any, x_ND: jax.Array) -> jax.Array:
-        return x_ND[order.order // X][order.inverse]
-
-    sides = {
-        f"{what}_{name}": each(what, name)
-        for what in ("base", "adapters")
-        for name in experts.NAMES
-    }
-    sides["sort"] = lambda: jax.block_until_ready(sort(expert_M, block_M))
-    sides["gathers"] = there_and_back(gather, order, x_ND)
-    return timing.medians_of(timing.in_turn("parts", sides, n))
 
 
 def _difference(stack: _Stack, policies: int) -> float:

@@ -6,10 +6,6 @@
   tenant's tokens at the measured matmul rate.
 - ``flood_p95_ratio``: 95th percentile of a tenant's rounds while another tenant floods the queue,
   over that alone.
-- ``fair_p95_ratio_N``: of N busy tenants, the worst 95th percentile of a round over a tenant's
-  alone; N where all get the same share and sharing a step saves nothing.
-- ``unembedding_ratio``: a step of policies with adapters on the unembedding (the default of
-  Tinker's client) over a step without.
 - ``gap_p50_ms``, ``gap_p90_ms``: wait of decoding rows for a training slice; ``gap_bound_ms`` is
   the requested limit, ``gap_least_ms`` the shortest slice. ``decode_share``: tokens a second during
   training over those without.
@@ -22,7 +18,6 @@
 - ``errors``: failed requests.
 """
 
-import dataclasses
 import shutil
 import threading
 import time
@@ -39,13 +34,11 @@ from mint_jax import params as params_lib
 from mint_jax.lora.tree import AdapterConfig
 from mint_jax.metrics import Progress
 from mint_jax.models import transformer
-from mint_jax.models.base import Base
 from mint_jax.rollout.request import Request
 from mint_jax.service.calls import Call, Create, ForwardBackward, Optim, Save
 from mint_jax.service.loop import Loop
 from mint_jax.service.server import Server, Sizes
-from mint_jax.train import host_state
-from mint_jax.train.blocks import Datum, TrainRequest
+from mint_jax.train.blocks import Datum
 from mint_jax.train.config import BlockShape, OptimizerConfig
 from mint_jax.train.live import NO_LOSS, Live
 
@@ -196,71 +189,6 @@ def _flood(config: Any, tenants: _Tenants, small: str, large: str) -> dict[str, 
     }
 
 
-def _fair(config: Any, tenants: _Tenants, names: Sequence[str]) -> dict[str, Any]:
-    """Tenants of equal weight that never wait for each other."""
-
-    def busy(name: str, out: list[float], progress: Progress | None = None) -> None:
-        for k in range(config.fair_rounds):
-            began = time.perf_counter()
-            tenants.round(name)
-            out.append(time.perf_counter() - began)
-            if progress is not None:
-                progress.update(k + 1)
-
-    found: dict[str, Any] = {"fair_rounds": config.fair_rounds}
-    for count in [count for count in config.tenants if count > 1]:
-        times: dict[str, list[float]] = {name: [] for name in ("alone", *names[:count])}
-        busy(names[0], times["alone"])
-        result = [
-            Progress(f"{count} busy tenants, rounds of one", config.fair_rounds),
-            *[None] * (count - 1),
-        ]
-        threads = [
-            threading.Thread(target=busy, args=(name, times[name], one))
-            for name, one in zip(names, result)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        worst = max(names[:count], key=lambda name: np.percentile(times[name], 95))
-        found[f"fair_p95_ratio_{count}"] = timing.percentile_ratio(times, worst, "alone", 95)
-    return found
-
-
-def _unembedding(config: Any, base: Base) -> dict[str, Any]:
-    """Training with and without the unembedding among the targets: programs of their own, at the
-    bench's widest step.
-    """
-    shape = max((BlockShape(*shape) for shape in config.shapes), key=lambda shape: shape.size)
-    adapter = AdapterConfig(config.rank, 2.0 * config.rank)
-    rng = np.random.default_rng(config.seed)
-
-    def side(targets: Sequence[str]) -> Callable[[], None]:
-        live = Live(base, {adapter.bucket: shape.blocks}, targets, [shape])
-        names = [f"{i}" for i in range(live.shapes[0].blocks)]
-        for i, name in enumerate(names):
-            live.join(
-                name,
-                host_state.fresh(live.specs, dataclasses.replace(adapter, targets=live.targets), i),
-            )
-        tokens = rng.integers(0, base.cfg.vocab_size, shape.tokens + 1).astype(np.int32)
-        datum = Datum(tokens[:-1], tokens[1:], np.ones(shape.tokens, np.float32))
-
-        def call() -> None:
-            live.step([TrainRequest(name, [datum] * shape.rows, NO_LOSS) for name in names])
-            live.optim({name: OptimizerConfig(1e-4) for name in names})
-
-        return call
-
-    sides = {"with": side((*config.targets, "unembed")), "without": side(config.targets)}
-    times = timing.in_turn("unembedding", sides, config.n)
-    return {
-        "unembedding_ratio": timing.ratio(times, "with", "without"),
-        "unembedding_step": list(shape),
-    }
-
-
 def _gaps(config: Any, tenants: _Tenants, loop: Loop, names: Sequence[str]) -> dict[str, Any]:
     """Times decoding rows, with and without concurrent training."""
     rng = np.random.default_rng(config.seed)
@@ -385,14 +313,9 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
                 | _flood(config, tenants, *names[:2])
                 | _gaps(config, tenants, server.loop, names)
             )
-            found |= (
-                _fair(config, tenants, names)
-                | _handoff(config, tenants, names[0])
-                | _memory(config, tenants, server.live)
-            )
+            found |= _handoff(config, tenants, names[0]) | _memory(config, tenants, server.live)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    found |= _unembedding(config, base)
     live = server.live
     multiply = timing.Matmul()
     seconds = timing.medians(timing.in_turn("matmul", {"matmul": multiply}, config.n))["matmul"]

@@ -26,7 +26,6 @@ def get_config(size: str = "default") -> ConfigDict:
     config.sequences, config.tokens = 1, 32  # of a tenant's round
     config.gap_s = 0.5
     config.flood_rounds, config.flood_depth = 40, 8
-    config.fair_rounds = 20  # of each of the tenants that are busy all the time
     config.decode = ConfigDict({"rows": 8, "tokens": 64})
     config.handoffs = 20
     config.memory_tenants = 8
@@ -38,7 +37,6 @@ def get_config(size: str = "default") -> ConfigDict:
         config.shapes = ((1, 1, 16), (3, 1, 16))
         config.sequences, config.tokens = 1, 16
         config.flood_rounds, config.flood_depth = 4, 2
-        config.fair_rounds = 3
         config.decode.update({"rows": 2, "tokens": 64})
         config.handoffs = 3
         config.memory_tenants = 2
