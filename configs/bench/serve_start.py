@@ -16,7 +16,7 @@ def get_config(size: str = "default") -> ConfigDict:
     config.dtype = "float32"
     config.rank = 32
     config.tokens = 32  # of the first step
-    config.program = "benchmarks"  # starts the server
+    config.program = "mint_jax.launch"  # starts the server
     config.server = ConfigDict({"ranks": (32,)})
     if size == "ci":
         config.base = "tiny-random"

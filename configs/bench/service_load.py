@@ -27,7 +27,7 @@ def get_config(size: str = "default") -> ConfigDict:
     config.check_every = 5  # answers
     # by which the server's memory may grow in the last third of the load, beyond its caches
     config.growth_mb = 100.0
-    config.program = "benchmarks"  # starts the server
+    config.program = "mint_jax.launch"  # starts the server
     config.server = ConfigDict(
         {"ranks": (8,), "slots": 16, "adapters": 16, "max_rows": 32, "snapshot_every": 16}
     )
