@@ -27,13 +27,13 @@ from mint_jax.recipes import grpo
 from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import Request
 from mint_jax.rollout.score import Scorer
-from tests.configs import run_config
+from tests.configs import read, run_config
 
 ROOT = Path(__file__).parents[2]
 ATOL = 1e-4  # float32: a scorer's batch has another shape than the sampler's
 ENVIRONMENT = """
 from mint_jax.envs.env import Example, ListEnvironment
-from tests.configs import run_config
+from tests.configs import read, run_config
 
 def make():
     examples = [Example(str(i * 7919), "") for i in range(100, 112)]
@@ -158,7 +158,7 @@ def test_every_sampled_token_names_the_revision_that_drew_it(run_job, tmp_path):
 
     with contextlib.closing(JobCatalog(tmp_path / "catalog")) as jobs:
         loaded = adapters.read_adapter(digest, base, jobs)
-        job = grpo.ConcurrentGrpo(config, base)
+        job = grpo.ConcurrentGrpo(read(config), base)
         with job.sampling_from({"ppo": digest}, jobs):
             check_fixed(job, base, loaded, digest, kept)
 
