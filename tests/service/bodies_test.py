@@ -2,13 +2,13 @@
 
 import gzip
 import json
-import tracemalloc
 
 import pytest
 import zstandard
 
 from mint_jax.errors import UserError
 from mint_jax.service.bodies import FRAMES, TooLarge, UnknownCoding, decompress, parse_json
+from tests.memory import taken_at_most
 
 LIMIT = 1 << 20
 
@@ -45,13 +45,8 @@ def test_a_bomb_costs_no_more_than_the_limit(coding):
         bomb = b"".join(packer.compress(zeros) for _ in range(64)) + packer.flush()
     del zeros
     assert len(bomb) < 2 << 20
-    tracemalloc.start()
-    try:
-        with pytest.raises(TooLarge):
-            decompress(bomb, coding, LIMIT)
-        assert tracemalloc.get_traced_memory()[1] < LIMIT + (10 << 20)
-    finally:
-        tracemalloc.stop()
+    with taken_at_most(LIMIT + (10 << 20)), pytest.raises(TooLarge):
+        decompress(bomb, coding, LIMIT)
 
 
 def test_the_densest_frame_there_can_be():
@@ -62,13 +57,8 @@ def test_the_densest_frame_there_can_be():
     assert len(decompress(frame[:-4] + (1).to_bytes(3, "little"), "zstd", 64 << 20)) == 399 * (
         128 << 10
     )
-    tracemalloc.start()
-    try:
-        with pytest.raises(TooLarge):
-            decompress(frame, "zstd", LIMIT)
-        assert tracemalloc.get_traced_memory()[1] < LIMIT + (20 << 20)
-    finally:
-        tracemalloc.stop()
+    with taken_at_most(LIMIT + (20 << 20)), pytest.raises(TooLarge):
+        decompress(frame, "zstd", LIMIT)
 
 
 def frame_of(claimed, data):
@@ -97,13 +87,8 @@ def test_what_a_frame_claims_of_its_length_costs_nothing():
         frame_of(0, b"0"),
         whole,
     ):
-        tracemalloc.start()
-        try:
-            with pytest.raises(UserError, match="zstd"):
-                decompress(bad, "zstd", LIMIT)
-            assert tracemalloc.get_traced_memory()[1] < 1 << 20
-        finally:
-            tracemalloc.stop()
+        with taken_at_most(0), pytest.raises(UserError, match="zstd"):
+            decompress(bad, "zstd", LIMIT)
 
 
 def test_skipped_frames_and_frames_in_frames():
