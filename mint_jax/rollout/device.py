@@ -46,6 +46,7 @@ from mint_jax.rollout.sample import (
     penalised,
     sample,
 )
+from pallas_kernels import dispatch
 
 # Maximum tokens that a row draws in one dispatch; the host sees them only after the dispatch.
 STEPS = 16
@@ -385,10 +386,23 @@ def decode(
 
     def body(s: _State) -> _State:
         view = view_of(s.own, s.live)
-        inputs = DecoderInputs(
-            s.token[:, None], (rows.prefix + s.own)[:, None], pool=s.pool, view=view
-        )
-        h, kept = hidden_states(params, lora, inputs, cfg)
+
+        def layers(view: View, pool: Pool) -> tuple[jax.Array, Pool]:
+            at = (rows.prefix + s.own)[:, None]
+            inputs = DecoderInputs(s.token[:, None], at, pool=pool, view=view)
+            return hidden_states(params, lora, inputs, cfg)
+
+        if dispatch.platform_of_mesh() == "cuda":
+            # A GPU waits for the host at every branch: one before the layers replaces one in each.
+            in_teams = jnp.any(rows.teams.place >= 0)
+            like = jax.eval_shape(layers, view, s.pool)[0]
+            done = jnp.zeros(like.shape, like.dtype), {name: s.pool[name] for name in cfg.stacks}
+            done = _once(in_teams, lambda done: layers(view, done[1]), done)
+            alone = view._replace(teams=None)
+            h, pool = _once(~in_teams, lambda done: layers(alone, done[1]), done)
+            kept: Pool = dict(pool)
+        else:
+            h, kept = layers(view, s.pool)
         kept["tokens"] = _write_tokens(s.pool["tokens"], s.token[:, None], view, cfg)
         z_RV = sharding.constrain(
             logits(params, lora, h, cfg.kernels.layer_matmul, view.used)[:, 0], "batch", "vocab"
@@ -454,6 +468,12 @@ def decode(
     until = jnp.minimum(steps, STEPS)
     state = jax.lax.while_loop(lambda s: (s.step < until) & jnp.any(s.live), body, state)
     return state.pool, state.drawn
+
+
+def _once(pred: jax.Array, fn: Callable[[Any], Any], x: Any) -> Any:
+    """Returns ``fn(x)`` if ``pred``, else ``x``, in the same buffers; ``lax.cond`` copies them."""
+    out = jax.lax.while_loop(lambda s: s[0], lambda s: (jnp.bool_(False), fn(s[1])), (pred, x))
+    return out[1]
 
 
 def _allowed(z_RV: jax.Array, rows: DecodePlan) -> jax.Array:

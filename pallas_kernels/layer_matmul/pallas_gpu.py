@@ -1,5 +1,5 @@
 """GPU kernel of ``layer_matmul`` for the few rows of decoding, which reads a layer's matrices in
-place from their stacks.
+place from their stacks. Matrices of the same rows, as for queries, keys and values, are one launch.
 
 XLA's form copies a layer out of its stack first. Compiled for an H200, a decode step of Qwen3-4B
 reads 8 GB, writes them and reads them again (an H100 took 13.2 ms for 64 rows; 8 GB take 2.7). Here
@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from pallas_kernels import native, tuning
-from pallas_kernels.triton import attached, columns, cost, dot, power_of_two, read, write
+from pallas_kernels.triton import attached, columns, cost, dot, power_of_two, read, unravel, write
 
 MOST = 256  # rows; with more, a matmul takes longer than a copy of its matrix
 PROGRAMS = 512  # about four per processor of an H100
@@ -47,16 +47,26 @@ class Config(NamedTuple):
     stages: int = 4
 
 
-def config(x: jax.Array, w: jax.Array, transposed: bool) -> Config:
+def config(x: jax.Array, stacks: tuple[jax.Array, ...], transposed: bool) -> Config:
     """Returns measured sizes, or the rule: tiles of up to 64 rows, and parts of at least 256 of the
     depth.
+
+    Steps of 128 of the depth took an H100 0.62 of the time of steps of 64, with four warps.
     """
-    (M, D), F = x.shape, w.shape[1 if transposed else 2]
-    rows, wide, deep = power_of_two(M, 64), power_of_two(F, 64), power_of_two(D, 64)
-    blocks = pl.cdiv(M, rows) * pl.cdiv(F, wide)
-    parts = max(1, min(PROGRAMS // blocks, D // 256))
-    key = f"{x.dtype} rows {tuning.power(M)} {D}>{F}{' transposed' * transposed} {w.dtype}"
+    (M, D), widths = x.shape, [w.shape[1 if transposed else 2] for w in stacks]
+    rows, wide, deep = power_of_two(M, 64), power_of_two(max(widths), 64), power_of_two(D, 128)
+    blocks = pl.cdiv(M, rows) * sum(pl.cdiv(F, wide) for F in widths)
+    parts = max(1, min(round(PROGRAMS / blocks), D // 256))
+    key = key_of(x, stacks, transposed)
     return tuning.chosen("layer_matmul", "cuda", key, Config(rows, wide, deep, parts, 4))
+
+
+def key_of(x: jax.Array, stacks: tuple[jax.Array, ...], transposed: bool = False) -> str:
+    """The key of a call in tables of measured sizes."""
+    widths = "+".join(str(w.shape[1 if transposed else 2]) for w in stacks)
+    M, D = x.shape
+    of = f"{x.dtype} rows {tuning.power(M)} {D}>{widths}"
+    return f"{of}{' transposed' * transposed} {stacks[0].dtype}"
 
 
 def require(
@@ -93,30 +103,38 @@ def require(
     native.require_one_device()
 
 
-def _layer_matmul(
-    layer: Any, used: Any, x: Any, w: Any, out: Any, *, transposed: bool, how: Config
-) -> None:
-    (M, D), F = x.shape, out.shape[2]
-    tiles, blocks = pl.cdiv(M, how.rows), pl.cdiv(F, how.columns)
-    # Programs of the same block of columns, which read the same weights, are consecutive.
-    program = pl.program_id(0)
-    tile = jax.lax.rem(program, tiles)
-    block = jax.lax.rem(jax.lax.div(program, tiles), blocks)
-    share = jax.lax.div(program, tiles * blocks)
-    number = layer[0]
-    rows, across = columns(tile, how.rows, M), columns(block, how.columns, F)
-    steps = pl.cdiv(D, how.depth)
+def _layer_matmul(layer: Any, used: Any, x: Any, *refs: Any, transposed: bool, how: Config) -> None:
+    # Programs are numbered matrix by matrix; those of one block of columns, which read the same
+    # weights, are neighbours.
+    (M, D), program, start = x.shape, pl.program_id(0), 0
+    tiles, steps, number = pl.cdiv(M, how.rows), pl.cdiv(D, how.depth), layer[0]
     each = pl.cdiv(steps, how.parts)
-    first, last = share * each, jnp.minimum((share + 1) * each, steps)
+    for w, out in zip(refs[: len(refs) // 2], refs[len(refs) // 2 :]):
+        F = out.shape[2]
+        blocks = pl.cdiv(F, how.columns)
+        own = program - start
 
-    def step(i: jax.Array, sums: jax.Array) -> jax.Array:
-        deep = columns(i, how.depth, D)
-        part = read(w, number, across, deep) if transposed else read(w, number, deep, across)
-        return sums + dot(read(x, rows, deep), part, (1, 1 if transposed else 0))
+        def multiply(w: Any = w, out: Any = out, F: int = F, own: Any = own) -> None:
+            share, block, tile = unravel(own, pl.cdiv(F, how.columns), tiles)
+            rows, across = columns(tile, how.rows, M), columns(block, how.columns, F)
+            first, last = share * each, jnp.minimum((share + 1) * each, steps)
 
-    last = jnp.where(tile * how.rows < used[0], last, first)
-    total = jax.lax.fori_loop(first, last, step, jnp.zeros((how.rows, how.columns), jnp.float32))
-    write(out, total, share, rows, across)
+            def step(i: jax.Array, sums: jax.Array) -> jax.Array:
+                deep = columns(i, how.depth, D)
+                part = (
+                    read(w, number, across, deep) if transposed else read(w, number, deep, across)
+                )
+                return sums + dot(read(x, rows, deep), part, (1, 1 if transposed else 0))
+
+            last = jnp.where(tile * how.rows < used[0], last, first)
+            none = jnp.zeros((how.rows, how.columns), jnp.float32)
+            write(out, jax.lax.fori_loop(first, last, step, none), share, rows, across)
+
+        if len(refs) == 2:
+            multiply()
+        else:
+            pl.when((own >= 0) & (own < tiles * blocks * how.parts))(multiply)
+        start += tiles * blocks * how.parts
 
 
 def matmul(
@@ -128,31 +146,26 @@ def matmul(
     how: Config | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, ...]:
-    """Implements ``layer_matmul``; tiles of unused rows get zeros."""
+    """See ``layer_matmul``; one kernel for all matrices. Unused row tiles get zeros."""
     x_MD = x.reshape(-1, x.shape[-1])
     scalars = [
         jnp.reshape(jnp.int32(one), 1) for one in (layer, x_MD.shape[0] if rows is None else rows)
     ]
-
-    def product(w: jax.Array) -> jax.Array:
-        sizes, (M, D), F = (
-            config(x_MD, w, transposed) if how is None else how,
-            x_MD.shape,
-            w.shape[1 if transposed else 2],
-        )
-        parts = pl.pallas_call(
-            functools.partial(_layer_matmul, transposed=transposed, how=sizes),
-            grid=(pl.cdiv(M, sizes.rows) * pl.cdiv(F, sizes.columns) * sizes.parts,),
-            out_shape=jax.ShapeDtypeStruct((sizes.parts, M, F), jnp.float32),
-            compiler_params=triton.CompilerParams(num_warps=sizes.warps, num_stages=sizes.stages),
-            cost_estimate=cost(
-                2 * M * D * F,
-                x_MD,
-                jax.ShapeDtypeStruct((D, F), w.dtype),
-                jax.ShapeDtypeStruct((M, F), jnp.float32),
-            ),
-            interpret=interpret,
-        )(*scalars, x_MD, w)
-        return jnp.sum(parts, axis=0).reshape(*x.shape[:-1], F)
-
-    return tuple(map(product, stacks))
+    sizes = config(x_MD, stacks, transposed) if how is None else how
+    (M, D), widths = x_MD.shape, [w.shape[1 if transposed else 2] for w in stacks]
+    tiles = pl.cdiv(M, sizes.rows)
+    results = [jax.ShapeDtypeStruct((sizes.parts, M, F), jnp.float32) for F in widths]
+    parts = pl.pallas_call(
+        functools.partial(_layer_matmul, transposed=transposed, how=sizes),
+        grid=(sum(tiles * pl.cdiv(F, sizes.columns) * sizes.parts for F in widths),),
+        out_shape=results,
+        compiler_params=triton.CompilerParams(num_warps=sizes.warps, num_stages=sizes.stages),
+        cost_estimate=cost(
+            2 * M * D * sum(widths),
+            x_MD,
+            *(jax.ShapeDtypeStruct((D, F), w.dtype) for w, F in zip(stacks, widths)),
+            *(jax.ShapeDtypeStruct((M, F), jnp.float32) for F in widths),
+        ),
+        interpret=interpret,
+    )(*scalars, x_MD, *stacks)
+    return tuple(jnp.sum(part, axis=0).reshape(*x.shape[:-1], -1) for part in parts)

@@ -274,6 +274,16 @@ def test_a_gpus_kernel_gives_what_float64_gives(rng, dtype, shape, transposed):
         assert (np.abs(made - want) <= 6e-8 * shape[1] ** 0.5 * 8 * near).all()
 
 
+@pytest.mark.parametrize("transposed", [False, True], ids=["plain", "transposed"])
+def test_matrices_in_one_launch_have_the_bits_of_each_alone(rng, transposed):
+    x, w, layer = arguments(rng, 40, 300, 203, "bfloat16", transposed=transposed)
+    x, how = x.astype(jnp.bfloat16), pallas_gpu.Config(16, 64, 64, 3, 4)
+    stacks = w, w[:, :70] if transposed else w[:, :, :70], 2 * w
+    call = functools.partial(pallas_gpu.matmul, transposed=transposed, how=how, interpret=True)
+    for made, one in zip(call(x, stacks, layer), stacks):
+        np.testing.assert_array_equal(made, call(x, (one,), layer)[0])
+
+
 def test_what_is_not_finite_stays_in_its_row_of_a_gpus_kernel(rng):
     x, w, layer = arguments(rng, 40, 300, 130, "bfloat16")
     x = x.astype(jnp.bfloat16)
@@ -294,11 +304,11 @@ def test_tiles_of_rows_that_are_not_in_use_are_zeros_on_a_gpu(rng):
     assert (made[64:] == 0).all()
 
 
-def test_for_a_gpu_it_is_a_kernel_for_each_matrix_and_no_copy(rng):
+def test_for_a_gpu_matrices_of_the_same_rows_are_one_kernel_and_no_copy(rng):
     x, w, layer = arguments(rng, 8, 64, 96, "bfloat16")
     call = lambda x, w, layer: layer_matmul(x, (w, w), layer)  # noqa: E731
     text = gpu.text(call, x.astype(jnp.bfloat16), w, layer)
-    assert text.count(gpu.KERNEL) == 2
+    assert text.count(gpu.KERNEL) == 1
     assert "dynamic_slice" not in text
     assert "stablehlo.dot" not in text
     assert gpu.KERNEL not in gpu.text(call, x, w, layer), "float32 is XLA's"

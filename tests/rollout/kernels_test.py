@@ -3,6 +3,7 @@ alone.
 """
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -63,6 +64,31 @@ def test_the_engine_gives_what_it_gives_by_xla(family, form, tiny_base, rng, mon
                 np.testing.assert_allclose(*told, atol=1e-4)
     assert drawn[0][1][0].prompt_logprobs is not None
     assert len({shape[-2] for shape in asked}) == 3, "tokens of a row, of a team, of a block"
+
+
+@pytest.mark.bits
+def test_the_form_for_gpus_of_a_step_gives_the_same_bits(tiny_base, rng, monkeypatch):
+    """It branches once before the layers: samples in a team, then samples alone."""
+    base, prompt = tiny_base("llama"), tuple(rng.integers(3, 90, 140).tolist())
+    asked: list[Any] = []
+    once = device._once
+    monkeypatch.setattr(device, "_once", lambda *args: asked.append(args) or once(*args))
+
+    def drawn() -> list[Any]:
+        device.decode.clear_cache()
+        engine = Engine(base, max_rows=4)
+        return [
+            [(one.tokens, one.logprobs) for one in engine.generate([request], {})[0]]
+            for request in (Request(prompt, max_tokens=3, n=n, seed=1) for n in (3, 1))
+        ]
+
+    usual = drawn()
+    assert not asked
+    with monkeypatch.context() as patch:
+        patch.setattr(device.dispatch, "platform_of_mesh", lambda: "cuda")
+        assert drawn() == usual
+    assert asked
+    device.decode.clear_cache()
 
 
 @pytest.mark.long
