@@ -39,7 +39,7 @@ class Steps:
         self._each = pages_for(room, PAGE)
         self._table = longest_table(base.cfg.context)
         self._first = np.random.default_rng(seed).integers(3, base.cfg.vocab_size, rows).tolist()
-        self._pool: Any = device.empty_pool(base.cfg, base.mesh, rows * self._each, base.dtype)
+        self.pool: Any = device.empty_pool(base.cfg, base.mesh, rows * self._each, base.dtype)
 
     def plan(
         self,
@@ -93,8 +93,8 @@ class Steps:
     def take(self, stacks: Stacks, plan: DecodePlan, steps: int) -> Drawn:
         """Takes steps, at most ``device.STEPS``; done when it returns."""
         with jax.set_mesh(self.base.mesh):
-            self._pool, drawn = device.decode(
-                self.base.params, stacks, self._pool, plan, np.int32(steps), cfg=self.base.cfg
+            self.pool, drawn = device.decode(
+                self.base.params, stacks, self.pool, plan, np.int32(steps), cfg=self.base.cfg
             )
             return jax.block_until_ready(drawn)
 

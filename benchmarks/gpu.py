@@ -12,6 +12,7 @@ the same shape, in a process of its own.
 """
 
 import functools
+import itertools
 import json
 import multiprocessing
 import sys
@@ -19,6 +20,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +43,38 @@ from mint_jax.rollout.request import Request
 from mint_jax.train.batch import Group, TrainSequence
 from mint_jax.train.config import LossConfig, PolicyConfig
 from mint_jax.train.trainer import Trainer
+from pallas_kernels import cache, tuning
+from pallas_kernels.layer_matmul import pallas_gpu
 
 Row = dict[str, Any]
 TOP_KERNELS = 25  # of a profile
+
+TURNS = 4  # of all layers, in one call of ``tune``
+# Of ``tune``: programs at once, and by numbers of rows a tile's rows and columns, depth, warps and
+# stages. One row has the sizes of eight.
+PROGRAMS = (132, 264, 528)
+WIDE = (64, 128, 256)
+TUNED: tuple[tuple[tuple[int, ...], tuple[tuple[int, int, int, int, int], ...]], ...] = (
+    (
+        (64,),
+        (
+            *((64, 64, 128, 4, 4), (64, 128, 64, 4, 4), (64, 128, 64, 8, 4), (64, 64, 64, 8, 4)),
+            *((128, 64, 64, 4, 4), (64, 128, 128, 8, 3), (64, 256, 64, 8, 3)),
+        ),
+    ),
+    (
+        (1, 8),
+        ((16, 64, 128, 4, 4), (16, 128, 64, 4, 4), (16, 128, 128, 4, 4), (16, 64, 256, 4, 3)),
+    ),
+)
+# Of ``graphs``: kinds of work in CUDA graphs; none: XLA's default.
+_KINDS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION"
+GRAPHS = {
+    "default": "",
+    "branches": f"{_KINDS},CONDITIONAL",
+    "loops": f"{_KINDS},CONDITIONAL,WHILE",
+    "copies": f"{_KINDS},DYNAMIC_SLICE_COPY_FUSION,CONDITIONAL,WHILE",
+}
 
 
 def run(config: Any, workdir: Path) -> dict[str, Any]:
@@ -52,12 +83,9 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
     file = workdir / "gpu.jsonl"
     file.unlink(missing_ok=True)
     deadline = time.monotonic() + config.seconds
-    began = time.monotonic()
-    base = base_lib.load(config.base, single_device_mesh(), config.dtype)
-    jax.block_until_ready(base.params)
-    bench = _Bench(config, base, file, deadline)
-    rows = [_reported(file, {"part": "base", "s": _since(began), "bytes": base.nbytes})]
-    for name in config.parts:
+    bench, rows = _Bench(config, file, deadline), []
+    # The peers' process needs the memory that this one holds from the first part of its own on.
+    for name in sorted(config.parts, key=lambda name: name != "peers"):
         (least, most), began = config.limits[name], time.monotonic()
         if (left := deadline - began) < least:
             rows.append(_reported(file, {"part": name, "skipped": f"{left:.0f} s left"}))
@@ -73,7 +101,7 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
         except Exception as error:  # a part that fails leaves the others their time
             traceback.print_exc()
             rows.append(_reported(file, {"part": name, "failed": repr(error)[:500]}))
-    return {"bench": "gpu", "base": base.name, "device": timing.device(), "rows": rows}
+    return {"bench": "gpu", "base": config.base, "device": timing.device(), "rows": rows}
 
 
 def _since(began: float) -> float:
@@ -107,12 +135,23 @@ class _Bench:
         engine: of ``decode`` and ``prefill``.
     """
 
-    def __init__(self, config: Any, base: base_lib.Base, file: Path, deadline: float):
-        self.config, self.base, self.file, self.deadline = config, base, file, deadline
+    def __init__(self, config: Any, file: Path, deadline: float):
+        self.config, self.file, self.deadline = config, file, deadline
         self.rng = np.random.default_rng(config.seed)
         self.bandwidth = self.rate = 0.0
         self.engine: Engine | None = None
-        self.weights = params_lib.count(transformer.abstract(base.cfg))
+
+    @functools.cached_property
+    def base(self) -> base_lib.Base:
+        began = time.monotonic()
+        base = base_lib.load(self.config.base, single_device_mesh(), self.config.dtype)
+        jax.block_until_ready(base.params)
+        _reported(self.file, {"part": "base", "s": _since(began), "bytes": base.nbytes})
+        return base
+
+    @functools.cached_property
+    def weights(self) -> int:
+        return params_lib.count(transformer.abstract(self.base.cfg))
 
     def _tokens(self, count: int) -> list[int]:
         return self.rng.integers(3, self.base.cfg.vocab_size, count).tolist()
@@ -171,21 +210,114 @@ class _Bench:
             self.rate = self.rate or rate
             yield {"name": name, "first_s": first, "tflop_per_s": round(rate / 1e12, 1)}
 
+    # -- sizes of blocks and CUDA graphs
+
+    def tune(self) -> Iterator[Row]:
+        """Times block sizes of a layer's products: all layers in one program, in turn. Parts after
+        this one use the best, from the table in the cache.
+        """
+        layer = self.base.params["dense"]
+        attn, mlp = (
+            {name: leaf["w"] for name, leaf in layer[kind].items() if isinstance(leaf, dict)}
+            for kind in ("attn", "mlp")
+        )
+        groups = {
+            "gate, up": (mlp["gate"], mlp["up"]),
+            "down": (mlp["down"],),
+            "q, k, v": tuple(attn[name] for name in "qkv"),
+            "o": (attn["o"],),
+        }
+        for (rows, sizes), (name, stacks) in itertools.product(TUNED, groups.items()):
+            shape = rows[-1], stacks[0].shape[1]
+            x = jax.random.normal(jax.random.key(0), shape).astype(self.base.dtype)
+            rule = pallas_gpu.config(x, stacks, False)
+            blocks = {columns: sum(-(-w.shape[2] // columns) for w in stacks) for columns in WIDE}
+            tried = dict.fromkeys([rule])
+            for tile, columns, depth, warps, stages in sizes:
+                for programs in PROGRAMS:
+                    parts = max(1, min(round(programs / blocks[columns]), shape[1] // 256))
+                    tried[pallas_gpu.Config(tile, columns, depth, parts, warps, stages)] = None
+            with ThreadPoolExecutor() as pool:
+                made = list(pool.map(functools.partial(_over_layers, x, stacks), tried))
+            times = {}
+            for how, call in zip(tried, made):
+                if call is not None:
+                    _, seconds = _timed(call, self.config.n)
+                    times[how] = 1e6 * float(np.median(seconds)) / TURNS / len(stacks[0])
+            if not times:
+                yield {"name": f"{name} on {rows[-1]} rows", "refused": "no size compiles"}
+                continue
+            best = min(times, key=lambda how: times[how])
+            floor = self._floor(sum(w[0].nbytes for w in stacks))
+            yield {
+                "name": f"{name} on {rows[-1]} rows",
+                "floor_us": round(1e6 * floor, 2),
+                "rule": [*rule, round(times.get(rule, 0.0), 2)],
+                "best": [*best, round(times[best], 2)],
+                "all_us": [[*how, round(us, 2)] for how, us in times.items()],
+            }
+            if times[best] < 0.97 * times.get(rule, np.inf):
+                entry = {"config": tuning.as_dict(best), "rule": tuning.as_dict(rule)}
+                keys = (pallas_gpu.key_of(x[:1].repeat(n, 0), stacks) for n in rows)
+                tuning.write(
+                    "layer_matmul",
+                    jax.local_devices()[0].device_kind,
+                    {f"cuda {key}": entry for key in keys},
+                    cache.folder() / "tuned" / "layer_matmul",
+                )
+
+    def graphs(self) -> Iterator[Row]:
+        """A bare step of decoding with more kinds of work in CUDA graphs, XLA's command buffers."""
+        part = self.config.decode
+        rows = max(part.rows)
+        steps = Steps(self.base, rows, part.context + STEPS, self.config.seed)
+        plan = jax.device_put(steps.plan([None] * rows, {}, part.context))
+        pool, base = steps.pool, self.base
+        with jax.set_mesh(base.mesh):
+            args = base.params, {}, pool, plan, np.int32(STEPS)
+            lowered = device.decode.lower(*args, cfg=base.cfg)
+            for name, kinds in GRAPHS.items():
+                options: dict[str, str | bool] = (
+                    {"xla_gpu_enable_command_buffer": kinds} if kinds else {}
+                )
+                began = time.monotonic()
+                try:
+                    compiled = lowered.compile(options)
+                except jax.errors.JaxRuntimeError as error:  # not every XLA has every kind
+                    yield {"name": name, "refused": str(error)[:200]}
+                    continue
+
+                def step(compiled: Any = compiled) -> Any:
+                    nonlocal pool
+                    pool, drawn = compiled(base.params, {}, pool, plan, np.int32(STEPS))
+                    return drawn
+
+                _, times = _timed(step, self.config.n)
+                yield {
+                    "name": f"{rows} rows, {name}",
+                    "compile_s": _since(began),
+                    "step_ms": timing.median(times, 1e3 / STEPS),
+                }
+
     # -- training
 
     def train_1(self) -> Iterator[Row]:
         """One policy has all rows."""
         yield from self._train(1)
 
+    def train_passes(self) -> Iterator[Row]:
+        """One policy has all rows, of which a pass has some: activations of fewer are kept."""
+        yield from self._train(1, self.config.train.pass_tokens)
+
     def train_8(self) -> Iterator[Row]:
         """The same rows, shared by 8 policies."""
         yield from self._train(8)
 
-    def _train(self, policies: int) -> Iterator[Row]:
+    def _train(self, policies: int, most: int = 0) -> Iterator[Row]:
         part = self.config.train
         adapter, loss = AdapterConfig(part.rank, 2.0 * part.rank), LossConfig("cross_entropy")
         named = [PolicyConfig(f"p{i}", adapter, loss=loss, seed=i) for i in range(policies)]
-        trainer = Trainer(self.base, named, max_tokens=part.rows * part.tokens)
+        trainer = Trainer(self.base, named, max_tokens=most or part.rows * part.tokens)
         groups = {
             policy.name: [self._row_of_tokens(part.tokens) for _ in range(part.rows // policies)]
             for policy in named
@@ -203,7 +335,8 @@ class _Bench:
         seconds, tokens = float(np.median(times)), part.rows * part.tokens
         stats = jax.local_devices()[0].memory_stats() or {}
         yield {
-            "name": f"{policies} x {part.rows // policies} x {part.tokens}",
+            "name": f"{policies} x {part.rows // policies} x {part.tokens}"
+            + f", {most} tokens a pass" * (most > 0),
             "first_s": first,
             "step_s": timing.median(times),
             "tokens_per_s": round(tokens / seconds),
@@ -211,6 +344,8 @@ class _Bench:
             "share_of_matmul": self._share(self._floor(flops=4 * self.weights * tokens), seconds),
             "peak_bytes_so_far": stats.get("peak_bytes_in_use"),
         }
+        if most:
+            return
         _, times = _timed(backward, self.config.n)
         yield {"name": "forward and backward", "step_s": timing.median(times)}
         yield {"name": "profile of a step"} | profile(step)
@@ -283,24 +418,30 @@ class _Bench:
         self.engine = None  # its cache is room for what follows
 
     def adapters(self) -> Iterator[Row]:
-        """Steps of decoding without the engine: the bare base, and several distinct adapters."""
+        """Steps of decoding without the engine: the bare base, and several distinct adapters in the
+        base's dtype, as a revision in 16 bits has them; the most of them in float32 too.
+        """
         part = self.config.decode
         rows, adapter = max(part.rows), AdapterConfig(part.rank, 2.0 * part.rank)
         positions = part.context + STEPS // 2
         steps = Steps(self.base, rows, part.context + STEPS, self.config.seed)
         counts = [count for count in part.adapters if count <= rows]
-        stacks = {adapter.bucket: random_stack(self.base, adapter, max(counts), self.config.seed)}
-        each = adapter_bytes(self.base, adapter)
+        exact = {adapter.bucket: random_stack(self.base, adapter, max(counts), self.config.seed)}
+        stacks = jax.tree.map(lambda x: x.astype(self.base.dtype) if x.ndim > 1 else x, exact)
+        each = adapter_bytes(self.base, adapter) * jnp.dtype(self.base.dtype).itemsize // 4
         bare = jax.device_put(steps.plan([None] * rows, {}, part.context))
         sides: dict[str, Callable[[], Any]] = {"bare": lambda: steps.take({}, bare, STEPS)}
         for count in counts:
             slots: list[Slot | None] = [Slot(adapter.bucket, r % count) for r in range(rows)]
             plan = jax.device_put(steps.plan(slots, stacks, part.context))
             sides[str(count)] = lambda plan=plan: steps.take(stacks, plan, STEPS)
+            if count == max(counts):
+                sides[f"{count} float32"] = lambda plan=plan: steps.take(exact, plan, STEPS)
         times = timing.in_turn("adapters", sides, self.config.n)
         base_bytes = self.base.nbytes + rows * positions * self._position_bytes()
         for name, seconds in times.items():
-            nbytes = base_bytes + (0 if name == "bare" else int(name) * each)
+            count, _, dtype = name.partition(" ")
+            nbytes = base_bytes + (0 if name == "bare" else int(count) * each * (1 + bool(dtype)))
             step = float(np.median(seconds)) / STEPS
             yield {
                 "name": f"{name} on {rows} rows",
@@ -328,6 +469,7 @@ class _Bench:
             engine.generate([request], trainer.stacks)
 
         first, times = _timed(hand_over, part.n)
+        yield {"name": "profile of a handoff"} | profile(hand_over)
         yield {
             "name": f"rank {part.rank}",
             "first_s": first,
@@ -387,6 +529,27 @@ class _Bench:
             yield {"exit": child.exitcode}
 
 
+def _over_layers(x: jax.Array, stacks: Any, how: pallas_gpu.Config) -> Callable[[], Any] | None:
+    """A compiled product with every layer's matrices, each of rows that wait for the last; None
+    where these sizes do not compile.
+    """
+
+    @jax.jit
+    def run(x: jax.Array, stacks: Any) -> jax.Array:
+        def body(i: jax.Array, x: jax.Array) -> jax.Array:
+            made = pallas_gpu.matmul(x, stacks, jax.lax.rem(i, len(stacks[0])), how=how)
+            some = functools.reduce(jnp.add, [jnp.sum(y, axis=1, keepdims=True) for y in made])
+            return x + (1e-30 * some).astype(x.dtype)
+
+        return jax.lax.fori_loop(0, TURNS * len(stacks[0]), body, x)
+
+    try:
+        compiled = run.lower(x, stacks).compile()
+    except Exception:  # the compiler's word that they need too much shared memory
+        return None
+    return lambda: compiled(x, stacks)
+
+
 def _looped(fn: Callable[..., Any], cell: Any, loops: int) -> Callable[[], Any]:
     """Calls of ``fn``, one after another in one program, each of rows that wait for the last."""
 
@@ -400,7 +563,9 @@ def _looped(fn: Callable[..., Any], cell: Any, loops: int) -> Callable[[], Any]:
     def run(x: jax.Array, a: Any, b: Any, w: Any) -> jax.Array:
         def body(_: jax.Array, x: jax.Array) -> jax.Array:
             made = jax.tree.leaves(once(x, a, b, w))
-            some = sum(leaf.reshape(-1)[0].astype(jnp.float32) for leaf in made)
+            some = functools.reduce(
+                jnp.add, [leaf.reshape(-1)[0].astype(jnp.float32) for leaf in made]
+            )
             return x.at[0, 0].add((1e-30 * some).astype(x.dtype))
 
         return jax.lax.fori_loop(0, loops, body, x)
@@ -412,8 +577,10 @@ def profile(call: Callable[[], Any]) -> Row:
     """Kernels of one call by the profiler: the ones that took longest, how many there are, and the
     milliseconds in which any runs.
     """
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # a call of the host's is an event of its own
     with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
+        with jax.profiler.trace(folder, profiler_options=options):
             jax.block_until_ready(call())
         [file] = Path(folder).rglob("*.xplane.pb")
         data = jax.profiler.ProfileData.from_file(str(file))
@@ -454,6 +621,7 @@ def _peers(config_json: str, file: str) -> None:
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, Qwen3Config, StaticCache
+    from transformers.integrations import sdpa_attention
 
     config = json.loads(config_json)
     fields = names.shape(config["peers"]["base"])
@@ -511,39 +679,68 @@ def _peers(config_json: str, file: str) -> None:
         name = f"transformers, {rows} rows" + ", CUDA graph" * (where == "cuda")
         return {"name": name, "step_ms": timing.median(times, 1e3 / STEPS)}
 
-    def training() -> Row:
-        lora = LoraConfig(
-            r=train["rank"], lora_alpha=2 * train["rank"], target_modules="all-linear"
-        )
-        peer: Any = get_peft_model(model, lora, autocast_adapter_dtype=False)
+    def grouped(rows: int) -> Row:
+        """Keys and values are not repeated for every query head, which transformers does if there
+        is a mask.
+        """
+        usual = sdpa_attention.use_gqa_in_sdpa
+        sdpa_attention.use_gqa_in_sdpa = lambda *args, **more: True
+        try:
+            row = decoding(rows)
+        finally:
+            sdpa_attention.use_gqa_in_sdpa = usual
+        return row | {"name": row["name"] + ", grouped queries"}
+
+    def training(policies: int) -> Row:
+        """Policies one after another; every pass has ``peers.rows`` rows at most."""
+        peer: Any = None
+        for i in range(policies):
+            lora = LoraConfig(
+                r=train["rank"], lora_alpha=2 * train["rank"], target_modules="all-linear"
+            )
+            if peer is None:
+                peer = get_peft_model(model, lora, "p0", autocast_adapter_dtype=False)
+            else:
+                peer.add_adapter(f"p{i}", lora, autocast_adapter_dtype=False)
         peer.train()
-        trained = [p for p in peer.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(trained, lr=1e-4, foreach=True)
-        passes = max(1, train["rows"] // config["peers"]["rows"])
-        shape = (passes, train["rows"] // passes, train["tokens"])
+        each = train["rows"] // policies
+        passes = max(1, each // config["peers"]["rows"])
+        shape = (policies, passes, each // passes, train["tokens"])
         batches = torch.randint(3, fields["vocab_size"], shape, device=where)
+        optimizers: dict[str, Any] = {}
+        for i in range(policies):
+            peer.set_adapter(f"p{i}")
+            own = [p for p in peer.parameters() if p.requires_grad]
+            optimizers[f"p{i}"] = torch.optim.AdamW(own, lr=1e-4, foreach=True)
 
         def step() -> None:
-            for tokens in batches:
-                (peer(tokens, labels=tokens, use_cache=False).loss / passes).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            for (name, optimizer), own in zip(optimizers.items(), batches):
+                if policies > 1:
+                    peer.set_adapter(name)
+                for tokens in own:
+                    (peer(tokens, labels=tokens, use_cache=False).loss / passes).backward()
+                optimizer.step()
+                optimizer.zero_grad()
 
         step()
         times = seconds(step, 3)
         tokens = train["rows"] * train["tokens"]
+        peer.unload()
         return {
-            "name": f"PEFT, 1 policy, {passes} passes",
+            "name": f"PEFT, {policies} x {each} x {train['tokens']}, {passes} passes each",
             "step_s": timing.median(times),
             "tokens_per_s": round(tokens / float(np.median(times))),
         }
 
+    train_parts = [functools.partial(training, policies) for policies in (1, 8)]
     todo: list[Callable[[], Row]] = [
-        functools.partial(decoding, rows) for rows in sorted(decode["rows"], reverse=True)
+        *(functools.partial(grouped, rows) for rows in sorted(decode["rows"], reverse=True)),
+        *train_parts,
+        functools.partial(decoding, max(decode["rows"])),
     ]
-    for measure in [*todo, training]:
+    for measure in todo:
         try:
-            with torch.set_grad_enabled(measure is training):
+            with torch.set_grad_enabled(measure in train_parts):
                 row = measure()
         except Exception as error:  # the others may run
             traceback.print_exc()

@@ -149,7 +149,7 @@ def write(ref: Any, value: jax.Array, *index: Any) -> None:
     triton.store(ref.at[at], value.astype(ref.dtype), mask=mask)
 
 
-def cost(flops: int, *arrays: jax.Array) -> pl.CostEstimate:
+def cost(flops: int, *arrays: jax.Array | jax.ShapeDtypeStruct) -> pl.CostEstimate:
     """Returns the cost estimate of a kernel that reads or writes these arrays once, see
     ``aot/flops.py``.
     """

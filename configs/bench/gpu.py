@@ -21,6 +21,9 @@ def get_config(size: str = "h100") -> ConfigDict:
     config.limits = ConfigDict(
         {  # seconds that must be left for a part to begin, and after which it adds no further row
             "floors": (10, 40),
+            "tune": (30, 75),
+            "graphs": (30, 75),
+            "train_passes": (40, 100),
             "train_1": (60, 200),
             "decode": (30, 120),
             "prefill": (15, 60),
@@ -32,11 +35,11 @@ def get_config(size: str = "h100") -> ConfigDict:
         }
     )
     config.parts = (
-        *("floors", "train_1", "decode", "prefill", "adapters", "train_8", "handoff"),
-        *("experts", "peers"),
+        *("peers", "floors", "tune", "decode", "graphs", "adapters", "train_passes"),
+        *("train_1", "prefill", "handoff", "train_8", "experts"),
     )
     config.floors = ConfigDict({"read_bytes": 4 << 30, "rows": 16384, "loops": 8})
-    config.train = ConfigDict({"rows": 32, "tokens": 512, "rank": 16})
+    config.train = ConfigDict({"rows": 32, "tokens": 512, "rank": 16, "pass_tokens": 8192})
     config.decode = ConfigDict(
         {
             "rows": (1, 8, 64),
@@ -60,9 +63,11 @@ def get_config(size: str = "h100") -> ConfigDict:
     if size == "ci":
         config.base = "tiny-random"
         config.n = 1
-        config.parts = tuple(part for part in config.parts if part != "train_1")
+        config.parts = tuple(
+            part for part in config.parts if part not in ("train_1", "tune", "graphs")
+        )
         config.floors.update({"read_bytes": 1 << 20, "rows": 64, "loops": 2})
-        config.train.update({"rows": 8, "tokens": 16, "rank": 2})
+        config.train.update({"rows": 8, "tokens": 16, "rank": 2, "pass_tokens": 64})
         config.decode.update({"rows": (2,), "context": 32, "tokens": 16, "rank": 2})
         config.decode.update({"cache_bytes": 1 << 24, "adapters": (1, 2)})
         config.prefill.tokens = 64

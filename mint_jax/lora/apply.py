@@ -10,7 +10,7 @@ Axes: P blocks, M rows of a block times tokens, D in, F out, R rank. Hu et al. 2
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import chex
@@ -19,7 +19,8 @@ import jax.numpy as jnp
 from flax import struct
 
 from mint_jax import ordered
-from mint_jax.lora.rows import Ends, RowAdapters
+from mint_jax.lora import rows
+from mint_jax.lora.rows import RowAdapters
 from pallas_kernels.products import product
 
 
@@ -205,16 +206,23 @@ def batch_delta(x_BTD: jax.Array, lora: AnyAdapters, d_out: int) -> jax.Array | 
     return lora.over(_of_blocks, x_BTD, d_out, x_BTD.dtype)
 
 
-def add_delta(x_BTD: jax.Array, y_BTF: jax.Array, lora: AnyAdapters, ends: Ends) -> jax.Array:
-    """Returns the base's result plus the deltas of one projection.
+def add_deltas(
+    x_BTD: jax.Array,
+    ys: Sequence[jax.Array],
+    loras: Sequence[AnyAdapters],
+    ends: Sequence[rows.Ends],
+) -> list[jax.Array]:
+    """Returns the base's results of projections of the same rows plus each one's deltas.
 
     Args:
-        ends: logical axes of D and F.
+        ys: ``[B, T, F]`` each.
+        loras: the adapters of each projection.
+        ends: logical axes of each projection's D and F.
     """
-    if isinstance(lora, RowAdapters):
-        return lora.onto(_of_blocks, x_BTD, y_BTF, ends)
-    delta = batch_delta(x_BTD, lora, y_BTF.shape[-1])
-    return y_BTF if delta is None else y_BTF + delta
+    if isinstance(loras[0], RowAdapters):
+        return rows.onto(_of_blocks, x_BTD, ys, loras, ends)  # type: ignore[arg-type]
+    deltas = [batch_delta(x_BTD, lora, y.shape[-1]) for y, lora in zip(ys, loras)]
+    return [y if delta is None else y + delta for y, delta in zip(ys, deltas)]
 
 
 def embedding_delta(

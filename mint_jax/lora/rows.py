@@ -27,7 +27,7 @@ adapters of a batch.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -150,37 +150,6 @@ class RowAdapters:
             first += count
         return out
 
-    def onto(
-        self, fn: Callable[[Any, jax.Array], jax.Array], x: jax.Array, y: jax.Array, ends: Ends
-    ) -> jax.Array:
-        """Adds the adapters' deltas to a projection's result: ``y [B, T, F]`` of ``x [B, T, D]``.
-
-        Args:
-            fn: as in ``over``, used where the kernel does not apply.
-            ends: logical axes of D and F.
-        """
-
-        def plain(x: jax.Array, y: jax.Array, bucket: RowBucket, layer: jax.Array) -> jax.Array:
-            return y + dataclasses.replace(self, layer=layer)._of_bucket(
-                bucket, fn, x, y.shape[-1], y.dtype, 1
-            )
-
-        table = tuple(
-            Implementation(
-                name,
-                on,
-                functools.partial(_by_kernel, ends=ends, op=op),
-                functools.partial(_require, ends=ends, op=op),
-            )
-            for name, on, op in KERNELS
-        )
-        table = *table, Implementation("xla", None, plain, dispatch.anything)
-        layer = jnp.int32(0) if self.layer is None else self.layer
-        for bucket in self.buckets:
-            if bucket.factors:
-                y = dispatch.run("slot_lora", table, self.kernel, (x, y, bucket, layer))
-        return y
-
     def over(
         self,
         fn: Callable[[Any, jax.Array], jax.Array],
@@ -288,6 +257,56 @@ class RowAdapters:
         return sum(parts[1:], parts[0]) if parts else None
 
 
+def onto(
+    fn: Callable[[Any, jax.Array], jax.Array],
+    x: jax.Array,
+    ys: Sequence[jax.Array],
+    loras: Sequence[RowAdapters],
+    ends: Sequence[Ends],
+) -> list[jax.Array]:
+    """Adds the adapters' deltas to the results of projections of the same rows, ``[B, T, F]`` each
+    of ``x [B, T, D]``.
+
+    Args:
+        fn: as in ``RowAdapters.over``, used where no kernel applies.
+        loras: one batch's adapters of each projection.
+        ends: logical axes of each projection's D and F.
+    """
+    out, first = list(ys), loras[0]
+
+    def plain(
+        x: jax.Array, ys: tuple[jax.Array, ...], buckets: tuple[RowBucket, ...], layer: jax.Array
+    ) -> tuple[jax.Array, ...]:
+        own = dataclasses.replace(first, layer=layer)
+        return tuple(
+            y + own._of_bucket(bucket, fn, x, y.shape[-1], y.dtype, 1)
+            for y, bucket in zip(ys, buckets)
+        )
+
+    layer = jnp.int32(0) if first.layer is None else first.layer
+    for of_projections in zip(*(lora.buckets for lora in loras)):
+        at = [i for i, bucket in enumerate(of_projections) if bucket.factors]
+        if not at:
+            continue
+        known = {"ends": tuple(ends[i] for i in at)}
+        table = (
+            *(
+                Implementation(
+                    name,
+                    on,
+                    functools.partial(_by_kernel, op=op, **known),
+                    functools.partial(_require, op=op, **known),
+                )
+                for name, on, op in KERNELS
+            ),
+            Implementation("xla", None, plain, dispatch.anything),
+        )
+        args = x, tuple(out[i] for i in at), tuple(of_projections[i] for i in at), layer
+        for i, y in zip(at, dispatch.run("slot_lora", table, first.kernel, args)):
+            out[i] = y
+    return out
+
+
 # The kernel.
 
 
@@ -320,8 +339,19 @@ def _split(x: jax.Array, y: jax.Array, ends: Ends) -> _Split:
 
 
 def _require(
-    x: jax.Array, y: jax.Array, bucket: RowBucket, layer: jax.Array, ends: Ends, op: Any
+    x: jax.Array,
+    ys: tuple[jax.Array, ...],
+    buckets: tuple[RowBucket, ...],
+    layer: jax.Array,
+    ends: tuple[Ends, ...],
+    op: Any,
 ) -> None:
+    """Raises NotImplementedError if the kernels of ``op`` cannot serve one of the projections."""
+    for y, bucket, end in zip(ys, buckets, ends):
+        _require_one(x, y, bucket, end, op)
+
+
+def _require_one(x: jax.Array, y: jax.Array, bucket: RowBucket, ends: Ends, op: Any) -> None:
     """Raises if the kernels of ``op`` cannot serve each device's part.
 
     Raises:
@@ -364,12 +394,43 @@ def _require(
 
 def _by_kernel(
     x: jax.Array,
+    ys: tuple[jax.Array, ...],
+    buckets: tuple[RowBucket, ...],
+    layer: jax.Array,
+    ends: tuple[Ends, ...],
+    op: Any,
+    interpret: Any = False,
+) -> tuple[jax.Array, ...]:
+    if op is not slot_lora.pallas_gpu or not sharding.one_device():
+        return tuple(
+            _one_by_kernel(x, y, bucket, layer, end, op, interpret)
+            for y, bucket, end in zip(ys, buckets, ends)
+        )
+    # On one GPU projections of the same rows are two launches.
+    T, own = x.shape[1], buckets[0]
+    slot_M = jnp.repeat(own.slots, T)
+    made = op.add_each(
+        x.reshape(-1, x.shape[-1]),
+        [b.factors["a"].reshape(-1, *b.factors["a"].shape[2:]) for b in buckets],
+        [b.factors["b"].reshape(-1, *b.factors["b"].shape[2:]) for b in buckets],
+        [y.reshape(-1, y.shape[-1]) for y in ys],
+        slot_M,
+        jnp.repeat(own.scale[jnp.maximum(own.slots, 0)], T),
+        layer * own.scale.shape[0],
+        own.turn if own.turn is not None and own.turn.rows.shape == slot_M.shape else None,
+        interpret=interpret,
+    )
+    return tuple(one.reshape(y.shape) for one, y in zip(made, ys))
+
+
+def _one_by_kernel(
+    x: jax.Array,
     y: jax.Array,
     bucket: RowBucket,
     layer: jax.Array,
     ends: Ends,
     op: Any,
-    interpret: Any = False,
+    interpret: Any,
 ) -> jax.Array:
     rows, inward, outward, swap_in, swap_out = _split(x, y, ends)
 
@@ -412,11 +473,8 @@ def _by_kernel(
             layer * S,
         )
         if inward is None and not swap_out:
-            turn = bucket.turn if op is slot_lora.pallas_gpu else None
-            known = {} if turn is None or turn.rows.shape != slot_M.shape else {"order": turn}
-            return op.add(
-                x_MD, a, b, y_MF, slot_M, scale_M, first, interpret=interpret, **known
-            ).reshape(y_BTF.shape)
+            made = op.add(x_MD, a, b, y_MF, slot_M, scale_M, first, interpret=interpret)
+            return made.reshape(y_BTF.shape)
         h_MR = shrunk(x_MD, a, slot_M, first) * scale_M[:, None]
         return expanded(h_MR, b, y_MF, slot_M, first).reshape(y_BTF.shape)
 

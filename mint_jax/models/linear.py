@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 
-from mint_jax.lora.apply import AnyAdapters, add_delta
+from mint_jax.lora.apply import AnyAdapters, add_deltas
 from mint_jax.lora.rows import Ends
 from mint_jax.models import quantised, stored
 from mint_jax.models.stacked import LayerOf, products
@@ -74,5 +74,7 @@ def project_each(
             y = y.astype(x_BTD.dtype)
             if "b" in leaf:
                 y = y + leaf["b"].astype(y.dtype)[None, None]
-            out.append(y if lora is None else add_delta(x_BTD, y, lora.at(name), AXES[name]))
-    return out
+            out.append(y)
+    if lora is None:
+        return out
+    return add_deltas(x_BTD, out, [lora.at(name) for name in names], [AXES[name] for name in names])

@@ -12,6 +12,7 @@ Axes: M rows, T rows of a tile, D in, F out, R rank, W slots, V tiles, S parts o
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -142,97 +143,144 @@ def _ranks(R: int, w: jax.Array) -> Span:
     return columns(0 * w, power_of_two(R, MOST), R)
 
 
+def _each(program: jax.Array, counts: Sequence[int], bodies: Sequence[Any]) -> None:
+    """Runs the body of this program's projection with its number there; programs are numbered
+    projection by projection.
+    """
+    start = 0
+    for count, body in zip(counts, bodies):
+        own = program - start
+        if len(counts) == 1:
+            body(own)
+        else:
+            pl.when((own >= 0) & (own < count))(functools.partial(body, own))
+        start += count
+
+
 def _slot_lora_shrink(order: Any, *refs: Any, tile: int, how: Config) -> None:
-    of_tiles, first, x, a, h = refs[:3], *refs[3:]
-    parts, R, D = h.shape[0], h.shape[2], x.shape[1]
-    program = pl.program_id(0)
-    v, share = jax.lax.div(program, parts), jax.lax.rem(program, parts)
-    rows, slot, there = _rows_of_tile(order, of_tiles, v, tile)
-    w, steps = slot + first[0], pl.cdiv(D, how.depth)
-    each, ranks = pl.cdiv(steps, parts), _ranks(R, slot)
+    of_tiles, first, x, factors = refs[:3], refs[3], refs[4], refs[5:]
+    D, parts, tiles = x.shape[1], how.parts, refs[0].shape[0]
 
-    @pl.when(there)
-    def _some() -> None:
-        def step(i: jax.Array, sums: jax.Array) -> jax.Array:
-            deep = columns(i, how.depth, D)
-            return sums + dot(read(x, rows, deep), read(a, w, ranks, deep), (1, 1))
+    def shrink(a: Any, h: Any, program: jax.Array) -> None:
+        v, share = jax.lax.div(program, parts), jax.lax.rem(program, parts)
+        rows, slot, there = _rows_of_tile(order, of_tiles, v, tile)
+        w, steps = slot + first[0], pl.cdiv(D, how.depth)
+        each, ranks = pl.cdiv(steps, parts), _ranks(h.shape[2], slot)
 
-        begin, end = share * each, jnp.minimum((share + 1) * each, steps)
-        write(
-            h,
-            jax.lax.fori_loop(begin, end, step, jnp.zeros((tile, ranks.size), jnp.float32)),
-            share,
-            rows,
-            ranks,
-        )
+        @pl.when(there)
+        def _some() -> None:
+            def step(i: jax.Array, sums: jax.Array) -> jax.Array:
+                deep = columns(i, how.depth, D)
+                return sums + dot(read(x, rows, deep), read(a, w, ranks, deep), (1, 1))
+
+            begin, end = share * each, jnp.minimum((share + 1) * each, steps)
+            none = jnp.zeros((tile, ranks.size), jnp.float32)
+            write(h, jax.lax.fori_loop(begin, end, step, none), share, rows, ranks)
+
+    n = len(factors) // 2
+    bodies = [functools.partial(shrink, *one) for one in zip(factors[:n], factors[n:])]
+    _each(pl.program_id(0), [tiles * parts] * n, bodies)
 
 
 def _slot_lora_expand(order: Any, *refs: Any, tile: int, how: Config) -> None:
-    of_tiles, first, h, scale, b, onto, out = refs[:3], *refs[3:]
-    (parts, _, R), F = h.shape, onto.shape[1]
-    blocks, program = pl.cdiv(F, how.columns), pl.program_id(0)
-    v = jax.lax.div(program, blocks)
-    rows, slot, there = _rows_of_tile(order, of_tiles, v, tile)
-    w, across, ranks = (
-        slot + first[0],
-        columns(program - v * blocks, how.columns, F),
-        _ranks(R, slot),
-    )
+    of_tiles, first, scale, each = refs[:3], refs[3], refs[4], refs[5:]
 
-    @pl.when(there)
-    def _some() -> None:
-        inner = jax.lax.fori_loop(
-            0,
-            parts,
-            lambda s, total: total + read(h, s, rows, ranks),
-            jnp.zeros((tile, ranks.size), jnp.float32),
-        )
-        inner = inner * read(scale, rows)[:, None]
-        delta = dot(inner.astype(onto.dtype), read(b, w, ranks, across), (1, 0))
-        write(out, read(onto, rows, across).astype(jnp.float32) + delta, rows, across)
+    def expand(h: Any, b: Any, onto: Any, out: Any, program: jax.Array) -> None:
+        (parts, _, R), F = h.shape, onto.shape[1]
+        blocks = pl.cdiv(F, how.columns)
+        v = jax.lax.div(program, blocks)
+        rows, slot, there = _rows_of_tile(order, of_tiles, v, tile)
+        across, ranks = columns(program - v * blocks, how.columns, F), _ranks(R, slot)
+
+        @pl.when(there)
+        def _some() -> None:
+            inner = jax.lax.fori_loop(
+                0,
+                parts,
+                lambda s, total: total + read(h, s, rows, ranks),
+                jnp.zeros((tile, ranks.size), jnp.float32),
+            )
+            inner = inner * read(scale, rows)[:, None]
+            delta = dot(inner.astype(onto.dtype), read(b, slot + first[0], ranks, across), (1, 0))
+            write(out, read(onto, rows, across).astype(jnp.float32) + delta, rows, across)
+
+    n = len(each) // 4
+    of_projections = list(zip(*(each[k * n : (k + 1) * n] for k in range(4))))
+    counts = [refs[0].shape[0] * pl.cdiv(one[2].shape[1], how.columns) for one in of_projections]
+    _each(pl.program_id(0), counts, [functools.partial(expand, *one) for one in of_projections])
 
 
 def _parts(
-    x: jax.Array, a: jax.Array, order: Turn, first: jax.Array | int, how: Config, interpret: Any
-) -> jax.Array:
-    """Returns each row's inner product with its factor, in parts, ``[S, M, R]`` float32; rows of no
-    slot are not written.
+    x: jax.Array,
+    a: Sequence[jax.Array],
+    order: Turn,
+    first: jax.Array | int,
+    how: Config,
+    interpret: Any,
+) -> list[jax.Array]:
+    """Returns each projection's inner products of rows and factors in parts, ``[S, M, R]`` float32;
+    nothing is written for rows without a slot.
     """
-    M, R = x.shape[0], a.shape[1]
+    M = x.shape[0]
     return pl.pallas_call(
         functools.partial(_slot_lora_shrink, tile=order.tile, how=how),
-        grid=(order.slot.shape[0] * how.parts,),
-        out_shape=jax.ShapeDtypeStruct((how.parts, M, R), jnp.float32),
+        grid=(order.slot.shape[0] * how.parts * len(a),),
+        out_shape=[jax.ShapeDtypeStruct((how.parts, M, w.shape[1]), jnp.float32) for w in a],
         compiler_params=triton.CompilerParams(num_warps=how.warps, num_stages=how.stages),
-        cost_estimate=cost(2 * M * a.size // a.shape[0], x, a),
+        cost_estimate=cost(sum(2 * M * w.size // w.shape[0] for w in a), x, *a),
         interpret=interpret,
-    )(order.rows, order.slot, order.first, order.stop, _one(first), x, a)
+    )(order.rows, order.slot, order.first, order.stop, _one(first), x, *a)
 
 
 def _onto(
-    h: jax.Array,
-    b: jax.Array,
-    onto: jax.Array,
+    h: Sequence[jax.Array],
+    b: Sequence[jax.Array],
+    onto: Sequence[jax.Array],
     scale: jax.Array,
     order: Turn,
     first: jax.Array | int,
     how: Config,
     interpret: Any,
-) -> jax.Array:
+) -> list[jax.Array]:
     """Returns ``onto + scale h b`` from inner products in parts, in the memory of ``onto``."""
+    n, M = len(h), scale.shape[0]
     return pl.pallas_call(
         functools.partial(_slot_lora_expand, tile=order.tile, how=how),
-        grid=(order.slot.shape[0] * pl.cdiv(onto.shape[1], how.columns),),
-        out_shape=jax.ShapeDtypeStruct(onto.shape, onto.dtype),
-        input_output_aliases={8: 0},
+        grid=(order.slot.shape[0] * sum(pl.cdiv(y.shape[1], how.columns) for y in onto),),
+        out_shape=[jax.ShapeDtypeStruct(y.shape, y.dtype) for y in onto],
+        input_output_aliases={6 + 2 * n + k: k for k in range(n)},
         compiler_params=triton.CompilerParams(num_warps=how.warps, num_stages=how.stages),
-        cost_estimate=cost(2 * onto.shape[0] * b.size // b.shape[0], b, onto, onto),
+        cost_estimate=cost(sum(2 * M * w.size // w.shape[0] for w in b), *b, *onto, *onto),
         interpret=interpret,
-    )(order.rows, order.slot, order.first, order.stop, _one(first), h, scale, b, onto)
+    )(order.rows, order.slot, order.first, order.stop, _one(first), scale, *h, *b, *onto)
 
 
 def _one(first: jax.Array | int) -> jax.Array:
     return jnp.reshape(jnp.asarray(first, jnp.int32), 1)
+
+
+def add_each(
+    x: jax.Array,
+    a: Sequence[jax.Array],
+    b: Sequence[jax.Array],
+    onto: Sequence[jax.Array],
+    slot: jax.Array,
+    scale: jax.Array | None = None,
+    first: jax.Array | int = 0,
+    order: Turn | None = None,
+    how: Config | None = None,
+    interpret: Any = False,
+) -> list[jax.Array]:
+    """Returns ``add`` for several projections of the same rows, in two launches.
+
+    Args:
+        order: ``turn`` of the slots if it is known.
+    """
+    order = turn(slot, a[0].shape[0]) if order is None else order
+    how = config(x, a[0], sum(y.shape[1] for y in onto), order) if how is None else how
+    scale = jnp.ones((x.shape[0],), jnp.float32) if scale is None else scale.astype(jnp.float32)
+    h = _parts(x, a, order, first, how, interpret)
+    return _onto(h, b, onto, scale, order, first, how, interpret)
 
 
 def add(
@@ -243,21 +291,11 @@ def add(
     slot: jax.Array,
     scale: jax.Array | None = None,
     first: jax.Array | int = 0,
-    order: Turn | None = None,
     how: Config | None = None,
     interpret: Any = False,
 ) -> jax.Array:
-    """Implements ``pallas_tpu.add``.
-
-    Args:
-        order: ``turn`` of the slots, if precomputed.
-    """
-    order = turn(slot, a.shape[0]) if order is None else order
-    how = config(x, a, onto.shape[1], order) if how is None else how
-    scale = jnp.ones((x.shape[0],), jnp.float32) if scale is None else scale.astype(jnp.float32)
-    return _onto(
-        _parts(x, a, order, first, how, interpret), b, onto, scale, order, first, how, interpret
-    )
+    """Implements ``pallas_tpu.add``."""
+    return add_each(x, [a], [b], [onto], slot, scale, first, None, how, interpret)[0]
 
 
 def shrink(
@@ -271,9 +309,8 @@ def shrink(
     """Implements ``pallas_tpu.shrink``."""
     order = turn(slot, a.shape[0])
     how = config(x, a, 0, order) if how is None else how
-    return jnp.where(
-        (slot >= 0)[:, None], jnp.sum(_parts(x, a, order, first, how, interpret), axis=0), 0.0
-    )
+    [parts] = _parts(x, [a], order, first, how, interpret)
+    return jnp.where((slot >= 0)[:, None], jnp.sum(parts, axis=0), 0.0)
 
 
 def expand(
@@ -288,6 +325,5 @@ def expand(
     """Implements ``pallas_tpu.expand``."""
     order = turn(slot, b.shape[0])
     how = config(onto, b, 0, order) if how is None else how
-    return _onto(
-        h[None], b, onto, jnp.ones((h.shape[0],), jnp.float32), order, first, how, interpret
-    )
+    one = jnp.ones((h.shape[0],), jnp.float32)
+    return _onto([h[None]], [b], [onto], one, order, first, how, interpret)[0]

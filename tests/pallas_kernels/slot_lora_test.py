@@ -14,7 +14,7 @@ from jax.sharding import SingleDeviceSharding
 
 from mint_jax import sharding
 from mint_jax.aot import chips
-from mint_jax.lora.apply import add_delta, batch_delta
+from mint_jax.lora.apply import add_deltas, batch_delta
 from mint_jax.lora.tree import AdapterStack, name_slots
 from mint_jax.mesh import make_mesh, single_device_mesh
 from pallas_kernels import slot_lora
@@ -215,7 +215,7 @@ def test_over_a_mesh_the_kernel_gives_what_xla_gives(rng, sizes, ends, kernel, B
     def run(stacks, slots, x, y, kernel):
         lora = name_slots(stacks, slots, kernel)
         assert lora is not None
-        return add_delta(x, y, lora.in_layer(jnp.int32(1)).at("q"), ends)
+        return add_deltas(x, [y], [lora.in_layer(jnp.int32(1)).at("q")], [ends])[0]
 
     want = y.astype(np.float64)
     for R, stack in stacks.items():
@@ -258,19 +258,37 @@ def test_a_mesh_that_the_kernels_cannot_serve_is_refused_by_name(rng, monkeypatc
         )
         assert lora is not None
         with pytest.raises(ValueError, match=refused):
-            add_delta(
+            add_deltas(
                 jnp.ones((8, 1, 1024)),
-                jnp.ones((8, 1, 1024)),
-                lora.in_layer(jnp.int32(0)).at("q"),
-                ("embed", "q_heads"),
+                [jnp.ones((8, 1, 1024))],
+                [lora.in_layer(jnp.int32(0)).at("q")],
+                [("embed", "q_heads")],
             )
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+def test_projections_in_one_launch_on_a_gpu_have_the_bits_of_each_alone(rng, dtype):
+    """Of three widths; factors in 16 bits are what the products of 16-bit rows round to anyway."""
+    M, D, R, W, how = 40, 200, 5, 7, GPU.Config(32, 2, 64, 4)
+    x, slot = jnp.array(rng.normal(size=(M, D)), dtype), jnp.array(rng.integers(-1, W, M))
+    widths = 130, 64, 70
+    a = [jnp.array(rng.normal(size=(W, R, D)), jnp.float32) for _ in widths]
+    b = [jnp.array(rng.normal(size=(W, R, F)), jnp.float32) for F in widths]
+    onto = [jnp.array(rng.normal(size=(M, F)), dtype) for F in widths]
+    scale = jnp.array(rng.random(M), jnp.float32)
+    made = GPU.add_each(x, a, b, onto, slot, scale, how=how, interpret=True)
+    for k, one in enumerate(made):
+        for kind in {np.dtype(np.float32), np.dtype(dtype)}:
+            ab = a[k].astype(kind), b[k].astype(kind)
+            alone = GPU.add(x, *ab, onto[k], slot, scale, how=how, interpret=True)
+            np.testing.assert_array_equal(one.astype(jnp.float32), alone.astype(jnp.float32))
 
 
 def test_a_projection_that_adapters_lack_is_left_alone(rng):
     lora = name_slots({4: stack_of(rng, 128, 128, 4)}, {4: np.zeros(2, np.int32)}, "pallas_tpu")
     assert lora is not None
     y = jnp.ones((2, 1, 128))
-    assert add_delta(jnp.ones((2, 1, 128)), y, lora.at("k"), ("embed", "kv_heads")) is y
+    assert add_deltas(y, [y], [lora.at("k")], [("embed", "kv_heads")])[0] is y
     assert batch_delta(y, lora.at("k"), 128) is None
 
 
@@ -297,12 +315,8 @@ def test_rows_are_put_in_turn_before_the_layers(rng):
             else name_slots(stacks, slots, "auto", 2)
         )
         assert (lora.buckets[0].turn is None) == (not ahead)
-        return add_delta(
-            x,
-            y,
-            dataclasses.replace(lora, kernel="auto").in_layer(jnp.int32(1)).at("q"),
-            (None, None),
-        )
+        of = dataclasses.replace(lora, kernel="auto").in_layer(jnp.int32(1)).at("q")
+        return add_deltas(x, [y, y], [of, of], [(None, None)] * 2)
 
     x = y = jnp.ones((4, 2, 128))
     for ahead in (False, True):
