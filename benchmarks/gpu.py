@@ -545,7 +545,8 @@ def _over_layers(x: jax.Array, stacks: Any, how: pallas_gpu.Config) -> Callable[
 
     try:
         compiled = run.lower(x, stacks).compile()
-    except Exception:  # the compiler's word that they need too much shared memory
+    except Exception as error:  # they need too much shared memory, for example
+        print(f"{how}: {error!r:.200}", file=sys.stderr, flush=True)
         return None
     return lambda: compiled(x, stacks)
 
@@ -734,8 +735,9 @@ def _peers(config_json: str, file: str) -> None:
 
     train_parts = [functools.partial(training, policies) for policies in (1, 8)]
     todo: list[Callable[[], Row]] = [
+        train_parts[0],
         *(functools.partial(grouped, rows) for rows in sorted(decode["rows"], reverse=True)),
-        *train_parts,
+        train_parts[1],
         functools.partial(decoding, max(decode["rows"])),
     ]
     for measure in todo:

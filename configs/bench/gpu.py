@@ -21,8 +21,8 @@ def get_config(size: str = "h100") -> ConfigDict:
     config.limits = ConfigDict(
         {  # seconds that must be left for a part to begin, and after which it adds no further row
             "floors": (10, 40),
-            "tune": (30, 75),
-            "graphs": (30, 75),
+            "tune": (30, 60),
+            "graphs": (30, 60),
             "train_passes": (40, 100),
             "train_1": (60, 200),
             "decode": (30, 120),

@@ -9,10 +9,12 @@ partitions the matmuls.
 Axes: L layers, D in, F out.
 """
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.layer_matmul import blocks, layer_matmul
 
@@ -93,6 +95,27 @@ def _detach_dense(layers: Any, name: str = "") -> tuple[Any, Any]:
         else:
             left[key] = leaf
     return left, taken
+
+
+def side_by_side(layers: Any) -> tuple[Any, Callable[[Any], Any]]:
+    """Returns a stack of layers with its vectors ``[L, D]`` of one dtype in one array, and a
+    function that takes one layer apart again.
+
+    A GPU copies each of a layer's slices by a launch of its own.
+    """
+    leaves, tree = jax.tree.flatten(layers)
+    at = [i for i, leaf in enumerate(leaves) if leaf.ndim == 2 and leaf.dtype == leaves[0].dtype]
+    ends = list(itertools.accumulate(leaves[i].shape[1] for i in at))
+    whole = jnp.concatenate([leaves[i] for i in at], axis=1) if at else None
+    kept = [None if i in at else leaf for i, leaf in enumerate(leaves)]
+
+    def apart(layer: Any) -> Any:
+        row, rest = layer
+        parts = jnp.split(row, ends[:-1]) if at else []
+        found = dict(zip(at, parts))
+        return jax.tree.unflatten(tree, [found.get(i, one) for i, one in enumerate(rest)])
+
+    return (whole, kept), apart
 
 
 def attach(

@@ -27,6 +27,7 @@ from mint_jax.models.norm import rms_norm
 from mint_jax.models.rope import rope_tables, rotate
 from mint_jax.params import ParamSpec
 from mint_jax.sharding import constrain
+from pallas_kernels import dispatch
 from pallas_kernels.layer_matmul import blocks, layer_matmul
 from pallas_kernels.products import product_f32
 
@@ -216,18 +217,22 @@ def hidden_states(
     kept = {}
     for kind in cfg.stacks:
         scanned, whole = stacked.detach(params[kind], view is not None and sharding.one_device())
-        adapters = _below(lora, kind)
+        adapters, apart = _below(lora, kind), None
+        if view is not None and dispatch.platform_of_mesh() == "cuda":
+            # Numbers and vectors of layers are not sliced one by one: each would be a launch.
+            scanned, apart = stacked.side_by_side(scanned)
 
-        def layer(carry, layer_inputs, whole=whole, adapters=adapters):
-            x, chosen, pool = carry
+        def layer(carry, layer_inputs, whole=whole, adapters=adapters, apart=apart):
+            x, chosen, pool, count = carry
             p, a, number, position, routes = layer_inputs
+            p, number = (p, number) if apart is None else (apart(p), count)
             used = None if view is None else view.used
             p = stacked.attach(p, whole, number, cfg.kernels.layer_matmul, used)
             a = _of_layer(adapters, number, a)
             indexer = None if position is None else dsa.Layer(whole.indexers, position)
             cache = None if view is None else paged.Cache(pool, number, view)
             x, chosen, pool, route = _layer(x, chosen, p, a, cache, indexer, routes, ctx, cfg)
-            return (x, chosen, pool), (
+            return (x, chosen, pool, None if count is None else count + 1), (
                 {"routes": route.ids, "missed": route.missed} if keep_routes and route else {}
             )
 
@@ -248,11 +253,12 @@ def hidden_states(
         xs = (
             scanned,
             below,
-            jnp.arange(cfg.stacks[kind]),
+            jnp.arange(cfg.stacks[kind]) if apart is None else None,
             dsa.positions(cfg, kind),
             replay if kind == "moe" else None,
         )
-        (x, chosen, pool), kept[kind] = jax.lax.scan(layer, (x, chosen, pool), xs)
+        carry = x, chosen, pool, None if apart is None else jnp.int32(0)
+        (x, chosen, pool, _), kept[kind] = jax.lax.scan(layer, carry, xs, cfg.stacks[kind])
         if view is not None:
             kept[kind] = pool
     with jax.named_scope("final_norm"):
