@@ -85,10 +85,9 @@ class _Stack:
         slices them out of their stacks.
         """
 
-        # the latter as the decoder
-        layers, stacks = (
-            ({"moe": params}, None) if sliced else stacked.detach({"moe": params}, False)
-        )
+        layers, stacks = {"moe": params}, stacked.WholeStacks(None, None, {})
+        if not sliced:  # as the decoder has them
+            layers, stacks = stacked.detach(layers, False)
 
         def layer(x, inputs):
             p, number, lora = inputs

@@ -304,7 +304,7 @@ def test_custom_losses_are_functions_or_registered_names_in_configs_too(
         }
     }
     config = mint.config("sft", base="tiny-random", steps=1, tensorboard=False, policies=policies)
-    assert config.policies.a.loss.kind == "focal"
+    assert config.policies["a"].loss.kind == "focal"
 
 
 def test_rows_that_train_nothing_are_refused_with_what_is_needed(model):
