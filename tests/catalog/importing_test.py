@@ -457,7 +457,7 @@ def test_another_base_or_none_is_refused(run, base, many, tmp_path, hf_dirs):
     code, _, err = run("export", "a", tmp_path / "out2", base_name=str(hf_dirs("llama")))
     assert code == 2
     assert "give its own base" in err
-    with pytest.raises(UserError, match="is not one"):
+    with pytest.raises(UserError, match="expected 64 hex digits"):
         outline(str(tmp_path / "config_only"), "beef")
     with pytest.raises(UserError, match="another base"):
         outline(base.name, "0" * 64)
