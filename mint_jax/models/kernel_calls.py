@@ -178,19 +178,17 @@ def _packed_lora(spec: Spec) -> Iterator[Call]:
 
 def _layer_matmul(spec: Spec) -> Iterator[Call]:
     for s in layer_shapes.SHAPES:
-        x, w = (
-            spec(s.rows, s.d_in, dtype="bfloat16"),
-            spec(s.layers, s.d_in, s.d_out, dtype=s.stored),
-        )
+        x = spec(s.rows, s.d_in, dtype="bfloat16")
+        stacks = tuple(spec(s.layers, s.d_in, d_out, dtype=s.stored) for d_out in s.d_outs)
 
-        def fn(x: jax.Array, w: jax.Array, layer: jax.Array) -> tuple[jax.Array, ...]:
-            return layer_matmul.layer_matmul(x, (w,), layer)
+        def fn(x: jax.Array, *rest: jax.Array) -> tuple[jax.Array, ...]:
+            return layer_matmul.layer_matmul(x, rest[:-1], rest[-1])
 
         yield Call(
             "layer_matmul",
             s,
             fn,
-            (x, w, spec(dtype="int32")),
+            (x, *stacks, spec(dtype="int32")),
             (),
             lambda rng, s=s: (rng.integers(s.layers),),
         )

@@ -1,37 +1,34 @@
 """Shapes of real models' dense projections in decoding, for tests and benchmarks: Qwen3-4B with
-1 to 256 rows.
+1 to 256 rows. Matrices of the same rows (queries, keys and values; gate and up) are one call.
 """
 
 from typing import NamedTuple
 
 
 class Shape(NamedTuple):
-    """Rows times one layer of a stack, in bfloat16.
+    """Rows times one layer of every stack, in bfloat16.
 
     Attributes:
         rows: M.
-        d_in, d_out: D and F.
+        d_in: D.
+        d_outs: F of each stack.
         layers: L.
-        stored: dtype of the stack.
+        stored: dtype of the stacks.
     """
 
     rows: int
     d_in: int
-    d_out: int
+    d_outs: tuple[int, ...]
     layers: int = 36
     stored: str = "bfloat16"
 
 
+GATE_UP, DOWN = (2560, (9728, 9728)), (9728, (2560,))
+QKV, OUT = (2560, (4096, 1024, 1024)), (4096, (2560,))
+
 SHAPES = (
-    Shape(64, 2560, 9728),
-    Shape(64, 9728, 2560),
-    Shape(64, 2560, 4096),
-    Shape(64, 2560, 1024),
-    Shape(64, 4096, 2560),
-    Shape(1, 2560, 4096),
-    Shape(8, 2560, 9728),
-    Shape(256, 2560, 9728),
-    Shape(256, 9728, 2560),
-    Shape(64, 2560, 9728, 36, "int8"),
-    Shape(64, 9728, 2560, 36, "float8_e4m3fn"),
+    *(Shape(rows, *of) for rows in (64, 8, 1) for of in (GATE_UP, DOWN, QKV, OUT)),
+    *(Shape(256, *of) for of in (GATE_UP, DOWN)),
+    Shape(64, *GATE_UP, 36, "int8"),
+    Shape(64, *DOWN, 36, "float8_e4m3fn"),
 )
