@@ -169,7 +169,7 @@ def test_revisions_mixed_in_one_call_answer_as_each_does_alone(model, tmp_path):
         with pytest.raises(mint.UserError, match="2 revisions are given for 1 prompts"):
             model.completions(["3"], [a, b])
         model.policy("d").save(other)
-        with pytest.raises(mint.UserError, match="of 2 catalogs"):
+        with pytest.raises(mint.UserError, match="from 2 catalogs"):
             model.completions(["3", "4"], [a, other["d"]])
 
 
