@@ -223,13 +223,13 @@ except ValueError as error:
 def test_what_was_compiled_is_found_again_and_other_sources_are_not(monkeypatch, tmp_path):
     monkeypatch.setenv("MINT_JAX_CACHE", str(tmp_path))
     asked = []
-    told = native._told
+    run = native._run_command
 
     def noted(command):
         asked.append(command)
-        return told(command)
+        return run(command)
 
-    monkeypatch.setattr(native, "_told", noted)
+    monkeypatch.setattr(native, "_run_command", noted)
     made = native._built()
     assert made.is_file()
     compiled = [command for command in asked if "-o" in command]
