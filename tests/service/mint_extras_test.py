@@ -124,9 +124,9 @@ def test_the_same_request_again_is_the_same_and_a_taken_name_is_taken(old, sourc
     ("change", "status", "reason"),
     [
         ({"coefficients": [1.0]}, 400, "2 source_paths and 1 coefficients"),
-        ({"source_paths": [], "coefficients": []}, 400, "expected 1 to"),
+        ({"source_paths": [], "coefficients": []}, 400, "expected at least 1 item"),
         ({"coefficients": [1.0, "2"]}, 400, "coefficients"),
-        ({"output_checkpoint_type": "training"}, 400, "expected sampler"),
+        ({"output_checkpoint_type": "training"}, 400, "expected 'sampler'"),
         ({"output_path": "a/b"}, 400, "name"),
         ({"source_paths": ["tinker://none:train:0/sampler_weights/a"] * 2}, 404, "no checkpoint"),
         (
