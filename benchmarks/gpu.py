@@ -67,14 +67,6 @@ TUNED: tuple[tuple[tuple[int, ...], tuple[tuple[int, int, int, int, int], ...]],
         ((16, 64, 128, 4, 4), (16, 128, 64, 4, 4), (16, 128, 128, 4, 4), (16, 64, 256, 4, 3)),
     ),
 )
-# Of ``graphs``: kinds of work in CUDA graphs; none: XLA's default.
-_KINDS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION"
-GRAPHS = {
-    "default": "",
-    "branches": f"{_KINDS},CONDITIONAL",
-    "loops": f"{_KINDS},CONDITIONAL,WHILE",
-    "copies": f"{_KINDS},DYNAMIC_SLICE_COPY_FUSION,CONDITIONAL,WHILE",
-}
 
 
 def run(config: Any, workdir: Path) -> dict[str, Any]:
@@ -210,7 +202,7 @@ class _Bench:
             self.rate = self.rate or rate
             yield {"name": name, "first_s": first, "tflop_per_s": round(rate / 1e12, 1)}
 
-    # -- sizes of blocks and CUDA graphs
+    # -- sizes of blocks
 
     def tune(self) -> Iterator[Row]:
         """Times block sizes of a layer's products: all layers in one program, in turn. Parts after
@@ -265,39 +257,6 @@ class _Bench:
                     {f"cuda {key}": entry for key in keys},
                     cache.folder() / "tuned" / "layer_matmul",
                 )
-
-    def graphs(self) -> Iterator[Row]:
-        """A bare step of decoding with more kinds of work in CUDA graphs, XLA's command buffers."""
-        part = self.config.decode
-        rows = max(part.rows)
-        steps = Steps(self.base, rows, part.context + STEPS, self.config.seed)
-        plan = jax.device_put(steps.plan([None] * rows, {}, part.context))
-        pool, base = steps.pool, self.base
-        with jax.set_mesh(base.mesh):
-            args = base.params, {}, pool, plan, np.int32(STEPS)
-            lowered = device.decode.lower(*args, cfg=base.cfg)
-            for name, kinds in GRAPHS.items():
-                options: dict[str, str | bool] = (
-                    {"xla_gpu_enable_command_buffer": kinds} if kinds else {}
-                )
-                began = time.monotonic()
-                try:
-                    compiled = lowered.compile(options)
-                except jax.errors.JaxRuntimeError as error:  # not every XLA has every kind
-                    yield {"name": name, "refused": str(error)[:200]}
-                    continue
-
-                def step(compiled: Any = compiled) -> Any:
-                    nonlocal pool
-                    pool, drawn = compiled(base.params, {}, pool, plan, np.int32(STEPS))
-                    return drawn
-
-                _, times = _timed(step, self.config.n)
-                yield {
-                    "name": f"{rows} rows, {name}",
-                    "compile_s": _since(began),
-                    "step_ms": timing.median(times, 1e3 / STEPS),
-                }
 
     # -- training
 

@@ -291,8 +291,8 @@ def run(config: RecipeSettings, workdir: Path) -> dict[str, Any]:
 
 
 def _leave(status: int, reason: str) -> None:
-    """Ends one of several processes and tells the others; returns in a single process, or before
-    JAX is imported.
+    """Ends one of several processes and notifies the others; returns in a single process, or
+    before JAX is imported.
     """
     if (joined := sys.modules.get("mint_jax.multihost")) is not None and hasattr(joined, "leave"):
         joined.leave(status, reason)

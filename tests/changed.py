@@ -94,7 +94,7 @@ def _dependencies(root: Path, path: Path, modules: dict[str, str]) -> set[str]:
             base = ".".join(filter(None, (up if node.level else "", node.module)))
             for alias in node.names:
                 add(f"{base}.{alias.name}")
-        elif isinstance(node, ast.JoinedStr):  # f"mint_jax.jobs.{name}" may be any of them
+        elif isinstance(node, ast.JoinedStr):  # f"mint_jax.recipes.{name}" may be any of them
             first = node.values[0] if node.values else None
             if isinstance(first, ast.Constant) and str(first.value).endswith("."):
                 found |= {p for name, p in modules.items() if name.startswith(str(first.value))}

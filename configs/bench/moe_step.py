@@ -1,4 +1,4 @@
-"""What adapters add to a layer of routed experts, for 1, 8 and 64 policies, and against
+"""Time that adapters add to a layer of routed experts, for 1, 8 and 64 policies, and against
 ``ragged_dot`` over (expert, slot).
 
 Command: python -m benchmarks --config=configs/bench/moe_step.py --workdir=runs/bench/moe_step

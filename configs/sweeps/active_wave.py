@@ -75,7 +75,7 @@ def get_config(size: str = "cpu") -> ConfigDict:
     train = {
         "config": f"configs/bench/train_wave.py{':ci' if tiny else ''}",
         "about": (
-            "One step of so many policies over one of a single policy with the same rows, and over"
+            "One step of P policies over one of a single policy with the same rows, and over"
             " as many steps of one policy each."
         ),
         "axes": {"rank": ranks[-1:] if tiny else ranks if large else (1, 8), "policies": policies},

@@ -48,7 +48,7 @@ def task_of(task: Any, prompts: Any) -> tuple[Any, list[Example]]:
         prompts: required for a function; otherwise they replace the environment's own.
 
     Raises:
-        UserError: ``task`` is none of these, or a function comes without prompts.
+        UserError: ``task`` has another type, or a function comes without prompts.
     """
     if isinstance(task, str):
         task = env_lib.make(task)

@@ -126,7 +126,7 @@ def as_loss(loss: Any) -> LossConfig:
     """Returns the config of a loss given as a config, a name or a function.
 
     Raises:
-        UserError: ``loss`` is none of these.
+        UserError: ``loss`` has another type.
     """
     if isinstance(loss, LossConfig):
         return loss

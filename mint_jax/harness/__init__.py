@@ -1,3 +1,3 @@
-"""What every recipe shares: settings, the workdir, adapters by name, and the records of a training
-run. ``recipes`` has the programs themselves.
+"""Shared parts of the recipes: settings, the workdir, adapters by name, and the records of a
+training run. The programs are in ``recipes``.
 """

@@ -39,7 +39,7 @@ class Placed(NamedTuple):
 
 
 class Program(Protocol):
-    """What a recipe does with rows."""
+    """The work of a recipe on its rows."""
 
     unit: str  # of progress lines
 

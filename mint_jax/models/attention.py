@@ -40,7 +40,7 @@ class Segments(NamedTuple):
 
     Attributes:
         own: ``[B, T]`` int32 segment of each token.
-        parent: ``[B, T]`` segment that it also attends to; equal to ``own`` if there is none.
+        parent: ``[B, T]`` segment that it also attends to, or ``own``.
     """
 
     own: jax.Array

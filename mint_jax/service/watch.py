@@ -1,10 +1,9 @@
-"""What operators see of a server: Prometheus metrics, whether it lives, whether it is ready, and
+"""Server state for operators: Prometheus metrics, whether it lives, whether it is ready, and
 its state in JSON.
 
-Routes are labelled by their templates in ``rules.TABLE`` and ``other``, so that no client can add a
-series. What other parts count is read when it is asked for: a ``Source`` is a function, and nothing
-is copied between.
-"""
+Routes are labelled by their templates in ``endpoints.TABLE`` and ``other``, so that no client can
+add a series. Counts of other parts are read on request: a ``Source`` is a function, and
+nothing is copied between."""
 
 import dataclasses
 import json
