@@ -22,36 +22,7 @@ from mint_jax.service.server_db import Connection, ServerDatabase
 
 SECONDS = ("prefill_s", "decode_s", "train_s", "update_s", "load_s")
 SUMS = (*SECONDS, "prefill_tokens", "decode_tokens", "train_tokens")
-# ``reclaim`` has payloads that a removed row named; they are deleted once no row names them.
-SCHEMA = f"""
-CREATE TABLE IF NOT EXISTS sessions (id TEXT PRIMARY KEY, tenant TEXT NOT NULL,
-    details TEXT NOT NULL, created REAL NOT NULL, ended REAL);
-CREATE INDEX IF NOT EXISTS sessions_of_tenant ON sessions (tenant);
-CREATE TABLE IF NOT EXISTS models (id TEXT PRIMARY KEY, session TEXT NOT NULL, tenant TEXT NOT NULL,
-    details TEXT NOT NULL, created REAL NOT NULL, ended REAL);
-CREATE INDEX IF NOT EXISTS models_of_session ON models (session);
-CREATE INDEX IF NOT EXISTS models_of_tenant ON models (tenant);
-CREATE TABLE IF NOT EXISTS points (model TEXT NOT NULL, number INTEGER NOT NULL, at REAL NOT NULL,
-    loss REAL, grad_norm REAL, PRIMARY KEY (model, number));
-CREATE TABLE IF NOT EXISTS samplers (id TEXT PRIMARY KEY, session TEXT NOT NULL,
-    tenant TEXT NOT NULL, path TEXT, digest TEXT, clients INTEGER NOT NULL, created REAL NOT NULL);
-CREATE INDEX IF NOT EXISTS samplers_of_session ON samplers (session);
-CREATE INDEX IF NOT EXISTS samplers_of_digest ON samplers (digest);
-CREATE TABLE IF NOT EXISTS checkpoints (model TEXT NOT NULL, kind TEXT NOT NULL, name TEXT NOT NULL,
-    tenant TEXT NOT NULL, digest TEXT NOT NULL, nbytes INTEGER NOT NULL, request TEXT NOT NULL,
-    details TEXT NOT NULL, created REAL NOT NULL, expires REAL, public INTEGER NOT NULL,
-    PRIMARY KEY (model, kind, name));
-CREATE INDEX IF NOT EXISTS checkpoints_of_tenant ON checkpoints (tenant);
-CREATE INDEX IF NOT EXISTS checkpoints_of_digest ON checkpoints (digest);
-CREATE TABLE IF NOT EXISTS reclaim (digest TEXT NOT NULL, policy TEXT NOT NULL, kind TEXT NOT NULL,
-    PRIMARY KEY (digest, policy));
-CREATE TABLE IF NOT EXISTS starts (number INTEGER PRIMARY KEY);
-CREATE TABLE IF NOT EXISTS costs (tenant TEXT NOT NULL, policy TEXT NOT NULL,
-    {", ".join(f"{name} REAL NOT NULL" for name in SECONDS)},
-    {", ".join(f"{name} INTEGER NOT NULL" for name in SUMS[len(SECONDS) :])},
-    PRIMARY KEY (tenant, policy));
-CREATE INDEX IF NOT EXISTS costs_of_policy ON costs (policy)
-"""
+
 _KEY = "model = ? AND kind = ? AND name = ?"
 _LIVE = "(expires IS NULL OR expires > ?)"
 _UNNAMED = (
@@ -166,7 +137,6 @@ class Book:
     def __init__(self, database: ServerDatabase, clock: Callable[[], float] | None = None):
         self._database, self.clock = database, clock or steady()
         self._owners: dict[str, str] = {}
-        database.create(SCHEMA)
 
     # sessions
 

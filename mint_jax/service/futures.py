@@ -43,19 +43,6 @@ from mint_jax.service.waker import Waker
 KEEP_S = 300.0
 SHORT = 64 << 10  # bytes of a payload up to which it stays in memory
 LONGEST_NAME = 1000  # bytes of a model's name, and of a call's
-# ``requests.place`` and ``ended`` are the places of the body and of the result in ``payloads``.
-# ``kept`` is 0 for a result to deliver, 1 once delivered, 2 once released, 3 once settled; settled
-# rows stay only while a lower number of their model is not settled.
-SCHEMA = """
-CREATE TABLE IF NOT EXISTS payloads (
-    place INTEGER PRIMARY KEY AUTOINCREMENT, digest TEXT NOT NULL, data BLOB NOT NULL);
-CREATE TABLE IF NOT EXISTS requests (
-    place INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, model TEXT NOT NULL,
-    seq_id INTEGER NOT NULL, call TEXT NOT NULL, digest TEXT NOT NULL, ended INTEGER,
-    category TEXT, kept INTEGER NOT NULL DEFAULT 0, UNIQUE (model, seq_id));
-CREATE TABLE IF NOT EXISTS progress (
-    model TEXT PRIMARY KEY, first_unsettled INTEGER NOT NULL, place INTEGER NOT NULL)
-"""
 
 
 class Category(enum.StrEnum):
@@ -222,7 +209,6 @@ class Futures:
         self._delivered: collections.OrderedDict[str, _Tracked] = collections.OrderedDict()
         self._ready: collections.deque[_Tracked] = collections.deque()
         self._end = 0  # the highest place that is known
-        database.create(SCHEMA)
         for model in forget:
             database.write(functools.partial(_delete_model, model)).result()
         try:
@@ -230,7 +216,9 @@ class Futures:
         except UserError:
             raise
         except ValueError as error:
-            raise DatabaseDamaged(f"{database.path} is damaged: {error}") from None
+            raise DatabaseDamaged(
+                f"{database.path} is damaged ({error}): restore it from a backup"
+            ) from None
 
     # clients
 
@@ -391,7 +379,7 @@ class Futures:
                 return
 
             def apply(connection: Connection) -> int:
-                ended = _insert_payload(connection, blake3_of(data), data)
+                ended = _insert_payload(connection, data, entry.id, category)
                 query = "UPDATE requests SET ended = ?, category = ? WHERE place = ?"
                 connection.execute(query, (ended, category, entry.place))
                 return ended
@@ -487,7 +475,7 @@ class Futures:
         entry.data = body if len(body) <= SHORT else None
 
         def apply(connection: Connection) -> int:
-            place = _insert_payload(connection, entry.digest, body)
+            place = _insert_payload(connection, body, entry.id, model, seq_id, call)
             query = "INSERT INTO requests (place, id, model, seq_id, call, digest)"
             values = (place, entry.id, model, seq_id, call, entry.digest)
             connection.execute(f"{query} VALUES (?, ?, ?, ?, ?, ?)", values)
@@ -653,19 +641,32 @@ def _check_ended(entry: _Tracked) -> None:
         raise UserError(f"future {entry.id!r} has not ended: its outcome cannot have arrived")
 
 
-def _insert_payload(connection: Connection, digest: str, data: bytes) -> int:
-    query = "INSERT INTO payloads (digest, data) VALUES (?, ?)"
-    place = connection.execute(query, (digest, data)).lastrowid
+def _insert_payload(connection: Connection, data: bytes, *owner: object) -> int:
+    query = "INSERT INTO payloads (seal, data) VALUES (?, ?)"
+    place = connection.execute(query, (_seal(data, *owner), data)).lastrowid
     assert place is not None
     return place
 
 
+def _seal(data: bytes, *owner: object) -> str:
+    """Returns the digest of a payload and of the columns of its request that it depends on."""
+    return blake3_of("\0".join([*map(str, owner), blake3_of(data)]).encode())
+
+
 def _check_payloads(connection: Connection) -> None:
-    for place, digest, data in connection.execute("SELECT place, digest, data FROM payloads"):
-        if blake3_of(data) != digest:
-            raise ValueError(
-                f"payload {place} is not what was written; restore the file from a backup"
-            )
+    """Raises ValueError if a body or a result is not what was written for its request."""
+    query = """SELECT requests.*, seal, data FROM requests LEFT JOIN payloads
+        ON payloads.place = requests.{} WHERE kept < 3 AND requests.{} NOT NULL"""
+    for column, owner in (
+        ("place", ("id", "model", "seq_id", "call")),
+        ("ended", ("id", "category")),
+    ):
+        for row in connection.execute(query.format(column, column)):
+            if (
+                row["data"] is None
+                or _seal(row["data"], *(row[name] for name in owner)) != row["seal"]
+            ):
+                raise ValueError(f"the payload at {row[column]} is not what was written")
 
 
 def _last_place(connection: Connection) -> int:

@@ -28,6 +28,7 @@ from typing import Any
 
 from mint_jax.catalog.records.database import DatabaseFailed
 from mint_jax.errors import UserError
+from mint_jax.service.schema import SCHEMA
 
 log = logging.getLogger("mint_jax.service")
 RETRY_S = 1.0  # between two probes of a disk that refused
@@ -87,7 +88,7 @@ class ServerDatabase:
 
     Raises:
         FolderBusy: it is open elsewhere.
-        DatabaseDamaged: it fails SQLite's integrity check.
+        DatabaseDamaged: it fails SQLite's integrity check, or has other tables.
         DatabaseFailed: the disk refuses.
     """
 
@@ -130,15 +131,6 @@ class ServerDatabase:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def create(self, schema: str) -> None:
-        """Creates tables: statements separated by semicolons."""
-
-        def apply(connection: Connection) -> None:
-            for statement in filter(str.strip, schema.split(";")):
-                connection.execute(statement)
-
-        self.write(apply).result()
-
     def read(self, query: str, *values: Any) -> list[sqlite3.Row]:
         """Returns the rows of a query, over everything that is acknowledged."""
         try:
@@ -147,7 +139,7 @@ class ServerDatabase:
             connection = self._connect()
         try:
             return connection.execute(query, values).fetchall()
-        except sqlite3.DatabaseError as error:
+        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
             raise self._explained(error) from None
         finally:
             self._readers.append(connection)
@@ -230,11 +222,19 @@ class ServerDatabase:
         found = self._connection.execute("PRAGMA integrity_check(1)").fetchone()[0]
         if found != "ok":
             raise DatabaseDamaged(f"{self.path} is damaged ({found}): restore it from a backup")
-        self._connection.execute("CREATE TABLE IF NOT EXISTS probe (data BLOB)")
+        if not (tables := _tables(self._connection)):  # new
+            self._connection.executescript(f"BEGIN IMMEDIATE; {SCHEMA} COMMIT")
+        elif wrong := tables ^ _EXPECTED:
+            names = ", ".join(sorted({str(name) for name, _ in wrong}))
+            raise DatabaseDamaged(
+                f"{self.path} is damaged, or another version made it (tables {names}): restore it"
+                " from a backup"
+            )
 
     def _explained(self, error: BaseException) -> BaseException:
         """Returns the error that callers get for one of SQLite's."""
-        if not isinstance(error, sqlite3.DatabaseError):
+        # The message of a damaged schema quotes it, and Python fails to decode the quote.
+        if not isinstance(error, (sqlite3.DatabaseError, UnicodeDecodeError)):
             return error
         if _is_of_disk(error):
             return DatabaseFailed(f"cannot use {self.path} ({error}): check the disk")
@@ -345,6 +345,20 @@ class ServerDatabase:
                 self.trouble = ""
                 self._room.notify_all()
             return
+
+
+def _tables(connection: Connection) -> set[tuple[str, str | None]]:
+    """Returns the names and definitions of tables and indexes."""
+    return {(name, sql) for name, sql in connection.execute("SELECT name, sql FROM sqlite_schema")}
+
+
+def _expected_tables() -> set[tuple[str, str | None]]:
+    with contextlib.closing(sqlite3.connect(":memory:")) as connection:
+        connection.executescript(SCHEMA)
+        return _tables(connection)
+
+
+_EXPECTED = _expected_tables()
 
 
 def _insert_probe(nbytes: int) -> Callable[[Connection], Any]:

@@ -459,7 +459,7 @@ def test_another_base_or_none_is_refused(run, base, many, tmp_path, hf_dirs):
     assert "give its own base" in err
     with pytest.raises(UserError, match="expected 64 hex digits"):
         outline(str(tmp_path / "config_only"), "beef")
-    with pytest.raises(UserError, match="another base"):
+    with pytest.raises(UserError, match="a different base"):
         outline(base.name, "0" * 64)
 
 

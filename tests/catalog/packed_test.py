@@ -22,7 +22,7 @@ from mint_jax.catalog import header
 from mint_jax.catalog.packed import FORMAT, Schema, as_bytes, digest_of, pack, unpack
 from mint_jax.errors import UserError
 from mint_jax.lora.tree import AdapterConfig
-from tests.memory import taken_at_most
+from tests.memory import assert_takes_at_most
 
 SCHEMA = Schema("ab" * 32, AdapterConfig(3, 6.0, ("q", "gate")))
 SHAPES = {
@@ -261,20 +261,28 @@ HOSTILE = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_bytes_are_refused_with_the_reason_before_memory_is_taken(name):
     data, reason = HOSTILE[name]
-    refused = pytest.raises(UserError, match=reason)
-    with taken_at_most(40 * header.MAX_HEADER), refused as caught:
-        unpack(data)
-    assert "not a packed adapter revision" in str(caught.value)
-    assert len(str(caught.value)) < 600
-    assert str(caught.value).isprintable()
+
+    def refused():
+        with pytest.raises(UserError, match=reason) as caught:
+            unpack(data)
+        assert "not a packed adapter revision" in str(caught.value)
+        assert len(str(caught.value)) < 600
+        assert str(caught.value).isprintable()
+
+    assert_takes_at_most(40 * header.MAX_HEADER, refused)
 
 
 def test_the_largest_header_costs_little_memory():
     """Lists in lists: what JSON can be made to take most memory with."""
     text = b'{"a":[' + b"[]," * ((header.MAX_HEADER - 10) // 3) + b"1]}"
     assert len(text) <= header.MAX_HEADER
-    with taken_at_most(40 * header.MAX_HEADER), pytest.raises(UserError, match="not described"):
-        unpack(file_of(text))
+    data = file_of(text)
+
+    def refused():
+        with pytest.raises(UserError, match="not described"):
+            unpack(data)
+
+    assert_takes_at_most(40 * header.MAX_HEADER, refused)
 
 
 def changed(**change):

@@ -8,13 +8,18 @@ import zstandard
 
 from mint_jax.errors import UserError
 from mint_jax.service.bodies import FRAMES, TooLarge, UnknownCoding, decompress, parse_json
-from tests.memory import taken_at_most
+from tests.memory import assert_takes_at_most
 
 LIMIT = 1 << 20
 
 
 def packed(data, coding):
     return gzip.compress(data, 6) if coding == "gzip" else zstandard.compress(data)
+
+
+def refused(body, coding, error, match=None):
+    with pytest.raises(error, match=match):
+        decompress(body, coding, LIMIT)
 
 
 @pytest.mark.parametrize("coding", ["gzip", "zstd"])
@@ -45,8 +50,7 @@ def test_a_bomb_costs_no_more_than_the_limit(coding):
         bomb = b"".join(packer.compress(zeros) for _ in range(64)) + packer.flush()
     del zeros
     assert len(bomb) < 2 << 20
-    with taken_at_most(LIMIT + (64 << 20)), pytest.raises(TooLarge):
-        decompress(bomb, coding, LIMIT)
+    assert_takes_at_most(LIMIT + (64 << 20), lambda: refused(bomb, coding, TooLarge))
 
 
 def test_the_densest_frame_there_can_be():
@@ -57,8 +61,7 @@ def test_the_densest_frame_there_can_be():
     assert len(decompress(frame[:-4] + (1).to_bytes(3, "little"), "zstd", 64 << 20)) == 399 * (
         128 << 10
     )
-    with taken_at_most(LIMIT + (20 << 20)), pytest.raises(TooLarge):
-        decompress(frame, "zstd", LIMIT)
+    assert_takes_at_most(LIMIT + (20 << 20), lambda: refused(frame, "zstd", TooLarge))
 
 
 def frame_of(claimed, data):
@@ -87,8 +90,7 @@ def test_what_a_frame_claims_of_its_length_costs_nothing():
         frame_of(0, b"0"),
         whole,
     ):
-        with taken_at_most(0), pytest.raises(UserError, match="zstd"):
-            decompress(bad, "zstd", LIMIT)
+        assert_takes_at_most(0, lambda bad=bad: refused(bad, "zstd", UserError, "zstd"))
 
 
 def test_skipped_frames_and_frames_in_frames():

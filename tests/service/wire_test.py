@@ -28,7 +28,7 @@ from mint_jax.service.training import Trained
 from mint_jax.service.wire import forward_backward, losses, messages, samples, tensors
 from mint_jax.train.blocks import BlockShape, DatumBlock, TrainRequest, fill
 from mint_jax.train.losses import KINDS, policy_loss
-from tests.memory import taken_at_most
+from tests.memory import assert_takes_at_most
 
 PROTO, JSON = "application/x-protobuf", "application/json"
 V = 50  # ids
@@ -806,9 +806,13 @@ ALL_BAD = {name: (good(), *row) for name, row in BAD.items()} | {
 
 def refused(call, match=None):
     """It is a UserError, and takes little memory to find out."""
-    with taken_at_most(64 << 20), pytest.raises(UserError, match=match) as error:
-        call()
-    assert len(str(error.value)) < 1000
+
+    def one():
+        with pytest.raises(UserError, match=match) as error:
+            call()
+        assert len(str(error.value)) < 1000
+
+    assert_takes_at_most(64 << 20, one)
 
 
 @pytest.mark.parametrize("name", ALL_BAD)
