@@ -71,7 +71,7 @@ def slots(trace: Sequence[int], capacity: int, config: Any) -> int:
         if table.lease(name) is not None:
             hits += 1
             table.release(name)
-        elif table.reserve(BUCKET, name, "t") is not None:
+        elif table.reserve(BUCKET, name) is not None:
             table.fill(name, LOAD_S)
     return hits
 
@@ -88,7 +88,7 @@ def host(trace: Sequence[int], capacity: int, config: Any) -> int:
         if cache.lease(name) is not None:
             hits += 1
             cache.release(name)
-        elif cache.reserve(name, buffer, "t") is not None:
+        elif cache.reserve(name, buffer) is not None:
             cache.confirm(name, LOAD_S)
             cache.release(name)
     return hits

@@ -49,7 +49,7 @@ class EvictionScore:
 
 
 class Ranking:
-    """Evictable copies by score, over all tenants and for each. Adding and removing take O(log n).
+    """Evictable copies by score. Adding and removing take O(log n).
 
     Attributes:
         clock: key of the last victim.
@@ -57,8 +57,8 @@ class Ranking:
 
     def __init__(self) -> None:
         self.clock = 0.0
-        self._keys: dict[str, tuple[float, str]] = {}  # digest -> (key, tenant)
-        self._heaps: dict[str | None, list[tuple[float, str]]] = {None: []}
+        self._keys: dict[str, float] = {}
+        self._heap: list[tuple[float, str]] = []  # (key, digest), with entries that are outdated
 
     def __contains__(self, digest: str) -> bool:
         return digest in self._keys
@@ -66,44 +66,26 @@ class Ranking:
     def __len__(self) -> int:
         return len(self._keys)
 
-    def add(self, digest: str, tenant: str, value: float) -> None:
+    def add(self, digest: str, value: float) -> None:
         """Adds a copy that was just used, or updates its score."""
-        key = self.clock + value
-        self._keys[digest] = (key, tenant)
-        for owner in (None, tenant):
-            heap = self._heaps.setdefault(owner, [])
-            heapq.heappush(heap, (key, digest))
-            if len(heap) > 64 + 4 * len(self._keys):
-                self._heaps[owner] = self._living(heap, owner)
+        key = self._keys[digest] = self.clock + value
+        heapq.heappush(self._heap, (key, digest))
+        if len(self._heap) > 64 + 4 * len(self._keys):
+            self._heap = [(key, digest) for digest, key in self._keys.items()]
+            heapq.heapify(self._heap)
 
     def remove(self, digest: str) -> None:
-        """Removes a copy that is leased, pinned or dropped; its heap entries are skipped later."""
+        """Removes a copy that is leased or dropped; its heap entries are skipped later."""
         self._keys.pop(digest, None)
 
-    def evict(self, digest: str) -> None:
-        """Removes a victim and raises the clock to its key. A victim evicted for its tenant's quota
-        may have a higher key than other copies, and then the clock stays.
+    def pop(self) -> str | None:
+        """Removes the copy with the lowest score and raises the clock to its key; None without
+        copies.
         """
-        key, _ = self._keys[digest]
-        lowest = self.lowest()
-        if lowest is not None and self._keys[lowest][0] >= key:
-            self.clock = max(self.clock, key)
-        self.remove(digest)
-
-    def lowest(self, tenant: str | None = None) -> str | None:
-        """Returns the copy with the lowest score, of one tenant or of all; None without copies."""
-        heap = self._heaps.get(tenant, [])
-        while heap and not self._is_current(heap[0], tenant):
-            heapq.heappop(heap)
-        if not heap and tenant is not None:
-            self._heaps.pop(tenant, None)
-        return heap[0][1] if heap else None
-
-    def _is_current(self, entry: tuple[float, str], tenant: str | None) -> bool:
-        key, owner = self._keys.get(entry[1], (None, None))
-        return key == entry[0] and tenant in (None, owner)
-
-    def _living(self, heap: list[tuple[float, str]], tenant: str | None) -> list[tuple[float, str]]:
-        living = [entry for entry in set(heap) if self._is_current(entry, tenant)]
-        heapq.heapify(living)
-        return living
+        while self._heap:
+            key, digest = heapq.heappop(self._heap)
+            if self._keys.get(digest) == key:
+                del self._keys[digest]
+                self.clock = key
+                return digest
+        return None

@@ -26,13 +26,11 @@ class Unpacked(NamedTuple):
         adapter: views of the packed bytes ``[L, (E,) r, D]``.
         schema: has ``base`` and ``config``.
         cold: the bytes were just read from storage.
-        nbytes: size of the packed object.
     """
 
     adapter: Any
     schema: Any
     cold: bool
-    nbytes: int
 
 
 class HostTier:
@@ -56,49 +54,42 @@ class HostTier:
         self._metrics, self._digest_of, self._clock = metrics, digest_of, clock
 
     @contextlib.contextmanager
-    def lend(self, digest: str, tenant: str) -> Iterator[Unpacked]:
+    def lend(self, digest: str) -> Iterator[Unpacked]:
         """Yields a revision, unpacked; its bytes stay in place until the block ends.
 
         Raises:
             UserError: its digest does not match, or it does not fit; or what ``fetch`` raises.
         """
         buffer = self.cache.lease(digest)
-        cold = buffer is None
+        cold, kept = buffer is None, True
         (self._metrics.misses if cold else self._metrics.hits).labels("host").inc()
         if buffer is None:
-            buffer, adapter, schema, kept = self._from_storage(digest, tenant)
-        else:
-            kept = True
+            began = self._clock()
+            adapter, schema, kept = self._admitted(digest, self._fetch(digest), began)
         try:
-            if not cold:
+            if buffer is not None:
                 adapter, schema = self._unpack(buffer)
-            yield Unpacked(adapter, schema, cold, buffer.nbytes)
+            yield Unpacked(adapter, schema, cold)
         finally:
             if kept:
                 self.cache.release(digest)
 
-    def offer(self, digest: str, buffer: np.ndarray, tenant: str) -> bool:
+    def offer(self, digest: str, buffer: np.ndarray) -> bool:
         """Offers the cache a revision that is in memory already; returns True if it is cached. An
         adapter that does not fit is reported when it is requested.
         """
         if self.cache.lease(digest) is None:
             try:
-                if not self._admitted(digest, buffer, tenant, self._clock())[-1]:
+                if not self._admitted(digest, buffer, self._clock())[-1]:
                     return False
             except UserError:
                 return False
         self.cache.release(digest)
         return True
 
-    def _from_storage(self, digest: str, tenant: str) -> tuple[np.ndarray, Any, Any, bool]:
-        began = self._clock()
-        return self._admitted(digest, self._fetch(digest), tenant, began)
-
-    def _admitted(
-        self, digest: str, fetched: np.ndarray, tenant: str, began: float
-    ) -> tuple[np.ndarray, Any, Any, bool]:
-        """Returns bytes, views, schema, and True if the bytes are cached (and then leased)."""
-        buffer = self.cache.reserve(digest, fetched, tenant)
+    def _admitted(self, digest: str, fetched: np.ndarray, began: float) -> tuple[Any, Any, bool]:
+        """Returns views, schema, and True if the bytes are cached (and then leased)."""
+        buffer = self.cache.reserve(digest, fetched)
         kept = buffer is not None
         if buffer is None:
             self._metrics.uncached.inc()
@@ -113,4 +104,4 @@ class HostTier:
             raise
         if kept:
             self.cache.confirm(digest, self._clock() - began)
-        return buffer, adapter, schema, kept
+        return adapter, schema, kept

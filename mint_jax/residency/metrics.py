@@ -20,7 +20,7 @@ class Metrics:
             ``storage`` or ``host``.
         bytes: bytes in use, by tier.
         evictions: by tier.
-        refusals: by reason: ``queue_full``, ``tenant_quota``, ``prefetch_dropped``, ``failed``.
+        refusals: by reason: ``queue_full``, ``prefetch_dropped``, ``failed``.
         uncached: loads whose packed bytes the host cache could not store.
         unfinished: unfinished loads.
     """

@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 
 from mint_jax.digest import blake3_alone, blake3_of
-from mint_jax.errors import UserError
 from mint_jax.lora.tree import Slot, Stacks
 from mint_jax.residency.admission import Admission, modules_of
 from mint_jax.residency.host_cache import HostCache
@@ -30,7 +29,6 @@ from mint_jax.residency.host_tier import Fetch, HostTier, Unpack
 from mint_jax.residency.lease import AdapterLease
 from mint_jax.residency.loads import COLD, PREFETCH, WARM, ColdLoad, ColdLoads, QueueFull
 from mint_jax.residency.metrics import Metrics
-from mint_jax.residency.quotas import ResidencyQuotas
 from mint_jax.residency.slot_table import SlotTable
 from mint_jax.residency.slots import DeviceSlots
 
@@ -44,12 +42,9 @@ class Residency:
         admission: checks of adapters from storage.
         slots: the device's stacks.
         host_bytes: budget of the host cache.
-        workers, depth, size_of, niceness: see ``ColdLoads``.
+        workers, depth, niceness: see ``ColdLoads``.
         half_life_s: seconds after which a use counts half.
         metrics: metrics to update.
-        digest_of: digest function for packed bytes. The default is BLAKE3: on all cores while the
-            engine waits for loads or if workers have no niceness, else in the worker's thread at
-            its priority.
         wrote: called with (digest, tenant, seconds) after each piece of an adapter is in its slot;
             the loop blocks until it is.
     """
@@ -64,12 +59,9 @@ class Residency:
         *,
         workers: int = 4,
         depth: int = 256,
-        quotas: ResidencyQuotas | None = None,
         half_life_s: float = 600.0,
         clock: Callable[[], float] = time.monotonic,
-        size_of: Callable[[str], int | None] | None = None,
         metrics: Metrics | None = None,
-        digest_of: Callable[[np.ndarray], str] | None = None,
         niceness: int = 10,
         wrote: Callable[[str, str, float], None] | None = None,
     ):
@@ -78,31 +70,25 @@ class Residency:
         self._clock = clock
         evicted = self.metrics.evictions
         self.host = HostCache(
-            host_bytes, quotas, half_life_s, clock, lambda digest: evicted.labels("host").inc()
+            host_bytes, half_life_s, clock, lambda digest: evicted.labels("host").inc()
         )
         self._niceness, self._idle = niceness, 0  # _idle counts engines that wait for loads
         self._admission = admission
-        digest_of = digest_of or self._blake3
-        self._tier = HostTier(self.host, fetch, unpack, admission, self.metrics, digest_of, clock)
+        self._tier = HostTier(
+            self.host, fetch, unpack, admission, self.metrics, self._blake3, clock
+        )
         self.slots = slots
         capacities = {bucket: stack.slots for bucket, stack in slots.stacks.items()}
         sizes = {bucket: slots.slot_bytes(bucket) for bucket in capacities}
         self.table = SlotTable(
-            capacities,
-            sizes,
-            quotas,
-            half_life_s,
-            clock,
-            lambda digest: evicted.labels("device").inc(),
+            capacities, sizes, half_life_s, clock, lambda digest: evicted.labels("device").inc()
         )
         # Guards the table, the lists below and the loads' futures; acquired before other locks.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)  # a load became ready or ended
         self._ready: deque[ColdLoad] = deque()  # staged, waiting for commit_ready
         self._parked: list[tuple[int, ColdLoad]] = []  # (bucket, load) in order, waiting for a slot
-        self.loads = ColdLoads(
-            self._stage, workers, depth, quotas, clock, size_of, niceness=niceness
-        )
+        self.loads = ColdLoads(self._stage, workers, depth, clock, niceness)
         self.metrics.bytes.labels("host").set_function(lambda: self.host.nbytes)
         self.metrics.bytes.labels("device").set_function(self._device_bytes)
         self.metrics.unfinished.set_function(lambda: len(self.loads))
@@ -152,28 +138,7 @@ class Residency:
         """Runs ``prefetch`` with packed bytes that are in memory already and must not change;
         nothing is fetched. Returns True if the host has them.
         """
-        return self._tier.offer(digest, buffer, tenant) and self.prefetch(digest, tenant)
-
-    def pin(self, digest: str, tenant: str = "default") -> bool:
-        """Loads a revision into host memory and a slot, and pins it there. Returns False if the
-        queue is full; the pin then takes effect once it is loaded.
-        """
-        with self._lock:
-            self.host.pin(digest)
-            self.table.pin(digest)
-            if self.table.find(digest) is None:
-                try:
-                    self._submit(digest, tenant, COLD)
-                except QueueFull:
-                    return False
-        return True
-
-    def unpin(self, digest: str) -> None:
-        """Removes a pin."""
-        with self._lock:
-            self.host.unpin(digest)
-            self.table.unpin(digest)
-            self._pump()
+        return self._tier.offer(digest, buffer) and self.prefetch(digest, tenant)
 
     def drop(self, digest: str) -> bool:
         """Removes a revision from slot and host memory; a leased one when its requests end. Returns
@@ -183,14 +148,6 @@ class Residency:
             dropped = self.host.drop(digest) & self.table.drop(digest)
             self._pump()
             return dropped
-
-    def eta(self, digest: str) -> float:
-        """Returns the estimated seconds until a revision can be committed; 0 if it is resident."""
-        with self._lock:
-            if self.table.find(digest) is not None:
-                return 0.0
-            load = self.loads.find(digest)
-            return self.loads.eta_of_new(digest) if load is None else self.loads.eta(load)
 
     def commit_ready(self, budget_bytes: int | None = None) -> int:
         """Writes staged adapters into their slots and resolves the requests. Called in the engine's
@@ -225,14 +182,14 @@ class Residency:
         return committed
 
     def _lease(self, digest: str) -> AdapterLease | None:
-        slot = self.table.lease(digest)
-        return (
-            None
-            if slot is None
-            else AdapterLease(digest, slot, self.table.modules(digest), self._release)
-        )
+        if (slot := self.table.lease(digest)) is None:
+            return None
+        return AdapterLease(digest, slot, self.table.modules(digest), self._release)
 
     def _blake3(self, buffer: np.ndarray) -> str:
+        """Hashes on all cores while the engine waits or if workers have no niceness, else in the
+        worker's thread at its priority.
+        """
         return (blake3_alone if self._niceness and not self._idle else blake3_of)(buffer)
 
     @contextlib.contextmanager
@@ -316,7 +273,6 @@ class Residency:
                     "ready": len(self._ready),
                     "waiting_for_slot": len(self._parked),
                 },
-                "bytes_per_s": self.loads.bytes_per_s,
                 "resident": sorted(self.table.resident()),
             }
 
@@ -329,9 +285,8 @@ class Residency:
         try:
             load, dropped = self.loads.submit(digest, tenant, priority)
         except QueueFull as full:
-            self.metrics.refusals.labels(
-                "prefetch_dropped" if priority == PREFETCH else full.reason
-            ).inc()
+            reason = "prefetch_dropped" if priority == PREFETCH else full.reason
+            self.metrics.refusals.labels(reason).inc()
             raise
         if dropped is not None:
             self.metrics.refusals.labels("prefetch_dropped").inc()
@@ -349,8 +304,8 @@ class Residency:
         began = self._clock()
         if load.slot is None:
             self.metrics.queue_wait.observe(max(0.0, began - load.submitted_at))
-        with self._tier.lend(load.digest, load.tenant) as (adapter, schema, cold, nbytes):
-            load.cold, load.nbytes, load.modules = cold, nbytes, modules_of(adapter)
+        with self._tier.lend(load.digest) as (adapter, schema, cold):
+            load.cold, load.modules = cold, modules_of(adapter)
             bucket = self._admission.bucket(schema.config.rank)
             assert bucket is not None, "it was admitted"
             if (slot := self._slot_for(load, bucket)) is None:
@@ -369,9 +324,8 @@ class Residency:
         """
         with self._lock:
             if load.slot is None:
-                wanted = bool(load.waiting) or self.table.is_pinned(load.digest)
-                load.slot = self.table.reserve(bucket, load.digest, load.tenant, evict=wanted)
-                if load.slot is None and wanted:
+                load.slot = self.table.reserve(bucket, load.digest, evict=bool(load.waiting))
+                if load.slot is None and load.waiting:
                     self._parked.append((bucket, load))
                 elif load.slot is None:
                     self.loads.finish(load)
@@ -382,13 +336,7 @@ class Residency:
         """Assigns slots to the loads that wait for one."""
         waiting, self._parked = self._parked, []
         for bucket, load in waiting:
-            try:
-                load.slot = self.table.reserve(bucket, load.digest, load.tenant)
-            except UserError:
-                # No slot can become free. A worker finds the same error again and fails the
-                # waiting requests, without this lock.
-                self.loads.resume(load)
-                continue
+            load.slot = self.table.reserve(bucket, load.digest)
             if load.slot is None:
                 self._parked.append((bucket, load))
             else:
@@ -419,7 +367,7 @@ class Residency:
         with self._lock:
             if future in load.waiting:
                 load.waiting.remove(future)
-            if load.waiting or self.table.is_pinned(load.digest):
+            if load.waiting:
                 return
             parked = [(bucket, other) for bucket, other in self._parked if other is not load]
             if len(parked) < len(self._parked):

@@ -11,7 +11,6 @@ from blake3 import blake3
 from prometheus_client import CollectorRegistry
 
 from mint_jax import params as params_lib
-from mint_jax.catalog import packed
 from mint_jax.catalog.packed import Schema, pack, unpack
 from mint_jax.errors import UserError
 from mint_jax.lora import tree as lora_tree
@@ -20,7 +19,6 @@ from mint_jax.models import transformer
 from mint_jax.residency.admission import Admission
 from mint_jax.residency.loads import QueueFull
 from mint_jax.residency.metrics import Metrics
-from mint_jax.residency.quotas import ResidencyQuota, ResidencyQuotas
 from mint_jax.residency.residency import Residency
 from mint_jax.residency.slots import DeviceSlots
 from mint_jax.rollout.engine import Engine
@@ -68,19 +66,11 @@ class World:
         finite=(),
         **settings,
     ):
-        self.rng, self.base, self.specs, self.storage = (
-            rng,
-            base,
-            transformer.abstract(base.cfg),
-            Storage(),
-        )
+        self.rng, self.base, self.storage = rng, base, Storage()
+        self.specs = transformer.abstract(base.cfg)
         self.slots = DeviceSlots(self.specs, capacities or {2: 2}, targets, piece_bytes=piece_bytes)
-        admission = Admission(
-            base.fingerprint,
-            self.specs,
-            {b: self.slots.targets(b) for b in self.slots.stacks},
-            finite,
-        )
+        projections = {b: self.slots.targets(b) for b in self.slots.stacks}
+        admission = Admission(base.fingerprint, self.specs, projections, finite)
         self.registry = CollectorRegistry()
         settings["metrics"] = Metrics(self.registry)
         self.residency = Residency(
@@ -89,11 +79,20 @@ class World:
 
     def new(self, rank=2, targets=("q", "v"), base=None, change=lambda adapter: adapter) -> str:
         config = AdapterConfig(rank, 2.0 * rank, targets)
-        specs = lora_tree.adapter_specs(self.specs, config)
         adapter = params_lib.map_with_path(
-            lambda p, s: self.rng.normal(size=s.shape).astype(np.float32), specs
+            lambda p, s: self.rng.normal(size=s.shape).astype(np.float32),
+            lora_tree.adapter_specs(self.specs, config),
         )
         return self.storage.add(change(adapter), config, base or self.base.fingerprint)
+
+    def loads(self, name: str) -> int:
+        return self.residency.state()["loads"][name]
+
+    def leased(self, digest: str):
+        """A lease, committed."""
+        future = self.residency.acquire(digest)
+        self.settle(future)
+        return future.result()
 
     def settle(self, *futures):
         """Commits until these are done."""
@@ -112,7 +111,7 @@ class World:
         raise AssertionError(f"never happened: {self.residency.state()}")
 
     def holds(self, lease) -> bool:
-        """Whether a lease's slot holds its revision."""
+        """True if a lease's slot has its revision's factors."""
         adapter, schema = unpack(self.storage.objects[lease.digest])
         found = lora_tree.read_slot(
             self.residency.stacks[lease.slot.bucket], lease.slot.index, schema.config.rank, adapter
@@ -139,53 +138,40 @@ def world(rng, tiny_base):
         one.residency.close()
 
 
-def test_a_cold_revision_is_leased_after_a_commit_and_then_at_once(world):
-    w = world()
-    digest = w.new()
-    future = w.residency.acquire(digest)
-    w.until(lambda: w.residency.state()["loads"]["ready"] == 1)
-    assert not future.done(), "it becomes resident between steps only"
-    assert w.residency.commit_ready() == 1
-    lease = future.result(0)
-    assert w.holds(lease)
-    assert lease.modules == 2 * w.base.cfg.num_layers
-    again = w.residency.acquire(digest)
-    assert again.done()
-    assert again.result().slot == lease.slot
-    assert w.residency.eta(digest) == 0.0
-    assert w.storage.reads == [digest]
-    assert w.residency.state()["resident"] == [digest]
-
-
-def test_sixteen_requests_for_one_revision_are_one_load(world):
+def test_requests_for_one_revision_are_one_load_and_get_leases_at_a_commit(world):
     w = world()
     digest = w.new()
     w.storage.gate.clear()
     futures = [w.residency.acquire(digest, f"t{i % 3}") for i in range(16)]
     w.storage.gate.set()
-    w.settle(*futures)
-    assert len({f.result().slot for f in futures}) == 1
-    assert w.storage.reads == [digest]
-    assert w.residency.state()["slots"][2]["leases"] == 16
-    for f in futures:
-        f.result().release()
-        f.result().release()  # twice is once
+    w.until(lambda: w.loads("ready") == 1)
+    assert not any(future.done() for future in futures), "it becomes resident between steps only"
+    assert w.residency.commit_ready() == 1
+    leases = [future.result(0) for future in futures]
+    assert w.holds(leases[0])
+    assert leases[0].modules == 2 * w.base.cfg.num_layers
+    leases.append(w.residency.acquire(digest).result(0))  # resident: at once
+    assert len({lease.slot for lease in leases}) == 1
+    assert w.storage.reads == w.residency.state()["resident"] == [digest]
+    assert w.residency.state()["slots"][2]["leases"] == 17
+    for lease in leases:
+        lease.release()
+        lease.release()  # the second has no effect
     assert w.residency.state()["slots"][2]["leases"] == 0
 
 
-def test_a_lease_keeps_its_slot_and_the_next_waits_for_it(world):
+def test_a_lease_keeps_its_slot_and_the_next_revision_waits_for_it(world):
     """Law 10, with one slot: the second revision is loaded only when the first lease ends."""
     w = world(capacities={2: 1})
     first, second = w.new(), w.new()
-    a = w.residency.acquire(first)
-    w.settle(a)
+    a = w.leased(first)
     b = w.residency.acquire(second)
-    w.until(lambda: w.residency.state()["loads"]["waiting_for_slot"] == 1)
+    w.until(lambda: w.loads("waiting_for_slot") == 1)
     for _ in range(3):
         assert w.residency.commit_ready() == 0
-    assert w.holds(a.result())
+    assert w.holds(a)
     assert not b.done()
-    with a.result():
+    with a:
         pass
     w.settle(b)
     assert w.holds(b.result())
@@ -197,40 +183,7 @@ def test_a_lease_keeps_its_slot_and_the_next_waits_for_it(world):
     assert w.storage.reads == [first, second], "the host cache had it"
 
 
-def test_a_waiting_load_holds_no_host_memory(world):
-    """A host cache for one: what waits for a slot is fetched again rather than kept beside its
-    budget.
-    """
-    w = world(capacities={2: 1})
-    digests = [w.new() for _ in range(3)]
-    w.residency.host.budget_bytes = max(len(x) for x in w.storage.objects.values())
-    futures = [w.residency.acquire(d) for d in digests]
-    w.until(lambda: w.residency.state()["loads"]["waiting_for_slot"] == 2)
-    w.until(lambda: w.residency.host.state()["leased"] == 0)
-    for _ in range(3):
-        w.until(lambda: w.residency.commit_ready() or any(f.done() for f in futures))
-        done = next(f for f in futures if f.done())
-        assert w.holds(done.result())
-        done.result().release()
-        futures.remove(done)
-    assert w.residency.host.nbytes <= w.residency.host.budget_bytes
-
-
-def test_pieces_of_a_large_write_fall_into_several_calls(world):
-    w = world(piece_bytes=500)
-    digest = w.new()
-    future = w.residency.acquire(digest)
-    w.until(lambda: w.residency.state()["loads"]["ready"] == 1)
-    calls = 1
-    while not w.residency.commit_ready(budget_bytes=1):
-        assert not future.done()
-        calls += 1
-    assert calls > 2
-    assert w.holds(future.result(0))
-
-
-def test_a_budget_of_one_piece_writes_one(world, monkeypatch):
-    """Pieces that are a little smaller than the budget are not written two at a time."""
+def test_a_large_write_is_split_into_calls_within_their_budget(world, monkeypatch):
     w = world(piece_bytes=500)
     writes, real = [], w.slots.write
     monkeypatch.setattr(
@@ -239,14 +192,32 @@ def test_a_budget_of_one_piece_writes_one(world, monkeypatch):
         lambda staged: writes.append(staged.nbytes // staged.pieces) or real(staged),
     )
     future = w.residency.acquire(w.new())
-    w.until(lambda: w.residency.state()["loads"]["ready"] == 1)
-    assert not w.residency.commit_ready(500)
-    assert len(writes) == 1
-    assert writes[0] < 500
-    w.residency.commit_ready(2 * writes[0])
-    assert len(writes) == 3
+    w.until(lambda: w.loads("ready") == 1)
+    for budget, total in ((1, 1), (500, 2), (2 * 499, 4)):  # pieces are just below 500 bytes
+        assert not w.residency.commit_ready(min(budget, 2 * writes[0]) if writes else budget)
+        assert len(writes) == total
+        assert not future.done()
     w.settle(future)
     assert w.holds(future.result())
+
+
+def test_a_waiting_load_holds_no_host_memory(world):
+    """A host cache for one: what waits for a slot is fetched again rather than kept beside its
+    budget.
+    """
+    w = world(capacities={2: 1})
+    digests = [w.new() for _ in range(3)]
+    w.residency.host.budget_bytes = max(len(x) for x in w.storage.objects.values())
+    futures = [w.residency.acquire(d) for d in digests]
+    w.until(lambda: w.loads("waiting_for_slot") == 2)
+    w.until(lambda: w.residency.host.state()["leased"] == 0)
+    for _ in range(3):
+        w.until(lambda: w.residency.commit_ready() or any(f.done() for f in futures))
+        done = next(f for f in futures if f.done())
+        assert w.holds(done.result())
+        done.result().release()
+        futures.remove(done)
+    assert w.residency.host.nbytes <= w.residency.host.budget_bytes
 
 
 WRONG = {
@@ -306,15 +277,12 @@ def test_what_does_not_fit_is_refused_with_the_reason_and_leaves_nothing(world, 
     state = w.residency.state()
     assert state["host"]["bytes"] == state["device_bytes"] == state["loads"]["unfinished"] == 0
     assert state["slots"][2]["free"] == 2
-    good = w.residency.acquire(w.new())  # the worker lives
-    w.settle(good)
-    assert w.holds(good.result())
+    assert w.holds(w.leased(w.new()))  # the worker lives
 
 
-def test_what_a_catalog_took_in_is_not_searched_for_nan_again(world):
-    """Only the digests that it vouches for, and every other check stays."""
-    vouched: set[str] = set()
-    w = world(finite=vouched)
+def test_digests_that_a_catalog_found_finite_are_not_checked_for_nan(world):
+    finite: set[str] = set()
+    w = world(finite=finite)
 
     def change(adapter):
         adapter["dense"]["attn"]["q"]["b"][0, 0, 0] = np.nan
@@ -323,75 +291,69 @@ def test_what_a_catalog_took_in_is_not_searched_for_nan_again(world):
     digest = w.new(change=change)
     with pytest.raises(UserError, match="NaN or infinite"):
         w.residency.acquire(digest).result(LONG)
-    vouched.add(digest)
-    future = w.residency.acquire(digest)
-    w.settle(future)
-    slot = future.result().slot
-    assert np.isnan(
-        np.asarray(w.residency.stacks[2].factors["dense"]["attn"]["q"]["b"])[0, slot.index, 0, 0]
-    )
-    with pytest.raises(UserError, match="was trained on base 111111111111"):
-        w.residency.acquire(w.new(base="1" * 64)).result(LONG)
+    finite.add(digest)
+    slot = w.leased(digest).slot
+    assert np.isnan(w.residency.stacks[2].factors["dense"]["attn"]["q"]["b"][0, slot.index, 0, 0])
 
 
-@pytest.mark.parametrize("niceness", [0, 19])
-def test_large_objects_are_verified_by_many_threads_or_by_the_nice_one(
-    world, niceness, monkeypatch
-):
-    seen = []
-    monkeypatch.setattr(
-        "mint_jax.digest.blake3",
-        lambda *args, **kwargs: seen.append(kwargs) or blake3(*args, **kwargs),
-    )
-    monkeypatch.setattr("mint_jax.digest.blake3.AUTO", blake3.AUTO, raising=False)
-    monkeypatch.setattr("mint_jax.digest.THREADED", 1)
-    w = world(niceness=niceness)
-    future = w.residency.acquire(w.new())
-    w.settle(future)
-    assert seen == ([{}] if niceness else [{"max_threads": blake3.AUTO}])
-    seen.clear()
-    w.residency.wait_for([w.new()])  # nothing else runs meanwhile
-    assert seen == [{"max_threads": blake3.AUTO}]
-
-
-def test_a_load_that_fails_on_the_device_frees_its_slot(world, monkeypatch):
+@pytest.mark.parametrize("call", ["stage", "write"])
+def test_a_load_that_fails_on_the_device_frees_its_slot(world, monkeypatch, call):
     w = world(capacities={2: 1})
-    monkeypatch.setattr(
-        w.slots, "stage", lambda *_: (_ for _ in ()).throw(MemoryError("device full"))
-    )
-    with pytest.raises(MemoryError, match="device full"):
-        w.residency.acquire(w.new()).result(LONG)
-    assert w.residency.state()["slots"][2]["free"] == 1
-    monkeypatch.undo()
-    monkeypatch.setattr(
-        w.slots, "write", lambda *_: (_ for _ in ()).throw(RuntimeError("write failed"))
-    )
+
+    def fail(*_):
+        raise RuntimeError("device full")
+
+    monkeypatch.setattr(w.slots, call, fail)
     future = w.residency.acquire(w.new())
-    w.until(lambda: w.residency.state()["loads"]["ready"] == 1)
-    with pytest.raises(RuntimeError, match="write failed"):
-        w.residency.commit_ready()
-    with pytest.raises(RuntimeError, match="write failed"):
-        future.result(0)
+    if call == "write":
+        w.until(lambda: w.loads("ready") == 1)
+        with pytest.raises(RuntimeError, match="device full"):
+            w.residency.commit_ready()
+    with pytest.raises(RuntimeError, match="device full"):
+        future.result(LONG)
     assert w.residency.state()["slots"][2]["free"] == 1
     monkeypatch.undo()
-    good = w.residency.acquire(w.new())
-    w.settle(good)
-    assert w.holds(good.result())
+    assert w.holds(w.leased(w.new()))
 
 
-def test_a_full_queue_refuses_with_a_time_and_nothing_is_lost(world):
-    w = world(depth=2, workers=1, size_of=lambda digest: 10**9)
-    digests = [w.new() for _ in range(3)]
+def test_metrics_count_what_happened(world):
+    w = world(capacities={2: 1}, depth=1)
+
+    def value(name, **labels):
+        return w.registry.get_sample_value(f"mint_residency_{name}", labels)
+
+    first, second = w.new(), w.new()
     w.storage.gate.clear()
-    futures = [w.residency.acquire(d) for d in digests[:2]]
-    with pytest.raises(QueueFull) as refused:
-        w.residency.acquire(digests[2])
-    assert 0 < refused.value.retry_after_s < 10
-    assert not w.residency.prefetch(digests[2])
-    assert w.residency.eta(digests[1]) > w.residency.eta(digests[0]) > 0
+    futures = [w.residency.acquire(first) for _ in range(3)]
+    assert value("unfinished_loads") == 1
+    with pytest.raises(QueueFull, match="retry in"):
+        w.residency.acquire(second)
+    assert not w.residency.prefetch(second)
     w.storage.gate.set()
     w.settle(*futures)
-    assert all(w.holds(f.result()) for f in futures)
+    for future in (*futures, w.residency.acquire(first)):
+        future.result().release()
+    w.leased(second).release()
+    w.leased(first)
+    with pytest.raises(UserError):
+        w.residency.acquire("0" * 64).result(LONG)
+    expected = {
+        ("hits_total", "tier", "device"): 1,
+        ("misses_total", "tier", "device"): 7,
+        ("hits_total", "tier", "host"): 1,
+        ("misses_total", "tier", "host"): 3,
+        ("evictions_total", "tier", "device"): 2,
+        ("refusals_total", "reason", "queue_full"): 1,
+        ("refusals_total", "reason", "prefetch_dropped"): 1,
+        ("refusals_total", "reason", "failed"): 1,
+        ("load_seconds_count", "source", "storage"): 2,
+        ("load_seconds_count", "source", "host"): 1,
+        ("bytes", "tier", "host"): sum(map(len, w.storage.objects.values())),
+        ("bytes", "tier", "device"): w.slots.slot_bytes(2),
+    }
+    assert {key: value(key[0], **{key[1]: key[2]}) for key in expected} == expected
+    assert value("joined_total") == 2
+    assert value("queue_wait_seconds_count") == 4
 
 
 def test_a_cancelled_request_is_withdrawn_and_the_others_are_served(world):
@@ -405,9 +367,7 @@ def test_a_cancelled_request_is_withdrawn_and_the_others_are_served(world):
         assert future.cancel()
     w.storage.gate.set()
     w.settle(d)
-    w.until(
-        lambda: (w.residency.commit_ready(), w.residency.state()["loads"]["unfinished"] == 0)[1]
-    )
+    w.until(lambda: (w.residency.commit_ready(), w.loads("unfinished") == 0)[1])
     assert w.holds(d.result())
     assert w.storage.reads == [running, shared], "nobody waited for the other"
     assert sum(s["leases"] for s in w.residency.state()["slots"].values()) == 1
@@ -420,7 +380,7 @@ def test_a_request_cancelled_while_it_waits_for_a_slot_gives_up_its_place(world)
     first = w.residency.acquire(a)
     w.settle(first)
     second = w.residency.acquire(b)
-    w.until(lambda: w.residency.state()["loads"]["waiting_for_slot"] == 1)
+    w.until(lambda: w.loads("waiting_for_slot") == 1)
     assert second.cancel()
     assert w.residency.state()["loads"] == {"unfinished": 0, "ready": 0, "waiting_for_slot": 0}
     third = w.residency.acquire(c)
@@ -435,10 +395,9 @@ def test_a_prefetch_takes_a_free_slot_but_evicts_nobody(world):
     assert w.residency.prefetch(first)
     w.until(lambda: w.residency.commit_ready() == 1)
     assert w.residency.prefetch(second)
-    w.until(lambda: second in w.residency.host and not w.residency.state()["loads"]["unfinished"])
+    w.until(lambda: second in w.residency.host and not w.loads("unfinished"))
     assert w.residency.state()["resident"] == [first]
-    future = w.residency.acquire(second)
-    w.settle(future)
+    w.leased(second)
     assert w.storage.reads == [first, second]
     assert w.residency.state()["resident"] == [second]
 
@@ -461,9 +420,7 @@ def test_bytes_that_are_offered_are_not_fetched(world):
         == len(w.storage.objects[first]) + len(w.storage.objects[second])
     )
     for digest in (first, second):
-        future = w.residency.acquire(digest)
-        w.settle(future)
-        lease = future.result()
+        lease = w.leased(digest)
         assert w.holds(lease)
         lease.release()
     assert w.storage.reads == []
@@ -473,57 +430,16 @@ def test_bytes_that_are_offered_are_not_fetched(world):
         future.result(LONG)
 
 
-def test_a_pin_keeps_slot_and_bytes_and_when_all_is_pinned_the_reason_is_told(world):
-    w = world(capacities={2: 1})
-    pinned, other = w.new(), w.new()
-    assert w.residency.pin(pinned)
-    w.until(lambda: w.residency.commit_ready() == 1)
-    with pytest.raises(UserError, match="all 1 slots of rank bucket 2 are pinned"):
-        w.residency.acquire(other).result(LONG)
-    assert not w.residency.state()["loads"]["unfinished"]
-    w.residency.unpin(pinned)
-    future = w.residency.acquire(other)
-    w.settle(future)
-    assert w.holds(future.result())
-
-
-def test_a_load_that_waits_hears_when_the_last_slot_is_pinned(world):
-    w = world(capacities={2: 1})
-    first = w.residency.acquire(a := w.new())
-    w.settle(first)
-    second = w.residency.acquire(w.new())
-    w.until(lambda: w.residency.state()["loads"]["waiting_for_slot"] == 1)
-    w.residency.pin(a)
-    first.result().release()
-    with pytest.raises(UserError, match="are pinned"):
-        second.result(LONG)
-
-
 def test_a_dropped_revision_goes_when_its_requests_have_ended(world):
     w = world()
     digest = w.new()
-    future = w.residency.acquire(digest)
-    w.settle(future)
+    lease = w.leased(digest)
     assert not w.residency.drop(digest)
-    assert w.holds(future.result())
-    future.result().release()
+    assert w.holds(lease)
+    lease.release()
     assert w.residency.state()["resident"] == []
     assert w.residency.drop(digest)
     assert digest not in w.residency.host
-
-
-def test_a_tenant_over_its_quota_of_slots_waits_for_its_own(world):
-    w = world(capacities={2: 3}, quotas=ResidencyQuotas(named={"small": ResidencyQuota(slots=1)}))
-    first = w.residency.acquire(w.new(), "small")
-    w.settle(first)
-    second = w.residency.acquire(w.new(), "small")
-    w.until(lambda: w.residency.state()["loads"]["waiting_for_slot"] == 1)
-    other = w.residency.acquire(w.new(), "big")
-    w.settle(other)
-    assert not second.done()
-    first.result().release()
-    w.settle(second)
-    assert w.residency.state()["slots"][2]["free"] == 1
 
 
 def test_close_ends_every_request(rng, tiny_base):
@@ -539,46 +455,6 @@ def test_close_ends_every_request(rng, tiny_base):
     for future in futures:
         with pytest.raises(CancelledError):
             future.result(LONG)
-
-
-def test_metrics_count_what_happened(world):
-    w = world(capacities={2: 1}, depth=1)
-
-    def value(name, **labels):
-        return w.registry.get_sample_value(f"mint_residency_{name}", labels)
-
-    first, second = w.new(), w.new()
-    w.storage.gate.clear()
-    futures = [w.residency.acquire(first) for _ in range(3)]
-    assert value("unfinished_loads") == 1
-    with pytest.raises(QueueFull):
-        w.residency.acquire(second)
-    w.storage.gate.set()
-    w.settle(*futures)
-    w.residency.acquire(first).result().release()
-    for f in futures:
-        f.result().release()
-    w.settle(again := w.residency.acquire(second))
-    again.result().release()
-    w.settle(w.residency.acquire(first))
-    with pytest.raises(UserError):
-        w.residency.acquire("0" * 64).result(LONG)
-    assert value("hits_total", tier="device") == 1
-    assert value("misses_total", tier="device") == 7
-    assert value("joined_total") == 2
-    assert (value("hits_total", tier="host"), value("misses_total", tier="host")) == (1, 3)
-    assert value("evictions_total", tier="device") == 2
-    assert (
-        value("refusals_total", reason="queue_full"),
-        value("refusals_total", reason="failed"),
-    ) == (1, 1)
-    assert value("queue_wait_seconds_count") == 4
-    assert (
-        value("load_seconds_count", source="storage"),
-        value("load_seconds_count", source="host"),
-    ) == (2, 1)
-    assert value("bytes", tier="host") == sum(map(len, w.storage.objects.values()))
-    assert value("bytes", tier="device") == w.slots.slot_bytes(2)
 
 
 def test_many_threads_get_what_they_asked_for(rng, world):
@@ -623,9 +499,7 @@ def test_many_threads_get_what_they_asked_for(rng, world):
             break
         threading.Event().wait(0.0005)
     assert wrong == []
-    w.until(
-        lambda: (w.residency.commit_ready(), w.residency.state()["loads"]["unfinished"] == 0)[1]
-    )
+    w.until(lambda: (w.residency.commit_ready(), w.loads("unfinished") == 0)[1])
     state = w.residency.state()
     assert state["host"]["leased"] == 0
     assert state["host"]["bytes"] <= w.residency.host.budget_bytes
@@ -693,12 +567,5 @@ def test_wait_for_leaves_no_lease_when_one_fails(world):
     w = world()
     with pytest.raises(UserError, match="no revision"):
         w.residency.wait_for([w.new(), "0" * 64])
-    w.until(
-        lambda: (w.residency.commit_ready(), w.residency.state()["loads"]["unfinished"] == 0)[1]
-    )
+    w.until(lambda: (w.residency.commit_ready(), w.loads("unfinished") == 0)[1])
     assert w.residency.state()["slots"][2]["leases"] == 0
-
-
-def test_the_digest_is_the_catalogs(world):
-    w = world()
-    assert packed.digest_of(w.storage.objects[digest := w.new()]) == digest

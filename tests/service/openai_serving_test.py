@@ -585,7 +585,7 @@ def test_many_at_once_by_the_asynchronous_client(world):
 
 def test_a_full_queue_of_loads_says_when_to_ask_again(world, client, monkeypatch):
     def refuse(*_):
-        raise QueueFull("3 loads are unfinished, the maximum", 2.5, "queue_full")
+        raise QueueFull("3 loads are unfinished, the maximum", 2.5)
 
     monkeypatch.setattr(world.residency, "acquire", refuse)
     with pytest.raises(openai.RateLimitError) as error:
