@@ -4,7 +4,7 @@ Each size is filled (``catalog_fill``) in one process and measured in another, w
 is then that of a reader. Each request is timed alone:
 
 - ``resolve``: ``policy@latest`` for names of each kind of ``traffic``, and ``policy@number`` for
-  uniform revisions. ``cpu`` is the thread's own time.
+  uniform revisions.
 - ``load``: from name to device slot through ``Residency`` with a small host cache and few slots, by
   the tier that had the bytes: storage (cold), host or device. ``load`` has Zipf names, ``loads``
   all kinds. ``disk``: cold loads after packs and database were dropped from the page cache.
@@ -35,6 +35,7 @@ from benchmarks.catalog_fill import (
     Payloads,
     Plan,
     base_specs,
+    drop_from_page_cache,
     fill,
     on_disk,
     open_catalog,
@@ -51,16 +52,7 @@ from mint_jax.residency.residency import Residency
 from mint_jax.residency.slots import DeviceSlots
 
 DATABASES = ("sqlite", "postgres")
-_RESOLVE = ("p50_ms", "p99_ms", "p50_cpu_ms", "p99_cpu_ms")
-
-
-def _percentiles(seconds: np.ndarray | list[float], what: str = "") -> dict[str, timing.Figure]:
-    """Milliseconds."""
-    return (
-        {f"p{q}{what}_ms": timing.percentile(seconds, q, 1e3) for q in (50, 99)}
-        if len(seconds)
-        else {}
-    )
+_RESOLVE = ("p50_ms", "p99_ms")
 
 
 def resolves(
@@ -71,21 +63,17 @@ def resolves(
     Args:
         names: each with the revision number that it stands for.
     """
-    wall, work, errors = np.empty(count), np.empty(count), 0
+    seconds, errors = np.empty(count), 0
     progress = Progress(what, count)
     for k, (name, number) in enumerate(names):
-        began, used = time.perf_counter(), time.thread_time()
+        began = time.perf_counter()
         try:
             errors += catalog.resolve(name).number != number
         except UserError:
             errors += 1
-        wall[k], work[k] = time.perf_counter() - began, time.thread_time() - used
+        seconds[k] = time.perf_counter() - began
         progress.update(k + 1)
-    return {
-        **_percentiles(wall),
-        **_percentiles(work, "_cpu"),
-        "errors": int(errors),
-    }
+    return {**timing.percentiles(seconds), "errors": int(errors)}
 
 
 class _Loads:
@@ -158,7 +146,7 @@ class _Loads:
             "device_hit_rate": round(len(found["device"]) / count, 4),
             "host_hit_rate": round(len(found["host"]) / loads, 4) if loads else None,
             "cold_rate": round(len(found["cold"]) / count, 4),
-            **{tier: _percentiles(seconds) for tier, seconds in found.items()},
+            **{tier: timing.percentiles(seconds) for tier, seconds in found.items()},
             "errors": errors,
         }
 
@@ -205,12 +193,11 @@ def measure(
             )
         load = found["zipf" if "zipf" in found else config.traffic[0]]
         loads.empty()
-        _drop_from_page_cache(Path(folder))
+        drop_from_page_cache(Path(folder))
         uniform = alias(rng.integers(0, plan.policies, config.disk_loads))
         disk = loads.measure(f"{entries}: loads from disk", uniform, config.disk_loads, drop=True)
         loads.residency.close()
         rss = host.rss_bytes()
-        lone = _lone_exports(catalog, payloads, config.lone_exports)
         promote = _promotes(
             catalog, plan, rng.permutation(plan.policies)[: config.promotions].tolist()
         )
@@ -229,7 +216,6 @@ def measure(
         "cold_p50_ms": load["cold"].get("p50_ms"),
         "cold_p99_ms": load["cold"].get("p99_ms"),
         "host_hit_rate": load["host_hit_rate"],
-        "lone_export": lone,
         "rss_bytes": rss,
         "rss_grown_by_resolves": after_resolves - before,
         "rss_after_resolves": after_resolves,
@@ -260,16 +246,6 @@ def _read_back(catalog: Catalog, plan: Plan, payloads: Payloads, rng: np.random.
     return wrong
 
 
-def _lone_exports(catalog: Catalog, payloads: Payloads, count: int) -> dict[str, timing.Figure]:
-    """One export at a time: a pack and a transaction each."""
-    seconds = []
-    for k, data in enumerate(payloads.batch(1 << 40, count)):
-        began = time.perf_counter()
-        catalog.export(f"lone-{k}", data, 1, create=True)
-        seconds.append(time.perf_counter() - began)
-    return _percentiles(seconds)
-
-
 def _promotes(catalog: Catalog, plan: Plan, policies: Iterable[int]) -> dict[str, timing.Figure]:
     """An alias of each policy moves to its newest revision: one transaction each."""
     seconds = []
@@ -277,19 +253,7 @@ def _promotes(catalog: Catalog, plan: Plan, policies: Iterable[int]) -> dict[str
         began = time.perf_counter()
         catalog.promote(plan.policy(p), plan.newest(p))
         seconds.append(time.perf_counter() - began)
-    return _percentiles(seconds)
-
-
-def _drop_from_page_cache(folder: Path) -> None:
-    """Makes the next reads come from the disk, on systems that can."""
-    if hasattr(os, "posix_fadvise"):
-        for path in folder.rglob("*"):
-            if path.is_file():
-                handle = os.open(path, os.O_RDONLY)
-                try:
-                    os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
-                finally:
-                    os.close(handle)
+    return timing.percentiles(seconds)
 
 
 def run(config: Any, workdir: Path) -> dict[str, Any]:

@@ -17,7 +17,8 @@ import jax
 import numpy as np
 
 from benchmarks import timing
-from benchmarks.packed_files import adapter_of, shape_of
+from benchmarks.bases import shape as shape_of
+from benchmarks.packed_files import adapter_of
 from benchmarks.packed_store import BASE, TARGETS, Store, forget, residency_of
 from mint_jax.catalog.packed import Schema, pack
 from mint_jax.lora import tree as lora_tree

@@ -155,7 +155,7 @@ def run(
     config: Any,
     workdir: Path,
 ) -> dict[str, Any]:
-    """Runs the bench; returns its report and draws ``crossover.png``."""
+    """Runs the bench; returns its report."""
     base = open_base(config)
     report: dict[str, Any] = {
         "bench": "concurrent_grpo",
@@ -213,8 +213,6 @@ def run(
             }
         )
     report["crossover_policies"], report["crossover"] = config.crossover_policies, curve
-    if curve:
-        _draw(curve, config.crossover_policies, workdir / "crossover.png")
     return report
 
 
@@ -257,26 +255,3 @@ def _peak(
         side.run()
     stats = jax.local_devices()[0].memory_stats()
     return int(stats["peak_bytes_in_use"]) if stats else host.peak_rss_bytes()
-
-
-def _draw(curve: list[dict[str, Any]], count: int, path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, ax = plt.subplots(figsize=(5, 3.4))
-    ax.plot(
-        [c["sampled_tokens_per_policy"] for c in curve],
-        [timing.value(c["ratio"]) for c in curve],
-        "o-",
-    )
-    ax.axhline(1.0, color="grey", lw=0.8)
-    ax.set_xscale("log", base=2)
-    ax.set_xlabel("sampled tokens per policy and step")
-    ax.set_ylabel("sequential / batched time")
-    ax.set_title(f"{count} policies in one step, {timing.device()}", fontsize=10)
-    ax.grid(alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)

@@ -12,90 +12,43 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import timing
+from benchmarks.bases import random_base, shape
+from benchmarks.decode_steps import Steps
 from benchmarks.packed_files import Files
 from benchmarks.packed_store import forget, load, residency_of
-from mint_jax import mesh as mesh_lib
-from mint_jax import params as params_lib
 from mint_jax.metrics import Progress
-from mint_jax.models import transformer
-from mint_jax.models.config import ModelConfig
-from mint_jax.models.paged import PAGE, RUN_PAGES
 from mint_jax.residency.opening import PIECE_BYTES
 from mint_jax.residency.residency import Residency
-from mint_jax.rollout import device, plans
-from mint_jax.rollout.pages import pages_for
-from mint_jax.rollout.scheduler import longest_table
 
-PROMPT = 16  # tokens of each row's prompt
+PROMPT = 16  # positions in each row's cache
 
 
 class _Decoder:
     """A small model that decodes one token of every row at each call."""
 
     def __init__(self, pause: Any, seed: int):
-        head_dim = 64
-        heads = pause.d_model // head_dim
-        self.cfg = ModelConfig(
-            "qwen3",
-            pause.vocab_size,
-            pause.d_model,
-            pause.layers,
-            heads,
-            heads,
-            head_dim,
-            4 * pause.d_model,
-            tie_embeddings=True,
-            qk_norm=True,
-        )
-        self.params = params_lib.init(transformer.abstract(self.cfg), jax.random.key(seed))
-        rows, self.new = pause.rows, max(pause.quiet, pause.longest) + 2
-        prompts = (
-            np.random.default_rng(seed)
-            .integers(3, pause.vocab_size, (rows, PROMPT))
-            .astype(np.int32)
-        )
-        table, self.pages = longest_table(PROMPT + self.new), 1 + pages_for(self.new, PAGE)
-        # Row r has pages r pages, ...: the first its prompt's, the others its own, which begin with
-        # a new run.
-        pages = np.arange(rows * self.pages, dtype=np.int32).reshape(rows, -1)
-        tables = np.zeros((rows, table), np.int32)
-        tables[:, 0] = pages[:, 0]
-        tables[:, RUN_PAGES : RUN_PAGES + self.pages - 1] = pages[:, 1:]
-        tokens = np.pad(prompts[:, :-1], ((0, 0), (0, PAGE - PROMPT + 1)))
-        self.blocks = plans.blocks_plan([[]], rows, table, ())._replace(
-            tokens=tokens, page=pages[:, 0], table=tables
-        )
-        full = np.full((rows,), self.new, np.int32)
-        prefix = np.full((rows,), PROMPT - 1, np.int32)
-        plan, _ = plans.rows_plan([], rows, 1, table, pause.vocab_size, ())
-        self.rows = plan._replace(
-            token=prompts[:, -1], table=tables, prefix=prefix, until=full, limit=full
-        )
-        self.mesh = mesh_lib.single_device_mesh()
+        fields = {"num_heads": pause.d_model // 64, "num_kv_heads": pause.d_model // 64}
+        fields |= {"d_ff": 4 * pause.d_model} | dict(pause)
+        self._steps = Steps(random_base(shape(fields), jnp.float32), pause.rows, PROMPT + 1, seed)
+        self._plan = jax.device_put(self._steps.plan([None] * pause.rows, {}, PROMPT))
 
     def steps(self, most: int, between: Callable[[], bool]) -> list[float]:
-        """Seconds of each step, ``between`` included, which says whether it was the last; ``most``
-        at most.
+        """Returns seconds of each step, ``between`` included, which returns True after the last.
+
+        Args:
+            most: maximum number of steps.
         """
-        out, rows = [], self.rows
-        pool = device.empty_pool(self.cfg, self.mesh, len(rows.token) * self.pages, np.float32)
-        with jax.set_mesh(self.mesh):
-            pool, _ = jax.block_until_ready(
-                device.prefill(self.params, {}, pool, self.blocks, cfg=self.cfg)
-            )
-            for _ in range(most):
-                began = time.perf_counter()
-                last = between()
-                pool, drawn = device.decode(self.params, {}, pool, rows, np.int32(1), cfg=self.cfg)
-                rows = rows._replace(
-                    token=np.asarray(drawn.tokens)[:, 0], own=rows.own + np.int32(1)
-                )
-                out.append(time.perf_counter() - began)
-                if last:
-                    break
+        out: list[float] = []
+        last = False
+        while len(out) < most and not last:
+            began = time.perf_counter()
+            last = between()
+            self._steps.take({}, self._plan, 1)
+            out.append(time.perf_counter() - began)
         return out
 
 

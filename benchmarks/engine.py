@@ -14,10 +14,6 @@ memory bandwidth.
   Every call has its own tenant, so that no prompt is reused.
 - ``bandwidth_share``: bytes that a step must read (weights once, and each row's cache) over its
   time, as a share of the measured memory bandwidth.
-- ``compiles_after_warmup``: programs compiled by random mixtures of requests after ``Engine.warm``.
-- ``differing_tokens``: tokens whose id or log-probabilities differ in any bit from the same
-  requests one by one; ``differing_tokens_preempted``: the same with so little cache that rows are
-  preempted.
 """
 
 import dataclasses
@@ -32,18 +28,13 @@ import numpy as np
 from benchmarks import timing
 from benchmarks.bandwidth import Bandwidth
 from benchmarks.bases import open_base
-from benchmarks.decode_steps import random_stack
 from benchmarks.torch_peer import TorchPeer
-from mint_jax.compiling import compilations
 from mint_jax.errors import UserError, choice
-from mint_jax.lora.tree import AdapterConfig, Slot, Stacks
-from mint_jax.metrics import Progress
 from mint_jax.models.base import Base
 from mint_jax.models.paged import PAGE
 from mint_jax.rollout import device
 from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import Completion, Request
-from mint_jax.rollout.scheduler import pages_needed
 
 _tenants = (f"bench {k}" for k in itertools.count())  # each reads its prompts itself
 
@@ -289,113 +280,9 @@ def _prefix(config: Any, base: Base, rng: np.random.Generator) -> dict[str, Any]
     }
 
 
-# -- what must not change
-
-
-def _mixture(part: Any, base: Base, rng: np.random.Generator, stacks: Stacks) -> list[Request]:
-    """Requests of all kinds; about a third name no adapter."""
-    slots: list[Slot | None] = [
-        Slot(bucket, i) for bucket, stack in stacks.items() for i in range(stack.slots)
-    ]
-    out = []
-    for prompt in _prompts(base, rng, rng.integers(1, part.prompt + 1, part.requests).tolist()):
-        out.append(
-            Request(
-                prompt,
-                None if rng.random() < 1 / 3 else slots[int(rng.integers(len(slots)))],
-                n=int(rng.choice((1, 1, 1, 2, part.rows + 1))),
-                max_tokens=int(rng.integers(1, part.tokens + 1)),
-                temperature=float(rng.choice((0.0, 0.7, 1.3))),
-                top_k=int(rng.choice((0, 40))),
-                top_p=float(rng.choice((1.0, 0.9))),
-                min_p=float(rng.choice((0.0, 0.02))),
-                repetition_penalty=float(rng.choice((1.0, 1.2))),
-                frequency_penalty=float(rng.choice((0.0, 0.5))),
-                logit_bias=((7, 1.5),) if rng.random() < 0.2 else (),
-                top_logprobs=int(rng.choice((0, 0, 5))),
-                seed=int(rng.integers(2**31)),
-                stop_ids=(
-                    tuple(rng.integers(0, base.cfg.vocab_size, 50).tolist())
-                    if rng.random() < 0.3
-                    else ()
-                ),
-            )
-        )
-    return out
-
-
-def _differing(one: Sequence[Sequence[Completion]], other: Sequence[Sequence[Completion]]) -> int:
-    """Tokens whose id or log-probabilities differ, those included that only one side has."""
-    count = 0
-    for ours, theirs in zip(one, other, strict=True):
-        for x, y in zip(ours, theirs, strict=True):
-            logprobs = (
-                list(
-                    zip(
-                        c.tokens,
-                        c.logprobs,
-                        c.drawn_logprobs,
-                        c.top_logprobs or itertools.repeat(None),
-                    )
-                )
-                for c in (x, y)
-            )
-            count += sum(a != b for a, b in itertools.zip_longest(*logprobs))
-    return count
-
-
-def _company(config: Any, base: Base, rng: np.random.Generator) -> dict[str, Any]:
-    part = config.company
-    stacks: Stacks = {}
-    for rank in part.ranks:
-        adapter = AdapterConfig(rank, 2.0 * rank)
-        stacks[adapter.bucket] = random_stack(base, adapter, part.slots, config.seed + rank)
-    engine = _fixed(base, part.rows)
-    with compilations() as programs:
-        engine.warm(stacks)
-        warm = len(programs)
-        for k in range(part.rounds):
-            mixture = _mixture(part, base, rng, stacks)
-            if k % 2:
-                with engine.serving(stacks):
-                    for stream in [engine.submit(request) for request in mixture]:
-                        stream.result()
-            else:
-                engine.generate(mixture, stacks)
-        compiled = programs[warm:]
-
-    requests = _mixture(part, base, rng, stacks)
-    alone, progress = [], Progress("requests alone", len(requests))
-    for request in requests:
-        alone += engine.generate([request], stacks)
-        progress.update(len(alone))
-    order = rng.permutation(len(requests)).tolist()
-    together: list[Any] = [None] * len(requests)
-    for i, completions in zip(order, engine.generate([requests[i] for i in order], stacks)):
-        together[i] = completions
-    # the largest sample fits, and other rows soon lack pages
-    pages = max(map(pages_needed, requests)) + part.rows // 2
-    tight = _fixed(
-        base, part.rows, cache_bytes=pages * device.page_bytes(base.cfg, base.dtype, False)
-    )
-    preempted = tight.generate(requests, stacks)
-    return {
-        "compiles_in_warmup": warm,
-        "compiles_after_warmup": len(compiled),
-        "compiled_after_warmup": sorted(set(compiled)),
-        "mixtures": part.rounds,
-        "requests_a_mixture": part.requests,
-        "company_tokens": sum(len(c.tokens) for completions in alone for c in completions),
-        "differing_tokens": _differing(alone, together),
-        "differing_tokens_preempted": _differing(alone, preempted),
-        "preempted": tight.counts["preempted"],
-    }
-
-
 PARTS: dict[str, Callable[[Any, Base, np.random.Generator], dict[str, Any]]] = {
     "decode": _decode,
     "prefill": _prefill,
     "continuous": _continuous,
     "prefix": _prefix,
-    "company": _company,
 }

@@ -5,8 +5,8 @@
     python -m benchmarks.figures --sweeps   the paper's sweeps at size cpu
     python -m benchmarks.figures --only=handoff,sft
 
-Each report is a job in its own process. A report of the present commit is not measured again, so
-the same command continues after an interruption. Reports go to ``notebooks/reports``.
+Each run is a process of ``sweeps.runner``: a run of the present commit is not repeated, so the same
+command continues after an interruption. Reports go to ``notebooks/reports``.
 """
 
 import argparse
@@ -15,16 +15,16 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from benchmarks import tables, timing
-from benchmarks.launch import program_of
+from benchmarks import launch, tables, timing
+from benchmarks.sweeps import runner
+from benchmarks.sweeps.grid import Grid, Point
 from mint_jax import stamp
 from mint_jax.errors import UserError
-from mint_jax.metrics import clock
+from mint_jax.harness.start import say
 
 
 class Run(NamedTuple):
@@ -33,11 +33,8 @@ class Run(NamedTuple):
     Attributes:
         name: stem of its file.
         config: path below ``configs``; a size follows a colon.
-        minutes: rough time on two idle cores.
-        options: of the command line; ``{workdir}`` is this program's workdir.
-        seeds: one run each, merged into one report; none for a job without a seed.
+        minutes, options, seeds, empty_cache: as in ``Grid``.
         pictures: (file in the workdir, name among the reports).
-        empty_cache: start with an empty cache of compiled programs and converted bases.
         committed: False for a run that only prepares another one.
         folder: of the report.
     """
@@ -52,9 +49,21 @@ class Run(NamedTuple):
     committed: bool = True
     folder: Path = tables.CPU
 
+    @property
+    def point(self) -> Point:
+        """The run as a point of ``runner``."""
+        of = Grid(
+            config=f"configs/{self.config}",
+            options=self.options,
+            seeds=self.seeds,
+            minutes=self.minutes,
+            empty_cache=self.empty_cache,
+        )
+        return Point(self.name, of, {})
+
 
 _SEEDS = (0, 1, 2)
-_SPARSE_BASE = "--config.base={workdir}/pretrain_moe/run/base"
+_SPARSE_BASE = "--config.base={workdir}/points/pretrain_moe/base"
 _VLLM = "--config.python={workdir}/vllm/bin/python"
 _MISMATCHES = {  # report -> options by which the trainer differs from the sampler
     "grpo_moe": (),
@@ -86,7 +95,6 @@ RUNS = (
         "bench/concurrent_grpo.py",
         9,
         ("--config.memory=(8,)", "--config.memory_n=5"),
-        pictures=(("crossover.png", "concurrent_grpo_crossover.png"),),
     ),
     Run("engine", "bench/engine.py", 10),
     Run("decode_vs_vllm", "bench/decode_vs_vllm.py", 8, (_VLLM,)),
@@ -142,58 +150,19 @@ SWEEPS = (
 )
 
 
-def command(run: Run, workdir: Path, folder: Path, seed: int | None) -> list[str]:
-    """Returns the arguments of Python that a user would give."""
-    options = [option.format(workdir=workdir) for option in run.options]
-    seeded = [] if seed is None else [f"--config.seed={seed}"]
-    places = [f"--config=configs/{run.config}", f"--workdir={folder}"]
-    return [*program_of(run.config)[1:], *places, *options, *seeded]
-
-
-def measure(run: Run, workdir: Path) -> dict[str, Any]:
-    """Runs the job once for each seed, each in its own process; returns one report.
-
-    Raises:
-        UserError: the job failed; the message names its log.
-    """
-    results, environment = [], dict(os.environ)
-    for seed in run.seeds or (None,):
-        folder = workdir / run.name / ("run" if seed is None else f"seed{seed}")
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        if run.empty_cache:
-            environment["MINT_JAX_CACHE"] = str(folder / "cache")
-        line, log = [sys.executable, *command(run, workdir, folder, seed)], folder / "log"
-        with log.open("w") as out:
-            done = subprocess.run(line, cwd=stamp.ROOT, env=environment, stdout=out, stderr=out)
-        if done.returncode:
-            raise UserError(f"{run.name} ended with status {done.returncode}: see {log}")
-        results.append(stamp.load(folder / "result.json"))
-    return report_of(run, workdir, results)
-
-
-def report_of(run: Run, workdir: Path, results: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Merges the results of a job; adds the first one's stamp, and the command."""
-    results = [dict(result) for result in results]
+def publish(run: Run, workdir: Path, command: str) -> None:
+    """Merges the results of a run's seeds into one report, and writes it with its pictures."""
+    runs = runner.runs_of([run.point])
+    results = [dict(runner.result_of(one, workdir)) for one in runs]
     stamps = [result.pop("stamp") for result in results]
-    if len({at["commit"] for at in stamps}) > 1:
-        raise UserError(
-            f"{run.name} was measured at several commits: remove {workdir / run.name} and measure"
-            " it again"
-        )
-    plain = ["python", *command(run, Path("runs/figures"), Path("runs") / run.name, None)]
     merged = timing.merge(results) if len(results) > 1 else results[0]
-    extra = {"command": " ".join(plain)} | ({"seeds": list(run.seeds)} if run.seeds else {})
-    return stamp.without_paths(merged | extra | {"stamp": stamps[0]})
-
-
-def publish(run: Run, workdir: Path, report: dict[str, Any]) -> None:
-    """Writes a report and its pictures into the folder of reports."""
+    extra = {"command": command.replace("{workdir}", "runs/figures")}
+    extra |= {"seeds": list(run.seeds)} if run.seeds else {}
+    report = stamp.without_paths(merged | extra | {"stamp": stamps[0]})
     run.folder.mkdir(parents=True, exist_ok=True)
     (run.folder / f"{run.name}.json").write_text(json.dumps(report, indent=1) + "\n")
-    source = workdir / run.name / (f"seed{run.seeds[0]}" if run.seeds else "run")
     for drawn, name in run.pictures:
-        shutil.copyfile(source / drawn, run.folder / name)
+        shutil.copyfile(runs[0].folder(workdir) / drawn, run.folder / name)
 
 
 def publish_sweep(report: Path, folder: Path) -> None:
@@ -225,13 +194,11 @@ def run_sweeps(names: Sequence[str], workdir: Path) -> None:
     """Runs sweeps at size cpu, each from where it stopped, and publishes them.
 
     Raises:
-        UserError: a sweep failed, or cannot be published.
+        UserError: a sweep cannot be published.
     """
     for name in names:
-        folder, config = workdir / name, f"--config=configs/sweeps/{name}.py:cpu"
-        line = [sys.executable, "-m", "benchmarks", config, f"--workdir={folder}"]
-        if status := subprocess.run(line, cwd=stamp.ROOT).returncode:
-            raise UserError(f"the sweep {name} ended with status {status}: see {folder}")
+        folder = workdir / name
+        launch.run(launch.load(f"{stamp.ROOT}/configs/sweeps/{name}.py:cpu"), folder)
         publish_sweep(folder / "report.json", tables.CPU / "sweeps" / name)
     tables.write()
 
@@ -240,30 +207,26 @@ def run_all(runs: Sequence[Run], workdir: Path) -> None:
     """Measures and publishes reports, with progress.
 
     Raises:
-        UserError: the code has uncommitted changes, so that no commit describes it.
+        UserError: the code has uncommitted changes, so that no commit describes it; or runs failed,
+            after the others were published.
     """
-    here = stamp.code()
-    if here["dirty"]:
+    if stamp.code()["dirty"]:
         raise UserError(
             "the code has uncommitted changes: commit them first, for every report names its commit"
         )
     if (load := os.getloadavg()[0]) > 0.5:
-        print(f"this machine is not idle (load {load:.1f}): times will be longer", file=sys.stderr)
-    began = time.monotonic()
-    for k, run in enumerate(runs):
-        left = 60 * sum(run.minutes for run in runs[k:])
-        spent = clock(time.monotonic() - began)
-        progress = f"[figures] {k + 1}/{len(runs)} {run.name} ({spent}, {clock(left)} left)"
-        print(progress, file=sys.stderr)
-        kept = workdir / run.name / "report.json"
-        at = stamp.load(kept)["stamp"] if kept.is_file() else {"commit": None}
-        if at["commit"] != here["commit"] or at["dirty"]:
-            if _VLLM in run.options:
-                _install_vllm(workdir / "vllm")
-            kept.write_text(json.dumps(measure(run, workdir)) + "\n")
-        if run.committed:
-            publish(run, workdir, stamp.load(kept))
+        say(f"this machine is not idle (load {load:.1f}): times will be longer")
+    if any(_VLLM in run.options for run in runs):
+        _install_vllm(workdir / "vllm")
+    records = runner.run_all([run.point for run in runs], workdir, say)
+    failed = {name for name, record in records.items() if record["state"] == "failed"}
+    for run in runs:
+        names = [one.name for one in runner.runs_of([run.point])]
+        if run.committed and failed.isdisjoint(names):
+            publish(run, workdir, records[names[0]]["command"])
     tables.write()
+    if failed:
+        raise UserError(f"{', '.join(sorted(failed))} failed: see the logs in {workdir / 'points'}")
 
 
 def _install_vllm(folder: Path) -> None:
@@ -297,6 +260,7 @@ def main() -> None:
     chosen = [name for name in names if name in (only or set(names) - {"learning"})]
     default = Path("runs") / ("sweeps/cpu" if given.sweeps else "figures")
     workdir = (given.workdir or default).resolve()
+    os.chdir(stamp.ROOT)
     try:
         if given.sweeps:
             run_sweeps(chosen, workdir)

@@ -12,7 +12,6 @@ the same shape, in a process of its own.
 """
 
 import functools
-import itertools
 import json
 import multiprocessing
 import sys
@@ -20,7 +19,6 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -43,30 +41,9 @@ from mint_jax.rollout.request import Request
 from mint_jax.train.batch import Group, TrainSequence
 from mint_jax.train.config import LossConfig, PolicyConfig
 from mint_jax.train.trainer import Trainer
-from pallas_kernels import cache, tuning
-from pallas_kernels.layer_matmul import pallas_gpu
 
 Row = dict[str, Any]
 TOP_KERNELS = 25  # of a profile
-
-TURNS = 4  # of all layers, in one call of ``tune``
-# Of ``tune``: programs at once, and by numbers of rows a tile's rows and columns, depth, warps and
-# stages. One row has the sizes of eight.
-PROGRAMS = (132, 264, 528)
-WIDE = (64, 128, 256)
-TUNED: tuple[tuple[tuple[int, ...], tuple[tuple[int, int, int, int, int], ...]], ...] = (
-    (
-        (64,),
-        (
-            *((64, 64, 128, 4, 4), (64, 128, 64, 4, 4), (64, 128, 64, 8, 4), (64, 64, 64, 8, 4)),
-            *((128, 64, 64, 4, 4), (64, 128, 128, 8, 3), (64, 256, 64, 8, 3)),
-        ),
-    ),
-    (
-        (1, 8),
-        ((16, 64, 128, 4, 4), (16, 128, 64, 4, 4), (16, 128, 128, 4, 4), (16, 64, 256, 4, 3)),
-    ),
-)
 
 
 def run(config: Any, workdir: Path) -> dict[str, Any]:
@@ -201,62 +178,6 @@ class _Bench:
             rate = flops / float(np.median(times))
             self.rate = self.rate or rate
             yield {"name": name, "first_s": first, "tflop_per_s": round(rate / 1e12, 1)}
-
-    # -- sizes of blocks
-
-    def tune(self) -> Iterator[Row]:
-        """Times block sizes of a layer's products: all layers in one program, in turn. Parts after
-        this one use the best, from the table in the cache.
-        """
-        layer = self.base.params["dense"]
-        attn, mlp = (
-            {name: leaf["w"] for name, leaf in layer[kind].items() if isinstance(leaf, dict)}
-            for kind in ("attn", "mlp")
-        )
-        groups = {
-            "gate, up": (mlp["gate"], mlp["up"]),
-            "down": (mlp["down"],),
-            "q, k, v": tuple(attn[name] for name in "qkv"),
-            "o": (attn["o"],),
-        }
-        for (rows, sizes), (name, stacks) in itertools.product(TUNED, groups.items()):
-            shape = rows[-1], stacks[0].shape[1]
-            x = jax.random.normal(jax.random.key(0), shape).astype(self.base.dtype)
-            rule = pallas_gpu.config(x, stacks, False)
-            blocks = {columns: sum(-(-w.shape[2] // columns) for w in stacks) for columns in WIDE}
-            tried = dict.fromkeys([rule])
-            for tile, columns, depth, warps, stages in sizes:
-                for programs in PROGRAMS:
-                    parts = max(1, min(round(programs / blocks[columns]), shape[1] // 256))
-                    tried[pallas_gpu.Config(tile, columns, depth, parts, warps, stages)] = None
-            with ThreadPoolExecutor() as pool:
-                made = list(pool.map(functools.partial(_over_layers, x, stacks), tried))
-            times = {}
-            for how, call in zip(tried, made):
-                if call is not None:
-                    _, seconds = _timed(call, self.config.n)
-                    times[how] = 1e6 * float(np.median(seconds)) / TURNS / len(stacks[0])
-            if not times:
-                yield {"name": f"{name} on {rows[-1]} rows", "refused": "no size compiles"}
-                continue
-            best = min(times, key=lambda how: times[how])
-            floor = self._floor(sum(w[0].nbytes for w in stacks))
-            yield {
-                "name": f"{name} on {rows[-1]} rows",
-                "floor_us": round(1e6 * floor, 2),
-                "rule": [*rule, round(times.get(rule, 0.0), 2)],
-                "best": [*best, round(times[best], 2)],
-                "all_us": [[*how, round(us, 2)] for how, us in times.items()],
-            }
-            if times[best] < 0.97 * times.get(rule, np.inf):
-                entry = {"config": tuning.as_dict(best), "rule": tuning.as_dict(rule)}
-                keys = (pallas_gpu.key_of(x[:1].repeat(n, 0), stacks) for n in rows)
-                tuning.write(
-                    "layer_matmul",
-                    jax.local_devices()[0].device_kind,
-                    {f"cuda {key}": entry for key in keys},
-                    cache.folder() / "tuned" / "layer_matmul",
-                )
 
     # -- training
 
@@ -486,28 +407,6 @@ class _Bench:
             yield {"stopped": "at the deadline"}
         else:
             yield {"exit": child.exitcode}
-
-
-def _over_layers(x: jax.Array, stacks: Any, how: pallas_gpu.Config) -> Callable[[], Any] | None:
-    """A compiled product with every layer's matrices, each of rows that wait for the last; None
-    where these sizes do not compile.
-    """
-
-    @jax.jit
-    def run(x: jax.Array, stacks: Any) -> jax.Array:
-        def body(i: jax.Array, x: jax.Array) -> jax.Array:
-            made = pallas_gpu.matmul(x, stacks, jax.lax.rem(i, len(stacks[0])), how=how)
-            some = functools.reduce(jnp.add, [jnp.sum(y, axis=1, keepdims=True) for y in made])
-            return x + (1e-30 * some).astype(x.dtype)
-
-        return jax.lax.fori_loop(0, TURNS * len(stacks[0]), body, x)
-
-    try:
-        compiled = run.lower(x, stacks).compile()
-    except Exception as error:  # they need too much shared memory, for example
-        print(f"{how}: {error!r:.200}", file=sys.stderr, flush=True)
-        return None
-    return lambda: compiled(x, stacks)
 
 
 def _looped(fn: Callable[..., Any], cell: Any, loops: int) -> Callable[[], Any]:

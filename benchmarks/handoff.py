@@ -22,9 +22,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import timing
-from benchmarks.bases import open_base
+from benchmarks.bases import open_base, random_base
+from benchmarks.bases import shape as shape_of
 from benchmarks.merge import merged
-from mint_jax import mesh as mesh_lib
 from mint_jax import params as params_lib
 from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.packed import Schema, pack, unpack
@@ -32,9 +32,8 @@ from mint_jax.errors import choice
 from mint_jax.lora import tree as lora_tree
 from mint_jax.lora.tree import AdapterConfig
 from mint_jax.metrics import Progress
-from mint_jax.models import hf, made
+from mint_jax.models import hf
 from mint_jax.models.base import Base
-from mint_jax.models.config import Experts, ModelConfig
 from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import Request
 from mint_jax.train.batch import Group, TrainSequence
@@ -42,12 +41,6 @@ from mint_jax.train.config import LossConfig, PolicyConfig
 from mint_jax.train.trainer import Trainer
 
 POLICY = "policy"
-
-
-def _random_base(cfg: ModelConfig, dtype: Any) -> Base:
-    """A base of random weights, made on the device."""
-    mesh = mesh_lib.make_mesh({"data": -1})
-    return Base("random", Path("."), cfg, made.params(cfg, mesh, dtype), mesh, None, "0" * 64)
 
 
 class _Paths:
@@ -233,21 +226,7 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
     if "large" not in config.parts:
         return report
     shape = config.shape
-    cfg = ModelConfig(
-        "qwen3_moe" if shape.experts else "qwen3",
-        shape.vocab_size,
-        shape.d_model,
-        shape.layers,
-        shape.num_heads,
-        shape.num_kv_heads,
-        shape.head_dim,
-        shape.d_ff,
-        rope_theta=1e6,
-        qk_norm=True,
-        tie_embeddings=not shape.experts,
-        experts=Experts(shape.experts, shape.per_token, shape.d_ff) if shape.experts else None,
-    )
-    large = _random_base(cfg, jnp.dtype(shape.dtype))
+    large = random_base(shape_of(shape), jnp.dtype(shape.dtype))
     name = f"{shape.name}, {shape.layers} of {shape.all_layers} layers"
     found = _measure(
         config,

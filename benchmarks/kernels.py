@@ -1,48 +1,36 @@
 """Time that adapters add to the grouped matmul of one expert projection pair (gate and up).
 
 Cells are shapes of decoding, prefill and training (forward and backward, frozen base). The sides of
-a cell: the base alone; ``model``, the implementation that a model uses on this platform; each
-implementation of ``pallas_kernels.packed_lora``, never interpreted; ``ragged``, the adapters as two
-``ragged_dot`` over groups of (expert, adapter); ``tokamax`` and ``torch``, grouped matmuls of these
-libraries where installed; ``loop``, a Python loop over experts and adapters.
+a cell: the base alone; ``model``, the implementation that a model uses on this platform; and each
+implementation of ``pallas_kernels.packed_lora``, never interpreted. ``moe_step`` compares with
+``jax.lax.ragged_dot``.
 
-``over_base`` is a side's time over the base's, ``ratio_SIDE`` a side's over the model's.
-``floor_over_base`` is counted: least bytes of base and adapters over the base's, with the adapters'
-product alone or inside the base's (``pallas_kernels.cost``). ``empty`` names the sides that cannot
-run, with the reason.
+``over_base`` is a side's time over the base's. ``floor_over_base`` is counted: least bytes of base
+and adapters over the base's, with the adapters' product alone or inside the base's
+(``pallas_kernels.cost``). ``empty`` names the sides that cannot run, with the reason.
 
 Axes: M rows (a token and one of its experts), D in, F out, R rank, E experts, P adapters, G groups
 (expert, adapter).
 """
 
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import timing
-from benchmarks.kernel_peers import Product, TorchGrouped, tokamax_dot
-from mint_jax.errors import choice
 from mint_jax.models.grouped import grouped_matmul
 from mint_jax.models.packed_lora import Adapters, Groups, project
 from pallas_kernels import cost, dispatch, packed_lora
 
-PEERS = ("ragged", "tokamax", "torch", "loop")
 PROJECTIONS = 2  # gate and up
 CHECKED = 16  # rows of each side that are compared with float64
 
 Side = Callable[[], Any]
-
-
-class Products(NamedTuple):
-    """Grouped matmuls of the base and of the adapters."""
-
-    base: Product
-    dot: Product
 
 
 class Cell:
@@ -80,9 +68,7 @@ class Cell:
             "inside": round(1 + lora.weights / base.nbytes, 4),
         }
 
-    def sides(
-        self, most_ragged: float, without: Collection[str]
-    ) -> tuple[dict[str, Side], dict[str, str]]:
+    def sides(self) -> tuple[dict[str, Side], dict[str, str]]:
         """Returns the sides that run here, and why others do not."""
         factor, sizes = jnp.asarray(self.factor), jnp.asarray(self.sizes_E)
         sides, empty = {"base": self._side(lambda x, w: base_products(x, w, sizes), self.x)}, {}
@@ -97,45 +83,6 @@ class Cell:
                 sides[one.name] = self._side(
                     functools.partial(_named, sizes=sizes, factor=factor, name=one.name), *args
                 )
-        dots: dict[str, Callable[[], Products]] = {
-            "ragged": lambda: Products(grouped_matmul, jax.lax.ragged_dot),
-            "tokamax": lambda: Products(tokamax_dot(), tokamax_dot()),
-        }
-        groups = jnp.asarray(self.sizes_G)
-        for name in without:
-            empty[name] = "left out by config.without"
-        for name, product in dots.items():
-            if name in without:
-                continue
-            if (
-                jax.default_backend() == "cpu"
-                and (steps := self.x.size * len(self.sizes_G) * self.a[0].shape[1]) > most_ragged
-            ):
-                empty[name] = (
-                    f"{steps:.1g} multiply-adds for one factor: on a CPU ragged_dot multiplies"
-                    " every row by every group's"
-                )
-                continue
-            try:
-                sides[name] = self._side(
-                    functools.partial(_products, sizes=sizes, groups=groups, of=product()), *args
-                )
-            except NotImplementedError as reason:
-                empty[name] = str(reason)
-        if "torch" not in without:
-            try:
-                torch = TorchGrouped(
-                    self.x, self.w, self.a, self.b, self.g, self.sizes_E, self.sizes_G
-                )
-                sides["torch"] = torch.both if self.backward else torch.forward
-            except NotImplementedError as reason:
-                empty["torch"] = str(reason)
-        if "loop" in without:
-            return sides, empty
-        if self.backward:
-            empty["loop"] = "forward only"
-        else:
-            sides["loop"] = lambda: jax.block_until_ready(self._loop())
         return sides, empty
 
     def groups(self) -> Groups:
@@ -175,22 +122,6 @@ class Cell:
         run = jax.jit(both)
         return lambda: jax.block_until_ready(run(args, self.w, self.g))
 
-    def _loop(self) -> list[jax.Array]:
-        """Products of slices, one after another; a compiled program for each number of rows."""
-        parts, first = [], 0
-        for e, n in enumerate(self.sizes_E):
-            if not n:
-                continue
-            base = _expert(int(n), self.x, self.w, first, e)
-            groups_here, at = [], first
-            for g in range(e * self.adapters, (e + 1) * self.adapters):
-                if self.sizes_G[g]:
-                    groups_here.append(_group(int(self.sizes_G[g]), self.x, self.a, self.b, at, g))
-                    at += int(self.sizes_G[g])
-            parts.append([y + jnp.concatenate(own) for y, own in zip(base, zip(*groups_here))])
-            first += int(n)
-        return [jnp.concatenate(of) for of in zip(*parts)]
-
     def error(self, made: Any) -> float:
         """The largest difference of some rows from float64, over their largest entry."""
         made, worst = (made[0] if self.backward else made), 0.0
@@ -203,11 +134,8 @@ class Cell:
                     for v in (self.x[m], self.w[k][g // self.adapters], self.a[k][g], self.b[k][g])
                 )
                 want = x @ w + (a @ x) @ b
-                row = y[m] if isinstance(y, jax.Array) else y[m].detach().float().cpu().numpy()
-                worst = max(
-                    worst,
-                    float(np.abs(np.array(row, np.float64) - want).max() / np.abs(want).max()),
-                )
+                error = np.abs(np.array(y[m], np.float64) - want).max() / np.abs(want).max()
+                worst = max(worst, float(error))
         return float(f"{worst:.2g}")
 
 
@@ -246,36 +174,8 @@ _adapted.defvjp(
 )
 
 
-def _products(
-    x: jax.Array, a: Any, b: Any, w: Any, sizes: jax.Array, groups: jax.Array, of: Products
-) -> list[jax.Array]:
-    """Base and adapters by one grouped product each."""
-
-    def delta(a_k: jax.Array, b_k: jax.Array) -> jax.Array:
-        return of.dot(of.dot(x, a_k.swapaxes(1, 2), groups), b_k, groups)
-
-    return [of.base(x, one, sizes) + delta(a_k, b_k) for one, a_k, b_k in zip(w, a, b)]
-
-
-def _rows(x: jax.Array, at: Any, n: int) -> jax.Array:
-    return jax.lax.dynamic_slice_in_dim(x, at, n)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _expert(n: int, x: jax.Array, w: Any, at: Any, e: Any) -> list[jax.Array]:
-    return [_rows(x, at, n) @ one[e] for one in w]
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _group(n: int, x: jax.Array, a: Any, b: Any, at: Any, g: Any) -> list[jax.Array]:
-    return [_rows(x, at, n) @ a_k[g].T @ b_k[g] for a_k, b_k in zip(a, b)]
-
-
 def run(config: Any, workdir: Path) -> dict[str, Any]:
     """Runs the bench; returns its report."""
-    for peer in config.without:
-        if peer not in PEERS:
-            raise choice("without", peer, PEERS)
     dtype = jnp.dtype(config.dtype)
     report: dict[str, Any] = {
         "bench": "kernels",
@@ -295,16 +195,14 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
 
 
 def _measured(name: str, cell: Cell, config: Any) -> dict[str, Any]:
-    sides, empty = cell.sides(config.most_ragged, config.without)
+    sides, empty = cell.sides()
     errors = {side: cell.error(call()) for side, call in sides.items() if side != "base"}
     times = timing.in_turn(name, sides, config.n)
-    peers = {f"ratio_{peer}": timing.ratio(times, peer, "model") for peer in PEERS if peer in sides}
     return {
         "rows": len(cell.factor),
         "groups_present": int(np.count_nonzero(cell.sizes_G)),
         "seconds": timing.medians_of(times),
         "over_base": {side: timing.ratio(times, side, "base") for side in sides if side != "base"},
-        **peers,
         "floor_over_base": cell.floor(),
         "errors": errors,
         "empty": empty,

@@ -54,11 +54,6 @@ class _Stack:
             for _ in range(2)
         )
 
-    @property
-    def visits(self) -> int:
-        """M: tokens times experts of a token."""
-        return self.size.rows * self.size.tokens * self.size.per_token
-
     def adapters(self, policies: int) -> BoundAdapters:
         """``policies`` adapters of all expert projections, both factors random."""
         size, key = self.size, jax.random.key(policies)
@@ -128,21 +123,6 @@ class _Stack:
         args = (self.x_BTD, lora, self.params, *((self.g_BTD,) if backward else ()))
         return lambda: jax.block_until_ready(run(*args))
 
-    def work(self, policies: int) -> dict[str, float]:
-        """Operations and least bytes of the experts in one forward and backward."""
-        size, rank, itemsize = self.size, self.rank, 4
-        ends = 3 * (size.d_model + size.width)  # in plus out dimensions of the three projections
-        base = 3 * size.experts * size.d_model * size.width
-        factors = policies * size.experts * rank * ends
-        # the frozen base has two products a row, a factor three; the base is read twice, factors
-        # too, and their gradients written
-        return {
-            "base_gflop": size.layers * 4 * self.visits * base / size.experts / 1e9,
-            "adapter_gflop": size.layers * 6 * self.visits * rank * ends / 1e9 if policies else 0.0,
-            "base_mbytes": size.layers * 2 * itemsize * base / 1e6,
-            "adapter_mbytes": size.layers * 3 * itemsize * factors / 1e6,
-        }
-
 
 def ragged_routed(
     x_BTD: jax.Array, ids_BTX: jax.Array, weights_BTX: jax.Array, p: Any, lora: Any
@@ -186,28 +166,17 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
         sides: dict[str, Any] = {
             str(count): stack.side(count, routed, backward) for count in (0, *config.policies)
         }
-        matmul = timing.Matmul()
-        times = timing.in_turn(name, sides | {"matmul": matmul}, config.n)
+        times = timing.in_turn(name, sides, config.n)
         report[f"{name}_overhead"] = {
             str(count): timing.ratio(times, str(count), "0", less=1) for count in config.policies
         }
-        report[f"{name}_matmul_gflop_per_s"] = round(
-            matmul.flops / timing.medians(times)["matmul"] / 1e9, 1
-        )
         report[f"{name}_seconds"] = timing.medians_of(times)
-    for count in config.policies:
-        report[f"work_{count}"] = {
-            name: round(value, 2) for name, value in stack.work(count).items()
-        }
     middle = config.ragged_policies
-
     small = _Stack(config.ragged, config.rank, config.seed)
     sides = {
         "ours": small.side(middle, routed, True),
         "ragged": small.side(middle, ragged_routed, True),
-        "matmul": timing.Matmul(),
     }
-    # the matmul stands between the other's large arrays and our next turn
     times = timing.in_turn("ragged_dot", sides, config.n)
     report["ratio_ragged"] = timing.ratio(times, "ragged", "ours")
     report["ragged_seconds"] = timing.medians_of(times)

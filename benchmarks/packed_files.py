@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
+from benchmarks.bases import shape as shape_of
 from benchmarks.packed_store import BASE, TARGETS, Store
 from mint_jax import params as params_lib
 from mint_jax.catalog.packed import Schema, pack
@@ -16,7 +17,6 @@ from mint_jax.lora import peft
 from mint_jax.lora import tree as lora_tree
 from mint_jax.lora.tree import AdapterConfig
 from mint_jax.models import hf, transformer
-from mint_jax.models.config import Experts, ModelConfig
 
 
 class Files:
@@ -107,26 +107,6 @@ class Files:
                 for path, n in layers.items()
             }
         )
-
-
-def shape_of(shape: Any) -> ModelConfig:
-    """The sparse base that a bench's section ``shape`` describes."""
-    heads = {
-        "num_heads": shape.num_heads,
-        "num_kv_heads": shape.num_kv_heads,
-        "head_dim": shape.head_dim,
-    }
-    experts = Experts(shape.experts, shape.per_token, shape.width)
-    return ModelConfig(
-        "qwen3_moe",
-        64,
-        shape.d_model,
-        shape.layers,
-        **heads,
-        d_ff=shape.width,
-        qk_norm=True,
-        experts=experts,
-    )
 
 
 def adapter_of(wanted: Any, rng: np.random.Generator, dtype: str) -> Any:

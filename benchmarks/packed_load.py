@@ -181,44 +181,17 @@ def _parts(config: Any, files: Files) -> dict[str, timing.Figure]:
     return timing.medians_of(times, 1e3)
 
 
-def _host_bytes(config: Any, files: Files, folder: Path) -> dict[str, Any]:
-    """Resident memory that a filled host cache takes, over the bytes it counts: large revisions,
-    then many small ones.
-    """
-    small = config.small
-    cfg = ModelConfig(
-        "qwen3",
-        64,
-        small.d_model,
-        small.layers,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=small.d_model // 4,
-        d_ff=2 * small.d_model,
-    )
-    specs, adapter_config = transformer.abstract(cfg), AdapterConfig(1, 2.0, TARGETS)
-    rng = np.random.default_rng(config.seed)
-    wanted = lora_tree.adapter_specs(specs, adapter_config)
-    little = Store(folder / "little")
-    schema = Schema(BASE, adapter_config, config.dtype)
-    objects = [
-        pack(jax.tree.map(lambda s: rng.standard_normal(s.shape, np.float32), wanted), schema)
-        for _ in range(small.count)
+def _host_bytes(config: Any, files: Files) -> dict[str, Any]:
+    """Resident memory that a filled host cache takes, over the bytes it counts."""
+    # each in a fresh process: no freed memory hides what is taken
+    fills = [
+        alone(_fill_host, files.store.folder, files.cfg, files.digests)
+        for _ in range(config.host_fills)
     ]
-    digests = little.add(objects, together=True)
-    del objects
-    out: dict[str, Any] = {}
-    for name, store, shape, all_digests in (
-        ("", files.store, files.cfg, files.digests),
-        ("_small", little, cfg, digests),
-    ):
-        # each in a fresh process: no freed memory hides what is taken
-        fills = [
-            alone(_fill_host, store.folder, shape, all_digests) for _ in range(config.host_fills)
-        ]
-        out[f"host_bytes_ratio{name}"] = timing.median(grown / counted for grown, counted in fills)
-        out[f"host_bytes{name}"] = fills[0][1]
-    return out
+    return {
+        "host_bytes_ratio": timing.median(grown / counted for grown, counted in fills),
+        "host_bytes": fills[0][1],
+    }
 
 
 def _fill_host(folder: str, cfg: ModelConfig, digests: list[str]) -> tuple[int, int]:
@@ -338,7 +311,7 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
         parts: dict[str, Callable[[], dict[str, Any]]] = {
             "loads": lambda: _loads(config, files),
             "stages": lambda: {"parts_ms": _parts(config, files)},
-            "host": lambda: _host_bytes(config, files, folder),
+            "host": lambda: _host_bytes(config, files),
             "pause": lambda: decode_pause(config, files),
             "peft": lambda: _against_peft(config, folder),
         }

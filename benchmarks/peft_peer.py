@@ -10,7 +10,7 @@ only where a loss or a token needs them.
 import multiprocessing
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -163,11 +163,27 @@ def _seconds(peer: PeftPeer, options: Options, work: Work) -> float:
     return time.perf_counter() - began
 
 
+def search(
+    choices: Mapping[str, tuple[Any, ...]], seconds: Callable[[Options], float]
+) -> dict[Options, float]:
+    """Returns the seconds of the options that were tried: one field after another, each from the
+    fastest options so far.
+    """
+    times: dict[Options, float] = {}
+    for field, values in choices.items():
+        start = min(times, key=times.__getitem__) if times else Options()
+        for value in values:
+            options = start._replace(**{field: value})
+            if options not in times:
+                times[options] = seconds(options)
+    return times
+
+
 def fastest(
     peer: PeftPeer, made: tuple[Any, ...], works: Mapping[str, Work], compile_s: float
 ) -> tuple[dict[str, Options], dict[str, dict[str, Any]]]:
-    """The fastest options of each work, and what was tried: options -> seconds, or why there is no
-    time.
+    """Returns the fastest options of each work, and what was tried: options -> seconds, or why
+    there is no time.
 
     Args:
         peer: to try on; its adapters move.
@@ -178,17 +194,11 @@ def fastest(
     tried: dict[str, dict[str, Any]] = {}
     progress = Progress("the peer's options", len(works))
     for name, work in works.items():
-        times: dict[Options, float] = {Options(): _seconds(peer, Options(), work)}
         choices: dict[str, tuple[Any, ...]] = {"attention": ATTENTION, "threads": THREADS}
         if work.method == "generate":
             choices["cache"] = CACHES
-        for field, values in choices.items():
-            start = min(times, key=lambda options: times[options])
-            for value in values:
-                options = start._replace(**{field: value})
-                if options not in times:
-                    times[options] = _seconds(peer, options, work)
-        best[name] = min(times, key=lambda options: times[options])
+        times = search(choices, lambda options, work=work: _seconds(peer, options, work))
+        best[name] = min(times, key=times.__getitem__)
         tried[name] = {str(options): round(seconds, 3) for options, seconds in times.items()}
         progress.update(len(best), str(best[name]))
     if compile_s <= 0:

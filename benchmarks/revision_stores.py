@@ -7,7 +7,6 @@ revisions a store held; nothing is extrapolated.
 """
 
 import json
-import os
 import random
 import shutil
 import time
@@ -15,11 +14,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
 from benchmarks import timing
+from benchmarks.bases import shape
+from benchmarks.catalog_fill import drop_from_page_cache
+from benchmarks.packed_files import adapter_of
 from benchmarks.packed_store import BASE, TARGETS
 from mint_jax.catalog.packed import Schema, digest_of, pack, unpack
 from mint_jax.catalog.storage.payloads import PayloadStore, Place
@@ -28,7 +29,6 @@ from mint_jax.lora import tree as lora_tree
 from mint_jax.lora.tree import AdapterConfig
 from mint_jax.metrics import Progress
 from mint_jax.models import transformer
-from mint_jax.models.config import ModelConfig
 
 BATCH = 1000  # revisions of a pack
 
@@ -85,17 +85,10 @@ class Orbax:
 
 def packed_adapters(config: Any, start: int, count: int) -> list[bytes]:
     """Returns ``count`` packed random adapters; ``start`` seeds them."""
-    shape = config.shape
-    heads = {"num_heads": 4, "num_kv_heads": 2, "head_dim": shape.d_model // 4}
-    cfg = ModelConfig("qwen3", 64, shape.d_model, shape.layers, d_ff=2 * shape.d_model, **heads)
-    adapter = AdapterConfig(shape.rank, 2.0, TARGETS)
-    specs = lora_tree.adapter_specs(transformer.abstract(cfg), adapter)
+    adapter = AdapterConfig(config.shape.rank, 2.0, TARGETS)
+    specs = lora_tree.adapter_specs(transformer.abstract(shape(config.shape)), adapter)
     rng = np.random.default_rng([config.seed, start])
-
-    def draw(spec: Any) -> np.ndarray:
-        return rng.standard_normal(spec.shape, np.float32)
-
-    return [pack(jax.tree.map(draw, specs), Schema(BASE, adapter)) for _ in range(count)]
+    return [pack(adapter_of(specs, rng, "float32"), Schema(BASE, adapter)) for _ in range(count)]
 
 
 def measure(config: Any, folder: Path, lone: bytes) -> dict[str, Any]:
@@ -117,7 +110,7 @@ def measure(config: Any, folder: Path, lone: bytes) -> dict[str, Any]:
     for _ in range(config.n):
         for name, store in stores.items():
             indices = draw.sample(range(counts[name]), min(config.loads, counts[name]))
-            _drop_cache(store.folder)
+            drop_from_page_cache(store.folder)
             store.reopen()
             seconds = _seconds(lambda s=store, i=indices: [s.get(index) for index in i])
             load[name].append(seconds / len(indices))
@@ -142,15 +135,6 @@ def _seconds(call: Callable[[], Any]) -> float:
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
-
-
-def _drop_cache(folder: Path) -> None:
-    """Drops a folder's files from the page cache."""
-    for path in folder.rglob("*"):
-        if path.is_file():
-            handle = os.open(path, os.O_RDONLY)
-            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(handle)
 
 
 def run(config: Any, workdir: Path) -> dict[str, Any]:

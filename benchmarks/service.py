@@ -2,8 +2,7 @@
 
 - ``cpu_ratio_N``: CPU seconds of N tenants' rounds one tenant after another over all at once;
   ``wall_ratio_N``: the same in seconds. A round is a forward-backward and an update.
-  ``cpu_round_N``: CPU seconds of a round of all at once; ``flop_floor_round``: the matmuls of one
-  tenant's tokens at the measured matmul rate.
+  ``cpu_round_N``: CPU seconds of a round of all at once.
 - ``flood_p95_ratio``: 95th percentile of a tenant's rounds while another tenant floods the queue,
   over that alone.
 - ``gap_p50_ms``, ``gap_p90_ms``: wait of decoding rows for a training slice; ``gap_bound_ms`` is
@@ -30,10 +29,8 @@ import numpy as np
 from benchmarks import timing
 from benchmarks.bases import open_base
 from mint_jax import host
-from mint_jax import params as params_lib
 from mint_jax.lora.tree import AdapterConfig
 from mint_jax.metrics import Progress
-from mint_jax.models import transformer
 from mint_jax.rollout.request import Request
 from mint_jax.service.calls import Call, Create, ForwardBackward, Optim, Save
 from mint_jax.service.loop import Loop
@@ -317,12 +314,7 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     live = server.live
-    multiply = timing.Matmul()
-    seconds = timing.medians(timing.in_turn("matmul", {"matmul": multiply}, config.n))["matmul"]
     tokens = config.sequences * config.tokens
-    weights = params_lib.count(transformer.abstract(base.cfg))
-    # forward, and gradients of activations twice as much at most
-    floor = 3 * 2 * weights * tokens / (multiply.flops / seconds)
     return {
         "bench": "service",
         "base": config.base,
@@ -333,7 +325,6 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
         "errors": tenants.errors,
         **found,
         "tokens_a_round": tokens,
-        "flop_floor_round": float(f"{floor:.3g}"),
         "steps": live.counts["steps"],
         "tokens_over_padded": round(
             live.counts["tokens"] / max(1, live.counts["padded_tokens"]), 3

@@ -17,7 +17,6 @@ recorded.
 - ``rss_mb_start``, ``rss_mb_end``: resident memory of the server around the load.
   ``rss_mb_grown``: lowest memory of the last third less that of the second third, less the growth
   of caches (``caches_mb_grown``); the benchmark fails above ``growth_mb``.
-- ``decode_gap_ms``: quantiles of the decoding rows' wait for training, from ``/metrics``.
 - ``made_s``: seconds to make the revisions; ``revisions_after``: their number at the end.
 """
 
@@ -27,7 +26,6 @@ import contextlib
 import itertools
 import json
 import os
-import re
 import shutil
 import time
 from collections.abc import Awaitable, Iterator, Sequence
@@ -290,10 +288,6 @@ class _Load:
                 )
                 group.create_task(own)
         took = time.perf_counter() - began
-        gaps = re.findall(
-            r'mint_decode_gap_seconds\{quantile="([\d.]+)"\} (\S+)',
-            await self.clients[0].get("/metrics"),
-        )
         return {
             **self._requests(took),
             "wrong_revisions": self.wrong,
@@ -302,7 +296,6 @@ class _Load:
             "most_error": float(f"{self.most_error:.3g}"),
             "least_distance": float(f"{least:.3g}"),
             **self._memory(),
-            "decode_gap_ms": {quantile: round(1e3 * float(value), 1) for quantile, value in gaps},
             "made_s": round(made_s, 1),
             "revisions_after": len(self.revisions),
         }

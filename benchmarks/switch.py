@@ -9,7 +9,7 @@ the difference is Python's, whose threads run one at a time.
 A read is **stale** if it shows a value that the alias had at no time between the last move that
 ended before the read started and the last move that started before the read ended. ``decided``
 counts reads with one valid value; ``soon`` those that started within 5 ms after a move of their
-policy. ``sync`` is appending 4 KB to a file and syncing it, a lower bound of a commit.
+policy.
 
 ``postgres`` is the same on a PostgreSQL server on loopback; null without one.
 """
@@ -171,11 +171,7 @@ class _Writer:
 
 
 def _percentiles(nanoseconds: Any) -> dict[str, timing.Figure] | None:
-    """Milliseconds."""
-    values = np.asarray(nanoseconds)
-    return (
-        {f"p{q}_ms": timing.percentile(values, q, 1e-6) for q in (50, 99)} if values.size else None
-    )
+    return timing.percentiles(np.asarray(nanoseconds), scale=1e-6) or None
 
 
 def _latency(moves: Sequence[Move]) -> dict[str, Any]:
@@ -183,18 +179,6 @@ def _latency(moves: Sequence[Move]) -> dict[str, Any]:
         kind: _percentiles([move.ended - move.began for move in moves if move.kind == kind])
         for kind in ("promote", "rollback")
     }
-
-
-def _sync(folder: Path, count: int) -> dict[str, timing.Figure] | None:
-    """Times the sync of 4 KB to disk."""
-    out = []
-    with (folder / "sync").open("wb", buffering=0) as file:
-        for _ in range(count):
-            began = time.monotonic_ns()
-            file.write(bytes(4096))
-            os.fdatasync(file.fileno())
-            out.append(time.monotonic_ns() - began)
-    return _percentiles(out)
 
 
 def _wait(events: Sequence[Any]) -> None:
@@ -218,7 +202,6 @@ def measure(config: Any, folder: Path, database: str | None, what: str) -> dict[
         .choice(plan.policies, config.policies, replace=False)
         .tolist()
     )
-    sync = _sync(folder, 100)
     spawn = multiprocessing.get_context("spawn")
     stop, ready = spawn.Event(), spawn.Event()
     theirs, answer = spawn.Pipe(duplex=False)
@@ -277,7 +260,6 @@ def measure(config: Any, folder: Path, database: str | None, what: str) -> dict[
         "quiet": _latency(quiet),
         "elsewhere": _latency(apart),
         "moves_per_s": round(len(busy) / seconds, 1),
-        "sync": sync,
         "reads": len(both),
         "reads_elsewhere": len(elsewhere),
         "reads_per_s": round(2 * len(during) / seconds),

@@ -1,4 +1,4 @@
-"""Times sides in turn in one process; medians and ratios with intervals; the machine's matmul rate.
+"""Times sides in turn in one process; medians and ratios with intervals.
 
 A *figure* is ``{"median": m, "interval": [low, high], "n": n}``, or has ``percentile``, ``mean`` or
 ``total`` in place of ``median``. The interval of a quantile ends at order statistics (95 % by the
@@ -9,11 +9,10 @@ medians is the 95 % percentile bootstrap over rounds, each of which ran both sid
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from mint_jax.metrics import Progress
@@ -67,6 +66,15 @@ def medians_of(times: Mapping[str, list[float]], scale: float = 1.0) -> dict[str
 def percentile(values: Iterable[float], q: float, scale: float = 1.0) -> Figure:
     """The q-th percentile of a sample, times ``scale``."""
     return _quantile(values, q / 100, scale, "percentile")
+
+
+def percentiles(
+    seconds: Collection[float], name: str = "", scale: float = 1e3
+) -> dict[str, Figure]:
+    """Returns the 50th and the 99th percentile in milliseconds; empty without values."""
+    if not len(seconds):
+        return {}
+    return {f"p{q}{name}_ms": percentile(seconds, q, scale) for q in (50, 99)}
 
 
 def _quantile(values: Iterable[float], q: float, scale: float, name: str) -> Figure:
@@ -175,20 +183,6 @@ def _ends(values: np.ndarray) -> list[float]:
 def _short(x: Any) -> float:
     """Five significant digits."""
     return float(f"{float(x):.5g}")
-
-
-class Matmul:
-    """A large square matmul on the default device: as one side of ``in_turn`` it shows what the
-    machine can do meanwhile.
-    """
-
-    def __init__(self, dtype: Any = jnp.float32, size: int = 2048):
-        self.flops = 2 * size**3
-        self._a = jnp.ones((size, size), dtype)
-        self._multiply = jax.jit(lambda a, b: a @ b)
-
-    def __call__(self) -> None:
-        self._multiply(self._a, self._a).block_until_ready()
 
 
 def device() -> str:

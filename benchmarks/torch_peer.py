@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.peft_peer import ATTENTION, CACHES, THREADS, Options
+from benchmarks.peft_peer import ATTENTION, CACHES, THREADS, Options, search
 
 TRIALS = 4  # of each option, the first of which makes what is made once
 
@@ -109,20 +109,14 @@ class TorchPeer:
             make: makes the call, with the options that are set.
             caches: kinds of cache that matter to it.
         """
-        times: dict[Options, float] = {}
-        for field, values in {"threads": THREADS, "attention": ATTENTION, "cache": caches}.items():
-            start = (
-                min(times, key=lambda options: times[options])
-                if times
-                else Options(cache=caches[0])
-            )
-            for value in values:
-                options = start._replace(**{field: value})
-                if options not in times:
-                    self.use(options)
-                    call = make()
-                    # The least of several: one call that the machine disturbed had chosen one
-                    # thread for 32 rows.
-                    times[options] = min(_seconds(call) for _ in range(TRIALS))
-        self.use(min(times, key=lambda options: times[options]))
+
+        def seconds(options: Options) -> float:
+            self.use(options)
+            call = make()
+            # The least of several: one disturbed call made one thread the fastest for 32 rows.
+            return min(_seconds(call) for _ in range(TRIALS))
+
+        choices = {"threads": THREADS, "attention": ATTENTION, "cache": caches}
+        times = search(choices, seconds)
+        self.use(min(times, key=times.__getitem__))
         return {str(options): round(seconds, 3) for options, seconds in times.items()}

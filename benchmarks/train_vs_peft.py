@@ -2,7 +2,7 @@
 
 ``ratio_train``: P policies with a GRPO group of one prompt each; our one step against P updates of
 the peer, one after another, since PEFT has no other way. ``ratio_train_distinct``: as many tokens
-in rows that share nothing, where both sides approach the matmul rate. ``ratio_sample``: a greedy
+in rows that share nothing. ``ratio_sample``: a greedy
 batch whose rows use different adapters.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks import timing, work
+from benchmarks import timing
 from benchmarks.bases import open_base
 from benchmarks.peft_peer import Options, PeftPeer, Work, fastest
 from mint_jax import params as params_lib
@@ -96,17 +96,6 @@ class _Workload:
             for p in range(count)
         ]
 
-    def flops(self, base: Base, config: Any) -> dict[str, int]:
-        """Operations that this workload takes at least, with the prompt computed once a group."""
-        P, B, T = self.tokens_PBT.shape
-        count = T - self.prompt
-        tokens = P * ((self.prompt - 1) + B * count if self.shared else B * (T - 1))
-        own = B * count * (self.prompt - 1) + B * count * (count + 1) // 2
-        prompts = (self.prompt - 1) * self.prompt // 2 * (1 if self.shared else B)
-        return work.train_step_flops(
-            base.cfg, tokens, P * B * count, P * (own + prompts), AdapterConfig(config.rank)
-        )
-
 
 def run(config: Any, workdir: Path) -> dict[str, Any]:
     """Runs the bench; returns its report."""
@@ -183,21 +172,11 @@ def _train(
     def peers() -> None:
         losses["peer"].append(peer.updates(workload.torch_updates(config.policies)))
 
-    matmul = timing.Matmul(base.dtype)
-    times = timing.in_turn(name, {"ours": ours, "peer": peers, "matmul": matmul}, config.n)
-    flops = workload.flops(base, config)
-    seconds = timing.medians(times)
-    ceiling = matmul.flops / seconds["matmul"]
+    times = timing.in_turn(name, {"ours": ours, "peer": peers}, config.n)
     gap = max(abs(a - b) / max(1.0, abs(b)) for a, b in zip(losses["ours"], losses["peer"]))
     return {
         f"ratio_{name}": timing.ratio(times, "peer", "ours"),
         f"{name}_seconds": timing.medians_of(times),
-        f"{name}_matmul_gflop_per_s": round(ceiling / 1e9, 1),
-        f"{name}_gflop": {part: round(value / 1e9, 1) for part, value in flops.items()},
-        f"{name}_bytes_least": work.train_step_bytes(
-            base.cfg, base.dtype.itemsize, int(workload.tokens_PBT.size)
-        ),
-        f"{name}_fraction_of_matmul": round(sum(flops.values()) / seconds["ours"] / ceiling, 3),
         f"{name}_loss_gap": float(f"{gap:.2g}"),
     }
 

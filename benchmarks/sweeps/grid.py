@@ -31,20 +31,22 @@ class Grid:
         figures: name of a figure and where it stands in the run's result: a/b, where name=value
             finds an entry of a list.
         data: the same for what is drawn and is no figure.
+        empty_cache: runs start with an empty cache of compiled programs and converted bases.
         curve: a column of the run's metrics.jsonl that is kept step by step.
         curve_of: whose rows of it, by name.
     """
 
     config: str
     about: str = ""
-    axes: dict[str, Any]
+    axes: dict[str, Any] = dataclasses.field(default_factory=dict)
     without: tuple[Any, ...] = ()
     options: tuple[str, ...] = ()
     seeds: tuple[int, ...] = ()
     minutes: float = 1.0
-    each: dict[str, Any]
-    figures: dict[str, str]
-    data: dict[str, str]
+    each: dict[str, Any] = dataclasses.field(default_factory=dict)
+    figures: dict[str, str] = dataclasses.field(default_factory=dict)
+    data: dict[str, str] = dataclasses.field(default_factory=dict)
+    empty_cache: bool = False
     curve: str = ""
     curve_of: str = ""
 

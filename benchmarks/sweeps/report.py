@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import timing
+from benchmarks import tables, timing
 from mint_jax.files import write_file
 
 
@@ -49,28 +49,14 @@ def table_of(points: Sequence[Mapping[str, Any]], references: Iterable[Mapping[s
     ]
     for point in points:
         for row in point["rows"]:
-            lines.append(
-                _line(
-                    ["ours", *_values(settings, row["settings"]), *_values(figures, row["figures"])]
-                )
-            )
+            cells = _values(settings, row["settings"]) + _values(figures, row["figures"])
+            lines.append(_line(["ours", *cells]))
         if point["state"] == "failed":
-            lines.append(
-                _line(
-                    [
-                        "ours",
-                        *_values(settings, point["settings"]),
-                        f"failed: {point['reason']}",
-                        *[""] * (len(figures) - 1),
-                    ]
-                )
-            )
+            reason = [f"failed: {point['reason']}", *[""] * (len(figures) - 1)]
+            lines.append(_line(["ours", *_values(settings, point["settings"]), *reason]))
     for one in references:
-        lines.append(
-            _line(
-                [one["who"], *_values(settings, one["settings"]), *_values(figures, one["figures"])]
-            )
-        )
+        cells = _values(settings, one["settings"]) + _values(figures, one["figures"])
+        lines.append(_line([one["who"], *cells]))
     return "\n".join(lines)
 
 
@@ -79,14 +65,7 @@ def sources(points: Iterable[Mapping[str, Any]]) -> list[str]:
     found: dict[str, list[str]] = {}
     for point in points:
         if "commit" in point:
-            machine, commit = (
-                point["machine"],
-                str(point["commit"])[:10] + (" with changes" if point["dirty"] else ""),
-            )
-            at = (
-                f"at `{commit}` on {machine['cpu']}, {machine['cores']} cores,"
-                f" {machine['devices']}; jax {point['versions']['jax']}"
-            )
+            at = f"{tables.source({'stamp': point})}, {point['machine']['devices']}"
             found.setdefault(at, []).append(point["date"])
     return [
         f"{len(dates)} points {at}; {min(dates)} to {max(dates)}." for at, dates in found.items()
@@ -97,29 +76,17 @@ def shown(figure: Any) -> str:
     """A figure as tables have it: ``1.73 (1.7 to 1.8, n 5)``."""
     if timing.is_figure(figure):
         low, high = figure["interval"]
-        return (
-            f"{_number(timing.value(figure))} ({_number(low)} to {_number(high)}, n"
-            f" {figure['n']:,})"
-        )
-    return (
-        ""
-        if figure is None
-        else (
-            _number(figure)
-            if isinstance(figure, int | float) and not isinstance(figure, bool)
-            else str(figure)
-        )
-    )
+        value = _number(timing.value(figure))
+        return f"{value} ({_number(low)} to {_number(high)}, n {figure['n']:,})"
+    if isinstance(figure, int | float) and not isinstance(figure, bool):
+        return _number(figure)
+    return "" if figure is None else str(figure)
 
 
 def _number(value: float) -> str:
-    return (
-        f"{value:,}"
-        if isinstance(value, int)
-        else f"{value:,.0f}"
-        if abs(value) >= 1000
-        else f"{value:.4g}"
-    )
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def _names(dicts: Iterable[Mapping[str, Any]]) -> list[str]:

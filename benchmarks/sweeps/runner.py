@@ -8,6 +8,7 @@ finds its checkpoint. Finished runs keep no checkpoint: 58 runs of ``learning`` 
 """
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -85,19 +86,16 @@ def run_all(
         )
     expected, spent = 0.0, 0.0
     for k, run in enumerate(todo):
-        left = (
-            60
-            * sum(one.point.of.minutes for one in todo[k:])
-            * (spent / expected if spent else 1.0)
-        )
+        pace = spent / expected if spent else 1.0
+        left = 60 * pace * sum(one.point.of.minutes for one in todo[k:])
         say(
-            f"[sweep] {len(runs) - len(todo) + k + 1}/{len(runs)} {run.name} ({clock(spent)}, about"
+            f"[runs] {len(runs) - len(todo) + k + 1}/{len(runs)} {run.name} ({clock(spent)}, about"
             f" {clock(left)} left)"
         )
         records[run.name] = record = _run(run, workdir, code, program(run.point.of.config))
         expected, spent = expected + 60 * run.point.of.minutes, spent + record["seconds"]
         if record["state"] == "failed":
-            say(f"[sweep] {run.name} failed after {clock(record['seconds'])}: {record['reason']}")
+            say(f"[runs] {run.name} failed after {clock(record['seconds'])}: {record['reason']}")
     return records
 
 
@@ -123,9 +121,13 @@ def _run(run: Run, workdir: Path, code: Any, command: Sequence[str]) -> dict[str
     write_file(folder / "key", key)
     (folder / "result.json").unlink(missing_ok=True)
     arguments = [text.replace("{workdir}", str(workdir)) for text in run.arguments()]
+    environment = dict(os.environ)
+    if run.point.of.empty_cache:
+        shutil.rmtree(folder / "cache", ignore_errors=True)
+        environment["MINT_JAX_CACHE"] = str(folder / "cache")
     began = time.monotonic()
     with (folder / "log").open("w") as log:
-        status = _wait([*command, *arguments, f"--workdir={folder}"], log)
+        status = _wait([*command, *arguments, f"--workdir={folder}"], log, environment)
     reason = "" if status == 0 else _reason(status, folder / "log")
     if not reason and not (folder / "result.json").is_file():
         reason = "it ended well and left no result.json"
@@ -143,10 +145,14 @@ def _run(run: Run, workdir: Path, code: Any, command: Sequence[str]) -> dict[str
     return record
 
 
-def _wait(command: list[str], log: Any) -> int:
+def _wait(command: list[str], log: Any, environment: dict[str, str]) -> int:
     """The exit status of a process that does not outlive this one."""
     process = subprocess.Popen(
-        [*_WITH_PARENT, *command], stdin=subprocess.DEVNULL, stdout=log, stderr=log
+        [*_WITH_PARENT, *command],
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        env=environment,
     )
     try:
         return process.wait()

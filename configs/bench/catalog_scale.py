@@ -25,14 +25,12 @@ def get_config(size: str = "default") -> ConfigDict:
     config.slots = 16
     config.loads = 20_000
     config.disk_loads = 1_000
-    config.lone_exports = 100
     if size == "ci":
         config.entries = (200, 1_000)
         config.requests = 500
         config.promotions = 20
         config.loads = 100
         config.disk_loads = 30
-        config.lone_exports = 10
     elif size == "million":
         config.entries = (1_000, 10_000, 100_000, 1_000_000)
         config.requests = 30_000

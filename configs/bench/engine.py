@@ -1,9 +1,8 @@
-"""The sampling engine against torch + transformers, against a static loop, and against memory; its
-programs and its bits.
+"""The sampling engine against torch + transformers, against a static loop, and against memory.
 
 Command: python -m benchmarks --config=configs/bench/engine.py --workdir=runs/bench/engine
 Short:   --config=configs/bench/engine.py:ci
-One part: --config.parts="('continuous',)", of decode, prefill, continuous, prefix and company
+One part: --config.parts="('continuous',)", of decode, prefill, continuous and prefix
 Needs the ``bench`` extra. Default size: ten minutes on two CPU cores, 5 GB of memory.
 """
 
@@ -18,7 +17,7 @@ def get_config(size: str = "default") -> ConfigDict:
     config.mesh = ConfigDict({"data": 1, "fsdp": 1, "expert": 1, "tensor": 1})
     config.seed = 0
     config.n = 5
-    config.parts = ("decode", "prefill", "continuous", "prefix", "company")
+    config.parts = ("decode", "prefill", "continuous", "prefix")
     # of the array that is read for its bandwidth, about as many as the base has
     config.read_bytes = 1 << 29
     config.decode = ConfigDict(
@@ -29,17 +28,6 @@ def get_config(size: str = "default") -> ConfigDict:
         {"rows": 8, "requests": 24, "prompt": (16, 256), "tokens": (8, 256)}
     )
     config.prefix = ConfigDict({"samples": 16, "prompt": 512, "tokens": 16})
-    config.company = ConfigDict(
-        {
-            "rows": 8,
-            "requests": 16,
-            "rounds": 4,
-            "prompt": 100,
-            "tokens": 40,
-            "ranks": (1, 8),
-            "slots": 3,
-        }
-    )
     if size == "ci":
         config.base = "tiny-random"
         config.n = 2
@@ -48,7 +36,6 @@ def get_config(size: str = "default") -> ConfigDict:
         config.prefill.update({"rows": 2, "prompt": 64})
         config.continuous.update({"rows": 4, "requests": 8, "prompt": (4, 40), "tokens": (2, 40)})
         config.prefix.update({"samples": 4, "prompt": 64, "tokens": 4})
-        config.company.update({"rows": 4, "requests": 8, "rounds": 2, "tokens": 90})
     elif size != "default":
         raise ValueError(f"engine size {size!r}; expected default or ci")
     return config

@@ -21,7 +21,6 @@ def get_config(size: str = "h100") -> ConfigDict:
     config.limits = ConfigDict(
         {  # seconds that must be left for a part to begin, and after which it adds no further row
             "floors": (10, 40),
-            "tune": (30, 60),
             "train_passes": (40, 100),
             "train_1": (60, 200),
             "decode": (30, 120),
@@ -34,7 +33,7 @@ def get_config(size: str = "h100") -> ConfigDict:
         }
     )
     config.parts = (
-        *("peers", "floors", "tune", "decode", "adapters", "train_passes"),
+        *("peers", "floors", "decode", "adapters", "train_passes"),
         *("train_1", "prefill", "handoff", "train_8", "experts"),
     )
     config.floors = ConfigDict({"read_bytes": 4 << 30, "rows": 16384, "loops": 8})
@@ -62,7 +61,7 @@ def get_config(size: str = "h100") -> ConfigDict:
     if size == "ci":
         config.base = "tiny-random"
         config.n = 1
-        config.parts = tuple(part for part in config.parts if part not in ("train_1", "tune"))
+        config.parts = tuple(part for part in config.parts if part != "train_1")
         config.floors.update({"read_bytes": 1 << 20, "rows": 64, "loops": 2})
         config.train.update({"rows": 8, "tokens": 16, "rank": 2, "pass_tokens": 64})
         config.decode.update({"rows": (2,), "context": 32, "tokens": 16, "rank": 2})

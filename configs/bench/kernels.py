@@ -22,10 +22,6 @@ def get_config(size: str = "default") -> ConfigDict:
     config.n = 5
     config.dtype = "float32"
     config.size = ConfigDict({"experts": 32, "per_token": 8, "d_model": 512, "width": 192})
-    # multiply-adds of one factor by ragged_dot on a CPU; beyond, that cell stays empty
-    config.most_ragged = 3e9
-    # peers that are left out: a loop over thousands of groups takes an accelerator's host minutes
-    config.without = ()
     config.cells = ConfigDict(
         {
             "decode_1": _cell(64, 1, 16),

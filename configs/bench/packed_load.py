@@ -31,8 +31,6 @@ def get_config(size: str = "default") -> ConfigDict:
             "head_dim": 128,
         }
     )
-    # many little adapters in the host cache
-    config.small = ConfigDict({"count": 2000, "d_model": 256, "layers": 2})
     config.pause = ConfigDict(
         {
             "layers": 6,
@@ -59,7 +57,6 @@ def get_config(size: str = "default") -> ConfigDict:
                 "head_dim": 64,
             }
         )
-        config.small.count = 500
         config.pause.update(
             {"layers": 2, "d_model": 128, "vocab_size": 512, "quiet": 10, "windows": 5}
         )

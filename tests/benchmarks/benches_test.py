@@ -20,21 +20,17 @@ SHORT = {  # what makes another size short: fewer repetitions, not other shapes
         "--config.requests=200",
         "--config.loads=50",
         "--config.disk_loads=20",
-        "--config.lone_exports=5",
     ),
     "active_wave": ("--config.n=1", "--config.checked=1"),
     "concurrent_grpo": ("--config.n=1", "--config.memory_n=1", "--config.reward_s=0.01"),
     "engine": (
         "--config.n=1",
         "--config.continuous.requests=10",
-        "--config.company.requests=6",
-        "--config.company.rounds=2",
         "--config.decode.tokens=16",
     ),
     "packed_load": (
         "--config.n=5",
         "--config.distinct=2",
-        "--config.small.count=50",
         "--config.pause.windows=2",
     ),
     "revision_stores": (
@@ -118,16 +114,7 @@ def check_packed_load(report):
 
 
 def check_engine(report):
-    """Nothing compiles once it is warm, and no token depends on its company, though samples lost
-    their pages on the way.
-    """
-    assert (
-        report["compiles_after_warmup"],
-        report["differing_tokens"],
-        report["differing_tokens_preempted"],
-    ) == (0, 0, 0)
-    assert report["compiles_in_warmup"] > 0
-    assert report["preempted"] > 0
+    """Continuous batching gives the tokens of the lockstep loop."""
     assert report["continuous_same_tokens"]
 
 

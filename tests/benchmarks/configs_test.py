@@ -1,5 +1,5 @@
-"""Every sweep at every size: its grids build, and a point is a command that its job takes. The
-small sizes are run among the long.
+"""Every benchmark config has what its code reads; every point of a sweep is a command its job
+takes. The long tests run the small sizes.
 """
 
 import json
@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -15,29 +16,38 @@ from benchmarks import launch, sweep
 from benchmarks.sweeps import runner
 from mint_jax.errors import UserError
 from mint_jax.harness import settings
+from mint_jax.harness.options import BaseSettings
+from mint_jax.recipes.options import GrpoSettings
 from tests.benchmarks import commands
 
 ROOT = Path(__file__).parents[2]
 NAMES = sorted(path.stem for path in (ROOT / "configs" / "sweeps").glob("*.py"))
 SIZES = ("ci", "cpu", "gpu", "pod")
-ISSUED = {
-    "handoff",
-    "concurrent_grpo",
-    "packed_load",
-    "cold_staircase",
-    "catalog",
-    "active_wave",
-    "scale_up",
-    "learning",
-}
+BENCHES = sorted((ROOT / "configs" / "bench").glob("*.py"))
+CODE = {path: path.read_text() for path in (ROOT / "benchmarks").glob("*.py")}
+OF_CONFIG_DICT = {"to_dict", "to_json_best_effort"}
+
+
+@pytest.mark.parametrize("path", BENCHES, ids=lambda path: path.stem)
+def test_a_benchmark_reads_the_settings_that_its_config_has(path):
+    """Each size that the config's docstring names has all settings; none is unused."""
+    sizes = dict.fromkeys(re.findall(rf"{path.stem}\.py((?::\w+)?)", path.read_text()))
+    assert ":ci" in sizes
+    for size in sizes:
+        config = launch.load(f"{path}{size}")
+        source = CODE[ROOT / "benchmarks" / f"{config.bench}.py"]
+        assert "\ndef run(" in source
+        read = set(re.findall(r"(?<![\w.])config\.(?!json)(\w+)", source)) - OF_CONFIG_DICT
+        assert read <= set(config), "a setting without a value"
+        known = {field.name for one in (BaseSettings, GrpoSettings) for field in fields(one)}
+        unused = [
+            n for n in set(config) - known if not re.search(rf"\b{n}\b", "".join(CODE.values()))
+        ]
+        assert not unused, "a setting that no benchmark reads"
 
 
 def load(name, size):
     return launch.load(str(ROOT / "configs" / "sweeps" / f"{name}.py:{size}"))
-
-
-def test_there_is_a_sweep_for_each_claim():
-    assert set(NAMES) == ISSUED
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -77,15 +87,13 @@ def test_the_small_size_runs(name, tmp_path):
     flags = re.sub(
         r"--xla_force_host_platform_device_count=\d+", "", os.environ["XLA_FLAGS"]
     ).strip()
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks",
-        f"--config=configs/sweeps/{name}.py:ci",
-        f"--workdir={tmp_path}",
-    ]
+    command = [sys.executable, "-m", "benchmarks", f"--config=configs/sweeps/{name}.py:ci"]
     done = subprocess.run(
-        command, cwd=ROOT, env=os.environ | {"XLA_FLAGS": flags}, capture_output=True, text=True
+        [*command, f"--workdir={tmp_path}"],
+        cwd=ROOT,
+        env=os.environ | {"XLA_FLAGS": flags},
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads((tmp_path / "result.json").read_text())

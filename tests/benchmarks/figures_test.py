@@ -1,23 +1,23 @@
 """Every report can be measured again; only whole reports of one commit are published."""
 
+import functools
 import json
-import subprocess
 import types
-from pathlib import Path
 
 import pytest
 
-from benchmarks import figures, tables
+from benchmarks import figures, launch, tables
+from benchmarks.sweeps import runner
 from mint_jax import stamp
 from mint_jax.errors import UserError
-from tests.benchmarks import commands
+from tests.benchmarks import commands, fake_job
 
 RUNS = [*figures.RUNS, *figures.POD_RUNS]
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run.folder.name}-{run.name}")
-def test_commands_of_figures_are_valid(run, tmp_path):
-    commands.check(figures.command(run, tmp_path, tmp_path, seed=3 if run.seeds else None)[2:])
+def test_commands_of_figures_are_valid(run):
+    commands.check(runner.runs_of([run.point])[0].arguments())
 
 
 def test_every_report_is_measured_by_a_run():
@@ -29,65 +29,53 @@ def test_every_report_is_measured_by_a_run():
 
 @pytest.fixture
 def at(tmp_path, monkeypatch):
-    """Replaces jobs by ones that leave a report of their seed, at the commit of ``at.code``."""
+    """Replaces jobs by fake ones, at the commit of ``at.code``."""
     made = types.SimpleNamespace(
-        calls=[],
         code={"commit": "a" * 40, "dirty": False},
         commits=["a" * 40],
         failed=0,
         to=tmp_path / "reports",
         workdir=tmp_path / "work",
+        written=[],
     )
 
-    def run(arguments, cwd, env=None, stdout=None, stderr=None):
-        given = dict(text.split("=", 1) for text in arguments if "=" in text)
-        folder = Path(given["--workdir"])
-        folder.mkdir(parents=True, exist_ok=True)
-        made.calls.append(f"{folder.parent.name}/{folder.name}")
-        loss = 1.0 + int(given.get("--config.seed", 0))
-        result = {"loss": loss, "catalog": str(folder), "stamp": dict(made.code)}
-        (folder / "result.json").write_text(json.dumps(result))
+    def sweep(config, folder):
+        folder.mkdir(parents=True)
         points = [{"commit": commit, "dirty": commit == "dirty"} for commit in made.commits]
         whole = {"points": points, "failed": made.failed, "pictures": ["a.png"]}
         (folder / "report.json").write_text(json.dumps(whole))
         (folder / "report.md").write_text("page")
         (folder / "a.png").write_bytes(b"picture")
-        return subprocess.CompletedProcess(arguments, int("bad" in str(folder)))
 
-    monkeypatch.setattr(figures.subprocess, "run", run)
+    fake = functools.partial(runner.run_all, program=fake_job.program)
+    monkeypatch.setattr(runner, "run_all", fake)
+    monkeypatch.setattr(launch, "run", sweep)
     monkeypatch.setattr(stamp, "code", lambda: made.code)
+    monkeypatch.setattr(stamp, "changes", lambda: None)
     monkeypatch.setattr(tables, "CPU", made.to)
-    monkeypatch.setattr(tables, "write", lambda: made.calls.append("tables"))
+    monkeypatch.setattr(tables, "write", lambda: made.written.append("tables"))
     return made
 
 
-def test_figures_are_measured_once_at_a_commit_and_published(at, tmp_path, capsys):
+def test_figures_are_measured_once_at_a_commit_and_published(at, tmp_path):
     pictures = (("a.png", "one.png"),)
     one = figures.Run("one", "quickstart.py", 1.0, seeds=(0, 2), pictures=pictures, folder=at.to)
-    two = figures.Run("two", "bench/handoff.py", 2.0, folder=at.to)
-    figures.run_all((one, two), at.workdir)
-    assert at.calls == ["one/seed0", "one/seed2", "two/run", "tables"]
+    bad = figures.Run("bad", "bench/handoff.py", 2.0, ("--config.fail=0",), folder=at.to)
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"^bad failed: see the logs"):
+            figures.run_all((one, bad), at.workdir)
+    ran = (at.workdir / "points" / "ran").read_text().split()
+    assert ran == ["one-seed0", "one-seed2", "bad", "bad"]
     report = stamp.load(at.to / "one.json")
-    assert report["loss"] == {"median": 2.0, "interval": [1.0, 3.0], "n": 2}
-    assert report["stamp"]["commit"] == "a" * 40
+    assert report["sides"][0]["s"]["median"] == {"median": 2.0, "interval": [1.0, 3.0], "n": 2}
+    assert report["stamp"]["commit"] == "some commit"
     assert str(tmp_path) not in (at.to / "one.json").read_text()
     assert (at.to / "one.png").read_bytes() == b"picture"
-    assert "[figures] 1/2 one (0:00, 3:00 left)" in capsys.readouterr().err
-    figures.run_all((one, two), at.workdir)  # nothing is left to measure
-    assert at.calls[4:] == ["tables"]
-    at.code["commit"] = "b" * 40
-    figures.run_all((two,), at.workdir)
-    assert at.calls[5:] == ["two/run", "tables"]
-
-
-def test_uncommitted_code_and_failed_jobs_are_not_published(at):
+    assert {path.name for path in at.to.iterdir()} == {"one.json", "one.png"}
+    assert at.written == ["tables"] * 2
     at.code["dirty"] = True
     with pytest.raises(UserError, match="commit them first"):
         figures.run_all(figures.RUNS, at.workdir)
-    at.code["dirty"] = False
-    with pytest.raises(UserError, match=r"bad ended with status 1: see .*log"):
-        figures.run_all((figures.Run("bad", "quickstart.py", 1.0, folder=at.to),), at.workdir)
-    assert not at.to.exists()
 
 
 def test_sweeps_replace_the_published_ones(at):
@@ -95,7 +83,7 @@ def test_sweeps_replace_the_published_ones(at):
     old.parent.mkdir(parents=True)
     old.touch()
     figures.run_sweeps(["handoff", "catalog"], at.workdir)
-    assert at.calls == ["work/handoff", "work/catalog", "tables"]
+    assert at.written == ["tables"]
     assert {path.name for path in old.parent.iterdir()} == {"report.json", "report.md", "a.png"}
 
 
@@ -112,5 +100,3 @@ def test_partial_sweeps_are_not_published(changed, message, at):
     with pytest.raises(UserError, match=message):
         figures.run_sweeps(["handoff"], at.workdir)
     assert not at.to.exists()
-    with pytest.raises(UserError, match="the sweep bad ended with status 1"):
-        figures.run_sweeps(["bad"], at.workdir)

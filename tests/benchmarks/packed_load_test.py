@@ -1,15 +1,11 @@
-"""The bench of loading measures what jobs do: the same functions with the same settings; every load
-it times ends in time.
-"""
+"""The bench of loading measures what jobs do: the same functions with the same settings."""
 
 import contextlib
-import importlib.util
-from pathlib import Path
 
 import jax
 import pytest
 
-from benchmarks import packed_load, packed_store, timing
+from benchmarks import packed_store
 from benchmarks.packed_store import Store, load, residency_of
 from mint_jax import digest
 from mint_jax.catalog.packed import Schema, pack
@@ -18,15 +14,6 @@ from mint_jax.harness.catalogs import JobCatalog
 from mint_jax.models import transformer
 from mint_jax.residency import opening
 from tests.rollout.score_test import random_adapters
-
-CONFIG = Path(__file__).parents[2] / "configs" / "bench" / "packed_load.py"
-
-
-def config_of(size: str):
-    spec = importlib.util.spec_from_file_location("packed_load_config", CONFIG)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.get_config(size)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -80,24 +67,3 @@ def test_the_bench_loads_as_jobs_do(tiny_base, rng, tmp_path, monkeypatch, dtype
 
 def _noting(notes: list, name: str, real):
     return lambda data: notes.append(name) or real(data)
-
-
-@pytest.mark.slow  # the short form runs in benchmarks/benches_test.py
-def test_the_short_bench_runs_and_every_load_is_inside_its_window(tmp_path):
-    config = config_of("ci")
-    config.distinct, config.small.count = 3, 20
-    config.peft.update({"layers": 1, "d_model": 64})
-    report = packed_load.run(config, tmp_path)
-    assert report["same_values"]
-    assert report["same3_loads"] == 1
-    assert report["decode_loads"] == config.pause.windows
-    assert report["decode_steps"] >= config.pause.windows
-    for name in ("ratio_packed", "load_ms", "cold3_over_1", "decode_pause_p99", "decode_load_ms"):
-        assert timing.is_figure(report[name]), name
-        assert report[name]["n"] >= 5
-    assert list(tmp_path.iterdir()) == [], "the files it makes are removed"
-    config.pause.longest = 1
-    with pytest.raises(
-        RuntimeError, match=r"did not end within 1 decode steps: raise config\.pause\.longest"
-    ):
-        packed_load.decode_pause(config, packed_load.Files(config, tmp_path))

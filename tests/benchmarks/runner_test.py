@@ -1,6 +1,4 @@
-"""Points are run once, go on after kill -9, fail alone, and are run again when what they measure
-has changed.
-"""
+"""Points run once, continue after kill -9, and run again when what they measure has changed."""
 
 import dataclasses
 import json
@@ -48,20 +46,13 @@ def ran(folder):
     return Counter(path.read_text().split()) if path.is_file() else Counter()
 
 
-def test_points_run_once_with_progress(tmp_path):
+def test_points_run_once_with_progress_until_something_changes(tmp_path, monkeypatch):
     said = []
     points, records = run(GRID, tmp_path, said)
-    assert {name: one["state"] for name, one in records.items()} == {
-        "g-k=0": "done",
-        "g-k=1": "done",
-        "g-k=2": "done",
-    }
-    assert [line.split(" (")[0] for line in said] == [
-        f"[sweep] {k + 1}/3 g-k={k}" for k in range(3)
-    ]
+    assert [one["state"] for one in records.values()] == ["done"] * 3
+    assert [line.split(" (")[0] for line in said] == [f"[runs] {k + 1}/3 g-k={k}" for k in range(3)]
     assert all("left)" in line for line in said)
-    again = run(GRID, tmp_path)[1]
-    assert again == records
+    assert run(GRID, tmp_path)[1] == records
     assert set(ran(tmp_path).values()) == {1}
     entry = rows.entry_of(points[1], records, tmp_path)
     assert entry["rows"] == [
@@ -71,38 +62,17 @@ def test_points_run_once_with_progress(tmp_path):
         }
     ]
     assert entry["commit"] == "some commit"
-    assert not list(tmp_path.glob("points/*/checkpoints")), "nobody goes on with a run that is done"
+    assert not list(tmp_path.glob("points/*/checkpoints")), "a finished run keeps no checkpoint"
 
-
-def test_a_failed_point_is_a_row_with_its_reason_and_is_tried_again(tmp_path):
-    failing = dataclasses.replace(GRID, options=(*GRID.options, "--config.fail=1"))
-    points, records = run(failing, tmp_path)
-    entries = [rows.entry_of(point, records, tmp_path) for point in points]
-    assert [entry["state"] for entry in entries] == ["done", "failed", "done"]
-    assert entries[1]["reason"] == "error: the value is 3; expected 4"
-    assert entries[1]["rows"] == []
-    assert [path.parent.name for path in tmp_path.glob("points/*/checkpoints")] == ["g-k=1"], (
-        "which goes on from there"
-    )
-    run(failing, tmp_path)
-    assert ran(tmp_path) == {"g-k=0": 1, "g-k=1": 2, "g-k=2": 1}
-
-
-def test_another_config_or_commit_runs_again(tmp_path, monkeypatch):
     grid = dataclasses.replace(GRID, axes={"k": (0,)})
-    expected = 1
-    for change in (
-        lambda: None,
-        lambda: monkeypatch.setattr(runner.stamp, "code", lambda: {"commit": "d", "dirty": False}),
-        lambda: monkeypatch.setattr(runner.stamp, "changes", lambda: "more"),
-    ):
-        change()
-        for _ in range(2):
-            run(grid, tmp_path)
-        assert ran(tmp_path) == {"g-k=0": expected}
-        expected += 1
+    monkeypatch.setattr(runner.stamp, "code", lambda: {"commit": "d", "dirty": False})
+    for _ in range(2):
+        run(grid, tmp_path)
+    assert ran(tmp_path)["g-k=0"] == 2
+    monkeypatch.setattr(runner.stamp, "changes", lambda: "more")
+    run(grid, tmp_path)
     run(dataclasses.replace(grid, options=(*grid.options, "--config.more=1")), tmp_path)
-    assert ran(tmp_path) == {"g-k=0": expected}
+    assert ran(tmp_path) == {"g-k=0": 4, "g-k=1": 1, "g-k=2": 1}
 
 
 def test_seeds_are_merged_and_curves_have_bands(tmp_path):

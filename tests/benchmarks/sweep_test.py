@@ -71,6 +71,11 @@ def test_a_failed_point_is_in_status_result_and_report(swept):
     assert "3 (1 to 2, n 3)" in page
     assert result["pictures"] == found["pictures"] == ["curves.png", "s.png"]
     assert all((folder / name).read_bytes().startswith(b"\x89PNG") for name in result["pictures"])
+    ran = folder / "points" / "ran"
+    assert ran.read_text().split() == ["g-k=0", "g-k=1", "g-k=2"]
+    assert [path.parent.name for path in folder.glob("points/*/checkpoints")] == ["g-k=1"]
+    swept(fail=1)
+    assert ran.read_text().split()[3:] == ["g-k=1"], "only the failed point runs again"
     status, result, folder = swept(fail=7)
     assert (status, result["failed"], result["rows"]) == (0, 0, 3)
 
@@ -115,10 +120,7 @@ def test_the_command_compares_committed_reports(tmp_path, monkeypatch, capsys):
         compare.main()
     assert ended.value.code == 2
     assert "none.json is no report" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("text", "message"), [("{", "is not JSON"), ("[]", "is a list")])
-def test_a_file_that_is_not_a_report_is_refused(text, message, tmp_path):
-    (tmp_path / "report.json").write_text(text)
-    with pytest.raises(UserError, match=message):
-        compare.read(tmp_path)
+    for text, message in (("{", "is not JSON"), ("[]", "is a list")):
+        (tmp_path / "report.json").write_text(text)
+        with pytest.raises(UserError, match=message):
+            compare.read(tmp_path)
