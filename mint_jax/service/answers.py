@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from mint_jax.service.futures import KEEP_S, Conflict, Gone
-from mint_jax.service.waker import Waker
+from mint_jax.service.handover import Waker
 
 FORGOTTEN_S = 1800.0
 KEPT_BYTES = 256 << 20  # of answers that have ended
@@ -195,19 +195,19 @@ class Answers:
         Raises:
             Gone: see ``find``.
         """
-        with self._waker.register(id, task=True) as sleeper:
-            if (found := self.find(id)).ended is None and timeout_s > 0:
-                await self._waker.sleep_task(sleeper, timeout_s)
-        return found if found.ended is not None else None
+        found = self.find(id)
+        return await self._waker.wait_task(
+            id, lambda: None if found.ended is None else found, timeout_s
+        )
 
     async def wait_group(
         self, group: str, cursor: int, timeout_s: float
     ) -> tuple[list[Answer], int]:
         """Returns a group's answers that ended after a cursor, and the next cursor."""
-        with self._waker.register(group, task=True) as sleeper:
-            if not (found := self._behind(group, cursor)) and timeout_s > 0:
-                await self._waker.sleep_task(sleeper, timeout_s)
-                found = self._behind(group, cursor)
+        found = await self._waker.wait_task(
+            group, lambda: self._behind(group, cursor) or None, timeout_s
+        )
+        found = found or []
         return found, max([cursor, *(answer.place for answer in found)])
 
     def _behind(self, group: str, cursor: int) -> list[Answer]:
@@ -254,4 +254,4 @@ class Answers:
 
     def wake_all(self) -> None:
         """Ends all waits."""
-        self._waker.wake_all()
+        self._waker.close()

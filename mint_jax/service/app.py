@@ -1,7 +1,6 @@
 """The HTTP application: all routes over one server, behind the gate, and its web server."""
 
 import contextlib
-import functools
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -15,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Match, Route
 
 from mint_jax import interrupts
-from mint_jax.service import admin, connections, openai, openapi, status
+from mint_jax.service import connections, monitoring, openai, openapi
 from mint_jax.service.console.routes import Console
 from mint_jax.service.console.sessions import Browsers
 from mint_jax.service.errors import STATUSES, handler
@@ -33,7 +32,6 @@ from mint_jax.service.tinker_rest import Rest
 from mint_jax.service.tinker_sampling import Sampling
 from mint_jax.service.tinker_sessions import Sessions
 from mint_jax.service.tokens import Tokens
-from mint_jax.service.watch import Source, Watch, gaps_of
 
 DRAIN_S = 30  # seconds for requests in flight when the server stops
 
@@ -92,21 +90,7 @@ def make(
         hosts: see ``Gate``.
         bounds: limits of the fields of OpenAI's API.
     """
-    live, loop, engine = server.live, server.loop, server.engine
-    watch = Watch(
-        [
-            Source("engine", "counter", "Counts of the engine.", lambda: engine.counts),
-            Source("training", "counter", "Counts of live training.", lambda: live.counts),
-            gaps_of(
-                "decode_gap_seconds",
-                "Seconds that decoding rows waited for training.",
-                lambda: list(loop.gaps),
-            ),
-        ],
-        ready=server.readiness,
-        state=functools.partial(status.state_of, server),
-        registry=server.metrics,
-    )
+    monitor = monitoring.monitor_of(server)
     browsers, serves = Browsers(keys), _Openai(server, bounds)
     of_tinker = [
         route
@@ -115,15 +99,15 @@ def make(
     ]
     tokens = _exchange(Tokens() if keys is None else keys.tokens)
     of_operators = [
-        *watch.routes(),
-        *admin.routes(server.costs),
+        *monitor.routes(),
+        monitoring.cost_route(server.costs),
         openapi.route(server.base.cfg.context, bounds),
     ]
     of_people = Console(server, browsers, serves).routes()
     routes = [tokens, *of_tinker, *openai.routes(serves), *of_operators, *of_people]
     handlers = {**dict.fromkeys(STATUSES, handler()), HTTPException: unrouted}
     app = Starlette(routes=routes, exception_handlers=handlers)
-    return watch.around(
+    return monitor.around(
         Gate(
             app,
             keys,

@@ -1,17 +1,10 @@
 """Costs of policies and tenants: device seconds, split over the policies that a dispatch served.
 
-The loop measures each dispatch until its results are on the host, and says which tokens it had of
-whom. Each token bears the same part of its dispatch: all rows of a step wait for its longest, all
-read the base's weights once, and what a row's own adapter adds is small beside that, so that
-nothing that a policy decides itself costs more than its number of tokens. Padding and idle rows are
-borne by those who are there, in the same proportion. An update is split over its policies alike,
-and what brings a policy or a revision to its slot is that one's alone. The parts of a dispatch sum
-to what was measured; seconds in which the devices have nothing to do are nobody's.
-
-    charge      the loop, at each dispatch: additions to a dict
-    flush       the server, every few seconds: what was added goes to the book, in one transaction
-    by_policy, by_tenant                    all there ever was, since they flush before they read
-    since_start                             of this process, by tenant: what Prometheus counts
+The loop measures each dispatch and its tokens by payer. Each token bears the same part of its
+dispatch, because all rows of a step wait for the longest, all read the base's weights once, and a
+row's own adapter adds little. Padding is borne in the same proportion. An update is split evenly
+over its policies. Bringing a policy or a revision to its slot is charged to it alone. The parts of
+a dispatch sum to the measured seconds; idle seconds are not charged.
 """
 
 import dataclasses
@@ -66,54 +59,52 @@ class Cost:
         for field in dataclasses.fields(self):
             setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
 
-    def told(self) -> dict[str, float]:
-        """Returns the costs and their sums as JSON."""
+    def to_json(self) -> dict[str, float]:
+        """Returns the costs and their sums."""
         return dataclasses.asdict(self) | {"seconds": self.seconds, "tokens": self.tokens}
 
 
 class Costs:
-    """See the module; may be called from any thread.
+    """Costs since the database was made; may be called from any thread.
 
     Args:
         book: keeps them.
-        policy_of: the policy that a revision is of, by digest; called by ``flush`` alone.
+        policy_of: returns the policy of a revision's digest; called by ``flush``.
 
     Attributes:
-        measured_s: what all dispatches of this process took together, as ``charge`` got it.
+        measured_s: seconds of all dispatches of this process.
     """
 
     def __init__(self, book: Book, policy_of: Callable[[str], str] = str):
         self._book, self._policy_of = book, policy_of
         self._lock = threading.Lock()  # of the two dicts
         self._writing = threading.Lock()
-        self._new: dict[Payer, Cost] = {}  # what the book does not have yet
+        self._new: dict[Payer, Cost] = {}  # not in the book yet
         self._tenants: dict[str, Cost] = {}
         self.measured_s = 0.0
 
     def charge(self, kind: Kind, seconds: float, shares: Mapping[Payer, float]) -> None:
-        """Splits what a dispatch took over its payers, by their shares of it, tokens where the kind
-        is in ``COUNTED``.
-        """
+        """Splits a dispatch over its payers by their shares: tokens, for a kind in ``COUNTED``."""
         total, counted = sum(shares.values()), kind in COUNTED
         with self._lock:
             self.measured_s += seconds
             for payer, share in shares.items():
-                mine = seconds * share / total
-                for costs, key in ((self._new, payer), (self._tenants, payer.tenant)):
-                    if (cost := costs.get(key)) is None:  # type: ignore[call-overload]
-                        cost = costs[key] = Cost()  # type: ignore[index]
-                    told = cost.__dict__  # three times as fast as setattr, between two dispatches
-                    told[f"{kind}_s"] += mine
+                for cost in (
+                    self._new.setdefault(payer, Cost()),
+                    self._tenants.setdefault(payer.tenant, Cost()),
+                ):
+                    fields = cost.__dict__  # three times as fast as setattr, between two dispatches
+                    fields[f"{kind}_s"] += seconds * share / total
                     if counted:
-                        told[f"{kind}_tokens"] += int(share)
+                        fields[f"{kind}_tokens"] += int(share)
 
     def since_start(self) -> dict[str, Cost]:
-        """By tenant, of this process."""
+        """Returns the costs of this process by tenant."""
         with self._lock:
             return {tenant: dataclasses.replace(cost) for tenant, cost in self._tenants.items()}
 
     def flush(self) -> None:
-        """Writes down what is new. What could not be written is tried again with the next.
+        """Writes new costs. What cannot be written is tried again by the next call.
 
         Raises:
             DatabaseFailed: the disk refuses.
@@ -134,31 +125,20 @@ class Costs:
                         self._new.setdefault(payer, Cost()).add(cost)
                 raise
 
-    def by_policy(
-        self, tenant: str | None = None, limit: int | None = None, offset: int = 0
-    ) -> dict[str, Cost]:
-        """Of each policy, the dearest first: a model's id, ``TENANT/NAME`` in the catalog, a digest
-        of neither, or ``BASE``.
-
-        Args:
-            tenant: who asked for it; None: all together.
-        """
-        return self.listed("policy", tenant, limit, offset)
-
-    def by_tenant(self, limit: int | None = None, offset: int = 0) -> dict[str, Cost]:
-        """Of each tenant, the dearest first."""
-        return self.listed("tenant", None, limit, offset)
-
     def of(self, policies: Sequence[str]) -> dict[str, Cost]:
-        """Of these policies, of all tenants together."""
+        """Returns the costs of these policies, of all tenants together."""
         self.flush()
         return {name: Cost() for name in policies} | {
             name: Cost(**sums) for name, sums in self._book.costs_of(policies)
         }
 
     def listed(
-        self, by: str, tenant: str | None, limit: int | None, offset: int
+        self, by: str, tenant: str | None = None, limit: int | None = None, offset: int = 0
     ) -> dict[str, Cost]:
-        """By ``policy`` or ``tenant``, whose costs are written down before they are told."""
+        """Returns costs by ``policy`` or ``tenant``, the highest first; of all tenants, or of one.
+
+        A policy is a model's id, ``TENANT/NAME`` in the catalog, the digest of a revision that has
+        neither, or ``BASE``.
+        """
         self.flush()
         return {name: Cost(**sums) for name, sums in self._book.costs(by, tenant, limit, offset)}

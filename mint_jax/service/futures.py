@@ -37,8 +37,8 @@ from typing import Any, NamedTuple
 
 from mint_jax.digest import blake3_of
 from mint_jax.errors import UserError
+from mint_jax.service.handover import Waker
 from mint_jax.service.server_db import Connection, DatabaseDamaged, Overloaded, ServerDatabase
-from mint_jax.service.waker import Waker
 
 KEEP_S = 300.0
 SHORT = 64 << 10  # bytes of a payload up to which it stays in memory
@@ -262,19 +262,11 @@ class Futures:
         Raises:
             Gone: the id is unknown, or its result is no longer kept.
         """
-        with self._waker.register(id) as sleeper:
-            if (outcome := self._outcome(id)) is None and timeout_s > 0 and not self._closed:
-                self._waker.sleep(sleeper, timeout_s)
-                outcome = self._outcome(id)
-        return outcome
+        return self._waker.wait(id, lambda: self._outcome(id), timeout_s)
 
     async def wait_task(self, id: str, timeout_s: float = 0.0) -> Outcome | None:
         """``wait`` for an asyncio task."""
-        with self._waker.register(id, task=True) as sleeper:
-            if (outcome := self._outcome(id)) is None and timeout_s > 0 and not self._closed:
-                await self._waker.sleep_task(sleeper, timeout_s)
-                outcome = self._outcome(id)
-        return outcome
+        return await self._waker.wait_task(id, lambda: self._outcome(id), timeout_s)
 
     def about(self, id: str) -> tuple[str, str]:
         """Returns the model and the call of a request.
@@ -450,8 +442,8 @@ class Futures:
         return self._database.trouble
 
     def end_waits(self) -> None:
-        """Ends all waits as if their time were over."""
-        self._waker.wake_all()
+        """Ends all waits for outcomes, also later ones, as if their time were over."""
+        self._waker.close()
 
     def close(self) -> None:
         """Ends all waits; those for outcomes that are not there return None. The database stays
@@ -460,7 +452,7 @@ class Futures:
         with self._lock:
             self._closed = True
             self._some_ready.notify_all()
-        self._waker.wake_all()
+        self._waker.close()
 
     # internals; ``_note``, ``_release`` and ``_settle`` need the lock
 

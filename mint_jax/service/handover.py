@@ -1,19 +1,22 @@
-"""From the engine's thread into an event loop: one call into the loop for all that has come since
-the last one ran.
+"""Calls from other threads into event loops, and waits of threads and tasks for one-time events.
 
-Crossing into a loop writes to its pipe: a dispatch of a hundred rows would do so a hundred times.
+Calling into a loop writes to its pipe: a dispatch of a hundred rows would do so a hundred times.
+``Handover`` makes one call for everything that arrived since the last one ran.
 """
 
 import asyncio
+import contextlib
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
 
 from mint_jax.rollout.stream import Piece, Stream
 
+T = TypeVar("T")
+
 
 class Handover:
-    """Calls from any thread that are made in one event loop, in their order."""
+    """Calls from any thread that run in one event loop, in order."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
         self.loop = loop
@@ -21,9 +24,7 @@ class Handover:
         self._due: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
 
     def give(self, call: Callable[..., Any], *args: Any) -> None:
-        """Has the loop make a call; one of a loop that is closed is dropped, for nobody is left to
-        see it.
-        """
+        """Has the loop make a call; drops it if the loop is closed."""
         with self._lock:
             self._due.append((call, args))
             if len(self._due) > 1:
@@ -45,7 +46,7 @@ class Inbox:
 
     def __init__(self, handover: Handover):
         self._handover = handover
-        self._came = asyncio.Event()
+        self._arrived = asyncio.Event()
         self._pieces: list[tuple[int, Piece | None]] = []
 
     def follow(self, number: int, stream: Stream) -> None:
@@ -54,13 +55,84 @@ class Inbox:
 
     def _put(self, number: int, piece: Piece | None) -> None:
         self._pieces.append((number, piece))
-        self._came.set()
+        self._arrived.set()
 
     async def take(self) -> list[tuple[int, Piece | None]]:
-        """All that has come since the last call, at least one: (number of its stream, piece), None
-        where a stream has ended.
+        """Waits for pieces; returns all since the last call as (number of the stream, piece), with
+        None where a stream has ended.
         """
-        await self._came.wait()
-        self._came.clear()
+        await self._arrived.wait()
+        self._arrived.clear()
         pieces, self._pieces = self._pieces, []
         return pieces
+
+
+class Waker:
+    """Waits for events by key, without polling; may be used from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._closed = False
+        self._waiting: dict[str, set[Callable[[], Any]]] = {}
+        self._handovers: dict[asyncio.AbstractEventLoop, Handover] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._waiting.values()))
+
+    def wait(self, key: str, ready: Callable[[], T | None], timeout_s: float) -> T | None:
+        """Returns the first result of ``ready`` that is not None. It is called now, and once more
+        after ``wake`` of the key or the timeout.
+        """
+        event = threading.Event()
+        with self._registered(key, event.set):
+            if (found := ready()) is None and timeout_s > 0 and not self._closed:
+                event.wait(min(timeout_s, threading.TIMEOUT_MAX))
+                found = ready()
+        return found
+
+    async def wait_task(
+        self, key: str, ready: Callable[[], T | None], timeout_s: float
+    ) -> T | None:
+        """``wait`` for an asyncio task."""
+        event, handover = asyncio.Event(), self._handover()
+        with self._registered(key, lambda: handover.give(event.set)):
+            if (found := ready()) is None and timeout_s > 0 and not self._closed:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(event.wait(), timeout_s)
+                found = ready()
+        return found
+
+    def wake(self, keys: Iterable[str]) -> None:
+        """Ends the waits for these keys."""
+        with self._lock:
+            calls = [call for key in keys for call in self._waiting.pop(key, ())]
+        for call in calls:
+            call()
+
+    def close(self) -> None:
+        """Ends all waits; later ones end at once."""
+        with self._lock:
+            self._closed = True
+            keys = list(self._waiting)
+        self.wake(keys)
+
+    @contextlib.contextmanager
+    def _registered(self, key: str, call: Callable[[], Any]) -> Iterator[None]:
+        with self._lock:
+            self._waiting.setdefault(key, set()).add(call)
+        try:
+            yield
+        finally:
+            with self._lock:
+                calls = self._waiting.get(key, set())
+                calls.discard(call)
+                if not calls:
+                    self._waiting.pop(key, None)
+
+    def _handover(self) -> Handover:
+        loop = asyncio.get_running_loop()
+        with self._lock:
+            if loop not in self._handovers:
+                open_ = {k: one for k, one in self._handovers.items() if not k.is_closed()}
+                self._handovers = open_ | {loop: Handover(loop)}
+            return self._handovers[loop]

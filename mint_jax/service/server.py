@@ -43,8 +43,6 @@ from mint_jax.rollout.request import Request
 from mint_jax.rollout.stream import Stream
 from mint_jax.service import checkpoints as checkpoints_
 from mint_jax.service import external
-from mint_jax.service.adapter_metrics import AdapterMetrics
-from mint_jax.service.admin import CostMetrics
 from mint_jax.service.answers import Answers
 from mint_jax.service.book import Book, NotFound
 from mint_jax.service.calls import Call, ForwardBackward, Refused
@@ -54,7 +52,6 @@ from mint_jax.service.curves import Curves
 from mint_jax.service.durable import Durable
 from mint_jax.service.fairness import Counters
 from mint_jax.service.futures import Conflict
-from mint_jax.service.kernel_metrics import KernelMetrics
 from mint_jax.service.loop import Loop
 from mint_jax.service.owned import Owned
 from mint_jax.service.provenance import Sequences
@@ -198,9 +195,6 @@ class Server:
                 ),
             )
             opened.callback(self.residency.close)
-            self.metrics.register(CostMetrics(self.costs))
-            self.metrics.register(KernelMetrics())
-            self.metrics.register(AdapterMetrics(self.residency, self.weights.names_of))
             decode = None if base.tokenizer is None else base.tokenizer.decode
             routed = base.cfg.routed
             cache = {"cache_bytes": sizes.cache_bytes, "reuse_decoded": sizes.reuse_decoded}

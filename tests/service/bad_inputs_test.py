@@ -25,7 +25,7 @@ from mint_jax.service import tinker_futures
 from mint_jax.service.endpoints import TABLE
 from mint_jax.service.gate import Limits
 from mint_jax.service.keys import SCOPES
-from mint_jax.service.status import state_of
+from mint_jax.service.monitoring import state_of
 from mint_jax.service.wire import messages
 from tests.service import bad_world
 from tests.service.bad_world import (

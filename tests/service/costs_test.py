@@ -53,29 +53,29 @@ def test_parts_sum_to_the_whole_and_are_each_ones_own(rng, book):
                 tokens[key] = tokens.get(key, 0) + share * (kind in ("prefill", "decode", "train"))
         if i % 50 == 0:
             costs.flush()
-    found = {("policy", name): cost for name, cost in costs.by_policy().items()}
-    found |= {("tenant", name): cost for name, cost in costs.by_tenant().items()}
+    found = {("policy", name): cost for name, cost in costs.listed("policy").items()}
+    found |= {("tenant", name): cost for name, cost in costs.listed("tenant").items()}
     assert {key: cost.tokens for key, cost in found.items()} == tokens
     for key, cost in found.items():
         assert cost.seconds == pytest.approx(seconds[key], rel=1e-9)
-    assert sum(cost.seconds for cost in costs.by_policy().values()) == pytest.approx(
+    assert sum(cost.seconds for cost in costs.listed("policy").values()) == pytest.approx(
         costs.measured_s, rel=1e-9
     )
-    order = list(costs.by_policy())
+    order = list(costs.listed("policy"))
     assert order == sorted(order, key=lambda name: -seconds["policy", name])
-    assert [*costs.by_policy(limit=2), *costs.by_policy(limit=2, offset=2)] == order
-    assert costs.of(["p", "nobody's"]) == {"p": costs.by_policy()["p"], "nobody's": Cost()}
+    assert [*costs.listed("policy", limit=2), *costs.listed("policy", limit=2, offset=2)] == order
+    assert costs.of(["p", "nobody's"]) == {"p": costs.listed("policy")["p"], "nobody's": Cost()}
 
 
 def test_what_was_written_or_told_is_there_after_a_restart(book, tmp_path):
     costs = Costs(book, {"digest": "a model"}.get)
     costs.charge("decode", 2.0, {Payer("a", "digest"): 3})
     costs.charge("load", 1.0, {Payer("a", "digest"): 1})
-    told = costs.by_policy()
+    told = costs.listed("policy")
     assert told == {"a model": Cost(decode_s=2.0, load_s=1.0, decode_tokens=3)}
     book._database.close()
     with ServerDatabase(tmp_path / "server.db") as database:
-        assert Costs(Book(database)).by_policy() == told
+        assert Costs(Book(database)).listed("policy") == told
 
 
 def test_a_book_that_cannot_be_written_loses_nothing(book, monkeypatch):
@@ -90,7 +90,7 @@ def test_a_book_that_cannot_be_written_loses_nothing(book, monkeypatch):
         patch.setattr(book, "add_costs", busy)
         with pytest.raises(DatabaseFailed, match="locked"):
             costs.flush()
-    assert costs.by_policy() == {"p": Cost(train_s=2.0, train_tokens=20)}
+    assert costs.listed("policy") == {"p": Cost(train_s=2.0, train_tokens=20)}
 
 
 def clocked(monkeypatch, thing, name, into):
@@ -123,7 +123,7 @@ def worked(rng, site, monkeypatch):
     ):
         clocked(monkeypatch, thing, name, took)
     before = (
-        sum(cost.seconds for cost in site.server.costs.by_policy().values()),
+        sum(cost.seconds for cost in site.server.costs.listed("policy").values()),
         site.server.costs.measured_s,
     )
     began = time.perf_counter()
@@ -150,7 +150,7 @@ def worked(rng, site, monkeypatch):
 def test_a_servers_costs_are_what_its_loop_took(site, worked):
     trainers, took, wall_s, (before, measured_before) = worked
     costs = site.server.costs
-    found = costs.by_policy()
+    found = costs.listed("policy")
     names = [trainer.model_id for trainer in trainers]
     assert {*names, BASE} <= set(found), "what is sampled of a policy's revision is the policy's"
     for name in names:
@@ -160,7 +160,7 @@ def test_a_servers_costs_are_what_its_loop_took(site, worked):
     assert found[BASE].train_s == 0
     total = sum(cost.seconds for cost in found.values()) - before
     assert total == pytest.approx(costs.measured_s - measured_before, rel=1e-6)
-    assert sum(cost.seconds for cost in costs.by_tenant().values()) - before == pytest.approx(
+    assert sum(cost.seconds for cost in costs.listed("tenant").values()) - before == pytest.approx(
         total, rel=1e-6
     )
     assert total <= wall_s, "one thread computes: no second is told twice"
@@ -176,13 +176,13 @@ def test_operators_see_costs_in_pages_and_by_tenant(site, worked):
 
     whole, page = get("?limit=1000").json(), get("?limit=1").json()
     assert {one["policy"]: one["seconds"] for one in whole["costs"]} == {
-        k: v.seconds for k, v in costs.by_policy().items()
+        k: v.seconds for k, v in costs.listed("policy").items()
     }
     assert not whole["has_more"]
     assert page == {"costs": whole["costs"][:1], "has_more": True}
     assert get("?limit=1&offset=1").json()["costs"] == whole["costs"][1:2]
     assert get("?by=tenant").json()["costs"] == [
-        {"tenant": "default"} | costs.by_tenant()["default"].told()
+        {"tenant": "default"} | costs.listed("tenant")["default"].to_json()
     ]
     assert get("?tenant=nobody").json()["costs"] == []
     for wrong in (
@@ -218,7 +218,7 @@ def test_top_prints_one_table(site, worked, capsys):
     assert status == 0
     for trainer in worked[0]:
         [line] = [line for line in text.splitlines() if trainer.model_id in line]
-        assert f"{site.server.costs.by_policy()[trainer.model_id].seconds:.2f}" in line
+        assert f"{site.server.costs.listed('policy')[trainer.model_id].seconds:.2f}" in line
     assert f"{sum(site.server.live.slots.values())} slots" in text or "in slot" in text
     assert top.main(["--once", "--url=http://127.0.0.1:9"]) == 1
     assert "127.0.0.1:9/debug/state does not answer" in capsys.readouterr().err

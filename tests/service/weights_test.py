@@ -6,14 +6,13 @@ import os
 
 import numpy as np
 import pytest
-from prometheus_client import CollectorRegistry, generate_latest
 
 from mint_jax.catalog.packed import Schema, digest_of, pack, unpack
 from mint_jax.catalog.records.database import DatabaseFailed
 from mint_jax.errors import UserError
 from mint_jax.lora.peft import write_peft
 from mint_jax.models.outline import peft_tables
-from mint_jax.service.adapter_metrics import AdapterMetrics
+from mint_jax.service.monitoring import adapters
 from mint_jax.service.weights import Model, NotFound, Taken, Weights
 from tests.service.openai_world import CONFIG, export, opened, random_adapter
 
@@ -181,25 +180,17 @@ def test_pages_are_the_whole_list_in_any_size(world):
 
 
 def test_routers_read_which_adapters_are_where(world, weights):
-    registry = CollectorRegistry()
-    registry.register(AdapterMetrics(world.residency, weights.names_of))
+    def labels():
+        [metric] = adapters(world.residency, weights.names_of)
+        return metric.samples[0].labels
 
-    def told():
-        [line] = [
-            line
-            for line in generate_latest(registry).decode().splitlines()
-            if line.startswith("vllm:lora_requests_info{")
-        ]
-        return line
-
-    assert 'running_lora_adapters=""' in told()
-    assert 'max_lora="3"' in told()
+    expected = {"running_lora_adapters": "", "waiting_lora_adapters": "", "max_lora": "3"}
+    assert labels() == expected
     weights.load("mine", "chat@1", "default")
     waiting = world.residency.acquire(world.digests["chat@1"])
-    assert 'waiting_lora_adapters="mine"' in told()
+    assert labels() == expected | {"waiting_lora_adapters": "mine"}
     while not waiting.done():
         world.residency.wait_ready([waiting])
         world.residency.commit_ready()
-    assert 'running_lora_adapters="mine"' in told()
-    assert 'waiting_lora_adapters=""' in told()
+    assert labels() == expected | {"running_lora_adapters": "mine"}
     waiting.result().release()

@@ -9,8 +9,8 @@ from mint_jax.catalog.records.database import DatabaseFailed
 from mint_jax.errors import UserError
 from mint_jax.service.console.pages import Asked, Page, url_of
 from mint_jax.service.costs import KINDS
+from mint_jax.service.monitoring import state_of
 from mint_jax.service.server import Server
-from mint_jax.service.status import state_of
 
 MODELS = 50  # of a page
 RESIDENT = 50  # revisions on the device that are named

@@ -1,0 +1,168 @@
+"""Metrics, health and state of a server."""
+
+import asyncio
+import collections
+
+import httpx
+from prometheus_client import CollectorRegistry
+from prometheus_client.parser import text_string_to_metric_families
+from starlette.applications import Starlette
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from mint_jax.residency.metrics import Metrics
+from mint_jax.service.gate import Gate, Limits
+from mint_jax.service.keys import Keys, add
+from mint_jax.service.monitoring import Monitor, counts, quantiles, skipped_kernels
+from pallas_kernels import dispatch
+
+
+def send(app, *requests):
+    """Returns the responses to (method, path, options of the request)."""
+
+    async def all_of_them():
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(app), base_url="http://localhost"
+        ) as client:
+            return [await client.request(method, path, **more) for method, path, more in requests]
+
+    return asyncio.run(all_of_them())
+
+
+def series(app, **headers):
+    """Returns the value of each series of ``/metrics``, which must parse."""
+    [got] = send(app, ("GET", "/metrics", {"headers": headers}))
+    assert got.headers["content-type"].startswith("text/plain; version=")
+    return {
+        (s.name, *sorted(s.labels.items())): s.value
+        for family in text_string_to_metric_families(got.text)
+        for s in family.samples
+    }
+
+
+def app_of(monitor, keys=None, limits=None):
+    async def echo(request):
+        return Response(await request.body())
+
+    async def streamed(_):
+        return StreamingResponse(iter([b"12345"] * 5))
+
+    routes = [
+        Route("/api/v1/asample", echo, methods=["POST"]),
+        Route("/v1/models/{name:path}", streamed),
+        *monitor.routes(),
+    ]
+    return monitor.around(Gate(Starlette(routes=routes), keys, limits))
+
+
+def test_requests_are_counted_by_template_and_status(tmp_path, rng):
+    _, secret = add(tmp_path, "alice", ["sample", "read", "admin"])
+    app = app_of(Monitor(), Keys(tmp_path))
+    key = {"headers": {"x-api-key": secret}}
+    requests = [("POST", "/api/v1/asample", {"content": b"x" * 100, **key})] * 3
+    requests += [("POST", "/api/v1/asample", {"content": b"x" * 7})]
+    requests += [("GET", f"/v1/models/tinker://{i}/sampler_weights/x", key) for i in range(4)]
+    requests += [("GET", "/no", key), ("PATCH", "/api/v1/no", key)]
+    send(app, *requests)
+    found = series(app, **{"x-api-key": secret})
+    sample, models = ("route", "POST /api/v1/asample"), ("route", "GET /v1/models/{name:path}")
+    assert found["mint_http_requests_total", sample, ("status", "200")] == 3
+    assert found["mint_http_requests_total", sample, ("status", "401")] == 1
+    assert found["mint_http_requests_total", models, ("status", "200")] == 4
+    assert found["mint_http_requests_total", ("route", "other"), ("status", "404")] == 2
+    assert found["mint_http_seconds_count", models, ("status", "200")] == 4
+    assert found["mint_http_first_byte_seconds_count", models] == 4
+    assert found["mint_http_received_bytes_total", sample] == 307
+    assert found["mint_http_sent_bytes_total", models] == 100
+    assert found["mint_http_in_flight", sample] == 0
+    assert found["mint_http_in_flight", ("route", "GET /metrics")] == 1
+    paths = [f"/{rng.integers(1 << 40)}?x={rng.integers(99)}" for _ in range(20)]
+    send(
+        app, *[("GET", path, {"headers": key["headers"] | {"x-request-id": "a"}}) for path in paths]
+    )
+    more = series(app, **{"x-api-key": secret}).keys() - found.keys()
+    assert all("GET /metrics" in str(one) for one in more), "no client adds a series"
+
+
+def test_a_disconnect_before_the_response_is_counted_as_499():
+    monitor = Monitor()
+
+    async def leave():
+        async def receive():
+            return {"type": "http.disconnect"}
+
+        async def send(_):
+            raise AssertionError("nobody is there")
+
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": "/api/v1/asample",
+            "headers": [(b"host", b"localhost")],
+            "query_string": b"",
+        }
+        await app_of(monitor)(scope, receive, send)
+
+    asyncio.run(leave())
+    labels = {"route": "POST /api/v1/asample", "status": "499"}
+    assert monitor.registry.get_sample_value("mint_http_requests_total", labels) == 1
+
+
+def test_collectors_show_current_values(monkeypatch):
+    fallen = {
+        dispatch.Fall("slot_lora", "cpu", "cpu", 'rows are "bfloat16"'): 3,
+        dispatch.Fall("op", "x", "tpu", "no"): 1,
+    }
+    monkeypatch.setattr(dispatch, "fallen", collections.Counter(fallen))
+    kinds, gaps = collections.Counter(prefills=3), collections.deque([0.1] * 98 + [0.2, 7.0])
+    registry = CollectorRegistry()
+    residency = Metrics(registry)
+    app = app_of(
+        Monitor(
+            lambda: counts("engine", "Counts of the engine.", kinds),
+            lambda: quantiles("gap_seconds", "Seconds that rows waited.", list(gaps)),
+            skipped_kernels,
+            registry=registry,
+        )
+    )
+    residency.joined.inc(4)
+    kinds.update(("prefills", "decodes"))
+    found = series(app)
+    assert found[("mint_engine_prefills_total",)] == 4
+    assert found[("mint_engine_decodes_total",)] == 1
+    assert found[("mint_residency_joined_total",)] == 4
+    expected = {"0.5": 0.1, "0.95": 0.1, "0.99": 0.2, "1.0": 7.0}
+    assert {q: found["mint_gap_seconds", ("quantile", q)] for q in expected} == expected
+    labels = ("implementation", "cpu"), ("op", "slot_lora"), ("reason", 'rows are "bfloat16"')
+    passed = {k: v for k, v in found.items() if k[0] == "mint_kernels_passed_over_total"}
+    assert passed == {("mint_kernels_passed_over_total", *labels): 3}
+    gaps.clear()
+    assert not [name for name, *_ in series(app) if name == "mint_gap_seconds"]
+
+
+def test_health_is_open_to_all_and_readiness_gives_its_reason(tmp_path):
+    _, secret = add(tmp_path, "alice", ["admin"])
+    readiness = {"status": "ready"}
+    monitor = Monitor(readiness=lambda: readiness, state=lambda: {"rows": [1, 2]})
+    app = app_of(monitor, Keys(tmp_path))
+    key = {"headers": {"authorization": f"Bearer {secret}"}}
+
+    def responses(app):
+        paths = ("/health", {}), ("/ready", {}), ("/debug/state", key), ("/debug/state", {})
+        return [(one.status_code, one.json()) for one in send(app, *[("GET", *p) for p in paths])]
+
+    health, ready, state, refused = responses(app)
+    assert (health, ready) == ((200, {"status": "ok"}), (200, {"status": "ready"}))
+    assert (state, refused[0]) == ((200, {"rows": [1, 2]}), 401)
+    readiness["status"] = "the base is being loaded"
+    assert responses(app)[:2] == [(200, {"status": "ok"}), (503, readiness)]
+
+
+def test_health_responds_under_full_load(tmp_path):
+    _, secret = add(tmp_path, "alice", ["admin"])
+    gate = Gate(Starlette(routes=Monitor().routes()), Keys(tmp_path), Limits(total=1))
+    gate.in_flight["bob"] += 1
+    key = {"headers": {"authorization": f"Bearer {secret}"}}
+    paths = ("/health", {}), ("/ready", {}), ("/metrics", {}), ("/metrics", key)
+    got = send(Monitor().around(gate), *[("GET", *one) for one in paths])
+    assert [one.status_code for one in got] == [200, 200, 401, 429]
