@@ -22,7 +22,8 @@ from ml_collections import ConfigDict
 
 from benchmarks import timing
 from mint_jax import params as params_lib
-from mint_jax.lora.apply import BoundAdapters
+from mint_jax.lora.tree import AdapterStack
+from mint_jax.lora.view import View, attach_blocks
 from mint_jax.models import experts, moe, router, stacked
 from mint_jax.models.config import Experts, ModelConfig
 from mint_jax.models.expert_parallel import routed
@@ -54,7 +55,7 @@ class _Stack:
             for _ in range(2)
         )
 
-    def adapters(self, policies: int) -> BoundAdapters:
+    def adapters(self, policies: int) -> View:
         """``policies`` adapters of all expert projections, both factors random."""
         size, key = self.size, jax.random.key(policies)
         factors = {}
@@ -66,12 +67,13 @@ class _Stack:
                 for j, d in enumerate((d_in, d_out))
             )
             factors[name] = {"a": a * d_in**-0.5, "b": 0.01 * b}
-        return BoundAdapters(({"experts": factors},), (policies,))
+        stack = AdapterStack({"experts": factors}, jnp.ones(policies), self.rank)
+        return attach_blocks({self.rank: stack}, {self.rank: jnp.arange(policies)})
 
     def forward(
         self,
         x_BTD: jax.Array,
-        lora: BoundAdapters | None,
+        lora: View | None,
         params: Any,
         through: Routed,
         sliced: bool = False,
@@ -85,7 +87,7 @@ class _Stack:
             layers, stacks = stacked.detach(layers, False)
 
         def layer(x, inputs):
-            p, number, lora = inputs
+            p, number = inputs
             p = stacked.attach(p, stacks, number)["moe"]
             h = rms_norm(x, p["norm"], self.cfg.norm_eps)
             assert self.cfg.experts is not None
@@ -97,12 +99,12 @@ class _Stack:
                     route.ids,
                     route.weights,
                     p["experts"],
-                    None if lora is None else lora.at("experts"),
+                    None if lora is None else lora.in_layer(number).at("experts"),
                 ),
                 None,
             )
 
-        return jax.lax.scan(layer, x_BTD, (layers, jnp.arange(self.size.layers), lora))[0]
+        return jax.lax.scan(layer, x_BTD, (layers, jnp.arange(self.size.layers)))[0]
 
     def side(
         self, policies: int, through: Routed, backward: bool, sliced: bool = False
@@ -131,7 +133,8 @@ def ragged_routed(
     (expert, slot) groups.
     """
     B, T, D = x_BTD.shape
-    (factors,), (P,) = lora.buckets, lora.blocks
+    (bucket,), (P,) = lora.buckets, lora.blocks
+    factors = bucket.factors
     p = {name: {"w": leaf["w"][leaf["layer"]]} for name, leaf in p.items()}
     E, X = p["gate"]["w"].shape[0], ids_BTX.shape[-1]
     row = jnp.arange(B * T * X, dtype=jnp.int32)

@@ -19,6 +19,7 @@ from mint_jax.lora import tree
 from mint_jax.lora.peft import CONFIG, WEIGHTS
 from mint_jax.models import hf, transformer
 from tests import oracles
+from tests.views import view_of_one
 
 
 @functools.partial(jax.jit, static_argnames="cfg")
@@ -35,12 +36,7 @@ def _logits(params, bound, tokens_BT, cfg):
 
 def our_logits(base, adapter, config, tokens_BT) -> np.ndarray:
     """``[B, T, V]`` with one adapter for all rows."""
-    one_policy = jax.tree.map(lambda x: jnp.asarray(x)[:, None], adapter)
-    return np.asarray(
-        _logits(
-            base.params, tree.bind([(one_policy, jnp.array([config.scale]))]), tokens_BT, base.cfg
-        )
-    )
+    return np.asarray(_logits(base.params, view_of_one(adapter, config.scale), tokens_BT, base.cfg))
 
 
 def tables(base):

@@ -4,13 +4,11 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from mint_jax.data.buckets import round_up
-from mint_jax.lora.apply import BoundAdapters
-from mint_jax.lora.tree import Slot, Stacks, bind_slots
+from mint_jax.lora.tree import Slot, Stacks
+from mint_jax.lora.view import View, attach_blocks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +21,6 @@ class BlockPlan:
         size: rows of a block.
         slots: slot of each block, by bucket.
         base_blocks: number of blocks at the end without an adapter.
-        base_blocks: trailing blocks without an adapter.
     """
 
     order: list[int | None]
@@ -65,12 +62,8 @@ def plan_blocks(adapters: Sequence[Slot | None], row_multiple: int = 1) -> Block
     return BlockPlan(order, size, slots, base_blocks)
 
 
-def bind_blocks(plan: BlockPlan, stacks: Stacks, dtype: Any) -> BoundAdapters | None:
+def bind_blocks(plan: BlockPlan, stacks: Stacks, dtype: Any) -> View | None:
     """Binds resident adapters to a plan's blocks; None if no row has an adapter."""
     if not plan.slots:
         return None
-    used = {bucket: stacks[bucket] for bucket in plan.slots}
-    return _bind(used, plan.slots, base_blocks=plan.base_blocks, dtype=jnp.dtype(dtype))
-
-
-_bind = jax.jit(bind_slots, static_argnames=("base_blocks", "dtype"))
+    return attach_blocks(stacks, plan.slots, base_blocks=plan.base_blocks, dtype=dtype)

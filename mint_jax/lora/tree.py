@@ -12,7 +12,6 @@ Axes: L layers, S slots, E experts, R rank, D in, F out. Hu et al. 2021, arXiv 2
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -25,14 +24,13 @@ from flax import struct
 from mint_jax import params as params_lib
 from mint_jax import sharding
 from mint_jax.errors import UserError
-from mint_jax.lora.apply import TABLES, BoundAdapters, SlotBlocks
 from mint_jax.lora.config import LINEAR_TARGETS, MAX_RANK, AdapterConfig, bucket_of  # noqa: F401
 from mint_jax.lora.finite import all_finite
-from mint_jax.lora.rows import RowAdapters, RowBucket
 from mint_jax.params import ParamSpec
 
 # Every projection except embedding, unembedding and router.
 ALL_LINEAR = "all-linear"
+TABLES = ("embed", "unembed")  # projections outside the layers
 UNUSUAL = (*TABLES, "router")  # adapted only if a config names them
 SLOT_AXIS = 1
 
@@ -306,7 +304,7 @@ def stack_adapters(
     return stacks, slots
 
 
-def check_resident(slot: Slot | None, stacks: "Stacks") -> None:
+def check_resident(slot: Slot | None, stacks: Stacks) -> None:
     """Raises if no stack has the slot.
 
     Raises:
@@ -316,140 +314,6 @@ def check_resident(slot: Slot | None, stacks: "Stacks") -> None:
         slot.bucket not in stacks or not 0 <= slot.index < stacks[slot.bucket].slots
     ):
         raise UserError(f"{slot} is not resident: load the adapter first")
-
-
-def take_slots(tree: Any, slots: jax.Array) -> Any:
-    """Gathers slots of a stacked tree, ``[L, S, ...] -> [L, P, ...]``; an out-of-range slot of
-    padding reads the last.
-    """
-    return jax.tree.map(lambda x: jnp.take(x, slots, axis=SLOT_AXIS, mode="clip"), tree)
-
-
-def bind_slots(
-    stacks: "Stacks", slots: dict[int, jax.Array], base_blocks: int = 0, dtype: Any = jnp.float32
-) -> BoundAdapters:
-    """Binds blocks to resident slots, each bucket's blocks to ``slots[bucket]``."""
-    parts = [
-        (take_slots(stacks[b].factors, slots[b]), stacks[b].scale[slots[b]]) for b in sorted(slots)
-    ]
-    return bind(parts, base_blocks, dtype)
-
-
-def bind(
-    parts: Iterable[tuple[Any, jax.Array]], base_blocks: int = 0, dtype: Any = jnp.float32
-) -> BoundAdapters:
-    """Binds factors of consecutive blocks to a batch.
-
-    Args:
-        parts: per bucket ``(factors [L, P, R, ...], scale [P])``, in block order.
-        base_blocks: number of blocks at the end without an adapter.
-        dtype: compute dtype; the scale is folded into B in float32 first.
-    """
-    buckets, blocks = [], []
-    for factors, scale in parts:
-
-        def scaled(path: str, leaf: jax.Array, scale: jax.Array = scale) -> jax.Array:
-            if path.endswith("/b"):
-                leaf = leaf * jnp.expand_dims(
-                    scale, [i for i in range(leaf.ndim) if i != SLOT_AXIS]
-                )
-            return leaf.astype(dtype)
-
-        tree = params_lib.map_with_path(scaled, factors)
-        tree = {
-            name: jax.tree.map(lambda x: x[0], sub) if name in TABLES else sub
-            for name, sub in tree.items()
-        }
-        buckets.append(tree)
-        blocks.append(scale.shape[0])
-    return BoundAdapters(tuple(buckets), tuple(blocks), base_blocks)
-
-
-def bind_layers(
-    stacks: "Stacks",
-    slots: dict[int, jax.Array],
-    taps: dict[int, Any] | None = None,
-    base_blocks: int = 0,
-    dtype: Any = jnp.float32,
-) -> SlotBlocks:
-    """Binds blocks to slots as ``bind_slots``, but one layer at a time.
-
-    Args:
-        taps: see ``taps_of``: zeros with respect to which gradients are taken.
-    """
-    ranks = sorted(slots)
-    taps = taps_of(stacks, slots) if taps is None else taps
-    factors = [stacks[b].factors for b in ranks]
-    scale = [stacks[b].scale.at[slots[b]].get(mode="clip") for b in ranks]
-
-    def tables(b: int) -> Any:
-        names = [name for name in TABLES if name in stacks[b].factors]
-        own = {name: stacks[b].factors[name] for name in names}
-        taken = jax.lax.stop_gradient(take_slots(own, slots[b]))
-        return jax.tree.map(jnp.add, taken, {name: taps[b][name] for name in names})
-
-    def of_products(path: Any, tap: jax.Array, scale: jax.Array) -> jax.Array:
-        """Converts taps to ``dtype``, so that gradients become those of the matmuls' factors, of B
-        including the scale.
-        """
-        return (
-            tap * scale.reshape(1, -1, *(1,) * (tap.ndim - 2)) if path[-1].key == "b" else tap
-        ).astype(dtype)
-
-    below = (
-        jax.tree_util.tree_map_with_path(functools.partial(of_products, scale=one), taps[b])
-        for b, one in zip(ranks, scale)
-    )
-    of_tables = bind(((tables(b), one) for b, one in zip(ranks, scale)), base_blocks, dtype)
-    return SlotBlocks(
-        tuple(factors), tuple(slots[b] for b in ranks), tuple(scale), tuple(below), of_tables
-    )
-
-
-def taps_of(stacks: "Stacks", slots: dict[int, jax.Array]) -> dict[int, Any]:
-    """Returns zeros ``[L, P, ...]`` for each bucket, whose gradient is that of the blocks' factors:
-    see ``SlotBlocks``.
-    """
-
-    def zeros(slots_P: jax.Array) -> Any:
-        return lambda x: jnp.zeros((x.shape[0], *slots_P.shape, *x.shape[2:]), x.dtype)
-
-    return {b: jax.tree.map(zeros(slots[b]), stacks[b].factors) for b in slots}
-
-
-def name_slots(
-    stacks: "Stacks", slots: Mapping[int, jax.Array], kernel: str = "xla", tokens: int = 1
-) -> RowAdapters | None:
-    """Binds resident adapters to rows that each name a slot; None without any stack.
-
-    Args:
-        slots: by bucket ``[B]`` int32, -1 for rows without an adapter there.
-        kernel: implementation for dense projections, see ``RowAdapters``.
-        tokens: tokens of each row.
-    """
-    if not stacks:
-        return None
-    return RowAdapters(
-        tuple(_row_bucket(stacks[bucket], slots[bucket]) for bucket in sorted(stacks)),
-        kernel=kernel,
-    ).in_turn(tokens)
-
-
-def _row_bucket(stack: AdapterStack, slots_B: jax.Array) -> RowBucket:
-    B, C = slots_B.shape[0], min(slots_B.shape[0], stack.slots)
-    slots_B = sharding.constrain(slots_B, None)
-    first = jnp.argmax(slots_B[:, None] == slots_B[None], axis=1)  # first row with the same slot
-    leads = (first == jnp.arange(B)) & (slots_B >= 0)
-    number = jnp.cumsum(leads) - 1
-    distinct = jnp.zeros((C,), jnp.int32).at[jnp.where(leads, number, C)].set(slots_B, mode="drop")
-    form = jnp.minimum(jnp.sum(leads), 2).astype(jnp.int32)
-    # Replicated, since they are few. Sharded as the rows they were gathered and summed in parts,
-    # and the TPU compiler crashed on a mesh of experts and heads (v5p:16x4, one prompt block on
-    # each part).
-    distinct, order = (
-        sharding.constrain(x, None) for x in (distinct, number[first].astype(jnp.int32))
-    )
-    return RowBucket(stack.factors, stack.scale, slots_B, form, distinct, order)
 
 
 def adapter_nbytes(base_specs: Any, config: AdapterConfig) -> int:

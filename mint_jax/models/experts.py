@@ -18,8 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from mint_jax.lora.apply import AnyAdapters
-from mint_jax.lora.rows import RowAdapters, RowBucket
+from mint_jax.lora.view import View
 from mint_jax.models import packed_lora
 from mint_jax.models.config import Kernels
 from mint_jax.models.mlp import swiglu
@@ -89,7 +88,7 @@ def expert_mlp(
     expert_M: jax.Array,
     block_M: jax.Array,
     p: Any,
-    lora: AnyAdapters | None,
+    lora: View | None,
     kernels: Kernels = Kernels(),
 ) -> jax.Array:
     """Computes ``down(silu(gate x) * up x)`` of each row's expert with its block's adapter, ``[M,
@@ -164,16 +163,16 @@ _put_back.defvjp(
 def _project(
     x_MD: jax.Array,
     p: Any,
-    lora: AnyAdapters | None,
+    lora: View | None,
     names: tuple[str, ...],
     order: Order,
     kernels: Kernels,
 ) -> list[jax.Array]:
     """Computes the projections ``names`` of the same rows."""
     adapters, first = [], 0
-    layer = lora.layer if isinstance(lora, RowAdapters) else None
-    for bucket, blocks in zip(lora.buckets, lora.blocks) if lora is not None else ():
-        tree, place, scale_P = _placed(bucket, blocks, layer)
+    lora = View(()) if lora is None else lora
+    for bucket, blocks in zip(lora.buckets, lora.blocks):
+        tree, place, scale_P = lora.packed(bucket, blocks)
         pairs = [
             tree.get(name)
             and tuple(tree[name][f].reshape(-1, *tree[name][f].shape[-2:]) for f in "ab")
@@ -200,23 +199,6 @@ def _project(
             adapters,
             kernels,
         )
-
-
-def _placed(
-    bucket: Any, blocks: int, layer: jax.Array | None
-) -> tuple[Any, jax.Array, jax.Array | None]:
-    """Returns a bucket's factors, the index of each block's adapter along the axes before ``[R,
-    .]``, flattened, and its scale if B does not include it.
-    """
-    if not isinstance(bucket, RowBucket):
-        return bucket, jnp.arange(blocks, dtype=jnp.int32), None
-    # Whole stacks: a slice of this layer's would copy every resident adapter in every step.
-    S = bucket.scale.shape[0]
-    return (
-        bucket.factors,
-        (0 if layer is None else layer) * S + bucket.distinct,
-        bucket.scale[bucket.distinct],
-    )
 
 
 def groups_of(order: Order, first: int, place_P: jax.Array) -> Groups:

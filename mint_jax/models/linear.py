@@ -4,8 +4,8 @@ from typing import Any
 
 import jax
 
-from mint_jax.lora.apply import AnyAdapters, add_deltas
-from mint_jax.lora.rows import Ends
+from mint_jax.lora.slot_kernel import Ends
+from mint_jax.lora.view import View, add_deltas
 from mint_jax.models import quantised, stored
 from mint_jax.models.stacked import LayerOf, products
 from mint_jax.params import ParamSpec
@@ -38,9 +38,7 @@ def matrix(
     return leaf
 
 
-def project(
-    x_BTD: jax.Array, params: dict[str, Any], lora: AnyAdapters | None, name: str
-) -> jax.Array:
+def project(x_BTD: jax.Array, params: dict[str, Any], lora: View | None, name: str) -> jax.Array:
     """Returns ``x W + bias + delta``, ``[B, T, F]``.
 
     The base's matmul runs once over all rows of all policies. ``params[name]`` is ``{"w": [D, F]}``
@@ -51,7 +49,7 @@ def project(
 
 
 def project_each(
-    x_BTD: jax.Array, params: dict[str, Any], lora: AnyAdapters | None, names: tuple[str, ...]
+    x_BTD: jax.Array, params: dict[str, Any], lora: View | None, names: tuple[str, ...]
 ) -> list[jax.Array]:
     """Runs ``project`` for several projections of the same rows, in one call if their matrices are
     read from stacks.

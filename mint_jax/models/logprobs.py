@@ -18,10 +18,11 @@ import jax
 import jax.numpy as jnp
 
 from mint_jax import sharding
-from mint_jax.lora.apply import AnyAdapters, SlotBlocks
+from mint_jax.lora.view import View, batch_delta
 from mint_jax.models import stored
-from mint_jax.models.transformer import logits, stored_unembed, unembed_shape, unembed_table
+from mint_jax.models.transformer import stored_unembed, unembed_shape, unembed_table
 from pallas_kernels import dispatch
+from pallas_kernels.products import product_f32
 
 # Bound on one device's float32 logits of a slice, which has at least one position of every row. On
 # an H100 slices of 64 MiB are 128 rows of Qwen3's vocabulary: 149 of them took 86 ms, while the
@@ -33,7 +34,7 @@ PART_BYTES = 8 << 20  # float32 bytes of one part of a table that is stored in f
 
 def target_logprobs(
     params: Any,
-    lora: AnyAdapters | SlotBlocks | None,
+    lora: View | None,
     h_BMD: jax.Array,
     targets_BM: jax.Array,
     inverse_temperature_BM: jax.Array | None = None,
@@ -285,12 +286,15 @@ def _with_adapters(params, lora, h_BMD, targets_BM, sharp_BM):
     """
     n = _slice_count(h_BMD.shape[0], h_BMD.shape[1], unembed_shape(params)[0])
 
-    # Unpacked once, not for every slice.
-    params = {"unembed": {"w": unembed_table(params, h_BMD.dtype)}}
+    # Unpacked and gathered once, not for every slice.
+    table, own = unembed_table(params, h_BMD.dtype), lora.at("unembed")
 
     @jax.checkpoint
     def one(slice_):
         h_BCD, y_BC, sharp_BC = slice_
-        return _log_softmax_at(logits(params, lora, h_BCD), y_BC, sharp_BC)[0]
+        z_BCV = product_f32("BTD,VD->BTV", h_BCD, table)
+        delta = batch_delta(h_BCD, own, z_BCV.shape[-1])
+        z_BCV = z_BCV if delta is None else z_BCV + delta.astype(jnp.float32)
+        return _log_softmax_at(z_BCV, y_BC, sharp_BC)[0]
 
     return _mapped(one, (h_BMD, targets_BM, sharp_BM), n)

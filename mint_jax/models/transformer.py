@@ -17,8 +17,7 @@ from flax import struct
 from jax.ad_checkpoint import checkpoint_name
 
 from mint_jax import sharding
-from mint_jax.lora.apply import AnyAdapters, SlotBlocks, batch_delta, embedding_delta
-from mint_jax.lora.rows import RowAdapters
+from mint_jax.lora.view import View, batch_delta, embedding_delta
 from mint_jax.models import dsa, mla, mlp, moe, paged, quantised, stacked, stored
 from mint_jax.models.attention import Context, Segments, packed_attention
 from mint_jax.models.config import ModelConfig
@@ -176,7 +175,7 @@ class DecoderInputs:
 
 def hidden_states(
     params: Any,
-    lora: AnyAdapters | SlotBlocks | None,
+    lora: View | None,
     inputs: DecoderInputs,
     cfg: ModelConfig,
     *,
@@ -228,7 +227,7 @@ def hidden_states(
             p, number = (p, number) if apart is None else (apart(p), count)
             used = None if view is None else view.used
             p = stacked.attach(p, whole, number, cfg.kernels.layer_matmul, used)
-            a = _of_layer(adapters, number, a)
+            a = None if adapters is None else adapters.in_layer(number, a)
             indexer = None if position is None else dsa.Layer(whole.indexers, position)
             cache = None if view is None else paged.Cache(pool, number, view)
             x, chosen, pool, route = _layer(x, chosen, p, a, cache, indexer, routes, ctx, cfg)
@@ -243,16 +242,9 @@ def hidden_states(
         # The pool is carried, not scanned over: as scan input and output it is copied in every step
         # (387 MB of temporaries instead of 17), and so would be the stacks of adapters.
         pool = None if view is None else inputs.pool[kind]
-        below = (
-            adapters.taps
-            if isinstance(adapters, SlotBlocks)
-            else None
-            if isinstance(adapters, RowAdapters)
-            else adapters
-        )
         xs = (
             scanned,
-            below,
+            None if adapters is None else adapters.taps,
             jnp.arange(cfg.stacks[kind]) if apart is None else None,
             dsa.positions(cfg, kind),
             replay if kind == "moe" else None,
@@ -303,15 +295,6 @@ def _layer(
         return x + out, chosen, pool, None
 
 
-def _of_layer(lora: Any, number: jax.Array, sliced: Any) -> AnyAdapters | None:
-    """Returns the adapters of one layer: indexed from the stacks in place, or as sliced by the
-    scan.
-    """
-    if isinstance(lora, RowAdapters):
-        return lora.in_layer(number)
-    return lora.in_layer(number, sliced) if isinstance(lora, SlotBlocks) else sliced
-
-
 def _below(lora: Any, name: str) -> Any:
     return None if lora is None else lora.at(name)
 
@@ -344,7 +327,7 @@ def _attention(h_BTD, p, lora, cache: paged.Cache | None, ctx: Context, cfg: Mod
     return project(out.reshape(B, T, -1), p, lora, "o"), pool
 
 
-def embed(params: Any, lora: AnyAdapters | SlotBlocks | None, tokens_BT: jax.Array) -> jax.Array:
+def embed(params: Any, lora: View | None, tokens_BT: jax.Array) -> jax.Array:
     """Returns token embeddings ``[B, T, D]`` with the deltas of adapters on ``embed``."""
     table = params["embed"]["w"]
     x = stored.rows(table, tokens_BT, params["final_norm"].dtype)
@@ -356,7 +339,7 @@ def embed(params: Any, lora: AnyAdapters | SlotBlocks | None, tokens_BT: jax.Arr
 
 def logits(
     params: Any,
-    lora: AnyAdapters | SlotBlocks | None,
+    lora: View | None,
     h_BTD: jax.Array,
     kernel: str = "xla",
     used: jax.Array | None = None,

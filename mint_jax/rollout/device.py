@@ -25,7 +25,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from mint_jax import sharding
-from mint_jax.lora.tree import Stacks, name_slots
+from mint_jax.lora.tree import Stacks
+from mint_jax.lora.view import attach_rows
 from mint_jax.models import paged
 from mint_jax.models.attention import split, unsplit
 from mint_jax.models.config import ModelConfig
@@ -283,7 +284,7 @@ def prefill(
     positions = blocks.start[:, None] + jnp.arange(T, dtype=jnp.int32)[None]
     none = jnp.zeros((C,), jnp.int32)
     view = View(blocks.table, blocks.start, none, none, blocks.page, used=blocks.used)
-    lora = name_slots(stacks, blocks.slots, cfg.kernels.slot_lora, T)
+    lora = attach_rows(stacks, blocks.slots, cfg.kernels.slot_lora, T)
     inputs = DecoderInputs(blocks.tokens, positions, pool=pool, view=view)
     h, kept = hidden_states(params, lora, inputs, cfg)
     kept["tokens"] = _write_tokens(pool["tokens"], blocks.tokens, view, cfg)
@@ -364,7 +365,7 @@ def decode(
 ) -> tuple[Pool, Drawn]:
     """Draws up to ``min(steps, STEPS)`` tokens for every row; ends early when no row is live."""
     R, A = rows.token.shape[0], min(ALTERNATIVES, cfg.vocab_size)
-    lora = name_slots(stacks, rows.slots, cfg.kernels.slot_lora, 1)
+    lora = attach_rows(stacks, rows.slots, cfg.kernels.slot_lora, 1)
     runs_of_prefix = -(-rows.prefix // paged.RUN)
     nowhere = _nowhere(pool)
 

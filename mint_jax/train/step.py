@@ -20,8 +20,8 @@ import optax
 
 from mint_jax import sharding
 from mint_jax.lora import tree as lora_tree
-from mint_jax.lora.apply import SlotBlocks
 from mint_jax.lora.tree import Stacks
+from mint_jax.lora.view import View, attach_blocks, taps_of
 from mint_jax.models import transformer
 from mint_jax.models.attention import Segments
 from mint_jax.models.config import ModelConfig
@@ -36,7 +36,7 @@ Slots = dict[int, jax.Array]  # bucket rank -> [n] int32, distinct slots
 
 
 def batch_logprobs(
-    params: Any, lora: SlotBlocks | None, batch: Batch, cfg: ModelConfig, remat: str = "none"
+    params: Any, lora: View | None, batch: Batch, cfg: ModelConfig, remat: str = "none"
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns ``log p(target)`` of every target at its temperature, float32 ``[P, B, M]``, or ``[P,
     B, M K]`` for K targets a position.
@@ -86,7 +86,7 @@ def score(
     """
     bare = batch.shape[0] - sum(s.shape[0] for s in slots.values())
     lora = (
-        lora_tree.bind_layers(stacks, slots, base_blocks=bare, dtype=params["final_norm"].dtype)
+        attach_blocks(stacks, slots, base_blocks=bare, dtype=params["final_norm"].dtype)
         if slots
         else None
     )
@@ -101,7 +101,7 @@ def score_losses(
     """Runs ``forward_backward`` without the backward pass; returns log-probabilities and each
     block's loss ``[P]``.
     """
-    lora = lora_tree.bind_layers(stacks, slots, dtype=params["final_norm"].dtype)
+    lora = attach_blocks(stacks, slots, dtype=params["final_norm"].dtype)
     logp, _ = batch_logprobs(params, lora, batch, cfg)
     return logp, jax.vmap(policy_loss)(logp, batch.loss, coefs)[0]
 
@@ -142,7 +142,7 @@ def forward_backward(
     def loss(taps):
         taps = lora_tree.constrain(taps, specs)  # constrains their gradients too
         logp, missed = batch_logprobs(
-            params, lora_tree.bind_layers(stacks, slots, taps, dtype=dtype), batch, cfg, remat
+            params, attach_blocks(stacks, slots, taps, dtype=dtype), batch, cfg, remat
         )
         losses, metrics = jax.vmap(functools.partial(policy_loss, custom=custom))(
             logp, batch.loss, coefs
@@ -154,7 +154,7 @@ def forward_backward(
         # policy's own gradient, from one backward pass of the base.
         return jnp.sum(losses), (logp, metrics | {"loss": losses})
 
-    grads, (logp, metrics) = jax.grad(loss, has_aux=True)(lora_tree.taps_of(stacks, slots))
+    grads, (logp, metrics) = jax.grad(loss, has_aux=True)(taps_of(stacks, slots))
     new = dict(state)
     for b in buckets:
         new[b] = dataclasses.replace(

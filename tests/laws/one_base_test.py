@@ -13,6 +13,7 @@ import pytest
 
 from mint_jax.lora import tree as lora_tree
 from mint_jax.lora.tree import AdapterConfig
+from mint_jax.lora.view import attach_blocks
 from mint_jax.models import transformer
 from mint_jax.rollout import device, plans
 from mint_jax.rollout.engine import Engine
@@ -120,7 +121,7 @@ def programs(trainer, rng):
     batch, _ = pack([random_groups(rng, cfg.vocab_size) for _ in names], ShapeBook())
     coefs, slots = stack_coefs([LossConfig() for _ in names]), trainer._slot_arrays(names)
     P, table = len(names), longest_table(40)
-    lora = lora_tree.bind_slots(trainer.stacks, {b: jnp.asarray(s) for b, s in slots.items()})
+    lora = attach_blocks(trainer.stacks, {b: jnp.asarray(s) for b, s in slots.items()})
     sampling = params, trainer.stacks, device.pool_specs(cfg, 16, jnp.float32, routes=False)
     blocks, scored = (
         plans.blocks_plan([[]], P + 2, table, trainer.stacks, s) for s in (False, True)

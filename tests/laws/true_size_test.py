@@ -14,6 +14,7 @@ from mint_jax.aot.measure import measure
 from mint_jax.aot.programs import device_bytes
 from mint_jax.lora import tree as lora_tree
 from mint_jax.lora.tree import AdapterConfig, bucket_of
+from mint_jax.lora.view import attach_blocks
 from mint_jax.models import transformer
 from mint_jax.models.config import Experts, ModelConfig
 from mint_jax.recipes import scale_up
@@ -69,7 +70,7 @@ def compiled(program, ranks, resident=(), cfg=CFG):
         return step.optim_step.lower(state, slots).compile()
     if program == "score":
         stacks = {bucket: stack.adapters for bucket, stack in state.items()}
-        lora = jax.eval_shape(lora_tree.bind_slots, stacks, slots)
+        lora = jax.eval_shape(attach_blocks, stacks, slots)
         tokens = jax.ShapeDtypeStruct((B * len(ranks), T + 1), jnp.int32)
         return next_token_logprobs.lower(params, lora, tokens, cfg=CFG).compile()
     return traced(ranks, resident, cfg).lower().compile()

@@ -28,6 +28,7 @@ from mint_jax.train import state as state_lib
 from mint_jax.train import step
 from mint_jax.train.batch import Batch
 from mint_jax.train.losses import LossCoefs, Targets
+from tests.views import view_of_one
 
 P, B, T, M = 5, 2, 11, 7  # policies, rows of each, tokens of a row, targets of a row
 RANKS = (1, 3, 4, 6, 7)  # buckets 1, 4, 4, 8, 8
@@ -142,7 +143,7 @@ def test_vmap_of_one_policy_is_one_base_matmul(tiny_base):
     specs = transformer.abstract(cfg)
 
     def f(params, adapter, tokens_BT):
-        bound = lora_tree.bind([(jax.tree.map(lambda x: x[:, None], adapter), jnp.ones(1))])
+        bound = view_of_one(adapter)
         positions_BT = jnp.broadcast_to(jnp.arange(T), tokens_BT.shape)
         return transformer.hidden_states(
             params, bound, transformer.DecoderInputs(tokens_BT, positions_BT), cfg
@@ -241,7 +242,7 @@ def one_policy(cfg, remat="none"):
     """
 
     def f(params, adapter, tokens_BT, replay=None):
-        bound = lora_tree.bind([(jax.tree.map(lambda x: x[:, None], adapter), jnp.ones(1))])
+        bound = view_of_one(adapter)
         positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
         return transformer.hidden_states(
             params,

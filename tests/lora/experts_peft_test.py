@@ -16,7 +16,6 @@ import transformers
 
 from mint_jax import params as params_lib
 from mint_jax.errors import UserError
-from mint_jax.lora import tree
 from mint_jax.lora.peft import CONFIG, WEIGHTS, read_peft, write_peft
 from mint_jax.lora.tree import ALL_LINEAR, LINEAR_TARGETS, AdapterConfig, Projection
 from mint_jax.models import hf, transformer
@@ -32,6 +31,7 @@ from tests.exchange import (
     tokens_off_group_ties,
     tokens_off_ties,
 )
+from tests.views import view_of
 
 torch.set_num_threads(1)  # tiny matrices: more threads only wait for each other
 
@@ -120,7 +120,7 @@ def test_two_adapters_in_one_batch_have_the_logits_and_gradients_that_peft_gives
             for a, c in zip(adapters, configs)
         ]
         positions = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1])[None], tokens_BT.shape)
-        bound = tree.bind(parts)
+        bound = view_of(parts)
         h = transformer.hidden_states(
             base.params,
             bound,

@@ -24,7 +24,7 @@ from mint_jax.lora.tree import AdapterConfig
 from mint_jax.models import attention, dsa, hf, mla, paged, transformer
 from mint_jax.models.attention import Segments, unpack_keys
 from tests import oracles
-from tests.lora.apply_test import peft_model, random_adapter
+from tests.lora.peft_oracle_test import peft_model, random_adapter
 from tests.models.paged_test import continued, lay_out
 
 FAMILIES = ("deepseek_v32_dense", "glm_dense")

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from mint_jax import sharding
-from mint_jax.lora.apply import BoundAdapters
-from mint_jax.lora.tree import AdapterStack, name_slots
+from mint_jax.lora.tree import AdapterStack
+from mint_jax.lora.view import Bucket, View, attach_rows
 from mint_jax.mesh import make_mesh
 from mint_jax.models import expert_parallel
 from mint_jax.models.expert_parallel import AllToAll, Gather, routed
@@ -45,7 +45,7 @@ def _problem(rng, routing="random", rows=2):
         {n: {f: _normal(rng, (P, E, r, ENDS[n][f == "b"]), 0.4) for f in "ab"} for n in ENDS}
         for r, P in counts.items()
     )
-    lora = BoundAdapters(buckets, tuple(counts.values()), 1)
+    lora = View(tuple(map(Bucket, buckets)), blocks=tuple(counts.values()), base_blocks=1)
     B = rows * lora.total_blocks
     ids = np.argsort(rng.random((B, T, E)), axis=-1)[..., :X].astype(np.int32)
     ids[rng.random(ids.shape) < 0.1] = -1
@@ -154,7 +154,7 @@ def test_rows_that_the_mesh_does_not_divide(way, rng):
 
 def test_a_base_without_adapters(way, rng):
     x, ids, weights, p, _, g = _problem(rng)
-    problem = x, ids, weights, p, BoundAdapters((), (), 1), g
+    problem = x, ids, weights, p, View((), base_blocks=1), g
     _assert_equal(_over_mesh(MESHES["expert4-tensor2"], *problem), jax.device_get(_run(*problem)))
 
 
@@ -222,7 +222,7 @@ def _stacks(rng):
 
 
 def _rows_run(x, ids, weights, p, stacks, slots):
-    return routed(x, ids, weights, p, name_slots(stacks, slots).in_layer(jnp.int32(LAYER)))
+    return routed(x, ids, weights, p, attach_rows(stacks, slots).in_layer(jnp.int32(LAYER)))
 
 
 def _rows_over_mesh(run, sizes, x, ids, weights, p, stacks, slots):

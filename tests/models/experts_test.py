@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from mint_jax.lora.apply import BoundAdapters
-from mint_jax.lora.tree import AdapterStack, name_slots
+from mint_jax.lora.tree import AdapterStack
+from mint_jax.lora.view import Bucket, View, attach_rows
 from mint_jax.models.config import Kernels
 from mint_jax.models.expert_parallel import routed
 from mint_jax.models.experts import sort_rows
@@ -47,7 +47,7 @@ def _problem(rng, name):
                 for n in names
             }
         )
-    lora = BoundAdapters(tuple(buckets), tuple(counts.values()), base)
+    lora = View(tuple(map(Bucket, buckets)), blocks=tuple(counts.values()), base_blocks=base)
     B = 2 * lora.total_blocks
     ids = np.argsort(rng.random((B, T, E)), axis=-1)[..., :X].astype(np.int32)
     ids[rng.random(ids.shape) < 0.2] = -1  # visits nobody
@@ -72,8 +72,8 @@ def _loop(x_BTD, ids, weights_BTX, p, lora, g_BTD):
 
     def project(h, name, e, block):
         y = h @ matrices[name][e]
-        if block is not None and name in factors[block[0]]:
-            pair = factors[block[0]][name]
+        if block is not None and name in factors[block[0]].factors:
+            pair = factors[block[0]].factors[name]
             y = y + (pair["a"][block[1], e] @ h) @ pair["b"][block[1], e]
         return y
 
@@ -258,7 +258,10 @@ def test_rows_that_name_slots_equal_the_blocks_that_hold_them(name, rng):
     x, ids, weights, p, lora, _ = _problem(rng, name)
     S, rows, stacks, slots, first = 5, np.arange(len(x)), {}, {}, 0
     for bucket, P in zip(lora.buckets, lora.blocks):
-        rank, place = next(iter(bucket.values()))["a"].shape[2], rng.choice(S, P, replace=False)
+        rank, place = (
+            next(iter(bucket.factors.values()))["a"].shape[2],
+            rng.choice(S, P, replace=False),
+        )
         # a power of two: B times it, and B divided by it, are exact
         scale = np.exp2(rng.integers(-1, 2, S)).astype(np.float32)
 
@@ -270,7 +273,7 @@ def test_rows_that_name_slots_equal_the_blocks_that_hold_them(name, rng):
             return jnp.asarray(stack)
 
         stacks[rank] = AdapterStack(
-            jax.tree_util.tree_map_with_path(stacked, bucket), jnp.asarray(scale), rank
+            jax.tree_util.tree_map_with_path(stacked, bucket.factors), jnp.asarray(scale), rank
         )
         named = np.full(len(x), -1, np.int32)
         mine = (rows // 2 >= first) & (rows // 2 < first + P)
@@ -280,7 +283,7 @@ def test_rows_that_name_slots_equal_the_blocks_that_hold_them(name, rng):
     slots = {rank: named[order] for rank, named in slots.items()}
     run = jax.jit(
         lambda x, ids, weights, stacks, slots: routed(
-            x, ids, weights, p, name_slots(stacks, slots).in_layer(jnp.int32(1))
+            x, ids, weights, p, attach_rows(stacks, slots).in_layer(jnp.int32(1))
         )
     )
     want = np.asarray(jax.jit(routed)(x, ids, weights, p, lora))

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from mint_jax.lora.tree import bind
 from mint_jax.models import logprobs, stored
 from mint_jax.models.logprobs import target_logprobs
 from pallas_kernels.layer_matmul import blocks
 from tests.pallas_kernels import gpu
+from tests.views import view_of
 
 B, M, D, V = 4, 5, 16, 50
 
@@ -95,7 +95,9 @@ def test_a_temperature_of_each_target_divides_its_logits(adapted, slice_position
             "b": rng.normal(size=(1, 1, 2, V)) * 0.3,
         }
     }
-    bound = bind([(jax.tree.map(np.float32, factors), np.ones(1, np.float32))]) if adapted else None
+    bound = (
+        view_of([(jax.tree.map(np.float32, factors), np.ones(1, np.float32))]) if adapted else None
+    )
     delta_DV = (
         factors["unembed"]["a"][0, 0].T @ factors["unembed"]["b"][0, 0]
         if adapted
@@ -123,7 +125,7 @@ def test_adapters_of_the_unembedding_get_their_gradients(slice_positions, rng):
 
     def ours(h, *ab):
         parts = [({"unembed": {"a": ab[2 * i], "b": ab[2 * i + 1]}}, scales[i]) for i in range(2)]
-        return target_logprobs(params, bind(parts, base_blocks=1), h, targets_BM)
+        return target_logprobs(params, view_of(parts, base_blocks=1), h, targets_BM)
 
     def theirs(h, *ab):
         deltas = [
@@ -193,7 +195,7 @@ def test_several_targets_of_a_position_share_its_distribution(adapted, warm, sli
     a, b = (rng.normal(0, 0.3, shape).astype(np.float32) for shape in ((1, 1, 2, D), (1, 1, 2, V)))
 
     def mine(h, a, b):
-        lora = bind([({"unembed": {"a": a, "b": b}}, jnp.ones((1,)))]) if adapted else None
+        lora = view_of([({"unembed": {"a": a, "b": b}}, jnp.ones((1,)))]) if adapted else None
         return target_logprobs(params, lora, h, targets, sharp)
 
     got, gradients = _with_gradients(mine, [h_BMD, a, b], g)

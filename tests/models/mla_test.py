@@ -18,10 +18,11 @@ from mint_jax import multihost, sharding
 from mint_jax import params as params_lib
 from mint_jax.lora import tree
 from mint_jax.lora.tree import AdapterConfig
+from mint_jax.lora.view import attach_blocks
 from mint_jax.models import mla, transformer
 from mint_jax.models.config import Latent, ModelConfig, RopeScaling
 from mint_jax.models.paged import PAGE
-from tests.lora.apply_test import assert_as_under_peft, random_adapter
+from tests.lora.peft_oracle_test import assert_as_under_peft, random_adapter
 from tests.models.paged_test import continued
 
 PROJECTIONS = ("q_a", "q_b", "kv_a", "kv_b", "o")
@@ -89,7 +90,7 @@ def test_absorbed_decoding_of_many_adapters_equals_expanded_rows(rng, tiny_base)
     stacks, slots = tree.stack_adapters(
         specs, {str(c.rank): (c, random_adapter(rng, specs, c)) for c in MIXED}
     )
-    lora = tree.bind_slots(
+    lora = attach_blocks(
         stacks, {slot.bucket: np.array([slot.index]) for slot in slots.values()}, base_blocks=1
     )
     P = len(MIXED) + 1
@@ -145,7 +146,7 @@ def test_a_mesh_of_eight_equals_one_device(rng, mesh, mesh8):
     for devices, parts in ((mesh, 1), (mesh8, 8)):
         params = jax.device_put(host, sharding.shardings(specs, devices))
         with jax.set_mesh(devices):
-            lora = tree.bind_slots(
+            lora = attach_blocks(
                 stacks, {slot.bucket: np.array([slot.index]) for slot in slots.values()}
             )
             whole = jax.device_get(_whole(params, lora, tokens_BT, cfg=EVEN))

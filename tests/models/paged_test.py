@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from mint_jax import sharding
-from mint_jax.lora import tree
+from mint_jax.lora.view import attach_rows
 from mint_jax.mesh import make_mesh
 from mint_jax.models import paged, transformer
 from mint_jax.models.paged import PAGE, RUN, RUN_PAGES, TEAM, Teams, View
@@ -135,7 +135,7 @@ def left_over(rng, spec):
 
 @functools.partial(jax.jit, static_argnames=("cfg",))
 def _step(params, stacks, slots, tokens_BT, positions_BT, pool, view, *, cfg):
-    lora = tree.name_slots(stacks, slots)
+    lora = attach_rows(stacks, slots)
     h, pool = transformer.hidden_states(
         params, lora, transformer.DecoderInputs(tokens_BT, positions_BT, pool=pool, view=view), cfg
     )

@@ -16,7 +16,7 @@ import torch
 
 from mint_jax import params as params_lib
 from mint_jax import sharding
-from mint_jax.lora.tree import AdapterConfig, adapter_specs, bind, stack_adapters, target_paths
+from mint_jax.lora.tree import AdapterConfig, adapter_specs, stack_adapters, target_paths
 from mint_jax.mesh import make_mesh
 from mint_jax.models import base as base_lib
 from mint_jax.models import hf, transformer
@@ -31,6 +31,7 @@ from mint_jax.rollout.request import Request
 from tests import oracles
 from tests.marks import first
 from tests.models.paged_test import continued
+from tests.views import view_of
 
 LATENT = [
     ("deepseek_v3_dense", "names"),
@@ -373,7 +374,7 @@ def _forward_and_gradient(mesh, base, factors, tokens, g_BM, g_BTD):
 @jax.jit
 def _adapter_gradients(params, factors, tokens, g_BM, g_BTD):
     def loss(adapters):
-        lora = bind(zip(adapters, (scale for _, scale in factors)), base_blocks=1)
+        lora = view_of(zip(adapters, (scale for _, scale in factors)), base_blocks=1)
         h_BTD, _ = hidden_states(params, lora, DecoderInputs(tokens, _arange(tokens.shape)), EVEN)
         logp_BM = target_logprobs(params, lora, h_BTD[:, :-1], tokens[:, 1:])
         return jnp.sum(logp_BM * g_BM) + jnp.sum(h_BTD * g_BTD), (h_BTD, logp_BM)

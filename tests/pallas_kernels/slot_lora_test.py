@@ -14,8 +14,8 @@ from jax.sharding import SingleDeviceSharding
 
 from mint_jax import sharding
 from mint_jax.aot import chips
-from mint_jax.lora.apply import add_deltas, batch_delta
-from mint_jax.lora.tree import AdapterStack, name_slots
+from mint_jax.lora.tree import AdapterStack
+from mint_jax.lora.view import add_deltas, attach_rows, batch_delta
 from mint_jax.mesh import make_mesh, single_device_mesh
 from pallas_kernels import slot_lora
 from pallas_kernels.packed_lora import reference, runs
@@ -213,7 +213,7 @@ def test_over_a_mesh_the_kernel_gives_what_xla_gives(rng, sizes, ends, kernel, B
 
     @functools.partial(jax.jit, static_argnames="kernel")
     def run(stacks, slots, x, y, kernel):
-        lora = name_slots(stacks, slots, kernel)
+        lora = attach_rows(stacks, slots, kernel)
         assert lora is not None
         return add_deltas(x, [y], [lora.in_layer(jnp.int32(1)).at("q")], [ends])[0]
 
@@ -253,7 +253,7 @@ def test_a_mesh_that_the_kernels_cannot_serve_is_refused_by_name(rng, monkeypatc
     for name, axes in rules.items():
         monkeypatch.setitem(sharding.RULES, name, axes)
     with jax.set_mesh(make_mesh({"fsdp": 4, "tensor": 2})):
-        lora = name_slots(
+        lora = attach_rows(
             {4: stack_of(rng, 1024, 1024, 4)}, {4: np.zeros(8, np.int32)}, "pallas_tpu"
         )
         assert lora is not None
@@ -285,7 +285,7 @@ def test_projections_in_one_launch_on_a_gpu_have_the_bits_of_each_alone(rng, dty
 
 
 def test_a_projection_that_adapters_lack_is_left_alone(rng):
-    lora = name_slots({4: stack_of(rng, 128, 128, 4)}, {4: np.zeros(2, np.int32)}, "pallas_tpu")
+    lora = attach_rows({4: stack_of(rng, 128, 128, 4)}, {4: np.zeros(2, np.int32)}, "pallas_tpu")
     assert lora is not None
     y = jnp.ones((2, 1, 128))
     assert add_deltas(y, [y], [lora.at("k")], [("embed", "kv_heads")])[0] is y
@@ -310,9 +310,9 @@ def test_rows_are_put_in_turn_before_the_layers(rng):
 
     def layer(x, y, stacks, slots, ahead):
         lora = (
-            name_slots(stacks, slots, tokens=2)
+            attach_rows(stacks, slots, tokens=2)
             if not ahead
-            else name_slots(stacks, slots, "auto", 2)
+            else attach_rows(stacks, slots, "auto", 2)
         )
         assert (lora.buckets[0].turn is None) == (not ahead)
         of = dataclasses.replace(lora, kernel="auto").in_layer(jnp.int32(1)).at("q")

@@ -24,6 +24,7 @@ from mint_jax.rollout.request import Request
 from mint_jax.train.batch import Group, TrainSequence
 from mint_jax.train.losses import Targets, policy_loss
 from mint_jax.train.trainer import LossConfig, PolicyConfig, Trainer, stack_coefs
+from tests.views import view_of_one
 
 ADAPTER = AdapterConfig(3, 6.0, (ALL_LINEAR,))
 LOW, HIGH = 0.85, 1.2
@@ -45,9 +46,7 @@ def other_indexer(base, rng):
 
 @functools.partial(jax.jit, static_argnames="cfg")
 def _logits(params, adapter, tokens_BT, replay, cfg):
-    bound = tree.bind(
-        [(jax.tree.map(lambda x: x[:, None], adapter), jnp.full((1,), ADAPTER.scale))]
-    )
+    bound = view_of_one(adapter, ADAPTER.scale)
     positions = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
     return transformer.logits(
         params,

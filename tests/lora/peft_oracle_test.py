@@ -1,6 +1,4 @@
-"""LoRA deltas against PEFT: logits and gradients of a mixed batch, and the single functions against
-float64.
-"""
+"""LoRA deltas against PEFT: logits and gradients of a mixed batch."""
 
 import functools
 
@@ -13,8 +11,8 @@ import torch
 
 from mint_jax import params as params_lib
 from mint_jax.lora import tree
-from mint_jax.lora.apply import BoundAdapters, batch_delta, embedding_delta, lora_delta
 from mint_jax.lora.tree import LINEAR_TARGETS, AdapterConfig
+from mint_jax.lora.view import attach_blocks, taps_of
 from mint_jax.models import transformer
 from tests import oracles
 
@@ -86,18 +84,12 @@ def peft_model(directory, config, adapter):
     return model
 
 
-@functools.partial(jax.jit, static_argnames=("cfg", "blocks", "base_blocks"))
+@functools.partial(jax.jit, static_argnames=("cfg", "base_blocks"))
 def logits_and_gradients(params, stacks, tokens_BT, pull_BTV, cfg, blocks, base_blocks):
-    """Logits, and the gradient of ``sum(pull * logits)`` with respect to the stacks' factors; a
-    block is a row of its bucket.
-    """
+    """Logits, and the gradient of ``sum(pull * logits)`` with respect to the blocks' factors."""
 
-    def objective(factors):
-        parts = [
-            (tree.take_slots(factors[b], jnp.array(slots)), stacks[b].scale[jnp.array(slots)])
-            for b, slots in blocks
-        ]
-        bound = tree.bind(parts, base_blocks)
+    def objective(taps):
+        bound = attach_blocks(stacks, blocks, taps, base_blocks)
         positions = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1])[None], tokens_BT.shape)
         h, _ = transformer.hidden_states(
             params, bound, transformer.DecoderInputs(tokens_BT, positions), cfg
@@ -105,7 +97,7 @@ def logits_and_gradients(params, stacks, tokens_BT, pull_BTV, cfg, blocks, base_
         out = transformer.logits(params, bound, h)
         return jnp.sum(pull_BTV * out), out
 
-    grads, out = jax.grad(objective, has_aux=True)({b: s.factors for b, s in stacks.items()})
+    grads, out = jax.grad(objective, has_aux=True)(taps_of(stacks, blocks))
     return out, grads
 
 
@@ -121,13 +113,13 @@ def assert_as_under_peft(base, directory, configs, rng, T=9):
     """One batch of random adapters, one per config, and of the bare base: logits and gradients of
     each are PEFT's.
     """
-    specs = transformer.abstract(base.cfg)
+    specs, configs = transformer.abstract(base.cfg), sorted(configs, key=lambda c: c.bucket)
     adapters = {str(c.rank): (c, random_adapter(rng, specs, c)) for c in configs}
     stacks, slots = tree.stack_adapters(specs, adapters)
     rows = 2  # of each policy, and of the bare base at the end
     tokens_BT = rng.integers(0, base.cfg.vocab_size, ((len(configs) + 1) * rows, T))
     pull_BTV = rng.normal(size=(*tokens_BT.shape, base.cfg.vocab_size)).astype(np.float32)
-    blocks = tuple((slot.bucket, (slot.index,)) for slot in slots.values())
+    blocks = {b: jnp.arange(stack.slots) for b, stack in stacks.items()}
     ours, grads = logits_and_gradients(
         base.params, stacks, tokens_BT, pull_BTV, base.cfg, blocks, 1
     )
@@ -162,71 +154,3 @@ def assert_as_under_peft(base, directory, configs, rng, T=9):
                     atol=2e-5 * np.abs(expected).max() + 1e-6,
                     err_msg=leaf,
                 )
-
-
-def test_one_delta_is_the_product_in_float64(rng):
-    x, a, b = rng.normal(size=(7, 20)), rng.normal(size=(3, 20)), rng.normal(size=(3, 11))
-    got = lora_delta(*(jnp.asarray(z, jnp.float32) for z in (x, a, b)))
-    # float32 sums of 20 and 3 terms of size about 5
-    np.testing.assert_allclose(got, x @ a.T @ b, rtol=0, atol=1e-4)
-
-
-def test_bfloat16_deltas_accumulate_in_float32(rng):
-    D = 4096  # ones: a bfloat16 accumulator would stop at 256
-    got = lora_delta(
-        jnp.ones((2, D), jnp.bfloat16),
-        jnp.ones((1, D), jnp.bfloat16),
-        jnp.ones((1, 3), jnp.bfloat16),
-    )
-    assert got.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(np.asarray(got, np.float32), D)
-
-
-def test_deltas_go_to_the_rows_of_their_own_block(rng):
-    """Two buckets, two blocks in the first; the second bucket and the base blocks do not target
-    this projection.
-    """
-    x_BTD = rng.normal(size=(8, 3, 5)).astype(np.float32)
-    a_PRD, b_PRF = (
-        rng.normal(size=(2, 4, 5)).astype(np.float32),
-        rng.normal(size=(2, 4, 6)).astype(np.float32),
-    )
-    bound = BoundAdapters(
-        ({"a": jnp.asarray(a_PRD), "b": jnp.asarray(b_PRF)}, {}), (2, 1), base_blocks=1
-    )
-    got = batch_delta(jnp.asarray(x_BTD), bound, 6)
-    expected = np.zeros((8, 3, 6))
-    for row in range(4):
-        expected[row] = x_BTD[row].astype(np.float64) @ a_PRD[row // 2].T @ b_PRF[row // 2]
-    np.testing.assert_allclose(got, expected, rtol=0, atol=1e-4)  # float32 sums of 5 and 4 terms
-    assert not np.any(np.asarray(got)[4:])
-
-
-def test_embedding_deltas_are_rows_of_a_times_b(rng):
-    tokens_BT = rng.integers(0, 13, (4, 3))
-    a_PRV, b_PRF = (
-        rng.normal(size=(2, 4, 13)).astype(np.float32),
-        rng.normal(size=(2, 4, 6)).astype(np.float32),
-    )
-    bound = BoundAdapters(({"a": jnp.asarray(a_PRV), "b": jnp.asarray(b_PRF)},), (2,))
-    got = embedding_delta(jnp.asarray(tokens_BT), bound, 6, jnp.float32)
-    one_hot_BTV = np.eye(13)[tokens_BT]
-    expected = np.stack([one_hot_BTV[r] @ a_PRV[r // 2].T @ b_PRF[r // 2] for r in range(4)])
-    np.testing.assert_allclose(got, expected, rtol=0, atol=1e-4)  # float32 sums of 4 terms
-
-
-def test_a_projection_nobody_targets_has_no_delta():
-    bound = BoundAdapters(({"other": {"a": 0, "b": 0}}, {}), (1, 1), base_blocks=1)
-    assert batch_delta(jnp.ones((3, 2, 5)), bound.at("q"), 6) is None
-    assert bound.targeted
-    assert not bound.at("q").targeted
-    assert bound.total_blocks == 3
-    assert bound.block_of_rows(6).tolist() == [0, 0, 1, 1, 2, 2]
-
-
-def test_rows_that_do_not_fall_into_equal_blocks_are_refused():
-    factors = {"a": jnp.ones((2, 1, 5)), "b": jnp.ones((2, 1, 6))}
-    with pytest.raises(ValueError, match="5 rows do not divide into 3 equal blocks"):
-        batch_delta(jnp.ones((5, 2, 5)), BoundAdapters((factors,), (2,), base_blocks=1), 6)
-    with pytest.raises(ValueError, match="5 rows do not divide into 3 equal blocks"):
-        BoundAdapters((factors,), (2,), base_blocks=1).block_of_rows(5)

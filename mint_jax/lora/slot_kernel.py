@@ -1,0 +1,267 @@
+"""Kernels that add the deltas of rows that name slots to the results of the base.
+
+On TPUs, NVIDIA GPUs and CPUs a kernel (``pallas_kernels.slot_lora``) reads every distinct adapter
+once, in place. For 32 rows of eight adapters gathering for each row reads each adapter four times,
+writes the copies and reads them again. Other dtypes, meshes that split inputs, and CPUs without a
+C++ compiler use the forms of ``view.py``.
+
+Axes: B rows, T tokens, M rows times tokens, L layers, S slots, W layers times slots, R rank, D in,
+F out.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from mint_jax import sharding
+from pallas_kernels import dispatch, slot_lora
+from pallas_kernels.dispatch import Implementation
+from pallas_kernels.slot_lora.pallas_gpu import Turn
+
+Ends = tuple[str | None, str | None]  # logical axes of a projection's in and out dimension
+
+KERNELS = (
+    ("pallas_tpu", "tpu", slot_lora.pallas_tpu),
+    ("pallas_gpu", "cuda", slot_lora.pallas_gpu),
+    ("cpu", "cpu", slot_lora.cpu),
+)
+
+
+def add(
+    args: tuple[jax.Array, tuple[jax.Array, ...], tuple[Any, ...], jax.Array],
+    ends: tuple[Ends, ...],
+    kernel: str,
+    plain: Callable[..., tuple[jax.Array, ...]],
+) -> tuple[jax.Array, ...]:
+    """Adds one rank bucket's deltas to the results of projections of the same rows.
+
+    Args:
+        args: ``x [B, T, D]``, the results ``[B, T, F]``, each projection's ``view.Bucket``, and the
+            layer.
+        ends: logical axes of each projection's D and F.
+        kernel: auto or a name, see ``config.Kernels``.
+        plain: form without a kernel, a function of ``args``.
+    """
+    table = (
+        *(
+            Implementation(
+                name,
+                on,
+                functools.partial(_by_kernel, op=op, ends=ends),
+                functools.partial(_require, op=op, ends=ends),
+            )
+            for name, on, op in KERNELS
+        ),
+        Implementation("xla", None, plain, dispatch.anything),
+    )
+    return dispatch.run("slot_lora", table, kernel, args)
+
+
+def turn(slots_B: jax.Array, tokens: int, slots: int, kernel: str) -> Turn | None:
+    """Precomputes the GPU kernel's order of rows of ``tokens`` tokens, once for all layers and
+    steps; None where it is not used.
+    """
+    if kernel not in ("auto", "pallas_gpu") or not sharding.one_device():
+        return None
+    make = functools.partial(slot_lora.pallas_gpu.turn, W=slots)
+    slot_M = jnp.repeat(slots_B, tokens)
+    if kernel == "pallas_gpu":
+        return make(slot_M)
+
+    def none(slot_M: jax.Array) -> Turn:
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(make, slot_M))
+
+    return jax.lax.platform_dependent(slot_M, cuda=make, default=none)
+
+
+class _Split(NamedTuple):
+    """Split of a projection by the current mesh: logical axes, None where it is not split.
+
+    Attributes:
+        rows, inward, outward: axes of rows, inputs and outputs.
+        swap_in, swap_out: mesh axes that split rows and also inputs, or outputs (``fsdp``). An
+            all-to-all trades a device's whole rows for parts of the rows of all devices along these
+            axes, as the factors are split, and back afterwards.
+    """
+
+    rows: str | None
+    inward: str | None
+    outward: str | None
+    swap_in: tuple[str, ...]
+    swap_out: tuple[str, ...]
+
+
+def _split(x: jax.Array, y: jax.Array, ends: Ends) -> _Split:
+    mesh: Any = jax.sharding.get_abstract_mesh()
+    rows, inward, outward = sharding.fitting((x.shape[0], x.shape[-1], y.shape[-1]), "batch", *ends)
+    of_rows = sharding.mesh_axes(rows, mesh)
+    swap_in, swap_out = (
+        tuple(axis for axis in sharding.mesh_axes(wide, mesh) if axis in of_rows)
+        for wide in (inward, outward)
+    )
+    return _Split(rows, inward, outward, swap_in, swap_out)
+
+
+def _require(
+    x: jax.Array,
+    ys: tuple[jax.Array, ...],
+    buckets: tuple[Any, ...],
+    layer: jax.Array,
+    ends: tuple[Ends, ...],
+    op: Any,
+) -> None:
+    """Raises NotImplementedError if the kernels of ``op`` cannot serve one of the projections."""
+    for y, bucket, end in zip(ys, buckets, ends):
+        _require_one(x, y, bucket, end, op)
+
+
+def _require_one(x: jax.Array, y: jax.Array, bucket: Any, ends: Ends, op: Any) -> None:
+    """Raises if the kernels of ``op`` cannot serve each device's part.
+
+    Raises:
+        NotImplementedError: with the reason.
+    """
+    mesh: Any = jax.sharding.get_abstract_mesh()
+    split = _split(x, y, ends)
+    inward, outward = (sharding.mesh_axes(axis, mesh) for axis in (split.inward, split.outward))
+    if both := set(inward) & set(outward):
+        raise NotImplementedError(f"mesh axis {min(both)} splits inputs and outputs")
+    for swapped, axes in ((split.swap_in, inward), (split.swap_out, outward)):
+        if swapped and swapped != axes:
+            raise NotImplementedError(
+                f"mesh axes {axes} split inputs or outputs, and {swapped} of them rows too"
+            )
+    a, b = bucket.factors["a"], bucket.factors["b"]
+    M = x[..., 0].size // (sharding.ways(split.rows, mesh) if split.rows else 1)
+    D, F = (
+        size // (sharding.ways(axis, mesh) if axis else 1)
+        for size, axis in ((x.shape[-1], split.inward), (y.shape[-1], split.outward))
+    )
+    W, R = a.shape[0] * a.shape[1], a.shape[2]
+
+    def wide(n: int, like: jax.Array, swapped: tuple[str, ...]) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(
+            (M * math.prod(mesh.shape[axis] for axis in swapped), n), like.dtype
+        )
+
+    x_MD, y_MF = wide(D, x, split.swap_in), wide(F, y, split.swap_out)
+    a_WRD, b_WRF = (
+        jax.ShapeDtypeStruct((W, R, D), a.dtype),
+        jax.ShapeDtypeStruct((W, R, F), b.dtype),
+    )
+    if split.inward is None and not split.swap_out:
+        op.require_add(x_MD, a_WRD, b_WRF, y_MF)
+    else:
+        op.require_shrink(x_MD, a_WRD)
+        op.require_expand(b_WRF, y_MF)
+
+
+def _by_kernel(
+    x: jax.Array,
+    ys: tuple[jax.Array, ...],
+    buckets: tuple[Any, ...],
+    layer: jax.Array,
+    ends: tuple[Ends, ...],
+    op: Any,
+    interpret: Any = False,
+) -> tuple[jax.Array, ...]:
+    if op is not slot_lora.pallas_gpu or not sharding.one_device():
+        return tuple(
+            _one_by_kernel(x, y, bucket, layer, end, op, interpret)
+            for y, bucket, end in zip(ys, buckets, ends)
+        )
+    # On one GPU projections of the same rows are two launches.
+    T, own = x.shape[1], buckets[0]
+    slot_M = jnp.repeat(own.slots, T)
+    made = op.add_each(
+        x.reshape(-1, x.shape[-1]),
+        [b.factors["a"].reshape(-1, *b.factors["a"].shape[2:]) for b in buckets],
+        [b.factors["b"].reshape(-1, *b.factors["b"].shape[2:]) for b in buckets],
+        [y.reshape(-1, y.shape[-1]) for y in ys],
+        slot_M,
+        jnp.repeat(own.scale[jnp.maximum(own.slots, 0)], T),
+        layer * own.scale.shape[0],
+        own.turn if own.turn is not None and own.turn.rows.shape == slot_M.shape else None,
+        interpret=interpret,
+    )
+    return tuple(one.reshape(y.shape) for one, y in zip(made, ys))
+
+
+def _one_by_kernel(
+    x: jax.Array,
+    y: jax.Array,
+    bucket: Any,
+    layer: jax.Array,
+    ends: Ends,
+    op: Any,
+    interpret: Any,
+) -> jax.Array:
+    rows, inward, outward, swap_in, swap_out = _split(x, y, ends)
+
+    def shrunk(x_MD: jax.Array, a: jax.Array, slot_M: jax.Array, first: jax.Array) -> jax.Array:
+        """Returns ``x A^T``, ``[M, R]``. With split inputs only this inner product, R numbers a
+        row, is communicated.
+        """
+        if not swap_in:
+            h_MR = op.shrink(x_MD, a, slot_M, first, interpret=interpret)
+            over = sharding.mesh_axes(inward, jax.sharding.get_abstract_mesh())
+            return jax.lax.psum(h_MR, over) if over else h_MR
+        slots = jax.lax.all_gather(slot_M, swap_in, tiled=True)
+        parts = jax.lax.all_to_all(x_MD, swap_in, 1, 0, tiled=True)
+        return jax.lax.psum_scatter(
+            op.shrink(parts, a, slots, first, interpret=interpret), swap_in, tiled=True
+        )
+
+    def expanded(
+        h_MR: jax.Array, b: jax.Array, y_MF: jax.Array, slot_M: jax.Array, first: jax.Array
+    ) -> jax.Array:
+        if not swap_out:
+            return op.expand(h_MR, b, y_MF, slot_M, first, interpret=interpret)
+        h_MR, slot_M = (jax.lax.all_gather(one, swap_out, tiled=True) for one in (h_MR, slot_M))
+        parts = jax.lax.all_to_all(y_MF, swap_out, 1, 0, tiled=True)
+        return jax.lax.all_to_all(
+            op.expand(h_MR, b, parts, slot_M, first, interpret=interpret),
+            swap_out,
+            0,
+            1,
+            tiled=True,
+        )
+
+    def local(x_BTD, y_BTF, a_LSRD, b_LSRF, scale_S, slots_B, layer):
+        T, S = x_BTD.shape[1], scale_S.shape[0]
+        x_MD, y_MF = x_BTD.reshape(-1, x_BTD.shape[-1]), y_BTF.reshape(-1, y_BTF.shape[-1])
+        a, b = (w.reshape(-1, *w.shape[2:]) for w in (a_LSRD, b_LSRF))
+        slot_M, scale_M, first = (
+            jnp.repeat(slots_B, T),
+            jnp.repeat(scale_S[jnp.maximum(slots_B, 0)], T),
+            layer * S,
+        )
+        if inward is None and not swap_out:
+            made = op.add(x_MD, a, b, y_MF, slot_M, scale_M, first, interpret=interpret)
+            return made.reshape(y_BTF.shape)
+        h_MR = shrunk(x_MD, a, slot_M, first) * scale_M[:, None]
+        return expanded(h_MR, b, y_MF, slot_M, first).reshape(y_BTF.shape)
+
+    args = x, y, bucket.factors["a"], bucket.factors["b"], bucket.scale, bucket.slots, layer
+    of_x, of_y = (
+        (rows, None, None if swap_in else inward),
+        (
+            rows,
+            None,
+            None if swap_out else outward,
+        ),
+    )
+    specs = (
+        of_x,
+        of_y,
+        (None, None, None, inward),
+        (None, None, None, outward),
+        (None,),
+        (rows,),
+        (),
+    )
+    return sharding.over_devices(local, args, specs, of_y)

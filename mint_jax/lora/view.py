@@ -1,0 +1,462 @@
+"""The view of a batch on the resident adapters: stacks, the slot of each block of rows, the layer.
+
+``attach_blocks`` is for training and scoring: the batch is a sequence of equal blocks of rows, by
+rank bucket, and blocks without an adapter come last. A block's factors are gathered in each layer,
+since all layers' at once would copy every policy (78 MB of the 283 MB of temporaries in a training
+step of eight policies of rank 8 on SmolLM2), and its deltas are one matmul.
+
+``attach_rows`` is for sampling: each row names a slot of any bucket as data, so one program serves
+every mixture. Stacks are read in place, by a kernel (``slot_kernel.py``) or in one of three forms
+selected on the device:
+
+    no row names an adapter      nothing
+    all rows name the same slot  one matmul for blocks of up to 32 rows; the adapter is read once
+    several slots                a matmul for each row, with gathered factors
+
+Time of SmolLM2-135M's linear layers at 32 rows of rank 8, relative to the bare base: one slot 0.99
+by the second form and 1.44 by the third; 22 distinct slots 1.46 by the third. The forms give the
+same bits: CPU matmuls of 2 to 32 rows sum alike, so the third form duplicates each row, and rank 1,
+whose matmuls would be matrix-vector products, is padded with a row of zeros.
+
+Axes: B rows, T tokens, L layers, S slots, P blocks, M rows of a block times tokens, R rank, D in, F
+out, E experts, C distinct adapters of a batch. Hu et al. 2021, arXiv 2106.09685, section 4.1.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from mint_jax import ordered, sharding
+from mint_jax.lora import slot_kernel
+from mint_jax.lora.slot_kernel import Ends
+from mint_jax.lora.tree import TABLES, AdapterStack, Stacks
+from pallas_kernels.products import product
+from pallas_kernels.slot_lora.pallas_gpu import Turn
+
+# Rows of a block if all rows name one slot. Larger blocks use another kind of matmul, with other
+# bits.
+BLOCK = 32
+
+# Applies factors ``{"a": [P, R, D], "b": [P, R, F]}`` to rows ``[P, rows, T, ...]``.
+Apply = Callable[[Any, jax.Array], jax.Array]
+
+
+@struct.dataclass
+class Bucket:
+    """The adapters of one rank bucket in a batch.
+
+    Attributes:
+        factors: a tree of ``[L, S, (E,) R, D]`` and ``[L, S, (E,) R, F]``, or a subtree below a
+            name. Without ``slots`` those of each block, ``[P, (E,) R, .]``, B including the scale.
+        scale: ``[S]`` float32, ``alpha / rank``.
+        slots: ``[P]`` int32 slot of each block; an out-of-range one, which is padding, reads the
+            last. For named rows ``[B]``, -1 for rows without an adapter of this bucket.
+        taps: a tree of zeros ``[L, P, ...]`` in the dtype of the matmuls, whose gradient is that of
+            each block's factors, with B multiplied by the scale in float32 before rounding. Without
+            taps the stacks themselves are differentiable. Gradients of all layers exist at once; in
+            float32 they would be twice the bytes of a bfloat16 base's.
+        form: of named rows: scalar int32, 0 no slot, 1 one slot, 2 several.
+        distinct: of named rows: ``[C]`` int32, their distinct slots, padded with 0.
+        order: of named rows: ``[B]`` int32, index of a row's slot in ``distinct``.
+        turn: the GPU kernel's order of all tokens, see ``slot_lora.pallas_gpu``; None computes it
+            in each call.
+    """
+
+    factors: Any
+    scale: Any = None
+    slots: Any = None
+    taps: Any = None
+    form: Any = None
+    distinct: Any = None
+    order: Any = None
+    turn: Turn | None = None
+
+    def at(self, name: str) -> "Bucket":
+        factors, taps = (tree and tree.get(name, {}) for tree in (self.factors, self.taps))
+        return dataclasses.replace(self, factors=factors, taps=taps)
+
+    def of_blocks(self, layer: jax.Array, taps: Any, dtype: Any) -> "Bucket":
+        """Returns the factors of each block in one layer."""
+        scale = self.scale.at[self.slots].get(mode="clip")
+
+        def take(path: Any, stack: jax.Array, *tap: jax.Array) -> jax.Array:
+            own = scale if path[-1].key == "b" else None
+            if tap:
+                return _tapped(*tap, jax.lax.stop_gradient(stack), layer, self.slots, own)
+            return _gathered(stack, layer, self.slots, own).astype(dtype)
+
+        trees = (self.factors,) if taps is None else (self.factors, taps)
+        return Bucket(jax.tree_util.tree_map_with_path(take, *trees))
+
+
+def _gathered(
+    stack: jax.Array, layer: jax.Array, slots: jax.Array, scale: jax.Array | None
+) -> jax.Array:
+    factor = stack.at[layer, slots].get(mode="clip")
+    return factor if scale is None else factor * _wide(scale, factor)
+
+
+def _wide(scale_P: jax.Array, like: jax.Array) -> jax.Array:
+    return scale_P.reshape(-1, *(1,) * (like.ndim - 1))
+
+
+@jax.custom_vjp
+def _tapped(
+    tap: jax.Array, stack: jax.Array, layer: jax.Array, slots: jax.Array, scale: jax.Array | None
+) -> jax.Array:
+    """Returns ``scale * stack[layer, slots]`` in the dtype of ``tap``, which gets the gradient."""
+    return _gathered(stack, layer, slots, scale).astype(tap.dtype)
+
+
+_tapped.defvjp(lambda *args: (_tapped(*args), None), lambda _, g: (g, None, None, None, None))
+
+
+@struct.dataclass
+class View:
+    """Adapters bound to a batch, for all projections or those below one name.
+
+    Attributes:
+        buckets: one for each rank bucket.
+        layer: index of the layer, for named rows inside the layers.
+        blocks: number of blocks of each bucket; for named rows of distinct adapters.
+        base_blocks: number of blocks without an adapter; for named rows 1, whatever their number.
+        by_rows: each row names its slot.
+        kernel: implementation of ``slot_lora`` for named rows, see ``config.Kernels``.
+        dtype: compute dtype of blocks' factors.
+    """
+
+    buckets: tuple[Bucket, ...]
+    layer: jax.Array | None = None
+    blocks: tuple[int, ...] = struct.field(pytree_node=False, default=())
+    base_blocks: int = struct.field(pytree_node=False, default=0)
+    by_rows: bool = struct.field(pytree_node=False, default=False)
+    kernel: str = struct.field(pytree_node=False, default="xla")
+    dtype: Any = struct.field(pytree_node=False, default=None)
+
+    @property
+    def total_blocks(self) -> int:
+        return sum(self.blocks) + self.base_blocks
+
+    @property
+    def targeted(self) -> bool:
+        """True if any adapter has factors here."""
+        return any(bucket.factors for bucket in self.buckets)
+
+    @property
+    def taps(self) -> tuple[Any, ...]:
+        """Taps of each bucket, ``[L, P, ...]``, for the scan over layers to slice."""
+        return tuple(bucket.taps for bucket in self.buckets)
+
+    def at(self, name: str) -> "View":
+        """Returns the adapters below one name of the tree; buckets without it become empty."""
+        below = dataclasses.replace(self, buckets=tuple(b.at(name) for b in self.buckets))
+        if name not in TABLES:
+            return below
+        return below.in_layer(jnp.int32(0), jax.tree.map(lambda tap: tap[0], below.taps))
+
+    def in_layer(self, layer: jax.Array, taps: tuple[Any, ...] | None = None) -> "View":
+        """Returns the adapters of one layer; ``taps`` are the layer's, ``[P, ...]``."""
+        if self.by_rows:
+            return dataclasses.replace(self, layer=layer)
+        taps = taps or (None,) * len(self.buckets)
+        own = (b.of_blocks(layer, tap, self.dtype) for b, tap in zip(self.buckets, taps))
+        return dataclasses.replace(self, buckets=tuple(own))
+
+    def block_of_rows(self, rows: int) -> jax.Array:
+        """Returns the block of each row, or the number of its adapter, ``[B]`` int32; the last
+        numbers are no adapter.
+
+        Raises:
+            ValueError: the rows do not divide into equal blocks.
+        """
+        if not self.by_rows:
+            return jnp.arange(rows, dtype=jnp.int32) // self._rows_of_block(rows)
+        out, first = jnp.full((rows,), self.total_blocks - 1, jnp.int32), 0
+        for bucket, count in zip(self.buckets, self.blocks):
+            out = jnp.where(bucket.slots >= 0, first + bucket.order, out)
+            first += count
+        return out
+
+    def _rows_of_block(self, rows: int) -> int:
+        if rows % self.total_blocks:
+            raise ValueError(f"{rows} rows do not divide into {self.total_blocks} equal blocks")
+        return rows // self.total_blocks
+
+    def packed(self, bucket: Bucket, blocks: int) -> tuple[Any, jax.Array, jax.Array | None]:
+        """Returns factors of experts, the index of each block's adapter along the axes before ``[E,
+        R, .]``, flattened, and its scale if B does not include it.
+        """
+        if not self.by_rows:
+            return bucket.factors, jnp.arange(blocks, dtype=jnp.int32), None
+        # Whole stacks: a slice of this layer's would copy every resident adapter in every step.
+        first = (0 if self.layer is None else self.layer) * bucket.scale.shape[0]
+        return bucket.factors, first + bucket.distinct, bucket.scale[bucket.distinct]
+
+    def over(
+        self, fn: Apply, x: jax.Array, d_out: int, dtype: Any, fan: int = 1
+    ) -> jax.Array | None:
+        """Applies ``fn(factors, x[P, rows, T, ...]) -> [P, rows, T, d_out]`` to the rows of every
+        adapter of one projection; zeros for the others.
+
+        Args:
+            x: ``[B, T, ...]``; blocks in order.
+            fan: rows of ``fn``'s matmuls for each row of ``x``: the heads, where the absorbed
+                projections of MLA apply the factors head by head.
+
+        Returns:
+            ``[B, T, d_out]``, or None if no bucket targets this projection.
+
+        Raises:
+            ValueError: the rows do not divide into equal blocks.
+        """
+        if not self.targeted:
+            return None
+        if self.by_rows:
+            parts = [
+                self.of_rows(bucket, fn, x, d_out, dtype, fan)
+                for bucket in self.buckets
+                if bucket.factors
+            ]
+            return sum(parts[1:], parts[0])
+        rows, T = self._rows_of_block(x.shape[0]), x.shape[1]
+        parts, start = [], 0
+        for bucket, blocks in zip((*self.buckets, Bucket({})), (*self.blocks, self.base_blocks)):
+            n = blocks * rows
+            if n and bucket.factors:
+                own = x[start : start + n].reshape(blocks, rows, *x.shape[1:])
+                parts.append(fn(bucket.factors, own).reshape(n, T, d_out))
+            elif n:
+                parts.append(jnp.zeros((n, T, d_out), dtype))
+            start += n
+        return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+
+    def of_rows(
+        self, bucket: Bucket, fn: Apply, x: jax.Array, d_out: int, dtype: Any, fan: int
+    ) -> jax.Array:
+        """Returns the deltas of named rows in one of the three forms."""
+        B, T = x.shape[:2]
+
+        def none() -> jax.Array:
+            return jnp.zeros((B, T, d_out), dtype)
+
+        def one() -> jax.Array:
+            # With heads, both forms need blocks of 2 fan rows to use the same kind of matmul.
+            P = -(-B // (BLOCK if fan == 1 else 2))
+            # At least two rows where possible: a single row is a matrix-vector product, with other
+            # bits.
+            rows = -(-B // P)
+            padded = jnp.pad(x, [(0, P * rows - B)] + [(0, 0)] * (x.ndim - 1))
+            slots_P = jnp.broadcast_to(jnp.max(bucket.slots), (P,))
+            out = fn(self._take(bucket, slots_P, x.dtype), padded.reshape(P, rows, *x.shape[1:]))
+            return out.reshape(P * rows, T, d_out)[:B]
+
+        def several() -> jax.Array:
+            twins = 2 if T == 1 else 1
+            x_BW = jnp.broadcast_to(x[:, None], (B, twins, *x.shape[1:]))
+            return fn(self._dealt(bucket, x.dtype), x_BW).reshape(B, twins, T, d_out)[:, 0]
+
+        # A prompt's tokens are 32 rows of one slot anyway, so the last form is cheap there.
+        delta = jax.lax.switch(bucket.form, [none, one, several]) if T == 1 else several()
+        return jnp.where((bucket.slots >= 0)[:, None, None], delta, jnp.zeros((), dtype))
+
+    def _dealt(self, bucket: Bucket, dtype: Any) -> Any:
+        """Returns the factors of each row's slot, ``[B, R, .]``."""
+        mesh: Any = jax.sharding.get_abstract_mesh()
+        if sharding.one_device():
+            return self._take(bucket, jnp.maximum(bucket.slots, 0), dtype)
+        # On a mesh each distinct slot is sent once and then gathered for the rows locally. Gathered
+        # for the rows first, factors are sent once for every row: 24 GB of collectives in a step of
+        # Qwen3-4B with 1,024 rows of 8 adapters on four chips.
+        rows, free = sharding.partition(("batch",), mesh)[0], jax.P.UNCONSTRAINED
+        even = rows if bucket.slots.shape[0] % sharding.ways("batch", mesh) == 0 else None
+
+        def deal(x: jax.Array) -> jax.Array:
+            x = jax.lax.with_sharding_constraint(x, jax.P(None, None, free))
+            return jax.lax.with_sharding_constraint(x[bucket.order], jax.P(even, None, free))
+
+        return jax.tree.map(deal, self._take(bucket, bucket.distinct, dtype))
+
+    def _take(self, bucket: Bucket, slots: jax.Array, dtype: Any) -> Any:
+        """Returns the factors of slots, ``[P, R, D]`` and ``[P, R, F]``, the latter scaled; rank 1
+        is padded to 2.
+        """
+        layer = 0 if self.layer is None else self.layer
+        a, b = bucket.factors["a"][layer, slots], bucket.factors["b"][layer, slots]
+        b = b * bucket.scale[slots][:, None, None]
+        a, b = (jnp.pad(x, ((0, 0), (0, 1), (0, 0))) if x.shape[1] == 1 else x for x in (a, b))
+        return {"a": a.astype(dtype), "b": b.astype(dtype)}
+
+
+def attach_blocks(
+    stacks: Stacks,
+    slots: Mapping[int, Any],
+    taps: Mapping[int, Any] | None = None,
+    base_blocks: int = 0,
+    dtype: Any = jnp.float32,
+) -> View:
+    """Binds consecutive blocks of rows to resident slots, bucket by bucket in the order of ranks.
+
+    Args:
+        slots: by bucket ``[P]`` int32, the slot of each block.
+        taps: see ``taps_of``: zeros with respect to which gradients are taken.
+        base_blocks: number of blocks at the end without an adapter.
+        dtype: compute dtype.
+    """
+    buckets = []
+    for rank in sorted(slots):
+        own = Bucket(stacks[rank].factors, stacks[rank].scale, jnp.asarray(slots[rank]))
+        if taps is not None:
+            scale = own.scale.at[own.slots].get(mode="clip")
+
+            def of_product(path: Any, tap: jax.Array, scale: jax.Array = scale) -> jax.Array:
+                """Converts a tap to ``dtype``: its gradient becomes that of the matmul's factor, of
+                B including the scale.
+                """
+                return (tap * _wide(scale, tap[0])[None] if path[-1].key == "b" else tap).astype(
+                    dtype
+                )
+
+            made = jax.tree_util.tree_map_with_path(of_product, taps[rank])
+            own = dataclasses.replace(own, taps=made)
+        buckets.append(own)
+    blocks = tuple(bucket.slots.shape[0] for bucket in buckets)
+    return View(tuple(buckets), None, blocks, base_blocks, dtype=jnp.dtype(dtype))
+
+
+def taps_of(stacks: Stacks, slots: Mapping[int, jax.Array]) -> dict[int, Any]:
+    """Returns float32 zeros ``[L, P, ...]`` for each bucket, whose gradient is that of the blocks'
+    factors: see ``Bucket.taps``.
+    """
+
+    def zeros(P: int) -> Any:
+        return lambda x: jnp.zeros((x.shape[0], P, *x.shape[2:]), x.dtype)
+
+    return {b: jax.tree.map(zeros(slots[b].shape[0]), stacks[b].factors) for b in slots}
+
+
+def attach_rows(
+    stacks: Stacks, slots: Mapping[int, jax.Array], kernel: str = "xla", tokens: int = 1
+) -> View | None:
+    """Binds rows that each name a slot; None without any stack.
+
+    Args:
+        slots: by bucket ``[B]`` int32, -1 for rows without an adapter there.
+        kernel: implementation for dense projections, see ``View``.
+        tokens: tokens of each row.
+    """
+    if not stacks:
+        return None
+    buckets = tuple(_named(stacks[rank], slots[rank], kernel, tokens) for rank in sorted(stacks))
+    blocks = tuple(bucket.distinct.shape[0] for bucket in buckets)
+    return View(buckets, None, blocks, 1, True, kernel)
+
+
+def _named(stack: AdapterStack, slots_B: jax.Array, kernel: str, tokens: int) -> Bucket:
+    B, C = slots_B.shape[0], min(slots_B.shape[0], stack.slots)
+    slots_B = sharding.constrain(slots_B, None)
+    first = jnp.argmax(slots_B[:, None] == slots_B[None], axis=1)  # first row with the same slot
+    leads = (first == jnp.arange(B)) & (slots_B >= 0)
+    number = jnp.cumsum(leads) - 1
+    distinct = jnp.zeros((C,), jnp.int32).at[jnp.where(leads, number, C)].set(slots_B, mode="drop")
+    form = jnp.minimum(jnp.sum(leads), 2).astype(jnp.int32)
+    # Replicated, since they are few. Sharded as the rows they were gathered and summed in parts,
+    # and the TPU compiler crashed on a mesh of experts and heads (v5p:16x4, one prompt block on
+    # each part).
+    distinct, order = (
+        sharding.constrain(x, None) for x in (distinct, number[first].astype(jnp.int32))
+    )
+    turn = slot_kernel.turn(slots_B, tokens, stack.slots, kernel)
+    return Bucket(stack.factors, stack.scale, slots_B, None, form, distinct, order, turn)
+
+
+def lora_delta(x_MD: jax.Array, a_RD: jax.Array, b_RF: jax.Array) -> jax.Array:
+    """Returns ``(x A^T) B`` of one adapter, ``[M, F]`` in the dtype of ``x``; both matmuls
+    accumulate in float32.
+    """
+    chex.assert_rank([x_MD, a_RD, b_RF], 2)
+    chex.assert_equal_shape([a_RD, b_RF], dims=0)
+    # Always through the rank, R (D + F) numbers per row. B A as a matrix would be D F numbers per
+    # adapter.
+    return product("MR,RF->MF", product("MD,RD->MR", x_MD, a_RD), b_RF)
+
+
+def _of_blocks(factors: Any, x: jax.Array) -> jax.Array:
+    x_PMD = x.reshape(x.shape[0], -1, x.shape[-1])
+    return jax.vmap(lora_delta)(x_PMD, factors["a"], factors["b"])
+
+
+def batch_delta(x_BTD: jax.Array, lora: View, d_out: int) -> jax.Array | None:
+    """Returns the deltas of one projection for all rows, ``[B, T, F]``; None if no adapter targets
+    it.
+    """
+    return lora.over(_of_blocks, x_BTD, d_out, x_BTD.dtype)
+
+
+def add_deltas(
+    x: jax.Array, ys: Sequence[jax.Array], loras: Sequence[View], ends: Sequence[Ends]
+) -> list[jax.Array]:
+    """Returns the base's results of projections of the same rows plus each one's deltas.
+
+    Args:
+        x: ``[B, T, D]``.
+        ys: ``[B, T, F]`` each.
+        loras: the adapters of each projection.
+        ends: logical axes of each projection's D and F.
+    """
+    out, first = list(ys), loras[0]
+    if not first.by_rows:
+        deltas = [batch_delta(x, lora, y.shape[-1]) for y, lora in zip(out, loras)]
+        return [y if delta is None else y + delta for y, delta in zip(out, deltas)]
+
+    def plain(
+        x: jax.Array, ys: tuple[jax.Array, ...], buckets: tuple[Bucket, ...], layer: jax.Array
+    ) -> tuple[jax.Array, ...]:
+        own = dataclasses.replace(first, layer=layer)
+        return tuple(
+            y + own.of_rows(bucket, _of_blocks, x, y.shape[-1], y.dtype, 1)
+            for y, bucket in zip(ys, buckets)
+        )
+
+    layer = jnp.int32(0) if first.layer is None else first.layer
+    for buckets in zip(*(lora.buckets for lora in loras)):
+        at = [i for i, bucket in enumerate(buckets) if bucket.factors]
+        if at:
+            args = x, tuple(out[i] for i in at), tuple(buckets[i] for i in at), layer
+            made = slot_kernel.add(args, tuple(ends[i] for i in at), first.kernel, plain)
+            for i, y in zip(at, made):
+                out[i] = y
+    return out
+
+
+def embedding_delta(tokens_BT: jax.Array, lora: View, d_out: int, dtype: Any) -> jax.Array | None:
+    """Returns the deltas of the embedding, ``[B, T, D]``. Its input is one-hot, so ``x A^T`` is a
+    lookup in ``A [R, V]``.
+    """
+    chex.assert_rank(tokens_BT, 2)
+    if not lora.by_rows:
+
+        def delta(factors: Any, tokens: jax.Array) -> jax.Array:
+            h_PMR = jax.vmap(ordered.columns)(factors["a"], tokens.reshape(tokens.shape[0], -1))
+            return _product(h_PMR, factors["b"], dtype)
+
+        return lora.over(delta, tokens_BT, d_out, dtype)
+    parts = []
+    for bucket in lora.buckets:
+        if bucket.factors:
+            # Each row reads only its tokens' columns of A.
+            slots = jnp.maximum(bucket.slots, 0)
+            h_BTR = bucket.factors["a"][0, slots[:, None], :, tokens_BT].astype(dtype)
+            b_BRF = bucket.factors["b"][0, slots] * bucket.scale[slots][:, None, None]
+            out = _product(h_BTR, b_BRF.astype(dtype), dtype)
+            parts.append(jnp.where((bucket.slots >= 0)[:, None, None], out, jnp.zeros((), dtype)))
+    return sum(parts[1:], parts[0]) if parts else None
+
+
+def _product(h_PMR: jax.Array, b_PRF: jax.Array, dtype: Any) -> jax.Array:
+    out = jnp.einsum("PMR,PRF->PMF", h_PMR, b_PRF, preferred_element_type=jnp.float32)
+    return out.astype(dtype)
