@@ -34,7 +34,7 @@ from ml_collections import ConfigDict
 from mint_jax import interrupts, recipes
 from mint_jax.errors import UserError
 from mint_jax.harness import settings
-from mint_jax.harness.options import BaseSettings, RecipeSettings
+from mint_jax.harness.options import BaseSettings, RecipeSettings, TrainingSettings
 from mint_jax.recipes import options
 
 FLAG = "--config."
@@ -50,31 +50,19 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser("mint_jax.launch", description=__doc__, add_help=False, allow_abbrev=False)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument(
-        "--config",
-        metavar="FILE[:ARGUMENT]",
-        help="config file, with an optional argument of its get_config",
-    )
-    parser.add_argument(
-        "--workdir",
-        metavar="DIR",
-        help="for checkpoints, metrics and results; under runs/ by default",
-    )
-    parser.add_argument(
-        "--dry_run",
-        action="store_true",
-        help="print the resolved config, what would run, and its bytes; run nothing",
-    )
+    about = "config file, with an optional argument of its get_config"
+    parser.add_argument("--config", metavar="FILE[:ARGUMENT]", help=about)
+    about = "for checkpoints, metrics and results; under runs/ by default"
+    parser.add_argument("--workdir", metavar="DIR", help=about)
+    about = "print the resolved config, what would run, and its bytes; run nothing"
+    parser.add_argument("--dry_run", action="store_true", help=about)
     about = (
         "join the other hosts of this TPU pod, SLURM or MPI job; with N, refuse to run in any other"
         " number of processes"
     )
     parser.add_argument("--distributed", metavar="N", nargs="?", type=int, const=0, help=about)
-    parser.add_argument(
-        "--help",
-        action="store_true",
-        help="print this text and, with --config, every setting of its job",
-    )
+    about = "print this text and, with --config, every setting of its job"
+    parser.add_argument("--help", action="store_true", help=about)
     return parser
 
 
@@ -82,18 +70,17 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
     """Returns the program's arguments, and changes ``(path, text)`` of the config: ``--config.x=y``
     or ``--config.x y``.
     """
-    others, changes = [], []
-    queue = list(argv)
+    arguments, changes, queue = [], [], list(argv)
     while queue:
         given = queue.pop(0)
         if not given.startswith(FLAG):
-            others.append(given)
+            arguments.append(given)
             continue
         path, equals, text = given.removeprefix(FLAG).partition("=")
         if not equals and (not queue or queue[0].startswith("--")):
             raise UserError(f"{given} has no value: give {given}=VALUE")
         changes.append((path, text if equals else queue.pop(0)))
-    return others, changes
+    return arguments, changes
 
 
 def read_config(file: Path, argument: str | None) -> ConfigDict:
@@ -102,10 +89,10 @@ def read_config(file: Path, argument: str | None) -> ConfigDict:
     Raises:
         UserError: no such file, no ``get_config`` in it, or an argument that it refuses.
     """
-    if not file.is_file() and (installed := SHIPPED / file).is_file():
-        file = installed
-    if not file.is_file():
+    places = [place for place in (file, SHIPPED / file) if place.is_file()]
+    if not places:
         raise UserError(f"config {file} does not exist: check the path of --config")
+    file = places[0]
     if (folder := str(file.parent.resolve())) not in sys.path:
         sys.path.append(folder)  # last: a file called sample.py hides no other module
     spec = importlib.util.spec_from_file_location("config", file)
@@ -154,12 +141,10 @@ def default_workdir(name: str, job: str) -> Path:
     """
     file, _, argument = name.partition(":")
     parts = Path(file).expanduser().resolve().with_suffix("").parts
-    below = (
-        parts[len(parts) - parts[::-1].index("configs") :]
-        if "configs" in parts[:-1]
-        else (job, parts[-1])
-    )
-    return Path("runs", *below[:-1], "-".join(filter(None, [below[-1], argument])))
+    below = (job, parts[-1])
+    if "configs" in parts[:-1]:
+        below = parts[len(parts) - parts[::-1].index("configs") :]
+    return Path("runs", *below[:-1], f"{below[-1]}-{argument}" if argument else below[-1])
 
 
 def usage(cls: type[RecipeSettings], tree: dict[str, Any]) -> str:
@@ -176,9 +161,9 @@ def usage(cls: type[RecipeSettings], tree: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str]) -> None:
-    others, changes = split(argv)
+    arguments, changes = split(argv)
     parser = _parser()
-    args, extra = parser.parse_known_args(others)
+    args, extra = parser.parse_known_args(arguments)
     if extra:
         raise UserError(
             f"unexpected argument {extra[0]!r}: settings are given as --config.name=value"
@@ -189,29 +174,21 @@ def main(argv: Sequence[str]) -> None:
     if args.config is None:
         raise UserError("no config: give --config=configs/<...>.py")
     config = settings.build(*load(args.config, changes))
-    workdir = (
-        Path(args.workdir).expanduser()
-        if args.workdir
-        else default_workdir(args.config, config.job)
-    )
+    workdir = default_workdir(args.config, config.job)
+    if args.workdir:
+        workdir = Path(args.workdir).expanduser()
     check_workdir(workdir)
     config.preflight()
-    print(
-        f"[launch] {outline(config, args.config)};"
-        f" {'dry run' if args.dry_run else f'results in {workdir}'}",
-        file=sys.stderr,
-        flush=True,
-    )
+    does = "dry run" if args.dry_run else f"results in {workdir}"
+    print(f"[launch] {outline(config, args.config)}; {does}", file=sys.stderr, flush=True)
     _with_jax(args, config, workdir)
 
 
 def outline(config: RecipeSettings, name: str) -> str:
     """Describes a run in a line."""
     words = [f"job {config.job} of {name}"]
-    if (policies := getattr(config, "policies", None)) is not None:
-        words.append(f"{len(policies)} policies")
-    if (steps := getattr(config, "steps", None)) is not None:
-        words.append(f"{steps} steps")
+    if isinstance(config, TrainingSettings):
+        words += [f"{len(config.policies)} policies", f"{config.steps} steps"]
     over = f" over {config.base}" if isinstance(config, BaseSettings) else ""
     return ", ".join(words) + over
 
@@ -290,14 +267,6 @@ def run(config: RecipeSettings, workdir: Path) -> dict[str, Any]:
         ) from None
 
 
-def _leave(status: int, reason: str) -> None:
-    """Ends one of several processes and notifies the others; returns in a single process, or
-    before JAX is imported.
-    """
-    if (joined := sys.modules.get("mint_jax.multihost")) is not None and hasattr(joined, "leave"):
-        joined.leave(status, reason)
-
-
 def cli(main: Callable[[Sequence[str]], None] = main) -> None:
     """Runs ``main`` and prints a user's mistake as one line instead of a traceback."""
     interrupts.install(_leave)
@@ -306,31 +275,39 @@ def cli(main: Callable[[Sequence[str]], None] = main) -> None:
     try:
         main(sys.argv[1:])
     except UserError as error:
-        print(f"error{_which()}: {error}", file=sys.stderr)
-        _leave(2, str(error))
-        sys.exit(2)
+        status, says = 2, str(error)
+        print(f"error{_process()}: {error}", file=sys.stderr)
     except KeyboardInterrupt as error:
-        number = getattr(error, "number", signal.SIGINT)
+        status, says = 128 + getattr(error, "number", signal.SIGINT), str(error)
         print(f"interrupted: {error or 'SIGINT'}", file=sys.stderr)
-        _leave(128 + number, str(error))
-        sys.exit(128 + number)
     except Exception as error:
-        if not (_which() or _abandons()):
+        if not (_process() or _loaded("host", "is_abandoning", bool)()):
             raise
+        status, says = 1, repr(error)
         traceback.print_exc()
-        _leave(1, repr(error))
+    else:
+        return
+    _leave(status, says)
+    sys.exit(status)
 
 
-def _abandons() -> bool:
-    """True where an ordinary end would abort; see ``host.leave``."""
-    loaded = sys.modules.get("mint_jax.host")
-    return loaded is not None and hasattr(loaded, "is_abandoning") and loaded.is_abandoning()
+def _loaded(module: str, function: str, default: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function of a module that the job has imported, else ``default``: a mistake found
+    before then imports no JAX.
+    """
+    return getattr(sys.modules.get(f"mint_jax.{module}"), function, default)
 
 
-def _which() -> str:
+def _leave(status: int, reason: str) -> None:
+    """Ends one of several processes and notifies the others; returns in a single process."""
+    _loaded("multihost", "leave", lambda *_: None)(status, reason)
+
+
+def _process() -> str:
     """Returns `` in process 3`` where several have joined."""
-    joined = sys.modules.get("mint_jax.multihost")
-    return f" in process {joined.index()}" if joined is not None and joined.count() > 1 else ""
+    if _loaded("multihost", "count", lambda: 1)() == 1:
+        return ""
+    return f" in process {_loaded('multihost', 'index', int)()}"
 
 
 if __name__ == "__main__":

@@ -92,21 +92,21 @@ def run(
         progress = Progress(config.job, len(rows), done=len(output.rows))
 
         def compute(turn: AdapterBatch) -> list[Any]:
-            mine = [todo[i] for i in turn.rows]
+            numbers = [todo[i] for i in turn.rows]
             slots = [turn.slot(names[i]) for i in turn.rows]
             digests = [pool.digests.get(names[i] or "") for i in turn.rows]
 
             def done(results: dict[int, Any]) -> None:
                 made = {}
                 for i, result in results.items():
-                    n = mine[i]
+                    n = numbers[i]
                     row = program.to_row(inputs[n], result, digests[i])
                     made[n] = {"id": rows[n].get("id", n), **row}
                 output.add(made)
                 progress.update(len(output.rows), program.unit)
 
             placed = Placed(slots, digests, turn.stacks)
-            return program.compute([inputs[n] for n in mine], placed, done)
+            return program.compute([inputs[n] for n in numbers], placed, done)
 
         with (
             catalogs.reading(config) as catalog,

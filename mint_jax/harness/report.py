@@ -3,8 +3,10 @@
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.markup import escape
 from rich.measure import Measurement
@@ -24,7 +26,7 @@ def table(
     """Prints a table, on stderr if no console says otherwise; numbers are right-aligned and never
     broken.
 
-    Columns that do not fit beside the others go to a further table, behind the first column again.
+    Columns that do not fit next to the others go to a further table, behind the first column again.
     """
     console = console or _console
     shown: list[int] = []
@@ -107,59 +109,43 @@ def completions(
     table(f"{name}: sample completions", ("prompt", "before", "after", "answer"), rows)
 
 
-def curves(history: dict[str, list[float]], label: str, path: Path) -> None:
-    """One line a policy over its steps."""
-    plt = _pyplot()
-    figure, ax = plt.subplots(figsize=(6, 3.6))
-    for name, values in history.items():
-        ax.plot(range(1, len(values) + 1), values, label=name)
-    ax.set_xlabel("step")
-    ax.set_ylabel(label)
-    ax.grid(alpha=0.3)
-    ax.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+def curves(
+    rows: Mapping[str, Sequence[Mapping[str, Any]]],
+    metric: str,
+    file: Path,
+    held_out: Mapping[str, tuple[float, float]] = MappingProxyType({}),
+) -> None:
+    """Draws a metric over the steps, one panel a policy: its value, its moving mean, and the
+    held-out value before and after training where that is given.
 
-
-def _pyplot() -> Any:
+    Args:
+        rows: metrics of each step, by policy.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    return plt
-
-
-def reward_curves(
-    history: dict[str, list[float]], held_out: dict[str, tuple[float, float]], path: Path
-) -> None:
-    """One panel a policy: training reward a step, its moving mean, and the held-out reward before
-    and after.
-    """
-    plt = _pyplot()
-    columns = min(4, len(history))
-    lines = -(-len(history) // columns)
-    figure, axes = plt.subplots(
-        lines, columns, figsize=(3.4 * columns, 2.8 * lines), squeeze=False, sharey=True
-    )
-    for ax, (name, rewards) in zip(axes.flat, history.items()):
-        steps = range(1, len(rewards) + 1)
-        ax.plot(steps, rewards, lw=0.8, alpha=0.5, color="C0")
-        smooth = [
-            sum(rewards[max(0, i - 4) : i + 1]) / len(rewards[max(0, i - 4) : i + 1])
-            for i in range(len(rewards))
-        ]
-        ax.plot(steps, smooth, lw=1.8, color="C0", label="training, mean of 5")
-        before, after = held_out[name]
-        ax.plot([0, len(rewards)], [before, after], "o", color="C3", label="held out")
-        ax.set_title(f"{name}: {before:.2f} → {after:.2f}", fontsize=10)
+    columns = min(4, len(rows))
+    lines = -(-len(rows) // columns)
+    size = (3.4 * columns, 2.8 * lines)
+    figure, axes = plt.subplots(lines, columns, figsize=size, squeeze=False, sharey=True)
+    for ax in axes.flat[len(rows) :]:
+        ax.axis("off")
+    for ax, (name, steps) in zip(axes.flat, rows.items()):
+        values = [step[metric] for step in steps]
+        numbers = range(1, len(values) + 1)
+        smooth = [np.mean(values[max(0, i - 5) : i]) for i in numbers]
+        ax.plot(numbers, values, lw=0.8, alpha=0.5, color="C0")
+        ax.plot(numbers, smooth, lw=1.8, color="C0", label="training, mean of 5")
+        ax.set_title(name, fontsize=10)
+        if name in held_out:
+            ax.plot([0, len(values)], held_out[name], "o", color="C3", label="held out")
+            ax.set_title("{}: {:.2f} → {:.2f}".format(name, *held_out[name]), fontsize=10)
         ax.set_xlabel("step")
         ax.grid(alpha=0.3)
-    axes[0, 0].set_ylabel("reward")
+    axes[0, 0].set_ylabel(metric)
     axes[0, 0].legend(fontsize=7)
-    for ax in list(axes.flat)[len(history) :]:
-        ax.axis("off")
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    figure.savefig(file, dpi=110)
     plt.close(figure)

@@ -68,9 +68,9 @@ def build(cls: type[T], given: Mapping[str, Any], where: str = "", default: Any 
         UserError: a setting is missing, unknown or of another type, or the dataclass refuses it.
     """
     fields = declared(cls)
-    others = {name: value for name, value in given.items() if name not in fields}
-    if others and not issubclass(cls, Open):
-        _unknown(where, next(iter(others)), fields)
+    extra = {name: value for name, value in given.items() if name not in fields}
+    if extra and not issubclass(cls, Open):
+        _unknown(where, next(iter(extra)), fields)
     values = {}
     for name, (kind, value, line) in fields.items():
         value = value if default is None else getattr(default, name)
@@ -85,7 +85,7 @@ def build(cls: type[T], given: Mapping[str, Any], where: str = "", default: Any 
             )
         values[name] = value
     if issubclass(cls, Open):
-        values["extra"] = {name: _leaf(Any, v, where + name) for name, v in others.items()}
+        values["extra"] = {name: _leaf(Any, v, where + name) for name, v in extra.items()}
     try:
         return cls(**values)
     except UserError as error:

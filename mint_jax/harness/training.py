@@ -40,15 +40,12 @@ ADAPTERS = "adapters"  # item of a checkpoint that restores without the rest
 
 
 class TrainingRun:
-    """One run, a context manager: it locks the workdir and claims the policies until it ends.
+    """One run, a context manager: it holds the workdir from its start, and the policies from
+    ``begin``, until it ends.
 
     Args:
         config: without a ``catalog``, that is ``folder/catalog``.
-        folder: the workdir, claimed already.
-        trainer: its state is saved, and restored here.
-        shapes: padded sizes of each policy's updates, shared by policies that are always updated
-            together. Padding decides the order of sums, so an exact resume restores them too.
-        sampling: how a policy's rollouts are drawn; its revisions record it.
+        folder: the workdir.
 
     Attributes:
         step: updates done, by policy.
@@ -59,40 +56,34 @@ class TrainingRun:
             ``rollout_revision``.
 
     Raises:
-        UserError: another process uses the workdir, another run trains a policy, or the catalog has
-            it with another base or adapter config.
+        UserError: another process uses the workdir, it has steps of another config, or a tracker
+            cannot be used.
     """
 
-    def __init__(
-        self,
-        config: TrainingSettings,
-        folder: Path,
-        trainer: Trainer,
-        shapes: Mapping[str, ShapeBook],
-        sampling: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
-    ):
-        self.config, self.workdir, self.trainer, self.shapes = config, folder, trainer, shapes
-        self.step = dict.fromkeys(trainer.policies, 0)
-        self.notes: dict[str, Any] = {}
-        self.names = {name: full_name(config.tenant, name) for name in trainer.policies}
-        self._sampling = {self.names[name]: settings for name, settings in sampling.items()}
+    trainer: Trainer
+    catalog: JobCatalog
+    step: dict[str, int]
+    fixed: dict[str, str]
+    resumed: bool
+
+    def __init__(self, config: TrainingSettings, folder: Path):
+        self.config, self.workdir, self.notes = config, folder, dict[str, Any]()
         self._recorder: Recorder | None = None
         self._snapshots: dict[str, Snapshot] = {}
         self._steps_at: dict[int, dict[str, int]] = {}  # by checkpoint, until it is recorded
         self._sizes: dict[str, list[tuple[int, ...]]] = {}  # of shapes, after the last update
         self._durable: dict[str, int] | None = None  # steps of the newest checkpoint on disk
         self._signal = 0  # the last one received
-        self._is_updating = False
+        self._has_begun = self._is_updating = False
         self._lock: WorkdirLock | None = None  # the first process has it
         self._closing = contextlib.ExitStack()  # releases the policies, then the workdir
-        with contextlib.ExitStack() as failed:
-            failed.push(self._closing)
+        trackers.check(config.trackers)
+        try:
             multihost.agree("the workdir", self._lock_workdir)
-            place = config.catalog or folder / "catalog"
-            self.catalog = JobCatalog(place, config.payloads, create=True)
-            self._closing.callback(self._release_policies)
-            self._begin()
-            failed.pop_all()
+            workdir.claim(config, folder)
+        except BaseException:
+            self._closing.close()
+            raise
 
     def _lock_workdir(self) -> None:
         self._lock = WorkdirLock(self.workdir)
@@ -104,10 +95,35 @@ class TrainingRun:
             self._recorder.stop()
         self.catalog.close()
 
-    def _begin(self) -> None:
-        config, base = self.config, self.trainer.base
+    def begin(
+        self,
+        trainer: Trainer,
+        shapes: Mapping[str, ShapeBook],
+        sampling: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+    ) -> None:
+        """Claims the policies and restores the newest checkpoint.
+
+        Args:
+            trainer: its state is saved, and restored here.
+            shapes: padded sizes of each policy's updates, shared by policies that are always
+                updated together. Padding decides the order of sums, so an exact resume restores
+                them too.
+            sampling: how a policy's rollouts are drawn; its revisions record it.
+
+        Raises:
+            UserError: another run trains a policy, or the catalog has it with another base or
+                adapter config.
+        """
+        config, base = self.config, trainer.base
+        self.trainer, self.shapes = trainer, shapes
+        self.step = dict.fromkeys(trainer.policies, 0)
+        self.names = {name: full_name(config.tenant, name) for name in trainer.policies}
+        self._sampling = {self.names[name]: settings for name, settings in sampling.items()}
+        place = config.catalog or self.workdir / "catalog"
+        self.catalog = JobCatalog(place, config.payloads, create=True)
+        self._closing.callback(self._release_policies)
         drawn_from = {n: p.rollout_revision for n, p in config.policies.items()}
-        losses = {n: p.loss for n, p in self.trainer.policies.items() if p.loss.needs_reference}
+        losses = {n: p.loss for n, p in trainer.policies.items() if p.loss.needs_reference}
         start, self.fixed, references, self._recorder = claim_policies(
             self.catalog,
             {full: self._schema(name) for name, full in self.names.items()},
@@ -124,21 +140,20 @@ class TrainingRun:
         self._continue(start)
         for name, text in references.items():
             loaded = adapters.read_adapter(text, base, self.catalog)
-            self.trainer.refer(name, loaded.config, loaded.adapter)
-        rows = self.workdir / "metrics.jsonl"
-        multihost.agree("metrics.jsonl", lambda: metrics.truncate_rows(rows, self.step))
+            trainer.refer(name, loaded.config, loaded.adapter)
+        multihost.agree("metrics.jsonl", lambda: metrics.truncate_rows(self._rows_file, self.step))
         self._writer = metrics.MetricsWriter(self.workdir, config.tensorboard)
         done = self.resumed and min(self.step.values()) >= config.steps
         wanted = {} if done else config.trackers
         self._trackers = trackers.Trackers(self.workdir, wanted, workdir.to_json(config))
         self._remember_shapes(self.step)
-        policies = len(self.step)
-        total, before = config.steps * policies, sum(self.step.values())
+        policies, before = len(self.step), sum(self.step.values())
+        total = config.steps * policies
         self._progress = metrics.Progress(
             config.job, total, done=before, per=policies, unit="steps"
         )
         self._due = min(self.step.values()) + config.checkpoint.every
-        for name in self.trainer.policies:
+        for name in trainer.policies:
             self._introduce(name)
         if self.resumed:
             self._committed(before)
@@ -146,22 +161,39 @@ class TrainingRun:
         for name, step in self.step.items():
             if step and self._is_export_step(step):
                 self._export([name], step)
+        interrupts.standing(self._resume_hint)
+        self._has_begun = True
+
+    @property
+    def _rows_file(self) -> Path:
+        return self.workdir / "metrics.jsonl"
+
+    def rows(self) -> dict[str, list[dict[str, Any]]]:
+        """Returns the recorded metrics of all steps, by policy."""
+
+        def read() -> dict[str, list[dict[str, Any]]]:
+            found: dict[str, list[dict[str, Any]]] = {name: [] for name in self.names}
+            for row in map(json.loads, self._rows_file.read_text().splitlines()):
+                found[row["name"]].append(row)
+            return found
+
+        return multihost.agree("metrics", read)
 
     def __enter__(self) -> "TrainingRun":
-        interrupts.standing(self._resume_hint)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, *_: object
     ) -> None:
         with self._closing:
-            if kind is not None:
-                self._writer.close()
-                self._trackers.close(finished=False)
-                # a checkpoint in flight is finished; after an error the other processes may be gone
-                if multihost.count() == 1 or isinstance(error, KeyboardInterrupt):
-                    with contextlib.suppress(UserError):  # the first error is raised
-                        self._saved.close()
+            if kind is None or not self._has_begun:
+                return
+            self._writer.close()
+            self._trackers.close(finished=False)
+            # a checkpoint in flight is finished; after an error the other processes may be gone
+            if multihost.count() == 1 or isinstance(error, KeyboardInterrupt):
+                with contextlib.suppress(UserError):  # the first error is raised
+                    self._saved.close()
         if isinstance(error, KeyboardInterrupt):
             number = getattr(error, "number", signal.SIGINT)
             raise Interrupted(f"{str(error) or 'SIGINT'}; {self._resume_hint()}", number) from None
@@ -334,31 +366,38 @@ class TrainingRun:
         file = self.workdir / "result.json"
         return multihost.agree("the result", lambda: json.loads(file.read_text()))
 
-    @property
-    def keeps_rollouts(self) -> bool:
-        """True where ``keep`` records rollouts."""
-        return self.config.keep_rollouts > 0
-
     def keep(
-        self, name: str, step: int, drawn_by: Snapshot | str, rollouts: Callable[[str], Rollouts]
+        self, name: str, step: int, drawn_by: str | int, rollouts: Callable[[str], Rollouts]
     ) -> None:
-        """Records a policy's rollouts of a step, in the recorder's thread.
+        """Records a policy's rollouts of a step, in the recorder's thread, if ``keep_rollouts`` is
+        set; all processes call it before the step's update.
 
         Args:
             step: updates done when they were drawn.
-            drawn_by: the adapter that drew them, or its digest.
+            drawn_by: digest of the revision that drew them, or the policy's version.
             rollouts: returns the object, given that digest.
+
+        Raises:
+            RuntimeError: the policy was updated since.
         """
+        if not self.config.keep_rollouts:
+            return
+        snapshot = self.snapshot(name) if isinstance(drawn_by, int) else None
+        if snapshot is not None and snapshot.version != drawn_by:
+            raise RuntimeError(
+                f"policy {name} is version {snapshot.version}, its rollouts are of version"
+                f" {drawn_by}: none would be named"
+            )
         if self._recorder is None:
             return
-        full = self.names[name]
 
         def make(recorded: int) -> tuple[bytes, int, float]:
-            made = rollouts(drawn_by if isinstance(drawn_by, str) else drawn_by.digest)
+            made = rollouts(str(drawn_by) if snapshot is None else snapshot.digest)
             tokens = sum(len(row) for group in made.tokens for row in group)
             data = pack_rollouts(dataclasses.replace(made, policy=full, step=recorded))
             return data, tokens, float(np.mean(made.rewards))
 
+        full = self.names[name]
         self._recorder.rollout(full, step, make, self.config.keep_rollouts)
 
     def is_eval_step(self, step: int) -> bool:

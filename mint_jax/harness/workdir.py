@@ -17,14 +17,13 @@ import weakref
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mint_jax import multihost, stamp, trackers
+from mint_jax import multihost, stamp
 from mint_jax.errors import UserError
 from mint_jax.files import write_file
 from mint_jax.harness import settings
 from mint_jax.harness.options import RecipeSettings, TrainingSettings
 
 LOCK = "run.lock"
-WAIT_S = 1.0  # ``refuse_if_locked`` of another process holds the lock for a moment
 # distinguishes machines of one name, and a machine from itself before a reboot
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
@@ -63,7 +62,7 @@ class WorkdirLock:
             workdir.mkdir(parents=True, exist_ok=True)
             self._file = os.open(workdir / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
             _locks.add(self)
-            self.is_sure = self._lock(workdir)
+            self.is_sure = _lock(self._file, workdir)
             os.ftruncate(self._file, 0)
             os.pwrite(self._file, json.dumps(self.me._asdict()).encode(), 0)
         except OSError as error:
@@ -72,19 +71,6 @@ class WorkdirLock:
         except BaseException:
             self.release()
             raise
-
-    def _lock(self, workdir: Path) -> bool:
-        deadline = time.monotonic() + WAIT_S
-        while True:
-            try:
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return True
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise _in_use(self._file, workdir) from None
-            except OSError:
-                return False
-            time.sleep(WAIT_S / 20)
 
     def release(self) -> None:
         """Frees the workdir."""
@@ -99,26 +85,15 @@ _locks: "weakref.WeakSet[WorkdirLock]" = weakref.WeakSet()
 os.register_at_fork(after_in_child=lambda: [lock.release() for lock in list(_locks)])
 
 
-def refuse_if_locked(workdir: Path) -> None:
-    """Raises the error of ``WorkdirLock`` where a living process has the workdir; changes
-    nothing.
-    """
-
-    def look() -> None:
-        try:
-            handle = os.open(workdir / LOCK, os.O_RDONLY)
-        except OSError:
-            return  # a new workdir; taking the lock reports other errors
-        try:
-            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise _in_use(handle, workdir) from None
-        except OSError:
-            return
-        finally:
-            os.close(handle)
-
-    multihost.agree("whether the workdir is free", look)
+def _lock(handle: int, workdir: Path) -> bool:
+    """Locks the open file; returns False on a file system without locks."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise _in_use(handle, workdir) from None
+    except OSError:
+        return False
+    return True
 
 
 def claim(config: TrainingSettings, workdir: Path) -> None:
@@ -127,10 +102,8 @@ def claim(config: TrainingSettings, workdir: Path) -> None:
     A run that ended before its first step leaves nothing: another config may follow it.
 
     Raises:
-        UserError: the workdir has steps of another config, or a living process uses it.
+        UserError: the workdir has steps of another config.
     """
-    trackers.check(config.trackers)
-    refuse_if_locked(workdir)
 
     def look() -> None:
         try:

@@ -10,7 +10,7 @@ teacher forced, with the revision alone; the two differ by rounding only. The ro
 is measured on the rows drawn alone, by the same two programs: 1e-6 in float32, a few hundredths in
 bfloat16. The batch may differ by ``WHOLE`` times as much over all tokens (root mean square), and
 its worst row by ``WORST`` times the worst row alone. Another adapter differs by tenths of a nat;
-one that changes less than the rounding cannot be told from it.
+one that changes less than the rounding cannot be distinguished from it.
 
 2. Few rows have other tokens. A token is the argmax of logits plus Gumbel noise, so it changes only
 where the two best are closer than ``d``, twice the error of a logit over the temperature; the

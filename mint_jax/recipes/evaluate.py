@@ -217,20 +217,23 @@ def _sample(
 
     among: Completions = {}
     for group in groups:
-        with pool.hold([*group, BASE]) as held:
-            among |= sample_together(engine, requests, held, [*group, BASE], "in one batch")
+        with pool.hold([*group, BASE]) as resident:
+            among |= sample_together(engine, requests, resident, [*group, BASE], "in one batch")
         step(f"{len(group) + 1} in one batch")
     alone: Completions = {}
     scores: Scores = {}
     for text in names:
         name = revisions[text].digest if text in revisions else text  # an alias may have moved
-        with Pool(base, AdapterSource(base, catalog), [name], 1) as own, own.hold([name]) as held:
-            slot = held.slot(name)
-            single = ResidentAdapters({text: slot} if slot else {}, held.stacks)
+        with (
+            Pool(base, AdapterSource(base, catalog), [name], 1) as own,
+            own.hold([name]) as resident,
+        ):
+            slot = resident.slot(name)
+            single = ResidentAdapters({text: slot} if slot else {}, resident.stacks)
             alone |= sample_together(engine, requests, single, [text], "alone")
             step(f"{text or 'base'} alone")
             sampled = alone[text], among[text]
-            scores[text] = _scores(scorer, requests[text], sampled, slot, held.stacks)
+            scores[text] = _scores(scorer, requests[text], sampled, slot, resident.stacks)
             step(f"{text or 'base'} scored")
     return alone, among, scores
 
@@ -257,7 +260,7 @@ def _scores(
 def sample_together(
     engine: Engine,
     requests: Mapping[str, Sequence[Request]],
-    held: ResidentAdapters,
+    resident: ResidentAdapters,
     names: Sequence[str],
     tenant: str,
 ) -> Completions:
@@ -268,11 +271,11 @@ def sample_together(
     """
     order = [(text, i) for i in range(len(requests[names[0]])) for text in names]
     mixed = [
-        dataclasses.replace(requests[text][i], adapter=held.slot(text), tenant=tenant)
+        dataclasses.replace(requests[text][i], adapter=resident.slot(text), tenant=tenant)
         for text, i in order
     ]
     out: Completions = {text: [] for text in names}
-    for (text, _), completions in zip(order, engine.generate(mixed, held.stacks)):
+    for (text, _), completions in zip(order, engine.generate(mixed, resident.stacks)):
         out[text].append(completions)
     return out
 

@@ -11,25 +11,21 @@ Axes: Q prompts, G completions of a prompt.
 import dataclasses
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from mint_jax import host, multihost
 from mint_jax.data.buckets import ShapeBook
 from mint_jax.envs import scoring
-from mint_jax.errors import UserError
-from mint_jax.harness import report, start, workdir
-from mint_jax.harness.recorder import Snapshot
+from mint_jax.harness import report, start
 from mint_jax.harness.start import say
 from mint_jax.harness.training import TrainingRun
-from mint_jax.models import base as base_lib
-from mint_jax.models import router
-from mint_jax.models.base import DTYPES, Base
+from mint_jax.models.base import Base
 from mint_jax.recipes import episodes
+from mint_jax.recipes.mismatch import trainer_base
 from mint_jax.recipes.options import GrpoSampling, GrpoSettings
 from mint_jax.recipes.rollouts import (
     PolicySampler,
@@ -42,52 +38,41 @@ from mint_jax.train import phases as phases_lib
 from mint_jax.train.batch import Group
 from mint_jax.train.trainer import Trainer
 
+HeldOut = dict[str, tuple[float, list[str]]]  # mean reward and a text of each prompt, by policy
+
 
 def run(config: GrpoSettings, folder: Path) -> dict[str, Any]:
     """Trains, exports and evaluates the policies; returns the result."""
     began = time.monotonic()
-    phases_lib.check_workers(config.reward_workers)
-    scoring.check_timeout(config.reward_timeout)
-    workdir.claim(config, folder)
     units = phases_lib.units_of(list(config.policies), config.schedule, config.cohorts)
-    job = ConcurrentGrpo(config, start.open_base(config))
-    books = {name: job.book(names) for names in units for name in names}
-    drawing = {name: member.sampling.drawing for name, member in job.members.items()}
-    with TrainingRun(config, folder, job.trainer, books, drawing) as run:
+    with TrainingRun(config, folder) as run:
+        job = ConcurrentGrpo(config, start.open_base(config))
+        books = {name: job.book(names) for names in units for name in names}
+        drawing = {name: member.sampling.drawing for name, member in job.members.items()}
+        run.begin(job.trainer, books, drawing)
         if run.is_finished:
             return run.result()
         with job.sampling_from(run.fixed, run.catalog):
             if not run.resumed:
                 say("evaluating the policies on held-out prompts before training")
-                run.notes = {
-                    "before": (before := job.evaluate()),
-                    "history": {name: [] for name in job.members},
-                    "mismatch": {name: [] for name in job.members},
-                    "spent": {"train_s": 0.0, "sampled_tokens": 0},
-                }
+                run.notes = {"before": (before := job.evaluate()), "train_s": 0.0}
                 rewards = ", ".join(f"{name} {reward:.3f}" for name, (reward, _) in before.items())
                 say(f"held-out reward before training: {rewards}")
             busy = train(config, job, run, units)
             revisions = run.close()
             after = job.evaluate()
-    rows = result_rows(job, run, revisions, after)
+    rows = run.rows()
     if multihost.is_main():
-        before, first_and_last = run.notes["before"], {}
-        for row in rows:
-            name = row["name"]
-            texts = before[name][1], after[name][1]
-            report.completions(name, job.members[name].env.held_out, *texts, 2)
-            first_and_last[name] = row["reward_before"], row["reward_after"]
-        report.reward_curves(run.notes["history"], first_and_last, folder / "rewards.png")
+        report_rewards(job, rows, run.notes["before"], after, folder / "rewards.png")
     say(f"reward curves: {folder / 'rewards.png'}; revisions: {run.catalog.place}")
     return {
         "job": "grpo",
-        "policies": rows,
+        "policies": [result_row(job, run, n, rows[n], after[n], *revisions[n]) for n in revisions],
         "schedule": config.schedule,
         "wall_s": round(time.monotonic() - began, 1),
-        "train_s": round(run.notes["spent"]["train_s"], 1),
+        "train_s": round(run.notes["train_s"], 1),
         "device_busy": round(busy, 3),
-        "sampled_tokens": run.notes["spent"]["sampled_tokens"],
+        "sampled_tokens": sum(row["sampled_tokens"] for each in rows.values() for row in each),
         "catalog": run.catalog.place,
         "rss_bytes": host.peak_rss_bytes(),
     }
@@ -99,8 +84,12 @@ def train(
     """The loop: each turn is one phase of one unit of policies. Returns the share of the time in
     which the devices were busy.
     """
-    history, spent = run.notes["history"], dict(run.notes["spent"])
-    clock, overlap = time.monotonic(), config.schedule != "sequential"
+    rewards: dict[str, float] = {}
+    earlier, clock, overlap = (
+        run.notes["train_s"],
+        time.monotonic(),
+        config.schedule != "sequential",
+    )
     how = overlap, config.reward_workers, job.watch.look
     with run.stepping(), phases_lib.Phases(units, run.step, config.steps, *how) as phases:
         for phase, unit in phases:
@@ -108,32 +97,23 @@ def train(
                 unit.score(job.reward, job.rollout(unit.names, unit.step))
                 continue
             scored = unit.scored()
-            drawn_by = {}
-            if run.keeps_rollouts:
-                drawn_by = {
-                    name: drawn(run, name, rollout) for name, (rollout, _) in scored.items()
-                }
             with run.updating():
+                for name, (rollout, _) in scored.items():
+                    made = functools.partial(as_record, *scored[name])
+                    run.keep(name, unit.step, rollout.drawn_by, made)
                 rows = job.update(scored)  # advantages, pack, gradients, update
-                for name, adapter in drawn_by.items():
-                    run.keep(name, unit.step, adapter, functools.partial(as_record, *scored[name]))
-                for name, row in rows.items():
-                    history[name].append(row["reward"])
-                    run.notes["mismatch"][name].append([row["gap"], row.get("out_of_route")])
-                run.notes["spent"] = {
-                    "train_s": spent["train_s"] + time.monotonic() - clock,
-                    "sampled_tokens": spent["sampled_tokens"] + job.tokens,
-                }
                 scores = {}
                 if run.is_eval_step(unit.step):
-                    scores = {
-                        name: reward for name, (reward, _) in job.evaluate(unit.names).items()
-                    }
-                for name, score in scores.items():
-                    rows[name]["held_out_reward"] = score
-                rewards = " ".join(f"{n}={each[-1]:.2f}" for n, each in history.items() if each)
-                speed = f"{job.tokens / (time.monotonic() - clock):.0f} sampled tokens/s"
-                detail = f"step {unit.step + 1}: reward {rewards}, {speed}"
+                    held_out = job.evaluate(unit.names)
+                    scores = {name: reward for name, (reward, _) in held_out.items()}
+                    for name, score in scores.items():
+                        rows[name]["held_out_reward"] = score
+                rewards |= {name: row["reward"] for name, row in rows.items()}
+                seconds = time.monotonic() - clock
+                run.notes["train_s"] = earlier + seconds
+                shown = " ".join(f"{name}={reward:.2f}" for name, reward in rewards.items())
+                speed = f"{job.tokens / seconds:.0f} sampled tokens/s"
+                detail = f"step {unit.step + 1}: reward {shown}, {speed}"
                 run.record(unit.step, rows, detail, scores)  # metrics, export, checkpoint
     return phases.timing.busy
 
@@ -185,13 +165,13 @@ class ConcurrentGrpo(PolicySampler):
                 out[name] |= row
         return out
 
-    def evaluate(self, names: Sequence[str] | None = None) -> dict[str, tuple[float, list[str]]]:
+    def evaluate(self, names: Sequence[str] | None = None) -> HeldOut:
         """Returns the mean held-out reward of policies as they are, and a completion of each
         prompt.
         """
         drawn = self.held_out(list(names or self.members))
 
-        def judge() -> dict[str, tuple[float, list[str]]]:
+        def judge() -> HeldOut:
             out = {}
             for name, groups in drawn.items():
                 env = self.members[name].env
@@ -204,7 +184,9 @@ class ConcurrentGrpo(PolicySampler):
 
 
 def rollout_groups(sampling: GrpoSampling, rollout: Rollout, rewards_QG: np.ndarray) -> list[Group]:
-    """Returns scored rollouts as groups to train on; see ``episodes.to_groups``."""
+    """Returns scored rollouts as groups to train on, with advantages; see
+    ``episodes.to_groups``.
+    """
     made = []
     for prompt, completions in zip(rollout.prompts, rollout.completions):
         made.append([episodes.of_completion(prompt, c, sampling.temperature) for c in completions])
@@ -215,67 +197,35 @@ def rollout_groups(sampling: GrpoSampling, rollout: Rollout, rewards_QG: np.ndar
     return episodes.to_groups(made, rewards_QG, *how)
 
 
-def drawn(run: TrainingRun, name: str, rollout: Rollout) -> Snapshot | str:
-    """Returns the adapter that drew a rollout, or its digest.
-
-    Raises:
-        RuntimeError: the policy was updated since.
-    """
-    if rollout.revision is not None:
-        return rollout.revision
-    snapshot = run.snapshot(name)
-    if snapshot.version != rollout.version:
-        raise RuntimeError(
-            f"policy {name} is version {snapshot.version}, its rollouts are of version"
-            f" {rollout.version}: none would be named"
-        )
-    return snapshot
+def report_rewards(
+    job: ConcurrentGrpo, rows: Mapping[str, list[dict]], before: HeldOut, after: HeldOut, file: Path
+) -> None:
+    """Prints two completions of each policy before and after training, and draws its rewards."""
+    held_out = {name: (before[name][0], after[name][0]) for name in after}
+    for name, member in job.members.items():
+        report.completions(name, member.env.held_out, before[name][1], after[name][1], 2)
+    report.curves(rows, "reward", file, held_out)
 
 
-def trainer_base(base: Base, config: GrpoSettings) -> Base:
-    """Returns the trainer's base: the sampler's, unless the config studies a mismatch of the two.
-
-    ``router_noise`` changes the weights of the trainer's routers. ``trainer_dtype`` and
-    ``trainer_quantise`` load a second base, with its memory.
-
-    Raises:
-        UserError: noise for a base without experts.
-    """
-    dtype, quantise = config.trainer_dtype or config.dtype, config.trainer_quantise
-    quantise = config.quantise if quantise is None else quantise
-    if DTYPES.get(dtype) != base.dtype or quantise != config.quantise:
-        how: Any = {"quantise": quantise, "kernels": base.cfg.kernels}
-        base = base_lib.load(config.base, base.mesh, dtype, **how)
-        size = f"{base.nbytes / 1e6:.0f} MB more"
-        say(f"the trainer has a base of its own in {quantise or dtype}: {size}")
-    if not (std := config.router_noise):
-        return base
-    if not base.cfg.routed:
-        raise UserError(f"router_noise is {std}, but {base.name} has no experts: set it to 0")
-    noisy = router.perturb(base.params, std, jax.random.key(config.seed))
-    return dataclasses.replace(base, params=noisy)
-
-
-def result_rows(
+def result_row(
     job: ConcurrentGrpo,
     run: TrainingRun,
-    revisions: dict[str, tuple[str, int]],
-    after: dict[str, tuple[float, list[str]]],
-) -> list[dict[str, Any]]:
-    """Returns a policy's rewards, mismatch of trainer and sampler, size and revision, for each."""
-    rows = []
-    for name, (digest, number) in revisions.items():
-        size, gaps = run.adapter_bytes(name), zip(*run.notes["mismatch"][name])
-        gap, strays = gaps
-        row = {
-            "name": name,
-            "rank": job.trainer.policies[name].adapter.rank,
-            "reward_before": round(run.notes["before"][name][0], 4),
-            "reward_after": round(after[name][0], 4),
-            "gap": round(float(np.mean(gap)), 6),
-        }
-        if None not in strays:  # share of tokens that the trainer's routers would send elsewhere
-            row["out_of_route"] = round(float(np.mean(strays)), 4)
-        row |= {"adapter_bytes": size, "base_percent": round(100 * size / job.base.full_bytes, 3)}
-        rows.append(row | {"revision": digest, "number": number})
-    return rows
+    name: str,
+    rows: list[dict[str, Any]],
+    after: tuple[float, list[str]],
+    digest: str,
+    number: int,
+) -> dict[str, Any]:
+    """Returns a policy's rewards, mismatch of trainer and sampler, size and revision."""
+    size = run.adapter_bytes(name)
+    row = {
+        "name": name,
+        "rank": job.trainer.policies[name].adapter.rank,
+        "reward_before": round(run.notes["before"][name][0], 4),
+        "reward_after": round(after[0], 4),
+        "gap": round(float(np.mean([row["gap"] for row in rows])), 6),
+    }
+    if "out_of_route" in rows[0]:  # share of tokens that the trainer's routers would send elsewhere
+        row["out_of_route"] = round(float(np.mean([row["out_of_route"] for row in rows])), 4)
+    row |= {"adapter_bytes": size, "base_percent": round(100 * size / job.base.full_bytes, 3)}
+    return row | {"revision": digest, "number": number}

@@ -52,7 +52,7 @@ REWARD_TIMEOUT = "seconds that the reward of one completion may take; 0: no limi
 
 @dataclasses.dataclass(frozen=True)
 class GrpoSampling:
-    """How rollouts are drawn and turned into a batch."""
+    """Drawing of rollouts, and their way into a batch."""
 
     prompts: int = setting("prompts of a step", 8)
     group_size: int = setting("rollouts of a prompt", 8)
@@ -121,7 +121,7 @@ class GrpoSampling:
 
 @dataclasses.dataclass(frozen=True)
 class DrawingSettings:
-    """How completions are drawn; unset: as the revision was trained."""
+    """Drawing of completions; unset: as the revision was trained."""
 
     max_tokens: int | None = setting("largest number of new tokens", None)
     temperature: float | None = setting("0 is greedy", None)
@@ -198,6 +198,10 @@ class GrpoSettings(TrainingSettings):
         "int8, float8 or empty (none) for that second base; unset: as the sampler's", None
     )
     policies: dict[str, GrpoPolicy] = setting("policies by name")
+
+    def __post_init__(self):
+        super().__post_init__()
+        scoring.check_timeout(self.reward_timeout)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -378,6 +382,10 @@ class EvaluateSettings(CatalogSettings):
     slots: Count = setting("adapters of one batch, and on the device at once", 64)
     reward_timeout: float = setting(REWARD_TIMEOUT, scoring.TIMEOUT_S)
 
+    def __post_init__(self):
+        super().__post_init__()
+        scoring.check_timeout(self.reward_timeout)
+
     def preflight(self) -> None:
         super().preflight()
         self.env.preflight("env")
@@ -465,7 +473,7 @@ class ServeSettings(CatalogSettings):
     tenant_requests: Count = setting("requests of a tenant in flight; further ones get 429", 1000)
     tenant_tokens: Natural = setting(
         "tokens of a tenant's sampling and training requests in flight; 0: no limit. quotas.json "
-        "beside the keys overrides this and the next two for its tenants",
+        "next to the keys overrides this and the next two for its tenants",
         0,
     )
     tenant_policies: Natural = setting("policies of a tenant in training; 0: no limit", 0)

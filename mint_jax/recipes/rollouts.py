@@ -40,15 +40,13 @@ class Rollout:
     """Completions of one policy's step; examples and prompts are in the same order.
 
     Attributes:
-        revision: digest of the fixed revision that drew them; None where the policy did.
-        version: of the trainer, where the policy drew them.
+        drawn_by: digest of the fixed revision that drew them, or the policy's version.
     """
 
     examples: list[Example]
     prompts: list[list[int]]
     completions: list[list[Completion]]
-    revision: str | None = None
-    version: int | None = None
+    drawn_by: str | int = 0
 
 
 def members_of(config: GrpoSettings, base: Base) -> dict[str, Member]:
@@ -99,7 +97,10 @@ class PolicySampler:
         )
         self.stop_ids, self.tokens = tokenizer.eos_ids, 0
         self.fixed: dict[str, str] = {}
-        self._held, self._digests = ResidentAdapters({}, {}), dict[str, str]()  # of fixed adapters
+        self._resident, self._digests = (
+            ResidentAdapters({}, {}),
+            dict[str, str](),
+        )  # of fixed adapters
 
     @contextlib.contextmanager
     def sampling_from(self, fixed: dict[str, str], catalog: JobCatalog) -> Iterator[None]:
@@ -111,14 +112,14 @@ class PolicySampler:
         names = list(fixed.values())
         with (
             adapters.pool_of(self.base, names, catalog, max(1, len(names))) as pool,
-            pool.hold(names) as held,
+            pool.hold(names) as resident,
         ):
             digests = {name: pool.digests[text] for name, text in fixed.items()}
-            self.fixed, self._held, self._digests = fixed, held, digests
+            self.fixed, self._resident, self._digests = fixed, resident, digests
             try:
                 yield
             finally:
-                self.fixed, self._held, self._digests = {}, ResidentAdapters({}, {}), {}
+                self.fixed, self._resident, self._digests = {}, ResidentAdapters({}, {}), {}
 
     def rollout(self, names: Sequence[str], step: int) -> dict[str, Rollout]:
         """Samples the prompts of a step: one engine call for policies that sample themselves, and
@@ -126,9 +127,9 @@ class PolicySampler:
         """
         order = multihost.agree("data order", lambda: {n: self._draw(n, step) for n in names})
         own, fixed = ([n for n in names if (n in self.fixed) == is_fixed] for is_fixed in (0, 1))
-        slots = {name: self._held.slots[self.fixed[name]] for name in fixed}
+        slots = {name: self._resident.slots[self.fixed[name]] for name in fixed}
         out = self._sample(own, order, self.trainer.slots, self.trainer.stacks)
-        out |= self._sample(fixed, order, slots, self._held.stacks)
+        out |= self._sample(fixed, order, slots, self._resident.stacks)
         return {name: out[name] for name in names}
 
     def _draw(self, name: str, step: int) -> list[tuple[int, int]]:
@@ -147,10 +148,14 @@ class PolicySampler:
     ) -> dict[str, Rollout]:
         out, requests, owners = {}, [], []
         for name in names:
-            member, adapter = self.members[name], self._adapter(name)
+            member, drawn_by = self.members[name], self._digests.get(name)
+            adapter: dict[str, Any] = {"revision": drawn_by}
+            if drawn_by is None:
+                drawn_by = self.trainer.versions[name]
+                adapter = {"version": drawn_by}
             indices = [index for index, _ in order[name]]
             examples = [member.env.train[index] for index in indices]
-            out[name] = Rollout(examples, [member.train[index] for index in indices], [], **adapter)
+            out[name] = Rollout(examples, [member.train[i] for i in indices], [], drawn_by)
             for index, seed in order[name]:
                 own = {"n": member.sampling.group_size, "seed": seed, "adapter": slots[name]}
                 requests.append(self._request(member, member.train[index], **own, **adapter))
@@ -159,12 +164,6 @@ class PolicySampler:
             out[name].completions.append(completions)
             self.tokens += sum(len(c.tokens) for c in completions)
         return out
-
-    def _adapter(self, name: str) -> dict[str, Any]:
-        """Names the weights that draw a policy's rollouts: a digest, or the policy's version."""
-        if name in self._digests:
-            return {"revision": self._digests[name]}
-        return {"version": self.trainer.versions[name]}
 
     def _request(self, member: Member, prompt: Sequence[int], **own: Any) -> Request:
         drawing = member.sampling.drawing
@@ -191,9 +190,9 @@ class PolicySampler:
 def rollout_metrics(
     sampling: GrpoSampling, rollout: Rollout, rewards_QG: np.ndarray
 ) -> dict[str, float]:
-    """Returns metrics of scored rollouts: reward, its std within a prompt, tokens of a completion,
-    shares of truncated completions and of prompts without advantage, and the entropy of a token in
-    nats, estimated by the mean of ``-log p`` of the drawn ones.
+    """Returns metrics of scored rollouts: reward, its std within a prompt, tokens of a completion
+    and of all, shares of truncated completions and of prompts without advantage, and the entropy of
+    a token in nats, estimated by the mean of ``-log p`` of the drawn ones.
     """
     drawn = [c for group in rollout.completions for c in group]
     advantage = advantages.group_advantages(rewards_QG, sampling.baseline, sampling.divide_by_std)
@@ -201,6 +200,7 @@ def rollout_metrics(
         "reward": float(rewards_QG.mean()),
         "reward_std": float(rewards_QG.std(axis=1).mean()),
         "completion_tokens": float(np.mean([len(c.tokens) for c in drawn])),
+        "sampled_tokens": sum(len(c.tokens) for c in drawn),
         "truncated": float(np.mean([c.finish == "length" for c in drawn])),
         "zero_advantage": float((advantage == 0).all(axis=1).mean()),
         "entropy": -float(np.mean([p for c in drawn for p in c.drawn_logprobs])),

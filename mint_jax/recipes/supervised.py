@@ -17,7 +17,7 @@ from mint_jax.data.sources import numbered_rows
 from mint_jax.envs import env as env_lib
 from mint_jax.envs.env import Example
 from mint_jax.errors import UserError
-from mint_jax.harness import report, start, workdir
+from mint_jax.harness import report, start
 from mint_jax.harness.start import PolicyData, say
 from mint_jax.harness.training import TrainingRun
 from mint_jax.models.base import Base
@@ -55,17 +55,16 @@ def run(config: SftSettings | DpoSettings, folder: Path, task: Task) -> dict[str
     """Trains, exports and measures the policies; returns the result."""
     began = time.monotonic()
     rows = {name: rows_of(policy.data, task) for name, policy in config.policies.items()}
-    workdir.claim(config, folder)
-    base = start.open_base(config)
-    data = data_of(config, base, task, rows)
-    policies = [one.config for one in data.values()]
-    trainer = Trainer(base, policies, config.max_tokens_per_pass, config.remat)
-    shapes = dict.fromkeys(data, trainer.shapes)
-    with TrainingRun(config, folder, trainer, shapes) as run:
+    with TrainingRun(config, folder) as run:
+        base = start.open_base(config)
+        data = data_of(config, base, task, rows)
+        policies = [one.config for one in data.values()]
+        trainer = Trainer(base, policies, config.max_tokens_per_pass, config.remat)
+        run.begin(trainer, dict.fromkeys(data, trainer.shapes))
         if run.is_finished:
             return run.result()
         if not run.resumed:
-            run.notes = {"before": task.measure(trainer, data), "history": {n: [] for n in data}}
+            run.notes = {"before": task.measure(trainer, data)}
         train(config, trainer, data, run, task)
         revisions = run.close()
         after = task.measure(trainer, data)
@@ -77,7 +76,7 @@ def run(config: SftSettings | DpoSettings, folder: Path, task: Task) -> dict[str
         row |= {"adapter_bytes": run.adapter_bytes(name), "revision": digest, "number": number}
         found.append(row)
     if multihost.is_main():
-        report.curves(run.notes["history"], task.headline, folder / f"{task.headline}.png")
+        report.curves(run.rows(), task.headline, folder / f"{task.headline}.png")
     if any(math.isnan(v) for row in found for v in row.values() if isinstance(v, float)):
         say("a metric is NaN: at least one policy diverged; lower its learning rate")
     return {
@@ -97,7 +96,7 @@ def train(
     task: Task,
 ) -> None:
     """Updates all policies in every step."""
-    headline, history = task.headline, run.notes["history"]
+    headline = task.headline
     with run.stepping():
         for step in range(min(run.step.values()), config.steps):
             order = multihost.agree(
@@ -106,8 +105,6 @@ def train(
             groups = {n: weighted([one.train[i] for i in order[n]]) for n, one in data.items()}
             with run.updating():
                 rows, scores = trainer.update(groups), {}
-                for name, row in rows.items():
-                    history[name].append(row[headline])
                 if run.is_eval_step(step):
                     for name, values in task.measure(trainer, data).items():
                         rows[name] |= {f"held_out_{key}": value for key, value in values.items()}
@@ -136,9 +133,9 @@ def rows_of(data: DataSettings, task: Task) -> tuple[list[LocatedRow], list[Loca
             " environment in data.env"
         )
     rows = numbered_rows(data.path)
-    held = max(1, len(rows) // 10) if data.held_out is None else data.held_out
-    if held >= len(rows):
-        raise UserError(f"data.held_out is {held} but {data.path} has {len(rows)} rows: lower it")
+    first = max(1, len(rows) // 10) if data.held_out is None else data.held_out
+    if first >= len(rows):
+        raise UserError(f"data.held_out is {first} but {data.path} has {len(rows)} rows: lower it")
     unused = dict.fromkeys(
         column
         for where, row in rows
@@ -147,7 +144,7 @@ def rows_of(data: DataSettings, task: Task) -> tuple[list[LocatedRow], list[Loca
     )
     if unused:
         say(f"{data.path}: columns {', '.join(unused)} are not used")
-    return rows[held:], rows[:held]
+    return rows[first:], rows[:first]
 
 
 def data_of(

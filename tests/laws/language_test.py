@@ -19,18 +19,16 @@ ROOT = Path(__file__).parents[2]
 ROOMS = [
     "benchmarks",
     "launch",
-    *(
-        str(path.relative_to(ROOT))
-        for path in sorted((ROOT / "mint_jax").glob("*.py"))
-        if path.name != "launch.py"
-    ),
+    *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "mint_jax").glob("*.py"))),
     "mint_jax/aot",
     "mint_jax/api",
     "mint_jax/catalog",
     "mint_jax/data",
     "mint_jax/envs",
+    "mint_jax/harness",
     "mint_jax/lora",
     "mint_jax/models",
+    "mint_jax/recipes",
     "mint_jax/residency",
     "mint_jax/rollout",
     "mint_jax/service/book.py",

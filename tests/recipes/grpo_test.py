@@ -16,7 +16,7 @@ import pytest
 from mint_jax.data.order import epoch_indices
 from mint_jax.envs.env import Example, ListEnvironment
 from mint_jax.harness import start
-from mint_jax.recipes import grpo, rollouts
+from mint_jax.recipes import grpo, mismatch, rollouts
 from mint_jax.recipes.options import GrpoSampling
 from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import Completion
@@ -229,6 +229,7 @@ def test_metrics_of_rollouts():
             "reward": 2 / 6,
             "reward_std": 0.5 / 3,
             "completion_tokens": 16 / 6,
+            "sampled_tokens": 16,
             "truncated": 3 / 6,
             "zero_advantage": 2 / 3,
             "entropy": (1 * 1.0 + 3 * 2.0 + 4 * 1.5 + 8 * 2.5) / 16,
@@ -239,33 +240,26 @@ def test_metrics_of_rollouts():
 @pytest.mark.parametrize(
     ("settings", "own"),
     [
-        ({}, None),
         ({"trainer_dtype": "float32"}, None),
         ({"trainer_dtype": "bfloat16"}, ("bfloat16", "int8")),
         ({"trainer_quantise": "int8"}, None),
         ({"trainer_quantise": ""}, ("float32", "")),
-        ({"trainer_quantise": "float8", "trainer_dtype": "bfloat16"}, ("bfloat16", "float8")),
     ],
 )
 def test_a_trainer_whose_base_is_stored_otherwise_has_one_of_its_own(monkeypatch, settings, own):
-    sampler = types.SimpleNamespace(
-        dtype=jnp.dtype("float32"),
-        mesh=None,
-        cfg=types.SimpleNamespace(kernels=None),
-        name="sampler",
-        nbytes=0,
+    sampler: Any = types.SimpleNamespace(
+        dtype=jnp.dtype("float32"), mesh=None, cfg=types.SimpleNamespace(kernels=None), name="base"
     )
-    loaded = types.SimpleNamespace(**vars(sampler) | {"name": "own"})
-    asked = []
+    loads = []
 
     def load(name, mesh, dtype, *, quantise, kernels):
-        asked.append((dtype, quantise))
-        return loaded
+        loads.append((dtype, quantise))
+        return types.SimpleNamespace(nbytes=0)
 
-    monkeypatch.setattr(grpo.base_lib, "load", load)
+    monkeypatch.setattr(mismatch.base_lib, "load", load)
     usual = {"trainer_dtype": "", "trainer_quantise": None, "router_noise": 0.0}
     config: Any = types.SimpleNamespace(
         **{"base": "b", "dtype": "float32", "quantise": "int8"} | usual | settings
     )
-    found = grpo.trainer_base(sampler, config)
-    assert (found, asked) == ((loaded, [own]) if own else (sampler, []))
+    found = mismatch.trainer_base(sampler, config)
+    assert ((found is sampler), loads) == ((own is None), [own] * (own is not None))

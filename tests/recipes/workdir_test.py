@@ -1,17 +1,36 @@
-"""A start that fails before its first step leaves the workdir free; steps keep their config."""
+"""A workdir belongs to one process and to one config: other processes are refused until the holder
+is dead, other configs once a step was done.
+"""
 
 import json
+import multiprocessing
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from mint_jax.errors import UserError
 from mint_jax.harness import start, workdir
-from mint_jax.recipes.options import SftSettings, read
-from tests.configs import run_config
+from mint_jax.harness.workdir import WorkdirLock
+from tests.configs import read, run_config
+
+ROOT = Path(__file__).parents[2]
+LOCKING = """
+import sys, time, pathlib
+from mint_jax.harness.workdir import WorkdirLock
+lock = WorkdirLock(pathlib.Path(sys.argv[1]))
+print("locked", flush=True)
+time.sleep(600)
+"""
 
 
-def config_of(**changes) -> SftSettings:
+def config_of(**changes):
     policies = {"adder": {"data": {"env": "digit_sum"}, "adapter": {"rank": 2}}}
     return read({"job": "sft", "base": "tiny-random", "steps": 1, "policies": policies} | changes)
 
@@ -20,28 +39,27 @@ def saved(folder: Path) -> dict:
     return json.loads((folder / "config.json").read_text())
 
 
-def test_a_start_that_failed_does_not_hold_the_workdir(tmp_path):
+def test_a_start_that_failed_does_not_keep_the_workdir(tmp_path):
     with pytest.raises(UserError, match="needs 8 devices"):
         run_config(config_of(mesh={"data": 1, "tensor": 8}), tmp_path)
+    WorkdirLock(tmp_path).release()
     (tmp_path / "run.json").write_text(
         json.dumps({"id": "me", "start": {"default/adder": {"digest": "0"}}, "fixed": {}})
     )
     workdir.claim(config_of(), tmp_path)
     assert saved(tmp_path)["mesh"]["tensor"] == 1
     assert json.loads((tmp_path / "run.json").read_text()) == {"id": "me"}, (
-        "where policies began was the other config's"
+        "the other config's start is dropped"
     )
 
 
 @pytest.mark.parametrize("left", ["metrics.jsonl", "checkpoints/step_1"])
-def test_steps_are_their_configs(tmp_path, left):
+def test_a_workdir_with_steps_refuses_another_config(tmp_path, left):
     workdir.claim(config_of(), tmp_path)
     (tmp_path / left).parent.mkdir(exist_ok=True)
     (tmp_path / left).write_text("{}\n")
     (tmp_path / "run.json").write_text('{"id": "me", "start": {}}')
-    with pytest.raises(
-        UserError, match="holds a run with seed=0, this one has 7: choose another --workdir"
-    ):
+    with pytest.raises(UserError, match="a run with seed=0, this one has 7: choose another"):
         workdir.claim(config_of(seed=7), tmp_path)
     assert saved(tmp_path)["seed"] == 0
     workdir.claim(config_of(steps=9), tmp_path)
@@ -49,10 +67,89 @@ def test_steps_are_their_configs(tmp_path, left):
     assert json.loads((tmp_path / "run.json").read_text()) == {"id": "me", "start": {}}
 
 
-def test_a_workdir_that_cannot_be_written_is_refused_before_the_base_is_loaded(
-    tmp_path, monkeypatch
-):
+def test_a_living_holder_is_named_before_the_base_is_loaded(tmp_path, monkeypatch):
     monkeypatch.setattr(start, "open_base", lambda config: pytest.fail("loaded"))
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written"):
         run_config(config_of(), tmp_path / "file" / "work")
+    command = [sys.executable, "-c", LOCKING, str(tmp_path)]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as holder:
+        try:
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == "locked\n"
+            host = re.escape(socket.gethostname())
+            says = rf"in use by process {holder.pid} on host {host}, there since 20\d\d-.* UTC"
+            with pytest.raises(UserError, match=says):
+                run_config(config_of(), tmp_path)
+        finally:
+            holder.send_signal(signal.SIGKILL)
+    lock = WorkdirLock(tmp_path)
+    assert lock.is_sure
+    with pytest.raises(UserError, match=f"process {os.getpid()} "):
+        WorkdirLock(tmp_path)
+    lock.release()
+    WorkdirLock(tmp_path).release()
+
+
+def _wait(connection):
+    connection.send("started")
+    connection.recv()
+
+
+def test_a_child_that_outlives_the_holder_does_not_keep_the_lock(tmp_path):
+    lock = WorkdirLock(tmp_path)
+    fork = multiprocessing.get_context("fork")
+    ours, theirs = fork.Pipe()
+    child = fork.Process(target=_wait, args=(theirs,))
+    child.start()
+    assert ours.recv() == "started"
+    try:
+        lock.release()  # as its end does
+        WorkdirLock(tmp_path).release()
+    finally:
+        ours.send(None)
+        child.join()
+
+
+def train(folder: Path, err: Path) -> subprocess.Popen:
+    tiny = ROOT / "configs" / "tiny" / "sft.py"
+    job = [f"--config={tiny}", f"--workdir={folder}", "--config.steps=100000"]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
+    command = [sys.executable, "-m", "mint_jax.launch", *job]
+    return subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=err.open("w"), env=env, cwd=ROOT
+    )
+
+
+def wait_for(line: str, file: Path, process: subprocess.Popen) -> None:
+    deadline = time.monotonic() + 240
+    while line not in file.read_text():
+        assert process.poll() is None, file.read_text()[-2000:]
+        assert time.monotonic() < deadline, file.read_text()[-2000:]
+        time.sleep(0.1)
+
+
+@pytest.mark.long
+def test_the_same_command_twice_leaves_the_first_training(tmp_path):
+    """The second process is refused while the first lives, and takes over once it was killed."""
+    folder, running = tmp_path / "work", []
+    try:
+        running.append(first := train(folder, tmp_path / "first"))
+        wait_for("step 2", tmp_path / "first", first)
+        running.append(second := train(folder, tmp_path / "second"))
+        assert second.wait(120) == 2
+        says = (tmp_path / "second").read_text()
+        assert f"in use by process {first.pid} on host {socket.gethostname()}" in says
+        assert "base" not in says, "it was refused before the base was loaded"
+        assert first.poll() is None, (tmp_path / "first").read_text()[-2000:]
+        first.send_signal(signal.SIGKILL)
+        first.wait()
+        running.append(third := train(folder, tmp_path / "third"))
+        wait_for("step", tmp_path / "third", third)
+        assert "waiting up to" not in (tmp_path / "third").read_text()
+        assert "fenced" not in (tmp_path / "first").read_text()
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
