@@ -258,7 +258,6 @@ def test_a_name_without_an_adapter_of_this_base_is_refused(
 REFUSED_BY_BOTH = [
     ({"tokens": [1, "2"]}, "expected a list of token ids"),
     ({"tokens": [1, 97]}, "ids 0 to 96"),
-    ({"tokens": []}, "no tokens"),
     (
         {"tokens": [1, 2], "adaptor": "x"},
         "in.jsonl:3 has 'adaptor', which means nothing; 'adapter'",
@@ -268,6 +267,7 @@ REFUSED_BY_BOTH = [
     ({"text": 5}, "in.jsonl:3: text is 5; expected a string"),
 ]
 REFUSED_BY_SCORE = [
+    ({"tokens": []}, "no tokens"),
     ({"tokens": [1] * 257}, "context of 256"),
     ({"id": 1}, "in.jsonl:3 has id; expected tokens or text"),
     ({"prompt": "hello"}, "in.jsonl:3 has 'prompt', which means nothing"),

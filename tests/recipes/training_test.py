@@ -129,13 +129,8 @@ def test_a_reward_that_hangs_ends_the_run_at_its_timeout(where, own_env, tmp_pat
     config = only(tiny("grpo", reward_timeout=0.5), "ppo")
     config.policies.ppo.env.name = own_env(lambda: env)
     try:
-        with pytest.raises(
-            UserError,
-            match=(
-                r"a reward has taken .*'ppo', completion .* of prompt '\d is'.*reward_timeout is"
-                r" 0\.5 s"
-            ),
-        ):
+        says = r"has taken .*'ppo', completion .* of prompt '\d is'.*reward_timeout is 0\.5 s"
+        with pytest.raises(UserError, match=says):
             run_config(config, tmp_path)
     finally:
         release.set()
@@ -148,18 +143,6 @@ def test_settings_of_rewards_are_checked_before_anything_is_done(setting, value,
     assert not (tmp_path / "new").exists()
 
 
-def test_another_runs_workdir_is_refused(tmp_path):
-    run_config(tiny("sft", steps=1), tmp_path)
-    other = tiny("sft", steps=1)
-    other.policies.adder.optimizer.learning_rate = 0.5
-    with pytest.raises(
-        UserError, match=r"learning_rate=0\.01.*this one has 0\.5.*another --workdir"
-    ):
-        run_config(other, tmp_path)
-    saved = json.loads((tmp_path / "config.json").read_text())
-    assert saved["policies"]["adder"]["optimizer"]["learning_rate"] == 0.01
-
-
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -168,8 +151,6 @@ def test_another_runs_workdir_is_refused(tmp_path):
             lambda p: p.adapter.update({"targets": ("q", "router")}),
             "'router' is not a projection.*choose from",
         ),
-        (lambda p: p.adapter.update({"ranc": 3}), "adapter.ranc is no setting.*rank"),
-        (lambda p: p.update({"optimiser": {}}), "policies.ppo.optimiser is no setting.*optimizer"),
         (lambda p: p.loss.update({"kind": "grpo"}), "loss is 'grpo'; choose one of"),
         (lambda p: p.optimizer.update({"learning_rate": float("nan")}), "learning_rate is nan"),
         (lambda p: p.env.update({"name": "digits"}), "environment is 'digits'; choose one of"),
@@ -194,14 +175,7 @@ def test_a_bad_policy_is_refused_before_anything_is_sampled(change, says, tmp_pa
     [
         ("", "has no rows"),
         ('{"prompt": "a", "completion": "b"}\n', "held_out is 1 but .* has 1 rows"),
-        ('{"question": "a"}\n' * 20, "expected messages, or prompt and completion, or text"),
         ('{"prompt": "a", "completion": "b"}\nnot json\n', ":2 is not valid JSON"),
-        (
-            json.dumps({"prompt": "a", "completion": "word " * 600})
-            + "\n"
-            + '{"text": "a b c"}\n' * 20,
-            "exceeds the context of 512",
-        ),
         ('{"messages": [{"role": "user", "content": "a"}]}\n' * 20, "no assistant turn"),
     ],
 )
