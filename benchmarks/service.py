@@ -61,7 +61,7 @@ class _Tenants:
             with self._lock:
                 self._sent[name] += 1
                 number = self._sent[name]
-            ids.append(self.durable.submit(name, number, call, wait_s=None))
+            ids.append(self.durable.submit(name, number, call))
         return ids
 
     def wait(self, ids: Sequence[str]) -> None:

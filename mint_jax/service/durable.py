@@ -200,17 +200,17 @@ class Durable:
 
     # any thread
 
-    def submit(self, model: str, seq_id: int, call: Call, wait_s: float | None = 0.0) -> str:
+    def submit(self, model: str, seq_id: int, call: Call) -> str:
         """Returns the id of a request, which is durable by then. See ``Futures.submit``.
 
         Raises:
             Conflict, Gone, Overloaded, DatabaseFailed: as there.
             Unavailable: the server has failed or is closing.
         """
-        return self.futures.submit(model, seq_id, *self._encoded(call), wait_s=wait_s)
+        return self.futures.submit(model, seq_id, *self._encoded(call))
 
     async def submit_task(self, model: str, seq_id: int, call: Call) -> str:
-        """``submit`` for an asyncio task; a full queue refuses at once."""
+        """``submit`` for an asyncio task."""
         return await self.futures.submit_task(model, seq_id, *self._encoded(call))
 
     def _encoded(self, call: Call) -> tuple[str, bytes]:

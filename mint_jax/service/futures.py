@@ -38,7 +38,7 @@ from typing import Any, NamedTuple
 from mint_jax.digest import blake3_of
 from mint_jax.errors import UserError
 from mint_jax.service.handover import Waker
-from mint_jax.service.server_db import Connection, DatabaseDamaged, Overloaded, ServerDatabase
+from mint_jax.service.server_db import Connection, DatabaseDamaged, ServerDatabase
 
 KEEP_S = 300.0
 SHORT = 64 << 10  # bytes of a payload up to which it stays in memory
@@ -222,13 +222,8 @@ class Futures:
 
     # clients
 
-    def submit(
-        self, model: str, seq_id: int, call: str, body: bytes, *, wait_s: float | None = 0.0
-    ) -> str:
+    def submit(self, model: str, seq_id: int, call: str, body: bytes) -> str:
         """Returns the id of a request, which is in the database by then.
-
-        Args:
-            wait_s: seconds to wait while the database's queue is full; None has no limit.
 
         Raises:
             Conflict: another request had this number.
@@ -236,21 +231,13 @@ class Futures:
             Overloaded: the queue is full.
             DatabaseFailed: the disk refuses: the request was not accepted and may be sent again.
         """
-        until = None if wait_s is None else time.monotonic() + wait_s
-        while True:
-            try:
-                entry = self._accept(model, seq_id, call, body)
-                break
-            except Overloaded:
-                if until is not None and time.monotonic() >= until:
-                    raise
-                self._database.wait_for_room(len(body), until)
+        entry = self._accept(model, seq_id, call, body)
         if (accepted := entry.accepted) is not None:
             accepted.result()
         return entry.id
 
     async def submit_task(self, model: str, seq_id: int, call: str, body: bytes) -> str:
-        """``submit`` for an asyncio task; a full queue refuses at once."""
+        """``submit`` for an asyncio task."""
         entry = self._accept(model, seq_id, call, body)
         if (accepted := entry.accepted) is not None:
             await asyncio.wrap_future(accepted)

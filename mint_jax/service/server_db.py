@@ -33,9 +33,7 @@ from mint_jax.service.schema import SCHEMA
 log = logging.getLogger("mint_jax.service")
 RETRY_S = 1.0  # between two probes of a disk that refused
 PROBE_BYTES = 64 << 10  # size of a probe, or the size of the queue if that is larger
-GROUP_BYTES = (
-    8 << 20
-)  # per transaction, so that the first change of a large group does not wait long
+GROUP_BYTES = 8 << 20  # per transaction: the first change of a large group does not wait long
 LAZY_S = 0.2  # delay of changes that need no transaction of their own
 # codes of errors that are the disk's, not the statement's
 _DISK_CODES = {
@@ -96,11 +94,9 @@ class ServerDatabase:
         self.path, self.queue_bytes, self.trouble = path, queue_bytes, ""
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)  # a change is queued, or the writer must end
-        self._room = threading.Condition(self._lock)  # the queue shrank, or the disk refuses
         self._queue: collections.deque[_Change] = collections.deque()
         self._queued = 0  # bytes, including those being written
         self._urgent = self._closed = False
-        self._alone = 0  # changes at the front of the queue that get a transaction each
         self._commit_s = 0.01
         self._readers: list[Connection] = []
         try:
@@ -183,16 +179,6 @@ class ServerDatabase:
                 self._work.notify()
         return change
 
-    def wait_for_room(self, nbytes: int, until: float | None) -> None:
-        """Returns once ``nbytes`` more fit into the queue or would be refused, or at ``until``, in
-        seconds of ``time.monotonic``; None has no limit.
-        """
-        with self._lock:
-            self._room.wait_for(
-                lambda: self._closed or self.trouble or self._fits(nbytes),
-                None if until is None else until - time.monotonic(),
-            )
-
     def close(self) -> None:
         """Writes what is queued and lets others open the file. Closing again does nothing."""
         with self._lock:
@@ -200,7 +186,6 @@ class ServerDatabase:
                 return
             self._closed = True
             self._work.notify()
-            self._room.notify_all()
         self._thread.join()
         for connection in (*self._readers, self._connection):
             with contextlib.suppress(sqlite3.Error):
@@ -247,29 +232,22 @@ class ServerDatabase:
     def _run(self) -> None:
         while group := self._next_group():
             began = time.monotonic()
-            error, results = None, []
             try:
                 results = self._commit(group)
-            except Exception as reason:
-                error = reason
-            if error is not None and _is_of_disk(error):
+            except Exception as error:
                 self._refuse(group, error)
                 self._recover()
-            elif error is not None and len(group) > 1:  # one of them fails: write each alone
-                with self._lock:
-                    self._queue.extendleft(reversed(group))
-                    self._alone, self._urgent = len(group), True
-            else:
-                with self._lock:
-                    self._queued -= sum(change.nbytes for change in group)
-                    self._commit_s = time.monotonic() - began
-                    self._room.notify_all()
-                if error is not None:
-                    if group[0].keep:  # no one may be waiting for its future
-                        log.error("a change of %s failed", self.path, exc_info=error)
-                    group[0].set_exception(self._explained(error))
-                for change, result in zip(group, results):
+                continue
+            with self._lock:
+                self._queued -= sum(change.nbytes for change in group)
+                self._commit_s = time.monotonic() - began
+            for change, (result, error) in zip(group, results):
+                if error is None:
                     change.set_result(result)
+                    continue
+                if change.keep:  # no one may be waiting for its future
+                    log.error("a change of %s failed", self.path, exc_info=error)
+                change.set_exception(self._explained(error))
 
     def _next_group(self) -> list[_Change]:
         """Returns the changes of the next transaction; none once the database is closed."""
@@ -281,20 +259,31 @@ class ServerDatabase:
             while self._queue and (not group or nbytes + self._queue[0].nbytes <= GROUP_BYTES):
                 group.append(self._queue.popleft())
                 nbytes += group[-1].nbytes
-                if self._alone:
-                    self._alone -= 1
-                    break
             self._urgent = bool(self._queue)
             return group
 
-    def _commit(self, group: Sequence[_Change]) -> list[Any]:
-        """Writes one transaction; returns the results of its changes."""
-        connection = self._connection
+    def _commit(self, group: Sequence[_Change]) -> list[tuple[Any, Exception | None]]:
+        """Writes one transaction; returns the result or the error of each change. A change that
+        fails is rolled back alone.
+
+        Raises:
+            Exception: the disk refuses the transaction.
+        """
+        connection, results = self._connection, []
         if connection.in_transaction:  # the disk refused a rollback
             connection.execute("ROLLBACK")
         try:
             connection.execute("BEGIN IMMEDIATE")
-            results = [change.apply(connection) for change in group]
+            for change in group:
+                connection.execute("SAVEPOINT change")
+                try:
+                    results.append((change.apply(connection), None))
+                except Exception as error:
+                    if _is_of_disk(error):
+                        raise
+                    connection.execute("ROLLBACK TO change")
+                    results.append((None, error))
+                connection.execute("RELEASE change")
             connection.execute("COMMIT")
         except BaseException:
             if connection.in_transaction:  # SQLite rolls back by itself if the disk is full
@@ -309,8 +298,6 @@ class ServerDatabase:
             queued = [*group, *self._queue]
             self._queue = collections.deque(change for change in queued if change.keep)
             self._queued, self._urgent = sum(c.nbytes for c in self._queue), bool(self._queue)
-            self._alone = 0
-            self._room.notify_all()
         for change in queued:
             if not change.keep:
                 change.set_exception(DatabaseFailed(self.trouble))
@@ -330,8 +317,8 @@ class ServerDatabase:
                 closing = self._work.wait_for(lambda: self._closed, RETRY_S)
                 nbytes = max(PROBE_BYTES, self._queued)
             try:
-                self._commit([_Change(_insert_probe(nbytes), 0, False)])
-                self._commit([_Change(lambda c: c.execute("DELETE FROM probe"), 0, False)])
+                for query in f"INSERT INTO probe VALUES (zeroblob({nbytes}))", "DELETE FROM probe":
+                    self._commit([_Change(lambda c, query=query: c.execute(query), 0, False)])
             except Exception as error:
                 with self._lock:
                     self.trouble = self._reason(error)
@@ -341,9 +328,7 @@ class ServerDatabase:
                 if not closing:
                     continue
                 return
-            with self._lock:
-                self.trouble = ""
-                self._room.notify_all()
+            self.trouble = ""
             return
 
 
@@ -359,12 +344,6 @@ def _expected_tables() -> set[tuple[str, str | None]]:
 
 
 _EXPECTED = _expected_tables()
-
-
-def _insert_probe(nbytes: int) -> Callable[[Connection], Any]:
-    return lambda connection: connection.execute(
-        "INSERT INTO probe VALUES (zeroblob(?))", (nbytes,)
-    )
 
 
 def _is_of_disk(error: BaseException) -> bool:

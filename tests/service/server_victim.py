@@ -60,7 +60,7 @@ def main(base_folder: str, folder: Path, seed: int) -> None:
 
         def client(tenant: int) -> None:
             for number, call in enumerate(plan(tenant, seed), 1):
-                id = durable.submit(f"t{tenant}", number, call, wait_s=None)
+                id = durable.submit(f"t{tenant}", number, call)
                 result = durable.result(id, WAIT_S)
                 assert result is not None, durable.failed
                 loss = result.loss if isinstance(call, ForwardBackward) else None

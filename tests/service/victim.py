@@ -76,7 +76,7 @@ class Victim:
             window = [n for n in range(first, first + WINDOW) if (model, n) not in self.given]
             choice.shuffle(window)
             for seq_id in window:
-                id = self.futures.submit(model, seq_id, "step", body(model, seq_id), wait_s=None)
+                id = self.futures.submit(model, seq_id, "step", body(model, seq_id))
                 self.say("given", model, seq_id, id)
                 if choice.random() < 0.7:
                     self.futures.wait(id, 0.002)  # not too far ahead of the others
