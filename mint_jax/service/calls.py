@@ -45,7 +45,7 @@ class ForwardBackward:
     backward: bool = True
     columns: Sequence[np.ndarray | None] | None = None
 
-    def told(self, trained: Trained) -> Trained:
+    def in_sent_shape(self, trained: Trained) -> Trained:
         """Returns a result in the shape of the sent targets."""
         if self.columns is None:
             return trained

@@ -12,7 +12,7 @@ clients see nothing run twice.
 
 While the disk refuses writes, new requests are refused and accepted ones continue: their results
 are returned once they are written, and a snapshot is tried again with the policy's next request.
-Saves of one policy are written in order, and a load waits for the saves before it. A loaded file is
+A policy's save or load waits for its saves before it. A loaded file is
 kept under ``loads`` until a snapshot includes it, so a restart can load it again although the
 checkpoint is deleted.
 """
@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from mint_jax import files
 from mint_jax.catalog.records.database import DatabaseFailed
@@ -35,11 +35,13 @@ from mint_jax.digest import blake3_of
 from mint_jax.errors import UserError
 from mint_jax.service import calls
 from mint_jax.service.calls import Call, Load, Save
+from mint_jax.service.checkpoints import Checkpoints
 from mint_jax.service.futures import Category, Done, Failed, Futures, Outcome, TrainingRequest
 from mint_jax.service.server_db import ServerDatabase
 from mint_jax.service.training import Training
 from mint_jax.train import host_state
 from mint_jax.train.host_state import HostState
+from mint_jax.train.live import Live
 
 log = logging.getLogger("mint_jax.service")
 TAKE_S = 0.5  # the executor checks this often whether it must end
@@ -47,14 +49,6 @@ TAKE_S = 0.5  # the executor checks this often whether it must end
 
 class Unavailable(UserError):
     """The server has failed or is closing: try again once it has restarted."""
-
-
-class Store(Protocol):
-    """A place of checkpoints: see ``checkpoints.Checkpoints``."""
-
-    def load(self, call: Load, kept: Path) -> HostState: ...
-
-    def save(self, model: str, request: str, call: Save, state: HostState) -> dict[str, Any]: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,9 +122,8 @@ class Durable:
         every: updates of a policy between two snapshots.
         every_s: seconds after which the policy's next request ends with a snapshot in any case.
         clock: monotonic seconds.
-        store: of checkpoints; None refuses loads and saves.
-        tenant_of: returns the tenant that a policy's time is charged to; by default each policy is
-            its own tenant.
+        store: of checkpoints; requests that load or save need it.
+        tenant_of: returns the tenant that a policy's time is charged to.
         on_result: called in the loop's thread with the model, the call and the result of each
             request that succeeds for the first time.
         on_end: called with a policy and the number of a request that has ended; the number is None
@@ -153,7 +146,7 @@ class Durable:
         every: int = 16,
         every_s: float = 60.0,
         clock: Any = time.monotonic,
-        store: Store | None = None,
+        store: Checkpoints | None = None,
         tenant_of: Callable[[str], str] = str,
         on_result: Callable[[str, Call, Any], None] = lambda model, call, result: None,
         on_end: Callable[[str, int | None], None] = lambda model, number: None,
@@ -165,14 +158,9 @@ class Durable:
                 " 0 seconds"
             )
         self.training, self.every, self.every_s, self._clock = training, every, every_s, clock
-        self.store, self.tenant_of, self._on_result, self._on_end = (
-            store,
-            tenant_of,
-            on_result,
-            on_end,
-        )
+        self.store, self.tenant_of = store, tenant_of
+        self._on_result, self._on_end = on_result, on_end
         self._saving = ThreadPoolExecutor(2, "saving")
-        self._last_saves: dict[str, Future[Any]] = {}  # by policy, under the lock
         self.states, self.loads = folder / "states", folder / "loads"
         self.loads.mkdir(parents=True, exist_ok=True)
         found = [Snapshot.read(path) for path in sorted(self.states.glob("*.safetensors"))]
@@ -240,7 +228,6 @@ class Durable:
         with self._lock:
             if (policy := self._policies.pop(model, None)) is not None:
                 self._drop_loads(policy.loads)
-            self._last_saves.pop(model, None)
         self._do(model, lambda live: model in live and live.leave(model))
 
     def close(self) -> None:
@@ -273,13 +260,12 @@ class Durable:
             self._fail(failure)
 
     def _start_ready(self, policy: _PolicyQueue) -> None:
-        """Starts waiting requests: none while a snapshot is due, and no load before the saves that
-        it follows.
+        """Starts waiting requests: none while a snapshot is due, and no load or save before the
+        saves that it follows.
         """
         while policy.waiting and not policy.snapshot_due:
-            if policy.waiting[0].call == "load" and any(
-                request.call == "save" for request, _ in policy.running
-            ):
+            saving = any(request.call == "save" for request, _ in policy.running)
+            if saving and policy.waiting[0].call in ("load", "save"):
                 break
             self._start(policy, policy.waiting.popleft())
 
@@ -304,7 +290,7 @@ class Durable:
         model, training, tenant = request.model, self.training, self.tenant_of(request.model)
         if isinstance(call, calls.ForwardBackward):
             future = training.forward_backward(model, call.data, call.loss, tenant, call.backward)
-            return _then(future, call.told)
+            return _then(future, call.in_sent_shape)
         if isinstance(call, calls.Optim):
             return training.optim(model, call.numbers, tenant)
         if isinstance(call, calls.Refused):
@@ -312,14 +298,12 @@ class Durable:
         if isinstance(call, Save):
             return self._save(request, call)
         if isinstance(call, Load):
-            if (store := self.store) is None:
-                raise UserError("this server keeps no checkpoints: there is nothing to load")
-            state = _of_store(lambda: store.load(call, self.loads / request.id))
+            state = self._of_store("load", call, self.loads / request.id)
             result = {"path": call.path}
         else:
             state, result = host_state.fresh(training.live.specs, call.config, call.seed), {}
 
-        def begin(live: Any) -> dict[str, Any]:
+        def begin(live: Live) -> dict[str, Any]:
             if isinstance(call, Load) and model in live:
                 live.replace(model, state)
             else:
@@ -329,40 +313,39 @@ class Durable:
         return self._do(model, begin)
 
     def _save(self, request: TrainingRequest, call: Save) -> "Future[Any]":
-        """Reads the policy in its turn, and writes the checkpoint in another thread, after the
-        policy's earlier saves. A repeated request was written before.
+        """Reads the policy in its turn, and writes the checkpoint in another thread. A repeated
+        request was written before.
         """
-        model, saved = request.model, Future()
         if request.is_again:
+            saved: Future[Any] = Future()
             saved.set_result({})
             return saved
-        if (store := self.store) is None:
-            raise UserError("this server keeps no checkpoints: start it with a place for them")
+        model, weights = request.model, call.kind == "weights"
 
-        def write(read: "Future[HostState]") -> None:
-            try:
-                state = read.result()
-                saved.set_result(_of_store(lambda: store.save(model, request.id, call, state)))
-            except BaseException as error:
-                saved.set_exception(error)
+        def read(live: Live) -> HostState:
+            return live.read_state(model).without_gradients() if weights else live.adapter(model)
 
-        def start(read: "Future[HostState]") -> None:
-            if not self._closing:
-                self._saving.submit(write, read)
+        def write(state: HostState) -> dict[str, Any]:
+            return self._of_store("save", model, request.id, call, state)
 
-        weights = call.kind == "weights"
-        read = self._do(
-            model,
-            lambda live: (
-                live.read_state(model).without_gradients() if weights else live.adapter(model)
-            ),
-        )
-        before, self._last_saves[model] = self._last_saves.get(model), saved
-        if before is None:
-            read.add_done_callback(start)
-        else:
-            before.add_done_callback(lambda _: read.add_done_callback(start))
-        return saved
+        return _then(self._do(model, read), write, self._in_saving_thread)
+
+    def _in_saving_thread(self, call: Callable[..., Any], *args: Any) -> None:
+        if not self._closing:
+            self._saving.submit(call, *args)
+
+    def _of_store(self, method: str, *args: Any) -> Any:
+        """Calls the store. Its failure, such as a busy database, becomes an ``OSError`` that fails
+        one request: no state has changed.
+        """
+        try:
+            return getattr(self.store, method)(*args)
+        except (DatabaseFailed, StorageFailed) as error:  # UserErrors, but not the client's
+            raise OSError(str(error)) from error
+        except (UserError, OSError):
+            raise
+        except Exception as error:
+            raise OSError(f"checkpoints cannot be reached: {error}") from error
 
     # the finisher's thread: results and snapshots to the disk
 
@@ -458,22 +441,12 @@ def outcome_of(future: "Future[Any]") -> Outcome:
     return Failed(str(error), Category.USER if isinstance(error, UserError) else Category.SERVER)
 
 
-def _of_store(call: Callable[[], Any]) -> Any:
-    """Returns a store's result. Its failure, such as a busy database, becomes an ``OSError`` that
-    fails one request: no state has changed.
-    """
-    try:
-        return call()
-    except (DatabaseFailed, StorageFailed) as error:  # UserErrors, but not the client's
-        raise OSError(str(error)) from error
-    except (UserError, OSError):
-        raise
-    except Exception as error:
-        raise OSError(f"checkpoints cannot be reached: {error}") from error
-
-
-def _then(future: "Future[Any]", call: Callable[[Any], Any]) -> "Future[Any]":
-    """Returns the future of a function of another future's result."""
+def _then(
+    future: "Future[Any]",
+    call: Callable[[Any], Any],
+    run: Callable[..., Any] = lambda call, *args: call(*args),
+) -> "Future[Any]":
+    """Returns the future of a function of another future's result; ``run`` calls it."""
     made: Future[Any] = Future()
 
     def ended(future: "Future[Any]") -> None:
@@ -482,5 +455,5 @@ def _then(future: "Future[Any]", call: Callable[[Any], Any]) -> "Future[Any]":
         except BaseException as error:
             made.set_exception(error)
 
-    future.add_done_callback(ended)
+    future.add_done_callback(lambda future: run(ended, future))
     return made

@@ -396,7 +396,7 @@ def test_options_as_text_and_the_old_map_beside_the_new(rng):
 def encoded(call, logprobs, protobuf):
     """The answer to a call that gave these log-probabilities, and a loss of 2.5."""
     return forward_backward.encode(
-        call.told(Trained.of(call.data, call.loss, logprobs, 2.5)), protobuf
+        call.in_sent_shape(Trained.of(call.data, call.loss, logprobs, 2.5)), protobuf
     )
 
 
