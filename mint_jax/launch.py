@@ -288,6 +288,11 @@ def cli(main: Callable[[Sequence[str]], None] = main) -> None:
     else:
         return
     _leave(status, says)
+    if status > 128:
+        # An interrupted import leaves a native module half initialised, and Python's own exit then
+        # can crash in it (SIGSEGV).
+        sys.stdout.flush()
+        os._exit(status)
     sys.exit(status)
 
 

@@ -96,6 +96,7 @@ def test_a_failure_is_named_at_once(processes, tmp_path):
     assert "1 passed" in shown, shown
 
 
+@pytest.mark.long
 def test_a_run_in_which_nothing_ends_says_where_it_hangs(tmp_path):
     options = "-o", "faulthandler_timeout=8", "-o", "faulthandler_exit_on_timeout=true"
     status, shown = run(HANGS, 1, tmp_path, {}, *options)

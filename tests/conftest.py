@@ -33,6 +33,7 @@ import numpy as np
 import pytest
 
 from mint_jax import host
+from mint_jax import mesh as mesh_lib
 from mint_jax.mesh import make_mesh, single_device_mesh
 from mint_jax.models import base as base_lib
 from tests.at_once import pytest_configure as pytest_configure
@@ -132,6 +133,17 @@ def form_of_accelerators(monkeypatch):
 def mesh():
     """One device."""
     return single_device_mesh()
+
+
+@pytest.fixture
+def one_device(monkeypatch):
+    """Makes recipes run on one device; they would take all."""
+    made = mesh_lib.make_mesh
+    monkeypatch.setattr(
+        mesh_lib,
+        "make_mesh",
+        lambda sizes=None, devices=None: made(sizes, devices or jax.devices()[:1]),
+    )
 
 
 @pytest.fixture(scope="session")

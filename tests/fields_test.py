@@ -14,38 +14,20 @@ from mint_jax.train.config import LossConfig, OptimizerConfig, PolicyConfig
     ("make", "says"),
     [
         (lambda: LossConfig(3), "LossConfig: kind is 3; expected text"),
-        (lambda: LossConfig("ppo", "x"), "clip_low is 'x'; expected a number"),
         (lambda: LossConfig(clip_high=-1), r"loss.clip_high is -1.*expected 0 <= clip_low"),
-        (lambda: LossConfig(kl=float("nan")), "loss.kl is nan"),
         (lambda: LossConfig(band_low=2.0, band_high=1.0), "loss.band_low is 2.0"),
-        (lambda: LossConfig(dpo_beta=0.0), "loss.dpo_beta is 0.0"),
         (lambda: AdapterConfig("8"), "AdapterConfig: rank is '8'; expected a whole number"),
-        (lambda: AdapterConfig(True), "rank is True"),
         (
             lambda: AdapterConfig(8, targets="q"),
             r"targets is 'q'; expected a list or tuple: write \('q',\)",
         ),
-        (lambda: AdapterConfig(8, targets=[1]), "targets is 1; expected text"),
         (lambda: OptimizerConfig("1e-4"), "learning_rate is '1e-4'; expected a number"),
-        (lambda: OptimizerConfig(warmup_steps=1.5), "warmup_steps is 1.5; expected a whole number"),
         (lambda: PolicyConfig("a", 8), "PolicyConfig: adapter is 8; expected a AdapterConfig"),
-        (
-            lambda: PolicyConfig("a", AdapterConfig(8), loss="ppo"),
-            "loss is 'ppo'; expected a LossConfig",
-        ),
         (
             lambda: fields.check(Request, {"max_token": 3}, "sampling"),
             "has no setting 'max_token', did you mean 'max_tokens'",
         ),
         (lambda: fields.check(Request, {"stop": "x"}, "sampling"), r"stop is 'x'.*write \('x',\)"),
-        (
-            lambda: fields.check(Request, {"logit_bias": [(1, 2.0, 3)]}, "sampling"),
-            "expected 2 values",
-        ),
-        (
-            lambda: fields.check(Request, {"logit_bias": {1: 2.0}}, "sampling"),
-            "expected a list or tuple",
-        ),
     ],
 )
 def test_a_value_of_another_type_is_refused_with_what_is_expected(make, says):

@@ -119,16 +119,6 @@ def test_progress_says_what_is_done_and_how_long_the_rest_takes(clock):
     ]
 
 
-def test_progress_of_a_resumed_run_rates_only_its_own_steps(clock):
-    out = io.StringIO()
-    progress = metrics.Progress("train", 100, out=out, done=80)
-    clock[0] += 100
-    progress.update(81)
-    clock[0] += 10
-    progress.update(86)
-    assert out.getvalue().splitlines()[-1] == "[train] 86/100 (1:50, 0:28 left)"
-
-
 def test_the_time_left_leaves_compilations_out(clock):
     """A first step of 200 s and a later one of 90 s compile; the others take 2 s, and so do those
     that are left.
@@ -209,18 +199,10 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path):
         metrics.MetricsWriter(tmp_path / "nothing")
 
 
-def test_progress_goes_to_stderr(capsys):
-    metrics.Progress("x", 1).update(1)
-    assert capsys.readouterr() == ("", "[x] 1/1 (0:00)\n")
-
-
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [
-        (0, "0:00"),
-        (59.9, "0:59"),
         (75.2, "1:15"),
-        (3599, "59:59"),
         (3600, "1:00:00"),
         (90061, "25:01:01"),
     ],

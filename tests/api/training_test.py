@@ -99,6 +99,7 @@ def torch_gradients(hf_dir, directory, loss_of):
 TOKENS, PREFIX = [5, 9, 33, 70, 12, 41, 8, 2], 3
 
 
+@pytest.mark.long
 def test_gradients_start_and_export_agree_with_peft(with_peft, hf_dirs, tmp_path):
     base, directory = with_peft
     plain = base.policy("plain", start=directory)
@@ -181,6 +182,7 @@ def test_gradients_of_rows_change_nothing(model):
     model.remove("gradients")
 
 
+@pytest.mark.long
 def test_a_saved_state_goes_on_bit_for_bit(load, tmp_path):
     with load() as base:
         policy = base.policy(

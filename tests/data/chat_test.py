@@ -97,14 +97,11 @@ def pair(request, tmp_path):
 WORDS = [
     "blue",
     " blue",
-    "two plus",
     "\n\n",
     "",
-    "The colour is blue.",
     "日本",
     " ",
     "a\nb",
-    "Paris",
 ]
 
 
@@ -210,11 +207,6 @@ GENERATION = {
         " generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% else %}{{ m.content"
         " }}<|im_end|>{% endif %}\n{% endfor %}"
     ),
-    "some": (
-        "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' and m.content != 'two"
-        " plus' %}{% generation %}{{- m.content ~ eos_token -}}{% endgeneration %}{% else %}{{"
-        " m.content }}{% endif %};{% endfor %}"
-    ),
     "in a macro": (
         "{% macro say(m) %}{{ m.content }}<|im_end|>{% endmacro %}{% for m in messages %}{{ m.role"
         " }}\n{% if m.role == 'assistant' %}{% set x = 1 %}{% generation %}{{ say(m) }}{{ x }}{%"
@@ -242,14 +234,6 @@ def test_replies_that_the_template_marks_are_learned(tmp_path, rng, template, ki
         assert marked.tokens == wanted["input_ids"]
         assert marked.learn == [bool(x) for x in wanted["assistant_masks"]]
         assert mine.render(messages) == theirs.apply_chat_template(messages, tokenize=False)
-
-
-def test_a_template_that_marks_nothing_has_nothing_to_learn(tmp_path):
-    save(tmp_path, byte_level(), chat_template=GENERATION["some"])
-    with pytest.raises(UserError, match=r"row 3: .*nothing to learn"):
-        chat.conversation(
-            Tokenizer(tmp_path), [turn("user", "q"), turn("assistant", "two plus")], "row 3"
-        )
 
 
 TOOLED = (
@@ -384,16 +368,8 @@ def test_rows_give_the_template_variables(tmp_path):
     [
         ({"text": "a b", "tools": [TOOL]}, "row 5 has tools and plain text"),
         (
-            {"prompt": "a", "completion": "b", "chat_template_kwargs": {"x": 1}},
-            "row 5 has chat_template_kwargs and plain text",
-        ),
-        (
             {"messages": [turn("user", "q"), turn("assistant", "a")], "tools": "add"},
             "row 5: tools has 'add'; expected a list, or its JSON",
-        ),
-        (
-            {"messages": [turn("user", "q"), turn("assistant", "a")], "tools": [3]},
-            "row 5: tools has '3'; expected an object",
         ),
         (
             {
@@ -405,18 +381,6 @@ def test_rows_give_the_template_variables(tmp_path):
         (
             {"messages": [turn("user", "q"), call("[1]")]},
             r"row 5: a call of add has '\[1\]'; expected an object",
-        ),
-        (
-            {"messages": [turn("user", "q"), call("no json")]},
-            "row 5: a call of add has 'no json'; expected an object",
-        ),
-        (
-            {"messages": [turn("user", "q"), {"role": "assistant", "tool_calls": ["x"]}]},
-            "row 5: tool_calls has 'x'; expected",
-        ),
-        (
-            {"prompt": [turn("user", "q")], "completion": [turn("user", "a")]},
-            "row 5: completion is .*; expected a string, or messages of the",
         ),
         (
             {"prompt": "q", "completion": [turn("assistant", "a"), turn("assistant", "b")]},
@@ -447,7 +411,11 @@ def test_parts_that_are_text_are_joined(tokenizer):
 
 
 @pytest.mark.parametrize(
-    "messages", [[], [turn("user", "a")], [turn("system", "a"), turn("user", "b")]]
+    "messages",
+    [
+        [],
+        [turn("user", "a")],
+    ],
 )
 def test_a_conversation_without_a_reply_is_refused(tokenizer, messages):
     with pytest.raises(UserError, match="line 7 has no assistant turn"):
@@ -561,17 +529,7 @@ def test_preferences_share_their_prompt(tokenizer, row):
             {"prompt": "q", "chosen": "a"},
             "columns prompt, chosen; expected prompt, chosen and rejected",
         ),
-        ({"rejected": "a"}, "expected prompt, chosen and rejected"),
-        (
-            {"prompt": 5, "chosen": "a", "rejected": "b"},
-            "prompt is '5'; expected a list of messages",
-        ),
-        (
-            {"prompt": "q", "chosen": "a", "rejected": ["b", "c"]},
-            "rejected is .*; expected a string",
-        ),
         ({"chosen": "a", "rejected": "b"}, "chosen is 'a'; expected a list of messages"),
-        ({"prompt": "q", "chosen": "", "rejected": "a"}, "nothing|no .*learn|empty"),
     ],
 )
 def test_bad_preferences_are_refused(tokenizer, row, message):
@@ -583,21 +541,11 @@ def test_bad_preferences_are_refused(tokenizer, row, message):
     ("row", "message"),
     [
         ({"question": "q", "answer": "a"}, "columns question, answer; expected messages"),
-        ({"prompt": "q"}, "columns prompt; expected messages"),
         ({"text": "a"}, "a text of 1 tokens; at least 2"),
-        ({"text": ""}, "a text of 0 tokens; at least 2"),
-        ({"messages": [turn("user", "q")]}, "no assistant turn"),
         ({"prompt": "q", "completion": ""}, "nothing|no .*learn|empty"),
         ({"messages": [turn("user", "q"), {"role": "assistant"}]}, "template refuses"),
-        ({"messages": "hi"}, "row 5: messages is 'hi'; expected a list of messages"),
-        ({"messages": ["hi"]}, "row 5: messages is .*; expected a list of messages"),
         ({"messages": []}, "row 5: messages is .*; expected a list of messages"),
         ({"prompt": "q", "completion": 5}, "row 5: completion is '5'; expected a string"),
-        (
-            {"prompt": None, "completion": "a"},
-            "row 5: prompt is 'None'; expected a list of messages",
-        ),
-        ({"text": ["a"]}, "row 5: text is .*; expected a string"),
     ],
 )
 def test_rows_with_nothing_to_learn_are_refused(tokenizer, row, message):

@@ -198,10 +198,7 @@ def test_a_byte_order_mark_is_no_text(tmp_path):
     ("name", "data", "message"),
     [
         ("none.jsonl", None, "none.jsonl does not exist"),
-        ("rows.csv", b"a,b\n", "suffix '.csv'; expected .jsonl .*.parquet or .arrow"),
-        ("rows.gz", b"", "suffix '.gz'; expected .jsonl"),
         ("rows.csv.gz", b"", "suffix '.csv.gz'; expected .jsonl"),
-        ("rows.parquet.gz", b"", "suffix '.parquet.gz'; expected .jsonl"),
         (
             "rows.jsonl",
             b'{"a": 1}\n{"a": 1, "b": {"c": 1, "d": 2, "c": 3}}',
@@ -210,41 +207,17 @@ def test_a_byte_order_mark_is_no_text(tmp_path):
         ("rows.jsonl", b'{"a": NaN}', r"rows.jsonl:1 is not valid JSON \(NaN is not a JSON number"),
         (
             "rows.jsonl",
-            b'{"a": [-Infinity]}',
-            r"rows.jsonl:1 is not valid JSON \(-Infinity is not a JSON number",
-        ),
-        ("rows.jsonl", b'{"a": 1e999}', r"rows.jsonl:1 is not valid JSON \(1e999 is too large"),
-        (
-            "rows.jsonl",
-            b'{"a": ' + b"1" * 5000 + b"}",
-            r"rows.jsonl:1 is not valid JSON \(Exceeds the limit",
-        ),
-        (
-            "rows.jsonl",
             b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
             r"rows.jsonl:1 is not valid JSON \(.*recursion",
         ),
         ("rows.jsonl", '{"a": 1}'.encode("utf-16"), "rows.jsonl:1 is not UTF-8 text"),
-        ("rows.jsonl", b'{"a": 1}\r{"a": 2}\r', "rows.jsonl:1 is not valid JSON"),
         ("rows.arrow", b"ARROW1 and no more", "rows.arrow is not a readable arrow file"),
-        ("rows.feather", b"FEA1", "rows.feather is not a readable feather file"),
-        ("rows", b"{}", "suffix ''; expected"),
         ("rows.jsonl", b"", "has no rows"),
-        ("rows.jsonl", b"\n \n\n", "has no rows"),
         ("rows.jsonl", b'{"a": 1}\n\n{"a": \n', r"rows.jsonl:3 is not valid JSON"),
-        ("rows.jsonl", b"{'a': 1}", r"rows.jsonl:1 is not valid JSON"),
         ("rows.jsonl", b'{"a": 1}\n[1, 2]\n', r"rows.jsonl:2 is a list; expected one JSON object"),
-        ("rows.jsonl", b'{"a": 1}\n{}\n"x"', r"rows.jsonl:3 is a str"),
-        ("rows.jsonl", b'{"a": 1} {"a": 2}\n', r"rows.jsonl:1 is not valid JSON"),
         # latin-1
         ("rows.jsonl", b'{"a": 1}\n{"a": "caf\xe9"}\n', r"rows.jsonl.*UTF-8|rows.jsonl.*utf-8"),
-        (
-            "rows.jsonl",
-            gzip.compress(b'{"a": 1}\n', mtime=0),
-            r"rows.jsonl.*UTF-8|rows.jsonl.*utf-8",
-        ),
         ("rows.parquet", b"PAR1 and no more", "rows.parquet is not a readable parquet file"),
-        ("rows.parquet", b"", "rows.parquet is not a readable parquet file"),
     ],
 )
 def test_bad_files_are_refused(tmp_path, name, data, message):
@@ -271,12 +244,6 @@ def test_a_folder_and_an_empty_table_are_refused(tmp_path):
     )
     with pytest.raises(UserError, match="has no rows"):
         read_rows(tmp_path / "rows.parquet")
-
-
-def test_an_output_that_cannot_be_written_is_refused(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="cannot be written"):
-        write_rows(tmp_path / "file" / "rows.jsonl", [{"a": 1}])
 
 
 def test_rows_that_fail_half_way_leave_the_old_file(tmp_path):

@@ -54,9 +54,7 @@ PIECES = [
 ]
 FIXED = [
     "",
-    " ",
     "two plus two",
-    " two",
     "two plus </s>\ntwo",
     "a <|im_end|> b",
     "x<tool>y <tool> z",
@@ -135,18 +133,9 @@ FILES = {
     "sentence piece": lambda: sentence_piece(),
     "metaspace": lambda: metaspace(),
     "truncation": lambda: with_part(byte_level(), truncation=TRUNCATION),
-    "truncation left": lambda: with_part(
-        sentence_piece(), truncation=TRUNCATION | {"direction": "Left", "stride": 1}
-    ),
-    "padding": lambda: with_part(sentence_piece(), padding=PADDING),
     "padding left": lambda: with_part(sentence_piece(), padding=LEFT, truncation=TRUNCATION),
     "lower case": lambda: with_part(byte_level(), normalizer={"type": "Lowercase"}),
-    "nfkc": lambda: with_part(byte_level(), normalizer={"type": "NFKC"}),
-    "strip": lambda: with_part(
-        byte_level(), normalizer={"type": "Strip", "strip_left": True, "strip_right": True}
-    ),
     "begin and end": lambda: with_part(sentence_piece(), post_processor=ENDS),
-    "no post-processor": lambda: with_part(sentence_piece(), post_processor=None),
     "blanks in front": lambda: with_part(
         byte_level(),
         pre_tokenizer={
@@ -157,7 +146,6 @@ FILES = {
         },
     ),
     "lstrip": lambda: with_token(byte_level(), "<|im_end|>", lstrip=True),
-    "rstrip": lambda: with_token(byte_level(), "<tool>", rstrip=True, special=False),
     "single word": lambda: with_token(byte_level(), "<tool>", single_word=True, special=False),
     "normalized": lambda: with_token(
         with_part(byte_level(), normalizer={"type": "Lowercase"}),
@@ -166,7 +154,6 @@ FILES = {
         special=False,
     ),
     "in blanks' place": lambda: with_token(sentence_piece(), "<extra>", normalized=True),
-    "ignore merges": lambda: with_model(byte_level(), ignore_merges=True),
     "unknown bytes": lambda: with_model(sentence_piece(), byte_fallback=False),
 }
 
@@ -178,19 +165,12 @@ def test_tokenizer_files_give_the_tokens_of_transformers(tmp_path, rng, name):
 
 CONFIGS = {
     "begin and end": {"add_bos_token": True, "add_eos_token": True, "bos_token": "<|im_start|>"},
-    "no begin": {"add_bos_token": False},
     "blank in front": {"add_prefix_space": True},
     "split": {"split_special_tokens": True},
     "clean up, which is not for BPE": {"clean_up_tokenization_spaces": True},
-    "a new end": {"eos_token": "<|new|>"},
-    "an end in the vocabulary": {"eos_token": "four"},
     "with flags": {
         "eos_token": {"__type": "AddedToken", **added("<|new|>", lstrip=True, special=False)}
     },
-    "known with other flags": {
-        "eos_token": {"__type": "AddedToken", **added("<|im_end|>", lstrip=True)}
-    },
-    "further": {"extra_special_tokens": ["<|new|>", "<extra>"]},
     "further, by the older name": {
         "additional_special_tokens": [
             "<extra>",
@@ -199,14 +179,6 @@ CONFIGS = {
     },
     "further, by name": {
         "extra_special_tokens": {"image_token": "<extra>", "sound_token": "<|new|>"}
-    },
-    "of a kind of model": {"image_token": "<extra>"},
-    "list": {
-        "added_tokens_decoder": {
-            "344": added("<extra>", lstrip=True),
-            "341": added("<|im_start|>"),
-            "345": added("two", special=False),
-        }
     },
     "list with changes": {
         "added_tokens_decoder": {"342": added("<|im_end|>", rstrip=True), "343": added("<tool>")}
@@ -233,17 +205,13 @@ def test_configs_give_the_tokens_of_transformers(tmp_path, rng, name, kind):
     )
 
 
-@pytest.mark.parametrize(
-    "model_type", ["llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3", None]
-)
+@pytest.mark.parametrize("model_type", ["qwen2", "deepseek_v3", None])
 @pytest.mark.parametrize("kind", [byte_level, sentence_piece, metaspace])
 @pytest.mark.parametrize(
     "config",
     [
         {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "unk_token": "<unk>"},
-        {"tokenizer_class": "LlamaTokenizerFast", "legacy": True},
         {"tokenizer_class": "LlamaTokenizer", "legacy": False, "add_prefix_space": False},
-        {"tokenizer_class": "GPT2Tokenizer"},
         {"tokenizer_class": "GPT2TokenizerFast", "add_prefix_space": True, "unk_token": None},
         {"tokenizer_class": "Qwen2Tokenizer", "extra_special_tokens": ["<extra>"]},
         {
@@ -252,9 +220,7 @@ def test_configs_give_the_tokens_of_transformers(tmp_path, rng, name, kind):
             "added_tokens_decoder": {"340": added("<|endoftext|>", lstrip=True)},
         },
         {"tokenizer_class": "PreTrainedTokenizerFast"},
-        {"tokenizer_class": "TokenizersBackend"},
         {"tokenizer_class": "NoSuchTokenizer"},
-        {"tokenizer_class": None},
     ],
     ids=lambda config: "-".join(map(str, config.values())),
 )
@@ -272,7 +238,7 @@ def test_classes_give_the_tokens_of_transformers(tmp_path, rng, model_type, kind
 
 @pytest.mark.parametrize(
     "files",
-    [("special_tokens_map",), ("added_tokens",), ("special_tokens_map", "added_tokens")],
+    [("added_tokens",), ("special_tokens_map", "added_tokens")],
     ids=str,
 )
 @pytest.mark.parametrize("listed", [False, True])

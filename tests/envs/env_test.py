@@ -51,15 +51,10 @@ def test_options_reach_the_factory(tmp_path, own):
             {},
             "environment is 'digit_sums'; choose one of: digit_sum, .*module:factory",
         ),
-        ("", {}, "environment is ''"),
         ("digit_sum", {"sed": 1}, "'digit_sum' does not take these options .*sed"),
-        ("jsonl", {}, "'jsonl' does not take these options .*path"),
         ("no_such_module:task", {}, "could not be imported .*no_such_module"),
-        ("own:nothing", {}, "could not be imported .*nothing"),
         ("own:task:more", {}, "own:task:more|own_envs_for_test:task:more"),
-        (":task", {}, "':task'"),
         ("own:task", {"n": 0}, "has no train examples"),
-        ("own:task", {"held": 0}, "has no held_out examples"),
         ("reasoning_gym", {"task": "no_such_task"}, "cannot make task"),
     ],
 )
@@ -89,7 +84,6 @@ async def reward(completion, example):
                 r" list of"
             ),
         ),
-        ({"train": {"q": 1}}, r"train of environment .* \(dict\); expected a list of"),
         (
             {"held_out": [("q", "a")]},
             r"held_out\[0\] of environment .* \(tuple\); expected an envs.env.Example",
@@ -105,7 +99,6 @@ async def reward(completion, example):
             {"reward": staticmethod(reward)},
             "reward of environment .* is async; .*use a plain function",
         ),
-        ({"held_out": ()}, "has no held_out examples"),
     ],
 )
 def test_what_breaks_the_protocol_is_refused(monkeypatch, changes, message):
@@ -157,11 +150,3 @@ def test_an_async_factory_is_refused(monkeypatch):
     module.make = make
     with pytest.raises(UserError, match="made by an async function"):
         env_lib.make("own_made_for_test:make")
-
-
-def test_a_file_with_too_few_rows_is_refused(tmp_path):
-    (tmp_path / "rows.jsonl").write_text('{"question": "q", "answer": "1"}\n')
-    with pytest.raises(UserError, match="has no train examples: its dataset is empty"):
-        env_lib.make("jsonl", path=str(tmp_path / "rows.jsonl"), held_out=1)
-    with pytest.raises(UserError, match="has no held_out examples"):
-        env_lib.make("jsonl", path=str(tmp_path / "rows.jsonl"), held_out=0)

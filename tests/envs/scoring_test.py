@@ -82,14 +82,7 @@ def test_a_mistake_in_an_environment_keeps_the_users_frames(own, tmp_path):
         env_lib.make("own_needs_for_test:task")
 
 
-def test_an_error_of_ours_alone_is_shown_whole():
-    with pytest.raises(UserError, match=r"(?s)raised TypeError.*in reward"):
-        scoring.score("ada", ListEnvironment([EXAMPLE], [EXAMPLE], {}.__getitem__), "", EXAMPLE)
-
-
-@pytest.mark.parametrize(
-    "value", [1, 0.5, -2, np.float32(0.25), np.int64(3), np.array(0.5), Fraction(1, 2)]
-)
+@pytest.mark.parametrize("value", [1, np.float32(0.25), np.array(0.5), Fraction(1, 2)])
 def test_numbers_are_rewards(value):
     assert scoring.score("ada", env_of(lambda text, example: value), "x", EXAMPLE) == float(value)
 
@@ -99,12 +92,8 @@ def test_numbers_are_rewards(value):
     [
         (None, r"returned None \(NoneType\); expected a number"),
         (True, r"returned True \(bool\); expected a number, such as float\(\.\.\.\)"),
-        (np.True_, r"\(bool\w*\); expected a number"),
-        ("1", r"returned '1' \(str\); expected a number"),
-        ([1.0], r"returned \[1\.0\] \(list\)"),
         (np.ones(1), r"returned array\(\[1\.\]\) \(ndarray\)"),
         (float("nan"), "returned nan; expected a finite number"),
-        (float("inf"), "returned inf; expected a finite number"),
     ],
 )
 def test_what_is_no_number_is_refused(value, told):

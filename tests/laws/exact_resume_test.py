@@ -2,12 +2,8 @@
 stopped, or killed, and run again.
 """
 
-import json
 import multiprocessing
-import os
-import runpy
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -22,10 +18,10 @@ from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.checkpoint import Checkpoints
 from mint_jax.lora.tree import AdapterConfig
 from mint_jax.recipes import grpo
-from mint_jax.train.batch import Group, TrainSequence
 from mint_jax.train.state import OptimizerConfig
 from mint_jax.train.trainer import LossConfig, PolicyConfig, Trainer
-from tests.configs import run_config
+from tests.configs import run_config, tiny
+from tests.groups import random_groups, rows_of, write_environment
 
 pytestmark = pytest.mark.bits
 
@@ -46,20 +42,6 @@ def make(base, seed) -> Trainer:
         for i, (n, r) in enumerate(RANKS.items())
     ]
     return Trainer(base, policies)
-
-
-def random_groups(rng, vocab, lengths=(6, 4)):
-    def sequence(n):
-        return TrainSequence(
-            rng.integers(3, vocab, n).tolist(),
-            [0.1] * n,
-            rng.normal(size=n).tolist(),
-            (-rng.exponential(size=n)).tolist(),
-        )
-
-    return [
-        Group(rng.integers(3, vocab, 4).tolist(), [sequence(n) for n in lengths]) for _ in range(2)
-    ]
 
 
 def test_restored_training_state_continues_bit_for_bit(tiny_base, rng, tmp_path):
@@ -103,29 +85,6 @@ def test_restored_training_state_continues_bit_for_bit(tiny_base, rng, tmp_path)
     )
 
 
-# Random text never earns a task's reward; this one differs between any two completions, so every
-# step moves every policy.
-ENVIRONMENT = """
-from mint_jax.envs.env import Example, ListEnvironment
-from tests.configs import run_config
-
-def make(vary=False):
-    prompts = [" ".join(str(i * 7919)[:3]) + " x" * (i * 5 % 11 if vary else 0) for i in range(100, 130)]
-    examples = [Example(prompt, "") for prompt in prompts]
-    return ListEnvironment(examples[2:], examples[:2], lambda completion, example: sum(map(ord, completion)) % 7 / 7)
-"""  # noqa: E501
-
-
-@pytest.fixture
-def environment(tmp_path_factory, monkeypatch):
-    """A folder in which a config finds ``varied:make``."""
-    directory = tmp_path_factory.mktemp("environment")
-    (directory / "varied.py").write_text(ENVIRONMENT)
-    monkeypatch.syspath_prepend(directory)
-    monkeypatch.delitem(sys.modules, "varied", raising=False)
-    return directory
-
-
 def exported(workdir) -> dict[tuple[str, int], str]:
     """(policy, step) -> digest; every revision loads, and a step that was done twice is there
     once.
@@ -160,18 +119,20 @@ def kept(workdir) -> dict[tuple[str, int], str]:
 
 
 def measured(workdir) -> list[dict]:
-    rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
-    return sorted(
-        ({k: v for k, v in row.items() if k != "time"} for row in rows),
-        key=lambda row: (row["step"], row["name"]),
-    )
+    rows = [{k: v for k, v in row.items() if k != "time"} for row in rows_of(workdir)]
+    return sorted(rows, key=lambda row: (row["step"], row["name"]))
 
 
-def train(steps: int, vary: bool, workdir: Path) -> dict[str, str]:
-    """Runs the job of configs/tiny/grpo.py on one device; the last revision of every policy."""
-    # seed 0: lengths decide what is compiled
-    config = runpy.run_path(str(ROOT / "configs" / "tiny" / "grpo.py"))["get_config"]()
-    config.update({"steps": steps, "export_every": 1, "tensorboard": False})
+def assert_same_run(one: Path, other: Path) -> None:
+    assert exported(one) == exported(other)
+    assert kept(one) == kept(other)
+    assert measured(one) == measured(other)
+
+
+def train(steps: int, workdir: Path, vary=False, schedule="batched") -> dict[str, str]:
+    """Runs the job of configs/tiny/grpo.py; returns the last revision of every policy."""
+    changes = {"steps": steps, "export_every": 1, "tensorboard": False, "schedule": schedule}
+    config = tiny("grpo", **changes)
     for policy in config.policies.values():
         policy.env = {"name": "varied:make", "vary": vary}
         policy.optimizer.learning_rate = 1e-2
@@ -179,137 +140,67 @@ def train(steps: int, vary: bool, workdir: Path) -> dict[str, str]:
     return {p["name"]: p["revision"] for p in run_config(config, workdir)["policies"]}
 
 
-@pytest.fixture
-def one_device(monkeypatch):
-    made = mesh.make_mesh
-    monkeypatch.setattr(
-        mesh,
-        "make_mesh",
-        lambda sizes=None, devices=None: made(sizes, devices or jax.devices()[:1]),
-    )
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("vary", [False, True], ids=["equal lengths", "varied lengths"])
-def test_grpo_stopped_and_resumed_is_grpo_uninterrupted(environment, one_device, tmp_path, vary):
-    def run(steps, workdir):
-        return train(steps, vary, workdir)
-
-    whole = run(4, tmp_path / "whole")
-    half = run(2, tmp_path / "parts")
-    assert run(4, tmp_path / "parts") == whole
+def test_grpo_stopped_and_resumed_is_grpo_uninterrupted(one_device, tmp_path, monkeypatch, vary):
+    write_environment(tmp_path, monkeypatch)
+    whole = train(4, tmp_path / "whole", vary)
+    half = train(2, tmp_path / "parts", vary)
+    assert train(4, tmp_path / "parts", vary) == whole
+    assert_same_run(tmp_path / "parts", tmp_path / "whole")
     digests = exported(tmp_path / "whole")
-    assert exported(tmp_path / "parts") == digests
-    assert kept(tmp_path / "parts") == kept(tmp_path / "whole")
     assert len(kept(tmp_path / "whole")) == 4 * len(whole)
-    assert measured(tmp_path / "parts") == measured(tmp_path / "whole")
-    assert len(set(digests.values())) == 4 * len(whole), (
-        "every step of every policy made another revision"
-    )
+    assert len(set(digests.values())) == 4 * len(whole), "every step made another revision"
     assert whole == {name: digests[name, 4] for name in whole}
     assert half == {name: digests[name, 2] for name in whole}
 
 
-def train_until_held(steps: int, workdir: Path, environment: Path, cache: str, last: int) -> None:
-    """``train`` in a process of its own, whose rewards never come once so many steps are
-    recorded.
-    """
-    sys.path.insert(0, str(environment))
+def train_until_held(steps: int, workdir: Path, last: int, schedule: str, cache: str) -> None:
+    """Runs ``train`` in a process of its own; its rewards stop once ``last`` rows are recorded."""
+    sys.path.insert(0, str(workdir.parent))
     host.use_compilation_cache(cache)
     made, all_devices = mesh.make_mesh, jax.devices()
     mesh.make_mesh = lambda sizes=None, devices=None: made(sizes, devices or all_devices[:1])
     scored = grpo.ConcurrentGrpo.reward
 
     def reward(*args, **options):
-        while rows_of(workdir) >= last:
+        while count_of(workdir) >= last:
             time.sleep(1)
         return scored(*args, **options)
 
     grpo.ConcurrentGrpo.reward = reward
-    train(steps, False, workdir)
+    train(steps, workdir, schedule=schedule)
 
 
-def rows_of(workdir: Path) -> int:
+def count_of(workdir: Path) -> int:
     path = workdir / "metrics.jsonl"
     return path.read_text().count("\n") if path.is_file() else 0
 
 
 @pytest.mark.long
-def test_grpo_killed_and_run_again_is_grpo_uninterrupted(environment, one_device, tmp_path, rng):
-    """Killed at a random moment of one of its steps; the slow set kills more often, under another
-    schedule.
-    """
-    steps, policies = 4, 3
-    whole = train(steps, False, tmp_path / "whole")
-    killed = tmp_path / "killed"
+@pytest.mark.parametrize(
+    ("steps", "kills", "schedule"),
+    [(4, 1, "batched"), pytest.param(24, 4, "overlapped", marks=pytest.mark.slow)],
+)
+def test_grpo_killed_and_run_again_is_grpo_uninterrupted(
+    steps, kills, schedule, one_device, tmp_path, rng, monkeypatch
+):
+    """Each kill falls at a random moment, later than the one before."""
+    write_environment(tmp_path, monkeypatch)
+    whole = train(steps, tmp_path / "whole", schedule=schedule)
+    killed, last = tmp_path / "killed", 3 * (steps - 1)  # rows of three policies
     cache = jax.config.jax_compilation_cache_dir
-    job = SERVER.Process(
-        target=train_until_held, args=(steps, killed, environment, cache, policies * (steps - 1))
-    )
-    job.start()
-    target = rng.integers(1, policies * (steps - 1) + 1)
-    while rows_of(killed) < target:
-        assert job.is_alive()
-        time.sleep(0.002)
-    time.sleep(rng.uniform(0, 0.1))
-    assert job.pid is not None
-    os.kill(job.pid, signal.SIGKILL)
-    job.join()
-    assert job.exitcode == -signal.SIGKILL
-    assert len(exported(killed)) < len(exported(tmp_path / "whole"))
-    assert train(steps, False, killed) == whole
-    assert exported(killed) == exported(tmp_path / "whole")
-    assert kept(killed) == kept(tmp_path / "whole")
-    assert measured(killed) == measured(tmp_path / "whole")
-
-
-@pytest.mark.slow
-def test_grpo_killed_at_any_moment_ends_as_if_uninterrupted(environment, tmp_path, rng):
-    steps, kills = 24, 4
-
-    def launch(workdir):
-        names = ("ppo", "cispo", "reinforce")
-        config = [f"--config.policies.{n}.env.name=varied:make" for n in names]
-        config += [f"--config.policies.{n}.optimizer.learning_rate=0.01" for n in names]
-        config += [
-            f"--config.steps={steps}",
-            "--config.export_every=1",
-            "--config.checkpoint.every=2",
-            "--config.schedule=overlapped",
-        ]
-        # one device
-        env = os.environ | {"PYTHONPATH": f"{environment}{os.pathsep}{ROOT}", "XLA_FLAGS": ""}
-        command = [
-            sys.executable,
-            "-m",
-            "mint_jax.launch",
-            f"--config={ROOT / 'configs/tiny/grpo.py'}",
-            f"--workdir={workdir}",
-            *config,
-        ]
-        return subprocess.Popen(
-            command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-
-    assert launch(tmp_path / "whole").wait(timeout=600) == 0
-    killed = tmp_path / "killed"
     for k in range(kills):
-        job = launch(killed)
-        # of 3 policies' rows, further each time
-        target = 3 * steps * (k + rng.uniform(0.1, 0.9)) / kills
-        while rows_of(killed) < target and job.poll() is None:
-            time.sleep(0.005)
+        job = SERVER.Process(target=train_until_held, args=(steps, killed, last, schedule, cache))
+        job.start()
+        target = max(1, int(last * (k + rng.uniform()) / kills))
+        while count_of(killed) < target:
+            assert job.is_alive()
+            time.sleep(0.002)
         time.sleep(rng.uniform(0, 0.1))
-        job.send_signal(signal.SIGKILL)
-        assert job.wait() == -signal.SIGKILL, "the job ended before it was killed"
-        if (killed / "catalog" / "catalog.db").is_file():
-            exported(killed)
-    assert launch(killed).wait(timeout=600) == 0
-    assert exported(killed) == exported(tmp_path / "whole")
-    assert kept(killed) == kept(tmp_path / "whole")
-    assert measured(killed) == measured(tmp_path / "whole")
-    results = [
-        json.loads((w / "result.json").read_text())["policies"]
-        for w in (killed, tmp_path / "whole")
-    ]
-    assert results[0] == results[1]
+        job.kill()
+        job.join()
+        assert job.exitcode == -signal.SIGKILL
+        assert len(exported(killed)) < len(exported(tmp_path / "whole"))
+    assert train(steps, killed, schedule=schedule) == whole
+    assert_same_run(killed, tmp_path / "whole")

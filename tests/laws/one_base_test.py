@@ -21,8 +21,9 @@ from mint_jax.rollout.request import Request
 from mint_jax.rollout.scheduler import longest_table
 from mint_jax.rollout.score import next_token_logprobs
 from mint_jax.train import step
-from mint_jax.train.batch import Group, TrainSequence, pack
+from mint_jax.train.batch import pack
 from mint_jax.train.trainer import LossConfig, PolicyConfig, ShapeBook, Trainer, stack_coefs
+from tests.groups import random_groups
 
 RANKS = (1, 3, 3)  # buckets 1, 4, 4
 LAYOUT = {
@@ -36,22 +37,6 @@ LAYOUT = {
     "copy",
     "stop_gradient",
 }
-
-
-def random_groups(rng, vocab, lengths=(6, 4)):
-    """Two prompts of 4 tokens, each with a sampled sequence of each length."""
-
-    def sequence(n):
-        return TrainSequence(
-            rng.integers(3, vocab, n).tolist(),
-            [0.1] * n,
-            rng.normal(size=n).tolist(),
-            (-rng.exponential(size=n)).tolist(),
-        )
-
-    return [
-        Group(rng.integers(3, vocab, 4).tolist(), [sequence(n) for n in lengths]) for _ in range(2)
-    ]
 
 
 def device_bytes() -> int:

@@ -3,9 +3,6 @@ that revision is called may move on.
 """
 
 import contextlib
-import json
-import runpy
-import sys
 import threading
 from pathlib import Path
 
@@ -27,31 +24,18 @@ from mint_jax.recipes import grpo
 from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import Request
 from mint_jax.rollout.score import Scorer
-from tests.configs import read, run_config
+from tests.configs import read, run_config, tiny
+from tests.groups import rows_of, write_environment
 
 ROOT = Path(__file__).parents[2]
 ATOL = 1e-4  # float32: a scorer's batch has another shape than the sampler's
-ENVIRONMENT = """
-from mint_jax.envs.env import Example, ListEnvironment
-from tests.configs import read, run_config
-
-def make():
-    examples = [Example(str(i * 7919), "") for i in range(100, 112)]
-    return ListEnvironment(examples[2:], examples[:2], lambda completion, example: sum(map(ord, completion)) % 7 / 7)
-"""  # noqa: E501
 
 
 @pytest.fixture
-def run_job(tmp_path, monkeypatch):
+def run_job(tmp_path, one_device, monkeypatch):
     """Runs two steps of GRPO into one catalog; ``(workdir, policies, changes of a policy) ->
     config``.
     """
-    made = mesh.make_mesh
-    monkeypatch.setattr(
-        mesh,
-        "make_mesh",
-        lambda sizes=None, devices=None: made(sizes, devices or jax.devices()[:1]),
-    )
     digest_of = recorder.digest_of
 
     def off_the_loop(data):
@@ -61,12 +45,10 @@ def run_job(tmp_path, monkeypatch):
         return digest_of(data)
 
     monkeypatch.setattr(recorder, "digest_of", off_the_loop)
-    (tmp_path / "lettered.py").write_text(ENVIRONMENT)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "lettered", raising=False)
+    write_environment(tmp_path, monkeypatch)
 
     def run(workdir, names, tenant="default", **changes):
-        config = runpy.run_path(str(ROOT / "configs" / "tiny" / "grpo.py"))["get_config"]()
+        config = tiny("grpo")
         for name in list(config.policies):
             if name not in names:
                 del config.policies[name]
@@ -80,7 +62,7 @@ def run_job(tmp_path, monkeypatch):
         config.update(settings)
         for policy in config.policies.values():
             policy.unlock()
-            policy.env = {"name": "lettered:make"}
+            policy.env = {"name": "varied:make"}
             policy.optimizer.learning_rate = 0.1
             policy.update(changes)
         run_config(config, tmp_path / workdir)
@@ -148,11 +130,7 @@ def test_every_sampled_token_names_the_revision_that_drew_it(run_job, tmp_path):
             assert {d for group in rollouts.revisions for row in group for d in row} == {digest}
             sampled = np.concatenate([row for group in rollouts.logprobs for row in group])
             np.testing.assert_allclose(scores(base, catalog, digest, rollouts), sampled, atol=ATOL)
-        rows = [
-            json.loads(line)
-            for line in (tmp_path / "off" / "metrics.jsonl").read_text().splitlines()
-        ]
-        assert all(row["max_gap"] > 10 * ATOL for row in rows), (
+        assert all(row["max_gap"] > 10 * ATOL for row in rows_of(tmp_path / "off")), (
             "importance weights come from the revision that drew the tokens"
         )
 

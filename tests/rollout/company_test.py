@@ -12,7 +12,6 @@ import os
 import zlib
 from collections import Counter
 
-import chex
 import jax
 import numpy as np
 import pytest
@@ -28,7 +27,6 @@ from mint_jax.rollout import device
 from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.pages import pages_for
 from mint_jax.rollout.request import Request
-from tests.laws.isolation_test import bits
 from tests.laws.shardings_equal_test import save_checkpoint
 
 pytestmark = pytest.mark.bits
@@ -381,38 +379,6 @@ def warm_engine_compiles_nothing(world, count: int) -> None:
 @pytest.mark.long
 def test_a_warm_engine_compiles_nothing_for_300_random_requests(llama):
     warm_engine_compiles_nothing(llama, 300)
-
-
-@pytest.mark.slow
-def test_a_warm_engine_compiles_nothing_for_2000_random_requests(world):
-    warm_engine_compiles_nothing(world, 2000)
-
-
-@pytest.mark.long
-def test_plans_that_are_replayed_give_the_same_bits(llama, monkeypatch):
-    calls: list[tuple] = []
-    real = {name: getattr(device, name) for name in ("prefill", "decode")}
-
-    def kept(name):
-        def call(params, stacks, pool, *plan, **fixed):
-            out = real[name](params, stacks, pool, *plan, **fixed)
-            calls.append((name, plan, fixed, jax.device_get(out[1])))
-            return out
-
-        return call
-
-    for name in real:
-        monkeypatch.setattr(device, name, kept(name))
-    engine = llama.engine(4 * LARGE)  # all rows of all requests at once
-    llama.expect(engine.generate(llama.asked, llama.stacks))
-    assert engine.counts["preempted"] == 0, "else plans are not all"
-    assert len(calls) == engine.counts["prefills"] + engine.counts["decodes"] > 4
-    base = llama.base
-    pool = device.empty_pool(base.cfg, base.mesh, engine.cache.pages, base.dtype)
-    with jax.set_mesh(base.mesh):
-        for name, plan, fixed, found in calls:
-            pool, again = real[name](base.params, llama.stacks, pool, *plan, **fixed)
-            chex.assert_trees_all_equal(bits(again), bits(found), strict=True)
 
 
 @pytest.mark.long

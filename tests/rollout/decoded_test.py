@@ -5,7 +5,6 @@ Decoding leaves a sample's tokens in pages of its own, which begin where its pro
 goes on from there has them as blocks of a prompt, which begin at multiples of a page.
 """
 
-import jax
 import numpy as np
 import pytest
 
@@ -25,7 +24,7 @@ TOLD = (
     "the tolerance that the engine states: decoding and prefill round differently, and each differs"
     " from float64 by as much"
 )
-FAST = ("llama", "deepseek_v3")
+FAST = ("llama",)
 FAMILIES = [pytest.param(f, marks=() if f in FAST else pytest.mark.long) for f in oracles.TINY]
 
 
@@ -184,26 +183,3 @@ def test_a_full_cache_keeps_what_fits_and_nothing_is_compiled(rng, tiny_base):
             assert PAGE <= c.reused <= whole_pages(len(further[0].prompt) - 1)
             engine._schedule.check()
     assert not compiled
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("axes", [{"data": 8}, {"data": 4, "fsdp": 2}], ids=str)
-def test_over_a_mesh_as_on_one_device(rng, tiny_base, hf_dirs, axes):
-    from mint_jax.mesh import make_mesh
-    from mint_jax.models import base as base_lib
-
-    split = base_lib.load(str(hf_dirs("llama")), make_mesh(axes))
-    one, mesh = (Engine(base, rows=(16,), reuse_decoded=True) for base in (tiny_base(), split))
-    asked = [Request(some(rng, n), max_tokens=NEW, temperature=0) for n in (1, 33, 50, 64, 70)]
-    one.warm()
-    mesh.warm()
-    first = one.generate(asked)
-    further = second_turns(rng, asked, first)
-    for a, b in zip(mesh.generate(asked), first, strict=True):
-        assert a[0].tokens == b[0].tokens
-    with jax.set_mesh(split.mesh):
-        again = mesh.generate(further)
-    for [a], [b] in zip(again, one.generate(further), strict=True):
-        assert a.reused in (0, b.reused), "a prompt may be in another part"
-        np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-4)
-    assert any(a.reused for [a] in again)

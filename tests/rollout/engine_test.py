@@ -5,7 +5,6 @@ Prompt lengths are fixed so that few programs are compiled; tokens and adapters 
 """
 
 import dataclasses
-import re
 import types
 
 import jax
@@ -54,18 +53,6 @@ def assert_greedy(mine, theirs, model, prompt):
     assert logits_V[theirs[differ]] - logits_V[mine[differ]] < 1e-4, (mine, theirs)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_greedy_tokens_equal_transformers_for_mixed_prompt_lengths(rng, tiny_base, hf_dirs, family):
-    model = oracles.torch_model(hf_dirs(family), torch.float64)
-    asked = prompts(rng, (1, 16, 5, 9, 2))
-    results = Engine(tiny_base(family)).generate(
-        [Request(p, temperature=0, max_tokens=NEW) for p in asked]
-    )
-    for prompt, [c] in zip(asked, results, strict=True):
-        assert_greedy(c.tokens, torch_greedy(model, prompt), model, prompt)
-        assert (c.finish, c.text) == ("length", None)
-
-
 ROWS = ("eight", None, "one", "eight", "tables", None)  # in the buckets 1, 8 and 8, unsorted
 
 
@@ -87,29 +74,6 @@ def test_greedy_tokens_of_mixed_adapters_equal_merged_weights(rng, tiny_base, hf
         np.testing.assert_allclose(c.logprobs, wanted, atol=3e-5)
         bare = torch_logprobs(models[None], [*prompt, *c.tokens])[-NEW:]
         assert name is None or np.abs(wanted - bare).max() > 1e-2, "the adapter must matter"
-
-
-def test_a_mesh_that_splits_rows_gives_equal_tokens(rng, tiny_base, hf_dirs):
-    """Six requests on a mesh whose batches have a multiple of eight rows; the engine pads and
-    drops.
-    """
-    base, spread = (
-        tiny_base("llama"),
-        base_lib.load(str(hf_dirs("llama")), make_mesh({"data": 4, "fsdp": 2})),
-    )
-    assert spread.row_multiple == 8
-    stacks, slots = lora_tree.stack_adapters(
-        transformer.abstract(base.cfg), random_adapters(rng, base.cfg)
-    )
-    requests = [
-        Request(p, slots.get(name), temperature=t, max_tokens=NEW, seed=int(rng.integers(2**31)))
-        for p, name, t in zip(prompts(rng, (4, 16, 8, 1, 11, 8)), ROWS, (0, 0, 1, 1, 0.5, 2))
-    ]
-    one, eight = (Engine(b).generate(requests, stacks) for b in (base, spread))
-    for [x], [y] in zip(one, eight, strict=True):
-        assert x.tokens == y.tokens
-        # sums over split dimensions are ordered otherwise
-        np.testing.assert_allclose(x.logprobs, y.logprobs, atol=2e-5)
 
 
 @pytest.mark.long
@@ -264,12 +228,8 @@ def wanted_cut(tokens, stops, prompt=()) -> tuple[list[int], str, str]:
 @pytest.mark.parametrize(
     "stops",
     [
-        ("é",),  # two tokens
-        ("日",),
-        ("bca", " a"),
-        ("ab", "b"),  # the second is inside the first
-        ("abcab", "bc"),  # the second is complete before the first
-        ("never there",),
+        ("bca", " a"),  # the second is inside the first
+        ("abcab", "bc"),
         (),
     ],
 )
@@ -288,17 +248,6 @@ def test_stop_strings_end_a_completion_with_the_token_that_completes_them(rng, t
         wanted, text, finish = wanted_cut(tokens, stops, request.prompt)
         assert (c.tokens, c.text, c.finish) == (wanted, text, finish)
         assert len(c.logprobs) == len(wanted)
-
-
-def test_the_text_of_overlapping_stop_strings_ends_before_the_one_completed_first():
-    """``bc`` is complete at the third token, ``abcd`` would be at the fourth: the tokens end with
-    c, so the text is ``a``.
-    """
-    for tokens in ([0, 1, 2, 3], [0, 1, 2]):
-        assert Stops(lambda ids: "".join("abcd"[i] for i in ids), ("abcd", "bc")).look(tokens) == (
-            3,
-            "a",
-        )
 
 
 @pytest.mark.parametrize(
@@ -336,50 +285,41 @@ def test_a_look_decodes_what_is_new_alone(rng):
     assert sum(seen) <= 4 * len(tokens), "not the whole text each time, 500,000 of them"
 
 
-def test_no_requests(tiny_base):
-    assert Engine(tiny_base()).generate([]) == []
-
-
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
         ({"prompt": ()}, "the prompt is empty"),
         ({"max_tokens": 0}, "max_tokens is 0"),
-        ({"max_tokens": -3}, "max_tokens is -3"),
         ({"n": 0}, "n is 0"),
         (
             {"prompt": (1,) * 200, "max_tokens": 57},
             "200 tokens and max_tokens 57 exceed the context of 256",
         ),
         ({"prompt": (3, 97)}, "token id 97; this base has ids 0 to 96"),
-        ({"prompt": (3, -2)}, "token id -2; this base has ids 0 to 96"),
         ({"stop": ("x",)}, r"stop strings \('x',\) need a tokenizer"),
+        ({"stop": ("",)}, "a stop string is empty"),
         ({"stop": (6,)}, r"stop is \(6,\); expected strings: quote them"),
         ({"stop_ids": (2**40,)}, "stop_ids has 1099511627776; expected token ids"),
-        ({"stop_ids": ("6",)}, "stop_ids has '6'; expected token ids"),
-        ({"seed": -1}, "seed is -1; expected 0 to 4294967295"),
+        (
+            {"prompt": (3, 4, 5), "target_prompt_logprobs": ((1,),)},
+            "target_prompt_logprobs has 1 entries; a prompt of 3",
+        ),
+        (
+            {"prompt": (3, 4, 5), "target_prompt_logprobs": ((), (1,) * 21)},
+            "has 21 ids at one position; expected at most",
+        ),
+        ({"prompt": (3, 4), "target_prompt_logprobs": ((-2,),)}, "token id -2"),
+        ({"prompt_logprobs_last_n": -1}, "prompt_logprobs_last_n is -1"),
+        ({"prompt_alternatives": 21}, "prompt_alternatives is 21; expected 0 to 20"),
         ({"seed": 2**32}, "seed is 4294967296; expected 0 to"),
         ({"top_k": 2**40}, "top_k is 1099511627776; expected 0 <= top_k"),
-        ({"temperature": -1.0}, "temperature is -1.0; expected 0 <= temperature"),
         ({"temperature": float("nan")}, "temperature is nan"),
-        ({"temperature": float("inf")}, "temperature is inf"),
         ({"temperature": 1e31}, r"temperature is 1e\+31; expected 0 <= temperature <= 1e\+30"),
         ({"temperature": "1"}, "temperature is '1'"),
-        ({"temperature": True}, "temperature is True"),
         ({"top_p": 0.0}, "top_p is 0.0; expected 0 < top_p <= 1"),
-        ({"top_p": -0.5}, "top_p is -0.5"),
-        ({"top_p": 1.0000001}, "top_p is 1.0000001"),
         ({"min_p": 1.5}, "min_p is 1.5; expected 0 <= min_p <= 1"),
-        ({"min_p": float("nan")}, "min_p is nan"),
-        ({"top_k": -1}, "top_k is -1"),
         ({"top_logprobs": 21}, "top_logprobs is 21; expected 0 to 20"),
-        (
-            {"repetition_penalty": 0.0},
-            "repetition_penalty is 0.0; expected 1e-06 <= repetition_penalty",
-        ),
         ({"repetition_penalty": 1e7}, "repetition_penalty is 10000000.0"),
-        ({"presence_penalty": float("inf")}, "presence_penalty is inf"),
-        ({"frequency_penalty": 3e38}, r"frequency_penalty is 3e\+38"),
         (
             {"logit_bias": ((97, 1.0),)},
             (
@@ -387,7 +327,6 @@ def test_no_requests(tiny_base):
                 " to 96"
             ),
         ),
-        ({"logit_bias": ((3, float("nan")),)}, "logit_bias has nan"),
         ({"logit_bias": ((3, float("-inf")),)}, r"logit_bias has -inf .*-1e\+30 bans a token"),
         ({"logit_bias": ((3, 1.0), (3, 2.0))}, "repeats a token"),
     ],
@@ -403,12 +342,6 @@ def test_bad_requests_are_refused_before_any_runs(tiny_base, bad, message):
             progress=lambda *p: seen.append(p),
         )
     assert not seen
-
-
-def test_an_empty_stop_string_is_refused(tiny_base):
-    """It would be found before the first token."""
-    with pytest.raises(UserError, match="stop"):
-        Engine(tiny_base(), decode).generate([Request((1, 2, 3), stop=("",), max_tokens=NEW)])
 
 
 @pytest.mark.parametrize("slot", [Slot(4, 0), Slot(8, 2)])
@@ -530,90 +463,6 @@ def test_penalties_and_biases_of_mixed_rows_are_those_of_their_definitions(rng, 
     assert theirs == penalised_greedy(model, asked[0], NEW)
 
 
-def test_a_row_with_penalties_changes_no_bit_of_its_neighbours(rng, tiny_base):
-    """Not where they come to a batch that had none, and not where they are as large as floats
-    go.
-    """
-    one, other = prompts(rng, (6, 6))
-    quiet = [Request(one, max_tokens=NEW, seed=7), Request(other, max_tokens=NEW, seed=8)]
-    loud = [
-        dataclasses.replace(quiet[0], frequency_penalty=1e6, logit_bias=((4, -1e30),)),
-        quiet[1],
-    ]
-    engine = Engine(tiny_base())
-    [_, [a]], [_, [b]] = engine.generate(quiet), engine.generate(loud)
-    assert (a.tokens, a.logprobs, a.drawn_logprobs) == (b.tokens, b.logprobs, b.drawn_logprobs)
-    assert a.drawn_logprobs == a.logprobs
-
-
-def test_no_settings_give_nan_or_a_token_that_they_exclude(rng, tiny_base):
-    """Settings at the ends of their ranges, in one batch: peaked ones draw what greedy decoding
-    does.
-    """
-    [prompt] = prompts(rng, [6])
-    peaked = [
-        {"temperature": 1e-45},
-        {"temperature": 1e-38},
-        {"temperature": 1e-30, "repetition_penalty": 1.0},
-        {"top_p": 5e-324},
-        {"top_p": 1e-40, "temperature": 1e30},
-        {"top_k": 1, "temperature": 1e30},
-        {"top_k": 1, "top_p": 1e-45, "min_p": 1e-45},
-        {"min_p": 1.0},
-    ]
-    loud = [
-        {"temperature": 1e30, "top_p": 1.0 - 1e-9},
-        {"repetition_penalty": 1e-6, "logit_bias": ((3, 1e30), (4, -1e30))},
-        {"repetition_penalty": 1e6, "frequency_penalty": 1e6, "presence_penalty": 1e6},
-        {"frequency_penalty": -1e6, "presence_penalty": -1e6, "temperature": 1e-38, "top_p": 1e-40},
-        {"logit_bias": tuple((i, -1e30) for i in range(97) if i != 50), "min_p": 1e-45},
-        {
-            "logit_bias": tuple((i, 1e30) for i in range(97)),
-            "top_k": 2**31 - 1,
-            "repetition_penalty": 1e6,
-        },
-    ]
-    asked = [
-        Request(prompt, max_tokens=NEW, seed=i, **fields)
-        for i, fields in enumerate([{"temperature": 0}, *peaked, *loud])
-    ]
-    [[greedy], *rest] = Engine(tiny_base()).generate(asked)
-    for request, [c] in zip(asked[1:], rest, strict=True):
-        assert np.isfinite([*c.logprobs, *c.drawn_logprobs]).all(), request
-        assert max([*c.logprobs, *c.drawn_logprobs]) <= 1e-6, request
-    for fields, [c] in zip(peaked, rest):
-        assert c.tokens == greedy.tokens, fields
-    drawn = [c.tokens for [c] in rest[len(peaked) :]]
-    assert set(drawn[1]) == {3}
-    assert set(drawn[4]) == {50}
-    assert len(set(drawn[3])) == 1, "each token makes itself likelier"
-
-
-def test_what_was_drawn_has_the_probability_that_it_was_drawn_with(rng, tiny_base, hf_dirs):
-    """``drawn_logprobs`` are under the penalised distribution at its temperature."""
-    model = oracles.torch_model(hf_dirs("llama"), torch.float64)
-    [prompt] = prompts(rng, [9])
-    request = Request(
-        prompt,
-        max_tokens=NEW,
-        seed=3,
-        temperature=0.7,
-        presence_penalty=1.5,
-        logit_bias=((8, 2.0),),
-    )
-    [[c]] = Engine(tiny_base("llama")).generate([request])
-    for i, token in enumerate(c.tokens):
-        z = oracles.torch_logits(model, np.array([[*prompt, *c.tokens[:i]]]))[0, -1].astype(
-            np.float64
-        )
-        z[8] += 2.0
-        z[list(set(c.tokens[:i]))] -= 1.5
-        # 3e-5 over 0.7, twice
-        np.testing.assert_allclose(
-            c.drawn_logprobs[i], (z / 0.7 - special.logsumexp(z / 0.7))[token], atol=1e-4
-        )
-
-
 def test_the_likeliest_tokens_and_their_logprobs_are_transformers(rng, tiny_base, hf_dirs):
     """Rows that ask for some, for others and for none in one batch; the model's own
     log-probabilities, whatever draws.
@@ -662,41 +511,6 @@ def test_the_likeliest_tokens_and_their_logprobs_are_transformers(rng, tiny_base
             np.testing.assert_allclose(logprobs, logp_V[list(ids)], atol=3e-5)
 
 
-def test_scores_of_a_prompt_are_transformers(rng, tiny_base, hf_dirs):
-    """Of prompts of one token, of some and of several blocks, beside one that does not ask."""
-    model = oracles.torch_model(hf_dirs("llama"), torch.float64)
-    asked = [
-        Request(p, max_tokens=3, n=2, prompt_logprobs=own, top_prompt_logprobs=k, seed=1)
-        for p, own, k in zip(
-            prompts(rng, (1, 7, 40, 150, 9)), (True, True, False, True, False), (2, 0, 4, 20, 0)
-        )
-    ]
-    for request, completions in zip(asked, Engine(tiny_base("llama")).generate(asked), strict=True):
-        logp_TV = special.log_softmax(
-            oracles.torch_logits(model, np.array([request.prompt]))[0, :-1].astype(np.float64),
-            axis=-1,
-        )
-        for c in completions:
-            assert (c.prompt_logprobs is not None, c.top_prompt_logprobs is not None) == (
-                request.prompt_logprobs,
-                request.top_prompt_logprobs > 0,
-            )
-            if c.prompt_logprobs is not None:
-                # as above
-                np.testing.assert_allclose(
-                    c.prompt_logprobs,
-                    logp_TV[np.arange(len(logp_TV)), request.prompt[1:]],
-                    atol=3e-5,
-                )
-            for told, logp_V in zip(
-                c.top_prompt_logprobs or (), logp_TV, strict=c.top_prompt_logprobs is not None
-            ):
-                ids, logprobs = zip(*told)
-                assert len(set(ids)) == request.top_prompt_logprobs
-                np.testing.assert_allclose(logprobs, np.sort(logp_V)[::-1][: len(ids)], atol=3e-5)
-                np.testing.assert_allclose(logprobs, logp_V[list(ids)], atol=3e-5)
-
-
 def test_targets_at_a_prompts_places_are_scored_and_the_last_tokens_alone_where_asked(
     rng, tiny_base, hf_dirs
 ):
@@ -731,6 +545,10 @@ def test_targets_at_a_prompts_places_are_scored_and_the_last_tokens_alone_where_
         assert [len(top) for top in c.top_prompt_logprobs] == [0] * first + [2] * (
             length - 1 - first
         )
+        for pairs, logp_V in zip(c.top_prompt_logprobs[first:], logp_TV[first:]):
+            ids, logprobs = zip(*pairs)
+            np.testing.assert_allclose(logprobs, np.sort(logp_V)[:-3:-1], atol=3e-5)
+            np.testing.assert_allclose(logprobs, logp_V[list(ids)], atol=3e-5)
         for t, (told, ids) in enumerate(zip(c.target_prompt_logprobs, targets, strict=True)):
             wanted = [] if t < first else [0.0 if i < 0 else logp_TV[t, i] for i in ids]
             np.testing.assert_allclose(told, wanted, atol=3e-5)
@@ -763,24 +581,3 @@ def test_alternatives_at_a_prompts_places_are_drawn_from_the_model(rng, tiny_bas
     [[alone]] = engine.generate([asked[9]])
     assert alone.prompt_alternatives == told[9]
     assert {len(place) for place in told[9]} == {3}
-
-
-@pytest.mark.parametrize(
-    ("asked", "message"),
-    [
-        (
-            {"target_prompt_logprobs": ((1,),)},
-            "target_prompt_logprobs has 1 entries; a prompt of 3 tokens needs 2",
-        ),
-        (
-            {"target_prompt_logprobs": ((), (1,) * 21)},
-            "has 21 ids at one position; expected at most 20",
-        ),
-        ({"target_prompt_logprobs": ((), (-2,))}, "token id -2"),
-        ({"prompt_logprobs_last_n": -1}, "prompt_logprobs_last_n is -1"),
-        ({"prompt_alternatives": 21}, "prompt_alternatives is 21; expected 0 to 20"),
-    ],
-)
-def test_wrong_questions_about_a_prompt_are_refused(tiny_base, asked, message):
-    with pytest.raises(UserError, match=re.escape(message)):
-        Engine(tiny_base("llama")).generate([Request((3, 4, 5), **asked)])

@@ -202,22 +202,6 @@ def test_whole_blocks_are_found_again_and_a_last_one_that_is_not_whole_never_is(
     assert opened(pages, ()) == ([], 0)
 
 
-@pytest.mark.parametrize("other", [("b", None), ("a", 1)], ids=["tenant", "version"])
-def test_another_tenant_or_version_finds_nothing(other):
-    pages = PagePool(8, SIZE)
-    opened(pages, (1, 2, 3, 4))
-    assert opened(pages, (1, 2, 3, 4), other)[1] == 0
-
-
-def test_a_block_that_nobody_wrote_is_not_kept_for_others():
-    pages = PagePool(4, SIZE)
-    blocks, _ = opened(pages, (1, 2, 3, 4), ready=False)
-    blocks[0].ready = True
-    pages.close(blocks)
-    assert pages.cached == 1
-    assert opened(pages, (1, 2, 3, 4))[1] == 1
-
-
 def test_the_least_recently_used_block_goes_first_and_a_parent_after_its_children():
     pages = PagePool(4, SIZE)
     old, new = opened(pages, (1, 1, 2, 2))[0], opened(pages, (3, 3, 4, 4))[0]
@@ -229,32 +213,6 @@ def test_the_least_recently_used_block_goes_first_and_a_parent_after_its_childre
         pages.check([p for p in range(4) if p not in {b.page for b in pages._idle}])
         kept.append([b.tokens for b in pages._idle])
     assert kept == [[(2, 2), (1, 1), (3, 3)], [(1, 1), (3, 3)], [(3, 3)], []]
-
-
-def test_a_forgotten_version_is_never_found_and_its_pages_are_free_when_their_last_user_ends():
-    pages = PagePool(4, SIZE)
-    blocks, _ = opened(pages, (1, 2, 3, 4))
-    pages.close(opened(pages, (1, 2))[0])
-    pages.forget(("a", None))
-    again, found = opened(pages, (1, 2))
-    assert found == 0
-    assert pages.available == 1
-    pages.close(blocks)
-    assert (pages.available, pages.cached) == (3, 0)
-    pages.close(again)
-    assert opened(pages, (1, 2))[1] == 1
-
-
-def test_where_there_are_too_few_pages_nothing_is_opened_and_nothing_dropped():
-    pages = PagePool(4, SIZE)
-    pages.close(opened(pages, (1, 2, 3, 4))[0])
-    assert pages.open(("a", None), (1, 2, 3, 4, 5, 6), spare=2) is None, (
-        "what is found is not to spare"
-    )
-    assert pages.cached == 2
-    got = pages.open(("a", None), (1, 2, 3, 4, 5, 6), spare=1)
-    assert got is not None
-    assert got[1] == 2
 
 
 def test_as_many_versions_as_come_leave_nothing_behind():
@@ -277,22 +235,6 @@ def test_giving_or_closing_twice_is_an_error():
     pages.close(blocks)
     with pytest.raises(RuntimeError, match="closed twice"):
         pages.close(blocks)
-
-
-def test_the_check_names_pages_that_are_lost_and_finds_wrong_users():
-    pages = PagePool(4, SIZE)
-    assert pages.take(1) == [0]
-    with pytest.raises(RuntimeError, match=r"pages \[0\] are lost"):
-        pages.check([])
-    with pytest.raises(RuntimeError, match=r"pages \[3\] are lost"):
-        pages.check([0, 3])
-    blocks, _ = opened(pages, (1, 2))
-    pages.check([0], {blocks[0]: 1})
-    with pytest.raises(RuntimeError, match="users"):
-        pages.check([0], {})
-    blocks[0].users = 0
-    with pytest.raises(RuntimeError, match="idle"):
-        pages.check([0])
 
 
 def test_pages_are_rounded_up_and_what_does_not_fit_is_refused():

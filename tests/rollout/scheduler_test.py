@@ -291,46 +291,6 @@ def ended(device: Device, turns: int = 1000) -> Device:
     return device
 
 
-def test_of_two_that_do_not_fit_together_the_younger_gives_way_and_comes_back():
-    device = Device(parts=1, pages=5, rows=2, steps=16, blocks=4)
-    for pattern in (0, 1):
-        device.add(Request((pattern,) * 33, max_tokens=100), ("a", None))
-    old, young = device.samples
-    device.schedule.check()
-    for _ in range(5):
-        device.turn(1)
-        if device.schedule.swapped:
-            break
-    assert device.schedule.swapped == [young]
-    assert device.schedule.running == [old]
-    kept = list(young.tokens)
-    ended(device)
-    assert device.preempted >= 1
-    assert young.tokens[: len(kept)] == kept
-    assert (old.own, young.own) == (100, 100)
-
-
-def test_a_small_request_does_not_overtake_a_large_one_that_waits_for_pages():
-    device = Device(parts=1, pages=7, rows=4, steps=16, blocks=4)
-    sizes = [(65, 70), (130, 40), (1, 1), (1, 1), (1, 1)]
-    for length, most in sizes:
-        device.add(Request((length,) * length, max_tokens=most), ("a", None))
-    ended(device)
-    assert device.started == device.samples
-
-
-def test_a_request_whose_adapter_is_not_there_is_passed_over_until_it_is():
-    device = Device(parts=1, pages=8, rows=1, steps=16, blocks=4)
-    for loaded in (False, True, True):
-        device.add(Request((1, 2), max_tokens=3), ("a", None), loaded)
-    late, first, second = device.samples
-    device.turn(1)
-    assert device.started == [first]
-    device.loads.clear()
-    ended(device)
-    assert device.started == [first, late, second]
-
-
 def of_pattern(pattern: int, length: int, most: int) -> Request:
     return Request((pattern,) * length, max_tokens=most)
 
@@ -355,66 +315,6 @@ def test_prompts_that_wait_are_read_in_the_places_that_are_left():
         (pattern, i): 1 for pattern, blocks in ((0, 3), (1, 5), (2, 4)) for i in range(blocks)
     }
     assert calls == 6
-
-
-def test_what_is_read_ahead_is_given_up_before_a_row_goes_without_and_is_read_again():
-    device = Device(parts=1, pages=7, rows=1, steps=16, blocks=4)
-    device.add(of_pattern(1, 65, 150), ("a", None))  # two pages, and up to five of its own
-    device.add(of_pattern(2, 70, 3), ("a", None))
-    first, second = device.samples
-    device.turn(1)
-    assert device.schedule.ahead == [second.prompt]
-    assert [block.ready for block in second.prompt.blocks] == [True, True, False]
-    while second.prompt.blocks:
-        device.turn(1)
-        assert device.schedule.running == [first]
-    assert not device.schedule.ahead
-    assert not device.preempted
-    ended(device)
-    assert (first.own, second.own) == (150, 3)
-
-
-def test_what_is_read_ahead_is_free_when_the_last_that_waits_for_it_is_cancelled():
-    device = Device(parts=1, pages=20, rows=1, steps=16, blocks=4)
-    device.add(of_pattern(1, 40, 50), ("a", None))
-    device.add(Request((2,) * 40, n=2, max_tokens=3), ("a", None))
-    device.turn(1)
-    _, one, other = device.samples
-    [prompt] = device.schedule.ahead
-    device.finish(one)
-    assert device.schedule.ahead == [prompt]
-    device.finish(other)
-    assert (device.schedule.ahead, prompt.blocks) == ([], [])
-    device.schedule.check()
-    ended(device)
-
-
-def test_a_prompt_whose_adapter_is_not_there_is_not_read_ahead():
-    device = Device(parts=1, pages=20, rows=1, steps=16, blocks=4)
-    device.add(of_pattern(1, 40, 50), ("a", None))
-    device.add(of_pattern(2, 40, 3), ("a", None), loaded=False)
-    device.add(of_pattern(3, 40, 3), ("a", None))
-    device.turn(1)
-    assert [prompt.prefix[0] for prompt in device.schedule.ahead] == [3]
-    ended(device)
-
-
-def test_who_was_read_ahead_in_a_part_without_a_row_runs_in_another():
-    device = Device(parts=2, pages=20, rows=1, steps=16, blocks=4)
-    for pattern, most in ((1, 60), (2, 3)):
-        device.add(of_pattern(pattern, 60, most), ("a", None))
-    device.add(of_pattern(3, 90, 3), ("a", None))
-    device.turn(1)
-    *_, waits = device.samples
-    assert device.schedule.ahead == [waits.prompt]
-    there = waits.prompt.part
-    other = next(s for s in device.samples if s is not waits and s.prompt.part != there)
-    if other in device.schedule.running:
-        device.finish(other)
-    device.admit()
-    assert waits in device.schedule.running
-    assert waits.prompt.part != there
-    ended(device)
 
 
 def test_samples_of_a_prompt_share_its_blocks_and_part_and_the_last_one_frees_them():

@@ -17,7 +17,8 @@ from mint_jax.rollout.score import Scorer
 from mint_jax.train.state import OptimizerConfig
 from mint_jax.train.trainer import LossConfig, PolicyConfig, Trainer
 from pallas_kernels import grouped_matmul, packed_lora, packed_matmul
-from tests.laws.isolation_test import EXTREMES, PAIR, Company, random_groups
+from tests.groups import random_groups
+from tests.laws.isolation_test import EXTREMES, PAIR, Company
 
 FAMILIES = ("qwen3_moe_wide", "deepseek_v3_wide")
 EXPERTS = ("gate", "up", "down")

@@ -1,0 +1,56 @@
+"""Random training groups, and an environment whose rewards differ between any two completions."""
+
+import json
+import sys
+from pathlib import Path
+
+from mint_jax.train.batch import Group, TrainSequence
+
+# Random text never earns a task's reward; this one moves every policy in every step. Rewards are
+# scored in process 0 only, and some take longer than others.
+ENVIRONMENT = """
+import os, random, time
+from mint_jax.envs.env import Example, ListEnvironment
+
+
+def score(completion, example):
+    assert os.environ.get("MINT_PROCESS", "0") == "0"
+    time.sleep(random.SystemRandom().random() / 50)
+    return sum(map(ord, completion)) % 7 / 7
+
+def make(vary=False):
+    prompts = [
+        " ".join(str(i * 7919)[:3]) + " x" * (i * 5 % 11 if vary else 0) for i in range(100, 130)
+    ]
+    examples = [Example(prompt, "") for prompt in prompts]
+    return ListEnvironment(examples[2:], examples[:2], score)
+"""
+
+
+def random_groups(rng, vocab, prompts=2, lengths=(6, 4)) -> list[Group]:
+    """Prompts of 4 tokens, each with a sampled sequence of each length."""
+
+    def sequence(n):
+        return TrainSequence(
+            rng.integers(3, vocab, n).tolist(),
+            [0.1] * n,
+            rng.normal(size=n).tolist(),
+            (-rng.exponential(size=n)).tolist(),
+        )
+
+    return [
+        Group(rng.integers(3, vocab, 4).tolist(), [sequence(n) for n in lengths])
+        for _ in range(prompts)
+    ]
+
+
+def write_environment(folder: Path, monkeypatch) -> None:
+    """Makes ``varied:make`` importable in this process."""
+    (folder / "varied.py").write_text(ENVIRONMENT)
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.delitem(sys.modules, "varied", raising=False)
+
+
+def rows_of(workdir: Path) -> list[dict]:
+    """Rows of ``metrics.jsonl``."""
+    return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
