@@ -51,6 +51,7 @@ SCHEME = "tinker://"
 # kinds of paths, and Tinker's names of their types
 KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 SNAPSHOTS_S = 86400.0
+MAX_NAMED = 4096  # revisions whose policy is remembered
 SHORTEST_S, LONGEST_S = 3600, 10 * 366 * 86400  # limits of a time to live
 
 
@@ -134,6 +135,7 @@ class Checkpoints:
         self.specs = transformer.abstract(base.cfg)
         self.naming = threading.Lock()
         self.writing: dict[str, str] = {}
+        self._policies: dict[str, str] = {}  # of revisions that were looked up
         self._marks = threading.Lock()  # of ``_in_use``; bytes are deleted under it
         # digests, and policies with an export
         self._in_use: collections.Counter[str] = collections.Counter()
@@ -390,7 +392,7 @@ class Checkpoints:
         """Deletes bytes; returns False if they are in use or a row names them."""
         with self._marks:
             if not policy and kind == "sampler_weights":
-                policy = self._policy_of(digest)
+                policy = self._own_policy(digest)
             if {digest, policy} & self._in_use.keys() or not self.book.unused(digest):
                 return False
             if kind == "weights":
@@ -400,6 +402,16 @@ class Checkpoints:
             elif policy:
                 self._retire(policy, digest)
         return True
+
+    def _own_policy(self, digest: str) -> str:
+        """Returns the catalog's name of the policy of this server's model that has a live revision
+        of a digest; empty if there is none.
+        """
+        self._policies.pop(digest, None)
+        with contextlib.suppress(NotFound):
+            model = self.policy_of(digest)
+            return f"{self.book.owner(model)}/{model}"
+        return ""
 
     def leftovers(self) -> list[Path]:
         """Returns what a killed process left: half-written files, and bytes whose row was never
@@ -464,14 +476,29 @@ class Checkpoints:
             yield from page
             page = self.catalog.revisions(policy, after=page[-1].number)
 
-    def _policy_of(self, digest: str) -> str:
-        """Returns the policy of this server's model that has a live revision of a digest; empty if
-        there is none.
+    def policy_of(self, digest: str) -> str:
+        """Returns the policy of a revision's digest: the id of this server's model, or the full
+        name of another policy. Other texts, and revisions that are retired or not in the catalog,
+        stay as they are.
+
+        Raises:
+            DatabaseFailed, StorageFailed: the catalog cannot be read.
         """
+        if not is_digest(digest):
+            return digest
+        if (policy := self._policies.get(digest) or self.writing.get(digest)) is not None:
+            return policy
         try:
-            model = self.catalog.resolve(digest).policy.rpartition("/")[2]
-            return f"{self.book.owner(model)}/{model}"
+            policy = self.catalog.resolve(digest).policy
         except (DatabaseFailed, StorageFailed):
             raise
-        except UserError:  # retired, or of another server
-            return ""
+        except UserError:
+            return digest
+        _, _, model = policy.partition("/")
+        with contextlib.suppress(NotFound):
+            self.book.owner(model)
+            policy = model
+        self._policies[digest] = policy
+        if len(self._policies) > MAX_NAMED:
+            self._policies.pop(next(iter(self._policies)), None)
+        return policy

@@ -308,9 +308,9 @@ def _policies(server: Server) -> dict[str, dict[str, Any]]:
         with contextlib.suppress(UserError):  # it left meanwhile
             found[name] |= {"training": server.live.where(name), "tenant": server.book.owner(name)}
     for digest in server.residency.state()["resident"]:
-        found[server.policy_of(digest)]["serving"] = "slot"
+        found[server.checkpoints.policy_of(digest)]["serving"] = "slot"
     for (tenant, digest), count in server.engine.in_flight().items():
-        one = found[server.policy_of(digest or BASE)]
+        one = found[server.checkpoints.policy_of(digest or BASE)]
         one["tenant"] = one["tenant"] or tenant
         one["sampling"] += count
         one["serving"] = one["serving"] or (

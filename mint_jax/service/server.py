@@ -26,8 +26,6 @@ from mint_jax import host
 from mint_jax import params as params_lib
 from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.packed import unpack
-from mint_jax.catalog.records.database import DatabaseFailed
-from mint_jax.catalog.storage.interface import StorageFailed
 from mint_jax.compiling import Program, Programs
 from mint_jax.errors import UserError
 from mint_jax.lora import tree as lora_tree
@@ -44,7 +42,7 @@ from mint_jax.rollout.stream import Stream
 from mint_jax.service import checkpoints as checkpoints_
 from mint_jax.service import external
 from mint_jax.service.answers import Answers
-from mint_jax.service.book import Book, NotFound
+from mint_jax.service.book import Book
 from mint_jax.service.calls import Call, ForwardBackward, Refused
 from mint_jax.service.checkpoints import Checkpoints
 from mint_jax.service.costs import Costs, Payer
@@ -53,10 +51,10 @@ from mint_jax.service.durable import Durable
 from mint_jax.service.fairness import Counters
 from mint_jax.service.futures import Conflict
 from mint_jax.service.loop import Loop
-from mint_jax.service.owned import Owned
 from mint_jax.service.provenance import Sequences
 from mint_jax.service.quotas import OverQuota, Quotas
 from mint_jax.service.server_db import ServerDatabase
+from mint_jax.service.tenancy import Tenancy
 from mint_jax.service.weights import Weights
 from mint_jax.train.config import BlockShape
 from mint_jax.train.live import Live
@@ -67,25 +65,24 @@ ALPHA = 32.0
 PIECE_BYTES = 4 << 20  # of an adapter written into a slot between two turns of the loop
 MAINTENANCE_S = 5.0
 TRIM_S = 60.0  # between two times at which freed memory goes back to the kernel
-NAMED = 4096  # revisions whose policy is remembered
 SAMPLERS = 1 << 16  # that are remembered
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Sizes of device state, and the programs to compile.
+    """Sizes of device state, and intervals.
 
     Attributes:
-        slots: of policies in training, by the largest rank that they take.
-        adapters: of adapters to sample from, likewise.
-        shapes: of training steps; none: those that suit the devices.
+        slots: number of policies in training by maximum rank.
+        adapters: number of adapters to sample from by maximum rank.
+        shapes: shapes of training steps; empty: those that suit the devices.
         max_rows: rows decoded together.
-        cache_bytes: of the sampler's cache; None: see ``rollout.cache``.
+        cache_bytes: size of the sampler's cache; None: see ``rollout.cache``.
         reuse_decoded: see ``rollout.engine.Engine``.
-        host_bytes: of idle policies' states, and of cached adapters, in host memory; each.
+        host_bytes: host memory for idle policies' states, and again for cached adapters.
         gap_s, idle_gap_s: see ``Loop``.
         every, every_s: see ``Durable``.
-        session_s: seconds without a sign of life after which a session ends.
+        session_s: seconds without contact after which a session ends.
     """
 
     slots: Mapping[int, int]
@@ -106,19 +103,18 @@ log = logging.getLogger("mint_jax.service")
 
 
 class Server:
-    """See the module. ``running`` serves; what it consists of is public, for the routes.
+    """Owns the parts of a server, which are public attributes for the routes; ``running`` serves.
 
     Args:
         base: the resident base.
-        folder: of this server; one process at a time has it.
-        sizes: of what is on the device.
+        folder: of this server; locked by one process at a time.
+        sizes: of device state.
         catalog: a folder or a database's URL; None: inside ``folder``.
         payloads: see ``Catalog.open``.
-        name: the clients' name of the base, in addition to its own.
-        tokenizer: what clients load the tokenizer by: a name on the hub, or a folder that they see
-            too.
-        peft_folder: below which PEFT adapters may be loaded by path; None: none may.
-        quotas: what tenants may have.
+        name: the base's name for clients, in addition to its own.
+        tokenizer: name on the hub, or folder, from which clients load the tokenizer.
+        peft_folder: PEFT adapters below it may be loaded by path; None: none may.
+        quotas: of tenants.
     """
 
     def __init__(
@@ -134,7 +130,6 @@ class Server:
         quotas: Quotas | None = None,
     ):
         self.base, self.folder, self.sizes, self.quotas = base, folder, sizes, quotas or Quotas()
-        self._named: dict[str, str] = {}  # the policies of revisions
         self.name, self.tokenizer = name or base.name, tokenizer or name or base.name
         self.specs = transformer.abstract(base.cfg)
         self.families = families(self.specs)
@@ -163,16 +158,16 @@ class Server:
                 self.specs,
                 {bucket: slots.targets(bucket) for bucket in slots.stacks},
             )
-            self.owned = Owned(self.book, self.quotas, self._state_bytes)
-            self.costs = Costs(self.book, self.policy_of)
+            self.tenancy = Tenancy(self.book, self.quotas, self._state_bytes, sizes.session_s)
             self.checkpoints = Checkpoints(
                 folder / "checkpoints",
                 self.book,
                 self.catalog,
                 base,
                 offer=lambda *new: self.residency.offer(*new),
-                need_room=self.owned.need_room,
+                need_room=self.tenancy.need_room,
             )
+            self.costs = Costs(self.book, self.checkpoints.policy_of)
             self.metrics = CollectorRegistry()
             self.weights = Weights(
                 base,
@@ -220,11 +215,7 @@ class Server:
                 self.book.clock,
             )
             self._opened = opened.pop_all()
-        self.monotonic: Callable[[], float] = time.monotonic
-        # of open sessions: tenant and the last contact, monotonic seconds
-        self._contacts: dict[str, tuple[str, float]] = {}
-        self._contacts_lock = threading.Lock()
-        self.ready, self.started = False, self.monotonic()
+        self.ready, self.started = False, time.monotonic()
         self.programs: Programs | None = None
         self._ending = threading.Event()
 
@@ -233,7 +224,7 @@ class Server:
     def warm(
         self, progress: Callable[[str, int, int], None] = lambda name, done, total: None
     ) -> int:
-        """Compiles every program, before ``running``; how many there are.
+        """Compiles every program before ``running``; returns how many.
 
         Args:
             progress: called with (what, done, in all) before each.
@@ -247,11 +238,11 @@ class Server:
     def compile_beside(
         self, progress: Callable[[str, int, int], None] = lambda name, done, total: None
     ) -> Programs:
-        """Compiles every program in a thread of its own while ``running`` serves: requests wait for
-        what they need, and for no more.
+        """Compiles every program in another thread while ``running`` serves; a request waits only
+        for the programs that it needs.
 
         Args:
-            progress: as of ``warm``; called in that thread.
+            progress: see ``warm``; called in that thread.
         """
         self.programs = Programs(self._all_programs(), self.engine.wake, progress)
         self.engine.compiled = self.live.compiled = self.programs
@@ -267,8 +258,8 @@ class Server:
 
     @contextlib.contextmanager
     def running(self) -> Iterator["Server"]:
-        """Serves until the block ends. Training that has not ended then goes on when the folder is
-        served again.
+        """Serves until the block ends. Unfinished training continues when the folder is served
+        again.
         """
         leftovers = self.checkpoints.leftovers()
         durable = Durable(
@@ -341,23 +332,8 @@ class Server:
             _attempt(step)
 
     def _end_silent(self) -> None:
-        for session in self._silent():
+        for session in self.tenancy.silent():
             self.end_session(session)
-
-    def _silent(self) -> list[str]:
-        """Open sessions that nobody was in contact with for ``session_s``. Time in which no server
-        ran does not count, nor does what the clock of the machine says: a session from before this
-        start counts from the first time that it is seen here.
-        """
-        now, tenants = self.monotonic(), self.book.open_sessions()
-        with self._contacts_lock:
-            for ended in self._contacts.keys() - tenants.keys():
-                del self._contacts[ended]
-            last = [
-                (id, self._contacts.setdefault(id, (tenant, now))[1])
-                for id, tenant in tenants.items()
-            ]
-        return [id for id, at in last if now - at >= self.sizes.session_s]
 
     def readiness(self) -> dict[str, Any]:
         """``status`` is ``ready`` once everything is compiled, else what is missing; and what can
@@ -393,90 +369,30 @@ class Server:
         self.durable.futures.end_waits()
         self.answers.wake_all()
 
-    def is_open(self, tenant: str, session: str) -> bool:
-        """Returns whether a session is open; if so, counts as a heartbeat.
-
-        Raises:
-            NotFound: no such session of the tenant's.
-        """
-        with self._contacts_lock:
-            known = self._contacts.get(session, ("", 0.0))[0] == tenant
-        if not known and self.book.session(tenant, session).ended is not None:
-            return False
-        with self._contacts_lock:
-            self._contacts[session] = tenant, self.monotonic()
-        return True
-
-    def need_open(self, tenant: str, session: str) -> None:
-        """Raises:
-        NotFound: the session is over, or not there.
-        """
-        if not self.is_open(tenant, session):
-            raise NotFound(f"session {session!r} is over: open a new one")
-
     def end_session(self, id: str) -> None:
         """Ends a session: its models leave training, its checkpoints and samplers stay."""
-        models = self.book.end_session(id)
-        with self._contacts_lock:
-            self._contacts.pop(id, None)
-        for model in models:
+        for model in self.tenancy.end_session(id):
             self.durable.forget(model)
 
-    def policy_of(self, policy: str) -> str:
-        """Returns the policy that a revision's costs belong to: see ``Costs.by_policy``.
-
-        Raises:
-            DatabaseFailed, StorageFailed: nobody can tell now.
-        """
-        if not checkpoints_.is_digest(policy):
-            return policy
-        if (name := self._named.get(policy) or self.checkpoints.writing.get(policy)) is None and (
-            name := self._in_catalog(policy)
-        ):
-            self._named[policy] = name
-            if len(self._named) > NAMED:
-                self._named.pop(next(iter(self._named)), None)
-        return name or policy
-
-    def _in_catalog(self, digest: str) -> str | None:
-        """A model's id, or another policy's full name; None of an adapter of a folder, or what is
-        retired.
-        """
-        try:
-            name = self.catalog.resolve(digest).policy
-        except (DatabaseFailed, StorageFailed):
-            raise
-        except UserError:
-            return None
-        _, _, model = name.partition("/")
-        try:
-            self.book.owner(model)
-        except NotFound:
-            return name
-        return model
-
-    # -- what clients call things
+    # -- names and settings that clients send
 
     def is_base(self, name: str) -> bool:
         """Returns whether a name is the resident base's."""
         return name.lower() in {self.name.lower(), self.base.name.lower()}
 
     def need_base(self, name: str | None) -> None:
-        """
-        Raises:
-            UserError: another base than the one that is here.
-        """
+        """Raises ``UserError`` for another base than the resident one."""
         if name is not None and not self.is_base(name):
             raise UserError(
                 f"base_model is {name[:100]!r}; this server has {self.name}: ask for that"
             )
 
     def adapter_config(self, rank: int, train: Mapping[str, bool]) -> AdapterConfig:
-        """The adapter of a rank over families of projections (``train_attn``, ``train_mlp``,
-        ``train_unembed``).
+        """Returns the adapter of a rank over families of projections (``train_attn``,
+        ``train_mlp``, ``train_unembed``).
 
         Raises:
-            UserError: a rank that there are no slots for, or nothing to train.
+            UserError: no slots take the rank, or no family is trained.
         """
         most = max(self.sizes.slots)
         if type(rank) is not int or not 1 <= rank <= most:
@@ -499,7 +415,7 @@ class Server:
         }
 
     def copy(self, tenant: str, source: str, session: str, place: int, ttl_s: int | None) -> str:
-        """The path of a copy of a checkpoint, of a model that is not in training.
+        """Returns the path of a copy of a checkpoint, under a model that is not in training.
 
         Raises:
             NotFound: the source or the session.
@@ -520,10 +436,10 @@ class Server:
         self.book.end_model(model.id)
         return self.checkpoints.copy(tenant, source, model.id, f"copy of {source}", ttl_s)
 
-    # -- what tenants ask for, within what they may have
+    # -- requests within the tenants' quotas
 
     def submit(self, request: Request) -> Stream:
-        """Asks the engine, within the tenant's quota of tokens.
+        """Submits a request to the engine, within the tenant's quota of tokens.
 
         Raises:
             Busy, OverQuota, UserError, QueueFull: see ``Quotas.begin`` and ``Engine.submit``.
@@ -539,8 +455,8 @@ class Server:
         return stream
 
     async def submit_training(self, model: str, tenant: str, number: int, call: Call) -> str:
-        """The id of a training request, within the tenant's quota of tokens; one that would never
-        fit fails through its future.
+        """Returns the id of a training request, within the tenant's quota of tokens; a request that
+        can never fit fails through its future.
 
         Raises:
             Busy: see ``Quotas.begin``.
@@ -567,10 +483,6 @@ class Server:
             lora_tree.adapter_specs(self.specs, self.adapter_config(rank, train))
         )
 
-    def request(self, request: Request, digest: str | None, tenant: str) -> Request:
-        """A request for the bare base, of the weights that a digest names."""
-        return dataclasses.replace(request, revision=digest, tenant=tenant)
-
 
 def _attempt(step: Callable[[], Any]) -> None:
     try:
@@ -580,13 +492,12 @@ def _attempt(step: Callable[[], Any]) -> None:
 
 
 def families(specs: Any) -> dict[str, tuple[str, ...]]:
-    """Tinker's three families of projections of a base: experts are of the MLP; embedding and
-    router of none.
+    """Returns Tinker's three families of a base's projections. Experts belong to the MLP; embedding
+    and router to no family.
     """
     out: dict[str, list[str]] = {"train_attn": [], "train_mlp": [], "train_unembed": ["unembed"]}
     for target, paths in lora_tree.target_paths(specs).items():
         if target not in lora_tree.UNUSUAL:
-            out[
-                "train_attn" if any("attn" in path.split("/") for path in paths) else "train_mlp"
-            ].append(target)
+            is_attention = any("attn" in path.split("/") for path in paths)
+            out["train_attn" if is_attention else "train_mlp"].append(target)
     return {family: tuple(targets) for family, targets in out.items()}

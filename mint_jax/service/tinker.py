@@ -131,7 +131,7 @@ class Tinker:
 
     async def heartbeat(self, request: Request) -> Response:
         id = (await body_of(SessionRef, request)).session_id
-        if not self.server.is_open(tenant_of(request), id):
+        if not self.server.tenancy.is_open(tenant_of(request), id):
             return JSONResponse({"detail": f"session {id[:80]!r} has ended"}, 410)
         return JSONResponse({"type": "session_heartbeat"})
 
@@ -152,7 +152,7 @@ class Tinker:
     async def create_model(self, request: Request) -> Response:
         raw, tenant = await request.body(), tenant_of(request)
         place = parse(ModelPlace, raw)
-        self.server.need_open(tenant, place.session_id)
+        self.server.tenancy.need_open(tenant, place.session_id)
         id = f"{place.session_id}:train:{place.model_seq_id}"
         about: dict[str, Any] = {"metadata": place.user_metadata}
 
@@ -177,7 +177,7 @@ class Tinker:
         if parse(LoadPlace, raw).session_id is None:
             return await self._train(parse(RequestPlace, raw), tenant, lambda: call)
         place = parse(ModelPlace, raw)
-        self.server.need_open(tenant, place.session_id)
+        self.server.tenancy.need_open(tenant, place.session_id)
         about: dict[str, Any] = {"metadata": place.user_metadata}
         if isinstance(call, Load):
             row = self.server.book.checkpoint(tenant, *checkpoints.parse(call.path), published=True)
@@ -194,7 +194,7 @@ class Tinker:
     async def _add(self, place: ModelPlace, tenant: str, about: Mapping[str, Any]) -> None:
         """Records a new model, or finds it recorded by an earlier copy of the request."""
         model = await asyncio.to_thread(
-            self.server.owned.add_model, place.session_id, place.model_seq_id, tenant, about
+            self.server.tenancy.add_model, place.session_id, place.model_seq_id, tenant, about
         )
         if model.ended is not None:
             raise Conflict(f"model {model.id!r} has ended: give a new one a new model_seq_id")
@@ -232,7 +232,7 @@ class Tinker:
             raise NotFound(
                 f"model {id!r} has ended with its session: load a checkpoint of it into a new one"
             )
-        self.server.is_open(tenant, model.session)  # counts as a heartbeat
+        self.server.tenancy.is_open(tenant, model.session)  # counts as a heartbeat
         return model
 
     # -- training

@@ -3,6 +3,7 @@ process keeps.
 """
 
 import asyncio
+import dataclasses
 import zlib
 
 from starlette.requests import Request
@@ -47,7 +48,7 @@ class Sampling:
     async def create_sampling_session(self, request: Request) -> Response:
         body, tenant = await body_of(CreateSampler, request), tenant_of(request)
         session, place, path = body.session_id, body.sampling_session_seq_id, body.model_path
-        self.server.need_open(tenant, session)
+        self.server.tenancy.need_open(tenant, session)
         digest = self._weights(tenant, path, body.base_model)
         if path is None:
             sampler = await asyncio.to_thread(
@@ -117,7 +118,7 @@ class Sampling:
         room = min(server.base.cfg.context, max(1, server.engine.cache.most - 2) * PAGE)
         # without a seed a repeated request is another sample
         spec = message.spec(room, eos, zlib.crc32(answer.id.encode()))
-        stream = server.submit(server.request(spec.request, digest, tenant))
+        stream = server.submit(dataclasses.replace(spec.request, revision=digest, tenant=tenant))
         answer.what, answer.count = stream, stream.request.n
 
         def ended(stream: Stream) -> None:

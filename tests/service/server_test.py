@@ -46,7 +46,7 @@ def serve(tiny_base, tmp_path):
 
     def make(folder="server", **sizes) -> Server:
         made = Server(tiny_base("llama"), tmp_path / folder, dataclasses.replace(SIZES, **sizes))
-        made.monotonic = Clock()
+        made.tenancy.monotonic = Clock()
         return made
 
     return make
@@ -76,7 +76,7 @@ def test_a_stop_ends_no_session_and_loses_no_accepted_request(serve, jump, secon
     """
     with serve().running() as server:
         session, model = model_of(server)
-        assert server.is_open("default", session)
+        assert server.tenancy.is_open("default", session)
         ids = [server.durable.submit(model, 1, Create(AdapterConfig(1, 2.0, ("q",))))]
         ids += [server.durable.submit(model, n, Save("weights", f"s{n}")) for n in (2, 3)]
         results = [server.durable.result(id, WAIT_S) for id in ids]
@@ -87,16 +87,16 @@ def test_a_stop_ends_no_session_and_loses_no_accepted_request(serve, jump, secon
     with serve().running() as server:
         for _ in range(2):
             server.maintain()
-        assert server.is_open("default", session)
+        assert server.tenancy.is_open("default", session)
         assert [server.durable.result(id, WAIT_S) for id in ids] == results
         server.durable.submit(model, 4, Save("weights", "s4"))
         assert server.durable.result(late, WAIT_S) == {"path": f"tinker://{model}/weights/s5"}
-        server.monotonic.advance(SIZES.session_s - 1)
+        server.tenancy.monotonic.advance(SIZES.session_s - 1)
         server.maintain()
         assert model in server.live
-        server.monotonic.advance(1)
+        server.tenancy.monotonic.advance(1)
         server.maintain()
-        assert not server.is_open("default", session), (
+        assert not server.tenancy.is_open("default", session), (
             "now it was silent for so long while it was served"
         )
 
@@ -114,7 +114,7 @@ def test_a_clock_that_is_set_while_a_server_runs_changes_nothing(serve, jump, se
         server.durable.futures.delivered(id)
         jump(seconds)
         server.maintain()
-        assert server.is_open("default", session)
+        assert server.tenancy.is_open("default", session)
         assert server.durable.result(id) == {"path": path}
         assert server.book.checkpoint("default", model, "weights", "a").path == path
         assert server.links.follow(link).name == "name"
@@ -127,13 +127,13 @@ def test_a_session_ends_when_it_was_silent_for_so_long(serve):
         heard, silent = (model_of(server)[0] for _ in range(2))
         server.maintain()
         for _ in range(3):
-            server.monotonic.advance(SIZES.session_s / 2)
+            server.tenancy.monotonic.advance(SIZES.session_s / 2)
             if server.book.session("default", silent).ended is None:
                 server.maintain()
-            assert server.is_open("default", heard)
-        assert not server.is_open("default", silent)
+            assert server.tenancy.is_open("default", heard)
+        assert not server.tenancy.is_open("default", silent)
         with pytest.raises(NotFound):
-            server.is_open("another", heard)
+            server.tenancy.is_open("another", heard)
 
 
 @pytest.mark.parametrize("seconds", [-YEARS, YEARS])

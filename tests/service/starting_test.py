@@ -109,7 +109,9 @@ def test_requests_wait_for_their_own_programs_alone_and_the_loop_compiles_nothin
         assert site.server.programs.wait(WAIT_S)
         assert (ready().status_code, ready().json()["status"]) == (200, "ready")
 
-        streams = [site.server.submit(site.server.request(r, None, "a")) for r in requests(rng, 12)]
+        streams = [
+            site.server.submit(dataclasses.replace(r, tenant="a")) for r in requests(rng, 12)
+        ]
         for stream in streams:
             stream.result()
         trainer.forward(data, "cross_entropy").result(WAIT_S)

@@ -1,0 +1,123 @@
+"""Sessions and models of tenants: which sessions are open, and what a tenant's quota allows."""
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from mint_jax.service.book import Book, Model, NotFound
+from mint_jax.service.quotas import OverQuota, Quotas
+
+
+class Tenancy:
+    """Open sessions and quotas of one server; may be called from any thread.
+
+    Args:
+        state_bytes: returns the bytes of a policy's training state from its rank and the families
+            of projections that it trains.
+        session_s: seconds without contact after which a session ends.
+
+    Attributes:
+        monotonic: clock of contacts in seconds.
+    """
+
+    def __init__(
+        self,
+        book: Book,
+        quotas: Quotas,
+        state_bytes: Callable[[int, Mapping[str, bool]], int],
+        session_s: float,
+    ):
+        self._book, self._quotas, self._state_bytes = book, quotas, state_bytes
+        self.session_s = session_s
+        self.monotonic: Callable[[], float] = time.monotonic
+        self._adding = threading.Lock()  # of the check of a quota and the new model
+        # of open sessions: tenant and time of the last contact
+        self._contacts: dict[str, tuple[str, float]] = {}
+        self._lock = threading.Lock()  # of the contacts
+
+    def is_open(self, tenant: str, session: str) -> bool:
+        """Returns whether a session is open; if so, counts as a heartbeat.
+
+        Raises:
+            NotFound: the tenant has no such session.
+        """
+        with self._lock:
+            known = self._contacts.get(session, ("", 0.0))[0] == tenant
+        if not known and self._book.session(tenant, session).ended is not None:
+            return False
+        with self._lock:
+            self._contacts[session] = tenant, self.monotonic()
+        return True
+
+    def need_open(self, tenant: str, session: str) -> None:
+        """Raises ``NotFound`` unless the tenant's session is open."""
+        if not self.is_open(tenant, session):
+            raise NotFound(f"session {session!r} is over: open a new one")
+
+    def silent(self) -> list[str]:
+        """Returns open sessions without contact for ``session_s``.
+
+        Only time in which a server runs counts, and the machine's clock does not: a session from
+        before this start counts from the first call that finds it.
+        """
+        now, tenants = self.monotonic(), self._book.open_sessions()
+        with self._lock:
+            for ended in self._contacts.keys() - tenants.keys():
+                del self._contacts[ended]
+            return [
+                id
+                for id, tenant in tenants.items()
+                if now - self._contacts.setdefault(id, (tenant, now))[1] >= self.session_s
+            ]
+
+    def end_session(self, id: str) -> list[str]:
+        """Ends a session; returns its models that had not ended."""
+        models = self._book.end_session(id)
+        with self._lock:
+            self._contacts.pop(id, None)
+        return models
+
+    def add_model(
+        self, session: str, number: int, tenant: str, details: Mapping[str, Any]
+    ) -> Model:
+        """Returns a session's model of this number, created unless it exists. A model without a
+        rank cannot be trained and needs no quota.
+
+        Raises:
+            OverQuota: the tenant has as many policies, or bytes, as it may.
+        """
+        quota, id = self._quotas.of(tenant), f"{session}:train:{number}"
+        with self._adding:
+            if "rank" in details and (quota.policies is not None or quota.bytes is not None):
+                others = [model for model in self._trained(tenant) if model.id != id]
+                if quota.policies is not None and len(others) >= quota.policies:
+                    raise OverQuota(
+                        f"tenant {tenant} has {len(others)} policies in training, of"
+                        f" {quota.policies}: unload one, or finish a session that is no longer"
+                        " needed; its checkpoints stay"
+                    )
+                self._check_room(tenant, self._bytes_of(details), others)
+            return self._book.add_model(session, number, tenant, details)
+
+    def need_room(self, tenant: str, more: int) -> None:
+        """Raises ``OverQuota`` if this many more bytes exceed the tenant's quota."""
+        if more > 0 and self._quotas.of(tenant).bytes is not None:
+            self._check_room(tenant, more, self._trained(tenant))
+
+    def _trained(self, tenant: str) -> list[Model]:
+        return [model for model in self._book.living(tenant) if "rank" in model.details]
+
+    def _bytes_of(self, details: Mapping[str, Any]) -> int:
+        return self._state_bytes(details["rank"], details["train"])
+
+    def _check_room(self, tenant: str, more: int, trained: list[Model]) -> None:
+        if (limit := self._quotas.of(tenant).bytes) is None:
+            return
+        used = self._book.checkpoint_bytes(tenant)
+        used += sum(self._bytes_of(model.details) for model in trained)
+        if used + more > limit:
+            raise OverQuota(
+                f"tenant {tenant} has {used} bytes of checkpoints and training states and asks for"
+                f" {more} more, of {limit}: delete checkpoints, or unload policies"
+            )
