@@ -22,10 +22,10 @@ import jax
 import numpy as np
 
 from benchmarks import timing
+from mint_jax.aot import kernel_calls
+from mint_jax.aot.kernel_calls import Call
 from mint_jax.errors import UserError
 from mint_jax.metrics import Progress
-from mint_jax.models import kernel_calls
-from mint_jax.models.kernel_calls import Call
 from pallas_kernels import cache, dispatch, tuning
 
 # Of the largest entry: sums in another order, and results of bfloat16 that are rounded to a

@@ -197,3 +197,12 @@ def edit_tensors(directory: Path, change) -> None:
         directory / WEIGHTS,
         metadata={"format": "pt"},
     )
+
+
+def decided_tokens(model, cfg, rng) -> np.ndarray:
+    """Random tokens ``[2, 9]``; with experts such that no choice is nearly a tie."""
+    if not cfg.routed:
+        return rng.integers(0, 97, (2, 9))
+    if cfg.experts.groups > 1:
+        return tokens_off_group_ties(model, rng, experts=cfg.experts)
+    return tokens_off_ties(model, rng)

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import jax
 
 from mint_jax.aot import chips
+from mint_jax.aot.kernel_calls import Call, calls
 from mint_jax.errors import UserError
-from mint_jax.models.kernel_calls import Call, calls
 from pallas_kernels import tuning
 
 

@@ -114,19 +114,20 @@ def _require(
     ends: tuple[Ends, ...],
     op: Any,
 ) -> None:
-    """Raises NotImplementedError if the kernels of ``op`` cannot serve one of the projections."""
-    for y, bucket, end in zip(ys, buckets, ends):
-        _require_one(x, y, bucket, end, op)
-
-
-def _require_one(x: jax.Array, y: jax.Array, bucket: Any, ends: Ends, op: Any) -> None:
-    """Raises if the kernels of ``op`` cannot serve each device's part.
+    """Raises if the kernels of ``op`` cannot serve each device's part of one of the projections.
 
     Raises:
         NotImplementedError: with the reason.
     """
+    for y, bucket, end in zip(ys, buckets, ends):
+        a, b = bucket.factors["a"], bucket.factors["b"]
+        _require_parts(x, y, a, b, _split(x, y, end), op)
+
+
+def _require_parts(
+    x: jax.Array, y: jax.Array, a: jax.Array, b: jax.Array, split: _Split, op: Any
+) -> None:
     mesh: Any = jax.sharding.get_abstract_mesh()
-    split = _split(x, y, ends)
     inward, outward = (sharding.mesh_axes(axis, mesh) for axis in (split.inward, split.outward))
     if both := set(inward) & set(outward):
         raise NotImplementedError(f"mesh axis {min(both)} splits inputs and outputs")
@@ -135,7 +136,6 @@ def _require_one(x: jax.Array, y: jax.Array, bucket: Any, ends: Ends, op: Any) -
             raise NotImplementedError(
                 f"mesh axes {axes} split inputs or outputs, and {swapped} of them rows too"
             )
-    a, b = bucket.factors["a"], bucket.factors["b"]
     M = x[..., 0].size // (sharding.ways(split.rows, mesh) if split.rows else 1)
     D, F = (
         size // (sharding.ways(axis, mesh) if axis else 1)

@@ -1,9 +1,7 @@
 """The resident base: resolves a name to a checkpoint directory, and loads it onto a mesh."""
 
 import dataclasses
-import importlib.util
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -120,16 +118,10 @@ def public_name(name: str) -> str:
 
 
 def _unpack(name: str) -> Path:
-    _, module, file = PACKAGED[name]
     target = cache_dir() / "bases" / name
-    there = (target / "config.json").is_file()
-    if there and (target / stored.FILE).is_file():
+    if (target / stored.FILE).is_file():
         return target
-    found = importlib.util.find_spec(module) is not None
-    if there and not (found and os.access(target.parent, os.W_OK)):
-        # Converted without blocks, and not writable here: it is loaded in full.
-        return target
-    return gguf.convert(base_names.need_package(name) / file, target)
+    return gguf.convert(base_names.need_package(name) / PACKAGED[name][2], target)
 
 
 def _make_random(name: str) -> Path:

@@ -260,6 +260,19 @@ def _weighted(x_ND, token_M, expert_M, block_M, weight_M, p, lora, kernels):
     )
 
 
+def _pulled_back(rows, p, lora, g_MD, kernels):
+    """Returns the gradients of the rows' activations and weights, and of the adapters."""
+    x, token, expert, block, weight = rows
+    _, vjp = jax.vjp(
+        lambda x, w, lora: _weighted(x, token, expert, block, w, p, lora, kernels), x, weight, lora
+    )
+    return vjp(g_MD.astype(jnp.float32))
+
+
+def _summed(sums: Any, parts: Any) -> Any:
+    return jax.tree.map(lambda s, d: s + d.astype(s.dtype), sums, parts)
+
+
 class Gather(NamedTuple):
     """Every device gathers all tokens and computes those routed to its own experts.
 
@@ -343,16 +356,11 @@ class Gather(NamedTuple):
             pair, real = plan.round(r, self.capacity_back)
             token, expert = pair // v.ids.shape[1], jnp.where(real, local[pair], -1)
             x, block, weight = v.x[token], v.block[token], v.weights.reshape(-1)[pair]
-            _, vjp = jax.vjp(
-                lambda x, w, lora: _weighted(x, row, expert, block, w, p, lora, self.kernels),
-                x,
-                weight,
-                lora,
-            )
-            dx, dw, dlora = vjp(g[token].astype(jnp.float32))
+            rows = x, row, expert, block, weight
+            dx, dw, dlora = _pulled_back(rows, p, lora, g[token], self.kernels)
             dw = jnp.where(expert >= 0, dw, 0.0)
-            dlora_sum = jax.tree.map(lambda s, d: s + d.astype(s.dtype), dlora_sum, dlora)
-            return dx_sum.at[token].add(dx.astype(jnp.float32)), dw_sum.at[pair].add(dw), dlora_sum
+            dx_sum, dw_sum = dx_sum.at[token].add(dx.astype(jnp.float32)), dw_sum.at[pair].add(dw)
+            return dx_sum, dw_sum, _summed(dlora_sum, dlora)
 
         dx, dw, dlora = jax.lax.fori_loop(
             0, plan.rounds(self.capacity_back), body, _zero_sums(v, lora)
@@ -482,21 +490,12 @@ class AllToAll(NamedTuple):
             token = pair // v.ids.shape[1]
             x, expert, block, weight = self._send(v, pair, real)
             g_row = self._swap(jnp.where(real[:, None], g[token], 0))
-            _, vjp = jax.vjp(
-                lambda x, w, lora: _weighted(x, row, expert, block, w, p, lora, self.kernels),
-                x,
-                weight,
-                lora,
-            )
-            dx, dw, dlora = vjp(g_row.astype(jnp.float32))
+            rows = x, row, expert, block, weight
+            dx, dw, dlora = _pulled_back(rows, p, lora, g_row, self.kernels)
             dx, dw = self._swap((dx, dw))
             dx_sum = dx_sum.at[token].add(jnp.where(real[:, None], dx, 0).astype(jnp.float32))
             dw_sum = dw_sum.at[pair].add(jnp.where(real, dw, 0.0))
-            return (
-                dx_sum,
-                dw_sum,
-                jax.tree.map(lambda s, d: s + d.astype(s.dtype), dlora_sum, dlora),
-            )
+            return dx_sum, dw_sum, _summed(dlora_sum, dlora)
 
         dx, dw, dlora = jax.lax.fori_loop(0, rounds, body, _zero_sums(v, lora))
         return (

@@ -36,36 +36,37 @@ _log = logging.getLogger(__name__)
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors package
+
+
+def _matrices(path: str, below: str, *names: str) -> dict[str, str]:
+    """Returns ``{path/name/w: below.name_proj.weight, path/name/b: below.name_proj.bias}``."""
+    kinds = {"w": "weight", "b": "bias"}
+    return {
+        f"{path}/{name}/{leaf}": f"{below}.{name}_proj.{kind}"
+        for name in names
+        for leaf, kind in kinds.items()
+    }
+
+
+_MLP = ("gate", "up", "down")
 _DENSE = {  # path below one layer -> name below model.layers.{i}
     "attn/norm": "input_layernorm.weight",
-    "attn/o/w": "self_attn.o_proj.weight",
-    "attn/o/b": "self_attn.o_proj.bias",
     "mlp/norm": "post_attention_layernorm.weight",
-    "mlp/gate/w": "mlp.gate_proj.weight",
-    "mlp/gate/b": "mlp.gate_proj.bias",
-    "mlp/up/w": "mlp.up_proj.weight",
-    "mlp/up/b": "mlp.up_proj.bias",
-    "mlp/down/w": "mlp.down_proj.weight",
-    "mlp/down/b": "mlp.down_proj.bias",
+    **_matrices("attn", "self_attn", "o"),
+    **_matrices("mlp", "mlp", *_MLP),
 }
-_DECODER = _DENSE | {
-    "attn/q/w": "self_attn.q_proj.weight",
-    "attn/q/b": "self_attn.q_proj.bias",
-    "attn/k/w": "self_attn.k_proj.weight",
-    "attn/k/b": "self_attn.k_proj.bias",
-    "attn/v/w": "self_attn.v_proj.weight",
-    "attn/v/b": "self_attn.v_proj.bias",
+_DECODER = {
+    **_DENSE,
+    **_matrices("attn", "self_attn", "q", "k", "v"),
     "attn/q_norm": "self_attn.q_norm.weight",
     "attn/k_norm": "self_attn.k_norm.weight",
 }
-_LATENT = _DENSE | {
-    "attn/q/w": "self_attn.q_proj.weight",
-    "attn/q_a/w": "self_attn.q_a_proj.weight",
+_LATENT = {
+    **_DENSE,
+    **_matrices("attn", "self_attn", "q", "q_a", "q_b", "kv_b"),
     "attn/q_a_norm": "self_attn.q_a_layernorm.weight",
-    "attn/q_b/w": "self_attn.q_b_proj.weight",
     "attn/kv_a/w": "self_attn.kv_a_proj_with_mqa.weight",
     "attn/kv_a_norm": "self_attn.kv_a_layernorm.weight",
-    "attn/kv_b/w": "self_attn.kv_b_proj.weight",
 }
 _SPARSE = _LATENT | {
     "attn/indexer/q": "self_attn.indexer.wq_b.weight",
@@ -78,14 +79,8 @@ _MOE = {  # {e} is the expert
     "moe/norm": "post_attention_layernorm.weight",
     "moe/router/w": "mlp.gate.weight",
     "moe/router/choice_bias": "mlp.gate.e_score_correction_bias",
-    **{
-        f"moe/experts/{name}/w": f"mlp.experts.{{e}}.{name}_proj.weight"
-        for name in ("gate", "up", "down")
-    },
-    **{
-        f"moe/shared/{name}/w": f"mlp.shared_experts.{name}_proj.weight"
-        for name in ("gate", "up", "down")
-    },
+    **_matrices("moe/experts", "mlp.experts.{e}", *_MLP),
+    **_matrices("moe/shared", "mlp.shared_experts", *_MLP),
 }
 LAYER_NAMES: dict[str, dict[str, str]] = {
     **dict.fromkeys(("llama", "qwen2", "qwen3"), _DECODER),
@@ -521,25 +516,17 @@ def resident_specs(
         return specs, None
     if (directory / stored.FILE).is_file():
         block_file = stored.BlockFile(directory, fingerprint(directory))
-        return (
-            stored.specs_in_blocks(
-                specs,
-                lambda path, spec: {
-                    block_file.kinds.get(n, "") for n in source_of(path, spec, cfg).names
-                },
-            ),
-            block_file,
-        )
+
+        def kinds(path: str, spec: ParamSpec) -> set[str]:
+            return {block_file.kinds.get(name, "") for name in source_of(path, spec, cfg).names}
+
+        return stored.specs_in_blocks(specs, kinds), block_file
     ckpt = Checkpoint(directory, cfg.tie_embeddings)
-    return (
-        stored.specs(
-            specs,
-            lambda path, spec: {
-                ckpt.tensor(name).get_dtype() for name in source_of(path, spec, cfg).names
-            },
-        ),
-        None,
-    )
+
+    def dtypes(path: str, spec: ParamSpec) -> set[str]:
+        return {ckpt.tensor(name).get_dtype() for name in source_of(path, spec, cfg).names}
+
+    return stored.specs(specs, dtypes), None
 
 
 def tensors(params: Any, cfg: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:

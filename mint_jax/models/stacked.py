@@ -16,10 +16,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from mint_jax.models.quantised import KEPT
 from pallas_kernels.layer_matmul import blocks, layer_matmul
-
-# The router is small and float32; kv_b is absorbed into queries and values by other matmuls.
-KEPT = ("router", "kv_b")
 
 
 class LayerOf(NamedTuple):

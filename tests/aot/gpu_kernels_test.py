@@ -5,9 +5,8 @@ compiled.
 import jax
 import pytest
 
-from mint_jax.aot import chips, gpu_kernels
+from mint_jax.aot import chips, gpu_kernels, kernel_calls
 from mint_jax.errors import UserError
-from mint_jax.models import kernel_calls
 
 TOLD = """ptxas info    : 0 bytes gmem
 ptxas info    : Compiling entry function '_packed_lora_rows' for 'sm_90a'

@@ -112,28 +112,6 @@ def test_what_peft_saves_has_its_logits_here(family, fields, rank, rng, saved, t
     )
 
 
-def test_reading_b_expert_major_would_be_seen(rng, saved, tiny_base, hf_dirs):
-    base = tiny_base("qwen3_moe")
-    directory, model = saved("qwen3_moe", target_parameters=[GATE_UP, DOWN])
-
-    def exchange(tensors):  # columns e * R + j where j * E + e belong
-        for name in [n for n in tensors if n.endswith("lora_B.weight")]:
-            b = tensors[name]
-            tensors[name] = b.reshape(b.shape[0], E, -1).transpose(0, 2, 1).reshape(b.shape)
-
-    edit_tensors(directory, exchange)
-    adapter, config = read_peft(directory, *tables(base))
-    tokens_BT = tokens_off_ties(model, rng)
-    theirs, bare = (
-        oracles.torch_logits(model, tokens_BT),
-        oracles.torch_logits(oracles.torch_model(hf_dirs("qwen3_moe")), tokens_BT),
-    )
-    wrong = np.abs(our_logits(base, adapter, config, tokens_BT) - theirs).max()
-    assert wrong > 0.1 * np.abs(theirs - bare).max(), (
-        "the tests of logits could not tell the layouts apart"
-    )
-
-
 @pytest.mark.parametrize("rslora", [False, True])
 def test_unpacked_factors_that_peft_fused_come_back_exactly(
     rslora, rng, tiny_base, hf_dirs, tmp_path
@@ -238,29 +216,20 @@ def write_fused(directory, rng, kind, parameters, **fields):
 
 
 @pytest.mark.parametrize("kind", SQUARE)
-@pytest.mark.parametrize("version", ["0.18.1", "0.19.0", "0.19.1.dev0", None])
-def test_square_pairs_of_unknown_orientation_are_refused(kind, version, rng, tmp_path):
+def test_square_pairs_are_read_by_the_version_that_wrote_them(kind, rng, tmp_path):
+    """Or refused where it does not tell their orientation."""
     names, shapes, *_ = square_base(kind)
-    write_fused(tmp_path / "old", rng, kind, [f"{kind}_proj"], peft_version=version)
-    with pytest.raises(
-        UserError,
-        match=(
-            rf"{kind}_proj is adapted from (8 to 8|6 to 6), and peft_version is {version!r}.*set"
-            r" peft_version"
-        ),
-    ):
-        read_peft(tmp_path / "old", names, shapes)
-
-
-@pytest.mark.parametrize("kind", SQUARE)
-@pytest.mark.parametrize("version", ["0.19.1", "0.20.0.dev0", "0.21.2", "1.0"])
-def test_square_pairs_of_a_later_peft_are_read(kind, version, rng, tmp_path):
-    names, shapes, *_ = square_base(kind)
-    write_fused(tmp_path / "new", rng, kind, [f"{kind}_proj"], peft_version=version)
-    adapter, _ = read_peft(tmp_path / "new", names, shapes)
-    a = load_file(tmp_path / "new" / WEIGHTS)[f"{LAYER0}.lora_A.weight"]
-    for name in ("gate", "up") if kind == "gate_up" else ("down",):
-        np.testing.assert_array_equal(adapter["moe"]["experts"][name]["a"][0, 1], a[2:4])
+    for version in ("0.18.1", "0.19.1.dev0", None):
+        write_fused(tmp_path / f"{version}", rng, kind, [f"{kind}_proj"], peft_version=version)
+        message = rf"from (8 to 8|6 to 6), and peft_version is {version!r}.*set peft_version"
+        with pytest.raises(UserError, match=message):
+            read_peft(tmp_path / f"{version}", names, shapes)
+    for version in ("0.19.1", "0.20.0.dev0", "1.0"):
+        write_fused(tmp_path / version, rng, kind, [f"{kind}_proj"], peft_version=version)
+        adapter, _ = read_peft(tmp_path / version, names, shapes)
+        a = load_file(tmp_path / version / WEIGHTS)[f"{LAYER0}.lora_A.weight"]
+        for name in ("gate", "up") if kind == "gate_up" else ("down",):
+            np.testing.assert_array_equal(adapter["moe"]["experts"][name]["a"][0, 1], a[2:4])
 
 
 @pytest.mark.parametrize("kind", SQUARE)
@@ -309,13 +278,6 @@ SPOILT = {
             r" experts of rank 4, .* need 32 rows and columns"
         ),
     ),
-    "half as many experts": (  # 4 experts of rank 4 have the size of 8 of rank 2
-        lambda t: [cut(t, name, 4) for name in {n.split(".lora_")[0] for n in t}],
-        (
-            r"8 experts of rank 4, .* need 32 rows and columns: an expert is missing, or it was"
-            r" trained on another model"
-        ),
-    ),
     "only A": (
         lambda t: t.pop(f"{LAYER0}.base_layer.lora_B.weight"),
         (
@@ -333,14 +295,6 @@ SPOILT = {
             r"target_parameters names model\.layers\.0\.mlp\.experts\.gate_up_proj, but the file"
             r" has no factors of moe/moe/experts/gate for it"
         ),
-    ),
-    "another width": (
-        lambda t: t.update({f"{LAYER0}.base_layer.lora_A.weight": np.ones((32, 47), np.float32)}),
-        NEED,
-    ),
-    "three dimensions": (
-        lambda t: t.update({f"{LAYER0}.base_layer.lora_A.weight": np.ones((8, 4, 48), np.float32)}),
-        NEED,
     ),
     "down's pair where gate_up's belongs": (
         lambda t: t.update(
@@ -367,12 +321,6 @@ SPOILT = {
             r" one of the two"
         ),
     ),
-    "a layer too many": (
-        lambda t: t.update(
-            {f"{LAYER0.replace('.0.', '.7.')}.lora_A.weight": t[f"{LAYER0}.lora_A.weight"]}
-        ),
-        r"layers\.7\.mlp\.experts\.lora_A\.weight' is not a LoRA factor of this base",
-    ),
     "nan": (
         lambda t: t[f"{LAYER0}.lora_B.weight"].__setitem__((0, 0), np.nan),
         "moe/moe/experts/down/b has NaN or infinite values",
@@ -388,18 +336,6 @@ def test_weights_that_do_not_fit_are_refused(change, message, directory, tiny_ba
 
 
 REFUSED_FIELDS = {
-    "unknown parameter": (
-        {"target_parameters": [DOWN, "mlp.experts.up_proj"]},
-        r"of which 'mlp\.experts\.up_proj' is not adaptable",
-    ),
-    "part of a name": (
-        {"target_parameters": ["wn_proj"]},
-        r"of which 'wn_proj' is not adaptable",
-    ),
-    "embedding": (
-        {"target_parameters": ["embed_tokens.weight"]},
-        r"of which 'embed_tokens\.weight' is not adaptable",
-    ),
     "rank": (
         {"r": 2},
         r"lora_A \(32, 48\) and lora_B \(80, 32\); 8 experts of rank 2, .* need 16 rows",

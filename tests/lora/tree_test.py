@@ -2,8 +2,6 @@
 admission.
 """
 
-import dataclasses
-
 import chex
 import jax
 import numpy as np
@@ -16,7 +14,6 @@ from mint_jax import params as params_lib
 from mint_jax.errors import UserError
 from mint_jax.lora import tree
 from mint_jax.lora.tree import AdapterConfig, Slot
-from mint_jax.lora.view import attach_rows
 from mint_jax.models import transformer
 from tests import oracles
 
@@ -220,53 +217,6 @@ def test_adapters_become_resident_by_bucket(rng, specs):
         )
 
 
-@pytest.mark.parametrize(("rows", "slots"), [(1, 4), (6, 4), (6, 9)])
-def test_rows_that_name_slots_know_how_many_there_are_and_which(rows, slots, rng, specs):
-    """Whatever rows name, in one program: the form of a projection, each slot once, and where a
-    row's stands among them.
-    """
-    stacks = {rank: tree.empty_stack(specs, ("q",), rank, slots) for rank in (1, 4)}
-    run = jax.jit(
-        lambda named: [
-            bucket.replace(factors=None) for bucket in attach_rows(stacks, named).buckets
-        ]
-    )
-    some = [
-        np.full(rows, -1),
-        np.full(rows, 3),
-        np.where(np.arange(rows) % 2, 2, -1),
-        rng.integers(-1, slots, rows),
-        np.arange(rows) % slots,
-    ]
-    for named in some:
-        named = {4: np.int32(named), 1: np.full(rows, -1, np.int32)}
-        low, high = run(named)
-        assert int(low.form) == 0
-        np.testing.assert_array_equal(high.slots, named[4])
-        there = sorted(set(named[4].tolist()) - {-1})
-        assert int(high.form) == min(len(there), 2)
-        distinct, order = np.asarray(high.distinct), np.asarray(high.order)
-        assert len(distinct) == min(rows, slots)
-        assert sorted(distinct[: len(there)].tolist()) == there
-        assert not np.any(distinct[len(there) :])
-        mine = named[4] >= 0
-        np.testing.assert_array_equal(distinct[order[mine]], named[4][mine])
-    assert run._cache_size() == 1
-
-
-def test_rows_have_blocks_as_their_adapters_are_numbered(rng, specs):
-    stacks = {rank: tree.empty_stack(specs, ("q",), rank, 3) for rank in (1, 4)}
-    lora = attach_rows(
-        stacks, {1: np.int32([-1, 2, -1, 2, 0, -1, -1]), 4: np.int32([1, -1, -1, -1, -1, 1, 0])}
-    )
-    assert (lora.blocks, lora.total_blocks) == ((3, 3), 7)
-    assert lora.block_of_rows(7).tolist() == [3, 0, 6, 0, 1, 3, 4]
-    below = lora.at("dense").at("attn")
-    assert below.targeted
-    assert below.at("q").targeted
-    assert not below.at("k").targeted
-
-
 def test_an_adapter_that_fits_is_admitted_with_its_number_of_modules(rng, specs):
     config = AdapterConfig(2, targets=("q", "embed", "unembed"))
     assert tree.check_fits(random_adapter(rng, specs, config), config, specs, "it") == 3 + 1 + 1
@@ -309,14 +259,3 @@ def test_an_adapter_that_does_not_fit_is_refused_by_name(spoil, message, rng, sp
     spoil(flat)
     with pytest.raises(UserError, match=message):
         tree.check_fits(params_lib.nest(flat), config, specs, "it")
-
-
-def test_an_adapter_of_another_base_is_refused(rng, specs):
-    wider = dataclasses.replace(specs["dense"]["attn"]["q"]["w"], shape=(3, 52, 64))
-    other = {"dense": {"attn": {"q": {"w": wider}}}}
-    config = AdapterConfig(3, targets=("q",))
-    with pytest.raises(
-        UserError,
-        match=r"dense/attn/q/a has shape \(3, 3, 52\); this base and rank 3 need \(3, 3, 48\)",
-    ):
-        tree.check_fits(random_adapter(rng, other, config), config, specs, "it")

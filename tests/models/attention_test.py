@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from mint_jax.models import attention, paged
+from mint_jax.models import attention
 from mint_jax.models.attention import Segments, packed_attention
-from tests.models.paged_test import lay_out
 
 SCALE = 0.4
 
@@ -164,27 +163,3 @@ def test_other_segments_and_later_tokens_cannot_be_seen(rng):
     hidden = np.r_[4:8, 10:12]  # what token 9, of segment 2 with parent 0, must not see
     k[:, hidden], v[:, hidden] = 1e4, 1e4
     np.testing.assert_array_equal(attend(q, k, v, segments, 0.5)[:, 9], out[:, 9])
-
-
-def test_a_row_through_pages_continues_its_packed_row(rng):
-    """Two rows of 167 tokens: one prefilled up to 70 and one up to 160, then both token by token to
-    the end of what is there.
-    """
-    B, T, N, K, H, steps = 2, 167, 4, 2, 8, 7
-    q, k, v = _normal(rng, B, T, N, H), _normal(rng, B, T, K, H), _normal(rng, B, T, K, H)
-    zeros = np.zeros((B, T), np.int32)
-    full = np.asarray(
-        jax.jit(packed_attention, static_argnums=4)(q, k, v, Segments(zeros, zeros), SCALE)
-    )
-    layout = lay_out(rng, range(B), [70, 160], steps)
-    pool = {name: np.full((1, layout.pages, K, paged.PAGE, H), np.nan, np.float32) for name in "kv"}
-    for b in range(B):
-        page, at = layout.where(b, 0).T
-        pool["k"][0, page, :, at], pool["v"][0, page, :, at] = k[b, : len(at)], v[b, : len(at)]
-    attend, rows = jax.jit(paged.grouped_query_attention, static_argnums=5), np.arange(B)
-    for t in range(steps):
-        now = layout.prefix + t
-        new = {"k": k[rows, now][:, :, None], "v": v[rows, now][:, :, None]}
-        out, pool = attend(q[rows, now][:, None], new, pool, 0, layout.view(np.full(B, t)), SCALE)
-        # float32, sums in another order
-        np.testing.assert_allclose(out[:, 0], full[rows, now], atol=1e-5)

@@ -97,28 +97,6 @@ def test_the_cache_is_where_the_environment_says(monkeypatch, tmp_path):
         assert base_lib.cache_dir() == where
 
 
-def test_a_cache_from_before_blocks_is_converted_again_where_that_can_be(tmp_path, monkeypatch):
-    name, asked = "smollm2-135m-instruct", []
-    monkeypatch.setenv("MINT_JAX_CACHE", str(tmp_path))
-    monkeypatch.setattr(
-        base_lib.gguf, "convert", lambda file, target: asked.append(file.name) or target
-    )
-    (old := tmp_path / "bases" / name).mkdir(parents=True)
-    (old / "config.json").write_text("{}")
-    assert base_lib.resolve(name) == old
-    assert asked == [base_lib.PACKAGED[name][2]]
-    with monkeypatch.context() as patch:
-        patch.setattr(base_lib.os, "access", lambda path, mode: False)
-        assert base_lib.resolve(name) == old
-    with monkeypatch.context() as patch:
-        patch.setattr(base_lib.importlib.util, "find_spec", lambda module: None)
-        assert base_lib.resolve(name) == old
-    assert len(asked) == 1
-    (old / base_lib.stored.FILE).write_bytes(b"")
-    assert base_lib.resolve(name) == old
-    assert len(asked) == 1
-
-
 @pytest.fixture
 def fresh_cache(smollm2, tmp_path, monkeypatch):
     """An empty cache but for the packaged model."""

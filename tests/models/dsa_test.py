@@ -8,17 +8,14 @@ Axes: B rows, T tokens, S keys, Q prompts, G rollouts of a prompt.
 """
 
 import functools
-import shutil
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from safetensors.numpy import load_file, save_file
 
 from mint_jax import multihost, sharding
-from mint_jax.errors import UserError
 from mint_jax.lora import tree
 from mint_jax.lora.tree import AdapterConfig
 from mint_jax.models import attention, dsa, hf, mla, paged, transformer
@@ -95,18 +92,6 @@ def test_logits_and_choices_equal_transformers(family, rng, tiny_base, hf_dirs, 
         np.testing.assert_array_equal(ours[:, TOPK:], want[:, TOPK:], err_msg=f"layer {layer}")
         # as few keys as that are all chosen
         assert ours[:, :TOPK][:, np.tri(TOPK, T, dtype=bool)].all()
-
-
-def test_as_many_keys_as_topk_are_plain_latent_attention(rng, tiny_base):
-    base = tiny_base("glm_dense")
-    plain = base.cfg.replace(indexer=None)
-    tokens_BT = rng.integers(97, size=(B, TOPK + 1)).astype(np.int32)
-    for length, same in ((TOPK, True), (TOPK + 1, False)):
-        tokens = tokens_BT[:, :length]
-        ours, want = (
-            _run(base.params, None, tokens, _arange(tokens), cfg=cfg) for cfg in (base.cfg, plain)
-        )
-        assert np.array_equal(ours, want) == same
 
 
 def test_slices_of_queries_and_heads_change_nothing(rng, monkeypatch):
@@ -188,37 +173,6 @@ def test_decoding_with_a_cache_equals_the_full_forward(family, rng, tiny_base, h
         )
 
 
-def test_keys_are_chosen_over_runs_and_parts_as_over_one_row(rng):
-    """The chosen are those that one sort of all of a row's scores gives, however they are spread
-    over pages.
-    """
-    I, H = 5, 6  # noqa: E741
-    prefix, own = [130, 0, 64], np.array([40, 150, 129], np.int32)
-    layout = lay_out(rng, range(3), prefix, 160)
-    pool = rng.choice(np.array([np.nan, np.inf, 1e9], np.float32), (2, layout.pages, paged.PAGE, H))
-    keys = [rng.normal(size=(n + m, H)).astype(np.float32) for n, m in zip(prefix, own)]
-    for b in range(3):
-        page, at = layout.where(b, own[b]).T
-        pool[1, page, at] = keys[b]
-    q, w, k = (rng.normal(size=s).astype(np.float32) for s in ((3, 1, I, H), (3, 1, I), (3, 1, H)))
-    cache = paged.Cache({"index": pool}, np.int32(1), layout.view(own))
-    past, new = jax.jit(dsa._choose_cached, static_argnums=4)(q, w, k, cache, TOPK)
-    past, new = (
-        np.asarray(unpack_keys(past, cache.view.capacity))[:, 0],
-        np.asarray(unpack_keys(new, 1))[:, 0, 0],
-    )
-    for b in range(3):
-        every = np.concatenate([keys[b], k[b]]).astype(np.float64)
-        scores = np.einsum("i,is->s", w[b, 0], np.maximum(q[b, 0].astype(np.float64) @ every.T, 0))
-        runs = -(-prefix[b] // paged.RUN)
-        place = np.r_[0 : prefix[b], runs * paged.RUN : runs * paged.RUN + own[b]]
-        ours = np.append(past[b, place], new[b])
-        low = np.sort(scores)[-TOPK]
-        margin = 1e-5 * np.abs(scores).max()  # nearer than float32 tells apart
-        assert ours[scores > low + margin].all()
-        assert not ours[scores < low - margin].any()
-
-
 @pytest.mark.parametrize(
     ("family", "remat"),
     [("deepseek_v32_dense", "none"), ("glm_dense", "names"), ("glm_dense", "full")],
@@ -241,22 +195,6 @@ def test_gradients_equal_torch_and_indexers_get_none(family, remat, rng, tiny_ba
             # float32 sums over tokens
             np.testing.assert_allclose(ours, want, atol=1e-4 * np.abs(want).max(), err_msg=name)
     assert not theirs
-
-
-def test_adapters_cannot_target_the_indexer(tiny_base):
-    known = tree.target_paths(transformer.abstract(tiny_base("glm_dense").cfg))
-    assert set(known) == {
-        "q_a",
-        "q_b",
-        "kv_a",
-        "kv_b",
-        "o",
-        "gate",
-        "up",
-        "down",
-        "embed",
-        "unembed",
-    }
 
 
 def test_decoding_under_an_adapter_equals_peft(rng, tiny_base, hf_dirs):
@@ -315,30 +253,3 @@ def test_a_mesh_of_eight_equals_one_device(rng, tiny_base, hf_dirs, mesh, mesh8)
     for y in results[1:]:
         # float32 sums, split over devices
         np.testing.assert_allclose(y, results[0], atol=1e-4 * max(1.0, np.abs(results[0]).max()))
-
-
-def test_layers_of_multi_token_prediction_are_left_unread(
-    tiny_base, hf_dirs, tmp_path, mesh, caplog
-):
-    base, directory = tiny_base("glm_dense"), tmp_path / "mtp"
-    shutil.copytree(hf_dirs("glm_dense"), directory)
-    fewer = base.cfg.replace(num_layers=2, dense_layers=2)
-    fewer = fewer.replace(
-        indexer=type(fewer.indexer)(**(vars(fewer.indexer) | {"full": fewer.indexer.full[:2]}))
-    )
-    with pytest.raises(
-        UserError, match=r"does not read \d+ of the tensors, the first is 'model.layers.2."
-    ):
-        hf.load(directory, fewer, mesh)  # a layer that is cut off
-    tensors = load_file(directory / "model.safetensors") | {
-        "model.layers.2.eh_proj.weight": np.ones((48, 96), np.float32)
-    }
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    params = hf.load(directory, fewer, mesh)
-    assert params["dense"]["attn"]["o"]["w"].shape[0] == 2
-    third = [name for name in tensors if name.startswith("model.layers.2.")]
-    (record,) = caplog.records
-    assert f"{len(third)} tensors of layers after the last" in record.getMessage()
-    caplog.clear()
-    hf.load(hf_dirs("glm_dense"), base.cfg, mesh)
-    assert not caplog.records

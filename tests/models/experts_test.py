@@ -10,11 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from mint_jax.lora.tree import AdapterStack
-from mint_jax.lora.view import Bucket, View, attach_rows
+from mint_jax.lora.view import Bucket, View
 from mint_jax.models.config import Kernels
 from mint_jax.models.expert_parallel import routed
-from mint_jax.models.experts import sort_rows
 from tests.marks import first
 
 E, X, D, F, T = 6, 3, 10, 7, 9
@@ -155,17 +153,6 @@ def test_a_base_that_learns_has_its_gradient_in_its_layer_alone(rng):
         assert not np.any(got[n]["w"][0])
 
 
-def test_policies_with_stacks_of_their_own_under_a_users_vmap(rng):
-    """Each policy's own experts, of another layer each."""
-    x, ids, weights, p, _, _ = _problem(rng, "base")
-    own = [jax.tree.map(lambda w, k=k: w * (1 + k), p) for k in range(2)]
-    stacks = jax.tree.map(
-        lambda *w: jnp.stack(w), *(of_stack(one, layer) for one, layer in zip(own, (2, 0)))
-    )
-    got = jax.jit(jax.vmap(lambda p: routed(x, ids, weights, p, None)))(stacks)
-    _assert_close(got, np.stack([routed(x, ids, weights, one, None) for one in own]))
-
-
 @pytest.mark.parametrize("name", BLOCKS)
 def test_outputs_and_gradients_equal_a_loop(name, rng):
     x, ids, weights, p, lora, g = problem = _problem(rng, name)
@@ -173,28 +160,6 @@ def test_outputs_and_gradients_equal_a_loop(name, rng):
     _assert_close((y, grads), _loop(*problem))
     assert not np.any(y[:, 0]), "a token that visits nobody gets nothing"
     assert not np.any(np.asarray(grads[1])[ids < 0])
-
-
-def test_no_adapters_at_all_is_the_base(rng):
-    x, ids, weights, p, lora, _ = _problem(rng, "base")
-    np.testing.assert_array_equal(
-        routed(x, ids, weights, p, None), routed(x, ids, weights, p, lora)
-    )
-
-
-def test_padded_ranks_change_nothing(rng):
-    """A policy of rank 3 in bucket 4: its fourth row of A and B is zero, gets a zero gradient, and
-    takes no part.
-    """
-    x, ids, weights, p, lora, g = _problem(rng, "two_buckets")
-    low, high = lora.buckets
-    narrow = jax.tree.map(lambda v: v[:, :, :3], high)
-    padded = jax.tree.map(lambda v: jnp.pad(v, ((0, 0), (0, 0), (0, 1), (0, 0))), narrow)
-    y3, grads3 = _ours(x, ids, weights, p, lora.replace(buckets=(low, narrow)), g)
-    y4, grads4 = _ours(x, ids, weights, p, lora.replace(buckets=(low, padded)), g)
-    _assert_close(y4, y3)
-    _assert_close(jax.tree.map(lambda v: v[:, :, :3], grads4[2][1]), grads3[2][1])
-    assert all(not np.any(v[:, :, 3:]) for v in jax.tree.leaves(grads4[2][1]))
 
 
 def test_one_policy_is_alone(rng):
@@ -224,70 +189,6 @@ def test_bfloat16_rounds_little(rng):
     assert y.dtype == jnp.bfloat16
     # some eight roundings of 2**-9 on the way of terms as large as the largest output
     np.testing.assert_allclose(np.asarray(y, np.float64), exact, atol=0.03 * np.abs(exact).max())
-
-
-def test_rows_are_sorted_by_expert_then_block(rng):
-    M, blocks = 50, 4
-    expert, block = (
-        rng.integers(-1, E + 2, M).astype(np.int32),
-        rng.integers(blocks, size=M).astype(np.int32),
-    )
-    order = sort_rows(jnp.asarray(expert), jnp.asarray(block), E, blocks)
-    here = (expert >= 0) & (expert < E)
-    want = sorted(range(M), key=lambda m: (expert[m], block[m]) if here[m] else (E, 0))
-    np.testing.assert_array_equal(order.order, want)
-    np.testing.assert_array_equal(np.asarray(order.order)[np.asarray(order.inverse)], np.arange(M))
-    np.testing.assert_array_equal(
-        order.counts,
-        [[np.sum((expert == e) & (block == b)) for b in range(blocks)] for e in range(E)],
-    )
-    np.testing.assert_array_equal(order.block, np.where(here, block, blocks)[np.array(want)])
-
-
-def test_rows_that_blocks_do_not_divide_are_refused(rng):
-    x, ids, weights, p, lora, _ = _problem(rng, "one_bucket")
-    with pytest.raises(ValueError, match="5 rows do not divide into 3 equal blocks"):
-        routed(x[:5], ids[:5], weights[:5], p, lora)
-
-
-@pytest.mark.parametrize("name", ["two_buckets", "buckets_and_base"])
-def test_rows_that_name_slots_equal_the_blocks_that_hold_them(name, rng):
-    """The same adapters in stacks of two layers, in other slots, and rows in any order; some slots
-    are nobody's.
-    """
-    x, ids, weights, p, lora, _ = _problem(rng, name)
-    S, rows, stacks, slots, first = 5, np.arange(len(x)), {}, {}, 0
-    for bucket, P in zip(lora.buckets, lora.blocks):
-        rank, place = (
-            next(iter(bucket.factors.values()))["a"].shape[2],
-            rng.choice(S, P, replace=False),
-        )
-        # a power of two: B times it, and B divided by it, are exact
-        scale = np.exp2(rng.integers(-1, 2, S)).astype(np.float32)
-
-        def stacked(path, leaf, P=P, place=place, scale=scale):
-            stack = rng.normal(size=(2, S, *leaf.shape[1:])).astype(np.float32)
-            stack[1, place] = (
-                leaf / scale[place][:, None, None, None] if path[-1].key == "b" else leaf
-            )
-            return jnp.asarray(stack)
-
-        stacks[rank] = AdapterStack(
-            jax.tree_util.tree_map_with_path(stacked, bucket.factors), jnp.asarray(scale), rank
-        )
-        named = np.full(len(x), -1, np.int32)
-        mine = (rows // 2 >= first) & (rows // 2 < first + P)
-        named[mine] = place[rows[mine] // 2 - first]
-        slots[rank], first = named, first + P
-    order = rng.permutation(len(x))
-    slots = {rank: named[order] for rank, named in slots.items()}
-    run = jax.jit(
-        lambda x, ids, weights, stacks, slots: routed(
-            x, ids, weights, p, attach_rows(stacks, slots).in_layer(jnp.int32(1))
-        )
-    )
-    want = np.asarray(jax.jit(routed)(x, ids, weights, p, lora))
-    _assert_close(run(x[order], ids[order], weights[order], stacks, slots), want[order])
 
 
 def test_the_tpus_kernel_serves_rows_without_adapters(rng):

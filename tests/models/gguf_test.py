@@ -183,22 +183,15 @@ def test_the_directory_appears_whole_or_not_at_all(tmp_path, rng, monkeypatch):
             ["tokenizer 'llama'", "('gpt2') is covered", "use the safetensors checkpoint instead"],
         ),
         ({"pre": "llama-bpe"}, ["'llama-bpe' is not covered", "expected 'smollm'"]),
-        ({"pre": "default"}, ["'default' is not covered", "expected 'smollm'"]),
         (
             {"fields": lambda w: w.add_rope_scaling_factor(4.0)},
             ["'llama.rope.scaling.factor' is 4.0"],
-        ),
-        ({"fields": lambda w: w.add_expert_count(8)}, ["'llama.expert_count' is 8"]),
-        (
-            {"fields": lambda w: w.add_sliding_window(64)},
-            ["'llama.attention.sliding_window' is 64"],
         ),
         (
             {"fields": lambda w: w.add_rope_dimension_count(8)},
             ["'llama.rope.dimension_count' is 8"],
         ),
         ({"fields": lambda w: w.add_value_length(8)}, ["'llama.attention.value_length' is 8"]),
-        ({"extra": ["rope_freqs.weight"]}, ["rope_freqs.weight"]),
         ({"extra": ["blk.0.attn_q.bias"]}, ["blk.0.attn_q.bias"]),
     ],
 )

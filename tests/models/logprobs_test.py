@@ -85,67 +85,6 @@ def test_values_and_gradients_equal_torch(tied, slice_positions, rng):
     np.testing.assert_allclose(target_logprobs(params, None, h_BMD, targets_BM), want_BM, atol=1e-5)
 
 
-@pytest.mark.parametrize("adapted", [False, True])
-def test_a_temperature_of_each_target_divides_its_logits(adapted, slice_positions, rng):
-    params, h_BMD, targets_BM, g_BM, table_VD = _inputs(rng, tied=True)
-    temperatures = rng.choice(np.float32([0.3, 0.7, 1.0, 2.5]), (B, M))
-    factors = {
-        "unembed": {
-            "a": rng.normal(size=(1, 1, 2, D)) * 0.3,
-            "b": rng.normal(size=(1, 1, 2, V)) * 0.3,
-        }
-    }
-    bound = (
-        view_of([(jax.tree.map(np.float32, factors), np.ones(1, np.float32))]) if adapted else None
-    )
-    delta_DV = (
-        factors["unembed"]["a"][0, 0].T @ factors["unembed"]["b"][0, 0]
-        if adapted
-        else np.zeros((D, V))
-    )
-    out_BM, (mine_BMD,) = _with_gradients(
-        lambda h: target_logprobs(params, bound, h, targets_BM, 1 / temperatures), [h_BMD], g_BM
-    )
-    weights = torch.tensor(np.float64(table_VD.T) + delta_DV)
-    hot = torch.tensor(np.float64(temperatures))[..., None]
-    want_BM, (dh_BMD,) = _torch(lambda h: h @ weights / hot, [h_BMD], targets_BM, g_BM)
-    # float32 sums over 50 logits of size 10, and three times that at 0.3
-    np.testing.assert_allclose(out_BM, want_BM, rtol=2e-6, atol=5e-5)
-    np.testing.assert_allclose(mine_BMD, dh_BMD, atol=1e-4)
-
-
-def test_adapters_of_the_unembedding_get_their_gradients(slice_positions, rng):
-    params, h_BMD, targets_BM, g_BM, table_VD = _inputs(rng, tied=True)
-    # blocks of one row; the last is bare
-    sizes, scales = (2, 4), (np.array([2.0, 0.5], np.float32), np.array([3.0], np.float32))
-    factors = [
-        (rng.normal(size=(1, len(s), r, D)) * 0.3, rng.normal(size=(1, len(s), r, V)) * 0.3)
-        for r, s in zip(sizes, scales)
-    ]
-
-    def ours(h, *ab):
-        parts = [({"unembed": {"a": ab[2 * i], "b": ab[2 * i + 1]}}, scales[i]) for i in range(2)]
-        return target_logprobs(params, view_of(parts, base_blocks=1), h, targets_BM)
-
-    def theirs(h, *ab):
-        deltas = [
-            ab[2 * i][0, p].T @ ab[2 * i + 1][0, p] * float(s)
-            for i in range(2)
-            for p, s in enumerate(scales[i])
-        ]
-        weights = torch.tensor(table_VD, dtype=torch.float64).T + torch.stack(
-            [*deltas, torch.zeros(D, V, dtype=torch.float64)]
-        )
-        return h @ weights
-
-    leaves = [h_BMD] + [x.astype(np.float32) for pair in factors for x in pair]
-    out_BM, mine = _with_gradients(ours, leaves, g_BM)
-    want_BM, grads = _torch(theirs, leaves, targets_BM, g_BM)
-    np.testing.assert_allclose(out_BM, want_BM, atol=2e-5)  # float32 sums
-    for got, want in zip(mine, grads):
-        np.testing.assert_allclose(got, want, atol=2e-5 * max(1, np.abs(want).max()))
-
-
 def test_extreme_logits_are_exact_and_finite(rng):
     params, h_BMD, targets_BM, g_BM, table_VD = _inputs(rng, tied=True)
     h_BMD = h_BMD * 300  # logits of +-5000: a naive exp overflows

@@ -55,6 +55,7 @@ def test_adapters_of_every_projection_match_peft(family, configs, rng, tiny_base
 def test_targets_are_the_projections(tiny_base):
     for family, names in (
         ("deepseek_v3_dense", PROJECTIONS),
+        ("glm_dense", ("q_a", "q_b", "kv_a", "kv_b", "o")),  # none of the indexer
         ("moonlight_dense", ("q", "kv_a", "kv_b", "o")),
     ):
         known = tree.target_paths(transformer.abstract(tiny_base(family).cfg))

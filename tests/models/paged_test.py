@@ -21,8 +21,6 @@ from mint_jax.lora.view import attach_rows
 from mint_jax.mesh import make_mesh
 from mint_jax.models import paged, transformer
 from mint_jax.models.paged import PAGE, RUN, RUN_PAGES, TEAM, Teams, View
-from pallas_kernels import paged as pages
-from pallas_kernels.partial import MASKED, Partial, join, partial_softmax
 
 NOWHERE = 2**30  # a page that no device has
 LENGTHS = (0, 1, 31, 32, 33, 127, 128, 129, 255, 256, 257, 300)
@@ -383,20 +381,6 @@ def test_every_length_of_both_parts_is_read_to_its_end(prefix, rng):
         np.testing.assert_allclose(out, _want(case), atol=TOLERANCE)
 
 
-def test_no_teams_at_all_are_as_teams_of_nobody(rng):
-    case = _random_case(rng, 6, 1, N=4, K=2)
-    np.testing.assert_array_equal(_run(case, None)[0], _run(case, _in_no_team(case.layout, rng))[0])
-
-
-def test_more_teams_than_one_product_takes(rng):
-    """Nine rows of nine prompts, each in a team of its own: three products, of which the last has
-    no four teams left.
-    """
-    case = _case(rng, range(9), rng.choice(LENGTHS, 9), rng.choice(LENGTHS, 9), N=2, K=1)
-    out, _ = _run(case, case.layout.teams(rng))
-    np.testing.assert_allclose(out, _want(case), atol=TOLERANCE)
-
-
 @pytest.mark.bits
 def test_a_row_s_bits_are_the_same_wherever_it_stands_in_a_team_and_whoever_is_beside_it(rng):
     case = _case(rng, [0] * 8 + [1] * 8, [200, 129], [40] * 16, N=4, K=2)
@@ -488,92 +472,6 @@ def test_a_page_that_is_not_there_is_written_nowhere(rng):
         written = case.pool[name].copy()
         written[LAYER, view.page[mine], :, case.own[mine] % PAGE] = case.new[name][mine, :, 0]
         np.testing.assert_array_equal(pool[name], written)
-
-
-@pytest.mark.parametrize("T", [1, PAGE])
-def test_experts_are_recorded_where_the_tokens_are(T, rng):
-    B, X = 5, 3
-    layout, own = lay_out(rng, range(B), [40] * B, 64), rng.integers(0, 64, B).astype(np.int32)
-    pool = left_over(rng, jax.ShapeDtypeStruct((L, layout.pages, PAGE, X), np.uint8))
-    ids = rng.integers(0, 256, (B, T, X)).astype(np.int32)
-    view = layout.view(own)
-    view = view._replace(
-        page=np.where(np.arange(B) == 2, NOWHERE, view.page).astype(np.int32),
-        at=view.at if T == 1 else None,
-    )
-    got = jax.jit(paged.record, static_argnums=3)(
-        pool, ids, paged.Cache({}, np.int32(LAYER), view), None
-    )
-    for b in (0, 1, 3, 4):
-        if T == 1:
-            pool[LAYER, view.page[b], view.at[b]] = ids[b, 0]
-        else:
-            pool[LAYER, view.page[b]] = ids[b]
-    np.testing.assert_array_equal(got, pool)
-
-
-def test_chosen_keys_are_the_only_ones_in_teams_and_alone(rng):
-    """Two tokens and three heads a row over keys that all heads share, as latents are."""
-    B, T, N = 9, 2, 3
-    layout, own = (
-        lay_out(rng, rng.integers(0, 3, B), rng.choice(LENGTHS[1:], 3), LONGEST + 1, 1, LONGEST),
-        rng.choice(LENGTHS, B).astype(np.int32),
-    )
-    pool = left_over(rng, jax.ShapeDtypeStruct((L, layout.pages, PAGE, H), np.float32))
-    values, places = (
-        _normal(rng, layout.pages, PAGE, H),
-        [layout.where(b, own[b]) for b in range(B)],
-    )
-    for where in places:
-        pool[LAYER, where[:, 0], where[:, 1]] = values[where[:, 0], where[:, 1]]
-    q, extra = _normal(rng, B, T * N, H), _normal(rng, B, 1, H)
-    chosen = rng.random((B, T, layout.table.shape[1] // RUN_PAGES, RUN)) < 0.3
-
-    def score_of(keys, q, seen_BTS):
-        s = jnp.einsum("BMH,BSH->BMS", q, keys)
-        s = jnp.where(jnp.repeat(seen_BTS, N, axis=1), s, MASKED)
-        return partial_softmax(s, lambda w: jnp.einsum("BMS,BSH->BMH", w, keys))
-
-    @jax.jit
-    def run(q, extra, pool, view, chosen):
-        def score(q, run, seen):
-            seen = (
-                seen
-                if seen.ndim == 3
-                else jnp.broadcast_to(seen[:, None], (len(q), q.shape[1] // N, RUN))
-            )
-            return score_of(
-                pages.clean(pages.read(pool, LAYER, run), jnp.any(seen, axis=1)), q, seen
-            )
-
-        new = score_of(extra, q, jnp.ones((B, T, 1), bool))
-        whole = join(
-            paged.attend(view, LAYER, q, functools.partial(pages.attend, score), chosen), new
-        )
-        return whole.value / whole.total
-
-    want = []
-    for b in range(B):
-        bits = chosen[b].reshape(T, -1)
-        place = [
-            *range(layout.prefix[b]),
-            *(-(-layout.prefix[b] // RUN) * RUN + i for i in range(own[b])),
-        ]
-        keys = np.concatenate([values[tuple(places[b].T)], extra[b]]).astype(np.float64)
-        seen = np.repeat(np.concatenate([bits[:, place], np.ones((T, 1), bool)], axis=1), N, axis=0)
-        s = np.where(seen, q[b].astype(np.float64) @ keys.T, -np.inf)
-        w = np.exp(s - s.max(-1, keepdims=True))
-        want.append(w / w.sum(-1, keepdims=True) @ keys)
-    for alone in (range(B), (), (0, 4)):
-        got = run(q, extra, pool, layout.view(own, layout.teams(rng, alone)), chosen)
-        np.testing.assert_allclose(got, want, atol=TOLERANCE)
-
-
-def test_nothing_to_read_has_no_weight():
-    none = Partial(jnp.full((2, 1), MASKED), jnp.zeros((2, 1)), jnp.zeros((2, 3)))
-    one = Partial(jnp.full((2, 1), -80.0), jnp.ones((2, 1)), jnp.full((2, 3), 5.0))
-    for both in (join(none, one), join(one, none)):
-        np.testing.assert_array_equal(both.value / both.total, np.full((2, 3), 5.0))
 
 
 # On eight devices: heads over tensor where they divide, else rows; pages are numbered within a

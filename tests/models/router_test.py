@@ -115,16 +115,6 @@ def test_choice_weights_and_gradients_equal_transformers(name, rng):
 
 
 @pytest.mark.parametrize("name", ["qwen3", "deepseek"])
-def test_experts_come_by_falling_score(name, rng):
-    experts, _, p, _ = _random(ROUTERS[name], rng)
-    scores = jnp.asarray(rng.uniform(size=(B, T, E)).astype(np.float32))
-    bias = p["router"].get("choice_bias")
-    seen = np.asarray(scores) if bias is None else np.asarray(scores) + np.asarray(bias)
-    picked = np.take_along_axis(seen, np.asarray(router.choose(scores, bias, experts)), axis=-1)
-    assert (np.diff(picked, axis=-1) <= 0).all()
-
-
-@pytest.mark.parametrize("name", ["qwen3", "deepseek"])
 def test_replay_takes_the_place_of_the_choice(name, rng):
     """Recorded ids get this router's own scores; tokens without a record choose themselves."""
     experts, _, p, h_BTD = _random(ROUTERS[name], rng)

@@ -9,7 +9,6 @@ import os
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -23,8 +22,6 @@ from mint_jax.models import hf, transformer
 from mint_jax.models.attention import Segments
 from mint_jax.models.config import ModelConfig
 from mint_jax.models.logprobs import target_logprobs
-from mint_jax.models.mlp import swiglu
-from mint_jax.models.paged import PAGE
 from mint_jax.models.transformer import DecoderInputs, hidden_states, logits
 from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import Request
@@ -289,30 +286,6 @@ def _routes(params, tokens_BT, *, cfg):
     )[1]["moe"]["routes"]
 
 
-def test_the_shapes_of_a_cache_are_those_of_its_kind(tiny_base):
-    def shapes(name, **kwargs):
-        specs = transformer.cache_specs(tiny_base(name).cfg, 7, jnp.bfloat16, **kwargs)
-        return {
-            kind: {name: (leaf.shape, leaf.dtype.name) for name, leaf in leaves.items()}
-            for kind, leaves in specs.items()
-        }
-
-    heads = (3, 7, 2, PAGE, 16), "bfloat16"
-    assert shapes("qwen3") == shapes("qwen3", routes=True) == {"dense": {"k": heads, "v": heads}}
-    assert shapes("qwen3_moe", routes=True) == {
-        "moe": {"k": heads, "v": heads, "routes": ((3, 7, PAGE, 3), "uint8")}
-    }
-
-    def latents(L):
-        return {
-            name: ((L, 7, PAGE, width), "bfloat16")
-            for name, width in {"latent": 24, "rope": 8, "index": 14}.items()
-        }
-
-    assert shapes("glm") == {"dense": latents(1), "moe": latents(2)}
-    assert [transformer.cache_heads(tiny_base(name).cfg) for name in ("qwen3", "glm")] == [2, None]
-
-
 EVEN = ModelConfig(
     "qwen3",
     vocab_size=96,
@@ -405,20 +378,3 @@ def test_a_mesh_of_eight_equals_one_device(name, mesh_case):
         np.testing.assert_allclose(x, y, atol=1e-4 * max(1.0, np.abs(y).max()))
     paths = {path for path, g in params_lib.leaves_with_path(got[0][0]) if np.abs(g).max() > 1e-3}
     assert len(paths) == 2 * 9  # every projection's two factors, and both tables', take part
-
-
-@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
-def test_swiglu_and_its_gradients_equal_torch(dtype, rng):
-    gate, up, g = (jnp.asarray(4 * rng.normal(size=(3, 5, 32)), dtype) for _ in range(3))
-    y, vjp = jax.vjp(swiglu, gate, up)
-    leaves = [torch.tensor(np.asarray(x, np.float64), requires_grad=True) for x in (gate, up)]
-    want = torch.nn.functional.silu(leaves[0]) * leaves[1]
-    grads = torch.autograd.grad(want, leaves, torch.tensor(np.asarray(g, np.float64)))
-    eps = float(jnp.finfo(dtype).eps)
-    for ours, theirs in zip((y, *vjp(g)), (want.detach(), *grads)):
-        assert ours.dtype == dtype
-        # some eight operations in a row, each rounded to half an eps, with cancellation in 1 -
-        # sigma
-        np.testing.assert_allclose(
-            np.asarray(ours, np.float64), theirs.numpy(), atol=4 * eps * np.abs(theirs).max()
-        )

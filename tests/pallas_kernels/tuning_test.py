@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from benchmarks import timing, tune_kernels
+from mint_jax.aot import kernel_calls
+from mint_jax.aot.kernel_calls import Call
 from mint_jax.errors import UserError
-from mint_jax.models import kernel_calls
-from mint_jax.models.kernel_calls import Call
 from pallas_kernels import packed_attention, packed_lora, tuning
 from pallas_kernels.packed_lora import pallas_gpu, pallas_tpu, reference
 from pallas_kernels.packed_lora.shapes import Shape
