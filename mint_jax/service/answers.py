@@ -1,11 +1,12 @@
-"""Answers that live as long as the process: samples, and whatever else need not survive a restart.
+"""Answers that live as long as the process: samples, and other results that need not survive a
+restart, after which clients repeat their requests.
 
-A client asks again for what a restart took. An answer is kept until it is acknowledged, or
-``keep_s`` seconds after it was delivered, or ``forgotten_s`` after it came where nobody fetches it;
-sooner where all of them together have more than ``kept_bytes``. Who polls for a whole group, a
-sampler's requests say, learns in the order of a cursor which of them have ended.
+An answer is kept until it is acknowledged, ``keep_s`` seconds after it was delivered, or
+``forgotten_s`` after it ended; less long if all answers together exceed ``kept_bytes``. A client
+can poll for a whole group, such as a sampler's requests, and gets the ended ones in the order of a
+cursor.
 
-All but ``end`` are called in the event loop; ``end`` from any thread.
+``end`` may be called from any thread, everything else in the event loop.
 """
 
 import collections
@@ -21,8 +22,8 @@ from mint_jax.service.handover import Waker
 
 FORGOTTEN_S = 1800.0
 KEPT_BYTES = 256 << 20  # of answers that have ended
-PLACES = 1 << 32  # that one process gives out
-PREFIX = "a-"  # of ids: no future's begins so
+PLACES = 1 << 32  # of one process
+PREFIX = "a-"  # of ids; no future's id begins like this
 
 
 @dataclasses.dataclass(eq=False)
@@ -30,13 +31,13 @@ class Answer:
     """One request's answer.
 
     Attributes:
-        group: who polls for it along with others.
-        number: the request's own in its group.
-        body: its digest, so that a number is not used twice for different ones.
-        what: of the caller's, a stream to be cancelled say; None again once it has ended.
-        count: of samples that were asked for.
-        nbytes: that its value takes.
-        value, failure: one of them once it has ended.
+        group: of the requests that are polled together.
+        number: of the request in its group.
+        body: digest of the request's body, so that a number is not used for two requests.
+        what: a stream to cancel; None once the request has ended.
+        count: number of samples.
+        nbytes: memory of the value.
+        value, failure: one of them is set once the request has ended.
     """
 
     id: str
@@ -53,9 +54,9 @@ class Answer:
     place: int = 0
 
 
-def group_of(tenant: str, whose: str, clone: int = 0) -> str:
+def group_of(tenant: str, owner: str, clone: int = 0) -> str:
     """Returns the group of a client's copy, whose requests are polled together."""
-    return f"{tenant}/{whose}/{clone}"
+    return f"{tenant}/{owner}/{clone}"
 
 
 def unknown(id: str) -> Gone:
@@ -67,12 +68,12 @@ def unknown(id: str) -> Gone:
 
 
 class Answers:
-    """See the module.
+    """The answers of one process.
 
     Args:
         clock: monotonic seconds.
-        start: number of this start of the server, above those of all earlier ones. A client's
-            cursor outlives a restart, so places go on behind all that an earlier process gave out.
+        start: number of this start of the server, above those of earlier ones. A client's cursor
+            outlives a restart, so places continue after those of earlier processes.
     """
 
     def __init__(
@@ -83,13 +84,8 @@ class Answers:
         start: int = 0,
         kept_bytes: int = KEPT_BYTES,
     ):
-        self._clock, self.keep_s, self.forgotten_s, self.kept_bytes, self._nbytes = (
-            clock,
-            keep_s,
-            forgotten_s,
-            kept_bytes,
-            0,
-        )
+        self._clock, self.keep_s, self.forgotten_s = clock, keep_s, forgotten_s
+        self.kept_bytes, self._nbytes = kept_bytes, 0
         self._lock = threading.Lock()
         self._waker = Waker()
         self._answers: dict[str, Answer] = {}
@@ -104,17 +100,16 @@ class Answers:
         """Returns the answer to a request, and whether it is new.
 
         Args:
-            number: the request's own in its group; a number that is there is the same request sent
-                again. None: never sent again.
+            number: of the request in its group; a known number is the same request, repeated.
+                None: it is never repeated.
 
         Raises:
             Conflict: another request had this number.
         """
         with self._lock:
-            if (
-                number is not None
-                and (found := self._answers.get(self._numbers.get((group, number), ""))) is not None
-            ):
+            known = None if number is None else self._numbers.get((group, number))
+            if known is not None:
+                found = self._answers[known]
                 if found.body != body:
                     raise Conflict(
                         f"request {number} of {group!r} was another one: give a new request a new"
@@ -139,19 +134,15 @@ class Answers:
         failure: BaseException | None = None,
         nbytes: int = 0,
     ) -> None:
-        """Ends a request; once. Answers that ended before it go where all together have too many
-        bytes, delivered ones first.
+        """Ends a request. If all answers together have too many bytes, earlier ones are dropped,
+        delivered ones first.
 
         Args:
-            nbytes: that ``value`` takes in memory.
+            nbytes: memory of ``value``.
         """
         with self._lock:
-            answer.value, answer.failure, answer.ended, answer.what = (
-                value,
-                failure,
-                self._clock(),
-                None,
-            )
+            answer.value, answer.failure = value, failure
+            answer.ended, answer.what = self._clock(), None
             if answer.id in self._answers:
                 answer.nbytes = nbytes
                 self._nbytes += nbytes
@@ -170,7 +161,7 @@ class Answers:
         for one in sorted(
             ended, key=lambda one: (one.delivered is None, one.delivered or one.ended)
         ):
-            if self._nbytes <= self.kept_bytes * 3 // 4:  # not at every answer from now on
+            if self._nbytes <= self.kept_bytes * 3 // 4:  # so that the next answers fit too
                 break
             self._drop(one)
 
@@ -178,7 +169,7 @@ class Answers:
         """Returns an answer, ended or not.
 
         Raises:
-            Gone: there is none of this id, or no longer.
+            Gone: the id is unknown or its answer was dropped.
         """
         found = self._answers.get(id)
         if found is None:
@@ -229,7 +220,7 @@ class Answers:
         """Drops expired answers; returns their number."""
         now = self._clock()
         with self._lock:
-            gone = [
+            expired = [
                 one
                 for one in self._answers.values()
                 if one.ended is not None
@@ -238,9 +229,9 @@ class Answers:
                     or (one.delivered is not None and now - one.delivered > self.keep_s)
                 )
             ]
-            for one in gone:
+            for one in expired:
                 self._drop(one)
-        return len(gone)
+        return len(expired)
 
     def _drop(self, answer: Answer) -> None:
         if self._answers.pop(answer.id, None) is not None:

@@ -11,18 +11,18 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Match, Route
+from starlette.routing import Match
 
 from mint_jax import interrupts
-from mint_jax.service import connections, monitoring, openai, openapi
+from mint_jax.service import connections, endpoints, monitoring, openapi
 from mint_jax.service.console.routes import Console
 from mint_jax.service.console.sessions import Browsers
-from mint_jax.service.errors import STATUSES, handler
+from mint_jax.service.errors import HANDLERS, OPENAI_PATHS
 from mint_jax.service.exchange import error_body
 from mint_jax.service.gate import Gate, Limits
-from mint_jax.service.handlers import tenant_of
 from mint_jax.service.keys import Keys
 from mint_jax.service.mint_extras import MintExtras
+from mint_jax.service.openai import OpenAI
 from mint_jax.service.openai_types import OPENAI, Bounds
 from mint_jax.service.server import Server
 from mint_jax.service.starting import Starting
@@ -36,45 +36,18 @@ from mint_jax.service.tokens import Tokens
 DRAIN_S = 30  # seconds for requests in flight when the server stops
 
 
-class _Openai:
-    """Adapts a server to ``openai.Serves``."""
-
-    def __init__(self, server: Server, bounds: Bounds):
-        self.engine, self.base, self.weights, self.submit = (
-            server.engine,
-            server.base,
-            server.weights,
-            server.submit,
-        )
-        self.bounds = bounds
-
-    def tenant(self, request: Request) -> str:
-        return tenant_of(request)
-
-
 async def unrouted(request: Request, error: Exception) -> Response:
     """Answers a path or a method that no route has."""
     assert isinstance(error, HTTPException)
-    what = "there is no such path here: check its spelling"
-    if error.status_code == 405:
-        what = "this path takes another method"
-    message = f"{request.method} {request.url.path[:200]}: {what}"
-    headers = error.headers
-    if error.status_code == 405:  # starlette lists the methods of a path's first route only
-        routes = [
-            route
-            for route in request.app.routes
-            if isinstance(route, Route) and route.matches(request.scope)[0] != Match.NONE
-        ]
-        headers = {
-            "allow": ", ".join(
-                sorted({method for route in routes for method in route.methods or ()})
-            )
-        }
-    by_openai = request.url.path.startswith(openai.PREFIXES)
-    code = "unknown_url" if error.status_code == 404 else None
-    body = error_body(error.status_code, message, by_openai, code=code)
-    return JSONResponse(body, error.status_code, headers)
+    path, status, headers = request.url.path, error.status_code, error.headers
+    problem, code = "there is no such path here: check its spelling", "unknown_url"
+    if status == 405:  # starlette lists the methods of a path's first route only
+        problem, code = "this path takes another method", None
+        matches = [one for one in request.app.routes if one.matches(request.scope)[0] != Match.NONE]
+        headers = {"allow": ", ".join(sorted({name for one in matches for name in one.methods}))}
+    message = f"{request.method} {path[:200]}: {problem}"
+    body = error_body(status, message, path.startswith(OPENAI_PATHS), code=code)
+    return JSONResponse(body, status, headers)
 
 
 def make(
@@ -91,48 +64,41 @@ def make(
         bounds: limits of the fields of OpenAI's API.
     """
     monitor = monitoring.monitor_of(server)
-    browsers, serves = Browsers(keys), _Openai(server, bounds)
-    of_tinker = [
-        route
-        for made in (Tinker, Sampling, Futures, Sessions, Rest, MintExtras)
-        for route in made(server).routes()
-    ]
-    tokens = _exchange(Tokens() if keys is None else keys.tokens)
-    of_operators = [
+    browsers, openai = Browsers(keys), OpenAI(server, bounds)
+    parts = (
+        Tinker(server),
+        Sampling(server),
+        Futures(server),
+        Sessions(server),
+        Rest(server),
+        MintExtras(server),
+    )
+    exchange = Exchange(Tokens() if keys is None else keys.tokens)
+    routes = [
+        *endpoints.routes(endpoints.tinker_endpoints(), exchange, *parts),
+        *endpoints.routes(endpoints.openai_endpoints(), openai),
         *monitor.routes(),
         monitoring.cost_route(server.costs),
         openapi.route(server.base.cfg.context, bounds),
+        *Console(server, browsers, openai).routes(),
     ]
-    of_people = Console(server, browsers, serves).routes()
-    routes = [tokens, *of_tinker, *openai.routes(serves), *of_operators, *of_people]
-    handlers = {**dict.fromkeys(STATUSES, handler()), HTTPException: unrouted}
-    app = Starlette(routes=routes, exception_handlers=handlers)
+    app = Starlette(routes=routes, exception_handlers=HANDLERS | {HTTPException: unrouted})
     return monitor.around(
-        Gate(
-            app,
-            keys,
-            limits,
-            quotas=server.quotas,
-            sessions=None if keys is None else browsers,
-            hosts=hosts,
-        )
+        Gate(app, keys, limits, quotas=server.quotas, browsers=browsers, hosts=hosts)
     )
 
 
-def _exchange(tokens: Tokens) -> Route:
-    """Returns the route that exchanges a key for a token. A token is refused: a stolen one could
-    otherwise renew itself forever.
-    """
+class Exchange:
+    """Exchanges keys for tokens."""
 
-    async def exchanged(request: Request) -> Response:
+    def __init__(self, tokens: Tokens):
+        self._tokens = tokens
+
+    async def token(self, request: Request) -> Response:
+        """Refuses a token: a stolen one could otherwise renew itself forever."""
         if getattr(request.state, "by_token", False):
-            return JSONResponse(
-                {"detail": "this is a token already: send the API key"},
-                403,
-            )
-        return JSONResponse({"jwt": tokens.make(getattr(request.state, "key", "-"))})
-
-    return Route("/api/v1/auth/token", exchanged, methods=["POST"])
+            return JSONResponse({"detail": "this is a token already: send the API key"}, 403)
+        return JSONResponse({"jwt": self._tokens.make(getattr(request.state, "key", "-"))})
 
 
 class Web(uvicorn.Server):

@@ -1,6 +1,4 @@
-"""Addresses that a server may listen at, and host names that it answers to without keys: loopback's
-and those of a setting.
-"""
+"""Addresses that a server may listen at, and the host names that it answers to without keys."""
 
 import ipaddress
 import re
@@ -60,8 +58,8 @@ def host_of(authority: str) -> str:
 def is_ours(authority: str, hosts: Collection[str] = ()) -> bool:
     """Returns whether a Host header names loopback or one of ``hosts``.
 
-    A page of another site can point its own name at this machine (DNS rebinding), and then reads
-    whatever a server answers. The name in the Host header is still the site's.
+    A page of another site can point its own name at this machine (DNS rebinding) and then read the
+    server's answers. The name in the Host header is still the site's.
     """
     host = host_of(authority)
     return bool(host) and (is_loopback(host) or host in hosts)

@@ -1,9 +1,8 @@
-"""Connections that clients may not hold for nothing: uvicorn's protocol with two time limits that
-it has not.
+"""uvicorn's HTTP protocol with two more time limits, so that idle clients cannot hold connections.
 
-The head of a request has to arrive within seconds, from the connection's or the head's first byte
-on; and a client to whom an answer is sent has to read it. Bodies are timed by ``gate.py``, idle
-connections by uvicorn's ``timeout_keep_alive``.
+The head of a request has to arrive within seconds of the connection's start or of the head's first
+byte, and a client has to read its answer. ``gate.py`` limits the time of bodies, uvicorn's
+``timeout_keep_alive`` that of idle connections.
 """
 
 import asyncio
@@ -14,10 +13,10 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 
 def timed(head_s: float = 10.0, stall_s: float = 60.0) -> type[H11Protocol]:
-    """A class for ``uvicorn.Config(http=...)``.
+    """Returns a class for ``uvicorn.Config(http=...)``.
 
     Args:
-        head_s: seconds within which the head of a request has to arrive.
+        head_s: seconds in which the head of a request has to arrive.
         stall_s: seconds for which a client may read nothing while the connection's buffer is full.
     """
 
@@ -33,7 +32,7 @@ def timed(head_s: float = 10.0, stall_s: float = 60.0) -> type[H11Protocol]:
             super().data_received(data)
             if self.conn.their_state is not h11.IDLE:
                 self._head = _stopped(self._head)
-            elif self._head is None:  # some of the next head
+            elif self._head is None:  # a part of the next head
                 self._head = self.loop.call_later(head_s, self.transport.abort)
 
         def pause_writing(self) -> None:
@@ -42,9 +41,7 @@ def timed(head_s: float = 10.0, stall_s: float = 60.0) -> type[H11Protocol]:
                 self._watch_reader()
 
         def _watch_reader(self) -> None:
-            """Ends the connection if nothing is read of what waits now; one large answer may take
-            several such times.
-            """
+            """Ends the connection if the client reads nothing for ``stall_s``."""
             waiting = self.transport.get_write_buffer_size()
 
             def late() -> None:

@@ -1,9 +1,15 @@
-"""All endpoints: method, path, scopes, bodies and a summary, for the gate and for OpenAPI."""
+"""All endpoints: method, path, scopes, bodies, handler and a summary.
+
+The gate, the routes and OpenAPI are made from this table.
+"""
 
 import dataclasses
+import functools
 import re
 from collections.abc import Iterable, Iterator
 from typing import Any
+
+from starlette.routing import Route
 
 from mint_jax.errors import UserError
 from mint_jax.service import openai_types as openai
@@ -13,6 +19,8 @@ from mint_jax.service.queries import CostsQuery, ModelsQuery, PageQuery, RunsQue
 from mint_jax.service.responses import ResponseBody
 
 JSON, STREAM, PROTOBUF = "application/json", "text/event-stream", "application/x-protobuf"
+TEXT = "text/plain"
+OPENAI_PREFIXES = ("/v1", "/oai/api/v1")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +33,7 @@ class Endpoint:
         scopes: one of them is needed; empty: any key; None: no key.
         summary: for OpenAPI; empty: not documented.
         body: model of the request's JSON; None if it has none.
+        call: name of the handler; empty: the path's last segment.
         query: model of the query's parameters.
         answer: name of the answer's schema in ``openapi.py``.
         data: bodies may be as large as a batch or a long prompt; others must be small.
@@ -38,6 +47,7 @@ class Endpoint:
     scopes: tuple[str, ...] | None
     summary: str = ""
     body: Any = None
+    call: str = ""
     query: Any = None
     answer: str = ""
     data: bool = False
@@ -50,92 +60,67 @@ class Endpoint:
         """The endpoint needs no key."""
         return self.scopes is None
 
-
-def _endpoints() -> Iterator[Endpoint]:
-    yield from _operators()
-    yield from _tinker()
-    for prefix in ("/v1", "/oai/api/v1"):
-        for one in _openai():
-            yield dataclasses.replace(one, path=prefix + one.path)
-    yield from _console()
+    @property
+    def handler(self) -> str:
+        """Name of the handler."""
+        return self.call or self.path.rpartition("/")[2]
 
 
-def _operators() -> Iterator[Endpoint]:
-    yield Endpoint("GET", "/health", None, "The process is alive.")
-    yield Endpoint("GET", "/ready", None, "Returns whether requests are served now.")
-    yield Endpoint("GET", "/openapi.json", None, "Returns this document.")
+def _endpoint(prefix: str, method: str, path: str, *row: Any, **more: Any) -> Endpoint:
+    return Endpoint(method, prefix + path, *row, **more)
+
+
+def operators() -> Iterator[Endpoint]:
+    get = functools.partial(_endpoint, "", "GET")
+    yield get("/health", None, "Returns 200: the process is alive.")
+    yield get("/ready", None, "Returns whether requests are served now.")
+    yield get("/openapi.json", None, "Returns this document.")
     # these name the policies of all tenants
-    admin, text = ("admin",), ("text/plain",)
-    yield Endpoint("GET", "/metrics", admin, "Returns metrics for Prometheus.", kinds=text)
-    yield Endpoint("GET", "/debug/state", admin, "Returns the server's state.")
-    yield Endpoint(
-        "GET", "/admin/costs", admin, "Lists costs of policies or tenants.", query=CostsQuery
+    admin = ("admin",)
+    yield get("/metrics", admin, "Returns metrics for Prometheus.", kinds=(TEXT,))
+    yield get("/debug/state", admin, "Returns the server's state.")
+    yield get("/admin/costs", admin, "Lists costs of policies or tenants.", query=CostsQuery)
+
+
+def tinker_endpoints() -> Iterator[Endpoint]:
+    get, post, put, delete = (
+        functools.partial(_endpoint, "/api/v1/", method)
+        for method in ("GET", "POST", "PUT", "DELETE")
     )
-
-
-def _tinker() -> Iterator[Endpoint]:
-    def get(path: str, scopes: Any, summary: str, **more: Any) -> Endpoint:
-        return Endpoint("GET", f"/api/v1/{path}", scopes, summary, **more)
-
-    def post(path: str, scopes: Any, summary: str, body: Any = None, **more: Any) -> Endpoint:
-        return Endpoint("POST", f"/api/v1/{path}", scopes, summary, body, **more)
-
-    def put(path: str, scopes: Any, summary: str, body: Any) -> Endpoint:
-        return Endpoint("PUT", f"/api/v1/{path}", scopes, summary, body)
-
-    def delete(path: str, summary: str, **more: Any) -> Endpoint:
-        return Endpoint("DELETE", f"/api/v1/{path}", train, summary, **more)
-
     train, sample, read, sampled = ("train",), ("sample",), ("read", "train"), ("read", "sample")
-    yield get("healthz", None, "The process is alive.")
-    yield post("client/config", None, "Returns options of the SDK.")
+    place, future = tinker.RequestPlace, {"answer": "Future"}
+    batch = {"data": True, "protobuf": True, "call": "forward_backward"} | future
+    one, session = "training_runs/{model}/checkpoints/{kind}/{name}", "sessions/{session}"
     files = ("application/octet-stream", "application/x-tar", JSON)
-    yield get("files/{token}", None, "Downloads the file of a signed link.", kinds=files)
+
+    yield get("healthz", None, "Returns 200: the process is alive.")
+    yield post("client/config", None, "Returns options of the SDK.", call="client_config")
+    yield get("files/{token}", None, "Downloads the file of a link.", call="file", kinds=files)
     yield post("auth/token", (), "Exchanges a key for a short-lived token.", answer="Token")
     yield get("get_server_capabilities", (), "Returns the base model.")
     yield post("client/dynamic_config", (), "Returns options of the SDK that may change.")
-    yield post(
-        "create_session", (), "Opens a session.", tinker.CreateSession, answer="SessionAnswer"
-    )
+    yield post("create_session", (), "Opens a session.", tinker.CreateSession, answer="Session")
     yield post("session_heartbeat", (), "Keeps a session open.", tinker.SessionRef)
-    yield post("sessions/{session}/finish", (), "Ends a session.")
+    yield post(f"{session}/finish", (), "Ends a session.", call="finish_session")
     yield post("telemetry", (), "Accepts telemetry and drops it.")
-    yield post(
-        "retrieve_future",
-        (),
-        "Waits for a result.",
-        tinker.RetrieveFuture,
-        kinds=(JSON, PROTOBUF),
-    )
+    both = (JSON, PROTOBUF)
+    yield post("retrieve_future", (), "Waits for a result.", tinker.RetrieveFuture, kinds=both)
     yield post("retrieve_futures", (), "Waits for results of a sampler.", tinker.RetrieveFutures)
     yield post("cancel_future", (), "Cancels samples.", tinker.CancelFuture)
 
-    place, future = tinker.RequestPlace, {"answer": "FutureAnswer"}
     yield post("create_model", train, "Creates a policy.", tinker.ModelPlace, **future)
-    yield post(
-        "load_weights",
-        train,
-        "Loads a checkpoint into a new policy, or into one in training.",
-        tinker.LoadPlace,
-    )
+    yield post("load_weights", train, "Loads a checkpoint into a policy.", tinker.LoadPlace)
     yield post("unload_model", train, "Ends a policy.", tinker.ModelRef, **future)
-    both = {"data": True, "protobuf": True} | future
-    yield post("forward", train, "Computes log-probabilities and losses.", place, **both)
-    yield post("forward_backward", train, "Accumulates gradients.", place, **both)
+    yield post("forward", train, "Computes log-probabilities and losses.", place, **batch)
+    yield post("forward_backward", train, "Accumulates gradients.", place, **batch)
     yield post("optim_step", train, "Updates a policy by AdamW.", place, **future)
     yield post("save_weights", train, "Saves a training state.", place, **future)
     yield post("save_weights_for_sampler", train, "Saves a revision to sample.", place, **future)
     yield post("save_weights_external", train, "Saves weights to download.", place, **future)
-    yield post(
-        "mint/checkpoints/interpolate", train, "Sums adapters.", tinker.Interpolate, data=True
-    )
-    yield post(
-        "mint/forward_backward_reverse_kl",
-        train,
-        "Not supported: its future fails.",
-        tinker.ReverseKl,
-        data=True,
-    )
+    interpolate, reverse_kl = "mint/checkpoints/interpolate", "mint/forward_backward_reverse_kl"
+    yield post(interpolate, train, "Sums adapters.", tinker.Interpolate, data=True)
+    unsupported = "Not supported: its future fails."
+    yield post(reverse_kl, train, unsupported, tinker.ReverseKl, "reverse_kl", data=True)
     yield post("copy_weights", train, "Copies a checkpoint.", tinker.CopyWeights)
     yield post("get_info", read, "Returns a policy's base and rank.", tinker.ModelRef)
     yield post("weights_info", read, "Returns a checkpoint's base and rank.", tinker.WeightsInfo)
@@ -143,88 +128,74 @@ def _tinker() -> Iterator[Endpoint]:
     yield post("asample", sample, "Samples.", tinker.SampleRequest, data=True)
     yield post("create_sampling_session", sample, "Creates a sampler.", tinker.CreateSampler)
     yield post("join_sampling_session", sample, "Adds a copy of a client.", tinker.SamplerRef)
-    yield get("samplers/{sampler}", sampled, "Returns a sampler's model.")
+    yield get("samplers/{sampler}", sampled, "Returns a sampler's model.", call="sampler")
 
     yield get("training_runs", read, "Lists policies.", query=RunsQuery)
-    yield get("training_runs/{model}", read, "Returns one policy.")
-    yield get("training_runs/{model}/checkpoints", read, "Lists a policy's checkpoints.")
+    yield get("training_runs/{model}", read, "Returns one policy.", call="training_run")
+    run_checkpoints = "training_runs/{model}/checkpoints"
+    yield get(run_checkpoints, read, "Lists a policy's checkpoints.", call="checkpoints_of")
     yield get("checkpoints", read, "Lists checkpoints.", query=PageQuery)
     yield get("sessions", read, "Lists sessions.", query=PageQuery)
-    yield get("sessions/{session}", read, "Returns one session.")
-    yield get("sessions/{session}/trace_export", read, "Returns a link to a session's timeline.")
-    yield put(
-        "sessions/{session}/project", train, "Assigns a session to a project.", tinker.AssignProject
-    )
-    checkpoint = "training_runs/{model}/checkpoints/{kind}/{name}"
-    yield delete(checkpoint, "Deletes a checkpoint.", status=204)
-    yield post(f"{checkpoint}/publish", train, "Lets other tenants load a checkpoint.")
-    yield delete(f"{checkpoint}/publish", "Makes a checkpoint private.")
-    yield put(f"{checkpoint}/ttl", train, "Sets a checkpoint's time to live.", tinker.SetTtl)
-    yield get(
-        f"{checkpoint}/external_weights_urls", read, "Returns links to weights, valid for an hour."
-    )
-    yield get(
-        f"{checkpoint}/archive", read, "Redirects to a tar of an adapter for an hour.", status=302
-    )
+    yield get(session, read, "Returns one session.", call="session")
+    yield get(f"{session}/trace_export", read, "Returns a link to a session's timeline.")
+    project = tinker.AssignProject
+    yield put(f"{session}/project", train, "Assigns a session to a project.", project)
+    yield delete(one, train, "Deletes a checkpoint.", call="delete", status=204)
+    yield post(f"{one}/publish", train, "Lets other tenants load a checkpoint.")
+    yield delete(f"{one}/publish", train, "Makes a checkpoint private.", call="unpublish")
+    yield put(f"{one}/ttl", train, "Sets a checkpoint's time to live.", tinker.SetTtl)
+    yield get(f"{one}/external_weights_urls", read, "Returns links to weights for an hour.")
+    yield get(f"{one}/archive", read, "Redirects to a tar of an adapter for an hour.", status=302)
 
 
-def _openai() -> Iterator[Endpoint]:
-    sample, admin, read = ("sample",), ("admin",), ("read", "sample")
-    yield Endpoint(
-        "GET", "/models", read, "Lists models.", query=ModelsQuery, answer="ModelsAnswer"
+def openai_endpoints() -> Iterator[Endpoint]:
+    sample, admin, read, kinds = ("sample",), ("admin",), ("read", "sample"), (JSON, STREAM)
+    bodies = (
+        ("completions", "completions", openai.CompletionBody, "Completion", "Completes prompts."),
+        ("chat/completions", "chats", openai.ChatBody, "Chat", "Answers a chat."),
+        ("responses", "responses", ResponseBody, "Response", "Answers input with items."),
     )
-    yield Endpoint("GET", "/models/{name:path}", read, "Returns one model.", answer="ModelAnswer")
-    bodies = {
-        "completions": ("Completes prompts.", openai.CompletionBody, "CompletionAnswer"),
-        "chat/completions": ("Answers a chat.", openai.ChatBody, "ChatAnswer"),
-        "responses": ("Answers input with items.", ResponseBody, "ResponseAnswer"),
-    }
-    for path, (summary, body, answer) in bodies.items():
-        kinds = (JSON, STREAM)
-        yield Endpoint(
-            "POST", f"/{path}", sample, summary, body, answer=answer, data=True, kinds=kinds
+    for prefix in OPENAI_PREFIXES:
+        get, post, delete = (
+            functools.partial(_endpoint, f"{prefix}/", method)
+            for method in ("GET", "POST", "DELETE")
         )
-    one = "/responses/{id}"
-    yield Endpoint("GET", one, sample, "Returns a stored response.", answer="ResponseAnswer")
-    yield Endpoint("DELETE", one, sample, "Deletes a stored response.", answer="DeletedAnswer")
-    text = ("text/plain",)
-    yield Endpoint(
-        "POST",
-        "/load_lora_adapter",
-        admin,
-        "Names a revision, as vLLM does.",
-        openai.LoadAdapter,
-        kinds=text,
-    )
-    yield Endpoint(
-        "POST",
-        "/unload_lora_adapter",
-        admin,
-        "Releases a name.",
-        openai.UnloadAdapter,
-        kinds=text,
-    )
+        yield get("models", read, "Lists models.", query=ModelsQuery, answer="Models")
+        yield get("models/{name:path}", read, "Returns one model.", call="model", answer="Model")
+        for path, call, body, answer, summary in bodies:
+            yield post(path, sample, summary, body, call, answer=answer, data=True, kinds=kinds)
+        stored = functools.partial(get, "responses/{id}", sample, call="response")
+        yield stored("Returns a stored response.", answer="Response")
+        summary = "Deletes a stored response."
+        yield delete("responses/{id}", sample, summary, call="delete_response", answer="Deleted")
+        load, unload = (openai.LoadAdapter,), (openai.UnloadAdapter,)
+        yield post("load_lora_adapter", admin, "Names a revision.", *load, kinds=(TEXT,))
+        yield post("unload_lora_adapter", admin, "Releases a name.", *unload, kinds=(TEXT,))
 
 
-def _console() -> Iterator[Endpoint]:
+def console_endpoints() -> Iterator[Endpoint]:
     every, train, sample = ("read", "train", "admin"), ("train", "admin"), ("sample",)
-    pages = {
-        None: "GET /sign-in, POST /sign-in, GET /static/{name}",
-        (): "GET , POST /sign-out",
-        every: (
-            "GET /policies, GET /policies/{policy:path}, GET /curves/{policy:path},"
-            " GET /training, GET /costs"
-        ),
-        train: "POST /promote/{policy:path}, POST /rollback/{policy:path}",
-        ("admin",): "GET /server",
-        sample: "GET /playground",
-    }
-    for scopes, rows in pages.items():
-        for row in rows.split(", "):
-            method, path = row.split(" ")
-            yield Endpoint(method, f"/console{path}", scopes)
-    for path in ("completions", "chat"):
-        yield Endpoint("POST", f"/console/playground/{path}", sample, data=True)
+    pages = (
+        ("GET", "/sign-in", None, "sign_in_page"),
+        ("POST", "/sign-in", None, "sign_in"),
+        ("GET", "/static/{name}", None, "static"),
+        ("GET", "", (), "home"),
+        ("POST", "/sign-out", (), "sign_out"),
+        ("GET", "/policies", every, "policies"),
+        ("GET", "/policies/{policy:path}", every, "policy"),
+        ("GET", "/curves/{policy:path}", every, "curves"),
+        ("GET", "/training", every, "training"),
+        ("GET", "/costs", every, "costs"),
+        ("POST", "/promote/{policy:path}", train, "promote"),
+        ("POST", "/rollback/{policy:path}", train, "rollback"),
+        ("GET", "/server", ("admin",), "state"),
+        ("GET", "/playground", sample, "playground"),
+        ("POST", "/playground/completions", sample, "completions"),
+        ("POST", "/playground/chat", sample, "chats"),
+    )
+    for method, path, scopes, call in pages:
+        data = path.startswith("/playground/")
+        yield Endpoint(method, f"/console{path}", scopes, call=call, data=data)
 
 
 class Table:
@@ -238,7 +209,6 @@ class Table:
         self.endpoints = tuple(endpoints)
         self._exact: dict[tuple[str, str], Endpoint] = {}
         self._patterns: list[tuple[str, re.Pattern[str], Endpoint]] = []
-        known = set()
         for one in self.endpoints:
             for scope in one.scopes or ():
                 if scope not in SCOPES:
@@ -246,12 +216,10 @@ class Table:
                         f"endpoint {one.path} has scope {scope!r}; expected some of"
                         f" {', '.join(SCOPES)}"
                     )
-            if (one.method, one.path) in known:
+            if (one.method, one.path) in self._exact:
                 raise UserError(f"{one.method} {one.path} has two endpoints: leave one")
-            known.add((one.method, one.path))
-            if "{" not in one.path:
-                self._exact[one.method, one.path] = one
-            else:
+            self._exact[one.method, one.path] = one
+            if "{" in one.path:
                 pattern = re.sub(r"\\{\w+:path\\}", ".+", re.escape(one.path))
                 pattern = re.sub(r"\\{\w+\\}", "[^/]+", pattern)
                 self._patterns.append((one.method, re.compile(pattern, re.DOTALL), one))
@@ -260,7 +228,8 @@ class Table:
         """Returns the endpoint of a request; None if there is none: it needs any key."""
         method = "GET" if method == "HEAD" else method
         path = path.rstrip("/") or "/"
-        if (exact := self._exact.get((method, path))) is not None:
+        exact = self._exact.get((method, path))
+        if exact is not None and "{" not in path:
             return exact
         matches = (
             one for of, pattern, one in self._patterns if of == method and pattern.fullmatch(path)
@@ -268,4 +237,16 @@ class Table:
         return next(matches, None)
 
 
-TABLE = Table(_endpoints())
+def routes(endpoints: Iterable[Endpoint], *owners: Any) -> list[Route]:
+    """Returns the routes of endpoints; the handler of each is the method of an owner."""
+    return [
+        Route(
+            one.path,
+            next(getattr(owner, one.handler) for owner in owners if hasattr(owner, one.handler)),
+            methods=[one.method],
+        )
+        for one in endpoints
+    ]
+
+
+TABLE = Table([*operators(), *tinker_endpoints(), *openai_endpoints(), *console_endpoints()])

@@ -1,7 +1,6 @@
 """HTTP status of each exception, and errors in the form of either door."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 from starlette.requests import Request
@@ -20,6 +19,8 @@ from mint_jax.service.futures import Conflict, Gone
 from mint_jax.service.quotas import Busy, OverQuota
 from mint_jax.service.server_db import Overloaded
 
+# errors on these have OpenAI's form
+OPENAI_PATHS = ("/v1/", "/oai/", "/console/playground/")
 LONGEST_REASON = 2000  # characters of an error
 RETRY_AFTER_S = 5.0  # with 503, if nothing says better
 
@@ -88,10 +89,9 @@ def answer(error: Exception, openai: bool = False) -> JSONResponse:
     return JSONResponse(error_body(status, reason, openai, param, code), status, headers)
 
 
-def handler(openai: bool = False) -> Callable[[Request, Exception], Any]:
-    """Returns an exception handler for starlette."""
+async def handle(request: Request, error: Exception) -> Response:
+    """Handles an exception of a route, as starlette calls it."""
+    return answer(error, request.url.path.startswith(OPENAI_PATHS))
 
-    async def handle(request: Request, error: Exception) -> Response:
-        return answer(error, openai)
 
-    return handle
+HANDLERS: dict[Any, Any] = dict.fromkeys((*STATUSES, Exception), handle)  # for starlette

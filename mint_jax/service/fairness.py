@@ -1,10 +1,10 @@
 """Fair scheduling: virtual counters of each tenant's service (Sheng et al. 2024, arXiv
 2401.00588, algorithm 2).
 
-Who was served least, by weight, comes next. A tenant that comes back after a pause is lifted to the
-least of those who are busy, so that a pause saves nothing up. With n tenants that always have work,
-what any two were served differs by two slices at most (theorem 4.4), and each gets at least 1/n.
-Service is counted in seconds of the device, which prefill, decode and training have in common.
+The tenant with the least service by weight comes next. After a pause a tenant is lifted to the
+least counter of the busy tenants, so it cannot save up service. With n tenants that always have
+work, the service of any two differs by at most two slices (theorem 4.4), and each gets at least
+1/n. Service is counted in device seconds, which prefill, decode and training have in common.
 """
 
 import collections
@@ -19,13 +19,13 @@ class Counters:
     """Seconds served to each tenant, divided by its weight. Thread-safe.
 
     Args:
-        weights: of tenants; 1 for one that is not named. Twice the weight is twice the share.
+        weights: of tenants, 1 by default. Twice the weight is twice the share.
 
     Attributes:
-        seconds: served in all, by tenant, whatever the weight.
+        seconds: total service by tenant, unweighted.
 
     Raises:
-        UserError: a weight that is not above 0.
+        UserError: a weight is not above 0.
     """
 
     def __init__(self, weights: Mapping[str, float] | None = None):
@@ -45,10 +45,9 @@ class Counters:
         """Counts a new request of a tenant."""
         with self._lock:
             if not self._busy[tenant]:
-                others = [self._counters[t] for t, n in self._busy.items() if n]
-                self._counters[tenant] = max(
-                    self._counters[tenant], min(others) if others else self._last
-                )
+                least = min((self._counters[t] for t, n in self._busy.items() if n), default=None)
+                lifted = self._last if least is None else least
+                self._counters[tenant] = max(self._counters[tenant], lifted)
             self._busy[tenant] += 1
 
     def end(self, tenant: str) -> None:
@@ -66,9 +65,9 @@ class Counters:
         total = sum(shares.values())
         with self._lock:
             for tenant, share in shares.items():
-                mine = seconds * share / total
-                self.seconds[tenant] += mine
-                self._counters[tenant] += mine / self._weights.get(tenant, 1.0)
+                part = seconds * share / total
+                self.seconds[tenant] += part
+                self._counters[tenant] += part / self._weights.get(tenant, 1.0)
 
     def order(self, tenants: Iterable[str]) -> list[str]:
         """Sorts tenants by service, least first; ties keep their order."""

@@ -1,25 +1,18 @@
 """Helpers of the HTTP handlers."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import pydantic
 from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
 
 from mint_jax.service.validation import parse
 
 OFF_LOOP = 1 << 16  # bytes of a body from which it is parsed in a thread
 
-Handler = Callable[[Request], Awaitable[Response]]
+
 T = TypeVar("T", bound=pydantic.BaseModel)
-
-
-def routes(table: Iterable[tuple[str, str, Handler]]) -> list[Route]:
-    """Returns the routes of (method, path below ``/api/v1``, handler)."""
-    return [Route(f"/api/v1/{path}", handler, methods=[method]) for method, path, handler in table]
 
 
 def tenant_of(request: Request) -> str:

@@ -12,7 +12,6 @@ from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 from mint_jax import params as params_lib
 from mint_jax.catalog.packed import Schema, digest_of, pack, unpack
@@ -42,12 +41,6 @@ class MintExtras:
     def __init__(self, server: Server):
         self.server = server
         self._running: set[asyncio.Task[None]] = set()  # the event loop keeps weak references only
-
-    def routes(self) -> list[Route]:
-        return [
-            Route("/api/v1/mint/checkpoints/interpolate", self.interpolate, methods=["POST"]),
-            Route("/api/v1/mint/forward_backward_reverse_kl", self.reverse_kl, methods=["POST"]),
-        ]
 
     async def interpolate(self, request: Request) -> Response:
         """Answers with a future. A repeated request makes the same checkpoint again, under the same
@@ -149,7 +142,7 @@ class MintExtras:
         policy = f"{first.tenant}/{first.model}:sums:{blake3_of(schema.to_json().encode())[:16]}"
         data = pack(params_lib.nest(made.factors), schema)
         digest = digest_of(data)
-        told = {
+        details = {
             "config": dataclasses.asdict(made.config),
             "base": server.base.fingerprint,
             "metadata": metadata,
@@ -164,7 +157,7 @@ class MintExtras:
             digest,
             len(data),
             request,
-            told,
+            details,
             now,
             None,
             False,

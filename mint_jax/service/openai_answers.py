@@ -57,12 +57,12 @@ class Answer:
         self.id = f"{'chatcmpl' if spec.chat else 'cmpl'}-{secrets.token_hex(12)}"
         self.created = int(time.time())
         marker = None if spec.tools is None else spec.tools.marker
-        self._growing = [
+        self._partial = [
             Growing(decode, texts, prompt.tokens, spec.request.stop, marker)
             for prompt in spec.prompts
             for _ in range(spec.request.n if spec.stream else 0)
         ]
-        self._drawn: list[list[Entry]] = [[] for _ in self._growing]
+        self._drawn: list[list[Entry]] = [[] for _ in self._partial]
         self._begun: set[int] = set()
 
     # -- whole answers
@@ -94,17 +94,17 @@ class Answer:
             for i, done in enumerate(some):
                 yield k * self.spec.request.n + i, prompt, done
 
-    def _part(self, done: Completion, told: int = 0) -> Part:
+    def _part(self, done: Completion, sent: int = 0) -> Part:
         """Returns a completion without its first tokens, which were sent before."""
         if self.spec.silent:
             return Part("", [])
         assert done.text is not None, "the engine has a tokenizer"
         places = Places(self._texts)
         places.add(done.tokens, done.text)
-        named = slice(told, self._named(done, places))
+        named = slice(sent, self._named(done, places))
         return Part(
             done.text,
-            done.tokens[told:],
+            done.tokens[sent:],
             _entries(done.tokens, done.logprobs, done.top_logprobs)[named],
             places.begins[named],
         )
@@ -132,19 +132,19 @@ class Answer:
             return []
         for number, piece in pieces:
             index = number * self.spec.request.n + piece.sample
-            growing, drawn, before = (
-                self._growing[index],
+            partial, drawn, before = (
+                self._partial[index],
                 self._drawn[index],
                 came.get(index, Part("", [])),
             )
             drawn += _entries(piece.tokens, piece.logprobs, piece.top)
-            count, text = growing.add(piece.tokens)
-            told = slice(growing.tokens_told - count, growing.tokens_told)
+            count, text = partial.add(piece.tokens)
+            new = slice(partial.tokens_told - count, partial.tokens_told)
             came[index] = Part(
                 before.text + text,
-                [*before.tokens, *growing.tokens[told]],
-                [*before.entries, *drawn[told]],
-                [*before.begins, *growing.places.begins[told]],
+                [*before.tokens, *partial.tokens[new]],
+                [*before.entries, *drawn[new]],
+                [*before.begins, *partial.places.begins[new]],
             )
         wanted = self.spec.logprobs or self.spec.token_ids
         return [
@@ -165,12 +165,12 @@ class Answer:
                 content, calls = self._calls(index, done) if self.spec.chat else (part.text, [])
                 part = dataclasses.replace(part, text=content)
             else:
-                growing = self._growing[index]
+                partial = self._partial[index]
                 content, calls = (
                     self._calls(index, done) if self.spec.chat else (done.text or "", [])
                 )
                 part = dataclasses.replace(
-                    self._part(done, growing.tokens_told), text=growing.end(content)
+                    self._part(done, partial.tokens_told), text=partial.end(content)
                 )
             out += self._chunks(index, part, done, calls)
         return out
@@ -247,9 +247,9 @@ class Answer:
         if spec.token_ids:
             choice["token_ids"] = list(part.tokens)
         if spec.chat:
-            told = [self._token(*entry) for entry in part.entries]
+            tokens = [self._token(*entry) for entry in part.entries]
             return choice | {
-                "logprobs": {"content": told, "refusal": None} if spec.logprobs else None
+                "logprobs": {"content": tokens, "refusal": None} if spec.logprobs else None
             }
         if first:
             choice |= self._of_prompt(prompt, done)
@@ -307,7 +307,7 @@ class Answer:
         self, token: int, logprob: float | None, some: Sequence[tuple[int, float]]
     ) -> dict[str, Any]:
         """Returns a token in the form of chats."""
-        others = [
+        likeliest = [
             {"token": self._name(i), "logprob": p, "bytes": list(self._texts.bytes_of(i))}
             for i, p in some
         ]
@@ -315,7 +315,7 @@ class Answer:
             "token": self._name(token),
             "logprob": logprob,
             "bytes": list(self._texts.bytes_of(token)),
-            "top_logprobs": others,
+            "top_logprobs": likeliest,
         }
 
     def _of_prompt(self, prompt: Prompt, done: Completion | None) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """``/openapi.json``: OpenAPI 3.1, generated from the endpoints and the pydantic models of bodies.
 
-Of Tinker's training and sampling requests only the place is documented (session, model, number):
-whatever else is wrong with one fails its future. Their protobuf forms are in ``wire/``.
+Tinker's training and sampling requests are documented by their place (session, model, number)
+only: any other mistake fails their future. Their protobuf forms are in ``wire/``.
 """
 
 import functools
@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from mint_jax.service.endpoints import JSON, PROTOBUF, TABLE, Endpoint
+from mint_jax.service.endpoints import JSON, OPENAI_PREFIXES, PROTOBUF, TABLE, Endpoint
 from mint_jax.service.openai_types import OPENAI, Bounds, SamplingFields, limited
 from mint_jax.service.responses import ResponseBody
 
@@ -79,8 +79,8 @@ def document(context: int, bounds: Bounds = OPENAI) -> Schema:
                 for name in names
             ]
     failures = {
-        f"{kind.__name__}{code}": _failure(code, ref_of[kind])
-        for kind in (Detail, Error)
+        f"{name}{code}": _failure(code, ref_of[ANSWERS[name]])
+        for name in ("Detail", "Error")
         for code in STATUSES
     }
     keys = {
@@ -95,13 +95,13 @@ def document(context: int, bounds: Bounds = OPENAI) -> Schema:
             "description": "Training and sampling of LoRA policies over one resident base model.",
         },
         "paths": paths,
-        "components": {"securitySchemes": keys, "responses": failures, **_components(schemas)},
+        "components": {
+            "securitySchemes": keys,
+            "responses": failures,
+            "schemas": schemas.get("$defs", {}),
+        },
         "security": [{}, {"bearer": []}, {"header": []}],
     }
-
-
-def _components(schemas: Schema) -> Schema:
-    return {"schemas": schemas.get("$defs", {})}
 
 
 def _operation(one: Endpoint, ref_of: dict[Any, Schema]) -> Schema:
@@ -110,10 +110,10 @@ def _operation(one: Endpoint, ref_of: dict[Any, Schema]) -> Schema:
     responses: Schema = {str(one.status): {"description": "Success."}}
     if one.status == 200:
         responses["200"]["content"] = content
-    openai = one.path.startswith(("/v1", "/oai"))
-    failure = Error if openai else Detail
+    openai = one.path.startswith(OPENAI_PREFIXES)
+    failure = "Error" if openai else "Detail"
     for code in STATUSES:
-        responses[str(code)] = {"$ref": f"#/components/responses/{failure.__name__}{code}"}
+        responses[str(code)] = {"$ref": f"#/components/responses/{failure}{code}"}
     if one.path == "/ready":
         responses["503"] = {
             "description": "Not now; the status says why.",
@@ -139,48 +139,46 @@ def _failure(code: int, schema: Schema) -> Schema:
 # -- answers
 
 Count = Annotated[int, Field(ge=0)]
-# rounding alone makes a log-probability positive
-LogProb = Annotated[float, Field(le=1e-3)] | None
-Finish = Literal["stop", "length", "tool_calls", "abort"]
+Choices = Annotated[list[dict[str, Any]], Field(min_length=1, description="As in OpenAI's API.")]
 
 
-class Answer(pydantic.BaseModel):
-    pass
+class Answers(pydantic.BaseModel):
+    """Base of documented answers."""
 
 
-class Detail(Answer):
+class DetailAnswer(Answers):
     detail: str
 
 
-class ErrorFields(Answer):
+class ErrorFields(Answers):
     message: str
     type: str
     param: str | None
     code: str | None
 
 
-class Error(Answer):
+class ErrorAnswer(Answers):
     error: ErrorFields
 
 
-class ReadyAnswer(Answer):
+class ReadyAnswer(Answers):
     status: str
 
 
-class Token(Answer):
+class TokenAnswer(Answers):
     jwt: str
 
 
-class SessionAnswer(Answer):
+class SessionAnswer(Answers):
     session_id: str
 
 
-class FutureAnswer(Answer):
+class FutureAnswer(Answers):
     request_id: str
     model_id: str
 
 
-class ModelAnswer(Answer):
+class ModelAnswer(Answers):
     id: str
     object: Literal["model"]
     created: int
@@ -188,7 +186,7 @@ class ModelAnswer(Answer):
     mint_revision: str | None
 
 
-class ModelsAnswer(Answer):
+class ModelsAnswer(Answers):
     object: Literal["list"]
     data: list[ModelAnswer]
     has_more: bool
@@ -196,115 +194,46 @@ class ModelsAnswer(Answer):
     last_id: str | None
 
 
-class CachedTokens(Answer):
-    cached_tokens: Count
-
-
-class Usage(Answer):
+class Usage(Answers):
     prompt_tokens: Count
     completion_tokens: Count
     total_tokens: Count
-    prompt_tokens_details: CachedTokens
 
 
-class Frame(Answer):
+class CompletionAnswer(Answers):
     id: str
+    object: Literal["text_completion"]
     created: Count
     model: str
+    choices: Choices
     usage: Usage
     system_fingerprint: str
     mint_revision: str | None
 
 
-class TokenTable(Answer):
-    tokens: list[str]
-    token_logprobs: list[LogProb]
-    top_logprobs: list[dict[str, LogProb] | None] | None
-    text_offset: list[Count]
+class ChatAnswer(CompletionAnswer):
+    object: Literal["chat.completion"]  # type: ignore[assignment]
 
 
-class CompletionChoice(Answer):
-    index: Count
-    finish_reason: Finish
-    text: str
-    logprobs: TokenTable | None
-
-
-class CompletionAnswer(Frame):
-    object: Literal["text_completion"]
-    choices: Annotated[list[CompletionChoice], Field(min_length=1)]
-
-
-class ScoredToken(Answer):
-    token: str
-    logprob: LogProb
-    bytes: list[Annotated[int, Field(ge=0, le=255)]]
-
-
-class ChatToken(ScoredToken):
-    top_logprobs: list[ScoredToken]
-
-
-class ChatTokens(Answer):
-    content: list[ChatToken]
-    refusal: None
-
-
-class FunctionAnswer(Answer):
-    name: str
-    arguments: str
-
-
-class CallAnswer(Answer):
-    id: str
-    type: Literal["function"]
-    function: FunctionAnswer
-
-
-class MessageAnswer(Answer):
-    role: Literal["assistant"]
-    content: str | None
-    refusal: None
-    tool_calls: list[CallAnswer] = []
-
-
-class ChatChoice(Answer):
-    index: Count
-    finish_reason: Finish
-    message: MessageAnswer
-    logprobs: ChatTokens | None
-
-
-class ChatAnswer(Frame):
-    object: Literal["chat.completion"]
-    choices: Annotated[list[ChatChoice], Field(min_length=1)]
-
-
-class ItemAnswer(Answer):
-    id: str
-    type: Literal["message", "function_call"]
-    status: str
-
-
-class ResponseAnswer(Answer):
+class ResponseAnswer(Answers):
     id: str
     object: Literal["response"]
     created_at: Count
     status: Literal["completed", "incomplete"]
     model: str
-    output: list[ItemAnswer]
+    output: list[dict[str, Any]]
     usage: dict[str, Any]
     mint_revision: str | None
 
 
-class DeletedAnswer(Answer):
+class DeletedAnswer(Answers):
     id: str
     object: Literal["response"]
     deleted: Literal[True]
 
 
-_DOCUMENTED = (
-    Detail, Error, ReadyAnswer, Token, SessionAnswer, FutureAnswer, ModelAnswer, ModelsAnswer,
-    CompletionAnswer, ChatAnswer, ResponseAnswer, DeletedAnswer,
-)  # fmt: skip
-ANSWERS: dict[str, type[Answer]] = {kind.__name__: kind for kind in _DOCUMENTED}
+ANSWERS: dict[str, type[Answers]] = {
+    name.removesuffix("Answer"): kind
+    for name, kind in list(globals().items())
+    if name.endswith("Answer")
+}

@@ -2,9 +2,9 @@
 
 ``python -m mint_jax.service.quotas set|list --folder DIR ...`` changes and lists them.
 
-Load comes and goes: requests and tokens in flight beyond a quota are ``Busy``, 429, and clients ask
-again by themselves. What is owned stays until its owner lets go: policies in training and bytes
-beyond a quota are ``OverQuota``, 403, at which clients stop (the Tinker SDK asks again for minutes
+Load is temporary: requests and tokens in flight beyond a quota are ``Busy``, 429, and clients retry
+by themselves. Owned objects stay until their owner deletes them: policies in training and bytes
+beyond a quota are ``OverQuota``, 403, at which clients stop (the Tinker SDK retries for minutes
 after 409, 429 and 5xx, and for an hour after 402). A request that would never fit is ``OverQuota``
 too.
 
@@ -23,37 +23,34 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
-from typing import Any
 
 from mint_jax.errors import UserError
 from mint_jax.files import write_file
-from mint_jax.service.keys import CHECK_S, NAME, alone
+from mint_jax.service.keys import ReloadedFile, check_tenant, locked
 
 log = logging.getLogger("mint_jax.service")
 
 FILE = "quotas.json"
 RETRY_S = 1.0
-UNITS = {
-    "k": 10**3,
-    "m": 10**6,
-    "g": 10**9,
-    "t": 10**12,
-    "ki": 2**10,
-    "mi": 2**20,
-    "gi": 2**30,
-    "ti": 2**40,
+UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+UNITS |= {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+HELP = {
+    "requests": "HTTP requests in flight",
+    "tokens": "tokens in flight",
+    "policies": "policies in training",
+    "bytes": "bytes of checkpoints and training states",
 }
 
 
 class Busy(UserError):
-    """A quota of load is used up for now: ask again after ``retry_after_s``."""
+    """A quota of load is used up for now: retry after ``retry_after_s``."""
 
     retry_after_s = RETRY_S
 
 
 class OverQuota(UserError):
-    """A quota of what is owned is used up, or a request larger than one; asking again does not
-    help.
+    """A quota of owned objects is used up, or a request exceeds a quota by itself; retrying does
+    not help.
     """
 
 
@@ -62,12 +59,12 @@ class Quota:
     """Limits of one tenant; None is no limit.
 
     Attributes:
-        requests: HTTP requests in flight, long polls not counted.
-        tokens: in flight: of samples the prompts and all that may be drawn, of training the data,
-            until they have ended.
+        requests: HTTP requests in flight, without long polls.
+        tokens: in flight: prompts and possible completions of samples, and training data, until
+            they end.
         policies: in training, until they are unloaded or their session ends.
-        bytes: of checkpoints that have names, each content once, and of the training states
-            (weights and two moments) of policies.
+        bytes: of named checkpoints, each content once, and of the training states (weights and two
+            moments) of policies.
     """
 
     requests: int | None = None
@@ -76,7 +73,7 @@ class Quota:
     bytes: int | None = None
 
     def __post_init__(self):
-        for name, value in dataclasses.asdict(self).items():
+        for name, value in vars(self).items():
             if value is not None and (type(value) is not int or value < 0):
                 raise UserError(
                     f"quota {name} is {value!r}; expected a whole number, 0 or more, or null for no"
@@ -84,27 +81,24 @@ class Quota:
                 )
 
     def over(self, other: "Quota") -> "Quota":
-        """This one, with the other's limits where it has none."""
-        mine = {
-            name: value for name, value in dataclasses.asdict(self).items() if value is not None
-        }
-        return dataclasses.replace(other, **mine)
+        """Returns this quota with the other's limits where it has none."""
+        limits = {name: value for name, value in vars(self).items() if value is not None}
+        return dataclasses.replace(other, **limits)
 
 
 class Quotas:
-    """The quotas of all tenants, and who has how many tokens in flight; may be called from any
-    thread.
+    """The quotas of all tenants and their tokens in flight. Thread-safe.
 
     Args:
-        default: of a tenant that the file does not name, and of what it leaves open.
+        default: for tenants and limits that the file does not name.
         folder: of the file; None, or no file there: ``default`` for all.
-        monotonic: seconds, for how often the file is looked at.
+        monotonic: seconds, for checks of the file.
 
     Attributes:
         tokens: in flight, by tenant.
 
     Raises:
-        UserError: the file cannot be read or understood.
+        UserError: the file cannot be read or is malformed.
     """
 
     def __init__(
@@ -113,59 +107,41 @@ class Quotas:
         folder: Path | None = None,
         monotonic: Callable[[], float] = time.monotonic,
     ):
-        self.default, self._path, self._monotonic = (
-            default or Quota(),
-            None if folder is None else folder / FILE,
-            monotonic,
-        )
-        self._lock = threading.Lock()
-        self._held: dict[Hashable, tuple[str, int]] = {}
-        self.tokens: collections.Counter[str] = collections.Counter()
+        self.default, self._lock = default or Quota(), threading.Lock()
+        self._file = None
         self._named: dict[str, Quota] = {}
-        self._version: tuple[int, ...] | None = None
-        self._looked = monotonic()
-        self._read()
+        self._problem = ""
+        if folder is not None:
+            self._file = ReloadedFile(folder / FILE, lambda: read(folder), monotonic)
+            self._named = self._file.get()
+        self._in_flight: dict[Hashable, tuple[str, int]] = {}
+        self.tokens: collections.Counter[str] = collections.Counter()
 
     def of(self, tenant: str) -> Quota:
-        """A tenant's limits now."""
-        if self._path is not None and self._monotonic() - self._looked >= CHECK_S:
-            self._looked = self._monotonic()
+        """Returns a tenant's current limits."""
+        if self._file is not None:
             try:
-                self._read()
+                self._named, self._problem = self._file.get(), ""
             except UserError as error:
-                log.error("quotas: %s; those of before hold", error)
+                if self._problem != str(error):
+                    self._problem = str(error)
+                    log.error("quotas: %s; the earlier ones stay", error)
         named = self._named.get(tenant)
         return self.default if named is None else named.over(self.default)
-
-    def _read(self) -> None:
-        if self._path is None:
-            return
-        try:
-            status = self._path.stat()
-            version = (status.st_ino, status.st_mtime_ns, status.st_size)
-        except FileNotFoundError:
-            version = ()
-        except OSError as error:
-            raise UserError(
-                f"{self._path} cannot be read ({error.strerror}): let the server's user read it"
-            ) from error
-        if version != self._version:
-            self._version = version
-            self._named = read(self._path.parent)
 
     # -- tokens in flight
 
     def begin(self, key: Hashable, tenant: str, tokens: int) -> bool:
-        """Counts tokens as in flight, under a key once; whether they were not counted before.
+        """Counts tokens as in flight, once for a key; returns False if the key was counted before.
 
-        A training request that all others of its model wait for is let in whatever is in flight:
-        refused, it would hold up those that have to end first.
+        A training request that all other requests of its model wait for is always accepted:
+        refusing it would block the requests that have to end first.
 
         Args:
-            key: of a training request its model and number, of anything else what is no tuple.
+            key: (model, number) of a training request; of other requests anything but a tuple.
 
         Raises:
-            Busy: others of the tenant have to end first.
+            Busy: other requests of the tenant have to end first.
             OverQuota: more than the tenant may ever have.
         """
         most = self.of(tenant).tokens
@@ -176,65 +152,53 @@ class Quotas:
                 " larger quota"
             )
         with self._lock:
-            if key in self._held:
+            if key in self._in_flight:
                 return False
-            if (
-                most is not None
-                and self.tokens[tenant] + tokens > most
-                and not self._is_waited_for(key)
-            ):
-                has = self.tokens[tenant]
+            used = self.tokens[tenant]
+            if most is not None and used + tokens > most and not self._is_waited_for(key):
                 raise Busy(
-                    f"tenant {tenant} has {has} tokens in flight and asks for {tokens} more, of"
+                    f"tenant {tenant} has {used} tokens in flight and asks for {tokens} more, of"
                     f" {most}: ask again later"
                 )
-            self._held[key] = tenant, tokens
-            if tokens:
-                self.tokens[tenant] += tokens
+            self._in_flight[key] = tenant, tokens
+            self.tokens[tenant] += tokens
         return True
 
     def _is_waited_for(self, key: Hashable) -> bool:
-        numbers = (
-            [held[1] for held in self._held if isinstance(held, tuple) and held[0] == key[0]]
-            if isinstance(key, tuple)
-            else []
-        )
-        return bool(numbers) and key[1] < min(numbers)  # type: ignore[index]
+        if not isinstance(key, tuple):
+            return False
+        numbers = [one[1] for one in self._in_flight if isinstance(one, tuple) and one[0] == key[0]]
+        return bool(numbers) and key[1] < min(numbers)
 
     def end(self, key: Hashable) -> None:
         """Releases the tokens of a key; an unknown key is ignored."""
         with self._lock:
-            tenant, tokens = self._held.pop(key, ("", 0))
-            if tokens:
-                self.tokens[tenant] -= tokens
-                if not self.tokens[tenant]:
-                    del self.tokens[tenant]
+            tenant, tokens = self._in_flight.pop(key, ("", 0))
+            self.tokens[tenant] -= tokens
+            if not self.tokens[tenant]:
+                del self.tokens[tenant]
 
     def end_all(self, model: str) -> None:
-        """All training requests of a model, whose keys are (model, number), have ended."""
+        """Releases all training requests of a model."""
         with self._lock:
-            mine = [key for key in self._held if isinstance(key, tuple) and key[0] == model]
-        for key in mine:
+            keys = [key for key in self._in_flight if isinstance(key, tuple) and key[0] == model]
+        for key in keys:
             self.end(key)
 
 
 def read(folder: Path) -> dict[str, Quota]:
-    """The quotas of ``folder / quotas.json`` by tenant; none where there is no file.
+    """Returns the quotas of ``folder / quotas.json`` by tenant; empty without the file.
 
     Raises:
-        UserError: it is not such a file, or cannot be read.
+        UserError: the file is malformed.
+        OSError: it cannot be read.
     """
     path = folder / FILE
     try:
-        return {
-            str(tenant): Quota(**told) for tenant, told in json.loads(path.read_bytes()).items()
-        }
+        found = json.loads(path.read_bytes())
+        return {str(tenant): Quota(**limits) for tenant, limits in found.items()}
     except FileNotFoundError:
         return {}
-    except OSError as error:
-        raise UserError(
-            f"{path} cannot be read ({error.strerror}): let the server's user read it"
-        ) from error
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(
             f"{path} has no quotas by tenant ({error}): repair it, or restore a copy of it"
@@ -248,21 +212,17 @@ def set_quota(folder: Path, tenant: str, **limits: int | None) -> Quota:
     Raises:
         UserError: a bad tenant, limit or file.
     """
-    if not NAME.fullmatch(tenant):
-        raise UserError(
-            f"tenant is {tenant!r}; expected 1 to 64 letters, digits, '.', '_' or '-', the first a"
-            " letter or digit"
-        )
-    with alone(folder):
+    check_tenant(tenant)
+    with locked(folder):
         quotas = read(folder)
         quotas[tenant] = dataclasses.replace(quotas.get(tenant, Quota()), **limits)
-        told = {name: dataclasses.asdict(quota) for name, quota in sorted(quotas.items())}
-        write_file(folder / FILE, json.dumps(told, indent=1) + "\n")
+        stored = {name: vars(quota) for name, quota in sorted(quotas.items())}
+        write_file(folder / FILE, json.dumps(stored, indent=1) + "\n")
     return quotas[tenant]
 
 
 def _number(text: str) -> int | None:
-    """A number as people write it: ``20``, ``100k``, ``4Gi``; ``none`` for no limit."""
+    """Parses ``20``, ``100k`` or ``4Gi``; ``none`` is no limit."""
     if text == "none":
         return None
     digits = text.rstrip("kKmMgGtTi")
@@ -272,40 +232,29 @@ def _number(text: str) -> int | None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The commands. Returns the exit status: 2 for a user's mistake."""
+    """Runs a command. Returns the exit status: 2 for a user's mistake."""
     parser = argparse.ArgumentParser(
-        prog="python -m mint_jax.service.quotas", description="What tenants of a server may have."
+        prog="python -m mint_jax.service.quotas", description="Quotas of a server's tenants."
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    setting = commands.add_parser(
-        "set", help="change a tenant's limits: numbers such as 20, 100k or 4Gi, or none"
-    )
-    setting.add_argument("--tenant", required=True, help="whose they are")
-    helps = {
-        "requests": "HTTP requests in flight",
-        "tokens": "tokens in flight",
-        "policies": "policies in training",
-    }
-    for name, what in (helps | {"bytes": "bytes of checkpoints and training states"}).items():
-        setting.add_argument(f"--{name}", help=what)
+    changes = "change a tenant's limits: numbers such as 20, 100k or 4Gi, or none"
+    setting = commands.add_parser("set", help=changes)
+    setting.add_argument("--tenant", required=True, help="name of the tenant")
+    for name, text in HELP.items():
+        setting.add_argument(f"--{name}", help=text)
     listing = commands.add_parser("list", help="print each tenant's limits")
     for command in (setting, listing):
-        command.add_argument(
-            "--folder", type=Path, required=True, help="the server's folder of keys"
-        )
+        command.add_argument("--folder", type=Path, required=True, help="the folder of keys")
     given = parser.parse_args(arguments)
     try:
-        found: dict[str, Any] = read(given.folder)
+        found = read(given.folder)
         if given.command == "set":
-            wanted = {name: getattr(given, name) for name in dataclasses.asdict(Quota())}
-            limits = {name: _number(text) for name, text in wanted.items() if text is not None}
+            texts = {name: getattr(given, name) for name in HELP}
+            limits = {name: _number(text) for name, text in texts.items() if text is not None}
             found = {given.tenant: set_quota(given.folder, given.tenant, **limits)}
         for tenant, quota in found.items():
-            limits = (
-                f"{name}={'-' if value is None else value}"
-                for name, value in dataclasses.asdict(quota).items()
-            )
-            print(tenant, *limits, sep="\t")
+            limits = vars(quota).items()
+            print(tenant, *(f"{k}={'-' if v is None else v}" for k, v in limits), sep="\t")
     except (UserError, OSError) as error:
         print(error, file=sys.stderr)
         return 2

@@ -13,10 +13,9 @@ from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 from mint_jax.errors import UserError
-from mint_jax.service import calls, checkpoints, handlers
+from mint_jax.service import calls, checkpoints
 from mint_jax.service.answers import group_of
 from mint_jax.service.book import Model, NotFound
 from mint_jax.service.calls import Call, Create, Load, Refused, Save
@@ -73,30 +72,6 @@ class Tinker:
     def __init__(self, server: Server):
         self.server = server
 
-    def routes(self) -> list[Route]:
-        posts = {
-            "client/config": self.client_config,
-            "client/dynamic_config": self.dynamic_config,
-            "create_session": self.create_session,
-            "session_heartbeat": self.heartbeat,
-            "sessions/{session}/finish": self.finish_session,
-            "telemetry": self.telemetry,
-            "create_model": self.create_model,
-            "load_weights": self.load_weights,
-            "get_info": self.get_info,
-            "unload_model": self.unload_model,
-            "forward": self.forward_backward,
-            "forward_backward": self.forward_backward,
-            "optim_step": self.optim_step,
-            "save_weights": self.save_weights,
-            "save_weights_for_sampler": self.save_weights_for_sampler,
-            "save_weights_external": self.save_weights_external,
-        }
-        gets = {"healthz": self.healthz, "get_server_capabilities": self.capabilities}
-        return handlers.routes(
-            [("POST", *row) for row in posts.items()] + [("GET", *row) for row in gets.items()]
-        )
-
     # -- handshake and sessions
 
     async def client_config(self, request: Request) -> Response:
@@ -111,7 +86,7 @@ class Tinker:
     async def telemetry(self, request: Request) -> Response:
         return JSONResponse({"status": "accepted"})
 
-    async def capabilities(self, request: Request) -> Response:
+    async def get_server_capabilities(self, request: Request) -> Response:
         model = {
             "max_context_length": self.server.base.cfg.context,
             "trainable": True,
@@ -129,7 +104,7 @@ class Tinker:
         id = await asyncio.to_thread(self.server.book.open_session, tenant_of(request), notes)
         return JSONResponse({"type": "create_session", "session_id": id})
 
-    async def heartbeat(self, request: Request) -> Response:
+    async def session_heartbeat(self, request: Request) -> Response:
         id = (await body_of(SessionRef, request)).session_id
         if not self.server.tenancy.is_open(tenant_of(request), id):
             return JSONResponse({"detail": f"session {id[:80]!r} has ended"}, 410)

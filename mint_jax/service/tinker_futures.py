@@ -10,12 +10,11 @@ from typing import Any
 from starlette.background import BackgroundTask
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 from mint_jax.errors import UserError
 from mint_jax.rollout.stream import Stream
 from mint_jax.service import answers as answers_
-from mint_jax.service import calls, checkpoints, handlers
+from mint_jax.service import calls, checkpoints
 from mint_jax.service import futures as futures_
 from mint_jax.service.answers import PREFIX, Answer, group_of
 from mint_jax.service.errors import reason_of
@@ -38,14 +37,6 @@ class Futures:
 
     def __init__(self, server: Server):
         self.server = server
-
-    def routes(self) -> list[Route]:
-        posts = {
-            "retrieve_future": self.retrieve_future,
-            "retrieve_futures": self.retrieve_futures,
-            "cancel_future": self.cancel_future,
-        }
-        return handlers.routes([("POST", *row) for row in posts.items()])
 
     async def retrieve_future(self, request: Request) -> Response:
         body, tenant = await body_of(RetrieveFuture, request), tenant_of(request)

@@ -11,13 +11,12 @@ from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
-from starlette.routing import Route
 
 from mint_jax import params as params_lib
 from mint_jax.catalog.packed import unpack
 from mint_jax.digest import blake3_of
 from mint_jax.errors import UserError
-from mint_jax.service import checkpoints, external, handlers
+from mint_jax.service import checkpoints, external
 from mint_jax.service.book import Checkpoint, Model, NotFound, iso
 from mint_jax.service.handlers import body_of, tenant_of
 from mint_jax.service.queries import MAX_LISTED, PageQuery, RunsQuery, query_of
@@ -29,7 +28,6 @@ from mint_jax.train.host_state import HostState
 
 # a link's file name; the archive is made when the link is followed
 ARCHIVE = "archive.tar"
-_CHECKPOINT = "training_runs/{model}/checkpoints/{kind}/{name}"
 
 
 class Rest:
@@ -38,45 +36,19 @@ class Rest:
     def __init__(self, server: Server):
         self.server = server
 
-    def routes(self) -> list[Route]:
-        table = [
-            ("GET", "training_runs", self.runs),
-            ("GET", "training_runs/{model}", self.run),
-            ("GET", "training_runs/{model}/checkpoints", self.checkpoints_of),
-            ("GET", "checkpoints", self.checkpoints),
-            ("DELETE", _CHECKPOINT, self.delete),
-            ("POST", f"{_CHECKPOINT}/publish", self.publish),
-            ("DELETE", f"{_CHECKPOINT}/publish", self.unpublish),
-            ("PUT", f"{_CHECKPOINT}/ttl", self.set_ttl),
-            ("GET", f"{_CHECKPOINT}/external_weights_urls", self.urls),
-            ("GET", f"{_CHECKPOINT}/archive", self.archive),
-            ("GET", "files/{token}", self.file),
-            ("POST", "weights_info", self.weights_info),
-            ("POST", "copy_weights", self.copy),
-            ("GET", "sessions", self.sessions),
-            ("GET", "sessions/{session}", self.session),
-        ]
-        return handlers.routes(table)
-
     # -- runs and sessions
 
-    async def runs(self, request: Request) -> Response:
+    async def training_runs(self, request: Request) -> Response:
         query = query_of(RunsQuery, request)
         (limit, offset), project = _page(query), query.project_id
         book, tenant = self.server.book, tenant_of(request)
         found = [self._run(model, tenant) for model in book.models(tenant, limit, offset, project)]
-        cursor = {
-            "offset": offset,
-            "limit": limit,
-            "total_count": book.count_models(tenant, project),
-        }
-        return JSONResponse({"training_runs": found, "cursor": cursor})
+        return _listed("training_runs", found, offset, limit, book.count_models(tenant, project))
 
-    async def run(self, request: Request) -> Response:
+    async def training_run(self, request: Request) -> Response:
         tenant = tenant_of(request)
-        return JSONResponse(
-            self._run(self.server.book.model(tenant, request.path_params["model"]), tenant)
-        )
+        model = self.server.book.model(tenant, request.path_params["model"])
+        return JSONResponse(self._run(model, tenant))
 
     def _run(self, model: Model, tenant: str) -> dict[str, Any]:
         saved = self.server.book.checkpoints(tenant, model.id)
@@ -84,7 +56,7 @@ class Rest:
             kind: next((_shown(row) for row in saved if row.kind == kind), None)
             for kind in checkpoints.KINDS
         }
-        heard = max([model.created, *(row.created for row in saved)])
+        latest = max([model.created, *(row.created for row in saved)])
         return {
             "training_run_id": model.id,
             "base_model": self.server.name,
@@ -92,7 +64,7 @@ class Rest:
             "is_lora": True,
             "lora_rank": model.details.get("rank"),
             "corrupted": False,
-            "last_request_time": iso(heard),
+            "last_request_time": iso(latest),
             "last_checkpoint": newest["weights"],
             "last_sampler_checkpoint": newest["sampler_weights"],
             "user_metadata": model.details.get("metadata"),
@@ -105,10 +77,7 @@ class Rest:
     async def session(self, request: Request) -> Response:
         book, tenant = self.server.book, tenant_of(request)
         found = book.session(tenant, request.path_params["session"])
-        notes = {
-            "user_metadata": found.details.get("user_metadata"),
-            "display_name": found.details.get("display_name"),
-        }
+        notes = {name: found.details.get(name) for name in ("user_metadata", "display_name")}
         runs, samplers = book.models_of(tenant, found.id), book.samplers_of(tenant, found.id)
         return JSONResponse({"training_run_ids": runs, "sampler_ids": samplers} | notes)
 
@@ -118,15 +87,13 @@ class Rest:
         limit, offset = _page(query_of(PageQuery, request))
         book, tenant = self.server.book, tenant_of(request)
         found = [_shown(row) for row in book.checkpoints(tenant, limit=limit, offset=offset)]
-        cursor = {"offset": offset, "limit": limit, "total_count": book.count_checkpoints(tenant)}
-        return JSONResponse({"checkpoints": found, "cursor": cursor})
+        return _listed("checkpoints", found, offset, limit, book.count_checkpoints(tenant))
 
     async def checkpoints_of(self, request: Request) -> Response:
         book, tenant = self.server.book, tenant_of(request)
         model = book.model(tenant, request.path_params["model"])
-        return JSONResponse(
-            {"checkpoints": [_shown(row) for row in book.checkpoints(tenant, model.id)]}
-        )
+        found = [_shown(row) for row in book.checkpoints(tenant, model.id)]
+        return JSONResponse({"checkpoints": found})
 
     def _row(self, request: Request) -> Checkpoint:
         path = request.path_params
@@ -146,14 +113,14 @@ class Rest:
         self.server.book.change_checkpoint(self._row(request), public=False)
         return JSONResponse({})
 
-    async def set_ttl(self, request: Request) -> Response:
+    async def ttl(self, request: Request) -> Response:
         row, body = self._row(request), await body_of(SetTtl, request)
         seconds = checkpoints.check_ttl(body.ttl_seconds)
         book = self.server.book
         book.change_checkpoint(row, expires=None if seconds is None else book.clock() + seconds)
         return JSONResponse({})
 
-    async def urls(self, request: Request) -> Response:
+    async def external_weights_urls(self, request: Request) -> Response:
         row, links = self._row(request), self.server.links
         if row.kind != "external_weights":
             raise UserError(
@@ -184,10 +151,10 @@ class Rest:
 
     def _tar(self, digest: str) -> bytes:
         adapter, schema = unpack(self.server.checkpoints.fetch(digest))
-        held = HostState(schema.config, {"factors": dict(params_lib.leaves_with_path(adapter))})
+        state = HostState(schema.config, {"factors": dict(params_lib.leaves_with_path(adapter))})
         out = io.BytesIO()
         with tarfile.open(fileobj=out, mode="w") as tar:
-            for name, data in external.files_of(held, self.server.base, self.server.specs).items():
+            for name, data in external.files_of(state, self.server.base, self.server.specs).items():
                 entry = tarfile.TarInfo(name)
                 entry.size = len(data)
                 tar.addfile(entry, io.BytesIO(data))
@@ -196,14 +163,12 @@ class Rest:
     async def file(self, request: Request) -> Response:
         path = self.server.links.follow(request.path_params["token"])
         if path.name == TRACE:
-            made = await asyncio.to_thread(
-                trace_of, self.server, path.parent.parent.name, path.parent.name
-            )
-            return Response(made, media_type="application/json")
+            tenant, session = path.parent.parent.name, path.parent.name
+            trace = await asyncio.to_thread(trace_of, self.server, tenant, session)
+            return Response(trace, media_type="application/json")
         if path.name == ARCHIVE:
-            return Response(
-                await asyncio.to_thread(self._tar, path.parent.name), media_type="application/x-tar"
-            )
+            archive = await asyncio.to_thread(self._tar, path.parent.name)
+            return Response(archive, media_type="application/x-tar")
         if not path.is_file():
             raise NotFound("the checkpoint of this link was deleted: save another one")
         return FileResponse(path, media_type="application/octet-stream", filename=path.name)
@@ -220,7 +185,7 @@ class Rest:
         }
         return JSONResponse(info | self.server.trained_families(config))
 
-    async def copy(self, request: Request) -> Response:
+    async def copy_weights(self, request: Request) -> Response:
         """Copies a checkpoint into a given session or, as the SDK asks, into a new one.
 
         The new session belongs to a project, which is only a label here.
@@ -258,6 +223,12 @@ def _shown(row: Checkpoint) -> dict[str, Any]:
         "user_metadata": row.details.get("metadata"),
         "expires_at": None if row.expires is None else iso(row.expires),
     }
+
+
+def _listed(name: str, found: list[Any], offset: int, limit: int, count: int) -> Response:
+    """Returns one page of a list."""
+    cursor = {"offset": offset, "limit": limit, "total_count": count}
+    return JSONResponse({name: found, "cursor": cursor})
 
 
 def _page(query: PageQuery) -> tuple[int, int]:

@@ -8,7 +8,6 @@ import zlib
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 from mint_jax.digest import blake3_of
 from mint_jax.errors import UserError
@@ -16,7 +15,6 @@ from mint_jax.models.paged import PAGE
 from mint_jax.residency.loads import QueueFull
 from mint_jax.rollout.request import Completion
 from mint_jax.rollout.stream import Stream
-from mint_jax.service import handlers
 from mint_jax.service.answers import Answer, group_of
 from mint_jax.service.durable import Unavailable
 from mint_jax.service.futures import Conflict
@@ -34,16 +32,6 @@ class Sampling:
 
     def __init__(self, server: Server):
         self.server = server
-
-    def routes(self) -> list[Route]:
-        return handlers.routes(
-            [
-                ("POST", "create_sampling_session", self.create_sampling_session),
-                ("POST", "join_sampling_session", self.join_sampling_session),
-                ("POST", "asample", self.asample),
-                ("GET", "samplers/{sampler}", self.sampler),
-            ]
-        )
 
     async def create_sampling_session(self, request: Request) -> Response:
         body, tenant = await body_of(CreateSampler, request), tenant_of(request)

@@ -10,9 +10,7 @@ from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
-from mint_jax.service import handlers
 from mint_jax.service.book import Session
 from mint_jax.service.handlers import body_of, tenant_of
 from mint_jax.service.server import Server
@@ -28,15 +26,6 @@ class Sessions:
 
     def __init__(self, server: Server):
         self.server = server
-
-    def routes(self) -> list[Route]:
-        return handlers.routes(
-            [
-                ("POST", "sessions/search", self.search),
-                ("PUT", "sessions/{session}/project", self.assign),
-                ("GET", "sessions/{session}/trace_export", self.export),
-            ]
-        )
 
     async def search(self, request: Request) -> Response:
         """Answers with a page of the tenant's sessions that match, newest first."""
@@ -75,14 +64,14 @@ class Sessions:
             "user_metadata": notes.get("user_metadata"),
         }
 
-    async def assign(self, request: Request) -> Response:
+    async def project(self, request: Request) -> Response:
         """Moves a session, and with it its runs, into a project."""
         session = self.server.book.session(tenant_of(request), request.path_params["session"])
         project = (await body_of(AssignProject, request)).project_id
         self.server.book.update_session(session, project_id=project[:1000])
         return JSONResponse({})
 
-    async def export(self, request: Request) -> Response:
+    async def trace_export(self, request: Request) -> Response:
         """Answers with a link to the session's timeline, valid without a key for an hour."""
         session = self.server.book.session(tenant_of(request), request.path_params["session"])
         url = request.url_for(

@@ -1,10 +1,9 @@
-"""Memory that a body takes once it is parsed, estimated from its bytes before anything of it is
-built.
+"""Estimates of the memory that a body takes once it is parsed, from its bytes.
 
-A list in JSON has two characters and takes 64 bytes in Python, an empty message of protobuf two
-bytes and 40; so bounds on the bytes of a body bound its memory only within a factor of thirty. The
-constants are sizes of CPython 3.11's objects and of upb's messages; an estimate is an upper bound,
-`tests/service/weight_test.py` measures by how much.
+A list in JSON has two characters and takes 64 bytes in Python; an empty protobuf message has two
+bytes and takes 40. A limit of a body's bytes therefore bounds its memory only within a factor of
+thirty. The constants are sizes of CPython 3.11's objects and of upb's messages. Estimates are upper
+bounds; ``tests/service/weight_test.py`` measures by how much.
 """
 
 import functools
@@ -17,17 +16,16 @@ from mint_jax.service.wire import messages
 
 VALUES = 1 << 22  # of JSON in a body: eight times what Tinker's SDKs put into one
 FIELDS = 1 << 20  # of protobuf: 25 times that
-# bytes, a number read once more into an array or a tuple included
+# bytes; a number is also read into an array or a tuple
 _OBJECT, _LIST, _NUMBER, _KEY, _QUOTE = 200, 100, 96, 48, 32
-# bytes of a protobuf field, and of a message of the outermost lists: it becomes a datum with its
-# arrays
+# bytes of a protobuf field, and of a message of the outermost lists, which becomes a datum
 _FIELD, _ROW = 128, 1024
 
 
 def of_json(body: bytes) -> int:
     """Returns bytes that the parsed JSON takes, in addition to the body's own.
 
-    Counts brackets and commas in strings too, where they stand for nothing.
+    Counts brackets and commas in strings too.
 
     Raises:
         TooLarge: it may have more than ``VALUES`` values.
@@ -55,11 +53,11 @@ def of_protobuf(body: bytes, message: str = "ForwardBackwardRequest") -> int:
     """Returns bytes of the parsed message and its arrays, in addition to the body's own.
 
     Args:
-        message: which of ``wire.messages`` it is.
+        message: name in ``wire.messages``.
 
     Raises:
         TooLarge: it has more than ``FIELDS`` fields and numbers.
-        UserError: it is no message.
+        UserError: the bytes are not such a message.
     """
     outermost = inner = _inner(message)
     count, rows, at, end = 0, 0, 0, len(body)
@@ -111,8 +109,8 @@ _NUMBERS: Mapping[int, Any] = {-1: None}  # of a field of many numbers
 
 @functools.cache
 def _inner(message: str) -> Mapping[int, Any]:
-    """Returns what fields of a message hold messages or many numbers, by their numbers, each with
-    the same of what it holds.
+    """Returns the fields of a message that hold messages or many numbers: field number -> the same
+    table of the held message.
     """
     found: dict[int, Any] = {}
     for row in messages.MESSAGES[message].split(","):

@@ -26,6 +26,7 @@ from mint_jax.service.console.sessions import COOKIE, Browsers, cookies_of, same
 from mint_jax.service.costs import Payer
 from mint_jax.service.gate import Gate
 from mint_jax.service.keys import Keys
+from mint_jax.service.openai import OpenAI
 from mint_jax.service.training import Trained
 from mint_jax.train.blocks import Datum
 from mint_jax.train.losses import LossCoefs
@@ -214,7 +215,7 @@ def test_wrong_keys_are_slow_and_few_at_once():
     took, results = asyncio.run(try_())
     assert took >= 20 * 0.02
     assert results.count(None) == 20
-    assert [type(one).__name__ for one in results if one is not None] == ["TooMany"] * 5
+    assert [type(one).__name__ for one in results if one is not None] == ["Busy"] * 5
 
 
 def test_tenants_see_their_own_and_operators_all(people):
@@ -477,7 +478,7 @@ def test_the_playground_asks_as_openai_s_api_does_for_pages_of_this_session_alon
 
 
 def test_without_keys_it_is_open_to_this_machine_alone(guarded):
-    console = Console(guarded.server, Browsers(None), guarded.server)
+    console = Console(guarded.server, Browsers(None), OpenAI(guarded.server))
     gate = Gate(Starlette(routes=console.routes()), None)
 
     async def asked() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from mint_jax.errors import UserError
 from mint_jax.service import keys as keys_lib
-from mint_jax.service.keys import FILE, PREFIX, SCOPES, Keys, add, main, read, revoke
+from mint_jax.service.keys import FILE, PREFIX, SCOPES, Keys, ReloadedFile, add, main, read, revoke
 
 
 class Clock:
@@ -98,7 +98,7 @@ def test_the_file_is_looked_at_once_a_second(tmp_path, monkeypatch):
     _, secret = add(tmp_path, "alice", ["read"])
     keys = Keys(tmp_path, monotonic=clock)
     looked = []
-    monkeypatch.setattr(Keys, "_look", lambda self: looked.append(clock.now))
+    monkeypatch.setattr(ReloadedFile, "_check", lambda self: looked.append(clock.now))
     for _ in range(50):
         keys.find(secret)
     assert looked == []

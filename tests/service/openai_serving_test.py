@@ -300,8 +300,10 @@ def test_offsets_are_where_tokens_begin(world, client):
     choice = client.completions.create(
         model="chat", prompt="An été, 日本 <|im_end|> x", echo=True, logprobs=0, max_tokens=4
     ).choices[0]
-    for token, begin in zip(choice.logprobs.tokens, choice.logprobs.text_offset, strict=True):
-        if not token.startswith("bytes:"):
+    pairs = list(zip(choice.logprobs.tokens, choice.logprobs.text_offset, strict=True))
+    for i, (token, begin) in enumerate(pairs):
+        # behind half a character, which a seed may draw, the text has a replacement
+        if not any(one.startswith("bytes:") for one, _ in pairs[max(0, i - 1) : i + 1]):
             assert choice.text.startswith(token, begin) or token == "<|endoftext|>"
 
 
@@ -852,7 +854,7 @@ def test_one_setting_lifts_openais_limits(world, monkeypatch):
         ]
 
     assert statuses() == [400, 400]
-    monkeypatch.setattr(world, "bounds", WIDE)
+    monkeypatch.setattr(world.api, "bounds", WIDE)
     assert statuses() == [200, 200]
 
 

@@ -10,12 +10,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import uvicorn
 from starlette.applications import Starlette
-from starlette.requests import Request as HttpRequest
 
 from mint_jax import params as params_lib
 from mint_jax.catalog.lifecycle import Catalog
@@ -31,8 +30,9 @@ from mint_jax.residency.slots import DeviceSlots
 from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import Request
 from mint_jax.rollout.stream import Stream
-from mint_jax.service.openai import routes
-from mint_jax.service.openai_types import OPENAI, Bounds
+from mint_jax.service import endpoints
+from mint_jax.service.errors import HANDLERS
+from mint_jax.service.openai import OpenAI
 from mint_jax.service.weights import Weights
 
 CONFIG = AdapterConfig(2, 4.0, ("q", "v"))
@@ -64,10 +64,7 @@ class World:
     digests: dict[str, str]
     rng: np.random.Generator
     url: str = ""
-    bounds: Bounds = OPENAI
-
-    def tenant(self, request: HttpRequest) -> str:
-        return request.headers.get("x-tenant", "default")
+    api: Any = None
 
     def submit(self, request: Request) -> Stream:
         return self.engine.submit(request)
@@ -121,7 +118,15 @@ def opened(mesh: Any, folder: Path) -> Iterator[World]:
 @contextlib.contextmanager
 def served(world: World) -> Iterator[World]:
     """The world behind a port of this machine."""
-    app = Starlette(routes=routes(world))
+    world.api = api = OpenAI(cast(Any, world))
+    inner = Starlette(
+        routes=endpoints.routes(endpoints.openai_endpoints(), api), exception_handlers=HANDLERS
+    )
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        tenant = dict(scope["headers"]).get(b"x-tenant", b"default").decode()
+        await inner({**scope, "state": {"tenant": tenant}}, receive, send)
+
     server = uvicorn.Server(
         uvicorn.Config(app, host="127.0.0.1", port=0, log_level="critical", lifespan="off")
     )

@@ -43,7 +43,7 @@ def test_the_file_says_what_differs_from_the_default_and_is_read_again(tmp_path,
     now[0] += CHECK_S
     with caplog.at_level(logging.ERROR):
         assert quotas.of("ann") == Quota(tokens=7, policies=3)
-    assert "those of before hold" in caplog.text
+    assert "the earlier ones stay" in caplog.text
     with pytest.raises(UserError, match=r"quotas.json has no quotas by tenant"):
         Quotas(folder=tmp_path)
     (tmp_path / FILE).unlink()

@@ -2,40 +2,37 @@
 
 import collections
 import math
-from typing import Any
 
 from mint_jax.catalog.records import names
 from mint_jax.catalog.records.database import DatabaseFailed
 from mint_jax.errors import UserError
-from mint_jax.service.console.pages import Asked, Page, url_of
+from mint_jax.service.console.pages import Page, Visit, url_of
 from mint_jax.service.costs import KINDS
 from mint_jax.service.monitoring import state_of
 from mint_jax.service.server import Server
 
 MODELS = 50  # of a page
 RESIDENT = 50  # revisions on the device that are named
-DEAREST = 50  # policies and tenants whose costs are shown
+COSTS = 50  # policies and tenants whose costs are shown
 QUANTILES = (0.5, 0.95, 0.99)
 
 
 class Operations:
-    """The handlers over one server."""
+    """The handlers of one server."""
 
     def __init__(self, server: Server):
         self.server = server
 
-    def training(self, asked: Asked) -> Page:
-        """A page of the tenant's models, the newest first."""
-        told = asked.query.get("offset", "0")
-        if not (told.isascii() and told.isdecimal() and len(told) < 16):
-            raise UserError(f"offset is {told[:40]!r}; expected a number from 0")
-        book, offset = self.server.book, int(told)
-        models, count = book.models(asked.tenant, MODELS, offset), book.count_models(asked.tenant)
+    def training(self, visit: Visit) -> Page:
+        """Shows a page of the tenant's models, newest first."""
+        book, offset = self.server.book, visit.number("offset") or 0
+        count = book.count_models(visit.tenant)
+        models = [
+            (model, url_of(names.full_name(visit.tenant, model.id)), self._place(model.id))
+            for model in book.models(visit.tenant, MODELS, offset)
+        ]
         values = {
-            "models": [
-                (model, url_of(names.full_name(asked.tenant, model.id)), self._place(model.id))
-                for model in models
-            ],
+            "models": models,
             "count": count,
             "offset": offset,
             "before": max(0, offset - MODELS),
@@ -49,34 +46,27 @@ class Operations:
         except UserError:
             return "ended"
 
-    def costs(self, asked: Asked) -> Page:
+    def costs(self, visit: Visit) -> Page:
         """Shows the policies and tenants with the highest costs; operators see all tenants."""
-        costs, tenant = self.server.costs, None if asked.everything else asked.tenant
-        tables = {"policy": list(costs.listed("policy", tenant, DEAREST, 0).items())}
-        if asked.everything:
-            tables = {"tenant": list(costs.listed("tenant", None, DEAREST, 0).items())} | tables
-        return Page("costs.html", {"tables": tables, "kinds": KINDS, "most": DEAREST})
+        listed = self.server.costs.listed
+        tables = {"policy": list(listed("policy", visit.owner, COSTS, 0).items())}
+        if visit.owner is None:
+            tables = {"tenant": list(listed("tenant", None, COSTS, 0).items())} | tables
+        return Page("costs.html", {"tables": tables, "kinds": KINDS, "most": COSTS})
 
-    def state(self, asked: Asked) -> Page:
+    def state(self, visit: Visit) -> Page:
         """Shows residency and queues of all tenants."""
         server = self.server
-        state, places = state_of(server), collections.Counter(server.live.places())
-        residency, gaps = state["residency"], sorted(server.loop.gaps)
-        served = sorted(
-            ((tenant, cost.seconds) for tenant, cost in server.costs.since_start().items()),
-            key=lambda one: -one[1],
-        )
-        values: dict[str, Any] = {
+        state, gaps = state_of(server), sorted(server.loop.gaps)
+        residency = state["residency"]
+        costs = {tenant: cost.seconds for tenant, cost in server.costs.since_start().items()}
+        values = {
             "state": state,
             "ready": not state["trouble"],
             "unfinished": server.engine.in_flight().total(),
-            "gaps": (
-                [(f"{q:.0%}", gaps[math.ceil(q * len(gaps)) - 1]) for q in QUANTILES]
-                if gaps
-                else []
-            ),
+            "gaps": [(f"{q:.0%}", gaps[math.ceil(q * len(gaps)) - 1]) for q in QUANTILES if gaps],
             "bound": server.sizes.gap_s,
-            "places": places,
+            "places": collections.Counter(server.live.places()),
             "training_slots": sorted(server.sizes.slots.items()),
             "slots": sorted(residency["slots"].items()),
             "host": residency["host"],
@@ -84,23 +74,20 @@ class Operations:
             "device_bytes": residency["device_bytes"],
             "resident": [self._named(digest) for digest in residency["resident"][:RESIDENT]],
             "more": max(0, len(residency["resident"]) - RESIDENT),
-            "served": served,
-            "served_s": sum(seconds for _, seconds in served),
+            "served": sorted(costs.items(), key=lambda one: -one[1]),
+            "served_s": sum(costs.values()),
         }
-        return Page("server_state.html" if asked.part else "server.html", values)
+        return Page("server_state.html" if visit.part else "server.html", values)
 
     def _named(self, digest: str) -> tuple[str, str, str]:
-        """A revision's digest, name and page; of an adapter that is in no catalog its loaded
-        names.
+        """Returns digest, name and page of a revision; an adapter outside the catalog has its
+        loaded names and no page.
         """
         try:
             found = self.server.catalog.resolve(digest)
         except DatabaseFailed:
             raise
         except UserError:
-            return (
-                digest,
-                ", ".join(name for name in self.server.weights.names_of(digest) if name != digest),
-                "",
-            )
+            loaded = [name for name in self.server.weights.names_of(digest) if name != digest]
+            return digest, ", ".join(loaded), ""
         return digest, f"{found.policy}@{found.number}", url_of(found.policy)

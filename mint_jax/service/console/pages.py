@@ -1,8 +1,8 @@
 """The console's pages: templates, static files, headers, and checks of every browser request.
 
-A handler is a function of ``Asked`` that returns a ``Page``; it runs in a thread, since it reads
-databases. Templates escape whatever they show. The pages' policy for browsers
-(Content-Security-Policy) allows this server's own files and nothing inline.
+A handler is a function of a ``Visit`` that returns a ``Page``; it runs in a thread, since it reads
+databases. Templates escape whatever they show. The pages' Content-Security-Policy allows this
+server's own files and nothing inline.
 """
 
 import asyncio
@@ -22,44 +22,35 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
 from mint_jax.errors import UserError
-from mint_jax.service.console.sessions import UNDER, Browsers, same_origin
+from mint_jax.service.console.sessions import ROOT, Browsers, same_origin
 from mint_jax.service.errors import Forbidden, status_of
 
 HERE = Path(__file__).parent
 THEME = "mint_theme"  # a cookie that the page's own script sets
 TOKEN = "x-console-token"  # a header, where a script sends what a form would
-POLICY = "; ".join(
-    [
-        "default-src 'none'",
-        "script-src 'self'",
-        "style-src 'self'",
-        "img-src 'self' data:",
-        "connect-src 'self'",
-        "form-action 'self'",
-        "base-uri 'none'",
-        "frame-ancestors 'none'",
-    ]
-)
 HEADERS = {
-    "content-security-policy": POLICY,
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:;"
+        " connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+    ),
     "x-content-type-options": "nosniff",
     "referrer-policy": "same-origin",
     "cache-control": "no-store",
     "vary": "HX-Request, Cookie",
 }
-MOST_FIELDS = 20  # of a form
+MAX_FIELDS = 20  # of a form
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class Visit:
     """A browser's request.
 
     Attributes:
         path, query, form: parts of the path, fields of the query and of the form.
-        tenant, scopes, session: as the gate found.
-        root: what stands before all paths.
-        part: htmx asks, for a part of a page.
-        theme: ``light`` or ``dark``; empty: as the system has it.
+        tenant, scopes, session: from the gate.
+        root: the prefix of all paths.
+        part: htmx requests a part of a page.
+        theme: ``light`` or ``dark``; empty: the system's.
     """
 
     path: Mapping[str, str]
@@ -73,28 +64,35 @@ class Asked:
     theme: str
 
     @property
-    def everything(self) -> bool:
-        """The browser sees all tenants."""
-        return "admin" in self.scopes
+    def owner(self) -> str | None:
+        """Tenant whose objects are visible; None for operators, who see those of all tenants."""
+        return None if self.may("admin") else self.tenant
 
     def may(self, *scopes: str) -> bool:
+        """Returns whether the visitor has one of these scopes."""
         return bool(set(scopes) & set(self.scopes))
+
+    def sees(self, tenant: str) -> bool:
+        """Returns whether the visitor sees a tenant's objects."""
+        return self.owner in (None, tenant)
+
+    def number(self, field: str) -> int | None:
+        """Returns a natural number of the query; None if absent. Raises ``UserError``."""
+        value = self.query.get(field, "")
+        if value and not (value.isascii() and value.isdecimal() and len(value) < 16):
+            raise UserError(f"{field} is {value[:40]!r}; expected a number from 0")
+        return int(value) if value else None
 
 
 @dataclasses.dataclass(frozen=True)
 class Page:
-    """A template and its values; or, with ``to``, another path of the console's; or ``data`` as
-    JSON.
-    """
+    """A template and its values; or ``to``, another path of the console; or ``data`` as JSON."""
 
     template: str = ""
     values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     status: int = 200
     to: str = ""
     data: Any = None
-
-
-Handler = Callable[[Asked], Page]
 
 
 class Pages:
@@ -107,85 +105,81 @@ class Pages:
 
     def __init__(self, browsers: Browsers, base: str):
         self.browsers = browsers
-        loader = jinja2.FileSystemLoader(HERE / "templates")
         self._templates = jinja2.Environment(
-            loader=loader,
+            loader=jinja2.FileSystemLoader(HERE / "templates"),
             autoescape=True,
             undefined=jinja2.StrictUndefined,
             trim_blocks=True,
             lstrip_blocks=True,
         )
-        self._templates.filters |= {
-            "when": when,
-            "size": size,
-            "number": number,
-            "seconds": seconds,
-        }
-        self._templates.globals |= {
-            "base_name": base,
-            "static": static_path,
-            "has_keys": browsers.keys is not None,
-        }
+        self._templates.filters |= {"when": when, "size": size, "number": number}
+        self._templates.filters["seconds"] = seconds
+        self._templates.globals |= {"base_name": base, "static": static_path}
+        self._templates.globals["has_keys"] = browsers.keys is not None
 
-    def endpoint(self, handler: Handler) -> Callable[[Request], Any]:
-        """A handler as a route's endpoint."""
+    def endpoint(self, handler: Callable[[Visit], Page]) -> Callable[[Request], Any]:
+        """Returns a route's endpoint; a user's mistake is shown on a page."""
 
-        async def answer(request: Request) -> Response:
-            asked = await read(request)
-            return await self.answered(asked, functools.partial(self._handled, request, handler))
+        async def endpoint(request: Request) -> Response:
+            visit = await visit_of(request)
 
-        return answer
+            def made() -> Response:
+                try:
+                    self.check_form(request, visit.form.get("token", ""))
+                    page = handler(visit)
+                except UserError as error:
+                    page = error_page(error)
+                return self.response(visit, page)
 
-    async def answered(self, asked: Asked, call: Callable[[Asked], Page]) -> Response:
-        """The response of what a call gives, in a thread; a user's mistake is a page that says
-        so.
-        """
-        try:
-            page = await asyncio.to_thread(call, asked)
-        except UserError as error:
-            page = of_error(error)
-        return await asyncio.to_thread(self.response, asked, page)
+            return await asyncio.to_thread(made)
 
-    def _handled(self, request: Request, handler: Handler, asked: Asked) -> Page:
-        self.pass_(request, asked.form.get("token", ""))
-        return handler(asked)
+        return endpoint
 
-    def pass_(self, request: Request, token: str) -> None:
-        """Refuses forms that no page of this console sent. The gate checks the Host header.
+    def check_form(self, request: Request, token: str) -> None:
+        """Raises ``Forbidden`` for a form of another site, or from before a restart."""
+        if request.method != "POST":
+            return
+        check_origin(request)
+        if not self.browsers.check(request.state.session, token):
+            raise Forbidden(
+                "this form is of another session, or of before a restart: load its page again"
+            )
 
-        Raises:
-            Forbidden: a form of another site, or from before a restart.
-        """
-        if request.method == "POST":
-            if not same_origin(request.headers):
-                raise Forbidden(
-                    "this form does not come from a page of the console: open the console, and do"
-                    " it there"
-                )
-            if not self.browsers.check(request.state.session, token):
-                raise Forbidden(
-                    "this form is of another session, or of before a restart: load its page again"
-                )
-
-    def response(self, asked: Asked, page: Page) -> Response:
+    def response(self, visit: Visit, page: Page) -> Response:
         if page.data is not None:
             return Response(json.dumps(page.data), page.status, HEADERS, "application/json")
         if page.to:
-            return RedirectResponse(asked.root + page.to, 303, HEADERS)
-        shown = self._templates.get_template(page.template).render(
-            page.values, asked=asked, root=asked.root, token=self.browsers.token(asked.session)
+            return RedirectResponse(visit.root + page.to, 303, HEADERS)
+        text = self._templates.get_template(page.template).render(
+            page.values, visit=visit, root=visit.root, token=self.browsers.token(visit.session)
         )
-        return Response(shown, page.status, HEADERS, "text/html")
+        return Response(text, page.status, HEADERS, "text/html")
 
 
-async def read(request: Request) -> Asked:
-    """A request as handlers take it."""
-    headers, state = request.headers, request.state
+def check_origin(request: Request) -> None:
+    """Raises ``Forbidden`` unless a page of this server sent a form."""
+    if not same_origin(request.headers):
+        raise Forbidden(
+            "this form does not come from a page of the console: open the console, and do it there"
+        )
+
+
+async def visit_of(request: Request) -> Visit:
+    """Returns a request as handlers take it. A malformed form has no fields, hence no token."""
+    headers, state, form = request.headers, request.state, {}
+    if request.method == "POST":
+        try:
+            text = (await request.body()).decode()
+            form = dict(
+                urllib.parse.parse_qsl(text, keep_blank_values=True, max_num_fields=MAX_FIELDS)
+            )
+        except ValueError:
+            form = {}
     theme = request.cookies.get(THEME, "")
-    return Asked(
+    return Visit(
         request.path_params,
         dict(request.query_params),
-        await form_of(request) if request.method == "POST" else {},
+        form,
         getattr(state, "tenant", "-"),
         getattr(state, "scopes", ()),
         getattr(state, "session", ""),
@@ -195,31 +189,19 @@ async def read(request: Request) -> Asked:
     )
 
 
-async def form_of(request: Request) -> dict[str, str]:
-    """The fields of a form; the last of those of one name."""
-    try:
-        return dict(
-            urllib.parse.parse_qsl(
-                (await request.body()).decode(), keep_blank_values=True, max_num_fields=MOST_FIELDS
-            )
-        )
-    except ValueError:
-        return {}  # no form of ours: it has no token
-
-
-def of_error(error: UserError) -> Page:
-    """The page of a mistake."""
+def error_page(error: UserError) -> Page:
+    """Returns the page of a mistake."""
     status = status_of(error)
     return Page("error.html", {"error": str(error)[:2000], "status": status}, status)
 
 
 def url_of(policy: str) -> str:
-    """A policy's page."""
-    return f"{UNDER}/policies/{quoted(policy)}"
+    """Returns the path of a policy's page."""
+    return f"{ROOT}/policies/{quoted(policy)}"
 
 
 def quoted(policy: str) -> str:
-    """A policy's full name as the end of a path."""
+    """Returns a policy's full name as the end of a path."""
     return urllib.parse.quote(policy, safe="/")
 
 
@@ -228,59 +210,52 @@ def quoted(policy: str) -> str:
 
 @functools.cache
 def static_files() -> dict[str, tuple[bytes, str, str]]:
-    """By their names: bytes, type and version."""
+    """Returns bytes, type and version of each static file by name."""
     found = {}
     for path in sorted((HERE / "static").iterdir()):
-        data = path.read_bytes()
-        found[path.name] = (
-            data,
-            mimetypes.guess_type(path.name)[0] or "text/plain",
-            hashlib.sha256(data).hexdigest()[:12],
-        )
+        data, kind = path.read_bytes(), mimetypes.guess_type(path.name)[0] or "text/plain"
+        found[path.name] = data, kind, hashlib.sha256(data).hexdigest()[:12]
     return found
 
 
 def static_path(name: str) -> str:
-    """Path and version of a static file: it may be kept for good."""
-    return f"{UNDER}/static/{name}?v={static_files()[name][2]}"
+    """Returns path and version of a static file, which browsers may keep for good."""
+    return f"{ROOT}/static/{name}?v={static_files()[name][2]}"
 
 
 async def static(request: Request) -> Response:
-    """A static file."""
+    """Answers with a static file."""
     found = static_files().get(request.path_params["name"])
     if found is None:
         return Response("there is no such file", 404)
-    headers = {
-        "cache-control": "public, max-age=31536000, immutable",
-        "x-content-type-options": "nosniff",
-    }
-    return Response(found[0], 200, headers, found[1])
+    cached = {"cache-control": "public, max-age=31536000, immutable"}
+    return Response(found[0], 200, cached | {"x-content-type-options": "nosniff"}, found[1])
 
 
-# -- how values are shown
+# -- formats
 
 
 def when(at: float) -> str:
-    """A time of day in UTC, to the second."""
+    """Formats a time of day in UTC, to the second."""
     return datetime.datetime.fromtimestamp(at, datetime.UTC).strftime("%Y-%m-%d %H:%M:%S")
 
 
 def size(count: float) -> str:
-    """Bytes."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024 or unit == "GiB":
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+    """Formats bytes."""
+    for unit in ("B", "KiB", "MiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
-    raise AssertionError
+    return f"{count:.1f} GiB"
 
 
 def number(value: float) -> str:
-    """With thin groups of three."""
+    """Formats a number with groups of three digits."""
     return f"{value:,.0f}" if float(value).is_integer() else f"{value:,.4g}"
 
 
 def seconds(value: float) -> str:
-    """A span of time."""
+    """Formats a duration."""
     if value < 60:
         return f"{value * 1e3:.0f} ms" if value < 1 else f"{value:.1f} s"
     minutes, hours, days = value // 60, value // 3600, value // 86400

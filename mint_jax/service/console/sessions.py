@@ -1,10 +1,9 @@
-"""Browsers that have shown a key: sessions by cookie, and what shows that a form is a page's of
-ours.
+"""Browser sessions by cookie, and tokens that show that a form belongs to a page of ours.
 
-The cookie is 32 random bytes, of which the server has the hash, with the key's id. It is HttpOnly,
-SameSite=Strict and, but for loopback without TLS, Secure; scripts and other sites never have it,
-and the key itself is nowhere. A session ends after ``LONGEST_S``, with its key, by signing out, and
-with the server.
+The cookie is 32 random bytes; the server keeps its hash and the key's id. It is HttpOnly,
+SameSite=Strict and, except on loopback without TLS, Secure; scripts and other sites never have it,
+and the key itself is stored nowhere. A session ends after ``SESSION_S``, with its key, by signing
+out, and with the server.
 """
 
 import asyncio
@@ -20,25 +19,22 @@ from typing import Any
 from starlette.requests import cookie_parser
 
 from mint_jax.service.exchange import Refusal, path_of
-from mint_jax.service.keys import Key, Keys
+from mint_jax.service.keys import Keys
+from mint_jax.service.quotas import Busy
 
-UNDER = "/console"
+ROOT = "/console"
 COOKIE = "mint_console"
-LONGEST_S = 12 * 3600.0
-MOST = 10_000  # sessions; the oldest goes
+SESSION_S = 12 * 3600
+MAX_SESSIONS = 10_000  # beyond it the oldest is dropped
 SLOW_S = 1.0  # for a wrong key, one after the other
-MOST_WRONG = 20  # that wait for it
-
-
-class TooMany(Exception):
-    """Too many wrong keys are being tried."""
+MAX_WRONG = 20  # wrong keys that wait for it
 
 
 class Browsers:
-    """The sessions of one server (``gate.Sessions``); for one event loop.
+    """The sessions of one server, for one event loop.
 
     Args:
-        keys: None: nobody needs a session.
+        keys: None: no session is needed.
         clock: monotonic seconds.
     """
 
@@ -46,54 +42,35 @@ class Browsers:
         self, keys: Keys | None, clock: Callable[[], float] = time.monotonic, slow_s: float = SLOW_S
     ):
         self.keys, self._clock, self._slow_s = keys, clock, slow_s
-        # session -> key's id, its end
-        self._found: collections.OrderedDict[str, tuple[str, float]] = collections.OrderedDict()
+        # session -> the key's id, the session's end
+        self._sessions: collections.OrderedDict[str, tuple[str, float]] = collections.OrderedDict()
         self._secret = secrets.token_bytes(32)
         self._trying, self._waiting = asyncio.Lock(), 0
 
-    # -- what the gate asks
-
-    def covers(self, path: str) -> bool:
-        return path == UNDER or path.startswith(UNDER + "/")
-
     def find(self, headers: list[tuple[bytes, bytes]]) -> tuple[str, str] | None:
+        """Returns the ids of a request's key and session; None without a session."""
         cookie = cookies_of(headers).get(COOKIE)
         session = "" if cookie is None else _hash(cookie)
-        key, end = self._found.get(session, ("", 0.0))
+        key, end = self._sessions.get(session, ("", 0.0))
         return (key, session) if self._clock() < end else None
 
-    def refusal(self, scope: Any) -> Refusal:
-        """Redirects to the sign-in page; htmx gets a header instead, or it would insert that page
-        into a part of this one.
-        """
-        root = scope.get("root_path", "")
-        asks = root + f"{UNDER}/sign-in"
-        if scope["method"] in ("GET", "HEAD"):
-            asks += "?" + urllib.parse.urlencode({"next": path_of(scope)})
-        message = "there is no session: sign in with an API key"
-        if any(name == b"hx-request" for name, _ in scope["headers"]):
-            return Refusal(401, message, {"hx-redirect": asks})
-        return Refusal(303, message, {"location": asks, "cache-control": "no-store"})
-
-    # -- signing in and out
-
-    async def sign_in(self, secret: str) -> tuple[Key, str] | None:
-        """The key and a new session's cookie; None, slowly, for a key that is none.
+    async def sign_in(self, secret: str) -> str | None:
+        """Returns a new session's cookie; None, slowly, for a wrong key.
 
         Raises:
-            TooMany: others are waiting for the same.
+            Busy: too many others wait for the same.
             UserError: the keys cannot be read.
         """
-        assert self.keys is not None, "nobody signs in where there are no keys"
+        assert self.keys is not None, "without keys there is no sign-in"
         key = self.keys.find(secret.strip())
         if key is not None:
             cookie = secrets.token_urlsafe(32)
-            self._found[_hash(cookie)] = key.id, self._clock() + LONGEST_S
-            while len(self._found) > MOST:
-                self._found.popitem(last=False)
-            return key, cookie
-        if self._waiting >= MOST_WRONG:
-            raise TooMany
+            self._sessions[_hash(cookie)] = key.id, self._clock() + SESSION_S
+            if len(self._sessions) > MAX_SESSIONS:
+                self._sessions.popitem(last=False)
+            return cookie
+        if self._waiting >= MAX_WRONG:
+            raise Busy("too many wrong keys are being tried: come back in a minute")
         self._waiting += 1
         try:
             async with self._trying:
@@ -103,7 +80,7 @@ class Browsers:
         return None
 
     def sign_out(self, session: str) -> None:
-        self._found.pop(session, None)
+        self._sessions.pop(session, None)
 
     # -- forms
 
@@ -112,7 +89,25 @@ class Browsers:
         return hmac.new(self._secret, session.encode(), "sha256").hexdigest()
 
     def check(self, session: str, token: str) -> bool:
-        return hmac.compare_digest(self.token(session), token)
+        return hmac.compare_digest(self.token(session).encode(), token.encode())
+
+
+def covers(path: str) -> bool:
+    """Returns whether cookies are accepted on a path."""
+    return path == ROOT or path.startswith(ROOT + "/")
+
+
+def sign_in_first(scope: Any) -> Refusal:
+    """Returns the redirect to the sign-in page; htmx gets a header instead, or it would insert that
+    page into a part of this one.
+    """
+    location = scope.get("root_path", "") + f"{ROOT}/sign-in"
+    if scope["method"] in ("GET", "HEAD"):
+        location += "?" + urllib.parse.urlencode({"next": path_of(scope)})
+    message = "there is no session: sign in with an API key"
+    if any(name == b"hx-request" for name, _ in scope["headers"]):
+        return Refusal(401, message, {"hx-redirect": location})
+    return Refusal(303, message, {"location": location, "cache-control": "no-store"})
 
 
 def same_origin(headers: Mapping[str, str]) -> bool:

@@ -186,9 +186,9 @@ def read(body: bytes, content_type: str) -> Message:
     return Message(check(RequestPlace, place), message)
 
 
-def _spans(told: Any, length: int, what: str) -> tuple[Span, ...]:
+def _spans(sent: Any, length: int, what: str) -> tuple[Span, ...]:
     spans = []
-    for i, one in enumerate(told):
+    for i, one in enumerate(sent):
         if (arm := one.WhichOneof("span")) is None:
             raise UserError(f"{what}[{i}] has no kind; expected prompt_tokens or sampled_tokens")
         run = getattr(one, arm)
@@ -294,7 +294,7 @@ def encode(trained: Trained, protobuf: bool) -> bytes:
     )
     rows = [dict(zip(columns, row)) for row in zip(*columns.values(), strict=True)]
     if not protobuf:
-        outputs = [{name: tensors.to_json(array) for name, array in told.items()} for told in rows]
+        outputs = [{name: tensors.to_json(array) for name, array in row.items()} for row in rows]
         answer = {
             "loss_fn_output_type": "ArrayRecord",
             "loss_fn_outputs": outputs,
@@ -305,11 +305,11 @@ def encode(trained: Trained, protobuf: bool) -> bytes:
         loss_fn_output_type="ArrayRecord", metrics={"loss:sum": trained.loss}
     )
     # one record has one trailing shape
-    for trailing, run in itertools.groupby(rows, lambda told: told["logprobs"].shape[1:]):
+    for trailing, run in itertools.groupby(rows, lambda row: row["logprobs"].shape[1:]):
         record, together = message.loss_fn_outputs.add(type_tag="ArrayRecord"), list(run)
         record.num_datums = len(together)
         for name in together[0]:
-            arrays = [told[name].astype("<f4") for told in together]
+            arrays = [row[name].astype("<f4") for row in together]
             field = record.fields[name]
             field.data = b"".join(array.tobytes() for array in arrays)
             field.offsets = (
