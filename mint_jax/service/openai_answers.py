@@ -1,10 +1,11 @@
 """Answers of completions and chats: one body, or the chunks of a stream."""
 
+import collections
 import dataclasses
 import json
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mint_jax.rollout.request import Completion
@@ -28,22 +29,32 @@ class Part:
         text: decoded text.
         tokens: their ids.
         entries: of the tokens that ``logprobs`` names, see ``Answer._named``.
-        begins: the place of each entry in the completion's text, in characters.
+        starts: position of each entry in the completion's text, in characters.
     """
 
-    text: str
-    tokens: Sequence[int]
+    text: str = ""
+    tokens: Sequence[int] = ()
     entries: Sequence[Entry] = ()
-    begins: Sequence[int] = ()
+    starts: Sequence[int] = ()
+
+    def __add__(self, other: "Part") -> "Part":
+        return Part(
+            self.text + other.text,
+            [*self.tokens, *other.tokens],
+            [*self.entries, *other.entries],
+            [*self.starts, *other.starts],
+        )
 
 
 class Answer:
     """The answer to one body.
 
     Args:
-        decode: text of token ids.
-        fingerprint: of what serves, for ``system_fingerprint``.
+        decode: returns the text of token ids.
+        fingerprint: of the server, for ``system_fingerprint``.
     """
+
+    end = "data: [DONE]\n\n"  # of a stream
 
     def __init__(
         self,
@@ -63,93 +74,66 @@ class Answer:
             for _ in range(spec.request.n if spec.stream else 0)
         ]
         self._drawn: list[list[Entry]] = [[] for _ in self._partial]
-        self._begun: set[int] = set()
+        self._opened: set[int] = set()  # choices with a chunk
 
     # -- whole answers
 
     def whole(self, results: Sequence[Sequence[Completion]]) -> dict[str, Any]:
-        """The body: ``results`` are the completions of each prompt."""
+        """Returns the body; ``results`` are the completions of each prompt."""
         choices = []
-        for index, prompt, done in self._all(results):
-            choice = self._choice(index, prompt, self._part(done), done)
-            if self.spec.chat:
-                content, calls = self._calls(index, done)
-                message: dict[str, Any] = {
-                    "role": "assistant",
-                    "content": content if content or not calls else None,
-                    "refusal": None,
-                }
-                choice["message"] = message | ({"tool_calls": calls} if calls else {})
-            choice["finish_reason"] = self._finish(index, done)
-            choices.append(choice)
+        for prompt, completions in zip(self.spec.prompts, results, strict=True):
+            for done in completions:
+                choice = self._choice(len(choices), prompt, self._part(done), done)
+                if self.spec.chat:
+                    content, calls = self._calls(len(choices), done)
+                    content = content if content or not calls else None
+                    message = {"role": "assistant", "content": content, "refusal": None}
+                    choice["message"] = message | ({"tool_calls": calls} if calls else {})
+                choices.append(choice | {"finish_reason": self._finish(len(choices), done)})
         body = self._frame("chat.completion" if self.spec.chat else "text_completion", choices)
         if self.spec.chat:
-            body |= self._of_prompt(self.spec.prompts[0], results[0][0])
+            body |= self._about_prompt(self.spec.prompts[0], results[0][0])
         return body | {"usage": self._usage(results), "mint_revision": self.model.digest}
 
-    def _all(
-        self, results: Sequence[Sequence[Completion]]
-    ) -> Iterator[tuple[int, Prompt, Completion]]:
-        for k, (prompt, some) in enumerate(zip(self.spec.prompts, results, strict=True)):
-            for i, done in enumerate(some):
-                yield k * self.spec.request.n + i, prompt, done
-
     def _part(self, done: Completion, sent: int = 0) -> Part:
-        """Returns a completion without its first tokens, which were sent before."""
+        """Returns a completion without its first ``sent`` tokens."""
         if self.spec.silent:
-            return Part("", [])
+            return Part()
         assert done.text is not None, "the engine has a tokenizer"
         places = Places(self._texts)
         places.add(done.tokens, done.text)
+        entries = _entries(done.tokens, done.logprobs, done.top_logprobs)
         named = slice(sent, self._named(done, places))
-        return Part(
-            done.text,
-            done.tokens[sent:],
-            _entries(done.tokens, done.logprobs, done.top_logprobs)[named],
-            places.begins[named],
-        )
+        return Part(done.text, done.tokens[sent:], entries[named], places.begins[named])
 
     def _named(self, done: Completion, places: Places) -> int:
-        """Returns how many of a completion's tokens ``logprobs`` names.
+        """Returns the number of a completion's tokens that ``logprobs`` names.
 
-        As in OpenAI's API they end where the text ends: an end token, or tokens of a stop string,
-        are not among them. Callers that score tokens, who ask for ``echo`` or for ids, get every
-        token.
+        As in OpenAI's API they end with the text: an end token or the tokens of a stop string are
+        not among them. Clients that score tokens (``echo``, or ids) get all tokens.
         """
-        scores = self.spec.echo or self.spec.token_ids or self.spec.as_ids
-        return (
-            len(done.tokens)
-            if scores or done.finish != "stop"
-            else places.within(len(done.text or ""))
-        )
+        if self.spec.echo or self.spec.token_ids or self.spec.as_ids or done.finish != "stop":
+            return len(done.tokens)
+        return places.within(len(done.text or ""))
 
     # -- streams
 
     def chunks(self, pieces: Sequence[tuple[int, Piece]]) -> list[dict[str, Any]]:
         """Returns a chunk for each choice with new text, from (number of the prompt, piece)."""
-        came: dict[int, Part] = {}
+        parts: dict[int, Part] = collections.defaultdict(Part)
         if self.spec.whole or self.spec.silent:
             return []
         for number, piece in pieces:
             index = number * self.spec.request.n + piece.sample
-            partial, drawn, before = (
-                self._partial[index],
-                self._drawn[index],
-                came.get(index, Part("", [])),
-            )
+            partial, drawn = self._partial[index], self._drawn[index]
             drawn += _entries(piece.tokens, piece.logprobs, piece.top)
             count, text = partial.add(piece.tokens)
             new = slice(partial.tokens_told - count, partial.tokens_told)
-            came[index] = Part(
-                before.text + text,
-                [*before.tokens, *partial.tokens[new]],
-                [*before.entries, *drawn[new]],
-                [*before.begins, *partial.places.begins[new]],
-            )
+            parts[index] += Part(text, partial.tokens[new], drawn[new], partial.places.begins[new])
         wanted = self.spec.logprobs or self.spec.token_ids
         return [
             chunk
-            for index, part in came.items()
+            for index, part in parts.items()
             if part.text or (wanted and part.tokens)
             for chunk in self._chunks(index, part)
         ]
@@ -157,75 +141,55 @@ class Answer:
     def last_chunks(self, number: int, results: Sequence[Completion]) -> list[dict[str, Any]]:
         """Returns the last chunks of a prompt's choices."""
         out = []
-        for i, done in enumerate(results):
-            index = number * self.spec.request.n + i
-            calls: list[dict[str, Any]] = []
-            if self.spec.whole or self.spec.silent:
-                part = self._part(done)
-                content, calls = self._calls(index, done) if self.spec.chat else (part.text, [])
-                part = dataclasses.replace(part, text=content)
+        for index, done in enumerate(results, number * self.spec.request.n):
+            content, calls = self._calls(index, done) if self.spec.chat else (done.text or "", [])
+            if self.spec.silent:
+                part = Part()
+            elif self.spec.whole:
+                part = dataclasses.replace(self._part(done), text=content)
             else:
                 partial = self._partial[index]
-                content, calls = (
-                    self._calls(index, done) if self.spec.chat else (done.text or "", [])
-                )
-                part = dataclasses.replace(
-                    self._part(done, partial.tokens_told), text=partial.end(content)
-                )
+                rest = self._part(done, partial.tokens_told)
+                part = dataclasses.replace(rest, text=partial.end(content))
             out += self._chunks(index, part, done, calls)
         return out
 
     def usage_chunk(self, results: Sequence[Sequence[Completion]]) -> dict[str, Any]:
         """Returns the last chunk, with the usage."""
-        return self._frame(self._chunk, []) | {
-            "usage": self._usage(results),
-            "mint_revision": self.model.digest,
-        }
+        usage = {"usage": self._usage(results), "mint_revision": self.model.digest}
+        return self._frame(self._kind, []) | usage
 
     @property
-    def _chunk(self) -> str:
+    def _kind(self) -> str:
         return "chat.completion.chunk" if self.spec.chat else "text_completion"
 
     def _chunks(
         self, index: int, part: Part, done: Completion | None = None, calls: Sequence[Any] = ()
     ) -> list[dict[str, Any]]:
-        """A choice's next chunk, behind the one that opens a chat's."""
-        prompt, first, out = (
-            self.spec.prompts[index // self.spec.request.n],
-            index not in self._begun,
-            [],
-        )
-        self._begun.add(index)
-        extra: dict[str, Any] = {}
+        """Returns a choice's next chunk, after the chunk that opens a chat's."""
+        prompt, first = self.spec.prompts[index // self.spec.request.n], index not in self._opened
+        self._opened.add(index)
+        out = []
         if self.spec.chat and first:
-            opening = {
-                "index": index,
-                "delta": {"role": "assistant", "content": "", "refusal": None},
-                "logprobs": None,
-                "finish_reason": None,
-            }
-            out.append(self._frame(self._chunk, [opening]) | self._of_prompt(prompt, done))
+            delta = {"role": "assistant", "content": "", "refusal": None}
+            opening = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+            out.append(self._frame(self._kind, [opening]) | self._about_prompt(prompt, done))
         choice = self._choice(index, prompt, part, done, first)
         if self.spec.chat:
             choice["delta"] = {"content": part.text} if part.text or not calls else {}
             if calls:
-                choice["delta"] |= {
-                    "tool_calls": [{"index": i, **call} for i, call in enumerate(calls)]
-                }
+                choice["delta"]["tool_calls"] = [{"index": i} | c for i, c in enumerate(calls)]
         choice["finish_reason"] = None if done is None else self._finish(index, done)
-        if done is not None:
-            extra["mint_revision"] = self.model.digest
-        return [*out, self._frame(self._chunk, [choice]) | extra]
+        last = {} if done is None else {"mint_revision": self.model.digest}
+        return [*out, self._frame(self._kind, [choice]) | last]
 
     def failed(self, error: dict[str, Any]) -> list[dict[str, Any]]:
         """Returns the chunk that ends a stream that failed midway."""
         return [{"error": error}]
 
     def written(self, chunk: dict[str, Any]) -> str:
-        """Returns a chunk as a stream has it."""
+        """Returns a chunk as the stream's text."""
         return f"data: {json.dumps(chunk)}\n\n"
-
-    end = "data: [DONE]\n\n"  # of a stream
 
     # -- parts
 
@@ -236,61 +200,52 @@ class Answer:
             "created": self.created,
             "model": self.spec.model,
             "choices": choices,
-        } | {"system_fingerprint": self._fingerprint}
+            "system_fingerprint": self._fingerprint,
+        }
 
     def _choice(
         self, index: int, prompt: Prompt, part: Part, done: Completion | None, first: bool = True
     ) -> dict[str, Any]:
-        """Returns a choice's fields of both forms of answer; ``first``: of its first chunk."""
+        """Returns the fields of a choice or, with ``first``, of its first chunk."""
         spec = self.spec
-        choice: dict[str, Any] = {"index": index}
+        choice: dict[str, Any] = {"index": index, "logprobs": None}
         if spec.token_ids:
             choice["token_ids"] = list(part.tokens)
         if spec.chat:
-            tokens = [self._token(*entry) for entry in part.entries]
-            return choice | {
-                "logprobs": {"content": tokens, "refusal": None} if spec.logprobs else None
-            }
+            if spec.logprobs:
+                tokens = [self._token(*entry) for entry in part.entries]
+                choice["logprobs"] = {"content": tokens, "refusal": None}
+            return choice
         if first:
-            choice |= self._of_prompt(prompt, done)
+            choice |= self._about_prompt(prompt, done)
         choice["text"] = (prompt.text if spec.echo and first else "") + part.text
-        choice["logprobs"] = None
         if spec.logprobs:
-            entries, begins = part.entries, part.begins
+            entries, starts = part.entries, part.starts
             if spec.echo:
-                assert done is not None, (
-                    "log-probabilities of prompts come with the whole completion"
-                )
+                assert done is not None, "scores of prompts come with the whole completion"
                 places = Places(self._texts, shown=True)
                 places.add(prompt.tokens, prompt.text)
                 entries = [*self._prompt_entries(prompt, done), *entries]
-                begins = [*places.begins, *(len(prompt.text) + begin for begin in begins)]
-            choice["logprobs"] = self._table(entries, begins)
+                starts = [*places.begins, *(len(prompt.text) + start for start in starts)]
+            choice["logprobs"] = self._table(entries, starts)
         return choice
 
     def _prompt_entries(self, prompt: Prompt, done: Completion) -> list[Entry]:
-        logprobs, top = (
-            done.prompt_logprobs or [],
-            done.top_prompt_logprobs or [[]] * (len(prompt.tokens) - 1),
-        )
-        k = self.spec.request.top_logprobs
-        rest = (
-            (token, p, some[:k])
-            for token, p, some in zip(prompt.tokens[1:], logprobs, top, strict=True)
-        )
-        return [(prompt.tokens[0], None, []), *rest]
+        k, tokens = self.spec.request.top_logprobs, prompt.tokens
+        rest = _entries(tokens[1:], done.prompt_logprobs or [], done.top_prompt_logprobs)
+        return [(tokens[0], None, []), *((token, p, top[:k]) for token, p, top in rest)]
 
     def _name(self, token: int) -> str:
         return f"token_id:{token}" if self.spec.as_ids else self._texts.text_of(token)
 
-    def _table(self, entries: Sequence[Entry], begins: Sequence[int]) -> dict[str, Any]:
+    def _table(self, entries: Sequence[Entry], starts: Sequence[int]) -> dict[str, Any]:
         """Returns log-probabilities in the form of completions."""
         top = [None if p is None else self._likeliest(token, p, some) for token, p, some in entries]
         return {
             "tokens": [self._name(token) for token, _, _ in entries],
             "token_logprobs": [p for _, p, _ in entries],
             "top_logprobs": top if self.spec.request.top_logprobs else None,
-            "text_offset": list(begins),
+            "text_offset": list(starts),
         }
 
     def _likeliest(
@@ -307,40 +262,29 @@ class Answer:
         self, token: int, logprob: float | None, some: Sequence[tuple[int, float]]
     ) -> dict[str, Any]:
         """Returns a token in the form of chats."""
-        likeliest = [
-            {"token": self._name(i), "logprob": p, "bytes": list(self._texts.bytes_of(i))}
-            for i, p in some
-        ]
-        return {
-            "token": self._name(token),
-            "logprob": logprob,
-            "bytes": list(self._texts.bytes_of(token)),
-            "top_logprobs": likeliest,
-        }
 
-    def _of_prompt(self, prompt: Prompt, done: Completion | None) -> dict[str, Any]:
+        def shown(token: int, logprob: float | None) -> dict[str, Any]:
+            text = list(self._texts.bytes_of(token))
+            return {"token": self._name(token), "logprob": logprob, "bytes": text}
+
+        return shown(token, logprob) | {"top_logprobs": [shown(*one) for one in some]}
+
+    def _about_prompt(self, prompt: Prompt, done: Completion | None) -> dict[str, Any]:
         """Returns vLLM's fields: the prompt's ids, and its tokens' log-probabilities by id."""
-        out: dict[str, Any] = (
-            {"prompt_token_ids": list(prompt.tokens)} if self.spec.token_ids else {}
-        )
-        if (k := self.spec.prompt_top) is None or done is None:
+        tokens, k = prompt.tokens, self.spec.prompt_top
+        out: dict[str, Any] = {"prompt_token_ids": list(tokens)} if self.spec.token_ids else {}
+        if k is None or done is None:
             return out
         places: list[Any] = [None]
-        for token, p, some in zip(
-            prompt.tokens[1:],
-            done.prompt_logprobs or [],
-            done.top_prompt_logprobs or [[]] * len(prompt.tokens),
+        for token, p, top in _entries(
+            tokens[1:], done.prompt_logprobs or [], done.top_prompt_logprobs
         ):
-            ranked: dict[int, tuple[float, int | None]] = {
-                i: (q, rank) for rank, (i, q) in enumerate(some[:k], 1)
+            ranked: dict[int, tuple[float | None, int | None]] = {
+                i: (q, rank) for rank, (i, q) in enumerate(top[:k], 1)
             }
             ranked[token] = p, ranked.get(token, (p, None))[1]
-            places.append(
-                {
-                    str(i): {"logprob": q, "rank": rank, "decoded_token": self._name(i)}
-                    for i, (q, rank) in ranked.items()
-                }
-            )
+            shown = {i: {"logprob": q, "rank": rank} for i, (q, rank) in ranked.items()}
+            places.append({str(i): shown[i] | {"decoded_token": self._name(i)} for i in shown})
         return out | {"prompt_logprobs": places}
 
     def _calls(self, index: int, done: Completion) -> tuple[str, list[dict[str, Any]]]:
@@ -349,7 +293,7 @@ class Answer:
         if self.spec.tools is None:
             return text, []
         content, calls = self.spec.tools.calls_in(text)
-        made = [
+        return content, [
             {
                 "id": f"{self.id}-{index}-{i}",
                 "type": "function",
@@ -357,7 +301,6 @@ class Answer:
             }
             for i, call in enumerate(calls)
         ]
-        return content, made
 
     def _finish(self, index: int, done: Completion) -> str:
         if self.spec.chat and self._calls(index, done)[1]:
@@ -366,16 +309,13 @@ class Answer:
 
     def _usage(self, results: Sequence[Sequence[Completion]]) -> dict[str, Any]:
         prompt = sum(len(one.tokens) for one in self.spec.prompts)
-        drawn = (
-            0 if self.spec.silent else sum(len(done.tokens) for some in results for done in some)
-        )
-        reused = sum(some[0].reused for some in results)
-        details = {"cached_tokens": reused}
+        drawn = sum(len(done.tokens) for some in results for done in some)
+        drawn = 0 if self.spec.silent else drawn
         return {
             "prompt_tokens": prompt,
             "completion_tokens": drawn,
             "total_tokens": prompt + drawn,
-            "prompt_tokens_details": details,
+            "prompt_tokens_details": {"cached_tokens": sum(some[0].reused for some in results)},
         }
 
 

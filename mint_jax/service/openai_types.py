@@ -281,23 +281,24 @@ def completion_of(body: CompletionBody, tokenizer: Tokenizer) -> CompletionSpec:
     tokens = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
     if not tokens and not echo:
         raise wrong("max_tokens", 0, "1 or more without echo")
-    settings = _settings(body, tokenizer) | _scores(body, top or 0, echo and top is not None)
-    if body.best_of not in (None, settings["n"]):
+    n = body.n or 1
+    if body.best_of not in (None, n):
         raise wrong("best_of", body.best_of, "the value of n: all samples are returned unranked")
-    named, grammar = _grammar(body)
     prompts = _prompts(body, tokenizer)
-    if len(prompts) * settings["n"] > MAX_CHOICES:
+    if len(prompts) * n > MAX_CHOICES:
         raise wrong(
             "n", body.n, f"at most {MAX_CHOICES} completions of all {len(prompts)} prompts together"
         )
+    field, grammar = _grammar(body)
+    scored = top if echo else None
     return CompletionSpec(
         prompts=prompts,
-        request=Request((), max_tokens=max(1, tokens), **settings, **grammar),
+        request=_request(body, tokenizer, max(1, tokens), top or 0, scored, grammar),
         chat=False,
         echo=echo,
         silent=tokens == 0,
         logprobs=top is not None,
-        names=NAMES | dict.fromkeys(grammar, named),
+        names=NAMES | dict.fromkeys(grammar, field),
         **_shown(body),
     )
 
@@ -315,7 +316,7 @@ def chat_of(body: ChatBody, tokenizer: Tokenizer, context: int) -> CompletionSpe
     """
     if body.top_logprobs and not body.logprobs:
         raise wrong("top_logprobs", body.top_logprobs, "0 without logprobs: set logprobs to true")
-    named, grammar = _grammar(body)
+    field, grammar = _grammar(body)
     tools = chat.tools_of(body.tools, body.tool_choice, body.parallel_tool_calls, tokenizer)
     if tools is not None and tools.schema is not None:
         if grammar:
@@ -323,16 +324,9 @@ def chat_of(body: ChatBody, tokenizer: Tokenizer, context: int) -> CompletionSpe
                 "tool_choice",
                 "tool_choice demands a call, and the body another form of answer: give one of them",
             )
-        named, grammar = "tools", dict[str, Any](json_schema=json.dumps(tools.schema))
-    tokens = tuple(
-        chat.prompt_of(
-            body.messages,
-            tokenizer,
-            tools,
-            body.chat_template_kwargs or {},
-            body.add_generation_prompt is not False,
-        )
-    )
+        field, grammar = "tools", {"json_schema": json.dumps(tools.schema)}
+    variables, opening = body.chat_template_kwargs or {}, body.add_generation_prompt is not False
+    tokens = tuple(chat.prompt_of(body.messages, tokenizer, tools, variables, opening))
     if len(tokens) >= context:
         raise BadRequest(
             "messages",
@@ -340,14 +334,13 @@ def chat_of(body: ChatBody, tokenizer: Tokenizer, context: int) -> CompletionSpe
             TOO_LONG,
         )
     most = body.max_completion_tokens or body.max_tokens or context - len(tokens)
-    settings = _settings(body, tokenizer) | _scores(body, body.top_logprobs or 0, False)
     return CompletionSpec(
         prompts=[Prompt(tokens, "")],
-        request=Request((), max_tokens=most, **settings, **grammar),
+        request=_request(body, tokenizer, most, body.top_logprobs or 0, None, grammar),
         chat=True,
         tools=tools,
         logprobs=bool(body.logprobs),
-        names=NAMES | {"prompt": "messages"} | dict.fromkeys(grammar, named),
+        names=NAMES | {"prompt": "messages"} | dict.fromkeys(grammar, field),
         **_shown(body),
     )
 
@@ -370,40 +363,43 @@ def _shown(body: SamplingFields) -> dict[str, Any]:
     }
 
 
-def _scores(body: SamplingFields, top: int, echoed: bool) -> dict[str, Any]:
-    """Returns the log-probabilities that the engine must compute."""
-    if body.prompt_logprobs is None and not echoed:
-        return {"top_logprobs": top}
-    in_prompt = max(body.prompt_logprobs or 0, top if echoed else 0)
-    return {"top_logprobs": top, "prompt_logprobs": True, "top_prompt_logprobs": in_prompt}
+def _request(
+    body: SamplingFields,
+    tokenizer: Tokenizer,
+    max_tokens: int,
+    top: int,
+    scored: int | None,
+    grammar: Mapping[str, Any],
+) -> Request:
+    """Returns the sampling settings.
 
-
-def _settings(body: SamplingFields, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Returns the settings of ``Request`` that completions and chats share."""
+    Args:
+        top: number of alternatives at each sampled token.
+        scored: number of alternatives at each token of an echoed prompt; None without scores.
+    """
     ends = () if body.ignore_eos else tokenizer.eos_ids
-    stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
-    settings = {
-        "n": body.n or 1,
-        "seed": (body.seed or 0) % 2**32,
-        "top_k": max(0, body.top_k or 0),
-        "logit_bias": tuple((int(id), bias) for id, bias in (body.logit_bias or {}).items()),
-        "stop": tuple(stop),
-        "stop_ids": tuple(dict.fromkeys((*ends, *(body.stop_token_ids or ())))),
-    }
-    for name, default in _DEFAULTS.items():
-        value = getattr(body, name)
-        settings[name] = default if value is None else value
-    return settings
+    counts = [count for count in (body.prompt_logprobs, scored) if count is not None]
+    settings = {name: getattr(body, name) for name in SAME}
+    return Request(
+        (),
+        n=body.n or 1,
+        max_tokens=max_tokens,
+        seed=(body.seed or 0) % 2**32,
+        top_k=max(0, body.top_k or 0),
+        logit_bias=tuple((int(id), bias) for id, bias in (body.logit_bias or {}).items()),
+        stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
+        stop_ids=tuple(dict.fromkeys((*ends, *(body.stop_token_ids or ())))),
+        top_logprobs=top,
+        prompt_logprobs=bool(counts),
+        top_prompt_logprobs=max(counts, default=0),
+        **{name: value for name, value in settings.items() if value is not None},
+        **grammar,
+    )
 
 
-_DEFAULTS = {
-    "temperature": 1.0,
-    "top_p": 1.0,
-    "min_p": 0.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "repetition_penalty": 1.0,
-}
+# fields of the same name in ``Request``, with the same defaults
+SAME = ("top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+SAME += ("temperature",)
 
 
 class _AnySchema(pydantic.RootModel[Schema]):
@@ -413,36 +409,24 @@ class _AnySchema(pydantic.RootModel[Schema]):
 def _grammar(body: SamplingFields) -> tuple[str, dict[str, Any]]:
     """Returns the field that constrains the answer, and the constraint as ``Request`` names it."""
     found: dict[str, dict[str, Any]] = {}
-    form, outputs = (
-        body.response_format,
-        body.structured_outputs or StructuredOutputs.model_validate({}),
-    )
+    form, outputs = body.response_format, body.structured_outputs
     if form is not None and form.type == "json_object":
         found["response_format"] = {"json_schema": '{"type": "object"}'}
     elif form is not None and form.type == "json_schema":
-        schema = None if form.json_schema is None else form.json_schema.schema_
-        if schema is None:
+        if form.json_schema is None or form.json_schema.schema_ is None:
             raise wrong("response_format.json_schema.schema", None, "a JSON schema")
-        found["response_format"] = {"json_schema": json.dumps(schema)}
-    given = {
-        "guided_json": body.guided_json,
-        "guided_regex": body.guided_regex,
-        "guided_choice": body.guided_choice,
-        "structured_outputs.json": outputs.json_,
-        "structured_outputs.regex": outputs.regex,
-        "structured_outputs.choice": outputs.choice,
-    }
-    for name, value in given.items():
-        if value is None:
-            continue
-        if name.endswith("json"):
-            if isinstance(value, str):
-                value = parse(_AnySchema, value.encode()).root
-            found[name] = {"json_schema": json.dumps(value)}
-        elif name.endswith("regex"):
-            found[name] = {"regex": value}
-        else:
-            found[name] = {"choice": tuple(value)}
+        found["response_format"] = {"json_schema": json.dumps(form.json_schema.schema_)}
+    given = [("guided_", body.guided_json, body.guided_regex, body.guided_choice)]
+    if outputs is not None:
+        given.append(("structured_outputs.", outputs.json_, outputs.regex, outputs.choice))
+    for prefix, schema, regex, choice in given:
+        if schema is not None:
+            schema = schema if isinstance(schema, dict) else parse(_AnySchema, schema.encode()).root
+            found[f"{prefix}json"] = {"json_schema": json.dumps(schema)}
+        if regex is not None:
+            found[f"{prefix}regex"] = {"regex": regex}
+        if choice is not None:
+            found[f"{prefix}choice"] = {"choice": tuple(choice)}
     if len(found) > 1:
         raise BadRequest(list(found)[1], f"{' and '.join(found)} are given: give one of them")
     return next(iter(found.items()), ("", {}))

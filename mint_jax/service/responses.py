@@ -149,18 +149,17 @@ class Store:
 
     def __init__(self, most_bytes: int = STORE_BYTES):
         self._most, self._bytes, self._lock = most_bytes, 0, threading.Lock()
-        self._kept: collections.OrderedDict[tuple[str, str], tuple[str, int]] = (
-            collections.OrderedDict()
-        )
+        # (tenant, id) -> JSON
+        self._kept: collections.OrderedDict[tuple[str, str], str] = collections.OrderedDict()
 
     def put(self, tenant: str, response: Mapping[str, Any], messages: Messages) -> None:
         """Stores a response and the conversation that it ends."""
         data = json.dumps([response, messages])
         with self._lock:
-            self._kept[tenant, response["id"]] = data, len(data)
+            self._kept[tenant, response["id"]] = data
             self._bytes += len(data)
             while self._bytes > self._most:
-                self._bytes -= self._kept.popitem(last=False)[1][1]
+                self._bytes -= len(self._kept.popitem(last=False)[1])
 
     def get(
         self, tenant: str, id: str, param: str | None = None
@@ -174,7 +173,7 @@ class Store:
             found = self._kept.get((tenant, id))
         if found is None:
             raise Unknown(id, param)
-        response, messages = json.loads(found[0])
+        response, messages = json.loads(found)
         return response, messages
 
     def delete(self, tenant: str, id: str) -> None:
@@ -183,7 +182,7 @@ class Store:
             found = self._kept.pop((tenant, id), None)
             if found is None:
                 raise Unknown(id)
-            self._bytes -= found[1]
+            self._bytes -= len(found)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -300,11 +299,8 @@ class Response:
 
     def __init__(self, answer: Answer, spec: ResponseSpec, tenant: str, store: Store):
         self._answer, self._spec, self._tenant, self._store = answer, spec, tenant, store
-        self.spec, self.model, self.id = (
-            answer.spec,
-            answer.model,
-            "resp_" + secrets.token_hex(16),
-        )
+        self.spec, self.model = answer.spec, answer.model
+        self.id = "resp_" + secrets.token_hex(16)
         self._sent = 0
         self._output: list[dict[str, Any]] = []  # items of a stream
         self._logprobs: list[Any] = []
@@ -385,9 +381,10 @@ class Response:
 
     def chunks(self, pieces: Sequence[tuple[int, Piece]]) -> list[dict[str, Any]]:
         """Returns the events for new pieces."""
-        return self._begin() + [
-            event for chunk in self._answer.chunks(pieces) for event in self._deltas(chunk)
-        ]
+        out = self._begin()
+        for chunk in self._answer.chunks(pieces):
+            out += self._deltas(chunk)
+        return out
 
     def last_chunks(self, number: int, results: Sequence[Completion]) -> list[dict[str, Any]]:
         """Returns the last events."""
@@ -403,13 +400,13 @@ class Response:
         for call in calls:
             out += self._called(self._call(call))
         body = self._ended(self._output, finish, self._answer.usage_chunk([results])["usage"])
-        return [*out, self._event(f"response.{body['status']}", response=body)]
+        return [*out, self._event(body["status"], response=body)]
 
     def failed(self, error: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Returns the event that ends a stream that failed midway."""
         body = self._body("failed", self._output)
         body["error"] = {"code": "server_error", "message": error["message"]}
-        return [self._event("response.failed", response=body)]
+        return [self._event("failed", response=body)]
 
     def written(self, event: Mapping[str, Any]) -> str:
         """Returns an event as the stream's text."""
@@ -421,50 +418,41 @@ class Response:
         raise AssertionError("a response's last event has its usage")
 
     def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
+        event = {"type": f"response.{kind}", "sequence_number": self._sent, **fields}
         self._sent += 1
-        return copy.deepcopy({"type": kind, "sequence_number": self._sent - 1, **fields})
+        return copy.deepcopy(event)
 
     def _begin(self) -> list[dict[str, Any]]:
         if self._sent:
             return []
-        return [
-            self._event(f"response.{kind}", response=self._body("in_progress", []))
-            for kind in ("created", "in_progress")
-        ]
+        body = self._body("in_progress", [])
+        return [self._event(kind, response=body) for kind in ("created", "in_progress")]
 
     def _open(self) -> list[dict[str, Any]]:
         """Returns the events that begin the message."""
         item = self._message("", [], "in_progress")
         self._output.append(item)
-        added = self._event(
-            "response.output_item.added", output_index=0, item=item | {"content": []}
-        )
-        return [
-            added,
-            self._event("response.content_part.added", **self._place(), part=item["content"][0]),
-        ]
+        added = self._event("output_item.added", output_index=0, item=item | {"content": []})
+        return [added, self._part_event("content_part.added", part=item["content"][0])]
 
-    def _place(self) -> dict[str, Any]:
-        return {"item_id": self._output[0]["id"], "output_index": 0, "content_index": 0}
+    def _part_event(self, kind: str, **fields: Any) -> dict[str, Any]:
+        """Returns an event about the message's text."""
+        id = self._output[0]["id"]
+        return self._event(kind, item_id=id, output_index=0, content_index=0, **fields)
 
     def _deltas(self, chunk: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Returns the events of a chat's chunk with text."""
         choice = chunk["choices"][0]
-        text, logprobs = choice["delta"].get("content") or "", _logprobs(choice)
-        self._logprobs += logprobs
+        text = choice["delta"].get("content") or ""
+        self._logprobs += _logprobs(choice)
         if not text:
             return []
         out = [] if self._output else self._open()
-        part = self._output[0]["content"][0]
+        part, logprobs = self._output[0]["content"][0], self._logprobs
+        self._logprobs = []
         part["text"] += text
-        logprobs, self._logprobs = self._logprobs, []
         part["logprobs"] += logprobs
-        return [
-            *out,
-            self._event(
-                "response.output_text.delta", **self._place(), delta=text, logprobs=logprobs
-            ),
-        ]
+        return [*out, self._part_event("output_text.delta", delta=text, logprobs=logprobs)]
 
     def _close(self, finish: str) -> list[dict[str, Any]]:
         """Returns the events that end the message."""
@@ -472,34 +460,25 @@ class Response:
         [part] = item["content"]
         part["logprobs"] += self._logprobs
         item["status"] = "incomplete" if finish == "length" else "completed"
+        text = {"text": part["text"], "logprobs": part["logprobs"]}
         return [
-            self._event(
-                "response.output_text.done",
-                **self._place(),
-                text=part["text"],
-                logprobs=part["logprobs"],
-            ),
-            self._event("response.content_part.done", **self._place(), part=part),
-            self._event("response.output_item.done", output_index=0, item=item),
+            self._part_event("output_text.done", **text),
+            self._part_event("content_part.done", part=part),
+            self._event("output_item.done", output_index=0, item=item),
         ]
 
     def _called(self, item: dict[str, Any]) -> list[dict[str, Any]]:
         """Returns the events of a call."""
-        place = {"item_id": item["id"], "output_index": len(self._output)}
+        place, arguments = {"output_index": len(self._output)}, item["arguments"]
         self._output.append(item)
-        begun = item | {"arguments": "", "status": "in_progress"}
+        opened = item | {"arguments": "", "status": "in_progress"}
+        named = place | {"item_id": item["id"]}
+        done = named | {"name": item["name"], "arguments": arguments}
         return [
-            self._event(
-                "response.output_item.added", output_index=place["output_index"], item=begun
-            ),
-            self._event("response.function_call_arguments.delta", **place, delta=item["arguments"]),
-            self._event(
-                "response.function_call_arguments.done",
-                **place,
-                name=item["name"],
-                arguments=item["arguments"],
-            ),
-            self._event("response.output_item.done", output_index=place["output_index"], item=item),
+            self._event("output_item.added", **place, item=opened),
+            self._event("function_call_arguments.delta", **named, delta=arguments),
+            self._event("function_call_arguments.done", **done),
+            self._event("output_item.done", **place, item=item),
         ]
 
 

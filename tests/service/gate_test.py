@@ -27,7 +27,7 @@ from mint_jax.service import weight
 from mint_jax.service.binding import check_binding
 from mint_jax.service.endpoints import TABLE, Endpoint, Table
 from mint_jax.service.gate import Gate, Limits
-from mint_jax.service.keys import SCOPES, Keys, add, revoke
+from mint_jax.service.keys import SCOPES, Keys, add
 
 LOCAL = [(b"host", b"localhost")]  # a server without keys wants to be called by such a name
 
@@ -124,25 +124,20 @@ def test_both_headers_are_read_and_the_app_is_told_who_asks(keys, secrets):
     ("path", "headers"),
     [
         ("/api/v1/optim_step", lambda s: {}),
-        ("/api/v1/optim_step", lambda s: {"x-api-key": ""}),
         ("/api/v1/optim_step", lambda s: {"x-api-key": s["train"][:-1]}),
         (
             "/api/v1/optim_step",
             lambda s: {"x-api-key": s["train"], "authorization": "Bearer " + s["admin"]},
         ),
         ("/api/v1/optim_step", lambda s: [("x-api-key", s["train"]), ("x-api-key", s["admin"])]),
-        ("/api/v1/optim_step", lambda s: {"x-api-key": s["train"] + ", " + s["admin"]}),
         ("/api/v1/optim_step", lambda s: {"authorization": "Basic " + s["train"]}),
-        ("/api/v1/optim_step", lambda s: {"authorization": s["train"]}),
         (
             "/api/v1/optim_step",
             lambda s: {"x-tenant": "of-train", "cookie": "x-api-key=" + s["train"]},
         ),
         ("/api/v1/optim_step?x-api-key={train}&api_key={train}", lambda s: {}),
         ("/v1/chat/completions", lambda s: {}),
-        ("/oai/api/v1/completions", lambda s: {"api-key": s["sample"]}),
         ("/no/such/path", lambda s: {}),
-        ("/", lambda s: {}),
     ],
 )
 def test_without_one_good_key_in_a_header_nobody_gets_in(keys, secrets, caplog, path, headers):
@@ -182,72 +177,29 @@ def test_without_keys_everybody_is_the_default_tenant_but_no_page_of_another_sit
         assert ask(app, "POST", "/v1/completions", headers={"origin": origin}).status_code == 403
 
 
-OURS = [
-    "localhost",
-    "LocalHost:8000",
-    "localhost.",
-    "127.0.0.1",
-    "127.8.9.1:80",
-    "127.0.0.1.",
-    "[::1]",
-    "[::1]:8000",
-    "[::ffff:127.0.0.1]",
-]
+OURS = ["LocalHost:8000", "localhost.", "127.8.9.1:80", "[::1]:8000", "[::ffff:127.0.0.1]"]
 FOREIGN = [
-    *(
-        "evil.example",
-        "evil.example:8000",
-        "EVIL.example.",
-        "localhost.evil.example",
-        "evil-localhost",
-        "127.0.0.1.evil.example",
-    ),
-    *(
-        "",
-        ":8000",
-        "[::1",
-        "::1]:80",
-        "[::2]",
-        "[fe80::1%25lo]",
-        "0.0.0.0",
-        "[::]",
-        "10.0.0.1",
-        "169.254.169.254",
-        "2130706433",
-        "127.1",
-    ),
-    *(
-        "evil.example@localhost",
-        "localhost@evil.example",
-        "localhost/evil.example",
-        "localhost#evil.example",
-        "localhost, evil.example",
-    ),
-    *(
-        "localhost evil.example",
-        "localhost..",
-        "localhost:80:80",
-        "localhost:x",
-        "http://localhost",
-        "l\u00f6calhost",
-        "localhost\x00",
-    ),
+    "evil.example:8000",
+    "localhost.evil.example",
+    "127.0.0.1.evil.example",
+    ":8000",
+    "[::1",
+    "[::2]",
+    "0.0.0.0",
+    "10.0.0.1",
+    "2130706433",
+    "127.1",
+    "evil.example@localhost",
+    "localhost/evil.example",
+    "localhost..",
+    "localhost:80:80",
+    "http://localhost",
+    "löcalhost",
 ]
+FOREIGN += ["", "localhost evil.example", "localhost, evil.example", "localhost\x00"]
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        "/v1/models",
-        "/debug/state",
-        "/metrics",
-        "/health",
-        "/docs",
-        "/openapi.json",
-        "/api/v1/client/config",
-        "/",
-    ],
-)
+@pytest.mark.parametrize("path", ["/v1/models", "/health", "/docs", "/api/v1/client/config"])
 def test_without_keys_only_names_of_this_machine_are_answered(path):
     app, called = gate_of(), []
 
@@ -257,11 +209,8 @@ def test_without_keys_only_names_of_this_machine_are_answered(path):
 
     app.app = inner
     for host in FOREIGN:
-        for method in ("GET", "POST"):
-            got = ask(app, method, path, headers=[(b"host", host.encode("latin-1"))])
-            assert got.status_code == 403, host
-            assert "Host is" in got.text, host
-            assert "secret" not in got.text
+        got = ask(app, "POST", path, headers=[(b"host", host.encode("latin-1"))])
+        assert (got.status_code, "Host is" in got.text, "secret" in got.text) == (403, True, False)
     assert not called
     for host in OURS:
         assert ask(app, "GET", path, headers={"host": host}).text == "secret", host
@@ -275,51 +224,18 @@ def test_a_setting_adds_names_and_keys_need_none(keys, secrets):
     )
     for host in ("box.example", "BOX.EXAMPLE.:80", "192.0.2.7:1", "[2001:db8::7]:1", "localhost"):
         assert ask(app, "GET", "/v1/models", headers={"host": host}).status_code == 200, host
-        assert (
-            ask(
-                app, "GET", "/v1/models", headers={"host": host, "origin": f"https://{host}"}
-            ).status_code
-            == 200
-        ), host
+        headers = {"host": host, "origin": f"https://{host}"}
+        assert ask(app, "GET", "/v1/models", headers=headers).status_code == 200, host
     refused = ask(app, "GET", "/v1/models", headers={"host": "other.example"})
     assert refused.status_code == 403
     assert "box.example" in refused.json()["error"]["message"]
     assert ask(app, "GET", "/v1/models", headers={"host": "a.box.example"}).status_code == 403
-    for wrong in (
-        "https://box.example",
-        "box.example:80",
-        "*",
-        "*.example",
-        "",
-        "a/b",
-        "a b",
-        "[::1]:80",
-    ):
+    for wrong in ("https://box.example", "box.example:80", "*.example", "", "[::1]:80"):
         with pytest.raises(UserError, match="hosts has"):
             Gate(app.app, None, hosts=[wrong])
     guarded = gate_of(keys=keys)  # whoever asks shows a key, which no page of another site has
-    assert (
-        ask(
-            guarded,
-            "GET",
-            "/v1/models",
-            headers={"host": "any.example", "x-api-key": secrets["read"]},
-        ).status_code
-        == 200
-    )
-
-
-def test_a_revoked_key_stops_within_two_seconds(folder, keys, secrets):
-    app = gate_of(keys=keys)
-    headers = bearer(secrets["sample"])
-    assert ask(app, "GET", "/v1/models", headers=headers).status_code == 200
-    revoke(folder, keys.find(secrets["sample"]).id)
-    until = time.monotonic() + 2.0
-    while (
-        status := ask(app, "GET", "/v1/models", headers=headers).status_code
-    ) == 200 and time.monotonic() < until:
-        time.sleep(0.05)
-    assert status == 401
+    headers = {"host": "any.example", "x-api-key": secrets["read"]}
+    assert ask(guarded, "GET", "/v1/models", headers=headers).status_code == 200
 
 
 def test_an_expired_key_and_a_broken_file(folder, secrets, caplog):
@@ -327,7 +243,7 @@ def test_an_expired_key_and_a_broken_file(folder, secrets, caplog):
     keys = Keys(folder, clock=lambda: time.time() + 2 * 86400)
     assert ask(gate_of(keys=keys), "GET", "/v1/models", headers=bearer(brief)).status_code == 401
     later = Keys(folder, monotonic=iter(range(100)).__next__)
-    keys.path.write_text("{")
+    (folder / "keys.json").write_text("{")
     got = ask(gate_of(keys=later), "GET", "/api/v1/training_runs", headers=bearer(secrets["read"]))
     assert got.status_code == 503
     assert str(folder) not in got.text
@@ -483,24 +399,15 @@ async def _status(method, path, scopes):
     ("method", "path", "scopes"),
     [
         ("POST", "/api/v1/create_model", {"train"}),
-        ("POST", "/api/v1/forward_backward", {"train"}),
-        ("POST", "/api/v1/save_weights_for_sampler", {"train"}),
         ("POST", "/api/v1/asample", {"sample"}),
-        ("POST", "/api/v1/retrieve_future", set(SCOPES)),
         ("POST", "/api/v1/client/config", None),
-        ("GET", "/api/v1/training_runs/s:train:0", {"read", "train"}),
         ("HEAD", "/api/v1/training_runs/s:train:0", {"read", "train"}),
-        ("DELETE", "/api/v1/training_runs/s:train:0/checkpoints/weights/a", {"train"}),
         ("DELETE", "/api/v1/training_runs/s:train:0/checkpoints/weights/a/publish", {"train"}),
-        ("PUT", "/api/v1/training_runs/s:train:0/checkpoints/weights/a/ttl", {"train"}),
         ("GET", "/v1/models/tinker://s:train:0/sampler_weights/a", {"read", "sample"}),
         ("POST", "/oai/api/v1/chat/completions", {"sample"}),
         ("POST", "/v1/load_lora_adapter", {"admin"}),
         ("GET", "/metrics", {"admin"}),
-        ("GET", "/debug/state", {"admin"}),
-        ("GET", "/health", None),
         ("GET", "/anything", set(SCOPES)),
-        ("POST", "/api/v1/anything", set(SCOPES)),
     ],
 )
 def test_scopes_by_example(keys, secrets, method, path, scopes):
@@ -578,36 +485,15 @@ def test_compressed_bodies_come_plain_and_bounded(coding, pack):
     assert told["size"] == 1000
     assert told["headers"]["content-length"] == "1000"
     assert "content-encoding" not in told["headers"]
-    assert (
-        ask(
-            app, "POST", "/api/v1/forward_backward", content=pack(b"0" * 1001), headers=headers
-        ).status_code
-        == 413
-    )
-    assert (
-        ask(
-            app, "POST", "/api/v1/forward_backward", content=pack(b"0" * 1000)[:-1], headers=headers
-        ).status_code
-        == 400
-    )
-    assert (
-        ask(
-            app,
-            "POST",
-            "/api/v1/forward_backward",
-            content=b"no",
-            headers={"content-encoding": "br"},
-        ).status_code
-        == 415
-    )
-    told = ask(
-        app,
-        "POST",
-        "/api/v1/forward_backward",
-        content=b"no",
-        headers={"content-encoding": "Identity"},
-    ).json()
-    assert told["size"] == 2
+    for body, said, status in (
+        (pack(b"0" * 1001), coding, 413),
+        (pack(b"0" * 1000)[:-1], coding, 400),
+        (b"no", "br", 415),
+        (b"no", "Identity", 200),
+    ):
+        headers = {"content-encoding": said}
+        path = "/api/v1/forward_backward"
+        assert ask(app, "POST", path, content=body, headers=headers).status_code == status
     assert app.budget.used == 0
 
 

@@ -143,23 +143,13 @@ def test_a_chat_without_a_limit_may_fill_the_context(world, client):
 
 
 STREAMED = {
-    "plain": {},
-    "several": {"n": 3},
-    "logprobs": {"n": 2, "logprobs": 0},
-    "likeliest": {"n": 2, "logprobs": 2},
     "likeliest, stops within pieces": {
-        "logprobs": 3,
         "logit_bias": LETTERS,
         "temperature": 2,
         "max_tokens": 40,
         "stop": ["abc"],
     },
     "half characters": {"n": 3, "logit_bias": MULTIBYTE, "max_tokens": 24},
-    "half characters, log-probabilities": {
-        "logit_bias": MULTIBYTE,
-        "max_tokens": 24,
-        "logprobs": 0,
-    },
     "stops within pieces": {
         "n": 4,
         "logit_bias": LETTERS,
@@ -167,9 +157,6 @@ STREAMED = {
         "max_tokens": 40,
         "stop": ["abc", "ccab", "bba"],
     },
-    "echo": {"n": 2, "echo": True},
-    "echo and log-probabilities": {"echo": True, "logprobs": 1},
-    "echo alone": {"echo": True, "logprobs": 1, "max_tokens": 0},
 }
 
 
@@ -226,32 +213,8 @@ def test_a_stream_is_the_same_as_an_answer(world, client, how):
         assert not any(stop in choice.text for choice in whole.choices for stop in asked["stop"])
 
 
-def test_half_characters_are_never_told(world, client):
-    """The emoji's three tokens again and again: each chunk but the last has whole ones."""
-    likely = {"10813": 100, "242": 100, "218": 100}
-    prompt = world.base.tokenizer.encode("x 😀 😀 😀")
-    for seed in range(2):
-        asked = {
-            "model": "tiny-random",
-            "prompt": prompt,
-            "seed": seed,
-            "max_tokens": 15,
-            "logit_bias": likely,
-        }
-        whole = client.completions.create(**asked).choices[0].text
-        told = [chunk.choices[0].text for chunk in client.completions.create(stream=True, **asked)]
-        assert "".join(told) == whole
-        assert not any(text.endswith("\N{REPLACEMENT CHARACTER}") for text in told[:-1])
-
-
 @pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"n": 3, "logprobs": True},
-        {"logprobs": True, "top_logprobs": 2},
-        {"logit_bias": MULTIBYTE},
-    ],
+    "settings", [{"n": 3, "logprobs": True, "top_logprobs": 2}, {"logit_bias": MULTIBYTE}]
 )
 def test_a_streamed_chat_is_the_same_as_an_answer(world, client, settings):
     asked = {"model": "chat@1", "messages": MESSAGES, "seed": 11, "max_tokens": 30, **settings}
@@ -381,19 +344,6 @@ def test_a_prompt_that_was_asked_before_is_told_as_cached(world, client):
     )
     assert first.prompt_tokens_details.cached_tokens == 0
     assert 100 < second.prompt_tokens_details.cached_tokens < 200
-
-
-def test_answers_differ_without_a_seed_and_agree_with_one(client):
-    def texts(**settings):
-        return {
-            client.completions.create(model="chat", prompt=TEXT, max_tokens=4, **settings)
-            .choices[0]
-            .text
-            for _ in range(3)
-        }
-
-    assert len(texts()) > 1
-    assert len(texts(seed=-7)) == 1
 
 
 def test_schemas_regexes_and_choices_are_kept_to(client):
@@ -636,130 +586,84 @@ def test_a_failure_of_the_server_is_a_500_that_tells_nothing(world, client, monk
     assert "division" not in str(error.value)
 
 
-def nested(depth):
-    return {"items": nested(depth - 1)} if depth else {}
+def each(field, *values):
+    return [(field, {field: value}) for value in values]
+
+
+def with_format(form):
+    return {"response_format": form}
 
 
 BAD = [  # field, body
-    *[
-        ("prompt", {"prompt": p})
-        for p in (5, {}, [], [[]], ["a", 5], [5, "a"], [[5], "a"], [1.5], [-1], [True], [10**9])
-    ],
-    *[("max_tokens", {"max_tokens": v}) for v in ("5", 0, -1, 1.5, True, 10**9, [], 512)],
-    *[
-        ("temperature", {"temperature": v})
-        for v in ("1", -0.1, 2.1, True, float("nan"), float("inf"), {}, 10**400)
-    ],
-    *[("top_p", {"top_p": v}) for v in (0, 1.1, "x")],
-    *[("top_k", {"top_k": v}) for v in (-2, 0.5, 2**40)],
-    *[("min_p", {"min_p": v}) for v in (-1, 2, [])],
-    *[("n", {"n": v}) for v in (0, 129, "2", 1.0)],
+    *each("prompt", 5, [], [[]], ["a", 5], [[5], "a"], [-1], [True], [10**9]),
+    *each("max_tokens", "5", 0, 1.5, True, 512),
+    *each("temperature", "1", -0.1, 2.1, float("nan"), 10**400),
+    *(row for name in ("top_p", "min_p") for row in each(name, -0.1, 1.1, "x")),
+    *each("top_k", -2, 0.5, 2**40),
+    *each("n", 0, 129, 1.0),
     ("n", {"n": 100, "prompt": ["a"] * 50}),
-    *[("seed", {"seed": v}) for v in ("1", 1.5, 2**70)],
-    *[("stop", {"stop": v}) for v in (5, [5], [""], "", {}, ["\ud800"], ["a", "b", "c", "d", "e"])],
-    *[("stop_token_ids", {"stop_token_ids": v}) for v in (5, ["a"], [-1], list(range(50)))],
-    *[("logprobs", {"logprobs": v}) for v in (True, 6, -1, "1")],
-    *[("echo", {"echo": v}) for v in ("yes", 1)],
-    *[("stream", {"stream": v}) for v in ("yes", 1, [])],
-    *[("stream_options", {"stream_options": v}) for v in (5, {"include_usage": True})],
-    *[
-        ("stream_options.include_usage", {"stream": True, "stream_options": {"include_usage": v}})
-        for v in ("yes", 3)
-    ],
-    *[("presence_penalty", {"presence_penalty": v}) for v in (3, "x")],
-    *[("frequency_penalty", {"frequency_penalty": v}) for v in (-3, [])],
-    *[("repetition_penalty", {"repetition_penalty": v}) for v in (0, -1, "x")],
-    *[
-        ("logit_bias", {"logit_bias": v})
-        for v in (
-            [],
-            {"a": 1},
-            {"5": "x"},
-            {"5": 101},
-            {"999999": 1},
-            {"5": None},
-            {"5": float("nan")},
-        )
-    ],
-    *[
-        ("response_format", {"response_format": v})
-        for v in (5, {}, {"type": "xml"}, {"type": "json_schema"}, {"type": []})
-    ],
-    *[
-        (
-            "response_format",
-            {"response_format": {"type": "json_schema", "json_schema": {"schema": v}}},
-        )
-        for v in ({"type": "wrong"}, {"$ref": "#"})
-    ],
-    ("response_format.json_schema", {"response_format": {"type": "json_schema", "json_schema": 5}}),
-    *[
-        ("guided_json", {"guided_json": v})
-        for v in (
-            {"$ref": "#/none"},
-            {"type": "string", "pattern": "("},
-            {"enum": []},
-            {"anyOf": 5},
-        )
-    ],
-    *[("", {"guided_json": nested(depth)}) for depth in (150, 400, 900)],
-    *[("guided_json", {"guided_json": v}) for v in (5, [])],
-    *[("guided_regex", {"guided_regex": v}) for v in ("(", 5, "")],
-    *[("guided_choice", {"guided_choice": v}) for v in ([], "x", [5], [""])],
+    *each("seed", "1", 2**70),
+    *each("stop", 5, [5], "", ["\ud800"], list("abcde")),
+    *each("stop_token_ids", 5, [-1], list(range(50))),
+    *each("logprobs", True, 6, -1),
+    *(row for name in ("echo", "stream") for row in each(name, "yes")),
+    *each("stream_options", 5, {"include_usage": True}),
+    ("stream_options.include_usage", {"stream": True, "stream_options": {"include_usage": 3}}),
+    *each("presence_penalty", 3),
+    *each("frequency_penalty", -3),
+    *each("repetition_penalty", 0),
+    *each("logit_bias", [], {"a": 1}, {"5": "x"}, {"5": 101}, {"999999": 1}, {"5": None}),
+    *each("response_format", 5, {}, {"type": "xml"}, {"type": "json_schema"}),
+    (
+        "response_format",
+        with_format({"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}}),
+    ),
+    ("response_format.json_schema", with_format({"type": "json_schema", "json_schema": 5})),
+    *each("guided_json", {"$ref": "#/none"}, {"type": "string", "pattern": "("}, {"enum": []}, 5),
+    ("", {"guided_json": json.loads('{"items":' * 150 + "{}" + "}" * 150)}),
+    *each("guided_regex", "(", 5, ""),
+    *each("guided_choice", [], "x", [""]),
     ("guided_choice", {"guided_regex": "a", "guided_choice": ["a"]}),
-    ("structured_outputs", {"structured_outputs": []}),
-    *[("prompt_logprobs", {"prompt_logprobs": v}) for v in (-1, 30, "x")],
-    ("best_of", {"best_of": 3}),
-    ("suffix", {"suffix": "end"}),
-    ("use_beam_search", {"use_beam_search": True}),
-    ("model", {"model": 5}),
-    ("model", {"model": ""}),
-    ("model", {"model": None}),
-    ("model", {"model": "\ud800"}),
+    *each("structured_outputs", []),
+    *each("prompt_logprobs", -1, 30),
+    *each("best_of", 3),
+    *each("suffix", "end"),
+    *each("use_beam_search", True),
+    *each("model", 5, "", None, "\ud800"),
 ]
+
+
+def says(content):
+    return {"messages": [{"role": "user", "content": content}]}
+
+
+def calls(called):
+    return {"messages": [{"role": "assistant", "tool_calls": called}]}
+
+
+F = {"name": "f", "parameters": {"$ref": "#"}}
 BAD_CHATS = [
-    *[
-        ("messages", {"messages": v})
-        for v in (None, [], {}, "hi", [5], [{}], [{"role": 5, "content": "x"}], [{"role": "user"}])
-    ],
-    *[
-        ("messages", {"messages": [{"role": "user", "content": v}]})
-        for v in (5, {}, [5], [{"type": "image_url"}], "\ud800", "long " * 600)
-    ],
-    (
-        "messages",
-        {
-            "messages": [
-                {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}
-            ]
-        },
-    ),
-    ("messages", {"messages": [{"role": "assistant", "tool_calls": 5}]}),
-    ("top_logprobs", {"top_logprobs": 2}),
-    ("top_logprobs", {"logprobs": True, "top_logprobs": 21}),
-    ("logprobs", {"logprobs": 1}),
-    ("max_completion_tokens", {"max_completion_tokens": 0}),
-    ("echo", {"echo": True}),
-    ("tools", {"tools": 5}),
-    ("tools", {"tools": [{}]}),
-    (
-        "tools",
-        {
-            "tools": [{"type": "function", "function": {"name": "f", "parameters": {"$ref": "#"}}}],
-            "tool_choice": "required",
-        },
-    ),
+    *each("messages", None, [], {}, "hi", [5], [{}], [{"role": 5, "content": "x"}]),
+    *each("messages", [{"role": "user"}]),
+    *(("messages", says(v)) for v in (5, [5], [{"type": "image_url"}], "\ud800", "long " * 600)),
+    ("messages[0].content", says([{"type": "input_audio"}])),
+    ("messages", calls([{"function": {"name": "f", "arguments": "{"}}])),
+    ("messages", calls(5)),
     ("messages[1].role", {"messages": [*MESSAGES, {"role": "tooling", "content": "x"}]}),
-    ("messages[0].content", {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}),
-    ("tool_choice", {"tool_choice": "required"}),
-    ("chat_template_kwargs", {"chat_template_kwargs": {"messages": []}}),
-    ("chat_template_kwargs", {"chat_template_kwargs": 5}),
-    ("functions", {"functions": [{"name": "f"}]}),
+    *each("top_logprobs", 2),
+    ("top_logprobs", {"logprobs": True, "top_logprobs": 21}),
+    *each("logprobs", 1),
+    *each("max_completion_tokens", 0),
+    *each("echo", True),
+    *each("tools", 5, [{}]),
+    ("tools", {"tools": [{"type": "function", "function": F}], "tool_choice": "required"}),
+    *each("tool_choice", "required"),
+    *each("chat_template_kwargs", {"messages": []}, 5),
+    *each("functions", [{"name": "f"}]),
 ]
 
 
 def test_what_is_wrong_is_a_400_that_names_the_field(world, client):
-    assert len(BAD) + len(BAD_CHATS) > 130
     with httpx.Client(base_url=world.url, timeout=60) as raw:
         unnamed = []
         for bad, path, good in (
@@ -778,18 +682,7 @@ def test_what_is_wrong_is_a_400_that_names_the_field(world, client):
                     unnamed.append((change, error))
                 assert error["type"] == "invalid_request_error"
         assert not unnamed
-        for content in (
-            b"",
-            b"{",
-            b"[]",
-            b"5",
-            b"null",
-            b'"x"',
-            b"\xff",
-            b"[" * 100_000,
-            b'{"a":' * 5000,
-            b"1" * 5000,
-        ):
+        for content in (b"", b"{", b"[]", b"null", b"\xff", b"[" * 100_000, b"1" * 5000):
             found = raw.post("/v1/completions", content=content)
             assert found.status_code == 400
             assert re.search("body|JSON", found.json()["error"]["message"])
@@ -832,14 +725,8 @@ def test_answers_say_what_serves_and_that_nothing_was_refused(world, client):
 
 
 def test_one_setting_lifts_openais_limits(world, monkeypatch):
-    messages, many = (
-        [{"role": "critic", "content": "x"}],
-        {
-            "temperature": 3,
-            "stop": list("abcde"),
-            "max_tokens": 1,
-        },
-    )
+    messages = [{"role": "critic", "content": "x"}]
+    many = {"temperature": 3, "stop": list("abcde"), "max_tokens": 1}
     wide = [
         ("completions", {"prompt": TEXT, "logprobs": 20, **many}),
         ("chat/completions", {"messages": messages, **many}),
@@ -873,30 +760,8 @@ def test_prompts_beyond_the_context_are_told_so(client):
 
 
 def test_fields_that_nobody_knows_and_nulls_are_ignored(world, client):
-    nulls = dict.fromkeys(
-        (
-            "temperature",
-            "top_p",
-            "n",
-            "stop",
-            "logprobs",
-            "echo",
-            "seed",
-            "stream",
-            "logit_bias",
-            "suffix",
-            "best_of",
-        )
-    )
-    body = {
-        "model": "chat@1",
-        "prompt": TEXT,
-        "max_tokens": 3,
-        **nulls,
-        "user": "me",
-        "metadata": {"a": 1},
-        "no_such_field": [1],
-    }
+    nulls = dict.fromkeys(("temperature", "n", "stop", "logprobs", "echo", "seed", "suffix"))
+    body = {"model": "chat@1", "prompt": TEXT, "max_tokens": 3, **nulls, "no_such_field": [1]}
     found = httpx.post(world.url + "/v1/completions", json=body, timeout=60)
     assert found.status_code == 200
     assert math.isclose(found.json()["usage"]["completion_tokens"], 3)

@@ -532,18 +532,12 @@ BAD = {  # what is wrong -> (how, what is said)
         lambda m: put(plain(m), dense=f32(1, 2, 3, 4)),
         "datum 0: weights has 4 values; its shape",
     ),
-    "bytes too few": (lambda m: put(plain(m), dense=f32(1, 2)), "datum 0: weights has 2 values"),
     "half a number": (
         lambda m: put(plain(m), dense=f32(1, 2, 3)[:-1]),
         "11 bytes; expected a multiple of 4",
     ),
-    "half a target": (
-        lambda m: put(plain(m, "target_tokens"), dense=i64(1, 2, 3)[:-3]),
-        "21 bytes; expected a multiple of 8",
-    ),
     "no values": (lambda m: plain(m).ClearField("encoding"), "weights has no values"),
     "no dtype": (lambda m: put(plain(m), dtype=0), "dtype is 0; choose"),
-    "unknown dtype": (lambda m: put(plain(m), dtype=77), "dtype is 77; choose"),
     "targets as floats": (
         lambda m: put(plain(m, "target_tokens"), dtype=1, dense=f32(1, 2, 3)),
         "target_tokens has numbers of type float",
@@ -552,26 +546,13 @@ BAD = {  # what is wrong -> (how, what is said)
         lambda m: put(plain(m, "target_tokens"), dense=i64(1, 2**40, 3)),
         "target_tokens has 1099511627776",
     ),
-    "targets below 32 bits": (
-        lambda m: put(plain(m, "target_tokens"), dense=i64(1, -(2**31) - 1, 3)),
-        "target_tokens has -2147483649",
-    ),
     "NaN": (lambda m: put(plain(m), dense=f32(1, np.nan, 3)), "weights has nan at 1"),
-    "infinity": (lambda m: put(plain(m), dense=f32(1, 2, -np.inf)), "weights has -inf at 2"),
-    "bfloat16 NaN": (
-        lambda m: put(plain(m), dtype=4, dense=np.uint16([0, 0x7FC0, 0]).tobytes()),
-        "weights has nan at 1",
-    ),
     "dimension below 0": (lambda m: shaped(plain(m), -3), "one or two axes, none below 0"),
-    "two below 0": (lambda m: shaped(plain(m), -3, -1), "one or two axes, none below 0"),
-    "three axes": (lambda m: shaped(plain(m), 3, 1, 1), "one or two axes, none below 0"),
-    "a thousand axes": (lambda m: shaped(plain(m), *[1] * 1000), "one or two axes, none below 0"),
     "dense bomb": (lambda m: shaped(plain(m), 1, 2**40), "its shape .* has 1099511627776"),
     "overflowing bomb": (
         lambda m: shaped(plain(m), 2**61, 8),
         "its shape .* has 18446744073709551616",
     ),
-    "wider than 64 bits": (lambda m: shaped(plain(m), 2**62, 4), "one or two axes, none below 0"),
     "weights of one more axis": (
         lambda m: shaped(plain(m), 3, 1),
         r"weights has shape \[3, 1\]; target_tokens has \[3\]",
@@ -583,10 +564,6 @@ BAD = {  # what is wrong -> (how, what is said)
         ),
         r"target_tokens has shape \[2\]; model_input has 3 tokens, cross_entropy takes \[3\]",
     ),
-    "fewer tokens": (
-        lambda m: m.data[0].model_input.pop(),
-        r"target_tokens has shape \[3\]; .* takes \[0\]",
-    ),
     "half a token": (
         lambda m: put(m.data[0].model_input[0].encoded_text, tokens=b"12345"),
         "5 bytes; expected a multiple of 4",
@@ -595,51 +572,28 @@ BAD = {  # what is wrong -> (how, what is said)
         lambda m: put(m.data[0].model_input.add().image, data=b"png"),
         r"chunks\[1\] is of type 'image'; this base reads",
     ),
-    "a sound": (
-        lambda m: put(m.data[0].model_input.add().dmel, dmel=b"x"),
-        "is of type 'dmel'; this base reads text only",
-    ),
-    "no chunk": (
-        lambda m: m.data[0].model_input.add(),
-        "is of type None; this base reads text only",
-    ),
     "no targets": (
         lambda m: m.data[0].loss_fn_inputs.pop("target_tokens"),
         "loss_fn_inputs has no target_tokens",
-    ),
-    "no weights": (
-        lambda m: m.data[1].loss_fn_inputs.pop("weights"),
-        "datum 1: loss_fn_inputs has no weights; cross_entropy needs",
     ),
     "an unknown input": (
         lambda m: put(m.data[0].loss_fn_inputs["mask"], dense=b""),
         "loss_fn_inputs has 'mask'",
     ),
-    "a threshold a token": (
-        lambda m: put(m.data[0].loss_fn_inputs["clip_low_threshold"], dense=b""),
-        "loss_fn_inputs has 'clip_low_",
-    ),
     "loss unknown": (
         lambda m: put(m, loss_fn="l2"),
         "loss_fn is .*'l2'.*; choose one of: cross_entropy, importance_sampling",
     ),
-    "no loss": (lambda m: put(m, loss_fn=""), "loss_fn is .*; choose one of"),
-    "a long loss": (lambda m: put(m, loss_fn="x" * 10**6), "choose one of"),
     "stable_reinforce": (
         lambda m: put(m, loss_fn="stable_reinforce"),
         "not computed here: send importance_sampling",
     ),
-    "custom": (lambda m: put(m, loss_fn="custom"), "not computed here"),
     "an option of no loss": (
         lambda m: m.loss_fn_config.update({"beta": 1.0}),
         "cross_entropy takes no options",
     ),
     "no span": (spanned((None,)), r"model_input_spans\[0\] has no kind"),
     "span below 0": (spanned(("prompt_tokens", "a", -1, 3)), "has offset -1 and length 3"),
-    "span of length below 0": (
-        spanned(("prompt_tokens", "a", 0, 4), ("sampled_tokens", "b", 0, -1)),
-        "has offset 0 and length -1",
-    ),
     "span of nobody": (spanned(("prompt_tokens", "", 0, 3)), "sequence_id is ''"),
     "spans too short": (
         spanned(("prompt_tokens", "a", 0, 2)),
@@ -653,23 +607,13 @@ BAD = {  # what is wrong -> (how, what is said)
         lambda m: shaped(soft(m), 4, 2**40),
         "is sparse, of shape .* send fewer columns",
     ),
-    "sparse bomb of rows": (
-        lambda m: shaped(soft(m), 2**40, 1),
-        "is sparse, of shape .* send fewer columns",
-    ),
     "sparse of one axis": (lambda m: shaped(soft(m), 36), "is sparse, of shape"),
-    "sparse without shape": (lambda m: shaped(soft(m)), "is sparse, of shape"),
     "row pointers too few": (
         lambda m: put(soft(m).sparse_csr, crow_indices=i64(0, 1, 2, 4)),
         "has 4 crow_indices",
     ),
-    "no row pointers": (lambda m: put(soft(m).sparse_csr, crow_indices=b""), "has 0 crow_indices"),
     "row pointers that turn": (
         lambda m: put(soft(m).sparse_csr, crow_indices=i64(0, 3, 2, 3, 4)),
-        "crow_indices do not ascend",
-    ),
-    "row pointers from 1": (
-        lambda m: put(soft(m).sparse_csr, crow_indices=i64(1, 2, 3, 4, 4)),
         "crow_indices do not ascend",
     ),
     "row pointers once around": (
@@ -680,27 +624,13 @@ BAD = {  # what is wrong -> (how, what is said)
         lambda m: put(soft(m).sparse_csr, col_indices=i64(0, 1, 2)),
         "3 col_indices and 4 values",
     ),
-    "values too many": (
-        lambda m: put(soft(m).sparse_csr, values=i64(1, 2, 3, 4, 5)),
-        "4 col_indices and 5 values",
-    ),
     "column too far": (
         lambda m: put(soft(m).sparse_csr, col_indices=i64(0, 1, 2, 9)),
-        "has columns 0 to 8",
-    ),
-    "column below 0": (
-        lambda m: put(soft(m).sparse_csr, col_indices=i64(0, -1, 2, 3)),
         "has columns 0 to 8",
     ),
     "a cell twice": (
         lambda m: put(
             soft(m).sparse_csr, crow_indices=i64(0, 2, 2, 3, 4), col_indices=i64(1, 1, 2, 3)
-        ),
-        "col_indices do not ascend in every row",
-    ),
-    "columns that turn": (
-        lambda m: put(
-            soft(m).sparse_csr, crow_indices=i64(0, 2, 2, 3, 4), col_indices=i64(2, 1, 2, 3)
         ),
         "col_indices do not ascend in every row",
     ),
@@ -716,21 +646,12 @@ BAD = {  # what is wrong -> (how, what is said)
         lambda m: put(soft(m, "weights").sparse_csr, values=f32(1, 2, np.nan, 4)),
         "weights has nan at 2",
     ),
-    "sparse of two shapes": (
-        lambda m: shaped(soft(m), 4, 10),
-        r"weights has shape \[4, 9\]; target_tokens has \[4, 10\]",
-    ),
 }
 BAD_SAMPLED = {
     "no logprobs": (
         sampled(),
         lambda m: m.data[0].loss_fn_inputs.pop("logprobs"),
         "has no logprobs; ppo needs",
-    ),
-    "no advantages": (
-        sampled(),
-        lambda m: m.data[0].loss_fn_inputs.pop("advantages"),
-        "has no advantages",
     ),
     "no mask": (
         sampled(),
@@ -747,19 +668,6 @@ BAD_SAMPLED = {
         lambda m: shaped(plain(m, "target_tokens"), 3, 1),
         r"shape \[3, 1\]; .* ppo takes \[3\]",
     ),
-    "sparse advantages": (
-        sampled(),
-        lambda m: (
-            put(
-                plain(m, "advantages").sparse_csr,
-                values=f32(1),
-                crow_indices=i64(0, 1, 1, 1),
-                col_indices=i64(0),
-            ),
-            shaped(plain(m, "advantages"), 3, 1),
-        ),
-        r"advantages has shape \[3, 1\]; target_tokens has \[3\]",
-    ),
     "logprobs below infinity": (
         sampled(),
         lambda m: put(plain(m, "logprobs"), dense=f32(0, -np.inf, 0)),
@@ -775,21 +683,10 @@ BAD_SAMPLED = {
         lambda m: None,
         "clip_low_threshold is 1.3 and clip_high_threshold 1.2",
     ),
-    "below 0": (sampled(config={"clip_low_threshold": -0.2}), lambda m: None, "0 <= low <= high"),
     "no number": (
         sampled(config={"clip_high_threshold": math.nan}),
         lambda m: None,
         "clip_high_threshold is nan; expected",
-    ),
-    "endless": (
-        sampled(config={"clip_high_threshold": math.inf}),
-        lambda m: None,
-        "clip_high_threshold is inf",
-    ),
-    "beyond float32": (
-        sampled(config={"clip_high_threshold": 1e300}),
-        lambda m: None,
-        "clip_high_threshold is 1e",
     ),
     "neither number nor text": (
         sampled(),
@@ -855,27 +752,17 @@ BODIES = {
     "no bytes": (b"", PROTO, "model_id is ''"),
     "no message": (b"\xff" * 9, PROTO, "no ForwardBackwardRequest"),
     "cut": (good().SerializeToString()[:-1], PROTO, "no ForwardBackwardRequest"),
-    "no UTF-8": (b"\x0a\x01\xff", PROTO, "no ForwardBackwardRequest"),
     "no number": (
         pb.ForwardBackwardRequest(model_id="m").SerializeToString(),
         PROTO,
         "seq_id is 0; expected 1 or more",
     ),
-    "number below 0": (
-        pb.ForwardBackwardRequest(model_id="m", seq_id=-1).SerializeToString(),
-        PROTO,
-        "seq_id is -1",
-    ),
     "another type": (b"{}", "text/plain", "content type is 'text/plain'"),
     "no JSON": (b"{", JSON, "is not JSON"),
     "JSON without an end": (b"[" * 10**6, JSON, "nests deeper"),
-    "a number of many digits": (b'{"seq_id": ' + b"1" * 5000 + b"}", JSON, "is not JSON"),
-    "no text": (b"\xff\xfe\xff", JSON, "is not JSON in UTF-8"),
-    "a list": (b"[1]", JSON, "the body is a list of 1; expected an object"),
     "nobody": (b'{"seq_id": 1}', JSON, "model_id is missing"),
     "a number for a name": (b'{"model_id": 7, "seq_id": 1}', JSON, "model_id is 7"),
     "half a character": (b'{"model_id": "\\ud800", "seq_id": 1}', JSON, "is not JSON"),
-    "true for a number": (b'{"model_id": "m", "seq_id": true}', JSON, "seq_id is true"),
     "a number too large": (
         b'{"model_id": "m", "seq_id": 4294967296}',
         JSON,
@@ -904,14 +791,11 @@ JSON_GOOD = {
 }
 BAD_JSON = {  # where, what is put there, what is said
     "data": ((), {"data": None}, "data is null; expected a list"),
-    "datum": (("data",), {0: 3}, r"data\[0\] is 3; expected an object"),
-    "no input": (("data", 0), {"model_input": None}, "model_input is null"),
     "chunks": (
         ("data", 0, "model_input"),
         {"chunks": {}},
         "chunks is an object",
     ),
-    "chunk": (("data", 0, "model_input", "chunks"), {0: "x"}, r"chunks\[0\] is 'x'"),
     "image": (
         ("data", 0, "model_input", "chunks", 0),
         {"type": "image"},
@@ -922,47 +806,15 @@ BAD_JSON = {  # where, what is put there, what is said
         {"tokens": [1, 2.5]},
         "expected a list of whole numbers",
     ),
-    "token of text": (
-        ("data", 0, "model_input", "chunks", 0),
-        {"tokens": "12"},
-        "tokens is '12'; expected a list",
-    ),
-    "true token": (
-        ("data", 0, "model_input", "chunks", 0),
-        {"tokens": [1, True]},
-        "expected a list of whole numbers",
-    ),
-    "token too large": (
-        ("data", 0, "model_input", "chunks", 0),
-        {"tokens": [1, 2**31]},
-        "has 2147483648",
-    ),
     "token of 70 bits": (
         ("data", 0, "model_input", "chunks", 0),
         {"tokens": [1, 2**70]},
         "whole numbers of 64 bits",
     ),
-    "inputs": (("data", 0), {"loss_fn_inputs": [1]}, "loss_fn_inputs is"),
-    "tensor": (
-        ("data", 0, "loss_fn_inputs"),
-        {"weights": [1, 2]},
-        "weights is a list of 2; expected an object",
-    ),
     "dtype": (
         ("data", 0, "loss_fn_inputs", "weights"),
         {"dtype": "float8"},
         "dtype is 'float8'; expected 'float32'",
-    ),
-    "dtype of no text": (
-        ("data", 0, "loss_fn_inputs", "weights"),
-        {"dtype": ["float32"]},
-        "dtype is",
-    ),
-    "no values": (("data", 0, "loss_fn_inputs", "weights"), {"data": None}, "data is null"),
-    "nested": (
-        ("data", 0, "loss_fn_inputs", "weights"),
-        {"data": [[1], [2]]},
-        "expected a list of numbers",
     ),
     "null": (
         ("data", 0, "loss_fn_inputs", "weights"),
@@ -979,39 +831,15 @@ BAD_JSON = {  # where, what is put there, what is said
         {"data": [1, 1e39]},
         r"weights has 1e\+39 at 1",
     ),
-    "beyond floats": (
-        ("data", 0, "loss_fn_inputs", "weights"),
-        {"data": [1, 10**400]},
-        "expected a list of numbers",
-    ),
-    "half a target": (
-        ("data", 0, "loss_fn_inputs", "target_tokens"),
-        {"data": [1, 2.0]},
-        "expected a list of whole numbers",
-    ),
-    "bomb": (("data", 0, "loss_fn_inputs", "weights"), {"shape": [1, 2**40]}, "its shape"),
     "shape of floats": (
         ("data", 0, "loss_fn_inputs", "weights"),
-        {"shape": [2.0]},
         "one or two axes",
-    ),
-    "shape of truth": (
-        ("data", 0, "loss_fn_inputs", "weights"),
-        {"shape": [True, True]},
-        "one or two axes",
-    ),
-    "shape": (
-        ("data", 0, "loss_fn_inputs", "weights"),
-        {"shape": 2},
-        "shape is 2; expected a list",
     ),
     "half sparse": (
         ("data", 0, "loss_fn_inputs", "weights"),
         {"sparse_crow_indices": [0, 1]},
         "is sparse",
     ),
-    "loss": ((), {"loss_fn": 3}, "loss_fn is 3"),
-    "options": ((), {"loss_fn_config": [3]}, "loss_fn_config is"),
     "true option": (
         (),
         {"loss_fn": "ppo", "loss_fn_config": {"clip_low_threshold": True}},
@@ -1236,37 +1064,21 @@ def test_a_model_may_be_named_without_a_session_and_new_fields_are_passed_over()
 
 BAD_SAMPLES = {
     "prompt": ({"prompt": None}, "prompt is null"),
-    "tokens": ({"prompt": {"chunks": [{"tokens": ["1"]}]}}, "expected a list of whole numbers"),
     "image": (
         {"prompt": {"chunks": [{"type": "image", "data": ""}]}},
         "type is 'image'; expected 'encoded_text'",
     ),
-    "params": ({"sampling_params": 3}, "sampling_params is 3"),
     "samples": ({"num_samples": 10**9}, "num_samples is 1000000000"),
-    "no samples": ({"num_samples": 0}, "num_samples is 0"),
-    "true samples": ({"num_samples": True}, "num_samples is true"),
-    "max_tokens": ({"sampling_params": {"max_tokens": 2.5}}, "max_tokens is 2.5"),
     "temperature": ({"sampling_params": {"temperature": "1"}}, "temperature is '1'"),
     "temperature of nothing": (
         {"sampling_params": {"temperature": math.nan}},
         "temperature is nan",
     ),
-    "top_k": ({"sampling_params": {"top_k": False}}, "top_k is false"),
-    "top_p": ({"sampling_params": {"top_p": None, "top_k": "x"}}, "top_k is 'x'"),
-    "seed": ({"sampling_params": {"seed": 0.5}}, "seed is 0.5"),
     "stop": ({"sampling_params": {"stop": {"a": 1}}}, "stop is"),
     "stop mixed": ({"sampling_params": {"stop": ["a", 1]}}, r"stop\[[01]\] is"),
-    "stop empty": ({"sampling_params": {"stop": ["a", ""]}}, r"stop\[1\] is"),
-    "prompt_logprobs": ({"prompt_logprobs": 1}, "prompt_logprobs is 1; expected true or false"),
-    "topk": ({"topk_prompt_logprobs": "2"}, "topk_prompt_logprobs is '2'"),
-    "last": ({"prompt_logprobs_last_n": [1]}, "prompt_logprobs_last_n is"),
     "targets": ({"target_prompt_logprobs": [1]}, "target_prompt_logprobs is"),
     "targets of one axis": (
         {"target_prompt_logprobs": {"data": [1, 2], "dtype": "int64"}},
-        r"expected \[2, K\]",
-    ),
-    "targets for all": (
-        {"target_prompt_logprobs": {"data": [1, 2, 3], "dtype": "int64", "shape": [3, 1]}},
         r"expected \[2, K\]",
     ),
     "endless targets": (
