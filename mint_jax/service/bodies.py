@@ -60,7 +60,7 @@ def decompress(
         )
     # a joined list of parts would be a copy
     whole, length, frames = io.BytesIO(), 0, 1
-    frame = start()
+    frame: Any = start()
     try:
         for begin in range(0, len(body), size):
             piece = body[begin : begin + size]

@@ -54,11 +54,9 @@ class MintExtras:
                 f" expected 1 to {MAX_SOURCES} pairs"
             )
         digest = blake3_of(await request.body())
-        name = (
-            f"interpolated-{digest[:12]}"
-            if body.output_path is None
-            else checkpoints.check_name(body.output_path)
-        )
+        name = f"interpolated-{digest[:12]}"
+        if body.output_path is not None:
+            name = checkpoints.check_name(body.output_path)
         rows = [self._source(tenant, path, published=i > 0) for i, path in enumerate(paths)]
         answer, _ = self.server.answers.begin(f"{tenant}/{rows[0].model}", None, digest)
         task = asyncio.create_task(self._end(answer, rows, coefficients, name))
@@ -92,10 +90,9 @@ class MintExtras:
         """Ends the answer with the sum, or with its failure."""
         try:
             value = await asyncio.to_thread(self._summed, answer.body, rows, coefficients, name)
+            self.server.answers.end(answer, value)
         except Exception as failure:
             self.server.answers.end(answer, failure=failure)
-            return
-        self.server.answers.end(answer, value)
 
     def _summed(
         self, request: str, rows: list[Checkpoint], coefficients: list[float], name: str
@@ -106,15 +103,10 @@ class MintExtras:
         sources = [(adapter, schema.config) for adapter, schema in unpacked]
         # the smallest rank of a slot in which the sum is exact, else the largest rank
         ranks, whole = sorted(server.sizes.adapters), sum(config.rank for _, config in sources)
-        made = interpolate(
-            sources,
-            coefficients,
-            server.specs,
-            next((rank for rank in ranks if rank >= whole), ranks[-1]),
-        )
-        row = self._keep(
-            request, rows[0], name, made, {"source_paths": paths, "coefficients": coefficients}
-        )
+        rank = next((rank for rank in ranks if rank >= whole), ranks[-1])
+        made = interpolate(sources, coefficients, server.specs, rank)
+        notes = {"source_paths": paths, "coefficients": coefficients}
+        row = self._keep(request, rows[0], name, made, notes)
         return {
             "type": "mint_interpolate_checkpoints",
             "path": row.path,
@@ -149,19 +141,8 @@ class MintExtras:
             "policy": policy,
         }
         now = server.book.clock()
-        row = Checkpoint(
-            first.model,
-            "sampler_weights",
-            name,
-            first.tenant,
-            digest,
-            len(data),
-            request,
-            details,
-            now,
-            None,
-            False,
-        )
+        about = (first.model, "sampler_weights", name, first.tenant, digest, len(data), request)
+        row = Checkpoint(*about, details, now, None, False)
         with server.checkpoints.naming, server.checkpoints.using(digest, policy):
             server.book.need_free(row.model, row.kind, row.name, request)
             server.checkpoints.need_room(first.tenant, len(data))

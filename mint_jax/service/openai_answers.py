@@ -171,14 +171,15 @@ class Answer:
         self._opened.add(index)
         out = []
         if self.spec.chat and first:
-            delta = {"role": "assistant", "content": "", "refusal": None}
-            opening = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+            role = {"role": "assistant", "content": "", "refusal": None}
+            opening = {"index": index, "delta": role, "logprobs": None, "finish_reason": None}
             out.append(self._frame(self._kind, [opening]) | self._about_prompt(prompt, done))
         choice = self._choice(index, prompt, part, done, first)
         if self.spec.chat:
-            choice["delta"] = {"content": part.text} if part.text or not calls else {}
+            delta: dict[str, Any] = {"content": part.text} if part.text or not calls else {}
             if calls:
-                choice["delta"]["tool_calls"] = [{"index": i} | c for i, c in enumerate(calls)]
+                delta["tool_calls"] = [{"index": i} | c for i, c in enumerate(calls)]
+            choice["delta"] = delta
         choice["finish_reason"] = None if done is None else self._finish(index, done)
         last = {} if done is None else {"mint_revision": self.model.digest}
         return [*out, self._frame(self._kind, [choice]) | last]

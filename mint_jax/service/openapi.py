@@ -142,43 +142,43 @@ Count = Annotated[int, Field(ge=0)]
 Choices = Annotated[list[dict[str, Any]], Field(min_length=1, description="As in OpenAI's API.")]
 
 
-class Answers(pydantic.BaseModel):
+class Documented(pydantic.BaseModel):
     """Base of documented answers."""
 
 
-class DetailAnswer(Answers):
+class DetailAnswer(Documented):
     detail: str
 
 
-class ErrorFields(Answers):
+class ErrorFields(Documented):
     message: str
     type: str
     param: str | None
     code: str | None
 
 
-class ErrorAnswer(Answers):
+class ErrorAnswer(Documented):
     error: ErrorFields
 
 
-class ReadyAnswer(Answers):
+class ReadyAnswer(Documented):
     status: str
 
 
-class TokenAnswer(Answers):
+class TokenAnswer(Documented):
     jwt: str
 
 
-class SessionAnswer(Answers):
+class SessionAnswer(Documented):
     session_id: str
 
 
-class FutureAnswer(Answers):
+class FutureAnswer(Documented):
     request_id: str
     model_id: str
 
 
-class ModelAnswer(Answers):
+class ModelAnswer(Documented):
     id: str
     object: Literal["model"]
     created: int
@@ -186,7 +186,7 @@ class ModelAnswer(Answers):
     mint_revision: str | None
 
 
-class ModelsAnswer(Answers):
+class ModelsAnswer(Documented):
     object: Literal["list"]
     data: list[ModelAnswer]
     has_more: bool
@@ -194,13 +194,13 @@ class ModelsAnswer(Answers):
     last_id: str | None
 
 
-class Usage(Answers):
+class Usage(Documented):
     prompt_tokens: Count
     completion_tokens: Count
     total_tokens: Count
 
 
-class CompletionAnswer(Answers):
+class CompletionAnswer(Documented):
     id: str
     object: Literal["text_completion"]
     created: Count
@@ -215,7 +215,7 @@ class ChatAnswer(CompletionAnswer):
     object: Literal["chat.completion"]  # type: ignore[assignment]
 
 
-class ResponseAnswer(Answers):
+class ResponseAnswer(Documented):
     id: str
     object: Literal["response"]
     created_at: Count
@@ -226,13 +226,13 @@ class ResponseAnswer(Answers):
     mint_revision: str | None
 
 
-class DeletedAnswer(Answers):
+class DeletedAnswer(Documented):
     id: str
     object: Literal["response"]
     deleted: Literal[True]
 
 
-ANSWERS: dict[str, type[Answers]] = {
+ANSWERS: dict[str, type[Documented]] = {
     name.removesuffix("Answer"): kind
     for name, kind in list(globals().items())
     if name.endswith("Answer")

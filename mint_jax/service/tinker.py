@@ -87,12 +87,10 @@ class Tinker:
         return JSONResponse({"status": "accepted"})
 
     async def get_server_capabilities(self, request: Request) -> Response:
-        model = {
-            "max_context_length": self.server.base.cfg.context,
-            "trainable": True,
-            "sampleable": True,
-        }
-        return JSONResponse({"supported_models": [{"model_name": self.server.name} | model]})
+        context = self.server.base.cfg.context
+        model = {"model_name": self.server.name, "max_context_length": context}
+        model |= {"trainable": True, "sampleable": True}
+        return JSONResponse({"supported_models": [model]})
 
     async def create_session(self, request: Request) -> Response:
         notes = (await body_of(CreateSession, request)).model_dump()
@@ -115,10 +113,8 @@ class Tinker:
         body = await body_of(FinishSession, request) if await request.body() else FinishSession()
         reason = None if body.reason is None else body.reason.type
         if reason in REASONS:
-            detail = (body.detail or "")[:LONGEST_REASON]
-            await asyncio.to_thread(
-                self.server.book.update_session, session, finished=reason, detail=detail or None
-            )
+            detail, update = (body.detail or "")[:LONGEST_REASON], self.server.book.update_session
+            await asyncio.to_thread(update, session, finished=reason, detail=detail or None)
         await asyncio.to_thread(self.server.end_session, session.id)
         return JSONResponse({})
 
@@ -168,29 +164,25 @@ class Tinker:
 
     async def _add(self, place: ModelPlace, tenant: str, about: Mapping[str, Any]) -> None:
         """Records a new model, or finds it recorded by an earlier copy of the request."""
-        model = await asyncio.to_thread(
-            self.server.tenancy.add_model, place.session_id, place.model_seq_id, tenant, about
-        )
+        new = place.session_id, place.model_seq_id, tenant, about
+        model = await asyncio.to_thread(self.server.tenancy.add_model, *new)
         if model.ended is not None:
             raise Conflict(f"model {model.id!r} has ended: give a new one a new model_seq_id")
 
     async def get_info(self, request: Request) -> Response:
         model = self._model(tenant_of(request), (await body_of(ModelRef, request)).model_id)
         name, rank = self.server.name, model.details.get("rank")
-        data = {
-            "model_name": name,
-            "tokenizer_id": self.server.tokenizer,
-            "arch": self.server.base.cfg.family,
-        }
+        arch, tokenizer = self.server.base.cfg.family, self.server.tokenizer
         info = {
             "type": "get_info",
             "model_id": model.id,
-            "model_data": data,
+            "model_data": {"model_name": name, "tokenizer_id": tokenizer, "arch": arch},
             "is_lora": True,
             "lora_rank": rank,
             "model_name": name,
+            "optimizer_config": {"type": "adamw"},
         }
-        return JSONResponse(info | {"optimizer_config": {"type": "adamw"}})
+        return JSONResponse(info)
 
     async def unload_model(self, request: Request) -> Response:
         tenant = tenant_of(request)

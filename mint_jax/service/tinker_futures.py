@@ -3,7 +3,6 @@ requests.
 """
 
 import asyncio
-import functools
 import math
 from typing import Any
 
@@ -53,16 +52,14 @@ class Futures:
             return _not_yet()
         then = BackgroundTask(futures.delivered, id)
         if isinstance(outcome, Failed):
-            return JSONResponse(
-                {"error": outcome.error, "category": outcome.category.value}, background=then
-            )
+            failure = {"error": outcome.error, "category": outcome.category.value}
+            return JSONResponse(failure, background=then)
+        raw = outcome.result
         if call != "forward_backward":
-            return JSONResponse(
-                _result(call, model, calls.decode_result(outcome.result)), background=then
-            )
+            result = _result(call, model, calls.decode_result(raw))
+            return JSONResponse(result, background=then)
         body = await off_loop(
-            len(outcome.result),
-            lambda: wire_training.encode(calls.decode_result(outcome.result), protobuf),
+            len(raw), lambda: wire_training.encode(calls.decode_result(raw), protobuf)
         )
         return _payload(body, protobuf, small, then)
 
@@ -74,14 +71,12 @@ class Futures:
         then = BackgroundTask(answers.delivered, answer)
         if answer.failure is not None:
             category = Category.USER if isinstance(answer.failure, UserError) else Category.SERVER
-            return JSONResponse(
-                {"error": reason_of(answer.failure), "category": category.value}, background=then
-            )
+            failure = {"error": reason_of(answer.failure), "category": category.value}
+            return JSONResponse(failure, background=then)
         if isinstance(answer.value, dict):
             return JSONResponse(answer.value, background=then)
         spec, completions = answer.value
-        encode = functools.partial(wire_samples.encode, completions, spec, protobuf)
-        body = await asyncio.to_thread(encode)
+        body = await asyncio.to_thread(wire_samples.encode, completions, spec, protobuf)
         return _payload(body, protobuf, small, then)
 
     def _own(self, id: str, tenant: str) -> Answer:
@@ -96,9 +91,8 @@ class Futures:
         sampler = self.server.sampler(tenant, body.target.sampling_session_id).id
         group = group_of(tenant, sampler, body.target.cloned_sampler_id)
         answers = self.server.answers
-        answers.acknowledge(
-            id for id in body.retrieved_request_ids or () if answers.is_in(id, group)
-        )
+        received = body.retrieved_request_ids or ()
+        answers.acknowledge(id for id in received if answers.is_in(id, group))
         timeout = GROUP_POLL_S if body.timeout is None else min(GROUP_POLL_S, body.timeout)
         ended, cursor = await answers.wait_group(group, body.prev_cursor, timeout)
         found = [
@@ -138,9 +132,5 @@ def _result(call: str, model: str, result: dict[str, Any]) -> dict[str, Any]:
     if call == "optim":  # JSON has no infinity; ``skipped`` says that the gradient had one
         return {"metrics": {name: value for name, value in result.items() if math.isfinite(value)}}
     kind = checkpoints.parse(result["path"]).kind if "path" in result else "sampler_weights"
-    names = {
-        "weights": "save_weights",
-        "sampler_weights": "save_weights_for_sampler",
-        "external_weights": "save_weights_external",
-    }
-    return {"type": names[kind]} | result
+    suffix = {"weights": "", "sampler_weights": "_for_sampler", "external_weights": "_external"}
+    return {"type": f"save_weights{suffix[kind]}"} | result

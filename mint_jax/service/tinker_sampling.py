@@ -5,6 +5,7 @@ process keeps.
 import asyncio
 import dataclasses
 import zlib
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -39,13 +40,11 @@ class Sampling:
         self.server.tenancy.need_open(tenant, session)
         digest = self._weights(tenant, path, body.base_model)
         if path is None:
-            sampler = await asyncio.to_thread(
-                self.server.book.add_sampler, session, place, tenant, None, None
-            )
+            add: Any = self.server.book.add_sampler
+            of: tuple[Any, ...] = (None, None)
         else:
-            sampler = await asyncio.to_thread(
-                self.server.checkpoints.add_sampler, session, place, tenant, path
-            )
+            add, of = self.server.checkpoints.add_sampler, (path,)
+        sampler = await asyncio.to_thread(add, session, place, tenant, *of)
         if (sampler.path, sampler.digest) != (path, digest):
             raise Conflict(
                 f"sampling session {sampler.id!r} is of {sampler.path or self.server.name}: give"
@@ -77,7 +76,7 @@ class Sampling:
         body, tenant, server = await request.body(), tenant_of(request), self.server
         if trouble := server.trouble(sampling=True):
             raise Unavailable(trouble)
-        message = await off_loop(len(body), lambda: wire_samples.read(body))
+        message = await off_loop(len(body), lambda: wire_samples.Message(body))
         if message.sampling_session_id is not None:
             group, place = message.sampling_session_id, message.seq_id
             digest = self.server.sampler(tenant, group).digest
@@ -116,42 +115,23 @@ class Sampling:
                 server.answers.end(answer, failure=failure)
                 return
             if any(completion.finish == "cancelled" for completion in completions):
-                server.answers.end(
-                    answer,
-                    failure=UserError("this sample was cancelled before it was done: ask again"),
-                )
+                failure = UserError("this sample was cancelled before it was done: ask again")
+                server.answers.end(answer, failure=failure)
                 return
             for i, completion in enumerate(completions):
                 server.sequences.add(f"{answer.id}.{i}", tenant, completion)
-            server.answers.end(
-                answer,
-                (spec, completions),
-                nbytes=sum(map(_bytes_of, completions)) + 40 * len(spec.request.prompt),
-            )
+            nbytes = sum(map(_bytes_of, completions)) + 40 * len(spec.request.prompt)
+            server.answers.end(answer, (spec, completions), nbytes=nbytes)
 
         stream.when_done(ended)
 
 
 def _bytes_of(completion: Completion) -> int:
     """Estimates the bytes of a completion in memory, with its numbers as Python objects."""
-    numbers = (
-        len(completion.tokens)
-        + len(completion.logprobs)
-        + len(completion.drawn_logprobs)
-        + len(completion.prompt_logprobs or ())
-    )
-    pairs = (
-        completion.top_logprobs,
-        completion.top_prompt_logprobs,
-        completion.target_prompt_logprobs,
-        completion.prompt_alternatives,
-    )
-    routes = sum(
-        array.nbytes for array in (completion.routes, completion.prompt_routes) if array is not None
-    )
-    return (
-        1000
-        + 40 * numbers
-        + 120 * sum(len(place) for places in pairs for place in places or ())
-        + routes
-    )
+    done = completion
+    numbers = (done.tokens, done.logprobs, done.drawn_logprobs, done.prompt_logprobs)
+    tables = (done.top_logprobs, done.top_prompt_logprobs)
+    tables += (done.target_prompt_logprobs, done.prompt_alternatives)
+    pairs = sum(len(place) for table in tables for place in table or ())
+    routes = sum(x.nbytes for x in (done.routes, done.prompt_routes) if x is not None)
+    return 1000 + 40 * sum(len(one or ()) for one in numbers) + 120 * pairs + routes

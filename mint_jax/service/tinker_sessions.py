@@ -4,6 +4,7 @@ A project is only a label here: a tenant has access to all projects.
 """
 
 import datetime
+import itertools
 import json
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -32,22 +33,14 @@ class Sessions:
         query, tenant = await body_of(SearchSessions, request), tenant_of(request)
         limit = query.limit or 50
         fits, before = _filter(query, tenant), _cursor(query)
-        found = []
-        for session in sorted(self.server.book.sessions(tenant), key=_place, reverse=True):
-            if (before is None or _place(session) < before) and fits(session):
-                found.append(session)
-                if len(found) > limit:
-                    break
-        more = len(found) > limit
-        last = found[limit - 1] if more else None
-        cursor = (
-            None
-            if last is None
-            else {"last_created_at": _iso(_place(last)[0]), "last_session_id": last.id}
-        )
-        return JSONResponse(
-            {"sessions": [self._summary(one) for one in found[:limit]], "next_cursor": cursor}
-        )
+        every = sorted(self.server.book.sessions(tenant), key=_place, reverse=True)
+        matches = (one for one in every if (not before or _place(one) < before) and fits(one))
+        found = list(itertools.islice(matches, limit + 1))
+        page, cursor = [self._summary(one) for one in found[:limit]], None
+        if len(found) > limit:
+            last = page[-1]
+            cursor = {"last_created_at": last["created_at"], "last_session_id": last["session_id"]}
+        return JSONResponse({"sessions": page, "next_cursor": cursor})
 
     def _summary(self, session: Session) -> dict[str, Any]:
         count, nbytes = self.server.book.checkpoint_totals(session.tenant, session.id)
@@ -74,9 +67,8 @@ class Sessions:
     async def trace_export(self, request: Request) -> Response:
         """Answers with a link to the session's timeline, valid without a key for an hour."""
         session = self.server.book.session(tenant_of(request), request.path_params["session"])
-        url = request.url_for(
-            "file", token=self.server.links.make(f"{session.tenant}/{session.id}", TRACE)
-        )
+        token = self.server.links.make(f"{session.tenant}/{session.id}", TRACE)
+        url = request.url_for("file", token=token)
         return JSONResponse({"status": "ready", "url": str(url)})
 
 
@@ -90,51 +82,28 @@ def trace_of(server: Server, tenant: str, id: str) -> bytes:
     session, events = book.session(tenant, id), []
     now = book.clock()
 
-    def add(row: int, kind: str, name: str, at: float, **more: Any) -> None:
-        events.append(
-            {"pid": 1, "tid": row, "ph": kind, "name": name, "ts": round(1e6 * at)} | more
-        )
+    def add(row: int, kind: str, name: str, at: float, args: Any, **more: Any) -> None:
+        event = {"pid": 1, "tid": row, "ph": kind, "name": name, "ts": round(1e6 * at)}
+        events.append(event | {"args": args} | more)
 
     def life(row: int, name: str, begin: float, end: float | None, args: Mapping[str, Any]) -> None:
-        events.append(
-            {"pid": 1, "tid": row, "ph": "M", "name": "thread_name", "args": {"name": name}}
-        )
-        add(
-            row,
-            "X",
-            name,
-            begin,
-            dur=round(1e6 * ((now if end is None else end) - begin)),
-            args=args,
-        )
+        add(row, "M", "thread_name", 0, {"name": name})
+        end = now if end is None else end
+        add(row, "X", name, begin, args, dur=round(1e6 * (end - begin)))
 
     life(0, f"session {id}", session.created, session.ended, session.details)
     rows = 0
-    for rows, model in enumerate(
-        (book.model(tenant, one) for one in book.models_of(tenant, id)), 1
-    ):
+    for rows, name in enumerate(book.models_of(tenant, id), 1):
+        model = book.model(tenant, name)
         life(rows, model.id, model.created, model.ended, {"rank": model.details.get("rank")})
         for number, point in book.points(model.id, 10_000):
-            add(
-                rows,
-                "i",
-                "update",
-                point.at,
-                s="t",
-                args={"number": number, "loss": point.loss, "grad_norm": point.grad_norm},
-            )
+            args = {"number": number, "loss": point.loss, "grad_norm": point.grad_norm}
+            add(rows, "i", "update", point.at, args, s="t")
         for saved in book.checkpoints(tenant, model.id):
-            add(
-                rows,
-                "i",
-                f"{saved.kind}/{saved.name}",
-                saved.created,
-                s="t",
-                args={"bytes": saved.nbytes},
-            )
-    for row, sampler in enumerate(
-        (server.sampler(tenant, one) for one in book.samplers_of(tenant, id)), rows + 1
-    ):
+            name, args = f"{saved.kind}/{saved.name}", {"bytes": saved.nbytes}
+            add(rows, "i", name, saved.created, args, s="t")
+    for row, name in enumerate(book.samplers_of(tenant, id), rows + 1):
+        sampler = server.sampler(tenant, name)
         life(row, sampler.id, sampler.created, session.ended, {"path": sampler.path})
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}).encode()
 
@@ -167,16 +136,9 @@ def _status(session: Session) -> dict[str, Any] | None:
     """Returns a session's status; None if it ended without a request of its client."""
     if session.ended is None:
         return {"type": "active"}
-    reason = session.details.get("finished")
-    return (
-        None
-        if reason is None
-        else {
-            "type": "client_finished",
-            "reason": {"type": reason},
-            "detail": session.details.get("detail"),
-        }
-    )
+    reason, detail = session.details.get("finished"), session.details.get("detail")
+    finished = {"type": "client_finished", "reason": {"type": reason}, "detail": detail}
+    return None if reason is None else finished
 
 
 def _filter(query: SearchSessions, tenant: str) -> Callable[[Session], bool]:

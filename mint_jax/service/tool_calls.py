@@ -1,9 +1,9 @@
 """Calls of tools in an answer, read in the form in which the model's chat template writes them.
 
-    json        <tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>                Hermes,
-    Qwen2.5, Qwen3 xml
-    <tool_call><function=f><parameter=x>1</parameter></function></tool_call>   Qwen3-Coder key_value
-    <tool_call>f<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>       GLM-4.5 and later
+    json_object  <tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>: Hermes, Qwen2.5, Qwen3
+    xml          <tool_call><function=f><parameter=x>1</parameter></function></tool_call>:
+                 Qwen3-Coder
+    key_value    <tool_call>f<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>: GLM-4.5
 
 A call ends where its own syntax ends, not at the next ``</tool_call>``, which may be part of an
 argument.
@@ -91,11 +91,9 @@ def call_of(value: Mapping[str, Any]) -> Call | None:
     name, arguments = value.get("name"), value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, str):
         arguments = value_of(arguments)
-    return (
-        _call(name, arguments)
-        if isinstance(name, str) and name and isinstance(arguments, dict)
-        else None
-    )
+    if isinstance(name, str) and name and isinstance(arguments, dict):
+        return _call(name, arguments)
+    return None
 
 
 def _call(name: str, arguments: dict[str, Any]) -> Call:
@@ -142,11 +140,9 @@ _FUNCTION_END = re.compile(r"\s*</function>")
 def xml(answer: str, at: int, schemas: Schemas) -> tuple[Call, int] | None:
     """A function with its parameters; a line end on both sides of a value is not part of it."""
     named = _FUNCTION.match(answer, at)
-    return (
-        None
-        if named is None
-        else _pairs(answer, named, _PARAMETER, _FUNCTION_END, schemas, lines=True)
-    )
+    if named is None:
+        return None
+    return _pairs(answer, named, _PARAMETER, _FUNCTION_END, schemas, lines=True)
 
 
 _NAME = re.compile(r"\s*([^\s<>{}\[\]\"]+)\s*(?=<arg_key>|</tool_call>)")
@@ -222,18 +218,10 @@ def _types_of(schema: Any) -> set[str]:
     if not isinstance(schema, dict):
         return set()
     if (named := schema.get("type")) is not None:
-        return {
-            name
-            for name in (named if isinstance(named, list) else [named])
-            if isinstance(name, str) and name in _TYPES
-        }
-    values = (
-        schema["enum"]
-        if isinstance(schema.get("enum"), list)
-        else [schema["const"]]
-        if "const" in schema
-        else []
-    )
+        named = named if isinstance(named, list) else [named]
+        return {name for name in named if isinstance(name, str) and name in _TYPES}
+    values = [schema["const"]] if "const" in schema else []
+    values = schema["enum"] if isinstance(schema.get("enum"), list) else values
     found = {name for value in values for name in _TYPES if _is_one(value, {name})}
     for key in ("anyOf", "oneOf"):
         for part in schema[key] if isinstance(schema.get(key), list) else []:

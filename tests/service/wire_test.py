@@ -833,6 +833,7 @@ BAD_JSON = {  # where, what is put there, what is said
     ),
     "shape of floats": (
         ("data", 0, "loss_fn_inputs", "weights"),
+        {"shape": [2.0]},
         "one or two axes",
     ),
     "half sparse": (
@@ -978,11 +979,11 @@ def sample_body(prompt=(1, 2, 3), session="s", **more):
 
 
 def spec_of(body, context=100, end_ids=(7, 8), seed=11):
-    return samples.read(body).spec(context, end_ids, seed)
+    return samples.Message(body).spec(context, end_ids, seed)
 
 
 def test_a_sample_of_few_words_is_one_at_temperature_one_up_to_the_context():
-    message = samples.read(sample_body())
+    message = samples.Message(sample_body())
     assert (
         message.sampling_session_id,
         message.seq_id,
@@ -1052,7 +1053,7 @@ def test_what_stops(stop, strings, ids):
 
 
 def test_a_model_may_be_named_without_a_session_and_new_fields_are_passed_over():
-    message = samples.read(sample_body(session=None, model_path="tinker://a/b"))
+    message = samples.Message(sample_body(session=None, model_path="tinker://a/b"))
     assert (message.model_path, message.sampling_session_id, message.seq_id) == (
         "tinker://a/b",
         None,
@@ -1111,7 +1112,7 @@ def test_a_sample_of_nothing_is_refused():
         {"sampling_session_id": 3},
     ):
         body = json.dumps(json.loads(sample_body()) | change).encode()
-        refused(lambda body=body: samples.read(body))
+        refused(lambda body=body: samples.Message(body))
 
 
 def completions_of(rng, request, named):

@@ -1,13 +1,14 @@
 """Forward and backward requests on the wire: bytes to calls, results to bytes.
 
 A request is read in two steps: ``read`` finds its place (model and number), ``Message.batch`` its
-content. A request with bad content keeps its place and fails there.
+content. A request with bad content keeps its place, and its future fails.
 
 Axes: N positions of a datum, K targets of a position as sent, k as computed.
 """
 
 import itertools
 import json
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -103,7 +104,7 @@ class Message:
         for i, (tokens, inputs, spans) in enumerate(data):
             sent = _sent(f"datum {i}", loss, tokens, inputs)
             targets = sent["target_tokens"]
-            cells += 0 if targets.cells is None else tensors.volume(targets.shape)
+            cells += 0 if targets.cells is None else math.prod(targets.shape)
             if cells > MAX_CELLS:
                 raise UserError(
                     f"the sparse target_tokens of data 0 to {i} have {cells} cells; expected"
@@ -118,30 +119,22 @@ class Message:
 
     def _of_proto(self) -> tuple[str, Mapping[str, Any], Any, bool]:
         body = self._body
-        arms = {
-            key: (value, value.WhichOneof("value")) for key, value in body.loss_fn_config_v2.items()
-        }
         config = {
-            key: None if arm is None else getattr(value, arm) for key, (value, arm) in arms.items()
+            key: getattr(value, value.WhichOneof("value") or "", None)
+            for key, value in body.loss_fn_config_v2.items()
         }
 
         def data():
             for i, datum in enumerate(body.data):
-                what = f"datum {i}"
-                tokens = proto_tokens(datum.model_input, f"{what}: model_input")
+                tokens = proto_tokens(datum.model_input, f"datum {i}: model_input")
                 spans = Spans(
-                    *(
-                        _spans(
-                            getattr(datum, f"{name}_spans"), tokens.size, f"{what}: {name}_spans"
-                        )
-                        for name in _SPANNED
-                    )
+                    _spans(datum.model_input_spans, tokens.size, f"datum {i}: model_input_spans"),
+                    _spans(
+                        datum.loss_fn_input_spans, tokens.size, f"datum {i}: loss_fn_input_spans"
+                    ),
                 )
-                yield (
-                    tokens,
-                    {k: (tensors.from_proto, v) for k, v in datum.loss_fn_inputs.items()},
-                    spans,
-                )
+                inputs = {k: (tensors.from_proto, v) for k, v in datum.loss_fn_inputs.items()}
+                yield tokens, inputs, spans
 
         return body.loss_fn, config or dict(body.loss_fn_config), data(), not body.forward_only
 
@@ -161,9 +154,6 @@ class Message:
                 yield tokens, inputs, Spans()
 
         return given.loss_fn, given.loss_fn_config or {}, data(), backward
-
-
-_SPANNED = ("model_input", "loss_fn_input")
 
 
 def read(body: bytes, content_type: str) -> Message:
@@ -199,14 +189,8 @@ def _spans(sent: Any, length: int, what: str) -> tuple[Span, ...]:
                 f"{what}[{i}] has offset {run.offset} and length {run.length}; expected neither"
                 " below 0"
             )
-        spans.append(
-            Span(
-                arm.removesuffix("_tokens"),
-                run.sequence_id,
-                run.offset,
-                run.length,
-            )
-        )
+        kind = arm.removesuffix("_tokens")
+        spans.append(Span(kind, run.sequence_id, run.offset, run.length))
     if spans and (total := sum(span.length for span in spans)) != length:
         raise UserError(
             f"{what} cover {total} positions; the datum has {length}: let the runs tile it"
@@ -265,10 +249,8 @@ def _datum(
         if targets.cells is not None and weights.cells is not None:
             ids, floats, columns = tensors.packed(targets, weights)
             return Datum(tokens, ids, floats), columns
-        return (
-            Datum(tokens, targets.dense(targets.integers()), weights.dense(weights.floats())),
-            None,
-        )
+        ids, floats = targets.dense(targets.integers()), weights.dense(weights.floats())
+        return Datum(tokens, ids, floats), None
     floats = {name: tensor.floats() for name, tensor in sent.items() if name != "target_tokens"}
     weights = floats.get("weights")
     in_ratio = None
@@ -286,12 +268,12 @@ def encode(trained: Trained, protobuf: bool) -> bytes:
     """Returns the answer: ``logprobs`` of each datum and, for cross-entropy, ``elementwise_loss``.
 
     Args:
-        trained: shaped as the targets were sent, see ``ForwardBackward.told``.
+        trained: shaped as the targets were sent.
         protobuf: else JSON with ``NaN`` and ``Infinity``, which the JSON reader of old SDKs takes.
     """
-    columns = {"logprobs": trained.logprobs} | (
-        {} if trained.elementwise is None else {"elementwise_loss": trained.elementwise}
-    )
+    columns = {"logprobs": trained.logprobs}
+    if trained.elementwise is not None:
+        columns["elementwise_loss"] = trained.elementwise
     rows = [dict(zip(columns, row)) for row in zip(*columns.values(), strict=True)]
     if not protobuf:
         outputs = [{name: tensors.to_json(array) for name, array in row.items()} for row in rows]
@@ -311,10 +293,8 @@ def encode(trained: Trained, protobuf: bool) -> bytes:
         for name in together[0]:
             arrays = [row[name].astype("<f4") for row in together]
             field = record.fields[name]
+            offsets = np.cumsum([0, *(array.nbytes for array in arrays)])
             field.data = b"".join(array.tobytes() for array in arrays)
-            field.offsets = (
-                np.cumsum([0, *(array.nbytes for array in arrays)]).astype("<i8").tobytes()
-            )
-            field.dtype = messages.FLOAT32
+            field.offsets, field.dtype = offsets.astype("<i8").tobytes(), messages.FLOAT32
             field.trailing_shape.extend(trailing)
     return message.SerializeToString()

@@ -11,8 +11,8 @@ With lp = log p(target), q = ``logprobs``, A = ``advantages``, r = exp(lp - q), 
     gspo                   as ppo, with s = exp(mean over the positions of ``sequence_ratio_mask``
     of (lp - q)) for r
 
-``blocks.fill`` names the sampler as who came first, so that ``train.losses``' k is 1 and its r is
-this one. Log-ratios beyond ``MAX_LOG_RATIO`` are held there.
+``blocks.fill`` passes the sampler's log-probabilities as the old ones, so that ``train.losses``' k
+is 1 and its r is this one. Log-ratios are clamped to ``MAX_LOG_RATIO``.
 """
 
 import math
@@ -51,13 +51,13 @@ INPUTS = ("target_tokens", "weights", "logprobs", "advantages", "sequence_ratio_
 
 
 def coefs(name: str, config: Mapping[str, object]) -> LossCoefs:
-    """A loss and its options as numbers.
+    """Returns a loss and its options as numbers.
 
     Args:
         config: options by name; thresholds are ratios, not distances from 1.
 
     Raises:
-        UserError: there is no such loss or option, or a value is none.
+        UserError: an unknown loss or option, or a bad value.
     """
     if name in ("stable_reinforce", "custom"):
         raise UserError(

@@ -3,7 +3,6 @@
 ``what`` names the value in a message, "datum 3: weights".
 """
 
-import math
 import reprlib
 from typing import Any, Literal
 
@@ -129,8 +128,3 @@ def shape_of(dims: Any, count: int, what: str) -> tuple[int, ...]:
     if len(dims) > 2 or any(type(d) is not int or not 0 <= d < 2**62 for d in dims):
         raise UserError(f"{what} has shape {shown(dims)}; expected one or two axes, none below 0")
     return tuple(dims)
-
-
-def volume(shape: tuple[int, ...]) -> int:
-    """Returns the number of cells of an array of this shape, without overflow."""
-    return math.prod(shape)

@@ -28,7 +28,7 @@ _NAN = math.nan
 
 
 class Named(NamedTuple):
-    """The cells whose log-probabilities a request asks for, as sent.
+    """The cells whose log-probabilities are requested, as sent.
 
     Attributes:
         tensor: ``[P - 1, K]`` token ids.
@@ -74,7 +74,7 @@ class SampleBody(SampleRequest):
 
 
 class Message:
-    """A request of ``asample`` whose place is known.
+    """A request of ``asample`` whose place is known. Raises ``UserError`` if it has no place.
 
     Attributes:
         sampling_session_id, base_model, model_path: the model to sample: the first that is given.
@@ -139,11 +139,6 @@ class Message:
         return SampleSpec(request, named)
 
 
-def read(body: bytes) -> Message:
-    """Returns a request with its place. Raises ``UserError`` if it has none."""
-    return Message(body)
-
-
 def _stop(
     stop: str | list[str] | list[int] | None, end_ids: Sequence[int]
 ) -> tuple[tuple[str, ...], tuple[int, ...]]:
@@ -195,19 +190,14 @@ def encode(completions: Sequence[Completion], spec: SampleSpec, protobuf: bool) 
 
 def _scored(first: Completion) -> np.ndarray | None:
     """Returns the prompt's log-probabilities, float32 ``[P]``."""
-    return (
-        None
-        if first.prompt_logprobs is None
-        else np.array([_NAN, *first.prompt_logprobs], np.float32)
-    )
+    found = first.prompt_logprobs
+    return None if found is None else np.array([_NAN, *found], np.float32)
 
 
 def _matrix(places: Sequence[Sequence[tuple[int, float]]], k: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns ids int32 and log-probabilities float32, ``[places, k]``, padded on the right."""
-    ids, logprobs = (
-        np.full((len(places), k), NO_TOKEN, np.int32),
-        np.full((len(places), k), NO_LOGPROB, np.float32),
-    )
+    ids = np.full((len(places), k), NO_TOKEN, np.int32)
+    logprobs = np.full((len(places), k), NO_LOGPROB, np.float32)
     for i, pairs in enumerate(places):
         for j, (id, logprob) in enumerate(pairs):
             ids[i, j], logprobs[i, j] = id, logprob
@@ -228,30 +218,23 @@ def _proto(completions: Sequence[Completion], spec: SampleSpec) -> bytes:
     first, request = completions[0], spec.request
     message = messages.SampleResponse(prompt_cache_hit_tokens=first.reused)
     for one in completions:
-        sequence = message.sequences.add(
-            stop_reason=messages.STOP if one.finish == "stop" else messages.LENGTH
-        )
-        sequence.tokens, sequence.logprobs = (
-            np.array(one.tokens, "<i4").tobytes(),
-            np.array(one.drawn_logprobs, "<f4").tobytes(),
-        )
+        reason = messages.STOP if one.finish == "stop" else messages.LENGTH
+        sequence = message.sequences.add(stop_reason=reason)
+        sequence.tokens = np.array(one.tokens, "<i4").tobytes()
+        sequence.logprobs = np.array(one.drawn_logprobs, "<f4").tobytes()
         if one.top_logprobs is not None:
             _write_top(sequence.topk_sampled_logprobs, one.top_logprobs, request.top_logprobs)
     if (scored := _scored(first)) is not None:
         message.prompt_logprobs = scored.astype("<f4").tobytes()
     if first.top_prompt_logprobs is not None:
-        _write_top(
-            message.topk_prompt_logprobs,
-            [[], *first.top_prompt_logprobs],
-            request.top_prompt_logprobs,
-        )
+        top = [[], *first.top_prompt_logprobs]
+        _write_top(message.topk_prompt_logprobs, top, request.top_prompt_logprobs)
     if spec.named is not None:
         _write_named(message.target_prompt_logprobs, spec.named, first)
     if first.prompt_alternatives is not None:
         both = message.prompt_alt_tokens.tokens, message.prompt_alt_tokens.logprobs
-        for tensor, array in zip(
-            both, _matrix(first.prompt_alternatives, request.prompt_alternatives)
-        ):
+        matrix = _matrix(first.prompt_alternatives, request.prompt_alternatives)
+        for tensor, array in zip(both, matrix):
             tensor.dtype = messages.INT32 if array.dtype.kind == "i" else messages.FLOAT32
             tensor.dense = array.astype(array.dtype.newbyteorder("<")).tobytes()
             tensor.shape.extend(array.shape)
@@ -260,10 +243,8 @@ def _proto(completions: Sequence[Completion], spec: SampleSpec) -> bytes:
 
 def _write_top(message: Any, places: Sequence[Sequence[tuple[int, float]]], k: int) -> None:
     ids, logprobs = _matrix(places, k)
-    message.token_ids, message.logprobs = (
-        ids.astype("<i4").tobytes(),
-        logprobs.astype("<f4").tobytes(),
-    )
+    message.token_ids = ids.astype("<i4").tobytes()
+    message.logprobs = logprobs.astype("<f4").tobytes()
     message.length, message.k = ids.shape
 
 
@@ -307,8 +288,6 @@ def _json(completions: Sequence[Completion], spec: SampleSpec) -> bytes:
         answer["target_prompt_logprobs"] = target
     if first.prompt_alternatives is not None:
         ids, logprobs = _matrix(first.prompt_alternatives, request.prompt_alternatives)
-        answer["prompt_alt_tokens"] = {
-            "tokens": tensors.to_json(ids),
-            "logprobs": tensors.to_json(logprobs),
-        }
+        both = {"tokens": tensors.to_json(ids), "logprobs": tensors.to_json(logprobs)}
+        answer["prompt_alt_tokens"] = both
     return json.dumps(answer, separators=(",", ":")).encode()

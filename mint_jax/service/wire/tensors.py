@@ -7,6 +7,7 @@ Axes: N positions, K targets of a position, n listed cells.
 """
 
 import dataclasses
+import math
 from typing import Any, Literal
 
 import numpy as np
@@ -21,7 +22,6 @@ from mint_jax.service.wire.reading import (
     raw,
     shape_of,
     shown,
-    volume,
 )
 
 MAX_CELLS = 2**22  # N K of sparse tensors, of one request together: 16 MB of answers a field
@@ -83,7 +83,7 @@ class Tensor:
         """Returns values of the listed cells in the tensor's shape."""
         if self.cells is None:
             return values.reshape(self.shape)
-        out = np.zeros(volume(self.shape), values.dtype)
+        out = np.zeros(math.prod(self.shape), values.dtype)
         out[self.cells] = values
         return out.reshape(self.shape)
 
@@ -95,11 +95,8 @@ def from_proto(message: Any, what: str) -> Tensor:
         UserError: its bytes, type and shape do not match.
     """
     if message.dtype not in FORMS:
-        raise choice(
-            f"{what}: dtype",
-            message.dtype,
-            ["1 (float32)", "2 (int64)", "3 (int32)", "4 (bfloat16)"],
-        )
+        known = ["1 (float32)", "2 (int64)", "3 (int32)", "4 (bfloat16)"]
+        raise choice(f"{what}: dtype", message.dtype, known)
     dtype, whole = FORMS[message.dtype]
     kind = message.WhichOneof("encoding")
     if kind is None:
@@ -151,9 +148,9 @@ def to_json(array: np.ndarray) -> dict[str, Any]:
 
 def _dense(what: str, values: np.ndarray, dims: Any) -> Tensor:
     shape = shape_of(dims, values.size, what)
-    if volume(shape) != values.size:
+    if math.prod(shape) != values.size:
         raise UserError(
-            f"{what} has {values.size} values; its shape {list(shape)} has {volume(shape)}"
+            f"{what} has {values.size} values; its shape {list(shape)} has {math.prod(shape)}"
         )
     return Tensor(what, values, shape)
 
@@ -162,7 +159,7 @@ def _sparse(
     what: str, values: np.ndarray, dims: Any, rows: np.ndarray, columns: np.ndarray
 ) -> Tensor:
     shape = shape_of(dims, values.size, what)
-    if len(shape) != 2 or volume(shape) > MAX_CELLS:
+    if len(shape) != 2 or math.prod(shape) > MAX_CELLS:
         raise UserError(
             f"{what} is sparse, of shape {list(shape)}; expected two axes of {MAX_CELLS} cells at"
             " most: send fewer columns"
@@ -203,15 +200,10 @@ def packed(targets: Tensor, weights: Tensor) -> tuple[np.ndarray, np.ndarray, np
         the packed row, ``[N, K]`` int32: ``np.take_along_axis(.., 1)`` unpacks results.
         None for the columns if k is K.
     """
-    (N, K), ids, floats, of_ids, of_floats = (
-        targets.shape,
-        targets.integers(),
-        weights.floats(),
-        targets.cells,
-        weights.cells,
-    )
-    assert of_ids is not None, "dense tensors are wide as they are"
-    assert of_floats is not None, "dense tensors are wide as they are"
+    (N, K), ids, floats = targets.shape, targets.integers(), weights.floats()
+    of_ids, of_floats = targets.cells, weights.cells
+    assert of_ids is not None, "the targets are sparse"
+    assert of_floats is not None, "the weights are sparse"
     cells = np.union1d(of_ids, of_floats)
     rows = cells // max(K, 1)
     listed = np.bincount(rows, minlength=N)
