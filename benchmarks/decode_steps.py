@@ -21,7 +21,7 @@ from mint_jax.rollout import device, plans
 from mint_jax.rollout.device import DecodePlan, Drawn
 from mint_jax.rollout.pages import pages_for
 from mint_jax.rollout.request import Request
-from mint_jax.rollout.scheduler import CachedPrompt, SampleState, longest_table
+from mint_jax.rollout.samples import CachedPrompt, SampleState, longest_table
 
 
 class Steps:

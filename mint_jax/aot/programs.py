@@ -31,7 +31,7 @@ from mint_jax.models.config import ModelConfig
 from mint_jax.models.paged import PAGE, RUN, TEAM, teams_at_once
 from mint_jax.rollout import device, plans
 from mint_jax.rollout.pages import pages_for
-from mint_jax.rollout.scheduler import longest_table
+from mint_jax.rollout.samples import longest_table
 from mint_jax.train import state as state_lib
 from mint_jax.train import step
 from mint_jax.train.batch import Batch

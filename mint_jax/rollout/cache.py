@@ -1,5 +1,6 @@
 """The paged KV cache on the device: its size, and swapping its pages to the host."""
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ from mint_jax.rollout import device, plans
 from mint_jax.rollout.calls import DeviceCalls
 from mint_jax.rollout.pages import pages_for
 from mint_jax.rollout.request import Request
-from mint_jax.rollout.scheduler import own_pages, pages_needed
+from mint_jax.rollout.samples import own_pages, pages_needed
 
 CACHE_BYTES = 1 << 30  # on CPUs; accelerators use CACHE_SHARE of their free memory
 CACHE_SHARE = 0.6
@@ -52,11 +53,9 @@ class PagedCache:
 
     def __init__(self, base: Base, rows: int, calls: DeviceCalls, nbytes: int | None):
         self.base, self.calls, self.rows = base, calls, rows
-        self.parts = device.page_parts(base.cfg, base.mesh)
-        self.pages, self.most = (
-            0,
-            multihost.agree("pages of the cache", lambda: self._count(nbytes)),
-        )
+        self.parts, self._numbers = device.page_parts(base.cfg, base.mesh), itertools.count()
+        self.pages = 0
+        self.most = multihost.agree("pages of the cache", lambda: self._count(nbytes))
 
     def ensure_capacity(self, requests: Sequence[Request] | None) -> bool:
         """Grows the cache to its maximum, or to hold as many samples of ``requests`` as there are
@@ -85,7 +84,9 @@ class PagedCache:
 
     def swap_out(self, part: int, pages: Sequence[int]) -> SwappedPages:
         """Copies the contents of pages of one part to the host."""
-        return SwappedPages(self.calls.swap_out(self._ids(part, pages, 0)), part)
+        swapped = SwappedPages(next(self._numbers), part)
+        self.calls.swap_out(swapped.number, self._ids(part, pages, 0))
+        return swapped
 
     def swap_in(self, swapped: SwappedPages, part: int, pages: Sequence[int]) -> None:
         """Writes the contents into as many pages of any part, and drops the host copy."""
@@ -112,9 +113,8 @@ class PagedCache:
 
     def routes(self, part: int, pages: Sequence[int], count: int) -> np.ndarray:
         """Returns the expert ids of the first ``count`` tokens in pages, ``[count, L, X]``."""
-        return self.calls.routes(
-            self._ids(part, pages[: pages_for(count, PAGE)], 0), part * SWAP_PAGES, count
-        )
+        ids = self._ids(part, pages[: pages_for(count, PAGE)], 0)
+        return self.calls.routes(next(self._numbers), ids, part * SWAP_PAGES, count)
 
     def nowhere(self) -> np.ndarray:
         """Returns page numbers for one call, all out of range."""

@@ -1,29 +1,17 @@
-"""Every call that the engine makes on the devices: allocate a pool, prefill, decode, swap pages.
+"""The calls that the engine makes on the devices: allocate a pool, prefill, decode, swap pages.
 
 A call's input is numbers from the host (a plan or page numbers), and it changes the pool only. With
 several processes over one mesh, process 0 therefore decides for all: it owns the scheduler and the
 requests, and broadcasts each call before it makes it. The other processes repeat the calls
 (``follow``) without knowing any request. Swapped page contents stay in every process that read
-them, under a number, and are never sent.
-
-    begin       starts a call of ``Engine.generate``; says whether followers return completions
-    make        allocates an empty pool
-    release     frees the pool
-    prefill     runs a plan of blocks
-    decode      runs a plan of rows for some steps
-    move        builds pages from the contents of others
-    swap_out    copies pages to the host under a number
-    swap_in     writes such a copy into other pages and drops it
-    discard     drops such a copy
-    routes      reads the expert ids of some pages
-    answers     broadcasts the completions
-    end, fail   ends the call
+them, under a number, and are never sent. ``begin`` and ``end`` enclose a call of
+``Engine.generate``, and ``answer`` sends the completions.
 """
 
 import contextlib
-import itertools
-from collections.abc import Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -39,6 +27,7 @@ from mint_jax.rollout.device import DecodePlan, Drawn, PageMoves, PrefillPlan, P
 from mint_jax.rollout.request import Completion
 from mint_jax.rollout.sample import Penalties, SamplingParams
 
+T = TypeVar("T")
 RECORDS = {
     record.__name__: record
     for record in (
@@ -51,17 +40,20 @@ RECORDS = {
         Teams,
     )
 }
-DEVICE_CALLS = (
-    "make",
-    "release",
-    "prefill",
-    "decode",
-    "move",
-    "swap_out",
-    "swap_in",
-    "discard",
-    "routes",
-)
+DEVICE_CALLS: dict[str, Callable[..., Any]] = {}
+
+
+def everywhere(method: Callable[..., T]) -> Callable[..., T]:
+    """Makes a method a device call: process 0 sends it to the others before it runs it."""
+    name = method.__name__
+    DEVICE_CALLS[name] = method
+
+    @functools.wraps(method)
+    def call(self: "DeviceCalls", *values: Any) -> T:
+        messages.send(name, *values)
+        return method(self, *values)
+
+    return call
 
 
 class DeviceCalls:
@@ -82,7 +74,7 @@ class DeviceCalls:
         self.stacks: Stacks = {}
         self._swapped: dict[int, list[Any]] = {}
         self._visited: dict[int, np.ndarray] = {}  # expert ids of this call, if followers answer
-        self._numbers, self._open, self._answered = itertools.count(), False, False
+        self._open, self._answered = False, False
 
     # -- process 0
 
@@ -120,119 +112,95 @@ class DeviceCalls:
                     "fail", isinstance(error, UserError), str(error) or type(error).__name__
                 )
 
+    # -- device calls
+
+    @everywhere
     def make(self, pages: int) -> None:
         """Allocates an empty pool of ``pages`` pages in each part."""
-        self._all("make", pages)
+        self._free()
+        cfg, mesh, dtype = self.base.cfg, self.base.mesh, self.base.dtype
+        self.pool = device.empty_pool(cfg, mesh, pages, dtype, self.keep_routes)
 
+    @everywhere
     def release(self) -> None:
         """Frees the pool's memory; the next call must be ``make``."""
-        self._all("release")
+        self._free()
 
+    @everywhere
     def prefill(self, plan: PrefillPlan) -> Any:
         """Writes blocks into their pages; returns the requested scores as host arrays, or None."""
-        return self._all("prefill", plan)
-
-    def decode(self, plan: DecodePlan, steps: int) -> Drawn:
-        """Decodes; returns the drawn tokens as host arrays. ``top_ids`` and ``top_logprobs`` are
-        empty unless some row has ``top``.
-        """
-        return self._all("decode", plan, steps)
-
-    def move(self, moves: PageMoves) -> None:
-        """Builds pages from the contents of others."""
-        self._all("move", moves)
-
-    def block_until_ready(self) -> None:
-        """Waits until this process's devices have finished all calls so far."""
-        jax.block_until_ready(self.pool)
-
-    def swap_out(self, ids: Sequence[np.ndarray]) -> int:
-        """Copies pages to the host in every process; returns the number of the copy."""
-        number = next(self._numbers)
-        self._all("swap_out", number, ids)
-        return number
-
-    def swap_in(self, number: int, ids: Sequence[np.ndarray], shift: int) -> None:
-        """Writes a copy into pages, ``shift`` entries after those it was read from, and drops
-        it.
-        """
-        self._all("swap_in", number, ids, shift)
-
-    def discard(self, number: int) -> None:
-        """Drops a copy, if ``drop`` has not dropped it already."""
-        if number in self._swapped:
-            self._all("discard", number)
-
-    def routes(self, ids: Sequence[np.ndarray], at: int, count: int) -> np.ndarray:
-        """Returns the expert ids of ``count`` tokens in pages, ``[count, L, X]``; the part's pages
-        begin at entry ``at``.
-        """
-        return self._all("routes", next(self._numbers), ids, at, count)
-
-    def _all(self, word: str, *values: Any) -> Any:
-        messages.send(word, *values)
-        return getattr(self, f"_{word}")(*values)
-
-    # -- every process
-
-    def drop(self) -> None:
-        """Drops the pool and every swapped copy."""
-        self.pool, self._swapped = None, {}
-
-    def _make(self, pages: int) -> None:
-        self._release()
-        self.pool = device.empty_pool(
-            self.base.cfg, self.base.mesh, pages, self.base.dtype, self.keep_routes
-        )
-
-    def _release(self) -> None:
-        self.pool = None
-        # A following rollout or update allocates other sizes, which the freed blocks do not fit.
-        if self.base.mesh.devices.flat[0].platform == "cpu":
-            host.give_back_freed_memory()
-
-    def _prefill(self, plan: PrefillPlan) -> Any:
         self.pool, scores = device.prefill(
             self.base.params, self.stacks, self.pool, plan, cfg=self.base.cfg
         )
         return None if scores is None else multihost.to_host(tuple(scores))
 
-    def _decode(self, plan: DecodePlan, steps: int) -> Drawn:
+    @everywhere
+    def decode(self, plan: DecodePlan, steps: int) -> Drawn:
+        """Decodes; returns the drawn tokens as host arrays. ``top_ids`` and ``top_logprobs`` are
+        empty unless some row has ``top``.
+        """
         args = self.base.params, self.stacks, self.pool, plan, np.int32(steps)
         self.pool, drawn = device.decode(*args, cfg=self.base.cfg)
         if not plan.top.any():
             drawn = drawn._replace(top_ids=np.zeros(0), top_logprobs=np.zeros(0))
         return Drawn(*multihost.to_host(tuple(drawn)))
 
-    def _move(self, moves: PageMoves) -> None:
+    @everywhere
+    def move(self, moves: PageMoves) -> None:
+        """Builds pages from the contents of others."""
         self.pool = device.move_pages(self.pool, moves, cfg=self.base.cfg)
 
-    def _swap_out(self, number: int, ids: Sequence[np.ndarray]) -> None:
-        self._swapped[number] = [
-            multihost.to_host(device.read_pages(self.pool, some, cfg=self.base.cfg)) for some in ids
-        ]
+    @everywhere
+    def swap_out(self, number: int, ids: Sequence[np.ndarray]) -> None:
+        """Copies pages to the host in every process, under a new number."""
+        self._swapped[number] = self._read(self.pool, ids)
 
-    def _swap_in(self, number: int, ids: Sequence[np.ndarray], shift: int) -> None:
+    @everywhere
+    def swap_in(self, number: int, ids: Sequence[np.ndarray], shift: int) -> None:
+        """Writes a copy into pages, ``shift`` entries after those it was read from, and drops
+        it.
+        """
         for some, contents in zip(ids, self._swapped.pop(number), strict=True):
             if shift:
                 contents = jax.tree.map(lambda x: np.roll(x, shift, axis=1), contents)
             self.pool = device.write_pages(self.pool, some, contents, cfg=self.base.cfg)
 
-    def _discard(self, number: int) -> None:
-        del self._swapped[number]
+    @everywhere
+    def discard(self, number: int) -> None:
+        """Drops a copy, if ``drop`` has not dropped it already."""
+        self._swapped.pop(number, None)
 
-    def _routes(self, number: int, ids: Sequence[np.ndarray], at: int, count: int) -> np.ndarray:
-        source = {"routes": self.pool["moe"]["routes"]}
+    @everywhere
+    def routes(self, number: int, ids: Sequence[np.ndarray], at: int, count: int) -> np.ndarray:
+        """Returns the expert ids of ``count`` tokens in pages, ``[count, L, X]``; the part's pages
+        begin at entry ``at``. ``number`` names them in ``answer``.
+        """
         each = len(ids[0]) // device.page_parts(self.base.cfg, self.base.mesh)
-        read = [
-            multihost.to_host(device.read_pages(source, some, cfg=self.base.cfg)) for some in ids
-        ]
+        read = self._read({"routes": self.pool["moe"]["routes"]}, ids)
         # [L, n, PAGE, X]
         whole = np.concatenate([pages["routes"][:, at : at + each] for pages in read], axis=1)
         found = whole.reshape(whole.shape[0], -1, whole.shape[-1])[:, :count].swapaxes(0, 1)
         if self._answered:
             self._visited[number] = found
         return found
+
+    def block_until_ready(self) -> None:
+        """Waits until this process's devices have finished all calls so far."""
+        jax.block_until_ready(self.pool)
+
+    def drop(self) -> None:
+        """Drops the pool and every swapped copy."""
+        self.pool, self._swapped = None, {}
+
+    def _free(self) -> None:
+        self.pool = None
+        # A following rollout or update allocates other sizes, which the freed blocks do not fit.
+        if self.base.mesh.devices.flat[0].platform == "cpu":
+            host.give_back_freed_memory()
+
+    def _read(self, pool: Any, ids: Sequence[np.ndarray]) -> list[Any]:
+        cfg = self.base.cfg
+        return [multihost.to_host(device.read_pages(pool, some, cfg=cfg)) for some in ids]
 
     # -- the other processes
 
@@ -247,7 +215,7 @@ class DeviceCalls:
         while True:
             word, values = messages.receive(RECORDS)
             if word in DEVICE_CALLS:
-                getattr(self, f"_{word}")(*values)
+                DEVICE_CALLS[word](self, *values)
             elif word == "begin":
                 settings, self._answered = values
                 if settings != self.settings:

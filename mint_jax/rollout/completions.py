@@ -8,7 +8,7 @@ import numpy as np
 
 from mint_jax.models.paged import PAGE
 from mint_jax.rollout.request import Completion
-from mint_jax.rollout.scheduler import CachedPrompt, SampleState
+from mint_jax.rollout.samples import CachedPrompt, SampleState
 
 
 def completion(sample: SampleState) -> Completion:

@@ -9,9 +9,8 @@ decoding (``extend``) differ in the last bits from prefilled ones, and exist onl
 unused block stays until its page is needed: least recently used first, children before parents.
 """
 
-import itertools
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 
 from mint_jax.errors import UserError
 
@@ -201,51 +200,6 @@ class PagePool:
             if block.parent is block.root and not block.root.closed and not block.root.children:
                 del self._roots[block.root.key]
         self.give([block.page])
-
-    def check(self, in_use: Sequence[int], users: Mapping[Block, int] | None = None) -> None:
-        """Raises if the books are wrong: every page must be free, in ``in_use`` or in a block,
-        exactly once, and idle blocks must be droppable in their order.
-
-        Args:
-            in_use: pages from ``take``, and pages of blocks that are not indexed.
-            users: expected users of each block; None skips this check.
-
-        Raises:
-            RuntimeError: names the wrong pages.
-        """
-        blocks: list[Block] = []
-        stack: list[Block | Root] = list(self._roots.values())
-        while stack:
-            children = stack.pop().children.values()
-            blocks.extend(children)
-            stack.extend(children)
-        pages = sorted([*self._free, *in_use, *(block.page for block in blocks)])
-        if pages != list(range(self.count)):
-            wrong = sorted(set(range(self.count)) ^ set(pages)) or [
-                p for p, q in itertools.pairwise(pages) if p == q
-            ]
-            raise RuntimeError(f"pages {wrong} are lost or held twice")
-        turn = {block: i for i, block in enumerate(self._idle)}
-        if set(turn) != {block for block in blocks if block.users == 0}:
-            raise RuntimeError("the idle blocks are not the blocks without users")
-        if any(
-            not block.ready
-            or any(turn.get(child, len(turn)) > i for child in block.children.values())
-            for block, i in turn.items()
-        ):
-            raise RuntimeError(
-                "an idle block is not ready, or would be dropped before its children"
-            )
-        if any(
-            child.ready and not block.ready for block in blocks for child in block.children.values()
-        ):
-            raise RuntimeError("a block is ready and its parent is not")
-        if any(not root.children or root.closed for root in self._roots.values()):
-            raise RuntimeError("the index has an empty or closed root")
-        if users is not None and any(
-            block.users != users.get(block, 0) for block in {*blocks, *users}
-        ):
-            raise RuntimeError("the users of a block do not match the prompts that hold it")
 
 
 def pages_for(tokens: int, size: int) -> int:

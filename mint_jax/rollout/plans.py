@@ -14,7 +14,7 @@ from mint_jax.rollout.device import ALTERNATIVES, DecodePlan, PrefillPlan, Promp
 from mint_jax.rollout.grammar import mask_of, words
 from mint_jax.rollout.request import MAX_BIASES, MAX_STOP_IDS, Request, seed_of
 from mint_jax.rollout.sample import Penalties, SamplingParams
-from mint_jax.rollout.scheduler import CachedPrompt, SampleState
+from mint_jax.rollout.samples import CachedPrompt, SampleState
 
 NOWHERE = 2**30  # a page number that is out of range everywhere
 

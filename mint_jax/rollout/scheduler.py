@@ -16,119 +16,14 @@ A prefill call costs the same with empty places. Places that running prompts lea
 blocks of waiting prompts *ahead*; these are released before a running sequence goes without a page.
 """
 
-import dataclasses
 import itertools
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from mint_jax.models.paged import PAGE, RUN, RUN_PAGES, TEAM
-from mint_jax.rollout.pages import Block, PagePool, pages_for
-from mint_jax.rollout.request import Request
-
-
-@dataclasses.dataclass(eq=False)
-class CachedPrompt:
-    """A request's prompt except its last token, cached while samples of the request run.
-
-    Attributes:
-        key: tenant and version of the weights that read it.
-        part: mesh part of its pages.
-        blocks: its blocks, while ``users`` is positive or it is prefilled ahead.
-        reused: tokens that were cached when it was first opened.
-        routes, scores: expert ids and scores of its tokens, if requested; scores by block number.
-    """
-
-    request: Request
-    key: tuple[str, Any]
-    part: int = 0
-    blocks: list[Block] = dataclasses.field(default_factory=list)
-    users: int = 0
-    reused: int | None = None
-    routes: Any = None
-    scores: dict[int, list[Any]] = dataclasses.field(default_factory=dict)
-
-    @property
-    def prefix(self) -> tuple[int, ...]:
-        return self.request.prompt[:-1]
-
-    @property
-    def length(self) -> int:
-        """Number of tokens of the prefix."""
-        return len(self.request.prompt) - 1
-
-    @property
-    def ready(self) -> bool:
-        """True if every block is written."""
-        return all(block.ready for block in self.blocks)
-
-    @property
-    def scored_from(self) -> int | None:
-        """First block whose positions are scored. Scored blocks are not shared, because cached
-        blocks have no scores.
-        """
-        first = self.request.first_scored
-        return None if first is None else first // PAGE
-
-
-@dataclasses.dataclass(eq=False)
-class SampleState:
-    """One sample of a request.
-
-    Attributes:
-        number: index among the request's samples.
-        order: admission order, smallest first.
-        pages: its own pages.
-        tokens, logprobs, drawn_logprobs, top: its output so far.
-        swapped: handle of its pages' contents while they are on the host.
-        finish: why it ended; None while it runs.
-        text: decoded text, if requested.
-        matcher: state of its grammar.
-        stops: search for its stop strings.
-    """
-
-    prompt: CachedPrompt
-    number: int
-    order: int
-    owner: Any = None
-    pages: list[int] = dataclasses.field(default_factory=list)
-    tokens: list[int] = dataclasses.field(default_factory=list)
-    logprobs: list[float] = dataclasses.field(default_factory=list)
-    drawn_logprobs: list[float] = dataclasses.field(default_factory=list)
-    top: list[list[tuple[int, float]]] = dataclasses.field(default_factory=list)
-    swapped: Any = None
-    finish: str | None = None
-    text: str | None = None
-    routes: Any = None
-    matcher: Any = None
-    stops: Any = None
-
-    @property
-    def own(self) -> int:
-        """Number of its own cached tokens: the prompt's last and all drawn except the last."""
-        return len(self.tokens)
-
-    @property
-    def room(self) -> int:
-        """Number of own tokens that its pages hold."""
-        return len(self.pages) * PAGE
-
-    @property
-    def limit(self) -> int:
-        """Maximum number of own tokens."""
-        return self.prompt.request.max_tokens
-
-    @property
-    def team(self) -> int | None:
-        """Team that it reads its prompt with. It depends on the request only, because team and
-        single attention may round differently.
-        """
-        return self.number // TEAM if self.prompt.request.n > 1 and self.prompt.length else None
-
-    def table(self) -> list[int]:
-        """Returns its pages: those of the prefix, padded to a whole run, then its own."""
-        prefix = [block.page for block in self.prompt.blocks]
-        return prefix + [0] * (-len(prefix) % RUN_PAGES) + self.pages
+from mint_jax.models.paged import PAGE
+from mint_jax.rollout.pages import PagePool, pages_for
+from mint_jax.rollout.samples import CachedPrompt, SampleState
 
 
 class Scheduler:
@@ -150,7 +45,6 @@ class Scheduler:
     @property
     def is_idle(self) -> bool:
         """True if there is nothing to do."""
-        """Whether nothing is left to do."""
         return not (self.waiting or self.swapped or self.running)
 
     @property
@@ -431,31 +325,6 @@ class Scheduler:
         if not sequence.prompt.users:
             self._close(sequence.prompt)
 
-    def check(self) -> None:
-        """Raises if pages are lost or held twice; for tests.
-
-        Raises:
-            RuntimeError: see ``PagePool.check``.
-        """
-        for part, pool in enumerate(self.pages):
-            running = [s for s in self.running if s.prompt.part == part]
-            prompts = Counter(s.prompt for s in running)
-            if len(running) > self.rows or any(p.users != n for p, n in prompts.items()):
-                raise RuntimeError(
-                    f"part {part} runs more than {self.rows} rows, or a prompt's users are not its"
-                    " running samples"
-                )
-            ahead = [prompt for prompt in self.ahead if prompt.part == part]
-            users = Counter(b for prompt in (*prompts, *ahead) for b in prompt.blocks)
-            unindexed = [b.page for b in users if not b.indexed or b.root.closed]
-            pool.check([page for s in running for page in s.pages] + unindexed, users)
-        if any(s.pages or s.finish for s in (*self.waiting, *self.swapped)):
-            raise RuntimeError("a sequence that does not run has pages, or has ended")
-        if any(prompt.users for prompt in self.ahead) or not {*self.ahead} <= {
-            s.prompt for s in self.waiting
-        }:
-            raise RuntimeError("a prompt prefilled ahead already runs, or no sample of it waits")
-
 
 def _write(
     prompt: CachedPrompt, numbers: Iterable[int], into: list[tuple[CachedPrompt, int]], count: int
@@ -465,20 +334,3 @@ def _write(
         if not prompt.blocks[i].ready and len(into) < count:
             prompt.blocks[i].ready = True
             into.append((prompt, i))
-
-
-def longest_table(context: int) -> int:
-    """Returns the table entries of a row of ``context`` tokens: whole runs of prefix and own
-    part.
-    """
-    return RUN_PAGES * (-(-context // RUN) + 1)
-
-
-def own_pages(request: Request) -> int:
-    """Returns the maximum number of own pages of one sample of a request."""
-    return pages_for(request.max_tokens, PAGE)
-
-
-def pages_needed(request: Request) -> int:
-    """Returns the maximum number of pages of one sample, with its prompt."""
-    return pages_for(len(request.prompt) - 1, PAGE) + own_pages(request)

@@ -37,6 +37,7 @@ from mint_jax.residency.metrics import Metrics
 from mint_jax.residency.residency import Residency
 from mint_jax.residency.slots import DeviceSlots
 from mint_jax.rollout.engine import Engine
+from mint_jax.rollout.programs import programs
 from mint_jax.rollout.request import Request
 from mint_jax.rollout.stream import Stream
 from mint_jax.service import checkpoints as checkpoints_
@@ -245,7 +246,7 @@ class Server:
             progress: see ``warm``; called in that thread.
         """
         self.programs = Programs(self._all_programs(), self.engine.wake, progress)
-        self.engine.compiled = self.live.compiled = self.programs
+        self.engine.active.compiled = self.live.compiled = self.programs
         self.programs.start()
         return self.programs
 
@@ -254,7 +255,7 @@ class Server:
         self._opened.close()
 
     def _all_programs(self) -> list[Program]:
-        return [*self.engine.programs(self.residency.stacks), *self.live.programs()]
+        return [*programs(self.engine.active, self.residency.stacks), *self.live.programs()]
 
     @contextlib.contextmanager
     def running(self) -> Iterator["Server"]:

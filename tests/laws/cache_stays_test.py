@@ -30,7 +30,8 @@ from mint_jax.recipes import scale_up
 from mint_jax.rollout import device, plans
 from mint_jax.rollout.pages import PagePool, pages_for
 from mint_jax.rollout.request import Request
-from mint_jax.rollout.scheduler import CachedPrompt, Scheduler, longest_table
+from mint_jax.rollout.samples import CachedPrompt, longest_table
+from mint_jax.rollout.scheduler import Scheduler
 from tests.configs import read
 
 pytestmark = pytest.mark.bits

@@ -35,7 +35,7 @@ from mint_jax.recipes import (
 from mint_jax.rollout import device, plans
 from mint_jax.rollout.engine import BLOCKS
 from mint_jax.rollout.request import Request
-from mint_jax.rollout.scheduler import longest_table
+from mint_jax.rollout.samples import longest_table
 from mint_jax.train import state as state_lib
 from mint_jax.train import step
 from mint_jax.train.batch import Group, TrainSequence, pack

@@ -18,7 +18,7 @@ from mint_jax.models import transformer
 from mint_jax.rollout import device, plans
 from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import Request
-from mint_jax.rollout.scheduler import longest_table
+from mint_jax.rollout.samples import longest_table
 from mint_jax.rollout.score import next_token_logprobs
 from mint_jax.train import step
 from mint_jax.train.batch import pack

@@ -19,7 +19,7 @@ from mint_jax.models import transformer
 from mint_jax.models.config import Experts, ModelConfig
 from mint_jax.recipes import scale_up
 from mint_jax.rollout import device, plans
-from mint_jax.rollout.scheduler import longest_table
+from mint_jax.rollout.samples import longest_table
 from mint_jax.rollout.score import next_token_logprobs
 from mint_jax.train import state as state_lib
 from mint_jax.train import step

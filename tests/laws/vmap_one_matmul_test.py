@@ -23,7 +23,7 @@ from mint_jax.models.config import Kernels
 from mint_jax.models.grouped import tile_rows
 from mint_jax.models.paged import PAGE
 from mint_jax.rollout import device, plans
-from mint_jax.rollout.scheduler import longest_table
+from mint_jax.rollout.samples import longest_table
 from mint_jax.train import state as state_lib
 from mint_jax.train import step
 from mint_jax.train.batch import Batch

@@ -18,7 +18,7 @@ from mint_jax.envs.env import Example, ListEnvironment
 from mint_jax.harness import start
 from mint_jax.recipes import grpo, mismatch, rollouts
 from mint_jax.recipes.options import GrpoSampling
-from mint_jax.rollout.engine import Engine
+from mint_jax.rollout.active import ActiveRequests
 from mint_jax.rollout.request import Completion
 from tests.configs import run_config
 
@@ -77,7 +77,7 @@ def sampled(monkeypatch):
     """
     seen: dict[tuple, list] = {}
     now = [("evaluation",)]
-    rollout, decode = grpo.ConcurrentGrpo.rollout, Engine._decode
+    rollout, decode = grpo.ConcurrentGrpo.rollout, ActiveRequests._decode
 
     def watched_rollout(self, names, step):
         now[0] = (*names, step)
@@ -90,7 +90,7 @@ def sampled(monkeypatch):
         return decode(self, running, rows)
 
     monkeypatch.setattr(grpo.ConcurrentGrpo, "rollout", watched_rollout)
-    monkeypatch.setattr(Engine, "_decode", watched_decode)
+    monkeypatch.setattr(ActiveRequests, "_decode", watched_decode)
     return seen
 
 

@@ -28,6 +28,7 @@ from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.pages import pages_for
 from mint_jax.rollout.request import Request
 from tests.laws.shardings_equal_test import save_checkpoint
+from tests.rollout.invariants import check_schedule
 
 pytestmark = pytest.mark.bits
 
@@ -268,8 +269,8 @@ def test_prompts_that_wait_are_read_in_the_places_that_calls_leave_and_no_bit_ch
     assert engine.counts["prefills"] == pages_for(
         sum(pages_for(n - 1, PAGE) for n in lengths), engine.blocks
     ), "a place was empty"
-    engine._schedule.check()
-    assert not engine._schedule.ahead
+    check_schedule(engine.active.schedule)
+    assert not engine.active.schedule.ahead
     for request, mine in zip(asked, together, strict=True):
         [theirs] = engine.generate([dataclasses.replace(request, tenant="alone")], world.stacks)
         assert_same(mine[0], theirs[0])
@@ -306,8 +307,8 @@ def test_neighbours_that_are_cancelled_change_no_bit(world):
         world.expect([stream.result(300) for stream in streams[4:-4]])
         ends = [c.finish for stream in loud for c in stream.result(300)]
     assert "cancelled" in ends
-    engine._schedule.check()
-    assert engine._schedule.is_idle
+    check_schedule(engine.active.schedule)
+    assert engine.active.schedule.is_idle
 
 
 @pytest.mark.long

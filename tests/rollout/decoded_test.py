@@ -17,6 +17,7 @@ from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import Request
 from tests import oracles
 from tests.rollout.families_test import CONFIGS, dtype_of, merged, random_adapters
+from tests.rollout.invariants import check_schedule
 from tests.rollout.score_test import torch_logprobs
 
 NEW = 45  # tokens of a first turn: more than a page, whatever the prompt leaves of one
@@ -76,10 +77,10 @@ def test_a_second_turn_begins_with_the_first_ones_tokens(rng, tiny_base, hf_dirs
     )
     reusing.warm(stacks)  # the cache is as large as it gets: one that grows is empty
     results = reusing.generate(asked, stacks)
-    reusing._schedule.check()
+    check_schedule(reusing.active.schedule)
     further = second_turns(rng, asked, results)
     found, wanted = reusing.generate(further, stacks), plain.generate(further, stacks)
-    reusing._schedule.check()
+    check_schedule(reusing.active.schedule)
     first = [(r, c) for r, completions in zip(asked, results, strict=True) for c in completions]
     bare = oracles.torch_model(hf_dirs(family), dtype_of(base.cfg))
     models = {name: merged(hf_dirs(family), base.cfg, *adapters[name]) for name in CONFIGS} | {
@@ -178,8 +179,8 @@ def test_a_full_cache_keeps_what_fits_and_nothing_is_compiled(rng, tiny_base):
         for _ in range(6):
             asked = [Request(some(rng, int(rng.integers(60, 90))), max_tokens=NEW)]
             further = second_turns(rng, asked, engine.generate(asked))
-            engine._schedule.check()
+            check_schedule(engine.active.schedule)
             [[c]] = engine.generate(further)
             assert PAGE <= c.reused <= whole_pages(len(further[0].prompt) - 1)
-            engine._schedule.check()
+            check_schedule(engine.active.schedule)
     assert not compiled

@@ -217,7 +217,7 @@ def test_a_grammar_that_fails_on_the_way_fails_its_request_alone(rng, base):
         with pytest.raises(UserError, match="the grammar failed during decoding"):
             stream.result(60)
         assert len(other.result(60)[0].tokens) > 0
-    assert not engine._jobs
+    assert not engine.active.jobs
 
 
 def test_a_base_without_a_tokenizer_says_so(tiny_base):

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from mint_jax.errors import UserError
 from mint_jax.rollout.pages import PagePool, pages_for, require_fit
+from tests.rollout.invariants import check_pages
 
 SIZE = 2  # tokens of a page
 TENANTS, VERSIONS = ("a", "b"), (None, 1)
@@ -132,7 +133,7 @@ class World:
     def check(self) -> None:
         users = Counter(block for _, _, blocks in self.prompts for block in blocks)
         unseen = [b.page for b in users if not b.indexed or b.root.closed]
-        self.pages.check([page for pages in self.taken for page in pages] + unseen, users)
+        check_pages(self.pages, [page for pages in self.taken for page in pages] + unseen, users)
         for page in (page for pages in self.taken for page in pages):
             assert self.contents[page] == "raw"
 
@@ -145,7 +146,7 @@ class World:
         self.check()
         assert self.pages.take(self.pages.count) is not None, "nothing has leaked"
         assert self.pages.available == self.pages.cached == 0
-        self.pages.check(range(self.pages.count), {})
+        check_pages(self.pages, range(self.pages.count), {})
 
 
 def run(count: int, steps) -> int:
@@ -210,7 +211,7 @@ def test_the_least_recently_used_block_goes_first_and_a_parent_after_its_childre
     pages.close(opened(pages, (3, 3))[0])  # used again, without its child
     kept = []
     while pages.take(1):
-        pages.check([p for p in range(4) if p not in {b.page for b in pages._idle}])
+        check_pages(pages, [p for p in range(4) if p not in {b.page for b in pages._idle}])
         kept.append([b.tokens for b in pages._idle])
     assert kept == [[(2, 2), (1, 1), (3, 3)], [(1, 1), (3, 3)], [(3, 3)], []]
 

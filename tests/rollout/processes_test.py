@@ -23,7 +23,8 @@ from mint_jax.rollout import completions, plans
 from mint_jax.rollout.calls import RECORDS
 from mint_jax.rollout.pages import PagePool
 from mint_jax.rollout.request import Completion, Request
-from mint_jax.rollout.scheduler import CachedPrompt, Scheduler
+from mint_jax.rollout.samples import CachedPrompt
+from mint_jax.rollout.scheduler import Scheduler
 from tests.laws.shardings_equal_test import save_checkpoint
 from tests.multihost_test import ROOT, together
 
@@ -36,6 +37,7 @@ from mint_jax.models import base as base_lib
 from mint_jax.rollout import device
 from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import Request
+from tests.rollout.invariants import check_schedule
 
 spec = json.loads(Path(sys.argv[1]).read_text())
 multihost.POSTS = 16  # so that messages are dropped
@@ -61,7 +63,7 @@ def fields_of(completion):
 
 finished = []
 found = engine.generate(requests, finished=lambda some: finished.extend(some))
-engine._schedule.check()
+check_schedule(engine.active.schedule)
 print(json.dumps({
     "completions": [[fields_of(c) for c in group] for group in found],
     "finished": sorted(finished), "swapped": len(engine.calls._swapped), "counts": engine.counts,
@@ -146,7 +148,7 @@ multihost.join()
 base = base_lib.load(sys.argv[1], make_mesh({"tensor": 2}))
 engine = Engine(base, rows=(8,))
 if multihost.is_main():
-    real, calls = engine._decode, []
+    real, calls = engine.active._decode, []
     def decode(*args):
         calls.append(args)
         if len(calls) == 3 and sys.argv[2] == "raises":
@@ -155,7 +157,7 @@ if multihost.is_main():
             print("idle", flush=True)
             time.sleep(600)
         real(*args)
-    engine._decode = decode
+    engine.active._decode = decode
 try:
     engine.generate([Request((1, 2, 3), max_tokens=100)])
 except (RuntimeError, ValueError) as error:

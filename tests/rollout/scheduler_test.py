@@ -13,13 +13,9 @@ from hypothesis import strategies as st
 from mint_jax.models.paged import PAGE, RUN, RUN_PAGES, TEAM
 from mint_jax.rollout.pages import PagePool, pages_for
 from mint_jax.rollout.request import Request
-from mint_jax.rollout.scheduler import (
-    CachedPrompt,
-    SampleState,
-    Scheduler,
-    longest_table,
-    pages_needed,
-)
+from mint_jax.rollout.samples import CachedPrompt, SampleState, longest_table, pages_needed
+from mint_jax.rollout.scheduler import Scheduler
+from tests.rollout.invariants import check_schedule
 
 KEYS = [("a", None), ("a", "r1"), ("b", None)]
 NUMBERS = st.integers(0, 10_000)
@@ -116,7 +112,7 @@ class Device:
     def admit(self) -> None:
         before, swapped = set(self.schedule.running), set(self.schedule.swapped)
         self.schedule.admit(self.restore, self.steps, lambda s: s.prompt not in self.loads)
-        self.schedule.check()
+        check_schedule(self.schedule)
         new = [s for s in self.schedule.running if s not in before]
         fresh = [s for s in new if s not in swapped]
         still = min((s.order for s in self.schedule.swapped), default=math.inf)
@@ -131,7 +127,7 @@ class Device:
 
     def prefill(self) -> bool:
         todo = self.schedule.to_prefill(self.blocks, loaded=lambda s: s.prompt not in self.loads)
-        self.schedule.check()
+        check_schedule(self.schedule)
         running = {s.prompt for s in self.schedule.running}
         left = [
             b
@@ -155,7 +151,7 @@ class Device:
 
     def decode(self, draw: int) -> bool:
         rows = self.schedule.to_decode(self.steps, self.read)
-        self.schedule.check()
+        check_schedule(self.schedule)
         oldest = [
             min(
                 (s for s in self.schedule.running if s.prompt.part == part),
@@ -190,7 +186,7 @@ class Device:
         drew = self.decode(draw)
         self.turns += 1
         assert read or drew or not self.schedule.running, "a turn in which nothing was done"
-        self.schedule.check()
+        check_schedule(self.schedule)
 
     def finish(self, sample: SampleState) -> None:
         self.schedule.finish(sample)
@@ -251,7 +247,7 @@ def run(parts, rows, spare, longest, most, steps, blocks, operations) -> Device:
                 pages.forget(KEYS[x % len(KEYS)])
         elif device.loads:
             device.loads.pop(x % len(device.loads))
-        device.schedule.check()
+        check_schedule(device.schedule)
         device.operations += 1
     device.finish_all(bound(device))
     device.operations += device.turns

@@ -14,6 +14,7 @@ from mint_jax.models import transformer
 from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import Request
 from tests.residency.residency_test import World
+from tests.rollout.invariants import check_schedule
 from tests.rollout.score_test import CONFIGS, random_adapters
 
 pytestmark = pytest.mark.bits
@@ -160,8 +161,8 @@ def test_what_is_cancelled_ends_at_the_next_turn_and_its_pages_are_free(world, p
             len(engine.generate(asked(world, prompts[1:2], (None,), max_tokens=4))[0][0].tokens)
             == 4
         ), "others go on"
-    engine._schedule.check()
-    assert engine._schedule.is_idle
+    check_schedule(engine.active.schedule)
+    assert engine.active.schedule.is_idle
     settle(world)
 
 
@@ -230,9 +231,11 @@ def test_an_engine_that_stops_says_so_to_those_who_wait(world, prompts):
 
 def test_a_failure_of_the_loop_reaches_everybody(world, prompts, monkeypatch):
     engine = engine_of(world)
-    monkeypatch.setattr(
-        engine, "_decode", lambda *_: (_ for _ in ()).throw(RuntimeError("the device is lost"))
-    )
+
+    def fail(*_):
+        raise RuntimeError("the device is lost")
+
+    monkeypatch.setattr(engine.active, "_decode", fail)
     with engine.serving(residency=world.residency):
         stream = engine.submit(Request(prompts[0], max_tokens=8))
         with pytest.raises(RuntimeError, match="the device is lost"):

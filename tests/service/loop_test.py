@@ -138,7 +138,7 @@ def test_slices_are_small_while_rows_decode(rng, world, loop_of, monkeypatch):
         loop.training.live,
         "step",
         lambda works, bound: (
-            bounds.append((bound, bool(loop.engine._schedule.running))) or step(works, bound)
+            bounds.append((bound, bool(loop.engine.active.schedule.running))) or step(works, bound)
         ),
     )
     with loop.running():

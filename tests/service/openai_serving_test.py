@@ -488,10 +488,10 @@ def test_who_leaves_frees_the_rows(world, client):
         httpx.post(world.url + "/v1/completions", json=body, timeout=0.2)
     before = world.engine.counts["drawn_tokens"]
     for _ in range(6000):
-        if not world.engine._jobs:
+        if not world.engine.active.jobs:
             break
         time.sleep(0.01)
-    assert not world.engine._jobs
+    assert not world.engine.active.jobs
     assert world.engine.counts["drawn_tokens"] - before < 8 * 480, (
         "the last one did not run to its end"
     )
@@ -544,7 +544,7 @@ def test_a_full_queue_of_loads_says_when_to_ask_again(world, client, monkeypatch
         client.completions.create(model="chat", prompt=[TEXT, TEXT])
     headers = error.value.response.headers
     assert (headers["retry-after"], headers["retry-after-ms"]) == ("3", "2500")
-    assert not world.engine._jobs
+    assert not world.engine.active.jobs
 
 
 def test_a_revision_that_cannot_be_loaded_is_told_before_a_stream_begins(
@@ -576,7 +576,7 @@ def test_a_stream_names_its_revision_first_and_tells_a_failure_in_it(world, clie
     monkeypatch.setattr(Answer, "last_chunks", fail)
     with pytest.raises(openai.APIError, match="the engine was stopped"):
         list(client.completions.create(**asked))
-    assert not world.engine._jobs
+    assert not world.engine.active.jobs
 
 
 def test_a_failure_of_the_server_is_a_500_that_tells_nothing(world, client, monkeypatch):
@@ -686,7 +686,7 @@ def test_what_is_wrong_is_a_400_that_names_the_field(world, client):
             found = raw.post("/v1/completions", content=content)
             assert found.status_code == 400
             assert re.search("body|JSON", found.json()["error"]["message"])
-    assert not world.engine._jobs
+    assert not world.engine.active.jobs
     [choice] = client.completions.create(model="chat@1", prompt=TEXT, temperature=0).choices
     same(choice, world.sampled(TEXT, world.digests["chat@1"], temperature=0)[0])
 

@@ -145,7 +145,7 @@ def test_a_stream_that_fails_on_the_way_ends_with_the_reason(world, client, monk
         "failed",
         "the engine was stopped",
     )
-    assert not world.engine._jobs
+    assert not world.engine.active.jobs
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "weather"}])
@@ -324,4 +324,4 @@ def test_what_is_wrong_is_a_400_that_names_the_field(world):
                 unnamed.append((change, found.status_code, error))
         assert raw.post("/v1/responses", json={"model": "nothing", "input": "x"}).status_code == 404
     assert not unnamed
-    assert not world.engine._jobs
+    assert not world.engine.active.jobs

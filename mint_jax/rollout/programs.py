@@ -1,0 +1,59 @@
+"""The programs of an engine, for compiling ahead of the first request."""
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+
+from mint_jax.compiling import Program, abstract
+from mint_jax.lora.tree import Stacks
+from mint_jax.models.paged import PAGE
+from mint_jax.rollout import device, plans
+from mint_jax.rollout.active import ActiveRequests
+
+
+def programs(active: ActiveRequests, stacks: Stacks) -> list[Program]:
+    """Returns every program that an engine over these stacks runs."""
+    base = active.base
+    cfg, params, shapes, cache = base.cfg, base.params, abstract(stacks), active.cache
+    pool = device.abstract_pool(cfg, base.mesh, cache.most, base.dtype, active.keep_routes)
+
+    def lowered(function: Any, *args: Any) -> None:
+        with jax.set_mesh(base.mesh):
+            function.lower(*args, cfg=cfg).compile()
+
+    def prefill(score: bool = False) -> None:
+        plan = plans.blocks_plan([[]] * active.parts, active.blocks, active.table, stacks, score)
+        lowered(device.prefill, params, shapes, pool, plan)
+
+    def decode(rows: int) -> None:
+        plan, _ = plans.rows_plan([], rows, active.parts, active.table, cfg.vocab_size, stacks)
+        lowered(device.decode, params, shapes, pool, plan, np.int32(0))
+
+    def pages() -> None:
+        ids = cache.nowhere()
+        lowered(device.read_pages, pool, ids)
+        with jax.set_mesh(base.mesh):
+            contents = jax.eval_shape(functools.partial(device.read_pages, cfg=cfg), pool, ids)
+        contents = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), contents)
+        lowered(device.write_pages, pool, ids, contents)
+        if active.keep_routes:
+            lowered(device.read_pages, {"routes": pool["moe"]["routes"]}, ids)
+        if active.reuse_decoded:
+            lowered(device.move_pages, pool, device.PageMoves(*[ids] * 5))  # type: ignore[arg-type]
+
+    return [
+        Program("prefill", f"prefill of {active.blocks * PAGE} tokens", prefill, 0),
+        *(
+            Program(
+                ("decode", r),
+                f"decoding of {r} rows",
+                functools.partial(decode, r),
+                0 if r == active.rows[0] else 1,
+            )
+            for r in active.rows
+        ),
+        Program("pages", "pages to and from the host", pages, 0),
+        Program("scores", "scores of a prompt", functools.partial(prefill, True), 2),
+    ]

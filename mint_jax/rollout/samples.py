@@ -1,0 +1,145 @@
+"""Samples of requests and the prompts that they share, while they wait or run."""
+
+import dataclasses
+from typing import Any
+
+from mint_jax.models.paged import PAGE, RUN, RUN_PAGES, TEAM
+from mint_jax.rollout.device import Drawn
+from mint_jax.rollout.pages import Block, pages_for
+from mint_jax.rollout.request import Request
+from mint_jax.rollout.stream import Piece
+
+
+@dataclasses.dataclass(eq=False)
+class CachedPrompt:
+    """A request's prompt except its last token, cached while samples of the request run.
+
+    Attributes:
+        key: tenant and version of the weights that read it.
+        part: mesh part of its pages.
+        blocks: its blocks, while ``users`` is positive or it is prefilled ahead.
+        reused: tokens that were cached when it was first opened.
+        routes, scores: expert ids and scores of its tokens, if requested; scores by block number.
+    """
+
+    request: Request
+    key: tuple[str, Any]
+    part: int = 0
+    blocks: list[Block] = dataclasses.field(default_factory=list)
+    users: int = 0
+    reused: int | None = None
+    routes: Any = None
+    scores: dict[int, list[Any]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def prefix(self) -> tuple[int, ...]:
+        return self.request.prompt[:-1]
+
+    @property
+    def length(self) -> int:
+        """Number of tokens of the prefix."""
+        return len(self.request.prompt) - 1
+
+    @property
+    def ready(self) -> bool:
+        """True if every block is written."""
+        return all(block.ready for block in self.blocks)
+
+    @property
+    def scored_from(self) -> int | None:
+        """First block whose positions are scored. Scored blocks are not shared, because cached
+        blocks have no scores.
+        """
+        first = self.request.first_scored
+        return None if first is None else first // PAGE
+
+
+@dataclasses.dataclass(eq=False)
+class SampleState:
+    """One sample of a request.
+
+    Attributes:
+        number: index among the request's samples.
+        order: admission order, smallest first.
+        pages: its own pages.
+        tokens, logprobs, drawn_logprobs, top: its output so far.
+        swapped: handle of its pages' contents while they are on the host.
+        finish: why it ended; None while it runs.
+        text: decoded text, if requested.
+        matcher: state of its grammar.
+        stops: search for its stop strings.
+    """
+
+    prompt: CachedPrompt
+    number: int
+    order: int
+    owner: Any = None
+    pages: list[int] = dataclasses.field(default_factory=list)
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[float] = dataclasses.field(default_factory=list)
+    drawn_logprobs: list[float] = dataclasses.field(default_factory=list)
+    top: list[list[tuple[int, float]]] = dataclasses.field(default_factory=list)
+    swapped: Any = None
+    finish: str | None = None
+    text: str | None = None
+    routes: Any = None
+    matcher: Any = None
+    stops: Any = None
+
+    @property
+    def own(self) -> int:
+        """Number of its own cached tokens: the prompt's last and all drawn except the last."""
+        return len(self.tokens)
+
+    @property
+    def room(self) -> int:
+        """Number of own tokens that its pages hold."""
+        return len(self.pages) * PAGE
+
+    @property
+    def limit(self) -> int:
+        """Maximum number of own tokens."""
+        return self.prompt.request.max_tokens
+
+    @property
+    def team(self) -> int | None:
+        """Team that it reads its prompt with. It depends on the request only, because team and
+        single attention may round differently.
+        """
+        return self.number // TEAM if self.prompt.request.n > 1 and self.prompt.length else None
+
+    def append(self, drawn: Drawn, row: int) -> Piece:
+        """Appends the tokens of a row of a dispatch, and returns them."""
+        n, kept = int(drawn.count[row]), self.prompt.request.top_logprobs
+        tokens, logprobs = drawn.tokens[row, :n].tolist(), drawn.logprobs[row, :n].tolist()
+        self.tokens += tokens
+        self.logprobs += logprobs
+        self.drawn_logprobs += drawn.drawn_logprobs[row, :n].tolist()
+        if not kept:
+            return Piece(self.number, tokens, logprobs)
+        ids, values = drawn.top_ids[row, :n, :kept], drawn.top_logprobs[row, :n, :kept]
+        top = [list(zip(*pair)) for pair in zip(ids.tolist(), values.tolist())]
+        self.top += top
+        return Piece(self.number, tokens, logprobs, top)
+
+    def table(self) -> list[int]:
+        """Returns its pages: those of the prefix, padded to a whole run, then its own."""
+        prefix = [block.page for block in self.prompt.blocks]
+        return prefix + [0] * (-len(prefix) % RUN_PAGES) + self.pages
+
+
+def longest_table(context: int) -> int:
+    """Returns the table entries of a row of ``context`` tokens: whole runs of prefix and own
+    part.
+    """
+    return RUN_PAGES * (-(-context // RUN) + 1)
+
+
+def own_pages(request: Request) -> int:
+    """Returns the maximum number of own pages of one sample of a request."""
+    return pages_for(request.max_tokens, PAGE)
+
+
+def pages_needed(request: Request) -> int:
+    """Returns the maximum number of pages of one sample, with its prompt."""
+    return pages_for(len(request.prompt) - 1, PAGE) + own_pages(request)
