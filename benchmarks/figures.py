@@ -136,7 +136,7 @@ POD_RUNS = (
         ("--config.topology=smallest", "--config.chip=v5p"),
         folder=tables.PODS,
     ),
-    Run("kernels", "schedule.py", 1, folder=tables.PODS),
+    Run("kernels", "bench/schedule.py", 1, folder=tables.PODS),
 )
 SWEEPS = (
     "active_wave",

@@ -10,10 +10,10 @@ RECIPES = {  # job -> module
     name: f"mint_jax.recipes.{name}"
     for name in (
         *("grpo", "sft", "dpo", "evaluate", "sample", "score", "serve"),
-        *("pretrain", "scale_up", "schedule"),
+        *("pretrain", "scale_up"),
     )
 }
-ALONE = ("pretrain", "schedule")  # run in one process
+ALONE = ("pretrain",)  # run in one process
 
 
 def run(settings: RecipeSettings, workdir: Path) -> dict[str, Any]:

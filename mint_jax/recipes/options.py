@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from mint_jax.aot import chips
-from mint_jax.aot.schedule import CHIPS as SCHEDULED_CHIPS
 from mint_jax.aot.shapes import RolloutShape, TrainShape
 from mint_jax.envs import scoring
 from mint_jax.errors import UserError, choice
@@ -555,15 +554,6 @@ class ScaleUpSettings(RecipeSettings):
         chips.need_compiler(self.chip if self.topology == "smallest" else self.topology)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ScheduleSettings(RecipeSettings):
-    """Settings of a compilation for static schedules."""
-
-    chips: tuple[str, ...] = setting(
-        "chips to compile for, each on its smallest pod", tuple(SCHEDULED_CHIPS)
-    )
-
-
 OF_JOB: dict[str, type[RecipeSettings]] = {
     "grpo": GrpoSettings,
     "sft": SftSettings,
@@ -574,7 +564,6 @@ OF_JOB: dict[str, type[RecipeSettings]] = {
     "serve": ServeSettings,
     "pretrain": PretrainSettings,
     "scale_up": ScaleUpSettings,
-    "schedule": ScheduleSettings,
 }
 
 

@@ -4,10 +4,9 @@ kernels are what shapes say.
 
 import pytest
 
+from benchmarks import launch
 from mint_jax.aot import bundles, schedule
 from mint_jax.errors import UserError
-from tests.configs import run_config
-from tests.laws.configs_trace_test import load
 
 DUMP = """
 = control target key start
@@ -69,9 +68,9 @@ def test_a_kernel_of_another_form_is_an_error():
 
 @pytest.mark.long
 def test_counts_of_real_kernels_are_what_shapes_say(tmp_path):
-    config = load("configs/schedule.py", "--config.chips=('v5e:2x2',)")
+    config = launch.load("configs/bench/schedule.py:ci")
     try:
-        result = run_config(config, tmp_path)
+        result = launch.run(config, tmp_path)
     except UserError as reason:
         pytest.skip(str(reason))  # no compiler, or one that does not know the undocumented flags
     chip = result["chips"]["v5e:2x2"]

@@ -15,7 +15,6 @@ SMALL = ("configs/tiny/sft.py", "configs/sample.py", "configs/score.py", "config
 TRAIN = [name for name in NAMES if load(name).job in ("grpo", "sft", "dpo")]
 ELSEWHERE = (
     "scale_up",
-    "schedule",
     "serve",
     "pretrain",
 )  # scale_up_test, …, and the others' base
