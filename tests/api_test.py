@@ -17,7 +17,7 @@ import mint_jax as mint
 from mint_jax import api, launch, mesh
 from mint_jax.harness import settings
 from mint_jax.lora.tree import AdapterConfig
-from mint_jax.recipes import sft, supervised
+from mint_jax.recipes import sft
 from mint_jax.train.state import OptimizerConfig
 from mint_jax.train.trainer import LossConfig, PolicyConfig, Trainer
 
@@ -88,7 +88,7 @@ def test_training_sampling_and_saving_are_those_of_the_jobs(model, tmp_path):
     )
     config = PolicyConfig(**{**vars(config), "seed": model.trainer.policies["a"].seed})
     theirs = Trainer(model.base, [config])
-    groups = supervised.weighted([sft.to_group(model.base, row, "row", True) for row in ROWS])
+    groups = sft.weighted([sft.to_group(model.base, row, "row", True) for row in ROWS])
     before = model.sample("3 + 4 =", max_tokens=6)
     assert mine.sample("3 + 4 =", max_tokens=6) == before, "a fresh adapter changes nothing"
     losses = []

@@ -27,10 +27,6 @@ CONFIGS = {
         "from ml_collections import ConfigDict\ndef get_config():\n    return ConfigDict({'job':"
         " 'cook'})\n"
     ),
-    "no_job.py": (
-        "from ml_collections import ConfigDict\ndef get_config():\n    return ConfigDict({'base':"
-        " 'tiny-random'})\n"
-    ),
     "refuses.py": (
         "from mint_jax.errors import UserError\ndef get_config(arg='x'):\n    raise"
         " UserError(f'size {arg} is too large')\n"
@@ -78,22 +74,15 @@ FILES = ("--config.input=in.jsonl", "--config.output=out.jsonl")
         ((), "no config: give --config="),
         ((SCORE, "extra"), "unexpected argument 'extra'"),
         (("--config=unknown_job.py",), "job is 'cook'; choose one of: grpo, "),
-        ((SCORE, "--config.job=cook"), "job is 'cook'"),
-        (("--config=no_job.py",), "job"),
         ((SCORE,), "input is empty: set --config.input="),
         (
             (SCORE, "--config.input=none.jsonl", "--config.output=out.jsonl"),
             "input none.jsonl does not exist",
         ),
-        ((SCORE, *FILES, "--config.base=nowhere"), "base is 'nowhere'; choose one of: "),
         ((SCORE, *FILES, "--config.mesh.tensor=3"), "devices"),
-        ((SCORE, *FILES, "--workdir=in.jsonl"), "workdir in.jsonl cannot be written"),
         (("--config=none.py",), "none.py"),
         (("--config=refuses.py:12",), "size 12 is too large"),
         ((SCORE, "--config.typo=1"), "typo is no setting"),
-        ((SCORE, "--config.mesh.typo=1"), "mesh.typo is no setting"),
-        ((SCORE, "--config.max_tokenz=1"), "did you mean max_tokens?"),
-        ((SCORE, "--config.max_tokens=many"), "max_tokens is 'many'; expected a whole number"),
         ((SCORE, "--config.max_tokens"), "--config.max_tokens has no value"),
     ],
     ids=lambda x: (
@@ -159,9 +148,7 @@ EVALUATE = f"--config={ROOT / 'configs' / 'evaluate.py'}"
     ("args", "message"),
     [
         ((TRAIN, "--config.base=nowhere"), "base is 'nowhere'; choose one of: "),
-        ((TRAIN, "--config.base=random:nothing"), "base is 'random:nothing'; choose one of: "),
         ((TRAIN, "--config.dtype=float16"), "dtype is 'float16'; choose one of: float32, bfloat16"),
-        ((TRAIN, "--config.quantise=int3"), "quantise is 'int3'; choose one of: "),
         (
             (TRAIN, "--config.policies.*.data.path=none.jsonl"),
             "data file none.jsonl does not exist",
@@ -182,7 +169,6 @@ EVALUATE = f"--config={ROOT / 'configs' / 'evaluate.py'}"
             "certificate is 'none.pem'; expected a file that exists",
         ),
         ((POD, "--config.topology=v5p-60"), "topology is 'v5p-60'; choose one of: v5p-8, v5p-16, "),
-        ((SCORE, *FILES, "--config.slots=0"), "slots is 0"),
     ],
     ids=lambda x: (
         "+".join(a.split("/")[-1].removeprefix("--config.") for a in x)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mint_jax.errors import UserError
-from mint_jax.recipes.episodes import Episode, of_completion, to_groups
+from mint_jax.recipes.rollouts import Episode, of_completion, to_groups
 from mint_jax.rollout.request import Completion, Request
 from mint_jax.train.batch import Group
 

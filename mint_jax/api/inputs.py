@@ -13,7 +13,7 @@ from mint_jax import fields
 from mint_jax.errors import UserError, choice
 from mint_jax.harness import start
 from mint_jax.models.base import Base
-from mint_jax.recipes import dpo, sft, supervised
+from mint_jax.recipes import dpo, sft
 from mint_jax.rollout.request import Request
 from mint_jax.train import losses
 from mint_jax.train.batch import Group, TrainSequence
@@ -173,7 +173,7 @@ def to_groups(base: Base, name: str, loss: LossConfig, rows: Any) -> list[Group]
                 f"{what}: rows[{i}] is {row!r:.80}; expected a dict with {forms}, or a Group"
             )
         groups.append(kind.to_group(base, dict(row), f"{what}: rows[{i}]", True))
-    return supervised.weighted(groups)
+    return sft.weighted(groups)
 
 
 def _check_group(group: Group, where: str, vocab: int) -> None:

@@ -7,8 +7,7 @@ another machine is taken back when its sessions expire, ``SESSION_S`` seconds af
 renewal. ``run.json`` also has the revisions that policies began with and that rollouts are drawn
 from: a restarted run uses the same ones, even where an alias has moved.
 
-Revisions that wait for a slow storage are written together, as one pack and one transaction. Only
-the first process has a recorder.
+Only the first process has a recorder.
 """
 
 import dataclasses
@@ -45,8 +44,8 @@ POLL_S = 1.0  # between looks at a session of another machine
 
 
 class Snapshot:
-    """An adapter at one moment, in arrays of its own. The thread that first asks for its bytes or
-    digest copies them to the host and packs them.
+    """An adapter at one moment, in arrays of its own. The recorder's thread copies them to the host
+    and packs them when it first needs their bytes.
 
     Args:
         arrays: each whole in this process, their copies to the host started.
@@ -57,36 +56,17 @@ class Snapshot:
 
     def __init__(self, arrays: Any, schema: Schema, version: int):
         self._arrays, self._schema, self.version = arrays, schema, version
-        self._lock = threading.Lock()
-        self._packed: tuple[bytes, str] | None = None
 
-    def _pack(self) -> tuple[bytes, str]:
-        with self._lock:
-            if self._packed is None:
-                data = pack(jax.device_get(self._arrays), self._schema)
-                self._packed, self._arrays = (data, digest_of(data)), None
-            return self._packed
-
-    @property
+    @functools.cached_property
     def data(self) -> bytes:
         """The packed object."""
-        return self._pack()[0]
+        data, self._arrays = pack(jax.device_get(self._arrays), self._schema), None
+        return data
 
-    @property
+    @functools.cached_property
     def digest(self) -> str:
         """Digest of the packed object."""
-        return self._pack()[1]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Exports:
-    """Revisions to write. ``final``: the alias latest moves to them, even from newer ones."""
-
-    snapshots: Mapping[str, Snapshot]
-    step: int
-    origin: str
-    sampling: Mapping[str, Mapping[str, Any]]
-    final: bool
+        return digest_of(self.data)
 
 
 class Recorder:
@@ -118,7 +98,7 @@ class Recorder:
         # (policy, step, digest) of records from before an interruption
         self._recorded: set[tuple[str, int, str]] = set()
         self._error: BaseException | None = None
-        self._queue: queue.Queue[_Exports | Callable[[], None] | None] = queue.Queue(QUEUED)
+        self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(QUEUED)
         self._thread = threading.Thread(target=self._work, name="catalog", daemon=True)
         self._thread.start()
 
@@ -146,12 +126,28 @@ class Recorder:
         sampling: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
         final: bool = False,
     ) -> None:
-        """Writes revisions.
+        """Writes revisions, in one transaction.
 
         Args:
-            sampling: how rollouts are drawn, by policy.
+            sampling: settings that rollouts are drawn with, by policy.
+            final: the alias latest moves to them, even from newer ones.
         """
-        self._put(_Exports(snapshots, step, origin, sampling, final))
+
+        def write() -> None:
+            exports = []
+            for policy, snapshot in snapshots.items():
+                at = step + self._first_step[policy]
+                if final or (policy, at, snapshot.digest) not in self._recorded:
+                    about = self.sessions[policy], origin
+                    made = Export(policy, snapshot.data, at, *about, sampling=sampling.get(policy))
+                    exports.append(made)
+            for export, revision in zip(exports, self.catalog.export_many(exports)):
+                policy = export.policy
+                self.numbers[policy] = max(self.numbers[policy], revision.number)
+                if final:
+                    self.final[policy] = (revision.digest, revision.number)
+
+        self._put(write)
 
     def rollout(
         self, policy: str, step: int, make: Callable[[int], tuple[bytes, int, float]], keep: int
@@ -198,7 +194,7 @@ class Recorder:
 
         self._put(write)
 
-    def _put(self, work: _Exports | Callable[[], None]) -> None:
+    def _put(self, work: Callable[[], None]) -> None:
         self._check()
         self._queue.put(work)
 
@@ -222,55 +218,28 @@ class Recorder:
         self._thread.join()
 
     def _work(self) -> None:
-        due, ended = time.monotonic() + RENEW_S, False
-        while not ended:
-            taken = self._take(max(0.0, due - time.monotonic()))
-            ended = None in taken
+        due, work = time.monotonic() + RENEW_S, self._renew
+        while work is not None:
+            # after an error nothing more is written: others may have the policies
+            if self._error is None and time.monotonic() >= due:
+                self._attempt(self._renew)
+                due = time.monotonic() + RENEW_S
+            wait = None if self._error is not None else max(0.0, due - time.monotonic())
             try:
-                if self._error is None:
-                    self._export([work for work in taken if isinstance(work, _Exports)])
-                    for work in taken:
-                        if callable(work):
-                            work()
-                    if time.monotonic() >= due:
-                        self._renew()
-                        due = time.monotonic() + RENEW_S
-                elif time.monotonic() >= due:
-                    due = float("inf")  # nothing more is written: others may have the policies
-                if ended:
-                    self._close_sessions()
-            except BaseException as error:  # the training thread's next call raises it
-                self._error = self._error or error
-            for _ in taken:
-                self._queue.task_done()
+                work = self._queue.get(timeout=wait)
+            except queue.Empty:
+                continue
+            if work is None:
+                self._attempt(self._close_sessions)
+            elif self._error is None:
+                self._attempt(work)
+            self._queue.task_done()
 
-    def _take(self, timeout: float) -> list[Any]:
-        """Returns all work that waits, in order; none after ``timeout`` seconds."""
-        taken = []
+    def _attempt(self, work: Callable[[], None]) -> None:
         try:
-            taken.append(self._queue.get(timeout=min(timeout, threading.TIMEOUT_MAX)))
-            while True:
-                taken.append(self._queue.get_nowait())
-        except queue.Empty:
-            return taken
-
-    def _export(self, batch: list[_Exports]) -> None:
-        wanted = [
-            (exports, policy, exports.step + self._first_step[policy], snapshot)
-            for exports in batch
-            for policy, snapshot in exports.snapshots.items()
-        ]
-        wanted = [w for w in wanted if w[0].final or (*w[1:3], w[3].digest) not in self._recorded]
-        made = self.catalog.export_many(
-            [
-                Export(p, s.data, step, self.sessions[p], e.origin, sampling=e.sampling.get(p))
-                for e, p, step, s in wanted
-            ]
-        )
-        for (exports, policy, _, _), revision in zip(wanted, made):
-            self.numbers[policy] = max(self.numbers[policy], revision.number)
-            if exports.final:
-                self.final[policy] = (revision.digest, revision.number)
+            work()
+        except BaseException as error:  # the training thread's next call raises it
+            self._error = self._error or error
 
     def _renew(self) -> None:
         for policy, session in self.sessions.items():

@@ -143,8 +143,7 @@ class TrainingRun:
             trainer.refer(name, loaded.config, loaded.adapter)
         multihost.agree("metrics.jsonl", lambda: metrics.truncate_rows(self._rows_file, self.step))
         self._writer = metrics.MetricsWriter(self.workdir, config.tensorboard)
-        done = self.resumed and min(self.step.values()) >= config.steps
-        wanted = {} if done else config.trackers
+        wanted = {} if self._all_done else config.trackers
         self._trackers = trackers.Trackers(self.workdir, wanted, workdir.to_json(config))
         self._remember_shapes(self.step)
         policies, before = len(self.step), sum(self.step.values())
@@ -205,11 +204,9 @@ class TrainingRun:
                 "no checkpoint was written yet: the same command starts from the beginning in"
                 f" {self.workdir}"
             )
-        steps = sorted(set(self._durable.values()))
-        several = f"steps {steps[0]} to {steps[-1]} of its policies"
         return (
-            f"the same command goes on from {f'step {steps[0]}' if len(steps) == 1 else several}"
-            f" of {self.config.steps}, which is saved in {self._saved.directory}"
+            f"the same command goes on from {_span(self._durable)} of {self.config.steps}, which is"
+            f" saved in {self._saved.directory}"
         )
 
     @contextlib.contextmanager
@@ -259,17 +256,15 @@ class TrainingRun:
         config = spelled_out(self.trainer.policies[name].adapter, self.trainer.specs)
         return Schema(self.trainer.base.fingerprint, config)
 
-    def _adapters(self) -> dict[str, Any]:
-        """Returns the item ``adapters`` of a checkpoint: stacks by bucket."""
-        return {str(bucket): stack.adapters for bucket, stack in self.trainer.state.items()}
-
-    def _rest(self) -> dict[str, Any]:
-        """Returns the rest of the training state: moments, gradient sums, counters."""
-        rest = [field.name for field in dataclasses.fields(TrainStack) if field.name != ADAPTERS]
-        return {
-            str(bucket): {name: getattr(stack, name) for name in rest}
-            for bucket, stack in self.trainer.state.items()
-        }
+    def _arrays(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Returns moments, gradient sums and counters by bucket, and the item ``adapters`` of a
+        checkpoint, which restores without them.
+        """
+        rest, factors = {}, {}
+        for bucket, stack in self.trainer.state.items():
+            rest[str(bucket)] = one = dict(vars(stack))
+            factors[str(bucket)] = one.pop(ADAPTERS)
+        return rest, factors
 
     def _places(self) -> dict[str, Any]:
         """Returns bucket, slot (axis 1 of the stack) and schema, with the true rank, by policy, for
@@ -290,22 +285,18 @@ class TrainingRun:
         """
         if (number := self._saved.latest()) is None:
             return None
-        _, arrays, extra = self._saved.restore(self._rest(), number)
-        factors = self._saved.restore_item(number, ADAPTERS, self._adapters())
+        arrays, factors = self._arrays()
+        _, arrays, extra = self._saved.restore(arrays, number)
+        factors = self._saved.restore_item(number, ADAPTERS, factors)
         self.trainer.state = {
             int(bucket): TrainStack(**rest, adapters=factors[bucket])
             for bucket, rest in arrays.items()
         }
-        self._steps_at[number] = extra["step"]
         self.step, self.notes = extra["step"], extra["notes"]
+        self._steps_at[number] = dict(self.step)
         for name, book in self.shapes.items():
             book.shapes = [tuple(shape) for shape in extra["shapes"][name]]
-        at = sorted(set(self.step.values()))
-        several = ": " + ", ".join(f"{n} at step {s}" for n, s in self.step.items())
-        say(
-            f"resumed at step {' to '.join(map(str, at[:: max(1, len(at) - 1)]))} of"
-            f" {self.config.steps}{several if len(at) > 1 else ''}"
-        )
+        say(f"resumed at {_span(self.step)} of {self.config.steps}")
         return extra["exported"]
 
     def _continue(self, start: dict[str, str]) -> None:
@@ -348,23 +339,27 @@ class TrainingRun:
             self._snapshots[name] = Snapshot(copied, self._schema(name), version)
         return self._snapshots[name]
 
-    @property
-    def is_finished(self) -> bool:
-        """True where the same command did every step before and left its result."""
-        done = self.resumed and min(self.step.values()) >= self.config.steps
-        file = self.workdir / "result.json"
-        return multihost.agree("whether the run is finished", lambda: done and file.is_file())
+    def finished(self) -> dict[str, Any] | None:
+        """Returns the result of a run whose steps were all done before and whose result is there,
+        else None.
+        """
 
-    def result(self) -> dict[str, Any]:
-        """Returns the result of a finished run, and writes nothing."""
-        self._saved.close()
-        self._writer.close()
-        say(
-            f"all {self.config.steps} steps were done before: this is their result; set"
-            " --config.steps higher to train on"
-        )
-        file = self.workdir / "result.json"
-        return multihost.agree("the result", lambda: json.loads(file.read_text()))
+        def read() -> dict[str, Any] | None:
+            is_there = self._all_done and (self.workdir / "result.json").is_file()
+            return json.loads((self.workdir / "result.json").read_text()) if is_there else None
+
+        if (found := multihost.agree("the result of a finished run", read)) is not None:
+            self._saved.close()
+            self._writer.close()
+            say(
+                f"all {self.config.steps} steps were done before: this is their result; set"
+                " --config.steps higher to train on"
+            )
+        return found
+
+    @property
+    def _all_done(self) -> bool:
+        return self.resumed and min(self.step.values()) >= self.config.steps
 
     def keep(
         self, name: str, step: int, drawn_by: str | int, rollouts: Callable[[str], Rollouts]
@@ -473,8 +468,8 @@ class TrainingRun:
                 ADAPTERS: self._places(),
             }
             self._steps_at[number] = dict(self.step)
-            items = {ADAPTERS: self._adapters()}
-            self._saved.save(number, self._rest(), json.loads(json.dumps(extra)), items)
+            rest, factors = self._arrays()
+            self._saved.save(number, rest, json.loads(json.dumps(extra)), {ADAPTERS: factors})
 
     def _committed(self, number: int) -> None:
         """Records a durable checkpoint; its number is the sum of all policies' steps."""
@@ -502,3 +497,9 @@ class TrainingRun:
         self._writer.close()
         self._trackers.close()
         return {name: (digest, number) for name, (digest, number) in final.items()}
+
+
+def _span(steps: Mapping[str, int]) -> str:
+    """Describes the steps of all policies."""
+    least, most = min(steps.values()), max(steps.values())
+    return f"step {least}" if least == most else f"steps {least} to {most} of its policies"

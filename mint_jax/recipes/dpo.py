@@ -12,7 +12,7 @@ from mint_jax.data import chat
 from mint_jax.envs.env import Example
 from mint_jax.harness.start import PolicyData
 from mint_jax.models.base import Base
-from mint_jax.recipes import sft, supervised
+from mint_jax.recipes import sft
 from mint_jax.recipes.options import DpoSettings
 from mint_jax.train.batch import Group
 from mint_jax.train.trainer import Trainer
@@ -20,7 +20,7 @@ from mint_jax.train.trainer import Trainer
 
 def run(config: DpoSettings, folder: Path) -> dict[str, Any]:
     """Trains every policy of the config; returns the result."""
-    return supervised.run(config, folder, DPO)
+    return sft.train_on_answers(config, folder, DPO)
 
 
 def to_group(base: Base, row: dict[str, Any], where: str, append_eos: bool) -> Group:
@@ -41,7 +41,7 @@ def from_env(examples: Sequence[Example]) -> list[dict[str, Any]]:
     return out
 
 
-def measure(trainer: Trainer, data: dict[str, PolicyData]) -> supervised.Metrics:
+def measure(trainer: Trainer, data: dict[str, PolicyData]) -> sft.Metrics:
     """Returns the held-out reward margin ``beta ((c - c_ref) - (j - j_ref))`` and the share of
     pairs with a positive one.
     """
@@ -61,4 +61,4 @@ def _margins(scores: list[list[np.ndarray]]) -> np.ndarray:
     return np.array([chosen.sum() - rejected.sum() for chosen, rejected in scores], np.float64)
 
 
-DPO = supervised.Task(to_group, from_env, chat.PREFERENCES, measure, "margin", True)
+DPO = sft.Task(to_group, from_env, chat.PREFERENCES, measure, "margin", True)

@@ -24,7 +24,6 @@ from mint_jax.harness import report, start
 from mint_jax.harness.start import say
 from mint_jax.harness.training import TrainingRun
 from mint_jax.models.base import Base
-from mint_jax.recipes import episodes
 from mint_jax.recipes.mismatch import trainer_base
 from mint_jax.recipes.options import GrpoSampling, GrpoSettings
 from mint_jax.recipes.rollouts import (
@@ -32,7 +31,9 @@ from mint_jax.recipes.rollouts import (
     Rollout,
     as_record,
     members_of,
+    of_completion,
     rollout_metrics,
+    to_groups,
 )
 from mint_jax.train import phases as phases_lib
 from mint_jax.train.batch import Group
@@ -50,8 +51,8 @@ def run(config: GrpoSettings, folder: Path) -> dict[str, Any]:
         books = {name: job.book(names) for names in units for name in names}
         drawing = {name: member.sampling.drawing for name, member in job.members.items()}
         run.begin(job.trainer, books, drawing)
-        if run.is_finished:
-            return run.result()
+        if (finished := run.finished()) is not None:
+            return finished
         with job.sampling_from(run.fixed, run.catalog):
             if not run.resumed:
                 say("evaluating the policies on held-out prompts before training")
@@ -185,16 +186,16 @@ class ConcurrentGrpo(PolicySampler):
 
 def rollout_groups(sampling: GrpoSampling, rollout: Rollout, rewards_QG: np.ndarray) -> list[Group]:
     """Returns scored rollouts as groups to train on, with advantages; see
-    ``episodes.to_groups``.
+    ``to_groups``.
     """
     made = []
     for prompt, completions in zip(rollout.prompts, rollout.completions):
-        made.append([episodes.of_completion(prompt, c, sampling.temperature) for c in completions])
+        made.append([of_completion(prompt, c, sampling.temperature) for c in completions])
         if not sampling.replay:
             without = {"routes": None, "prompt_routes": None}
             made[-1] = [dataclasses.replace(one, **without) for one in made[-1]]
     how = sampling.baseline, sampling.divide_by_std, sampling.normalisation, sampling.max_tokens
-    return episodes.to_groups(made, rewards_QG, *how)
+    return to_groups(made, rewards_QG, *how)
 
 
 def report_rewards(

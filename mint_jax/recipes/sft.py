@@ -1,25 +1,242 @@
-"""Supervised fine-tuning of many policies at once: cross-entropy on the assistant's tokens."""
+"""Supervised fine-tuning of many policies at once: cross-entropy on the assistant's tokens.
 
-from collections.abc import Sequence
+DPO shares the loop and the data. ``policies.<name>.data`` names a file with rows as ``data.chat``
+reads them, or an environment, whose prompts and answers are the rows.
+"""
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from mint_jax import host, multihost
 from mint_jax.data import chat
+from mint_jax.data.sources import numbered_rows
+from mint_jax.envs import env as env_lib
 from mint_jax.envs.env import Example
-from mint_jax.harness.start import PolicyData
+from mint_jax.errors import UserError
+from mint_jax.harness import report, start
+from mint_jax.harness.start import PolicyData, say
+from mint_jax.harness.training import TrainingRun
 from mint_jax.models.base import Base
-from mint_jax.recipes import supervised
-from mint_jax.recipes.options import SftSettings
+from mint_jax.recipes.options import DataSettings, DpoSettings, SftSettings
 from mint_jax.rollout.score import Scorer
 from mint_jax.train.batch import Group, TrainSequence
 from mint_jax.train.trainer import Trainer
 
+Row = dict[str, Any]
+LocatedRow = tuple[str, Row]  # the row's place for errors, and the row
+Metrics = dict[str, dict[str, float]]  # by policy
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """SFT or DPO.
+
+    Attributes:
+        to_group: base, row, its place for errors, ``append_eos`` -> a group with weights 1.
+        from_env: examples of an environment -> rows.
+        forms: columns of rows.
+        measure: trainer, data -> held-out metrics by policy.
+        headline: the metric of tables and progress lines.
+        higher_is_better: of the headline.
+    """
+
+    to_group: Callable[[Base, Row, str, bool], Group]
+    from_env: Callable[[Sequence[Example]], list[Row]]
+    forms: chat.Forms
+    measure: Callable[[Trainer, dict[str, PolicyData]], Metrics]
+    headline: str
+    higher_is_better: bool
+
 
 def run(config: SftSettings, folder: Path) -> dict[str, Any]:
     """Trains every policy of the config; returns the result."""
-    return supervised.run(config, folder, SFT)
+    return train_on_answers(config, folder, SFT)
+
+
+def train_on_answers(config: SftSettings | DpoSettings, folder: Path, task: Task) -> dict[str, Any]:
+    """Trains, exports and measures the policies; returns the result."""
+    began = time.monotonic()
+    rows = {name: rows_of(policy.data, task) for name, policy in config.policies.items()}
+    with TrainingRun(config, folder) as run:
+        base = start.open_base(config)
+        data = data_of(config, base, task, rows)
+        policies = [one.config for one in data.values()]
+        trainer = Trainer(base, policies, config.max_tokens_per_pass, config.remat)
+        run.begin(trainer, dict.fromkeys(data, trainer.shapes))
+        if (finished := run.finished()) is not None:
+            return finished
+        if not run.resumed:
+            run.notes = {"before": task.measure(trainer, data)}
+        train(config, trainer, data, run, task)
+        revisions = run.close()
+        after = task.measure(trainer, data)
+    found = []
+    for name, (digest, number) in revisions.items():
+        row = {"name": name, "rank": trainer.policies[name].adapter.rank}
+        for when, values in (("before", run.notes["before"][name]), ("after", after[name])):
+            row |= {f"{key}_{when}": round(value, 4) for key, value in values.items()}
+        row |= {"adapter_bytes": run.adapter_bytes(name), "revision": digest, "number": number}
+        found.append(row)
+    if multihost.is_main():
+        report.curves(run.rows(), task.headline, folder / f"{task.headline}.png")
+    if any(math.isnan(v) for row in found for v in row.values() if isinstance(v, float)):
+        say("a metric is NaN: at least one policy diverged; lower its learning rate")
+    return {
+        "job": config.job,
+        "policies": found,
+        "wall_s": round(time.monotonic() - began, 1),
+        "catalog": run.catalog.place,
+        "rss_bytes": host.peak_rss_bytes(),
+    }
+
+
+def train(
+    config: SftSettings | DpoSettings,
+    trainer: Trainer,
+    data: dict[str, PolicyData],
+    run: TrainingRun,
+    task: Task,
+) -> None:
+    """Updates all policies in every step."""
+    headline = task.headline
+    with run.stepping():
+        for step in range(min(run.step.values()), config.steps):
+            order = multihost.agree(
+                "data order", lambda step=step: {n: one.chosen(step) for n, one in data.items()}
+            )
+            groups = {n: weighted([one.train[i] for i in order[n]]) for n, one in data.items()}
+            with run.updating():
+                rows, scores = trainer.update(groups), {}
+                if run.is_eval_step(step):
+                    for name, values in task.measure(trainer, data).items():
+                        rows[name] |= {f"held_out_{key}": value for key, value in values.items()}
+                        value = values[headline]
+                        scores[name] = value if task.higher_is_better else -value
+                shown = " ".join(f"{n}={row[headline]:.3f}" for n, row in rows.items())
+                run.record(step, rows, f"step {step + 1}: {headline} {shown}", scores)
+
+
+def rows_of(data: DataSettings, task: Task) -> tuple[list[LocatedRow], list[LocatedRow]]:
+    """Returns training rows and held-out rows.
+
+    Raises:
+        UserError: an unknown environment, an unreadable file, or a row without needed columns.
+    """
+    if not data.path:
+        environment = env_lib.make(data.env, **data.extra)
+        parts = task.from_env(environment.train), task.from_env(environment.held_out)
+        train, held_out = (
+            [(f"{data.env} row {n}", row) for n, row in enumerate(rows, 1)] for rows in parts
+        )
+        return train, held_out
+    if data.extra and not data.env:
+        raise UserError(
+            f"data.{next(iter(data.extra))} is no setting of a file: drop it, or name an"
+            " environment in data.env"
+        )
+    rows = numbered_rows(data.path)
+    first = max(1, len(rows) // 10) if data.held_out is None else data.held_out
+    if first >= len(rows):
+        raise UserError(f"data.held_out is {first} but {data.path} has {len(rows)} rows: lower it")
+    unused = dict.fromkeys(
+        column
+        for where, row in rows
+        for column in row
+        if column not in (*chat.form_of(row, task.forms, where), *chat.OF_CHATS)
+    )
+    if unused:
+        say(f"{data.path}: columns {', '.join(unused)} are not used")
+    return rows[first:], rows[:first]
+
+
+def data_of(
+    config: SftSettings | DpoSettings,
+    base: Base,
+    task: Task,
+    rows: Mapping[str, tuple[list[LocatedRow], list[LocatedRow]]],
+) -> dict[str, PolicyData]:
+    """Returns every policy's data, encoded, from the rows of ``rows_of``."""
+    found = {}
+    for name, policy in config.policies.items():
+        train, held_out = (_encoded(name, policy.data, base, task, part) for part in rows[name])
+        own = start.policy_config(name, policy, config.seed)
+        found[name] = PolicyData(own, train, held_out, policy.batch_size)
+    every = {name: [one.train, one.held_out] for name, one in found.items()}
+    multihost.require_same(
+        "the data",
+        lambda: {
+            n: [[dataclasses.asdict(g) for g in p] for p in both] for n, both in every.items()
+        },
+    )
+    return found
+
+
+def _encoded(
+    name: str, data: DataSettings, base: Base, task: Task, rows: Sequence[LocatedRow]
+) -> list[Group]:
+    """Returns rows as groups; too long ones are treated as ``data.too_long`` says, and counted."""
+    if data.max_tokens > base.cfg.context:
+        raise UserError(
+            f"policy {name!r}: data.max_tokens is {data.max_tokens}, but the base's context is"
+            f" {base.cfg.context}: lower it"
+        )
+    limit = data.max_tokens or base.cfg.context
+    groups, cut, dropped = [], 0, 0
+    for where, row in rows:
+        group: Group | None = task.to_group(base, row, where, data.append_eos)
+        longest = len(group.prefix) + max(len(s.tokens) for s in group.sequences)
+        if longest > limit:
+            if data.too_long == "refuse":
+                what = f"data.max_tokens, {limit}" if data.max_tokens else f"the context of {limit}"
+                raise UserError(
+                    f"policy {name!r}: {where} has {longest} tokens, which exceeds {what}: shorten"
+                    " it, or set data.too_long to cut or drop"
+                )
+            group = _cut(group, limit) if data.too_long == "cut" else None
+            cut, dropped = cut + (group is not None), dropped + (group is None)
+        if group is not None:
+            groups.append(group)
+    if cut or dropped:
+        say(
+            f"policy {name!r}: of {len(rows)} rows {cut} were cut to {limit} tokens and {dropped}"
+            " left out"
+        )
+    if rows and not groups:
+        raise UserError(
+            f"policy {name!r}: all {len(rows)} rows have more than {limit} tokens: raise"
+            " data.max_tokens"
+        )
+    return groups
+
+
+def _cut(group: Group, limit: int) -> Group | None:
+    """Returns a group cut to ``limit`` tokens; None where a sequence loses all its targets."""
+    left = limit - len(group.prefix)
+    sequences = [
+        dataclasses.replace(s, tokens=s.tokens[:left], weights=s.weights[:left])
+        for s in group.sequences
+    ]
+    if left < 1 or not all(any(s.weights) for s in sequences):
+        return None
+    return dataclasses.replace(group, sequences=sequences)
+
+
+def weighted(groups: Sequence[Group]) -> list[Group]:
+    """Returns the groups of one update, whose loss is a mean over target tokens, or over pairs."""
+    tokens = sum(w != 0 for g in groups for s in g.sequences for w in s.weights)
+    out = []
+    for group in groups:
+        sequences = [
+            dataclasses.replace(s, weights=[w / tokens for w in s.weights]) for s in group.sequences
+        ]
+        out.append(Group(group.prefix, sequences, group.pair_weight / len(groups)))
+    return out
 
 
 def to_group(base: Base, row: dict[str, Any], where: str, append_eos: bool) -> Group:
@@ -65,7 +282,7 @@ def sequence_logprobs(
     ]
 
 
-def measure(trainer: Trainer, data: dict[str, PolicyData]) -> supervised.Metrics:
+def measure(trainer: Trainer, data: dict[str, PolicyData]) -> Metrics:
     """Returns the held-out loss: mean negative log-likelihood of a target token, in nats."""
     out = {}
     for name, one in data.items():
@@ -74,4 +291,4 @@ def measure(trainer: Trainer, data: dict[str, PolicyData]) -> supervised.Metrics
     return out
 
 
-SFT = supervised.Task(to_group, from_env, chat.SUPERVISED, measure, "loss", higher_is_better=False)
+SFT = Task(to_group, from_env, chat.SUPERVISED, measure, "loss", higher_is_better=False)

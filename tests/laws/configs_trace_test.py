@@ -29,7 +29,6 @@ from mint_jax.recipes import (
     scale_up,
     serve,
     sft,
-    supervised,
 )
 from mint_jax.rollout import device, plans
 from mint_jax.rollout.engine import BLOCKS
@@ -103,11 +102,9 @@ def training_groups(config, base):
             ]
         return out
     kind = {"sft": sft.SFT, "dpo": dpo.DPO}[config.job]
-    data = {
-        name: supervised.rows_of(section.data, kind) for name, section in config.policies.items()
-    }
-    students = supervised.data_of(config, base, kind, data)
-    return {name: supervised.weighted(s.train[: s.per_step]) for name, s in students.items()}
+    data = {name: sft.rows_of(section.data, kind) for name, section in config.policies.items()}
+    students = sft.data_of(config, base, kind, data)
+    return {name: sft.weighted(s.train[: s.per_step]) for name, s in students.items()}
 
 
 @pytest.mark.parametrize("name", NAMES)

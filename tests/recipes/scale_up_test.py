@@ -175,47 +175,16 @@ def test_what_finds_no_room_says_how_much_it_needs():
 def test_the_reason_given_is_the_one_found():
     tight = Measured("train", 100 * chips.GIB, total=97 * chips.GIB)
     assert not tight.fits(0.05)
-    assert (
-        tight.reason(0.05)
-        == "train needs 97.0 of 100.0 GiB a device, which leaves 3.0 % where 5 % are to stay free"
-    )
-    refused = Measured(
-        "train", 100, total=130, refused="RESOURCE_EXHAUSTED: no room for scoped vmem", stated=False
-    )
-    assert (
-        refused.reason(0.05)
-        == "train was refused by the compiler: RESOURCE_EXHAUSTED: no room for scoped vmem"
-    )
+    says = "train needs 97.0 of 100.0 GiB a device, which leaves 3.0 % where 5 % are to stay free"
+    assert tight.reason(0.05) == says
+    refused = Measured("train", 100, total=130, refused="no room for scoped vmem", stated=False)
+    assert refused.reason(0.05) == "train was refused by the compiler: no room for scoped vmem"
 
 
-def test_a_refusal_without_numbers_invents_none(config, tmp_path, monkeypatch):
-    config.topology, config.chip = "smallest", "v5e"
-
-    def refuse(program, mesh, target):
-        small = len(target.devices) == 4
-        return Measured(
-            program.name,
-            target.hbm,
-            total=2 * target.hbm * small,
-            refused="no vmem" * small,
-            stated=False,
-        )
-
-    monkeypatch.setattr(scale_up, "measure", refuse)
-    assert (
-        run_config(config, tmp_path)["tried"]["v5e:2x2"]
-        == "train was refused by the compiler: no vmem"
-    )
-
-
-def test_what_fits_program_by_program_may_not_fit_together():
+def test_programs_that_fit_alone_may_not_fit_together():
     # arguments, temporaries, new
-    sizes = {
-        "train": (50, 20, 5),
-        "optim": (30, 5, 0),
-        "prefill": (45, 30, 0),
-        "decode": (45, 10, 0),
-    }
+    sizes = {"train": (50, 20, 5), "optim": (30, 5, 0), "prefill": (45, 30, 0)}
+    sizes["decode"] = (45, 10, 0)
     measured = [
         Measured(name, 100, a, t, outputs=o + 10, aliased=10, total=a + t + o)
         for name, (a, t, o) in sizes.items()
@@ -223,46 +192,40 @@ def test_what_fits_program_by_program_may_not_fit_together():
     assert all(m.fits(0.2) for m in measured)
     together = colocated(measured, base_bytes=10)
     assert (together.arguments, together.temporaries) == (50 + 45 - 10, 30)
-    fractions = {"free_hbm_fraction": -0.15, "fits": 0}
-    assert together.json(0.0) == {
-        "bytes": 115,
-        "argument_bytes": 85,
-        "temporary_bytes": 30,
-        **fractions,
-    }
+    found = together.json(0.0)
+    assert (found["bytes"], found["free_hbm_fraction"], found["fits"]) == (115, -0.15, 0)
 
 
 def test_the_smallest_pod_that_holds_all(config, tmp_path, monkeypatch):
     config.topology, config.chip = "smallest", "v5e"
 
+    def search(measure):
+        monkeypatch.setattr(scale_up, "measure", measure)
+        return run_config(config, tmp_path)
+
     def pretend(program, mesh, target):
         needs = int(1.9 * target.hbm) if program.name == "prefill" else 0
         return Measured(program.name, target.hbm, total=needs * 4 // len(target.devices))
 
-    monkeypatch.setattr(scale_up, "measure", pretend)
-    result = run_config(config, tmp_path)
+    def refuse(program, mesh, target):
+        small = len(target.devices) == 4
+        total = 2 * target.hbm * small
+        why = "no vmem" * small
+        return Measured(program.name, target.hbm, total=total, refused=why, stated=False)
+
+    result = search(pretend)
     assert (result["topology"], result["prefill"]["fits"]) == ("v5e:2x4", 1)
     assert list(result["tried"]) == ["v5e:2x2", "v5e:2x4"]
     assert result["tried"]["v5e:2x2"] == "prefill does not fit: it needs 30.4 of 16.0 GiB a device"
-
-    monkeypatch.setattr(
-        scale_up, "measure", lambda p, _, t: dataclasses.replace(pretend(p, _, t), total=2 * t.hbm)
-    )
-    with pytest.raises(
-        UserError,
-        match=r"no v5e slice holds tiny: .*v5e:4x4: train.policies x train.rows is 4 rows",
-    ):
-        run_config(config, tmp_path)
-
-
-def test_weights_that_do_not_fit_are_not_compiled(config, tmp_path, monkeypatch):
-    config.topology, config.chip = "smallest", "v5e"
-    monkeypatch.setitem(
-        chips.CHIPS, "v5e", dataclasses.replace(chips.CHIPS["v5e"], hbm=1 << 20, slices=("2x2",))
-    )
-    monkeypatch.setattr(scale_up, "measure", None)
+    says = "train was refused by the compiler: no vmem"
+    assert search(refuse)["tried"]["v5e:2x2"] == says
+    says = r"no v5e slice holds tiny: .*v5e:4x4: train.policies x train.rows is 4 rows"
+    with pytest.raises(UserError, match=says):
+        search(lambda p, _, t: dataclasses.replace(pretend(p, _, t), total=2 * t.hbm))
+    small = dataclasses.replace(chips.CHIPS["v5e"], hbm=1 << 20, slices=("2x2",))
+    monkeypatch.setitem(chips.CHIPS, "v5e", small)
     with pytest.raises(UserError, match=r"v5e:2x2: does not fit: weights alone"):
-        run_config(config, tmp_path)
+        search(None)
 
 
 @pytest.mark.parametrize(
@@ -346,19 +309,6 @@ SPARSE = {
 }
 
 
-@pytest.mark.long
-def test_a_tiny_sparse_model_compiles_with_adapters_on_its_experts(config, tmp_path):
-    config.model, config.adapter = (
-        ConfigDict(SPARSE),
-        ConfigDict({"rank": 4, "alpha": 8.0, "targets": ("all-linear",)}),
-    )
-    result = run_config(config, tmp_path)
-    assert result["fits"] == 1
-    assert all(result[name]["kernels"] > 0 for name in ("train", "prefill", "decode")), (
-        "grouped products are the compiler's own kernels"
-    )
-
-
 def test_a_base_in_8_bits_takes_about_half(config):
     config.model, config.adapter = (
         ConfigDict(SPARSE),
@@ -417,13 +367,3 @@ def test_a_pool_holds_whole_pages_of_every_context_and_plans_what_the_mesh_divid
     assert decode.trips == {"runs": 1, "teams": 1, "teams/runs": 1, "indexer": 2}
     assert (prefill.tokens, decode.tokens) == (8 * 32, 36)
     assert prefill.unread == programs.device_bytes(pool) * (84 - 6) // 84
-
-
-@pytest.mark.long
-def test_qwen3_30b_a3b_fits_sixteen_chips(tmp_path):
-    scope: dict = {}
-    exec((CONFIG.parent / "qwen3_30b_a3b.py").read_text(), scope)
-    config = scope["get_config"]()
-    config.topology = "v5e:4x4"
-    config.rollout.prompts = config.rollout.adapters
-    assert run_config(config, tmp_path)["decode"]["fits"] == 1

@@ -68,71 +68,43 @@ def test_what_a_file_leaves_out_has_its_default_and_can_be_set(own):
     assert config.policies["v2"].adapter.targets == ("q", "v")
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        ("configs/sft/smollm2.py", "--config.policies.bracket.data.path=rows.jsonl"),
-        ("configs/dpo/smollm2.py", "--config.policies.adder.data.path=pairs.jsonl"),
-        (
-            "configs/sample.py",
-            "--config.catalog=runs/q/catalog",
-            "--config.input=p.jsonl",
-            "--config.sampling.max_tokens=6",
-        ),
-        (
-            "configs/evaluate.py",
-            "--config.catalog=runs/quickstart/catalog",
-            "--config.adapters.policy=adder@latest",
-        ),
-        ("configs/evaluate.py", "--config.adapters.adder-v1=adder@1", "--config.env.seed=3"),
-        (
-            "configs/quickstart.py",
-            "--config.schedule=overlapped",
-            "--config.policies.adder.env.count=12",
-        ),
-        (
-            "configs/tiny/grpo_moe.py",
-            "--config.router_noise=0.3",
-            "--config.policies.*.sampling.replay=False",
-        ),
-        (
-            "configs/scale_up/tiny.py",
-            "--config.topology=smallest",
-            "--config.model.sliding_window=128",
-        ),
-    ],
-    ids=lambda c: "+".join(c).replace("--config.", "").replace("configs/", ""),
-)
+COMMANDS = """
+configs/sft/smollm2.py policies.bracket.data.path=rows.jsonl
+configs/dpo/smollm2.py policies.adder.data.path=pairs.jsonl
+configs/sample.py catalog=runs/q/catalog input=p.jsonl sampling.max_tokens=6
+configs/evaluate.py catalog=runs/quickstart/catalog adapters.policy=adder@latest
+configs/evaluate.py adapters.adder-v1=adder@1 env.seed=3
+configs/quickstart.py schedule=overlapped policies.adder.env.count=12
+configs/tiny/grpo_moe.py router_noise=0.3 policies.*.sampling.replay=False
+configs/scale_up/tiny.py topology=smallest model.sliding_window=128
+"""
+
+
+@pytest.mark.parametrize("command", COMMANDS.strip().splitlines())
 def test_documented_changes_are_taken(command):
-    name, *changes = command
-    at_start = settings.build(*launch.load(str(ROOT / name), launch.split(changes)[1]))
-    for path, text in launch.split(changes)[1]:
-        path = path.replace("*", "experts")
-        at = settings.plain(at_start)
-        for part in path.split("."):
+    name, *given = command.split()
+    changes = launch.split([f"--config.{one}" for one in given])[1]
+    config = settings.plain(settings.build(*launch.load(str(ROOT / name), changes)))
+    for path, text in changes:
+        at = config
+        for part in path.replace("*", "experts").split("."):
             at = at[part]
-        assert str(at).replace(" ", "") == text or text.startswith("~"), path
+        assert str(at) == text, path
 
 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
         ("stepps=3", "stepps is no setting: did you mean steps?"),
-        ("chekpoint.every=3", "chekpoint is no setting: did you mean checkpoint?"),
         ("checkpoint.evry=3", "checkpoint.evry is no setting: did you mean checkpoint.every?"),
-        ("polices.adder.seed=3", "polices is no setting: did you mean policies?"),
         ("policies.addr.seed=3", "policies.addr is no setting: did you mean policies.adder?"),
-        ("policies.adder.adaptor.rank=3", "did you mean policies.adder.adapter?"),
         (
             "policies.adder.optimizer.warmup=3",
             "did you mean policies.adder.optimizer.warmup_steps?",
         ),
-        ("mesh.tensr=3", "did you mean mesh.tensor?"),
         ("qqqq=3", "qqqq is no setting: the config has job, base, "),
         ("steps.more=3", "steps is a value, not a section: set --config.steps=3"),
-        ("adapter.rank=3", "adapter is no setting"),
         ("checkpoint=3", "checkpoint is a section, not a value: .* it has every, keep"),
-        ("policies.adder={}", "policies.adder is a section, not a value"),
     ],
 )
 def test_a_misspelt_setting_is_refused_with_the_nearest(own, change, says):
@@ -147,10 +119,6 @@ def test_a_misspelt_setting_is_refused_with_the_nearest(own, change, says):
         ("steps=0", "steps is 0; expected a whole number, at least 1"),
         ("steps=1.5", "steps is '1.5'; expected a whole number"),
         ("seed=-1", "seed is -1; expected a whole number, at least 0"),
-        ("export_every=0", "export_every is 0; expected a whole number, at least 1"),
-        ("checkpoint.every=0", "checkpoint.every is 0; expected"),
-        ("policies.adder.batch_size=-8", "policies.adder.batch_size is -8; expected"),
-        ("policies.adder.seed=-1", "policies.adder.seed is -1; expected"),
         ("tensorboard=maybe", "tensorboard is 'maybe'; expected True or False"),
         (
             "policies.adder.optimizer.learning_rate=fast",
@@ -193,13 +161,11 @@ def test_a_single_text_is_a_tuple_of_one(tmp_path):
         ),
         ("config.steps = 4", "pass", "steps is not set"),
         ('{"rank": 2}', "{}", "policies.adder.adapter.rank is not set"),
-        ('"adapter": {"rank": 2}', '"batch_size": 2', "policies.adder.adapter.rank is not set"),
         (
             '"adapter": {"rank": 2}',
             '"adapter": 2',
             "policies.adder.adapter is 2; expected a section",
         ),
-        ("config.steps = 4", "config.step = 4", "step is no setting: did you mean steps"),
         ("config.steps = 4", "config.steps = 4.0", "steps is 4.0; expected a whole number"),
         ("config.steps = 4", "config.steps = True", "steps is True; expected a whole number"),
         ("return config", "return {}", "get_config of .* returned a dict"),

@@ -16,7 +16,7 @@ from mint_jax.errors import UserError
 from mint_jax.harness import start
 from mint_jax.harness.start import policy_seed
 from mint_jax.models import base as base_lib
-from mint_jax.recipes import dpo, sft, supervised
+from mint_jax.recipes import dpo, sft
 from mint_jax.train import losses
 from mint_jax.train.config import registered
 from mint_jax.train.trainer import Trainer
@@ -84,7 +84,7 @@ def test_a_policys_own_loss_settings_are_honoured(job, base, tmp_path, monkeypat
         raise Made(policies)
 
     monkeypatch.setattr(start, "open_base", lambda config: base)
-    monkeypatch.setattr(supervised, "Trainer", made)
+    monkeypatch.setattr(sft, "Trainer", made)
     loss = {"kl_kind": "k3", "kl": 0.25, "dpo_beta": 0.4}
     with pytest.raises(Made) as caught:
         JOBS[job][0].run(config_of(job, {"loss": loss}), tmp_path)
@@ -97,9 +97,9 @@ def test_a_policys_own_loss_settings_are_honoured(job, base, tmp_path, monkeypat
 def test_kl_of_sft_keeps_the_policy_near(base):
     """The same examples with and without KL: the gradient differs, and the metric is there."""
     config = config_of("sft")
-    data = {"a": supervised.rows_of(config.policies["a"].data, sft.SFT)}
-    [student] = supervised.data_of(config, base, sft.SFT, data).values()
-    groups = supervised.weighted(student.train[:2])
+    data = {"a": sft.rows_of(config.policies["a"].data, sft.SFT)}
+    [student] = sft.data_of(config, base, sft.SFT, data).values()
+    groups = sft.weighted(student.train[:2])
     norms = {}
     for kl in (0.0, 5.0):
         own = config_of(
@@ -119,8 +119,8 @@ def test_answers_of_an_environment_end_with_the_end_token(job, base):
 
     def last_tokens(append_eos):
         config = config_of(job, {"data": {"env": "digit_sum", "append_eos": append_eos}})
-        data = {"a": supervised.rows_of(config.policies["a"].data, kind)}
-        [student] = supervised.data_of(config, base, kind, data).values()
+        data = {"a": sft.rows_of(config.policies["a"].data, kind)}
+        [student] = sft.data_of(config, base, kind, data).values()
         return [s.tokens for g in student.train + student.held_out for s in g.sequences]
 
     whole, bare = last_tokens(True), last_tokens(False)
@@ -184,9 +184,9 @@ NO_ROOM = {
 def data_of(job, base, **data):
     config = config_of(job, {"data": data})
     kind = JOBS[job][1]
-    return supervised.data_of(
-        config, base, kind, {"a": supervised.rows_of(config.policies["a"].data, kind)}
-    )["a"].train
+    return sft.data_of(config, base, kind, {"a": sft.rows_of(config.policies["a"].data, kind)})[
+        "a"
+    ].train
 
 
 @pytest.mark.parametrize("job", JOBS)
@@ -233,7 +233,7 @@ def test_how_long_rows_may_be_is_checked_first(base, tmp_path):
 def test_columns_that_nobody_reads_are_named(tmp_path, capsys):
     file = write(tmp_path / "rows.jsonl", [GOOD["sft"] | {"mesages": [], "id": 3}] * 4)
     section = config_of("sft", {"data": {"path": file}}).policies["a"].data
-    assert [len(part) for part in supervised.rows_of(section, sft.SFT)] == [3, 1]
+    assert [len(part) for part in sft.rows_of(section, sft.SFT)] == [3, 1]
     assert "rows.jsonl: columns mesages, id are not used" in capsys.readouterr().err
 
 
@@ -253,8 +253,8 @@ def test_a_missing_file_is_refused_before_the_base_is_loaded(tmp_path, monkeypat
 def test_measured_margins_are_of_the_reference_that_trains(base):
     """A fresh policy is its own reference: margins are 0."""
     config = config_of("dpo")
-    data = {"a": supervised.rows_of(config.policies["a"].data, dpo.DPO)}
-    students = supervised.data_of(config, base, dpo.DPO, data)
+    data = {"a": sft.rows_of(config.policies["a"].data, dpo.DPO)}
+    students = sft.data_of(config, base, dpo.DPO, data)
     students["a"].held_out = students["a"].held_out[:2]
     trainer = Trainer(base, [start.policy_config("a", config.policies["a"], 0)])
     assert np.allclose(dpo.measure(trainer, students)["a"]["margin"], 0.0, atol=1e-5)
