@@ -13,16 +13,14 @@ it on TPU slices, GKE, SLURM and Ray.
 
 import argparse
 import errno
-import importlib.util
 import inspect
 import json
 import logging
 import os
-import shutil
+import runpy
 import signal
 import sys
 import sysconfig
-import textwrap
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -35,7 +33,7 @@ from mint_jax import interrupts, recipes
 from mint_jax.errors import UserError
 from mint_jax.harness import settings
 from mint_jax.harness.options import BaseSettings, RecipeSettings, TrainingSettings
-from mint_jax.recipes import options
+from mint_jax.recipes import options, reference
 
 FLAG = "--config."
 # configs of an installed wheel
@@ -95,17 +93,13 @@ def read_config(file: Path, argument: str | None) -> ConfigDict:
     file = places[0]
     if (folder := str(file.parent.resolve())) not in sys.path:
         sys.path.append(folder)  # last: a file called sample.py hides no other module
-    spec = importlib.util.spec_from_file_location("config", file)
-    if spec is None or spec.loader is None:
-        raise UserError(f"config {file} is no Python file: its name must end in .py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    if not callable(getattr(module, "get_config", None)):
+    get_config = runpy.run_path(str(file)).get("get_config")
+    if not callable(get_config):
         raise UserError(f"config {file} has no function get_config: it returns the ConfigDict")
-    if argument is not None and not inspect.signature(module.get_config).parameters:
+    if argument is not None and not inspect.signature(get_config).parameters:
         raise UserError(f"config {file} takes no argument: drop ':{argument}'")
     try:
-        config = module.get_config(*(() if argument is None else (argument,)))
+        config = get_config(*(() if argument is None else (argument,)))
     except ValueError as error:
         raise UserError(str(error)) from error
     if not isinstance(config, ConfigDict):
@@ -147,19 +141,6 @@ def default_workdir(name: str, job: str) -> Path:
     return Path("runs", *below[:-1], f"{below[-1]}-{argument}" if argument else below[-1])
 
 
-def usage(cls: type[RecipeSettings], tree: dict[str, Any]) -> str:
-    """Lists every setting with its present value, type and help."""
-    width = min(120, shutil.get_terminal_size().columns)
-    out = [f"\nsettings of job {tree['job']}:"]
-    for path, words, value, line in settings.describe(cls, tree):
-        is_unset = value is None or value is settings.UNSET
-        shown = "" if is_unset else value if isinstance(value, str) else repr(value)
-        out.append(f"  {FLAG}{path}={shown}")
-        about = f"{words}; {line}" if line else words
-        out += textwrap.wrap(about, width, initial_indent=" " * 6, subsequent_indent=" " * 6)
-    return "\n".join(out)
-
-
 def main(argv: Sequence[str]) -> None:
     arguments, changes = split(argv)
     parser = _parser()
@@ -169,7 +150,8 @@ def main(argv: Sequence[str]) -> None:
             f"unexpected argument {extra[0]!r}: settings are given as --config.name=value"
         )
     if args.help:
-        print(parser.format_help() + (usage(*load(args.config, changes)) if args.config else ""))
+        listed = reference.usage(*load(args.config, changes)) if args.config else ""
+        print(parser.format_help() + listed)
         return
     if args.config is None:
         raise UserError("no config: give --config=configs/<...>.py")
@@ -179,18 +161,13 @@ def main(argv: Sequence[str]) -> None:
         workdir = Path(args.workdir).expanduser()
     check_workdir(workdir)
     config.preflight()
-    does = "dry run" if args.dry_run else f"results in {workdir}"
-    print(f"[launch] {outline(config, args.config)}; {does}", file=sys.stderr, flush=True)
-    _with_jax(args, config, workdir)
-
-
-def outline(config: RecipeSettings, name: str) -> str:
-    """Describes a run in a line."""
-    words = [f"job {config.job} of {name}"]
+    words = [f"job {config.job} of {args.config}"]
     if isinstance(config, TrainingSettings):
         words += [f"{len(config.policies)} policies", f"{config.steps} steps"]
     over = f" over {config.base}" if isinstance(config, BaseSettings) else ""
-    return ", ".join(words) + over
+    does = "dry run" if args.dry_run else f"results in {workdir}"
+    print(f"[launch] {', '.join(words)}{over}; {does}", file=sys.stderr, flush=True)
+    _with_jax(args, config, workdir)
 
 
 def check_workdir(workdir: Path) -> None:
@@ -205,7 +182,7 @@ def check_workdir(workdir: Path) -> None:
 def _with_jax(args: argparse.Namespace, config: RecipeSettings, workdir: Path) -> None:
     """Imports JAX, which takes seconds, and runs the job."""
     from mint_jax import compiling, host, multihost
-    from mint_jax.harness import report
+    from mint_jax.harness import report, start
     from mint_jax.models.names import cache_dir
 
     host.leave_out_absent_tpu()
@@ -225,9 +202,7 @@ def _with_jax(args: argparse.Namespace, config: RecipeSettings, workdir: Path) -
                 f"job {config.job!r} runs in one process, and {multihost.count()} have joined:"
                 " start it on one host alone"
             )
-        hosts = multihost.topology()
-        if multihost.is_main():
-            print(f"[launch] {hosts}", file=sys.stderr, flush=True)
+        start.say(f"[launch] {multihost.topology()}")
     host.use_compilation_cache(cache_dir() / "compiled")
     compiling.announce()
     result = run(config, workdir)

@@ -1,11 +1,15 @@
-"""Every setting of every recipe as one page: ``python -m mint_jax.recipes.reference >
-docs/settings.md``.
+"""Every setting of a recipe, as ``--help`` lists it; ``python -m mint_jax.recipes.reference >
+docs/settings.md`` writes the page of all recipes. Imports no JAX for ``--help``.
 """
 
 import importlib
+import shutil
+import textwrap
 from collections.abc import Iterator
+from typing import Any
 
 from mint_jax.harness import settings
+from mint_jax.harness.options import RecipeSettings
 from mint_jax.recipes import RECIPES
 from mint_jax.recipes.options import OF_JOB
 
@@ -18,6 +22,19 @@ Benchmarks declare theirs in `configs/bench/` and `configs/sweeps/`.
 
 Generated from `mint_jax/harness/options.py` and `mint_jax/recipes/options.py`.
 """  # noqa: E501
+
+
+def usage(cls: type[RecipeSettings], tree: dict[str, Any]) -> str:
+    """Lists every setting with its present value, type and help."""
+    width = min(120, shutil.get_terminal_size().columns)
+    out = [f"\nsettings of job {tree['job']}:"]
+    for path, words, value, line in settings.describe(cls, tree):
+        is_unset = value is None or value is settings.UNSET
+        shown = "" if is_unset else value if isinstance(value, str) else repr(value)
+        out.append(f"  --config.{path}={shown}")
+        about = f"{words}; {line}" if line else words
+        out += textwrap.wrap(about, width, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    return "\n".join(out)
 
 
 def page() -> str:

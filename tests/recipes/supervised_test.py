@@ -59,22 +59,6 @@ def test_a_registered_loss_is_one_of_the_jobs_that_can_feed_it(monkeypatch):
             of_rollouts(kind)
 
 
-@pytest.mark.parametrize(
-    ("job", "loss", "kind"),
-    [
-        ("sft", {"kind": "ppo"}, "cross_entropy"),
-        ("sft", {"kind": "dpo"}, "cross_entropy"),
-        ("dpo", {"kind": "ppo"}, "dpo"),
-    ],
-)
-def test_another_loss_is_refused(job, loss, kind):
-    with pytest.raises(
-        UserError,
-        match=rf"policies.a: loss.kind is '{loss['kind']}', but job {job} minimises '{kind}'",
-    ):
-        config_of(job, {"loss": loss})
-
-
 @pytest.mark.parametrize("job", JOBS)
 def test_a_policys_own_loss_settings_are_honoured(job, base, tmp_path, monkeypatch):
     class Made(Exception):
