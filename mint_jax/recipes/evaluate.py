@@ -10,6 +10,8 @@ PEFT directories are sampled as the first revision with recorded settings, or by
 """
 
 import dataclasses
+import functools
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -63,28 +65,25 @@ def run(config: EvaluateSettings, folder: Path) -> dict[str, Any]:
             alone, among, scores = _sample(config, requests, pool, source.revisions, catalog)
 
         def judge() -> dict[str, list[list[float]]]:
-            return {
-                label: [
-                    [
-                        scoring.score(label, environment, c.text or "", e)
-                        for e, group in zip(examples, results[text])
-                        for c in group
-                    ]
-                    for results in (alone, among)
-                ]
-                for label, text in config.adapters.items()
-            }
+            rewards: dict[str, list[list[float]]] = {label: [] for label in config.adapters}
+            for (label, text), results in itertools.product(
+                config.adapters.items(), (alone, among)
+            ):
+                pairs = [(c, e) for e, group in zip(examples, results[text]) for c in group]
+                rewards[label].append(
+                    [scoring.score(label, environment, c.text or "", e) for c, e in pairs]
+                )
+            return rewards
 
         watch = scoring.Watch(config.reward_timeout)
         rewards = multihost.agree("rewards", lambda: watch.over(judge))
         verdicts = {}
         for label, text in config.adapters.items():
-            sampled = []
-            for drawn, scored, earned in zip((alone, among), scores[text], rewards[label]):
-                rows = [c for group in drawn[text] for c in group]
-                sampled.append(agreement.Sampled(rows, scored, earned))
+            own, served = (
+                agreement.Sampled([c for group in drawn[text] for c in group], scored, earned)
+                for drawn, scored, earned in zip((alone, among), scores[text], rewards[label])
+            )
             dtype, temperature = np.dtype(base.dtype).name, samplings[text][0].temperature
-            own, served = sampled
             verdicts[label] = verdict = agreement.compare(own, served, dtype, temperature)
             if not verdict.holds:
                 raise UserError(
@@ -103,10 +102,13 @@ def run(config: EvaluateSettings, folder: Path) -> dict[str, Any]:
             named = {"name": label, "adapter": text, "revision": pool.digests.get(text)}
             row = named | _row(verdicts[label], rewards[label][0])
             row |= {"sampling": sampling.drawing, "sampling_from": origin}
+            row["samples"] = config.samples
             rows.append(row)
             if catalog is not None and text in source.revisions:
-                metrics = row | {"samples": config.samples}
-                _record(catalog, source.revisions[text], verdicts[label], metrics, about)
+                record = functools.partial(
+                    _record, catalog, source.revisions[text], verdicts[label], row, about
+                )
+                multihost.agree("evaluation", record)
     if multihost.is_main():
         columns = ("name", "reward", "shared", "standard_error", "rows_differ")
         cells = [[row[c] for c in columns] for row in rows]
@@ -208,18 +210,12 @@ def _sample(
     progress = Progress("evaluate", len(groups) + 2 * len(names))
     decode, cache_bytes = base.need_tokenizer().decode, start.cache_bytes(config.cache_gib)
     engine = Engine(base, decode, config.max_rows, cache_bytes=cache_bytes)
-    scorer, done = Scorer(base), 0
-
-    def step(detail: str) -> None:
-        nonlocal done
-        done += 1
-        progress.update(done, detail)
-
+    scorer, done = Scorer(base), itertools.count(1)
     among: Completions = {}
     for group in groups:
         with pool.hold([*group, BASE]) as resident:
             among |= sample_together(engine, requests, resident, [*group, BASE], "in one batch")
-        step(f"{len(group) + 1} in one batch")
+        progress.update(next(done), f"{len(group) + 1} in one batch")
     alone: Completions = {}
     scores: Scores = {}
     for text in names:
@@ -231,10 +227,10 @@ def _sample(
             slot = resident.slot(name)
             single = ResidentAdapters({text: slot} if slot else {}, resident.stacks)
             alone |= sample_together(engine, requests, single, [text], "alone")
-            step(f"{text or 'base'} alone")
+            progress.update(next(done), f"{text or 'base'} alone")
             sampled = alone[text], among[text]
             scores[text] = _scores(scorer, requests[text], sampled, slot, resident.stacks)
-            step(f"{text or 'base'} scored")
+            progress.update(next(done), f"{text or 'base'} scored")
     return alone, among, scores
 
 
@@ -287,12 +283,5 @@ def _record(
     metrics: dict[str, Any],
     about: dict[str, Any],
 ) -> None:
-    def record() -> None:
-        scores = {
-            "isolated": verdict.isolated,
-            "shared": verdict.shared,
-            "tolerance": verdict.tolerance,
-        }
-        catalog.main.record_evaluation(str(revision), metrics=metrics, **scores, **about)
-
-    multihost.agree("evaluation", record)
+    scores = {name: getattr(verdict, name) for name in ("isolated", "shared", "tolerance")}
+    catalog.main.record_evaluation(str(revision), metrics=metrics, **scores, **about)

@@ -44,19 +44,6 @@ def units_of(names: Sequence[str], schedule: str, cohorts: int = 1) -> list[list
     return [list(names[i::cohorts]) for i in range(cohorts)]
 
 
-def check_workers(workers: int) -> None:
-    """Raises if the number of reward threads is invalid.
-
-    Raises:
-        UserError: names the value.
-    """
-    if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
-        raise UserError(
-            f"reward_workers is {workers!r}; expected the number of policies whose rewards are"
-            " computed at once, at least 1"
-        )
-
-
 @dataclasses.dataclass
 class Timing:
     """Seconds that the devices were busy, and wall time."""

@@ -46,52 +46,51 @@ def leases(place: JobCatalog) -> int:
         return connection.exec_driver_sql("SELECT count(*) FROM leases").scalar()
 
 
+def assert_in_slot(turn, slot, rank, stored, dtype=None):
+    """The slot of a turn has an adapter's factors, bit for bit."""
+    found = lora_tree.read_slot(turn.stacks[slot.bucket], slot.index, rank, stored)
+    for (_, ours), (_, theirs) in zip(
+        params_lib.leaves_with_path(found), params_lib.leaves_with_path(stored), strict=True
+    ):
+        assert dtype is None or ours.dtype == dtype
+        np.testing.assert_array_equal(ours, np.asarray(theirs).astype(ours.dtype))
+
+
 @pytest.mark.long
 def test_one_slot_serves_all_and_each_is_itself(stored, hf_dirs, rng, tmp_path):
     place, names, folder = stored
-    owners = [*names, None, names[0], str(folder / names[1]), None, names[-1]]
+    directories = {name: str(folder / name) for name in names} | {None: None}
+    owners = [*names, None, names[0], names[1], None, names[-1]]
     rows = [
         {"id": i, "tokens": rng.integers(3, 97, 4 + i).tolist(), "adapter": a}
         for i, a in enumerate(owners)
     ]
+    rows[-3]["adapter"] = directories[names[1]]  # the same adapter as a PEFT directory
     write_lines(tmp_path / "in.jsonl", rows)
-    fields = {
-        "base": str(hf_dirs("llama")),
-        "input": str(tmp_path / "in.jsonl"),
-        "catalog": place.place,
-    }
-    out = {}
-    for slots in (1, 64):
-        result = run_config(
-            config_of("score", **fields, slots=slots, output=str(tmp_path / f"{slots}")),
-            tmp_path / "work",
-        )
-        assert result["adapters"] == len(names) + 1
-        out[slots] = read_lines(tmp_path / f"{slots}")
-    for row, one, many in zip(rows, out[1], out[64], strict=True):
-        assert one["id"] == many["id"] == row["id"]
-        owner = (
-            None if row["adapter"] is None else str(folder / str(row["adapter"]).rsplit("/", 1)[-1])
-        )
-        np.testing.assert_allclose(
-            one["logprobs"][1:], torch_logprobs(hf_dirs("llama"), owner, row["tokens"]), atol=ATOL
-        )
-        # batches of other rows
-        np.testing.assert_allclose(one["logprobs"][1:], many["logprobs"][1:], atol=1e-5)
+    fields = {"base": str(hf_dirs("llama")), "input": str(tmp_path / "in.jsonl")}
+    fields["catalog"] = place.place
+
+    def lines(job, **settings):
+        output = tmp_path / f"{job}{settings['slots']}"
+        config = config_of(job, **fields, **settings, output=str(output))
+        assert run_config(config, tmp_path / "work")["adapters"] == len(names) + 1
+        return read_lines(output)
+
+    few, many = lines("score", slots=1), lines("score", slots=64)
     sampling = {"max_tokens": 4, "temperature": 0.0}
-    fields |= {"output": str(tmp_path / "sampled"), "sampling": sampling, "max_rows": 8}
-    run_config(config_of("sample", **fields, slots=1), tmp_path / "work")
-    for row, line in zip(rows, read_lines(tmp_path / "sampled"), strict=True):
-        owner = (
-            None if row["adapter"] is None else str(folder / str(row["adapter"]).rsplit("/", 1)[-1])
-        )
-        name = None if row["adapter"] is None else owner.rsplit("/", 1)[-1]
-        assert line["revision"] == (None if name is None else place.main.resolve(name).digest)
+    sampled = lines("sample", slots=1, sampling=sampling, max_rows=8)
+    for row, owner, one, two, line in zip(rows, owners, few, many, sampled, strict=True):
+        assert one["id"] == two["id"] == row["id"]
+        wanted = torch_logprobs(hf_dirs("llama"), directories[owner], row["tokens"])
+        np.testing.assert_allclose(one["logprobs"][1:], wanted, atol=ATOL)
+        # batches of other rows
+        np.testing.assert_allclose(one["logprobs"][1:], two["logprobs"][1:], atol=1e-5)
+        assert line["revision"] == (None if owner is None else place.main.resolve(owner).digest)
         [completion] = line["completions"]
-        expected = torch_logprobs(hf_dirs("llama"), owner, row["tokens"] + completion["tokens"])
-        np.testing.assert_allclose(
-            completion["logprobs"], expected[len(row["tokens"]) - 1 :], atol=ATOL
-        )
+        tokens = row["tokens"] + completion["tokens"]
+        wanted = torch_logprobs(hf_dirs("llama"), directories[owner], tokens)
+        wanted = wanted[len(row["tokens"]) - 1 :]
+        np.testing.assert_allclose(completion["logprobs"], wanted, atol=ATOL)
     assert leases(place) == 0
 
 
@@ -108,15 +107,7 @@ def test_turns_hold_no_more_than_the_room_and_serve_each_row_once(stored, tiny_b
         assert len(set(used)) == len(used)
         for name, slot in turn.slots.items():
             adapter, schema = unpack(place.main.load(name))
-            found = lora_tree.read_slot(
-                turn.stacks[slot.bucket], slot.index, schema.config.rank, adapter
-            )
-            for (_, mine), (_, theirs) in zip(
-                params_lib.leaves_with_path(found),
-                params_lib.leaves_with_path(adapter),
-                strict=True,
-            ):
-                np.testing.assert_array_equal(mine, theirs)
+            assert_in_slot(turn, slot, schema.config.rank, adapter)
         return [rows[i] for i in turn.rows]
 
     with pool_of(tiny_base("llama"), rows, place, 2) as pool:
@@ -166,16 +157,7 @@ def test_slots_hold_adapters_as_they_are_stored(tiny_base, rng, tmp_path, stored
         def look(turn):
             for name, slot in turn.slots.items():
                 stored, _ = unpack(place.main.load(name))
-                found = lora_tree.read_slot(
-                    turn.stacks[slot.bucket], slot.index, config.rank, stored
-                )
-                for (_, mine), (_, theirs) in zip(
-                    params_lib.leaves_with_path(found),
-                    params_lib.leaves_with_path(stored),
-                    strict=True,
-                ):
-                    assert mine.dtype == slots_of
-                    np.testing.assert_array_equal(mine, np.asarray(theirs).astype(mine.dtype))
+                assert_in_slot(turn, slot, config.rank, stored, slots_of)
             return turn.rows
 
         with pool_of(base, [f"p{k}" for k in dtypes], place, 2) as pool:

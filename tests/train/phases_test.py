@@ -8,7 +8,7 @@ import pytest
 
 from mint_jax.errors import UserError
 from mint_jax.train import phases as schedule_lib
-from mint_jax.train.phases import SCHEDULES, Timing, check_workers, units_of
+from mint_jax.train.phases import SCHEDULES, Timing, units_of
 
 WAIT_S = 60  # only reached when a test fails
 
@@ -217,12 +217,6 @@ def test_one_failed_reward_of_a_unit_stops_its_update():
     with pytest.raises(ZeroDivisionError):
         phases.run([["a", "b", "c"]], 2, overlap=True, reward=reward)
     assert phases.calls == [("rollout", ("a", "b", "c"), 0)]
-
-
-@pytest.mark.parametrize("workers", [0, -1, 1.5, True, None])
-def test_no_workers_are_refused(workers):
-    with pytest.raises(UserError, match=r"reward_workers is .*; expected the number .*at least 1"):
-        check_workers(workers)
 
 
 def test_who_waits_is_looked_after(monkeypatch):
