@@ -1,8 +1,6 @@
-"""Training requests and their results as they are stored: a name and bytes, from which the call is
-made again after a restart.
+"""Training requests and their results as they are stored: a name and bytes.
 
-Arrays of all data stand behind each other in a safetensors file, whose metadata has the rest as
-JSON.
+The arrays of all data are concatenated in a safetensors file; its metadata has the rest as JSON.
 """
 
 import dataclasses
@@ -11,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import pydantic
 import safetensors.numpy
 
 from mint_jax.errors import UserError
@@ -36,8 +35,8 @@ class ForwardBackward:
     """See ``training.Training.forward_backward``.
 
     Attributes:
-        columns: for each datum whose targets are told in another shape than they have here, ``[N,
-            K]`` int32: which target of its row is each cell's; else None.
+        columns: for each datum whose targets were sent in another shape, the target of its row for
+            each cell, ``[N, K]`` int32; else None.
     """
 
     data: Sequence[Datum]
@@ -69,12 +68,12 @@ class Optim:
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """Gives a policy the state of a checkpoint, and takes it into training where it is not.
+    """Gives a policy the state of a checkpoint, and takes it into training if it is not.
 
     Attributes:
-        path: see ``checkpoints.Path``.
-        optimizer: AdamW's moments too; else the adapter alone.
-        tenant: who asks.
+        path: see ``checkpoints.parse``.
+        optimizer: load AdamW's moments too; else only the adapter.
+        tenant: of the client.
     """
 
     path: str
@@ -84,16 +83,16 @@ class Load:
 
 @dataclasses.dataclass(frozen=True)
 class Save:
-    """Keeps a policy as it is once all that was asked of it before has run.
+    """Saves a policy after its earlier requests.
 
     Attributes:
-        kind: see ``checkpoints.Kind``.
-        name: the checkpoint's; None keeps it for a sampler alone.
-        sampler: who samples these weights, where somebody does.
-        ttl_s: seconds until it is gone; None: never.
-        overwrite: an older one of this name goes.
+        kind: see ``checkpoints.KINDS``.
+        name: of the checkpoint; None saves only for a sampler.
+        sampler: id of the sampler of these weights, if one is made.
+        ttl_s: seconds until it expires; None: never.
+        overwrite: replaces a checkpoint of this name.
         metadata: the user's.
-        recipients: age public keys to which an external checkpoint is encrypted; none: it is not.
+        recipients: age public keys that encrypt an external checkpoint; empty: no encryption.
     """
 
     kind: str
@@ -107,73 +106,62 @@ class Save:
 
 @dataclasses.dataclass(frozen=True)
 class Refused:
-    """A request whose content cannot be used: its number is used up all the same, and the reason is
-    its outcome.
-    """
+    """A request that is invalid: it uses its number, and fails with the reason."""
 
     reason: str
 
 
 Call = Create | ForwardBackward | Optim | Load | Save | Refused
-# those of JSON's own types
-PLAIN: dict[str, Any] = {"load": Load, "save": Save, "refused": Refused}
+# calls of JSON's types
+PLAIN: dict[str, Any] = {
+    "create": Create,
+    "optim": Optim,
+    "load": Load,
+    "save": Save,
+    "refused": Refused,
+}
+_ADAPTERS = {name: pydantic.TypeAdapter(kind) for name, kind in PLAIN.items()}
 
 
 def encode(call: Call) -> tuple[str, bytes]:
-    """The call's name and body."""
-    if isinstance(call, Create):
-        return "create", _json({"config": dataclasses.asdict(call.config), "seed": call.seed})
-    if isinstance(call, Optim):
-        return "optim", _json(dataclasses.asdict(call.numbers))
+    """Returns the call's name and body."""
     for name, kind in PLAIN.items():
         if isinstance(call, kind):
             return name, _json(dataclasses.asdict(call))
     assert isinstance(call, ForwardBackward)
-    told = {"loss": [float(x) for x in call.loss], "backward": call.backward}
+    fields = {"loss": [float(x) for x in call.loss], "backward": call.backward}
     columns = {name: [getattr(d, name) for d in call.data] for name in ARRAYS}
-    return "forward_backward", _packed(
-        told, columns | ({} if call.columns is None else {"columns": call.columns})
-    )
+    if call.columns is not None:
+        columns["columns"] = list(call.columns)
+    return "forward_backward", _packed(fields, columns)
 
 
 def decode(name: str, body: bytes) -> Call:
-    """The call that ``encode`` was given.
+    """Inverts ``encode``.
 
     Raises:
         UserError: there is no such call.
     """
-    if name == "create":
-        told = json.loads(body)
-        config = told["config"]
-        return Create(AdapterConfig(**config | {"targets": tuple(config["targets"])}), told["seed"])
-    if name == "optim":
-        return Optim(OptimizerConfig(**json.loads(body)))
     if name in PLAIN:
-        fields = json.loads(body)
-        return PLAIN[name](
-            **{
-                key: tuple(value) if isinstance(value, list) else value
-                for key, value in fields.items()
-            }
-        )
+        return _ADAPTERS[name].validate_python(json.loads(body))
     if name != "forward_backward":
         raise UserError(
             f"there is no training request {name!r}: the database is of another version of mint_jax"
         )
-    told, columns = _unpacked(body)
-    kind, low, high, kl_kind, *others = told["loss"]
+    fields, columns = _unpacked(body)
+    kind, low, high, kl_kind, *others = fields["loss"]
     loss = LossCoefs(int(kind), low, high, int(kl_kind), *others)  # type: ignore[arg-type]
     spread = columns.pop("columns", None)
     data = [Datum(**dict(zip(columns, row))) for row in zip(*columns.values(), strict=True)]
-    return ForwardBackward(data, loss, told["backward"], spread)
+    return ForwardBackward(data, loss, fields["backward"], spread)
 
 
 def encode_result(result: Any) -> bytes:
-    """Bytes of what a call gave: ``Trained``, or numbers by name."""
+    """Returns the bytes of ``Trained``, or of JSON."""
     if isinstance(result, Trained):
-        columns = {"logprobs": result.logprobs} | (
-            {} if result.elementwise is None else {"elementwise": result.elementwise}
-        )
+        columns = {"logprobs": result.logprobs}
+        if result.elementwise is not None:
+            columns["elementwise"] = result.elementwise
         return b"t" + _packed({"loss": result.loss}, columns)
     return b"j" + _json(result)
 
@@ -182,39 +170,33 @@ def decode_result(body: bytes) -> Any:
     """Inverts ``encode_result``."""
     if body[:1] == b"j":
         return json.loads(body[1:])
-    told, columns = _unpacked(body[1:])
-    return Trained(columns["logprobs"], told["loss"], columns.get("elementwise"))
+    fields, columns = _unpacked(body[1:])
+    return Trained(columns["logprobs"], fields["loss"], columns.get("elementwise"))
 
 
 def _json(value: Any) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode()
 
 
-def _packed(told: Mapping[str, Any], columns: Mapping[str, Sequence[np.ndarray | None]]) -> bytes:
-    """One file of the arrays of all rows; an array that a row does not have has no shape."""
+def _packed(fields: Mapping[str, Any], columns: Mapping[str, Sequence[np.ndarray | None]]) -> bytes:
+    """Returns one file of JSON fields and of columns of arrays; a missing array has no shape."""
     tensors, shapes = {}, {}
     for name, arrays in columns.items():
-        there = [array for array in arrays if array is not None]
-        if there:
-            tensors[name] = np.concatenate(
-                [np.ascontiguousarray(array).reshape(-1) for array in there]
-            )
+        if present := [np.ravel(array) for array in arrays if array is not None]:
+            tensors[name] = np.concatenate(present)
             shapes[name] = [None if array is None else array.shape for array in arrays]
-    return safetensors.numpy.save(tensors, {"told": json.dumps([told, shapes])})
+    return safetensors.numpy.save(tensors, {"fields": json.dumps([fields, shapes])})
 
 
 def _unpacked(body: bytes) -> tuple[dict[str, Any], dict[str, list[Any]]]:
-    """Inverts ``_packed``; the rows' arrays are views of one array."""
+    """Inverts ``_packed``; the arrays of a column are views of one array."""
     size = int.from_bytes(body[:8], "little")
-    told, shapes = json.loads(json.loads(body[8 : 8 + size])["__metadata__"]["told"])
+    fields, shapes = json.loads(json.loads(body[8 : 8 + size])["__metadata__"]["fields"])
     columns: dict[str, list[Any]] = {}
     for name, flat in safetensors.numpy.load(body).items():
         start, columns[name] = 0, []
         for shape in shapes[name]:
-            if shape is None:
-                columns[name].append(None)
-                continue
-            end = start + int(np.prod(shape))
-            columns[name].append(flat[start:end].reshape(shape))
+            end = start if shape is None else start + int(np.prod(shape))
+            columns[name].append(None if shape is None else flat[start:end].reshape(shape))
             start = end
-    return told, columns
+    return fields, columns

@@ -359,23 +359,6 @@ def test_times_to_live_out_of_range_are_refused(seconds):
         checkpoints.check_ttl(seconds)
 
 
-def test_saves_of_many_policies_at_once_are_each_their_own(rng, server):
-    client = Client(server)
-    models = [client.model(Create(AdapterConfig(2, 4.0, ("q",)), seed=i)) for i in range(5)]
-    paths = {}
-
-    def save(model):
-        paths[model] = client.ask(model, Save("sampler_weights", "a"))["path"]
-
-    threads = [threading.Thread(target=save, args=(model,)) for model in models]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert paths == {model: f"tinker://{model}/sampler_weights/a" for model in models}
-    assert len({server.checkpoints.digest("default", path) for path in paths.values()}) == 5
-
-
 class Shelf:
     """Checkpoints without a server: states of one small adapter are saved by hand."""
 

@@ -8,6 +8,7 @@ import contextlib
 import os
 import random
 import shutil
+import sqlite3
 import threading
 import time
 
@@ -16,7 +17,7 @@ import pytest
 from mint_jax.catalog.records.database import DatabaseFailed
 from mint_jax.errors import UserError
 from mint_jax.service import server_db
-from mint_jax.service.futures import KEEP_S, Category, Conflict, Done, Failed, Gone
+from mint_jax.service.futures import KEEP_S, Done, Failed, Gone
 from mint_jax.service.server_db import FolderBusy, Overloaded
 from tests.disks import FullDatabase
 from tests.residency.clock import Clock
@@ -41,41 +42,6 @@ def fill(futures, model, count, body=b"body"):
     return [futures.submit(model, n, "step", body) for n in range(1, count + 1)]
 
 
-def test_a_request_runs_once_and_has_one_id(folder, rng):
-    body = rng.bytes(100)
-    with opened(folder) as futures:
-        id = futures.submit("m", 1, "forward_backward", body)
-        assert futures.submit("m", 1, "forward_backward", body) == id
-        assert futures.submit("other", 1, "forward_backward", body) != id
-        for call, other in (("forward_backward", body + b"!"), ("optim_step", body)):
-            with pytest.raises(
-                Conflict, match="request 1 of 'm' was 'forward_backward' with another body"
-            ):
-                futures.submit("m", 1, call, other)
-        assert futures.wait(id) is None
-        request = futures.take()
-        assert request is not None
-        assert (
-            request.id,
-            request.model,
-            request.seq_id,
-            request.call,
-            request.body,
-            request.is_again,
-        ) == (
-            id,
-            "m",
-            1,
-            "forward_backward",
-            body,
-            False,
-        )
-        futures.finish(id, Done(b"gradients"))
-        assert futures.wait(id, 30) == Done(b"gradients")
-        assert futures.submit("m", 1, "forward_backward", body) == id
-        assert run_all(futures) == [("other", 1, False)]
-
-
 def test_one_request_submitted_at_once_by_many_runs_once(folder):
     with opened(folder) as futures, concurrent.futures.ThreadPoolExecutor(16) as pool:
         for n in range(1, 20):
@@ -85,36 +51,6 @@ def test_one_request_submitted_at_once_by_many_runs_once(folder):
             }
             assert len(ids) == 1
         assert run_all(futures) == [("m", n, False) for n in range(1, 20)]
-
-
-def test_requests_run_in_order_and_gaps_wait(folder, rng):
-    order = [int(n) for n in rng.permutation(range(1, 21)) if n != 7]
-    with opened(folder) as futures:
-        taken = []
-        for n in order:
-            futures.submit("m", n, "step", b"x")
-            taken += run_all(futures)
-        assert taken == [("m", n, False) for n in range(1, 7)]
-        futures.submit("other", 1, "step", b"x")
-        assert run_all(futures) == [("other", 1, False)], "another model does not wait for it"
-        futures.submit("m", 7, "step", b"x")
-        assert run_all(futures) == [("m", n, False) for n in range(7, 21)]
-
-
-def test_the_next_request_may_be_taken_early_but_finishes_in_turn(folder):
-    with opened(folder) as futures:
-        one, two = fill(futures, "m", 2)
-        with pytest.raises(ValueError, match="not the one to finish now"):
-            futures.finish(one, Done(b""))
-        assert [futures.take().id, futures.take().id] == [one, two]  # type: ignore[union-attr]
-        with pytest.raises(ValueError, match="request 2 of 'm' is not the one to finish now"):
-            futures.finish(two, Done(b"2"))
-        futures.finish(one, Failed("no", Category.USER))
-        with pytest.raises(ValueError, match="not the one to finish now"):
-            futures.finish(one, Done(b"again"))
-        futures.finish(two, Done(b"2"))
-        assert futures.wait(one, 30) == Failed("no", Category.USER)
-        assert futures.wait(two, 30) == Done(b"2")
 
 
 @pytest.mark.parametrize(
@@ -129,39 +65,6 @@ def test_the_next_request_may_be_taken_early_but_finishes_in_turn(folder):
 def test_a_request_that_cannot_be_named_is_refused(folder, model, seq_id, call, why):
     with opened(folder) as futures, pytest.raises(UserError, match=why):
         futures.submit(model, seq_id, call, b"")
-
-
-def test_results_stay_until_acknowledged_or_expired(folder):
-    clock = Clock()
-    with opened(folder, clock=clock) as futures:
-        kept, acknowledged, late = fill(futures, "m", 3)
-        with pytest.raises(UserError, match="has not ended"):
-            futures.delivered(kept)
-        run_all(futures)
-        assert futures.wait(kept, 30) == futures.wait(late, 30) == Done(b"done")
-        clock.advance(100 * KEEP_S)
-        assert futures.wait(kept) == Done(b"done"), "nothing was delivered yet"
-        futures.acknowledge([acknowledged])
-        futures.acknowledge([acknowledged, "0" * 32])
-        with pytest.raises(Gone, match=acknowledged):
-            futures.wait(acknowledged)
-        futures.delivered(kept)
-        clock.advance(KEEP_S - 1)
-        futures.delivered(late)
-        assert futures.wait(kept) == Done(b"done")
-        futures.delivered(kept)  # asked for and sent once more
-        clock.advance(KEEP_S - 1)
-        assert futures.wait(kept) == Done(b"done")
-        clock.advance(1)
-        with pytest.raises(Gone):
-            futures.wait(kept)
-        with pytest.raises(Gone):
-            futures.wait("0" * 32)
-    with opened(folder, clock=Clock(clock.now - 10 * KEEP_S)) as futures:
-        for id in (kept, acknowledged):
-            with pytest.raises(Gone):
-                futures.wait(id)
-        assert futures.wait(late) == Done(b"done"), "nobody has looked whether its time was over"
 
 
 @pytest.mark.parametrize("jump", [-1e9, -1.0, 1.0, 1e9])
@@ -199,31 +102,6 @@ def test_results_of_all_sizes_are_those_that_were_given(folder, rng):
         assert [futures.wait(id, 30) for id in ids] == [Done(result) for result in results]
     with opened(folder) as futures:
         assert [futures.wait(id) for id in ids] == [Done(result) for result in results]
-
-
-def test_a_restart_gives_what_had_not_ended_in_order_and_the_results_of_the_rest(folder):
-    with opened(folder) as futures:
-        a, b = fill(futures, "a", 5), fill(futures, "b", 3)
-        for _ in range(3):  # a 1 to 3
-            request = futures.take()
-            assert request is not None
-            futures.finish(request.id, Done(request.id.encode()))
-        futures.take()
-        places = {"a": futures.place("a")}
-        futures.submit("c", 2, "step", b"waits for 1")
-    with opened(folder, places) as futures:
-        assert [futures.wait(id) for id in a] == [Done(id.encode()) for id in a[:3]] + [None, None]
-        assert [futures.wait(id) for id in b] == [None] * 3
-        found = run_all(futures)
-        assert found == [
-            ("a", 4, False),
-            ("a", 5, False),
-            ("b", 1, False),
-            ("b", 2, False),
-            ("b", 3, False),
-        ], "as they were accepted"
-        assert futures.submit("a", 5, "step", b"body") == a[4]
-        assert futures.wait(a[4], 30) == Done(b"done")
 
 
 def test_what_a_snapshot_does_not_hold_runs_again_first_and_keeps_its_result(folder):
@@ -268,20 +146,6 @@ def test_what_a_snapshot_does_not_hold_runs_again_first_and_keeps_its_result(fol
                 assert futures.wait(ids[model][n - 1]) == Done(f"first {model} {n}".encode())
             assert futures.wait(ids[model][5], 30) == Done(b"second")
     assert len(held) == placed
-
-
-def test_a_snapshot_in_the_midst_of_a_replay_holds_only_what_ran_again(folder):
-    with opened(folder) as futures:
-        fill(futures, "m", 4)
-        run_all(futures)
-    with opened(folder) as futures:
-        for _ in range(2):
-            request = futures.take()
-            assert request is not None
-            futures.finish(request.id, Done(b""))
-        places = {"m": futures.place("m")}
-    with opened(folder, places) as futures:
-        assert run_all(futures) == [("m", 3, True), ("m", 4, True)]
 
 
 def test_a_snapshot_of_another_database_is_refused(folder, memory):
@@ -353,28 +217,6 @@ def test_a_database_does_not_grow_with_what_is_settled(folder):
     assert sizes[1] < 10_000_000
 
 
-def test_numbers_that_were_settled_before_earlier_ones_stay_known(folder):
-    """Number 2 arrived first and is deleted; 1, which arrived later, still has a result that
-    somebody may ask for.
-    """
-    with opened(folder) as futures:
-        two, one = (futures.submit("m", n, "step", bytes(200)) for n in (2, 1))
-        run_all(futures)
-        assert futures.wait(two, 30) == Done(b"done")
-        futures.acknowledge([two])
-        place = futures.place("m")
-        futures.snapshot("m", place)
-        assert (rows(futures, "payloads"), rows(futures, "requests")) == (2, 2)
-    with opened(folder, {"m": place}) as futures:
-        assert futures.wait(one) == Done(b"done")
-        with pytest.raises(Gone, match="request 2 of 'm' has run"):
-            futures.submit("m", 2, "step", bytes(200))
-        futures.submit("m", 3, "step", b"")
-        assert run_all(futures) == [("m", 3, False)], "nothing waits for 2"
-        futures.acknowledge([one])
-        assert rows(futures, "requests") == 1
-
-
 def test_a_model_that_is_forgotten_holds_nothing(folder):
     with opened(folder) as futures:
         ids = fill(futures, "m", 30)
@@ -429,21 +271,13 @@ def test_threads_and_tasks_wait_for_one_future(folder):
         for thread in threads:
             thread.join(30)
         assert found == [Done(b"for all")] * 10
-        assert len(futures._waker) == 0
-
-
-def test_waits_end_in_time_and_leave_nothing(folder):
-    with opened(folder) as futures:
-        [id] = fill(futures, "m", 1)
+        late = futures.submit("m", 2, "step", b"x")
         began = time.monotonic()
-        assert futures.wait(id, 0.1) is None
-        assert asyncio.run(futures.wait_task(id, 0.1)) is None
-        assert time.monotonic() - began >= 0.2
-        assert len(futures._waker) == 0
+        assert futures.wait(late, 0.1) is None
         assert futures.take() is not None
-        began = time.monotonic()
         assert futures.take(0.1) is None
-        assert time.monotonic() - began >= 0.1
+        assert time.monotonic() - began >= 0.2
+        assert len(futures._waker) == 0, "ended waits leave nothing"
 
 
 def test_five_thousand_open_waits_cost_nothing_and_end_together(folder):
@@ -580,6 +414,32 @@ def test_a_full_queue_refuses_a_request_without_a_trace(folder):
         assert futures.wait(first.result(30)) is None
         futures.submit("m", 2, "step", b"another")
         assert run_all(futures) == [("m", 1, False), ("m", 2, False)]
+
+
+def test_a_change_that_fails_changes_nothing_and_fails_alone(folder):
+    gate = threading.Event()
+    with opened(folder) as futures:
+        database = futures._database
+        database.write(lambda connection: gate.wait(30))
+        insert = "INSERT INTO starts VALUES (?)"
+
+        def twice(connection):
+            connection.execute(insert, (2,))
+            connection.execute(insert, (1,))  # the key of the change before it
+
+        changes = [
+            database.write(change)
+            for change in (
+                lambda c: c.execute(insert, (1,)),
+                twice,
+                lambda c: c.execute(insert, (3,)),
+            )
+        ]
+        gate.set()
+        with pytest.raises(sqlite3.IntegrityError):
+            changes[1].result(30)
+        changes[2].result(30)
+        assert [row[0] for row in database.read("SELECT number FROM starts")] == [1, 3]
 
 
 def test_flipped_bits_are_told_or_harmless(folder):

@@ -98,16 +98,6 @@ def test_what_has_no_more_than_the_smaller_rank_loses_nothing(specs, rng):
         )
 
 
-def test_nothing_is_nothing(specs, rng):
-    tree = adapter(rng, specs, CONFIGS[0])
-    made = interpolate([(tree, CONFIGS[0])] * 2, [1.0, -1.0], specs, 2)
-    for delta in deltas(params_lib.nest(made.factors), made.config).values():
-        np.testing.assert_allclose(delta, 0, atol=1e-5)
-    zeros = interpolate([(tree, CONFIGS[0])] * 2, [0.0, 0.0], specs, 2)
-    assert zeros.error == 0.0
-    assert not any(factor.any() for path, factor in zeros.factors.items() if path.endswith("/b"))
-
-
 def test_a_sum_beyond_float32_is_refused(specs, rng):
     with pytest.raises(UserError, match="beyond float32"):
         interpolate([(adapter(rng, specs, CONFIGS[0]), CONFIGS[0])], [3e38], specs, 2)

@@ -245,8 +245,3 @@ def test_a_failure_of_training_ends_samples_too(rng, loop_of, monkeypatch):
 def test_bounds_are_seconds(gap_s, idle_gap_s, loop_of):
     with pytest.raises(UserError, match="expected seconds above 0, the second not below the first"):
         loop_of(gap_s=gap_s, idle_gap_s=idle_gap_s)
-
-
-def test_one_base_serves_both(world, tiny_base):
-    with pytest.raises(UserError, match="the engine's base is another than that of live training"):
-        Loop(Engine(world.base, rows=(8,)), Live(tiny_base("qwen3"), {1: 1}, shapes=SHAPES))
