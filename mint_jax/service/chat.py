@@ -1,5 +1,5 @@
-"""Chats: messages and tools to a prompt through the checkpoint's chat template, and tool calls out
-of an answer.
+"""Chats: from messages and tools to a prompt through the checkpoint's chat template, and from an
+answer to tool calls.
 
 Calls are parsed in the form that the template writes (``tool_calls.py``). A template without a
 place for tools gets them as text: a list of them in the system message, earlier calls in the

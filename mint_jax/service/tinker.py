@@ -1,8 +1,8 @@
 """Tinker's sessions, models and training requests.
 
-A training request whose place is known (its model and its number) is accepted whatever is wrong
-with its content: its number is used up, and its future fails. A request without a place gets 400,
-one for a missing or another tenant's object 404.
+A training request with a valid place (model and number) is accepted. If its content is wrong, its
+number is used up and its future fails. A request without a place gets 400, one for a missing or
+another tenant's object 404.
 """
 
 import asyncio
@@ -134,7 +134,7 @@ class Tinker:
             train = {family: lora.get(family, True) for family in self.server.families}
             config = self.server.adapter_config(lora.get("rank", 32), train)
             about.update(rank=config.rank, train=train)
-            # without a seed the model's name is one, so that a repeated request is the same
+            # the default seed is the model's name, so that a repeated request is the same
             seed = lora.get("seed")
             return Create(config, zlib.crc32(id.encode()) if seed is None else seed)
 

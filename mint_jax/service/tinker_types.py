@@ -1,8 +1,8 @@
 """JSON bodies of Tinker's API.
 
-A training request is accepted once its place is known (model and number), whatever else is wrong
-with it: its future then fails. So each such body extends a class of its place fields, which is
-validated first; OpenAPI documents the place only.
+A training request with a valid place (model and number) is accepted; any other mistake fails its
+future. Each such body therefore extends a class of its place fields, which is validated first;
+OpenAPI documents the place only.
 """
 
 import json

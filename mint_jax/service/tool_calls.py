@@ -29,16 +29,16 @@ class Call:
 
 
 class Unreadable(ValueError):
-    """A call begins here, and cannot be read: it was cut off, or the model made a mistake."""
+    """A call cannot be parsed: it was truncated, or the model made a mistake."""
 
 
-# A form reads the call behind a marker. It returns the call and where its syntax ends, or None if
-# the marker is part of a sentence.
+# Parses the call after a marker. Returns the call and the end of its syntax, or None if the marker
+# is part of a sentence.
 Form = Callable[[str, int, Schemas], "tuple[Call, int] | None"]
 
 
 def form_of(template: str) -> Form | None:
-    """Returns the form of calls that a chat template writes; None if it is none of the three."""
+    """Returns the form of calls that a chat template writes; None if it is unknown."""
     if "<function=" in template and "<parameter=" in template:
         return xml
     if "<arg_key>" in template:
@@ -70,7 +70,7 @@ def read(answer: str, form: Form, schemas: Schemas) -> tuple[str, list[Call]]:
 
 
 def _behind_end(answer: str, at: int) -> int:
-    """Skips the end tag, or what there is of it at the end of an answer that was cut off."""
+    """Returns the position after the end tag, or after its beginning in a truncated answer."""
     begin = at + len(answer[at:]) - len(answer[at:].lstrip())
     if answer.startswith(END, begin):
         return begin + len(END)
@@ -78,7 +78,7 @@ def _behind_end(answer: str, at: int) -> int:
 
 
 def value_of(text: str) -> Any:
-    """Returns the object that a JSON text is; None if it is none."""
+    """Returns the object of a JSON text; None if it is not an object."""
     try:
         value = _DECODER.decode(text)
     except (ValueError, RecursionError):
@@ -87,7 +87,7 @@ def value_of(text: str) -> Any:
 
 
 def call_of(value: Mapping[str, Any]) -> Call | None:
-    """Returns the call that an object is; arguments that are JSON text are decoded once."""
+    """Returns the call of an object; arguments in JSON text are decoded once."""
     name, arguments = value.get("name"), value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, str):
         arguments = value_of(arguments)
@@ -193,8 +193,8 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 def _typed(text: str, schema: Any) -> Any:
-    """Returns the JSON value that a text is where the schema takes its type and the type is no
-    string; else the text.
+    """Returns the JSON value of a text if the schema takes its type and the type is not a string;
+    else the text.
     """
     taken = _types_of(schema)
     try:

@@ -1,19 +1,14 @@
 """Keys: shown once, kept as hashes, revoked without a restart."""
 
-import hmac
 import json
-import os
 import stat
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from mint_jax.errors import UserError
-from mint_jax.service import keys as keys_lib
-from mint_jax.service.keys import FILE, PREFIX, SCOPES, Keys, ReloadedFile, add, main, read, revoke
+from mint_jax.service.keys import FILE, PREFIX, Keys, ReloadedFile, add, main, read, revoke
 
 
 class Clock:
@@ -50,33 +45,12 @@ def test_a_key_is_found_by_its_last_characters_whatever_stands_before(tmp_path):
         assert keys.find(wrong) is None
 
 
-def test_every_change_of_one_character_is_another_key(tmp_path, rng):
-    _, secret = add(tmp_path, "alice", SCOPES, prefix="")
-    keys = Keys(tmp_path)
-    alphabet = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_"
-    for place in range(43):
-        other = rng.choice([c for c in alphabet if c != secret[place]])
-        assert keys.find(secret[:place] + str(other) + secret[place + 1 :]) is None
-
-
 def test_the_file_has_no_key_and_is_its_owners_alone(tmp_path):
     _, secret = add(tmp_path, "alice", ["read"])
     text = (tmp_path / FILE).read_text()
     assert secret[-43:] not in text
     assert stat.S_IMODE((tmp_path / FILE).stat().st_mode) == 0o600
     assert len(json.loads(text)) == 1
-
-
-def test_hashes_are_compared_in_constant_time(tmp_path, monkeypatch):
-    _, secret = add(tmp_path, "alice", ["read"])
-    seen = []
-    real = hmac.compare_digest
-    monkeypatch.setattr(
-        keys_lib.hmac, "compare_digest", lambda a, b: seen.append((a, b)) or real(a, b)
-    )
-    assert Keys(tmp_path).find(secret) is not None
-    assert len(seen) == 1
-    assert seen[0][0] == seen[0][1]
 
 
 def test_keys_come_and_go_while_a_server_runs(tmp_path):
@@ -212,24 +186,8 @@ def test_changes_made_at_once_are_all_kept(tmp_path):
 
 
 def test_the_commands(tmp_path, capsys):
-    assert (
-        main(
-            [
-                "add",
-                "--folder",
-                str(tmp_path),
-                "--tenant",
-                "alice",
-                "--scopes",
-                "sample, train",
-                "--prefix",
-                "sk-",
-                "--note",
-                "x",
-            ]
-        )
-        == 0
-    )
+    add_ = ["add", "--tenant", "alice", "--prefix", "sk-", "--note", "x", "--folder"]
+    assert main([*add_, str(tmp_path), "--scopes", "sample, train"]) == 0
     secret, told = capsys.readouterr()
     secret = secret.rstrip("\n")
     assert secret.startswith("sk-")
@@ -248,20 +206,3 @@ def test_the_commands(tmp_path, capsys):
     assert "no key" in capsys.readouterr().err
     assert main(["list", "--folder", str(tmp_path / "none")]) == 2
     assert "none" in capsys.readouterr().err
-
-
-def test_the_commands_as_a_program(tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "mint_jax.service.keys",
-        "add",
-        "--folder",
-        str(tmp_path),
-        "--tenant",
-        "t",
-        "--scopes",
-        "read",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ)
-    assert Keys(tmp_path).find(done.stdout.strip()) is not None

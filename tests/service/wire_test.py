@@ -23,7 +23,6 @@ from tinker.types._pydantic_types.forward_backward_input import ForwardBackwardI
 
 from mint_jax.errors import UserError
 from mint_jax.rollout.request import Completion
-from mint_jax.service.calls import ForwardBackward
 from mint_jax.service.training import Trained
 from mint_jax.service.wire import forward_backward, losses, messages, samples, tensors
 from mint_jax.train.blocks import BlockShape, DatumBlock, TrainRequest, fill
@@ -85,6 +84,13 @@ def proto_body(request, forward_only=False):
     message = forward_backward_request_to_proto(request)
     message.forward_only = forward_only
     return message.SerializeToString()
+
+
+def batch_of(request):
+    """The content of a request of the SDK, or of its message."""
+    whole = hasattr(request, "SerializeToString")
+    body = request.SerializeToString() if whole else proto_body(request)
+    return forward_backward.read(body, PROTO).batch()
 
 
 def json_of(tensor):
@@ -178,13 +184,7 @@ def test_weights_of_a_sampled_loss_count_and_what_it_does_not_need_is_not_read(r
         "weights": np.float32([0, 1, 2, 0, 1]),
         "sequence_ratio_mask": np.full(5, np.nan, np.float32),
     }
-    (datum,) = (
-        forward_backward.read(
-            proto_body(sdk_request([sdk_datum(np.arange(5), inputs)], "ppo")), PROTO
-        )
-        .batch()
-        .call.data
-    )
+    (datum,) = batch_of(sdk_request([sdk_datum(np.arange(5), inputs)], "ppo")).call.data
     np.testing.assert_array_equal(datum.weights, [0, 1, 2, 0, 1])
 
 
@@ -203,7 +203,7 @@ def test_numbers_of_other_types_are_taken_where_they_lose_nothing(rng):
         pb.DTYPE_INT32,
         np.int32([5, 6, 7, 8]).tobytes(),
     )
-    (datum,) = forward_backward.read(message.SerializeToString(), PROTO).batch().call.data
+    (datum,) = batch_of(message).call.data
     np.testing.assert_array_equal(datum.weights, [0, 1, 1, -2])
     np.testing.assert_array_equal(datum.targets, [5, 6, 7, 8])
     halves = torch.tensor([1.5, -0.25, 3.0, 0.0], dtype=torch.bfloat16)
@@ -212,7 +212,7 @@ def test_numbers_of_other_types_are_taken_where_they_lose_nothing(rng):
         halves.view(torch.int16).numpy().tobytes(),
     )
     del sent["weights"].shape[:]  # a shape that is not told is one axis
-    (datum,) = forward_backward.read(message.SerializeToString(), PROTO).batch().call.data
+    (datum,) = batch_of(message).call.data
     np.testing.assert_array_equal(datum.weights, halves.float().numpy())
 
 
@@ -224,7 +224,7 @@ def test_spans_are_kept_as_they_were_sent(rng):
         ],
         [types.SampledProvenanceSpan(sequence_id="b", offset=1, length=6)],
     )
-    (spans,) = forward_backward.read(proto_body(sdk_request([datum], "ppo")), PROTO).batch().spans
+    (spans,) = batch_of(sdk_request([datum], "ppo")).spans
     assert spans.model_input == (("prompt", "a", 0, 2), ("sampled", "b", 3, 4))
     assert spans.loss_fn_inputs == (("sampled", "b", 1, 6),)
 
@@ -291,7 +291,7 @@ def test_one_sparse_tensor_beside_a_dense_one(rng):
         request.forward_backward_input.data[0].loss_fn_inputs["target_tokens"].sparse_crow_indices
         is not None
     )
-    batch = forward_backward.read(proto_body(request), PROTO).batch()
+    batch = batch_of(request)
     assert batch.call.columns is None
     np.testing.assert_array_equal(batch.call.data[0].targets, targets)
 
@@ -352,7 +352,7 @@ def test_losses_are_the_contracts(loss, config, loss_and_slope, rng):
     sizes = [11, 13]
     inputs = [sampled_inputs(rng, n, loss) for n in sizes]
     request = sdk_request([sdk_datum(np.arange(n), i) for n, i in zip(sizes, inputs)], loss, config)
-    call = forward_backward.read(proto_body(request), PROTO).batch().call
+    call = batch_of(request).call
     work = TrainRequest("p", call.data, call.loss)
     batch, places = fill([DatumBlock(work, [[0, 1]])], BlockShape(1, 1, 32))
     targets = jax.tree.map(lambda x: jnp.asarray(x[0]), batch.loss)
@@ -378,16 +378,12 @@ def test_losses_are_the_contracts(loss, config, loss_and_slope, rng):
 def test_options_as_text_and_the_old_map_beside_the_new(rng):
     message = pb.ForwardBackwardRequest(model_id="m", seq_id=1, loss_fn="ppo")
     message.loss_fn_config["clip_low_threshold"] = 0.5
-    assert (
-        forward_backward.read(message.SerializeToString(), PROTO).batch().call.loss.ratio_low == 0.5
-    )
+    assert batch_of(message).call.loss.ratio_low == 0.5
     message.loss_fn_config_v2["clip_low_threshold"].number = 0.6
-    assert (
-        forward_backward.read(message.SerializeToString(), PROTO).batch().call.loss.ratio_low == 0.6
-    )
+    assert batch_of(message).call.loss.ratio_low == 0.6
     message.loss_fn_config_v2["clip_low_threshold"].text = "0.6"
     with pytest.raises(UserError, match=r"clip_low_threshold is '0\.6'; expected a finite number"):
-        forward_backward.read(message.SerializeToString(), PROTO).batch()
+        batch_of(message)
 
 
 # -- forward and backward, written
@@ -427,7 +423,7 @@ def test_outputs_of_ragged_shapes_are_decoded_in_order(protobuf, rng):
         }
         data.append(sdk_datum(np.arange(shape[0]), inputs))
         logprobs.append(-rng.random(shape).astype(np.float32))
-    batch = forward_backward.read(proto_body(sdk_request(data, "cross_entropy")), PROTO).batch()
+    batch = batch_of(sdk_request(data, "cross_entropy"))
     outputs = decoded(encoded(batch.call, logprobs, protobuf), protobuf)
     assert [set(one) for one in outputs] == [{"logprobs", "elementwise_loss"}] * len(shapes)
     for one, logp, datum in zip(outputs, logprobs, batch.call.data):
@@ -440,27 +436,16 @@ def test_sampled_losses_answer_log_probabilities_alone_and_numbers_that_are_none
     protobuf, rng
 ):
     request = sdk_request([sdk_datum(np.arange(4), sampled_inputs(rng, 4, "ppo"))], "ppo")
-    call = forward_backward.read(proto_body(request), PROTO).batch().call
+    call = batch_of(request).call
     logp = np.float32([-1, -np.inf, np.nan, 0])
     (one,) = decoded(encoded(call, [logp], protobuf), protobuf)
     assert set(one) == {"logprobs"}
     np.testing.assert_array_equal(one["logprobs"], logp)
 
 
-def test_no_data_no_outputs():
-    call = ForwardBackward([], losses.coefs("ppo", {}))
-    assert decoded(encoded(call, [], True), True) == []
-
-
 def test_a_weight_of_nothing_is_no_loss():
     inputs = {"target_tokens": np.arange(2), "weights": np.float32([0, 1])}
-    call = (
-        forward_backward.read(
-            proto_body(sdk_request([sdk_datum(np.arange(2), inputs)], "cross_entropy")), PROTO
-        )
-        .batch()
-        .call
-    )
+    call = batch_of(sdk_request([sdk_datum(np.arange(2), inputs)], "cross_entropy")).call
     (one,) = decoded(encoded(call, [np.float32([-np.inf, -2])], True), True)
     assert one["elementwise_loss"].tolist() == [0, 2]
 
@@ -728,10 +713,10 @@ def test_sparse_cells_of_a_whole_request_are_bounded():
     tensor = soft(message)
     for one in (tensor, soft(message, "weights")):
         shaped(one, 4, tensors.MAX_CELLS // 4)
-    forward_backward.read(message.SerializeToString(), PROTO).batch()
+    batch_of(message)
     message.data.append(message.data[1])
     refused(
-        forward_backward.read(message.SerializeToString(), PROTO).batch,
+        lambda: batch_of(message),
         "data 0 to 2 have 8388608 cells",
     )
 
@@ -743,7 +728,7 @@ def test_sparse_cells_count_where_a_full_row_makes_them_dense():
     datum = sdk_datum(np.zeros(square, np.int64), {"target_tokens": full, "weights": full.float()})
     message = forward_backward_request_to_proto(sdk_request([datum] * 5, "cross_entropy"))
     refused(
-        forward_backward.read(message.SerializeToString(), PROTO).batch,
+        lambda: batch_of(message),
         "data 0 to 4 have 5242880 cells",
     )
 
@@ -1037,21 +1022,6 @@ def test_a_sample_of_many_words():
     ) == (((4,), (5, 6)), 4, 2)
 
 
-@pytest.mark.parametrize(
-    ("stop", "strings", "ids"),
-    [
-        ("x", ("x",), ()),
-        (["x", "y"], ("x", "y"), ()),
-        ([5, 6], (), (5, 6)),
-        ([], (), ()),
-        (None, (), (7, 8)),
-    ],
-)
-def test_what_stops(stop, strings, ids):
-    request = spec_of(sample_body(params={"stop": stop})).request
-    assert (request.stop, request.stop_ids) == (strings, ids)
-
-
 def test_a_model_may_be_named_without_a_session_and_new_fields_are_passed_over():
     message = samples.Message(sample_body(session=None, model_path="tinker://a/b"))
     assert (message.model_path, message.sampling_session_id, message.seq_id) == (
@@ -1102,17 +1072,6 @@ def test_a_bad_sample_is_refused(name):
     change, match = BAD_SAMPLES[name]
     body = json.dumps(json.loads(sample_body()) | change).encode()
     refused(lambda: spec_of(body), match)
-
-
-def test_a_sample_of_nothing_is_refused():
-    for change in (
-        {"sampling_session_id": None},
-        {"seq_id": None},
-        {"seq_id": -1},
-        {"sampling_session_id": 3},
-    ):
-        body = json.dumps(json.loads(sample_body()) | change).encode()
-        refused(lambda body=body: samples.Message(body))
 
 
 def completions_of(rng, request, named):

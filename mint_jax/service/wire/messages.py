@@ -1,8 +1,7 @@
-"""The protobuf messages of the Tinker wire format, built from a table: the SDK that generates them
-is a client, no part of a server.
+"""The protobuf messages of the Tinker wire format (package ``tinker_public``, proto3), built from a
+table: a server does not depend on the SDK that generates them.
 
-Package ``tinker_public``, proto3. They have a pool of their own, so that the SDK's can be loaded
-too.
+They have their own descriptor pool, so that a process can load the SDK's messages too.
 """
 
 from typing import Any
@@ -111,7 +110,7 @@ def _fill(message: Any, name: str, fields: str) -> None:
             field.proto3_optional = True
             optional.append(field)
         _typed(field, kind.lstrip("*?"))
-    for field in optional:  # what tells them from their default, which stands behind the others
+    for field in optional:  # presence is a oneof of one field, after all real ones
         field.oneof_index = len(message.oneof_decl)
         message.oneof_decl.add(name=f"_{field.name}")
 

@@ -22,7 +22,7 @@ from mint_jax.service.wire import messages, tensors
 from mint_jax.service.wire.reading import ModelInput
 from mint_jax.service.wire.tensors import TensorBody
 
-MAX_SAMPLES = 4096  # of one request, whose answer lists their ids
+MAX_SAMPLES = 4096  # of one request; the answer lists their ids
 NO_TOKEN, NO_LOGPROB = 0, -99999.0  # of an empty cell
 _NAN = math.nan
 
