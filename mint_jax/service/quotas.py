@@ -161,7 +161,8 @@ class Quotas:
                     f" {most}: ask again later"
                 )
             self._in_flight[key] = tenant, tokens
-            self.tokens[tenant] += tokens
+            if tokens:
+                self.tokens[tenant] += tokens
         return True
 
     def _is_waited_for(self, key: Hashable) -> bool:
