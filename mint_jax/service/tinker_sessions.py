@@ -19,6 +19,8 @@ from mint_jax.service.tinker_types import AssignProject, SearchSessions, Status
 from mint_jax.service.validation import wrong
 
 TRACE = "trace.json"  # a link's file name; the trace is made when the link is followed
+EPOCH = datetime.datetime.fromtimestamp(0, datetime.UTC)
+MICROSECOND = datetime.timedelta(microseconds=1)
 REASONS = ("success", "errored", "interrupted")  # of clients that finish a session
 
 
@@ -114,22 +116,12 @@ def _place(session: Session) -> tuple[int, str]:
 
 
 def _iso(microseconds: int) -> str:
-    seconds, rest = divmod(microseconds, 10**6)
-    return (
-        datetime.datetime.fromtimestamp(seconds, datetime.UTC).replace(microsecond=rest).isoformat()
-    )
+    return (EPOCH + microseconds * MICROSECOND).isoformat()
 
 
 def _cursor(query: SearchSessions) -> tuple[int, str] | None:
-    if query.cursor is None:
-        return None
-    at = query.cursor.last_created_at
-    try:
-        moment = datetime.datetime.fromisoformat(at)
-        since = moment - datetime.datetime.fromtimestamp(0, datetime.UTC)
-    except (ValueError, TypeError):
-        raise wrong("cursor.last_created_at", at, "a next_cursor as it was returned") from None
-    return since // datetime.timedelta(microseconds=1), query.cursor.last_session_id
+    at = query.cursor
+    return at and ((at.last_created_at - EPOCH) // MICROSECOND, at.last_session_id)
 
 
 def _status(session: Session) -> dict[str, Any] | None:

@@ -8,7 +8,7 @@ OpenAPI documents the place only.
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, AwareDatetime, Field
 
 from mint_jax.service.validation import Body, Number, Place, SeqId, Text
 
@@ -177,7 +177,7 @@ class AssignProject(Body):
 
 
 class Cursor(Body):
-    last_created_at: Text
+    last_created_at: AwareDatetime
     last_session_id: Text
 
 

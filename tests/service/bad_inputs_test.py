@@ -102,10 +102,7 @@ def told_of(bob: Tenant, number: int) -> list:
     input_ = batch((9, 8, 7, 6, 5))
     calls = (
         ("forward_backward", {"forward_backward_input": input_}),
-        (
-            "optim_step",
-            {"adam_params": {"learning_rate": 1e-2}},
-        ),
+        ("optim_step", {"adam_params": {"learning_rate": 1e-2}}),
     )
     calls = *calls, ("forward_backward", {"forward_input": input_})
     results = [

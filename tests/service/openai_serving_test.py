@@ -812,11 +812,7 @@ def test_models_are_listed_and_adapters_loaded_by_name(world, client):
             [card["id"] for card in first["data"] + rest["data"]],
             first["has_more"],
             rest["has_more"],
-        ) == (
-            ["tiny-random", "Base/Name", "mine", "chat"],
-            True,
-            False,
-        )
+        ) == (["tiny-random", "Base/Name", "mine", "chat"], True, False)
         for limit in ("0", "x", "1001", "-1"):
             assert raw.get("/v1/models", params={"limit": limit}).status_code == 400
         assert post("/v1/unload_lora_adapter", lora_name="mine").status_code == 200

@@ -512,26 +512,33 @@ def spanned(*runs):
     return change
 
 
+def weights(**fields):
+    return lambda m: put(plain(m), **fields)
+
+
+def targets(**fields):
+    return lambda m: put(plain(m, "target_tokens"), **fields)
+
+
+def csr(**fields):
+    return lambda m: put(soft(m).sparse_csr, **fields)
+
+
+def loss_named(name):
+    return lambda m: put(m, loss_fn=name)
+
+
 BAD = {  # what is wrong -> (how, what is said)
-    "bytes too many": (
-        lambda m: put(plain(m), dense=f32(1, 2, 3, 4)),
-        "datum 0: weights has 4 values; its shape",
-    ),
-    "half a number": (
-        lambda m: put(plain(m), dense=f32(1, 2, 3)[:-1]),
-        "11 bytes; expected a multiple of 4",
-    ),
+    "bytes too many": (weights(dense=f32(1, 2, 3, 4)), "datum 0: weights has 4 values; its shape"),
+    "half a number": (weights(dense=f32(1, 2, 3)[:-1]), "11 bytes; expected a multiple of 4"),
     "no values": (lambda m: plain(m).ClearField("encoding"), "weights has no values"),
-    "no dtype": (lambda m: put(plain(m), dtype=0), "dtype is 0; choose"),
+    "no dtype": (weights(dtype=0), "dtype is 0; choose"),
     "targets as floats": (
-        lambda m: put(plain(m, "target_tokens"), dtype=1, dense=f32(1, 2, 3)),
+        targets(dtype=1, dense=f32(1, 2, 3)),
         "target_tokens has numbers of type float",
     ),
-    "targets of 64 bits": (
-        lambda m: put(plain(m, "target_tokens"), dense=i64(1, 2**40, 3)),
-        "target_tokens has 1099511627776",
-    ),
-    "NaN": (lambda m: put(plain(m), dense=f32(1, np.nan, 3)), "weights has nan at 1"),
+    "targets of 64 bits": (targets(dense=i64(1, 2**40, 3)), "target_tokens has 1099511627776"),
+    "NaN": (weights(dense=f32(1, np.nan, 3)), "weights has nan at 1"),
     "dimension below 0": (lambda m: shaped(plain(m), -3), "one or two axes, none below 0"),
     "dense bomb": (lambda m: shaped(plain(m), 1, 2**40), "its shape .* has 1099511627776"),
     "overflowing bomb": (
@@ -566,11 +573,11 @@ BAD = {  # what is wrong -> (how, what is said)
         "loss_fn_inputs has 'mask'",
     ),
     "loss unknown": (
-        lambda m: put(m, loss_fn="l2"),
+        loss_named("l2"),
         "loss_fn is .*'l2'.*; choose one of: cross_entropy, importance_sampling",
     ),
     "stable_reinforce": (
-        lambda m: put(m, loss_fn="stable_reinforce"),
+        loss_named("stable_reinforce"),
         "not computed here: send importance_sampling",
     ),
     "an option of no loss": (
@@ -593,34 +600,20 @@ BAD = {  # what is wrong -> (how, what is said)
         "is sparse, of shape .* send fewer columns",
     ),
     "sparse of one axis": (lambda m: shaped(soft(m), 36), "is sparse, of shape"),
-    "row pointers too few": (
-        lambda m: put(soft(m).sparse_csr, crow_indices=i64(0, 1, 2, 4)),
-        "has 4 crow_indices",
-    ),
-    "row pointers that turn": (
-        lambda m: put(soft(m).sparse_csr, crow_indices=i64(0, 3, 2, 3, 4)),
-        "crow_indices do not ascend",
-    ),
+    "row pointers too few": (csr(crow_indices=i64(0, 1, 2, 4)), "has 4 crow_indices"),
+    "row pointers that turn": (csr(crow_indices=i64(0, 3, 2, 3, 4)), "crow_indices do not ascend"),
     "row pointers once around": (
-        lambda m: put(soft(m).sparse_csr, crow_indices=i64(0, 2**63 - 1, -2, 1, 4)),
+        csr(crow_indices=i64(0, 2**63 - 1, -2, 1, 4)),
         "crow_indices do not ascend",
     ),
-    "columns too few": (
-        lambda m: put(soft(m).sparse_csr, col_indices=i64(0, 1, 2)),
-        "3 col_indices and 4 values",
-    ),
-    "column too far": (
-        lambda m: put(soft(m).sparse_csr, col_indices=i64(0, 1, 2, 9)),
-        "has columns 0 to 8",
-    ),
+    "columns too few": (csr(col_indices=i64(0, 1, 2)), "3 col_indices and 4 values"),
+    "column too far": (csr(col_indices=i64(0, 1, 2, 9)), "has columns 0 to 8"),
     "a cell twice": (
-        lambda m: put(
-            soft(m).sparse_csr, crow_indices=i64(0, 2, 2, 3, 4), col_indices=i64(1, 1, 2, 3)
-        ),
+        csr(crow_indices=i64(0, 2, 2, 3, 4), col_indices=i64(1, 1, 2, 3)),
         "col_indices do not ascend in every row",
     ),
     "half a column": (
-        lambda m: put(soft(m).sparse_csr, col_indices=b"1234"),
+        csr(col_indices=b"1234"),
         "col_indices has 4 bytes; expected a multiple of 8",
     ),
     "sparse targets as floats": (
@@ -638,11 +631,7 @@ BAD_SAMPLED = {
         lambda m: m.data[0].loss_fn_inputs.pop("logprobs"),
         "has no logprobs; ppo needs",
     ),
-    "no mask": (
-        sampled(),
-        lambda m: put(m, loss_fn="gspo"),
-        "has no sequence_ratio_mask; gspo needs",
-    ),
+    "no mask": (sampled(), loss_named("gspo"), "has no sequence_ratio_mask; gspo needs"),
     "weights of gspo": (
         sampled("gspo"),
         lambda m: put(m.data[0].loss_fn_inputs["weights"], dense=b""),
@@ -715,10 +704,7 @@ def test_sparse_cells_of_a_whole_request_are_bounded():
         shaped(one, 4, tensors.MAX_CELLS // 4)
     batch_of(message)
     message.data.append(message.data[1])
-    refused(
-        lambda: batch_of(message),
-        "data 0 to 2 have 8388608 cells",
-    )
+    refused(lambda: batch_of(message), "data 0 to 2 have 8388608 cells")
 
 
 def test_sparse_cells_count_where_a_full_row_makes_them_dense():
@@ -727,10 +713,7 @@ def test_sparse_cells_count_where_a_full_row_makes_them_dense():
     full[0] = 1
     datum = sdk_datum(np.zeros(square, np.int64), {"target_tokens": full, "weights": full.float()})
     message = forward_backward_request_to_proto(sdk_request([datum] * 5, "cross_entropy"))
-    refused(
-        lambda: batch_of(message),
-        "data 0 to 4 have 5242880 cells",
-    )
+    refused(lambda: batch_of(message), "data 0 to 4 have 5242880 cells")
 
 
 BODIES = {
@@ -776,11 +759,7 @@ JSON_GOOD = {
 }
 BAD_JSON = {  # where, what is put there, what is said
     "data": ((), {"data": None}, "data is null; expected a list"),
-    "chunks": (
-        ("data", 0, "model_input"),
-        {"chunks": {}},
-        "chunks is an object",
-    ),
+    "chunks": (("data", 0, "model_input"), {"chunks": {}}, "chunks is an object"),
     "image": (
         ("data", 0, "model_input", "chunks", 0),
         {"type": "image"},

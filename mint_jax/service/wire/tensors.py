@@ -15,14 +15,7 @@ import numpy as np
 from mint_jax.errors import UserError, choice
 from mint_jax.service.validation import Body
 from mint_jax.service.wire import messages
-from mint_jax.service.wire.reading import (
-    as_int32,
-    integers,
-    numbers,
-    raw,
-    shape_of,
-    shown,
-)
+from mint_jax.service.wire.reading import as_int32, integers, numbers, raw, shape_of, shown
 
 MAX_CELLS = 2**22  # N K of sparse tensors, of one request together: 16 MB of answers a field
 FORMS = {  # numpy type of values in protobuf, and whether they are whole numbers
