@@ -12,8 +12,10 @@ transaction that moves the places, and the old packs wait their grace period lik
 lost its payloads.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import sqlalchemy as sa
 
@@ -73,7 +75,7 @@ def collect(
     """Removes what retention gives up and nothing refers to, in transactions of bounded size.
 
     Args:
-        dry_run: only report.
+        dry_run: only report: removes rows in one transaction, which is rolled back.
         compact: join small and mostly dead packs too.
         grace_s: seconds that a pack's file stays after its last payload, and that a writer may take
             to write and commit; shorten it only while no process writes.
@@ -82,15 +84,25 @@ def collect(
         UserError: the database is damaged: live payloads could look unreferenced.
     """
     report, author = Report(dry_run), catalog.author(by, why)
+    database = catalog.database
     if dry_run:
-        _foresee(catalog, author, report)
+
+        def rehearse(connection: sa.Connection) -> None:
+            nonlocal report
+            report = Report(dry_run=True)  # the transaction may run again
+            here = lambda body: body(connection)  # noqa: E731
+            _remove_rows(here, here, author, report)
+            raise _RolledBack
+
+        with contextlib.suppress(_RolledBack):
+            database.write(rehearse)
     else:
-        if damage := catalog.database.damage(1):
+        if damage := database.damage(1):
             raise UserError(
-                f"database {catalog.database.name} is damaged ({damage[0]}): nothing was removed;"
+                f"database {database.name} is damaged ({damage[0]}): nothing was removed;"
                 " restore it from a backup, then collect"
             )
-        _remove_rows(catalog, author, report)
+        _remove_rows(database.read, database.write, author, report)
     _sweep_dead(catalog, author, grace_s, report)
     _sweep_abandoned(catalog, author, grace_s, report)
     report.leftovers = len(catalog.store.sweep(grace_s, dry_run))
@@ -126,17 +138,23 @@ def stats(catalog: Handle) -> dict[str, int]:
     )
 
 
-def _remove_rows(catalog: Handle, author: Author, report: Report) -> None:
-    database = catalog.database
-    report.leases = database.write(lambda c: leases.remove_expired(c, author))
-    for some in chunks(database.read(retention.candidates), 100):
-        removed = database.write(lambda c, some=some: retention.remove(c, author, some))
+class _RolledBack(Exception):
+    """Ends the transaction of a dry run."""
+
+
+Run = Callable[[Callable[[sa.Connection], Any]], Any]  # ``Database.read`` or ``write``
+
+
+def _remove_rows(read: Run, write: Run, author: Author, report: Report) -> None:
+    report.leases = write(lambda c: leases.remove_expired(c, author))
+    for some in chunks(read(retention.candidates), 100):
+        removed = write(lambda c, some=some: retention.remove(c, author, some))
         report.revisions += [f"{one.policy}@{one.number}" for one in removed]
-    for some in chunks(database.read(lambda c: _unreferenced(c, author))):
-        lengths = database.write(lambda c, some=some: _remove_payloads(c, author, some))
+    for some in chunks(read(lambda c: _unreferenced(c, author))):
+        lengths = write(lambda c, some=some: _remove_payloads(c, author, some))
         report.payloads += len(lengths)
         report.payload_bytes += sum(lengths)
-    database.write(lambda c: _retire_packs(c, author))
+    write(lambda c: _retire_packs(c, author))
 
 
 def _nothing_refers(author: Author) -> sa.ColumnElement[bool]:
@@ -178,38 +196,6 @@ def _retire_packs(connection: sa.Connection, author: Author) -> None:
     empty = ~sa.exists().where(payloads.c.pack_id == packs.c.id)
     update = packs.update().where(packs.c.state == "live", empty)
     connection.execute(update.values(state="dead", changed_at=author.now))
-
-
-def _foresee(catalog: Handle, author: Author, report: Report) -> None:
-    """Counts what ``_remove_rows`` would remove."""
-    database = catalog.database
-    expired = sa.select(sa.func.count()).where(lease_table.c.expires_at <= author.now)
-    report.leases = database.read(lambda c: c.scalar(expired)) or 0
-    going = []
-    for some in chunks(database.read(retention.candidates), 100):
-        going += database.read(lambda c, some=some: retention.expendable(c, author, some))
-    report.revisions = [f"{one.policy}@{one.number}" for one in going]
-    freed = set(database.read(lambda c: _unreferenced(c, author)))
-    ids = {one.id for one in going}
-    for some in chunks(sorted({one.digest for one in going})):
-        freed |= database.read(lambda c, some=some: _would_free(c, author, some, ids))
-    report.payloads = len(freed)
-    for some in chunks(sorted(freed)):
-        query = sa.select(sa.func.sum(payloads.c.length)).where(payloads.c.digest.in_(some))
-        report.payload_bytes += int(database.read(lambda c, query=query: c.scalar(query)) or 0)
-
-
-def _would_free(
-    connection: sa.Connection, author: Author, digests: Sequence[bytes], removed: set[int]
-) -> set[bytes]:
-    """Payloads that nothing refers to but the revisions with these ids."""
-    query = sa.select(revisions.c.digest, revisions.c.id).where(revisions.c.digest.in_(digests))
-    used = {digest for digest, number in connection.execute(query) if number not in removed}
-    for table, more in ((rollouts, ()), (lease_table, (lease_table.c.expires_at > author.now,))):
-        used |= set(
-            connection.scalars(sa.select(table.c.digest).where(table.c.digest.in_(digests), *more))
-        )
-    return set(digests) - used
 
 
 def _sweep_dead(catalog: Handle, author: Author, grace_s: float, report: Report) -> None:

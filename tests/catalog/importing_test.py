@@ -23,6 +23,7 @@ from mint_jax.catalog.cli.main import main
 from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.packed import Schema, pack, unpack
 from mint_jax.errors import UserError
+from mint_jax.lora import peft as peft_lib
 from mint_jax.lora.config import AdapterConfig
 from mint_jax.lora.peft import CONFIG, WEIGHTS
 from mint_jax.models.base import public_name
@@ -109,57 +110,80 @@ def test_import_then_export_gives_the_same_files(run, base, many, tmp_path):
         np.testing.assert_array_equal(dict(nested.leaves_with_path(adapter))[path], value)
 
 
-def test_routed_experts_import_and_export_per_expert(run, hf_dirs, many, tmp_path):
+def test_routed_experts_and_halves_are_exact(run, hf_dirs, many, tmp_path):
+    """Experts stay tensors of their own; factors of two scales become float32, others keep their
+    dtype.
+    """
     moe = outline(str(hf_dirs("qwen3_moe")))
-    config = AdapterConfig(2, 4.0, ("q", "gate", "up", "down"))
-    write_adapter(many / "moe", moe, 3, config)
-    code, told, _ = run("import", many, base_name=moe.name)
-    assert (code, told["imported"]) == (0, 1)
+    for name in ("moe", "scaled"):
+        file = write_adapter(many / name, moe, 3, AdapterConfig(2, 4.0, ("q", "gate"))) / WEIGHTS
+        halves = {key: x.astype(ml_dtypes.bfloat16) for key, x in load_file(file).items()}
+        save_file(halves, file)
+    edit_config(many / "scaled", alpha_pattern={"model.layers.0.self_attn.q_proj": 4.1})
+    assert run("import", many, base_name=moe.name)[1]["imported"] == 2
+    with Catalog.open(tmp_path / "catalog") as catalog:
+        assert unpack(catalog.load("moe"))[1].dtype == "bfloat16"
+        assert unpack(catalog.load("scaled"))[1].dtype == "float32"
     assert run("export", "moe", tmp_path / "out", base_name=moe.name)[0] == 0
     theirs, ours = load_file(many / "moe" / WEIGHTS), load_file(tmp_path / "out" / WEIGHTS)
     assert any(".experts.1.gate_proj.lora_A" in name for name in ours)
-    assert theirs.keys() == ours.keys()
-    for key, value in theirs.items():
-        assert value.tobytes() == ours[key].tobytes()
+    assert {name: (x.dtype, x.tobytes()) for name, x in theirs.items()} == {
+        name: (x.dtype, x.tobytes()) for name, x in ours.items()
+    }
 
 
-def to_dtype(directory: Path, dtype) -> None:
-    save_file(
-        {name: value.astype(dtype) for name, value in load_file(directory / WEIGHTS).items()},
-        directory / WEIGHTS,
-    )
-
-
-def test_halves_stay_halves_where_that_is_exact(run, base, many, tmp_path):
-    to_dtype(write_adapter(many / "half", base, 1), ml_dtypes.bfloat16)
-    to_dtype(write_adapter(many / "scaled", base, 1), ml_dtypes.bfloat16)
-    # brought to one scale, in float32
-    edit_config(many / "scaled", alpha_pattern={"model.layers.0.self_attn.q_proj": 4.1})
-    code, told, _ = run("import", many)
-    assert (code, told["imported"]) == (0, 2)
-    with Catalog.open(tmp_path / "catalog") as catalog:
-        assert unpack(catalog.load("half"))[1].dtype == "bfloat16"
-        assert unpack(catalog.load("scaled"))[1].dtype == "float32"
-    assert run("export", "half", tmp_path / "out")[0] == 0
-    theirs, ours = load_file(many / "half" / WEIGHTS), load_file(tmp_path / "out" / WEIGHTS)
-    assert {value.dtype for value in ours.values()} == {np.dtype(ml_dtypes.bfloat16)}
-    assert all(value.tobytes() == ours[key].tobytes() for key, value in theirs.items())
-
-
-def test_packed_files_need_no_base(run, base, many, tmp_path):
+def test_packed_files_need_no_base(run, many, tmp_path):
     (many / "below").mkdir(parents=True)
     (many / "one.safetensors").write_bytes(packed(1))
     (many / "below" / "two.safetensors").write_bytes(packed(2))
     (many / "README.md").write_text("ignored")
     assert run("import", many, base_name=None)[1]["imported"] == 2
-    assert policies(tmp_path) == {"one": 1, "two": 1}
     with Catalog.open(tmp_path / "catalog") as catalog:
         assert catalog.load("two").tobytes() == packed(2)
     assert "trained on base abababababab" in refusal(run, many / "one.safetensors", "--policy=x")
-    write_adapter(many / "peft", base, 1)
-    code, told, err = run("import", many, base_name=None)
-    assert (code, told) == (2, None)
-    assert "1 PEFT directories need the base" in err
+    (many / "one.safetensors").write_bytes((1 << 63).to_bytes(8, "little") + b"{}")
+    assert "claims 9223372036854775808 bytes" in refusal(run, many / "one.safetensors")
+    for path, message in ((many / "nothing", "check the path"), (many / "README.md", "is no PEFT")):
+        code, _, err = run("import", path)
+        assert (code, message in err) == (2, True)
+
+
+def test_a_second_run_imports_what_is_new_and_a_dry_run_foretells_it(run, base, many, tmp_path):
+    for i in range(5):
+        write_adapter(many / f"a{i}", base, i)
+    code, told, _ = run("import", many, "--dry-run")
+    assert (code, told["dry_run"], told["imported"]) == (0, True, 5)
+    assert not (tmp_path / "catalog").exists()
+    assert run("import", many, "--batch=2")[1]["imported"] == 5
+    write_adapter(many / "a5", base, 5)
+    with Catalog.open(tmp_path / "catalog") as catalog:
+        catalog.retire("a1")
+        assert len(list(catalog.store.packs())) == 3
+    for name, config in (("a0", AdapterConfig(3, 4.0, ("q",))), ("a1", peft_dirs.CONFIG)):
+        for file in (WEIGHTS, CONFIG):
+            (many / name / file).unlink()
+        write_adapter(many / name, base, 70, config)
+    foretold, done = (run("import", many, *dry)[1] for dry in (["--dry-run"], []))
+    assert foretold == done | {"dry_run": True}
+    assert (done["imported"], done["present"]) == (1, 3)
+    reasons = {Path(one["path"]).name: one["reason"] for one in done["refused"]}
+    assert "has rank 2, the exported adapter has 3" in reasons["a0"]
+    assert "is retired" in reasons["a1"]
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.inf, 1e30])
+def test_weights_that_are_not_finite_need_force(run, base, many, value):
+    adapter = random_factors(base, 2)
+    adapter["dense"]["attn"]["q"]["a"][0, 0, 0] = value
+    peft_lib.write_peft(many / "a", adapter, peft_dirs.CONFIG, base.tables[0], base.name)
+    if value == 1e30:  # finite, but not in float16
+        assert "float16" in refusal(run, many, "--dtype=float16")
+        assert run("import", many, "--dtype=bfloat16")[0] == 0
+        return
+    (many / "b.safetensors").write_bytes(pack(adapter, Schema(base.fingerprint, peft_dirs.CONFIG)))
+    for path in (many / "a", many / "b.safetensors"):
+        assert "NaN or infinite" in refusal(run, path)
+        assert run("import", path, "--force")[1]["imported"] == 1
 
 
 def test_import_resumes_on_either_database(place, many, capsys):
@@ -206,82 +230,6 @@ def test_names_come_from_the_template(run, base, many, tmp_path):
         assert message in err
 
 
-def test_a_second_run_imports_only_what_is_new(run, base, many, tmp_path):
-    for i in range(5):
-        write_adapter(many / f"a{i}", base, i)
-    assert run("import", many, "--batch=2")[1]["imported"] == 5
-    write_adapter(many / "a5", base, 5)
-    code, told, _ = run("import", many)
-    assert (code, told["imported"], told["present"]) == (0, 1, 5)
-    with Catalog.open(tmp_path / "catalog") as catalog:
-        catalog.retire("a0")
-    assert run("import", many)[1]["present"] == 6
-    assert set(policies(tmp_path).values()) == {1}
-    with Catalog.open(tmp_path / "catalog") as catalog:
-        assert len(list(catalog.store.packs())) == 4
-
-
-def test_a_dry_run_writes_nothing_and_foretells_refusals(run, base, many, tmp_path):
-    write_adapter(many / "a", base, 1)
-    (many / "b").mkdir()
-    (many / "b" / CONFIG).write_text("{}")
-    code, told, _ = run("import", many, "--dry-run")
-    assert (code, told["dry_run"], told["imported"], len(told["refused"])) == (1, True, 1, 1)
-    assert not (tmp_path / "catalog").exists()
-    write_adapter(many / "c", base, 2)
-    run("import", many)
-    for name, rank in (("a", 2), ("c", 3)):  # another rank is another policy's
-        (many / name / WEIGHTS).unlink()
-        (many / name / CONFIG).unlink()
-        write_adapter(many / name, base, 7, AdapterConfig(rank, 4.0, ("q", "v")))
-    told_dry, told_done = run("import", many, "--dry-run")[1], run("import", many)[1]
-    assert (told_dry["imported"], len(told_dry["refused"])) == (1, 2)
-    assert told_dry["refused"] == told_done["refused"]
-    assert any(
-        "has rank 2, the exported adapter has 3" in one["reason"] for one in told_done["refused"]
-    )
-    assert policies(tmp_path) == {"a": 2, "c": 1}
-
-
-def test_what_the_catalog_refuses_keeps_nothing_else_out(run, base, many, tmp_path):
-    for i in range(9):
-        write_adapter(many / f"a{i}", base, i)
-    with Catalog.open(tmp_path / "catalog") as catalog:
-        for name in ("a3", "a7"):
-            catalog.create_policy(name, Schema(base.fingerprint, peft_dirs.CONFIG))
-            catalog.retire(name)
-    code, told, _ = run("import", many)
-    assert (code, told["imported"]) == (1, 7)
-    assert [Path(one["path"]).name for one in told["refused"]] == ["a3", "a7"]
-    assert all("is retired" in one["reason"] for one in told["refused"])
-    assert sum(policies(tmp_path).values()) == 7
-
-
-def poison(directory: Path, value: float) -> None:
-    tensors = load_file(directory / WEIGHTS)
-    tensors[sorted(tensors)[0]][0, 0] = value
-    save_file(tensors, directory / WEIGHTS)
-
-
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_weights_that_are_not_finite_need_force(run, base, many, value):
-    poison(write_adapter(many / "a", base, 1), value)
-    assert "NaN or infinite" in refusal(run, many)
-    code, told, _ = run("import", many, "--force")
-    assert (code, told["imported"]) == (0, 1)
-    adapter = random_factors(base, 2)
-    adapter["dense"]["attn"]["q"]["a"][0, 0, 0] = value
-    (many / "b.safetensors").write_bytes(pack(adapter, Schema(base.fingerprint, peft_dirs.CONFIG)))
-    assert "NaN or infinite" in refusal(run, many / "b.safetensors")
-    assert run("import", many / "b.safetensors", "--force")[0] == 0
-
-
-def test_a_narrower_dtype_that_overflows_is_refused(run, base, many):
-    poison(write_adapter(many / "a", base, 1), 1e30)
-    assert "float16" in refusal(run, many, "--dtype=float16")
-    assert run("import", many, "--dtype=bfloat16")[0] == 0
-
-
 def as_pickle(path: Path) -> None:
     (path / WEIGHTS).unlink()
     (path / "adapter_model.bin").write_bytes(b"\x80\x04cos\nsystem\n(S'touch owned'\ntR.")
@@ -295,11 +243,6 @@ def as_zip(path: Path) -> None:
 def as_pipe(path: Path) -> None:
     (path / WEIGHTS).unlink()
     os.mkfifo(path / WEIGHTS)
-
-
-def as_directory(path: Path) -> None:
-    (path / WEIGHTS).unlink()
-    (path / WEIGHTS).mkdir()
 
 
 def as_sparse(path: Path) -> None:
@@ -317,12 +260,6 @@ def with_config(**fields):
     return lambda path: edit_config(path, **fields)
 
 
-def with_header(size: int):
-    return lambda path: (path / WEIGHTS).write_bytes(
-        size.to_bytes(8, "little") + (path / WEIGHTS).read_bytes()[8:]
-    )
-
-
 def cut(path: Path) -> None:
     os.truncate(path / WEIGHTS, (path / WEIGHTS).stat().st_size - 1)
 
@@ -334,7 +271,6 @@ HOSTILE = {
     ),
     "zip bomb": (as_zip, "is a zip archive"),
     "named pipe": (as_pipe, "is no regular file"),
-    "directory": (as_directory, "is no regular file"),
     "terabyte": (as_sparse, "--max-bytes"),
     "link": (as_link, "is a symbolic link out of the folder"),
     "no weights": (lambda path: (path / WEIGHTS).unlink(), "cannot be read (No such file"),
@@ -342,26 +278,15 @@ HOSTILE = {
         lambda path: (path / CONFIG).unlink(),
         "there is no adapter_config.json in its folder",
     ),
-    "huge header": (with_header(1 << 62), "its header claims"),
-    "negative header": (with_header((1 << 64) - 1), "its header claims"),
     "cut off": (cut, "cannot be read"),
-    "empty": (
-        lambda path: (path / WEIGHTS).write_bytes(b""),
-        "its header is missing: the file has 0 bytes",
-    ),
-    "config is a list": (lambda path: (path / CONFIG).write_text("[]"), "is not a JSON object"),
     "config is nested": (
         lambda path: (path / CONFIG).write_text("[" * 200_000),
         "nested too deeply",
     ),
-    "config is bytes": (lambda path: (path / CONFIG).write_bytes(b"\xff\xfe\0"), "is not JSON"),
     "config is huge": (lambda path: (path / CONFIG).write_text(" " * (5 << 20)), "--max-bytes"),
     "rank is text": (with_config(r="8"), "r is '8'; expected 1 to 1024"),
-    "rank is huge": (with_config(r=1 << 40), "expected 1 to 1024"),
-    "rank pattern": (with_config(rank_pattern={"q_proj": -1}), "expected 1 to 1024"),
     "alpha is a list": (with_config(lora_alpha=[1]), "lora_alpha is [1]; expected a number"),
     "slow pattern": (with_config(rank_pattern={"(a+)+x": 2}), "is too involved"),
-    "wrong pattern": (with_config(alpha_pattern={"[": 2}), "is no regular expression"),
     "parameters": (with_config(target_parameters=7), "is not a list of names"),
     "other method": (with_config(peft_type="IA3"), "only LORA"),
 }
@@ -409,31 +334,6 @@ def test_links_are_not_followed_out_of_the_folder_nor_in_circles(run, base, many
     assert [Path(one["path"]).name for one in told["refused"]] == ["out"]
     assert run("import", many, "--follow-links")[1]["imported"] == 1
     assert policies(tmp_path) == {"a": 1, "b": 1}
-
-
-def test_pickles_and_strange_files_by_name(run, many):
-    many.mkdir()
-    (many / "model.bin").write_bytes(b"\x80\x04.")
-    assert "is a pickle" in refusal(run, many / "model.bin")
-    (many / "x.safetensors").write_bytes(b"PK\x03\x04" + b"\0" * 100)
-    assert "is a zip archive" in refusal(run, many / "x.safetensors")
-    (many / "x.safetensors").write_bytes((1 << 63).to_bytes(8, "little") + b"{}")
-    assert "claims 9223372036854775808 bytes" in refusal(run, many / "x.safetensors")
-    assert run("import", many / "nothing")[0] == 2
-    (many / "x.safetensors").unlink()
-    code, _, err = run("import", many)
-    assert code == 2
-    assert "there is no PEFT directory, no safetensors file" in err
-
-
-@pytest.mark.parametrize(
-    "name", ["deadbeef", " blank ", "a\u202eb", "x" * 201, os.fsdecode(b"\xff\xfe")]
-)
-def test_names_that_cannot_be_policies(run, base, many, name):
-    write_adapter(many / "tmp", base, 1)
-    (many / "tmp").rename(many / name)
-    assert refusal(run, many)
-    assert run("import", many, "--policy=fine")[0] == 0
 
 
 def test_another_base_or_none_is_refused(run, base, many, tmp_path, hf_dirs):
@@ -520,59 +420,6 @@ def packs_of(folder: Path) -> int:
     return len(list((folder / "payloads").rglob("*.pack")))
 
 
-TOGETHER = """
-import pathlib, sys, time
-from mint_jax.catalog.cli.main import main
-from mint_jax.catalog.storage.payloads import PayloadStore
-
-signs, me, *argv = sys.argv[1:]
-put = PayloadStore.put
-
-def wait_for_the_other(self, objects):
-    places = put(self, objects)
-    (pathlib.Path(signs) / me).touch()
-    while len(list(pathlib.Path(signs).iterdir())) < 2:
-        time.sleep(0.01)
-    return places
-
-PayloadStore.put = wait_for_the_other
-sys.exit(main(argv))
-"""
-
-
-@pytest.mark.long
-def test_two_imports_of_one_folder_at_once_leave_no_second_copy(base, many, tmp_path):
-    """Both have stored their bytes before either commits; who comes second has a pack that nothing
-    will ever name.
-    """
-    for i in range(4):
-        write_adapter(many / f"a{i}", base, i)
-    (tmp_path / "signs").mkdir()
-    Catalog.open(tmp_path / "catalog").close()
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [f"--catalog={tmp_path / 'catalog'}", "import", str(many), f"--base={base.name}"]
-    both = [
-        subprocess.Popen(
-            [sys.executable, "-c", TOGETHER, str(tmp_path / "signs"), name, *command],
-            env=environment,
-        )
-        for name in ("one", "two")
-    ]
-    try:
-        assert [process.wait(120) for process in both] == [0, 0]
-    finally:
-        for process in both:
-            process.kill()
-    assert len(list((tmp_path / "signs").iterdir())) == 2
-    with Catalog.open(tmp_path / "catalog") as catalog:
-        assert {policy.policy: policy.revisions for policy in catalog.policies()} == {
-            f"a{i}": 1 for i in range(4)
-        }
-        assert len(list(catalog.store.packs())) == 1
-        assert catalog.stats()["dead_packs"] == 0
-        assert list(catalog.verify()) == []
-
-
 def test_an_export_has_the_users_rights_and_names_a_base_that_opens(
     run, base, many, tmp_path, monkeypatch
 ):
@@ -602,33 +449,6 @@ def test_an_export_has_the_users_rights_and_names_a_base_that_opens(
     assert named("three") == "org/model"
     assert public_name("smollm2-135m-instruct") == "HuggingFaceTB/SmolLM2-135M-Instruct"
     assert public_name("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
-
-
-def test_a_tilde_is_the_home_folder_everywhere(base, many, tmp_path, monkeypatch, capsys):
-    write_adapter(many / "a", base, 1)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.chdir(tmp_path / "many")
-    home = Path(base.name).parent
-    (tmp_path / "base").symlink_to(base.name)
-    assert home != tmp_path
-    assert main(["--catalog=~/c", "--payloads=~/p", "import", "~/many", "--base=~/base"]) == 0
-    assert (
-        main(
-            [
-                "--catalog=sqlite:///~/c/catalog.db",
-                "--payloads=file://~/p",
-                "export",
-                "a",
-                "~/out",
-                "--base=~/base",
-            ]
-        )
-        == 0
-    )
-    assert main(["--catalog=~/c", "--payloads=~/p", "export", "a", "--packed=~/packed"]) == 0
-    capsys.readouterr()
-    assert {path.name for path in tmp_path.iterdir()} == {"many", "base", "c", "p", "out", "packed"}
-    assert not (tmp_path / "many" / "~").exists()
 
 
 def test_auto_peft_opens_an_export_by_what_it_names(run, hf_dirs, many, tmp_path, monkeypatch):

@@ -1,6 +1,5 @@
 """Names: what is allowed, what one text means, and hostile text."""
 
-import time
 import unicodedata
 
 import pytest
@@ -8,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mint_jax.catalog.records import names
-from mint_jax.catalog.records.names import RevisionName, clean, parse_policy, parse_revision
+from mint_jax.catalog.records.names import RevisionName, clean, parse_revision
 from mint_jax.errors import UserError
 from tests.catalog.adapters import SCHEMA, packed
 
@@ -36,68 +35,15 @@ def test_what_a_text_means(text, meaning):
     assert parse_revision(text) == meaning
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "@",
-        "@latest",
-        "p@",
-        "/p",
-        "lab/",
-        "a/b/c",
-        "p@a@b",
-        "p@a/b",
-        "p@123456789012",
-        "../p",
-        "..",
-        ".hidden",
-        "lab/../p",
-    ]
-    + [
-        "p\n",
-        "\tp",
-        " p",
-        "p ",
-        "p\0",
-        "a\x1bb",
-        "a\u200bb",
-        "a\u202eb",
-        "a\u2028b",
-        "\ud800",
-        "\ufeffp",
-        "x" * 201,
-        "\u3000p",
-        "é" * 201,
-    ]
-    + ["deadbeef/p@x", "lab/deadbeef", "12345678/abcdef1234"][1:],
-)
-def test_other_text_is_refused(text):
+REFUSED = ["", "@", "@latest", "p@", "/p", "lab/", "p@a@b", "p@a/b", "p@123456789012", "lab/../p"]
+REFUSED += ["lab/deadbeef", "12345678/abcdef1234", " p", "\u3000p", "é" * 201, None, 7, b"p"]
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_other_values_are_refused(text):
+    """``hostile_test`` has more."""
     with pytest.raises(UserError):
         parse_revision(text)
-
-
-@pytest.mark.parametrize("value", [None, 7, b"p", ["p"]])
-def test_only_text_is_a_name(value):
-    for call in (parse_revision, parse_policy, lambda name: clean("name", name)):
-        with pytest.raises(UserError, match="a name is text"):
-            call(value)
-
-
-def test_a_huge_name_is_refused_at_once_and_told_in_short():
-    for text in (
-        "x" * 100_000,
-        "a\u0301" * 50_000,
-        "\u0300" * 100_000,
-        "x@" * 50_000,
-        "/" * 100_000,
-        "0" * 100_000,
-    ):
-        start = time.process_time()
-        with pytest.raises(UserError) as raised:
-            parse_revision(text)
-        assert time.process_time() - start < 5
-        assert len(str(raised.value)) < 500
 
 
 def test_one_visible_name_is_one_key(catalog):
@@ -109,40 +55,13 @@ def test_one_visible_name_is_one_key(catalog):
     assert catalog.resolve("caf\u00e9/na\u00efve@re\u0301sume\u0301").number == 1
 
 
-def test_names_are_compared_exactly(catalog):
-    wanted = [
-        "p",
-        "P",
-        "p ext",
-        "p_ext",
-        "p%",
-        "p'); DROP TABLE policies; --",
-        "日本語",
-        "🐈",
-        "x" * 200,
-        "é" * 200,
-        "a\\b",
-        "~",
-        "CON",
-        "%s",
-    ]
-    made = {name: catalog.export(name, packed(i), i, create=True) for i, name in enumerate(wanted)}
-    for name, revision in made.items():
-        catalog.promote(name, 1, name)
-        assert catalog.resolve(f"{name}@{name}").digest == revision.digest
-    assert [record.name for record in catalog.policies()] == sorted(wanted)
-
-
 @pytest.mark.parametrize("text", ["deadbeef", "20240101", DIGEST])
-def test_a_policy_is_not_called_like_a_digest(catalog, text):
+def test_names_that_would_read_as_digests_or_numbers_are_refused(catalog, text):
     with pytest.raises(UserError, match="would read as a revision's digest"):
         catalog.create_policy(text, SCHEMA)
-
-
-def test_an_alias_is_not_a_number(catalog):
     catalog.export("p", packed(1), 1, create=True)
-    for alias in ("12", "٣", ""):
-        with pytest.raises(UserError):
+    for alias in ("12", "٣"):
+        with pytest.raises(UserError, match="would read as a revision's number"):
             catalog.promote("p", 1, alias)
 
 

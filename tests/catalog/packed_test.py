@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 
 from mint_jax import params as params_lib
 from mint_jax.catalog import header
-from mint_jax.catalog.packed import FORMAT, Schema, as_bytes, digest_of, pack, unpack
+from mint_jax.catalog.packed import Schema, as_bytes, digest_of, pack, unpack
+from mint_jax.catalog.records.exports import is_finite, schema_text
 from mint_jax.errors import UserError
 from mint_jax.lora.tree import AdapterConfig
 from tests.memory import assert_takes_at_most
@@ -69,66 +70,27 @@ def test_arrays_are_aligned_as_far_as_the_format_allows(dtype):
         assert min(spans(data).values())[0] % 64 == 0
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_the_safetensors_package_reads_what_we_write(dtype):
-    tree = adapter()
-    data = pack(tree, Schema("base", SCHEMA.config, dtype))
-    found = {name: bytes(tensor["data"]) for name, tensor in safetensors.deserialize(data)}
-    assert found == {
-        path: leaf.astype(jnp.dtype(dtype)).tobytes() for path, leaf in flat(tree).items()
-    }
-
-
-def test_we_read_what_the_safetensors_package_writes():
-    tree = adapter()
-    found, schema = unpack(
-        safetensors.numpy.save(flat(tree), metadata={"schema": SCHEMA.to_json()})
-    )
-    assert schema == SCHEMA
-    assert {path: leaf.tobytes() for path, leaf in flat(found).items()} == {
-        path: leaf.tobytes() for path, leaf in flat(tree).items()
-    }
-
-
-def holders(data: bytes, tmp_path):
-    (tmp_path / "file").write_bytes(b"\0" * 4096 + data)
-    mapped = np.memmap(tmp_path / "file", np.uint8, "r", offset=4096)
-    odd = np.frombuffer(b"\0" + data, np.uint8)[1:]  # unaligned
-    return {
-        "bytes": data,
-        "bytearray": bytearray(data),
-        "view": memoryview(data),
-        "array": np.array(as_bytes(data)),
-        "map": mapped,
-        "odd": odd,
-    }
-
-
-@pytest.mark.parametrize("kind", ["bytes", "bytearray", "view", "array", "map", "odd"])
+@pytest.mark.parametrize("kind", ["bytes", "view", "map", "unaligned"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_reading_is_exact_and_copies_nothing(tmp_path, kind, dtype):
     tree = adapter()
     data = pack(tree, Schema("base", SCHEMA.config, dtype))
-    holder = holders(data, tmp_path)[kind]
+    (tmp_path / "file").write_bytes(b"\0" * 4096 + data)
+    holder = {
+        "bytes": data,
+        "view": memoryview(data),
+        "map": np.memmap(tmp_path / "file", np.uint8, "r", offset=4096),
+        "unaligned": np.frombuffer(b"\0" + data, np.uint8)[1:],
+    }[kind]
     found, _ = unpack(holder)
     assert list(flat(found)) == sorted(SHAPES)
     for path, leaf in flat(found).items():
         assert leaf.dtype == jnp.dtype(dtype)
         assert leaf.tobytes() == flat(tree)[path].astype(jnp.dtype(dtype)).tobytes()
-        assert np.shares_memory(
-            leaf,
-            (
-                np.asarray(holder)
-                if isinstance(holder, np.ndarray)
-                else np.frombuffer(holder, np.uint8)
-            ),
-        )
+        assert np.shares_memory(leaf, as_bytes(holder))
         with pytest.raises(ValueError, match="read-only"):
             leaf[...] = 0
     assert digest_of(holder) == digest_of(data)
-
-
-def test_a_strided_array_is_no_buffer():
     with pytest.raises(ValueError, match="not one run of bytes"):
         unpack(np.zeros(10, np.uint8)[::2])
 
@@ -165,32 +127,22 @@ DATA = b"\0" * 8
 SCHEMA_TEXT = json.dumps(SCHEMA.to_json())
 HOSTILE = {
     "nothing": (b"", "0 bytes"),
-    "seven bytes": (b"\0" * 7, "7 bytes"),
     "header beyond the file": (struct.pack("<Q", 100) + b"{}", "claims 100 bytes"),
     "header of 2^63": (
         struct.pack("<Q", 1 << 63) + b"{}" * 100,
         "claims 9223372036854775808 bytes",
     ),
-    "header of -1": (struct.pack("<q", -1) + b"{}" * 100, "claims 18446744073709551615 bytes"),
     "header of 2 MiB": (file_of(b"{" + b" " * (2 << 20) + b"}"), "1048576 are allowed"),
     "no JSON": (file_of("{not JSON}"), "is not JSON"),
-    "no UTF-8": (file_of(b'{"\xff": 1}'), "is not JSON"),
     "a list": (file_of("[]"), "not a JSON object"),
     "NaN": (file_of('{"a": NaN}'), "NaN"),
     "nested lists": (file_of("[" * 100_000), "nested too deeply|is not JSON"),
-    "nested objects": (file_of('{"a":' * 100_000), "nested too deeply|is not JSON"),
     "huge integer": (file_of('{"a": ' + "9" * 100_000 + "}"), "is not JSON"),
     "no schema": (file_of({"a": entry()}, DATA, {}), "no schema"),
     "metadata no object": (file_of({"a": entry()}, DATA, [1]), "metadata"),
-    "metadata of numbers": (file_of({"a": entry()}, DATA, {"schema": 1}), "metadata"),
     "schema no JSON": (file_of({"a": entry()}, DATA, {"schema": "{"}), "the schema is not JSON"),
-    "schema nested": (
-        file_of({"a": entry()}, DATA, {"schema": "[" * 100_000}),
-        "nested too deeply|is not JSON",
-    ),
     "entry no object": (file_of({"a": 3}), "not described"),
     "entry with more": (file_of({"a": entry(more=1)}, DATA), "not described"),
-    "entry with less": (file_of({"a": {"dtype": "F32", "shape": [2]}}, DATA), "not described"),
     "twice": (
         file_of(
             f'{{"__metadata__":{{"schema":{SCHEMA_TEXT}}},"a":{json.dumps(entry())},"a":{json.dumps(entry())}}}',
@@ -200,51 +152,29 @@ HOSTILE = {
     ),
     "dtype unknown": (file_of({"a": entry(dtype="F99")}, DATA), "dtype 'F99'"),
     "dtype of no float": (file_of({"a": entry(dtype="I32")}, DATA), "dtype 'I32'"),
-    "dtype a list": (file_of({"a": entry(dtype=[1])}, DATA), "dtype"),
     "dtype not the schema's": (
         file_of({"a": entry(shape=(4,), dtype="F16")}, DATA),
         "its schema says float32",
     ),
     "size negative": (file_of({"a": entry(shape=(-2, -1))}, DATA), "shape"),
-    "size a float": (file_of({"a": entry(shape=(2.0,))}, DATA), "shape"),
     "size a bool": (file_of({"a": entry(0, 4, shape=(True,))}, DATA[:4]), "shape"),
     "product overflows": (
         file_of({"a": entry(shape=(1 << 62, 4, 2))}, DATA),
         "needs 147573952589676412928 bytes",
     ),
-    "product wraps to the truth": (
-        file_of({"a": entry(shape=(1 << 62, 4), begin=0, end=0)}),
-        "needs",
-    ),
-    "size of 2^63": (file_of({"a": entry(shape=(1 << 63, 0), begin=0, end=0)}), "shape"),
     "many dimensions": (file_of({"a": entry(shape=[1] * 64 + [2])}, DATA), "shape"),
     "terabytes": (file_of({"a": entry(0, 4 << 40, shape=(1 << 40,))}, DATA), "ends at byte"),
     "offsets negative": (file_of({"a": entry(-8, 0)}, DATA), "offsets"),
     "offsets backwards": (file_of({"a": entry(8, 0)}, DATA), "offsets"),
-    "offsets three": (
-        file_of({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8, 8]}}, DATA),
-        "offsets",
-    ),
-    "offsets a text": (
-        file_of({"a": {"dtype": "F32", "shape": [2], "data_offsets": "08"}}, DATA),
-        "offsets",
-    ),
     "too short for its shape": (file_of({"a": entry(0, 4)}, DATA), "needs 8 bytes"),
     "out of range": (file_of({"a": entry(0, 8), "b": entry(8, 16)}, DATA), "ends at byte 16 of 8"),
     "overlap": (file_of({"a": entry(0, 8), "b": entry(4, 12)}, DATA + DATA), "overlaps"),
-    "the same bytes twice": (file_of({"a": entry(0, 8), "b": entry(0, 8)}, DATA), "overlaps"),
     "gap": (file_of({"a": entry(0, 8), "b": entry(12, 20)}, DATA * 3), "gap"),
-    "gap in front": (file_of({"a": entry(8, 16)}, DATA * 2), "gap"),
     "bytes behind": (file_of({"a": entry(0, 8)}, DATA + b"\0"), "end at byte 8, its data at 9"),
     "absolute": (file_of({"/etc/passwd": entry()}, DATA), "not a path"),
     "upwards": (file_of({"../../a": entry()}, DATA), "not a path"),
-    "upwards inside": (file_of({"a/../b": entry()}, DATA), "not a path"),
     "hidden": (file_of({"a/.b": entry()}, DATA), "not a path"),
-    "empty": (file_of({"": entry()}, DATA), "not a path"),
-    "empty segment": (file_of({"a//b": entry()}, DATA), "not a path"),
-    "backslash": (file_of({"a\\b": entry()}, DATA), "not a path"),
     "NUL": (file_of({"a\0": entry()}, DATA), "not a path"),
-    "newline": (file_of({"a\n": entry()}, DATA), "not a path"),
     "not ASCII": (file_of({"\u202eab": entry()}, DATA), "not a path"),
     "surrogate": (file_of('{"\\ud800": 1}'), "not described"),
     "long name": (file_of({"a" * 100_000: entry()}, DATA), r"\(100002 characters\)"),
@@ -272,19 +202,6 @@ def test_hostile_bytes_are_refused_with_the_reason_before_memory_is_taken(name):
     assert_takes_at_most(40 * header.MAX_HEADER, refused)
 
 
-def test_the_largest_header_costs_little_memory():
-    """Lists in lists: what JSON can be made to take most memory with."""
-    text = b'{"a":[' + b"[]," * ((header.MAX_HEADER - 10) // 3) + b"1]}"
-    assert len(text) <= header.MAX_HEADER
-    data = file_of(text)
-
-    def refused():
-        with pytest.raises(UserError, match="not described"):
-            unpack(data)
-
-    assert_takes_at_most(40 * header.MAX_HEADER, refused)
-
-
 def changed(**change):
     fields = json.loads(SCHEMA.to_json())
     for name, value in change.items():
@@ -296,21 +213,14 @@ def changed(**change):
     ("text", "reason"),
     [
         (changed(format="mint-adapter/1"), "this version reads"),
-        (changed(format=KeyError), "this version reads"),
-        (changed(format=[1]), "this version reads"),
         (changed(base=""), "base"),
-        (changed(base="x" * 2000), "base"),
-        (changed(base=7), "base"),
         (changed(rank=0), "rank"),
         (changed(rank=1025), "rank"),
-        (changed(rank=True), "rank"),
         (changed(rank=3.0), "rank"),
         (changed(alpha="6"), "alpha"),
         (changed(alpha=1e999), "Infinity"),
         (changed(scale="alpha"), "scale"),
-        (changed(scale=[]), "scale"),
         (changed(targets=[]), "targets"),
-        (changed(targets="q"), "targets"),
         (changed(targets=[1]), "targets"),
         (changed(layout="slots"), "layout"),
         (changed(dtype="int8"), "dtype"),
@@ -321,22 +231,6 @@ def changed(**change):
 def test_a_schema_is_read_strictly(text, reason):
     with pytest.raises(UserError, match=reason):
         Schema.from_json(text)
-
-
-def test_a_schema_tells_everything_that_reading_needs():
-    fields = json.loads(
-        Schema("f" * 64, AdapterConfig(4, 8, ("q", "down"), rslora=True), "bfloat16").to_json()
-    )
-    assert fields == {
-        "format": FORMAT,
-        "base": "f" * 64,
-        "rank": 4,
-        "alpha": 8.0,
-        "scale": "alpha/sqrt(rank)",
-        "targets": ["q", "down"],
-        "layout": "layers-experts-rank-first",
-        "dtype": "bfloat16",
-    }
 
 
 @pytest.mark.parametrize(
@@ -360,7 +254,12 @@ def check(data: bytes) -> None:
     try:
         found, schema = unpack(data)
     except UserError:
+        with pytest.raises(UserError):
+            schema_text(data)  # what exports check
         return
+    assert schema_text(data) == schema.to_json()
+    finite = all(np.isfinite(leaf.astype(np.float32)).all() for leaf in flat(found).values())
+    assert is_finite(as_bytes(data), schema.to_json()) == finite
     expected = {
         name: (bytes(tensor["data"]), tuple(tensor["shape"]))
         for name, tensor in safetensors.deserialize(data)
@@ -377,7 +276,7 @@ def check(data: bytes) -> None:
 GOOD = pack(adapter({"attn/q/a": (2, 3, 4), "attn/q/b": (2, 3, 5), "empty": (0,)}), SCHEMA)
 
 
-fuzz = settings(max_examples=300)
+fuzz = settings(max_examples=150)
 
 
 @fuzz
@@ -391,30 +290,25 @@ fuzz = settings(max_examples=300)
     st.integers(0, 1 << 30),
 )
 def test_any_adapter_comes_back_bit_by_bit(shapes, dtype, seed):
-    bits = np.random.default_rng(seed)
-    kind = header.DTYPES[header.TAGS[dtype]]
+    """And is what the safetensors package reads: see ``check``."""
+    bits, kind = np.random.default_rng(seed), header.DTYPES[header.TAGS[dtype]]
     tree = {
-        n: np.frombuffer(bits.bytes(math.prod(s) * kind.itemsize), kind).reshape(s)
-        for n, s in shapes.items()
+        name: np.frombuffer(bits.bytes(math.prod(shape) * kind.itemsize), kind).reshape(shape)
+        for name, shape in shapes.items()
     }
-    found, _ = unpack(pack(params_lib.nest(tree), Schema("base", SCHEMA.config, dtype)))
-    assert {n: (x.shape, x.tobytes()) for n, x in flat(found).items()} == {
-        n: (x.shape, x.tobytes()) for n, x in tree.items()
+    data = pack(params_lib.nest(tree), Schema("base", SCHEMA.config, dtype))
+    assert {name: (x.shape, x.tobytes()) for name, x in flat(unpack(data)[0]).items()} == {
+        name: (x.shape, x.tobytes()) for name, x in tree.items()
     }
-    check(pack(found, Schema("base", SCHEMA.config, dtype)))
+    check(data)
 
 
 @fuzz
 @given(st.binary(max_size=300))
 @example(GOOD)
+@example(safetensors.numpy.save(flat(adapter()), metadata={"schema": SCHEMA.to_json()}))
 def test_any_bytes_are_refused_or_read_exactly(data):
     check(data)
-
-
-@fuzz
-@given(st.binary(max_size=200), st.binary(max_size=100))
-def test_any_header_is_refused_or_read_exactly(text, data):
-    check(struct.pack("<Q", len(text)) + text + data)
 
 
 @fuzz

@@ -1,5 +1,6 @@
 """The rollout object: exact both ways, and nothing else is taken for one."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -25,9 +26,8 @@ def example(rng, prompts=3, group=2) -> Rollouts:
     )
 
 
-@pytest.mark.parametrize(("prompts", "group"), [(3, 2), (1, 1), (4, 8)])
-def test_it_comes_back_as_it_was(rng, prompts, group):
-    for _ in range(5):
+def test_it_comes_back_as_it_was(rng):
+    for prompts, group in ((3, 2), (1, 1), (4, 8)):
         made = example(rng, prompts, group)
         data = pack_rollouts(made)
         assert data == pack_rollouts(made)
@@ -35,29 +35,9 @@ def test_it_comes_back_as_it_was(rng, prompts, group):
         for field in ("policy", "step", "prompts", "tokens", "logprobs", "revisions"):
             assert getattr(found, field) == getattr(made, field)
         np.testing.assert_array_equal(found.rewards, made.rewards)
-
-
-def test_it_is_compact(rng):
-    made = example(rng, 16, 8)
-    tokens = sum(len(row) for g in made.tokens for row in g)
-    values = 10 * tokens + 4 * sum(map(len, made.prompts)) + 16 * (4 + 8 * 12)
-    assert len(pack_rollouts(made)) < values + 1500
-
-
-def test_every_token_has_a_revision(rng):
-    made = example(rng)
+    lacking = dataclasses.replace(made, revisions=[[row[1:] for row in g] for g in made.revisions])
     with pytest.raises(ValueError, match="one revision"):
-        pack_rollouts(
-            Rollouts(
-                "p",
-                1,
-                made.prompts,
-                [[[1]] * 2] * 3,
-                [[[0.0]] * 2] * 3,
-                [[[]] * 2] * 3,
-                made.rewards,
-            )
-        )
+        pack_rollouts(lacking)
 
 
 @pytest.mark.parametrize("how", ["empty", "text", "tensors", "cut", "format", "lengths"])

@@ -8,11 +8,10 @@ from typing import Any
 
 from rich.table import Table
 
-from mint_jax.catalog.cli.output import ProgressLine, Result, facts, size, table, when
+from mint_jax.catalog.cli.output import ProgressLine, Result, facts, records, size, table, when
 from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.packed import SCALES, Schema
 from mint_jax.catalog.records import names
-from mint_jax.catalog.records.audit import AuditEntry
 from mint_jax.catalog.records.evaluations import Evaluation
 from mint_jax.catalog.records.policies import PolicyRecord
 from mint_jax.catalog.records.revisions import Revision
@@ -111,8 +110,7 @@ def show_one(args: argparse.Namespace, catalog: Catalog) -> Result:
             ("changed", when(record.touched_at)),
         ],
     )
-    rows = [(a.name, a.number, a.digest[:12], a.version, when(a.updated_at)) for a in aliases]
-    moved = table("aliases", ("alias", "#revision", "digest", "#moves", "moved"), rows)
+    moved = records("aliases", aliases, "name number digest version updated_at")
     listed = _revision_table("revisions", revisions)
     return Result(data, [shown, moved, listed, *_evaluation_table(evaluations)])
 
@@ -159,14 +157,7 @@ def _show_revision(catalog: Catalog, revision: Revision, limit: int) -> Result:
 
 
 def _revision_table(title: str, revisions: Sequence[Revision]) -> Table:
-    columns = ("#number", "#step", "digest", "#bytes", "state", "pinned", "origin", "created")
-    rows = []
-    for r in revisions:
-        digest, created = r.digest[:12], when(r.created_at)
-        rows.append(
-            (r.number, r.step, digest, f"{r.bytes:,}", r.state, r.pinned, r.origin, created)
-        )
-    return table(title, columns, rows)
+    return records(title, revisions, "number step digest bytes state pinned origin created_at")
 
 
 def _evaluation_table(found: Sequence[Evaluation]) -> list[Table]:
@@ -198,41 +189,17 @@ def audit(args: argparse.Namespace, catalog: Catalog) -> Result:
             )
     else:
         entries = catalog.audit(policy or None, **options)
-    columns = ("#id", "at", "action", "policy", "alias", "#from", "#to", "by", "why", "details")
-    rows = [
-        (
-            e.id,
-            when(e.at),
-            e.action,
-            e.policy,
-            e.alias,
-            e.before,
-            e.after,
-            e.actor,
-            e.why,
-            _short(e),
-        )
-        for e in entries
-    ]
+    columns = "id at action policy alias before after actor why details"
     last = entries[-1].id if len(entries) == args.limit else None
-    return _page({"entries": entries}, table("", columns, rows), last)
-
-
-def _short(entry: AuditEntry) -> str:
-    text = json.dumps(entry.details, sort_keys=True) if entry.details else ""
-    return text if len(text) <= 60 else text[:57] + "..."
+    return _page({"entries": entries}, records("", entries, columns), last)
 
 
 def rollouts(args: argparse.Namespace, catalog: Catalog) -> Result:
     """Lists a policy's stored rollouts, newest first, or shows those of one step."""
     found = catalog.rollouts(args.policy, args.limit)
     if args.action == "list":
-        rows = [
-            (one.step, one.tokens, f"{one.mean_reward:.4g}", one.digest[:12], when(one.created_at))
-            for one in found
-        ]
-        columns = ("#step", "#tokens", "#mean reward", "digest", "created")
-        return Result({"rollouts": found}, [table("", columns, rows)])
+        shown = records("", found, "step tokens mean_reward digest created_at")
+        return Result({"rollouts": found}, [shown])
     chosen = [one for one in found if args.step in (None, one.step)]
     if not chosen:
         step = "" if args.step is None else f" of step {args.step}"
@@ -279,8 +246,4 @@ def verify(args: argparse.Namespace, catalog: Catalog) -> Result:
     data = {"payloads": checked[0], "bytes": checked[1], "findings": findings}
     if not findings:
         return Result(data, [f"{checked[0]:,} payloads, {size(checked[1])}: nothing is damaged"])
-    rows = [
-        (f.kind, f.digest[:12] if f.digest else None, ", ".join(f.revisions), f.what)
-        for f in findings
-    ]
-    return Result(data, [table("damaged", ("kind", "digest", "revisions", "what"), rows)], 1)
+    return Result(data, [records("damaged", findings, "kind digest revisions what")], 1)

@@ -80,6 +80,30 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> 
     return made
 
 
+def records(title: str, found: Iterable[Any], columns: str) -> Table:
+    """Returns a table of some attributes of records; ``columns`` are their names."""
+    names = columns.split()
+    rows = [[_cell(name, getattr(one, name)) for name in names] for one in found]
+    heads = [f"#{name}" if name in _NUMBERS else name for name in names]
+    return table(title, [head.removesuffix("_at").replace("_", " ") for head in heads], rows)
+
+
+_NUMBERS = {"id", "number", "step", "bytes", "version", "before", "after", "tokens", "mean_reward"}
+
+
+def _cell(name: str, value: Any) -> Any:
+    if name == "at" or name.endswith("_at"):
+        return when(value)
+    if name == "digest" and value is not None:
+        return value[:12]
+    if isinstance(value, tuple):
+        return ", ".join(value)
+    if isinstance(value, dict):
+        text = json.dumps(value, sort_keys=True) if value else ""
+        return text if len(text) <= 60 else text[:57] + "..."
+    return f"{value:,}" if name == "bytes" else value
+
+
 def facts(title: str, pairs: Iterable[tuple[str, Any]]) -> Table:
     """Returns a table of properties, without those that are None."""
     made = Table(title=plain(title) or None, title_justify="left", show_header=False)

@@ -128,7 +128,12 @@ def history(
 ) -> list[AuditEntry]:
     """Returns the moves of an alias, oldest first; the next page starts ``after`` the last id."""
     alias = names.clean_alias(alias)
-    return catalog.look(policy, lambda c, row: audit.entries(c, row.id, alias, after, limit))
+
+    def body(connection: sa.Connection, row: sa.Row) -> list[AuditEntry]:
+        own = (log.c.policy_id == row.id, log.c.alias == alias)
+        return audit.entries(connection, *own, log.c.id > after, limit=limit)
+
+    return catalog.look(policy, body)
 
 
 def list_audit(
@@ -137,9 +142,12 @@ def list_audit(
     """Returns the audit log of one policy or of all, oldest first; the next page starts ``after``
     the last id.
     """
+    later = log.c.id > after
     if policy is None:
-        return catalog.database.read(lambda c: audit.entries(c, None, None, after, limit))
-    return catalog.look(policy, lambda c, row: audit.entries(c, row.id, None, after, limit))
+        return catalog.database.read(lambda c: audit.entries(c, later, limit=limit))
+    return catalog.look(
+        policy, lambda c, row: audit.entries(c, log.c.policy_id == row.id, later, limit=limit)
+    )
 
 
 def recent(
@@ -153,7 +161,15 @@ def recent(
     """Returns a policy's audit log, newest first, without some actions; the next page is ``before``
     the last id.
     """
-    return catalog.look(policy, lambda c, row: audit.newest(c, row.id, before, limit, without))
+    chosen: list[sa.ColumnElement[bool]] = [log.c.action.not_in(list(without))]
+    if before is not None:
+        chosen.append(log.c.id < before)
+
+    def body(connection: sa.Connection, row: sa.Row) -> list[AuditEntry]:
+        own = log.c.policy_id == row.id
+        return audit.entries(connection, own, *chosen, limit=limit, newest=True)
+
+    return catalog.look(policy, body)
 
 
 def current(connection: sa.Connection, policy: sa.Row, alias: str) -> sa.Row | None:

@@ -7,7 +7,6 @@ with the later of now and the policy's last change.
 
 import dataclasses
 import json
-from collections.abc import Sequence
 from typing import Any
 
 import sqlalchemy as sa
@@ -89,41 +88,12 @@ def log(
 
 
 def entries(
-    connection: sa.Connection,
-    policy_id: int | None = None,
-    alias: str | None = None,
-    after: int = 0,
-    limit: int = 1000,
+    connection: sa.Connection, *conditions: Any, limit: int, newest: bool = False
 ) -> list[AuditEntry]:
-    """Returns entries with an id above ``after``, oldest first."""
-    found = [audit.c.id > after]
-    if policy_id is not None:
-        found.append(audit.c.policy_id == policy_id)
-    if alias is not None:
-        found.append(audit.c.alias == alias)
-    return _select(connection, found, audit.c.id, limit)
-
-
-def newest(
-    connection: sa.Connection,
-    policy_id: int,
-    before: int | None,
-    limit: int,
-    without: Sequence[str] = (),
-) -> list[AuditEntry]:
-    """Returns a policy's entries with an id below ``before``, newest first, without some
-    actions.
-    """
-    found = [audit.c.policy_id == policy_id, audit.c.action.not_in(list(without))]
-    if before is not None:
-        found.append(audit.c.id < before)
-    return _select(connection, found, audit.c.id.desc(), limit)
-
-
-def _select(connection: sa.Connection, where: list, order: Any, limit: int) -> list[AuditEntry]:
+    """Returns entries that meet all conditions, oldest first or ``newest`` first."""
     query = sa.select(audit, policies.c.tenant, policies.c.name).outerjoin(policies)
-    query = query.where(*where).order_by(order).limit(limit)
-    return [_entry(found) for found in connection.execute(query)]
+    query = query.where(*conditions).order_by(audit.c.id.desc() if newest else audit.c.id)
+    return [_entry(found) for found in connection.execute(query.limit(limit))]
 
 
 def _entry(found: sa.Row) -> AuditEntry:

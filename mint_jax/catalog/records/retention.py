@@ -35,10 +35,10 @@ def candidates(connection: sa.Connection) -> list[int]:
     return sorted(connection.scalars(sa.union(kept, retired)))
 
 
-def expendable(
+def remove(
     connection: sa.Connection, author: Author, policy_ids: Sequence[int]
 ) -> list[Expendable]:
-    """Locks the policies and returns their expendable revisions."""
+    """Locks these policies and removes their expendable revisions."""
     query = sa.select(policies).where(policies.c.id.in_(policy_ids)).order_by(policies.c.id)
     owners = {row.id: row for row in connection.execute(query.with_for_update())}
     protected = sa.or_(
@@ -59,14 +59,6 @@ def expendable(
         if (beyond or row.state == "retired") and not row.protected and not start:
             full = full_name(owner.tenant, owner.name)
             found.append(Expendable(row.id, owner.id, full, row.number, row.digest))
-    return found
-
-
-def remove(
-    connection: sa.Connection, author: Author, policy_ids: Sequence[int]
-) -> list[Expendable]:
-    """Removes the expendable revisions of these policies."""
-    found = expendable(connection, author, policy_ids)
     by_policy: dict[int, list[Expendable]] = {}
     for one in found:
         by_policy.setdefault(one.policy_id, []).append(one)
@@ -75,7 +67,6 @@ def remove(
         own = (tags.c.policy_id == policy_id, tags.c.number.in_(numbers))
         connection.execute(tags.delete().where(*own))
         connection.execute(revisions.delete().where(revisions.c.id.in_([one.id for one in some])))
-        owner = connection.execute(sa.select(policies).where(policies.c.id == policy_id)).one()
         details = {"revisions": numbers, "digests": [one.digest.hex() for one in some]}
-        audit.log(connection, author, "remove revisions", owner, details)
+        audit.log(connection, author, "remove revisions", owners[policy_id], details)
     return found

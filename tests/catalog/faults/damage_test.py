@@ -91,17 +91,6 @@ def look(
     return set(NAMES), [message]
 
 
-def test_a_cut_database_is_named(whole, tmp_path, choice):
-    folder, truth = whole
-    here = tmp_path / "catalog"
-    shutil.copytree(folder, here)
-    data = (folder / "catalog.db").read_bytes()
-    for _ in range(6):
-        (here / "catalog.db").write_bytes(data[: choice.randrange(1, len(data) - 1)])
-        _, found = look(here, truth)
-        assert found
-
-
 @pytest.mark.parametrize(
     "times", [pytest.param(12, marks=pytest.mark.long), pytest.param(400, marks=pytest.mark.slow)]
 )
