@@ -37,7 +37,8 @@ from mint_jax.service.loop import Loop
 from mint_jax.service.server import Server, Sizes
 from mint_jax.train.blocks import Datum
 from mint_jax.train.config import BlockShape, OptimizerConfig
-from mint_jax.train.live import NO_LOSS, Live
+from mint_jax.train.losses import NO_LOSS
+from mint_jax.train.trainer import Trainer
 
 WAIT_S = 600.0
 
@@ -271,7 +272,7 @@ def _handoff(config: Any, tenants: _Tenants, name: str) -> dict[str, Any]:
     }
 
 
-def _memory(config: Any, tenants: _Tenants, live: Live) -> dict[str, Any]:
+def _memory(config: Any, tenants: _Tenants, live: Trainer) -> dict[str, Any]:
     """Tenants beyond the slots, each of which trains once."""
     per: list[float] = []
     for _ in range(config.memory_tenants):

@@ -36,8 +36,7 @@ from mint_jax.train import state as state_lib
 from mint_jax.train import step
 from mint_jax.train.batch import Batch
 from mint_jax.train.config import LossConfig
-from mint_jax.train.losses import Targets
-from mint_jax.train.trainer import stack_coefs
+from mint_jax.train.losses import Targets, stack_coefs
 
 Tree = Any
 
@@ -121,13 +120,18 @@ class Plan:
         coefs = jax.tree.map(
             lambda x: self._whole(x.shape, x.dtype), stack_coefs([LossConfig()] * P)
         )
+        hyper = {
+            bucket: jax.tree.map(
+                lambda x: self._whole(x.shape, x.dtype), state_lib.Hyper.stack([], P)
+            )
+        }
         fn = functools.partial(step.forward_backward, cfg=self.cfg, remat=shape.remat)
         tokens = P * shape.rows * shape.tokens
         out = (_shardings(state), None, None)
         args = (self.params, state, self._batch(shape), coefs, slots)
         return (
             Program("train", fn, args, (1,), out, tokens),
-            Program("optim", step.optim_step, (state, slots), (0,), out[:2], 0),
+            Program("optim", step.optim_step, (state, slots, hyper), (0,), out[:2], 0),
         )
 
     def sampling(self, shape: RolloutShape) -> tuple[Program, Program]:

@@ -26,7 +26,8 @@ from mint_jax.residency.pool import AdapterBatch, Pool
 from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import Completion, Request
 from mint_jax.train.config import OptimizerConfig, PolicyConfig
-from mint_jax.train.trainer import Trainer, summarise
+from mint_jax.train.metrics import summarise
+from mint_jax.train.trainer import Trainer
 
 Revisions = Stored | Sequence[Stored | None] | None
 
@@ -390,9 +391,8 @@ class Model:
         """Adds a policy to training by its config."""
         self.need_open()
         if self.trainer is None:
-            self.trainer = Trainer(self.base, [config])
-        else:
-            self.trainer.join(config)
+            self.trainer = Trainer(self.base)
+        self.trainer.add(config)
         self.policies[config.name] = Policy(self, config.name)
         return self.policies[config.name]
 
@@ -478,7 +478,7 @@ class Model:
         ``Policy.gradients``.
         """
         trainer, groups = self.need_trainer(), self._groups(rows)
-        return trainer.gradients(groups)[0]
+        return trainer.gradients(groups)
 
     def _groups(self, rows: Any) -> dict[str, Any]:
         trainer = self.need_trainer()

@@ -24,7 +24,7 @@ def save(file: str | Path, trainer: Trainer, name: str, fingerprint: str, draws:
         UserError: the file cannot be written.
     """
     path = _path(file)
-    state, reference = trainer.read_state(name), trainer.reference(name)
+    state, reference = trainer.read_state(name), trainer.references.get(name)
     notes: dict[str, Any] = {
         "policy": dataclasses.asdict(trainer.policies[name]),
         "base": fingerprint,
@@ -68,7 +68,7 @@ class Saved:
 
     def restore(self, trainer: Trainer) -> None:
         """Replaces the training state of the policy, which must have joined ``trainer``."""
-        trainer.restore(self.config.name, self.state)
+        trainer.replace(self.config.name, self.state)
         if self.reference is not None:
             trainer.refer(self.config.name, *self.reference)
         trainer.shapes.shapes += [

@@ -180,22 +180,24 @@ def constrain(tree: Any, base_specs: Any) -> Any:
     return jax.tree_util.tree_map_with_path(pin, tree)
 
 
-def init_adapter(base_specs: Any, config: AdapterConfig, key: jax.Array) -> Any:
-    """Returns a new adapter with PEFT's initialisation: A uniform in ±1/sqrt(D), B zero; for
-    ``embed`` A zero, B normal.
+def init_adapter(base_specs: Any, config: AdapterConfig, seed: int) -> Any:
+    """Returns a new adapter with PEFT's initialisation, NumPy arrays: A uniform in ±1/sqrt(D), B
+    zero; for ``embed`` A zero, B normal.
 
-    Each factor's randomness depends only on ``key`` and its path: the same seed gives the same
-    adapter on any mesh and with any other targets.
+    Numbers are drawn on the host (Philox) from the seed and each factor's path, so that new ranks
+    and targets compile nothing: the same seed gives the same adapter in jobs, the Python API and
+    the service, on any mesh and with any other targets.
     """
 
-    def draw(path: str, spec: ParamSpec) -> jax.Array:
-        k = jax.random.fold_in(key, params_lib.path_seed(path))
+    def draw(path: str, spec: ParamSpec) -> np.ndarray:
+        key = np.array([seed & 0xFFFFFFFFFFFFFFFF, params_lib.path_seed(path)], np.uint64)
+        numbers = np.random.Generator(np.random.Philox(key=key))
         if path == "embed/b":
-            return jax.random.normal(k, spec.shape, jnp.float32)
+            return numbers.standard_normal(spec.shape, np.float32)
         if path.endswith("/a") and path != "embed/a":
-            bound = spec.shape[-1] ** -0.5
-            return jax.random.uniform(k, spec.shape, jnp.float32, -bound, bound)
-        return jnp.zeros(spec.shape, jnp.float32)
+            bound = np.float32(spec.shape[-1] ** -0.5)
+            return (2 * numbers.random(spec.shape, np.float32) - 1) * bound
+        return np.zeros(spec.shape, np.float32)
 
     return params_lib.map_with_path(draw, adapter_specs(base_specs, config))
 

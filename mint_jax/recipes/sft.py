@@ -273,7 +273,7 @@ def sequence_logprobs(
     """Returns log-probabilities of the targets of each group's sequences, under the policy or its
     reference.
     """
-    stacks, places = trainer.references() if reference else (trainer.stacks, trainer.slots)
+    stacks, places = trainer.references.resident() if reference else (trainer.stacks, trainer.slots)
     texts = [g.prefix + s.tokens for g in groups for s in g.sequences]
     scores = iter(Scorer(trainer.base).logprobs(texts, [places.get(name)] * len(texts), stacks))
     return [

@@ -41,7 +41,7 @@ from mint_jax.service.server_db import ServerDatabase
 from mint_jax.service.training import Training
 from mint_jax.train import host_state
 from mint_jax.train.host_state import HostState
-from mint_jax.train.live import Live
+from mint_jax.train.trainer import Trainer
 
 log = logging.getLogger("mint_jax.service")
 TAKE_S = 0.5  # the executor checks this often whether it must end
@@ -303,7 +303,7 @@ class Durable:
         else:
             state, result = host_state.fresh(training.live.specs, call.config, call.seed), {}
 
-        def begin(live: Live) -> dict[str, Any]:
+        def begin(live: Trainer) -> dict[str, Any]:
             if isinstance(call, Load) and model in live:
                 live.replace(model, state)
             else:
@@ -322,8 +322,10 @@ class Durable:
             return saved
         model, weights = request.model, call.kind == "weights"
 
-        def read(live: Live) -> HostState:
-            return live.read_state(model).without_gradients() if weights else live.adapter(model)
+        def read(live: Trainer) -> HostState:
+            return (
+                live.read_state(model).without_gradients() if weights else live.read_adapter(model)
+            )
 
         def write(state: HostState) -> dict[str, Any]:
             return self._of_store("save", model, request.id, call, state)

@@ -20,7 +20,7 @@ from mint_jax.rollout.engine import Engine
 from mint_jax.service.costs import BASE, Costs, Payer
 from mint_jax.service.fairness import Counters
 from mint_jax.service.training import Training
-from mint_jax.train.live import Live
+from mint_jax.train.trainer import Trainer
 
 KEPT_GAPS = 10_000  # of the gaps between two dispatches of rows that decode, the last so many
 
@@ -50,7 +50,7 @@ class Loop:
     def __init__(
         self,
         engine: Engine,
-        live: Live,
+        live: Trainer,
         residency: Residency | None = None,
         counters: Counters | None = None,
         gap_s: float = 0.5,

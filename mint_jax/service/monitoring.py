@@ -275,7 +275,7 @@ def state_of(server: Server) -> dict[str, Any]:
         "training": {
             "waiting": server.loop.training.waiting,
             "policies": live.places(),
-            "slots": live.slots,
+            "slots": live.capacity,
             "host_bytes": live.host_bytes_used,
             "counts": dict(live.counts),
         },

@@ -37,7 +37,7 @@ from mint_jax.residency.metrics import Metrics
 from mint_jax.residency.residency import Residency
 from mint_jax.residency.slots import DeviceSlots
 from mint_jax.rollout.engine import Engine
-from mint_jax.rollout.programs import programs
+from mint_jax.rollout.programs import programs as sampling_programs
 from mint_jax.rollout.request import Request
 from mint_jax.rollout.stream import Stream
 from mint_jax.service import checkpoints as checkpoints_
@@ -58,7 +58,8 @@ from mint_jax.service.server_db import ServerDatabase
 from mint_jax.service.tenancy import Tenancy
 from mint_jax.service.weights import Weights
 from mint_jax.train.config import BlockShape
-from mint_jax.train.live import Live
+from mint_jax.train.programs import programs as training_programs
+from mint_jax.train.trainer import Trainer
 
 # of every adapter: its delta is scaled by 32 / rank, whatever its rank (Schulman et al. 2025, "LoRA
 # without regret")
@@ -135,11 +136,11 @@ class Server:
         self.specs = transformer.abstract(base.cfg)
         self.families = families(self.specs)
         every = [target for members in self.families.values() for target in members]
-        self.live = Live(
+        self.live = Trainer(
             base,
-            sizes.slots,
-            every,
-            sizes.shapes,
+            slots=sizes.slots,
+            targets=every,
+            shapes=sizes.shapes,
             host_bytes=sizes.host_bytes,
             folder=folder / "spilled",
         )
@@ -255,7 +256,8 @@ class Server:
         self._opened.close()
 
     def _all_programs(self) -> list[Program]:
-        return [*programs(self.engine.active, self.residency.stacks), *self.live.programs()]
+        sampling = sampling_programs(self.engine.active, self.residency.stacks)
+        return [*sampling, *training_programs(self.live)]
 
     @contextlib.contextmanager
     def running(self) -> Iterator["Server"]:

@@ -22,8 +22,9 @@ from mint_jax.service.fairness import Counters
 from mint_jax.train import blocks
 from mint_jax.train.blocks import Datum, TrainRequest
 from mint_jax.train.config import KINDS, OptimizerConfig
-from mint_jax.train.live import Live, StateLost
 from mint_jax.train.losses import LossCoefs
+from mint_jax.train.slots import StateLost
+from mint_jax.train.trainer import Trainer
 
 
 class Trained(NamedTuple):
@@ -57,7 +58,7 @@ class Trained(NamedTuple):
 class _Operation:
     policy: str
     tenant: str
-    what: TrainRequest | OptimizerConfig | Callable[[Live], Any]
+    what: TrainRequest | OptimizerConfig | Callable[[Trainer], Any]
     future: "Future[Any]" = dataclasses.field(default_factory=Future)
 
     @property
@@ -77,7 +78,7 @@ class Training:
 
     def __init__(
         self,
-        live: Live,
+        live: Trainer,
         counters: Counters,
         woken: Callable[[], None] = lambda: None,
         costs: Costs | None = None,
@@ -109,7 +110,7 @@ class Training:
         """
         error: UserError | None = None
         try:
-            blocks.check(data, self.live.base.cfg, self.live.shapes)
+            blocks.check(data, self.live.base.cfg, self.live.declared)
             blocks.check_loss(data, loss)
         except UserError as reason:
             error = reason
@@ -123,7 +124,7 @@ class Training:
         """Updates a policy with its accumulated gradients and these optimizer settings."""
         return self._enqueue(_Operation(policy, tenant, numbers))
 
-    def do(self, policy: str, call: Callable[[Live], Any], tenant: str = "") -> "Future[Any]":
+    def do(self, policy: str, call: Callable[[Trainer], Any], tenant: str = "") -> "Future[Any]":
         """Runs a function in the policy's order, between steps; it may add, remove, read or replace
         the policy.
         """
@@ -279,7 +280,7 @@ class Training:
                 self.costs.charge("load", seconds, {payers[policy]: 1})
         return sum(moved.values())
 
-    def _call(self, head: _Operation, call: Callable[[Live], Any]) -> None:
+    def _call(self, head: _Operation, call: Callable[[Trainer], Any]) -> None:
         """Runs a function. Mistakes of its caller and failing disks fail its own future."""
         began = time.perf_counter()
         result, error = None, None

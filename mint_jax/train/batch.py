@@ -1,27 +1,26 @@
-"""Packing of many policies' sequences into one padded batch.
+"""Training data: groups of sequences, datums that a row is filled with, and the batch of a step.
 
 A *group* is a prefix and the sequences that continue it: a prompt and its rollouts, a prompt with a
-chosen and a rejected answer, or a text with an empty prompt. A row stores the prefix once; each
-sequence is a segment whose parent is the prefix segment. A sequence of c target tokens takes c
-places and begins with the prefix's last token, so that every target is predicted from the place
-before it. Only target positions reach the unembedding.
+chosen and a rejected answer, or a text with an empty prompt. A *datum* is the same as arrays, the
+unit that ``blocks`` packs: it stores the prefix once, and each sequence is a segment whose parent
+is the prefix segment. A sequence of c target tokens takes c places and begins with the prefix's
+last token, so that every target is predicted from the place before it. Only target positions reach
+the unembedding.
 
-Axes: P policies, B rows of a policy, T tokens of a row, M target positions of a row, Z pairs of a
-policy.
+Axes: P blocks, B rows of a block, T tokens of a row, M target positions of a row or datum, K
+targets of a position, Z pairs of a block, N tokens of a datum, L layers, X experts a token.
 """
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
 from flax import struct
 
-from mint_jax.data.buckets import ShapeBook, round_up
 from mint_jax.errors import UserError
 from mint_jax.train.losses import Targets
-
-LEAST = (1, 16, 8, 1)  # minimum B, T, M and Z
 
 
 @dataclasses.dataclass
@@ -66,9 +65,70 @@ class Group:
     temperature: float = 1.0
 
 
+class Layout(NamedTuple):
+    """Segments of a datum with a prefix and several sequences.
+
+    Attributes:
+        positions, own, parent: ``[N]`` int32; segments count from 1, the prefix.
+        index: ``[M]`` int32, place of the token that predicts each target.
+        sequence: ``[M]`` int32, number of each target's sequence.
+        segments, sequences: numbers of segments, and of sequences with targets.
+    """
+
+    positions: np.ndarray
+    own: np.ndarray
+    parent: np.ndarray
+    index: np.ndarray
+    sequence: np.ndarray
+    segments: int
+    sequences: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Datum:
+    """One sequence, or one group, as arrays.
+
+    Attributes:
+        tokens: ``[N]`` int32, input of the model.
+        targets: ``[M]`` int32; or ``[M, K]``, K targets of one distribution, for cross-entropy
+            only. Without a ``layout``, M is N and position i predicts ``targets[i]``.
+        weights: float32 with the shape of ``targets``, of any sign. Targets of weight 0 are scored
+            but not trained on.
+        advantages, old_logp: ``[M]`` float32, of a sampled datum.
+        in_ratio: ``[M]`` float32, 1 for targets in the ratio of the whole sequence (GSPO), else 0;
+            None uses the targets of non-zero weight.
+        routes: ``[N, L, X]`` int16, expert ids that each token visited during sampling, -1 for
+            none; replayed (R3).
+        first_logp: ``[M]``, the trainer's before the first update, NaN before that; None uses
+            ``old_logp``, so that ratios are relative to the sampler.
+        ref_logp: ``[M]``, the reference's, NaN where it is not computed yet.
+        layout: None is one sequence.
+        temperature: sampling temperature; None is 1.
+        pair_weight: weight of a DPO pair; None is no pair.
+    """
+
+    tokens: np.ndarray
+    targets: np.ndarray
+    weights: np.ndarray
+    advantages: np.ndarray | None = None
+    old_logp: np.ndarray | None = None
+    in_ratio: np.ndarray | None = None
+    routes: np.ndarray | None = None
+    first_logp: np.ndarray | None = None
+    ref_logp: np.ndarray | None = None
+    layout: Layout | None = None
+    temperature: float | None = None
+    pair_weight: float | None = None
+
+    @property
+    def width(self) -> int:
+        """Number of targets of a position, K."""
+        return self.targets.shape[1] if self.targets.ndim == 2 else 1
+
+
 @struct.dataclass
 class Batch:
-    """Rows of P policies.
+    """Rows of P blocks.
 
     Attributes:
         tokens, positions, own, parent: ``[P, B, T]`` int32; ``own`` and ``parent`` are segments, 0
@@ -99,101 +159,107 @@ class Batch:
         return (*self.tokens.shape, self.index.shape[-1])  # type: ignore[return-value]
 
 
-@dataclasses.dataclass(frozen=True)
-class TargetSpan:
-    """Location of a sequence's targets: ``batch.index[policy, row, start : start + count]``."""
-
-    policy: int
-    row: int
-    start: int
-    count: int
-
-
-@dataclasses.dataclass
-class _Row:
-    # (group, [(sequence number, sequence)])
-    pieces: list[tuple[Group, list[tuple[int, TrainSequence]]]]
-    tokens: int
-    targets: int
-
-
-def cost(group: Group) -> int:
-    """Returns the number of tokens that a group takes in a row."""
-    return len(group.prefix) - 1 + sum(len(s.tokens) for s in group.sequences)
-
-
-def padded_tokens(groups: Sequence[Group]) -> int:
-    """Returns the padded tokens of one policy's rows if they are as long as its largest group."""
-    capacity = _capacity(groups)
-    return len(_rows(groups, capacity)) * capacity
-
-
-def _capacity(groups: Iterable[Group]) -> int:
-    """Returns the row length that holds every group, rounded up to a padded size so that short
-    groups share a row.
-    """
-    # Without rounding, 256 groups of 4 tokens took 256 rows of 16 and four times as long.
-    return round_up(max(map(cost, groups)), LEAST[1])
-
-
-def pack(
-    policies: Sequence[Sequence[Group]],
-    shapes: ShapeBook,
-    row_tokens: int | None = None,
-    context: int | None = None,
-    row_multiple: int = 1,
-) -> tuple[Batch, list[list[TargetSpan]]]:
-    """Packs each policy's groups into rows, first fit by decreasing size.
+def data_of(groups: Sequence[Group], context: int | None = None) -> list[Datum]:
+    """Returns one policy's groups as data. If a sequence has recorded experts, tokens without any
+    get weight 0.
 
     Args:
-        shapes: rounds (B, T, M, Z) to few values.
-        row_tokens: row length; None is that of the largest group, rounded up. A larger group is
-            split, with its prefix repeated.
         context: maximum length of prefix and sequence.
-        row_multiple: number of rows of a policy is a multiple of this (the data axes of a mesh).
-
-    Returns:
-        The batch, and per policy the location of each sequence in input order.
 
     Raises:
-        UserError: no sequences, an empty prefix, a group without two sequences in a policy with
-            pairs, or a sequence longer than ``context``.
+        UserError: no sequences, an empty prefix, a group without two sequences among pairs, or a
+            sequence longer than ``context``.
     """
-    if not policies or any(not any(g.sequences for g in groups) for groups in policies):
+    if not any(group.sequences for group in groups):
         raise UserError(
             "a policy has no sequences to train on: its dataset or its rollouts are empty"
         )
-    for groups in policies:
-        paired = any(g.pair_weight for g in groups)
-        for group in groups:
-            _check(group, context, paired)
-    longest = max(
-        len(g.prefix) - 1 + len(s.tokens)
-        for groups in policies
-        for g in groups
-        for s in g.sequences
-    )
-    capacity = max(longest, row_tokens or _capacity(g for groups in policies for g in groups))
-    packed = [_rows(groups, capacity) for groups in policies]
-    pairs = [
-        [g.pair_weight for g in groups] if any(g.pair_weight for g in groups) else []
-        for groups in policies
-    ]
-    most = max(len(rows) for rows in packed)
-    needed = (
-        -(-most // row_multiple),
-        max(row.tokens for rows in packed for row in rows),
-        max(row.targets for rows in packed for row in rows),
-        max(map(len, pairs)),
-    )
-    if needed[3]:
-        rows_m, T, M, Z = shapes.fit(needed, least=LEAST)
-    else:
-        (rows_m, T, M), Z = shapes.fit(needed[:3], least=LEAST[:3]), 0
-    return _fill(packed, (len(policies), rows_m * row_multiple, T, M, Z), pairs)
+    is_paired = any(group.pair_weight for group in groups)
+    is_routed = any(s.routes is not None for group in groups for s in group.sequences)
+    for group in groups:
+        _check(group, context, is_paired)
+    return [_datum(group, is_paired, is_routed) for group in groups]
 
 
-def _check(group: Group, context: int | None, paired: bool) -> None:
+def _datum(group: Group, is_paired: bool, is_routed: bool) -> Datum:
+    prefix = len(group.prefix) - 1
+    lengths = [len(s.tokens) for s in group.sequences]
+    weights = [np.asarray(s.weights, np.float32) for s in group.sequences]
+    if is_routed:
+        weights = [
+            np.zeros_like(w) if s.routes is None else w * np.all(s.routes >= 0, axis=(1, 2))
+            for s, w in zip(group.sequences, weights)
+        ]
+    flat = np.concatenate([np.zeros(0, np.float32), *weights])
+    chosen = np.flatnonzero(flat)
+
+    def targets_of(name: str, missing: float) -> np.ndarray:
+        rows = (
+            np.full(n, missing, np.float32) if (values := getattr(s, name)) is None else values
+            for s, n in zip(group.sequences, lengths)
+        )
+        return np.concatenate([np.zeros(0), *rows]).astype(np.float32)[chosen]
+
+    number = np.repeat(np.arange(len(lengths)), lengths)[chosen]
+    sequences = len(lengths)
+    if not is_paired:  # the loss has as many segments as targets: number those with targets only
+        found, number = np.unique(number, return_inverse=True)
+        sequences = len(found)
+    layout = Layout(
+        np.concatenate([np.arange(prefix), *(prefix + np.arange(n) for n in lengths)]),
+        np.repeat(np.arange(1, len(lengths) + 2), [prefix, *lengths]),
+        np.ones(prefix + sum(lengths), np.int32),
+        prefix + chosen,
+        number,
+        1 + len(lengths),
+        sequences,
+    )
+    inputs = [group.prefix[:-1], *([group.prefix[-1], *s.tokens[:-1]] for s in group.sequences)]
+    return Datum(
+        np.concatenate(inputs).astype(np.int32),
+        np.concatenate([[], *(s.tokens for s in group.sequences)]).astype(np.int32)[chosen],
+        flat[chosen],
+        targets_of("advantages", 0.0),
+        targets_of("old_logp", 0.0),
+        routes=_routes(group, prefix, lengths) if is_routed else None,
+        first_logp=targets_of("first_logp", np.nan),
+        ref_logp=targets_of("ref_logp", np.nan),
+        layout=layout,
+        temperature=group.temperature,
+        pair_weight=group.pair_weight if is_paired else None,
+    )
+
+
+def _routes(group: Group, prefix: int, lengths: Sequence[int]) -> np.ndarray | None:
+    """Returns the recorded experts of a group's tokens, ``[N, L, X]``; None if there are none."""
+    parts = [group.routes, *(s.routes for s in group.sequences)]
+    if (known := next((part for part in parts[1:] if part is not None), None)) is None:
+        return None
+    return np.concatenate(
+        [
+            np.full((n, *known.shape[1:]), -1, np.int16) if part is None else part.astype(np.int16)
+            for part, n in zip(parts, [prefix, *lengths])
+        ]
+    )
+
+
+def by_sequence(
+    group: Group, datum: Datum, values_M: np.ndarray, other: float
+) -> Iterator[tuple[TrainSequence, list[float]]]:
+    """Yields each sequence of a group with its values, one per token, ``other`` at tokens that are
+    not targets.
+    """
+    assert datum.layout is not None
+    prefix = len(group.prefix) - 1
+    flat = np.full(datum.tokens.size - prefix, other, np.float32)
+    flat[datum.layout.index - prefix] = values_M
+    start = 0
+    for s in group.sequences:
+        yield s, flat[start : start + len(s.tokens)].tolist()
+        start += len(s.tokens)
+
+
+def _check(group: Group, context: int | None, is_paired: bool) -> None:
     if not group.prefix:
         raise UserError(
             "a group has an empty prefix: the first target needs a token before it, such as bos"
@@ -203,7 +269,7 @@ def _check(group: Group, context: int | None, paired: bool) -> None:
             f"a group was drawn at temperature {group.temperature}; expected 1e-30 to 1e30: greedy"
             " tokens (temperature 0) were not drawn"
         )
-    if paired and len(group.sequences) != 2:
+    if is_paired and len(group.sequences) != 2:
         raise UserError(
             f"a preference pair has {len(group.sequences)} sequences; expected 2, the chosen and"
             " the rejected answer, in every group of a policy that has pairs"
@@ -219,137 +285,3 @@ def _check(group: Group, context: int | None, paired: bool) -> None:
                 f"a prompt of {len(group.prefix)} and a continuation of {len(s.tokens)} tokens"
                 f" exceed the context of {context}: shorten them or drop the example"
             )
-
-
-def _rows(groups: Sequence[Group], capacity: int) -> list[_Row]:
-    pieces, number = [], 0
-    for group in groups:
-        members: list[tuple[int, TrainSequence]] = []
-        used = len(group.prefix) - 1
-        for s in group.sequences:
-            if members and used + len(s.tokens) > capacity:
-                pieces.append((group, members, used))
-                members, used = [], len(group.prefix) - 1
-            members.append((number, s))
-            used += len(s.tokens)
-            number += 1
-        if members:
-            pieces.append((group, members, used))
-    rows: list[_Row] = []
-    for group, members, used in sorted(pieces, key=lambda p: -p[2]):
-        targets = sum(int(np.count_nonzero(s.weights)) for _, s in members)
-        row = next((r for r in rows if r.tokens + used <= capacity), None)
-        if row is None:
-            row = _Row([], 0, 0)
-            rows.append(row)
-        row.pieces.append((group, members))
-        row.tokens += used
-        row.targets += targets
-    return rows
-
-
-def _fill(
-    packed: list[list[_Row]], shape: tuple[int, int, int, int, int], pairs: list[list[float]]
-) -> tuple[Batch, list[list[TargetSpan]]]:
-    P, B, T, M, Z = shape
-    ints = {
-        name: np.zeros((P, B, T), np.int32) for name in ("tokens", "positions", "own", "parent")
-    }
-    index, target, sequence = (np.zeros((P, B, M), np.int32) for _ in range(3))
-    floats = {
-        name: np.zeros((P, B, M), np.float32)
-        for name in ("weights", "advantages", "old_logp", "ref_logp", "first_logp")
-    }
-    sharp = np.ones((P, B, M), np.float32)
-    weights_PZ = np.zeros((P, Z), np.float32)
-    routes = _no_routes(packed, (P, B, T))
-    places: list[list[TargetSpan]] = []
-    for p, rows in enumerate(packed):
-        found: dict[int, TargetSpan] = {}
-        scored = 0
-        for b, row in enumerate(rows):
-            at, out, segment = 0, 0, 0
-            for group, members in row.pieces:
-                prefix = group.prefix
-                segment += 1
-                shared = segment
-                span = slice(at, at + len(prefix) - 1)
-                ints["tokens"][p, b, span] = prefix[:-1]
-                ints["positions"][p, b, span] = np.arange(len(prefix) - 1)
-                ints["own"][p, b, span] = ints["parent"][p, b, span] = shared
-                if routes is not None and group.routes is not None:
-                    routes[:, p, b, span] = np.swapaxes(group.routes, 0, 1)
-                at = span.stop
-                for number, s in members:
-                    segment += 1
-                    span = slice(at, at + len(s.tokens))
-                    ints["tokens"][p, b, span] = [prefix[-1], *s.tokens[:-1]]
-                    ints["positions"][p, b, span] = len(prefix) - 1 + np.arange(len(s.tokens))
-                    ints["own"][p, b, span] = segment
-                    ints["parent"][p, b, span] = shared
-                    if routes is not None and s.routes is not None:
-                        routes[:, p, b, span] = np.swapaxes(s.routes, 0, 1)
-                    chosen = np.flatnonzero(s.weights)
-                    to = slice(out, out + len(chosen))
-                    index[p, b, to] = at + chosen
-                    target[p, b, to] = np.asarray(s.tokens)[chosen]
-                    # Pairs are numbered by their place in the batch. Other sequences are numbered
-                    # among those with targets, since the loss has as many segments as targets.
-                    sequence[p, b, to] = number if pairs[p] else scored
-                    scored += len(chosen) > 0
-                    for name, array in floats.items():
-                        values = getattr(s, name)
-                        if values is not None:
-                            array[p, b, to] = np.asarray(values)[chosen]
-                    if s.first_logp is None:
-                        floats["first_logp"][p, b, to] = np.nan
-                    sharp[p, b, to] = 1.0 / group.temperature
-                    found[number] = TargetSpan(p, b, to.start, len(chosen))
-                    at, out = span.stop, to.stop
-        places.append([found[i] for i in sorted(found)])
-        weights_PZ[p, : len(pairs[p])] = pairs[p]
-    loss = Targets(**floats, sequence=sequence, pair_weights=weights_PZ)  # type: ignore[arg-type]
-    return Batch(
-        **ints,  # type: ignore[arg-type]
-        index=index,  # type: ignore[arg-type]
-        target=target,  # type: ignore[arg-type]
-        loss=loss,
-        routes=routes,  # type: ignore[arg-type]
-        inverse_temperature=sharp,  # type: ignore[arg-type]
-    ), places
-
-
-def _no_routes(packed: list[list[_Row]], rows: tuple[int, int, int]) -> np.ndarray | None:
-    """Returns an array for the routes of a batch, filled with -1; None if no sequence has any."""
-    sequences = (
-        s for policy in packed for row in policy for _, members in row.pieces for _, s in members
-    )
-    known = next((s.routes for s in sequences if s.routes is not None), None)
-    return None if known is None else np.full((known.shape[1], *rows, known.shape[2]), -1, np.int16)
-
-
-def mask_unrouted(groups: Sequence[Group]) -> tuple[list[Group], int]:
-    """Removes tokens without recorded experts from the loss, if other tokens of the policy have
-    them.
-
-    Returns:
-        The groups, and the number of masked targets.
-    """
-    if not any(s.routes is not None for g in groups for s in g.sequences):
-        return list(groups), 0
-    masked = 0
-
-    def routed_only(s: TrainSequence) -> TrainSequence:
-        nonlocal masked
-        known = (
-            [False] * len(s.tokens)
-            if s.routes is None
-            else np.all(s.routes >= 0, axis=(1, 2)).tolist()
-        )
-        weights = [w if k else 0.0 for w, k in zip(s.weights, known)]
-        masked += sum(1 for old, new in zip(s.weights, weights) if old and not new)
-        return dataclasses.replace(s, weights=weights)
-
-    return [
-        dataclasses.replace(g, sequences=[routed_only(s) for s in g.sequences]) for g in groups
-    ], masked

@@ -1,63 +1,35 @@
-"""Packing of requests into blocks of declared shapes, for training whose programs are all compiled
-in advance.
+"""Packing of requests into blocks of rows: of declared shapes, or of shapes that follow from the
+data.
 
-A *datum* is one sequence with a target at every position, and a segment of its own in a row. A
-*block* is some rows of one request; it has the request's loss and its policy's slot. Several blocks
-may name one slot; their gradients are summed. Unused blocks are padding and name a slot out of
-range. A policy with 64 rows next to seven policies with one therefore costs what its tokens cost.
+A *block* is some rows of one request; it has the request's loss and its policy's slot. Several
+blocks may name one slot; their gradients are summed. Unused blocks are padding and name a slot out
+of range. A policy with 64 rows next to seven policies with one therefore costs what its tokens
+cost.
 
-``train/batch.py`` packs the data of jobs, where rollouts share their prompt and shapes follow from
-the data.
+With declared shapes (``cut``) every program is compiled in advance, and a request is computed part
+by part. Otherwise (``passes``, ``fit``) each policy has one block in a pass, as large as its data.
 
-Axes: P blocks, B rows, T tokens, N positions of a datum, K targets of a position, X experts a
-token, L layers.
+Axes: P blocks, B rows, T tokens, M targets of a row, K targets of a position, Z pairs, N positions
+of a datum.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from mint_jax.data.buckets import ShapeBook, round_up
 from mint_jax.errors import UserError
 from mint_jax.models.config import ModelConfig
-from mint_jax.train.batch import Batch
+from mint_jax.train.batch import Batch, Datum, Group, data_of
 from mint_jax.train.config import KINDS, KL_KINDS, BlockShape
-from mint_jax.train.losses import LossCoefs, Targets
+from mint_jax.train.losses import NO_LOSS, LossCoefs, Targets
+
+LEAST = (1, 16, 8, 1)  # minimum B, T, M and Z of shapes that follow from the data
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Datum:
-    """One sequence of a request.
-
-    Attributes:
-        tokens: ``[N]`` int32, input of the model.
-        targets: ``[N]`` int32, position i predicts ``targets[i]``; or ``[N, K]``, K targets of one
-            distribution, for cross-entropy only.
-        weights: float32 with the shape of ``targets``, of any sign. Targets of weight 0 are scored
-            but not trained on.
-        advantages, old_logp: ``[N]`` float32, of a sampled datum.
-        in_ratio: ``[N]`` float32, 1 for positions in the ratio of the whole sequence (GSPO), else
-            0; None uses the positions of non-zero weight.
-        routes: ``[N, L, X]`` int16, expert ids that each token visited during sampling, -1 for
-            none; replayed (R3).
-    """
-
-    tokens: np.ndarray
-    targets: np.ndarray
-    weights: np.ndarray
-    advantages: np.ndarray | None = None
-    old_logp: np.ndarray | None = None
-    in_ratio: np.ndarray | None = None
-    routes: np.ndarray | None = None
-
-    @property
-    def width(self) -> int:
-        """Number of targets of a position, K."""
-        return self.targets.shape[1] if self.targets.ndim == 2 else 1
-
-
-def check(data: Sequence[Datum], cfg: ModelConfig, shapes: "Sequence[BlockShape]") -> None:
+def check(data: Sequence[Datum], cfg: ModelConfig, shapes: Sequence[BlockShape]) -> None:
     """Raises if data cannot be trained on, before anything is computed.
 
     Args:
@@ -165,7 +137,7 @@ class TrainRequest:
         backward: add to the policy's gradient; False computes log-probabilities only.
         left: indices of data that no step has processed.
         logprobs: of each datum, in the shape of its targets, once a step has processed it.
-        loss: sum so far.
+        totals: metrics of its loss, summed so far; ``max_gap`` is a maximum.
     """
 
     policy: str
@@ -174,11 +146,16 @@ class TrainRequest:
     backward: bool = True
     left: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[np.ndarray | None] = dataclasses.field(default_factory=list)
-    loss: float = 0.0
+    totals: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
         self.left = list(range(len(self.data)))
         self.logprobs = [None] * len(self.data)
+
+    @property
+    def loss(self) -> float:
+        """Loss summed so far."""
+        return self.totals.get("loss", 0.0)
 
     @property
     def width(self) -> int:
@@ -196,56 +173,13 @@ class DatumBlock(NamedTuple):
     work: TrainRequest
     rows: list[list[int]]
 
-
-def cut(works: Sequence[TrainRequest], shape: BlockShape) -> list[DatumBlock]:
-    """Returns blocks of ``shape`` for the remaining data of these requests, which take turns block
-    by block in the order given.
-
-    Skips data longer than a row. Does not mark anything as processed.
-    """
-    waiting = [
-        sorted(
-            (i for i in w.left if w.data[i].tokens.size <= shape.tokens),
-            key=lambda i: -w.data[i].tokens.size,
-        )
-        for w in works
-    ]
-    blocks: list[DatumBlock] = []
-    while len(blocks) < shape.blocks and any(waiting):
-        for work, indices in zip(works, waiting):
-            if indices and len(blocks) < shape.blocks:
-                blocks.append(DatumBlock(work, _rows(work, indices, shape)))
-    return blocks
-
-
-def _rows(work: TrainRequest, waiting: list[int], shape: BlockShape) -> list[list[int]]:
-    """Packs first fit by decreasing size; removes what it places from ``waiting``."""
-    rows: list[list[int]] = [[]]
-    space = [shape.tokens]
-    for i in list(waiting):
-        n = work.data[i].tokens.size
-        row = next((r for r, free in enumerate(space) if n <= free), None)
-        if row is None:
-            if len(rows) == shape.rows:
-                continue
-            rows.append([])
-            space.append(shape.tokens)
-            row = len(rows) - 1
-        rows[row].append(i)
-        space[row] -= n
-        waiting.remove(i)
-    return rows
-
-
-def used(blocks: Sequence[DatumBlock]) -> int:
-    """Returns the number of tokens of these blocks without padding."""
-    return sum(
-        block.work.data[i].tokens.size for block in blocks for row in block.rows for i in row
-    )
+    @property
+    def data(self) -> list[Datum]:
+        return [self.work.data[i] for row in self.rows for i in row]
 
 
 class DatumSpan(NamedTuple):
-    """Location of a datum: positions of a row from ``start`` on."""
+    """Location of a datum's targets: those of a row from ``start`` on."""
 
     work: TrainRequest
     datum: int
@@ -254,91 +188,252 @@ class DatumSpan(NamedTuple):
     start: int
 
 
-def fill(blocks: Sequence[DatumBlock], shape: BlockShape) -> tuple[Batch, list[DatumSpan]]:
+def cut(works: Sequence[TrainRequest], shape: BlockShape) -> list[DatumBlock]:
+    """Returns blocks of ``shape`` for the remaining data of these requests, which take turns block
+    by block in the order given.
+
+    Skips data longer than a row. Does not mark anything as processed.
+    """
+    waiting = [[i for i in w.left if w.data[i].tokens.size <= shape.tokens] for w in works]
+    blocks: list[DatumBlock] = []
+    while len(blocks) < shape.blocks and any(waiting):
+        for work, indices in zip(works, waiting):
+            if indices and len(blocks) < shape.blocks:
+                rows = _rows(work.data, indices, shape.tokens, shape.rows)
+                indices[:] = [i for i in indices if not any(i in row for row in rows)]
+                blocks.append(DatumBlock(work, rows))
+    return blocks
+
+
+def passes(works: Sequence[TrainRequest], max_tokens: int) -> Iterator[list[DatumBlock]]:
+    """Yields blocks with all data of some requests, within ``max_tokens`` of padded rows if single
+    data fit.
+
+    A request for which there is no room waits for a later pass. With every policy in every pass,
+    each pass would compute and add up the gradients of all. The number of policies in a pass is a
+    power of two, so that varying lengths need few programs.
+    """
+    room = max_tokens // max(_padded_tokens(work.data, work.left) for work in works)
+    together = len(works) if room >= len(works) else 1 << max(0, room.bit_length() - 1)
+    for first in range(0, len(works), together):
+        queues = [(work, list(work.left)) for work in works[first : first + together]]
+        budget = max(1, max_tokens // len(queues))
+        while any(waiting for _, waiting in queues):
+            taken: list[tuple[TrainRequest, list[int]]] = []
+            for work, waiting in queues:
+                some: list[int] = []
+                while waiting and (
+                    not some or _padded_tokens(work.data, [*some, waiting[0]]) <= budget
+                ):
+                    some.append(waiting.pop(0))
+                if some:  # policies with less data skip the later passes
+                    taken.append((work, some))
+            capacity = max(_capacity(work.data, some) for work, some in taken)
+            yield [DatumBlock(work, _rows(work.data, some, capacity)) for work, some in taken]
+
+
+def _capacity(data: Sequence[Datum], indices: Sequence[int]) -> int:
+    """Returns the row length that holds each of these data, rounded up to a padded size so that
+    short ones share a row.
+    """
+    # Without rounding, 256 groups of 4 tokens took 256 rows of 16 and four times as long.
+    return round_up(max(data[i].tokens.size for i in indices), LEAST[1])
+
+
+def _padded_tokens(data: Sequence[Datum], indices: Sequence[int]) -> int:
+    """Returns the tokens of these data's rows, padded to the longest datum."""
+    capacity = _capacity(data, indices)
+    return len(_rows(data, indices, capacity)) * capacity
+
+
+def _rows(
+    data: Sequence[Datum], indices: Sequence[int], capacity: int, most: int | None = None
+) -> list[list[int]]:
+    """Packs these data into rows, first fit by decreasing size; data beyond ``most`` rows are left
+    out.
+    """
+    rows: list[list[int]] = []
+    space: list[int] = []
+    for i in sorted(indices, key=lambda i: -data[i].tokens.size):
+        n = data[i].tokens.size
+        row = next((r for r, free in enumerate(space) if n <= free), None)
+        if row is None:
+            if len(rows) == most:
+                continue
+            row = len(rows)
+            rows.append([])
+            space.append(capacity)
+        rows[row].append(i)
+        space[row] -= n
+    return rows
+
+
+def used(blocks: Sequence[DatumBlock]) -> int:
+    """Returns the number of tokens of these blocks without padding."""
+    return sum(datum.tokens.size for block in blocks for datum in block.data)
+
+
+class Fitted(NamedTuple):
+    """Shape of a batch that follows from its data.
+
+    Attributes:
+        targets: M, target positions of a row.
+        pairs: Z, pairs of a block.
+    """
+
+    shape: BlockShape
+    targets: int
+    pairs: int
+
+
+def fit(blocks: Sequence[DatumBlock], book: ShapeBook, row_multiple: int = 1) -> Fitted:
+    """Returns the smallest shape of ``book`` for these blocks.
+
+    Args:
+        book: rounds (B, T, M, Z) to few values.
+        row_multiple: number of rows of a block is a multiple of this (the data axes of a mesh).
+    """
+    rows = [[block.work.data[i] for i in row] for block in blocks for row in block.rows]
+    pairs = max(sum(d.pair_weight is not None for d in block.data) for block in blocks)
+    needed = (
+        -(-max(len(block.rows) for block in blocks) // row_multiple),
+        max(sum(datum.tokens.size for datum in row) for row in rows),
+        max(sum(len(datum.targets) for datum in row) for row in rows),
+        *([pairs] if pairs else []),
+    )
+    B, T, M, *Z = book.fit(needed, LEAST[: len(needed)])
+    return Fitted(BlockShape(len(blocks), B * row_multiple, T), M, Z[0] if Z else 0)
+
+
+def pack(
+    policies: Sequence[Sequence[Group]],
+    book: ShapeBook,
+    context: int | None = None,
+    row_multiple: int = 1,
+) -> tuple[Batch, list[DatumSpan]]:
+    """Packs each policy's groups into one block; see ``data_of``, ``fit`` and ``fill``."""
+    works = [
+        TrainRequest(str(i), data_of(groups, context), NO_LOSS) for i, groups in enumerate(policies)
+    ]
+    capacity = max(_capacity(work.data, work.left) for work in works)
+    blocks = [DatumBlock(work, _rows(work.data, work.left, capacity)) for work in works]
+    return fill(blocks, *fit(blocks, book, row_multiple))
+
+
+def fill(
+    blocks: Sequence[DatumBlock], shape: BlockShape, targets: int = 0, pairs: int = 0
+) -> tuple[Batch, list[DatumSpan]]:
     """Returns the batch of these blocks, followed by blocks of padding, and the location of each
     datum.
 
-    Data with fewer targets than the shape are padded with targets of weight 0.
+    Data with fewer targets a position than the shape are padded with targets of weight 0.
+
+    Args:
+        targets: M; 0 is one for each token.
+        pairs: Z.
     """
-    P, B, T, width = shape
+    P, B, T, K = shape
+    M = targets or T
     ints = {
-        name: np.zeros((P, B, T), np.int32) for name in ("tokens", "positions", "own", "sequence")
+        name: np.zeros((P, B, T), np.int32) for name in ("tokens", "positions", "own", "parent")
     }
-    target, weights = np.zeros((P, B, T, width), np.int32), np.zeros((P, B, T, width), np.float32)
-    floats = {name: np.zeros((P, B, T), np.float32) for name in ("advantages", "old_logp")}
-    in_ratio = np.zeros((P, B, T, width), np.float32)
-    routes, places = None, []
-    known = next(
-        (d.routes for block in blocks for d in block.work.data if d.routes is not None), None
+    index = np.zeros((P, B, M), np.int32)
+    target, sequence = (np.zeros((P, B, M, K), np.int32) for _ in range(2))
+    floats = {
+        name: np.zeros((P, B, M, K), np.float32)
+        for name in ("weights", "advantages", "old_logp", "ref_logp", "first_logp", "in_ratio")
+    }
+    pair_weights = np.zeros((P, pairs), np.float32)
+    every = [datum for block in blocks for datum in block.work.data]
+    known = next((datum.routes for datum in every if datum.routes is not None), None)
+    routes = (
+        None if known is None else np.full((known.shape[1], P, B, T, known.shape[2]), -1, np.int16)
     )
-    if known is not None:
-        routes = np.full((known.shape[1], P, B, T, known.shape[2]), -1, np.int16)
+    sharp = (
+        np.ones((P, B, M), np.float32)
+        if any(datum.temperature is not None for datum in every)
+        else None
+    )
+    spans = []
     for p, block in enumerate(blocks):
-        number = 0
+        numbers = paired = 0
         for b, row in enumerate(block.rows):
-            start = 0
-            for segment, i in enumerate(row, 1):
+            start = first = segments = 0
+            for i in row:
                 datum = block.work.data[i]
-                n = datum.tokens.size
-                at = np.s_[p, b, start : start + n]
-                ints["tokens"][at], ints["positions"][at] = datum.tokens, np.arange(n)
-                ints["own"][at], ints["sequence"][at] = segment, number
-                target[at][:, : datum.width] = datum.targets.reshape(n, -1)
-                weights[at][:, : datum.width] = datum.weights.reshape(n, -1)
-                in_ratio[at][:, : datum.width] = (
-                    datum.weights != 0 if datum.in_ratio is None else datum.in_ratio
-                ).reshape(n, -1)
-                for name, array in floats.items():
-                    if (values := getattr(datum, name)) is not None:
-                        array[at] = values
+                n, m = datum.tokens.size, len(datum.targets)
+                at, to = np.s_[p, b, start : start + n], np.s_[p, b, first : first + m]
+                layout = datum.layout
+                positions, own, parent = (
+                    (np.arange(n), np.int32(1), np.int32(1)) if layout is None else layout[:3]
+                )
+                ints["tokens"][at], ints["positions"][at] = datum.tokens, positions
+                ints["own"][at], ints["parent"][at] = segments + own, segments + parent
+                index[to] = start + (np.arange(n) if layout is None else layout.index)
+                sequence[to] = numbers if layout is None else numbers + layout.sequence[:, None]
+                target[to][:, : datum.width] = _columns(datum.targets)
+                for name, values in _loss_inputs(datum).items():
+                    if values is not None:
+                        width = datum.width if name in ("weights", "in_ratio") else K
+                        floats[name][to][:, :width] = _columns(values)
                 if routes is not None and datum.routes is not None:
                     routes[:, p, b, start : start + n] = np.swapaxes(datum.routes, 0, 1)
-                places.append(DatumSpan(block.work, i, p, b, start))
-                start, number = start + n, number + 1
-    sequence = ints.pop("sequence")
-
-    def flat(x: np.ndarray) -> np.ndarray:
-        """Repeats ``[P, B, T]`` for every target, to ``[P, B, T K]``."""
-        return x if width == 1 else np.repeat(x, width, axis=-1)
-
-    old = flat(floats["old_logp"])
-    numbers = (
-        weights.reshape(P, B, -1),
-        flat(floats["advantages"]),
-        old,
-        np.zeros_like(old),
-        flat(sequence),
-        np.zeros((P, 0), np.float32),
-    )
-    # first_logp is the sampler's, so that every ratio is relative to the sampler, as in the
-    # callers' formulas.
-    loss = Targets(*numbers, first_logp=old, in_ratio=in_ratio.reshape(P, B, -1))  # type: ignore[arg-type]
-    index = np.broadcast_to(np.arange(T, dtype=np.int32), (P, B, T))
+                if sharp is not None and datum.temperature is not None:
+                    sharp[to] = 1.0 / datum.temperature
+                if datum.pair_weight is not None:
+                    pair_weights[p, paired] = datum.pair_weight
+                    paired += 1
+                spans.append(DatumSpan(block.work, i, p, b, first))
+                start, first = start + n, first + m
+                segments += 1 if layout is None else layout.segments
+                numbers += 1 if layout is None else layout.sequences
+    flat = {name: array.reshape(P, B, -1) for name, array in floats.items()}
+    loss = Targets(**flat, sequence=sequence.reshape(P, B, -1), pair_weights=pair_weights)  # type: ignore[arg-type]
     return Batch(
         **ints,  # type: ignore[arg-type]
-        parent=ints["own"],  # type: ignore[arg-type]
         index=index,  # type: ignore[arg-type]
-        target=target[..., 0] if width == 1 else target,  # type: ignore[arg-type]
+        target=target[..., 0] if K == 1 else target,  # type: ignore[arg-type]
         loss=loss,
         routes=routes,  # type: ignore[arg-type]
-    ), places
+        inverse_temperature=sharp,  # type: ignore[arg-type]
+    ), spans
 
 
-def collect(places: Sequence[DatumSpan], logp: np.ndarray, losses: np.ndarray) -> None:
+def _columns(x: np.ndarray) -> np.ndarray:
+    """Returns ``[M]`` as ``[M, 1]``, and ``[M, K]`` as it is."""
+    return x if x.ndim == 2 else x[:, None]
+
+
+def _loss_inputs(datum: Datum) -> Mapping[str, np.ndarray | None]:
+    """Returns a datum's arrays of ``Targets``; None is 0."""
+    ref = datum.ref_logp
+    return {
+        "weights": datum.weights,
+        "advantages": datum.advantages,
+        "old_logp": datum.old_logp,
+        "ref_logp": None if ref is None else np.nan_to_num(ref, posinf=np.inf, neginf=-np.inf),
+        "first_logp": datum.old_logp if datum.first_logp is None else datum.first_logp,
+        "in_ratio": (datum.weights != 0).astype(np.float32)
+        if datum.in_ratio is None
+        else datum.in_ratio,
+    }
+
+
+def collect(
+    spans: Sequence[DatumSpan], logp: np.ndarray, metrics: Mapping[str, np.ndarray]
+) -> None:
     """Stores a step's results in its requests, and removes the data from their ``left``.
 
     Args:
-        logp: ``[P, B, T, K]``.
-        losses: ``[P]``.
+        logp: ``[P, B, M, K]``.
+        metrics: ``[P]`` each, of the blocks.
     """
-    summed: set[int] = set()
-    for place in places:
-        work, datum = place.work, place.work.data[place.datum]
-        own = logp[
-            place.block, place.row, place.start : place.start + datum.tokens.size, : datum.width
-        ]
-        work.logprobs[place.datum] = own.reshape(datum.targets.shape)
-        work.left.remove(place.datum)
-        if place.block not in summed:
-            summed.add(place.block)
-            work.loss += float(losses[place.block])
+    for block, work in {span.block: span.work for span in spans}.items():
+        for name, values in metrics.items():
+            old, new = work.totals.get(name, 0.0), float(values[block])
+            work.totals[name] = max(old, new) if name == "max_gap" else old + new
+    for work, i, block, row, start in spans:
+        datum = work.data[i]
+        own = logp[block, row, start : start + len(datum.targets), : datum.width]
+        work.logprobs[i] = own.reshape(datum.targets.shape)
+        work.left.remove(i)

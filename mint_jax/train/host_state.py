@@ -8,10 +8,11 @@ the same bits.
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import safetensors.numpy
 
@@ -19,7 +20,8 @@ from mint_jax import files
 from mint_jax import params as params_lib
 from mint_jax.digest import blake3_of
 from mint_jax.errors import UserError
-from mint_jax.lora.tree import AdapterConfig, adapter_specs
+from mint_jax.lora.tree import AdapterConfig, adapter_specs, init_adapter
+from mint_jax.train.state import OneSlot, TrainStack, slot_of
 
 PARTS = ("factors", "mu", "nu", "grad")
 
@@ -40,6 +42,14 @@ class HostState:
     count: int = 0
     steps: int = 0
     skipped: int = 0
+
+    @classmethod
+    def of(cls, config: AdapterConfig, adapter: Any) -> "HostState":
+        """Returns the state of an adapter before its first update."""
+        return cls(
+            config,
+            {"factors": {path: np.asarray(x) for path, x in params_lib.leaves_with_path(adapter)}},
+        )
 
     @property
     def nbytes(self) -> int:
@@ -109,29 +119,50 @@ def _metadata(data: bytes) -> dict[str, str]:
 
 
 def fresh(base_specs: Any, config: AdapterConfig, seed: int) -> HostState:
-    """Returns a new policy's state: A uniform in ±1/sqrt(D), B zero; for ``embed`` A zero, B
-    normal, as in ``lora.tree.init_adapter``.
+    """Returns a new policy's state, with an adapter from ``lora.tree.init_adapter``."""
+    return HostState.of(config, init_adapter(base_specs, config, seed))
 
-    Numbers are drawn on the host (Philox) from the seed and each factor's path, so that new ranks
-    and targets compile nothing. They differ from those that ``init_adapter`` draws on the device
-    from the same seed.
+
+def padded(state: HostState, stack: TrainStack) -> OneSlot:
+    """Pads a state with zeros to the shapes of this stack's slots."""
+    shapes = jax.eval_shape(slot_of, stack, np.int32(0))
+    parts = {}
+    for name in PARTS:
+        arrays = state.parts.get(name, {})
+
+        def put(path: str, like: Any, arrays: Mapping[str, np.ndarray] = arrays) -> np.ndarray:
+            out = np.zeros(like.shape, like.dtype)
+            if path in arrays:
+                out[..., : state.config.rank, :] = arrays[path]
+            return out
+
+        parts[name] = params_lib.map_with_path(put, getattr(shapes, name))
+    factors, mu, nu, grad = (parts[name] for name in PARTS)
+    counts = (np.int32(n) for n in (state.count, state.steps, state.skipped))
+    return OneSlot(factors, mu, nu, grad, np.float32(state.config.scale), *counts)
+
+
+def to_host(
+    one: OneSlot, config: AdapterConfig, base_specs: Any, parts_of: Sequence[str] = PARTS
+) -> HostState:
+    """Copies these ``PARTS`` of a slot's leaves to the host; moments only if an update has made
+    them.
     """
-    factors = {}
-    for path, spec in params_lib.leaves_with_path(adapter_specs(base_specs, config)):
-        draw = np.random.Generator(
-            np.random.Philox(
-                key=np.array([seed & 0xFFFFFFFFFFFFFFFF, params_lib.path_seed(path)], np.uint64)
-            )
-        )
-        if path == "embed/b":
-            factors[path] = draw.standard_normal(spec.shape, np.float32)
-        elif path.endswith("/a") and path != "embed/a":
-            factors[path] = (2 * draw.random(spec.shape, np.float32) - 1) * np.float32(
-                spec.shape[-1] ** -0.5
-            )
-        else:
-            factors[path] = np.zeros(spec.shape, np.float32)
-    return HostState(config, {"factors": factors})
+    paths = {path for path, _ in params_lib.leaves_with_path(adapter_specs(base_specs, config))}
+    count, steps, skipped = (int(x) for x in jax.device_get((one.count, one.steps, one.skipped)))
+    parts = {}
+    for name in parts_of:
+        if name not in ("mu", "nu") or count:
+            arrays = {
+                path: leaf
+                for path, leaf in params_lib.leaves_with_path(getattr(one, name))
+                if path in paths
+            }
+            parts[name] = {
+                path: np.array(leaf)[..., : config.rank, :].copy()
+                for path, leaf in jax.device_get(arrays).items()
+            }
+    return HostState(config, parts, count, steps, skipped)
 
 
 @dataclasses.dataclass(frozen=True)

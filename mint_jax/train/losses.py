@@ -45,17 +45,25 @@ Axes: B rows, M target positions of a row, Z pairs.
 
 import functools
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 from mint_jax import ordered
 from mint_jax.errors import UserError, own_traceback
-from mint_jax.train.config import KINDS, KL_KINDS, Registered, known_kinds, registered
+from mint_jax.train.config import (
+    KINDS,
+    KL_KINDS,
+    LossConfig,
+    Registered,
+    known_kinds,
+    registered,
+)
 
 MAX_LOG_RATIO = 20.0  # exp of larger ones would overflow in products
 
@@ -82,6 +90,38 @@ class LossCoefs(NamedTuple):
     band_low: jax.Array
     band_high: jax.Array
     beta: jax.Array
+
+
+# Loss of blocks that only pad a step, and of requests for log-probabilities.
+NO_LOSS = LossCoefs(KINDS.index("cross_entropy"), 0.0, np.inf, 0, 0.0, 0.0, np.inf, 0.0)  # type: ignore[arg-type]
+
+
+def coefs_of(loss: LossConfig, custom: tuple["LossFn", ...] = ()) -> LossCoefs:
+    """Returns a loss as coefficients, for a program with these registered losses."""
+    return LossCoefs(
+        kind=index_of(loss.kind, custom),  # type: ignore[arg-type]
+        ratio_low=1.0 - loss.low,  # type: ignore[arg-type]
+        ratio_high=1.0 + loss.clip_high,  # type: ignore[arg-type]
+        kl_kind=KL_KINDS.index(loss.kl_kind),  # type: ignore[arg-type]
+        kl=loss.kl,  # type: ignore[arg-type]
+        band_low=loss.band_low,  # type: ignore[arg-type]
+        band_high=loss.band_high,  # type: ignore[arg-type]
+        beta=loss.dro_beta if loss.kind == "dro" else loss.dpo_beta,  # type: ignore[arg-type]
+    )
+
+
+def stack_coefs(losses: Sequence[LossConfig | LossCoefs], blocks: int = 0) -> LossCoefs:
+    """Returns the losses of a step's blocks as ``[P]`` arrays; P is at least ``blocks``, and
+    further blocks have no loss.
+    """
+    rows = [coefs_of(one) if isinstance(one, LossConfig) else one for one in losses]
+    rows += [NO_LOSS] * (blocks - len(rows))
+    kinds = ("kind", "kl_kind")
+    columns = (
+        np.array([getattr(row, name) for row in rows], np.int32 if name in kinds else np.float32)
+        for name in LossCoefs._fields
+    )
+    return LossCoefs(*columns)  # type: ignore[arg-type]
 
 
 @struct.dataclass

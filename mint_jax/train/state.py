@@ -10,7 +10,8 @@ Axes: L layers, S slots, R rank, D in, F out.
 import dataclasses
 import functools
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,12 +21,14 @@ from flax import struct
 
 from mint_jax.lora import tree as lora_tree
 from mint_jax.lora.tree import AdapterConfig, AdapterStack
+from mint_jax.models import transformer
+from mint_jax.models.config import ModelConfig
 from mint_jax.train.config import SCHEDULES, OptimizerConfig
 
 
 @struct.dataclass
 class Hyper:
-    """``OptimizerConfig`` as arrays ``[S]``."""
+    """``OptimizerConfig`` as arrays ``[n]``."""
 
     learning_rate: jax.Array
     b1: jax.Array
@@ -39,10 +42,6 @@ class Hyper:
     final_fraction: jax.Array
 
     @classmethod
-    def zeros(cls, slots: int) -> "Hyper":
-        return cls(*(jnp.zeros((slots,), jnp.float32) for _ in dataclasses.fields(cls)))
-
-    @classmethod
     def of(cls, config: OptimizerConfig) -> "Hyper":
         """Returns one policy's hyperparameters, without a slot axis."""
         values = dataclasses.asdict(config)
@@ -50,9 +49,12 @@ class Hyper:
         values["max_grad_norm"] = config.max_grad_norm or math.inf
         return cls(*(np.float32(values[f.name]) for f in dataclasses.fields(cls)))  # type: ignore[arg-type]
 
-    def put(self, slot: jax.Array | int, one: "Hyper") -> "Hyper":
-        """Returns the stack with ``one``, from ``of``, in a slot."""
-        return jax.tree.map(lambda all_S, x: all_S.at[slot].set(x), self, one)
+    @classmethod
+    def stack(cls, configs: Sequence[OptimizerConfig], count: int) -> "Hyper":
+        """Returns several policies' hyperparameters, ``[count]`` each; the rest is padding."""
+        rows = [cls.of(config) for config in configs]
+        rows += [cls.of(OptimizerConfig())] * (count - len(rows))
+        return jax.tree.map(lambda *values: np.stack(values), *rows)
 
 
 @struct.dataclass
@@ -63,7 +65,6 @@ class TrainStack:
         adapters: factors and scales.
         opt: optax state of ``optimizer``; moments ``[L, S, R, D]``, counts ``[S]``.
         grad_sum: gradients accumulated since the last update, in the shapes of the factors.
-        hyper: ``[S]`` each.
         steps: updates applied, ``[S]`` int32.
         skipped: updates skipped because the gradient was not finite, ``[S]`` int32.
     """
@@ -71,7 +72,6 @@ class TrainStack:
     adapters: AdapterStack
     opt: Any
     grad_sum: Any
-    hyper: Hyper
     steps: jax.Array
     skipped: jax.Array
 
@@ -157,9 +157,7 @@ def empty(
         fresh = optimizer(Hyper.of(OptimizerConfig()), 0.0).init(one_slot)
         opt = jax.tree.map(functools.partial(_spread, count), fresh)
         counters = jnp.zeros((count,), jnp.int32)
-        out[bucket] = TrainStack(
-            stack, opt, zeros, Hyper.zeros(count), counters, jnp.zeros_like(counters)
-        )
+        out[bucket] = TrainStack(stack, opt, zeros, counters, jnp.zeros_like(counters))
     return out
 
 
@@ -170,28 +168,54 @@ def _spread(slots: int, leaf: Any) -> jax.Array:
     return jnp.zeros((*leaf.shape[:axis], slots, *leaf.shape[axis:]), leaf.dtype)
 
 
-def start(
-    stack: TrainStack, slot: jax.Array | int, adapter: Any, scale: jax.Array | float, hyper: Hyper
-) -> TrainStack:
-    """Puts a policy into a slot with fresh moments and counters; other slots stay as they are.
+class OneSlot(NamedTuple):
+    """A slot's leaves without their slot axis."""
 
-    Everything except the stack's shapes is data, so one program starts any policy of a bucket.
+    factors: Any
+    mu: Any
+    nu: Any
+    grad: Any
+    scale: Any
+    count: Any
+    steps: Any
+    skipped: Any
 
-    Args:
-        hyper: the policy's hyperparameters, from ``Hyper.of``.
-    """
-    return TrainStack(
-        adapters=lora_tree.write_slot(stack.adapters, slot, adapter, scale),
-        opt=_zero_slot(stack.opt, slot),
-        grad_sum=_zero_slot(stack.grad_sum, slot),
-        hyper=stack.hyper.put(slot, hyper),
-        steps=stack.steps.at[slot].set(0),
-        skipped=stack.skipped.at[slot].set(0),
+
+def slot_of(stack: TrainStack, slot: jax.Array) -> OneSlot:
+    """Returns the leaves of one slot; ``read_slot`` is the compiled form."""
+    of = functools.partial(
+        jax.tree.map,
+        lambda x: jax.lax.dynamic_index_in_dim(x, slot, slot_axis(x), keepdims=False),
     )
+    return OneSlot(*map(of, _leaves(stack)))
 
 
-def _zero_slot(tree: Any, slot: jax.Array | int) -> Any:
-    def zero(x: jax.Array) -> jax.Array:
-        return x.at[slot].set(0) if slot_axis(x) == 0 else x.at[:, slot].set(0)
+read_slot = jax.jit(slot_of)
 
-    return jax.tree.map(zero, tree)
+
+@functools.partial(jax.jit, static_argnames=("cfg",), donate_argnames=("stack",))
+def write_slot(stack: TrainStack, slot: jax.Array, one: OneSlot, cfg: ModelConfig) -> TrainStack:
+    """Returns the stack with one slot replaced; one program writes any policy of a bucket."""
+
+    def put(x: jax.Array, y: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_index_in_dim(x, y.astype(x.dtype), slot, slot_axis(x))
+
+    new = jax.tree.map(put, _leaves(stack), one)
+    moments = {name: getattr(new, name) for name in ("mu", "nu", "count")}
+    stack = TrainStack(
+        dataclasses.replace(stack.adapters, factors=new.factors, scale=new.scale),
+        optax.tree.set(stack.opt, **moments),
+        new.grad,
+        new.steps,
+        new.skipped,
+    )
+    return lora_tree.constrain(stack, transformer.abstract(cfg))
+
+
+def _leaves(stack: TrainStack) -> OneSlot:
+    """Returns the leaves of all slots in the form of one."""
+    mu, nu, count = (optax.tree.get(stack.opt, name) for name in ("mu", "nu", "count"))
+    own = stack.adapters
+    return OneSlot(
+        own.factors, mu, nu, stack.grad_sum, own.scale, count, stack.steps, stack.skipped
+    )

@@ -30,7 +30,7 @@ from mint_jax.models.precision import as_stored
 from mint_jax.train import state as state_lib
 from mint_jax.train.batch import Batch
 from mint_jax.train.losses import LossCoefs, LossFn, policy_loss
-from mint_jax.train.state import SCHEDULES, Hyper, State
+from mint_jax.train.state import SCHEDULES, Hyper, State, TrainStack
 
 Slots = dict[int, jax.Array]  # bucket rank -> [n] int32, distinct slots
 
@@ -73,16 +73,15 @@ def batch_logprobs(
 @functools.partial(jax.jit, static_argnames=("cfg",))
 @as_stored
 def score(
-    params: Any, batch: Batch, stacks: Stacks, slots: Slots, *, cfg: ModelConfig
-) -> jax.Array:
-    """Returns the logprobs of a batch under frozen adapters or the bare base. A reference for KL or
-    DPO needs no second model.
+    params: Any, batch: Batch, coefs: LossCoefs, stacks: Stacks, slots: Slots, *, cfg: ModelConfig
+) -> tuple[jax.Array, jax.Array]:
+    """Runs ``forward_backward`` without the backward pass; returns log-probabilities and each
+    block's loss ``[P]``. A reference for KL or DPO needs no second model.
 
     Args:
-        batch: P policies: first those of ``slots`` in their order, then those whose reference is
-            the bare base.
-        stacks: the frozen adapters; empty if every reference is the bare base.
-        slots: slot of each policy's reference in ``stacks``.
+        batch: P blocks: first those of ``slots`` in their order, then those under the bare base.
+        stacks: adapters; empty if every block is under the bare base.
+        slots: slot of each adapted block in ``stacks``.
     """
     bare = batch.shape[0] - sum(s.shape[0] for s in slots.values())
     lora = (
@@ -90,18 +89,6 @@ def score(
         if slots
         else None
     )
-    return batch_logprobs(params, lora, batch, cfg)[0]
-
-
-@functools.partial(jax.jit, static_argnames=("cfg",))
-@as_stored
-def score_losses(
-    params: Any, batch: Batch, coefs: LossCoefs, stacks: Stacks, slots: Slots, *, cfg: ModelConfig
-) -> tuple[jax.Array, jax.Array]:
-    """Runs ``forward_backward`` without the backward pass; returns log-probabilities and each
-    block's loss ``[P]``.
-    """
-    lora = attach_blocks(stacks, slots, dtype=params["final_norm"].dtype)
     logp, _ = batch_logprobs(params, lora, batch, cfg)
     return logp, jax.vmap(policy_loss)(logp, batch.loss, coefs)[0]
 
@@ -187,67 +174,55 @@ def _added(sums: Any, parts: Any, slots: jax.Array) -> Any:
     )
 
 
-@functools.partial(jax.jit, donate_argnames=("stack",))
-def optim_step_with(
-    stack: state_lib.TrainStack, slots: jax.Array, count: jax.Array, hyper: Hyper
-) -> tuple[state_lib.TrainStack, dict[str, jax.Array]]:
-    """Runs ``optim_step`` for one bucket with hyperparameters of this call. Slots and their count
-    are data.
-
-    Args:
-        slots: ``[S]`` int32; the first ``count`` are distinct, the others out of range.
-        hyper: ``[S]`` each, for these slots; stored in the state.
-    """
-    put = jax.tree.map(lambda old, new: old.at[slots].set(new, mode="drop"), stack.hyper, hyper)
-    stack = dataclasses.replace(stack, hyper=put)
-    _, one = jax.eval_shape(_update_slot, stack, slots[0])
-    zeros = {name: jnp.zeros(slots.shape, x.dtype) for name, x in one.items()}
-    return jax.lax.fori_loop(0, count, functools.partial(_update_nth, slots), (stack, zeros))
-
-
 @functools.partial(jax.jit, donate_argnames=("state",))
-def optim_step(state: State, slots: Slots) -> tuple[State, dict[str, jax.Array]]:
-    """Updates the named policies from their gradient sums and clears these; other slots are
-    untouched.
+def optim_step(
+    state: State, slots: Slots, hyper: dict[int, Hyper]
+) -> tuple[State, dict[str, jax.Array]]:
+    """Updates policies from their gradient sums and clears these; other slots are untouched.
 
     A policy whose gradient is not finite keeps its adapter and moments, and its ``skipped`` count
     increases.
 
+    Args:
+        slots: distinct slots, followed by out-of-range slots of padding.
+        hyper: hyperparameters of these slots, ``[n]`` each.
+
     Returns:
         The state, and metrics ``[P]`` in the order of ``slots``: ``grad_norm`` (before clipping),
-        ``learning_rate``, ``skipped``.
+        ``learning_rate``, ``skipped``; padding has zeros.
     """
     new, rows = dict(state), []
     for b in sorted(slots):
         # One policy after another: AdamW is bound by memory bandwidth, and ``vmap`` would multiply
         # its temporaries by the number of policies.
-        policies = slots[b].shape[0]
-        _, one = jax.eval_shape(_update_slot, state[b], slots[b][0])
-        zeros = {name: jnp.zeros((policies,), x.dtype) for name, x in one.items()}
-        new[b], metrics = jax.lax.fori_loop(
-            0, policies, functools.partial(_update_nth, slots[b]), (state[b], zeros)
-        )
+        count = jnp.sum(slots[b] < state[b].steps.shape[0])
+        _, one = jax.eval_shape(_update_nth, slots[b], hyper[b], 0, state[b])
+        zeros = {name: jnp.zeros(slots[b].shape, x.dtype) for name, x in one.items()}
+        update = functools.partial(_update_and_note, slots[b], hyper[b])
+        new[b], metrics = jax.lax.fori_loop(0, count, update, (state[b], zeros))
         rows.append(metrics)
     return new, jax.tree.map(lambda *parts: jnp.concatenate(parts), *rows)
 
 
-def _update_nth(slots: jax.Array, n: jax.Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
-    stack, rows = carry
-    stack, metrics = _update_slot(stack, slots[n])
-    return stack, jax.tree.map(lambda all_, one: all_.at[n].set(one), rows, metrics)
+def _update_and_note(
+    slots: jax.Array, hypers: Hyper, n: jax.Array, carry: tuple[TrainStack, Any]
+) -> tuple[TrainStack, Any]:
+    stack, metrics = _update_nth(slots, hypers, n, carry[0])
+    return stack, jax.tree.map(lambda all_, one: all_.at[n].set(one), carry[1], metrics)
 
 
-def _update_slot(
-    stack: state_lib.TrainStack, slot: jax.Array
-) -> tuple[state_lib.TrainStack, dict[str, jax.Array]]:
-    """Applies AdamW to one slot in place, leaf by leaf. Temporaries are of one factor; those of all
-    factors are 71 MB in SmolLM2 at rank 8.
+def _update_nth(
+    slots: jax.Array, hypers: Hyper, n: jax.Array | int, stack: TrainStack
+) -> tuple[TrainStack, dict[str, jax.Array]]:
+    """Applies AdamW to the n-th of these slots in place, leaf by leaf. Temporaries are of one
+    factor; those of all factors are 71 MB in SmolLM2 at rank 8.
     """
+    slot, hyper = slots[n], jax.tree.map(lambda x: x[n], hypers)
 
     def at(x: jax.Array, slot: jax.Array = slot) -> jax.Array:
         return jax.lax.dynamic_index_in_dim(x, slot, state_lib.slot_axis(x), keepdims=False)
 
-    hyper, steps = jax.tree.map(at, stack.hyper), at(stack.steps)
+    steps = at(stack.steps)
     norm = optax.global_norm(jax.tree.map(at, stack.grad_sum))
     fine = jnp.isfinite(norm)
     rate = scheduled_rate(hyper, steps)

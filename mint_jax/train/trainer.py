@@ -1,368 +1,195 @@
-"""Training of many policies over one resident base: names to slots, groups to batches, batches to
-updates.
+"""Training of many policies over one resident base, for recipes, the Python API and the service.
 
-The host object that jobs and benchmarks share. It owns the training state only: no files, no
-prompts, no rewards.
+A step computes blocks of several requests in one pass, and adds each block's gradient to its
+policy's sum; an update applies these sums. Two doors lead to the same step:
+
+- ``update`` trains named policies on groups, with the losses and optimizers of their configs. The
+  shapes follow from the data.
+- ``step`` and ``optim`` compute requests of policies that join, leave and change while others
+  train. With declared slots and shapes everything that varies is data, and nothing is compiled for
+  it.
+
+``Slots`` has the policies' states; files, prompts and rewards are the caller's. One thread owns a
+``Trainer``.
 """
 
-import functools
-import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from mint_jax import multihost
 from mint_jax import params as params_lib
+from mint_jax.compiling import Programs
 from mint_jax.data.buckets import ShapeBook
 from mint_jax.errors import UserError, choice
 from mint_jax.lora import tree as lora_tree
-from mint_jax.lora.tree import AdapterConfig, AdapterStack, Slot, Stacks
+from mint_jax.lora.tree import AdapterConfig
 from mint_jax.models import transformer
 from mint_jax.models.base import Base
-from mint_jax.models.config import ModelConfig
-from mint_jax.train import losses, one_slot
-from mint_jax.train import state as state_lib
+from mint_jax.train import blocks as blocks_lib
+from mint_jax.train import host_state, losses, metrics
 from mint_jax.train import step as step_lib
-from mint_jax.train.batch import (
-    Batch,
-    Group,
-    TargetSpan,
-    TrainSequence,
-    mask_unrouted,
-    pack,
-    padded_tokens,
+from mint_jax.train.batch import Group, by_sequence, data_of
+from mint_jax.train.blocks import DatumBlock, Fitted, TrainRequest
+from mint_jax.train.config import (
+    CPU_SHAPES,
+    SHAPES,
+    BlockShape,
+    LossConfig,
+    OptimizerConfig,
+    PolicyConfig,
 )
-from mint_jax.train.config import KL_KINDS, LossConfig, PolicyConfig
 from mint_jax.train.host_state import HostState
-from mint_jax.train.losses import LossCoefs, LossFn
-from mint_jax.train.state import Hyper, State, TrainStack
+from mint_jax.train.losses import LossFn, coefs_of, stack_coefs
+from mint_jax.train.metrics import summarise
+from mint_jax.train.references import References
+from mint_jax.train.slots import Slots
+from mint_jax.train.state import Hyper
+from mint_jax.train.step_times import StepTimes
+
+ALL_TARGETS = (lora_tree.ALL_LINEAR, "unembed")
+# Counters that are reported as 0 from the start.
+COUNTS = (
+    "steps",
+    "tokens",
+    "padded_tokens",
+    "slots_written",
+    "slots_read",
+    "spills_written",
+    "spills_read",
+)
 
 
-def _coefs(loss: LossConfig, custom: tuple[LossFn, ...]) -> LossCoefs:
-    """Returns a loss as coefficients, for a program with these registered losses."""
-    beta = loss.dro_beta if loss.kind == "dro" else loss.dpo_beta
-    kinds = losses.index_of(loss.kind, custom), KL_KINDS.index(loss.kl_kind)
-    bounds = 1.0 - loss.low, 1.0 + loss.clip_high
-    return LossCoefs(kinds[0], *bounds, kinds[1], loss.kl, loss.band_low, loss.band_high, beta)  # type: ignore[arg-type]
+def is_on_cpu(mesh: Mesh) -> bool:
+    """Returns True if a mesh's devices are CPUs."""
+    return mesh.devices.flat[0].platform == "cpu"
 
 
-def stack_coefs(configs: Sequence[LossConfig], custom: tuple[LossFn, ...] = ()) -> LossCoefs:
-    """Returns the ``LossCoefs`` of several policies, ``[P]`` arrays."""
-    rows = [_coefs(c, custom) for c in configs]
-    kinds = ("kind", "kl_kind")
-    columns = (
-        np.array([getattr(row, name) for row in rows], np.int32 if name in kinds else np.float32)
-        for name in LossCoefs._fields
-    )
-    return LossCoefs(*columns)  # type: ignore[arg-type]
+class Step(NamedTuple):
+    """One step: its shape, its blocks, and the seconds until its results were on the host."""
+
+    shape: BlockShape
+    blocks: list[DatumBlock]
+    seconds: float
 
 
-# A version is a unique number of one policy's weights in this process. Unlike a digest it is known
-# without a copy to the host.
-_versions = itertools.count(1)
-
-
-@functools.partial(jax.jit, static_argnames=("cfg", "adapters"))
-def _empty(cfg: ModelConfig, adapters: tuple[AdapterConfig, ...]) -> State:
-    specs = transformer.abstract(cfg)
-    return lora_tree.constrain(state_lib.empty(specs, list(adapters)), specs)
-
-
-@functools.partial(jax.jit, static_argnames=("cfg", "adapter"), donate_argnames=("stack",))
-def _started(
-    stack: TrainStack,
-    weights: Any,
-    slot: jax.Array,
-    scale: jax.Array,
-    hyper: Hyper,
-    cfg: ModelConfig,
-    adapter: AdapterConfig,
-) -> TrainStack:
-    """Runs ``state.start`` with given weights, or with fresh ones if ``weights`` is a seed.
-
-    There is one program for each rank and set of targets. One program for all policies took 0.7 s a
-    policy to compile.
-    """
-    specs = transformer.abstract(cfg)
-    if not isinstance(weights, dict):
-        weights = lora_tree.init_adapter(specs, adapter, jax.random.key(weights))
-    return lora_tree.constrain(state_lib.start(stack, slot, weights, scale, hyper), specs)
-
-
-@functools.partial(jax.jit, static_argnames=("cfg", "adapter"))
-def _read(stack: AdapterStack, slot: jax.Array, cfg: ModelConfig, adapter: AdapterConfig) -> Any:
-    return lora_tree.read_slot(
-        stack, slot, adapter.rank, lora_tree.adapter_specs(transformer.abstract(cfg), adapter)
-    )
-
-
-@functools.partial(jax.jit, static_argnames=("cfg",), donate_argnames=("larger",))
-def _grown(larger: TrainStack, stack: TrainStack, cfg: ModelConfig) -> TrainStack:
-    """Copies ``stack`` to the first slots of a larger stack; leaves that it lacks stay zero."""
-    present = dict(jax.tree_util.tree_leaves_with_path(stack))
-
-    def put(path: Any, new: jax.Array) -> jax.Array:
-        if (old := present.get(path)) is None:
-            return new
-        return jax.lax.dynamic_update_slice(new, old, (0,) * new.ndim)
-
-    return lora_tree.constrain(
-        jax.tree_util.tree_map_with_path(put, larger), transformer.abstract(cfg)
-    )
-
-
-@functools.partial(jax.jit, static_argnames=("index", "cfg"))
-def _without(stack: TrainStack, index: int, cfg: ModelConfig) -> TrainStack:
-    """Returns the stack without one slot."""
-    smaller = jax.tree.map(lambda x: jnp.delete(x, index, state_lib.slot_axis(x)), stack)
-    return lora_tree.constrain(smaller, transformer.abstract(cfg))
-
-
-class Trainer:
-    """The policies in training and their state on the devices.
+class Trainer(Slots):
+    """The policies in training and what is computed for them.
 
     Args:
         base: the resident base; read only.
-        policies: names must differ.
-        max_tokens: tokens of one forward and backward pass, with rows padded to the longest of a
-            policy; larger updates accumulate over several passes.
+        policies: policies to start with; names must differ.
+        max_tokens: tokens of one pass of ``forward_backward``, with rows padded to the longest of a
+            policy; larger updates accumulate over several passes. None is 16384 on CPUs and 8192 on
+            accelerators, where it halves the activations and costs 3 % (docs/numbers.md).
         remat: rematerialisation of the backward pass, a key of ``transformer.REMAT``.
+        slots: number of device slots by rank bucket, a power of two; None gives each policy its
+            own.
+        targets: projections for which declared slots have room.
+        shapes: declared shapes of ``step``; none uses ``CPU_SHAPES`` or ``SHAPES``. Blocks are
+            added until a mesh splits their rows evenly.
+        host_bytes, folder: see ``Slots``.
 
     Attributes:
-        versions: version of each policy's adapter; renewed whenever it may have changed.
+        policies: configs of the policies of ``add``.
+        shapes: padded sizes of the passes so far.
+        declared: shapes of ``step``, smallest first.
+        counts: steps, tokens (with and without padding), and those of ``Slots``.
+        times: measured seconds of a step by shape.
+        compiled: programs of ``programs.programs`` that are ready, while others compile in the
+            background; None compiles each program at its first call.
 
     Raises:
-        UserError: duplicate names, or a rank or target that the base does not support.
+        UserError: duplicate names, a rank or target that the base does not support, no shape for
+            plain targets, or declared slots in several processes.
     """
 
     def __init__(
         self,
         base: Base,
-        policies: Sequence[PolicyConfig],
-        max_tokens: int = 16384,
+        policies: Sequence[PolicyConfig] = (),
+        max_tokens: int | None = None,
         remat: str = "names",
+        *,
+        slots: Mapping[int, int] | None = None,
+        targets: Sequence[str] = ALL_TARGETS,
+        shapes: Sequence[BlockShape] = (),
+        host_bytes: int = 4 << 30,
+        folder: Path | None = None,
     ):
         if remat not in transformer.REMAT:
             raise choice("remat", remat, transformer.REMAT)
+        if slots is not None and (count := multihost.count()) > 1:
+            raise UserError(
+                f"live training runs in one process, here are {count}: start one process over all"
+                " devices, or train by a job"
+            )
         names = [p.name for p in policies]
         if len(set(names)) != len(names):
             raise UserError(f"policy names {names} are not distinct: rename one")
-        self.base = base
-        self.policies = {p.name: p for p in policies}
-        self.max_tokens = max_tokens
+        shapes = shapes or (CPU_SHAPES if is_on_cpu(base.mesh) else SHAPES)
+        if any(min(shape) < 1 for shape in shapes) or all(shape.width > 1 for shape in shapes):
+            raise UserError(
+                f"shapes is {list(shapes)}; expected sizes of at least 1, one of them for plain"
+                " targets"
+            )
+        super().__init__(base, slots, targets, host_bytes, folder)
+        # The mesh splits rows, so a shape needs enough blocks for every part of the mesh.
+        even = [
+            shape._replace(blocks=_round_up(shape.blocks, shape.rows, base.row_multiple))
+            for shape in shapes
+        ]
+        self.declared = tuple(sorted(dict.fromkeys(even), key=lambda s: s.size))
+        self.max_tokens = max_tokens or (16384 if is_on_cpu(base.mesh) else 8192)
         self.remat = remat
-        self.specs = transformer.abstract(base.cfg)
+        self.policies: dict[str, PolicyConfig] = {}
         self.shapes = ShapeBook()
-        self.slots = self._assign(policies)
-        self.versions: dict[str, int] = {}
-        self._references: dict[str, tuple[AdapterConfig, Any]] = {}
-        # Stacks and slots of the references, made on first use.
-        self._resident: tuple[Stacks, dict[str, Slot]] | None = None
-        with jax.set_mesh(base.mesh):
-            self.state = _empty(cfg=base.cfg, adapters=tuple(p.adapter for p in policies))
-            for p in policies:
-                self._start(p, np.uint32(p.seed & 0xFFFFFFFF))
+        self.references = References(base, self.policies)
+        self.counts.update(dict.fromkeys(COUNTS, 0))
+        self.times = StepTimes()
+        self.compiled: Programs | None = None
+        self._add(policies)
 
-    @property
-    def state(self) -> State:
-        """The training state. Setting it renews all versions."""
-        return self._state
+    # -- policies with a config
 
-    @state.setter
-    def state(self, state: State) -> None:
-        self._state = state
-        self._renew(self.policies)
-
-    def _renew(self, names: Iterable[str]) -> None:
-        self.versions |= {name: next(_versions) for name in names}
-
-    def join(self, policy: PolicyConfig) -> None:
-        """Adds a policy; the others keep their state. Only the stack of its rank bucket is
-        enlarged, and only programs with that stack are compiled again.
+    def add(self, policy: PolicyConfig) -> None:
+        """Adds a new policy, with an adapter from its seed; the others keep their state.
 
         Raises:
             UserError: the name is taken, or a rank or target that the base does not support.
         """
-        if policy.name in self.policies:
+        if policy.name in self:
             raise UserError(f"policy {policy.name!r} is in training already: choose another name")
-        policies, bucket = [*self.policies.values(), policy], policy.adapter.bucket
-        with jax.set_mesh(self.base.mesh):
-            larger = _empty(
-                cfg=self.base.cfg,
-                adapters=tuple(p.adapter for p in policies if p.adapter.bucket == bucket),
-            )[bucket]
-            if bucket in self.state:
-                larger = _grown(larger, self.state[bucket], cfg=self.base.cfg)
-            self._state = dict(sorted((self.state | {bucket: larger}).items()))
-            self.policies[policy.name] = policy
-            self.slots = self._assign(policies)
-            self._start(policy, np.uint32(policy.seed & 0xFFFFFFFF))
+        self._add([policy])
+
+    def _add(self, policies: Sequence[PolicyConfig]) -> None:
+        self.join_all({p.name: host_state.fresh(self.specs, p.adapter, p.seed) for p in policies})
+        self.policies.update({p.name: p for p in policies})
 
     def leave(self, name: str) -> None:
-        """Removes a policy and frees its slot. The others keep their state; later slots of the
-        bucket move down by one.
+        super().leave(name)
+        self.policies.pop(name, None)
+        self.references.forget(name)
+
+    def load_adapter(self, name: str, adapter: Any) -> None:
+        """Starts a policy from given weights with fresh optimizer state. They become its reference
+        if that is ``start``.
+
+        Donates the arrays of its stack, as an update does: read ``stacks`` again afterwards.
 
         Raises:
-            UserError: an unknown policy.
+            UserError: an unknown policy, or weights that do not fit their config.
         """
-        self._order([name])
-        bucket, index = self.slots[name].bucket, self.slots[name].index
-        rest = [p for p in self.policies.values() if p.name != name]
-        state = dict(self.state)
-        with jax.set_mesh(self.base.mesh):
-            if any(p.adapter.bucket == bucket for p in rest):
-                state[bucket] = _without(state[bucket], index, cfg=self.base.cfg)
-            else:
-                del state[bucket]
-        self._state, self.policies = state, {p.name: p for p in rest}
-        self.slots = self._assign(rest)
-        del self.versions[name]
-        if self._references.pop(name, None) is not None:
-            self._resident = None
-
-    def read_state(self, name: str) -> HostState:
-        """Returns a host copy of a policy's state: adapter, moments, accumulated gradients,
-        counters.
-        """
-        return one_slot.to_host(self._one(name), self.policies[name].adapter, self.specs)
-
-    def restore(self, name: str, saved: HostState) -> None:
-        """Restores a policy's state from ``read_state``, with the same bits.
-
-        Raises:
-            UserError: an unknown policy, or a state that does not fit its config.
-        """
-        self._order([name])
-        lora_tree.check_fits(
-            saved.adapter(), self.policies[name].adapter, self.specs, f"policy {name!r}"
-        )
-        self._put(name, one_slot.padded(saved, self.state[self.slots[name].bucket]))
-
-    def gradient(self, name: str) -> Any:
-        """Returns the gradients accumulated since a policy's last update, as a tree like
-        ``adapter``.
-        """
-        one = one_slot.to_host(self._one(name), self.policies[name].adapter, self.specs, ["grad"])
-        return params_lib.nest(dict(one.parts["grad"]))
-
-    def gradients(
-        self, groups: Mapping[str, Sequence[Group]]
-    ) -> tuple[dict[str, Any], dict[str, dict[str, float]]]:
-        """Returns the gradients of these groups alone and their metrics, by policy; the state is
-        unchanged.
-        """
-        before = {name: self._one(name) for name in self._order(list(groups))}
-        versions = dict(self.versions)
-        try:
-            for name, one in before.items():
-                self._put(name, one._replace(grad=jax.tree.map(np.zeros_like, one.grad)))
-            totals = self.forward_backward(groups)
-            return {name: self.gradient(name) for name in before}, {
-                name: summarise(totals[name]) for name in before
-            }
-        finally:
-            for name, one in before.items():
-                self._put(name, one)
-            self.versions = versions
-
-    def _one(self, name: str) -> one_slot.OneSlot:
-        self._order([name])
-        at = self.slots[name]
-        with jax.set_mesh(self.base.mesh):
-            return multihost.whole(one_slot.read(self.state[at.bucket], np.int32(at.index)))
-
-    def _put(self, name: str, one: one_slot.OneSlot) -> None:
-        at = self.slots[name]
-        with jax.set_mesh(self.base.mesh):
-            self._state = {
-                **self.state,
-                at.bucket: one_slot.write(
-                    self.state[at.bucket], np.int32(at.index), one, cfg=self.base.cfg
-                ),
-            }
-        self._renew([name])
-
-    def _start(self, policy: PolicyConfig, weights: Any) -> None:
-        """Puts a policy into its slot, with an adapter or a fresh one from a seed."""
-        at, config = self.slots[policy.name], policy.adapter
-        stack, numbers = self.state[at.bucket], Hyper.of(policy.optimizer)
-        shape = AdapterConfig(config.rank, targets=config.targets)  # scale is data
-        where = np.int32(at.index), np.float32(config.scale)
-        self._renew([policy.name])
-        self._state = {
-            **self.state,
-            at.bucket: _started(stack, weights, *where, numbers, cfg=self.base.cfg, adapter=shape),
-        }
-
-    @staticmethod
-    def _assign(policies: Sequence[PolicyConfig]) -> dict[str, Slot]:
-        taken: dict[int, int] = {}
-        slots = {}
-        for p in policies:
-            bucket = p.adapter.bucket
-            slots[p.name] = Slot(bucket, taken.get(bucket, 0))
-            taken[bucket] = taken.get(bucket, 0) + 1
-        return slots
-
-    @property
-    def stacks(self) -> Stacks:
-        """Adapters for the sampling engine: the arrays that training updates, without a copy."""
-        return {bucket: stack.adapters for bucket, stack in self.state.items()}
-
-    def _order(self, names: Sequence[str]) -> list[str]:
-        """Returns policy names in block order: by bucket, then slot."""
-        if not names:
-            raise UserError("no policies were named: give at least one")
-        unknown = [n for n in names if n not in self.slots]
-        if unknown:
-            raise UserError(
-                f"policy {unknown[0]!r} is not in training; policies are {', '.join(self.slots)}"
-            )
-        return sorted(names, key=lambda name: self.slots[name])
-
-    def _slot_arrays(self, ordered: Sequence[str]) -> dict[int, np.ndarray]:
-        buckets = sorted({self.slots[n].bucket for n in ordered})
-        return {
-            b: np.array(
-                [self.slots[n].index for n in ordered if self.slots[n].bucket == b], np.int32
-            )
-            for b in buckets
-        }
-
-    def _passes(
-        self, groups: Mapping[str, Sequence[Group]], ordered: Sequence[str]
-    ) -> Iterator[dict[str, list[Group]]]:
-        """Yields micro-batches with groups of some policies, within ``max_tokens`` if single groups
-        fit.
-
-        A policy for which there is no room waits for a later pass. With every policy in every pass,
-        each pass would compute and add up the gradients of all. The number of policies in a pass is
-        a power of two, so that varying lengths need few programs.
-        """
-        room = self.max_tokens // max(padded_tokens(groups[n]) for n in ordered)
-        together = len(ordered) if room >= len(ordered) else 1 << max(0, room.bit_length() - 1)
-        for first in range(0, len(ordered), together):
-            queues = {n: list(groups[n]) for n in ordered[first : first + together]}
-            budget = max(1, self.max_tokens // len(queues))
-            while any(queues.values()):
-                taken: dict[str, list[Group]] = {n: [] for n in queues}
-                for n, queue in queues.items():
-                    while queue and (
-                        not taken[n] or padded_tokens([*taken[n], queue[0]]) <= budget
-                    ):
-                        taken[n].append(queue.pop(0))
-                # Policies with fewer groups skip the later passes.
-                yield {n: chunk for n, chunk in taken.items() if chunk}
-
-    def _pack(
-        self, chunk: list[list[Group]], shapes: ShapeBook
-    ) -> tuple[Batch, list[list[TargetSpan]]]:
-        return pack(
-            chunk, shapes, context=self.base.cfg.context, row_multiple=self.base.row_multiple
-        )
+        [policy] = self._configs([name])
+        lora_tree.check_fits(adapter, policy.adapter, self.specs, f"policy {name!r}")
+        self.replace(name, HostState.of(policy.adapter, adapter))
+        if policy.loss.needs_reference and policy.loss.reference == "start":
+            self.refer(name, policy.adapter, adapter)
 
     def refer(self, name: str, config: AdapterConfig, adapter: Any) -> None:
         """Sets the frozen adapter for a policy's reference logprobs; the default is the bare base.
@@ -370,61 +197,20 @@ class Trainer:
         Raises:
             UserError: an unknown policy, or weights that do not fit their config.
         """
-        self._order([name])
-        lora_tree.check_fits(adapter, config, self.specs, f"reference of policy {name!r}")
-        self._references[name] = config, adapter
-        self._resident = None
+        self._configs([name])
+        self.references.put(name, config, adapter)
 
-    def reference(self, name: str) -> tuple[AdapterConfig, Any] | None:
-        """Returns the frozen adapter set by ``refer``; None for the bare base."""
-        self._order([name])
-        return self._references.get(name)
+    def _configs(self, names: Sequence[str]) -> list[PolicyConfig]:
+        if not names:
+            raise UserError("no policies were named: give at least one")
+        for name in names:
+            self._known(name)
+        return [self.policies[name] for name in names]
 
-    def references(self) -> tuple[Stacks, dict[str, Slot]]:
-        """Returns the stacks of all reference adapters, and the slot of each policy that has one.
-
-        Raises:
-            UserError: a policy's loss names a revision whose adapter ``refer`` was not given.
-        """
-        for name, p in self.policies.items():
-            if (
-                p.loss.needs_reference
-                and p.loss.reference not in ("start", "base")
-                and name not in self._references
-            ):
-                raise UserError(
-                    f"policy {name!r}: its loss refers to {p.loss.reference!r}, whose adapter was"
-                    " not given: call refer()"
-                )
-        if self._resident is None:
-            stacks, slots = lora_tree.stack_adapters(self.specs, self._references)
-            self._resident = multihost.replicate(stacks, self.base.mesh), slots
-        return self._resident
-
-    def _reference(self, missing: Mapping[str, list[Group]], shapes: ShapeBook) -> None:
-        """Computes missing ``ref_logp`` of a pass from the reference (0 at tokens that are not
-        targets).
-        """
-        stacks, all_slots = self.references()
-        adapted = sorted((n for n in missing if n in all_slots), key=lambda n: all_slots[n])
-        order = adapted + [n for n in missing if n not in all_slots]
-        buckets = sorted({all_slots[n].bucket for n in adapted})
-        slots = {
-            b: np.array([all_slots[n].index for n in adapted if all_slots[n].bucket == b], np.int32)
-            for b in buckets
-        }
-        groups = [missing[n] for n in order]
-        # Same shape as the training pass, so that varying lengths compile nothing more.
-        batch, places = self._pack(groups, shapes)
-        with jax.set_mesh(self.base.mesh):
-            used = {b: stacks[b] for b in buckets}
-            logp = multihost.to_host(
-                step_lib.score(self.base.params, batch, used, slots, cfg=self.base.cfg)
-            )
-        for chunk, where in zip(groups, places):
-            for s, values in _of_sequences(chunk, where, logp, 0.0):
-                if s.ref_logp is None:
-                    s.ref_logp = values
+    def _in_order(self, names: Iterable[str]) -> list[str]:
+        """Returns policy names in block order: by bucket, then slot."""
+        at = self.slots
+        return sorted(names, key=lambda name: at[name])
 
     def forward_backward(
         self, groups: Mapping[str, Sequence[Group]], shapes: ShapeBook | None = None
@@ -438,70 +224,35 @@ class Trainer:
         Args:
             shapes: padded sizes to use, if results must not depend on earlier calls.
         """
-        shapes = shapes or self.shapes
-        ordered = self._order(list(groups))
-        for name in ordered:
-            if not groups[name]:
-                raise UserError(
-                    f"policy {name!r} has no sequences to train on: leave it out of this update"
-                )
-            _check_needs(name, self.policies[name].loss, groups[name])
-        totals: dict[str, dict[str, float]] = {n: {} for n in ordered}
-        routed: dict[str, list[Group]] = {}
-        for name in ordered:
-            routed[name], masked = mask_unrouted(groups[name])
-            if masked:
-                totals[name]["unrouted"] = float(masked)
-        for live in self._passes(routed, ordered):
-            names = list(live)
-            if missing := {
-                n: g
-                for n, g in live.items()
-                if self.policies[n].loss.needs_reference and _lacks_reference(g)
-            }:
-                self._reference(missing, shapes)
-            batch, places = self._pack(list(live.values()), shapes)
-            custom = losses.functions_of(self.policies[n].loss.kind for n in names)
-            coefs, slots = (
-                stack_coefs([self.policies[n].loss for n in names], custom),
-                self._slot_arrays(names),
+        book = self.shapes if shapes is None else shapes
+        configs = {p.name: p for p in self._configs(list(groups))}
+        for name, policy in configs.items():
+            metrics.check_needs(name, policy.loss, groups[name])
+        custom = losses.functions_of(p.loss.kind for p in configs.values())
+        works = {
+            name: TrainRequest(
+                name,
+                data_of(groups[name], self.base.cfg.context),
+                coefs_of(configs[name].loss, custom),
             )
-            static: dict[str, Any] = {"cfg": self.base.cfg, "remat": self.remat, "custom": custom}
-            with jax.set_mesh(self.base.mesh):
-                self._state, logp, metrics = step_lib.forward_backward(
-                    self.base.params, self.state, batch, coefs, slots, **static
-                )
-            sampled = any(self.policies[n].loss.samples for n in names)
-            logp, metrics = multihost.to_host((logp if sampled else None, metrics))
-            for (name, chunk_), where in zip(live.items(), places):
-                for s, values in (
-                    _of_sequences(chunk_, where, logp, np.nan)
-                    if self.policies[name].loss.samples
-                    else ()
-                ):
-                    if s.first_logp is None:
-                        s.first_logp = values
-            for key, values in metrics.items():
-                for name, value in zip(names, values):
-                    old = totals[name].get(key, 0.0)
-                    totals[name][key] = (
-                        max(old, float(value)) if key == "max_gap" else old + float(value)
-                    )
-        for name in ordered:  # masked sequences are copies
-            for s, copy in zip(_sequences(groups[name]), _sequences(routed[name])):
-                s.ref_logp, s.first_logp = copy.ref_logp, copy.first_logp
-        return {
-            name: _of_loss(totals[name], self.policies[name].loss, groups[name]) for name in ordered
+            for name in self._in_order(configs)
         }
+        for blocks in blocks_lib.passes(list(works.values()), self.max_tokens):
+            fitted = blocks_lib.fit(blocks, book, self.base.row_multiple)
+            self.references.score([b for b in blocks if _lacks_reference(configs, b)], fitted)
+            self._compute(blocks, fitted, custom)
+        out = {}
+        for name, loss in ((name, policy.loss) for name, policy in configs.items()):
+            for group, datum, logp in zip(groups[name], works[name].data, works[name].logprobs):
+                _keep_logprobs(group, loss, datum, logp)
+            out[name] = metrics.of_loss(works[name], loss, groups[name])
+        return out
 
     def optim_step(self, names: Sequence[str]) -> dict[str, dict[str, float]]:
-        """Applies the accumulated gradients of these policies."""
-        ordered = self._order(names)
-        self._renew(ordered)
-        with jax.set_mesh(self.base.mesh):
-            self._state, metrics = step_lib.optim_step(self.state, self._slot_arrays(ordered))
-        host = multihost.to_host(metrics)
-        return {name: {key: float(host[key][i]) for key in host} for i, name in enumerate(ordered)}
+        """Applies the accumulated gradients of these policies, with the optimizers of their
+        configs.
+        """
+        return self.optim({policy.name: policy.optimizer for policy in self._configs(names)})
 
     def update(
         self, groups: Mapping[str, Sequence[Group]], shapes: ShapeBook | None = None
@@ -511,125 +262,236 @@ class Trainer:
         steps = self.optim_step(list(groups))
         return {name: summarise(totals[name]) | steps[name] for name in groups}
 
-    def adapter(self, name: str) -> Any:
-        """Returns one policy's adapter on the host, at its true rank and targets."""
-        return jax.tree.map(np.asarray, jax.device_get(self.snapshot(name)))
-
-    def snapshot(self, name: str) -> Any:
-        """Returns a copy of one policy's adapter on the devices, replicated to every process. Later
-        updates do not change it.
-
-        Copies to the host have been started, so ``jax.device_get`` in another thread only waits.
+    def gradient(self, name: str) -> Any:
+        """Returns the gradients accumulated since a policy's last update, as a tree like
+        ``adapter``.
         """
-        self._order([name])
-        config, slot = self.policies[name].adapter, self.slots[name]
-        arrays = multihost.whole(
-            _read(
-                self.state[slot.bucket].adapters,
-                np.int32(slot.index),
-                cfg=self.base.cfg,
-                adapter=config,
-            )
-        )
-        for array in jax.tree.leaves(arrays):
-            array.copy_to_host_async()
-        return arrays
+        member = self._known(name)
+        one = host_state.to_host(self._read_one(member), member.config, self.specs, ["grad"])
+        return params_lib.nest(dict(one.parts["grad"]))
 
-    def load_adapter(self, name: str, adapter: Any) -> None:
-        """Starts a policy from given weights with fresh optimizer state. They become its reference
-        if that is ``start``.
+    def gradients(self, groups: Mapping[str, Sequence[Group]]) -> dict[str, Any]:
+        """Returns the gradients of these groups alone, by policy; the state is unchanged."""
+        self._configs(list(groups))
+        before = {name: (self._read_one(m := self._members[name]), m.version) for name in groups}
+        try:
+            for name, (one, _) in before.items():
+                empty = one._replace(grad=jax.tree.map(np.zeros_like, one.grad))
+                self._write(self._members[name], empty)
+            self.forward_backward(groups)
+            return {name: self.gradient(name) for name in before}
+        finally:
+            for name, (one, version) in before.items():
+                self._write(self._members[name], one)
+                self._members[name].version = version
 
-        Donates the arrays of its stack, as an update does: read ``stacks`` again afterwards.
+    # -- requests
+
+    def choose(
+        self, works: Sequence[TrainRequest], bound_s: float | None = None
+    ) -> tuple[BlockShape, list[DatumBlock]]:
+        """Returns the shape of the next step and its blocks: the shape with the most tokens a
+        second among those whose measured time is at most ``bound_s``. If none is, the cheapest that
+        serves the first request.
+
+        Args:
+            works: the first is always served, the others as far as they fit.
 
         Raises:
-            UserError: an unknown policy, or weights that do not fit their config.
+            UserError: the first has no data left, or no shape is long and wide enough (it was not
+                checked).
         """
-        self._order([name])
-        lora_tree.check_fits(adapter, self.policies[name].adapter, self.specs, f"policy {name!r}")
-        p = self.policies[name]
-        with jax.set_mesh(self.base.mesh):
-            self._start(p, adapter)
-        if p.loss.needs_reference and p.loss.reference == "start":
-            self.refer(name, p.adapter, adapter)
+        first = works[0]
+        if not first.left:
+            raise UserError(
+                f"the request of policy {first.policy!r} is complete: it has no data left"
+            )
+        alike, names = [], set[str]()
+        for work in works:
+            if work.left and self._kind(work) == self._kind(first):
+                if len(names) < self.capacity[self._known(first.policy).bucket]:
+                    names.add(work.policy)
+                alike += [work] if work.policy in names else []
+        found = []
+        for shape in self.declared:
+            if (shape.width > 1) == (first.width > 1) and self._has(first, shape):
+                made = blocks_lib.cut([work for work in alike if work.width <= shape.width], shape)
+                if any(block.work is first for block in made):
+                    found.append((self.times.seconds(shape, first.backward), shape, made))
+        if not found:
+            raise UserError(
+                f"no step shape fits the remaining data of policy {first.policy!r}: call"
+                " blocks.check first"
+            )
+        cheap = [one for one in found if bound_s is not None and one[0] <= bound_s]
+        if bound_s is not None and not cheap:
+            cheap = [min(found, key=lambda one: one[0])]
+        _, shape, made = max(cheap or found, key=lambda one: blocks_lib.used(one[2]) / one[0])
+        return shape, made
 
+    def _kind(self, work: TrainRequest) -> tuple[Any, ...]:
+        """Returns the properties that all requests of one step must share."""
+        return self._known(work.policy).bucket, work.backward, work.width > 1, work.routed
 
-def _sequences(groups: Sequence[Group]) -> list[TrainSequence]:
-    return [s for g in groups for s in g.sequences]
-
-
-def _of_sequences(
-    groups: Sequence[Group], places: Sequence[TargetSpan], values_PBM: np.ndarray, other: float
-) -> Iterator[tuple[TrainSequence, list[float]]]:
-    """Yields each sequence of a packed chunk with its values, one per token, ``other`` at tokens
-    that are not targets.
-    """
-    for s, place in zip(_sequences(groups), places, strict=True):
-        values = np.full(len(s.tokens), other, np.float32)
-        values[np.flatnonzero(s.weights)] = values_PBM[
-            place.policy, place.row, place.start : place.start + place.count
+    def can_start(self, work: TrainRequest) -> bool:
+        """Returns True if a compiled step takes a part of a request's remaining data. If none does,
+        the smallest such program is compiled next.
+        """
+        if self.compiled is None or work.policy not in self or not work.left:
+            return True
+        shortest = min(work.data[i].tokens.size for i in work.left)
+        fit = [
+            s
+            for s in self.declared
+            if (s.width > 1) == (work.width > 1) and s.width >= work.width and s.tokens >= shortest
         ]
-        yield s, values.tolist()
+        return (
+            not fit
+            or any(self._has(work, shape) for shape in fit)
+            or self.compiled.want(self._key(work, fit[0]))
+        )
 
+    def can_move(self) -> bool:
+        """Returns True if policies can be loaded into slots and updated without compiling."""
+        return self.compiled is None or all(
+            self.compiled.has(("update", bucket)) for bucket in self.capacity
+        )
 
-def _lacks_reference(groups: Sequence[Group]) -> bool:
-    return any(s.ref_logp is None for g in groups for s in g.sequences)
-
-
-def _check_needs(name: str, loss: LossConfig, groups: Sequence[Group]) -> None:
-    """Raises if groups lack inputs of the loss, which would then train nothing or something else.
-
-    Raises:
-        UserError: names the missing inputs.
-    """
-    what = {"advantages": "advantages", "old_logp": "old_logp, the sampler's log-probabilities"}
-    for field in sorted(loss.needs & set(what)):
-        for i, s in enumerate(_sequences(groups)):
-            if getattr(s, field) is None:
-                raise UserError(
-                    f"policy {name!r}: loss {loss.kind!r} needs"
-                    f" {' and '.join(what[f] for f in sorted(loss.needs & set(what)))}, and"
-                    f" sequence {i} has no {field}: train on scored completions (see"
-                    " mint_jax.groups), or use loss 'cross_entropy' to train on texts"
+    @property
+    def is_ready(self) -> bool:
+        """True if a policy of each rank can be trained by some compiled step; from any thread."""
+        compiled = self.compiled
+        return compiled is None or (
+            self.can_move()
+            and all(
+                any(
+                    compiled.has(("step", bucket, shape, True, False))
+                    for shape in self.declared
+                    if shape.width == 1
                 )
-    if "pairs" in loss.needs and not all(g.pair_weight for g in groups):
-        raise UserError(
-            f"policy {name!r}: loss {loss.kind!r} needs pairs of a chosen and a rejected answer,"
-            " and a group has no pair_weight: give rows with prompt, chosen and rejected, or"
-            " choose another loss"
-        )
-    if "pairs" not in loss.needs and any(g.pair_weight for g in groups):
-        raise UserError(
-            f"policy {name!r}: loss {loss.kind!r} does not use the pairs of these groups: choose"
-            " loss 'dpo'"
+                for bucket in self.capacity
+            )
         )
 
+    def _key(self, work: TrainRequest, shape: BlockShape) -> tuple[Any, ...]:
+        return "step", self._known(work.policy).bucket, shape, work.backward, work.routed
 
-def _of_loss(
-    totals: dict[str, float], loss: LossConfig, groups: Sequence[Group]
-) -> dict[str, float]:
-    """Returns the metrics that are meaningful for a loss and its data."""
-    drawn = loss.samples and all(s.old_logp is not None for s in _sequences(groups))
-    means = {
-        "kl_sum": loss.needs_reference,
-        "clipped_sum": loss.kind in losses.CLIPPING,
-        "masked_sum": loss.is_banded,
-        "gap_sum": drawn,
-        "max_gap": drawn,
-    }
-    means |= dict.fromkeys(
-        ("pairs", "margin_sum", "chosen_sum", "rejected_sum", "preferred_sum"),
-        "pairs" in loss.needs,
+    def _has(self, work: TrainRequest, shape: BlockShape) -> bool:
+        return self.compiled is None or self.compiled.has(self._key(work, shape))
+
+    def step(self, works: Sequence[TrainRequest], bound_s: float | None = None) -> Step:
+        """Computes a part of the remaining data of these requests, always some of the first, and
+        stores the results in the requests.
+
+        Gradients add to those of their policies. See ``choose``.
+        """
+        shape, made = self.choose(works, bound_s)
+        self.load([block.work.policy for block in made])
+        seconds = self._compute(made, Fitted(shape, shape.tokens, 0))
+        self.times.add(shape, made[0].work.backward, seconds)
+        return Step(shape, made, seconds)
+
+    def _compute(
+        self, blocks: Sequence[DatumBlock], fitted: Fitted, custom: tuple[LossFn, ...] = ()
+    ) -> float:
+        """Runs one pass over these blocks, in the order of their slots' buckets, and stores the
+        results in their requests. Returns the seconds of the program and its transfers.
+        """
+        shape, backward = fitted.shape, blocks[0].work.backward
+        batch, spans = blocks_lib.fill(blocks, *fitted)
+        members = [self._members[block.work.policy] for block in blocks]
+        numbers: dict[int, list[Any]] = {}
+        for member in members:
+            numbers.setdefault(member.bucket, []).append(member.slot)
+        # Padding is of the last bucket, in a slot out of range.
+        last = members[-1].bucket
+        numbers[last] += [self.capacity[last]] * (shape.blocks - len(blocks))
+        slots = {bucket: np.array(own, np.int32) for bucket, own in numbers.items()}
+        coefs = stack_coefs([block.work.coefs for block in blocks], shape.blocks)
+        began, cfg = time.perf_counter(), self.base.cfg
+        with jax.set_mesh(self.base.mesh):
+            if backward:
+                stacks = {bucket: self._state[bucket] for bucket in slots}
+                static: dict[str, Any] = {"cfg": cfg, "remat": self.remat, "custom": custom}
+                new, logp, found = step_lib.forward_backward(
+                    self.base.params, stacks, batch, coefs, slots, **static
+                )
+                self._state = self._state | new
+            else:
+                adapters = {bucket: self._state[bucket].adapters for bucket in slots}
+                logp, loss = step_lib.score(
+                    self.base.params, batch, coefs, adapters, slots, cfg=cfg
+                )
+                found = {"loss": loss}
+            logp, found = multihost.to_host((logp, found))
+        seconds = time.perf_counter() - began
+        for member in members:
+            member.pending |= backward
+        blocks_lib.collect(spans, logp.reshape(*shape[:2], -1, shape.width), found)
+        self.counts["steps"] += 1
+        self.counts["tokens"] += blocks_lib.used(blocks)
+        self.counts["padded_tokens"] += shape.size
+        return seconds
+
+    def optim(self, updates: Mapping[str, OptimizerConfig]) -> dict[str, dict[str, float]]:
+        """Updates each named policy from its gradients with these hyperparameters, and clears the
+        gradients.
+
+        A policy whose gradient is not finite keeps its state, and ``skipped`` is 1.
+
+        Returns:
+            ``grad_norm`` (before clipping), ``learning_rate`` and ``skipped`` by policy.
+        """
+        out: dict[str, dict[str, float]] = {}
+        for bucket, count in self.capacity.items():
+            names = [name for name in updates if self._known(name).bucket == bucket]
+            for i in range(0, len(names), count):
+                out |= self._optim(bucket, names[i : i + count], updates)
+        return {name: out[name] for name in updates}
+
+    def _optim(
+        self, bucket: int, names: list[str], updates: Mapping[str, OptimizerConfig]
+    ) -> dict[str, dict[str, float]]:
+        count, at = self.capacity[bucket], self.load(names)
+        slots = np.full(count, count, np.int32)
+        slots[: len(names)] = [at[name].index for name in names]
+        hyper = Hyper.stack([updates[name] for name in names], count)
+        with jax.set_mesh(self.base.mesh):
+            new, found = step_lib.optim_step(
+                {bucket: self._state[bucket]}, {bucket: slots}, {bucket: hyper}
+            )
+            self._state = self._state | new
+            host = multihost.to_host(found)
+        for name in names:
+            self._members[name].pending = False
+            self._renew(name)
+        return {
+            name: {key: float(values[i]) for key, values in host.items()}
+            for i, name in enumerate(names)
+        }
+
+    def forget_gradients(self, name: str) -> None:
+        """Drops a policy's pending gradients, after a request failed."""
+        if self._known(name).pending:
+            self.replace(name, self.read_state(name).without_gradients())
+
+
+def _lacks_reference(configs: Mapping[str, PolicyConfig], block: DatumBlock) -> bool:
+    return configs[block.work.policy].loss.needs_reference and any(
+        datum.ref_logp is not None and np.isnan(datum.ref_logp).any() for datum in block.data
     )
-    return {name: value for name, value in totals.items() if means.get(name, True)}
 
 
-def summarise(totals: dict[str, float]) -> dict[str, float]:
-    """Converts sums over tokens and pairs to means."""
-    of_pairs = ("margin", "preferred", "chosen", "rejected")
-    as_they_are = ("loss", "tokens", "unrouted", "max_gap")
-    out = {name: totals[name] for name in as_they_are if name in totals}
-    for key, total in totals.items():
-        if key.endswith("_sum"):
-            name = key.removesuffix("_sum")
-            out[name] = total / max(totals["pairs" if name in of_pairs else "tokens"], 1.0)
-    return out
+def _keep_logprobs(group: Group, loss: LossConfig, datum: Any, logp: Any) -> None:
+    """Stores computed log-probabilities in the sequences that lack them."""
+    if loss.samples:
+        for s, values in by_sequence(group, datum, logp, np.nan):
+            s.first_logp = values if s.first_logp is None else s.first_logp
+    if loss.needs_reference:
+        for s, values in by_sequence(group, datum, datum.ref_logp, 0.0):
+            s.ref_logp = values if s.ref_logp is None else s.ref_logp
+
+
+def _round_up(blocks: int, rows: int, parts: int) -> int:
+    """Returns the smallest number >= ``blocks`` whose rows split into ``parts`` equal parts."""
+    return next(n for n in range(blocks, blocks + parts) if n * rows % parts == 0)

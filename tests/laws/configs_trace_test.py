@@ -36,8 +36,9 @@ from mint_jax.rollout.request import Request
 from mint_jax.rollout.samples import longest_table
 from mint_jax.train import state as state_lib
 from mint_jax.train import step
-from mint_jax.train.batch import Group, TrainSequence, pack
-from mint_jax.train.trainer import stack_coefs
+from mint_jax.train.batch import Group, TrainSequence
+from mint_jax.train.blocks import pack
+from mint_jax.train.losses import stack_coefs
 from tests.configs import run_config
 
 ROOT = Path(__file__).parents[2]
@@ -144,7 +145,8 @@ def test_training_config_traces(name, pretrained):
     fn = lambda *args: step.forward_backward(*args, cfg=base.cfg, remat=config.remat)  # noqa: E731
     new, logp, metrics = jax.eval_shape(fn, base.params, state, batch, coefs, slots)
     assert (new, logp.shape) == (state, batch.target.shape)
-    new, metrics = jax.eval_shape(step.optim_step, new, slots)
+    hyper = {b: state_lib.Hyper.stack([], len(own)) for b, own in slots.items()}
+    new, metrics = jax.eval_shape(step.optim_step, new, slots, hyper)
     assert (new, metrics["grad_norm"].shape) == (state, (len(policies),))
 
     if config.job == "grpo":

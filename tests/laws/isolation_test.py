@@ -10,7 +10,6 @@ import dataclasses
 
 import chex
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -57,7 +56,7 @@ def poisoned(groups, value):
 
 def slot(trainer, name):
     """Everything the training state has of one policy, copied: factors, moments, gradient sum,
-    hyperparameters, counters.
+    counters.
     """
     at = trainer.slots[name]
     return jax.tree.map(
@@ -161,12 +160,11 @@ class Company:
     def run(self, optimizer=USUAL, loss=None, advantage=None, weights=None, sampling=None):
         """{policy: everything that it has got}, and whether a skipped."""
         trainer, at = self.trainer, self.trainer.slots["a"]
-        trainer.policies["a"] = dataclasses.replace(self.usual, loss=loss or self.usual.loss)
-        state = jax.tree.map(np.copy, self.start)
-        hyper = jax.tree.map(jnp.asarray, state[at.bucket].hyper).put(
-            at.index, state_lib.Hyper.of(optimizer)
+        trainer.policies["a"] = dataclasses.replace(
+            self.usual, loss=loss or self.usual.loss, optimizer=optimizer
         )
-        mine = dataclasses.replace(state[at.bucket], hyper=hyper)
+        state = jax.tree.map(np.copy, self.start)
+        mine = state[at.bucket]
         if weights is not None:
             for factor in jax.tree.leaves(mine.adapters.factors):
                 weights(factor[:, at.index])

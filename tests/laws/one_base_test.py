@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mint_jax.data.buckets import ShapeBook
 from mint_jax.lora import tree as lora_tree
 from mint_jax.lora.tree import AdapterConfig
 from mint_jax.lora.view import attach_blocks
@@ -20,9 +21,12 @@ from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import Request
 from mint_jax.rollout.samples import longest_table
 from mint_jax.rollout.score import next_token_logprobs
+from mint_jax.train import state as state_lib
 from mint_jax.train import step
-from mint_jax.train.batch import pack
-from mint_jax.train.trainer import LossConfig, PolicyConfig, ShapeBook, Trainer, stack_coefs
+from mint_jax.train.blocks import pack
+from mint_jax.train.config import LossConfig, PolicyConfig
+from mint_jax.train.losses import stack_coefs
+from mint_jax.train.trainer import Trainer
 from tests.groups import random_groups
 
 RANKS = (1, 3, 3)  # buckets 1, 4, 4
@@ -88,7 +92,7 @@ def test_resident_policies_have_no_optimizer_state(tiny_base, rng):
     cfg = tiny_base("llama").cfg
     specs = transformer.abstract(cfg)
     adapters = {
-        f"p{i}": (c, lora_tree.init_adapter(specs, c, jax.random.key(i)))
+        f"p{i}": (c, lora_tree.init_adapter(specs, c, i))
         for i, c in enumerate([AdapterConfig(3)] * 9)
     }
     before = device_bytes()
@@ -104,7 +108,10 @@ def programs(trainer, rng):
     cfg, params = trainer.base.cfg, trainer.base.params
     names = list(trainer.slots)
     batch, _ = pack([random_groups(rng, cfg.vocab_size) for _ in names], ShapeBook())
-    coefs, slots = stack_coefs([LossConfig() for _ in names]), trainer._slot_arrays(names)
+    coefs, slots = stack_coefs([LossConfig() for _ in names]), {}
+    for at in trainer.slots.values():
+        slots[at.bucket] = np.append(slots.get(at.bucket, []), at.index).astype(np.int32)
+    hyper = {b: state_lib.Hyper.stack([], len(own)) for b, own in slots.items()}
     P, table = len(names), longest_table(40)
     lora = attach_blocks(trainer.stacks, {b: jnp.asarray(s) for b, s in slots.items()})
     sampling = params, trainer.stacks, device.pool_specs(cfg, 16, jnp.float32, routes=False)
@@ -117,9 +124,12 @@ def programs(trainer, rng):
             lambda *a: step.forward_backward(*a, cfg=cfg, remat="names"),
             (params, trainer.state, batch, coefs, slots),
         ),
-        "optim_step": (step.optim_step, (trainer.state, slots)),
-        "score": (lambda *a: step.score(*a, cfg=cfg), (params, batch, trainer.stacks, slots)),
-        "score of the base": (lambda *a: step.score(*a, cfg=cfg), (params, batch, {}, {})),
+        "optim_step": (step.optim_step, (trainer.state, slots, hyper)),
+        "score": (
+            lambda *a: step.score(*a, cfg=cfg),
+            (params, batch, coefs, trainer.stacks, slots),
+        ),
+        "score of the base": (lambda *a: step.score(*a, cfg=cfg), (params, batch, coefs, {}, {})),
         "next_token_logprobs": (
             lambda *a: next_token_logprobs(*a, cfg=cfg),
             (params, lora, np.full((P, 11), 3, np.int32)),

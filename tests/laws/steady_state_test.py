@@ -18,7 +18,7 @@ from mint_jax.train import host_state, step
 from mint_jax.train.batch import Group, TrainSequence
 from mint_jax.train.blocks import Datum, TrainRequest
 from mint_jax.train.config import BlockShape, OptimizerConfig
-from mint_jax.train.live import Live
+from mint_jax.train.programs import warm
 from mint_jax.train.trainer import LossConfig, PolicyConfig, Trainer
 from tests.train.live_test import coefs
 
@@ -144,10 +144,10 @@ def test_sampling_with_routes_and_training_that_replays_them_compile_nothing(tin
     base = tiny_base("qwen3_moe")
     engine, live = (
         Engine(base, rows=(8,), keep_routes=True, cache_bytes=1 << 20),
-        Live(base, {4: 1}, shapes=[BlockShape(1, 1, 32)]),
+        Trainer(base, slots={4: 1}, shapes=[BlockShape(1, 1, 32)]),
     )
     engine.warm()
-    live.warm()
+    warm(live)
     live.join("a", host_state.fresh(live.specs, AdapterConfig(3, 6.0, ("q", "v")), 0))
     with compilations() as seen:
         [[drawn]] = engine.generate([Request(tuple(rng.integers(3, 97, 9).tolist()), max_tokens=8)])

@@ -67,7 +67,8 @@ def compiled(program, ranks, resident=(), cfg=CFG):
     )
 
     if program == "optim_step":
-        return step.optim_step.lower(state, slots).compile()
+        hyper = {b: state_lib.Hyper.stack([], n) for b, n in counts(ranks).items()}
+        return step.optim_step.lower(state, slots, hyper).compile()
     if program == "score":
         stacks = {bucket: stack.adapters for bucket, stack in state.items()}
         lora = jax.eval_shape(attach_blocks, stacks, slots)

@@ -219,7 +219,7 @@ def test_top_prints_one_table(site, worked, capsys):
     for trainer in worked[0]:
         [line] = [line for line in text.splitlines() if trainer.model_id in line]
         assert f"{site.server.costs.listed('policy')[trainer.model_id].seconds:.2f}" in line
-    assert f"{sum(site.server.live.slots.values())} slots" in text or "in slot" in text
+    assert f"{sum(site.server.live.capacity.values())} slots" in text or "in slot" in text
     assert top.main(["--once", "--url=http://127.0.0.1:9"]) == 1
     assert "127.0.0.1:9/debug/state does not answer" in capsys.readouterr().err
     assert top.main(["--once", "--url=127.0.0.1"]) == 2

@@ -16,7 +16,7 @@ from mint_jax.service.fairness import Counters
 from mint_jax.service.futures import Conflict, Gone
 from mint_jax.service.server_db import ServerDatabase
 from mint_jax.service.training import Training
-from mint_jax.train.live import Live
+from mint_jax.train.trainer import Trainer
 from tests.train.live_test import CONFIGS, SHAPES, coefs, random_data, random_optimizer
 
 DEADLINE_S = 120
@@ -26,7 +26,9 @@ class Server:
     """A process's training over a folder: a thread turns until it is stopped, at any moment."""
 
     def __init__(self, base, folder, **settings):
-        self.live = Live(base, {8: 2}, shapes=SHAPES, host_bytes=20_000, folder=folder / "spilled")
+        self.live = Trainer(
+            base, slots={8: 2}, shapes=SHAPES, host_bytes=20_000, folder=folder / "spilled"
+        )
         self.woken, self.stopped = threading.Event(), False
         self.training = Training(self.live, Counters(), self.woken.set)
         self.database = ServerDatabase(folder / "server.db")

@@ -13,8 +13,8 @@ from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import Request
 from mint_jax.service.loop import Loop
 from mint_jax.train import host_state
-from mint_jax.train.live import Live
 from mint_jax.train.state import OptimizerConfig
+from mint_jax.train.trainer import Trainer
 from tests.rollout.serving_test import contended
 from tests.train.live_test import CONFIGS, SHAPES, coefs, random_data, random_state
 
@@ -28,7 +28,7 @@ def world(rng, tiny_base):
 @pytest.fixture
 def loop_of(world):
     def make(**settings):
-        live = Live(world.base, {8: 2}, shapes=SHAPES)
+        live = Trainer(world.base, slots={8: 2}, shapes=SHAPES)
         return Loop(
             Engine(world.base, rows=(8,), steps=2),
             live,
@@ -191,7 +191,7 @@ def test_a_dispatch_ends_with_half_of_its_rows_where_training_follows_it(
     on at once.
     """
     engine, seen, released = Engine(world.base, rows=(8,)), [], threading.Event()
-    loop = Loop(engine, Live(world.base, {8: 2}, shapes=SHAPES), world.residency)
+    loop = Loop(engine, Trainer(world.base, slots={8: 2}, shapes=SHAPES), world.residency)
     decode = engine.calls.decode
     monkeypatch.setattr(
         engine.calls, "decode", lambda plan, steps: seen.append(steps) or decode(plan, steps)

@@ -13,8 +13,8 @@ from tinker import types
 
 from mint_jax.service import tinker as tinker_
 from mint_jax.train.blocks import Datum, TrainRequest
-from mint_jax.train.live import Live
 from mint_jax.train.losses import KINDS, LossCoefs
+from mint_jax.train.trainer import Trainer
 from tests import oracles
 from tests.service.sites import SHAPES, adam, datum_of, logprobs_of
 from tests.service.sites import site as site
@@ -129,7 +129,7 @@ def test_a_base_with_experts_or_latents_trains_as_live_training_does(family, rng
     site = sites(base)
     trainer = site.trainer()
     start = site.held(trainer)
-    live = Live(base, {8: 2}, shapes=SHAPES)
+    live = Trainer(base, slots={8: 2}, shapes=SHAPES)
     live.join("a", start)
     for kind in ("cross_entropy", "ppo"):
         data = random_data(rng, kind, 24)

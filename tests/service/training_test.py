@@ -17,8 +17,9 @@ from mint_jax.service.fairness import Counters
 from mint_jax.service.training import Training
 from mint_jax.train import blocks
 from mint_jax.train.blocks import BlockShape, Datum
-from mint_jax.train.live import NO_LOSS, Live, Step
+from mint_jax.train.losses import NO_LOSS
 from mint_jax.train.state import OptimizerConfig
+from mint_jax.train.trainer import Step, Trainer
 from tests import oracles
 from tests.train.live_test import (
     CONFIGS,
@@ -36,7 +37,7 @@ class Pretended:
     millisecond.
     """
 
-    shapes = (BlockShape(1, 1, 16), BlockShape(2, 1, 16))
+    declared = (BlockShape(1, 1, 16), BlockShape(2, 1, 16))
     base = types.SimpleNamespace(cfg=types.SimpleNamespace(context=64, vocab_size=97))
 
     def __init__(self, policies):
@@ -52,12 +53,12 @@ class Pretended:
         return True
 
     def step(self, works, bound_s=None):
-        shape = self.shapes[0] if bound_s is not None and bound_s < 0.02 else self.shapes[1]
+        shape = self.declared[0] if bound_s is not None and bound_s < 0.02 else self.declared[1]
         made = blocks.cut([w for w in works if w.backward == works[0].backward], shape)
         _, places = blocks.fill(made, shape)
         for place in places:
             self.log.append(("forward_backward", place.work.policy, place.work.data[place.datum]))
-        blocks.collect(places, np.zeros((*shape[:3], 1)), np.ones(shape.blocks))
+        blocks.collect(places, np.zeros((*shape[:3], 1)), {"loss": np.ones(shape.blocks)})
         self.seconds += shape.size * 1e-3
         return Step(shape, made, shape.size * 1e-3)
 
@@ -238,7 +239,7 @@ def test_tenants_in_threads_of_their_own_train_as_torch_does(rng, tiny_base, hf_
     """Four threads ask without waiting, update, forward and backward, update among it; one thread
     computes.
     """
-    live = Live(tiny_base(), {8: 2}, shapes=SHAPES, host_bytes=20_000, folder=tmp_path)
+    live = Trainer(tiny_base(), slots={8: 2}, shapes=SHAPES, host_bytes=20_000, folder=tmp_path)
     training, woken = Training(live, Counters(), threading.Event().set), threading.Event()
     model = oracles.torch_model(hf_dirs("llama"), torch.float64)
     states = {name: random_state(rng, live.base, config) for name, config in CONFIGS.items()}
@@ -288,7 +289,7 @@ def test_tenants_in_threads_of_their_own_train_as_torch_does(rng, tiny_base, hf_
 @pytest.mark.parametrize("what", ["damaged", "gone"])
 def test_a_policy_whose_state_cannot_be_read_back_fails_alone(rng, tiny_base, tmp_path, what):
     """Its requests say so; other policies train on, and with another state it does too."""
-    live = Live(tiny_base(), {8: 1}, shapes=SHAPES, host_bytes=0, folder=tmp_path)
+    live = Trainer(tiny_base(), slots={8: 1}, shapes=SHAPES, host_bytes=0, folder=tmp_path)
     states = {
         name: random_state(rng, live.base, config) for name, config in list(CONFIGS.items())[:2]
     }
@@ -296,7 +297,7 @@ def test_a_policy_whose_state_cannot_be_read_back_fails_alone(rng, tiny_base, tm
         live.join(name, state)
     lost, other = states
     assert live.places() == {"disk": 2}
-    path = live._policies[lost].off_device.path
+    path = live._members[lost].off_device.path
     if what == "gone":
         path.unlink()
     else:

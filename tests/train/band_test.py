@@ -22,8 +22,9 @@ from mint_jax.models import transformer
 from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import Request
 from mint_jax.train.batch import Group, TrainSequence
-from mint_jax.train.losses import Targets, policy_loss
-from mint_jax.train.trainer import LossConfig, PolicyConfig, Trainer, stack_coefs
+from mint_jax.train.config import LossConfig, PolicyConfig
+from mint_jax.train.losses import Targets, policy_loss, stack_coefs
+from mint_jax.train.trainer import Trainer
 from tests.views import view_of_one
 
 ADAPTER = AdapterConfig(3, 6.0, (ALL_LINEAR,))

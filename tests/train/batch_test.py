@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from mint_jax.data.buckets import ShapeBook, round_up
 from mint_jax.errors import UserError
-from mint_jax.train.batch import Group, TrainSequence, cost, pack
+from mint_jax.train.batch import Group, TrainSequence, by_sequence
+from mint_jax.train.blocks import pack
 
 TOKEN, NUMBER = st.integers(1, 999), st.floats(-4, 4, width=32)
 
@@ -46,94 +47,85 @@ POLICIES = st.lists(groups(), min_size=1, max_size=3)
 
 
 @settings(max_examples=40)
-@given(POLICIES, st.none() | st.integers(1, 40), st.sampled_from([1, 2, 3]))
-def test_every_target_is_there_once_and_sees_what_comes_before_it(
-    policies, row_tokens, row_multiple
-):
-    batch, places = pack(policies, ShapeBook(), row_tokens, row_multiple=row_multiple)
-    P, B, T, M = batch.shape
+@given(POLICIES, st.sampled_from([1, 3]))
+def test_every_target_is_there_once_and_sees_what_comes_before_it(policies, row_multiple):
+    batch, spans = pack(policies, ShapeBook(), row_multiple=row_multiple)
+    P, B, _, M = batch.shape
     assert len(policies) == P
     assert B % row_multiple == 0
-    for name in ("tokens", "positions", "own", "parent", "index", "target"):
-        assert getattr(batch, name).dtype == np.int32
     taken = np.zeros((P, B, M), bool)
-    for p, made in enumerate(policies):
-        listed = [(group.prefix, s) for group in made for s in group.sequences]
-        assert len(places[p]) == len(listed)
-        paired, numbers = any(g.pair_weight for g in made), set()
-        for number, ((prefix, s), place) in enumerate(zip(listed, places[p])):
-            assert place.policy == p
-            at = np.s_[p, place.row, place.start : place.start + place.count]
+    numbers = set()
+    for span in spans:
+        p = span.block
+        group, datum = policies[p][span.datum], span.work.data[span.datum]
+        first = span.start
+        for place, s in enumerate(group.sequences):
+            chosen = np.flatnonzero(s.weights)
+            at = np.s_[p, span.row, first : first + len(chosen)]
+            first += len(chosen)
             assert not taken[at].any(), "two sequences share a target"
             taken[at] = True
-            chosen = np.flatnonzero(s.weights)
             np.testing.assert_array_equal(batch.target[at], np.array(s.tokens)[chosen])
             if len(chosen):
                 (mine,) = set(batch.loss.sequence[at].tolist())
-                assert mine == number if paired else mine not in numbers and mine < B * M
-                numbers.add(mine)
+                assert (p, mine) not in numbers
+                assert mine < B * M
+                numbers.add((p, mine))
+                if datum.pair_weight is not None:
+                    assert mine % 2 == place
+                    assert batch.loss.pair_weights[p, mine // 2] == np.float32(group.pair_weight)
             for name in ("weights", "advantages", "old_logp", "ref_logp"):
                 values = getattr(s, name)
                 expected = np.zeros(len(chosen)) if values is None else np.array(values)[chosen]
                 np.testing.assert_array_equal(
                     getattr(batch.loss, name)[at], np.float32(expected), err_msg=name
                 )
-            own, parent = batch.own[p, place.row], batch.parent[p, place.row]
+            own, parent = batch.own[p, span.row], batch.parent[p, span.row]
             for j, index in zip(chosen, batch.index[at]):
                 sees = [
                     k for k in range(index + 1) if own[k] == own[index] or own[k] == parent[index]
                 ]
-                assert batch.tokens[p, place.row, sees].tolist() == prefix + s.tokens[:j]
-                assert batch.positions[p, place.row, sees].tolist() == list(range(len(prefix) + j))
+                prefix = group.prefix
+                assert batch.tokens[p, span.row, sees].tolist() == prefix + s.tokens[:j]
+                assert batch.positions[p, span.row, sees].tolist() == list(range(len(prefix) + j))
                 assert own[index] != 0
+        values = np.arange(len(datum.targets), dtype=np.float32)
+        kept = [np.array(x) for _, x in by_sequence(group, datum, values, np.nan)]
+        for s, found in zip(group.sequences, kept):
+            np.testing.assert_array_equal(np.isnan(found), np.array(s.weights) == 0)
+        np.testing.assert_array_equal(
+            [x for found in kept for x in found if not np.isnan(x)], values
+        )
     np.testing.assert_array_equal(batch.loss.weights != 0, taken)
     for p, made in enumerate(policies):
-        pairs = [g.pair_weight for g in made]
-        np.testing.assert_array_equal(
-            batch.loss.pair_weights[p, : len(pairs)],
-            np.float32(pairs)[: batch.loss.pair_weights.shape[1]],
-        )
-        assert not np.any(batch.loss.pair_weights[p, len(pairs) :])
-    longest = max(
-        len(g.prefix) - 1 + len(s.tokens) for made in policies for g in made for s in g.sequences
-    )
-    room = max(longest, row_tokens or round_up(max(cost(g) for made in policies for g in made), 16))
-    assert (batch.own != 0).sum(axis=-1).max() <= room
+        assert batch.loss.pair_weights[p].sum() == pytest.approx(sum(g.pair_weight for g in made))
+    longest = max(_cost(g) for made in policies for g in made)
+    assert (batch.own != 0).sum(axis=-1).max() <= round_up(longest, 16)
+
+
+def _cost(group):
+    return len(group.prefix) - 1 + sum(len(s.tokens) for s in group.sequences)
 
 
 def sequence(rng, n, weight=1.0):
     return TrainSequence(rng.integers(3, 97, n).tolist(), [weight] * n)
 
 
-def test_a_prompt_is_kept_once_for_all_its_rollouts_and_repeated_only_where_a_row_is_full(rng):
+def test_a_prompt_is_kept_once_for_all_its_rollouts(rng):
     group = Group(rng.integers(3, 97, 6).tolist(), [sequence(rng, 5) for _ in range(4)])
-    assert cost(group) == 5 + 20
     batch, _ = pack([[group]], ShapeBook())
     assert (batch.own != 0).sum() == 25
-    batch, places = pack([[group]], ShapeBook(), row_tokens=16)
-    # 5 of the prompt and two rollouts of 5 in each row
-    assert (batch.own != 0).sum(axis=-1).ravel().tolist() == [15, 15]
-    assert [place.row for place in places[0]] == [0, 0, 1, 1]
-
-
-def test_small_groups_share_a_row_without_seeing_each_other(rng):
-    made = [Group([int(rng.integers(3, 97))], [sequence(rng, n)]) for n in (9, 4, 3, 2)]
-    batch, places = pack([made], ShapeBook(), row_tokens=9)
-    assert batch.shape[1] == 2
-    assert sorted(place.row for place in places[0]) == [0, 1, 1, 1]
-    own = batch.own[0, 1]
-    assert len({int(own[batch.index[0, 1, place.start]]) for place in places[0][1:]}) == 3
 
 
 def test_groups_shorter_than_the_shortest_row_share_it(rng):
     """A row is padded to 16 tokens whatever is in it."""
-    batch, places = pack([[Group([1], [sequence(rng, 4)]) for _ in range(8)]], ShapeBook())
+    batch, spans = pack([[Group([1], [sequence(rng, 4)]) for _ in range(8)]], ShapeBook())
     assert batch.shape[1:3] == (2, 16)
-    assert sorted(place.row for place in places[0]) == [0] * 4 + [1] * 4
+    assert sorted(span.row for span in spans) == [0] * 4 + [1] * 4
 
 
 @pytest.mark.parametrize(
-    "policies", [[], [[]], [[Group([1], [])]], [[Group([1], [TrainSequence([2], [1.0])])], []]]
+    "policies", [[[]], [[Group([1], [])]], [[Group([1], [TrainSequence([2], [1.0])])], []]]
 )
 def test_a_policy_without_sequences_is_refused(policies):
     with pytest.raises(UserError, match="a policy has no sequences to train on"):

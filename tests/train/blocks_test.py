@@ -17,8 +17,7 @@ from mint_jax.train.blocks import (
     fill,
     used,
 )
-from mint_jax.train.live import NO_LOSS
-from mint_jax.train.losses import KINDS
+from mint_jax.train.losses import KINDS, NO_LOSS
 from tests.train.live_test import LOSSES, coefs
 
 
@@ -100,7 +99,7 @@ def test_every_datum_is_computed_once_and_sees_itself_alone(lengths, P, B, T, wi
         np.testing.assert_array_equal(batch.parent, batch.own)
         np.testing.assert_array_equal(batch.loss.first_logp, batch.loss.old_logp)
         logp, losses = rng.normal(size=(P, B, T, shape.width)), rng.normal(size=P)
-        collect(places, logp, losses)
+        collect(places, logp, {"loss": losses})
         assert sum(len(w.left) for w in works) == before - len(places)
         for block, loss in zip(made, losses):
             expected[works.index(block.work)] += float(loss)
@@ -121,7 +120,7 @@ def test_one_policy_with_many_rows_fills_what_seven_with_one_leave(rng):
     works += [TrainRequest(f"small{i}", [datum(rng, 16)], NO_LOSS) for i in range(7)]
     shape, padded = BlockShape(8, 1, 16), 0
     while any(w.left for w in works):
-        collect(fill(cut(works, shape), shape)[1], np.zeros((8, 1, 16, 1)), np.zeros(8))
+        collect(fill(cut(works, shape), shape)[1], np.zeros((8, 1, 16, 1)), {"loss": np.zeros(8)})
         padded += shape.size
     assert padded == 72 * 16
 
@@ -134,7 +133,7 @@ def test_data_with_fewer_targets_than_the_shape_have_others_of_no_weight(rng):
     np.testing.assert_array_equal(weights[0, 0, :5, :2], one.weights)
     assert not weights[..., 2:].any()
     logp = rng.normal(size=(1, 1, 8, 4))
-    collect(places, logp, np.zeros(1))
+    collect(places, logp, {"loss": np.zeros(1)})
     np.testing.assert_array_equal(places[0].work.logprobs[0], logp[0, 0, :5, :2])
 
 

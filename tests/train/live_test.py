@@ -19,12 +19,12 @@ from mint_jax.mesh import make_mesh
 from mint_jax.models import base as base_lib
 from mint_jax.models import transformer
 from mint_jax.train import host_state as held_lib
-from mint_jax.train import live as live_lib
+from mint_jax.train import slots as slots_lib
 from mint_jax.train.batch import Group, TrainSequence
 from mint_jax.train.blocks import BlockShape, Datum, TrainRequest
 from mint_jax.train.host_state import HostState, SpilledState
-from mint_jax.train.live import Live
 from mint_jax.train.losses import KINDS, LossCoefs
+from mint_jax.train.programs import warm
 from mint_jax.train.state import OptimizerConfig
 from mint_jax.train.trainer import LossConfig, PolicyConfig, Trainer
 from tests import oracles
@@ -213,7 +213,7 @@ def run(live, works, bound_s=None):
 @pytest.fixture
 def live_of(tiny_base, tmp_path):
     def make(**settings):
-        return Live(
+        return Trainer(
             tiny_base(),
             **{
                 "slots": {8: 2},
@@ -295,7 +295,7 @@ def test_forward_alone_changes_nothing_and_tells_the_same(rng, live_of):
 @pytest.mark.long
 def test_what_is_warm_compiles_nothing_for_any_tenant(rng, live_of):
     live = live_of(slots={4: 2, 8: 2})
-    live.warm()
+    warm(live)
     with compilations() as compiled:
         for turn in range(3):
             for rank in rng.choice(np.arange(1, 9), 5, replace=False).tolist():
@@ -347,7 +347,7 @@ def test_a_tenant_that_diverges_leaves_the_others_bits(family, how, rng, tiny_ba
     states = {name: random_state(rng, base, config) for name in "ab"}
 
     def trained(wild):
-        live = Live(base, {4: 2}, shapes=SHAPES[1:2])
+        live = Trainer(base, slots={4: 2}, shapes=SHAPES[1:2])
         for name, state in states.items():
             live.join(name, state)
         told = []
@@ -401,7 +401,7 @@ def test_its_gradients_are_those_of_a_job_s_trainer(family, rng, tiny_base):
     base, config = tiny_base(family), AdapterConfig(3, 6.0, (tree.ALL_LINEAR,))
     state = random_state(rng, base, config)
     live, trainer = (
-        Live(base, {4: 1}, shapes=SHAPES),
+        Trainer(base, slots={4: 1}, shapes=SHAPES),
         Trainer(base, [PolicyConfig("a", config, loss=LossConfig("cross_entropy"))]),
     )
     live.join("a", state)
@@ -428,10 +428,10 @@ def test_a_mesh_of_eight_devices_gives_the_same(family, rng, hf_dirs, tiny_base)
     """
     mesh = make_mesh({"data": 2, "fsdp": 2, "expert": 2})
     lives = [
-        Live(base, {8: 2}, shapes=SHAPES)
+        Trainer(base, slots={8: 2}, shapes=SHAPES)
         for base in (tiny_base(family), base_lib.load(str(hf_dirs(family)), mesh))
     ]
-    assert sorted(lives[1].shapes) == sorted(
+    assert sorted(lives[1].declared) == sorted(
         [(8, 1, 12, 1), (4, 2, 12, 1), (8, 1, 24, 1), (8, 1, 12, 4)]
     )
     states = {
@@ -538,15 +538,15 @@ def test_a_fresh_state_is_as_peft_begins_and_follows_its_seed(live_of):
         ),
         (lambda live, state: live.load("abc"), "policy 'b' is not in training"),
         (
-            lambda live, state: Live(live.base, {3: 1}),
+            lambda live, state: Trainer(live.base, slots={3: 1}),
             r"slots is \{3: 1\}; expected numbers of slots by rank",
         ),
         (
-            lambda live, state: Live(live.base, {4: 1}, shapes=SHAPES[3:]),
+            lambda live, state: Trainer(live.base, slots={4: 1}, shapes=SHAPES[3:]),
             "one of them for plain targets",
         ),
         (
-            lambda live, state: Live(live.base, {4: 1}, remat="some"),
+            lambda live, state: Trainer(live.base, slots={4: 1}, remat="some"),
             "remat is 'some'; choose one of",
         ),
     ],
@@ -599,7 +599,7 @@ def test_states_stay_in_memory_while_the_disk_refuses_them(rng, live_of, monkeyp
             assert live.read_state(name).to_bytes() == state.to_bytes()
     live.load(list(CONFIGS)[:1])
     assert live.counts["spills_written"] == 0, "it is not tried at every step"
-    monkeypatch.setattr(live_lib, "SPILL_RETRY_S", 0.0)
+    monkeypatch.setattr(slots_lib, "SPILL_RETRY_S", 0.0)
     live._spills_from = 0.0
     live.load(list(CONFIGS)[1:2])
     assert live.places() == {"slot": 2, "disk": len(CONFIGS) - 2}

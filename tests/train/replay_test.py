@@ -17,7 +17,7 @@ from mint_jax.models.base import Base
 from mint_jax.models.config import Experts, ModelConfig
 from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import Request
-from mint_jax.train.batch import Group, TrainSequence, mask_unrouted
+from mint_jax.train.batch import Group, TrainSequence, data_of
 from mint_jax.train.trainer import LossConfig, PolicyConfig, Trainer
 
 CFG = ModelConfig(
@@ -224,9 +224,9 @@ def test_tokens_without_routes_are_masked(base, rng):
         np.arange(len(lost.tokens))[:, None, None] < 3, -1, lost.routes.astype(np.int16)
     )
     groups[1].sequences[1].routes = None
-    masked, count = mask_unrouted(groups)
-    assert count == 3 + len(groups[1].sequences[1].tokens)
-    assert masked[0].sequences[0].weights == [0.0] * 3 + [1.0] * (len(lost.tokens) - 3)
+    count = 3 + len(groups[1].sequences[1].tokens)
+    targets = sum(len(s.tokens) for group in groups for s in group.sequences)
+    assert sum(len(datum.targets) for datum in data_of(groups)) == targets - count
     row = update(base, groups)
     assert row["unrouted"] == count
     assert row["tokens"] == sum(len(s.tokens) for g in groups for s in g.sequences) - count

@@ -1,11 +1,8 @@
 """Training state: optimizer configs, and slots that start, hold and pay for one policy each."""
 
-import dataclasses
 import math
 
-import chex
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -52,18 +49,6 @@ def test_optimizer_configs_that_cannot_run_are_refused(fields, message):
         OptimizerConfig(**fields)
 
 
-def filled(rng, configs, slots=None):
-    """A state whose every array is random, so that whatever is written shows."""
-    state = state_lib.empty(SPECS, configs, slots)
-    return jax.tree.map(
-        lambda x: jnp.asarray(rng.normal(size=x.shape) * 100).astype(x.dtype), state
-    )
-
-
-def slot_of(stack, slot):
-    return jax.tree.map(lambda x: np.asarray(x[slot] if x.ndim == 1 else x[:, slot]), stack)
-
-
 def test_an_empty_state_has_room_for_all_policies_and_their_targets():
     configs = [
         AdapterConfig(3, targets=("q",)),
@@ -83,37 +68,6 @@ def test_an_empty_state_has_room_for_all_policies_and_their_targets():
         "every leaf has a slot axis"
     )
     assert state_lib.empty(SPECS, configs, {1: 5, 4: 7})[4].steps.shape == (7,)
-
-
-def test_starting_a_policy_resets_its_slot_and_leaves_the_others_bit_identical(rng):
-    config, opt = (
-        AdapterConfig(3, 6.0, ("q",)),
-        OptimizerConfig(2e-3, 0.8, 0.95, 1e-6, 0.1, 0.0, 3, 10, "cosine", 0.2),
-    )
-    state = filled(
-        rng, [AdapterConfig(4, targets=("q", "k"))] * 3 + [AdapterConfig(1, targets=("q",))]
-    )
-    adapter = jax.tree.map(
-        lambda s: rng.normal(size=s.shape).astype(np.float32), tree.adapter_specs(SPECS, config)
-    )
-    after = jax.jit(state_lib.start)(state[4], 1, adapter, config.scale, state_lib.Hyper.of(opt))
-    for slot in (0, 2):
-        chex.assert_trees_all_equal(slot_of(after, slot), slot_of(state[4], slot))
-    mine = slot_of(after, 1)
-    q = mine.adapters.factors["dense"]["attn"]["q"]
-    for name in ("a", "b"):
-        np.testing.assert_array_equal(q[name][:, :3], adapter["dense"]["attn"]["q"][name])
-        assert not np.any(q[name][:, 3:])
-        assert not np.any(mine.adapters.factors["dense"]["attn"]["k"][name])
-    assert mine.adapters.scale == 2.0
-    assert not any(
-        np.any(leaf)
-        for leaf in jax.tree.leaves((mine.opt, mine.grad_sum, mine.steps, mine.skipped))
-    )
-    # 0 switches clipping off
-    expected = dataclasses.asdict(opt) | {"schedule": 2, "max_grad_norm": np.inf}
-    for name, value in expected.items():
-        assert getattr(mine.hyper, name) == np.float32(value), name
 
 
 def test_a_policy_costs_four_times_its_factors_and_a_few_numbers():

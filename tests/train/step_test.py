@@ -278,16 +278,21 @@ OPTIMIZERS = [
 ]
 
 
-start = jax.jit(state_lib.start)
-
-
-def random_state(rng, configs, optimizers):
+def random_state(rng, configs):
     state, seen = state_lib.empty(SPECS, configs), {}
-    for config, opt in zip(configs, optimizers):
+    for config in configs:
         slot = seen[config.bucket] = seen.get(config.bucket, -1) + 1
         stack, adapter = state[config.bucket], random_adapter(rng, SPECS, config)
-        state |= {config.bucket: start(stack, slot, adapter, config.scale, state_lib.Hyper.of(opt))}
+        new = tree.write_slot(stack.adapters, slot, adapter, config.scale)
+        state |= {config.bucket: stack.replace(adapters=new)}
     return state
+
+
+def update(state, slots):
+    """Runs the update of these slots, each with its own of ``OPTIMIZERS``."""
+    own = {4: OPTIMIZERS[:3], 2: OPTIMIZERS[3:]}
+    hyper = {b: state_lib.Hyper.stack([own[b][i] for i in at], len(at)) for b, at in slots.items()}
+    return optim_step(state, {b: jnp.array(at) for b, at in slots.items()}, hyper)
 
 
 def with_gradients(state, rng, configs):
@@ -319,7 +324,7 @@ CONFIGS = [
 
 
 def test_every_policy_s_update_is_torch_adamw_with_its_own_hyperparameters(rng):
-    state = random_state(rng, CONFIGS, OPTIMIZERS)
+    state = random_state(rng, CONFIGS)
     where = [(4, 0), (4, 1), (4, 2), (2, 0)]
     theirs, adamw = [], []
     for (b, slot), opt in zip(where, OPTIMIZERS):
@@ -336,7 +341,7 @@ def test_every_policy_s_update_is_torch_adamw_with_its_own_hyperparameters(rng):
     for step in range(6):
         state = with_gradients(state, rng, CONFIGS)
         grads = [jax.tree.leaves(slot_of(state[b].grad_sum, slot)) for b, slot in where]
-        state, metrics = optim_step(state, {4: jnp.array([2, 0, 1]), 2: jnp.array([0])})
+        state, metrics = update(state, {4: [2, 0, 1], 2: [0]})
         order = [(2, 0), (4, 2), (4, 0), (4, 1)]  # of the metrics: buckets by rank, slots as given
         for (b, slot), opt, factors, optimizer, grad in zip(
             where, OPTIMIZERS, theirs, adamw, grads
@@ -399,10 +404,7 @@ def test_learning_rates_are_those_of_transformers(schedule, warmup_steps, final_
         final_fraction=final_fraction,
     )
     steps = jnp.arange(20, dtype=jnp.int32)
-    hyper = jax.tree.map(
-        lambda x: jnp.broadcast_to(x, (20,)),
-        state_lib.Hyper.zeros(1).put(0, state_lib.Hyper.of(opt)),
-    )
+    hyper = state_lib.Hyper.stack([opt] * 20, 20)
     expected = [expected_rate(opt, step) for step in range(20)]
     # float32, a cosine near zero
     np.testing.assert_allclose(scheduled_rate(hyper, steps), expected, rtol=2e-6, atol=1e-9)
@@ -411,15 +413,15 @@ def test_learning_rates_are_those_of_transformers(schedule, warmup_steps, final_
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_gradient_that_is_not_finite_is_skipped_for_its_policy_alone(bad, rng):
-    state = with_gradients(random_state(rng, CONFIGS, OPTIMIZERS), rng, CONFIGS)
-    state, _ = optim_step(state, {4: jnp.array([0, 1, 2])})  # moments that must survive
+    state = with_gradients(random_state(rng, CONFIGS), rng, CONFIGS)
+    state, _ = update(state, {4: [0, 1, 2]})  # moments that must survive
     state = with_gradients(state, rng, CONFIGS)
     spoilt = jax.tree.map(jnp.copy, state)  # the step is given its state for good
     q = spoilt[4].grad_sum["dense"]["attn"]["q"]
     q["b"] = q["b"].at[1, 1, 2, 3].set(bad)
     before = jax.tree.map(np.array, state)
-    fine, _ = optim_step(state, {4: jnp.array([0, 1])})
-    got, metrics = optim_step(spoilt, {4: jnp.array([0, 1])})
+    fine, _ = update(state, {4: [0, 1]})
+    got, metrics = update(spoilt, {4: [0, 1]})
     np.testing.assert_array_equal(metrics["skipped"], [0, 1])
     kept, old = slot_of(got[4], 1), slot_of(before[4], 1)
     chex.assert_trees_all_equal((kept.adapters, kept.opt), (old.adapters, old.opt))
@@ -430,5 +432,5 @@ def test_a_gradient_that_is_not_finite_is_skipped_for_its_policy_alone(bad, rng)
     assert slot_of(got[4], 0).steps == 2
     chex.assert_trees_all_equal(slot_of(got[4], 2), slot_of(before[4], 2))  # not named: not touched
     chex.assert_trees_all_equal(got[2], before[2])
-    sound, metrics = optim_step(with_gradients(got, rng, CONFIGS), {4: jnp.array([1])})
+    sound, metrics = update(with_gradients(got, rng, CONFIGS), {4: [1]})
     assert (metrics["skipped"][0], sound[4].steps[1], sound[4].skipped[1]) == (0, 2, 1)

@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from mint_jax import params as params_lib
-from mint_jax.data.buckets import ShapeBook
 from mint_jax.errors import UserError
 from mint_jax.lora import tree
 from mint_jax.lora.tree import AdapterConfig
@@ -25,7 +24,7 @@ from mint_jax.recipes.options import GrpoSampling
 from mint_jax.recipes.rollouts import Rollout
 from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import Completion, Request
-from mint_jax.train.batch import Group, TrainSequence, pack
+from mint_jax.train.batch import Group, TrainSequence, data_of
 from mint_jax.train.trainer import LossConfig, PolicyConfig, Trainer
 from tests import oracles
 
@@ -219,4 +218,4 @@ def test_rollouts_that_cannot_train_are_refused(setting, says):
     if "temperature" in setting:
         groups = [Group([1], [TrainSequence([2], [1.0])], temperature=setting["temperature"])]
         with pytest.raises(UserError, match="a group was drawn at temperature"):
-            pack([groups], ShapeBook())
+            data_of(groups)

@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from mint_jax import multihost
 from mint_jax import params as params_lib
 from mint_jax.errors import UserError
 from mint_jax.lora import tree
 from mint_jax.lora.tree import AdapterConfig, Slot
 from mint_jax.models import transformer
+from mint_jax.train import host_state
 from mint_jax.train import step as step_lib
-from mint_jax.train import trainer as trainer_lib
 from mint_jax.train.batch import Group, TrainSequence
 from mint_jax.train.losses import KINDS, KL_KINDS
 from mint_jax.train.state import OptimizerConfig
@@ -162,37 +161,18 @@ def test_a_policy_s_adapter_comes_back_at_its_own_rank_and_targets(rng, tiny_bas
         trainer.load_adapter(name, adapter)
     for name, adapter in adapters.items():
         chex.assert_trees_all_equal(trainer.adapter(name), adapter)
-    fresh = tree.init_adapter(trainer.specs, A.adapter, jax.random.key(7))
-    reseeded = Trainer(base, [dataclasses.replace(A, seed=7)])
-    chex.assert_trees_all_equal(reseeded.adapter("a"), multihost.to_host(fresh))
 
 
-def test_policies_that_differ_in_numbers_only_start_by_one_program(tiny_base):
-    def policy(i):
-        adapter = AdapterConfig(3, 1.0 + i, ("q",), rslora=bool(i % 2))
-        return PolicyConfig(
-            f"p{i}", adapter, OptimizerConfig(1e-3 * (i + 1), warmup_steps=i), seed=i
-        )
-
-    trainer_lib._started.clear_cache()
-    policies = [policy(i) for i in range(6)]
-    trainer = Trainer(tiny_base(), policies)
-    assert trainer_lib._started._cache_size() == 1
-    np.testing.assert_allclose(
-        trainer.stacks[4].scale, [p.adapter.scale for p in policies], rtol=1e-6
-    )
-    np.testing.assert_allclose(
-        trainer.state[4].hyper.learning_rate,
-        [p.optimizer.learning_rate for p in policies],
-        rtol=1e-6,
-    )
-    drawn = [trainer.adapter(p.name)["dense"]["attn"]["q"]["a"] for p in policies]
-    assert all(np.any(x != y) for i, x in enumerate(drawn) for y in drawn[:i]), (
-        "each has its own seed"
-    )
-    for p, x in zip(policies, drawn):
-        fresh = tree.init_adapter(trainer.specs, p.adapter, jax.random.key(p.seed))
-        np.testing.assert_array_equal(x, fresh["dense"]["attn"]["q"]["a"])
+def test_one_seed_gives_one_adapter_by_whichever_door(tiny_base):
+    """As a recipe's policy, as one that joins later, and as the service starts one."""
+    base, policy = tiny_base(), dataclasses.replace(A, seed=(7 << 40) + 3)
+    job, api, service = Trainer(base, [B, policy]), Trainer(base), Trainer(base, slots={8: 1})
+    api.add(policy)
+    service.join("a", host_state.fresh(service.specs, policy.adapter, policy.seed))
+    for trainer in (api, service):
+        chex.assert_trees_all_equal(trainer.adapter("a"), job.adapter("a"))
+    other = Trainer(base, [dataclasses.replace(policy, seed=8)]).adapter("a")
+    assert np.any(other["dense"]["attn"]["q"]["a"] != job.adapter("a")["dense"]["attn"]["q"]["a"])
 
 
 @pytest.mark.long
@@ -366,7 +346,7 @@ def test_a_fresh_policy_s_reference_is_the_bare_base_at_no_cost(rng, tiny_base, 
     )
     seen, real = [], step_lib.score
     monkeypatch.setattr(
-        step_lib, "score", lambda *args, **kwargs: seen.append(args[2:4]) or real(*args, **kwargs)
+        step_lib, "score", lambda *args, **kwargs: seen.append(args[3:5]) or real(*args, **kwargs)
     )
     got = trainer.update({"a": [random_group(rng, 5, (6, 6))]})
     assert seen == [({}, {})]

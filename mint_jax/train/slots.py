@@ -1,0 +1,490 @@
+"""Locations of policies in training: slots of the stacked state on the devices, host memory, files.
+
+With a declared number of slots, a policy of a rank in between uses the next larger slot, padded
+with zeros that stay zero, and the least recently used policy is evicted when a slot is needed: a
+policy joins, leaves and moves without compiling. Otherwise every policy stays in a slot of its own
+rank bucket, whose stack grows and shrinks with them.
+"""
+
+import collections
+import dataclasses
+import functools
+import itertools
+import logging
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mint_jax import multihost
+from mint_jax.errors import UserError
+from mint_jax.lora import tree as lora_tree
+from mint_jax.lora.tree import AdapterConfig, AdapterStack, Slot, Stacks
+from mint_jax.models import transformer
+from mint_jax.models.base import Base
+from mint_jax.models.config import ModelConfig
+from mint_jax.train import host_state
+from mint_jax.train import state as state_lib
+from mint_jax.train.host_state import PARTS, HostState, SpilledState
+from mint_jax.train.state import OneSlot, State, TrainStack
+
+log = logging.getLogger("mint_jax.train")
+SPILL_RETRY_S = 5.0  # seconds until the disk is tried again after a failed write
+# A version is a unique number of one policy's weights in this process. Unlike a digest it is known
+# without a copy to the host.
+_versions = itertools.count(1)
+
+
+class StateLost(UserError):
+    """A policy's state cannot be read from its file.
+
+    Attributes:
+        policy: name of the policy.
+    """
+
+    def __init__(self, policy: str, reason: Exception):
+        super().__init__(
+            f"the state of policy {policy!r} cannot be read ({reason}): load a checkpoint into it"
+        )
+        self.policy = policy
+
+
+@dataclasses.dataclass(eq=False)
+class _Member:
+    config: AdapterConfig
+    bucket: int
+    off_device: HostState | SpilledState | None  # state off the device; None while it is in a slot
+    slot: int | None = None
+    pending: bool = False  # has gradients that no update has used
+    used: int = 0
+    version: int = 0
+
+
+class Slots:
+    """The policies in training, wherever their state is.
+
+    Args:
+        base: the resident base; read only.
+        declared: number of device slots by rank bucket, a power of two; None gives each policy its
+            own.
+        targets: projections that policies may adapt; every declared slot has room for all of them.
+        host_bytes: limit on states in host memory; beyond it the least recently used ones are
+            written to files.
+        folder: directory of these files; None keeps all states in memory.
+
+    Attributes:
+        capacity: number of device slots by rank bucket.
+        counts: slots written and read, states written to files and read back.
+
+    Raises:
+        UserError: a bucket that is not a power of two, or a target that the base does not have.
+    """
+
+    def __init__(
+        self,
+        base: Base,
+        declared: Mapping[int, int] | None,
+        targets: Sequence[str],
+        host_bytes: int,
+        folder: Path | None,
+    ):
+        self.base, self.specs = base, transformer.abstract(base.cfg)
+        self.host_bytes, self.folder = host_bytes, folder
+        self.counts: collections.Counter[str] = collections.Counter()
+        self.capacity = dict(sorted((declared or {}).items()))
+        self._is_declared = declared is not None
+        self._targets: dict[int, tuple[str, ...]] = {}
+        self._members: dict[str, _Member] = {}
+        self._clock = 0
+        self._brought: collections.defaultdict[str, float] = collections.defaultdict(float)
+        self._spills_from = 0.0  # monotonic seconds from which the disk is tried again
+        self._state: State = {}
+        if declared is not None:
+            if not declared or any(
+                b != lora_tree.bucket_of(b) or n < 1 for b, n in declared.items()
+            ):
+                raise UserError(
+                    f"slots is {dict(declared)}; expected numbers of slots by rank, with ranks that"
+                    " are powers of two"
+                )
+            own = lora_tree.spelled_out(AdapterConfig(1, targets=tuple(targets)), self.specs)
+            self._targets = dict.fromkeys(self.capacity, own.targets)
+            with jax.set_mesh(base.mesh):
+                self._state = _empty(base.cfg, tuple(self.capacity.items()), own.targets)
+
+    @property
+    def state(self) -> State:
+        """The stacked state on the devices. Setting it renews all versions."""
+        return self._state
+
+    @state.setter
+    def state(self, state: State) -> None:
+        self._state = state
+        for name, member in self._members.items():
+            member.pending = True
+            self._renew(name)
+
+    def _renew(self, name: str) -> None:
+        self._members[name].version = next(_versions)
+
+    @property
+    def stacks(self) -> Stacks:
+        """Adapters for the sampling engine: the arrays that training updates, without a copy."""
+        return {bucket: stack.adapters for bucket, stack in self._state.items()}
+
+    @property
+    def slots(self) -> dict[str, Slot]:
+        """Slot of each policy on the devices."""
+        return {
+            name: Slot(member.bucket, member.slot)
+            for name, member in self._members.items()
+            if member.slot is not None
+        }
+
+    @property
+    def versions(self) -> dict[str, int]:
+        """Version of each policy's adapter; renewed whenever it may have changed."""
+        return {name: member.version for name, member in self._members.items()}
+
+    # -- membership
+
+    def join(self, name: str, state: HostState) -> None:
+        """Adds a policy, with a state from ``host_state.fresh`` or one that was read before.
+        Without declared slots the stack of its rank bucket is enlarged, and programs with that
+        stack are compiled again.
+
+        Raises:
+            UserError: the name is taken, or no slot fits the adapter.
+        """
+        self.join_all({name: state})
+
+    def join_all(self, states: Mapping[str, HostState]) -> None:
+        """Adds several policies; see ``join``."""
+        if taken := [name for name in states if name in self._members]:
+            raise UserError(f"policy {taken[0]!r} is in training already: choose another name")
+        members = {name: self._admitted(name, state) for name, state in states.items()}
+        if not self._is_declared:
+            self._grow([member.config for member in members.values()])
+        self._members |= members
+        if not self._is_declared:
+            self.load(list(members))
+        self._spill()
+
+    def replace(self, name: str, state: HostState) -> None:
+        """Replaces a policy's state; drops its pending gradients.
+
+        Raises:
+            UserError: an unknown policy, or no slot fits the adapter.
+        """
+        old, new = self._known(name), self._admitted(name, state)
+        if not self._is_declared:
+            lora_tree.check_fits(state.adapter(), old.config, self.specs, f"policy {name!r}")
+        if old.bucket == new.bucket:
+            new.slot = old.slot
+        if isinstance(old.off_device, SpilledState):
+            old.off_device.path.unlink(missing_ok=True)
+        self._members[name] = new
+        if new.slot is not None:
+            self._write(new, state)
+        self._spill()
+
+    def _admitted(self, name: str, state: HostState) -> _Member:
+        config = lora_tree.spelled_out(state.config, self.specs)
+        bucket = config.bucket
+        if self._is_declared:
+            bucket = next((b for b in self.capacity if b >= config.rank), 0)
+            if not bucket:
+                raise UserError(
+                    f"policy {name!r} has rank {config.rank}; this server trains ranks up to"
+                    f" {max(self.capacity)}"
+                )
+            known = self._targets[bucket]
+            if strange := [t for t in config.targets if t not in known]:
+                raise UserError(
+                    f"policy {name!r} adapts {strange[0]!r}; this server trains {', '.join(known)}"
+                )
+        lora_tree.check_fits(state.adapter(), state.config, self.specs, f"policy {name!r}")
+        self._clock += 1
+        return _Member(
+            state.config,
+            bucket,
+            state,
+            pending="grad" in state.parts,
+            used=self._clock,
+            version=next(_versions),
+        )
+
+    def leave(self, name: str) -> None:
+        """Removes a policy and its state. Without declared slots its stack shrinks, and later slots
+        of the bucket move down by one.
+
+        Raises:
+            UserError: an unknown policy.
+        """
+        member = self._known(name)
+        if isinstance(member.off_device, SpilledState):
+            member.off_device.path.unlink(missing_ok=True)
+        del self._members[name]
+        if not self._is_declared:
+            self._shrink(member)
+
+    def _known(self, name: str) -> _Member:
+        if name not in self._members:
+            raise UserError(
+                f"policy {name!r} is not in training; policies are"
+                f" {', '.join(self._members) or 'none'}"
+            )
+        return self._members[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._members
+
+    def where(self, name: str) -> str:
+        """Returns the location of a policy's state: ``slot``, ``host`` or ``disk``."""
+        member = self._known(name)
+        if member.slot is not None:
+            return "slot"
+        return "host" if isinstance(member.off_device, HostState) else "disk"
+
+    def names(self) -> list[str]:
+        return list(self._members)
+
+    def places(self) -> dict[str, int]:
+        """Returns the number of policies by location: ``slot``, ``host``, ``disk``."""
+        return dict(collections.Counter(map(self.where, list(self._members))))
+
+    @property
+    def host_bytes_used(self) -> int:
+        """Bytes of the states in host memory."""
+        return sum(
+            member.off_device.nbytes
+            for member in list(self._members.values())
+            if isinstance(member.off_device, HostState)
+        )
+
+    # -- device slots
+
+    def _grow(self, configs: Sequence[AdapterConfig]) -> None:
+        """Adds one slot for each of these adapters; slots in use keep their state."""
+        for bucket in {config.bucket: None for config in configs}:
+            own = [
+                lora_tree.spelled_out(c, self.specs).targets for c in configs if c.bucket == bucket
+            ]
+            targets = dict.fromkeys(
+                [*self._targets.get(bucket, ()), *(t for ts in own for t in ts)]
+            )
+            self._targets[bucket] = tuple(targets)
+            self.capacity[bucket] = self.capacity.get(bucket, 0) + len(own)
+            cfg = self.base.cfg
+            with jax.set_mesh(self.base.mesh):
+                larger = _empty(cfg, ((bucket, self.capacity[bucket]),), tuple(targets))[bucket]
+                if bucket in self._state:
+                    larger = _grown(larger, self._state[bucket], cfg=cfg)
+            self._state = dict(sorted((self._state | {bucket: larger}).items()))
+
+    def _shrink(self, member: _Member) -> None:
+        """Removes the slot of a policy that left."""
+        bucket, rest = member.bucket, dict(self._state)
+        self.capacity[bucket] -= 1
+        if self.capacity[bucket]:
+            with jax.set_mesh(self.base.mesh):
+                rest[bucket] = _without(rest[bucket], member.slot, cfg=self.base.cfg)
+        else:
+            del rest[bucket], self.capacity[bucket], self._targets[bucket]
+        self._state = rest
+        for other in self._members.values():
+            if other.bucket == bucket and other.slot > member.slot:  # type: ignore[operator]
+                other.slot -= 1  # type: ignore[operator]
+
+    def load(self, names: Sequence[str]) -> dict[str, Slot]:
+        """Loads policies into slots and returns the slots.
+
+        Raises:
+            StateLost: a state cannot be read from its file; the others are unchanged.
+            UserError: more policies of a rank than slots.
+        """
+        wanted = dict.fromkeys(names)
+        for bucket, count in self.capacity.items():
+            if (many := sum(self._known(n).bucket == bucket for n in wanted)) > count:
+                raise UserError(
+                    f"{many} policies of rank {bucket} were requested at once; there are {count}"
+                    " slots: request fewer"
+                )
+        self._clock += 1
+        for name in wanted:
+            self._known(name).used = self._clock
+        for name in wanted:
+            if self._members[name].slot is None:
+                began = time.perf_counter()
+                try:
+                    self._bring(self._members[name])
+                except (OSError, UserError) as reason:
+                    raise StateLost(name, reason) from reason
+                # Otherwise the transfer would be timed as part of the next computation.
+                jax.block_until_ready(self._state[self._members[name].bucket])
+                self._brought[name] += time.perf_counter() - began
+        self._spill()
+        return {
+            name: Slot(self._members[name].bucket, self._members[name].slot)  # type: ignore[arg-type]
+            for name in wanted
+        }
+
+    def brought(self) -> dict[str, float]:
+        """Returns the seconds of loading by policy since the last call."""
+        out, self._brought = dict(self._brought), collections.defaultdict(float)
+        return out
+
+    def _bring(self, member: _Member) -> None:
+        here = [m for m in self._members.values() if m.bucket == member.bucket]
+        taken = {m.slot for m in here}
+        slot = next((n for n in range(self.capacity[member.bucket]) if n not in taken), None)
+        if slot is None:
+            idle = min((m for m in here if m.slot is not None), key=lambda m: m.used)
+            idle.off_device = self._read(idle)
+            slot, idle.slot = idle.slot, None
+        spilled = member.off_device if isinstance(member.off_device, SpilledState) else None
+        if spilled is not None:
+            member.off_device = spilled.read()
+            self.counts["spills_read"] += 1
+        assert isinstance(member.off_device, HostState)
+        member.slot = slot
+        self._write(member, member.off_device)
+        if spilled is not None:
+            spilled.path.unlink(missing_ok=True)
+
+    def _write(self, member: _Member, state: HostState | OneSlot) -> None:
+        """Writes a state to a member's slot."""
+        one = state
+        if isinstance(one, HostState):
+            one = host_state.padded(one, self._state[member.bucket])
+        with jax.set_mesh(self.base.mesh):
+            stack = state_lib.write_slot(
+                self._state[member.bucket], _number(member), one, cfg=self.base.cfg
+            )
+        self._state = {**self._state, member.bucket: stack}
+        member.off_device, member.version = None, next(_versions)
+        self.counts["slots_written"] += 1
+
+    def _read_one(self, member: _Member) -> OneSlot:
+        with jax.set_mesh(self.base.mesh):
+            one = state_lib.read_slot(self._state[member.bucket], _number(member))
+        return multihost.whole(one)
+
+    def _read(self, member: _Member, parts_of: Sequence[str] = PARTS) -> HostState:
+        """Copies these ``PARTS`` of a policy's state from its slot to the host."""
+        self.counts["slots_read"] += 1
+        present = [part for part in parts_of if part != "grad" or member.pending]
+        return host_state.to_host(self._read_one(member), member.config, self.specs, present)
+
+    def read_state(self, name: str) -> HostState:
+        """Returns a copy of a policy's state, wherever it is."""
+        member = self._known(name)
+        if member.slot is not None:
+            return self._read(member)
+        if isinstance(member.off_device, SpilledState):
+            return member.off_device.read()
+        assert member.off_device is not None
+        return member.off_device
+
+    def read_adapter(self, name: str) -> HostState:
+        """Returns ``read_state`` without moments and gradients; reads only the adapter from the
+        device.
+        """
+        member = self._known(name)
+        if member.slot is not None:
+            return self._read(member, ("factors",))
+        return self.read_state(name).fresh()
+
+    def snapshot(self, name: str) -> Any:
+        """Returns a copy of one policy's adapter on the devices, replicated to every process. Later
+        updates do not change it.
+
+        Copies to the host have been started, so ``jax.device_get`` in another thread only waits.
+        """
+        self._known(name)
+        at, config = self.load([name])[name], self._members[name].config
+        arrays = multihost.whole(
+            _adapter(
+                self._state[at.bucket].adapters,
+                np.int32(at.index),
+                cfg=self.base.cfg,
+                adapter=config,
+            )
+        )
+        for array in jax.tree.leaves(arrays):
+            array.copy_to_host_async()
+        return arrays
+
+    def adapter(self, name: str) -> Any:
+        """Returns one policy's adapter on the host, at its true rank and targets."""
+        return jax.tree.map(np.asarray, jax.device_get(self.snapshot(name)))
+
+    def _spill(self) -> None:
+        """Writes states to files until those in memory fit ``host_bytes``. States stay in memory
+        while the disk rejects them.
+        """
+        if self.folder is None or time.monotonic() < self._spills_from:
+            return
+        here = [m for m in self._members.values() if isinstance(m.off_device, HostState)]
+        total = 0
+        for member in sorted(here, key=lambda m: -m.used):
+            assert isinstance(member.off_device, HostState)
+            total += member.off_device.nbytes
+            if total > self.host_bytes:
+                try:
+                    member.off_device = SpilledState.write(
+                        member.off_device, self.folder / f"{uuid.uuid4().hex}.safetensors"
+                    )
+                except OSError as reason:
+                    log.warning(
+                        "states beyond %d bytes stay in memory: %s", self.host_bytes, reason
+                    )
+                    self._spills_from = time.monotonic() + SPILL_RETRY_S
+                    return
+                self.counts["spills_written"] += 1
+
+
+def _number(member: _Member) -> np.int32:
+    assert member.slot is not None
+    return np.int32(member.slot)
+
+
+@functools.partial(jax.jit, static_argnames=("cfg", "slots", "targets"))
+def _empty(cfg: ModelConfig, slots: tuple[tuple[int, int], ...], targets: tuple[str, ...]) -> State:
+    specs = transformer.abstract(cfg)
+    configs = [AdapterConfig(bucket, targets=targets) for bucket, _ in slots]
+    return lora_tree.constrain(state_lib.empty(specs, configs, dict(slots)), specs)
+
+
+@functools.partial(jax.jit, static_argnames=("cfg",), donate_argnames=("larger",))
+def _grown(larger: TrainStack, stack: TrainStack, cfg: ModelConfig) -> TrainStack:
+    """Copies ``stack`` to the first slots of a larger stack; leaves that it lacks stay zero."""
+    present = dict(jax.tree_util.tree_leaves_with_path(stack))
+
+    def put(path: Any, new: jax.Array) -> jax.Array:
+        if (old := present.get(path)) is None:
+            return new
+        return jax.lax.dynamic_update_slice(new, old, (0,) * new.ndim)
+
+    return lora_tree.constrain(
+        jax.tree_util.tree_map_with_path(put, larger), transformer.abstract(cfg)
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("index", "cfg"))
+def _without(stack: TrainStack, index: int, cfg: ModelConfig) -> TrainStack:
+    """Returns the stack without one slot."""
+    smaller = jax.tree.map(lambda x: jnp.delete(x, index, state_lib.slot_axis(x)), stack)
+    return lora_tree.constrain(smaller, transformer.abstract(cfg))
+
+
+@functools.partial(jax.jit, static_argnames=("cfg", "adapter"))
+def _adapter(stack: AdapterStack, slot: jax.Array, cfg: ModelConfig, adapter: AdapterConfig) -> Any:
+    return lora_tree.read_slot(
+        stack, slot, adapter.rank, lora_tree.adapter_specs(transformer.abstract(cfg), adapter)
+    )
