@@ -69,6 +69,8 @@ def test_a_wheel_trains_outside_the_repository(tmp_path):
             *(ROOT / "mint_jax").rglob("*.py"),
             *console.glob("templates/*"),
             *console.glob("static/*"),
+            *(ROOT / "pallas_kernels" / "native").glob("*.[ch]*"),
+            *(ROOT / "pallas_kernels").glob("*/tuned/*.json"),
         ]
     ):
         assert (Path(here) / path.relative_to(ROOT)).is_file(), (

@@ -21,10 +21,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import grouped_matmul as op
-from pallas_kernels.batching import batched_outer, batched_product, following
 from pallas_kernels.dispatch import named
+from pallas_kernels.grouped_matmul.tiles import schedule
 from pallas_kernels.grouped_matmul.xla import finite, group_of_rows
-from pallas_kernels.schedule import schedule
 
 # Rows of a CPU tile: a multiple of STEP, about MAX_TILE at most. A tile costs a pass over its
 # matrix, so small tiles read the experts repeatedly; rows past a group's end are wasted work. On
@@ -84,6 +83,11 @@ def _backward(transposed, kernel, residuals, g):
 _grouped.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
+def following(index: jax.Array, G: int) -> jax.Array:
+    """Returns the matrix of each of G groups, ``[G]``, from the ``index`` of ``grouped_matmul``."""
+    return index if index.ndim else index + jnp.arange(G, dtype=jnp.int32)
+
+
 def in_place(dw_G: jax.Array, w: jax.Array, index: jax.Array | None) -> jax.Array:
     """Scatters the groups' gradients into the shape of ``w``, with zeros elsewhere: for a trainable
     base every layer pays for the whole stack.
@@ -93,7 +97,6 @@ def in_place(dw_G: jax.Array, w: jax.Array, index: jax.Array | None) -> jax.Arra
     return dw_G.astype(w.dtype)
 
 
-@batched_outer
 def outer(left_MA: jax.Array, right_MB: jax.Array, sizes_G: jax.Array) -> jax.Array:
     """Returns each group's sum of outer products of its rows, ``[G, A, B]`` float32."""
     return jax.lax.platform_dependent(
@@ -107,11 +110,9 @@ def _product(transposed: bool, kernel: str) -> Callable[..., jax.Array]:
 
     product = functools.partial(op.grouped_matmul, transposed=transposed, implementation=kernel)
     if named(kernel):
-        return batched_product(product)
+        return product
     tiles = functools.partial(tiled_matmul, transposed=transposed)
-    return batched_product(
-        lambda *args: jax.lax.platform_dependent(*args, cpu=tiles, default=product)
-    )
+    return lambda *args: jax.lax.platform_dependent(*args, cpu=tiles, default=product)
 
 
 _OUTER = jax.lax.RaggedDotDimensionNumbers(

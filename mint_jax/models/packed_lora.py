@@ -35,7 +35,6 @@ from mint_jax.models.grouped import (
 )
 from pallas_kernels import packed_lora as op
 from pallas_kernels import packed_matmul
-from pallas_kernels.batching import Merged, each, following, joined
 from pallas_kernels.dispatch import Implementation, anything, named, run
 
 # Up to this rank ``h B`` is a sum over the rank, fused into one pass over the wide result; above it
@@ -150,41 +149,14 @@ def _dense(g: Any) -> jax.Array:
     return jnp.zeros(g.shape, jnp.dtype(str(g.dtype))) if isinstance(g, SymbolicZero) else g
 
 
-@functools.cache
 def _products(kernels: Kernels) -> Any:
-    """Returns the projections as a function with a batching rule."""
-
-    @jax.custom_batching.custom_vmap
-    def call(x, bases, sizes, adapters):
-        return _by_platform(kernels, _products_tiles, _products_kernels)(x, bases, sizes, adapters)
-
-    @call.def_vmap
-    def rule(P, batched, x, bases, sizes, adapters):
-        rows, *args = _merge(P, batched, x, bases, sizes, adapters)
-        out = jax.tree.map(rows.back, call(*args))
-        return out, jax.tree.map(lambda _: True, out)
-
-    return call
+    """Returns the projections as a function."""
+    return _by_platform(kernels, _products_tiles, _products_kernels)
 
 
-@functools.cache
 def _gradients(kernels: Kernels) -> Any:
-    """Returns the gradients of the rows and of each bucket's factors, with a batching rule."""
-
-    @jax.custom_batching.custom_vmap
-    def call(x, bases, sizes, adapters, g):
-        return _by_platform(kernels, _gradients_tiles, _gradients_kernels)(
-            x, bases, sizes, adapters, g
-        )
-
-    @call.def_vmap
-    def rule(P, batched, x, bases, sizes, adapters, g):
-        rows, *args = _merge(P, batched, x, bases, sizes, adapters)
-        dx, grads = call(*args, jax.tree.map(rows.take, g, batched[4]))
-        out = rows.back(dx), jax.tree.map(lambda w: w.reshape(P, -1, *w.shape[1:]), grads)
-        return out, jax.tree.map(lambda _: True, out)
-
-    return call
+    """Returns the gradients of the rows and of each bucket's factors as a function."""
+    return _by_platform(kernels, _gradients_tiles, _gradients_kernels)
 
 
 def _by_platform(kernels: Kernels, tiles: Any, products: Any) -> Any:
@@ -198,53 +170,6 @@ def _by_platform(kernels: Kernels, tiles: Any, products: Any) -> Any:
         if of_kernels
         else lambda *args: jax.lax.platform_dependent(*args, cpu=tiles, default=default)
     )
-
-
-def _merge(P, batched, x, bases, sizes, adapters):
-    """Merges the arguments of ``_products`` for all policies."""
-    of_x, of_bases, of_sizes, of_adapters = batched[:4]
-    sizes_PE, shared = each(sizes, of_sizes, P), not any(jax.tree.leaves(of_bases))
-    rows = Merged(sizes_PE, x.shape[-2], shared)
-    if shared:
-        sizes = jnp.sum(sizes_PE, axis=0, dtype=sizes.dtype)
-    else:
-        E, sizes = sizes_PE.shape[1], sizes_PE.reshape(-1)
-        bases = [_of_policies(base, of, P, E) for base, of in zip(bases, of_bases)]
-    out = []
-    for (groups, factors, _), (of_groups, of_factors, _) in zip(adapters, of_adapters):
-        W = next(pair[0].shape[-3] for pair in factors if pair)
-        groups = jax.tree.map(lambda v, of: each(v, of, P), groups, of_groups)
-        own = W * jnp.arange(P, dtype=jnp.int32)[:, None]
-        factor = jnp.where(groups.factor < 0, -1, groups.factor + own)
-        first = jnp.take_along_axis(
-            rows.place_PM, jnp.minimum(groups.first, x.shape[-2] - 1), axis=1
-        ).reshape(-1)
-        order = jnp.argsort(first, stable=True)
-        sizes_G, index_G = groups.sizes.reshape(-1)[order], (groups.index + own).reshape(-1)[order]
-        merged = Groups(
-            first[order],
-            sizes_G,
-            index_G,
-            rows.take(factor[..., None], True)[:, 0],
-            groups.contiguous,
-        )
-        out.append(
-            Adapters(merged, jax.tree.map(lambda w, of: joined(w, of, P), factors, of_factors))
-        )
-    return rows, rows.take(x, of_x), bases, sizes, tuple(out)
-
-
-def _of_policies(
-    base: dict[str, jax.Array], batched: dict[str, bool], P: int, E: int
-) -> dict[str, jax.Array]:
-    """Returns the matrices of single policies, if each has its own."""
-    index, of_index = base.get("index"), batched.get("index", False)
-    of_groups = each(following(index, E, of_index), of_index, P)
-    W = base["w"].shape[-3]
-    own = {"index": (of_groups + W * jnp.arange(P, dtype=jnp.int32)[:, None]).reshape(-1)}
-    return {
-        name: joined(leaf, batched[name], P) for name, leaf in base.items() if name != "index"
-    } | own
 
 
 def _base_gradient(x, g, sizes, base):

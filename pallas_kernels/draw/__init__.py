@@ -17,7 +17,7 @@ import jax
 from pallas_kernels import dispatch
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.draw import cpu, xla
-from pallas_kernels.draw.results import Drawn
+from pallas_kernels.draw.xla import Drawn
 
 DRAW = (
     Implementation("cpu", "cpu", cpu.draw, cpu.require),

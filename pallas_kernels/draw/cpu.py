@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import native
-from pallas_kernels.draw.results import Drawn
+from pallas_kernels.draw.xla import Drawn
 
 
 def require(

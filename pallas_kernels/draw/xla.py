@@ -1,9 +1,26 @@
-"""The XLA form of ``draw``, over all rows."""
+"""The result of ``draw``, and its XLA form over all rows."""
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.draw.results import Drawn
+
+class Drawn(NamedTuple):
+    """Result for each row, ``[R]``.
+
+    Attributes:
+        token: int32; 0 in a row with a NaN, and if the largest number is infinite and the
+            temperature is not 0.
+        top: the largest number; meaningless in a row with a NaN.
+        total: ``log(sum(exp(z)))``; not finite if a number is NaN or infinite.
+        warm: ``log(sum(exp((z - top) / temperature)))``; at temperature 0 as at 1.
+    """
+
+    token: jax.Array
+    top: jax.Array
+    total: jax.Array
+    warm: jax.Array
 
 
 def draw(

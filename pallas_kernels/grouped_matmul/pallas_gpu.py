@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from pallas_kernels import tuning
-from pallas_kernels.schedule import tiles
+from pallas_kernels.grouped_matmul.tiles import tiles
 from pallas_kernels.triton import Span, attached, columns, cost, dot, power_of_two, read, write
 
 

@@ -8,19 +8,30 @@ Axes: L layers, U pages, B rows, T new tokens, M queries of a row (T times heads
 rotary dimensions, D table entries, S positions of a run.
 """
 
+import functools
 from typing import Any
 
 import jax
 
 from pallas_kernels import dispatch, paged
 from pallas_kernels.dispatch import Implementation
-from pallas_kernels.latent_attention import pallas_gpu, pallas_tpu, xla
-from pallas_kernels.paged import PAGE, Rows
+from pallas_kernels.latent_attention import pallas, xla
+from pallas_kernels.paged import PAGE, Rows, pallas_gpu, pallas_tpu
 from pallas_kernels.partial import Partial
 
 ATTEND = (
-    Implementation("pallas_tpu", "tpu", pallas_tpu.attend, pallas_tpu.require),
-    Implementation("pallas_gpu", "cuda", pallas_gpu.attend, pallas_gpu.require),
+    *(
+        Implementation(
+            name,
+            platform,
+            functools.partial(pallas.attend, kernel),
+            functools.partial(pallas.require, kernel),
+        )
+        for name, platform, kernel in (
+            ("pallas_tpu", "tpu", pallas_tpu),
+            ("pallas_gpu", "cuda", pallas_gpu),
+        )
+    ),
     Implementation("xla", None, xla.attend, dispatch.anything),
 )
 

@@ -42,7 +42,7 @@ def packed_lora(
 ) -> tuple[jax.Array, ...]:
     """Returns ``onto_k + (x a_k^T) b_k`` by each row's factor, ``[M, F_k]`` of each projection.
 
-    Has no rules for ``grad`` and ``vmap``; ``mint_jax/models/packed_lora.py`` has both.
+    Has no rule for ``grad``; ``mint_jax/models/packed_lora.py`` has it.
 
     Args:
         x: ``[M, D]``.

@@ -39,7 +39,7 @@ def packed_matmul(
     """Returns ``x w_k + (x a_k^T) b_k`` by each row's expert and factor, ``[M, F_k]`` of each
     projection; zeros after the last expert.
 
-    Has no rules for ``grad`` and ``vmap``; ``mint_jax/models/packed_lora.py`` has both.
+    Has no rule for ``grad``; ``mint_jax/models/packed_lora.py`` has it.
 
     Args:
         x: ``[M, D]``, rows of expert 0 first.

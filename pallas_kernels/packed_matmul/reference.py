@@ -24,24 +24,6 @@ def packed_matmul(
     )
 
 
-def gradients(
-    x: Any,
-    w: Sequence[Any],
-    sizes: Any,
-    a: Sequence[Any],
-    b: Sequence[Any],
-    g: Sequence[Any],
-    factor: Any,
-) -> tuple[np.ndarray, list[np.ndarray], list[np.ndarray]]:
-    """Returns the gradients of x, a and b, where ``g`` are the results'."""
-    dx, da, db = lora.gradients(x, a, b, g, inside(factor, sizes))
-    return (
-        dx + sum(grouped_matmul(one, matrix, sizes, transposed=True) for one, matrix in zip(g, w)),
-        da,
-        db,
-    )
-
-
 def inside(factor: Any, sizes: Any) -> np.ndarray:
     """Sets factors after the last expert to -1."""
     factor = np.asarray(factor)

@@ -4,19 +4,30 @@ Axes: L layers, U pages, B rows, K kv heads, M queries of one (heads of its grou
 H head dim, X width in the pool.
 """
 
+import functools
 from typing import Any
 
 import jax
 
 from pallas_kernels import dispatch, paged
 from pallas_kernels.dispatch import Implementation
-from pallas_kernels.paged import PAGE, Rows
-from pallas_kernels.paged_attention import cpu, pallas_gpu, pallas_tpu, xla
+from pallas_kernels.paged import PAGE, Rows, pallas_gpu, pallas_tpu
+from pallas_kernels.paged_attention import cpu, pallas, xla
 from pallas_kernels.partial import Partial
 
 ATTEND = (
-    Implementation("pallas_tpu", "tpu", pallas_tpu.attend, pallas_tpu.require),
-    Implementation("pallas_gpu", "cuda", pallas_gpu.attend, pallas_gpu.require),
+    *(
+        Implementation(
+            name,
+            platform,
+            functools.partial(pallas.attend, kernel),
+            functools.partial(pallas.require, kernel),
+        )
+        for name, platform, kernel in (
+            ("pallas_tpu", "tpu", pallas_tpu),
+            ("pallas_gpu", "cuda", pallas_gpu),
+        )
+    ),
     Implementation("cpu", "cpu", cpu.attend, cpu.require),
     Implementation("xla", None, xla.attend, dispatch.anything),
 )

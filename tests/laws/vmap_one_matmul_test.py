@@ -19,7 +19,6 @@ from mint_jax import params as params_lib
 from mint_jax.lora import tree as lora_tree
 from mint_jax.lora.tree import AdapterConfig
 from mint_jax.models import transformer
-from mint_jax.models.config import Kernels
 from mint_jax.models.grouped import tile_rows
 from mint_jax.models.paged import PAGE
 from mint_jax.rollout import device, plans
@@ -236,145 +235,37 @@ def test_training_step_is_one_grouped_matmul_of_the_experts_forward_and_one_back
     check_experts(fn, training_args(cfg), cfg)
 
 
-def one_policy(cfg, remat="none"):
-    """``f(params, adapter, tokens [B, T], replay [L, B, T, X] or None)``: hidden states and routes,
-    written without a thought of others.
-    """
-
-    def f(params, adapter, tokens_BT, replay=None):
-        bound = view_of_one(adapter)
-        positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
-        return transformer.hidden_states(
-            params,
-            bound,
-            transformer.DecoderInputs(tokens_BT, positions_BT, replay=replay),
-            cfg,
-            remat=remat,
-            keep_routes=True,
-        )
-
-    return f
-
-
-def adapters_of(cfg, rank: int, policies: int):
-    one = lora_tree.adapter_specs(
-        transformer.abstract(cfg), AdapterConfig(rank, targets=(lora_tree.ALL_LINEAR,))
-    )
-    return jax.tree.map(lambda s: struct(s.dtype, policies, *s.shape), one)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("remat", ["none", "names"])
-def test_vmap_of_one_policy_is_one_grouped_matmul_of_the_experts(remat, tiny_base):
-    """A user's own ``vmap``: as many products as for one policy, each over the rows of all."""
-    cfg = tiny_base("qwen3_moe").cfg
-    forward = one_policy(cfg, remat)
-    gradient = jax.value_and_grad(
-        lambda params, adapter, tokens: jnp.sum(forward(params, adapter, tokens)[0] ** 2), 1
-    )
-    many = (
-        jax.jit(jax.vmap(f, in_axes=(None, 0, 0)))
-        for f in (lambda *args: forward(*args)[0], gradient)
-    )
-    alone = (jax.jit(f) for f in (lambda *args: forward(*args)[0], gradient))
-    params = params_lib.abstract(transformer.abstract(cfg))
-    args = params, adapters_of(cfg, 4, P), struct(jnp.int32, P, B, T)
-    one = (
-        params,
-        jax.tree.map(lambda s: struct(s.dtype, *s.shape[1:]), args[1]),
-        struct(jnp.int32, P * B, T),
-    )
-    for fn, single, backward in zip(many, alone, (False, True)):
-        merged = check_experts(fn, args, cfg, backward, remat)
-        assert merged == check_experts(single, one, cfg, backward, remat), (
-            "adapters, attention: as many products as one policy has"
-        )
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("form", ["pallas_tpu", "pallas_gpu"])
-def test_vmap_of_one_policy_calls_as_many_kernels_as_one_policy(form, tiny_base):
-    """Forward and backward: adapters of experts, attention, and experts' matrices on GPUs; each
-    over the rows of all policies.
-    """
-    own = {"packed_attention": form} | ({"grouped_matmul": form} if form == "pallas_gpu" else {})
-    cfg = tiny_base("qwen3_moe_wide").cfg
-    cfg = cfg.replace(
-        kernels=Kernels(
-            **{field.name: "xla" for field in dataclasses.fields(Kernels)}
-            | {"packed_lora": form}
-            | own
-        )
-    )
-    forward = one_policy(cfg)
-    gradient = jax.value_and_grad(
-        lambda params, adapter, tokens: jnp.sum(forward(params, adapter, tokens)[0] ** 2), 1
-    )
-    params = params_lib.abstract(transformer.abstract(cfg))
-    args = params, adapters_of(cfg, 4, P), struct(jnp.int32, P, B, T)
-    one = (
-        params,
-        jax.tree.map(lambda s: struct(s.dtype, *s.shape[1:]), args[1]),
-        struct(jnp.int32, B, T),
-    )
-
-    def calls(fn, args) -> Counter:
-        found = (
-            e for e in equations(fn.trace(*args).jaxpr.jaxpr) if e.primitive.name == "pallas_call"
-        )
-        return Counter(len(e.invars) for e in found)  # which kernel it is
-
-    many, alone = (
-        calls(jax.jit(fn), of)
-        for fn, of in ((jax.vmap(gradient, in_axes=(None, 0, 0)), args), (gradient, one))
-    )
-    assert many == alone
-    assert sum(alone.values()) >= 5, "two of adapters forward and two backward, and one more"
-
-
 @pytest.mark.long
 def test_vmap_of_one_policy_equals_each_alone(tiny_base, rng):
-    base = tiny_base("deepseek_v3")  # dense layers, then routed and shared experts
+    """Of a dense model: JAX has no rule for the grouped product of routed experts, whose policies
+    are blocks of rows.
+    """
+    base = tiny_base("llama")
     cfg, policies = base.cfg, 3
-    forward = one_policy(cfg, "names")
+    one = lora_tree.adapter_specs(transformer.abstract(cfg), AdapterConfig(2))
     adapters = jax.tree.map(
-        lambda s: jnp.asarray(rng.normal(0, 0.3, s.shape), s.dtype), adapters_of(cfg, 2, policies)
+        lambda s: jnp.asarray(rng.normal(0, 0.3, (policies, *s.shape)), s.dtype), one
     )
     tokens = jnp.asarray(rng.integers(0, cfg.vocab_size, (policies, B, T)), jnp.int32)
     weight = jnp.asarray(rng.normal(size=(B, T, cfg.d_model)), jnp.float32)
 
-    def loss(params, adapter, tokens, replay=None):
-        h, kept = forward(params, adapter, tokens, replay)
-        return jnp.sum(h * weight), (h, kept["moe"])
+    def loss(params, adapter, tokens_BT):
+        bound = view_of_one(adapter)
+        positions_BT = jnp.broadcast_to(jnp.arange(T), tokens_BT.shape)
+        inputs = transformer.DecoderInputs(tokens_BT, positions_BT)
+        return jnp.sum(transformer.hidden_states(params, bound, inputs, cfg)[0] * weight)
 
-    gradient = jax.value_and_grad(loss, 1, has_aux=True)
-    alone, single = [], jax.jit(gradient)
-    for p in range(policies):
-        alone.append(single(base.params, jax.tree.map(lambda x, p=p: x[p], adapters), tokens[p]))
+    gradient = jax.value_and_grad(loss, 1)
+    got = jax.jit(jax.vmap(gradient, in_axes=(None, 0, 0)))(base.params, adapters, tokens)
+    single = jax.jit(gradient)
+    alone = [
+        single(base.params, jax.tree.map(lambda x, p=p: x[p], adapters), tokens[p])
+        for p in range(policies)
+    ]
     want = jax.tree.map(lambda *x: np.stack(x), *alone)
-    routes = jnp.asarray(want[0][1][1]["routes"])
-    # Each policy takes the experts that it took alone: another order of summation could exchange
-    # two that are nearly as good.
-    got = jax.jit(jax.vmap(gradient, in_axes=(None, 0, 0, 0)))(
-        base.params, adapters, tokens, routes
-    )
-    np.testing.assert_array_equal(got[0][1][1]["routes"], routes)
-    assert np.mean(got[0][1][1]["missed"]) < 0.02, (
-        "and its own choice is the same but for such ties"
-    )
-
-    def close(path, ours, theirs):
-        # float32 through 3 layers, tiles of rows cut elsewhere; relative to the largest entry.
-        # 3.2e-5 was drawn once.
-        np.testing.assert_allclose(
-            ours,
-            theirs,
-            rtol=0,
-            atol=1e-4 * np.abs(theirs).max(),
-            err_msg=jax.tree_util.keystr(path),
-        )
-
-    jax.tree_util.tree_map_with_path(close, (got[0][1][0], got[1]), (want[0][1][0], want[1]))
+    for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        # float32 sums in another order; relative to the largest entry
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4 * np.abs(theirs).max())
     assert all(np.abs(g).max() > 1e-3 for g in jax.tree.leaves(want[1]))
 
 

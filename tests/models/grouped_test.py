@@ -94,17 +94,6 @@ def test_matrices_may_begin_anywhere_in_a_stack(form, transposed, request, rng):
     assert not np.any(dw[:first_])
     assert not np.any(dw[first_ + G :])
 
-    def each(x, w, first):
-        return grouped_matmul(x, w, size, first, transposed, kernel)
-
-    own = jnp.stack([stack, jnp.roll(stack, 3, axis=0)])
-    got = jax.jit(jax.vmap(each, in_axes=(None, 0, 0)))(x, own, jnp.int32([first_, first_ + 3]))
-    np.testing.assert_allclose(got, np.stack([y_, y_]), atol=1e-5)
-    got = jax.jit(jax.vmap(each, in_axes=(0, None, None)))(
-        jnp.stack([x, 2 * x]), stack, jnp.int32(first_)
-    )
-    np.testing.assert_allclose(got, np.stack([y_, 2 * y_]), atol=1e-5)
-
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("sizes", SIZES)

@@ -24,10 +24,12 @@ from pallas_kernels import (
 )
 from pallas_kernels.grouped_matmul import reference as grouped_reference
 from pallas_kernels.latent_attention import reference as latent_reference
+from pallas_kernels.layer_matmul import reference as layer_reference
 from pallas_kernels.packed_attention import reference as attention_reference
 from pallas_kernels.packed_lora import reference
 from pallas_kernels.packed_matmul import reference as matmul_reference
 from pallas_kernels.paged_attention import reference as paged_reference
+from pallas_kernels.slot_lora import reference as slot_reference
 from tests.pallas_kernels import (
     grouped_matmul_test,
     latent_attention_test,
@@ -145,7 +147,7 @@ def test_slot_lora_is_that_of_float64(rng, kernel, dtype):
     x, a, b, onto, slot, scale = slot_lora_test.arguments(
         rng, *of((40, 256, 128, 16, 20), (500, 1024, 2048, 16, 200)), dtype
     )
-    wanted = reference.packed_lora(x, [a], [b], [onto], slot, scale)[0]
+    wanted = slot_reference.add(x, a, b, onto, slot, scale)
     whole, shrink, expand = (
         functools.partial(f, interpret=SMALL) for f in (form.add, form.shrink, form.expand)
     )
@@ -169,7 +171,7 @@ def test_layer_matmul_is_that_of_float64(rng, kernel, stored):
             return layer_matmul.layer_matmul(x, (w,), layer, implementation=implementation)[0]
 
         made = np.array(run(kernel, call, x, w, layer))
-        want = np.array(x, np.float64) @ np.array(w[layer].astype(jnp.float32), np.float64)
+        want, _ = layer_reference.layer_matmul(x, w, layer)
         # float32 sums of D exact products, in parts
         np.testing.assert_allclose(made, want, atol=1e-5 * np.abs(want).max(), rtol=0)
         spoilt = np.array(run(kernel, call, x.at[M // 2, 5].set(jnp.nan), w, layer))

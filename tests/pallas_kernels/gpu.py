@@ -25,14 +25,6 @@ def text(fn: Callable[..., Any], *args: Any) -> str:
         return jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
 
-def check_one_kernel(call: Callable[..., Any], *args: Any) -> None:
-    """By ``auto``: on a GPU a kernel of Pallas and no product beside it; on a CPU no kernel."""
-    lowered = text(call, *args)
-    assert lowered.count(KERNEL) == 1
-    assert "stablehlo.dot" not in lowered
-    assert KERNEL not in jax.jit(call).lower(*args).as_text()
-
-
 def attach(monkeypatch: Any, *capabilities: str) -> None:
     """GPUs of these compute capabilities, for who asks."""
     devices = [types.SimpleNamespace(compute_capability=one) for one in capabilities]

@@ -10,24 +10,24 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import dispatch, latent_attention, paged_gpu
-from pallas_kernels.latent_attention import pallas_gpu, pallas_tpu, reference, shapes, xla
-from pallas_kernels.paged_tpu import Config
+from pallas_kernels import dispatch, latent_attention
+from pallas_kernels.latent_attention import pallas, reference, shapes, xla
+from pallas_kernels.paged import pallas_gpu as paged_gpu
+from pallas_kernels.paged import pallas_tpu as paged_tpu
 from tests.marks import first
 from tests.pallas_kernels import gpu, pages
-from tests.pallas_kernels.pages import CHIPS
 
 SCALE = 0.15
-SMALL = Config(runs=2, slots=2, rows=8)
+SMALL = paged_tpu.Config(runs=2, slots=2, rows=8)
 SMALL_GPU = paged_gpu.Config(queries=16, keys=64, most=32, parts=3, warps=4, stages=2)
 FORMS = {
-    "pallas_tpu": jax.jit(functools.partial(pallas_tpu.attend, scale=SCALE, interpret=True)),
+    "pallas_tpu": jax.jit(functools.partial(pallas.attend, paged_tpu, scale=SCALE, interpret=True)),
     "pallas_tpu small": jax.jit(
-        functools.partial(pallas_tpu.attend, scale=SCALE, config=SMALL, interpret=True)
+        functools.partial(pallas.attend, paged_tpu, scale=SCALE, how=SMALL, interpret=True)
     ),
-    "pallas_gpu": jax.jit(functools.partial(pallas_gpu.attend, scale=SCALE, interpret=True)),
+    "pallas_gpu": jax.jit(functools.partial(pallas.attend, paged_gpu, scale=SCALE, interpret=True)),
     "pallas_gpu small": jax.jit(
-        functools.partial(pallas_gpu.attend, scale=SCALE, how=SMALL_GPU, interpret=True)
+        functools.partial(pallas.attend, paged_gpu, scale=SCALE, how=SMALL_GPU, interpret=True)
     ),
     "xla": jax.jit(functools.partial(xla.attend, scale=SCALE)),
 }
@@ -108,8 +108,8 @@ def test_the_kernel_has_no_races_and_reads_nothing_that_was_not_written(rng):
         own=[129, 0, 31, 0],
         first=[0, 0, 0, 1],
     )
-    made = pallas_tpu.attend(
-        *args, scale=SCALE, config=SMALL, interpret=pltpu.InterpretParams(detect_races=True)
+    made = pallas.attend(
+        paged_tpu, *args, scale=SCALE, how=SMALL, interpret=pltpu.InterpretParams(detect_races=True)
     )
     pages.close(made, reference.latent_attention(*args, scale=SCALE), "float32")
     assert not interpret_pallas_call.races.races_found
@@ -178,35 +178,3 @@ def arrays(shape: shapes.Shape):
     queries = [jax.ShapeDtypeStruct((B, M, n), dtype) for n in (C, J)]
     pools = [jax.ShapeDtypeStruct((2, 4096, pages.PAGE, n), dtype) for n in (C, width)]
     return *queries, *pools, pages.of_rows(B, positions)
-
-
-def check(chip: str, shape: shapes.Shape) -> None:
-    made = pages.compiled(
-        chip, functools.partial(latent_attention.latent_attention, scale=SCALE), arrays(shape)
-    )
-    pages.check_compiled(made, 4 * shape.rows * shape.queries * (shape.latent + shape.width))
-
-
-@pytest.mark.parametrize("chip", CHIPS)
-def test_a_tpus_compiler_takes_the_kernel_with_nothing_large_beside_it(chip):
-    check(chip, shapes.DECODE[0])
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("chip", CHIPS)
-def test_a_tpus_compiler_takes_the_kernel_for_all_real_shapes(chip):
-    for shape in (*shapes.DECODE[1:], *shapes.TEAMS, *shapes.PREFILL):
-        check(chip, shape)
-
-
-ALL = (*shapes.DECODE, *shapes.TEAMS, *shapes.PREFILL)
-SOME = (shapes.DECODE[0], shapes.DECODE[-1], shapes.PREFILL[-1])
-
-
-@pytest.mark.parametrize(
-    "shape", first(len(SOME), [*SOME, *(s for s in ALL if s not in SOME)]), ids=str
-)
-def test_for_a_gpu_it_is_one_kernel_and_no_other_product(shape):
-    gpu.check_one_kernel(
-        functools.partial(latent_attention.latent_attention, scale=SCALE), *arrays(shape)
-    )

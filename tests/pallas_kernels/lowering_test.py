@@ -13,9 +13,10 @@ import pytest
 from jax import export
 
 from pallas_kernels import packed_attention, paged_attention, slot_lora
-from pallas_kernels.latent_attention import pallas_tpu as latent_attention
+from pallas_kernels.latent_attention import pallas as latent_attention
 from pallas_kernels.packed_lora import pallas_tpu as packed_lora
 from pallas_kernels.packed_matmul import pallas_tpu as packed_matmul
+from pallas_kernels.paged import pallas_tpu as paged_tpu
 from tests.pallas_kernels import gpu, pages
 
 
@@ -76,11 +77,19 @@ def cases(dtype: str, M: int) -> Iterator[Case]:
     pool = spec(2, 40, 2, pages.PAGE, 128)
     args = spec(4, 2, M, 64), pool, pool, pages.of_rows(4, 512)
     yield Case(
-        "paged_attention", functools.partial(paged_attention.pallas_tpu.attend, scale=0.1), args, 1
+        "paged_attention",
+        functools.partial(paged_attention.pallas.attend, paged_tpu, scale=0.1),
+        args,
+        1,
     )
     latent, rope = (spec(2, 40, pages.PAGE, n) for n in (256, 128))
     args = spec(4, M, 256), spec(4, M, 64), latent, rope, pages.of_rows(4, 512)
-    yield Case("latent_attention", functools.partial(latent_attention.attend, scale=0.1), args, 1)
+    yield Case(
+        "latent_attention",
+        functools.partial(latent_attention.attend, paged_tpu, scale=0.1),
+        args,
+        1,
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,4 @@
-"""The kernels for CPUs as processors with fewer kinds of vectors have them: their own tests,
-compiled for those.
-"""
+"""The CPU kernels are compiled once for a machine, and hold with narrower vectors."""
 
 import os
 import platform
@@ -8,6 +6,8 @@ import subprocess
 import sys
 
 import pytest
+
+from pallas_kernels import native
 
 FILES = ("blocks", "draw", "layer_matmul", "paged_attention", "slot_lora")
 
@@ -31,3 +31,24 @@ def test_kernels_hold_with_narrower_vectors(without, tmp_path):
     ]
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:]
+
+
+def test_kernels_are_compiled_once_for_these_sources_and_flags(tmp_path, monkeypatch):
+    """By a compiler that only notes its calls."""
+    compiler, log = tmp_path / "compiler", tmp_path / "log"
+    write = 'while [ $# -gt 1 ]; do [ "$1" = -o ] && touch "$2"; shift; done; true'
+    compiler.write_text(f'#!/bin/sh\necho "$@" >> {log}\n{write}\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("MINT_JAX_CACHE", str(tmp_path / "cache"))
+
+    def compilations():
+        return sum(" -c " in line for line in log.read_text().splitlines())
+
+    made = native._built()
+    assert made.is_file()
+    assert native._built() == made
+    assert compilations() == len(native.SOURCES)
+    monkeypatch.setattr(native, "FLAGS", (*native.FLAGS, "-DOTHER"))
+    assert native._built() != made
+    assert compilations() == 2 * len(native.SOURCES)

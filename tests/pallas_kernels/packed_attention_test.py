@@ -9,18 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import SingleDeviceSharding
 
 from mint_jax import sharding
-from mint_jax.aot import chips
-from mint_jax.models.attention import FORWARD, Segments, _attended, packed_attention
+from mint_jax.models.attention import FORWARD, Segments, packed_attention
 from pallas_kernels import dispatch
 from pallas_kernels.packed_attention import pallas_gpu, pallas_tpu, reference, shapes
 from pallas_kernels.packed_attention.pallas_tpu import Config
-from tests.laws.vmap_one_matmul_test import equations
-from tests.marks import first
 from tests.pallas_kernels import gpu
-from tests.pallas_kernels.packed_lora_test import CHIPS
 
 SCALE = 0.3
 
@@ -192,100 +187,10 @@ def test_over_a_mesh_each_device_has_its_rows_and_heads(rng, mesh8, form):
             np.testing.assert_allclose(ours, want, atol=1e-5 * max(1, np.abs(want).max()), rtol=0)
 
 
-def check_compiled(chip: str, shape: shapes.Shape) -> None:
-    device = chips.target(chip).devices[0]
-    B, K, G, T, H, V, dtype = shape
-
-    def spec(*dims, dtype=dtype):
-        return jax.ShapeDtypeStruct(dims, jnp.dtype(dtype), sharding=SingleDeviceSharding(device))
-
-    q, k, v, segments, g = (
-        spec(B, K, G, T, H),
-        spec(B, K, T, H),
-        spec(B, K, T, V),
-        spec(B, T, dtype="int32"),
-        spec(B, K, G, T, V),
-    )
-    pallas_tpu.require(q, k, v)
-    with jax.default_device(device):
-        made = jax.jit(both).lower(q, k, v, segments, segments, g).compile()
-    assert made.as_text().count('custom_call_target="tpu_custom_call"') == 3, shape
-    # Operands that are padded and laid out anew where T or the widths are no multiples of 128;
-    # scores of 32,768 tokens would be 128 GiB.
-    operands = sum(x.size * x.dtype.itemsize for x in (q, k, v, g))
-    assert made.memory_analysis().temp_size_in_bytes < 4 * operands + (16 << 20), shape
-
-
-@pytest.mark.parametrize("chip", first(1, CHIPS))
-def test_a_tpus_compiler_takes_the_kernels(chip):
-    check_compiled(chip, shapes.TRAIN[1])
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("chip", CHIPS)
-def test_a_tpus_compiler_takes_the_kernels_for_all_real_shapes(chip):
-    for shape in shapes.TRAIN:
-        check_compiled(chip, shape)
-
-
 def specs(shape: shapes.Shape):
     B, K, G, T, H, V, dtype = shape
     dims = (B, K, G, T, H), (B, K, T, H), (B, K, T, V), (B, T), (B, T), (B, K, G, T, V)
     return [jax.ShapeDtypeStruct(one, "int32" if len(one) == 2 else dtype) for one in dims]
-
-
-SOME = (shapes.TRAIN[0], shapes.TRAIN[3])
-
-
-@pytest.mark.parametrize(
-    "shape",
-    [*SOME, *(pytest.param(s, marks=pytest.mark.long) for s in shapes.TRAIN if s not in SOME)],
-    ids=str,
-)
-def test_for_a_gpu_it_is_three_kernels_and_no_other_product(shape):
-    """By ``auto``, through the model: forward, and the gradients of queries and of keys and
-    values.
-    """
-    *qkv, own, parent, g = specs(shape)
-
-    def call(q, k, v, own, parent, g):
-        out, vjp = jax.vjp(lambda *x: _attended(*x, own, parent, None, SCALE, "auto"), q, k, v)
-        return out, vjp(g)
-
-    text = gpu.text(call, *qkv, own, parent, g)
-    assert text.count(gpu.KERNEL) == 3
-    assert "stablehlo.dot" not in text
-    assert gpu.KERNEL not in jax.jit(call).lower(*qkv, own, parent, g).as_text()
-
-
-@pytest.mark.parametrize("form", ["pallas_tpu", "pallas_gpu"])
-def test_vmap_is_as_many_kernels_and_the_same_values(rng, form):
-    """Over policies whose rows are cut differently, and whose values are shared."""
-    q, k, v, own, parent, g = arguments(rng, 4, 1, 2, 40, 16, 16)
-    many = [x.reshape(2, 2, *x.shape[1:]) for x in (q, k, own, parent, g)]
-
-    def call(q, k, own, parent, g, v):
-        out, vjp = jax.vjp(lambda *x: _attended(*x, own, parent, None, SCALE, form), q, k, v)
-        return out, *vjp(g)
-
-    run = jax.jit(jax.vmap(call, in_axes=(*(0,) * 5, None)))
-    made = run(*many, v[:2])
-    calls = [
-        e
-        for e in equations(run.trace(*many, v[:2]).jaxpr.jaxpr)
-        if e.primitive.name == "pallas_call"
-    ]
-    assert len(calls) == 2 * 3, "each interpreted, and each not"
-    for p in range(2):
-        mine = [x[p] for x in many]
-        out, _, *gradients = wanted(mine[0], mine[1], v[:2], *mine[2:])
-        for ours, theirs in zip(made, (out, *gradients), strict=True):
-            np.testing.assert_allclose(
-                np.array(ours[p], np.float64),
-                theirs,
-                atol=1e-5 * max(1, np.abs(theirs).max()),
-                rtol=0,
-            )
 
 
 def test_it_says_what_it_does_not_serve(monkeypatch):

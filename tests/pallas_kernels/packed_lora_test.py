@@ -9,11 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import SingleDeviceSharding
 
-from mint_jax.aot import chips
 from pallas_kernels import dispatch, packed_lora
-from pallas_kernels.packed_lora import pallas_gpu, pallas_tpu, reference, runs, shapes, xla
+from pallas_kernels.packed_lora import pallas_gpu, pallas_tpu, reference, runs, xla
 from tests.marks import first
 
 # Several tiles and blocks of columns.
@@ -320,65 +318,3 @@ def test_what_does_not_fit_into_a_core_is_left_to_xla():
 
     assert [passed(R, "bfloat16") for R in (16, 128, 256)] == [(), (), ("backward",)]
     assert [passed(R, "float32") for R in (16, 64)] == [(), ("backward",)]
-
-
-CHIPS = ("v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
-
-
-def compiled(chip: str, shape: shapes.Shape, backward: bool):
-    device = chips.target(chip).devices[0]
-    dtype, place = jnp.dtype(shape.dtype), SingleDeviceSharding(device)
-
-    def spec(*dims, dtype=dtype):
-        return jax.ShapeDtypeStruct(dims, dtype, sharding=place)
-
-    M, D, W, R = shape.rows, shape.d_in, shape.factors, shape.rank
-    wide = [spec(M, F) for F in shape.d_out]
-    args = spec(M, D), [spec(W, R, D) for _ in wide], [spec(W, R, F) for F in shape.d_out], wide
-    args = (
-        (*args, spec(M, D), spec(M, dtype=jnp.int32))
-        if backward
-        else (*args, spec(M, dtype=jnp.int32))
-    )
-    table, donated = (packed_lora.BACKWARD, 4) if backward else (packed_lora.ADD, 3)
-
-    @functools.partial(jax.jit, donate_argnums=(donated,))
-    def call(*args):
-        return dispatch.run("packed_lora", table, "auto", args)
-
-    with jax.default_device(device):
-        made = call.lower(*args).compile()
-    return made, sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(args[donated]))
-
-
-def check_compiled(chip: str, shape: shapes.Shape, backward: bool) -> None:
-    made, donated = compiled(chip, shape, backward)
-    text, memory = made.as_text(), made.memory_analysis()
-    assert text.count('custom_call_target="tpu_custom_call"') == 1, (
-        shape,
-        "the kernel, and nothing in its place",
-    )
-    # Numbers of rows and runs; and float32 sums of gradients that are converted behind the kernel.
-    sums = (
-        4 * shape.factors * (len(shape.d_out) * shape.d_in + sum(shape.d_out))
-        if backward and shape.rank == 1
-        else 0
-    )
-    assert memory.temp_size_in_bytes < (2 << 20) + sums, shape
-    assert memory.alias_size_in_bytes >= donated, (shape, "rows are added to in place")
-
-
-@pytest.mark.parametrize("chip", first(1, CHIPS))
-def test_a_tpus_compiler_takes_the_kernel_with_nothing_large_beside_it(chip):
-    check_compiled(chip, shapes.DECODE[0], False)
-    check_compiled(chip, shapes.TRAIN[0], True)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("chip", CHIPS)
-def test_a_tpus_compiler_takes_the_kernel_for_all_real_shapes(chip):
-    for shape, backward in [
-        *((s, False) for s in (*shapes.DECODE[1:], *shapes.TRAIN)),
-        *((s, True) for s in shapes.TRAIN[1:]),
-    ]:
-        check_compiled(chip, shape, backward)

@@ -9,12 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import SingleDeviceSharding
 
-from mint_jax.aot import chips
 from mint_jax.models import quantised
 from pallas_kernels import cost, dispatch, packed_matmul
-from pallas_kernels.packed_matmul import pallas_tpu, reference, shapes, visits, xla
+from pallas_kernels.packed_matmul import pallas_tpu, reference, visits, xla
 from tests.marks import first
 from tests.pallas_kernels.packed_lora_test import close
 
@@ -257,61 +255,3 @@ def test_bytes_are_those_of_the_two_with_rows_moved_once(rng):
         cost.packed_lora(x, a, b, [jnp.zeros((64, n), x.dtype) for n in (128, 256)], factor),
     )
     assert made == cost.Cost(base.flops + lora.flops, base.rows, base.weights + lora.weights)
-
-
-CHIPS = ("v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
-
-
-def check_compiled(chip: str, shape: shapes.Shape, kind: str | None = None) -> None:
-    device = chips.target(chip).devices[0]
-
-    def spec(*dims, dtype=jnp.bfloat16):
-        return jax.ShapeDtypeStruct(dims, dtype, sharding=SingleDeviceSharding(device))
-
-    M, D, E, W, R = (
-        shape.rows,
-        shape.d_in,
-        shape.experts,
-        shape.experts * shape.adapters,
-        shape.rank,
-    )
-    of_experts = quantised.KINDS[kind][0] if kind else jnp.bfloat16
-    w, w_scale = (
-        [spec(E, *dims, F, dtype=of) for F in shape.d_out]
-        for dims, of in (((D,), of_experts), ((), jnp.float32))
-    )
-    args = spec(M, D), w, spec(E, dtype=jnp.int32), [spec(W, R, D) for _ in shape.d_out]
-    args = (*args, [spec(W, R, F) for F in shape.d_out], spec(M, dtype=jnp.int32))
-    call = packed_matmul.packed_matmul
-    if kind:
-        args, call = (*args, None, spec(dtype=jnp.int32), w_scale), pallas_tpu.matmul
-    with jax.default_device(device):
-        made = jax.jit(call).lower(*args).compile()
-    assert made.as_text().count('custom_call_target="tpu_custom_call"') == 1, (
-        shape,
-        "the kernel, and nothing in its place",
-    )
-    # numbers of rows, runs and visits
-    assert made.memory_analysis().temp_size_in_bytes < 3 << 20, shape
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("chip", first(1, CHIPS))
-def test_a_tpus_compiler_takes_the_kernel_with_nothing_large_beside_it(chip):
-    check_compiled(chip, shapes.SHAPES[0])
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("chip", CHIPS)
-@pytest.mark.parametrize("kind", quantised.KINDS)
-def test_a_tpus_compiler_takes_matrices_of_8_bits(chip, kind):
-    for shape in (shapes.SHAPES[1], shapes.SHAPES[2]):
-        check_compiled(chip, shape, kind)
-
-
-@pytest.mark.long
-# the largest and the smallest memory of a core
-@pytest.mark.parametrize("chip", ["v5p:2x2x1", "tpu7x:2x2x1"])
-def test_a_tpus_compiler_takes_the_kernel_for_all_real_shapes(chip):
-    for shape in shapes.SHAPES[1:]:
-        check_compiled(chip, shape)

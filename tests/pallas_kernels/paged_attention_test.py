@@ -10,27 +10,27 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import dispatch, paged_attention, paged_gpu
+from pallas_kernels import dispatch, paged_attention
 from pallas_kernels.paged import Rows
-from pallas_kernels.paged_attention import cpu, pallas_gpu, pallas_tpu, reference, shapes, xla
-from pallas_kernels.paged_tpu import Config
+from pallas_kernels.paged import pallas_gpu as paged_gpu
+from pallas_kernels.paged import pallas_tpu as paged_tpu
+from pallas_kernels.paged_attention import cpu, pallas, reference, shapes, xla
 from tests.marks import first
-from tests.pallas_kernels import gpu, pages
-from tests.pallas_kernels.pages import CHIPS
+from tests.pallas_kernels import pages
 
 SCALE = 0.15
 # several chunks of a row, blocks of queries, and little that is under way
-SMALL = Config(runs=2, slots=2, rows=8)
+SMALL = paged_tpu.Config(runs=2, slots=2, rows=8)
 SMALL_GPU = paged_gpu.Config(queries=16, keys=32, most=32, parts=3, warps=4, stages=2)
 KERNELS = ("pallas_tpu", "pallas_tpu small", "pallas_gpu", "pallas_gpu small", "cpu")
 FORMS = {
-    "pallas_tpu": jax.jit(functools.partial(pallas_tpu.attend, scale=SCALE, interpret=True)),
+    "pallas_tpu": jax.jit(functools.partial(pallas.attend, paged_tpu, scale=SCALE, interpret=True)),
     "pallas_tpu small": jax.jit(
-        functools.partial(pallas_tpu.attend, scale=SCALE, config=SMALL, interpret=True)
+        functools.partial(pallas.attend, paged_tpu, scale=SCALE, how=SMALL, interpret=True)
     ),
-    "pallas_gpu": jax.jit(functools.partial(pallas_gpu.attend, scale=SCALE, interpret=True)),
+    "pallas_gpu": jax.jit(functools.partial(pallas.attend, paged_gpu, scale=SCALE, interpret=True)),
     "pallas_gpu small": jax.jit(
-        functools.partial(pallas_gpu.attend, scale=SCALE, how=SMALL_GPU, interpret=True)
+        functools.partial(pallas.attend, paged_gpu, scale=SCALE, how=SMALL_GPU, interpret=True)
     ),
     "cpu": jax.jit(functools.partial(cpu.attend, scale=SCALE)),
     "xla": jax.jit(functools.partial(xla.attend, scale=SCALE)),
@@ -190,10 +190,10 @@ def test_the_kernel_has_no_races_and_reads_nothing_that_was_not_written(rng):
         own=[129, 0, 31, 300, 0, 1],
         first=[0, 0, 0, 0, 1, 1],
     )
-    for config, cores in ((SMALL, 1), (Config(runs=1, slots=3), 2)):
+    for config, cores in ((SMALL, 1), (paged_tpu.Config(runs=1, slots=3), 2)):
         how = pltpu.InterpretParams(detect_races=True, num_cores_or_threads=cores)
         pages.close(
-            pallas_tpu.attend(*args, scale=SCALE, config=config, interpret=how),
+            pallas.attend(paged_tpu, *args, scale=SCALE, how=config, interpret=how),
             wanted(args),
             "float32",
         )
@@ -245,36 +245,7 @@ def arrays(shape: shapes.Shape):
     return jax.ShapeDtypeStruct((B, K, M, H), dtype), pool, pool, pages.of_rows(B, positions)
 
 
-def check(chip: str, shape: shapes.Shape) -> None:
-    made = pages.compiled(
-        chip, functools.partial(paged_attention.paged_attention, scale=SCALE), arrays(shape)
-    )
-    pages.check_compiled(made, 4 * shape.rows * shape.heads * max(shape.queries, 8) * 128)
-
-
-@pytest.mark.parametrize("chip", CHIPS)
-def test_a_tpus_compiler_takes_the_kernel_with_nothing_large_beside_it(chip):
-    check(chip, shapes.DECODE[0])
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("chip", CHIPS)
-def test_a_tpus_compiler_takes_the_kernel_for_all_real_shapes(chip):
-    for shape in (*shapes.DECODE[1:], *shapes.TEAMS, *shapes.PREFILL):
-        check(chip, shape)
-
-
 ALL = (*shapes.DECODE, *shapes.TEAMS, *shapes.PREFILL)
-SOME = (shapes.DECODE[0], shapes.DECODE[-1], shapes.PREFILL[0])
-
-
-@pytest.mark.parametrize(
-    "shape", first(len(SOME), [*SOME, *(s for s in ALL if s not in SOME)]), ids=str
-)
-def test_for_a_gpu_it_is_one_kernel_and_no_other_product(shape):
-    gpu.check_one_kernel(
-        functools.partial(paged_attention.paged_attention, scale=SCALE), *arrays(shape)
-    )
 
 
 @pytest.mark.parametrize("shape", ALL, ids=str)

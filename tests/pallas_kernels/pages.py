@@ -7,14 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import SingleDeviceSharding
 
-from mint_jax.aot import chips
 from pallas_kernels.paged import PAGE, RUN, RUN_PAGES, Rows
 
 NOWHERE = 2**30  # a page that there is not
 LENGTHS = (0, 0, 1, 31, 33, 127, 128, 129, 200)
-CHIPS = ("v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
 # float32: scores of up to 15, whose last bits are in their exponentials; bfloat16: weights are
 # rounded before they meet the values.
 TOLERANCE = {"float32": 4e-5, "bfloat16": 2e-2}
@@ -87,17 +84,6 @@ def close(mine: Any, theirs: Any, dtype: str) -> None:
     np.testing.assert_allclose(scale * value / np.maximum(want_total, 1), want, atol=most)
 
 
-def compiled(chip: str, call: Any, arrays: Any) -> Any:
-    """``call`` ahead of time for one device of this kind."""
-    device = chips.target(chip).devices[0]
-    place = SingleDeviceSharding(device)
-    with jax.default_device(device):
-        specs = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), arrays
-        )
-        return jax.jit(call).lower(*specs).compile()
-
-
 def of_rows(B: int, positions: int) -> Rows:
     """Their shapes."""
     return Rows(
@@ -106,14 +92,3 @@ def of_rows(B: int, positions: int) -> Rows:
             for shape in ((), (B, positions // PAGE), (B,), (B,), (B,))
         )
     )
-
-
-def check_compiled(made: Any, queries_bytes: int) -> None:
-    """One kernel, and beside it nothing but queries and their numbers once more: no copy of keys,
-    which are far more.
-    """
-    text = made.as_text()
-    assert text.count('custom_call_target="tpu_custom_call"') == 1, (
-        "the kernel, and nothing in its place"
-    )
-    assert made.memory_analysis().temp_size_in_bytes < 4 * queries_bytes + (3 << 20)

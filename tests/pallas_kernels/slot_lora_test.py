@@ -10,20 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import SingleDeviceSharding
 
 from mint_jax import sharding
-from mint_jax.aot import chips
 from mint_jax.lora.tree import AdapterStack
 from mint_jax.lora.view import add_deltas, attach_rows, batch_delta
 from mint_jax.mesh import make_mesh, single_device_mesh
 from pallas_kernels import slot_lora
-from pallas_kernels.packed_lora import reference, runs
+from pallas_kernels.packed_lora import runs
 from pallas_kernels.packed_lora.pallas_tpu import Config
-from pallas_kernels.slot_lora import shapes
+from pallas_kernels.slot_lora import reference, shapes
 from tests.marks import first
 from tests.pallas_kernels import gpu
-from tests.pallas_kernels.packed_lora_test import CHIPS, close
+from tests.pallas_kernels.packed_lora_test import close
 
 SMALL = Config(rows=32, columns=128)
 TPU = slot_lora.pallas_tpu
@@ -98,7 +96,7 @@ def test_values_are_those_of_float64(rng, form, case):
     x, a, b, onto, slot, scale = arguments(rng, *case)
     close(
         form(x, a, b, onto, slot, scale),
-        reference.packed_lora(x, [a], [b], [onto], slot, scale)[0],
+        reference.add(x, a, b, onto, slot, scale),
         case[-1],
     )
     nobody = jnp.full_like(slot, -1)
@@ -144,7 +142,7 @@ def test_kernels_have_no_races_and_read_nothing_that_was_not_written(rng):
         "config": Config(rows=16, columns=128),
         "interpret": pltpu.InterpretParams(detect_races=True),
     }
-    want = reference.packed_lora(x, [a], [b], [onto], slot, scale)[0]
+    want = reference.add(x, a, b, onto, slot, scale)
     close(TPU.add(x, a, b, onto, slot, scale, **how), want, "float32")
     assert not interpret_pallas_call.races.races_found
     h = TPU.shrink(x, a, slot, **how)
@@ -156,7 +154,7 @@ def test_kernels_have_no_races_and_read_nothing_that_was_not_written(rng):
 def test_a_layer_begins_where_it_is_said(rng):
     x, a, b, onto, slot, scale = arguments(rng, 20, 128, 128, 8, 12, "float32")
     slot = jnp.minimum(slot, 3)  # of four a layer; the third layer
-    want = reference.packed_lora(x, [a], [b], [onto], jnp.where(slot < 0, -1, slot + 8), scale)[0]
+    want = reference.add(x, a, b, onto, jnp.where(slot < 0, -1, slot + 8), scale)
     for form in (add, on_gpu):
         close(form(x, a, b, onto, slot, scale, jnp.int32(8)), want, "float32")
     close(
@@ -344,48 +342,3 @@ def test_lowered_for_cuda_each_is_its_kernels():
         (GPU.expand, (inner, b, onto, slot), 1),
     ):
         assert gpu.text(fn, *args).count(gpu.KERNEL) == kernels, fn.__name__
-
-
-def check_compiled(chip: str, shape: shapes.Shape) -> None:
-    place = SingleDeviceSharding(chips.target(chip).devices[0])
-    M, D, (F,), R, W, dtype = shape
-
-    def spec(*dims, dtype=dtype):
-        return jax.ShapeDtypeStruct(dims, jnp.dtype(dtype), sharding=place)
-
-    x, a, b, onto, slot, scale = (
-        spec(M, D),
-        spec(W, R, D),
-        spec(W, R, F),
-        spec(M, F),
-        spec(M, dtype="int32"),
-        spec(M, dtype="float32"),
-    )
-    TPU.require_add(x, a, b, onto)
-    TPU.require_shrink(x, a)
-    TPU.require_expand(b, onto)
-
-    @functools.partial(jax.jit, donate_argnums=(3, 4))
-    def call(x, a, b, onto, other, slot, scale):
-        return TPU.add(x, a, b, onto, slot, scale), TPU.expand(
-            TPU.shrink(x, a, slot), b, other, slot
-        )
-
-    with jax.default_device(chips.target(chip).devices[0]):
-        made = call.lower(x, a, b, onto, onto, slot, scale).compile()
-    memory = made.memory_analysis()
-    assert made.as_text().count('custom_call_target="tpu_custom_call"') == 3, shape
-    assert memory.temp_size_in_bytes < 2 << 20, shape  # rows' numbers, and the inner products
-    assert memory.alias_size_in_bytes >= 2 * M * F * jnp.dtype(dtype).itemsize, shape
-
-
-@pytest.mark.parametrize("chip", first(1, CHIPS))
-def test_a_tpus_compiler_takes_the_kernels(chip):
-    check_compiled(chip, shapes.DECODE[2])
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("chip", CHIPS)
-def test_a_tpus_compiler_takes_the_kernels_for_all_real_shapes(chip):
-    for shape in (*shapes.DECODE, *shapes.PREFILL):
-        check_compiled(chip, shape)

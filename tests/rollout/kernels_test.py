@@ -13,14 +13,14 @@ from mint_jax.models.config import Kernels
 from mint_jax.rollout import device
 from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import Request
-from pallas_kernels import paged_gpu, paged_tpu
+from pallas_kernels.paged import pallas_gpu, pallas_tpu
 from tests.rollout.company_test import random_stacks
 
 OPS = {"llama": "paged_attention", "deepseek_v3_dense": "latent_attention"}
 
 
 # pools as TPUs have them, or as wide as heads are
-FORMS = {"pallas_tpu": (paged_tpu, 128), "pallas_gpu": (paged_gpu, 1)}
+FORMS = {"pallas_tpu": (pallas_tpu, 128), "pallas_gpu": (pallas_gpu, 1)}
 CASES = [
     ("llama", "pallas_gpu"),
     ("llama", "pallas_tpu"),

@@ -397,7 +397,7 @@ def _kernel(
         stats[0, n : n + 1] = column[...].reshape(K * M, LANES).T[:1]
 
 
-@functools.partial(jax.jit, static_argnames=("value", "width", "scale", "config", "interpret"))
+@functools.partial(jax.jit, static_argnames=("value", "width", "scale", "how", "interpret"))
 def attend(
     queries: Sequence[jax.Array],
     pools: Sequence[jax.Array],
@@ -405,7 +405,7 @@ def attend(
     width: int,
     rows: Rows,
     scale: float,
-    config: Config | None = None,
+    how: Config | None = None,
     interpret: Any = False,
 ) -> Partial:
     """Attends from each row's queries to its runs from ``first`` on; returns ``[B, K, M, 1]`` twice
@@ -416,12 +416,12 @@ def attend(
         pools: ``[L, U, K, PAGE, X_i]``, X_i at least H_i.
         value: index of the pool of values, of which the first ``width`` dimensions are summed.
     """
-    config = config or sized(queries, pools)
+    how = how or sized(queries, pools)
     layer, table, prefix, own, first = rows
     (B, K, M, _), D = queries[0].shape, table.shape[1]
-    sizes = _sizes(queries, pools, config)
+    sizes = _sizes(queries, pools, how)
     queries = [jnp.pad(q, ((0, 0), (0, 0), (0, sizes.M - M), (0, 0))) for q in queries]
-    parts = config.parts if B % config.parts == 0 else 1
+    parts = how.parts if B % how.parts == 0 else 1
     each, S = B // parts, sizes.runs * RUN
 
     def of_row(*shape: int) -> Any:
@@ -448,11 +448,11 @@ def attend(
             ],
             out_specs=[of_row(2, K * sizes.M), of_row(K, sizes.M, width)],
             scratch_shapes=[
-                *(pltpu.VMEM((config.slots, K, S, pool.shape[-1]), pool.dtype) for pool in pools),
+                *(pltpu.VMEM((how.slots, K, S, pool.shape[-1]), pool.dtype) for pool in pools),
                 pltpu.SMEM((2, 1, D), jnp.int32),
                 pltpu.SMEM((6,), jnp.int32),
                 *(pltpu.VMEM((K, sizes.M, LANES), jnp.float32),) * 2,
-                pltpu.SemaphoreType.DMA((config.slots, len(pools))),
+                pltpu.SemaphoreType.DMA((how.slots, len(pools))),
                 pltpu.SemaphoreType.DMA((2,)),
             ],
         ),

@@ -4,7 +4,7 @@ share.
 A pool ``[L, U, ..., PAGE, X]`` has pages of PAGE positions. A row's table lists its pages in two
 parts, the *prefix* and the row's *own* tokens, each of which begins with a new *run* of RUN
 positions. The loop reads one run of every row at a time, up to the longest row; the TPU kernel
-(``paged_tpu``) reads only each row's own pages.
+(``pallas_tpu``) reads only each row's own pages.
 
 Axes: L layers, U pages, B rows, T new tokens, D table entries, X width, M queries of a row, S
 positions of a run.

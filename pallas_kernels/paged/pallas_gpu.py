@@ -8,7 +8,7 @@ arXiv 2205.14135, section 3.1, Algorithm 1 line 12). The number of parts follows
 their ends from the row, so a row's result depends on the row only.
 
 Pages are read in place through the table. Positions without a token are not read and count as
-zeros. As in ``paged_tpu``, scores are sums over several pools of keys, and one pool has the values.
+zeros. As in ``pallas_tpu``, scores are sums over several pools of keys; one pool has the values.
 
 Axes: L layers, U pages, B rows, D table entries, K kv heads, M queries of one, Q of a program, X
 width in the pool, V of values, S positions of a step, N parts.
@@ -99,8 +99,13 @@ def config(
     )
 
 
-def require(queries: Sequence[jax.Array], pools: Sequence[jax.Array], width: int) -> None:
+def require(
+    queries: Sequence[jax.Array], pools: Sequence[jax.Array], value: int, width: int
+) -> None:
     """Raises if ``attend`` cannot serve these arrays.
+
+    Args:
+        value: index of the pool of values, of which ``width`` dimensions are needed.
 
     Raises:
         NotImplementedError: with the reason.
