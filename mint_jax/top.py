@@ -3,19 +3,18 @@
 
 Reads ``/debug/state`` and ``/metrics``, which require a key of scope ``admin`` if the server has
 keys. Tokens per second and device shares are between two polls, costs are totals. The table waits
-for a server that is down. ``q`` or Ctrl-C ends it.
+for a server that is down. Ctrl-C ends it.
 """
 
 import argparse
 import contextlib
 import dataclasses
 import json
-import select
 import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -188,27 +187,6 @@ def _bytes(count: float) -> str:
     return f"{count / 2**30:.2f} GiB"
 
 
-@contextlib.contextmanager
-def _keys() -> Iterator[Callable[[float], str]]:
-    """Yields a function that waits for a key for some seconds; without a terminal it only waits."""
-    if not sys.stdin.isatty():
-        yield lambda seconds: time.sleep(seconds) or ""
-        return
-    import termios
-    import tty
-
-    before = termios.tcgetattr(sys.stdin)
-    tty.setcbreak(sys.stdin)
-    try:
-        yield (
-            lambda seconds: (
-                sys.stdin.read(1) if select.select([sys.stdin], [], [], seconds)[0] else ""
-            )
-        )
-    finally:
-        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
-
-
 def follow(
     url: str,
     key: str | None,
@@ -216,10 +194,9 @@ def follow(
     console: Console,
     ended: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Shows the table until ``q``, Ctrl-C or ``ended``."""
+    """Shows the table until Ctrl-C or ``ended``."""
     before: Look | None = None
     with (
-        _keys() as wait,
         Live(console=console, auto_refresh=False) as live,
         contextlib.suppress(KeyboardInterrupt),
     ):
@@ -231,8 +208,7 @@ def follow(
             except ServerUnreachable as gone:
                 live.update(Panel(Text(f"{gone}; waiting for it")), refresh=True)
                 before = None
-            if wait(interval_s) == "q":
-                return
+            time.sleep(interval_s)
 
 
 def main(arguments: Sequence[str] | None = None, console: Console | None = None) -> int:

@@ -2,104 +2,27 @@
 prompt's text.
 """
 
-import json
-
 import numpy as np
 import pytest
-from tokenizers import (
-    AddedToken,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    processors,
-    trainers,
-)
-from tokenizers import Tokenizer as FastTokenizer
 from transformers import PreTrainedTokenizerFast
 
 from mint_jax.data.tokenizer import Tokenizer
 from mint_jax.rollout.detokenize import HALF, Detokenizer, context_of, text_behind
 from mint_jax.rollout.stops import Stops
+from tests.data.tiny_tokenizers import byte_level, metaspace, save, sentence_piece
 
 TEXTS = [
     "The capital of France is Paris, and the sky is blue.",
     "two plus two is four; it's été 日本 now",
     "say a colour",
 ]
-BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
-KINDS = ("byte_level", "llama", "metaspace", "unigram", "word_piece")
-
-
-def made(kind: str) -> FastTokenizer:
-    """A tiny tokenizer of a kind, trained on ``TEXTS``."""
-    special = ["<unk>", "<s>", "</s>"]
-    if kind == "byte_level":
-        fast = FastTokenizer(models.BPE())
-        fast.pre_tokenizer, fast.decoder = (
-            pre_tokenizers.ByteLevel(add_prefix_space=False),
-            decoders.ByteLevel(),
-        )
-        fast.train_from_iterator(
-            TEXTS,
-            trainers.BpeTrainer(
-                vocab_size=330, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
-            ),
-        )
-    elif kind == "word_piece":
-        fast = FastTokenizer(models.WordPiece(unk_token="<unk>"))
-        fast.pre_tokenizer, fast.decoder = (
-            pre_tokenizers.BertPreTokenizer(),
-            decoders.WordPiece(cleanup=True),
-        )
-        fast.train_from_iterator(
-            TEXTS, trainers.WordPieceTrainer(vocab_size=120, special_tokens=special)
-        )
-    elif kind == "unigram":
-        fast = FastTokenizer(models.Unigram())
-        fast.pre_tokenizer, fast.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
-        fast.train_from_iterator(
-            TEXTS, trainers.UnigramTrainer(vocab_size=90, special_tokens=special, unk_token="<unk>")
-        )
-    else:
-        fast = FastTokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
-        fast.pre_tokenizer = pre_tokenizers.Metaspace()
-        letters = [text.replace("é", "").replace("日本", "") for text in TEXTS]
-        fast.train_from_iterator(
-            letters, trainers.BpeTrainer(vocab_size=330, special_tokens=special + BYTES)
-        )
-        if kind == "metaspace":
-            fast.decoder = decoders.Sequence(
-                [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-            )
-            source = json.loads(fast.to_str())
-        else:
-            fast.normalizer = normalizers.Sequence(
-                [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-            )
-            strip = decoders.Strip(" ", 1, 0)
-            fast.decoder = decoders.Sequence(
-                [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), strip]
-            )
-            source = json.loads(fast.to_str()) | {"pre_tokenizer": None}
-        # bytes are none
-        source["added_tokens"] = [
-            token for token in source["added_tokens"] if token["content"] in special
-        ]
-        fast = FastTokenizer.from_str(json.dumps(source))
-        fast.post_processor = processors.TemplateProcessing(
-            "<s> $A", None, [("<s>", fast.token_to_id("<s>"))]
-        )
-    fast.add_special_tokens([AddedToken("<|end|>", special=True, normalized=False)])
-    return fast
+KINDS = {"byte_level": byte_level, "llama": sentence_piece, "metaspace": metaspace}
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def pair(request, tmp_path_factory):
     """A tokenizer of ours, and transformers' of the same file."""
-    folder = tmp_path_factory.mktemp(request.param)
-    made(request.param).save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>"}))
+    folder = save(tmp_path_factory.mktemp(request.param), KINDS[request.param]())
     return Tokenizer(folder), PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
 
 

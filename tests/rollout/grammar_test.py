@@ -109,11 +109,8 @@ def test_a_grammar_that_means_nothing_is_refused(base, bad, message):
 
 EMPTY = [  # schemas that no JSON of finite length fits
     {"$ref": "#"},
-    {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"},
     {"anyOf": [{"$ref": "#"}]},
-    {"allOf": [{"$ref": "#"}]},
     {"type": "array", "items": {"$ref": "#"}, "minItems": 1},
-    {"type": "array", "prefixItems": [{"type": "null"}, {"$ref": "#"}], "minItems": 2},
     {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]},
     {
         "$defs": {
@@ -121,20 +118,11 @@ EMPTY = [  # schemas that no JSON of finite length fits
         },
         "anyOf": [{"$ref": "#/$defs/x~1y"}],
     },
-    {"type": "integer", "minimum": 5, "maximum": 3},
     {"type": "object", "properties": {"a": False}, "required": ["a"]},
-    {"allOf": [{"type": "string"}, {"type": "integer"}]},
     {"type": "string", "pattern": "[^\\s\\S]"},
-    {"enum": []},
 ]
 RECURSIVE = [  # schemas that refer to themselves, and end
     {"anyOf": [{"$ref": "#"}, {"type": "null"}]},
-    {"type": "array", "items": {"$ref": "#"}},
-    {
-        "type": "object",
-        "properties": {"next": {"$ref": "#"}, "value": {"type": "integer"}},
-        "required": ["value"],
-    },
     {
         "type": "object",
         "properties": {"next": {"anyOf": [{"type": "null"}, {"$ref": "#"}]}},

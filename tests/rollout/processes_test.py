@@ -8,15 +8,11 @@ process gives the expected completions.
 import json
 import os
 import signal
-import subprocess
-import sys
-import time
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.postgres_server import free_port
 from mint_jax import messages
 from mint_jax.lora.tree import Slot
 from mint_jax.rollout import completions, plans
@@ -26,7 +22,7 @@ from mint_jax.rollout.request import Completion, Request
 from mint_jax.rollout.samples import CachedPrompt
 from mint_jax.rollout.scheduler import Scheduler
 from tests.laws.shardings_equal_test import save_checkpoint
-from tests.multihost_test import ROOT, together
+from tests.multihost_test import together
 
 GENERATE = """
 import dataclasses, json, sys
@@ -136,8 +132,7 @@ def test_two_processes_generate_as_one_bit_for_bit(family, axes, pages, rng, tmp
 
 
 FAIL = """
-import os, sys, time
-import jax
+import os, signal, sys
 from mint_jax import multihost
 from mint_jax.mesh import make_mesh
 from mint_jax.models import base as base_lib
@@ -154,8 +149,7 @@ if multihost.is_main():
         if len(calls) == 3 and sys.argv[2] == "raises":
             raise ValueError("the third call")
         if len(calls) == 3:
-            print("idle", flush=True)
-            time.sleep(600)
+            os.kill(os.getpid(), signal.SIGKILL)
         real(*args)
     engine.active._decode = decode
 try:
@@ -164,61 +158,24 @@ except (RuntimeError, ValueError) as error:
     print(error, flush=True)
     if sys.argv[2] == "dies":
         os._exit(3)
-multihost.barrier("said")
+multihost.barrier("failed")
 """
-
-
-def joined(arguments, folder):
-    """Starts two processes of ``FAIL``."""
-    folder.mkdir()
-    address = f"127.0.0.1:{free_port()}"
-    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=1"
-    out = []
-    shared = os.environ | {
-        "XLA_FLAGS": flags,
-        "PYTHONPATH": str(ROOT),
-        "TF_CPP_MIN_LOG_LEVEL": "2",
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-    }
-    for i in range(2):
-        names = {"MINT_COORDINATOR": address, "MINT_PROCESSES": "2", "MINT_PROCESS": str(i)}
-        with (
-            (folder / f"stdout{i}").open("w") as stdout,
-            (folder / f"stderr{i}").open("w") as stderr,
-        ):
-            out.append(
-                subprocess.Popen(
-                    [sys.executable, "-c", FAIL, *arguments],
-                    env=shared | names,
-                    stdout=stdout,
-                    stderr=stderr,
-                )
-            )
-    return out
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("how", ["raises", "dies"])
 def test_followers_end_when_process_0_fails(how, tmp_path):
-    running = joined([checkpoint("dense", tmp_path / "model"), how], tmp_path / "processes")
-    said = [tmp_path / "processes" / f"stdout{i}" for i in range(2)]
-    try:
-        if how == "dies":
-            deadline = time.monotonic() + 200
-            while "idle" not in said[0].read_text() and time.monotonic() < deadline:
-                time.sleep(0.2)
-            running[0].send_signal(signal.SIGKILL)
-            assert running[1].wait(60) != 0, "it must end by itself"
-        else:
-            assert [process.wait(200) for process in running] == [0, 0]
-            assert "the third call" in said[0].read_text()
-            assert "process 0 failed: the third call" in said[1].read_text()
-    finally:
-        for process in running:
-            process.kill()
-            process.wait()
-        for file in sorted((tmp_path / "processes").iterdir()):
-            print(f"--- {file.name}\n{file.read_text()[-3000:]}")
+    command = ["-c", FAIL, checkpoint("dense", tmp_path / "model"), how]
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=1"
+    fast = {"XLA_FLAGS": flags, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    main, other = together([command] * 2, tmp_path / "processes", 200, **fast)
+    if how == "dies":
+        assert main.status == -signal.SIGKILL
+        assert other.status not in (0, -signal.SIGKILL), "it must end by itself"
+    else:
+        assert (main.status, other.status) == (0, 0)
+        assert "the third call" in main.out
+        assert "process 0 failed: the third call" in other.out
 
 
 def test_a_plan_is_the_same_in_the_message(rng):
