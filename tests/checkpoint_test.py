@@ -27,7 +27,6 @@ SERVER = multiprocessing.get_context("forkserver")  # imports once, forks for ev
 SERVER.set_forkserver_preload(
     ["mint_jax.launch", "mint_jax.checkpoint", "mint_jax.catalog.lifecycle", "pytest"]
 )
-ROOT = Path(__file__).parents[1]
 
 
 def tree(rng, n=30) -> dict:

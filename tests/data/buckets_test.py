@@ -24,11 +24,6 @@ def test_there_are_eight_sizes_between_powers_of_two():
         assert len({round_up(n) for n in range(2**power + 1, 2 ** (power + 1) + 1)}) == 8
 
 
-@given(st.integers(-5, 1000), st.integers(0, 1000))
-def test_least_is_a_lower_bound(n, least):
-    assert round_up(n, least) == round_up(max(n, least, 1))
-
-
 shapes = st.lists(st.tuples(st.integers(1, 300), st.integers(1, 300)), min_size=1, max_size=30)
 
 

@@ -62,7 +62,6 @@ def test_the_same_seed_gives_the_same_items():
         ("no_such_task", {}),
         ("chain_sum", {"no_such_option": 1}),
         ("chain_sum", {"min_terms": 5, "max_terms": 2}),
-        ("chain_sum", {"size": -1}),
     ],
 )
 def test_unknown_tasks_and_bad_options_are_refused(task, options):

@@ -35,13 +35,9 @@ def test_prompts_ask_for_their_answer():
     [
         ("apple", 1.0),
         (" apple\n", 1.0),
-        ("Apple", 0.5),
-        ("apple.", 0.5),
         ("APPLE.", 0.5),
         ("The word is Apple!", 0.1),
-        ("pineapples", 0.1),
         ("cat", 0.0),
-        ("", 0.0),
     ],
 )
 def test_copy_rewards(completion, reward):
@@ -53,15 +49,11 @@ def test_copy_rewards(completion, reward):
     [
         ("[apple]", 1.0),
         (" [apple]\n", 1.0),
-        ("[apple] ", 1.0),
         ("[ apple ]", 0.3),
         ("[apple", 0.2),
-        ("apple]", 0.2),
         ("apple", 0.1),
         ("[cat]", 0.2),
-        ("[", 0.1),
         ("cat", 0.0),
-        ("", 0.0),
     ],
 )
 def test_bracket_rewards(completion, reward):

@@ -29,7 +29,6 @@ SERVER = multiprocessing.get_context("forkserver")  # imports once, forks for ev
 SERVER.set_forkserver_preload(
     ["mint_jax.launch", "mint_jax.checkpoint", "mint_jax.catalog.lifecycle", "pytest"]
 )
-ROOT = Path(__file__).parents[2]
 RANKS = {"c": 1, "a": 3, "b": 3}
 
 

@@ -4,7 +4,6 @@ that revision is called may move on.
 
 import contextlib
 import threading
-from pathlib import Path
 
 import chex
 import jax
@@ -27,7 +26,6 @@ from mint_jax.rollout.score import Scorer
 from tests.configs import read, run_config, tiny
 from tests.groups import rows_of, write_environment
 
-ROOT = Path(__file__).parents[2]
 ATOL = 1e-4  # float32: a scorer's batch has another shape than the sampler's
 
 
