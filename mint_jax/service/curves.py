@@ -1,9 +1,7 @@
-"""How the training of each policy goes: its loss and its gradient's norm at every update, for
-charts.
+"""Training curves: the loss and the gradient norm of each policy at every update, for charts.
 
-The thread that owns the devices tells of each request as it ends, which costs it some additions;
-the server writes down what is new every few seconds. A crash takes the points since then: charts
-have a gap there, and nothing else depends on them.
+The device thread records each request as it ends; the server writes new points every few seconds.
+A crash loses the points since then: charts have a gap, and nothing else depends on them.
 """
 
 import collections
@@ -22,20 +20,18 @@ class Curves:
     """See the module; may be called from any thread.
 
     Args:
-        book: keeps them; its clock dates them.
+        book: keeps them, and gives the time.
     """
 
     def __init__(self, book: Book):
         self._book = book
         self._lock = threading.Lock()
-        # since a policy's last update: its loss, and the weights that it is a sum over
+        # since a policy's last update: summed loss and summed weights
         self._sums: dict[str, tuple[float, float]] = {}
         self._new: collections.defaultdict[str, list[Point]] = collections.defaultdict(list)
 
-    def heard(self, model: str, call: Call, result: object) -> None:
-        """A request of a policy has ended with this result; requests of one policy come in their
-        order.
-        """
+    def record(self, model: str, call: Call, result: object) -> None:
+        """Records the result of a request; called in the order of a policy's requests."""
         if isinstance(call, ForwardBackward) and call.backward:
             weight = sum(float(np.abs(datum.weights).sum()) for datum in call.data)
             with self._lock:
@@ -50,7 +46,7 @@ class Curves:
                 )
 
     def flush(self) -> None:
-        """Writes down what is new; what could not be written is tried again with the next."""
+        """Writes new points. What cannot be written is tried again by the next call."""
         with self._lock:
             new, self._new = self._new, collections.defaultdict(list)
         if not new:
@@ -64,9 +60,7 @@ class Curves:
             raise
 
     def of(self, model: str) -> list[tuple[int, Point]]:
-        """The numbers of a policy's updates and what is known of each, at most ``MOST`` and the
-        last.
-        """
+        """Returns the numbers and points of a policy's updates, at most ``MOST`` and the last."""
         self.flush()
         return self._book.points(model, MOST)
 

@@ -1,11 +1,10 @@
-"""One thread owns the devices: adapters that have arrived are written into slots, rows decode, at
-most one slice of training, again.
+"""Loop of the thread that owns the devices: writes arrived adapters into slots, decodes rows, runs
+at most one slice of training, and repeats.
 
-Sampling is the engine's, training that of ``training.Training``; both charge what they take to the
-same counters, by which tenants get their turns. A slice is the largest whose measured cost is
-within a bound, so that rows that decode wait no longer than that for their next tokens. While none
-decode the bound is a larger one: a request that arrives then waits for its first token as long as
-that.
+The engine samples and ``training.Training`` trains; both charge the same counters, which order the
+tenants. A slice is the largest whose measured cost is within a bound, so that decoding rows wait no
+longer than that for their next tokens. The bound is larger while no row decodes; it then delays the
+first token of a new request.
 """
 
 import collections
@@ -22,7 +21,7 @@ from mint_jax.service.fairness import Counters
 from mint_jax.service.training import Training
 from mint_jax.train.trainer import Trainer
 
-KEPT_GAPS = 10_000  # of the gaps between two dispatches of rows that decode, the last so many
+KEPT_GAPS = 10_000  # the last gaps between two dispatches of decoding rows
 
 
 class Loop:
@@ -30,21 +29,20 @@ class Loop:
 
     Args:
         engine: samples; not serving yet.
-        live: trains; over the same base.
+        live: trains over the same base.
         residency: brings revisions to the engine's slots.
-        counters: whose turn it is.
-        gap_s: seconds that rows that decode may wait for a slice, where any slice is as short.
-        idle_gap_s: the same while none decode.
+        counters: order the tenants.
+        gap_s: maximum seconds that decoding rows wait for a slice, unless the shortest is longer.
+        idle_gap_s: the same while no row decodes.
         commit_bytes: see ``Engine.serving``.
-        costs: told what each dispatch took, and for whom.
+        costs: charged with each dispatch.
 
     Attributes:
         training: takes requests from any thread while the loop runs.
-        gaps: seconds from the end of one dispatch of rows to the beginning of the next where rows
-            were there in between.
+        gaps: seconds that decoding rows waited for slices.
 
     Raises:
-        UserError: bounds that are not above 0; engine and live training over different bases.
+        UserError: a bound is not above 0, or engine and live training have different bases.
     """
 
     def __init__(
@@ -75,8 +73,8 @@ class Loop:
 
     @contextlib.contextmanager
     def running(self) -> Iterator["Loop"]:
-        """Runs the loop in a thread of its own until the block ends; training requests that have
-        not ended then are refused.
+        """Runs the loop in another thread until the block ends, which refuses unfinished training
+        requests.
         """
         try:
             with self.engine.serving(
@@ -120,11 +118,5 @@ class Loop:
         tokens: Mapping[tuple[str, str | None], int],
     ) -> None:
         if self.costs is not None:
-            self.costs.charge(
-                kind,
-                seconds,
-                {
-                    Payer(tenant, digest or BASE): count
-                    for (tenant, digest), count in tokens.items()
-                },
-            )
+            shares = {Payer(tenant, digest or BASE): n for (tenant, digest), n in tokens.items()}
+            self.costs.charge(kind, seconds, shares)

@@ -273,7 +273,7 @@ class Server:
             self.sizes.every_s,
             store=self.checkpoints,
             tenant_of=self.book.owner,
-            on_result=self.curves.heard,
+            on_result=self.curves.record,
             on_end=lambda model, number: (
                 self.quotas.end_all(model) if number is None else self.quotas.end((model, number))
             ),

@@ -1,12 +1,12 @@
 """Model names of a tenant, resolved to the bare base or to a revision's digest.
 
     the base's name                        the bare base
-    tinker://…/sampler_weights/…           what a function that is given says
-    a name given by ``load``               what it stood for then, until ``unload``
-    policy, policy@serving, policy@12      what the catalog says now; also a digest
+    tinker://.../sampler_weights/...       resolved by the ``sampler`` function
+    a name given by ``load``               its revision at that time, until ``unload``
+    policy, policy@serving, policy@12      resolved by the catalog now; also a digest
 
-A request asks once and keeps the digest, so that a promotion moves later requests only. What is
-unknown, retired or another tenant's is ``NotFound``, in the same words.
+A request resolves its name once and keeps the digest, so a promotion affects later requests only.
+Unknown, retired and other tenants' names all raise the same ``NotFound``.
 """
 
 import dataclasses
@@ -54,9 +54,9 @@ class Model:
     """A resolved name.
 
     Attributes:
-        name: as it was written.
+        name: as the client sent it.
         digest: of the revision; None: the bare base.
-        policy, number: of the revision, where a catalog has it.
+        policy, number: of the revision, if it is in a catalog.
     """
 
     name: str
@@ -67,23 +67,22 @@ class Model:
 
 @dataclasses.dataclass(frozen=True)
 class Page:
-    """Some of the models that a tenant can name, and whether there are more behind them."""
+    """A page of a tenant's models; ``more``: another page follows."""
 
     cards: list[dict[str, Any]]
     more: bool
 
 
 class Weights:
-    """The names of one server. All methods may be called from any thread; they read databases and
-    files.
+    """The names of one server; may be called from any thread. Methods read databases and files.
 
     Args:
-        base: what is resident; it goes by ``base.name`` and ``also``.
+        base: the resident base, named ``base.name`` and ``also``.
         catalog: of policies; None: there are none.
-        sampler: (tenant, path) -> digest of ``tinker://`` paths; raises a ``UserError`` for a path
-            that the tenant does not have.
-        folder: below which ``load`` reads PEFT folders; None: it reads none.
-        below: where ``fetch`` goes for what was not loaded from a folder.
+        sampler: returns the digest of a tenant's ``tinker://`` path; raises a ``UserError`` for an
+            unknown path.
+        folder: root of the PEFT folders that ``load`` may read; None: it reads none.
+        below: returns the packed bytes of revisions that were not loaded from a folder.
         clock: seconds since 1970.
     """
 
@@ -112,7 +111,7 @@ class Weights:
 
         Raises:
             NotFound: unknown, retired, or another tenant's.
-            DatabaseFailed, StorageFailed: nobody can tell now.
+            DatabaseFailed, StorageFailed: the catalog cannot be read.
         """
         if name in self.names:
             return Model(name)
@@ -130,28 +129,27 @@ class Weights:
                 return Model(name, found.digest, found.policy, found.number)
         except (DatabaseFailed, StorageFailed):
             raise
-        except UserError:  # why is not for one who may have no right to know that it is there
+        except UserError:  # the reason could reveal another tenant's policy
             pass
         raise NotFound(name)
 
     def load(self, name: str, path: str, tenant: str, inplace: bool = False) -> Model:
-        """Gives a revision a name of this tenant's, until ``unload``.
+        """Names a revision for this tenant until ``unload``.
 
         Args:
             path: a revision's name or digest, a ``tinker://`` path, or a PEFT folder below the
                 server's.
-            inplace: the name may have been given before.
+            inplace: the name may be loaded already.
 
         Raises:
-            Taken: the name stands for something already.
+            Taken: the name is in use.
             NotFound: no such path.
-            UserError: a name that is none, or a folder that cannot be read as an adapter of this
-                base.
+            UserError: the name is invalid, or the folder is not an adapter of this base.
         """
         name = clean("lora_name", name)
         with self._lock:
-            there = (tenant, name) in self._loaded
-        if (there and not inplace) or (not there and self._stands(name, tenant)):
+            loaded = (tenant, name) in self._loaded
+        if (loaded and not inplace) or (not loaded and self._exists(name, tenant)):
             raise Taken(
                 f"lora_name {name!r} is taken: unload it first, say load_inplace, or choose another"
                 " name"
@@ -171,10 +169,10 @@ class Weights:
         return model
 
     def unload(self, name: str, tenant: str) -> None:
-        """Takes a name back; requests that have its slot go on.
+        """Removes a loaded name; requests that use its slot continue.
 
         Raises:
-            NotFound: it was not given by ``load`` to this tenant.
+            NotFound: this tenant has not loaded it.
         """
         with self._lock:
             if self._loaded.pop((tenant, name), None) is None:
@@ -182,7 +180,7 @@ class Weights:
             self._forget_unnamed()
 
     def fetch(self, digest: str) -> np.ndarray:
-        """The packed bytes of a revision, for residency.
+        """Returns the packed bytes of a revision, for residency.
 
         Raises:
             UserError: it was unloaded, or ``below`` does not have it.
@@ -192,38 +190,33 @@ class Weights:
         if data is not None:
             return data
         if self._below is None:
-            raise UserError(f"revision {digest[:16]} is loaded no more: load it again")
+            raise UserError(f"revision {digest[:16]} is not loaded any more: load it again")
         return self._below(digest)
 
     def names_of(self, digest: str) -> list[str]:
-        """The names that ``load`` gave a revision, in all tenants; its digest where there is
-        none.
-        """
+        """Returns the loaded names of a revision in all tenants; its digest if it has none."""
         with self._lock:
-            return sorted(
-                {
-                    name
-                    for (_, name), (model, _, _) in self._loaded.items()
-                    if model.digest == digest
-                }
-            ) or [digest]
+            found = {
+                name for (_, name), (one, _, _) in self._loaded.items() if one.digest == digest
+            }
+        return sorted(found) or [digest]
 
     def page(self, tenant: str, after: str | None = None, limit: int = 100) -> Page:
-        """A page of models: the base, names that were loaded, and policies with a revision to
-        sample, by name.
+        """Returns a page of models: the base, loaded names, and policies with a revision to sample,
+        by name.
 
         Args:
-            after: the last page's last id.
+            after: last id of the previous page.
 
         Raises:
-            UserError: ``after`` is no name.
+            UserError: ``after`` is not a name.
         """
         with self._lock:
-            mine = sorted(
+            loaded = sorted(
                 (name, *what) for (owner, name), what in self._loaded.items() if owner == tenant
             )
         cards = [self._card(name, self._began) for name in self.names]
-        cards += [self._card(name, when, path, model) for name, model, path, when in mine]
+        cards += [self._card(name, when, path, model) for name, model, path, when in loaded]
         ids = [card["id"] for card in cards]
         if after in ids:
             cards, after = cards[ids.index(after) + 1 :], None
@@ -242,17 +235,14 @@ class Weights:
             for policy in some:
                 try:
                     model = self.resolve(policy.name, tenant)
-                except NotFound:  # nothing of it can be sampled
+                except NotFound:  # no revision of it can be sampled
                     continue
-                cards.append(
-                    self._card(
-                        policy.name, policy.created_at, f"{policy.policy}@{model.number}", model
-                    )
-                )
+                root = f"{policy.policy}@{model.number}"
+                cards.append(self._card(policy.name, policy.created_at, root, model))
         return Page(cards[:limit], len(cards) > limit)
 
     def card(self, name: str, tenant: str) -> dict[str, Any]:
-        """One model, as ``page`` tells it.
+        """Returns one model as in ``page``.
 
         Raises:
             NotFound: see ``resolve``.
@@ -262,12 +252,8 @@ class Weights:
             _, path, when = self._loaded.get((tenant, name), (None, None, self._began))
         if model.digest is None:
             return self._card(name, when)
-        return self._card(
-            name,
-            when,
-            path or (name if model.policy is None else f"{model.policy}@{model.number}"),
-            model,
-        )
+        root = name if model.policy is None else f"{model.policy}@{model.number}"
+        return self._card(name, when, path or root, model)
 
     def _card(
         self, name: str, created: float, root: str | None = None, model: Model | None = None
@@ -283,7 +269,7 @@ class Weights:
             "mint_revision": None if model is None else model.digest,
         }
 
-    def _stands(self, name: str, tenant: str) -> bool:
+    def _exists(self, name: str, tenant: str) -> bool:
         try:
             self.resolve(name, tenant)
         except NotFound:
@@ -291,7 +277,7 @@ class Weights:
         return True
 
     def _read_folder(self, path: str) -> bytes | None:
-        """The packed adapter of a PEFT folder; None for what is none that may be read."""
+        """Returns the packed adapter of a PEFT folder; None if there is none below the root."""
         if self._folder is None or path.startswith(SCHEME) or "\0" in path:
             return None
         real = Path(os.path.realpath(self._folder / path))

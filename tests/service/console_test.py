@@ -301,10 +301,10 @@ def test_curves_are_losses_of_a_target_and_gradient_norms(people, guarded, model
             datum = Datum(
                 np.zeros(4, np.int32), np.zeros(4, np.int32), np.full(4, weight, np.float32)
             )
-            curves.heard(model, ForwardBackward([datum], COEFS), Trained([], loss))
-            curves.heard(model, ForwardBackward([datum], COEFS, backward=False), Trained([], 99.0))
-        curves.heard(model, Optim(OptimizerConfig()), {"grad_norm": norm})
-    curves.heard(model, Optim(OptimizerConfig()), {"grad_norm": 1.0})  # of nothing
+            curves.record(model, ForwardBackward([datum], COEFS), Trained([], loss))
+            curves.record(model, ForwardBackward([datum], COEFS, backward=False), Trained([], 99.0))
+        curves.record(model, Optim(OptimizerConfig()), {"grad_norm": norm})
+    curves.record(model, Optim(OptimizerConfig()), {"grad_norm": 1.0})  # of nothing
     shown = people["ann"].get(f"/console/curves/{quote('ann/' + model)}").json()
     assert shown["loss"] == {
         "x": list(range(1, 8)),
