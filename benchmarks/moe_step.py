@@ -23,7 +23,7 @@ from ml_collections import ConfigDict
 from benchmarks import timing
 from mint_jax import params as params_lib
 from mint_jax.lora.tree import AdapterStack
-from mint_jax.lora.view import View, attach_blocks
+from mint_jax.lora.view import AdapterView, attach_blocks
 from mint_jax.models import experts, moe, router, stacked
 from mint_jax.models.config import Experts, ModelConfig
 from mint_jax.models.expert_parallel import routed
@@ -55,7 +55,7 @@ class _Stack:
             for _ in range(2)
         )
 
-    def adapters(self, policies: int) -> View:
+    def adapters(self, policies: int) -> AdapterView:
         """``policies`` adapters of all expert projections, both factors random."""
         size, key = self.size, jax.random.key(policies)
         factors = {}
@@ -73,7 +73,7 @@ class _Stack:
     def forward(
         self,
         x_BTD: jax.Array,
-        lora: View | None,
+        lora: AdapterView | None,
         params: Any,
         through: Routed,
         sliced: bool = False,

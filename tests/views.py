@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 
 from mint_jax.lora.tree import AdapterStack
-from mint_jax.lora.view import View, attach_blocks
+from mint_jax.lora.view import AdapterView, attach_blocks
 
 
-def view_of(parts: Any, base_blocks: int = 0) -> View:
+def view_of(parts: Any, base_blocks: int = 0) -> AdapterView:
     """Consecutive blocks of rows, of each bucket ``(factors [L, P, R, ...], scale [P])``."""
     stacks = {
         i: AdapterStack(jax.tree.map(jnp.asarray, factors), jnp.asarray(scale), i)
@@ -19,6 +19,6 @@ def view_of(parts: Any, base_blocks: int = 0) -> View:
     return attach_blocks(stacks, slots, base_blocks=base_blocks)
 
 
-def view_of_one(adapter: Any, scale: Any = 1.0) -> View:
+def view_of_one(adapter: Any, scale: Any = 1.0) -> AdapterView:
     """One adapter for all rows."""
     return view_of([(jax.tree.map(lambda x: jnp.asarray(x)[:, None], adapter), jnp.full(1, scale))])

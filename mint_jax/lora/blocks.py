@@ -8,7 +8,7 @@ import numpy as np
 
 from mint_jax.data.buckets import round_up
 from mint_jax.lora.tree import Slot, Stacks
-from mint_jax.lora.view import View, attach_blocks
+from mint_jax.lora.view import AdapterView, attach_blocks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +62,7 @@ def plan_blocks(adapters: Sequence[Slot | None], row_multiple: int = 1) -> Block
     return BlockPlan(order, size, slots, base_blocks)
 
 
-def bind_blocks(plan: BlockPlan, stacks: Stacks, dtype: Any) -> View | None:
+def bind_blocks(plan: BlockPlan, stacks: Stacks, dtype: Any) -> AdapterView | None:
     """Binds resident adapters to a plan's blocks; None if no row has an adapter."""
     if not plan.slots:
         return None

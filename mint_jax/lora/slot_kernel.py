@@ -40,8 +40,8 @@ def add(
     """Adds one rank bucket's deltas to the results of projections of the same rows.
 
     Args:
-        args: ``x [B, T, D]``, the results ``[B, T, F]``, each projection's ``view.Bucket``, and the
-            layer.
+        args: ``x [B, T, D]``, the results ``[B, T, F]``, the ``view.RankBucket`` of each
+            projection, and the layer.
         ends: logical axes of each projection's D and F.
         kernel: auto or a name, see ``config.Kernels``.
         plain: form without a kernel, a function of ``args``.

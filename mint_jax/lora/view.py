@@ -47,7 +47,7 @@ Apply = Callable[[Any, jax.Array], jax.Array]
 
 
 @struct.dataclass
-class Bucket:
+class RankBucket:
     """The adapters of one rank bucket in a batch.
 
     Attributes:
@@ -76,11 +76,11 @@ class Bucket:
     order: Any = None
     turn: Turn | None = None
 
-    def at(self, name: str) -> "Bucket":
+    def at(self, name: str) -> "RankBucket":
         factors, taps = (tree and tree.get(name, {}) for tree in (self.factors, self.taps))
         return dataclasses.replace(self, factors=factors, taps=taps)
 
-    def of_blocks(self, layer: jax.Array, taps: Any, dtype: Any) -> "Bucket":
+    def of_blocks(self, layer: jax.Array, taps: Any, dtype: Any) -> "RankBucket":
         """Returns the factors of each block in one layer."""
         scale = self.scale.at[self.slots].get(mode="clip")
 
@@ -91,7 +91,7 @@ class Bucket:
             return _gathered(stack, layer, self.slots, own).astype(dtype)
 
         trees = (self.factors,) if taps is None else (self.factors, taps)
-        return Bucket(jax.tree_util.tree_map_with_path(take, *trees))
+        return RankBucket(jax.tree_util.tree_map_with_path(take, *trees))
 
 
 def _gathered(
@@ -117,7 +117,7 @@ _tapped.defvjp(lambda *args: (_tapped(*args), None), lambda _, g: (g, None, None
 
 
 @struct.dataclass
-class View:
+class AdapterView:
     """Adapters bound to a batch, for all projections or those below one name.
 
     Attributes:
@@ -130,7 +130,7 @@ class View:
         dtype: compute dtype of blocks' factors.
     """
 
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[RankBucket, ...]
     layer: jax.Array | None = None
     blocks: tuple[int, ...] = struct.field(pytree_node=False, default=())
     base_blocks: int = struct.field(pytree_node=False, default=0)
@@ -152,14 +152,14 @@ class View:
         """Taps of each bucket, ``[L, P, ...]``, for the scan over layers to slice."""
         return tuple(bucket.taps for bucket in self.buckets)
 
-    def at(self, name: str) -> "View":
+    def at(self, name: str) -> "AdapterView":
         """Returns the adapters below one name of the tree; buckets without it become empty."""
         below = dataclasses.replace(self, buckets=tuple(b.at(name) for b in self.buckets))
         if name not in TABLES:
             return below
         return below.in_layer(jnp.int32(0), jax.tree.map(lambda tap: tap[0], below.taps))
 
-    def in_layer(self, layer: jax.Array, taps: tuple[Any, ...] | None = None) -> "View":
+    def in_layer(self, layer: jax.Array, taps: tuple[Any, ...] | None = None) -> "AdapterView":
         """Returns the adapters of one layer; ``taps`` are the layer's, ``[P, ...]``."""
         if self.by_rows:
             return dataclasses.replace(self, layer=layer)
@@ -187,7 +187,7 @@ class View:
             raise ValueError(f"{rows} rows do not divide into {self.total_blocks} equal blocks")
         return rows // self.total_blocks
 
-    def packed(self, bucket: Bucket, blocks: int) -> tuple[Any, jax.Array, jax.Array | None]:
+    def packed(self, bucket: RankBucket, blocks: int) -> tuple[Any, jax.Array, jax.Array | None]:
         """Returns factors of experts, the index of each block's adapter along the axes before ``[E,
         R, .]``, flattened, and its scale if B does not include it.
         """
@@ -225,7 +225,9 @@ class View:
             return sum(parts[1:], parts[0])
         rows, T = self._rows_of_block(x.shape[0]), x.shape[1]
         parts, start = [], 0
-        for bucket, blocks in zip((*self.buckets, Bucket({})), (*self.blocks, self.base_blocks)):
+        for bucket, blocks in zip(
+            (*self.buckets, RankBucket({})), (*self.blocks, self.base_blocks)
+        ):
             n = blocks * rows
             if n and bucket.factors:
                 own = x[start : start + n].reshape(blocks, rows, *x.shape[1:])
@@ -236,7 +238,7 @@ class View:
         return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
     def of_rows(
-        self, bucket: Bucket, fn: Apply, x: jax.Array, d_out: int, dtype: Any, fan: int
+        self, bucket: RankBucket, fn: Apply, x: jax.Array, d_out: int, dtype: Any, fan: int
     ) -> jax.Array:
         """Returns the deltas of named rows in one of the three forms."""
         B, T = x.shape[:2]
@@ -264,7 +266,7 @@ class View:
         delta = jax.lax.switch(bucket.form, [none, one, several]) if T == 1 else several()
         return jnp.where((bucket.slots >= 0)[:, None, None], delta, jnp.zeros((), dtype))
 
-    def _dealt(self, bucket: Bucket, dtype: Any) -> Any:
+    def _dealt(self, bucket: RankBucket, dtype: Any) -> Any:
         """Returns the factors of each row's slot, ``[B, R, .]``."""
         mesh: Any = jax.sharding.get_abstract_mesh()
         if sharding.one_device():
@@ -281,7 +283,7 @@ class View:
 
         return jax.tree.map(deal, self._take(bucket, bucket.distinct, dtype))
 
-    def _take(self, bucket: Bucket, slots: jax.Array, dtype: Any) -> Any:
+    def _take(self, bucket: RankBucket, slots: jax.Array, dtype: Any) -> Any:
         """Returns the factors of slots, ``[P, R, D]`` and ``[P, R, F]``, the latter scaled; rank 1
         is padded to 2.
         """
@@ -298,7 +300,7 @@ def attach_blocks(
     taps: Mapping[int, Any] | None = None,
     base_blocks: int = 0,
     dtype: Any = jnp.float32,
-) -> View:
+) -> AdapterView:
     """Binds consecutive blocks of rows to resident slots, bucket by bucket in the order of ranks.
 
     Args:
@@ -309,7 +311,7 @@ def attach_blocks(
     """
     buckets = []
     for rank in sorted(slots):
-        own = Bucket(stacks[rank].factors, stacks[rank].scale, jnp.asarray(slots[rank]))
+        own = RankBucket(stacks[rank].factors, stacks[rank].scale, jnp.asarray(slots[rank]))
         if taps is not None:
             scale = own.scale.at[own.slots].get(mode="clip")
 
@@ -325,12 +327,12 @@ def attach_blocks(
             own = dataclasses.replace(own, taps=made)
         buckets.append(own)
     blocks = tuple(bucket.slots.shape[0] for bucket in buckets)
-    return View(tuple(buckets), None, blocks, base_blocks, dtype=jnp.dtype(dtype))
+    return AdapterView(tuple(buckets), None, blocks, base_blocks, dtype=jnp.dtype(dtype))
 
 
 def taps_of(stacks: Stacks, slots: Mapping[int, jax.Array]) -> dict[int, Any]:
     """Returns float32 zeros ``[L, P, ...]`` for each bucket, whose gradient is that of the blocks'
-    factors: see ``Bucket.taps``.
+    factors: see ``RankBucket.taps``.
     """
 
     def zeros(P: int) -> Any:
@@ -341,22 +343,22 @@ def taps_of(stacks: Stacks, slots: Mapping[int, jax.Array]) -> dict[int, Any]:
 
 def attach_rows(
     stacks: Stacks, slots: Mapping[int, jax.Array], kernel: str = "xla", tokens: int = 1
-) -> View | None:
+) -> AdapterView | None:
     """Binds rows that each name a slot; None without any stack.
 
     Args:
         slots: by bucket ``[B]`` int32, -1 for rows without an adapter there.
-        kernel: implementation for dense projections, see ``View``.
+        kernel: implementation for dense projections, see ``AdapterView``.
         tokens: tokens of each row.
     """
     if not stacks:
         return None
     buckets = tuple(_named(stacks[rank], slots[rank], kernel, tokens) for rank in sorted(stacks))
     blocks = tuple(bucket.distinct.shape[0] for bucket in buckets)
-    return View(buckets, None, blocks, 1, True, kernel)
+    return AdapterView(buckets, None, blocks, 1, True, kernel)
 
 
-def _named(stack: AdapterStack, slots_B: jax.Array, kernel: str, tokens: int) -> Bucket:
+def _named(stack: AdapterStack, slots_B: jax.Array, kernel: str, tokens: int) -> RankBucket:
     B, C = slots_B.shape[0], min(slots_B.shape[0], stack.slots)
     slots_B = sharding.constrain(slots_B, None)
     first = jnp.argmax(slots_B[:, None] == slots_B[None], axis=1)  # first row with the same slot
@@ -371,7 +373,7 @@ def _named(stack: AdapterStack, slots_B: jax.Array, kernel: str, tokens: int) ->
         sharding.constrain(x, None) for x in (distinct, number[first].astype(jnp.int32))
     )
     turn = slot_kernel.turn(slots_B, tokens, stack.slots, kernel)
-    return Bucket(stack.factors, stack.scale, slots_B, None, form, distinct, order, turn)
+    return RankBucket(stack.factors, stack.scale, slots_B, None, form, distinct, order, turn)
 
 
 def lora_delta(x_MD: jax.Array, a_RD: jax.Array, b_RF: jax.Array) -> jax.Array:
@@ -390,7 +392,7 @@ def _of_blocks(factors: Any, x: jax.Array) -> jax.Array:
     return jax.vmap(lora_delta)(x_PMD, factors["a"], factors["b"])
 
 
-def batch_delta(x_BTD: jax.Array, lora: View, d_out: int) -> jax.Array | None:
+def batch_delta(x_BTD: jax.Array, lora: AdapterView, d_out: int) -> jax.Array | None:
     """Returns the deltas of one projection for all rows, ``[B, T, F]``; None if no adapter targets
     it.
     """
@@ -398,7 +400,7 @@ def batch_delta(x_BTD: jax.Array, lora: View, d_out: int) -> jax.Array | None:
 
 
 def add_deltas(
-    x: jax.Array, ys: Sequence[jax.Array], loras: Sequence[View], ends: Sequence[Ends]
+    x: jax.Array, ys: Sequence[jax.Array], loras: Sequence[AdapterView], ends: Sequence[Ends]
 ) -> list[jax.Array]:
     """Returns the base's results of projections of the same rows plus each one's deltas.
 
@@ -414,7 +416,7 @@ def add_deltas(
         return [y if delta is None else y + delta for y, delta in zip(out, deltas)]
 
     def plain(
-        x: jax.Array, ys: tuple[jax.Array, ...], buckets: tuple[Bucket, ...], layer: jax.Array
+        x: jax.Array, ys: tuple[jax.Array, ...], buckets: tuple[RankBucket, ...], layer: jax.Array
     ) -> tuple[jax.Array, ...]:
         own = dataclasses.replace(first, layer=layer)
         return tuple(
@@ -433,7 +435,9 @@ def add_deltas(
     return out
 
 
-def embedding_delta(tokens_BT: jax.Array, lora: View, d_out: int, dtype: Any) -> jax.Array | None:
+def embedding_delta(
+    tokens_BT: jax.Array, lora: AdapterView, d_out: int, dtype: Any
+) -> jax.Array | None:
     """Returns the deltas of the embedding, ``[B, T, D]``. Its input is one-hot, so ``x A^T`` is a
     lookup in ``A [R, V]``.
     """

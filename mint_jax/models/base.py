@@ -126,36 +126,47 @@ def _unpack(name: str) -> Path:
 
 def _make_random(name: str) -> Path:
     """Writes a model of random weights (seed 0) with the packaged tokenizer into the cache."""
-    target = cache_dir() / "bases" / name
-    if (target / "config.json").is_file():
-        return target
-    donor = resolve(next(iter(PACKAGED)))
-    cfg = from_hf(RANDOM[name])
-    with new_directory(target, "config.json") as staging:
-        hf.save(params_lib.init(transformer.abstract(cfg), jax.random.key(0)), cfg, staging)
-        for file in ("tokenizer.json", "tokenizer_config.json"):
-            shutil.copy(donor / file, staging / file)
-        (staging / "config.json").write_text(json.dumps(RANDOM[name], indent=1))
-    return target
+
+    def weights(folder: Path) -> None:
+        cfg = from_hf(RANDOM[name])
+        hf.save(params_lib.init(transformer.abstract(cfg), jax.random.key(0)), cfg, folder)
+
+    return _outlined(name, RANDOM[name], lambda: resolve(next(iter(PACKAGED))), weights)
 
 
 def _outline_of_random(name: str) -> Path:
     """Returns a directory with the ``config.json`` of a base of random weights, and the packaged
     model's tokenizer if available.
     """
-    fields = base_names.shape(name)
-    target = cache_dir() / "bases" / f"random-{made.fingerprint(fields)[:16]}"
+    fields, own = base_names.shape(name), Path(name[len(base_names.PREFIX) :])
+
+    def donor() -> Path:
+        try:
+            return own if (own / "tokenizer.json").is_file() else resolve(next(iter(PACKAGED)))
+        except UserError:  # the package is not installed: token ids only
+            return own
+
+    return _outlined(f"random-{made.fingerprint(fields)[:16]}", fields, donor)
+
+
+def _outlined(
+    name: str,
+    fields: dict[str, Any],
+    donor: Callable[[], Path],
+    weights: Callable[[Path], None] = lambda folder: None,
+) -> Path:
+    """Returns a directory in the cache with ``config.json``, the tokenizer of ``donor`` and
+    weights.
+    """
+    target = cache_dir() / "bases" / name
     if (target / "config.json").is_file():
         return target
-    own = Path(name[len(base_names.PREFIX) :])
-    try:
-        donor = own if (own / "tokenizer.json").is_file() else resolve(next(iter(PACKAGED)))
-    except UserError:  # the package is not installed: token ids only
-        donor = own
+    source = donor()
     with new_directory(target, "config.json") as staging:
+        weights(staging)
         for file in ("tokenizer.json", "tokenizer_config.json"):
-            if (donor / file).is_file():
-                shutil.copy(donor / file, staging / file)
+            if (source / file).is_file():
+                shutil.copy(source / file, staging / file)
         (staging / "config.json").write_text(json.dumps(fields, indent=1))
     return target
 

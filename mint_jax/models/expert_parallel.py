@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from mint_jax import sharding
-from mint_jax.lora.view import View
+from mint_jax.lora.view import AdapterView
 from mint_jax.models.config import Kernels
 from mint_jax.models.experts import expert_mlp
 
@@ -56,7 +56,7 @@ def routed(
     ids_BTX: jax.Array,
     weights_BTX: jax.Array,
     p: Any,
-    lora: View | None,
+    lora: AdapterView | None,
     kernels: Kernels = Kernels(),
 ) -> jax.Array:
     """Returns the weighted sum of each token's experts, ``[B, T, D]``.
@@ -95,7 +95,7 @@ def routed(
     return y.reshape(B + pad, T, D)[:B]
 
 
-def _here(v: Visits, p: Any, lora: View | None, kernels: Kernels) -> jax.Array:
+def _here(v: Visits, p: Any, lora: AdapterView | None, kernels: Kernels) -> jax.Array:
     """Runs all experts on this device."""
     N, X = v.ids.shape
     token = jnp.arange(N * X, dtype=jnp.int32) // X
@@ -110,7 +110,7 @@ def _sharded(x, weights, lora, ids, block, p, of_block, kernels):
     return _forward(x, weights, lora, ids, block, p, of_block, kernels)[0]
 
 
-def _specs(mesh: Any, lora: View | None, p: Any) -> tuple[PartitionSpec, Any, Any]:
+def _specs(mesh: Any, lora: AdapterView | None, p: Any) -> tuple[PartitionSpec, Any, Any]:
     """Returns the sharding of tokens, adapters and experts."""
     axes = sharding.partition(("experts",), mesh)
     rows = sharding.partition(("batch",), mesh)
@@ -316,7 +316,7 @@ class Gather(NamedTuple):
         here = (local >= 0) & (local < self.experts) & (v.ids.reshape(-1) >= 0)
         return Plan.of(jnp.where(here, block_M, blocks), blocks), jnp.where(here, local, -1)
 
-    def run(self, v: Visits, p: Any, lora: View | None) -> jax.Array:
+    def run(self, v: Visits, p: Any, lora: AdapterView | None) -> jax.Array:
         v = self._all(v)
         plan, local = self._plan(v, jnp.zeros((v.ids.size,), jnp.int32), 1)
 
@@ -344,7 +344,7 @@ class Gather(NamedTuple):
         return self._own(y.astype(v.x.dtype))
 
     def back(
-        self, v: Visits, p: Any, lora: View | None, g: jax.Array
+        self, v: Visits, p: Any, lora: AdapterView | None, g: jax.Array
     ) -> tuple[jax.Array, jax.Array, Any]:
         v, g = self._all((v, g))
         blocks = 1 if lora is None else lora.total_blocks
@@ -372,7 +372,7 @@ class Gather(NamedTuple):
         )
 
 
-def _zero_sums(v: Visits, lora: View | None) -> tuple[jax.Array, jax.Array, Any]:
+def _zero_sums(v: Visits, lora: AdapterView | None) -> tuple[jax.Array, jax.Array, Any]:
     """Returns float32 zeros to sum the gradients of activations, pair weights and adapters over
     rounds.
     """
@@ -457,7 +457,7 @@ class AllToAll(NamedTuple):
             (v.x[token], expert, v.block[token], jnp.where(real, v.weights.reshape(-1)[pair], 0.0))
         )
 
-    def run(self, v: Visits, p: Any, lora: View | None) -> jax.Array:
+    def run(self, v: Visits, p: Any, lora: AdapterView | None) -> jax.Array:
         tokens, dtype = v.x.shape[0], v.x.dtype
         v = self._share_visits(v)
         plan, rounds = self._plan(v)
@@ -477,7 +477,7 @@ class AllToAll(NamedTuple):
         return self._whole(y.astype(dtype), tokens)
 
     def back(
-        self, v: Visits, p: Any, lora: View | None, g: jax.Array
+        self, v: Visits, p: Any, lora: AdapterView | None, g: jax.Array
     ) -> tuple[jax.Array, jax.Array, Any]:
         tokens = v.x.shape[0]
         v, g = self._share_visits(v), self._share(g)

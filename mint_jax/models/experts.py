@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from mint_jax.lora.view import View
+from mint_jax.lora.view import AdapterView
 from mint_jax.models import packed_lora
 from mint_jax.models.config import Kernels
 from mint_jax.models.mlp import swiglu
@@ -88,7 +88,7 @@ def expert_mlp(
     expert_M: jax.Array,
     block_M: jax.Array,
     p: Any,
-    lora: View | None,
+    lora: AdapterView | None,
     kernels: Kernels = Kernels(),
 ) -> jax.Array:
     """Computes ``down(silu(gate x) * up x)`` of each row's expert with its block's adapter, ``[M,
@@ -163,14 +163,14 @@ _put_back.defvjp(
 def _project(
     x_MD: jax.Array,
     p: Any,
-    lora: View | None,
+    lora: AdapterView | None,
     names: tuple[str, ...],
     order: Order,
     kernels: Kernels,
 ) -> list[jax.Array]:
     """Computes the projections ``names`` of the same rows."""
     adapters, first = [], 0
-    lora = View(()) if lora is None else lora
+    lora = AdapterView(()) if lora is None else lora
     for bucket, blocks in zip(lora.buckets, lora.blocks):
         tree, place, scale_P = lora.packed(bucket, blocks)
         pairs = [

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 
 from mint_jax.lora.slot_kernel import Ends
-from mint_jax.lora.view import View, add_deltas
+from mint_jax.lora.view import AdapterView, add_deltas
 from mint_jax.models import quantised, stored
 from mint_jax.models.stacked import LayerOf, products
 from mint_jax.params import ParamSpec
@@ -38,7 +38,9 @@ def matrix(
     return leaf
 
 
-def project(x_BTD: jax.Array, params: dict[str, Any], lora: View | None, name: str) -> jax.Array:
+def project(
+    x_BTD: jax.Array, params: dict[str, Any], lora: AdapterView | None, name: str
+) -> jax.Array:
     """Returns ``x W + bias + delta``, ``[B, T, F]``.
 
     The base's matmul runs once over all rows of all policies. ``params[name]`` is ``{"w": [D, F]}``
@@ -49,7 +51,7 @@ def project(x_BTD: jax.Array, params: dict[str, Any], lora: View | None, name: s
 
 
 def project_each(
-    x_BTD: jax.Array, params: dict[str, Any], lora: View | None, names: tuple[str, ...]
+    x_BTD: jax.Array, params: dict[str, Any], lora: AdapterView | None, names: tuple[str, ...]
 ) -> list[jax.Array]:
     """Runs ``project`` for several projections of the same rows, in one call if their matrices are
     read from stacks.

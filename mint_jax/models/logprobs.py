@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from mint_jax import sharding
-from mint_jax.lora.view import View, batch_delta
+from mint_jax.lora.view import AdapterView, batch_delta
 from mint_jax.models import stored
 from mint_jax.models.transformer import stored_unembed, unembed_shape, unembed_table
 from pallas_kernels import dispatch
@@ -34,7 +34,7 @@ PART_BYTES = 8 << 20  # float32 bytes of one part of a table that is stored in f
 
 def target_logprobs(
     params: Any,
-    lora: View | None,
+    lora: AdapterView | None,
     h_BMD: jax.Array,
     targets_BM: jax.Array,
     inverse_temperature_BM: jax.Array | None = None,

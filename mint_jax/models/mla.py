@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from mint_jax import sharding
-from mint_jax.lora.view import View
+from mint_jax.lora.view import AdapterView
 from mint_jax.models import dsa, paged
 from mint_jax.models.attention import Context, causal, packed_attention, unpack_keys
 from mint_jax.models.config import Latent, ModelConfig, yarn_mscale
@@ -74,7 +74,7 @@ def scale(cfg: ModelConfig) -> float:
 def latent_attention(
     h_BTD: jax.Array,
     p: Any,
-    lora: View | None,
+    lora: AdapterView | None,
     cache: paged.Cache | None,
     ctx: Context,
     cfg: ModelConfig,
@@ -204,7 +204,7 @@ def _absorbed(
     return _absorb_value(o_BTNC, w_CNF[..., m.nope :], adapters, m), cache.pool | pool
 
 
-def _absorb_key(q_BTNH, w_CNH, adapters: View | None, m: Latent):
+def _absorb_key(q_BTNH, w_CNH, adapters: AdapterView | None, m: Latent):
     """Returns ``W_k^T q`` with its adapters' part, ``[B, T, N, C]``, to multiply latents by."""
     B, T, N, _ = q_BTNH.shape
     out = jnp.einsum("BTNH,CNH->BTNC", q_BTNH, w_CNH, preferred_element_type=jnp.float32).astype(
@@ -226,7 +226,7 @@ def _absorb_key(q_BTNH, w_CNH, adapters: View | None, m: Latent):
     )
 
 
-def _absorb_value(o_BTNC, w_CNV, adapters: View | None, m: Latent):
+def _absorb_value(o_BTNC, w_CNV, adapters: AdapterView | None, m: Latent):
     """Returns ``W_v o`` with its adapters' part, ``[B, T, N, V]``: values from weighted sums of
     latents.
     """

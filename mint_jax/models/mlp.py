@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from mint_jax.lora.view import View
+from mint_jax.lora.view import AdapterView
 from mint_jax.models.linear import matrix, project, project_each
 from mint_jax.params import ParamSpec
 
@@ -44,7 +44,7 @@ def _swiglu_backward(residuals, g):
 swiglu.defvjp(lambda gate, up: (swiglu(gate, up), (gate, up)), _swiglu_backward)
 
 
-def mlp(h_BTD: jax.Array, p: Any, lora: View | None) -> jax.Array:
+def mlp(h_BTD: jax.Array, p: Any, lora: AdapterView | None) -> jax.Array:
     """Computes the gated MLP, ``down(silu(gate h) * up h)``."""
     gate, up = project_each(h_BTD, p, lora, ("gate", "up"))
     gate, up = checkpoint_name(gate, "mlp_gate"), checkpoint_name(up, "mlp_up")

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from mint_jax.lora.view import View
+from mint_jax.lora.view import AdapterView
 from mint_jax.models import experts, mlp, router
 from mint_jax.models.config import ModelConfig
 from mint_jax.models.expert_parallel import routed
@@ -34,7 +34,7 @@ def specs(cfg: ModelConfig, L: int, dtype: Any) -> dict[str, Any]:
 def moe(
     h_BTD: jax.Array,
     p: Any,
-    lora: View | None,
+    lora: AdapterView | None,
     cfg: ModelConfig,
     replay: jax.Array | None = None,
 ) -> tuple[jax.Array, router.Route]:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from mint_jax.lora.view import View
+from mint_jax.lora.view import AdapterView
 from mint_jax.models.config import Experts
 from mint_jax.models.linear import AXES, project
 from mint_jax.params import ParamSpec
@@ -45,7 +45,7 @@ class Route(NamedTuple):
 def route(
     h_BTD: jax.Array,
     p: Any,
-    lora: View | None,
+    lora: AdapterView | None,
     experts: Experts,
     replay_BTX: jax.Array | None = None,
 ) -> Route:

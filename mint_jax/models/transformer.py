@@ -17,7 +17,7 @@ from flax import struct
 from jax.ad_checkpoint import checkpoint_name
 
 from mint_jax import sharding
-from mint_jax.lora.view import View, batch_delta, embedding_delta
+from mint_jax.lora.view import AdapterView, batch_delta, embedding_delta
 from mint_jax.models import dsa, mla, mlp, moe, paged, quantised, stacked, stored
 from mint_jax.models.attention import Context, Segments, packed_attention
 from mint_jax.models.config import ModelConfig
@@ -175,7 +175,7 @@ class DecoderInputs:
 
 def hidden_states(
     params: Any,
-    lora: View | None,
+    lora: AdapterView | None,
     inputs: DecoderInputs,
     cfg: ModelConfig,
     *,
@@ -327,7 +327,7 @@ def _attention(h_BTD, p, lora, cache: paged.Cache | None, ctx: Context, cfg: Mod
     return project(out.reshape(B, T, -1), p, lora, "o"), pool
 
 
-def embed(params: Any, lora: View | None, tokens_BT: jax.Array) -> jax.Array:
+def embed(params: Any, lora: AdapterView | None, tokens_BT: jax.Array) -> jax.Array:
     """Returns token embeddings ``[B, T, D]`` with the deltas of adapters on ``embed``."""
     table = params["embed"]["w"]
     x = stored.rows(table, tokens_BT, params["final_norm"].dtype)
@@ -339,7 +339,7 @@ def embed(params: Any, lora: View | None, tokens_BT: jax.Array) -> jax.Array:
 
 def logits(
     params: Any,
-    lora: View | None,
+    lora: AdapterView | None,
     h_BTD: jax.Array,
     kernel: str = "xla",
     used: jax.Array | None = None,

@@ -16,7 +16,7 @@ from mint_jax.data.buckets import ShapeBook
 from mint_jax.errors import UserError
 from mint_jax.lora.blocks import bind_blocks, plan_blocks
 from mint_jax.lora.tree import Slot, Stacks, check_resident
-from mint_jax.lora.view import View
+from mint_jax.lora.view import AdapterView
 from mint_jax.models.base import Base
 from mint_jax.models.config import ModelConfig
 from mint_jax.models.logprobs import target_logprobs
@@ -27,7 +27,7 @@ from mint_jax.models.transformer import DecoderInputs, hidden_states
 @functools.partial(jax.jit, static_argnames=("cfg",))
 @as_stored
 def next_token_logprobs(
-    params: Any, lora: View | None, tokens_BT: jax.Array, *, cfg: ModelConfig
+    params: Any, lora: AdapterView | None, tokens_BT: jax.Array, *, cfg: ModelConfig
 ) -> jax.Array:
     """Returns ``log p(tokens[t + 1] | tokens[:t + 1])``, ``[B, T - 1]`` float32."""
     B, T = tokens_BT.shape

@@ -21,7 +21,7 @@ import optax
 from mint_jax import sharding
 from mint_jax.lora import tree as lora_tree
 from mint_jax.lora.tree import Stacks
-from mint_jax.lora.view import View, attach_blocks, taps_of
+from mint_jax.lora.view import AdapterView, attach_blocks, taps_of
 from mint_jax.models import transformer
 from mint_jax.models.attention import Segments
 from mint_jax.models.config import ModelConfig
@@ -36,7 +36,7 @@ Slots = dict[int, jax.Array]  # bucket rank -> [n] int32, distinct slots
 
 
 def batch_logprobs(
-    params: Any, lora: View | None, batch: Batch, cfg: ModelConfig, remat: str = "none"
+    params: Any, lora: AdapterView | None, batch: Batch, cfg: ModelConfig, remat: str = "none"
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns ``log p(target)`` of every target at its temperature, float32 ``[P, B, M]``, or ``[P,
     B, M K]`` for K targets a position.

@@ -27,8 +27,6 @@ from tests.exchange import (
 )
 from tests.views import view_of
 
-torch.set_num_threads(1)  # tiny matrices: more threads only wait for each other
-
 E, F = 8, 40  # experts and their width in the tiny Qwen3-MoE
 
 

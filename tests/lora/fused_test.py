@@ -4,9 +4,7 @@ other layouts are refused.
 
 import chex
 import numpy as np
-import peft
 import pytest
-import torch
 from safetensors.numpy import load_file, save_file
 
 from mint_jax import params as params_lib
@@ -24,32 +22,13 @@ from tests.exchange import (
     our_logits,
     peft_model,
     random_adapter,
-    randomise,
     tables,
     tokens_off_ties,
 )
 
-torch.set_num_threads(1)  # tiny matrices: more threads only wait for each other
-
 GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 E, D, F = 8, 48, 40  # the tiny Qwen3-MoE
 LAYER0 = "base_model.model.model.layers.0.mlp.experts"
-
-
-@pytest.fixture
-def saved(rng, hf_dirs, tmp_path):
-    """``saved(family, **LoraConfig)`` -> a directory by PEFT, random in A and B, and its torch
-    model.
-    """
-
-    def save(family, **fields):
-        torch.manual_seed(int(rng.integers(2**31)))
-        config = peft.LoraConfig(**({"r": 4, "lora_alpha": 6, "target_modules": []} | fields))
-        model = randomise(peft.get_peft_model(oracles.torch_model(hf_dirs(family)), config).eval())
-        model.save_pretrained(tmp_path / "peft")
-        return tmp_path / "peft", model
-
-    return save
 
 
 IMPORTS = {  # family, LoraConfig, the rank of what we read
@@ -99,7 +78,7 @@ IMPORTS = {  # family, LoraConfig, the rank of what we read
 @pytest.mark.parametrize(("family", "fields", "rank"), IMPORTS.values(), ids=IMPORTS)
 def test_what_peft_saves_has_its_logits_here(family, fields, rank, rng, saved, tiny_base, hf_dirs):
     base = tiny_base(family)
-    directory, model = saved(family, **fields)
+    directory, model = saved(family, **({"target_modules": []} | fields))
     adapter, config = read_peft(directory, *tables(base))
     assert config.rank == rank
     tree.check_fits(adapter, config, transformer.abstract(base.cfg), "it")
@@ -159,7 +138,7 @@ def swap(tensors):
 @pytest.mark.parametrize("parameters", [[GATE_UP, DOWN], [GATE_UP], [DOWN]])
 def test_swapped_files_of_old_peft_read_the_same(parameters, saved, tiny_base):
     names, shapes = tables(tiny_base("qwen3_moe"))
-    directory, _ = saved("qwen3_moe", target_parameters=parameters)
+    directory, _ = saved("qwen3_moe", target_modules=[], target_parameters=parameters)
     plain, config = read_peft(directory, names, shapes)
     edit_tensors(directory, swap)
     edit_config(directory, peft_version="0.18.1")
@@ -247,7 +226,7 @@ def test_a_pair_that_is_not_square_decides_for_the_one_that_is(kind, rng, tmp_pa
 @pytest.fixture
 def directory(rng, saved):
     """A sound directory of rank 4 with both parameters, to be spoilt."""
-    return saved("qwen3_moe", target_parameters=[GATE_UP, DOWN])[0]
+    return saved("qwen3_moe", target_modules=[], target_parameters=[GATE_UP, DOWN])[0]
 
 
 def cut(tensors, name, experts):

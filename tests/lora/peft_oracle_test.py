@@ -16,8 +16,6 @@ from mint_jax.lora.view import attach_blocks, taps_of
 from mint_jax.models import transformer
 from tests import oracles
 
-torch.set_num_threads(1)  # tiny matrices: more threads only wait for each other
-
 MODULES = {
     "q": "q_proj",
     "k": "k_proj",

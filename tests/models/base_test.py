@@ -278,7 +278,7 @@ def small_shape(tmp_path):
     return folder
 
 
-@pytest.mark.parametrize("quantise", ["", "int8", "float8"])
+@pytest.mark.parametrize("quantise", ["", "int8", pytest.param("float8", marks=pytest.mark.long)])
 def test_random_weights_are_made_on_any_mesh(small_shape, fresh_cache, mesh, mesh8, quantise):
     """The same ones, sharded, of the spread that a first layer has; nothing but a config and a
     tokenizer is kept.

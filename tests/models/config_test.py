@@ -156,12 +156,9 @@ SPELLINGS = [
     {},
     {"rope_theta": 3e5},
     {"rope_parameters": {"rope_type": "default", "rope_theta": 3e5}},
-    {"rope_parameters": {"rope_theta": 3e5}, "rope_theta": 7e5},
     {"rope_parameters": {"rope_type": "default"}, "rope_theta": 7e5},
-    {"rope_parameters": None, "rope_scaling": None, "rope_theta": 7e5},
     {"rope_theta": 5e5, "rope_scaling": _YARN},
     {"rope_theta": 5e5, "rope_scaling": _LLAMA3},
-    {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "rope_type": "linear", "factor": 2.0}},
     {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0, "rope_theta": 3e5}},
     # the old key goes first, whole
     {"rope_scaling": _YARN, "rope_parameters": {"rope_type": "default", "rope_theta": 3e5}},
@@ -178,10 +175,6 @@ SPELLINGS = [
         "original_max_position_embeddings": 32,
     },
     {
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-        "original_max_position_embeddings": 32,
-    },
-    {
         "rope_scaling": (
             _YARN
             | {
@@ -193,7 +186,6 @@ SPELLINGS = [
             }
         )
     },
-    {"rope_scaling": _YARN | {"partial_rotary_factor": 1.0}, "partial_rotary_factor": 1.0},
 ]
 
 

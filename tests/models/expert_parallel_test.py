@@ -12,11 +12,13 @@ import pytest
 
 from mint_jax import sharding
 from mint_jax.lora.tree import AdapterStack
-from mint_jax.lora.view import Bucket, View, attach_rows
+from mint_jax.lora.view import AdapterView, RankBucket, attach_rows
 from mint_jax.mesh import make_mesh
 from mint_jax.models import expert_parallel
 from mint_jax.models.expert_parallel import AllToAll, Gather, routed
 from tests.marks import first
+from tests.models.experts_test import _assert_close as _assert_equal
+from tests.models.experts_test import _ours as _run
 
 E, X, D, F, T = 16, 3, 12, 10, 7
 ENDS = {"gate": (D, F), "up": (D, F), "down": (F, D)}
@@ -45,7 +47,9 @@ def _problem(rng, routing="random", rows=2):
         {n: {f: _normal(rng, (P, E, r, ENDS[n][f == "b"]), 0.4) for f in "ab"} for n in ENDS}
         for r, P in counts.items()
     )
-    lora = View(tuple(map(Bucket, buckets)), blocks=tuple(counts.values()), base_blocks=1)
+    lora = AdapterView(
+        tuple(map(RankBucket, buckets)), blocks=tuple(counts.values()), base_blocks=1
+    )
     B = rows * lora.total_blocks
     ids = np.argsort(rng.random((B, T, E)), axis=-1)[..., :X].astype(np.int32)
     ids[rng.random(ids.shape) < 0.1] = -1
@@ -62,16 +66,6 @@ def _problem(rng, routing="random", rows=2):
         lora,
         _normal(rng, (B, T, D)),
     )
-
-
-@jax.jit
-def _run(x, ids, weights, p, lora, g):
-    def loss(x, weights, buckets):
-        y = routed(x, ids, weights, p, lora.replace(buckets=buckets))
-        return jnp.sum(y * g), y
-
-    grads, y = jax.grad(loss, (0, 1, 2), has_aux=True)(x, weights, lora.buckets)
-    return y, grads
 
 
 def _of_stack(p, mesh):
@@ -101,15 +95,6 @@ def _over_mesh(sizes, x, ids, weights, p, lora, g):
             leaf.sharding.is_equivalent_to(factors, leaf.ndim) for leaf in jax.tree.leaves(grads[2])
         ), "gradients stay with their experts"
         return jax.device_get((y, grads))
-
-
-def _assert_equal(got, want):
-    # float32: sums over visits and devices come in another order
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * max(1.0, np.abs(b).max())),
-        got,
-        want,
-    )
 
 
 @pytest.fixture(params=WAYS)
@@ -154,7 +139,7 @@ def test_rows_that_the_mesh_does_not_divide(way, rng):
 
 def test_a_base_without_adapters(way, rng):
     x, ids, weights, p, _, g = _problem(rng)
-    problem = x, ids, weights, p, View((), base_blocks=1), g
+    problem = x, ids, weights, p, AdapterView((), base_blocks=1), g
     _assert_equal(_over_mesh(MESHES["expert4-tensor2"], *problem), jax.device_get(_run(*problem)))
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from mint_jax.lora.view import Bucket, View
+from mint_jax.lora.view import AdapterView, RankBucket
 from mint_jax.models.config import Kernels
 from mint_jax.models.expert_parallel import routed
 from tests.marks import first
@@ -45,7 +45,9 @@ def _problem(rng, name):
                 for n in names
             }
         )
-    lora = View(tuple(map(Bucket, buckets)), blocks=tuple(counts.values()), base_blocks=base)
+    lora = AdapterView(
+        tuple(map(RankBucket, buckets)), blocks=tuple(counts.values()), base_blocks=base
+    )
     B = 2 * lora.total_blocks
     ids = np.argsort(rng.random((B, T, E)), axis=-1)[..., :X].astype(np.int32)
     ids[rng.random(ids.shape) < 0.2] = -1  # visits nobody

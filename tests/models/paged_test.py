@@ -403,59 +403,6 @@ def test_a_row_s_bits_are_the_same_wherever_it_stands_in_a_team_and_whoever_is_b
     np.testing.assert_array_equal(other[9:], out[9:])
 
 
-@pytest.mark.bits
-def test_what_lies_where_no_token_is_changes_no_bit(rng):
-    case = _random_case(rng, 6, 1, N=4, K=2)
-    teams = case.layout.teams(rng, alone=(0, 3))
-    zeros = {name: np.zeros_like(x) for name, x in case.pool.items()}
-    for b, own in enumerate(case.own):
-        page, at = case.layout.where(b, own).T
-        for name in "kv":
-            zeros[name][LAYER, page, :, at] = case.pool[name][LAYER, page, :, at]
-    np.testing.assert_array_equal(_run(case, teams)[0], _run(case, teams, zeros)[0])
-
-
-def test_whole_pages_see_those_before_them_and_themselves_causally(rng):
-    """Blocks of two prompts in one call, which read what the same call has written, behind pages of
-    an earlier call.
-    """
-    K, N, n, other = 2, 4, 6, 3
-    layout = lay_out(rng, [0, 1], [n * PAGE, other * PAGE], 1)
-    long, short = (
-        {name: _normal(rng, pages * PAGE, K, H) for name in "kv"} for pages in (n, other)
-    )
-    pool = {
-        name: left_over(rng, jax.ShapeDtypeStruct((L, layout.pages, K, PAGE, H), np.float32))
-        for name in "kv"
-    }
-    for name in "kv":
-        for i in range(2):
-            pool[name][LAYER, layout.of_prompt[0, 0][i]] = long[name][
-                i * PAGE : (i + 1) * PAGE
-            ].swapaxes(0, 1)
-    blocks = [(0, i) for i in range(2, n)] + [(1, i) for i in range(other)]
-    tokens = [
-        {name: (long, short)[q][name][i * PAGE : (i + 1) * PAGE] for name in "kv"}
-        for q, i in blocks
-    ]
-    q_BTNH = _normal(rng, len(blocks) + 1, PAGE, N, H) * 2
-    page = np.array([*(layout.of_prompt[0, q][i] for q, i in blocks), NOWHERE], np.int32)
-    start = np.array([*(i * PAGE for _, i in blocks), 0], np.int32)
-    new = {
-        name: np.stack([*(x[name].swapaxes(0, 1) for x in tokens), _normal(rng, K, PAGE, H)])
-        for name in "kv"
-    }
-    none = np.zeros_like(start)
-    view = View(layout.table[[*(q for q, _ in blocks), 0]], start, none, none, page)
-    out, after = jax.device_get(_attend(q_BTNH, new, pool, LAYER, view))
-    for (q, i), ours, rows in zip(blocks, out, q_BTNH):
-        keys = [(long, short)[q][name][: (i + 1) * PAGE] for name in "kv"]
-        np.testing.assert_allclose(ours, _softmax(rows, *keys), atol=TOLERANCE)
-    for name in "kv":
-        pool[name][LAYER, page[:-1]] = new[name][:-1]
-        np.testing.assert_array_equal(after[name], pool[name])
-
-
 def test_a_page_that_is_not_there_is_written_nowhere(rng):
     case = _random_case(rng, 6, 1, N=4, K=2)
     view = case.layout.view(case.own, _in_no_team(case.layout, rng))
