@@ -1,6 +1,6 @@
 """Measures tile sizes and writes ``pallas_kernels.tuning``'s tables for the attached accelerator.
 
-For each call (``models.kernel_calls``) the search starts from the present sizes and halves or
+For each call (``aot.kernel_calls``) the search starts from the present sizes and halves or
 doubles one number at a time, while a candidate is faster by the whole interval of its ratio. Sizes
 that do not compile or give other results are skipped and reported. The best is measured against the
 start once more and written only if it is faster by its whole interval; ``ratio`` is start over end.
