@@ -86,7 +86,7 @@ class Trainer(Slots):
         policies: policies to start with; names must differ.
         max_tokens: tokens of one pass of ``forward_backward``, with rows padded to the longest of a
             policy; larger updates accumulate over several passes. None is 16384 on CPUs and 8192 on
-            accelerators, where it halves the activations and costs 3 % (docs/numbers.md).
+            accelerators: 3 % slower than 16384 on an H100, with a smaller peak.
         remat: rematerialisation of the backward pass, a key of ``transformer.REMAT``.
         slots: number of device slots by rank bucket, a power of two; None gives each policy its
             own.

@@ -503,24 +503,6 @@ def test_a_state_survives_the_host_and_a_file_bit_by_bit(updates, rng, live_of, 
         HostState.from_bytes(b"12345678{}", "it")
 
 
-def test_a_fresh_state_is_as_peft_begins_and_follows_its_seed(live_of):
-    live = live_of()
-    config = AdapterConfig(4, 8.0, ("q", "embed", "unembed"))
-    one, same, other = (
-        held_lib.fresh(live.specs, config, seed).parts["factors"] for seed in (7, 7, 8)
-    )
-    jax.tree.map(np.testing.assert_array_equal, one, same)
-    q = one["dense/attn/q/a"]
-    bound = q.shape[-1] ** -0.5
-    assert np.abs(q).max() <= bound
-    assert np.abs(q).max() > 0.9 * bound
-    assert abs(q.mean()) < 5 * bound / (3 * q.size) ** 0.5  # five standard deviations of a mean
-    assert not np.array_equal(q, other["dense/attn/q/a"])
-    assert not one["dense/attn/q/b"].any()
-    assert not one["embed/a"].any()
-    assert one["embed/b"].std() == pytest.approx(1, abs=0.2)
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [

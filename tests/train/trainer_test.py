@@ -387,14 +387,6 @@ def test_the_first_update_s_log_probabilities_are_kept_for_the_later_ones(rng, t
         assert row["gap"] == pytest.approx(gaps.mean(), rel=1e-6)
 
 
-@pytest.mark.parametrize(("kind", "low"), [("ppo", 0.2), ("cispo", 1.0)])
-def test_a_clip_has_its_paper_s_lower_side(kind, low):
-    assert stack_coefs([LossConfig(kind), LossConfig(kind, clip_low=0.25)]).ratio_low.tolist() == [
-        np.float32(1 - low),
-        0.75,
-    ]
-
-
 def test_sums_become_means_over_tokens_and_pairs():
     totals = {"loss": 3.0, "tokens": 4.0, "logp_sum": -8.0, "clipped_sum": 2.0, "max_gap": 4.5}
     assert summarise(totals) == {
