@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from mint_jax.aot import chips
-from mint_jax.models import kernel_calls, quantised
+from mint_jax.aot import chips, kernel_calls
+from mint_jax.models import quantised
 from pallas_kernels import slot_lora
 from pallas_kernels.packed_matmul import pallas_tpu as packed_matmul
 from pallas_kernels.packed_matmul import shapes as matmul_shapes
