@@ -6,6 +6,7 @@ import multiprocessing
 import threading
 
 import pytest
+import sqlalchemy as sa
 from blake3 import blake3
 
 from mint_jax.catalog.lifecycle import Catalog
@@ -155,6 +156,73 @@ def test_two_processes_export_the_same_policy(place):
         "worker 1",
     }
     assert list(catalog.verify()) == []
+
+
+def promote_all(database: str, payloads: str, worker: int, start, count: int) -> None:
+    with Catalog.open(database, payloads, actor=f"worker {worker}") as catalog:
+        start.wait(60)
+        for i in range(count):
+            if i % 5 == 4:
+                catalog.rollback("p")
+            else:
+                catalog.promote("p", 1 + (2 * i + worker) % 6)
+
+
+def test_two_processes_promote_one_alias(place):
+    """One linear history: every move begins where the one before it ended."""
+    catalog = place.open()
+    catalog.export_many([Export("p", packed(i), i) for i in range(6)], create=True)
+    for number in range(1, 7):
+        catalog.promote("p", number)
+    run_two(place, promote_all, 15)
+    history = catalog.history("p")
+    assert [entry.version for entry in history] == list(range(1, len(history) + 1))
+    assert [entry.before for entry in history[1:]] == [entry.after for entry in history[:-1]]
+    assert history[0].before is None
+    assert catalog.resolve("p@serving").number == history[-1].after
+    assert {entry.actor for entry in history[6:]} == {"worker 0", "worker 1"}
+    assert [entry.at for entry in history] == sorted(entry.at for entry in history)
+
+
+def test_readers_see_whole_exports_only(place):
+    """While bulk exports go on, every name that resolves loads, and the policies of one call appear
+    together.
+    """
+    catalog, other = place.open(), place.open()
+    for group in range(3):
+        catalog.export_many([Export(f"g{group}-{i}", packed(0), 0) for i in range(8)], create=True)
+    stop = threading.Event()
+    torn = []
+
+    def read() -> int:
+        seen = 0
+        while not stop.is_set():
+            steps = other.database.read(
+                lambda c: c.execute(
+                    sa.text(
+                        "SELECT max(r.step), min(r.step) FROM aliases a JOIN revisions r ON r.id ="
+                        " a.revision_id GROUP BY a.policy_id % 1"
+                    )
+                ).all()
+            )
+            torn.extend(row for row in steps if row[0] != row[1])
+            other.load("g1-3")
+            seen += 1
+        return seen
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        readers = [pool.submit(read) for _ in range(2)]
+        for step in range(1, 12):
+            catalog.export_many(
+                [
+                    Export(f"g{group}-{i}", packed(step), step)
+                    for group in range(3)
+                    for i in range(8)
+                ]
+            )
+        stop.set()
+        assert sum(reader.result() for reader in readers) > 0
+    assert torn == []
 
 
 def test_everything_at_once(place, monkeypatch):

@@ -473,3 +473,56 @@ def test_auto_peft_opens_an_export_by_what_it_names(run, hf_dirs, many, tmp_path
         ).max()
         > 1e-2
     )
+
+
+TOGETHER = """
+import pathlib, sys, time
+from mint_jax.catalog.cli.main import main
+from mint_jax.catalog.storage.payloads import PayloadStore
+
+signs, me, *argv = sys.argv[1:]
+put = PayloadStore.put
+
+def wait_for_the_other(self, objects):
+    places = put(self, objects)
+    (pathlib.Path(signs) / me).touch()
+    while len(list(pathlib.Path(signs).iterdir())) < 2:
+        time.sleep(0.01)
+    return places
+
+PayloadStore.put = wait_for_the_other
+sys.exit(main(argv))
+"""
+
+
+@pytest.mark.long
+def test_two_imports_of_one_folder_at_once_leave_no_second_copy(base, many, tmp_path):
+    """Both have stored their bytes before either commits; who comes second has a pack that nothing
+    will ever name.
+    """
+    for i in range(4):
+        write_adapter(many / f"a{i}", base, i)
+    (tmp_path / "signs").mkdir()
+    Catalog.open(tmp_path / "catalog").close()
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [f"--catalog={tmp_path / 'catalog'}", "import", str(many), f"--base={base.name}"]
+    both = [
+        subprocess.Popen(
+            [sys.executable, "-c", TOGETHER, str(tmp_path / "signs"), name, *command],
+            env=environment,
+        )
+        for name in ("one", "two")
+    ]
+    try:
+        assert [process.wait(120) for process in both] == [0, 0]
+    finally:
+        for process in both:
+            process.kill()
+    assert len(list((tmp_path / "signs").iterdir())) == 2
+    with Catalog.open(tmp_path / "catalog") as catalog:
+        assert {policy.policy: policy.revisions for policy in catalog.policies()} == {
+            f"a{i}": 1 for i in range(4)
+        }
+        assert len(list(catalog.store.packs())) == 1
+        assert catalog.stats()["dead_packs"] == 0
+        assert list(catalog.verify()) == []
