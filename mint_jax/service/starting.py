@@ -1,8 +1,6 @@
-"""Answers of a port before its server is ready: ``/health`` and ``/ready``, and 503 with the reason
-for everything else.
+"""Responses of a port before its server is ready: ``/health``, ``/ready``, and 503 for the rest.
 
-Loading a base takes seconds to minutes. Clients retry meanwhile, as for any 503, and whoever
-started the program sees its progress.
+Loading a base takes seconds to minutes; clients retry meanwhile.
 """
 
 import json
@@ -10,18 +8,20 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
+from starlette.responses import Response
+
 from mint_jax.service.exchange import Left, Refusal, Reply, Source, path_of
 
 RETRY_S = 2
-# of a refused request, read and thrown away so that its answer is not lost in a reset
-BODY_BYTES = 1 << 20
+BODY_BYTES = 1 << 20  # of a refused request, read so that no reset loses the response
+TYPE = {"content-type": "application/json"}
 
 
 class Starting:
-    """An ASGI application that becomes another one, once that is made.
+    """An ASGI application that forwards to another one once that is made.
 
     Attributes:
-        doing: what the program does now, for people.
+        doing: current phase of the program, for people.
     """
 
     def __init__(self) -> None:
@@ -30,12 +30,12 @@ class Starting:
         self._end_waits: Callable[[], None] = lambda: None
 
     def begin(self, app: Any, end_waits: Callable[[], None]) -> None:
-        """Answers by ``app`` from now on, whose long polls ``end_waits`` ends."""
+        """Forwards to ``app`` from now on; ``end_waits`` ends its long polls."""
         self._end_waits = end_waits
         self._app = app
 
     def end_waits(self) -> None:
-        """Ends long polls, if there are any: the program is about to stop."""
+        """Ends long polls: the program is about to stop."""
         self._end_waits()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -44,28 +44,18 @@ class Starting:
         elif scope["type"] == "http":
             path = path_of(scope)
             if scope["method"] in ("GET", "HEAD") and path in ("/health", "/ready"):
-                await self._told(path, send)
+                status, found = (200, "ok") if path == "/health" else (503, self.doing)
+                response = Response(json.dumps({"status": found}) + "\n", status, TYPE)
+                await response(scope, receive, send)
             else:
-                await self._refused(path, scope["headers"], receive, send)
+                await self._refuse(path, scope["headers"], receive, send)
 
-    async def _told(self, path: str, send: Any) -> None:
-        status, found = (200, "ok") if path == "/health" else (503, self.doing)
-        body = json.dumps({"status": found}).encode() + b"\n"
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"content-length", str(len(body)).encode()),
-        ]
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
-
-    async def _refused(self, path: str, headers: Any, receive: Any, send: Any) -> None:
-        source, reply = (
-            Source(receive),
-            Reply(send, uuid.uuid4().hex, path.startswith(("/v1/", "/oai/"))),
-        )
+    async def _refuse(self, path: str, headers: Any, receive: Any, send: Any) -> None:
+        source = Source(receive)
+        reply = Reply(send, uuid.uuid4().hex, path.startswith(("/v1/", "/oai/")))
         try:
             whole = await source.drained(headers, BODY_BYTES)
         except Left:
             return
-        told = f"the server is not ready, it is {self.doing}: ask again in some seconds"
-        await reply.refuse(Refusal(503, told, {"retry-after": str(RETRY_S)}), close=not whole)
+        message = f"the server is not ready, it is {self.doing}: ask again in some seconds"
+        await reply.refuse(Refusal(503, message, {"retry-after": str(RETRY_S)}), close=not whole)
