@@ -137,8 +137,10 @@ class TrainingSettings(CatalogSettings):
     remat: str = setting(
         "values that the backward pass keeps: a name in models.transformer.REMAT", "names"
     )
-    max_tokens_per_pass: Count = setting(
-        "tokens of one forward and backward pass; a larger update takes several passes", 16384
+    max_tokens_per_pass: Count | None = setting(
+        "tokens of one forward and backward pass; a larger update takes several passes; none: 16384"
+        " on CPUs, 8192 on accelerators",
+        None,
     )
     tenant: str = setting("owner of the policies in the catalog", "default")
     export_every: Count = setting(
