@@ -22,7 +22,7 @@ from mint_jax.lora import tree
 from mint_jax.lora.config import AdapterConfig
 from mint_jax.models import outline
 from tests import oracles
-from tests.recipes.serve_test import Served
+from tests.recipes.serve_test import served
 
 ROOT = Path(__file__).parents[1]
 PYTHON = {".venv/bin/python": sys.executable}
@@ -229,8 +229,9 @@ def test_the_examples_of_the_services_page(tmp_path):
         (kind, text)
         for kind, text in blocks("docs/service.md", {"smollm2-135m-instruct": "tiny-random"})
     ]
-    served = Served(tmp_path / "serve", "--config.ranks=(32,)")
+    server = served(tmp_path / "serve", ranks="(32,)")
     try:
+        url = server.ready()
         env = os.environ | {
             "PYTHONPATH": str(ROOT),
             "XLA_FLAGS": "",
@@ -238,7 +239,7 @@ def test_the_examples_of_the_services_page(tmp_path):
             "TINKER_TELEMETRY": "0",
         }
         code = "\n".join(text for kind, text in pages if kind == "python").replace(
-            "http://127.0.0.1:8000", served.url
+            "http://127.0.0.1:8000", url
         )
         done = subprocess.run(
             [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True
@@ -247,13 +248,13 @@ def test_the_examples_of_the_services_page(tmp_path):
         assert "grad_norm" in done.stdout
         [_, curls] = [text for kind, text in pages if kind == "bash"]
         out = bash(
-            curls.replace("http://127.0.0.1:8000", served.url).replace("curl -s", "curl -sf"),
+            curls.replace("http://127.0.0.1:8000", url).replace("curl -s", "curl -sf"),
             tmp_path,
         )
         assert '"text_completion"' in out
         assert "mint_http_requests_total" in out
     finally:
-        served.stop()
+        server.stop()
 
 
 @pytest.mark.long

@@ -14,16 +14,15 @@ from mint_jax.service.openai_answers import Answer
 from mint_jax.service.openai_types import CompletionBody, completion_of
 from mint_jax.service.validation import check
 from mint_jax.service.weights import Model
-from tests.rollout.detokenize_test import KINDS, TEXTS, made
+from tests.data.tiny_tokenizers import save
+from tests.rollout.detokenize_test import KINDS, TEXTS
 
 PROMPT = "The capital of France is"
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def tokenizer(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp(request.param)
-    made(request.param).save(str(folder / "tokenizer.json"))
-    return Tokenizer(folder)
+    return Tokenizer(save(tmp_path_factory.mktemp(request.param), KINDS[request.param]()))
 
 
 def completion(tokenizer, prompt, tokens, stop=()):
