@@ -268,7 +268,7 @@ def test_the_commands_of_the_sweeps_page(tmp_path):
     ]
     out = bash(commands, tmp_path)
     assert "0 of " in out.splitlines()[-1]
-    assert (tmp_path / "runs/report/comparison.png").is_file()
+    assert (tmp_path / "runs/sweeps/ci/cold_staircase/report.md").is_file()
 
 
 @pytest.mark.slow  # minutes: a real base compiled for four chips
