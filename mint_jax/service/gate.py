@@ -160,8 +160,9 @@ class Share:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._ended = True
-        self.give(self._used)
+        with self._budget.lock:
+            self._ended = True
+            self._budget.used -= self._used
 
 
 class Gate:
