@@ -1,6 +1,8 @@
 """Bodies within bounds of bytes and depth."""
 
+import functools
 import gzip
+import multiprocessing
 
 import pytest
 import zstandard
@@ -10,6 +12,7 @@ from mint_jax.service.bodies import FRAMES, TooLarge, UnknownCoding, decompress,
 from tests.memory import assert_takes_at_most
 
 LIMIT = 1 << 20
+FRESH = multiprocessing.get_context("forkserver")
 
 
 def packed(data, coding):
@@ -19,6 +22,17 @@ def packed(data, coding):
 def refused(body, coding, error, match=None):
     with pytest.raises(error, match=match):
         decompress(body, coding, LIMIT)
+
+
+def assert_fresh_process_takes(limit, body, coding):
+    """A body is refused with at most ``limit`` bytes. A fork of a process that has run a thousand
+    tests took 80 MB more for the same pieces of 128 KiB, whose heap was in holes.
+    """
+    call = functools.partial(refused, body, coding, TooLarge)
+    process = FRESH.Process(target=assert_takes_at_most, args=(limit, call))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
 
 
 @pytest.mark.parametrize("coding", ["gzip", "zstd"])
@@ -49,7 +63,7 @@ def test_a_bomb_costs_no_more_than_the_limit(coding):
         bomb = b"".join(packer.compress(zeros) for _ in range(64)) + packer.flush()
     del zeros
     assert len(bomb) < 2 << 20
-    assert_takes_at_most(LIMIT + (64 << 20), lambda: refused(bomb, coding, TooLarge))
+    assert_fresh_process_takes(LIMIT + (64 << 20), bomb, coding)
 
 
 def test_the_densest_frame_there_can_be():
@@ -60,7 +74,7 @@ def test_the_densest_frame_there_can_be():
     assert len(decompress(frame[:-4] + (1).to_bytes(3, "little"), "zstd", 64 << 20)) == 399 * (
         128 << 10
     )
-    assert_takes_at_most(LIMIT + (20 << 20), lambda: refused(frame, "zstd", TooLarge))
+    assert_fresh_process_takes(LIMIT + (20 << 20), frame, "zstd")
 
 
 def frame_of(claimed, data):
