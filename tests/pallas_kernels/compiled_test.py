@@ -12,6 +12,7 @@ from jax.sharding import SingleDeviceSharding
 from mint_jax.aot import chips, kernel_calls
 from mint_jax.models import quantised
 from pallas_kernels import slot_lora
+from pallas_kernels.packed_lora import shapes as lora_shapes
 from pallas_kernels.packed_matmul import pallas_tpu as packed_matmul
 from pallas_kernels.packed_matmul import shapes as matmul_shapes
 from pallas_kernels.slot_lora import shapes as slot_shapes
@@ -89,7 +90,7 @@ def test_a_tpus_compiler_takes_a_kernel_with_nothing_large_beside_it():
 
 @pytest.mark.long
 @pytest.mark.parametrize("chip", CHIPS)
-def test_a_tpus_compiler_takes_all_shapes(chip):
+def test_a_tpus_compiler_takes_all_real_shapes(chip):
     """With experts of 8 bits too, and slot LoRA in two parts."""
     device = chips.target(chip).devices[0]
 
@@ -97,6 +98,8 @@ def test_a_tpus_compiler_takes_all_shapes(chip):
         return jax.ShapeDtypeStruct(dims, jnp.dtype(dtype), sharding=SingleDeviceSharding(device))
 
     for call in kernel_calls.calls(device, "tpu"):
+        if call.op == "packed_lora backward" and call.shape in lora_shapes.DECODE:
+            continue  # sampling has no gradients
         check(call, device)
         if call.op == "packed_matmul" and call.shape in matmul_shapes.SHAPES[1:3]:
             x, w, sizes, a, b, factor = call.args
