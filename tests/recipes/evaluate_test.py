@@ -138,9 +138,9 @@ def test_a_revision_is_sampled_as_it_was_trained_unless_told_otherwise(tmp_path)
         del config.policies[name]
     policy = config.policies.ppo
     policy.env.name = "tests.recipes.evaluate_test:make"
-    policy.optimizer.learning_rate = 0.03
+    policy.optimizer.learning_rate = 0.1
     policy.sampling = {"prompts": 2, "group_size": 2, "max_tokens": 11, "stop": ("e",)}
-    config.update({"steps": 2, "eval": {"examples": 6, "samples": 4}})
+    config.update({"steps": 3, "eval": {"examples": 6, "samples": 4}})
     trained = run_config(config, tmp_path / "grpo")
     catalog = tmp_path / "grpo" / "catalog"
     fields = {"adapters": {"base": "", "ppo": "ppo@latest"}, "seed": 0}
