@@ -131,7 +131,15 @@ class Plan:
         args = (self.params, state, self._batch(shape), coefs, slots)
         return (
             Program("train", fn, args, (1,), out, tokens),
-            Program("optim", step.optim_step, (state, slots, hyper), (0,), out[:2], 0),
+            Program(
+                "optim",
+                step.optim_step,
+                (state, slots, hyper),
+                (0,),
+                out[:2],
+                0,
+                trips={"policies": P},
+            ),
         )
 
     def sampling(self, shape: RolloutShape) -> tuple[Program, Program]:

@@ -199,7 +199,8 @@ def optim_step(
         _, one = jax.eval_shape(_update_nth, slots[b], hyper[b], 0, state[b])
         zeros = {name: jnp.zeros(slots[b].shape, x.dtype) for name, x in one.items()}
         update = functools.partial(_update_and_note, slots[b], hyper[b])
-        new[b], metrics = jax.lax.fori_loop(0, count, update, (state[b], zeros))
+        with jax.named_scope("policies"):
+            new[b], metrics = jax.lax.fori_loop(0, count, update, (state[b], zeros))
         rows.append(metrics)
     return new, jax.tree.map(lambda *parts: jnp.concatenate(parts), *rows)
 
