@@ -67,12 +67,11 @@ class World:
 @pytest.mark.long
 def test_a_prompt_is_found_again_by_the_version_that_read_it_and_by_no_other(rng, tiny_base):
     world = World(rng, tiny_base("llama"))
-    versions = world.trainer.versions
-    ever = set(versions.values())
+    ever = set(world.trainer.versions.values())
     for _ in range(6):
         for name in (*NAMES, *NAMES):
             world.sample(name)
-        before = dict(versions)
+        before = world.trainer.versions
         name = NAMES[rng.integers(2)]
         act = rng.integers(3)
         if act == 0:
@@ -81,6 +80,7 @@ def test_a_prompt_is_found_again_by_the_version_that_read_it_and_by_no_other(rng
             world.load(name)
         else:  # as a checkpoint is restored
             world.trainer.state = jax.tree.map(np.array, world.trainer.state)
+        versions = world.trainer.versions
         changed = {n for n in NAMES if versions[n] != before[n]}
         assert changed == (set(NAMES) if act == 2 else {name})
         new = {versions[n] for n in changed}
