@@ -25,6 +25,8 @@ AGAIN_S = 1.0  # seconds after the second signal
 _standing: list[Callable[[], str]] = []  # where the program resumes; the last one is used
 DISCARDING = ("__del__", "_xla_gc_callback")  # functions whose exceptions Python discards
 
+IMPORTING = "<frozen importlib._bootstrap>"
+_leave: list[Callable[[int, str], None]] = []  # the argument of ``install``
 _repeated: list[int] = []  # signals delivered a second time by this module
 _grace: list[float] = []  # seconds of the active blocks; the last one is used
 
@@ -37,6 +39,7 @@ def install(leave: Callable[[int, str], None]) -> None:
         leave: called with exit status and message before the process is ended; notifies other
             processes of the run.
     """
+    _leave.append(leave)
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
@@ -79,6 +82,9 @@ def interrupt(number: int, frame: FrameType | None) -> None:
     JAX has a callback of the garbage collector; a Ctrl-C inside it was printed and ignored.
     """
     while frame is not None:
+        if frame.f_code.co_filename == IMPORTING and _leave:
+            # An exception in the initialisation of a native module can crash it (SIGSEGV in JAX's).
+            _end(number, _leave[-1])
         if frame.f_code.co_name in DISCARDING:
             again = threading.Timer(0.05, _deliver, (number, threading.get_ident()))
             again.daemon = True
