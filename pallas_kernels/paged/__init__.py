@@ -147,3 +147,17 @@ def _mask(seen_BS: jax.Array, chosen: jax.Array | None, run_B: jax.Array) -> jax
         return seen_BS
     at = jnp.minimum(run_B, chosen.shape[2] - 1)[:, None, None, None]
     return seen_BS[:, None] & jnp.take_along_axis(chosen, at, axis=2)[:, :, 0]
+
+
+def require_one_dtype(queries: Sequence[jax.Array], pools: Sequence[jax.Array]) -> None:
+    """Raises if a kernel cannot serve these dtypes.
+
+    Raises:
+        NotImplementedError: with the reason.
+    """
+    dtypes = {x.dtype for x in (*queries, *pools)}
+    if len(dtypes) > 1 or not dtypes <= {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)}:
+        raise NotImplementedError(
+            f"queries and pools are {sorted(map(str, dtypes))}; all bfloat16 or all float32 are"
+            " served"
+        )

@@ -26,7 +26,7 @@ from jax.experimental.pallas import triton
 from pallas_kernels import softmax_gpu as softmax
 from pallas_kernels import tuning
 from pallas_kernels.naturals import div, rem
-from pallas_kernels.paged import PAGE, RUN, Rows, key_of, op_of
+from pallas_kernels.paged import PAGE, RUN, Rows, key_of, op_of, require_one_dtype
 from pallas_kernels.partial import Partial, join_all
 from pallas_kernels.triton import (
     Span,
@@ -110,12 +110,7 @@ def require(
     Raises:
         NotImplementedError: with the reason.
     """
-    dtypes = {x.dtype for x in (*queries, *pools)}
-    if len(dtypes) > 1 or not dtypes <= {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)}:
-        raise NotImplementedError(
-            f"queries and pools are {sorted(map(str, dtypes))}; all bfloat16 or all float32 are"
-            " served"
-        )
+    require_one_dtype(queries, pools)
     if not all(x.size for x in (*queries, *pools)):
         raise NotImplementedError("no queries or no pages")
     if width > 192:

@@ -29,7 +29,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import tuning
 from pallas_kernels.naturals import div, rem
-from pallas_kernels.paged import PAGE, RUN, RUN_PAGES, Rows, key_of, op_of
+from pallas_kernels.paged import PAGE, RUN, RUN_PAGES, Rows, key_of, op_of, require_one_dtype
 from pallas_kernels.partial import MASKED, Partial
 from pallas_kernels.products import dot
 
@@ -105,12 +105,7 @@ def require(
     Raises:
         NotImplementedError: with the reason.
     """
-    dtypes = {x.dtype for x in (*queries, *pools)}
-    if len(dtypes) > 1 or not dtypes <= {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)}:
-        raise NotImplementedError(
-            f"queries and pools are {sorted(map(str, dtypes))}; all bfloat16 or all float32 are"
-            " served"
-        )
+    require_one_dtype(queries, pools)
     if wrong := [pool.shape[-1] for pool in pools if pool.shape[-1] % LANES]:
         raise NotImplementedError(f"a pool's width {wrong[0]} is not a multiple of {LANES}")
     config = sized(queries, pools)
