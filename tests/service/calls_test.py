@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mint_jax.errors import UserError
 from mint_jax.lora.tree import AdapterConfig
 from mint_jax.service import calls
 from mint_jax.service.calls import Create, ForwardBackward, Optim
@@ -80,10 +79,3 @@ def test_data_of_any_shapes_come_back(rows, kind, seed):
 def test_small_calls_come_back(call):
     assert calls.decode(*calls.encode(call)) == call
     assert calls.decode_result(calls.encode_result({"grad_norm": 0.25})) == {"grad_norm": 0.25}
-
-
-def test_a_call_of_another_version_is_refused():
-    with pytest.raises(
-        UserError, match="there is no training request 'distil': the database is of another version"
-    ):
-        calls.decode("distil", b"{}")

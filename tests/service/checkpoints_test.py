@@ -124,26 +124,6 @@ def test_an_old_snapshot_is_sampled_while_its_policy_trains(rng, server):
     )
 
 
-def test_what_is_to_be_sampled_at_once_is_not_read_back_from_the_disk(rng, server, monkeypatch):
-    """Its bytes go to the device from memory; after a restart, and for a checkpoint with a name,
-    they come from the catalog.
-    """
-    client, prompt, read = Client(server), tuple(rng.integers(3, 97, 5).tolist()), []
-    load = server.catalog.load
-    monkeypatch.setattr(
-        server.catalog, "load", lambda digest, *args: read.append(digest) or load(digest, *args)
-    )
-    config = AdapterConfig(2, 4.0, ("q", "v"))
-    model = client.model(Create(config))
-    client.put(model, random_state(rng, server.base, config))
-    digest = client.sampler(model, 0)
-    drawn = sampled(server, digest, prompt)
-    assert read == []
-    server.residency.drop(digest)
-    assert sampled(server, digest, prompt) == drawn
-    assert read == [digest]
-
-
 @pytest.mark.long
 def test_what_is_loaded_is_what_was_saved(rng, server):
     """With its moments or without, into a new policy or in place of a living one's; pending
@@ -243,25 +223,6 @@ def test_names_are_taken_once_and_bytes_go_with_the_last_name(rng, server):
     assert files() == set()
 
 
-def test_a_time_to_live_ends_a_checkpoint_and_a_sampled_one_with_it(rng, server, monkeypatch):
-    client = Client(server)
-    model = client.model(Create(AdapterConfig(2, 4.0, ("q",))))
-    path = client.ask(model, Save("sampler_weights", "a", ttl_s=3600))["path"]
-    digest = server.checkpoints.digest("default", path)
-    client.ask(model, *update(rng))
-    later = server.checkpoints.digest(
-        "default", client.ask(model, Save("sampler_weights", "b"))["path"]
-    )
-    assert server.checkpoints.expire() == 0
-    monkeypatch.setattr(server.book, "clock", lambda now=server.book.clock() + 3601: now)
-    with pytest.raises(NotFound):
-        server.checkpoints.digest("default", path)
-    assert server.checkpoints.expire() == 1
-    with pytest.raises(UserError):
-        server.checkpoints.fetch(digest)
-    server.checkpoints.fetch(later)
-
-
 def test_others_see_what_is_published_and_nothing_else(rng, server):
     client, other = Client(server), Client(server, "other")
     model = client.model(Create(AdapterConfig(2, 4.0, ("q",))))
@@ -308,55 +269,6 @@ def test_what_cannot_be_loaded_is_told_and_the_policy_goes_on(rng, server, what,
     with pytest.raises((UserError, RuntimeError), match=expected):
         client.ask(model, Load(path, True, "default"))
     assert client.ask(model, *update(rng))["skipped"] == 0
-
-
-def test_a_store_that_fails_is_one_request_s_failure(rng, server, monkeypatch):
-    client = Client(server)
-    model = client.model(Create(AdapterConfig(2, 4.0, ("q",))))
-    path = client.ask(model, Save("weights", "a"))["path"]
-
-    def busy(*_):
-        raise RuntimeError("database is locked")
-
-    for name, call in (("save", Save("weights", "b")), ("load", Load(path, True, "default"))):
-        with monkeypatch.context() as patch:
-            patch.setattr(server.checkpoints, name, busy)
-            with pytest.raises(RuntimeError, match="cannot be reached: database is locked"):
-                client.ask(model, call)
-    assert server.durable.failed is None
-    client.ask(model, Save("weights", "b"))
-    assert client.ask(model, *update(rng))["skipped"] == 0
-
-
-@pytest.mark.parametrize(
-    "name", ["", "a/b", "..", ".a", "a?b", "a#b", "a\\b", 7, None, "x" * 300, "a\nb"]
-)
-def test_names_that_are_no_segment_are_refused(name):
-    with pytest.raises(UserError):
-        checkpoints.check_name(name)
-
-
-@pytest.mark.parametrize(
-    "path",
-    [
-        "",
-        "a",
-        "tinker://a/weights",
-        "tinker://a/b/c",
-        "tinker:///weights/a",
-        "http://a/weights/b",
-        "tinker://a/weights/",
-    ],
-)
-def test_paths_that_are_none_are_refused(path):
-    with pytest.raises(UserError, match="expected tinker://"):
-        checkpoints.parse(path)
-
-
-@pytest.mark.parametrize("seconds", [0, 3599, -1, 10**12, 3600.5, "3600", True])
-def test_times_to_live_out_of_range_are_refused(seconds):
-    with pytest.raises(UserError, match="ttl_seconds"):
-        checkpoints.check_ttl(seconds)
 
 
 class Shelf:
@@ -546,23 +458,6 @@ def test_what_is_read_or_named_anew_outlives_its_removal(shelf, monkeypatch, use
         assert not (shelf.checkpoints.folder / f"{digest}.safetensors").exists(), (
             "with the last name its bytes go"
         )
-
-
-def test_a_row_that_was_replaced_or_kept_is_not_removed_for_its_predecessor(shelf):
-    """A removal acts on what is there when it happens, not on what was read before."""
-    shelf.save("weights", "x", ttl_s=3600)
-    old = shelf.row("weights", "x")
-    shelf.save("weights", "x", 1, overwrite=True)
-    shelf.checkpoints.remove(old)
-    assert not list(shelf.checkpoints.folder.glob("*.safetensors")), (
-        "the bytes of the one that was removed are gone"
-    )
-    for change in (
-        shelf.checkpoints.remove,
-        lambda row: shelf.book.change_checkpoint(row, public=True),
-    ):
-        with pytest.raises(NotFound):
-            change(old)
 
 
 def test_a_save_that_fails_leaves_nothing(shelf, monkeypatch):

@@ -4,11 +4,9 @@ told to operators.
 
 import functools
 import io
-import threading
 import time
 
 import httpx
-import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
@@ -65,17 +63,6 @@ def test_parts_sum_to_the_whole_and_are_each_ones_own(rng, book):
     assert order == sorted(order, key=lambda name: -seconds["policy", name])
     assert [*costs.listed("policy", limit=2), *costs.listed("policy", limit=2, offset=2)] == order
     assert costs.of(["p", "nobody's"]) == {"p": costs.listed("policy")["p"], "nobody's": Cost()}
-
-
-def test_what_was_written_or_told_is_there_after_a_restart(book, tmp_path):
-    costs = Costs(book, {"digest": "a model"}.get)
-    costs.charge("decode", 2.0, {Payer("a", "digest"): 3})
-    costs.charge("load", 1.0, {Payer("a", "digest"): 1})
-    told = costs.listed("policy")
-    assert told == {"a model": Cost(decode_s=2.0, load_s=1.0, decode_tokens=3)}
-    book._database.close()
-    with ServerDatabase(tmp_path / "server.db") as database:
-        assert Costs(Book(database)).listed("policy") == told
 
 
 def test_a_book_that_cannot_be_written_loses_nothing(book, monkeypatch):
@@ -225,32 +212,3 @@ def test_top_prints_one_table(site, worked, capsys):
     assert top.main(["--once", "--url=127.0.0.1"]) == 2
     assert top.main(["--once", f"--url={site.url}/no"]) == 1
     assert "answers 404" in capsys.readouterr().err
-
-
-def test_top_waits_for_a_server_that_is_gone(site, monkeypatch):
-    looks, out, ended = iter([True, False, True]), io.StringIO(), threading.Event()
-    real = top.Look.at
-
-    def at(url, key):
-        there = next(looks, None)
-        if there is None:
-            ended.set()
-        if there is False:
-            raise top.ServerUnreachable("it does not answer")
-        return real(url, key)
-
-    monkeypatch.setattr(top.Look, "at", at)
-    top.follow(
-        site.url, None, 0.01, Console(file=out, width=200, force_terminal=True), ended.is_set
-    )
-    text = out.getvalue()
-    assert np.all(
-        np.diff(
-            [
-                text.index("ready"),
-                text.index("it does not answer; waiting for it"),
-                text.rindex("ready"),
-            ]
-        )
-        > 0
-    )

@@ -17,10 +17,9 @@ import pytest
 from mint_jax.catalog.records.database import DatabaseFailed
 from mint_jax.errors import UserError
 from mint_jax.service import server_db
-from mint_jax.service.futures import KEEP_S, Done, Failed, Gone
+from mint_jax.service.futures import Done, Gone
 from mint_jax.service.server_db import FolderBusy, Overloaded
 from tests.disks import FullDatabase
-from tests.residency.clock import Clock
 from tests.service.conftest import opened
 
 
@@ -65,87 +64,6 @@ def test_one_request_submitted_at_once_by_many_runs_once(folder):
 def test_a_request_that_cannot_be_named_is_refused(folder, model, seq_id, call, why):
     with opened(folder) as futures, pytest.raises(UserError, match=why):
         futures.submit(model, seq_id, call, b"")
-
-
-@pytest.mark.parametrize("jump", [-1e9, -1.0, 1.0, 1e9])
-def test_a_restart_at_another_time_of_day_keeps_what_was_not_fetched(folder, jump):
-    """A monotonic clock begins anywhere after a reboot: the time to keep a delivered result begins
-    anew, whatever it says.
-    """
-    clock = Clock(2e9)
-    with opened(folder, clock=clock) as futures:
-        delivered, ended, waiting = fill(futures, "m", 3)
-        for _ in range(2):
-            futures.finish(futures.take().id, Done(b"done"))  # type: ignore[union-attr]
-        assert futures.wait(delivered, 30) == Done(b"done")
-        futures.delivered(delivered)
-    clock.advance(jump)
-    with opened(folder, clock=clock) as futures:
-        futures.expire()
-        assert futures.wait(delivered) == futures.wait(ended) == Done(b"done")
-        assert run_all(futures)[-1] == ("m", 3, False)
-        assert futures.wait(waiting, 30) == Done(b"done")
-        clock.advance(KEEP_S)
-        futures.expire()
-        with pytest.raises(Gone):
-            futures.wait(delivered)
-        assert futures.wait(ended) == Done(b"done")
-
-
-def test_results_of_all_sizes_are_those_that_were_given(folder, rng):
-    results = [rng.bytes(size) for size in (0, 1, 5000, 3_000_000)]
-    with opened(folder) as futures:
-        ids = fill(futures, "m", 4)
-        for id, result in zip(ids, results, strict=True):
-            futures.take()
-            futures.finish(id, Done(result))
-        assert [futures.wait(id, 30) for id in ids] == [Done(result) for result in results]
-    with opened(folder) as futures:
-        assert [futures.wait(id) for id in ids] == [Done(result) for result in results]
-
-
-def test_what_a_snapshot_does_not_hold_runs_again_first_and_keeps_its_result(folder):
-    """In the order in which it ended, over all models; what failed had no effect and is left
-    out.
-    """
-    choice = random.Random(os.environ["MINT_TEST_SEED"])
-    with opened(folder) as futures:
-        ids = {model: fill(futures, model, 6) for model in "ab"}
-        requests = [futures.take() for _ in range(12)]
-        ended, queues = (
-            [],
-            {
-                model: [r for r in requests if r is not None and r.model == model][:5]
-                for model in "ab"
-            },
-        )
-        places, placed = {}, 4
-        while any(queues.values()):
-            model = choice.choice([model for model in "ab" if queues[model]])
-            request = queues[model].pop(0)
-            futures.finish(
-                request.id,
-                (
-                    Failed("no")
-                    if request.seq_id == 2
-                    else Done(f"first {model} {request.seq_id}".encode())
-                ),
-            )
-            ended.append((model, request.seq_id))
-            if len(ended) == placed:
-                places = {model: futures.place(model) for model in "ab"}
-    held, rest = ended[:placed], ended[placed:]
-    with opened(folder, places) as futures:
-        assert run_all(futures, b"second") == [(*one, True) for one in rest if one[1] != 2] + [
-            ("a", 6, False),
-            ("b", 6, False),
-        ]
-        for model in "ab":
-            assert futures.wait(ids[model][1]) == Failed("no")
-            for n in (1, 3, 4, 5):
-                assert futures.wait(ids[model][n - 1]) == Done(f"first {model} {n}".encode())
-            assert futures.wait(ids[model][5], 30) == Done(b"second")
-    assert len(held) == placed
 
 
 def test_a_snapshot_of_another_database_is_refused(folder, memory):
@@ -280,32 +198,6 @@ def test_threads_and_tasks_wait_for_one_future(folder):
         assert len(futures._waker) == 0, "ended waits leave nothing"
 
 
-def test_five_thousand_open_waits_cost_nothing_and_end_together(folder):
-    """Nobody polls: while they are open neither their loop nor any thread runs."""
-    count = 5000
-
-    async def ask():
-        ids = await asyncio.gather(
-            *(futures.submit_task(f"m{n % 50}", n // 50 + 1, "step", b"x") for n in range(count))
-        )
-        assert len(set(ids)) == count
-        tasks = [asyncio.create_task(futures.wait_task(id, 300)) for id in ids]
-        while len(futures._waker) < count:
-            await asyncio.sleep(0.01)
-        before = time.process_time()
-        await asyncio.sleep(1.0)
-        idle = time.process_time() - before
-        thread = threading.Thread(target=run_all, args=(futures,))
-        thread.start()
-        assert await asyncio.gather(*tasks) == [Done(b"done")] * count
-        thread.join()
-        return idle
-
-    with opened(folder) as futures:
-        idle = asyncio.run(ask())
-    assert idle < 0.2, "of a second; asking each once a second would take as much"
-
-
 def test_closing_ends_waits(folder):
     found = []
     with opened(folder) as futures:
@@ -322,18 +214,6 @@ def test_closing_ends_waits(folder):
     assert found == [None, None]
     with pytest.raises(DatabaseFailed, match="is closed"):
         futures.submit("m", 2, "step", b"")
-
-
-def test_a_loop_that_ended_with_waits_open_is_no_matter(folder):
-    with opened(folder) as futures:
-        [id] = fill(futures, "m", 1)
-        loop = asyncio.new_event_loop()
-        task = loop.create_task(futures.wait_task(id, 300))
-        loop.run_until_complete(asyncio.sleep(0))
-        loop.close()
-        assert run_all(futures) == [("m", 1, False)]
-        assert futures.wait(id, 30) == Done(b"done")
-        task._log_destroy_pending = False  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("statement", ["BEGIN", "INSERT", "COMMIT"])

@@ -29,15 +29,6 @@ def test_pieces_before_and_behind_listening_come_once_and_in_order():
         assert found == [*range(2000), None]
 
 
-def test_listening_to_what_has_ended_tells_all_of_it_and_a_failure_is_an_end():
-    stream, found = Stream(Request((1,))), []
-    stream.put(Piece(0, [5], [0.0]))
-    stream.end(ValueError("lost"))
-    stream.listen(found.append)
-    assert found == [Piece(0, [5], [0.0]), None]
-    assert stream.done
-
-
 def test_a_handover_calls_into_a_loop_once_for_all_that_came():
     async def follow():
         loop = asyncio.get_running_loop()

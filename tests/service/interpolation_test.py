@@ -88,16 +88,6 @@ def test_a_smaller_rank_has_the_nearest_deltas_and_tells_what_it_left_out(specs,
     assert made.error > 0.01
 
 
-def test_what_has_no_more_than_the_smaller_rank_loses_nothing(specs, rng):
-    tree = adapter(rng, specs, CONFIGS[0])
-    made = interpolate([(tree, CONFIGS[0])] * 3, [0.2, 0.3, 0.5], specs, 2)
-    assert made.error < 1e-7
-    for path, delta in deltas(tree, CONFIGS[0]).items():
-        np.testing.assert_allclose(
-            deltas(params_lib.nest(made.factors), made.config)[path], delta, rtol=1e-4, atol=1e-5
-        )
-
-
 def test_a_sum_beyond_float32_is_refused(specs, rng):
     with pytest.raises(UserError, match="beyond float32"):
         interpolate([(adapter(rng, specs, CONFIGS[0]), CONFIGS[0])], [3e38], specs, 2)

@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 
 from mint_jax.errors import UserError
-from mint_jax.lora.tree import AdapterConfig
 from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import Request
 from mint_jax.service.loop import Loop
-from mint_jax.train import host_state
 from mint_jax.train.state import OptimizerConfig
 from mint_jax.train.trainer import Trainer
 from tests.rollout.serving_test import contended
@@ -113,23 +111,6 @@ def test_a_revision_is_sampled_with_the_same_bits_while_policies_train(rng, worl
     assert {"a", "b", "t0", "t1", "t2"} <= set(loop.counters.seconds)
 
 
-def test_training_alone_needs_no_request_for_samples(rng, world, loop_of):
-    loop = loop_of()
-    with loop.running():
-        state = host_state.fresh(loop.training.live.specs, AdapterConfig(2), 3)
-        loop.training.do("a", lambda live: live.join("a", state)).result(60)
-        told = loop.training.forward_backward(
-            "a", random_data(rng, "cross_entropy"), coefs("cross_entropy")
-        ).result(60)
-        assert np.isfinite(told.loss)
-        waiting = loop.training.optim("b", OptimizerConfig(1e-3))
-        with pytest.raises(UserError, match="policy 'b' is not in training"):
-            waiting.result(60)
-        assert not loop.gaps, "no row decoded"
-    with pytest.raises(UserError, match="the server was stopped before this request ended"):
-        loop.training.optim("a", OptimizerConfig(1e-3)).result(0)
-
-
 def test_slices_are_small_while_rows_decode(rng, world, loop_of, monkeypatch):
     loop, bounds = loop_of(gap_s=0.25, idle_gap_s=4.0), []
     loop.training.live.join("a", random_state(rng, world.base, CONFIGS["a"]))
@@ -183,38 +164,6 @@ def test_a_tenant_is_sampled_for_beside_one_who_floods(rng, loop_of):
     assert max(i for i, tenant in enumerate(order) if tenant == "small") < 24, order
 
 
-@pytest.mark.parametrize(("trains", "steps"), [(0, 2), (1, 10)])
-def test_a_dispatch_ends_with_half_of_its_rows_where_training_follows_it(
-    rng, world, monkeypatch, trains, steps
-):
-    """Eight rows of 2, 4, .. 16 tokens, and more requests wait: alone each row that ends is given
-    on at once.
-    """
-    engine, seen, released = Engine(world.base, rows=(8,)), [], threading.Event()
-    loop = Loop(engine, Trainer(world.base, slots={8: 2}, shapes=SHAPES), world.residency)
-    decode = engine.calls.decode
-    monkeypatch.setattr(
-        engine.calls, "decode", lambda plan, steps: seen.append(steps) or decode(plan, steps)
-    )
-    monkeypatch.setattr(
-        Loop,
-        "waiting",
-        property(lambda self: trains if released.is_set() else self.training.waiting),
-    )
-    with loop.running():
-        loop.training.do("", lambda live: released.wait(60))
-        streams = [
-            loop.engine.submit(
-                Request(p, max_tokens=2 * (i % 8 + 1), temperature=1.0, seed=i, stop_ids=())
-            )
-            for i, p in enumerate(prompts(rng, 12))
-        ]
-        released.set()
-        for i, stream in enumerate(streams):
-            assert len(stream.result(60)[0].tokens) == 2 * (i % 8 + 1)
-    assert seen[0] == steps, seen
-
-
 def test_a_failure_of_training_ends_samples_too(rng, loop_of, monkeypatch):
     loop = loop_of()
     loop.training.live.join("a", random_state(rng, loop.engine.base, CONFIGS["a"]))
@@ -239,9 +188,3 @@ def test_a_failure_of_training_ends_samples_too(rng, loop_of, monkeypatch):
                 each.result(60)
         with pytest.raises(UserError, match="the engine is stopping"):
             loop.engine.submit(Request((1, 2, 3)))
-
-
-@pytest.mark.parametrize(("gap_s", "idle_gap_s"), [(0.0, 1.0), (2.0, 1.0), (float("nan"), 1.0)])
-def test_bounds_are_seconds(gap_s, idle_gap_s, loop_of):
-    with pytest.raises(UserError, match="expected seconds above 0, the second not below the first"):
-        loop_of(gap_s=gap_s, idle_gap_s=idle_gap_s)

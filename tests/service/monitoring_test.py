@@ -84,30 +84,6 @@ def test_requests_are_counted_by_template_and_status(tmp_path, rng):
     assert all("GET /metrics" in str(one) for one in more), "no client adds a series"
 
 
-def test_a_disconnect_before_the_response_is_counted_as_499():
-    monitor = Monitor()
-
-    async def leave():
-        async def receive():
-            return {"type": "http.disconnect"}
-
-        async def send(_):
-            raise AssertionError("nobody is there")
-
-        scope = {
-            "type": "http",
-            "method": "POST",
-            "path": "/api/v1/asample",
-            "headers": [(b"host", b"localhost")],
-            "query_string": b"",
-        }
-        await app_of(monitor)(scope, receive, send)
-
-    asyncio.run(leave())
-    labels = {"route": "POST /api/v1/asample", "status": "499"}
-    assert monitor.registry.get_sample_value("mint_http_requests_total", labels) == 1
-
-
 def test_collectors_show_current_values(monkeypatch):
     fallen = {
         dispatch.Fall("slot_lora", "cpu", "cpu", 'rows are "bfloat16"'): 3,

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from mint_jax.catalog.packed import Schema, digest_of, pack, unpack
-from mint_jax.catalog.records.database import DatabaseFailed
 from mint_jax.errors import UserError
 from mint_jax.lora.peft import write_peft
 from mint_jax.models.outline import peft_tables
@@ -58,15 +57,6 @@ def test_a_name_stands_for_the_base_or_a_revision(world, weights):
             weights.resolve(name, tenant)
     with pytest.raises(NotFound):
         Weights(world.base).resolve("chat", "default")
-
-
-def test_a_database_that_does_not_answer_is_not_an_unknown_name(world, weights, monkeypatch):
-    def fail(*_):
-        raise DatabaseFailed("the database is locked")
-
-    monkeypatch.setattr(world.catalog, "resolve", fail)
-    with pytest.raises(DatabaseFailed):
-        weights.resolve("chat", "default")
 
 
 def test_a_loaded_name_is_its_tenants_and_stays_what_it_was(world, weights):
