@@ -6,9 +6,7 @@ import gc
 import json
 import multiprocessing
 import os
-import re
 import shutil
-import threading
 import time
 from pathlib import Path
 
@@ -21,7 +19,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from mint_jax.checkpoint import Checkpoints
 from mint_jax.errors import UserError
 from tests.disks import LIMITS, run_limited
-from tests.multihost_test import together
 
 SERVER = multiprocessing.get_context("forkserver")  # imports once, forks for every writer
 SERVER.set_forkserver_preload(
@@ -109,61 +106,6 @@ def test_arrays_are_restored_into_another_sharding(rng, checkpoints, mesh, mesh8
         assert found["x"].sharding.is_equivalent_to(target, 2)
 
 
-@pytest.mark.parametrize("keep", [1, 3])
-def test_the_newest_are_kept(rng, tmp_path, checkpoints, keep):
-    arrays, saved = tree(rng), checkpoints(keep=keep)
-    assert saved.latest() is None
-    steps = [2, 3, 7, 20, 21]
-    for step in steps:
-        saved.save(step, arrays, {"at": step})
-    saved.wait()
-    assert saved.latest() == checkpoints(keep=keep).latest() == 21
-    assert (
-        sorted(int(p.name.removeprefix("step_")) for p in (tmp_path / "checkpoints").iterdir())
-        == steps[-keep:]
-    )
-    for step in steps[-keep:]:
-        assert saved.restore(arrays, step)[::2] == (step, {"at": step})
-
-
-def test_commits_are_reported_in_order_from_the_callers_thread(rng, tmp_path, checkpoints):
-    arrays, said = tree(rng), []
-
-    def committed(step):
-        assert (tmp_path / "checkpoints" / f"step_{step}").is_dir()
-        said.append((step, threading.current_thread()))
-
-    saved = checkpoints(on_commit=committed)
-    for step in (1, 2, 3):
-        saved.save(step, arrays, {})
-        assert [s for s, _ in said] == list(range(1, step))  # the one in flight is not reported yet
-    saved.wait()
-    saved.wait()
-    assert said == [(step, threading.current_thread()) for step in (1, 2, 3)]
-
-
-@pytest.mark.parametrize("step", [4])
-def test_a_step_that_is_not_new_is_refused_and_not_reported(rng, checkpoints, step):
-    said, saved, arrays = [], checkpoints(on_commit=lambda s: said.append(s)), tree(rng)
-    saved.save(5, arrays, {"first": True})
-    saved.wait()
-    with pytest.raises(ValueError, match=str(step)):
-        saved.save(step, tree(rng), {"first": False})
-    saved.wait()
-    assert said == [5]
-    assert_same(saved.restore(arrays)[1], arrays)
-
-
-def test_nothing_to_restore(rng, checkpoints):
-    saved = checkpoints()
-    with pytest.raises(UserError, match="has no checkpoint to resume from"):
-        saved.restore(tree(rng))
-    saved.save(1, tree(rng), {})
-    saved.wait()
-    with pytest.raises(UserError, match="99"):
-        saved.restore(tree(rng), step=99)
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -186,23 +128,6 @@ def test_a_checkpoint_of_another_shape_is_refused(rng, checkpoints, change):
         ),
     ):
         saved.restore(arrays)
-
-
-def test_unfinished_and_strange_folders_are_ignored(rng, tmp_path, checkpoints):
-    arrays, folder, saved = tree(rng), tmp_path / "checkpoints", checkpoints()
-    saved.save(7, arrays, {"at": 7})
-    saved.wait()
-    shutil.copytree(folder / "step_7", folder / "step_9.orbax-checkpoint-tmp")
-    shutil.copytree(folder / "step_7", folder / "step_10.orbax-checkpoint-tmp-1700000000")
-    shutil.copytree(folder / "step_7" / "extra", folder / "step_12.orbax-checkpoint-tmp" / "extra")
-    (folder / "notes").mkdir()
-    (folder / "step_13").write_text("a file")
-    again = checkpoints()
-    assert again.latest() == 7
-    assert again.restore(arrays)[2] == {"at": 7}
-    again.save(9, arrays, {"at": 9})
-    again.wait()
-    assert again.restore(arrays)[::2] == (9, {"at": 9})
 
 
 def cut(path):
@@ -271,54 +196,6 @@ def test_every_damaged_file_is_named_and_nothing_is_restored(how, rng, tmp_path,
         UserError, match=f"remove {folder} to start over; no older checkpoint is whole"
     ):
         checkpoints().restore(arrays)
-
-
-TOGETHER = """
-import json
-import jax, numpy as np
-from jax.sharding import NamedSharding, PartitionSpec as P
-from mint_jax import multihost
-from mint_jax.checkpoint import Checkpoints
-from mint_jax.errors import UserError
-from mint_jax.mesh import make_mesh
-from pathlib import Path
-
-multihost.join()
-mesh = make_mesh({"data": 8})
-values = np.arange(64, dtype=np.float32).reshape(16, 4)
-split = jax.make_array_from_callback(values.shape, NamedSharding(mesh, P("data")), lambda i: values[i])
-saved = Checkpoints("checkpoints")
-for step in (1, 2):
-    saved.save(step, {"x": split}, {"at": step})
-saved.wait()
-_, found, extra = saved.restore({"x": split})
-equal = np.array_equal(multihost.to_host(found)["x"], values)
-multihost.barrier("restored")
-if multihost.is_main():
-    file = max(Path("checkpoints/step_2/arrays").rglob("d/*"), key=lambda path: path.stat().st_size)
-    file.write_bytes(bytes(file.stat().st_size))
-multihost.barrier("damaged")
-try:
-    Checkpoints("checkpoints").restore({"x": split})
-    says = ""
-except UserError as error:
-    says = str(error)
-print(json.dumps({"equal": equal, "extra": extra, "says": says}))
-"""  # noqa: E501
-
-
-@pytest.mark.long
-def test_two_processes_find_the_same_damage(tmp_path):
-    ended = together([["-c", TOGETHER]] * 2, tmp_path, 120)
-    assert [e.status for e in ended] == [0, 0]
-    one, other = (json.loads(e.out.splitlines()[-1]) for e in ended)
-    assert one == other
-    assert (one["equal"], one["extra"]) == (True, {"at": 2})
-    assert re.match(
-        r"checkpoint 2 is damaged: .*/step_2/arrays/.* has changed since it was written: .* resume"
-        r" from step 1$",
-        one["says"],
-    )
 
 
 def state_at(step: int) -> np.ndarray:

@@ -2,13 +2,12 @@
 
 import io
 import threading
-import time
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from mint_jax import compiling, host
+from mint_jax import compiling
 from mint_jax.compiling import Program, Programs
 
 
@@ -46,23 +45,6 @@ def test_the_program_is_named_while_it_compiles(announced, rng):
     assert any(line.startswith("compiled jit(slow_program) in 0:") for line in seen)
 
 
-def test_the_line_comes_before_the_end_and_quick_programs_have_none():
-    out = io.StringIO()
-    announcer = compiling.Announcer(0.05, out)
-    announcer.started("/another/event", 0.0, fun_name="other")
-    announcer.started(compiling.EVENT, 0.0, fun_name="quick")
-    announcer.ended(compiling.EVENT, 0.01, fun_name="quick")
-    announcer.started(compiling.EVENT, 0.0, fun_name="long")
-    deadline = time.monotonic() + 30
-    while not out.getvalue() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert out.getvalue() == "compiling long …\n"  # it has not ended
-    announcer.ended("/another/event", 1.0)
-    announcer.ended(compiling.EVENT, 75.0, fun_name="long")
-    announcer.ended(compiling.EVENT, 75.0, fun_name="long")  # an end without a start
-    assert out.getvalue() == "compiling long …\ncompiled long in 1:15\n"
-
-
 def test_programs_are_compiled_by_urgency_and_first_what_somebody_waits_for():
     built, entered, go = [], threading.Event(), threading.Event()
 
@@ -95,31 +77,3 @@ def test_programs_are_compiled_by_urgency_and_first_what_somebody_waits_for():
     assert programs.want("a")
     assert (programs.ready, programs.total, programs.now) == (5, 5, "")
     assert all(changed.acquire(blocking=False) for _ in built)
-
-
-def test_a_program_that_cannot_be_compiled_is_told_and_ends_the_rest():
-    def fails():
-        raise ValueError("no such instruction")
-
-    programs = Programs([Program("a", "a", fails), Program("b", "b", lambda: None)])
-    programs.start()
-    assert not programs.wait(10)
-    assert isinstance(programs.failed, ValueError)
-    assert programs.ready == 0
-
-
-def test_closing_waits_for_no_program():
-    go, entered = threading.Event(), threading.Event()
-
-    def build():
-        entered.set()
-        assert go.wait(10)
-
-    programs = Programs([Program("a", "a", build), Program("b", "b", lambda: None)])
-    programs.start()
-    assert entered.wait(10)
-    programs.close()
-    assert host.is_abandoning()
-    go.set()
-    assert not programs.wait(10)
-    assert (programs.has("a"), programs.has("b")) == (True, False)

@@ -36,7 +36,6 @@ from mint_jax import host
 from mint_jax import mesh as mesh_lib
 from mint_jax.mesh import make_mesh, single_device_mesh
 from mint_jax.models import base as base_lib
-from tests.at_once import pytest_configure as pytest_configure
 from tests.marks import mark_long_cases
 
 # How long an example takes says how busy the machine is; examples are new in every run, and the one

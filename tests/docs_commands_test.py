@@ -147,19 +147,6 @@ def test_commands_can_be_pasted_into_any_shell():
             assert done.returncode == 0, f"{page}, {shell}: {done.stderr}"
 
 
-@pytest.mark.parametrize("shell", SHELLS)
-def test_files_that_commands_write_are_the_same_in_every_shell(shell, tmp_path):
-    """``echo`` of dash and zsh made two lines of the README's one."""
-    for number, (page, text) in enumerate(fenced()):
-        for line in (line for line in text.splitlines() if line.startswith("printf")):
-            bash(line, tmp_path, shell)
-            [file] = tmp_path.iterdir()
-            rows = [json.loads(row) for row in file.read_text().splitlines()]
-            assert rows, (number, page)
-            assert all("\n" in row["prompt"] or page != "README.md" for row in rows)
-            file.unlink()
-
-
 @pytest.mark.long
 def test_the_commands_of_the_readme_and_the_index_on_the_quickstarts_output(tmp_path):
     made = tmp_path / "made"

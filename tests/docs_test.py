@@ -50,21 +50,3 @@ def test_what_was_run_on_accelerators_is_said_once():
     assert told.keys() == {"README.md", "numbers.md", "pods.md"}
     assert len(set(told.values())) == 1
     assert "H100" in told["README.md"], "notebooks/reports/nvidia-h100"
-
-
-def test_the_readme_says_for_whom_it_is_and_shows_one_figure_a_row():
-    text = (ROOT / "README.md").read_text()
-    assert "**For whom.**" in text
-    assert "TRL" in text
-    assert "vLLM" in text
-    rows = [
-        line.split(" | ")
-        for line in (
-            text.partition("figures:headline")[2].partition("<!-- /figures")[0].splitlines()[3:]
-        )
-        if line.startswith("|")
-    ]
-    assert 1 < len(rows) <= 6
-    for _, figure, interval, _ in rows:
-        assert not re.search(r"[,;/]", figure), "one figure"
-        assert interval.count(" to ") == 1

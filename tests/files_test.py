@@ -67,16 +67,3 @@ def test_a_directory_appears_when_it_is_whole(tmp_path, umask):
     (tmp_path / "empty").mkdir()
     make(tmp_path / "empty", "filled")
     assert (tmp_path / "empty" / "proof").read_text() == "filled"
-
-
-def test_of_two_that_make_the_same_directory_the_first_stays_and_half_a_one_does_not(tmp_path):
-    target = tmp_path / "folder"
-    with new_directory(target, "proof") as staging:
-        (staging / "proof").write_text("second")
-        make(target, "first", "proof")
-    assert (target / "proof").read_text() == "first"
-    (target / "proof").unlink()
-    (target / "rest").write_text("of an older version")
-    make(target, "third", "proof")
-    assert {path.name: path.read_text() for path in target.iterdir()} == {"proof": "third"}
-    assert [path.name for path in tmp_path.iterdir()] == ["folder"]

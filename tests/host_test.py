@@ -20,34 +20,6 @@ def run(code: str, *args) -> list[str]:
     return done.stdout.split()
 
 
-FAULTS = """
-import ctypes, resource, sys
-from mint_jax import host
-libc = ctypes.CDLL(None)
-libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
-print(host.keep_freed_memory() if sys.argv[1] == "keep" else None)
-for _ in range(2):
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    p = libc.malloc(64 << 20)
-    ctypes.memset(p, 1, 64 << 20)
-    libc.free(p)
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-"""  # noqa: E501
-
-
-@pytest.mark.long
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt is glibc's")
-def test_freed_memory_is_used_again_without_page_faults():
-    """The second block of 64 MiB costs no faults where the first was kept, and as many as the first
-    otherwise.
-    """
-    kept, first, second = run(FAULTS, "keep")
-    assert kept == "True"
-    assert int(second) < int(first) / 10
-    _, first, second = run(FAULTS, "default")
-    assert int(second) > int(first) / 10
-
-
 GIVEN = """
 import ctypes
 from mint_jax import host
@@ -86,30 +58,6 @@ def test_a_program_has_ended_when_its_call_returns():
     """One of a tenth of a second: in a thread of JAX's own it has not."""
     assert run(IN_TURN, "here") == ["True"]
     assert run(IN_TURN, "elsewhere") == ["False"]
-
-
-CACHE = """
-import sys
-import jax, jax.numpy as jnp, numpy as np
-from mint_jax import host
-host.use_compilation_cache(sys.argv[1])
-hits = []
-jax.monitoring.register_event_listener(lambda name, **_: hits.append(name) if name.endswith("compilation_cache/cache_hits") else None)
-@jax.jit
-def slow(x):
-    for i in range(80):
-        x = jnp.sin(x @ x + i)
-    return x
-for _ in range(2):
-    slow(np.ones((8, 8), np.float32))
-    print(len(hits))
-    jax.clear_caches()
-"""  # noqa: E501
-
-
-def test_compiled_programs_are_found_again_on_disk(tmp_path):
-    assert run(CACHE, tmp_path / "new" / "cache") == ["0", "1"]
-    assert any("slow" in p.name for p in (tmp_path / "new" / "cache").iterdir())
 
 
 ASK = """

@@ -85,73 +85,6 @@ def test_a_signal_ends_a_program_whatever_its_main_thread_does(number):
             )
 
 
-def test_a_second_signal_does_not_wait():
-    code = HEAD.replace("1.5, 0.2", "600.0, 0.2") + PHASES["a call into C, as XLA compiles"][0]
-    process = subprocess.Popen(
-        [sys.executable, "-c", code],
-        env=ENVIRONMENT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    process.stdout.readline()
-    time.sleep(0.3)  # into the call
-    process.send_signal(signal.SIGINT)
-    time.sleep(0.5)
-    process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=SLACK_S)
-    assert process.returncode == 128 + signal.SIGINT
-
-
-@pytest.mark.long
-def test_libtpu_leaves_the_signals_alone():
-    """As it loads it puts its own handlers in the place of Python's, which print a stack trace and
-    ask nobody.
-    """
-    code = (
-        HEAD + "from mint_jax.aot import chips\nchips.target('v5e:2x2')\nprint('loaded',"
-        " flush=True)\ntime.sleep(60)"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", code],
-        env=ENVIRONMENT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    assert [process.stdout.readline() for _ in range(2)] == ["ready\n", "loaded\n"]
-    process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=SLACK_S)
-    assert "mint_jax.errors.Interrupted: SIGTERM" in err
-    assert "*** SIGTERM" not in err
-
-
-def test_a_server_has_the_time_that_it_asks_for():
-    """Outside the block it has not."""
-    waits = "hashlib.pbkdf2_hmac('sha256', b'x', b'y', 10**9)"
-    for code, seconds in (
-        (f"with interrupts.grace(3.0):\n    {waits}", 3.0),
-        (f"with interrupts.grace(600.0):\n    pass\n{waits}", 1.5),
-    ):
-        process = subprocess.Popen(
-            [sys.executable, "-c", HEAD + code],
-            env=ENVIRONMENT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        assert process.stdout is not None
-        process.stdout.readline()
-        time.sleep(0.3)  # into the call
-        began = time.monotonic()
-        process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=SLACK_S)
-        assert process.returncode == 128 + signal.SIGTERM
-        assert seconds - 0.1 < time.monotonic() - began < seconds + SLACK_S
-
-
 class Launched:
     """A job in a process of its own, and what it has said."""
 
@@ -193,17 +126,6 @@ class Launched:
 
 
 SFT, SERVE = "--config=configs/tiny/sft.py", "--config=configs/serve.py:ci"
-
-
-@pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_while_jax_is_imported_ends_the_program(number, tmp_path):
-    run = Launched(tmp_path / "work", SFT)
-    run.wait_for("[launch] job sft")
-    assert run.interrupt(number) < interrupts.GRACE_S + SLACK_S
-    assert run.process.returncode == 128 + number
-    text = "\n".join(run.lines)
-    assert f"\ninterrupted: {number.name}" in text, text
-    assert "Traceback" not in text or "Exception ignored" in text, text
 
 
 @pytest.mark.long

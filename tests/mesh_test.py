@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from mint_jax.errors import UserError
-from mint_jax.mesh import AXES, make_mesh, single_device_mesh
+from mint_jax.mesh import AXES, make_mesh
 
 
 @pytest.mark.parametrize(
@@ -24,13 +24,6 @@ def test_sizes_become_axes_in_the_fixed_order(sizes, shape):
     assert mesh.devices.shape == shape
     # tensor, the axis that talks most, has neighbours
     assert mesh.devices.ravel().tolist() == jax.devices()
-
-
-def test_devices_may_be_chosen():
-    chosen = jax.devices()[2:6]
-    assert make_mesh({"tensor": -1}, chosen).devices.ravel().tolist() == chosen
-    assert single_device_mesh().devices.ravel().tolist() == jax.devices()[:1]
-    assert single_device_mesh(jax.devices()[3]).devices.ravel().tolist() == jax.devices()[3:4]
 
 
 @pytest.mark.parametrize(

@@ -51,15 +51,6 @@ def test_rows_are_complete_lines_at_once_and_numbers_reach_tensorboard(tmp_path)
     }
 
 
-def test_a_second_writer_appends(tmp_path):
-    for step in range(2):
-        writer = metrics.MetricsWriter(tmp_path, tensorboard=False)
-        writer.write(step, "a", {})
-        writer.close()
-    assert [row["step"] for row in read(tmp_path / "metrics.jsonl")] == [0, 1]
-    assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
-
-
 def test_rows_at_or_after_a_policys_step_are_dropped(rng, tmp_path):
     path, keep = tmp_path / "metrics.jsonl", {"a": 3, "b": 0, "c": 9}
     rows = [
@@ -83,11 +74,6 @@ def test_a_last_line_that_a_crash_cut_short_is_dropped(tmp_path, cut):
     metrics.truncate_rows(path, {"a": 9})
     whole = 3 if cut == 1 else 2  # only the line end is missing
     assert path.read_text() == "".join(lines[:whole])
-
-
-def test_no_file_to_truncate(tmp_path):
-    metrics.truncate_rows(tmp_path / "metrics.jsonl", {"a": 1})
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.fixture
@@ -116,45 +102,6 @@ def test_progress_says_what_is_done_and_how_long_the_rest_takes(clock):
         "[train] 2/10 loss 0.5 (0:05)",
         "[train] 5/10 loss 0.4 (1:15, 2:52 left)",
         "[train] 10/10 (1:15)",
-    ]
-
-
-def test_the_time_left_leaves_compilations_out(clock):
-    """A first step of 200 s and a later one of 90 s compile; the others take 2 s, and so do those
-    that are left.
-    """
-    out = io.StringIO()
-    progress = metrics.Progress("train", 20, out=out)
-    for step, seconds in enumerate((200, 2, 2, 90, 2, 2, 2, 2, 2, 2), 1):
-        clock[0] += seconds
-        progress.update(step)
-    assert out.getvalue().splitlines()[-1] == "[train] 10/20 (5:06, 0:20 left)"
-
-
-def test_progress_counts_what_users_count(clock):
-    """Three policies take 4 steps each: 12 pieces of work, 4 steps; the time left goes by the
-    pieces.
-    """
-    out = io.StringIO()
-    steps, loaded = (
-        metrics.Progress("grpo", 12, out=out, per=3, unit="steps"),
-        metrics.Progress("loading base", 2_500_001, 0.0, out, per=1e6, unit="MB"),
-    )
-    clock[0] += 100
-    steps.update(3)
-    loaded.update(900_000)
-    clock[0] += 10
-    steps.update(5, "reward 0.5")
-    loaded.update(1_900_000)
-    loaded.update(2_500_001)
-    steps.update(12)
-    assert out.getvalue().splitlines() == [
-        "[grpo] 1/4 steps (1:40)",
-        "[loading base] 0/3 MB (1:40)",
-        "[grpo] 1/4 steps reward 0.5 (1:50, 0:35 left)",
-        "[loading base] 1/3 MB (1:50, 0:06 left)",
-        "[loading base] 3/3 MB (1:50)",
-        "[grpo] 4/4 steps (1:50)",
     ]
 
 
@@ -187,25 +134,3 @@ def test_a_full_disk_is_one_line_and_nothing_hangs(limit, tmp_path):
         for one in told
     )
     assert not any("\n" in one for one in told)
-
-
-def test_a_place_that_cannot_be_written_is_named(tmp_path):
-    (tmp_path / "tensorboard").write_text("a file")
-    with pytest.raises(
-        UserError, match=r"tensorboard cannot be written \(.*exists\).*--config\.tensorboard=false"
-    ):
-        metrics.MetricsWriter(tmp_path)
-    with pytest.raises(UserError, match=r"metrics\.jsonl cannot be written \(No such file"):
-        metrics.MetricsWriter(tmp_path / "nothing")
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (75.2, "1:15"),
-        (3600, "1:00:00"),
-        (90061, "25:01:01"),
-    ],
-)
-def test_clock(seconds, text):
-    assert metrics.clock(seconds) == text

@@ -23,9 +23,6 @@ from mint_jax import params as params_lib
 from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.packed import unpack
 from mint_jax.errors import UserError
-from mint_jax.mesh import make_mesh
-from mint_jax.params import ParamSpec
-from mint_jax.sharding import shardings
 from tests.configs import tiny
 from tests.groups import ENVIRONMENT, rows_of
 
@@ -127,54 +124,6 @@ def test_wrong_variables_are_named(changes, says, monkeypatch):
         multihost.join(environment)
 
 
-def test_join_hands_the_variables_to_jax_and_explains_its_errors(monkeypatch):
-    given = {}
-    monkeypatch.setattr(jax.distributed, "initialize", lambda **options: given.update(options))
-    multihost.join({})
-    assert given == {}
-    multihost.join(GOOD, detect=True)  # the variables come first
-    assert (given["coordinator_address"], given["num_processes"], given["process_id"]) == (
-        "127.0.0.1:8476",
-        2,
-        1,
-    )
-    assert given["coordinator_bind_address"] == "127.0.0.1:8476"  # not on every interface
-    given.clear()
-    multihost.join(GOOD | {"MINT_COORDINATOR": "10.0.0.2:8476"})
-    assert "coordinator_bind_address" not in given
-
-    def refuse(error):
-        def initialize(**_):
-            raise error
-
-        monkeypatch.setattr(jax.distributed, "initialize", initialize)
-
-    refuse(ValueError("coordinator_address should be defined."))
-    with pytest.raises(
-        UserError, match=r"found no TPU pod.*set MINT_COORDINATOR, MINT_PROCESSES, MINT_PROCESS"
-    ):
-        multihost.join({}, detect=True)
-    refuse(RuntimeError("UNKNOWN: Failed to start RPC server"))
-    with pytest.raises(
-        UserError,
-        match=(
-            r"could not join 127\.0\.0\.1:8476 as process 1 of 2 \(UNKNOWN.*the coordinator's port"
-        ),
-    ):
-        multihost.join(GOOD)
-
-
-def test_another_number_of_processes_than_were_started_is_refused(monkeypatch):
-    """As where a cluster's variables are not seen: every host would run the whole job alone."""
-    monkeypatch.setattr(jax.distributed, "initialize", lambda **_: None)
-    multihost.join(GOOD, expected=1)
-    with pytest.raises(
-        UserError,
-        match="1 processes joined, and --distributed=2 expected 2: give the number that is started",
-    ):
-        multihost.join(GOOD, detect=True, expected=2)
-
-
 def test_a_process_whose_fellows_do_not_come_ends_with_one_line(tmp_path):
     code = "from mint_jax import multihost; multihost.join(timeout_s=1)"
     alone = {
@@ -187,22 +136,6 @@ def test_a_process_whose_fellows_do_not_come_ends_with_one_line(tmp_path):
     assert ended.err.startswith("error: could not join 127.0.0.1")
     assert "as process 0 of 2 (the others did not come in 1 s)" in ended.err
     assert ended.err.count("\n") == 1
-
-
-def test_a_single_process_agrees_with_itself(rng):
-    value = (1, "a")
-    assert multihost.agree("x", lambda: value) is value
-    assert multihost.is_main()
-    assert multihost.replicate(value, None) is value
-    multihost.require_same("y", lambda: pytest.fail("computed"))
-    multihost.barrier("z")
-    multihost.leave(1, "stays")
-    values = {"w": rng.normal(size=(64, 32)).astype(np.float32)}
-    mesh = make_mesh({"fsdp": 4, "tensor": 2})
-    array = jax.device_put(values, shardings({"w": ParamSpec((64, 32), ("vocab", "embed"))}, mesh))
-    host = multihost.to_host(array)
-    assert isinstance(host["w"], np.ndarray)
-    np.testing.assert_array_equal(host["w"], values["w"])
 
 
 MEETING = """

@@ -180,16 +180,6 @@ def test_a_notebook_is_stored_with_its_outputs(stored):
     ]
 
 
-def test_a_notebook_begins_with_the_public_face(stored):
-    _, notebook = stored
-    first = next(cell for cell in notebook.cells if cell.cell_type == "code")
-    if "from benchmarks.packed_files" in first.source:
-        return  # about how packed files are measured, below the public face
-    assert re.search(r"^import mint_jax as mint$", first.source, re.M)
-    code = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "code")
-    assert "mint." in code.replace("import mint_jax as mint", "")
-
-
 def test_what_a_notebook_names_exists(stored):
     """Links, files in backticks, other notebooks by number, and modules of commands."""
     path, notebook = stored

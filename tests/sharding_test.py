@@ -1,18 +1,15 @@
 """The table of logical axes: what it makes of specs and meshes, and what it refuses."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
 from mint_jax import params as params_lib
 from mint_jax import sharding
-from mint_jax.errors import UserError
-from mint_jax.mesh import make_mesh, single_device_mesh
+from mint_jax.mesh import make_mesh
 from mint_jax.models import transformer
 from mint_jax.models.config import ModelConfig
-from mint_jax.params import ParamSpec
 
 P = PartitionSpec
 
@@ -55,40 +52,6 @@ def test_two_dimensions_on_one_mesh_axis_are_refused():
     assert sharding.partition(("q_heads", "ffw"), make_mesh({"data": 8})) == P(None, None)
 
 
-def test_an_unknown_logical_axis_is_refused():
-    with pytest.raises(
-        ValueError, match=r"logical axis 'heads' is not in sharding.RULES: add a line there"
-    ):
-        sharding.partition(("heads",), single_device_mesh())
-
-
-@pytest.mark.parametrize(
-    ("sizes", "shape", "axes", "words"),
-    [
-        (
-            {"tensor": 8},
-            (30, 64),
-            ("kv_heads", "embed"),
-            ["'tensor' splits 8 ways", "'kv_heads' of size 30"],
-        ),
-        (
-            {"data": 2, "fsdp": 4},
-            (12,),
-            ("batch",),
-            ["('data', 'fsdp') splits 8 ways", "'batch' of size 12"],
-        ),
-    ],
-)
-def test_a_dimension_the_mesh_does_not_divide_is_refused(sizes, shape, axes, words):
-    with pytest.raises(UserError) as error:
-        sharding.sharding_of(ParamSpec(shape, axes), make_mesh(sizes))
-    assert all(word in str(error.value) for word in words), str(error.value)
-    assert "does not divide dimension" in str(error.value)
-    assert "choose mesh sizes that divide it (--config.mesh.tensor, .fsdp, .expert)" in str(
-        error.value
-    )
-
-
 @pytest.mark.parametrize(
     "sizes",
     [
@@ -118,24 +81,6 @@ def test_a_base_is_split_over_fsdp_and_tensor_and_copied_over_data(sizes):
         ), path
         matrices += not is_norm
     assert matrices == 9
-
-
-def test_constrain_pins_the_layout_where_a_mesh_is_set(rng):
-    mesh = make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
-    x_BTD = rng.normal(size=(8, 3, 4)).astype(np.float32)
-
-    @jax.jit
-    def double(x):
-        return sharding.constrain(2 * x, "batch", "tokens", "act_embed")
-
-    with jax.set_mesh(mesh):
-        out = double(x_BTD)
-    assert out.sharding.shard_shape(out.shape) == (2, 3, 4)
-    np.testing.assert_array_equal(out, 2 * x_BTD)
-    x = jnp.asarray(x_BTD)
-    assert sharding.constrain(x, "batch", None, None) is x
-    with jax.set_mesh(single_device_mesh()):
-        assert sharding.constrain(x, "batch", None, None) is x
 
 
 @pytest.mark.parametrize(

@@ -311,17 +311,6 @@ def test_mistakes_are_one_line_and_status_2(run, argv, message):
     assert message in refused(run, *argv)
 
 
-@pytest.mark.parametrize(
-    "argv",
-    [[], ["fly"], ["promote"], ["ls", "--limit=0"], ["ls", "--limit=many"], ["gc", "--grace=-1"]],
-)
-def test_arguments_that_are_not_understood_end_with_status_2(folder, capsys, argv):
-    with pytest.raises(SystemExit) as stopped:
-        main([f"--catalog={folder}", *argv])
-    assert stopped.value.code == 2
-    assert "usage:" in capsys.readouterr().err
-
-
 def test_a_catalog_that_is_not_there_is_not_made(tmp_path, capsys):
     for place in (tmp_path / "nowhere", f"sqlite:///{tmp_path}/nowhere.db"):
         assert main([f"--catalog={place}", f"--payloads={tmp_path}/payloads", "ls"]) == 2

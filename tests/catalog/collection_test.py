@@ -45,23 +45,6 @@ def ten(catalog):
     return catalog
 
 
-def test_retention_keeps_the_last(ten):
-    report = collect(ten, compact=False)
-    assert report.revisions == [f"p@{number}" for number in range(7, 0, -1)]
-    assert (report.payloads, report.payload_bytes) == (7, 7 * len(packed(1)))
-    assert numbers(ten) == [8, 9, 10]
-    assert same_bytes(ten.load("p@8"), packed(8))
-    with pytest.raises(UserError, match="revision p@1 was removed by retention"):
-        ten.resolve("p@1")
-    with pytest.raises(UserError, match="no digest begins so"):
-        ten.resolve(blake3(packed(1)).hexdigest())
-    assert collect(ten, compact=False).revisions == []
-    # bytes that went can come again, numbers are not given twice
-    assert ten.export("p", packed(1), 1).number == 11
-    entry = next(entry for entry in ten.audit("p") if entry.action == "remove revisions")
-    assert entry.details["digests"][0] == blake3(packed(7)).hexdigest()
-
-
 def test_what_protects_a_revision(ten, clock):
     ten.pin("p", 1)
     ten.promote("p", 2, "serving")
@@ -82,24 +65,6 @@ def test_what_protects_a_revision(ten, clock):
     collect(ten)
     assert numbers(ten) == [3, 8, 9, 10]
     assert same_bytes(ten.load("child"), packed(3))
-
-
-def test_a_lease_ends_by_itself(ten, clock):
-    lease = ten.lease("p@4", "request 9", 60)
-    clock.now += 50
-    lease = ten.renew_lease(lease, 60)
-    clock.now += 59
-    collect(ten)
-    assert numbers(ten) == [4, 8, 9, 10]
-    clock.now += 1
-    assert collect(ten).leases == 1
-    assert numbers(ten) == [8, 9, 10]
-    with pytest.raises(UserError, match=r"the lease of 'request 9' .* expired: take a new one"):
-        ten.renew_lease(lease)
-    with pytest.raises(
-        UserError, match="length of a lease is 0 seconds; expected a positive number"
-    ):
-        ten.lease("p", "x", 0)
 
 
 def test_retired_revisions_go_and_shared_bytes_stay(ten):
@@ -203,41 +168,6 @@ def test_a_writer_whose_pack_was_swept_stores_again(place, monkeypatch):
     ):
         catalog.export("p", packed(2), 2)
     assert numbers(catalog) == [1]
-
-
-def test_a_pack_that_lost_a_race_goes_at_once_and_a_killed_writers_is_offered(place, monkeypatch):
-    """Two writers store the same bytes before either commits."""
-    catalog, other = place.open(), place.open()
-    real, delete = catalog.store.put, catalog.store.delete
-
-    def put(objects):
-        places = real(objects)
-        other.export("p", packed(1), 1, create=True)
-        return places
-
-    monkeypatch.setattr(catalog.store, "put", put)
-    catalog.export("q", packed(1), 1, create=True)
-    assert len(list(catalog.store.packs())) == 1
-
-    def put_again(objects):
-        places = real(objects)
-        other.export("p", packed(2), 2)
-        return places
-
-    monkeypatch.setattr(catalog.store, "put", put_again)
-    monkeypatch.setattr(
-        catalog.store, "delete", lambda pack: (_ for _ in ()).throw(KeyboardInterrupt)
-    )
-    with pytest.raises(KeyboardInterrupt):
-        catalog.export("q", packed(2), 2)
-    assert numbers(other, "q") == [1, 2], "it was committed before"
-    monkeypatch.setattr(catalog.store, "delete", delete)
-    foretold = other.gc(dry_run=True, compact=False)
-    assert foretold.waiting == 1
-    assert foretold.waiting_bytes == len(packed(2))
-    assert other.gc(grace_s=-10.0, compact=False).packs == 1
-    assert len(list(catalog.store.packs())) == 2
-    assert same_bytes(catalog.load("q"), packed(2))
 
 
 def test_bytes_that_go_while_an_export_counts_on_them_are_stored_again(place, monkeypatch):

@@ -1,7 +1,5 @@
 """The database: versions, locks, damage, lost connections, and error messages."""
 
-import os
-import shutil
 import signal
 import sqlite3
 import subprocess
@@ -17,10 +15,8 @@ from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.records import audit, tables
 from mint_jax.catalog.records.database import Database
 from mint_jax.errors import UserError
-from tests.catalog.adapters import SCHEMA, packed
+from tests.catalog.adapters import packed
 from tests.catalog.conftest import DATABASES, empty
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(params=DATABASES)
@@ -60,25 +56,6 @@ def test_another_version_and_another_database_are_refused(blank, tables_made, me
         Database(blank)
     with pytest.raises(UserError, match="needs a place for the payloads too"):
         Catalog.open(blank)
-
-
-def test_many_may_open_a_new_database_at_once(blank):
-    failures = []
-
-    def open_it():
-        try:
-            Database(blank).close()
-        except Exception as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=open_it) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
-    made = set(sa.inspect(engine_of(blank)).get_table_names())
-    assert made == {*tables.metadata.tables, tables.VERSION_TABLE}
 
 
 @pytest.mark.parametrize(
@@ -209,83 +186,6 @@ def test_a_lost_row_is_named(tmp_path):
             catalog.resolve("p")
 
 
-READ_ONLY = """
-import sys
-from mint_jax.catalog.lifecycle import Catalog
-from mint_jax.errors import UserError
-for place in sys.argv[1:]:
-    try:
-        with Catalog.open(place, timeout_s=1) as catalog:
-            catalog.keep_last("p", 3)
-    except UserError as error:
-        print(f"{place}: {error}")
-"""
-
-
-def test_a_read_only_disk_is_named(tmp_path):
-    """Root may write anywhere, so the folder is mounted read-only."""
-    if not shutil.which("unshare"):
-        pytest.skip("no unshare here")
-    with Catalog.open(tmp_path / "held") as catalog:
-        catalog.create_policy("p", SCHEMA)
-    (tmp_path / "bare").mkdir()
-    mount = 'mount --bind "$0" "$0" && mount -o remount,bind,ro "$0" && exec "$@"'
-    shell = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", mount, str(tmp_path)]
-    if subprocess.run([*shell, "true"], capture_output=True).returncode:
-        pytest.skip("no right to mount here")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
-    places = [str(tmp_path / name) for name in ("held", "bare", "new")]
-    done = subprocess.run(
-        [*shell, sys.executable, "-c", READ_ONLY, *places],
-        capture_output=True,
-        text=True,
-        env=environment,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    lines = done.stdout.splitlines()
-    assert len(lines) == 3, done.stdout
-    for place, line in zip(places, lines):
-        assert line.startswith(place)
-        assert "writable" in line
-
-
-def test_retries_until_a_transaction_is_through(postgres_server):
-    """Two transactions that take two rows in opposite order: PostgreSQL kills one, which is run
-    again.
-    """
-    database = Database(postgres_server.new_database())
-    with database.engine.begin() as connection:
-        connection.execute(
-            tables.schemas.insert(), [{"digest": bytes([i]) * 32, "json": "0"} for i in (1, 2)]
-        )
-    barrier, runs = threading.Barrier(2), []
-
-    def work(order):
-        def body(connection):
-            runs.append(order)
-            for number, row in enumerate(order):
-                bump = sa.text(
-                    "UPDATE schemas SET json = CAST(CAST(json AS integer) + 1 AS text) WHERE id"
-                    " = :id"
-                )
-                connection.execute(bump, {"id": row})
-                if number == 0 and len(runs) <= 2:
-                    barrier.wait(20)
-
-        database.write(body)
-
-    threads = [threading.Thread(target=work, args=(order,)) for order in ((1, 2), (2, 1))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert len(runs) == 3
-    assert [
-        row.json for row in database.read(lambda c: c.execute(tables.schemas.select()).all())
-    ] == ["2", "2"]
-    database.close()
-
-
 class TestLostServer:
     """PostgreSQL goes away in the middle. Each test leaves a running server."""
 
@@ -366,31 +266,3 @@ class TestLostServer:
         finally:
             postgres_server.start()
         assert catalog.promote("p", 1).number == 1
-
-
-def test_a_forked_child_has_connections_of_its_own(place):
-    """The parent's connections must not be used or closed by a child."""
-    catalog = place.open()
-    catalog.export("p", packed(1), 1, create=True)
-    code = f"""
-import os
-from mint_jax.catalog.lifecycle import Catalog
-catalog = Catalog.open({place.database!r}, {place.payloads!r})
-catalog.resolve("p")
-child = os.fork()
-if not child:
-    catalog.promote("p", 1, "child")
-    os._exit(0)
-assert os.waitpid(child, 0)[1] == 0
-catalog.promote("p", 1, "parent")
-print([alias.name for alias in catalog.aliases("p")])
-"""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=120,
-    )
-    assert done.stdout == "['child', 'latest', 'parent']\n", done.stderr[-2000:]

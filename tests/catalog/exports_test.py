@@ -2,11 +2,9 @@
 
 import collections
 import concurrent.futures
-import multiprocessing
 import threading
 
 import pytest
-import sqlalchemy as sa
 from blake3 import blake3
 
 from mint_jax.catalog.lifecycle import Catalog
@@ -15,9 +13,6 @@ from mint_jax.catalog.records.exports import Export
 from mint_jax.errors import UserError
 from tests.catalog.adapters import SCHEMA, packed
 from tests.catalog.conftest import same_bytes
-
-SERVER = multiprocessing.get_context("forkserver")  # imports once, forks for every writer
-SERVER.set_forkserver_preload(["mint_jax.catalog.lifecycle", "tests.catalog.adapters"])
 
 
 def visible(place) -> tuple[int, ...]:
@@ -115,116 +110,6 @@ def test_threads_create_the_same_policies(place):
     assert list(catalog.verify()) == []
 
 
-def export_all(database: str, payloads: str, worker: int, start, count: int) -> None:
-    with Catalog.open(database, payloads, actor=f"worker {worker}") as catalog:
-        start.wait(60)
-        for step in range(count):
-            catalog.export_many(
-                [
-                    Export("shared", packed(1000 * worker + step), step),
-                    Export(f"own{worker}", packed(step), step),
-                ],
-                create=True,
-            )
-
-
-def run_two(place, target, count: int) -> None:
-    start = SERVER.Barrier(2)
-    workers = [
-        SERVER.Process(target=target, args=(place.database, place.payloads, number, start, count))
-        for number in range(2)
-    ]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(120)
-    assert [worker.exitcode for worker in workers] == [0, 0]
-
-
-def test_two_processes_export_the_same_policy(place):
-    catalog = place.open()
-    run_two(place, export_all, 12)
-    revisions = catalog.revisions("shared")
-    assert [revision.number for revision in revisions] == list(range(1, 25))
-    assert {revision.digest for revision in revisions} == {
-        blake3(packed(1000 * worker + step)).hexdigest()
-        for worker in range(2)
-        for step in range(12)
-    }
-    assert {entry.actor for entry in catalog.history("shared", "latest")} == {
-        "worker 0",
-        "worker 1",
-    }
-    assert list(catalog.verify()) == []
-
-
-def promote_all(database: str, payloads: str, worker: int, start, count: int) -> None:
-    with Catalog.open(database, payloads, actor=f"worker {worker}") as catalog:
-        start.wait(60)
-        for i in range(count):
-            if i % 5 == 4:
-                catalog.rollback("p")
-            else:
-                catalog.promote("p", 1 + (2 * i + worker) % 6)
-
-
-def test_two_processes_promote_one_alias(place):
-    """One linear history: every move begins where the one before it ended."""
-    catalog = place.open()
-    catalog.export_many([Export("p", packed(i), i) for i in range(6)], create=True)
-    for number in range(1, 7):
-        catalog.promote("p", number)
-    run_two(place, promote_all, 15)
-    history = catalog.history("p")
-    assert [entry.version for entry in history] == list(range(1, len(history) + 1))
-    assert [entry.before for entry in history[1:]] == [entry.after for entry in history[:-1]]
-    assert history[0].before is None
-    assert catalog.resolve("p@serving").number == history[-1].after
-    assert {entry.actor for entry in history[6:]} == {"worker 0", "worker 1"}
-    assert [entry.at for entry in history] == sorted(entry.at for entry in history)
-
-
-def test_readers_see_whole_exports_only(place):
-    """While bulk exports go on, every name that resolves loads, and the policies of one call appear
-    together.
-    """
-    catalog, other = place.open(), place.open()
-    for group in range(3):
-        catalog.export_many([Export(f"g{group}-{i}", packed(0), 0) for i in range(8)], create=True)
-    stop = threading.Event()
-    torn = []
-
-    def read() -> int:
-        seen = 0
-        while not stop.is_set():
-            steps = other.database.read(
-                lambda c: c.execute(
-                    sa.text(
-                        "SELECT max(r.step), min(r.step) FROM aliases a JOIN revisions r ON r.id ="
-                        " a.revision_id GROUP BY a.policy_id % 1"
-                    )
-                ).all()
-            )
-            torn.extend(row for row in steps if row[0] != row[1])
-            other.load("g1-3")
-            seen += 1
-        return seen
-
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        readers = [pool.submit(read) for _ in range(2)]
-        for step in range(1, 12):
-            catalog.export_many(
-                [
-                    Export(f"g{group}-{i}", packed(step), step)
-                    for group in range(3)
-                    for i in range(8)
-                ]
-            )
-        stop.set()
-        assert sum(reader.result() for reader in readers) > 0
-    assert torn == []
-
-
 def test_everything_at_once(place, monkeypatch):
     """Exporters, a promoter and a collector that gives no grace: what is named loads, and nothing
     is damaged.
@@ -293,17 +178,3 @@ def test_every_way_in_looks_at_the_numbers_and_the_record_tells(place, tmp_path)
     assert [one.finite for one in catalog.resolve_many(["good", "bad"])] == [True, False]
     with pytest.raises(UserError, match="NaN or infinite"):
         catalog.export("bad", bad, 2)  # its bytes are held already: they are looked at all the same
-
-
-def test_a_leased_payload_is_read_without_a_digest_where_the_caller_has_one(catalog, monkeypatch):
-    catalog.export("p", packed(1), 1, create=True)
-    lease = catalog.lease("p", "test")
-    hashed = []
-    monkeypatch.setattr(
-        "mint_jax.catalog.storage.payloads.digest_of",
-        lambda data: hashed.append(data) or blake3(data).hexdigest(),
-    )
-    assert same_bytes(catalog.read_leased(lease, verified=False), packed(1))
-    assert hashed == []
-    assert same_bytes(catalog.read_leased(lease), packed(1))
-    assert len(hashed) == 1

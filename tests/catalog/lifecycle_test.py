@@ -55,21 +55,6 @@ def test_an_export_is_named_resolved_and_loaded(place, clock):
             again.keep_last("chat", 5, why=note)
 
 
-def test_exports_of_one_call_are_one_pack_and_equal_bytes_are_stored_once(catalog):
-    items = [Export(f"p{i % 3}", packed(i % 5), i) for i in range(15)]
-    made = catalog.export_many(items, create=True)
-    assert [(one.policy, one.number) for one in made] == [
-        (f"p{i % 3}", i // 3 + 1) for i in range(15)
-    ]
-    assert (len(list(catalog.store.packs())), catalog.stats()["payloads"]) == (1, 5)
-    assert catalog.export_many(items) == made, "repeated after a crash"
-    assert catalog.export_many([]) == catalog.resolve_many([]) == []
-    assert [one.number for one in catalog.revisions("p1", after=1, limit=2)] == [2, 3]
-    assert [one.policy for one in catalog.policies(after="p0", limit=1)] == ["p1"]
-    catalog.rollout("p0", 1, packed(99), tokens=1, mean_reward=0.0)
-    assert catalog.resolve(catalog.export("p0", packed(99), 99).digest).schema == SCHEMA.to_json()
-
-
 def test_export_many_is_all_or_nothing(catalog):
     catalog.create_policy("a", SCHEMA)
     catalog.create_policy("b", OTHER)
@@ -100,37 +85,6 @@ def test_a_policy_keeps_its_schema_but_for_the_dtype(catalog):
         catalog.export("p", packed(1), -1)
 
 
-def test_promotion_and_rollback(catalog):
-    for step in (1, 2, 3):
-        catalog.export("p", packed(step), step, create=True)
-    moves = [catalog.promote("p", number, by="ann", why=f"score {number}") for number in (1, 2, 3)]
-    assert [(move.number, move.version) for move in moves] == [(1, 1), (2, 2), (3, 3)]
-    assert catalog.promote("p", moves[2].digest) == moves[2], "it points there already"
-    assert catalog.rollback("p", by="bob", why="bad answers").number == 2
-    assert catalog.rollback("p").number == 1  # twice goes further back
-    with pytest.raises(UserError, match="alias p@serving has no revision before 1"):
-        catalog.rollback("p")
-    assert catalog.promote("p", "latest").number == 3  # undoes it
-    assert catalog.rollback("p").number == 1
-    assert catalog.promote("p", 2).number == 2
-    assert catalog.rollback("p", to=1).number == 1
-    with pytest.raises(UserError, match="did not point at revision 3 before"):
-        catalog.rollback("p", to=3)
-    with pytest.raises(UserError, match="alias p@candidate does not exist"):
-        catalog.rollback("p", "candidate")
-    history = catalog.history("p")
-    assert [(entry.before, entry.after) for entry in history] == [
-        (None, 1), (1, 2), (2, 3), (3, 2), (2, 1), (1, 3), (3, 1), (1, 2), (2, 1)
-    ]  # fmt: skip
-    assert [entry.version for entry in history] == list(range(1, 10))
-    fourth = history[3]
-    assert (fourth.actor, fourth.why, fourth.action) == ("bob", "bad answers", "rollback")
-    assert catalog.history("p", after=history[6].id) == history[7:]
-    catalog.export("q", packed(9), 1, create=True)
-    with pytest.raises(UserError, match="'q@1' is not of policy 'p': branch from it instead"):
-        catalog.promote("p", "q@1")
-
-
 def test_the_log_is_in_order_though_the_clock_goes_back(catalog, clock):
     start = clock.now
     for step in range(6):
@@ -141,83 +95,6 @@ def test_the_log_is_in_order_though_the_clock_goes_back(catalog, clock):
     assert [entry.after for entry in entries if entry.action == "promote"] == [1, 2, 3, 4, 5, 6]
     assert {entry.at for entry in entries} == {start}
     assert {revision.created_at for revision in catalog.revisions("p")} == {start}
-
-
-def test_a_branch_begins_with_the_bytes_of_its_parent(catalog):
-    catalog.export("p", packed(1), 7, create=True)
-    catalog.export("p", packed(2), 8)
-    made = catalog.branch("lab/q", "p@1", keep_last=2, why="try another reward")
-    assert (made.policy, made.parent, made.keep_last, made.schema) == (
-        "lab/q",
-        "p@1",
-        2,
-        SCHEMA.to_json(),
-    )
-    assert (catalog.resolve("lab/q").digest, catalog.resolve("lab/q").number) == (sha(packed(1)), 1)
-    assert catalog.revision("lab/q", 1).origin == "branch of p@1"
-    assert catalog.export("lab/q", packed(3), 8).number == 2
-    assert catalog.resolve("p").number == 2
-    assert catalog.stats()["payloads"] == 3
-    with pytest.raises(UserError, match="'lab/q' exists already"):
-        catalog.branch("lab/q", "p@1")
-    with pytest.raises(UserError, match="policy 'p' has no revision 9: its newest is 2"):
-        catalog.branch("r", "p@9")
-
-
-@pytest.mark.parametrize("value", [-1, 2**63, 10**30, 1.5, None, "3", True])
-def test_numbers_that_no_column_holds_are_refused(catalog, value):
-    catalog.export("p", packed(1), 1, create=True)
-    before = catalog.stats()
-    for call in (
-        lambda: catalog.export("p", packed(2), value),
-        lambda: catalog.checkpoint("p", value, "there"),
-        lambda: catalog.rollout("p", value, b"x", tokens=1, mean_reward=0.0),
-        lambda: catalog.rollout("p", 1, b"x", tokens=value, mean_reward=0.0),
-        lambda: catalog.promote("p", value if value != "3" else 3),
-        lambda: catalog.keep_last("p", value if value is not None else 0),
-    ):
-        with pytest.raises(UserError):
-            call()
-    assert catalog.stats() == before
-
-
-def test_what_is_retired_does_not_resolve(catalog):
-    for step in (1, 2):
-        catalog.export("p", packed(step), step, create=True)
-    with pytest.raises(UserError, match="p@2 is named by latest: promote another or roll back"):
-        catalog.retire("p", 2)
-    catalog.retire("p", 1, why="leaks")
-    calls = [
-        lambda: catalog.resolve(sha(packed(1))[:12]),
-        lambda: catalog.promote("p", 1),
-        lambda: catalog.rollback("p", "latest"),
-        lambda: catalog.branch("q", "p@1"),
-    ]
-    for call in calls:
-        with pytest.raises(UserError, match="revision p@1 is retired: restore it first"):
-            call()
-    catalog.export("other", packed(1), 1, create=True)
-    assert catalog.resolve(sha(packed(1))).policy == "other", "a live one has the same bytes"
-    catalog.restore("p", 1)
-    assert catalog.resolve("p@1").number == 1
-    for _ in range(2):
-        catalog.retire("p")
-    calls = [
-        lambda: catalog.resolve("p"),
-        lambda: catalog.resolve_many(["p"]),
-        lambda: catalog.export("p", packed(3), 3),
-        lambda: catalog.promote("p", 1),
-        lambda: catalog.open_session("p", "me"),
-        lambda: catalog.checkpoint("p", 1, "there"),
-    ]
-    for call in calls:
-        with pytest.raises(UserError, match="policy 'p' is retired: restore it first"):
-            call()
-    assert [record.policy for record in catalog.policies(state="retired")] == ["p"]
-    catalog.restore("p")
-    assert [entry.action for entry in catalog.audit("p")][-4:] == [
-        "retire revision", "restore revision", "retire", "restore"
-    ]  # fmt: skip
 
 
 def test_prefixes_of_digests(catalog):

@@ -125,33 +125,3 @@ def test_a_catalog_of_others_is_listed_and_sampled_from(writer, open_folder):
     assert "readonly database: make the file and its folder writable" in done.stderr
     assert lines[-1] == "sampled 3"
     assert (out / "packed").read_bytes() == data
-
-
-@pytest.mark.long
-def test_commits_in_a_log_that_cannot_be_read_are_no_silence(open_folder):
-    """A copy of the files without the log's index: as it is, the newest commits would be
-    missing.
-    """
-    base = peft_dirs.make_base(open_folder / "base")
-    with Catalog.open(open_folder / "catalog") as catalog:
-        catalog.export(
-            "chat",
-            pack(peft_dirs.random_factors(base, 1), Schema(base.fingerprint, peft_dirs.CONFIG)),
-            1,
-            create=True,
-        )
-        shutil.copytree(open_folder / "catalog", open_folder / "copy")
-    (open_folder / "copy" / "catalog.db-shm").unlink()
-    close_off(open_folder / "copy")
-    code = READER[: READER.index("config = ")]
-    command = [sys.executable, "-c", code, str(open_folder / "copy"), "", "", "ls"]
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        cwd=ROOT,
-        timeout=300,
-    )
-    assert done.stdout.splitlines() == ["may not write", "status 2"], done.stderr[-2000:]
-    assert "has commits in catalog.db-wal that cannot be read" in done.stderr

@@ -72,37 +72,6 @@ def test_another_owner_waits_for_the_expiry(catalog, clock):
     assert catalog.audit("p")[-2].details["fenced"] == "a"
 
 
-def test_the_same_owner_and_force_take_over_at_once(catalog, clock):
-    catalog.create_policy("p", SCHEMA)
-    first = catalog.open_session("p", "job", 1e6)
-    second = catalog.open_session("p", "job", 1e6)  # it was killed and started again
-    third = catalog.open_session("p", "operator", 60, force=True)
-    for shift in (0, -10_000, 10_000):  # whatever clocks say
-        clock.now += shift
-        for old in (first, second):
-            for write in writes(catalog, old):
-                with pytest.raises(UserError, match="was fenced off by session 3"):
-                    write()
-    clock.now += 10_000  # expired, but nobody took over
-    assert catalog.export("p", packed(1), 1, session=third).number == 1
-    catalog.create_policy("q", SCHEMA)
-    with pytest.raises(UserError, match="session 3 is of policy 'p', not of 'q'"):
-        catalog.export("q", packed(1), 1, session=third)
-
-
-def test_a_clock_set_back_does_not_lengthen_the_wait(catalog, clock):
-    catalog.create_policy("p", SCHEMA)
-    catalog.open_session("p", "a", 60)
-    clock.now -= 86400
-    with pytest.raises(UserError, match="for 60 s more"):
-        catalog.open_session("p", "b")
-    clock.now += 59
-    with pytest.raises(UserError, match="for 1 s more"):
-        catalog.open_session("p", "b")
-    clock.now += 1
-    assert catalog.open_session("p", "b").number == 2
-
-
 def test_one_fenced_export_of_many_refuses_them_all(catalog):
     for name in ("p", "q"):
         catalog.create_policy(name, SCHEMA)
@@ -111,13 +80,3 @@ def test_one_fenced_export_of_many_refuses_them_all(catalog):
     with pytest.raises(UserError, match="fenced off"):
         catalog.export_many([Export("q", packed(1), 1, other), Export("p", packed(2), 1, old)])
     assert catalog.revisions("q") == []
-
-
-@pytest.mark.parametrize(
-    ("owner", "seconds"), [("", 60), ("a", 0), ("a", -1), ("a", float("nan")), ("a", 1e12)]
-)
-def test_nonsense_is_refused(catalog, owner, seconds):
-    catalog.create_policy("p", SCHEMA)
-    with pytest.raises(UserError, match=r"a session needs an owner|length of a session is"):
-        catalog.open_session("p", owner, seconds)
-    assert catalog.policy("p").session_number == 0

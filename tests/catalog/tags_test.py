@@ -17,53 +17,6 @@ def filled(catalog):
     return catalog
 
 
-def test_tags_are_set_changed_removed_and_found(filled):
-    both = {"language": "español", "team": "chat"}
-    assert filled.tag("p", {"team": "chat", "language": "español"}) == both
-    assert filled.tag("p", {"team": "search"}, by="ann", why="moved") == both | {"team": "search"}
-    entry = filled.audit("p")[-1]
-    assert (entry.action, entry.actor, entry.details) == (
-        "tag",
-        "ann",
-        {"tags": {"team": "search"}},
-    )
-    filled.tag("q", {"team": "search"})
-    for tags, names in (({"team": "search"}, "pq"), (both | {"team": "search"}, "p"), (both, "")):
-        assert [one.policy for one in filled.policies(tagged=tags)] == list(names)
-    assert filled.tags_of(filled.policies()) == {name: filled.tags(name) for name in "pq"}
-    length = len(filled.audit())
-    assert filled.tag("q", {"team": "search"}) == {"team": "search"}, "nothing changed"
-    assert len(filled.audit()) == length
-    assert filled.tag("p", {"team": None, "absent": None}) == {"language": "español"}
-    for name in ("p@1", "p@latest"):
-        filled.tag(name, {"of": name})
-    assert [filled.tags(name) for name in ("p@1", "p@serving", "p@3")] == [
-        {"of": "p@1"}, {}, {"of": "p@latest"}
-    ]  # fmt: skip
-    filled.keep_last("p", 1)
-    assert filled.gc(grace_s=0.0).revisions == ["p@1"]
-    assert filled.stats()["tags"] == 3, "a removed revision takes its tags along"
-    assert list(filled.verify()) == []
-
-
-@pytest.mark.parametrize(
-    ("name", "changes", "message"),
-    [
-        ("p", {"": "x"}, "tag '' has 0 characters"),
-        ("p", {"a/b": "x"}, "contains '/'"),
-        ("p", {"a": ""}, "the value of tag 'a' is empty"),
-        ("p", {"a": "x" * 401}, "must be text of at most 400 characters"),
-        ("absent", {"a": "x"}, "'absent' is not in the catalog"),
-        ("p@9", {"a": "x"}, "has no revision 9"),
-        ("p@", {"a": "x"}, "alias ''"),
-    ],
-)
-def test_tags_that_are_refused(filled, name, changes, message):
-    with pytest.raises(UserError, match=message):
-        filled.tag(name, changes)
-    assert filled.stats()["tags"] == 0
-
-
 def test_a_deleted_policy_leaves_its_log_and_scores_and_frees_its_name(filled):
     filled.tag("p", {"team": "x"})
     filled.checkpoint("p", 1, "/somewhere")

@@ -17,13 +17,6 @@ def test_sizes_grow_by_at_most_an_eighth_and_keep_their_order(n, m):
     assert (round_up(n) <= round_up(m)) == (n <= m) or round_up(n) == round_up(m)
 
 
-def test_there_are_eight_sizes_between_powers_of_two():
-    assert [round_up(n) for n in range(17)] == [1, *range(1, 17)]
-    assert sorted({round_up(n) for n in range(17, 33)}) == [18, 20, 22, 24, 26, 28, 30, 32]
-    for power in range(4, 20):
-        assert len({round_up(n) for n in range(2**power + 1, 2 ** (power + 1) + 1)}) == 8
-
-
 shapes = st.lists(st.tuples(st.integers(1, 300), st.integers(1, 300)), min_size=1, max_size=30)
 
 
@@ -47,10 +40,3 @@ def test_a_shape_fits_and_wastes_little_and_is_reused(needs, least, waste):
             assert shape == fresh
         given_out.append(shape)
     assert set(book.shapes) == set(given_out)
-
-
-def test_shapes_of_other_ranks_are_not_mixed():
-    book = ShapeBook(waste=100)
-    assert book.fit((30,)) == (30,)
-    assert book.fit((30, 30)) == (30, 30)
-    assert book.fit((29,)) == (30,)

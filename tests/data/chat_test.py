@@ -105,27 +105,6 @@ WORDS = [
 ]
 
 
-def test_conversations_are_encoded_as_one_text(pair, rng):
-    """Their tokens are those of transformers, and so are the prompt's in front of the reply; what
-    is learned is the reply's text.
-    """
-    mine, theirs = pair
-    for _ in range(40):
-        count = int(rng.integers(1, 4))
-        said = rng.choice(WORDS, 2 * count).tolist()
-        messages = [turn(("user", "assistant")[i % 2], text) for i, text in enumerate(said)]
-        marked = chat.conversation(mine, messages)
-        assert marked.tokens == theirs.apply_chat_template(messages, return_dict=False)
-        found = [part for learn, part in runs(mine, marked) if learn]
-        assert len(found) == count
-        for part, reply in zip(found, said[1::2]):
-            assert part.strip() == (reply + theirs.eos_token).strip()
-        prompt = mine.encode_chat(messages[:-1])
-        assert prompt == theirs.apply_chat_template(
-            messages[:-1], add_generation_prompt=True, return_dict=False
-        )
-
-
 def test_what_is_sampled_is_what_is_learned(pair, rng):
     """Where the prompt's tokens begin the whole text's, the tokens after them are the targets: SFT
     learns what a sampler draws.
@@ -148,41 +127,6 @@ def test_what_is_sampled_is_what_is_learned(pair, rng):
             consistent += 1
             assert plain.learn == [False] * len(asked) + [True] * (len(plain.tokens) - len(asked))
     assert consistent > 40
-
-
-def test_a_prompt_and_its_completion_are_one_text(pair):
-    mine, theirs = pair
-    for prompt, completion in [
-        ("two plus two is", " four"),
-        ("two plus two is ", "four"),
-        ("Say\n", "\nblue"),
-        ("日", "本"),
-    ]:
-        marked = chat.supervised_row(mine, {"prompt": prompt, "completion": completion}, "row")
-        assert marked.tokens == [*theirs(prompt + completion).input_ids, theirs.eos_token_id]
-        learned = [part for learn, part in runs(mine, marked) if learn]
-        assert len(learned) == 1
-        assert completion.strip() in learned[0]
-
-
-@pytest.mark.parametrize("append_eos", [True, False])
-def test_an_end_that_the_tokenizer_writes_is_learned_once(tmp_path, append_eos):
-    """A post-processor with ``</s>`` behind the text."""
-    source = sentence_piece()
-    end = {"SpecialToken": {"id": "</s>", "type_id": 0}}
-    source["post_processor"]["single"].append(end)
-    source["post_processor"]["special_tokens"]["</s>"] = {
-        "id": "</s>",
-        "ids": [2],
-        "tokens": ["</s>"],
-    }
-    mine = Tokenizer(save(tmp_path, source))
-    marked = chat.supervised_row(
-        mine, {"prompt": "two plus", "completion": " two"}, "row", append_eos
-    )
-    assert marked.tokens == AutoTokenizer.from_pretrained(tmp_path)("two plus two").input_ids
-    assert marked.tokens.count(2) == 1
-    assert marked.learn == [False] * (len(marked.tokens) - 2) + [True, append_eos]
 
 
 def test_a_token_that_straddles_prompt_and_reply_belongs_to_the_reply(tmp_path):
@@ -306,63 +250,6 @@ def test_prompts_to_sample_are_those_that_are_learned(tooled):
     assert bare[: len(prompt)] == prompt
 
 
-def test_nulls_of_messages_are_absent_and_those_of_arguments_are_not(tooled):
-    """As in a table; a template would write None."""
-    null = [turn("user", "q") | {"name": None, "tool_calls": None}, call({"a": None})]
-    text = tooled.decode(
-        chat.supervised_row(tooled, {"messages": null}, "row").tokens, skip_special=False
-    )
-    assert '{"a": null}' in text
-    assert "None" not in text
-    plain = Tokenizer.render(
-        tooled, chat.messages_of([{"role": "assistant", "content": None}], "messages", "row"), False
-    )
-    assert plain == "<|im_start|>assistant\n<|im_end|>\n"
-
-
-def test_a_template_s_refusal_names_the_row(tmp_path):
-    save(tmp_path, byte_level(), chat_template="{{ raise_exception('no system turns') }}")
-    with pytest.raises(
-        UserError, match=r"rows.jsonl:7: the chat template refuses .*no system turns"
-    ):
-        chat.supervised_row(
-            Tokenizer(tmp_path),
-            {"messages": [turn("user", "q"), turn("assistant", "a")]},
-            "rows.jsonl:7",
-        )
-
-
-def test_arguments_are_decoded_once(tooled):
-    """A text that is JSON inside of the arguments stays text."""
-    marked = chat.supervised_row(
-        tooled, {"messages": [turn("user", "q"), call('{"a": "{\\"b\\": 1}"}')]}, "row"
-    )
-    assert '{"a": "{\\"b\\": 1}"}' in tooled.decode(marked.tokens)
-
-
-def test_rows_give_the_template_variables(tmp_path):
-    template = TOOLED.replace("assistant\n{% if", "assistant\n{{ mood }}{% if")
-    template = template.replace(
-        "{{ m.content }}",
-        "{% if m.role == 'assistant' %}{{ mood }}{% if enable_thinking is false %}<think></think>{%"
-        " endif %}{% endif %}{{ m.content }}",
-    )
-    mine = Tokenizer(save(tmp_path, byte_level(), chat_template=template))
-    row = {"messages": [turn("user", "q"), turn("assistant", "a")]}
-    marked = chat.supervised_row(
-        mine, row | {"chat_template_kwargs": {"enable_thinking": False, "mood": "x"}}, "row"
-    )
-    assert [part for _, part in runs(mine, marked)] == [
-        "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\nx<think></think>",
-        "a" + END,
-        "\n",
-    ]
-    assert marked == chat.supervised_row(
-        mine, row | {"chat_template_kwargs": '{"enable_thinking": false, "mood": "x"}'}, "row"
-    )
-    assert marked != chat.supervised_row(mine, row, "row")
-
-
 @pytest.mark.parametrize(
     ("row", "message"),
     [
@@ -393,35 +280,6 @@ def test_what_rows_say_of_chats_is_checked(tooled, row, message):
         chat.supervised_row(tooled, row, "row 5")
 
 
-def test_tools_without_a_place_in_the_template_are_refused(tokenizer):
-    row = {"messages": [turn("user", "q"), turn("assistant", "a")], "tools": [TOOL]}
-    with pytest.raises(UserError, match=r"row 5 has tools, but .* has no place for them"):
-        chat.supervised_row(tokenizer, row, "row 5")
-    assert chat.supervised_row(tokenizer, row | {"tools": []}, "row 5") == chat.supervised_row(
-        tokenizer, row | {"tools": None}, "row 5"
-    )
-
-
-def test_parts_that_are_text_are_joined(tokenizer):
-    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
-    row = {"messages": [turn("user", parts), turn("assistant", "a")]}
-    assert chat.supervised_row(tokenizer, row, "row") == chat.supervised_row(
-        tokenizer, {"messages": [turn("user", "one\ntwo"), turn("assistant", "a")]}, "row"
-    )
-
-
-@pytest.mark.parametrize(
-    "messages",
-    [
-        [],
-        [turn("user", "a")],
-    ],
-)
-def test_a_conversation_without_a_reply_is_refused(tokenizer, messages):
-    with pytest.raises(UserError, match="line 7 has no assistant turn"):
-        chat.conversation(tokenizer, messages, "line 7")
-
-
 @pytest.mark.parametrize(
     "template",
     [
@@ -441,55 +299,6 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer, tmp_path, 
     messages = [turn(role, f"{role} {i}") for i in range(2) for role in ("user", "assistant")]
     with pytest.raises(UserError, match="line 3: the chat template rewrites earlier turns"):
         chat.conversation(Tokenizer(tmp_path), messages, "line 3")
-
-
-def test_plain_text_is_learned_after_its_first_token_with_its_end(tokenizer, theirs):
-    marked = chat.supervised_row(tokenizer, {"text": "Once upon a time"}, "row")
-    assert marked.tokens == [*tokenizer.encode("Once upon a time"), theirs.eos_token_id]
-    assert marked.learn == [False] + [True] * (len(marked.tokens) - 1)
-
-
-@pytest.mark.parametrize(
-    "row", [{"text": "Once"}, {"prompt": "2 + 2 =", "completion": " 4"}], ids=["text", "completion"]
-)
-def test_the_end_token_comes_once_or_not_at_all(tokenizer, theirs, row):
-    *_, last = row
-    whole = chat.supervised_row(tokenizer, row | {last: row[last] + " there"}, "row")
-    bare = chat.supervised_row(
-        tokenizer, row | {last: row[last] + " there"}, "row", append_eos=False
-    )
-    assert whole.tokens == [*bare.tokens, theirs.eos_token_id]
-    assert whole.learn == [*bare.learn, True]
-    spelt = chat.supervised_row(
-        tokenizer, row | {last: row[last] + " there" + theirs.eos_token}, "row"
-    )
-    assert spelt == whole
-    messages = {"messages": [turn("user", "q"), turn("assistant", "a")]}
-    assert chat.supervised_row(tokenizer, messages, "row") == chat.supervised_row(
-        tokenizer, messages, "row", append_eos=False
-    )
-
-
-def test_a_checkpoint_without_an_end_token_says_so(tmp_path):
-    (tmp_path / "tokenizer.json").write_bytes(
-        (base_lib.resolve("smollm2-135m-instruct") / "tokenizer.json").read_bytes()
-    )
-    row = {"text": "Once upon a time"}
-    with pytest.raises(UserError, match=r"no end token .*data\.append_eos=False"):
-        chat.supervised_row(Tokenizer(tmp_path), row, "row")
-    assert len(chat.supervised_row(Tokenizer(tmp_path), row, "row", append_eos=False).tokens) > 2
-
-
-def test_a_prompt_and_its_completion_as_text_and_as_chat(tokenizer):
-    plain = chat.supervised_row(tokenizer, {"prompt": "2 + 2 =", "completion": " 4\n"}, "row")
-    assert runs(tokenizer, plain) == [(False, "2 + 2 ="), (True, " 4\n" + END)]
-    messages = [turn("user", "2 + 2?"), turn("assistant", "4")]
-    whole = chat.supervised_row(tokenizer, {"messages": messages}, "row")
-    for reply in ("4", messages[1], [messages[1]]):
-        assert (
-            chat.supervised_row(tokenizer, {"prompt": messages[:1], "completion": reply}, "row")
-            == whole
-        )
 
 
 @pytest.mark.parametrize(

@@ -22,19 +22,3 @@ def test_every_epoch_is_a_permutation(examples, per_step, seed):
     assert [epoch_indices(examples, 1, seed, i) for i in range(len(walked))] == [
         [i] for i in walked
     ]
-
-
-def test_epochs_and_seeds_differ():
-    orders = [
-        tuple(epoch_indices(200, 200, seed, epoch)) for seed in range(3) for epoch in range(3)
-    ]
-    assert len(set(orders)) == 9
-    assert tuple(range(200)) not in orders
-
-
-def test_a_step_does_not_depend_on_those_before_it():
-    late = epoch_indices(17, 5, 3, 1000)
-    for step in range(200):  # more epochs than are remembered
-        epoch_indices(17, 17, 3, step)
-    assert epoch_indices(17, 5, 3, 1000) == late
-    assert all(type(i) is int for i in late)

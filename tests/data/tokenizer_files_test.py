@@ -2,15 +2,11 @@
 directory.
 """
 
-import importlib
 import json
 
 import pytest
 from transformers import AutoTokenizer
-from transformers.models.auto import configuration_auto, tokenization_auto
-from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
-from mint_jax.data import tokenizer_files
 from mint_jax.data.tokenizer import Tokenizer
 from mint_jax.errors import UserError
 from tests.data.tiny_tokenizers import byte_level, metaspace, save, sentence_piece
@@ -265,20 +261,6 @@ def test_older_files_give_the_tokens_of_transformers(tmp_path, rng, files, liste
     assert_same(tmp_path, rng)
 
 
-def test_dropout_is_refused_where_transformers_would_draw(tmp_path, rng):
-    save(tmp_path / "drawn", with_model(byte_level(), dropout=0.1))
-    with pytest.raises(
-        UserError, match=r"dropout 0.1, so the tokens of a text are random: set it to null"
-    ):
-        Tokenizer(tmp_path / "drawn")
-    assert_same(
-        save(
-            tmp_path / "not", with_model(byte_level(), dropout=0.1), tokenizer_class="GPT2Tokenizer"
-        ),
-        rng,
-    )
-
-
 @pytest.mark.parametrize(
     ("source", "config", "says"),
     [
@@ -318,68 +300,3 @@ def test_what_is_not_supported_is_refused(tmp_path, source, config, says):
     save(tmp_path, made, **config)
     with pytest.raises(UserError, match=says):
         Tokenizer(tmp_path)
-
-
-def test_tokens_that_the_model_has_no_row_for_are_not_added(tmp_path):
-    rows = Tokenizer(save(tmp_path / "one", byte_level())).vocab_size
-    directory = save(
-        tmp_path / "two",
-        byte_level(),
-        {"vocab_size": rows + 1},
-        pad_token="<extra>",
-        extra_special_tokens=["<|new|>"],
-    )
-    mine = Tokenizer(directory)
-    assert mine.vocab_size == rows + 1
-    assert mine.encode("<extra>") == [rows]
-    assert len(mine.encode("<|new|>")) > 1
-    assert mine.decode(mine.encode("<|new|>")) == "<|new|>"
-
-
-@pytest.mark.long
-def test_every_class_with_a_pipeline_of_its_own_is_known():
-    unknown = []
-    for model, name in tokenization_auto.TOKENIZER_MAPPING_NAMES.items():
-        if name is None or name in ("TokenizersBackend", "MistralCommonBackend"):
-            continue
-        module = configuration_auto.model_type_to_module_name(model)
-        try:
-            found = getattr(importlib.import_module(f"transformers.models.{module}"), name, None)
-        except ImportError:
-            continue
-        if (
-            isinstance(found, type)
-            and issubclass(found, TokenizersBackend)
-            and "__init__" in found.__dict__
-        ):
-            stem = found.__name__.removesuffix("Fast")
-            if stem not in tokenizer_files.DEFAULTS and not tokenizer_files.UNSUPPORTED.fullmatch(
-                stem
-            ):
-                unknown.append(name)
-    assert not unknown
-
-
-def test_offsets_count_blanks_as_text(tmp_path):
-    """Byte-level post-processors trim them, so that a last blank would stand nowhere."""
-    mine = Tokenizer(save(tmp_path, byte_level()))
-    text = "two plus two "
-    ids, [inside] = mine.encode_spans(text, [(3, len(text))])
-    assert mine.decode([ids[i] for i in inside]) == " plus two "
-
-
-def test_a_token_that_straddles_a_span_is_in_it(tmp_path, rng):
-    mine = Tokenizer(save(tmp_path, byte_level()))
-    for _ in range(50):
-        text = "".join(rng.choice(PIECES[:19], 6))
-        begin, end = sorted(rng.integers(0, len(text) + 1, 2).tolist())
-        ids, [inside] = mine.encode_spans(text, [(begin, end)])
-        pieces = [mine.decode([i], skip_special=False) for i in ids]
-        if begin < end:
-            assert (
-                text[begin:end] in mine.decode([ids[i] for i in inside])
-                or "\N{REPLACEMENT CHARACTER}" in pieces
-            )
-        before = mine.decode(ids[: inside.start]) if inside else ""
-        assert text[:begin].startswith(before)
-    assert mine.encode_spans("two", [(1, 1)])[1] == [range(0)]

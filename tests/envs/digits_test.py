@@ -2,8 +2,6 @@
 hand.
 """
 
-import re
-
 import pytest
 
 from mint_jax.envs import digits
@@ -20,22 +18,6 @@ def test_splits_are_apart_and_complete(factory, count, seed):
     assert not train & held
     assert len(train) + len(held) == len(env.train) + len(env.held_out) == count
     assert len(held) == round(0.3 * count)
-
-
-def test_splits_follow_the_seed():
-    one, same, other = digits.digit_sum(seed=1), digits.digit_sum(seed=1), digits.digit_sum(seed=2)
-    assert one.train == same.train
-    assert {e.messages for e in one.held_out} != {e.messages for e in other.held_out}
-
-
-def test_answers_are_right():
-    for e in [*digits.digit_sum().train, *digits.digit_sum().held_out]:
-        a, b = map(int, re.fullmatch(r"1 \+ 1 = 2\n(\d) \+ (\d) =", e.messages).groups())
-        assert e.answer == str(a + b)
-    for e in [*digits.larger_of_two().train, *digits.larger_of_two().held_out]:
-        a, b = map(int, re.fullmatch(r"2 or 9: 9\n(\d) or (\d):", e.messages).groups())
-        assert e.answer == str(max(a, b))
-        assert a != b
 
 
 @pytest.mark.parametrize(

@@ -47,15 +47,6 @@ def test_splits_are_apart_even_for_a_task_with_few_questions(seed):
     assert not train & held
 
 
-def test_the_same_seed_gives_the_same_items():
-    one, two, other = (
-        reasoning_gym_task("spell_backward", size=20, held_out=5, seed=s) for s in (3, 3, 4)
-    )
-    assert one.train == two.train
-    assert one.held_out == two.held_out
-    assert one.train != other.train
-
-
 @pytest.mark.parametrize(
     ("task", "options"),
     [

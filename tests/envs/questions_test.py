@@ -5,7 +5,7 @@ import json
 import pytest
 
 from mint_jax.envs.env import Example
-from mint_jax.envs.questions import final_answer, last_number, questions
+from mint_jax.envs.questions import questions
 from mint_jax.errors import UserError
 
 
@@ -28,33 +28,6 @@ def rows(n, first=0) -> list[dict]:
 
 
 @pytest.mark.parametrize(
-    ("answer", "final"),
-    [
-        ("She sold 48/2 = <<48/2=24>>24 clips.\n#### 72", "72"),
-        ("one #### 2\n#### -3.50 ", "-3.50"),
-        ("42", "42"),
-        ("#### Paris, France", "Paris, France"),  # only commas inside numbers go
-    ],
-)
-def test_final_answers(answer, final):
-    assert final_answer(answer) == final
-
-
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [
-        ("so 17 + 25 = 42.", "42"),
-        ("The total is 1,234.00 dollars", "1234"),
-        ("-7", "-7"),
-        ("5, then", "5"),
-        ("no number", None),
-    ],
-)
-def test_last_numbers(text, number):
-    assert last_number(text) == number
-
-
-@pytest.mark.parametrize(
     ("answer", "completion", "reward"),
     [
         ("72", "The answer is 72.", 1.0),
@@ -70,14 +43,6 @@ def test_last_numbers(text, number):
 def test_rewards(env, answer, completion, reward):
     e = env([{"question": "q", "answer": f"because\n#### {answer}"}], held_out=0)
     assert e.reward(completion, e.train[0]) == reward
-
-
-def test_the_first_rows_are_held_out(env):
-    e = env(rows(10), held_out=3, instruction="Think.")
-    assert [x.answer for x in e.held_out] == ["1", "2", "3"]
-    assert [x.answer for x in e.train] == [str(i) for i in range(4, 11)]
-    assert e.train[0] == Example(({"role": "user", "content": "3 + 1?\nThink."},), "4")
-    assert env(rows(1), held_out=0).train[0].messages[0]["content"] == "0 + 1?"
 
 
 def test_a_second_file_is_held_out(env, tmp_path):
@@ -107,13 +72,3 @@ def test_missing_columns_are_refused(env, row):
         UserError, match=r"has no column '(question|answer)'; it has (question|answer)"
     ):
         env([*rows(2), row])
-
-
-@pytest.mark.parametrize(("path", "held_out"), [("none.jsonl", 1), ("rows.jsonl", "none.jsonl")])
-def test_missing_files_are_refused(tmp_path, path, held_out):
-    (tmp_path / "rows.jsonl").write_text(json.dumps(rows(1)[0]))
-    with pytest.raises(UserError, match=r"none\.jsonl does not exist"):
-        questions(
-            str(tmp_path / path),
-            held_out=str(tmp_path / held_out) if isinstance(held_out, str) else held_out,
-        )

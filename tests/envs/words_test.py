@@ -6,30 +6,6 @@ from mint_jax.envs import words
 from mint_jax.envs.env import Example
 
 
-@pytest.mark.parametrize("factory", [words.copy_word, words.bracket_word])
-@pytest.mark.parametrize("seed", [0, 7])
-def test_splits_are_apart_and_complete(factory, seed):
-    env = factory(seed=seed)
-    train, held = ({e.answer for e in split} for split in (env.train, env.held_out))
-    assert not train & held
-    assert len(train) == len(env.train)
-    assert len(held) == len(env.held_out) == round(0.3 * (len(train) + len(held)))
-    assert not {"cat", "fish"} & (train | held), "the examples in the prompt give their answer away"
-
-
-def test_splits_follow_the_seed():
-    assert words.copy_word(seed=1).train == words.copy_word(seed=1).train
-    assert words.copy_word(seed=1).train != words.copy_word(seed=2).train
-
-
-def test_prompts_ask_for_their_answer():
-    for e in words.copy_word().train:
-        assert [m["role"] for m in e.messages] == ["system", "user", "assistant", "user"]
-        assert e.messages[-1]["content"] == e.answer
-    for e in words.bracket_word().train:
-        assert e.messages == f"cat -> [cat]\nfish -> [fish]\n{e.answer} ->"
-
-
 @pytest.mark.parametrize(
     ("completion", "reward"),
     [

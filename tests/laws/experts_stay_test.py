@@ -160,17 +160,6 @@ def test_decoding_copies_no_layer_of_experts():
     assert not made(text, (E, D, F)) + made(text, (E, F, D))
 
 
-def test_the_check_sees_a_layer_that_is_copied():
-    w = jax.ShapeDtypeStruct((2, 16, 48, 112), jnp.float32)
-    text = (
-        jax.jit(lambda w: jax.lax.scan(lambda c, x: (c + x, None), jnp.zeros((16, 48, 112)), w)[0])
-        .lower(w)
-        .compile()
-        .as_text()
-    )
-    assert made(text, (16, 48, 112))
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("quantise", ["", "int8", "float8"])
 @pytest.mark.parametrize(
@@ -251,21 +240,3 @@ def test_a_tpus_training_step_copies_no_stack_of_experts(targets):
         line for line in m.text.splitlines() if " while(" not in line and " tuple(" not in line
     )
     assert not [one for stack in stacks for one in made(text, stack)]
-
-
-def test_the_check_sees_an_expert_that_travels():
-    mesh = make_mesh(SIZES)
-    split = jax.NamedSharding(mesh, sharding.partition(("experts",), mesh))
-    w = jax.ShapeDtypeStruct((16, 48, 112), jnp.float32, sharding=split)
-    text = (
-        jax.jit(
-            lambda w: w * 2, out_shardings=jax.NamedSharding(mesh, jax.sharding.PartitionSpec())
-        )
-        .lower(w)
-        .compile()
-        .as_text()
-    )
-    assert any(
-        {48, 112} <= set(shape) and math.prod(shape) == 16 * 48 * 112
-        for _, shape in collectives(text)
-    )

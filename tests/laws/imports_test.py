@@ -6,8 +6,6 @@ import ast
 import re
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 LEVELS = [
     {"api"},
@@ -102,22 +100,6 @@ def may_import(importer: str, target: str) -> bool:
         return True
     down = level(target) - level(importer)
     return down > 0 or (down == 0 and is_file(importer) and is_file(target))
-
-
-@pytest.mark.parametrize(
-    ("importer", "target", "allowed"),
-    [
-        ("train", "models", True),
-        ("train", "errors", True),
-        ("params", "sharding", True),
-        ("models", "train", False),
-        ("train", "rollout", False),
-        ("data", "params", False),
-        ("lora", "models", False),
-    ],
-)
-def test_the_rule_itself(importer, target, allowed):
-    assert may_import(importer, target) == allowed
 
 
 def test_imports_of_mint_jax_point_down():

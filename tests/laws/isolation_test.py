@@ -26,7 +26,6 @@ from mint_jax.train.trainer import LossConfig, PolicyConfig, Trainer
 from tests import oracles
 from tests.groups import random_groups
 from tests.laws.shardings_equal_test import MESHES, save_checkpoint
-from tests.marks import first
 
 pytestmark = pytest.mark.bits
 
@@ -245,29 +244,6 @@ WAYS = [
 @pytest.mark.parametrize(("family", "way"), WAYS)
 def test_nor_over_a_mesh(family, name, way, tmp_path, monkeypatch, rng):
     Company(over_mesh(family, name, way, tmp_path, monkeypatch), rng).check(EXTREMES)
-
-
-@pytest.mark.parametrize("value", first(1, [np.nan, np.inf]))
-def test_a_gradient_that_is_not_finite_skips_its_own_update_only(tiny_base, rng, value):
-    base = tiny_base("llama")
-    good = [{n: random_groups(rng, base.cfg.vocab_size) for n in RANKS} for _ in range(2)]
-    bad = {n: random_groups(rng, base.cfg.vocab_size) for n in RANKS}
-    bad["a"] = poisoned(bad["a"], value)
-    trainer, unharmed = make(base), make(base)
-    trainer.update(good[0])
-    before = slot(trainer, "a")
-    rows = trainer.update(bad)
-    assert {n: rows[n]["skipped"] for n in RANKS} == {"a": 1.0, "b": 0.0, "c": 0.0}
-    after = slot(trainer, "a")
-    assert (after.steps, after.skipped) == (1, 1)
-    assert (slot(trainer, "b").steps, slot(trainer, "b").skipped) == (2, 0)
-    assert_same_bits(
-        (after.adapters, after.opt, after.grad_sum), (before.adapters, before.opt, before.grad_sum)
-    )
-    for groups in good:  # the next update is what it would have been
-        unharmed.update(groups)
-    assert trainer.update(good[1])["a"]["skipped"] == 0.0
-    assert_same_bits(slot(trainer, "a").adapters, slot(unharmed, "a").adapters)
 
 
 def test_stepping_one_policy_leaves_what_others_have_accumulated(tiny_base, rng):

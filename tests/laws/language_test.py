@@ -13,8 +13,6 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 ROOMS = [
     "benchmarks",
@@ -158,23 +156,6 @@ def shared_names(sources: dict[str, str]) -> dict[str, list[str]]:
             if isinstance(node, ast.ClassDef):
                 found[node.name].append(f"{where}:{node.lineno}")
     return {name: places for name, places in found.items() if len(places) > 1}
-
-
-@pytest.mark.parametrize(
-    ("line", "complaint"),
-    [
-        ('"""Whose a model is."""', "f:1: a docstring opens with"),
-        ('x = "more are told to come back"', "f:1: the word 'told'"),
-        ('f"""{x}\nA row beside others."""', "f:2: the word 'beside'"),
-        ("x = 1  # begun late", "f:1: the word 'begun'"),
-        ("def let_go(): ...", "f:1: the name 'let_go'"),
-        ("def f(mine): ...", "f:1: the name 'mine'"),
-        ('"""Returns the owner of a model."""', ""),
-    ],
-)
-def test_the_rule_itself(line, complaint):
-    found = list(problems(line, "f"))
-    assert [one.startswith(complaint) for one in found] == [True] * bool(complaint)
 
 
 def test_converted_rooms_speak_plainly():

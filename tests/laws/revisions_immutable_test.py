@@ -3,10 +3,6 @@ refused where it does not fit.
 """
 
 import dataclasses
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import chex
@@ -27,7 +23,6 @@ from mint_jax.rollout.request import Request
 from mint_jax.train.state import OptimizerConfig
 from mint_jax.train.trainer import LossConfig, PolicyConfig, Trainer
 from tests.groups import random_groups
-from tests.marks import first
 
 pytestmark = pytest.mark.bits
 
@@ -91,28 +86,6 @@ def test_digest_covers_payload_schema_and_base(tiny_base, rng, catalog):
     loaded, found = unpack(catalog.load(made.digest))
     chex.assert_trees_all_equal(loaded, adapter)
     assert found == schema
-
-
-@pytest.mark.parametrize("damage", ["bit", "cut", "zeros"])
-def test_loading_verifies_the_bytes(tiny_base, rng, catalog, damage):
-    adapter = random_adapter(tiny_base("llama"), CONFIG, rng)
-    made = catalog.export("p", pack(adapter, Schema("base", CONFIG)), 1, create=True)
-    sound = catalog.export("p", pack(jax.tree.map(np.negative, adapter), Schema("base", CONFIG)), 2)
-    place = catalog.resolve(made.digest).place
-    (path,) = (p for p in payloads(catalog) if place.pack in str(p) or p.stem in place.pack)
-    data = bytearray(path.read_bytes())
-    at = place.offset + int(rng.integers(place.length // 2, place.length))
-    if damage == "bit":
-        data[at] ^= 1 << int(rng.integers(8))
-    elif damage == "cut":
-        del data[at:]
-    else:
-        data[place.offset : place.offset + place.length] = bytes(place.length)
-    path.chmod(0o644)
-    path.write_bytes(data)
-    with pytest.raises(UserError, match=rf"{made.digest[:12]} is damaged"):
-        catalog.load("p@1")
-    assert digest_of(catalog.load("p@2")) == sound.digest, "damage is that revision's alone"
 
 
 @pytest.mark.long
@@ -189,54 +162,6 @@ def test_a_snapshot_is_not_touched_by_later_updates(tiny_base, rng):
     )
 
 
-WRITER = """
-import sys
-import numpy as np
-from mint_jax.catalog.records.exports import Export
-from mint_jax.catalog.lifecycle import Catalog
-from mint_jax.catalog.packed import Schema, pack
-from mint_jax.lora.tree import AdapterConfig
-catalog = Catalog.open(sys.argv[1])
-for i in range(int(sys.argv[2]), 10**6):
-    adapter = {"dense": {"q": {"a": np.full((1, 1, 50_000), i, np.float32)}}}
-    made = catalog.export("p", pack(adapter, Schema("base", AdapterConfig(1))), i, create=True)
-    print(i, made.number, made.digest, flush=True)
-"""
-
-
-@pytest.mark.parametrize("kills", first(1, [2, 5]))
-def test_killed_at_any_moment_every_acknowledged_revision_loads(kills, rng, tmp_path):
-    acknowledged: dict[int, tuple[str, str]] = {}
-    for _ in range(kills):
-        begin = max(acknowledged, default=-1) + 1
-        command = [sys.executable, "-c", WRITER, str(tmp_path), str(begin)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
-            lines = [writer.stdout.readline() for _ in range(rng.integers(1, 6))]
-            time.sleep(rng.uniform(0, 0.05))  # anywhere in the writing of one of the next revisions
-            writer.send_signal(signal.SIGKILL)
-            lines += [line for line in writer.stdout if line.endswith("\n")]
-        for i, number, digest in (line.split() for line in lines):
-            acknowledged[int(i)] = (number, digest)
-        with Catalog.open(tmp_path) as catalog:
-            for i, (number, digest) in acknowledged.items():
-                adapter, _ = unpack(catalog.load(f"p@{number}"))
-                assert (adapter["dense"]["q"]["a"] == i).all()
-                assert catalog.revision("p", int(number)).digest == digest
-            visible = catalog.revisions("p")
-            assert len(visible) <= len(acknowledged) + 5, (
-                "at most the one that was committed but not yet acknowledged, per kill"
-            )
-            for revision in visible:
-                catalog.load(revision.digest)
-            assert len({revision.step for revision in visible}) == len(visible), (
-                "a repeated export made no second revision"
-            )
-            assert catalog.resolve("p@latest").number == visible[-1].number
-            assert not list(catalog.verify())
-            swept = catalog.gc(grace_s=0.0)  # what the kill left
-            assert [r.number for r in catalog.revisions("p")] == [r.number for r in visible], swept
-
-
 GOOD = {"rank": 3, "targets": ("q", "down")}
 
 
@@ -295,13 +220,3 @@ def test_an_adapter_of_another_base_is_refused(tiny_base, rng, tmp_path):
         match=f"was trained on base {mine.fingerprint[:12]}, this is {other.fingerprint[:12]}",
     ):
         read_adapter(made.digest, other, jobs)  # every shape would fit
-
-
-def test_a_target_the_base_lacks_is_refused(tiny_base):
-    with pytest.raises(UserError, match="'router' is not a projection of this base"):
-        lora_tree.check_fits(
-            {"x": np.zeros(1)},
-            AdapterConfig(2, targets=("q", "router")),
-            transformer.abstract(tiny_base("llama").cfg),
-            "it",
-        )

@@ -4,11 +4,9 @@ A payload's reader gets the stored bytes or a ``UserError``; ``verify`` lists da
 has met.
 """
 
-import contextlib
 import os
 import random
 import shutil
-import signal
 from pathlib import Path
 
 import pytest
@@ -20,7 +18,6 @@ from mint_jax.catalog.records.lookup import Resolved
 from mint_jax.errors import UserError
 from tests.catalog.adapters import OTHER, SCHEMA, packed
 from tests.catalog.conftest import execute, same_bytes
-from tests.catalog.postgres import Server
 
 POLICIES = ("p", "q", "lab/p")
 SCHEMAS = {"p": SCHEMA, "q": SCHEMA, "lab/p": OTHER}
@@ -66,72 +63,6 @@ def fill(catalog: Catalog) -> dict[str, Resolved]:
 @pytest.fixture
 def choice():
     return random.Random(int(os.environ["MINT_TEST_SEED"]))
-
-
-def look(
-    place: Path | str, truth: dict, payloads: Path | None = None
-) -> tuple[set[str], list[str]]:
-    """Names that were refused, and findings of ``verify``; whatever resolves must be the truth."""
-    refused: set[str] = set()
-    try:
-        with Catalog.open(place, payloads) as catalog:
-            for name in NAMES:
-                try:
-                    found = catalog.resolve(name)
-                except UserError:
-                    refused.add(name)
-                    continue
-                assert found == truth[name]
-                assert catalog.store.read(found.place, found.digest) is not None
-            return refused, [finding.what for finding in catalog.verify()]
-    except UserError as error:
-        message = str(error)
-    assert message.startswith("database ")
-    assert ("catalog.db" if payloads is None else "/test_") in message  # which one
-    return set(NAMES), [message]
-
-
-@pytest.mark.parametrize(
-    "times", [pytest.param(12, marks=pytest.mark.long), pytest.param(400, marks=pytest.mark.slow)]
-)
-def test_a_flipped_bit_in_a_servers_files_is_never_another_answer(tmp_path, choice, times):
-    """A cluster with checksums of its pages, stopped in good order, changed on disk, and started
-    again.
-    """
-    server = Server()
-    try:
-        url, payloads = server.new_database(), tmp_path / "payloads"
-        with Catalog.open(url, str(payloads)) as catalog:
-            truth = fill(catalog)
-            with catalog.database.engine.connect() as connection:
-                query = """SELECT pg_relation_filepath(oid) FROM pg_class WHERE relkind IN ('r', 'i')
-                           AND relnamespace = 'public'::regnamespace AND pg_relation_size(oid) > 0"""  # noqa: E501
-                files = [server.data / path for (path,) in connection.exec_driver_sql(query)]
-        server.halt(signal.SIGINT)
-        whole = {path: path.read_bytes() for path in files}
-        used = [(path, at) for path, data in whole.items() for at, byte in enumerate(data) if byte]
-        noticed = 0
-        for _ in range(times):
-            path, at = choice.choice(used)
-            data, bit = bytearray(whole[path]), 1 << choice.randrange(8)
-            data[at] ^= bit
-            path.write_bytes(data)
-            server.start()
-            refused, found = look(url, truth, payloads)
-            if found or refused:
-                noticed += 1
-                # removes nothing, or knows better
-                with contextlib.suppress(UserError), Catalog.open(url, str(payloads)) as catalog:
-                    catalog.gc(grace_s=0.0, compact=False)
-            server.halt(signal.SIGINT)
-            for other, before in whole.items():
-                other.write_bytes(before)
-            assert {one.place.pack for one in truth.values()} <= {
-                file.stem for file in payloads.rglob("*.pack")
-            }
-        assert noticed
-    finally:
-        server.stop()
 
 
 def test_a_damaged_log_of_the_database_loses_its_end_only(tmp_path, choice):

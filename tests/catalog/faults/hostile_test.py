@@ -2,12 +2,8 @@
 exactly; nothing else changes.
 """
 
-import dataclasses
-
-import numpy as np
 import pytest
 
-from mint_jax.catalog.packed import pack
 from mint_jax.catalog.records.exports import Export
 from mint_jax.errors import UserError
 from tests.catalog.adapters import SCHEMA, packed
@@ -89,31 +85,4 @@ def test_odd_names_are_names_and_nothing_more(catalog, place):
         assert catalog.revision(name, 1).origin == name
     assert {record.policy for record in catalog.policies()} == {"p", *ODD_NAMES}
     assert same_bytes(catalog.load("p"), packed(0))
-    assert list(catalog.verify()) == []
-
-
-@pytest.mark.parametrize(
-    ("dtype", "value"), [("float32", np.nan), ("float16", np.inf), ("bfloat16", -np.inf)]
-)
-def test_weights_that_are_not_finite_are_refused_unless_forced(catalog, dtype, value):
-    schema = dataclasses.replace(SCHEMA, dtype=dtype)
-    a, b = np.zeros((1, 1, 5), np.float32), np.zeros((1, 1, 7), np.float32)
-    catalog.export("p", pack({"dense": {"attn": {"q": {"a": a, "b": b}}}}, schema), 0, create=True)
-    b[0, 0, 3] = value
-    data = pack({"dense": {"attn": {"q": {"a": a, "b": b}}}}, schema)
-    before = catalog.stats()
-    for call in (
-        lambda: catalog.export("p", data, 1),
-        lambda: catalog.export_many([Export("p", packed(1), 1), Export("p", data, 1)]),
-    ):
-        with pytest.raises(
-            UserError,
-            match=(
-                r"policy 'p': dense/attn/q/b of the exported adapter has NaN or infinite"
-                r" values.*with force"
-            ),
-        ):
-            call()
-    assert catalog.stats() == before
-    assert same_bytes(catalog.load(f"p@{catalog.export('p', data, 1, force=True).number}"), data)
     assert list(catalog.verify()) == []
