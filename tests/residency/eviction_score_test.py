@@ -28,12 +28,6 @@ def test_a_value_is_the_definition_s_at_the_last_use(seconds, nbytes, uses):
     assert score.value == pytest.approx(score_at(seconds, nbytes, uses, uses[-1]), rel=1e-9)
 
 
-def test_a_clock_that_steps_back_counts_the_use():
-    score = EvictionScore(1, 1.0, 1.0, 50.0)
-    score.use(40.0, HALF)
-    assert (score.frequency, score.used_at) == (2.0, 50.0)
-
-
 ACTION = st.tuples(
     st.sampled_from(["add", "add", "remove", "pop"]), st.integers(0, 9), st.integers(0, 5)
 )

@@ -65,14 +65,6 @@ def test_order_is_priority_then_arrival_and_a_request_raises_a_prefetch(gated):
     assert one.submit("running")[0][0] is not running
 
 
-def test_revisions_are_loaded_in_parallel(gated):
-    one = gated(workers=4)
-    one.submit(*"abcd")
-    for _ in range(4):
-        one.wait_at_work()  # all four are inside at once
-    assert sorted(one.drain(4)) == list("abcd")
-
-
 def test_a_full_queue_drops_the_newest_waiting_prefetch_then_refuses_with_a_time(gated):
     one = gated(depth=4)
     [(measured, _)] = one.submit("measured")
@@ -91,32 +83,3 @@ def test_a_full_queue_drops_the_newest_waiting_prefetch_then_refuses_with_a_time
     assert refused.value.retry_after_s == pytest.approx(8.0)  # half of 4 loads of 4 s
     one.submit("c3")  # joining is always possible
     assert one.drain(5) == ["measured", "running", "c1", "c2", "c3"]
-
-
-def test_only_a_load_that_has_not_started_is_withdrawn(gated):
-    one = gated()
-    [(running, _)] = one.submit("x")
-    one.wait_at_work()
-    [(waiting, _)] = one.submit("y")
-    one.queue.withdraw(running)
-    one.queue.withdraw(waiting)
-    assert one.queue.digests() == ["x"]
-    assert one.submit("y")[0][0] is not waiting
-    assert one.drain(2) == ["x", "y"]
-
-
-def test_closing_returns_unfinished_loads_and_refuses_new_ones():
-    one = Gated()
-    one.submit("x")
-    one.wait_at_work()
-    [(left, _)] = one.submit("y")
-    unfinished = []
-    closer = threading.Thread(target=lambda: unfinished.extend(one.queue.close()))
-    closer.start()
-    while one.queue._queue.qsize() < 2:  # the end of the worker is enqueued
-        threading.Event().wait(0.001)
-    one.gate.release(1)
-    closer.join(LONG)
-    assert (one.order, unfinished) == (["x"], [left])
-    with pytest.raises(RuntimeError, match="closed"):
-        one.submit("z")

@@ -3,7 +3,6 @@ what was loaded.
 """
 
 import threading
-from concurrent.futures import CancelledError
 
 import numpy as np
 import pytest
@@ -280,22 +279,6 @@ def test_what_does_not_fit_is_refused_with_the_reason_and_leaves_nothing(world, 
     assert w.holds(w.leased(w.new()))  # the worker lives
 
 
-def test_digests_that_a_catalog_found_finite_are_not_checked_for_nan(world):
-    finite: set[str] = set()
-    w = world(finite=finite)
-
-    def change(adapter):
-        adapter["dense"]["attn"]["q"]["b"][0, 0, 0] = np.nan
-        return adapter
-
-    digest = w.new(change=change)
-    with pytest.raises(UserError, match="NaN or infinite"):
-        w.residency.acquire(digest).result(LONG)
-    finite.add(digest)
-    slot = w.leased(digest).slot
-    assert np.isnan(w.residency.stacks[2].factors["dense"]["attn"]["q"]["b"][0, slot.index, 0, 0])
-
-
 @pytest.mark.parametrize("call", ["stage", "write"])
 def test_a_load_that_fails_on_the_device_frees_its_slot(world, monkeypatch, call):
     w = world(capacities={2: 1})
@@ -374,21 +357,6 @@ def test_a_cancelled_request_is_withdrawn_and_the_others_are_served(world):
     assert not d.cancel()
 
 
-def test_a_request_cancelled_while_it_waits_for_a_slot_gives_up_its_place(world):
-    w = world(capacities={2: 1})
-    a, b, c = (w.new() for _ in range(3))
-    first = w.residency.acquire(a)
-    w.settle(first)
-    second = w.residency.acquire(b)
-    w.until(lambda: w.loads("waiting_for_slot") == 1)
-    assert second.cancel()
-    assert w.residency.state()["loads"] == {"unfinished": 0, "ready": 0, "waiting_for_slot": 0}
-    third = w.residency.acquire(c)
-    first.result().release()
-    w.settle(third)
-    assert w.residency.state()["resident"] == [c]
-
-
 def test_a_prefetch_takes_a_free_slot_but_evicts_nobody(world):
     w = world(capacities={2: 1})
     first, second = w.new(), w.new()
@@ -440,21 +408,6 @@ def test_a_dropped_revision_goes_when_its_requests_have_ended(world):
     assert w.residency.state()["resident"] == []
     assert w.residency.drop(digest)
     assert digest not in w.residency.host
-
-
-def test_close_ends_every_request(rng, tiny_base):
-    w = World(rng, tiny_base("llama"), workers=1)
-    w.storage.gate.clear()
-    futures = [w.residency.acquire(w.new()) for _ in range(3)]
-    assert w.storage.started.acquire(timeout=LONG)
-    closer = threading.Thread(target=w.residency.close)
-    closer.start()
-    w.until(lambda: w.residency.loads._closed)
-    w.storage.gate.set()
-    closer.join(LONG)
-    for future in futures:
-        with pytest.raises(CancelledError):
-            future.result(LONG)
 
 
 def test_many_threads_get_what_they_asked_for(rng, world):
@@ -561,11 +514,3 @@ def test_sampling_from_loaded_slots_equals_sampling_with_the_adapters_themselves
             "the adapter must matter"
         )
     w.residency.close()
-
-
-def test_wait_for_leaves_no_lease_when_one_fails(world):
-    w = world()
-    with pytest.raises(UserError, match="no revision"):
-        w.residency.wait_for([w.new(), "0" * 64])
-    w.until(lambda: (w.residency.commit_ready(), w.loads("unfinished") == 0)[1])
-    assert w.residency.state()["slots"][2]["leases"] == 0

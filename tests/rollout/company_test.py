@@ -25,7 +25,6 @@ from mint_jax.models import transformer
 from mint_jax.models.paged import PAGE
 from mint_jax.rollout import device
 from mint_jax.rollout.engine import Engine
-from mint_jax.rollout.pages import pages_for
 from mint_jax.rollout.request import Request
 from tests.laws.shardings_equal_test import save_checkpoint
 from tests.rollout.invariants import check_schedule
@@ -256,43 +255,6 @@ def test_hits_of_the_prompts_cache_change_no_bit(world):
     assert_same(hit, cold)
 
 
-def test_prompts_that_wait_are_read_in_the_places_that_calls_leave_and_no_bit_changes(world):
-    engine, rng = world.engine(64, rows=(4,)), world.rng
-    lengths = [int(n) for n in rng.integers(2, 6 * PAGE, 14)]
-    asked = [
-        Request(
-            tokens(rng, n), world.slots.get(SOUND[n % len(SOUND)]), max_tokens=3, seed=seed(rng)
-        )
-        for n in lengths
-    ]
-    together = engine.generate(asked, world.stacks)
-    assert engine.counts["prefills"] == pages_for(
-        sum(pages_for(n - 1, PAGE) for n in lengths), engine.blocks
-    ), "a place was empty"
-    check_schedule(engine.active.schedule)
-    assert not engine.active.schedule.ahead
-    for request, mine in zip(asked, together, strict=True):
-        [theirs] = engine.generate([dataclasses.replace(request, tenant="alone")], world.stacks)
-        assert_same(mine[0], theirs[0])
-
-
-def test_a_cache_whose_memory_is_given_back_between_calls_changes_no_bit_and_compiles_nothing(
-    llama,
-):
-    engine = llama.engine(LARGE, keep_cache=False)
-    page = device.page_bytes(llama.base.cfg, llama.base.dtype, False)
-
-    def held() -> int:
-        return sum(x.nbytes for x in jax.live_arrays())
-
-    before = held()
-    for first in (True, False):
-        with compilations() as compiled:
-            llama.expect(engine.generate(llama.asked, llama.stacks))
-        assert first or not compiled
-        assert held() < before + page
-
-
 def test_neighbours_that_are_cancelled_change_no_bit(world):
     engine, rng = world.engine(SMALL, steps=5), world.rng
     with engine.serving(world.stacks):
@@ -309,22 +271,6 @@ def test_neighbours_that_are_cancelled_change_no_bit(world):
     assert "cancelled" in ends
     check_schedule(engine.active.schedule)
     assert engine.active.schedule.is_idle
-
-
-@pytest.mark.long
-def test_slots_written_anew_between_two_times_of_serving_are_read_anew(llama):
-    """Nobody named what was in the slot: what its prompts left in the cache is not used again."""
-    other, _ = random_stacks(llama.rng, llama.base.cfg)
-    request, *_ = [r for r in llama.asked if r.adapter == llama.slots["eight"]]
-    engine = llama.engine(LARGE)
-    found = []
-    for stacks in (llama.stacks, other):
-        with engine.serving(stacks):
-            found.append(engine.submit(request).result(300))
-    for stacks, completions in zip((llama.stacks, other), found):
-        [alone] = llama.engine(LARGE).generate([request], stacks)
-        for mine, theirs in zip(completions, alone, strict=True):
-            assert_same(mine, theirs)
 
 
 def random_request(rng, slots) -> Request:

@@ -2,7 +2,6 @@
 prompt's text.
 """
 
-import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
@@ -75,16 +74,6 @@ def test_completions_are_what_transformers_decodes_behind_the_prompt(rng, pair):
     assert compared > 200
 
 
-def test_a_character_begun_in_the_prompt_belongs_to_the_completion(pair):
-    ours, _ = pair
-    tokens = ours.encode("a日", special=False)
-    splits = HALF in ours.decode(tokens[:-1])  # as tokenizers with bytes do
-    assert splits == (ours.decode(tokens[-1:]) == HALF)
-    for cut in (1, 2) if splits else ():
-        assert text_behind(ours.decode, tokens[:-cut], tokens[-cut:]) == "日"
-        assert Detokenizer(ours.decode, tokens[:-cut]).added(tokens[-cut:]) == "日"
-
-
 def test_stop_strings_begin_with_the_blank_behind_the_prompt(rng, pair):
     ours, _ = pair
     whole = ours.encode("The capital of France is Paris and")
@@ -108,17 +97,3 @@ def test_stop_strings_begin_with_the_blank_behind_the_prompt(rng, pair):
         assert end is not None
         assert stop in text_behind(ours.decode, prompt, tokens[:end])
         assert stop not in text_behind(ours.decode, prompt, tokens[: end - 1])
-
-
-def test_long_prompts_cost_no_more_than_short_ones(pair):
-    ours, _ = pair
-    prompt = ours.encode(" ".join(TEXTS * 50))
-    decoded = []
-
-    def counted(ids):
-        decoded.append(len(ids))
-        return ours.decode(ids)
-
-    text_behind(counted, context_of(counted, prompt), prompt[:2])
-    assert max(decoded) <= 34
-    np.testing.assert_equal(context_of(ours.decode, [ours.eos_id] * 50), [ours.eos_id] * 50)

@@ -13,7 +13,7 @@ from mint_jax.errors import UserError
 from mint_jax.models import base as base_lib
 from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.grammar import Grammars, mask_of
-from mint_jax.rollout.request import BadField, Request
+from mint_jax.rollout.request import Request
 
 SCHEMA = {
     "type": "object",
@@ -93,10 +93,8 @@ def test_a_mask_allows_what_can_still_become_a_match_and_nothing_else(base):
     ("bad", "message"),
     [
         ({"regex": "["}, r"regex '\[' cannot be used"),
-        ({"json_schema": "{"}, "json_schema '{' cannot be used"),
         ({"json_schema": '{"type": "nothing"}'}, "json_schema .* cannot be used"),
         ({"choice": ()}, "choice .* expected at least one"),
-        ({"choice": ("a", "")}, "none of them empty"),
         ({"choice": ("a",), "regex": "a"}, "regex and choice: give one of them"),
     ],
 )
@@ -105,47 +103,6 @@ def test_a_grammar_that_means_nothing_is_refused(base, bad, message):
         Engine(base, base.need_tokenizer().decode).generate(
             [Request((5, 6)), Request((5, 6), **bad)]
         )
-
-
-EMPTY = [  # schemas that no JSON of finite length fits
-    {"$ref": "#"},
-    {"anyOf": [{"$ref": "#"}]},
-    {"type": "array", "items": {"$ref": "#"}, "minItems": 1},
-    {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]},
-    {
-        "$defs": {
-            "x/y": {"type": "object", "additionalProperties": {"$ref": "#"}, "required": ["z"]}
-        },
-        "anyOf": [{"$ref": "#/$defs/x~1y"}],
-    },
-    {"type": "object", "properties": {"a": False}, "required": ["a"]},
-    {"type": "string", "pattern": "[^\\s\\S]"},
-]
-RECURSIVE = [  # schemas that refer to themselves, and end
-    {"anyOf": [{"$ref": "#"}, {"type": "null"}]},
-    {
-        "type": "object",
-        "properties": {"next": {"anyOf": [{"type": "null"}, {"$ref": "#"}]}},
-        "required": ["next"],
-    },
-    {
-        "$defs": {
-            "a": {"type": "array", "items": {"$ref": "#/$defs/b"}, "minItems": 1},
-            "b": {"enum": [1]},
-        },
-        "$ref": "#/$defs/a",
-    },
-]
-
-
-def test_schemas_that_nothing_fits_are_refused_and_recursive_ones_taken(base):
-    grammars = Grammars(base)
-    for schema in EMPTY:
-        with pytest.raises(BadField, match="cannot be used") as error:
-            grammars.matcher(Request((5,), json_schema=json.dumps(schema)))
-        assert error.value.field == "json_schema"
-    for schema in RECURSIVE:
-        assert grammars.matcher(Request((5,), json_schema=json.dumps(schema))) is not None
 
 
 def test_hostile_grammars_cost_little(base):
@@ -166,6 +123,8 @@ def test_hostile_grammars_cost_little(base):
         {"enum": [f"x{i}" for i in range(100_000)]},
         {"allOf": [{"anyOf": [{"minLength": i}, {"maxLength": i + 50}]} for i in range(20)]},
         {"$ref": "http://127.0.0.1/schema"},
+        {"$ref": "#"},
+        {"type": "string", "pattern": "[^\\s\\S]"},
     ]
     asked = [Request((5,), json_schema=json.dumps(schema)) for schema in schemas]
     asked += [
@@ -206,8 +165,3 @@ def test_a_grammar_that_fails_on_the_way_fails_its_request_alone(rng, base):
             stream.result(60)
         assert len(other.result(60)[0].tokens) > 0
     assert not engine.active.jobs
-
-
-def test_a_base_without_a_tokenizer_says_so(tiny_base):
-    with pytest.raises(UserError, match="has no tokenizer"):
-        Engine(tiny_base("llama")).generate([Request((5, 6), regex="a")])

@@ -1,15 +1,27 @@
-"""Invariants of the books of pages and of the scheduler."""
+"""Invariants of the pages and of the scheduler."""
 
 from collections import Counter
 
 
-def check_pages(pool, in_use, users=None) -> None:
+def check_schedule(schedule) -> None:
+    """No page is lost or owned twice, and rows, users and states agree."""
+    for part, pool in enumerate(schedule.pages):
+        running = [s for s in schedule.running if s.prompt.part == part]
+        prompts = Counter(s.prompt for s in running)
+        assert len(running) <= schedule.rows
+        assert all(p.users == n for p, n in prompts.items())
+        ahead = [prompt for prompt in schedule.ahead if prompt.part == part]
+        users = Counter(b for prompt in (*prompts, *ahead) for b in prompt.blocks)
+        unindexed = [b.page for b in users if not b.indexed or b.root.closed]
+        _check_pages(pool, [page for s in running for page in s.pages] + unindexed, users)
+    assert not any(s.pages or s.finish for s in (*schedule.waiting, *schedule.swapped))
+    assert not any(prompt.users for prompt in schedule.ahead)
+    assert {*schedule.ahead} <= {s.prompt for s in schedule.waiting}
+
+
+def _check_pages(pool, in_use, users) -> None:
     """Every page is free, in ``in_use`` or in a block, exactly once; idle blocks can be dropped in
     their order.
-
-    Args:
-        in_use: pages from ``take``, and pages of blocks that are not indexed.
-        users: expected users of each block; None skips this check.
     """
     blocks, stack = [], list(pool._roots.values())
     while stack:
@@ -25,21 +37,4 @@ def check_pages(pool, in_use, users=None) -> None:
         assert all(turn.get(child, len(turn)) <= i for child in block.children.values())
     assert all(b.ready or not child.ready for b in blocks for child in b.children.values())
     assert all(root.children and not root.closed for root in pool._roots.values())
-    if users is not None:
-        assert all(block.users == users.get(block, 0) for block in {*blocks, *users})
-
-
-def check_schedule(schedule) -> None:
-    """No page is lost or owned twice, and rows, users and states agree."""
-    for part, pool in enumerate(schedule.pages):
-        running = [s for s in schedule.running if s.prompt.part == part]
-        prompts = Counter(s.prompt for s in running)
-        assert len(running) <= schedule.rows
-        assert all(p.users == n for p, n in prompts.items())
-        ahead = [prompt for prompt in schedule.ahead if prompt.part == part]
-        users = Counter(b for prompt in (*prompts, *ahead) for b in prompt.blocks)
-        unindexed = [b.page for b in users if not b.indexed or b.root.closed]
-        check_pages(pool, [page for s in running for page in s.pages] + unindexed, users)
-    assert not any(s.pages or s.finish for s in (*schedule.waiting, *schedule.swapped))
-    assert not any(prompt.users for prompt in schedule.ahead)
-    assert {*schedule.ahead} <= {s.prompt for s in schedule.waiting}
+    assert all(block.users == users.get(block, 0) for block in {*blocks, *users})

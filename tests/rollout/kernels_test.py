@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mint_jax.errors import UserError
 from mint_jax.models.config import Kernels
 from mint_jax.rollout import device
 from mint_jax.rollout.engine import Engine
@@ -117,14 +116,3 @@ def test_a_request_keeps_its_bits_beside_a_policy_that_is_nan(
     assert [(c.tokens, c.logprobs) for c in together[1]] == [(c.tokens, c.logprobs) for c in alone]
     assert np.isfinite(alone[0].logprobs).all()
     assert not np.isfinite(together[0][0].logprobs).any()
-
-
-def test_an_unknown_implementation_is_refused():
-    for op, also in (("paged_attention", "cpu, "), ("latent_attention", "")):
-        with pytest.raises(
-            UserError,
-            match=(
-                rf"kernels.{op} is 'triton'; choose one of: auto, pallas_tpu, pallas_gpu, {also}xla"
-            ),
-        ):
-            Kernels(**{op: "triton"})

@@ -9,18 +9,8 @@ import json
 import os
 import signal
 
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
-from mint_jax import messages
-from mint_jax.lora.tree import Slot
-from mint_jax.rollout import completions, plans
-from mint_jax.rollout.calls import RECORDS
-from mint_jax.rollout.pages import PagePool
-from mint_jax.rollout.request import Completion, Request
-from mint_jax.rollout.samples import CachedPrompt
-from mint_jax.rollout.scheduler import Scheduler
 from tests.laws.shardings_equal_test import save_checkpoint
 from tests.multihost_test import together
 
@@ -176,88 +166,3 @@ def test_followers_end_when_process_0_fails(how, tmp_path):
         assert (main.status, other.status) == (0, 0)
         assert "the third call" in main.out
         assert "process 0 failed: the third call" in other.out
-
-
-def test_a_plan_is_the_same_in_the_message(rng):
-    """Arrays bit for bit, NaN and -0 included, and few bytes for a plan of large tables."""
-    table, vocab = 4096, 150_000
-    schedule = Scheduler([PagePool(64, 32), PagePool(64, 32)], 4)
-    for slot in (None, Slot(8, 1)):
-        request = Request(
-            tuple(rng.integers(0, 99, 70).tolist()),
-            slot,
-            n=3,
-            stop_ids=(5, 6),
-            logit_bias=((3, -0.0),),
-            temperature=0.3,
-        )
-        schedule.add(CachedPrompt(request, ("tenant", None)), None)
-    schedule.admit(lambda s: None, 3)
-    todo = schedule.to_prefill(4)
-    blocks = plans.blocks_plan(todo, 8, table, (1, 8), scored=True)
-    rows, _ = plans.rows_plan(schedule.to_decode(3, lambda s: None), 8, 2, table, vocab, (1, 8))
-    assert rows.own.any() or (rows.until > 0).any()
-    for plan in (blocks, rows):
-        data = messages.pack(("word", plan, 3))
-        word, found, steps = messages.unpack(data, RECORDS)
-        assert (word, steps) == ("word", 3)
-        assert same(found, plan)
-        assert len(data) < 10_000
-    odd = np.array([[np.nan, -0.0, 0.0], [1.0, -np.inf, 0.0]], np.float32)
-    values = {
-        8: odd,
-        "scalar": np.float32(-0.0),
-        "none": np.zeros((0, 3), np.int8),
-        "truth": np.array([True, False, False]),
-        "half": np.asarray(jnp.asarray(rng.normal(size=(3, 5)), jnp.bfloat16)),
-        "turned": rng.normal(size=(4, 3, 2)).T,
-        "deep": [None, "text", 1.5, (2, [odd[0]])],
-    }
-    assert same(
-        messages.unpack(messages.pack(values), {}),
-        {**values, "deep": [None, "text", 1.5, [2, [odd[0]]]]},
-    )
-
-
-def test_a_completion_is_the_same_in_the_message(rng):
-    drawn = rng.normal(size=5).astype(np.float32).tolist()
-    routes = {3: rng.integers(0, 8, (5, 2, 3)), 9: rng.integers(0, 8, (4, 2, 3))}
-    pairs = [[(1, drawn[0]), (2, drawn[1])], []]
-    rich = Completion(
-        [4, 5, 6, 7, 8],
-        drawn,
-        [-0.0, *drawn[1:]],
-        "stop",
-        "text",
-        routes[3],
-        routes[9],
-        "digest",
-        pairs,
-        [float("nan"), drawn[2]],
-        pairs,
-        [[], drawn],
-        pairs,
-        7,
-    )
-    for one in (rich, Completion([], [], [], "cancelled", None)):
-        numbers = {id(array): number for number, array in routes.items()}
-        found = completions.from_message(
-            messages.unpack(messages.pack(completions.to_message(one, numbers)), {}), routes
-        )
-        assert found.routes is one.routes
-        assert found.prompt_routes is one.prompt_routes
-        assert repr(found) == repr(one), "NaN and -0 included"
-
-
-def same(x, y) -> bool:
-    if isinstance(y, np.ndarray | np.generic):
-        return (
-            x.dtype == y.dtype
-            and x.shape == y.shape
-            and x.tobytes() == np.ascontiguousarray(y).tobytes()
-        )
-    if isinstance(y, dict):
-        return x.keys() == y.keys() and all(same(x[k], y[k]) for k in y)
-    if isinstance(y, list | tuple):
-        return type(x) is type(y) and len(x) == len(y) and all(map(same, x, y))
-    return x == y

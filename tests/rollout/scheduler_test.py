@@ -4,16 +4,14 @@ with a device that only remembers what was written to which page.
 
 import itertools
 import math
-from collections import Counter
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mint_jax.models.paged import PAGE, RUN, RUN_PAGES, TEAM
 from mint_jax.rollout.pages import PagePool, pages_for
 from mint_jax.rollout.request import Request
-from mint_jax.rollout.samples import CachedPrompt, SampleState, longest_table, pages_needed
+from mint_jax.rollout.samples import CachedPrompt, SampleState, pages_needed
 from mint_jax.rollout.scheduler import Scheduler
 from tests.rollout.invariants import check_schedule
 
@@ -282,62 +280,6 @@ def test_every_request_ends_in_order_with_what_it_had_whatever_comes_between():
     assert sum(d.ahead for d in done) > 0, "places that nobody needs are filled"
 
 
-def ended(device: Device, turns: int = 1000) -> Device:
-    device.finish_all(turns)
-    return device
-
-
-def of_pattern(pattern: int, length: int, most: int) -> Request:
-    return Request((pattern,) * length, max_tokens=most)
-
-
-def test_prompts_that_wait_are_read_in_the_places_that_are_left():
-    """Prompts of three, five and four blocks for one row: six calls of two blocks where each read
-    by itself takes two, three and two.
-    """
-    device = Device(parts=1, pages=40, rows=1, steps=16, blocks=2)
-    for pattern, length in enumerate((80, 150, 120)):
-        device.add(of_pattern(pattern, length, 3), ("a", None))
-    read, calls = Counter(), 0
-    while not device.schedule.is_idle:
-        device.admit()
-        while any(todo := device.schedule.to_prefill(2)):
-            calls += 1
-            for prompt, i in todo[0]:
-                device.memory[0][prompt.blocks[i].page, 0] = device.text(prompt, i)
-                read[prompt.prefix[0], i] += 1
-        device.decode(1)
-    assert read == {
-        (pattern, i): 1 for pattern, blocks in ((0, 3), (1, 5), (2, 4)) for i in range(blocks)
-    }
-    assert calls == 6
-
-
-def test_samples_of_a_prompt_share_its_blocks_and_part_and_the_last_one_frees_them():
-    device = Device(parts=2, pages=8, rows=4, steps=1, blocks=4)
-    device.add(Request((3,) * 70, n=3, max_tokens=2), ("a", None))
-    device.turn(1)
-    [prompt] = {s.prompt for s in device.schedule.running}
-    assert prompt.users == 3
-    assert len(prompt.blocks) == 3
-    used = [pages.count - pages.available for pages in device.schedule.pages]
-    assert sorted(used) == [0, 3 + 3]
-    for sample in device.samples[:2]:
-        device.finish(sample)
-    assert prompt.blocks
-    device.finish(device.samples[2])
-    assert (prompt.users, prompt.blocks) == (0, [])
-    assert [pages.available for pages in device.schedule.pages] == [8, 8]
-
-
-def test_requests_spread_over_the_parts():
-    device = Device(parts=4, pages=8, rows=2, steps=16, blocks=4)
-    for i in range(8):
-        device.add(Request((i,) * 40, max_tokens=5), ("a", None))
-    device.admit()
-    assert Counter(s.prompt.part for s in device.schedule.running) == dict.fromkeys(range(4), 2)
-
-
 def test_samples_are_in_teams_by_their_number_alone():
     prompts = [
         CachedPrompt(Request((1,) * length, n=n), ("a", None))
@@ -350,11 +292,3 @@ def test_samples_are_in_teams_by_their_number_alone():
     assert {s.team for s in (*without, *single)} == {None}, (
         "no prompt to read, or nobody to read it with"
     )
-
-
-@pytest.mark.parametrize("context", [1, 127, 128, 129, 256, 8192])
-def test_a_table_holds_any_request_of_its_context(context):
-    room = longest_table(context)
-    for prefix in {0, 1, context // 2, context - 1}:
-        runs_of_prefix = -(-prefix // RUN) * RUN_PAGES
-        assert runs_of_prefix + pages_for(context - prefix, PAGE) <= room

@@ -141,22 +141,6 @@ def test_scores_do_not_depend_on_the_mesh(rng, tiny_base, hf_dirs, adapter):
         np.testing.assert_allclose(x, y, atol=2e-5)
 
 
-def test_nothing_to_score(tiny_base):
-    assert Scorer(tiny_base()).logprobs([]) == []
-    assert [x.shape for x in Scorer(tiny_base()).logprobs([[3], [96]])] == [(0,), (0,)]
-
-
-def test_results_are_told_as_batches_are_done(tiny_base):
-    told = []
-    found = Scorer(tiny_base(), max_tokens=32).logprobs(
-        [[1, 2, 3], [4], [5] * 20, [6, 7]], done=told.append
-    )
-    assert [sorted(batch) for batch in told] == [[1], [2], [0, 3]]
-    for batch in told:
-        for i, values in batch.items():
-            np.testing.assert_array_equal(values, found[i])
-
-
 @pytest.mark.parametrize(
     ("tokens", "message"),
     [

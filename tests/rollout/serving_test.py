@@ -3,7 +3,6 @@ revisions, and nothing left when it fails.
 """
 
 import contextlib
-import threading
 import time
 
 import pytest
@@ -166,26 +165,6 @@ def test_what_is_cancelled_ends_at_the_next_turn_and_its_pages_are_free(world, p
     settle(world)
 
 
-def test_requests_from_many_threads_are_all_answered(world, prompts):
-    engine = engine_of(world)
-    requests = asked(world, prompts, NAMES, max_tokens=12, seed=5)
-    with engine.serving(residency=world.residency):
-        wanted = [engine.generate([request]) for request in requests]
-        found: list = [None] * 24
-
-        def ask(i):
-            found[i] = engine.submit(requests[i % 6]).result(120)
-
-        threads = [threading.Thread(target=ask, args=(i,)) for i in range(24)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert found == [wanted[i % 6][0] for i in range(24)], (
-        "the same bits, hits of the prompts' cache included"
-    )
-
-
 def settle(world):
     for _ in range(60_000):
         world.residency.commit_ready()
@@ -242,13 +221,3 @@ def test_a_failure_of_the_loop_reaches_everybody(world, prompts, monkeypatch):
             stream.result(60)
         with pytest.raises(UserError, match="is stopping"):
             engine.submit(Request(prompts[0], max_tokens=8))
-
-
-def test_several_processes_cannot_serve(world, monkeypatch):
-    engine = engine_of(world)
-    monkeypatch.setattr("mint_jax.multihost.count", lambda: 2)
-    with (
-        pytest.raises(UserError, match="serving runs in one process"),
-        engine.serving(residency=world.residency),
-    ):
-        pass

@@ -89,16 +89,6 @@ def test_a_prompt_is_found_again_by_the_version_that_read_it_and_by_no_other(rng
         ever |= new
 
 
-def test_gradients_alone_make_no_version(rng, tiny_base):
-    world = World(rng, tiny_base("llama"))
-    before = dict(world.trainer.versions)
-    world.trainer.forward_backward({"a": [random_group(rng, 4, (5,))]})
-    assert world.trainer.versions == before
-    world.trainer.optim_step(["a"])
-    assert world.trainer.versions["b"] == before["b"]
-    assert world.trainer.versions["a"] not in before.values()
-
-
 @pytest.mark.parametrize("other", ["another trainer", "a slot that nobody named"])
 def test_versions_of_two_trainers_never_meet(rng, tiny_base, other):
     """One engine serves both: numbers are the process's, and a slot without a name is nobody's

@@ -117,21 +117,6 @@ def test_a_prompt_is_kept_once_for_all_its_rollouts(rng):
     assert (batch.own != 0).sum() == 25
 
 
-def test_groups_shorter_than_the_shortest_row_share_it(rng):
-    """A row is padded to 16 tokens whatever is in it."""
-    batch, spans = pack([[Group([1], [sequence(rng, 4)]) for _ in range(8)]], ShapeBook())
-    assert batch.shape[1:3] == (2, 16)
-    assert sorted(span.row for span in spans) == [0] * 4 + [1] * 4
-
-
-@pytest.mark.parametrize(
-    "policies", [[[]], [[Group([1], [])]], [[Group([1], [TrainSequence([2], [1.0])])], []]]
-)
-def test_a_policy_without_sequences_is_refused(policies):
-    with pytest.raises(UserError, match="a policy has no sequences to train on"):
-        pack(policies, ShapeBook())
-
-
 @pytest.mark.parametrize(
     ("group", "message"),
     [
@@ -145,6 +130,7 @@ def test_a_policy_without_sequences_is_refused(policies):
             "a sequence has 0 tokens and 0 weights; expected the same number, at least 1",
         ),
         (Group([1], [TrainSequence([2, 3], [1.0])]), "a sequence has 2 tokens and 1 weights"),
+        (Group([1], []), "a policy has no sequences to train on"),
         (
             Group([1] * 7, [TrainSequence([2] * 4, [1.0] * 4)]),
             "a prompt of 7 and a continuation of 4 tokens exceed the context of 10",
@@ -154,20 +140,3 @@ def test_a_policy_without_sequences_is_refused(policies):
 def test_groups_that_cannot_be_trained_on_are_refused(group, message):
     with pytest.raises(UserError, match=message):
         pack([[Group([1], [TrainSequence([2], [1.0])])], [group]], ShapeBook(), context=10)
-
-
-def test_a_sequence_may_fill_the_context():
-    batch, _ = pack(
-        [[Group([1] * 6, [TrainSequence([2] * 4, [1.0] * 4)])]], ShapeBook(), context=10
-    )
-    assert batch.positions.max() == 8  # the last of 10 tokens is only a target
-
-
-def test_groups_that_are_no_pair_are_refused_beside_preference_pairs(rng):
-    """Pair z is sequences 2z and 2z + 1 of the policy: a group of another size before it would
-    shift its sequences.
-    """
-    pair = Group([1, 2], [sequence(rng, 3), sequence(rng, 4)], pair_weight=0.5)
-    pack([[Group([1], [sequence(rng, 2)] * 2), pair]], ShapeBook())  # of weight 0, but in its place
-    with pytest.raises(UserError, match="has 1 sequences; expected 2"):
-        pack([[Group([1], [sequence(rng, 2)]), pair]], ShapeBook())

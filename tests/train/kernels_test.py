@@ -8,7 +8,6 @@ import jax
 import numpy as np
 import pytest
 
-from mint_jax.errors import UserError
 from mint_jax.lora.tree import ALL_LINEAR, AdapterConfig
 from mint_jax.models.config import Kernels
 from mint_jax.rollout.engine import Engine
@@ -205,16 +204,3 @@ def test_whatever_a_policy_does_its_neighbours_in_a_tpus_kernel_keep_their_gradi
 def test_whatever_a_policy_does_its_neighbours_in_a_gpus_kernels_keep_their_bits(tiny_base, rng):
     """Tiles begin where groups begin: it does not matter where a neighbour's routes lead."""
     Company(on(tiny_base("qwen3_moe"), "pallas_gpu"), rng, PAIR).check(EXTREMES)
-
-
-def test_an_unknown_implementation_is_refused():
-    with pytest.raises(
-        UserError,
-        match=r"kernels.packed_lora is 'triton'; choose one of: auto, pallas_tpu, pallas_gpu, xla",
-    ):
-        Kernels(packed_lora="triton")
-    with pytest.raises(
-        UserError,
-        match=r"kernels.grouped_matmul is 'pallas_tpu'; choose one of: auto, pallas_gpu, xla",
-    ):
-        Kernels(grouped_matmul="pallas_tpu")

@@ -9,24 +9,22 @@ import numpy as np
 import pytest
 import torch
 
-from mint_jax import multihost
 from mint_jax import params as params_lib
 from mint_jax.compiling import compilations
 from mint_jax.errors import UserError
 from mint_jax.lora import tree
-from mint_jax.lora.tree import AdapterConfig, AdapterStack
+from mint_jax.lora.tree import AdapterConfig
 from mint_jax.mesh import make_mesh
 from mint_jax.models import base as base_lib
 from mint_jax.models import transformer
 from mint_jax.train import host_state as held_lib
 from mint_jax.train import slots as slots_lib
-from mint_jax.train.batch import Group, TrainSequence
 from mint_jax.train.blocks import BlockShape, Datum, TrainRequest
 from mint_jax.train.host_state import HostState, SpilledState
 from mint_jax.train.losses import KINDS, LossCoefs
 from mint_jax.train.programs import warm
 from mint_jax.train.state import OptimizerConfig
-from mint_jax.train.trainer import LossConfig, PolicyConfig, Trainer
+from mint_jax.train.trainer import Trainer
 from tests import oracles
 from tests.train.step_test import MODULES
 
@@ -276,22 +274,6 @@ def test_tenants_that_are_moved_about_train_as_if_alone(rng, live_of, hf_dirs):
             )
 
 
-def test_forward_alone_changes_nothing_and_tells_the_same(rng, live_of):
-    live = live_of()
-    live.join("a", random_state(rng, live.base, CONFIGS["a"]))
-    data = random_data(rng, "ppo")
-    works = [TrainRequest("a", data, coefs("ppo"), backward) for backward in (False, True)]
-    run(live, works[:1])
-    assert set(live.read_state("a").parts) == {"factors"}, "nothing pends"
-    run(live, works[1:])
-    assert set(live.read_state("a").parts) == {"factors", "grad"}
-    for one, two in zip(works[0].logprobs, works[1].logprobs):
-        np.testing.assert_allclose(one, two, atol=1e-5)  # another program
-    assert works[0].loss == pytest.approx(works[1].loss, rel=1e-5)
-    live.forget_gradients("a")
-    assert set(live.read_state("a").parts) == {"factors"}
-
-
 @pytest.mark.long
 def test_what_is_warm_compiles_nothing_for_any_tenant(rng, live_of):
     live = live_of(slots={4: 2, 8: 2})
@@ -396,32 +378,6 @@ def assert_close(found, expected):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_its_gradients_are_those_of_a_job_s_trainer(family, rng, tiny_base):
-    """The job's trainer is compared with torch, family by family; experts are adapted too."""
-    base, config = tiny_base(family), AdapterConfig(3, 6.0, (tree.ALL_LINEAR,))
-    state = random_state(rng, base, config)
-    live, trainer = (
-        Trainer(base, slots={4: 1}, shapes=SHAPES),
-        Trainer(base, [PolicyConfig("a", config, loss=LossConfig("cross_entropy"))]),
-    )
-    live.join("a", state)
-    trainer.load_adapter("a", state.adapter())
-    texts = [rng.integers(3, 97, n).tolist() for n in (13, 7, 10)]
-    weights = [rng.normal(size=len(t) - 1).astype(np.float32) for t in texts]
-    data = [Datum(np.int32(t[:-1]), np.int32(t[1:]), w) for t, w in zip(texts, weights)]
-    found = gradients(live, [TrainRequest("a", data, coefs("cross_entropy"))])["a"]
-    trainer.forward_backward(
-        {"a": [Group([t[0]], [TrainSequence(t[1:], w.tolist())]) for t, w in zip(texts, weights)]}
-    )
-    summed = tree.read_slot(
-        AdapterStack(trainer.state[4].grad_sum, np.ones(1, np.float32), 4), 0, 3
-    )
-    assert_close(
-        found, {path: np.asarray(leaf) for path, leaf in params_lib.leaves_with_path(summed)}
-    )
-
-
-@pytest.mark.parametrize("family", FAMILIES)
 def test_a_mesh_of_eight_devices_gives_the_same(family, rng, hf_dirs, tiny_base):
     """Shapes with fewer rows than the mesh splits them into get more blocks, and states come and go
     over all devices.
@@ -518,7 +474,6 @@ def test_a_state_survives_the_host_and_a_file_bit_by_bit(updates, rng, live_of, 
             ),
             "adapts 'embed'; this",
         ),
-        (lambda live, state: live.load("abc"), "policy 'b' is not in training"),
         (
             lambda live, state: Trainer(live.base, slots={3: 1}),
             r"slots is \{3: 1\}; expected numbers of slots by rank",
@@ -526,10 +481,6 @@ def test_a_state_survives_the_host_and_a_file_bit_by_bit(updates, rng, live_of, 
         (
             lambda live, state: Trainer(live.base, slots={4: 1}, shapes=SHAPES[3:]),
             "one of them for plain targets",
-        ),
-        (
-            lambda live, state: Trainer(live.base, slots={4: 1}, remat="some"),
-            "remat is 'some'; choose one of",
         ),
     ],
 )
@@ -539,25 +490,6 @@ def test_what_cannot_be_is_refused_by_name(call, message, rng, live_of):
     live.join("a", state)
     with pytest.raises(UserError, match=message):
         call(live, state)
-
-
-def test_several_processes_are_refused(live_of, monkeypatch):
-    monkeypatch.setattr(multihost, "count", lambda: 2)
-    with pytest.raises(UserError, match="live training runs in one process, here are 2"):
-        live_of()
-
-
-def test_too_many_policies_or_targets_at_once_are_refused(rng, live_of):
-    live = live_of()
-    for name in "abc":
-        live.join(name, random_state(rng, live.base, CONFIGS[name]))
-    with pytest.raises(
-        UserError, match="3 policies of rank 8 were requested at once; there are 2 slots"
-    ):
-        live.load("abc")
-    wide = Datum(np.full(3, 5, np.int32), np.full((3, 9), 5, np.int32), np.ones((3, 9), np.float32))
-    with pytest.raises(UserError, match="no step shape fits the remaining data of policy 'a'"):
-        live.step([TrainRequest("a", [wide], coefs("cross_entropy"))])
 
 
 def test_states_stay_in_memory_while_the_disk_refuses_them(rng, live_of, monkeypatch):

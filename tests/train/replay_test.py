@@ -12,7 +12,7 @@ import pytest
 from mint_jax import params as params_lib
 from mint_jax.errors import UserError
 from mint_jax.lora.tree import AdapterConfig
-from mint_jax.models import router, transformer
+from mint_jax.models import transformer
 from mint_jax.models.base import Base
 from mint_jax.models.config import Experts, ModelConfig
 from mint_jax.rollout.engine import Engine
@@ -137,84 +137,6 @@ def test_a_perturbed_router_changes_the_loss_without_replay_and_not_with_it(base
     assert held["max_gap"] < 1e-4
     assert held["loss"] == pytest.approx(same["loss"], abs=1e-5)
     assert held["grad_norm"] == pytest.approx(same["grad_norm"], rel=1e-4)
-
-
-def test_replay_holds_the_choice_of_perturbed_routers_and_not_their_weights(base, rng):
-    """Noise on router weights moves the experts' weights too: replay narrows the gap and does not
-    close it.
-    """
-    groups = rollout(base, rng)
-    seed = jax.random.key(int(rng.integers(1 << 30)))
-    gaps = {}
-    for std in (0.1, 0.4):
-        other = dataclasses.replace(base, params=router.perturb(base.params, std, seed))
-        free, held = update(other, without_routes(groups)), update(other, groups)
-        assert 0 < held["out_of_route"] < 1
-        gaps[std] = free["gap"], held["gap"]
-    assert gaps[0.4][1] < gaps[0.4][0], "of 48 tokens in two layers of experts, half took others"
-    assert gaps[0.4][1] > gaps[0.1][1] > 1e-4, (
-        "the weights of the replayed experts differ, which no replay undoes"
-    )
-
-
-def test_the_weights_of_replayed_experts_are_the_trainer_s_own(base, rng):
-    """Against softmax-free arithmetic: sigmoid scores of the perturbed router at the recorded
-    experts, normalised.
-    """
-    other = router.perturb(base.params, 0.3, jax.random.key(int(rng.integers(1 << 30))))
-    p = jax.tree.map(lambda x: x[0], other["moe"]["moe"]["router"])
-    h = rng.normal(size=(1, 5, CFG.d_model)).astype(np.float32)
-    recorded = np.stack([rng.choice(8, 2, replace=False) for _ in range(5)])[None].astype(np.int16)
-    got = router.route(h, {"router": p}, None, CFG.experts, recorded)
-    scores = 1 / (1 + np.exp(-np.float64(h) @ np.float64(p["w"])))
-    taken = np.take_along_axis(scores, recorded.astype(int), -1)
-    np.testing.assert_array_equal(got.ids, recorded)
-    # float32
-    np.testing.assert_allclose(got.weights, 1.5 * taken / taken.sum(-1, keepdims=True), rtol=1e-5)
-
-
-@pytest.mark.long
-def test_a_sampler_in_bfloat16_is_held_by_replay_in_its_choice(base, rng):
-    """Sampler in bfloat16, trainer in float32: the choice differs where scores are near, and the
-    arithmetic everywhere.
-    """
-    half = dataclasses.replace(
-        base, params=jax.tree.map(lambda x: x.astype(jnp.bfloat16), base.params)
-    )
-    groups = rollout(half, rng, n=16)
-    free, held = update(base, without_routes(groups)), update(base, groups)
-    assert 0 < held["out_of_route"] < 0.2
-    assert held["max_gap"] < free["max_gap"], (
-        "a token whose experts differ is further off than rounding takes it"
-    )
-    assert 1e-4 < held["gap"] < 0.1  # what bfloat16 alone does
-
-
-def test_the_out_of_route_rate_counts_other_choices(base, rng):
-    groups = rollout(base, rng)
-    assert update(base, groups)["out_of_route"] == 0.0
-    other = perturbed(base, rng)
-    rate = update(other, groups)["out_of_route"]
-    own, taken = [], []
-    for group in groups:
-        for s in group.sequences:  # the first MoE layer sees the same input whatever is replayed
-            inputs = np.array([[*group.prefix, *s.tokens[:-1]]], np.int32)
-            positions = np.arange(inputs.shape[1], dtype=np.int32)[None]
-            replay = (
-                np.concatenate([group.routes, s.routes]).swapaxes(0, 1)[:, None].astype(np.int16)
-            )
-            _, kept = transformer.hidden_states(
-                other.params,
-                None,
-                transformer.DecoderInputs(inputs, positions, replay=replay),
-                CFG,
-                keep_routes=True,
-            )
-            taken.append(np.asarray(kept["moe"]["routes"])[:, 0, len(group.prefix) - 1 :])
-            own.append(np.asarray(kept["moe"]["missed"])[:, 0, len(group.prefix) - 1 :])
-            np.testing.assert_array_equal(taken[-1], s.routes.swapaxes(0, 1))
-    assert rate == pytest.approx(np.mean(np.concatenate(own, axis=1)), rel=1e-4)
-    assert 0 < rate < 1
 
 
 def test_tokens_without_routes_are_masked(base, rng):

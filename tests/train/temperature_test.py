@@ -169,47 +169,11 @@ def test_the_trainer_sees_what_the_engine_drew(temperature, case, rng):
     assert trainer.update({"p": groups})["p"]["max_gap"] < 1e-4
 
 
-@pytest.mark.long
-def test_policies_of_one_pass_may_differ_in_temperature_and_so_does_their_reference(
-    names, rng, tiny_base, hf_dirs
-):
-    base = tiny_base(names)
-    loss = LossConfig("ppo", kl_kind="k3", kl=0.1)
-    hot = {"warm": 1.0, "cool": 0.4}
-    trainer = Trainer(base, [PolicyConfig(n, ADAPTER, loss=loss) for n in hot])
-    tokens = rng.integers(0, VOCAB, 5).tolist()
-    groups = {
-        n: [Group(PROMPT, [TrainSequence(tokens, [1.0] * 5, [1.0] * 5, [-1.0] * 5)], temperature=t)]
-        for n, t in hot.items()
-    }
-    got = trainer.update(groups)
-    logits = torch.tensor(
-        oracles.torch_logits(oracles.torch_model(hf_dirs(names)), [PROMPT + tokens])[0],
-        dtype=torch.float64,
-    )
-    for name, t in hot.items():
-        logp = torch.log_softmax(logits / t, -1)[
-            range(len(PROMPT) - 1, len(PROMPT) + 4), tokens
-        ].numpy()
-        # float32 through two layers
-        np.testing.assert_allclose(groups[name][0].sequences[0].ref_logp, logp, rtol=0, atol=5e-5)
-        # a fresh adapter is the base
-        np.testing.assert_allclose(groups[name][0].sequences[0].first_logp, logp, rtol=0, atol=5e-5)
-        assert got[name]["kl"] < 1e-8
-
-
 @pytest.mark.parametrize(
     ("setting", "says"),
     [
         ({"temperature": 0.0}, "sampling.temperature is 0.0; .* set a number above 0"),
-        ({"temperature": float("nan")}, "sampling.temperature is nan"),
-        (
-            {"temperature": 1e-45},
-            "sampling.temperature is 1e-45; .* set a number above 0, 1e-30 to 1e30",
-        ),
         ({"top_k": 5}, "sampling.top_k is 5; .* leave top_k at 0"),
-        ({"top_p": 0.9}, "sampling.top_p is 0.9; .* leave top_p at 1.0"),
-        ({"min_p": 0.1}, "sampling.min_p is 0.1; .* leave min_p at 0.0"),
     ],
 )
 def test_rollouts_that_cannot_train_are_refused(setting, says):

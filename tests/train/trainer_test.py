@@ -18,9 +18,8 @@ from mint_jax.models import transformer
 from mint_jax.train import host_state
 from mint_jax.train import step as step_lib
 from mint_jax.train.batch import Group, TrainSequence
-from mint_jax.train.losses import KINDS, KL_KINDS
 from mint_jax.train.state import OptimizerConfig
-from mint_jax.train.trainer import LossConfig, PolicyConfig, Trainer, stack_coefs, summarise
+from mint_jax.train.trainer import LossConfig, PolicyConfig, Trainer
 from tests import oracles
 
 torch.set_num_threads(1)  # tiny matrices: more threads only wait for each other
@@ -150,19 +149,6 @@ def test_gradients_go_to_the_named_policies_only(rng, tiny_base):
     )
 
 
-def test_a_policy_s_adapter_comes_back_at_its_own_rank_and_targets(rng, tiny_base):
-    base, wide = (
-        tiny_base(),
-        dataclasses.replace(A, name="wide", adapter=AdapterConfig(4, 1.0, ("up", "embed"))),
-    )
-    trainer = Trainer(base, [wide, A], remat="none")
-    adapters = {p.name: random_adapter(rng, base, p.adapter) for p in (wide, A)}
-    for name, adapter in adapters.items():
-        trainer.load_adapter(name, adapter)
-    for name, adapter in adapters.items():
-        chex.assert_trees_all_equal(trainer.adapter(name), adapter)
-
-
 def test_one_seed_gives_one_adapter_by_whichever_door(tiny_base):
     """As a recipe's policy, as one that joins later, and as the service starts one."""
     base, policy = tiny_base(), dataclasses.replace(A, seed=(7 << 40) + 3)
@@ -173,88 +159,6 @@ def test_one_seed_gives_one_adapter_by_whichever_door(tiny_base):
         chex.assert_trees_all_equal(trainer.adapter("a"), job.adapter("a"))
     other = Trainer(base, [dataclasses.replace(policy, seed=8)]).adapter("a")
     assert np.any(other["dense"]["attn"]["q"]["a"] != job.adapter("a")["dense"]["attn"]["q"]["a"])
-
-
-@pytest.mark.long
-def test_reference_logprobs_are_those_of_the_bare_model(rng, tiny_base, hf_dirs):
-    base, model = tiny_base(), oracles.torch_model(hf_dirs("llama"))
-    loss = LossConfig("ppo", kl_kind="k3", kl=0.1, reference="base")
-    trainer = Trainer(base, [dataclasses.replace(A, loss=loss)], max_tokens=32)
-    trainer.load_adapter("a", random_adapter(rng, base, A.adapter))
-    groups = [
-        random_group(rng, 4, (5, 3)),
-        random_group(rng, 1, (6,)),
-        random_group(rng, 7, (2, 1, 4)),
-    ]
-    groups[0].sequences[0].weights[1] = groups[2].sequences[2].weights[0] = 0.0
-    trainer.forward_backward({"a": groups})
-    for g in groups:
-        for s in g.sequences:
-            expected = np.where(
-                np.array(s.weights) != 0, torch_logp(model, g.prefix, s.tokens), 0.0
-            )
-            # float32 log-softmax over 97 logits, 3 layers
-            np.testing.assert_allclose(s.ref_logp, expected, rtol=0, atol=2e-5)
-
-
-@pytest.mark.long
-def test_reference_logprobs_are_computed_where_a_loss_needs_them_and_kept_where_given(
-    rng, tiny_base
-):
-    policies = [dataclasses.replace(A, name=n, loss=loss) for n, loss in {
-        "kl": LossConfig("ppo", kl_kind="k3", kl=0.1), "off": LossConfig("ppo", kl_kind="k3", kl=0.0), "none": LossConfig("ppo", kl=0.1),  # noqa: E501
-    }.items()]  # fmt: skip
-    trainer = Trainer(tiny_base(), policies)
-    groups = {
-        p.name: [random_group(rng, 5, (6, 6)), random_group(rng, 5, (6, 6))] for p in policies
-    }
-    given = [[0.25] * 6, [-1.0] * 6]
-    for s, values in zip(groups["kl"][1].sequences, given):
-        s.ref_logp = values
-    trainer.forward_backward(groups)
-    assert [s.ref_logp for s in groups["kl"][1].sequences] == given
-    assert all(s.ref_logp is not None for s in groups["kl"][0].sequences)
-    assert all(
-        s.ref_logp is None for name in ("off", "none") for g in groups[name] for s in g.sequences
-    )
-
-
-def test_dpo_metrics_match_torch_with_the_adapter_merged(rng, tiny_base, hf_dirs):
-    base, dpo = (
-        tiny_base(),
-        dataclasses.replace(B, loss=LossConfig("dpo", dpo_beta=0.7, reference="base")),
-    )
-    adapter = random_adapter(rng, base, dpo.adapter)
-    trainer = Trainer(base, [dpo])
-    trainer.load_adapter("b", adapter)
-    groups = [
-        random_group(rng, 4, (5, 3), pair_weight=0.25),
-        random_group(rng, 2, (1, 6), pair_weight=0.75),
-    ]
-    got = trainer.update({"b": groups})["b"]
-    bare, tuned = (
-        oracles.torch_model(hf_dirs("llama")),
-        merged(oracles.torch_model(hf_dirs("llama")), adapter, dpo.adapter),
-    )
-    margins, logps = [], []
-    for g in groups:
-        logp = [torch_logp(tuned, g.prefix, s.tokens).astype(np.float64) for s in g.sequences]
-        gain = [
-            x.sum() - torch_logp(bare, g.prefix, s.tokens).sum() for x, s in zip(logp, g.sequences)
-        ]
-        margins.append(0.7 * (gain[0] - gain[1]))
-        logps += logp
-    expected = {
-        "loss": sum(w * np.log1p(np.exp(-m)) for w, m in zip((0.25, 0.75), margins)),
-        "margin": np.mean(margins),
-        "preferred": np.mean(np.array(margins) > 0),
-        "logp": np.concatenate(logps).mean(),
-        "tokens": 15,
-    }
-    for key, value in expected.items():
-        # float32 sums of up to 6 logprobs of about 5
-        np.testing.assert_allclose(got[key], value, rtol=0, atol=1e-4, err_msg=key)
-    assert min(map(abs, margins)) > 1e-3
 
 
 @pytest.mark.parametrize("reference", ["start", "sft@7"])
@@ -340,19 +244,6 @@ def test_dpo_and_kl_compare_with_the_adapter_that_their_reference_names(
             assert min(abs(m) for m in margins) > 1e-3
 
 
-def test_a_fresh_policy_s_reference_is_the_bare_base_at_no_cost(rng, tiny_base, monkeypatch):
-    trainer = Trainer(
-        tiny_base(), [dataclasses.replace(A, loss=LossConfig("ppo", kl_kind="k3", kl=0.1))]
-    )
-    seen, real = [], step_lib.score
-    monkeypatch.setattr(
-        step_lib, "score", lambda *args, **kwargs: seen.append(args[3:5]) or real(*args, **kwargs)
-    )
-    got = trainer.update({"a": [random_group(rng, 5, (6, 6))]})
-    assert seen == [({}, {})]
-    assert got["a"]["kl"] < 1e-8
-
-
 @pytest.mark.long
 def test_lengths_that_vary_compile_no_second_scoring(rng, tiny_base):
     trainer = Trainer(
@@ -385,19 +276,6 @@ def test_the_first_update_s_log_probabilities_are_kept_for_the_later_ones(rng, t
     )
     for row in rows:  # of the sampler and the first trainer, whatever the updates did
         assert row["gap"] == pytest.approx(gaps.mean(), rel=1e-6)
-
-
-def test_sums_become_means_over_tokens_and_pairs():
-    totals = {"loss": 3.0, "tokens": 4.0, "logp_sum": -8.0, "clipped_sum": 2.0, "max_gap": 4.5}
-    assert summarise(totals) == {
-        "loss": 3.0,
-        "tokens": 4.0,
-        "logp": -2.0,
-        "clipped": 0.5,
-        "max_gap": 4.5,
-    }
-    of_pairs = {"loss": 3.0, "tokens": 4.0, "pairs": 2.0, "margin_sum": 7.0, "preferred_sum": 1.0}
-    assert summarise(of_pairs) == {"loss": 3.0, "tokens": 4.0, "margin": 3.5, "preferred": 0.5}
 
 
 def test_only_metrics_that_mean_something_for_a_loss_are_reported(rng, tiny_base):
@@ -437,10 +315,7 @@ def test_only_metrics_that_mean_something_for_a_loss_are_reported(rng, tiny_base
             "advantages",
             "loss 'ppo' needs advantages and old_logp.*sequence 0 has no advantages.*cross_entropy",
         ),
-        (LossConfig("ppo"), "old_logp", "sequence 0 has no old_logp"),
-        (LossConfig("reinforce"), "advantages", "loss 'reinforce' needs advantages, and"),
         (LossConfig("reinforce", band_high=2.0), "old_logp", "sequence 0 has no old_logp"),
-        (LossConfig("dro"), "old_logp", "sequence 0 has no old_logp"),
         (LossConfig("dpo"), "pair_weight", "loss 'dpo' needs pairs of a chosen and a rejected"),
         (LossConfig("cross_entropy"), "", "does not use the pairs"),
     ],
@@ -457,26 +332,6 @@ def test_data_that_would_train_nothing_is_refused(loss, lacking, says, rng, tiny
         setattr(group.sequences[0], lacking, None)
     with pytest.raises(UserError, match=says):
         trainer.forward_backward({"b": [group]})
-
-
-def test_loss_configs_become_columns_of_numbers():
-    configs = [
-        LossConfig("dpo", kl_kind="k3", kl=0.5, dpo_beta=0.3),
-        LossConfig("cispo", 0.1, 0.4, "none", 0.0, 0.5, 2.0),
-    ]
-    c = stack_coefs(configs)
-    assert c.kind.tolist() == [KINDS.index("dpo"), KINDS.index("cispo")]
-    assert c.kl_kind.tolist() == [KL_KINDS.index("k3"), KL_KINDS.index("none")]
-    np.testing.assert_array_equal(c.ratio_low, np.float32([0.8, 0.9]))
-    np.testing.assert_array_equal(c.ratio_high, np.float32([1.2, 1.4]))
-    np.testing.assert_array_equal(c.beta, np.float32([0.3, configs[1].dpo_beta]))
-    np.testing.assert_array_equal(
-        stack_coefs([LossConfig("dro", dro_beta=0.7)]).beta, np.float32([0.7])
-    )
-    for name in ("kl", "band_low", "band_high"):
-        np.testing.assert_array_equal(
-            getattr(c, name), np.float32([getattr(each, name) for each in configs])
-        )
 
 
 @pytest.mark.parametrize(
@@ -504,44 +359,14 @@ def test_loss_configs_become_columns_of_numbers():
             lambda base: LossConfig("grpo"),
             "loss is 'grpo'; choose one of: cross_entropy, reinforce",
         ),
-        (lambda base: LossConfig(kl_kind="k2"), "kl_kind is 'k2'; choose one of: none, k1, k3"),
     ],
-    ids=["names", "remat", "rank", "target", "loss", "kl_kind"],
+    ids=["names", "remat", "rank", "target", "loss"],
 )
 def test_what_cannot_be_trained_is_refused_by_name(make, message, tiny_base):
     with pytest.raises(UserError, match=message):
         make(tiny_base())
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda t: t.forward_backward({"c": []}),
-        lambda t: t.update({"a": [], "c": []}),
-        lambda t: t.optim_step(["a", "c"]),
-        lambda t: t.adapter("c"),
-        lambda t: t.load_adapter("c", {}),
-    ],
-    ids=["forward_backward", "update", "optim_step", "adapter", "load_adapter"],
-)
-def test_an_unknown_policy_is_refused_with_the_known_ones(call, tiny_base):
+def test_an_unknown_policy_is_refused_with_the_known_ones(tiny_base):
     with pytest.raises(UserError, match="policy 'c' is not in training; policies are a, b"):
-        call(Trainer(tiny_base(), [A, B]))
-
-
-def test_a_policy_without_groups_is_refused_and_not_updated(rng, tiny_base):
-    policy = dataclasses.replace(B, optimizer=OptimizerConfig(weight_decay=0.1))
-    trainer = Trainer(tiny_base(), [policy, A])
-    before = trainer.adapter("b")
-    with pytest.raises(UserError, match="no sequences to train on"):
-        trainer.update({"a": [random_group(rng, 5, (6, 6))], "b": []})
-    chex.assert_trees_all_equal(trainer.adapter("b"), before)
-
-
-def test_a_sequence_beyond_the_context_is_refused(rng, tiny_base):
-    base = tiny_base()
-    with pytest.raises(
-        UserError,
-        match=r"a prompt of 200 and a continuation of 57 tokens exceed the context of 256",
-    ):
-        Trainer(base, [B]).forward_backward({"b": [random_group(rng, 200, (57,))]})
+        Trainer(tiny_base(), [A, B]).update({"a": [], "c": []})
