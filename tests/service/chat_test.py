@@ -1,4 +1,4 @@
-"""Chats with tools: what the template is given, and which calls an answer has."""
+"""Chats with tools: the template's variables, and the calls that are parsed from answers."""
 
 import json
 import shutil
@@ -25,36 +25,26 @@ TEMPLATE = """{%- if tools %}TOOLS{% for tool in tools %} {{ tool | tojson }}{% 
 </tool_call>{% endfor %}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "weather",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"type": "string"}},
-            "required": ["city"],
-        },
-    },
-}
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}
 CLOCK = {"type": "function", "function": {"name": "clock"}}
-ENDS = (
-    'Look: <tool_call>{"name": "clock", "arguments": {"text": "a </tool_call> b <tool_call>'
-    ' c"}}</tool_call> Done.'
-)
+NAMED = {"type": "function", "function": {"name": "weather"}}
 MESSAGES = [{"role": "user", "content": "Weather in Oslo?"}]
 
 
-def body_of(body):
+def body_of(**body):
     return check(ChatBody, {"model": "m", "messages": MESSAGES, **body})
 
 
-def tools_of(body, tokenizer):
-    body = body_of(body)
-    return chat.tools_of(body.tools, body.tool_choice, body.parallel_tool_calls, tokenizer)
+def tools_of(tokenizer, **body):
+    read = body_of(**body)
+    return chat.tools_of(read.tools, read.tool_choice, read.parallel_tool_calls, tokenizer)
 
 
-def prompt_of(body, tokenizer, tools):
-    return chat.prompt_of(body_of(body).messages, tokenizer, tools)
+def prompt_of(tokenizer, **body):
+    tools = tools_of(tokenizer, **body)
+    tokens = chat.prompt_of(body_of(**body).messages, tokenizer, tools)
+    return tokenizer.decode(tokens, skip_special=False)
 
 
 @pytest.fixture(scope="module")
@@ -74,132 +64,100 @@ def tokenizer(tokenizer_of):
     return tokenizer_of(TEMPLATE)
 
 
+def called(city):
+    arguments = f'{{"city": "{city}"}}'
+    return {"type": "function", "function": {"name": "weather", "arguments": arguments}}
+
+
 def test_tools_and_earlier_calls_reach_the_template(tokenizer):
-    call = {
-        "id": "1",
-        "type": "function",
-        "function": {"name": "weather", "arguments": '{"city": "Oslo"}'},
-    }
-    messages = [
-        *MESSAGES,
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "content": "cold"},
-    ]
-    body = {"messages": messages, "tools": [WEATHER]}
-    text = tokenizer.decode(
-        prompt_of(body, tokenizer, tools_of(body, tokenizer)), skip_special=False
-    )
+    earlier = {"role": "assistant", "content": None, "tool_calls": [called("Oslo")]}
+    messages = [*MESSAGES, earlier, {"role": "tool", "content": "cold"}]
+    text = prompt_of(tokenizer, messages=messages, tools=[WEATHER])
     assert text.startswith('TOOLS {"type": "function", "function": {"name": "weather"')
     assert '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>' in text
-    for none in ({"tools": []}, {"tools": [WEATHER], "tool_choice": "none"}, {}):
-        assert tools_of(none, tokenizer) is None
+    for body in ({"tools": []}, {"tools": [WEATHER], "tool_choice": "none"}, {}):
+        assert tools_of(tokenizer, **body) is None
 
 
-def test_a_template_that_writes_calls_otherwise_is_told_and_a_demanded_call_needs_no_form(
-    tokenizer_of,
-):
+def test_an_unknown_call_syntax_is_refused_unless_a_call_is_forced(tokenizer_of):
     tokenizer = tokenizer_of("{{ messages }}{{ tools }}[TOOL_CALLS]")
     with pytest.raises(BadRequest, match="form that is not supported here") as error:
-        tools_of({"tools": [WEATHER]}, tokenizer)
+        tools_of(tokenizer, tools=[WEATHER])
     assert error.value.param == "tools"
-    demanded = tools_of({"tools": [WEATHER], "tool_choice": "required"}, tokenizer)
-    assert demanded is not None
-    assert demanded.schema is not None
+    assert tools_of(tokenizer, tools=[WEATHER], tool_choice="required").schema is not None
 
 
-def test_a_template_without_tools_has_them_as_text():
-    """SmolLM2's own template, which knows roles and contents alone."""
+@pytest.mark.parametrize("choice", ["auto", "required", NAMED])
+def test_a_template_without_tools_gets_them_as_text(choice):
+    """SmolLM2's own template has roles and contents only."""
     tokenizer = Tokenizer(base_lib.resolve("tiny-random"))
-    calls = [
-        {"type": "function", "function": {"name": "weather", "arguments": f'{{"city": "{city}"}}'}}
-        for city in "OB"
-    ]
     messages = [
         {"role": "developer", "content": "Be brief."},
         *MESSAGES,
-        {"role": "assistant", "content": None, "tool_calls": calls, "refusal": None},
+        {"role": "assistant", "content": None, "tool_calls": [called("O"), called("B")]},
         *({"role": "tool", "tool_call_id": str(i), "content": f"cold {i}"} for i in range(2)),
         {"role": "assistant", "content": "Cold.", "tool_calls": None, "function_call": None},
         *MESSAGES,
     ]
-
-    def text_of(body):
-        return tokenizer.decode(
-            prompt_of(body, tokenizer, tools_of(body, tokenizer)), skip_special=False
-        )
-
-    for choice in ("auto", "required", {"type": "function", "function": {"name": "weather"}}):
-        text = text_of({"messages": messages, "tools": [WEATHER, CLOCK], "tool_choice": choice})
-        system, user, assistant, results, *_ = text.split("<|im_start|>")[1:]
-        assert system.startswith("system\nBe brief.\n\n# Tools")
-        listed = system.split("<tools>\n")[1].split("\n</tools>")[0].splitlines()
-        assert list(map(json.loads, listed)) == [WEATHER, CLOCK]
-        assert user == "user\nWeather in Oslo?<|im_end|>\n"
-        made = Tools([], {}, json_object).calls_in(
-            assistant.split("\n", 1)[1].split("<|im_end|>")[0]
-        )[1]
-        assert made == [Call("weather", '{"city": "O"}'), Call("weather", '{"city": "B"}')]
-        assert results.startswith(
-            "user\n<tool_response>\ncold 0\n</tool_response>\n<tool_response>\ncold"
-            " 1\n</tool_response><|im_end|>"
-        )
-    assert "# Tools" not in text_of(
-        {"messages": messages, "tools": [WEATHER], "tool_choice": "none"}
+    text = prompt_of(tokenizer, messages=messages, tools=[WEATHER, CLOCK], tool_choice=choice)
+    system, user, assistant, results, *_ = text.split("<|im_start|>")[1:]
+    assert system.startswith("system\nBe brief.\n\n# Tools")
+    listed = system.split("<tools>\n")[1].split("\n</tools>")[0].splitlines()
+    assert list(map(json.loads, listed)) == [WEATHER, CLOCK]
+    assert user == "user\nWeather in Oslo?<|im_end|>\n"
+    written = assistant.split("\n", 1)[1].split("<|im_end|>")[0]
+    assert Tools([], {}, json_object).calls_in(written)[1] == [
+        Call("weather", '{"city": "O"}'),
+        Call("weather", '{"city": "B"}'),
+    ]
+    assert results.startswith(
+        "user\n<tool_response>\ncold 0\n</tool_response>\n<tool_response>\ncold 1\n"
+        "</tool_response><|im_end|>"
     )
-    assert "<tool_call>" in text_of({"messages": messages}), "earlier calls stay"
-    assert text_of({"messages": MESSAGES, "tools": [WEATHER]}).startswith(
-        "<|im_start|>system\n# Tools"
-    )
+    none = prompt_of(tokenizer, messages=messages, tools=[WEATHER], tool_choice="none")
+    assert ("# Tools" in none, "<tool_call>" in none) == (False, True), "earlier calls stay"
 
 
-def test_a_call_that_is_demanded_has_a_schema(tokenizer):
-    named = tools_of(
-        {
-            "tools": [WEATHER, CLOCK],
-            "tool_choice": {"type": "function", "function": {"name": "weather"}},
-        },
-        tokenizer,
-    )
-    assert named.schema == WEATHER["function"]["parameters"]
+def test_a_forced_call_has_a_schema(tokenizer):
+    named = tools_of(tokenizer, tools=[WEATHER, CLOCK], tool_choice=NAMED)
+    assert named.schema == PARAMETERS
     assert named.calls_in('{"city": "Oslo"}') == ("", [Call("weather", '{"city": "Oslo"}')])
     assert named.calls_in('{"city": "Os') == ('{"city": "Os', [])
-    any_one = tools_of({"tools": [WEATHER, CLOCK], "tool_choice": "required"}, tokenizer)
+    any_one = tools_of(tokenizer, tools=[WEATHER, CLOCK], tool_choice="required")
     assert any_one.calls_in('{"name": "clock", "arguments": {}}') == ("", [Call("clock", "{}")])
     assert len(any_one.schema["anyOf"]) == 2
     for wrong in ("other", 5, {"function": {"name": "none such"}}):
         with pytest.raises(BadRequest, match="tool_choice"):
-            tools_of({"tools": [WEATHER], "tool_choice": wrong}, tokenizer)
+            tools_of(tokenizer, tools=[WEATHER], tool_choice=wrong)
+    form = {"type": "json_object"}
+    body = body_of(tools=[WEATHER], tool_choice="required", response_format=form)
+    with pytest.raises(BadRequest, match="another form of answer"):
+        chat_of(body, tokenizer, 512)
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        'Wait. <tool_call>{"name": "clock", "arguments": {}}</tool_call>',
         "No call.",
-        "Half <tool_call>{",
-        ENDS,
+        "Truncated <tool_call>{",
+        'Look: <tool_call>{"name": "clock", "arguments": {"text": "a </tool_call> b <tool_call>'
+        ' c"}}</tool_call> Done.',
     ],
 )
-def test_a_stream_with_calls_is_the_same_as_an_answer(tokenizer, text):
-    body = {"model": "m", "messages": MESSAGES, "tools": [CLOCK], "stream": True}
+def test_a_stream_with_calls_equals_the_whole_answer(tokenizer, text):
     tokens = tokenizer.encode(text)
-    done = Completion(tokens, [-1.0] * len(tokens), [-1.0] * len(tokens), "stop", text)
-    answer = Answer(
-        chat_of(body_of(body), tokenizer, 512), Model("m"), TokenTexts(tokenizer), tokenizer.decode
-    )
+    scores = [-1.0] * len(tokens)
+    done = Completion(tokens, scores, scores, "stop", text)
+    spec = chat_of(body_of(tools=[CLOCK], stream=True), tokenizer, 512)
+    answer = Answer(spec, Model("m"), TokenTexts(tokenizer), tokenizer.decode)
     whole = answer.whole([[done]])["choices"][0]
-    chunks = [
-        chunk for token in tokens for chunk in answer.chunks([(0, Piece(0, [token], [-1.0]))])
-    ] + answer.last_chunks(0, [done])
+    pieces = [(0, Piece(0, [token], [-1.0])) for token in tokens]
+    chunks = [chunk for piece in pieces for chunk in answer.chunks([piece])]
+    chunks += answer.last_chunks(0, [done])
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
-    assert "".join(delta.get("content") or "" for delta in deltas) == (
-        whole["message"]["content"] or ""
-    )
+    content = "".join(delta.get("content") or "" for delta in deltas)
+    assert content == (whole["message"]["content"] or "")
     calls = [{"index": i, **call} for i, call in enumerate(whole["message"].get("tool_calls", []))]
     assert [call for delta in deltas for call in delta.get("tool_calls", [])] == calls
-    assert (
-        chunks[-1]["choices"][0]["finish_reason"]
-        == whole["finish_reason"]
-        == ("tool_calls" if calls else "stop")
-    )
-    assert bool(calls) == ("clock" in text)
+    finish = "tool_calls" if "clock" in text else "stop"
+    assert chunks[-1]["choices"][0]["finish_reason"] == whole["finish_reason"] == finish

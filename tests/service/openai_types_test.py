@@ -1,4 +1,4 @@
-"""Bodies of any shape are read or refused by name; none is a failure of the server."""
+"""Bodies of any shape are accepted or refused by name; none fails the server."""
 
 import json
 
@@ -18,60 +18,24 @@ from mint_jax.service.openai_types import (
     limited,
 )
 from mint_jax.service.responses import ResponseBody, Store, response_of
-from mint_jax.service.validation import BadRequest, check, parse
-from tests.service.chat_test import TEMPLATE, WEATHER
+from mint_jax.service.validation import check, parse
+from tests.service.chat_test import TEMPLATE
 
-NAMES = sorted({*CompletionBody.model_fields, *ChatBody.model_fields, *ResponseBody.model_fields})
-KEYS = [
-    *(
-        "role",
-        "content",
-        "type",
-        "text",
-        "function",
-        "name",
-        "parameters",
-        "json_schema",
-        "schema",
-        "json",
-        "tool_calls",
-        "arguments",
-    ),
-    *("output", "format"),
-]
-WORDS = [
-    *(
-        "user",
-        "assistant",
-        "text",
-        "function",
-        "json_schema",
-        "required",
-        "auto",
-        "none",
-        "weather",
-        "{}",
-        "[",
-        "\ud800",
-        "\x00",
-        "5",
-    ),
-    *("function_call", "function_call_output", "message", "input_text"),
-]
+FIELDS = sorted({*CompletionBody.model_fields, *ChatBody.model_fields, *ResponseBody.model_fields})
+KEYS = ["role", "content", "type", "text", "function", "name", "parameters", "json_schema"]
+KEYS += ["schema", "json", "tool_calls", "arguments", "output", "format"]
+WORDS = ["user", "assistant", "text", "function", "json_schema", "required", "auto", "none", "{}"]
+WORDS += ["weather", "[", "5", "function_call", "function_call_output", "message", "input_text"]
+SCALARS = st.none() | st.booleans() | st.integers(-3, 600) | st.integers() | st.floats()
 VALUES = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-3, 600)
-    | st.integers()
-    | st.floats()
-    | st.sampled_from(WORDS)
-    | st.text(max_size=5),
+    SCALARS | st.sampled_from([*WORDS, "\ud800", "\x00"]) | st.text(max_size=5),
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.dictionaries(st.sampled_from(KEYS) | st.text(max_size=3), inner, max_size=3)
     ),
     max_leaves=8,
 )
+MESSAGES = [{"role": "user", "content": "x"}]
 
 
 @pytest.fixture(scope="module")
@@ -81,14 +45,14 @@ def tokenizer():
     return made
 
 
-def spec_of(kind, raw, tokenizer):
+def spec_of(kind, body, tokenizer):
     """Reads a body as the service does."""
-    body = parse(limited(kind, OPENAI, 512), raw)
-    if isinstance(body, CompletionBody):
-        return completion_of(body, tokenizer)
-    if isinstance(body, ResponseBody):
-        body = check(ChatBody, response_of(body, "default", Store()).chat)
-    return chat_of(body, tokenizer, 512)
+    read = parse(limited(kind, OPENAI, 512), json.dumps({"model": "m", **body}).encode())
+    if isinstance(read, CompletionBody):
+        return completion_of(read, tokenizer)
+    if isinstance(read, ResponseBody):
+        read = check(ChatBody, response_of(read, "default", Store()).chat)
+    return chat_of(read, tokenizer, 512)
 
 
 @settings(
@@ -97,57 +61,27 @@ def spec_of(kind, raw, tokenizer):
 )
 @given(
     st.sampled_from([CompletionBody, ChatBody, ResponseBody]),
-    st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=4),
+    st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=4),
 )
-def test_any_body_is_read_or_refused(tokenizer, kind, change):
-    good = {
-        "model": "m",
-        "prompt": "x",
-        "messages": [{"role": "user", "content": "x"}],
-        "input": "x",
-    }
+def test_any_body_is_accepted_or_refused(tokenizer, kind, change):
+    good = {"prompt": "x", "messages": MESSAGES, "input": "x"}
     try:
-        asked = spec_of(kind, json.dumps({**good, **change}).encode(), tokenizer)
+        spec = spec_of(kind, {**good, **change}, tokenizer)
     except UserError:
         return
-    assert asked.prompts
-    assert asked.request.max_tokens >= 1
+    assert spec.prompts
+    assert spec.request.max_tokens >= 1
 
 
-def test_what_is_given_is_what_is_asked(tokenizer):
-    body = {
-        "model": "m",
-        "messages": [{"role": "user", "content": "x"}],
-        "stop": "END",
-        "stop_token_ids": [7, 2],
-        "top_k": -1,
-        "seed": -1,
-        "logit_bias": {"5": -100, "6": 2.5},
-        "max_tokens": 9,
-        "max_completion_tokens": 8,
-        "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "integer"}}},
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-
-    def read(body):
-        return spec_of(ChatBody, json.dumps(body).encode(), tokenizer)
-
-    asked = read(body)
-    request = asked.request
-    assert (request.stop, request.stop_ids, request.top_k, request.seed) == (
-        ("END",),
-        (2, 7),
-        0,
-        2**32 - 1,
-    )
-    assert (request.logit_bias, request.max_tokens, request.json_schema) == (
-        ((5, -100.0), (6, 2.5)),
-        8,
-        '{"type": "integer"}',
-    )
-    assert (asked.stream, asked.usage, asked.chat, asked.whole) == (True, True, True, False)
-    assert read({**body, "ignore_eos": True}).request.stop_ids == (7, 2)
-    demanded = {**body, "tools": [WEATHER], "tool_choice": "required"}
-    with pytest.raises(BadRequest, match="another form of answer"):
-        read(demanded)
+def test_fields_become_sampling_settings(tokenizer):
+    form = {"type": "json_schema", "json_schema": {"schema": {"type": "integer"}}}
+    body = {"messages": MESSAGES, "max_tokens": 9, "max_completion_tokens": 8, "top_k": -1}
+    body |= {"stop": "END", "stop_token_ids": [7, 2], "seed": -1, "response_format": form}
+    body |= {"logit_bias": {"5": -100, "6": 2.5}}
+    request = spec_of(ChatBody, body, tokenizer).request
+    assert (request.stop, request.stop_ids, request.top_k) == (("END",), (2, 7), 0)
+    assert (request.seed, request.max_tokens) == (2**32 - 1, 8)
+    assert request.logit_bias == ((5, -100.0), (6, 2.5))
+    assert request.json_schema == '{"type": "integer"}'
+    unended = spec_of(ChatBody, {**body, "ignore_eos": True}, tokenizer)
+    assert unended.request.stop_ids == (7, 2)

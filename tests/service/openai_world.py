@@ -1,9 +1,8 @@
-"""A server of OpenAI's API over the random base, with a catalog of two tenants: what the tests of
-it share.
-"""
+"""A server of OpenAI's API over the random base, with a catalog of two tenants, for tests."""
 
 import contextlib
 import dataclasses
+import json
 import os
 import threading
 import time
@@ -12,7 +11,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import httpx
 import numpy as np
+import openai
+import pytest
 import uvicorn
 from starlette.applications import Starlette
 
@@ -145,44 +147,60 @@ def served(world: World) -> Iterator[World]:
 
 
 def joined(chunks: Any) -> list[SimpleNamespace]:
-    """A stream's choices put together: text, tokens and log-probabilities, calls, and why each
-    ended.
+    """Returns a stream's choices, each with all of its text, log-probabilities and calls.
 
-    ``early`` counts the places whose likeliest tokens came before the choice's last chunk.
+    ``early`` counts the tokens with alternatives before a choice's last chunk.
     """
+    lists = ("logprobs", "top", "offsets", "calls")
     out: dict[int, SimpleNamespace] = {}
     for chunk in chunks:
         for choice in chunk.choices:
-            one = out.setdefault(
-                choice.index,
-                SimpleNamespace(
-                    text="",
-                    logprobs=[],
-                    top=[],
-                    early=0,
-                    offsets=[],
-                    calls=[],
-                    finish=None,
-                    revision=None,
-                ),
-            )
-            assert one.finish is None, "nothing comes behind a choice's end"
+            empty: dict[str, Any] = {name: [] for name in lists}
+            new = SimpleNamespace(text="", early=0, finish=None, revision=None, **empty)
+            one = out.setdefault(choice.index, new)
+            assert one.finish is None, "a chunk came after the choice's last one"
             if (delta := getattr(choice, "delta", None)) is None:
                 one.text += choice.text
-                one.logprobs += choice.logprobs.token_logprobs if choice.logprobs else []
-                one.offsets += choice.logprobs.text_offset if choice.logprobs else []
-                one.top += (choice.logprobs.top_logprobs or []) if choice.logprobs else []
+                if scores := choice.logprobs:
+                    one.logprobs += scores.token_logprobs
+                    one.offsets += scores.text_offset
+                    one.top += scores.top_logprobs or []
             else:
                 one.text += delta.content or ""
                 one.calls += delta.tool_calls or []
-                one.logprobs += (
-                    [entry.logprob for entry in choice.logprobs.content] if choice.logprobs else []
-                )
-                one.top += (
-                    [entry.top_logprobs for entry in choice.logprobs.content]
-                    if choice.logprobs
-                    else []
-                )
+                entries = choice.logprobs.content if choice.logprobs else []
+                one.logprobs += [entry.logprob for entry in entries]
+                one.top += [entry.top_logprobs for entry in entries]
             one.early = one.early if choice.finish_reason else len(one.top)
             one.finish, one.revision = choice.finish_reason, getattr(chunk, "mint_revision", None)
     return [out[index] for index in sorted(out)]
+
+
+@pytest.fixture(scope="module")
+def world(mesh: Any, tmp_path_factory: Any) -> Iterator[World]:
+    with opened(mesh, tmp_path_factory.mktemp("world")) as one, served(one):
+        yield one
+
+
+@pytest.fixture(scope="module")
+def client(world: World) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=world.url + "/v1", api_key="none", max_retries=0) as one:
+        yield one
+
+
+def wrong_fields(world: World, path: str, good: dict, bad: Any) -> list[Any]:
+    """Posts bodies with one wrong field each; returns those whose answer does not name the field.
+
+    Args:
+        bad: pairs of the start of ``param`` and the change of the body.
+    """
+    unnamed = []
+    with httpx.Client(base_url=world.url + "/v1/", timeout=60) as raw:
+        for field, change in bad:
+            found = raw.post(path, content=json.dumps({"model": "chat", **good, **change}))
+            error = found.json()["error"]
+            named = (error["param"] or "").startswith(field) or "not JSON" in error["message"]
+            if (found.status_code, error["type"], named) != (400, "invalid_request_error", True):
+                unnamed.append((change, found.status_code, error))
+    assert not world.engine.active.jobs
+    return unnamed
