@@ -36,7 +36,7 @@ def describe(config: RecipeSettings, folder: Path) -> dict[str, Any]:
         "config": workdir.to_json(config),
     }
     if isinstance(config, TrainingSettings):
-        trackers.check(config.trackers)
+        trackers.check(config.wandb)
     if not isinstance(config, BaseSettings):
         return out
     mesh.make_mesh(config.mesh.axes())
