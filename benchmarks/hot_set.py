@@ -1,6 +1,6 @@
-"""Hit rates of the slot table and of the host cache, next to LRU and to the optimum.
+"""Hit rates of a tier of residency, next to LRU and to the optimum.
 
-The product's own tables run with a clock that advances ``request_s`` per request, and nothing is
+The product's own tier runs with a clock that advances ``request_s`` per request, and nothing is
 loaded: a hit rate depends on the order of requests alone. ``optimal`` evicts the entry whose next
 use is last (Belady 1966, "A study of replacement algorithms for a virtual-storage computer"); no
 policy can beat it. All entries have equal size. A figure is the mean over ``n`` traces.
@@ -16,10 +16,8 @@ import numpy as np
 
 from benchmarks import timing, traffic
 from mint_jax.metrics import Progress
-from mint_jax.residency.host_cache import HostCache
-from mint_jax.residency.slot_table import SlotTable
+from mint_jax.residency.tier import Tier
 
-BUCKET = 1
 LOAD_S = 1e-3  # what every miss is said to take: equal, so that only use decides
 
 
@@ -60,37 +58,17 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
 
 
 def slots(trace: Sequence[int], capacity: int, config: Any) -> int:
-    """Hits of the slot table."""
+    """Hits of a tier of residency, such as the slots of a rank bucket."""
     now = [0.0]
-    table = SlotTable(
-        {BUCKET: capacity}, {BUCKET: 1}, half_life_s=config.half_life_s, clock=lambda: now[0]
-    )
+    tier = Tier(capacity, half_life_s=config.half_life_s, clock=lambda: now[0])
     hits = 0
     for name in map(str, trace):
         now[0] += config.request_s
-        if table.lease(name) is not None:
+        if tier.lease(name) is not None:
             hits += 1
-            table.release(name)
-        elif table.reserve(BUCKET, name) is not None:
-            table.fill(name, LOAD_S)
-    return hits
-
-
-def host(trace: Sequence[int], capacity: int, config: Any) -> int:
-    """Hits of the host cache."""
-    now, buffer = [0.0], np.zeros(64, np.uint8)
-    cache = HostCache(
-        capacity * buffer.nbytes, half_life_s=config.half_life_s, clock=lambda: now[0]
-    )
-    hits = 0
-    for name in map(str, trace):
-        now[0] += config.request_s
-        if cache.lease(name) is not None:
-            hits += 1
-            cache.release(name)
-        elif cache.reserve(name, buffer) is not None:
-            cache.confirm(name, LOAD_S)
-            cache.release(name)
+        elif tier.reserve(name, 1) is not None:
+            tier.confirm(name, LOAD_S)
+        tier.release(name)
     return hits
 
 
@@ -132,7 +110,6 @@ def optimal(trace: Sequence[int], capacity: int, config: Any) -> int:
 
 POLICIES: dict[str, Callable[[Sequence[int], int, Any], int]] = {
     "slots": slots,
-    "host": host,
     "lru": lru,
     "optimal": optimal,
 }

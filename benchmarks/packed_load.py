@@ -203,12 +203,12 @@ def _fill_host(folder: str, cfg: ModelConfig, digests: list[str]) -> tuple[int, 
     residency = residency_of(store, transformer.abstract(cfg), 1, depth=len(digests))
     first, *rest = digests
     residency.wait_for([first])  # its lease keeps the only slot: the rest stay on the host
-    before, counted = host.rss_bytes(), residency.host.nbytes
+    before, counted = host.rss_bytes(), residency.host.size
     for digest in rest:
         residency.prefetch(digest)
     while residency.state()["loads"]["unfinished"]:
         time.sleep(0.01)
-    grown, counted = host.rss_bytes() - before, residency.host.nbytes - counted
+    grown, counted = host.rss_bytes() - before, residency.host.size - counted
     residency.close()
     return grown, counted
 

@@ -19,11 +19,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 def verify(
     digest: str, buffer: np.ndarray, digest_of: Callable[[np.ndarray], str] = blake3_alone
 ) -> None:
-    """Raises if bytes do not have the revision's digest.
-
-    Raises:
-        UserError: names both digests.
-    """
+    """Raises ``UserError`` if bytes do not have the revision's digest."""
     found = digest_of(buffer)
     if found != digest:
         raise UserError(
@@ -34,7 +30,7 @@ def verify(
 
 
 def modules_of(adapter: Any) -> int:
-    """Returns the number of modules of an adapter, one per projection, layer and expert."""
+    """Returns the number of an adapter's modules, one per projection, layer and expert."""
     return sum(
         math.prod(np.shape(leaf)[:-2])
         for path, leaf in params_lib.leaves_with_path(adapter)

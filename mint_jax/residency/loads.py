@@ -1,9 +1,9 @@
 """The bounded queue of cold loads: one load per revision for all its requests, several in parallel,
 each in a worker thread.
 
-The work of a load is a function passed to the queue. Order: loads that only need to finish,
-revisions in the host cache, revisions in storage, prefetches; first come, first served within each.
-A full queue drops a waiting prefetch, or else refuses and says when to retry.
+Order: loads that only need to finish, revisions in the host cache, revisions in storage,
+prefetches; first come, first served within each. A full queue drops a waiting prefetch, or else
+refuses and says when to retry.
 """
 
 import dataclasses
@@ -24,11 +24,7 @@ _ASSUMED_S = 0.05  # duration of a load until one is measured
 
 
 class QueueFull(RuntimeError):
-    """A load was refused for now.
-
-    Attributes:
-        retry_after_s: seconds until half of the loads ahead should be done.
-    """
+    """A load was refused for now; half of the loads ahead should be done in ``retry_after_s``."""
 
     reason = "queue_full"
 
@@ -70,7 +66,6 @@ class ColdLoads:
 
     Args:
         work: loads one revision; it must not raise. ``finish`` must follow, there or later.
-        workers: number of threads.
         depth: maximum number of unfinished loads.
         niceness: Linux niceness of the threads, so that decoding has priority.
     """
@@ -88,8 +83,7 @@ class ColdLoads:
         self._lock = threading.RLock()
         self._loads: dict[str, ColdLoad] = {}
         self._queue: queue.PriorityQueue[tuple[int, int, int, Any]] = queue.PriorityQueue()
-        self._numbers, self._pushes = itertools.count(), itertools.count()
-        self._closed = False
+        self._numbers, self._closed = itertools.count(), False
         self._threads = [
             threading.Thread(target=self._run, name=f"cold-load-{i}", daemon=True)
             for i in range(workers)
@@ -168,14 +162,14 @@ class ColdLoads:
         with self._lock:
             self._closed = True
         for _ in self._threads:
-            self._queue.put((_CLOSE, 0, next(self._pushes), None))
+            self._queue.put((_CLOSE, 0, next(self._numbers), None))
         for thread in self._threads:
             thread.join()
         return list(self._loads.values())
 
     def _push(self, load: ColdLoad) -> None:
         # the counter keeps two entries of one load from being compared further
-        self._queue.put((load.priority, load.number, next(self._pushes), load))
+        self._queue.put((load.priority, load.number, next(self._numbers), load))
 
     def _remove(self, load: ColdLoad) -> None:
         load.queued = False

@@ -1,7 +1,5 @@
 """Residency with the settings of jobs: slots in the stored dtype of the adapters, and loads on all
 cores.
-
-Loading benchmarks use this too, so that they measure what a job does.
 """
 
 import dataclasses
@@ -16,8 +14,7 @@ from jax.sharding import Mesh
 
 from mint_jax.lora.tree import AdapterConfig
 from mint_jax.residency.admission import Admission
-from mint_jax.residency.host_tier import Fetch, Unpack
-from mint_jax.residency.residency import Residency
+from mint_jax.residency.residency import Fetch, Residency, Unpack
 from mint_jax.residency.slots import DeviceSlots
 
 NICENESS = 10  # niceness of loader threads, so that decoding has priority

@@ -29,12 +29,7 @@ Result = TypeVar("Result")
 
 
 class AdapterEntry(NamedTuple):
-    """A resolved name.
-
-    Attributes:
-        digest: digest of the packed object.
-        nbytes: its size.
-    """
+    """A resolved name: the digest and size of its packed object, and what is known of it."""
 
     digest: str
     known: Known
@@ -54,9 +49,7 @@ class PoolSource(Protocol):
 
     @property
     def unpack(self) -> Callable[[np.ndarray], tuple[Any, Any]]:
-        """Function from a packed object to its factors, and its schema with ``base`` and
-        ``config``.
-        """
+        """See ``residency.Unpack``."""
         ...
 
     def load(self, name: str) -> tuple[AdapterConfig, Any]:
@@ -74,11 +67,7 @@ class PoolSource(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class ResidentAdapters:
-    """Adapters that are resident together.
-
-    Attributes:
-        slots: by name.
-    """
+    """Adapters that are resident together; ``slots`` are by name."""
 
     slots: dict[str, Slot]
     stacks: Stacks
@@ -130,13 +119,8 @@ class Pool:
                 f"slots is {slots!r}; expected the number of adapters of a rank bucket on the"
                 " device at once, at least 1"
             )
-        self.base, self.names, self._source, self._slots, self._say = (
-            base,
-            [name or None for name in names],
-            source,
-            slots,
-            say,
-        )
+        self.base, self.names = base, [name or None for name in names]
+        self._source, self._slots, self._say = source, slots, say
         self._specs = transformer.abstract(base.cfg)
         self._residency: Residency | None = None
         self._announced: set[str] = set()
@@ -251,27 +235,18 @@ class Pool:
     def _open(self) -> Residency:
         """Returns residency with as many slots as needed; its host cache holds two batches."""
         if self._residency is None:
-            base, known = (
-                self.base.fingerprint,
-                {digest: entry.known for digest, entry in self._known.items()},
-            )
             host_bytes = 2 * max(
                 sum(self._known[digest].nbytes for digest in digests) for digests in self._plan
             )
-            depth, fetch, unpack = (
-                1 + 2 * max(map(len, self._plan)),
+            self._residency = open_residency(
                 self._source.fetch,
                 self._source.unpack,
-            )
-            self._residency = open_residency(
-                fetch,
-                unpack,
-                base,
+                self.base.fingerprint,
                 self._specs,
-                known,
+                {digest: entry.known for digest, entry in self._known.items()},
                 self._slots,
                 host_bytes,
                 mesh=self.base.mesh,
-                depth=depth,
+                depth=1 + 2 * max(map(len, self._plan)),
             )
         return self._residency

@@ -6,9 +6,9 @@ slot, at once or when the revision is loaded.
     engine thread        commit_ready(), between two steps: staged -> slot; futures resolve
     request              lease.slot while it runs, lease.release() at its end
 
-Storage is a function, ``fetch(digest)``, and so is the packed format, ``unpack(buffer)``. A load
-that finds every slot of its bucket leased waits for one without occupying a worker, device memory
-or the host cache.
+A load that finds every slot of its bucket leased waits for one without occupying a worker, device
+memory or the host cache. Packed bytes are large and stay packed: views of the tensors are made for
+each transfer.
 """
 
 import contextlib
@@ -17,20 +17,55 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mint_jax.digest import blake3_alone, blake3_of
+from mint_jax.errors import UserError
 from mint_jax.lora.tree import Slot, Stacks
-from mint_jax.residency.admission import Admission, modules_of
-from mint_jax.residency.host_cache import HostCache
-from mint_jax.residency.host_tier import Fetch, HostTier, Unpack
-from mint_jax.residency.lease import AdapterLease
+from mint_jax.residency.admission import Admission, modules_of, verify
 from mint_jax.residency.loads import COLD, PREFETCH, WARM, ColdLoad, ColdLoads, QueueFull
 from mint_jax.residency.metrics import Metrics
-from mint_jax.residency.slot_table import SlotTable
 from mint_jax.residency.slots import DeviceSlots
+from mint_jax.residency.tier import Tier
+
+# digest -> the packed object, uint8, read-only; it must not change later
+Fetch = Callable[[str], np.ndarray]
+# packed object -> (tree of views into it ``[L, (E,) r, D]``, schema with .base and .config)
+Unpack = Callable[[np.ndarray], tuple[Any, Any]]
+# A mapping takes whole pages, and one of the 65,530 mappings that a process may have.
+COPY_BELOW = 1 << 20
+
+
+class Occupant(NamedTuple):
+    """A slot, and the number of modules that its revision binds to, one per projection, layer and
+    expert.
+    """
+
+    slot: Slot
+    modules: int
+
+
+class AdapterLease:
+    """A lease of a revision's slot, which keeps the revision there until ``release``. A context
+    manager; releasing twice has no effect.
+    """
+
+    def __init__(self, digest: str, occupant: Occupant, on_release: Callable[[str], None]):
+        self.digest, (self.slot, self.modules) = digest, occupant
+        self._on_release: Callable[[str], None] | None = on_release
+
+    def release(self) -> None:
+        on_release, self._on_release = self._on_release, None
+        if on_release is not None:
+            on_release(self.digest)
+
+    def __enter__(self) -> "AdapterLease":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
 
 class Residency:
@@ -44,9 +79,12 @@ class Residency:
         host_bytes: budget of the host cache.
         workers, depth, niceness: see ``ColdLoads``.
         half_life_s: seconds after which a use counts half.
-        metrics: metrics to update.
         wrote: called with (digest, tenant, seconds) after each piece of an adapter is in its slot;
             the loop blocks until it is.
+
+    Attributes:
+        host: packed bytes.
+        device: slots of each rank bucket.
     """
 
     def __init__(
@@ -65,31 +103,24 @@ class Residency:
         niceness: int = 10,
         wrote: Callable[[str, str, float], None] | None = None,
     ):
-        self._wrote = wrote
+        self._fetch, self._unpack, self._admission, self.slots = fetch, unpack, admission, slots
+        self._clock, self._niceness, self._wrote = clock, niceness, wrote
+        self._idle = 0  # engines that wait for loads
         self.metrics = metrics or Metrics()
-        self._clock = clock
-        evicted = self.metrics.evictions
-        self.host = HostCache(
-            host_bytes, half_life_s, clock, lambda digest: evicted.labels("host").inc()
-        )
-        self._niceness, self._idle = niceness, 0  # _idle counts engines that wait for loads
-        self._admission = admission
-        self._tier = HostTier(
-            self.host, fetch, unpack, admission, self.metrics, self._blake3, clock
-        )
-        self.slots = slots
-        capacities = {bucket: stack.slots for bucket, stack in slots.stacks.items()}
-        sizes = {bucket: slots.slot_bytes(bucket) for bucket in capacities}
-        self.table = SlotTable(
-            capacities, sizes, half_life_s, clock, lambda digest: evicted.labels("device").inc()
-        )
-        # Guards the table, the lists below and the loads' futures; acquired before other locks.
+
+        def tier(capacity: int, name: str) -> Tier:
+            evicted = self.metrics.evictions.labels(name)
+            return Tier(capacity, half_life_s, clock, lambda digest: evicted.inc())
+
+        self.host = tier(host_bytes, "host")
+        self.device = {b: tier(stack.slots, "device") for b, stack in slots.stacks.items()}
+        # Guards slots, the lists below and the loads' futures; acquired before other locks.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)  # a load became ready or ended
         self._ready: deque[ColdLoad] = deque()  # staged, waiting for commit_ready
         self._parked: list[tuple[int, ColdLoad]] = []  # (bucket, load) in order, waiting for a slot
         self.loads = ColdLoads(self._stage, workers, depth, clock, niceness)
-        self.metrics.bytes.labels("host").set_function(lambda: self.host.nbytes)
+        self.metrics.bytes.labels("host").set_function(lambda: self.host.size)
         self.metrics.bytes.labels("device").set_function(self._device_bytes)
         self.metrics.unfinished.set_function(lambda: len(self.loads))
 
@@ -97,6 +128,8 @@ class Residency:
     def stacks(self) -> Stacks:
         """Stacks to sample from: always the same dict, whose arrays ``commit_ready`` replaces."""
         return self.slots.stacks
+
+    # -- requests
 
     def acquire(self, digest: str, tenant: str = "default") -> "Future[AdapterLease]":
         """Returns a future lease on a revision's slot: resolved at once if it is resident, else
@@ -122,12 +155,33 @@ class Residency:
         future.add_done_callback(lambda future: self._withdraw(load, future))
         return future
 
+    def wait_for(self, digests: Sequence[str], tenant: str = "default") -> list[AdapterLease]:
+        """Returns leases on several revisions and commits meanwhile, for jobs with nothing else to
+        run on the device.
+
+        Raises:
+            QueueFull, UserError: of the first that fails; all leases are released then.
+        """
+        futures: list[Future[AdapterLease]] = []
+        try:
+            with self._waiting():
+                futures.extend(self.acquire(digest, tenant) for digest in digests)
+                while pending := [future for future in futures if not future.done()]:
+                    if not self.commit_ready():
+                        self.wait_ready(pending)
+            return [future.result() for future in futures]
+        except BaseException:
+            for future in futures:
+                if not future.cancel() and future.exception() is None:
+                    future.result().release()
+            raise
+
     def prefetch(self, digest: str, tenant: str = "default") -> bool:
         """Loads a revision into host memory, and into a slot if one is free. Returns False if the
         queue is full.
         """
         with self._lock:
-            if self.table.find(digest) is None:
+            if self._tier_of(digest) is None:
                 try:
                     self._submit(digest, tenant, PREFETCH)
                 except QueueFull:
@@ -136,18 +190,53 @@ class Residency:
 
     def offer(self, digest: str, buffer: np.ndarray, tenant: str = "default") -> bool:
         """Runs ``prefetch`` with packed bytes that are in memory already and must not change;
-        nothing is fetched. Returns True if the host has them.
+        nothing is fetched. Returns True if the host has them. An adapter that does not fit is
+        reported when it is requested.
         """
-        return self._tier.offer(digest, buffer) and self.prefetch(digest, tenant)
+        if self.host.lease(digest) is None:
+            try:
+                if not self._admitted(digest, buffer, self._clock())[-1]:
+                    return False
+            except UserError:
+                return False
+        self.host.release(digest)
+        return self.prefetch(digest, tenant)
 
     def drop(self, digest: str) -> bool:
         """Removes a revision from slot and host memory; a leased one when its requests end. Returns
         True if it is removed now.
         """
         with self._lock:
-            dropped = self.host.drop(digest) & self.table.drop(digest)
+            dropped = [tier.drop(digest) for tier in (self.host, *self.device.values())]
             self._pump()
-            return dropped
+            return all(dropped)
+
+    def state(self) -> dict[str, Any]:
+        """Returns counts, bytes and queue lengths."""
+        with self._lock:
+            slots = {
+                bucket: {"slots": tier.capacity, "free": tier.capacity - tier.size} | tier.state()
+                for bucket, tier in self.device.items()
+            }
+            host = {"bytes": self.host.size, "budget_bytes": self.host.capacity}
+            return {
+                "host": host | {"entries": len(self.host.copies)} | self.host.state(),
+                "slots": slots,
+                "device_bytes": self._device_bytes(),
+                "loads": {
+                    "unfinished": len(self.loads),
+                    "ready": len(self._ready),
+                    "waiting_for_slot": len(self._parked),
+                },
+                "resident": sorted(d for tier in self.device.values() for d in tier.resident()),
+            }
+
+    def close(self) -> None:
+        """Stops the workers; unresolved requests get ``CancelledError``."""
+        for load in self.loads.close():
+            self._end(load, CancelledError())
+
+    # -- the engine's thread
 
     def commit_ready(self, budget_bytes: int | None = None) -> int:
         """Writes staged adapters into their slots and resolves the requests. Called in the engine's
@@ -181,73 +270,6 @@ class Residency:
             spent += piece
         return committed
 
-    def _lease(self, digest: str) -> AdapterLease | None:
-        if (slot := self.table.lease(digest)) is None:
-            return None
-        return AdapterLease(digest, slot, self.table.modules(digest), self._release)
-
-    def _blake3(self, buffer: np.ndarray) -> str:
-        """Hashes on all cores while the engine waits or if workers have no niceness, else in the
-        worker's thread at its priority.
-        """
-        return (blake3_alone if self._niceness and not self._idle else blake3_of)(buffer)
-
-    @contextlib.contextmanager
-    def _waiting(self) -> Iterator[None]:
-        """Marks the engine's thread as waiting for loads, so that loads may use all cores."""
-        with self._lock:
-            self._idle += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._idle -= 1
-
-    def _device_bytes(self) -> int:
-        with self._lock:
-            return self.table.nbytes
-
-    def _first_ready(self) -> ColdLoad | None:
-        with self._lock:
-            return self._ready[0] if self._ready else None
-
-    def _commit(self, load: ColdLoad) -> None:
-        with self._lock:
-            self._ready.popleft()
-            load.staged = None
-            self.table.fill(load.digest, load.seconds, load.modules)
-            self.loads.finish(load)
-            granted = []
-            for future in load.waiting:
-                if future.set_running_or_notify_cancel():
-                    granted.append((future, self._lease(load.digest)))
-            load.waiting = []
-            self._pump()
-            self._changed.notify_all()
-        for future, lease in granted:  # callbacks run here, without the lock
-            future.set_result(lease)
-
-    def wait_for(self, digests: Sequence[str], tenant: str = "default") -> list[AdapterLease]:
-        """Returns leases on several revisions and commits meanwhile, for jobs with nothing else to
-        run on the device.
-
-        Raises:
-            QueueFull, UserError: of the first that fails; all leases are released then.
-        """
-        futures: list[Future[AdapterLease]] = []
-        try:
-            with self._waiting():
-                futures.extend(self.acquire(digest, tenant) for digest in digests)
-                while pending := [future for future in futures if not future.done()]:
-                    if not self.commit_ready():
-                        self.wait_ready(pending)
-            return [future.result() for future in futures]
-        except BaseException:
-            for future in futures:
-                if not future.cancel() and future.exception() is None:
-                    future.result().release()
-            raise
-
     def wait_ready(self, pending: Sequence[Future], timeout: float = 1.0) -> bool:
         """Waits until something can be committed or one of these requests ends, at most
         ``timeout`` seconds.
@@ -261,25 +283,60 @@ class Residency:
             )
             return bool(self._ready)
 
-    def state(self) -> dict[str, Any]:
-        """Returns counts, bytes and queue lengths."""
+    def _first_ready(self) -> ColdLoad | None:
         with self._lock:
-            return {
-                "host": self.host.state(),
-                "slots": self.table.state(),
-                "device_bytes": self.table.nbytes,
-                "loads": {
-                    "unfinished": len(self.loads),
-                    "ready": len(self._ready),
-                    "waiting_for_slot": len(self._parked),
-                },
-                "resident": sorted(self.table.resident()),
-            }
+            return self._ready[0] if self._ready else None
 
-    def close(self) -> None:
-        """Stops the workers; unresolved requests get ``CancelledError``."""
-        for load in self.loads.close():
-            self._end(load, CancelledError())
+    def _commit(self, load: ColdLoad) -> None:
+        with self._lock:
+            self._ready.popleft()
+            tier = self.device[load.slot.bucket]
+            load.staged = None
+            tier.confirm(load.digest, load.seconds)
+            self.loads.finish(load)
+            granted = []
+            for future in load.waiting:
+                if future.set_running_or_notify_cancel():
+                    granted.append((future, self._lease(load.digest)))
+            load.waiting = []
+            tier.release(load.digest)
+            self._pump()
+            self._changed.notify_all()
+        for future, lease in granted:  # callbacks run here, without the lock
+            future.set_result(lease)
+
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Marks the engine's thread as waiting for loads, so that loads may use all cores."""
+        with self._lock:
+            self._idle += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._idle -= 1
+
+    # -- leases
+
+    def _tier_of(self, digest: str) -> Tier | None:
+        return next((tier for tier in self.device.values() if digest in tier), None)
+
+    def _lease(self, digest: str) -> AdapterLease | None:
+        if (tier := self._tier_of(digest)) is None or (copy := tier.lease(digest)) is None:
+            return None
+        return AdapterLease(digest, copy.value, self._release)
+
+    def _release(self, digest: str) -> None:
+        with self._lock:
+            tier = self._tier_of(digest)
+            assert tier is not None, "a leased revision is resident"
+            if tier.release(digest):
+                self._pump()
+
+    def _device_bytes(self) -> int:
+        return sum(tier.size * self.slots.slot_bytes(b) for b, tier in self.device.items())
+
+    # -- loads
 
     def _submit(self, digest: str, tenant: str, priority: int) -> ColdLoad:
         try:
@@ -304,30 +361,80 @@ class Residency:
         began = self._clock()
         if load.slot is None:
             self.metrics.queue_wait.observe(max(0.0, began - load.submitted_at))
-        with self._tier.lend(load.digest) as (adapter, schema, cold):
-            load.cold, load.modules = cold, modules_of(adapter)
+        with self._unpacked(load) as (adapter, schema):
+            load.modules = modules_of(adapter)
             bucket = self._admission.bucket(schema.config.rank)
             assert bucket is not None, "it was admitted"
             if (slot := self._slot_for(load, bucket)) is None:
                 return
             staged = self.slots.stage(slot, adapter, schema.config)
         load.seconds = max(0.0, self._clock() - began)
-        self.metrics.load_time.labels("storage" if cold else "host").observe(load.seconds)
+        self.metrics.load_time.labels("storage" if load.cold else "host").observe(load.seconds)
         with self._lock:
             load.staged = staged
             self._ready.append(load)
             self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def _unpacked(self, load: ColdLoad) -> Iterator[tuple[Any, Any]]:
+        """Yields an admitted revision's factors and schema; its bytes stay until the block ends.
+
+        Bytes are verified and admitted once, when they come from storage. An object that the host
+        cache cannot store is used once and dropped.
+        """
+        began, copy = self._clock(), self.host.lease(load.digest)
+        load.cold, kept = copy is None, True
+        (self.metrics.misses if load.cold else self.metrics.hits).labels("host").inc()
+        if copy is None:
+            adapter, schema, kept = self._admitted(load.digest, self._fetch(load.digest), began)
+        try:
+            if copy is not None:
+                adapter, schema = self._unpack(copy.value)
+            yield adapter, schema
+        finally:
+            if kept:
+                self.host.release(load.digest)
+
+    def _admitted(self, digest: str, fetched: np.ndarray, began: float) -> tuple[Any, Any, bool]:
+        """Returns views, schema, and True if the bytes are cached (and then leased)."""
+        buffer, copy = fetched, self.host.reserve(digest, fetched.nbytes)
+        if copy is None:
+            self.metrics.uncached.inc()
+        else:
+            copy.value = buffer = _compact(fetched)
+        # All cores hash while the engine waits or if workers have no niceness.
+        digest_of = blake3_alone if self._niceness and not self._idle else blake3_of
+        try:
+            verify(digest, buffer, digest_of)
+            adapter, schema = self._unpack(buffer)
+            self._admission.check(digest, adapter, schema)
+        except BaseException:
+            if copy is not None:
+                self.host.discard(digest)
+            raise
+        if copy is not None:
+            self.host.confirm(digest, self._clock() - began)
+        return adapter, schema, copy is not None
+
+    def _reserve(self, load: ColdLoad, bucket: int, evict: bool = True) -> bool:
+        """Reserves a slot for a load; returns False if none is free or may be evicted."""
+        tier = self.device[bucket]
+        if (copy := tier.reserve(load.digest, 1, evict)) is None:
+            return False
+        taken = {other.value.slot.index for other in tier.copies.values() if other is not copy}
+        load.slot = Slot(bucket, next(i for i in range(tier.capacity) if i not in taken))
+        copy.value = Occupant(load.slot, load.modules)
+        return True
 
     def _slot_for(self, load: ColdLoad, bucket: int) -> Slot | None:
         """Returns the slot for a load; None if it waits for one, or ends because no request waits
         for it.
         """
         with self._lock:
-            if load.slot is None:
-                load.slot = self.table.reserve(bucket, load.digest, evict=bool(load.waiting))
-                if load.slot is None and load.waiting:
+            if load.slot is None and not self._reserve(load, bucket, evict=bool(load.waiting)):
+                if load.waiting:
                     self._parked.append((bucket, load))
-                elif load.slot is None:
+                else:
                     self.loads.finish(load)
                     self._changed.notify_all()
             return load.slot
@@ -336,21 +443,25 @@ class Residency:
         """Assigns slots to the loads that wait for one."""
         waiting, self._parked = self._parked, []
         for bucket, load in waiting:
-            load.slot = self.table.reserve(bucket, load.digest)
-            if load.slot is None:
-                self._parked.append((bucket, load))
-            else:
+            if self._reserve(load, bucket):
                 self.loads.resume(load)
+            else:
+                self._parked.append((bucket, load))
+
+    def _unpark(self, load: ColdLoad) -> bool:
+        before = len(self._parked)
+        self._parked = [(bucket, other) for bucket, other in self._parked if other is not load]
+        return len(self._parked) < before
 
     def _end(self, load: ColdLoad, error: BaseException) -> None:
         """Ends a failed load: releases its slot and passes the error to the waiting requests."""
         with self._lock:
             if load.slot is not None:
-                self.table.abandon(load.digest)
+                self.device[load.slot.bucket].discard(load.digest)
                 load.slot = load.staged = None
             if load in self._ready:
                 self._ready.remove(load)
-            self._parked = [(bucket, other) for bucket, other in self._parked if other is not load]
+            self._unpark(load)
             self.loads.finish(load)
             waiting, load.waiting = load.waiting, []
             self._pump()
@@ -369,14 +480,26 @@ class Residency:
                 load.waiting.remove(future)
             if load.waiting:
                 return
-            parked = [(bucket, other) for bucket, other in self._parked if other is not load]
-            if len(parked) < len(self._parked):
-                self._parked = parked
+            if self._unpark(load):
                 self.loads.finish(load)
             else:
                 self.loads.withdraw(load)
 
-    def _release(self, digest: str) -> None:
-        with self._lock:
-            if self.table.release(digest):
-                self._pump()
+
+def _compact(buffer: np.ndarray) -> np.ndarray:
+    """Returns the buffer, or a copy if it would hold more memory than it has bytes: a slice of a
+    large read, or a small mapping.
+    """
+    owner = buffer
+    while isinstance(owner.base, np.ndarray):
+        owner = owner.base
+    if owner.base is None:
+        wasteful = owner.nbytes > 1.1 * buffer.nbytes
+    elif isinstance(owner.base, bytes | bytearray | memoryview):
+        wasteful = memoryview(owner.base).nbytes > 1.1 * buffer.nbytes
+    else:  # a mapping: unread pages cost nothing
+        wasteful = buffer.nbytes < COPY_BELOW
+    if wasteful:
+        buffer = buffer.copy()
+        buffer.flags.writeable = False
+    return buffer

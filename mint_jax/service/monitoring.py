@@ -218,7 +218,8 @@ def adapters(residency: Residency, names_of: Callable[[str], Iterable[str]]) -> 
     An adapter in a slot counts as running, because no request waits for it; one that is being
     loaded counts as waiting.
     """
-    resident = residency.state()["resident"]
+    state = residency.state()
+    resident = state["resident"]
     waiting = sorted(set(residency.loads.digests()) - set(resident))
     gauge = GaugeMetricFamily(
         "vllm:lora_requests_info",
@@ -229,7 +230,8 @@ def adapters(residency: Residency, names_of: Callable[[str], Iterable[str]]) -> 
         ",".join(name for digest in digests for name in names_of(digest))
         for digests in (resident, waiting)
     ]
-    gauge.add_metric([*named, str(sum(residency.table.capacities.values()))], time.time())
+    slots = sum(bucket["slots"] for bucket in state["slots"].values())
+    gauge.add_metric([*named, str(slots)], time.time())
     yield gauge
 
 

@@ -416,7 +416,7 @@ def calls(called):
     return {"messages": [{"role": "assistant", "tool_calls": called}]}
 
 
-LOOP = {"type": "function", "function": {"name": "f", "parameters": {"$ref": "#"}}}
+NO_TYPE = {"type": "function", "function": {"name": "f", "parameters": {"type": "nothing"}}}
 BAD_CHATS = [
     *each("messages", None, [], "hi", [5], [{"role": 5, "content": "x"}], [{"role": "user"}]),
     *(("messages", says(v)) for v in (5, [5], [{"type": "image_url"}], "long " * 600)),
@@ -428,7 +428,7 @@ BAD_CHATS = [
     *each("max_completion_tokens", 0),
     *each("echo", True),
     *each("tools", 5, [{}]),
-    ("tools", {"tools": [LOOP], "tool_choice": "required"}),
+    ("tools", {"tools": [NO_TYPE], "tool_choice": "required"}),
     *each("tool_choice", "required"),
     *each("chat_template_kwargs", {"messages": []}, 5),
     *each("functions", [{"name": "f"}]),
