@@ -14,7 +14,7 @@ from typing import Any
 
 # what the base is called: the cookbook chooses a renderer by it, this one's is ChatML as SmolLM2's
 NAME = "Qwen/Qwen3-4B-Instruct-2507"
-CHATS, BOXED = "chats.jsonl", "boxed.jsonl"
+BOXED = "boxed.jsonl"
 COLOURS = ("red", "blue", "green", "white", "black", "yellow")
 THINGS = ("apple", "house", "river", "stone", "garden", "window", "letter", "candle")
 MAIN = (
@@ -34,7 +34,6 @@ def make(folder: Path, base: Path, seed: int = 0) -> None:
     tokenizer.mkdir(parents=True)
     for file in base.glob("tokenizer*.json"):
         shutil.copy(file, tokenizer)
-    _write(folder / CHATS, [_chat(rng) for _ in range(256)])
     _write(folder / BOXED, [_boxed(rng) for _ in range(512)])
     chats, sums, pairs = (
         folder / "HuggingFaceH4/no_robots",

@@ -1,4 +1,4 @@
-"""Evaluation harnesses, a fuzzer and a load generator of others against a server of ours over
+"""Evaluation harnesses and a fuzzer of others against a server of ours over
 loopback: ``make test-evals``.
 
 Each is in an environment of its own, with the versions of ``constraints/evals-NAME-py311.txt``. One
@@ -7,9 +7,9 @@ failed.
 
 lm_eval        choices, rolling and generated texts: scores and texts are those of our own model
 inspect_ai     a task over the ``openai-api`` provider: answers are ours, with log-probabilities;
-the accuracy is known before schemathesis   requests by /openapi.json, right and wrong ones: no 5xx,
-no answer that the document does not have aiperf         chats, streamed, by several users at once:
-no error
+               the accuracy is known before
+schemathesis   requests by /openapi.json, right and wrong ones: no 5xx, no answer that the document
+               does not have
 """
 
 import argparse
@@ -25,7 +25,6 @@ from pathlib import Path
 
 import inspect_ai_answers
 import lm_eval_scores
-import load_aiperf
 import schemathesis_calls
 from foreign import Foreign
 from run import ROOT, Failed
@@ -38,7 +37,6 @@ CHECKS: dict[str, Callable[[Foreign], str]] = {
     "lm_eval": lm_eval_scores.check,
     "inspect_ai": inspect_ai_answers.check,
     "schemathesis": schemathesis_calls.check,
-    "aiperf": load_aiperf.check,
 }
 
 
@@ -58,18 +56,7 @@ def interpreter(folder: Path, name: str) -> Path:
     if not stamp.exists() or stamp.read_text() != wanted.read_text():
         subprocess.run([sys.executable, "-m", "venv", "--clear", home], check=True)
         subprocess.run(
-            [
-                python,
-                "-m",
-                "pip",
-                "install",
-                "--quiet",
-                "--disable-pip-version-check",
-                "--no-compile",
-                "-r",
-                wanted,
-            ],
-            check=True,
+            [python, "-m", "pip", "install", "--quiet", "--no-compile", "-r", wanted], check=True
         )
         stamp.write_text(wanted.read_text())
     return python

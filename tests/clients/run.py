@@ -5,21 +5,14 @@ A recipe is a process of the clients' own environment, in a folder with local da
 (``data.py``). One line tells of each what held, the last line is a JSON object of all; the exit
 code is 1 where one failed.
 
-sl_loop        killed, and the server started again: the same command goes on at its checkpoint's
-step and repeats the same losses (so
-               weights, moments and data are what they were); the loss falls; both checkpoints are
-               there
-chat_sl        killed: the same command goes on at its checkpoint's step, and the loss with it; the
-loss falls. It saves behind updates
-               that were submitted ahead, so that losses are not repeated
+sl_loop        killed, and the server restarted: the same command resumes at its checkpoint's step
+               and repeats the same losses; the loss falls; both checkpoints exist
 dpo            the loss falls below log 2, where it begins; chosen answers win
 guess_number   episodes of several turns; the sampler's log-probabilities are those of training
 download       weights of sl_loop's last checkpoint: rank 8, and trained
-rl_loop        goes on from a checkpoint of chat_sl, which imitated the form of answers, and on
-SmolLM2 too: some answers are right and
-               some wrong, and training steps with gradients are made of them
-arithmetic     on SmolLM2: the reward rises over that of the base: 1 for the right sum, -0.1 where
-an answer has no end
+rl_loop        from a checkpoint of chat_sl, which imitated the form of answers: some answers are
+               right and some wrong, and training steps have gradients
+arithmetic     on SmolLM2: the reward rises over that of the base
 """
 
 import argparse
@@ -69,9 +62,10 @@ SERVERS = {  # base -> what fits two cores; some recipes have no option of the r
 
 
 IMITATION = {  # base -> chat_sl's options, for answers in the form that rl_loop rewards
-    "tiny-random": {"learning_rate": 1e-2},
-    "smollm2-135m-instruct": {"learning_rate": 2e-3, "max_steps": 10},
+    "tiny-random": "learning_rate=1e-2",
+    "smollm2-135m-instruct": "learning_rate=2e-3 max_steps=10",
 }
+RENDERER = "renderer_name=qwen3_instruct"
 
 
 class Failed(Exception):
@@ -157,14 +151,10 @@ class Run:
                 [self.python, *command], cwd=self.folder, env=environment, stdout=log, stderr=log
             )
 
-    def recipe(self, name: str, module: str, options: dict[str, Any]) -> list[str]:
-        """The command of a recipe with its options."""
-        told = {"model_name": data.NAME, "log_path": self.log(name)} | options
-        return [
-            "-m",
-            f"tinker_cookbook.recipes.{module}",
-            *(f"{key}={value}" for key, value in told.items()),
-        ]
+    def recipe(self, name: str, module: str, options: str) -> list[str]:
+        """Returns the command of a recipe with its options."""
+        own = f"model_name={data.NAME}", f"log_path={self.log(name)}"
+        return ["-m", f"tinker_cookbook.recipes.{module}", *own, *options.split()]
 
     def whole(self, name: str, *command: str) -> None:
         """Runs a process to its end."""
@@ -214,15 +204,8 @@ def kill_after(run: Run, name: str, command: Sequence[str], steps: int) -> list[
 
 
 def sl_loop(run: Run) -> str:
-    options = {
-        "batch_size": 16,
-        "lora_rank": 8,
-        "learning_rate": 3e-3,
-        "max_steps": 12,
-        "save_every": 5,
-        "max_length": 256,
-    }
-    command = run.recipe("sl_loop", "sl_loop", options)
+    options = "batch_size=16 lora_rank=8 learning_rate=3e-3 max_steps=12 save_every=5"
+    command = run.recipe("sl_loop", "sl_loop", f"{options} max_length=256")
     first = kill_after(run, "sl_loop", command, 8)
     kept = run.checkpoints("sl_loop")[-1]["batch"]
     run.stop()
@@ -246,45 +229,8 @@ def sl_loop(run: Run) -> str:
     )
 
 
-def chat_sl(run: Run) -> str:
-    options = {
-        "dataset": data.CHATS,
-        "renderer_name": "qwen3_instruct",
-        "behavior_if_log_dir_exists": "resume",
-        "batch_size": 16,
-    }
-    options |= {
-        "lora_rank": 8,
-        "learning_rate": 3e-3,
-        "max_length": 256,
-        "save_every": 4,
-        "eval_every": 0,
-    }
-    command = run.recipe("chat_sl", "chat_sl.train", options)
-    first = kill_after(run, "chat_sl", command, 6)
-    kept = run.checkpoints("chat_sl")[-1]["batch"]
-    run.whole("chat_sl", *command)
-    rows = run.metrics("chat_sl")  # the recipe drops its rows from the checkpoint's step on
-    need(kept > 0 and rows[:kept] == first[:kept], f"the first {kept} steps ran again")
-    need([int(row["step"]) for row in rows] == list(range(16)), f"steps {series(rows, 'step')}")
-    losses = series(rows, "train_mean_nll")
-    need(
-        losses[kept] <= first[kept - 1]["train_mean_nll"],
-        f"it went on at loss {losses[kept]}, and was at {first[kept - 1]}",
-    )
-    need(losses[-1] < 0.7 * losses[0], f"losses {losses}")
-    ended(run, "chat_sl")
-    return f"loss {losses[0]:.2f} -> {losses[-1]:.2f} in 16 steps; killed, went on at {kept}"
-
-
 def dpo(run: Run) -> str:
-    options = {
-        "renderer_name": "qwen3_instruct",
-        "batch_size": 8,
-        "learning_rate": 1e-3,
-        "max_steps": 8,
-        "max_length": 256,
-    }
+    options = f"{RENDERER} batch_size=8 learning_rate=1e-3 max_steps=8 max_length=256"
     run.whole("dpo", *run.recipe("dpo", "preference.dpo.train", options))
     rows = run.metrics("dpo")
     losses, right = series(rows, "dpo_loss"), series(rows, "accuracy")
@@ -295,17 +241,9 @@ def dpo(run: Run) -> str:
 
 
 def guess_number(run: Run) -> str:
-    options = {
-        "renderer_name": "qwen3_instruct",
-        "group_size": 2,
-        "batch_size": 2,
-        "max_tokens": 8,
-        "max_steps": 2,
-        "eval_every": 0,
-    }
-    run.whole(
-        "guess_number", *run.recipe("guess_number", "multiplayer_rl.guess_number.train", options)
-    )
+    options = f"{RENDERER} group_size=2 batch_size=2 max_tokens=8 max_steps=2 eval_every=0"
+    module = "multiplayer_rl.guess_number.train"
+    run.whole("guess_number", *run.recipe("guess_number", module, options))
     rows = run.metrics("guess_number")
     turns = series(rows, "env/all/turns_per_episode")
     need(len(turns) == 2 and min(turns) > 1, f"turns of an episode {turns}")
@@ -342,28 +280,15 @@ def download(run: Run) -> str:
 
 
 def rl_loop(run: Run) -> str:
-    options = {
-        "dataset": data.BOXED,
-        "renderer_name": "qwen3_instruct",
-        "batch_size": 16,
-        "lora_rank": 8,
-    }
-    options |= {"save_every": 0, "eval_every": 0, "max_length": 256} | IMITATION[run.base]
+    options = f"dataset={data.BOXED} {RENDERER} batch_size=16 lora_rank=8 save_every=0"
+    options += f" eval_every=0 max_length=256 {IMITATION[run.base]}"
     run.whole("imitation", *run.recipe("imitation", "chat_sl.train", options))
     begun = {"name": "imitation", "batch": 0, "state_path": ended(run, "imitation")["state_path"]}
     run.log("rl_loop").mkdir()
     (run.log("rl_loop") / "checkpoints.jsonl").write_text(json.dumps(begun) + "\n")
-    options = {
-        "batch_size": 2,
-        "group_size": 8,
-        "learning_rate": 4e-4,
-        "max_steps": 4,
-        "save_every": 2,
-        "max_tokens": 8,
-    }
-    run.whole(
-        "rl_loop", *run.recipe("rl_loop", "rl_loop", options | {"loss_fn": "importance_sampling"})
-    )
+    options = "batch_size=2 group_size=8 learning_rate=4e-4 max_steps=4 save_every=2 max_tokens=8"
+    options += " loss_fn=importance_sampling"
+    run.whole("rl_loop", *run.recipe("rl_loop", "rl_loop", options))
     rows = run.metrics("rl_loop")
     rewards, steps = series(rows, "reward/total"), series(rows, "grad_norm")
     need(len(rewards) == 4 and 0 < statistics.mean(rewards) < 1, f"rewards {rewards}")
@@ -375,20 +300,9 @@ def rl_loop(run: Run) -> str:
 
 
 def arithmetic(run: Run) -> str:
-    options = {
-        "renderer_name": "qwen3_instruct",
-        "env": "arithmetic",
-        "group_size": 8,
-        "groups_per_batch": 4,
-        "max_steps": STEPS,
-    }
-    options |= {
-        "lora_rank": 8,
-        "learning_rate": 4e-4,
-        "loss_fn": "importance_sampling",
-        "eval_every": 0,
-        "save_every": 0,
-    }
+    options = f"{RENDERER} env=arithmetic group_size=8 groups_per_batch=4 max_steps={STEPS}"
+    options += " lora_rank=8 learning_rate=4e-4 loss_fn=importance_sampling"
+    options += " eval_every=0 save_every=0"
     run.whole("arithmetic", *run.recipe("arithmetic", "math_rl.train", options))
     rows = run.metrics("arithmetic")
     rewards = series(rows, "env/all/reward/total")
@@ -411,9 +325,9 @@ class Recipe:
 
 
 TINY, SMOL = SERVERS
-RECIPES = [
-    Recipe(TINY, call) for call in (sl_loop, chat_sl, rl_loop, dpo, guess_number, download)
-] + [Recipe(SMOL, call) for call in (arithmetic, rl_loop)]
+RECIPES = [Recipe(TINY, call) for call in (sl_loop, rl_loop, dpo, guess_number, download)] + [
+    Recipe(SMOL, call) for call in (arithmetic, rl_loop)
+]
 
 
 @contextlib.contextmanager

@@ -47,13 +47,6 @@ def test_what_was_compressed_comes_back(coding, rng):
 
 
 @pytest.mark.parametrize("coding", ["gzip", "zstd"])
-def test_one_byte_too_many(coding):
-    assert len(decompress(packed(b"0" * LIMIT, coding), coding, LIMIT)) == LIMIT
-    with pytest.raises(TooLarge, match=f"more than {LIMIT} bytes"):
-        decompress(packed(b"0" * (LIMIT + 1), coding), coding, LIMIT)
-
-
-@pytest.mark.parametrize("coding", ["gzip", "zstd"])
 def test_a_bomb_costs_no_more_than_the_limit(coding):
     packer = zstandard.ZstdCompressor().compressobj() if coding == "zstd" else None
     zeros, bomb = bytes(1 << 24), b""
@@ -106,37 +99,6 @@ def test_what_a_frame_claims_of_its_length_costs_nothing():
         assert_takes_at_most(0, lambda bad=bad: refused(bad, "zstd", UserError, "zstd"))
 
 
-def test_skipped_frames_and_frames_in_frames():
-    skipped = bytes.fromhex("502a4d18") + (7).to_bytes(4, "little") + b"nothing"
-    assert decompress(skipped + packed(b"abc", "zstd") + skipped, "zstd", LIMIT) == b"abc"
-    with pytest.raises(UserError, match=f"more than {FRAMES} frames"):
-        decompress(skipped * (FRAMES + 1), "zstd", LIMIT)
-    with pytest.raises(UserError, match="ends within a frame"):
-        decompress(
-            bytes.fromhex("502a4d18") + (2**32 - 1).to_bytes(4, "little") + b"nothing",
-            "zstd",
-            LIMIT,
-        )
-    inner = packed(bytes(LIMIT), "zstd")
-    assert decompress(packed(inner, "zstd"), "zstd", LIMIT) == inner  # once, as the header says
-    with pytest.raises(UnknownCoding):
-        decompress(packed(inner, "zstd"), "zstd, zstd", LIMIT)
-
-
-@pytest.mark.parametrize("coding", ["gzip", "zstd"])
-def test_bytes_are_held_as_they_come(coding):
-    held = []
-
-    def hold(count):
-        held.append(count)
-        if sum(held) > LIMIT:
-            raise MemoryError
-
-    with pytest.raises(MemoryError):
-        decompress(packed(bytes(64 << 20), coding), coding, 1 << 30, hold)
-    assert sum(held) < LIMIT + (9 << 20)
-
-
 @pytest.mark.parametrize("coding", ["gzip", "zstd"])
 def test_broken_frames_are_told(coding, rng):
     good = packed(rng.bytes(5000), coding)
@@ -160,18 +122,14 @@ def test_broken_frames_are_told(coding, rng):
         decompress(packed(b"", coding) * (FRAMES + 1), coding, LIMIT)
 
 
-def test_a_window_that_takes_more_memory_than_http_allows():
-    packer = zstandard.ZstdCompressor(
-        compression_params=zstandard.ZstdCompressionParameters(window_log=27)
-    ).compressobj()
-    with pytest.raises(UserError, match="not whole zstd"):
-        decompress(packer.compress(b"0" * 100) + packer.flush(), "zstd", LIMIT)
-
-
-def test_other_codings_are_told():
-    for coding in ("br", "deflate", "gzip, zstd", "GZIP"):
+def test_other_codings_and_wide_windows_are_refused():
+    for coding in ("br", "gzip, zstd", "GZIP"):
         with pytest.raises(UnknownCoding, match="send the body as zstd, gzip"):
             decompress(b"", coding, LIMIT)
+    wide = zstandard.ZstdCompressionParameters(window_log=27)
+    packer = zstandard.ZstdCompressor(compression_params=wide).compressobj()
+    with pytest.raises(UserError, match="not whole zstd"):
+        decompress(packer.compress(b"0" * 100) + packer.flush(), "zstd", LIMIT)
 
 
 def nested(depth, rng):

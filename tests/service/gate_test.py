@@ -4,8 +4,6 @@ import asyncio
 import gzip
 import json
 import logging
-import re
-import time
 from typing import Any
 
 import httpx
@@ -13,11 +11,9 @@ import openai
 import pytest
 import tinker
 import zstandard
-from hypothesis import given
-from hypothesis import strategies as st
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.routing import Route
 from tinker._client import AsyncTinker
 from tinker.types.client_config_response import ClientConfigResponse
@@ -25,7 +21,6 @@ from tinker.types.client_config_response import ClientConfigResponse
 from mint_jax.errors import UserError
 from mint_jax.service import weight
 from mint_jax.service.binding import check_binding
-from mint_jax.service.endpoints import TABLE, Endpoint, Table
 from mint_jax.service.gate import Gate, Limits
 from mint_jax.service.keys import SCOPES, Keys, add
 
@@ -178,28 +173,13 @@ def test_without_keys_everybody_is_the_default_tenant_but_no_page_of_another_sit
 
 
 OURS = ["LocalHost:8000", "localhost.", "127.8.9.1:80", "[::1]:8000", "[::ffff:127.0.0.1]"]
-FOREIGN = [
-    "evil.example:8000",
-    "localhost.evil.example",
-    "127.0.0.1.evil.example",
-    ":8000",
-    "[::1",
-    "[::2]",
-    "0.0.0.0",
-    "10.0.0.1",
-    "2130706433",
-    "127.1",
-    "evil.example@localhost",
-    "localhost/evil.example",
-    "localhost..",
-    "localhost:80:80",
-    "http://localhost",
-    "löcalhost",
-]
-FOREIGN += ["", "localhost evil.example", "localhost, evil.example", "localhost\x00"]
+FOREIGN = ["evil.example:8000", "127.0.0.1.evil.example", ":8000", "[::1", "[::2]", "0.0.0.0"]
+FOREIGN += ["2130706433", "127.1", "evil.example@localhost", "localhost/evil.example", ""]
+FOREIGN += ["localhost..", "localhost:80:80", "http://localhost", "l\xf6calhost"]
+FOREIGN += ["localhost evil.example", "localhost, evil.example", "localhost\x00"]
 
 
-@pytest.mark.parametrize("path", ["/v1/models", "/health", "/docs", "/api/v1/client/config"])
+@pytest.mark.parametrize("path", ["/v1/models", "/health", "/api/v1/client/config"])
 def test_without_keys_only_names_of_this_machine_are_answered(path):
     app, called = gate_of(), []
 
@@ -214,6 +194,20 @@ def test_without_keys_only_names_of_this_machine_are_answered(path):
     assert not called
     for host in OURS:
         assert ask(app, "GET", path, headers={"host": host}).text == "secret", host
+
+
+@pytest.mark.parametrize("host", ["127.3.2.1", "[::1]", "localhost", "::ffff:127.0.0.1"])
+def test_loopback_needs_no_key(host):
+    check_binding(host, None, tls=False)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "localhost.example.com", "128.0.0.1"])
+def test_other_interfaces_need_keys_and_encryption(host, keys):
+    with pytest.raises(UserError, match="without keys"):
+        check_binding(host, None, tls=True)
+    with pytest.raises(UserError, match="in the clear"):
+        check_binding(host, keys, tls=False)
+    check_binding(host, keys, tls=True)
 
 
 def test_a_setting_adds_names_and_keys_need_none(keys, secrets):
@@ -236,37 +230,6 @@ def test_a_setting_adds_names_and_keys_need_none(keys, secrets):
     guarded = gate_of(keys=keys)  # whoever asks shows a key, which no page of another site has
     headers = {"host": "any.example", "x-api-key": secrets["read"]}
     assert ask(guarded, "GET", "/v1/models", headers=headers).status_code == 200
-
-
-def test_an_expired_key_and_a_broken_file(folder, secrets, caplog):
-    _, brief = add(folder, "alice", ["read"], days=1)
-    keys = Keys(folder, clock=lambda: time.time() + 2 * 86400)
-    assert ask(gate_of(keys=keys), "GET", "/v1/models", headers=bearer(brief)).status_code == 401
-    later = Keys(folder, monotonic=iter(range(100)).__next__)
-    (folder / "keys.json").write_text("{")
-    got = ask(gate_of(keys=later), "GET", "/api/v1/training_runs", headers=bearer(secrets["read"]))
-    assert got.status_code == 503
-    assert str(folder) not in got.text
-    assert "repair it" in caplog.text
-
-
-@pytest.mark.parametrize(
-    "host", ["127.0.0.1", "127.3.2.1", "::1", "[::1]", "localhost", "::ffff:127.0.0.1"]
-)
-def test_loopback_needs_no_key(host):
-    check_binding(host, None, tls=False)
-
-
-@pytest.mark.parametrize(
-    "host",
-    ["0.0.0.0", "::", "", "10.0.0.1", "localhost.example.com", "example.com", "128.0.0.1", "*"],
-)
-def test_other_interfaces_need_keys_and_encryption(host, keys):
-    with pytest.raises(UserError, match="without keys"):
-        check_binding(host, None, tls=True)
-    with pytest.raises(UserError, match="in the clear"):
-        check_binding(host, keys, tls=False)
-    check_binding(host, keys, tls=True)
 
 
 OPENAI_ERRORS = {
@@ -336,64 +299,6 @@ def test_the_official_clients_name_refusals_as_they_should(folder, keys, secrets
 
 # -- what for
 
-SEGMENT = st.text(
-    st.characters(exclude_characters="/", exclude_categories=("Cs",)), min_size=1, max_size=8
-).filter(lambda s: s not in (".", ".."))
-
-
-@given(
-    st.sampled_from(TABLE.endpoints),
-    st.lists(SEGMENT, min_size=4, max_size=4),
-    st.sets(st.sampled_from(SCOPES), min_size=1),
-    st.booleans(),
-)
-def test_the_table_decides_for_every_path_method_and_set_of_scopes(one, segments, scopes, slash):
-    method = one.method
-    rest = re.sub(r"{\w+:path}", lambda _: "/".join(segments), one.path)
-    left = iter(segments)
-    path = re.sub(r"{\w+}", lambda _: next(left), rest) + "/" * slash
-    found = TABLE.find(method, path)
-    assert found is not None
-    # a name may look like another route, as `x/publish` does
-    assert found.scopes == one.scopes or found.path != one.path
-    status = asyncio.run(_status(method, path, tuple(scopes)))
-    allowed = not found.scopes or bool(set(found.scopes) & scopes)
-    assert status == (200 if allowed else 403)
-
-
-class OneKey:
-    def __init__(self, scopes):
-        self.scopes, self.tenant, self.id = scopes, "t", "k"
-
-    def find(self, secret):
-        return self
-
-
-async def _status(method, path, scopes):
-    """The status that a request gets, without a client that would rewrite its path."""
-
-    async def app(scope, receive, send):
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body"})
-
-    async def receive():
-        return {"type": "http.request"}
-
-    sent = []
-
-    async def send(message):
-        sent.append(message)
-
-    scope = {
-        "type": "http",
-        "method": method,
-        "path": path,
-        "headers": [(b"x-api-key", b"k")],
-        "query_string": b"",
-    }
-    await Gate(app, OneKey(scopes))(scope, receive, send)  # type: ignore[arg-type]
-    return sent[0]["status"]
-
 
 @pytest.mark.parametrize(
     ("method", "path", "scopes"),
@@ -426,17 +331,6 @@ def test_scopes_by_example(keys, secrets, method, path, scopes):
             assert scope in message
 
 
-def test_a_table_that_is_wrong_is_told():
-    with pytest.raises(UserError, match="scope 'write'"):
-        Table([Endpoint("GET", "/a", ("write",))])
-    with pytest.raises(UserError, match="two endpoints"):
-        Table([Endpoint("GET", "/a", ()), Endpoint("GET", "/a", None)])
-    with pytest.raises(UserError, match="body_s is 0"):
-        Limits(body_s=0)
-    with pytest.raises(UserError, match="less than one body"):
-        Limits(body_bytes=100, held_bytes=99)
-
-
 # -- how much
 
 SMALL = Limits(body_bytes=1000, small_body_bytes=500, open_body_bytes=100, held_bytes=16_000)
@@ -447,30 +341,25 @@ async def parts(*sizes):
         yield b"x" * size
 
 
-def test_bodies_are_bounded_as_declared_and_as_read():
+@pytest.mark.parametrize(
+    ("method", "path", "most"),
+    [
+        ("POST", "/api/v1/asample", 1000),
+        ("POST", "/api/v1/create_session", 500),
+        ("GET", "/v1/models", 500),
+        ("POST", "/no/such", 500),
+        ("POST", "/api/v1/client/config", 100),
+    ],
+)
+def test_bodies_are_bounded_as_declared_and_as_read(method, path, most):
     app = gate_of(limits=SMALL)
-    for content, size in [(b"", 0), (b"x" * 1000, 1000), (parts(400, 0, 600), 1000)]:
-        assert ask(app, "POST", "/api/v1/asample", content=content).json()["size"] == size
-    for content in (b"x" * 1001, parts(400, 601), parts(10_000)):
-        got = ask(app, "POST", "/api/v1/asample", content=content)
-        assert got.status_code == 413
-        assert "1000" in got.json()["detail"]
-    assert ask(app, "POST", "/api/v1/client/config", content=b"x" * 101).status_code == 413
-    for method, path in [
-        ("POST", "/api/v1/create_session"),
-        ("GET", "/v1/models"),
-        ("POST", "/no/such"),
-        ("DELETE", "/api/v1/sessions/x"),
-    ]:
-        assert ask(app, method, path, content=b"x" * 500).status_code == 200, path
-        assert ask(app, method, path, content=b"x" * 501).status_code == 413, path
-    assert (
-        ask(app, "POST", "/v1/completions", content=b"x" * 1001).json()["error"]["type"]
-        == "invalid_request_error"
-    )
-    got = ask(app, "POST", "/api/v1/asample", content=b"x", headers={"content-length": "-1"})
-    assert got.status_code == 400
-    assert app.budget.used == 0
+    for content in (b"", b"x" * most, parts(most - 50, 0, 50)):
+        assert ask(app, method, path, content=content).status_code == 200
+    for content in (b"x" * (most + 1), parts(most - 50, 51), parts(10_000)):
+        got = ask(app, method, path, content=content)
+        assert (got.status_code, str(most) in got.text) == (413, True)
+    got = ask(app, method, path, content=b"x", headers={"content-length": "-1"})
+    assert (got.status_code, app.budget.used) == (400, 0)
 
 
 @pytest.mark.parametrize(
@@ -623,176 +512,44 @@ def lines(caplog):
     ]
 
 
-def test_request_ids_are_taken_where_they_are_plain(secrets):
-    app = gate_of()
-    for plain in ("abc", "A.b-c_1:2", "x" * 64):
-        assert (
-            ask(app, "GET", "/health", headers={"x-request-id": plain}).headers["x-request-id"]
-            == plain
-        )
-    made = set()
-    for odd in ("", "a b", "x" * 65, "a\tb", "{", "é".encode(), secrets["read"]):
-        got = ask(app, "GET", "/health", headers={"x-request-id": odd}).headers.get_list(
-            "x-request-id"
-        )
-        assert len(got) == 1
-        made.add(got[0])
-    assert len(made) == 7
-    assert all(len(one) == 32 for one in made)
-
-
 def test_one_line_for_each_request_without_keys_queries_or_bodies(keys, secrets, caplog):
     caplog.set_level(logging.DEBUG)
-    app = gate_of(keys=keys)
-    secret = secrets["train"]
+    app, secret = gate_of(keys=keys), secrets["train"]
     path = f"/api/v1/optim_step/{secret}/sk-{secret[-43:]}?key={secret}&prompt=hello"
-    ask(
-        app,
-        "POST",
-        path,
-        content=b"the prompt",
-        headers={"x-api-key": secret, "x-request-id": "mine"},
-    )
-    ask(
-        app,
-        "POST",
-        "/v1/completions",
-        content=b"the prompt",
-        headers={"x-request-id": "a\nb", **bearer(secret)},
-    )
+    headers = {"x-api-key": secret, "x-request-id": "mine"}
+    ask(app, "POST", path, content=b"the prompt", headers=headers)
+    forged = ask(app, "GET", "/a%0A%7B%22id%22:1%7D" + "y" * 500, headers={"x-request-id": secret})
+    assert len(forged.headers["x-request-id"]) == 32  # a new one, not the key
     first, second = lines(caplog)
-    assert {name: first[name] for name in ("id", "tenant", "method", "status", "bytes_in")} == {
+    assert 0 <= first.pop("ms") < 60_000
+    assert first.pop("bytes_out") > 100
+    assert first == {
         "id": "mine",
         "tenant": "of-train",
+        "key": keys.find(secret).id,
         "method": "POST",
+        "path": "/api/v1/optim_step/***/***",
         "status": 200,
         "bytes_in": 10,
     }
-    assert first["path"] == "/api/v1/optim_step/***/***"
-    assert first["key"] == keys.find(secret).id
-    assert first["bytes_out"] > 100
-    assert 0 <= first["ms"] < 60_000
-    assert second["status"] == 403
+    assert (second["status"], len(second["path"])) == (401, 200)
     assert secret[-43:] not in logged(caplog)
     assert "prompt" not in logged(caplog)
-
-
-def test_paths_cannot_forge_lines(caplog):
-    caplog.set_level(logging.INFO)
-    ask(gate_of(), "GET", "/a%0A%7B%22id%22:1%7D%1b[31m" + "y" * 5000)
-    [line] = lines(caplog)
-    assert line["path"].startswith('/a\n{"id":1}\x1b[31myyy')
-    assert len(line["path"]) == 200
-    [record] = [record for record in caplog.records if record.name == "mint_jax.service"]
-    assert "\n" not in record.message
-    assert "\x1b" not in record.message
 
 
 async def breaks(_):
     raise RuntimeError("a secret of the house")
 
 
-async def breaks_late(_):
-    async def body():
-        yield b"some"
-        raise RuntimeError("a secret of the house")
-
-    return StreamingResponse(body())
-
-
-async def says_500(_):
-    return PlainTextResponse("its own", 500)
-
-
 @pytest.mark.parametrize("path", ["/api/v1/break", "/v1/break"])
 def test_no_traceback_reaches_a_client(caplog, path):
     app = gate_of(Route(path, breaks, methods=["POST"]))
     got = ask(app, "POST", path, headers={"x-request-id": "mine"})
-    assert got.status_code == 500
-    said = got.json()["error"]["message"] if path.startswith("/v1") else got.json()["detail"]
-    assert said == "internal error, request mine"
-    assert got.headers["x-request-id"] == "mine"
+    assert (got.status_code, got.headers["x-request-id"]) == (500, "mine")
+    assert "internal error, request mine" in got.text
     assert "secret" not in got.text
     assert "a secret of the house" in caplog.text
     assert "Traceback" in caplog.text
-    bare = Gate(breaks_bare, None)  # without Starlette, which sends a 500 of its own first
-    assert ask(bare, "POST", path).json() != {}
-
-
-async def breaks_bare(scope, receive, send):
-    raise RuntimeError("a secret of the house")
-
-
-def test_an_answer_that_breaks_off_and_a_500_of_the_apps_own(caplog):
-    caplog.set_level(logging.INFO)
-    app = gate_of(Route("/late", breaks_late), Route("/own", says_500))
-    sent = []
-
-    async def late():
-        parts = [{"type": "http.request"}]
-
-        async def receive():
-            return parts.pop() if parts else await asyncio.Event().wait()
-
-        async def send(message):
-            sent.append(message)
-
-        await app(
-            {
-                "type": "http",
-                "method": "GET",
-                "path": "/late",
-                "headers": LOCAL,
-                "query_string": b"",
-            },
-            receive,
-            send,
-        )
-
-    asyncio.run(late())
-    assert [message["type"] for message in sent] == ["http.response.start", "http.response.body"]
-    assert sent[-1]["more_body"]  # so the server closes the connection, and the client knows
-    assert "a secret of the house" in caplog.text
-    got = ask(app, "GET", "/own")
-    assert (got.status_code, got.text) == (500, "its own")
-    assert lines(caplog)[-1]["bytes_out"] == 7
-
-
-def test_a_stream_passes_part_by_part():
-    async def run():
-        seen, more = [], asyncio.Event()
-
-        async def endpoint(_):
-            async def body():
-                yield b"one"
-                await more.wait()
-                yield b"two"
-
-            return StreamingResponse(body())
-
-        parts = [{"type": "http.request"}]
-
-        async def receive():
-            return parts.pop() if parts else await asyncio.Event().wait()
-
-        async def send(message):
-            seen.append(message.get("body"))
-            if message.get("body") == b"one":
-                more.set()  # it would wait for ever, were the first part kept back
-
-        app = gate_of(Route("/s", endpoint))
-        scope = {
-            "type": "http",
-            "method": "GET",
-            "path": "/s",
-            "headers": LOCAL,
-            "query_string": b"",
-            "root_path": "",
-        }
-        await asyncio.wait_for(app(scope, receive, send), 10)
-        assert [body for body in seen if body] == [b"one", b"two"]
-
-    asyncio.run(run())
 
 
 def test_a_root_path_is_not_part_of_a_rule(keys, secrets):
@@ -808,31 +565,3 @@ def test_a_root_path_is_not_part_of_a_rule(keys, secrets):
         assert status == [200, 403]
 
     asyncio.run(run())
-
-
-def test_lifespan_passes_and_websockets_do_not():
-    async def run():
-        started = []
-
-        async def app(scope, receive, send):
-            started.append(scope["type"])
-
-        sent = []
-
-        async def send(message):
-            sent.append(message["type"])
-
-        await Gate(app, None)({"type": "lifespan"}, None, send)
-        await Gate(app, None)({"type": "websocket", "path": "/", "headers": []}, None, send)
-        assert started == ["lifespan"]
-        assert sent == ["websocket.close"]
-
-    asyncio.run(run())
-
-
-def test_the_answer_of_the_app_has_one_request_id():
-    async def endpoint(_):
-        return Response("x", headers={"X-Request-ID": "the app's"})
-
-    got = ask(gate_of(Route("/x", endpoint)), "GET", "/x", headers={"x-request-id": "mine"})
-    assert got.headers.get_list("x-request-id") == ["mine"]

@@ -66,25 +66,6 @@ def test_training_is_told_in_json(old, rng):
     )
 
 
-def test_a_loss_of_sampled_tokens_in_json(old, rng):
-    model, row = trained(rng, old), rng.integers(0, old.server.base.cfg.vocab_size, N + 1)
-    plain = {
-        "data": [datum(row, target_tokens=row[1:], weights=np.ones(N, np.float32))],
-        "loss_fn": "cross_entropy",
-    }
-    now = logprobs(old.train("forward", model, forward_input=plain))[0]
-    advantages, drawn = (
-        rng.normal(size=N).astype(np.float32),
-        (now + rng.normal(size=N) * 0.1).astype(np.float32),
-    )
-    told = {
-        "data": [datum(row, target_tokens=row[1:], logprobs=drawn, advantages=advantages)],
-        "loss_fn": "importance_sampling",
-    }
-    found = old.train("forward_backward", model, forward_backward_input=told)["metrics"]["loss:sum"]
-    assert found == pytest.approx(-(np.exp(now - drawn) * advantages).sum(), rel=1e-4, abs=1e-4)
-
-
 @pytest.mark.parametrize("optimizer", [{}, {"optimizer": False}, {"optimizer": True}])
 def test_resuming_makes_a_model_and_loads_into_it(old, rng, optimizer):
     model, told = trained(rng, old), batch(rng, old)
@@ -195,38 +176,3 @@ def test_an_archive_is_the_adapter_as_peft_has_it(old, rng, tmp_path):
     assert kept.keys() == found.keys()
     for name, factor in kept.items():
         np.testing.assert_array_equal(found[name], factor)
-
-
-def test_states_have_no_archive(old, rng):
-    model = old.create()
-    old.train("save_weights", model, path="state")
-    refused = old.get(f"training_runs/{model}/checkpoints/weights/state/archive")
-    assert refused.status_code == 400
-    assert "sampler weights" in refused.json()["detail"]
-    assert (
-        old.get(f"training_runs/{model}/checkpoints/sampler_weights/none/archive").status_code
-        == 404
-    )
-
-
-def test_an_unloaded_model_is_gone_and_its_checkpoints_stay(old, rng):
-    model = trained(rng, old)
-    path = old.train("save_weights", model, path="left")["path"]
-    assert old.result("unload_model", {"model_id": model, "type": "unload_model"}) == {
-        "type": "unload_model",
-        "model_id": model,
-    }
-    gone = old.send("optim_step", {"model_id": model, "seq_id": 9} | adam(0.1))
-    assert gone.status_code == 404
-    into = old.create()
-    assert old.train("load_weights", into, path=path)["model_id"] == into
-
-
-def test_a_bad_request_uses_up_its_number(old, rng):
-    model = old.create()
-    told = batch(rng, old)
-    failed = old.train(
-        "forward_backward", model, forward_backward_input=told | {"loss_fn": "none such"}
-    )
-    assert (failed["category"], "none such" in failed["error"]) == ("user", True)
-    assert logprobs(old.train("forward", model, forward_input=told)).shape == (2, N)

@@ -7,7 +7,6 @@ import time
 import urllib.error
 import urllib.request
 
-import httpx
 import numpy as np
 import peft
 import pyrage
@@ -167,93 +166,52 @@ def test_a_checkpoint_ends_with_its_time(site, monkeypatch):
     user_error(trainer.load_state(other), "there is no checkpoint")
 
 
-def test_runs_sessions_and_checkpoints_are_listed_by_pages(rng, site):
+def test_runs_sessions_and_checkpoints_are_listed_by_pages(site):
     client = tinker.ServiceClient(base_url=site.url, api_key="tml-x", user_metadata={"who": "me"})
     rest = client.create_rest_client()
     trainers = [site.trainer(rank, client, user_metadata={"rank": str(rank)}) for rank in (2, 3, 5)]
-    before = rest.list_training_runs().result().cursor.total_count
+    ids = [trainer.model_id for trainer in trainers]
     for trainer in trainers:
         trainer.save_state("s", user_metadata={"note": "n"}).result()
         trainer.save_weights_for_sampler("w").result()
     pages = [rest.list_training_runs(limit=2, offset=offset).result() for offset in (0, 2)]
     runs = [run for page in pages for run in page.training_runs][:3]
-    assert [run.training_run_id for run in runs] == [
-        trainer.model_id for trainer in reversed(trainers)
-    ]
+    assert [run.training_run_id for run in runs] == ids[::-1]
     assert [run.lora_rank for run in runs] == [5, 3, 2]
-    assert pages[0].cursor.total_count == before
     assert runs[0].user_metadata == {"rank": "5"}
     assert runs[0].last_checkpoint.tinker_path.endswith("/weights/s")
     assert runs[0].last_sampler_checkpoint.tinker_path.endswith("/sampler_weights/w")
-    path = f"tinker://{trainers[0].model_id}/weights/s"
-    assert (
-        rest.get_training_run_by_tinker_path(path).result().training_run_id == trainers[0].model_id
-    )
+    path = f"tinker://{ids[0]}/weights/s"
+    assert rest.get_training_run_by_tinker_path(path).result().training_run_id == ids[0]
     info = rest.get_weights_info_by_tinker_path(path).result()
-    assert (info.base_model, info.lora_rank, info.is_lora, info.train_mlp) == (
-        site.server.name,
-        2,
-        True,
-        True,
-    )
-    mine = rest.list_checkpoints(trainers[0].model_id).result().checkpoints
-    assert {one.checkpoint_id: one.checkpoint_type for one in mine} == {
-        "weights/s": "training",
-        "sampler_weights/w": "sampler",
-    }
-    assert next(one for one in mine if one.checkpoint_type == "training").user_metadata == {
-        "note": "n"
-    }
-    assert all(one.size_bytes > 0 for one in mine)
-    seen = [
-        one
-        for offset in (0, 4)
-        for one in rest.list_user_checkpoints(limit=4, offset=offset).result().checkpoints
-    ][:6]
-    assert {one.tinker_path for one in seen} == {
-        f"tinker://{t.model_id}/{kind}"
-        for t in trainers
-        for kind in ("weights/s", "sampler_weights/w")
-    }
-    session = trainers[0].model_id.split(":")[0]
+    assert (info.base_model, info.lora_rank, info.train_mlp) == (site.server.name, 2, True)
+    state, weights = rest.list_checkpoints(ids[0]).result().checkpoints[::-1]
+    assert (state.checkpoint_id, state.checkpoint_type) == ("weights/s", "training")
+    assert (weights.checkpoint_id, weights.checkpoint_type) == ("sampler_weights/w", "sampler")
+    assert (state.user_metadata, state.size_bytes > 0) == ({"note": "n"}, True)
+    lists = [rest.list_user_checkpoints(limit=4, offset=offset).result() for offset in (0, 4)]
+    paths = {one.tinker_path for page in lists for one in page.checkpoints}
+    assert paths >= {f"tinker://{id}/{k}" for id in ids for k in ("weights/s", "sampler_weights/w")}
+    session = ids[0].split(":")[0]
     found = rest.get_session(session).result()
-    assert found.training_run_ids == [trainer.model_id for trainer in trainers]
-    assert found.user_metadata == {"who": "me"}
+    assert (found.training_run_ids, found.user_metadata) == (ids, {"who": "me"})
     assert session in rest.list_sessions(limit=3).result().sessions
     client.close("success").result()
 
 
-def test_a_copy_is_the_copier_s_own(rng, site):
-    """Its bytes are the source's, and go with the last that has them."""
+def test_a_copy_is_the_copiers_own(rng, site):
+    """Copies share their source's bytes, which the last of them deletes."""
     trainer, client = site.trainer(), site.client()
     train(trainer, [batch(rng)], [random_optimizer(rng)])
-    state, weights = (
-        trainer.save_state("s").result().path,
-        trainer.save_weights_for_sampler("w").result().path,
-    )
+    state = trainer.save_state("s").result().path
+    weights = trainer.save_weights_for_sampler("w").result().path
     rest = client.create_rest_client()
-    copies = [
-        rest.copy_weights(path, "archive", ttl_seconds=7200).result() for path in (state, weights)
-    ]
-    assert len({copy.split("/")[2] for copy in copies}) == 2
-    copy = copies[0]
-    assert copy.endswith("/weights/s")
+    copies = [rest.copy_weights(path, "archive").result() for path in (state, weights)]
     rest.delete_checkpoint_from_tinker_path(state).result()
-    again = client.create_training_client_from_state_with_optimizer(copy).result()
+    again = client.create_training_client_from_state_with_optimizer(copies[0]).result()
     same_parts(site.held(again), site.held(trainer))
-    prompt, params = (
-        types.ModelInput.from_ints([5, 6, 7]),
-        types.SamplingParams(max_tokens=4, seed=1),
-    )
-    samplers = [
-        client.create_sampling_client(model_path=path).result() for path in (weights, copies[1])
-    ]
-    one, two = (
-        sampler.sample(prompt, 1, params).result().sequences[0].tokens for sampler in samplers
-    )
-    assert one == two
     files = set(site.server.checkpoints.folder.glob("*.safetensors"))
-    rest.delete_checkpoint_from_tinker_path(copy).result()
+    rest.delete_checkpoint_from_tinker_path(copies[0]).result()
     assert len(files - set(site.server.checkpoints.folder.glob("*.safetensors"))) == 1
     raw = {"source_path": weights, "destination_project_id": "archive"}
     sent = [
@@ -262,9 +220,9 @@ def test_a_copy_is_the_copier_s_own(rng, site):
     ]
     assert sent[0] == sent[1] != sent[2]
     session = weights.split("/")[2].split(":")[0]
-    assert site.post(
-        "copy_weights", {"source_path": weights, "session_id": session, "model_seq_id": 7}
-    ).json() == {"tinker_path": f"tinker://{session}:train:7/sampler_weights/w"}
+    into = {"source_path": weights, "session_id": session, "model_seq_id": 7}
+    path = f"tinker://{session}:train:7/sampler_weights/w"
+    assert site.post("copy_weights", into).json() == {"tinker_path": path}
 
 
 def test_a_published_checkpoint_is_everybody_s_to_read(rng, sites, tiny_base, tmp_path):
@@ -285,16 +243,6 @@ def test_a_published_checkpoint_is_everybody_s_to_read(rng, sites, tiny_base, tm
         bob.create_rest_client().delete_checkpoint_from_tinker_path(path).result()
     with pytest.raises(tinker.NotFoundError):
         bob.create_rest_client().get_training_run(trainer.model_id).result()
-    assert (
-        site.post(
-            "optim_step", {"model_id": trainer.model_id, "seq_id": 9, "adam_params": {}}, secrets[1]
-        ).status_code
-        == 404
-    )
-    step = site.post(
-        "optim_step", {"model_id": trainer.model_id, "seq_id": 4, "adam_params": {}}, secrets[0]
-    ).json()["request_id"]
-    assert [site.retrieve(step, secret).status_code for secret in secrets] == [200, 410]
     rest.unpublish_checkpoint_from_tinker_path(path).result()
     with pytest.raises(tinker.RequestFailedError, match="there is no checkpoint"):
         bob.create_training_client_from_state(path).result()
@@ -343,29 +291,9 @@ def test_other_engines_take_an_adapter(encrypted, rng, site, hf_dirs, tmp_path):
     assert np.abs(got - logprobs(model.unload())).max() > 1e-3, "else the adapter does nothing"
 
 
-def test_a_link_of_another_s_making_opens_nothing(site):
-    trainer = site.trainer()
-    user_error(
-        trainer.save_weights_external("x", age_encryption_recipients=["age1nobody"]),
-        "no age public key",
-    )
+def test_a_forged_link_opens_nothing(site):
+    trainer, rest = site.trainer(), site.client().create_rest_client()
     path = trainer.save_weights_external("x").result().path
-    url = next(
-        iter(
-            site.client()
-            .create_rest_client()
-            .get_external_weights_urls(path)
-            .result()
-            .urls.values()
-        )
-    )
+    url = next(iter(rest.get_external_weights_urls(path).result().urls.values()))
     with pytest.raises(urllib.error.HTTPError, match="400"):
         urllib.request.urlopen(url[:-6] + "AAAAAA")
-    trainer.save_state("y").result()
-    answer = httpx.get(
-        f"{site.url}/api/v1/training_runs/{trainer.model_id}/checkpoints/weights/y/external_weights_urls"
-    )
-    assert (answer.status_code, "has no files to download" in answer.json()["detail"]) == (
-        400,
-        True,
-    )

@@ -135,29 +135,3 @@ def test_another_router_changes_what_is_not_replayed(site, secrets, journaled, r
         "the other router does nothing, so the test says nothing"
     )
     np.testing.assert_allclose(replayed, sampled, atol=1e-4)
-
-
-@every_family
-def test_sequences_that_are_gone_replay_nothing(site, secrets, journaled, rng):
-    """A span that names none of the server's, and one of which a part is known."""
-    trainer = site.trainer(client=site.client(secrets[0]["ann"]))
-    plain, named, _, id = rollout(trainer, rng.integers(3, 97, 6).tolist())
-    n = plain.model_input.length
-    gone = types.SampledProvenanceSpan(sequence_id="nobody", length=n)
-    trainer.forward_backward(
-        [plain.with_provenance([gone], [gone])], "importance_sampling"
-    ).result()
-    assert journaled[-1].data[0].routes is None
-    half = [
-        types.SampledProvenanceSpan(sequence_id="nobody", length=n - 3),
-        types.SampledProvenanceSpan(sequence_id=id, length=3),
-    ]
-    trainer.forward_backward([plain.with_provenance(half, half)], "importance_sampling").result()
-    routes = journaled[-1].data[0].routes
-    assert (routes[:-3] == -1).all()
-    assert (routes[-3:] >= 0).all()
-    beyond = [types.PromptProvenanceSpan(sequence_id=id, offset=1000, length=n)]
-    trainer.forward_backward(
-        [plain.with_provenance(beyond, beyond)], "importance_sampling"
-    ).result()
-    assert (journaled[-1].data[0].routes == -1).all(), "the prompt has no such place"

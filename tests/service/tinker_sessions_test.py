@@ -94,26 +94,13 @@ def test_sessions_are_searched(made):
     assert found(made, statuses=both) == [two]
 
 
-def test_a_session_is_told(made, site):  # noqa: F811
-    first, second = page(made, display_name="run").sessions[::-1]
-    assert (first.owner, first.display_name, first.user_metadata) == (
-        "default",
-        "The First Run",
-        {"run": "a", "by": "x"},
-    )
-    assert (first.project_id, first.checkpoints_count, first.status) == ("", 1, SessionActive())
+def test_pages_follow_a_cursor(made, site):  # noqa: F811
+    first = page(made, limit=3).sessions[-1]
+    assert (first.owner, first.checkpoints_count, first.status) == ("default", 1, SessionActive())
     assert first.checkpoint_storage_bytes == site.server.book.checkpoint_bytes("default")
-    assert (second.project_id, second.checkpoints_count, second.checkpoint_storage_bytes) == (
-        "p",
-        0,
-        0,
-    )
-    assert second.status == ClientSessionFinished(
-        reason=ClientSessionFinishErrored(), detail="out of money"
-    )
-
-
-def test_pages_follow_a_cursor(made):
+    (second,) = page(made, display_name="second").sessions
+    errored = ClientSessionFinished(reason=ClientSessionFinishErrored(), detail="out of money")
+    assert second.status == errored
     seen, cursor = [], None
     for _ in range(4):
         got = page(made, limit=1, cursor=cursor)
@@ -121,7 +108,6 @@ def test_pages_follow_a_cursor(made):
         if (cursor := got.next_cursor) is None:
             break
     assert seen == made["ids"][::-1]
-    assert page(made, limit=3).next_cursor is None
 
 
 def test_sessions_are_moved_into_projects(made):
@@ -158,24 +144,15 @@ def test_a_timeline_is_downloaded_without_a_key(made, site):  # noqa: F811
 
 
 @pytest.mark.parametrize(
-    ("told", "message"),
+    ("body", "message"),
     [
-        ({"limit": 0}, "limit"),
         ({"limit": 201}, "limit"),
-        ({"statuses": [{"type": "odd"}]}, "statuses[0].type"),
         ({"statuses": [{"type": "client_finished", "reasons": ["odd"]}]}, "statuses[0].reasons[0]"),
-        ({"owner": {"type": "odd"}}, "owner.type"),
         ({"owner": {"type": "user"}}, "owner.owner_urns"),
         ({"cursor": {"last_created_at": "yesterday", "last_session_id": "x"}}, "last_created_at"),
-        (
-            {"cursor": {"last_created_at": "2026-01-01T00:00:00", "last_session_id": "x"}},
-            "last_created_at",
-        ),
-        ({"display_name": ""}, "display_name"),
-        ({"project_ids": "p"}, "project_ids"),
     ],
 )
-def test_what_cannot_be_searched_is_told(site, told, message):  # noqa: F811
-    answer = site.post("sessions/search", told)
+def test_a_bad_search_is_refused(site, body, message):  # noqa: F811
+    answer = site.post("sessions/search", body)
     assert answer.status_code == 400
     assert message in answer.json()["detail"]

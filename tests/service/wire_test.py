@@ -166,19 +166,6 @@ def test_what_the_sdk_encodes_is_read_back_the_same(loss, content_type, rng):
                 np.testing.assert_array_equal(told, sent[{"old_logp": "logprobs"}.get(name, name)])
 
 
-@pytest.mark.parametrize("content_type", [PROTO, JSON])
-def test_a_forward_pass_says_so_itself(content_type, rng):
-    request = sdk_request(
-        [sdk_datum(rng.integers(0, V, 4), sampled_inputs(rng, 4, "cross_entropy"))], "cross_entropy"
-    )
-    body = (
-        proto_body(request, forward_only=True)
-        if content_type == PROTO
-        else json_body(request, "forward_input")
-    )
-    assert not forward_backward.read(body, f"{content_type}; charset=utf-8").batch().call.backward
-
-
 def test_weights_of_a_sampled_loss_count_and_what_it_does_not_need_is_not_read(rng):
     inputs = sampled_inputs(rng, 5, "ppo") | {
         "weights": np.float32([0, 1, 2, 0, 1]),
@@ -279,23 +266,6 @@ def test_soft_targets_come_back_in_the_shape_they_were_sent_in(
         np.testing.assert_array_equal(output["elementwise_loss"], -weights * expected)
 
 
-def test_one_sparse_tensor_beside_a_dense_one(rng):
-    targets = np.zeros((6, 9), np.int64)
-    targets[np.arange(6), rng.integers(0, 9, 6)] = rng.integers(1, V, 6)
-    inputs = {
-        "target_tokens": torch.tensor(targets),
-        "weights": rng.normal(size=(6, 9)).astype(np.float32),
-    }
-    request = sdk_request([sdk_datum(np.arange(6), inputs)], "cross_entropy")
-    assert (
-        request.forward_backward_input.data[0].loss_fn_inputs["target_tokens"].sparse_crow_indices
-        is not None
-    )
-    batch = batch_of(request)
-    assert batch.call.columns is None
-    np.testing.assert_array_equal(batch.call.data[0].targets, targets)
-
-
 # -- losses
 
 
@@ -375,17 +345,6 @@ def test_losses_are_the_contracts(loss, config, loss_and_slope, rng):
     np.testing.assert_allclose(got, total, rtol=1e-5, atol=1e-5)
 
 
-def test_options_as_text_and_the_old_map_beside_the_new(rng):
-    message = pb.ForwardBackwardRequest(model_id="m", seq_id=1, loss_fn="ppo")
-    message.loss_fn_config["clip_low_threshold"] = 0.5
-    assert batch_of(message).call.loss.ratio_low == 0.5
-    message.loss_fn_config_v2["clip_low_threshold"].number = 0.6
-    assert batch_of(message).call.loss.ratio_low == 0.6
-    message.loss_fn_config_v2["clip_low_threshold"].text = "0.6"
-    with pytest.raises(UserError, match=r"clip_low_threshold is '0\.6'; expected a finite number"):
-        batch_of(message)
-
-
 # -- forward and backward, written
 
 
@@ -453,230 +412,89 @@ def test_a_weight_of_nothing_is_no_loss():
 # -- mistakes
 
 
-def good():
-    """A request of both kinds of targets, as the SDK's message."""
-    soft = {"target_tokens": torch.eye(4, 9, dtype=torch.int64) * 3, "weights": torch.eye(4, 9)}
-    plain = {"target_tokens": np.arange(3), "weights": np.ones(3, np.float32)}
-    request = sdk_request(
-        [sdk_datum(np.arange(3), plain), sdk_datum(np.arange(4), soft)], "cross_entropy"
-    )
-    return forward_backward_request_to_proto(request)
+def good(loss="cross_entropy", config=None):
+    """Returns the SDK's message: a plain datum and, for cross-entropy, one of sparse targets."""
+    ones = np.ones(3, np.float32)
+    plain = {"target_tokens": np.arange(3)}
+    if loss == "cross_entropy":
+        soft = {"target_tokens": torch.eye(4, 9, dtype=torch.int64) * 3, "weights": torch.eye(4, 9)}
+        data = [sdk_datum(np.arange(3), plain | {"weights": ones}), sdk_datum(np.arange(4), soft)]
+    else:
+        data = [sdk_datum(np.arange(3), plain | {"logprobs": -ones, "advantages": ones})]
+    return forward_backward_request_to_proto(sdk_request(data, loss, config))
 
 
-def sampled(loss="ppo", config=None):
-    inputs = {
-        "target_tokens": np.arange(3),
-        "logprobs": -np.ones(3, np.float32),
-        "advantages": np.ones(3, np.float32),
-    }
-    if loss == "gspo":
-        inputs["sequence_ratio_mask"] = np.ones(3, np.float32)
-    return forward_backward_request_to_proto(
-        sdk_request([sdk_datum(np.arange(3), inputs)], loss, config)
-    )
+def inputs(name, datum=0, shape=None, **fields):
+    """Returns a change of a tensor; an array stands for its bytes."""
 
-
-def i64(*values):
-    return np.array(values, np.int64).tobytes()
-
-
-def f32(*values):
-    return np.array(values, np.float32).tobytes()
-
-
-def plain(message, name="weights"):
-    return message.data[0].loss_fn_inputs[name]
-
-
-def soft(message, name="target_tokens"):
-    return message.data[1].loss_fn_inputs[name]
-
-
-def shaped(tensor, *dims):
-    del tensor.shape[:]
-    tensor.shape.extend(dims)
-
-
-def put(message, **fields):
-    for name, value in fields.items():
-        setattr(message, name, value)
-
-
-def spanned(*runs):
-    def change(m):
-        for kind, *values in runs:
-            span = m.data[0].model_input_spans.add()
-            if kind:
-                put(getattr(span, kind), **dict(zip(("sequence_id", "offset", "length"), values)))
+    def change(message):
+        tensor = message.data[datum].loss_fn_inputs[name]
+        if shape is not None:
+            tensor.shape[:] = shape
+        for field, value in fields.items():
+            part = tensor.sparse_csr if datum and field != "dtype" else tensor
+            setattr(part, field, value.tobytes() if isinstance(value, np.ndarray) else value)
 
     return change
 
 
-def weights(**fields):
-    return lambda m: put(plain(m), **fields)
+def span(sequence, offset, length):
+    def change(message):
+        run = message.data[0].model_input_spans.add().prompt_tokens
+        run.sequence_id, run.offset, run.length = sequence, offset, length
+
+    return change
 
 
-def targets(**fields):
-    return lambda m: put(plain(m, "target_tokens"), **fields)
-
-
-def csr(**fields):
-    return lambda m: put(soft(m).sparse_csr, **fields)
+def of(*values):
+    return np.array(values, np.int64)
 
 
 def loss_named(name):
-    return lambda m: put(m, loss_fn=name)
+    return lambda message: setattr(message, "loss_fn", name)
 
 
-BAD = {  # what is wrong -> (how, what is said)
-    "bytes too many": (weights(dense=f32(1, 2, 3, 4)), "datum 0: weights has 4 values; its shape"),
-    "half a number": (weights(dense=f32(1, 2, 3)[:-1]), "11 bytes; expected a multiple of 4"),
-    "no values": (lambda m: plain(m).ClearField("encoding"), "weights has no values"),
-    "no dtype": (weights(dtype=0), "dtype is 0; choose"),
-    "targets as floats": (
-        targets(dtype=1, dense=f32(1, 2, 3)),
-        "target_tokens has numbers of type float",
-    ),
-    "targets of 64 bits": (targets(dense=i64(1, 2**40, 3)), "target_tokens has 1099511627776"),
-    "NaN": (weights(dense=f32(1, np.nan, 3)), "weights has nan at 1"),
-    "dimension below 0": (lambda m: shaped(plain(m), -3), "one or two axes, none below 0"),
-    "dense bomb": (lambda m: shaped(plain(m), 1, 2**40), "its shape .* has 1099511627776"),
-    "overflowing bomb": (
-        lambda m: shaped(plain(m), 2**61, 8),
-        "its shape .* has 18446744073709551616",
-    ),
-    "weights of one more axis": (
-        lambda m: shaped(plain(m), 3, 1),
-        r"weights has shape \[3, 1\]; target_tokens has \[3\]",
-    ),
-    "fewer targets": (
-        lambda m: (
-            put(plain(m, "target_tokens"), dense=i64(1, 2)),
-            shaped(plain(m, "target_tokens"), 2),
-        ),
-        r"target_tokens has shape \[2\]; model_input has 3 tokens, cross_entropy takes \[3\]",
-    ),
-    "half a token": (
-        lambda m: put(m.data[0].model_input[0].encoded_text, tokens=b"12345"),
-        "5 bytes; expected a multiple of 4",
-    ),
-    "an image": (
-        lambda m: put(m.data[0].model_input.add().image, data=b"png"),
-        r"chunks\[1\] is of type 'image'; this base reads",
-    ),
-    "no targets": (
-        lambda m: m.data[0].loss_fn_inputs.pop("target_tokens"),
-        "loss_fn_inputs has no target_tokens",
-    ),
-    "an unknown input": (
-        lambda m: put(m.data[0].loss_fn_inputs["mask"], dense=b""),
-        "loss_fn_inputs has 'mask'",
-    ),
-    "loss unknown": (
-        loss_named("l2"),
-        "loss_fn is .*'l2'.*; choose one of: cross_entropy, importance_sampling",
-    ),
-    "stable_reinforce": (
-        loss_named("stable_reinforce"),
-        "not computed here: send importance_sampling",
-    ),
-    "an option of no loss": (
-        lambda m: m.loss_fn_config.update({"beta": 1.0}),
-        "cross_entropy takes no options",
-    ),
-    "no span": (spanned((None,)), r"model_input_spans\[0\] has no kind"),
-    "span below 0": (spanned(("prompt_tokens", "a", -1, 3)), "has offset -1 and length 3"),
-    "span of nobody": (spanned(("prompt_tokens", "", 0, 3)), "sequence_id is ''"),
-    "spans too short": (
-        spanned(("prompt_tokens", "a", 0, 2)),
-        "cover 2 positions; the datum has 3",
-    ),
-    "spans too long": (
-        spanned(("sampled_tokens", "a", 0, 2**62), ("sampled_tokens", "a", 0, 2**62)),
-        "positions; the datum has 3",
-    ),
-    "sparse bomb": (
-        lambda m: shaped(soft(m), 4, 2**40),
-        "is sparse, of shape .* send fewer columns",
-    ),
-    "sparse of one axis": (lambda m: shaped(soft(m), 36), "is sparse, of shape"),
-    "row pointers too few": (csr(crow_indices=i64(0, 1, 2, 4)), "has 4 crow_indices"),
-    "row pointers that turn": (csr(crow_indices=i64(0, 3, 2, 3, 4)), "crow_indices do not ascend"),
-    "row pointers once around": (
-        csr(crow_indices=i64(0, 2**63 - 1, -2, 1, 4)),
-        "crow_indices do not ascend",
-    ),
-    "columns too few": (csr(col_indices=i64(0, 1, 2)), "3 col_indices and 4 values"),
-    "column too far": (csr(col_indices=i64(0, 1, 2, 9)), "has columns 0 to 8"),
-    "a cell twice": (
-        csr(crow_indices=i64(0, 2, 2, 3, 4), col_indices=i64(1, 1, 2, 3)),
+F = np.float32
+BAD = [  # message, change, words of the refusal
+    (good(), inputs("weights", dense=F([1, 2, 3, 4])), "datum 0: weights has 4 values; its shape"),
+    (good(), inputs("weights", dense=b"12345"), "5 bytes; expected a multiple of 4"),
+    (good(), lambda m: m.data[0].loss_fn_inputs["weights"].ClearField("encoding"), "no values"),
+    (good(), inputs("weights", dtype=0), "dtype is 0; choose"),
+    (good(), inputs("target_tokens", dtype=1, dense=F([1, 2, 3])), "numbers of type float"),
+    (good(), inputs("target_tokens", dense=of(1, 2**40, 3)), "target_tokens has 1099511627776"),
+    (good(), inputs("weights", dense=F([1, np.nan, 3])), "weights has nan at 1"),
+    (good(), inputs("weights", shape=[-3]), "one or two axes, none below 0"),
+    (good(), inputs("weights", shape=[2**61, 8]), "its shape .* has 18446744073709551616"),
+    (good(), inputs("weights", shape=[3, 1]), r"weights has shape \[3, 1\]; target_tokens has \["),
+    (good(), lambda m: m.data[0].model_input.add().image.SetInParent(), "is of type 'image'"),
+    (good(), lambda m: m.data[0].loss_fn_inputs.pop("target_tokens"), "has no target_tokens"),
+    (good(), lambda m: m.data[0].loss_fn_inputs["mask"].SetInParent(), "has 'mask'"),
+    (good(), loss_named("l2"), "loss_fn is .*'l2'.*; choose one of: cross_entropy"),
+    (good(), lambda m: m.loss_fn_config.update({"beta": 1.0}), "cross_entropy takes no options"),
+    (good(), lambda m: m.data[0].model_input_spans.add(), r"model_input_spans\[0\] has no kind"),
+    (good(), span("a", -1, 3), "has offset -1 and length 3"),
+    (good(), span("a", 0, 2**62), "positions; the datum has 3"),
+    (good(), inputs("target_tokens", 1, shape=[4, 2**40]), "is sparse, of shape .* fewer columns"),
+    (good(), inputs("target_tokens", 1, crow_indices=of(0, 1, 2, 4)), "has 4 crow_indices"),
+    (good(), inputs("target_tokens", 1, crow_indices=of(0, 2**63 - 1, -2, 1, 4)), "do not ascend"),
+    (good(), inputs("target_tokens", 1, col_indices=of(0, 1, 2, 9)), "has columns 0 to 8"),
+    (
+        good(),
+        inputs("target_tokens", 1, crow_indices=of(0, 2, 2, 3, 4), col_indices=of(1, 1, 2, 3)),
         "col_indices do not ascend in every row",
     ),
-    "half a column": (
-        csr(col_indices=b"1234"),
-        "col_indices has 4 bytes; expected a multiple of 8",
-    ),
-    "sparse targets as floats": (
-        lambda m: put(soft(m), dtype=1) or put(soft(m).sparse_csr, values=f32(1, 2, 3, 4)),
-        "of type float",
-    ),
-    "sparse NaN": (
-        lambda m: put(soft(m, "weights").sparse_csr, values=f32(1, 2, np.nan, 4)),
-        "weights has nan at 2",
-    ),
-}
-BAD_SAMPLED = {
-    "no logprobs": (
-        sampled(),
-        lambda m: m.data[0].loss_fn_inputs.pop("logprobs"),
-        "has no logprobs; ppo needs",
-    ),
-    "no mask": (sampled(), loss_named("gspo"), "has no sequence_ratio_mask; gspo needs"),
-    "weights of gspo": (
-        sampled("gspo"),
-        lambda m: put(m.data[0].loss_fn_inputs["weights"], dense=b""),
-        "gspo takes none",
-    ),
-    "two axes": (
-        sampled(),
-        lambda m: shaped(plain(m, "target_tokens"), 3, 1),
-        r"shape \[3, 1\]; .* ppo takes \[3\]",
-    ),
-    "logprobs below infinity": (
-        sampled(),
-        lambda m: put(plain(m, "logprobs"), dense=f32(0, -np.inf, 0)),
-        "logprobs has -inf at 1",
-    ),
-    "unknown option": (
-        sampled(),
-        lambda m: m.loss_fn_config.update({"clip": 0.2}),
-        "has 'clip'; ppo takes clip_low_threshold, clip_high_",
-    ),
-    "crossed": (
-        sampled(config={"clip_low_threshold": 1.3}),
-        lambda m: None,
-        "clip_low_threshold is 1.3 and clip_high_threshold 1.2",
-    ),
-    "no number": (
-        sampled(config={"clip_high_threshold": math.nan}),
-        lambda m: None,
-        "clip_high_threshold is nan; expected",
-    ),
-    "neither number nor text": (
-        sampled(),
-        lambda m: m.loss_fn_config_v2["clip_high_threshold"].SetInParent(),
-        "clip_high_threshold is None",
-    ),
-    "no beta": (sampled("dro"), lambda m: None, "has no beta; dro needs it"),
-    "beta below 0": (sampled("dro", {"beta": -1.0}), lambda m: None, "beta is -1.0"),
-}
-ALL_BAD = {name: (good(), *row) for name, row in BAD.items()} | {
-    f"sampled: {name}": row for name, row in BAD_SAMPLED.items()
-}
+    (good("ppo"), lambda m: m.data[0].loss_fn_inputs.pop("logprobs"), "has no logprobs; ppo needs"),
+    (good("ppo"), loss_named("gspo"), "has no sequence_ratio_mask; gspo needs"),
+    (good("ppo"), inputs("logprobs", dense=F([0, -np.inf, 0])), "logprobs has -inf at 1"),
+    (good("ppo"), lambda m: m.loss_fn_config.update({"clip": 0.2}), "has 'clip'; ppo takes clip"),
+    (good("ppo", {"clip_low_threshold": 1.3}), lambda m: None, "1.3 and clip_high_threshold 1.2"),
+    (good("ppo", {"clip_high_threshold": math.nan}), lambda m: None, "is nan; expected"),
+    (good("dro"), lambda m: None, "has no beta; dro needs it"),
+]
 
 
-def refused(call, match=None):
-    """It is a UserError, and takes little memory to find out."""
+def refused(call, match):
+    """Checks for a short UserError that takes little memory."""
 
     def one():
         with pytest.raises(UserError, match=match) as error:
@@ -686,9 +504,8 @@ def refused(call, match=None):
     assert_takes_at_most(64 << 20, one)
 
 
-@pytest.mark.parametrize("name", ALL_BAD)
-def test_a_bad_request_has_its_place_and_is_refused_there(name):
-    message, change, match = ALL_BAD[name]
+@pytest.mark.parametrize(("message", "change", "match"), BAD, ids=lambda one: str(one)[:40])
+def test_a_bad_request_has_its_place_and_is_refused_there(message, change, match):
     changed = type(message)()
     changed.CopyFrom(message)
     change(changed)
@@ -699,150 +516,49 @@ def test_a_bad_request_has_its_place_and_is_refused_there(name):
 
 def test_sparse_cells_of_a_whole_request_are_bounded():
     message = good()
-    tensor = soft(message)
-    for one in (tensor, soft(message, "weights")):
-        shaped(one, 4, tensors.MAX_CELLS // 4)
+    for name in ("target_tokens", "weights"):
+        inputs(name, 1, shape=[4, tensors.MAX_CELLS // 4])(message)
     batch_of(message)
     message.data.append(message.data[1])
     refused(lambda: batch_of(message), "data 0 to 2 have 8388608 cells")
 
 
-def test_sparse_cells_count_where_a_full_row_makes_them_dense():
-    square = 1024
-    full = torch.zeros(square, square, dtype=torch.int64)
-    full[0] = 1
-    datum = sdk_datum(np.zeros(square, np.int64), {"target_tokens": full, "weights": full.float()})
-    message = forward_backward_request_to_proto(sdk_request([datum] * 5, "cross_entropy"))
-    refused(lambda: batch_of(message), "data 0 to 4 have 5242880 cells")
-
-
-BODIES = {
-    "no bytes": (b"", PROTO, "model_id is ''"),
-    "no message": (b"\xff" * 9, PROTO, "no ForwardBackwardRequest"),
-    "cut": (good().SerializeToString()[:-1], PROTO, "no ForwardBackwardRequest"),
-    "no number": (
-        pb.ForwardBackwardRequest(model_id="m").SerializeToString(),
-        PROTO,
-        "seq_id is 0; expected 1 or more",
-    ),
-    "another type": (b"{}", "text/plain", "content type is 'text/plain'"),
-    "no JSON": (b"{", JSON, "is not JSON"),
-    "JSON without an end": (b"[" * 10**6, JSON, "nests deeper"),
-    "nobody": (b'{"seq_id": 1}', JSON, "model_id is missing"),
-    "a number for a name": (b'{"model_id": 7, "seq_id": 1}', JSON, "model_id is 7"),
-    "half a character": (b'{"model_id": "\\ud800", "seq_id": 1}', JSON, "is not JSON"),
-    "a number too large": (
-        b'{"model_id": "m", "seq_id": 4294967296}',
-        JSON,
-        "seq_id is 4294967296",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", BODIES)
-def test_a_body_without_a_place_is_refused(name):
-    body, content_type, match = BODIES[name]
+@pytest.mark.parametrize(
+    ("body", "content_type", "match"),
+    [
+        (b"", PROTO, "model_id is ''"),
+        (good().SerializeToString()[:-1], PROTO, "no ForwardBackwardRequest"),
+        (b"{}", "text/plain", "content type is 'text/plain'"),
+        (b"[" * 10**6, JSON, "nests deeper"),
+        (b'{"model_id": "m", "seq_id": 4294967296}', JSON, "seq_id is 4294967296"),
+    ],
+)
+def test_a_body_without_a_place_is_refused(body, content_type, match):
     refused(lambda: forward_backward.read(body, content_type), match)
 
 
-JSON_GOOD = {
-    "data": [
-        {
-            "model_input": {"chunks": [{"tokens": [1, 2]}]},
-            "loss_fn_inputs": {
-                "target_tokens": {"data": [2, 3], "dtype": "int64", "shape": [2]},
-                "weights": {"data": [1, 0.5], "dtype": "float32"},
-            },
-        }
+@pytest.mark.parametrize(
+    ("tokens", "weights", "match"),
+    [
+        ([1, 2.5], {}, "expected a list of whole numbers"),
+        ([1, 2**70], {}, "whole numbers of 64 bits"),
+        ([1, 2], {"dtype": "float8"}, "dtype is 'float8'; expected 'float32'"),
+        ([1, 2], {"data": [1, None]}, "expected a list of numbers"),
+        ([1, 2], {"data": [1, 1e39]}, r"weights has 1e\+39 at 1"),
+        ([1, 2], {"sparse_crow_indices": [0, 1]}, "is sparse"),
     ],
-    "loss_fn": "cross_entropy",
-}
-BAD_JSON = {  # where, what is put there, what is said
-    "data": ((), {"data": None}, "data is null; expected a list"),
-    "chunks": (("data", 0, "model_input"), {"chunks": {}}, "chunks is an object"),
-    "image": (
-        ("data", 0, "model_input", "chunks", 0),
-        {"type": "image"},
-        "type is 'image'; expected 'encoded_text'",
-    ),
-    "token": (
-        ("data", 0, "model_input", "chunks", 0),
-        {"tokens": [1, 2.5]},
-        "expected a list of whole numbers",
-    ),
-    "token of 70 bits": (
-        ("data", 0, "model_input", "chunks", 0),
-        {"tokens": [1, 2**70]},
-        "whole numbers of 64 bits",
-    ),
-    "dtype": (
-        ("data", 0, "loss_fn_inputs", "weights"),
-        {"dtype": "float8"},
-        "dtype is 'float8'; expected 'float32'",
-    ),
-    "null": (
-        ("data", 0, "loss_fn_inputs", "weights"),
-        {"data": [1, None]},
-        "expected a list of numbers",
-    ),
-    "NaN": (
-        ("data", 0, "loss_fn_inputs", "weights"),
-        {"data": [1, math.nan]},
-        "weights has nan at 1",
-    ),
-    "beyond float32": (
-        ("data", 0, "loss_fn_inputs", "weights"),
-        {"data": [1, 1e39]},
-        r"weights has 1e\+39 at 1",
-    ),
-    "shape of floats": (
-        ("data", 0, "loss_fn_inputs", "weights"),
-        {"shape": [2.0]},
-        "one or two axes",
-    ),
-    "half sparse": (
-        ("data", 0, "loss_fn_inputs", "weights"),
-        {"sparse_crow_indices": [0, 1]},
-        "is sparse",
-    ),
-    "true option": (
-        (),
-        {"loss_fn": "ppo", "loss_fn_config": {"clip_low_threshold": True}},
-        "clip_low_threshold is True",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", BAD_JSON)
-def test_bad_json_is_refused(name):
-    path, change, match = BAD_JSON[name]
-    changed = json.loads(json.dumps(JSON_GOOD))
-    at = changed
-    for key in path:
-        at = at[key]
-    for key, value in change.items():
-        at[key] = value
-    body = json.dumps({"forward_backward_input": changed, "model_id": "m", "seq_id": 1}).encode()
+)
+def test_bad_json_is_refused(tokens, weights, match):
+    datum = {
+        "model_input": {"chunks": [{"tokens": tokens}]},
+        "loss_fn_inputs": {
+            "target_tokens": {"data": [2, 3], "dtype": "int64", "shape": [2]},
+            "weights": {"data": [1, 0.5], "dtype": "float32"} | weights,
+        },
+    }
+    batch = {"data": [datum], "loss_fn": "cross_entropy"}
+    body = json.dumps({"forward_backward_input": batch, "model_id": "m", "seq_id": 1}).encode()
     refused(forward_backward.read(body, JSON).batch, match)
-
-
-def test_the_shortest_json_there_is():
-    """Chunks without a type, and shapes that are not told."""
-    batch = forward_backward.read(
-        json.dumps({"forward_input": JSON_GOOD, "model_id": "m", "seq_id": 1}).encode(), JSON
-    ).batch()
-    assert batch.call.data[0].tokens.tolist() == [1, 2]
-    assert batch.call.data[0].targets.tolist() == [2, 3]
-    assert batch.call.data[0].weights.tolist() == [1, 0.5]
-
-
-def test_json_with_both_inputs_or_none_is_refused():
-    for inputs in ({}, {"forward_input": JSON_GOOD, "forward_backward_input": JSON_GOOD}):
-        body = json.dumps({"model_id": "m", "seq_id": 1} | inputs).encode()
-        refused(
-            forward_backward.read(body, JSON).batch,
-            "expected one of forward_backward_input and forward_input",
-        )
 
 
 def test_damaged_bytes_are_read_or_refused_and_nothing_else(rng):
@@ -854,79 +570,6 @@ def test_damaged_bytes_are_read_or_refused_and_nothing_else(rng):
                 damaged[rng.integers(len(damaged))] = rng.integers(256)
         with contextlib.suppress(UserError):
             forward_backward.read(bytes(damaged), PROTO).batch()
-
-
-JUNK = (
-    None,
-    True,
-    -1,
-    2**70,
-    1e300,
-    math.nan,
-    "",
-    "x",
-    [],
-    [None],
-    [[1]],
-    {},
-    {"data": 1},
-    [1, 2, 3],
-    [-(2**63)],
-    0.5,
-)
-
-
-def nodes(value, path=()):
-    """Paths to all parts of a JSON value."""
-    yield path
-    for key, part in (
-        value.items()
-        if isinstance(value, dict)
-        else enumerate(value)
-        if isinstance(value, list)
-        else ()
-    ):
-        yield from nodes(part, (*path, key))
-
-
-def with_junk(told, rng):
-    """A copy with one part replaced by something else."""
-    told = json.loads(json.dumps(told))
-    paths = [path for path in nodes(told) if path]
-    *above, last = paths[rng.integers(len(paths))]
-    at = told
-    for key in above:
-        at = at[key]
-    at[last] = JUNK[rng.integers(len(JUNK))]
-    return json.dumps(told).encode()
-
-
-def test_json_with_a_part_replaced_is_read_or_refused_and_nothing_else(rng):
-    sparse = {
-        "data": [1, 2],
-        "dtype": "int64",
-        "shape": [2, 4],
-        "sparse_crow_indices": [0, 1, 2],
-        "sparse_col_indices": [3, 0],
-    }
-    datum = JSON_GOOD["data"][0] | {"loss_fn_inputs": {"target_tokens": sparse, "weights": sparse}}
-    training = {
-        "forward_backward_input": JSON_GOOD | {"data": [datum], "loss_fn_config": {}},
-        "model_id": "m",
-        "seq_id": 1,
-    }
-    sampling = json.loads(
-        sample_body(
-            params={"stop": ["a"], "top_k": 1}, num_samples=2, target_prompt_logprobs=sparse
-        )
-    )
-    forward_backward.read(json.dumps(training).encode(), JSON).batch()
-    spec_of(json.dumps(sampling).encode())
-    for _ in range(400):
-        with contextlib.suppress(UserError):
-            forward_backward.read(with_junk(training, rng), JSON).batch()
-        with contextlib.suppress(UserError):
-            spec_of(with_junk(sampling, rng))
 
 
 # -- sampling
@@ -946,109 +589,37 @@ def spec_of(body, context=100, end_ids=(7, 8), seed=11):
     return samples.Message(body).spec(context, end_ids, seed)
 
 
-def test_a_sample_of_few_words_is_one_at_temperature_one_up_to_the_context():
-    message = samples.Message(sample_body())
-    assert (
-        message.sampling_session_id,
-        message.seq_id,
-        message.base_model,
-        message.model_path,
-    ) == ("s", 0, None, None)
-    request = spec_of(sample_body()).request
-    assert (request.prompt, request.n, request.max_tokens, request.seed) == ((1, 2, 3), 1, 97, 11)
-    assert (request.temperature, request.top_k, request.top_p) == (1.0, 0, 1.0)
-    assert (request.stop, request.stop_ids) == ((), (7, 8))
-    assert request.first_scored is None
-
-
-def test_a_sample_of_many_words():
-    targets = types.TensorData(data=[4, -1, 5, 6], dtype="int64", shape=[2, 2])
+def test_a_sample_with_every_setting():
     body = sample_body(
         num_samples=3,
-        params={
-            "max_tokens": 5,
-            "seed": 2**32 + 2**31 + 9,
-            "temperature": 1,
-            "top_k": 4,
-            "top_p": 0.5,
-            "stop": ["a", "b"],
-        },
+        params={"max_tokens": 5, "seed": 2**32 + 9, "top_k": 4, "top_p": 0.5, "stop": ["a", "b"]},
         prompt_logprobs=True,
         topk_prompt_logprobs=2,
         topk_sample_logprobs=3,
-        target_prompt_logprobs={"data": targets.data, "dtype": "int64", "shape": targets.shape},
-        prompt_alt_tokens_k=4,
+        target_prompt_logprobs={"data": [4, -1, 5, 6], "dtype": "int64", "shape": [2, 2]},
         prompt_logprobs_last_n=2,
     )
-    request = spec_of(body).request
-    assert (request.n, request.max_tokens, request.seed, request.top_k, request.top_p) == (
-        3,
-        5,
-        2**31 + 9,
-        4,
-        0.5,
-    )
-    assert (request.stop, request.stop_ids) == (("a", "b"), ())
-    assert (request.top_logprobs, request.prompt_logprobs, request.top_prompt_logprobs) == (
-        3,
-        True,
-        2,
-    )
-    assert (
-        request.target_prompt_logprobs,
-        request.prompt_alternatives,
-        request.prompt_logprobs_last_n,
-    ) == (((4,), (5, 6)), 4, 2)
+    got = spec_of(body).request
+    assert (got.prompt, got.n, got.max_tokens, got.seed) == ((1, 2, 3), 3, 5, 9)
+    assert (got.top_k, got.top_p, got.stop, got.stop_ids) == (4, 0.5, ("a", "b"), ())
+    assert (got.prompt_logprobs, got.top_prompt_logprobs, got.top_logprobs) == (True, 2, 3)
+    assert (got.target_prompt_logprobs, got.prompt_logprobs_last_n) == (((4,), (5, 6)), 2)
+    plain = spec_of(sample_body()).request
+    assert (plain.n, plain.max_tokens, plain.seed, plain.stop_ids) == (1, 97, 11, (7, 8))
 
 
-def test_a_model_may_be_named_without_a_session_and_new_fields_are_passed_over():
-    message = samples.Message(sample_body(session=None, model_path="tinker://a/b"))
-    assert (message.model_path, message.sampling_session_id, message.seq_id) == (
-        "tinker://a/b",
-        None,
-        None,
-    )
-    told = json.loads(sample_body()) | {"of_next_year": {"x": 1}}
-    assert spec_of(json.dumps(told).encode()).request.prompt == (1, 2, 3)
-
-
-BAD_SAMPLES = {
-    "prompt": ({"prompt": None}, "prompt is null"),
-    "image": (
-        {"prompt": {"chunks": [{"type": "image", "data": ""}]}},
-        "type is 'image'; expected 'encoded_text'",
-    ),
-    "samples": ({"num_samples": 10**9}, "num_samples is 1000000000"),
-    "temperature": ({"sampling_params": {"temperature": "1"}}, "temperature is '1'"),
-    "temperature of nothing": (
-        {"sampling_params": {"temperature": math.nan}},
-        "temperature is nan",
-    ),
-    "stop": ({"sampling_params": {"stop": {"a": 1}}}, "stop is"),
-    "stop mixed": ({"sampling_params": {"stop": ["a", 1]}}, r"stop\[[01]\] is"),
-    "targets": ({"target_prompt_logprobs": [1]}, "target_prompt_logprobs is"),
-    "targets of one axis": (
-        {"target_prompt_logprobs": {"data": [1, 2], "dtype": "int64"}},
-        r"expected \[2, K\]",
-    ),
-    "endless targets": (
-        {"target_prompt_logprobs": {"data": [], "dtype": "int64", "shape": [2**50, 0]}},
-        r"expected \[2, K\]",
-    ),
-    "targets as floats": (
-        {"target_prompt_logprobs": {"data": [1.0, 2.0], "dtype": "float32", "shape": [2, 1]}},
-        "of type float",
-    ),
-    "hot alternatives": (
-        {"prompt_alt_tokens_k": 1, "sampling_params": {"temperature": 0.5}},
-        "draws only at 1",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", BAD_SAMPLES)
-def test_a_bad_sample_is_refused(name):
-    change, match = BAD_SAMPLES[name]
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"prompt": None}, "prompt is null"),
+        ({"sampling_params": {"stop": ["a", 1]}}, r"stop\[[01]\] is"),
+        (
+            {"target_prompt_logprobs": {"data": [], "dtype": "int64", "shape": [2**50, 0]}},
+            r"expected \[2, K\]",
+        ),
+    ],
+)
+def test_a_bad_sample_is_refused(change, match):
     body = json.dumps(json.loads(sample_body()) | change).encode()
     refused(lambda: spec_of(body), match)
 
@@ -1088,36 +659,6 @@ def completions_of(rng, request, named):
             Completion(tokens, numbers(T), numbers(T), finish, None, top_logprobs=top, **shared)
         )
     return out
-
-
-def test_plain_completions_are_decoded_by_the_sdk(rng):
-    asked = spec_of(sample_body(num_samples=3))
-    completions = completions_of(rng, asked.request, None)
-    told = deserialize_sample_response(samples.encode(completions, asked, True))
-    assert told.prompt_cache_hit_tokens == 2
-    assert [
-        told.prompt_logprobs,
-        told.topk_prompt_logprobs,
-        told.target_prompt_logprobs,
-        told.prompt_alt_tokens,
-    ] == [None] * 4
-    assert [one.stop_reason for one in told.sequences] == ["stop", "length", "stop"]
-    for one, completion in zip(told.sequences, completions, strict=True):
-        assert (one.tokens, one.logprobs, one.topk_logprobs) == (
-            completion.tokens,
-            completion.drawn_logprobs,
-            None,
-        )
-    told = json.loads(samples.encode(completions, asked, False))
-    assert told == {
-        "type": "sample",
-        "sequences": [
-            {"stop_reason": one.finish, "tokens": one.tokens, "logprobs": one.drawn_logprobs}
-            for one in completions
-        ],
-        "prompt_logprobs": None,
-        "topk_prompt_logprobs": None,
-    }
 
 
 @pytest.mark.parametrize("last", [None, 2])
@@ -1182,18 +723,3 @@ def test_all_that_can_be_spec_of_a_prompt_is_decoded_by_the_sdk(last, sparse, rn
         assert (tokens.dtype, tokens.shape, logprobs.shape) == ("int64", [5, 4], [5, 4])
         drawn = [list(zip(*row)) for row in zip(tokens.tolist(), logprobs.tolist())]
         assert drawn == [place or [(0, -99999.0)] * 4 for place in first.prompt_alternatives]
-
-
-def test_fewer_likeliest_than_asked_leave_cells_that_hold_nothing(rng):
-    asked = spec_of(sample_body([1, 2], topk_prompt_logprobs=3))
-    one = Completion([1], [-1.0], [-1.0], "stop", None, top_prompt_logprobs=[[(4, -0.5)]])
-    told = deserialize_sample_response(samples.encode([one], asked, True))
-    assert told.topk_prompt_logprobs_np.token_ids.tolist() == [[0, 0, 0], [4, 0, 0]]
-    assert told.topk_prompt_logprobs == [None, [(4, -0.5)]]
-
-
-def test_a_cancelled_sample_is_not_answered():
-    with pytest.raises(UserError, match="ended as 'cancelled'"):
-        samples.encode(
-            [Completion([1], [0.0], [0.0], "cancelled", None)], spec_of(sample_body()), True
-        )
