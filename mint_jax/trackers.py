@@ -1,137 +1,216 @@
-"""Rows of ``metrics.jsonl`` in Weights & Biases.
+"""Rows of ``metrics.jsonl`` in Weights & Biases and MLflow.
 
-Address and key come from W&B's own environment (``WANDB_MODE``, ``WANDB_API_KEY``). The workdir
-keeps the id of the W&B run, so a resumed job continues it. All rows are in ``metrics.jsonl`` too,
-so an outage is reported once and does not end a job.
+Address and credentials come from each tracker's own environment (``WANDB_MODE``, ``WANDB_API_KEY``,
+``MLFLOW_TRACKING_URI``). The workdir keeps the id of the tracker's run, so a resumed job continues
+it. All rows are in ``metrics.jsonl`` too, so an outage is reported once and does not end a job.
 """
 
+import functools
 import json
+import math
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from mint_jax import multihost
 from mint_jax.errors import UserError
 from mint_jax.files import write_file
 
-FILE = "wandb.json"  # in the workdir: the id of the W&B run
+T = TypeVar("T")
 
 
-class Wandb:
-    """A run in W&B, written by process 0; without a project it does nothing.
+class Tracker(Protocol):
+    """Run in one tracker; ``id`` finds it again."""
+
+    id: str
+
+    def log(self, step: int, name: str, numbers: Mapping[str, float]) -> None: ...
+    def close(self, finished: bool) -> None: ...
+
+
+class Trackers:
+    """Trackers that a config names.
 
     Args:
+        workdir: keeps the ids of their runs.
+        named: target of each tracker: a W&B project, an MLflow experiment; empty disables it.
         config: config of the job, shown with the curves.
 
     Raises:
-        UserError: the package is missing, or the run cannot be started.
+        UserError: a package is missing, or a run cannot be started.
     """
 
-    def __init__(self, workdir: str | Path, project: str, config: Mapping[str, Any]):
-        self._run: Any = None
-        self._named: set[str] = set()
-        self._silent = False
-        file = Path(workdir) / FILE
+    def __init__(self, workdir: str | Path, named: Mapping[str, str], config: Mapping[str, Any]):
+        self._file = Path(workdir) / "trackers.json"
+        self._trackers: dict[str, Tracker] = {}
+        self._silent: set[str] = set()
+        wanted = {kind: where for kind, where in named.items() if where}
 
         def begin() -> None:
-            import wandb
-
-            id = json.loads(file.read_text()) if file.is_file() else None
-            self._run = wandb.init(
-                project=project,
-                name=Path(workdir).name,
-                dir=str(workdir),
-                id=id,
-                resume="allow" if id else None,
-                config=dict(config),
+            ids = json.loads(self._file.read_text()) if self._file.is_file() else {}
+            for kind, where in wanted.items():
+                begun = functools.partial(KINDS[kind], where, Path(workdir), ids.get(kind), config)
+                self._trackers[kind] = _usable(kind, where, begun)
+            write_file(
+                self._file, json.dumps(ids | {kind: one.id for kind, one in self._trackers.items()})
             )
-            write_file(file, json.dumps(self._run.id))
 
-        if project:
-            multihost.agree("wandb", lambda: _usable(project, begin))
+        if wanted:
+            multihost.agree("trackers", begin)
 
     def write(self, step: int, name: str, values: Mapping[str, Any]) -> None:
-        """Writes the numbers of one row as ``name/metric``, drawn over ``name/step``.
-
-        W&B's own step never goes back and drops rows of an earlier one: of a policy that another is
-        ahead of, and of steps that a resumed run repeats.
-        """
-
-        def log() -> None:
-            if name not in self._named:
-                self._run.define_metric(f"{name}/*", step_metric=f"{name}/step")
-                self._named.add(name)
-            numbers = {
-                f"{name}/{key}": float(value)
-                for key, value in values.items()
-                if isinstance(value, int | float)
-            }
-            self._run.log({**numbers, f"{name}/step": step})
-
-        if self._run is not None:
-            self._try(log)
+        """Writes the numbers of one row as ``name/metric``."""
+        numbers = {
+            f"{name}/{key}": float(value)
+            for key, value in values.items()
+            if isinstance(value, int | float)
+        }
+        for kind, one in self._trackers.items():
+            self._try(kind, lambda one=one: one.log(step, name, numbers))
 
     def close(self, finished: bool = True) -> None:
-        """Sends the remaining rows and ends the run."""
-        run, self._run = self._run, None
-        if run is not None:
-            self._try(lambda: run.finish(0 if finished else 1))
+        """Sends the remaining rows and ends the runs."""
+        trackers, self._trackers = self._trackers, {}
+        for kind, one in trackers.items():
+            self._try(kind, lambda one=one: one.close(finished))
 
-    def _try(self, call: Callable[[], None]) -> None:
-        """Calls the package, whose errors must not end training."""
+    def _try(self, kind: str, call: Callable[[], None]) -> None:
         try:
             call()
         except Exception as error:
-            if not self._silent:
+            # a server's, a network's or the package's own: none of them is a reason to stop
+            # training
+            if kind not in self._silent:
+                what = (
+                    str(error).strip().splitlines()[0][:200]
+                    if str(error).strip()
+                    else type(error).__name__
+                )
                 print(
-                    f"wandb does not take metrics ({_line(error)}); they are in metrics.jsonl, and"
-                    " the run goes on",
+                    f"{kind} does not take metrics ({what}); they are in metrics.jsonl, and the run"
+                    " goes on",
                     file=sys.stderr,
                     flush=True,
                 )
-            self._silent = True
+            self._silent.add(kind)
         else:
-            if self._silent:
-                print("wandb takes metrics again", file=sys.stderr, flush=True)
-            self._silent = False
+            if kind in self._silent:
+                print(f"{kind} takes metrics again", file=sys.stderr, flush=True)
+            self._silent.discard(kind)
 
 
-def check(project: str) -> None:
-    """Checks that a run could start, before anything is loaded or claimed.
+def check(named: Mapping[str, str]) -> None:
+    """Checks that the trackers can start a run, before anything is loaded or claimed.
 
     Raises:
-        UserError: the package is missing, or W&B has no API key.
+        UserError: a package is missing, W&B has no API key, or MLflow's server does not answer.
     """
-
-    def has_key() -> None:
-        import wandb
-
-        if os.environ.get("WANDB_MODE", "online") == "online" and not wandb.api.api_key:
-            raise ValueError(
-                "no API key: set WANDB_API_KEY, run wandb login, or set WANDB_MODE=offline"
-            )
-
-    if project:
-        _usable(project, has_key)
+    for kind, where in named.items():
+        if where:
+            _usable(kind, where, CHECKS[kind])
 
 
-def _usable(project: str, call: Callable[[], None]) -> None:
-    """Calls the package; turns its errors into ``UserError``."""
+def _wandb_key() -> None:
+    import wandb
+
+    if os.environ.get("WANDB_MODE", "online") == "online" and not wandb.api.api_key:
+        raise ValueError(
+            "no API key: set WANDB_API_KEY, run wandb login, or set WANDB_MODE=offline"
+        )
+
+
+def _mlflow_answers() -> None:
+    from mlflow import MlflowClient
+
+    MlflowClient().search_experiments(max_results=1)
+
+
+def _usable(kind: str, where: str, call: Callable[[], T]) -> T:
+    """Returns the result of ``call``; turns its errors into ``UserError``."""
     try:
-        call()
+        return call()
     except ImportError:
         raise UserError(
-            f"wandb={project!r} needs a package that is not installed: pip install"
-            " 'mint-jax[wandb]'"
+            f"{kind}={where!r} needs a package that is not installed: pip install"
+            f" 'mint-jax[{kind}]'"
         ) from None
     except Exception as error:
+        what = (
+            str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
+        )
         raise UserError(
-            f"wandb={project!r} cannot begin a run ({_line(error)}): check its address and key, or"
-            " leave wandb empty"
+            f"{kind}={where!r} cannot begin a run ({what}): check its address and key, or leave"
+            f" {kind} empty"
         ) from None
 
 
-def _line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+class _Wandb:
+    def __init__(self, project: str, workdir: Path, id: str | None, config: Mapping[str, Any]):
+        import wandb
+
+        self._run = wandb.init(
+            project=project,
+            name=workdir.name,
+            dir=str(workdir),
+            id=id,
+            resume="allow" if id else None,
+            config=dict(config),
+        )
+        self.id = self._run.id
+        self._named: set[str] = set()
+
+    def log(self, step: int, name: str, numbers: Mapping[str, float]) -> None:
+        # W&B's own step never goes back, and drops what is sent for an earlier one: a policy that
+        # another one is ahead of, as under the overlapped schedule, and what a resumed run does
+        # again. So each policy's step is a metric, which its others are drawn over.
+        if name not in self._named:
+            self._run.define_metric(f"{name}/*", step_metric=f"{name}/step")
+            self._named.add(name)
+        self._run.log({**numbers, f"{name}/step": step})
+
+    def close(self, finished: bool) -> None:
+        self._run.finish(0 if finished else 1)
+
+
+class _Mlflow:
+    MOST = 1000  # metrics that the server takes at once
+
+    def __init__(self, experiment: str, workdir: Path, id: str | None, config: Mapping[str, Any]):
+        from mlflow import MlflowClient
+        from mlflow.entities import Metric
+
+        self._client, self._metric = MlflowClient(), Metric
+        if id is None:
+            found = self._client.get_experiment_by_name(experiment)
+            number = (
+                self._client.create_experiment(experiment) if found is None else found.experiment_id
+            )
+            run = self._client.create_run(number, run_name=workdir.name)
+            self._client.log_dict(run.info.run_id, dict(config), "config.json")
+        else:
+            run = self._client.get_run(id)
+            self._client.update_run(id, status="RUNNING")
+        self.id = run.info.run_id
+
+    def log(self, step: int, name: str, numbers: Mapping[str, float]) -> None:
+        now = int(1000 * time.time())
+        metrics = [
+            self._metric(key, value, now, step)
+            for key, value in numbers.items()
+            if math.isfinite(value)
+        ]
+        for start in range(0, len(metrics), self.MOST):
+            self._client.log_batch(self.id, metrics=metrics[start : start + self.MOST])
+
+    def close(self, finished: bool) -> None:
+        self._client.set_terminated(self.id, "FINISHED" if finished else "FAILED")
+
+
+KINDS: dict[str, Callable[[str, Path, str | None, Mapping[str, Any]], Tracker]] = {
+    "wandb": _Wandb,
+    "mlflow": _Mlflow,
+}
+CHECKS: dict[str, Callable[[], None]] = {"wandb": _wandb_key, "mlflow": _mlflow_answers}

@@ -187,6 +187,7 @@ def test_a_dry_run_refuses_what_the_run_refuses(folder, args, message, dry):
     ("package", "args", "extra"),
     [
         ("wandb", (TRAIN, "--config.wandb=project"), "wandb"),
+        ("mlflow", (TRAIN, "--config.mlflow=experiment"), "mlflow"),
         ("pyarrow", (TRAIN, "--config.policies.*.data.path=rows.parquet"), "data"),
         ("reasoning_gym", (TRAIN, "--config.policies.*.data.env=reasoning_gym"), "data"),
         ("psycopg", (TRAIN, "--config.catalog=postgresql://localhost/mint"), "postgres"),

@@ -1,4 +1,6 @@
-"""Metrics in Weights & Biases: the package itself, offline, and read back with its own reader."""
+"""Metrics in Weights & Biases and MLflow: the packages themselves, without a server, and read back
+with their own readers.
+"""
 
 import json
 import runpy
@@ -21,13 +23,48 @@ ROWS = [  # policy b comes to its first step when a has done its second
 ]
 
 
+@pytest.fixture
+def mlflow_store(tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file://{tmp_path / 'mlflow'}")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+
+
+def curves_of_mlflow(experiment: str) -> tuple[str, dict[str, list[tuple[int, float]]]]:
+    from mlflow import MlflowClient
+
+    client = MlflowClient()
+    [run] = client.search_runs([client.get_experiment_by_name(experiment).experiment_id])
+    history = {key: client.get_metric_history(run.info.run_id, key) for key in run.data.metrics}
+    return run.info.status, {
+        key: sorted((one.step, one.value) for one in found) for key, found in history.items()
+    }
+
+
+def test_rows_reach_mlflow_and_a_resumed_run_goes_on_in_the_same_one(tmp_path, mlflow_store):
+    named, config = {"mlflow": "taste", "wandb": ""}, {"seed": 3}
+    first = trackers.Trackers(tmp_path, named, config)
+    for row in ROWS:
+        first.write(*row)
+    first.close(finished=False)
+    expected = {"a/reward": [(0, 0.25), (1, 0.5)], "b/tokens": [(0, 3.0)]}
+    assert curves_of_mlflow("taste") == ("FAILED", expected)
+    again = trackers.Trackers(tmp_path, named, config)
+    again.write(2, "a", {"reward": 0.75})
+    again.close()
+    assert curves_of_mlflow("taste") == (
+        "FINISHED",
+        expected | {"a/reward": [(0, 0.25), (1, 0.5), (2, 0.75)]},
+    )
+
+
 def test_rows_reach_wandb(tmp_path, monkeypatch):
     import wandb
 
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
-    made = trackers.Wandb(tmp_path, "taste", {"seed": 3})
+    made = trackers.Trackers(tmp_path, {"wandb": "taste"}, {"seed": 3})
     for row in ROWS:
         made.write(*row)
     made.close()
@@ -35,7 +72,7 @@ def test_rows_reach_wandb(tmp_path, monkeypatch):
     # for otherwise
     wandb.teardown()
     [file] = tmp_path.glob("wandb/offline-run-*/*.wandb")
-    assert json.loads((tmp_path / "wandb.json").read_text()) in file.name
+    assert json.loads((tmp_path / "trackers.json").read_text())["wandb"] in file.name
     rows = history_of(file)
     last = rows.pop()
     assert last.pop("b/reward") != 0.0  # NaN, in the tool's own spelling
@@ -73,49 +110,86 @@ def history_of(file) -> list[dict]:
 
 
 def test_an_outage_is_said_once_and_ends_nothing(tmp_path, monkeypatch, capsys):
-    import wandb
-
     class Away:
         id, down, taken = "7", True, []
 
-        def define_metric(self, *_, **__):
+        def __init__(self, *_):
             pass
 
-        def log(self, numbers):
+        def log(self, step, name, numbers):
             if self.down:
                 raise ConnectionError("no route to host")
-            self.taken.append(numbers)
+            self.taken.append((step, name, numbers))
 
-        def finish(self, status):
+        def close(self, finished):
             raise ConnectionError("no route to host")
 
-    monkeypatch.setattr(wandb, "init", lambda **_: Away())
-    made = trackers.Wandb(tmp_path, "p", {})
+    monkeypatch.setitem(trackers.KINDS, "wandb", Away)
+    made = trackers.Trackers(tmp_path, {"wandb": "p"}, {})
     for row in ROWS:
         made.write(*row)
-    says = "wandb does not take metrics (no route to host); they are in metrics.jsonl, and the run"
-    assert capsys.readouterr().err == f"{says} goes on\n"
+    told = capsys.readouterr().err
+    assert (
+        told
+        == "wandb does not take metrics (no route to host); they are in metrics.jsonl, and the run"
+        " goes on\n"
+    )
     Away.down = False
     made.write(2, "a", {"reward": 1.0})
     assert capsys.readouterr().err == "wandb takes metrics again\n"
-    assert Away.taken == [{"a/reward": 1.0, "a/step": 2}]
+    assert Away.taken == [(2, "a", {"a/reward": 1.0})]
     made.close()
-    assert capsys.readouterr().err == f"{says} goes on\n"
+    assert "wandb does not take metrics" in capsys.readouterr().err
 
 
-def test_a_run_without_a_key_is_refused_before_anything_is_claimed(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (
+            ImportError("wandb"),
+            r"wandb='p' needs a package that is not installed: pip install 'mint-jax\[wandb\]'",
+        ),
+        (
+            RuntimeError("api_key not configured"),
+            r"wandb='p' cannot begin a run \(api_key not configured\): check its address and key",
+        ),
+    ],
+)
+def test_a_tracker_that_cannot_begin_is_told_before_any_step(tmp_path, monkeypatch, error, told):
+    def begin(*_):
+        raise error
+
+    monkeypatch.setitem(trackers.KINDS, "wandb", begin)
+    with pytest.raises(UserError, match=told):
+        trackers.Trackers(tmp_path, {"wandb": "p"}, {})
+
+
+@pytest.mark.parametrize(
+    ("kind", "environment", "told"),
+    [
+        ("wandb", {"WANDB_MODE": "online", "WANDB_API_KEY": ""}, r"no API key: set WANDB_API_KEY"),
+        (
+            "mlflow",
+            {"MLFLOW_TRACKING_URI": "http://127.0.0.1:9", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"},
+            "127.0.0.1",
+        ),
+    ],
+)
+def test_a_tracker_without_key_or_server_is_refused_before_anything_is_claimed(
+    tmp_path, monkeypatch, kind, environment, told
+):
     """The base is not loaded, the policies are not claimed, and a dry run says the same."""
-    monkeypatch.setenv("HOME", str(tmp_path))  # no netrc of the user who runs the tests
+    monkeypatch.setenv("HOME", str(tmp_path))  # no netrc of whoever runs the tests
     monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path))
-    monkeypatch.setenv("WANDB_MODE", "online")
-    monkeypatch.setenv("WANDB_API_KEY", "")
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr(start, "open_base", lambda *_: pytest.fail("loaded"))
     config = runpy.run_path(str(ROOT / "configs" / "tiny" / "sft.py"))["get_config"]()
-    config.wandb = "project"
+    config[kind] = "project"
     for refuse in (
         lambda: run_config(config, tmp_path / "work"),
         lambda: dry_run.describe(read(config), tmp_path / "work"),
     ):
-        with pytest.raises(UserError, match=r"wandb='project' cannot begin a run \(no API key"):
+        with pytest.raises(UserError, match=rf"{kind}='project' cannot begin a run \(.*{told}"):
             refuse()
     assert not (tmp_path / "work").exists()

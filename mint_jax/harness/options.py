@@ -19,6 +19,7 @@ from mint_jax.models import names
 from mint_jax.models.kernels import Kernels
 from mint_jax.train.config import LossConfig, OptimizerConfig
 
+TRACKERS = ("wandb", "mlflow")  # the setting, the package and the extra have the same name
 ROW_FILES = (".parquet", ".arrow")  # need pyarrow
 
 
@@ -153,6 +154,7 @@ class TrainingSettings(CatalogSettings):
     checkpoint: CheckpointSettings = setting("checkpoints of the run", CheckpointSettings())
     tensorboard: bool = setting("write metrics for TensorBoard too", True)
     wandb: str = setting("Weights & Biases project that gets the metrics; empty: none", "")
+    mlflow: str = setting("MLflow experiment that gets the metrics; empty: none", "")
     policies: dict[str, PolicySettings] = setting("policies by name")
 
     keep_rollouts = 0  # GRPO has rollouts to keep
@@ -160,17 +162,23 @@ class TrainingSettings(CatalogSettings):
     # a resumed run may change these; the others must stay
     CHANGEABLE = (
         *("steps", "export_every", "checkpoint", "reward_workers", "reward_timeout"),
-        *("keep_rollouts", "cache_gib", "kernels", "tensorboard", "wandb"),
+        *("keep_rollouts", "cache_gib", "kernels", "tensorboard", *TRACKERS),
     )
 
     @property
     def creates_catalog(self) -> bool:
         return True
 
+    @property
+    def trackers(self) -> dict[str, str]:
+        """Project or experiment by tracker; empty where a tracker is not used."""
+        return {name: getattr(self, name) for name in TRACKERS}
+
     def preflight(self) -> None:
         super().preflight()
-        if self.wandb:
-            need_package("wandb", "wandb", f"wandb={self.wandb!r}")
+        for name, where in self.trackers.items():
+            if where:
+                need_package(name, name, f"{name}={where!r}")
         for name, policy in self.policies.items():
             policy.preflight(f"policies.{name}")
 

@@ -77,7 +77,7 @@ class TrainingRun:
         self._has_begun = self._is_updating = False
         self._lock: WorkdirLock | None = None  # the first process has it
         self._closing = contextlib.ExitStack()  # releases the policies, then the workdir
-        trackers.check(config.wandb)
+        trackers.check(config.trackers)
         try:
             multihost.agree("the workdir", self._lock_workdir)
             workdir.claim(config, folder)
@@ -143,8 +143,8 @@ class TrainingRun:
             trainer.refer(name, loaded.config, loaded.adapter)
         multihost.agree("metrics.jsonl", lambda: metrics.truncate_rows(self._rows_file, self.step))
         self._writer = metrics.MetricsWriter(self.workdir, config.tensorboard)
-        project = "" if self._all_done else config.wandb
-        self._wandb = trackers.Wandb(self.workdir, project, workdir.to_json(config))
+        wanted = {} if self._all_done else config.trackers
+        self._trackers = trackers.Trackers(self.workdir, wanted, workdir.to_json(config))
         self._remember_shapes(self.step)
         policies, before = len(self.step), sum(self.step.values())
         total = config.steps * policies
@@ -188,7 +188,7 @@ class TrainingRun:
             if kind is None or not self._has_begun:
                 return
             self._writer.close()
-            self._wandb.close(finished=False)
+            self._trackers.close(finished=False)
             # a checkpoint in flight is finished; after an error the other processes may be gone
             if multihost.count() == 1 or isinstance(error, KeyboardInterrupt):
                 with contextlib.suppress(UserError):  # the first error is raised
@@ -416,7 +416,7 @@ class TrainingRun:
             self.step[name] = step + 1
             self._snapshots.pop(name, None)
             self._writer.write(step, name, row)
-            self._wandb.write(step, name, row)
+            self._trackers.write(step, name, row)
             if row.get("skipped"):
                 say(
                     f"policy {name}: the gradient of step {step + 1} was not finite; the update was"
@@ -495,7 +495,7 @@ class TrainingRun:
 
         final = multihost.agree("final revisions", finish)
         self._writer.close()
-        self._wandb.close()
+        self._trackers.close()
         return {name: (digest, number) for name, (digest, number) in final.items()}
 
 

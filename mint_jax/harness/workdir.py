@@ -114,7 +114,7 @@ def claim(config: TrainingSettings, workdir: Path) -> None:
             if has_rows or any(workdir.glob("checkpoints/*")):
                 raise
             _forget_start(workdir / "run.json")
-            (workdir / "wandb.json").unlink(missing_ok=True)
+            (workdir / "trackers.json").unlink(missing_ok=True)
 
     multihost.agree("workdir", look)
     save_config(config, workdir)

@@ -36,7 +36,7 @@ def describe(config: RecipeSettings, folder: Path) -> dict[str, Any]:
         "config": workdir.to_json(config),
     }
     if isinstance(config, TrainingSettings):
-        trackers.check(config.wandb)
+        trackers.check(config.trackers)
     if not isinstance(config, BaseSettings):
         return out
     mesh.make_mesh(config.mesh.axes())

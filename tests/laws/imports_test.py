@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 LEVELS = [
     {"api"},
-    {"launch"},
+    {"launch", "top"},
     {"recipes"},
     {"harness"},
     {"aot"},
@@ -55,7 +55,7 @@ ONLY_IN = {  # optional packages, and what only one place may know
     "llguidance": "rollout/grammar.py",
     "sqlalchemy": ("catalog/", "service/book.py"),
     "psycopg": "catalog/",
-    "prometheus_client": ("residency/", "service/"),
+    "prometheus_client": ("residency/", "service/", "top.py"),
 }
 FILES = sorted((ROOT / "mint_jax").rglob("*.py"))
 

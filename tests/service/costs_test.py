@@ -3,13 +3,16 @@ told to operators.
 """
 
 import functools
+import io
 import time
 
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from rich.console import Console
 from tinker import types
 
+from mint_jax import top
 from mint_jax.catalog.records.database import DatabaseFailed
 from mint_jax.service.book import Book
 from mint_jax.service.costs import BASE, KINDS, Cost, Costs, Payer
@@ -187,3 +190,25 @@ def test_operators_see_costs_in_pages_and_by_tenant(site, worked):
     }
     assert sum(seconds.values()) == pytest.approx(costs.measured_s, rel=1e-6)
     assert {tenant for tenant, _ in seconds} == {"default"}
+
+
+def printed(site, *arguments):
+    out = io.StringIO()
+    status = top.main(
+        [f"--url={site.url}", "--interval=0.05", *arguments], Console(file=out, width=200)
+    )
+    return status, out.getvalue()
+
+
+def test_top_prints_one_table(site, worked, capsys):
+    status, text = printed(site, "--once")
+    assert status == 0
+    for trainer in worked[0]:
+        [line] = [line for line in text.splitlines() if trainer.model_id in line]
+        assert f"{site.server.costs.listed('policy')[trainer.model_id].seconds:.2f}" in line
+    assert f"{sum(site.server.live.capacity.values())} slots" in text or "in slot" in text
+    assert top.main(["--once", "--url=http://127.0.0.1:9"]) == 1
+    assert "127.0.0.1:9/debug/state does not answer" in capsys.readouterr().err
+    assert top.main(["--once", "--url=127.0.0.1"]) == 2
+    assert top.main(["--once", f"--url={site.url}/no"]) == 1
+    assert "answers 404" in capsys.readouterr().err
