@@ -1,4 +1,4 @@
-"""One GPU against its own limits: training, decoding, prefill, handoff and experts, in one command.
+"""One GPU against its own limits: training, decoding, prefill and handoff, in one command.
 
 Parts run in the order of ``config.parts``. Every measurement is a row, printed and appended to
 ``WORKDIR/gpu.jsonl`` as soon as it is there. ``config.limits`` has two numbers of seconds for each
@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import kernels, timing
+from benchmarks import timing
 from benchmarks.decode_steps import Steps, adapter_bytes, random_stack
 from mint_jax import params as params_lib
 from mint_jax.lora.tree import AdapterConfig, Slot
@@ -159,25 +159,19 @@ class _Bench:
             self.base.dtype
         )
 
-        @functools.partial(jax.jit, static_argnums=2)
-        def multiply(x: jax.Array, chain: list[jax.Array], result: Any) -> jax.Array:
+        @jax.jit
+        def multiply(x: jax.Array, chain: list[jax.Array]) -> jax.Array:
             def body(_: jax.Array, x: jax.Array) -> jax.Array:
                 for w in chain:
-                    x = jnp.dot(x, w, preferred_element_type=result).astype(x.dtype)
+                    x = jnp.dot(x, w, preferred_element_type=x.dtype)
                 return x
 
             return jax.lax.fori_loop(0, part.loops, body, x)
 
+        first, times = _timed(functools.partial(multiply, x, chain), n)
         flops = part.loops * 2 * part.rows * sum(w.size for w in chain)
-        # The second form is how products were asked for before, a float32 result that is rounded.
-        for name, result in (
-            ("matmul", x.dtype),
-            ("matmul, float32 result rounded", jnp.dtype(jnp.float32)),
-        ):
-            first, times = _timed(lambda result=result: multiply(x, chain, result), n)
-            rate = flops / float(np.median(times))
-            self.rate = self.rate or rate
-            yield {"name": name, "first_s": first, "tflop_per_s": round(rate / 1e12, 1)}
+        self.rate = flops / float(np.median(times))
+        yield {"name": "matmul", "first_s": first, "tflop_per_s": round(self.rate / 1e12, 1)}
 
     # -- training
 
@@ -357,39 +351,6 @@ class _Bench:
             "p95_ms": timing.percentile(times, 95, 1e3),
         }
 
-    # -- experts
-
-    def experts(self) -> Iterator[Row]:
-        """Gate and up of routed experts, base alone and with adapters: loops inside one program."""
-        part = self.config.experts
-        for name, of in part.cells.items():
-            cell = kernels.Cell(part.size, of, jnp.dtype(self.config.dtype), self.config.seed)
-            sizes, groups = jnp.asarray(cell.sizes_E), cell.groups()
-
-            def alone(x: Any, a: Any, b: Any, w: Any, sizes: Any = sizes) -> Any:
-                return kernels.base_products(x, w, sizes)
-
-            def adapted(
-                x: Any, a: Any, b: Any, w: Any, sizes: Any = sizes, groups: Any = groups
-            ) -> Any:
-                return kernels.model_products(x, a, b, w, sizes, groups)
-
-            found: Row = {"name": name, "rows": len(cell.factor)}
-            touched = int(np.count_nonzero(cell.sizes_E)) / len(cell.sizes_E)
-            passes = 2 if cell.backward else 1
-            nbytes = passes * touched * sum(w.nbytes for w in cell.w)
-            flops = passes * 2 * len(cell.factor) * sum(w[0].size for w in cell.w)
-            for side, fn in (("base", alone), ("with_adapters", adapted)):
-                call = _looped(fn, cell, part.loops)
-                found[f"{side}_first_s"], times = _timed(call, self.config.n)
-                times = [seconds / part.loops for seconds in times]
-                found[f"{side}_us"] = timing.median(times, 1e6)
-                if side == "base":
-                    floor = self._floor(nbytes, flops)
-                    found["floor_us"] = round(1e6 * floor, 1)
-                    found["share_of_floor"] = self._share(floor, float(np.median(times)))
-            yield found | {"floor_over_base": cell.floor()}
-
     # -- peers
 
     def peers(self) -> Iterator[Row]:
@@ -407,29 +368,6 @@ class _Bench:
             yield {"stopped": "at the deadline"}
         else:
             yield {"exit": child.exitcode}
-
-
-def _looped(fn: Callable[..., Any], cell: Any, loops: int) -> Callable[[], Any]:
-    """Calls of ``fn``, one after another in one program, each of rows that wait for the last."""
-
-    def once(x: jax.Array, a: Any, b: Any, w: Any) -> Any:
-        if not cell.backward:
-            return fn(x, a, b, w)
-        y, vjp = jax.vjp(lambda x, a, b: fn(x, a, b, w), x, a, b)
-        return y, vjp(list(cell.g))
-
-    @jax.jit
-    def run(x: jax.Array, a: Any, b: Any, w: Any) -> jax.Array:
-        def body(_: jax.Array, x: jax.Array) -> jax.Array:
-            made = jax.tree.leaves(once(x, a, b, w))
-            some = functools.reduce(
-                jnp.add, [leaf.reshape(-1)[0].astype(jnp.float32) for leaf in made]
-            )
-            return x.at[0, 0].add((1e-30 * some).astype(x.dtype))
-
-        return jax.lax.fori_loop(0, loops, body, x)
-
-    return lambda: run(cell.x, cell.a, cell.b, cell.w)
 
 
 def profile(call: Callable[[], Any]) -> Row:

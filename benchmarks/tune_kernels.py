@@ -1,6 +1,6 @@
 """Measures tile sizes and writes ``pallas_kernels.tuning``'s tables for the attached accelerator.
 
-For each call (``aot.kernel_calls``) the search starts from the present sizes and halves or
+For each call (``pallas_kernels.calls``) the search starts from the present sizes and halves or
 doubles one number at a time, while a candidate is faster by the whole interval of its ratio. Sizes
 that do not compile or give other results are skipped and reported. The best is measured against the
 start once more and written only if it is faster by its whole interval; ``ratio`` is start over end.
@@ -22,11 +22,10 @@ import jax
 import numpy as np
 
 from benchmarks import timing
-from mint_jax.aot import kernel_calls
-from mint_jax.aot.kernel_calls import Call
 from mint_jax.errors import UserError
 from mint_jax.metrics import Progress
 from pallas_kernels import cache, dispatch, tuning
+from pallas_kernels.calls import Call, calls
 
 # Of the largest entry: sums in another order, and results of bfloat16 that are rounded to a
 # neighbour.
@@ -152,7 +151,7 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
                 f"kernels whose sizes can be chosen are of TPUs and GPUs, and this is {platform}"
             )
         }
-    chosen = list(_chosen(config, kernel_calls.calls(device, platform)))
+    chosen = list(_chosen(config, calls(device, platform)))
     rng, progress = np.random.default_rng(config.seed), Progress("tuning", len(chosen))
     for k, call in enumerate(chosen):
         row: dict[str, Any] = {"op": call.op, "shape": list(call.shape)}

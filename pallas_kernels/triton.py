@@ -1,8 +1,8 @@
 """Shared parts of the GPU kernels: blocks of arrays for Triton through Pallas.
 
 Triton's blocks have power-of-two sizes, and its dots sides of at least 16. A block may extend
-beyond
-its array or its rows: what lies there is not read and counts as zeros. This is a select, never a
+beyond its
+array or its rows: what lies there is not read and counts as zeros. This is a select, never a
 product by 0, so non-finite values beyond stay out.
 
 Axes: T rows of a tile.

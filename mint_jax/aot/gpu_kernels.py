@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import jax
 
 from mint_jax.aot import chips
-from mint_jax.aot.kernel_calls import Call, calls
 from mint_jax.errors import UserError
 from pallas_kernels import tuning
+from pallas_kernels.calls import Call, calls
 
 
 class Kernel(NamedTuple):

@@ -100,23 +100,6 @@ def test_collectives_count_as_often_as_their_loop_runs(condition, noted, trips, 
     }
 
 
-@pytest.mark.parametrize(
-    ("target", "kernels"),
-    [("tpu_custom_call", 5), ("__gpu$xla.gpu.triton", 5), ("__cublas$gemm", 0), ("Sharding", 0)],
-)
-def test_kernels_are_counted_and_what_the_compiler_calls_by_itself_is_not(target, kernels):
-    line = (
-        f'  %k = f32[256]{{0}} custom-call(%y), custom_call_target="{target}",'
-        " operand_layout_constraints={f32[256]{0}}\n"
-    )
-    text = (
-        LOOP.replace("CONDITION", PLAIN)
-        .replace("NOTED", "")
-        .replace("  %done =", line + "  %done =")
-    )
-    assert hlo.Module(text).cost().kernels == kernels
-
-
 MATRIX = """HloModule jit_g
 
 ENTRY %main (a: bf16[8], b: bf16[8]) -> f32[8] {
@@ -202,36 +185,6 @@ def test_a_collective_that_several_fusions_carry_on_counts_once():
     cost = hlo.Module(f"HloModule jit_k\n\n{parts}{entry}{calls}{other}}}\n").cost()
     assert (cost.counts, cost.bytes) == ({"all-gather": 2}, {"all-gather": 2 * 32 * 3})
     assert cost.flops == 3 * 2 * 4**3
-
-
-def test_the_dearest_branch_counts():
-    text = """HloModule jit_h
-
-%cheap (a: f32[4,4]) -> f32[4,4] {
-  ROOT %a = f32[4,4]{1,0} parameter(0)
-}
-
-%dear (b: f32[4,4]) -> f32[4,4] {
-  %b = f32[4,4]{1,0} parameter(0)
-  ROOT %d = f32[4,4]{1,0} dot(%b, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}
-}
-
-ENTRY %main (p: pred[], x: f32[4,4]) -> f32[4,4] {
-  %p = pred[] parameter(0)
-  %x = f32[4,4]{1,0} parameter(1)
-  ROOT %y = f32[4,4]{1,0} conditional(%p, %x, %x), branch_computations={%cheap, %dear}
-}
-"""
-    assert hlo.Module(text).cost().flops == 2 * 4**3
-
-
-def test_types():
-    assert hlo.shape("bf16[4,32]{1,0:T(8,128)(2,1)}") == (4, 32)
-    assert hlo.shape("f32[]") == ()
-    assert hlo.nbytes("(bf16[4,32]{1,0:T(8,128)(2,1)}, u32[]{:S(2)})") == 4 * 32 * 2 + 4
-    assert (
-        hlo.nbytes("(s4[8]{0}, pred[3]{0}, f8e4m3fn[5]{0}, /*index=3*/c64[2]{0})") == 4 + 3 + 5 + 16
-    )
 
 
 def test_a_scan_over_sharded_layers(mesh8):

@@ -1,6 +1,4 @@
-"""Every bench runs: the short form of each here, its other sizes as short as they can be made among
-the slow tests.
-"""
+"""The short form of every bench runs."""
 
 import json
 import os
@@ -10,76 +8,15 @@ from pathlib import Path
 import pytest
 
 from benchmarks import launch, timing
-from mint_jax import launch as job_launch
 
 FOLDER = Path(__file__).parents[2] / "configs" / "bench"
-NAMES = sorted(path.stem for path in FOLDER.glob("*.py"))
-SHORT = {  # what makes another size short: fewer repetitions, not other shapes
-    "catalog_scale": (
-        "--config.entries=(200,)",
-        "--config.requests=200",
-        "--config.loads=50",
-        "--config.disk_loads=20",
-    ),
-    "active_wave": ("--config.n=1", "--config.checked=1"),
-    "concurrent_grpo": ("--config.n=1", "--config.memory_n=1", "--config.reward_s=0.01"),
-    "engine": (
-        "--config.n=1",
-        "--config.continuous.requests=10",
-        "--config.decode.tokens=16",
-    ),
-    "packed_load": (
-        "--config.n=5",
-        "--config.distinct=2",
-        "--config.pause.windows=2",
-    ),
-    "revision_stores": (
-        "--config.entries=50",
-        "--config.others=50",
-        "--config.loads=5",
-    ),
-    "service": (
-        "--config.n=1",
-        "--config.tenants=(1, 2)",
-        "--config.flood_rounds=3",
-        "--config.handoffs=2",
-        "--config.memory_tenants=1",
-    ),
-    "service_load": (
-        "--config.clients=6",
-        "--config.policies=4",
-        "--config.revisions=8",
-        "--config.seconds=10.0",
-    ),
-    "switch": ("--config.entries=200", "--config.moves=20"),
-    "train_vs_peft": ("--config.n=1", "--config.compile_s=1.0"),
-}
+# schedule runs in schedule_test
+NAMES = sorted({path.stem for path in FOLDER.glob("*.py")} - {"schedule"})
 NOT_ON_CPUS = {"tune_kernels"}  # reports are empty there, and say why
-# 36 layers of a 4B model, 16,384 tokens
-GPU_ONLY = {"gpu", "handoff:gpu", "moe_step:gpu", "kernels:qwen3"}
 
 
-def sizes(name):
-    """Sizes that a config's docstring names, besides the short one; the first is the default."""
-    named = re.findall(rf"{name}\.py(:\w+)?", (FOLDER / f"{name}.py").read_text())
-    return [
-        name + size
-        for size in dict.fromkeys(named)
-        if size != ":ci" and name + size not in GPU_ONLY
-    ]
-
-
-def load(name, *options):
-    file, _, size = name.partition(":")
-    changes = job_launch.split(options)[1]
-    return launch.load(str(FOLDER / f"{file}.py") + (f":{size}" if size else ""), changes)
-
-
-def run(name, folder, *options):
-    report = launch.run(load(name, *options), folder)
-    assert json.loads(json.dumps(report)) == report
-    assert report["bench"] == name.split(":")[0]
-    return report
+def load(name):
+    return launch.load(f"{FOLDER / name}.py:ci")
 
 
 def figures(tree):
@@ -109,7 +46,7 @@ def check_handoff(report):
 def check_packed_load(report):
     """Every load that the pause is measured with ended in its window."""
     assert report["same_values"]
-    assert report["decode_loads"] == load("packed_load:ci").pause.windows
+    assert report["decode_loads"] == load("packed_load").pause.windows
     assert report["decode_steps"] >= report["decode_loads"]
 
 
@@ -130,7 +67,7 @@ def check_gpu(report):
     assert not [row for row in rows if row.keys() & {"failed", "stopped"}]
     skipped = {row["part"] for row in rows if "skipped" in row}
     parts = {row["part"] for row in rows if figures(row) or row["part"] == "floors"}
-    assert (skipped, parts) == ({"peers"}, {*load("gpu:ci").parts} - skipped)
+    assert (skipped, parts) == ({"peers"}, {*load("gpu").parts} - skipped)
 
 
 def check_service(report):
@@ -164,7 +101,9 @@ CHECKS = {
 @pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 def test_the_short_form_of_a_bench_runs(name, tmp_path):
-    report = run(f"{name}:ci", tmp_path)
+    report = launch.run(load(name), tmp_path)
+    assert json.loads(json.dumps(report)) == report
+    assert report["bench"] == name
     found = figures(report)
     assert found or name in NOT_ON_CPUS, "a bench measures something"
     assert ("this is cpu" in report.get("empty", "")) == (name in NOT_ON_CPUS)
@@ -172,11 +111,3 @@ def test_the_short_form_of_a_bench_runs(name, tmp_path):
     CHECKS.get(name, lambda _: None)(report)
     left = {path.name for path in tmp_path.iterdir() if path.is_dir()}
     assert not left, "what a bench makes on the disk is removed"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [size for name in NAMES if name not in NOT_ON_CPUS for size in sizes(name)]
-)
-def test_every_size_of_a_bench_runs(name, tmp_path):
-    assert figures(run(name, tmp_path, *SHORT.get(name.split(":")[0], ("--config.n=1",))))

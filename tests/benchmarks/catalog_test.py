@@ -27,18 +27,6 @@ def verdict(*reads):
     return judge(MOVES, np.array(reads, np.int64), first=1)
 
 
-def test_reads_of_their_time_are_not_stale():
-    reads = [
-        (0, 10, 50, 1),
-        (0, 210, 220, 2),
-        (0, 401, 450, 3),
-        (0, 700, 710, 2),
-        (1, 10, 20, 1),
-        (1, 291, 300, 4),
-    ]
-    assert verdict(*reads) == {"stale_reads": 0, "decided": 6, "soon": 4}
-
-
 def test_a_read_beside_a_move_may_see_either_side():
     either = [
         (0, 150, 160, 1),

@@ -69,18 +69,6 @@ def test_every_point_is_a_command_that_its_job_takes(name, size, monkeypatch):
         commands.check([text.replace("{workdir}", "runs") for text in run.arguments()])
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_an_unknown_size_is_refused(name):
-    with pytest.raises(UserError, match=f"{name} size 'huge'; expected ci, cpu, gpu or pod"):
-        load(name, "huge")
-
-
-def test_make_runs_all_sweeps_but_learning():
-    named = re.search(r"^SWEEPS \?= (.*)$", (ROOT / "Makefile").read_text(), re.M)
-    assert named is not None
-    assert set(named[1].split()) == set(NAMES) - {"learning"}
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 def test_the_small_size_runs(name, tmp_path):

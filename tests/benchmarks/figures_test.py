@@ -76,27 +76,3 @@ def test_figures_are_measured_once_at_a_commit_and_published(at, tmp_path):
     at.code["dirty"] = True
     with pytest.raises(UserError, match="commit them first"):
         figures.run_all(figures.RUNS, at.workdir)
-
-
-def test_sweeps_replace_the_published_ones(at):
-    old = at.to / "sweeps" / "handoff" / "old.png"
-    old.parent.mkdir(parents=True)
-    old.touch()
-    figures.run_sweeps(["handoff", "catalog"], at.workdir)
-    assert at.written == ["tables"]
-    assert {path.name for path in old.parent.iterdir()} == {"report.json", "report.md", "a.png"}
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"failed": 2}, "2 points of .* failed: start the sweep again"),
-        ({"commits": ["a" * 40, "b" * 40]}, "was measured at aaaaaaaaaa, bbbbbbbbbb; only one"),
-        ({"commits": ["dirty"]}, "was measured at dirty with changes"),
-    ],
-)
-def test_partial_sweeps_are_not_published(changed, message, at):
-    vars(at).update(changed)
-    with pytest.raises(UserError, match=message):
-        figures.run_sweeps(["handoff"], at.workdir)
-    assert not at.to.exists()

@@ -5,14 +5,11 @@ ports are.
 import importlib.machinery
 import importlib.util
 import shutil
-import socket
 import tempfile
 from pathlib import Path
 
-import pytest
 import sqlalchemy as sa
 
-from benchmarks import postgres_server
 from benchmarks.postgres_server import PostgresServer
 
 QUICK = ("--no-sync",)
@@ -51,29 +48,3 @@ def test_it_starts_from_folders_that_only_their_owner_may_enter(tmp_path, monkey
         server.stop()
     assert not server.folder.exists()
     assert [path.name for path in private.iterdir() if path.name.startswith("mint-")] == []
-
-
-def test_a_port_that_another_took_is_left_to_it(monkeypatch):
-    free = postgres_server.free_port()
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        ports = [other.getsockname()[1], free]
-        monkeypatch.setattr(postgres_server, "free_port", lambda: ports.pop(0))
-        server = PostgresServer(options=QUICK)
-        try:
-            assert server.port == free
-            assert answers(server)
-        finally:
-            server.stop()
-
-
-def test_a_start_that_fails_says_why_and_leaves_nothing(tmp_path, monkeypatch):
-    made = []
-    monkeypatch.setattr(
-        tempfile,
-        "mkdtemp",
-        lambda make=tempfile.mkdtemp, **where: made.append(make(**where)) or made[-1],
-    )
-    with pytest.raises(RuntimeError, match=r"does not start.*no_such_setting"):
-        PostgresServer({"no_such_setting": 1}, QUICK)
-    assert made
-    assert not any(Path(folder).exists() for folder in made)

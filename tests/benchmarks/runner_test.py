@@ -1,7 +1,6 @@
 """Points run once, continue after kill -9, and run again when what they measure has changed."""
 
 import dataclasses
-import json
 import os
 import signal
 import subprocess
@@ -13,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.sweeps import rows, runner
-from benchmarks.sweeps.grid import Grid, figure_at, points_of
-from mint_jax.errors import UserError
+from benchmarks.sweeps.grid import Grid, points_of
 from tests.benchmarks import fake_job
 
 FIGURES = {"s": "sides/name={side}/s", "count": "count"}
@@ -145,19 +143,3 @@ def until(true):
 
 def children(pid):
     return [int(x) for x in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def test_mistakes_in_a_grid_are_told():
-    for change, words in (
-        ({"axes": {"k": ()}}, "at least one value"),
-        ({"axes": {"k": (1, 1)}}, "two points are called"),
-        ({"options": ("--config.x={other}",)}, "no setting 'other'"),
-        ({"figures": {"s": "sides/{other}"}}, "no setting 'other'"),
-    ):
-        with pytest.raises(UserError, match=words):
-            points_of({"g": dataclasses.replace(GRID, **change)})
-    left = points_of({"g": dataclasses.replace(GRID, without=({"k": 1},))})
-    assert [point.settings for point in left] == [{"k": 0}, {"k": 2}]
-    for path in ("other", "sides/name=y/s", "count/more"):
-        with pytest.raises(KeyError, match="the result has no"):
-            figure_at(json.loads('{"sides": [{"name": "x"}], "count": 1}'), path, {})

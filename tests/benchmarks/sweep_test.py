@@ -2,13 +2,11 @@
 
 import functools
 import json
-import sys
 
 import pytest
 
-from benchmarks import compare, launch, tables
+from benchmarks import compare, launch
 from benchmarks.sweeps import runner
-from mint_jax.errors import UserError
 from tests.benchmarks import fake_job
 
 CONFIG = """
@@ -97,30 +95,3 @@ def test_differences_outside_of_the_intervals_are_marked():
     assert marks == {"g: k 1: s": False, "g: k 1: t": True, "g: k 1: count": True}
     assert lines["g: k 1: t"].ratio == pytest.approx(0.8)
     assert not any(line.is_outside for line in compare.compare(a, a))
-
-
-def test_reports_of_benchmarks_are_compared_by_path():
-    sides = [{"name": "p", "s": figure(1.0, 0.9, 1.1)}]
-    a = {"bench": "x", "sides": sides, "n": 5, "stamp": {"s": figure(1.0, 0.9, 1.1)}}
-    [line] = compare.compare(a, a)
-    assert line.name == "sides/p/s"
-    with pytest.raises(UserError, match="no figure in common"):
-        compare.compare(a, {"bench": "y"})
-
-
-def test_the_command_compares_committed_reports(tmp_path, monkeypatch, capsys):
-    for path in (tables.CPU / "handoff.json", tables.CPU / "sweeps" / "handoff"):
-        monkeypatch.setattr(sys, "argv", ["compare", str(path), str(path)])
-        compare.main()
-        out = capsys.readouterr().out
-        assert out.splitlines()[-1].startswith("0 of ")
-        assert "handoff_ratio |" in out
-    monkeypatch.setattr(sys, "argv", ["compare", str(tmp_path / "none.json"), str(path)])
-    with pytest.raises(SystemExit) as ended:
-        compare.main()
-    assert ended.value.code == 2
-    assert "none.json is no report" in capsys.readouterr().err
-    for text, message in (("{", "is not JSON"), ("[]", "is a list")):
-        (tmp_path / "report.json").write_text(text)
-        with pytest.raises(UserError, match=message):
-            compare.read(tmp_path)

@@ -1,6 +1,5 @@
 """Pages show the figures of committed reports, and reports name their commit and intervals."""
 
-import json
 import re
 
 import pytest
@@ -93,44 +92,3 @@ def test_every_field_of_a_sweep_is_one_row_of_its_config(name):
     for report, path, _ in FIELDS:
         if report == f"sweeps/{name}":
             assert reports.field(report, path)
-
-
-def test_a_row_shows_values_and_intervals(monkeypatch, tmp_path):
-    machine = {"cpu": "A CPU", "cores": 2, "memory_bytes": 24e9, "devices": "1 x cpu"}
-    at = {"machine": machine, "versions": {"jax": "0.10.2"}, "dirty": False}
-    ratio = {"median": 366.912, "interval": [339.2, 390.04], "n": 5}
-    ms = {"percentile": 0.373, "interval": [0.36, 0.41], "n": 100_000}
-    x = {"ratio": ratio, "parts": [{"name": "a", "ms": ms}], "stamp": at | {"commit": "a" * 40}}
-    y = {"bytes": 538_090_408, "stamp": at | {"commit": "b" * 40, "dirty": True}}
-    rows = [{"settings": {"k": k}, "figures": {"s": ratio}} for k in (1, 2)]
-    swept = {"sweep": "z", "points": [{"grid": "g", "rows": rows} | x["stamp"]]}
-    for name, report in (("x", x), ("y", y), ("z", swept)):
-        (tmp_path / f"{name}.json").write_text(json.dumps(report))
-    monkeypatch.setattr(tables, "CPU", tmp_path)
-    assert tables.fill("| {x:ratio|times} of {x:parts.a.ms|ms} | {spread} |") == (
-        "| 367× of 0.37 ms | 339 to 390, 5 / 0.36 to 0.41, 100,000 |\n"
-    )
-    assert tables.fill("{y:bytes|count} {x:ratio over x:ratio|ratio} {z:g[k=2].s|s}") == (
-        "538,090,408 1.00 367 s\n"
-    )
-    assert tables.fill("{x:ratio|times} {sources}.") == (
-        "367× at `aaaaaaaaaa` on A CPU, 2 cores, 24 GB; jax 0.10.2.\n"
-    )
-    both = tables.fill("{x:ratio|times} {y:bytes|MB} {sources}")
-    assert "(x);" in both
-    assert "`bbbbbbbbbb` with changes" in both
-    for field in ("x:parts.b", "z:g[].s", "z:g[k=3].s"):
-        with pytest.raises(KeyError):
-            tables.fill(f"{{{field}|times}}")
-
-
-def test_bytes_on_the_wire_are_marked_as_a_minimum_where_they_are():
-    sent = {"a": {"bytes": int(2e9), "at_least": True}, "b": {"bytes": int(1e9), "at_least": False}}
-    assert tables.shown(sent, "sent", []) == "≥ 3.0 GB"
-    assert tables.shown({"b": sent["b"]}, "sent", []) == "1.0 GB"
-    assert tables.shown({"bound": "compute", "step_s": 0.873}, "bound", []) == "compute, 873 ms"
-
-
-def test_paths_of_a_machine_stay_out_of_reports():
-    report = {"catalog": "/home/somebody/runs/catalog", "bases": ["~/bases/x", "runs/y"]}
-    assert stamp.without_paths(report) == {"catalog": "catalog", "bases": ["x", "runs/y"]}

@@ -29,14 +29,3 @@ def test_a_ratio_is_of_medians_and_its_interval_is_paired(rng):
     assert figure["median"] == pytest.approx(3.0 / 1.2, rel=1e-4)
     low, high = figure["interval"]
     assert low < figure["median"] < high
-
-
-def test_runs_merge_into_figures():
-    runs = [
-        {"job": "sft", "policies": [{"name": "a", "loss": loss, "bytes": 7, "revision": name}]}
-        for loss, name in ((3.0, "x"), (1.0, "y"))
-    ]
-    loss = {"median": 2.0, "interval": [1.0, 3.0], "n": 2}
-    merged = {"name": "a", "loss": loss, "bytes": 7, "revision": ["x", "y"]}
-    assert timing.merge(runs) == {"job": "sft", "policies": [merged]}
-    assert timing.mean([1.0, 2.0, 3.0, 4.0])["mean"] == 2.5

@@ -1,17 +1,20 @@
-"""Every op in the shapes of real models: compiled for TPUs and lowered for GPUs, where there is no
-accelerator.
+"""Every op in the shapes of real models: lowered for TPUs and GPUs, and compiled for TPUs, where
+there is no accelerator.
 """
 
+import contextlib
 import functools
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax import export
 from jax.sharding import SingleDeviceSharding
 
-from mint_jax.aot import chips, kernel_calls
+from mint_jax.aot import chips
 from mint_jax.models import quantised
-from pallas_kernels import slot_lora
+from pallas_kernels import paged_attention, slot_lora
+from pallas_kernels.calls import Call, calls
 from pallas_kernels.packed_lora import shapes as lora_shapes
 from pallas_kernels.packed_matmul import pallas_tpu as packed_matmul
 from pallas_kernels.packed_matmul import shapes as matmul_shapes
@@ -20,13 +23,20 @@ from tests.marks import first
 from tests.pallas_kernels import gpu
 
 CHIPS = ("v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
-PAGED = next(one for one in kernel_calls.calls(jax.devices()[0], "tpu") if "paged" in one.op)
-ON_GPUS = list(kernel_calls.calls(jax.devices()[0], "cuda"))
+ON = {name: list(calls(jax.devices()[0], name)) for name in ("tpu", "cuda")}
+TPU = "@tpu_custom_call"
 
 
-def firsts(calls):
-    """The first call of each op."""
-    return list({call.op: call for call in reversed(calls)}.values())
+def firsts(platform):
+    """The calls of a platform, the first of each op quick and the others long."""
+    quick = list({call.op: call for call in reversed(ON[platform])}.values())
+    rest = [call for call in ON[platform] if call not in quick and is_real(call)]
+    return first(len(quick), [*quick, *rest])
+
+
+def is_real(call):
+    """Returns False for gradients of sampling."""
+    return call.op != "packed_lora backward" or call.shape in lora_shapes.TRAIN
 
 
 def kernels_of(call):
@@ -36,14 +46,13 @@ def kernels_of(call):
     return 2 if call.op in ("packed_attention backward", "slot_lora") else 1
 
 
-@pytest.mark.parametrize(
-    "call",
-    first(
-        len(firsts(ON_GPUS)),
-        [*firsts(ON_GPUS), *(call for call in ON_GPUS if call not in firsts(ON_GPUS))],
-    ),
-    ids=lambda call: call.name,
-)
+@pytest.mark.parametrize("call", firsts("tpu"), ids=lambda call: call.name)
+def test_for_a_tpu_a_call_is_its_kernels_without_a_topology(call):
+    text = jax.jit(call.fn).trace(*call.args).lower(lowering_platforms=("tpu",)).as_text()
+    assert text.count(TPU) == 1 + (call.op == "packed_attention backward")
+
+
+@pytest.mark.parametrize("call", firsts("cuda"), ids=lambda call: call.name)
 def test_for_a_gpu_a_call_is_its_kernels_and_no_other_product(call):
     text = gpu.text(call.fn, *call.args)
     assert text.count(gpu.KERNEL) == kernels_of(call)
@@ -52,8 +61,33 @@ def test_for_a_gpu_a_call_is_its_kernels_and_no_other_product(call):
     if call.op.startswith("packed_lora"):
         K = len(call.shape.d_out)  # rows are added to in place
         assert text.count("output_operand_alias<") == (1 + 2 * K if "backward" in call.op else K)
-    if call.op != "slot_lora":  # which is named, and not chosen by platform
+    # others are named, and not chosen by platform
+    if call.op != "slot_lora" and not call.op.startswith("packed_attention"):
         assert gpu.KERNEL not in jax.jit(call.fn).lower(*call.args).as_text()
+
+
+def test_a_program_is_exported_for_one_platform_with_its_kernel_or_for_several_without():
+    """JAX lowers every branch of ``platform_dependent`` for all platforms of a program: when it no
+    longer does, docs/kernels.md changes.
+    """
+    call = next(one for one in ON["cuda"] if one.op == "paged_attention")
+
+    def exported(implementation: str, *platforms: str) -> str:
+        fn = functools.partial(
+            paged_attention.paged_attention, scale=0.1, implementation=implementation
+        )
+        checks = [export.DisabledSafetyCheck.custom_call(gpu.KERNEL)]
+        with gpu.abstract() if "cuda" in platforms else contextlib.nullcontext():
+            made = export.export(jax.jit(fn), platforms=platforms, disabled_checks=checks)
+            return made(*jax.tree.map(lambda x: x.update(sharding=None), call.args)).mlir_module()
+
+    for platform, kernel in (("cpu", None), ("tpu", TPU), ("cuda", f"@{gpu.KERNEL}")):
+        text = exported("auto", platform)
+        found = [name for name in (TPU, f"@{gpu.KERNEL}") if name in text]
+        assert found == ([kernel] if kernel else [])
+    with pytest.raises(ValueError, match="Only interpret mode is supported on CPU backend"):
+        exported("auto", "cpu", "tpu")
+    assert "custom_call" not in exported("xla", "cpu", "tpu", "cuda")
 
 
 def temporaries(call):
@@ -84,8 +118,7 @@ def check(call, device):
 
 def test_a_tpus_compiler_takes_a_kernel_with_nothing_large_beside_it():
     device = chips.target(CHIPS[0]).devices[0]
-    [call] = (one for one in kernel_calls.calls(device, "tpu") if one.name == PAGED.name)
-    check(call, device)
+    check(next(one for one in calls(device, "tpu") if "paged" in one.op), device)
 
 
 @pytest.mark.long
@@ -97,10 +130,9 @@ def test_a_tpus_compiler_takes_all_real_shapes(chip):
     def spec(*dims, dtype="bfloat16"):
         return jax.ShapeDtypeStruct(dims, jnp.dtype(dtype), sharding=SingleDeviceSharding(device))
 
-    for call in kernel_calls.calls(device, "tpu"):
-        if call.op == "packed_lora backward" and call.shape in lora_shapes.DECODE:
-            continue  # sampling has no gradients
-        check(call, device)
+    for call in calls(device, "tpu"):
+        if is_real(call):
+            check(call, device)
         if call.op == "packed_matmul" and call.shape in matmul_shapes.SHAPES[1:3]:
             x, w, sizes, a, b, factor = call.args
             for kind, (dtype, *_) in quantised.KINDS.items():
@@ -118,4 +150,4 @@ def test_a_tpus_compiler_takes_all_real_shapes(chip):
             (kernel.shrink, (of(s.rows, s.d_in), a, slot), ()),
             (kernel.expand, (inner, b, of(s.rows, F), slot), (2,)),
         ):
-            check(kernel_calls.Call("slot_lora", s, fn, args, donated, lambda rng: ()), device)
+            check(Call("slot_lora", s, fn, args, donated, lambda rng: ()), device)

@@ -32,13 +32,11 @@ from pallas_kernels.paged_attention import reference as paged_reference
 from pallas_kernels.slot_lora import reference as slot_reference
 from tests.pallas_kernels import (
     grouped_matmul_test,
-    latent_attention_test,
     layer_matmul_test,
     packed_attention_test,
     packed_lora_test,
     packed_matmul_test,
-    paged_attention_test,
-    pages,
+    paged_test,
     slot_lora_test,
 )
 from tests.train import kernels_test
@@ -231,13 +229,13 @@ def test_packed_attention_and_its_gradients_are_those_of_float64(rng, kernel, dt
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_paged_attention_is_that_of_float64_and_a_row_s_alone(rng, kernel, dtype):
-    scale = paged_attention_test.SCALE
-    q, k, v, rows = paged_attention_test.arguments(
+    scale = paged_test.SCALE
+    q, k, v, rows = paged_test.arguments(
         rng, *of((6, 2, 3, 64, 128, 2), (40, 4, 8, 128, 128, 2)), dtype
     )
     call = functools.partial(paged_attention.paged_attention, scale=scale)
     made = run(kernel, call, q, k, v, rows)
-    pages.close(made, paged_reference.paged_attention(q, k, v, rows, scale=scale), dtype)
+    paged_test.close(made, paged_reference.paged_attention(q, k, v, rows, scale=scale), dtype)
     bad = int(rng.integers(len(q)))
     others = np.arange(len(q)) != bad
     for one, other in zip(
@@ -249,12 +247,10 @@ def test_paged_attention_is_that_of_float64_and_a_row_s_alone(rng, kernel, dtype
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_latent_attention_is_that_of_float64(rng, kernel, dtype):
-    scale = latent_attention_test.SCALE
-    args = latent_attention_test.arguments(
-        rng, *of((4, 12, 256, 64, 2), (20, 64, 512, 64, 2)), dtype
-    )
+    scale = paged_test.SCALE
+    args = paged_test.latent_arguments(rng, *of((4, 12, 256, 64, 2), (20, 64, 512, 64, 2)), dtype)
     made = run(kernel, functools.partial(latent_attention.latent_attention, scale=scale), *args)
-    pages.close(made, latent_reference.latent_attention(*args, scale=scale), dtype)
+    paged_test.close(made, latent_reference.latent_attention(*args, scale=scale), dtype)
 
 
 @pytest.mark.parametrize("family", kernels_test.FAMILIES[:1] if SMALL else kernels_test.FAMILIES)

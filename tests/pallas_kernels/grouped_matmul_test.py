@@ -9,10 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mint_jax.aot.flops import traced_flops
-from pallas_kernels import dispatch, grouped_matmul
-from pallas_kernels.grouped_matmul import pallas_gpu, reference, shapes
-from tests.pallas_kernels import gpu
+from pallas_kernels.grouped_matmul import pallas_gpu, reference
 
 SMALL = pallas_gpu.Config(rows=16, columns=32, depth=16, warps=4)  # several tiles, blocks and steps
 
@@ -77,47 +74,3 @@ def test_a_groups_rows_keep_their_bits_wherever_others_end(rng):
         ]
         seen.add(np.array(got).tobytes())
     assert len(seen) == 1
-
-
-def arguments(shape: shapes.Shape):
-    w = (shape.d_out, shape.d_in) if shape.transposed else (shape.d_in, shape.d_out)
-    dims = (
-        ((shape.rows, shape.d_in), shape.dtype),
-        ((shape.groups, *w), shape.stored),
-        ((shape.groups,), "int32"),
-    )
-    return [jax.ShapeDtypeStruct(*one) for one in dims]
-
-
-def test_its_flops_are_counted():
-    call = functools.partial(grouped_matmul.grouped_matmul, implementation="pallas_gpu")
-    jaxpr = jax.make_jaxpr(call)(*arguments(shapes.SHAPES[0]))
-    assert traced_flops(jaxpr.jaxpr) == 2 * 512 * 2048 * 768
-
-
-def test_it_says_what_it_does_not_serve(monkeypatch):
-    def told(shape, **other):
-        x, w, sizes = arguments(shape)
-        args = {"x": x, "w": w, "sizes": sizes, "index": None} | other
-        return dict(dispatch.explain(grouped_matmul.table(False), *args.values()))["pallas_gpu"]
-
-    small = shapes.Shape(16, 32, 32, 2)
-    assert told(small) == "serves on cuda"
-    assert told(small._replace(dtype="float16")).startswith("does not serve: rows are float16")
-    assert told(small._replace(stored="int4")).startswith("does not serve: matrices are int4")
-    assert told(small._replace(rows=0)) == "does not serve: no rows or no groups"
-    # Sizes at which Pallas' places in arrays of bytes are beyond 31 bits and not yet of 64.
-    for groups, serves in ((31, True), (32, False), (64, False), (65, True)):
-        one = told(small, w=jax.ShapeDtypeStruct((groups, 8192, 8192), "int8"))
-        assert one == "serves on cuda" if serves else "between 2 and 4 GiB" in one
-    # to convert float8 for the first Triton ends the process
-    for attached, serves in (("8.0", False), ("8.9", True), ("10.0", True)):
-        gpu.attach(monkeypatch, "9.0", attached)
-        assert (told(small._replace(stored="float8_e4m3fn")) == "serves on cuda") == serves
-        assert told(small._replace(stored="int8")) == "serves on cuda"
-    with pytest.raises(
-        ValueError, match="no implementation 'triton'; choose one of: auto, pallas_gpu, xla"
-    ):
-        grouped_matmul.grouped_matmul(
-            jnp.ones((2, 2)), jnp.ones((1, 2, 2)), jnp.array([2]), implementation="triton"
-        )

@@ -136,14 +136,6 @@ def test_what_is_not_finite_stays_in_its_row_and_column(rng, transposed):
         assert made.tobytes() == clean.tobytes()
 
 
-def test_rows_of_sixteen_bits_are_multiplied_in_float32(rng):
-    x, w, layer = arguments(rng, 5, 64, 64, "bfloat16")
-    x = x.astype(jnp.bfloat16)
-    np.testing.assert_array_equal(
-        kernel(x, w, layer), kernel(x.astype(jnp.float32), w.astype(jnp.float32), layer)
-    )
-
-
 @pytest.mark.bits
 def test_auto_is_the_kernel_on_one_cpu_and_xla_over_a_mesh(rng):
     x, w, layer = arguments(rng, 4, 32, 48)
@@ -156,21 +148,6 @@ def test_auto_is_the_kernel_on_one_cpu_and_xla_over_a_mesh(rng):
         told = dict(dispatch.explain(table(False), *args))
         assert "divides rows" in told["cpu"]
         assert "mint_layer_matmul" not in jax.jit(layer_matmul).lower(*args).as_text()
-
-
-def test_several_threads_may_call_it_at_once(rng):
-    """Calls that wait for each other's threads would stand still: the program has ten products that
-    do not depend on each other.
-    """
-    x, w, _ = arguments(rng, 16, 256, 512, L=10)
-
-    @jax.jit
-    def many(x, w):
-        return [cpu.matmul(x, (w,), jnp.int32(i))[0] for i in range(10)]
-
-    want = np.einsum("md,ldf->lmf", x, w)
-    for _ in range(20):
-        np.testing.assert_allclose(many(x, w), want, atol=1e-3)
 
 
 @kinds
@@ -228,20 +205,6 @@ except ValueError as error:
     assert "ended with 3: no such header" in told[0]
 
 
-def test_shapes_that_do_not_fit_are_refused(rng):
-    x, w, layer = arguments(rng, 4, 32, 48)
-    with pytest.raises(ValueError, match=r"expected \[\.\.\., D\]"):
-        layer_matmul(x[:, 1:], (w,), layer)
-    with pytest.raises(ValueError, match=r"\[L, F, D\]"):
-        layer_matmul(x, (w, w), layer, transposed=True)
-    with pytest.raises(NotImplementedError, match="float16"):
-        cpu.require(x, (w.astype(jnp.float16),), layer)
-    with pytest.raises(NotImplementedError, match="tables in int8"):
-        cpu.require(x, (w.astype(jnp.int8),), layer, transposed=True)
-    with pytest.raises(NotImplementedError, match="not in one call with float32"):
-        cpu.require(x, (w, w.astype(jnp.bfloat16)), layer)
-
-
 # GPUs.
 
 
@@ -270,26 +233,6 @@ def test_matrices_in_one_launch_have_the_bits_of_each_alone(rng, transposed):
         np.testing.assert_array_equal(made, call(x, (one,), layer)[0])
 
 
-def test_what_is_not_finite_stays_in_its_row_of_a_gpus_kernel(rng):
-    x, w, layer = arguments(rng, 40, 300, 130, "bfloat16")
-    x = x.astype(jnp.bfloat16)
-    clean = np.array(pallas_gpu.matmul(x, (w,), layer, interpret=True)[0])
-    for value in (np.nan, np.inf):
-        made = np.array(pallas_gpu.matmul(x.at[7, 299].set(value), (w,), layer, interpret=True)[0])
-        assert np.delete(made, 7, 0).tobytes() == np.delete(clean, 7, 0).tobytes()
-        assert not np.isfinite(made[7]).any()
-
-
-def test_tiles_of_rows_that_are_not_in_use_are_zeros_on_a_gpu(rng):
-    x, w, layer = arguments(rng, 150, 96, 70, "bfloat16")
-    x = x.astype(jnp.bfloat16)
-    made = np.array(pallas_gpu.matmul(x, (w,), layer, jnp.int32(20), interpret=True)[0])
-    np.testing.assert_array_equal(
-        made[:20], np.array(pallas_gpu.matmul(x, (w,), layer, interpret=True)[0])[:20]
-    )
-    assert (made[64:] == 0).all()
-
-
 def test_for_a_gpu_matrices_of_the_same_rows_are_one_kernel_and_no_copy(rng):
     x, w, layer = arguments(rng, 8, 64, 96, "bfloat16")
     call = lambda x, w, layer: layer_matmul(x, (w, w), layer)  # noqa: E731
@@ -298,21 +241,3 @@ def test_for_a_gpu_matrices_of_the_same_rows_are_one_kernel_and_no_copy(rng):
     assert "dynamic_slice" not in text
     assert "stablehlo.dot" not in text
     assert gpu.KERNEL not in gpu.text(call, x, w, layer), "float32 is XLA's"
-
-
-def test_what_a_gpus_kernel_leaves_to_xla(rng):
-    def told(x, w, transposed=False):
-        return dict(dispatch.explain(table(transposed), x, (w,), jnp.int32(0), None))["pallas_gpu"]
-
-    x, w, _ = arguments(rng, 8, 64, 96, "bfloat16")
-    assert told(x.astype(jnp.bfloat16), w) == "serves on cuda"
-    assert told(x, w) == "does not serve: rows are float32; bfloat16 is served"
-    assert (
-        told(jnp.zeros((257, 64), jnp.bfloat16), w)
-        == "does not serve: 257 rows; 1 to 256 are served"
-    )
-    assert told(x.astype(jnp.bfloat16), w.astype(jnp.float32)).startswith(
-        "does not serve: weights are float32"
-    )
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((2,), ("fsdp",))):
-        assert "divides rows and matrices" in told(x.astype(jnp.bfloat16), w)

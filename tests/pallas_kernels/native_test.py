@@ -9,7 +9,7 @@ import pytest
 
 from pallas_kernels import native
 
-FILES = ("blocks", "draw", "layer_matmul", "paged_attention", "slot_lora")
+FILES = ("blocks", "draw", "layer_matmul", "paged", "slot_lora")
 
 
 @pytest.mark.long

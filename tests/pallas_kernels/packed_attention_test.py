@@ -11,11 +11,9 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from mint_jax import sharding
-from mint_jax.models.attention import FORWARD, Segments, packed_attention
-from pallas_kernels import dispatch
-from pallas_kernels.packed_attention import pallas_gpu, pallas_tpu, reference, shapes
+from mint_jax.models.attention import Segments, packed_attention
+from pallas_kernels.packed_attention import pallas_gpu, pallas_tpu, reference
 from pallas_kernels.packed_attention.pallas_tpu import Config
-from tests.pallas_kernels import gpu
 
 SCALE = 0.3
 
@@ -185,34 +183,3 @@ def test_over_a_mesh_each_device_has_its_rows_and_heads(rng, mesh8, form):
     with jax.set_mesh(mesh8):
         for ours, want in zip(run(*args, kernel=form), theirs, strict=True):
             np.testing.assert_allclose(ours, want, atol=1e-5 * max(1, np.abs(want).max()), rtol=0)
-
-
-def specs(shape: shapes.Shape):
-    B, K, G, T, H, V, dtype = shape
-    dims = (B, K, G, T, H), (B, K, T, H), (B, K, T, V), (B, T), (B, T), (B, K, G, T, V)
-    return [jax.ShapeDtypeStruct(one, "int32" if len(one) == 2 else dtype) for one in dims]
-
-
-def test_it_says_what_it_does_not_serve(monkeypatch):
-    def told(shape, chosen=None):
-        q, k, v, *_ = specs(shape)
-        return dict(dispatch.explain(FORWARD, q, k, v, None, None, chosen))["pallas_gpu"]
-
-    small = shapes.Shape(1, 1, 1, 8, 20, 12)
-    assert told(small) == "serves on cuda"
-    assert told(small._replace(V=257)) == "does not serve: heads are 257 wide; up to 256 are served"
-    assert told(small._replace(dtype="float16")).startswith(
-        "does not serve: queries, keys and values are float16"
-    )
-    assert told(small._replace(T=0)) == "does not serve: no tokens"
-    for attached, serves in (
-        ("8.0", True),
-        ("8.9", False),
-        ("9.0", True),
-        ("10.0", True),
-        ("12.0", False),
-    ):
-        gpu.attach(monkeypatch, "9.0", attached)
-        assert told(small._replace(H=192)) == "serves on cuda"
-        assert (told(small._replace(H=200)) == "serves on cuda") == serves
-    assert told(small, chosen=True) == "does not serve: an indexer chooses the keys"

@@ -11,8 +11,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from mint_jax.models import quantised
-from pallas_kernels import cost, dispatch, packed_matmul
-from pallas_kernels.packed_matmul import pallas_tpu, reference, visits, xla
+from pallas_kernels.packed_matmul import pallas_tpu, reference, xla
 from tests.marks import first
 from tests.pallas_kernels.packed_lora_test import close
 
@@ -64,19 +63,6 @@ def test_values_are_those_of_float64(rng, form, case):
     scale = jnp.array(rng.uniform(0.5, 2, case[0]), jnp.float32)
     for scales in (None, scale):
         close(FORMS[form](*args, scales), reference.packed_matmul(*args, scales), case[-1])
-
-
-def test_experts_may_be_those_of_one_of_several_layers(rng):
-    x, w, *rest = arguments(rng, *CASES[0])
-    stack = [
-        jnp.full((3 * len(one), *one.shape[1:]), jnp.nan).at[len(one) : 2 * len(one)].set(one)
-        for one in w
-    ]
-    run = FORMS["pallas_tpu"]
-    for got, want in zip(
-        run(x, stack, *rest, first=jnp.int32(len(w[0]))), run(x, w, *rest), strict=True
-    ):
-        np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.parametrize("case", first(1, [CASES[i] for i in (1, 0, 3, 4)]), ids=str)
@@ -182,76 +168,3 @@ def test_the_kernel_has_no_races_and_reads_nothing_that_was_not_written(rng):
     bad[29, 0] = True
     assert (np.isnan(np.array(again)) == bad).all()
     assert np.array(again)[~bad].tobytes() == np.array(made[0])[~bad].tobytes()
-
-
-def test_visits_are_of_one_tile_and_one_expert():
-    factor = jnp.array([-1, 5, 5, 5, 1, 1, 1, 3, 3, -1, -1, -1], jnp.int32)
-    made = visits.visits_of(jnp.array([4, 0, 1, 1, 2], jnp.int32), factor, 4)
-    assert int(made.total) == 5
-    assert made.tile.tolist()[:5] == [0, 1, 1, 1, 2]
-    assert made.expert.tolist()[:5] == [0, 2, 3, 4, 4], "a tile without rows brings no matrix"
-    assert made.local[:5, 0].tolist() == [
-        [-1, 0, 0, 0],
-        [0, -2, -2, -2],
-        [-2, 0, -2, -2],
-        [-2, -2, 0, 1],
-        [-2] * 4,
-    ]
-    count = made.meta[:, 0, 4 + visits.COUNT].tolist()
-    assert count == [1, 1, 1, 2, 0] + [0] * (len(count) - 5)
-    assert [made.meta[v, 0, :n].tolist() for v, n in enumerate(count[:5])] == [
-        [5],
-        [1],
-        [1],
-        [1, 3],
-        [],
-    ]
-
-
-def test_an_implementation_says_why_it_does_not_serve_and_what_does(rng):
-    x, w, sizes, a, b, factor = arguments(rng, 16, 128, (128,), 16, 2, 2, "bfloat16")
-    for args, why in (
-        (
-            (x, [one.astype(jnp.float32) for one in w], sizes, a, b, factor),
-            "experts' matrices are float32 and rows bfloat16",
-        ),
-        (
-            (x, w, sizes, a, b, factor, None, None, [jnp.ones((2, 128))]),
-            "experts' matrices are bfloat16 and have scales",
-        ),
-        (
-            (x, w, sizes, [one[:, :1] for one in a], [one[:, :1] for one in b], factor),
-            "rank 1 in bfloat16 would be copied whole",
-        ),
-    ):
-        told = dict(dispatch.explain(packed_matmul.MATMUL, *args))
-        assert told["pallas_tpu"].startswith(f"does not serve: {why}")
-        assert told["xla"] == "serves on any platform"
-    with pytest.raises(ValueError, match=r"expected \[M, D\], \[E, D, F\]"):
-        packed_matmul.packed_matmul(x, w, sizes, a, [one[:, :, :64] for one in b], factor)
-
-    def spec(*dims, dtype="bfloat16"):
-        return jax.ShapeDtypeStruct(dims, dtype)
-
-    large = (
-        spec(1024, 7168),
-        [spec(12, 7168, 2048)],
-        spec(12, dtype="int32"),
-        [spec(96, 16, 7168)],
-        [spec(96, 16, 2048)],
-    )
-    large = *large, spec(1024, dtype="int32")
-    assert (
-        "MiB of a core's memory"
-        in dict(dispatch.explain(packed_matmul.MATMUL, *large))["pallas_tpu"]
-    ), "two of Kimi-K2's matrices"
-
-
-def test_bytes_are_those_of_the_two_with_rows_moved_once(rng):
-    x, w, sizes, a, b, factor = arguments(rng, 64, 128, (128, 256), 16, 2, 3, "bfloat16")
-    made = cost.packed_matmul(x, w, a, b, sizes, factor)
-    base, lora = (
-        cost.grouped(x, w, sizes),
-        cost.packed_lora(x, a, b, [jnp.zeros((64, n), x.dtype) for n in (128, 256)], factor),
-    )
-    assert made == cost.Cost(base.flops + lora.flops, base.rows, base.weights + lora.weights)

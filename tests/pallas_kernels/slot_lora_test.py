@@ -11,14 +11,12 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from mint_jax import sharding
 from mint_jax.lora.tree import AdapterStack
-from mint_jax.lora.view import add_deltas, attach_rows, batch_delta
+from mint_jax.lora.view import add_deltas, attach_rows
 from mint_jax.mesh import make_mesh, single_device_mesh
 from pallas_kernels import slot_lora
-from pallas_kernels.packed_lora import runs
 from pallas_kernels.packed_lora.pallas_tpu import Config
-from pallas_kernels.slot_lora import reference, shapes
+from pallas_kernels.slot_lora import reference
 from tests.marks import first
 from tests.pallas_kernels import gpu
 from tests.pallas_kernels.packed_lora_test import close
@@ -151,27 +149,6 @@ def test_kernels_have_no_races_and_read_nothing_that_was_not_written(rng):
     assert not interpret_pallas_call.races.races_found
 
 
-def test_a_layer_begins_where_it_is_said(rng):
-    x, a, b, onto, slot, scale = arguments(rng, 20, 128, 128, 8, 12, "float32")
-    slot = jnp.minimum(slot, 3)  # of four a layer; the third layer
-    want = reference.add(x, a, b, onto, jnp.where(slot < 0, -1, slot + 8), scale)
-    for form in (add, on_gpu):
-        close(form(x, a, b, onto, slot, scale, jnp.int32(8)), want, "float32")
-    close(
-        expand(shrink(x, a, slot, jnp.int32(8)) * scale[:, None], b, onto, slot, jnp.int32(8)),
-        want,
-        "float32",
-    )
-
-
-def test_slots_of_a_tile_are_each_named_once():
-    made = runs.slots_of(jnp.array([4, -1, 2, 4, 0, 0, 0, 0, 7], jnp.int32), 4)
-    assert made.local.tolist() == [[[0, -1, 1, 0]], [[0, 0, 0, 0]], [[0, -1, -1, -1]]]
-    ids, behind = np.array(made.meta)[:, 0, :4], np.array(made.meta)[:, 0, 4:]
-    assert [ids[t, :n].tolist() for t, n in enumerate(behind[:, 0])] == [[4, 2], [0], [7]]
-    assert not behind[:, 1:].any(), "none goes on in another tile"
-
-
 L, S = 2, 6
 
 
@@ -236,34 +213,6 @@ def test_over_a_mesh_the_kernel_gives_what_xla_gives(rng, sizes, ends, kernel, B
     assert not np.isfinite(spoilt[slots[16] == 1]).any()
 
 
-@pytest.mark.parametrize(
-    ("rules", "refused"),
-    [
-        ({"q_heads": "fsdp"}, "mesh axis fsdp splits inputs and outputs"),
-        (
-            {"embed": ("fsdp", "tensor"), "q_heads": None},
-            r"\('fsdp', 'tensor'\) split inputs or outputs, and \('fsdp',\) of them rows too",
-        ),
-    ],
-)
-def test_a_mesh_that_the_kernels_cannot_serve_is_refused_by_name(rng, monkeypatch, rules, refused):
-    """Today's rules split no projection so; a rule that did would else give wrong sums."""
-    for name, axes in rules.items():
-        monkeypatch.setitem(sharding.RULES, name, axes)
-    with jax.set_mesh(make_mesh({"fsdp": 4, "tensor": 2})):
-        lora = attach_rows(
-            {4: stack_of(rng, 1024, 1024, 4)}, {4: np.zeros(8, np.int32)}, "pallas_tpu"
-        )
-        assert lora is not None
-        with pytest.raises(ValueError, match=refused):
-            add_deltas(
-                jnp.ones((8, 1, 1024)),
-                [jnp.ones((8, 1, 1024))],
-                [lora.in_layer(jnp.int32(0)).at("q")],
-                [("embed", "q_heads")],
-            )
-
-
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 def test_projections_in_one_launch_on_a_gpu_have_the_bits_of_each_alone(rng, dtype):
     """Of three widths; factors in 16 bits are what the products of 16-bit rows round to anyway."""
@@ -280,26 +229,6 @@ def test_projections_in_one_launch_on_a_gpu_have_the_bits_of_each_alone(rng, dty
             ab = a[k].astype(kind), b[k].astype(kind)
             alone = GPU.add(x, *ab, onto[k], slot, scale, how=how, interpret=True)
             np.testing.assert_array_equal(one.astype(jnp.float32), alone.astype(jnp.float32))
-
-
-def test_a_projection_that_adapters_lack_is_left_alone(rng):
-    lora = attach_rows({4: stack_of(rng, 128, 128, 4)}, {4: np.zeros(2, np.int32)}, "pallas_tpu")
-    assert lora is not None
-    y = jnp.ones((2, 1, 128))
-    assert add_deltas(y, [y], [lora.at("k")], [("embed", "kv_heads")])[0] is y
-    assert batch_delta(y, lora.at("k"), 128) is None
-
-
-def test_a_turn_has_every_row_once_and_tiles_of_one_slot(rng):
-    for M, W in ((1, 1), (70, 90), (70, 3), (600, 5), (33, 40)):
-        slot = rng.integers(-1, W, M).astype(np.int32)
-        order = jax.jit(functools.partial(GPU.turn, W=W))(jnp.array(slot))
-        rows, seen = np.array(order.rows), []
-        for w, start, stop in zip(order.slot, order.first, order.stop):
-            mine = rows[start : min(start + order.tile, stop)] if stop > start else rows[:0]
-            assert (slot[mine] == w).all()
-            seen += mine.tolist()
-        assert sorted(seen) == np.flatnonzero(slot >= 0).tolist()
 
 
 def test_rows_are_put_in_turn_before_the_layers(rng):
@@ -323,22 +252,3 @@ def test_rows_are_put_in_turn_before_the_layers(rng):
         assert text.count("stablehlo.sort") == 1
     made = [np.array(layer(x, y, stacks, slots, ahead)) for ahead in (False, True)]
     assert made[0].tobytes() == made[1].tobytes()
-
-
-def test_lowered_for_cuda_each_is_its_kernels():
-    M, D, (F,), R, W, dtype = shapes.DECODE[2]
-    spec = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype(dtype))
-    x, a, b, onto, slot = (
-        spec((M, D)),
-        spec((W, R, D)),
-        spec((W, R, F)),
-        spec((M, F)),
-        spec((M,), dtype=jnp.int32),
-    )
-    inner = spec((M, R), dtype=jnp.float32)
-    for fn, args, kernels in (
-        (GPU.add, (x, a, b, onto, slot), 2),
-        (GPU.shrink, (x, a, slot), 1),
-        (GPU.expand, (inner, b, onto, slot), 1),
-    ):
-        assert gpu.text(fn, *args).count(gpu.KERNEL) == kernels, fn.__name__

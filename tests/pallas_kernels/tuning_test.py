@@ -8,16 +8,12 @@ import re
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from benchmarks import timing, tune_kernels
-from mint_jax.aot import kernel_calls
-from mint_jax.aot.kernel_calls import Call
-from mint_jax.errors import UserError
-from pallas_kernels import packed_attention, packed_lora, tuning
-from pallas_kernels.packed_lora import pallas_gpu, pallas_tpu, reference
+from pallas_kernels import packed_lora, tuning
+from pallas_kernels.calls import Call, calls
+from pallas_kernels.packed_lora import pallas_gpu, reference
 from pallas_kernels.packed_lora.shapes import Shape
 from tests.pallas_kernels import gpu
 from tests.pallas_kernels.packed_lora_test import arguments, close
@@ -85,36 +81,6 @@ def test_a_program_has_the_sizes_of_what_it_is_for_whatever_was_compiled_before(
         assert grids(gpu.text(call, *args)) == grids(tuned)
 
 
-def test_tables_of_the_cache_come_before_those_that_are_shipped(monkeypatch, tmp_path, empty_cache):
-    shipped = tmp_path / "shipped"
-    monkeypatch.setattr(
-        tuning, "folders", lambda op: [shipped, empty_cache / "tuned" / op.split()[0]]
-    )
-    tuning.write(
-        "packed_lora",
-        DEVICE,
-        {"a": entry(pallas_tpu.Config(1)), "b": entry(pallas_tpu.Config(2))},
-        shipped,
-    )
-    tuning.write(
-        "packed_lora",
-        DEVICE,
-        {"b": entry(pallas_tpu.Config(3))},
-        empty_cache / "tuned" / "packed_lora",
-    )
-    assert tuning.table("packed_lora", DEVICE) == {
-        "a": entry(pallas_tpu.Config(1)),
-        "b": entry(pallas_tpu.Config(3)),
-    }
-    tuning.write(
-        "packed_lora",
-        DEVICE,
-        {"c": entry(pallas_tpu.Config(4))},
-        empty_cache / "tuned" / "packed_lora",
-    )
-    assert set(tuning.table("packed_lora", DEVICE)) == {"a", "b", "c"}, "entries are added"
-
-
 @pytest.mark.parametrize(
     "text", ["{", '{"packed_lora": {"key": {}}}', '{"packed_lora": [1]}', "[]"]
 )
@@ -130,43 +96,6 @@ def test_a_file_that_is_no_table_is_named(empty_cache, text):
         ),
     ):
         tuning.table("packed_lora", DEVICE)
-
-
-def test_sizes_of_another_version_are_refused(rng, empty_cache):
-    x, a, *_ = arguments(rng, 70, 128, (128,), 16, 9, "float32")
-    with tuning.noted() as notes:
-        pallas_gpu.config("packed_lora", x, a)
-    tuning.write(
-        "packed_lora",
-        DEVICE,
-        {notes[0].key: {"config": {"rows": 1}}},
-        empty_cache / "tuned" / "packed_lora",
-    )
-    with (
-        tuning.on(DEVICE),
-        pytest.raises(
-            ValueError, match=r"sizes \['rows'\] where the kernel has .*'depth'.*: measure again"
-        ),
-    ):
-        pallas_gpu.config("packed_lora", x, a)
-
-
-def test_neighbours_differ_in_one_number():
-    assert set(tuning.neighbours(pallas_tpu.Config(32, 128))) == {
-        (64, 128),
-        (16, 128),
-        (32, 256),
-        (32, 64),
-    }
-    assert [
-        one.stages for one in tuning.neighbours(pallas_gpu.Config(1, 1, 1, 1, 1)) if one.stages != 1
-    ] == [2]
-    nested = packed_attention.pallas_gpu.Config(
-        8, *(packed_attention.pallas_gpu.Block(2, 2, 2, 2),) * 3
-    )
-    made = list(tuning.neighbours(nested))
-    assert len(made) == len(set(made)) == 2 + 3 * 8
-    assert tuning._like(nested, json.loads(json.dumps(tuning.as_dict(nested)))) == nested
 
 
 def interpreted(rng) -> tuple[Call, tuple]:
@@ -206,20 +135,6 @@ def test_the_search_ends_at_the_fastest_sizes_and_programs_take_them(rng, monkey
         close(call.fn(*args), reference.packed_lora(*args), "float32")
 
 
-def test_the_search_stays_where_nothing_is_surely_faster(rng, monkeypatch):
-    call, args = interpreted(rng)
-    noise = np.random.default_rng(5)
-    monkeypatch.setattr(
-        timing,
-        "in_turn",
-        lambda what, sides, n, warm=1: {name: list(1 + 0.1 * noise.random(n)) for name in sides},
-    )
-    found = tune_kernels.search(call, "cuda", args, 5, 1, 0.0)
-    assert found.best == found.rule
-    assert found.ratio is None
-    assert found.tried > 3
-
-
 def test_sizes_that_do_not_compile_or_give_other_results_are_refused_and_told(rng, monkeypatch):
     call, args = interpreted(rng)
 
@@ -239,52 +154,6 @@ def test_sizes_that_do_not_compile_or_give_other_results_are_refused_and_told(rn
     }
 
 
-def test_a_call_that_no_kernel_serves_has_no_sizes(rng):
-    call, args = interpreted(rng)
-    with pytest.raises(UserError, match="has no sizes to choose: no kernel serves it here"):
-        tune_kernels.search(call._replace(fn=lambda x, *rest: x + 1), "cuda", args, 5, 1, 0.0)
-
-
-@pytest.mark.parametrize("platform", ["tpu", "cuda"])
-def test_calls_have_numbers_for_all_their_integers(rng, platform):
-    ops = set()
-    for call in kernel_calls.calls(jax.devices()[0], platform):
-        wanted = [x.shape for x in jax.tree.leaves(call.args) if x.dtype == jnp.int32]
-        assert [np.shape(v) for v in call.numbers(rng)] == wanted, call.name
-        ops.add(call.op)
-    both = {
-        "packed_lora",
-        "packed_lora backward",
-        "packed_attention",
-        "packed_attention backward",
-        "paged_attention",
-        "latent_attention",
-    }
-    assert ops == both | (
-        {"packed_matmul"} if platform == "tpu" else {"grouped_matmul", "slot_lora", "layer_matmul"}
-    )
-
-
-def test_arguments_are_random_where_they_are_data(rng):
-    spec = jax.ShapeDtypeStruct
-    args = spec((3, 4), jnp.bfloat16), [spec((2,), jnp.int32), None], spec((5,), jnp.int8)
-    x, [numbers, _], small = Call(
-        "op", (1,), lambda: None, args, (), lambda rng: ([7, 8],)
-    ).arguments(rng)
-    assert (x.dtype, small.dtype, numbers.tolist()) == (jnp.bfloat16, jnp.int8, [7, 8])
-    assert len(set(np.array(x, np.float32).ravel().tolist())) > 6
-    with pytest.raises(ValueError, match=r"numbers of shape \(3,\) for \(2,\)"):
-        Call("op", (1,), lambda: None, args, (), lambda rng: ([7, 8, 9],)).arguments(rng)
-
-
-def test_ops_that_there_are_not_are_named():
-    config = type("Config", (), {"ops": ("packed_lore",), "shapes": 0})
-    with pytest.raises(
-        UserError, match=r"ops has 'packed_lore'; expected some of: .*packed_lora backward"
-    ):
-        list(tune_kernels._chosen(config, kernel_calls.calls(jax.devices()[0], "cuda")))
-
-
 SHIPPED = sorted(Path(tuning.__file__).parent.glob("*/tuned/*.json"))
 
 
@@ -295,7 +164,7 @@ def test_a_shipped_table_is_of_keys_and_sizes_that_its_kernel_has(path):
     assert tuning.filename(device) == path.name
     seen = set()
     with tuning.on(device), gpu.abstract():
-        for call in kernel_calls.calls(jax.devices()[0], "cuda"):
+        for call in calls(jax.devices()[0], "cuda"):
             if call.op not in held:
                 continue
             with tuning.noted() as notes:

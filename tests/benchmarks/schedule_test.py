@@ -4,8 +4,7 @@ kernels are what shapes say.
 
 import pytest
 
-from benchmarks import launch
-from mint_jax.aot import bundles, schedule
+from benchmarks import bundles, launch
 from mint_jax.errors import UserError
 
 DUMP = """
@@ -43,27 +42,6 @@ def test_loops_and_branches_of_a_dump():
     ran = kernel.run(lambda part: {"loop": 10, "branch": 1}[part.kind])
     assert ran == {"bundles": 3 + 10 * 7 + 2, "vmatmul": 10, "vmatpush": 0, "spills": 10}
     assert kernel.run(lambda part: part.kind == "loop")["vmatmul"] == 0
-
-
-@pytest.mark.parametrize(
-    ("dump", "says"),
-    [
-        ("nothing of the kind", "has no bundles"),
-        (
-            DUMP.replace("$region2 ", "$region77 "),
-            r"branches to regions \[4, 77\], which begin nowhere",
-        ),
-        (DUMP.replace("target = $region4", "target = $region5"), "cross"),
-    ],
-)
-def test_what_cannot_be_read_is_an_error(dump, says):
-    with pytest.raises(UserError, match=says):
-        bundles.parse(dump)
-
-
-def test_a_kernel_of_another_form_is_an_error():
-    with pytest.raises(UserError, match="lie in 0 loops and not in one"):
-        schedule.tile(bundles.parse(DUMP.replace("vmatmul", "vadd")), 1)
 
 
 @pytest.mark.long
