@@ -94,12 +94,6 @@ class Message(Body):
         return self
 
 
-class OpenAIMessage(Message):
-    """A message of one of the roles that OpenAI's API has."""
-
-    role: Literal["developer", "system", "user", "assistant", "tool", "function"]  # type: ignore[assignment]
-
-
 @dataclasses.dataclass(frozen=True)
 class Tools:
     """The tools of a chat, and how calls of them are parsed.

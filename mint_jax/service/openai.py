@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import json
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from typing import Any
 
 from starlette.requests import Request
@@ -25,44 +25,19 @@ from mint_jax.rollout.request import BadField, ContextExceeded
 from mint_jax.rollout.stream import Stream
 from mint_jax.service import errors, openai_types
 from mint_jax.service.durable import Unavailable
-from mint_jax.service.growing import TokenTexts
 from mint_jax.service.handlers import body_of, tenant_of
 from mint_jax.service.handover import Handover, Inbox
 from mint_jax.service.openai_answers import Answer
-from mint_jax.service.openai_types import (
-    OPENAI,
-    TOO_LONG,
-    Bounds,
-    ChatBody,
-    CompletionBody,
-    LoadAdapter,
-    UnloadAdapter,
-    limited,
-)
+from mint_jax.service.openai_types import OPENAI, TOO_LONG, Bounds, ChatBody, CompletionBody
 from mint_jax.service.queries import ModelsQuery, query_of
 from mint_jax.service.responses import Response, ResponseBody, Store, own_names, response_of
 from mint_jax.service.server import Server
+from mint_jax.service.text_stream import TokenTexts
 from mint_jax.service.validation import BadRequest, check, parse
 from mint_jax.service.weights import Model, Taken
 
 HEADER = "x-mint-revision"
-
-
-@dataclasses.dataclass(frozen=True)
-class _Job:
-    """A body that is being sampled, one stream for each prompt."""
-
-    answer: Answer | Response
-    streams: list[Stream]
-
-    @property
-    def headers(self) -> dict[str, str]:
-        return {HEADER: self.answer.model.digest or "base"}
-
-    def cancel(self) -> None:
-        for stream in self.streams:
-            if not stream.done:
-                stream.cancel()
+EVENTS = "text/event-stream"
 
 
 class OpenAI:
@@ -94,73 +69,72 @@ class OpenAI:
 
     async def _serve(self, request: Request, kind: Any) -> HttpResponse:
         raw, tenant = await request.body(), tenant_of(request)
-        job = await asyncio.to_thread(self._start, raw, tenant, kind)
-        if job.answer.spec.stream:
-            events = self._events(job, request.receive)
+        answer, streams = await asyncio.to_thread(self._start, raw, tenant, kind)
+        headers = {HEADER: answer.model.digest or "base"}
+        if answer.spec.body.stream:
+            events = self._events(answer, streams, request.receive)
             first = await anext(events)  # an earlier failure has its own status
-            headers = {"cache-control": "no-cache"} | job.headers
-            return StreamingResponse(
-                _chained(first, events), media_type="text/event-stream", headers=headers
-            )
-        async with _watched(job, request.receive):
-            await self._ended(job)
-            body = job.answer.whole([stream.result(0) for stream in job.streams])
-        return HttpResponse(json.dumps(body), headers=job.headers, media_type="application/json")
 
-    @property
-    def _room(self) -> int:
-        """Maximum number of tokens of an answer: the cache's capacity for one sample, less a page
-        at each of its ends.
-        """
-        base, cache = self._server.base, self._server.engine.cache
-        return min(base.cfg.context, max(1, cache.most - 2) * PAGE)
+            async def chained() -> AsyncIterator[str]:
+                yield first
+                async for text in events:
+                    yield text
 
-    def _start(self, raw: bytes, tenant: str, kind: Any) -> _Job:
-        """Validates a body and submits its prompts to the engine; runs in a thread.
+            headers["cache-control"] = "no-cache"
+            return StreamingResponse(chained(), media_type=EVENTS, headers=headers)
+        async with _watched(streams, request.receive):
+            handover, ends = self._handover(), [asyncio.Event() for _ in streams]
+            for stream, end in zip(streams, ends):
+                stream.when_done(lambda _, end=end: handover.give(end.set))
+            for end in ends:
+                await end.wait()
+            body = answer.whole([stream.result(0) for stream in streams])
+        return HttpResponse(json.dumps(body), headers=headers, media_type="application/json")
+
+    def _start(self, raw: bytes, tenant: str, kind: Any) -> tuple[Answer | Response, list[Stream]]:
+        """Validates a body and submits its prompts to the engine, one stream for each; runs in a
+        thread.
 
         Raises:
             UserError, QueueFull: none of its prompts are left in the engine.
         """
-        body = parse(limited(kind, self.bounds, self._room), raw)
+        body = parse(kind, raw)
         model = self._server.weights.resolve(body.model, tenant)
         self._server.base.need_tokenizer()
         if not self._server.engine.is_serving:
             raise Unavailable("sampling has stopped: retry once the server is up again")
         if not isinstance(body, ResponseBody):
             answer = self._answer(body, model)
-            return _Job(answer, self._submit(answer, tenant))
+            return answer, self._submit(answer, tenant)
         spec = response_of(body, tenant, self._store)
         try:
-            answer = self._answer(
-                check(limited(ChatBody, self.bounds, self._room), spec.chat), model
-            )
+            answer = self._answer(check(ChatBody, spec.chat), model)
             streams = self._submit(answer, tenant)
         except BadRequest as error:
             raise own_names(error) from None
-        return _Job(Response(answer, spec, tenant, self._store), streams)
+        return Response(answer, spec, tenant, self._store), streams
 
     def _answer(self, body: CompletionBody | ChatBody, model: Model) -> Answer:
-        tokenizer = self._server.base.need_tokenizer()
+        base, cache = self._server.base, self._server.engine.cache
+        tokenizer = base.need_tokenizer()
         assert self._texts is not None, "the base has a tokenizer"
+        # an answer may take the cache's capacity for one sample, less a page at each end
+        room = min(base.cfg.context, max(1, cache.most - 2) * PAGE)
+        self.bounds.check(body, room)
         if isinstance(body, CompletionBody):
             spec = openai_types.completion_of(body, tokenizer)
         else:
-            spec = openai_types.chat_of(body, tokenizer, self._room)
+            spec = openai_types.chat_of(body, tokenizer, room)
         return Answer(spec, model, self._texts, tokenizer.decode, self._fingerprint)
 
     def _submit(self, answer: Answer, tenant: str) -> list[Stream]:
         spec, streams = answer.spec, []
+        request = dataclasses.replace(spec.request, revision=answer.model.digest, tenant=tenant)
         try:
             for prompt in spec.prompts:
-                seed = spec.request.seed if spec.seeded else secrets.randbits(32)
-                request = dataclasses.replace(
-                    spec.request,
-                    prompt=prompt.tokens,
-                    seed=seed,
-                    revision=answer.model.digest,
-                    tenant=tenant,
-                )
-                streams.append(self._server.submit(request))
+                seed = secrets.randbits(32) if spec.body.seed is None else request.seed
+                one = dataclasses.replace(request, prompt=prompt.tokens, seed=seed)
+                streams.append(self._server.submit(one))
         except BaseException as error:
             for stream in streams:
                 stream.cancel()
@@ -176,40 +150,34 @@ class OpenAI:
         loop = asyncio.get_running_loop()
         return self._handovers.setdefault(loop, Handover(loop))
 
-    async def _ended(self, job: _Job) -> None:
-        """Returns when all streams have ended."""
-        handover = self._handover()
-        events = [asyncio.Event() for _ in job.streams]
-        for stream, event in zip(job.streams, events):
-            stream.when_done(lambda _, event=event: handover.give(event.set))
-        for event in events:
-            await event.wait()
-
-    async def _events(self, job: _Job, receive: Receive) -> AsyncIterator[str]:
-        """Yields the text of a stream as it comes."""
-        answer, inbox, left, started = job.answer, Inbox(self._handover()), len(job.streams), False
-        async with _watched(job, receive):
-            for number, stream in enumerate(job.streams):
+    async def _events(
+        self, answer: Answer | Response, streams: list[Stream], receive: Receive
+    ) -> AsyncIterator[str]:
+        """Yields the text of a streamed answer, all events of a dispatch at once."""
+        inbox, left, started = Inbox(self._handover()), len(streams), False
+        written: Any = answer.written
+        async with _watched(streams, receive):
+            for number, stream in enumerate(streams):
                 inbox.follow(number, stream)
             while left:
                 came = await inbox.take()
                 try:
-                    chunks = answer.chunks([(n, piece) for n, piece in came if piece is not None])
+                    chunks: list[Any] = answer.chunks(
+                        [(n, piece) for n, piece in came if piece is not None]
+                    )
                     for number in [n for n, piece in came if piece is None]:
-                        chunks += answer.last_chunks(number, job.streams[number].result(0))
+                        chunks += answer.last_chunks(number, streams[number].result(0))
                         left -= 1
                 except Exception as error:
                     if not started:
                         raise
                     failed = json.loads(bytes(errors.answer(error, openai=True).body))["error"]
-                    yield _text(answer, answer.failed(failed))
-                    break
+                    chunks, left = answer.failed(failed), 0
+                else:
+                    if not left:
+                        chunks += answer.usage([stream.result(0) for stream in streams])
                 started = True
-                yield _text(answer, chunks)
-            else:
-                if answer.spec.usage:
-                    results = [stream.result(0) for stream in job.streams]
-                    yield _text(answer, [answer.usage_chunk(results)])
+                yield "".join(written(chunk) for chunk in chunks)
             yield answer.end
 
     async def response(self, request: Request) -> HttpResponse:
@@ -234,46 +202,41 @@ class OpenAI:
         return JSONResponse(await asyncio.to_thread(self._server.weights.card, name, tenant))
 
     async def load_lora_adapter(self, request: Request) -> HttpResponse:
-        body, tenant, load = await body_of(LoadAdapter, request), tenant_of(request), self._load
-        model = await asyncio.to_thread(load, body, tenant)
+        body, load = await body_of(openai_types.LoadAdapter, request), self._server.weights.load
+        place = (tenant_of(request), bool(body.load_inplace))
+        try:
+            model = await asyncio.to_thread(load, body.lora_name, body.lora_path, *place)
+        except Taken as taken:
+            raise BadRequest("lora_name", str(taken)) from None
         text = f"Success: adapter {body.lora_name!r} is loaded, revision {model.digest}."
         return PlainTextResponse(text)
 
-    def _load(self, body: LoadAdapter, tenant: str) -> Model:
-        inplace = bool(body.load_inplace)
-        try:
-            return self._server.weights.load(body.lora_name, body.lora_path, tenant, inplace)
-        except Taken as taken:
-            raise BadRequest("lora_name", str(taken)) from None
-
     async def unload_lora_adapter(self, request: Request) -> HttpResponse:
-        name, tenant = (await body_of(UnloadAdapter, request)).lora_name, tenant_of(request)
+        name, tenant = (
+            (await body_of(openai_types.UnloadAdapter, request)).lora_name,
+            tenant_of(request),
+        )
         await asyncio.to_thread(self._server.weights.unload, name, tenant)
         return PlainTextResponse(f"Success: adapter {name!r} is unloaded.")
 
 
-def _text(answer: Answer | Response, chunks: Sequence[dict[str, Any]]) -> str:
-    return "".join(map(answer.written, chunks))
-
-
-async def _chained(first: str, rest: AsyncIterator[str]) -> AsyncIterator[str]:
-    yield first
-    async for text in rest:
-        yield text
-
-
 @contextlib.asynccontextmanager
-async def _watched(job: _Job, receive: Receive) -> AsyncIterator[None]:
-    """Cancels a job's streams when the client disconnects or the block ends."""
+async def _watched(streams: list[Stream], receive: Receive) -> AsyncIterator[None]:
+    """Cancels streams when the client disconnects or the block ends."""
+
+    def cancel() -> None:
+        for stream in streams:
+            if not stream.done:
+                stream.cancel()
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        job.cancel()
+        cancel()
 
     watching = asyncio.create_task(watch())
     try:
         yield
     finally:
         watching.cancel()
-        job.cancel()
+        cancel()

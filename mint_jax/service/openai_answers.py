@@ -1,6 +1,5 @@
 """Answers of completions and chats: one body, or the chunks of a stream."""
 
-import collections
 import dataclasses
 import json
 import secrets
@@ -10,14 +9,13 @@ from typing import Any
 
 from mint_jax.rollout.request import Completion
 from mint_jax.rollout.stream import Piece
-from mint_jax.service.growing import Growing, Places, TokenTexts
 from mint_jax.service.openai_types import CompletionSpec, Prompt
+from mint_jax.service.text_stream import Offsets, TextStream, TokenTexts
 from mint_jax.service.weights import Model
 
 FINISH = {"cancelled": "abort"}  # vLLM's word; no word of OpenAI's fits
 
-
-# a token, its log-probability, the likeliest tokens of its place
+# a token, its log-probability, and the likeliest tokens at its position
 Entry = tuple[int, float | None, Sequence[tuple[int, float]]]
 
 
@@ -28,22 +26,14 @@ class Part:
     Attributes:
         text: decoded text.
         tokens: their ids.
-        entries: of the tokens that ``logprobs`` names, see ``Answer._named``.
-        starts: position of each entry in the completion's text, in characters.
+        entries: of the tokens that ``logprobs`` names.
+        starts: offset of each entry in the completion's text, in characters.
     """
 
     text: str = ""
     tokens: Sequence[int] = ()
     entries: Sequence[Entry] = ()
     starts: Sequence[int] = ()
-
-    def __add__(self, other: "Part") -> "Part":
-        return Part(
-            self.text + other.text,
-            [*self.tokens, *other.tokens],
-            [*self.entries, *other.entries],
-            [*self.starts, *other.starts],
-        )
 
 
 class Answer:
@@ -68,12 +58,12 @@ class Answer:
         self.id = f"{'chatcmpl' if spec.chat else 'cmpl'}-{secrets.token_hex(12)}"
         self.created = int(time.time())
         marker = None if spec.tools is None else spec.tools.marker
-        self._partial = [
-            Growing(decode, texts, prompt.tokens, spec.request.stop, marker)
+        self._streams = [
+            TextStream(decode, texts, prompt.tokens, spec.request.stop, marker)
             for prompt in spec.prompts
-            for _ in range(spec.request.n if spec.stream else 0)
+            for _ in range(spec.request.n if spec.body.stream else 0)
         ]
-        self._drawn: list[list[Entry]] = [[] for _ in self._partial]
+        self._entries: list[list[Entry]] = [[] for _ in self._streams]
         self._opened: set[int] = set()  # choices with a chunk
 
     # -- whole answers
@@ -83,81 +73,77 @@ class Answer:
         choices = []
         for prompt, completions in zip(self.spec.prompts, results, strict=True):
             for done in completions:
-                choice = self._choice(len(choices), prompt, self._part(done), done)
+                content, calls = self._calls(len(choices), done)
+                choice = self._choice(len(choices), prompt, self._rest(prompt, done), done)
                 if self.spec.chat:
-                    content, calls = self._calls(len(choices), done)
-                    content = content if content or not calls else None
                     message = {"role": "assistant", "content": content, "refusal": None}
-                    choice["message"] = message | ({"tool_calls": calls} if calls else {})
-                choices.append(choice | {"finish_reason": self._finish(len(choices), done)})
+                    if calls:
+                        message |= {"content": content or None, "tool_calls": calls}
+                    choice["message"] = message
+                choices.append(choice | {"finish_reason": self._finish(done, calls)})
         body = self._frame("chat.completion" if self.spec.chat else "text_completion", choices)
         if self.spec.chat:
             body |= self._about_prompt(self.spec.prompts[0], results[0][0])
-        return body | {"usage": self._usage(results), "mint_revision": self.model.digest}
+        return body | {"usage": self.usage_of(results), "mint_revision": self.model.digest}
 
-    def _part(self, done: Completion, sent: int = 0) -> Part:
-        """Returns a completion without its first ``sent`` tokens."""
+    def _rest(self, prompt: Prompt, done: Completion, sent: int = 0) -> Part:
+        """Returns a completion without its first ``sent`` tokens, but with all of its text.
+
+        As in OpenAI's API the entries end with the text: an end token or the tokens of a stop
+        string have none. Clients that score tokens (``echo``, or ids) get all entries.
+        """
         if self.spec.silent:
             return Part()
         assert done.text is not None, "the engine has a tokenizer"
-        places = Places(self._texts)
-        places.add(done.tokens, done.text)
+        offsets, body = Offsets(self._texts, prompt.tokens), self.spec.body
+        offsets.add(done.tokens, done.text)
+        count = len(done.tokens)
+        scores = body.echo or body.return_token_ids or body.return_tokens_as_token_ids
+        if done.finish == "stop" and not scores:
+            count = offsets.within(len(done.text))
         entries = _entries(done.tokens, done.logprobs, done.top_logprobs)
-        named = slice(sent, self._named(done, places))
-        return Part(done.text, done.tokens[sent:], entries[named], places.begins[named])
-
-    def _named(self, done: Completion, places: Places) -> int:
-        """Returns the number of a completion's tokens that ``logprobs`` names.
-
-        As in OpenAI's API they end with the text: an end token or the tokens of a stop string are
-        not among them. Clients that score tokens (``echo``, or ids) get all tokens.
-        """
-        if self.spec.echo or self.spec.token_ids or self.spec.as_ids or done.finish != "stop":
-            return len(done.tokens)
-        return places.within(len(done.text or ""))
+        return Part(done.text, done.tokens[sent:], entries[sent:count], offsets.starts[sent:count])
 
     # -- streams
 
     def chunks(self, pieces: Sequence[tuple[int, Piece]]) -> list[dict[str, Any]]:
         """Returns a chunk for each choice with new text, from (number of the prompt, piece)."""
-        parts: dict[int, Part] = collections.defaultdict(Part)
         if self.spec.whole or self.spec.silent:
             return []
+        sampled: dict[int, list[int]] = {}
         for number, piece in pieces:
             index = number * self.spec.request.n + piece.sample
-            partial, drawn = self._partial[index], self._drawn[index]
-            drawn += _entries(piece.tokens, piece.logprobs, piece.top)
-            count, text = partial.add(piece.tokens)
-            new = slice(partial.tokens_told - count, partial.tokens_told)
-            parts[index] += Part(text, partial.tokens[new], drawn[new], partial.places.begins[new])
-        wanted = self.spec.logprobs or self.spec.token_ids
-        return [
-            chunk
-            for index, part in parts.items()
-            if part.text or (wanted and part.tokens)
-            for chunk in self._chunks(index, part)
-        ]
+            sampled.setdefault(index, []).extend(piece.tokens)
+            self._entries[index] += _entries(piece.tokens, piece.logprobs, piece.top)
+        out, wanted = [], self.spec.logprobs or self.spec.body.return_token_ids
+        for index, tokens in sampled.items():
+            stream = self._streams[index]
+            begin, text = stream.count, stream.add(tokens)
+            new = slice(begin, stream.count)
+            starts = stream.offsets.starts[new]
+            part = Part(text, stream.tokens[new], self._entries[index][new], starts)
+            if text or (wanted and part.tokens):
+                out += self._chunks(index, part)
+        return out
 
     def last_chunks(self, number: int, results: Sequence[Completion]) -> list[dict[str, Any]]:
         """Returns the last chunks of a prompt's choices."""
         out = []
         for index, done in enumerate(results, number * self.spec.request.n):
-            content, calls = self._calls(index, done) if self.spec.chat else (done.text or "", [])
-            if self.spec.silent:
-                part = Part()
-            elif self.spec.whole:
-                part = dataclasses.replace(self._part(done), text=content)
-            else:
-                partial = self._partial[index]
-                rest = self._part(done, partial.tokens_told)
-                part = dataclasses.replace(rest, text=partial.end(content))
+            (content, calls), stream = self._calls(index, done), self._streams[index]
+            part = self._rest(self.spec.prompts[number], done, stream.count)
+            if not self.spec.silent:
+                part = dataclasses.replace(part, text=stream.end(content))
             out += self._chunks(index, part, done, calls)
         return out
 
-    def usage_chunk(self, results: Sequence[Sequence[Completion]]) -> dict[str, Any]:
-        """Returns the last chunk, with the usage."""
-        usage = {"usage": self._usage(results), "mint_revision": self.model.digest}
-        return self._frame(self._kind, []) | usage
+    def usage(self, results: Sequence[Sequence[Completion]]) -> list[dict[str, Any]]:
+        """Returns the chunk with the usage, if the body asks for it."""
+        options = self.spec.body.stream_options
+        if options is None or not options.include_usage:
+            return []
+        usage = {"usage": self.usage_of(results), "mint_revision": self.model.digest}
+        return [self._frame(self._kind, []) | usage]
 
     @property
     def _kind(self) -> str:
@@ -180,7 +166,7 @@ class Answer:
             if calls:
                 delta["tool_calls"] = [{"index": i} | c for i, c in enumerate(calls)]
             choice["delta"] = delta
-        choice["finish_reason"] = None if done is None else self._finish(index, done)
+        choice["finish_reason"] = None if done is None else self._finish(done, calls)
         last = {} if done is None else {"mint_revision": self.model.digest}
         return [*out, self._frame(self._kind, [choice]) | last]
 
@@ -192,14 +178,14 @@ class Answer:
         """Returns a chunk as the stream's text."""
         return f"data: {json.dumps(chunk)}\n\n"
 
-    # -- parts
+    # -- parts of both
 
     def _frame(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
             "id": self.id,
             "object": kind,
             "created": self.created,
-            "model": self.spec.model,
+            "model": self.spec.body.model,
             "choices": choices,
             "system_fingerprint": self._fingerprint,
         }
@@ -208,26 +194,25 @@ class Answer:
         self, index: int, prompt: Prompt, part: Part, done: Completion | None, first: bool = True
     ) -> dict[str, Any]:
         """Returns the fields of a choice or, with ``first``, of its first chunk."""
-        spec = self.spec
+        spec, entries, starts = self.spec, part.entries, part.starts
         choice: dict[str, Any] = {"index": index, "logprobs": None}
-        if spec.token_ids:
+        if spec.body.return_token_ids:
             choice["token_ids"] = list(part.tokens)
         if spec.chat:
             if spec.logprobs:
-                tokens = [self._token(*entry) for entry in part.entries]
+                tokens = [self._token(*entry) for entry in entries]
                 choice["logprobs"] = {"content": tokens, "refusal": None}
             return choice
         if first:
             choice |= self._about_prompt(prompt, done)
         choice["text"] = (prompt.text if spec.echo and first else "") + part.text
         if spec.logprobs:
-            entries, starts = part.entries, part.starts
             if spec.echo:
                 assert done is not None, "scores of prompts come with the whole completion"
-                places = Places(self._texts, shown=True)
-                places.add(prompt.tokens, prompt.text)
+                offsets = Offsets(self._texts, special=True)
+                offsets.add(prompt.tokens, prompt.text)
                 entries = [*self._prompt_entries(prompt, done), *entries]
-                starts = [*places.begins, *(len(prompt.text) + start for start in starts)]
+                starts = [*offsets.starts, *(len(prompt.text) + start for start in starts)]
             choice["logprobs"] = self._table(entries, starts)
         return choice
 
@@ -237,11 +222,18 @@ class Answer:
         return [(tokens[0], None, []), *((token, p, top[:k]) for token, p, top in rest)]
 
     def _name(self, token: int) -> str:
-        return f"token_id:{token}" if self.spec.as_ids else self._texts.text_of(token)
+        if self.spec.body.return_tokens_as_token_ids:
+            return f"token_id:{token}"
+        return self._texts.text_of(token)
 
     def _table(self, entries: Sequence[Entry], starts: Sequence[int]) -> dict[str, Any]:
         """Returns log-probabilities in the form of completions."""
-        top = [None if p is None else self._likeliest(token, p, some) for token, p, some in entries]
+        top: list[dict[str, float] | None] = []
+        for token, logprob, likeliest in entries:
+            names: dict[str, float] = {}
+            for other, p in likeliest:
+                names.setdefault(self._name(other), p)
+            top.append(None if logprob is None else names | {self._name(token): logprob})
         return {
             "tokens": [self._name(token) for token, _, _ in entries],
             "token_logprobs": [p for _, p, _ in entries],
@@ -249,18 +241,8 @@ class Answer:
             "text_offset": list(starts),
         }
 
-    def _likeliest(
-        self, token: int, logprob: float, some: Sequence[tuple[int, float]]
-    ) -> dict[str, float]:
-        """Returns the likeliest tokens by text, the sampled one among them."""
-        out: dict[str, float] = {}
-        for other, p in some:
-            out.setdefault(self._name(other), p)
-        out[self._name(token)] = logprob
-        return out
-
     def _token(
-        self, token: int, logprob: float | None, some: Sequence[tuple[int, float]]
+        self, token: int, logprob: float | None, likeliest: Sequence[tuple[int, float]]
     ) -> dict[str, Any]:
         """Returns a token in the form of chats."""
 
@@ -268,28 +250,28 @@ class Answer:
             text = list(self._texts.bytes_of(token))
             return {"token": self._name(token), "logprob": logprob, "bytes": text}
 
-        return shown(token, logprob) | {"top_logprobs": [shown(*one) for one in some]}
+        return shown(token, logprob) | {"top_logprobs": [shown(*one) for one in likeliest]}
 
     def _about_prompt(self, prompt: Prompt, done: Completion | None) -> dict[str, Any]:
         """Returns vLLM's fields: the prompt's ids, and its tokens' log-probabilities by id."""
-        tokens, k = prompt.tokens, self.spec.prompt_top
-        out: dict[str, Any] = {"prompt_token_ids": list(tokens)} if self.spec.token_ids else {}
+        tokens, k = prompt.tokens, self.spec.body.prompt_logprobs
+        ids = {"prompt_token_ids": list(tokens)} if self.spec.body.return_token_ids else {}
         if k is None or done is None:
-            return out
+            return ids
         places: list[Any] = [None]
-        for token, p, top in _entries(
-            tokens[1:], done.prompt_logprobs or [], done.top_prompt_logprobs
-        ):
-            ranked: dict[int, tuple[float | None, int | None]] = {
-                i: (q, rank) for rank, (i, q) in enumerate(top[:k], 1)
+        scores = _entries(tokens[1:], done.prompt_logprobs or [], done.top_prompt_logprobs)
+        for token, logprob, top in scores:
+            place = {
+                str(i): {"logprob": p, "rank": rank, "decoded_token": self._name(i)}
+                for rank, (i, p) in enumerate(top[:k], 1)
             }
-            ranked[token] = p, ranked.get(token, (p, None))[1]
-            shown = {i: {"logprob": q, "rank": rank} for i, (q, rank) in ranked.items()}
-            places.append({str(i): shown[i] | {"decoded_token": self._name(i)} for i in shown})
-        return out | {"prompt_logprobs": places}
+            own = {"logprob": logprob, "rank": None, "decoded_token": self._name(token)}
+            place.setdefault(str(token), own)["logprob"] = logprob
+            places.append(place)
+        return ids | {"prompt_logprobs": places}
 
     def _calls(self, index: int, done: Completion) -> tuple[str, list[dict[str, Any]]]:
-        """Returns a chat's content and its tool calls."""
+        """Returns an answer's content and its tool calls."""
         text = done.text or ""
         if self.spec.tools is None:
             return text, []
@@ -303,20 +285,22 @@ class Answer:
             for i, call in enumerate(calls)
         ]
 
-    def _finish(self, index: int, done: Completion) -> str:
-        if self.spec.chat and self._calls(index, done)[1]:
+    def _finish(self, done: Completion, calls: Sequence[Any]) -> str:
+        if calls:
             return "tool_calls"
         return "length" if self.spec.silent else FINISH.get(done.finish, done.finish)
 
-    def _usage(self, results: Sequence[Sequence[Completion]]) -> dict[str, Any]:
+    def usage_of(self, results: Sequence[Sequence[Completion]]) -> dict[str, Any]:
+        """Returns the token counts of completions of each prompt."""
         prompt = sum(len(one.tokens) for one in self.spec.prompts)
-        drawn = sum(len(done.tokens) for some in results for done in some)
-        drawn = 0 if self.spec.silent else drawn
+        sampled = sum(len(done.tokens) for completions in results for done in completions)
+        sampled = 0 if self.spec.silent else sampled
+        cached = sum(completions[0].reused for completions in results)
         return {
             "prompt_tokens": prompt,
-            "completion_tokens": drawn,
-            "total_tokens": prompt + drawn,
-            "prompt_tokens_details": {"cached_tokens": sum(some[0].reused for some in results)},
+            "completion_tokens": sampled,
+            "total_tokens": prompt + sampled,
+            "prompt_tokens_details": {"cached_tokens": cached},
         }
 
 

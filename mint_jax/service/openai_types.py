@@ -6,11 +6,10 @@ refused.
 """
 
 import dataclasses
-import functools
 import json
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import pydantic
 from pydantic import Field
@@ -19,7 +18,7 @@ from mint_jax.data.tokenizer import Tokenizer
 from mint_jax.rollout.device import ALTERNATIVES
 from mint_jax.rollout.request import MAX_BIASES, MAX_STOP_IDS, Request
 from mint_jax.service import chat
-from mint_jax.service.chat import Message, OpenAIMessage, Tool, Tools
+from mint_jax.service.chat import ROLES, Message, Tool, Tools
 from mint_jax.service.validation import (
     BadRequest,
     Body,
@@ -37,34 +36,26 @@ DEFAULT_TOKENS = 16  # of completions, as in OpenAI's API
 START = "<|endoftext|>"  # OpenAI's API reads an empty prompt as the beginning of a document
 TOO_LONG = "context_length_exceeded"  # an error code
 NAMES = {"stop_ids": "stop_token_ids"}  # fields of ``Request`` that bodies call otherwise
-
-
-@dataclasses.dataclass(frozen=True)
-class Bounds:
-    """Limits of fields.
-
-    Attributes:
-        temperature: maximum.
-        logprobs: maximum number of alternatives in completions.
-        stops: maximum number of stop strings.
-        strict: refuse roles that OpenAI's API does not have.
-    """
-
-    temperature: float = 2.0
-    logprobs: int = 5
-    stops: int = 4
-    strict: bool = True
-
-
-# OpenAI's own limits, and those of the engine
-OPENAI, WIDE = Bounds(), Bounds(math.inf, ALTERNATIVES, 1 << 20, False)
+# fields of the same name in ``Request``, with the same defaults
+SAME = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty")
+SAME += ("repetition_penalty",)
 
 Ids = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Schema = dict[str, Any]
 Count = Annotated[int, Field(ge=1)]
+Samples = Annotated[int, Field(ge=1, le=MAX_SAMPLES)]
 Top = Annotated[int, Field(ge=0, le=ALTERNATIVES)]
+Temperature = Annotated[float, Field(ge=0, le=1e30)]
+TopP = Annotated[float, Field(gt=0, le=1)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
 BiasKey = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
+ToolChoice = Literal["none", "auto", "required"] | dict[str, Any]
+PROMPTS = Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)
+Prompts = Annotated[
+    str | Annotated[list[str], PROMPTS] | Ids | Annotated[list[Ids], PROMPTS],
+    Field(union_mode="left_to_right"),
+]
 
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {  # field -> values that mean "not used"
     "suffix": (None, ""),
@@ -118,14 +109,14 @@ class SamplingFields(refusing("SamplingFields", UNSUPPORTED)):
     model: Text
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] | None = None
+    n: Samples | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=1e30)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Field(ge=1e-6, le=1e6)] | None = None
     logit_bias: Annotated[dict[BiasKey, Bias], Field(max_length=MAX_BIASES)] | None = None
     stop: Text | list[Text] | None = None
@@ -145,35 +136,24 @@ class SamplingFields(refusing("SamplingFields", UNSUPPORTED)):
 
 
 class CompletionBody(SamplingFields):
-    prompt: (
-        Annotated[
-            str
-            | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
-            | Ids
-            | Annotated[list[Ids], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)],
-            Field(union_mode="left_to_right"),
-        ]
-        | None
-    ) = None
+    prompt: Prompts | None = None
     max_tokens: Annotated[int, Field(ge=0)] | None = Field(
         None, description="0 with echo only: the prompt is returned and nothing is sampled."
     )
     logprobs: Top | None = None
     echo: bool | None = None
     add_special_tokens: bool | None = None
-    best_of: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] | None = Field(
-        None, description="Equal to n."
-    )
+    best_of: Samples | None = Field(None, description="Equal to n.")
 
 
 class ChatBody(SamplingFields):
-    messages: Annotated[list[Annotated[dict[str, Any], Like(OpenAIMessage)]], Field(min_length=1)]
+    messages: Annotated[list[Annotated[dict[str, Any], Like(Message)]], Field(min_length=1)]
     logprobs: bool | None = None
     top_logprobs: Top | None = None
     max_completion_tokens: Count | None = None
     tools: list[Annotated[dict[str, Any], Like(Tool)]] | None = None
     parallel_tool_calls: bool | None = None
-    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    tool_choice: ToolChoice | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     echo: unsupported((None, False)) = None  # type: ignore[valid-type]
@@ -188,40 +168,47 @@ class LoadAdapter(UnloadAdapter):
     load_inplace: bool | None = None
 
 
-T = TypeVar("T", bound=Body)
+@dataclasses.dataclass(frozen=True)
+class Bounds:
+    """Limits of fields that a server sets.
 
-
-@functools.cache
-def limited(kind: type[T], bounds: Bounds, context: int) -> type[T]:
-    """Returns a body's model with one server's limits, for validation and OpenAPI alike.
-
-    Args:
-        context: maximum number of tokens of an answer.
+    Attributes:
+        temperature: maximum.
+        logprobs: maximum number of alternatives in completions.
+        stops: maximum number of stop strings.
+        strict: refuse roles that OpenAI's API does not have.
     """
-    kind_of: Any = Annotated  # types made at run time
-    count = kind_of[int, Field(ge=1, le=context)] | None
-    types: dict[str, Any] = {
-        "temperature": kind_of[float, Field(ge=0, le=min(1e30, bounds.temperature))] | None,
-        "stop": Text | kind_of[list[Text], Field(max_length=bounds.stops)] | None,
-        "max_completion_tokens": count,
-        "max_output_tokens": count,
-        "max_tokens": count,
-    }
-    if issubclass(kind, CompletionBody):
-        types["max_tokens"] = kind_of[int, Field(ge=0, le=context)] | None
-        types["logprobs"] = kind_of[int, Field(ge=0, le=bounds.logprobs)] | None
-    if not bounds.strict:
-        message = kind_of[dict[str, Any], Like(Message)]
-        types["messages"] = kind_of[list[message], Field(min_length=1)]
-    fields: Any = {
-        name: (types[name], field) for name, field in kind.model_fields.items() if name in types
-    }
-    for name, (_, field) in fields.items():
-        fields[name] = (
-            types[name],
-            ... if field.is_required() else Field(None, description=field.description),
-        )
-    return pydantic.create_model(kind.__name__, __base__=kind, **fields)
+
+    temperature: float = 2.0
+    logprobs: int = 5
+    stops: int = 4
+    strict: bool = True
+
+    def maxima(self, kind: type[Body], context: int) -> dict[str, float]:
+        """Returns the maxima of a body's fields; ``context``: of an answer's tokens."""
+        names = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+        most = dict.fromkeys(names, context) | {"temperature": min(1e30, self.temperature)}
+        if kind is CompletionBody:
+            most["logprobs"] = self.logprobs
+        return {name: value for name, value in most.items() if name in kind.model_fields}
+
+    def check(self, body: SamplingFields, context: int) -> None:
+        """Raises ``BadRequest`` for a field beyond its limit."""
+        for name, most in self.maxima(type(body), context).items():
+            value = getattr(body, name)
+            if value is not None and value > most:
+                raise wrong(name, value, f"at most {most}")
+        if isinstance(body.stop, list) and len(body.stop) > self.stops:
+            raise wrong("stop", body.stop, f"at most {self.stops} strings")
+        if isinstance(body, ChatBody) and self.strict:
+            for i, message in enumerate(body.messages):
+                if message["role"] not in ROLES:
+                    name = f"messages[{i}].role"
+                    raise wrong(name, message["role"], f"one of {', '.join(ROLES)}")
+
+
+# OpenAI's own limits, and those of the engine
+OPENAI, WIDE = Bounds(), Bounds(math.inf, ALTERNATIVES, 1 << 20, False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,73 +221,60 @@ class Prompt:
 
 @dataclasses.dataclass(frozen=True)
 class CompletionSpec:
-    """A validated body: what to sample, and what the answer shows.
+    """A validated body, ready to be sampled.
 
     Attributes:
         prompts: at least one.
         request: the sampling settings; its prompt is empty.
-        seeded: the body gives a seed.
-        chat: the answer is a chat's.
-        echo: the answer repeats the prompts.
-        silent: ``max_tokens`` is 0: the answer has no completion text.
-        logprobs: the answer has log-probabilities.
-        prompt_top: number of alternatives at each position of the prompt (vLLM's
-            ``prompt_logprobs``); None if the answer has none.
-        token_ids: the answer has token ids next to the text.
-        as_ids: log-probabilities name tokens by id.
-        usage: a stream ends with a chunk of token counts.
         tools: for parsing tool calls.
         names: the body's names of fields of ``request``, where they differ.
     """
 
-    model: str
+    body: CompletionBody | ChatBody
     prompts: list[Prompt]
     request: Request
-    seeded: bool
-    chat: bool
-    stream: bool
-    usage: bool
-    logprobs: bool
-    echo: bool = False
-    silent: bool = False
-    prompt_top: int | None = None
-    token_ids: bool = False
-    as_ids: bool = False
+    names: Mapping[str, str]
     tools: Tools | None = None
-    names: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def chat(self) -> bool:
+        return isinstance(self.body, ChatBody)
+
+    @property
+    def echo(self) -> bool:
+        return bool(self.body.echo)
+
+    @property
+    def logprobs(self) -> bool:
+        """The answer has log-probabilities; completions may have them without alternatives."""
+        return self.body.logprobs is not None and self.body.logprobs is not False
+
+    @property
+    def silent(self) -> bool:
+        """The answer has no completion text."""
+        return isinstance(self.body, CompletionBody) and self.body.max_tokens == 0
 
     @property
     def whole(self) -> bool:
         """The answer is known only when a completion ends, so a stream has it in one chunk."""
-        return self.prompt_top is not None or (self.echo and self.logprobs)
+        return self.body.prompt_logprobs is not None or (self.echo and self.logprobs)
 
 
 def completion_of(body: CompletionBody, tokenizer: Tokenizer) -> CompletionSpec:
     """Returns the spec of a body of ``/completions``. Raises ``BadRequest``."""
-    echo, top = bool(body.echo), body.logprobs
     tokens = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
-    if not tokens and not echo:
+    if not tokens and not body.echo:
         raise wrong("max_tokens", 0, "1 or more without echo")
     n = body.n or 1
     if body.best_of not in (None, n):
         raise wrong("best_of", body.best_of, "the value of n: all samples are returned unranked")
     prompts = _prompts(body, tokenizer)
     if len(prompts) * n > MAX_CHOICES:
-        raise wrong(
-            "n", body.n, f"at most {MAX_CHOICES} completions of all {len(prompts)} prompts together"
-        )
+        raise wrong("n", body.n, f"at most {MAX_CHOICES} completions of {len(prompts)} prompts")
     field, grammar = _grammar(body)
-    scored = top if echo else None
-    return CompletionSpec(
-        prompts=prompts,
-        request=_request(body, tokenizer, max(1, tokens), top or 0, scored, grammar),
-        chat=False,
-        echo=echo,
-        silent=tokens == 0,
-        logprobs=top is not None,
-        names=NAMES | dict.fromkeys(grammar, field),
-        **_shown(body),
-    )
+    scored = body.logprobs if body.echo else None
+    request = _request(body, tokenizer, max(1, tokens), body.logprobs, scored, grammar)
+    return CompletionSpec(body, prompts, request, NAMES | dict.fromkeys(grammar, field))
 
 
 def chat_of(body: ChatBody, tokenizer: Tokenizer, context: int) -> CompletionSpec:
@@ -334,40 +308,16 @@ def chat_of(body: ChatBody, tokenizer: Tokenizer, context: int) -> CompletionSpe
             TOO_LONG,
         )
     most = body.max_completion_tokens or body.max_tokens or context - len(tokens)
-    return CompletionSpec(
-        prompts=[Prompt(tokens, "")],
-        request=_request(body, tokenizer, most, body.top_logprobs or 0, None, grammar),
-        chat=True,
-        tools=tools,
-        logprobs=bool(body.logprobs),
-        names=NAMES | {"prompt": "messages"} | dict.fromkeys(grammar, field),
-        **_shown(body),
-    )
-
-
-def _shown(body: SamplingFields) -> dict[str, Any]:
-    """Returns the fields of a spec that completions and chats share."""
-    if body.stream_options is not None and not body.stream:
-        raise BadRequest(
-            "stream_options",
-            "stream_options is given, but stream is not true: leave it out, or stream",
-        )
-    return {
-        "model": body.model,
-        "seeded": body.seed is not None,
-        "stream": bool(body.stream),
-        "usage": bool(body.stream_options and body.stream_options.include_usage),
-        "prompt_top": body.prompt_logprobs,
-        "token_ids": bool(body.return_token_ids),
-        "as_ids": bool(body.return_tokens_as_token_ids),
-    }
+    request = _request(body, tokenizer, most, body.top_logprobs, None, grammar)
+    names = NAMES | {"prompt": "messages"} | dict.fromkeys(grammar, field)
+    return CompletionSpec(body, [Prompt(tokens, "")], request, names, tools)
 
 
 def _request(
     body: SamplingFields,
     tokenizer: Tokenizer,
     max_tokens: int,
-    top: int,
+    top: int | None,
     scored: int | None,
     grammar: Mapping[str, Any],
 ) -> Request:
@@ -377,6 +327,11 @@ def _request(
         top: number of alternatives at each sampled token.
         scored: number of alternatives at each token of an echoed prompt; None without scores.
     """
+    if body.stream_options is not None and not body.stream:
+        raise BadRequest(
+            "stream_options",
+            "stream_options is given, but stream is not true: leave it out, or stream",
+        )
     ends = () if body.ignore_eos else tokenizer.eos_ids
     counts = [count for count in (body.prompt_logprobs, scored) if count is not None]
     settings = {name: getattr(body, name) for name in SAME}
@@ -389,17 +344,12 @@ def _request(
         logit_bias=tuple((int(id), bias) for id, bias in (body.logit_bias or {}).items()),
         stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
         stop_ids=tuple(dict.fromkeys((*ends, *(body.stop_token_ids or ())))),
-        top_logprobs=top,
+        top_logprobs=top or 0,
         prompt_logprobs=bool(counts),
         top_prompt_logprobs=max(counts, default=0),
         **{name: value for name, value in settings.items() if value is not None},
         **grammar,
     )
-
-
-# fields of the same name in ``Request``, with the same defaults
-SAME = ("top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
-SAME += ("temperature",)
 
 
 class _AnySchema(pydantic.RootModel[Schema]):

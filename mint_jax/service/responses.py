@@ -16,11 +16,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from mint_jax.rollout.device import ALTERNATIVES
 from mint_jax.rollout.request import Completion
 from mint_jax.rollout.stream import Piece
 from mint_jax.service.openai_answers import Answer
-from mint_jax.service.openai_types import Count, Schema, refusing
+from mint_jax.service.openai_types import (
+    Count,
+    Schema,
+    Temperature,
+    ToolChoice,
+    Top,
+    TopP,
+    refusing,
+)
 from mint_jax.service.validation import BadRequest, Body, Like, Text
 
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {  # field -> values that mean "not used"
@@ -34,7 +41,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {  # field -> values that mean "not us
 # fields with the same name in chats, vLLM's among them
 KEPT = {"model", "stream", "temperature", "top_p", "parallel_tool_calls", "top_k", "min_p", "seed"}
 KEPT |= {"stop", "stop_token_ids", "ignore_eos", "logit_bias", "presence_penalty"}
-KEPT |= {"frequency_penalty", "repetition_penalty", "chat_template_kwargs"}
+KEPT |= {"frequency_penalty", "repetition_penalty", "chat_template_kwargs", "tool_choice"}
 NAMES = {  # a chat's name of a field -> the name in responses
     "max_completion_tokens": "max_output_tokens",
     "response_format": "text.format",
@@ -108,21 +115,21 @@ class TextOptions(Body):
 
 class ResponseBody(refusing("ResponseFields", UNSUPPORTED)):
     model: Text
-    input: str | Annotated[list[Annotated[dict[str, Any], Like(Item)]], Field(min_length=1)]
+    input: str | Annotated[list[Item], Field(min_length=1)]
     instructions: str | None = None
     previous_response_id: Text | None = None
     stream: bool | None = None
     store: bool | None = None
-    temperature: Annotated[float, Field(ge=0, le=1e30)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
     max_output_tokens: Count | None = None
     metadata: dict[str, Any] | None = None
     tools: list[Annotated[dict[str, Any], Like(FunctionTool)]] | None = None
-    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     include: list[str] | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=ALTERNATIVES)] | None = None
+    top_logprobs: Top | None = None
 
     # the fields that chats have too are checked with the chat
     model_config = {"extra": "allow"}
@@ -141,10 +148,8 @@ class Unknown(BadRequest):
 
 
 class Store:
-    """Stored responses, the newest ``STORE_BYTES`` of them, in memory. Thread-safe.
-
-    Args:
-        most_bytes: limit of all tenants together.
+    """Stored responses of all tenants, the newest ``most_bytes`` of them, in memory.
+    Thread-safe.
     """
 
     def __init__(self, most_bytes: int = STORE_BYTES):
@@ -169,9 +174,7 @@ class Store:
         Raises:
             Unknown: it is not stored, or belongs to another tenant.
         """
-        with self._lock:
-            found = self._kept.get((tenant, id))
-        if found is None:
+        if (found := self._kept.get((tenant, id))) is None:
             raise Unknown(id, param)
         response, messages = json.loads(found)
         return response, messages
@@ -179,8 +182,7 @@ class Store:
     def delete(self, tenant: str, id: str) -> None:
         """Deletes a response. Raises ``Unknown`` as ``get`` does."""
         with self._lock:
-            found = self._kept.pop((tenant, id), None)
-            if found is None:
+            if (found := self._kept.pop((tenant, id), None)) is None:
                 raise Unknown(id)
             self._bytes -= len(found)
 
@@ -193,13 +195,11 @@ class ResponseSpec:
         chat: the body of the chat that is sampled.
         messages: the conversation, without the instructions.
         repeated: fields of the body that the response repeats.
-        store: store the response.
     """
 
     chat: dict[str, Any]
     messages: Messages
     repeated: dict[str, Any]
-    store: bool
 
 
 def response_of(body: ResponseBody, tenant: str, store: Store) -> ResponseSpec:
@@ -208,138 +208,140 @@ def response_of(body: ResponseBody, tenant: str, store: Store) -> ResponseSpec:
     if previous is not None:
         messages = store.get(tenant, previous, "previous_response_id")[1]
     messages += _messages(body.input)
-    given = body.model_dump(include=KEPT, exclude_unset=True)
-    chat: dict[str, Any] = given | {"messages": copy.deepcopy(messages)}
+    chat: dict[str, Any] = body.model_dump(include=KEPT, exclude_unset=True)
+    chat["messages"] = copy.deepcopy(messages)
     if body.instructions is not None:
-        first = messages[0]
-        if first["role"] in ("system", "developer") and isinstance(first["content"], str):
-            chat["messages"][0]["content"] = f"{body.instructions}\n\n{first['content']}"
+        first = chat["messages"][0]
+        if first["role"] in ("system", "developer"):
+            first["content"] = f"{body.instructions}\n\n{first['content']}"
         else:
             chat["messages"].insert(0, {"role": "system", "content": body.instructions})
-    tools, choice = body.tools or [], body.tool_choice
     fields = "name", "description", "parameters", "strict"
     chat["tools"] = [
         {"type": "function", "function": {f: tool[f] for f in fields if tool.get(f) is not None}}
-        for tool in tools
+        for tool in body.tools or []
     ]
-    chat["tool_choice"] = choice
+    choice = body.tool_choice
     if isinstance(choice, dict) and choice.get("type") == "function":
         chat["tool_choice"] = {"type": "function", "function": {"name": choice.get("name")}}
     chat["max_completion_tokens"] = body.max_output_tokens
-    form = None if body.text is None else body.text.format
+    form = (body.text and body.text.format) or {"type": "text"}
     chat["response_format"] = form
-    if form is not None and form["type"] == "json_schema":
-        schema = {"schema": form.get("schema")}
-        chat["response_format"] = {"type": "json_schema", "json_schema": schema}
+    if form["type"] == "json_schema":
+        chat["response_format"] = form | {"json_schema": {"schema": form.get("schema")}}
     top = body.top_logprobs or 0
     if top or LOGPROBS in (body.include or ()):
         chat |= {"logprobs": True, "top_logprobs": top}
-    kept = body.store is not False
     repeated = {
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
         "metadata": body.metadata or {},
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": previous,
-        "store": kept,
+        "store": body.store is not False,
         "temperature": 1.0 if body.temperature is None else body.temperature,
-        "text": {"format": form or {"type": "text"}},
+        "text": {"format": form},
         "tool_choice": choice or "auto",
-        "tools": tools,
+        "tools": body.tools or [],
         "top_logprobs": top,
         "top_p": 1.0 if body.top_p is None else body.top_p,
     }
-    return ResponseSpec(chat, messages, repeated, kept)
+    return ResponseSpec(chat, messages, repeated)
 
 
 def own_names(error: BadRequest) -> BadRequest:
     """Returns an error about the chat with the names that the fields have in responses."""
+    param = error.param or ""
     for name, own in NAMES.items():
-        if error.param is not None and error.param.startswith(name):
-            return BadRequest(
-                own + error.param[len(name) :], str(error).replace(name, own), error.code
-            )
+        if param.startswith(name):
+            message = str(error).replace(name, own)
+            return BadRequest(own + param[len(name) :], message, error.code)
     return error
 
 
-def _messages(items: str | Sequence[Mapping[str, Any]]) -> Messages:
-    """Returns validated input as messages of a chat."""
+def _messages(items: str | Sequence[Any]) -> Messages:
+    """Returns input items as messages of a chat."""
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     out: Messages = []
     for item in items:
-        kind = _kind_of(item)
-        if kind == "message":
-            out.append({"role": item["role"], "content": _text(item["content"])})
-        elif kind == "function_call":
-            function = {"name": item["name"], "arguments": item["arguments"]}
-            call = {"id": item.get("call_id"), "type": "function", "function": function}
+        if isinstance(item, MessageItem):
+            out.append({"role": item.role, "content": _text(item.content)})
+        elif isinstance(item, FunctionOutput):
+            content = _text(item.output)
+            out.append({"role": "tool", "tool_call_id": item.call_id, "content": content})
+        else:
             if not out or out[-1]["role"] != "assistant":
                 out.append({"role": "assistant", "content": None})
+            call = _chat_call(item.call_id, item.name, item.arguments)
             out[-1].setdefault("tool_calls", []).append(call)
-        else:
-            content = _text(item["output"])
-            out.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
     return out
 
 
-def _text(content: str | Sequence[Mapping[str, Any]]) -> str:
+def _text(content: Any) -> str:
     if isinstance(content, str):
         return content
-    return "\n".join(part.get("text") or part.get("refusal") or "" for part in content)
+    return "\n".join(part.text if hasattr(part, "text") else part.refusal for part in content)
+
+
+def _chat_call(id: str | None, name: str, arguments: str) -> dict[str, Any]:
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 class Response:
-    """The response to one body; wraps the ``Answer`` to its chat.
+    """The response to one body, made from the answer to its chat.
 
     Args:
         answer: the answer to the chat.
         store: stores the response for this tenant, if the body asks for it.
     """
 
+    end = ""  # text that ends a stream
+
     def __init__(self, answer: Answer, spec: ResponseSpec, tenant: str, store: Store):
         self._answer, self._spec, self._tenant, self._store = answer, spec, tenant, store
         self.spec, self.model = answer.spec, answer.model
         self.id = "resp_" + secrets.token_hex(16)
-        self._sent = 0
-        self._output: list[dict[str, Any]] = []  # items of a stream
-        self._logprobs: list[Any] = []
+        self._output: list[dict[str, Any]] = []  # items
+        self._events = 0
+        self._logprobs: list[Any] = []  # of tokens whose text has not been sent
 
     def whole(self, results: Sequence[Sequence[Completion]]) -> dict[str, Any]:
         """Returns the body."""
         answer = self._answer.whole(results)
         [choice] = answer["choices"]
-        message = choice["message"]
-        output = []
-        if message["content"] or not message.get("tool_calls"):
-            output.append(self._message(message["content"] or "", _logprobs(choice), "completed"))
-        output += [self._call(call) for call in message.get("tool_calls", [])]
-        return self._ended(output, choice["finish_reason"], answer["usage"])
+        content, calls = choice["message"]["content"], choice["message"].get("tool_calls", [])
+        if content or not calls:
+            self._add_message(content or "", _logprobs(choice))
+        self._output += map(_call_item, calls)
+        return self._ended(choice["finish_reason"], answer["usage"])
 
-    def _ended(
-        self, output: list[dict[str, Any]], finish: str, usage: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        body = self._body("incomplete" if finish in ("length", "abort") else "completed", output)
+    def _ended(self, finish: str, usage: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the body after its output is complete, and stores it."""
+        body = self._body("incomplete" if finish in ("length", "abort") else "completed")
         if finish == "length":
             body["incomplete_details"] = {"reason": "max_output_tokens"}
-            for item in output:
-                if item["type"] == "message":
-                    item["status"] = "incomplete"
+        message: dict[str, Any] = {"role": "assistant", "content": None}
+        for item in self._output:
+            if item["type"] == "message":
+                item["status"] = body["status"]
+                message["content"] = item["content"][0]["text"]
+            else:
+                call = _chat_call(item["call_id"], item["name"], item["arguments"])
+                message.setdefault("tool_calls", []).append(call)
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
         body["usage"] = {
             "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": {
-                "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
-                "cache_write_tokens": 0,
-            },
+            "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
             "output_tokens": usage["completion_tokens"],
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": usage["total_tokens"],
         }
-        if self._spec.store:
-            self._store.put(self._tenant, body, [*self._spec.messages, *_messages(output)])
+        if body["store"]:
+            self._store.put(self._tenant, body, [*self._spec.messages, message])
         return body
 
-    def _body(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
+    def _body(self, status: str) -> dict[str, Any]:
         return {
             "id": self.id,
             "object": "response",
@@ -348,8 +350,8 @@ class Response:
             "background": False,
             "error": None,
             "incomplete_details": None,
-            "model": self._answer.spec.model,
-            "output": output,
+            "model": self.spec.body.model,
+            "output": self._output,
             "reasoning": {"effort": None, "summary": None},
             "truncation": "disabled",
             "usage": None,
@@ -358,94 +360,83 @@ class Response:
             "mint_revision": self.model.digest,
         }
 
-    def _message(self, text: str, logprobs: Sequence[Any], status: str) -> dict[str, Any]:
-        part = {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
-        return {
-            "id": f"msg_{self.id[5:]}",
-            "type": "message",
-            "status": status,
-            "role": "assistant",
-            "content": [part],
-        }
-
-    def _call(self, call: Mapping[str, Any]) -> dict[str, Any]:
-        made = {
-            "id": f"fc_{call['id']}",
-            "type": "function_call",
-            "status": "completed",
-            "call_id": call["id"],
-        }
-        return made | {"name": call["function"]["name"], "arguments": call["function"]["arguments"]}
+    def _add_message(self, text: str, logprobs: Sequence[Any]) -> dict[str, Any]:
+        part = {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+        item = {"id": f"msg_{self.id[5:]}", "type": "message", "status": "in_progress"}
+        self._output.append(item | {"role": "assistant", "content": [part]})
+        return self._output[-1]
 
     # -- streams
 
-    def chunks(self, pieces: Sequence[tuple[int, Piece]]) -> list[dict[str, Any]]:
+    def chunks(self, pieces: Sequence[tuple[int, Piece]]) -> list[str]:
         """Returns the events for new pieces."""
         out = self._begin()
         for chunk in self._answer.chunks(pieces):
-            out += self._deltas(chunk)
+            out += self._deltas(chunk["choices"][0])
         return out
 
-    def last_chunks(self, number: int, results: Sequence[Completion]) -> list[dict[str, Any]]:
+    def last_chunks(self, number: int, results: Sequence[Completion]) -> list[str]:
         """Returns the last events."""
-        out, calls, finish = self._begin(), [], ""
+        out = self._begin()
         for chunk in self._answer.last_chunks(number, results):
-            out += self._deltas(chunk)
-            calls += chunk["choices"][0]["delta"].get("tool_calls", [])
-            finish = chunk["choices"][0]["finish_reason"] or finish
+            [choice] = chunk["choices"]
+            out += self._deltas(choice)
+        calls, finish = choice["delta"].get("tool_calls", []), choice["finish_reason"]
         if not self._output and not calls:
             out += self._open()
         if self._output:
-            out += self._close(finish)
+            [item] = self._output
+            [part] = item["content"]
+            part["logprobs"] += self._logprobs
+            item["status"] = "incomplete" if finish == "length" else "completed"
+            text = {"text": part["text"], "logprobs": part["logprobs"]}
+            out.append(self._part_event("output_text.done", **text))
+            out.append(self._part_event("content_part.done", part=part))
+            out.append(self._event("output_item.done", output_index=0, item=item))
         for call in calls:
-            out += self._called(self._call(call))
-        body = self._ended(self._output, finish, self._answer.usage_chunk([results])["usage"])
+            out += self._called(_call_item(call))
+        body = self._ended(finish, self._answer.usage_of([results]))
         return [*out, self._event(body["status"], response=body)]
 
-    def failed(self, error: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Returns the event that ends a stream that failed midway."""
-        body = self._body("failed", self._output)
-        body["error"] = {"code": "server_error", "message": error["message"]}
-        return [self._event("failed", response=body)]
+    def usage(self, results: Sequence[Sequence[Completion]]) -> list[str]:
+        """Returns nothing: the last event has the usage."""
+        return []
 
-    def written(self, event: Mapping[str, Any]) -> str:
+    def failed(self, error: Mapping[str, Any]) -> list[str]:
+        """Returns the event that ends a stream that failed midway."""
+        error = {"code": "server_error", "message": error["message"]}
+        return [self._event("failed", response=self._body("failed") | {"error": error})]
+
+    def written(self, event: str) -> str:
         """Returns an event as the stream's text."""
+        return event
+
+    def _event(self, kind: str, **fields: Any) -> str:
+        event = {"type": f"response.{kind}", "sequence_number": self._events, **fields}
+        self._events += 1
         return f"event: {event['type']}\ndata: {json.dumps(event)}\n\n"
 
-    end = ""  # text that ends a stream
-
-    def usage_chunk(self, results: Sequence[Sequence[Completion]]) -> dict[str, Any]:
-        raise AssertionError("a response's last event has its usage")
-
-    def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
-        event = {"type": f"response.{kind}", "sequence_number": self._sent, **fields}
-        self._sent += 1
-        return copy.deepcopy(event)
-
-    def _begin(self) -> list[dict[str, Any]]:
-        if self._sent:
-            return []
-        body = self._body("in_progress", [])
-        return [self._event(kind, response=body) for kind in ("created", "in_progress")]
-
-    def _open(self) -> list[dict[str, Any]]:
-        """Returns the events that begin the message."""
-        item = self._message("", [], "in_progress")
-        self._output.append(item)
-        added = self._event("output_item.added", output_index=0, item=item | {"content": []})
-        return [added, self._part_event("content_part.added", part=item["content"][0])]
-
-    def _part_event(self, kind: str, **fields: Any) -> dict[str, Any]:
+    def _part_event(self, kind: str, **fields: Any) -> str:
         """Returns an event about the message's text."""
         id = self._output[0]["id"]
         return self._event(kind, item_id=id, output_index=0, content_index=0, **fields)
 
-    def _deltas(self, chunk: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Returns the events of a chat's chunk with text."""
-        choice = chunk["choices"][0]
-        text = choice["delta"].get("content") or ""
+    def _begin(self) -> list[str]:
+        if self._events:
+            return []
+        body = self._body("in_progress")
+        return [self._event(kind, response=body) for kind in ("created", "in_progress")]
+
+    def _open(self) -> list[str]:
+        """Returns the events that begin the message."""
+        item = self._add_message("", [])
+        added = self._event("output_item.added", output_index=0, item=item | {"content": []})
+        return [added, self._part_event("content_part.added", part=item["content"][0])]
+
+    def _deltas(self, choice: Mapping[str, Any]) -> list[str]:
+        """Returns the events for the text of a chat's chunk."""
         self._logprobs += _logprobs(choice)
-        if not text:
+        if not (text := choice["delta"].get("content")):
             return []
         out = [] if self._output else self._open()
         part, logprobs = self._output[0]["content"][0], self._logprobs
@@ -454,25 +445,12 @@ class Response:
         part["logprobs"] += logprobs
         return [*out, self._part_event("output_text.delta", delta=text, logprobs=logprobs)]
 
-    def _close(self, finish: str) -> list[dict[str, Any]]:
-        """Returns the events that end the message."""
-        [item] = self._output
-        [part] = item["content"]
-        part["logprobs"] += self._logprobs
-        item["status"] = "incomplete" if finish == "length" else "completed"
-        text = {"text": part["text"], "logprobs": part["logprobs"]}
-        return [
-            self._part_event("output_text.done", **text),
-            self._part_event("content_part.done", part=part),
-            self._event("output_item.done", output_index=0, item=item),
-        ]
-
-    def _called(self, item: dict[str, Any]) -> list[dict[str, Any]]:
+    def _called(self, item: dict[str, Any]) -> list[str]:
         """Returns the events of a call."""
         place, arguments = {"output_index": len(self._output)}, item["arguments"]
         self._output.append(item)
-        opened = item | {"arguments": "", "status": "in_progress"}
         named = place | {"item_id": item["id"]}
+        opened = item | {"arguments": "", "status": "in_progress"}
         done = named | {"name": item["name"], "arguments": arguments}
         return [
             self._event("output_item.added", **place, item=opened),
@@ -480,6 +458,11 @@ class Response:
             self._event("function_call_arguments.done", **done),
             self._event("output_item.done", **place, item=item),
         ]
+
+
+def _call_item(call: Mapping[str, Any]) -> dict[str, Any]:
+    item = {"id": f"fc_{call['id']}", "type": "function_call", "status": "completed"}
+    return item | {"call_id": call["id"], **call["function"]}
 
 
 def _logprobs(choice: Mapping[str, Any]) -> list[Any]:

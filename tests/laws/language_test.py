@@ -54,6 +54,7 @@ ROOMS = [
     "mint_jax/service/quotas.py",
     "mint_jax/service/responses.py",
     "mint_jax/service/server_db.py",
+    "mint_jax/service/text_stream.py",
     "mint_jax/service/tinker.py",
     "mint_jax/service/tinker_futures.py",
     "mint_jax/service/tinker_rest.py",

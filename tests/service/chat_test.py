@@ -11,9 +11,9 @@ from mint_jax.rollout.request import Completion
 from mint_jax.rollout.stream import Piece
 from mint_jax.service import chat
 from mint_jax.service.chat import Call, Tools
-from mint_jax.service.growing import TokenTexts
 from mint_jax.service.openai_answers import Answer
 from mint_jax.service.openai_types import ChatBody, chat_of
+from mint_jax.service.text_stream import TokenTexts
 from mint_jax.service.tool_calls import json_object
 from mint_jax.service.validation import BadRequest, check
 from mint_jax.service.weights import Model

@@ -9,14 +9,7 @@ from hypothesis import strategies as st
 from mint_jax.data.tokenizer import Tokenizer
 from mint_jax.errors import UserError
 from mint_jax.models import base as base_lib
-from mint_jax.service.openai_types import (
-    OPENAI,
-    ChatBody,
-    CompletionBody,
-    chat_of,
-    completion_of,
-    limited,
-)
+from mint_jax.service.openai_types import OPENAI, ChatBody, CompletionBody, chat_of, completion_of
 from mint_jax.service.responses import ResponseBody, Store, response_of
 from mint_jax.service.validation import check, parse
 from tests.service.chat_test import TEMPLATE
@@ -47,11 +40,12 @@ def tokenizer():
 
 def spec_of(kind, body, tokenizer):
     """Reads a body as the service does."""
-    read = parse(limited(kind, OPENAI, 512), json.dumps({"model": "m", **body}).encode())
-    if isinstance(read, CompletionBody):
-        return completion_of(read, tokenizer)
+    read = parse(kind, json.dumps({"model": "m", **body}).encode())
     if isinstance(read, ResponseBody):
         read = check(ChatBody, response_of(read, "default", Store()).chat)
+    OPENAI.check(read, 512)
+    if isinstance(read, CompletionBody):
+        return completion_of(read, tokenizer)
     return chat_of(read, tokenizer, 512)
 
 
