@@ -75,7 +75,8 @@ class _Tenants:
                     )
             except (RuntimeError, ValueError):
                 self.errors += 1
-        self.durable.futures.acknowledge(ids)
+        for id in ids:
+            self.durable.futures.delivered(id)
 
     def join(self) -> str:
         """A new tenant's policy."""

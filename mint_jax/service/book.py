@@ -1,4 +1,4 @@
-"""Sessions, models, samplers, checkpoints and costs of one server, as rows of its database.
+"""Sessions, models, samplers and checkpoints of one server, as rows of its database.
 
 The payloads are elsewhere: training states in ``training/``, adapters in the catalog, checkpoints
 in files. Another tenant's row is invisible; only a published checkpoint is visible to all. Calls
@@ -14,14 +14,11 @@ import json
 import sqlite3
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from mint_jax.errors import UserError
 from mint_jax.service.server_db import Connection, ServerDatabase
-
-SECONDS = ("prefill_s", "decode_s", "train_s", "update_s", "load_s")
-SUMS = (*SECONDS, "prefill_tokens", "decode_tokens", "train_tokens")
 
 _KEY = "model = ? AND kind = ? AND name = ?"
 _LIVE = "(expires IS NULL OR expires > ?)"
@@ -29,7 +26,6 @@ _UNNAMED = (
     "NOT EXISTS (SELECT 1 FROM checkpoints WHERE digest = {0})"
     " AND NOT EXISTS (SELECT 1 FROM samplers WHERE digest = {0})"
 )
-_COSTS = ", ".join(f"SUM({name}) AS {name}" for name in SUMS)
 
 
 class NotFound(UserError):
@@ -61,16 +57,6 @@ class Model:
     ended: float | None
 
 
-class Point(NamedTuple):
-    """One update of a policy: the loss of a target before it, None if unknown or not finite; the
-    gradient's norm.
-    """
-
-    at: float
-    loss: float | None
-    grad_norm: float | None
-
-
 @dataclasses.dataclass(frozen=True)
 class Sampler:
     """A sampler of the bare base, or always of the weights of one digest."""
@@ -89,10 +75,9 @@ class Checkpoint:
     """A model's weights under a name.
 
     Attributes:
-        kind: ``weights``, ``sampler_weights`` or ``external_weights``.
-        digest: of its bytes.
+        kind: see ``checkpoints.KINDS``.
         request: id of the request that made it.
-        details: rank, targets, the user's metadata.
+        details: config, base, the user's metadata.
         expires: seconds since 1970; None: never.
     """
 
@@ -125,17 +110,12 @@ class Checkpoint:
 
 
 class Book:
-    """All rows; may be called from any thread. A change is on the disk when its call returns.
-
-    Args:
-        clock: seconds since 1970; None: ``steady``.
-
-    Raises:
-        DatabaseFailed: of every method; the disk refuses, and nothing is changed.
+    """All rows; may be called from any thread. A change is on the disk when its call returns; every
+    change raises ``DatabaseFailed`` if the disk refuses.
     """
 
     def __init__(self, database: ServerDatabase, clock: Callable[[], float] | None = None):
-        self._database, self.clock = database, clock or steady()
+        self.database, self.clock = database, clock or steady()
         self._owners: dict[str, str] = {}
 
     # sessions
@@ -168,11 +148,11 @@ class Book:
             query = "UPDATE models SET ended = ? WHERE session = ? AND ended IS NULL RETURNING id"
             return [row["id"] for row in connection.execute(query, (now, id)).fetchall()]
 
-        return self._database.write(apply).result()
+        return self.database.write(apply).result()
 
     def open_sessions(self) -> dict[str, str]:
         """Returns the tenants of sessions that have not ended, by id."""
-        rows = self._database.read("SELECT id, tenant FROM sessions WHERE ended IS NULL")
+        rows = self.database.read("SELECT id, tenant FROM sessions WHERE ended IS NULL")
         return dict(map(tuple, rows))
 
     def count_start(self) -> int:
@@ -194,13 +174,9 @@ class Book:
         return self._one(Model, f"model {id!r}", "models", tenant, id)
 
     def owner(self, model: str) -> str:
-        """Returns the tenant that owns a model.
-
-        Raises:
-            NotFound: there is no such model.
-        """
+        """Returns the tenant that owns a model. Raises ``NotFound``: there is no such model."""
         if (tenant := self._owners.get(model)) is None:
-            rows = self._database.read("SELECT tenant FROM models WHERE id = ?", model)
+            rows = self.database.read("SELECT tenant FROM models WHERE id = ?", model)
             if not rows:
                 raise NotFound(f"there is no model {model[:200]!r}")
             tenant = self._owners[model] = rows[0]["tenant"]
@@ -212,12 +188,12 @@ class Book:
     def has_ended(self, model: str) -> bool:
         """Returns whether a model has ended; True if it does not exist."""
         query = "SELECT 1 FROM models WHERE id = ? AND ended IS NULL"
-        return not self._database.read(query, model)
+        return not self.database.read(query, model)
 
     def living(self, tenant: str) -> list[Model]:
         """Returns a tenant's models that have not ended."""
         query = "SELECT * FROM models WHERE tenant = ? AND ended IS NULL"
-        return [_record(Model, row) for row in self._database.read(query, tenant)]
+        return [_record(Model, row) for row in self.database.read(query, tenant)]
 
     def models(
         self, tenant: str, limit: int, offset: int, project: str | None = None
@@ -232,30 +208,6 @@ class Book:
     def count_models(self, tenant: str, project: str | None = None) -> int:
         where, values = _in_project(tenant, project)
         return self._scalar(f"SELECT COUNT(*) FROM models WHERE {where}", *values)
-
-    # training curves
-
-    def add_points(self, points: Mapping[str, Sequence[Point]]) -> None:
-        """Adds updates of models, in order, in one transaction."""
-
-        def apply(connection: Connection) -> None:
-            for model, new in points.items():
-                query = "SELECT COALESCE(MAX(number), 0) FROM points WHERE model = ?"
-                start = connection.execute(query, (model,)).fetchone()[0] + 1
-                rows = [(model, start + i, *point) for i, point in enumerate(new)]
-                connection.executemany("INSERT INTO points VALUES (?, ?, ?, ?, ?)", rows)
-
-        self._database.write(apply).result()
-
-    def points(self, model: str, most: int) -> list[tuple[int, Point]]:
-        """Returns a model's updates with their numbers from 1, evenly thinned to at most ``most``
-        and the last one.
-        """
-        last = self._scalar("SELECT MAX(number) FROM points WHERE model = ?", model) or 0
-        query = "SELECT number, at, loss, grad_norm FROM points WHERE model = ?"
-        query += " AND (number % ? = 0 OR number = ?) ORDER BY number"
-        rows = self._database.read(query, model, max(1, -(-last // most)), last)
-        return [(number, Point(*point)) for number, *point in rows]
 
     # samplers
 
@@ -290,23 +242,17 @@ class Book:
     # checkpoints
 
     def need_free(self, model: str, kind: str, name: str, request: str) -> None:
-        """
-        Raises:
-            UserError: another request saved a checkpoint of this name.
-        """
+        """Raises ``UserError`` if another request saved a checkpoint of this name."""
         query = f"SELECT 1 FROM checkpoints WHERE {_KEY} AND request != ?"
-        if self._database.read(query, model, kind, name, request):
+        if self.database.read(query, model, kind, name, request):
             raise UserError(
                 f"tinker://{model}/{kind}/{name} exists already: choose another name, or save with"
                 " overwrite"
             )
 
     def add_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Adds a row, or replaces the one of its name; the replaced row's bytes may then be
-        reclaimed.
-
-        The caller checks with ``need_free`` whether it may replace a row, and runs the saves of a
-        model one after another.
+        """Adds a row, or replaces the one of its name, which ``need_free`` checks; the replaced
+        row's bytes may then be reclaimed.
         """
         row = dataclasses.asdict(checkpoint) | {"details": json.dumps(checkpoint.details)}
 
@@ -315,19 +261,17 @@ class Book:
             marks = ", ".join("?" * len(row))
             connection.execute(f"INSERT INTO checkpoints VALUES ({marks})", tuple(row.values()))
 
-        self._database.write(apply).result()
+        self.database.write(apply).result()
 
     def checkpoint(
         self, tenant: str, model: str, kind: str, name: str, published: bool = False
     ) -> Checkpoint:
-        """Returns a tenant's checkpoint; with ``published``, also another's public one.
-
-        Raises:
-            NotFound: it does not exist, or has expired.
+        """Returns a tenant's checkpoint; with ``published``, also another's public one. Raises
+        ``NotFound``: it does not exist, or has expired.
         """
         query = f"SELECT * FROM checkpoints WHERE {_KEY} AND {_LIVE}"
         query += " AND (tenant = ? OR (? AND public))"
-        rows = self._database.read(query, model, kind, name, self.clock(), tenant, published)
+        rows = self.database.read(query, model, kind, name, self.clock(), tenant, published)
         if not rows:
             raise NotFound(f"there is no checkpoint {f'tinker://{model}/{kind}/{name}'[:200]}")
         return _record(Checkpoint, rows[0])
@@ -350,7 +294,7 @@ class Book:
         """Returns the number and the bytes of the checkpoints of a session's models."""
         query = """SELECT COUNT(*), COALESCE(SUM(nbytes), 0) FROM checkpoints WHERE tenant = ?
             AND model IN (SELECT id FROM models WHERE tenant = ? AND session = ?)"""
-        count, nbytes = self._database.read(query, tenant, tenant, session)[0]
+        count, nbytes = self.database.read(query, tenant, tenant, session)[0]
         return count, nbytes
 
     def count_checkpoints(self, tenant: str) -> int:
@@ -358,10 +302,8 @@ class Book:
         return self._scalar(query, tenant, self.clock())
 
     def change_checkpoint(self, checkpoint: Checkpoint, **values: Any) -> None:
-        """Sets ``expires`` or ``public`` of the tenant's checkpoint of this path.
-
-        Raises:
-            NotFound: it was removed, or has expired.
+        """Sets ``expires`` or ``public`` of the tenant's checkpoint of this path. Raises
+        ``NotFound``: it was removed, or has expired.
         """
         sets = ", ".join(f"{name} = ?" for name in values)
         query = f"UPDATE checkpoints SET {sets} WHERE {_KEY} AND tenant = ? AND {_LIVE} RETURNING 1"
@@ -371,10 +313,7 @@ class Book:
 
     def remove_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Removes the tenant's checkpoint of this path, whatever was saved under it last. Its bytes
-        may then be reclaimed.
-
-        Raises:
-            NotFound: there is none.
+        may then be reclaimed. Raises ``NotFound``: there is none.
         """
         where = f"{_KEY} AND tenant = ?"
         if not self._remove("checkpoints", where, *checkpoint.key, checkpoint.tenant):
@@ -390,7 +329,7 @@ class Book:
 
     def named(self) -> set[str]:
         """Returns the digests of all checkpoints."""
-        return {row[0] for row in self._database.read("SELECT DISTINCT digest FROM checkpoints")}
+        return {row[0] for row in self.database.read("SELECT DISTINCT digest FROM checkpoints")}
 
     def reclaimable(self) -> list[tuple[str, str, str]]:
         """Returns digest, policy and kind of removed checkpoints whose bytes no row names now; the
@@ -398,46 +337,19 @@ class Book:
         """
         where = _UNNAMED.format("reclaim.digest")
         query = f"SELECT digest, policy, kind FROM reclaim WHERE {where}"
-        return [tuple(row) for row in self._database.read(query)]
+        return [tuple(row) for row in self.database.read(query)]
 
     def reclaimed(self, digest: str, policy: str) -> None:
         """Records that bytes are deleted."""
         self._write("DELETE FROM reclaim WHERE digest = ? AND policy = ?", digest, policy)
 
-    # costs
-
-    def add_costs(self, costs: Mapping[tuple[str, str], Mapping[str, float]]) -> None:
-        """Adds to the costs of (tenant, policy) pairs in one transaction."""
-        rows = [(*key, *(sums[name] for name in SUMS)) for key, sums in costs.items()]
-        marks = ", ".join("?" * (2 + len(SUMS)))
-        sets = ", ".join(f"{name} = {name} + excluded.{name}" for name in SUMS)
-        query = f"INSERT INTO costs VALUES ({marks}) ON CONFLICT DO UPDATE SET {sets}"
-        self._database.write(lambda connection: connection.executemany(query, rows)).result()
-
-    def costs(
-        self, by: str, tenant: str | None, limit: int | None, offset: int
-    ) -> list[tuple[str, dict[str, Any]]]:
-        """Returns sums by ``tenant`` or ``policy``, the largest first; of all tenants, or of
-        one.
-        """
-        seconds = " + ".join(f"SUM({name})" for name in SECONDS)
-        query = f"SELECT {by}, {_COSTS} FROM costs WHERE ? IS NULL OR tenant = ?"
-        query += f" GROUP BY {by} ORDER BY {seconds} DESC, {by} LIMIT ? OFFSET ?"
-        return self._sums(query, tenant, tenant, -1 if limit is None else limit, offset)
-
-    def costs_of(self, policies: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
-        """Returns sums of at most some hundred policies."""
-        marks = ", ".join("?" * len(policies))
-        query = f"SELECT policy, {_COSTS} FROM costs WHERE policy IN ({marks}) GROUP BY policy"
-        return self._sums(query, *policies)
-
     # internals
 
     def _write(self, query: str, *values: Any) -> list[sqlite3.Row]:
-        return self._database.write(lambda c: c.execute(query, values).fetchall()).result()
+        return self.database.write(lambda c: c.execute(query, values).fetchall()).result()
 
     def _scalar(self, query: str, *values: Any) -> Any:
-        return self._database.read(query, *values)[0][0]
+        return self.database.read(query, *values)[0][0]
 
     def _insert(self, table: str, *values: Any) -> None:
         """Inserts a row unless its key exists."""
@@ -446,10 +358,10 @@ class Book:
 
     def _remove(self, table: str, where: str, *values: Any) -> int:
         """Deletes rows and notes their bytes in one transaction; returns how many."""
-        return self._database.write(lambda c: _delete(c, table, where, values)).result()
+        return self.database.write(lambda c: _delete(c, table, where, values)).result()
 
     def _one(self, kind: Any, what: str, table: str, tenant: str, id: str) -> Any:
-        rows = self._database.read(f"SELECT * FROM {table} WHERE id = ? AND tenant = ?", id, tenant)
+        rows = self.database.read(f"SELECT * FROM {table} WHERE id = ? AND tenant = ?", id, tenant)
         if not rows:
             raise NotFound(f"there is no {what[:200]}")
         return _record(kind, rows[0])
@@ -458,16 +370,12 @@ class Book:
         self, kind: Any, where: str, values: Iterable[Any], limit: int | None, offset: int
     ) -> list[Any]:
         query = f"SELECT * FROM {where} ORDER BY rowid DESC LIMIT ? OFFSET ?"
-        rows = self._database.read(query, *values, -1 if limit is None else limit, offset)
+        rows = self.database.read(query, *values, -1 if limit is None else limit, offset)
         return [_record(kind, row) for row in rows]
 
     def _ids(self, table: str, tenant: str, session: str) -> list[str]:
         query = f"SELECT id FROM {table} WHERE tenant = ? AND session = ? ORDER BY rowid"
-        return [row["id"] for row in self._database.read(query, tenant, session)]
-
-    def _sums(self, query: str, *values: Any) -> list[tuple[str, dict[str, Any]]]:
-        rows = self._database.read(query, *values)
-        return [(row[0], dict(zip(SUMS, tuple(row)[1:]))) for row in rows]
+        return [row["id"] for row in self.database.read(query, tenant, session)]
 
 
 def _record(kind: Any, row: sqlite3.Row) -> Any:

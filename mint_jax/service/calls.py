@@ -6,7 +6,7 @@ The arrays of all data are concatenated in a safetensors file; its metadata has 
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pydantic
@@ -14,12 +14,38 @@ import safetensors.numpy
 
 from mint_jax.errors import UserError
 from mint_jax.lora.tree import AdapterConfig
-from mint_jax.service.training import Trained
 from mint_jax.train.blocks import Datum
-from mint_jax.train.config import OptimizerConfig
+from mint_jax.train.config import KINDS, OptimizerConfig
 from mint_jax.train.losses import LossCoefs
 
 ARRAYS = ("tokens", "targets", "weights", "advantages", "old_logp", "in_ratio", "routes")
+
+
+class Trained(NamedTuple):
+    """Result of a forward and backward: log-probabilities of each datum's targets, and the summed
+    loss.
+
+    ``elementwise``: for cross-entropy, the loss of each target.
+    """
+
+    logprobs: list[np.ndarray]
+    loss: float
+    elementwise: list[np.ndarray] | None = None
+
+    @classmethod
+    def of(
+        cls, data: Sequence[Datum], loss: LossCoefs, logprobs: list[np.ndarray], total: float
+    ) -> "Trained":
+        """Returns the result of a request from its log-probabilities."""
+        if KINDS[int(loss.kind)] != "cross_entropy":
+            return cls(logprobs, total)
+        # a weight of 0 times minus infinity, or of 3e38 times a number
+        with np.errstate(invalid="ignore", over="ignore"):
+            elementwise = [
+                np.where(d.weights == 0, 0, -d.weights * logp).astype(np.float32)
+                for d, logp in zip(data, logprobs)
+            ]
+        return cls(logprobs, total, elementwise)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +58,8 @@ class Create:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ForwardBackward:
-    """See ``training.Training.forward_backward``.
+    """Adds the gradient of a loss over these data to the policy's; without ``backward`` only
+    computes the loss.
 
     Attributes:
         columns: for each datum whose targets were sent in another shape, the target of its row for
@@ -61,19 +88,15 @@ class ForwardBackward:
 
 @dataclasses.dataclass(frozen=True)
 class Optim:
-    """See ``training.Training.optim``."""
+    """Updates a policy with its accumulated gradients."""
 
     numbers: OptimizerConfig
 
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """Gives a policy the state of a checkpoint, and takes it into training if it is not.
-
-    Attributes:
-        path: see ``checkpoints.parse``.
-        optimizer: load AdamW's moments too; else only the adapter.
-        tenant: of the client.
+    """Gives a policy the state of a checkpoint, and takes it into training if it is not; without
+    ``optimizer`` only the adapter.
     """
 
     path: str
@@ -137,11 +160,7 @@ def encode(call: Call) -> tuple[str, bytes]:
 
 
 def decode(name: str, body: bytes) -> Call:
-    """Inverts ``encode``.
-
-    Raises:
-        UserError: there is no such call.
-    """
+    """Inverts ``encode``. Raises ``UserError``: there is no such call."""
     if name in PLAIN:
         return _ADAPTERS[name].validate_python(json.loads(body))
     if name != "forward_backward":

@@ -22,7 +22,7 @@ import functools
 import logging
 import shutil
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,7 +33,6 @@ from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.packed import Schema, as_bytes, digest_of, pack
 from mint_jax.catalog.records import names
 from mint_jax.catalog.records.database import DatabaseFailed
-from mint_jax.catalog.records.revisions import Revision
 from mint_jax.catalog.storage.interface import StorageFailed
 from mint_jax.digest import blake3_of
 from mint_jax.errors import UserError
@@ -108,10 +107,6 @@ class Checkpoints:
     """The checkpoints of one server.
 
     Args:
-        folder: of the files.
-        book: the rows.
-        catalog: of revisions.
-        base: of all checkpoints.
         offer: called with (digest, packed bytes, tenant) of weights that are sampled next, before
             they are written: their transfer to the device does not wait for the disk.
         need_room: called with (tenant, further bytes); raises beyond a quota.
@@ -176,30 +171,23 @@ class Checkpoints:
                 if self._in_use[key] <= 0:
                     del self._in_use[key]
 
-    # training: see ``durable.Store``
+    # training
 
     def save(self, model: str, request: str, call: Save, state: HostState) -> dict[str, Any]:
-        """Writes a state; returns the client's result.
-
-        Raises:
-            UserError: the name is taken, weights to sample are not finite, or the tenant's quota is
-                used up.
+        """Writes a state; returns the client's result. Raises ``UserError``: the name is taken,
+        weights to sample are not finite, or the tenant's quota is used up.
         """
         tenant = self.book.owner(model)
         if call.name is None:
             return self._keep(model, tenant, request, call, state)
-        with self.naming:  # two saves of one model may be written at once
+        with self.naming:
             if not call.overwrite:
                 self.book.need_free(model, call.kind, call.name, request)
-            self.need_room(tenant, state.nbytes - self._replaced(model, call.kind, call.name))
+            replaced = 0
+            with contextlib.suppress(NotFound):
+                replaced = self.book.checkpoint(tenant, model, call.kind, call.name).nbytes
+            self.need_room(tenant, state.nbytes - replaced)
             return self._keep(model, tenant, request, call, state)
-
-    def _replaced(self, model: str, kind: str, name: str) -> int:
-        """Returns the bytes of the checkpoint that has a name now."""
-        try:
-            return self.book.checkpoint(self.book.owner(model), model, kind, name).nbytes
-        except NotFound:
-            return 0
 
     def _keep(
         self, model: str, tenant: str, request: str, call: Save, state: HostState
@@ -210,22 +198,11 @@ class Checkpoints:
             digest, nbytes = blake3_of(data), len(data)
             write = functools.partial(files.write_file, self._file(digest), data)
         elif call.kind == "sampler_weights":
-            data = as_bytes(
-                pack(
-                    state.adapter(),
-                    Schema(self.base.fingerprint, lora_tree.spelled_out(state.config, self.specs)),
-                )
-            )
+            config = lora_tree.spelled_out(state.config, self.specs)
+            data = as_bytes(pack(state.adapter(), Schema(self.base.fingerprint, config)))
             digest, nbytes = digest_of(data), data.nbytes
-            write = functools.partial(
-                self._export,
-                policy,
-                model,
-                digest,
-                data,
-                state.steps,
-                soon=call.sampler is not None,
-            )
+            soon = call.sampler is not None
+            write = functools.partial(self._export, policy, digest, data, state.steps, soon)
         else:
             contents = external.files_of(state, self.base, self.specs, call.recipients)
             digest, nbytes = external.digest_of(contents), sum(map(len, contents.values()))
@@ -235,11 +212,8 @@ class Checkpoints:
                 write()
                 if call.sampler is not None:
                     session, number = call.sampler.rsplit(":sample:", 1)
-                    return {
-                        "sampling_session_id": (
-                            self.book.add_sampler(session, int(number), tenant, None, digest).id
-                        )
-                    }
+                    sampler = self.book.add_sampler(session, int(number), tenant, None, digest)
+                    return {"sampling_session_id": sampler.id}
                 now = self.book.clock()
                 details = {
                     "config": dataclasses.asdict(state.config),
@@ -260,14 +234,12 @@ class Checkpoints:
         self.reclaim()  # what it replaced
         return {"path": row.path}
 
-    def _export(
-        self, policy: str, model: str, digest: str, data: np.ndarray, steps: int, soon: bool
-    ) -> None:
+    def _export(self, policy: str, digest: str, data: np.ndarray, steps: int, soon: bool) -> None:
         """Makes the adapter a revision. ``soon``: it is sampled next."""
-        self.writing[digest] = model
+        tenant, _, self.writing[digest] = policy.partition("/")
         try:
             if soon and self._offer is not None:
-                self._offer(digest, data, policy.partition("/")[0])
+                self._offer(digest, data, tenant)
             self.catalog.export(policy, data, steps, create=True, by="service")
         finally:
             self.writing.pop(digest, None)
@@ -275,12 +247,8 @@ class Checkpoints:
     def load(self, call: Load, kept: Path) -> HostState:
         """Returns the state of a path, with or without its moments.
 
-        Args:
-            kept: the state is linked to ``kept-DIGEST``, durably. A link that exists is loaded
-                again, even if the path is gone.
-
-        Raises:
-            UserError: the path has no training state, or one of another base.
+        The state is linked to ``kept-DIGEST``, durably; a link that exists is loaded again, even if
+        the path is gone. Raises ``UserError``: it is no training state, or of another base.
         """
         if parse(call.path).kind != "weights":
             raise UserError(
@@ -345,18 +313,11 @@ class Checkpoints:
             expires = None if ttl_s is None else now + ttl_s
             self.book.need_free(model, row.kind, row.name, request)
             self.need_room(tenant, 0 if row.tenant == tenant else row.nbytes)
+            own = {"model": model, "tenant": tenant, "request": request, "public": False}
+            own |= {"created": now, "expires": expires}
             # the revision of a sampler checkpoint stays in the source's policy
             details = row.details | {"policy": row.policy}
-            made = dataclasses.replace(
-                row,
-                model=model,
-                tenant=tenant,
-                request=request,
-                details=details,
-                created=now,
-                expires=expires,
-                public=False,
-            )
+            made = dataclasses.replace(row, details=details, **own)
             self.book.add_checkpoint(made)
         return made.path
 
@@ -391,50 +352,29 @@ class Checkpoints:
     def _delete(self, digest: str, policy: str, kind: str) -> bool:
         """Deletes bytes; returns False if they are in use or a row names them."""
         with self._marks:
-            if not policy and kind == "sampler_weights":
-                policy = self._own_policy(digest)
+            if not policy and kind == "sampler_weights":  # of a sampler: see who exported it
+                self._policies.pop(digest, None)
+                with contextlib.suppress(NotFound):
+                    model = self.policy_of(digest)
+                    policy = f"{self.book.owner(model)}/{model}"
             if {digest, policy} & self._in_use.keys() or not self.book.unused(digest):
                 return False
             if kind == "weights":
                 self._file(digest).unlink(missing_ok=True)
             elif kind == "external_weights":
-                external.remove(self.folder / "external", digest)
+                shutil.rmtree(self.folder / "external" / digest, ignore_errors=True)
             elif policy:
                 self._retire(policy, digest)
         return True
 
-    def _own_policy(self, digest: str) -> str:
-        """Returns the catalog's name of the policy of this server's model that has a live revision
-        of a digest; empty if there is none.
-        """
-        self._policies.pop(digest, None)
-        with contextlib.suppress(NotFound):
-            model = self.policy_of(digest)
-            return f"{self.book.owner(model)}/{model}"
-        return ""
-
-    def leftovers(self) -> list[Path]:
-        """Returns what a killed process left: half-written files, and bytes whose row was never
-        committed.
+    def sweep(self) -> None:
+        """Deletes what a killed process left: half-written files, and bytes whose row was never
+        committed. Called before the first save.
         """
         named = self.book.named()
-        found = [*self.folder.iterdir(), *(self.folder / "external").glob("*")]
-        digests = [(path, path.name.removesuffix(".safetensors")) for path in found]
-        return [
-            path
-            for path, digest in digests
-            if path.name.startswith(".") or (is_digest(digest) and digest not in named)
-        ]
-
-    def sweep(self, leftovers: Iterable[Path]) -> None:
-        """Deletes ``leftovers`` that were listed before the first save, except those that are named
-        or in use by now.
-        """
-        for path in leftovers:
-            with self._marks:
-                digest = path.name.removesuffix(".safetensors")
-                if digest in self._in_use or not self.book.unused(digest):
-                    continue
+        for path in (*self.folder.iterdir(), *(self.folder / "external").glob("*")):
+            digest = path.name.removesuffix(".safetensors")
+            if path.name.startswith(".") or (is_digest(digest) and digest not in named):
                 if path.is_dir():
                     shutil.rmtree(path, ignore_errors=True)
                 else:
@@ -445,44 +385,30 @@ class Checkpoints:
         the policy's last one.
         """
         try:
-            named = {
-                alias.number for alias in self.catalog.aliases(policy) if alias.name != names.LATEST
-            }
+            aliases = self.catalog.aliases(policy)
         except (DatabaseFailed, StorageFailed):
             raise
         except UserError:  # the policy was deleted
             return
-        live = [revision for revision in self._revisions(policy) if revision.state == "live"]
-        going = [
-            revision.number
-            for revision in live
-            if revision.digest == digest and revision.number not in named
-        ]
-        staying = (
-            sorted({revision.number for revision in live} - set(going)) or [going.pop()]
-            if going
-            else []
-        )
-        if going:
-            self.catalog.promote(
-                policy, staying[-1], names.LATEST, by="service", why="its checkpoint was removed"
-            )
-        for number in going:
-            self.catalog.retire(policy, number, by="service", why="its checkpoint was removed")
-
-    def _revisions(self, policy: str) -> Iterator[Revision]:
-        page = self.catalog.revisions(policy)
+        named = {alias.number for alias in aliases if alias.name != names.LATEST}
+        live, page = {}, self.catalog.revisions(policy)
         while page:
-            yield from page
+            live |= {one.number: one.digest for one in page if one.state == "live"}
             page = self.catalog.revisions(policy, after=page[-1].number)
+        going = [number for number in live if live[number] == digest and number not in named]
+        if len(going) == len(live):
+            going = going[:-1]
+        if not going:
+            return
+        latest, why = max(live.keys() - going), "its checkpoint was removed"
+        self.catalog.promote(policy, latest, names.LATEST, by="service", why=why)
+        for number in going:
+            self.catalog.retire(policy, number, by="service", why=why)
 
     def policy_of(self, digest: str) -> str:
         """Returns the policy of a revision's digest: the id of this server's model, or the full
         name of another policy. Other texts, and revisions that are retired or not in the catalog,
-        stay as they are.
-
-        Raises:
-            DatabaseFailed, StorageFailed: the catalog cannot be read.
+        stay as they are. Raises ``DatabaseFailed``, ``StorageFailed``: the catalog cannot be read.
         """
         if not is_digest(digest):
             return digest

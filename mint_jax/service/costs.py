@@ -10,9 +10,9 @@ a dispatch sum to the measured seconds; idle seconds are not charged.
 import dataclasses
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from mint_jax.service.book import Book
+from mint_jax.service.server_db import ServerDatabase
 
 BASE = "base"  # the bare base, as a policy
 KINDS = ("prefill", "decode", "train", "update", "load")
@@ -29,13 +29,8 @@ class Payer(NamedTuple):
 
 @dataclasses.dataclass
 class Cost:
-    """Costs of a policy, a tenant, or several.
-
-    Attributes:
-        prefill_s, decode_s: seconds of sampling: prompts read, tokens drawn.
-        train_s, update_s: of training: forward and backward passes, the optimizer's updates.
-        load_s: of revisions and training states on their way to and from slots.
-        prefill_tokens, decode_tokens, train_tokens: that these served.
+    """Costs of a policy, a tenant, or several: seconds of prompts, tokens drawn, passes, updates,
+    and moves of revisions and states to and from slots; and the tokens of these.
     """
 
     prefill_s: float = 0.0
@@ -64,22 +59,22 @@ class Cost:
         return dataclasses.asdict(self) | {"seconds": self.seconds, "tokens": self.tokens}
 
 
+FIELDS = tuple(field.name for field in dataclasses.fields(Cost))
+
+
 class Costs:
-    """Costs since the database was made; may be called from any thread.
+    """Costs since the database was made; may be called from any thread. ``measured_s`` are the
+    seconds of all dispatches of this process.
 
     Args:
-        book: keeps them.
-        policy_of: returns the policy of a revision's digest; called by ``flush``.
-
-    Attributes:
-        measured_s: seconds of all dispatches of this process.
+        policy_of: returns the policy of a revision's digest.
     """
 
-    def __init__(self, book: Book, policy_of: Callable[[str], str] = str):
-        self._book, self._policy_of = book, policy_of
+    def __init__(self, database: ServerDatabase, policy_of: Callable[[str], str] = str):
+        self._database, self._policy_of = database, policy_of
         self._lock = threading.Lock()  # of the two dicts
         self._writing = threading.Lock()
-        self._new: dict[Payer, Cost] = {}  # not in the book yet
+        self._new: dict[Payer, Cost] = {}  # not in the database yet
         self._tenants: dict[str, Cost] = {}
         self.measured_s = 0.0
 
@@ -104,11 +99,7 @@ class Costs:
             return {tenant: dataclasses.replace(cost) for tenant, cost in self._tenants.items()}
 
     def flush(self) -> None:
-        """Writes new costs. What cannot be written is tried again by the next call.
-
-        Raises:
-            DatabaseFailed: the disk refuses.
-        """
+        """Writes new costs. What cannot be written is tried again by the next call."""
         with self._writing:
             with self._lock:
                 new, self._new = self._new, {}
@@ -118,19 +109,29 @@ class Costs:
                 rows: dict[tuple[str, str], Cost] = {}
                 for (tenant, policy), cost in new.items():
                     rows.setdefault((tenant, self._policy_of(policy)), Cost()).add(cost)
-                self._book.add_costs({key: dataclasses.asdict(cost) for key, cost in rows.items()})
+                self._add([(*key, *dataclasses.astuple(cost)) for key, cost in rows.items()])
             except BaseException:
                 with self._lock:
                     for payer, cost in new.items():
                         self._new.setdefault(payer, Cost()).add(cost)
                 raise
 
-    def of(self, policies: Sequence[str]) -> dict[str, Cost]:
-        """Returns the costs of these policies, of all tenants together."""
+    def _add(self, rows: Sequence[tuple[Any, ...]]) -> None:
+        sets = ", ".join(f"{name} = {name} + excluded.{name}" for name in FIELDS)
+        query = f"INSERT INTO costs VALUES (?, ?{', ?' * len(FIELDS)})"
+        query += f" ON CONFLICT DO UPDATE SET {sets}"
+        self._database.write(lambda connection: connection.executemany(query, rows)).result()
+
+    def _sums(self, by: str, rest: str, *values: Any) -> dict[str, Cost]:
         self.flush()
-        return {name: Cost() for name in policies} | {
-            name: Cost(**sums) for name, sums in self._book.costs_of(policies)
-        }
+        sums = ", ".join(f"SUM({name})" for name in FIELDS)
+        rows = self._database.read(f"SELECT {by}, {sums} FROM costs {rest}", *values)
+        return {name: Cost(*sums) for name, *sums in rows}
+
+    def of(self, policies: Sequence[str]) -> dict[str, Cost]:
+        """Returns the costs of at most some hundred policies, of all tenants together."""
+        where = f"WHERE policy IN ({', '.join('?' * len(policies))}) GROUP BY policy"
+        return {name: Cost() for name in policies} | self._sums("policy", where, *policies)
 
     def listed(
         self, by: str, tenant: str | None = None, limit: int | None = None, offset: int = 0
@@ -140,5 +141,7 @@ class Costs:
         A policy is a model's id, ``TENANT/NAME`` in the catalog, the digest of a revision that has
         neither, or ``BASE``.
         """
-        self.flush()
-        return {name: Cost(**sums) for name, sums in self._book.costs(by, tenant, limit, offset)}
+        seconds = " + ".join(f"SUM({kind}_s)" for kind in KINDS)
+        rest = f"WHERE ? IS NULL OR tenant = ? GROUP BY {by} ORDER BY {seconds} DESC, {by}"
+        most = -1 if limit is None else limit
+        return self._sums(by, f"{rest} LIMIT ? OFFSET ?", tenant, tenant, most, offset)

@@ -1,30 +1,38 @@
 """Training curves: the loss and the gradient norm of each policy at every update, for charts.
 
-The device thread records each request as it ends; the server writes new points every few seconds.
+The devices' thread records each request as it ends; the server writes new points every few seconds.
 A crash loses the points since then: charts have a gap, and nothing else depends on them.
 """
 
 import collections
 import math
 import threading
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
-from mint_jax.service.book import Book, Point
 from mint_jax.service.calls import Call, ForwardBackward, Optim
+from mint_jax.service.server_db import Connection, ServerDatabase
 
 MOST = 1000  # points of a chart
 
 
-class Curves:
-    """See the module; may be called from any thread.
-
-    Args:
-        book: keeps them, and gives the time.
+class Point(NamedTuple):
+    """One update of a policy: the loss of a target before it, None if unknown or not finite; the
+    gradient's norm.
     """
 
-    def __init__(self, book: Book):
-        self._book = book
+    at: float
+    loss: float | None
+    grad_norm: float | None
+
+
+class Curves:
+    """See the module; may be called from any thread. ``clock`` gives seconds since 1970."""
+
+    def __init__(self, database: ServerDatabase, clock: Callable[[], float]):
+        self._database, self._clock = database, clock
         self._lock = threading.Lock()
         # since a policy's last update: summed loss and summed weights
         self._sums: dict[str, tuple[float, float]] = {}
@@ -41,9 +49,8 @@ class Curves:
             with self._lock:
                 loss, weight = self._sums.pop(model, (0.0, 0.0))
                 mean = loss / weight if weight else math.nan
-                self._new[model].append(
-                    Point(self._book.clock(), _finite(mean), _finite(result["grad_norm"]))  # type: ignore[arg-type]
-                )
+                point = Point(self._clock(), _finite(mean), _finite(result["grad_norm"]))  # type: ignore[arg-type, index]
+                self._new[model].append(point)
 
     def flush(self) -> None:
         """Writes new points. What cannot be written is tried again by the next call."""
@@ -51,18 +58,32 @@ class Curves:
             new, self._new = self._new, collections.defaultdict(list)
         if not new:
             return
+
+        def apply(connection: Connection) -> None:
+            for model, points in new.items():
+                query = "SELECT COALESCE(MAX(number), 0) FROM points WHERE model = ?"
+                start = connection.execute(query, (model,)).fetchone()[0] + 1
+                rows = [(model, start + i, *point) for i, point in enumerate(points)]
+                connection.executemany("INSERT INTO points VALUES (?, ?, ?, ?, ?)", rows)
+
         try:
-            self._book.add_points(new)
+            self._database.write(apply).result()
         except BaseException:
             with self._lock:
                 for model, points in new.items():
                     self._new[model] = points + self._new[model]
             raise
 
-    def of(self, model: str) -> list[tuple[int, Point]]:
-        """Returns the numbers and points of a policy's updates, at most ``MOST`` and the last."""
+    def of(self, model: str, most: int = MOST) -> list[tuple[int, Point]]:
+        """Returns a policy's updates with their numbers from 1, evenly thinned to at most ``most``
+        and the last one.
+        """
         self.flush()
-        return self._book.points(model, MOST)
+        [[last]] = self._database.read("SELECT MAX(number) FROM points WHERE model = ?", model)
+        query = "SELECT number, at, loss, grad_norm FROM points WHERE model = ?"
+        query += " AND (number % ? = 0 OR number = ?) ORDER BY number"
+        rows = self._database.read(query, model, max(1, -(-(last or 0) // most)), last)
+        return [(number, Point(*point)) for number, *point in rows]
 
 
 def _finite(value: float) -> float | None:

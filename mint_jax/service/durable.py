@@ -1,29 +1,28 @@
-"""Training that survives a restart: accepted requests are in the database before their ids are
-returned, and states are kept as snapshots.
+"""Training requests that survive a restart, run slice by slice in the devices' thread.
 
-    submit -> futures -> executor's thread -> training (the loop's thread) -> finisher's thread
-           -> futures -> wait, and snapshots
+    submit -> futures -> turn (the devices' thread) -> finisher's thread -> futures -> wait
+
+Each policy has one queue. Requests of different policies that are ready share a step, and so do
+passes of one policy without an update between them. The tenant with the least service goes first
+(``fairness.py``). Files are read and written in other threads; the policy's queue waits.
 
 A snapshot is one policy's state with its pending gradients, between two of its requests, and the
 place up to which it has everything. A restart loads each policy's snapshot and runs the requests
 after it again, in the same order. The state is then the same except for the order of float32 sums,
-because a request may share its step with other requests than before. Nothing accepted is lost, and
-clients see nothing run twice.
-
-While the disk refuses writes, new requests are refused and accepted ones continue: their results
-are returned once they are written, and a snapshot is tried again with the policy's next request.
-A policy's save or load waits for its saves before it. A loaded file is
-kept under ``loads`` until a snapshot includes it, so a restart can load it again although the
-checkpoint is deleted.
+because a request may share its step with other requests than before. While the disk refuses writes,
+new requests are refused and accepted ones continue; a snapshot is tried again with the next update.
+A loaded file is kept under ``loads`` until a snapshot includes it: its checkpoint may be deleted.
 """
 
 import collections
 import dataclasses
+import functools
+import itertools
 import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -34,17 +33,21 @@ from mint_jax.catalog.storage.interface import StorageFailed
 from mint_jax.digest import blake3_of
 from mint_jax.errors import UserError
 from mint_jax.service import calls
-from mint_jax.service.calls import Call, Load, Save
+from mint_jax.service.calls import Call, Create, ForwardBackward, Load, Optim, Save, Trained
 from mint_jax.service.checkpoints import Checkpoints
-from mint_jax.service.futures import Category, Done, Failed, Futures, Outcome, TrainingRequest
+from mint_jax.service.costs import Costs, Kind, Payer
+from mint_jax.service.fairness import Counters
+from mint_jax.service.futures import Category, Done, Failed, Futures, TrainingRequest
 from mint_jax.service.server_db import ServerDatabase
-from mint_jax.service.training import Training
-from mint_jax.train import host_state
+from mint_jax.train import blocks, host_state
+from mint_jax.train.blocks import TrainRequest
+from mint_jax.train.config import OptimizerConfig
 from mint_jax.train.host_state import HostState
+from mint_jax.train.slots import StateLost
 from mint_jax.train.trainer import Trainer
 
 log = logging.getLogger("mint_jax.service")
-TAKE_S = 0.5  # the executor checks this often whether it must end
+MAX_PASSES = 64  # of one policy that are read from the database for one step
 
 
 class Unavailable(UserError):
@@ -66,11 +69,7 @@ class Snapshot:
 
     @classmethod
     def read(cls, path: Path) -> "Snapshot":
-        """Reads a file of ``write``.
-
-        Raises:
-            UserError: the file is damaged.
-        """
+        """Reads a file of ``write``. Raises ``UserError`` if it is damaged."""
         data = path.read_bytes()
         digest, data = data[:32].hex(), data[32:]
         if blake3_of(data) != digest:
@@ -83,32 +82,49 @@ class Snapshot:
 
 
 def path_of(folder: Path, model: str) -> Path:
-    """Returns the path of a policy's snapshot; its name is a digest because models' names may have
-    any characters.
-    """
+    """Returns the path of a policy's snapshot."""
     return folder / f"{blake3_of(model.encode())[:32]}.safetensors"
 
 
+def _join(snapshot: Snapshot, live: Trainer) -> None:
+    live.join(snapshot.model, snapshot.state)
+
+
 @dataclasses.dataclass(eq=False)
-class _PolicyQueue:
-    """One policy's requests between the threads.
+class _Operation:
+    """An entry of a policy's queue.
 
     Attributes:
-        running: requests in training that are not finished, in order, with their future once that
-            is done.
-        waiting: requests that wait for a snapshot, or for a save that they may load.
-        snapshot_due: a snapshot is taken once nothing is running.
-        updates, at: updates since the last snapshot, and its time.
-        loads: ids of the load requests since the last snapshot.
+        request: from the database; None for a function of ``do``, which has a ``future``.
+        call: of the request, once it is read.
+        work: next thing to do in the devices' thread; None before the request is read.
     """
 
-    running: collections.deque[list[Any]] = dataclasses.field(default_factory=collections.deque)
-    waiting: collections.deque[TrainingRequest] = dataclasses.field(
-        default_factory=collections.deque
-    )
-    snapshot_due: bool = False
+    policy: str
+    tenant: str
+    request: TrainingRequest | None = None
+    future: "Future[Any] | None" = None
+    call: Call | None = None
+    work: TrainRequest | OptimizerConfig | Callable[[Trainer], Any] | None = None
+    ended: bool = False
+    result: Any = None
+    error: BaseException | None = None
+
+    @property
+    def payer(self) -> Payer:
+        return Payer(self.tenant, self.policy)
+
+    def end(self, result: Any = None, error: BaseException | None = None) -> None:
+        self.ended, self.result, self.error = True, result, error
+
+
+@dataclasses.dataclass(eq=False)
+class _SinceSnapshot:
+    """Changes of a policy since its last snapshot: updates, its time, ids of load requests."""
+
+    at: float
     updates: int = 0
-    at: float = 0.0
+    is_due: bool = False
     loads: list[str] = dataclasses.field(default_factory=list)
 
 
@@ -117,22 +133,22 @@ class Durable:
 
     Args:
         folder: of ``states`` and ``loads``.
-        training: the loop's; its policies belong to this object.
-        database: of the requests.
-        every: updates of a policy between two snapshots.
-        every_s: seconds after which the policy's next request ends with a snapshot in any case.
-        clock: monotonic seconds.
+        live: the policies; only ``turn`` touches them.
+        wake: called, from any thread, when ``turn`` has something new to do.
+        every, every_s: updates of a policy, and seconds, after which an update ends with a
+            snapshot.
         store: of checkpoints; requests that load or save need it.
         tenant_of: returns the tenant that a policy's time is charged to.
-        on_result: called in the loop's thread with the model, the call and the result of each
+        on_result: called in the devices' thread with the model, the call and the result of each
             request that succeeds for the first time.
         on_end: called with a policy and the number of a request that has ended; the number is None
             when the policy was forgotten.
         futures: options of ``Futures``.
 
     Attributes:
-        futures: ids and results.
+        counters: service of each tenant, shared with sampling.
         restored: policies that a snapshot restored.
+        failed: reason why no request is accepted any more.
 
     Raises:
         DatabaseDamaged, DatabaseFailed, UserError: see ``Futures``; or a snapshot is damaged.
@@ -141,11 +157,13 @@ class Durable:
     def __init__(
         self,
         folder: Path,
-        training: Training,
+        live: Trainer,
         database: ServerDatabase,
+        costs: Costs | None = None,
+        wake: Callable[[], None] = lambda: None,
         every: int = 16,
         every_s: float = 60.0,
-        clock: Any = time.monotonic,
+        clock: Callable[[], float] = time.monotonic,
         store: Checkpoints | None = None,
         tenant_of: Callable[[str], str] = str,
         on_result: Callable[[str, Call, Any], None] = lambda model, call, result: None,
@@ -157,43 +175,46 @@ class Durable:
                 f"every is {every} and every_s {every_s}; expected at least 1 update, and more than"
                 " 0 seconds"
             )
-        self.training, self.every, self.every_s, self._clock = training, every, every_s, clock
+        self.live, self.counters, self.costs = live, Counters(), costs or Costs(database)
+        self.every, self.every_s, self._clock, self._wake = every, every_s, clock, wake
         self.store, self.tenant_of = store, tenant_of
         self._on_result, self._on_end = on_result, on_end
-        self._saving = ThreadPoolExecutor(2, "saving")
+        self.failed: BaseException | None = None
+        self._lock = threading.Lock()  # of the inbox and of ``_changes``
+        self._inbox: list[tuple[_Operation, bool]] = []  # with True if its file is there
+        self._changes: collections.defaultdict[str, _SinceSnapshot] = collections.defaultdict(
+            lambda: _SinceSnapshot(at=clock())
+        )
+        # of policies with something to do, and of those that wait for a file; only the devices'
+        # thread touches them
+        self._queues: dict[str, collections.deque[_Operation]] = {}
+        self._paused: dict[str, collections.deque[_Operation]] = {}
+        self._update_s = 0.0  # seconds of one policy's update, last measured
         self.states, self.loads = folder / "states", folder / "loads"
         self.loads.mkdir(parents=True, exist_ok=True)
         found = [Snapshot.read(path) for path in sorted(self.states.glob("*.safetensors"))]
-        self.futures = Futures(database, {s.model: s.place for s in found}, **futures)
+        places = {snapshot.model: snapshot.place for snapshot in found}
+        self.futures = Futures(database, places, on_ready=wake, **futures)
         self.restored = [snapshot.model for snapshot in found]
         for path in self.loads.iterdir():
             if not self.futures.is_needed(path.name.partition("-")[0]):
                 path.unlink()
-        for snapshot in found:
-            self._do(snapshot.model, lambda live, s=snapshot: live.join(s.model, s.state))
-        self._policies: collections.defaultdict[str, _PolicyQueue] = collections.defaultdict(
-            lambda: _PolicyQueue(at=clock())
-        )
-        self._lock = threading.Lock()  # of the policies
-        # (policy, entry of ``running``, future) or (queue, snapshot, loads); None ends the thread
+        for one in found:  # before the requests that are ready
+            join = functools.partial(_join, one)
+            joining = _Operation(one.model, tenant_of(one.model), future=Future(), work=join)
+            self._inbox.append((joining, False))
+        self._io = ThreadPoolExecutor(2, "checkpoints")
+        # ended requests; (id of the last request, model, state, loads) of snapshots; None: stop
         self._ends: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._closing = False
-        self.failed: BaseException | None = None
-        self._threads = [
-            threading.Thread(target=run, name=name, daemon=True)
-            for name, run in (("executor", self._execute), ("finisher", self._finish_all))
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._finisher = threading.Thread(target=self._finish_all, name="finisher", daemon=True)
+        self._finisher.start()
 
     # any thread
 
     def submit(self, model: str, seq_id: int, call: Call) -> str:
-        """Returns the id of a request, which is durable by then. See ``Futures.submit``.
-
-        Raises:
-            Conflict, Gone, Overloaded, DatabaseFailed: as there.
-            Unavailable: the server has failed or is closing.
+        """Returns the id of a request, which is durable by then. See ``Futures.submit``. Raises
+        ``Conflict``, ``Gone``, ``Overloaded``, ``DatabaseFailed``: as there; ``Unavailable``: the
+        server has failed or is closing.
         """
         return self.futures.submit(model, seq_id, *self._encoded(call))
 
@@ -202,10 +223,8 @@ class Durable:
         return await self.futures.submit_task(model, seq_id, *self._encoded(call))
 
     def _encoded(self, call: Call) -> tuple[str, bytes]:
-        if self.failed is not None or self._closing:
-            raise Unavailable(
-                f"this server takes no more requests: {self.failed or 'it is being closed'}"
-            )
+        if self.failed is not None:
+            raise Unavailable(f"this server takes no more requests: {self.failed}")
         return calls.encode(call)
 
     def result(self, id: str, timeout_s: float = 0.0) -> Any:
@@ -221,241 +240,388 @@ class Durable:
             raise (UserError if outcome.category == Category.USER else RuntimeError)(outcome.error)
         return None if outcome is None else calls.decode_result(outcome.result)
 
+    def do(self, policy: str, call: Callable[[Trainer], Any], tenant: str = "") -> "Future[Any]":
+        """Runs a function in the policy's order, between steps; it may add, remove, read or replace
+        the policy. A restart does not run it again.
+        """
+        operation = _Operation(policy, tenant, future=Future(), work=call)
+        assert operation.future is not None
+        operation.future.set_running_or_notify_cancel()
+        with self._lock:
+            if (error := self.failed) is None:
+                self._take()
+                self._inbox.append((operation, False))
+        if error is not None:
+            operation.future.set_exception(error)
+        self._wake()
+        return operation.future
+
     def forget(self, model: str) -> None:
         """Deletes a policy: its state, its snapshot, its requests and their results."""
         self.futures.forget(model, lambda: path_of(self.states, model).unlink(missing_ok=True))
         self._on_end(model, None)
         with self._lock:
-            if (policy := self._policies.pop(model, None)) is not None:
-                self._drop_loads(policy.loads)
-        self._do(model, lambda live: model in live and live.leave(model))
+            changes = self._changes.pop(model, None)
+        self._drop_loads([] if changes is None else changes.loads)
+        self.do(model, lambda live: model in live and live.leave(model), self.tenant_of(model))
+
+    @property
+    def waiting(self) -> int:
+        """Number of policies with something to do, and of requests not looked at yet."""
+        if self.failed is not None:
+            return 0
+        return len(self._queues) + len(self._inbox) + self.futures.num_ready
+
+    def queued(self) -> dict[str, int]:
+        """Returns the number of unfinished requests of each policy that has some."""
+        queues = [*self._queues.items(), *self._paused.items()]
+        return {policy: len(operations) for policy, operations in queues}
+
+    def stop(self, reason: BaseException) -> None:
+        """Refuses further requests. Unfinished ones run after a restart."""
+        with self._lock:
+            self.failed = self.failed or reason
+            left, self._inbox = self._inbox, []
+        queues = [*self._queues.values(), *self._paused.values()]
+        self._queues, self._paused = {}, {}
+        for operation in [*(one for one, _ in left), *itertools.chain.from_iterable(queues)]:
+            if operation.future is not None:
+                operation.future.set_exception(reason)
 
     def close(self) -> None:
-        """Ends the threads. Unfinished requests run again after a restart."""
-        self._closing = True
+        """Ends the threads, once ``turn`` is called no more; results so far are written."""
+        self._io.shutdown()
         self._ends.put(None)
-        for thread in self._threads:
-            thread.join()
-        self._saving.shutdown()
-        self.futures.close()
+        self._finisher.join()
+        self.futures.end_waits()
 
-    def _do(self, model: str, call: Callable[[Any], Any]) -> "Future[Any]":
-        return self.training.do(model, call, self.tenant_of(model))
+    # the thread that owns the devices
 
-    def _fail(self, failure: BaseException) -> None:
-        self.failed = failure
-        self.training.close(failure)
+    def turn(self, bound_s: float | None = None) -> bool:
+        """Computes one slice, of at most about ``bound_s`` seconds if a step is that short; returns
+        whether there was anything to do whose programs are compiled.
 
-    # the executor's thread: requests to training
-
-    def _execute(self) -> None:
-        try:
-            while not self._closing and self.failed is None:
-                if (request := self.futures.take(TAKE_S)) is not None:
-                    with self._lock:
-                        policy = self._policies[request.model]
-                        policy.waiting.append(request)
-                        self._start_ready(policy)
-        except BaseException as failure:
-            self._fail(failure)
-
-    def _start_ready(self, policy: _PolicyQueue) -> None:
-        """Starts waiting requests: none while a snapshot is due, and no load or save before the
-        saves that it follows.
+        A failure that no request caused ends all requests and is raised, because what is on the
+        devices may be lost.
         """
-        while policy.waiting and not policy.snapshot_due:
-            saving = any(request.call == "save" for request, _ in policy.running)
-            if saving and policy.waiting[0].call in ("load", "save"):
-                break
-            self._start(policy, policy.waiting.popleft())
-
-    def _start(self, policy: _PolicyQueue, request: TrainingRequest) -> None:
-        running: list[Any] = [request, None]
-        policy.running.append(running)
+        if self.failed is not None:
+            return False
         try:
-            call = calls.decode(request.call, request.body)
-            future = self._dispatch(request, call)
-            if not request.is_again:
-                future.add_done_callback(
-                    lambda future: (
-                        future.exception() or self._on_result(request.model, call, future.result())
-                    )
-                )
-        except (UserError, OSError) as error:
-            future = Future()
-            future.set_exception(error)
-        future.add_done_callback(lambda future: self._ends.put((request.model, running, future)))
+            self._sort()
+            return bool(self._queues) and self._slice(bound_s)
+        except BaseException as failure:
+            self.stop(failure)
+            raise
 
-    def _dispatch(self, request: TrainingRequest, call: Call) -> "Future[Any]":
-        model, training, tenant = request.model, self.training, self.tenant_of(request.model)
-        if isinstance(call, calls.ForwardBackward):
-            future = training.forward_backward(model, call.data, call.loss, tenant, call.backward)
-            return _then(future, call.in_sent_shape)
-        if isinstance(call, calls.Optim):
-            return training.optim(model, call.numbers, tenant)
-        if isinstance(call, calls.Refused):
-            raise UserError(call.reason)
-        if isinstance(call, Save):
-            return self._save(request, call)
+    def _take(self) -> None:
+        """Takes requests that are ready; needs the lock."""
+        while (request := self.futures.take()) is not None:
+            operation = _Operation(request.model, self.tenant_of(request.model), request)
+            self._inbox.append((operation, False))
+
+    def _sort(self) -> None:
+        """Appends new operations to their queues, and resumes those whose files are there."""
+        with self._lock:
+            self._take()
+            inbox, self._inbox = self._inbox, []
+        for operation, is_back in inbox:
+            policy = operation.policy
+            if is_back:
+                self._queues[policy] = self._paused.pop(policy)
+                self._pop_ended(policy)
+            else:
+                self.counters.begin(operation.tenant)
+                queues = self._paused if policy in self._paused else self._queues
+                queues.setdefault(policy, collections.deque()).append(operation)
+
+    def _slice(self, bound_s: float | None) -> bool:
+        heads = [head for policy in list(self._queues) if (head := self._head(policy)) is not None]
+        if not heads:
+            return False
+        order = {t: i for i, t in enumerate(self.counters.order(head.tenant for head in heads))}
+        heads.sort(key=lambda head: order[head.tenant])
+        first = heads[0]
+        try:
+            if isinstance(first.work, TrainRequest):
+                self._step([head for head in heads if isinstance(head.work, TrainRequest)], bound_s)
+            elif isinstance(first.work, OptimizerConfig):
+                most = len(heads)
+                if bound_s is not None and self._update_s:
+                    most = max(1, int(bound_s / self._update_s))
+                updates = [head for head in heads if isinstance(head.work, OptimizerConfig)]
+                self._update(updates[:most])
+            else:
+                self._call(first)
+        except StateLost as lost:  # nothing was computed: the other policies have another turn
+            self._queues[lost.policy][0].end(error=lost)
+        for head in heads:
+            self._pop_ended(head.policy)
+        if first.policy in self._queues:  # behind the other policies of its tenant
+            self._queues[first.policy] = self._queues.pop(first.policy)
+        return True
+
+    def _head(self, policy: str) -> _Operation | None:
+        """Returns a policy's next operation, if it can run now."""
+        while (operations := self._queues.get(policy)) is not None:
+            head = operations[0]
+            self._read(head)
+            if policy not in self._queues:  # it waits for a file
+                return None
+            if not head.ended:
+                return head if self._can_start(head.work) else None
+            self._pop_ended(policy)
+        return None
+
+    def _can_start(self, work: Any) -> bool:
+        """Returns whether the programs of an operation are compiled. Functions need none: before
+        the first step every policy is on the host.
+        """
+        if isinstance(work, TrainRequest):
+            return self.live.can_move() and self.live.can_start(work)
+        return not isinstance(work, OptimizerConfig) or self.live.can_move()
+
+    def _read(self, one: _Operation) -> None:
+        """Reads and checks a request that comes next."""
+        if one.request is None or one.work is not None or one.ended:
+            return
+        if (body := self.futures.body(one.request.id)) is None:  # its model was forgotten
+            one.end()
+            return
+        try:
+            one.call = call = calls.decode(one.request.call, body)
+            if isinstance(call, ForwardBackward):
+                blocks.check(call.data, self.live.base.cfg, self.live.declared)
+                blocks.check_loss(call.data, call.loss)
+                one.work = TrainRequest(one.policy, call.data, call.loss, call.backward)
+            elif isinstance(call, Optim):
+                one.work = call.numbers
+            elif isinstance(call, Save):
+                if one.request.is_again:  # it was written before
+                    one.end({})
+                else:
+                    one.work = lambda live: self._save(one, call, live)
+            elif isinstance(call, Create | Load):
+                self._in_background(one, lambda: self._begin(one, call))
+            else:
+                raise UserError(call.reason)
+        except (UserError, OSError) as error:
+            one.end(error=error)
+
+    def _step(self, heads: list[_Operation], bound_s: float | None) -> None:
+        ready = self._in_training([one for head in heads for one in self._until_update(head)])
+        if not ready:
+            return
+        step = self.live.step([one.work for one in ready], bound_s)  # type: ignore[misc]
+        payers = {id(one.work): one.payer for one in ready}
+        tokens = collections.Counter[Payer]()
+        for block in step.blocks:
+            tokens[payers[id(block.work)]] += blocks.used([block])
+        self._charge("train", step.seconds, tokens)
+        self._charge_moves(ready)
+        for one in ready:
+            work: TrainRequest = one.work  # type: ignore[assignment]
+            if not work.left:
+                assert isinstance(one.call, ForwardBackward)
+                trained = Trained.of(work.data, work.coefs, work.logprobs, work.loss)  # type: ignore[arg-type]
+                one.end(one.call.in_sent_shape(trained))
+
+    def _in_training(self, operations: list[_Operation]) -> list[_Operation]:
+        """Returns the operations whose policy is in training; fails the others."""
+        for one in operations:
+            if one.policy not in self.live:
+                message = f"policy {one.policy!r} is not in training: create or load it first"
+                one.end(error=UserError(message))
+        return [one for one in operations if not one.ended]
+
+    def _until_update(self, head: _Operation) -> list[_Operation]:
+        """Returns a policy's passes before its next other operation; they may run in any order."""
+        found: list[_Operation] = []
+        for one in itertools.islice(self._queues[head.policy], MAX_PASSES):
+            if one.request is None or one.request.call != "forward_backward":
+                break
+            self._read(one)
+            if not one.ended:
+                found.append(one)
+        return found
+
+    def _update(self, heads: list[_Operation]) -> None:
+        if not (heads := self._in_training(heads)):
+            return
+        began = time.perf_counter()
+        results = self.live.optim({one.policy: one.work for one in heads})  # type: ignore[misc]
+        seconds = time.perf_counter() - began
+        self._update_s = seconds / len(heads)
+        seconds -= self._charge_moves(heads)
+        self._charge("update", seconds, dict.fromkeys((one.payer for one in heads), 1))
+        for one in heads:
+            one.end(results[one.policy])
+
+    def _charge_moves(self, operations: Sequence[_Operation]) -> float:
+        """Charges the moves of policies to their slots; returns their seconds."""
+        payers, moved = {one.policy: one.payer for one in operations}, self.live.brought()
+        for policy, seconds in moved.items():
+            self._charge("load", seconds, {payers[policy]: 1})
+        return sum(moved.values())
+
+    def _charge(self, kind: Kind, seconds: float, shares: Mapping[Payer, float]) -> None:
+        self.costs.charge(kind, seconds, shares)
+        tenants = collections.Counter[str]()
+        for payer, share in shares.items():
+            tenants[payer.tenant] += share  # type: ignore[assignment]
+        self.counters.charge(seconds, tenants)
+
+    def _call(self, head: _Operation) -> None:
+        """Runs a function. Mistakes of its caller and failing disks fail its own operation."""
+        began, paused = time.perf_counter(), len(self._paused)
+        try:
+            result = head.work(self.live)  # type: ignore[operator, misc]
+            if len(self._paused) == paused:
+                head.end(result)
+        except (UserError, OSError) as error:
+            head.end(error=error)
+        seconds = time.perf_counter() - began
+        self.live.brought()  # included in these seconds
+        self._charge("load", seconds, {head.payer: 1})
+
+    def _pop_ended(self, policy: str) -> None:
+        """Hands the results of a policy's first operations over, and takes a snapshot if one is
+        due.
+        """
+        operations = self._queues.get(policy, ())
+        while operations and operations[0].ended:
+            one = operations.popleft()
+            self.counters.end(one.tenant)
+            if one.future is not None:
+                if one.error is not None:
+                    one.future.set_exception(one.error)
+                else:
+                    one.future.set_result(one.result)
+                continue
+            assert one.request is not None
+            if one.call is None and one.error is None:  # forgotten
+                continue
+            self._ends.put(one)
+            if one.error is None:
+                assert one.call is not None
+                if not one.request.is_again:
+                    self._on_result(policy, one.call, one.result)
+                if isinstance(one.call, Create | Load | Optim):
+                    self._count_change(one.request, one.call)
+        if not operations:
+            self._queues.pop(policy, None)
+
+    def _count_change(self, request: TrainingRequest, call: Call) -> None:
+        """Takes a snapshot if one is due; no later request has started."""
+        with self._lock:
+            if request.id not in self.futures:  # its model was forgotten
+                return
+            changes = self._changes[request.model]
+            changes.updates += 1
+            if isinstance(call, Load):  # a snapshot now: the checkpoint may be deleted later
+                changes.is_due = True
+                changes.loads.append(request.id)
+            overdue = self._clock() - changes.at >= self.every_s
+            if not (changes.is_due or overdue or changes.updates >= self.every):
+                return
+            loads = changes.loads
+            self._changes[request.model] = _SinceSnapshot(self._clock())
+        try:
+            state = self.live.read_state(request.model)
+        except UserError as error:  # the policy has left, or its file is lost
+            log.warning("no snapshot of %s is taken: %s", request.model, error)
+        else:
+            self._ends.put((request.id, request.model, state, loads))
+
+    # files, in threads of their own
+
+    def _in_background(self, one: _Operation, call: Callable[[], None]) -> None:
+        """Runs a function that changes the operation; its policy waits."""
+        self._paused[one.policy] = self._queues.pop(one.policy)
+
+        def run() -> None:
+            try:
+                call()
+            except Exception as error:  # no state has changed
+                one.end(error=error)
+            with self._lock:
+                self._inbox.append((one, True))
+            self._wake()
+
+        self._io.submit(run)
+
+    def _begin(self, one: _Operation, call: Create | Load) -> None:
+        """Makes or reads the state that a policy begins with."""
+        assert one.request is not None
         if isinstance(call, Load):
-            state = self._of_store("load", call, self.loads / request.id)
+            assert self.store is not None
+            state = self.store.load(call, self.loads / one.request.id)
             result = {"path": call.path}
         else:
-            state, result = host_state.fresh(training.live.specs, call.config, call.seed), {}
+            state, result = host_state.fresh(self.live.specs, call.config, call.seed), {}
 
         def begin(live: Trainer) -> dict[str, Any]:
-            if isinstance(call, Load) and model in live:
-                live.replace(model, state)
+            if isinstance(call, Load) and one.policy in live:
+                live.replace(one.policy, state)
             else:
-                live.join(model, state)
+                live.join(one.policy, state)
             return result
 
-        return self._do(model, begin)
+        one.work = begin
 
-    def _save(self, request: TrainingRequest, call: Save) -> "Future[Any]":
-        """Reads the policy in its turn, and writes the checkpoint in another thread. A repeated
-        request was written before.
-        """
-        if request.is_again:
-            saved: Future[Any] = Future()
-            saved.set_result({})
-            return saved
-        model, weights = request.model, call.kind == "weights"
-
-        def read(live: Trainer) -> HostState:
-            return (
-                live.read_state(model).without_gradients() if weights else live.read_adapter(model)
-            )
-
-        def write(state: HostState) -> dict[str, Any]:
-            return self._of_store("save", model, request.id, call, state)
-
-        return _then(self._do(model, read), write, self._in_saving_thread)
-
-    def _in_saving_thread(self, call: Callable[..., Any], *args: Any) -> None:
-        if not self._closing:
-            self._saving.submit(call, *args)
-
-    def _of_store(self, method: str, *args: Any) -> Any:
-        """Calls the store. Its failure, such as a busy database, becomes an ``OSError`` that fails
-        one request: no state has changed.
-        """
-        try:
-            return getattr(self.store, method)(*args)
-        except (DatabaseFailed, StorageFailed) as error:  # UserErrors, but not the client's
-            raise OSError(str(error)) from error
-        except (UserError, OSError):
-            raise
-        except Exception as error:
-            raise OSError(f"checkpoints cannot be reached: {error}") from error
+    def _save(self, one: _Operation, call: Save, live: Trainer) -> None:
+        """Reads the policy, and writes the checkpoint in the background."""
+        read = live.read_state if call.kind == "weights" else live.read_adapter
+        state = read(one.policy).without_gradients()
+        assert one.request is not None
+        assert self.store is not None
+        save, id = self.store.save, one.request.id
+        self._in_background(one, lambda: one.end(save(one.policy, id, call, state)))
 
     # the finisher's thread: results and snapshots to the disk
 
     def _finish_all(self) -> None:
         try:
             while (item := self._ends.get()) is not None:
-                if isinstance(item[1], Snapshot):
-                    self._write_snapshot(*item)
+                if isinstance(item, _Operation):
+                    self._finish(item)
                 else:
-                    self._finish(*item)
+                    self._write_snapshot(*item)
         except BaseException as failure:
-            self._fail(failure)
+            self.failed = failure
 
-    def _finish(self, model: str, running: list[Any], future: "Future[Any]") -> None:
-        """Finishes a policy's requests that have ended, in order, and takes a snapshot if one is
-        due.
-        """
-        running[1] = future
-        with self._lock:
-            policy = self._policies[model]
-            ended = []
-            while policy.running and policy.running[0][1] is not None:
-                ended.append(policy.running.popleft())
-            for request, done in ended:
-                if not isinstance(done.exception(), (UserError, OSError, type(None))):
-                    raise done.exception()  # unfinished requests run again after a restart
-                if request.call == "load":  # a snapshot now: the checkpoint may be deleted later
-                    policy.updates += self.every
-                    policy.loads.append(request.id)
-                policy.updates += request.call in ("optim", "create")
-        for request, done in ended:
-            self.futures.finish(request.id, outcome_of(done))
-            self._on_end(model, request.seq_id)
-        with self._lock:
-            overdue = policy.updates and self._clock() - policy.at >= self.every_s
-            policy.snapshot_due |= bool(policy.updates >= self.every or overdue)
-            if policy.snapshot_due and not policy.running:
-                try:
-                    self._take_snapshot(model, policy)
-                    policy.updates = 0
-                except DatabaseFailed as error:  # the end of the next request tries again
-                    log.warning("no snapshot of %s is taken now: %s", model, error)
-                policy.snapshot_due, policy.at = False, self._clock()
-            self._start_ready(policy)
+    def _finish(self, one: _Operation) -> None:
+        assert one.request is not None
+        if one.error is None:
+            outcome = Done(calls.encode_result(one.result))
+        else:
+            failed = isinstance(one.error, (DatabaseFailed, StorageFailed))  # UserErrors too
+            is_mistake = isinstance(one.error, UserError) and not failed
+            outcome = Failed(str(one.error), Category.USER if is_mistake else Category.SERVER)
+        self.futures.finish(one.request.id, outcome)
+        self._on_end(one.policy, one.request.seq_id)
 
-    def _take_snapshot(self, model: str, policy: _PolicyQueue) -> None:
-        """Asks the loop for the state; none of the policy's requests is running."""
-        place = self.futures.place(model)
-        loads, policy.loads = policy.loads, []
-
-        def put(future: "Future[Any]") -> None:
-            if future.exception() is None:
-                self._ends.put((policy, Snapshot(model, place, future.result()), loads))
-
-        self._do(model, lambda live: live.read_state(model)).add_done_callback(put)
-
-    def _write_snapshot(
-        self, policy: _PolicyQueue, snapshot: Snapshot, loads: Sequence[str]
-    ) -> None:
-        """Writes a snapshot, unless its policy was forgotten: a restart would restore it.
-
-        If the disk refuses, the older snapshot stays, and the end of the policy's next request
-        tries again.
+    def _write_snapshot(self, id: str, model: str, state: HostState, loads: Sequence[str]) -> None:
+        """Writes a snapshot, unless its policy was forgotten: a restart would restore it. If the
+        disk refuses, the older snapshot stays, and the policy's next update tries again.
         """
         try:
+            snapshot = Snapshot(model, self.futures.place(model), state)
             snapshot.write(self.states)
-            with self._lock:
-                forgotten = self._policies.get(snapshot.model) is not policy
-            if forgotten:
-                self.futures.place(snapshot.model)  # by now the deletion is durable
-                path_of(self.states, snapshot.model).unlink(missing_ok=True)
+            if id not in self.futures:  # forgotten
+                self.futures.place(model)  # by now the deletion is durable
+                path_of(self.states, model).unlink(missing_ok=True)
                 return
-            self.futures.snapshot(snapshot.model, snapshot.place)
+            self.futures.snapshot(model, snapshot.place)
             self._drop_loads(loads)
             self.futures.expire()
         except (OSError, DatabaseFailed) as error:
-            log.warning("the snapshot of %s is not written yet: %s", snapshot.model, error)
+            log.warning("the snapshot of %s is not written yet: %s", model, error)
             with self._lock:
-                policy.updates = max(policy.updates, self.every)
-                policy.loads += loads
+                changes = self._changes[model]
+                changes.is_due = True
+                changes.loads += loads
 
     def _drop_loads(self, ids: Sequence[str]) -> None:
         for id in ids:
             for path in self.loads.glob(f"{id}-*"):
                 path.unlink(missing_ok=True)
-
-
-def outcome_of(future: "Future[Any]") -> Outcome:
-    """Returns the outcome of a request as the database keeps it."""
-    error = future.exception()
-    if error is None:
-        return Done(calls.encode_result(future.result()))
-    return Failed(str(error), Category.USER if isinstance(error, UserError) else Category.SERVER)
-
-
-def _then(
-    future: "Future[Any]",
-    call: Callable[[Any], Any],
-    run: Callable[..., Any] = lambda call, *args: call(*args),
-) -> "Future[Any]":
-    """Returns the future of a function of another future's result; ``run`` calls it."""
-    made: Future[Any] = Future()
-
-    def ended(future: "Future[Any]") -> None:
-        try:
-            made.set_result(call(future.result()))
-        except BaseException as error:
-            made.set_exception(error)
-
-    future.add_done_callback(lambda future: run(ended, future))
-    return made

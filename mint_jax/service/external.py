@@ -6,7 +6,6 @@ A link is a JSON Web Token that names its file; whoever has it needs no key.
 
 import importlib
 import secrets
-import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -32,9 +31,7 @@ def files_of(
     held: HostState, base: Base, specs: Any, recipients: Sequence[str] = ()
 ) -> dict[str, bytes]:
     """Returns an adapter's files in PEFT's format by name; encrypted if there are recipients.
-
-    Raises:
-        UserError: a recipient is not an age public key.
+    Raises ``UserError``: a recipient is not an age public key.
     """
     with tempfile.TemporaryDirectory() as made:
         paths = list(lora_tree.projections(specs, held.config.targets))
@@ -57,11 +54,8 @@ def files_of(
 
 def digest_of(contents: Mapping[str, bytes]) -> str:
     """Returns the digest of an adapter's files, the name of its folder."""
-    return blake3_of(
-        b"".join(
-            blake3_of(name.encode() + b"\0" + data).encode() for name, data in contents.items()
-        )
-    )
+    digests = [blake3_of(name.encode() + b"\0" + data) for name, data in contents.items()]
+    return blake3_of("".join(digests).encode())
 
 
 def write(folder: Path, digest: str, contents: Mapping[str, bytes]) -> None:
@@ -94,17 +88,9 @@ def names(folder: Path, digest: str) -> list[str]:
     return sorted(path.name for path in (folder / digest).iterdir())
 
 
-def remove(folder: Path, digest: str) -> None:
-    shutil.rmtree(folder / digest, ignore_errors=True)
-
-
 class Links:
-    """Makes and follows links.
-
-    Args:
-        folder: the folder of the files.
-        key: the server's signing key, 32 bytes or more.
-        clock: seconds since 1970.
+    """Makes and follows links to files of a folder, signed with the server's key of 32 bytes or
+    more.
     """
 
     def __init__(self, folder: Path, key: bytes, clock: Callable[[], float]):
@@ -116,10 +102,8 @@ class Links:
         return jwt.encode(claims, self._key, "HS256")
 
     def follow(self, token: str) -> Path:
-        """Returns the file of a token.
-
-        Raises:
-            UserError: the token is not from this server, or has expired.
+        """Returns the file of a token. Raises ``UserError``: the token is not from this server, or
+        has expired.
         """
         try:
             claims = jwt.decode(token, self._key, ["HS256"], options=OPTIONS)  # type: ignore[arg-type]

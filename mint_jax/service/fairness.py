@@ -1,40 +1,21 @@
 """Fair scheduling: virtual counters of each tenant's service (Sheng et al. 2024, arXiv
 2401.00588, algorithm 2).
 
-The tenant with the least service by weight comes next. After a pause a tenant is lifted to the
+The tenant with the least service comes next. After a pause a tenant is lifted to the
 least counter of the busy tenants, so it cannot save up service. With n tenants that always have
 work, the service of any two differs by at most two slices (theorem 4.4), and each gets at least
 1/n. Service is counted in device seconds, which prefill, decode and training have in common.
 """
 
 import collections
-import math
 import threading
 from collections.abc import Iterable, Mapping
 
-from mint_jax.errors import UserError
-
 
 class Counters:
-    """Seconds served to each tenant, divided by its weight. Thread-safe.
+    """``seconds`` served to each tenant, and the counters that order them. Thread-safe."""
 
-    Args:
-        weights: of tenants, 1 by default. Twice the weight is twice the share.
-
-    Attributes:
-        seconds: total service by tenant, unweighted.
-
-    Raises:
-        UserError: a weight is not above 0.
-    """
-
-    def __init__(self, weights: Mapping[str, float] | None = None):
-        self._weights = dict(weights or {})
-        for tenant, weight in self._weights.items():
-            if not (weight > 0 and math.isfinite(weight)):
-                raise UserError(
-                    f"the weight of tenant {tenant!r} is {weight}; expected a number above 0"
-                )
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counters: collections.defaultdict[str, float] = collections.defaultdict(float)
         self._busy: collections.Counter[str] = collections.Counter()  # requests not ended
@@ -67,7 +48,7 @@ class Counters:
             for tenant, share in shares.items():
                 part = seconds * share / total
                 self.seconds[tenant] += part
-                self._counters[tenant] += part / self._weights.get(tenant, 1.0)
+                self._counters[tenant] += part
 
     def order(self, tenants: Iterable[str]) -> list[str]:
         """Sorts tenants by service, least first; ties keep their order."""

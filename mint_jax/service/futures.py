@@ -4,22 +4,20 @@ order, and its result is kept until the client has it.
 A request is (model, seq_id, call, body). ``submit`` returns its id once it is in the database; the
 same request again returns the same id and does not run again, and the same number with another body
 raises ``Conflict``. ``take`` hands requests to the executor, each model's in the order of its
-numbers, from 1 and without gaps. ``finish`` takes the result; ``wait`` and ``wait_task`` return it
-once it is in the database too. It is kept until ``acknowledge``, or until ``keep_s`` after the last
-``delivered``. Later calls raise ``Gone``, and so does a repeated request of which only the number
-is known.
+numbers, from 1 and without gaps. ``finish`` takes the result; ``wait`` returns it once it is in the
+database too, until ``keep_s`` after the last ``delivered``. Later calls raise ``Gone``.
 
 **Restart.** The caller keeps the models' states. A *place* counts everything that was accepted or
-has ended. A snapshot of a model's state goes with ``place(model)``, which the executor calls
-between two requests of the model: the state holds exactly those requests that ended up to that
-place. Once the snapshot is durable, the caller calls ``snapshot(model, place)``. After a restart
-the caller passes the places of the snapshots that it has loaded. ``take`` then first returns the
-requests that ended after their model's place (``is_again``: the state needs them, their results
-stay as they are; failed requests had no effect and are left out), in the order in which they ended,
-and then the unfinished ones. Calls must depend on nothing but state and body.
+has ended. A snapshot of a model's state goes with ``place(model)``, which the caller calls between
+two ``finish`` of the model: the state holds exactly those requests that ended up to that place.
+Once the snapshot is durable, the caller calls ``snapshot(model, place)``. After a restart the
+caller passes the places of the snapshots that it has loaded. ``take`` then first returns those
+requests of a model that ended after its place (``is_again``: the state needs them, their results
+stay as they are; failed requests had no effect and are left out), and then its unfinished ones.
+Calls must depend on nothing but state and body.
 
-A request is *settled* when its result is acknowledged or expired, and it failed or a snapshot has
-it. Settled requests are deleted and only their numbers stay known. ``forget`` deletes a model.
+A request is *settled* when its result is released, and it failed or a snapshot has it. Settled
+requests are deleted and only their numbers stay known. ``forget`` deletes a model.
 """
 
 import asyncio
@@ -46,11 +44,10 @@ LONGEST_NAME = 1000  # bytes of a model's name, and of a call's
 
 
 class Category(enum.StrEnum):
-    """Cause of a failure: the client's mistake, the server, or unknown."""
+    """Cause of a failure: the client's mistake, or the server."""
 
     USER = "user"
     SERVER = "server"
-    UNKNOWN = "unknown"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,17 +69,12 @@ Outcome = Done | Failed
 
 
 class TrainingRequest(NamedTuple):
-    """A request for the executor.
-
-    Attributes:
-        is_again: its result is known; the model's state needs it.
-    """
+    """A request for the executor; ``is_again``: its result is known, the model's state needs it."""
 
     id: str
     model: str
     seq_id: int
     call: str
-    body: bytes
     is_again: bool
 
 
@@ -106,12 +98,9 @@ class _Tracked:
     """A request that is not settled.
 
     Attributes:
-        place: of its body; 0 until it is accepted.
+        place, ended: places of its body and of its result; 0 while there is none.
         accepted: None once it is accepted.
-        ended: place of its result; 0 while there is none.
-        data: a short body until it is taken, then a short result; reading costs 50 us.
-        is_taken: the executor has it.
-        delivered_at: seconds of the futures' clock.
+        data: a short body until it has ended, then a short result; reading costs 50 us.
     """
 
     id: str
@@ -120,12 +109,11 @@ class _Tracked:
     call: str
     digest: str
     place: int = 0
-    accepted: "Future[int] | None" = None
+    accepted: "Future[None] | None" = None
     ended: int = 0
     data: bytes | None = None
     category: Category | None = None
     is_again: bool = False
-    is_taken: bool = False
     delivered_at: float | None = None
     is_released: bool = False
 
@@ -179,9 +167,9 @@ class Futures:
 
     Args:
         places: place of the loaded snapshot, of each model that has one.
-        forget: models to delete first, because their snapshots are lost.
         keep_s: seconds that a result is kept after its delivery.
         clock: monotonic seconds. A restart begins the time of delivered results again.
+        on_ready: called, in any thread, when ``take`` has a new request.
 
     Raises:
         DatabaseDamaged: a body or a result is not what was written.
@@ -194,23 +182,20 @@ class Futures:
         database: ServerDatabase,
         places: Mapping[str, int] | None = None,
         *,
-        forget: Iterable[str] = (),
         keep_s: float = KEEP_S,
         clock: Callable[[], float] = time.monotonic,
+        on_ready: Callable[[], None] = lambda: None,
     ):
         self.keep_s, self._clock, self._database = keep_s, clock, database
+        self._on_ready = on_ready
         self._lock = threading.Lock()
-        self._some_ready = threading.Condition(self._lock)
         self._waker = Waker()
-        self._closed = False
         self._models: dict[str, _ModelQueue] = {}
         self._ids: dict[str, _Tracked] = {}
         # by time of delivery
         self._delivered: collections.OrderedDict[str, _Tracked] = collections.OrderedDict()
         self._ready: collections.deque[_Tracked] = collections.deque()
         self._end = 0  # the highest place that is known
-        for model in forget:
-            database.write(functools.partial(_delete_model, model)).result()
         try:
             self._load(places or {})
         except UserError:
@@ -244,10 +229,8 @@ class Futures:
         return entry.id
 
     def wait(self, id: str, timeout_s: float = 0.0) -> Outcome | None:
-        """Returns a request's outcome; None if it has not ended in time.
-
-        Raises:
-            Gone: the id is unknown, or its result is no longer kept.
+        """Returns a request's outcome; None if it has not ended in time. Raises ``Gone``: the id is
+        unknown, or its result is no longer kept.
         """
         return self._waker.wait(id, lambda: self._outcome(id), timeout_s)
 
@@ -256,10 +239,8 @@ class Futures:
         return await self._waker.wait_task(id, lambda: self._outcome(id), timeout_s)
 
     def about(self, id: str) -> tuple[str, str]:
-        """Returns the model and the call of a request.
-
-        Raises:
-            Gone: the id is unknown, or its result is no longer kept.
+        """Returns the model and the call of a request. Raises ``Gone``: the id is unknown, or its
+        result is no longer kept.
         """
         with self._lock:
             entry = self._ids.get(id)
@@ -282,20 +263,6 @@ class Futures:
             self._delivered[id] = entry
             self._delivered.move_to_end(id)
 
-    def acknowledge(self, ids: Iterable[str]) -> None:
-        """Releases outcomes that the client has. Unknown ids were acknowledged before.
-
-        Raises:
-            UserError: one has not ended yet.
-        """
-        with self._lock:
-            found = [self._ids[id] for id in dict.fromkeys(ids) if id in self._ids]
-            entries = [entry for entry in found if not entry.is_released]
-            for entry in entries:
-                _check_ended(entry)
-            for entry in entries:
-                self._release(entry)
-
     def expire(self) -> None:
         """Releases the outcomes whose time is over."""
         with self._lock:
@@ -307,34 +274,38 @@ class Futures:
 
     # the executor
 
-    def take(self, timeout_s: float = 0.0) -> TrainingRequest | None:
-        """Returns the next request to run; None if there is none in time, or after ``close``.
-
-        A model's next request may be taken before the last one has finished.
+    def take(self) -> TrainingRequest | None:
+        """Returns the next request to run, if there is one. A model's next request may be taken
+        before the last one has finished.
         """
-        while True:
-            with self._lock:
-                self._some_ready.wait_for(lambda: self._ready or self._closed, timeout_s)
-                if not self._ready or self._closed:
-                    return None
-                entry = self._ready.popleft()
-                entry.is_taken, again = True, entry.is_again
-                body, entry.data = entry.data, None
-            if body is None:
-                body = self._payload(entry.place)
-            if body is not None:  # None: the model was forgotten
-                return TrainingRequest(entry.id, entry.model, entry.seq_id, entry.call, body, again)
+        with self._lock:
+            if not self._ready:
+                return None
+            entry = self._ready.popleft()
+        return TrainingRequest(entry.id, entry.model, entry.seq_id, entry.call, entry.is_again)
+
+    @property
+    def num_ready(self) -> int:
+        """Number of requests that ``take`` has."""
+        return len(self._ready)
+
+    def body(self, id: str) -> bytes | None:
+        """Returns the body of an unfinished request; None if its model was forgotten."""
+        with self._lock:
+            entry = self._ids.get(id)
+        if entry is None:
+            return None
+        # a request that runs again may have its result there
+        data = None if entry.ended else entry.data
+        return self._payload(entry.place) if data is None else data
 
     def finish(self, id: str, outcome: Outcome) -> None:
         """Ends a taken request, in the order of its model; ``wait`` returns the outcome once it is
         in the database.
 
         While the disk refuses, the outcome waits. The outcome of a request that ran again, or of a
-        forgotten model, is dropped.
-
-        Raises:
-            ValueError: it was not taken, or one before it has not finished.
-            DatabaseFailed: the database is closed; the request runs again after a restart.
+        forgotten model, is dropped. Raises ``ValueError``: one before it has not finished;
+        ``DatabaseFailed``: the database is closed; the request runs again after a restart.
         """
         if isinstance(outcome, Done):
             data, category = outcome.result, None
@@ -345,13 +316,12 @@ class Futures:
             if entry is None:
                 return
             running = self._models[entry.model].running
-            if not entry.is_taken or running[0] is not entry:
+            if not running or running[0] is not entry:
                 raise ValueError(
                     f"request {entry.seq_id} of {entry.model!r} is not the one to finish now:"
                     " finish them as they were taken"
                 )
             running.popleft()
-            entry.is_taken = False
             if entry.is_again:
                 entry.is_again = False
                 self._settle(entry.model, [entry])
@@ -372,12 +342,14 @@ class Futures:
             entry = self._ids.get(id)
             return entry is not None and (entry.is_again or not entry.ended)
 
-    def place(self, model: str) -> int:
-        """Returns the place that goes with the model's state as it is now, once everything up to it
-        is on the disk. The executor calls this between two requests of the model.
+    def __contains__(self, id: str) -> bool:
+        """Returns whether a request is known: not settled, and of a model that is not forgotten."""
+        with self._lock:
+            return id in self._ids
 
-        Raises:
-            DatabaseFailed: the disk refuses.
+    def place(self, model: str) -> int:
+        """Returns the place that goes with the model's state after its last finished request, once
+        everything up to it is on the disk. Raises ``DatabaseFailed``: the disk refuses.
         """
         with self._lock:
             running = self._models[model].running if model in self._models else ()
@@ -389,10 +361,7 @@ class Futures:
 
     def snapshot(self, model: str, place: int) -> None:
         """Records that a snapshot of the model's state at a place is durable: requests that ended
-        up to there do not run again.
-
-        Raises:
-            UserError: the database has not reached this place.
+        up to there do not run again. Raises ``UserError``: the database has not reached this place.
         """
         self._check_reached(model, place)
         with self._lock:
@@ -423,22 +392,8 @@ class Futures:
 
     # the server
 
-    @property
-    def trouble(self) -> str:
-        """Reason why the disk refuses further requests now; empty while it takes them."""
-        return self._database.trouble
-
     def end_waits(self) -> None:
         """Ends all waits for outcomes, also later ones, as if their time were over."""
-        self._waker.close()
-
-    def close(self) -> None:
-        """Ends all waits; those for outcomes that are not there return None. The database stays
-        open.
-        """
-        with self._lock:
-            self._closed = True
-            self._some_ready.notify_all()
         self._waker.close()
 
     # internals; ``_note``, ``_release`` and ``_settle`` need the lock
@@ -474,25 +429,32 @@ class Futures:
                     f"request {seq_id} of {model!r} has run, and its result was delivered: give a"
                     " new request a new seq_id"
                 )
-            accepted = entry.accepted = self._database.write(apply, len(body))
+            written = self._database.write(apply, len(body))
+            accepted = entry.accepted = Future()
+            accepted.set_running_or_notify_cancel()  # who stops waiting cancels nothing
             self._models[model] = queue
             queue.entries[seq_id] = self._ids[entry.id] = entry
-        accepted.add_done_callback(functools.partial(self._accepted, entry))
+        written.add_done_callback(functools.partial(self._accepted, entry, accepted))
         return entry
 
-    def _accepted(self, entry: _Tracked, written: "Future[int]") -> None:
+    def _accepted(self, entry: _Tracked, accepted: "Future[None]", written: "Future[int]") -> None:
         """Makes a request ready, and those that waited for it. A refused one leaves no trace."""
         with self._lock:
             queue = self._models.get(entry.model)
-            if queue is None or queue.entries.get(entry.seq_id) is not entry:
-                return  # its model was forgotten
-            if written.exception() is not None:
+            is_known = queue is not None and queue.entries.get(entry.seq_id) is entry
+            if queue is None or not is_known:
+                pass  # its model was forgotten
+            elif written.exception() is not None:
                 del queue.entries[entry.seq_id], self._ids[entry.id]
-                return
-            entry.accepted, entry.place = None, written.result()
-            self._end = max(self._end, entry.place)
-            self._ready.extend(queue.advance())
-            self._some_ready.notify_all()
+            else:
+                entry.accepted, entry.place = None, written.result()
+                self._end = max(self._end, entry.place)
+                self._ready.extend(queue.advance())
+        if (error := written.exception()) is not None:
+            accepted.set_exception(error)
+        else:
+            accepted.set_result(None)
+            self._on_ready()
 
     def _ended(
         self, entry: _Tracked, category: Category | None, data: bytes, written: "Future[int]"
@@ -579,25 +541,18 @@ class Futures:
             if places.get(model, 0) < place:
                 raise UserError(
                     f"snapshot of {model!r} is of place {places.get(model, 0)}, but requests up to"
-                    f" {place} are deleted: load the newest snapshot, or forget the model if that"
-                    " is lost"
+                    f" {place} are deleted: restore the newest snapshot"
                 )
             self._models[model] = _ModelQueue(first_unsettled=first_unsettled)
         for row in self._database.read("SELECT * FROM requests ORDER BY place"):
             self._load_request(row)
-        ready: list[tuple[int, int, _Tracked]] = []
         with self._lock:
             for model, queue in self._models.items():
                 queue.place = places.get(model, 0)
                 for entry in queue.entries.values():
                     entry.is_again = entry.category is None and entry.ended > queue.place
                 self._settle(model, list(queue.entries.values()))
-                latest = 0  # place of what the request had to wait for
-                for entry in queue.advance():
-                    latest = max(latest, entry.place)
-                    ready.append((0, entry.ended, entry) if entry.is_again else (1, latest, entry))
-        ready.sort(key=lambda turn: turn[:2])  # stable: the numbers of a model stay in order
-        self._ready.extend(entry for _, _, entry in ready)
+                self._ready.extend(queue.advance())
 
     def _load_request(self, row: sqlite3.Row) -> None:
         queue = self._models.setdefault(row["model"], _ModelQueue())

@@ -24,12 +24,8 @@ from mint_jax.lora.tree import AdapterConfig
 
 
 class Interpolated(NamedTuple):
-    """A sum of adapters.
-
-    Attributes:
-        config: scale 1; the targets of all sources.
-        factors: ``{path: [L, R, D]}`` float32.
-        error: Frobenius norm of what a smaller rank omits over that of the sum; 0 if exact.
+    """A sum of adapters of scale 1, ``{path: [L, R, D]}`` float32. ``error`` is the Frobenius norm
+    of what a smaller rank omits over that of the sum, 0 if exact.
     """
 
     config: AdapterConfig
@@ -47,7 +43,6 @@ def interpolate(
 
     Args:
         sources: adapters of one base, as trees, and their configs.
-        specs: the base's.
         rank: of the sum; filled up with rows of zeros beyond the sources' ranks.
 
     Raises:

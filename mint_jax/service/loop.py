@@ -1,10 +1,10 @@
 """Loop of the thread that owns the devices: writes arrived adapters into slots, decodes rows, runs
 at most one slice of training, and repeats.
 
-The engine samples and ``training.Training`` trains; both charge the same counters, which order the
-tenants. A slice is the largest whose measured cost is within a bound, so that decoding rows wait no
-longer than that for their next tokens. The bound is larger while no row decodes; it then delays the
-first token of a new request.
+The engine samples and ``Durable`` trains; both charge the same counters, which order the tenants. A
+slice is the largest whose measured cost is within a bound, so that decoding rows wait no longer
+than that for their next tokens. The bound is larger while no row decodes; it then delays the first
+token of a new request.
 """
 
 import collections
@@ -16,10 +16,8 @@ from typing import Literal
 from mint_jax.errors import UserError
 from mint_jax.residency.residency import Residency
 from mint_jax.rollout.engine import Engine
-from mint_jax.service.costs import BASE, Costs, Payer
-from mint_jax.service.fairness import Counters
-from mint_jax.service.training import Training
-from mint_jax.train.trainer import Trainer
+from mint_jax.service.costs import BASE, Payer
+from mint_jax.service.durable import Durable
 
 KEPT_GAPS = 10_000  # the last gaps between two dispatches of decoding rows
 
@@ -28,17 +26,13 @@ class Loop:
     """Sampling and training over one base.
 
     Args:
-        engine: samples; not serving yet.
-        live: trains over the same base.
-        residency: brings revisions to the engine's slots.
-        counters: order the tenants.
+        engine: not serving yet.
+        training: over the same base.
         gap_s: maximum seconds that decoding rows wait for a slice, unless the shortest is longer.
         idle_gap_s: the same while no row decodes.
         commit_bytes: see ``Engine.serving``.
-        costs: charged with each dispatch.
 
     Attributes:
-        training: takes requests from any thread while the loop runs.
         gaps: seconds that decoding rows waited for slices.
 
     Raises:
@@ -48,27 +42,24 @@ class Loop:
     def __init__(
         self,
         engine: Engine,
-        live: Trainer,
+        training: Durable,
         residency: Residency | None = None,
-        counters: Counters | None = None,
         gap_s: float = 0.5,
         idle_gap_s: float = 2.0,
         commit_bytes: int | None = None,
-        costs: Costs | None = None,
     ):
         if not 0 < gap_s <= idle_gap_s:
             raise UserError(
                 f"gap_s is {gap_s} and idle_gap_s {idle_gap_s}; expected seconds above 0, the"
                 " second not below the first"
             )
-        if engine.base is not live.base:
+        if engine.base is not training.live.base:
             raise UserError(
                 "the engine's base is another than that of live training: make both over one"
             )
-        self.engine, self.residency, self.counters = engine, residency, counters or Counters()
+        self.engine, self.training, self.residency = engine, training, residency
+        self.counters, self.costs = training.counters, training.costs
         self.gap_s, self.idle_gap_s, self.commit_bytes = gap_s, idle_gap_s, commit_bytes
-        self.costs = costs
-        self.training = Training(live, self.counters, engine.wake, costs)
         self.gaps: collections.deque[float] = collections.deque(maxlen=KEPT_GAPS)
 
     @contextlib.contextmanager
@@ -82,7 +73,7 @@ class Loop:
             ):
                 yield self
         finally:
-            self.training.close(
+            self.training.stop(
                 UserError("the server was stopped before this request ended: ask again")
             )
 
@@ -117,6 +108,5 @@ class Loop:
         seconds: float,
         tokens: Mapping[tuple[str, str | None], int],
     ) -> None:
-        if self.costs is not None:
-            shares = {Payer(tenant, digest or BASE): n for (tenant, digest), n in tokens.items()}
-            self.costs.charge(kind, seconds, shares)
+        shares = {Payer(tenant, digest or BASE): n for (tenant, digest), n in tokens.items()}
+        self.costs.charge(kind, seconds, shares)

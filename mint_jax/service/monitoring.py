@@ -195,10 +195,7 @@ def quantiles(name: str, help: str, seconds: Iterable[float]) -> Iterator[Metric
 
 
 def device_costs(costs: Costs) -> Iterator[Metric]:
-    """Yields seconds and tokens since the process started, by tenant and kind of work.
-
-    There may be a million policies; ``/admin/costs`` pages through them.
-    """
+    """Yields seconds and tokens since the process started, by tenant and kind of work."""
     labels, by_tenant = ["tenant", "kind"], sorted(costs.since_start().items())
     for unit, suffix, kinds, help in (
         ("seconds", "s", KINDS, "Device seconds by tenant and kind of work."),
@@ -213,10 +210,7 @@ def device_costs(costs: Costs) -> Iterator[Metric]:
 
 def adapters(residency: Residency, names_of: Callable[[str], Iterable[str]]) -> Iterator[Metric]:
     """Yields ``vllm:lora_requests_info``, by which routers send requests to where their adapter is
-    loaded: its labels name adapters, its value is the time in seconds since 1970.
-
-    An adapter in a slot counts as running, because no request waits for it; one that is being
-    loaded counts as waiting.
+    loaded. An adapter in a slot counts as running, one that is being loaded as waiting.
     """
     state = residency.state()
     resident = state["resident"]
@@ -253,9 +247,7 @@ def skipped_kernels() -> Iterator[Metric]:
 
 
 def state_of(server: Server) -> dict[str, Any]:
-    """Returns what a server is doing, where its policies are, and what they cost, as JSON; call it
-    in a thread.
-    """
+    """Returns the work, the policies and the costs of a server as JSON; call it in a thread."""
     live, engine = server.live, server.engine
     policies = _policies(server)
     shown = sorted(
@@ -275,7 +267,7 @@ def state_of(server: Server) -> dict[str, Any]:
         "up_s": round(time.monotonic() - server.started, 1),
         "trouble": server.trouble(),
         "training": {
-            "waiting": server.loop.training.waiting,
+            "waiting": sum(server.durable.queued().values()),
             "policies": live.places(),
             "slots": live.capacity,
             "host_bytes": live.host_bytes_used,
@@ -304,7 +296,7 @@ def _policies(server: Server) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = collections.defaultdict(
         lambda: {"tenant": "", "training": "", "serving": "", "queued": 0, "sampling": 0}
     )
-    for name, queued in server.loop.training.queued().items():
+    for name, queued in server.durable.queued().items():
         found[name]["queued"] = queued
     for name in server.live.names():
         with contextlib.suppress(UserError):  # it left meanwhile

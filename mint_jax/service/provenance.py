@@ -19,11 +19,8 @@ KEPT_BYTES = 1 << 28  # of routes
 
 
 class Sequences:
-    """The newest sampled completions by id; may be called from any thread.
-
-    Args:
-        routed: the base has experts; without experts nothing is kept.
-        max_bytes: limit of the kept routes.
+    """The newest sampled completions by id; may be called from any thread. Nothing is kept unless
+    the base is ``routed``: has experts.
     """
 
     def __init__(self, routed: bool, max_bytes: int = KEPT_BYTES):
@@ -52,11 +49,8 @@ class Sequences:
     def with_routes(
         self, call: ForwardBackward, spans: Sequence[Sequence[Any]], tenant: str
     ) -> ForwardBackward:
-        """Returns a call whose data replay the experts that sampling visited, where known.
-
-        Args:
-            spans: for each datum, parts of prompts or completions in order, as (kind, id, offset,
-                length).
+        """Returns a call whose data replay the experts that sampling visited, where known. Spans of
+        a datum are its prompts or completions in order, as (kind, id, offset, length).
         """
         routes = [
             self._routes_of(parts, datum.tokens.size, tenant)

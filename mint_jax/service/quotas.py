@@ -1,15 +1,9 @@
-"""Quotas of tenants, for load and for owned objects.
+"""Quotas of tenants, in ``quotas.json`` next to ``keys.json``; a server follows its changes.
 
-``python -m mint_jax.service.quotas set|list --folder DIR ...`` changes and lists them.
-
-Load is temporary: requests and tokens in flight beyond a quota are ``Busy``, 429, and clients retry
-by themselves. Owned objects stay until their owner deletes them: policies in training and bytes
-beyond a quota are ``OverQuota``, 403, at which clients stop (the Tinker SDK retries for minutes
-after 409, 429 and 5xx, and for an hour after 402). A request that would never fit is ``OverQuota``
-too.
-
-The file ``quotas.json`` is in the folder of ``keys.json``. A server reads it again when it has
-changed; if it cannot, it logs the failure and keeps the earlier quotas.
+Load is temporary: requests and tokens in flight beyond a quota are ``Busy``, 429, and clients
+retry. Policies in training and bytes beyond a quota are ``OverQuota``, 403, at which clients stop
+(the Tinker SDK retries for minutes after 409, 429 and 5xx, and for an hour after 402); so is a
+request that would never fit.
 """
 
 import argparse
@@ -87,15 +81,11 @@ class Quota:
 
 
 class Quotas:
-    """The quotas of all tenants and their tokens in flight. Thread-safe.
+    """The quotas of all tenants and their ``tokens`` in flight. Thread-safe.
 
     Args:
         default: for tenants and limits that the file does not name.
         folder: of the file; None, or no file there: ``default`` for all.
-        monotonic: seconds, for checks of the file.
-
-    Attributes:
-        tokens: in flight, by tenant.
 
     Raises:
         UserError: the file cannot be read or is malformed.
@@ -179,20 +169,17 @@ class Quotas:
             if not self.tokens[tenant]:
                 del self.tokens[tenant]
 
-    def end_all(self, model: str) -> None:
-        """Releases all training requests of a model."""
+    def end_request(self, model: str, number: int | None) -> None:
+        """Releases a training request; all requests of its model if the number is None."""
         with self._lock:
             keys = [key for key in self._in_flight if isinstance(key, tuple) and key[0] == model]
-        for key in keys:
+        for key in keys if number is None else [(model, number)]:
             self.end(key)
 
 
 def read(folder: Path) -> dict[str, Quota]:
-    """Returns the quotas of ``folder / quotas.json`` by tenant; empty without the file.
-
-    Raises:
-        UserError: the file is malformed.
-        OSError: it cannot be read.
+    """Returns the quotas of a folder by tenant; empty without the file. Raises ``UserError`` if it
+    is malformed.
     """
     path = folder / FILE
     try:
@@ -207,11 +194,8 @@ def read(folder: Path) -> dict[str, Quota]:
 
 
 def set_quota(folder: Path, tenant: str, **limits: int | None) -> Quota:
-    """Sets limits of a tenant and keeps its others; None removes one. A running server follows
-    within two seconds.
-
-    Raises:
-        UserError: a bad tenant, limit or file.
+    """Sets limits of a tenant and keeps its others; None removes one. Raises ``UserError`` for a
+    bad tenant, limit or file.
     """
     check_tenant(tenant)
     with locked(folder):

@@ -49,7 +49,6 @@ from mint_jax.service.checkpoints import Checkpoints
 from mint_jax.service.costs import Costs, Payer
 from mint_jax.service.curves import Curves
 from mint_jax.service.durable import Durable
-from mint_jax.service.fairness import Counters
 from mint_jax.service.futures import Conflict
 from mint_jax.service.loop import Loop
 from mint_jax.service.provenance import Sequences
@@ -169,7 +168,7 @@ class Server:
                 offer=lambda *new: self.residency.offer(*new),
                 need_room=self.tenancy.need_room,
             )
-            self.costs = Costs(self.book, self.checkpoints.policy_of)
+            self.costs = Costs(self.database, self.checkpoints.policy_of)
             self.metrics = CollectorRegistry()
             self.weights = Weights(
                 base,
@@ -196,21 +195,32 @@ class Server:
             routed = base.cfg.routed
             cache = {"cache_bytes": sizes.cache_bytes, "reuse_decoded": sizes.reuse_decoded}
             self.engine = Engine(base, decode, sizes.max_rows, keep_routes=routed, **cache)
-            self.counters = Counters()
+            self.curves = Curves(self.database, self.book.clock)
+            self.durable = Durable(
+                folder / "training",
+                self.live,
+                self.database,
+                costs=self.costs,
+                wake=self.engine.wake,
+                every=sizes.every,
+                every_s=sizes.every_s,
+                store=self.checkpoints,
+                tenant_of=self.book.owner,
+                on_result=self.curves.record,
+                on_end=self.quotas.end_request,
+            )
+            opened.callback(self.durable.close)
             self.loop = Loop(
                 self.engine,
-                self.live,
+                self.durable,
                 self.residency,
-                self.counters,
                 sizes.gap_s,
                 sizes.idle_gap_s,
                 PIECE_BYTES,
-                self.costs,
             )
             self.answers, self.sequences = Answers(start=self.book.count_start()), Sequences(routed)
             # of tenant and id: rows that never change
             self.sampler = functools.lru_cache(SAMPLERS)(self.book.sampler)
-            self.curves = Curves(self.book)
             self.links = external.Links(
                 folder / "checkpoints" / "external",
                 external.key_of(folder / "links.key"),
@@ -264,30 +274,15 @@ class Server:
         """Serves until the block ends. Unfinished training continues when the folder is served
         again.
         """
-        leftovers = self.checkpoints.leftovers()
-        durable = Durable(
-            self.folder / "training",
-            self.loop.training,
-            self.database,
-            self.sizes.every,
-            self.sizes.every_s,
-            store=self.checkpoints,
-            tenant_of=self.book.owner,
-            on_result=self.curves.record,
-            on_end=lambda model, number: (
-                self.quotas.end_all(model) if number is None else self.quotas.end((model, number))
-            ),
-        )
-        self.durable = durable
         # no other process has the folder: the database is open; the loop, which may spill states,
         # does not run yet
         shutil.rmtree(self.folder / "spilled", ignore_errors=True)
         (self.folder / "spilled").mkdir(parents=True)
-        self.checkpoints.sweep(leftovers)
+        self.checkpoints.sweep()
         # a crash came between the end of a session and that of its models' training
-        for model in durable.restored:
+        for model in self.durable.restored:
             if self.book.has_ended(model):
-                durable.forget(model)
+                self.durable.forget(model)
         keeper = threading.Thread(target=self._maintain, name="maintenance", daemon=True)
         try:
             with self.loop.running():
@@ -301,9 +296,7 @@ class Server:
                         self.programs.close()
                     self._ending.set()
                     keeper.join()
-                    # before the loop: what it leaves undone did not fail, and runs again
-                    durable.close()
-                    _attempt(self.curves.flush)
+            _attempt(self.curves.flush)
             _attempt(self.costs.flush)
         finally:
             self._opened.close()
@@ -364,7 +357,7 @@ class Server:
             return f"training has failed: {self.durable.failed!r}"
         if not self.engine.is_serving:
             return "sampling has failed"
-        return "" if sampling else self.durable.futures.trouble
+        return "" if sampling else self.database.trouble
 
     def end_waits(self) -> None:
         """Ends all long polls, as if their time were over: the server is about to stop."""
@@ -392,10 +385,8 @@ class Server:
 
     def adapter_config(self, rank: int, train: Mapping[str, bool]) -> AdapterConfig:
         """Returns the adapter of a rank over families of projections (``train_attn``,
-        ``train_mlp``, ``train_unembed``).
-
-        Raises:
-            UserError: no slots take the rank, or no family is trained.
+        ``train_mlp``, ``train_unembed``). Raises ``UserError``: no slots take the rank, or no
+        family is trained.
         """
         most = max(self.sizes.slots)
         if type(rank) is not int or not 1 <= rank <= most:
@@ -418,11 +409,9 @@ class Server:
         }
 
     def copy(self, tenant: str, source: str, session: str, place: int, ttl_s: int | None) -> str:
-        """Returns the path of a copy of a checkpoint, under a model that is not in training.
-
-        Raises:
-            NotFound: the source or the session.
-            Conflict: the session has another model of this number.
+        """Returns the path of a copy of a checkpoint, under a model that is not in training. Raises
+        ``NotFound``: the source or the session; ``Conflict``: the session has another model of this
+        number.
         """
         self.book.session(tenant, session)
         row = self.book.checkpoint(tenant, *checkpoints_.parse(source), published=True)
@@ -442,10 +431,8 @@ class Server:
     # -- requests within the tenants' quotas
 
     def submit(self, request: Request) -> Stream:
-        """Submits a request to the engine, within the tenant's quota of tokens.
-
-        Raises:
-            Busy, OverQuota, UserError, QueueFull: see ``Quotas.begin`` and ``Engine.submit``.
+        """Submits a request to the engine, within the tenant's quota of tokens. Raises ``Busy``,
+        ``OverQuota``, ``UserError``, ``QueueFull``: see ``Quotas.begin`` and ``Engine.submit``.
         """
         key = object()
         self.quotas.begin(key, request.tenant, len(request.prompt) + request.n * request.max_tokens)
@@ -459,10 +446,7 @@ class Server:
 
     async def submit_training(self, model: str, tenant: str, number: int, call: Call) -> str:
         """Returns the id of a training request, within the tenant's quota of tokens; a request that
-        can never fit fails through its future.
-
-        Raises:
-            Busy: see ``Quotas.begin``.
+        can never fit fails through its future. Raises ``Busy``: see ``Quotas.begin``.
         """
         if not isinstance(call, ForwardBackward):
             return await self.durable.submit_task(model, number, call)

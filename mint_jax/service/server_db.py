@@ -56,11 +56,7 @@ class DatabaseDamaged(UserError):
 
 
 class Overloaded(UserError):
-    """The queue is full.
-
-    Attributes:
-        retry_after_s: duration of the last transaction in seconds; there is room after about that.
-    """
+    """The queue is full; there is room after about ``retry_after_s``."""
 
     def __init__(self, message: str, retry_after_s: float):
         super().__init__(message)
@@ -75,14 +71,12 @@ class _Change(Future[Any]):
 
 
 class ServerDatabase:
-    """The database of one server; all methods may be called from any thread.
+    """The database of one server; all methods may be called from any thread. ``trouble`` is the
+    reason why the disk refuses changes now; empty while it takes them.
 
     Args:
         path: file, created if missing; ``PATH.lock`` next to it is locked while it is open.
         queue_bytes: limit of the bytes that wait to be written.
-
-    Attributes:
-        trouble: reason why the disk refuses changes now; empty while it takes them.
 
     Raises:
         FolderBusy: it is open elsewhere.
@@ -264,10 +258,7 @@ class ServerDatabase:
 
     def _commit(self, group: Sequence[_Change]) -> list[tuple[Any, Exception | None]]:
         """Writes one transaction; returns the result or the error of each change. A change that
-        fails is rolled back alone.
-
-        Raises:
-            Exception: the disk refuses the transaction.
+        fails is rolled back alone. Raises ``Exception``: the disk refuses the transaction.
         """
         connection, results = self._connection, []
         if connection.in_transaction:  # the disk refused a rollback

@@ -16,9 +16,6 @@ class Tenancy:
         state_bytes: returns the bytes of a policy's training state from its rank and the families
             of projections that it trains.
         session_s: seconds without contact after which a session ends.
-
-    Attributes:
-        monotonic: clock of contacts in seconds.
     """
 
     def __init__(
@@ -37,11 +34,7 @@ class Tenancy:
         self._lock = threading.Lock()  # of the contacts
 
     def is_open(self, tenant: str, session: str) -> bool:
-        """Returns whether a session is open; if so, counts as a heartbeat.
-
-        Raises:
-            NotFound: the tenant has no such session.
-        """
+        """Returns whether a session is open, and counts as a heartbeat. Raises ``NotFound``."""
         with self._lock:
             known = self._contacts.get(session, ("", 0.0))[0] == tenant
         if not known and self._book.session(tenant, session).ended is not None:
@@ -82,10 +75,8 @@ class Tenancy:
         self, session: str, number: int, tenant: str, details: Mapping[str, Any]
     ) -> Model:
         """Returns a session's model of this number, created unless it exists. A model without a
-        rank cannot be trained and needs no quota.
-
-        Raises:
-            OverQuota: the tenant has as many policies, or bytes, as it may.
+        rank cannot be trained and needs no quota. Raises ``OverQuota``: the tenant has as many
+        policies, or bytes, as it may.
         """
         quota, id = self._quotas.of(tenant), f"{session}:train:{number}"
         with self._adding:

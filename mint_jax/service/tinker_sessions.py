@@ -98,7 +98,7 @@ def trace_of(server: Server, tenant: str, id: str) -> bytes:
     for rows, name in enumerate(book.models_of(tenant, id), 1):
         model = book.model(tenant, name)
         life(rows, model.id, model.created, model.ended, {"rank": model.details.get("rank")})
-        for number, point in book.points(model.id, 10_000):
+        for number, point in server.curves.of(model.id, 10_000):
             args = {"number": number, "loss": point.loss, "grad_norm": point.grad_norm}
             add(rows, "i", "update", point.at, args, s="t")
         for saved in book.checkpoints(tenant, model.id):

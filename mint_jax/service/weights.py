@@ -51,12 +51,8 @@ class Taken(UserError):
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A resolved name.
-
-    Attributes:
-        name: as the client sent it.
-        digest: of the revision; None: the bare base.
-        policy, number: of the revision, if it is in a catalog.
+    """A name as the client sent it, and the digest of its revision; None: the bare base. Policy and
+    number if the revision is in a catalog.
     """
 
     name: str
@@ -78,12 +74,10 @@ class Weights:
 
     Args:
         base: the resident base, named ``base.name`` and ``also``.
-        catalog: of policies; None: there are none.
         sampler: returns the digest of a tenant's ``tinker://`` path; raises a ``UserError`` for an
             unknown path.
         folder: root of the PEFT folders that ``load`` may read; None: it reads none.
         below: returns the packed bytes of revisions that were not loaded from a folder.
-        clock: seconds since 1970.
     """
 
     def __init__(
@@ -107,11 +101,8 @@ class Weights:
         self._bytes: dict[str, np.ndarray] = {}  # of PEFT folders, by digest
 
     def resolve(self, name: str, tenant: str) -> Model:
-        """Resolves a name.
-
-        Raises:
-            NotFound: unknown, retired, or another tenant's.
-            DatabaseFailed, StorageFailed: the catalog cannot be read.
+        """Resolves a name. Raises ``NotFound``: unknown, retired, or another tenant's;
+        ``DatabaseFailed``, ``StorageFailed``: the catalog cannot be read.
         """
         if name in self.names:
             return Model(name)
@@ -141,10 +132,8 @@ class Weights:
                 server's.
             inplace: the name may be loaded already.
 
-        Raises:
-            Taken: the name is in use.
-            NotFound: no such path.
-            UserError: the name is invalid, or the folder is not an adapter of this base.
+        Raises ``Taken``: the name is in use; ``NotFound``: no such path; ``UserError``: the name is
+        invalid, or the folder is not an adapter of this base.
         """
         name = clean("lora_name", name)
         with self._lock:
@@ -169,10 +158,8 @@ class Weights:
         return model
 
     def unload(self, name: str, tenant: str) -> None:
-        """Removes a loaded name; requests that use its slot continue.
-
-        Raises:
-            NotFound: this tenant has not loaded it.
+        """Removes a loaded name; requests that use its slot continue. Raises ``NotFound``: this
+        tenant has not loaded it.
         """
         with self._lock:
             if self._loaded.pop((tenant, name), None) is None:
@@ -180,10 +167,8 @@ class Weights:
             self._forget_unnamed()
 
     def fetch(self, digest: str) -> np.ndarray:
-        """Returns the packed bytes of a revision, for residency.
-
-        Raises:
-            UserError: it was unloaded, or ``below`` does not have it.
+        """Returns the packed bytes of a revision, for residency. Raises ``UserError``: it was
+        unloaded, or ``below`` does not have it.
         """
         with self._lock:
             data = self._bytes.get(digest)
@@ -202,14 +187,8 @@ class Weights:
         return sorted(found) or [digest]
 
     def page(self, tenant: str, after: str | None = None, limit: int = 100) -> Page:
-        """Returns a page of models: the base, loaded names, and policies with a revision to sample,
-        by name.
-
-        Args:
-            after: last id of the previous page.
-
-        Raises:
-            UserError: ``after`` is not a name.
+        """Returns a page of models behind the id ``after``: the base, loaded names, and policies
+        with a revision to sample, by name. Raises ``UserError``: ``after`` is not a name.
         """
         with self._lock:
             loaded = sorted(
@@ -242,11 +221,7 @@ class Weights:
         return Page(cards[:limit], len(cards) > limit)
 
     def card(self, name: str, tenant: str) -> dict[str, Any]:
-        """Returns one model as in ``page``.
-
-        Raises:
-            NotFound: see ``resolve``.
-        """
+        """Returns one model as in ``page``. Raises ``NotFound``: see ``resolve``."""
         model = self.resolve(name, tenant)
         with self._lock:
             _, path, when = self._loaded.get((tenant, name), (None, None, self._began))

@@ -63,7 +63,6 @@ ROOMS = [
     "mint_jax/service/tinker_types.py",
     "mint_jax/service/tokens.py",
     "mint_jax/service/tool_calls.py",
-    "mint_jax/service/training.py",
     "mint_jax/service/validation.py",
     "mint_jax/service/weight.py",
     "mint_jax/service/wire",

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from mint_jax.lora.tree import AdapterConfig
 from mint_jax.service import calls
-from mint_jax.service.calls import Create, ForwardBackward, Optim
-from mint_jax.service.training import Trained
+from mint_jax.service.calls import Create, ForwardBackward, Optim, Trained
 from mint_jax.train.state import OptimizerConfig
 from tests.train.blocks_test import datum
 from tests.train.live_test import LOSSES, coefs

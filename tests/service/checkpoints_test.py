@@ -125,38 +125,6 @@ def test_an_old_snapshot_is_sampled_while_its_policy_trains(rng, server):
 
 
 @pytest.mark.long
-def test_what_is_loaded_is_what_was_saved(rng, server):
-    """With its moments or without, into a new policy or in place of a living one's; pending
-    gradients are no part of it.
-    """
-    client = Client(server)
-    model = client.model(Create(AdapterConfig(3, 6.0, ("q", "o")), seed=5))
-    client.ask(model, *update(rng))
-    saved = client.held(model)
-    client.send(model, update(rng)[0])  # pending
-    path = client.ask(model, Save("weights", "one", metadata={"why": "test"}))["path"]
-    client.ask(model, *update(rng))
-    whole, bare = (
-        client.model(Load(path, optimizer, client.tenant)) for optimizer in (True, False)
-    )
-    client.ask(model, Load(path, True, client.tenant))
-    for name, expected in ((whole, saved), (model, saved), (bare, saved.fresh())):
-        found = client.held(name)
-        assert (found.count, found.steps, found.config) == (
-            expected.count,
-            expected.steps,
-            expected.config,
-        )
-        assert found.parts.keys() == expected.parts.keys()
-        for part, leaves in expected.parts.items():
-            for key, leaf in leaves.items():
-                np.testing.assert_array_equal(found.parts[part][key], leaf)
-    row = server.book.checkpoint(client.tenant, model, "weights", "one")
-    assert row.path == path
-    assert row.details["metadata"] == {"why": "test"}
-
-
-@pytest.mark.long
 def test_weights_without_a_name_end_a_while_after_their_session(rng, server, monkeypatch):
     """But for what has a name too, what another session samples, and the last revision of a
     policy.
@@ -192,60 +160,6 @@ def test_weights_without_a_name_end_a_while_after_their_session(rng, server, mon
     with pytest.raises(UserError):
         server.checkpoints.fetch(digests[0])
     server.checkpoints.fetch(server.catalog.resolve(f"default/{beside}@latest").digest)
-
-
-def test_names_are_taken_once_and_bytes_go_with_the_last_name(rng, server):
-    client, before = (
-        Client(server),
-        {file.stem for file in server.checkpoints.folder.glob("*.safetensors")},
-    )
-    model = client.model(Create(AdapterConfig(2, 4.0, ("q",))))
-    path = client.ask(model, Save("weights", "a"))["path"]
-    with pytest.raises(UserError, match="exists already"):
-        client.ask(model, Save("weights", "a"))
-    first = server.book.checkpoint("default", model, "weights", "a")
-    client.ask(model, *update(rng))
-    client.ask(model, Save("weights", "a", overwrite=True))
-    second = server.book.checkpoint("default", model, "weights", "a")
-
-    def files():
-        return {file.stem for file in server.checkpoints.folder.glob("*.safetensors")} - before
-
-    assert first.digest != second.digest
-    assert files() == {second.digest}, "what was overwritten is gone"
-    copy = server.copy("default", path, client.session, 7, None)
-    server.checkpoints.remove(second)
-    assert files() == {second.digest}, "the copy has it still"
-    with pytest.raises(UserError, match="there is no checkpoint"):
-        client.ask(model, Load(path, True, "default"))
-    client.ask(model, Load(copy, True, "default"))
-    server.checkpoints.remove(server.book.checkpoint("default", *checkpoints.parse(copy)))
-    assert files() == set()
-
-
-def test_others_see_what_is_published_and_nothing_else(rng, server):
-    client, other = Client(server), Client(server, "other")
-    model = client.model(Create(AdapterConfig(2, 4.0, ("q",))))
-    path = client.ask(model, Save("weights", "a"))["path"]
-    sampler = client.ask(model, Save("sampler_weights", "a"))["path"]
-    mine = other.model(Create(AdapterConfig(2, 4.0, ("q",))))
-    for _ in range(2):
-        with pytest.raises(UserError, match="there is no checkpoint"):
-            other.ask(mine, Load(path, True, "other"))
-        with pytest.raises(NotFound):
-            server.checkpoints.digest("other", sampler)
-        with pytest.raises(NotFound):
-            server.book.model("other", model)
-    for kind in ("weights", "sampler_weights"):
-        server.book.change_checkpoint(
-            server.book.checkpoint("default", model, kind, "a"), public=True
-        )
-    other.ask(mine, Load(path, True, "other"))
-    assert server.checkpoints.digest("other", sampler)
-    with pytest.raises(UserError, match="are weights to sample from"):
-        other.ask(mine, Load(sampler, True, "other"))
-    with pytest.raises(UserError, match="cannot be sampled"):
-        server.checkpoints.digest("other", path)
 
 
 @pytest.mark.parametrize("what", ["damaged", "gone", "another base"])
@@ -313,7 +227,7 @@ class Shelf:
             assert any((self.checkpoints.folder / "external" / row.digest).iterdir())
 
     def close(self):
-        self.book._database.close()
+        self.book.database.close()
         self.catalog.close()
 
 
@@ -488,7 +402,7 @@ def test_what_a_killed_process_left_is_swept(shelf):
     for name in ("c" * 64, ".staged"):
         (shelf.checkpoints.folder / "external" / name).mkdir()
     (shelf.checkpoints.folder / "notes.txt").write_text("somebody's")
-    shelf.checkpoints.sweep(shelf.checkpoints.leftovers())
+    shelf.checkpoints.sweep()
     for row in kept:
         shelf.load(row)
     names = {path.name for path in shelf.checkpoints.folder.glob("*")} | {

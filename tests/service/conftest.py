@@ -35,4 +35,4 @@ def opened(
     with ServerDatabase(folder / "server.db", queue_bytes) as database:
         futures = Futures(database, places, **options)
         yield futures
-        futures.close()
+        futures.end_waits()

@@ -19,7 +19,7 @@ from starlette.applications import Starlette
 
 from mint_jax.models import base as base_lib
 from mint_jax.service import keys as keys_lib
-from mint_jax.service.calls import ForwardBackward, Optim
+from mint_jax.service.calls import ForwardBackward, Optim, Trained
 from mint_jax.service.console import pages
 from mint_jax.service.console.routes import Console
 from mint_jax.service.console.sessions import COOKIE, Browsers
@@ -27,7 +27,6 @@ from mint_jax.service.costs import Payer
 from mint_jax.service.gate import Gate
 from mint_jax.service.keys import Keys
 from mint_jax.service.openai import OpenAI
-from mint_jax.service.training import Trained
 from mint_jax.train.blocks import Datum
 from mint_jax.train.losses import LossCoefs
 from mint_jax.train.state import OptimizerConfig
@@ -296,7 +295,7 @@ def test_curves_are_losses_of_a_target_and_gradient_norms(people, guarded, model
         "of": "update",
     }
     assert shown["gradient norm"]["y"] == [*norms[:5], None, 1.0]
-    assert [number for number, _ in guarded.server.book.points(model, 3)] == [3, 6, 7]
+    assert [number for number, _ in guarded.server.curves.of(model, 3)] == [3, 6, 7]
     named = page(people["ann"], f"policies/{quote('ann/' + model)}")
     assert "Nothing of it was saved" in named.text
     assert {have["data-curve"] for have in named.all("div", role="img")} == {

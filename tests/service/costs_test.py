@@ -14,7 +14,6 @@ from tinker import types
 
 from mint_jax import top
 from mint_jax.catalog.records.database import DatabaseFailed
-from mint_jax.service.book import Book
 from mint_jax.service.costs import BASE, KINDS, Cost, Costs, Payer
 from mint_jax.service.server_db import ServerDatabase
 from tests.service.sites import datum_of
@@ -26,9 +25,9 @@ SAMPLING = types.SamplingParams(max_tokens=16)
 
 
 @pytest.fixture
-def book(tmp_path):
+def database(tmp_path):
     with ServerDatabase(tmp_path / "server.db") as database:
-        yield Book(database)
+        yield database
 
 
 def random_shares(rng):
@@ -39,8 +38,8 @@ def random_shares(rng):
     }
 
 
-def test_parts_sum_to_the_whole_and_are_each_ones_own(rng, book):
-    costs, seconds, tokens = Costs(book), {}, {}
+def test_parts_sum_to_the_whole_and_are_each_ones_own(rng, database):
+    costs, seconds, tokens = Costs(database), {}, {}
     for i in range(200):
         kind, took, shares = str(rng.choice(KINDS)), float(rng.exponential()), random_shares(rng)
         costs.charge(kind, took, shares)
@@ -65,8 +64,8 @@ def test_parts_sum_to_the_whole_and_are_each_ones_own(rng, book):
     assert costs.of(["p", "nobody's"]) == {"p": costs.listed("policy")["p"], "nobody's": Cost()}
 
 
-def test_a_book_that_cannot_be_written_loses_nothing(book, monkeypatch):
-    costs = Costs(book)
+def test_a_database_that_cannot_be_written_loses_nothing(database, monkeypatch):
+    costs = Costs(database)
     costs.charge("train", 1.0, {Payer("a", "p"): 10})
     with monkeypatch.context() as patch:
 
@@ -74,7 +73,7 @@ def test_a_book_that_cannot_be_written_loses_nothing(book, monkeypatch):
             costs.charge("train", 1.0, {Payer("a", "p"): 10})  # meanwhile
             raise DatabaseFailed("server.db is locked")
 
-        patch.setattr(book, "add_costs", busy)
+        patch.setattr(costs, "_add", busy)
         with pytest.raises(DatabaseFailed, match="locked"):
             costs.flush()
     assert costs.listed("policy") == {"p": Cost(train_s=2.0, train_tokens=20)}

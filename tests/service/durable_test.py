@@ -1,53 +1,121 @@
-"""Training that survives: whatever moment a server ends at, the one that opens its folder goes on
-as if nothing had been.
+"""Training requests: order within a policy, shared steps, fair turns, and a server that ends at any
+moment and continues.
 """
 
 import threading
 import time
+import types
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from mint_jax.errors import UserError
 from mint_jax.lora.tree import AdapterConfig
 from mint_jax.service.calls import Create, ForwardBackward, Optim
 from mint_jax.service.durable import Durable, Snapshot, path_of
-from mint_jax.service.fairness import Counters
 from mint_jax.service.futures import Conflict, Gone
 from mint_jax.service.server_db import ServerDatabase
-from mint_jax.service.training import Training
-from mint_jax.train.trainer import Trainer
-from tests.train.live_test import CONFIGS, SHAPES, coefs, random_data, random_optimizer
+from mint_jax.train import blocks
+from mint_jax.train.blocks import BlockShape, Datum
+from mint_jax.train.losses import NO_LOSS
+from mint_jax.train.state import OptimizerConfig
+from mint_jax.train.trainer import Step, Trainer
+from tests import oracles
+from tests.train.live_test import (
+    CONFIGS,
+    SHAPES,
+    Tenant,
+    coefs,
+    random_data,
+    random_optimizer,
+    random_state,
+)
 
 DEADLINE_S = 120
 
 
-class Server:
-    """A process's training over a folder: a thread turns until it is stopped, at any moment."""
+class FakeTrainer:
+    """Policies whose steps take data as ``cut`` does and log them; a token takes a millisecond."""
 
-    def __init__(self, base, folder, **settings):
-        self.live = Trainer(
-            base, slots={8: 2}, shapes=SHAPES, host_bytes=20_000, folder=folder / "spilled"
-        )
-        self.woken, self.stopped = threading.Event(), False
-        self.training = Training(self.live, Counters(), self.woken.set)
+    declared = (BlockShape(1, 1, 16), BlockShape(2, 1, 16))
+    base = types.SimpleNamespace(cfg=types.SimpleNamespace(context=64, vocab_size=97))
+
+    def __init__(self, policies):
+        self.policies, self.log = set(policies), []
+
+    def __contains__(self, name):
+        return name in self.policies
+
+    def can_start(self, work):
+        return True
+
+    def can_move(self):
+        return True
+
+    def step(self, works, bound_s=None):
+        shape = self.declared[0] if bound_s is not None and bound_s < 0.02 else self.declared[1]
+        made = blocks.cut([w for w in works if w.backward == works[0].backward], shape)
+        _, places = blocks.fill(made, shape)
+        for place in places:
+            mark = float(place.work.data[place.datum].weights[0])
+            self.log.append(("forward_backward", place.work.policy, mark))
+        blocks.collect(places, np.zeros((*shape[:3], 1)), {"loss": np.ones(shape.blocks)})
+        return Step(shape, made, shape.size * 1e-3)
+
+    def brought(self):
+        return {}
+
+    def read_state(self, name):
+        raise UserError("there is none")
+
+    def optim(self, updates):
+        for name, numbers in updates.items():
+            self.log.append(("optim", name, numbers.learning_rate))
+        return {name: {"learning_rate": numbers.learning_rate} for name, numbers in updates.items()}
+
+
+def datum(n, mark=1.0):
+    return Datum(np.full(n, 5, np.int32), np.full(n, 5, np.int32), np.full(n, mark, np.float32))
+
+
+class Served:
+    """Durable training over a folder; ``run`` turns in a thread until ``end``, at any moment."""
+
+    def __init__(self, live, folder, **options):
+        self.live, self.stopped, self.woken = live, False, threading.Event()
         self.database = ServerDatabase(folder / "server.db")
-        self.durable = Durable(folder, self.training, self.database, **settings)
-        self.thread = threading.Thread(target=self.run)
-        self.thread.start()
+        self.durable = Durable(folder, live, self.database, wake=self.woken.set, **options)
+        self.thread = threading.Thread(target=self._run)
+        self._sent = {}
 
     def run(self):
+        self.thread.start()
+        return self
+
+    def _run(self):
         while not self.stopped:
-            if not self.training.turn(1e-9):
+            if not self.durable.turn(1e-9):
                 self.woken.wait(0.01)
                 self.woken.clear()
 
     def end(self):
-        """Ends between two slices, whatever is queued."""
         self.stopped = True
-        self.thread.join()
+        if self.thread.ident:
+            self.thread.join()
         self.durable.close()
         self.database.close()
+
+    def send(self, model, call):
+        """Submits a policy's next call; returns its id."""
+        self._sent[model] = self._sent.get(model, 0) + 1
+        return self.durable.submit(model, self._sent[model], call)
+
+    def train(self, model, *data, backward=True):
+        return self.send(model, ForwardBackward(data, NO_LOSS, backward))
 
     def get(self, id):
         until = time.monotonic() + DEADLINE_S
@@ -56,23 +124,251 @@ class Server:
             assert self.durable.failed is None, self.durable.failed
         return result
 
+    def state_of(self, name):
+        """A policy's state after all its requests so far."""
+        return self.durable.do(name, lambda live: live.read_state(name)).result(DEADLINE_S)
+
+    @property
+    def unfinished(self):
+        return sum(self.durable.queued().values()) + self.durable.futures.num_ready
+
+
+@pytest.fixture
+def fake(memory):
+    """``fake("ab")``: two policies that nothing computes; turns are taken by hand."""
+    made = []
+
+    def make(policies, folder="fake", **options):
+        made.append(Served(FakeTrainer(policies), memory / folder, **options))
+        return made[-1]
+
+    yield make
+    for served in made:
+        served.end()
+
 
 @pytest.fixture
 def server_of(tiny_base, tmp_path):
     made = []
 
-    def make(folder="one", **settings):
-        made.append(Server(tiny_base(), tmp_path / folder, **settings))
+    def make(folder="one", **options):
+        live = Trainer(
+            tiny_base(),
+            slots={8: 2},
+            shapes=SHAPES,
+            host_bytes=20_000,
+            folder=tmp_path / folder / "spilled",
+        )
+        made.append(Served(live, tmp_path / folder, **options).run())
         return made[-1]
 
     yield make
-    for server in made:
-        if not server.stopped:
-            server.end()
+    for served in made:
+        if not served.stopped:
+            served.end()
+
+
+# queues
+
+
+OPERATIONS = st.lists(
+    st.tuples(
+        st.sampled_from("abcd"),
+        st.sampled_from(["optim", "do", "forward"])
+        | st.lists(st.integers(1, 16), min_size=1, max_size=6),
+    ),
+    max_size=30,
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(OPERATIONS, st.lists(st.integers(0, 4), max_size=40), st.booleans())
+def test_nothing_overtakes_an_update_and_every_request_ends(fake, operations, pauses, bounded):
+    """Requests arrive between turns; passes between two updates are computed between them."""
+    served = fake("abcd", f"{time.monotonic_ns()}")
+    ids, expected, mark, turns = [], {name: [] for name in "abcd"}, 0, iter(pauses)
+    bound_s, log = (0.01 if bounded else None), served.live.log
+    for policy, what in operations:
+        group, mark = expected[policy], mark + 1
+        if what == "optim":
+            ids.append(served.send(policy, Optim(OptimizerConfig(float(mark)))))
+            group.append(float(mark))
+        elif what == "do":
+            served.durable.do(policy, lambda _, p=policy, m=mark: log.append(("do", p, float(m))))
+            group.append(float(mark))
+        else:
+            sizes = [3] if what == "forward" else what
+            marks = [mark + i / 8 for i in range(len(sizes))]
+            data = [datum(n, m) for n, m in zip(sizes, marks)]
+            ids.append(served.train(policy, *data, backward=what != "forward"))
+            if not group or not isinstance(group[-1], set):
+                group.append(set())
+            group[-1] |= set(marks)
+        for _ in range(next(turns, 0)):
+            served.durable.turn(bound_s)
+    for _ in range(1000):
+        if not served.durable.turn(bound_s):
+            break
+    assert served.unfinished == served.durable.waiting == 0
+    assert None not in [served.durable.result(id, 30) for id in ids]
+    for policy, groups in expected.items():
+        found = [what for _, owner, what in log if owner == policy]
+        for group in groups:
+            if isinstance(group, set):
+                assert set(found[: len(group)]) == group
+                found = found[len(group) :]
+            else:
+                assert found.pop(0) == group
+        assert not found
+
+
+def test_policies_that_are_ready_together_share_a_step_and_end_separately(fake):
+    served = fake("ab")
+    long, short = served.train("a", *[datum(16)] * 3), served.train("b", datum(9))
+    assert served.durable.turn()
+    assert [owner for _, owner, _ in served.live.log] == ["a", "b"]
+    assert served.get(short).loss == 1
+    assert served.unfinished == 1
+    assert served.durable.turn()
+    assert served.get(long).loss == 3
+    assert [x.shape for x in served.get(long).logprobs] == [(16,)] * 3
+    assert not served.durable.turn()
+
+
+def test_no_tenant_waits_for_another_that_floods(fake):
+    """Each step of a tenant with one request at a time, next to one with 100, comes next or next
+    but one.
+    """
+    served, turns = fake(["flood", "small"]), []
+    for _ in range(100):
+        served.train("flood", datum(16))
+    for _ in range(10):
+        id = served.train("small", datum(16))
+        turns.append(0)
+        while served.durable.queued().get("small") or not turns[-1]:
+            served.durable.turn(0.01)
+            turns[-1] += 1
+        served.get(id)
+    assert max(turns) <= 2
+    seconds = served.durable.counters.seconds
+    assert seconds["small"] == pytest.approx(seconds["flood"], rel=0.2)
+
+
+def test_policies_of_one_tenant_take_turns(fake):
+    served = fake("ab", tenant_of=lambda model: "t")
+    for _ in range(5):
+        for policy in "aab":
+            served.train(policy, datum(16))
+    for _ in range(4):
+        served.durable.turn(0.01)
+    assert [owner for _, owner, _ in served.live.log] == ["a", "b", "a", "b"]
+
+
+def test_a_mistake_fails_only_its_own_request(rng, server_of):
+    server = server_of()
+    wrong = [
+        (Create(AdapterConfig(64)), "rank 64; this server trains ranks up to 8"),
+        (Optim(random_optimizer(rng)), "policy 'a' is not in training: create or load it first"),
+        (ForwardBackward([datum(5)], NO_LOSS), "policy 'a' is not in training"),
+        (ForwardBackward([datum(999)], NO_LOSS), "datum 0 has 999 tokens; this server trains on"),
+    ]
+    ids = [server.send("a", call) for call, _ in wrong]
+    fine = server.send("a", Create(CONFIGS["a"], 1))
+    full = server.durable.do("a", lambda live: Path("/nowhere/x").write_text(""))
+    assert server.get(fine) == {}
+    for id, (_, message) in zip(ids, wrong):
+        with pytest.raises(UserError, match=message):
+            server.get(id)
+    with pytest.raises(FileNotFoundError):
+        full.result(DEADLINE_S)
+    with pytest.raises(Conflict):
+        server.durable.submit("a", 5, Create(CONFIGS["a"], 2))
+    assert server.durable.submit("a", 5, Create(CONFIGS["a"], 1)) == fine
+    with pytest.raises(UserError, match="every is 0"):
+        Durable(server.durable.states.parent, server.live, server.database, every=0)
+
+
+def test_a_policy_whose_state_cannot_be_read_back_fails_alone(rng, tiny_base, tmp_path):
+    """Other policies train, and so does this one with another state."""
+    live = Trainer(
+        tiny_base(), slots={8: 1}, shapes=SHAPES, host_bytes=0, folder=tmp_path / "spilled"
+    )
+    states = {
+        name: random_state(rng, live.base, config) for name, config in list(CONFIGS.items())[:2]
+    }
+    for name, state in states.items():
+        live.join(name, state)
+    lost, other = states
+    path = live._members[lost].off_device.path
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 1
+    path.write_bytes(data)
+    served = Served(live, tmp_path)
+
+    def send(name):
+        loss = coefs("cross_entropy")
+        calls = [ForwardBackward(random_data(rng, "cross_entropy"), loss) for _ in range(2)]
+        return [served.send(name, call) for call in (*calls, Optim(random_optimizer(rng)))]
+
+    failed, done = send(lost), send(other)
+    served.run()
+    for id in failed:
+        with pytest.raises(UserError, match=rf"state of policy '{lost}' cannot be read .*: load a"):
+            served.get(id)
+    assert served.get(done[-1])["skipped"] == 0
+    served.durable.do(lost, lambda live: live.replace(lost, states[lost]))
+    assert served.get(send(lost)[-1])["skipped"] == 0
+    served.end()
+
+
+def test_tenants_in_threads_of_their_own_train_as_torch_does(rng, server_of, hf_dirs):
+    """Each tenant sends all its requests without waiting; one thread computes."""
+    server = server_of()
+    model = oracles.torch_model(hf_dirs("llama"), torch.float64)
+    states = {name: random_state(rng, server.live.base, config) for name, config in CONFIGS.items()}
+    plans, results = {name: [] for name in CONFIGS}, {}
+    for plan in plans.values():
+        for _ in range(4):
+            plan += [random_data(rng, "cross_entropy") for _ in range(int(rng.integers(0, 3)))]
+            plan.append(random_optimizer(rng))
+
+    def client(name):
+        server.durable.do(name, lambda live: live.join(name, states[name]), tenant=name).result(60)
+        calls = [
+            Optim(what)
+            if isinstance(what, OptimizerConfig)
+            else ForwardBackward(what, coefs("cross_entropy"))
+            for what in plans[name]
+        ]
+        ids = [server.send(name, call) for call in calls]
+        results[name] = [server.get(id) for id in ids]
+
+    threads = [threading.Thread(target=client, args=(name,)) for name in CONFIGS]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for name, state in states.items():
+        alone = Tenant(model, state)
+        for what, result in zip(plans[name], results[name], strict=True):
+            if isinstance(what, OptimizerConfig):
+                assert result["grad_norm"] == pytest.approx(alone.optim(what), rel=1e-4, abs=1e-6)
+                continue
+            loss, logprobs = alone.forward_backward(what, "cross_entropy")
+            assert result.loss == pytest.approx(loss, rel=1e-4, abs=2e-3)  # as in live_test
+            for got, want in zip(result.logprobs, logprobs):
+                np.testing.assert_allclose(got, want, atol=3e-5)
+        found = server.state_of(name).parts["factors"]
+        for path, factor in alone.factors.items():
+            moved = np.abs(factor.detach().numpy() - state.parts["factors"][path]).max()
+            np.testing.assert_allclose(found[path], factor.detach(), atol=2e-2 * moved + 1e-6)
+
+
+# restarts
 
 
 def plan_of(rng, config, rounds):
-    """Numbered calls of one policy."""
+    """Returns the calls of one policy, with pending gradients at the end."""
     made = [Create(config, int(rng.integers(1 << 30)))]
     for _ in range(rounds):
         made += [
@@ -81,107 +377,64 @@ def plan_of(rng, config, rounds):
         ]
         made.append(ForwardBackward(random_data(rng, "ppo"), coefs("ppo"), backward=False))
         made.append(Optim(random_optimizer(rng)))
-    # pending at the end
     made.append(ForwardBackward(random_data(rng, "cross_entropy"), coefs("cross_entropy")))
     return made
 
 
-def held_of(server, name):
-    """A policy's state behind all that it was asked, which a server that was opened again may still
-    be doing again.
-    """
-    return server.training.do(name, lambda live: live.read_state(name)).result(DEADLINE_S)
-
-
-def parts(held):
-    return {
-        f"{part}/{path}": leaf
-        for part, leaves in held.parts.items()
-        for path, leaf in leaves.items()
-    }
-
-
-def assert_close(one, two, moved):
-    """Float32 sums in another order: the data of a step may be others, and Adam divides by small
-    numbers.
-    """
-    assert set(one) == set(two)
-    for name, leaf in one.items():
-        np.testing.assert_allclose(
-            leaf, two[name], atol=2e-2 * max(moved, np.abs(two[name]).max()) + 1e-7, err_msg=name
-        )
-
-
 @pytest.mark.parametrize("every", [1, 3, 1000])
-def test_a_server_that_ends_at_any_moment_goes_on_where_it_was(every, rng, server_of):
-    """Every policy's calls, sent while the server ends again and again, give what an undisturbed
-    server gives: results and states.
+def test_a_server_that_ends_at_any_moment_continues_where_it_was(every, rng, server_of):
+    """Requests sent while the server ends again and again give the results and states of an
+    undisturbed server.
     """
     plans = {name: plan_of(rng, config, 3) for name, config in CONFIGS.items()}
     whole = server_of("whole", every=1000)
-    ids = {
-        name: [whole.durable.submit(name, i, call) for i, call in enumerate(plan, 1)]
-        for name, plan in plans.items()
-    }
-    expected = {name: [whole.get(id) for id in mine] for name, mine in ids.items()}
-    server, sent, got = (
-        server_of(every=every),
-        {name: [] for name in plans},
-        {name: {} for name in plans},
-    )
-    ends = 0
+    ids = {name: [whole.send(name, call) for call in plan] for name, plan in plans.items()}
+    expected = {name: [whole.get(id) for id in own] for name, own in ids.items()}
+    server, ends = server_of(every=every), 0
+    sent, got = {name: [] for name in plans}, {name: {} for name in plans}
     while any(len(got[name]) < len(plan) for name, plan in plans.items()):
-        name = str(
-            rng.choice([n for n, plan in plans.items() if len(sent[n]) < len(plan)] or list(plans))
-        )
-        if len(sent[name]) < len(plans[name]):
-            sent[name].append(
-                server.durable.submit(name, len(sent[name]) + 1, plans[name][len(sent[name])])
-            )
-        for other, mine in sent.items():
-            for i, id in enumerate(mine):
-                wait_s = 0.05 if len(mine) == len(plans[other]) else 0.0
-                if (
-                    i not in got[other]
-                    and (result := server.durable.result(id, wait_s)) is not None
-                ):
+        unsent = [name for name, plan in plans.items() if len(sent[name]) < len(plan)]
+        name = str(rng.choice(unsent or list(plans)))
+        if unsent:
+            number = len(sent[name])
+            sent[name].append(server.durable.submit(name, number + 1, plans[name][number]))
+        for other, own in sent.items():
+            wait_s = 0.0 if unsent else 0.05
+            for i in set(range(len(own))) - got[other].keys():
+                if (result := server.durable.result(own[i], wait_s)) is not None:
                     got[other][i] = result
         if rng.random() < 0.2 and ends < 6:
             server.end()
-            server = server_of(every=every)
-            ends += 1
-            # the same again has the same id, and does not run twice
-            for other, mine in sent.items():
-                again = int(rng.integers(len(mine))) if mine else None
-                if again is not None:
-                    assert (
-                        server.durable.submit(other, again + 1, plans[other][again]) == mine[again]
-                    )
+            server, ends = server_of(every=every), ends + 1
+            for other, own in sent.items():  # a repeated request has the same id
+                if own:
+                    again = int(rng.integers(len(own)))
+                    id = server.durable.submit(other, again + 1, plans[other][again])
+                    assert id == own[again]
     for name, plan in plans.items():
         for i, call in enumerate(plan):
             if isinstance(call, ForwardBackward):
-                assert got[name][i].loss == pytest.approx(
-                    expected[name][i].loss, rel=1e-3, abs=5e-3
-                )
-        held, alone = held_of(server, name), held_of(whole, name)
-        assert (
-            (held.steps, held.count, held.skipped)
-            == (alone.steps, alone.count, alone.skipped)
-            == (3, 3, 0)
-        )
-        assert_close(parts(held), parts(alone), 1e-2)
+                loss = pytest.approx(expected[name][i].loss, rel=1e-3, abs=5e-3)
+                assert got[name][i].loss == loss
+        state, alone = server.state_of(name), whole.state_of(name)
+        assert (state.steps, state.count, state.skipped) == (3, 3, 0)
+        assert state.parts.keys() == alone.parts.keys()
+        for part, leaves in state.parts.items():
+            for path, leaf in leaves.items():
+                # float32 sums in another order, and Adam divides by small numbers
+                other = alone.parts[part][path]
+                atol = 2e-2 * max(1e-2, np.abs(other).max()) + 1e-7
+                np.testing.assert_allclose(leaf, other, atol=atol, err_msg=path)
 
 
-def test_a_policy_that_was_forgotten_does_not_come_back(rng, server_of):
-    server, last = server_of(every=1), {}
-    for name in "ab":
-        for i, call in enumerate(plan_of(rng, CONFIGS[name], 1), 1):
-            last[name] = server.durable.submit(name, i, call)
-        server.get(last[name])
-    last_of_a = last["a"]
+def test_a_forgotten_policy_does_not_come_back(rng, server_of):
+    server = server_of(every=1)
+    ids = {name: [server.send(name, c) for c in plan_of(rng, CONFIGS[name], 1)] for name in "ab"}
+    for own in ids.values():
+        server.get(own[-1])
     server.durable.forget("a")
     with pytest.raises(Gone):
-        server.durable.result(last_of_a)
+        server.durable.result(ids["a"][-1])
     server.end()
     server = server_of(every=1)
     again = server.durable.submit("b", 99, Optim(random_optimizer(rng)))
@@ -191,30 +444,10 @@ def test_a_policy_that_was_forgotten_does_not_come_back(rng, server_of):
     assert not path_of(server.durable.states, "a").exists()
 
 
-def test_a_caller_s_mistake_ends_its_own_request(rng, server_of):
-    server = server_of()
-    wrong = [Create(AdapterConfig(64)), Optim(random_optimizer(rng)), Create(CONFIGS["a"], 1)]
-    ids = [server.durable.submit("a", i, call) for i, call in enumerate(wrong, 1)]
-    assert server.get(ids[2]) == {}
-    for id, message in (
-        (ids[0], "rank 64; this server trains ranks up to 8"),
-        (ids[1], "policy 'a' is not in training"),
-    ):
-        with pytest.raises(UserError, match=message):
-            server.get(id)
-    with pytest.raises(Conflict):
-        server.durable.submit("a", 3, Create(CONFIGS["a"], 2))
-    assert server.durable.submit("a", 3, Create(CONFIGS["a"], 1)) == ids[2]
-    with pytest.raises(UserError, match="every is 0"):
-        Durable(server.durable.states.parent, server.training, server.database, every=0)
-
-
 def test_a_device_that_fails_loses_nothing_that_was_accepted(rng, server_of, monkeypatch):
     server = server_of()
     plan = plan_of(rng, CONFIGS["a"], 1)
-    first = server.durable.submit("a", 1, plan[0])
-    server.get(first)
-
+    server.get(server.send("a", plan[0]))
     accepted = threading.Event()
 
     def broken(*args):
@@ -223,31 +456,28 @@ def test_a_device_that_fails_loses_nothing_that_was_accepted(rng, server_of, mon
 
     monkeypatch.setattr(server.live, "step", broken)
     monkeypatch.setattr(threading, "excepthook", lambda told: None)
-    ids = [server.durable.submit("a", i, call) for i, call in enumerate(plan[1:], 2)]
+    ids = [server.send("a", call) for call in plan[1:]]
+    waiting = server.durable.do("a", lambda live: None)
     accepted.set()
     server.thread.join(DEADLINE_S)
-    until = time.monotonic() + DEADLINE_S
-    while server.durable.failed is None:
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        waiting.result(0)
     with pytest.raises(UserError, match="this server takes no more requests: the device is lost"):
         server.durable.submit("a", 99, plan[-1])
     server.end()
     monkeypatch.undo()
     server = server_of()
     assert np.isfinite(server.get(ids[-1]).loss)
-    assert held_of(server, "a").steps == 1
+    assert server.state_of("a").steps == 1
 
 
-def test_a_damaged_snapshot_is_told(rng, server_of, tmp_path):
+def test_a_damaged_snapshot_is_refused(rng, server_of, tmp_path):
     server = server_of(every=1)
-    for i, call in enumerate(plan_of(rng, CONFIGS["a"], 1), 1):
-        last = server.durable.submit("a", i, call)
+    for call in plan_of(rng, CONFIGS["a"], 1):
+        last = server.send("a", call)
     server.get(last)
-    path, give_up = path_of(tmp_path / "one" / "states", "a"), time.monotonic() + 60
-    while not path.exists() and time.monotonic() < give_up:  # it is written behind the answer
-        time.sleep(0.02)
     server.end()
+    path = path_of(tmp_path / "one" / "states", "a")
     data = bytearray(path.read_bytes())
     assert Snapshot.read(path).model == "a"
     data[int(rng.integers(len(data)))] ^= 1 << int(rng.integers(8))

@@ -75,7 +75,7 @@ def look(folder: Path) -> dict[str, int]:
                 assert outcome == victim.outcome(model, seq_id)
                 counts["done"] += 1
         while (request := futures.take()) is not None:
-            assert request.body == victim.body(request.model, request.seq_id)
+            assert futures.body(request.id) == victim.body(request.model, request.seq_id)
             if not victim.fails(request.seq_id):
                 state.setdefault(request.model, []).append(request.seq_id)
             counts["again" if request.is_again else "run"] += 1

@@ -2,6 +2,8 @@
 for another who floods.
 """
 
+import contextlib
+import itertools
 import threading
 
 import numpy as np
@@ -10,7 +12,10 @@ import pytest
 from mint_jax.errors import UserError
 from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import Request
+from mint_jax.service.calls import ForwardBackward, Optim
+from mint_jax.service.durable import Durable
 from mint_jax.service.loop import Loop
+from mint_jax.service.server_db import ServerDatabase
 from mint_jax.train.state import OptimizerConfig
 from mint_jax.train.trainer import Trainer
 from tests.rollout.serving_test import contended
@@ -24,18 +29,24 @@ def world(rng, tiny_base):
 
 
 @pytest.fixture
-def loop_of(world):
-    def make(**settings):
-        live = Trainer(world.base, slots={8: 2}, shapes=SHAPES)
-        return Loop(
-            Engine(world.base, rows=(8,), steps=2),
-            live,
-            world.residency,
-            commit_bytes=4000,
-            **settings,
-        )
+def loop_of(world, tmp_path):
+    with contextlib.ExitStack() as opened:
 
-    return make
+        def make(**settings):
+            engine = Engine(world.base, rows=(8,), steps=2)
+            database = opened.enter_context(ServerDatabase(tmp_path / "server.db"))
+            live = Trainer(world.base, slots={8: 2}, shapes=SHAPES)
+            training = Durable(tmp_path, live, database, wake=engine.wake)
+            opened.callback(training.close)
+            return Loop(engine, training, world.residency, commit_bytes=4000, **settings)
+
+        yield make
+
+
+def update(rng, rate=None):
+    loss = coefs("cross_entropy")
+    found = [ForwardBackward(random_data(rng, "cross_entropy"), loss) for _ in range(2)]
+    return found if rate is None else [*found, Optim(OptimizerConfig(rate, max_grad_norm=0.0))]
 
 
 def prompts(rng, count):
@@ -65,20 +76,11 @@ def test_a_revision_is_sampled_with_the_same_bits_while_policies_train(rng, worl
     ended, sampled = threading.Event(), []
 
     def train(name):
+        numbers, rate = itertools.count(1), 1e30 if name == "b" else 1e-3
         while not ended.is_set():
-            mine = [
-                random_data(np.random.default_rng(len(sampled)), "cross_entropy") for _ in range(2)
-            ]
-            futures = [
-                loop.training.forward_backward(name, data, coefs("cross_entropy"), tenant=name)
-                for data in mine
-            ]
-            rate = 1e30 if name == "b" else 1e-3
-            futures.append(
-                loop.training.optim(name, OptimizerConfig(rate, max_grad_norm=0.0), tenant=name)
-            )
-            for future in futures:
-                future.result(60)
+            calls = update(np.random.default_rng(len(sampled)), rate)
+            ids = [loop.training.submit(name, next(numbers), call) for call in calls]
+            assert None not in [loop.training.result(id, 60) for id in ids]
             sampled.append(name)
 
     with loop.running():
@@ -112,7 +114,7 @@ def test_a_revision_is_sampled_with_the_same_bits_while_policies_train(rng, worl
 
 
 def test_slices_are_small_while_rows_decode(rng, world, loop_of, monkeypatch):
-    loop, bounds = loop_of(gap_s=0.25, idle_gap_s=4.0), []
+    loop, bounds, ids = loop_of(gap_s=0.25, idle_gap_s=4.0), [], []
     loop.training.live.join("a", random_state(rng, world.base, CONFIGS["a"]))
     step = loop.training.live.step
     monkeypatch.setattr(
@@ -124,18 +126,12 @@ def test_slices_are_small_while_rows_decode(rng, world, loop_of, monkeypatch):
     )
     with loop.running():
         stream = loop.engine.submit(Request((1, 2, 3), max_tokens=64, temperature=1.0, stop_ids=()))
-        futures = [
-            loop.training.forward_backward(
-                "a", random_data(rng, "cross_entropy"), coefs("cross_entropy")
-            )
-            for _ in range(3)
-        ]
-        for future in futures:
-            future.result(60)
+        for call in update(rng):
+            ids.append(loop.training.submit("a", len(ids) + 1, call))
+        assert None not in [loop.training.result(id, 60) for id in ids]
         stream.result(60)
-        loop.training.forward_backward(
-            "a", random_data(rng, "cross_entropy"), coefs("cross_entropy")
-        ).result(60)
+        last = loop.training.submit("a", len(ids) + 1, update(rng)[0])
+        assert loop.training.result(last, 60) is not None
     assert all(bound == (0.25 if decoding else 4.0) for bound, decoding in bounds)
     assert bounds[-1] == (4.0, False)
 
@@ -179,12 +175,11 @@ def test_a_failure_of_training_ends_samples_too(rng, loop_of, monkeypatch):
         stream = loop.engine.submit(
             Request((1, 2, 3), max_tokens=200, temperature=1.0, stop_ids=())
         )
-        future = loop.training.forward_backward(
-            "a", random_data(rng, "cross_entropy"), coefs("cross_entropy")
-        )
+        id = loop.training.submit("a", 1, update(rng)[0])
         released.set()
-        for each in (stream, future):
-            with pytest.raises(RuntimeError, match="the device is lost"):
-                each.result(60)
+        with pytest.raises(RuntimeError, match="the device is lost"):
+            stream.result(60)
+        assert loop.training.result(id) is None, "a restart runs it"
+        assert str(loop.training.failed) == "the device is lost"
         with pytest.raises(UserError, match="the engine is stopping"):
             loop.engine.submit(Request((1, 2, 3)))

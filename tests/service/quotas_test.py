@@ -117,7 +117,7 @@ def test_a_request_that_others_wait_for_is_let_in():
     assert quotas.begin(("m", 1), "a", 5)
     with pytest.raises(Busy):  # one of a model, no more
         quotas.begin(("m", 2.5), "a", 5)
-    quotas.end_all("m")
+    quotas.end_request("m", None)
     assert not quotas.tokens
 
 

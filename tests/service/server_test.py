@@ -349,5 +349,5 @@ def test_a_policy_that_is_forgotten_on_a_full_disk_leaves_a_folder_that_opens(
     with serve("crashed").running() as server:
         assert model in server.durable.restored
         # behind what the start asked of the policy
-        trained = server.loop.training.do(model, lambda live: model in live)
+        trained = server.durable.do(model, lambda live: model in live)
         assert not trained.result(WAIT_S)

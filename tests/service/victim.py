@@ -62,8 +62,9 @@ class Victim:
         self.lock = threading.Lock()
         self.state, places = load(folder)
         self.lines = os.open(folder / "told", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-        self.futures = Futures(ServerDatabase(folder / "server.db"), places)
-        self.futures.acknowledge(acknowledged)  # the last may not have reached the disk
+        self.futures = Futures(ServerDatabase(folder / "server.db"), places, keep_s=0.01)
+        for id in acknowledged:  # the last may not have reached the disk
+            self.futures.delivered(id)
 
     def say(self, *fields: object) -> None:
         os.write(self.lines, (json.dumps(fields) + "\n").encode())
@@ -87,10 +88,10 @@ class Victim:
         """The one who owns the states."""
         choice = random.Random(f"{self.seed} executor")
         while True:
-            request = self.futures.take(5)
-            if request is None:
+            if (request := self.futures.take()) is None:
+                time.sleep(0.0005)
                 continue
-            assert request.body == body(request.model, request.seq_id)
+            assert self.futures.body(request.id) == body(request.model, request.seq_id)
             if not fails(request.seq_id):
                 self.state.setdefault(request.model, []).append(request.seq_id)
             self.futures.finish(request.id, outcome(request.model, request.seq_id))
@@ -113,12 +114,10 @@ class Victim:
             self.say(
                 "result", id, found.result.decode() if isinstance(found, Done) else found.error
             )
-            self.futures.delivered(id)
             if choice.random() < 0.9:
                 self.say("acknowledging", id)
-                self.futures.acknowledge([id])
-            if choice.random() < 0.1:
-                self.futures.expire()
+                self.futures.delivered(id)
+            self.futures.expire()
 
     def run(self) -> None:
         def work(task, *arguments) -> None:

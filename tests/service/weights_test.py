@@ -137,15 +137,6 @@ def test_nothing_beside_the_folder_is_read(rng, world, weights, tmp_path):
         closed.load("x", str(tmp_path / "outside"), "default")
 
 
-def test_a_folder_that_is_no_adapter_of_the_base_says_why(rng, world, weights, tmp_path):
-    peft_folder(world, rng, tmp_path / "adapters" / "broken")
-    (tmp_path / "adapters" / "broken" / "adapter_config.json").write_text("{")
-    with pytest.raises(UserError, match="adapter_config"):
-        weights.load("x", "broken", "default")
-    with pytest.raises(NotFound):
-        weights.resolve("x", "default")
-
-
 def test_pages_are_the_whole_list_in_any_size(world):
     weights = Weights(world.base, world.catalog, also=("Other",))
     for n in range(5):

@@ -16,9 +16,8 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from mint_jax.errors import UserError
-from mint_jax.service.calls import ForwardBackward
+from mint_jax.service.calls import ForwardBackward, Trained
 from mint_jax.service.tinker_types import RequestPlace
-from mint_jax.service.training import Trained
 from mint_jax.service.validation import Body, Text, check, parse
 from mint_jax.service.wire import losses, messages, tensors
 from mint_jax.service.wire.reading import ModelInput, is_protobuf, need_json, proto_tokens, shown
