@@ -284,22 +284,17 @@ class Book:
         values = tenant, self.clock(), model, model
         return self._page(Checkpoint, where, values, limit, offset)
 
-    def checkpoint_bytes(self, tenant: str) -> int:
-        """Returns the bytes of a tenant's checkpoints, each content once."""
-        query = f"SELECT DISTINCT digest, nbytes FROM checkpoints WHERE tenant = ? AND {_LIVE}"
-        query = f"SELECT COALESCE(SUM(nbytes), 0) FROM ({query})"
-        return self._scalar(query, tenant, self.clock())
-
-    def checkpoint_totals(self, tenant: str, session: str) -> tuple[int, int]:
-        """Returns the number and the bytes of the checkpoints of a session's models."""
-        query = """SELECT COUNT(*), COALESCE(SUM(nbytes), 0) FROM checkpoints WHERE tenant = ?
-            AND model IN (SELECT id FROM models WHERE tenant = ? AND session = ?)"""
-        count, nbytes = self.database.read(query, tenant, tenant, session)[0]
+    def checkpoint_totals(self, tenant: str, session: str | None = None) -> tuple[int, int]:
+        """Returns the number of checkpoints of a session's models, or of all, and their bytes, each
+        content once.
+        """
+        models = "SELECT id FROM models WHERE session = ?2"
+        where = "tenant = ?1 AND (expires IS NULL OR expires > ?3)"
+        found = f"FROM checkpoints WHERE {where} AND (?2 IS NULL OR model IN ({models}))"
+        query = f"""SELECT (SELECT COUNT(*) {found}), COALESCE(SUM(nbytes), 0)
+            FROM (SELECT DISTINCT digest, nbytes {found})"""
+        count, nbytes = self.database.read(query, tenant, session, self.clock())[0]
         return count, nbytes
-
-    def count_checkpoints(self, tenant: str) -> int:
-        query = f"SELECT COUNT(*) FROM checkpoints WHERE tenant = ? AND {_LIVE}"
-        return self._scalar(query, tenant, self.clock())
 
     def change_checkpoint(self, checkpoint: Checkpoint, **values: Any) -> None:
         """Sets ``expires`` or ``public`` of the tenant's checkpoint of this path. Raises
@@ -326,10 +321,6 @@ class Book:
     def unused(self, digest: str) -> bool:
         """Returns whether no checkpoint and no sampler names these bytes."""
         return bool(self._scalar(f"SELECT {_UNNAMED.format('?1')}", digest))
-
-    def named(self) -> set[str]:
-        """Returns the digests of all checkpoints."""
-        return {row[0] for row in self.database.read("SELECT DISTINCT digest FROM checkpoints")}
 
     def reclaimable(self) -> list[tuple[str, str, str]]:
         """Returns digest, policy and kind of removed checkpoints whose bytes no row names now; the

@@ -371,10 +371,9 @@ class Checkpoints:
         """Deletes what a killed process left: half-written files, and bytes whose row was never
         committed. Called before the first save.
         """
-        named = self.book.named()
         for path in (*self.folder.iterdir(), *(self.folder / "external").glob("*")):
             digest = path.name.removesuffix(".safetensors")
-            if path.name.startswith(".") or (is_digest(digest) and digest not in named):
+            if path.name.startswith(".") or (is_digest(digest) and self.book.unused(digest)):
                 if path.is_dir():
                     shutil.rmtree(path, ignore_errors=True)
                 else:

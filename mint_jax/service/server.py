@@ -159,7 +159,7 @@ class Server:
                 self.specs,
                 {bucket: slots.targets(bucket) for bucket in slots.stacks},
             )
-            self.tenancy = Tenancy(self.book, self.quotas, self._state_bytes, sizes.session_s)
+            self.tenancy = Tenancy(self.book, self.quotas, sizes.session_s)
             self.checkpoints = Checkpoints(
                 folder / "checkpoints",
                 self.book,
@@ -401,6 +401,11 @@ class Server:
             raise UserError(f"nothing is to be trained: set one of {', '.join(self.families)}")
         return AdapterConfig(rank, ALPHA, tuple(targets))
 
+    def about(self, config: AdapterConfig) -> dict[str, Any]:
+        """Returns details of a model: rank, and the bytes of its weights and two moments."""
+        nbytes = 3 * params_lib.nbytes(lora_tree.adapter_specs(self.specs, config))
+        return {"rank": config.rank, "nbytes": nbytes}
+
     def trained_families(self, config: AdapterConfig) -> dict[str, bool]:
         """Returns the families of projections that an adapter has."""
         return {
@@ -415,14 +420,9 @@ class Server:
         """
         self.book.session(tenant, session)
         row = self.book.checkpoint(tenant, *checkpoints_.parse(source), published=True)
-        config = self.checkpoints.config(row)
-        told = {
-            "rank": config.rank,
-            "train": self.trained_families(config),
-            "metadata": row.details.get("metadata"),
-            "copy_of": source,
-        }
-        model = self.book.add_model(session, place, tenant, told)
+        about = {"metadata": row.details.get("metadata"), "copy_of": source}
+        about |= self.about(self.checkpoints.config(row))
+        model = self.book.add_model(session, place, tenant, about)
         if model.details.get("copy_of") != source:
             raise Conflict(f"model {model.id!r} is another one: give a copy a new model_seq_id")
         self.book.end_model(model.id)
@@ -463,12 +463,6 @@ class Server:
             if new and ended:  # refused, or the same request again, which has ended already
                 self.quotas.end(key)
         return id
-
-    def _state_bytes(self, rank: int, train: Mapping[str, bool]) -> int:
-        """Returns the bytes of a policy's weights and two moments."""
-        return 3 * params_lib.nbytes(
-            lora_tree.adapter_specs(self.specs, self.adapter_config(rank, train))
-        )
 
 
 def _attempt(step: Callable[[], Any]) -> None:

@@ -10,23 +10,12 @@ from mint_jax.service.quotas import OverQuota, Quotas
 
 
 class Tenancy:
-    """Open sessions and quotas of one server; may be called from any thread.
-
-    Args:
-        state_bytes: returns the bytes of a policy's training state from its rank and the families
-            of projections that it trains.
-        session_s: seconds without contact after which a session ends.
+    """Open sessions and quotas of one server; may be called from any thread. A session ends after
+    ``session_s`` seconds without contact.
     """
 
-    def __init__(
-        self,
-        book: Book,
-        quotas: Quotas,
-        state_bytes: Callable[[int, Mapping[str, bool]], int],
-        session_s: float,
-    ):
-        self._book, self._quotas, self._state_bytes = book, quotas, state_bytes
-        self.session_s = session_s
+    def __init__(self, book: Book, quotas: Quotas, session_s: float):
+        self._book, self._quotas, self.session_s = book, quotas, session_s
         self.monotonic: Callable[[], float] = time.monotonic
         self._adding = threading.Lock()  # of the check of a quota and the new model
         # of open sessions: tenant and time of the last contact
@@ -88,7 +77,7 @@ class Tenancy:
                         f" {quota.policies}: unload one, or finish a session that is no longer"
                         " needed; its checkpoints stay"
                     )
-                self._check_room(tenant, self._bytes_of(details), others)
+                self._check_room(tenant, details["nbytes"], others)
             return self._book.add_model(session, number, tenant, details)
 
     def need_room(self, tenant: str, more: int) -> None:
@@ -99,14 +88,11 @@ class Tenancy:
     def _trained(self, tenant: str) -> list[Model]:
         return [model for model in self._book.living(tenant) if "rank" in model.details]
 
-    def _bytes_of(self, details: Mapping[str, Any]) -> int:
-        return self._state_bytes(details["rank"], details["train"])
-
     def _check_room(self, tenant: str, more: int, trained: list[Model]) -> None:
         if (limit := self._quotas.of(tenant).bytes) is None:
             return
-        used = self._book.checkpoint_bytes(tenant)
-        used += sum(self._bytes_of(model.details) for model in trained)
+        used = self._book.checkpoint_totals(tenant)[1]
+        used += sum(model.details["nbytes"] for model in trained)
         if used + more > limit:
             raise OverQuota(
                 f"tenant {tenant} has {used} bytes of checkpoints and training states and asks for"

@@ -133,7 +133,7 @@ class Tinker:
             lora = {} if body.lora_config is None else body.lora_config.model_dump()
             train = {family: lora.get(family, True) for family in self.server.families}
             config = self.server.adapter_config(lora.get("rank", 32), train)
-            about.update(rank=config.rank, train=train)
+            about.update(self.server.about(config))
             # the default seed is the model's name, so that a repeated request is the same
             seed = lora.get("seed")
             return Create(config, zlib.crc32(id.encode()) if seed is None else seed)
@@ -153,7 +153,7 @@ class Tinker:
         if isinstance(call, Load):
             row = self.server.book.checkpoint(tenant, *checkpoints.parse(call.path), published=True)
             config = self.server.checkpoints.config(row)
-            about |= {"rank": config.rank, "train": self.server.trained_families(config)}
+            about |= self.server.about(config)
         await self._add(place, tenant, about)
         return await self._submit(f"{place.session_id}:train:{place.model_seq_id}", tenant, 0, call)
 

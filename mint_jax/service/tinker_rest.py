@@ -87,7 +87,7 @@ class Rest:
         limit, offset = _page(query_of(PageQuery, request))
         book, tenant = self.server.book, tenant_of(request)
         found = [_shown(row) for row in book.checkpoints(tenant, limit=limit, offset=offset)]
-        return _listed("checkpoints", found, offset, limit, book.count_checkpoints(tenant))
+        return _listed("checkpoints", found, offset, limit, book.checkpoint_totals(tenant)[0])
 
     async def checkpoints_of(self, request: Request) -> Response:
         book, tenant = self.server.book, tenant_of(request)

@@ -1,94 +1,177 @@
-"""kill -9 of a process that submits, runs, acknowledges, takes snapshots and deletes: every id that
-was given out is found again, and every request changes its model's state once, in order.
+"""kill -9 of a process that submits, runs, delivers and takes snapshots: every id that was given
+out is found again, and every request changes its model's state once, in order.
 
-Each victim loads the last snapshot, replays, and goes on; between two victims this process opens
-the database and compares.
+``python -m tests.service.kill_test FOLDER SEED`` is the process that is killed. It loads the last
+snapshot, replays, and continues; between two of them the test opens the database and compares.
+FOLDER has the database, ``state.json`` with the last snapshot, and ``log``: a line of JSON for each
+thing that a client was told, written right after it was.
 """
 
+import json
 import os
 import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from mint_jax.service.futures import Gone
-from tests.service import victim
-from tests.service.conftest import opened
+from mint_jax.files import write_file
+from mint_jax.service.futures import Category, Done, Failed, Futures, Gone, Outcome
+from mint_jax.service.server_db import ServerDatabase
 
 ROOT = Path(__file__).parents[2]
+MODELS = ("a", "b", "c")
+WINDOW = 3  # requests of a model that are submitted out of order
+
+
+def fails(seq_id: int) -> bool:
+    return seq_id % 7 == 0
+
+
+def body(model: str, seq_id: int) -> bytes:
+    return f"{model} {seq_id} ".encode() * (seq_id % 30)
+
+
+def outcome(model: str, seq_id: int) -> Outcome:
+    if fails(seq_id):
+        return Failed(f"no {seq_id}", Category.USER)
+    return Done(body(model, seq_id)[:50])
+
+
+def load(folder: Path) -> tuple[dict[str, list[int]], dict[str, int]]:
+    """Returns the numbers of the requests in each model's snapshot, and its place."""
+    path = folder / "state.json"
+    return tuple(json.loads(path.read_text())) if path.exists() else ({}, {})  # type: ignore[return-value]
+
+
+def log_of(folder: Path) -> list[list]:
+    """Returns all that clients were told so far; a line is one write, which no kill divides."""
+    path = folder / "log"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def work(folder: Path, seed: int) -> None:
+    """Runs clients, an executor and collectors of results forever."""
+    known = log_of(folder)
+    given = {(line[1], line[2]): line[3] for line in known if line[0] == "given"}
+    delivered = {line[1] for line in known if line[0] == "delivering"}
+    waiting = [id for id in given.values() if id not in delivered]
+    lines = os.open(folder / "log", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    state, places = load(folder)
+    futures = Futures(ServerDatabase(folder / "server.db"), places, keep_s=0.01)
+    for id in delivered:  # the last notes may not have reached the disk
+        futures.delivered(id)
+
+    def write(*fields: object) -> None:
+        os.write(lines, (json.dumps(fields) + "\n").encode())
+
+    def submit(choice: random.Random, model: str) -> None:
+        first = 1
+        while True:
+            window = [n for n in range(first, first + WINDOW) if (model, n) not in given]
+            choice.shuffle(window)
+            for seq_id in window:
+                id = futures.submit(model, seq_id, "step", body(model, seq_id))
+                write("given", model, seq_id, id)
+                if choice.random() < 0.7:
+                    futures.wait(id, 0.002)  # not too far ahead of the others
+                waiting.append(id)
+            first += WINDOW
+
+    def execute(choice: random.Random, _: str) -> None:
+        while True:
+            if (request := futures.take()) is None:
+                time.sleep(0.0005)
+                continue
+            assert futures.body(request.id) == body(request.model, request.seq_id)
+            if not fails(request.seq_id):
+                state.setdefault(request.model, []).append(request.seq_id)
+            futures.finish(request.id, outcome(request.model, request.seq_id))
+            if choice.random() < 0.1:
+                now = {model: futures.place(model) for model in state}
+                write_file(folder / "state.json", json.dumps([state, now]))
+                for model, place in now.items():
+                    futures.snapshot(model, place)
+
+    def collect(choice: random.Random, _: str) -> None:
+        while True:
+            id = waiting.pop(choice.randrange(min(4, len(waiting)))) if waiting else ""
+            if not id or futures.wait(id, 0.01) is None:
+                waiting.extend([id] if id else [])
+                time.sleep(0.0005)
+                continue
+            write("result", id)
+            if choice.random() < 0.9:
+                write("delivering", id)
+                futures.delivered(id)
+            futures.expire()
+
+    def run(task, name: str) -> None:
+        try:
+            task(random.Random(f"{seed} {task.__name__} {name}"), name)
+        except BaseException as error:
+            write("error", repr(error))
+            os._exit(1)
+
+    for task, name in [*((submit, model) for model in MODELS), (execute, ""), (collect, "")]:
+        threading.Thread(target=run, args=(task, name)).start()
+    print("started", flush=True)
 
 
 def kill(folder: Path, choice: random.Random) -> None:
-    """Starts a victim and kills it at a random moment of its work."""
-    command = [
-        sys.executable,
-        "-m",
-        "tests.service.victim",
-        str(folder),
-        str(choice.getrandbits(30)),
-    ]
+    """Starts a process and kills it at a random moment of its work."""
+    command = [sys.executable, "-m", "tests.service.kill_test", folder, str(choice.getrandbits(30))]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(
+    with subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "begun\n"
-    time.sleep(choice.uniform(0, 0.15))
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL, victim.told(folder)[-1]
-    process.stdout.close()
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "started\n"
+        time.sleep(choice.uniform(0, 0.15))
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL, log_of(folder)[-1]
 
 
-def look(folder: Path) -> dict[str, int]:
-    """Opens what a victim has left, and compares; counts."""
-    known = victim.told(folder)
+def compare(folder: Path) -> int:
+    """Opens what a killed process has left, and compares; returns how many ids were given out."""
+    known = log_of(folder)
     assert not [line for line in known if line[0] == "error"]
     given: dict[tuple[str, int], str] = {}
     for _, model, seq_id, id in (line for line in known if line[0] == "given"):
         assert given.setdefault((model, seq_id), id) == id
     assert len(set(given.values())) == len(given)
-    acknowledged = {line[1] for line in known if line[0] == "acknowledging"}
-    delivered = {line[1] for line in known if line[0] == "result"}
-    state, places = victim.load(folder)
-    counts = {"given": len(given), "gone": 0, "pending": 0, "done": 0, "run": 0, "again": 0}
-    with opened(folder, places) as futures:
+    delivered = {line[1] for line in known if line[0] == "delivering"}
+    had_results = {line[1] for line in known if line[0] == "result"}
+    state, places = load(folder)
+    with ServerDatabase(folder / "server.db") as database:
+        futures = Futures(database, places)
         for (model, seq_id), id in given.items():
             try:
-                outcome = futures.wait(id)
+                found = futures.wait(id)
             except Gone:
-                assert id in acknowledged, (
-                    f"request {seq_id} of {model} was given {id}, which is lost"
-                )
-                counts["gone"] += 1
+                assert id in delivered, f"request {seq_id} of {model} was given {id}, which is lost"
                 continue
-            if outcome is None:
-                assert id not in delivered, (
-                    f"request {seq_id} of {model} had a result, which is lost"
-                )
-                counts["pending"] += 1
-                assert futures.submit(model, seq_id, "step", victim.body(model, seq_id)) == id
+            if found is None:
+                assert id not in had_results, f"request {seq_id} of {model} had a result"
+                assert futures.submit(model, seq_id, "step", body(model, seq_id)) == id
             else:
-                assert outcome == victim.outcome(model, seq_id)
-                counts["done"] += 1
+                assert found == outcome(model, seq_id)
         while (request := futures.take()) is not None:
-            assert futures.body(request.id) == victim.body(request.model, request.seq_id)
-            if not victim.fails(request.seq_id):
+            assert futures.body(request.id) == body(request.model, request.seq_id)
+            if not fails(request.seq_id):
                 state.setdefault(request.model, []).append(request.seq_id)
-            counts["again" if request.is_again else "run"] += 1
-    for applied in state.values():
-        assert applied == [
-            n for n in range(1, max(applied, default=0) + 1) if not victim.fails(n)
-        ], "twice, lost or out of order"
-    for model in victim.MODELS:
-        first_not_given = next(n for n in range(1, len(given) + 2) if (model, n) not in given)
-        assert {n for n in range(1, first_not_given) if not victim.fails(n)} <= {
-            *state.get(model, ())
-        }, "accepted, and never run"
-    return counts
+    for model in MODELS:
+        applied = state.get(model, [])
+        up_to = max(applied, default=0)
+        assert applied == [n for n in range(1, up_to + 1) if not fails(n)], "twice or out of order"
+        not_given = next(n for n in range(1, len(given) + 2) if (model, n) not in given)
+        accepted = {n for n in range(1, not_given) if not fails(n)}
+        assert accepted <= set(applied), "accepted, and never run"
+    return len(given)
 
 
 @pytest.mark.parametrize(
@@ -97,9 +180,11 @@ def look(folder: Path) -> dict[str, int]:
 )
 def test_a_killed_service_loses_no_request_and_runs_none_twice(memory, kills):
     choice = random.Random(int(os.environ["MINT_TEST_SEED"]))
-    counts = look(memory)
     for _ in range(kills):
         kill(memory, choice)
-        counts = look(memory)
-    print(f"\n{counts}")
-    assert counts["given"] > 0
+        given = compare(memory)
+    assert given > 0
+
+
+if __name__ == "__main__":
+    work(Path(sys.argv[1]), int(sys.argv[2]))

@@ -191,7 +191,7 @@ def test_bytes_of_states_and_checkpoints(rng, site, limited):
     )
     trainer.optim_step(NUMBERS).result()
     size, has = site.held(trainer).without_gradients().nbytes, owned(site)
-    assert site.server._state_bytes(8, dict.fromkeys(site.server.families, True)) == size, (
+    assert site.server.book.model("default", trainer.model_id).details["nbytes"] == size, (
         "a state is what it is counted as"
     )
     limited(bytes=has + size + size // 2)
@@ -215,8 +215,8 @@ def test_bytes_of_states_and_checkpoints(rng, site, limited):
 
 def owned(site):
     living = [model.details for model in site.server.book.living("default")]
-    return site.server.book.checkpoint_bytes("default") + sum(
-        site.server._state_bytes(one["rank"], one["train"]) for one in living if "rank" in one
+    return site.server.book.checkpoint_totals("default")[1] + sum(
+        one.get("nbytes", 0) for one in living
     )
 
 

@@ -59,7 +59,7 @@ def jump(monkeypatch):
 
 def model_of(server: Server) -> tuple[str, str]:
     session = server.book.open_session("default", {})
-    return session, server.book.add_model(session, 0, "default", {"rank": 1, "train": {}}).id
+    return session, server.book.add_model(session, 0, "default", {"rank": 1, "nbytes": 0}).id
 
 
 @pytest.mark.parametrize("seconds", [-YEARS, YEARS])

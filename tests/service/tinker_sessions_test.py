@@ -97,7 +97,7 @@ def test_sessions_are_searched(made):
 def test_pages_follow_a_cursor(made, site):  # noqa: F811
     first = page(made, limit=3).sessions[-1]
     assert (first.owner, first.checkpoints_count, first.status) == ("default", 1, SessionActive())
-    assert first.checkpoint_storage_bytes == site.server.book.checkpoint_bytes("default")
+    assert first.checkpoint_storage_bytes == site.server.book.checkpoint_totals("default")[1]
     (second,) = page(made, display_name="second").sessions
     errored = ClientSessionFinished(reason=ClientSessionFinishErrored(), detail="out of money")
     assert second.status == errored
