@@ -1,15 +1,14 @@
 """Answers that live as long as the process: samples, and other results that need not survive a
 restart, after which clients repeat their requests.
 
-An answer is kept until it is acknowledged, ``keep_s`` seconds after it was delivered, or
-``forgotten_s`` after it ended; less long if all answers together exceed ``kept_bytes``. A client
+An answer is kept until it is acknowledged, ``KEEP_S`` seconds after it was delivered, or
+``FORGOTTEN_S`` after it ended; less long if all answers together exceed ``kept_bytes``. A client
 can poll for a whole group, such as a sampler's requests, and gets the ended ones in the order of a
 cursor.
 
 ``end`` may be called from any thread, everything else in the event loop.
 """
 
-import collections
 import dataclasses
 import threading
 import time
@@ -32,12 +31,13 @@ class Answer:
 
     Attributes:
         group: of the requests that are polled together.
-        number: of the request in its group.
+        number: of the request in its group; None if it is never repeated.
         body: digest of the request's body, so that a number is not used for two requests.
         what: a stream to cancel; None once the request has ended.
         count: number of samples.
         nbytes: memory of the value.
         value, failure: one of them is set once the request has ended.
+        place: in the order of its group's ends.
     """
 
     id: str
@@ -79,37 +79,29 @@ class Answers:
     def __init__(
         self,
         clock: Callable[[], float] = time.monotonic,
-        keep_s: float = KEEP_S,
-        forgotten_s: float = FORGOTTEN_S,
         start: int = 0,
         kept_bytes: int = KEPT_BYTES,
     ):
-        self._clock, self.keep_s, self.forgotten_s = clock, keep_s, forgotten_s
-        self.kept_bytes, self._nbytes = kept_bytes, 0
+        self._clock, self.kept_bytes, self._nbytes = clock, kept_bytes, 0
         self._lock = threading.Lock()
         self._waker = Waker()
         self._answers: dict[str, Answer] = {}
-        self._numbers: dict[tuple[str, int], str] = {}
-        self._ends: dict[str, collections.OrderedDict[int, Answer]] = {}  # of each group, by place
+        self._numbers: dict[tuple[str, int], Answer] = {}
+        self._ends: dict[str, dict[int, Answer]] = {}  # of each group, by place
         self._places = start * PLACES
 
     def __len__(self) -> int:
         return len(self._answers)
 
     def begin(self, group: str, number: int | None, body: str) -> tuple[Answer, bool]:
-        """Returns the answer to a request, and whether it is new.
-
-        Args:
-            number: of the request in its group; a known number is the same request, repeated.
-                None: it is never repeated.
+        """Returns the answer to a request, and whether it is new: a known number of a group is the
+        same request, repeated.
 
         Raises:
             Conflict: another request had this number.
         """
         with self._lock:
-            known = None if number is None else self._numbers.get((group, number))
-            if known is not None:
-                found = self._answers[known]
+            if number is not None and (found := self._numbers.get((group, number))) is not None:
                 if found.body != body:
                     raise Conflict(
                         f"request {number} of {group!r} was another one: give a new request a new"
@@ -119,7 +111,7 @@ class Answers:
             answer = Answer(PREFIX + uuid.uuid4().hex, group, number, body)
             self._answers[answer.id] = answer
             if number is not None:
-                self._numbers[group, number] = answer.id
+                self._numbers[group, number] = answer
         return answer, True
 
     def withdraw(self, answer: Answer) -> None:
@@ -134,22 +126,19 @@ class Answers:
         failure: BaseException | None = None,
         nbytes: int = 0,
     ) -> None:
-        """Ends a request. If all answers together have too many bytes, earlier ones are dropped,
-        delivered ones first.
-
-        Args:
-            nbytes: memory of ``value``.
+        """Ends a request; ``nbytes`` is the memory of ``value``. If all answers together have too
+        many bytes, earlier ones are dropped, delivered ones first.
         """
         with self._lock:
-            answer.value, answer.failure = value, failure
-            answer.ended, answer.what = self._clock(), None
+            answer.value, answer.failure, answer.what = value, failure, None
+            answer.ended = self._clock()
             if answer.id in self._answers:
                 answer.nbytes = nbytes
                 self._nbytes += nbytes
                 self._make_room(answer)
             self._places += 1
             answer.place = self._places
-            self._ends.setdefault(answer.group, collections.OrderedDict())[answer.place] = answer
+            self._ends.setdefault(answer.group, {})[answer.place] = answer
         self._waker.wake((answer.id, answer.group))
 
     def _make_room(self, newest: Answer) -> None:
@@ -158,9 +147,8 @@ class Answers:
         ended = [
             one for one in self._answers.values() if one.ended is not None and one is not newest
         ]
-        for one in sorted(
-            ended, key=lambda one: (one.delivered is None, one.delivered or one.ended)
-        ):
+        ended.sort(key=lambda one: (one.delivered is None, one.delivered or one.ended))
+        for one in ended:
             if self._nbytes <= self.kept_bytes * 3 // 4:  # so that the next answers fit too
                 break
             self._drop(one)
@@ -171,8 +159,7 @@ class Answers:
         Raises:
             Gone: the id is unknown or its answer was dropped.
         """
-        found = self._answers.get(id)
-        if found is None:
+        if (found := self._answers.get(id)) is None:
             raise unknown(id)
         return found
 
@@ -181,11 +168,7 @@ class Answers:
         return (found := self._answers.get(id)) is not None and found.group == group
 
     async def wait(self, id: str, timeout_s: float) -> Answer | None:
-        """Returns an answer once it has ended; None on timeout.
-
-        Raises:
-            Gone: see ``find``.
-        """
+        """Returns an answer once it has ended; None on timeout. Raises ``Gone`` as ``find``."""
         found = self.find(id)
         return await self._waker.wait_task(
             id, lambda: None if found.ended is None else found, timeout_s
@@ -195,18 +178,17 @@ class Answers:
         self, group: str, cursor: int, timeout_s: float
     ) -> tuple[list[Answer], int]:
         """Returns a group's answers that ended after a cursor, and the next cursor."""
-        found = await self._waker.wait_task(
-            group, lambda: self._behind(group, cursor) or None, timeout_s
-        )
-        found = found or []
+
+        def ended() -> list[Answer] | None:
+            with self._lock:
+                places = self._ends.get(group, {}).items()
+                return [answer for place, answer in places if place > cursor] or None
+
+        found = await self._waker.wait_task(group, ended, timeout_s) or []
         return found, max([cursor, *(answer.place for answer in found)])
 
-    def _behind(self, group: str, cursor: int) -> list[Answer]:
-        with self._lock:
-            return [answer for place, answer in self._ends.get(group, {}).items() if place > cursor]
-
     def delivered(self, answer: Answer) -> None:
-        """Marks an answer as delivered: it is kept for another ``keep_s``."""
+        """Marks an answer as delivered: it is kept for another ``KEEP_S`` seconds."""
         answer.delivered = self._clock()
 
     def acknowledge(self, ids: Iterable[str]) -> None:
@@ -219,19 +201,18 @@ class Answers:
     def expire(self) -> int:
         """Drops expired answers; returns their number."""
         now = self._clock()
+
+        def expired(one: Answer) -> bool:
+            if one.ended is None:
+                return False
+            delivered = now if one.delivered is None else one.delivered
+            return now - one.ended > FORGOTTEN_S or now - delivered > KEEP_S
+
         with self._lock:
-            expired = [
-                one
-                for one in self._answers.values()
-                if one.ended is not None
-                and (
-                    now - one.ended > self.forgotten_s
-                    or (one.delivered is not None and now - one.delivered > self.keep_s)
-                )
-            ]
-            for one in expired:
+            dropped = [one for one in self._answers.values() if expired(one)]
+            for one in dropped:
                 self._drop(one)
-        return len(expired)
+        return len(dropped)
 
     def _drop(self, answer: Answer) -> None:
         if self._answers.pop(answer.id, None) is not None:

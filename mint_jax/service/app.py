@@ -1,9 +1,11 @@
 """The HTTP application: all routes over one server, behind the gate, and its web server."""
 
 import contextlib
+import functools
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import uvicorn
@@ -61,21 +63,15 @@ def make(
 
     Args:
         hosts: see ``Gate``.
-        bounds: limits of the fields of OpenAI's API.
+        bounds: limits of fields of OpenAI's API.
     """
     monitor = monitoring.monitor_of(server)
     browsers, openai = Browsers(keys), OpenAI(server, bounds)
-    parts = (
-        Tinker(server),
-        Sampling(server),
-        Futures(server),
-        Sessions(server),
-        Rest(server),
-        MintExtras(server),
-    )
-    exchange = Exchange(Tokens() if keys is None else keys.tokens)
+    parts = [kind(server) for kind in (Tinker, Sampling, Futures, Sessions, Rest, MintExtras)]
+    tokens = Tokens() if keys is None else keys.tokens
+    auth = SimpleNamespace(token=functools.partial(exchange, tokens))
     routes = [
-        *endpoints.routes(endpoints.tinker_endpoints(), exchange, *parts),
+        *endpoints.routes(endpoints.tinker_endpoints(), auth, *parts),
         *endpoints.routes(endpoints.openai_endpoints(), openai),
         *monitor.routes(),
         monitoring.cost_route(server.costs),
@@ -83,22 +79,15 @@ def make(
         *Console(server, browsers, openai).routes(),
     ]
     app = Starlette(routes=routes, exception_handlers=HANDLERS | {HTTPException: unrouted})
-    return monitor.around(
-        Gate(app, keys, limits, quotas=server.quotas, browsers=browsers, hosts=hosts)
-    )
+    gate = Gate(app, keys, limits, quotas=server.quotas, browsers=browsers, hosts=hosts)
+    return monitor.around(gate)
 
 
-class Exchange:
-    """Exchanges keys for tokens."""
-
-    def __init__(self, tokens: Tokens):
-        self._tokens = tokens
-
-    async def token(self, request: Request) -> Response:
-        """Refuses a token: a stolen one could otherwise renew itself forever."""
-        if getattr(request.state, "by_token", False):
-            return JSONResponse({"detail": "this is a token already: send the API key"}, 403)
-        return JSONResponse({"jwt": self._tokens.make(getattr(request.state, "key", "-"))})
+async def exchange(tokens: Tokens, request: Request) -> Response:
+    """Exchanges a key for a token. Refuses a token: a stolen one could otherwise renew itself."""
+    if getattr(request.state, "by_token", False):
+        return JSONResponse({"detail": "this is a token already: send the API key"}, 403)
+    return JSONResponse({"jwt": tokens.make(getattr(request.state, "key", "-"))})
 
 
 class Web(uvicorn.Server):
@@ -124,18 +113,10 @@ class Web(uvicorn.Server):
         started: Callable[[int], None] = lambda port: None,
         **options: Any,
     ):
-        settings = {
-            "log_config": None,
-            "access_log": False,
-            "http": connections.timed(),
-            "ws": "none",
-            "lifespan": "off",
-        } | options
-        super().__init__(
-            uvicorn.Config(
-                app, host, port, timeout_graceful_shutdown=DRAIN_S, backlog=2048, **settings
-            )
-        )
+        settings = {"log_config": None, "access_log": False, "ws": "none", "lifespan": "off"}
+        settings |= {"timeout_graceful_shutdown": DRAIN_S, "backlog": 2048}
+        settings |= {"http": connections.timed(), **options}
+        super().__init__(uvicorn.Config(app, host, port, **settings))
         self._server, self._when_started, self.stopped_by = server, started, ""
 
     async def startup(self, sockets: Any = None) -> None:

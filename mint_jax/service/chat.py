@@ -116,7 +116,7 @@ class Tools:
 
     @property
     def marker(self) -> str:
-        """Text that ends an answer's content: see ``Growing``."""
+        """Text that ends an answer's content: see ``TextStream``."""
         return MARKER if self.forced is None else ""
 
     def calls_in(self, answer: str) -> tuple[str, list[Call]]:
@@ -126,8 +126,7 @@ class Tools:
         if self.form is not None:
             content, calls = tool_calls.read(answer, self.form, self.schemas)
             return content, calls if self.parallel else calls[:1]
-        value = tool_calls.value_of(answer)
-        if value is None:
+        if (value := tool_calls.value_of(answer)) is None:
             return answer, []
         call = Call(self.forced, answer) if self.forced else tool_calls.call_of(value)
         return ("", [call]) if call is not None else (answer, [])
@@ -149,17 +148,16 @@ def tools_of(
     Raises:
         BadRequest: the choice is not among the tools, or the template's calls cannot be parsed.
     """
-    if not tools:
-        if choice not in (None, "none", "auto"):
-            raise wrong("tool_choice", choice, "none or auto without tools: give tools")
+    if not tools and choice not in (None, "none", "auto"):
+        raise wrong("tool_choice", choice, "none or auto without tools: give tools")
+    if not tools or choice == "none":
         return None
     given = [tool["function"] for tool in tools]
     functions = {one["name"]: one.get("parameters") or {"type": "object"} for one in given}
-    if choice == "none":
-        return None
     if choice is None or choice == "auto":
-        takes, template = takes_tools(tokenizer), tokenizer.sources[1] or ""
-        form = tool_calls.form_of(template) if takes else tool_calls.json_object
+        form = tool_calls.json_object
+        if takes_tools(tokenizer):
+            form = tool_calls.form_of(tokenizer.sources[1] or "")
         if form is None:
             raise BadRequest(
                 "tools",
@@ -180,12 +178,8 @@ def tools_of(
 
 def _call_schema(name: str, parameters: dict[str, Any]) -> dict[str, Any]:
     properties = {"name": {"const": name}, "arguments": parameters}
-    return {
-        "type": "object",
-        "properties": properties,
-        "required": ["name", "arguments"],
-        "additionalProperties": False,
-    }
+    fields = {"required": [*properties], "additionalProperties": False}
+    return {"type": "object", "properties": properties, **fields}
 
 
 def prompt_of(
@@ -227,31 +221,34 @@ def as_text(
     """Returns messages with tools, calls and results written as text, for a template without any
     of them.
     """
+
+    def written(value: Any) -> str:
+        return json.dumps(value, ensure_ascii=False)
+
     out: list[TemplateMessage] = []
+    last = None  # the last message's role
     for message in messages:
-        message = dict(message)
-        calls = message.pop("tool_calls", None)
-        if calls:
-            made = [
-                {"name": call["function"]["name"], "arguments": call["function"]["arguments"]}
-                for call in calls
-            ]
-            written = [f"{MARKER}\n{json.dumps(call, ensure_ascii=False)}\n{END}" for call in made]
-            message["content"] = "\n".join(filter(None, [message["content"], *written]))
-        if message["role"] in ("tool", "function"):
-            content = RESULT.format(content=message["content"])
-            if out and out[-1].get("results"):
-                out[-1]["content"] += "\n" + content
-                continue
-            message = {"role": "user", "content": content, "results": True}
-        out.append(message)
+        role, content = message["role"], message["content"]
+        calls = [
+            {name: call["function"][name] for name in ("name", "arguments")}
+            for call in message.get("tool_calls", ())
+        ]
+        texts = [content, *(f"{MARKER}\n{written(call)}\n{END}" for call in calls)]
+        new = {key: value for key, value in message.items() if key != "tool_calls"}
+        if role in ("tool", "function"):
+            texts = [RESULT.format(content=content)]
+            if last in ("tool", "function"):
+                texts.insert(0, out.pop()["content"])
+            new = {"role": "user"}
+        out.append(new | {"content": "\n".join(filter(None, texts))})
+        last = role
     if tools:
-        text = SHOWN.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+        text = SHOWN.format(tools="\n".join(map(written, tools)))
         if out[0]["role"] == "system":
             out[0]["content"] = f"{out[0]['content']}\n\n{text}"
         else:
             out.insert(0, {"role": "system", "content": text})
-    return [{key: value for key, value in message.items() if key != "results"} for message in out]
+    return out
 
 
 def _for_template(given: Mapping[str, Any], has_developer: bool) -> TemplateMessage:
@@ -259,20 +256,14 @@ def _for_template(given: Mapping[str, Any], has_developer: bool) -> TemplateMess
 
     A null is the same as absent; ``developer`` becomes ``system`` for templates without that role.
     """
-    message = {
-        key: value
-        for key, value in given.items()
-        if value is not None and key not in ("refusal", "tool_calls")
-    }
+    message = {key: value for key, value in given.items() if value is not None}
+    refusal, content = message.pop("refusal", ""), message.get("content")
+    if isinstance(content, list):
+        content = "\n".join(filter(None, (part[part["type"]] for part in content)))
+    message["content"] = refusal if content is None else content
     if given["role"] == "developer" and not has_developer:
         message["role"] = "system"
-    content = given.get("content")
-    if content is None:
-        content = given.get("refusal") or ""
-    elif isinstance(content, list):
-        content = "\n".join(filter(None, (part[part["type"]] for part in content)))
-    message["content"] = content
-    if calls := given.get("tool_calls"):
+    if calls := message.pop("tool_calls", None):
         message["tool_calls"] = [_with_object(call) for call in calls]
     return message
 

@@ -5,16 +5,13 @@ The gate, the routes and OpenAPI are made from this table.
 
 import dataclasses
 import functools
-import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from starlette.routing import Route
+from starlette.routing import Route, compile_path
 
-from mint_jax.errors import UserError
 from mint_jax.service import openai_types as openai
 from mint_jax.service import tinker_types as tinker
-from mint_jax.service.keys import SCOPES
 from mint_jax.service.queries import CostsQuery, ModelsQuery, PageQuery, RunsQuery
 from mint_jax.service.responses import ResponseBody
 
@@ -199,42 +196,22 @@ def console_endpoints() -> Iterator[Endpoint]:
 
 
 class Table:
-    """Finds the endpoint of a request.
-
-    Raises:
-        UserError: an unknown scope, or two endpoints with one method and path.
-    """
+    """Finds the endpoint of a request."""
 
     def __init__(self, endpoints: Iterable[Endpoint]):
         self.endpoints = tuple(endpoints)
-        self._exact: dict[tuple[str, str], Endpoint] = {}
-        self._patterns: list[tuple[str, re.Pattern[str], Endpoint]] = []
-        for one in self.endpoints:
-            for scope in one.scopes or ():
-                if scope not in SCOPES:
-                    raise UserError(
-                        f"endpoint {one.path} has scope {scope!r}; expected some of"
-                        f" {', '.join(SCOPES)}"
-                    )
-            if (one.method, one.path) in self._exact:
-                raise UserError(f"{one.method} {one.path} has two endpoints: leave one")
-            self._exact[one.method, one.path] = one
-            if "{" in one.path:
-                pattern = re.sub(r"\\{\w+:path\\}", ".+", re.escape(one.path))
-                pattern = re.sub(r"\\{\w+\\}", "[^/]+", pattern)
-                self._patterns.append((one.method, re.compile(pattern, re.DOTALL), one))
+        self._exact = {(one.method, one.path): one for one in self.endpoints if "{" not in one.path}
+        self._patterns = [
+            (one.method, compile_path(one.path)[0], one)
+            for one in self.endpoints
+            if "{" in one.path
+        ]
 
     def find(self, method: str, path: str) -> Endpoint | None:
         """Returns the endpoint of a request; None if there is none: it needs any key."""
-        method = "GET" if method == "HEAD" else method
-        path = path.rstrip("/") or "/"
-        exact = self._exact.get((method, path))
-        if exact is not None and "{" not in path:
-            return exact
-        matches = (
-            one for of, pattern, one in self._patterns if of == method and pattern.fullmatch(path)
-        )
-        return next(matches, None)
+        method, path = "GET" if method == "HEAD" else method, path.rstrip("/") or "/"
+        matches = (one for m, pattern, one in self._patterns if m == method and pattern.match(path))
+        return self._exact.get((method, path)) or next(matches, None)
 
 
 def routes(endpoints: Iterable[Endpoint], *owners: Any) -> list[Route]:

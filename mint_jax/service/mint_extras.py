@@ -18,11 +18,11 @@ from mint_jax.catalog.packed import Schema, digest_of, pack, unpack
 from mint_jax.digest import blake3_of
 from mint_jax.errors import UserError
 from mint_jax.service import checkpoints
-from mint_jax.service.answers import Answer
+from mint_jax.service.answers import group_of
 from mint_jax.service.book import Checkpoint, NotFound
 from mint_jax.service.calls import Refused
 from mint_jax.service.handlers import body_of, tenant_of
-from mint_jax.service.interpolation import Interpolated, interpolate
+from mint_jax.service.interpolation import interpolate
 from mint_jax.service.server import Server
 from mint_jax.service.tinker_types import Interpolate, ReverseKl
 
@@ -58,8 +58,16 @@ class MintExtras:
         if body.output_path is not None:
             name = checkpoints.check_name(body.output_path)
         rows = [self._source(tenant, path, published=i > 0) for i, path in enumerate(paths)]
-        answer, _ = self.server.answers.begin(f"{tenant}/{rows[0].model}", None, digest)
-        task = asyncio.create_task(self._end(answer, rows, coefficients, name))
+        answer, _ = self.server.answers.begin(group_of(tenant, rows[0].model), None, digest)
+
+        async def end() -> None:
+            try:
+                value = await asyncio.to_thread(self._sum, digest, rows, coefficients, name)
+                self.server.answers.end(answer, value)
+            except Exception as failure:
+                self.server.answers.end(answer, failure=failure)
+
+        task = asyncio.create_task(end())
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         return JSONResponse({"request_id": answer.id, "model_id": rows[0].model})
@@ -84,73 +92,44 @@ class MintExtras:
             )
         return row
 
-    async def _end(
-        self, answer: Answer, rows: list[Checkpoint], coefficients: list[float], name: str
-    ) -> None:
-        """Ends the answer with the sum, or with its failure."""
-        try:
-            value = await asyncio.to_thread(self._summed, answer.body, rows, coefficients, name)
-            self.server.answers.end(answer, value)
-        except Exception as failure:
-            self.server.answers.end(answer, failure=failure)
-
-    def _summed(
+    def _sum(
         self, request: str, rows: list[Checkpoint], coefficients: list[float], name: str
     ) -> dict[str, Any]:
-        """Makes the checkpoint and returns the result."""
-        server, paths = self.server, [row.path for row in rows]
+        """Makes the checkpoint and returns the result. Its revision belongs to a policy of its own:
+        all revisions of a policy have one rank, and sums may have another.
+        """
+        server, first = self.server, rows[0]
         unpacked = [unpack(server.checkpoints.fetch(row.digest)) for row in rows]
         sources = [(adapter, schema.config) for adapter, schema in unpacked]
         # the smallest rank of a slot in which the sum is exact, else the largest rank
         ranks, whole = sorted(server.sizes.adapters), sum(config.rank for _, config in sources)
         rank = next((rank for rank in ranks if rank >= whole), ranks[-1])
         made = interpolate(sources, coefficients, server.specs, rank)
-        notes = {"source_paths": paths, "coefficients": coefficients}
-        row = self._keep(request, rows[0], name, made, notes)
+
+        base = server.base.fingerprint
+        schema = Schema(base, made.config)
+        policy = f"{first.tenant}/{first.model}:sums:{blake3_of(schema.to_json().encode())[:16]}"
+        data = pack(params_lib.nest(made.factors), schema)
+        digest, config = digest_of(data), dataclasses.asdict(made.config)
+        notes = {"source_paths": [row.path for row in rows], "coefficients": coefficients}
+        details = {"config": config, "base": base, "metadata": notes, "policy": policy}
+        about = (first.model, "sampler_weights", name, first.tenant, digest, len(data), request)
+        row = Checkpoint(*about, details, server.book.clock(), None, False)
+        with server.checkpoints.naming, server.checkpoints.using(digest, policy):
+            server.book.need_free(row.model, row.kind, row.name, request)
+            server.checkpoints.need_room(first.tenant, len(data))
+            origin = "sum of sampler weights"
+            server.catalog.export(policy, data, 0, create=True, by="service", origin=origin)
+            server.book.add_checkpoint(row)
         return {
             "type": "mint_interpolate_checkpoints",
             "path": row.path,
             "checkpoint_type": "sampler",
-            "source_paths": paths,
-            "coefficients": coefficients,
             "has_rank_shards": False,
             "rank": made.config.rank,
             "relative_error": made.error,
+            **notes,
         }
-
-    def _keep(
-        self,
-        request: str,
-        first: Checkpoint,
-        name: str,
-        made: Interpolated,
-        metadata: dict[str, Any],
-    ) -> Checkpoint:
-        """Returns the row of a sum. Its revision belongs to a policy of its own: all revisions of a
-        policy have one rank, and sums may have another.
-        """
-        server = self.server
-        schema = Schema(server.base.fingerprint, made.config)
-        policy = f"{first.tenant}/{first.model}:sums:{blake3_of(schema.to_json().encode())[:16]}"
-        data = pack(params_lib.nest(made.factors), schema)
-        digest = digest_of(data)
-        details = {
-            "config": dataclasses.asdict(made.config),
-            "base": server.base.fingerprint,
-            "metadata": metadata,
-            "policy": policy,
-        }
-        now = server.book.clock()
-        about = (first.model, "sampler_weights", name, first.tenant, digest, len(data), request)
-        row = Checkpoint(*about, details, now, None, False)
-        with server.checkpoints.naming, server.checkpoints.using(digest, policy):
-            server.book.need_free(row.model, row.kind, row.name, request)
-            server.checkpoints.need_room(first.tenant, len(data))
-            server.catalog.export(
-                policy, data, 0, create=True, by="service", origin="sum of sampler weights"
-            )
-            server.book.add_checkpoint(row)
-        return row
 
     async def reverse_kl(self, request: Request) -> Response:
         """Fails its future; a numbered request uses up its number."""
@@ -162,6 +141,6 @@ class MintExtras:
             refused = Refused(NO_REVERSE_KL)
             id = await self.server.durable.submit_task(model.id, body.seq_id + 1, refused)
             return JSONResponse({"request_id": id, "model_id": model.id})
-        answer, _ = self.server.answers.begin(f"{tenant}/{model.id}", None, "")
+        answer, _ = self.server.answers.begin(group_of(tenant, model.id), None, "")
         self.server.answers.end(answer, failure=UserError(NO_REVERSE_KL))
         return JSONResponse({"request_id": answer.id, "model_id": model.id})

@@ -30,7 +30,14 @@ from mint_jax.service.handover import Handover, Inbox
 from mint_jax.service.openai_answers import Answer
 from mint_jax.service.openai_types import OPENAI, TOO_LONG, Bounds, ChatBody, CompletionBody
 from mint_jax.service.queries import ModelsQuery, query_of
-from mint_jax.service.responses import Response, ResponseBody, Store, own_names, response_of
+from mint_jax.service.responses import (
+    Response,
+    ResponseBody,
+    Store,
+    chat_body_of,
+    conversation_of,
+    own_names,
+)
 from mint_jax.service.server import Server
 from mint_jax.service.text_stream import TokenTexts
 from mint_jax.service.validation import BadRequest, check, parse
@@ -106,13 +113,13 @@ class OpenAI:
         if not isinstance(body, ResponseBody):
             answer = self._answer(body, model)
             return answer, self._submit(answer, tenant)
-        spec = response_of(body, tenant, self._store)
+        messages = conversation_of(body, tenant, self._store)
         try:
-            answer = self._answer(check(ChatBody, spec.chat), model)
+            answer = self._answer(check(ChatBody, chat_body_of(body, messages)), model)
             streams = self._submit(answer, tenant)
         except BadRequest as error:
             raise own_names(error) from None
-        return Response(answer, spec, tenant, self._store), streams
+        return Response(answer, body, messages, tenant, self._store), streams
 
     def _answer(self, body: CompletionBody | ChatBody, model: Model) -> Answer:
         base, cache = self._server.base, self._server.engine.cache

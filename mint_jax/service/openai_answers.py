@@ -83,7 +83,7 @@ class Answer:
                 choices.append(choice | {"finish_reason": self._finish(done, calls)})
         body = self._frame("chat.completion" if self.spec.chat else "text_completion", choices)
         if self.spec.chat:
-            body |= self._about_prompt(self.spec.prompts[0], results[0][0])
+            body |= self._prompt_ids(self.spec.prompts[0])
         return body | {"usage": self.usage_of(results), "mint_revision": self.model.digest}
 
     def _rest(self, prompt: Prompt, done: Completion, sent: int = 0) -> Part:
@@ -159,7 +159,7 @@ class Answer:
         if self.spec.chat and first:
             role = {"role": "assistant", "content": "", "refusal": None}
             opening = {"index": index, "delta": role, "logprobs": None, "finish_reason": None}
-            out.append(self._frame(self._kind, [opening]) | self._about_prompt(prompt, done))
+            out.append(self._frame(self._kind, [opening]) | self._prompt_ids(prompt))
         choice = self._choice(index, prompt, part, done, first)
         if self.spec.chat:
             delta: dict[str, Any] = {"content": part.text} if part.text or not calls else {}
@@ -204,22 +204,19 @@ class Answer:
                 choice["logprobs"] = {"content": tokens, "refusal": None}
             return choice
         if first:
-            choice |= self._about_prompt(prompt, done)
+            choice |= self._prompt_ids(prompt)
         choice["text"] = (prompt.text if spec.echo and first else "") + part.text
         if spec.logprobs:
             if spec.echo:
                 assert done is not None, "scores of prompts come with the whole completion"
                 offsets = Offsets(self._texts, special=True)
                 offsets.add(prompt.tokens, prompt.text)
-                entries = [*self._prompt_entries(prompt, done), *entries]
+                scores, top = done.prompt_logprobs or [], done.top_prompt_logprobs
+                start: Entry = (prompt.tokens[0], None, [])
+                entries = [start, *_entries(prompt.tokens[1:], scores, top), *entries]
                 starts = [*offsets.starts, *(len(prompt.text) + start for start in starts)]
             choice["logprobs"] = self._table(entries, starts)
         return choice
-
-    def _prompt_entries(self, prompt: Prompt, done: Completion) -> list[Entry]:
-        k, tokens = self.spec.request.top_logprobs, prompt.tokens
-        rest = _entries(tokens[1:], done.prompt_logprobs or [], done.top_prompt_logprobs)
-        return [(tokens[0], None, []), *((token, p, top[:k]) for token, p, top in rest)]
 
     def _name(self, token: int) -> str:
         if self.spec.body.return_tokens_as_token_ids:
@@ -252,23 +249,9 @@ class Answer:
 
         return shown(token, logprob) | {"top_logprobs": [shown(*one) for one in likeliest]}
 
-    def _about_prompt(self, prompt: Prompt, done: Completion | None) -> dict[str, Any]:
-        """Returns vLLM's fields: the prompt's ids, and its tokens' log-probabilities by id."""
-        tokens, k = prompt.tokens, self.spec.body.prompt_logprobs
-        ids = {"prompt_token_ids": list(tokens)} if self.spec.body.return_token_ids else {}
-        if k is None or done is None:
-            return ids
-        places: list[Any] = [None]
-        scores = _entries(tokens[1:], done.prompt_logprobs or [], done.top_prompt_logprobs)
-        for token, logprob, top in scores:
-            place = {
-                str(i): {"logprob": p, "rank": rank, "decoded_token": self._name(i)}
-                for rank, (i, p) in enumerate(top[:k], 1)
-            }
-            own = {"logprob": logprob, "rank": None, "decoded_token": self._name(token)}
-            place.setdefault(str(token), own)["logprob"] = logprob
-            places.append(place)
-        return ids | {"prompt_logprobs": places}
+    def _prompt_ids(self, prompt: Prompt) -> dict[str, Any]:
+        ids = self.spec.body.return_token_ids
+        return {"prompt_token_ids": list(prompt.tokens)} if ids else {}
 
     def _calls(self, index: int, done: Completion) -> tuple[str, list[dict[str, Any]]]:
         """Returns an answer's content and its tool calls."""

@@ -25,7 +25,6 @@ from mint_jax.service.validation import (
     Like,
     Text,
     TokenId,
-    parse,
     unsupported,
     wrong,
 )
@@ -43,7 +42,6 @@ SAME += ("repetition_penalty",)
 Ids = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Schema = dict[str, Any]
 Count = Annotated[int, Field(ge=1)]
-Samples = Annotated[int, Field(ge=1, le=MAX_SAMPLES)]
 Top = Annotated[int, Field(ge=0, le=ALTERNATIVES)]
 Temperature = Annotated[float, Field(ge=0, le=1e30)]
 TopP = Annotated[float, Field(gt=0, le=1)]
@@ -57,24 +55,19 @@ Prompts = Annotated[
     Field(union_mode="left_to_right"),
 ]
 
+ABSENT = ("allowed_token_ids", "truncate_prompt_tokens", "prompt_embeds", "audio", "chat_template")
+ABSENT += ("web_search_options", "structural_tag", "prompt_logprobs", "guided_json")
+ABSENT += ("guided_regex", "guided_choice", "guided_grammar")
+FALSE = ("use_beam_search", "include_stop_str_in_output", "continue_final_message")
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {  # field -> values that mean "not used"
+    **dict.fromkeys(ABSENT, (None,)),
+    **dict.fromkeys(FALSE, (None, False)),
+    **dict.fromkeys(("bad_words", "functions"), (None, [])),
     "suffix": (None, ""),
-    "use_beam_search": (None, False),
-    "include_stop_str_in_output": (None, False),
     "skip_special_tokens": (None, True),
     "min_tokens": (None, 0),
-    "bad_words": (None, []),
-    "allowed_token_ids": (None,),
-    "truncate_prompt_tokens": (None,),
-    "prompt_embeds": (None,),
-    "functions": (None, []),
     "modalities": (None, ["text"]),
-    "audio": (None,),
-    "web_search_options": (None,),
-    "chat_template": (None,),
-    "continue_final_message": (None, False),
-    "guided_grammar": (None,),
-    "structural_tag": (None,),
+    "best_of": (None, 1),
 }
 
 
@@ -98,7 +91,7 @@ class ResponseFormat(Body):
 
 
 class StructuredOutputs(Body):
-    json_: Schema | str | None = Field(None, alias="json")
+    json_: Schema | None = Field(None, alias="json")
     regex: Text | None = None
     choice: Annotated[list[Text], Field(min_length=1)] | None = None
 
@@ -109,7 +102,7 @@ class SamplingFields(refusing("SamplingFields", UNSUPPORTED)):
     model: Text
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: Samples | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
@@ -125,13 +118,9 @@ class SamplingFields(refusing("SamplingFields", UNSUPPORTED)):
     ) = None
     ignore_eos: bool | None = None
     max_tokens: Count | None = None
-    prompt_logprobs: Top | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     response_format: ResponseFormat | None = None
-    guided_json: Schema | str | None = None
-    guided_regex: Text | None = None
-    guided_choice: Annotated[list[Text], Field(min_length=1)] | None = None
     structured_outputs: StructuredOutputs | None = None
 
 
@@ -143,7 +132,6 @@ class CompletionBody(SamplingFields):
     logprobs: Top | None = None
     echo: bool | None = None
     add_special_tokens: bool | None = None
-    best_of: Samples | None = Field(None, description="Equal to n.")
 
 
 class ChatBody(SamplingFields):
@@ -257,7 +245,7 @@ class CompletionSpec:
     @property
     def whole(self) -> bool:
         """The answer is known only when a completion ends, so a stream has it in one chunk."""
-        return self.body.prompt_logprobs is not None or (self.echo and self.logprobs)
+        return self.echo and self.logprobs
 
 
 def completion_of(body: CompletionBody, tokenizer: Tokenizer) -> CompletionSpec:
@@ -265,15 +253,14 @@ def completion_of(body: CompletionBody, tokenizer: Tokenizer) -> CompletionSpec:
     tokens = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
     if not tokens and not body.echo:
         raise wrong("max_tokens", 0, "1 or more without echo")
-    n = body.n or 1
-    if body.best_of not in (None, n):
-        raise wrong("best_of", body.best_of, "the value of n: all samples are returned unranked")
     prompts = _prompts(body, tokenizer)
-    if len(prompts) * n > MAX_CHOICES:
+    if len(prompts) * (body.n or 1) > MAX_CHOICES:
         raise wrong("n", body.n, f"at most {MAX_CHOICES} completions of {len(prompts)} prompts")
     field, grammar = _grammar(body)
-    scored = body.logprobs if body.echo else None
-    request = _request(body, tokenizer, max(1, tokens), body.logprobs, scored, grammar)
+    request = _request(body, tokenizer, max(1, tokens), body.logprobs, grammar)
+    if body.echo and body.logprobs is not None:
+        scored = {"prompt_logprobs": True, "top_prompt_logprobs": body.logprobs}
+        request = dataclasses.replace(request, **scored)
     return CompletionSpec(body, prompts, request, NAMES | dict.fromkeys(grammar, field))
 
 
@@ -308,7 +295,7 @@ def chat_of(body: ChatBody, tokenizer: Tokenizer, context: int) -> CompletionSpe
             TOO_LONG,
         )
     most = body.max_completion_tokens or body.max_tokens or context - len(tokens)
-    request = _request(body, tokenizer, most, body.top_logprobs, None, grammar)
+    request = _request(body, tokenizer, most, body.top_logprobs, grammar)
     names = NAMES | {"prompt": "messages"} | dict.fromkeys(grammar, field)
     return CompletionSpec(body, [Prompt(tokens, "")], request, names, tools)
 
@@ -318,22 +305,15 @@ def _request(
     tokenizer: Tokenizer,
     max_tokens: int,
     top: int | None,
-    scored: int | None,
     grammar: Mapping[str, Any],
 ) -> Request:
-    """Returns the sampling settings.
-
-    Args:
-        top: number of alternatives at each sampled token.
-        scored: number of alternatives at each token of an echoed prompt; None without scores.
-    """
+    """Returns the sampling settings; ``top`` is the number of alternatives at each token."""
     if body.stream_options is not None and not body.stream:
         raise BadRequest(
             "stream_options",
             "stream_options is given, but stream is not true: leave it out, or stream",
         )
     ends = () if body.ignore_eos else tokenizer.eos_ids
-    counts = [count for count in (body.prompt_logprobs, scored) if count is not None]
     settings = {name: getattr(body, name) for name in SAME}
     return Request(
         (),
@@ -345,38 +325,27 @@ def _request(
         stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
         stop_ids=tuple(dict.fromkeys((*ends, *(body.stop_token_ids or ())))),
         top_logprobs=top or 0,
-        prompt_logprobs=bool(counts),
-        top_prompt_logprobs=max(counts, default=0),
         **{name: value for name, value in settings.items() if value is not None},
         **grammar,
     )
 
 
-class _AnySchema(pydantic.RootModel[Schema]):
-    """A JSON schema that is sent as text."""
-
-
 def _grammar(body: SamplingFields) -> tuple[str, dict[str, Any]]:
     """Returns the field that constrains the answer, and the constraint as ``Request`` names it."""
     found: dict[str, dict[str, Any]] = {}
-    form, outputs = body.response_format, body.structured_outputs
+    form, outputs = body.response_format, body.structured_outputs or StructuredOutputs(json=None)
     if form is not None and form.type == "json_object":
         found["response_format"] = {"json_schema": '{"type": "object"}'}
     elif form is not None and form.type == "json_schema":
         if form.json_schema is None or form.json_schema.schema_ is None:
             raise wrong("response_format.json_schema.schema", None, "a JSON schema")
         found["response_format"] = {"json_schema": json.dumps(form.json_schema.schema_)}
-    given = [("guided_", body.guided_json, body.guided_regex, body.guided_choice)]
-    if outputs is not None:
-        given.append(("structured_outputs.", outputs.json_, outputs.regex, outputs.choice))
-    for prefix, schema, regex, choice in given:
-        if schema is not None:
-            schema = schema if isinstance(schema, dict) else parse(_AnySchema, schema.encode()).root
-            found[f"{prefix}json"] = {"json_schema": json.dumps(schema)}
-        if regex is not None:
-            found[f"{prefix}regex"] = {"regex": regex}
-        if choice is not None:
-            found[f"{prefix}choice"] = {"choice": tuple(choice)}
+    if outputs.json_ is not None:
+        found["structured_outputs.json"] = {"json_schema": json.dumps(outputs.json_)}
+    if outputs.regex is not None:
+        found["structured_outputs.regex"] = {"regex": outputs.regex}
+    if outputs.choice is not None:
+        found["structured_outputs.choice"] = {"choice": tuple(outputs.choice)}
     if len(found) > 1:
         raise BadRequest(list(found)[1], f"{' and '.join(found)} are given: give one of them")
     return next(iter(found.items()), ("", {}))

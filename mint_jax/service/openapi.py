@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from mint_jax.service.endpoints import JSON, OPENAI_PREFIXES, PROTOBUF, TABLE, Endpoint
-from mint_jax.service.openai_types import OPENAI, Bounds, Count
+from mint_jax.service.openai_types import OPENAI, Bounds
 
 Schema = dict[str, Any]
 SCHEMAS = "#/components/schemas/"
@@ -32,51 +32,39 @@ STATUSES = {  # other than success
     429: "The server is loaded: ask again after Retry-After.",
     503: "The server cannot serve now: ask again.",
 }
-Tokens = Annotated[int, Field(ge=0)]
-Choices = Annotated[list[Schema], Field(min_length=1, description="As in OpenAI's API.")]
-USAGE = dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), Tokens)
-GENERATED = {"id": str, "model": str, "mint_revision": str | None}
-ANSWERS: dict[str, type[pydantic.BaseModel]] = {}
 
 
-def _answer(name: str, **fields: Any) -> Any:
-    """Documents an answer by its fields' types."""
+def _model(name: str, **fields: Any) -> Any:
+    """Documents an answer, or a part of one, by the types of its fields."""
     required: Any = {field: (type, ...) for field, type in fields.items()}
-    ANSWERS[name] = pydantic.create_model(f"{name}Answer", **required)
-    return ANSWERS[name]
+    return pydantic.create_model(name, **required)
 
 
-_answer("Detail", detail=str)
-fields = _answer("ErrorFields", message=str, type=str, param=str | None, code=str | None)
-_answer("Error", error=fields)
-_answer("Ready", status=str)
-_answer("Token", jwt=str)
-_answer("Session", session_id=str)
-_answer("Future", request_id=str, model_id=str)
-card = {"id": str, "created": int, "owned_by": str, "mint_revision": str | None}
-model = _answer("Model", object=Literal["model"], **card)
-edges = {"has_more": bool, "first_id": str | None, "last_id": str | None}
-_answer("Models", object=Literal["list"], data=list[model], **edges)
-for name, kind in (("Completion", "text_completion"), ("Chat", "chat.completion")):
-    _answer(
-        name,
-        object=Literal[kind],  # type: ignore[valid-type]
-        created=Count,
-        choices=Choices,
-        usage=_answer("Usage", **USAGE),
-        system_fingerprint=str,
-        **GENERATED,
-    )
-_answer(
-    "Response",
-    object=Literal["response"],
-    created_at=Count,
-    status=Literal["completed", "incomplete"],
-    output=list[Schema],
-    usage=Schema,
-    **GENERATED,
+Natural = Annotated[int, Field(ge=0)]
+MORE = {"has_more": bool, "first_id": str | None, "last_id": str | None}
+REVISION = {"id": str, "mint_revision": str | None}
+ERROR = _model("ErrorFields", message=str, type=str, param=str | None, code=str | None)
+CARD = _model("Model", object=Literal["model"], created=int, owned_by=str, **REVISION)
+TOKENS = dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), Natural)
+CHOICES: Any = Annotated[list[Schema], Field(min_length=1, description="As in OpenAI's API.")]
+GENERATED = {"created": Natural, "model": str, "choices": CHOICES, "system_fingerprint": str}
+GENERATED |= {"usage": _model("Usage", **TOKENS), **REVISION}
+STATUS = Literal["completed", "incomplete"]
+RESPONSE = {"created_at": Natural, "status": STATUS, "model": str, "output": list[Schema]}
+ANSWERS = (
+    _model("Detail", detail=str),
+    _model("Error", error=ERROR),
+    _model("Ready", status=str),
+    _model("Token", jwt=str),
+    _model("Session", session_id=str),
+    _model("Future", request_id=str, model_id=str),
+    CARD,
+    _model("Models", object=Literal["list"], data=list[CARD], **MORE),
+    _model("Completion", object=Literal["text_completion"], **GENERATED),
+    _model("Chat", object=Literal["chat.completion"], **GENERATED),
+    _model("Response", object=Literal["response"], usage=Schema, **RESPONSE, **REVISION),
+    _model("Deleted", id=str, object=Literal["response"], deleted=Literal[True]),
 )
-_answer("Deleted", id=str, object=Literal["response"], deleted=Literal[True])
 
 
 def route(context: int, bounds: Bounds = OPENAI) -> Route:
@@ -100,7 +88,7 @@ def document(context: int, bounds: Bounds = OPENAI) -> Schema:
     endpoints = [one for one in TABLE.endpoints if one.summary]
     bodies = {one.body for one in endpoints if one.body is not None}
     _, schemas = pydantic.json_schema.models_json_schema(
-        [(model, "validation") for model in (*bodies, *ANSWERS.values())],
+        [(model, "validation") for model in (*bodies, *ANSWERS)],
         ref_template=SCHEMAS + "{model}",
     )
     for body in bodies:
@@ -145,7 +133,7 @@ def _ref(model: str) -> Schema:
 
 
 def _failed(form: str, code: int) -> Schema:
-    schema = _ref(f"{form}Answer")
+    schema = _ref(form)
     if code == 408:  # a long poll without a result
         queue = {"type": "object", "properties": {"queue_state": {"type": "string"}}}
         schema = {"anyOf": [schema, queue | {"required": ["queue_state"]}]}
@@ -160,12 +148,12 @@ def _operation(one: Endpoint) -> Schema:
     }
     responses[str(one.status)] = {"description": "Success."}
     if one.status == 200:
-        answer = _ref(f"{one.answer}Answer") if one.answer else {"type": "object"}
+        answer = _ref(one.answer) if one.answer else {"type": "object"}
         content = {kind: {"schema": answer} if kind == JSON else {} for kind in one.kinds}
         responses["200"]["content"] = content
     if one.path == "/ready":
         text = "Not now; the status says why."
-        responses["503"] = {"description": text, "content": _json(_ref("ReadyAnswer"))}
+        responses["503"] = {"description": text, "content": _json(_ref("Ready"))}
     tag = "OpenAI" if openai else "Tinker" if one.path.startswith("/api") else "operators"
     out: Schema = {"summary": one.summary, "tags": [tag], "responses": responses}
     if one.query is not None:

@@ -6,8 +6,6 @@ tools, background mode, conversations and reasoning are refused by name.
 """
 
 import collections
-import copy
-import dataclasses
 import json
 import secrets
 import threading
@@ -134,6 +132,11 @@ class ResponseBody(refusing("ResponseFields", UNSUPPORTED)):
     # the fields that chats have too are checked with the chat
     model_config = {"extra": "allow"}
 
+    @property
+    def form(self) -> dict[str, Any]:
+        """Form of the text."""
+        return (self.text and self.text.format) or {"type": "text"}
+
 
 class Unknown(BadRequest):
     """A response is not stored here."""
@@ -187,66 +190,35 @@ class Store:
             self._bytes -= len(found)
 
 
-@dataclasses.dataclass(frozen=True)
-class ResponseSpec:
-    """A validated body.
-
-    Attributes:
-        chat: the body of the chat that is sampled.
-        messages: the conversation, without the instructions.
-        repeated: fields of the body that the response repeats.
-    """
-
-    chat: dict[str, Any]
-    messages: Messages
-    repeated: dict[str, Any]
+def conversation_of(body: ResponseBody, tenant: str, store: Store) -> Messages:
+    """Returns the messages of a body, after those of its previous response. Raises ``Unknown``."""
+    previous = body.previous_response_id
+    before = [] if previous is None else store.get(tenant, previous, "previous_response_id")[1]
+    return [*before, *_messages(body.input)]
 
 
-def response_of(body: ResponseBody, tenant: str, store: Store) -> ResponseSpec:
-    """Returns the spec of a body of ``/responses``. Raises ``BadRequest``."""
-    previous, messages = body.previous_response_id, []
-    if previous is not None:
-        messages = store.get(tenant, previous, "previous_response_id")[1]
-    messages += _messages(body.input)
+def chat_body_of(body: ResponseBody, messages: Messages) -> dict[str, Any]:
+    """Returns the body of the chat that is sampled."""
     chat: dict[str, Any] = body.model_dump(include=KEPT, exclude_unset=True)
-    chat["messages"] = copy.deepcopy(messages)
     if body.instructions is not None:
-        first = chat["messages"][0]
+        text, first = body.instructions, messages[0]
         if first["role"] in ("system", "developer"):
-            first["content"] = f"{body.instructions}\n\n{first['content']}"
+            messages = [first | {"content": f"{text}\n\n{first['content']}"}, *messages[1:]]
         else:
-            chat["messages"].insert(0, {"role": "system", "content": body.instructions})
+            messages = [{"role": "system", "content": text}, *messages]
     fields = "name", "description", "parameters", "strict"
-    chat["tools"] = [
-        {"type": "function", "function": {f: tool[f] for f in fields if tool.get(f) is not None}}
-        for tool in body.tools or []
-    ]
+    tools = [{f: tool[f] for f in fields if tool.get(f) is not None} for tool in body.tools or []]
+    chat["tools"] = [{"type": "function", "function": tool} for tool in tools]
     choice = body.tool_choice
     if isinstance(choice, dict) and choice.get("type") == "function":
         chat["tool_choice"] = {"type": "function", "function": {"name": choice.get("name")}}
-    chat["max_completion_tokens"] = body.max_output_tokens
-    form = (body.text and body.text.format) or {"type": "text"}
-    chat["response_format"] = form
+    form = body.form
     if form["type"] == "json_schema":
-        chat["response_format"] = form | {"json_schema": {"schema": form.get("schema")}}
-    top = body.top_logprobs or 0
-    if top or LOGPROBS in (body.include or ()):
-        chat |= {"logprobs": True, "top_logprobs": top}
-    repeated = {
-        "instructions": body.instructions,
-        "max_output_tokens": body.max_output_tokens,
-        "metadata": body.metadata or {},
-        "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "previous_response_id": previous,
-        "store": body.store is not False,
-        "temperature": 1.0 if body.temperature is None else body.temperature,
-        "text": {"format": form},
-        "tool_choice": choice or "auto",
-        "tools": body.tools or [],
-        "top_logprobs": top,
-        "top_p": 1.0 if body.top_p is None else body.top_p,
-    }
-    return ResponseSpec(chat, messages, repeated)
+        form = form | {"json_schema": {"schema": form.get("schema")}}
+    if body.top_logprobs or LOGPROBS in (body.include or ()):
+        chat |= {"logprobs": True, "top_logprobs": body.top_logprobs}
+    most = body.max_output_tokens
+    return chat | {"messages": messages, "response_format": form, "max_completion_tokens": most}
 
 
 def own_names(error: BadRequest) -> BadRequest:
@@ -292,14 +264,17 @@ class Response:
     """The response to one body, made from the answer to its chat.
 
     Args:
-        answer: the answer to the chat.
+        messages: the conversation, without the instructions.
         store: stores the response for this tenant, if the body asks for it.
     """
 
     end = ""  # text that ends a stream
 
-    def __init__(self, answer: Answer, spec: ResponseSpec, tenant: str, store: Store):
-        self._answer, self._spec, self._tenant, self._store = answer, spec, tenant, store
+    def __init__(
+        self, answer: Answer, body: ResponseBody, messages: Messages, tenant: str, store: Store
+    ):
+        self._answer, self._asked, self._messages = answer, body, messages
+        self._tenant, self._store = tenant, store
         self.spec, self.model = answer.spec, answer.model
         self.id = "resp_" + secrets.token_hex(16)
         self._output: list[dict[str, Any]] = []  # items
@@ -338,10 +313,11 @@ class Response:
             "total_tokens": usage["total_tokens"],
         }
         if body["store"]:
-            self._store.put(self._tenant, body, [*self._spec.messages, message])
+            self._store.put(self._tenant, body, [*self._messages, message])
         return body
 
     def _body(self, status: str) -> dict[str, Any]:
+        asked = self._asked
         return {
             "id": self.id,
             "object": "response",
@@ -350,13 +326,24 @@ class Response:
             "background": False,
             "error": None,
             "incomplete_details": None,
-            "model": self.spec.body.model,
+            "instructions": asked.instructions,
+            "max_output_tokens": asked.max_output_tokens,
+            "metadata": asked.metadata or {},
+            "model": asked.model,
             "output": self._output,
+            "parallel_tool_calls": asked.parallel_tool_calls is not False,
+            "previous_response_id": asked.previous_response_id,
             "reasoning": {"effort": None, "summary": None},
+            "store": asked.store is not False,
+            "temperature": 1.0 if asked.temperature is None else asked.temperature,
+            "text": {"format": asked.form},
+            "tool_choice": asked.tool_choice or "auto",
+            "tools": asked.tools or [],
+            "top_logprobs": asked.top_logprobs or 0,
+            "top_p": 1.0 if asked.top_p is None else asked.top_p,
             "truncation": "disabled",
             "usage": None,
             "user": None,
-            **self._spec.repeated,
             "mint_revision": self.model.digest,
         }
 

@@ -8,6 +8,7 @@ folder, so that tokens outlive a restart; a server without keys has a secret of 
 import contextlib
 import os
 import secrets
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -63,28 +64,22 @@ def _kept(path: Path) -> bytes:
     """
     try:
         if not path.exists():
-            made = path.with_name(f".{FILE}.{secrets.token_hex(8)}")
-            handle = os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            try:
-                os.write(handle, secrets.token_bytes(32))
-                os.fsync(handle)
-                os.link(made, path)
-            except FileExistsError:
-                pass
-            finally:
-                os.close(handle)
-                made.unlink()
-        if path.stat().st_mode & 0o077:
-            raise UserError(
-                f"{path} may be read or written by others (mode {path.stat().st_mode & 0o777:o}):"
-                f" chmod 600 {path}"
-            )
-        data = path.read_bytes()
+            with tempfile.NamedTemporaryFile(dir=path.parent) as made:  # mode 600
+                made.write(secrets.token_bytes(32))
+                made.flush()
+                os.fsync(made.fileno())
+                with contextlib.suppress(FileExistsError):
+                    os.link(made.name, path)
+        mode, data = path.stat().st_mode & 0o777, path.read_bytes()
     except OSError as error:
         raise UserError(
             f"{path} cannot be read or made ({error.strerror}): let the server's user write in its"
             " folder"
         ) from error
+    if mode & 0o077:
+        raise UserError(
+            f"{path} may be read or written by others (mode {mode:o}): chmod 600 {path}"
+        )
     if len(data) != 32:
         raise UserError(
             f"{path} has {len(data)} bytes; expected 32: delete it, and clients ask for new tokens"

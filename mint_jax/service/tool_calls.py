@@ -71,10 +71,10 @@ def read(answer: str, form: Form, schemas: Schemas) -> tuple[str, list[Call]]:
 
 def _behind_end(answer: str, at: int) -> int:
     """Returns the position after the end tag, or after its beginning in a truncated answer."""
-    begin = at + len(answer[at:]) - len(answer[at:].lstrip())
-    if answer.startswith(END, begin):
-        return begin + len(END)
-    return len(answer) if END.startswith(answer[begin:]) else at
+    rest = answer[at:].lstrip()
+    if rest.startswith(END):
+        return len(answer) - len(rest) + len(END)
+    return len(answer) if END.startswith(rest) else at
 
 
 def value_of(text: str) -> Any:
@@ -86,8 +86,10 @@ def value_of(text: str) -> Any:
     return value if isinstance(value, dict) else None
 
 
-def call_of(value: Mapping[str, Any]) -> Call | None:
+def call_of(value: Any) -> Call | None:
     """Returns the call of an object; arguments in JSON text are decoded once."""
+    if not isinstance(value, dict):
+        return None
     name, arguments = value.get("name"), value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, str):
         arguments = value_of(arguments)
@@ -181,49 +183,38 @@ def _pairs(
 
 
 _PYTHON = {"True": True, "False": False, "None": None}  # as templates write these values, too
-_TYPES: dict[str, tuple[type, ...]] = {
-    "object": (dict,),
-    "array": (list,),
-    "boolean": (bool,),
-    "integer": (int,),
+_TYPES = {
+    "object": dict,
+    "array": list,
+    "boolean": bool,
+    "integer": int,
     "number": (int, float),
-    "null": (type(None),),
-    "string": (str,),
+    "null": type(None),
 }
 
 
 def _typed(text: str, schema: Any) -> Any:
-    """Returns the JSON value of a text if the schema takes its type and the type is not a string;
-    else the text.
-    """
-    taken = _types_of(schema)
+    """Returns the JSON value of a text if the schema takes its type, else the text."""
     try:
         value = _PYTHON[text.strip()] if text.strip() in _PYTHON else _DECODER.decode(text)
     except (ValueError, RecursionError):
         return text
-    if isinstance(value, str):  # quoted, as JSON has it, where no plain text is wanted
-        return value if taken and "string" not in taken else text
-    return value if _is_one(value, taken - {"string"}) else text
+    return value if not isinstance(value, str) and _takes(schema, value) else text
 
 
-def _is_one(value: Any, names: set[str]) -> bool:
-    return any(
-        isinstance(value, _TYPES[name]) and isinstance(value, bool) == (name == "boolean")
-        for name in names
-    )
-
-
-def _types_of(schema: Any) -> set[str]:
-    """Returns the names of the JSON types that a schema takes; empty if it does not say."""
+def _takes(schema: Any, value: Any) -> bool:
+    """Returns whether a schema names the type of a value, or has a value of its type."""
     if not isinstance(schema, dict):
-        return set()
-    if (named := schema.get("type")) is not None:
-        named = named if isinstance(named, list) else [named]
-        return {name for name in named if isinstance(name, str) and name in _TYPES}
-    values = [schema["const"]] if "const" in schema else []
-    values = schema["enum"] if isinstance(schema.get("enum"), list) else values
-    found = {name for value in values for name in _TYPES if _is_one(value, {name})}
-    for key in ("anyOf", "oneOf"):
-        for part in schema[key] if isinstance(schema.get(key), list) else []:
-            found |= _types_of(part)
-    return found
+        return False
+    if "type" in schema:
+        names = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
+        return any(
+            isinstance(value, types) and isinstance(value, bool) == (name == "boolean")
+            for name, types in _TYPES.items()
+            if name in names
+        )
+    values = schema.get("enum", [schema["const"]] if "const" in schema else [])
+    if isinstance(values, list) and any(type(one) is type(value) for one in values):
+        return True
+    lists = (schema.get(key) for key in ("anyOf", "oneOf"))
+    return any(_takes(one, value) for parts in lists if isinstance(parts, list) for one in parts)

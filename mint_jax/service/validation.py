@@ -133,8 +133,7 @@ def _refusal(details: Sequence[Any], body: Any) -> BadRequest:
     """
     top = details[0]["loc"][:1]
     found = [(*_locate(one, body), one) for one in details if one["loc"][:1] == top]
-    depth = max(len(path) for path, _, _ in found)
-    path, value, first = next(one for one in found if len(one[0]) == depth)
+    path, value, first = max(found, key=lambda one: len(one[0]))  # the first of the deepest
     name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)[1:]
     name = name if len(name) <= 200 else name[:197] + "..."
     if first["type"] == "missing":
@@ -143,16 +142,11 @@ def _refusal(details: Sequence[Any], body: Any) -> BadRequest:
         return BadRequest(name, f"{name} {first['msg'].removeprefix('Value error, ')}")
     if first["type"].startswith("union_tag"):
         key, tags = first["ctx"]["discriminator"].strip("'"), first["ctx"].get("expected_tags")
-        return wrong(
-            f"{name}.{key}",
-            value.get(key) if isinstance(value, dict) else value,
-            f"one of {tags}" if tags else "a type",
-        )
-    expected = [_expected(one) for path_, _, one in found if path_ == path]
-    return BadRequest(
-        name or None,
-        f"{name or 'the body'} is {shown(value)}; expected {' or '.join(dict.fromkeys(expected))}",
-    )
+        value = value.get(key) if isinstance(value, dict) else value
+        return wrong(f"{name}.{key}", value, f"one of {tags}" if tags else "a type")
+    expected = dict.fromkeys(_expected(one) for other, _, one in found if other == path)
+    message = f"{name or 'the body'} is {shown(value)}; expected {' or '.join(expected)}"
+    return BadRequest(name or None, message)
 
 
 def _locate(detail: Mapping[str, Any], body: Any) -> tuple[tuple[Any, ...], Any]:
@@ -162,7 +156,8 @@ def _locate(detail: Mapping[str, Any], body: Any) -> tuple[tuple[Any, ...], Any]
     """
     path: list[Any] = []
     for i, part in enumerate(detail["loc"]):
-        if part in (body if isinstance(body, dict) else range(_length(body))):
+        places = body if isinstance(body, dict) else range(len(body) if type(body) is list else 0)
+        if part in places:
             body = body[part]
         elif detail["type"] == "missing" and i == len(detail["loc"]) - 1:
             body = None
@@ -170,10 +165,6 @@ def _locate(detail: Mapping[str, Any], body: Any) -> tuple[tuple[Any, ...], Any]
             continue
         path.append(part)
     return tuple(path), body
-
-
-def _length(value: Any) -> int:
-    return len(value) if isinstance(value, list) else 0
 
 
 def _expected(detail: Mapping[str, Any]) -> str:

@@ -16,8 +16,7 @@ from run import need
 
 SEED, EXAMPLES, MOST = "1", "12", 3
 # A right request may still be refused for what a schema cannot say: a token that the vocabulary
-# does not have, a regular expression that is none, best_of that is not n. That a wrong one is
-# refused is checked.
+# does not have, a regular expression that is none. That a wrong one is refused is checked.
 LEFT_OUT = "positive_data_acceptance"
 LONG = "/retrieve_futures?$"  # a request that waits for as long as nothing happens
 
@@ -83,7 +82,7 @@ def narrowed(document: dict[str, Any], base: str) -> dict[str, Any]:
     for name in ("CompletionBody", "ChatBody"):
         body = out["components"]["schemas"][name]
         body["properties"]["model"] = {"const": base}
-        for field in ("max_tokens", "max_completion_tokens", "n", "best_of"):
+        for field in ("max_tokens", "max_completion_tokens", "n"):
             if field in body["properties"]:
                 body["properties"][field] = {"type": "integer", "minimum": 1, "maximum": MOST}
         body["required"].append("max_tokens")

@@ -2,7 +2,6 @@
 
 import gc
 import itertools
-import urllib.request
 
 import httpx
 import openai
@@ -147,7 +146,7 @@ def test_a_server_that_has_failed_answers_503(sites, mesh):  # noqa: F811
     assert get(site, "/health").status_code == 200
 
 
-def test_tenants_see_only_their_own_objects(guarded, secrets, tmp_path):
+def test_tenants_see_only_their_own_objects(guarded, secrets):
     ann, bob = (guarded.client(secrets[who]) for who in ("ann", "bob"))
     trained = ann.create_lora_training_client("tiny-random", 8).result()
     tokens = types.ModelInput.from_ints([5, 6, 7])
@@ -184,25 +183,5 @@ def test_tenants_see_only_their_own_objects(guarded, secrets, tmp_path):
 
     external = trained.save_weights_external("files").result().path
     urls = ann.create_rest_client().get_external_weights_urls(external).result().urls
-    for name, url in urls.items():  # a link needs no key
-        urllib.request.urlretrieve(url, tmp_path / name)
-    files = {file.name for file in tmp_path.iterdir()}
-    assert files == {"adapter_config.json", "adapter_model.safetensors"}
+    assert [httpx.get(url).status_code for url in urls.values()] == [200, 200], "without a key"
     assert get(guarded, "/api/v1/files/forged").status_code == 400
-
-
-def test_operators_see_the_server_and_tenants_do_not(guarded, secrets):
-    for path in ("/metrics", "/debug/state"):
-        keys = (None, secrets["ann"], secrets["root"])
-        assert [get(guarded, path, key).status_code for key in keys] == [401, 403, 200]
-    assert get(guarded, "/health").status_code == get(guarded, "/ready").status_code == 200
-    assert get(guarded, "/debug/state", secrets["root"]).json()["trouble"] == ""
-    text = get(guarded, "/metrics", secrets["root"]).text
-    for name in (
-        "mint_http_requests_total",
-        "mint_training_steps_total",
-        "vllm:lora_requests_info",
-    ):
-        assert name in text
-    assert guarded.post("create_session", {"tags": []}, secrets["root"]).status_code == 200
-    assert guarded.post("asample", {}, secrets["root"]).status_code == 403

@@ -10,7 +10,7 @@ from mint_jax.data.tokenizer import Tokenizer
 from mint_jax.errors import UserError
 from mint_jax.models import base as base_lib
 from mint_jax.service.openai_types import OPENAI, ChatBody, CompletionBody, chat_of, completion_of
-from mint_jax.service.responses import ResponseBody, Store, response_of
+from mint_jax.service.responses import ResponseBody, Store, chat_body_of, conversation_of
 from mint_jax.service.validation import check, parse
 from tests.service.chat_test import TEMPLATE
 
@@ -42,7 +42,8 @@ def spec_of(kind, body, tokenizer):
     """Reads a body as the service does."""
     read = parse(kind, json.dumps({"model": "m", **body}).encode())
     if isinstance(read, ResponseBody):
-        read = check(ChatBody, response_of(read, "default", Store()).chat)
+        messages = conversation_of(read, "default", Store())
+        read = check(ChatBody, chat_body_of(read, messages))
     OPENAI.check(read, 512)
     if isinstance(read, CompletionBody):
         return completion_of(read, tokenizer)
